@@ -19,10 +19,13 @@ from typing import Any
 import psutil
 
 from megatron_rl.rollout.engine_placement import LAUNCHER_VARIABLE
+from megatron_rl.versions import put_programs_on_path
 from rollout_sglang import process
 from rollout_sglang.platform import stub_modules
 
 stub_modules.install()
+if __name__ == "__mp_main__":  # a child that a GPU's server spawned
+    stub_modules.block_megatron()
 
 _RENDEZVOUS_SECONDS = 600.0
 _NO_PARENT = 0
@@ -77,6 +80,8 @@ def main(arguments: list[str]) -> None:
     if launcher:  # it replaces this process, and ends the engine on SIGTERM
         command = [*shlex.split(launcher), sys.executable, "-m", "rollout_sglang.server", "--parent", str(_NO_PARENT), *arguments[2:]]
         os.execvp(command[0], command)
+    put_programs_on_path()
+    stub_modules.block_megatron()
     os.umask(0o077)  # SGLang's processes talk over Unix sockets in the temporary folder
     from rollout_sglang.hooks import registry
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -47,6 +48,7 @@ def find_pitfalls(cuda: str | None, driver: str | None) -> list[Pitfall]:
         pitfalls += [check_cuda(cuda), check_cublas(versions), check_driver(cuda, driver)]
         pitfalls += check_engine_pins(versions, read_engine_pins())
         pitfalls += [check_deep_gemm_packages(versions), check_nvcc(versions, read_nvcc_release(find_nvcc()))]
+        pitfalls.append(check_ninja(versions, shutil.which("ninja")))
         pitfalls += [check_ld_bind_now(versions, os.environ), check_transformer_engine_import(versions)]
     return [pitfall for pitfall in pitfalls if pitfall is not None]
 
@@ -181,6 +183,14 @@ def check_nvcc(versions: Versions, nvcc: str | None) -> Pitfall | None:
     if parse_version(nvcc) < MIN_CUDA:
         return Pitfall("nvcc", f"{nvcc} is older than {'.'.join(map(str, MIN_CUDA))}, which DeepGEMM refuses", fix)
     return None
+
+
+def check_ninja(versions: Versions, ninja: str | None) -> Pitfall | None:
+    """SGLang and flashinfer call it by its bare name when they build kernels. `ninja`: its path; commands put the interpreter's folder
+    on PATH."""
+    if ninja or not {"sglang-kernel", "flashinfer-python"} & set(versions):
+        return None
+    return Pitfall("ninja", "not found: SGLang and flashinfer cannot build their kernels, and no engine starts", INSTALL)
 
 
 def read_nvcc_release(home: str | None) -> str | None:

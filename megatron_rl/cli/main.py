@@ -19,6 +19,7 @@ import typer
 
 from megatron_rl import __version__
 from megatron_rl.errors import MegatronRLError, UserError
+from megatron_rl.versions import put_programs_on_path
 from parallel.formats import FORMATS
 
 if TYPE_CHECKING:
@@ -177,6 +178,7 @@ def doctor() -> None:
 
 def main() -> None:
     """Entry point of the `megatron-rl` script and of `python -m megatron_rl`."""
+    put_programs_on_path()
     app(prog_name="megatron-rl")
 
 

@@ -2,7 +2,7 @@
 
 A CPU engine uses neither, but SGLang imports both unconditionally. Every attribute of a stub is a stub too; stubs are false and empty, and
 launching a kernel through one raises. `install()` must run before the first import of sglang, in every process; it replaces no installed
-package.
+package. `block_megatron` keeps out what an engine must not depend on.
 """
 
 from __future__ import annotations
@@ -95,3 +95,9 @@ def install() -> None:
     if missing and _IMPORTER not in sys.meta_path:
         _IMPORTER.packages = missing
         sys.meta_path.append(_IMPORTER)
+
+
+def block_megatron() -> None:
+    """Let `import megatron` raise ModuleNotFoundError in this process, an engine's. SGLang's dumper imports Megatron where it is installed,
+    and with it Transformer Engine, which an engine does not use and whose other errors nobody there expects."""
+    sys.modules["megatron"] = None  # type: ignore[assignment] # as `importlib` documents it

@@ -37,6 +37,7 @@ def launched(tmp_path_factory) -> Iterator[Callable[..., World]]:
             worlds[key].call(trainer_engine.sync, 0)
         else:
             world = worlds[key] = stack.enter_context(World(1, tmp_path_factory.mktemp("world")))
+            world.call(trainer_engine.break_transformer_engine, tmp_path_factory.mktemp("broken"))
             world.call(trainer_engine.start, checkpoint, tmp_path_factory.mktemp("engine"), precision, sections)
         return worlds[key]
 

@@ -52,6 +52,13 @@ def test_completions_that_go_on_over_a_switch_have_the_log_probs_of_each_tokens_
         assert len(engine) >= 50 and torch.equal(engine, trainer), (version, (engine - trainer).abs().max())
 
 
+def test_an_engine_serves_beside_a_transformer_engine_that_cannot_be_imported(unified):
+    """SGLang imports Megatron for its dumper, and Megatron Transformer Engine, where they are installed; every engine of `launched` has
+    such a one."""
+    assert unified.call(trainer_engine.import_in_child, "transformer_engine")[0] == "FileNotFoundError: libtransformer_engine.so"
+    assert unified.call(trainer_engine.sync, 80)[0]["proved"] == TENSORS
+
+
 def test_a_byte_changed_on_its_way_is_found_before_it_is_served(unified):
     with pytest.raises(RunError, match=r"the sync is not proved: .* of engine rank 0 differs from .* of trainer rank 0; first in rows"):
         unified.call(async_runs.sync_with_wrong_byte, {"transport": "shared_memory"}, 90)

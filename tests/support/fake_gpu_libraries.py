@@ -7,6 +7,7 @@ is handed over, not the kernels: those are tested by tests/gpu.
 from __future__ import annotations
 
 import sys
+from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -17,6 +18,7 @@ from megatron_rl.precision.ops import tree
 from support.tree_sums import dequantize
 
 Pair = tuple[torch.Tensor, torch.Tensor]
+_TENSOR, _EXTENSION = "transformer_engine.pytorch.tensor", "transformer_engine_torch"
 
 
 def install(monkeypatch: Any) -> None:
@@ -34,13 +36,39 @@ def install(monkeypatch: Any) -> None:
         k_grouped_fp8_gemm_nt_contiguous=k_grouped_fp8_gemm_nt_contiguous,
         get_mk_alignment_for_contiguous_layout=lambda: 128,
     )
-    module("transformer_engine_torch", DType=SimpleNamespace(kFloat8E4M3="e4m3"))
-    for name in ("", ".pytorch", ".pytorch.tensor", ".pytorch.tensor.storage"):
-        module(f"transformer_engine{name}", __path__=[])
-    module("transformer_engine.pytorch.tensor.float8_blockwise_tensor", Float8BlockQuantizer=Quantizer)
-    storage = "transformer_engine.pytorch.tensor.storage.float8_blockwise_tensor_storage"
-    module(storage, Float8BlockwiseQTensorStorage=Quantised)
-    module("transformer_engine.pytorch.cpp_extensions", general_gemm=general_gemm)
+    packages = ("transformer_engine", "transformer_engine.pytorch", _TENSOR, f"{_TENSOR}.storage")
+    members: dict[str, dict[str, Any]] = {
+        **{name: {"__path__": []} for name in packages},
+        f"{_TENSOR}.float8_blockwise_tensor": {"Float8BlockQuantizer": Quantizer},
+        f"{_TENSOR}.storage.float8_blockwise_tensor_storage": {"Float8BlockwiseQTensorStorage": Quantised},
+        "transformer_engine.pytorch.cpp_extensions": {"general_gemm": general_gemm},
+    }
+    for name in (*members, _EXTENSION):
+        module(name)  # what is imported in its place goes with it after the test
+        del sys.modules[name]
+    monkeypatch.setattr(sys, "meta_path", [TransformerEngineFinder(members), *sys.meta_path])
+
+
+class TransformerEngineFinder:
+    """Finds the stand-in's modules. As in the real one, `transformer_engine_torch` can be found by nobody: importing
+    `transformer_engine.pytorch` loads the extension from its own folder and lays it into sys.modules."""
+
+    def __init__(self, members: dict[str, dict[str, Any]]) -> None:
+        self._members = members
+
+    def find_spec(self, name: str, *_: Any) -> ModuleSpec | None:
+        if name == _EXTENSION:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+        loader: Any = self
+        return ModuleSpec(name, loader, is_package="__path__" in self._members[name]) if name in self._members else None
+
+    def create_module(self, spec: ModuleSpec) -> None: ...
+
+    def exec_module(self, module: ModuleType) -> None:
+        vars(module).update(self._members[module.__name__])
+        if module.__name__ == "transformer_engine.pytorch":
+            sys.modules[_EXTENSION] = extension = ModuleType(_EXTENSION)
+            extension.DType = SimpleNamespace(kFloat8E4M3="e4m3")  # type: ignore[attr-defined]
 
 
 def quantize_activation(x: torch.Tensor, scale_format: str, *, rows: bool, columns: bool, groups: Any = None) -> Any:

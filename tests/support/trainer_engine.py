@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import string
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -145,6 +147,18 @@ def current() -> TrainerAndEngines:
 def set_launchers(*lines: str) -> None:
     """How engines are started on their nodes, by the next `start`."""
     os.environ[LAUNCHER_VARIABLE] = "\n".join(lines)
+
+
+def break_transformer_engine(folder: Path) -> None:
+    """Let the processes that this one starts find a Transformer Engine that cannot be imported, as where its libraries do not fit."""
+    (folder / "transformer_engine").mkdir()
+    (folder / "transformer_engine" / "__init__.py").write_text("raise FileNotFoundError('libtransformer_engine.so')")
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(folder), *sys.path])
+
+
+def import_in_child(module: str) -> str:
+    """Return the last line of what a process prints that imports it, as an engine of this one would."""
+    return subprocess.run([sys.executable, "-c", f"import {module}"], capture_output=True, text=True).stderr.strip().rpartition("\n")[2]
 
 
 def start(*args: Any) -> None:

@@ -101,6 +101,7 @@ class TransformerEngineBackend(GpuBackend):
         return self._quantizer(2)
 
     def _quantizer(self, dimensions: int) -> Any:
+        import transformer_engine.pytorch  # noqa: F401 - lays transformer_engine_torch, which is not on the path, into sys.modules
         import transformer_engine_torch
         from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer
 

@@ -23,6 +23,7 @@ def test_the_pinned_installation_and_this_machine_have_none(monkeypatch):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(doctor_gpu, "read_nvcc_release", lambda home: "13.0")
     monkeypatch.setattr(doctor_gpu, "check_transformer_engine_import", lambda versions: None)
+    monkeypatch.setattr(doctor_gpu.shutil, "which", lambda name: f"/usr/bin/{name}")
     monkeypatch.setattr(doctor_gpu, "list_distributions", pins)
     assert doctor_gpu.find_pitfalls("13.0", "580.65.06") == []
     monkeypatch.setattr(doctor_gpu, "list_distributions", lambda: {"torch": "2.13.0", "sglang": "0.5.23"})
@@ -104,6 +105,14 @@ def test_what_deep_gemm_compiles_with():
     assert doctor_gpu.check_deep_gemm_packages(single) is doctor_gpu.check_nvcc(single, "13.0") is doctor_gpu.check_nvcc({}, None) is None
     assert doctor_gpu.check_nvcc(single, None).found.startswith("not found")
     assert doctor_gpu.check_nvcc(single, "12.8").found == "12.8 is older than 12.9, which DeepGEMM refuses"
+
+
+def test_ninja_is_needed_where_kernels_are_built():
+    versions = {"sglang-kernel": "0.4.10"}
+    assert (
+        doctor_gpu.check_ninja(versions, None).found.startswith("not found") and doctor_gpu.check_ninja({"sglang": "0.5.23"}, None) is None
+    )
+    assert doctor_gpu.check_ninja(versions, "/usr/bin/ninja") is None
 
 
 def test_the_compilers_release_is_read(tmp_path):
