@@ -12,10 +12,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron_rl.config import Config, RolloutConfig
+from megatron_rl.config import Config
 from megatron_rl.errors import UserError
 from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.precision.ops.threads import count_threads
+from megatron_rl.rollout import memory_saver
 from megatron_rl.rollout.engine_placement import (
     LAUNCHER_VARIABLE,
     EnginePlacement,
@@ -65,7 +66,7 @@ class EngineLaunchSpec:
         for placement in placements:
             arguments = _server_arguments(self.config, contract, self.model_path, port, placement, meeting)
             arguments += [*(["--load-format", "dummy"] if self.empty else []), *self.arguments]
-            environment = {API_KEY_VARIABLE: key, LAUNCHER_VARIABLE: placement.launcher, **_environment(rollout, contract, placement)}
+            environment = {API_KEY_VARIABLE: key, LAUNCHER_VARIABLE: placement.launcher, **_environment(self.config, contract, placement)}
             processes.append(EngineProcess(arguments, environment, self._name_log(placement)))
         return LaunchedServer(EngineProcesses(processes), f"http://{placements[0].host}:{port}", key)
 
@@ -114,12 +115,14 @@ def _server_arguments(
     return [part for name, value in options.items() for part in (f"--{name}", str(value))] + [f"--{flag}" for flag in flags]
 
 
-def _environment(rollout: RolloutConfig, contract: PrecisionContract, placement: EnginePlacement) -> dict[str, str]:
+def _environment(config: Config, contract: PrecisionContract, placement: EnginePlacement) -> dict[str, str]:
+    rollout, colocated = config.rollout, config.placement.kind == "colocated"
     reduction = {tree_reduction.REDUCTION_VARIABLE: "tree" if contract.sums_by_tree else "fast"}
     if torch.cuda.is_available():
         format = contract.engine_format
         scales = {gpu_activation_quant.SCALE_FORMAT_VARIABLE: format.scale_format} if format.quantized else {}
-        return {_PRECOMPILE: os.environ.get(_PRECOMPILE, "false"), **reduction, **scales}
+        memory = memory_saver.make_environment(os.environ, torch.version.cuda) if colocated else {}
+        return {_PRECOMPILE: os.environ.get(_PRECOMPILE, "false"), **reduction, **scales, **memory}
     cores, first = os.cpu_count() or 1, placement.index * rollout.tp + placement.node * rollout.ranks_per_node
     interface = {} if rollout.nodes_per_engine > 1 else {"GLOO_SOCKET_IFNAME": "lo"}  # see `rollout_sglang.server`
     return {

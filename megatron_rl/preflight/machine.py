@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+
 from megatron_rl.config.hosts import is_loopback
 from megatron_rl.errors import UserError
 from megatron_rl.precision.backends import requirements
 from megatron_rl.preflight.rule import Facts, Needs, rule
+from megatron_rl.rollout import memory_saver
 from megatron_rl.rollout.engine import find_engine_launcher
 from megatron_rl.rollout.engine_placement import LAUNCHER_VARIABLE, find_meeting_host, get_base_gpu_id, list_launchers, place_engine
 
@@ -88,3 +91,11 @@ def transport_reaches_the_engines(facts: Facts) -> None:
         from megatron_rl.sync.transport_check import check_one_host
 
         check_one_host(facts.config.sync, f"{LAUNCHER_VARIABLE} starts engines on others")
+
+
+@rule(Needs.ENGINE | Needs.NODE | Needs.MACHINE)
+def engine_can_release_its_memory(facts: Facts) -> None:
+    if facts.node_gpus and facts.config.placement.kind == "colocated" and facts.config.rollout.engine == "sglang":
+        import torch
+
+        memory_saver.check(os.environ, torch.version.cuda)

@@ -396,6 +396,14 @@ MISTAKES = [
         launchers="srun a\nsrun b",
     ),
     Mistake(
+        machine.engine_can_release_its_memory,
+        "train eval",
+        "PYTORCH_CUDA_ALLOC_CONF = 'expandable_segments:True': keeps a colocated engine from releasing its memory: torch_memory_saver",
+        (GLOO,),
+        gpus=1,
+        scene=lambda patch: patch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"),
+    ),
+    Mistake(
         files.environment_can_be_loaded,
         "train eval",
         "environment.name = 'json:nothing': cannot be imported (AttributeError",

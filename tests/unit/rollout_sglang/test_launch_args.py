@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from megatron_rl.config import Config
+from megatron_rl.rollout import memory_saver
 from rollout_sglang import launch_args
 from rollout_sglang.hooks import gpu_activation_quant
 
@@ -22,8 +23,9 @@ def start(monkeypatch):
     started: list[tuple[list[str], dict[str, str]]] = []
     monkeypatch.setattr(launch_args, "EngineProcess", lambda arguments, environment, _: started.append((arguments, environment)))
 
-    def start_process(mode: str = "bf16", rollout: dict | None = None, **more: object) -> tuple[list[str], dict[str, str]]:
-        config = Config.model_validate({"model": {"path": Path("m")}, "precision": {"mode": mode}, "rollout": rollout or {}})
+    def start_process(mode: str = "bf16", kind: str = "colocated", rollout: dict | None = None, **more: object):
+        sections = {"precision": {"mode": mode}, "rollout": rollout or {}, "placement": {"kind": kind}}
+        config = Config.model_validate({"model": {"path": Path("m")}, **sections})
         launch_args.EngineLaunchSpec(config, Path("m"), Path("logs"), **more).start_process()
         return started[-1]
 
@@ -53,3 +55,13 @@ def test_the_prefix_cache_is_on_and_chunks_are_sglangs_unless_the_user_says_so(s
     assert "--disable-radix-cache" not in arguments and "--chunked-prefill-size" not in arguments
     arguments, _ = start(rollout={"enable_prefix_caching": False, "chunked_prefill_size": 512})
     assert "--disable-radix-cache" in arguments and arguments[arguments.index("--chunked-prefill-size") + 1] == "512"
+
+
+def test_only_an_engine_that_shares_devices_releases_its_memory(start, monkeypatch):
+    monkeypatch.setattr(memory_saver, "find_cuda_runtime", lambda cuda: Path("/site/cu13/libcudart.so.13"))
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    variables = {"SGLANG_MEMORY_SAVER_CUDA_GRAPH", "LD_LIBRARY_PATH"}
+    arguments, environment = start()
+    assert "--enable-memory-saver" in arguments and environment["LD_LIBRARY_PATH"].startswith("/site/cu13") and variables < set(environment)
+    arguments, environment = start(kind="disaggregated")
+    assert "--enable-memory-saver" not in arguments and not variables & set(environment)
