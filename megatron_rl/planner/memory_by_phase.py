@@ -7,7 +7,7 @@ everything. The largest GPU of a phase decides: pipeline stages differ.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from megatron_rl.planner import activation_memory, memory
@@ -16,6 +16,8 @@ from megatron_rl.planner.hardware import GIB, MIB, Cluster
 
 CUDA_CONTEXT_BYTES = GIB
 """Of each process: CUDA's context, kernels, NCCL's buffers. An assumption; the log of a run has measured values."""
+_IPC_CONTEXT_BYTES = GIB // 2
+"""On a GPU of the trainer, for each process that opens its memory from another GPU: a CUDA context without NCCL. An assumption."""
 RESERVED_SHARE = 0.05
 """Share of a GPU left to the allocator's fragmentation. An assumption."""
 _PREFILL_CHUNK = 8192
@@ -55,6 +57,13 @@ def estimate_phase_memory(job: Workload, candidate: Candidate) -> list[PhaseMemo
         else:
             phases += [PhaseMemory(phase, "trainer", trainer), PhaseMemory(phase, "engine", engine)]
     return phases
+
+
+def add_ipc_contexts(memory: tuple[PhaseMemory, ...], readers: int) -> tuple[PhaseMemory, ...]:
+    """Add what `readers`, engine ranks on other GPUs, hold on a GPU of the trainer whose memory they have opened by CUDA IPC: from the
+    first sync on, in all phases."""
+    contexts = {"IPC contexts": float(readers * _IPC_CONTEXT_BYTES)}
+    return tuple(each if each.gpus == "engine" else replace(each, parts=each.parts | contexts) for each in memory)
 
 
 @lru_cache(maxsize=1 << 16)

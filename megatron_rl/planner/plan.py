@@ -87,12 +87,12 @@ def _estimate_configured(planner: Planner) -> CandidateEstimate:
     check(candidate.facts(job, cluster), PLAN | LAYOUTS, about=LAYOUTS)
     if candidate.gpus > cluster.gpus:
         raise UserError("train.layout", None, f"needs {candidate.gpus} GPUs, {cluster} have {cluster.gpus}", "give more --nodes")
-    estimate = planner.estimate(candidate)
+    estimate = planner.with_sync(planner.estimate(candidate))
     if not estimate.fits:
         peak = estimate.fullest
         rule = f"needs {peak.total / GIB:.1f} GiB of a GPU in phase {peak.phase}, of which {usable_bytes(cluster) / GIB:.1f} may be used"
         raise UserError("train.layout", None, rule, "")
-    return planner.with_sync(estimate)
+    return estimate
 
 
 def _nothing_fits(cluster: Cluster, search: SearchResult) -> UserError:

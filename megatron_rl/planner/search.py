@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from megatron_rl.planner.candidate import Candidate, Placement, Workload
 from megatron_rl.planner.hardware import GIB, Cluster
-from megatron_rl.planner.memory_by_phase import PhaseMemory, estimate_phase_memory, usable_bytes
+from megatron_rl.planner.memory_by_phase import PhaseMemory, add_ipc_contexts, estimate_phase_memory, usable_bytes
 from megatron_rl.planner.roofline import StepTime, estimate_step_time
 from megatron_rl.planner.sync_traffic import SyncTraffic, estimate_sync_traffic
 from megatron_rl.preflight import LAYOUTS, PLAN, Needs, find_mistakes
@@ -70,12 +70,18 @@ class Planner:
     def estimate(self, candidate: Candidate) -> CandidateEstimate:
         """Return memory and seconds, without the sync. Raise GeometryError where a layout does not divide the model."""
         memory = tuple(estimate_phase_memory(self.job, candidate))
-        spare = usable_bytes(self.cluster) - max(gpu.total for gpu in memory)
-        return CandidateEstimate(candidate, memory, spare, estimate_step_time(self.job, candidate, self.cluster))
+        return CandidateEstimate(candidate, memory, self._count_spare(memory), estimate_step_time(self.job, candidate, self.cluster))
+
+    def _count_spare(self, memory: tuple[PhaseMemory, ...]) -> float:
+        return usable_bytes(self.cluster) - max(gpu.total for gpu in memory)
 
     def with_sync(self, estimate: CandidateEstimate) -> CandidateEstimate:
-        traffic = estimate_sync_traffic(self.job, estimate.candidate, self.cluster)
-        return replace(estimate, sync=traffic, seconds=replace(estimate.seconds, sync=traffic.seconds))
+        """Add the sync: its traffic, its seconds, and what CUDA IPC takes."""
+        traffic, memory = estimate_sync_traffic(self.job, estimate.candidate, self.cluster), estimate.memory
+        if self.job.config.sync.transport == "cuda_ipc":
+            memory = add_ipc_contexts(memory, traffic.readers)
+        seconds = replace(estimate.seconds, sync=traffic.seconds)
+        return replace(estimate, memory=memory, spare=self._count_spare(memory), sync=traffic, seconds=seconds)
 
     def search(self, count: int) -> SearchResult:
         """Return the `count` fastest, each training layout once, with its best engines.
@@ -105,7 +111,9 @@ class Planner:
                 key = candidate.train, candidate.placement
                 fitting[key] = min(estimate, fitting.get(key, estimate), key=_rank_key)
         fastest = sorted(fitting.values(), key=_rank_key)[:count]
-        return SearchResult(sorted(map(self.with_sync, fastest), key=_rank_key), tried, dropped, closest)
+        fastest = sorted(map(self.with_sync, fastest), key=_rank_key)
+        closest = max(fastest, key=lambda estimate: estimate.spare, default=closest)
+        return SearchResult([estimate for estimate in fastest if estimate.fits], tried, dropped, closest)
 
     def _has_layout_error(self, candidate: Candidate) -> bool:
         layout, facts = candidate.train, candidate.facts(self.job, self.cluster)

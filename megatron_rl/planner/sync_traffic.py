@@ -6,7 +6,7 @@ by stage, and counted as often as the stage has it.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
 
 from megatron_rl.planner.candidate import Candidate, Workload
@@ -30,23 +30,28 @@ class SyncTraffic:
     """The most bytes that one GPU sends or receives over a link."""
     seconds: float
     """Of the busiest GPU: its links one after the other, with the copies into and out of buffers."""
+    readers: int
+    """The most engine ranks on other GPUs that one GPU of the trainer sends to."""
 
 
 def estimate_sync_traffic(job: Workload, candidate: Candidate, cluster: Cluster) -> SyncTraffic:
     """Estimate the sync of all engines together. Raises GeometryError where the layouts have no plan."""
     sent: dict[tuple[int, str], int] = defaultdict(int)
     received: dict[tuple[int, str], int] = defaultdict(int)
+    pairs = set[tuple[int, int]]()
     for stage in range(candidate.train.pp):
         for (source, target), count in _count_stage_bytes(job, candidate, stage).items():
             same_node = cluster.node_of(source) == cluster.node_of(target)
             link = "same" if source == target else "node" if same_node else "network"
+            pairs.add((source, target))
             sent[source, link] += count
             received[target, link] += count
     busiest = {link: max((load[key] for load in (sent, received) for key in load if key[1] == link), default=0) for link in LINKS}
     total = {link: sum(count for key, count in received.items() if key[1] == link) for link in LINKS}
     gpus = {gpu for gpu, _ in (*sent, *received)}
     slowest = max(_seconds(gpu, sent, received, cluster) for gpu in gpus)
-    return SyncTraffic(total, busiest, slowest / LINK_EFFICIENCY)
+    readers = Counter(source for source, target in pairs if source != target)
+    return SyncTraffic(total, busiest, slowest / LINK_EFFICIENCY, max(readers.values(), default=0))
 
 
 def _seconds(gpu: int, sent: dict[tuple[int, str], int], received: dict[tuple[int, str], int], cluster: Cluster) -> float:

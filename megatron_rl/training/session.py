@@ -125,6 +125,9 @@ class Session:
             spread.spread_optimizer(actor.optimizer, shards, global_parameters(model))
         state = self._load_checkpoint(actor)
         read_named_tensors = partial(collect_named_tensors, model, shards, contract)
+        reference = self._load_reference(hf_config)
+        if config.placement.kind == "colocated":
+            actor.offload_optimizer()  # as in every sync: the engines find on a shared GPU what the trainer holds in a sync, and no more
 
         rollout = Rank0(lambda: self._start_rollout(hf_config, state))
         engines, worker = Rank0(lambda: rollout.value[0]), Rank0(lambda: rollout.value[1])
@@ -140,7 +143,7 @@ class Session:
 
         attribution = MismatchAttribution(actor, read_named_tensors, contract.engine_format, contract.engine_alone_quantizes_kv)
         bound = MismatchBound(config.sync, promises_exactness(config, hf_config), self.notify)
-        trainer = PolicyTrainer(config, actor, self._load_reference(hf_config), attribution, engines, bound)
+        trainer = PolicyTrainer(config, actor, reference, attribution, engines, bound)
         recovering_sync = RecoveringWeightSync(sync, engines, self.notify)
         recorder = Recorder(self.log, engines)
         saved = -1 if state is None else state.version
@@ -183,6 +186,7 @@ class Session:
         """Return the frozen starting policy, in the same precision; None without a KL term."""
         if not self.config.algorithm.kl_coef:
             return None
+        hang_watchdog.enter_phase("loading the reference")
         model = freeze(build_model(hf_config, self.layout, self.contract, self.config.train))
         load_checkpoint(model, self.config.model.folder, build_rank_shards(hf_config, self.layout), MasterSpread.from_config(self.config))
         return Policy(model, self.config.rollout.temperature, self.config.train.micro_batch_tokens)

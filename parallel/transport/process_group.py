@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from parallel.chunking import CHUNKS_IN_FLIGHT, Chunk
 from parallel.transport import base, gloo_backend
+from parallel.transport.nccl import NcclGroup
 from parallel.transport.store import find_local_address, listening_store
 
 
@@ -65,9 +66,10 @@ class Outbox(base.Outbox):
         while self._sending:
             self._wait_for_oldest()
         if self._buffers and self._buffers[0].is_cuda:
-            torch.cuda.synchronize()  # NCCL's wait orders streams only
+            torch.cuda.synchronize()
 
     def close(self) -> None:
+        _end(self._group)
         self._group = self._store = None
         self._sending.clear()
         self._buffers, self._packed = [], None
@@ -114,6 +116,7 @@ class Inbox(base.Inbox):
         self._posted = 0
 
     def close(self) -> None:
+        _end(self._group)
         self._group = None
         self._receiving.clear()
 
@@ -139,13 +142,16 @@ def make_gpu_buffer(nbytes: int) -> torch.Tensor | None:
 
 def _make_group(store: Any, rank: int, size: int, host: str, timeout: float, device: torch.device) -> Any:
     """Make the process group; returns when every member has joined."""
-    wait = timedelta(seconds=timeout)
     if device.type == "cuda":
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = wait
-        return dist.ProcessGroupNCCL(store, rank, size, options)
+        return NcclGroup(store, rank, size, timeout)
     gloo: Any = dist.ProcessGroupGloo
-    return gloo_backend.group(store, rank, size, wait, [gloo.create_device(hostname=find_local_address(host))])
+    return gloo_backend.group(store, rank, size, timedelta(seconds=timeout), [gloo.create_device(hostname=find_local_address(host))])
+
+
+def _end(group: Any) -> None:
+    """Fail the transfers of a group that is closed; gloo's fail with its last reference."""
+    if isinstance(group, NcclGroup):
+        group.abort()
 
 
 def _make_buffers(nbytes: int, device: torch.device) -> list[torch.Tensor]:

@@ -192,6 +192,22 @@ def test_the_same_cut_on_the_same_gpus_moves_nothing_over_a_link():
     assert apart.seconds > apart.busiest["network"] / 50e9
 
 
+def test_a_gpu_whose_memory_others_open_by_cuda_ipc_holds_a_context_of_each():
+    """Trainer at tp 8, two engines at tp 4: a GPU's slices are halves of what two engine ranks of each engine hold."""
+    same, others = Candidate(Layout(tp=4, dp=2), 4, 1, 2), Candidate(Layout(tp=8), 4, 1, 2)
+    for candidate, transport, readers in ((same, "cuda_ipc", 0), (others, "cuda_ipc", None), (others, "gloo", 0)):
+        planner = Planner(job(sync={"transport": transport}), NODE)
+        before = planner.estimate(candidate)
+        after = planner.with_sync(before)
+        readers = after.sync.readers if readers is None else readers
+        assert [gpu.total for gpu in after.memory] == [gpu.total + readers * 2**29 for gpu in before.memory]
+        assert after.spare == before.spare - readers * 2**29
+    assert estimate_sync_traffic(job(), others, NODE).readers >= 2
+    apart = Planner(job(sync={"transport": "cuda_ipc"}), NODE)
+    estimate = apart.with_sync(apart.estimate(Candidate(Layout(tp=4), 4, 1, 1, "disaggregated")))
+    assert estimate.sync.readers >= 1 and {gpu.gpus for gpu in estimate.memory if "IPC contexts" in gpu.parts} == {"trainer"}
+
+
 def test_shared_gpus_hold_by_turns():
     shared, apart = Candidate(Layout(tp=8), 8, 1, 1), Candidate(Layout(tp=4), 4, 1, 1, "disaggregated")
     parts = {phase.phase: phase.parts for phase in memory_by_phase.estimate_phase_memory(job(), shared)}

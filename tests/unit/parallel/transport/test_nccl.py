@@ -1,0 +1,122 @@
+"""NCCL's transfers, by a stand-in for torch's group that moves nothing by itself: a lost peer is an error, and both sides let go."""
+
+from __future__ import annotations
+
+import os
+from enum import Enum
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_rl.config.sync import SyncConfig
+from parallel.chunking import Chunk
+from parallel.transport import PROCESS_GROUP, base, nccl, process_group
+
+ErrorType = Enum("ErrorType", ["SUCCESS", "REMOTE_ERROR"])
+CHUNKS = [Chunk(0, 0, 0, 64, (), ()), Chunk(0, 0, 64, 32, (), ())]
+
+
+class FakeWork:
+    def __init__(self, group: FakeNccl) -> None:
+        self.group, self.ordered = group, False
+
+    def is_completed(self) -> bool:
+        return self.group.moves or self.group.error is not ErrorType.SUCCESS
+
+    def wait(self) -> None:
+        self.ordered = True
+
+
+class FakeNccl:
+    """ProcessGroupNCCL; a peer that is gone moves nothing, for ever."""
+
+    def __init__(self, store, rank: int, size: int, options) -> None:
+        self.handling = os.environ.get(nccl._ERROR_HANDLING)
+        self.moves, self.error, self.aborted, self.works = True, ErrorType.SUCCESS, 0, []
+        self.seconds = options._timeout.total_seconds()
+
+    def send(self, tensors, peer: int, tag: int) -> FakeWork:
+        self.works.append(FakeWork(self))
+        return self.works[-1]
+
+    recv = send
+
+    def get_error(self) -> ErrorType:
+        return self.error
+
+    def abort(self) -> None:
+        self.aborted += 1
+
+    Options = SimpleNamespace
+
+
+@pytest.fixture
+def link(monkeypatch):
+    """An outbox and an inbox, connected by NCCL as far as they know."""
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", FakeNccl, raising=False)
+    monkeypatch.setattr(process_group, "buffer_device", lambda on_device: torch.device("cuda"))
+    monkeypatch.setattr(process_group, "_make_buffers", lambda nbytes, device: [torch.zeros(nbytes, dtype=torch.uint8) for _ in range(2)])
+    store = dist.HashStore()
+    for member in range(2):
+        store.set(f"joined {member}", "")
+    monkeypatch.setattr(process_group, "_connect_to_store", lambda address, timeout: store)
+    settings = SyncConfig(transport="process_group", timeout=0.2)
+    outbox = PROCESS_GROUP.make_outbox(settings, 0, CHUNKS)
+    outbox._store = store
+    outbox.open({0: outbox.address})
+    inbox = PROCESS_GROUP.make_inbox(base.Link("process_group", {"0": outbox.address}, [0], [0], 64, 0.2), 0, CHUNKS)
+    return outbox, inbox
+
+
+def send(outbox) -> None:
+    outbox.start(CHUNKS)
+    for chunk in CHUNKS:
+        outbox.buffer(chunk)
+        outbox.send(chunk)
+    outbox.finish()
+
+
+def receive(inbox) -> None:
+    inbox.start(CHUNKS)
+    for chunk in CHUNKS:
+        inbox.receive(chunk)
+        inbox.release(chunk)
+
+
+@pytest.mark.parametrize("half, run", [(0, send), (1, receive)])
+def test_a_peer_that_is_gone_is_an_error_and_closing_lets_the_gpu_go(link, half, run):
+    side = link[half]
+    group = side._group._group
+    run(side)
+    assert [work.ordered for work in group.works] == [True, True] and not group.aborted
+    group.moves = False
+    with pytest.raises(PROCESS_GROUP.lost_errors, match=r"^its peer moved no chunk within 0.2 s \(sync.timeout\)$"):
+        run(side)
+    side.close()
+    side.close()
+    assert group.aborted == 1
+
+
+def test_an_error_that_nccl_reports_is_raised_and_bytes_are_not_used(link):
+    group = link[1]._group._group
+    group.moves, group.error = False, ErrorType.REMOTE_ERROR
+    with pytest.raises(RuntimeError, match="NCCL reports REMOTE_ERROR"):
+        receive(link[1])
+    assert not any(work.ordered for work in group.works)
+
+
+def test_only_this_groups_watchdog_lets_the_process_live(link, monkeypatch):
+    group = link[0]._group._group
+    assert group.handling == "2" and group.seconds == 0.2 and nccl._ERROR_HANDLING not in os.environ
+    monkeypatch.setenv(nccl._ERROR_HANDLING, "1")
+    store = dist.HashStore()
+    nccl.NcclGroup(store, 0, 1, 0.2)
+    assert os.environ[nccl._ERROR_HANDLING] == "1"
+
+
+def test_a_member_that_never_joins_is_not_waited_for_without_end(monkeypatch):
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", FakeNccl, raising=False)
+    with pytest.raises(RuntimeError):
+        nccl.NcclGroup(dist.HashStore(), 0, 2, 0.05)
