@@ -1,7 +1,8 @@
 """Activation quantisation of the engine on an NVIDIA GPU: the contract's quantiser in place of SGLang's, which makes other scales.
 
 SGLang's kernels make FP32 scales by another formula than the trainer's, and powers of two only where DeepGEMM runs a dense layer. All
-block-FP8 layers of a release in `registry.KNOWN_VERSIONS` call one of three functions on Hopper, replaced here:
+block-FP8 layers of a release in `registry.KNOWN_VERSIONS` call one of three functions on Hopper, replaced here
+(`dispatch_block_linear` chooses the layout of their scales):
 
     fp8_kernel._run_per_token_group_quant_8bit_kernel   dense layers in Triton, DeepGEMM and CUTLASS; experts in Triton
     fp8_kernel.sglang_per_token_quant_fp8               the same, if an input has 128 features: its one group is the whole token
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -118,6 +120,15 @@ def quantize_groups(
     return _check_and_quantize(input, data, scale, group_size, scale_ue8m0, fuse_silu_and_mul or masked_m is not None)
 
 
+def dispatch_block_linear(
+    original: Callable[..., Callable[..., torch.Tensor]], weight_block_size: list[int] | None = None, act_scale_ue8m0: bool = False
+) -> Callable[..., torch.Tensor]:
+    """Wrap `dispatch_w8a8_block_fp8_linear` so that SGLang never hears of `act_scale_ue8m0`: on Hopper it lays such scales out by rows,
+    which DeepGEMM transposes before every product; other scales it lays out as DeepGEMM reads them. Their values are ours either way."""
+    _check_scale_format(act_scale_ue8m0)
+    return original(weight_block_size, False)
+
+
 def _check_and_quantize(
     x: torch.Tensor, data: torch.Tensor, scale: torch.Tensor, group: int, ue8m0: bool, fused: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -126,10 +137,15 @@ def _check_and_quantize(
         raise NotImplementedError(f"{list(x.shape)} in {data.dtype} groups of {group} is outside the precision contract")
     if fused or scale.dtype != torch.float32:
         raise NotImplementedError("SwiGLU and quantising in one kernel, and packed scales, are outside the precision contract")
-    if ue8m0 and get_scale_format() != "pow2":
-        raise NotImplementedError(f"the checkpoint asks for power-of-two scales, precision.scale_format is {get_scale_format()}")
+    _check_scale_format(ue8m0)
     quantize(x, data, scale)
     return data, scale
+
+
+def _check_scale_format(ue8m0: bool) -> None:
+    """Raise NotImplementedError where the checkpoint asks for other scales than the contract."""
+    if ue8m0 and get_scale_format() != "pow2":
+        raise NotImplementedError(f"the checkpoint asks for power-of-two scales, precision.scale_format is {get_scale_format()}")
 
 
 def read_linear_scale_format(method: Any, layer: Any) -> str:

@@ -54,6 +54,7 @@ def list_gpu_hooks() -> list[Hook]:
     from rollout_sglang.hooks import gpu_activation_quant as quant
 
     return [
+        ("sglang.srt.layers.quantization.fp8_utils.dispatch_w8a8_block_fp8_linear", quant.dispatch_block_linear, "AROUND"),
         ("sglang.kernels.ops.quantization.fp8_kernel._run_per_token_group_quant_8bit_kernel", quant.run_group_quantizer, "REPLACE"),
         ("sglang.kernels.ops.quantization.fp8_kernel.sglang_per_token_quant_fp8", quant.quantize_tokens, "REPLACE"),
         ("sglang.kernels.ops.quantization.per_token_group_quant.per_token_group_quant", quant.quantize_groups, "REPLACE"),

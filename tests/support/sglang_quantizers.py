@@ -81,6 +81,22 @@ def check_dense(linears: Any, kernels: Any) -> None:
             check(x, *operand)
 
 
+def check_layout(linears: Any, method: Any) -> None:
+    """Scales of a dense layer lie as DeepGEMM reads them, tokens innermost, also where the checkpoint says ue8m0."""
+    kept: list[torch.Tensor] = []
+
+    def product(x: Any, weight: Any, scale: Any, *_: Any, **__: Any) -> torch.Tensor:
+        kept.append(scale)
+        return torch.zeros(len(x), len(weight), dtype=torch.bfloat16)
+
+    linears.w8a8_block_fp8_matmul_deepgemm, linears.deep_gemm_wrapper.ENABLE_JIT_DEEPGEMM = product, True
+    weight, scale = torch.zeros(640, 384, dtype=torch.float8_e4m3fn), torch.ones(5, 3)
+    for told in (False, True):
+        linear = method.dispatch_w8a8_block_fp8_linear([128, 128], act_scale_ue8m0=told)
+        linear(uneven(5, 384, torch.bfloat16), weight, [128, 128], scale)
+        assert kept[-1].stride() == (1, 8), kept[-1].stride()
+
+
 def check_experts(experts: Any) -> None:
     """Both layers of experts in Triton."""
     kept: list[Any] = []
@@ -114,7 +130,7 @@ def main() -> None:
     assert {target for target, _, _ in registry.list_gpu_hooks()} == HookRegistry._patched
     from sglang.kernels.ops.moe import fused_moe_triton_kernels
     from sglang.kernels.ops.quantization import fp8_kernel, per_token_group_quant
-    from sglang.srt.layers.quantization import fp8_utils
+    from sglang.srt.layers.quantization import fp8, fp8_utils
 
     fake_kernels.install(Setting())
     for scale_format in ("pow2", "fp32"):
@@ -123,6 +139,7 @@ def main() -> None:
         if scale_format == "pow2":
             check_quantizers(fp8_kernel, per_token_group_quant)
             check_dense(fp8_utils, fp8_kernel)
+            check_layout(fp8_utils, fp8)
         check_experts(fused_moe_triton_kernels)
 
 
