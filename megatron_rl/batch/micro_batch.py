@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from megatron_rl.batch.device_copy import copy_to_device
 from megatron_rl.batch.kept_tokens import pad_kept_tokens
 from megatron_rl.batch.packing import compute_costs, pack, round_up
 from megatron_rl.batch.training_sample import TrainingSample
@@ -55,8 +56,15 @@ class MicroBatch:
 
     def to(self, device: torch.device) -> MicroBatch:
         """Return a copy with every tensor on `device`."""
-        moved: dict[str, Any] = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
+        tensors = {name: value for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
+        moved: dict[str, Any] = {name: copy_to_device(value, device) for name, value in tensors.items()}
         return replace(self, **moved)
+
+    def find_targets(self, samples: list[TrainingSample]) -> torch.Tensor:
+        """Return the places in the row of the sampled tokens' predictions, sample after sample, int64 [A of all], on the host."""
+        starts = accumulate(self.lengths, initial=0)
+        places = [start + samples[index].target_positions for index, start in zip(self.sample_indices, starts, strict=False)]
+        return torch.cat(places) if places else torch.empty(0, dtype=torch.long)
 
     def split_by_sample(self, values: torch.Tensor, samples: list[TrainingSample]) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield (index of the sample, values [A] of its sampled tokens); `values` [1, t] is aligned with `targets`."""
@@ -75,7 +83,8 @@ class MicroBatch:
 
     def _sum_samples(self, *values: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Return the number of each position's sample, int64 [t], and the samples' sums of each `values` over their targets."""
-        owner = torch.repeat_interleave(torch.arange(len(self.lengths)), torch.tensor(self.lengths)).to(self.mask.device)
+        owner = torch.repeat_interleave(torch.arange(len(self.lengths)), torch.tensor(self.lengths))
+        owner = copy_to_device(owner, self.mask.device)
         zeros = values[0].new_zeros(len(self.lengths))
         return owner, [zeros.index_add(0, owner, (part * self.mask)[0].to(part.dtype)) for part in values]
 

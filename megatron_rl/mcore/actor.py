@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import unwrap_model
 
+from megatron_rl.batch.device_copy import copy_to_device
 from megatron_rl.batch.micro_batch import MicroBatch, MicroBatches, make_micro_batches
 from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.config import TrainConfig
@@ -60,13 +62,15 @@ class Policy:
         """
         lengths = [sample.sampled_count for sample in samples]
         logprobs = torch.zeros(sum(lengths), device=self._device)
-        logprobs_by_sample = logprobs.split(lengths)
+        firsts = list(accumulate(lengths, initial=0))
         entropy_and_tokens = torch.zeros(2, dtype=torch.float64, device=self._device)
 
         def collect(scores: torch.Tensor, batch: MicroBatch, shard: ContextShard, scored: ScoredPositions) -> torch.Tensor:
             row, entropies = (shard.gather_row(scored.restore(values)) for values in scores.unbind(-1))
-            for index, answer_logprobs in batch.split_by_sample(row, samples):
-                logprobs_by_sample[index].copy_(answer_logprobs)
+            own = [torch.arange(firsts[index], firsts[index + 1]) for index in batch.sample_indices]
+            if own:  # by indices from the host, which nothing waits for
+                places, targets = (copy_to_device(x, self._device) for x in (torch.cat(own), batch.find_targets(samples)))
+                logprobs.index_copy_(0, places, row[0].index_select(0, targets))
             entropy_and_tokens.add_(torch.stack([(entropies * batch.mask).sum(), batch.mask.sum()]))
             return scores.new_zeros(())
 
@@ -97,10 +101,11 @@ class Policy:
     def _forward(self, chunk: Any, batch: MicroBatch, shard: ContextShard) -> torch.Tensor:
         """Return a stage's output for this rank's positions of a micro-batch; on the last stage logits [1, t / cp, vocab / tp], or what
         `score_positions` says."""
-        packed_params = make_packed_params(batch.lengths, shard)
+        positions = shard.select(batch.positions)
+        packed_params = make_packed_params(batch.lengths, shard, positions)
         experts = shard.select(batch.routed_experts) if len(batch.routed_experts) else batch.routed_experts
         with self.routing.bind_micro_batch(chunk, shard.select(batch.token_indices), experts, empty=not batch.sample_indices):
-            return chunk(shard.select(batch.tokens), shard.select(batch.positions), None, packed_seq_params=packed_params)
+            return chunk(shard.select(batch.tokens), positions, None, packed_seq_params=packed_params)
 
     def _run(
         self,

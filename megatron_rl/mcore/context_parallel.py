@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from megatron_rl.batch.device_copy import copy_to_device
 from megatron_rl.batch.packing import context_parallel_positions
 
 
@@ -44,7 +45,9 @@ class ContextShard:
 
     def to(self, device: torch.device) -> ContextShard:
         """Return a copy with every tensor on `device`."""
-        return ContextShard(self.group, *(x.to(device) for x in (self.own_positions, self.gathered_positions, self.restore_index)))
+        return ContextShard(
+            self.group, *(copy_to_device(x, device) for x in (self.own_positions, self.gathered_positions, self.restore_index))
+        )
 
     @property
     def size(self) -> int:

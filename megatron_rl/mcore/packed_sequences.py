@@ -1,7 +1,7 @@
 """Megatron's parameters for sequences packed into one row [1, t]: its `thd` format.
 
 Queries, keys and values are then [t, heads, d], rotary positions restart with every sequence, and the core attention gets these
-parameters; Transformer Engine's attention takes the same.
+parameters; Transformer Engine's attention takes the same. All that the device needs is sent without waiting for it.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ from itertools import accumulate
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
+from megatron_rl.batch.device_copy import copy_to_device
 from megatron_rl.mcore.context_parallel import ContextShard
 from megatron_rl.precision.ops import packed_attention
+from megatron_rl.precision.ops.rope import Rotation
 
 
 @dataclass
@@ -26,15 +28,27 @@ class PackedRowParams(PackedSeqParams):
     """On a CPU: the sequences that attend in one batch."""
     shard: ContextShard | None = None
     """This context-parallel rank's positions of the row."""
+    positions: torch.Tensor | None = None
+    """int64 [t / cp]: the places of this rank's tokens in their sequences."""
+    rotation: Rotation | None = None
+    """Of queries and keys, made by the first layer that asks."""
+
+    def make_rotation(self, angles: torch.Tensor, interleaved: bool, scale: float = 1.0) -> Rotation:
+        """Return the row's rotation by `angles` float32 [positions, pairs]."""
+        if self.rotation is None:
+            assert self.positions is not None
+            self.rotation = Rotation.from_angles(angles, self.positions, interleaved, scale)
+        return self.rotation
 
 
-def make_packed_params(lengths: list[int], shard: ContextShard) -> PackedRowParams:
-    """Describe a row filled by sequences of `lengths` positions each."""
+def make_packed_params(lengths: list[int], shard: ContextShard, positions: torch.Tensor) -> PackedRowParams:
+    """Describe a row filled by sequences of `lengths` positions each; `positions` [1, t / cp] as `MicroBatch.positions`, of this rank."""
     device = shard.own_positions.device
-    starts = torch.tensor(list(accumulate(lengths, initial=0)), dtype=torch.int32, device=device)
+    starts = copy_to_device(torch.tensor(list(accumulate(lengths, initial=0)), dtype=torch.int32), device)
     groups = packed_attention.group_by_length(lengths) if device.type == "cpu" else []
     longest = max(lengths)  # exactly: Megatron does not restart rotary positions where the table has t of them
-    return PackedRowParams("thd", starts, starts, max_seqlen_q=longest, max_seqlen_kv=longest, lengths=lengths, groups=groups, shard=shard)
+    sizes = {"max_seqlen_q": longest, "max_seqlen_kv": longest}
+    return PackedRowParams("thd", starts, starts, lengths=lengths, groups=groups, shard=shard, positions=positions[0], **sizes)
 
 
 def attend_packed(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, row: PackedRowParams, scale: float | None) -> torch.Tensor:

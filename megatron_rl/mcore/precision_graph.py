@@ -36,6 +36,7 @@ from megatron_rl.precision.graph.decoder import (
 )
 from megatron_rl.precision.graph.formats import block_format, common_format, dtype_name, group_format, head_format, unquantized_format
 from megatron_rl.precision.graph.graph import PrecisionGraph, TensorPrecision, merge_graphs
+from megatron_rl.precision.ops.rope import rotates_rows
 
 
 def read_rank_graph(model: GPTModel | Sequence[GPTModel]) -> PrecisionGraph:
@@ -94,7 +95,7 @@ class _MegatronReader:
         }
         core, kv = type(attention.core_attention).__name__, self.read_cache(attention)
         qkv, output = self.read_linear(attention.linear_qkv), self.read_linear(attention.linear_proj)
-        return AttentionPrecision(qkv, output, self.hidden, kv, detail=core, **head_norms)
+        return AttentionPrecision(qkv, output, self.hidden, kv, detail=core, rope=_describe_rope(attention.linear_qkv), **head_norms)
 
     def read_cache(self, attention: Any) -> TensorPrecision:
         """Return the format of keys and values as the attention reads them."""
@@ -114,6 +115,7 @@ class _MegatronReader:
             kv=self.read_cache(attention),
             absorbed=isinstance(attention, AbsorbedLatentAttention),
             detail=type(attention.core_attention).__name__,
+            rope=_describe_rope(attention.linear_kv_down_proj),
             **q_latent,
         )
 
@@ -180,6 +182,10 @@ class _MegatronReader:
         format = unquantized_format(weight)
         gradients = GradientFormats(self.hidden, format, self.hidden, self.hidden, _gradient(weight), format)
         return WeightedOpPrecision(self.hidden, format, None, f"{type(layer).__name__}, tied", gradients)
+
+
+def _describe_rope(layer: Any) -> str:
+    return "FP32, rounded once" if rotates_rows(layer.weight) else "cos, sin and products rounded"
 
 
 def _gradient(weight: Any) -> TensorPrecision:

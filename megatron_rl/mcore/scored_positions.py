@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron_rl.batch.device_copy import copy_to_device
 from megatron_rl.batch.micro_batch import MicroBatch
 from megatron_rl.mcore.context_parallel import ContextShard
 from megatron_rl.mcore.logprobs import Targets
@@ -32,7 +33,7 @@ class ScoredPositions:
 
     def to(self, device: torch.device) -> ScoredPositions:
         """Return a copy with the positions on `device`."""
-        return ScoredPositions(self.index.to(device), self.length)
+        return ScoredPositions(copy_to_device(self.index, device), self.length)
 
     def select(self, row: torch.Tensor) -> torch.Tensor:
         """Return [n, ...] of a row [1, t / cp, ...]."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import parallel_state
+from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
 from examples.arithmetic.supervised import negative_log_likelihood
@@ -31,7 +33,7 @@ from megatron_rl.mcore.checkpoint.optimizer import MOMENTS, flatten_chained, ite
 from megatron_rl.mcore.checkpoint.write import CheckpointWriter
 from megatron_rl.mcore.context_parallel import ContextShard
 from megatron_rl.mcore.export import export_checkpoint
-from megatron_rl.mcore.layers import spec
+from megatron_rl.mcore.layers import mla, spec
 from megatron_rl.mcore.layers.output_layer import score_positions
 from megatron_rl.mcore.layers.quantized_linear import disable_quantization, find_quantized_layers
 from megatron_rl.mcore.load_weights import build_rank_shards, collect_named_tensors, find_weight_layers, global_parameters, load_checkpoint
@@ -41,7 +43,7 @@ from megatron_rl.mcore.quantizing_optimizer import requantize
 from megatron_rl.mcore.replicas import select_own
 from megatron_rl.mcore.scored_positions import ScoredPositions
 from megatron_rl.precision.contract import PrecisionContract
-from megatron_rl.precision.ops import tree
+from megatron_rl.precision.ops import rope, tree
 from megatron_rl.precision.quantized_weight import QuantizedWeight
 from megatron_rl.precision.quantizers import dequantize
 from parallel.layout import Layout
@@ -361,6 +363,26 @@ def forms_of_attention(
             trainer = Trainer(folder, precision, {"learning_rate": 1e-12, "clip_grad": 0.0}, layout=layout)
         logprobs, _ = trainer.actor.compute_logprobs(batch)
         trainer.actor.update(own(batch), negative_log_likelihood)
+        results.append((torch.cat(logprobs), {name: weight.main_grad.clone() for name, weight in trainer.model.named_parameters()}))
+    return results
+
+
+def both_rotations(
+    folder: Path, precision: dict[str, Any], batch: list[TrainingSample]
+) -> list[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
+    """Log-probs and gradients in the expanded form, with Megatron's rotation of packed rows, and with the one for a GPU, where Megatron's,
+    which waits for the device, is not called."""
+    results = []
+    for ours in (False, True):
+        with ExitStack() as patches:
+            patches.enter_context(latent_attention(absorbed=False))
+            if ours:
+                for module in (rope, mla):
+                    patches.enter_context(mock.patch.object(module, "rotates_rows", return_value=True))
+                patches.enter_context(mock.patch.object(rope_utils, "_apply_rotary_pos_emb_thd", side_effect=AssertionError("waits")))
+            trainer = Trainer(folder, precision, {"learning_rate": 1e-12, "clip_grad": 0.0})
+            logprobs, _ = trainer.actor.compute_logprobs(batch)
+            trainer.actor.update(own(batch), negative_log_likelihood)
         results.append((torch.cat(logprobs), {name: weight.main_grad.clone() for name, weight in trainer.model.named_parameters()}))
     return results
 

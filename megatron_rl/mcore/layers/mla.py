@@ -33,6 +33,7 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention, M
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 from megatron_rl.precision.ops.batch_invariant import multiply_heads
+from megatron_rl.precision.ops.rope import rotates_rows
 
 
 def takes_absorbed_form() -> bool:
@@ -75,6 +76,60 @@ class LatentAttention(MLASelfAttention):
                 built = getattr(self, name)
                 setattr(self, name, getattr(submodules, name)(built.input_size, built.output_size, config=config))
 
+    def get_query_key_value_tensors(
+        self,
+        hidden_states: torch.Tensor,
+        key_value_states: Any = None,
+        position_ids: Any = None,
+        packed_seq_params: Any = None,
+        **options: Any,
+    ) -> tuple[torch.Tensor | None, ...]:
+        """Return queries and keys [t, h, nope + rope] and values [t, h, v] of a packed row on a GPU, without waiting for it as Megatron's
+        rotation does; Megatron's own otherwise."""
+        if packed_seq_params is None or not rotates_rows(hidden_states):
+            return super().get_query_key_value_tensors(hidden_states, key_value_states, position_ids, packed_seq_params, **options)
+        return self.expand(hidden_states, self._make_rotation(hidden_states, packed_seq_params))
+
+    def expand(self, hidden_states: torch.Tensor, rotate: Callable[[torch.Tensor], torch.Tensor]) -> tuple[torch.Tensor | None, ...]:
+        """Return the expanded form of a packed row [t / tp, 1, hidden]. Rotated numbers lie in pairs, as in the engine."""
+        config, heads = self.config, self.num_attention_heads_per_partition
+        q = self._project_queries(hidden_states).squeeze(1).unflatten(-1, (heads, -1))
+        nope, rope = self.linear_kv_down_proj(hidden_states)[0].split([config.kv_lora_rank, config.qk_pos_emb_head_dim], -1)
+        kv = self.linear_kv_up_proj(self.kv_layernorm(nope))[0].squeeze(1).unflatten(-1, (heads, -1))
+        k_nope, value = kv.split([config.qk_head_dim, config.v_head_dim], -1)
+        k_rope = rotate(self._share(rope)).expand(-1, heads, -1)
+        q_nope, q_rope = q.split([config.qk_head_dim, config.qk_pos_emb_head_dim], -1)
+        query, key = torch.cat([q_nope, rotate(q_rope)], -1), torch.cat([k_nope, k_rope], -1)
+        return query, key, value.contiguous(), None, None
+
+    def _share(self, x: torch.Tensor) -> torch.Tensor:
+        """Return what every rank's heads read [s, ...] of [s / tp, ...] on every rank. Gradients of all ranks' heads are summed."""
+        share = gather_from_sequence_parallel_region if self.config.sequence_parallel else copy_to_tensor_model_parallel_region
+        return share(x, group=self.tp_group)
+
+    def _project_queries(self, x: torch.Tensor) -> torch.Tensor:
+        """[s / tp, b, hidden] -> [s, b, heads * d] of this rank's heads."""
+        if self.config.q_lora_rank is None:
+            return self.linear_q_proj(x)[0]
+        return self.linear_q_up_proj(self.q_layernorm(self.linear_q_down_proj(x)[0]))[0]
+
+    def _make_rotation(self, hidden_states: torch.Tensor, row: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Return the rotary embedding of this micro-batch, which leaves rotated numbers in pairs."""
+        if row is not None and row.rotation is not None:
+            return row.rotation.rotate
+        length = self.rotary_pos_emb.get_rotary_seq_len(None, None, hidden_states, self.config, row)
+        angles = self.rotary_pos_emb(length, packed_seq=row is not None)
+        angles, mscale = angles if self.config.rope_type == "yarn" else (angles, 1.0)
+        if row is not None and rotates_rows(hidden_states):  # Megatron has all angles, and then all again
+            return row.make_rotation(angles[:, 0, 0, : angles.shape[-1] // 2], interleaved=True, scale=mscale).rotate
+        starts = None if row is None else row.cu_seqlens_q
+        options = {"config": self.config, "cu_seqlens": starts, "mscale": mscale, "cp_group": self.pg_collection.cp}
+
+        def rotate(x: torch.Tensor) -> torch.Tensor:  # Megatron leaves the first numbers of all pairs, then the second ones
+            return apply_rotary_pos_emb(x, angles, **options).unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
+
+        return rotate
+
 
 class AbsorbedLinear(ColumnParallelLinear):
     """kv_b, whose weight the attention absorbs: `forward` returns the weight that others multiply with, and multiplies nothing itself."""
@@ -107,28 +162,7 @@ class AbsorbedLatentAttention(LatentAttention):
         query = torch.cat([multiply_heads(q_nope, key_part.transpose(1, 2)), rotate(q_rope)], -1)
         return query, torch.cat([k_nope, rotate(k_rope)], -1), value_part, None, None
 
-    def _project_queries(self, x: torch.Tensor) -> torch.Tensor:
-        """[s / tp, b, hidden] -> [s, b, heads * d] of this rank's heads."""
-        if self.config.q_lora_rank is None:
-            return self.linear_q_proj(x)[0]
-        return self.linear_q_up_proj(self.q_layernorm(self.linear_q_down_proj(x)[0]))[0]
-
     def _project_latents(self, x: torch.Tensor) -> torch.Tensor:
         """[s / tp, b, hidden] -> [s, b, rank + rope] on every rank. Gradients of all ranks' heads are summed."""
         nope, rope = self.linear_kv_down_proj(x)[0].split([self.config.kv_lora_rank, self.config.qk_pos_emb_head_dim], -1)
-        latents = torch.cat([self.kv_layernorm(nope), rope], -1)
-        share = gather_from_sequence_parallel_region if self.config.sequence_parallel else copy_to_tensor_model_parallel_region
-        return share(latents, group=self.tp_group)
-
-    def _make_rotation(self, hidden_states: torch.Tensor, row: Any) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Return the rotary embedding of this micro-batch."""
-        length = self.rotary_pos_emb.get_rotary_seq_len(None, None, hidden_states, self.config, row)
-        angles = self.rotary_pos_emb(length, packed_seq=row is not None)
-        angles, mscale = angles if self.config.rope_type == "yarn" else (angles, 1.0)
-        starts = None if row is None else row.cu_seqlens_q
-        options = {"config": self.config, "cu_seqlens": starts, "mscale": mscale, "cp_group": self.pg_collection.cp}
-
-        def rotate(x: torch.Tensor) -> torch.Tensor:  # Megatron leaves the first numbers of all pairs, then the second ones
-            return apply_rotary_pos_emb(x, angles, **options).unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
-
-        return rotate
+        return self._share(torch.cat([self.kv_layernorm(nope), rope], -1))

@@ -15,7 +15,7 @@ from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec_for_backend
 from megatron.core.transformer import ModuleSpec, TransformerConfig
-from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLPSubmodules
@@ -24,6 +24,7 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSub
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules, get_transformer_layer_offset
 
+from megatron_rl.mcore.layers.attention import PackedSelfAttention
 from megatron_rl.mcore.layers.experts import MixtureOfExperts, OutputWeightedExperts
 from megatron_rl.mcore.layers.mla import AbsorbedLatentAttention, AbsorbedLinear, LatentAttention, ReplicatedLinear, takes_absorbed_form
 from megatron_rl.mcore.layers.norms import NormedAdd, RMSNorm
@@ -173,7 +174,7 @@ def _attention(config: TransformerConfig, backend: SpecProvider) -> ModuleSpec:
         q_layernorm=head_norm,
         k_layernorm=head_norm,
     )
-    return ModuleSpec(module=SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=parts)
+    return ModuleSpec(module=PackedSelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=parts)
 
 
 def _latent_attention(config: TransformerConfig, backend: SpecProvider) -> ModuleSpec:

@@ -66,6 +66,8 @@ class AttentionPrecision:
     post_norm: WeightedOpPrecision | None = None
     """Of what is added to the residual stream."""
     detail: str = ""
+    rope: str = ""
+    """Where rotary positions are rounded."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,7 @@ class MLAPrecision:
     absorbed: bool = False
     """Queries are multiplied with kv_b's part K, attended latents with its part V; else latents with both."""
     detail: str = ""
+    rope: str = ""
 
 
 @dataclass(frozen=True)
@@ -189,7 +192,7 @@ def _add_attention(builder: _Builder, prefix: str, precision: AttentionPrecision
         q = builder.weighted(f"{prefix}q_norm", "norm", qkv, precision.q_norm)
     if precision.k_norm is not None:
         k = builder.weighted(f"{prefix}k_norm", "norm", qkv, precision.k_norm)
-    rope = builder.op(f"{prefix}rope", "rope", {"q": (q, builder.hidden), "k": (k, builder.hidden)})
+    rope = builder.op(f"{prefix}rope", "rope", {"q": (q, builder.hidden), "k": (k, builder.hidden)}, detail=precision.rope)
     inputs = {"q": (rope, precision.q), "k": (rope, precision.kv), "v": (qkv, precision.kv)}
     core = builder.op(f"{prefix}core", "attention", inputs, detail=precision.detail)
     return _add_post_norm(builder, prefix, precision, builder.weighted(f"{prefix}output", precision.output.linear, core, precision.output))
@@ -203,7 +206,7 @@ def _add_latent_attention(builder: _Builder, prefix: str, precision: MLAPrecisio
     q = builder.weighted(f"{prefix}q_b", "linear", latent, precision.q_b)
     kv_a = builder.weighted(f"{prefix}kv_a", "linear", source, precision.kv_a)
     kv = builder.weighted(f"{prefix}kv_a_norm", "norm", kv_a, precision.kv_a_norm)
-    rope = builder.op(f"{prefix}rope", "rope", {"q": (q, builder.hidden), "k": (kv_a, builder.hidden)})
+    rope = builder.op(f"{prefix}rope", "rope", {"q": (q, builder.hidden), "k": (kv_a, builder.hidden)}, detail=precision.rope)
     if precision.absorbed:
         q = builder.weighted(f"{prefix}kv_b.k", "linear", q, precision.kv_b)
         inputs = {"q": (q, precision.q), "q_rope": (rope, precision.q), "k": (kv, precision.kv), "v": (kv, precision.kv)}

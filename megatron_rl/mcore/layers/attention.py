@@ -1,0 +1,50 @@
+"""Megatron's self attention, whose packed queries and keys are rotated on a GPU by `precision.ops.rope`.
+
+Megatron's own rotation would wait for the device four times in every layer, to learn the lengths of sequences that the host knows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.transformer.attention import SelfAttention
+
+from megatron_rl.precision.ops import rope
+
+
+class PackedSelfAttention(SelfAttention):
+    """The layer for packed rows and batches, on any device."""
+
+    _rotation: rope.Rotation | None = None
+    """Of the forward pass under way, where Megatron does not rotate."""
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: Any,
+        *args: Any,
+        rotary_pos_emb: Any = None,
+        packed_seq_params: Any = None,
+        **options: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return what Megatron's layer does; its rotation of packed rows on a CPU only."""
+        if packed_seq_params is not None and rotary_pos_emb is not None and rope.rotates_rows(hidden_states):
+            angles, interleaved = rotary_pos_emb[:, 0, 0], self.config.rotary_interleaved  # Megatron has every angle twice
+            once = angles[:, ::2] if interleaved else angles[:, : angles.shape[1] // 2]
+            self._rotation = packed_seq_params.make_rotation(once, interleaved)
+            rotary_pos_emb = None
+        try:
+            return super().forward(
+                hidden_states, attention_mask, *args, rotary_pos_emb=rotary_pos_emb, packed_seq_params=packed_seq_params, **options
+            )
+        finally:
+            self._rotation = None
+
+    def get_query_key_value_tensors(self, *args: Any, **options: Any) -> Any:
+        """Return query [t, 1, heads, d], key and value of [t, 1, groups, d]; the first two rotated where this class does."""
+        query, key, *others = super().get_query_key_value_tensors(*args, **options)
+        if self._rotation is None:
+            return query, key, *others
+        query, key = (self._rotation.rotate(x.squeeze(1)).unsqueeze(1) for x in (query, key))
+        return query, key, *others
