@@ -105,7 +105,7 @@ class _GraphReader:
         }
         backend, cache = type(self.runner.attn_backend).__name__, self.read_cache(attention.attn)
         qkv, output = self.read_linear(attention.qkv_proj), self.read_row_parallel(attention.o_proj)
-        return AttentionPrecision(qkv, output, self.hidden, cache, detail=backend, **head_norms)
+        return AttentionPrecision(qkv, output, self.hidden, cache, detail=backend, rope=_describe_rope(attention), **head_norms)
 
     def read_latent_attention(self, attention: Any) -> MLAPrecision:
         """Read MLA. SGLang makes w_kc and w_vc from kv_b's blocks, and multiplies with their values, unquantized: on a CPU always
@@ -128,6 +128,7 @@ class _GraphReader:
             q_a=None if fused is None else self.read_linear(fused),
             q_a_norm=None if fused is None else self.read_norm(attention.q_a_layernorm, self.hidden),
             absorbed=absorbed,
+            rope=_describe_rope(attention),
             detail=type(self.runner.attn_backend).__name__,
         )
 
@@ -205,3 +206,10 @@ def _activation_group_size(method: Any) -> int | None:
     """Return how many activations share a scale: the block width that SGLang passes to its kernel, None without blocks."""
     block_size = getattr(method, "weight_block_size", None) or getattr(method.quant_config, "weight_block_size", None)
     return block_size[1] if block_size else None
+
+
+def _describe_rope(attention: Any) -> str:
+    """Return where SGLang's rotary embedding rounds: once in its kernel for heads of 64, 128, 256 and 512 numbers on a GPU."""
+    rotary = getattr(attention, "rotary_emb", None)
+    in_fp32 = rotary is not None and rotary.cos_sin_cache.is_cuda and not getattr(rotary, "use_fallback_kernel", True)
+    return "FP32, rounded once" if in_fp32 else "cos, sin and products rounded"

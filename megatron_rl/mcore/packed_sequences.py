@@ -47,8 +47,17 @@ def make_packed_params(lengths: list[int], shard: ContextShard, positions: torch
     starts = copy_to_device(torch.tensor(list(accumulate(lengths, initial=0)), dtype=torch.int32), device)
     groups = packed_attention.group_by_length(lengths) if device.type == "cpu" else []
     longest = max(lengths)  # exactly: Megatron does not restart rotary positions where the table has t of them
-    sizes = {"max_seqlen_q": longest, "max_seqlen_kv": longest}
-    return PackedRowParams("thd", starts, starts, lengths=lengths, groups=groups, shard=shard, positions=positions[0], **sizes)
+    return PackedRowParams(
+        "thd",
+        starts,
+        starts,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+        lengths=lengths,
+        groups=groups,
+        shard=shard,
+        positions=positions[0],
+    )
 
 
 def attend_packed(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, row: PackedRowParams, scale: float | None) -> torch.Tensor:
