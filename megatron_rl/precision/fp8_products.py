@@ -37,7 +37,7 @@ def fprop_by_tree(x: torch.Tensor, weight: torch.Tensor, scale_format: str) -> t
     """Return the sum of `fprop` float32 [..., N], neither rounded nor added up over ranks, by the tree of `ops.tree`."""
     values = round_trip_1x128(x, scale_format).float()
     with _exact_operands(values, weight.shape[0], scale_format):
-        return tree.multiply(values, weight.float())
+        return tree.multiply(values, weight)
 
 
 def dgrad(dy: torch.Tensor, weight: torch.Tensor, scale_format: str) -> torch.Tensor:

@@ -49,10 +49,8 @@ def apply_block_fp8_linear(
 
 def multiply_block_fp8(x: torch.Tensor, weight: QuantizedWeight, scale_format: str) -> torch.Tensor:
     """Return [..., N] of x [..., K], quantised with scales of this format, and a weight [N, K] in blocks."""
-    if tree_reduction.wants_partial_sums():
-        return fprop_by_tree(x, get_float_weight(weight.data, lambda: dequantize_weight(weight)), scale_format)
     values = get_float_weight(weight.data, lambda: dequantize_weight(weight).to(value_dtype(x, scale_format)))
-    return fprop(x, values, scale_format)
+    return (fprop_by_tree if tree_reduction.wants_partial_sums() else fprop)(x, values, scale_format)
 
 
 def multiply_plain(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -66,13 +64,10 @@ def keep_heads(model_config: Any, load_config: Any, tp_size: int) -> Any:
     return model_config
 
 
-def apply_plain_linear(original: Callable[..., torch.Tensor], self: Any, layer: Any, x: torch.Tensor, bias: Any = None) -> torch.Tensor:
-    """Wrap `UnquantizedLinearMethod.apply`: routers, and every linear layer of a model that is not quantised. A bias is added to the
+def apply_plain_linear(self: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """Replace `UnquantizedLinearMethod.apply`: routers, and every linear layer of a model that is not quantised. A bias is added to the
     rounded product, as Megatron does."""
-    if tree_reduction.wants_partial_sums():
-        return tree.multiply(x, layer.weight)
-    with batch_invariant.InvariantMatmuls():
-        y = batch_invariant.apply_product(lambda rows: original(self, layer, rows), x)
+    y = multiply_plain(x, layer.weight)
     return y if bias is None else y + bias
 
 

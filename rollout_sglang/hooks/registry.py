@@ -73,7 +73,7 @@ def list_cpu_hooks() -> list[Hook]:
         ("sglang.srt.layers.quantization.unquant.UnquantizedFusedMoEMethod.apply", cpu_moe.apply_unquantized, "REPLACE"),
         ("sglang.srt.layers.quantization.fp8.Fp8MoEMethod.apply", cpu_moe.apply_block_fp8, "REPLACE"),
         ("sglang.srt.layers.quantization.w8a8_int8.W8A8Int8MoEMethod.apply", cpu_moe.apply_int8, "REPLACE"),
-        ("sglang.srt.layers.quantization.unquant.UnquantizedLinearMethod.apply", cpu_kernels.apply_plain_linear, "AROUND"),
+        ("sglang.srt.layers.quantization.unquant.UnquantizedLinearMethod.apply", cpu_kernels.apply_plain_linear, "REPLACE"),
         ("sglang.srt.layers.logits_processor.LogitsProcessor._compute_lm_head", cpu_kernels.compute_lm_head, "AROUND"),
         ("sglang.srt.layers.layernorm.RMSNorm.forward_native", cpu_kernels.apply_rms_norm, "AROUND"),
         ("sglang.srt.layers.sampler.Sampler.forward", cpu_kernels.sample, "AROUND"),

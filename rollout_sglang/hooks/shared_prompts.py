@@ -7,11 +7,11 @@ prompt once for each member.
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import chain
 from typing import Any
 
 MIN_SHARED = 16
 """Uncached tokens from which a request waits; fewer cost less than a pass of their own."""
+_KEPT = "_megatron_rl_started"
 
 
 def add_request(original: Callable[..., Any], self: Any, req: Any, *args: Any, **named: Any) -> Any:
@@ -22,9 +22,23 @@ def add_request(original: Callable[..., Any], self: Any, req: Any, *args: Any, *
     ids = req.full_untruncated_fill_ids
     if self.tree_cache.disable or len(ids) - req.prefix_len <= MIN_SHARED:
         return original(self, req, *args, **named)
-    started = (other for other in self.running_batch.reqs if not other.output_ids)
-    if any(other.full_untruncated_fill_ids == ids for other in chain(self.can_run_list, started)):
+    if _key(req) in _list_started(self):
         from sglang.srt.managers.schedule_policy import AddReqResult
 
         return AddReqResult.CONTINUE
     return original(self, req, *args, **named)
+
+
+def _list_started(adder: Any) -> set[bytes]:
+    """Return the prompts of this batch, and those launched before. They are kept with the adder, which lives for one batch: each request is
+    looked at once, however many wait."""
+    prompts, seen = getattr(adder, _KEPT, (None, 0))
+    if prompts is None:
+        prompts = {_key(req) for req in adder.running_batch.reqs if not req.output_ids}
+    prompts.update(map(_key, adder.can_run_list[seen:]))
+    setattr(adder, _KEPT, (prompts, len(adder.can_run_list)))
+    return prompts
+
+
+def _key(req: Any) -> bytes:
+    return req.full_untruncated_fill_ids.tobytes()

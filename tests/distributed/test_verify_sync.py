@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -71,3 +74,39 @@ def test_bad_input_is_one_line_and_exit_code_2(tmp_path, config, options, words)
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and done.stderr.startswith("verify_sync: ")
     for word in words:
         assert word in done.stderr
+
+
+WORK = """
+import sys, time
+sys.path.insert(0, sys.argv[1])
+import verify_sync
+
+def work(rank):
+    print("started", flush=True)
+    kind, seconds = sys.argv[2], float(sys.argv[3])
+    end = time.process_time() + seconds
+    while kind == "compute" and time.process_time() < end:
+        pass
+    time.sleep(seconds if kind == "wait" else 0)
+    return "done"
+
+if __name__ == "__main__":
+    verify_sync._IDLE_SECONDS = 3
+    print(verify_sync.run_on_ranks(work, 1), flush=True)
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind, seconds, paused, result", [("compute", 6, 0, "done"), ("wait", 2, 6, "done"), ("wait", 60, 0, "RunError")])
+def test_only_ranks_that_compute_nothing_are_ended(tmp_path, kind, seconds, paused, result):
+    (tmp_path / "work.py").write_text(WORK)
+    command = [sys.executable, str(tmp_path / "work.py"), str(ROOT / "tools" / "checks"), kind, str(seconds)]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT, start_new_session=True
+    ) as process:
+        assert process.stdout is not None and "started" in process.stdout.readline()
+        if paused:
+            os.killpg(process.pid, signal.SIGSTOP)
+            time.sleep(paused)
+            os.killpg(process.pid, signal.SIGCONT)
+        assert result in process.stdout.read()

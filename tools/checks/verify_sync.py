@@ -18,12 +18,14 @@ import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Any, Literal
 
 import numpy as np
+import psutil
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -50,7 +52,10 @@ from parallel.transport.store import listening_store
 from rollout_sglang.rank_handler import RankHandler
 from rollout_sglang.rank_requests import RankRequests
 
-_WAIT_SECONDS = 600
+_IDLE_SECONDS = 600
+"""For which ranks may wait without computing anything, in seconds of this process: a pause of all of them does not count."""
+_FOREVER = timedelta(days=30)
+"""The limit of a rank's waits for the others; `run_on_ranks` has one."""
 _NOT_ABOUT_WEIGHTS = {"rope_theta": 10_000.0, "rope_parameters": None, "rope_scaling": None, "use_sliding_window": False}
 """Settings of a config.json that no weight depends on, of kinds that the trainer computes."""
 
@@ -150,7 +155,8 @@ def run_rank(rank: int, work: Callable[[int], Any], world_size: int, port: int, 
     """Run `work` on one trainer rank; rank 0 puts what it returns (or an expected error) into `results`."""
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    dist.init_process_group("gloo", store=dist.TCPStore("127.0.0.1", port), rank=rank, world_size=world_size)
+    store = dist.TCPStore("127.0.0.1", port, timeout=_FOREVER)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=_FOREVER)
     try:
         result = work(rank)
     except MegatronRLError as error:
@@ -218,27 +224,37 @@ def read_hf_config(path: Path, layers: int | None) -> dict[str, Any]:
 
 
 def run_on_ranks(work: Callable[[int], Any], world_size: int) -> Any:
-    """Run `work(rank)` in trainer ranks and return rank 0's result. Raise its expected error, or RunError where a rank is lost."""
-    store = listening_store("127.0.0.1", _WAIT_SECONDS)
+    """Run `work(rank)` in trainer ranks and return rank 0's result. Raise its expected error, or RunError where a rank is lost or none
+    computes any more."""
+    store = listening_store("127.0.0.1", _FOREVER.total_seconds())
     method = "forkserver"  # it imports Megatron once for all ranks
     results = mp.get_context(method).SimpleQueue()
     ranks = mp.start_processes(run_rank, args=(work, world_size, store.port, results), nprocs=world_size, join=False, start_method=method)
-    deadline = time.monotonic() + _WAIT_SECONDS
+    idle, used = 0, 0.0
     while results.empty():
         try:
             if ranks.join(timeout=1) and results.empty():
                 raise RunError("the trainer ranks ended without a result")
         except mp.ProcessRaisedException as error:
             raise RunError(f"a trainer rank failed: {error}") from None
-        if time.monotonic() > deadline:
+        now = sum(_read_cpu_seconds(process.pid) for process in ranks.processes)
+        idle, used = (0, now) if abs(now - used) >= 1 else (idle + 1, used)
+        if idle > _IDLE_SECONDS:
             for process in ranks.processes:
                 process.terminate()
-            raise RunError(f"no result after {_WAIT_SECONDS} s")
+            raise RunError(f"no result, and the trainer ranks have computed nothing for {_IDLE_SECONDS} s")
     result = results.get()
     ranks.join()
     if isinstance(result, MegatronRLError):
         raise result
     return result
+
+
+def _read_cpu_seconds(pid: int) -> float:
+    try:
+        return sum(psutil.Process(pid).cpu_times()[:2])
+    except psutil.NoSuchProcess:  # it has ended
+        return 0.0
 
 
 def main(

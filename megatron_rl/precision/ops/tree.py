@@ -10,7 +10,7 @@ A softmax over the vocabulary adds its exponentials likewise: within equal parts
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -24,6 +24,8 @@ from parallel.row_sums import GATHERED_WHOLE, LEAF, halve
 MAX_VOCABULARY_PARTS = 64
 _TILE_ROWS, _TILE_COLUMNS = 512, 256
 """Of a node's results: a core's cache holds some of them."""
+_FEW_ROWS = 64
+"""Up to which a result has no tiles of columns: a decoded token's time goes into reading the weight."""
 
 
 def multiply(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -36,7 +38,7 @@ def multiply(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
         return add(multiply_nodes(x.reshape(-1, x.shape[-1]), weight).unbind()).unflatten(0, x.shape[:-1])
     with bf16_operands(len(weight)) if x.dtype == torch.bfloat16 else nullcontext():
-        return _multiply(x.float(), weight.float())
+        return _multiply(x.float(), weight)
 
 
 def multiply_blocks(x: tuple[torch.Tensor, ...], weight: tuple[torch.Tensor, ...]) -> torch.Tensor:
@@ -49,10 +51,9 @@ def multiply_blocks(x: tuple[torch.Tensor, ...], weight: tuple[torch.Tensor, ...
 
 
 def _multiply(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    columns = [weight[start:end] for start, end in _cut_columns(len(weight))]
-
     def multiply_rows(rows: torch.Tensor) -> torch.Tensor:
-        return torch.cat([torch.cat([_multiply_node(tile, part) for part in columns], 1) for tile in _cut_rows(rows)])
+        tiles, parts = _cut_rows(rows), _cut_columns(weight) if len(rows) > _FEW_ROWS else [weight]
+        return torch.cat([torch.cat([_multiply_node(tile, part) for tile in tiles]) for part in parts], 1)
 
     return apply_with_min_rows(multiply_rows, x)
 
@@ -62,16 +63,16 @@ def _cut_rows(rows: torch.Tensor) -> Sequence[torch.Tensor]:
     return rows.tensor_split(max(len(rows) // _TILE_ROWS, 1))
 
 
-def _cut_columns(count: int) -> list[tuple[int, int]]:
-    """Return the bounds of tiles of at least `_TILE_COLUMNS` results."""
-    starts = range(0, count, _TILE_COLUMNS)[: max(count // _TILE_COLUMNS, 1)]
-    return list(zip(starts, [*starts[1:], count], strict=True))
+def _cut_columns(weight: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Return the float32 weights of tiles of at least `_TILE_COLUMNS` results."""
+    starts = range(0, len(weight), _TILE_COLUMNS)[: max(len(weight) // _TILE_COLUMNS, 1)]
+    return (weight[start:end].float() for start, end in zip(starts, [*starts[1:], len(weight)], strict=True))
 
 
 def _multiply_node(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     leaves = -(-x.shape[1] // LEAF)
     if leaves <= 1:
-        return x @ weight.t()
+        return x @ weight.float().t()  # a leaf is widened in the core's cache; a whole weight would leave it
     cut = halve(leaves) * LEAF
     return _multiply_node(x[:, :cut], weight[:, :cut]).add_(_multiply_node(x[:, cut:], weight[:, cut:]))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import torch
 import torch.nn.functional as F
 
@@ -11,6 +13,6 @@ from rollout_sglang.hooks import cpu_kernels
 def test_a_bias_is_added_to_the_rounded_product():
     """As Megatron's layers do; one product with a bias would be rounded once."""
     x, weight, bias = (torch.randn(shape, generator=torch.Generator().manual_seed(1)).bfloat16() for shape in ((40, 256), (64, 256), (64,)))
-    y = cpu_kernels.apply_plain_linear(lambda method, layer, rows, bias=None: F.linear(rows, weight, bias), None, None, x, bias)
+    y = cpu_kernels.apply_plain_linear(None, SimpleNamespace(weight=weight), x, bias)
     assert torch.equal(y, x @ weight.t() + bias) and not torch.equal(y, F.linear(x, weight, bias))
-    assert torch.equal(cpu_kernels.apply_plain_linear(lambda *args: F.linear(args[2], weight), None, None, x[:1]), (x @ weight.t())[:1])
+    assert torch.equal(cpu_kernels.apply_plain_linear(None, SimpleNamespace(weight=weight), x[:1]), (x @ weight.t())[:1])

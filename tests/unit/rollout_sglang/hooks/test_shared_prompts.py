@@ -36,3 +36,25 @@ def test_a_request_waits_while_another_computes_its_prompt(monkeypatch, batch, r
         adder = SimpleNamespace(tree_cache=cache, can_run_list=[request(ids) for ids in batch], running_batch=SimpleNamespace(reqs=running))
         result = add_request(lambda self, req, has_chunked_req: "added", adder, candidate, has_chunked_req=False)
         assert result == ("waits" if waits and not disabled else "added")
+
+
+class CountedIds(array):
+    """The tokens of a request, which counts how often all of them are read."""
+
+    reads = 0
+
+    def tobytes(self) -> bytes:
+        CountedIds.reads += 1
+        return super().tobytes()
+
+
+def test_a_batch_reads_each_request_a_few_times_only(monkeypatch):
+    """Not once for each that waits: groups of 4 are asked for at once."""
+    policy = SimpleNamespace(AddReqResult=SimpleNamespace(CONTINUE="waits"))
+    monkeypatch.setitem(sys.modules, "sglang.srt.managers.schedule_policy", policy)
+    adder = SimpleNamespace(tree_cache=SimpleNamespace(disable=False), can_run_list=[], running_batch=SimpleNamespace(reqs=[]))
+    requests = [request([prompt, *LONG]) for prompt in range(100) for _ in range(4)]
+    for each in requests:
+        each.full_untruncated_fill_ids = CountedIds("q", each.full_untruncated_fill_ids)
+        add_request(lambda self, req: self.can_run_list.append(req), adder, each)
+    assert adder.can_run_list == requests[::4] and CountedIds.reads <= 2 * len(requests)
