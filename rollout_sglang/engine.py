@@ -26,7 +26,7 @@ from rollout_sglang.health_watch import HealthMonitor
 from rollout_sglang.launch_args import EngineLaunchSpec
 from rollout_sglang.rank_handler import FAILED, PREFIX
 from rollout_sglang.rank_requests import RankRequests
-from rollout_sglang.request_gate import RequestGate
+from rollout_sglang.request_gate import AnswersDroppedError, RequestGate
 from rollout_sglang.routing_record import read_routed_experts
 
 _CACHE_TAGS = (memory_release.CACHE, "cuda_graph")  # SGLang's names of the memory allocated again after a sync
@@ -106,9 +106,12 @@ class SGLangEngine(RankRequests):
         parameters = [_sampling_params(params) for params in samplings]
         generations: dict[int, Generation] = {}
         while missing := [index for index in range(len(prompts_B)) if index not in generations]:
-            with self._gate.passing(), self._health_monitor.working():
-                recorded = [samplings[index].record_kept_tokens for index in missing]
-                answers = self._ask([prompts_B[index] for index in missing], [parameters[index] for index in missing], recorded)
+            recorded = [samplings[index].record_kept_tokens for index in missing]
+            try:
+                with self._gate.passing(), self._health_monitor.working():
+                    answers = self._ask([prompts_B[index] for index in missing], [parameters[index] for index in missing], recorded)
+            except AnswersDroppedError:
+                continue
             if self._http.is_closed:  # while its answers waited for a proof
                 raise self._make_error("the engine was stopped", EngineLostError)
             for index, answer in zip(missing, answers, strict=True):
@@ -120,8 +123,6 @@ class SGLangEngine(RankRequests):
         return [generations[index] for index in range(len(prompts_B))]
 
     def answer_canary(self, prompts_B: Sequence[np.ndarray], sampling: SamplingParams) -> list[list[Generation]]:
-        self._continue_generation()  # the gate holds what else is answered
-        self._health_monitor.resume()
         parameters = {**_sampling_params(sampling), "ignore_eos": True}
         with self._health_monitor.working():
             answers = self._ask(prompts_B, [parameters] * len(prompts_B), [False] * len(prompts_B))
@@ -175,8 +176,10 @@ class SGLangEngine(RankRequests):
     def pause(self, running: Running) -> None:
         """See `Engine.pause`. For "continue" SGLang frees the cache of running requests and queues them; the new weights compute the
         cache of their tokens again."""
+        if self._gate.holding and not self._generation_paused:
+            running = "restart"  # nothing goes on that weights without a proof have sampled
         if running == "continue":
-            self._gate.close(holding=True)
+            self._gate.hold(closed=True)
             if not self._generation_paused:  # still paused if an earlier sync failed
                 self._post("/pause_generation", {"mode": "retract"})
             self._generation_paused = self._mixed_versions = True
@@ -188,10 +191,13 @@ class SGLangEngine(RankRequests):
             self._post("/continue_generation", {"torch_empty_cache": False})
             self._generation_paused = False
 
-    def resume(self) -> None:
+    def admit(self) -> None:
         self._continue_generation()
         self._health_monitor.resume()
         self._gate.refusal = ""
+        self._gate.hold(closed=False)
+
+    def resume(self) -> None:
         self._gate.open()
 
     def release_memory(self) -> None:

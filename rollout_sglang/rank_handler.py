@@ -10,7 +10,8 @@ that starts with `PREFIX` is ours and carries JSON. Every engine rank answers wi
     {"verb": "connect", "link": {...}, "staged": BOOL, "ranks": {"0": [CHUNK, ...]}}      see parallel.transport.base
     {"verb": "start", "hashing": BOOL, "places": null or {"0": [[offset, bytes], ...]}}      receiving begins, in the background
     {"verb": "finish", "hashing": BOOL}                        index of a chunk -> digest; the live parameters hold the new bytes
-    {"verb": "reread"}                                         index of a chunk -> digest of what the live parameters hold now
+    {"verb": "reread"}                                         hashing of what the live parameters hold now begins, in the background
+    {"verb": "reread digests"}                                 index of a chunk -> digest; or "pending"
     {"verb": "served"}                                         kind -> number of tensors accounted for, or "wrong" -> which is not, and why
     {"verb": "disconnect"}
     {"verb": "digest", "ranks": {"0": [[name, row, col, rows, cols], ...]}}      index -> digest
@@ -44,6 +45,8 @@ from rollout_sglang.weight_receiver import WeightReceiver
 PREFIX = "megatron_rl:"
 FAILED = "megatron_rl failed"
 """An answer under this name says why a rank failed."""
+PENDING = "pending"
+"""An answer under this name says that a rank has not hashed everything yet."""
 
 
 class RankHandler:
@@ -72,8 +75,10 @@ class RankHandler:
                 named_rects = [(name, Rect(*rect)) for name, *rect in request["ranks"].get(str(rank), [])]
                 return _number(digest_all(live_tensors(model), named_rects))
             case "reread":
-                dequant_cache.clear_cache()
-                return _number(self._get_receiver().reread(live_tensors(model)))
+                self._get_receiver().start_rereading(live_tensors(model))
+            case "reread digests":
+                digests = self._get_receiver().finish_rereading()
+                return {PENDING: ""} if digests is None else _number(digests)
             case "served":
                 return self._account(runner)
             case "release":

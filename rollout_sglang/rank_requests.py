@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -11,6 +12,9 @@ from megatron_rl.rollout.engine import Places, ServedReport
 from parallel.chunking import Chunk
 from parallel.shards import NamedRect
 from parallel.transport.base import Link
+from rollout_sglang.rank_handler import PENDING
+
+_FIRST_POLL_SECONDS, _LONGEST_POLL_SECONDS = 0.01, 0.5
 
 
 class RankRequests:
@@ -35,8 +39,17 @@ class RankRequests:
     def finish_receiving(self, hashing: bool) -> dict[int, list[str]]:
         return _list_digests(self._ask_ranks({"verb": "finish", "hashing": hashing}))
 
-    def reread(self) -> dict[int, list[str]]:
-        return _list_digests(self._ask_ranks({"verb": "reread"}))
+    def start_rereading(self) -> None:
+        self._ask_ranks({"verb": "reread"})
+
+    def finish_rereading(self) -> dict[int, list[str]]:
+        seconds = _FIRST_POLL_SECONDS
+        while True:
+            answers = self._ask_ranks({"verb": "reread digests"})
+            if not any(PENDING in answer for answer in answers):
+                return _list_digests(answers)
+            time.sleep(seconds)  # requests that run share the engine's time with these
+            seconds = min(2 * seconds, _LONGEST_POLL_SECONDS)
 
     def digest_rects(self, rects_by_rank: Mapping[int, Sequence[NamedRect]]) -> dict[int, list[str]]:
         ranks = {str(rank): [[name, *rect] for name, rect in named_rects] for rank, named_rects in rects_by_rank.items()}

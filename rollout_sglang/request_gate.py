@@ -12,10 +12,14 @@ from megatron_rl.errors import RunError
 _POLL_SECONDS = 0.05
 
 
+class AnswersDroppedError(Exception):
+    """The answers of a request were computed with weights that were never proved: ask again."""
+
+
 class RequestGate:
     """Starts open. Threads that generate pass through it; one thread closes and opens it. No wait is longer than `timeout` seconds.
 
-    Whoever is inside when it is closed with `holding` does not leave before it opens: what he has got was not proved.
+    Whoever is inside while it holds does not leave before it opens: what he has got is not proved yet.
 
     While `refusal` says something, it is what every request is refused with at once.
     """
@@ -23,36 +27,44 @@ class RequestGate:
     def __init__(self, timeout: float, refusal: str = "") -> None:
         self._timeout, self.refusal = timeout, refusal
         self._changed = threading.Condition()
-        self._closed, self._holding, self._inside = False, False, 0
+        self._closed, self._inside, self._drops = False, 0, 0
+        self.holding = False
+        """Whether no one gets out."""
 
     @contextmanager
     def passing(self) -> Iterator[None]:
-        """Enclose a request. Raise RunError if it is refused or the gate stays closed."""
+        """Enclose a request. Raise RunError if it is refused or the gate stays closed, AnswersDroppedError for answers to be dropped."""
         if self.refusal:
             raise RunError(self.refusal)
         with self._changed:
             if not self._changed.wait_for(lambda: not self._closed, self._timeout):
                 raise RunError(f"the engine's weights were being changed for {self._timeout:g} s (rollout.request_timeout)")
             self._inside += 1
+            drops = self._drops
         try:
             yield
             with self._changed:
-                if not self._changed.wait_for(lambda: not self._holding, self._timeout):
+                if not self._changed.wait_for(lambda: not self.holding or self._drops > drops, self._timeout):
                     raise RunError(
                         f"an answer waited {self._timeout:g} s for the proof of the engine's new weights (rollout.request_timeout)"
                     )
+                if self._drops > drops:
+                    raise AnswersDroppedError
         finally:
             with self._changed:
                 self._inside -= 1
                 self._changed.notify_all()
 
     def drain(self, on_wait: Callable[[], None] | None = None) -> None:
-        """Close the gate and wait until no request is inside; call `on_wait` repeatedly while one is.
+        """Close the gate and wait until no request is inside; call `on_wait` repeatedly while one is. What was held is dropped.
 
         If a request stays inside, open the gate again and raise RunError.
         """
         deadline = time.monotonic() + self._timeout
-        self.close()
+        with self._changed:
+            self._drops += self.holding
+            self._closed, self.holding = True, False
+            self._changed.notify_all()
         while not self._is_empty(_POLL_SECONDS):
             if time.monotonic() > deadline:
                 self.open()
@@ -60,15 +72,16 @@ class RequestGate:
             if on_wait is not None:
                 on_wait()
 
-    def close(self, holding: bool = False) -> None:
-        """Let no request in; those inside stay. With `holding`, let none out either."""
+    def hold(self, closed: bool) -> None:
+        """Let no request out; with `closed` none in either."""
         with self._changed:
-            self._closed, self._holding = True, holding
+            self._closed, self.holding = closed, True
+            self._changed.notify_all()
 
     def open(self) -> None:
         """Let requests in, and out."""
         with self._changed:
-            self._closed = self._holding = False
+            self._closed = self.holding = False
             self._changed.notify_all()
 
     def _is_empty(self, seconds: float) -> bool:

@@ -40,6 +40,7 @@ class WeightReceiver:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="megatron-rl-sync", initializer=self._enter_device)
         self._inbox: Future[Inbox] = self._thread.submit(transport.make_inbox, link, link.first + rank, chunks)
         self._received: Future[list[str]] | None = None
+        self._reread: Future[list[str]] | None = None
 
     def start(self, live: Tensors, hashing: bool, places: Sequence[Sequence[int]] | None = None) -> None:
         """Begin to receive one sync's chunks into `live`, the tensors as they are now, or into the second copy.
@@ -67,9 +68,19 @@ class WeightReceiver:
         with torch.inference_mode():
             return [packer.copy(chunk.targets, staging, hashing) for chunk in self._chunks]
 
-    def reread(self, live: Tensors) -> list[str]:
-        """Return one digest per chunk, of the live tensors as they are now."""
-        return make_target_packer(live, self._chunks).hash_all([chunk.targets for chunk in self._chunks])
+    def start_rereading(self, live: Tensors) -> None:
+        """Begin to hash `live`, the tensors as they are now, in the thread: serving goes on meanwhile."""
+        targets = [chunk.targets for chunk in self._chunks]
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()  # the thread has a stream of its own
+        self._reread = self._thread.submit(lambda: make_target_packer(live, self._chunks).hash_all(targets))
+
+    def finish_rereading(self) -> list[str] | None:
+        """Return one digest per chunk; None while the thread still hashes. Raise the errors of the thread, and ValueError where nothing
+        was begun."""
+        if self._reread is None:
+            raise ValueError("no rereading was started")
+        return self._reread.result() if self._reread.done() else None  # it is asked again where another rank still hashes
 
     def close(self) -> None:
         """End the connection, so that a waiting sender fails at once, and free the second copy."""

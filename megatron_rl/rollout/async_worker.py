@@ -1,9 +1,10 @@
-"""Asynchronous rollouts: a thread generates the groups of coming steps while the trainer trains, a bounded number of versions ahead.
+"""Asynchronous rollouts: a thread generates the groups of coming steps, a bounded number of versions ahead of the trainer.
 
-    trainer     | train on 0 | sync 1 | train on 1 | sync 2 | ...
-    this thread |    rollout 1        |     rollout 2       | ...
+    trainer, max_staleness = 1 | train on 0 | sync 1 | train on 1 | sync 2 | ...
+    this thread                |    rollout 1        |     rollout 2       | ...
 
-Generation for version v starts when the trainer is at version v - max_staleness, so no token is older than that. Rollouts are generated
+Generation for version v starts when the engine holds version v - max_staleness, so no token is older than that; with 0 only the proof of
+the weights, an evaluation and a checkpoint happen meanwhile. Rollouts are generated
 one after the other: problems keep their order, and a resumed run skips or repeats none. If the engine is lost, the failed rollout is
 generated again first (`megatron_rl.sync.recovery`).
 """
@@ -22,7 +23,7 @@ from megatron_rl.rollout.worker import AHEAD, GENERATE, RolloutBatch, RolloutWor
 
 
 class AsyncRolloutWorker:
-    """Replaces a `RolloutWorker` on rank 0. One thread of its own generates; all calls must come from one other thread."""
+    """A `RolloutWorker` that does not wait, on rank 0. One thread of its own generates; all calls must come from one other thread."""
 
     def __init__(self, worker: RolloutWorker, max_staleness: int, steps: int, stop_engine: Callable[[], None]) -> None:
         """`steps`: the run's last version, for which nothing is generated. `stop_engine` fails running requests; see `close`."""
@@ -32,6 +33,14 @@ class AsyncRolloutWorker:
         self._stream_state = worker.state_dict()
         self._failure: BaseException | None = None
 
+    def begin(self, version: int) -> None:
+        """Start generating what the trainer may train on when it is at `version`."""
+        if isinstance(self._failure, EngineLostError):
+            self._drop_failed()  # lost while nobody waited; a sync has replaced the engine since
+        newest = self._pending[-1][0] if self._pending else version - 1
+        for later in range(newest + 1, min(version + self._max_staleness, self._steps - 1) + 1):
+            self._pending.append((later, self._thread.submit(self._collect_in_thread, later)))
+
     def collect(self, version: int) -> RolloutBatch:
         """Return the groups for the trainer at `version`, and start generating those of later steps.
 
@@ -39,11 +48,7 @@ class AsyncRolloutWorker:
         thread; after an EngineLostError, once the engine serves again, call `collect` again.
         """
         start = time.perf_counter()
-        if isinstance(self._failure, EngineLostError):
-            self._drop_failed()  # lost while nobody waited; a sync has replaced the engine since
-        newest = self._pending[-1][0] if self._pending else version - 1
-        for later in range(newest + 1, min(version + self._max_staleness, self._steps - 1) + 1):
-            self._pending.append((later, self._thread.submit(self._collect_in_thread, later)))
+        self.begin(version)
         next_version, future = self._pending.popleft()
         assert next_version == version, f"the groups for version {next_version} are next, not those for {version}"
         try:

@@ -79,8 +79,12 @@ class Engine(Protocol):
         Only with "continue" may a completion hold tokens of several versions; `Generation.versions_T` lists them.
         """
 
+    def admit(self) -> None:
+        """Let requests in and sample with the weights as they are, but give no answer before `resume`; where another sync comes first,
+        such answers are dropped and sampled again."""
+
     def resume(self) -> None:
-        """Serve requests, from the first proved sync on or again."""
+        """Give answers, after `admit`: what was moved is proved."""
 
     def release_memory(self) -> None:
         """Free the KV cache, and the weights where possible. The next sync allocates them again; until then nothing is served."""
@@ -97,8 +101,11 @@ class Engine(Protocol):
     def finish_receiving(self, hashing: bool) -> dict[int, list[str]]:
         """Return when the live weights hold all bytes. With `hashing`, return per rank one digest per chunk, of the live weights."""
 
-    def reread(self) -> dict[int, list[str]]:
-        """Return per rank one digest per chunk, of what the live weights hold now."""
+    def start_rereading(self) -> None:
+        """Begin to hash what the live weights hold now, in the background."""
+
+    def finish_rereading(self) -> dict[int, list[str]]:
+        """Return when that is done: per rank one digest per chunk."""
 
     def end_sync(self, version: int) -> None:
         """Close the change; completions carry this policy version from now on."""
@@ -108,11 +115,10 @@ class Engine(Protocol):
 
     def account_for_tensors(self) -> list[ServedReport]:
         """Return, per engine rank, whether all that it would serve follows from what the last sync wrote. Between `end_sync` and
-        `resume`."""
+        `admit`."""
 
     def answer_canary(self, prompts_B: Sequence[np.ndarray], sampling: SamplingParams) -> list[list[Generation]]:
-        """Return, per engine, a completion of each prompt, of exactly `max_new_tokens` tokens, while no other request is answered. Between
-        `end_sync` and `resume`."""
+        """Return, per engine, a completion of each prompt, of exactly `max_new_tokens` tokens. Between `admit` and `resume`."""
 
     def stop(self, force: bool = False) -> None:
         """End the engine's processes: by SIGTERM first, or at once with `force`. Safe to call twice."""

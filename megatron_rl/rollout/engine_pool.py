@@ -5,7 +5,7 @@ the same tokens. Ranks are numbered across the pool: rank r of engine e is e * r
 
 When an engine is lost, the pool ends it, starts a successor at once, and sends its requests to the other engines. The successor starts as
 the first ones did, so it serves nothing until a sync has filled and proved it: `wait_for_successors` waits for it, every call of a sync
-raises EngineLostError before that, and `resume` lets it serve (`megatron_rl.sync.recovery`).
+raises EngineLostError before that, and `admit` lets it serve (`megatron_rl.sync.recovery`).
 """
 
 from __future__ import annotations
@@ -76,7 +76,8 @@ class EnginePool:
         self._graphs: list[list[PrecisionGraph]] = []
         # Linux ends an engine with the thread that started it (`rollout_sglang.server`): one long-lived thread starts all
         self._starter = ThreadPoolExecutor(1, thread_name_prefix="megatron-rl-engines")
-        self._executor = ThreadPoolExecutor(self._settings.engines, thread_name_prefix="megatron-rl-engine")
+        # twice as many threads as engines: a canary is answered while another call goes to all of them
+        self._executor = ThreadPoolExecutor(2 * self._settings.engines, thread_name_prefix="megatron-rl-engine")
         self.replicas: list[Replica] = []
         try:
             for number in range(self._settings.engines):
@@ -218,6 +219,9 @@ class EnginePool:
 
     def resume(self) -> None:
         self._call_all(lambda _, engine: engine.resume())
+
+    def admit(self) -> None:
+        self._call_all(lambda _, engine: engine.admit())
         with self._changed:
             for replica in self.replicas:
                 replica.serving = replica.lost is None
@@ -242,8 +246,11 @@ class EnginePool:
     def finish_receiving(self, hashing: bool) -> dict[int, list[str]]:
         return self._merge_by_rank(self._call_all(lambda _, engine: engine.finish_receiving(hashing)))
 
-    def reread(self) -> dict[int, list[str]]:
-        return self._merge_by_rank(self._call_all(lambda _, engine: engine.reread()))
+    def start_rereading(self) -> None:
+        self._call_all(lambda _, engine: engine.start_rereading())
+
+    def finish_rereading(self) -> dict[int, list[str]]:
+        return self._merge_by_rank(self._call_all(lambda _, engine: engine.finish_rereading()))
 
     def end_sync(self, version: int) -> None:
         self._call_all(lambda _, engine: engine.end_sync(version))

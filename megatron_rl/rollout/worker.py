@@ -48,9 +48,9 @@ _SAMPLING = (
     declare("sampling/discarded", "groups left out because their members earned the same", "count"),
     declare("sampling/without_signal", "groups in the batch whose members earned the same", "count"),
 )
-GENERATE = declare("time/generate", "sampling the completions, or waiting for those sampled ahead", "seconds", STEP_SECONDS)
+GENERATE = declare("time/generate", "waiting for the completions and their rewards", "seconds", STEP_SECONDS)
 _REWARD = declare("time/reward", "scoring the completions", "seconds", STEP_SECONDS)
-AHEAD = declare("ahead/{}", "the phase “{}” of this step's completions, while earlier steps were trained on", "seconds")
+AHEAD = declare("ahead/{}", "the phase “{}” of this step's completions, in the background", "seconds")
 
 
 @dataclass

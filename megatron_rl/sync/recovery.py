@@ -32,9 +32,9 @@ class RecoveringWeightSync:
         self._restarts, self._recovery_seconds = 0, 0.0
         self._lost_at: float | None = None
 
-    def run(self, version: int) -> SyncReport:
+    def run(self, version: int, meanwhile: Callable[[], None] = lambda: None) -> SyncReport:
         """Sync as `WeightSync.run`; the report counts the losses since the previous report. Raise RunError where no restart is left."""
-        report = self._sync_with_recovery(version)
+        report = self._sync_with_recovery(version, None, meanwhile)
         report = replace(report, restarts=self._restarts, recovery_seconds=self._recovery_seconds)
         self._restarts, self._recovery_seconds = 0, 0.0
         return report
@@ -47,12 +47,14 @@ class RecoveringWeightSync:
             except EngineLostError as error:
                 self._sync_with_recovery(version, error)
 
-    def _sync_with_recovery(self, version: int, loss: EngineLostError | None = None) -> SyncReport:
+    def _sync_with_recovery(
+        self, version: int, loss: EngineLostError | None = None, meanwhile: Callable[[], None] = lambda: None
+    ) -> SyncReport:
         while True:
             try:
                 if loss is not None:
                     self._replace_lost(loss)
-                report = self._sync.run(version)
+                report = self._sync.run(version, meanwhile=meanwhile)
             except EngineLostError as error:
                 loss = error
                 continue

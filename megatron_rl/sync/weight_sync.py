@@ -2,8 +2,9 @@
 
 Nothing is dequantised, cast or quantised on the way. Trainer ranks send chunk by chunk straight to the engine ranks that need them
 (`parallel.transport.base`), while the engine answers no request; so the extra memory is two chunks. Every chunk is hashed at both
-ends: in the trainer's live tensors, and in the engine's after it was written there. Then the engine accounts for every tensor that it made
-of those (`rollout_sglang.derived_tensors`), and answers a canary (`megatron_rl.training.canary`).
+ends: in the trainer's live tensors, and in the engine's after it was written there. The engine accounts for every tensor that it made of
+those (`rollout_sglang.derived_tensors`), and answers a canary (`megatron_rl.training.canary`). On CPUs hashes and canary are computed
+while the engine samples already; it gives no answer before both have passed.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import Protocol, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -39,8 +40,16 @@ from parallel.transport.pack import ChunkPacker, Difference, make_source_packer
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # the same in all containers of one machine
 
 T = TypeVar("T")
-Canary = Callable[[Rank0[Engine], int, dict[str, torch.Tensor]], float]
-"""(engines, policy version, this rank's tensors) -> the largest difference found. Collective; raises RunError for one that is too large."""
+
+
+class Canary(Protocol):
+    """A few tokens through engines and trainer."""
+
+    def ask(self, engines: Engine) -> None:
+        """Begin to ask every engine. Rank 0."""
+
+    def check(self, engines: Rank0[Engine], version: int, named_tensors: dict[str, torch.Tensor]) -> float:
+        """Return the largest difference found; `named_tensors`: this rank's. Collective. Raise RunError for one that is too large."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +74,7 @@ class _Moved:
     sent: dict[int, str]
     """Digests of all ranks' chunks, by number."""
     arrived: dict[int, list[str]]
-    """Those of the live weights, by engine rank."""
+    """Those of the live weights, by engine rank; both are empty where they are hashed later."""
     hash_seconds: float
     """The most that a trainer rank spent on hashing."""
 
@@ -95,12 +104,13 @@ class WeightSync:
             "tensors": len({(transfer.target_rank, transfer.target) for transfer in plan.transfers}),
         }
         self._outbox: Outbox | None = None
-        self._reread_done = False
+        self._reread_done = False  # once is enough with proof "streamed": end_sync does the same to weights every time
         self._nbytes = sum(chunk.nbytes for chunk in plan.chunks)
         self._own_chunks = {number: chunk for number, chunk in enumerate(plan.chunks) if chunk.source == self._rank}
         apart = not self._transport.one_host and not torch.cuda.is_available()
         self._keeps_base = settings.delta == "on" or (settings.delta == "auto" and apart)
         self._base, self._said = DeltaBase(), set[str]()
+        self._proves_later = settings.proof == "reread" and not self._keeps_base and not torch.cuda.is_available()
 
     def close(self) -> None:
         """End the connection to the engine; the next sync sends everything."""
@@ -111,32 +121,39 @@ class WeightSync:
             with contextlib.suppress(RunError):  # an engine that is gone holds nothing
                 self._engine.tell(lambda engine: engine.disconnect())
 
-    def run(self, version: int, hashing: bool = True) -> SyncReport:
-        """Move the trainer's weights into the engine as policy version `version`, and prove it before the engine serves them.
+    def run(self, version: int, hashing: bool = True, meanwhile: Callable[[], None] = lambda: None) -> SyncReport:
+        """Move the trainer's weights into the engine as policy version `version`, and prove it before the engine answers with them.
 
-        `hashing` is turned off only to measure what the proof costs. Raises RunError naming parameter, rank and first block when a byte
-        differs, or when the engine fails; the engine then serves nothing any more. Raises EngineLostError where an engine or the
-        connection was lost; after `close` the same sync may be run again.
+        `hashing` is turned off only to measure what the proof costs. `meanwhile` is called when the engine samples already, so that it has
+        work during the proof. Raises RunError naming parameter, rank and first block when a byte differs, or when the engine fails; the
+        engine then answers nothing any more. Raises EngineLostError where an engine or the connection was lost; after `close` the same
+        sync may be run again.
         """
         start = time.perf_counter()
         named_tensors = self._read_named_tensors()
         outbox = self._outbox or self._connect()
         compared, self._base.proved = self._base.proved, False  # until this sync is
-        moved, wrong_bases = self._move(outbox, named_tensors, version, hashing, compared), 0
-        proof_start = time.perf_counter()
-        if hashing:
+        later = hashing and self._proves_later
+        moved, wrong_bases = self._move(outbox, named_tensors, version, hashing and not later, compared), 0
+        moved_at = time.perf_counter()
+        if hashing and not later:
             try:
                 self._compare_digests(named_tensors, moved.sent, moved.arrived)
             except RunError as error:
                 moved, wrong_bases = self._move_everything(outbox, named_tensors, version, moved, error), 1
-            if self._settings.proof == "reread" or not self._reread_done:  # once is enough: end_sync does the same to weights every time
-                self._compare_digests(named_tensors, moved.sent, self.reread())
-                self._reread_done = True
-        proof_end = time.perf_counter()
+            if self._settings.proof == "reread" or not self._reread_done:
+                self._prove_anew(named_tensors, moved.sent)
+        hashed_at = time.perf_counter()
         derived = self._account_for_tensors() if hashing else 0
-        canary_start = time.perf_counter()
-        canary = self._canary(self._engine, version, named_tensors) if hashing and self._canary else 0.0
-        canary_end = time.perf_counter()
+        canary = self._canary if hashing else None
+        self._engine.run(lambda engine: self._admit(engine, canary, later))
+        meanwhile()
+        admitted_at = time.perf_counter()
+        if later:
+            self._prove_anew(named_tensors, self._hash_chunks(named_tensors))
+        proved_at = time.perf_counter()
+        difference = canary.check(self._engine, version, named_tensors) if canary else 0.0
+        canary_seconds = time.perf_counter() - proved_at
         self._base.proved = self._keeps_base
         self._engine.run(lambda engine: engine.resume())
         return SyncReport(
@@ -146,12 +163,36 @@ class WeightSync:
             changed_share=moved.changes.share if moved.changes else None,
             proved=self._counts["tensors"] if hashing else 0,
             seconds=time.perf_counter() - start,
-            proof_seconds=proof_end - proof_start + moved.hash_seconds,
-            served_seconds=canary_start - proof_end,
-            canary_seconds=canary_end - canary_start,
+            proof_seconds=hashed_at - moved_at + moved.hash_seconds + proved_at - admitted_at,
+            served_seconds=admitted_at - hashed_at,
+            canary_seconds=canary_seconds,
             derived=derived,
-            canary=canary,
+            canary=difference,
         )
+
+    def _admit(self, engine: Engine, canary: Canary | None, rereading: bool) -> None:
+        """Let the engine sample; the canary and the hashing come first."""
+        if canary is not None:
+            canary.ask(engine)
+        if rereading:
+            engine.start_rereading()
+        engine.admit()
+
+    def _hash_chunks(self, named_tensors: dict[str, torch.Tensor]) -> dict[int, str]:
+        """Return the digests of all ranks' chunks, by number, of the live tensors as they are now."""
+        sources = {chunk.sources: list[int]() for chunk in self._own_chunks.values()}  # the same bytes may go to several engines
+        for number, chunk in self._own_chunks.items():
+            sources[chunk.sources].append(number)
+        digests = make_source_packer(named_tensors, self.plan.chunks, self._rank).hash_all(list(sources))
+        own = {number: digest for numbers, digest in zip(sources.values(), digests, strict=True) for number in numbers}
+        return {number: digest for rank in gather_from_ranks(own) for number, digest in rank.items()}
+
+    def _prove_anew(self, named_tensors: dict[str, torch.Tensor], sent: dict[int, str]) -> None:
+        """Compare `sent` with what the live weights hold after the change is closed."""
+        if not self._proves_later:
+            self._engine.run(lambda engine: engine.start_rereading())
+        self._compare_digests(named_tensors, sent, self._engine.run(lambda engine: engine.finish_rereading()))
+        self._reread_done = True
 
     def _account_for_tensors(self) -> int:
         """Return how many tensors the engine made of those that were sent. Raise RunError if what it would serve does not follow from
@@ -294,10 +335,6 @@ class WeightSync:
             if next(next_digest[chunk.target]) != sent[number]:
                 self.prove(named_tensors)  # finds the block and raises
                 raise RunError(f"the sync is not proved: {chunk.targets[0][0]} of engine rank {chunk.target} differed for a while")
-
-    def reread(self) -> dict[int, list[str]]:
-        """Return, by engine rank, the digests of all chunks as the live weights hold them now."""
-        return self._engine.run(lambda engine: engine.reread())
 
     def prove(self, named_tensors: dict[str, torch.Tensor] | None = None) -> int:
         """Compare the digests of every transfer at its source and at its target, both sides at once; return the engine tensors proved.

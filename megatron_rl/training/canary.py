@@ -1,4 +1,4 @@
-"""The canary: a few fixed prompts through every engine after a sync, before it serves, and through the trainer's own forward pass.
+"""The canary: a few fixed prompts through every engine after a sync, before it answers, and through the trainer's own forward pass.
 
 Equal bytes do not say that an engine computes with them: decoding may run on a copy, and a cache may hold keys and values of the weights
 before. So each engine reads the same prompts after every sync and goes on for a few tokens. The first token's log-prob comes of prefill,
@@ -8,6 +8,7 @@ not emptied gives itself away.
 
 from __future__ import annotations
 
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -51,7 +52,7 @@ class _Answer:
 
 
 class Canary:
-    """Called by `WeightSync` on every rank."""
+    """Called by `megatron_rl.sync.weight_sync.WeightSync` on every rank."""
 
     def __init__(
         self, actor: Actor, prompts_B: list[np.ndarray], sampling: SamplingParams, bound: float, emulated: TensorFormat | None = None
@@ -59,23 +60,30 @@ class Canary:
         """`bound`: of |log p trainer - log p engine|, in nats. `emulated`: the engine's format, where the trainer is to multiply as an
         engine that alone is quantized (`mcore.engine_emulation`)."""
         self._actor, self._prompts_B, self._sampling, self._bound, self._emulated = actor, prompts_B, sampling, bound, emulated
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="megatron-rl-canary")
+        self._answers: Future[list[list[Generation]]] | None = None
 
-    def __call__(self, engines: Rank0[Engine], version: int, named_tensors: dict[str, torch.Tensor]) -> float:
-        """Return the largest difference. `named_tensors`: this rank's, as given to the engines. Collective.
+    def ask(self, engines: Engine) -> None:
+        """Begin to ask every engine, in a thread. Rank 0."""
+        self._answers = self._thread.submit(engines.answer_canary, self._prompts_B, self._sampling)
+
+    def check(self, engines: Rank0[Engine], version: int, named_tensors: dict[str, torch.Tensor]) -> float:
+        """Return the largest difference in what was asked. `named_tensors`: this rank's, as given to the engines. Collective.
 
         Raise RunError, which names engine, prompt and position, for the first difference above the bound, or for an engine of another
         policy version.
         """
         answers, samples = list[_Answer](), list[TrainingSample]()
-        engines.run(lambda pool: self._ask(pool, version, answers, samples))
+        engines.run(lambda _: self._read(version, answers, samples))
         with nullcontext() if self._emulated is None else emulate_engine(self._actor.model, named_tensors, self._emulated):
             logprobs = _score(self._actor, samples)
         return engines.run(lambda _: self._compare(answers, logprobs))
 
-    def _ask(self, engines: Engine, version: int, answers: list[_Answer], samples: list[TrainingSample]) -> None:
+    def _read(self, version: int, answers: list[_Answer], samples: list[TrainingSample]) -> None:
         """Fill in the engines' answers, and each different one as a sample. Rank 0."""
+        assert self._answers is not None, "nothing was asked"
         numbers: dict[tuple[int, bytes], int] = {}
-        for engine, generations in enumerate(engines.answer_canary(self._prompts_B, self._sampling)):
+        for engine, generations in enumerate(self._answers.result()):
             for prompt, generation in enumerate(generations):
                 if generation.policy_version != version or len(generation.logprobs_T) != self._sampling.max_new_tokens:
                     what = f"{len(generation.logprobs_T)} tokens of policy version {generation.policy_version}"

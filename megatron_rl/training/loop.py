@@ -19,7 +19,7 @@ from megatron_rl.mcore import reduce
 from megatron_rl.observability import hang_watchdog
 from megatron_rl.observability.signals import check_stop
 from megatron_rl.rollout.async_worker import AsyncRolloutWorker
-from megatron_rl.rollout.worker import RolloutBatch, RolloutWorker
+from megatron_rl.rollout.worker import RolloutBatch
 from megatron_rl.sync.recovery import RecoveringWeightSync
 from megatron_rl.training.checkpoint_manager import CheckpointManager
 from megatron_rl.training.policy_trainer import PolicyTrainer
@@ -33,7 +33,7 @@ class Loop:
     def __init__(
         self,
         config: Config,
-        worker: Rank0[RolloutWorker | AsyncRolloutWorker],
+        worker: Rank0[AsyncRolloutWorker],
         trainer: PolicyTrainer,
         sync: RecoveringWeightSync,
         recorder: Recorder,
@@ -51,7 +51,7 @@ class Loop:
         """Run all steps that are left, after a first sync that gives the engine the starting policy under its version, 0 in a new run."""
         first, steps, every = self._state.version, self._config.train.steps, self._config.checkpoint.every
         hang_watchdog.enter_phase("sync", first)
-        sync_metrics = self._sync.run(first).metrics()
+        sync_metrics = self._run_sync(first)
         if self._state.unrecorded is not None:
             self._write_row({**self._state.unrecorded, **sync_metrics, **self._evaluate(first)})
         for step in range(first + 1, steps + 1):
@@ -99,8 +99,11 @@ class Loop:
         trainer.leave_devices()
         self._state = self._snapshot(step, metrics)
         with phase("sync"):
-            report = self._sync.run(step)
-        return metrics | report.metrics()
+            return metrics | self._run_sync(step)
+
+    def _run_sync(self, version: int) -> dict[str, float]:
+        """Bring the engines to `version`; while that is proved they sample what the next step trains on."""
+        return self._sync.run(version, lambda: self._worker.tell(lambda worker: worker.begin(version))).metrics()
 
     def _evaluate(self, step: int) -> dict[str, float]:
         if step % self._config.data.eval_every and step != self._config.train.steps:

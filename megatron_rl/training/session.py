@@ -160,7 +160,7 @@ class Session:
         actor.steps_done = state.optimizer_steps
         return state
 
-    def _start_rollout(self, hf_config: dict[str, Any], state: TrainState | None) -> tuple[EnginePool, RolloutWorker | AsyncRolloutWorker]:
+    def _start_rollout(self, hf_config: dict[str, Any], state: TrainState | None) -> tuple[EnginePool, AsyncRolloutWorker]:
         """Load the problems, start reward workers and engines. Rank 0 only."""
         config = self.config
         tokenizer = load_tokenizer(config.model.folder)
@@ -176,8 +176,6 @@ class Session:
         engines = start_engines(config, model, self.folder, self.notify, empty=True)
         self._resources.callback(engines.stop)
         worker = RolloutWorker(config, engines, stream, held_out, tokenizer, scorer, environments)
-        if not config.placement.max_staleness:
-            return engines, worker
         ahead = AsyncRolloutWorker(worker, config.placement.max_staleness, config.train.steps, engines.stop)
         self._resources.callback(ahead.close)
         return engines, ahead

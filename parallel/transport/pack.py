@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -150,18 +148,13 @@ class ChunkPacker:
         return digest.hexdigest() if digest else ""
 
     def hash_all(self, chunks: Sequence[Sequence[NamedRect]]) -> list[str]:
-        """Return the hash of every chunk's rectangles as they are now. On the host, uses all cores this process may use."""
+        """Return the hash of every chunk's rectangles as they are now. On the host, uses one core: others generate meanwhile."""
 
-        def start(named_rects: Sequence[NamedRect]) -> Hash:
-            digest = Hash()
+        digests = [Hash() for _ in chunks]
+        for digest, named_rects in zip(digests, chunks, strict=True):  # a GPU starts all work before one waits for the first
             for rows in self._iter_rows(named_rects):
-                digest.update(rows)
-            return digest
-
-        if not all(isinstance(matrix, np.ndarray) for matrix, _ in self._matrices.values()):
-            return [digest.hexdigest() for digest in [start(chunk) for chunk in chunks]]  # starts all work before it waits for the first
-        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-            return [digest.hexdigest() for digest in pool.map(start, chunks)]
+                self._update(digest, rows)
+        return [digest.hexdigest() for digest in digests]
 
     def _update(self, digest: Hash | None, rows: ByteMatrix) -> None:
         if digest is not None:

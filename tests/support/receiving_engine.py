@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from megatron_rl.rollout.engine import Places, ServedReport
 from megatron_rl.sync.plan import SyncPlan
 from parallel.chunking import Chunk
@@ -29,8 +31,14 @@ class ReceivingEngine:
     def finish_receiving(self, hashing: bool) -> dict[int, list[str]]:
         return {rank: receiver.finish(self.tensors[rank], hashing) for rank, receiver in self.receivers.items()}
 
-    def reread(self) -> dict[int, list[str]]:
-        return {rank: receiver.reread(self.tensors[rank]) for rank, receiver in self.receivers.items()}
+    def start_rereading(self) -> None:
+        for rank, receiver in self.receivers.items():
+            receiver.start_rereading(self.tensors[rank])
+
+    def finish_rereading(self) -> dict[int, list[str]]:
+        while None in (digests := {rank: receiver.finish_rereading() for rank, receiver in self.receivers.items()}).values():
+            time.sleep(0.001)
+        return digests
 
     def digest_rects(self, rects_by_rank: dict[int, list[NamedRect]]) -> dict[int, list[str]]:
         return {rank: digest_all(self.tensors[rank], rects) for rank, rects in rects_by_rank.items()}
@@ -43,6 +51,7 @@ class ReceivingEngine:
             receiver.close()
 
     def pause(self, running: str) -> None: ...
+    def admit(self) -> None: ...
     def resume(self) -> None: ...
     def begin_sync(self) -> None: ...
     def end_sync(self, version: int) -> None: ...

@@ -83,6 +83,8 @@ class ScriptedWorker:
             sequence.response_ids, sequence.response_mask = torch.cat([first, torch.tensor(ENVIRONMENT_TOKENS), *rest]), torch.tensor(mask)
         return samples
 
+    def begin(self, version: int) -> None: ...
+
     def collect(self, version: int) -> RolloutBatch:
         completions = []
         for number, (sequence, logprobs) in enumerate(zip(self.sequences(), self.actor.compute_logprobs(self.sequences())[0], strict=True)):
@@ -118,7 +120,8 @@ class ScriptedWorker:
 
 
 class NullSync:
-    def run(self, version: int) -> NullSync:
+    def run(self, version: int, meanwhile: Callable[[], None]) -> NullSync:
+        meanwhile()
         return self
 
     def run_with_recovery(self, version: int, work: Callable[[], T]) -> T:
@@ -221,6 +224,8 @@ class StreamedWorker:
 
     def state_dict(self) -> dict[str, Any]:
         return self.stream.state_dict()
+
+    def begin(self, version: int) -> None: ...
 
     def collect(self, version: int) -> RolloutBatch:
         completions = []

@@ -128,7 +128,7 @@ class BenchCases:
         self.bytes: dict[str, int] = {}
         self.syncs: list[WeightSync] = []
         self.calls: dict[str, Callable[[int], object]] = {}
-        """Case -> what is timed; it takes the number of the turn."""
+        """Case -> what is timed, unless it returns seconds itself; it takes the number of the turn."""
         self.preparations: dict[str, Callable[[int], object]] = {}
         """Case -> what is done before it, untimed."""
         for name, settings in setup.sync_configs().items():
@@ -140,11 +140,12 @@ class BenchCases:
                 self.calls[case] = sync.run
                 if fp8:
                     self.calls[f"{case} unproved"] = partial(sync.run, hashing=False)
+                    self.calls[f"{case} until it samples"] = partial(time_until_it_samples, sync)
             if setup.device == "cpu":
                 self._add_deltas(name, settings, pipes)
         proved = self.syncs[0]  # in FP8
         copy, gathered = PlainCopy(proved.plan, rank, setup.train.world_size), GatherAndQuantize(setup, self.named_tensors[False])
-        self.calls["reread proof"] = lambda turn: proved.reread()
+        self.calls["proof"] = lambda turn: proved.run(turn).proof_seconds
         self.calls["both sides hashed again"] = lambda turn: proved.prove()
         self.calls["plain copy"] = lambda turn: copy.run()
         if setup.device == "cpu":
@@ -185,16 +186,23 @@ class BenchCases:
             self.preparations[case](turn)
         self._wait()
         start = time.perf_counter()
-        call(turn)
+        seconds = call(turn)
         self._wait()
         if turn > 0:
-            self.seconds.setdefault(case, []).append(time.perf_counter() - start)
+            self.seconds.setdefault(case, []).append(seconds if isinstance(seconds, float) else time.perf_counter() - start)
 
     def _wait(self) -> None:
         """Wait for the device and for the other trainer ranks."""
         if self.setup.device == "cuda":
             torch.cuda.synchronize()
         dist.barrier()
+
+
+def time_until_it_samples(sync: WeightSync, turn: int) -> float:
+    """Return the seconds from the start of a sync to the moment when the engine samples with the new weights, before they are proved."""
+    start, sampling_at = time.perf_counter(), list[float]()
+    sync.run(turn, meanwhile=lambda: sampling_at.append(time.perf_counter()))
+    return sampling_at[0] - start
 
 
 def measure(setup: BenchSetup) -> tuple[dict[str, list[float]], dict[str, int]]:
@@ -267,7 +275,8 @@ def summarize(setup: BenchSetup, seconds: Mapping[str, Sequence[float]], sizes: 
             if (case := f"{name} fp8, delta at {rate}") in median:
                 ratios[name][f"delta at {rate} against everything"] = proved / median[case]
                 ratios[name][f"delta at {rate}, share of the bytes"] = sizes[case] / sizes[f"{name} fp8"]
-        ratios[name]["proof's share"] = 1 - unproved / proved
+        ratios[name]["proof's share if nothing is sampled meanwhile"] = 1 - unproved / proved
+        ratios[name]["proof's share until it samples"] = 1 - unproved / median[f"{name} fp8 until it samples"]
     size = next(size for case, size in sizes.items() if case.endswith("fp8"))
     cases = {
         case: {"seconds": value, "min": min(seconds[case]), "max": max(seconds[case]), "bytes": sizes.get(case, size)}

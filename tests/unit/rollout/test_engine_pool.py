@@ -92,7 +92,7 @@ class Fleet:
         """Let an engine die; the pool's error at the next call of all engines."""
         self.started[number].dead = True
         with pytest.raises(EngineLostError) as error:
-            self.engines.resume()
+            self.engines.admit()
         return error.value
 
 
@@ -164,7 +164,7 @@ def test_what_a_lost_engine_was_asked_for_is_sampled_by_the_others(fleet):
     assert lost.stopped == "at once" and len(two.started) == 3 and len(two.threads) == 1
     two.engines.generate(prompts(40), GREEDY)
     assert two.started[2].asked == [], "it holds the weights that the run began with"
-    two.engines.resume()
+    two.engines.admit()
     two.engines.generate(prompts(40), GREEDY)
     assert sum(two.started[2].asked) > 0
 
@@ -196,7 +196,7 @@ def test_restarts_are_counted_between_policy_versions(fleet):
     for _ in range(2):
         single.engines.wait_for_successors(single.lose(-1))
         single.engines.end_sync(0)
-        single.engines.resume()
+        single.engines.admit()
     single.engines.end_sync(1)
     for _ in range(2):
         single.engines.wait_for_successors(EngineLostError("a connection broke"))

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from megatron_rl.errors import RunError
-from rollout_sglang.request_gate import RequestGate
+from rollout_sglang.request_gate import AnswersDroppedError, RequestGate
 
 
 def hold(gate: RequestGate, release: threading.Event) -> threading.Thread:
@@ -72,7 +72,7 @@ def test_no_wait_is_endless_and_a_request_that_fails_leaves():
         gate.drain()
     with pytest.raises(KeyError), gate.passing():  # it opened again
         raise KeyError
-    gate.close()  # a gate may be shut behind those who are inside
+    gate.hold(closed=True)  # a gate may be shut behind those who are inside
     with pytest.raises(RunError, match="weights were being changed"), gate.passing():
         pass
     gate.open()
@@ -108,7 +108,7 @@ def test_an_answer_that_arrives_during_a_change_is_held_until_it_is_proved():
     running = threading.Thread(target=request)
     running.start()
     assert inside.wait(5)
-    gate.close(holding=True)
+    gate.hold(closed=True)
     release.set()
     running.join(0.2)
     assert order == []
@@ -116,3 +116,32 @@ def test_an_answer_that_arrives_during_a_change_is_held_until_it_is_proved():
     gate.open()
     running.join(5)
     assert order == ["proved", "answered"]
+
+
+def test_what_weights_without_a_proof_answered_is_dropped_by_the_next_change():
+    gate, order = RequestGate(10), []
+
+    def request(name: str) -> None:
+        try:
+            with gate.passing():
+                order.append(f"{name} computed")
+        except AnswersDroppedError:
+            order.append(f"{name} dropped")
+        else:
+            order.append(f"{name} answered")
+
+    gate.hold(closed=False)
+    early = threading.Thread(target=request, args=["early"])
+    early.start()
+    early.join(0.2)
+    assert order == ["early computed"] and gate.holding
+    gate.drain()
+    early.join(5)
+    assert order == ["early computed", "early dropped"]
+    gate.hold(closed=False)
+    late = threading.Thread(target=request, args=["late"])
+    late.start()
+    late.join(0.2)
+    gate.open()
+    late.join(5)
+    assert order[2:] == ["late computed", "late answered"]

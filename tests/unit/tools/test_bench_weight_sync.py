@@ -23,7 +23,7 @@ def test_it_measures_every_case_of_a_resharding(tmp_path):
     done = bench("--model", "tiny", "--train", "tp=2", "--rollout", "tp=2", "--repeat", "1", "--json", str(tmp_path / "report.json"))
     assert done.returncode == 0, done.stderr
     report = json.loads((tmp_path / "report.json").read_text())
-    assert {"plain copy", "plain copy to a process", "gather, convert, quantise", "reread proof"} < report["cases"].keys()
+    assert {"plain copy", "plain copy to a process", "gather, convert, quantise", "proof"} < report["cases"].keys()
     for transport in ("shared_memory", "process_group", "disk"):
         fp8, bf16 = report["cases"][f"{transport} fp8"], report["cases"][f"{transport} bf16"]
         assert 0 < fp8["min"] <= fp8["seconds"] <= fp8["max"]

@@ -44,7 +44,8 @@ def run(monkeypatch, answers=None, bound=0.0) -> tuple[float, int]:
 
     monkeypatch.setattr(canary, "_score", score)
     check = Canary(None, PROMPTS, SamplingParams(1.0, 4, 0), bound)
-    return check(Rank0(lambda: Engines(answers)), 7, {}), len(asked)
+    check.ask(engines := Engines(answers))
+    return check.check(Rank0(lambda: engines), 7, {}), len(asked)
 
 
 def changed(token: int, by: float) -> np.ndarray:
