@@ -32,12 +32,13 @@ class SyncConfig(ConfigSection):
     """Completions that run when the weights switch: wait until they are finished, throw them away and sample them anew, or keep their
     tokens and let the new weights go on from there."""
     proof: Literal["streamed", "reread"] = "reread"
-    """`streamed`: both sides hash chunk by chunk, the engine out of its live weights as it writes. `reread`: again when all is done."""
+    """`streamed`: both sides hash chunk by chunk, the engine out of its live weights as it writes. `reread`: when all is done; on CPUs,
+    without deltas, while the engine samples already and holds its answers back."""
     delta: Literal["auto", "on", "off"] = "off"
     """Send only the bytes that differ from those that the last sync proved; all bytes are proved all the same. Needs a copy of what the
     trainer sends in its hosts' memory; on CPUs. `auto`: not within one host, and not in a sync where it would save less than half."""
     canary: int = Field(2, ge=0)
-    """Prompts that every engine answers after a sync, before it serves, for the trainer to compare; 0: none."""
+    """Prompts that every engine answers first after a sync, for the trainer to compare before other answers are given; 0: none."""
     canary_bound: float | None = Field(None, ge=0, allow_inf_nan=True)
     """Largest |log p trainer - log p engine| of a canary's token, in nats; more ends the run. Default: 0 where the run promises exactness,
     else 1, or 5 where the engine alone is quantized; inf: only reported."""

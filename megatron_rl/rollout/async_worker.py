@@ -19,7 +19,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_rl.errors import EngineLostError, RunError
-from megatron_rl.rollout.worker import AHEAD, GENERATE, RolloutBatch, RolloutWorker
+from megatron_rl.rollout.worker import WAIT, RolloutBatch, RolloutWorker
 
 
 class AsyncRolloutWorker:
@@ -56,8 +56,7 @@ class AsyncRolloutWorker:
         except RunError:
             self._drop_failed()
             raise
-        generation_seconds = {AHEAD.format(name.removeprefix("time/")): seconds for name, seconds in rollout.seconds.items()}
-        return replace(rollout, seconds={GENERATE: time.perf_counter() - start, **generation_seconds})
+        return replace(rollout, seconds={WAIT: time.perf_counter() - start, **rollout.seconds})
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the problem stream after the last collected groups; groups generated ahead are lost when the run stops."""

@@ -48,9 +48,9 @@ _SAMPLING = (
     declare("sampling/discarded", "groups left out because their members earned the same", "count"),
     declare("sampling/without_signal", "groups in the batch whose members earned the same", "count"),
 )
-GENERATE = declare("time/generate", "waiting for the completions and their rewards", "seconds", STEP_SECONDS)
-_REWARD = declare("time/reward", "scoring the completions", "seconds", STEP_SECONDS)
-AHEAD = declare("ahead/{}", "the phase “{}” of this step's completions, in the background", "seconds")
+WAIT = declare("time/generate", "waiting for the completions and their rewards", "seconds", STEP_SECONDS)
+_GENERATE = declare("ahead/generate", "sampling this step's completions, in the background", "seconds")
+_REWARD = declare("ahead/reward", "scoring this step's completions, in the background", "seconds")
 
 
 @dataclass
@@ -152,7 +152,7 @@ class RolloutWorker:
         generated = time.perf_counter()
         hang_watchdog.enter_phase("reward")
         assign_rewards(completions, self._rewards)
-        return RolloutBatch(completions, {GENERATE: generated - start, _REWARD: time.perf_counter() - generated})
+        return RolloutBatch(completions, {_GENERATE: generated - start, _REWARD: time.perf_counter() - generated})
 
 
 def derive_seed(run: int, version: int, purpose: str, index: int) -> int:
@@ -210,7 +210,7 @@ def compute_rollout_metrics(rollout: RolloutBatch) -> dict[str, float]:
         _LENGTH_MAX: float(max(lengths)),
         _TRUNCATED: sum(completion.finish_reason == "length" for completion in completions) / count,
         _TOKENS: float(sum(lengths)),
-        _SPEED: sum(lengths) / rollout.seconds.get(AHEAD.format("generate"), rollout.seconds[GENERATE]),
+        _SPEED: sum(lengths) / rollout.seconds[_GENERATE],
         _CACHED: sum(completion.cached_tokens for completion in completions) / (sum(item.prompt_tokens for item in completions) or 1),
         **_environment_metrics(completions),
         **rollout.seconds,

@@ -237,6 +237,41 @@ def always_lose(version: int) -> None:
         _current[0].recovering_sync.run(version)
 
 
+def sample_during_proof(version: int, wrong: bool = False) -> tuple[bool, Any]:
+    """A sync during whose proof a thread asks for answers: (whether it had them before all was proved, the answers). `wrong`: what the
+    trainer holds is not what it has sent."""
+    run, finish = _current[0], SGLangEngine.finish_rereading
+    asking, had = threading.Thread(target=lambda: _answered.append(_answers(run.engines.value, 4, 5))), []
+
+    def begin() -> None:
+        asking.start()
+        if wrong:
+            next(tensor for name, tensor in run.named_tensors.items() if "linear" in name).view(torch.uint8)[0, 0] ^= 1
+
+    def finish_late(engine: SGLangEngine) -> Any:
+        threading.Event().wait(20 * _TOKEN_SECONDS)  # the engine has sampled everything by now
+        had.append(bool(_answered))
+        return finish(engine)
+
+    _answered.clear()
+    with mock.patch.object(SGLangEngine, "finish_rereading", finish_late):
+        run.recovering_sync.run(version, begin)
+    asking.join()
+    return any(had), _answered[0]
+
+
+_answered: list[Any] = []
+
+
+def take_answers() -> Any:
+    """What `sample_during_proof` was answered in the end; nothing if it still waits."""
+    for _ in range(100):
+        if _answered:
+            break
+        threading.Event().wait(_TOKEN_SECONDS)
+    return _answered[0] if _answered else []
+
+
 def answers(count: int, tokens: int, engine: int | None = None) -> Any:
     """(tokens, policy version) of so many completions, of all engines or one of them; the same on every rank."""
     return _current[0].engines.run(lambda engines: _answers(engines, count, tokens, engine))

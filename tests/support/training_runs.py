@@ -106,7 +106,7 @@ class ScriptedWorker:
                     response_mask_T=mask,
                 )
             )
-        return RolloutBatch(completions, {"time/generate": 1.0})
+        return RolloutBatch(completions, {"ahead/generate": 1.0})
 
     def state_dict(self) -> dict[str, Any]:
         return {}
@@ -236,7 +236,7 @@ class StreamedWorker:
                 reward = Reward(float(member % 2), bool(member % 2))
                 ids = np.array([5, 20 + int(problem.id), 7], np.int32), np.array(answer, np.int32)
                 completions.append(Completion(problem, *ids, np.array(logprobs, np.float32), "stop", version, "", reward))
-        return RolloutBatch(completions, {"time/generate": 1.0})
+        return RolloutBatch(completions, {"ahead/generate": 1.0})
 
     def evaluate(self, version: int) -> RolloutBatch:
         return RolloutBatch([])
@@ -298,7 +298,7 @@ def train_to(
 
 
 class BrokenSync(NullSync):
-    def run(self, version: int) -> NullSync:
+    def run(self, version: int, meanwhile: Callable[[], None]) -> NullSync:
         if version == 2:
             raise RunError("the engine is gone")
         return self

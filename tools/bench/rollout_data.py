@@ -61,7 +61,7 @@ def make_rollout(tokens: int, answer: int, experts: tuple[int, int]) -> RolloutB
         completion = Completion(problem, ids[:1], ids, logprobs, "stop", 0, "", reward, routed_experts_T=routing)
         completion.version_lags_T = np.ones(length, np.uint8)
         completions.append(completion)
-    return RolloutBatch(completions, {"time/generate": 1.0})
+    return RolloutBatch(completions, {"ahead/generate": 1.0})
 
 
 def run_rank(folder: Path, tokens: int, answer: int, experts: tuple[int, int]) -> None:

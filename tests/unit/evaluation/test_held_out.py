@@ -17,7 +17,7 @@ def answered(level: int, *answers: str) -> list[Completion]:
 
 
 def test_one_completion_each_gives_accuracies_alone():
-    rollout = RolloutBatch([*answered(1, "7"), *answered(2, "8")], {"time/generate": 1.5, "time/reward": 0.5})
+    rollout = RolloutBatch([*answered(1, "7"), *answered(2, "8")], {"ahead/generate": 1.5, "ahead/reward": 0.5})
     assert compute_eval_metrics(rollout, 1) == {"eval/accuracy": 0.5, "eval/level_1": 1.0, "eval/level_2": 0.0, "time/eval": 2.0}
     assert compute_eval_metrics(RolloutBatch([]), 1) == {}
 

@@ -40,7 +40,7 @@ class Worker:
         if version == self.broken:
             raise self.error
         self.position += 1
-        seconds = {"time/generate": 2.0, "time/reward": 1.0}
+        seconds = {"ahead/generate": 2.0, "ahead/reward": 1.0}
         return RolloutBatch([SimpleNamespace(version=version, began=began)], seconds, [], {"sampling/rounds": 1})
 
     def state_dict(self) -> dict[str, int]:

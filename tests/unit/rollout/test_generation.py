@@ -161,7 +161,7 @@ def test_without_an_environment_an_answer_is_one_turn():
 
 def test_metrics_count_what_the_policy_sampled_and_rows_show_who_wrote_what():
     result, _, _ = converse([["ab>", "c"], ["d>"]], [[say("?", "no number"), None], [StepResult(error="ValueError: no")]])
-    metrics = compute_rollout_metrics(RolloutBatch(result, {"time/generate": 2.0}))
+    metrics = compute_rollout_metrics(RolloutBatch(result, {"ahead/generate": 2.0}))
     expected = {
         "length/mean": 3, "length/max": 4, "tokens/generated": 6, "tokens/per_second": 3, "environment/turns": 1.5,
         "tokens/cached_share": 4 / (1 + 5 + 1), "environment/token_share": 1 / 7, "environment/tool_errors": 1, "environment/errors": 1,

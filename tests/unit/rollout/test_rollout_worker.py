@@ -48,12 +48,12 @@ def test_metrics_of_a_step():
         completion(2, False, length=3, error="timed out"),
         completion(2, True, length=8, finish="length"),
     ]
-    metrics = compute_rollout_metrics(RolloutBatch(completions, {"time/generate": 4.0, "time/reward": 1.0}))
+    metrics = compute_rollout_metrics(RolloutBatch(completions, {"ahead/generate": 4.0, "ahead/reward": 1.0}))
     expected = {
         "reward/mean": 0.625, "reward/std": ((0.375**2 + 0.125**2 + 0.625**2 + 0.375**2) / 4) ** 0.5, "reward/errors": 1,
         "reward/overlong": 0, "accuracy/train": 0.5, "accuracy/level_1": 0.5, "accuracy/level_2": 0.5, "length/mean": 5, "length/max": 8,
-        "length/truncated": 0.5, "tokens/generated": 20, "tokens/per_second": 5, "tokens/cached_share": 0, "time/generate": 4,
-        "time/reward": 1,
+        "length/truncated": 0.5, "tokens/generated": 20, "tokens/per_second": 5, "tokens/cached_share": 0, "ahead/generate": 4,
+        "ahead/reward": 1,
     }  # fmt: skip
     assert metrics == pytest.approx(expected)
 
@@ -62,13 +62,13 @@ def test_metrics_leave_out_what_is_excluded():
     completions = [completion(0, True), completion(0, False), completion(0, False, error="timed out"), completion(0, False, error="died")]
     for member, parts in zip(completions, [{"math": 1.0, "format": 0.0}, {"math": 0.0, "format": 1.0}, {}, {}], strict=True):
         member.reward.parts, member.reward.excluded = parts, bool(member.reward.error)
-    metrics = compute_rollout_metrics(RolloutBatch(completions, {"time/generate": 4.0}))
+    metrics = compute_rollout_metrics(RolloutBatch(completions, {"ahead/generate": 4.0}))
     assert (metrics["reward/mean"], metrics["reward/std"], metrics["reward/errors"]) == (0.5, 0.5, 2)
     assert (metrics["reward/part/math"], metrics["reward/part/format"]) == (0.5, 0.5)
     assert metrics["accuracy/train"] == 0.25, "without a verdict nothing is correct"
     for member in completions:
         member.reward.excluded = True
-    assert compute_rollout_metrics(RolloutBatch(completions, {"time/generate": 4.0}))["reward/mean"] == 0.0
+    assert compute_rollout_metrics(RolloutBatch(completions, {"ahead/generate": 4.0}))["reward/mean"] == 0.0
 
 
 def test_a_sample_row_tells_all_of_a_completion_and_is_json():
@@ -205,7 +205,7 @@ def test_dynamic_sampling_ends_with_a_full_batch():
     assert [member.problem.id for member in rollout.completions_B] == ["1"] * 4 + ["0"] * 4
     assert rewards.asked == [2, 1, 1]
     assert rollout.sampling == {"sampling/rounds": 3, "sampling/discarded": 2, "sampling/without_signal": 1}
-    assert rollout.seconds.keys() == {"time/generate", "time/reward"}
+    assert rollout.seconds.keys() == {"ahead/generate", "ahead/reward"}
     worker, rewards = dynamic(0, {})  # without it every group is taken
     rollout = worker.collect(5)
     assert rewards.asked == [2] and rollout.sampling == {} and not rollout.discarded_B
