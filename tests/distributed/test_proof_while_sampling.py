@@ -26,7 +26,8 @@ def test_requests_run_during_the_proof_and_are_answered_after_it(world):
 
 def test_a_wrong_byte_is_named_and_what_was_sampled_with_it_is_dropped(world):
     world.call(fake_engine.change, 3)
-    with pytest.raises(RunError, match=r"^the sync is not proved: .* of engine rank 0 differs from .*; first in rows 0\.\.127, columns 0\.\.127"):
+    line = r"^the sync is not proved: .* of engine rank 0 differs from .*; first in rows 0\.\.127, columns 0\.\.127"
+    with pytest.raises(RunError, match=line):
         world.call(fake_engine.sample_during_proof, 3, True)
     assert world.call(fake_engine.take_answers)[0] == [], "the engine still holds them back"
     world.call(fake_engine.sync_through, 4, {})
