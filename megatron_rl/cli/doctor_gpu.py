@@ -18,7 +18,9 @@ from typing import NamedTuple
 
 from packaging.utils import canonicalize_name
 
+from megatron_rl.errors import UserError
 from megatron_rl.precision.backends.requirements import MIN_CUDA, find_nvcc, parse_version
+from megatron_rl.rollout import memory_saver
 
 INSTALL = "bash launch/install_gpu.sh"
 SCALES_VARIABLE = "NVTE_FP8_BLOCK_SCALING_FP32_SCALES"
@@ -48,7 +50,7 @@ def find_pitfalls(cuda: str | None, driver: str | None) -> list[Pitfall]:
         pitfalls += [check_cuda(cuda), check_cublas(versions), check_driver(cuda, driver)]
         pitfalls += check_engine_pins(versions, read_engine_pins())
         pitfalls += [check_deep_gemm_packages(versions), check_nvcc(versions, read_nvcc_release(find_nvcc()))]
-        pitfalls.append(check_ninja(versions, shutil.which("ninja")))
+        pitfalls += [check_ninja(versions, shutil.which("ninja")), check_memory_saver(versions, os.environ, cuda)]
         pitfalls += [check_ld_bind_now(versions, os.environ), check_transformer_engine_import(versions)]
     return [pitfall for pitfall in pitfalls if pitfall is not None]
 
@@ -191,6 +193,17 @@ def check_ninja(versions: Versions, ninja: str | None) -> Pitfall | None:
     if ninja or not {"sglang-kernel", "flashinfer-python"} & set(versions):
         return None
     return Pitfall("ninja", "not found: SGLang and flashinfer cannot build their kernels, and no engine starts", INSTALL)
+
+
+def check_memory_saver(versions: Versions, environment: Mapping[str, str], cuda: str) -> Pitfall | None:
+    """What keeps colocated engines from releasing their memory."""
+    if "torch-memory-saver" not in versions:
+        return None
+    try:
+        memory_saver.check(environment, cuda)
+    except UserError as error:
+        return Pitfall(error.field, f"{error.value} {error.rule}", error.fix)
+    return None
 
 
 def read_nvcc_release(home: str | None) -> str | None:

@@ -7,6 +7,7 @@ A model of few layers spends more of a step on what FP8 does not speed up.
 from __future__ import annotations
 
 import statistics
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import httpx
@@ -35,7 +36,7 @@ PRECISIONS = {
     "fp8_kv": PrecisionConfig(mode="fp8_unified", reduction="fast", kv="e4m3"),
     "int8": PrecisionConfig(mode="int8_rollout"),
 }
-ROLLOUT = {"max_running_requests": 256, "max_total_tokens": 40960, "start_timeout": 90.0, "request_timeout": 90.0}
+ROLLOUT = {"max_running_requests": 256, "max_total_tokens": 40960, "start_timeout": 200.0, "request_timeout": 90.0}
 BATCH_SIZES = (1, 16, 64, 256)
 
 
@@ -56,16 +57,23 @@ def read_cache_gib(engine) -> float:
     return answer.json()["internal_states"][0]["memory_usage"]["kvcache"]
 
 
-@pytest.fixture
-def decoders(device, tmp_path):
+@contextmanager
+def start_decoders(device, folder):
+    """Start an engine of each precision."""
     if device == "cpu":
         yield {name: FakeEngine() for name in PRECISIONS}
         return
     architecture = stack_layers("8B", LAYERS_OF_8B, vocab_size=VOCABULARY_OF_8B)
     rollout = ROLLOUT | {"enable_prefix_caching": False}  # every turn reads its prompts
-    with start_engines(tmp_path, architecture, PRECISIONS, rollout, BATCH_SIZES) as engines:
+    with start_engines(folder, architecture, PRECISIONS, rollout, BATCH_SIZES) as engines:
         for engine in engines.values():
             engine.wait_until_ready()
+        yield engines
+
+
+@pytest.fixture
+def decoders(device, tmp_path):
+    with start_decoders(device, tmp_path) as engines:
         yield engines
 
 

@@ -27,7 +27,6 @@ RUNS: dict[str, dict[str, Any]] = {
         "warm_start.steps": 0,
         "train.steps": 2,
         "data.eval_size": 16,
-        "rollout.start_timeout": 70.0,
     },
     "quickstart in fp8_unified": {
         "precision.mode": "fp8_unified",
@@ -36,7 +35,6 @@ RUNS: dict[str, dict[str, Any]] = {
         "sync.transport": "cuda_ipc",
         "warm_start.steps": 150,
         "train.steps": 5,
-        "rollout.start_timeout": 60.0,
     },
     "quickstart with sums by the tree": {
         "precision.mode": "fp8_unified",
@@ -45,27 +43,37 @@ RUNS: dict[str, dict[str, Any]] = {
         "sync.transport": "cuda_ipc",
         "warm_start.steps": 0,
         "train.steps": 2,
-        "rollout.start_timeout": 60.0,
     },
 }
 
 
 def make_settings(name: str, folder: Path, backend: str) -> dict[str, Any]:
-    return {**RUNS[name], "precision.backend": backend, "model.path": folder / "model", "log.dir": folder / "runs"}
+    return {
+        **RUNS[name],
+        "rollout.start_timeout": 280.0,
+        "precision.backend": backend,
+        "model.path": folder / "model",
+        "log.dir": folder / "runs",
+    }
+
+
+def train(name: str, folder: Path, seconds: float = 100, **changes: Any) -> tuple[Path, str]:
+    """Run it for at most `seconds` and return its folder and back end: for the quickstart the first one that a run accepts here."""
+    backends = ("deep_gemm", "transformer_engine") if "quickstart" in name else ()
+    backend = next((name for name in backends if not requirements.find_missing(name)), "emulated")
+    arguments = make_model(folder, make_settings(name, folder, backend) | changes)
+    with Command(folder / "console", "megatron_rl", "train", *arguments) as command:
+        done = command.wait(seconds)
+    run = folder / "runs" / "latest"
+    logs = "".join(f"--- {log.name}\n{log.read_text()[-3000:]}\n" for log in run.glob("*.log"))
+    assert done.code == 0, done.err + logs
+    return run, backend
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", RUNS)
 def test_a_run_proves_every_tensor_it_syncs(name, tmp_path, record_property):
-    """The quickstart takes the first back end that a run accepts here."""
-    backends = ("deep_gemm", "transformer_engine") if "quickstart" in name else ()
-    backend = next((name for name in backends if not requirements.find_missing(name)), "emulated")
-    arguments = make_model(tmp_path, make_settings(name, tmp_path, backend))
-    with Command(tmp_path / "console", "megatron_rl", "train", *arguments) as command:
-        done = command.wait(110)
-    run = tmp_path / "runs" / "latest"
-    logs = "".join(f"--- {log.name}\n{log.read_text()[-3000:]}\n" for log in run.glob("*.log"))
-    assert done.code == 0, done.err + logs
+    run, backend = train(name, tmp_path)
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert len(rows) == 1 + RUNS[name]["train.steps"]
     for row in rows:

@@ -23,6 +23,7 @@ def test_the_pinned_installation_and_this_machine_have_none(monkeypatch):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(doctor_gpu, "read_nvcc_release", lambda home: "13.0")
     monkeypatch.setattr(doctor_gpu, "check_transformer_engine_import", lambda versions: None)
+    monkeypatch.setattr(doctor_gpu.memory_saver, "find_cuda_runtime", lambda cuda: Path("/site/libcudart.so.13"))
     monkeypatch.setattr(doctor_gpu.shutil, "which", lambda name: f"/usr/bin/{name}")
     monkeypatch.setattr(doctor_gpu, "list_distributions", pins)
     assert doctor_gpu.find_pitfalls("13.0", "580.65.06") == []
@@ -113,6 +114,14 @@ def test_ninja_is_needed_where_kernels_are_built():
         doctor_gpu.check_ninja(versions, None).found.startswith("not found") and doctor_gpu.check_ninja({"sglang": "0.5.23"}, None) is None
     )
     assert doctor_gpu.check_ninja(versions, "/usr/bin/ninja") is None
+
+
+def test_memory_that_engines_could_not_release():
+    versions = {"torch-memory-saver": "0.0.10"}
+    assert doctor_gpu.check_memory_saver({}, {}, "13.0") is None
+    assert "needs libcudart.so.13" in doctor_gpu.check_memory_saver(versions, {}, "13.0").found
+    pitfall = doctor_gpu.check_memory_saver(versions, {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}, "13.0")
+    assert pitfall.what == "PYTORCH_CUDA_ALLOC_CONF" and "expandable segments" in pitfall.found and pitfall.fix.startswith("unset it")
 
 
 def test_the_compilers_release_is_read(tmp_path):

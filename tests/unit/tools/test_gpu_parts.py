@@ -1,0 +1,132 @@
+"""The GPU check's parts, with a stand-in for pytest and a clock that it moves: nothing is left out, limits hold, what passed is not run
+again."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.processes import ROOT, one_thread_environment
+
+sys.path.insert(0, str(ROOT / "tools" / "checks"))
+import gpu_parts
+from gpu_parts import BUDGET, PARTS, QUICK_BUDGET, WARM_UP, Check, Part, Record, choose_parts, find_unused_folder
+
+A, B, C = (Part(name, (f"test_{name}.py",), 100) for name in "abc")
+
+
+class Machine:
+    """Runs no command: each takes as long, and ends with the code, that its part is given."""
+
+    def __init__(self, **results: tuple[float, int]) -> None:
+        self.now, self.results, self.ran, self.commands = 0.0, results, list[str](), list[str]()
+
+    def run(self, command, environment) -> int:
+        name = Path(command[-1]).stem
+        seconds, code = self.results.get(name, (10.0, 0))
+        self.now += seconds
+        self.ran.append(name)
+        self.commands.append(shlex.join(command))
+        return code
+
+    def check(self, parts, record: Path, budget: float = 1000, again: bool = False, options=(), state: str = "state") -> int:
+        self.ran = []
+        check = Check(record.parent / "out", Record(record, state), budget, again, self.run, lambda: self.now)
+        return check.check(parts, {}, options)
+
+
+def test_every_gpu_test_is_in_one_part():
+    asked = [test for part in (*PARTS, WARM_UP) for test in part.tests]
+    assert {test.partition("::")[0] for test in asked} == {file.name for file in (ROOT / "tests" / "gpu").glob("test_*.py")}
+    command = [sys.executable, "-m", "pytest", "tests/gpu", "-m", "gpu", "--collect-only", "-q", "-p", "no:cacheprovider"]
+    done = subprocess.run(command, cwd=ROOT, env=one_thread_environment(), capture_output=True, text=True)
+    collected = re.findall(r"^tests/gpu/(test_.*)$", done.stdout, re.MULTILINE)
+    assert len(collected) > 20, done.stdout + done.stderr
+    for test in collected:
+        assert sum(test == name or test.startswith((f"{name}::", f"{name}[")) for name in asked) == 1, test
+    for name in asked:
+        assert name.endswith(".py") or any(test.startswith(name) for test in collected), name
+
+
+def test_limits_fit_into_the_time_for_all():
+    assert WARM_UP.seconds + sum(part.seconds for part in PARTS) <= BUDGET == 1500
+    quick = choose_parts([], quick=True)
+    assert sum(part.seconds for part in quick) <= QUICK_BUDGET == 300 and WARM_UP not in quick
+    assert choose_parts([], quick=False) == [WARM_UP, *PARTS] and choose_parts(["speed-sync"], False)[0] == WARM_UP
+    with pytest.raises(ValueError, match="nothing: no part; there are kernels, layers"):
+        choose_parts(["nothing"], False)
+
+
+def test_what_passed_is_not_run_again_unless_asked_or_something_changed(tmp_path, capsys):
+    machine, record = Machine(b=(10, 1)), tmp_path / "record.json"
+    assert machine.check([A, B, C], record) == 1 and machine.ran == ["a", "b", "c"]
+    assert f"gpu_check: b: failed with exit code 1 in 10 s: {tmp_path}/out/b.xml" in capsys.readouterr().out
+    machine.results = {}
+    assert machine.check([A, B, C], record) == 0 and machine.ran == ["b"]
+    assert f"gpu_check: a: passed before, {tmp_path}/out\n" in capsys.readouterr().out
+    assert machine.check([A, B, C], record) == 0 and machine.ran == []
+    assert machine.check([A, C], record, again=True) == 0 and machine.ran == ["a", "c"]
+    assert machine.check([A], record, state="other packages") == 0 and machine.ran == ["a"]
+    assert machine.check([A], record, state="other packages") == 0 and machine.ran == []
+
+
+def test_a_part_that_needs_longer_is_ended_and_the_next_call_goes_on(tmp_path, capsys):
+    machine, record = Machine(a=(100, 124), b=(90, 0)), tmp_path / "record.json"
+    assert machine.check([A, B, C], record, budget=285) == 124 and machine.ran == ["a", "b"]
+    out = capsys.readouterr().out
+    assert "gpu_check: a: not finished in 100 s" in out and "c: not begun: no time left" in out
+    assert machine.commands[0].startswith("timeout --signal=INT --kill-after=18 100 ")
+    machine.results = {}
+    assert machine.check([A, B, C], record, budget=285) == 0 and machine.ran == ["a", "c"]
+
+
+def test_pytests_options_and_a_warm_up_do_not_decide(tmp_path):
+    machine, record = Machine(**{"warm-up": (300, 1), "out": (1, 5)}), tmp_path / "record.json"
+    assert machine.check([WARM_UP, A], record) == 0 and machine.ran == ["warm-up", "a"]
+    machine.run = lambda command, environment: 5 if command[-3:-2] == ["none"] else 0
+    assert machine.check([B], record, options=["-k", "none"]) == 0
+    assert Record(record, "state").find(B) == "" and Record(record, "state").find(A) == str(tmp_path / "out")
+
+
+def test_results_are_never_overwritten(tmp_path):
+    names = []
+    for _ in range(3):
+        folder = find_unused_folder(tmp_path, "NVIDIA H100 80GB HBM3", "2026-11-23")
+        folder.mkdir()
+        names.append(folder.name)
+    assert names == ["h100-80gb-hbm3-2026-11-23" + end for end in ("", "-2", "-3")]
+
+
+def test_caches_lie_in_one_folder_unless_the_user_says_otherwise(tmp_path):
+    environment = gpu_parts.fill_environment(tmp_path, {"TRITON_CACHE_DIR": "/mine", "PATH": "/bin"})
+    assert environment["TRITON_CACHE_DIR"] == "/mine" and environment["PATH"] == "/bin"
+    assert environment["DG_JIT_CACHE_DIR"] == environment["SGLANG_DG_CACHE_DIR"] == str(tmp_path / "deep_gemm")
+
+
+def test_what_a_result_depends_on(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu_parts, "ROOT", tmp_path)
+    (tmp_path / "parallel").mkdir()
+    file = tmp_path / "parallel" / "plug.py"
+    states = set()
+    for text, machine in (("a", "GPU-1"), ("b", "GPU-1"), ("b", "GPU-2"), ("b", "GPU-2")):
+        file.write_text(text)
+        states.add(gpu_parts.describe_state(machine))
+    assert len(states) == 3
+
+
+def test_the_script_lists_its_parts_and_refuses_without_a_gpu(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("SGLANG_CACHE_DIR", str(tmp_path))
+    assert gpu_parts.main(["--list", "--quick"], "H100") == 0
+    assert capsys.readouterr().out.split()[:2] == ["kernels", "170"]
+    monkeypatch.setenv("OUT", str(tmp_path / "out"))
+    assert gpu_parts.main(["layers", "--", "-k", "x"], "H100", lambda command, environment: 0) == 0
+    with pytest.raises(SystemExit) as refused:
+        gpu_parts.main(["no-such"], "H100")
+    assert refused.value.code == 2
+    script = ["bash", str(ROOT / "tools" / "gpu_check.sh")]
+    done = subprocess.run(script, env={"PYTHON": "/bin/false", "PATH": "/usr/bin:/bin"}, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.startswith("gpu_check: no NVIDIA GPU")

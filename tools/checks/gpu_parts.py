@@ -1,0 +1,223 @@
+"""The parts of tools/gpu_check.sh: which tests of tests/gpu each runs and for how long, what passed before, and the time for all.
+
+Each part is a pytest of its own. One that passed here, with the same sources, packages and driver, is not run again. Before the parts
+comes a warm-up, which no test judges: it compiles kernels into one folder of caches that all later processes, engines too, share.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+
+from megatron_rl.versions import put_programs_on_path
+
+ROOT = Path(__file__).resolve().parents[2]
+BUDGET, QUICK_BUDGET = 25 * 60, 5 * 60
+"""Seconds for everything that is asked for."""
+TIME_IS_UP, NO_TEST = 124, 5
+"""Exit codes of `timeout`, and of pytest without a test."""
+_GRACE = 18
+"""Seconds in which pytest writes its report after an interrupt."""
+_CACHES = {
+    "SGLANG_CACHE_DIR": "",
+    "SGLANG_JIT_CACHE_DIR": "jit",
+    "SGLANG_DG_CACHE_DIR": "deep_gemm",
+    "DG_JIT_CACHE_DIR": "deep_gemm",
+    "TRITON_CACHE_DIR": "triton",
+    "TORCHINDUCTOR_CACHE_DIR": "inductor",
+    "TVM_FFI_CACHE_DIR": "tvm_ffi",
+    "TILELANG_CACHE_DIR": "tilelang",
+    "FLASHINFER_WORKSPACE_BASE": "",
+    "CUDA_CACHE_PATH": "nv",
+}
+"""Variables of the libraries that compile when they run, as SGLang 0.5.23 sets them in an engine (`sglang.srt.environ`), and the folders
+below the folder of caches."""
+_SOURCES = ("megatron_rl", "rollout_sglang", "parallel", "examples", "tests", "tools", "configs")
+
+
+@dataclass(frozen=True)
+class Part:
+    name: str
+    tests: tuple[str, ...]
+    """pytest's names, below tests/gpu."""
+    seconds: int
+    """Its limit, with full caches."""
+    quick: bool = False
+
+
+def _run_part(name: str, run: str, seconds: int) -> Part:
+    return Part(name, (f"test_runs.py::test_a_run_proves_every_tensor_it_syncs[{run}]",), seconds)
+
+
+WARM_UP = Part("warm-up", ("test_warm_up.py",), 310)
+KERNEL_TESTS = ("quantizers", "backends", "engine_quantizer", "device_digest", "tree_products", "flash_attention")
+PARTS = (
+    Part("kernels", tuple(f"test_{name}.py" for name in KERNEL_TESTS), 170, quick=True),
+    Part("layers", ("test_layers.py::test_log_probs_and_gradients_are_close_to_emulated",), 110, quick=True),
+    _run_part("run-ipc", "sync by CUDA IPC", 120),
+    _run_part("run-quickstart", "quickstart in fp8_unified", 140),
+    _run_part("run-tree", "quickstart with sums by the tree", 125),
+    Part("speed-products", ("test_speed_linears.py",), 90),
+    Part("speed-layers", ("test_layers.py::test_speed_of_a_layer", "test_layers.py::test_speed_of_a_stack_of_layers"), 115),
+    Part("speed-sync", ("test_sync.py",), 60),
+    Part("speed-decoding", ("test_engines.py::test_speed_of_decoding",), 130),
+    Part("speed-steps", ("test_engines.py::test_speed_of_rl_steps",), 130),
+)
+
+Run = Callable[[Sequence[str], Mapping[str, str]], int]
+"""Runs a command in an environment and returns its exit code."""
+
+
+class Record:
+    """What passed: a file that maps a state of machine, packages and sources to its parts."""
+
+    def __init__(self, file: Path, state: str) -> None:
+        self._file, self._state = file, state
+
+    def find(self, part: Part) -> str:
+        """Return the folder of the report with which a part passed; "" if it did not."""
+        return str(self._read().get(self._state, {}).get(part.name, ""))
+
+    def add(self, part: Part, folder: Path) -> None:
+        states = self._read()
+        states.setdefault(self._state, {})[part.name] = str(folder)
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        self._file.write_text(json.dumps(states, indent=1))
+
+    def _read(self) -> dict[str, dict[str, str]]:
+        return json.loads(self._file.read_text()) if self._file.exists() else {}
+
+
+class Check:
+    """One call of tools/gpu_check.sh. `again`: also parts that passed before. `clock`: seconds."""
+
+    def __init__(
+        self, folder: Path, record: Record, budget: float, again: bool, run: Run, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._folder, self._record, self._again, self._run, self._clock = folder, record, again, run, clock
+        self._end = clock() + budget
+
+    def check(self, parts: Sequence[Part], environment: Mapping[str, str], options: Sequence[str] = ()) -> int:
+        """Run the parts in order, and return the exit code for all: 1 if one fails, else 124 if one was not run to its end, else 0.
+
+        A part that does not fit into the time that is left is not begun. With `options` for pytest a part is not all of itself, and is
+        not recorded.
+        """
+        outcomes: dict[str, str] = {}
+        for part in parts:
+            if not self._again and not options and (before := self._record.find(part)):
+                outcomes[part.name] = f"passed before, {before}"
+            elif self._end - self._clock() < part.seconds:
+                outcomes[part.name] = "not begun: no time left; run this again to go on"
+            else:
+                outcomes[part.name] = self._run_part(part, environment, options)
+            print(f"gpu_check: {part.name}: {outcomes[part.name]}", flush=True)
+        judged = [outcome for name, outcome in outcomes.items() if name != WARM_UP.name]
+        if any(outcome.startswith("failed") for outcome in judged):
+            return 1
+        return 0 if all(outcome.startswith(("passed", "no test")) for outcome in judged) else TIME_IS_UP
+
+    def _run_part(self, part: Part, environment: Mapping[str, str], options: Sequence[str]) -> str:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        report, start = self._folder / part.name, self._clock()
+        command = ["timeout", "--signal=INT", f"--kill-after={_GRACE}", str(part.seconds), sys.executable, "-m", "pytest"]
+        command += [f"tests/gpu/{test}" for test in part.tests]
+        command += ["-m", "gpu", "-n", "0", "-p", "no:cacheprovider", "--benchmark-enable", "--benchmark-quiet", *options]
+        code = self._run([*command, f"--junitxml={report}.xml", f"--benchmark-json={report}.json"], environment)
+        seconds = f"{self._clock() - start:.0f} s"
+        if code == TIME_IS_UP:
+            return f"not finished in {part.seconds} s, what it found until then: {report}.xml"
+        if code == NO_TEST:
+            return "no test"
+        if code:
+            return f"failed with exit code {code} in {seconds}: {report}.xml"
+        if not options:
+            self._record.add(part, self._folder)
+        return f"passed in {seconds}: {report}.xml"
+
+
+def choose_parts(names: Sequence[str], quick: bool) -> list[Part]:
+    """Return the parts to run, the warm-up first where engines or measurements follow. Raise ValueError for an unknown name."""
+    known = {part.name: part for part in PARTS}
+    if unknown := [name for name in names if name not in known]:
+        raise ValueError(f"{', '.join(unknown)}: no part; there are {', '.join(known)}")
+    chosen = [part for part in PARTS if (part.name in names if names else part.quick or not quick)]
+    return chosen if all(part.quick for part in chosen) else [WARM_UP, *chosen]
+
+
+def describe_state(machine: str) -> str:
+    """Return a digest of what a result depends on: the machine, its packages, and this project's files."""
+    packages = sorted(f"{dist.name}=={dist.version}" for dist in importlib.metadata.distributions())
+    digest = hashlib.sha256("\n".join([machine, platform.node(), platform.python_version(), *packages]).encode())
+    for folder in _SOURCES:
+        for file in sorted((ROOT / folder).rglob("*")):
+            if file.is_file() and "__pycache__" not in file.parts:
+                digest.update(str(file.relative_to(ROOT)).encode() + b"\0" + file.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def fill_environment(caches: Path, environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of all parts; what the user has set stays."""
+    return {**{name: str(caches / folder) for name, folder in _CACHES.items()}, **environment}
+
+
+def find_unused_folder(out: Path, gpu: str, day: str) -> Path:
+    """Return a new folder's path, such as benchmarks/h100-80gb-hbm3-2026-11-23-2: results are never overwritten."""
+    name = re.sub(r"[^a-z0-9]+", "-", gpu.lower().replace("nvidia", "")).strip("-") + f"-{day}"
+    numbered = (out / (name + (f"-{number}" if number > 1 else "")) for number in range(1, 1000))
+    return next(folder for folder in numbered if not folder.exists())
+
+
+def describe_machine(gpu: str) -> str:
+    """Return the GPUs by their UUIDs and the driver, where nvidia-smi tells them."""
+    query = ["nvidia-smi", "--query-gpu=uuid,name,driver_version", "--format=csv,noheader"]
+    told = subprocess.run(query, capture_output=True, text=True, check=False).stdout if shutil.which("nvidia-smi") else ""
+    return told.strip() or gpu
+
+
+def run_command(command: Sequence[str], environment: Mapping[str, str]) -> int:
+    return subprocess.run(command, env=environment, cwd=ROOT, check=False).returncode
+
+
+def main(arguments: Sequence[str], gpu: str, run: Run = run_command) -> int:
+    parser = argparse.ArgumentParser(prog="gpu_check.sh", description="Check the GPU tier in parts, and measure it.")
+    parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(part.name for part in PARTS))
+    parser.add_argument("--quick", action="store_true", help="only what needs no engine, in 5 minutes")
+    parser.add_argument("--again", action="store_true", help="also what passed before")
+    parser.add_argument("--list", action="store_true", help="print the parts and run none")
+    options = list(arguments)
+    own, for_pytest = (options[: options.index("--")], options[options.index("--") + 1 :]) if "--" in options else (options, [])
+    given = parser.parse_args(own)
+    try:
+        parts = choose_parts(given.parts, given.quick)
+    except ValueError as error:
+        parser.error(str(error))
+    caches = Path(os.environ.get("SGLANG_CACHE_DIR") or Path.home() / ".cache" / "megatron-rl-kernels")
+    record = Record(caches / "gpu_check.json", describe_state(describe_machine(gpu)))
+    if given.list:
+        for part in parts:
+            print(f"{part.name:16} {part.seconds:4} s  {'passed: ' + found if (found := record.find(part)) else ' '.join(part.tests)}")
+        return 0
+    put_programs_on_path()
+    folder = find_unused_folder(Path(os.environ.get("OUT", "benchmarks")), gpu, date.today().isoformat())
+    check = Check(folder, record, QUICK_BUDGET if given.quick else BUDGET, given.again, run)
+    return check.check(parts, fill_environment(caches, os.environ), for_pytest)
+
+
+if __name__ == "__main__":
+    import torch
+
+    sys.exit(main(sys.argv[1:], torch.cuda.get_device_name()))
