@@ -24,7 +24,7 @@ def pre_norm_layer(model: ModelGeometry, layer: int) -> list[Weight]:
 
 
 def list_attention(model: ModelGeometry, hf: str, megatron: str) -> list[Weight]:
-    """Return grouped-query attention, with what `qkv_bias` and `qk_norm` say."""
+    """Return grouped-query attention, with what `qkv_bias`, `qk_norm` and `kv_scales` say."""
     kv = model.kv_heads * model.head_dim
     rows = {"q": model.heads * model.head_dim, "k": kv, "v": kv}
     qkv = [HFTensor(f"{hf}{part}_proj.weight", size, model.hidden, "attention_qkv") for part, size in rows.items()]
@@ -34,6 +34,8 @@ def list_attention(model: ModelGeometry, hf: str, megatron: str) -> list[Weight]
         weights.append(make_weight(biases, megatron + "linear_qkv.bias", "qkv", hf + "qkv_proj.bias"))
     if model.qk_norm:
         weights += [make_vector(f"{hf}{part}_norm.weight", model.head_dim, f"{megatron}{part}_layernorm.weight") for part in "qk"]
+    if model.kv_scales:
+        weights.append(make_vector(hf + "attn.kv_scales", 2, megatron + "core_attention.kv_scales", "kv_scales"))
     output = HFTensor(hf + "o_proj.weight", model.hidden, rows["q"], "attention_output")
     return [*weights, make_weight(output, megatron + "linear_proj.weight", "cols")]
 

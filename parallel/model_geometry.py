@@ -80,6 +80,9 @@ class ModelGeometry:
     """q and k heads are normalised."""
     post_norms: bool = False
     """What attention and MLP add to the residual stream is normalised too."""
+    kv_scales: bool = False
+    """Each layer has a scale of its keys and one of its values in the cache: two more numbers, in trainer and engine but in no
+    checkpoint. No config.json says so, but the precision contract."""
     rope: Rope = field(default_factory=Rope)
     experts: MoEGeometry | None = None
     latent: MLAGeometry | None = None

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from parallel.formats import TensorFormat
 from parallel.plug import InputError
 
-FP32_ROLES = frozenset({"router_bias"})
+FP32_ROLES = frozenset({"router_bias", "kv_scales"})
 """Roles that are FP32 everywhere, in checkpoint, trainer and engine: a rounded correction bias would change the routing."""
 
 
@@ -39,7 +39,7 @@ class HFTensor:
     """A tensor of the checkpoint.
 
     `role` decides its precision: attention_qkv, attention_output, mlp_in, mlp_out, norm, bias, router, router_bias, embedding or
-    lm_head. Experts have the roles mlp_in and mlp_out like any other MLP.
+    lm_head, kv_scales. Experts have the roles mlp_in and mlp_out like any other MLP.
     """
 
     name: str

@@ -82,7 +82,7 @@ DERIVED: dict[str, Derive] = {
 CONSTANTS: dict[str, str] = {
     "*cos_sin_cache": "rotary embedding",
     "*.inv_freq": "rotary embedding",
-    "*.[kv]_scale": "of a KV cache in FP8: 1 where it is not",
+    "*.[kv]_scale": "SGLang's own of a KV cache in FP8: 1 (`hooks.kv_cache_scales`)",
     "*._fused_[kv]_scale": "the same, of SGLang's fused Qwen3 kernel",
     "*.expert_mask_gpu": "which experts this rank has",
     "*.local_expert_mapping": "which experts this rank has",

@@ -25,7 +25,7 @@ from megatron_rl.rollout.engine_placement import (
     get_base_gpu_id,
     place_engine,
 )
-from rollout_sglang.hooks import cpu_kv_cache, gpu_activation_quant, tree_reduction
+from rollout_sglang.hooks import gpu_activation_quant, kv_cache_scales, tree_reduction
 from rollout_sglang.platform.activate import NAME as CPU_PLATFORM
 from rollout_sglang.process import API_KEY_VARIABLE, THREADS_VARIABLE, EngineProcess, EngineProcesses
 
@@ -104,8 +104,8 @@ def _server_arguments(
     if contract.engine_format.quantized:
         options["quantization"] = contract.engine_format.engine_quantization
     if torch.cuda.is_available():
-        if contract.kv == "e4m3":  # with a scale of 1 for each layer, which runs are refused; the GPU check measures it
-            options["kv-cache-dtype"] = "fp8_e4m3"
+        if contract.scales_kv_by_layer:
+            options |= {"kv-cache-dtype": "fp8_e4m3", "attention-backend": kv_cache_scales.BACKEND}
         options["base-gpu-id"] = get_base_gpu_id(config, placement)
         flags += ["enable-memory-saver"] if config.placement.kind == "colocated" else []
     else:
@@ -117,12 +117,12 @@ def _server_arguments(
 
 def _environment(config: Config, contract: PrecisionContract, placement: EnginePlacement) -> dict[str, str]:
     rollout, colocated = config.rollout, config.placement.kind == "colocated"
-    reduction = {tree_reduction.REDUCTION_VARIABLE: "tree" if contract.sums_by_tree else "fast"}
+    contracted = {tree_reduction.REDUCTION_VARIABLE: "tree" if contract.sums_by_tree else "fast", kv_cache_scales.KV_VARIABLE: contract.kv}
     if torch.cuda.is_available():
         format = contract.engine_format
         scales = {gpu_activation_quant.SCALE_FORMAT_VARIABLE: format.scale_format} if format.quantized else {}
         memory = memory_saver.make_environment(os.environ, torch.version.cuda) if colocated else {}
-        return {_PRECOMPILE: os.environ.get(_PRECOMPILE, "false"), **reduction, **scales, **memory}
+        return {_PRECOMPILE: os.environ.get(_PRECOMPILE, "false"), **contracted, **scales, **memory}
     cores, first = os.cpu_count() or 1, placement.index * rollout.tp + placement.node * rollout.ranks_per_node
     interface = {} if rollout.nodes_per_engine > 1 else {"GLOO_SOCKET_IFNAME": "lo"}  # see `rollout_sglang.server`
     return {
@@ -131,8 +131,7 @@ def _environment(config: Config, contract: PrecisionContract, placement: EngineP
         THREADS_VARIABLE: str(count_threads(count_ranks_on_machine(rollout, placement))),  # the trainer sleeps while engines work
         "SGLANG_CPU_OMP_THREADS_BIND": "|".join(str((first + rank) % cores) for rank in range(rollout.ranks_per_node)),
         **interface,
-        **reduction,
-        cpu_kv_cache.KV_VARIABLE: contract.kv,
+        **contracted,
         # glibc would give every large tensor's pages back, and the next one fault them in again, half of a long product's time;
         # `memory_release` gives them back
         "MALLOC_MMAP_MAX_": "0",

@@ -27,11 +27,12 @@ from megatron_rl.precision.graph.formats import (
     dtype_name,
     group_format,
     head_format,
+    layer_format,
     token_format,
     unquantized_format,
 )
 from megatron_rl.precision.graph.graph import PrecisionGraph, TensorPrecision
-from rollout_sglang.hooks import cpu_kv_cache, tree_reduction
+from rollout_sglang.hooks import cpu_kv_cache, kv_cache_scales, tree_reduction
 
 _KNOWN_METHODS = (
     "Fp8LinearMethod",
@@ -134,10 +135,14 @@ class _GraphReader:
 
     def read_cache(self, *attentions: Any) -> TensorPrecision:
         """Return the format of keys and values in the cache. An FP8 cache has a scale for each row of a head (`hooks.cpu_kv_cache`), or
-        one for a layer's keys and one for its values."""
+        one for a layer's keys and one for its values (`hooks.kv_cache_scales`); else SGLang's own."""
+        kv_cache_scales.check_backend(self.runner.attn_backend)
         self.seen |= {id(scale) for core in attentions for scale in (core.k_scale, core.v_scale) if isinstance(scale, torch.Tensor)}
         pool = self.runner.token_to_kv_pool
         dtype = pool.dtype
+        if dtype.itemsize == 1 and (scales := getattr(attentions[0], "kv_scales", None)) is not None:
+            self.seen.add(id(scales))
+            return layer_format(dtype_name(dtype), scales)
         if dtype.itemsize == 1 and cpu_kv_cache.has_scales(pool):
             return head_format(dtype_name(dtype))
         return TensorPrecision(dtype_name(dtype), "tensor", "fp32") if dtype.itemsize == 1 else TensorPrecision(dtype_name(dtype))

@@ -39,7 +39,7 @@ from parallel.transport.base import Link
 from rollout_sglang import memory_release, precision_graph
 from rollout_sglang.activation_hooks import ActivationRecorder
 from rollout_sglang.derived_tensors import ServedTensors
-from rollout_sglang.hooks import dequant_cache, gpu_activation_quant
+from rollout_sglang.hooks import dequant_cache, gpu_activation_quant, kv_cache_scales
 from rollout_sglang.weight_receiver import WeightReceiver
 
 PREFIX = "megatron_rl:"
@@ -130,6 +130,7 @@ class RankHandler:
         assert self._served is not None
         live = live_tensors(runner.model)
         try:
+            kv_cache_scales.check_copies(runner.model)
             counts = self._served.check(runner.model, {name: live[name] for name in receiver.names})
         except ValueError as error:
             return {"wrong": str(error)}
@@ -166,7 +167,7 @@ def live_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return the weights a model serves from, by name, as rows: what SGLang keeps transposed for a kernel (INT8 on a GPU) is transposed
     back. Shared parameters appear once.
 
-    Without the scales of an FP8 KV cache, which SGLang makes for MLA although the cache is in the model's dtype.
+    Without SGLang's own scales of an FP8 KV cache, which are 1 (`hooks.kv_cache_scales`).
     """
     return {
         name: _by_rows(parameter.detach())

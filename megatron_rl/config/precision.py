@@ -26,9 +26,10 @@ class PrecisionConfig(ConfigSection):
     reduction: Literal["tree", "fast"] = "tree"
     """Order of a row-parallel layer's sums. `tree`: a fixed one, the same bits for every tp of trainer and engine. `fast`: that of the
     library and of the number of ranks."""
-    kv: Literal["high", "e4m3"] = "high"
+    kv: Literal["high", "e4m3", "e4m3_per_layer"] = "high"
     """Keys and values in the engine's cache, and as the trainer's attention reads them. `e4m3`: a byte each, with a power-of-two scale per
-    token and head; modes that quantize the engine alone keep the trainer's in `high`."""
+    token and head; CPU only. `e4m3_per_layer`: one scale for a layer's keys and one for its values, chosen anew for each policy version.
+    Modes that quantize the engine alone keep the trainer's in `high`."""
     masters: Literal["spread", "stored"] = "spread"
     """Where FP32 masters begin that are finer than the policy's copy of the weight. `spread`: drawn, by `train.seed` and place, from the
     values that the checkpoint's number stands for, so that the copy follows from the first step. `stored`: the number itself."""

@@ -89,6 +89,9 @@ def _check(path: Path, option: str, config: Config) -> EvalCheckpoint:
             raise UserError("precision.scale_format", contract.scale_format, rule, fix)
     facts = Facts.here(config, hf_config=hf_config, path=path, option=option, trainer=Layout())
     check(facts, EVAL_MODEL if step is not None else EVAL_MODEL | Needs.WEIGHTS, about=Needs.MODEL)
+    if contract.scales_kv_by_layer:
+        rule = "needs the scales of a trainer, and an evaluation has none"
+        raise UserError("precision.kv", contract.kv, rule, "use --precision.kv=high, or e4m3 on a CPU")
     plan = SyncPlan((), (), build_engine_shards(facts.model, *facts.engine[:3]), facts.contract)  # no trainer: what the engine is to hold
     return EvalCheckpoint(folder, hf_config, plan, step, loads_directly)
 

@@ -16,6 +16,7 @@ from megatron_rl.errors import as_user_error
 from megatron_rl.hf.files import read_config
 from megatron_rl.hf.read import HFCheckpoint
 from megatron_rl.mcore.buckets import finish_gathers
+from megatron_rl.mcore.cache_scales import collect_scales
 from megatron_rl.mcore.layers.quantized_linear import QuantizedLinear, WeightLayer
 from megatron_rl.mcore.master_spread import MasterSpread
 from megatron_rl.mcore.names import ModelChunks, get_model_chunks, global_name
@@ -157,7 +158,7 @@ def find_weight_layers(model: ModelChunks) -> dict[str, WeightLayer]:
 
 def collect_named_tensors(model: ModelChunks, shards: list[Shard], contract: PrecisionContract) -> dict[str, torch.Tensor]:
     """Return the tensors that an engine or an export gets from this rank, by global name: raw values; bytes and scales of
-    quantised roles. Collective.
+    quantised roles; an engine's scales of keys and values. Collective.
 
     The bytes of a quantised layer are the very blocks it computes with; a contract that does not quantise it gets its master. Where the
     trainer is in high precision but the engine is not (`fp8_rollout`, `int8_rollout`), `quantize_shards` makes them here. Views of live
@@ -170,4 +171,4 @@ def collect_named_tensors(model: ModelChunks, shards: list[Shard], contract: Pre
         layer = layers.get(shard.name)
         if isinstance(layer, QuantizedLinear) and not contract.format_of(shard.role).quantized:
             weights[shard.name] = layer.gather_master()
-    return weights | quantize_shards(shards, weights, layers, contract)
+    return weights | collect_scales(model) | quantize_shards(shards, weights, layers, contract)

@@ -49,12 +49,13 @@ _RENDEZVOUS_TIMEOUT = datetime.timedelta(minutes=10)
 @dataclass
 class QuantizedTransformerConfig(TransformerConfig):
     """Megatron's configuration plus the fields of the linear layers: the contract's format of the trainer, its
-    backend, and its order of row-parallel sums; and whether attention reads keys and values in E4M3."""
+    backend, and its order of row-parallel sums; whether attention reads keys and values in E4M3, and whether it has scales for them."""
 
     linear_format: TensorFormat = BF16
     linear_backend: str = "emulated"
     sums_by_tree: bool = True
     quantize_kv: bool = False
+    scale_kv_by_layer: bool = False
     post_norms: bool = False
     """Norm what attention and MLP add to the residual stream."""
     attention_length: float = math.inf
@@ -162,6 +163,7 @@ def _megatron_config(
         linear_backend=contract.backend,
         sums_by_tree=contract.sums_by_tree,
         quantize_kv=contract.trainer_quantizes_kv,
+        scale_kv_by_layer=contract.scales_kv_by_layer,
         post_norms=geometry.post_norms,
         attention_length=geometry.attention_length,
         **layout_options(layout, train),

@@ -34,7 +34,15 @@ from megatron_rl.precision.graph.decoder import (
     WeightedOpPrecision,
     decoder_graph,
 )
-from megatron_rl.precision.graph.formats import block_format, common_format, dtype_name, group_format, head_format, unquantized_format
+from megatron_rl.precision.graph.formats import (
+    block_format,
+    common_format,
+    dtype_name,
+    group_format,
+    head_format,
+    layer_format,
+    unquantized_format,
+)
 from megatron_rl.precision.graph.graph import PrecisionGraph, TensorPrecision, merge_graphs
 from megatron_rl.precision.ops.rope import rotates_rows
 
@@ -99,7 +107,10 @@ class _MegatronReader:
 
     def read_cache(self, attention: Any) -> TensorPrecision:
         """Return the format of keys and values as the attention reads them."""
-        return head_format("e4m3") if attention.core_attention.quantizes_kv else self.hidden
+        core = attention.core_attention
+        if not core.quantizes_kv:
+            return self.hidden
+        return head_format("e4m3") if core.kv_scales is None else layer_format("e4m3", core.kv_scales)
 
     def read_latent_attention(self, attention: Any) -> MLAPrecision:
         q_latent = {}

@@ -45,7 +45,7 @@ class PrecisionContract:
     reduction: str = "tree"
     """Order of row-parallel sums: "tree" (`precision.ops.tree`) or "fast"."""
     kv: str = "high"
-    """Keys and values in the engine's cache: "high", or "e4m3" (`precision.kv_cache`)."""
+    """Keys and values in the engine's cache: "high", "e4m3" or "e4m3_per_layer" (`precision.kv_cache`)."""
 
     @classmethod
     def from_config(cls, precision: PrecisionConfig) -> PrecisionContract:
@@ -60,15 +60,20 @@ class PrecisionContract:
     @property
     def trainer_quantizes_kv(self) -> bool:
         """Whether the trainer's attention reads keys and values as the engine's does: in modes that compute alike on both sides."""
-        return self.kv == "e4m3" and self.trainer_format == self.engine_format
+        return self.kv != "high" and self.trainer_format == self.engine_format
 
     @property
     def engine_alone_quantizes_kv(self) -> bool:
-        return self.kv == "e4m3" and not self.trainer_quantizes_kv
+        return self.kv != "high" and not self.trainer_quantizes_kv
+
+    @property
+    def scales_kv_by_layer(self) -> bool:
+        """Whether the model has a scale for each layer's keys and one for its values (`ModelGeometry.kv_scales`)."""
+        return self.kv == "e4m3_per_layer"
 
     def count_kv_bytes(self, head_dim: int) -> int:
-        """Return the bytes of one head's keys, or values, of a token in the engine's cache; an E4M3 row has its scale beside it."""
-        return head_dim + 1 if self.kv == "e4m3" else self.high_format.count_bytes((1, head_dim))
+        """Return the bytes of one head's keys, or values, of a token in the engine's cache; with a scale per token it is beside them."""
+        return self.high_format.count_bytes((1, head_dim)) if self.kv == "high" else head_dim + (not self.scales_kv_by_layer)
 
     @property
     def high_format(self) -> TensorFormat:

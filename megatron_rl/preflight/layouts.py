@@ -147,6 +147,13 @@ def engine_serves_the_model_in_this_precision(facts: Facts) -> None:
         raise UserError("precision.mode", facts.contract.mode, rule, "use fp8_rollout")
 
 
+@rule(Needs.MODEL)
+def keys_and_values_can_have_a_scale_each(facts: Facts) -> None:
+    if facts.model.latent is not None and facts.contract.scales_kv_by_layer:
+        rule = "is not built for latent attention (MLA): its cache holds neither, and SGLang's kernels for one in E4M3 round queries"
+        raise UserError("precision.kv", facts.contract.kv, rule, "use high, or e4m3 on a CPU")
+
+
 @rule(Needs.MODEL | Needs.LAYOUT)
 def backend_gets_whole_blocks(facts: Facts) -> None:
     backend, model, layout = facts.config.precision.backend, keep_first_layers(facts.model), keep_one_replica(facts.layout)

@@ -53,9 +53,9 @@ def engines_fit_on_their_nodes(facts: Facts) -> None:
 
 @rule(Needs.ENGINE | Needs.NODE)
 def engine_has_a_scale_for_each_token_and_head(facts: Facts) -> None:
-    if facts.contract.kv != "high" and facts.node_gpus:
-        rule = "is built for CPUs only: SGLang's kernels on a GPU know one scale for a layer's keys and one for its values"
-        raise UserError("precision.kv", facts.contract.kv, rule, "use high")
+    if facts.contract.kv == "e4m3" and facts.node_gpus:
+        rule = "is built for CPUs only: SGLang's kernels on a GPU read no scale for each token and head"
+        raise UserError("precision.kv", facts.contract.kv, rule, "use e4m3_per_layer")
 
 
 @rule(Needs.ENGINE | Needs.MACHINE)

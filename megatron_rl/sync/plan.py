@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_rl.precision.contract import PrecisionContract
 from parallel.chunking import Chunk, make_chunks
@@ -31,6 +31,7 @@ class SyncPlan:
 
         Raises GeometryError where the layouts do not fit the model or cut blocks, or where a row of a tensor exceeds `chunk_bytes`.
         """
+        model = replace(model, kv_scales=contract.scales_kv_by_layer)
         sources = build_trainer_shards(model, train, format_of=contract.format_of)
         targets = build_engine_shards(model, *rollout[:3])
         transfers = add_scale_transfers(reshard(sources, targets, contract.format_of))

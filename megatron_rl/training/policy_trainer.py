@@ -26,6 +26,7 @@ from megatron_rl.config import Config
 from megatron_rl.distributed import Rank0, run_on_rank0
 from megatron_rl.mcore import reduce
 from megatron_rl.mcore.actor import TOTAL_LOSS, Actor, Policy
+from megatron_rl.mcore.cache_scales import renew_scales
 from megatron_rl.mcore.layers.quantized_linear import disable_quantization
 from megatron_rl.mcore.layers.router import DIFFERS
 from megatron_rl.metrics import declare
@@ -160,10 +161,11 @@ class PolicyTrainer:
         calibrate = algorithm.calibrate_every and version % algorithm.calibrate_every == 0
         if calibrate:
             self.clip.begin(mini_batches[-1])
-        for number, mini_batch in enumerate(mini_batches, 1):
-            if calibrate and number == len(mini_batches):
-                self.clip.end(mini_batch)
-            updates.append(self.actor.update(mini_batch, PolicyLoss(self.clip.config)))
+        with renew_scales(self.actor.model):
+            for number, mini_batch in enumerate(mini_batches, 1):
+                if calibrate and number == len(mini_batches):
+                    self.clip.end(mini_batch)
+                updates.append(self.actor.update(mini_batch, PolicyLoss(self.clip.config)))
         bounds = dict(zip(_BOUNDS, self.clip.bounds, strict=True)) if algorithm.calibrate_every else {}
         names = dict.fromkeys(name for update in updates for name in update if name != TOTAL_LOSS)
         means = {name: mean(update[name] for update in updates if name in update) for name in names}

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
+from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.config import Config
 from megatron_rl.data import load_problems
 from megatron_rl.distributed import Rank0, errors_on_all_ranks, raise_on_all_ranks, run_on_rank0, to_run_error
@@ -22,6 +23,7 @@ from megatron_rl.hf.read import find_checkpoint_format
 from megatron_rl.hf.tokenizer import load_tokenizer
 from megatron_rl.hf.write import describe_weights, write_all_but_weights
 from megatron_rl.mcore.actor import Actor, Policy
+from megatron_rl.mcore.cache_scales import renew_scales
 from megatron_rl.mcore.checkpoint.folder import set_aside
 from megatron_rl.mcore.checkpoint.write import load_run_checkpoint
 from megatron_rl.mcore.load_weights import build_rank_shards, collect_named_tensors, global_parameters, load_checkpoint
@@ -44,7 +46,7 @@ from megatron_rl.sync.engine_check import check_live_engine
 from megatron_rl.sync.plan import SyncPlan
 from megatron_rl.sync.recovery import RecoveringWeightSync
 from megatron_rl.sync.weight_sync import WeightSync
-from megatron_rl.training.canary import make_canary, promises_exactness
+from megatron_rl.training.canary import LONGEST, make_canary, make_prompts, promises_exactness
 from megatron_rl.training.checkpoint_manager import CheckpointManager
 from megatron_rl.training.graph_check import check_graph
 from megatron_rl.training.loop import Loop
@@ -123,6 +125,7 @@ class Session:
         actor = Actor(model, config.train.decay_over(config.optimizer_steps), config.rollout.temperature)
         if spread:
             spread.spread_optimizer(actor.optimizer, shards, global_parameters(model))
+        self._choose_scales(actor, hf_config)
         state = self._load_checkpoint(actor)
         read_named_tensors = partial(collect_named_tensors, model, shards, contract)
         reference = self._load_reference(hf_config)
@@ -187,7 +190,17 @@ class Session:
         hang_watchdog.enter_phase("loading the reference")
         model = freeze(build_model(hf_config, self.layout, self.contract, self.config.train))
         load_checkpoint(model, self.config.model.folder, build_rank_shards(hf_config, self.layout), MasterSpread.from_config(self.config))
-        return Policy(model, self.config.rollout.temperature, self.config.train.micro_batch_tokens)
+        reference = Policy(model, self.config.rollout.temperature, self.config.train.micro_batch_tokens)
+        self._choose_scales(reference, hf_config)
+        return reference
+
+    def _choose_scales(self, policy: Policy, hf_config: dict[str, Any]) -> None:
+        """Give a starting policy its scales of keys and values (`mcore.cache_scales`), by a forward pass over random tokens."""
+        if self.contract.scales_kv_by_layer:
+            prompts = make_prompts(8, hf_config["vocab_size"], min(self.config.longest_sequence, LONGEST), self.config.train.seed)
+            samples = [TrainingSample(torch.from_numpy(ids[:-1]), torch.from_numpy(ids[-1:])) for ids in prompts]
+            with renew_scales(policy.model):
+                policy.compute_logprobs(samples)
 
     def run(self) -> Path:
         """Train, write checkpoints and report, and return the run's folder. A run that breaks is marked so and keeps what it wrote."""

@@ -1,8 +1,8 @@
 """The engine's KV cache in E4M3 on a CPU (`precision.kv`), where SGLang supports only Intel's own kernels.
 
 A slot's row holds, for each head, its bytes and its scale (`megatron_rl.precision.kv_cache.pack`): of keys and of values, or with latent
-attention (MLA) of the latent and of its rotated positions, one after the other. SGLang's prefix tree, retraction and release of memory
-handle slots, and see no difference.
+attention (MLA) of the latent and of its rotated positions, one after the other. With scales per layer it holds bytes alone, in their units
+(`hooks.kv_cache_scales`). SGLang's prefix tree, retraction and release of memory handle slots, and see no difference.
 """
 
 from __future__ import annotations
@@ -15,15 +15,18 @@ from typing import Any
 import torch
 
 from megatron_rl.precision import kv_cache
-
-KV_VARIABLE = "MEGATRON_RL_KV"
-"""Carries `precision.kv`; `rollout_sglang.launch_args` sets it for the engine's processes."""
+from rollout_sglang.hooks.kv_cache_scales import KV_VARIABLE, scales_by_layer
 
 
 @functools.cache
 def stores_e4m3() -> bool:
     """Return whether this process's engine stores keys and values in E4M3."""
-    return os.environ.get(KV_VARIABLE) == "e4m3"
+    return os.environ.get(KV_VARIABLE, "high") != "high"
+
+
+def stores_scales() -> bool:
+    """Return whether each row has a scale of its own."""
+    return stores_e4m3() and not scales_by_layer()
 
 
 def has_scales(pool: Any) -> bool:
@@ -42,7 +45,7 @@ def create_buffers(original: Callable[..., None], self: Any) -> None:
 
 def get_buffer_shapes(original: Callable[..., Any], self: Any) -> Any:
     """Wrap `MHATokenToKVPool._kv_buffer_shapes`: keys' and values', with a byte more for each head's scale."""
-    return tuple((*shape[:-1], shape[-1] + stores_e4m3()) for shape in original(self))
+    return tuple((*shape[:-1], shape[-1] + stores_scales()) for shape in original(self))
 
 
 def set_keys_and_values(
@@ -54,7 +57,7 @@ def set_keys_and_values(
     _refuse_options(*args, *named.values())
     number = layer.layer_id - self.start_layer
     for buffer, rows in ((self.k_buffer[number], keys), (self.v_buffer[number], values)):
-        buffer[place.loc] = kv_cache.pack(rows)
+        buffer[place.loc] = kv_cache.pack(rows) if stores_scales() else rows.to(torch.float8_e4m3fn).view(torch.uint8)
 
 
 def create_latent_buffers(original: Callable[..., None], self: Any) -> None:
@@ -78,11 +81,13 @@ def get_latents(original: Callable[..., Any], self: Any, layer_id: int) -> torch
 
 
 def read_rows(cache: torch.Tensor, rows: torch.Tensor, first: int) -> torch.Tensor:
-    """Return rows [n, d] of a cache's buffer [slots, heads, d], seen as [slots * heads, d]; float32 where it stores E4M3, whose rows have a
-    scale at the end of their `first` bytes, and at that of what follows."""
+    """Return rows [n, d] of a cache's buffer [slots, heads, d], seen as [slots * heads, d]; float32 where it stores E4M3. With a scale for
+    each row it is at the end of the `first` bytes, and at that of what follows."""
     if cache.dtype != torch.float8_e4m3fn:
         return cache.flatten(0, 1).index_select(0, rows)
     stored = cache.view(torch.uint8).flatten(0, 1).index_select(0, rows)
+    if not stores_scales():
+        return stored.view(torch.float8_e4m3fn).float()
     if stored.shape[-1] == first:
         return kv_cache.unpack(stored)
     return torch.cat([kv_cache.unpack(part) for part in stored.tensor_split([first], -1)], -1)

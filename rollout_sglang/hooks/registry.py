@@ -13,6 +13,7 @@ import torch
 
 KNOWN_VERSIONS = ("0.5.23",)
 
+_ATTENTION = "sglang.srt.layers.radix_attention.RadixAttention."
 _INT8_LINEAR = "sglang.srt.layers.quantization.w8a8_int8.W8A8Int8LinearMethod."
 _KV_POOLS = "sglang.srt.mem_cache.memory_pool."
 _LATENT_ATTENTION = "sglang.srt.models.deepseek_common.attention_forward_methods.forward_mla.DeepseekMLAForwardMixin."
@@ -32,11 +33,22 @@ def check_version() -> None:
 def _list_hooks() -> list[Hook]:
     """Return all hooks for this machine."""
     from rollout_sglang import rank_handler
-    from rollout_sglang.hooks import empty_start, fp32_router, int8_linear, llama_block_scales, shared_prompts, stop_strings, tree_reduction
+    from rollout_sglang.hooks import (
+        empty_start,
+        fp32_router,
+        int8_linear,
+        kv_cache_scales,
+        llama_block_scales,
+        shared_prompts,
+        stop_strings,
+        tree_reduction,
+    )
 
     hooks: list[Hook] = [
         ("sglang.srt.model_executor.model_runner.ModelRunner.check_weights", rank_handler.handle, "AROUND"),
         ("sglang.srt.layers.linear.RowParallelLinear.forward", tree_reduction.run_row_parallel, "AROUND"),
+        (_ATTENTION + "__init__", kv_cache_scales.add_scales, "AROUND"),
+        (_ATTENTION + "forward", kv_cache_scales.attend_in_units, "AROUND"),
         ("sglang.srt.models.qwen3_moe.Qwen3MoeSparseMoeBlock.__init__", fp32_router.use_fp32_gate, "AROUND"),
         ("sglang.srt.models.glm4_moe.Glm4MoeGate.__init__", fp32_router.use_model_dtype, "AROUND"),
         ("sglang.srt.models.glm4_moe.Glm4MoeGate.forward", fp32_router.compute_gate_logits, "REPLACE"),

@@ -37,8 +37,8 @@ LAYOUTS = {
 TRAIN = {"micro_batch_tokens": 60, "adam_eps": 1e-4}
 """Adam's epsilon is far above rounding noise, so that the sign of a gradient that is almost zero is not a whole step."""
 
-SETTINGS = {"fp32": FP32, "fp8": FP8, "fp32_kv": FP32 | {"kv": "e4m3"}}
-TOLERANCE = {"fp32": 1e-5, "fp8": 5e-2, "fp32_kv": 5e-2}
+SETTINGS = {"fp32": FP32, "fp8": FP8, "fp32_kv": FP32 | {"kv": "e4m3"}, "fp32_layer_kv": FP32 | {"kv": "e4m3_per_layer"}}
+TOLERANCE = {"fp32": 1e-5, "fp8": 5e-2, "fp32_kv": 5e-2, "fp32_layer_kv": 5e-2}
 """Relative. Sums in another order differ by 1e-6. In FP8 such a difference of the first step's gradient moves a few weights to the next
 E4M3 number, 2^-3 of themselves away, and the second step then goes another way: its loss and its log-probs differ by 3 %."""
 
@@ -84,7 +84,7 @@ def train_alone(worlds):
 
 CASES = [
     ("tp2_pp2", "untied", "fp32"),
-    ("tp2_dp2", "untied", "fp32"),
+    ("tp2_dp2", "deep", "fp32_layer_kv"),
     ("pp2_dp2", "tied", "fp32"),
     ("dp2", "untied", "fp8"),
     ("pp2", "untied", "fp8"),
@@ -106,6 +106,8 @@ LONG_CASES = [
     *((name, "qwen3_moe", "fp32") for name in ("tp2", "dp2", "ep2", "ep2_dp4", "ep2_pp2", "tp2_ep2_etp1", "cp2")),
     ("tp2", "deepseek_v3", "fp32"),
     *((name, model, "fp32_kv") for name, model in (("tp2_cp2", "deep"), ("cp2", "deepseek_v3"))),
+    *((name, "deep", "fp32_layer_kv") for name in ("tp2_cp2", "tp2_pp2_vpp2_dp2")),
+    ("tp2_dp2", "untied", "fp32"),
     ("pp2", "glm4", "fp8"),
     ("cp2_dp2", "deep", "fp8"),
     ("pp2_vpp2_ep2", "deep_moe", "fp32"),
@@ -125,6 +127,7 @@ def test_training_equals_that_of_one_process(worlds, folder_of, train_alone, lay
     for other in others:
         assert torch.equal(other["before"], result["before"]) and other["steps"] == result["steps"], "every rank gets the same"
     assert torch.equal(result["before"], expected["before"]), "bit for bit, in any layout"
+    assert_same_scales(expected["scales"], [result["scales"], *(other["scales"] for other in others)], sizes.pp)
     assert_same_training(folder, expected, result, tolerance)
 
 
@@ -134,6 +137,14 @@ def test_the_opposite_of_the_defaults(worlds, train_alone, checkpoint):
     options = {"layout": {"sequence_parallel": False}, "recompute": "full", **overlap}
     result = worlds(4).call(trainer.train_grpo, checkpoint, FP32, {**TRAIN, **options}, batches(), LAYOUTS["tp2_dp2"])[0]
     assert_same_training(checkpoint, train_alone(checkpoint, FP32), result, TOLERANCE["fp32"])
+
+
+def assert_same_scales(expected: dict, of_ranks: list[dict], stages: int) -> None:
+    """Of keys and values: of other heads on tensor-parallel ranks, of other tokens on replicas."""
+    assert {name for scales in of_ranks for name in scales} == expected.keys()
+    for scales in of_ranks:
+        assert len(scales) * stages == len(expected)
+        assert all(torch.equal(values, expected[name]) and (values != 1).all() for name, values in scales.items())
 
 
 def assert_same_training(folder, expected: dict, result: dict, tolerance: float) -> None:

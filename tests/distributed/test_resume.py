@@ -14,6 +14,7 @@ from megatron_rl.training.resume import choose_checkpoint, find_newest_whole
 from parallel.layout import Layout
 
 BF16 = {"mode": "fp8_unified", "high": "bf16"}
+LAYER_KV = FP8 | {"kv": "e4m3_per_layer"}
 STEPS = 4
 
 
@@ -40,12 +41,14 @@ def assert_goes_on(world, checkpoint, tmp_path, precision, layout=None) -> None:
     assert 0.7 < rows[2]["clip/bound_low"] < rows[3]["clip/bound_low"] < 0.8, "calibrated bounds move in both parts"
     assert rows == without_times(straight[0]["rows"])
     for whole, part in zip(straight, second, strict=True):
+        assert any(name.endswith(".kv_scales") for name in whole["bytes"]) == (precision is LAYER_KV)
         assert [name for name in whole["bytes"] if whole["bytes"][name] != part["bytes"][name]] == []
     assert [folder.name for folder in list_newest_first(tmp_path / "run")] == ["step_00004", "step_00003"]
 
 
 def assert_same_state(expected: dict, loaded: dict) -> None:
     """Equal weights, and what the next step makes of them."""
+    assert all(torch.equal(scales, expected["scales"][name]) and (scales != 1).all() for name, scales in loaded["scales"].items())
     assert expected["masters"].keys() == loaded["masters"].keys()
     assert [name for name in expected["masters"] if not torch.equal(loaded["masters"][name], expected["masters"][name])] == []
     for name, after in expected["after"].items():  # the same moments: fresh ones would move every weight by the learning rate
@@ -59,11 +62,11 @@ def test_a_run_of_one_rank_goes_on_bit_for_bit(worlds, checkpoint, tmp_path, pre
 
 
 def test_a_run_of_two_ranks_goes_on_bit_for_bit_and_any_layout_loads_it(worlds, checkpoint, tmp_path):
-    assert_goes_on(worlds(2), checkpoint, tmp_path, FP8)
+    assert_goes_on(worlds(2), checkpoint, tmp_path, LAYER_KV)
     run = tmp_path / "run"
-    expected = worlds(2).call(training_runs.load_in, checkpoint, run, FP8, Layout(tp=2))[0]
+    expected = worlds(2).call(training_runs.load_in, checkpoint, run, LAYER_KV, Layout(tp=2))[0]
     for layout in (Layout(), Layout(pp=2), Layout(dp=2)):
-        loaded = worlds(layout.world_size).call(training_runs.load_in, checkpoint, run, FP8, layout)[0]
+        loaded = worlds(layout.world_size).call(training_runs.load_in, checkpoint, run, LAYER_KV, layout)[0]
         assert_same_state(expected, loaded)
         assert [line for line in loaded["remarks"] if line.startswith("another train.layout")], loaded["remarks"]
     assert not [line for line in expected["remarks"] if line.startswith("another")]

@@ -33,7 +33,7 @@ from megatron_rl.precision.backends import requirements
 PRECISIONS = {
     "bf16": PrecisionConfig(mode="bf16", reduction="fast"),
     "fp8": PrecisionConfig(mode="fp8_unified", reduction="fast"),
-    "fp8_kv": PrecisionConfig(mode="fp8_unified", reduction="fast", kv="e4m3"),
+    "fp8_kv": PrecisionConfig(mode="fp8_unified", reduction="fast", kv="e4m3_per_layer"),
     "int8": PrecisionConfig(mode="int8_rollout"),
 }
 ROLLOUT = {"max_running_requests": 256, "max_total_tokens": 40960, "start_timeout": 200.0, "request_timeout": 90.0}

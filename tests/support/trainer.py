@@ -29,6 +29,7 @@ from megatron_rl.hf.files import read_config
 from megatron_rl.mcore import logprobs as scoring
 from megatron_rl.mcore import reduce, step_response
 from megatron_rl.mcore.actor import Actor, Policy
+from megatron_rl.mcore.cache_scales import collect_scales, renew_scales
 from megatron_rl.mcore.checkpoint.optimizer import MOMENTS, flatten_chained, iter_masters, iter_stepped
 from megatron_rl.mcore.checkpoint.write import CheckpointWriter
 from megatron_rl.mcore.context_parallel import ContextShard
@@ -189,9 +190,11 @@ def train_grpo(
         trainer = Trainer(folder, precision, train, layout=layout)
     loss = PolicyLoss(AlgorithmConfig(kl_coef=0.1))
     before, entropy = compute_logprobs(trainer.actor, batches[0])
-    steps = [trainer.actor.update(own(batch), loss) for batch in batches]
+    with renew_scales(trainer.model):
+        steps = [trainer.actor.update(own(batch), loss) for batch in batches]
     after, _ = compute_logprobs(trainer.actor, batches[0])
     return {
+        "scales": collect_scales(trainer.model),
         "before": torch.cat(before),
         "entropy": entropy,
         "steps": steps,

@@ -25,6 +25,7 @@ from megatron_rl.distributed import Rank0, is_rank0
 from megatron_rl.errors import RunError
 from megatron_rl.hf.tokenizer import load_tokenizer
 from megatron_rl.hf.write import describe_weights, write_all_but_weights
+from megatron_rl.mcore.cache_scales import collect_scales, renew_scales
 from megatron_rl.mcore.checkpoint.write import CheckpointWriter
 from megatron_rl.mcore.engine_emulation import emulate_engine
 from megatron_rl.mcore.layers.quantized_linear import find_quantized_layers
@@ -47,7 +48,7 @@ from parallel.layout import Layout
 from parallel.model_geometry import ModelGeometry
 from parallel.shards import Rect
 from support.engine_faults import Faults, strike_while, sync_through
-from support.models import write_model
+from support.models import random_sequences, write_model
 from support.planted_differences import plant_difference
 from support.trainer import Trainer, own
 from support.trainer import compute_logprobs as compute_all_logprobs
@@ -190,6 +191,9 @@ def change_weights(kind: str, seed: int) -> None:
     precision = trainer.precision.model_dump()
     model = _write_architecture(kind, current().folder / f"model{seed}", precision, trainer.layout, seed)
     load_checkpoint(trainer.model, model, trainer.shards)
+    with renew_scales(trainer.model):
+        trainer.actor.compute_logprobs(own(random_sequences(2, seed)))
+    assert not any((scales == 1).any() for scales in collect_scales(trainer.model).values()), "a test of scales needs some"
 
 
 def check_live() -> None:

@@ -28,6 +28,7 @@ from megatron_rl.distributed import Rank0, run_on_rank0
 from megatron_rl.errors import RunError
 from megatron_rl.hf.files import read_config
 from megatron_rl.mcore.actor import Actor, Policy
+from megatron_rl.mcore.cache_scales import collect_scales
 from megatron_rl.mcore.checkpoint.optimizer import MasterState, OptimizerState
 from megatron_rl.mcore.checkpoint.write import CheckpointWriter, load_run_checkpoint
 from megatron_rl.mcore.engine_emulation import emulate_cache, emulate_engine
@@ -363,17 +364,19 @@ def master_state(actor: Actor) -> MasterState:
 
 
 def load_in(folder: Path, run: Path, precision: dict[str, Any], layout: Layout) -> dict[str, Any]:
-    """What a layout holds after loading a run's newest checkpoint: masters, and those after one more optimizer step."""
+    """What a layout holds after loading a run's newest checkpoint: masters, scales of keys and values, masters after one more optimizer
+    step."""
     trainer = Trainer(folder, precision, {"learning_rate": 1e-3}, layout=layout)
     saved = choose_checkpoint(run, 99)
     load_run_checkpoint(
         saved.folder, trainer.model, trainer.actor.optimizer, saved.state, saved.matches_layout(describe_layout(layout, trainer.train))
     )
-    masters = trainer.collect_tensors(fp8=False)
+    masters, scales = trainer.collect_tensors(fp8=False), collect_scales(trainer.model)
     trainer.actor.steps_done = saved.state["optimizer_steps"]
     trainer.actor.update(own(random_sequences(4, seed=5)), negative_log_likelihood)
     return {
         "masters": masters,
+        "scales": scales,
         "after": trainer.collect_tensors(fp8=False),
         "remarks": saved.describe(describe_layout(layout, trainer.train)),
     }

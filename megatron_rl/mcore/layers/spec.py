@@ -48,8 +48,13 @@ class CoreAttention(MegatronModule):
     Packed sequences (micro-batches): [t, heads, d] with `packed_seq_params` from `packed_sequences.make_packed_params`; returns
     [t, heads * d]. A context-parallel rank passes its own positions of the row.
     A batch: [s, b, heads, d], padded at the end, which the causal mask hides; returns [s, b, heads * d].
-    With `quantizes_kv` keys and values are those that an engine reads from an E4M3 cache.
+    With `quantizes_kv` keys and values are those that an engine reads from an E4M3 cache. Where that has fixed scales, they are in
+    `kv_scales`, float32 [2]: of keys and of values (`mcore.cache_scales`).
     """
+
+    kv_scales: torch.Tensor | None
+    kv_amax: torch.Tensor | None = None
+    """float32 [2]: the largest magnitudes of keys and of values, while somebody collects them."""
 
     def __init__(
         self,
@@ -63,10 +68,14 @@ class CoreAttention(MegatronModule):
     ) -> None:
         super().__init__(config=config)
         self.softmax_scale = softmax_scale
-        self.quantizes_kv = config.quantize_kv
+        self.quantizes_kv, self.layer_number = config.quantize_kv, layer_number
+        self.register_buffer("kv_scales", torch.ones(2) if config.scale_kv_by_layer else None)
 
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **options: Any) -> torch.Tensor:
         packed = options.get("packed_seq_params")
+        if self.kv_amax is not None:
+            seen = torch.stack([x.detach().abs().amax() for x in (key, value)])
+            torch.maximum(self.kv_amax, seen.float(), out=self.kv_amax)
         if self.quantizes_kv:
             key, value = self.pass_through_cache(key, value)
         if packed is not None:
@@ -82,6 +91,9 @@ class CoreAttention(MegatronModule):
 
     def pass_through_cache(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return keys and values as an E4M3 cache gives them back."""
+        if self.kv_scales is not None:
+            key_scale, value_scale = self.kv_scales.unbind()
+            return kv_cache.round_trip_with_scale(key, key_scale), kv_cache.round_trip_with_scale(value, value_scale)
         return kv_cache.round_trip(key), kv_cache.round_trip(value)
 
 

@@ -66,6 +66,11 @@ def head_format(dtype: str) -> TensorPrecision:
     return TensorPrecision(dtype, "head", "pow2")
 
 
+def layer_format(dtype: str, scales: torch.Tensor) -> TensorPrecision:
+    """Return the format of keys and values with one scale for a layer's keys and one for its values, in `scales`."""
+    return TensorPrecision(dtype, "layer", scale_format(scales))
+
+
 def scale_format(scale: torch.Tensor) -> str:
     """Return "pow2" where every scale is a power of two, else "fp32"; the dtype's name for scales that are not float32.
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_rl.precision import kv_cache
 from megatron_rl.precision.fp8 import round_trip_1x128
+from megatron_rl.precision.ops import batch_invariant
 
 
 @given(st.integers(0, 5), st.integers(1, 3), st.sampled_from([1, 64, 80, 128, 192]), st.sampled_from([-30, -6, 0, 20]), st.integers(0, 9))
@@ -31,10 +33,30 @@ def test_extremes():
     assert not kv_cache.unpack(torch.zeros(3, 2, 65, dtype=torch.uint8)).any(), "a slot that was never written"
 
 
-def test_the_gradient_passes_straight_through():
+@pytest.mark.parametrize("read", [kv_cache.round_trip, lambda x: kv_cache.round_trip_with_scale(x, torch.tensor(0.25))])
+def test_the_gradient_passes_straight_through(read):
     x = torch.randn(3, 2, 8, requires_grad=True)
-    kv_cache.round_trip(x).backward(gradient := torch.randn(3, 2, 8))
+    read(x).backward(gradient := torch.randn(3, 2, 8))
     assert torch.equal(x.grad, gradient)
+
+
+@given(st.integers(-20, 20), st.integers(-20, 20), st.sampled_from([torch.float32, torch.bfloat16]), st.integers(0, 9))
+def test_attention_in_units_of_a_layers_scales_has_the_bits_of_attention_to_the_values(of_keys, of_values, dtype, seed):
+    """What the engine computes and what the trainer computes, with values that saturate."""
+    generator = torch.Generator().manual_seed(seed)
+    q, k, v = (torch.randn(1, 2, 37, 64, generator=generator) for _ in range(3))
+    scales = torch.tensor([2.0**of_keys, 2.0**of_values])
+    q, k, v = (q / scales[0]).to(dtype), (k * 200 * scales[0]).to(dtype), (v * 200 * scales[1]).to(dtype)
+    k_units, v_units = (kv_cache.to_units(x, scale) for x, scale in zip((k, v), scales, strict=True))
+    assert torch.equal(k_units, k_units.to(torch.float8_e4m3fn).to(dtype)) and k_units.abs().max() == 448, "what the cache holds"
+    in_units = batch_invariant.causal_attention(q * scales[0], k_units, v_units, 0.01) * scales[1]
+    read = [kv_cache.round_trip_with_scale(x, scale) for x, scale in zip((k, v), scales, strict=True)]
+    assert in_units.dtype == dtype and torch.equal(in_units, batch_invariant.causal_attention(q, *read, 0.01))
+
+
+def test_a_layers_scales_leave_room_and_stay_where_nothing_is_known():
+    amax = torch.tensor([3.0, 224.0, 224.1, 448.0, 0.0, float("nan"), float("inf")])
+    assert kv_cache.choose_scales(amax, torch.full((7,), 8.0)).tolist() == [2.0**-6, 1.0, 2.0, 2.0, 8.0, 8.0, 8.0]
 
 
 def test_the_error_is_that_of_e4m3():

@@ -302,6 +302,13 @@ MISTAKES = [
         {**PUBLISHED["DeepSeek-V3"], "num_hidden_layers": 4, "n_routed_experts": 8, "n_group": 1, "topk_group": 1},
     ),
     Mistake(
+        layouts.keys_and_values_can_have_a_scale_each,
+        "train eval plan",
+        "precision.kv = 'e4m3_per_layer': is not built for latent attention (MLA): its cache holds neither",
+        ("--precision.kv=e4m3_per_layer",),
+        {**PUBLISHED["DeepSeek-V3"], "num_hidden_layers": 4, "n_routed_experts": 8, "n_group": 1, "topk_group": 1},
+    ),
+    Mistake(
         layouts.backend_gets_whole_blocks,
         "train plan",
         "precision.backend = 'deep_gemm': needs widths in multiples of 128, and decoder.layers.0.self_attention.linear_qkv.weight is "
@@ -351,7 +358,7 @@ MISTAKES = [
     Mistake(
         machine.engine_has_a_scale_for_each_token_and_head,
         "train eval plan",
-        "precision.kv = 'e4m3': is built for CPUs only: SGLang's kernels on a GPU know one scale for a layer's keys and one for its values",
+        "precision.kv = 'e4m3': is built for CPUs only: SGLang's kernels on a GPU read no scale for each token and head; use e4m3_per",
         ("--precision.kv=e4m3", GLOO),
         gpus=1,
     ),

@@ -16,11 +16,22 @@ LAYER = SimpleNamespace(layer_id=5)
 
 
 @pytest.fixture
-def stores_e4m3(monkeypatch):
-    monkeypatch.setenv(cpu_kv_cache.KV_VARIABLE, "e4m3")
-    cpu_kv_cache.stores_e4m3.cache_clear()
-    yield
-    cpu_kv_cache.stores_e4m3.cache_clear()
+def store_e4m3(monkeypatch):
+    def store(kv: str) -> None:
+        monkeypatch.setenv(cpu_kv_cache.KV_VARIABLE, kv)
+        clear()
+
+    def clear() -> None:
+        for function in (cpu_kv_cache.stores_e4m3, cpu_kv_cache.scales_by_layer):
+            function.cache_clear()
+
+    yield store
+    clear()
+
+
+@pytest.fixture
+def stores_e4m3(store_e4m3):
+    store_e4m3("e4m3")
 
 
 def read(cache: torch.Tensor, heads: int, first: int) -> torch.Tensor:

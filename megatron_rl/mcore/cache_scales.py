@@ -1,0 +1,53 @@
+"""The scales of an engine's E4M3 cache (`precision.kv = "e4m3_per_layer"`): of each layer's keys and values, parts of a policy version.
+
+They are buffers of the trainer's model, kept in checkpoints and synced like a weight. Every rank has the same: tensor-parallel ranks see
+other heads, data- and context-parallel ranks other tokens. A version's scales come from what the training passes of the version before
+saw, the first version's from a pass over random tokens; between two syncs they never change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+from megatron_rl.mcore.layers.spec import CoreAttention
+from megatron_rl.mcore.names import ModelChunks, get_model_chunks, global_name
+from megatron_rl.precision.kv_cache import choose_scales
+
+
+def collect_scales(model: ModelChunks) -> dict[str, torch.Tensor]:
+    """Return this rank's scales, float32 [2] each, by global name; {} where there are none."""
+    return {
+        global_name(chunk, f"{name}.kv_scales"): module.kv_scales
+        for chunk in get_model_chunks(model)
+        for name, module in chunk.named_modules()
+        if isinstance(module, CoreAttention) and module.kv_scales is not None
+    }
+
+
+@contextmanager
+def renew_scales(model: ModelChunks) -> Iterator[None]:
+    """At the end, choose scales for the keys and values of all forward passes within the context, on whatever ranks. Collective."""
+    cores = [module for chunk in get_model_chunks(model) for module in chunk.modules() if isinstance(module, CoreAttention)]
+    cores = [core for core in cores if core.kv_scales is not None]
+    for core in cores:
+        core.kv_amax = torch.zeros_like(core.kv_scales)
+    try:
+        yield
+        if cores:
+            _choose(cores)
+    finally:
+        for core in cores:
+            core.kv_amax = None
+
+
+def _choose(cores: list[CoreAttention]) -> None:
+    amax = cores[0].kv_scales.new_zeros(cores[0].config.num_layers, 2)  # of all stages' layers, so that one reduction is enough
+    layers = [core.layer_number - 1 for core in cores]
+    amax[layers] = torch.stack([core.kv_amax for core in cores])
+    dist.all_reduce(amax, op=dist.ReduceOp.MAX)
+    for core, layer in zip(cores, layers, strict=True):
+        core.kv_scales.copy_(choose_scales(amax[layer], core.kv_scales))

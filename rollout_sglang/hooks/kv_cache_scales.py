@@ -1,0 +1,67 @@
+"""A KV cache in E4M3 with one scale for a layer's keys and one for its values (`precision.kv = "e4m3_per_layer"`), on a CPU and on a GPU.
+
+The scales are a parameter of each attention layer, `kv_scales`, which the sync fills. The layer attends in their units: keys and values
+are divided by them and rounded, queries are multiplied by the keys' scale and outputs by the values'. Scales are powers of two, so the bits
+are those of attention to the dequantised values (`megatron_rl.precision.kv_cache`).
+
+SGLang's own `k_scale` and `v_scale` stay 1. Its kernels read a Python copy of them, which a CUDA graph keeps for good; a parameter that a
+graph reads follows each sync. It also rounds without saturating, and in prefill reads keys and values of the prompt as they were before.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from megatron_rl.precision.kv_cache import to_units
+
+KV_VARIABLE = "MEGATRON_RL_KV"
+"""Carries `precision.kv`; `rollout_sglang.launch_args` sets it for the engine's processes."""
+BACKEND = "flashinfer"
+"""SGLang's attention on a GPU. Its FA3 backend rounds queries to the cache's E4M3 too, its Triton kernels queries and probabilities."""
+_BACKENDS = ("FlashInferAttnBackend", "TorchNativeAttnBackend")
+_COPIES = ("k_scale", "v_scale", "k_scale_float", "v_scale_float")
+
+
+@functools.cache
+def scales_by_layer() -> bool:
+    """Return whether this process's engine has `kv_scales`."""
+    return os.environ.get(KV_VARIABLE) == "e4m3_per_layer"
+
+
+def add_scales(original: Callable[..., None], self: Any, *args: Any, **named: Any) -> None:
+    """Wrap `RadixAttention.__init__`."""
+    original(self, *args, **named)
+    if scales_by_layer():
+        self.kv_scales = torch.nn.Parameter(torch.ones(2, dtype=torch.float32), requires_grad=False)
+
+
+def attend_in_units(
+    original: Callable[..., Any], self: Any, q: torch.Tensor, k: Any, v: Any, batch: Any, save_kv_cache: bool = True, **named: Any
+) -> Any:
+    """Wrap `RadixAttention.forward`: of q [tokens, heads * d], k and v [tokens, kv heads * d]."""
+    if not scales_by_layer():
+        return original(self, q, k, v, batch, save_kv_cache, **named)
+    if k is None or v is None or not save_kv_cache or named:
+        raise NotImplementedError(f"an E4M3 KV cache that was written elsewhere, or with {list(named)}")
+    key_scale, value_scale = self.kv_scales.unbind()
+    return original(self, q * key_scale, to_units(k, key_scale), to_units(v, value_scale), batch) * value_scale
+
+
+def check_copies(model: torch.nn.Module) -> None:
+    """Raise ValueError, by name, for a scale of SGLang's own beside `kv_scales` that kernels would multiply with."""
+    for path, module in model.named_modules() if scales_by_layer() else ():
+        for name in _COPIES if hasattr(module, "kv_scales") else ():
+            if (scale := getattr(module, name, None)) is not None and float(scale) != 1.0:
+                raise ValueError(f"{path}.{name} is {float(scale)}, not 1: kernels would multiply with it beside {path}.kv_scales")
+
+
+def check_backend(backend: Any) -> None:
+    """Raise ValueError for an attention backend that rounds more than keys and values."""
+    name = type(backend).__name__
+    if scales_by_layer() and name not in _BACKENDS:
+        raise ValueError(f"SGLang's {name} is not known to leave queries and probabilities unquantised beside an E4M3 cache")
