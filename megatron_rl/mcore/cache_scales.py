@@ -32,22 +32,23 @@ def collect_scales(model: ModelChunks) -> dict[str, torch.Tensor]:
 def renew_scales(model: ModelChunks) -> Iterator[None]:
     """At the end, choose scales for the keys and values of all forward passes within the context, on whatever ranks. Collective."""
     cores = [module for chunk in get_model_chunks(model) for module in chunk.modules() if isinstance(module, CoreAttention)]
-    cores = [core for core in cores if core.kv_scales is not None]
-    for core in cores:
-        core.kv_amax = torch.zeros_like(core.kv_scales)
+    scales = {core: core.kv_scales for core in cores if core.kv_scales is not None}
+    amax = {core: torch.zeros_like(values) for core, values in scales.items()}
+    for core in scales:
+        core.kv_amax = amax[core]
     try:
         yield
-        if cores:
-            _choose(cores)
+        if scales:
+            _choose(scales, amax)
     finally:
-        for core in cores:
+        for core in scales:
             core.kv_amax = None
 
 
-def _choose(cores: list[CoreAttention]) -> None:
-    amax = cores[0].kv_scales.new_zeros(cores[0].config.num_layers, 2)  # of all stages' layers, so that one reduction is enough
-    layers = [core.layer_number - 1 for core in cores]
-    amax[layers] = torch.stack([core.kv_amax for core in cores])
-    dist.all_reduce(amax, op=dist.ReduceOp.MAX)
-    for core, layer in zip(cores, layers, strict=True):
-        core.kv_scales.copy_(choose_scales(amax[layer], core.kv_scales))
+def _choose(scales: dict[CoreAttention, torch.Tensor], amax: dict[CoreAttention, torch.Tensor]) -> None:
+    layers = [core.layer_number - 1 for core in scales]
+    of_all = next(iter(amax.values())).new_zeros(next(iter(scales)).config.num_layers, 2)  # of all stages' layers, for one reduction
+    of_all[layers] = torch.stack([*amax.values()])
+    dist.all_reduce(of_all, op=dist.ReduceOp.MAX)
+    for layer, values in zip(layers, scales.values(), strict=True):
+        values.copy_(choose_scales(of_all[layer], values))
