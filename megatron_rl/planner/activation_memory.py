@@ -160,10 +160,9 @@ def count_in_flight(layout: Layout, stage: int, micro_batches: int) -> float:
 def count_working(inputs: FormulaInputs) -> float:
     """Return the most bytes of gradients and intermediate results within one operator of a layer's backward pass.
 
-    SwiGLU: four gradients as wide as the MLP, and a GPU back end's quantized copies of one. Sums by the tree, in the forward pass: FP32
-    partial sums, and those of other ranks or the rounded sum. Attention, which comes when the MLP's own
-    tensors are freed: the gradients of its result, query, key and value, and FlashAttention-2's FP32 sum for the query; on the CPU tier
-    about 10 T b q, measured.
+    SwiGLU: four gradients as wide as the MLP, and a GPU back end's quantized copies of one. Sums by the tree, in the forward pass: see
+    `_count_tree_sums`. Attention, which comes when the MLP's own tensors are freed: the gradients of its result, query, key and value, and
+    FlashAttention-2's FP32 sum for the query; on the CPU tier about 10 T b q, measured.
     """
     model, layout, high_bytes = inputs.job.model, inputs.layout, inputs.job.high_bytes
     if model.latent is None:
@@ -175,8 +174,21 @@ def count_working(inputs: FormulaInputs) -> float:
     if model.experts is not None:
         values = max(inputs.rows * inputs.job.top_k * model.experts.ffn, inputs.tokens * model.experts.shared_ffn / layout.tp)
     copies = 2 if inputs.quantizes_inputs else 0
-    sums = inputs.tokens * model.hidden * (4 + (4 if layout.tp > 1 else high_bytes)) if inputs.job.contract.sums_by_tree else 0
+    sums = _count_tree_sums(inputs) if inputs.job.contract.sums_by_tree else 0
     return max((4 * high_bytes + copies) * values, attention - 4 * high_bytes * values, sums)
+
+
+def _count_tree_sums(inputs: FormulaInputs) -> float:
+    """Return the bytes of a sum by the tree: FP32 partial sums, and those of other ranks or the rounded sum. For experts they are those of a
+    token's choices; or, in the sum over them, a token's inputs and outputs by expert, the outputs in FP32, as much for an addition that joins
+    them in pairs, and the result."""
+    model, layout, high_bytes = inputs.job.model, inputs.layout, inputs.job.high_bytes
+    sums = inputs.tokens * model.hidden * (4 + (4 if layout.tp > 1 else high_bytes))
+    if model.experts is None:
+        return sums
+    outputs = inputs.rows * inputs.job.top_k * model.hidden
+    partial = outputs * layout.etp * (8 + high_bytes) if layout.etp > 1 else 0
+    return max(sums, partial, outputs * (2 * high_bytes + 8) + inputs.hidden_input)
 
 
 @dataclass(frozen=True)

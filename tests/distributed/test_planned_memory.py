@@ -1,4 +1,4 @@
-"""The planner's bytes against those of real Megatron models: what lasts exactly, what a layer keeps nearly, the peak within 6 %."""
+"""The planner's bytes against those of real Megatron models: what lasts exactly, what a layer keeps nearly, the peak within 5 %."""
 
 from __future__ import annotations
 
@@ -95,4 +95,4 @@ def test_the_peak_of_a_training_pass(worlds, tmp_path, monkeypatch, name, precis
     monkeypatch.setattr(activation_memory, "FormulaInputs", partial(activation_memory.FormulaInputs, cpu=True))
     monkeypatch.setattr(Workload, "tokens_per_rank", lambda *_: sum(lengths))
     planned = activation_memory.count_training_activations(job, Candidate(Layout(), recompute=recompute), 0)
-    assert planned.kept + planned.working == pytest.approx(measured, rel=0.06)
+    assert planned.kept + planned.working == pytest.approx(measured, rel=0.05)
