@@ -179,9 +179,11 @@ def count_working(inputs: FormulaInputs) -> float:
 
 
 def _count_tree_sums(inputs: FormulaInputs) -> float:
-    """Return the bytes of a sum by the tree: FP32 partial sums, and those of other ranks or the rounded sum. For experts they are those of a
-    token's choices; or, in the sum over them, a token's inputs and outputs by expert, the outputs in FP32, as much for an addition that joins
-    them in pairs, and the result."""
+    """Return the bytes of a sum by the tree: FP32 partial sums, and those of other ranks or the rounded sum.
+
+    With experts the partial sums of a token's choices; or, in the sum over them, the tokens and outputs by expert, these in FP32, as much
+    again for an addition that joins them in pairs, and the result.
+    """
     model, layout, high_bytes = inputs.job.model, inputs.layout, inputs.job.high_bytes
     sums = inputs.tokens * model.hidden * (4 + (4 if layout.tp > 1 else high_bytes))
     if model.experts is None:
