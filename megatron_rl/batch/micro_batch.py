@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-from megatron_rl.batch.device_copy import copy_to_device
 from megatron_rl.batch.kept_tokens import pad_kept_tokens
 from megatron_rl.batch.packing import compute_costs, pack, round_up
 from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.precision.ops.batch_invariant import MIN_ROWS
+from megatron_rl.precision.ops.device_copy import copy_to_device
 
 _EMPTY = torch.empty(0)
 _FLOAT_FIELDS = ("mask", "advantages", "old_logprobs", "reference_logprobs", "loss_weights", "importance_weights")

@@ -13,7 +13,6 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import unwrap_model
 
-from megatron_rl.batch.device_copy import copy_to_device
 from megatron_rl.batch.micro_batch import MicroBatch, MicroBatches, make_micro_batches
 from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.config import TrainConfig
@@ -35,6 +34,7 @@ from megatron_rl.mcore.quantizing_optimizer import check_finite
 from megatron_rl.mcore.scored_positions import ScoredPositions
 from megatron_rl.mcore.step_response import StepResponse
 from megatron_rl.metrics import declare
+from megatron_rl.precision.ops.device_copy import copy_to_device
 
 Loss = Callable[[torch.Tensor, MicroBatch], tuple[torch.Tensor, dict[str, torch.Tensor]]]
 """(log-probs [1, t], micro-batch) -> (sum of token losses, sums of metrics)."""

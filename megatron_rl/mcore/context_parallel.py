@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron_rl.batch.device_copy import copy_to_device
 from megatron_rl.batch.packing import context_parallel_positions
+from megatron_rl.precision.ops.device_copy import copy_to_device
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ from itertools import accumulate
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
-from megatron_rl.batch.device_copy import copy_to_device
 from megatron_rl.mcore.context_parallel import ContextShard
 from megatron_rl.precision.ops import packed_attention
+from megatron_rl.precision.ops.device_copy import copy_to_device
 from megatron_rl.precision.ops.rope import Rotation
 
 

@@ -148,7 +148,7 @@ class _MegatronReader:
         return MoEPrecision(
             router=replace(self.read_weighted(router), bias=None if correction is None else unquantized_format(correction)),
             logits=logits,
-            experts=self.read_mlp(local_experts, count=router.weight.shape[0]),
+            experts=_describe_grouping(moe.experts, self.read_mlp(local_experts, count=router.weight.shape[0])),
             shared=None if shared is None else self.read_mlp([shared]),
         )
 
@@ -193,6 +193,14 @@ class _MegatronReader:
         format = unquantized_format(weight)
         gradients = GradientFormats(self.hidden, format, self.hidden, self.hidden, _gradient(weight), format)
         return WeightedOpPrecision(self.hidden, format, None, f"{type(layer).__name__}, tied", gradients)
+
+
+def _describe_grouping(experts: Any, mlp: MLPPrecision) -> MLPPrecision:
+    """Say where all experts run in one product, whose bits are those of each expert's own."""
+    if not getattr(experts, "runs_grouped", False):
+        return mlp
+    gate_up, down = (replace(part, detail=f"{part.detail}, grouped") for part in (mlp.gate_up, mlp.down))
+    return replace(mlp, gate_up=gate_up, down=down)
 
 
 def _describe_rope(layer: Any) -> str:

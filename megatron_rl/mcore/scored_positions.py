@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_rl.batch.device_copy import copy_to_device
 from megatron_rl.batch.micro_batch import MicroBatch
 from megatron_rl.mcore.context_parallel import ContextShard
 from megatron_rl.mcore.logprobs import Targets
+from megatron_rl.precision.ops.device_copy import copy_to_device
 
 
 @dataclass(frozen=True)

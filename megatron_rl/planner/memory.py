@@ -116,11 +116,18 @@ def _count_shard_memory(job: Workload, layout: Layout, shard: Shard) -> RankMemo
     return RankMemory(
         weights=0 if format.quantized else format.count_bytes(shard.shape),
         blocks=format.count_bytes(shard.shape) if format.quantized else 0,
-        operands=count_operand_bytes(job.config.precision.backend, format, shard.rows, shard.cols) if format.quantized else 0,
+        operands=_count_operands(job, shard, format) if format.quantized else 0,
         gradients=4 * size,
         masters=0 if format == FP32 else -(-4 * size // replicas),
         moments=-(-8 * size // replicas),
     )
+
+
+def _count_operands(job: Workload, shard: Shard, format: TensorFormat) -> int:
+    """Return `count_operand_bytes`; DeepGEMM's grouped products of experts have the blocks themselves a second time, end to end."""
+    backend = job.config.precision.backend
+    copies = 2 if backend == "deep_gemm" and _EXPERT in shard.name else 1
+    return copies * count_operand_bytes(backend, format, shard.rows, shard.cols)
 
 
 def count_operand_bytes(backend: str, format: TensorFormat, rows: int, cols: int) -> int:

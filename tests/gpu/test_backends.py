@@ -10,7 +10,8 @@ from support.fp8_reference import check_columns, check_kernel, check_rows, uneve
 
 from megatron_rl.precision.backends import make_backend, requirements
 from megatron_rl.precision.backends.base import Backend
-from megatron_rl.precision.backends.deep_gemm_experts import DeepGemmExperts, pad_groups
+from megatron_rl.precision.backends.deep_gemm_experts import DeepGemmExperts
+from megatron_rl.precision.backends.token_groups import TokenGroups
 from megatron_rl.precision.fp8 import quantize_1x128, quantize_128x1, quantize_weight
 from megatron_rl.precision.quantized_weight import QuantizedWeight
 from parallel.formats import FP8
@@ -133,15 +134,13 @@ def test_grouped_products_are_those_of_each_expert(device, backends, scale_forma
     if "deep_gemm" not in backends:
         pytest.skip(f"deep_gemm: {requirements.find_missing('deep_gemm')}")
     counts, n, k = [130, 0, 3, 700], 512, 256
-    groups, places = pad_groups(counts, device)
+    groups = TokenGroups.from_counts(counts, device)
     grouped, single = DeepGemmExperts(FP8.with_scales(scale_format)), make_backend("deep_gemm", FP8.with_scales(scale_format))
     weights = [quantize_weight(uneven(n + 128 * e, k, torch.float32, device)[:n], scale_format) for e in range(len(counts))]
     x, dy = (uneven(sum(counts), width, torch.bfloat16, device) for width in (k, n))
-    forward, gradient = (
-        grouped.quantize(v.new_zeros(sum(groups), v.shape[1]).index_copy_(0, places, v), groups, rows=True, columns=True) for v in (x, dy)
-    )
+    forward, gradient = (grouped.quantize(groups.spread(v), groups, rows=True, columns=True) for v in (x, dy))
     weight = grouped.prepare(weights)
-    y, dx = grouped.fprop(forward, weight, groups)[places], grouped.dgrad(gradient, weight, groups)[places]
+    y, dx = (groups.collect(z) for z in (grouped.fprop(forward, weight, groups), grouped.dgrad(gradient, weight, groups)))
     dw = grouped.wgrad(gradient, forward, groups)
     for expert, (xs, dys, ys, dxs) in enumerate(zip(*(v.split(counts) for v in (x, dy, y, dx)), strict=True)):
         expected = compute_products(single, weights[expert], xs, dys)

@@ -83,7 +83,7 @@ def quantize_activation(x: torch.Tensor, scale_format: str, *, rows: bool, colum
     if columns:
         padded = torch.cat([x, x.new_zeros(-tokens % 128, width)])
         data, scale = quantize_128x1(padded, scale_format)
-        parts = [part.t().contiguous() for part in torch.split(data.view(torch.uint8), list(groups) if groups else [len(padded)])]
+        parts = [part.t().contiguous() for part in torch.split(data.view(torch.uint8), groups.lengths if groups else [len(padded)])]
         flat = torch.cat([part.flatten() for part in parts])
         of_columns = (flat if groups else parts[0]).view(torch.float8_e4m3fn), torch.empty(scale.shape).copy_(scale).t()
     return of_rows, of_columns
@@ -142,9 +142,9 @@ def m_grouped_fp8_gemm_nt_contiguous(a: Pair, b: Pair, d: torch.Tensor, rows_of:
         d[rows] = values.to(d.dtype)
 
 
-def k_grouped_fp8_gemm_nt_contiguous(a: Pair, b: Pair, d: torch.Tensor, ks: list[int], ks_tensor: Any, c: Any, recipe: Any) -> None:
+def k_grouped_fp8_gemm_nt_contiguous(a: Pair, b: Pair, d: torch.Tensor, ks: list[int], grouped_layout: Any, c: Any, recipe: Any) -> None:
     groups, m, n = d.shape
-    assert recipe == (1, 1, 128) and c.data_ptr() == d.data_ptr() and d.is_contiguous() and ks_tensor.dtype == torch.int32
+    assert recipe == (1, 1, 128) and c.data_ptr() == d.data_ptr() and d.is_contiguous() and grouped_layout.dtype == torch.int32
     assert len(ks) == groups and a[0].shape == (sum(ks) * m,) and b[0].shape == (sum(ks) * n,) and not any(k % 128 for k in ks)
     before = 0
     for group, k in enumerate(ks):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_rl.precision.backends.token_groups import TokenGroups
 from megatron_rl.precision.fp8 import quantize_1x128, quantize_128x1
 
 both_scale_formats = pytest.mark.parametrize("scale_format", ["pow2", "fp32"])
@@ -36,13 +37,14 @@ def check_kernel(x: torch.Tensor, scale_format: str, groups: Sequence[int] | Non
     """`quantize_activation` of x: bytes, scales and layouts; asking for one half gives the same half."""
     from megatron_rl.precision.backends.triton_quantize import quantize_activation
 
-    rows, columns = quantize_activation(x, scale_format, rows=True, columns=True, groups=groups)
+    table = None if groups is None else TokenGroups.from_counts(groups, x.device)
+    rows, columns = quantize_activation(x, scale_format, rows=True, columns=True, groups=table)
     check_rows(rows, x, scale_format)
     for index, part in enumerate(torch.split(x, list(groups)) if groups else [x]):
         check_columns(_part(columns, x, groups, index), part, scale_format)
-    alone, nothing = quantize_activation(x, scale_format, rows=True, columns=False, groups=groups)
+    alone, nothing = quantize_activation(x, scale_format, rows=True, columns=False, groups=table)
     assert nothing is None and same_bits(alone, rows)
-    nothing, alone = quantize_activation(x, scale_format, rows=False, columns=True, groups=groups)
+    nothing, alone = quantize_activation(x, scale_format, rows=False, columns=True, groups=table)
     assert nothing is None and same_bits(alone, columns)
 
 

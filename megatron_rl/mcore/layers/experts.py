@@ -17,23 +17,49 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
+from megatron_rl.mcore.layers.grouped_experts import GroupedLinear, can_group
+from megatron_rl.precision.backends.token_groups import TokenGroups
 from megatron_rl.precision.ops import batch_invariant, tree
 from megatron_rl.precision.ops.expert_sum import sum_experts
 
 
 class OutputWeightedExperts(SequentialMLP):
     """Megatron's experts, but a token's weight multiplies the expert's output, as in every engine. Megatron multiplies the input of the
-    second layer, which gives another number once that input is quantized."""
+    second layer, which gives another number once that input is quantized.
+
+    Where the backend has grouped products they run all at once (`grouped_experts`), each expert's sums as in a product of its own; else one
+    after the other."""
+
+    _grouped: tuple[GroupedLinear, GroupedLinear] | None = None
 
     def forward(
         self, permuted_local_hidden_states: torch.Tensor, tokens_per_expert: torch.Tensor, permuted_probs: torch.Tensor
     ) -> tuple[torch.Tensor, None]:
         """Tokens [T, h] sorted by expert, weights [T]; returns [T, h], for Megatron to add up over the ranks of an expert."""
-        tokens = permuted_local_hidden_states.split(tokens_per_expert.tolist())
+        counts = tokens_per_expert.tolist()  # on the host: the dispatcher has waited for them, once a layer
+        if self.runs_grouped:
+            return _weigh(self._run_grouped(permuted_local_hidden_states, counts), permuted_probs), None
+        tokens = permuted_local_hidden_states.split(counts)
         y = torch.cat([_run_expert(mlp, x) for mlp, x in zip(self.local_experts, tokens, strict=True)])
         if self.config.sums_by_tree and self.tp_group.size() > 1:
             return _WeightedSum.apply(y, permuted_probs, self.tp_group, permuted_local_hidden_states.dtype), None
         return _weigh(y, permuted_probs), None
+
+    @property
+    def runs_grouped(self) -> bool:
+        """Whether all experts run at once."""
+        layers = [layer for mlp in self.local_experts for layer in (mlp.linear_fc1, mlp.linear_fc2)]
+        return not self.config.sums_by_tree and can_group(layers)
+
+    def _run_grouped(self, x: torch.Tensor, counts: list[int]) -> torch.Tensor:
+        """Return the experts' outputs [n, h] of n tokens, sorted by expert."""
+        if self._grouped is None:
+            first, second = ([getattr(mlp, name) for mlp in self.local_experts] for name in ("linear_fc1", "linear_fc2"))
+            self._grouped = GroupedLinear(first), GroupedLinear(second)
+        into, out = self._grouped
+        groups = TokenGroups.from_counts(counts, x.device)
+        gate, up = into(groups.spread(x), groups).chunk(2, -1)
+        return groups.collect(out(self.config.activation_func(gate) * up, groups))
 
 
 def _run_expert(mlp: Any, x: torch.Tensor) -> torch.Tensor:

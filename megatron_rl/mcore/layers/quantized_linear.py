@@ -112,10 +112,10 @@ class QuantizedMatmul(torch.autograd.Function):
 def _weight_gradient(weight: Any, backend: Backend, dy: Operand, x: Operand) -> torch.Tensor:
     """Add WGrad to Megatron's gradient buffer, by its fused-accumulation protocol."""
     backend.wgrad(dy, x, weight.main_grad)
-    return _hand_over_gradient(weight)
+    return hand_over_gradient(weight)
 
 
-def _hand_over_gradient(weight: Any) -> torch.Tensor:
+def hand_over_gradient(weight: Any) -> torch.Tensor:
     """Tell Megatron that the gradient is in its FP32 buffer, and return what autograd is to have in its place: a gradient has its weight's
     dtype, E4M3."""
     weight.grad_added_to_main_grad = True
@@ -254,7 +254,7 @@ class _SubstituteBlockValues(torch.autograd.Function):
     def backward(ctx: Any, dw: torch.Tensor) -> tuple[torch.Tensor, None]:
         (weight,) = ctx.saved_tensors
         weight.main_grad.add_(dw)
-        return _hand_over_gradient(weight), None
+        return hand_over_gradient(weight), None
 
 
 class WeightOnlyQuantizedLinear(QuantizedColumnParallelLinear):

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import functools
 import importlib
+from typing import TYPE_CHECKING, Any
 
 from megatron_rl.precision.backends.base import Backend
 from parallel.formats import TensorFormat
+
+if TYPE_CHECKING:
+    from megatron_rl.precision.backends.deep_gemm_experts import DeepGemmExperts
 
 PRODUCTS = {
     ("fp8", "emulated"): "emulated:EmulatedBackend",
@@ -16,9 +20,22 @@ PRODUCTS = {
 }
 """(`TensorFormat.name`, `precision.backend`) -> module of this package and class, which is given the format."""
 
+GROUPED = {("fp8", "deep_gemm"): "deep_gemm_experts:DeepGemmExperts"}
+"""The same for the products of all experts of a rank at once."""
+
 
 @functools.cache
 def make_backend(name: str, format: TensorFormat) -> Backend:
     """Return the backend of `precision.backend` for a format and load its libraries; preflight has reported what is missing."""
-    module, _, attribute = PRODUCTS[format.name, name].partition(":")
-    return getattr(importlib.import_module(module if "." in module else f"{__name__}.{module}"), attribute)(format)
+    return _load(PRODUCTS[format.name, name])(format)
+
+
+@functools.cache
+def make_grouped_backend(name: str, format: TensorFormat) -> DeepGemmExperts | None:
+    """Return the same for experts; None where a backend multiplies one expert after the other."""
+    return _load(GROUPED[format.name, name])(format) if (format.name, name) in GROUPED else None
+
+
+def _load(path: str) -> Any:
+    module, _, attribute = path.partition(":")
+    return getattr(importlib.import_module(module if "." in module else f"{__name__}.{module}"), attribute)

@@ -10,13 +10,13 @@ This file imports Triton, which only GPU builds of torch bring along: import it 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
+from megatron_rl.precision.backends.token_groups import TokenGroups
 from megatron_rl.precision.contract import AMAX_EPSILON, E4M3_MAX
 from parallel.formats import BLOCK
 
@@ -93,17 +93,16 @@ def quantize_tile(
 
 
 def quantize_activation(
-    x: torch.Tensor, scale_format: str, *, rows: bool, columns: bool, groups: Sequence[int] | None = None
+    x: torch.Tensor, scale_format: str, *, rows: bool, columns: bool, groups: TokenGroups | None = None
 ) -> tuple[QuantizedPair | None, QuantizedPair | None]:
     """Return (rows, columns) of x [T, K] in bf16, fp16 or float32, K a multiple of 128: each a pair (E4M3 data, float32 scales) laid out
     as the module docstring says, or None where not requested.
 
-    `groups`: token counts of consecutive groups, multiples of 128 that sum to T. `columns` data is then flat, [K, length] of one
-    group after the other. Raise ValueError for other shapes.
+    With `groups` of rows, T in all, `columns` data is flat, [K, length] of one group after the other. Raise ValueError for other shapes.
     """
     tokens, width = x.shape
-    if width % BLOCK or any(length % BLOCK for length in groups or ()) or (groups is not None and sum(groups) != tokens):
-        raise ValueError(f"x {list(x.shape)} with groups {groups}: widths and group lengths must be multiples of {BLOCK}")
+    if width % BLOCK or (groups is not None and groups.rows != tokens):
+        raise ValueError(f"x {list(x.shape)}: the width must be a multiple of {BLOCK}, and groups have all rows")
     x, blocks = x.contiguous(), -(-tokens // BLOCK)
     empty: Any = lambda *shape, dtype: torch.empty(shape, dtype=dtype, device=x.device)  # noqa: E731
     row_pair = column_pair = None
@@ -112,7 +111,7 @@ def quantize_activation(
         row_pair = empty(tokens, width, dtype=torch.float8_e4m3fn), row_scale.t()[:tokens]
     if columns:
         column_pair = empty(width, blocks * BLOCK, dtype=torch.float8_e4m3fn), empty(blocks, width, dtype=torch.float32).t()
-    _launch(x, scale_format, row_pair, column_pair, None if groups is None else _group_tables(groups, x.device))
+    _launch(x, scale_format, row_pair, column_pair, None if groups is None else groups.tiles)
     if column_pair is not None and groups is not None:
         column_pair = column_pair[0].flatten(), column_pair[1]
     return row_pair, column_pair
@@ -131,7 +130,7 @@ def quantize_into(x: torch.Tensor, data: torch.Tensor, scale: torch.Tensor, scal
 def _launch(
     x: torch.Tensor, scale_format: str, rows: QuantizedPair | None, columns: QuantizedPair | None, groups: QuantizedPair | None
 ) -> None:
-    """Fill the pairs (E4M3 data, scales) that are not None. `groups`: see `_group_tables`."""
+    """Fill the pairs (E4M3 data, scales) that are not None. `groups`: `TokenGroups.tiles`."""
     tokens, width = x.shape
     blocks = -(-tokens // BLOCK)
     unused = torch.empty(0, dtype=torch.uint8, device=x.device), torch.empty(0, dtype=torch.float32, device=x.device)
@@ -162,13 +161,3 @@ def _launch(
         TILE=BLOCK,
         **LAUNCH,
     )
-
-
-def _group_tables(groups: Sequence[int], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return int64 [T / 128] each: first token and length of the group that 128 consecutive tokens belong to."""
-    starts, lengths, first = [], [], 0
-    for length in groups:
-        starts += [first] * (length // BLOCK)
-        lengths += [length] * (length // BLOCK)
-        first += length
-    return torch.tensor(starts, device=device), torch.tensor(lengths, device=device)

@@ -8,7 +8,8 @@ from support.fp8_reference import both_scale_formats, uneven_matrix
 
 from megatron_rl.errors import RunError
 from megatron_rl.precision.backends import make_backend
-from megatron_rl.precision.backends.deep_gemm_experts import DeepGemmExperts, pad_groups
+from megatron_rl.precision.backends.deep_gemm_experts import DeepGemmExperts
+from megatron_rl.precision.backends.token_groups import TokenGroups
 from megatron_rl.precision.fp8 import quantize_weight
 from parallel.formats import FP8
 
@@ -96,15 +97,16 @@ def test_what_a_kernel_cannot_do_is_refused(name):
 @both_scale_formats
 def test_experts_in_one_grouped_product_are_those_one_by_one(scale_format):
     counts = [130, 0, 3, 256]
-    groups, places = pad_groups(counts, "cpu")
-    assert groups == [256, 0, 128, 256] and len(places) == sum(counts)
+    groups = TokenGroups.from_counts(counts, "cpu")
+    places = groups.places
+    assert groups.lengths == [256, 0, 128, 256] and len(places) == sum(counts)
+    assert groups.tiles[0].tolist() == [0, 0, 256, 384, 384] and groups.tiles[1].tolist() == [256, 256, 128, 256, 256]
     blocks = [quantize_weight(uneven_matrix(N, K, seed), scale_format) for seed in range(4)]
     experts, single = DeepGemmExperts(FP8.with_scales(scale_format)), make_backend("deep_gemm", FP8.with_scales(scale_format))
     x, dy = activations(sum(counts))
 
     def padded(values: torch.Tensor):
-        spread = values.new_zeros(sum(groups), values.shape[1]).index_copy_(0, places, values)
-        return experts.quantize(spread, groups, rows=True, columns=True)
+        return experts.quantize(groups.spread(values), groups, rows=True, columns=True)
 
     forward, gradient, weight = padded(x), padded(dy), experts.prepare(blocks)
     y, dx = experts.fprop(forward, weight, groups), experts.dgrad(gradient, weight, groups)
@@ -116,5 +118,5 @@ def test_experts_in_one_grouped_product_are_those_one_by_one(scale_format):
         assert_close(y[rows], single.fprop(operand, weight), BF16_ROUNDING)
         assert_close(dx[rows], single.dgrad(slope, weight), BF16_ROUNDING)
         assert_close(dw[expert], single.wgrad(slope, operand, None), 1e-5)
-    others = torch.ones(sum(groups), dtype=torch.bool).index_fill_(0, places, False)
+    others = torch.ones(groups.rows, dtype=torch.bool).index_fill_(0, places, False)
     assert not y[others].any() and not dx[others].any()

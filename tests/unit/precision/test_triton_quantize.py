@@ -11,6 +11,8 @@ import torch
 from support.fp8_reference import check_into, check_kernel, uneven
 from support.processes import call_in_fresh_process
 
+from megatron_rl.precision.backends.token_groups import TokenGroups
+
 TRITON = importlib.machinery.PathFinder.find_spec("triton")  # not util.find_spec: SGLang's stub modules answer that
 pytestmark = pytest.mark.skipif(TRITON is None, reason="Triton is not installed: GPU builds of torch bring it")
 
@@ -63,6 +65,6 @@ def test_it_compiles_for_hopper_with_the_references_rounding(tmp_path):
 def test_other_widths_and_groups_are_refused():
     from megatron_rl.precision.backends.triton_quantize import quantize_activation
 
-    for shape, groups in (((128, 100), None), ((128, 128), [100, 28]), ((256, 128), [128])):
-        with pytest.raises(ValueError, match="multiples of 128"):
+    for shape, groups in (((128, 100), None), ((256, 128), TokenGroups.from_counts([100], "cpu"))):
+        with pytest.raises(ValueError, match="multiple of 128"):
             quantize_activation(torch.zeros(shape), "pow2", rows=True, columns=True, groups=groups)

@@ -1,0 +1,80 @@
+"""The layers of all experts of a rank as one, whose three products run in one kernel each (`precision.backends.GROUPED`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from megatron_rl.mcore.layers.quantized_linear import QuantizedLinear, hand_over_gradient
+from megatron_rl.precision.backends import make_grouped_backend
+from megatron_rl.precision.backends.base import Operand
+from megatron_rl.precision.backends.token_groups import TokenGroups
+
+
+class GroupedLinear:
+    """One linear layer of every expert. The blocks stay the layers' own; their bytes are laid end to end once per optimizer step."""
+
+    def __init__(self, layers: Sequence[QuantizedLinear]) -> None:
+        self.layers = layers
+        first = layers[0]
+        backend = make_grouped_backend(first.config.linear_backend, first.format)
+        assert backend is not None
+        self.backend = backend
+        self._operand: Any = None
+        self._scales: list[torch.Tensor] = []
+        """Of the blocks that `_operand` was made of: new blocks have new ones."""
+
+    def __call__(self, x: torch.Tensor, groups: TokenGroups) -> torch.Tensor:
+        """[T, K] -> [T, N], rows as `groups` says."""
+        for layer in self.layers:
+            for hook in layer._forward_pre_hooks.values():  # Megatron's DDP waits in them for gathered weights
+                hook(layer, ())
+        return _GroupedMatmul.apply(x, groups, self, *(layer.weight for layer in self.layers))
+
+    @property
+    def operand(self) -> Any:
+        """All experts' blocks in the form of the backend."""
+        scales = [layer.scale for layer in self.layers]
+        if len(scales) != len(self._scales) or any(new is not old for new, old in zip(scales, self._scales, strict=True)):
+            self._operand = None  # before there are two
+            self._operand, self._scales = self.backend.prepare([layer.blocks for layer in self.layers]), scales
+        return self._operand
+
+
+def can_group(layers: Sequence[Any]) -> bool:
+    """Return whether these layers, of one shape, may run as one: quantized by a backend that has grouped products, nothing in the place of
+    their forward passes (`mcore.engine_emulation`), and nobody who looks at each one's output."""
+    return all(
+        isinstance(layer, QuantizedLinear)
+        and make_grouped_backend(layer.config.linear_backend, layer.format) is not None
+        and layer.quantization_enabled
+        and "_forward_impl" not in vars(layer)
+        and not layer._forward_hooks  # type: ignore[attr-defined]
+        for layer in layers
+    )
+
+
+class _GroupedMatmul(torch.autograd.Function):
+    """`quantized_linear.QuantizedMatmul` of all experts. Their parallelism needs no communication here: the dispatcher's is enough."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, groups: TokenGroups, linear: GroupedLinear, *weights: torch.Tensor) -> torch.Tensor:
+        operand = linear.backend.quantize(x, groups, rows=True, columns=any(ctx.needs_input_grad[3:]))
+        ctx.save_for_backward(*operand.columns)
+        ctx.groups, ctx.linear = groups, linear
+        return linear.backend.fprop(operand, linear.operand, groups)
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        groups, linear, backend = ctx.groups, ctx.linear, ctx.linear.backend
+        needs_dx, needs_dw = ctx.needs_input_grad[0], any(ctx.needs_input_grad[3:])
+        gradient = backend.quantize(dy, groups, rows=needs_dx, columns=needs_dw)
+        dx = backend.dgrad(gradient, linear.operand, groups) if needs_dx else None
+        weights = [layer.weight for layer in linear.layers]
+        if not needs_dw:
+            return dx, None, None, *[None for _ in weights]
+        sums = backend.wgrad(gradient, Operand(gradient.tokens, columns=ctx.saved_tensors), groups)
+        torch._foreach_add_([weight.main_grad for weight in weights], sums.unbind())
+        return dx, None, None, *map(hand_over_gradient, weights)

@@ -1,0 +1,54 @@
+"""A trainer whose experts run in grouped products, and one after the other; stand-ins play DeepGEMM."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from examples.arithmetic.supervised import negative_log_likelihood
+from megatron_rl.batch.training_sample import TrainingSample
+from megatron_rl.mcore.layers import experts
+from megatron_rl.mcore.precision_graph import read_rank_graph
+from support import fake_gpu_libraries
+from support.trainer import Trainer, own
+
+PRECISION = {"mode": "fp8_unified", "backend": "deep_gemm", "reduction": "fast"}
+
+
+def run(folder: Path, batch: list[TrainingSample], grouped: bool, recompute: str) -> dict[str, Any]:
+    """Log-probs before and after an update, its gradients, how often DeepGEMM was called for an update, and the graph's words."""
+    calls = dict.fromkeys(("fp8_gemm_nt", "m_grouped_fp8_gemm_nt_contiguous", "k_grouped_fp8_gemm_nt_contiguous"), 0)
+    with pytest.MonkeyPatch.context() as patch:
+        fake_gpu_libraries.install(patch)
+        for name in calls:
+            patch.setattr(sys.modules["deep_gemm"], name, _counted(calls, name))
+        if not grouped:
+            patch.setattr(experts, "can_group", lambda layers: False)
+        trainer = Trainer(folder, PRECISION, {"learning_rate": 1e-2, "clip_grad": 0.0, "recompute": recompute, "micro_batch_tokens": 1000})
+        before, _ = trainer.actor.compute_logprobs(batch)
+        calls.update(dict.fromkeys(calls, 0))
+        trainer.actor.update(own(batch), negative_log_likelihood)
+        counted = dict(calls)
+        gradients = {name: weight.main_grad.clone() for name, weight in trainer.model.named_parameters()}
+        after, _ = trainer.actor.compute_logprobs(batch)
+        details = {node.detail for node in read_rank_graph(trainer.model).nodes if ".experts." in node.name}
+    return {"before": torch.cat(before), "after": torch.cat(after), "gradients": gradients, "calls": counted, "details": details}
+
+
+def _counted(calls: dict[str, int], name: str) -> Any:
+    function = getattr(fake_gpu_libraries, name)
+
+    def count(*args: Any, **options: Any) -> Any:
+        calls[name] += 1
+        return function(*args, **options)
+
+    return mock.Mock(side_effect=count)
+
+
+def grouped_and_one_by_one(folder: Path, batch: list[TrainingSample], recompute: str) -> list[dict[str, Any]]:
+    return [run(folder, batch, grouped, recompute) for grouped in (True, False)]
