@@ -29,7 +29,7 @@ class GroupedLinear:
     def __call__(self, x: torch.Tensor, groups: TokenGroups) -> torch.Tensor:
         """[T, K] -> [T, N], rows as `groups` says."""
         for layer in self.layers:
-            for hook in layer._forward_pre_hooks.values():  # Megatron's DDP waits in them for gathered weights
+            for hook in layer._forward_pre_hooks.values():  # type: ignore[attr-defined] # Megatron's DDP waits in them for gathered weights
                 hook(layer, ())
         return _GroupedMatmul.apply(x, groups, self, *(layer.weight for layer in self.layers))
 
