@@ -1,0 +1,102 @@
+"""Makes a machine without a GPU look as if it had one Hopper GPU, as far as importing the GPU packages asks: nothing can be computed.
+
+`pretend` changes torch's answers in this process. Compiled libraries ask the driver and the CUDA runtime themselves: `build_stubs` makes a
+libcuda.so.1 whose every function fails, so that they can be loaded, and a library to preload that says that there is a device.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+GIB = 1 << 30
+_NO_DEVICE = 100
+"""CUDA_ERROR_NO_DEVICE."""
+_RUNTIME_ANSWERS = """
+int cudaGetDeviceCount(int *count) { *count = 1; return 0; }
+int cudaGetDevice(int *device) { *device = 0; return 0; }
+int cudaSetDevice(int device) { return 0; }
+int cudaDriverGetVersion(int *version) { *version = 13000; return 0; }
+int cudaRuntimeGetVersion(int *version) { *version = 13000; return 0; }
+int cudaGetLastError(void) { return 0; }
+int cudaPeekAtLastError(void) { return 0; }
+int cudaDeviceGetStreamPriorityRange(int *least, int *greatest) { *least = 0; *greatest = -5; return 0; }
+int cudaStreamIsCapturing(void *stream, int *status) { *status = 0; return 0; }
+int cudaStreamSynchronize(void *stream) { return 0; }
+int cudaDeviceSynchronize(void) { return 0; }
+int cudaFree(void *pointer) { return 0; }
+"""
+
+
+def pretend() -> None:
+    """Let torch say that there is an H100."""
+    import torch
+
+    properties = types.SimpleNamespace(
+        name="NVIDIA H100 80GB HBM3",
+        major=9,
+        minor=0,
+        total_memory=80 * GIB,
+        multi_processor_count=132,
+        uuid="0",
+        shared_memory_per_block_optin=232448,
+        shared_memory_per_multiprocessor=233472,
+        regs_per_multiprocessor=65536,
+        max_threads_per_multi_processor=2048,
+        warp_size=32,
+        L2_cache_size=50 << 20,
+        gcnArchName="",
+    )
+    answers: dict[str, Any] = {
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "device_count": lambda: 1,
+        "current_device": lambda: 0,
+        "get_device_capability": lambda *_, **__: (properties.major, properties.minor),
+        "get_device_name": lambda *_, **__: properties.name,
+        "get_device_properties": lambda *_, **__: properties,
+        "mem_get_info": lambda *_, **__: (70 * GIB, 80 * GIB),
+        "synchronize": lambda *_, **__: None,
+        "empty_cache": lambda: None,
+        "set_device": lambda *_: None,
+        "_lazy_init": lambda: None,
+    }
+    for name, answer in answers.items():
+        setattr(torch.cuda, name, answer)
+
+
+def build_stubs(folder: Path, packages: Path) -> dict[str, str]:
+    """Compile the two libraries into `folder`, for what lies below `packages`; return the environment in which they are loaded."""
+    folder.mkdir(parents=True, exist_ok=True)
+    driver, runtime = folder / "libcuda.so.1", folder / "libcudart_answers.so"
+    symbols = find_driver_symbols(packages)
+    _compile(driver, "".join(f"int {symbol}(void) {{ return {_NO_DEVICE}; }}\n" for symbol in sorted(symbols)))
+    _compile(runtime, _RUNTIME_ANSWERS)
+    path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("LD_LIBRARY_PATH")])])
+    return {"LD_LIBRARY_PATH": path, "LD_PRELOAD": str(runtime)}
+
+
+def find_driver_symbols(packages: Path) -> set[str]:
+    """Return the driver's functions that libraries below a folder name."""
+    symbols = set[str]()
+    for library in _find_users_of_the_driver(packages):
+        listed = subprocess.run(["nm", "-D", "--undefined-only", str(library)], capture_output=True, text=True, check=True).stdout
+        symbols |= set(re.findall(r"\bU (cu[A-Z]\w*)", listed))
+    return {symbol for symbol in symbols if not re.match(r"cu(blas|dnn|rand|solver|sparse|fft|file)", symbol)}
+
+
+def _find_users_of_the_driver(packages: Path) -> Iterator[Path]:
+    libraries = [file for file in packages.rglob("*.so*") if file.is_file() and file.open("rb").read(4) == b"\x7fELF"]
+    for library in libraries:
+        if "libcuda.so.1" in subprocess.run(["readelf", "-d", str(library)], capture_output=True, text=True, check=True).stdout:
+            yield library
+
+
+def _compile(library: Path, source: str) -> None:
+    command = ["gcc", "-x", "c", "-", "-shared", "-fPIC", "-w", f"-Wl,-soname,{library.name}", "-o", str(library)]
+    subprocess.run(command, input=source, text=True, check=True)

@@ -1,0 +1,285 @@
+"""The checks of tools/checks/gpu_packages.sh: this project's GPU code against the packages that it is pinned to, without a GPU.
+
+    python tools/checks/gpu_packages.py            # all, each in a process of its own behind a faked Hopper GPU; exit code 1 if one fails
+    python tools/checks/gpu_packages.py NAME ...   # these
+
+Nothing is computed: what is imported, hooked, compared and compiled is real.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import inspect
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import fake_hopper
+from gpu_parts import PARTS, WARM_UP, Part
+
+ROOT = Path(__file__).resolve().parents[2]
+SITE = Path(sysconfig.get_paths()["purelib"])
+_KNOWN_COMPLAINTS = ("pytest-benchmark 5.3.1 requires py-cpuinfo2, which is not installed.",)
+"""Its module `cpuinfo` is that of py-cpuinfo, which is pinned."""
+_ONLY = "--in-this-process"
+
+
+class NotInstalledError(Exception):
+    """Something optional is not installed."""
+
+
+CHECKS: dict[str, Callable[[], str]] = {}
+"""By name; each raises where something is wrong, and returns what it found."""
+
+
+def check(function: Callable[[], str]) -> Callable[[], str]:
+    CHECKS[function.__name__.replace("_", "-")] = function
+    return function
+
+
+@check
+def packages() -> str:
+    """`pip check` has nothing new to say."""
+    told = subprocess.run([sys.executable, "-m", "pip", "check"], capture_output=True, text=True).stdout.strip().splitlines()
+    found = [line for line in told if line not in _KNOWN_COMPLAINTS and "No broken requirements" not in line]
+    assert not found, "\n".join(found)
+    return f"pip check says nothing new{f', as before: {told[0]}' if told else ''}"
+
+
+@check
+def backends() -> str:
+    """Every module that is imported inside functions, with what it imports there."""
+    modules = [*sorted((ROOT / "megatron_rl" / "precision").rglob("*triton*.py")), ROOT / "parallel" / "digest_triton.py"]
+    modules += sorted((ROOT / "megatron_rl" / "precision" / "backends").glob("deep_gemm*.py"))
+    for file in modules:
+        importlib.import_module(".".join(file.relative_to(ROOT).with_suffix("").parts))
+    for library in ("deep_gemm", "sgl_kernel", "flashinfer", "torch_memory_saver", "tvm_ffi"):
+        importlib.import_module(library)
+    return f"{len(modules)} modules"
+
+
+@check
+def transformer_engine_extension() -> str:
+    """The back end makes its quantizers in a process that has imported nothing of Transformer Engine before."""
+    if not list((SITE / "transformer_engine").rglob("transformer_engine_torch*.so")) and not list(
+        SITE.glob("transformer_engine_torch*.so")
+    ):
+        raise NotInstalledError("its torch extension was not built (--extension)")
+    from megatron_rl.precision.backends import make_backend
+    from parallel.formats import FP8
+
+    backend: Any = make_backend("transformer_engine", FP8.with_scales("pow2"))
+    for quantizer, dimensions in ((backend._activations, 1), (backend.weight_quantizer, 2)):
+        assert quantizer.block_scaling_dim == dimensions and quantizer.force_pow_2_scales and quantizer.amax_epsilon == 1e-10
+    import megatron.core.extensions.transformer_engine as layers
+
+    return f"{type(quantizer).__name__}, {layers.TELinear.__name__} of Megatron"
+
+
+@check
+def signatures() -> str:
+    """The libraries' functions take what the back ends pass."""
+    import deep_gemm
+    from torch.nn.attention.varlen import varlen_attn
+
+    expected: dict[Any, tuple[str, ...]] = {
+        deep_gemm.fp8_gemm_nt: ("a", "b", "d", "c", "recipe"),
+        deep_gemm.m_grouped_fp8_gemm_nt_contiguous: ("a", "b", "d", "grouped_layout", "recipe"),
+        deep_gemm.k_grouped_fp8_gemm_nt_contiguous: ("a", "b", "d", "ks", "grouped_layout", "c", "recipe"),
+        varlen_attn: ("query", "key", "value", "cu_seq_q", "cu_seq_k", "max_q", "max_k"),
+    }
+    for function, names in expected.items():
+        parameters = list(inspect.signature(function).parameters)
+        assert [name for name in parameters if name in names] == list(names), f"{function.__name__}{parameters}"
+    assert callable(deep_gemm.get_mk_alignment_for_contiguous_layout)
+    pytorch = SITE / "transformer_engine" / "pytorch"  # importing it needs the extension
+    for file, name, words in (
+        ("tensor/float8_blockwise_tensor.py", "__init__", "fp8_dtype rowwise columnwise amax_epsilon force_pow_2_scales block_scaling_dim"),
+        ("tensor/storage/float8_blockwise_tensor_storage.py", "__new__", "rowwise_data rowwise_scale_inv columnwise_data "
+         "columnwise_scale_inv fp8_dtype quantizer is_2D_scaled"),
+        ("cpp_extensions/gemm.py", "general_gemm", "A B out_dtype accumulate layout out grad use_split_accumulator"),
+    ):  # fmt: skip
+        found = list(_parameters(pytorch / file, name))
+        assert any(set(words.split()) <= set(each) for each in found), f"{file}: {name}{found}"
+    return f"{len(expected) + 4} functions"
+
+
+def _parameters(file: Path, name: str) -> Iterator[list[str]]:
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.FunctionDef) and node.name == name:
+            yield [argument.arg for argument in (*node.args.args, *node.args.kwonlyargs)]
+
+
+@check
+def engine() -> str:
+    """SGLang as an engine's process imports it: every hook is applied, to copies of a function too, with its arguments; dense layers go to
+    DeepGEMM with FP32 scales, experts to Triton."""
+    from rollout_sglang.hooks import gpu_activation_quant, registry
+    from rollout_sglang.platform import stub_modules
+
+    os.environ[gpu_activation_quant.SCALE_FORMAT_VARIABLE] = "pow2"
+    stub_modules.install()
+    stub_modules.block_megatron()
+    registry.verify()
+    for target, function, kind in registry.list_gpu_hooks():
+        module, _, name = target.rpartition(".")
+        hooked = getattr(importlib.import_module(module), name)
+        theirs, ours = (list(inspect.signature(each).parameters) for each in (hooked.__wrapped__, function))
+        assert theirs == ours[kind == "AROUND" :], f"{target}: {theirs}, {ours}"
+    from sglang.kernels.ops.quantization import fp8_kernel
+    from sglang.srt.layers import deep_gemm_wrapper
+    from sglang.srt.layers.moe.moe_runner.triton_utils import fused_moe
+    from sglang.srt.layers.quantization import fp8, fp8_utils
+
+    for module, name in ((fp8, "dispatch_w8a8_block_fp8_linear"), (fused_moe, "per_token_group_quant")):
+        assert hasattr(getattr(module, name), "__wrapped__"), f"the copy in {module.__name__} is SGLang's own"
+    assert fp8_kernel._is_cuda and deep_gemm_wrapper.ENABLE_JIT_DEEPGEMM and not deep_gemm_wrapper.DEEPGEMM_SCALE_UE8M0
+    for told in (False, True):
+        linear = fp8.dispatch_w8a8_block_fp8_linear([128, 128], act_scale_ue8m0=told)
+        assert linear is fp8_utils.deepgemm_w8a8_block_fp8_linear_with_fallback, linear
+    return f"{len(registry._list_hooks())} hooks"
+
+
+@check
+def memory_saver() -> str:
+    """With the environment that an engine gets, the loader takes torch_memory_saver's library, on the CUDA runtime that torch uses."""
+    import torch
+    from torch_memory_saver.utils import get_binary_path_from_package
+
+    from megatron_rl.rollout.memory_saver import make_environment
+
+    stubs = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
+    library = str(get_binary_path_from_package("torch_memory_saver_hook_mode_preload"))
+    environment = stubs | make_environment(stubs, torch.version.cuda) | {"LD_PRELOAD": library, "LD_TRACE_LOADED_OBJECTS": "1"}
+    loaded = subprocess.run(["/bin/true"], env=environment, capture_output=True, text=True).stdout
+    assert library in loaded and "not found" not in loaded, loaded
+    assert f"libcudart.so.13 => {SITE}" in loaded, loaded
+    return "preloaded"
+
+
+@check
+def triton_kernels() -> str:
+    """Every kernel of this project compiles for sm_90 as its own function launches it, without a spill and within its registers."""
+    import hopper_kernels
+
+    return hopper_kernels.compile_all()
+
+
+@check
+def deep_gemm_kernels() -> str:
+    """One kernel of each recipe compiles with the pinned nvcc."""
+    nvcc = SITE / "nvidia" / "cu13" / "bin" / "nvcc"
+    include = SITE / "deep_gemm" / "include"
+    found = []
+    for name, source in DEEP_GEMM_KERNELS.items():
+        with tempfile.TemporaryDirectory() as folder:
+            (file := Path(folder, "kernel.cu")).write_text(source)
+            command = [
+                str(nvcc),
+                str(file),
+                "-cubin",
+                "-o",
+                f"{folder}/kernel.cubin",
+                "-gencode=arch=compute_90a,code=sm_90a",
+                "-std=c++20",
+            ]
+            command += [
+                "-O3",
+                "--expt-relaxed-constexpr",
+                "--expt-extended-lambda",
+                "-diag-suppress=39,161,174,177,186,940",
+                f"-I{include}",
+            ]
+            done = subprocess.run([*command, "--ptxas-options=--verbose"], capture_output=True, text=True)
+        assert done.returncode == 0, f"{name}: {done.stderr[-3000:]}"
+        used = re.search(r"Used (\d+) registers", done.stderr)
+        assert used and "0 bytes spill stores" in done.stderr, f"{name}: {done.stderr}"
+        found.append(f"{name} {used[1]} registers")
+    return ", ".join(found)
+
+
+def _kernel(file: str, call: str) -> str:
+    return f"#include <deep_gemm/impls/{file}.cuh>\nusing namespace deep_gemm;\nvoid *kernel = reinterpret_cast<void *>(&{call});\n"
+
+
+DEEP_GEMM_KERNELS = {
+    f"{recipe} {type}": _kernel(file, call.replace("TYPE", f"GemmType::{type}"))
+    for recipe, file, call, types in (
+        (
+            "(1, 128, 128)",
+            "sm90_fp8_gemm_1d2d",
+            "sm90_fp8_gemm_1d2d_impl<cute::UMMA::Major::K, 0, 4096, 4096, 1, 128, 128, 128, 128, 128, 128, 5, 128, 256, 1, false, 132, "
+            "TYPE, cutlass::bfloat16_t, epilogue::transform::EpilogueIdentity>",
+            ("Normal", "MGroupedContiguous"),
+        ),
+        (
+            "(1, 1, 128)",
+            "sm90_fp8_gemm_1d1d",
+            "sm90_fp8_gemm_1d1d_impl<4096, 4096, 0, 1, 128, 128, 128, 128, 128, 4, 128, 256, 1, false, 132, TYPE, float>",
+            ("Normal", "KGroupedContiguous"),
+        ),
+    )
+    for type in types
+}
+"""Source by recipe and kind of product: what the back ends call, in one tile that DeepGEMM chooses for large products on an H100."""
+
+
+def _add_part(part: Part) -> None:
+    def collect() -> str:
+        import pytest
+
+        arguments = [*(f"tests/gpu/{test}" for test in part.tests), "-m", "gpu", "--collect-only", "-qq", "-p", "no:cacheprovider"]
+        assert pytest.main(arguments) == 0
+        return "collected"
+
+    CHECKS[f"part-{part.name}"] = collect
+
+
+for each in (WARM_UP, *PARTS):
+    _add_part(each)
+
+
+def run_in_this_process(name: str) -> None:
+    """Run one check behind the faked GPU; print its result last."""
+    sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+    fake_hopper.pretend()
+    try:
+        print(f"ok: {CHECKS[name]()}")
+    except NotInstalledError as reason:
+        print(f"skipped: {reason}")
+
+
+def main(names: list[str]) -> int:
+    failed = []
+    if unknown := [name for name in names if name not in CHECKS]:
+        print(f"{', '.join(unknown)}: no check; there are {', '.join(CHECKS)}", file=sys.stderr)
+        return 2
+    with tempfile.TemporaryDirectory() as folder:
+        environment = {**os.environ, **fake_hopper.build_stubs(Path(folder), SITE), "PYTHONPATH": str(ROOT)}
+        for name in names or CHECKS:
+            start = time.monotonic()
+            command = [sys.executable, __file__, _ONLY, name]
+            done = subprocess.run(command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+            last = (done.stdout.strip().splitlines() or [""])[-1] if done.returncode == 0 else "FAILED"
+            print(f"{name:32} {time.monotonic() - start:5.0f} s  {last}", flush=True)
+            if done.returncode:
+                failed.append(name)
+                print("\n".join(done.stdout.splitlines()[-30:]), flush=True)
+    print(f"failed: {', '.join(failed)}" if failed else "all as it should be")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == [_ONLY]:
+        run_in_this_process(sys.argv[2])
+    else:
+        sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,101 @@
+"""Compiles every Triton kernel of this project for Hopper as its own function launches it, without a GPU.
+
+Triton is given a driver that only names the target. A launch then compiles, for the arguments that the function really passes, and stops
+there. Limits are what was measured and some room: a spill, or a kernel that takes many more registers, is a change to look at.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("megatron_rl", "parallel", "rollout_sglang")
+REGISTERS: dict[str, int] = {"quantize_tile": 144, "multiply_tile": 240, "rotate_token": 64, "sum_runs": 48}
+"""The most that a thread of a kernel may take."""
+
+
+def compile_all() -> str:
+    """Return the registers of every kernel. Raise AssertionError for a spill, too many registers, or one that nothing launches."""
+    compiled = intercept_launches()
+    launch_all()
+    missing = find_kernels() - compiled.keys()
+    assert not missing, f"launch them in {Path(__file__).name}: {missing}"
+    used = {name: max(map(count_registers, kernels)) for name, kernels in compiled.items()}
+    for name, registers in used.items():
+        assert registers <= REGISTERS.get(name, 0), f"{name} takes {registers} registers, its limit is {REGISTERS.get(name)}"
+    return ", ".join(f"{name} {registers} registers in {len(compiled[name])} kinds" for name, registers in sorted(used.items()))
+
+
+def intercept_launches() -> dict[str, list[Any]]:
+    """Let launches of this process compile only; return the kernels by name, to be filled."""
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+    from triton.runtime.jit import JITFunction
+
+    target = GPUTarget("cuda", 90, 32)
+    first: Any = lambda *_: 0  # noqa: E731 - device and stream
+    driver.set_active(SimpleNamespace(get_current_device=first, get_current_stream=first, get_current_target=lambda: target))
+    compiled: dict[str, list[Any]] = {}
+
+    def launch(kernel: Any, grid: Any) -> Any:
+        def compile_only(*arguments: Any, **options: Any) -> None:
+            compiled.setdefault(kernel.__name__, []).append(kernel.run(*arguments, grid=grid, warmup=True, **options))
+
+        return compile_only
+
+    JITFunction.__getitem__ = launch
+    return compiled
+
+
+def launch_all() -> None:
+    """Call what launches kernels, for every kind of each."""
+    from megatron_rl.precision.backends.triton_quantize import quantize_activation, quantize_into
+    from megatron_rl.precision.ops.rope_triton import rotate
+    from megatron_rl.precision.ops.tree_triton import multiply_nodes
+    from parallel.digest_triton import run_sums
+
+    x = torch.zeros(256, 512, dtype=torch.bfloat16)
+    for scale_format in ("pow2", "fp32"):
+        for rows, columns, groups in ((True, True, None), (True, False, None), (False, True, None), (True, True, [128, 128])):
+            quantize_activation(x, scale_format, rows=rows, columns=columns, groups=groups)
+        quantize_into(x, torch.zeros(256, 512, dtype=torch.float8_e4m3fn), torch.zeros(4, 256).t(), scale_format)
+    for width in (256, 4096, 32768):  # the deepest trees: at tp 1, 32B models have 25,600
+        for dtype, block in ((torch.float8_e4m3fn, 128), (torch.bfloat16, 0), (torch.float32, 0)):
+            left, weight = torch.zeros(64, width, dtype=dtype), torch.zeros(128, width, dtype=dtype)
+            scales = (torch.zeros(64, width // block), torch.zeros(1, width // block)) if block else ()
+            multiply_nodes(left, weight, *scales)
+    for heads, width, interleaved in ((32, 128, False), (8, 128, False), (16, 64, True)):
+        tables = torch.zeros(64, width // 2)
+        rotate(torch.zeros(4, heads, width, dtype=torch.bfloat16), tables, tables, torch.zeros(4, dtype=torch.int64), 0, 1.0, interleaved)
+    run_sums(torch.zeros(1 << 20, dtype=torch.uint8))
+
+
+def find_kernels() -> set[str]:
+    """Return the names of all kernels that are launched; those that begin with an underscore are parts of others."""
+    names = set()
+    for package in PACKAGES:
+        for file in (ROOT / package).rglob("*triton*.py"):
+            for node in ast.parse(file.read_text()).body:
+                if isinstance(node, ast.FunctionDef) and any("triton.jit" in ast.unparse(each) for each in node.decorator_list):
+                    names.add(node.name)
+    return {name for name in names if not name.startswith("_")}
+
+
+def count_registers(kernel: Any) -> int:
+    """Return what a thread takes, as Triton's own assembler reports. Raise AssertionError where registers were spilled."""
+    from triton.backends.nvidia.compiler import get_ptxas
+
+    command = [get_ptxas(90).path, "-v", "--gpu-name=sm_90a", "-", "-o", os.devnull]
+    report = subprocess.run(command, input=kernel.asm["ptx"], capture_output=True, text=True, check=True).stderr
+    assert "0 bytes spill stores, 0 bytes spill loads" in report, f"{kernel.name} spills: {report}"
+    used = re.search(r"Used (\d+) registers", report)
+    assert used is not None, report
+    return int(used[1])
