@@ -57,14 +57,15 @@ def intercept_launches() -> dict[str, list[Any]]:
 
 def launch_all() -> None:
     """Call what launches kernels, for every kind of each."""
+    from megatron_rl.precision.backends.token_groups import TokenGroups
     from megatron_rl.precision.backends.triton_quantize import quantize_activation, quantize_into
     from megatron_rl.precision.ops.rope_triton import rotate
     from megatron_rl.precision.ops.tree_triton import multiply_nodes
     from parallel.digest_triton import run_sums
 
-    x = torch.zeros(256, 512, dtype=torch.bfloat16)
+    x, halves = torch.zeros(256, 512, dtype=torch.bfloat16), TokenGroups.from_counts([128, 128], "cpu")
     for scale_format in ("pow2", "fp32"):
-        for rows, columns, groups in ((True, True, None), (True, False, None), (False, True, None), (True, True, [128, 128])):
+        for rows, columns, groups in ((True, True, None), (True, False, None), (False, True, None), (True, True, halves)):
             quantize_activation(x, scale_format, rows=rows, columns=columns, groups=groups)
         quantize_into(x, torch.zeros(256, 512, dtype=torch.float8_e4m3fn), torch.zeros(4, 256).t(), scale_format)
     for width in (256, 4096, 32768):  # the deepest trees: at tp 1, 32B models have 25,600
