@@ -40,7 +40,12 @@ TRAIN = {"micro_batch_tokens": 60, "adam_eps": 1e-4}
 SETTINGS = {"fp32": FP32, "fp8": FP8, "fp32_kv": FP32 | {"kv": "e4m3"}, "fp32_layer_kv": FP32 | {"kv": "e4m3_per_layer"}}
 TOLERANCE = {"fp32": 1e-5, "fp8": 5e-2, "fp32_kv": 5e-2, "fp32_layer_kv": 5e-2}
 """Relative. Sums in another order differ by 1e-6. In FP8 such a difference of the first step's gradient moves a few weights to the next
-E4M3 number, 2^-3 of themselves away, and the second step then goes another way: its loss and its log-probs differ by 3 %."""
+E4M3 number, 2^-3 of themselves away, and the second step then goes another way: its loss and its log-probs differ by 3 %.
+
+A gradient between operators can move so too, where it lies within 1e-7 of the middle of two E4M3 numbers: column-parallel layers add
+theirs up over tensor-parallel ranks. With "deep" at tp 2, fp8 and `kv = "e4m3"`, one of 37,376 does in the last layer; of the first
+layer's gradients one in nine is another number then, and the norm of all differs by 1.6e-4, by 1e-6 where gradients are not rounded. Of
+four batches two do so with E4M3 keys and none with others, though what tips is no key: chance. Hence FP32 with E4M3 keys here."""
 
 
 def batches() -> list:
