@@ -96,13 +96,14 @@ class _WeightedSum(torch.autograd.Function):
 
 
 class MixtureOfExperts(MoELayer):
-    """Megatron's layer with a `TreeDispatcher`; with `config.sums_by_tree` False Megatron's own."""
+    """Megatron's layer with a `TreeDispatcher`; with `config.sums_by_tree` False an `EvenDispatcher` on a GPU, Megatron's own on a CPU."""
 
     def __init__(self, config: TransformerConfig, submodules: Any = None, layer_number: int | None = None) -> None:
         groups = get_default_pg_collection()
         super().__init__(config, submodules, layer_number, groups)
-        if config.sums_by_tree:
-            self.token_dispatcher = TreeDispatcher(self.num_local_experts, self.local_expert_indices, config=config, pg_collection=groups)
+        if config.sums_by_tree or counts_on_device():
+            dispatcher = TreeDispatcher if config.sums_by_tree else EvenDispatcher
+            self.token_dispatcher = dispatcher(self.num_local_experts, self.local_expert_indices, config=config, pg_collection=groups)
 
 
 class TreeDispatcher(MoEAlltoAllTokenDispatcher):
@@ -114,3 +115,75 @@ class TreeDispatcher(MoEAlltoAllTokenDispatcher):
         experts, tokens = self.routing_map.t().nonzero(as_tuple=True)
         num_tokens, num_experts = self.routing_map.shape
         return sum_experts(outputs, tokens, experts, num_tokens, num_experts, outputs.dtype).view(self.hidden_shape)
+
+
+def counts_on_device() -> bool:
+    """Return whether tokens are counted on a device that the host should not wait for."""
+    return torch.cuda.is_available()
+
+
+class EvenDispatcher(MoEAlltoAllTokenDispatcher):
+    """Megatron's all-to-all dispatcher, which knows that every token goes to as many experts: its own asks the device how many tokens were
+    selected, twice. What is left to wait for, once a layer, are the tokens that ranks exchange and experts get.
+
+    A token's outputs are summed in FP32 and rounded once, as SGLang does, in one order; Megatron adds them up in the tensor's dtype, in
+    any order. So is the gradient of its input.
+    """
+
+    def dispatch_preprocess(
+        self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return this rank's tokens [n k, h] sorted by expert, then by token, and their weights [n k]."""
+        self.hidden_shape, self.probs, self.routing_map = hidden_states.shape, probs, routing_map
+        rows = hidden_states.view(-1, self.hidden_shape[-1])
+        self.tokens_per_expert = self.preprocess(routing_map)
+        if self.shared_experts is not None:
+            self.shared_experts.pre_forward_comm(rows.view(self.hidden_shape))
+        self.tokens_per_expert = self._maybe_dtoh_and_synchronize("before_permutation_1", self.tokens_per_expert)
+        self.hidden_shape_before_permute = rows.shape
+        chosen = routing_map.t().reshape(-1).nonzero_static(size=len(rows) * self.config.moe_router_topk).squeeze(1)
+        tokens = chosen % len(rows)
+        self.reversed_local_input_permutation_mapping = tokens
+        order = tokens.argsort(stable=True).view(len(rows), -1)
+        return _SelectTokens.apply(rows, tokens, order), probs.t().reshape(-1).index_select(0, chosen)
+
+    def combine_postprocess(self, permutated_local_input_tokens: torch.Tensor) -> torch.Tensor:
+        """Return [s, b, h] of the weighted outputs [n k, h] of this rank's tokens, sorted as `dispatch_preprocess` does."""
+        if self.shared_experts is not None:
+            self.shared_experts.linear_fc2_forward(permutated_local_input_tokens)
+            self.shared_experts.post_forward_comm()
+        tokens = self.reversed_local_input_permutation_mapping
+        order = tokens.argsort(stable=True).view(self.hidden_shape_before_permute[0], -1)
+        output = _SumTokens.apply(permutated_local_input_tokens, tokens, order).view(self.hidden_shape)
+        return output if self.shared_experts is None else output + self.shared_experts.get_output()
+
+
+def _sum_tokens(x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    """Return [n, h]: the sum of each token's rows `order` [n, k] of x [n k, h]."""
+    return x.index_select(0, order.flatten()).unflatten(0, order.shape).sum(1, dtype=torch.float32).to(x.dtype)
+
+
+class _SelectTokens(torch.autograd.Function):
+    """Rows of the tokens, one for each of their experts; the gradient of a token is the sum of theirs."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, tokens: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(order)
+        return x.index_select(0, tokens)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return _sum_tokens(gradient, *ctx.saved_tensors), None, None
+
+
+class _SumTokens(torch.autograd.Function):
+    """The other way round."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, tokens: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(tokens)
+        return _sum_tokens(x, order)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return gradient.index_select(0, *ctx.saved_tensors), None, None

@@ -18,6 +18,8 @@ class WeightGradient:
         """Add dy^T . x, dy [T, N] and x [T, K]."""
         if self._sum.dtype == dy.dtype:
             self._sum.addmm_(dy.t(), x)
+        elif dy.is_cuda and self._sum.dtype == torch.float32:  # FP32 sums straight into the buffer
+            torch.addmm(self._sum, dy.t(), x, out_dtype=torch.float32, out=self._sum)
         else:
             self._sum += dy.t() @ x
 

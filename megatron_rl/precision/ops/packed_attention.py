@@ -101,7 +101,7 @@ def flash_attention(
 ) -> torch.Tensor:
     """Return the same by FlashAttention, on a GPU, in BF16 or FP16; `starts` int32 [n + 1]: starts of the sequences and end of the last."""
     width = value.shape[-1]
-    value = F.pad(value, (0, query.shape[-1] - width))  # it requires one width of all three
+    value = batch_invariant.append_zeros(value, -1, query.shape[-1] - width)  # it requires one width of all three
     grouped, causal = query.shape[1] != key.shape[1], (-1, 0)
     output = varlen_attn(query, key, value, starts, starts, longest, longest, scale=scale, window_size=causal, enable_gqa=grouped)
     return cast(torch.Tensor, output)[..., :width]

@@ -86,3 +86,14 @@ def test_flash_fits_the_installed_operator():
     query, key, value = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in shapes)
     output = packed_attention.flash_attention(query, key, value, torch.empty(3, dtype=torch.int32, device="meta"), 15, 0.1)
     assert output.shape == (20, 4, 128) and output.dtype is torch.bfloat16
+
+
+def test_values_are_copied_only_where_they_are_narrower(monkeypatch):
+    """On a GPU, where FlashAttention wants one width of all three."""
+    passed = []
+    monkeypatch.setattr(packed_attention, "varlen_attn", lambda q, k, v, *_, **__: passed.append(v) or v)
+    query, key = torch.randn(6, 4, 32), torch.randn(6, 2, 32)
+    for width in (32, 16):
+        value = torch.randn(6, 2, width)
+        result = packed_attention.flash_attention(query, key, value, torch.tensor([0, 6]), 6, None)
+        assert (passed.pop() is value) == (width == 32) and torch.equal(result, value)
