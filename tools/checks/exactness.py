@@ -38,6 +38,7 @@ from megatron_rl.errors import MegatronRLError, UserError
 from megatron_rl.hf.files import read_config
 from megatron_rl.hf.write import describe_weights, write_all_but_weights
 from megatron_rl.mcore.actor import Policy
+from megatron_rl.mcore.cache_scales import renew_scales
 from megatron_rl.mcore.export import convert
 from megatron_rl.mcore.load_weights import build_rank_shards, collect_named_tensors, load_checkpoint
 from megatron_rl.mcore.model import build_model, freeze, start_megatron
@@ -88,6 +89,7 @@ MODES: dict[str, dict[str, Any]] = {
     "fp8": {"mode": "fp8_unified", "high": "bf16"},
     "fp8_fp32": {"mode": "fp8_unified", "high": "fp32"},
     "fp8_kv": {"mode": "fp8_unified", "high": "bf16", "kv": "e4m3"},
+    "fp8_layer_kv": {"mode": "fp8_unified", "high": "bf16", "kv": "e4m3_per_layer"},
     "bf16": {"mode": "bf16", "high": "bf16"},
     "fp32": {"mode": "bf16", "high": "fp32"},
 }
@@ -191,6 +193,10 @@ def _load(case: Case, layout: Layout) -> tuple[Any, PrecisionContract, Any, Any]
     contract = PrecisionContract.from_config(case.configure(layout, EngineLayout()).precision)
     shards, model = build_rank_shards(hf_config, layout), freeze(build_model(hf_config, layout, contract))
     load_checkpoint(model, case.folder, shards)
+    if contract.scales_kv_by_layer:
+        with renew_scales(model):
+            tokens = torch.arange(hf_config["vocab_size"])
+            Policy(model, 1.0, micro_batch_tokens=2048).compute_logprobs([TrainingSample(tokens, tokens[:1])])
     return hf_config, contract, shards, model
 
 

@@ -63,7 +63,7 @@ def _run_part(name: str, run: str, seconds: int) -> Part:
 
 
 WARM_UP = Part("warm-up", ("test_warm_up.py",), 310)
-KERNEL_TESTS = ("quantizers", "backends", "engine_quantizer", "device_digest", "tree_products", "flash_attention")
+KERNEL_TESTS = ("quantizers", "backends", "engine_quantizer", "device_digest", "tree_products", "flash_attention", "cache_units")
 PARTS = (
     Part("kernels", tuple(f"test_{name}.py" for name in KERNEL_TESTS), 170, quick=True),
     Part("layers", ("test_layers.py::test_log_probs_and_gradients_are_close_to_emulated",), 110, quick=True),

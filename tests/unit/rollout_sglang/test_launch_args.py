@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -23,8 +24,8 @@ def start(monkeypatch):
     started: list[tuple[list[str], dict[str, str]]] = []
     monkeypatch.setattr(launch_args, "EngineProcess", lambda arguments, environment, _: started.append((arguments, environment)))
 
-    def start_process(mode: str = "bf16", kind: str = "colocated", rollout: dict | None = None, **more: object):
-        sections = {"precision": {"mode": mode}, "rollout": rollout or {}, "placement": {"kind": kind}}
+    def start_process(mode: str = "bf16", kind: str = "colocated", rollout: dict | None = None, kv: str = "high", **more: object):
+        sections = {"precision": {"mode": mode, "kv": kv}, "rollout": rollout or {}, "placement": {"kind": kind}}
         config = Config.model_validate({"model": {"path": Path("m")}, **sections})
         launch_args.EngineLaunchSpec(config, Path("m"), Path("logs"), **more).start_process()
         return started[-1]
@@ -38,6 +39,14 @@ def test_deep_gemm_is_not_compiled_beforehand_unless_the_user_says_so(start, mon
     assert start("fp8_unified")[1].items() >= {PRECOMPILE: "false", scales: "pow2"}.items()
     monkeypatch.setenv(PRECOMPILE, "true")
     assert start("fp8_unified")[1][PRECOMPILE] == "true"
+
+
+def test_a_cache_in_e4m3_has_the_attention_that_rounds_nothing_else(start):
+    arguments, environment = start(kv="e4m3_per_layer")
+    assert environment["MEGATRON_RL_KV"] == "e4m3_per_layer"
+    options = dict(pairwise(arguments))
+    assert options["--kv-cache-dtype"] == "fp8_e4m3" and options["--attention-backend"] == "flashinfer"
+    assert not {"--kv-cache-dtype", "--attention-backend"} & set(start()[0])
 
 
 def test_only_an_empty_engine_loads_no_weights(start):

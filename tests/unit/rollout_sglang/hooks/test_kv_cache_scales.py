@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -86,3 +88,21 @@ def test_an_attention_that_rounds_queries_is_refused(attention):
     for name in ("FlashAttentionBackend", "TritonAttnBackend", "FlashInferMLAAttnBackend"):
         with pytest.raises(ValueError, match=f"SGLang's {name} is not known to leave queries"):
             kv_cache_scales.check_backend(type(name, (), {})())
+
+
+@pytest.mark.parametrize(
+    "file, line",
+    [
+        ("srt/layers/attention/flashattention_backend.py", "q = q.to(self.kv_cache_dtype)"),
+        ("kernels/ops/attention/extend_attention.py", "qk = tl.dot(q.to(k.dtype), k)"),
+        ("kernels/ops/attention/decode_attention.py", "acc += tl.dot(p.to(v.dtype), v)"),
+        ("srt/layers/attention/flashinfer_backend.py", "self.q_data_type = model_runner.dtype"),
+        ("srt/layers/attention/flashinfer_backend.py", "k_scale=layer.k_scale_float,"),
+        ("srt/mem_cache/memory_pool.py", "cache_k = cache_k.to(self.dtype)"),
+        ("srt/models/utils.py", "and pool.dtype == torch.bfloat16"),  # writes of keys and values by the rotary embedding's kernel
+    ],
+)
+def test_sglangs_sources_say_what_the_choice_of_a_backend_rests_on(file, line):
+    """FA3 and Triton quantise queries or probabilities, FlashInfer does not; a Python copy of the scale goes into graphs."""
+    (root,) = importlib.util.find_spec("sglang").submodule_search_locations
+    assert line in (Path(root) / file).read_text()
