@@ -1,4 +1,4 @@
-"""The command line: `megatron-rl train | eval | plan | graph | export | report | doctor`.
+"""The command line: `megatron-rl train | eval | plan | rehearse | graph | export | report | doctor`.
 
 Each command imports what it runs only when it runs, so that `--help` and a mistyped config cost no torch. Expected errors print as one
 line on stderr and end with their exit code: 2 for the user's mistakes, 3 for a broken run. Ctrl-C ends with 130.
@@ -114,6 +114,29 @@ def plan(
         from megatron_rl.cli.plan import PlanOptions, run_plan
 
         run_plan(loaded_config, PlanOptions(config, tuple(overrides or []), nodes, gpus_per_node, gpu, top, json, sbatch))
+
+
+@app.command(context_settings={"ignore_unknown_options": True})
+def rehearse(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    nodes: Annotated[int | None, typer.Option(help="Nodes of the cluster; default: what the layouts fill.", show_default=False)] = None,
+    gpus_per_node: Annotated[int, typer.Option(help="GPUs of a node.")] = 8,
+    gpu: Annotated[str, typer.Option(help="h100, h200, h800 or h20.")] = "h100",
+    ranks: Annotated[
+        str | None, typer.Option(help="Such as 0,7,last; default: one of each kind of pipeline stage.", show_default=False)
+    ] = None,
+    json: Annotated[Path | None, typer.Option(help="Also write the report into this file.")] = None,
+) -> None:
+    """Run the trainer's GPU program of some ranks on tensors without data, without a GPU: what would fail, memory against `plan`, waits of
+    the host, collectives. Exit with 1 where a rank fails or takes other memory than planned."""
+    with expected_errors():
+        loaded_config = _load_config(config, overrides)
+        from megatron_rl.cli.rehearse import RehearseOptions, run_rehearsal
+
+        passes = run_rehearsal(loaded_config, RehearseOptions(nodes, gpus_per_node, gpu, ranks, json))
+    if not passes:
+        raise typer.Exit(1)
 
 
 @app.command(context_settings={"ignore_unknown_options": True})

@@ -68,11 +68,12 @@ def add_ipc_contexts(memory: tuple[PhaseMemory, ...], readers: int) -> tuple[Pha
 
 @lru_cache(maxsize=1 << 16)
 def _fullest_stage(job: Workload, candidate: Candidate, phase: str) -> dict[str, float]:
-    stages = [_trainer_parts(job, candidate, stage, phase) for stage in candidate.extreme_stages]
+    stages = [count_trainer_parts(job, candidate, stage, phase) for stage in candidate.extreme_stages]
     return max(stages, key=lambda parts: sum(parts.values()))
 
 
-def _trainer_parts(job: Workload, candidate: Candidate, stage: int, phase: str) -> dict[str, float]:
+def count_trainer_parts(job: Workload, candidate: Candidate, stage: int, phase: str) -> dict[str, float]:
+    """Return the bytes, by part, of a trainer rank of a pipeline stage in a phase."""
     rank = memory.count_trainer_memory(job, candidate.train, stage)
     parts: dict[str, float] = {"weights": rank.weights, "quantized": rank.blocks + rank.operands}
     if phase in ("logprobs", "train") or not candidate.colocated:

@@ -12,7 +12,6 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.config import Config
 from megatron_rl.data import load_problems
 from megatron_rl.distributed import Rank0, errors_on_all_ranks, raise_on_all_ranks, run_on_rank0, to_run_error
@@ -22,13 +21,11 @@ from megatron_rl.hf.hub import fetch_weights
 from megatron_rl.hf.read import find_checkpoint_format
 from megatron_rl.hf.tokenizer import load_tokenizer
 from megatron_rl.hf.write import describe_weights, write_all_but_weights
-from megatron_rl.mcore.actor import Actor, Policy
-from megatron_rl.mcore.cache_scales import renew_scales
+from megatron_rl.mcore.actor import Actor
 from megatron_rl.mcore.checkpoint.folder import set_aside
 from megatron_rl.mcore.checkpoint.write import load_run_checkpoint
-from megatron_rl.mcore.load_weights import build_rank_shards, collect_named_tensors, global_parameters, load_checkpoint
-from megatron_rl.mcore.master_spread import MasterSpread
-from megatron_rl.mcore.model import build_model, freeze, start_megatron, stop_megatron
+from megatron_rl.mcore.load_weights import collect_named_tensors
+from megatron_rl.mcore.model import start_megatron, stop_megatron
 from megatron_rl.observability import hang_watchdog
 from megatron_rl.observability.rank_log import rank_log
 from megatron_rl.observability.run_log import RunLog, read_metrics
@@ -46,12 +43,13 @@ from megatron_rl.sync.engine_check import check_live_engine
 from megatron_rl.sync.plan import SyncPlan
 from megatron_rl.sync.recovery import RecoveringWeightSync
 from megatron_rl.sync.weight_sync import WeightSync
-from megatron_rl.training.canary import LONGEST, make_canary, make_prompts, promises_exactness
+from megatron_rl.training.canary import make_canary, promises_exactness
 from megatron_rl.training.checkpoint_manager import CheckpointManager
 from megatron_rl.training.graph_check import check_graph
 from megatron_rl.training.loop import Loop
 from megatron_rl.training.mismatch import MismatchBound
 from megatron_rl.training.mismatch_attribution import MismatchAttribution
+from megatron_rl.training.policies import load_actor, load_reference
 from megatron_rl.training.policy_trainer import PolicyTrainer
 from megatron_rl.training.recorder import Recorder
 from megatron_rl.training.resume import describe_layout, find_resume_point
@@ -115,20 +113,14 @@ class Session:
         config, layout, contract = self.config, self.layout, self.contract
         hang_watchdog.enter_phase("loading the model")
         hf_config = read_config(config.model.folder)
-        shards = build_rank_shards(hf_config, layout)
-        model = build_model(hf_config, layout, contract, config.train)
-        spread = MasterSpread.from_config(config)
-        load_checkpoint(model, config.model.folder, shards, spread)
         stored = find_checkpoint_format(hf_config)
         if stored is not None and stored.name != contract.trainer_format.name:
             self.notify(f"the checkpoint is {stored.name.upper()}, the trainer is not: it starts from the dequantised weights")
-        actor = Actor(model, config.train.decay_over(config.optimizer_steps), config.rollout.temperature)
-        if spread:
-            spread.spread_optimizer(actor.optimizer, shards, global_parameters(model))
-        self._choose_scales(actor, hf_config)
+        actor, shards = load_actor(config, layout, hf_config)
         state = self._load_checkpoint(actor)
-        read_named_tensors = partial(collect_named_tensors, model, shards, contract)
-        reference = self._load_reference(hf_config)
+        read_named_tensors = partial(collect_named_tensors, actor.model, shards, contract)
+        hang_watchdog.enter_phase("loading the reference")
+        reference = load_reference(config, layout, hf_config)
         if config.placement.kind == "colocated":
             actor.offload_optimizer()  # as in every sync: the engines find on a shared GPU what the trainer holds in a sync, and no more
 
@@ -141,7 +133,7 @@ class Session:
         sync = WeightSync(plan, engines, read_named_tensors, config.sync, canary, self.notify)
         self._resources.callback(sync.close)
         engines.run(lambda engines: check_live_engine(plan, engines))
-        check_graph(model, engines, contract, self.folder)
+        check_graph(actor.model, engines, contract, self.folder)
         self.notify(f"engines up: {config.rollout.engines}; they serve nothing before the first proved sync")
 
         attribution = MismatchAttribution(actor, read_named_tensors, contract.engine_format, contract.engine_alone_quantizes_kv)
@@ -182,25 +174,6 @@ class Session:
         ahead = AsyncRolloutWorker(worker, config.placement.max_staleness, config.train.steps, engines.stop)
         self._resources.callback(ahead.close)
         return engines, ahead
-
-    def _load_reference(self, hf_config: dict[str, Any]) -> Policy | None:
-        """Return the frozen starting policy, in the same precision; None without a KL term."""
-        if not self.config.algorithm.kl_coef:
-            return None
-        hang_watchdog.enter_phase("loading the reference")
-        model = freeze(build_model(hf_config, self.layout, self.contract, self.config.train))
-        load_checkpoint(model, self.config.model.folder, build_rank_shards(hf_config, self.layout), MasterSpread.from_config(self.config))
-        reference = Policy(model, self.config.rollout.temperature, self.config.train.micro_batch_tokens)
-        self._choose_scales(reference, hf_config)
-        return reference
-
-    def _choose_scales(self, policy: Policy, hf_config: dict[str, Any]) -> None:
-        """Give a starting policy its scales of keys and values (`mcore.cache_scales`), by a forward pass over random tokens."""
-        if self.contract.scales_kv_by_layer:
-            prompts = make_prompts(8, hf_config["vocab_size"], min(self.config.longest_sequence, LONGEST), self.config.train.seed)
-            samples = [TrainingSample(torch.from_numpy(ids[:-1]), torch.from_numpy(ids[-1:])) for ids in prompts]
-            with renew_scales(policy.model):
-                policy.compute_logprobs(samples)
 
     def run(self) -> Path:
         """Train, write checkpoints and report, and return the run's folder. A run that breaks is marked so and keeps what it wrote."""

@@ -26,12 +26,12 @@ OWN_PACKAGES = set(MAY_IMPORT)
 ORDER = [  # of what lies in megatron_rl: each imports only what stands before it
     *("errors", "types", "versions", "metrics", "plugs", "config", "precision", "batch"),
     *("hf", "rewards", "data", "algorithm", "distributed", "observability", "rollout", "sync", "mcore"),
-    *("preflight", "evaluation", "reporting", "training", "planner", "cli", "__main__"),
+    *("preflight", "evaluation", "reporting", "training", "planner", "rehearsal", "cli", "__main__"),
 ]
 ROOT_MODULES = 8
 ONLY_IN = {
     "sglang": ("rollout_sglang/*",),
-    "megatron": ("megatron_rl/mcore/*",),
+    "megatron": ("megatron_rl/mcore/*", "megatron_rl/rehearsal/*"),
     "triton": ("megatron_rl/precision/*/*triton*.py", "parallel/digest_triton.py"),
     "deep_gemm": ("megatron_rl/precision/backends/deep_gemm*.py",),
     "transformer_engine": ("megatron_rl/precision/backends/transformer_engine.py",),

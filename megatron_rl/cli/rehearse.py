@@ -1,0 +1,68 @@
+"""The command `rehearse`: some ranks of a run, on a GPU without data."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_rl.config import Config
+from megatron_rl.errors import UserError
+from megatron_rl.hf.files import read_config
+from megatron_rl.planner.candidate import Candidate, Workload
+from megatron_rl.planner.hardware import Cluster
+from megatron_rl.preflight import LAYOUTS, PLAN, check, pin_model
+from parallel.layout import Layout
+
+
+@dataclass(frozen=True)
+class RehearseOptions:
+    """The options of the command line."""
+
+    nodes: int | None
+    gpus_per_node: int
+    gpu: str
+    ranks: str | None
+    json: Path | None
+
+
+def run_rehearsal(config: Config, options: RehearseOptions) -> bool:
+    """Print the report and write it; return whether all ranks run and take the memory that the plan says. Raise UserError for what `plan`
+    refuses, too."""
+    config = pin_model(config)
+    job = Workload.from_config(config, read_config(config.model.folder))
+    candidate = Candidate.from_config(config)
+    nodes = options.nodes if options.nodes is not None else -(-candidate.gpus // max(options.gpus_per_node, 1))
+    cluster = Cluster.from_options(nodes, options.gpus_per_node, options.gpu)
+    check(candidate.facts(job, cluster), PLAN | LAYOUTS, about=LAYOUTS)
+    if candidate.gpus > cluster.gpus:
+        raise UserError("train.layout", None, f"needs {candidate.gpus} GPUs, {cluster} have {cluster.gpus}", "give more --nodes")
+    ranks = choose_ranks(options.ranks, candidate.train)
+
+    from megatron_rl.rehearsal.no_device import load
+
+    load()
+    from megatron_rl.rehearsal import fake_cuda
+
+    fake_cuda.install()
+    from megatron_rl.rehearsal.job import rehearse_rank
+    from megatron_rl.rehearsal.report import make_report, print_report
+
+    reports = [make_report(rehearse_rank(config, rank, cluster.gpu), job, cluster) for rank in ranks]
+    print_report(reports)
+    if options.json is not None:
+        options.json.write_text(json.dumps([report.as_json() for report in reports], indent=2) + "\n")
+    return all(report.passes for report in reports)
+
+
+def choose_ranks(text: str | None, layout: Layout) -> list[int]:
+    """Return the ranks that `text` names, such as `0,7,last`; by default the first of every kind of pipeline stage: first, second, last."""
+    if text is None:
+        return sorted({stage * (layout.world_size // layout.pp) for stage in (0, min(1, layout.pp - 1), layout.pp - 1)})
+    ranks = []
+    for word in text.split(","):
+        number = str(layout.world_size - 1) if word.strip() == "last" else word.strip()
+        if not number.isdigit() or int(number) >= layout.world_size:
+            raise UserError("--ranks", text, f"{word!r} is no rank of {layout.world_size}", "give numbers from 0, and last, as in 0,7,last")
+        ranks.append(int(number))
+    return ranks

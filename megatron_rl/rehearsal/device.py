@@ -1,0 +1,315 @@
+"""A GPU whose tensors have a shape, a dtype, strides and a size, and no data.
+
+Host tensors stay real. An operator that touches a device tensor runs on torch's FakeTensors, which refuse what CUDA refuses: devices and
+dtypes that do not go together, shapes that do not fit. So what the host decides from its own numbers (micro-batches, lengths, places) it
+decides as in the real job.
+
+Some device tensors have numbers that are known all the same: a table of lengths that the host sent, and what follows from it. They carry
+these as a *value*, a host tensor on which the same operators run. What is asked of unknown numbers gets the answer of a healthy run: sums
+are finite, nothing is broken, no mask selects anything, and routers spread their tokens evenly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron_rl.rehearsal.recorder import Recorder
+
+aten = torch.ops.aten
+_KNOWN_NUMBERS = {True: 1 << 20, False: 1 << 14}
+"""Values are followed up to so many numbers: of integers and truth values, of floats."""
+_REAL_COPY = 1 << 22
+"""A copy to the host of more numbers stays without data."""
+
+
+def value_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return the known numbers of a tensor, on the host; None for unknown ones."""
+    if isinstance(tensor, FakeTensor):
+        return getattr(tensor, "known_value", None)
+    return tensor
+
+
+def set_value(tensor: Any, value: torch.Tensor | None) -> None:
+    """Attach known numbers to a device tensor, or forget them."""
+    if value is not None and value.numel() <= _KNOWN_NUMBERS[not value.dtype.is_floating_point]:
+        tensor.known_value = value
+    elif hasattr(tensor, "known_value"):
+        del tensor.known_value
+
+
+def plausible_value(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the known numbers of a tensor, or in their place 1 for floats and 0 for others."""
+    known = value_of(tensor)
+    if known is not None:
+        return known
+    return torch.full(tensor.shape, 1 if tensor.dtype.is_floating_point else 0, dtype=tensor.dtype)
+
+
+class FakeGpu(TorchDispatchMode):
+    """Within the context, tensors of device `cuda` have no data. `recorder` is told of all that happens on the device."""
+
+    def __init__(self, recorder: Recorder, communicate: Callable[[FakeGpu, Any, tuple], Any]) -> None:
+        """`communicate` answers the operators of `torch.ops.c10d`."""
+        super().__init__()
+        self.recorder, self._communicate = recorder, communicate
+        self.fake = FakeTensorMode(allow_non_fake_inputs=True)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # there is no compiler to hide from
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        tensors = list(_iter_tensors(args, kwargs))
+        has_fakes = any(isinstance(tensor, FakeTensor) for tensor in tensors)
+        if func.namespace == "c10d":
+            return self._communicate(self, func, args)
+        if not has_fakes and not _is_cuda(kwargs.get("device")):
+            return func(*args, **kwargs)
+        handler = _HANDLERS.get(func)
+        out = self.run(func, args, kwargs) if handler is None else handler(self, func, args, kwargs)
+        self.recorder.operator(func, tensors, out)
+        return out
+
+    def run(self, func: Any, args: tuple, kwargs: dict) -> Any:
+        """Run an operator on shapes, and on the numbers that are known."""
+        if not any(isinstance(tensor, FakeTensor) for tensor in _iter_tensors(args, kwargs)):
+            args = _map(args, lambda tensor: self._as_fake(tensor))
+        out = self.fake.dispatch(func, (), args, kwargs)
+        self._follow(func, args, kwargs, out)
+        return out
+
+    def _follow(self, func: Any, args: tuple, kwargs: dict, out: Any) -> None:
+        inputs = list(_iter_tensors(args, kwargs))
+        results = [tensor for tensor in _iter_tensors((out,), {}) if isinstance(tensor, FakeTensor)]
+        small = all(tensor.numel() <= _KNOWN_NUMBERS[not tensor.dtype.is_floating_point] for tensor in results)
+        if small and func not in _NO_VALUES and all(value_of(tensor) is not None for tensor in inputs):
+            values = func(*_map(args, value_of), **_map({k: ("cpu" if k == "device" else v) for k, v in kwargs.items()}, value_of))
+            found = list(_iter_tensors((values,), {}))
+            for result, value in zip(results, found, strict=True):
+                set_value(result, value)
+        elif func in _HEALTHY and small:
+            for result in results:
+                set_value(result, _HEALTHY[func](args, result))
+        elif func._schema.is_mutable:
+            for result in results:
+                set_value(result, None)
+
+    def _as_fake(self, tensor: torch.Tensor) -> Any:
+        fake: Any = self.fake.from_tensor(tensor)
+        set_value(fake, tensor.clone())
+        return fake
+
+    def to_host(self, tensor: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Return a device tensor's copy on the host."""
+        if tensor.numel() <= _REAL_COPY:
+            return plausible_value(tensor).to(dtype or tensor.dtype, copy=True)
+        return self.make_host(list(tensor.shape), dtype or tensor.dtype)
+
+    def make_host(self, shape: list[int], dtype: torch.dtype) -> torch.Tensor:
+        """Return a host tensor without data: of a file too large to read."""
+        made: Any = self.fake.dispatch(aten.empty.memory_format, (), (shape,), {"dtype": dtype, "device": torch.device("cpu")})
+        return made
+
+    def make(self, shape: Any, dtype: torch.dtype, value: torch.Tensor | None = None) -> Any:
+        """Return a new device tensor."""
+        options = {"dtype": dtype, "device": torch.device("cuda", 0)}
+        tensor = self.fake.dispatch(aten.empty.memory_format, (), (list(shape),), options)
+        set_value(tensor, value)
+        return tensor
+
+
+def _iter_tensors(args: Any, kwargs: dict) -> Iterator[torch.Tensor]:
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _iter_tensors(value, {})
+
+
+def _map(values: Any, change: Callable[[torch.Tensor], Any]) -> Any:
+    if isinstance(values, torch.Tensor):
+        return change(values)
+    if isinstance(values, dict):
+        return {name: _map(value, change) for name, value in values.items()}
+    if isinstance(values, list | tuple):
+        return type(values)(_map(value, change) for value in values)
+    return torch.device("cpu") if isinstance(values, torch.device) else values
+
+
+def _is_cuda(device: Any) -> bool:
+    return device is not None and (device if isinstance(device, str) else torch.device(device).type).startswith("cuda")
+
+
+def _on_cuda(tensor: Any) -> bool:
+    return isinstance(tensor, torch.Tensor) and tensor.device.type == "cuda"
+
+
+# Operators whose result depends on numbers, or that copy between host and device.
+
+
+def _read_scalar(gpu: FakeGpu, func: Any, args: tuple, kwargs: dict) -> Any:
+    if _on_cuda(args[0]):
+        gpu.recorder.wait("item")
+    return plausible_value(args[0]).item()
+
+
+def _copy_to(gpu: FakeGpu, func: Any, args: tuple, kwargs: dict) -> Any:
+    source = args[0]
+    device = kwargs.get("device")
+    kwargs = {name: value for name, value in kwargs.items() if name != "pin_memory"}
+    if device is None or torch.device(device).type == source.device.type:
+        return gpu.run(func, args, kwargs)
+    waits = not kwargs.get("non_blocking", False)
+    if _is_cuda(device):
+        gpu.recorder.copy_to_device(source, waits and not source.is_pinned())
+        return gpu.run(func, args, kwargs)
+    gpu.recorder.copy_to_host(source, waits)
+    return gpu.to_host(source, kwargs.get("dtype"))
+
+
+def _copy_into(gpu: FakeGpu, func: Any, args: tuple, kwargs: dict) -> Any:
+    target, source = args[:2]
+    waits = not (args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
+    if _on_cuda(target) and not _on_cuda(source):
+        gpu.recorder.copy_to_device(source, waits)
+    elif _on_cuda(source) and not _on_cuda(target):
+        gpu.recorder.copy_to_host(source, waits)
+        if not isinstance(target, FakeTensor):
+            return target.copy_(plausible_value(source))
+    return gpu.run(func, args, kwargs)
+
+
+def _find_nonzero(gpu: FakeGpu, func: Any, args: tuple, kwargs: dict) -> Any:
+    gpu.recorder.wait("nonzero")
+    found = plausible_value(args[0]).nonzero() if value_of(args[0]) is not None else torch.zeros(0, args[0].dim(), dtype=torch.long)
+    return gpu.make(found.shape, torch.long, found)
+
+
+def _resolve_masks(gpu: FakeGpu, indices: Any) -> list[Any]:
+    """Replace masks by the places that they select."""
+    resolved: list[Any] = []
+    for index in indices:
+        if index is not None and index.dtype in (torch.bool, torch.uint8):
+            if _on_cuda(index):
+                gpu.recorder.wait("mask")
+                resolved += _find_nonzero_silently(gpu, index).unbind(1)
+            else:
+                resolved += index.nonzero().unbind(1)
+        else:
+            resolved.append(index)
+    return resolved
+
+
+def _find_nonzero_silently(gpu: FakeGpu, mask: Any) -> Any:
+    known = value_of(mask)
+    found = torch.zeros(0, mask.dim(), dtype=torch.long) if known is None else known.nonzero()
+    return gpu.make(found.shape, torch.long, found)
+
+
+def _index(gpu: FakeGpu, func: Any, args: tuple, kwargs: dict) -> Any:
+    _refuse_devices(args[0], args[1])
+    return gpu.run(func, (args[0], _resolve_masks(gpu, args[1]), *args[2:]), kwargs)
+
+
+def _refuse_devices(indexed: torch.Tensor, indices: Any) -> None:
+    if not _on_cuda(indexed) and any(_on_cuda(index) for index in indices):
+        raise RuntimeError(f"indices should be either on {indexed.device} or on the same device as the indexed tensor")
+
+
+def _select_masked(gpu: FakeGpu, func: Any, args: tuple, kwargs: dict) -> Any:
+    gpu.recorder.wait("masked_select")
+    source, mask = args
+    shape = torch.broadcast_shapes(source.shape, mask.shape)
+    known = value_of(mask)
+    count = 0 if known is None else int(known.expand(shape).sum())
+    values = value_of(source)
+    return gpu.make((count,), source.dtype, None if values is None or known is None else values.masked_select(known))
+
+
+def _repeat(gpu: FakeGpu, func: Any, args: tuple, kwargs: dict) -> Any:
+    size = kwargs.get("output_size")
+    if size is None:
+        gpu.recorder.wait("repeat_interleave")
+    values = value_of(args[0])
+    repeated = None if values is None else torch.repeat_interleave(values)
+    return gpu.make((len(repeated) if repeated is not None else size or 0,), args[0].dtype, repeated)
+
+
+def _equal(gpu: FakeGpu, func: Any, args: tuple, kwargs: dict) -> Any:
+    gpu.recorder.wait("equal")
+    a, b = map(value_of, args)
+    return args[0].shape == args[1].shape if a is None or b is None else torch.equal(a, b)
+
+
+def _count(gpu: FakeGpu, func: Any, args: tuple, kwargs: dict) -> Any:
+    gpu.recorder.wait("bincount")
+    weights = args[1] if len(args) > 1 else None
+    least = args[2] if len(args) > 2 else kwargs.get("minlength", 0)
+    values = torch.bincount(plausible_value(args[0]), None if weights is None else plausible_value(weights), least)
+    return gpu.make(values.shape, values.dtype, values)
+
+
+def _nothing(gpu: FakeGpu, func: Any, args: tuple, kwargs: dict) -> Any:
+    return args[0] if func._schema.returns else None
+
+
+def _make_host(gpu: FakeGpu, func: Any, args: tuple, kwargs: dict) -> Any:
+    """`empty_like` and others that may be asked for pinned memory, which shapes do not know."""
+    return gpu.run(func, args, {name: value for name, value in kwargs.items() if name != "pin_memory"})
+
+
+def _is_pinned(gpu: FakeGpu, func: Any, args: tuple, kwargs: dict) -> bool:
+    return not _on_cuda(args[0])
+
+
+_HANDLERS: dict[Any, Callable[..., Any]] = {
+    aten._local_scalar_dense.default: _read_scalar,
+    aten._to_copy.default: _copy_to,
+    aten.copy_.default: _copy_into,
+    aten.nonzero.default: _find_nonzero,
+    aten.index.Tensor: _index,
+    aten.index_put_.default: _index,
+    aten.index_put.default: _index,
+    aten._unsafe_index.Tensor: _index,
+    aten.masked_select.default: _select_masked,
+    aten.repeat_interleave.Tensor: _repeat,
+    aten.equal.default: _equal,
+    aten.bincount.default: _count,
+    aten.record_stream.default: _nothing,
+    aten.empty_like.default: _make_host,
+    aten.zeros_like.default: _make_host,
+    aten.is_pinned.default: _is_pinned,
+}
+
+
+def add_handler(operator: Any, handler: Callable[..., Any]) -> None:
+    """Let `handler(gpu, operator, args, kwargs)` run an operator."""
+    _HANDLERS[operator] = handler
+
+
+def _spread_evenly(args: tuple, result: Any) -> torch.Tensor | None:
+    """Choose k of n as routers should: all equally often."""
+    if result.dtype is not torch.int64 or result.dim() != 2:
+        return None
+    rows, k = result.shape
+    return (torch.arange(rows * k) % args[0].shape[-1]).view(rows, k)
+
+
+_HEALTHY: dict[Any, Callable[[tuple, Any], torch.Tensor | None]] = {
+    aten.all.default: lambda args, result: torch.tensor(True),
+    aten.any.default: lambda args, result: torch.tensor(False),
+    aten.topk.default: _spread_evenly,
+}
+_NO_VALUES = {
+    aten.empty.memory_format,
+    aten.empty_like.default,
+    aten.new_empty.default,
+    aten.empty_strided.default,
+    aten.new_empty_strided.default,
+}

@@ -1,0 +1,230 @@
+"""All that stands in for torch, CUDA and NCCL where there is no GPU, in this one file: `install` once in a process that then rehearses.
+
+Tensors, operators and collectives are `device.FakeGpu`'s and `collectives`'; the libraries' kernels are in `kernels/`. The project's own
+code and Megatron's run as they are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._subclasses import fake_tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from megatron_rl.planner.hardware import Gpu
+from megatron_rl.rehearsal import collectives
+from megatron_rl.rehearsal.device import FakeGpu, plausible_value
+from megatron_rl.rehearsal.kernels import deep_gemm, flash_attention, torch_cuda, transformer_engine, triton
+from megatron_rl.rehearsal.recorder import Recorder
+
+_CAPABILITY = (9, 0)
+_current: list[FakeGpu] = []
+"""The device of the rank that is rehearsed now."""
+
+
+def recorder() -> Recorder:
+    return _current[-1].recorder
+
+
+@contextlib.contextmanager
+def one_rank(rank: int, world: int, gpu: Gpu) -> Iterator[FakeGpu]:
+    """Be rank `rank` of `world` on an empty GPU within the context, with its process group."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    device = FakeGpu(Recorder(), collectives.communicate)
+    _current.append(device)
+    _properties.total_memory, _properties.name = gpu.memory, gpu.name
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+    lifts = torch._C._only_lift_cpu_tensors()
+    torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device="cuda") makes a host tensor, then copies
+    try:
+        with device:
+            yield device
+    finally:
+        torch._C._set_only_lift_cpu_tensors(lifts)
+        _current.pop()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+_properties = types.SimpleNamespace(
+    name="",
+    major=_CAPABILITY[0],
+    minor=_CAPABILITY[1],
+    total_memory=0,
+    multi_processor_count=132,
+    uuid="00000000-0000-0000-0000-000000000000",
+    warp_size=32,
+)
+
+
+class _Stream:
+    """A stream or an event. What it says about time is nothing."""
+
+    cuda_stream = 0
+    device = torch.device("cuda", 0)
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Stream)
+
+    __hash__ = object.__hash__
+
+    def record_event(self, event: Any = None) -> _Stream:
+        return event or _Stream()
+
+    def elapsed_time(self, _: Any) -> float:
+        return 0.0
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        recorder().wait("synchronize")
+
+    def wait(self, *_: Any, **__: Any) -> None: ...
+
+    record = wait_stream = wait_event = wait
+
+
+def _do_not_compile(function: Any = None, **_: Any) -> Any:
+    """Leave a function as it is: what a compiler would fuse counts as single operators."""
+    return function if function is not None else lambda function: function
+
+
+def _nothing(*_: Any, **__: Any) -> None: ...
+
+
+def install() -> None:
+    """Make this process believe in one Hopper GPU and in its libraries, of which none need be installed. There is no way back."""
+    if getattr(install, "done", False):
+        return
+    install.done = True  # type: ignore[attr-defined]
+    torch._C._ensureCUDADeviceGuardSet()
+    torch_fakes: Any = fake_tensor
+    torch_fakes.init_gpu_context = _nothing
+    torch_fakes.CONSTANT_NUMEL_LIMIT = -1  # `device` follows numbers itself
+    torch.compile = _do_not_compile  # type: ignore[assignment]
+    for library in (torch_cuda, flash_attention, transformer_engine, deep_gemm, triton):
+        library.install(recorder)
+    _replace_queries()
+    _replace_random()
+    _replace_tensor_methods()
+    _replace_objects()
+
+
+def _replace_queries() -> None:
+    cuda: Any = torch.cuda
+    cuda.is_available = cuda.is_initialized = lambda: True
+    cuda.device_count = lambda: 1
+    cuda.current_device = lambda: 0
+    cuda.get_device_capability = lambda *_: _CAPABILITY
+    cuda.get_device_name = lambda *_: _properties.name
+    cuda.get_device_properties = lambda *_: _properties
+    cuda.mem_get_info = lambda *_: (_properties.total_memory - recorder().now, _properties.total_memory)
+    cuda.memory_allocated = cuda.memory_reserved = lambda *_: recorder().now
+    cuda.max_memory_allocated = cuda.max_memory_reserved = lambda *_: recorder().phase.peak.nbytes
+    cuda.set_device = cuda._lazy_init = cuda.init = cuda.empty_cache = cuda.reset_peak_memory_stats = _nothing
+    cuda.synchronize = lambda *_: recorder().wait("synchronize")
+    cuda.Stream = cuda.Event = _Stream
+    cuda.current_stream = cuda.default_stream = lambda *_: _Stream()
+    cuda.stream = lambda _: contextlib.nullcontext()
+    torch.version.cuda = "13.0"
+
+
+def _replace_random() -> None:
+    import megatron.core.tensor_parallel.random as random
+
+    cuda: Any = torch.cuda
+    cuda.get_rng_state = random._get_cuda_rng_state = lambda *_, **__: torch.zeros(16, dtype=torch.uint8)
+    cuda.set_rng_state = random._set_cuda_rng_state = _nothing
+    cuda.manual_seed = cuda.manual_seed_all = _nothing
+
+
+def _replace_tensor_methods() -> None:
+    fake: Any = FakeTensor
+    fake.tolist = lambda self: (self.cpu() if self.device.type == "cuda" else plausible_value(self)).tolist()
+    fake.data_ptr = _address
+    fake.record_stream = _nothing
+    storage: Any = torch.UntypedStorage
+    typed: Any = torch.TypedStorage
+    plain_resize = storage.resize_
+
+    def resize(self: Any, size: int) -> Any:
+        result = plain_resize(self, size)
+        if _current:
+            recorder().resize(self, size)
+        return result
+
+    storage.resize_ = resize
+    typed._resize_ = lambda self, size: resize(self._untyped_storage, size * self._element_size())
+    module: Any = torch.nn.Module
+    module.cuda = _move_module
+    tensor: Any = torch.Tensor
+    plain_pin = tensor.pin_memory
+    tensor.pin_memory = lambda self, *_: self if _current else plain_pin(self)
+    group: Any = dist.ProcessGroup
+    group.set_timeout = _nothing
+
+
+def _address(tensor: Any) -> int:
+    """Return an address as the allocator aligns it, which two views of one storage share as they would."""
+    return (tensor.untyped_storage()._cdata << 9) + tensor.storage_offset() * tensor.itemsize
+
+
+def _move_module(self: Any, *_: Any) -> Any:
+    """Move a module's tensors to the device. Parameters are replaced, as a tensor without data cannot take the place of one with data; what
+    they are tagged with goes along."""
+    moved: dict[int, Any] = {}
+    for module in self.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.device.type != "cuda":
+                if id(parameter) not in moved:
+                    new = torch.nn.Parameter(parameter.data.to("cuda"), parameter.requires_grad)
+                    vars(new).update(vars(parameter))
+                    moved[id(parameter)] = new
+                module._parameters[name] = moved[id(parameter)]
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.device.type != "cuda":
+                module._buffers[name] = buffer.to("cuda")
+    return self
+
+
+def _replace_objects() -> None:
+    """Python objects that ranks exchange: all have what this one has."""
+    module: Any = dist
+
+    def all_gather_object(objects: list, obj: Any, group: Any = None) -> None:
+        _count_object("all-gather of objects", group)
+        objects[:] = [obj] * len(objects)
+
+    def broadcast_object_list(objects: list, *_: Any, group: Any = None, **__: Any) -> None:
+        _count_object("broadcast of objects", group)
+
+    plain = dist.all_reduce
+
+    def all_reduce(tensor: Any, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
+        collectives.operation.append(op)
+        try:
+            return plain(tensor, op, group, async_op)
+        finally:
+            collectives.operation.pop()
+
+    for name, function in (
+        ("all_gather_object", all_gather_object),
+        ("broadcast_object_list", broadcast_object_list),
+        ("all_reduce", all_reduce),
+    ):
+        setattr(module, name, function)
+        setattr(module.distributed_c10d, name, function)
+
+
+def _count_object(kind: str, group: Any) -> None:
+    recorder().collective(kind, collectives.name_group(group if group is not None else collectives.world()), 0)
+    recorder().wait(kind)

@@ -1,0 +1,102 @@
+"""One rank's part of a run, by the run's own functions: from the checkpoint to two optimizer steps.
+
+    build        start_megatron's groups, the model, its weights, the optimizer and its masters; the reference
+    logprobs     the actor over the samples
+    update 1     the first optimizer step, which allocates Adam's moments
+    logprobs 2   actor and reference, with all that a later step holds
+    update 2     the next optimizer step
+
+Samples fill micro-batches to the last token, as `plan` reckons, and are as few as show all that a step does: one micro-batch more than
+there are pipeline stages.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import torch
+
+from megatron_rl.algorithm.policy_loss import PolicyLoss
+from megatron_rl.batch.training_sample import TrainingSample
+from megatron_rl.config import Config
+from megatron_rl.hf.files import read_config
+from megatron_rl.mcore.model import start_megatron, stop_megatron
+from megatron_rl.planner.candidate import MEAN_LENGTH_SHARE
+from megatron_rl.planner.hardware import Gpu
+from megatron_rl.rehearsal.device import FakeGpu
+from megatron_rl.rehearsal.fake_cuda import one_rank
+from megatron_rl.rehearsal.headers import read_headers_alone
+from megatron_rl.rehearsal.recorder import Phase, Recorder, find_line_of
+from megatron_rl.training.policies import load_actor, load_reference
+from parallel.layout import Layout
+
+
+class RankRehearsal:
+    """What one rank did, phase by phase, and the fault that it stopped at, if any."""
+
+    def __init__(self, rank: int, recorder: Recorder) -> None:
+        self.rank, self._recorder = rank, recorder
+        self.fault = ""
+        """Kind and message of the error, with its line; "" for none."""
+
+    @property
+    def phases(self) -> list[Phase]:
+        return self._recorder.phases
+
+
+def rehearse_rank(config: Config, rank: int, gpu: Gpu) -> RankRehearsal:
+    """Run rank `rank`. A fault of the program ends the rank, and is in the result."""
+    layout = config.train.layout.to_layout()
+    with one_rank(rank, layout.world_size, gpu) as device, tempfile.TemporaryDirectory() as scratch:
+        rehearsal = RankRehearsal(rank, device.recorder)
+        try:
+            _run(config, layout, device, Path(scratch))
+        except Exception as error:
+            rehearsal.fault = f"{type(error).__name__} in phase {device.recorder.phase.name} at {find_line_of(error)}: {_first_line(error)}"
+            rehearsal.error = error  # type: ignore[attr-defined]
+        finally:
+            stop_megatron()
+        return rehearsal
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [""])[0]
+
+
+def _run(config: Config, layout: Layout, gpu: FakeGpu, scratch: Path) -> None:
+    begin, hf_config = gpu.recorder.begin, read_config(config.model.folder)
+    begin("build")
+    start_megatron(layout, config.train.seed)
+    with read_headers_alone(gpu, config.model.folder, scratch) as folder:
+        config = config.model_copy(update={"model": config.model.model_copy(update={"path": folder})})
+        actor, _ = load_actor(config, layout, hf_config)
+        reference = load_reference(config, layout, hf_config)
+    samples = make_samples(config, layout)
+    begin("logprobs")
+    for sample, logprobs in zip(samples, actor.compute_logprobs(samples)[0], strict=True):
+        sample.old_logprobs = sample.reference_logprobs = logprobs
+    loss = PolicyLoss(config.algorithm)
+    begin("update 1")
+    actor.update(samples, loss)
+    begin("logprobs 2")
+    for policy in filter(None, (actor, reference)):
+        policy.compute_logprobs(samples)
+    begin("update 2")
+    actor.update(samples, loss)
+    gpu.recorder.end()
+
+
+def make_samples(config: Config, layout: Layout) -> list[TrainingSample]:
+    """Return the samples of this rank's replica: of equal length near the mean, as many as fill the micro-batches.
+
+    Prompts are of one token: log-probs of all positions take the most memory.
+    """
+    room = config.train.micro_batch_tokens * layout.cp
+    count = max(1, round(room / (MEAN_LENGTH_SHARE * config.longest_sequence)))
+    positions = room // count
+    micro_batches = layout.pp + 1
+    if layout.vpp > 1:
+        micro_batches = -(-micro_batches // layout.pp) * layout.pp
+    prompt, answer = torch.ones(1, dtype=torch.int32), torch.full((positions,), 2)  # the last token takes no position
+    return [TrainingSample(prompt, answer, advantage=1.0, number=number) for number in range(count * micro_batches)]

@@ -1,0 +1,66 @@
+"""FlashAttention 2 as torch's `varlen_attn` calls it: the checks of `mha_varlen_fwd` and `mha_varlen_bwd` (flash_api.cpp), and what the
+backward pass allocates beside its results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn.attention import varlen  # noqa: F401 - registers the operators
+
+from megatron_rl.rehearsal.device import FakeGpu, add_handler, value_of
+from megatron_rl.rehearsal.kernels import require
+
+_KERNEL = "FlashAttention 2"
+
+
+def install(recorder: Callable[[], Any]) -> None:
+    add_handler(torch.ops.torch_attn._varlen_attn.default, _forward)
+    add_handler(torch.ops.torch_attn._varlen_attn_backward.default, _backward)
+
+
+def _forward(gpu: FakeGpu, func: Any, args: tuple, kwargs: dict) -> Any:
+    query, key, value, starts_q, starts_k = args[:5]
+    _check(query, key, value, starts_q, starts_k)
+    gpu.recorder.work("bf16", 2 * _count_products(query, starts_q), query, key, value, query)
+    return gpu.run(func, args, kwargs)
+
+
+def _backward(gpu: FakeGpu, func: Any, args: tuple, kwargs: dict) -> Any:
+    gradient, query, key, value = args[:4]
+    starts = next(arg for arg in args[4:] if isinstance(arg, torch.Tensor) and arg.dtype is torch.int32)
+    _check(query, key, value, starts, starts)
+    require(gradient.dtype == query.dtype and gradient.stride(-1) == 1, _KERNEL, f"the gradient is {gradient.dtype}")
+    gpu.recorder.work("bf16", 5 * _count_products(query, starts), query, key, value, gradient, query, query, key, value)
+    out = gpu.run(func, args, kwargs)
+    tokens, heads, width = query.shape
+    padded = tokens + 128 * (len(starts) - 1)
+    rounded = -(-width // 32) * 32 if width <= 128 else -(-width // 64) * 64
+    beside = [gpu.make((padded, heads, rounded), torch.float32), gpu.make((heads, padded), torch.float32)]
+    if key.shape[1] != heads:  # gradients of every query head, summed up afterwards
+        beside += [gpu.make((tokens, heads, width), query.dtype) for _ in range(2)]
+    for tensor in (*out, *beside):
+        gpu.recorder.hold(tensor, "FlashAttention's backward pass")
+    return out
+
+
+def _check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, starts_q: torch.Tensor, starts_k: torch.Tensor) -> None:
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        require(x.device.type == "cuda", _KERNEL, f"{name} is on the {x.device.type}")
+        require(x.dtype in (torch.bfloat16, torch.float16) and x.dtype == query.dtype, _KERNEL, f"{name} is {x.dtype}")
+        require(x.dim() == 3 and x.stride(-1) == 1, _KERNEL, f"{name} {list(x.shape)} has strides {list(x.stride())}")
+    width = query.shape[-1]
+    require(width <= 256 and width % 8 == 0, _KERNEL, f"heads of {width} numbers: at most 256, a multiple of 8")
+    require(key.shape == value.shape and key.shape[-1] == width, _KERNEL, f"keys {list(key.shape)}, values {list(value.shape)}")
+    require(query.shape[1] % key.shape[1] == 0, _KERNEL, f"{query.shape[1]} query heads, {key.shape[1]} of keys")
+    for starts in (starts_q, starts_k):
+        fits = starts.dtype == torch.int32 and starts.is_contiguous() and starts.device.type == "cuda"
+        require(fits, _KERNEL, f"starts are {starts.dtype} on the {starts.device.type}")
+
+
+def _count_products(query: torch.Tensor, starts: torch.Tensor) -> int:
+    """Return the FLOPs of one product of causal attention: half of the scores' square."""
+    known = value_of(starts)
+    lengths = [query.shape[0]] if known is None else known.diff().tolist()
+    return sum(length * length for length in lengths) * query.shape[1] * query.shape[2]

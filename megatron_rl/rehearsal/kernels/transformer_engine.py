@@ -1,0 +1,277 @@
+"""Transformer Engine 2.20 as functions of shapes: block-scaled quantizers and products, the fused Adam, and multi-tensor kernels.
+
+Megatron imports much more of it. What is not here is a name that cannot be called.
+
+    scales, data       `pytorch/tensor/float8_blockwise_tensor.py`, Float8BlockQuantizer.get_scale_shape, get_columnwise_shape
+    products           `common/gemm/cublaslt_gemm.cu`, CanonicalizeGemmInput and cublas_gemm; the workspace of 32 MiB counts to the context
+    Adam               `pytorch/optimizers/fused_adam.py`
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.abc
+import importlib.machinery
+import sys
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+
+from megatron_rl.rehearsal.kernels import RefusedKernelError, require
+
+VERSION = "2.20.2"
+_GEMM, _QUANTIZER = "Transformer Engine general_gemm", "Transformer Engine Float8BlockQuantizer"
+_recorder: list[Callable[[], Any]] = []
+
+
+class _Storage:
+    """Float8BlockwiseQTensorStorage."""
+
+    def __init__(
+        self,
+        rowwise_data: Any,
+        rowwise_scale_inv: Any,
+        columnwise_data: Any,
+        columnwise_scale_inv: Any,
+        fp8_dtype: Any,
+        quantizer: Any,
+        is_2D_scaled: bool,
+    ) -> None:
+        self._metadata = {name: value for name, value in locals().items() if name != "self"}
+
+    def get_metadata(self) -> dict[str, Any]:
+        return self._metadata
+
+    def view(self, side: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return data [mn, k], the contraction innermost, and scales of a side."""
+        data, scale = self._metadata[f"{side}_data"], self._metadata[f"{side}_scale_inv"]
+        require(data is not None and scale is not None, _GEMM, f"an operand has no {side} data")
+        return data, scale
+
+
+class _Quantizer:
+    """Float8BlockQuantizer."""
+
+    def __init__(
+        self,
+        fp8_dtype: Any,
+        *,
+        rowwise: bool,
+        columnwise: bool,
+        amax_epsilon: float = 0.0,
+        force_pow_2_scales: bool = True,
+        block_scaling_dim: int = 2,
+    ) -> None:
+        self.dtype, self.block_scaling_dim = fp8_dtype, block_scaling_dim
+        self.set_usage(rowwise=rowwise, columnwise=columnwise)
+
+    def set_usage(self, *, rowwise: bool, columnwise: bool) -> None:
+        self.rowwise, self.columnwise = rowwise, columnwise
+
+    def __call__(self, x: torch.Tensor) -> _Storage:
+        require(x.device.type == "cuda" and x.is_contiguous(), _QUANTIZER, f"{list(x.shape)} on the {x.device.type}, strides {x.stride()}")
+        require(x.dtype in (torch.bfloat16, torch.float16, torch.float32), _QUANTIZER, f"the input is {x.dtype}")
+        rows, cols = x.numel() // x.shape[-1], x.shape[-1]
+        require(cols % 16 == 0 and (not self.columnwise or rows % 16 == 0), _QUANTIZER, f"[{rows}, {cols}]: no multiples of 16")
+        sides: dict[str, Any] = dict.fromkeys(("rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv"))
+        new = lambda *shape, dtype=torch.float32: torch.empty(shape, dtype=dtype, device=x.device)  # noqa: E731
+        square = self.block_scaling_dim == 2
+        if self.rowwise:
+            grid = (-(-rows // 128), _round(-(-cols // 128))) if square else (-(-cols // 128), _round(rows))
+            sides |= {"rowwise_data": new(*x.shape, dtype=torch.uint8), "rowwise_scale_inv": new(*grid)}
+        if self.columnwise:
+            grid = (-(-cols // 128), _round(-(-rows // 128))) if square else (-(-rows // 128), _round(cols))
+            sides |= {"columnwise_data": new(cols, *x.shape[:-1], dtype=torch.uint8), "columnwise_scale_inv": new(*grid)}
+        _recorder[0]().work("other", 0, x, *(side for side in sides.values() if side is not None))
+        return _Storage(**sides, fp8_dtype=self.dtype, quantizer=self, is_2D_scaled=square)
+
+
+def _round(size: int) -> int:
+    return -(-size // 4) * 4
+
+
+def general_gemm(
+    A: _Storage,
+    B: _Storage,
+    out_dtype: torch.dtype | None = None,
+    *,
+    layout: str = "TN",
+    out: torch.Tensor | None = None,
+    accumulate: bool = False,
+    use_split_accumulator: bool = False,
+    grad: bool = False,
+    **_: Any,
+) -> tuple[torch.Tensor, None, None, None]:
+    """B . A^T of `TN`, with B [tokens, in] and A [out, in]; of `NN` and `NT` the columns of one or both."""
+    require(layout in ("TN", "NN", "NT"), _GEMM, f"layout {layout}")
+    require(use_split_accumulator, _GEMM, "block-scaled products need the split accumulator")
+    require(not (A.get_metadata()["is_2D_scaled"] and B.get_metadata()["is_2D_scaled"]), _GEMM, "both operands have square blocks")
+    (a, a_scale), (b, b_scale) = (
+        A.view("rowwise" if layout[0] == "T" else "columnwise"),
+        B.view("columnwise" if layout[1] == "T" else "rowwise"),
+    )
+    for data, scale, storage in ((a, a_scale, A), (b, b_scale, B)):
+        _check_operand(data, scale, storage.get_metadata()["is_2D_scaled"])
+    (n, k), (m, k_of_b) = a.shape, b.shape
+    require(k == k_of_b, _GEMM, f"contractions of {k} and {k_of_b}")
+    dtype = out_dtype or torch.bfloat16
+    require(dtype in (torch.bfloat16, torch.float16, torch.float32), _GEMM, f"the result is {dtype}")
+    if out is None:
+        require(not accumulate, _GEMM, "nothing to add to")
+        out = torch.empty(m, n, dtype=dtype, device=a.device)
+    fits = list(out.shape) == [m, n] and out.dtype == dtype and out.is_contiguous() and out.device.type == "cuda"
+    require(fits, _GEMM, f"[{m}, {n}] {dtype} into {list(out.shape)} {out.dtype} on {out.device}")
+    require(n * out.itemsize % 16 == 0 and out.data_ptr() % 16 == 0, _GEMM, f"rows of {n} {dtype} are no multiples of 16 bytes")
+    _recorder[0]().work("fp8", 2 * m * n * k, a, b, a_scale, b_scale, out)
+    return out, None, None, None
+
+
+def _check_operand(data: torch.Tensor, scale: torch.Tensor, square: bool) -> None:
+    mn, k = data.shape
+    for tensor in (data, scale):
+        require(
+            tensor.device.type == "cuda" and tensor.is_contiguous(),
+            _GEMM,
+            f"an operand {list(tensor.shape)} on {tensor.device}, strides {tensor.stride()}",
+        )
+    require(data.dtype == torch.uint8 and scale.dtype == torch.float32, _GEMM, f"an operand is {data.dtype} with scales {scale.dtype}")
+    require(k % 16 == 0 and data.data_ptr() % 16 == 0, _GEMM, f"an operand [{mn}, {k}] has rows that are no multiples of 16 bytes")
+    wanted = [-(-mn // 128), _round(-(-k // 128))] if square else [-(-k // 128), _round(mn)]
+    require(list(scale.shape) == wanted, _GEMM, f"scales of [{mn}, {k}] are {list(scale.shape)}, must be {wanted}")
+
+
+class FusedAdam(torch.optim.Optimizer):
+    """One kernel for all parameters of a dtype; moments in FP32 are allocated by the first step."""
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        *,
+        bias_correction: bool = True,
+        adam_w_mode: bool = True,
+        **_: Any,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        self.adam_w_mode = int(adam_w_mode)
+        self._dummy_overflow_buf = torch.tensor([0], dtype=torch.int, device="cuda")
+
+    def initialize_state(self, param: torch.Tensor, store_param_remainders: bool = False) -> None:
+        state = self.state[param]
+        for name in ("exp_avg", "exp_avg_sq"):
+            state[name] = torch.empty_like(param, dtype=torch.float32).zero_()
+
+    @torch.no_grad()
+    def step(self, closure: Any = None, grad_scaler: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            if not group["params"]:
+                continue
+            group["step"] = group.get("step", 0) + 1
+            tensors: list[list[torch.Tensor]] = [[], [], [], []]
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                if not self.state[param]:
+                    self.initialize_state(param)
+                for slot, tensor in zip(tensors, (param.grad, param, *self.state[param].values()), strict=True):
+                    slot.append(tensor)
+            multi_tensor_applier(_multi_tensor_kernel("multi_tensor_adam"), self._dummy_overflow_buf, tensors)
+
+
+def multi_tensor_applier(kernel: Any, overflow: torch.Tensor, tensor_lists: list[list[torch.Tensor]], *args: Any) -> Any:
+    kept = [at for at, tensor in enumerate(tensor_lists[0]) if tensor.numel()]
+    lists = [[tensors[at] for at in kept] for tensors in tensor_lists]
+    return kernel(65536, overflow, lists, *args) if kept else None
+
+
+def _multi_tensor_kernel(name: str) -> Any:
+    def kernel(chunk: int, overflow: torch.Tensor, lists: list[list[torch.Tensor]], *args: Any) -> Any:
+        for position in zip(*lists, strict=True):
+            for tensor in position:
+                require(
+                    tensor.device.type == "cuda" and tensor.is_contiguous(), name, f"{list(tensor.shape)} is on the {tensor.device.type}"
+                )
+                require(tensor.numel() == position[0].numel(), name, f"lists of {tensor.numel()} and {position[0].numel()} numbers")
+        _recorder[0]().work("other", 0, *(tensor for tensors in lists for tensor in tensors))
+        if name == "multi_tensor_l2norm":
+            return torch.ones(1, device="cuda"), torch.ones(len(lists[0]) if args and args[0] else 1, device="cuda")
+        return None
+
+    kernel.__name__ = name
+    return kernel
+
+
+def _no_offload(enabled: bool, *_: Any, **__: Any) -> Any:
+    require(not enabled, "Transformer Engine's offloading of activations", "is not rehearsed")
+    return contextlib.nullcontext(), lambda tensor: tensor
+
+
+_MEMBERS: dict[str, dict[str, Any]] = {
+    "transformer_engine_torch": {"DType": SimpleNamespace(kFloat8E4M3="e4m3")},
+    "transformer_engine": {"__version__": VERSION},
+    "transformer_engine.pytorch.tensor.float8_blockwise_tensor": {"Float8BlockQuantizer": _Quantizer},
+    "transformer_engine.pytorch.tensor.storage.float8_blockwise_tensor_storage": {"Float8BlockwiseQTensorStorage": _Storage},
+    "transformer_engine.pytorch.cpp_extensions": {"general_gemm": general_gemm},
+    "transformer_engine.pytorch.cpu_offload": {"get_cpu_offload_context": _no_offload},
+    "transformer_engine.pytorch.optimizers": {
+        "FusedAdam": FusedAdam,
+        "multi_tensor_applier": multi_tensor_applier,
+        "multi_tensor_l2norm": _multi_tensor_kernel("multi_tensor_l2norm"),
+        "multi_tensor_scale": _multi_tensor_kernel("multi_tensor_scale"),
+    },
+}
+
+
+_ABSENT = {("transformer_engine.pytorch.attention", "_SplitAlongDim"), ("transformer_engine.pytorch.module.base", "get_workspace")}
+"""What Megatron looks for, and 2.20 has no more."""
+
+
+class _Module(ModuleType):
+    """A module of the package; names that it is not told are refused when they are called."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or (self.__name__, name) in _ABSENT:
+            raise AttributeError(name)
+        if not name[0].isupper():
+            return _Module(f"{self.__name__}.{name}")  # a module or a function: that shows when it is used
+        made = type(name, (torch.nn.Module,), {"__init__": _refuse(f"{self.__name__}.{name}")})
+        setattr(self, name, made)
+        return made
+
+    def __call__(self, *_: Any, **__: Any) -> Any:
+        _refuse(self.__name__)()
+
+
+def _refuse(name: str) -> Any:
+    def call(*_: Any, **__: Any) -> Any:
+        raise RefusedKernelError(f"the rehearsal knows no {name}: add it to megatron_rl/rehearsal/kernels/transformer_engine.py")
+
+    return call
+
+
+class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        parent, _, last = name.rpartition(".")
+        if name.split(".")[0] in ("transformer_engine", "transformer_engine_torch") and (parent, last) not in _ABSENT:
+            return importlib.machinery.ModuleSpec(name, self, is_package=True)
+        return None
+
+    def create_module(self, spec: Any) -> ModuleType:
+        return _Module(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        vars(module).update(_MEMBERS.get(module.__name__, {}))
+        parent, _, name = module.__name__.rpartition(".")
+        if parent:
+            vars(sys.modules[parent])[name] = module
+
+
+def install(recorder: Callable[[], Any]) -> None:
+    _recorder[:] = [recorder]
+    sys.meta_path.insert(0, _Finder())

@@ -1,0 +1,194 @@
+"""What a rehearsal observes: memory, waits of the host, copies, collectives and work, by phase and by line of code."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+_ROUND = 512
+"""Bytes that the caching allocator rounds every allocation up to."""
+
+
+def find_line() -> str:
+    """Return file and line of the innermost frame that is the project's or Megatron's, with the function that called it."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if _is_ours(name):
+            return f"{shorten(name)}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "autograd"
+
+
+def find_line_of(error: BaseException) -> str:
+    """Return the innermost line of the project's or Megatron's code in an error's traceback."""
+    line, trace = "?", error.__traceback__
+    while trace is not None:
+        name = trace.tb_frame.f_code.co_filename
+        if _is_ours(name):
+            line = f"{shorten(name)}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    return line
+
+
+def _is_ours(name: str) -> bool:
+    return ("/megatron/core/" in name or "/megatron_rl/" in name or "/parallel/" in name) and "/megatron_rl/rehearsal/" not in name
+
+
+def shorten(name: str) -> str:
+    """Return a file's name from its package on."""
+    for package in ("megatron/core/", "megatron_rl/", "parallel/"):
+        at = name.rfind("/" + package)
+        if at >= 0:
+            return name[at + 1 :]
+    return name
+
+
+@dataclass
+class Peak:
+    """The most bytes of a phase, and the operator that reached it."""
+
+    nbytes: int = 0
+    at: str = ""
+    line: str = ""
+    by_line: dict[str, int] = field(default_factory=dict)
+    """Bytes that were held then, by the line that allocated them."""
+
+
+@dataclass
+class Phase:
+    """What one phase of the job did on a rank."""
+
+    name: str
+    held: int = 0
+    """Bytes on the device when it began."""
+    left: int = 0
+    """Bytes when it ended."""
+    peak: Peak = field(default_factory=Peak)
+    operators: int = 0
+    traffic: int = 0
+    """Bytes that operators read and write."""
+    flops: Counter = field(default_factory=Counter)
+    """By kind of product: `fp8`, `bf16`, `fp32`."""
+    waits: Counter = field(default_factory=Counter)
+    """(kind, line) -> how often the host waits for the device."""
+    copies: Counter = field(default_factory=Counter)
+    """(direction, line) -> bytes."""
+    collectives: dict[tuple[str, str, str], list[int]] = field(default_factory=lambda: defaultdict(lambda: [0, 0]))
+    """(kind, group, line) -> [calls, bytes of the whole tensor]."""
+    micro_batches: int = 0
+
+
+class Recorder:
+    """Adds up what happens on one rank's device."""
+
+    def __init__(self) -> None:
+        self.phases: list[Phase] = []
+        self.phase = Phase("import")
+        self.now = 0
+        self.faults: list[str] = []
+        self._allocations: dict[int, tuple[int, str]] = {}
+        self._by_line: Counter[str] = Counter()
+        self._at_peak = False
+
+    def begin(self, name: str) -> Phase:
+        """End the phase under way and begin the next."""
+        self.end()
+        self.phase = Phase(name, held=self.now, peak=Peak(self.now, "what the phase before left"))
+        self.phases.append(self.phase)
+        return self.phase
+
+    def end(self) -> None:
+        self.phase.left = self.now
+        if self._at_peak or not self.phase.peak.by_line:
+            self.phase.peak.by_line, self._at_peak = dict(self._by_line), False
+
+    def operator(self, func: Any, inputs: list[torch.Tensor], out: Any) -> None:
+        """An operator ran."""
+        outputs = [x for x in (out if isinstance(out, list | tuple) else (out,)) if isinstance(x, torch.Tensor)]
+        new = False
+        for tensor in outputs:
+            if tensor.device.type == "cuda":
+                new |= self.hold(tensor, func)
+        if not func.is_view and any(tensor.device.type == "cuda" for tensor in (*inputs, *outputs)):
+            self.phase.operators += 1
+            self.phase.traffic += sum(count_bytes(tensor) for tensor in (*inputs, *outputs))
+            self._count_flops(func, inputs)
+
+    def hold(self, tensor: torch.Tensor, what: Any) -> bool:
+        """Count a tensor's memory until it is freed; return whether it is new."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._allocations or not storage.nbytes():
+            return False
+        weakref.finalize(storage, self._resize, key, 0).atexit = False
+        self._allocations[key] = 0, find_line()
+        self._resize(key, storage.nbytes(), tensor, what)
+        return True
+
+    def resize(self, storage: Any, nbytes: int) -> None:
+        """A storage has another size now."""
+        if storage._cdata in self._allocations and nbytes:
+            self._resize(storage._cdata, nbytes, None, "resize")
+        elif storage._cdata in self._allocations:
+            self._resize(storage._cdata, 0)
+            self._allocations[storage._cdata] = 0, find_line()  # may grow again
+
+    def _resize(self, key: int, nbytes: int, tensor: Any = None, what: Any = "") -> None:
+        before, line = self._allocations[key]
+        nbytes = -(-nbytes // _ROUND) * _ROUND
+        if nbytes < before and self._at_peak:  # what was held then
+            self.phase.peak.by_line, self._at_peak = dict(self._by_line), False
+        if nbytes:
+            self._allocations[key] = nbytes, line
+        else:
+            del self._allocations[key]
+        self._by_line[line] += nbytes - before
+        self.now += nbytes - before
+        if self.now > self.phase.peak.nbytes:
+            shape = "" if tensor is None else f" {list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+            self.phase.peak, self._at_peak = Peak(self.now, f"{what}{shape}", find_line()), True
+
+    def work(self, kind: str, flops: int, *tensors: torch.Tensor) -> None:
+        """A kernel of a library ran that reads and writes these tensors."""
+        self.phase.operators += 1
+        self.phase.flops[kind] += flops
+        self.phase.traffic += sum(map(count_bytes, tensors))
+
+    def _count_flops(self, func: Any, inputs: list[torch.Tensor]) -> None:
+        name = func._schema.name
+        if name in ("aten::mm", "aten::addmm", "aten::addmm_", "aten::bmm", "aten::baddbmm"):
+            a, b = inputs[-2:]
+            self.phase.flops[_kind(a.dtype)] += 2 * a.numel() * b.shape[-1]
+
+    def wait(self, kind: str) -> None:
+        """The host waits for the device."""
+        self.phase.waits[kind, find_line()] += 1
+
+    def copy_to_host(self, tensor: torch.Tensor, waits: bool) -> None:
+        line = find_line()
+        self.phase.copies["to host", line] += count_bytes(tensor)
+        if waits:
+            self.phase.waits["copy to host", line] += 1
+
+    def copy_to_device(self, tensor: torch.Tensor, waits: bool) -> None:
+        """`waits`: from memory that is not pinned, which the host waits for until it is staged."""
+        self.phase.copies["to device", find_line()] += count_bytes(tensor)
+
+    def collective(self, kind: str, group: str, nbytes: int) -> None:
+        entry = self.phase.collectives[kind, group, find_line()]
+        entry[0] += 1
+        entry[1] += nbytes
+
+
+def count_bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.itemsize
+
+
+def _kind(dtype: torch.dtype) -> str:
+    return {torch.bfloat16: "bf16", torch.float16: "bf16", torch.float32: "fp32"}.get(dtype, "fp8")

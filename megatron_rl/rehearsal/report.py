@@ -1,0 +1,165 @@
+"""What a rehearsal found, rank by rank: faults, memory against the plan, waits of the host, traffic, seconds of roofline."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from megatron_rl.planner.candidate import Candidate, Workload
+from megatron_rl.planner.hardware import GIB, LINK_EFFICIENCY, Cluster
+from megatron_rl.planner.memory_by_phase import CUDA_CONTEXT_BYTES, count_trainer_parts
+from megatron_rl.planner.roofline import COMPUTE_EFFICIENCY
+from megatron_rl.rehearsal.job import RankRehearsal
+from megatron_rl.rehearsal.recorder import Phase
+
+TOLERANCE = 0.05
+"""Share by which the plan's memory may differ from the rehearsal's."""
+PLANNED = {"logprobs 2": "logprobs", "update 2": "train"}
+"""The rehearsal's phases, in which everything is allocated, and the plan's."""
+_LINES = 12
+
+
+@dataclass(frozen=True)
+class PhaseReport:
+    """One phase on one rank."""
+
+    phase: Phase
+    planned: float | None
+    """Bytes of the plan, without the CUDA context; None where it has no such phase."""
+    seconds: dict[str, float]
+    """Of roofline: products, and bytes that operators read and write."""
+
+    @property
+    def difference(self) -> float | None:
+        return None if self.planned is None else self.planned / self.phase.peak.nbytes - 1
+
+    @property
+    def agrees(self) -> bool:
+        return self.difference is None or abs(self.difference) <= TOLERANCE
+
+    def as_json(self) -> dict[str, Any]:
+        phase, peak = self.phase, self.phase.peak
+        return {
+            "phase": phase.name,
+            "held_bytes": phase.held,
+            "peak_bytes": peak.nbytes,
+            "peak_at": {"operator": peak.at, "line": peak.line},
+            "peak_by_line": _largest(peak.by_line),
+            "left_bytes": phase.left,
+            "planned_bytes": self.planned,
+            "operators": phase.operators,
+            "operator_bytes": phase.traffic,
+            "flops": dict(phase.flops),
+            "seconds": self.seconds,
+            "host_waits": [{"kind": kind, "line": line, "count": count} for (kind, line), count in phase.waits.most_common()],
+            "copies": [{"direction": way, "line": line, "bytes": count} for (way, line), count in phase.copies.most_common()],
+            "collectives": [
+                {"kind": kind, "group": group, "line": line, "count": count, "bytes": nbytes}
+                for (kind, group, line), (count, nbytes) in sorted(phase.collectives.items(), key=lambda entry: -entry[1][1])
+            ],
+        }
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """One rank."""
+
+    rank: int
+    stage: int
+    fault: str
+    phases: list[PhaseReport]
+
+    @property
+    def passes(self) -> bool:
+        return not self.fault and all(phase.agrees for phase in self.phases)
+
+    def as_json(self) -> dict[str, Any]:
+        phases = [phase.as_json() for phase in self.phases]
+        return {"rank": self.rank, "stage": self.stage, "fault": self.fault, "passes": self.passes, "phases": phases}
+
+
+def make_report(rehearsal: RankRehearsal, job: Workload, cluster: Cluster) -> RankReport:
+    """Compare a rank with the plan of its stage."""
+    candidate = Candidate.from_config(job.config)
+    stage = candidate.train.coordinates(rehearsal.rank).pp
+    phases = []
+    for phase in rehearsal.phases:
+        planned = None
+        if phase.name in PLANNED and not rehearsal.fault:
+            planned = sum(count_trainer_parts(job, candidate, stage, PLANNED[phase.name]).values()) - CUDA_CONTEXT_BYTES
+        phases.append(PhaseReport(phase, planned, estimate_seconds(phase, cluster)))
+    return RankReport(rehearsal.rank, stage, rehearsal.fault, phases)
+
+
+def estimate_seconds(phase: Phase, cluster: Cluster) -> dict[str, float]:
+    """Return the seconds that a phase's products take at the planner's share of the peak rate, and those of all bytes that operators read
+    and write at its share of the memory's bandwidth."""
+    rates = {"fp8": cluster.gpu.fp8, "bf16": cluster.gpu.bf16, "fp32": cluster.gpu.bf16 / 2}
+    products = sum(count / (rates[kind] * COMPUTE_EFFICIENCY) for kind, count in phase.flops.items() if kind in rates)
+    return {"products": products, "memory": phase.traffic / (cluster.gpu.hbm * LINK_EFFICIENCY)}
+
+
+def _largest(by_line: dict[str, int]) -> dict[str, int]:
+    return {line: nbytes for line, nbytes in Counter(by_line).most_common(_LINES) if nbytes}
+
+
+def print_report(reports: list[RankReport]) -> None:
+    """Print all ranks; of collectives and waits the phases that a step repeats."""
+    console = Console(highlight=False, markup=False, emoji=False)
+    if not console.is_terminal:
+        console.width = 120
+    for report in reports:
+        console.print(f"\nRank {report.rank}, pipeline stage {report.stage}")
+        if report.fault:
+            console.print(f"FAULT: {report.fault}", soft_wrap=True)
+        console.print(_memory(report))
+        for phase in report.phases:
+            if phase.phase.name in PLANNED:
+                console.print(_waits(phase.phase))
+                console.print(_collectives(phase.phase))
+    wrong = [f"rank {report.rank}" for report in reports if not report.passes]
+    verdict = f"NOT as planned: {', '.join(wrong)}." if wrong else f"All {len(reports)} ranks run, and take the memory that `plan` says."
+    console.print(f"\n{verdict} Nothing has run on a GPU.")
+
+
+def _memory(report: RankReport) -> Table:
+    heads = ["phase", "held", "peak GiB", "plan", "differs", "reached at", "operators", "products s", "memory s"]
+    table = _table("Memory, and seconds of roofline", heads)
+    for each in report.phases:
+        phase, planned = each.phase, each.planned
+        differs = "" if each.difference is None else f"{each.difference:+.1%}" + ("" if each.agrees else " !")
+        gib = [f"{phase.held / GIB:.2f}", f"{phase.peak.nbytes / GIB:.2f}", "" if planned is None else f"{planned / GIB:.2f}"]
+        times = [f"{each.seconds[name]:.3g}" for name in ("products", "memory")]
+        table.add_row(phase.name, *gib, differs, f"{phase.peak.at} {phase.peak.line}", str(phase.operators), *times)
+    return table
+
+
+def _waits(phase: Phase) -> Table:
+    table = _table(f"{phase.name}: the host waits {sum(phase.waits.values())} times for the device", ["times", "for", "line"])
+    for (kind, line), count in phase.waits.most_common(_LINES):
+        table.add_row(str(count), kind, line)
+    return table
+
+
+def _collectives(phase: Phase) -> Table:
+    table = _table(f"{phase.name}: collectives", ["kind", "group", "calls", "GiB"])
+    sums: dict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0])
+    for (kind, group, _), (count, nbytes) in phase.collectives.items():
+        sums[kind, group][0] += count
+        sums[kind, group][1] += nbytes
+    for (kind, group), (count, nbytes) in sorted(sums.items(), key=lambda entry: -entry[1][1]):
+        table.add_row(kind, group, str(count), f"{nbytes / GIB:.3f}")
+    return table
+
+
+def _table(title: str, heads: list[str]) -> Table:
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    for head in heads:
+        words = head in ("phase", "kind", "group", "line", "for", "reached at")
+        table.add_column(head, justify="left" if words else "right", overflow="fold")
+    return table

@@ -1,0 +1,57 @@
+"""The policies of a run on one rank: the actor and the frozen reference, from a checkpoint's weights to the optimizer's masters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from megatron_rl.batch.training_sample import TrainingSample
+from megatron_rl.config import Config
+from megatron_rl.mcore.actor import Actor, Policy
+from megatron_rl.mcore.cache_scales import renew_scales
+from megatron_rl.mcore.load_weights import build_rank_shards, global_parameters, load_checkpoint
+from megatron_rl.mcore.master_spread import MasterSpread
+from megatron_rl.mcore.model import build_model, freeze
+from megatron_rl.mcore.names import ModelChunks
+from megatron_rl.precision.contract import PrecisionContract
+from megatron_rl.training.canary import LONGEST, make_prompts
+from parallel.layout import Layout
+from parallel.shards import Shard
+
+
+def load_actor(config: Config, layout: Layout, hf_config: Mapping[str, Any]) -> tuple[Actor, list[Shard]]:
+    """Return the policy in training and this rank's shards of it. Collective."""
+    shards = build_rank_shards(dict(hf_config), layout)
+    model = _load(config, layout, hf_config, shards)
+    actor = Actor(model, config.train.decay_over(config.optimizer_steps), config.rollout.temperature)
+    if spread := MasterSpread.from_config(config):
+        spread.spread_optimizer(actor.optimizer, shards, global_parameters(model))
+    _choose_scales(config, actor, hf_config)
+    return actor, shards
+
+
+def load_reference(config: Config, layout: Layout, hf_config: Mapping[str, Any]) -> Policy | None:
+    """Return the frozen starting policy, in the same precision; None without a KL term. Collective."""
+    if not config.algorithm.kl_coef:
+        return None
+    model = freeze(_load(config, layout, hf_config, build_rank_shards(dict(hf_config), layout)))
+    reference = Policy(model, config.rollout.temperature, config.train.micro_batch_tokens)
+    _choose_scales(config, reference, hf_config)
+    return reference
+
+
+def _load(config: Config, layout: Layout, hf_config: Mapping[str, Any], shards: list[Shard]) -> ModelChunks:
+    model = build_model(hf_config, layout, PrecisionContract.from_config(config.precision), config.train)
+    load_checkpoint(model, config.model.folder, shards, MasterSpread.from_config(config))
+    return model
+
+
+def _choose_scales(config: Config, policy: Policy, hf_config: Mapping[str, Any]) -> None:
+    """Give a starting policy its scales of keys and values (`mcore.cache_scales`), by a forward pass over random tokens."""
+    if PrecisionContract.from_config(config.precision).scales_kv_by_layer:
+        prompts = make_prompts(8, hf_config["vocab_size"], min(config.longest_sequence, LONGEST), config.train.seed)
+        samples = [TrainingSample(torch.from_numpy(ids[:-1]), torch.from_numpy(ids[-1:])) for ids in prompts]
+        with renew_scales(policy.model):
+            policy.compute_logprobs(samples)

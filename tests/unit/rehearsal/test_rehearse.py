@@ -1,0 +1,74 @@
+"""The rehearsal of a tiny model agrees with the plan, and finds what is planted."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+CASES = ("plain", "host_tensor_in_loss", "item_per_layer", "doubled_activation", "gather_in_wrong_group", "refused_scales")
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory):
+    """The report of the first rank, by case. A process of its own, as torch must not be imported before."""
+    command = [sys.executable, "-m", "support.rehearsals", str(tmp_path_factory.mktemp("rehearsal")), *CASES]
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return {case: found[0] for case, found in json.loads(done.stdout.splitlines()[-1]).items()}
+
+
+def phase_of(report, name):
+    return next(phase for phase in report["phases"] if phase["phase"] == name)
+
+
+def test_the_tiny_model_runs_and_takes_the_memory_that_the_plan_says(reports):
+    plain = reports["plain"]
+    assert not plain["fault"] and plain["passes"]
+    assert [phase["phase"] for phase in plain["phases"]] == ["build", "logprobs", "update 1", "logprobs 2", "update 2"]
+    assert phase_of(plain, "update 2")["peak_bytes"] > phase_of(plain, "update 1")["peak_bytes"]  # Adam's moments
+
+
+def test_collectives_are_counted_by_kind_and_group(reports):
+    collectives = phase_of(reports["plain"], "update 2")["collectives"]
+    gathered = [entry for entry in collectives if entry["line"].startswith("megatron_rl/mcore/layers/row_parallel.py")]
+    assert {(entry["kind"], entry["group"]) for entry in gathered} == {("all-gather", "tp 2")}
+    layers, rows, micro_batches, bf16 = 2, 4096, 2, 2
+    # two column- and two row-parallel layers: each gathers once forward or backward, and column-parallel ones again for WGrad
+    assert sum(entry["bytes"] for entry in gathered) == layers * 4 * micro_batches * rows * 1024 * bf16
+    assert any(entry["group"] == "dp*cp 2" and entry["kind"] == "reduce-scatter" for entry in collectives)
+
+
+def test_a_host_tensor_in_the_loss_is_a_fault_with_its_line(reports):
+    fault = reports["host_tensor_in_loss"]["fault"]
+    assert "cuda:0 and cpu" in fault and "in phase update 1 at megatron_rl/mcore/actor.py" in fault
+
+
+def test_a_wait_in_every_layer_shows(reports):
+    def waits(case):
+        return sum(wait["count"] for wait in phase_of(reports[case], "update 2")["host_waits"])
+
+    assert waits("item_per_layer") - waits("plain") == 2 * 2  # layers, micro-batches
+
+
+def test_a_doubled_activation_is_not_as_planned(reports):
+    report = reports["doubled_activation"]
+    phase = phase_of(report, "update 2")
+    assert not report["passes"] and not report["fault"]
+    assert phase["planned_bytes"] / phase["peak_bytes"] < 0.95
+
+
+def test_a_gather_in_the_wrong_group_of_the_same_size_is_refused(reports):
+    fault = reports["gather_in_wrong_group"]["fault"]
+    assert "RefusedCollectiveError" in fault and "dp 2" in fault and "row_parallel.py" in fault
+
+
+def test_a_shape_that_deep_gemm_refuses_is_a_fault(reports):
+    fault = reports["refused_scales"]["fault"]
+    assert "deep_gemm.fp8_gemm_nt: scales are [15, 8]" in fault and "backends/deep_gemm.py" in fault
