@@ -46,9 +46,10 @@ def renew_scales(model: ModelChunks) -> Iterator[None]:
 
 
 def _choose(scales: dict[CoreAttention, torch.Tensor], amax: dict[CoreAttention, torch.Tensor]) -> None:
-    layers = [core.layer_number - 1 for core in scales]
-    of_all = next(iter(amax.values())).new_zeros(next(iter(scales)).config.num_layers, 2)  # of all stages' layers, for one reduction
-    of_all[layers] = torch.stack([*amax.values()])
+    core = next(iter(scales))
+    of_all = amax[core].new_zeros(core.config.num_layers, 2)  # of all stages' layers, so that one reduction is enough
+    for core, seen in amax.items():
+        of_all[core.layer_number - 1] = seen
     dist.all_reduce(of_all, op=dist.ReduceOp.MAX)
-    for layer, values in zip(layers, scales.values(), strict=True):
-        values.copy_(choose_scales(of_all[layer], values))
+    for core, values in scales.items():
+        values.copy_(choose_scales(of_all[core.layer_number - 1], values))

@@ -51,7 +51,7 @@ def mixture(folder: Path) -> dict[str, object]:
         "rollout.top_p": 0.9,
         "eval.samples": 2,
         "eval.top_p": 1.0,
-        "rollout.max_total_tokens": 1 << 16,  # a cache of which one can see whether it is there
+        "rollout.max_total_tokens": 1 << 18,  # a cache of which one can see whether it is there
     }
 
 

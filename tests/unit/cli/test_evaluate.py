@@ -146,3 +146,8 @@ def test_the_k_to_report():
     assert [EvalRequest(Path()).list_ks(samples) for samples in (1, 4, 6)] == [[1], [1, 2, 4], [1, 2, 4, 6]]
     assert EvalRequest(Path(), at="8, 1,8").list_ks(8) == [1, 8]
     assert load_config(ROOT / "configs/quickstart.toml").data.eval  # what the tests above evaluate
+
+
+def test_scales_of_keys_and_values_that_only_a_trainer_has_are_refused(model):
+    with pytest.raises(UserError, match=r"^precision\.kv = 'e4m3_per_layer': needs the scales of a trainer, .* use --precision\.kv=high"):
+        check_checkpoint(model, "--checkpoint", config(mode="bf16", kv="e4m3_per_layer"))

@@ -96,6 +96,7 @@ def test_operands_are_what_the_back_ends_make(rows, cols):
 def test_the_kv_cache_of_a_rank_holds_its_heads_or_mlas_one_latent():
     for tp, kv_heads in ((1, 8), (8, 1), (16, 1)):
         assert memory.count_kv_bytes_per_token(job(), tp) == 36 * 2 * kv_heads * 128 * 2
+        assert memory.count_kv_bytes_per_token(job(precision={"kv": "e4m3_per_layer"}), tp) == 36 * 2 * kv_heads * 128
     deepseek = PUBLISHED["DeepSeek-V3"] | {"rope_scaling": None, "n_group": 8, "topk_group": 4, "num_experts_per_tok": 8}
     config = Config.model_validate_json('{"model": {"path": "x"}}')
     assert memory.count_kv_bytes_per_token(Workload.from_config(config, deepseek | {"rope_theta": 1e4}), 8) == 61 * (512 + 64) * 2
