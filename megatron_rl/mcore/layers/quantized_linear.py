@@ -8,6 +8,7 @@ slice of it (`master`), quantizes that after every step, and the replicas gather
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -25,9 +26,10 @@ from megatron_rl.mcore.layers.row_parallel import RowSum, TreeRowParallelLinear,
 from megatron_rl.mcore.names import ModelChunks, get_model_chunks
 from megatron_rl.precision.backends import make_backend
 from megatron_rl.precision.backends.base import Backend, Operand
+from megatron_rl.precision.backends.gather import PendingOperand, can_gather, gather_first
 from megatron_rl.precision.quantized_weight import QuantizedWeight
 from megatron_rl.precision.quantizers import dequantize, quantize
-from parallel.formats import TensorFormat
+from parallel.formats import BLOCK, TensorFormat
 
 
 class WeightLayer(Protocol):
@@ -59,8 +61,9 @@ def _flatten_tokens(x: torch.Tensor) -> torch.Tensor:
 class QuantizedMatmul(torch.autograd.Function):
     """The three products with Megatron's tensor- and sequence-parallel communication around them.
 
-    For the backward pass WGrad's operand of x is saved, which is smaller than x where the backend quantizes it; under sequence
-    parallelism this rank's part of x is saved and gathered again, as Megatron does.
+    For the backward pass WGrad's operand of x is saved, which is smaller than x where the backend quantizes it. Under sequence parallelism
+    each rank quantizes its own tokens and gathers bytes (`precision.backends.gather`), for WGrad again, as Megatron does; where that would
+    not give the gathered x's operand, x is saved and gathered.
     """
 
     @staticmethod
@@ -74,14 +77,14 @@ class QuantizedMatmul(torch.autograd.Function):
         group: Any,
         row_sum: RowSum | None = None,
     ) -> torch.Tensor:
-        inputs = gather_sequence(x, group) if sequence_parallel else x
-        operand = layer.backend.quantize(_flatten_tokens(inputs), rows=True, columns=ctx.needs_input_grad[1] and not sequence_parallel)
-        ctx.save_for_backward(weight, *((x,) if sequence_parallel else operand.columns))
-        ctx.layer, ctx.sum_dgrad, ctx.sequence_parallel, ctx.group, ctx.shape = layer, sum_dgrad, sequence_parallel, group, x.shape
-        ctx.row_sum = row_sum
+        backend, ctx.group = layer.backend, group
+        operand, saved = _quantize_gathered(ctx, backend, x) if sequence_parallel else _quantize(ctx, backend, x)
+        shape = (x.shape[0] * group.size() if sequence_parallel else x.shape[0], *x.shape[1:-1])
+        ctx.save_for_backward(weight, *saved)
+        ctx.layer, ctx.sum_dgrad, ctx.sequence_parallel, ctx.shape, ctx.row_sum = layer, sum_dgrad, sequence_parallel, x.shape, row_sum
         if row_sum is not None:
-            return row_sum.reduce(layer.backend.fprop_by_tree(operand, layer.operand).unflatten(0, inputs.shape[:-1]), x.dtype)
-        return layer.backend.fprop(operand, layer.operand).unflatten(0, inputs.shape[:-1])
+            return row_sum.reduce(backend.fprop_by_tree(operand, layer.operand).unflatten(0, shape), x.dtype)
+        return backend.fprop(operand, layer.operand).unflatten(0, shape)
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -89,6 +92,7 @@ class QuantizedMatmul(torch.autograd.Function):
         layer, group, backend = ctx.layer, ctx.group, ctx.layer.backend
         needs_dx, needs_dw = ctx.needs_input_grad[:2]
         dy = dy if ctx.row_sum is None else ctx.row_sum.gather_gradient(dy)
+        tokens_again = _start_gathering_again(ctx, tuple(saved)) if needs_dw and ctx.sequence_parallel else None  # while DGrad runs
         gradient = backend.quantize(_flatten_tokens(dy), rows=needs_dx, columns=needs_dw)
         dx, dw, pending = None, None, None
         if needs_dx:
@@ -99,14 +103,42 @@ class QuantizedMatmul(torch.autograd.Function):
                 full, dx = dx.contiguous(), dx.new_empty(ctx.shape)
                 pending = dist.reduce_scatter_tensor(dx, full, group=group, async_op=True)
         if needs_dw:
-            if ctx.sequence_parallel:
-                operand = backend.quantize(_flatten_tokens(gather_sequence(saved[0], group)), rows=False, columns=True)
-            else:
-                operand = Operand(gradient.tokens, columns=tuple(saved))
+            operand = Operand(gradient.tokens, columns=tuple(saved)) if tokens_again is None else tokens_again()
             dw = _weight_gradient(weight, backend, gradient, operand)
         if pending is not None:
             pending.wait()
         return dx, dw, None, None, None, None, None
+
+
+def _quantize(ctx: Any, backend: Backend, x: torch.Tensor) -> tuple[Operand, tuple[torch.Tensor, ...]]:
+    """Return the operand of x, and what of it WGrad needs."""
+    operand = backend.quantize(_flatten_tokens(x), rows=True, columns=ctx.needs_input_grad[1])
+    return operand, operand.columns
+
+
+def _quantize_gathered(ctx: Any, backend: Backend, x: torch.Tensor) -> tuple[Operand, tuple[torch.Tensor, ...]]:
+    """Return the operand of all ranks' tokens, and what of this rank's WGrad needs."""
+    tokens, needs_dw = _flatten_tokens(x), ctx.needs_input_grad[1]
+    ctx.gathers_columns = needs_dw and can_gather(backend) and len(tokens) % BLOCK == 0
+    if not can_gather(backend):
+        return backend.quantize(_flatten_tokens(gather_sequence(x, ctx.group)), rows=True, columns=False), (x,)
+    own = backend.quantize(tokens, rows=True, columns=ctx.gathers_columns)
+    gathered = backend.start_gather(Operand(own.tokens, rows=own.rows), ctx.group)()
+    return gathered, own.columns if ctx.gathers_columns else (x,)
+
+
+def _start_gathering_again(ctx: Any, saved: tuple[torch.Tensor, ...]) -> PendingOperand:
+    """Begin to gather WGrad's operand of x, or x, which is quantized when it is there."""
+    backend, group = ctx.layer.backend, ctx.group
+    if ctx.gathers_columns:
+        return backend.start_gather(Operand(math.prod(ctx.shape[:-1]), columns=saved), group)
+    gathered, work = gather_first(saved[0], group)
+
+    def finish() -> Operand:
+        work.wait()
+        return backend.quantize(_flatten_tokens(gathered), rows=False, columns=True)
+
+    return finish
 
 
 def _weight_gradient(weight: Any, backend: Backend, dy: Operand, x: Operand) -> torch.Tensor:

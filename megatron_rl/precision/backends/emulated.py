@@ -8,6 +8,7 @@ import torch
 
 from megatron_rl.precision import fp8_products
 from megatron_rl.precision.backends.base import Operand
+from megatron_rl.precision.backends.gather import PendingOperand, gather_first, wait
 from megatron_rl.precision.int8 import int8_matmul
 from megatron_rl.precision.quantized_weight import QuantizedWeight
 from megatron_rl.precision.quantizers import dequantize
@@ -40,6 +41,15 @@ class EmulatedBackend:
 
     def quantize(self, x: torch.Tensor, *, rows: bool, columns: bool) -> Operand:
         return Operand(x.shape[0], (x,) if rows else (), (x,) if columns else ())
+
+    def start_gather(self, operand: Operand, group: Any) -> PendingOperand:
+        (gathered, work), has_rows = gather_first((operand.rows or operand.columns)[0], group), bool(operand.rows)
+
+        def finish() -> Operand:
+            wait(work)
+            return Operand(len(gathered), (gathered,) if has_rows else (), () if has_rows else (gathered,))
+
+        return finish
 
     def fprop(self, x: Operand, weight: DequantizedWeight) -> torch.Tensor:
         return fp8_products.fprop(x.rows[0], self._values(x, weight), self.scale_format)

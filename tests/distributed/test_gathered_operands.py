@@ -1,0 +1,28 @@
+"""Under sequence parallelism ranks gather bytes and scales of what each has quantized: the bits of the gathered activation's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support import gathered_operands
+
+
+@pytest.mark.parametrize("scale_format", ["pow2", "fp32"])
+@pytest.mark.parametrize("tp, tokens", [(2, 512), (2, 10), (4, 268), (4, 512)])
+def test_gathered_bytes_are_those_of_the_gathered_row(worlds, tp, tokens, scale_format):
+    for found in worlds(tp).call(gathered_operands.compare, tokens, 384, scale_format):
+        assert found == {"rows": True, "columns": True} if tokens % (128 * tp) == 0 else found == {"rows": True}
+
+
+@pytest.mark.parametrize("backend", ["deep_gemm", "emulated"])
+@pytest.mark.parametrize("tokens", [512, 200])
+def test_a_layers_bits_stay_and_half_the_bytes_travel(worlds, backend, tokens):
+    for gathered, whole in worlds(2).call(gathered_operands.with_and_without, backend, tokens):
+        assert all(torch.equal(gathered[name], whole[name]) for name in ("y", "dx", "dw"))
+        share = gathered["sent"] / whole["sent"]
+        if backend == "emulated":
+            assert share == 1
+        elif tokens % 256 == 0:  # columns, too, are quantized in whole groups on every rank
+            assert share == (1 + 4 / 128) / 2
+        else:
+            assert share == (2 + 1 + 4 / 128) / 4

@@ -1,0 +1,68 @@
+"""Operands that tensor-parallel ranks gather, against those of the gathered tensor. Stand-ins play DeepGEMM."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_rl.mcore.layers import quantized_linear
+from megatron_rl.precision.backends import make_backend
+from megatron_rl.precision.backends.base import Operand
+from parallel.formats import FP8
+from support import fake_gpu_libraries
+from support.fp8_reference import uneven
+from support.megatron_models import build
+from support.trainer import start
+
+
+def compare(tokens: int, width: int, scale_format: str) -> dict[str, bool]:
+    """Whether gathered rows and columns are those of all tokens: bytes, scales and strides."""
+    start()
+    x, rank, group = uneven(tokens, width, torch.bfloat16), dist.get_rank(), dist.group.WORLD
+    result = {}
+    with pytest.MonkeyPatch.context() as patch:
+        fake_gpu_libraries.install(patch)
+        backend: Any = make_backend("deep_gemm", FP8.with_scales(scale_format))
+        own, whole = (backend.quantize(part, rows=True, columns=True) for part in (x.chunk(dist.get_world_size())[rank], x))
+        gathered = backend.start_gather(Operand(own.tokens, rows=own.rows), group)()
+        result["rows"] = gathered.tokens == tokens and _same(gathered.rows, whole.rows)
+        if own.tokens % 128 == 0:
+            gathered = backend.start_gather(Operand(own.tokens, columns=own.columns), group)()
+            result["columns"] = gathered.tokens == tokens and _same(gathered.columns, whole.columns)
+    return result
+
+
+def _same(pair: tuple[torch.Tensor, ...], other: tuple[torch.Tensor, ...]) -> bool:
+    data = torch.equal(pair[0].view(torch.uint8), other[0].view(torch.uint8)) and pair[0].stride() == other[0].stride()
+    return data and torch.equal(pair[1], other[1]) and pair[1].stride() == other[1].stride()
+
+
+def run_layer(backend: str, tokens: int, gathers: bool) -> dict[str, Any]:
+    """A column-parallel layer's results under sequence parallelism, and the bytes that this rank contributes to all-gathers. `gathers`:
+    operands are gathered, else activations, of which every rank quantizes all."""
+    start()
+    tp, rank = dist.get_world_size(), dist.get_rank()
+    weight, (x, dy) = torch.randn(256, 256, generator=torch.Generator().manual_seed(0)), (uneven(tokens, 256, torch.bfloat16) for _ in "xd")
+    sent, gather = [], dist.all_gather_into_tensor
+
+    def count(output: torch.Tensor, input: torch.Tensor, *args: Any, **options: Any) -> Any:
+        sent.append(input.numel() * input.itemsize)
+        return gather(output, input, *args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        fake_gpu_libraries.install(patch)
+        patch.setattr(dist, "all_gather_into_tensor", count)
+        patch.setattr(quantized_linear, "can_gather", lambda backend: gathers)
+        layer = build("column", "pow2", True, weight)
+        layer.config.linear_backend = backend
+        own = x.chunk(tp)[rank].unsqueeze(1).clone().requires_grad_()
+        y, _ = layer(own)
+        y.backward(dy.unsqueeze(1)[..., : y.shape[-1]].contiguous())
+    return {"y": y.detach(), "dx": own.grad, "dw": layer.weight.main_grad, "sent": sum(sent)}
+
+
+def with_and_without(backend: str, tokens: int) -> list[dict[str, Any]]:
+    return [run_layer(backend, tokens, gathers) for gathers in (True, False)]
