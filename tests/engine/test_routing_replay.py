@@ -37,7 +37,8 @@ def distance(logprobs: dict, name: str) -> torch.Tensor:
 
 def test_an_fp8_engine_below_a_high_precision_trainer_passes_all_checks_after_a_sync(world):
     world.call(trainer_engine.check_live)
-    report = world.call(trainer_engine.sync, 1)[0]
+    report = world.call(trainer_engine.sync, 1, 1 << 20, {"canary": 2})[0]
+    assert report["canary"] == 0.0  # the trainer multiplies as the engine does, and sends the tokens to the engine's experts
     assert world.call(trainer_engine.prove) == [report["proved"]] == [report["tensors"]]
     _, _, rollout = world.call(trainer_engine.compare_graphs)[0]
     quantized = {str(edge.format) for edge in rollout.edges if edge.format.quantized}

@@ -48,8 +48,9 @@ def test_two_engines_give_the_bits_of_one_before_and_after_a_sync(world):
 def test_engines_that_are_lost_in_a_sync_are_replaced_and_the_sync_is_proved(world):
     """One hangs, one is killed."""
     world.call(trainer_engine.train, random_sequences(8, seed=43))
-    report = world.call(trainer_engine.sync_with_faults, {0: "hang", 1: "kill"}, 2)[0]
+    report = world.call(trainer_engine.sync_with_faults, {0: "hang", 1: "kill"}, 2, {"canary": 2})[0]
     assert (report["proved"], report["tensors"], report["restarts"]) == (2 * TENSORS, 2 * TENSORS, 2)
+    assert report["canary"] == 0.0
     assert report["recovery_seconds"] > 1
     lines = world.call(trainer_engine.take_messages)[0]
     assert any(line.startswith("engine 1 is lost: ") and "its process ended with exit code -9" in line for line in lines), lines
