@@ -51,6 +51,11 @@ def test_a_changed_weight_and_a_version_are_found_beside_the_quantisation(worlds
     assert version["version"] > 1e-3 and [version[name] for name in CAUSES[:3]] == [plain[name] for name in CAUSES[:3]]
 
 
+def test_the_cache_of_an_engine_that_alone_is_quantised_is_found_with_its_scales_per_layer(worlds, checkpoint):
+    shares = attributed(worlds(1), checkpoint, ROLLOUT["fp8_rollout"] | {"kv": "e4m3_per_layer"}, "kv")
+    assert shares["kernels"] == shares["version"] == 0 and shares["kv"] > 1e-4
+
+
 def test_the_loop_attributes_every_so_many_steps(worlds, checkpoint):
     noise = 0.02
     result = worlds(1).call(training_runs.run_loop, checkpoint, FP8, {"updates_per_step": 2, "correction": "tis"}, 3, noise, 2)[0]
