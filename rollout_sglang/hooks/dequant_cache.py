@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 
 MAX_CACHED_BYTES = 2 << 30
-"""Limit of one scheduler process: half a billion values in float32."""
+"""Limit of one scheduler process: a billion values in BF16 (`value_dtype`), half as many in float32."""
 
 Make = Callable[[], torch.Tensor]
 _values: dict[int, tuple[torch.Tensor, torch.Tensor, Make]] = {}

@@ -40,6 +40,7 @@ def test_every_number_of_ranks_and_rows_gives_the_same_bits(leaves, columns, dty
 def test_quantized_inputs_too():
     x, weight = random(20, 4 * LEAF, seed=0), random(64, 4 * LEAF, seed=1).to(torch.bfloat16).float()
     whole = fprop_by_tree(x, weight, "pow2")
+    assert torch.equal(fprop_by_tree(x, weight.bfloat16(), "pow2"), whole)  # as an engine keeps values
     torch.testing.assert_close(whole, round_trip_1x128(x, "pow2") @ weight.t(), rtol=1e-4, atol=1e-3)
     assert torch.equal(tree.add([fprop_by_tree(*parts, "pow2") for parts in zip(cut(x, 4), cut(weight, 4), strict=True)]), whole)
 
