@@ -56,13 +56,17 @@ def run_rehearsal(config: Config, options: RehearseOptions) -> bool:
 
 
 def choose_ranks(text: str | None, layout: Layout) -> list[int]:
-    """Return the ranks that `text` names, such as `0,7,last`; by default the first of every kind of pipeline stage: first, second, last."""
+    """Return the ranks that `text` names, such as `0,7,last`; by default the first of every kind of pipeline stage: last, first, second.
+    One of the last stage comes first, since it alone knows the loss."""
+    width = layout.world_size // layout.pp
+    last = (layout.pp - 1) * width
     if text is None:
-        return sorted({stage * (layout.world_size // layout.pp) for stage in (0, min(1, layout.pp - 1), layout.pp - 1)})
+        return list(dict.fromkeys((last, 0, min(width, last))))
     ranks = []
     for word in text.split(","):
         number = str(layout.world_size - 1) if word.strip() == "last" else word.strip()
         if not number.isdigit() or int(number) >= layout.world_size:
             raise UserError("--ranks", text, f"{word!r} is no rank of {layout.world_size}", "give numbers from 0, and last, as in 0,7,last")
         ranks.append(int(number))
-    return ranks
+    in_order = sorted(dict.fromkeys(ranks), key=lambda rank: rank < last)
+    return in_order if in_order[0] >= last else [last, *in_order]

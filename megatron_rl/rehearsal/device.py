@@ -21,8 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_rl.rehearsal.recorder import Recorder
 
 aten = torch.ops.aten
-_KNOWN_NUMBERS = {True: 1 << 20, False: 1 << 14}
-"""Values are followed up to so many numbers: of integers and truth values, of floats."""
+_KNOWN_NUMBERS = 1 << 20
+"""Values are followed up to so many numbers."""
 _REAL_COPY = 1 << 22
 """A copy to the host of more numbers stays without data."""
 
@@ -36,7 +36,7 @@ def value_of(tensor: torch.Tensor) -> torch.Tensor | None:
 
 def set_value(tensor: Any, value: torch.Tensor | None) -> None:
     """Attach known numbers to a device tensor, or forget them."""
-    if value is not None and value.numel() <= _KNOWN_NUMBERS[not value.dtype.is_floating_point]:
+    if value is not None and value.numel() <= _KNOWN_NUMBERS:
         tensor.known_value = value
     elif hasattr(tensor, "known_value"):
         del tensor.known_value
@@ -87,13 +87,13 @@ class FakeGpu(TorchDispatchMode):
     def _follow(self, func: Any, args: tuple, kwargs: dict, out: Any) -> None:
         inputs = list(_iter_tensors(args, kwargs))
         results = [tensor for tensor in _iter_tensors((out,), {}) if isinstance(tensor, FakeTensor)]
-        small = all(tensor.numel() <= _KNOWN_NUMBERS[not tensor.dtype.is_floating_point] for tensor in results)
+        small = all(tensor.numel() <= _KNOWN_NUMBERS for tensor in results)
         if small and func not in _NO_VALUES and all(value_of(tensor) is not None for tensor in inputs):
             values = func(*_map(args, value_of), **_map({k: ("cpu" if k == "device" else v) for k, v in kwargs.items()}, value_of))
             found = list(_iter_tensors((values,), {}))
             for result, value in zip(results, found, strict=True):
                 set_value(result, value)
-        elif func in _HEALTHY and small:
+        elif func in _HEALTHY and (small or func is aten.topk.default):
             for result in results:
                 set_value(result, _HEALTHY[func](args, result))
         elif func._schema.is_mutable:
@@ -301,10 +301,18 @@ def _spread_evenly(args: tuple, result: Any) -> torch.Tensor | None:
     return (torch.arange(rows * k) % args[0].shape[-1]).view(rows, k)
 
 
+def _fill(number: Any) -> Callable[[tuple, Any], torch.Tensor]:
+    return lambda args, result: torch.full(result.shape, number(args), dtype=result.dtype)
+
+
 _HEALTHY: dict[Any, Callable[[tuple, Any], torch.Tensor | None]] = {
     aten.all.default: lambda args, result: torch.tensor(True),
     aten.any.default: lambda args, result: torch.tensor(False),
     aten.topk.default: _spread_evenly,
+    **dict.fromkeys((aten.zeros_like.default, aten.new_zeros.default, aten.zero_.default), _fill(lambda args: 0)),
+    **dict.fromkeys((aten.ones_like.default, aten.new_ones.default), _fill(lambda args: 1)),
+    **dict.fromkeys((aten.full_like.default, aten.fill_.Scalar), _fill(lambda args: args[1])),
+    aten.new_full.default: _fill(lambda args: args[2]),
 }
 _NO_VALUES = {
     aten.empty.memory_format,

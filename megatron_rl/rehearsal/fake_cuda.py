@@ -20,11 +20,15 @@ from megatron_rl.planner.hardware import Gpu
 from megatron_rl.rehearsal import collectives
 from megatron_rl.rehearsal.device import FakeGpu, plausible_value
 from megatron_rl.rehearsal.kernels import deep_gemm, flash_attention, torch_cuda, transformer_engine, triton
-from megatron_rl.rehearsal.recorder import Recorder
+from megatron_rl.rehearsal.recorder import Recorder, find_line
 
 _CAPABILITY = (9, 0)
 _current: list[FakeGpu] = []
 """The device of the rank that is rehearsed now."""
+
+
+_said_by_last_stage: dict[str, list[Any]] = {}
+"""Line -> objects that a rank of the last pipeline stage, rehearsed before, gave to the others."""
 
 
 def recorder() -> Recorder:
@@ -152,6 +156,7 @@ def _replace_tensor_methods() -> None:
     fake.tolist = lambda self: (self.cpu() if self.device.type == "cuda" else plausible_value(self)).tolist()
     fake.data_ptr = _address
     fake.record_stream = _nothing
+    fake.data = property(torch.Tensor.data.__get__, _set_data)
     storage: Any = torch.UntypedStorage
     typed: Any = torch.TypedStorage
     plain_resize = storage.resize_
@@ -178,6 +183,13 @@ def _address(tensor: Any) -> int:
     return (tensor.untyped_storage()._cdata << 9) + tensor.storage_offset() * tensor.itemsize
 
 
+def _set_data(tensor: Any, value: Any) -> None:
+    """Give a tensor another's storage, which may lie on another device."""
+    torch.Tensor.data.__set__(tensor, value)  # type: ignore[attr-defined]
+    if isinstance(value, FakeTensor):
+        tensor.fake_device = value.fake_device
+
+
 def _move_module(self: Any, *_: Any) -> Any:
     """Move a module's tensors to the device. Parameters are replaced, as a tensor without data cannot take the place of one with data; what
     they are tagged with goes along."""
@@ -197,12 +209,18 @@ def _move_module(self: Any, *_: Any) -> Any:
 
 
 def _replace_objects() -> None:
-    """Python objects that ranks exchange: all have what this one has."""
+    """Python objects that ranks exchange: all have what this one has, but the last pipeline stage, which knows the loss."""
     module: Any = dist
 
     def all_gather_object(objects: list, obj: Any, group: Any = None) -> None:
         _count_object("all-gather of objects", group)
         objects[:] = [obj] * len(objects)
+        if len(objects) > 1 and collectives.name_group(group or collectives.world()).startswith("pp "):
+            said = _said_by_last_stage.setdefault(find_line(), [])
+            if dist.get_rank(group) == len(objects) - 1:
+                said.append(obj)
+            elif said:
+                objects[-1] = said[0]
 
     def broadcast_object_list(objects: list, *_: Any, group: Any = None, **__: Any) -> None:
         _count_object("broadcast of objects", group)

@@ -1,9 +1,12 @@
-"""One rank's part of a run, by the run's own functions: from the checkpoint to two optimizer steps.
+"""One rank's part of a run, by the run's own functions: from the checkpoint to two optimizer steps and a sync's chunks.
 
     build        start_megatron's groups, the model, its weights, the optimizer and its masters; the reference
-    logprobs     the actor over the samples
+    logprobs     actor and reference over the samples
     update 1     the first optimizer step, which allocates Adam's moments
-    logprobs 2   actor and reference, with all that a later step holds
+    off-load     what only an optimizer step needs goes to the host, where trainer and engine share a GPU
+    sync         this rank's chunks are packed and hashed
+    restore      the optimizer comes back
+    logprobs 2   the same, with all that a later step holds
     update 2     the next optimizer step
 
 Samples fill micro-batches to the last token, as `plan` reckons, and are as few as show all that a step does: one micro-batch more than
@@ -14,22 +17,32 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from megatron_rl.algorithm.policy_loss import PolicyLoss
 from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.config import Config
 from megatron_rl.hf.files import read_config
+from megatron_rl.mcore.actor import Actor
+from megatron_rl.mcore.load_weights import collect_named_tensors
 from megatron_rl.mcore.model import start_megatron, stop_megatron
 from megatron_rl.planner.candidate import MEAN_LENGTH_SHARE
 from megatron_rl.planner.hardware import Gpu
+from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.rehearsal.device import FakeGpu
 from megatron_rl.rehearsal.fake_cuda import one_rank
 from megatron_rl.rehearsal.headers import read_headers_alone
 from megatron_rl.rehearsal.recorder import Phase, Recorder, find_line_of
+from megatron_rl.sync.plan import SyncPlan
 from megatron_rl.training.policies import load_actor, load_reference
+from parallel.chunking import CHUNKS_IN_FLIGHT
 from parallel.layout import Layout
+from parallel.model_geometry import ModelGeometry
+from parallel.shards import Shard
+from parallel.transport.pack import make_source_packer
 
 
 class RankRehearsal:
@@ -70,21 +83,42 @@ def _run(config: Config, layout: Layout, gpu: FakeGpu, scratch: Path) -> None:
     start_megatron(layout, config.train.seed)
     with read_headers_alone(gpu, config.model.folder, scratch) as folder:
         config = config.model_copy(update={"model": config.model.model_copy(update={"path": folder})})
-        actor, _ = load_actor(config, layout, hf_config)
+        actor, shards = load_actor(config, layout, hf_config)
         reference = load_reference(config, layout, hf_config)
     samples = make_samples(config, layout)
     begin("logprobs")
-    for sample, logprobs in zip(samples, actor.compute_logprobs(samples)[0], strict=True):
-        sample.old_logprobs = sample.reference_logprobs = logprobs
+    for policy in filter(None, (reference, actor)):
+        for sample, logprobs in zip(samples, policy.compute_logprobs(samples)[0], strict=True):
+            sample.old_logprobs = sample.reference_logprobs = logprobs
     loss = PolicyLoss(config.algorithm)
     begin("update 1")
     actor.update(samples, loss)
+    if config.placement.kind == "colocated":
+        begin("off-load")
+        actor.offload_optimizer()
+    begin("sync")
+    _pack_chunks(config, layout, actor, shards, hf_config)
+    if config.placement.kind == "colocated":
+        begin("restore")
+        actor.reload_optimizer()
     begin("logprobs 2")
     for policy in filter(None, (actor, reference)):
         policy.compute_logprobs(samples)
     begin("update 2")
     actor.update(samples, loss)
     gpu.recorder.end()
+
+
+def _pack_chunks(config: Config, layout: Layout, actor: Actor, shards: list[Shard], hf_config: dict[str, Any]) -> None:
+    """Pack and hash this rank's chunks as a sync does, into buffers like the transport's."""
+    contract = PrecisionContract.from_config(config.precision)
+    geometry = ModelGeometry.from_hf_config(hf_config)
+    plan = SyncPlan.make(geometry, layout, config.rollout.to_layout(), contract, config.sync.chunk_bytes)
+    own = [chunk for chunk in plan.chunks if chunk.source == dist.get_rank()]
+    packer = make_source_packer(collect_named_tensors(actor.model, shards, contract), plan.chunks, dist.get_rank())
+    ring = torch.empty(CHUNKS_IN_FLIGHT * max((chunk.nbytes for chunk in plan.chunks), default=0), dtype=torch.uint8, device="cuda")
+    for sources, nbytes in {chunk.sources: chunk.nbytes for chunk in own}.items():  # engines that get the same bytes hash them once
+        packer.pack(sources, ring[:nbytes], True)
 
 
 def make_samples(config: Config, layout: Layout) -> list[TrainingSample]:

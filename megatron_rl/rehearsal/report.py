@@ -19,7 +19,7 @@ from megatron_rl.rehearsal.recorder import Phase
 
 TOLERANCE = 0.05
 """Share by which the plan's memory may differ from the rehearsal's."""
-PLANNED = {"logprobs 2": "logprobs", "update 2": "train"}
+PLANNED = {"sync": "sync", "logprobs 2": "logprobs", "update 2": "train"}
 """The rehearsal's phases, in which everything is allocated, and the plan's."""
 _LINES = 12
 
