@@ -75,8 +75,10 @@ def _fullest_stage(job: Workload, candidate: Candidate, phase: str) -> dict[str,
 def count_trainer_parts(job: Workload, candidate: Candidate, stage: int, phase: str) -> dict[str, float]:
     """Return the bytes, by part, of a trainer rank of a pipeline stage in a phase."""
     rank = memory.count_trainer_memory(job, candidate.train, stage)
-    parts: dict[str, float] = {"weights": rank.weights, "quantized": rank.blocks + rank.operands}
-    if phase in ("logprobs", "train") or not candidate.colocated:
+    computes = phase in ("logprobs", "train") or not candidate.colocated
+    # a step's new blocks have no operands until the next forward pass
+    parts: dict[str, float] = {"weights": rank.weights, "quantized": rank.blocks + (rank.operands if computes else 0)}
+    if computes:
         parts |= {"gradients": rank.gradients, "optimizer": rank.optimizer}
     parts["reference"] = rank.model if job.has_reference else 0  # frozen: no gradients
     if phase == "train":

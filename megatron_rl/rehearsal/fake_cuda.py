@@ -156,7 +156,8 @@ def _replace_tensor_methods() -> None:
     fake.tolist = lambda self: (self.cpu() if self.device.type == "cuda" else plausible_value(self)).tolist()
     fake.data_ptr = _address
     fake.record_stream = _nothing
-    fake.data = property(torch.Tensor.data.__get__, _set_data)
+    plain_data: Any = torch.Tensor.data
+    fake.data = property(plain_data.__get__, _set_data)
     storage: Any = torch.UntypedStorage
     typed: Any = torch.TypedStorage
     plain_resize = storage.resize_

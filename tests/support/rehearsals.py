@@ -49,6 +49,9 @@ max_prompt_tokens = 1024
 kl_coef = 0.001
 [reward]
 function = "math"
+[sync]
+transport = "gloo"
+bucket_mb = 8
 """
 
 
