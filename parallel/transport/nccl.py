@@ -16,7 +16,7 @@ import torch.distributed as dist
 _ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _CLEAN_UP_ONLY = "2"
 """torch's watchdog aborts the communicators of a failed group, and lets the process live."""
-_POLL_SECONDS = 0.0002
+_POLL_SECONDS = 0.001
 
 
 class NcclGroup:
