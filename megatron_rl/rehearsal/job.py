@@ -16,11 +16,14 @@ there are pipeline stages.
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.pipeline_parallel import schedules
 
 from megatron_rl.algorithm.policy_loss import PolicyLoss
 from megatron_rl.batch.training_sample import TrainingSample
@@ -64,13 +67,39 @@ def rehearse_rank(config: Config, rank: int, gpu: Gpu) -> RankRehearsal:
     with one_rank(rank, layout.world_size, gpu) as device, tempfile.TemporaryDirectory() as scratch:
         rehearsal = RankRehearsal(rank, device.recorder)
         try:
-            _run(config, layout, device, Path(scratch))
+            with _observe_passes(device.recorder):
+                _run(config, layout, device, Path(scratch))
         except Exception as error:
             rehearsal.fault = f"{type(error).__name__} in phase {device.recorder.phase.name} at {find_line_of(error)}: {_first_line(error)}"
             rehearsal.error = error  # type: ignore[attr-defined]
         finally:
             stop_megatron()
         return rehearsal
+
+
+@contextmanager
+def _observe_passes(recorder: Recorder) -> Iterator[None]:
+    """Within the context the recorder knows what happens within a micro-batch's passes."""
+    plain = {name: getattr(schedules, name) for name in ("forward_step", "backward_step")}
+
+    def observed(name: str) -> Any:
+        def run(*args: Any, **options: Any) -> Any:
+            recorder.in_pass = True
+            recorder.phase.passes += name == "forward_step"
+            try:
+                return plain[name](*args, **options)
+            finally:
+                recorder.in_pass = False
+
+        return run
+
+    for name in plain:
+        setattr(schedules, name, observed(name))
+    try:
+        yield
+    finally:
+        for name, function in plain.items():
+            setattr(schedules, name, function)
 
 
 def _first_line(error: Exception) -> str:

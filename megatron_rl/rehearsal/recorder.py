@@ -77,11 +77,14 @@ class Phase:
     """By kind of product: `fp8`, `bf16`, `fp32`."""
     waits: Counter = field(default_factory=Counter)
     """(kind, line) -> how often the host waits for the device."""
+    waits_in_passes: Counter = field(default_factory=Counter)
+    """Those of them within a micro-batch's forward or backward pass."""
     copies: Counter = field(default_factory=Counter)
     """(direction, line) -> bytes."""
     collectives: dict[tuple[str, str, str], list[int]] = field(default_factory=lambda: defaultdict(lambda: [0, 0]))
     """(kind, group, line) -> [calls, bytes of the whole tensor]."""
-    micro_batches: int = 0
+    passes: int = 0
+    """Forward passes over a micro-batch."""
 
 
 class Recorder:
@@ -91,7 +94,7 @@ class Recorder:
         self.phases: list[Phase] = []
         self.phase = Phase("import")
         self.now = 0
-        self.faults: list[str] = []
+        self.in_pass = False
         self._allocations: dict[int, tuple[int, str]] = {}
         self._by_line: Counter[str] = Counter()
         self._at_peak = False
@@ -168,13 +171,16 @@ class Recorder:
 
     def wait(self, kind: str) -> None:
         """The host waits for the device."""
-        self.phase.waits[kind, find_line()] += 1
+        line = find_line()
+        self.phase.waits[kind, line] += 1
+        if self.in_pass:
+            self.phase.waits_in_passes[kind, line] += 1
 
     def copy_to_host(self, tensor: torch.Tensor, waits: bool) -> None:
         line = find_line()
         self.phase.copies["to host", line] += count_bytes(tensor)
         if waits:
-            self.phase.waits["copy to host", line] += 1
+            self.wait("copy to host")
 
     def copy_to_device(self, tensor: torch.Tensor, waits: bool) -> None:
         """`waits`: from memory that is not pinned, which the host waits for until it is staged."""

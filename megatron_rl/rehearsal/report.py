@@ -12,6 +12,7 @@ from rich.table import Table
 
 from megatron_rl.planner.candidate import Candidate, Workload
 from megatron_rl.planner.hardware import GIB, LINK_EFFICIENCY, Cluster
+from megatron_rl.planner.memory import count_layer_kinds
 from megatron_rl.planner.memory_by_phase import CUDA_CONTEXT_BYTES, count_trainer_parts
 from megatron_rl.planner.roofline import COMPUTE_EFFICIENCY
 from megatron_rl.rehearsal.job import RankRehearsal
@@ -21,6 +22,8 @@ TOLERANCE = 0.05
 """Share by which the plan's memory may differ from the rehearsal's."""
 PLANNED = {"sync": "sync", "logprobs 2": "logprobs", "update 2": "train"}
 """The rehearsal's phases, in which everything is allocated, and the plan's."""
+_MAY_WAIT = "megatron/core/transformer/moe/token_dispatcher.py"
+"""Megatron's all-to-all, which must know on the host how many tokens go where: once a layer with experts."""
 _LINES = 12
 
 
@@ -56,7 +59,11 @@ class PhaseReport:
             "operator_bytes": phase.traffic,
             "flops": dict(phase.flops),
             "seconds": self.seconds,
-            "host_waits": [{"kind": kind, "line": line, "count": count} for (kind, line), count in phase.waits.most_common()],
+            "micro_batches": phase.passes,
+            "host_waits": [
+                {"kind": kind, "line": line, "count": count, "in_micro_batches": phase.waits_in_passes[kind, line]}
+                for (kind, line), count in phase.waits.most_common()
+            ],
             "copies": [{"direction": way, "line": line, "bytes": count} for (way, line), count in phase.copies.most_common()],
             "collectives": [
                 {"kind": kind, "group": group, "line": line, "count": count, "bytes": nbytes}
@@ -72,15 +79,34 @@ class RankReport:
     rank: int
     stage: int
     fault: str
+    layers: int
+    """Of this rank."""
     phases: list[PhaseReport]
 
     @property
     def passes(self) -> bool:
-        return not self.fault and all(phase.agrees for phase in self.phases)
+        return not self.fault and not self.waits_per_layer and all(phase.agrees for phase in self.phases)
+
+    @property
+    def waits_per_layer(self) -> dict[str, int]:
+        """Lines in which the host waits for the device in every layer of every micro-batch, with their waits in one of them."""
+        found: dict[str, int] = {}
+        for phase in (each.phase for each in self.phases):
+            for (kind, line), count in phase.waits_in_passes.items():
+                if phase.passes and count >= self.layers * phase.passes and not line.startswith(_MAY_WAIT):
+                    found[f"{line} ({kind})"] = count // (self.layers * phase.passes)
+        return found
 
     def as_json(self) -> dict[str, Any]:
         phases = [phase.as_json() for phase in self.phases]
-        return {"rank": self.rank, "stage": self.stage, "fault": self.fault, "passes": self.passes, "phases": phases}
+        return {
+            "rank": self.rank,
+            "stage": self.stage,
+            "fault": self.fault,
+            "waits_per_layer": self.waits_per_layer,
+            "passes": self.passes,
+            "phases": phases,
+        }
 
 
 def make_report(rehearsal: RankRehearsal, job: Workload, cluster: Cluster) -> RankReport:
@@ -93,7 +119,8 @@ def make_report(rehearsal: RankRehearsal, job: Workload, cluster: Cluster) -> Ra
         if phase.name in PLANNED and not rehearsal.fault:
             planned = sum(count_trainer_parts(job, candidate, stage, PLANNED[phase.name]).values()) - CUDA_CONTEXT_BYTES
         phases.append(PhaseReport(phase, planned, estimate_seconds(phase, cluster)))
-    return RankReport(rehearsal.rank, stage, rehearsal.fault, phases)
+    layers = sum(count_layer_kinds(job.model, candidate.train.pp, candidate.train.vpp, stage))
+    return RankReport(rehearsal.rank, stage, rehearsal.fault, layers, phases)
 
 
 def estimate_seconds(phase: Phase, cluster: Cluster) -> dict[str, float]:
@@ -117,13 +144,16 @@ def print_report(reports: list[RankReport]) -> None:
         console.print(f"\nRank {report.rank}, pipeline stage {report.stage}")
         if report.fault:
             console.print(f"FAULT: {report.fault}", soft_wrap=True)
+        for line, count in report.waits_per_layer.items():
+            console.print(f"WAITS in every layer, {count} a micro-batch: {line}", soft_wrap=True)
         console.print(_memory(report))
         for phase in report.phases:
-            if phase.phase.name in PLANNED:
+            if phase.phase.passes and phase.phase.name in PLANNED:
                 console.print(_waits(phase.phase))
                 console.print(_collectives(phase.phase))
     wrong = [f"rank {report.rank}" for report in reports if not report.passes]
-    verdict = f"NOT as planned: {', '.join(wrong)}." if wrong else f"All {len(reports)} ranks run, and take the memory that `plan` says."
+    good = f"All {len(reports)} ranks run, take the memory that `plan` says, and wait in no layer for the device."
+    verdict = f"NOT as planned: {', '.join(wrong)}." if wrong else good
     console.print(f"\n{verdict} Nothing has run on a GPU.")
 
 
@@ -140,9 +170,13 @@ def _memory(report: RankReport) -> Table:
 
 
 def _waits(phase: Phase) -> Table:
-    table = _table(f"{phase.name}: the host waits {sum(phase.waits.values())} times for the device", ["times", "for", "line"])
+    within = sum(phase.waits_in_passes.values())
+    title = (
+        f"{phase.name}: the host waits {sum(phase.waits.values())} times for the device, {within} of them in {phase.passes} micro-batches"
+    )
+    table = _table(title, ["times", "in micro-batches", "for", "line"])
     for (kind, line), count in phase.waits.most_common(_LINES):
-        table.add_row(str(count), kind, line)
+        table.add_row(str(count), str(phase.waits_in_passes[kind, line] or ""), kind, line)
     return table
 
 

@@ -51,11 +51,10 @@ def test_a_host_tensor_in_the_loss_is_a_fault_with_its_line(reports):
     assert "cuda:0 and cpu" in fault and "in phase update 1 at megatron_rl/mcore/actor.py" in fault
 
 
-def test_a_wait_in_every_layer_shows(reports):
-    def waits(case):
-        return sum(wait["count"] for wait in phase_of(reports[case], "update 2")["host_waits"])
-
-    assert waits("item_per_layer") - waits("plain") == 2 * 2  # layers, micro-batches
+def test_a_wait_in_every_layer_is_named(reports):
+    report = reports["item_per_layer"]
+    assert not report["passes"] and not report["fault"] and not reports["plain"]["waits_per_layer"]
+    assert list(report["waits_per_layer"].values()) == [1] and "(item)" in next(iter(report["waits_per_layer"]))
 
 
 def test_a_doubled_activation_is_not_as_planned(reports):
