@@ -29,11 +29,13 @@ ORDER = [  # of what lies in megatron_rl: each imports only what stands before i
     *("preflight", "evaluation", "reporting", "training", "planner", "rehearsal", "cli", "__main__"),
 ]
 ROOT_MODULES = 8
+PACKAGES_CHECK = ("tools/checks/gpu_packages.py", "tools/checks/hopper_kernels.py")
+"""Hold the libraries themselves against what is expected of them."""
 ONLY_IN = {
-    "sglang": ("rollout_sglang/*",),
-    "megatron": ("megatron_rl/mcore/*", "megatron_rl/rehearsal/*"),
-    "triton": ("megatron_rl/precision/*/*triton*.py", "parallel/digest_triton.py"),
-    "deep_gemm": ("megatron_rl/precision/backends/deep_gemm*.py",),
+    "sglang": ("rollout_sglang/*", *PACKAGES_CHECK),
+    "megatron": ("megatron_rl/mcore/*", "megatron_rl/rehearsal/*", *PACKAGES_CHECK),
+    "triton": ("megatron_rl/precision/*/*triton*.py", "parallel/digest_triton.py", *PACKAGES_CHECK),
+    "deep_gemm": ("megatron_rl/precision/backends/deep_gemm*.py", *PACKAGES_CHECK),
     "transformer_engine": ("megatron_rl/precision/backends/transformer_engine.py",),
     "transformer_engine_torch": ("megatron_rl/precision/backends/transformer_engine.py",),
 }
