@@ -35,6 +35,7 @@ from megatron_rl.mcore.model_options import attention_options, expert_options, l
 from megatron_rl.mcore.names import ModelChunks, get_model_chunks
 from megatron_rl.mcore.platform import adam, cpu
 from megatron_rl.precision.contract import PrecisionContract
+from megatron_rl.precision.ops import swiglu
 from parallel.formats import BF16, TensorFormat
 from parallel.layout import Layout
 from parallel.megatron_shards import padded_vocabulary
@@ -151,6 +152,7 @@ def _megatron_config(
         attention_dropout=0.0,
         bias_dropout_fusion=False,
         bias_activation_fusion=False,  # both fusions compile with torch.compile and a C++ compiler
+        use_te_activation_func=swiglu.is_fused(),  # ours, by the layers' spec
         use_cpu_initialization=not torch.cuda.is_available(),
         perform_initialization=False,
         calculate_per_token_loss=True,  # gradients are sums over replicas, divided by the tokens of all of them

@@ -136,6 +136,7 @@ class _MegatronReader:
             _merge_experts([self.read_linear(mlp.linear_fc1) for mlp in mlps]),
             _merge_experts([self.read_linear(mlp.linear_fc2) for mlp in mlps]),
             count,
+            swiglu="FP32, rounded once" if mlps[0].config.use_te_activation_func else "silu and product rounded",
         )
 
     def read_experts(self, moe: Any) -> MoEPrecision:

@@ -7,10 +7,10 @@ b the bytes of the high dtype:
 
     norms           S (h b + 4) each of two, or of four: their inputs, such as the residual stream, and FP32 statistics
     linear inputs   S h twice, T q, T f: b each, or 1 + 4/128 where a GPU back end quantized it
-    attention       T b (q + 2 kv) of linear_qkv, which v is a view of; T b (q + kv) rotated, with 4 T d' b cosines and sines;
+    attention       T b (q + 2 kv) of linear_qkv, which v is a view of; T b (q + kv) rotated, on a CPU with 4 T d' b cosines and sines;
                     T b q, the result; 4 T heads of statistics
     q and k norm    T b q where q had to be copied out of its groups; statistics
-    SwiGLU          T b 4 f: gate and up, silu(gate), and up once more
+    SwiGLU          T b 4 f: gate and up, silu(gate), and up once more; on a GPU T b 2 f
     experts         as an MLP for S top_k etp rows (a balanced router), and 4 h each for the weights' gradient
     logits          see `count_logits`: on the last stage
 
@@ -103,7 +103,8 @@ def _attention(inputs: FormulaInputs) -> float:
     heads, groups = model.heads / inputs.layout.tp, max(1.0, model.kv_heads / inputs.layout.tp)
     q, kv = heads * model.head_dim, groups * model.head_dim
     size = _column_input(inputs, model.hidden) + _row_input(inputs, q)
-    size += tokens * inputs.job.high_bytes * ((q + 2 * kv) + (q + kv) + 4 * model.head_dim * model.rope.share + q)
+    angles = 4 * model.head_dim * model.rope.share if inputs.cpu else 0
+    size += tokens * inputs.job.high_bytes * ((q + 2 * kv) + (q + kv) + angles + q)
     size += 0 if inputs.cpu else 4 * tokens * heads
     if model.qk_norm:
         size += _norm(inputs, tokens * heads, model.head_dim, own_input=1 < groups < heads)
@@ -119,7 +120,11 @@ def _latent_attention(inputs: FormulaInputs) -> float:
     size = inputs.rows * model.hidden * inputs.linear_input_bytes * (2 if inputs.quantizes_inputs and latent.q_rank else 1)
     size += sum(_norm(inputs, inputs.rows, rank) for rank in (latent.q_rank, latent.kv_rank) if rank)
     size += _column_input(inputs, latent.q_rank) + inputs.rows * latent.kv_rank * high_bytes
-    size += inputs.tokens * high_bytes * (heads * 2 * (latent.nope_dim + latent.rope_dim + latent.v_dim) + 4 * latent.rope_dim)
+    size += (
+        inputs.tokens
+        * high_bytes
+        * (heads * 2 * (latent.nope_dim + latent.rope_dim + latent.v_dim) + (4 * latent.rope_dim if inputs.cpu else 0))
+    )
     size += _row_input(inputs, heads * latent.v_dim)
     size += heads * (latent.nope_dim + latent.v_dim) * latent.kv_rank * high_bytes if inputs.job.contract.trainer_format.quantized else 0
     return size + (0 if inputs.cpu else 4 * inputs.tokens * heads)
@@ -127,7 +132,7 @@ def _latent_attention(inputs: FormulaInputs) -> float:
 
 def _swiglu(inputs: FormulaInputs, tokens: float, ffn: float) -> float:
     """SwiGLU and the input of the layer behind it."""
-    return tokens * ffn * (4 * inputs.job.high_bytes + inputs.linear_input_bytes)
+    return tokens * ffn * ((4 if inputs.cpu else 2) * inputs.job.high_bytes + inputs.linear_input_bytes)
 
 
 def _experts(inputs: FormulaInputs) -> float:
@@ -160,7 +165,7 @@ def count_in_flight(layout: Layout, stage: int, micro_batches: int) -> float:
 def count_working(inputs: FormulaInputs) -> float:
     """Return the most bytes of gradients and intermediate results within one operator of a layer's backward pass.
 
-    SwiGLU: four gradients as wide as the MLP, and a GPU back end's quantized copies of one. Sums by the tree, in the forward pass: see
+    SwiGLU: four gradients as wide as the MLP, three on a GPU, and a GPU back end's quantized copies of one. Sums by the tree, in the forward pass: see
     `_count_tree_sums`. Attention, which comes when the MLP's own tensors are freed: the gradients of its result, query, key and value, and
     FlashAttention-2's FP32 sum for the query; on the CPU tier about 10 T b q, measured.
     """
@@ -175,7 +180,8 @@ def count_working(inputs: FormulaInputs) -> float:
         values = max(inputs.rows * inputs.job.top_k * model.experts.ffn, inputs.tokens * model.experts.shared_ffn / layout.tp)
     copies = 2 if inputs.quantizes_inputs else 0
     sums = _count_tree_sums(inputs) if inputs.job.contract.sums_by_tree else 0
-    return max((4 * high_bytes + copies) * values, attention - 4 * high_bytes * values, sums)
+    swiglu = (4 if inputs.cpu else 3) * high_bytes
+    return max((swiglu + copies) * values, attention - swiglu * values, sums)
 
 
 def _count_tree_sums(inputs: FormulaInputs) -> float:

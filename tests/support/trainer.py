@@ -44,7 +44,7 @@ from megatron_rl.mcore.quantizing_optimizer import requantize
 from megatron_rl.mcore.replicas import select_own
 from megatron_rl.mcore.scored_positions import ScoredPositions
 from megatron_rl.precision.contract import PrecisionContract
-from megatron_rl.precision.ops import rope, tree
+from megatron_rl.precision.ops import rope, swiglu, tree
 from megatron_rl.precision.quantized_weight import QuantizedWeight
 from megatron_rl.precision.quantizers import dequantize
 from parallel.layout import Layout
@@ -370,11 +370,11 @@ def forms_of_attention(
     return results
 
 
-def both_rotations(
+def both_kinds_of_operators(
     folder: Path, precision: dict[str, Any], batch: list[TrainingSample]
 ) -> list[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
-    """Log-probs and gradients in the expanded form, with Megatron's rotation of packed rows, and with the one for a GPU, where Megatron's,
-    which waits for the device, is not called."""
+    """Log-probs and gradients in the expanded form, with Megatron's rotation of packed rows and SwiGLU, and with those for a GPU, where
+    Megatron's rotation, which waits for the device, is not called."""
     results = []
     for ours in (False, True):
         with ExitStack() as patches:
@@ -382,10 +382,13 @@ def both_rotations(
             if ours:
                 for module in (rope, mla):
                     patches.enter_context(mock.patch.object(module, "rotates_rows", return_value=True))
+                patches.enter_context(mock.patch.object(swiglu, "is_fused", return_value=True))
                 patches.enter_context(mock.patch.object(rope_utils, "_apply_rotary_pos_emb_thd", side_effect=AssertionError("waits")))
             trainer = Trainer(folder, precision, {"learning_rate": 1e-12, "clip_grad": 0.0})
             logprobs, _ = trainer.actor.compute_logprobs(batch)
             trainer.actor.update(own(batch), negative_log_likelihood)
+            fused = [module for module in trainer.model.modules() if isinstance(module, spec.SwiGLU)]
+            assert bool(fused) == ours
         results.append((torch.cat(logprobs), {name: weight.main_grad.clone() for name, weight in trainer.model.named_parameters()}))
     return results
 

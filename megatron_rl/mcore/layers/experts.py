@@ -58,8 +58,14 @@ class OutputWeightedExperts(SequentialMLP):
             self._grouped = GroupedLinear(first), GroupedLinear(second)
         into, out = self._grouped
         groups = TokenGroups.from_counts(counts, x.device)
-        gate, up = into(groups.spread(x), groups).chunk(2, -1)
-        return groups.collect(out(self.config.activation_func(gate) * up, groups))
+        return groups.collect(out(self._activate(into(groups.spread(x), groups)), groups))
+
+    def _activate(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, 2 f] -> [T, f], as Megatron's MLP does."""
+        if self.config.use_te_activation_func:
+            return self.local_experts[0].activation_func(x)
+        gate, up = x.chunk(2, -1)
+        return self.config.activation_func(gate) * up
 
 
 def _run_expert(mlp: Any, x: torch.Tensor) -> torch.Tensor:

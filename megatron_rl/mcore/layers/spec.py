@@ -39,7 +39,7 @@ from megatron_rl.mcore.layers.router import Router
 from megatron_rl.mcore.layers.row_parallel import TreeRowParallelLinear
 from megatron_rl.mcore.packed_sequences import attend_packed
 from megatron_rl.precision import kv_cache
-from megatron_rl.precision.ops import batch_invariant
+from megatron_rl.precision.ops import batch_invariant, swiglu
 
 
 class CoreAttention(MegatronModule):
@@ -97,6 +97,16 @@ class CoreAttention(MegatronModule):
         return kv_cache.round_trip(key), kv_cache.round_trip(value)
 
 
+class SwiGLU(torch.nn.Module):
+    """What a model built with `use_te_activation_func` calls in the place of Transformer Engine's."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return swiglu.swiglu(x)
+
+
 class AbsorbedCoreAttention(CoreAttention):
     """Attention between latents, then for every head the product with its part V [h, v, rank] of kv_b, which comes in the place of
     `value`: of packed sequences [t, h, rank + rope] and [t, 1, rank + rope] -> [t, h * v]."""
@@ -123,6 +133,9 @@ class SpecProvider(LocalSpecProvider):
 
     def kv_b_linear(self) -> type:
         return AbsorbedLinear if takes_absorbed_form() else self.column_parallel_linear()
+
+    def activation_func(self) -> Any:
+        return SwiGLU if swiglu.is_fused() else None
 
     def grouped_mlp_modules(self, *_: bool) -> tuple[type, MLPSubmodules]:
         return OutputWeightedExperts, MLPSubmodules(linear_fc1=self.column_parallel_linear(), linear_fc2=self.row_parallel_linear())
@@ -169,7 +182,7 @@ def _layer_spec(config: TransformerConfig, backend: SpecProvider, experts: int |
 
 
 def _mlp(backend: SpecProvider, experts: int | None) -> Any:
-    spec = get_mlp_module_spec_for_backend(backend=backend, num_experts=experts)
+    spec = get_mlp_module_spec_for_backend(backend=backend, num_experts=experts, use_te_activation_func=swiglu.is_fused())
     if experts is None:
         return spec
     spec.submodules.router = Router

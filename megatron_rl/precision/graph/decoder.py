@@ -97,6 +97,8 @@ class MLPPrecision:
     count: int = 1
     post_norm: WeightedOpPrecision | None = None
     """Of what is added to the residual stream."""
+    swiglu: str = ""
+    """Where it is rounded."""
 
 
 @dataclass(frozen=True)
@@ -221,7 +223,7 @@ def _add_latent_attention(builder: _Builder, prefix: str, precision: MLAPrecisio
 
 def _add_mlp(builder: _Builder, prefix: str, precision: MLPPrecision, source: str) -> str:
     gate_up = builder.weighted(f"{prefix}gate_up", "linear", source, precision.gate_up, precision.count)
-    act = builder.op(f"{prefix}swiglu", "swiglu", {"x": (gate_up, builder.hidden)}, precision.count)
+    act = builder.op(f"{prefix}swiglu", "swiglu", {"x": (gate_up, builder.hidden)}, precision.count, precision.swiglu)
     return _add_post_norm(
         builder, prefix, precision, builder.weighted(f"{prefix}down", precision.down.linear, act, precision.down, precision.count)
     )
