@@ -165,9 +165,9 @@ def count_in_flight(layout: Layout, stage: int, micro_batches: int) -> float:
 def count_working(inputs: FormulaInputs) -> float:
     """Return the most bytes of gradients and intermediate results within one operator of a layer's backward pass.
 
-    SwiGLU: four gradients as wide as the MLP, three on a GPU, and a GPU back end's quantized copies of one. Sums by the tree, in the forward pass: see
-    `_count_tree_sums`. Attention, which comes when the MLP's own tensors are freed: the gradients of its result, query, key and value, and
-    FlashAttention-2's FP32 sum for the query; on the CPU tier about 10 T b q, measured.
+    SwiGLU: four gradients as wide as the MLP, three on a GPU, and a GPU back end's quantized copies of one. Sums by the tree, in the
+    forward pass: see `_count_tree_sums`. Attention, which comes when the MLP's own tensors are freed: the gradients of its result, query,
+    key and value, and FlashAttention-2's FP32 sum for the query; on the CPU tier about 10 T b q, measured.
     """
     model, layout, high_bytes = inputs.job.model, inputs.layout, inputs.job.high_bytes
     if model.latent is None:
