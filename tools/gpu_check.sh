@@ -18,8 +18,8 @@ for candidate in .venv-gpu/bin/python .venv/bin/python python3; do
   if [ -z "$python" ] && command -v "$candidate" >/dev/null; then python=$candidate; fi
 done
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
-"${python:-python3}" -c 'import torch; torch.cuda.get_device_name()' 2>/dev/null || {
+gpu=$("${python:-python3}" -c 'import torch; print(torch.cuda.get_device_name())' 2>/dev/null) || {
   echo "gpu_check: no NVIDIA GPU that torch sees; megatron-rl doctor says what is missing" >&2
   exit 2
 }
-exec "$python" tools/checks/gpu_parts.py "$@"
+exec "$python" tools/checks/gpu_parts.py "$gpu" "$@"

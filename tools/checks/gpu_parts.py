@@ -218,6 +218,4 @@ def main(arguments: Sequence[str], gpu: str, run: Run = run_command) -> int:
 
 
 if __name__ == "__main__":
-    import torch
-
-    sys.exit(main(sys.argv[1:], torch.cuda.get_device_name()))
+    sys.exit(main(sys.argv[2:], gpu=sys.argv[1]))  # asked by another process: one that sees the GPU keeps some of its memory

@@ -127,6 +127,10 @@ def test_the_script_lists_its_parts_and_refuses_without_a_gpu(tmp_path, monkeypa
     with pytest.raises(SystemExit) as refused:
         gpu_parts.main(["no-such"], "H100")
     assert refused.value.code == 2
-    script = ["bash", str(ROOT / "tools" / "gpu_check.sh")]
-    done = subprocess.run(script, env={"PYTHON": "/bin/false", "PATH": "/usr/bin:/bin"}, capture_output=True, text=True)
+    (with_gpu := tmp_path / "python").write_text(f'#!/bin/sh\n[ "$1" = -c ] && echo "NVIDIA H100" || exec {sys.executable} "$@"\n')
+    with_gpu.chmod(0o755)
+    script, environment = ["bash", str(ROOT / "tools" / "gpu_check.sh")], {"PATH": "/usr/bin:/bin", "SGLANG_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run([*script, "--list", "speed-sync"], env=environment | {"PYTHON": str(with_gpu)}, capture_output=True, text=True)
+    assert done.returncode == 0 and [line.split()[0] for line in done.stdout.splitlines()] == ["warm-up", "speed-sync"], done.stderr
+    done = subprocess.run(script, env=environment | {"PYTHON": "/bin/false"}, capture_output=True, text=True)
     assert done.returncode == 2 and done.stderr.startswith("gpu_check: no NVIDIA GPU")
