@@ -14,7 +14,7 @@ when it was captured.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -130,8 +130,7 @@ class ServedTensors:
                 if self._constants.setdefault(found.path, fingerprint) != fingerprint:
                     raise ValueError(f"{found.path} is a constant, and has changed since the engine started")
             else:
-                what = f"{found.path} ({str(found.tensor.dtype).removeprefix('torch.')} {list(found.tensor.shape)})"
-                raise ValueError(f"{what} is neither filled by the sync nor known to rollout_sglang/derived_tensors.py")
+                raise ValueError(f"{_describe(found)} is neither filled by the sync nor known to rollout_sglang/derived_tensors.py")
             counts[kind] += 1
         counts["derived"] += dequant_cache.check_cache(memory.holds)
         return counts
@@ -139,6 +138,18 @@ class ServedTensors:
     def _check_address(self, found: FoundTensor) -> None:
         if self._addresses.setdefault(found.path, found.tensor.data_ptr()) != found.tensor.data_ptr():
             raise ValueError(f"{found.path} has moved in memory since the engine started: CUDA graphs read its old place")
+
+
+def find_unknown(model: torch.nn.Module, filled: Iterable[torch.Tensor]) -> list[str]:
+    """Describe what `ServedTensors.check` would refuse as unknown, of a model whose tensors may have no memory. `filled`: by a sync."""
+    storages = {tensor.untyped_storage()._cdata for tensor in filled}
+    return [
+        _describe(found)
+        for found in find_tensors(model)
+        if found.tensor.numel()
+        and found.tensor.untyped_storage()._cdata not in storages
+        and not any(_matches(found.path, rules) for rules in (SCRATCH, DERIVED, CONSTANTS))
+    ]
 
 
 class ProvedMemory:
@@ -158,6 +169,10 @@ def _span(tensor: torch.Tensor) -> tuple[int, float]:
     """Return a tensor's first byte, and the first behind it."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
+
+
+def _describe(found: FoundTensor) -> str:
+    return f"{found.path} ({str(found.tensor.dtype).removeprefix('torch.')} {list(found.tensor.shape)})"
 
 
 def _matches(path: str, rules: Mapping[str, Any]) -> Any:

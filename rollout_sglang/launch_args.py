@@ -64,9 +64,9 @@ class EngineLaunchSpec:
         meeting = f"{find_meeting_host(placements, self.config.sync.host)}:{meeting_port}"
         processes = []
         for placement in placements:
-            arguments = _server_arguments(self.config, contract, self.model_path, port, placement, meeting)
+            arguments = make_server_arguments(self.config, contract, self.model_path, port, placement, meeting)
             arguments += [*(["--load-format", "dummy"] if self.empty else []), *self.arguments]
-            environment = {API_KEY_VARIABLE: key, LAUNCHER_VARIABLE: placement.launcher, **_environment(self.config, contract, placement)}
+            environment = {API_KEY_VARIABLE: key, LAUNCHER_VARIABLE: placement.launcher, **make_environment(self.config, contract, placement)}
             processes.append(EngineProcess(arguments, environment, self._name_log(placement)))
         return LaunchedServer(EngineProcesses(processes), f"http://{placements[0].host}:{port}", key)
 
@@ -75,7 +75,7 @@ class EngineLaunchSpec:
         return self.log_dir / (f"{engine}.node{placement.node}.log" if placement.node else f"{engine}.log")
 
 
-def _server_arguments(
+def make_server_arguments(
     config: Config, contract: PrecisionContract, model_path: Path, port: int, placement: EnginePlacement, meeting: str
 ) -> list[str]:
     """`meeting`: where the ranks of several nodes find each other."""
@@ -115,7 +115,7 @@ def _server_arguments(
     return [part for name, value in options.items() for part in (f"--{name}", str(value))] + [f"--{flag}" for flag in flags]
 
 
-def _environment(config: Config, contract: PrecisionContract, placement: EnginePlacement) -> dict[str, str]:
+def make_environment(config: Config, contract: PrecisionContract, placement: EnginePlacement) -> dict[str, str]:
     rollout, colocated = config.rollout, config.placement.kind == "colocated"
     contracted = {tree_reduction.REDUCTION_VARIABLE: "tree" if contract.sums_by_tree else "fast", kv_cache_scales.KV_VARIABLE: contract.kv}
     if torch.cuda.is_available():

@@ -89,11 +89,11 @@ class _StubImporter:
 _IMPORTER = _StubImporter()
 
 
-def install() -> None:
-    """Install a finder that imports stubs of the missing packages."""
-    missing = tuple(name for name in _NAMES if name not in sys.modules and importlib.util.find_spec(name) is None)
+def install(*more: str) -> None:
+    """Install a finder that imports stubs of those packages, and of `more`, that are missing."""
+    missing = tuple(name for name in (*_NAMES, *more) if name not in sys.modules and importlib.util.find_spec(name) is None)
+    _IMPORTER.packages += missing
     if missing and _IMPORTER not in sys.meta_path:
-        _IMPORTER.packages = missing
         sys.meta_path.append(_IMPORTER)
 
 
