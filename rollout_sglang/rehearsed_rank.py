@@ -41,6 +41,14 @@ class RehearsedRank:
     """SGLang's class."""
 
 
+class _Stream:
+    """A stream or an event, on which nothing happens."""
+
+    cuda_stream = 0
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+
 def main() -> None:
     """See the module's docstring."""
     ranks, config = [int(rank) for rank in sys.argv[1].split(",")], json.load(sys.stdin)
@@ -61,7 +69,7 @@ def _pretend_to_have_a_gpu() -> None:
     for name, value in answers.items():
         setattr(torch.cuda, name, lambda *_, value=value, **__: value)
     for name in ("Stream", "Event", "current_stream", "default_stream"):
-        setattr(torch.cuda, name, lambda *_, **__: SimpleNamespace(cuda_stream=0))
+        setattr(torch.cuda, name, _Stream)
     torch.version.cuda = "13.0"
 
 
@@ -99,7 +107,7 @@ def _build(arguments: list[str], tp: int, rank: int) -> RehearsedRank:
     from sglang.srt.distributed.device_communicators import pynccl
     from sglang.srt.layers.moe import initialize_moe_config
     from sglang.srt.layers.quantization.fp8_utils import initialize_fp8_gemm_config
-    from sglang.srt.model_loader.loader import DummyModelLoader
+    from sglang.srt.model_loader import loader
     from sglang.srt.runtime_context import SpawnRanks, publish
     from sglang.srt.server_args import prepare_server_args
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -120,7 +128,8 @@ def _build(arguments: list[str], tp: int, rank: int) -> RehearsedRank:
         initialize_moe_config()
         initialize_fp8_gemm_config()
         device = SimpleNamespace(device="meta", gpu_id=0)
-        model = DummyModelLoader(LoadConfig(load_format="dummy")).load_model(model_config=model_config, device_config=device)
+        loader.initialize_dummy_weights = lambda _: None
+        model = loader.DummyModelLoader(LoadConfig(load_format="dummy")).load_model(model_config=model_config, device_config=device)
     live = rank_handler.live_tensors(model)
     return RehearsedRank(
         {name: (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) for name, tensor in live.items()},
@@ -141,11 +150,14 @@ def _on_meta() -> Any:
 
     class OnMeta(TorchFunctionMode):
         def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            named = kwargs or {}
             if function is torch.device:
-                return function(*args, **(kwargs or {}))
+                return function(*args, **named)
+            if function is torch.tensor and isinstance(args[0], (int, float)):
+                return function(*args, **{**named, "device": "cpu"})  # SGLang looks at such a number, a scale of the KV cache
             if function is torch.Tensor.cuda:
                 return args[0].to("meta")
-            return function(*map(redirect, args), **{name: redirect(value) for name, value in (kwargs or {}).items()})
+            return function(*map(redirect, args), **{name: redirect(value) for name, value in named.items()})
 
     return OnMeta()
 

@@ -1,0 +1,77 @@
+"""The engine's side of a rehearsal: what SGLang would make of the model on a Hopper GPU, against what a sync would send.
+
+SGLang runs in a process of its own (`rollout_sglang.rehearsed_rank`), with tensors that have a shape and no memory.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+
+from megatron_rl.config import Config
+from megatron_rl.errors import RunError
+from megatron_rl.hf.files import read_config
+from megatron_rl.precision.contract import PrecisionContract
+from megatron_rl.rollout.engine import EngineTensorSpec
+from megatron_rl.sync.engine_check import check_activation_formats, check_rank_tensors
+from parallel.model_geometry import ModelGeometry
+from parallel.sglang_shards import build_engine_shards
+
+_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_SECONDS = 600
+
+
+@dataclass(frozen=True)
+class EngineRankReport:
+    """One rank of an engine."""
+
+    rank: int
+    model: str
+    """SGLang's class."""
+    tensors: int
+    """That a sync would fill."""
+    bytes: int
+    """Of those."""
+    fault: str
+    """The first thing that a run on GPUs would refuse when its engines are up; "" for none."""
+
+
+def rehearse_engine(config: Config) -> list[EngineRankReport]:
+    """Rehearse the first and the last rank of an engine. Raise RunError, with SGLang's last words, if it cannot build the model."""
+    contract, ranks = PrecisionContract.from_config(config.precision), sorted({0, config.rollout.tp - 1})
+    command = [sys.executable, "-m", "rollout_sglang.rehearsed_rank", ",".join(map(str, ranks))]
+    settings = json.dumps(config.model_dump(mode="json"))
+    done = subprocess.run(command, input=settings, capture_output=True, text=True, timeout=_SECONDS, check=False)
+    if done.returncode:
+        raise RunError(f"SGLang does not build the engine's model: {_last_line(done.stderr)}", done.stderr[-4000:])
+    geometry = replace(ModelGeometry.from_hf_config(read_config(config.model.folder)), kv_scales=contract.scales_kv_by_layer)
+    shards, reports = build_engine_shards(geometry, config.rollout.tp, config.rollout.ep), []
+    for rank, answer in json.loads(done.stdout).items():
+        live = {name: EngineTensorSpec(dtype, tuple(shape)) for name, (dtype, shape) in answer["tensors"].items()}
+        fault = ""
+        try:
+            check_rank_tensors(int(rank), shards[int(rank)], contract, live)
+            if contract.engine_format.quantized:
+                check_activation_formats(contract, answer["activation_formats"])
+            _check_unknown(answer["unknown"])
+        except RunError as error:
+            fault = str(error)
+        reports.append(EngineRankReport(int(rank), answer["model"], len(live), _count_bytes(live), fault))
+    return reports
+
+
+def _check_unknown(unknown: Sequence[str]) -> None:
+    if unknown:
+        raise RunError(f"{unknown[0]} is neither filled by a sync nor known to rollout_sglang/derived_tensors.py")
+
+
+def _count_bytes(live: Mapping[str, EngineTensorSpec]) -> int:
+    return sum(prod(spec.shape) * _ITEM_BYTES.get(spec.dtype, 1) for spec in live.values())
+
+
+def _last_line(text: str) -> str:
+    return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")
