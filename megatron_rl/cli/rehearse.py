@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from megatron_rl.config import Config
@@ -11,6 +12,7 @@ from megatron_rl.errors import UserError
 from megatron_rl.hf.files import read_config
 from megatron_rl.planner.candidate import Candidate, Workload
 from megatron_rl.planner.hardware import Cluster
+from megatron_rl.planner.memory import count_engine_weights
 from megatron_rl.preflight import LAYOUTS, PLAN, check, pin_model
 from parallel.layout import Layout
 
@@ -45,14 +47,19 @@ def run_rehearsal(config: Config, options: RehearseOptions) -> bool:
     from megatron_rl.rehearsal import fake_cuda
 
     fake_cuda.install()
+    from megatron_rl.rehearsal.engine_rank import rehearse_engine
     from megatron_rl.rehearsal.job import rehearse_rank
     from megatron_rl.rehearsal.report import make_report, print_report
 
-    reports = [make_report(rehearse_rank(config, rank, cluster.gpu), job, cluster) for rank in ranks]
-    print_report(reports)
+    with ThreadPoolExecutor(1) as thread:
+        in_engine = thread.submit(rehearse_engine, config, count_engine_weights(job, candidate.rollout_tp, candidate.rollout_ep))
+        reports = [make_report(rehearse_rank(config, rank, cluster.gpu), job, cluster) for rank in ranks]
+        engine = in_engine.result()
+    print_report(reports, engine)
     if options.json is not None:
-        options.json.write_text(json.dumps([report.as_json() for report in reports], indent=2) + "\n")
-    return all(report.passes for report in reports)
+        found = {"trainer": [report.as_json() for report in reports], "engine": [asdict(report) for report in engine]}
+        options.json.write_text(json.dumps(found, indent=2) + "\n")
+    return all(report.passes for report in reports) and all(report.passes for report in engine)
 
 
 def choose_ranks(text: str | None, layout: Layout) -> list[int]:

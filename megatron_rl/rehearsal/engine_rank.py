@@ -21,6 +21,8 @@ from megatron_rl.sync.engine_check import check_activation_formats, check_rank_t
 from parallel.model_geometry import ModelGeometry
 from parallel.sglang_shards import build_engine_shards
 
+TOLERANCE = 0.05
+"""Share by which the plan's memory may differ from the rehearsal's."""
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _SECONDS = 600
 
@@ -36,12 +38,19 @@ class EngineRankReport:
     """That a sync would fill."""
     bytes: int
     """Of those."""
+    planned: int
+    """Bytes that the plan says."""
     fault: str
     """The first thing that a run on GPUs would refuse when its engines are up; "" for none."""
 
+    @property
+    def passes(self) -> bool:
+        return not self.fault and abs(self.planned / self.bytes - 1) <= TOLERANCE
 
-def rehearse_engine(config: Config) -> list[EngineRankReport]:
-    """Rehearse the first and the last rank of an engine. Raise RunError, with SGLang's last words, if it cannot build the model."""
+
+def rehearse_engine(config: Config, planned: int) -> list[EngineRankReport]:
+    """Rehearse the first and the last rank of an engine, whose weights take `planned` bytes by the plan. Raise RunError, with SGLang's last
+    words, if it cannot build the model."""
     contract, ranks = PrecisionContract.from_config(config.precision), sorted({0, config.rollout.tp - 1})
     command = [sys.executable, "-m", "rollout_sglang.rehearsed_rank", ",".join(map(str, ranks))]
     settings = json.dumps(config.model_dump(mode="json"))
@@ -60,7 +69,7 @@ def rehearse_engine(config: Config) -> list[EngineRankReport]:
             _check_unknown(answer["unknown"])
         except RunError as error:
             fault = str(error)
-        reports.append(EngineRankReport(int(rank), answer["model"], len(live), _count_bytes(live), fault))
+        reports.append(EngineRankReport(int(rank), answer["model"], len(live), _count_bytes(live), planned, fault))
     return reports
 
 

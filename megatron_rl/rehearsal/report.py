@@ -15,11 +15,10 @@ from megatron_rl.planner.hardware import GIB, LINK_EFFICIENCY, Cluster
 from megatron_rl.planner.memory import count_layer_kinds
 from megatron_rl.planner.memory_by_phase import CUDA_CONTEXT_BYTES, count_trainer_parts
 from megatron_rl.planner.roofline import COMPUTE_EFFICIENCY
+from megatron_rl.rehearsal.engine_rank import TOLERANCE, EngineRankReport
 from megatron_rl.rehearsal.job import RankRehearsal
 from megatron_rl.rehearsal.recorder import Phase
 
-TOLERANCE = 0.05
-"""Share by which the plan's memory may differ from the rehearsal's."""
 PLANNED = {"sync": "sync", "logprobs 2": "logprobs", "update 2": "train"}
 """The rehearsal's phases, in which everything is allocated, and the plan's."""
 _MAY_WAIT = "megatron/core/transformer/moe/token_dispatcher.py"
@@ -135,7 +134,7 @@ def _largest(by_line: dict[str, int]) -> dict[str, int]:
     return {line: nbytes for line, nbytes in Counter(by_line).most_common(_LINES) if nbytes}
 
 
-def print_report(reports: list[RankReport]) -> None:
+def print_report(reports: list[RankReport], engine: list[EngineRankReport]) -> None:
     """Print all ranks; of collectives and waits the phases that a step repeats."""
     console = Console(highlight=False, markup=False, emoji=False)
     if not console.is_terminal:
@@ -151,7 +150,12 @@ def print_report(reports: list[RankReport]) -> None:
             if phase.phase.passes and phase.phase.name in PLANNED:
                 console.print(_waits(phase.phase))
                 console.print(_collectives(phase.phase))
+    for found in engine:
+        if found.fault:
+            console.print(f"FAULT: {found.fault}", soft_wrap=True)
+    console.print(_engine(engine))
     wrong = [f"rank {report.rank}" for report in reports if not report.passes]
+    wrong += [f"engine rank {found.rank}" for found in engine if not found.passes]
     good = f"All {len(reports)} ranks run, take the memory that `plan` says, and wait in no layer for the device."
     verdict = f"NOT as planned: {', '.join(wrong)}." if wrong else good
     console.print(f"\n{verdict} Nothing has run on a GPU.")
@@ -166,6 +170,14 @@ def _memory(report: RankReport) -> Table:
         gib = [f"{phase.held / GIB:.2f}", f"{phase.peak.nbytes / GIB:.2f}", "" if planned is None else f"{planned / GIB:.2f}"]
         times = [f"{each.seconds[name]:.3g}" for name in ("products", "memory")]
         table.add_row(phase.name, *gib, differs, f"{phase.peak.at} {phase.peak.line}", str(phase.operators), *times)
+    return table
+
+
+def _engine(engine: list[EngineRankReport]) -> Table:
+    table = _table("Engine: what a sync finds to fill", ["rank", "kind", "tensors", "GiB", "plan", "differs"])
+    for rank in engine:
+        sizes = [f"{rank.bytes / GIB:.2f}", f"{rank.planned / GIB:.2f}", f"{rank.planned / rank.bytes - 1:+.1%}"]
+        table.add_row(str(rank.rank), rank.model, str(rank.tensors), *sizes)
     return table
 
 

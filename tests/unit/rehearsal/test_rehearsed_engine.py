@@ -1,0 +1,43 @@
+"""SGLang's model as on Hopper holds what a sync fills, and a class that does not is named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.config import Config
+from megatron_rl.config.loading import load_config
+from megatron_rl.hf.files import read_config
+from megatron_rl.planner.candidate import Workload
+from megatron_rl.planner.memory import count_engine_weights
+from megatron_rl.rehearsal.engine_rank import EngineRankReport, rehearse_engine
+
+CONFIGS = Path(__file__).parents[3] / "configs"
+
+
+def rehearse(config: Config) -> list[EngineRankReport]:
+    planned = count_engine_weights(Workload.from_config(config, read_config(config.model.folder)), config.rollout.tp, config.rollout.ep)
+    return rehearse_engine(config, planned)
+
+
+def few_layers(model: str, folder: Path, **changes: object) -> Path:
+    fields = json.loads((CONFIGS / "models" / model / "config.json").read_text()) | {"num_hidden_layers": 2} | changes
+    (folder / "config.json").write_text(json.dumps(fields))
+    return folder
+
+
+def test_experts_on_hopper_hold_what_a_sync_fills(tmp_path):
+    config = load_config(CONFIGS / "qwen3_30b_a3b.toml", [f"--model.path={few_layers('Qwen3-30B-A3B', tmp_path)}"])
+    reports = rehearse(config)
+    assert [report.rank for report in reports] == [0, config.rollout.tp - 1]
+    assert {(report.model, report.fault, report.passes) for report in reports} == {("Qwen3MoeForCausalLM", "", True)}
+    assert {report.tensors for report in reports} == {2 * 13 + 3} and {report.bytes for report in reports} == {reports[0].planned}
+
+
+@pytest.mark.long
+def test_a_class_without_some_weights_is_named(tmp_path):
+    model = few_layers("Qwen3-8B", tmp_path, architectures=["Qwen2ForCausalLM"])  # which has no norms of queries and keys
+    fault = rehearse(load_config(CONFIGS / "qwen3_8b.toml", [f"--model.path={model}"]))[0].fault
+    assert "engine rank 0: model.layers.0.self_attn" in fault and "absent" in fault
