@@ -66,7 +66,8 @@ class EngineLaunchSpec:
         for placement in placements:
             arguments = make_server_arguments(self.config, contract, self.model_path, port, placement, meeting)
             arguments += [*(["--load-format", "dummy"] if self.empty else []), *self.arguments]
-            environment = {API_KEY_VARIABLE: key, LAUNCHER_VARIABLE: placement.launcher, **make_environment(self.config, contract, placement)}
+            secret = {API_KEY_VARIABLE: key, LAUNCHER_VARIABLE: placement.launcher}
+            environment = secret | make_environment(self.config, contract, placement)
             processes.append(EngineProcess(arguments, environment, self._name_log(placement)))
         return LaunchedServer(EngineProcesses(processes), f"http://{placements[0].host}:{port}", key)
 

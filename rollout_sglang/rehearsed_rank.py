@@ -74,7 +74,6 @@ def _pretend_to_have_a_gpu() -> None:
 
 
 def _rehearse(settings: dict[str, Any], ranks: list[int]) -> dict[int, RehearsedRank]:
-    import torch
 
     from megatron_rl.config import Config
     from megatron_rl.hf.files import read_config
@@ -94,12 +93,12 @@ def _rehearse(settings: dict[str, Any], ranks: list[int]) -> dict[int, Rehearsed
         arguments = launch_args.make_server_arguments(config, contract, Path(folder), 30000, placement, "127.0.0.1:29999")
         arguments += ["--load-format", "dummy", "--skip-tokenizer-init", "--disable-custom-all-reduce"]
         with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as pool:  # SGLang's state is the process's: a rank is one
-            return dict(zip(ranks, pool.starmap(_build, [(arguments, config.rollout.tp, rank) for rank in ranks], chunksize=1), strict=True))
+            tasks = [(arguments, config.rollout.tp, rank) for rank in ranks]
+            return dict(zip(ranks, pool.starmap(_build, tasks, chunksize=1), strict=True))
 
 
 def _build(arguments: list[str], tp: int, rank: int) -> RehearsedRank:
     """Do what SGLang's scheduler does until the model is loaded."""
-    import torch
     import torch.distributed as dist
     from sglang.srt.configs.load_config import LoadConfig
     from sglang.srt.configs.model_config import ModelConfig
