@@ -35,6 +35,7 @@ from megatron_rl.mcore.scored_positions import ScoredPositions
 from megatron_rl.mcore.step_response import StepResponse
 from megatron_rl.metrics import declare
 from megatron_rl.precision.ops.device_copy import copy_to_device
+from parallel.formats import BLOCK
 
 Loss = Callable[[torch.Tensor, MicroBatch], tuple[torch.Tensor, dict[str, torch.Tensor]]]
 """(log-probs [1, t], micro-batch) -> (sum of token losses, sums of metrics)."""
@@ -43,6 +44,18 @@ TOTAL_LOSS, _POSITIONS = "loss/total", "tokens/places"
 _PADDING = declare("tokens/padding", "share of the places in micro-batches that hold no token", "share")
 _GRAD_NORM = declare("grad_norm", "norm of the gradient before clipping", "number", "norm before clipping", label="norm")
 _LEARNING_RATE = declare("learning_rate", "learning rate", "small")
+
+
+def count_row_multiple(config: Any, micro_batch_tokens: int, device: torch.device) -> int:
+    """Return what a micro-batch's positions are a multiple of: under sequence parallelism ranks take equal parts of every row.
+
+    On a GPU these have whole groups of tokens, if that pads less than a 32nd of a row: ranks then gather WGrad's operands as bytes.
+    """
+    if not config.sequence_parallel:
+        return 1
+    whole = config.tensor_model_parallel_size * BLOCK
+    pays = device.type == "cuda" and config.linear_format.quantized and whole * 32 <= micro_batch_tokens
+    return whole if pays else config.tensor_model_parallel_size
 
 
 class Policy:
@@ -87,7 +100,7 @@ class Policy:
         return make_micro_batches(
             samples,
             self.micro_batch_tokens,
-            multiple=config.tensor_model_parallel_size if config.sequence_parallel else 1,  # ranks take equal parts of every row
+            multiple=count_row_multiple(config, self.micro_batch_tokens, self._device),
             cp_size=config.context_parallel_size,
             vpp_group=config.pipeline_model_parallel_size if len(self.chunks) > 1 else 1,  # virtual stages take turns in rounds
             agree=reduce.max_over_replicas,

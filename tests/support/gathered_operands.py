@@ -18,14 +18,14 @@ from support.megatron_models import build
 from support.trainer import start
 
 
-def compare(tokens: int, width: int, scale_format: str) -> dict[str, bool]:
+def compare(name: str, tokens: int, width: int, scale_format: str) -> dict[str, bool]:
     """Whether gathered rows and columns are those of all tokens: bytes, scales and strides."""
     start()
     x, rank, group = uneven(tokens, width, torch.bfloat16), dist.get_rank(), dist.group.WORLD
     result = {}
     with pytest.MonkeyPatch.context() as patch:
         fake_gpu_libraries.install(patch)
-        backend: Any = make_backend("deep_gemm", FP8.with_scales(scale_format))
+        backend: Any = make_backend(name, FP8.with_scales(scale_format))
         own, whole = (backend.quantize(part, rows=True, columns=True) for part in (x.chunk(dist.get_world_size())[rank], x))
         gathered = backend.start_gather(Operand(own.tokens, rows=own.rows), group)()
         result["rows"] = gathered.tokens == tokens and _same(gathered.rows, whole.rows)
@@ -55,7 +55,8 @@ def run_layer(backend: str, tokens: int, gathers: bool) -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
         fake_gpu_libraries.install(patch)
         patch.setattr(dist, "all_gather_into_tensor", count)
-        patch.setattr(quantized_linear, "can_gather", lambda backend: gathers)
+        if not gathers:
+            patch.setattr(quantized_linear, "can_gather", lambda backend, tokens: False)
         layer = build("column", "pow2", True, weight)
         layer.config.linear_backend = backend
         own = x.chunk(tp)[rank].unsqueeze(1).clone().requires_grad_()

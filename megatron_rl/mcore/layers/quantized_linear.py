@@ -119,8 +119,8 @@ def _quantize(ctx: Any, backend: Backend, x: torch.Tensor) -> tuple[Operand, tup
 def _quantize_gathered(ctx: Any, backend: Backend, x: torch.Tensor) -> tuple[Operand, tuple[torch.Tensor, ...]]:
     """Return the operand of all ranks' tokens, and what of this rank's WGrad needs."""
     tokens, needs_dw = _flatten_tokens(x), ctx.needs_input_grad[1]
-    ctx.gathers_columns = needs_dw and can_gather(backend) and len(tokens) % BLOCK == 0
-    if not can_gather(backend):
+    ctx.gathers_columns = needs_dw and can_gather(backend, len(tokens)) and len(tokens) % BLOCK == 0
+    if not can_gather(backend, len(tokens)):
         return backend.quantize(_flatten_tokens(gather_sequence(x, ctx.group)), rows=True, columns=False), (x,)
     own = backend.quantize(tokens, rows=True, columns=ctx.gathers_columns)
     gathered = backend.start_gather(Operand(own.tokens, rows=own.rows), ctx.group)()

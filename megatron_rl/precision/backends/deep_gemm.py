@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron_rl.precision.backends.base import GpuBackend, Operand
-from megatron_rl.precision.backends.gather import PendingOperand, gather_first, wait
+from megatron_rl.precision.backends.gather import PendingOperand, start_gathering_columns, start_gathering_rows
 from megatron_rl.precision.ops import tree
 from megatron_rl.precision.quantized_weight import QuantizedWeight
 
@@ -36,6 +36,7 @@ class DeepGemmWeight(NamedTuple):
 
 class DeepGemmBackend(GpuBackend):
     name = "deep_gemm"
+    gathered_tokens = 1
 
     def prepare(self, blocks: QuantizedWeight, row_order: torch.Tensor | None) -> DeepGemmWeight:
         self.check_weight(blocks, row_order)
@@ -49,7 +50,15 @@ class DeepGemmBackend(GpuBackend):
         return Operand(x.shape[0], row_pair or (), column_pair or ())
 
     def start_gather(self, operand: Operand, group: Any) -> PendingOperand:
-        return _start_gathering_rows(operand, group) if operand.rows else _start_gathering_columns(operand, group)
+        tokens, of_rows = operand.tokens * group.size(), bool(operand.rows)
+        data, scale = operand.rows or operand.columns
+        finish = (start_gathering_rows if of_rows else start_gathering_columns)(data, scale.t(), group)
+
+        def wrap() -> Operand:
+            data, scale = finish()
+            return Operand(tokens, rows=(data, scale.t()[:tokens])) if of_rows else Operand(tokens, columns=(data, scale.t()))
+
+        return wrap
 
     def fprop(self, x: Operand, weight: DeepGemmWeight) -> torch.Tensor:
         return _multiply(x, weight.fprop)
@@ -69,32 +78,6 @@ class DeepGemmBackend(GpuBackend):
         if dy.tokens:
             deep_gemm.fp8_gemm_nt((a, a_scale), (b, b_scale), sums, c=sums, recipe=GROUP_RECIPE)
         return sums if into is None or sums is into else into.add_(sums)
-
-
-def _start_gathering_rows(operand: Operand, group: Any) -> PendingOperand:
-    data, scale = operand.rows
-    (gathered, first), (scales, second) = gather_first(data, group), gather_first(scale.contiguous(), group)
-
-    def finish() -> Operand:
-        wait(first, second)
-        tokens = len(gathered)
-        aligned = torch.empty(scale.shape[1], -(-tokens // 4) * 4, device=data.device)  # tokens innermost, as TMA reads them
-        aligned[:, :tokens] = scales.t()
-        return Operand(tokens, rows=(gathered, aligned.t()[:tokens]))
-
-    return finish
-
-
-def _start_gathering_columns(operand: Operand, group: Any) -> PendingOperand:
-    data, scale = operand.columns
-    (gathered, first), (scales, second) = gather_first(data, group), gather_first(scale.t(), group)
-
-    def finish() -> Operand:
-        wait(first, second)
-        bytes_of_ranks = gathered.view(torch.uint8).unflatten(0, (group.size(), -1))  # [tp, K, t]
-        return Operand(operand.tokens * group.size(), columns=(bytes_of_ranks.transpose(0, 1).flatten(1).view(data.dtype), scales.t()))
-
-    return finish
 
 
 def _multiply(a: Operand, b: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:

@@ -33,6 +33,8 @@ class DequantizedWeight:
 class EmulatedBackend:
     """An operand is the tensor itself: each product quantizes it, so nothing is quantized in vain."""
 
+    gathered_tokens = 1
+
     def __init__(self, format: TensorFormat) -> None:
         self.format, self.scale_format = format, format.scale_format
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from megatron_rl.precision.backends.base import GpuBackend, Operand
+from megatron_rl.precision.backends.gather import PendingOperand, start_gathering_columns, start_gathering_rows
 from megatron_rl.precision.contract import AMAX_EPSILON
 from megatron_rl.precision.ops import tree
 from megatron_rl.precision.ops.batch_invariant import append_zeros
@@ -29,6 +30,7 @@ _TOKENS = 16
 
 class TransformerEngineBackend(GpuBackend):
     name = "transformer_engine"
+    gathered_tokens = _TOKENS
 
     def prepare(self, blocks: QuantizedWeight, row_order: torch.Tensor | None) -> Any:
         self.check_weight(blocks, row_order)
@@ -45,6 +47,16 @@ class TransformerEngineBackend(GpuBackend):
         buffers = self._activations(append_zeros(x, -2, -tokens % _TOKENS).contiguous()).get_metadata()
         row_pair, column_pair = ((buffers[f"{side}_data"], buffers[f"{side}_scale_inv"]) for side in ("rowwise", "columnwise"))
         return Operand(tokens, row_pair if rows else (), column_pair if columns else ())
+
+    def start_gather(self, operand: Operand, group: Any) -> PendingOperand:
+        of_rows = bool(operand.rows)
+        finish = (start_gathering_rows if of_rows else start_gathering_columns)(*(operand.rows or operand.columns), group)
+
+        def wrap() -> Operand:
+            pair = finish()
+            return Operand(operand.tokens * group.size(), *((pair, ()) if of_rows else ((), pair)))
+
+        return wrap
 
     def fprop(self, x: Operand, weight: Any) -> torch.Tensor:
         return self._multiply(weight, x, "TN", weight.get_metadata()["rowwise_data"])
