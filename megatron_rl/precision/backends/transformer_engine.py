@@ -50,7 +50,8 @@ class TransformerEngineBackend(GpuBackend):
 
     def start_gather(self, operand: Operand, group: Any) -> PendingOperand:
         of_rows = bool(operand.rows)
-        finish = (start_gathering_rows if of_rows else start_gathering_columns)(*(operand.rows or operand.columns), group)
+        data, scale = operand.rows or operand.columns
+        finish = (start_gathering_rows if of_rows else start_gathering_columns)(data, scale, group)
 
         def wrap() -> Operand:
             pair = finish()
