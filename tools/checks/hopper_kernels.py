@@ -18,7 +18,14 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("megatron_rl", "parallel", "rollout_sglang")
-REGISTERS: dict[str, int] = {"quantize_tile": 144, "multiply_tile": 240, "rotate_token": 64, "sum_runs": 48}
+REGISTERS: dict[str, int] = {
+    "quantize_tile": 144,
+    "multiply_tile": 240,
+    "rotate_token": 64,
+    "sum_runs": 48,
+    "multiply_row": 255,
+    "differentiate_row": 255,
+}
 """The most that a thread of a kernel may take."""
 
 
@@ -59,6 +66,7 @@ def launch_all() -> None:
     """Call what launches kernels, for every kind of each."""
     from megatron_rl.precision.backends.token_groups import TokenGroups
     from megatron_rl.precision.backends.triton_quantize import quantize_activation, quantize_into
+    from megatron_rl.precision.ops import swiglu_triton
     from megatron_rl.precision.ops.rope_triton import rotate
     from megatron_rl.precision.ops.tree_triton import multiply_nodes
     from parallel.digest_triton import run_sums
@@ -76,6 +84,9 @@ def launch_all() -> None:
     for heads, width, interleaved in ((32, 128, False), (8, 128, False), (16, 64, True)):
         tables = torch.zeros(64, width // 2)
         rotate(torch.zeros(4, heads, width, dtype=torch.bfloat16), tables, tables, torch.zeros(4, dtype=torch.int64), 0, 1.0, interleaved)
+    for dtype in (torch.bfloat16, torch.float32):
+        halves_of_x = torch.zeros(4, 2 * 12288, dtype=dtype)
+        swiglu_triton.differentiate(halves_of_x, swiglu_triton.multiply(halves_of_x))
     run_sums(torch.zeros(1 << 20, dtype=torch.uint8))
 
 
