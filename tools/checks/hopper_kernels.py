@@ -23,8 +23,8 @@ REGISTERS: dict[str, int] = {
     "multiply_tile": 240,
     "rotate_token": 64,
     "sum_runs": 48,
-    "multiply_row": 255,
-    "differentiate_row": 255,
+    "multiply_row": 56,
+    "differentiate_row": 64,
 }
 """The most that a thread of a kernel may take."""
 
