@@ -15,6 +15,8 @@ there are pipeline stages.
 
 from __future__ import annotations
 
+import functools
+import json
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -41,8 +43,7 @@ from megatron_rl.rehearsal.headers import read_headers_alone
 from megatron_rl.rehearsal.recorder import Phase, Recorder, find_line_of
 from megatron_rl.sync.plan import SyncPlan
 from megatron_rl.training.policies import load_actor, load_reference
-from parallel.chunking import CHUNKS_IN_FLIGHT
-from parallel.layout import Layout
+from parallel.layout import EngineLayout, Layout
 from parallel.model_geometry import ModelGeometry
 from parallel.shards import Shard
 from parallel.transport.pack import make_source_packer
@@ -139,15 +140,20 @@ def _run(config: Config, layout: Layout, gpu: FakeGpu, scratch: Path) -> None:
 
 
 def _pack_chunks(config: Config, layout: Layout, actor: Actor, shards: list[Shard], hf_config: dict[str, Any]) -> None:
-    """Pack and hash this rank's chunks as a sync does, into buffers like the transport's."""
+    """Pack and hash this rank's chunks as a sync does, into buffers as large as `sync.bucket_mb` allows."""
     contract = PrecisionContract.from_config(config.precision)
-    geometry = ModelGeometry.from_hf_config(hf_config)
-    plan = SyncPlan.make(geometry, layout, config.rollout.to_layout(), contract, config.sync.chunk_bytes)
+    plan = _plan_sync(layout, config.rollout.to_layout(), contract, config.sync.chunk_bytes, json.dumps(hf_config))
     own = [chunk for chunk in plan.chunks if chunk.source == dist.get_rank()]
     packer = make_source_packer(collect_named_tensors(actor.model, shards, contract), plan.chunks, dist.get_rank())
-    ring = torch.empty(CHUNKS_IN_FLIGHT * max((chunk.nbytes for chunk in plan.chunks), default=0), dtype=torch.uint8, device="cuda")
+    ring = torch.empty(config.sync.bucket_mb << 20, dtype=torch.uint8, device="cuda")
     for sources, nbytes in {chunk.sources: chunk.nbytes for chunk in own}.items():  # engines that get the same bytes hash them once
         packer.pack(sources, ring[:nbytes], True)
+
+
+@functools.lru_cache(maxsize=1)
+def _plan_sync(layout: Layout, rollout: EngineLayout, contract: PrecisionContract, chunk_bytes: int, hf_config: str) -> SyncPlan:
+    """Return the plan, which is the same for all ranks."""
+    return SyncPlan.make(ModelGeometry.from_hf_config(json.loads(hf_config)), layout, rollout, contract, chunk_bytes)
 
 
 def make_samples(config: Config, layout: Layout) -> list[TrainingSample]:
