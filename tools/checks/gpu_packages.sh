@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Hold the GPU code against the packages that it is pinned to, on a machine without a GPU: install launch/requirements-gpu.txt into an
 # environment of its own, then run tools/checks/gpu_packages.py there, behind a faked Hopper GPU. Not in CI: 11 GB of packages.
-#   bash tools/checks/gpu_packages.sh                  # into .venv-gpu-packages, which is removed afterwards; 20 minutes on two cores
+#   bash tools/checks/gpu_packages.sh                  # into .venv-gpu-packages, which is removed afterwards; about 40 minutes on two busy cores
 #   bash tools/checks/gpu_packages.sh --keep engine    # the environment stays, for another call; only this check
 #   bash tools/checks/gpu_packages.sh --extension      # also build Transformer Engine's torch extension from source: 40 minutes more
 # Needs gcc, nm and readelf (binutils), 16 GB of disk and Python 3.11 or 3.12. Exit code 1 where a check fails, 2 where it cannot begin.
