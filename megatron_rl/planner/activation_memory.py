@@ -151,10 +151,10 @@ def _experts(inputs: FormulaInputs) -> float:
 
 def count_logits(inputs: FormulaInputs, training: bool) -> float:
     """Return the peak bytes of what `mcore.logprobs` makes of a chunk of logits on the last stage, b bytes a value: they and two FP32
-    copies; in training at another time they and a BF16 weight's gradient [V / tp, h] before it is added to the buffer."""
+    copies; in training on a CPU at another time they and a BF16 weight's gradient [V / tp, h] before it is added."""
     job, vocabulary = inputs.job, inputs.job.model.vocab / inputs.layout.tp
     values = min(inputs.tokens * vocabulary, LOGITS_PER_CHUNK)
-    weight_gradient = vocabulary * job.model.hidden * job.high_bytes if training and job.high_bytes < 4 else 0
+    weight_gradient = vocabulary * job.model.hidden * job.high_bytes if training and inputs.cpu and job.high_bytes < 4 else 0
     return values * job.high_bytes + max(values * 8, weight_gradient)
 
 

@@ -105,12 +105,12 @@ def doubled_activation() -> Any:
 def gather_in_wrong_group() -> Any:
     from megatron.core import parallel_state
 
-    from megatron_rl.mcore.layers import quantized_linear
+    from megatron_rl.precision.backends import gather
 
     def make(plain: Any) -> Any:
         return lambda x, group: plain(x, parallel_state.get_data_parallel_group())
 
-    return replaced(quantized_linear, "gather_sequence", make)
+    return replaced(gather, "gather_first", make)
 
 
 def refused_scales() -> Any:
