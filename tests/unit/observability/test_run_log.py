@@ -154,6 +154,6 @@ def test_progress_line_says_what_was_measured(log: RunLog, capsys: pytest.Captur
     assert proof_verdict({"sync/tensors": 4, "sync/proved": 3}) == ("3/4 tensors, PROOF FAILED", False)
     assert proof_verdict({"sync/tensors": 4}) == ("4 tensors, NOT PROVED", False)
     assert proof_verdict({}) == ("", True)
-    phases = ("generate", "reward", "logprobs", "train", "sync", "proof", "eval", "step")
+    phases = ("generate", "logprobs", "train", "sync", "proof", "served", "eval", "step")
     log.write_step({"step": 1, **{f"time/{phase}": 1.0 for phase in phases}})
     assert len(capsys.readouterr().out.splitlines()[-1]) > 80, "long lines are not broken in a log file"
