@@ -171,12 +171,12 @@ class WeightSync:
         )
 
     def _admit(self, engine: Engine, canary: Canary | None, rereading: bool) -> None:
-        """Let the engine sample; the canary and the hashing come first."""
-        if canary is not None:
-            canary.ask(engine)
+        """Let the engine sample. It gets the canary when it can answer, and while the next completions' requests are being made."""
         if rereading:
             engine.start_rereading()
         engine.admit()
+        if canary is not None:
+            canary.ask(engine)
 
     def _hash_chunks(self, named_tensors: dict[str, torch.Tensor]) -> dict[int, str]:
         """Return the digests of all ranks' chunks, by number, of the live tensors as they are now."""

@@ -31,8 +31,8 @@ from megatron_rl.rollout.engine import Engine
 from megatron_rl.types import Generation, SamplingParams
 from parallel.formats import TensorFormat
 
-TOKENS = 3
-"""Tokens that follow a prompt: one of prefill, two of decoding."""
+TOKENS = 2
+"""Tokens that follow a prompt: one of prefill, one of decoding."""
 OTHER_KERNELS, OTHER_FORMATS = 1.0, 5.0
 """Bounds in nats of runs that promise no exactness, whose engine computes in the trainer's formats or in others. Where they come from:
 docs/reference/sync.md."""

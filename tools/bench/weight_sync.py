@@ -141,6 +141,10 @@ class BenchCases:
                 if fp8:
                     self.calls[f"{case} unproved"] = partial(sync.run, hashing=False)
                     self.calls[f"{case} until it samples"] = partial(time_until_it_samples, sync)
+                    streamed = settings.model_copy(update={"proof": "streamed"})
+                    engine = Rank0[Any](partial(PipeEngine, pipes, f"{case} streamed", fp8))
+                    self.syncs.append(sync := WeightSync(plan, engine, partial(self.named_tensors.__getitem__, fp8), streamed))
+                    self.calls[f"{case} hashed while it is sent"] = sync.run
             if setup.device == "cpu":
                 self._add_deltas(name, settings, pipes)
         proved = self.syncs[0]  # in FP8

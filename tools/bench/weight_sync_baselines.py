@@ -45,7 +45,7 @@ class BenchSetup:
         """Return the settings to measure, by name: of the transport, with the bucket size where there are several."""
         return {
             f"{transport} {size} MiB" if len(self.bucket_mb) > 1 else transport: SyncConfig.model_validate(
-                {"proof": "streamed", "transport": transport, "dir": self.folder, "timeout": 120.0, "bucket_mb": size, "delta": "off"}
+                {"transport": transport, "dir": self.folder, "timeout": 120.0, "bucket_mb": size, "delta": "off"}
             )
             for transport in self.transports
             for size in self.bucket_mb
