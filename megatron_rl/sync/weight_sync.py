@@ -13,7 +13,6 @@ import contextlib
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeVar, cast
@@ -27,13 +26,12 @@ from megatron_rl.errors import EngineLostError, RunError
 from megatron_rl.rollout.engine import Engine
 from megatron_rl.sync.delta import WORTH_IT, DeltaBase
 from megatron_rl.sync.plan import SyncPlan
+from megatron_rl.sync.proof import ByteProof
 from megatron_rl.sync.report import SyncReport
 from megatron_rl.sync.transport_check import check_one_host, check_transport
 from parallel.chunking import Chunk, resize
-from parallel.digest import as_byte_matrix, digest, digest_all
-from parallel.formats import BLOCK
-from parallel.reshard import Transfer
-from parallel.shards import NamedRect, Rect
+from parallel.digest import as_byte_matrix
+from parallel.shards import NamedRect
 from parallel.transport.base import Link, Outbox
 from parallel.transport.pack import ChunkPacker, Difference, make_source_packer
 
@@ -95,6 +93,7 @@ class WeightSync:
         `mcore.load_weights.collect_named_tensors` does. Raises UserError for a transport that cannot work on these machines."""
         self.plan, self._engine, self._read_named_tensors, self._settings = plan, engine, read_named_tensors, settings
         self._rank, self._canary, self._notify = dist.get_rank(), canary, notify
+        self._proof = ByteProof(plan, engine)
         check_transport(self._settings)
         self._transport = self._settings.load_transport()
         if (hosts := len(set(gather_from_ranks(_BOOT_ID.read_text())))) > 1:
@@ -138,7 +137,7 @@ class WeightSync:
         moved_at = time.perf_counter()
         if hashing and not later:
             try:
-                self._compare_digests(named_tensors, moved.sent, moved.arrived)
+                self._proof.compare_digests(named_tensors, moved.sent, moved.arrived)
             except RunError as error:
                 moved, wrong_bases = self._move_everything(outbox, named_tensors, version, moved, error), 1
             if self._settings.proof == "reread" or not self._reread_done:
@@ -150,7 +149,7 @@ class WeightSync:
         meanwhile()
         admitted_at = time.perf_counter()
         if later:
-            self._prove_anew(named_tensors, self._hash_chunks(named_tensors))
+            self._prove_anew(named_tensors, self._proof.hash_chunks(named_tensors))
         proved_at = time.perf_counter()
         difference = canary.check(self._engine, version, named_tensors) if canary else 0.0
         canary_seconds = time.perf_counter() - proved_at
@@ -178,21 +177,17 @@ class WeightSync:
         if canary is not None:
             canary.ask(engine)
 
-    def _hash_chunks(self, named_tensors: dict[str, torch.Tensor]) -> dict[int, str]:
-        """Return the digests of all ranks' chunks, by number, of the live tensors as they are now."""
-        sources = {chunk.sources: list[int]() for chunk in self._own_chunks.values()}  # the same bytes may go to several engines
-        for number, chunk in self._own_chunks.items():
-            sources[chunk.sources].append(number)
-        digests = make_source_packer(named_tensors, self.plan.chunks, self._rank).hash_all(list(sources))
-        own = {number: digest for numbers, digest in zip(sources.values(), digests, strict=True) for number in numbers}
-        return {number: digest for rank in gather_from_ranks(own) for number, digest in rank.items()}
-
     def _prove_anew(self, named_tensors: dict[str, torch.Tensor], sent: dict[int, str]) -> None:
         """Compare `sent` with what the live weights hold after the change is closed."""
         if not self._proves_later:
             self._engine.run(lambda engine: engine.start_rereading())
-        self._compare_digests(named_tensors, sent, self._engine.run(lambda engine: engine.finish_rereading()))
+        self._proof.compare_digests(named_tensors, sent, self._engine.run(lambda engine: engine.finish_rereading()))
         self._reread_done = True
+
+    def prove(self) -> int:
+        """Compare all bytes on both sides as they are now; return the engine tensors proved. Raise RunError as `run` does."""
+        self._proof.compare_transfers(self._read_named_tensors())
+        return self._counts["tensors"]
 
     def _account_for_tensors(self) -> int:
         """Return how many tensors the engine made of those that were sent. Raise RunError if what it would serve does not follow from
@@ -265,7 +260,7 @@ class WeightSync:
             raise error
         self._notify(f"an engine did not hold what the sync before proved, everything is sent: {error}")
         moved = self._move(outbox, named_tensors, version, True, False)
-        self._compare_digests(named_tensors, moved.sent, moved.arrived)
+        self._proof.compare_digests(named_tensors, moved.sent, moved.arrived)
         return moved
 
     def _find_changes(self, packer: ChunkPacker, hashing: bool) -> _Changes:
@@ -328,53 +323,6 @@ class WeightSync:
             raise error_class(f"the sync broke: {failures[0]}" + (f"; {reason}" if reason else ""))
         return [cast(T, result) for result, *_ in outcomes]
 
-    def _compare_digests(self, named_tensors: dict[str, torch.Tensor], sent: dict[int, str], arrived: dict[int, list[str]]) -> None:
-        """Raise RunError where a chunk's digest in the engine is not that of the trainer's live tensors."""
-        next_digest = {rank: iter(digests) for rank, digests in arrived.items()}
-        for number, chunk in enumerate(self.plan.chunks):
-            if next(next_digest[chunk.target]) != sent[number]:
-                self.prove(named_tensors)  # finds the block and raises
-                raise RunError(f"the sync is not proved: {chunk.targets[0][0]} of engine rank {chunk.target} differed for a while")
-
-    def prove(self, named_tensors: dict[str, torch.Tensor] | None = None) -> int:
-        """Compare the digests of every transfer at its source and at its target, both sides at once; return the engine tensors proved.
-
-        Raises RunError at the first difference, naming parameter, rank and first block.
-        """
-        named_tensors = named_tensors or self._read_named_tensors()
-        transfers = self.plan.transfers
-        with ThreadPoolExecutor(1) as pool:
-            on_engine = Rank0(lambda: pool.submit(_digest_on_engine, self._engine.value, transfers))
-            indices = [index for index, transfer in enumerate(transfers) if transfer.source_rank == self._rank]
-            digests = digest_all(named_tensors, [(transfers[index].source, transfers[index].source_rect) for index in indices])
-            by_index = gather_from_ranks(dict(zip(indices, digests, strict=True)))
-            sent = {index: value for rank_digests in by_index for index, value in rank_digests.items()}
-            arrived = on_engine.run(lambda digests: digests.result())
-        for index, transfer in enumerate(transfers):
-            if sent[index] != arrived[index]:
-                self._raise_difference(named_tensors, transfer)
-        return self._counts["tensors"]
-
-    def _raise_difference(self, named_tensors: dict[str, torch.Tensor], transfer: Transfer) -> None:
-        """Raise RunError for the first block of a transfer that differs: its blocks are hashed one by one on both sides."""
-        blocks = _split_into_blocks(transfer)
-        expected: list[list[str]] = [[]]
-        if self._rank == transfer.source_rank:
-            expected = [[digest(named_tensors[transfer.source], _offset_rect(block, transfer.source_rect)) for block in blocks]]
-        dist.broadcast_object_list(expected, src=transfer.source_rank)
-
-        def find_first_difference(engine: Engine) -> Rect:
-            named_rects = [(transfer.target, _offset_rect(block, transfer.target_rect)) for block in blocks]
-            actual = engine.digest_rects({transfer.target_rank: named_rects})[transfer.target_rank]
-            return next((block for block, a, b in zip(blocks, expected[0], actual, strict=True) if a != b), blocks[0])
-
-        block = _offset_rect(self._engine.run(find_first_difference), transfer.target_rect)
-        raise RunError(
-            f"the sync is not proved: {transfer.target} of engine rank {transfer.target_rank} differs from {transfer.source} "
-            f"of trainer rank {transfer.source_rank}; first in rows {block.row}..{block.row + block.rows - 1}, "
-            f"columns {block.col}..{block.col + block.cols - 1} ({transfer.format.name})"
-        )
-
 
 def _read_failure(engine: Engine) -> tuple[str, bool]:
     """Return what the engine's ranks say of a sync that broke, and whether an engine is lost."""
@@ -383,28 +331,3 @@ def _read_failure(engine: Engine) -> tuple[str, bool]:
     except RunError as error:
         return str(error), isinstance(error, EngineLostError)
     return "", False
-
-
-def _digest_on_engine(engine: Engine, transfers: Sequence[Transfer]) -> list[str]:
-    """Return the engine's digest of every transfer's target rectangle, in the order of the transfers."""
-    named_rects: dict[int, list[NamedRect]] = defaultdict(list)
-    for transfer in transfers:
-        named_rects[transfer.target_rank].append((transfer.target, transfer.target_rect))
-    next_digest = {rank: iter(digests) for rank, digests in engine.digest_rects(named_rects).items()}
-    return [next(next_digest[transfer.target_rank]) for transfer in transfers]
-
-
-def _split_into_blocks(transfer: Transfer) -> list[Rect]:
-    """Cut a transfer into its format's blocks (scales: single values; what is not quantized: tiles), in coordinates of its corner."""
-    rect = transfer.target_rect
-    rows, cols = (1, 1) if transfer.of_scales else transfer.format.block or (BLOCK, BLOCK)
-    cols = cols or rect.cols
-    return [
-        Rect(row, col, min(rows, rect.rows - row), min(cols, rect.cols - col))
-        for row in range(0, rect.rows, rows)
-        for col in range(0, rect.cols, cols)
-    ]
-
-
-def _offset_rect(block: Rect, corner: Rect) -> Rect:
-    return Rect(corner.row + block.row, corner.col + block.col, block.rows, block.cols)
