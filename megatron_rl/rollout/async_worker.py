@@ -4,9 +4,8 @@
     this thread                |    rollout 1        |     rollout 2       | ...
 
 Generation for version v starts when the engine holds version v - max_staleness, so no token is older than that; with 0 only the proof of
-the weights, an evaluation and a checkpoint happen meanwhile. Rollouts are generated
-one after the other: problems keep their order, and a resumed run skips or repeats none. If the engine is lost, the failed rollout is
-generated again first (`megatron_rl.sync.recovery`).
+the weights, an evaluation and a checkpoint happen meanwhile. Rollouts are generated one after the other: problems keep their order, and a
+resumed run skips or repeats none. If the engine is lost, the failed rollout is generated again first (`megatron_rl.sync.recovery`).
 """
 
 from __future__ import annotations
