@@ -7,22 +7,32 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from support.policies import ARCHITECTURES
 from support.timing import time_in_turns, time_kernels
 
 from megatron_rl.precision.backends import make_backend
 from megatron_rl.precision.fp8 import quantize_weight
 from megatron_rl.precision.ops import tree
 from parallel.formats import FP8
+from parallel.model_geometry import ModelGeometry
 
-SHAPES = {  # name: (N, K), without tensor parallelism
-    "8B qkv": (6144, 4096),
-    "8B fc1": (28672, 4096),
-    "8B fc2": (4096, 14336),
-    "32B qkv": (10240, 5120),
-    "32B fc1": (51200, 5120),
-    "32B fc2": (5120, 25600),
-}
-ROW_PARALLEL = {"8B o": (4096, 4096), "8B fc2": (4096, 14336), "32B fc2": (5120, 25600)}
+
+def list_shapes(size: str) -> dict[str, tuple[int, int]]:
+    """Return (N, K) of the linear layers of a published model, without tensor parallelism."""
+    model = ModelGeometry.from_hf_config(ARCHITECTURES[size])
+    qkv, heads = model.head_dim * (model.heads + 2 * model.kv_heads), model.head_dim * model.heads
+    shapes = {
+        "qkv": (qkv, model.hidden),
+        "o": (model.hidden, heads),
+        "fc1": (2 * model.ffn, model.hidden),
+        "fc2": (model.hidden, model.ffn),
+    }
+    return {f"{size} {name}": shape for name, shape in shapes.items()}
+
+
+ALL_SHAPES = list_shapes("8B") | list_shapes("32B")
+ROW_PARALLEL = {name: ALL_SHAPES[name] for name in ("8B o", "8B fc2", "32B fc2")}
+SHAPES = {name: shape for name, shape in ALL_SHAPES.items() if not name.endswith(" o")}
 
 
 def make_cases(backends: list[str], device: str, tokens: int, n: int, k: int) -> dict[tuple[str, str], Callable[[], object]]:

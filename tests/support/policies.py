@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import gc
+import statistics
 import traceback
-from collections.abc import Callable
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,28 +16,34 @@ from examples.arithmetic.config import ArchitectureConfig
 from examples.arithmetic.new_model import make_hf_config
 from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.config import PrecisionConfig, TrainConfig
+from megatron_rl.hf.files import read_config
 from megatron_rl.mcore.actor import Actor
 from megatron_rl.mcore.layers.quantized_linear import fill_weights
+from megatron_rl.mcore.layers.spec import build_decoder_spec
 from megatron_rl.mcore.model import build_model, start_megatron, stop_megatron
 from megatron_rl.mcore.names import get_model_chunks
 from megatron_rl.precision.contract import PrecisionContract
+from parallel.formats import FORMATS
 from parallel.layout import Layout
+from parallel.model_geometry import ModelGeometry
+from support.megatron_baseline import CASE, build_baseline, copy_weights
 from support.timing import time_in_turns
 
-ARCHITECTURES = {
-    "tiny": ArchitectureConfig(hidden_size=128, intermediate_size=256, num_hidden_layers=1),
-    "small": ArchitectureConfig(
-        hidden_size=1024, intermediate_size=1024, num_attention_heads=8, num_key_value_heads=4, num_hidden_layers=1
-    ),
-    "8B": ArchitectureConfig(hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8, num_hidden_layers=1),
-    "32B": ArchitectureConfig(
-        hidden_size=5120, intermediate_size=25600, num_attention_heads=64, num_key_value_heads=8, num_hidden_layers=1
-    ),
+_MODELS = Path(__file__).parents[2] / "configs" / "models"
+
+
+def _make_small(**widths: int) -> dict[str, Any]:
+    return make_hf_config(ArchitectureConfig.model_validate(widths | {"num_hidden_layers": 1}), 0, "bf16")
+
+
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "tiny": _make_small(hidden_size=128, intermediate_size=256),
+    "small": _make_small(hidden_size=1024, intermediate_size=1024, num_attention_heads=8, num_key_value_heads=4),
+    "8B": read_config(_MODELS / "Qwen3-8B"),
+    "32B": read_config(_MODELS / "Qwen2.5-32B"),
 }
-"""Widths of a layer of Llama-3.1-8B and of Qwen3-32B; the vocabulary stays small. DeepGEMM compiles a kernel for every shape, in seconds
-each: `small` has few shapes, and the others are those of test_speed_linears.py."""
-LAYERS_OF_8B = 32
-VOCABULARY_OF_8B = 128256
+"""The config.json of each; the large ones are the published models', vocabulary included. DeepGEMM compiles a kernel for every shape, in
+seconds each: `small` has few shapes, and the others are those of test_speed_linears.py."""
 
 ACTOR_BYTES = 18
 """Bytes that an actor of one replica holds per value, in BF16 as in FP8: see `megatron_rl.planner.memory`, with the FP8 bytes twice."""
@@ -41,27 +51,28 @@ REFERENCE_BYTES = {"bf16": 2, "fp8": 2}
 ENGINE_BYTES = {"bf16": 2, "fp8": 1, "int8": 1}
 
 
-def stack_layers(size: str, layers: int, **changes: object) -> ArchitectureConfig:
-    """Return an architecture of so many layers."""
-    return ArchitectureConfig.model_validate(ARCHITECTURES[size].model_dump() | {"num_hidden_layers": layers} | changes)
+def stack_layers(size: str, layers: int, **changes: object) -> dict[str, Any]:
+    """Return the config.json of the model with so many layers."""
+    return ARCHITECTURES[size] | {"num_hidden_layers": layers} | changes
 
 
-def count_layers_that_fit(size: str, memory_gib: float, bytes_per_value: int, tokens: int, most: int) -> int:
-    """Return the layers, 1 to `most`, that fit where each value of a linear weight takes `bytes_per_value` and one model at a time
-    computes with `tokens`.
+def count_layers_that_fit(architecture: dict[str, Any], memory_gib: float, bytes_per_value: int, tokens: int) -> int:
+    """Return the layers, 1 to all, that fit where each value of a weight takes `bytes_per_value` and one model at a time computes with
+    `tokens`.
 
     Activations kept for the backward pass are the larger ones, in two bytes, with half as much again for the others. A quarter of the
     memory is left for all else: CUDA's contexts, KV caches, what an optimizer step needs for a moment.
     """
-    a = ARCHITECTURES[size]
-    widths = a.head_dim * (2 * a.num_attention_heads + 2 * a.num_key_value_heads) + 3 * a.intermediate_size
-    bytes_per_layer = a.hidden_size * widths * bytes_per_value + 3 * (4 * a.hidden_size + widths) * tokens
-    return max(1, min(int(memory_gib * 2**30 * 3 / 4 / bytes_per_layer), most))
+    model = ModelGeometry.from_hf_config(architecture)
+    widths = model.head_dim * (2 * model.heads + 2 * model.kv_heads) + 3 * model.ffn
+    bytes_per_layer = model.hidden * widths * bytes_per_value + 3 * (4 * model.hidden + widths) * tokens
+    embeddings = (1 if model.tied else 2) * model.vocab * model.hidden * bytes_per_value
+    return max(1, min(int((memory_gib * 2**30 * 3 / 4 - embeddings) / bytes_per_layer), model.layers))
 
 
-def make_model(architecture: ArchitectureConfig, precision: PrecisionConfig) -> torch.nn.Module:
+def make_model(architecture: dict[str, Any], precision: PrecisionConfig) -> torch.nn.Module:
     """Return a model with random weights, the same for the same widths and precision.mode. Megatron must be started."""
-    hf_config = make_hf_config(architecture, 0, precision.high)
+    hf_config = architecture | {"torch_dtype": FORMATS[precision.high].dtype}
     (chunk,) = get_model_chunks(build_model(hf_config, Layout(), PrecisionContract.from_config(precision)))
     device = next(chunk.parameters()).device
 
@@ -74,8 +85,13 @@ def make_model(architecture: ArchitectureConfig, precision: PrecisionConfig) -> 
     return chunk
 
 
-def make_actor(architecture: ArchitectureConfig, precision: PrecisionConfig) -> Actor:
-    return Actor(make_model(architecture, precision), TrainConfig(learning_rate=1e-6, clip_grad=0.0), temperature=1.0)
+def make_actor(architecture: dict[str, Any], precision: PrecisionConfig) -> Actor:
+    return to_actor(make_model(architecture, precision))
+
+
+def to_actor(model: torch.nn.Module, tokens: int = 8192) -> Actor:
+    """Return an actor of the model, with micro-batches of `tokens`."""
+    return Actor(model, TrainConfig(learning_rate=1e-6, clip_grad=0.0, micro_batch_tokens=tokens), temperature=1.0)
 
 
 def make_samples(tokens: int, length: int) -> list[TrainingSample]:
@@ -125,19 +141,82 @@ def relative_l2(values: torch.Tensor, expected: torch.Tensor) -> float:
     return distance / norm if norm else (float("inf") if distance else 0.0)
 
 
-def time_policies(architecture: ArchitectureConfig, backends: list[str], tokens: int, repeat: int) -> dict[tuple[str, str], float]:
-    """Return the median seconds of ("forward" or "step", "bf16" or back end): the log-probs' forward pass; forward, backward, optimizer
-    step and quantizing the weights. All actors are on the device at once and take turns."""
+def compare_with_baseline(architecture: dict[str, Any], on_gpu: bool) -> float:
+    """Return the relative L2 distance of the BF16 baseline's log-probs from the project's, with the same weights. On a CPU, which has no
+    Transformer Engine, the baseline has the project's layers."""
     start_megatron(Layout(), seed=0)
     try:
-        precisions = {"bf16": PrecisionConfig(mode="bf16", reduction="fast")}
-        precisions |= {backend: PrecisionConfig.model_validate({"backend": backend, "reduction": "fast"}) for backend in backends}
-        samples = make_samples(tokens, length=min(tokens, 512))
-        cases: dict[tuple[str, str], Callable[[], object]] = {}
-        for name, precision in precisions.items():
-            actor = make_actor(architecture, precision)
-            cases["forward", name] = lambda actor=actor: actor.compute_logprobs(samples)
-            cases["step", name] = lambda actor=actor: actor.update(samples, sum_negative_logprobs)
-        return time_in_turns(cases, repeat)
+        model = make_model(architecture, PrecisionConfig(mode="bf16", reduction="fast"))
+        plain = {} if on_gpu else {"layers_of": lambda config: build_decoder_spec(config, quantized=False), "fusions": {}}
+        baseline = build_baseline(architecture, **plain)
+        copy_weights(baseline, model)
+        samples = make_samples(512, length=128)
+        expected, found = (torch.cat(to_actor(each).compute_logprobs(samples)[0]) for each in (model, baseline))
+        return relative_l2(found, expected)
     finally:
         stop_megatron()
+
+
+@dataclass(frozen=True)
+class PolicyTiming:
+    """What `time_policies` measures: models of both depths, and samples of each length in micro-batches of `tokens`."""
+
+    size: str
+    depths: tuple[int, int]
+    lengths: tuple[int, ...]
+    tokens: int
+    turns: int
+
+
+def time_policies(timing: PolicyTiming, backends: list[str], baseline: bool) -> dict[tuple[str, int, str], float]:
+    """Return the median seconds of ("forward" or "step", length, "bf16" or back end) for the model with all its layers: the log-probs'
+    forward pass; forward, backward, optimizer step and quantizing the weights, of one micro-batch. `baseline` adds Megatron's own BF16.
+
+    All layers cost the same: two depths give the cost of a layer, and of what is there once. The models take turns, one at a time on the
+    device, which has no room for all.
+    """
+    seconds: dict[tuple[str, int, str, int], list[float]] = defaultdict(list)
+    cases = {"bf16": PrecisionConfig(mode="bf16", reduction="fast")}
+    cases |= {backend: PrecisionConfig.model_validate({"backend": backend, "reduction": "fast"}) for backend in backends}
+    start_megatron(Layout(), seed=0)
+    try:
+        for depth in timing.depths * timing.turns:
+            architecture = stack_layers(timing.size, depth)
+            for case in (*cases, *([CASE] if baseline else [])):
+                model = make_model(architecture, cases[case]) if case in cases else fill_randomly(build_baseline(architecture))
+                for (phase, length), value in _time_policy(to_actor(model, timing.tokens), timing).items():
+                    seconds[phase, length, case, depth].append(value)
+                del model
+                _free()
+    finally:
+        stop_megatron()
+    layers = ModelGeometry.from_hf_config(ARCHITECTURES[timing.size]).layers
+    few, many = timing.depths
+    whole = {}
+    for phase, length, case in {key[:3]: None for key in seconds}:
+        least, most = (statistics.median(seconds[phase, length, case, depth]) for depth in timing.depths)
+        whole[phase, length, case] = most + (layers - many) * (most - least) / (many - few)
+    return whole
+
+
+def _time_policy(actor: Actor, timing: PolicyTiming) -> dict[tuple[str, int], float]:
+    """Return the seconds of ("forward" or "step", length), each after a first call that compiles and allocates."""
+    found = {}
+    for length in timing.lengths:
+        samples = make_samples(timing.tokens, length)
+        phases = {"forward": lambda s=samples: actor.compute_logprobs(s), "step": lambda s=samples: actor.update(s, sum_negative_logprobs)}
+        found |= {(phase, length): value for phase, value in time_in_turns(phases, repeat=1).items()}
+    return found
+
+
+def fill_randomly(model: torch.nn.Module) -> torch.nn.Module:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(1.0) if parameter.dim() == 1 else parameter.normal_(0.0, 0.02)
+    return model
+
+
+def _free() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

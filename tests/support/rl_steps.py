@@ -13,8 +13,6 @@ from typing import Any
 import torch
 
 from examples.arithmetic.byte_tokenizer import make_byte_tokenizer
-from examples.arithmetic.config import ArchitectureConfig
-from examples.arithmetic.new_model import make_hf_config
 from megatron_rl.algorithm.policy_loss import PolicyLoss
 from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.config import Config, PrecisionConfig
@@ -30,6 +28,7 @@ from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.sync.plan import SyncPlan
 from megatron_rl.sync.weight_sync import WeightSync
 from megatron_rl.types import SamplingParams
+from parallel.formats import FORMATS
 from parallel.layout import Layout
 from parallel.model_geometry import ModelGeometry
 from rollout_sglang.engine import SGLangEngine
@@ -43,7 +42,7 @@ PHASES = ("rollout", "reference forward", "actor forward", "actor update", "sync
 @contextmanager
 def start_engines(
     folder: Path,
-    architecture: ArchitectureConfig,
+    architecture: dict[str, Any],
     precisions: Mapping[str, PrecisionConfig],
     rollout: Mapping[str, Any],
     batch_sizes: Sequence[int],
@@ -66,10 +65,10 @@ def start_engines(
         yield engines
 
 
-def write_empty_checkpoint(folder: Path, architecture: ArchitectureConfig, precision: PrecisionConfig) -> Path:
+def write_empty_checkpoint(folder: Path, architecture: dict[str, Any], precision: PrecisionConfig) -> Path:
     """Write a checkpoint's folder without weights and return it."""
     make_byte_tokenizer(folder)
-    config = make_hf_config(architecture, load_tokenizer(folder).eos_token_id, precision.high)
+    config = architecture | {"torch_dtype": FORMATS[precision.high].dtype, "eos_token_id": load_tokenizer(folder).eos_token_id}
     write_all_but_weights(folder, describe_weights(config, PrecisionContract.from_config(precision)), None)
     return folder
 
@@ -78,12 +77,17 @@ def make_prompts(count: int, length: int) -> list[list[int]]:
     return [[(7 * index + position) % 250 for position in range(length)] for index in range(count)]
 
 
-def measure_decoding(engine: Any, batch_size: int, tokens: int) -> float:
-    """Return the tokens per second of one call by HTTP, with log-probs and the prefill of short prompts; sequences end early only where
-    they draw the end token."""
-    start = time.perf_counter()
-    answers = engine.generate(make_prompts(batch_size, 32), SamplingParams(temperature=1.0, max_new_tokens=tokens))
-    return sum(len(answer.output_ids_T) for answer in answers) / (time.perf_counter() - start)
+def measure_decoding(engine: Any, batch_size: int, tokens: int, prompt_tokens: int = 32) -> float:
+    """Return the tokens that an engine decodes per second, with log-probs, after prompts of `prompt_tokens`: a call by HTTP less one that
+    asks for a single token. Sequences end early only where they draw the end token."""
+
+    def generate(count: int) -> tuple[int, float]:
+        start = time.perf_counter()
+        answers = engine.generate(make_prompts(batch_size, prompt_tokens), SamplingParams(temperature=1.0, max_new_tokens=count))
+        return sum(len(answer.output_ids_T) for answer in answers), time.perf_counter() - start
+
+    (few, prefill), (many, whole) = generate(1), generate(tokens)
+    return (many - few) / max(whole - prefill, 1e-9)
 
 
 @dataclass(frozen=True)
@@ -97,11 +101,11 @@ class StepSize:
 class RlRun:
     """Actor, reference and sync of one precision, in front of its engine."""
 
-    def __init__(self, architecture: ArchitectureConfig, precision: PrecisionConfig, engine: SGLangEngine, settings: SyncConfig) -> None:
-        hf_config, contract = make_hf_config(architecture, 0, precision.high), PrecisionContract.from_config(precision)
+    def __init__(self, architecture: dict[str, Any], precision: PrecisionConfig, engine: SGLangEngine, settings: SyncConfig) -> None:
+        contract = PrecisionContract.from_config(precision)
         self.actor, self.engine, self.version = make_actor(architecture, precision), engine, 0
         self.reference = Policy(freeze(make_model(architecture, precision)), 1.0, self.actor.micro_batch_tokens)
-        shards, geometry = build_rank_shards(hf_config, Layout()), ModelGeometry.from_hf_config(hf_config)
+        shards, geometry = build_rank_shards(architecture, Layout()), ModelGeometry.from_hf_config(architecture)
         plan = SyncPlan.make(geometry, Layout(), (1, 1), contract, settings.chunk_bytes)
         self.sync = WeightSync(plan, Rank0(lambda: engine), lambda: collect_named_tensors(self.actor.model, shards, contract), settings)
 
@@ -138,7 +142,7 @@ class RlRun:
 
 def measure_rl_steps(
     folder: Path,
-    architecture: ArchitectureConfig,
+    architecture: dict[str, Any],
     precisions: Mapping[str, PrecisionConfig],
     settings: SyncConfig,
     rollout: Mapping[str, Any],
