@@ -75,6 +75,7 @@ class Completion:
     policy_version: int
     text: str
     reward: Reward = field(default_factory=lambda: Reward(0.0, False))
+    masked: bool = False  # no gradient of it, though its reward counts in its group
     length_penalty: float = 0.0  # added to the reward, 0 or less
     response_mask_T: np.ndarray | None = None  # bool, False where the environment wrote a token; None: all are sampled
     dialogue: list[str] = field(default_factory=list)  # texts of policy and environment in turn; empty without an environment

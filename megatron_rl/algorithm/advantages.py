@@ -4,6 +4,7 @@
     group_mean      r_i - mean(r)                                   Dr. GRPO, arXiv 2503.20783
     leave_one_out   r_i - mean of the others' r                     RLOO, arXiv 2402.14740
     batch_std      (r_i - mean(r)) / (std over the batch + 1e-6)    REINFORCE++ with baseline, arXiv 2501.03262; std of r_i - mean(r)
+    max_rl         (r_i - mean(r)) / mean(r), 0 where all are 0     MaxRL, arXiv 2602.02710
 
 A completion left alone in its group gets 0. With `kl_in = "reward"`, r_i is the completion's reward minus kl_coef times the KL estimate
 summed over its tokens. Shape suffixes: `_P` prompts, `_G` members of a group.
@@ -19,6 +20,7 @@ import torch
 from megatron_rl.algorithm.kl import KL_ESTIMATORS
 from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.config.algorithm import AlgorithmConfig
+from megatron_rl.errors import RunError
 from megatron_rl.plugs import ADVANTAGES
 
 _EPSILON = 1e-6
@@ -49,6 +51,14 @@ def leave_one_out(rewards: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
 def batch_std(rewards: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
     centered = group_mean(rewards, counted)
     return centered / ((centered.square().sum() / counted.sum().clamp(min=1)).sqrt() + _EPSILON)
+
+
+def max_rl(rewards: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
+    """Raise RunError for a reward below 0: the mean stands for the share of right answers."""
+    if (rewards * counted < 0).any():
+        raise RunError("a reward is below 0, and algorithm.advantage max_rl divides by the group's mean: it needs rewards of 0 or more")
+    means = (counted * rewards).sum(1, keepdim=True) / _members(counted)
+    return group_mean(rewards, counted) / means.masked_fill(means == 0, 1.0)
 
 
 def _members(counted: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,7 @@ gets the weight below; tokens written by an environment get 0 and are not counte
     sequence  N / (n T)         the mean of the sequences' means (GRPO as published, arXiv 2402.03300; GSPO)
     constant  N / (n L)         sum / (n L), L = the longest answer allowed (Dr. GRPO, arXiv 2503.20783)
 
-Excluded sequences get weight 0 and are not counted in n and T; with `token`, the others get N / (N - excluded tokens).
+Excluded and masked sequences get weight 0 and are not counted in n and T; with `token`, the others get N / (N - their tokens).
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from megatron_rl.batch.training_sample import TrainingSample
 def assign_loss_weights(samples: list[TrainingSample], aggregate: str, longest: int) -> None:
     """Set `loss_weight` of all samples of one optimizer step (of all ranks); `longest` is L."""
     tokens = sum(sample.sampled_count for sample in samples)
-    counted = [sample for sample in samples if not sample.excluded]
+    counted = [sample for sample in samples if not (sample.excluded or sample.masked)]
     counted_tokens = sum(sample.sampled_count for sample in counted)
     for sample in samples:
-        length = 0 if sample.excluded else sample.sampled_count
+        length = 0 if sample.excluded or sample.masked else sample.sampled_count
         divisor = {"token": counted_tokens, "sequence": len(counted) * length, "constant": len(counted) * longest}[aggregate]
         sample.loss_weight = tokens / divisor if length else 0.0

@@ -24,7 +24,7 @@ def try_algorithm(config: AlgorithmConfig) -> None:
 
 
 def _try_advantage(config: AlgorithmConfig) -> None:
-    rewards = torch.tensor([[1.0, 0.0, 0.5], [2.0, -1.0, 9.0]], dtype=torch.float64)
+    rewards = torch.tensor([[1.0, 0.0, 0.5], [2.0, 0.0, -9.0]], dtype=torch.float64)
     counted = torch.tensor([[True, True, True], [True, True, False]])
     advantages = ADVANTAGES.load(config.advantage)(rewards, counted)
     if advantages.shape != rewards.shape or not advantages.isfinite().all() or advantages[~counted].any():

@@ -35,6 +35,8 @@ class TrainingSample:
     """Reward of the answer, before any KL term."""
     excluded: bool = False
     """The answer has no reward: it contributes no gradient and no mean counts it."""
+    masked: bool = False
+    """The answer contributes no gradient and no mean of the loss counts it; its reward counts in its group."""
     loss_weight: float = 1.0
     """Weight of each sampled token in the loss; 1 everywhere is the mean over tokens (`algorithm.aggregate`)."""
     response_mask: torch.Tensor = field(default_factory=lambda: _NO_MASK)

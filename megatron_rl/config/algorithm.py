@@ -22,6 +22,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "dapo": {"clip_high": 0.28, "dynamic_sampling_max_rounds": 10, "overlong_share": 0.2},
     "gspo": {"loss": "gspo", "aggregate": "sequence", "clip_low": 3e-4, "clip_high": 4e-4},
     "cispo": {"loss": "cispo", "clip_low": 1.0, "clip_high": 0.28},
+    "max_rl": {"advantage": "max_rl"},
 }
 """The defaults below that an algorithm's name changes."""
 
@@ -32,14 +33,18 @@ _CORRECTION_DEFAULTS = {"geometric_mask": {"correction_low": 0.99, "correction_h
 class AlgorithmConfig(ConfigSection):
     """How rewards become advantages, and log-probs a loss. Every field can be set, whatever the name says."""
 
-    name: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "dapo", "gspo", "cispo"] = "grpo"
+    name: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "dapo", "gspo", "cispo", "max_rl"] = "grpo"
     """The preset; see PRESETS above for what each name sets."""
     updates_per_step: int = Field(1, ge=1)
     """Optimizer steps per rollout; the batch is cut into that many parts."""
 
     advantage: Annotated[str, AfterValidator(ADVANTAGES.check_name)] = "group_std"
     """Reward less the group's mean, over the group's std (`group_std`), as it is (`group_mean`), against the others' mean
-    (`leave_one_out`) or over the batch's std (`batch_std`); or your own as module:attribute."""
+    (`leave_one_out`), over the batch's std (`batch_std`) or over the group's mean (`max_rl`, for rewards of 0 or more); or your own as
+    module:attribute."""
+    multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
+    """Several reward functions: advantages of their weighted sum; or the weighted sum of the advantages of each, normalized over the batch
+    (GDPO)."""
     loss: Annotated[str, AfterValidator(LOSSES.check_name)] = "ppo"
     """`ppo`: clipped ratio per token. `gspo`: clipped ratio per sequence. `cispo`: clipped weight that keeps every gradient. Or your own as
     module:attribute."""
@@ -65,6 +70,12 @@ class AlgorithmConfig(ConfigSection):
 
     dynamic_sampling_max_rounds: int = Field(0, ge=0)
     """Rounds of sampling to fill the batch with groups whose rewards differ; 0 takes every group."""
+    accuracy_low: float = Field(0.0, ge=0, lt=1)
+    """Dynamic sampling takes groups whose share of correct answers is at least this."""
+    accuracy_high: float = Field(1.0, gt=0, le=1)
+    """And at most this. Groups outside that fill the batch after the last round train nothing."""
+    mask_truncated_completions: bool = False
+    """Answers cut at rollout.max_new_tokens give no gradient; their rewards count in their group."""
     overlong_share: float = Field(0.0, ge=0, lt=1)
     """Last share of rollout.max_new_tokens over which the reward falls with length; 0 turns it off."""
     overlong_penalty: float = Field(1.0, gt=0)
@@ -106,6 +117,14 @@ class AlgorithmConfig(ConfigSection):
             raise ValueError(f"dual_clip ({self.dual_clip}) must be larger than 1 + clip_high ({1 + self.clip_high})")
         if self.calibrate_every and (self.loss != "ppo" or self.updates_per_step < 2):
             raise ValueError("calibrate_every needs loss ppo and updates_per_step of 2 or more: before the first update all ratios are 1")
+        if self.accuracy_low >= self.accuracy_high:
+            raise ValueError(f"accuracy_low ({self.accuracy_low}) must be below accuracy_high ({self.accuracy_high})")
+        if (self.accuracy_low, self.accuracy_high) != (0.0, 1.0) and not self.dynamic_sampling_max_rounds:
+            raise ValueError("accuracy_low and accuracy_high choose groups of dynamic sampling: set dynamic_sampling_max_rounds")
+        if self.advantage == "max_rl" and self.overlong_share:
+            raise ValueError("advantage max_rl needs rewards of 0 or more, and overlong_share takes from them: leave it out")
+        if self.kl_in_reward and (self.advantage == "max_rl" or self.multi_objective_aggregation == "normalize_then_sum"):
+            raise ValueError("kl_in reward does not fit max_rl and normalize_then_sum, which look at the rewards as given: use kl_in loss")
         if self.correction != "none" and self.old_policy == "engine":
             raise ValueError(f"correction {self.correction} needs old_policy trainer: with engine the ratio holds the mismatch already")
         return self

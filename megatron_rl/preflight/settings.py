@@ -56,6 +56,14 @@ def kept_tokens_are_bounded(facts: Facts) -> None:
 
 
 @rule(Needs.TRAINER)
+def several_rewards_are_normalized(facts: Facts) -> None:
+    parts, how = facts.config.reward.parts, facts.config.algorithm.multi_objective_aggregation
+    if how == "normalize_then_sum" and len(parts) == 1:
+        rule = f"normalizes reward functions apart, of which there is only one ({next(iter(parts))})"
+        raise UserError("algorithm.multi_objective_aggregation", how, rule, "leave it out, or name several in [[reward.functions]]")
+
+
+@rule(Needs.TRAINER)
 def calibration_has_quantized_ratios(facts: Facts) -> None:
     every, mode = facts.config.algorithm.calibrate_every, facts.config.precision.mode
     if every and not facts.contract.trainer_format.quantized:

@@ -45,7 +45,7 @@ _ENVIRONMENT = (
 )
 _SAMPLING = (
     declare("sampling/rounds", "rounds of sampling to fill the batch", "count"),
-    declare("sampling/discarded", "groups left out because their members earned the same", "count"),
+    declare("sampling/discarded", "groups left out because their members earned the same, or of no fitting accuracy", "count"),
     declare("sampling/without_signal", "groups in the batch whose members earned the same", "count"),
 )
 WAIT = declare("time/generate", "waiting for the completions and their rewards", "seconds", STEP_SECONDS)
@@ -93,7 +93,8 @@ class RolloutWorker:
         EngineLostError if the engine was lost; the next call then takes the same problems again.
 
         Dynamic sampling (DAPO, arXiv 2503.14476): a group whose members all earn the same reward teaches nothing, and is replaced by a
-        group of the next problem. After the last round such groups fill the batch up to its size.
+        group of the next problem. After the last round such groups fill the batch up to its size. So it is with groups outside of
+        `accuracy_low` and `accuracy_high` (PRIME, arXiv 2502.01456), which then train nothing.
         """
         stream_state = self._stream.state_dict()
         try:
@@ -106,22 +107,25 @@ class RolloutWorker:
         prompts, max_rounds = self._config.rollout.prompts_per_step, self._config.algorithm.dynamic_sampling_max_rounds
         if not max_rounds:
             return self._sample_groups(prompts, version, 0)
-        group_size = self._config.rollout.group_size
-        informative, uniform = list[list[Completion]](), list[list[Completion]]()
+        group_size, algorithm = self._config.rollout.group_size, self._config.algorithm
+        informative, others = list[list[Completion]](), list[list[Completion]]()
         seconds, rounds = dict[str, float](), 0
         while len(informative) < prompts and rounds < max_rounds:
             rollout = self._sample_groups(prompts - len(informative), version, rounds)
             for start in range(0, len(rollout.completions_B), group_size):
                 group = rollout.completions_B[start : start + group_size]
-                (informative if _has_reward_spread(group) else uniform).append(group)
+                in_range = algorithm.accuracy_low <= _compute_group_accuracy(group) <= algorithm.accuracy_high
+                for member in group:
+                    member.masked |= not in_range
+                (informative if in_range and _has_reward_spread(group) else others).append(group)
             seconds = {name: seconds.get(name, 0.0) + spent for name, spent in rollout.seconds.items()}
             rounds += 1
         missing = prompts - len(informative)
         return RolloutBatch(
-            [member for group in [*informative, *uniform[:missing]] for member in group],
+            [member for group in [*informative, *others[:missing]] for member in group],
             seconds,
-            [member for group in uniform[missing:] for member in group],
-            dict(zip(_SAMPLING, map(float, (rounds, len(uniform) - missing, missing)), strict=True)),
+            [member for group in others[missing:] for member in group],
+            dict(zip(_SAMPLING, map(float, (rounds, len(others) - missing, missing)), strict=True)),
         )
 
     def _sample_groups(self, prompts: int, version: int, sampling_round: int) -> RolloutBatch:
@@ -132,6 +136,7 @@ class RolloutWorker:
         rollout = self._generate_and_score(problems_B, version, f"train/{sampling_round}", sampling, staleness)
         algorithm, max_tokens = self._config.algorithm, self._config.rollout.max_new_tokens
         for completion in rollout.completions_B:
+            completion.masked = algorithm.mask_truncated_completions and completion.finish_reason == "length"
             completion.length_penalty = compute_overlong_penalty(
                 completion.sampled_count, max_tokens, algorithm.overlong_share, algorithm.overlong_penalty
             )
@@ -176,6 +181,12 @@ def assign_rewards(completions_B: Sequence[Completion], rewards: Scorer) -> None
 def _has_reward_spread(group: Sequence[Completion]) -> bool:
     """Return whether the members' rewards differ. Length penalties do not count: they would keep groups that are all wrong."""
     return len({member.reward.value for member in group if not member.reward.excluded}) > 1
+
+
+def _compute_group_accuracy(group: Sequence[Completion]) -> float:
+    """Return the share of correct answers among the members with a verdict; 0 of none."""
+    verdicts = [member.reward.correct for member in group if not member.reward.excluded]
+    return sum(verdicts) / max(len(verdicts), 1)
 
 
 def compute_accuracies(completions: Sequence[Completion], overall: str, by_level: str, by_source: str) -> dict[str, float]:

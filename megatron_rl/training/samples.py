@@ -13,6 +13,7 @@ import torch
 
 from megatron_rl.algorithm.advantages import compute_advantages
 from megatron_rl.algorithm.loss_weights import assign_loss_weights
+from megatron_rl.algorithm.multi_objective import normalize_then_sum
 from megatron_rl.batch.packing import compute_costs, deal
 from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.config import Config
@@ -65,7 +66,10 @@ def share_samples(
         everything.extend(to_training_samples(rollout, routing))
         rewards, excluded = [sample.reward for sample in everything], [sample.excluded for sample in everything]
         if not algorithm.kl_in_reward:
-            advantages = compute_advantages(rewards, excluded, algorithm, config.rollout.group_size)
+            if algorithm.multi_objective_aggregation == "normalize_then_sum":
+                advantages = normalize_then_sum(*_split_rewards(rollout, config), excluded, algorithm, config.rollout.group_size)
+            else:
+                advantages = compute_advantages(rewards, excluded, algorithm, config.rollout.group_size)
             for sample, advantage in zip(everything, advantages, strict=True):
                 sample.advantage = advantage
         for mini_batch in _split(everything, algorithm.updates_per_step):
@@ -87,6 +91,16 @@ def share_samples(
             for sample in samples.own:
                 routing.check(sample.routed_experts.numpy(), sample.length, f"completion {sample.number + 1} of {samples.count}")
     return samples
+
+
+def _split_rewards(rollout: RolloutBatch, config: Config) -> tuple[dict[str, list[float]], dict[str, float]]:
+    """Return what each reward function gave all completions, by label, and its weight; a length penalty counts as one of weight 1. One
+    without a verdict has 0 of each."""
+    weights = {label: part.weight for label, part in config.reward.parts.items()}
+    rewards = {label: [completion.reward.parts.get(label, 0.0) for completion in rollout.completions_B] for label in weights}
+    if config.algorithm.overlong_share:
+        weights["overlong"], rewards["overlong"] = 1.0, [completion.length_penalty for completion in rollout.completions_B]
+    return rewards, weights
 
 
 def _split(samples: list[TrainingSample], parts: int) -> list[list[TrainingSample]]:
@@ -111,6 +125,7 @@ def to_training_samples(rollout: RolloutBatch, routing: RoutingShape | None = No
             number=number,
             reward=completion.score,
             excluded=completion.reward.excluded,
+            masked=completion.masked,
             rollout_logprobs=_sampled(completion.logprobs_T, completion.response_mask_T),
             response_mask=_to_tensor(completion.response_mask_T),
             routed_experts=_to_tensor(None if routing is None else completion.routed_experts_T),

@@ -257,7 +257,7 @@ def std(values: list[float]) -> float:
     return math.sqrt(mean([(value - centre) ** 2 for value in values]))
 
 
-GROUPS = [[1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 1.0], [0.25, -1.0, 2.0, 0.5]]
+GROUPS = [[1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 1.0], [0.25, 0.0, 2.0, 0.5]]
 
 
 CENTRED = [[reward - mean(group) for reward in group] for group in GROUPS]
@@ -267,6 +267,7 @@ BY_HAND = {
     "group_mean": ALL_CENTRED,
     "leave_one_out": [r - mean(group[:i] + group[i + 1 :]) for group in GROUPS for i, r in enumerate(group)],
     "batch_std": [(value - mean(ALL_CENTRED)) / (std(ALL_CENTRED) + 1e-6) for value in ALL_CENTRED],
+    "max_rl": [value / mean(group) for group, values in zip(GROUPS, CENTRED, strict=True) for value in values],
 }
 """arXiv 2402.03300 (sec. 4.1.2), 2503.20783 (sec. 3.2), 2402.14740 (eq. 6), 2501.03262 (REINFORCE++ with baseline)."""
 

@@ -130,6 +130,12 @@ MISTAKES = [
         ("--rollout.top_k=1",),
     ),
     Mistake(
+        settings.several_rewards_are_normalized,
+        "train plan",
+        "algorithm.multi_objective_aggregation = 'normalize_then_sum': normalizes reward functions apart, of which there is only one",
+        ("--algorithm.multi_objective_aggregation=normalize_then_sum",),
+    ),
+    Mistake(
         settings.calibration_has_quantized_ratios,
         "train plan",
         "algorithm.calibrate_every = 9: calibrates ratios of quantized weights, which precision.mode bf16 has none of in the trainer",

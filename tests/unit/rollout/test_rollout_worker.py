@@ -224,6 +224,31 @@ def test_what_is_excluded_gives_a_group_no_signal():
     assert worker.collect(5).sampling["sampling/without_signal"] == 1
 
 
+def test_groups_outside_of_the_range_of_accuracy_are_replaced_and_fill_without_a_gradient():
+    worker, scripted = dynamic(
+        3, {"0": [1.0, 0.0, 0.0, 0.0], "1": MIXED, "2": [1.0] * 3 + [0.0], "3": EQUAL}, accuracy_low=0.3, accuracy_high=0.7
+    )
+    score = scripted.score
+    scripted.score = lambda *args: [replace(reward, correct=reward.value == 1.0) for reward in score(*args)]
+    rollout = worker.collect(5)
+    assert [member.problem.id for member in rollout.completions_B] == ["1"] * 4 + ["0"] * 4
+    assert [member.masked for member in rollout.completions_B] == [False] * 4 + [True] * 4
+    assert scripted.asked == [2, 1, 1] and len(rollout.discarded_B) == 8
+
+
+@pytest.mark.parametrize("mask", [False, True])
+def test_truncated_completions_are_masked_on_request(mask):
+    engine = FakeEngine()
+    generate = engine.generate
+    worker = make_worker(engine, FakeRewards(), algorithm={"mask_truncated_completions": mask})
+
+    def cut_every_other(*args, **named):
+        return [replace(result, finish_reason="length" if number % 2 else "stop") for number, result in enumerate(generate(*args, **named))]
+
+    engine.generate = cut_every_other
+    assert [member.masked for member in worker.collect(5).completions_B] == [False, mask] * 4
+
+
 def test_length_penalties_stay_beside_the_reward_and_give_no_signal():
     """All members have 1 of 1 tokens; the penalty alone must not make a group worth keeping."""
     algorithm = {"overlong_share": 0.5, "overlong_penalty": 0.75}

@@ -1,0 +1,33 @@
+"""Advantages of several reward functions, each normalized by itself (GDPO, arXiv 2601.05242, section 3), so that none drowns in another.
+
+    A_i = sum over reward functions k of  weight_k advantage(r_k)_i,    then (A_i - mean) / (std + 1e-6) over the batch
+
+`advantage` is `algorithm.advantage`; with `group_std`, the default, this is GDPO.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from megatron_rl.algorithm.advantages import compute_advantages
+from megatron_rl.config.algorithm import AlgorithmConfig
+
+_EPSILON = 1e-6
+
+
+def normalize_then_sum(
+    rewards: Mapping[str, Sequence[float]], weights: Mapping[str, float], excluded: Sequence[bool], config: AlgorithmConfig, group_size: int
+) -> list[float]:
+    """Return the advantages of all samples of a step, groups side by side. `rewards`: of each function, by label, one of every sample."""
+    parts = [weights[label] * _tensor(compute_advantages(rewards[label], excluded, config, group_size)) for label in rewards]
+    total, counted = torch.stack(parts).sum(0), torch.tensor(excluded).logical_not()
+    members = counted.sum().clamp(min=1)
+    centered = counted * (total - (counted * total).sum() / members)
+    std = (centered.square().sum() / members).sqrt()
+    return (centered / (std + _EPSILON)).tolist()
+
+
+def _tensor(values: Sequence[float]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64)
