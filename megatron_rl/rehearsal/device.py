@@ -15,12 +15,15 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_rl.rehearsal.recorder import Recorder
+from megatron_rl.rehearsal.shapes import ShapeRunner, describe_call
 
 aten = torch.ops.aten
+_DEVICE = torch.ops.prim.device.default
+_CUDA = torch.device("cuda", 0)
 _KNOWN_NUMBERS = 1 << 20
 """Values are followed up to so many numbers."""
 _REAL_COPY = 1 << 22
@@ -57,38 +60,44 @@ class FakeGpu(TorchDispatchMode):
         """`communicate` answers the operators of `torch.ops.c10d`."""
         super().__init__()
         self.recorder, self._communicate = recorder, communicate
-        self.fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self.shapes = ShapeRunner()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False  # there is no compiler to hide from
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        kwargs = kwargs or {}
-        tensors = list(_iter_tensors(args, kwargs))
-        has_fakes = any(isinstance(tensor, FakeTensor) for tensor in tensors)
+        if func is _DEVICE and type(args[0]) is FakeTensor:
+            return args[0].fake_device
         if func.namespace == "c10d":
             return self._communicate(self, func, args)
-        if not has_fakes and not _is_cuda(kwargs.get("device")):
+        kwargs = kwargs or {}
+        description, tensors = describe_call(args, kwargs)
+        if not any([type(tensor) is FakeTensor for tensor in tensors]) and not _is_cuda(kwargs.get("device")):  # noqa: C419 - faster
             return func(*args, **kwargs)
         handler = _HANDLERS.get(func)
-        out = self.run(func, args, kwargs) if handler is None else handler(self, func, args, kwargs)
+        out = self._run(func, args, kwargs, description, tensors) if handler is None else handler(self, func, args, kwargs)
         self.recorder.operator(func, tensors, out)
         return out
 
     def run(self, func: Any, args: tuple, kwargs: dict) -> Any:
         """Run an operator on shapes, and on the numbers that are known."""
-        if not any(isinstance(tensor, FakeTensor) for tensor in _iter_tensors(args, kwargs)):
-            args = _map(args, lambda tensor: self._as_fake(tensor))
-        out = self.fake.dispatch(func, (), args, kwargs)
-        self._follow(func, args, kwargs, out)
+        return self._run(func, args, kwargs, *describe_call(args, kwargs))
+
+    def _run(self, func: Any, args: tuple, kwargs: dict, description: Any, inputs: list[torch.Tensor]) -> Any:
+        out = self.shapes.run(func, args, kwargs, description, inputs)
+        if func in _NO_VALUES:
+            return out
+        known = not any([type(tensor) is FakeTensor and not hasattr(tensor, "known_value") for tensor in inputs])  # noqa: C419 - faster
+        if known or func in _HEALTHY or func._schema.is_mutable:
+            self._follow(func, args, kwargs, known, out)
         return out
 
-    def _follow(self, func: Any, args: tuple, kwargs: dict, out: Any) -> None:
-        inputs = list(_iter_tensors(args, kwargs))
-        results = [tensor for tensor in _iter_tensors((out,), {}) if isinstance(tensor, FakeTensor)]
+    def _follow(self, func: Any, args: tuple, kwargs: dict, known: bool, out: Any) -> None:
+        """Give results their numbers; `known` are those of all inputs."""
+        results = [tensor for tensor in _iter_tensors((out,), {}) if type(tensor) is FakeTensor]
         small = all(tensor.numel() <= _KNOWN_NUMBERS for tensor in results)
-        if small and func not in _NO_VALUES and all(value_of(tensor) is not None for tensor in inputs):
+        if small and known:
             values = func(*_map(args, value_of), **_map({k: ("cpu" if k == "device" else v) for k, v in kwargs.items()}, value_of))
             found = list(_iter_tensors((values,), {}))
             for result, value in zip(results, found, strict=True):
@@ -100,11 +109,6 @@ class FakeGpu(TorchDispatchMode):
             for result in results:
                 set_value(result, None)
 
-    def _as_fake(self, tensor: torch.Tensor) -> Any:
-        fake: Any = self.fake.from_tensor(tensor)
-        set_value(fake, tensor.clone())
-        return fake
-
     def to_host(self, tensor: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Return a device tensor's copy on the host."""
         if tensor.numel() <= _REAL_COPY:
@@ -113,15 +117,16 @@ class FakeGpu(TorchDispatchMode):
 
     def make_host(self, shape: list[int], dtype: torch.dtype) -> torch.Tensor:
         """Return a host tensor without data: of a file too large to read."""
-        made: Any = self.fake.dispatch(aten.empty.memory_format, (), (shape,), {"dtype": dtype, "device": torch.device("cpu")})
-        return made
+        return self._empty(tuple(shape), dtype, torch.device("cpu"))
 
     def make(self, shape: Any, dtype: torch.dtype, value: torch.Tensor | None = None) -> Any:
         """Return a new device tensor."""
-        options = {"dtype": dtype, "device": torch.device("cuda", 0)}
-        tensor = self.fake.dispatch(aten.empty.memory_format, (), (list(shape),), options)
+        tensor = self._empty(tuple(shape), dtype, _CUDA)
         set_value(tensor, value)
         return tensor
+
+    def _empty(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Any:
+        return self.shapes.wrap(torch.empty(shape, dtype=dtype, device="meta"), device)
 
 
 def _iter_tensors(args: Any, kwargs: dict) -> Iterator[torch.Tensor]:
@@ -143,7 +148,7 @@ def _map(values: Any, change: Callable[[torch.Tensor], Any]) -> Any:
 
 
 def _is_cuda(device: Any) -> bool:
-    return device is not None and (device if isinstance(device, str) else torch.device(device).type).startswith("cuda")
+    return device is not None and torch.device(device).type == "cuda"
 
 
 def _on_cuda(tensor: Any) -> bool:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import weakref
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
+from types import CodeType
 from typing import Any
 
 import torch
@@ -18,11 +20,17 @@ def find_line() -> str:
     """Return file and line of the innermost frame that is the project's or Megatron's, with the function that called it."""
     frame: Any = sys._getframe(1)
     while frame is not None:
-        name = frame.f_code.co_filename
-        if _is_ours(name):
-            return f"{shorten(name)}:{frame.f_lineno}"
+        name = _find_name(frame.f_code)
+        if name:
+            return f"{name}:{frame.f_lineno}"
         frame = frame.f_back
     return "autograd"
+
+
+@functools.cache
+def _find_name(code: CodeType) -> str:
+    """Return the short name of the file of our code; "" of other code."""
+    return shorten(code.co_filename) if _is_ours(code.co_filename) else ""
 
 
 def find_line_of(error: BaseException) -> str:
