@@ -73,7 +73,7 @@ class FakeGpu(TorchDispatchMode):
             return self._communicate(self, func, args)
         kwargs = kwargs or {}
         description, tensors = describe_call(args, kwargs)
-        if not any([type(tensor) is FakeTensor for tensor in tensors]) and not _is_cuda(kwargs.get("device")):  # noqa: C419 - faster
+        if not any([type(tensor) is FakeTensor for tensor in tensors]) and not _is_cuda(kwargs.get("device")):
             return func(*args, **kwargs)
         handler = _HANDLERS.get(func)
         out = self._run(func, args, kwargs, description, tensors) if handler is None else handler(self, func, args, kwargs)
@@ -88,7 +88,7 @@ class FakeGpu(TorchDispatchMode):
         out = self.shapes.run(func, args, kwargs, description, inputs)
         if func in _NO_VALUES:
             return out
-        known = not any([type(tensor) is FakeTensor and not hasattr(tensor, "known_value") for tensor in inputs])  # noqa: C419 - faster
+        known = not any([type(tensor) is FakeTensor and not hasattr(tensor, "known_value") for tensor in inputs])
         if known or func in _HEALTHY or func._schema.is_mutable:
             self._follow(func, args, kwargs, known, out)
         return out
