@@ -86,7 +86,7 @@ class ShapeRunner:
         shape, stride, dtype, device, source, offset = output
         if source is None:
             return self.wrap(torch.empty_strided(shape, stride, dtype=dtype, device=_META), device)
-        of = tensors[source]
+        of: Any = tensors[source]
         start, rest = divmod(of.storage_offset() * of.itemsize + offset, dtype.itemsize)
         if rest:
             raise RuntimeError(f"a view as {dtype} does not begin at a multiple of its size")
@@ -112,7 +112,7 @@ class ShapeRunner:
         return out
 
 
-def _find_origin(output: Any, tensors: list[torch.Tensor]) -> _Made | int | str | None:
+def _find_origin(output: Any, tensors: list[Any]) -> _Made | int | str | None:
     if output is None:
         return None
     if type(output) is not FakeTensor:
