@@ -21,6 +21,8 @@ _CHANGES_OR_ASKS = {
     torch.Tag.dynamic_output_shape,
     torch.Tag.inplace_view,  # changes its input's shape
 }
+_ALWAYS_KNOWN = {torch.ops.aten.index.Tensor}
+"""Masks, which make its shape depend on numbers, are resolved before."""
 _BY_OFFSET = {torch.ops.aten.as_strided.default}
 """Views whose place in the storage is an argument."""
 
@@ -68,6 +70,7 @@ class ShapeRunner:
 
     def __init__(self) -> None:
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.mode.cache_enabled = False
 
     def run(self, func: Any, args: tuple, kwargs: dict, description: Any, tensors: list[torch.Tensor]) -> Any:
         """Return what `func` does, without data. Raise what it raises for these devices, dtypes and shapes."""
@@ -104,7 +107,7 @@ class ShapeRunner:
         if not any(type(tensor) is FakeTensor for tensor in tensors):  # torch would compute with host tensors alone
             fakes = tuple(self.mode.from_tensor(value) if isinstance(value, torch.Tensor) else value for value in args)
         out = self.mode.dispatch(func, (), fakes, kwargs)
-        if _CHANGES_OR_ASKS.isdisjoint(func.tags) and func not in _BY_OFFSET:
+        if func in _ALWAYS_KNOWN or (_CHANGES_OR_ASKS.isdisjoint(func.tags) and func not in _BY_OFFSET):
             outputs = out if isinstance(out, list | tuple) else (out,)
             found = [_find_origin(output, tensors) for output in outputs]
             if "unknown" not in found and describe_call(args, kwargs)[0] == key[1]:
@@ -117,13 +120,15 @@ def _find_origin(output: Any, tensors: list[Any]) -> _Made | int | str | None:
         return None
     if type(output) is not FakeTensor:
         return "unknown"
-    storage = output.untyped_storage()
+    storage: Any = output.untyped_storage()
     for place, tensor in enumerate(tensors):
         if output is tensor:
             return place
-    about = output.shape, output.stride(), output.dtype, output.fake_device
     for place, tensor in enumerate(tensors):
         if type(tensor) is FakeTensor and tensor.untyped_storage()._cdata == storage._cdata:
-            return _Made(*about, place, output.storage_offset() * output.itemsize - tensor.storage_offset() * tensor.itemsize)
+            start: Any = output.storage_offset() * output.itemsize - tensor.storage_offset() * tensor.itemsize
+            return _Made(output.shape, output.stride(), output.dtype, output.fake_device, place, start)
     plain = torch.empty_strided(output.shape, output.stride(), dtype=output.dtype, device=_META).untyped_storage().nbytes()
-    return _Made(*about, None, 0) if not output.storage_offset() and storage.nbytes() == plain else "unknown"
+    if output.storage_offset() or storage.nbytes() != plain:
+        return "unknown"
+    return _Made(output.shape, output.stride(), output.dtype, output.fake_device, None, 0)
