@@ -10,12 +10,21 @@ if TYPE_CHECKING:
     from megatron_rl.rollout.engine import Engine
 
 
-def launch(config: Config, model_path: Path, log_dir: Path, number: int = 0, *, empty: bool = False) -> Engine:
-    """See `megatron_rl.rollout.engine.EngineLauncher`: the entry point `sglang` of the group `megatron_rl.rollout`.
+class SGLangLauncher:
+    """See `megatron_rl.rollout.engine.EngineLauncher`. Imports late, because SGLang imports this package at start-up, before its stub
+    modules are in place."""
 
-    Import late, because SGLang imports this package at start-up, before its stub modules are in place.
-    """
-    from rollout_sglang.engine import SGLangEngine
-    from rollout_sglang.launch_args import EngineLaunchSpec
+    def check(self, config: Config) -> None:
+        from rollout_sglang.server_options import check
 
-    return SGLangEngine(EngineLaunchSpec(config, model_path, log_dir, number, empty))
+        check(config.rollout.sglang)
+
+    def __call__(self, config: Config, model_path: Path, log_dir: Path, number: int = 0, *, empty: bool = False) -> Engine:
+        from rollout_sglang.engine import SGLangEngine
+        from rollout_sglang.launch_args import EngineLaunchSpec
+
+        return SGLangEngine(EngineLaunchSpec(config, model_path, log_dir, number, empty))
+
+
+launch = SGLangLauncher()
+"""The entry point `sglang` of the group `megatron_rl.rollout`."""

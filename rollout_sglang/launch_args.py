@@ -28,6 +28,7 @@ from megatron_rl.rollout.engine_placement import (
 from rollout_sglang.hooks import gpu_activation_quant, kv_cache_scales, tree_reduction
 from rollout_sglang.platform.activate import NAME as CPU_PLATFORM
 from rollout_sglang.process import API_KEY_VARIABLE, THREADS_VARIABLE, EngineProcess, EngineProcesses
+from rollout_sglang.server_options import make_arguments
 
 _PRECOMPILE = "SGLANG_JIT_DEEPGEMM_PRECOMPILE"
 """By default SGLang compiles DeepGEMM's kernels for 16,384 batch sizes before it is ready, by its own words in 10 to 20 minutes, longer
@@ -113,7 +114,8 @@ def make_server_arguments(
         # the cache's size is max-total-tokens; SGLang's own estimate compares the free memory of a machine that other programs use too
         options |= {"device": "cpu", "attention-backend": "torch_native", "mem-fraction-static": 0.9}
         flags.append("disable-overlap-schedule")
-    return [part for name, value in options.items() for part in (f"--{name}", str(value))] + [f"--{flag}" for flag in flags]
+    words = [part for name, value in options.items() for part in (f"--{name}", str(value))] + [f"--{flag}" for flag in flags]
+    return words + make_arguments(rollout.sglang)
 
 
 def make_environment(config: Config, contract: PrecisionContract, placement: EnginePlacement) -> dict[str, str]:

@@ -63,6 +63,8 @@ class RolloutConfig(ConfigSection):
     """Keep keys and values of prompts and answers for later requests that begin with the same tokens, until the next sync."""
     chunked_prefill_size: int | None = Field(None, ge=1)
     """Prompt tokens that an engine computes in one batch, at most; a longer prompt takes several. None: as SGLang chooses."""
+    sglang: dict[str, Any] = Field(default_factory=dict)
+    """More of SGLang's own server arguments, by name: `mem_fraction_static = 0.8`. Those that would break a promise are refused."""
     hosts: tuple[Host, ...] = Field(("127.0.0.1",), min_length=1)
     """The nodes that engines run on, as many on each: for each the address of the one interface that its engines listen on, this machine's
     own or one of a private network. See docs/guides/slurm.md and docs/guides/security.md."""

@@ -59,8 +59,8 @@ def engine_has_a_scale_for_each_token_and_head(facts: Facts) -> None:
 
 
 @rule(Needs.ENGINE | Needs.MACHINE)
-def engine_is_installed(facts: Facts) -> None:
-    find_engine_launcher(facts.config.rollout.engine)
+def engine_takes_its_options(facts: Facts) -> None:
+    find_engine_launcher(facts.config.rollout.engine).check(facts.config)
 
 
 @rule(Needs.ENGINE | Needs.MACHINE)

@@ -125,13 +125,17 @@ class Engine(Protocol):
 
 
 class EngineLauncher(Protocol):
-    """The entry point's callable: start engine `number` of a run without waiting for it.
+    """The entry point's object."""
 
-    It loads the Hugging Face checkpoint in `model_path`; with `empty`, only config.json and tokenizer are there, and it refuses requests
-    until the first sync has filled and proved its weights.
-    """
+    def check(self, config: Config) -> None:
+        """Raise UserError for what engines of this kind cannot be told, before anything starts."""
 
-    def __call__(self, config: Config, model_path: Path, log_dir: Path, number: int = 0, *, empty: bool = False) -> Engine: ...
+    def __call__(self, config: Config, model_path: Path, log_dir: Path, number: int = 0, *, empty: bool = False) -> Engine:
+        """Start engine `number` of a run without waiting for it.
+
+        It loads the Hugging Face checkpoint in `model_path`; with `empty`, only config.json and tokenizer are there, and it refuses
+        requests until the first sync has filled and proved its weights.
+        """
 
 
 def find_engine_launcher(name: str) -> EngineLauncher:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support import trainer_engine, transformers_reference
+from support import engine_access, trainer_engine, transformers_reference
 from support.models import FP8, random_sequences
 from support.processes import World
 from support.trainer_engine import TWO_NODES
@@ -15,6 +15,7 @@ from megatron_rl.hf.files import read_config
 from parallel.layout import Layout
 
 PROMPTS = [sample.prompt_ids.tolist() for sample in random_sequences(6, seed=31)]
+SGLANG = {"schedule_policy": "lpm", "max_prefill_tokens": 64, "schedule_conservativeness": 0.5}
 LEAST = 3 + 2 + 4 * 2  # embedding, last norm, lm_head; a layer's norms, and its FP8 weights with their scales
 
 
@@ -44,7 +45,7 @@ def assert_same_logprobs(world, folder, transformers_side, seed: int) -> None:
     [
         ("qwen3_moe", Layout(ep=2, dp=2), {**TWO_NODES, "ep": 2}, "process_group", True),
         pytest.param("deepseek_v3", Layout(), {}, "shared_memory", True, marks=pytest.mark.long),  # by default: test_served.py
-        ("llama", Layout(cp=2), {}, "shared_memory", False),
+        ("llama", Layout(cp=2), {"sglang": SGLANG}, "shared_memory", False),
         pytest.param("qwen3", Layout(pp=2, vpp=2), {"tp": 2}, "shared_memory", False, marks=pytest.mark.long),
         pytest.param("deepseek_v3", Layout(tp=2, ep=2, etp=1), {"tp": 2}, "shared_memory", False, marks=pytest.mark.long),
     ],
@@ -53,6 +54,8 @@ def test_an_engine_that_is_empty_or_has_loaded_is_filled_by_a_sync(kind, layout,
     with World(layout.world_size, tmp_path / "world") as world:
         world.call(trainer_engine.start_architecture, kind, tmp_path, FP8, layout, rollout, empty)
         world.call(trainer_engine.check_live)
+        asked = rollout.get("sglang", {})
+        assert world.call(engine_access.read_server_arguments, list(asked))[0] == asked
         if empty:
             with pytest.raises(RunError, match="the engine has no weights yet: it serves nothing before the first proved sync"):
                 world.call(trainer_engine.generate, PROMPTS)

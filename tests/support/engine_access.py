@@ -23,6 +23,17 @@ def ask_without_key() -> dict[str, list[int]]:
     return {path: [httpx.post(url + path, json={}, headers=headers).status_code for headers in ({}, wrong)] for path in ENDPOINTS}
 
 
+def read_server_arguments(names: list[str]) -> dict[str, Any]:
+    """The first engine's server arguments of these names, as SGLang says that it has them."""
+
+    def read(engines: Any) -> dict[str, Any]:
+        engine = engines.replicas[0].engine
+        answer = httpx.get(f"{engine.url}/server_info", headers={"Authorization": f"Bearer {engine.api_key}"}, timeout=60).json()
+        return {name: answer[name] for name in names}
+
+    return current().rank0_engines.run(read)
+
+
 def find_exposed() -> dict[str, Any]:
     """Addresses that the engines' processes listen on, modes of their Unix sockets, and where a key may be read."""
     addresses, modes, readable = set(), set(), []

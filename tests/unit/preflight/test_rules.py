@@ -376,10 +376,16 @@ MISTAKES = [
         gpus=1,
     ),
     Mistake(
-        machine.engine_is_installed,
+        machine.engine_takes_its_options,
         "train eval",
         "rollout.engine = 'vllm': is not registered; known engines: sglang; install the project",
         ("--rollout.engine=vllm",),
+    ),
+    Mistake(
+        machine.engine_takes_its_options,
+        "train eval",
+        "rollout.sglang.quantization = 'fp8': is what precision.mode says; set precision.mode",
+        ("--rollout.sglang.quantization=fp8",),
     ),
     Mistake(
         machine.nodes_have_launchers_of_their_own,

@@ -1,0 +1,142 @@
+"""`[rollout.sglang]`: SGLang's own server arguments, of which those that would break the contract, the proof or the bits are refused.
+
+Names, types and groups are read from SGLang's source (`sglang/srt/arg_groups/fields`), which is neither imported nor run: so a mistake is
+found before anything starts. What this table does not know is refused.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.errors import UserError
+
+FIELD = "rollout.sglang"
+_PASSES = ""
+_OTHER_KERNELS = "computes with another kernel than the precision graph says"
+_OTHER_WEIGHTS = "serves weights that no sync fills and proves"
+_OTHER_RANKS = "places ranks or weights where the sync does not look for them"
+_OLD_WEIGHTS = "keeps keys and values of older weights where a sync does not drop them"
+_NEVER_TRIED = "was never tried with this project's hooks"
+GROUPS = {
+    "Schedule": _PASSES,
+    "Memory": _OLD_WEIGHTS,
+    "ExecGraph": _PASSES,
+    "ExecComm": _PASSES,
+    "Observability": _PASSES,
+    "Model": "says what is served and in which format, which [model] and [precision] do",
+    "ExecKernel": _OTHER_KERNELS,
+    "ExecMoe": _OTHER_KERNELS,
+    "ExecDeterministic": _OTHER_KERNELS,
+    "ExecMamba": "is for layers that the trainer does not have",
+    "ExecDllm": "is for models that do not sample token by token",
+    "ExecFeatures": _NEVER_TRIED,
+    "ExecOverlap": _NEVER_TRIED,
+    "ExecOffload": _OTHER_RANKS,
+    "Parallel": _OTHER_RANKS,
+    "Device": "is decided by where the engine runs",
+    "Disagg": "splits prefill and decoding over servers, of which the sync knows one",
+    "Spec": "samples by another model's proposals, which nothing proves",
+    "Lora": _OTHER_WEIGHTS,
+    "Mm": "is for other inputs than text",
+    "Serving": "is of no use to a run, which talks to the engine in tokens",
+}
+"""SGLang's groups of arguments: why they are refused."""
+EXCEPTIONS = {
+    **dict.fromkeys(("watchdog_timeout", "soft_watchdog_timeout", "numa_node", "gc_threshold"), _PASSES),
+    **dict.fromkeys(("nccl_port", "dist_timeout", "context_length", "stream_interval", "batch_notify_size"), _PASSES),
+    **dict.fromkeys(("enable_torch_compile", "enable_torch_compile_debug_mode", "torch_compile_max_bs"), _OTHER_KERNELS),
+    **dict.fromkeys(("boundary_reduction", "enable_quant_communications", "enable_flashinfer_allreduce_fusion"), _OTHER_KERNELS),
+    **dict.fromkeys(("flashinfer_allreduce_fusion_backend", "enable_aiter_allreduce_fusion"), _OTHER_KERNELS),
+    **dict.fromkeys(("radix_eviction_policy", "radix_eviction_policy_config"), _PASSES),
+    **dict.fromkeys(("page_size", "enable_mixed_chunk", "swa_full_tokens_ratio", "c128_page_size"), _NEVER_TRIED),
+    **dict.fromkeys(("forward_hooks", "debug_tensor_dump_output_folder", "debug_tensor_dump_input_file"), _NEVER_TRIED),
+}
+"""Arguments that are treated otherwise than their group."""
+SET_BY = {
+    "model_path": "model.path",
+    "dtype": "precision.high",
+    "quantization": "precision.mode",
+    "kv_cache_dtype": "precision.kv",
+    "tp_size": "rollout.tp",
+    "ep_size": "rollout.ep",
+    "nnodes": "rollout.nodes_per_engine",
+    "host": "rollout.hosts",
+    "max_running_requests": "rollout.max_running_requests",
+    "max_total_tokens": "rollout.max_total_tokens",
+    "chunked_prefill_size": "rollout.chunked_prefill_size",
+    "disable_radix_cache": "rollout.enable_prefix_caching",
+    "enable_return_routed_experts": "algorithm.routing_replay",
+    "enable_memory_saver": "placement.kind",
+    "random_seed": "train.seed",
+}
+"""Arguments that the run's own fields set."""
+_TYPES: dict[str, tuple[type, ...]] = {"bool": (bool,), "int": (int,), "float": (int, float), "str": (str,), "List": (list,)}
+
+
+@dataclass(frozen=True)
+class ServerArgument:
+    """An argument as SGLang's source declares it."""
+
+    group: str
+    types: frozenset[str]
+    """Names in its annotation."""
+
+
+@cache
+def read_arguments() -> Mapping[str, ServerArgument]:
+    """Return SGLang's arguments by name; none where SGLang is not installed."""
+    found = find_spec("sglang")
+    if found is None or not found.submodule_search_locations:
+        return {}
+    arguments = {}
+    for path in sorted((Path(found.submodule_search_locations[0]) / "srt" / "arg_groups" / "fields").glob("*.py")):
+        for group in (node for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef)):
+            for line in group.body:
+                if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name) and isinstance(line.annotation, ast.Subscript):
+                    declared = line.annotation.slice
+                    kind = declared.elts[0] if isinstance(declared, ast.Tuple) else declared
+                    types = frozenset(node.id for node in ast.walk(kind) if isinstance(node, ast.Name))
+                    arguments[line.target.id] = ServerArgument(group.name, types)
+    return arguments
+
+
+def check(options: Mapping[str, Any]) -> None:
+    """Raise UserError for the first argument that SGLang does not have, that breaks a promise, or whose value is of another type."""
+    known = read_arguments()
+    for name, value in options.items():
+        field = f"{FIELD}.{name}"
+        if name in SET_BY:
+            raise UserError(field, value, f"is what {SET_BY[name]} says", f"set {SET_BY[name]}")
+        if not known:
+            continue  # the machine that has engines will say
+        if name not in known or name.startswith("_"):
+            near = get_close_matches(name, known, 1)
+            raise UserError(field, value, "is no server argument of SGLang", f"did you mean {near[0]}?" if near else "leave it out")
+        argument = known[name]
+        if reason := EXCEPTIONS.get(name, GROUPS.get(argument.group, "is of a kind that this project does not know")):
+            raise UserError(field, value, reason, "leave it out")
+        wanted = [kind for kind in _TYPES if kind in argument.types]
+        if wanted and not any(isinstance(value, _TYPES[kind]) and (kind == "bool") == isinstance(value, bool) for kind in wanted):
+            raise UserError(field, value, f"must be of type {' or '.join(wanted)}", "see SGLang's documentation of server arguments")
+
+
+def make_arguments(options: Mapping[str, Any]) -> list[str]:
+    """Return the options as SGLang's command line has them. A flag that is false is left out."""
+    words = []
+    for name, value in options.items():
+        flag = f"--{name.replace('_', '-')}"
+        if isinstance(value, bool):
+            words += [flag] if value else []
+        elif isinstance(value, list):
+            words += [flag, *map(str, value)]
+        else:
+            words += [flag, json.dumps(value) if isinstance(value, dict) else str(value)]
+    return words
