@@ -7,11 +7,16 @@
     icepop           q_t where low <= q_t <= high, else 0         IcePop (Ring-1T, arXiv 2510.18855)
     geometric_mask   1 where low <= (product of q_t)^(1/T) <= high, else 0, the whole sequence
                                                                   https://richardli.xyz/post/rl-collapse-part3
+    sequence_mask    1 where low <= product of q_t <= high, else 0, the whole sequence                        the same
+    token_veto       0 where any q_t < correction_veto, else 1, the whole sequence                            the same
 
+Several multiply: `["geometric_mask", "tis"]` drops what the engine drifted on and caps the rest.
 Weights are data: no gradient flows through them. Masked tokens still count in the divisor of the mean, as in the formulas.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 
@@ -26,17 +31,28 @@ _TOUCHED = declare("correction/touched_{}", "share of capped or masked tokens, {
 
 
 def compute_correction(log_ratio: torch.Tensor, config: AlgorithmConfig) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (weights [A], bool [A]: capped or masked) of one answer from log q, float32 [A]. Not for `correction = "none"`."""
+    """Return (weights [A], bool [A]: capped or masked) of one answer from log q, float32 [A]: the product of all corrections."""
+    weights, touched = torch.ones_like(log_ratio), torch.zeros_like(log_ratio, dtype=torch.bool)
+    for name in config.correction:
+        factor, outside = _correct(name, log_ratio, config)
+        weights, touched = weights * factor, touched | outside
+    return weights, touched
+
+
+def _correct(name: str, log_ratio: torch.Tensor, config: AlgorithmConfig) -> tuple[torch.Tensor, torch.Tensor]:
     low, high, cap = config.correction_low, config.correction_high, config.correction_cap
-    if config.correction == "icepop":
+    if name == "token_veto":
+        vetoed = (log_ratio < math.log(config.correction_veto)).any().expand_as(log_ratio)
+        return 1.0 - vetoed.to(log_ratio.dtype), vetoed
+    if name == "icepop":
         ratio = log_ratio.exp()
         outside = (ratio < low) | (ratio > high)
         return ratio.masked_fill(outside, 0.0), outside
-    if config.correction == "geometric_mask":
-        ratio = log_ratio.mean().exp().expand_as(log_ratio)
+    if name in ("geometric_mask", "sequence_mask"):
+        ratio = (log_ratio.mean() if name == "geometric_mask" else log_ratio.sum()).exp().expand_as(log_ratio)
         outside = (ratio < low) | (ratio > high)
         return 1.0 - outside.to(log_ratio.dtype), outside
-    ratio = (log_ratio.sum().expand_as(log_ratio) if config.correction == "sequence_tis" else log_ratio).exp()
+    ratio = (log_ratio.sum().expand_as(log_ratio) if name == "sequence_tis" else log_ratio).exp()
     return ratio.clamp(max=cap), ratio > cap
 
 
@@ -49,7 +65,7 @@ def assign_corrections(samples: list[TrainingSample], config: AlgorithmConfig, c
     if config.old_policy == "engine":
         for sample in samples:
             sample.old_logprobs = sample.rollout_logprobs
-    if config.correction == "none":
+    if not config.correction:
         return {}
     totals = Totals()
     for sample in samples:

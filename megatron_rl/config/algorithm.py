@@ -7,9 +7,10 @@ Imports without torch.
 
 from __future__ import annotations
 
+from collections import ChainMap
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from megatron_rl.config.base import ConfigSection
 from megatron_rl.plugs import ADVANTAGES, LOSSES
@@ -26,8 +27,22 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 """The defaults below that an algorithm's name changes."""
 
-_CORRECTION_DEFAULTS = {"geometric_mask": {"correction_low": 0.99, "correction_high": 1.01}}
+_CORRECTION_DEFAULTS = {
+    "geometric_mask": {"correction_low": 0.99, "correction_high": 1.01},
+    "sequence_mask": {"correction_low": 0.5, "correction_high": 2.0},
+}
 """A mean over tokens varies far less than a single token, so its bounds are tighter."""
+_EXCLUSIVE_CORRECTIONS = {
+    "weigh tokens, and weights do not multiply": {"tis", "sequence_tis", "icepop"},
+    "share correction_low and correction_high": {"icepop", "geometric_mask", "sequence_mask"},
+}
+Correction = Literal["tis", "sequence_tis", "icepop", "geometric_mask", "sequence_mask", "token_veto"]
+
+
+def _as_corrections(value: Any) -> Any:
+    """Return a tuple of names; a name alone may be given as it is, and "none" for none."""
+    names = [value] if isinstance(value, str) else value
+    return tuple(name for name in names if name != "none") if isinstance(names, list | tuple) else value
 
 
 class AlgorithmConfig(ConfigSection):
@@ -83,15 +98,19 @@ class AlgorithmConfig(ConfigSection):
 
     old_policy: Literal["trainer", "engine"] = "trainer"
     """Whose log-probs of the sampled tokens are the ratio's denominator. `engine`: one ratio spans mismatch and update together."""
-    correction: Literal["none", "tis", "sequence_tis", "icepop", "geometric_mask"] = "none"
-    """Weight of a token's loss from q = p_trainer / p_engine, both before the update: min(q, cap) of the token or of the sequence;
-    q where it lies within the bounds, else 0; or 1 where the sequence's geometric mean of q lies within the bounds, else 0."""
+    correction: Annotated[tuple[Correction, ...], BeforeValidator(_as_corrections)] = ()
+    """Weight of a token's loss from q = p_trainer / p_engine, both before the update: `tis`, `sequence_tis`: min(q, cap) of the token or of
+    the sequence. `icepop`: q where it lies within the bounds, else 0. `geometric_mask`, `sequence_mask`: 1 where the sequence's geometric
+    mean or product of q lies within the bounds, else 0. `token_veto`: 0 for a sequence with any q below `correction_veto`, else 1. Or
+    several that fit together, as a list: their product. `none`: 1."""
     correction_cap: float = Field(2.0, gt=1)
     """tis, sequence_tis: the largest weight."""
     correction_low: float = Field(0.5, gt=0, lt=1)
-    """icepop, geometric_mask: the lower bound. geometric_mask: 0.99 where it is not given."""
+    """icepop, geometric_mask, sequence_mask: the lower bound. geometric_mask: 0.99 where it is not given."""
     correction_high: float = Field(5.0, gt=1)
-    """icepop, geometric_mask: the upper bound. geometric_mask: 1.01 where it is not given."""
+    """The same: the upper bound. geometric_mask: 1.01 where it is not given; sequence_mask: 2."""
+    correction_veto: float = Field(1e-4, gt=0, lt=1)
+    """token_veto: the smallest q that a token may have."""
 
     routing_replay: Literal["none", "trainer", "engine"] = "none"
     """Whose choice of experts the training's forward passes take: each its own; `trainer` (R2): that of the pass that computed the old
@@ -106,8 +125,9 @@ class AlgorithmConfig(ConfigSection):
     def _presets(cls, fields: Any) -> Any:
         if not isinstance(fields, dict):
             return fields
-        corrections = _CORRECTION_DEFAULTS.get(str(fields.get("correction")), {})
-        return {**PRESETS.get(str(fields.get("name")), {}), **corrections, **fields}
+        given = _as_corrections(fields.get("correction", ()))
+        bounds = [_CORRECTION_DEFAULTS.get(str(name), {}) for name in (given if isinstance(given, tuple) else ())]
+        return {**PRESETS.get(str(fields.get("name")), {}), **dict(ChainMap(*bounds)), **fields}
 
     @model_validator(mode="after")
     def _fits_together(self) -> AlgorithmConfig:
@@ -125,6 +145,10 @@ class AlgorithmConfig(ConfigSection):
             raise ValueError("advantage max_rl needs rewards of 0 or more, and overlong_share takes from them: leave it out")
         if self.kl_in_reward and (self.advantage == "max_rl" or self.multi_objective_aggregation == "normalize_then_sum"):
             raise ValueError("kl_in reward does not fit max_rl and normalize_then_sum, which look at the rewards as given: use kl_in loss")
-        if self.correction != "none" and self.old_policy == "engine":
-            raise ValueError(f"correction {self.correction} needs old_policy trainer: with engine the ratio holds the mismatch already")
+        if self.correction and self.old_policy == "engine":
+            names = " and ".join(self.correction)
+            raise ValueError(f"correction {names} needs old_policy trainer: with engine the ratio holds the mismatch already")
+        for reason, kinds in _EXCLUSIVE_CORRECTIONS.items():
+            if len(several := [name for name in self.correction if name in kinds]) > 1:
+                raise ValueError(f"correction {' and '.join(several)} {reason}: keep one of them")
         return self

@@ -99,7 +99,7 @@ def backend_computes_in_high(facts: Facts) -> None:
 @rule(Needs.TRAINER, {"algorithm.correction": "tis"})
 def stale_tokens_are_corrected(facts: Facts) -> None:
     staleness, algorithm = facts.config.placement.max_staleness, facts.config.algorithm
-    if staleness and algorithm.correction == "none" and algorithm.old_policy == "trainer":
+    if staleness and not algorithm.correction and algorithm.old_policy == "trainer":
         rule = "trains on tokens of older versions, and nothing corrects for that"
         fix = 'set algorithm.correction = "tis", or old_policy = "engine"'
         raise UserError("placement.max_staleness", staleness, rule, fix)

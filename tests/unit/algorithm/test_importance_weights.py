@@ -41,13 +41,35 @@ def by_hand(kind: str) -> list[list[float]]:
                 "tis": [min(q, 2.0) for q in ratios],
                 "sequence_tis": [min(product, 2.0)] * len(ratios),
                 "icepop": [q if 0.5 <= q <= 5.0 else 0.0 for q in ratios],
+                "sequence_mask": [float(0.5 <= product <= 2.0)] * len(ratios),
+                "token_veto": [float(min(ratios) >= 1e-4)] * len(ratios),
                 "geometric_mask": [float(0.99 <= product ** (1 / len(ratios)) <= 1.01)] * len(ratios),
             }[kind]
         )
     return result
 
 
-KINDS = ["tis", "sequence_tis", "icepop", "geometric_mask"]
+def test_several_corrections_multiply(sequences):
+    """A mask and a weight, as slime and verl put them together; a token of q = 0.1 vetoes its answer."""
+    config = AlgorithmConfig(correction=["sequence_mask", "tis", "token_veto"], correction_veto=0.2, correction_cap=1.1)
+    assert (config.correction_low, config.correction_high) == (0.5, 2.0)
+    metrics = assign_corrections(sequences, config)
+    for sequence, ratios in zip(sequences, RATIOS, strict=True):
+        keep = 0.5 <= math.prod(ratios) <= 2.0 and min(ratios) >= 0.2
+        assert sequence.importance_weights.tolist() == pytest.approx([keep * min(q, 1.1) for q in ratios], abs=1e-6)
+    assert metrics["correction/touched_negative"] == pytest.approx((1 + 4) / 6)
+
+
+@pytest.mark.parametrize("shift", [1000.0, -1000.0])
+@pytest.mark.parametrize("kinds", [["geometric_mask", "sequence_tis"], ["sequence_mask", "tis"], ["token_veto", "icepop"]])
+def test_together_they_are_finite_for_hopeless_ratios_and_one_token_answers(kinds, shift):
+    samples = [TrainingSample([1], [2], 1.0, torch.zeros(1), torch.full((1,), shift)), TrainingSample([1], [], 1.0)]
+    samples.append(TrainingSample([1], [2, 2], -1.0, torch.zeros(2), torch.tensor([shift, 0.0])))
+    assign_corrections(samples, AlgorithmConfig(correction=kinds))
+    assert [sample.importance_weights.tolist() for sample in samples] == [[0.0], [], [0.0, float(kinds[0] == "token_veto" and shift > 0)]]
+
+
+KINDS = ["tis", "sequence_tis", "icepop", "geometric_mask", "sequence_mask", "token_veto"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -62,7 +84,14 @@ def test_weights_and_their_statistics_by_sign_of_the_advantage(kind, sequences):
         flat = [value for member in members for value in weights[member]]
         assert metrics[f"correction/mean_{name}"] == pytest.approx(sum(flat) / len(flat), abs=1e-6)
         assert metrics[f"correction/max_{name}"] == pytest.approx(max(flat), abs=1e-6)
-    touched = {"tis": (1 / 3, 1 / 6), "sequence_tis": (0, 0), "icepop": (1 / 3, 2 / 6), "geometric_mask": (1, 1)}[kind]
+    touched = {
+        "tis": (1 / 3, 1 / 6),
+        "sequence_tis": (0, 0),
+        "icepop": (1 / 3, 2 / 6),
+        "geometric_mask": (1, 1),
+        "sequence_mask": (0, 0),
+        "token_veto": (0, 0),
+    }[kind]
     assert (metrics["correction/touched_positive"], metrics["correction/touched_negative"]) == pytest.approx(touched)
 
 
@@ -76,7 +105,7 @@ def test_equal_log_probs_need_no_correction_and_hopeless_ones_are_finite(sequenc
         assert len(weights) == 4 and set(weights.values()) == {1.0}
         assert metrics["correction/touched_positive"] == metrics["correction/touched_negative"] == 0
     sequences[0].old_logprobs = sequences[0].rollout_logprobs + 1000.0  # exp() overflows; a capped or masked weight does not
-    for kind, weight in zip(KINDS, (2.0, 2.0, 0.0, 0.0), strict=True):
+    for kind, weight in zip(KINDS, (2.0, 2.0, 0.0, 0.0, 0.0, 1.0), strict=True):
         assign_corrections(sequences, AlgorithmConfig(correction=kind))
         assert sequences[0].importance_weights.tolist() == [weight] * 3
 

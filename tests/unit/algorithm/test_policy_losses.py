@@ -359,6 +359,8 @@ def test_a_name_sets_defaults_and_fields_win(given, result):
         ({"name": "gspo", "dual_clip": 3.0}, "dual_clip belongs to loss ppo"),
         ({"dual_clip": 1.1}, "must be larger than 1 [+] clip_high"),
         ({"correction": "tis", "old_policy": "engine"}, "needs old_policy trainer"),
+        ({"correction": ["tis", "icepop"]}, "tis and icepop weigh tokens"),
+        ({"correction": ["icepop", "geometric_mask"]}, "icepop and geometric_mask share correction_low"),
     ],
 )
 def test_pieces_that_do_not_fit_are_refused(given, rule):
