@@ -15,9 +15,9 @@ import math
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
-LOGITS_PER_CHUNK = 1 << 25
-"""Logits that a trainer's rank holds at a time (`mcore.logprobs`): 128 MiB in FP32. Of the largest vocabularies, 152K tokens, that is 220
-rows for each reading of the output layer's weight, about as many as keep a GPU's matrix units busy for as long as the reading takes."""
+LOGITS_PER_CHUNK, LOGITS_PER_GPU_CHUNK = 1 << 25, 1 << 27
+"""Logits that a trainer's rank holds at a time (`mcore.logprobs`): 128 MiB in FP32, with FP32 copies; on a GPU 256 MiB in BF16, without.
+Every chunk reads the output layer's weight, and reads and writes its FP32 gradient."""
 
 
 def round_up(number: int, multiple: int) -> int:

@@ -6,7 +6,8 @@ once into those of hidden states and weight. That costs one product more, and me
 ranks, which share the vocabulary, exchange their maxima and sums of a chunk.
 
 On CPUs log-probs are those of the engine's operator, bit for bit, in chunks of any size and for any number of ranks (`ops.batch_invariant`,
-`ops.tree`), and one rank's memory-bound work over the vocabulary is cut into rows that stay in a core's cache.
+`ops.tree`), and one rank's memory-bound work over the vocabulary is cut into rows that stay in a core's cache. On a GPU a kernel reads a
+chunk once and another turns it into its gradient in place (`ops.vocabulary`), unless the softmax is over the tokens that a filter kept.
 """
 
 from __future__ import annotations
@@ -19,13 +20,15 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron_rl.batch.packing import LOGITS_PER_CHUNK
+from megatron_rl.batch.packing import LOGITS_PER_CHUNK, LOGITS_PER_GPU_CHUNK
 from megatron_rl.mcore.layers.weight_gradient import WeightGradient
-from megatron_rl.precision.ops import tree
+from megatron_rl.precision.ops import tree, vocabulary
 from megatron_rl.precision.ops.batch_invariant import MIN_ROWS, invariant_matmul
 from megatron_rl.precision.ops.threads import all_threads
 
 _LOGITS_IN_CACHE = 1 << 19
+_TILE = 128
+"""Rows of a GPU's products."""
 
 
 @dataclass(frozen=True)
@@ -49,9 +52,13 @@ class Targets:
         """Return what the softmax is over: -inf for tokens that are not kept."""
         return scaled if self.kept is None else scaled.masked_fill(_find_left_out(self.kept, scaled.shape[-1]), -torch.inf)
 
+    def find_columns(self, size: int) -> torch.Tensor:
+        """Return the columns [n] of the tokens among a rank's `size`, negative or beyond where another rank has them."""
+        return self.tokens - parallel_state.get_tensor_model_parallel_rank() * size
+
     def find(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the columns [n, 1] of the tokens among a rank's `size`, and bool [n, 1], whether they are among them."""
-        columns = self.tokens.unsqueeze(-1) - parallel_state.get_tensor_model_parallel_rank() * size
+        columns = self.find_columns(size).unsqueeze(-1)
         return columns.clamp(0, size - 1), (columns >= 0) & (columns < size)
 
 
@@ -76,13 +83,23 @@ def token_logprobs(hidden: torch.Tensor, weight: torch.Tensor, targets: Targets)
 def score_tokens(hidden: torch.Tensor, weight: torch.Tensor, targets: Targets) -> tuple[torch.Tensor, torch.Tensor]:
     """Return `token_logprobs`, without gradient, and the entropy in nats of softmax(logits / temperature), over all tokens; both
     float32 [n]."""
+    if _is_fused(hidden, targets):
+        scores = _score_in_one_pass(hidden, weight, targets)
+        return scores.logprobs, scores.entropies
     return _score(hidden, weight, targets, _score_with_entropy)
+
+
+def _is_fused(hidden: torch.Tensor, targets: Targets) -> bool:
+    return hidden.is_cuda and targets.kept is None
 
 
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, targets: Targets) -> torch.Tensor:
-        logprobs, log_sums = _score(hidden, weight, targets, _normalize)
+        if _is_fused(hidden, targets):
+            logprobs, log_sums, _ = _score_in_one_pass(hidden, weight, targets)
+        else:
+            logprobs, log_sums = _score(hidden, weight, targets, _normalize)
         ctx.save_for_backward(hidden, weight, log_sums)
         ctx.targets = targets
         return logprobs
@@ -91,9 +108,13 @@ class _TokenLogprobs(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None]:
         hidden, weight, log_sums = ctx.saved_tensors
         dhidden, dweight = torch.empty_like(hidden), WeightGradient(weight) if ctx.needs_input_grad[1] else None
-        for chunk in _cut_into_chunks(len(hidden), len(weight)):
+        fused = _is_fused(hidden, ctx.targets)
+        for chunk in _cut_into_chunks(len(hidden), len(weight), fused):
             logits = hidden[chunk] @ weight.t()
-            for rows in _cut_into_parts(logits):
+            if fused:
+                columns, temperature = ctx.targets[chunk].find_columns(len(weight)), ctx.targets.temperature
+                vocabulary.differentiate_(logits, columns, log_sums[chunk], gradient[chunk], temperature)
+            for rows in [] if fused else _cut_into_parts(logits):
                 part = slice(chunk.start + rows.start, chunk.start + rows.stop)
                 logits[rows] = _differentiate(logits[rows], ctx.targets[part], log_sums[part], gradient[part])
             dhidden[chunk] = logits @ weight
@@ -115,8 +136,9 @@ def _cut(count: int, step: int) -> list[slice]:
     return [slice(start, min(start + step, count)) for start in range(0, count, step)]
 
 
-def _cut_into_chunks(count: int, vocabulary: int) -> list[slice]:
-    return _cut(count, max(MIN_ROWS, LOGITS_PER_CHUNK // vocabulary))
+def _cut_into_chunks(count: int, width: int, fused: bool) -> list[slice]:
+    rows = LOGITS_PER_GPU_CHUNK // width // _TILE * _TILE if fused else LOGITS_PER_CHUNK // width
+    return _cut(count, max(MIN_ROWS, rows))
 
 
 def _cut_into_parts(logits: torch.Tensor) -> list[slice]:
@@ -135,7 +157,7 @@ _ScoreRows = Callable[[torch.Tensor, Targets], tuple[torch.Tensor, torch.Tensor]
 
 def _score(hidden: torch.Tensor, weight: torch.Tensor, targets: Targets, score_rows: _ScoreRows) -> tuple[torch.Tensor, torch.Tensor]:
     first, second = torch.empty(2, len(hidden), device=hidden.device)
-    for chunk in _cut_into_chunks(len(hidden), len(weight)):
+    for chunk in _cut_into_chunks(len(hidden), len(weight), False):
         logits = invariant_matmul(hidden[chunk], weight)
         with all_threads():
             for rows in _cut_into_parts(logits):
@@ -143,6 +165,21 @@ def _score(hidden: torch.Tensor, weight: torch.Tensor, targets: Targets, score_r
                 first[part], second[part] = score_rows(logits[rows], targets[part])
         del logits  # before the next are made
     return first, second
+
+
+def _score_in_one_pass(hidden: torch.Tensor, weight: torch.Tensor, targets: Targets) -> vocabulary.RowScores:
+    """Return scores [n]. Ranks exchange four numbers of each token, once."""
+    parts = []
+    for chunk in _cut_into_chunks(len(hidden), len(weight), True):
+        logits = hidden[chunk] @ weight.t()
+        parts.append(vocabulary.summarize(logits, targets[chunk].find_columns(len(weight)), targets.temperature))
+        del logits  # before the next are made
+    own, size = torch.cat(parts), parallel_state.get_tensor_model_parallel_world_size()
+    if size == 1:
+        return vocabulary.combine([own])
+    gathered = own.new_empty(size * len(own), own.shape[1])
+    dist.all_gather_into_tensor(gathered, own, group=parallel_state.get_tensor_model_parallel_group())
+    return vocabulary.combine(gathered.chunk(size))
 
 
 def _normalize(logits: torch.Tensor, targets: Targets) -> tuple[torch.Tensor, torch.Tensor]:

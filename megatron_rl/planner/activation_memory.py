@@ -24,7 +24,7 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 
-from megatron_rl.batch.packing import LOGITS_PER_CHUNK
+from megatron_rl.batch.packing import LOGITS_PER_CHUNK, LOGITS_PER_GPU_CHUNK
 from megatron_rl.planner.candidate import Candidate, Workload
 from megatron_rl.planner.memory import count_layer_kinds
 from parallel.layout import Layout
@@ -150,9 +150,11 @@ def _experts(inputs: FormulaInputs) -> float:
 
 
 def count_logits(inputs: FormulaInputs, training: bool) -> float:
-    """Return the peak bytes of what `mcore.logprobs` makes of a chunk of logits on the last stage, b bytes a value: they and two FP32
-    copies; in training on a CPU at another time they and a BF16 weight's gradient [V / tp, h] before it is added."""
+    """Return the peak bytes of what `mcore.logprobs` makes of a chunk of logits on the last stage, b bytes a value: on a GPU they alone,
+    without top_k; on a CPU two FP32 copies, and in training at another time a BF16 weight's gradient [V / tp, h] before it is added."""
     job, vocabulary = inputs.job, inputs.job.model.vocab / inputs.layout.tp
+    if not inputs.cpu and job.config.rollout.top_k == -1:
+        return min(inputs.tokens * vocabulary, LOGITS_PER_GPU_CHUNK) * job.high_bytes
     values = min(inputs.tokens * vocabulary, LOGITS_PER_CHUNK)
     weight_gradient = vocabulary * job.model.hidden * job.high_bytes if training and inputs.cpu and job.high_bytes < 4 else 0
     return values * job.high_bytes + max(values * 8, weight_gradient)

@@ -25,6 +25,8 @@ REGISTERS: dict[str, int] = {
     "sum_runs": 48,
     "multiply_row": 56,
     "differentiate_row": 64,
+    "summarize_row": 96,
+    "differentiate_logits": 64,
 }
 """The most that a thread of a kernel may take."""
 
@@ -66,7 +68,7 @@ def launch_all() -> None:
     """Call what launches kernels, for every kind of each."""
     from megatron_rl.precision.backends.token_groups import TokenGroups
     from megatron_rl.precision.backends.triton_quantize import quantize_activation, quantize_into
-    from megatron_rl.precision.ops import swiglu_triton
+    from megatron_rl.precision.ops import swiglu_triton, vocabulary_triton
     from megatron_rl.precision.ops.rope_triton import rotate
     from megatron_rl.precision.ops.tree_triton import multiply_nodes
     from parallel.digest_triton import run_sums
@@ -87,6 +89,10 @@ def launch_all() -> None:
     for dtype in (torch.bfloat16, torch.float32):
         halves_of_x = torch.zeros(4, 2 * 12288, dtype=dtype)
         swiglu_triton.differentiate(halves_of_x, swiglu_triton.multiply(halves_of_x))
+        logits, targets, sums = torch.zeros(4, 37984, dtype=dtype), torch.zeros(4, dtype=torch.int64), torch.zeros(4)
+        for temperature in (1.0, 0.7):
+            vocabulary_triton.summarize_rows(logits, targets, temperature)
+            vocabulary_triton.differentiate_rows_(logits, targets, sums, sums, temperature)
     run_sums(torch.zeros(1 << 20, dtype=torch.uint8))
 
 

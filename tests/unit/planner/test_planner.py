@@ -14,7 +14,7 @@ from support.families import ARCHITECTURES
 from support.geometries import PUBLISHED, published_model
 from typer.testing import CliRunner
 
-from megatron_rl.batch.packing import LOGITS_PER_CHUNK
+from megatron_rl.batch.packing import LOGITS_PER_CHUNK, LOGITS_PER_GPU_CHUNK
 from megatron_rl.batch.sample_bytes import SampleBytes
 from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.cli.main import app
@@ -140,8 +140,9 @@ def test_activations_shrink_with_tensor_parallelism_and_recomputation():
     long = job(rollout={"max_new_tokens": 16384}, data={"max_prompt_tokens": 1024})
     assert (long.tokens_per_rank(1), long.tokens_per_rank(4)) == (17408, 8192), "a longer sequence than the bound has a pass of its own"
     logits = {count_logits(FormulaInputs(long, Layout(), tokens), training=False) for tokens in (300, 17408, 1e6)}
-    assert logits == {(2 + 8) * LOGITS_PER_CHUNK}
-    assert count_logits(FormulaInputs(long, Layout(tp=8), 100), training=False) == (2 + 8) * 100 * 151936 / 8
+    assert logits == {2 * 300 * 151936, 2 * LOGITS_PER_GPU_CHUNK}
+    filtered = FormulaInputs(job(rollout={"top_k": 5}), Layout(tp=8), 1e6)
+    assert count_logits(filtered, training=False) == (2 + 8) * LOGITS_PER_CHUNK
 
 
 def test_what_sums_by_the_tree_cost():
