@@ -203,7 +203,7 @@ def _resolve_masks(gpu: FakeGpu, indices: Any) -> list[Any]:
         if index is not None and index.dtype in (torch.bool, torch.uint8):
             if _on_cuda(index):
                 gpu.recorder.wait("mask")
-                resolved += _find_nonzero_silently(gpu, index).unbind(1)
+                resolved += _find_places(gpu, index)
             else:
                 resolved += index.nonzero().unbind(1)
         else:
@@ -211,15 +211,28 @@ def _resolve_masks(gpu: FakeGpu, indices: Any) -> list[Any]:
     return resolved
 
 
-def _find_nonzero_silently(gpu: FakeGpu, mask: Any) -> Any:
+def _find_places(gpu: FakeGpu, mask: Any) -> list[Any]:
     known = value_of(mask)
     found = torch.zeros(0, mask.dim(), dtype=torch.long) if known is None else known.nonzero()
-    return gpu.make(found.shape, torch.long, found)
+    return [gpu.make((len(found),), torch.long, places) for places in found.unbind(1)]
 
 
 def _index(gpu: FakeGpu, func: Any, args: tuple, kwargs: dict) -> Any:
     _refuse_devices(args[0], args[1])
     return gpu.run(func, (args[0], _resolve_masks(gpu, args[1]), *args[2:]), kwargs)
+
+
+def _put(gpu: FakeGpu, func: Any, args: tuple, kwargs: dict) -> Any:
+    """`x[mask] = 0.0` fills under the mask, which no host waits for (`canDispatchToMaskedFill` in ATen's TensorAdvancedIndexing.cpp)."""
+    target, indices, value = args[:3]
+    accumulates = args[3] if len(args) > 3 else kwargs.get("accumulate", False)
+    (before, mask), *others = [(place, index) for place, index in enumerate(indices) if index is not None]
+    one_mask = not others and mask.dtype in (torch.bool, torch.uint8) and _on_cuda(mask)
+    if accumulates or not one_mask or value.numel() != 1 or _on_cuda(value):
+        return _index(gpu, func, args, kwargs)
+    wide = mask[(...,) + (None,) * (target.dim() - mask.dim() - before)]
+    fill = aten.masked_fill_.Scalar if func is aten.index_put_.default else aten.masked_fill.Scalar
+    return gpu.run(fill, (target, wide, value.item()), {})
 
 
 def _refuse_devices(indexed: torch.Tensor, indices: Any) -> None:
@@ -279,8 +292,8 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     aten.copy_.default: _copy_into,
     aten.nonzero.default: _find_nonzero,
     aten.index.Tensor: _index,
-    aten.index_put_.default: _index,
-    aten.index_put.default: _index,
+    aten.index_put_.default: _put,
+    aten.index_put.default: _put,
     aten._unsafe_index.Tensor: _index,
     aten.masked_select.default: _select_masked,
     aten.repeat_interleave.Tensor: _repeat,
@@ -320,6 +333,7 @@ _HEALTHY: dict[Any, Callable[[tuple, Any], torch.Tensor | None]] = {
     aten.new_full.default: _fill(lambda args: args[2]),
 }
 _NO_VALUES = {
+    aten.bitwise_xor.Tensor,  # of hashes: by which nobody decides anything
     aten.empty.memory_format,
     aten.empty_like.default,
     aten.new_empty.default,

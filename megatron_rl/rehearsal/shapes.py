@@ -27,6 +27,9 @@ _BY_OFFSET = {torch.ops.aten.as_strided.default}
 """Views whose place in the storage is an argument."""
 
 
+_PLAIN = {int, float, bool, str, type(None), torch.dtype, torch.device, torch.memory_format, torch.layout}
+
+
 class _Made(NamedTuple):
     """A tensor that an operator returned."""
 
@@ -53,7 +56,7 @@ def describe(value: Any, tensors: list[torch.Tensor]) -> Any:
         return value.shape, value.stride(), value.dtype, value._fake_device
     if kind is list or kind is tuple or kind is torch.Size:
         return tuple([describe(each, tensors) for each in value])
-    if isinstance(value, torch.Tensor):
+    if kind not in _PLAIN and isinstance(value, torch.Tensor):
         tensors.append(value)
         return "host", value.shape, value.stride(), value.dtype
     return kind, value
