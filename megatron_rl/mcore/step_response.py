@@ -16,6 +16,8 @@ for the time of a step, whatever the size of the model, and adds up four numbers
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -87,7 +89,7 @@ class StepResponse:
         for strip, engine, master in self._sample:
             new_engine, new_master = self._read(strip)
             moved, stepped = (new_engine - engine).abs_(), (new_master - master).abs_()
-            of_strip = torch.stack([moved.sum(), (moved != 0).sum(), moved.new_tensor(moved.numel()), stepped.sum()]).double()
+            of_strip = torch.stack([moved.sum(), (moved != 0).sum(), moved.new_full((), moved.numel()), stepped.sum()]).double()
             sums += of_strip / _count_copies(strip.layer.weight) * (len(self._strips) / len(self._sample))
         self._sample = []
         dist.all_reduce(sums)
@@ -96,18 +98,30 @@ class StepResponse:
 
     def _read(self, strip: _Strip) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the values of a strip as the engine gets them, and their masters: float32 [n], those in this rank's slice of the weight.
-        Its part of new blocks is there before the replicas have gathered the others."""
-        width, master = strip.layer.weight.shape[1], self._masters[id(strip.layer.weight)]
-        rows = _select_rows(strip).to(master.values.device)
-        places = (rows[:, None] * width + torch.arange(width, device=rows.device)).flatten() - master.start
-        held = (places >= 0) & (places < master.values.numel())
-        return _read_engine(strip).flatten()[held], master.values.detach()[places[held]]
+        Its part of new blocks is there before the replicas have gathered the others. The host knows which, so nothing waits."""
+        master, engine = self._masters[id(strip.layer.weight)], _read_engine(strip).flatten()
+        held = [*_find_held(strip, master)] or [(slice(0, 0), slice(0, 0))]
+        values = master.values.detach()
+        return torch.cat([engine[places] for places, _ in held]), torch.cat([values[places] for _, places in held])
+
+
+def _find_held(strip: _Strip, master: Any) -> Iterator[tuple[slice, slice]]:
+    """Yield the runs of values that lie in a rank's slice of the weight: (places in the strip, places in the slice)."""
+    (rows, width), order, at = strip.layer.weight.shape, strip.layer.row_order, 0
+    numbers = range(strip.first, min(strip.first + _ROWS, rows)) if order is None else order[strip.first : strip.first + _ROWS].tolist()
+    for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0]):  # rows that follow each other
+        (_, row), *others = run
+        low, high = max(row * width, master.start), min((row + 1 + len(others)) * width, master.start + master.values.numel())
+        if low < high:
+            to_strip = (at - row) * width
+            yield slice(low + to_strip, high + to_strip), slice(low - master.start, high - master.start)
+        at += 1 + len(others)
 
 
 def _select_rows(strip: _Strip) -> torch.Tensor:
-    """Return the strip's rows in its weight, int64."""
-    order, first = strip.layer.row_order, strip.first
-    return order[first : first + _ROWS] if order is not None else torch.arange(first, min(first + _ROWS, len(strip.layer.weight)))
+    """Return the strip's rows of its weight."""
+    weight, order, rows = strip.layer.weight.detach(), strip.layer.row_order, slice(strip.first, strip.first + _ROWS)
+    return weight[rows] if order is None else reorder_rows(weight, order[rows])
 
 
 def _read_engine(strip: _Strip) -> torch.Tensor:
@@ -120,9 +134,9 @@ def _read_engine(strip: _Strip) -> torch.Tensor:
     if layer.blocks is not None and layer.format == format:
         assert format.block is not None
         height = format.block[0]
-        data = reorder_rows(layer.weight.detach(), _select_rows(strip))
+        data = _select_rows(strip)
         return dequantize(QuantizedWeight(data, layer.blocks.scale[first // height : -(-(first + len(data)) // height)]), format)
-    rows = layer.weight.detach()[_select_rows(strip)]
+    rows = _select_rows(strip)
     if not format.quantized:
         return rows.float()
     try:
