@@ -25,7 +25,7 @@ def test_gathered_bytes_are_those_of_the_gathered_row(worlds, backend, tp, token
 @pytest.mark.parametrize("backend", ["deep_gemm", "transformer_engine", "emulated"])
 @pytest.mark.parametrize("tokens", [512, 192, 200])
 def test_a_layers_bits_stay_and_half_the_bytes_travel(worlds, backend, tokens):
-    for gathered, whole in worlds(2).call(gathered_operands.with_and_without, backend, tokens):
+    for gathered, whole in worlds(2).call(gathered_operands.with_and_without, "column", backend, tokens):
         assert all(torch.equal(gathered[name], whole[name]) for name in ("y", "dx", "dw"))
         share = gathered["sent"] / whole["sent"]
         if backend == "emulated" or (backend == "transformer_engine" and tokens == 200):  # 100 tokens are not 16s
@@ -34,3 +34,14 @@ def test_a_layers_bits_stay_and_half_the_bytes_travel(worlds, backend, tokens):
             assert share == (1 + 4 / 128) / 2
         else:
             assert share == (2 + 1 + 4 / 128) / 4
+
+
+@pytest.mark.parametrize(
+    "backend, tokens", [("deep_gemm", 512), ("transformer_engine", 512), ("transformer_engine", 192), ("emulated", 512)]
+)
+def test_gradients_of_row_parallel_layers_are_gathered_as_bytes(worlds, backend, tokens):
+    """The same bits as from Megatron's layer, which gathers them in BF16: DGrad's rows and WGrad's columns are as many bytes."""
+    for gathered, whole in worlds(2).call(gathered_operands.with_and_without, "row", backend, tokens):
+        assert all(torch.equal(gathered[name], whole[name]) for name in ("y", "dx", "dw"))
+        as_bytes = backend != "emulated" and tokens % 256 == 0  # columns are quantized in whole groups on every rank
+        assert gathered["sent"] == whole["sent"] * (1 + 4 / 128 if as_bytes else 1)

@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core.tensor_parallel import mappings
 
 from megatron_rl.mcore.layers import quantized_linear
+from megatron_rl.mcore.layers.quantized_linear import QuantizedRowParallelLinear
 from megatron_rl.precision.backends import make_backend
 from megatron_rl.precision.backends.base import Operand
 from parallel.formats import FP8
@@ -40,9 +42,9 @@ def _same(pair: tuple[torch.Tensor, ...], other: tuple[torch.Tensor, ...]) -> bo
     return data and torch.equal(pair[1], other[1]) and pair[1].stride() == other[1].stride()
 
 
-def run_layer(backend: str, tokens: int, gathers: bool) -> dict[str, Any]:
-    """A column-parallel layer's results under sequence parallelism, and the bytes that this rank contributes to all-gathers. `gathers`:
-    operands are gathered, else activations, of which every rank quantizes all."""
+def run_layer(kind: str, backend: str, tokens: int, gathers: bool) -> dict[str, Any]:
+    """A layer's results under sequence parallelism, sums not by the tree, and the bytes that this rank contributes to all-gathers.
+    `gathers`: operands are gathered; else activations, of which every rank quantizes all, and a "row" layer's gradients by Megatron."""
     start()
     tp, rank = dist.get_world_size(), dist.get_rank()
     weight, (x, dy) = torch.randn(256, 256, generator=torch.Generator().manual_seed(0)), (uneven(tokens, 256, torch.bfloat16) for _ in "xd")
@@ -55,15 +57,18 @@ def run_layer(backend: str, tokens: int, gathers: bool) -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
         fake_gpu_libraries.install(patch)
         patch.setattr(dist, "all_gather_into_tensor", count)
+        patch.setattr(mappings, "dist_all_gather_func", count)
         if not gathers:
             patch.setattr(quantized_linear, "can_gather", lambda backend, tokens: False)
-        layer = build("column", "pow2", True, weight)
-        layer.config.linear_backend = backend
-        own = x.chunk(tp)[rank].unsqueeze(1).clone().requires_grad_()
+            patch.setattr(QuantizedRowParallelLinear, "choose_sum", lambda *_: None)
+        layer = build(kind, "pow2", True, weight)
+        layer.config.linear_backend, layer.config.sums_by_tree = backend, False
+        column = kind == "column"
+        own = (x.chunk(tp)[rank] if column else x.chunk(tp, 1)[rank]).unsqueeze(1).clone().requires_grad_()
         y, _ = layer(own)
-        y.backward(dy.unsqueeze(1)[..., : y.shape[-1]].contiguous())
+        y.backward((dy[:, : y.shape[-1]] if column else dy.chunk(tp)[rank]).unsqueeze(1).contiguous())
     return {"y": y.detach(), "dx": own.grad, "dw": layer.weight.main_grad, "sent": sum(sent)}
 
 
-def with_and_without(backend: str, tokens: int) -> list[dict[str, Any]]:
-    return [run_layer(backend, tokens, gathers) for gathers in (True, False)]
+def with_and_without(kind: str, backend: str, tokens: int) -> list[dict[str, Any]]:
+    return [run_layer(kind, backend, tokens, gathers) for gathers in (True, False)]

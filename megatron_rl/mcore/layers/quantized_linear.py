@@ -22,7 +22,7 @@ from megatron.core.transformer import TransformerConfig
 
 from megatron_rl.mcore.layers.master import MasterSlice
 from megatron_rl.mcore.layers.mla import AbsorbedLinear, ReplicatedLinear
-from megatron_rl.mcore.layers.row_parallel import RowSum, TreeRowParallelLinear, gather_sequence
+from megatron_rl.mcore.layers.row_parallel import RowSum, ScatteredSum, TreeRowParallelLinear, gather_sequence
 from megatron_rl.mcore.names import ModelChunks, get_model_chunks
 from megatron_rl.precision.backends import make_backend
 from megatron_rl.precision.backends.base import Backend, Operand
@@ -82,27 +82,28 @@ class QuantizedMatmul(torch.autograd.Function):
         shape = (x.shape[0] * group.size() if sequence_parallel else x.shape[0], *x.shape[1:-1])
         ctx.save_for_backward(weight, *saved)
         ctx.layer, ctx.sum_dgrad, ctx.sequence_parallel, ctx.shape, ctx.row_sum = layer, sum_dgrad, sequence_parallel, x.shape, row_sum
-        if row_sum is not None:
-            return row_sum.reduce(backend.fprop_by_tree(operand, layer.operand).unflatten(0, shape), x.dtype)
-        return backend.fprop(operand, layer.operand).unflatten(0, shape)
+        y = (backend.fprop_by_tree if row_sum is not None and row_sum.by_tree else backend.fprop)(operand, layer.operand).unflatten(
+            0, shape
+        )
+        return y if row_sum is None else row_sum.reduce(y, x.dtype)
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         weight, *saved = ctx.saved_tensors
         layer, group, backend = ctx.layer, ctx.group, ctx.layer.backend
         needs_dx, needs_dw = ctx.needs_input_grad[:2]
-        dy = dy if ctx.row_sum is None else ctx.row_sum.gather_gradient(dy)
         tokens_again = _start_gathering_again(ctx, tuple(saved)) if needs_dw and ctx.sequence_parallel else None  # while DGrad runs
-        gradient = backend.quantize(_flatten_tokens(dy), rows=needs_dx, columns=needs_dw)
+        gradient, gradient_again = _quantize_gradient(ctx, dy)
         dx, dw, pending = None, None, None
         if needs_dx:
-            dx = backend.dgrad(gradient, layer.operand).unflatten(0, dy.shape[:-1])
+            dx = backend.dgrad(gradient, layer.operand).unflatten(0, (-1, *dy.shape[1:-1]))
             if ctx.sum_dgrad:
                 pending = dist.all_reduce(dx, group=group, async_op=True)
             elif ctx.sequence_parallel:
                 full, dx = dx.contiguous(), dx.new_empty(ctx.shape)
                 pending = dist.reduce_scatter_tensor(dx, full, group=group, async_op=True)
         if needs_dw:
+            gradient = gradient if gradient_again is None else gradient_again()
             operand = Operand(gradient.tokens, columns=tuple(saved)) if tokens_again is None else tokens_again()
             dw = _weight_gradient(weight, backend, gradient, operand)
         if pending is not None:
@@ -125,6 +126,20 @@ def _quantize_gathered(ctx: Any, backend: Backend, x: torch.Tensor) -> tuple[Ope
     own = backend.quantize(tokens, rows=True, columns=ctx.gathers_columns)
     gathered = backend.start_gather(Operand(own.tokens, rows=own.rows), ctx.group)()
     return gathered, own.columns if ctx.gathers_columns else (x,)
+
+
+def _quantize_gradient(ctx: Any, dy: torch.Tensor) -> tuple[Operand, PendingOperand | None]:
+    """Return the operand of all tokens' gradients; or where a rank has those of its own, and whole groups of tokens, DGrad's, for which it
+    waits, and WGrad's, which is gathered while DGrad runs."""
+    backend, row_sum, (needs_dx, needs_dw) = ctx.layer.backend, ctx.row_sum, ctx.needs_input_grad[:2]
+    tokens = dy.shape[:-1].numel()
+    if isinstance(row_sum, ScatteredSum) and can_gather(backend, tokens) and backend.gathers_bytes and tokens % BLOCK == 0 and needs_dx:
+        own = backend.quantize(_flatten_tokens(dy), rows=True, columns=needs_dw)
+        rows = backend.start_gather(Operand(own.tokens, rows=own.rows), row_sum.group)
+        columns = backend.start_gather(Operand(own.tokens, columns=own.columns), row_sum.group) if needs_dw else None
+        return rows(), columns
+    dy = dy if row_sum is None else row_sum.gather_gradient(dy)
+    return backend.quantize(_flatten_tokens(dy), rows=needs_dx, columns=needs_dw), None
 
 
 def _start_gathering_again(ctx: Any, saved: tuple[torch.Tensor, ...]) -> PendingOperand:
@@ -313,6 +328,10 @@ class QuantizedAbsorbedLinear(WeightOnlyQuantizedLinear):
 
 class QuantizedRowParallelLinear(QuantizedLinear, TreeRowParallelLinear):
     """y = sum over ranks of x_r W_r^T with W's columns split over tensor-parallel ranks; `weight` [N, K / tp]."""
+
+    def choose_sum(self, dtype: torch.dtype) -> RowSum | None:
+        scatters = self.sequence_parallel and self.tp_group.size() > 1 and not self.explicit_expert_comm
+        return ScatteredSum(self.tp_group, True) if scatters and not self.config.sums_by_tree else super().choose_sum(dtype)
 
 
 class QuantizedReplicatedLinear(QuantizedLinear, ReplicatedLinear):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,7 @@ class RowSum:
     group: Any
     scatter: bool
     """Sequence parallelism: each rank gets the sums of its own tokens."""
+    by_tree: ClassVar[bool] = True
 
     def reduce(self, partial: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Return the sums of float32 [s, b, N] in `dtype`; [s / tp, b, N] where tokens are scattered."""
@@ -48,6 +49,18 @@ class PartialSum(RowSum):
 
     def gather_gradient(self, dy: torch.Tensor) -> torch.Tensor:
         return dy.to(self.dtype)
+
+
+@dataclass(frozen=True)
+class ScatteredSum(RowSum):
+    """The reduce-scatter's own order, of rounded parts: `config.sums_by_tree` is False. Quantized layers gather gradients as bytes."""
+
+    by_tree: ClassVar[bool] = False
+
+    def reduce(self, partial: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        own = partial.new_empty(len(partial) // self.group.size(), *partial.shape[1:], dtype=dtype)
+        dist.reduce_scatter_tensor(own, partial.to(dtype).contiguous(), group=self.group)
+        return own
 
 
 class _TreeProduct(torch.autograd.Function):
@@ -74,18 +87,23 @@ class TreeRowParallelLinear(RowParallelLinear):
     """y = sum over ranks of x_r W_r^T by the tree, rounded once; with `config.sums_by_tree` False Megatron's own layer."""
 
     def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if not self.config.sums_by_tree:
+        row_sum = self.choose_sum(input_.dtype)
+        if row_sum is None:
             return super().forward(input_)
-        is_cut = self.tp_group.size() > 1
-        if is_cut and self.explicit_expert_comm:  # `experts` adds up the parts of all experts at once
-            row_sum: RowSum = PartialSum(self.tp_group, False, input_.dtype)
-        else:
-            row_sum = RowSum(self.tp_group, is_cut and self.sequence_parallel)
         options = {"bias": None, "allreduce_dgrad": False, "sequence_parallel": False, "tp_group": None}
         y = self._forward_impl(input=input_, weight=self.weight, row_sum=row_sum, **options)
         if self.skip_bias_add:
             return y, self.bias
         return (y if self.bias is None else y + self.bias), None
+
+    def choose_sum(self, dtype: torch.dtype) -> RowSum | None:
+        """Return how ranks add up their parts; None for Megatron's way."""
+        if not self.config.sums_by_tree:
+            return None
+        is_cut = self.tp_group.size() > 1
+        if is_cut and self.explicit_expert_comm:  # `experts` adds up the parts of all experts at once
+            return PartialSum(self.tp_group, False, dtype)
+        return RowSum(self.tp_group, is_cut and self.sequence_parallel)
 
     def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, *args: Any, row_sum: RowSum | None = None, **options: Any) -> Any:
         if row_sum is None:

@@ -37,6 +37,7 @@ class DeepGemmWeight(NamedTuple):
 class DeepGemmBackend(GpuBackend):
     name = "deep_gemm"
     gathered_tokens = 1
+    gathers_bytes = True
 
     def prepare(self, blocks: QuantizedWeight, row_order: torch.Tensor | None) -> DeepGemmWeight:
         self.check_weight(blocks, row_order)

@@ -34,6 +34,7 @@ class EmulatedBackend:
     """An operand is the tensor itself: each product quantizes it, so nothing is quantized in vain."""
 
     gathered_tokens = 1
+    gathers_bytes = False
 
     def __init__(self, format: TensorFormat) -> None:
         self.format, self.scale_format = format, format.scale_format

@@ -23,6 +23,8 @@ class GatheringBackend(Backend, Protocol):
 
     gathered_tokens: int
     """Rows are gathered of multiples of so many tokens on each rank."""
+    gathers_bytes: bool
+    """Operands are bytes, smaller than what was quantized."""
 
     def start_gather(self, operand: Operand, group: Any) -> PendingOperand:
         """Begin to gather an operand that has rows, or columns of a multiple of 128 tokens."""

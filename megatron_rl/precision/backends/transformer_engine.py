@@ -31,6 +31,7 @@ _TOKENS = 16
 class TransformerEngineBackend(GpuBackend):
     name = "transformer_engine"
     gathered_tokens = _TOKENS
+    gathers_bytes = True
 
     def prepare(self, blocks: QuantizedWeight, row_order: torch.Tensor | None) -> Any:
         self.check_weight(blocks, row_order)
