@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FakeWork, ProcessGroup
 
 from megatron_rl.rehearsal.device import FakeGpu, set_value, value_of
-from megatron_rl.rehearsal.recorder import count_bytes, find_line
+from megatron_rl.rehearsal.recorder import find_line
+from megatron_rl.rehearsal.traffic import count_bytes
 
 
 class RefusedCollectiveError(RuntimeError):

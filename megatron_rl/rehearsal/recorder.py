@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from megatron_rl.rehearsal.traffic import count_bytes, count_moved, name_kind
+
 _ROUND = 512
 """Bytes that the caching allocator rounds every allocation up to."""
 
@@ -79,8 +81,8 @@ class Phase:
     """Bytes when it ended."""
     peak: Peak = field(default_factory=Peak)
     operators: int = 0
-    traffic: int = 0
-    """Bytes that operators read and write."""
+    moved: Counter = field(default_factory=Counter)
+    """(kind, line) -> bytes that kernels read and write."""
     flops: Counter = field(default_factory=Counter)
     """By kind of product: `fp8`, `bf16`, `fp32`."""
     waits: Counter = field(default_factory=Counter)
@@ -93,6 +95,11 @@ class Phase:
     """(kind, group, line) -> [calls, bytes of the whole tensor]."""
     passes: int = 0
     """Forward passes over a micro-batch."""
+
+    @property
+    def traffic(self) -> int:
+        """Bytes that kernels read and write."""
+        return sum(self.moved.values())
 
 
 class Recorder:
@@ -119,17 +126,21 @@ class Recorder:
         if self._at_peak or not self.phase.peak.by_line:
             self.phase.peak.by_line, self._at_peak = dict(self._by_line), False
 
-    def operator(self, func: Any, inputs: list[torch.Tensor], out: Any) -> None:
-        """An operator ran."""
-        outputs = [x for x in (out if isinstance(out, list | tuple) else (out,)) if isinstance(x, torch.Tensor)]
-        new = False
-        for tensor in outputs:
-            if tensor.device.type == "cuda":
-                new |= self.hold(tensor, func)
-        if not func.is_view and any(tensor.device.type == "cuda" for tensor in (*inputs, *outputs)):
+    def operator(self, func: Any, args: tuple, kwargs: dict, inputs: list[torch.Tensor], out: Any) -> None:
+        """An operator ran; `inputs` are the tensors in its arguments."""
+        for tensor in out if isinstance(out, list | tuple) else (out,):
+            if isinstance(tensor, torch.Tensor) and tensor.device.type == "cuda":
+                self.hold(tensor, func)
+        moved = count_moved(func, args, kwargs, out)
+        if moved:
             self.phase.operators += 1
-            self.phase.traffic += sum(count_bytes(tensor) for tensor in (*inputs, *outputs))
+            name = func._schema.name
+            self._move(name, _kind(inputs[-1].dtype) if name in _PRODUCTS else "other", moved)
             self._count_flops(func, inputs)
+
+    def _move(self, name: str, dtype: str, nbytes: int) -> None:
+        line = find_line()
+        self.phase.moved[name_kind(name, dtype, line), line] += nbytes
 
     def hold(self, tensor: torch.Tensor, what: Any) -> bool:
         """Count a tensor's memory until it is freed; return whether it is new."""
@@ -165,15 +176,14 @@ class Recorder:
             shape = "" if tensor is None else f" {list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
             self.phase.peak, self._at_peak = Peak(self.now, f"{what}{shape}", find_line()), True
 
-    def work(self, kind: str, flops: int, *tensors: torch.Tensor) -> None:
+    def work(self, kind: str, flops: int, *tensors: torch.Tensor, kernel: str = "") -> None:
         """A kernel of a library ran that reads and writes these tensors."""
         self.phase.operators += 1
         self.phase.flops[kind] += flops
-        self.phase.traffic += sum(map(count_bytes, tensors))
+        self._move(kernel, kind, sum(map(count_bytes, tensors)))
 
     def _count_flops(self, func: Any, inputs: list[torch.Tensor]) -> None:
-        name = func._schema.name
-        if name in ("aten::mm", "aten::addmm", "aten::addmm_", "aten::bmm", "aten::baddbmm"):
+        if func._schema.name in _PRODUCTS:
             a, b = inputs[-2:]
             self.phase.flops[_kind(a.dtype)] += 2 * a.numel() * b.shape[-1]
 
@@ -200,8 +210,7 @@ class Recorder:
         entry[1] += nbytes
 
 
-def count_bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.itemsize
+_PRODUCTS = ("aten::mm", "aten::addmm", "aten::addmm_", "aten::bmm", "aten::baddbmm")
 
 
 def _kind(dtype: torch.dtype) -> str:

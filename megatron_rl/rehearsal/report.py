@@ -56,6 +56,8 @@ class PhaseReport:
             "planned_bytes": self.planned,
             "operators": phase.operators,
             "operator_bytes": phase.traffic,
+            "bytes_by_kind": sum_by_kind(phase),
+            "bytes_by_line": [{"kind": kind, "line": line, "bytes": count} for (kind, line), count in phase.moved.most_common()],
             "flops": dict(phase.flops),
             "seconds": self.seconds,
             "micro_batches": phase.passes,
@@ -130,6 +132,14 @@ def estimate_seconds(phase: Phase, cluster: Cluster) -> dict[str, float]:
     return {"products": products, "memory": phase.traffic / (cluster.gpu.hbm * LINK_EFFICIENCY)}
 
 
+def sum_by_kind(phase: Phase) -> dict[str, int]:
+    """Return the bytes that kernels read and write by what they are for, most first."""
+    sums: Counter[str] = Counter()
+    for (kind, _), count in phase.moved.items():
+        sums[kind] += count
+    return dict(sums.most_common())
+
+
 def _largest(by_line: dict[str, int]) -> dict[str, int]:
     return {line: nbytes for line, nbytes in Counter(by_line).most_common(_LINES) if nbytes}
 
@@ -148,6 +158,7 @@ def print_report(reports: list[RankReport], engine: list[EngineRankReport]) -> N
         console.print(_memory(report))
         for phase in report.phases:
             if phase.phase.passes and phase.phase.name in PLANNED:
+                console.print(_moved(phase.phase))
                 console.print(_waits(phase.phase))
                 console.print(_collectives(phase.phase))
     for found in engine:
@@ -192,6 +203,14 @@ def _waits(phase: Phase) -> Table:
     return table
 
 
+def _moved(phase: Phase) -> Table:
+    table = _table(f"{phase.name}: bytes that kernels read and write", ["kind", "GiB", "most of it at line", "of it GiB"])
+    for kind, nbytes in sum_by_kind(phase).items():
+        most, line = max((count, line) for (of, line), count in phase.moved.items() if of == kind)
+        table.add_row(kind, f"{nbytes / GIB:.2f}", line, f"{most / GIB:.2f}")
+    return table
+
+
 def _collectives(phase: Phase) -> Table:
     table = _table(f"{phase.name}: collectives", ["kind", "group", "calls", "GiB"])
     sums: dict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0])
@@ -206,6 +225,6 @@ def _collectives(phase: Phase) -> Table:
 def _table(title: str, heads: list[str]) -> Table:
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
     for head in heads:
-        words = head in ("phase", "kind", "group", "line", "for", "reached at")
+        words = head in ("phase", "kind", "group", "line", "for", "reached at", "most of it at line")
         table.add_column(head, justify="left" if words else "right", overflow="fold")
     return table

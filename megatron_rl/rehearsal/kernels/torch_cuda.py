@@ -10,6 +10,8 @@ import torch.nn.functional as F
 
 from megatron_rl.rehearsal.kernels import require
 
+_recorder: list[Callable[[], Any]] = []
+
 
 class _FusedRmsNorm(torch.autograd.Function):
     """`aten::_fused_rms_norm` keeps its input and one FP32 number a row; its backward pass gives the gradients of both."""
@@ -27,17 +29,19 @@ class _FusedRmsNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         x, weight, _ = ctx.saved_tensors
+        _recorder[0]().work("other", 0, gradient, x, x)
         return torch.empty_like(x), None if weight is None else torch.empty_like(weight)
 
 
 def install(recorder: Callable[[], Any]) -> None:
+    _recorder[:] = [recorder]
     plain: Any = F.rms_norm
 
     def rms_norm(input: torch.Tensor, normalized_shape: Any, weight: Any = None, eps: float | None = None) -> torch.Tensor:
         if not input.is_cuda:
             return plain(input, normalized_shape, weight, eps)
         output: torch.Tensor = _FusedRmsNorm.apply(input, weight)
-        recorder().work("other", 0, input, output)
+        _recorder[0]().work("other", 0, input, output)
         return output
 
     F.rms_norm = rms_norm

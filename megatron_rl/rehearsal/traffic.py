@@ -1,0 +1,100 @@
+"""Bytes that an operator moves on a GPU, each tensor at its real size: what a kernel reads and writes, once each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+_ASK_OR_ALLOCATE = (
+    "prim::device", "aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided",
+    "aten::_unsafe_view", "aten::detach_", "aten::set_", "aten::resize_", "aten::record_stream", "aten::is_pinned", "aten::is_same_size",
+)  # fmt: skip
+_WRITE_ALONE = (
+    "aten::zero_", "aten::fill_", "aten::zeros_like", "aten::ones_like", "aten::full_like", "aten::new_zeros", "aten::new_ones",
+    "aten::new_full", "aten::_foreach_zero_",
+)  # fmt: skip
+_COPY_INTO = ("aten::copy_", "aten::_foreach_copy_")
+_READ_ROWS = ("aten::embedding", "aten::index", "aten::_unsafe_index", "aten::gather", "aten::index_select", "aten::take")
+_WRITE_ROWS = (
+    "aten::index_put", "aten::_unsafe_index_put", "aten::_index_put_impl", "aten::scatter", "aten::scatter_add", "aten::index_add",
+    "aten::index_copy",
+)  # fmt: skip
+
+
+def count_moved(func: Any, args: tuple, kwargs: dict, out: Any) -> int:
+    """Return the bytes of device memory that an operator's kernel reads and writes.
+
+    Inputs are read once and outputs written once; a tensor that is changed in place is both. Views, queries and allocations move nothing.
+    Of a table whose rows are picked or filled, those rows count and the indices; copies and fills do not read what they overwrite.
+    """
+    name = func._schema.name
+    if func.is_view or name in _ASK_OR_ALLOCATE:
+        return 0
+    inputs = list(_iter_on_device((*args, *kwargs.values())))
+    outputs = list(_iter_on_device((out,)))
+    changed = [
+        tensor
+        for argument, value in zip(func._schema.arguments, args, strict=False)
+        if argument.alias_info is not None and argument.alias_info.is_write
+        for tensor in _iter_on_device((value,))
+    ]
+    changed += list(_iter_on_device(value for argument, value in kwargs.items() if argument == "out"))
+    if name in _WRITE_ALONE:
+        return _sum(changed or outputs)
+    if name in _COPY_INTO:
+        return _sum(changed) + _sum(_iter_on_device(args[1:2]))
+    if name in _READ_ROWS:
+        return 2 * _sum(outputs) + _sum(_iter_on_device(args[1:]))
+    if name == "aten::embedding_dense_backward":  # zeros, then sums of rows
+        return _sum(outputs) + 3 * _sum(inputs[:1]) + _sum(inputs[1:])
+    if name.rstrip("_") in _WRITE_ROWS:
+        table, rest = inputs[:1], inputs[1:]
+        whole = 0 if changed else 2 * _sum(table)  # copied first
+        adds = "add" in name or (len(args) > 3 and args[3] is True)
+        return whole + _sum(rest) + (2 if adds else 1) * _sum(rest[-1:])
+    return _sum(inputs) + _sum(changed or outputs)
+
+
+def count_bytes(tensor: torch.Tensor) -> int:
+    """Return the bytes of a tensor's distinct numbers: those of an expanded dimension count once."""
+    count = tensor.itemsize
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        count *= size if stride or not size else 1
+    return count
+
+
+def _sum(tensors: Iterable[torch.Tensor]) -> int:
+    distinct = {(t.untyped_storage()._cdata, t.storage_offset(), t.shape, t.stride()): t for t in tensors}
+    return sum(map(count_bytes, distinct.values()))
+
+
+def _iter_on_device(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            if value.device.type != "cpu":
+                yield value
+        elif isinstance(value, list | tuple):
+            yield from _iter_on_device(value)
+
+
+def name_kind(operator: str, dtype: str, line: str) -> str:
+    """Return what an operator's bytes are for: a product by dtype, or by the line of code that asks for it."""
+    if dtype in ("fp8", "bf16", "fp32"):
+        return "attention" if "attention" in operator else f"{dtype} products"
+    return next((kind for part, kind in _BY_LINE if part in line), "other element-wise")
+
+
+_BY_LINE = (
+    ("logprobs", "log-probs"), ("cross_entropy", "log-probs"), ("policy_loss", "log-probs"),
+    ("quantizing_optimizer", "optimizer"), ("layers/master", "optimizer"), ("optimizer", "optimizer"), ("clip_grads", "optimizer"),
+    ("core/distributed/", "gradient buffers"), ("gradient", "gradient buffers"), ("buckets", "gradient buffers"),
+    ("parallel/transport", "sync"), ("hash", "sync"),
+    ("tensor_parallel/mappings", "communication's copies"), ("backends/gather", "communication's copies"),
+    ("token_dispatcher", "communication's copies"), ("row_sums", "communication's copies"), ("p2p", "communication's copies"),
+    ("quant", "quantization"), ("precision/backends", "quantization"), ("precision/slices", "quantization"),
+    ("norm", "norms"), ("rope", "rope"), ("rotary", "rope"), ("swiglu", "SwiGLU"), ("activation", "SwiGLU"),
+    ("attention", "attention"), ("residual", "residual add"), ("transformer_layer", "residual add"),
+)  # fmt: skip
+"""Part of a line's file -> kind; the first that fits."""

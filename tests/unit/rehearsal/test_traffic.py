@@ -1,0 +1,60 @@
+"""Operators move what their kernels read and write, by a table made by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_rl.rehearsal.traffic import count_bytes, count_moved, name_kind
+
+aten = torch.ops.aten
+
+
+def new(*shape, dtype=torch.float32):
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+X, ROW, TABLE, PLACES = new(4, 8), new(8), new(1000, 8), new(6, dtype=torch.int64)
+CASES = [
+    (aten.empty.memory_format, ([4, 8],), 0),
+    (aten.empty_like.default, (X,), 0),
+    (aten.new_empty.default, (X, [4, 8]), 0),
+    (aten._unsafe_view.default, (X, [32]), 0),
+    (aten.view.default, (X, [32]), 0),
+    (aten.detach.default, (X,), 0),
+    (aten.add.Tensor, (X, X), 2 * 128),
+    (aten.add.Tensor, (X, new(4, 8)), 3 * 128),
+    (aten.add.Tensor, (X, ROW.expand(4, 8)), 2 * 128 + 32),
+    (aten.add_.Tensor, (X, new(4, 8)), 3 * 128),
+    (aten.mul_.Tensor, (X, new(4, 8)), 3 * 128),
+    (aten.copy_.default, (X, new(4, 8, dtype=torch.bfloat16)), 128 + 64),
+    (aten.copy_.default, (X, ROW.expand(4, 8)), 128 + 32),
+    (aten.zero_.default, (X,), 128),
+    (aten.fill_.Scalar, (X, 1.0), 128),
+    (aten.zeros_like.default, (X,), 128),
+    (aten.mm.default, (X, new(8, 2)), 128 + 64 + 32),
+    (aten.embedding.default, (TABLE, PLACES), 2 * 192 + 48),
+    (aten.index.Tensor, (TABLE, [PLACES]), 2 * 192 + 48),
+    (aten.index_select.default, (TABLE, 0, PLACES), 2 * 192 + 48),
+    (aten.index_put_.default, (TABLE, [PLACES], new(6, 8)), 48 + 2 * 192),
+    (aten.index_add_.default, (TABLE, 0, PLACES, new(6, 8)), 48 + 3 * 192),
+    (aten._foreach_add_.List, ([X, ROW], [new(4, 8), new(8)]), 3 * 160),
+    (aten._foreach_mul_.Scalar, ([X, ROW], 2.0), 2 * 160),
+    (aten._foreach_copy_.default, ([X, ROW], [new(4, 8), new(8)]), 2 * 160),
+    (aten._foreach_zero_.default, ([X, ROW],), 160),
+]
+
+
+@pytest.mark.parametrize(("func", "args", "nbytes"), CASES, ids=[f"{func}-{nbytes}" for func, _, nbytes in CASES])
+def test_an_operator_moves_what_its_kernel_reads_and_writes(func, args, nbytes):
+    assert count_moved(func, args, {}, func(*args) if func is not aten.empty.memory_format else X) == nbytes
+
+
+def test_an_expanded_tensor_has_the_bytes_of_its_storage():
+    assert count_bytes(ROW.expand(4, 8)) == 32 and count_bytes(new(0, 8)) == 0
+
+
+def test_kinds_follow_dtype_and_line():
+    assert name_kind("aten::mm", "bf16", "megatron_rl/mcore/logprobs.py:3") == "bf16 products"
+    assert name_kind("attention", "bf16", "megatron_rl/mcore/x.py:3") == "attention"
+    assert name_kind("aten::add", "other", "megatron/core/distributed/param_and_grad_buffer.py:9") == "gradient buffers"
