@@ -23,11 +23,14 @@ import torch
 from megatron_rl.batch.totals import Combine, Totals, combine_alone
 from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.config.algorithm import AlgorithmConfig
+from megatron_rl.errors import RunError
 from megatron_rl.metrics import declare
 
 _MEAN = declare("correction/mean_{}", "mean weight of mismatch correction, {} advantage", "number", "mean weight", label="{} advantage")
 _MAX = declare("correction/max_{}", "largest weight of mismatch correction, {} advantage")
 _TOUCHED = declare("correction/touched_{}", "share of capped or masked tokens, {} advantage", "share", "touched", label="{} advantage")
+
+_NAN = "tokens without a ratio"
 
 
 def compute_correction(log_ratio: torch.Tensor, config: AlgorithmConfig) -> tuple[torch.Tensor, torch.Tensor]:
@@ -60,7 +63,7 @@ def assign_corrections(samples: list[TrainingSample], config: AlgorithmConfig, c
     """Set `importance_weights` of a replica's samples and return weight statistics by sign of advantage, of all replicas.
 
     Needs old (trainer) and rollout (engine) log-probs and advantages. With `old_policy = "engine"`, first replaces the old log-probs
-    by the engine's.
+    by the engine's. Raise RunError, on all replicas, for a ratio that is NaN: it lies outside no bounds and would pass every mask.
     """
     if config.old_policy == "engine":
         for sample in samples:
@@ -69,12 +72,17 @@ def assign_corrections(samples: list[TrainingSample], config: AlgorithmConfig, c
         return {}
     totals = Totals()
     for sample in samples:
-        sample.importance_weights, outside = compute_correction(sample.old_logprobs - sample.rollout_logprobs, config)
+        log_ratio = sample.old_logprobs - sample.rollout_logprobs
+        totals.add(_NAN, log_ratio.isnan())
+        sample.importance_weights, outside = compute_correction(log_ratio, config)
         if sample.advantage:
             name = "positive" if sample.advantage > 0 else "negative"
             totals.add(_MEAN.format(name), sample.importance_weights)
             totals.add(_TOUCHED.format(name), outside)
     totals, metrics = combine(totals), dict[str, float]()
+    if broken := round(totals.mean(_NAN) * totals.count(_NAN)):
+        names, reason = " and ".join(config.correction), "a log-prob of each is NaN, or both are -inf"
+        raise RunError(f"correction {names}: {broken} tokens have no ratio of trainer to engine: {reason}")
     for name in ("positive", "negative"):
         if totals.count(_MEAN.format(name)):
             metrics |= {key.format(name): totals.mean(key.format(name)) for key in (_MEAN, _TOUCHED)}

@@ -3,7 +3,7 @@
     d = log p_reference - log p_policy
     k1 = -d                 unbiased, of either sign
     k2 = d^2 / 2            biased, never negative; its gradient is that of the KL
-    k3 = exp(d) - d - 1     unbiased, never negative
+    k3 = exp(d) - d - 1     unbiased, never negative; d at most 10
 
 As a loss, the gradient of k1 has expectation zero, so k1 belongs in the reward.
 """
@@ -13,6 +13,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+
+LARGEST_K3 = 10.0
+"""Largest d of k3."""
 
 
 def k1(difference: torch.Tensor) -> torch.Tensor:
@@ -24,7 +27,12 @@ def k2(difference: torch.Tensor) -> torch.Tensor:
 
 
 def k3(difference: torch.Tensor) -> torch.Tensor:
-    """Schulman's k3: exp(d) - d - 1 for d = log q - log p of samples from p; estimates KL(p || q), never negative."""
+    """Schulman's k3: exp(d) - d - 1 for d = log q - log p of samples from p; estimates KL(p || q), never negative.
+
+    Beyond `LARGEST_K3` d counts as that, with gradient 0: exp(20) would be a gradient of 5e8, and beyond 88.7 infinite. Below there is no
+    bound: the gradient goes to 1 there.
+    """
+    difference = difference.clamp(max=LARGEST_K3)
     return torch.exp(difference) - difference - 1
 
 

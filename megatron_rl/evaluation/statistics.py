@@ -54,7 +54,7 @@ def majority_at_k(votes: Sequence[tuple[int, int]], samples: int, ks: Sequence[i
         if correct:
             others = [other for other_index, (other, _) in enumerate(votes) if other_index != index]
             shares += correct / count * _win_share(count, others, without_vote, samples, ks)
-    return shares.tolist()
+    return np.minimum(shares, 1.0).tolist()  # sums of ratios of binomials round
 
 
 def _win_share(count: int, others: Sequence[int], without_vote: int, samples: int, ks: Sequence[int]) -> np.ndarray:

@@ -1,16 +1,20 @@
 """GSPO (arXiv 2507.18071): one ratio for a whole sequence, the geometric mean of its tokens' ratios.
 
-    s    = exp(mean over the answer's tokens of (logp_t - old_t))
+    s    = exp(mean over the answer's tokens of (logp_t - old_t)), the exponent within +-20
     loss = -min(s A, clip(s, 1 - low, 1 + high) A)
 
 Every token of the sequence carries this loss, so that `aggregate = "sequence"` gives the paper's mean over sequences.
 A micro-batch holds whole sequences, so the mean is complete.
+
+Under a correction tokens weigh differently, and the gradient of the mean would share their weights out over the sequence. There s becomes
+GSPO-token's s_t = stop_gradient(s) p_t / stop_gradient(p_t) (section 4.3): the same value, each token's gradient with its own weight.
 """
 
 from __future__ import annotations
 
 import torch
 
+from megatron_rl.algorithm.ratios import exp_log_ratio
 from megatron_rl.batch.micro_batch import MicroBatch
 from megatron_rl.config.algorithm import AlgorithmConfig
 
@@ -18,7 +22,10 @@ from megatron_rl.config.algorithm import AlgorithmConfig
 def token_losses(logprobs: torch.Tensor, batch: MicroBatch, config: AlgorithmConfig) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (losses [1, t], bool [1, t]: tokens of sequences whose gradient the clip removes). `logprobs` [1, t] with gradient."""
     advantage = batch.advantages
-    ratio = torch.exp(batch.average_by_sample(logprobs - batch.old_logprobs))
+    log_ratio = batch.average_by_sample(logprobs - batch.old_logprobs)
+    if config.correction:
+        log_ratio = log_ratio.detach() + (logprobs - logprobs.detach())
+    ratio = exp_log_ratio(log_ratio)
     low, high = 1 - config.clip_low, 1 + config.clip_high
     loss = -torch.minimum(ratio * advantage, ratio.clamp(low, high) * advantage)
     return loss, (ratio > high) & (advantage > 0) | (ratio < low) & (advantage < 0)

@@ -11,6 +11,7 @@ from megatron_rl.algorithm.importance_weights import assign_corrections
 from megatron_rl.batch.micro_batch import make_micro_batches
 from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.config.algorithm import AlgorithmConfig
+from megatron_rl.errors import RunError
 
 ROLLOUT = -2.0
 RATIOS = ([1.0, 3.0, 0.4], [0.9, 1.2], [6.0, 0.1, 1.0, 1.0], [1.001, 0.999])
@@ -124,3 +125,12 @@ def test_micro_batches_carry_the_weights(sequences):
         assert not (batch.importance_weights * (1 - batch.mask)).any()
         for index, part in batch.split_by_sample(batch.importance_weights, sequences):
             assert torch.equal(part, sequences[index].importance_weights)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_ratio_that_is_no_number_is_refused_by_name(kind, sequences):
+    """NaN is neither below a lower bound nor above an upper one."""
+    sequences[2].old_logprobs = sequences[2].old_logprobs.clone()
+    sequences[2].old_logprobs[1:3] = math.nan
+    with pytest.raises(RunError, match=f"correction {kind}: 2 tokens have no ratio of trainer to engine"):
+        assign_corrections(sequences, AlgorithmConfig(correction=kind))

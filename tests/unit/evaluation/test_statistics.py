@@ -60,6 +60,7 @@ def test_majority_by_hand():
     assert majority_at_k([(1, 1), (2, 0)], 4, [1]) == [0.25]  # maj@1 = mean@k
     at_1, at_512, at_1024 = majority_at_k([(64, 64), (60, 0)], 1024, [1, 512, 1024])  # binomials as large as float64 allows
     assert at_1 == pytest.approx(64 / 1024) and at_1 < at_512 < 1.0 and at_1024 == pytest.approx(1.0)
+    assert majority_at_k([(48, 48), (8, 0)], 64, [32]) == [1.0]  # not above, by rounding
     assert [powers_of_two(most) for most in (1, 2, 6, 8)] == [[1], [1, 2], [1, 2, 4, 6], [1, 2, 4, 8]]
 
 

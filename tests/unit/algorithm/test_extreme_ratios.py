@@ -1,0 +1,152 @@
+"""Ratios as far from 1 as floats go: loss and gradient are finite, and the formula's; ordinary ones keep every bit that they had."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from megatron_rl.algorithm.importance_weights import assign_corrections
+from megatron_rl.algorithm.kl import KL_ESTIMATORS
+from megatron_rl.algorithm.policy_loss import PolicyLoss
+from megatron_rl.batch.micro_batch import MicroBatch, make_micro_batches
+from megatron_rl.batch.training_sample import TrainingSample
+from megatron_rl.config.algorithm import AlgorithmConfig
+
+Rows = list[list[float]]
+LARGEST = math.exp(20)
+
+
+def make_sample(old: list[float], advantage: float, **kwargs: torch.Tensor) -> TrainingSample:
+    return TrainingSample([1], [2] * len(old), advantage, old_logprobs=torch.tensor(old), reference_logprobs=torch.tensor(old), **kwargs)
+
+
+def run(config: AlgorithmConfig, samples: list[TrainingSample], logprobs: Rows) -> tuple[float, Rows]:
+    """(loss, gradient by sample) of float32 tensors, as the trainer has them."""
+    (batch,) = make_micro_batches(samples, 10_000)
+    values = torch.zeros_like(batch.mask)
+    values[0, batch.mask[0] == 1] = torch.tensor([value for row in logprobs for value in row])
+    values.requires_grad_()
+    loss, _ = PolicyLoss(config)(values, batch)
+    loss.backward()
+    return loss.item(), [part.tolist() for _, part in batch.split_by_sample(values.grad, samples)]
+
+
+@pytest.mark.parametrize(
+    "dual_clip, advantage, loss, gradient",
+    [  # ratios e^0 and e^93
+        (None, 1.0, -2.2, [-1.0, 0.0]),
+        (None, 0.0, 0.0, [0.0, 0.0]),
+        (None, -1.0, 1 + LARGEST, [1.0, 0.0]),
+        (3.0, -1.0, 4.0, [1.0, 0.0]),
+    ],
+)
+def test_ppo_of_a_ratio_that_overflows(dual_clip, advantage, loss, gradient):
+    """Each had a gradient of NaN, and the run ended."""
+    found = run(AlgorithmConfig(dual_clip=dual_clip), [make_sample([-1.0, -95.0], advantage)], [[-1.0, -2.0]])
+    assert found == (pytest.approx(loss, rel=1e-6), [gradient])
+
+
+@pytest.mark.parametrize("settings", [{}, {"dual_clip": 3.0}, {"name": "gspo"}, {"name": "gspo", "correction": "tis"}, {"name": "cispo"}])
+@pytest.mark.parametrize("advantage", [2.0, 0.0, -2.0])
+@pytest.mark.parametrize("shift", [1000.0, -1000.0, 88.8, -88.8, 21.0, -21.0])
+@pytest.mark.parametrize("length", [1, 3])
+def test_any_ratio_has_a_finite_loss_and_gradient_by_the_formula(settings, advantage, shift, length):
+    """In float64, by Python's floats; the exponent is bounded where the docs say so."""
+    config = AlgorithmConfig(aggregate="token", **settings)
+    loss, (gradient,) = run(config, [make_sample([-1.0] * length, advantage)], [[-1.0 + shift] * length])
+    logprob, bounded = -1.0 + shift, math.exp(min(max(shift, -20.0), 20.0))
+    low, high = 1 - config.clip_low, 1 + config.clip_high
+    if config.loss == "cispo":
+        weight = min(max(math.exp(min(shift, 100.0)), low), high)
+        expected, slope = -weight * advantage * logprob, -weight * advantage
+    else:
+        expected = -min(bounded * advantage, min(max(bounded, low), high) * advantage)
+        expected = min(expected, -config.dual_clip * advantage) if config.dual_clip and advantage < 0 else expected
+        slope = 0.0
+    assert loss == pytest.approx(length * expected, rel=1e-5)
+    assert gradient == pytest.approx([slope] * length, rel=1e-5)
+
+
+@pytest.mark.parametrize("difference", [1000.0, 88.8, 20.0, 10.0, 3.0, 0.0, -3.0, -20.0, -1000.0])
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
+def test_kl_of_any_difference_is_finite(kind, difference):
+    """k3 had a gradient of 4.9e8 at 20, and of infinity from 88.8 on."""
+    d = torch.tensor(difference, requires_grad=True)
+    value = KL_ESTIMATORS[kind](d)
+    value.backward()
+    bounded = min(difference, 10.0)
+    expected = {"k1": -difference, "k2": difference**2 / 2, "k3": math.exp(bounded) - bounded - 1}[kind]
+    slope = {"k1": -1.0, "k2": difference, "k3": (difference <= 10) * math.expm1(bounded)}[kind]
+    assert (value.item(), d.grad.item()) == (pytest.approx(expected, rel=1e-5, abs=1e-6), pytest.approx(slope, rel=1e-5, abs=1e-6))
+
+
+def gspo_token(config: AlgorithmConfig, old: list[float], logp: list[float], advantage: float, weights: list[float]) -> list[float]:
+    """Gradients of arXiv 2507.18071, eq. 17: tokens of weight c_t have c_t s A, none outside the clip."""
+    s = math.exp(sum(new - before for new, before in zip(logp, old, strict=True)) / len(old))
+    clipped = s > 1 + config.clip_high if advantage > 0 else s < 1 - config.clip_low
+    return [0.0 if clipped else -weight * s * advantage for weight in weights]
+
+
+@pytest.mark.parametrize("advantage", [1.0, -0.5])
+@pytest.mark.parametrize("kind, weights", [("tis", [2.0, 0.5, 1.0, 1.0]), ("icepop", [0.0, 0.5, 1.0, 1.0])])
+def test_gspo_gives_each_token_the_gradient_of_its_own_correction(kind, weights, advantage):
+    """A token that IcePop masked kept a share of the others' gradient."""
+    config = AlgorithmConfig(name="gspo", aggregate="token", correction=kind, clip_low=0.2, clip_high=0.2)
+    old = [-1.0, -2.0, -1.5, -3.0]
+    ratios = torch.tensor([8.0, 0.5, 1.0, 1.0])
+    sample = make_sample(old, advantage, rollout_logprobs=torch.tensor(old) - ratios.log())
+    assign_corrections([sample], config)
+    now = [-1.1, -1.9, -1.45, -3.02]
+    _, (gradient,) = run(config, [sample], [now])
+    assert gradient == pytest.approx(gspo_token(config, old, now, advantage, weights), rel=1e-5)
+    assert kind == "tis" or gradient[0] == 0.0
+
+
+def ppo_before(logprobs: torch.Tensor, batch: MicroBatch, config: AlgorithmConfig) -> torch.Tensor:
+    """The losses of commit 96b36bf, operator by operator."""
+    ratio = torch.exp(logprobs - batch.old_logprobs)
+    loss = -torch.minimum(ratio * batch.advantages, ratio.clamp(1 - config.clip_low, 1 + config.clip_high) * batch.advantages)
+    if config.dual_clip is not None:
+        loss = torch.where(batch.advantages < 0, torch.minimum(loss, -config.dual_clip * batch.advantages), loss)
+    return loss
+
+
+def gspo_before(logprobs: torch.Tensor, batch: MicroBatch, config: AlgorithmConfig) -> torch.Tensor:
+    ratio = torch.exp(batch.average_by_sample(logprobs - batch.old_logprobs))
+    return -torch.minimum(ratio * batch.advantages, ratio.clamp(1 - config.clip_low, 1 + config.clip_high) * batch.advantages)
+
+
+def k3_before(difference: torch.Tensor) -> torch.Tensor:
+    return torch.exp(difference) - difference - 1
+
+
+@pytest.mark.parametrize("settings", [{}, {"name": "dapo"}, {"dual_clip": 3.0}, {"name": "gspo"}, {"correction": "tis"}])
+@pytest.mark.parametrize("kl_coef", [0.0, 0.05])
+def test_ordinary_ratios_keep_the_bits_of_loss_and_gradient(settings, kl_coef):
+    config = AlgorithmConfig(kl_coef=kl_coef, **settings)
+    generator = torch.Generator().manual_seed(5)
+    samples = []
+    for advantage in (1.5, -0.75, 0.0, -2.0, 0.5):
+        old, reference, rollout = (-4 * torch.rand(37, generator=generator) for _ in range(3))
+        samples.append(TrainingSample([1] * 3, [2] * 37, advantage, rollout, old, reference))
+    assign_corrections(samples, config)
+    (batch,) = make_micro_batches(samples, 10_000)
+    noise = torch.randn(batch.mask.shape, generator=generator) * 0.4
+    before: Callable[..., torch.Tensor] = gspo_before if config.loss == "gspo" else ppo_before
+    results = []
+    for new in (True, False):
+        logprobs = (batch.old_logprobs + noise).masked_fill(batch.mask == 0, 0.0).requires_grad_()
+        if new:
+            loss, _ = PolicyLoss(config)(logprobs, batch)
+        else:
+            masked = logprobs.masked_fill(batch.mask == 0, 0.0)
+            loss = (before(masked, batch, config) * batch.importance_weights * batch.loss_weights).sum()
+            if kl_coef:
+                loss = loss + kl_coef * (k3_before(batch.reference_logprobs - masked) * batch.loss_weights).sum()
+        loss.backward()
+        results.append((loss.detach(), logprobs.grad))
+    for now, then in zip(*results, strict=True):
+        assert torch.equal(now.view(torch.int32), then.view(torch.int32))
