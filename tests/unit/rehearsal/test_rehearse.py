@@ -57,6 +57,8 @@ def test_a_host_tensor_in_the_loss_is_a_fault_with_its_line(reports):
 def test_a_wait_in_every_layer_is_named(reports):
     report = reports["item_per_layer"]
     assert not report["passes"] and not report["fault"] and not reports["plain"]["waits_per_layer"]
+    waits = [entry for entry in phase_of(reports["plain"], "update 2")["host_waits"] if "step_response" in entry["line"]]
+    assert [entry["count"] for entry in waits] == [1], "the host knows what of a sampled weight it holds"
     assert list(report["waits_per_layer"].values()) == [1] and "(item)" in next(iter(report["waits_per_layer"]))
 
 
