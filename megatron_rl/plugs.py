@@ -12,7 +12,10 @@ LOSSES = Plug("algorithm.loss", {name: f"megatron_rl.algorithm.losses.{name}:tok
 
 ADVANTAGES = Plug(
     "algorithm.advantage",
-    {name: f"megatron_rl.algorithm.advantages:{name}" for name in ("group_std", "group_mean", "leave_one_out", "batch_std", "max_rl")},
+    {
+        name: f"megatron_rl.algorithm.advantages:{name}"
+        for name in ("group_std", "group_mean", "leave_one_out", "token_std", "batch_std", "max_rl")
+    },
 )
 """Advantages, `megatron_rl.algorithm.advantages.AdvantageFunction`."""
 

@@ -1,19 +1,21 @@
 """Advantages of completions from the rewards of their group (the completions of one prompt), one number per completion.
 
-    group_std      (r_i - mean(r)) / (std(r) + 1e-6)                GRPO, arXiv 2402.03300; population std
+    group_std      (r_i - mean(r)) / (std(r) + 1e-6)                GRPO, arXiv 2402.03300; `advantage_std`
     group_mean      r_i - mean(r)                                   Dr. GRPO, arXiv 2503.20783
     leave_one_out   r_i - mean of the others' r                     RLOO, arXiv 2402.14740
-    batch_std      (r_i - mean(r)) / (std over the batch + 1e-6)    REINFORCE++ with baseline, arXiv 2501.03262; std of r_i - mean(r)
+    token_std      (c_i - m) / sqrt(v + 1e-8), c_i = r_i - mean(r)  REINFORCE++ with baseline, arXiv 2501.03262, as its authors compute it
+    batch_std      (r_i - mean(r)) / (std over the batch + 1e-6)    the same with each completion counted once; std of r_i - mean(r)
     max_rl         (r_i - mean(r)) / mean(r), 0 where all are 0     MaxRL, arXiv 2602.02710
 
-A completion left alone in its group gets 0. With `kl_in = "reward"`, r_i is the completion's reward minus kl_coef times the KL estimate
-summed over its tokens. Shape suffixes: `_P` prompts, `_G` members of a group.
+m and v are mean and sample variance of c over all tokens: a completion counts as often as it has tokens. Equal rewards, and a completion
+left alone in its group, get 0 exactly; of token_std c_i = 0. With `kl_in = "reward"`, r_i is the completion's reward minus kl_coef times
+the KL estimate summed over its tokens. Shape suffixes: `_P` prompts, `_G` members of a group.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -29,18 +31,23 @@ _EPSILON = 1e-6
 class AdvantageFunction(Protocol):
     """What `algorithm.advantage` names."""
 
-    def __call__(self, rewards: torch.Tensor, counted: torch.Tensor, /) -> torch.Tensor:
+    def __call__(self, rewards: torch.Tensor, counted: torch.Tensor, /, **settings: Any) -> torch.Tensor:
         """Return float64 [P, G]. `rewards` float64 [P, G]; `counted` bool [P, G], False for an excluded completion, which gets 0 and does
-        not count in its group."""
+        not count in its group. Only built-ins get `settings`."""
 
 
 def group_mean(rewards: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
-    return counted * (rewards - (counted * rewards).sum(1, keepdim=True) / _members(counted))
+    centered = counted * (rewards - (counted * rewards).sum(1, keepdim=True) / _members(counted))
+    largest = rewards.masked_fill(~counted, -torch.inf).amax(1, keepdim=True)
+    smallest = rewards.masked_fill(~counted, torch.inf).amin(1, keepdim=True)
+    return centered.masked_fill(largest == smallest, 0.0)  # a mean rounds: equal rewards would have a sign
 
 
-def group_std(rewards: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
-    centered = group_mean(rewards, counted)
-    return centered / ((centered.square().sum(1, keepdim=True) / _members(counted)).sqrt() + _EPSILON)
+def group_std(rewards: torch.Tensor, counted: torch.Tensor, std: str = "sample") -> torch.Tensor:
+    """`std`: "sample" divides squares by members - 1, "population" by members."""
+    centered, members = group_mean(rewards, counted), _members(counted)
+    divisor = (members - 1).clamp(min=1) if std == "sample" else members
+    return centered / ((centered.square().sum(1, keepdim=True) / divisor).sqrt() + _EPSILON)
 
 
 def leave_one_out(rewards: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
@@ -51,6 +58,15 @@ def leave_one_out(rewards: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
 def batch_std(rewards: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
     centered = group_mean(rewards, counted)
     return centered / ((centered.square().sum() / counted.sum().clamp(min=1)).sqrt() + _EPSILON)
+
+
+def token_std(rewards: torch.Tensor, counted: torch.Tensor, lengths: torch.Tensor | None = None) -> torch.Tensor:
+    """`lengths`: float64 [P, G], sampled tokens of each completion; 1 where not given."""
+    centered, tokens = group_mean(rewards, counted), counted * (torch.ones_like(rewards) if lengths is None else lengths)
+    total = tokens.sum().clamp(min=1)
+    shifted = centered - (tokens * centered).sum() / total
+    variance = (tokens * shifted.square()).sum() / (total - 1).clamp(min=1)
+    return counted * shifted / (variance + 1e-8).sqrt()
 
 
 def max_rl(rewards: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
@@ -65,11 +81,18 @@ def _members(counted: torch.Tensor) -> torch.Tensor:
     return counted.sum(1, keepdim=True).clamp(min=1)
 
 
-def compute_advantages(rewards: Sequence[float], excluded: Sequence[bool], config: AlgorithmConfig, group_size: int) -> list[float]:
-    """Return the advantages of all samples of a step, groups side by side."""
+def compute_advantages(
+    rewards: Sequence[float], excluded: Sequence[bool], config: AlgorithmConfig, group_size: int, lengths: Sequence[int] | None = None
+) -> list[float]:
+    """Return the advantages of all samples of a step, groups side by side. `lengths`: sampled tokens of each, which token_std counts."""
     counted = torch.tensor(excluded).logical_not().view(-1, group_size)
     advantages: AdvantageFunction = ADVANTAGES.load(config.advantage)
-    return advantages(torch.tensor(rewards, dtype=torch.float64).view_as(counted), counted).flatten().tolist()
+    settings: dict[str, Any] = {}
+    if config.advantage == "group_std":
+        settings = {"std": config.advantage_std}
+    elif config.advantage == "token_std" and lengths is not None:
+        settings = {"lengths": torch.tensor(lengths, dtype=torch.float64).view_as(counted)}
+    return advantages(torch.tensor(rewards, dtype=torch.float64).view_as(counted), counted, **settings).flatten().tolist()
 
 
 def measure_kl(sample: TrainingSample, config: AlgorithmConfig) -> float:

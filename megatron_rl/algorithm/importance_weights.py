@@ -16,6 +16,7 @@ Weights are data: no gradient flows through them. Masked tokens still count in t
 
 from __future__ import annotations
 
+import logging
 import math
 
 import torch
@@ -30,6 +31,7 @@ _MEAN = declare("correction/mean_{}", "mean weight of mismatch correction, {} ad
 _MAX = declare("correction/max_{}", "largest weight of mismatch correction, {} advantage")
 _TOUCHED = declare("correction/touched_{}", "share of capped or masked tokens, {} advantage", "share", "touched", label="{} advantage")
 
+_log = logging.getLogger(__name__)
 _NAN = "tokens without a ratio"
 
 
@@ -57,6 +59,16 @@ def _correct(name: str, log_ratio: torch.Tensor, config: AlgorithmConfig) -> tup
         return 1.0 - outside.to(log_ratio.dtype), outside
     ratio = (log_ratio.sum().expand_as(log_ratio) if name == "sequence_tis" else log_ratio).exp()
     return ratio.clamp(max=cap), ratio > cap
+
+
+_warned = set[str]()
+
+
+def _warn_of_small_weights(name: str, mean: float) -> None:
+    """Warn once a process."""
+    if not _warned:
+        _warned.add(name)
+        _log.warning("correction sequence_tis: the mean weight of %s advantages is %.2g; it falls with length", name, mean)
 
 
 def assign_corrections(samples: list[TrainingSample], config: AlgorithmConfig, combine: Combine = combine_alone) -> dict[str, float]:
@@ -87,4 +99,6 @@ def assign_corrections(samples: list[TrainingSample], config: AlgorithmConfig, c
         if totals.count(_MEAN.format(name)):
             metrics |= {key.format(name): totals.mean(key.format(name)) for key in (_MEAN, _TOUCHED)}
             metrics[_MAX.format(name)] = totals.largest(_MEAN.format(name))
+            if "sequence_tis" in config.correction and totals.mean(_MEAN.format(name)) < 0.1:
+                _warn_of_small_weights(name, totals.mean(_MEAN.format(name)))
     return metrics

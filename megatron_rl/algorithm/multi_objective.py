@@ -18,13 +18,19 @@ _EPSILON = 1e-6
 
 
 def normalize_then_sum(
-    rewards: Mapping[str, Sequence[float]], weights: Mapping[str, float], excluded: Sequence[bool], config: AlgorithmConfig, group_size: int
+    rewards: Mapping[str, Sequence[float]],
+    weights: Mapping[str, float],
+    excluded: Sequence[bool],
+    config: AlgorithmConfig,
+    group_size: int,
+    lengths: Sequence[int] | None = None,
 ) -> list[float]:
     """Return the advantages of all samples of a step, groups side by side. `rewards`: of each function, by label, one of every sample."""
-    parts = [weights[label] * _tensor(compute_advantages(rewards[label], excluded, config, group_size)) for label in rewards]
+    parts = [weights[label] * _tensor(compute_advantages(rewards[label], excluded, config, group_size, lengths)) for label in rewards]
     total, counted = torch.stack(parts).sum(0), torch.tensor(excluded).logical_not()
     members = counted.sum().clamp(min=1)
-    centered = counted * (total - (counted * total).sum() / members)
+    mean = (counted * total).sum() / members
+    centered = counted * (total - mean).masked_fill(torch.maximum(total.abs(), mean.abs()) < 1e-12, 0.0)  # rounding has no sign
     std = (centered.square().sum() / members).sqrt()
     return (centered / (std + _EPSILON)).tolist()
 

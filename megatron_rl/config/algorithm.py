@@ -19,7 +19,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "grpo": {},
     "dr_grpo": {"advantage": "group_mean", "aggregate": "constant"},
     "rloo": {"advantage": "leave_one_out", "aggregate": "constant", "kl_estimator": "k1", "kl_in": "reward"},
-    "reinforce_pp": {"advantage": "batch_std", "kl_estimator": "k2"},
+    "reinforce_pp": {"advantage": "token_std", "kl_estimator": "k2"},
     "dapo": {"clip_high": 0.28, "dynamic_sampling_max_rounds": 10, "overlong_share": 0.2},
     "gspo": {"loss": "gspo", "aggregate": "sequence", "clip_low": 3e-4, "clip_high": 4e-4},
     "cispo": {"loss": "cispo", "clip_low": 1.0, "clip_high": 0.28},
@@ -55,8 +55,11 @@ class AlgorithmConfig(ConfigSection):
 
     advantage: Annotated[str, AfterValidator(ADVANTAGES.check_name)] = "group_std"
     """Reward less the group's mean, over the group's std (`group_std`), as it is (`group_mean`), against the others' mean
-    (`leave_one_out`), over the batch's std (`batch_std`) or over the group's mean (`max_rl`, for rewards of 0 or more); or your own as
+    (`leave_one_out`), whitened over the batch's tokens
+    (`token_std`), over the batch's std (`batch_std`) or over the group's mean (`max_rl`, for rewards of 0 or more); or your own as
     module:attribute."""
+    advantage_std: Literal["sample", "population"] = "sample"
+    """group_std: the squares of n members divided by n - 1, as in verl, slime and TRL; or by n."""
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
     """Several reward functions: advantages of their weighted sum; or the weighted sum of the advantages of each, normalized over the batch
     (GDPO)."""

@@ -134,7 +134,7 @@ class PolicyTrainer:
 
         def compute() -> list[float]:
             rewards = [reward - algorithm.kl_coef * value for reward, value in zip(samples.rewards, kl, strict=True)]
-            return compute_advantages(rewards, samples.excluded, algorithm, self._config.rollout.group_size)
+            return compute_advantages(rewards, samples.excluded, algorithm, self._config.rollout.group_size, samples.lengths)
 
         advantages = run_on_rank0(compute)
         for sample in samples.own:

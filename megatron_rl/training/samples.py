@@ -41,6 +41,8 @@ class StepSamples:
     rewards: list[float] = field(default_factory=list)
     """Rank 0: of all samples, as is `excluded`; with the KL term in the reward, advantages wait for log-probs."""
     excluded: list[bool] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)
+    """Rank 0: sampled tokens of each sample."""
     rows: list[dict[str, Any]] = field(default_factory=list)
     """Rank 0: the report's, of `shown`."""
 
@@ -65,11 +67,12 @@ def share_samples(
         rollout = rollouts.pop()
         everything.extend(to_training_samples(rollout, routing))
         rewards, excluded = [sample.reward for sample in everything], [sample.excluded for sample in everything]
+        lengths = [sample.sampled_count for sample in everything]
         if not algorithm.kl_in_reward:
             if algorithm.multi_objective_aggregation == "normalize_then_sum":
-                advantages = normalize_then_sum(*_split_rewards(rollout, config), excluded, algorithm, config.rollout.group_size)
+                advantages = normalize_then_sum(*_split_rewards(rollout, config), excluded, algorithm, config.rollout.group_size, lengths)
             else:
-                advantages = compute_advantages(rewards, excluded, algorithm, config.rollout.group_size)
+                advantages = compute_advantages(rewards, excluded, algorithm, config.rollout.group_size, lengths)
             for sample, advantage in zip(everything, advantages, strict=True):
                 sample.advantage = advantage
         for mini_batch in _split(everything, algorithm.updates_per_step):
@@ -78,7 +81,7 @@ def share_samples(
         shown = select_evenly(range(len(everything)), config.log.samples)
         rows = build_sample_rows(step, rollout.completions_B, config.log.samples)
         facts = len(everything), tokens, sampled, shown, compute_rollout_metrics(rollout)
-        known.append(StepSamples([], *facts, rewards, excluded, rows))
+        known.append(StepSamples([], *facts, rewards, excluded, lengths, rows))
         return facts
 
     facts = run_on_rank0(prepare)

@@ -257,15 +257,20 @@ def std(values: list[float]) -> float:
     return math.sqrt(mean([(value - centre) ** 2 for value in values]))
 
 
+def sample_std(values: list[float]) -> float:
+    return std(values) * math.sqrt(len(values) / (len(values) - 1))
+
+
 GROUPS = [[1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 1.0], [0.25, 0.0, 2.0, 0.5]]
 
 
 CENTRED = [[reward - mean(group) for reward in group] for group in GROUPS]
 ALL_CENTRED = [value for values in CENTRED for value in values]
 BY_HAND = {
-    "group_std": [value / (std(group) + 1e-6) for group, values in zip(GROUPS, CENTRED, strict=True) for value in values],
+    "group_std": [value / (sample_std(group) + 1e-6) for group, values in zip(GROUPS, CENTRED, strict=True) for value in values],
     "group_mean": ALL_CENTRED,
     "leave_one_out": [r - mean(group[:i] + group[i + 1 :]) for group in GROUPS for i, r in enumerate(group)],
+    "token_std": [(value - mean(ALL_CENTRED)) / math.sqrt(std(ALL_CENTRED) ** 2 * 12 / 11 + 1e-8) for value in ALL_CENTRED],
     "batch_std": [(value - mean(ALL_CENTRED)) / (std(ALL_CENTRED) + 1e-6) for value in ALL_CENTRED],
     "max_rl": [value / mean(group) for group, values in zip(GROUPS, CENTRED, strict=True) for value in values],
 }

@@ -13,6 +13,7 @@ from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.config.reward import RewardConfig
 from megatron_rl.errors import RunError
+from megatron_rl.plugs import ADVANTAGES
 from megatron_rl.rollout.worker import RolloutBatch
 from megatron_rl.training.samples import _split_rewards
 from megatron_rl.types import Completion, Problem, Reward
@@ -28,7 +29,7 @@ def by_hand(columns: list[tuple[float, list[float]]], counted: list[bool], size:
             group = [values[i] for i in members]
             if len(set(group)) > 1:
                 for i in members:
-                    total[i] += weight * (values[i] - statistics.fmean(group)) / (statistics.pstdev(group) + 1e-6)
+                    total[i] += weight * (values[i] - statistics.fmean(group)) / (statistics.stdev(group) + 1e-6)
     known = [value for value, counts in zip(total, counted, strict=True) if counts]
     mean, std = statistics.fmean(known), statistics.pstdev(known)
     return [(value - mean) / (std + 1e-6) if counts else 0.0 for value, counts in zip(total, counted, strict=True)]
@@ -45,7 +46,7 @@ def test_each_reward_is_normalized_by_itself_then_their_sum_over_the_batch(size,
 
 def test_equal_rewards_of_every_function_teach_nothing():
     equal = {"math": [0.1] * 6, "format": [0.3] * 6}
-    assert normalize_then_sum(equal, dict.fromkeys(equal, 1.0), [False] * 6, AlgorithmConfig(), 3) == pytest.approx([0.0] * 6, abs=1e-3)
+    assert normalize_then_sum(equal, dict.fromkeys(equal, 1.0), [False] * 6, AlgorithmConfig(), 3) == [0.0] * 6
 
 
 def test_rewards_are_split_by_function_a_penalty_is_one_and_no_verdict_earns_nothing():
@@ -107,3 +108,28 @@ def test_a_masked_answer_leaves_the_loss_as_an_excluded_one_does(aggregate):
 def test_options_that_do_not_fit_are_refused(given, rule):
     with pytest.raises(ValueError, match=rule):
         AlgorithmConfig.model_validate(given)
+
+
+@pytest.mark.parametrize("kind", ADVANTAGES.builtin)
+@pytest.mark.parametrize("size", [2, 3, 7])
+def test_equal_rewards_have_no_sign(kind, size):
+    """A mean of 0.1 rounds: -1.4e-11, which counted as negative in the metrics of clip and correction."""
+    assert compute_advantages([0.1] * 2 * size, [False] * 2 * size, AlgorithmConfig(advantage=kind), size) == [0.0] * 2 * size
+
+
+def test_reinforce_pp_whitens_over_tokens_and_batch_std_over_completions():
+    """As verl's `compute_reinforce_plus_plus_baseline_outcome_advantage`: +3 and -1/3, whose mean over tokens is 0."""
+    case = [1.0, 0.0], [False] * 2
+    short, long = compute_advantages(*case, AlgorithmConfig(name="reinforce_pp"), 2, [100, 900])
+    tokens = [0.5] * 100 + [-0.5] * 900
+    deviation = (statistics.variance(tokens) + 1e-8) ** 0.5
+    assert (short, long) == pytest.approx([(value - statistics.fmean(tokens)) / deviation for value in (0.5, -0.5)], rel=1e-12)
+    assert (short, long) == (pytest.approx(3.0, abs=0.01), pytest.approx(-1 / 3, abs=0.01))
+    assert compute_advantages(*case, AlgorithmConfig(advantage="batch_std"), 2, [100, 900]) == pytest.approx([1.0, -1.0], abs=1e-5)
+
+
+@pytest.mark.parametrize("std, expected", [("sample", statistics.stdev), ("population", statistics.pstdev)])
+def test_grpo_with_either_standard_deviation(std, expected):
+    rewards = [1.0, 0.0, 0.25, 0.25]
+    by_formula = [(reward - statistics.fmean(rewards)) / (expected(rewards) + 1e-6) for reward in rewards]
+    assert compute_advantages(rewards, [False] * 4, AlgorithmConfig(advantage_std=std), 4) == pytest.approx(by_formula, rel=1e-12)

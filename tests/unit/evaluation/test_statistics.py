@@ -8,6 +8,7 @@ from fractions import Fraction
 from itertools import combinations, product
 from math import comb
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -123,3 +124,25 @@ def test_intervals_of_differences_cover_the_truth_and_p_values_are_uniform_witho
         small += sign_flip_p_value(gains) <= 0.05
     assert 0.93 <= covered / 1000 <= 0.98
     assert 0.02 <= small / 1000 <= 0.06
+
+
+def test_near_0_and_1_and_for_alike_problems_the_number_of_problems_counts():
+    """Effective sizes jumped to that of all completions: [.977, .999] of 239 of 240, [.998, 1] of 30 alike, +-.085 of two problems."""
+    all_right, one_wrong = estimate_mean([1.0] * 30, 8), estimate_mean([1.0] * 29 + [0.875], 8)
+    assert (all_right.low, all_right.high) == (pytest.approx(0.8865, abs=1e-3), 1.0)
+    assert abs(one_wrong.low - all_right.low) < 0.03 and one_wrong.high > 0.999
+    assert estimate_mean([pass_at_k(30, 64, 32)] * 30, 64).low < 0.89
+    two = estimate_mean([0.5] * 2, 64)
+    assert two.high - two.low > 0.8
+
+
+@pytest.mark.parametrize("problems", [5, 8, 15, 40])
+@pytest.mark.parametrize("samples", [4, 16, 64])
+@pytest.mark.parametrize("a, b", [(0.3, 0.3), (1.0, 1.0), (50.0, 50.0), (0.1, 1.9), (0.5, 4.5), (9.0, 1.0)])
+def test_intervals_cover_from_five_problems_on(problems, samples, a, b):
+    draw, covered = np.random.default_rng(11), 0
+    for _ in range(1500):
+        values = draw.binomial(samples, draw.beta(a, b, problems)) / samples
+        estimate = estimate_mean(values.tolist(), samples)
+        covered += estimate.low <= a / (a + b) <= estimate.high
+    assert covered >= 0.93 * 1500
