@@ -31,7 +31,7 @@ def communicate(gpu: FakeGpu, func: Any, args: tuple) -> Any:
     if dist.get_rank() not in ranks:
         raise RefusedCollectiveError(f"{kind} in a group of ranks {ranks}, which rank {dist.get_rank()} is not in")
     name, nbytes = name_group(group), sum(map(count_bytes, tensors))
-    gpu.recorder.collective(kind, name, nbytes)
+    gpu.recorder.collective(kind, name, nbytes, ranks)
     _check_replicas(kind, name, group.size(), nbytes)
     if kind == "barrier":
         gpu.recorder.wait("barrier")

@@ -6,6 +6,7 @@ import functools
 import sys
 import weakref
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any
@@ -83,8 +84,11 @@ class Phase:
     operators: int = 0
     moved: Counter = field(default_factory=Counter)
     """(kind, line) -> bytes that kernels read and write."""
+    moved_in_passes: Counter = field(default_factory=Counter)
+    """Kind -> those of them within a micro-batch's forward or backward pass."""
     flops: Counter = field(default_factory=Counter)
     """By kind of product: `fp8`, `bf16`, `fp32`."""
+    flops_in_passes: Counter = field(default_factory=Counter)
     waits: Counter = field(default_factory=Counter)
     """(kind, line) -> how often the host waits for the device."""
     waits_in_passes: Counter = field(default_factory=Counter)
@@ -93,6 +97,8 @@ class Phase:
     """(direction, line) -> bytes."""
     collectives: dict[tuple[str, str, str], list[int]] = field(default_factory=lambda: defaultdict(lambda: [0, 0]))
     """(kind, group, line) -> [calls, bytes of the whole tensor]."""
+    sent: Counter = field(default_factory=Counter)
+    """(group, its first rank, its last rank, whether within a pass) -> bytes that this rank sends."""
     passes: int = 0
     """Forward passes over a micro-batch."""
 
@@ -140,7 +146,10 @@ class Recorder:
 
     def _move(self, name: str, dtype: str, nbytes: int) -> None:
         line = find_line()
-        self.phase.moved[name_kind(name, dtype, line), line] += nbytes
+        kind = name_kind(name, dtype, line)
+        self.phase.moved[kind, line] += nbytes
+        if self.in_pass:
+            self.phase.moved_in_passes[kind] += nbytes
 
     def hold(self, tensor: torch.Tensor, what: Any) -> bool:
         """Count a tensor's memory until it is freed; return whether it is new."""
@@ -179,13 +188,18 @@ class Recorder:
     def work(self, kind: str, flops: int, *tensors: torch.Tensor, kernel: str = "") -> None:
         """A kernel of a library ran that reads and writes these tensors."""
         self.phase.operators += 1
-        self.phase.flops[kind] += flops
+        self._calculate(kind, flops)
         self._move(kernel, kind, sum(map(count_bytes, tensors)))
 
     def _count_flops(self, func: Any, inputs: list[torch.Tensor]) -> None:
         if func._schema.name in _PRODUCTS:
             a, b = inputs[-2:]
-            self.phase.flops[_kind(a.dtype)] += 2 * a.numel() * b.shape[-1]
+            self._calculate(_kind(a.dtype), 2 * a.numel() * b.shape[-1])
+
+    def _calculate(self, kind: str, flops: int) -> None:
+        self.phase.flops[kind] += flops
+        if self.in_pass:
+            self.phase.flops_in_passes[kind] += flops
 
     def wait(self, kind: str) -> None:
         """The host waits for the device."""
@@ -204,10 +218,16 @@ class Recorder:
         """`waits`: from memory that is not pinned, which the host waits for until it is staged."""
         self.phase.copies["to device", find_line()] += count_bytes(tensor)
 
-    def collective(self, kind: str, group: str, nbytes: int) -> None:
+    def collective(self, kind: str, group: str, nbytes: int, ranks: Sequence[int] = ()) -> None:
+        """`nbytes`: of the whole tensor; `ranks`: of the group, none where the exchange is the host's own."""
         entry = self.phase.collectives[kind, group, find_line()]
         entry[0] += 1
         entry[1] += nbytes
+        if not ranks:
+            return
+        size = len(ranks)
+        share = {"all-reduce": 2 * (size - 1) / size, "send": 1, "receive": 0}.get(kind, (size - 1) / size)
+        self.phase.sent[group, min(ranks), max(ranks), self.in_pass] += share * nbytes
 
 
 _PRODUCTS = ("aten::mm", "aten::addmm", "aten::addmm_", "aten::bmm", "aten::baddbmm")

@@ -15,6 +15,7 @@ from megatron_rl.planner.hardware import GIB, LINK_EFFICIENCY, Cluster
 from megatron_rl.planner.memory import count_layer_kinds
 from megatron_rl.planner.memory_by_phase import CUDA_CONTEXT_BYTES, count_trainer_parts
 from megatron_rl.planner.roofline import COMPUTE_EFFICIENCY
+from megatron_rl.rehearsal.bound import Bound, estimate_bound
 from megatron_rl.rehearsal.engine_rank import TOLERANCE, EngineRankReport
 from megatron_rl.rehearsal.job import RankRehearsal
 from megatron_rl.rehearsal.recorder import Phase
@@ -35,6 +36,8 @@ class PhaseReport:
     """Bytes of the plan, without the CUDA context; None where it has no such phase."""
     seconds: dict[str, float]
     """Of roofline: products, and bytes that operators read and write."""
+    bound: Bound | None
+    """Of a real step; None for phases without passes."""
 
     @property
     def difference(self) -> float | None:
@@ -60,6 +63,7 @@ class PhaseReport:
             "bytes_by_line": [{"kind": kind, "line": line, "bytes": count} for (kind, line), count in phase.moved.most_common()],
             "flops": dict(phase.flops),
             "seconds": self.seconds,
+            "bound": self.bound.as_json() if self.bound else None,
             "micro_batches": phase.passes,
             "host_waits": [
                 {"kind": kind, "line": line, "count": count, "in_micro_batches": phase.waits_in_passes[kind, line]}
@@ -119,7 +123,7 @@ def make_report(rehearsal: RankRehearsal, job: Workload, cluster: Cluster) -> Ra
         planned = None
         if phase.name in PLANNED and not rehearsal.fault:
             planned = sum(count_trainer_parts(job, candidate, stage, PLANNED[phase.name]).values()) - CUDA_CONTEXT_BYTES
-        phases.append(PhaseReport(phase, planned, estimate_seconds(phase, cluster)))
+        phases.append(PhaseReport(phase, planned, estimate_seconds(phase, cluster), estimate_bound(phase, job, candidate, cluster)))
     layers = sum(count_layer_kinds(job.model, candidate.train.pp, candidate.train.vpp, stage))
     return RankReport(rehearsal.rank, stage, rehearsal.fault, layers, phases)
 
@@ -161,6 +165,8 @@ def print_report(reports: list[RankReport], engine: list[EngineRankReport]) -> N
                 console.print(_moved(phase.phase))
                 console.print(_waits(phase.phase))
                 console.print(_collectives(phase.phase))
+                if phase.bound:
+                    console.print(_bound(phase.phase.name, phase.bound))
     for found in engine:
         if found.fault:
             console.print(f"FAULT: {found.fault}", soft_wrap=True)
@@ -219,6 +225,14 @@ def _collectives(phase: Phase) -> Table:
         sums[kind, group][1] += nbytes
     for (kind, group), (count, nbytes) in sorted(sums.items(), key=lambda entry: -entry[1][1]):
         table.add_row(kind, group, str(count), f"{nbytes / GIB:.3f}")
+    return table
+
+
+def _bound(name: str, bound: Bound) -> Table:
+    title = f"{name}: bound of a real step, {bound.passes} passes: {bound.total:.3g} s, and {bound.hidden:.2g} s of hidden communication"
+    table = _table(title, ["kind", "seconds", "share"])
+    for kind, seconds in bound.seconds.items():
+        table.add_row(kind, f"{seconds:.3g}", f"{seconds / bound.total:.1%}")
     return table
 
 

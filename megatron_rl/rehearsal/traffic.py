@@ -81,13 +81,16 @@ def _iter_on_device(values: Iterable[Any]) -> Iterator[torch.Tensor]:
 
 def name_kind(operator: str, dtype: str, line: str) -> str:
     """Return what an operator's bytes are for: a product by dtype, or by the line of code that asks for it."""
+    if operator == "norm":
+        return "norms"
     if dtype in ("fp8", "bf16", "fp32"):
         return "attention" if "attention" in operator else f"{dtype} products"
     return next((kind for part, kind in _BY_LINE if part in line), "other element-wise")
 
 
 _BY_LINE = (
-    ("logprobs", "log-probs"), ("cross_entropy", "log-probs"), ("policy_loss", "log-probs"),
+    ("logprobs", "log-probs"), ("vocabulary", "log-probs"), ("digest", "sync"), ("fused_bias_dropout", "residual add"),
+    ("cross_entropy", "log-probs"), ("policy_loss", "log-probs"),
     ("quantizing_optimizer", "optimizer"), ("layers/master", "optimizer"), ("optimizer", "optimizer"), ("clip_grads", "optimizer"),
     ("core/distributed/", "gradient buffers"), ("gradient", "gradient buffers"), ("buckets", "gradient buffers"),
     ("parallel/transport", "sync"), ("hash", "sync"),

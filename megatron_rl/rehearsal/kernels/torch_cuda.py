@@ -29,7 +29,7 @@ class _FusedRmsNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         x, weight, _ = ctx.saved_tensors
-        _recorder[0]().work("other", 0, gradient, x, x)
+        _recorder[0]().work("other", 0, gradient, x, x, kernel="norm")
         return torch.empty_like(x), None if weight is None else torch.empty_like(weight)
 
 
@@ -41,7 +41,7 @@ def install(recorder: Callable[[], Any]) -> None:
         if not input.is_cuda:
             return plain(input, normalized_shape, weight, eps)
         output: torch.Tensor = _FusedRmsNorm.apply(input, weight)
-        _recorder[0]().work("other", 0, input, output)
+        _recorder[0]().work("other", 0, input, output, kernel="norm")
         return output
 
     F.rms_norm = rms_norm

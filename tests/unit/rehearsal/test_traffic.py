@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
+from megatron_rl.planner.hardware import LINK_EFFICIENCY, Cluster
+from megatron_rl.planner.roofline import COMPUTE_EFFICIENCY
+from megatron_rl.rehearsal.bound import estimate_bound
+from megatron_rl.rehearsal.recorder import Recorder
 from megatron_rl.rehearsal.traffic import count_bytes, count_moved, name_kind
 
 aten = torch.ops.aten
@@ -58,3 +64,23 @@ def test_kinds_follow_dtype_and_line():
     assert name_kind("aten::mm", "bf16", "megatron_rl/mcore/logprobs.py:3") == "bf16 products"
     assert name_kind("attention", "bf16", "megatron_rl/mcore/x.py:3") == "attention"
     assert name_kind("aten::add", "other", "megatron/core/distributed/param_and_grad_buffer.py:9") == "gradient buffers"
+
+
+def test_a_bound_multiplies_passes_alone_and_takes_the_link_that_a_group_has():
+    job = SimpleNamespace(config=SimpleNamespace(algorithm=SimpleNamespace(updates_per_step=1)), has_reference=False)
+    cluster = Cluster.from_options(2, 8, "h100")
+    recorder = Recorder()
+    phase = recorder.begin("update 2")
+    phase.passes, recorder.in_pass = 2, True
+    recorder.work("fp8", 10**12, X)
+    recorder.collective("all-gather", "tp 2", 10**9, [0, 1])
+    recorder.collective("reduce-scatter", "dp 2", 10**9, [0, 8])
+    recorder.in_pass = False
+    recorder.work("other", 0, X, X, kernel="norm")
+    recorder.collective("all-gather", "dp 2", 10**9, [0, 8])
+    bound = estimate_bound(phase, job, SimpleNamespace(micro_batches=lambda _: 20), cluster)
+    assert bound.passes == 20
+    assert bound.seconds["fp8 products"] == pytest.approx(10**13 / (1979e12 * COMPUTE_EFFICIENCY))
+    assert bound.seconds["norms"] == pytest.approx(256 / (3.35e12 * LINK_EFFICIENCY))
+    assert bound.seconds["exposed communication"] == pytest.approx((10 * 0.5e9 / 450e9 + 0.5e9 / 50e9) / LINK_EFFICIENCY)
+    assert bound.hidden == pytest.approx(10 * 0.5e9 / 50e9 / LINK_EFFICIENCY)
