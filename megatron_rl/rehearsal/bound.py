@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,7 +50,7 @@ def estimate_bound(phase: Phase, job: Workload, candidate: Candidate, cluster: C
         passes *= job.config.algorithm.updates_per_step * (2 if job.has_reference else 1)
     factor = passes / phase.passes
     hbm, rates = cluster.gpu.hbm * LINK_EFFICIENCY, {"fp8": cluster.gpu.fp8, "bf16": cluster.gpu.bf16, "fp32": cluster.gpu.bf16 / 2}
-    moved: Counter[str] = Counter()
+    moved: defaultdict[str, float] = defaultdict(float)
     for (kind, _), count in phase.moved.items():
         moved[kind] += count
     for kind, count in phase.moved_in_passes.items():

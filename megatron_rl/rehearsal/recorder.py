@@ -97,7 +97,7 @@ class Phase:
     """(direction, line) -> bytes."""
     collectives: dict[tuple[str, str, str], list[int]] = field(default_factory=lambda: defaultdict(lambda: [0, 0]))
     """(kind, group, line) -> [calls, bytes of the whole tensor]."""
-    sent: Counter = field(default_factory=Counter)
+    sent: dict[tuple[str, int, int, bool], float] = field(default_factory=lambda: defaultdict(float))
     """(group, its first rank, its last rank, whether within a pass) -> bytes that this rank sends."""
     passes: int = 0
     """Forward passes over a micro-batch."""
