@@ -62,9 +62,9 @@ def estimate_bound(phase: Phase, job: Workload, candidate: Candidate, cluster: C
         if flops:
             seconds[kind] = max(seconds.get(kind, 0.0), flops / (rate * COMPUTE_EFFICIENCY))
     exposed = hidden = 0.0
-    for (group, first, last, within), count in phase.sent.items():
+    for (group, first, last, within), nbytes in phase.sent.items():
         bandwidth = cluster.gpu.nvlink if cluster.node_of(first) == cluster.node_of(last) else NETWORK_BANDWIDTH
-        time = count * (factor if within else 1) / (bandwidth * LINK_EFFICIENCY)
+        time = nbytes * (factor if within else 1) / (bandwidth * LINK_EFFICIENCY)
         if within and group.startswith(_HIDDEN):
             hidden += time
         else:
