@@ -44,6 +44,12 @@ DATA_FORMATS = Plug(
 """How a row becomes a question with a gold answer, `megatron_rl.data.formats.RowReader`."""
 
 TRACKERS = Plug(
-    "log.trackers", {"tensorboard": "megatron_rl.observability.tensorboard:TensorBoard"}, takes=("folder", "config", "resume_step")
+    "log.trackers",
+    {
+        "tensorboard": "megatron_rl.observability.tensorboard:TensorBoard",
+        "wandb": "megatron_rl.observability.wandb_tracker:WandB",
+        "mlflow": "megatron_rl.observability.mlflow_tracker:MLflow",
+    },
+    takes=("folder", "config", "resume_step"),
 )
 """Trackers, `megatron_rl.observability.trackers.Tracker`."""

@@ -17,7 +17,7 @@ class LogConfig(ConfigSection):
     dir: Path = Path("runs/default")
     """Parent folder; every run makes a folder of its own in it."""
     trackers: tuple[Annotated[str, AfterValidator(TRACKERS.check_name)], ...] = ("tensorboard",)
-    """What gets the rows of metrics.jsonl as well: `tensorboard`, or your own as module:attribute."""
+    """What gets the rows of metrics.jsonl as well: `tensorboard`, `wandb`, `mlflow`, or your own as module:attribute."""
     samples: int = Field(8, ge=0)
     """Completions kept per step for the report."""
     attribute_every: int = Field(0, ge=0)

@@ -37,8 +37,10 @@ class Trackers:
             try:
                 self._trackers[name] = TRACKERS.load(name)(folder, config, resume_step)
             except Exception as error:  # whatever it raises
-                rule = f"does not start ({type(error).__name__}: {error})"
-                raise UserError(TRACKERS.field, name, rule, "repair it, or leave it out") from None
+                rule = f"does not start ({type(error).__name__}: {_first_line(error)})"
+                missing = isinstance(error, ModuleNotFoundError) and error.name == name
+                fix = f"pip install {name}" if missing else "repair it"
+                raise UserError(TRACKERS.field, name, rule, f"{fix}, or leave it out") from None
 
     def log(self, row: Mapping[str, float], step: int) -> None:
         self._call_all(lambda tracker: tracker.log(row, step))
@@ -54,3 +56,7 @@ class Trackers:
                 if name not in self._failed:
                     self._failed.add(name)
                     self._say(f"tracker {name} failed, the run goes on ({type(error).__name__}: {error})")
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [""])[0]
