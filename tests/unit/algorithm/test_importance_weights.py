@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from megatron_rl.algorithm import importance_weights
 from megatron_rl.algorithm.importance_weights import assign_corrections
 from megatron_rl.batch.micro_batch import make_micro_batches
 from megatron_rl.batch.training_sample import TrainingSample
@@ -134,3 +135,14 @@ def test_a_ratio_that_is_no_number_is_refused_by_name(kind, sequences):
     sequences[2].old_logprobs[1:3] = math.nan
     with pytest.raises(RunError, match=f"correction {kind}: 2 tokens have no ratio of trainer to engine"):
         assign_corrections(sequences, AlgorithmConfig(correction=kind))
+
+
+def test_small_weights_of_whole_sequences_are_warned_of_once(sequences, caplog, monkeypatch):
+    monkeypatch.setattr(importance_weights, "_warned", set())
+    for sequence in sequences:
+        sequence.old_logprobs = sequence.rollout_logprobs - 1.5
+    for kind in ("tis", "sequence_tis", "sequence_tis"):
+        assign_corrections(sequences, AlgorithmConfig(correction=kind))
+    assert [record.message for record in caplog.records] == [
+        "correction sequence_tis: the mean weight of positive advantages is 0.011; it falls with length"
+    ]

@@ -133,3 +133,37 @@ def test_grpo_with_either_standard_deviation(std, expected):
     rewards = [1.0, 0.0, 0.25, 0.25]
     by_formula = [(reward - statistics.fmean(rewards)) / (expected(rewards) + 1e-6) for reward in rewards]
     assert compute_advantages(rewards, [False] * 4, AlgorithmConfig(advantage_std=std), 4) == pytest.approx(by_formula, rel=1e-12)
+
+
+GOLDEN = {
+    "group_std": [
+        1.6523691207437643,
+        -0.7955851322099605,
+        -0.06119885632384317,
+        -0.7955851322099605,
+        -0.8626610693498818,
+        -0.0,
+        1.4018242376935584,
+        -0.5391631683436762,
+    ],
+    "group_mean": [0.675, -0.325, -0.025000000000000022, -0.325, -0.6666666666666666, -0.0, 1.0833333333333335, -0.41666666666666663],
+    "leave_one_out": [0.9, -0.43333333333333335, -0.03333333333333336, -0.43333333333333335, -1.0, -0.0, 1.6250000000000002, -0.625],
+    "batch_std": [
+        1.1388278477119338,
+        -0.5483245192687088,
+        -0.0421788091745161,
+        -0.5483245192687088,
+        -1.1247682446537617,
+        -0.0,
+        1.827748397562363,
+        -0.7029801529086009,
+    ],
+}
+"""Of commit 96b36bf, every bit."""
+
+
+@pytest.mark.parametrize("kind", GOLDEN)
+def test_ordinary_rewards_keep_every_bit(kind):
+    rewards, excluded = [1.0, 0.0, 0.3, 0.0, 0.25, 0.7, 2.0, 0.5], [False] * 5 + [True] + [False] * 2
+    config = AlgorithmConfig(advantage=kind, advantage_std="population")
+    assert compute_advantages(rewards, excluded, config, 4) == GOLDEN[kind]
