@@ -77,7 +77,7 @@ class FakeGpu(TorchDispatchMode):
             return func(*args, **kwargs)
         handler = _HANDLERS.get(func)
         out = self._run(func, args, kwargs, description, tensors) if handler is None else handler(self, func, args, kwargs)
-        self.recorder.operator(func, args, kwargs, out)
+        self.recorder.operator(func, args, kwargs, tensors, out)
         return out
 
     def run(self, func: Any, args: tuple, kwargs: dict) -> Any:

@@ -132,8 +132,8 @@ class Recorder:
         if self._at_peak or not self.phase.peak.by_line:
             self.phase.peak.by_line, self._at_peak = dict(self._by_line), False
 
-    def operator(self, func: Any, args: tuple, kwargs: dict, out: Any) -> None:
-        """An operator ran."""
+    def operator(self, func: Any, args: tuple, kwargs: dict, inputs: list[torch.Tensor], out: Any) -> None:
+        """An operator ran; `inputs` are the tensors in its arguments."""
         for tensor in out if isinstance(out, list | tuple) else (out,):
             if isinstance(tensor, torch.Tensor) and tensor.device.type == "cuda":
                 self.hold(tensor, func)
@@ -141,8 +141,8 @@ class Recorder:
         if moved:
             self.phase.operators += 1
             name = func._schema.name
-            self._move(name, _kind(args[-1].dtype) if name in _PRODUCTS else "other", moved)
-            self._count_flops(func, args)
+            self._move(name, _kind(inputs[-1].dtype) if name in _PRODUCTS else "other", moved)
+            self._count_flops(func, inputs)
 
     def _move(self, name: str, dtype: str, nbytes: int) -> None:
         line = find_line()
@@ -191,9 +191,9 @@ class Recorder:
         self._calculate(kind, flops)
         self._move(kernel, kind, sum(map(count_bytes, tensors)))
 
-    def _count_flops(self, func: Any, args: tuple) -> None:
+    def _count_flops(self, func: Any, inputs: list[torch.Tensor]) -> None:
         if func._schema.name in _PRODUCTS:
-            a, b = args[-2:]
+            a, b = inputs[-2:]
             self._calculate(_kind(a.dtype), 2 * a.numel() * b.shape[-1])
 
     def _calculate(self, kind: str, flops: int) -> None:
