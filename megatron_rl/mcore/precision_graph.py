@@ -23,6 +23,7 @@ from megatron_rl.errors import RunError
 from megatron_rl.mcore.layers.mla import AbsorbedLatentAttention
 from megatron_rl.mcore.layers.norms import NormedAdd
 from megatron_rl.mcore.layers.row_parallel import TreeRowParallelLinear
+from megatron_rl.precision.backends import make_grouped_backend
 from megatron_rl.precision.graph.decoder import (
     AttentionPrecision,
     DecoderPrecision,
@@ -197,10 +198,12 @@ class _MegatronReader:
 
 
 def _describe_grouping(experts: Any, mlp: MLPPrecision) -> MLPPrecision:
-    """Say where all experts run in one product, whose bits are those of each expert's own."""
+    """Say where all experts run in one product, whose bits are those of each expert's own, and by what."""
     if not getattr(experts, "runs_grouped", False):
         return mlp
-    gate_up, down = (replace(part, detail=f"{part.detail}, grouped") for part in (mlp.gate_up, mlp.down))
+    first = experts.local_experts[0].linear_fc1
+    grouped = type(make_grouped_backend(first.config.linear_backend, first.format)).__name__
+    gate_up, down = (replace(part, detail=f"{part.detail.partition(', ')[0]}, {grouped}") for part in (mlp.gate_up, mlp.down))
     return replace(mlp, gate_up=gate_up, down=down)
 
 

@@ -124,10 +124,12 @@ def _count_shard_memory(job: Workload, layout: Layout, shard: Shard) -> RankMemo
 
 
 def _count_operands(job: Workload, shard: Shard, format: TensorFormat) -> int:
-    """Return `count_operand_bytes`; DeepGEMM's grouped products of experts have the blocks themselves a second time, end to end."""
+    """Return `count_operand_bytes`; DeepGEMM's grouped products, on a GPU those of all experts, have the blocks themselves a second time,
+    end to end."""
     backend = job.config.precision.backend
-    copies = 2 if backend == "deep_gemm" and _EXPERT in shard.name else 1
-    return copies * count_operand_bytes(backend, format, shard.rows, shard.cols)
+    if backend != "emulated" and _EXPERT in shard.name:
+        return 2 * count_operand_bytes("deep_gemm", format, shard.rows, shard.cols)
+    return count_operand_bytes(backend, format, shard.rows, shard.cols)
 
 
 def count_operand_bytes(backend: str, format: TensorFormat, rows: int, cols: int) -> int:

@@ -16,7 +16,8 @@ from megatron_rl.rollout.engine_placement import LAUNCHER_VARIABLE, find_meeting
 @rule(Needs.TRAINER | Needs.MACHINE)
 def backend_runs_here(facts: Facts) -> None:
     precision, format = facts.config.precision, facts.contract.trainer_format
-    if format.quantized and (missing := requirements.find_missing(precision.backend, format)):
+    experts = bool(facts.hf_config) and facts.model.experts is not None
+    if format.quantized and (missing := requirements.find_missing(precision.backend, format, experts)):
         rule = "cannot run here: " + ", ".join(reason for reason, _ in missing)
         raise UserError("precision.backend", precision.backend, rule, "; ".join([fix for _, fix in missing] + ["or use emulated"]))
 

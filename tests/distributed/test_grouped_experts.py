@@ -24,5 +24,5 @@ def test_grouped_products_train_as_one_expert_after_the_other(worlds, model_fold
     assert grouped["calls"]["k_grouped_fp8_gemm_nt_contiguous"] == SPARSE * 2
     others = grouped["calls"]["fp8_gemm_nt"]
     assert alone["calls"]["fp8_gemm_nt"] - others > SPARSE * 2 * 3 * EXPERTS / 2 and others <= LAYERS * 4 * 4
-    assert all(detail.endswith("grouped") for detail in grouped["details"] if "Linear" in detail)
-    assert not any("grouped" in detail for detail in alone["details"])
+    assert all(detail.endswith("DeepGemmExperts") for detail in grouped["details"] if "Linear" in detail)
+    assert not any("DeepGemmExperts" in detail for detail in alone["details"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,8 +24,8 @@ class GroupedLinear:
         assert backend is not None
         self.backend = backend
         self._operand: Any = None
-        self._scales: list[torch.Tensor] = []
-        """Of the blocks that `_operand` was made of: new blocks have new ones."""
+        self._scales: list[weakref.ref[torch.Tensor]] = []
+        """Of the blocks that `_operand` was made of: new blocks have new ones, and the operand goes with the old."""
 
     def __call__(self, x: torch.Tensor, groups: TokenGroups) -> torch.Tensor:
         """[T, K] -> [T, N], rows as `groups` says."""
@@ -37,10 +38,15 @@ class GroupedLinear:
     def operand(self) -> Any:
         """All experts' blocks in the form of the backend."""
         scales = [layer.scale for layer in self.layers]
-        if len(scales) != len(self._scales) or any(new is not old for new, old in zip(scales, self._scales, strict=True)):
-            self._operand = None  # before there are two
-            self._operand, self._scales = self.backend.prepare([layer.blocks for layer in self.layers]), scales
+        if self._operand is None or any(new is not old() for new, old in zip(scales, self._scales, strict=True)):
+            self._forget()  # before there are two
+            self._scales = [weakref.ref(scale, self._forget) for scale in scales]
+            self._operand = self.backend.prepare([layer.blocks for layer in self.layers])
         return self._operand
+
+    def _forget(self, _: Any = None) -> None:
+        """Free the operand, as soon as one of the blocks is replaced: while the engine serves, nothing is to be held for it."""
+        self._operand = None
 
 
 def can_group(layers: Sequence[Any]) -> bool:

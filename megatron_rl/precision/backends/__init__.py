@@ -20,8 +20,9 @@ PRODUCTS = {
 }
 """(`TensorFormat.name`, `precision.backend`) -> module of this package and class, which is given the format."""
 
-GROUPED = {("fp8", "deep_gemm"): "deep_gemm_experts:DeepGemmExperts"}
-"""The same for the products of all experts of a rank at once."""
+GROUPED = dict.fromkeys([("fp8", "deep_gemm"), ("fp8", "transformer_engine")], "deep_gemm_experts:DeepGemmExperts")
+"""The same for the products of all experts of a rank at once: DeepGEMM's for both, the kernels that SGLang has for experts as well.
+Transformer Engine's grouped products of 128-blocks call cuBLAS expert by expert."""
 
 
 @functools.cache

@@ -51,14 +51,17 @@ _PACKAGES: dict[str, tuple[tuple[Package, ...], ...]] = {  # of every tuple of a
 }
 
 
-def find_missing(name: str, format: TensorFormat = FP8) -> list[tuple[str, str]]:
-    """Return pairs (reason why the backend cannot run on this machine, fix), the most important first; empty where it can run."""
+def find_missing(name: str, format: TensorFormat = FP8, experts: bool = False) -> list[tuple[str, str]]:
+    """Return pairs (reason why the backend cannot run on this machine, fix), the most important first; empty where it can run. `experts`:
+    the model has some, whose products are DeepGEMM's (`backends.GROUPED`)."""
     if (format.name, name) not in PRODUCTS:
         return [(f"it has no {format.name.upper()} products", "name another")]
     if name == "emulated":
         return []
-    missing = [_find_gpu_problem(), *map(_find_package_problem, _PACKAGES[name])]
-    if name == "deep_gemm" and find_nvcc() is None:
+    deep_gemm = name == "deep_gemm" or experts
+    packages = dict.fromkeys((*_PACKAGES[name], *(_PACKAGES["deep_gemm"] if experts else ())))
+    missing = [_find_gpu_problem(), *map(_find_package_problem, packages)]
+    if deep_gemm and find_nvcc() is None:
         missing.append(("no nvcc to compile its kernels", "install the CUDA toolkit and set CUDA_HOME"))
     return [problem for problem in missing if problem]
 

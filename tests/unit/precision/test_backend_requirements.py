@@ -90,6 +90,15 @@ def test_an_unknown_version_is_refused(hopper, package, version, backend):
     assert f"{package} {version} is not one of the known versions" in refused(backend)
 
 
+def test_experts_need_deep_gemm_whatever_multiplies_the_rest(hopper):
+    assert requirements.find_missing("transformer_engine", experts=True) == []
+    del hopper["sgl-deep-gemm"]
+    assert requirements.find_missing("transformer_engine") == []
+    (missing,) = requirements.find_missing("transformer_engine", experts=True)
+    assert missing[0] == "sgl-deep-gemm is not installed"
+    assert requirements.find_missing("emulated", experts=True) == []
+
+
 def test_the_original_deep_gemm_will_do(hopper):
     del hopper["sgl-deep-gemm"]
     assert "sgl-deep-gemm is not installed" in refused("deep_gemm")
