@@ -141,8 +141,8 @@ class Recorder:
         if moved:
             self.phase.operators += 1
             name = func._schema.name
-            self._move(name, _kind(inputs[-1].dtype) if name in _PRODUCTS else "other", moved)
-            self._count_flops(func, inputs)
+            self._move(name, _kind(_factors(args)[0].dtype) if name in _PRODUCTS else "other", moved)
+            self._count_flops(func, args)
 
     def _move(self, name: str, dtype: str, nbytes: int) -> None:
         line = find_line()
@@ -191,9 +191,9 @@ class Recorder:
         self._calculate(kind, flops)
         self._move(kernel, kind, sum(map(count_bytes, tensors)))
 
-    def _count_flops(self, func: Any, inputs: list[torch.Tensor]) -> None:
+    def _count_flops(self, func: Any, args: tuple) -> None:
         if func._schema.name in _PRODUCTS:
-            a, b = inputs[-2:]
+            a, b = _factors(args)
             self._calculate(_kind(a.dtype), 2 * a.numel() * b.shape[-1])
 
     def _calculate(self, kind: str, flops: int) -> None:
@@ -231,6 +231,11 @@ class Recorder:
 
 
 _PRODUCTS = ("aten::mm", "aten::addmm", "aten::addmm_", "aten::bmm", "aten::baddbmm")
+
+
+def _factors(args: tuple) -> list[torch.Tensor]:
+    """Return the two factors among a product's positional arguments; `out=` is none of them, and a dtype may follow them."""
+    return [value for value in args if isinstance(value, torch.Tensor)][-2:]
 
 
 def _kind(dtype: torch.dtype) -> str:
