@@ -12,7 +12,7 @@ b the bytes of the high dtype:
                     T b q, the result; 4 T heads of statistics
     q and k norm    T b q where q had to be copied out of its groups; statistics
     SwiGLU          T b 4 f: gate and up, silu(gate), and up once more; on a GPU T b 2 f
-    experts         as an MLP for S top_k etp rows (a balanced router), and 4 h each for the weights' gradient
+    experts         as an MLP for S top_k etp rows (a balanced router), and their outputs for the weights' gradient
     logits          see `count_logits`: on the last stage
 
 Beside what is kept, a training pass works with one operator's tensors at a time, most of them gradients: see `count_working`.
@@ -145,7 +145,9 @@ def _experts(inputs: FormulaInputs) -> float:
     assert experts is not None
     rows = inputs.rows * top_k * layout.etp
     size = inputs.rows * (model.hidden * inputs.job.high_bytes + 5 * experts.count + 12 * top_k)  # the router's input, weights and choice
-    size += rows * (model.hidden * (inputs.linear_input_bytes + 4) + 12) + _swiglu(inputs, rows, experts.ffn / layout.etp)
+    size += rows * (model.hidden * (inputs.linear_input_bytes + inputs.job.high_bytes) + 12) + _swiglu(
+        inputs, rows, experts.ffn / layout.etp
+    )
     return size + (_swiglu(inputs, inputs.tokens, experts.shared_ffn / layout.tp) if experts.shared_ffn else 0)
 
 

@@ -38,12 +38,12 @@ class OutputWeightedExperts(SequentialMLP):
         """Tokens [T, h] sorted by expert, weights [T]; returns [T, h], for Megatron to add up over the ranks of an expert."""
         counts = tokens_per_expert.tolist()  # on the host: the dispatcher has waited for them, once a layer
         if self.runs_grouped:
-            return _weigh(self._run_grouped(permuted_local_hidden_states, counts), permuted_probs), None
+            return _Weigh.apply(self._run_grouped(permuted_local_hidden_states, counts), permuted_probs), None
         tokens = permuted_local_hidden_states.split(counts)
         y = torch.cat([_run_expert(mlp, x) for mlp, x in zip(self.local_experts, tokens, strict=True)])
         if self.config.sums_by_tree and self.tp_group.size() > 1:
             return _WeightedSum.apply(y, permuted_probs, self.tp_group, permuted_local_hidden_states.dtype), None
-        return _weigh(y, permuted_probs), None
+        return _Weigh.apply(y, permuted_probs), None
 
     @property
     def runs_grouped(self) -> bool:
@@ -74,7 +74,24 @@ def _run_expert(mlp: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def _weigh(y: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    return (y.float() * weights.unsqueeze(-1)).to(y.dtype)
+    """Return y [T, h] times float32 weights [T], multiplied in FP32 and rounded once: one kernel, which writes no FP32 copy."""
+    result: torch.Tensor = torch.mul(y, weights.unsqueeze(-1), out=torch.empty_like(y))
+    return result
+
+
+class _Weigh(torch.autograd.Function):
+    """`_weigh` with gradient; y is kept as it is."""
+
+    @staticmethod
+    def forward(ctx: Any, y: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(y, weights)
+        return _weigh(y, weights)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y, weights = ctx.saved_tensors
+        of_weights = gradient.float().mul_(y).sum(-1)
+        return _weigh(gradient, weights), of_weights
 
 
 class _WeightedSum(torch.autograd.Function):

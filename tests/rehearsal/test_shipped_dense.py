@@ -1,0 +1,15 @@
+"""The shipped configurations of dense models run on GPUs that are not there, and take the memory that `plan` says."""
+
+from __future__ import annotations
+
+import pytest
+from support.shipped import rehearse_shipped
+
+
+@pytest.mark.parametrize(("name", "stages"), [("qwen3_8b", [0]), ("qwen2_5_32b", [3, 0, 1])])
+def test_every_kind_of_rank_runs_and_waits_for_nothing_within_micro_batches(name, stages, tmp_path):
+    found = rehearse_shipped(name, tmp_path)
+    assert [rank["stage"] for rank in found["trainer"]] == stages and len(found["engine"]) == 2
+    for rank in found["trainer"]:
+        for phase in rank["phases"]:
+            assert not sum(wait["in_micro_batches"] for wait in phase["host_waits"]), phase["phase"]
