@@ -1,4 +1,4 @@
-"""Rehearses a tiny model, as it is and with planted faults, in a process of its own; prints one JSON object of case -> ranks' reports.
+"""Rehearses small models, as they are and with planted faults, in a process of its own; prints one JSON object of case -> ranks' reports.
 
 python -m support.rehearsals FOLDER CASE...
 """
@@ -9,8 +9,9 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 TINY = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -93,9 +94,9 @@ def item_per_layer() -> Any:
     return _in_attention(read)
 
 
-def doubled_activation() -> Any:
+def doubled_activation(times: int = 4) -> Any:
     def widen(result: Any) -> Any:
-        for _ in range(4):  # each keeps its factors for the backward pass
+        for _ in range(times):  # each keeps its factors for the backward pass
             result = result * result.detach().clone()
         return result
 
@@ -127,15 +128,63 @@ def refused_scales() -> Any:
     return replaced(DeepGemmBackend, "prepare", make)
 
 
-TWO = ["--train.layout.tp=2", "--train.layout.dp=2", "--rollout.engines=4"]
+WIDE = TINY | {
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "num_hidden_layers": 4,
+    "vocab_size": 128256,
+}
+"""Of a real model's widths, beside which what the plan leaves out is small."""
+LLAMA = WIDE | {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 3}
+EXPERTS = WIDE | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_experts": 16,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 1536,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
+ENGINES = "--rollout.engines"
+TWO = ["--train.layout.tp=2", "--train.layout.dp=2", f"{ENGINES}=4"]
+EP = ["--train.layout.tp=2", "--train.layout.ep=2", "--train.layout.etp=1", "--train.layout.dp=2", f"{ENGINES}=4"]
 DEEP_GEMM = ["--precision.backend=deep_gemm", "--precision.masters=spread"]
-CASES: dict[str, tuple[list[str], Callable[[], Any] | None]] = {
-    "plain": (TWO, None),
-    "host_tensor_in_loss": ([], host_tensor_in_loss),
-    "item_per_layer": (TWO, item_per_layer),
-    "doubled_activation": (TWO, doubled_activation),
-    "gather_in_wrong_group": (TWO, gather_in_wrong_group),
-    "refused_scales": (DEEP_GEMM, refused_scales),
+BF16 = ["--precision.mode=bf16"]
+
+
+class Case(NamedTuple):
+    overrides: list[str]
+    plant: Callable[[], Any] | None = None
+    model: dict[str, Any] = TINY
+
+
+CASES = {
+    "plain": Case(TWO),
+    "host_tensor_in_loss": Case([], host_tensor_in_loss),
+    "item_per_layer": Case(TWO, item_per_layer),
+    "doubled_activation": Case(TWO, doubled_activation),
+    "gather_in_wrong_group": Case(TWO, gather_in_wrong_group),
+    "refused_scales": Case(DEEP_GEMM, refused_scales),
+    # other families and layouts
+    "llama": Case(["--train.layout.tp=4", f"{ENGINES}=4"], model=LLAMA),
+    "llama, bf16, recomputed": Case([*TWO, *BF16, "--train.recompute=selective"], model=LLAMA),
+    "experts": Case(EP, model=EXPERTS),
+    "experts, deep_gemm": Case([*EP, "--precision.backend=deep_gemm"], model=EXPERTS),
+    "experts, bf16": Case([*EP, *BF16], model=EXPERTS),
+    "context parallel": Case(["--train.layout.cp=2", "--train.layout.tp=2", f"{ENGINES}=4"], model=WIDE),
+    "pipeline": Case(["--train.layout.pp=2", "--train.layout.tp=2", f"{ENGINES}=4"], model=WIDE),
+    "virtual stages": Case(
+        ["--train.layout.pp=2", "--train.layout.vpp=2", "--train.layout.tp=2", f"{ENGINES}=4"], model=WIDE | {"num_hidden_layers": 8}
+    ),
+    "disaggregated": Case([*TWO, "--placement.kind=disaggregated"], model=WIDE),
+    "experts: host_tensor_in_loss": Case(EP, host_tensor_in_loss, EXPERTS),
+    "experts: item_per_layer": Case(EP, item_per_layer, EXPERTS),
+    "experts: doubled_activation": Case(EP, partial(doubled_activation, 16), EXPERTS),
+    "experts: gather_in_wrong_group": Case(EP, gather_in_wrong_group, EXPERTS),
+    "experts: refused_scales": Case([*EP, "--precision.backend=deep_gemm"], refused_scales, EXPERTS),
 }
 
 
@@ -155,13 +204,13 @@ def main(folder: Path, names: list[str]) -> None:
     from megatron_rl.rehearsal.job import rehearse_rank
     from megatron_rl.rehearsal.report import make_report
 
-    (folder / "config.json").write_text(json.dumps(TINY))
     (folder / "run.toml").write_text(CONFIG.format(folder=folder))
     cluster, found = Cluster.from_options(1, 8, "h100"), {}
     for name in names:
-        overrides, plant = CASES[name]
+        overrides, plant, model = CASES[name]
+        (folder / "config.json").write_text(json.dumps(model))
         config = load_config(folder / "run.toml", overrides)
-        job = Workload.from_config(config, TINY)
+        job = Workload.from_config(config, model)
         with plant() if plant else nullcontext():
             ranks = choose_ranks(None, config.train.layout.to_layout())
             found[name] = [make_report(rehearse_rank(config, rank, cluster.gpu), job, cluster).as_json() for rank in ranks]

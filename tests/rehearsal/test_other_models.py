@@ -1,0 +1,55 @@
+"""Families and layouts that no shipped configuration has agree with the plan, and faults that are planted there are found."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PLAIN = (
+    *("llama", "llama, bf16, recomputed", "experts", "experts, deep_gemm", "experts, bf16"),
+    *("context parallel", "pipeline", "virtual stages", "disaggregated"),
+)
+PLANTED = {
+    "experts: host_tensor_in_loss": "cuda:0 and cpu",
+    "experts: gather_in_wrong_group": "RefusedCollectiveError",
+    "experts: refused_scales": "RefusedKernelError",
+    "experts: item_per_layer": "",
+    "experts: doubled_activation": "",
+}
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory):
+    """The ranks' reports by case, of one process that imports torch its own way."""
+    if not (shutil.which("g++") or shutil.which("clang++")):
+        pytest.skip("no C++ compiler, which a rehearsal with a CPU build of torch needs")
+    command = [sys.executable, "-m", "support.rehearsals", str(tmp_path_factory.mktemp("rehearsal")), *PLAIN, *PLANTED]
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("case", PLAIN)
+def test_it_runs_takes_the_memory_that_the_plan_says_and_waits_in_no_layer(reports, case):
+    for rank in reports[case]:
+        assert not rank["fault"] and not rank["waits_per_layer"]
+        planned = {phase["phase"]: phase["planned_bytes"] / phase["peak_bytes"] for phase in rank["phases"] if phase["planned_bytes"]}
+        assert planned.keys() == {"sync", "logprobs 2", "update 2"} and rank["passes"], planned
+
+
+@pytest.mark.parametrize("case", PLANTED)
+def test_a_planted_fault_is_found_among_experts(reports, case):
+    (rank,) = reports[case]
+    assert not rank["passes"] and PLANTED[case] in rank["fault"] and bool(rank["fault"]) == bool(PLANTED[case])
+    assert bool(rank["waits_per_layer"]) == ("item_per_layer" in case)
+    if "doubled" in case:
+        update = next(phase for phase in rank["phases"] if phase["phase"] == "update 2")
+        assert update["planned_bytes"] / update["peak_bytes"] < 0.95
