@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from parallel.plug import Plug
 
-LOSSES = Plug("algorithm.loss", {name: f"megatron_rl.algorithm.losses.{name}:token_losses" for name in ("ppo", "gspo", "cispo")})
+LOSSES = Plug("algorithm.loss", {name: f"megatron_rl.algorithm.losses.{name}:token_losses" for name in ("ppo", "gspo", "cispo", "gmpo")})
 """Losses, `megatron_rl.algorithm.policy_loss.TokenLossFunction`."""
 
 ADVANTAGES = Plug(

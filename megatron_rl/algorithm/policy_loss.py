@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from megatron_rl.algorithm.kl import KL_ESTIMATORS
+from megatron_rl.algorithm.ratios import exp_log_ratio
 from megatron_rl.batch.micro_batch import MicroBatch
 from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.metrics import declare
@@ -22,6 +23,9 @@ from megatron_rl.plugs import LOSSES
 
 _POLICY = declare("loss/policy", "policy loss", "small", "policy loss", label="policy loss")
 _KL = declare("loss/kl", "KL term against the reference model", "nats", "KL term", label="KL")
+_DROPPED = declare(
+    "mask/off_policy", "share of tokens of negative advantage dropped as off-policy", "share", "tokens dropped", label="off-policy"
+)
 _CLIPPED = declare("clip/{}", "share of tokens that the clip touches, {} advantage", "share", "tokens clipped", label="{} advantage")
 
 
@@ -51,12 +55,25 @@ class PolicyLoss:
         mask, config = batch.mask, self.config
         logprobs = logprobs.masked_fill(mask == 0, 0.0)  # elsewhere exp() may overflow, and inf * 0 is NaN
         losses, clipped = self._token_losses(logprobs, batch, config, **config.loss_settings)
+        sums: dict[str, torch.Tensor] = {}
+        if config.off_policy_mask_threshold is not None:
+            dropped = self._find_off_policy(logprobs.detach(), batch, config.off_policy_mask_threshold)
+            losses = losses.masked_fill(dropped, 0.0)
+            sums[_DROPPED] = dropped.to(mask.dtype).mul(mask).sum()
         loss = (losses * batch.importance_weights * batch.loss_weights).sum()
-        sums = {_POLICY: loss.detach()}
+        sums[_POLICY] = loss.detach()
         for name, of_sign in (("positive", batch.advantages > 0), ("negative", batch.advantages < 0)):
             sums[_CLIPPED.format(name)] = (clipped & of_sign).to(mask.dtype).mul(mask).sum()  # the trainer makes shares of all tokens
         if config.kl_coef and config.kl_in == "loss":
-            kl = (KL_ESTIMATORS[config.kl_estimator](batch.reference_logprobs - logprobs) * batch.loss_weights).sum()
+            estimates = KL_ESTIMATORS[config.kl_estimator](batch.reference_logprobs - logprobs)
+            if config.kl_bias_correction:
+                estimates = exp_log_ratio(logprobs - batch.old_logprobs) * estimates
+            kl = (estimates * batch.loss_weights).sum()
             sums[_KL] = kl.detach()
             loss = loss + config.kl_coef * kl
         return loss, sums
+
+    def _find_off_policy(self, logprobs: torch.Tensor, batch: MicroBatch, threshold: float) -> torch.Tensor:
+        """Return bool [1, t]: positions of completions that the policy has left, by DeepSeek-V3.2 (arXiv 2512.02556, section 3.1):
+        A < 0, and the mean over the answer's tokens of old_logp - logp above `threshold`."""
+        return (batch.average_by_sample(batch.old_logprobs - logprobs) > threshold) & (batch.advantages < 0)

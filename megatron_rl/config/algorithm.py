@@ -22,6 +22,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "reinforce_pp": {"advantage": "token_std", "kl_estimator": "k2"},
     "dapo": {"clip_high": 0.28, "dynamic_sampling_max_rounds": 10, "overlong_share": 0.2},
     "gspo": {"loss": "gspo", "aggregate": "sequence", "clip_low": 3e-4, "clip_high": 4e-4},
+    "gmpo": {"loss": "gmpo", "aggregate": "sequence", "clip_low": 0.4, "clip_high": 0.4},
     "cispo": {"loss": "cispo", "clip_low": 1.0, "clip_high": 0.28},
     "max_rl": {"advantage": "max_rl"},
 }
@@ -48,7 +49,7 @@ def _as_corrections(value: Any) -> Any:
 class AlgorithmConfig(ConfigSection):
     """How rewards become advantages, and log-probs a loss. Every field can be set, whatever the name says."""
 
-    name: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "dapo", "gspo", "cispo", "max_rl"] = "grpo"
+    name: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "dapo", "gspo", "gmpo", "cispo", "max_rl"] = "grpo"
     """The preset; see PRESETS above for what each name sets."""
     updates_per_step: int = Field(1, ge=1)
     """Optimizer steps per rollout; the batch is cut into that many parts."""
@@ -64,14 +65,14 @@ class AlgorithmConfig(ConfigSection):
     """Several reward functions: advantages of their weighted sum; or the weighted sum of the advantages of each, normalized over the batch
     (GDPO)."""
     loss: Annotated[str, AfterValidator(LOSSES.check_name)] = "ppo"
-    """`ppo`: clipped ratio per token. `gspo`: clipped ratio per sequence. `cispo`: clipped weight that keeps every gradient. Or your own as
-    module:attribute."""
+    """`ppo`: clipped ratio per token. `gspo`: clipped ratio per sequence. `gmpo`: geometric mean of clipped ratios. `cispo`: clipped weight
+    that keeps every gradient. Or your own as module:attribute."""
     loss_settings: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the loss, for one of your own."""
     clip_low: float = Field(0.2, gt=0, le=1)
-    """The ratio's lower bound is 1 - clip_low; 1 leaves it open."""
+    """The ratio's lower bound is 1 - clip_low; 1 leaves it open. gmpo: the lower bound of its logarithm is -clip_low."""
     clip_high: float = Field(0.2, gt=0)
-    """The ratio's upper bound is 1 + clip_high."""
+    """The ratio's upper bound is 1 + clip_high. gmpo: that of its logarithm is clip_high."""
     dual_clip: float | None = Field(None, gt=1)
     """ppo: bounds the loss of a negative advantage A at -dual_clip * A, however large the ratio. Absent: unbounded."""
     calibrate_every: int = Field(0, ge=0)
@@ -83,8 +84,13 @@ class AlgorithmConfig(ConfigSection):
     """Weight of the KL estimate against the reference model; 0 runs without a reference model."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """Per token, d = log p_reference - log p: k1 = -d, k2 = d^2 / 2, k3 = exp(d) - d - 1."""
+    kl_bias_correction: bool = False
+    """kl_in loss: weigh each token's estimate by its ratio p / p_old, with gradient: unbiased for the present policy (DeepSeek-V3.2)."""
     kl_in: Literal["loss", "reward"] = "loss"
     """`loss`: a term of its own, with gradient. `reward`: taken from a completion's reward, summed over its tokens."""
+
+    off_policy_mask_threshold: float | None = Field(None, gt=0)
+    """Drop the policy loss of a completion of negative advantage whose mean of old_logp - logp is above this (DeepSeek-V3.2)."""
 
     dynamic_sampling_max_rounds: int = Field(0, ge=0)
     """Rounds of sampling to fill the batch with groups whose rewards differ; 0 takes every group."""
@@ -138,6 +144,8 @@ class AlgorithmConfig(ConfigSection):
             raise ValueError(f"dual_clip belongs to loss ppo, not to {self.loss}: leave it out")
         if self.dual_clip is not None and self.dual_clip <= 1 + self.clip_high:
             raise ValueError(f"dual_clip ({self.dual_clip}) must be larger than 1 + clip_high ({1 + self.clip_high})")
+        if self.kl_bias_correction and (self.kl_in != "loss" or not self.kl_coef):
+            raise ValueError("kl_bias_correction weighs the KL term of the loss: set kl_coef, and kl_in loss")
         if self.calibrate_every and (self.loss != "ppo" or self.updates_per_step < 2):
             raise ValueError("calibrate_every needs loss ppo and updates_per_step of 2 or more: before the first update all ratios are 1")
         if self.accuracy_low >= self.accuracy_high:

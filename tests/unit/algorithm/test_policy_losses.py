@@ -91,7 +91,19 @@ def cispo(config: AlgorithmConfig, logp: list[float], old: list[float], advantag
     return [(-weight * advantage * new, weight != ratio) for weight, ratio, new in zip(weights, ratios, logp, strict=True)]
 
 
-FORMULAS = {"ppo": ppo, "gspo": gspo, "cispo": cispo}
+def gmpo(config: AlgorithmConfig, logp: list[float], old: list[float], advantage: float, fixed: list[float]) -> Formula:
+    """arXiv 2507.20673, eq. 4: the product over tokens of min(rho^s, clip(rho, e^-low, e^high)^s), s the sign of A, to the power s / T."""
+    sign, product, touched = (1 if advantage >= 0 else -1), 1.0, []
+    for new, before in zip(logp, old, strict=True):
+        ratio = math.exp(new - before)
+        bounded = clip(ratio, math.exp(-config.clip_low), math.exp(config.clip_high))
+        product *= min(ratio**sign, bounded**sign)
+        touched.append(advantage != 0 and bounded**sign < ratio**sign)
+    objective = product ** (sign / len(old)) * advantage
+    return [(-objective, each) for each in touched]
+
+
+FORMULAS = {"ppo": ppo, "gspo": gspo, "gmpo": gmpo, "cispo": cispo}
 """`logp` are the log-probs; a weight that has no gradient is computed from `fixed`."""
 KL = {"k1": lambda d: -d, "k2": lambda d: d * d / 2, "k3": lambda d: math.exp(d) - d - 1}
 
@@ -102,8 +114,13 @@ def expected(config: AlgorithmConfig, sequences: list[TrainingSample], logprobs:
     for sequence, logp, still in zip(sequences, logprobs, fixed, strict=True):
         old, reference, correction = (v.tolist() for v in (sequence.old_logprobs, sequence.reference_logprobs, sequence.importance_weights))
         losses = [loss for loss, _ in FORMULAS[config.loss](config, logp, old, sequence.advantage, still)]
+        left = sum(before - new for before, new in zip(old, still, strict=True)) / len(old)
+        if config.off_policy_mask_threshold is not None and sequence.advantage < 0 and left > config.off_policy_mask_threshold:
+            losses = [0.0] * len(old)  # arXiv 2512.02556, section 3.1
         if config.kl_coef and config.kl_in == "loss":
             kl = [config.kl_coef * KL[config.kl_estimator](ref - new) for ref, new in zip(reference, logp, strict=True)]
+            if config.kl_bias_correction:
+                kl = [math.exp(new - before) * value for value, new, before in zip(kl, logp, old, strict=True)]
         else:
             kl = [0.0] * len(old)
         per_sequence.append([c * value + k for c, value, k in zip(correction, losses, kl, strict=True)])
@@ -162,6 +179,8 @@ CONFIGS = {
     "gspo": {"name": "gspo"},
     "gspo, wide": {"name": "gspo", "clip_low": 0.2, "clip_high": 0.2, "kl_coef": 0.1},
     "gspo by token": {"name": "gspo", "aggregate": "token"},
+    "gmpo": {"name": "gmpo"},
+    "off-policy sequences dropped": {"name": "grpo", "off_policy_mask_threshold": 0.2, "kl_coef": 0.1, "kl_bias_correction": True},
     "cispo": {"name": "cispo"},
     "cispo, two bounds": {"name": "cispo", "clip_low": 0.2, "kl_coef": 0.1, "kl_estimator": "k1"},
 }
@@ -220,6 +239,18 @@ def test_what_is_no_answer_token_never_matters(sequences, now):
     """Prompt tokens and padding have log-probs too, and some are astronomically improbable to the policy."""
     config = AlgorithmConfig(kl_coef=0.05)
     assert run(config, sequences, now, 1000, 0.0) == run(config, sequences, now, 1000) == run(config, sequences, now, 1000, -1000.0)
+
+
+def test_dropped_tokens_are_counted_and_only_of_negative_advantage(sequences, now):
+    _, gradients, metrics = run(AlgorithmConfig(off_policy_mask_threshold=0.2), sequences, now, 1000)
+    dropped = [
+        sequence.advantage < 0 and (sequence.old_logprobs - torch.tensor(logp)).mean() > 0.2
+        for sequence, logp in zip(sequences, now, strict=True)
+    ]
+    assert any(dropped) and not all(flag for flag, sequence in zip(dropped, sequences, strict=True) if sequence.advantage < 0)
+    count = sum(len(logp) for flag, logp in zip(dropped, now, strict=True) if flag)
+    assert metrics["mask/off_policy"] == pytest.approx(count / sum(map(len, now)))
+    assert all(not any(part) for flag, part in zip(dropped, gradients, strict=True) if flag)
 
 
 def test_policy_and_kl_are_reported_apart(sequences, now):
@@ -362,6 +393,8 @@ def test_a_name_sets_defaults_and_fields_win(given, result):
     "given, rule",
     [
         ({"name": "gspo", "dual_clip": 3.0}, "dual_clip belongs to loss ppo"),
+        ({"kl_bias_correction": True}, "kl_bias_correction weighs the KL term of the loss: set kl_coef, and kl_in loss"),
+        ({"name": "rloo", "kl_coef": 0.1, "kl_bias_correction": True}, "kl_bias_correction weighs the KL term of the loss"),
         ({"dual_clip": 1.1}, "must be larger than 1 [+] clip_high"),
         ({"correction": "tis", "old_policy": "engine"}, "needs old_policy trainer"),
         ({"correction": ["tis", "icepop"]}, "tis and icepop weigh tokens"),
