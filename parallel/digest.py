@@ -52,7 +52,7 @@ def view_bytes(tensor: torch.Tensor) -> ByteMatrix:
 
 def as_byte_matrix(values: torch.Tensor) -> ByteMatrix:
     """Return uint8 values, a flat buffer or a matrix, in the same form, without a copy."""
-    return values if values.is_cuda else values.numpy()
+    return values.numpy() if values.device.type == "cpu" else values
 
 
 class Hash:

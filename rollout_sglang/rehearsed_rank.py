@@ -4,8 +4,8 @@
 
 A process of its own, as it makes torch believe in a GPU before SGLang is imported: SGLang then takes the branches, and the hooks of this
 project, that it takes on Hopper. Packages that a GPU's environment has and this one lacks are stubs. The model is built by SGLang's loader
-of dummy weights, for one rank after the other, on torch's device `meta`, and processed as after a sync. Nothing is computed, and no kernel
-is called. Prints, by rank, what `RehearsedRank` says, in JSON.
+of dummy weights, for each rank in a process of its own, on torch's device `meta`, processed as after a sync, and filled with a sync's
+chunks. Nothing is computed, and no kernel is called. Prints, by rank, what `RehearsedRank` says, in JSON.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from parallel.chunking import Chunk
 from rollout_sglang.platform import stub_modules
 
 _GPU_PACKAGES = ("sgl_kernel", "flashinfer", "deep_gemm", "triton_kernels", "flash_attn", "torch_memory_saver")
@@ -39,6 +40,10 @@ class RehearsedRank:
     """Tensors that neither a sync fills nor `derived_tensors` knows; the first sync on a GPU would refuse them."""
     model: str
     """SGLang's class."""
+    chunks: int
+    """Of a sync, that were unpacked into those tensors."""
+    sync_fault: str
+    """Why the weights are not filled by them, each byte once; "" where they are."""
 
 
 class _Stream:
@@ -74,12 +79,13 @@ def _pretend_to_have_a_gpu() -> None:
 
 
 def _rehearse(settings: dict[str, Any], ranks: list[int]) -> dict[int, RehearsedRank]:
-
     from megatron_rl.config import Config
     from megatron_rl.hf.files import read_config
     from megatron_rl.hf.write import describe_weights
     from megatron_rl.precision.contract import PrecisionContract
     from megatron_rl.rollout.engine_placement import place_engine
+    from megatron_rl.sync.plan import SyncPlan
+    from parallel.model_geometry import ModelGeometry
     from rollout_sglang import launch_args
     from rollout_sglang.hooks import registry
 
@@ -87,18 +93,22 @@ def _rehearse(settings: dict[str, Any], ranks: list[int]) -> dict[int, Rehearsed
     stub_modules.install(*_LATE_PACKAGES)
     config = Config.model_validate(settings, strict=False)
     contract, placement = PrecisionContract.from_config(config.precision), place_engine(config.rollout, 0)[0]
+    geometry, layout = ModelGeometry.from_hf_config(read_config(config.model.folder)), config.train.layout.to_layout()
+    plan = SyncPlan.make(geometry, layout, config.rollout.to_layout()._replace(engines=1), contract, config.sync.chunk_bytes)
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(describe_weights(read_config(config.model.folder), contract)))
         os.environ |= launch_args.make_environment(config, contract, placement) | {"SGLANG_USE_MESSAGE_QUEUE_BROADCASTER": "false"}
         arguments = launch_args.make_server_arguments(config, contract, Path(folder), 30000, placement, "127.0.0.1:29999")
         arguments += ["--load-format", "dummy", "--skip-tokenizer-init", "--disable-custom-all-reduce"]
-        with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as pool:  # SGLang's state is the process's: a rank is one
-            tasks = [(arguments, config.rollout.tp, rank) for rank in ranks]
+        import sglang.srt.models.registry  # noqa: F401  once for all ranks
+
+        with multiprocessing.get_context("fork").Pool(len(ranks), maxtasksperchild=1) as pool:  # SGLang's state is the process's
+            tasks = [(arguments, config.rollout.tp, rank, [chunk for chunk in plan.chunks if chunk.target == rank]) for rank in ranks]
             return dict(zip(ranks, pool.starmap(_build, tasks, chunksize=1), strict=True))
 
 
-def _build(arguments: list[str], tp: int, rank: int) -> RehearsedRank:
-    """Do what SGLang's scheduler does until the model is loaded."""
+def _build(arguments: list[str], tp: int, rank: int, chunks: list[Chunk]) -> RehearsedRank:
+    """Do what SGLang's scheduler does until the model is loaded; then receive a sync."""
     import torch.distributed as dist
     from sglang.srt.configs.load_config import LoadConfig
     from sglang.srt.configs.model_config import ModelConfig
@@ -113,6 +123,7 @@ def _build(arguments: list[str], tp: int, rank: int) -> RehearsedRank:
 
     from rollout_sglang import rank_handler
     from rollout_sglang.derived_tensors import find_unknown
+    from rollout_sglang.rehearsed_sync import receive
 
     server_args = prepare_server_args(arguments)
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=tp)
@@ -130,11 +141,18 @@ def _build(arguments: list[str], tp: int, rank: int) -> RehearsedRank:
         loader.initialize_dummy_weights = lambda _: None
         model = loader.DummyModelLoader(LoadConfig(load_format="dummy")).load_model(model_config=model_config, device_config=device)
     live = rank_handler.live_tensors(model)
+    try:
+        receive(live, chunks)
+        sync_fault = ""
+    except ValueError as error:
+        sync_fault = str(error)
     return RehearsedRank(
         {name: (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) for name, tensor in live.items()},
         rank_handler.read_activation_formats(model),
         find_unknown(model, live.values()),
         type(model).__name__,
+        len(chunks),
+        sync_fault,
     )
 
 

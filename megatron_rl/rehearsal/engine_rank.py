@@ -38,6 +38,8 @@ class EngineRankReport:
     """That a sync would fill."""
     bytes: int
     """Of those."""
+    chunks: int
+    """Of a sync, unpacked into those."""
     planned: int
     """Bytes that the plan says."""
     fault: str
@@ -67,9 +69,11 @@ def rehearse_engine(config: Config, planned: int) -> list[EngineRankReport]:
             if contract.engine_format.quantized:
                 check_activation_formats(contract, answer["activation_formats"])
             _check_unknown(answer["unknown"])
+            if answer["sync_fault"]:
+                raise RunError(answer["sync_fault"])
         except RunError as error:
             fault = str(error)
-        reports.append(EngineRankReport(int(rank), answer["model"], len(live), _count_bytes(live), planned, fault))
+        reports.append(EngineRankReport(int(rank), answer["model"], len(live), _count_bytes(live), answer["chunks"], planned, fault))
     return reports
 
 

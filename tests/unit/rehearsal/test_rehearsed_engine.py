@@ -33,6 +33,7 @@ def test_experts_on_hopper_hold_what_a_sync_fills(tmp_path):
     reports = rehearse(config)
     assert [report.rank for report in reports] == [0, config.rollout.tp - 1]
     assert {(report.model, report.fault, report.passes) for report in reports} == {("Qwen3MoeForCausalLM", "", True)}
+    assert all(report.chunks for report in reports)
     assert {report.tensors for report in reports} == {2 * 13 + 3} and {report.bytes for report in reports} == {reports[0].planned}
 
 
