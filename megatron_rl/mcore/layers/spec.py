@@ -97,11 +97,9 @@ class CoreAttention(MegatronModule):
         return kv_cache.round_trip(key), kv_cache.round_trip(value)
 
 
-class SwiGLU(torch.nn.Module):
-    """What a model built with `use_te_activation_func` calls in the place of Transformer Engine's."""
-
-    def __init__(self, config: TransformerConfig) -> None:
-        super().__init__()
+class SwiGLU(MegatronModule):
+    """What a model built with `use_te_activation_func` calls in the place of Transformer Engine's. Megatron asks every part of an MLP for
+    its share of a checkpoint."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return swiglu.swiglu(x)

@@ -1,0 +1,12 @@
+"""The activation that models have on a GPU is a part of the MLP that a checkpoint can be made of."""
+
+from __future__ import annotations
+
+from megatron.core.transformer import TransformerConfig
+
+from megatron_rl.mcore.layers.spec import SwiGLU
+
+
+def test_a_checkpoint_finds_no_tensors_in_it():
+    config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1)
+    assert SwiGLU(config=config).sharded_state_dict("mlp.activation_func.", (), None) == {}
