@@ -24,7 +24,11 @@ from megatron_rl.plugs import LOSSES
 _POLICY = declare("loss/policy", "policy loss", "small", "policy loss", label="policy loss")
 _KL = declare("loss/kl", "KL term against the reference model", "nats", "KL term", label="KL")
 _DROPPED = declare(
-    "mask/off_policy", "share of tokens of negative advantage dropped as off-policy", "share", "tokens dropped", label="off-policy"
+    "mask/off_policy",
+    "share of tokens of negative advantage dropped as off-policy",
+    "share",
+    "tokens clipped",
+    label="dropped as off-policy",
 )
 _CLIPPED = declare("clip/{}", "share of tokens that the clip touches, {} advantage", "share", "tokens clipped", label="{} advantage")
 

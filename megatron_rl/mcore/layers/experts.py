@@ -90,7 +90,7 @@ class _Weigh(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         y, weights = ctx.saved_tensors
-        of_weights = gradient.float().mul_(y).sum(-1)
+        of_weights = gradient.to(torch.float32, copy=True).mul_(y).sum(-1)
         return _weigh(gradient, weights), of_weights
 
 
