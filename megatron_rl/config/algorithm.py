@@ -56,9 +56,8 @@ class AlgorithmConfig(ConfigSection):
 
     advantage: Annotated[str, AfterValidator(ADVANTAGES.check_name)] = "group_std"
     """Reward less the group's mean, over the group's std (`group_std`), as it is (`group_mean`), against the others' mean
-    (`leave_one_out`), whitened over the batch's tokens
-    (`token_std`), over the batch's std (`batch_std`) or over the group's mean (`max_rl`, for rewards of 0 or more); or your own as
-    module:attribute."""
+    (`leave_one_out`), whitened over the batch's tokens (`token_std`), over the batch's std (`batch_std`) or over the group's mean
+    (`max_rl`, for rewards of 0 or more); or your own as module:attribute."""
     advantage_std: Literal["sample", "population"] = "sample"
     """group_std: the squares of n members divided by n - 1, as in verl, slime and TRL; or by n."""
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"

@@ -48,7 +48,7 @@ def estimate_bound(phase: Phase, job: Workload, candidate: Candidate, cluster: C
     passes = candidate.micro_batches(job)
     if phase.name.startswith("logprobs"):
         passes *= job.config.algorithm.updates_per_step * (2 if job.has_reference else 1)
-    factor = passes / phase.passes
+    factor = passes * candidate.train.vpp / phase.passes  # of a micro-batch every virtual stage has one
     hbm, rates = cluster.gpu.hbm * LINK_EFFICIENCY, {"fp8": cluster.gpu.fp8, "bf16": cluster.gpu.bf16, "fp32": cluster.gpu.bf16 / 2}
     moved: defaultdict[str, float] = defaultdict(float)
     for (kind, _), count in phase.moved.items():
