@@ -78,7 +78,7 @@ def test_a_bound_multiplies_passes_alone_and_takes_the_link_that_a_group_has():
     recorder.in_pass = False
     recorder.work("other", 0, X, X, kernel="norm")
     recorder.collective("all-gather", "dp 2", 10**9, [0, 8])
-    bound = estimate_bound(phase, job, SimpleNamespace(micro_batches=lambda _: 20), cluster)
+    bound = estimate_bound(phase, job, SimpleNamespace(train=SimpleNamespace(vpp=1), micro_batches=lambda _: 20), cluster)
     assert bound.passes == 20
     assert bound.seconds["fp8 products"] == pytest.approx(10**13 / (1979e12 * COMPUTE_EFFICIENCY))
     assert bound.seconds["norms"] == pytest.approx(256 / (3.35e12 * LINK_EFFICIENCY))
