@@ -109,10 +109,13 @@ class Canary:
         return largest
 
 
+_MEASURED = ("AVX2", "AVX512")
+"""CPUs on which `precision.ops.batch_invariant` was measured, as torch calls them."""
+
+
 def promises_exactness(config: Config, hf_config: dict[str, Any]) -> bool:
-    """Return whether engine and trainer of this run agree to the bit on this machine. Without AVX-512, MKL adds in an order that depends
-    on the number of tokens."""
-    return torch.backends.cpu.get_cpu_capability() == "AVX512" and not list_inexact(config, hf_config, torch.cuda.is_available())
+    """Return whether engine and trainer of this run agree to the bit on this machine."""
+    return torch.backends.cpu.get_cpu_capability() in _MEASURED and not list_inexact(config, hf_config, torch.cuda.is_available())
 
 
 def make_canary(config: Config, actor: Actor, hf_config: dict[str, Any]) -> Canary | None:

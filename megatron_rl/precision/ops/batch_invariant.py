@@ -3,8 +3,11 @@ or how many threads run. On a CPU trainer and engine both call them, so a pass o
 single decoded tokens gave.
 
 MKL's matrix products use other kernels for few rows and split long sums by their length, also between threads. Measured with torch 2.13
-on two kinds of AVX-512 machines: from `MIN_ROWS` rows on, for sums of one length and in one thread, every row and every column of a
-product has the same bits in any batch, at any position. With two threads that held on one of them only.
+on two kinds of AVX-512 machines and one with AVX2: from `MIN_ROWS` rows on, for sums of one length and in one thread, every row and every
+column of a product has the same bits in any batch, at any position. With two threads that held on one of the first two only.
+
+Attention of a decoded token has but a few rows, and how few get the bits of many is another thing on each kind of machine. So the cheapest
+way that does is found by trying, once in a process (`_choose_scoring`).
 
 BF16 products on a CPU with AMX are an exception: from 33 rows on, oneDNN cuts sums of `SPLIT_SUM` numbers or more at places that depend
 on the number of rows, and one result in about 10,000 is another BF16 number. They run in tiles of at most `MAX_ROWS` rows. A large batch
@@ -22,6 +25,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -39,8 +43,6 @@ MIN_AMX_COLUMNS = 32
 """Of an FP32 product of BF16 numbers on a CPU with AMX: with up to 16 the bits depend on the number of rows."""
 SIGMOIDS = 32
 """The vector loop's step: torch computes what is left at the end of a tensor by another formula."""
-_MIN_ATTENDING_ROWS = 2
-"""Of attention's products: those of values sum 32 numbers, and those of few queries are computed with keys as the left matrix."""
 KEYS_PER_PRODUCT = 32
 """Keys that are summed in one product; padding with zeros up to a multiple of it changes no bit."""
 _MIN_SHARED_COLUMNS = 64
@@ -194,9 +196,9 @@ def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, last: t
 
     Keys are summed in chunks of `KEYS_PER_PRODUCT`, in order: chunks beyond a query's last key add zero to it.
     """
-    rows = query.shape[2]
+    rows, scoring = query.shape[2], _choose_scoring()
     length = (int(last.max()) // KEYS_PER_PRODUCT + 1) * KEYS_PER_PRODUCT
-    scores = _score(append_zeros(query, -2, _MIN_ATTENDING_ROWS - rows), key[:, :, :length])
+    scores = scoring.score(append_zeros(query, -2, scoring.min_rows - rows), key[:, :, :length])
     masked = torch.arange(length) > last[:, None, None, :, None]
     scores[:, :, :rows].unflatten(2, (-1, last.shape[1])).masked_fill_(masked, -torch.inf)
     weights = scores.softmax(-1)
@@ -207,11 +209,39 @@ def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, last: t
     return total[:, :, :rows]
 
 
-def _score(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """Return q k^T [b, g, rows, t]; fewer than `MIN_ROWS` rows as (k q^T)^T, whose bits are those of more rows."""
-    if query.shape[2] >= MIN_ROWS:
-        return query @ key.transpose(-1, -2)
-    return (key @ query.transpose(-1, -2)).transpose(-1, -2).contiguous()
+@dataclass(frozen=True)
+class _Scoring:
+    """How attention of few queries multiplies: with at least `min_rows` rows, those of few by `keys_left` with keys as the left matrix."""
+
+    min_rows: int
+    keys_left: bool = False
+
+    def score(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        """Return q k^T [b, g, rows, t]."""
+        if not self.keys_left or query.shape[2] >= MIN_ROWS:
+            return query @ key.transpose(-1, -2)
+        return (key @ query.transpose(-1, -2)).transpose(-1, -2).contiguous()
+
+    def is_invariant(self) -> bool:
+        """Tell whether few rows get the bits of many here, on numbers that an other order of sums would show."""
+        numbers = torch.Generator().manual_seed(0)
+        query, key, value = (torch.randn(1, 1, size, 128, generator=numbers) for size in (2 * MIN_ROWS, 128, KEYS_PER_PRODUCT))
+        scores = query @ key.transpose(-1, -2)
+        weights = scores[..., :KEYS_PER_PRODUCT].softmax(-1)
+        attended = weights @ value
+        return all(
+            torch.equal(self.score(query[:, :, :rows], key), scores[:, :, :rows])
+            and torch.equal(weights[:, :, :rows] @ value, attended[:, :, :rows])
+            for rows in range(self.min_rows, MIN_ROWS)
+        )
+
+
+@functools.cache
+def _choose_scoring() -> _Scoring:
+    """Return what gives few queries the bits of many on this machine: AVX-512 does with keys at the left, which reads them once, AVX2 from
+    four rows on."""
+    with single_threaded():
+        return next(scoring for scoring in (_Scoring(2, keys_left=True), _Scoring(4), _Scoring(MIN_ROWS)) if scoring.is_invariant())
 
 
 def attention_gradients(inputs: tuple[torch.Tensor, ...], gradient: torch.Tensor, scale: float) -> tuple[torch.Tensor, ...]:

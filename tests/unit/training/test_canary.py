@@ -122,11 +122,11 @@ def test_the_bound_is_what_the_run_promises_unless_it_is_given(tmp_path, monkeyp
         **{"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "vocab_size": 384, "hidden_size": 256, "intermediate_size": 256},
         **{"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 128, "rope_theta": 100.0},
     }
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     config = Config.model_validate({"model": {"path": tmp_path}, **sections})
     made = make_canary(config, SimpleNamespace(), hf_config)
     assert made._bound == bound and (made._emulated is not None) == (sections == {"precision": {"mode": "fp8_rollout"}})
     assert make_canary(Config.model_validate({"model": {"path": tmp_path}, "sync": {"canary": 0}}), SimpleNamespace(), hf_config) is None
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
     assert make_canary(config, SimpleNamespace(), hf_config)._bound > 0
