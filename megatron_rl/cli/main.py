@@ -1,4 +1,4 @@
-"""The command line: `megatron-rl train | eval | plan | rehearse | graph | export | report | doctor`.
+"""The command line: `megatron-rl train | eval | plan | rehearse | graph | export | watch | report | doctor`.
 
 Each command imports what it runs only when it runs, so that `--help` and a mistyped config cost no torch. Expected errors print as one
 line on stderr and end with their exit code: 2 for the user's mistakes, 3 for a broken run. Ctrl-C ends with 130.
@@ -182,12 +182,35 @@ def export(
 
 
 @app.command()
-def report(run_dir: Annotated[Path, typer.Argument(help="A folder that `train` wrote.", show_default=False)]) -> None:
-    """Write report.html, one self-contained page, from what a run logged so far."""
+def watch(
+    run_dir: Annotated[Path, typer.Argument(help="A folder that `train` writes.", show_default=False)],
+    every: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 2.0,
+    once: Annotated[bool, typer.Option("--once", help="Print one view and end.")] = False,
+) -> None:
+    """Show a run live: its progress, the phase of every rank, its metrics as curves, its last log lines."""
     with expected_errors():
+        from megatron_rl.cli.watch import watch_run
+
+        watch_run(run_dir, every, once)
+
+
+@app.command()
+def report(
+    run_dirs: Annotated[list[Path], typer.Argument(metavar="RUN_DIR...", help="Folders that `train` wrote.", show_default=False)],
+    output: Annotated[Path | None, typer.Option(help="File for the comparison of several runs.", show_default=False)] = None,
+) -> None:
+    """Write report.html, one self-contained page, from what a run logged so far; of several runs a page that compares them."""
+    with expected_errors():
+        if len(run_dirs) > 1:
+            from megatron_rl.reporting.comparison import write_comparison
+
+            print(f"comparison: {write_comparison(run_dirs, output)}")
+            return
+        if output is not None:
+            raise UserError("--output", str(output), "is for the comparison of several runs", "leave it out, or name more runs")
         from megatron_rl.reporting.report import write_report
 
-        print(f"report: {write_report(run_dir)}")
+        print(f"report: {write_report(run_dirs[0])}")
 
 
 @app.command()

@@ -22,6 +22,10 @@ class LogConfig(ConfigSection):
     """Completions kept per step for the report."""
     attribute_every: int = Field(0, ge=0)
     """RL steps between attributions of the mismatch to its causes, at three forward passes each (docs/reference/precision.md); 0: never."""
+    profile_steps: tuple[Annotated[int, Field(ge=1)], ...] = ()
+    """Steps of which a Chrome trace and a table of operators are written into RUN_DIR/profile (docs/guides/profiling.md)."""
+    profile_ranks: tuple[Annotated[int, Field(ge=0)], ...] = (0,)
+    """Ranks that are profiled in these steps."""
     stuck_after: float = Field(1800.0, ge=0)
     """Seconds without any rank entering another phase after which a run says where each rank stands and ends; 0: never
     (docs/guides/slurm.md)."""

@@ -34,6 +34,7 @@ from megatron_rl.mcore.quantizing_optimizer import check_finite
 from megatron_rl.mcore.scored_positions import ScoredPositions
 from megatron_rl.mcore.step_response import StepResponse
 from megatron_rl.metrics import declare
+from megatron_rl.observability import profiling
 from megatron_rl.precision.ops.device_copy import copy_to_device
 from parallel.formats import BLOCK
 
@@ -135,6 +136,7 @@ class Policy:
         batches = self.make_micro_batches(samples)
 
         def forward_step(iterator: Any, chunk: Any) -> Any:
+            profiling.begin_micro_batch()
             batch = next(iterator)
             shard = ContextShard.for_this_rank(batch.lengths)
             scored = ScoredPositions.of(shard.select(batch.mask)).to(self._device)  # counted on the CPU: nothing waits for the device

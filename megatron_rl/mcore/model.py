@@ -23,6 +23,7 @@ from megatron.core.tensor_parallel import (
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_config import MLATransformerConfig
+from megatron.core.utils import configure_nvtx_profiling
 
 from megatron_rl.config import TrainConfig
 from megatron_rl.errors import as_user_error
@@ -34,6 +35,7 @@ from megatron_rl.mcore.load_weights import set_formats
 from megatron_rl.mcore.model_options import attention_options, expert_options, layout_options, recompute_options
 from megatron_rl.mcore.names import ModelChunks, get_model_chunks
 from megatron_rl.mcore.platform import adam, cpu
+from megatron_rl.observability.profiling import runs_under_nsys
 from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.precision.ops import swiglu
 from parallel.formats import BF16, TensorFormat
@@ -74,6 +76,7 @@ def start_megatron(layout: Layout, seed: int, timeout_minutes: int = 30) -> None
     Rank and world size come from torchrun's environment; without it the world is one process. A collective fails after
     `timeout_minutes`, which must cover the time that ranks other than 0 wait while the engine generates.
     """
+    configure_nvtx_profiling(runs_under_nsys())  # Megatron marks the parts of each layer
     cpu.install()
     adam.install()
     quantizing_optimizer.install()

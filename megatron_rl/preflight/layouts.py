@@ -23,6 +23,13 @@ def ranks_are_those_of_the_layout(facts: Facts) -> None:
         raise UserError("train.layout", None, rule, f"start with torchrun --nproc-per-node {needed}, or change train.layout")
 
 
+@rule(Needs.LAYOUT)
+def profiled_ranks_are_there(facts: Facts) -> None:
+    size, log = facts.layout.world_size, facts.config.log
+    if log.profile_steps and (missing := [rank for rank in log.profile_ranks if rank >= size]):
+        raise UserError("log.profile_ranks", missing[0], f"is no rank of train.layout, which has {size}", f"name ranks below {size}")
+
+
 @rule(Needs.ENGINE)
 def nodes_have_as_many_ranks_of_an_engine(facts: Facts) -> None:
     tp, nodes = facts.engine.tp, facts.engine.nodes

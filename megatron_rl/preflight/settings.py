@@ -16,6 +16,13 @@ def updates_share_the_prompts(facts: Facts) -> None:
 
 
 @rule(Needs.TRAINER)
+def profiled_steps_are_run(facts: Facts) -> None:
+    steps, profiled = facts.config.train.steps, facts.config.log.profile_steps
+    if late := [step for step in profiled if step > steps]:
+        raise UserError("log.profile_steps", late[0], f"must not be above train.steps ({steps})", "name a step that is run")
+
+
+@rule(Needs.TRAINER)
 def constant_learning_rate_does_not_fall(facts: Facts) -> None:
     """The setting would be ignored silently."""
     train = facts.config.train

@@ -6,6 +6,7 @@ A run is called finished only if run.json says so; all text of the model is esca
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -46,21 +47,44 @@ class SummaryTile:
     good: bool = True
 
 
-def write_report(run_dir: Path) -> Path:
-    """Write `run_dir/report.html` and return its path. Raises UserError("RUN_DIR") if `run_dir` holds no readable run."""
+@dataclass(frozen=True)
+class RunFacts:
+    """What the pages say of a run."""
+
+    run: dict[str, Any]
+    """run.json."""
+    rows: list[dict[str, Any]]
+    declared: Declarations
+    state: dict[str, str]
+    tiles: list[SummaryTile]
+    warnings: list[str]
+
+
+def read_facts(run_dir: Path) -> RunFacts:
+    """Read run.json and metrics.jsonl. Raise UserError("RUN_DIR") if `run_dir` holds no readable run."""
     run = read_run(run_dir)
     declared = read_declarations(run)
-    rows, rows_warning = read_jsonl(run_dir / "metrics.jsonl")
-    samples, samples_warning = read_jsonl(run_dir / "samples.jsonl")
+    rows, warning = read_jsonl(run_dir / "metrics.jsonl")
     _check_rows(rows, run_dir / "metrics.jsonl")
+    tiles = [_accuracy_tile(rows), _proof_tile(rows), _mismatch_tile(rows), _speed_tile(rows), _time_tile(run, rows)]
+    warnings = [text for text in (warning, "" if declared else _UNDECLARED, *_warn_not_finite(rows)) if text]
+    return RunFacts(run, rows, declared, _state(run, rows), tiles, warnings)
+
+
+def write_report(run_dir: Path) -> Path:
+    """Write `run_dir/report.html` and return its path. Raises UserError("RUN_DIR") if `run_dir` holds no readable run."""
+    facts = read_facts(run_dir)
+    run, rows, declared = facts.run, facts.rows, facts.declared
+    samples, samples_warning = read_jsonl(run_dir / "samples.jsonl")
     page = render_page(
         "report.html.j2",
         name=run_dir.resolve().name,
-        state=_state(run, rows),
+        state=facts.state,
         headline=headline(rows),
-        tiles=[_accuracy_tile(rows), _proof_tile(rows), _mismatch_tile(rows), _speed_tile(rows), _time_tile(run, rows)],
-        warnings=[text for text in (rows_warning, samples_warning, "" if declared else _UNDECLARED, *_warn_not_finite(rows)) if text],
+        tiles=facts.tiles,
+        warnings=[*facts.warnings, *([samples_warning] if samples_warning else [])],
         **_draw_plots(rows, declared),
+        profiles=_read_profiles(run_dir / "profile"),
         causes=_list_causes(rows),
         evaluations=summarize_evaluations(run_dir),
         metrics=_list_metrics(rows, declared),
@@ -206,6 +230,16 @@ def _list_metrics(rows: Rows, declared: Declarations) -> list[dict[str, str]]:
         values = {"first": format_value(first, form), "last": format_value(last, form), "step": str(step), "range": extremes}
         table.append({"key": key, "meaning": meaning, **values})
     return table
+
+
+def _read_profiles(folder: Path) -> list[dict[str, Any]]:
+    """Return what `observability.profiling` wrote of each profiled step and rank, with the trace's file; operators' numbers as text."""
+    profiles = []
+    for path in sorted(folder.glob("*.json")):
+        found = json.loads(path.read_bytes())
+        lines = [(row["name"], row["calls"], f"{row['device_ms']:.2f}", f"{row['host_ms']:.2f}") for row in found["operators"]]
+        profiles.append({**found, "lines": lines, "trace": f"profile/{path.stem}.trace.json.gz"})
+    return profiles
 
 
 def _list_causes(rows: Rows) -> dict[str, Any]:

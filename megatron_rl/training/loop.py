@@ -58,7 +58,8 @@ class Loop:
             hang_watchdog.enter_phase("the start", step)
             check_stop()
             start = time.perf_counter()
-            metrics = self._step(step)
+            with self._recorder.profiler.step(step):
+                metrics = self._step(step)
             metrics |= self._evaluate(step)
             self._write_row(metrics, time.perf_counter() - start)
             with self._recorder.phase("checkpoint", self._next_row):

@@ -13,6 +13,7 @@ from megatron_rl.distributed import Rank0, gather_from_ranks
 from megatron_rl.mcore import reduce
 from megatron_rl.metrics import STEP_SECONDS, declare
 from megatron_rl.observability import hang_watchdog
+from megatron_rl.observability.profiling import StepProfiler
 from megatron_rl.observability.run_log import RunLog
 from megatron_rl.rollout.engine import Engine
 from megatron_rl.training.mismatch import bin_mismatch
@@ -37,10 +38,10 @@ _TRAINER, _ENGINE, _DEVICE = (
 
 
 class Recorder:
-    """Writes to `log`: rows of metrics, and some completions of each step."""
+    """Writes to `log`: rows of metrics, and some completions of each step. Marks phases in the profiles of `profiler`."""
 
-    def __init__(self, log: Rank0[RunLog], engines: Rank0[Engine]) -> None:
-        self._log, self._engines = log, engines
+    def __init__(self, log: Rank0[RunLog], engines: Rank0[Engine], profiler: StepProfiler) -> None:
+        self._log, self._engines, self.profiler = log, engines, profiler
         self._memory: dict[str, float] = {}
 
     @contextmanager
@@ -51,7 +52,8 @@ class Recorder:
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
         start = time.perf_counter()
-        yield
+        with self.profiler.phase(name):
+            yield
         self._measure_memory(name)
         if metrics is not None:
             metrics[_SECONDS[name]] = time.perf_counter() - start

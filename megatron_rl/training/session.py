@@ -27,6 +27,7 @@ from megatron_rl.mcore.checkpoint.write import load_run_checkpoint
 from megatron_rl.mcore.load_weights import collect_named_tensors
 from megatron_rl.mcore.model import start_megatron, stop_megatron
 from megatron_rl.observability import hang_watchdog
+from megatron_rl.observability.profiling import StepProfiler
 from megatron_rl.observability.rank_log import rank_log
 from megatron_rl.observability.run_log import RunLog, read_metrics
 from megatron_rl.observability.signals import install_signal_handlers, prefer_stop_error
@@ -140,7 +141,8 @@ class Session:
         bound = MismatchBound(config.sync, promises_exactness(config, hf_config), self.notify)
         trainer = PolicyTrainer(config, actor, reference, attribution, engines, bound)
         recovering_sync = RecoveringWeightSync(sync, engines, self.notify)
-        recorder = Recorder(self.log, engines)
+        profiler = StepProfiler(self.folder, dist.get_rank(), config.log.profile_steps, config.log.profile_ranks)
+        recorder = Recorder(self.log, engines, profiler)
         saved = -1 if state is None else state.version
         checkpoints = CheckpointManager(config, layout, self.folder, actor, hf_config, self.notify, saved)
         return Loop(config, worker, trainer, recovering_sync, recorder, checkpoints, state)

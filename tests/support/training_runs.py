@@ -37,6 +37,7 @@ from megatron_rl.mcore.load_weights import build_rank_shards, load_checkpoint
 from megatron_rl.mcore.model import build_model, freeze, start_megatron
 from megatron_rl.metrics import UndeclaredMetricWarning, warn_undeclared
 from megatron_rl.observability import hang_watchdog
+from megatron_rl.observability.profiling import StepProfiler
 from megatron_rl.observability.rank_log import rank_log
 from megatron_rl.observability.signals import install_signal_handlers, prefer_stop_error
 from megatron_rl.precision.contract import PrecisionContract
@@ -180,7 +181,7 @@ def loop_of(
     causes = MismatchAttribution(trainer.actor, trainer.collect_named_tensors, trainer.contract.engine_format)
     on_rank0 = Rank0(lambda: engines or NullEngine())
     policy = PolicyTrainer(config, trainer.actor, reference, causes, on_rank0)
-    recorder = Recorder(Rank0(lambda: log), on_rank0)
+    recorder = Recorder(Rank0(lambda: log), on_rank0, StepProfiler(Path(), rank=0))
     return Loop(config, Rank0(lambda: worker), policy, sync, recorder, checkpoints, state)
 
 

@@ -1,0 +1,111 @@
+"""The comparison of several runs: one HTML page in the style of the report, made from their folders alone."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.errors import UserError
+from megatron_rl.metrics import Declarations, MetricValue, describe
+from megatron_rl.observability.files import replace_file
+from megatron_rl.reporting.plots import SECTIONS, Panel, Plot, render_svg
+from megatron_rl.reporting.report import RunFacts, read_facts, render_page
+
+_MINUTES = "minutes since the run's first row"
+
+
+def write_comparison(run_dirs: Sequence[Path], output: Path | None) -> Path:
+    """Write the page of these runs, the first of them the baseline, and return its path: `output`, or comparison.html in the folder that
+    they have in common. Raise UserError("RUN_DIR") for a folder that holds no readable run or is named twice."""
+    folders = [folder.resolve() for folder in run_dirs]
+    if twice := [str(folder) for number, folder in enumerate(folders) if folder in folders[:number]]:
+        raise UserError("RUN_DIR", twice[0], "is named twice", "name each run once")
+    runs = dict(zip(_shorten(folders), map(read_facts, run_dirs), strict=True))
+    page = render_page(
+        "comparison.html.j2",
+        runs=runs,
+        tiles=_align_tiles(runs),
+        warnings=[f"{name}: {warning}" for name, run in runs.items() for warning in run.warnings],
+        pictures=[(plot, picture) for plot, picture in _draw_plots(runs) if picture],
+        settings=_find_differences({name: _flatten(run.run.get("config") or {}) for name, run in runs.items()}),
+        versions=_find_differences({name: run.run.get("versions") or {} for name, run in runs.items()}),
+    )
+    path = output or Path(os.path.commonpath([folder.parent for folder in folders])) / "comparison.html"
+    try:
+        return replace_file(path, page)
+    except OSError as error:
+        raise UserError("--output", str(path), f"cannot be written ({error.strerror})", "name another file") from None
+
+
+def _shorten(folders: Sequence[Path]) -> list[str]:
+    """Return the paths without the folders that all have in common."""
+    common = os.path.commonpath([folder.parent for folder in folders])
+    return [str(folder.relative_to(common)) for folder in folders]
+
+
+def _align_tiles(runs: Mapping[str, RunFacts]) -> list[tuple[str, list[Any]]]:
+    """Return the tiles of all runs by their name."""
+    return [(tiles[0].name, list(tiles)) for tiles in zip(*(run.tiles for run in runs.values()), strict=True)]
+
+
+def _draw_plots(runs: Mapping[str, RunFacts]) -> list[tuple[Plot, str]]:
+    """Return the report's plots with one line for each run instead of one for each metric: of each panel the first metric that a run has,
+    since panels begin with what matters most. The first of them, accuracy, comes over time as well."""
+    rows = [{f"{number}:{key}": value for key, value in row.items()} | {"step": row["step"]} for number, row in _number_rows(runs)]
+    known: Declarations = {name: metric for run in reversed(runs.values()) for name, metric in run.declared.items()}
+    plots = [_compare(plot, panel, metric, runs) for plot, panel, metric in _choose_metrics(runs, known)]
+    pictures = [(plot, render_svg(plot, rows)) for plot in plots]
+    return [*_draw_over_time(plots[:1], runs), *pictures]
+
+
+def _choose_metrics(runs: Mapping[str, RunFacts], known: Declarations) -> list[tuple[Plot, Panel, str]]:
+    names = dict.fromkeys(key for run in runs.values() for row in sorted(run.rows, key=len, reverse=True)[:1] + run.rows[:1] for key in row)
+    metrics = [metric for name in names if (metric := describe(name, known))]
+    chosen = []
+    for plot in (plot for plots in SECTIONS.values() for plot in plots):
+        for panel in plot.panels:
+            members = [metric.name for metric in metrics if panel.ylabel in metric.panels]
+            if "time/step" in names and plot.title == "Time by phase":
+                members = ["time/step"]
+            if members:
+                chosen.append((plot, panel, members[0]))
+    return chosen
+
+
+def _compare(plot: Plot, panel: Panel, metric: str, runs: Mapping[str, RunFacts]) -> Plot:
+    series = tuple((f"{number}:{metric}", name) for number, name in enumerate(runs))
+    axes = Panel(panel.ylabel, panel.kind, zero=panel.zero, legend=True, series=series)
+    return Plot(metric, (axes,), plot.caption)
+
+
+def _draw_over_time(plots: Sequence[Plot], runs: Mapping[str, RunFacts]) -> list[tuple[Plot, str]]:
+    """Return the plots over the minutes of each run, which rows of an old version do not know."""
+    starts = [min((row["unix_time"] for row in run.rows if row.get("unix_time")), default=0.0) for run in runs.values()]
+    rows: list[dict[str, MetricValue]] = [
+        {f"{number}:{key}": value for key, value in row.items()} | {"step": (row["unix_time"] - starts[number]) / 60}
+        for number, row in _number_rows(runs)
+        if row.get("unix_time")
+    ]
+    timed = [Plot(f"{plot.title} over time", plot.panels, "What counts at the end: the same in less time.") for plot in plots]
+    return [(plot, render_svg(plot, rows, _MINUTES)) for plot in timed] if rows else []
+
+
+def _number_rows(runs: Mapping[str, RunFacts]) -> list[tuple[int, Any]]:
+    return [(number, row) for number, run in enumerate(runs.values()) for row in run.rows]
+
+
+def _find_differences(tables: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, list[str]]]:
+    """Return the keys whose values are not the same in all tables, with the values; "–" where a table lacks one."""
+    keys = dict.fromkeys(key for table in tables.values() for key in table)
+    values = {key: [str(table.get(key, "–")) for table in tables.values()] for key in keys}
+    return [(key, of_all) for key, of_all in values.items() if len(set(of_all)) > 1]
+
+
+def _flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return a configuration as its fields' dotted names and values."""
+    flat: dict[str, Any] = {}
+    for key, value in config.items():
+        flat |= _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat
