@@ -148,7 +148,7 @@ def watch_run(folder: Path, every: float, once: bool) -> None:
 def draw_curve(values: list[Any]) -> str:
     """Return values as bars from the lowest to the highest, the newest at the right: means of neighbours where there are many; a gap for
     what is not finite (None)."""
-    per_bar = -(-len(values) // _CURVE)
+    per_bar = -(-len(values) // _CURVE) or 1
     groups = [[value for value in values[i : i + per_bar] if value is not None] for i in range(0, len(values), per_bar)]
     means = [sum(group) / len(group) if group else None for group in groups]
     finite = [mean for mean in means if mean is not None]

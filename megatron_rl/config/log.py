@@ -23,7 +23,7 @@ class LogConfig(ConfigSection):
     attribute_every: int = Field(0, ge=0)
     """RL steps between attributions of the mismatch to its causes, at three forward passes each (docs/reference/precision.md); 0: never."""
     profile_steps: tuple[Annotated[int, Field(ge=1)], ...] = ()
-    """Steps of which a Chrome trace and a table of operators are written into RUN_DIR/profile (docs/guides/profiling.md)."""
+    """Steps of which a Chrome trace and a table of operators are written into RUN_DIR/profile (docs/guides/observing.md)."""
     profile_ranks: tuple[Annotated[int, Field(ge=0)], ...] = (0,)
     """Ranks that are profiled in these steps."""
     stuck_after: float = Field(1800.0, ge=0)

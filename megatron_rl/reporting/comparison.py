@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.errors import UserError
-from megatron_rl.metrics import Declarations, MetricValue, describe
+from megatron_rl.metrics import STEP_SECONDS, Declarations, MetricValue
 from megatron_rl.observability.files import replace_file
 from megatron_rl.reporting.plots import SECTIONS, Panel, Plot, render_svg
 from megatron_rl.reporting.report import RunFacts, read_facts, render_page
 
+_HELD_OUT = "eval/accuracy"
 _MINUTES = "minutes since the run's first row"
 
 
@@ -51,26 +52,25 @@ def _align_tiles(runs: Mapping[str, RunFacts]) -> list[tuple[str, list[Any]]]:
 
 
 def _draw_plots(runs: Mapping[str, RunFacts]) -> list[tuple[Plot, str]]:
-    """Return the report's plots with one line for each run instead of one for each metric: of each panel the first metric that a run has,
-    since panels begin with what matters most. The first of them, accuracy, comes over time as well."""
+    """Return the report's plots with one line for each run instead of one for each metric; held-out accuracy comes over time as well."""
     rows = [{f"{number}:{key}": value for key, value in row.items()} | {"step": row["step"]} for number, row in _number_rows(runs)]
-    known: Declarations = {name: metric for run in reversed(runs.values()) for name, metric in run.declared.items()}
-    plots = [_compare(plot, panel, metric, runs) for plot, panel, metric in _choose_metrics(runs, known)]
-    pictures = [(plot, render_svg(plot, rows)) for plot in plots]
-    return [*_draw_over_time(plots[:1], runs), *pictures]
+    plots = {metric: _compare(plot, panel, metric, runs) for plot, panel, metric in _choose_metrics(runs)}
+    pictures = [(plot, render_svg(plot, rows)) for plot in plots.values()]
+    return [*_draw_over_time([plot for metric, plot in plots.items() if metric == _HELD_OUT], runs), *pictures]
 
 
-def _choose_metrics(runs: Mapping[str, RunFacts], known: Declarations) -> list[tuple[Plot, Panel, str]]:
-    names = dict.fromkeys(key for run in runs.values() for row in sorted(run.rows, key=len, reverse=True)[:1] + run.rows[:1] for key in row)
-    metrics = [metric for name in names if (metric := describe(name, known))]
+def _choose_metrics(runs: Mapping[str, RunFacts]) -> list[tuple[Plot, Panel, str]]:
+    """Return one metric for each of the report's panels: the first that a run has, no member of a family, since panels begin with what matters
+    most; of accuracies that on held-out problems, of the phases their sum."""
+    known: Declarations = {name: metric for run in reversed(list(runs.values())) for name, metric in run.declared.items()}
+    names = dict.fromkeys(key for run in runs.values() for row in sorted(run.rows, key=len, reverse=True) for key in row)
     chosen = []
-    for plot in (plot for plots in SECTIONS.values() for plot in plots):
-        for panel in plot.panels:
-            members = [metric.name for metric in metrics if panel.ylabel in metric.panels]
-            if "time/step" in names and plot.title == "Time by phase":
-                members = ["time/step"]
-            if members:
-                chosen.append((plot, panel, members[0]))
+    for plot, panel in [(plot, panel) for plots in SECTIONS.values() for plot in plots for panel in plot.panels]:
+        members = [name for name in names if name in known and panel.ylabel in known[name].panels]
+        if panel.ylabel == STEP_SECONDS:
+            members = ["time/step"]
+        if members:
+            chosen.append((plot, panel, _HELD_OUT if _HELD_OUT in members else members[0]))
     return chosen
 
 

@@ -94,6 +94,18 @@ MISTAKES = [
         ("--algorithm.updates_per_step=3",),
     ),
     Mistake(
+        settings.profiled_steps_are_run,
+        "train plan",
+        "log.profile_steps = 9: must not be above train.steps (8); name a step that is run",
+        ("--log.profile_steps=[2, 9]", "--train.steps=8"),
+    ),
+    Mistake(
+        layouts.profiled_ranks_are_there,
+        "train plan",
+        "log.profile_ranks = 1: is no rank of train.layout, which has 1; name ranks below 1",
+        ("--log.profile_steps=[2]", "--log.profile_ranks=[0, 1]"),
+    ),
+    Mistake(
         settings.learning_rate_can_fall,
         "train plan",
         "train.min_learning_rate = 2.0: must not be above train.learning_rate (",

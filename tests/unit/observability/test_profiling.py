@@ -1,0 +1,59 @@
+"""Profiles: only the steps and ranks that are named, the first micro-batches of a phase, a trace that can be read."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import torch
+
+from megatron_rl.observability.profiling import StepProfiler, begin_micro_batch
+
+
+def run_steps(profiler: StepProfiler) -> None:
+    x = torch.ones(8, 8)
+    for step in (1, 2, 3):
+        with profiler.step(step):
+            for phase in ("logprobs", "train"):
+                with profiler.phase(phase):
+                    for _ in range(10):
+                        begin_micro_batch()
+                        x @ x if phase == "train" else x.exp()
+
+
+def test_the_first_micro_batches_of_each_phase_are_recorded(tmp_path: Path):
+    run_steps(StepProfiler(tmp_path, 1, steps=[2], ranks=[0, 1]))
+    names = sorted(path.name for path in (tmp_path / "profile").iterdir())
+    assert names == ["step_00002_rank_00001.json", "step_00002_rank_00001.trace.json.gz"]
+    found = json.loads((tmp_path / "profile" / names[0]).read_text())
+    calls = {operator["name"]: operator["calls"] for operator in found["operators"]}
+    assert (found["step"], found["rank"]) == (2, 1) and calls["aten::mm"] == calls["aten::exp"] == found["micro_batches"] == 4
+    assert all(operator["host_ms"] >= 0 == operator["device_ms"] for operator in found["operators"])
+    with gzip.open(tmp_path / "profile" / names[1]) as file:
+        events = json.load(file)["traceEvents"]
+    assert {"phase: logprobs", "phase: train", "aten::mm"} <= {event.get("name") for event in events}
+
+
+def test_other_ranks_and_steps_write_nothing(tmp_path: Path):
+    run_steps(StepProfiler(tmp_path, 2, steps=[2], ranks=[0, 1]))
+    run_steps(StepProfiler(tmp_path, 0, steps=[7], ranks=[0]))
+    run_steps(StepProfiler(tmp_path, 0))
+    assert not list(tmp_path.iterdir())
+
+
+def test_where_nsys_runs_the_steps_are_its_own(tmp_path: Path, monkeypatch):
+    monkeypatch.setenv("NSYS_PROFILING_SESSION_ID", "1")
+    run_steps(StepProfiler(tmp_path, 0, steps=[2], ranks=[0]))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_step_that_fails_leaves_no_profiler_running(tmp_path: Path):
+    profiler = StepProfiler(tmp_path, 0, steps=[1, 2], ranks=[0])
+    try:
+        with profiler.step(1):
+            raise RuntimeError("the engine died")
+    except RuntimeError:
+        pass
+    run_steps(profiler)
+    assert (tmp_path / "profile" / "step_00002_rank_00000.json").exists()
