@@ -60,12 +60,13 @@ def _draw_plots(runs: Mapping[str, RunFacts]) -> list[tuple[Plot, str]]:
 
 
 def _choose_metrics(runs: Mapping[str, RunFacts]) -> list[tuple[Plot, Panel, str]]:
-    """Return one metric for each of the report's panels: the first that a run has, no member of a family, since panels begin with what matters
-    most; of accuracies that on held-out problems, of the phases their sum."""
+    """Return one metric for each of the report's panels: the first that a run has, no member of a family, since panels begin with what
+    matters most; of accuracies that on held-out problems, of the phases their sum."""
     known: Declarations = {name: metric for run in reversed(list(runs.values())) for name, metric in run.declared.items()}
     names = dict.fromkeys(key for run in runs.values() for row in sorted(run.rows, key=len, reverse=True) for key in row)
+    panels = [(plot, panel) for plots in SECTIONS.values() for plot in plots for panel in plot.panels]
     chosen = []
-    for plot, panel in [(plot, panel) for plots in SECTIONS.values() for plot in plots for panel in plot.panels]:
+    for plot, panel in panels:
         members = [name for name in names if name in known and panel.ylabel in known[name].panels]
         if panel.ylabel == STEP_SECONDS:
             members = ["time/step"]
