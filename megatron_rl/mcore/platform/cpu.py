@@ -2,9 +2,9 @@
 
 Megatron names CUDA in literals (`device="cuda"`), asks `torch.cuda` for devices, streams and RNG states, compares tensor
 type strings, and exchanges parts of unequal size, which gloo cannot. Each patch below replaces one of these for the CPU and names
-the Megatron code that needs it. On a machine with CUDA `install()` does nothing, so the same program runs on both. All patches of
+the Megatron code that needs it. On a machine with CUDA `install()` does next to nothing, so the same program runs on both. All patches of
 Megatron are in this file, but for the classes that replace its own, `adam.FusedAdam` and `quantizing_optimizer.QuantizingOptimizer`;
-`KNOWN_VERSIONS` lists the releases they were checked with, any other is refused.
+`KNOWN_VERSIONS` lists the releases they were checked with, any other is refused. One is needed by GPUs without Transformer Engine, too.
 """
 
 from __future__ import annotations
@@ -80,8 +80,9 @@ def check_version() -> None:
 
 
 def install() -> None:
-    """Apply the patches once per process; do nothing where CUDA is available."""
+    """Apply the patches once per process; where CUDA is available only the one that a GPU without Transformer Engine needs."""
     global _installed
+    _define_missing_names()
     if _installed or torch.cuda.is_available():
         return
     check_version()
@@ -98,6 +99,16 @@ def install() -> None:
 
 
 def _nothing(*_: Any, **__: Any) -> None: ...
+
+
+def _define_missing_names() -> None:
+    """moe_utils.RouterGatingLinearFunction asks whether `te_general_gemm` is None, and imports it only with Transformer Engine: a NameError
+    in every router's forward pass without, on a GPU as on a CPU."""
+    import megatron.core.transformer.moe.moe_utils as moe_utils
+
+    if not hasattr(moe_utils, "te_general_gemm"):
+        check_version()
+        moe_utils.te_general_gemm = None
 
 
 def _patch_device_queries() -> None:
@@ -165,8 +176,6 @@ def _patch_moe() -> None:
 
     # torch.compile of one sum of integers: a C++ compiler at work for 7 s in every process
     TopKRouter._apply_expert_bias = TopKRouter._apply_expert_bias._torchdynamo_orig_callable
-    if not hasattr(moe_utils, "te_general_gemm"):  # a NameError without Transformer Engine
-        moe_utils.te_general_gemm = None
 
     def to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
         # the original leaves CPU tensors unconverted, and split sizes must be lists
