@@ -30,7 +30,7 @@ from parallel.model_geometry import ModelGeometry
 from parallel.sglang_shards import build_sglang_shards
 from parallel.shards import Shard
 
-_EXPERT = ".local_experts."
+EXPERT = ".local_experts."
 _EMBEDDING, _OUTPUT, _FINAL_NORM = "embedding.word_embeddings.weight", "output_layer.weight", "decoder.final_layernorm.weight"
 
 
@@ -87,8 +87,8 @@ def _representative_shards(model: ModelGeometry, tp: int, ep: int, etp: int) -> 
     layout = Layout(tp=tp, ep=ep, etp=etp, dp=math.lcm(tp, ep * etp) // tp)
     per_rank = model.experts.count // ep if model.experts else 1
     shards = build_megatron_shards(keep_one_layer_per_kind(model), layout, Coordinates())
-    representatives = (shard for shard in shards if _EXPERT not in shard.name or f"{_EXPERT}0." in shard.name)
-    return tuple((shard, per_rank if _EXPERT in shard.name else 1) for shard in representatives)
+    representatives = (shard for shard in shards if EXPERT not in shard.name or f"{EXPERT}0." in shard.name)
+    return tuple((shard, per_rank if EXPERT in shard.name else 1) for shard in representatives)
 
 
 def count_layers_like_each(model: ModelGeometry, layout: Layout, stage: int) -> list[int]:
@@ -111,7 +111,7 @@ def _count_shard_memory(job: Workload, layout: Layout, shard: Shard) -> RankMemo
     size = shard.rows * shard.cols
     if shard.role == "router_bias":  # a buffer, and Megatron's FP32 count of tokens per expert beside it
         return RankMemory(weights=8 * size)
-    replicas = layout.edp if _EXPERT in shard.name else layout.dp * layout.cp
+    replicas = layout.edp if EXPERT in shard.name else layout.dp * layout.cp
     format = job.contract.trainer_format_of(shard.role)
     return RankMemory(
         weights=0 if format.quantized else format.count_bytes(shard.shape),
@@ -127,7 +127,7 @@ def _count_operands(job: Workload, shard: Shard, format: TensorFormat) -> int:
     """Return `count_operand_bytes`; DeepGEMM's grouped products, on a GPU those of all experts, have the blocks themselves a second time,
     end to end."""
     backend = job.config.precision.backend
-    if backend != "emulated" and _EXPERT in shard.name:
+    if backend != "emulated" and EXPERT in shard.name:
         return 2 * count_operand_bytes("deep_gemm", format, shard.rows, shard.cols)
     return count_operand_bytes(backend, format, shard.rows, shard.cols)
 

@@ -14,6 +14,9 @@ from megatron_rl.rehearsal.recorder import Phase
 _HIDDEN = ("dp ", "dp*cp ", "edp ", "pp ")
 """Groups whose exchange within a pass goes on beside computation: gradients' buckets, and messages between stages."""
 
+_NOT_ELEMENTWISE = ("products", "attention", "communication's copies", "sync")
+"""Kinds of bytes."""
+
 
 @dataclass(frozen=True)
 class Bound:
@@ -26,13 +29,16 @@ class Bound:
     `exposed communication`."""
     hidden: float
     """Seconds of communication beside computation."""
+    elementwise: float
+    """Bytes that kernels move which are no products, attention, or copies for communication and syncs."""
 
     @property
     def total(self) -> float:
         return sum(self.seconds.values())
 
     def as_json(self) -> dict[str, Any]:
-        return {"passes": self.passes, "seconds": self.seconds, "total_seconds": self.total, "hidden_seconds": self.hidden}
+        times = {"seconds": self.seconds, "total_seconds": self.total, "hidden_seconds": self.hidden}
+        return {"passes": self.passes, **times, "elementwise_bytes": self.elementwise}
 
 
 def estimate_bound(phase: Phase, job: Workload, candidate: Candidate, cluster: Cluster) -> Bound | None:
@@ -56,6 +62,7 @@ def estimate_bound(phase: Phase, job: Workload, candidate: Candidate, cluster: C
     for kind, count in phase.moved_in_passes.items():
         moved[kind] += (factor - 1) * count
     seconds = {kind: count / hbm for kind, count in moved.items()}
+    elementwise = sum(count for kind, count in moved.items() if not kind.endswith(_NOT_ELEMENTWISE))
     for dtype, rate in rates.items():
         flops = phase.flops[dtype] + (factor - 1) * phase.flops_in_passes[dtype]
         kind = f"{dtype} products"
@@ -70,4 +77,4 @@ def estimate_bound(phase: Phase, job: Workload, candidate: Candidate, cluster: C
         else:
             exposed += time
     seconds["exposed communication"] = exposed
-    return Bound(passes, dict(sorted(seconds.items(), key=lambda entry: -entry[1])), hidden)
+    return Bound(passes, dict(sorted(seconds.items(), key=lambda entry: -entry[1])), hidden, elementwise)

@@ -18,6 +18,7 @@ from megatron_rl.planner.roofline import COMPUTE_EFFICIENCY
 from megatron_rl.rehearsal.bound import Bound, estimate_bound
 from megatron_rl.rehearsal.engine_rank import TOLERANCE, EngineRankReport
 from megatron_rl.rehearsal.job import RankRehearsal
+from megatron_rl.rehearsal.least import count_least_in_pass, count_least_per_update
 from megatron_rl.rehearsal.recorder import Phase
 
 PLANNED = {"sync": "sync", "logprobs 2": "logprobs", "update 2": "train"}
@@ -38,6 +39,8 @@ class PhaseReport:
     """Of roofline: products, and bytes that operators read and write."""
     bound: Bound | None
     """Of a real step; None for phases without passes."""
+    least: float | None
+    """Bytes that its element-wise kernels must move at least (`rehearsal.least`)."""
 
     @property
     def difference(self) -> float | None:
@@ -64,6 +67,7 @@ class PhaseReport:
             "flops": dict(phase.flops),
             "seconds": self.seconds,
             "bound": self.bound.as_json() if self.bound else None,
+            "least_elementwise_bytes": self.least,
             "micro_batches": phase.passes,
             "host_waits": [
                 {"kind": kind, "line": line, "count": count, "in_micro_batches": phase.waits_in_passes[kind, line]}
@@ -123,9 +127,19 @@ def make_report(rehearsal: RankRehearsal, job: Workload, cluster: Cluster) -> Ra
         planned = None
         if phase.name in PLANNED and not rehearsal.fault:
             planned = sum(count_trainer_parts(job, candidate, stage, PLANNED[phase.name]).values()) - CUDA_CONTEXT_BYTES
-        phases.append(PhaseReport(phase, planned, estimate_seconds(phase, cluster), estimate_bound(phase, job, candidate, cluster)))
+        bound = estimate_bound(phase, job, candidate, cluster)
+        least = count_least(phase, bound, job, candidate, stage) if bound else None
+        phases.append(PhaseReport(phase, planned, estimate_seconds(phase, cluster), bound, least))
     layers = sum(count_layer_kinds(job.model, candidate.train.pp, candidate.train.vpp, stage))
     return RankReport(rehearsal.rank, stage, rehearsal.fault, layers, phases)
+
+
+def count_least(phase: Phase, bound: Bound, job: Workload, candidate: Candidate, stage: int) -> float | None:
+    """Return the least element-wise bytes of a real step's phase; None where there is no figure."""
+    trains = phase.name.startswith("update")
+    in_pass = count_least_in_pass(job, candidate, stage, trains)
+    once = count_least_per_update(job, candidate, stage) if trains else 0.0
+    return None if in_pass is None else bound.passes * in_pass + once
 
 
 def estimate_seconds(phase: Phase, cluster: Cluster) -> dict[str, float]:
@@ -167,6 +181,9 @@ def print_report(reports: list[RankReport], engine: list[EngineRankReport]) -> N
                 console.print(_collectives(phase.phase))
                 if phase.bound:
                     console.print(_bound(phase.phase.name, phase.bound))
+                    if phase.least:
+                        ratio = phase.bound.elementwise / phase.least
+                        console.print(f"{phase.phase.name}: element-wise kernels move {ratio:.2f} times the least possible bytes.\n")
     for found in engine:
         if found.fault:
             console.print(f"FAULT: {found.fault}", soft_wrap=True)

@@ -13,3 +13,5 @@ def test_every_kind_of_rank_runs_and_waits_for_nothing_within_micro_batches(name
     for rank in found["trainer"]:
         for phase in rank["phases"]:
             assert not sum(wait["in_micro_batches"] for wait in phase["host_waits"]), phase["phase"]
+            if phase["bound"]:
+                assert 1 < phase["bound"]["elementwise_bytes"] / phase["least_elementwise_bytes"] < 2.5, phase["phase"]

@@ -198,7 +198,8 @@ def _multi_tensor_kernel(name: str) -> Any:
                     tensor.device.type == "cuda" and tensor.is_contiguous(), name, f"{list(tensor.shape)} is on the {tensor.device.type}"
                 )
                 require(tensor.numel() == position[0].numel(), name, f"lists of {tensor.numel()} and {position[0].numel()} numbers")
-        _recorder[0]().work("other", 0, *(tensor for tensors in lists for tensor in tensors))
+        changed = lists[1:] if name == "multi_tensor_adam" else []  # weights and moments are read and written
+        _recorder[0]().work("other", 0, *(tensor for tensors in (*lists, *changed) for tensor in tensors))
         if name == "multi_tensor_l2norm":
             return torch.ones(1, device="cuda"), torch.ones(len(lists[0]) if args and args[0] else 1, device="cuda")
         return None
