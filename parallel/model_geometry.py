@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
@@ -15,6 +15,10 @@ from parallel.families import load_family
 from parallel.hf_config import HFConfig, Rope
 from parallel.shards import HFTensor, Shard, take_all
 from parallel.weights import Weight, make_vector, make_weight
+
+VALUE_HEAD = "score.weight"
+"""Of transformers' models for classification, with one label."""
+_CRITIC = "megatron_rl_critic"
 
 
 @dataclass(frozen=True)
@@ -86,6 +90,8 @@ class ModelGeometry:
     rope: Rope = field(default_factory=Rope)
     experts: MoEGeometry | None = None
     latent: MLAGeometry | None = None
+    value_head: bool = False
+    """A critic: a value in the place of logits (`as_critic`)."""
     unused_layers: int = 0
     """Layers for multi-token prediction that a checkpoint may hold behind the others; left out, as transformers leaves them out."""
 
@@ -93,7 +99,7 @@ class ModelGeometry:
     def from_hf_config(cls, config: Mapping[str, Any]) -> ModelGeometry:
         """Read a config.json. Raise GeometryError for an unknown family, a missing field, or what the trainer does not compute."""
         model: ModelGeometry = load_family(config.get("model_type")).read(HFConfig(config))
-        return model
+        return replace(model, tied=False, value_head=True) if config.get(_CRITIC) else model
 
     @property
     def row_parallel_widths(self) -> dict[str, int]:
@@ -135,12 +141,19 @@ class ModelGeometry:
         return [Shard(tensor.name, tensor.rows, tensor.cols, (take_all(tensor),)) for tensor in self.tensors().values()]
 
 
+def as_critic(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config.json that describes the same decoder with a value head: `VALUE_HEAD` in the place of the output layer."""
+    return {**config, _CRITIC: True}
+
+
 @lru_cache(maxsize=32)
 def _list_weights(model: ModelGeometry) -> tuple[tuple[Weight, ...], ...]:
     family = load_family(model.family)
     embedding = HFTensor("model.embed_tokens.weight", model.vocab, model.hidden, "embedding")
     head = embedding if model.tied else HFTensor("lm_head.weight", model.vocab, model.hidden, "lm_head")
     output = make_weight(head, "output_layer.weight", "vocabulary", "lm_head.weight")
+    if model.value_head:
+        output = make_weight(HFTensor(VALUE_HEAD, 1, model.hidden, "value_head"), "output_layer.weight", "whole")
     return (
         (make_weight(embedding, "embedding.word_embeddings.weight", "vocabulary"),),
         *(tuple(family.list_layer(model, layer)) for layer in range(model.layers)),

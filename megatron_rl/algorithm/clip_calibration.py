@@ -108,7 +108,7 @@ class ClipCalibration:
         tokens = CalibrationTokens(
             _join(quantized).sub(_join(sample.old_logprobs for sample in samples)).exp(),
             _join(exact).sub(_join(self._exact_old)).exp(),
-            _join(torch.full((sample.sampled_count,), sample.advantage) for sample in samples),
+            _join(sample.advantages for sample in samples),
             _join(_sampling_weight(sample) for sample in samples),
         )
         self.bounds = move_bounds(self.bounds, find_target_bounds(tokens, self._reference, self._add_up))

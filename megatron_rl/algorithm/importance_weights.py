@@ -87,10 +87,10 @@ def assign_corrections(samples: list[TrainingSample], config: AlgorithmConfig, c
         log_ratio = sample.old_logprobs - sample.rollout_logprobs
         totals.add(_NAN, log_ratio.isnan())
         sample.importance_weights, outside = compute_correction(log_ratio, config)
-        if sample.advantage:
-            name = "positive" if sample.advantage > 0 else "negative"
-            totals.add(_MEAN.format(name), sample.importance_weights)
-            totals.add(_TOUCHED.format(name), outside)
+        advantages = sample.advantages
+        for name, of_sign in (("positive", advantages > 0), ("negative", advantages < 0)):
+            totals.add(_MEAN.format(name), sample.importance_weights[of_sign])
+            totals.add(_TOUCHED.format(name), outside[of_sign])
     totals, metrics = combine(totals), dict[str, float]()
     if broken := round(totals.mean(_NAN) * totals.count(_NAN)):
         names, reason = " and ".join(config.correction), "a log-prob of each is NaN, or both are -inf"

@@ -24,6 +24,8 @@ def try_algorithm(config: AlgorithmConfig) -> None:
 
 
 def _try_advantage(config: AlgorithmConfig) -> None:
+    if config.has_critic:
+        return
     rewards = torch.tensor([[1.0, 0.0, 0.5], [2.0, 0.0, -9.0]], dtype=torch.float64)
     counted = torch.tensor([[True, True, True], [True, True, False]])
     advantages = ADVANTAGES.load(config.advantage)(rewards, counted)

@@ -21,6 +21,7 @@ from megatron_rl.precision.ops.batch_invariant import MIN_ROWS
 from megatron_rl.precision.ops.device_copy import copy_to_device
 
 _EMPTY = torch.empty(0)
+_CRITIC_FIELDS = ("values", "returns")
 _FLOAT_FIELDS = ("mask", "advantages", "old_logprobs", "reference_logprobs", "loss_weights", "importance_weights")
 
 
@@ -53,6 +54,9 @@ class MicroBatch:
     """Recorded experts [1, t, layers, k]; empty for none."""
     kept_tokens: torch.Tensor
     """Tokens that the log-probs are taken over, int32 [1, t, most], -1 where there are fewer; none for all. Empty for all everywhere."""
+    values: torch.Tensor
+    """The critic's values before the step's updates, 0 where `mask` is 0; empty without a critic, as are `returns`."""
+    returns: torch.Tensor
 
     def to(self, device: torch.device) -> MicroBatch:
         """Return a copy with every tensor on `device`."""
@@ -95,6 +99,7 @@ class MicroBatches:
     def __init__(self, samples: list[TrainingSample], rows: list[list[int]], lengths: list[int], multiple: int, min_length: int) -> None:
         """`rows`: indices of the samples in each; `lengths`: positions of each sample, with its padding; see `make_micro_batches`."""
         self._samples, self._rows, self._lengths = samples, rows, lengths
+        self._has_values = any(len(sample.values) for sample in samples)
         filled = [sum(lengths[index] for index in row) for row in rows]
         self.widths = [max(round_up(width, multiple), min_length) for width in filled]
         """Positions of each."""
@@ -123,6 +128,7 @@ class MicroBatches:
             token_indices=torch.full(shape, -1),
             routed_experts=_padding_experts(shape, samples),
             kept_tokens=torch.full((*shape, most_kept), -1, dtype=torch.int32) if most_kept else _EMPTY,
+            **{name: torch.zeros(shape) if self._has_values else _EMPTY for name in _CRITIC_FIELDS},
             **{name: torch.zeros(shape) for name in _FLOAT_FIELDS},
         )
         for index, start in zip(indices, accumulate(lengths, initial=0), strict=False):
@@ -134,7 +140,7 @@ class MicroBatches:
             row.token_indices[0, start:end] = torch.arange(first, first + sample.length - 1)
             sampled = (0, start + sample.target_positions if len(sample.response_mask) else slice(start + len(sample.prompt_ids) - 1, end))
             row.mask[sampled] = 1.0
-            row.advantages[sampled] = sample.advantage
+            row.advantages[sampled] = sample.token_advantages if len(sample.token_advantages) else sample.advantage
             row.loss_weights[sampled] = sample.loss_weight
             row.importance_weights[sampled] = sample.importance_weights if len(sample.importance_weights) else 1.0
             if len(sample.routed_experts):
@@ -145,6 +151,8 @@ class MicroBatches:
                 row.old_logprobs[sampled] = sample.old_logprobs
             if len(sample.reference_logprobs):
                 row.reference_logprobs[sampled] = sample.reference_logprobs
+            if len(sample.values):
+                row.values[sampled], row.returns[sampled] = sample.values, sample.returns
         return row
 
 

@@ -23,6 +23,7 @@ class TrainingSample:
     prompt_ids: torch.Tensor
     response_ids: torch.Tensor
     advantage: float = 0.0
+    """Of every token; with `token_advantages` their mean."""
     rollout_logprobs: torch.Tensor = field(default_factory=lambda: _EMPTY)
     """Log-probs under the engine that sampled the answer."""
     old_logprobs: torch.Tensor = field(default_factory=lambda: _EMPTY)
@@ -48,6 +49,12 @@ class TrainingSample:
     """Its place among the samples of a step, of all replicas."""
     kept_tokens: KeptTokens | None = None
     """The tokens that each was drawn from, which log-probs are taken over; None for all."""
+    token_advantages: torch.Tensor = field(default_factory=lambda: _EMPTY)
+    """Advantages of the tokens where they differ (`algorithm.gae`)."""
+    values: torch.Tensor = field(default_factory=lambda: _EMPTY)
+    """The critic's value before each token, before the step's updates."""
+    returns: torch.Tensor = field(default_factory=lambda: _EMPTY)
+    """What the critic learns to predict of each token."""
     version_lags: torch.Tensor = field(default_factory=lambda: _EMPTY)
     """Policy versions between the sampling policy and the trainer's, uint8 [A]; empty for 0."""
 
@@ -68,6 +75,11 @@ class TrainingSample:
     def sampled_count(self) -> int:
         """A."""
         return int(self.response_mask.sum()) if len(self.response_mask) else len(self.response_ids)
+
+    @property
+    def advantages(self) -> torch.Tensor:
+        """The advantage of every sampled token, float32 [A]."""
+        return self.token_advantages if len(self.token_advantages) else torch.full((self.sampled_count,), self.advantage)
 
     @property
     def target_positions(self) -> torch.Tensor:

@@ -25,6 +25,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "gmpo": {"loss": "gmpo", "aggregate": "sequence", "clip_low": 0.4, "clip_high": 0.4},
     "cispo": {"loss": "cispo", "clip_low": 1.0, "clip_high": 0.28},
     "max_rl": {"advantage": "max_rl"},
+    "ppo": {"advantage": "gae", "kl_estimator": "k1", "kl_in": "reward"},
 }
 """The defaults below that an algorithm's name changes."""
 
@@ -49,7 +50,7 @@ def _as_corrections(value: Any) -> Any:
 class AlgorithmConfig(ConfigSection):
     """How rewards become advantages, and log-probs a loss. Every field can be set, whatever the name says."""
 
-    name: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "dapo", "gspo", "gmpo", "cispo", "max_rl"] = "grpo"
+    name: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "dapo", "gspo", "gmpo", "cispo", "max_rl", "ppo"] = "grpo"
     """The preset; see PRESETS above for what each name sets."""
     updates_per_step: int = Field(1, ge=1)
     """Optimizer steps per rollout; the batch is cut into that many parts."""
@@ -57,7 +58,11 @@ class AlgorithmConfig(ConfigSection):
     advantage: Annotated[str, AfterValidator(ADVANTAGES.check_name)] = "group_std"
     """Reward less the group's mean, over the group's std (`group_std`), as it is (`group_mean`), against the others' mean
     (`leave_one_out`), whitened over the batch's tokens (`token_std`), over the batch's std (`batch_std`) or over the group's mean
-    (`max_rl`, for rewards of 0 or more); or your own as module:attribute."""
+    (`max_rl`, for rewards of 0 or more); or your own as module:attribute. `gae`: of each token, by a critic, see [critic]."""
+    gamma: float = Field(1.0, gt=0, le=1)
+    """gae: discount of what follows a token."""
+    lam: float = Field(1.0, ge=0, le=1)
+    """gae: 1 trusts rewards alone (no bias, more variance), 0 the critic alone."""
     advantage_std: Literal["sample", "population"] = "sample"
     """group_std: the squares of n members divided by n - 1, as in verl, slime and TRL; or by n."""
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
@@ -128,6 +133,15 @@ class AlgorithmConfig(ConfigSection):
     def kl_in_reward(self) -> bool:
         return self.kl_coef > 0 and self.kl_in == "reward"
 
+    @property
+    def has_critic(self) -> bool:
+        return self.advantage == "gae"
+
+    @property
+    def has_late_advantages(self) -> bool:
+        """Whether advantages wait for log-probs or values."""
+        return self.kl_in_reward or self.has_critic
+
     @model_validator(mode="before")
     @classmethod
     def _presets(cls, fields: Any) -> Any:
@@ -155,6 +169,12 @@ class AlgorithmConfig(ConfigSection):
             raise ValueError("advantage max_rl needs rewards of 0 or more, and overlong_share takes from them: leave it out")
         if self.kl_in_reward and (self.advantage == "max_rl" or self.multi_objective_aggregation == "normalize_then_sum"):
             raise ValueError("kl_in reward does not fit max_rl and normalize_then_sum, which look at the rewards as given: use kl_in loss")
+        if not self.has_critic and (self.gamma, self.lam) != (1.0, 1.0):
+            raise ValueError("gamma and lam belong to advantage gae: leave them out")
+        if self.has_critic and self.multi_objective_aggregation == "normalize_then_sum":
+            raise ValueError("normalize_then_sum makes advantages of groups, and gae those of tokens: use sum_then_normalize")
+        if self.has_critic and self.loss == "gmpo":
+            raise ValueError("loss gmpo has one advantage for a completion, and gae one for each token: use ppo, gspo or cispo")
         if self.correction and self.old_policy == "engine":
             names = " and ".join(self.correction)
             raise ValueError(f"correction {names} needs old_policy trainer: with engine the ratio holds the mismatch already")

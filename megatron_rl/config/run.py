@@ -7,6 +7,7 @@ from dataclasses import replace
 from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.config.base import ConfigSection
 from megatron_rl.config.checkpoint import CheckpointConfig
+from megatron_rl.config.critic import CriticConfig
 from megatron_rl.config.data import DataConfig
 from megatron_rl.config.environment import EnvironmentConfig
 from megatron_rl.config.evaluation import EvalConfig
@@ -29,6 +30,7 @@ class Config(ConfigSection):
     train: TrainConfig = TrainConfig()
     rollout: RolloutConfig = RolloutConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
+    critic: CriticConfig = CriticConfig()
     data: DataConfig = DataConfig()
     eval: EvalConfig = EvalConfig()
     reward: RewardConfig = RewardConfig()
@@ -40,8 +42,14 @@ class Config(ConfigSection):
 
     @property
     def optimizer_steps(self) -> int:
-        """Optimizer steps of the whole run."""
-        return self.train.steps * self.algorithm.updates_per_step
+        """The policy's optimizer steps in the whole run."""
+        warmup = self.critic.critic_warmup if self.algorithm.has_critic else 0
+        return (self.train.steps - warmup) * self.algorithm.updates_per_step
+
+    @property
+    def critic_train(self) -> TrainConfig:
+        """[train] as the critic's optimizer has it."""
+        return self.critic.to_train(self.train).decay_over(self.train.steps * self.algorithm.updates_per_step)
 
     @property
     def longest_sequence(self) -> int:

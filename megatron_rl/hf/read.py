@@ -23,7 +23,7 @@ from megatron_rl.precision.contract import QUANTIZED_ROLES
 from megatron_rl.precision.quantized_weight import QuantizedWeight
 from megatron_rl.precision.quantizers import QUANTIZERS, dequantize
 from parallel.formats import BLOCK, FORMATS, TensorFormat
-from parallel.model_geometry import ModelGeometry
+from parallel.model_geometry import VALUE_HEAD, ModelGeometry
 from parallel.reshard import get_scale_rect
 from parallel.shards import HFTensor, Rect, Region
 
@@ -84,8 +84,8 @@ class HFCheckpoint:
         """Read the headers of all files, and compare names, shapes and dtypes with what config.json says.
 
         Raises UserError naming the file that is missing or torn, or the first tensor that is missing, has another shape or dtype, or
-        belongs to no such model. Ignores `lm_head.weight` beside tied embeddings, rotary frequencies, and layers for multi-token
-        prediction.
+        belongs to no such model. Ignores `lm_head.weight` beside tied embeddings or a value head, rotary frequencies, and layers for
+        multi-token prediction. A value head may be missing: it is then read as 0.
         """
         found = self._check_files()
         expected = set()
@@ -93,6 +93,8 @@ class HFCheckpoint:
             format = self.find_format(tensor)
             dtypes = (format.safetensors_dtype,) if format else _HIGH
             expected.add(tensor.name)
+            if self._starts_at_0(tensor):
+                continue
             self._check_tensor(tensor.name, [tensor.rows] if tensor.vector else [tensor.rows, tensor.cols], dtypes)
             if format:
                 expected.add(name := format.scale_name(tensor.name))
@@ -139,7 +141,7 @@ class HFCheckpoint:
         return "convert it"
 
     def _is_ignored(self, name: str, model: ModelGeometry) -> bool:
-        if name.endswith("rotary_emb.inv_freq") or (model.tied and name == "lm_head.weight"):
+        if name.endswith("rotary_emb.inv_freq") or ((model.tied or model.value_head) and name == "lm_head.weight"):
             return True
         layer = re.match(r"model\.layers\.(\d+)\.", name)
         return layer is not None and model.layers <= int(layer[1]) < model.layers + model.unused_layers
@@ -169,6 +171,8 @@ class HFCheckpoint:
         Any rectangle, whole blocks or not. Raises UserError where a value is inf or NaN.
         """
         tensor, (row, col, rows, cols), *_ = region
+        if self._starts_at_0(tensor):
+            return torch.zeros(rows, cols)
         format, view = self.find_format(tensor), self._slice(tensor.name)
         if format is not None and format.block is not None:
             above, left = row % format.block[0], col % (format.block[1] or 1)  # what of the first blocks lies outside
@@ -206,6 +210,9 @@ class HFCheckpoint:
     def find_format(self, tensor: HFTensor) -> TensorFormat | None:
         """Return the format in which the checkpoint stores `tensor` quantised, None where it does not."""
         return self.format if tensor.role in QUANTIZED_ROLES else None
+
+    def _starts_at_0(self, tensor: HFTensor) -> bool:
+        return tensor.name == VALUE_HEAD and tensor.name not in self._file_of
 
     def _slice(self, name: str) -> Any:
         return self._open_file(self._file_of[name]).get_slice(name)

@@ -43,8 +43,8 @@ Loss = Callable[[torch.Tensor, MicroBatch], tuple[torch.Tensor, dict[str, torch.
 TOTAL_LOSS, _POSITIONS = "loss/total", "tokens/places"
 """Added up by `Actor.update`; no metrics of a row."""
 _PADDING = declare("tokens/padding", "share of the places in micro-batches that hold no token", "share")
-_GRAD_NORM = declare("grad_norm", "norm of the gradient before clipping", "number", "norm before clipping", label="norm")
-_LEARNING_RATE = declare("learning_rate", "learning rate", "small")
+GRAD_NORM = declare("grad_norm", "norm of the gradient before clipping", "number", "norm before clipping", label="norm")
+LEARNING_RATE = declare("learning_rate", "learning rate", "small")
 
 
 def count_row_multiple(config: Any, micro_batch_tokens: int, device: torch.device) -> int:
@@ -237,7 +237,7 @@ class Actor(Policy):
         _, grad_norm, _ = self.optimizer.step()
         check_finite(flatten_chained(self.optimizer))
         start_gathers(self._forward_chunks)
-        return {**means, _PADDING: padding, _GRAD_NORM: float(grad_norm), _LEARNING_RATE: learning_rate, **self.response.end()}
+        return {**means, _PADDING: padding, GRAD_NORM: float(grad_norm), LEARNING_RATE: learning_rate, **self.response.end()}
 
     def _accumulate_gradients(self, samples: list[TrainingSample], loss: Loss) -> dict[str, float]:
         """Run forward and backward passes of all samples; return sums of the loss's metrics over all ranks."""

@@ -28,7 +28,7 @@ from parallel.digest import make_stored_tensors, view_rect
 from parallel.formats import TensorFormat
 from parallel.layout import Layout
 from parallel.megatron_shards import build_megatron_shards, compute_row_order, reorder_for_quantization
-from parallel.model_geometry import ModelGeometry
+from parallel.model_geometry import ModelGeometry, as_critic
 from parallel.reshard import check_block_alignment, get_scale_rect
 from parallel.shards import Shard
 
@@ -40,7 +40,9 @@ def build_rank_shards(hf_config: dict[str, Any], layout: Layout, rank: int | Non
         return build_megatron_shards(ModelGeometry.from_hf_config(hf_config), layout, layout.coordinates(rank))
 
 
-def load_checkpoint(model: ModelChunks, folder: Path, shards: list[Shard], spread: MasterSpread | None = None) -> None:
+def load_checkpoint(
+    model: ModelChunks, folder: Path, shards: list[Shard], spread: MasterSpread | None = None, critic: bool = False
+) -> None:
     """Fill this rank's parameters from a Hugging Face checkpoint, each value cast to the parameter's dtype. Collective.
 
     Quantised layers adopt the blocks of a checkpoint of their format byte for byte, and the optimizer steps from their values. Other layers
@@ -49,11 +51,13 @@ def load_checkpoint(model: ModelChunks, folder: Path, shards: list[Shard], sprea
     largest magnitude is at most 224 gets half the scale); with fp32 scales, or through `high = "bf16"`, values may change by one rounding.
     With `spread`, parameters that are masters are drawn from the values that the checkpoint's numbers stand for; all blocks stay the same.
 
+    `critic`: the model has a value head.
+
     Raises UserError on every rank for what `HFCheckpoint` refuses.
     """
     with errors_on_all_ranks():
-        hf_config = read_config(folder)
-        checkpoint = HFCheckpoint(folder, hf_config)
+        hf_config = as_critic(read_config(folder)) if critic else read_config(folder)
+        checkpoint = HFCheckpoint(folder, hf_config, "critic.path" if critic else "model.path")
         if is_rank0():  # it opens all files; other ranks open those that they need
             checkpoint.check(ModelGeometry.from_hf_config(hf_config))
     with errors_on_all_ranks():

@@ -31,6 +31,7 @@ from megatron_rl.mcore import quantizing_optimizer
 from megatron_rl.mcore.checkpoint.rng import seed_python_and_numpy
 from megatron_rl.mcore.layers.output_layer import install_output_layer
 from megatron_rl.mcore.layers.spec import build_decoder_spec
+from megatron_rl.mcore.layers.value_head import install_value_head
 from megatron_rl.mcore.load_weights import set_formats
 from megatron_rl.mcore.model_options import attention_options, expert_options, layout_options, recompute_options
 from megatron_rl.mcore.names import ModelChunks, get_model_chunks
@@ -197,7 +198,7 @@ def _build_chunk(
         parallel_output=True,
         vp_stage=vp_stage,
     )
-    install_output_layer(model)
+    (install_value_head if geometry.value_head else install_output_layer)(model)
     _tag_shards(model)
     if torch.cuda.is_available():
         return model.cuda(torch.cuda.current_device())  # Megatron moves only its own layers

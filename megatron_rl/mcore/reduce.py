@@ -56,6 +56,16 @@ def sum_over_replicas(*numbers: float) -> list[float]:
     return _reduce_numbers(numbers, dist.ReduceOp.SUM)
 
 
+def sum_samples(rows: torch.Tensor, numbers: Sequence[int], count: int) -> torch.Tensor:
+    """Return the sums [k] of rows float64 [own, k] of all replicas' samples, `numbers` of them here, added up in the order of the step's
+    `count` samples whatever replica has which; collective."""
+    device = torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
+    of_all = torch.zeros(count, rows.shape[1], dtype=torch.float64, device=device)
+    of_all[torch.tensor(numbers, dtype=torch.long, device=device)] = rows.to(device)
+    dist.all_reduce(of_all, group=parallel_state.get_data_parallel_group())
+    return of_all.cpu().sum(0)
+
+
 def max_over_replicas(number: int) -> int:
     """Return the largest replica's number; collective."""
     return int(_reduce_numbers([number], dist.ReduceOp.MAX)[0])

@@ -11,6 +11,7 @@ from megatron_rl.errors import RunError
 from megatron_rl.mcore.actor import Actor
 from megatron_rl.mcore.checkpoint.folder import checkpoint_folder
 from megatron_rl.mcore.checkpoint.write import CheckpointWriter
+from megatron_rl.mcore.critic import Critic
 from megatron_rl.training.resume import describe_layout
 from megatron_rl.training.train_state import TrainState
 from megatron_rl.versions import collect_versions
@@ -21,9 +22,18 @@ class CheckpointManager:
     """Writes the checkpoints of one run, one at a time; `saved`: the version that it resumes from, or -1. All methods are collective."""
 
     def __init__(
-        self, config: Config, layout: Layout, run: Path, actor: Actor, hf_config: dict[str, Any], notify: Callable[[str], None], saved: int
+        self,
+        config: Config,
+        layout: Layout,
+        run: Path,
+        actor: Actor,
+        hf_config: dict[str, Any],
+        notify: Callable[[str], None],
+        saved: int,
+        critic: Critic | None = None,
     ) -> None:
         self._config, self._layout, self._run, self._actor, self._hf_config, self._notify = config, layout, run, actor, hf_config, notify
+        self._critic = critic
         self._writer: CheckpointWriter | None = None
         self._newest_version = saved
         """Of the newest checkpoint, complete or being written; -1 for none."""
@@ -32,7 +42,8 @@ class CheckpointManager:
         """Copy a policy, unless it is saved, and begin to write it. Wait for the `last` checkpoint, and raise RunError if it fails; notify
         of the failure of any other one. Raise RunError between the optimizer steps of two versions, from where no run could go on."""
         self.wait()
-        if self._actor.steps_done != state.optimizer_steps:
+        critic_steps = state.critic_steps if self._critic is None else self._critic.steps_done
+        if (self._actor.steps_done, critic_steps) != (state.optimizer_steps, state.critic_steps):
             raise RunError(f"the weights are between policy versions {state.version} and {state.version + 1}")
         if self._newest_version == state.version:
             return
@@ -68,7 +79,8 @@ class CheckpointManager:
             "versions": collect_versions(),
         }
         folder, tokenizer, keep = checkpoint_folder(self._run, state.version), self._config.model.folder, self._config.checkpoint.keep
-        return CheckpointWriter(folder, self._actor.model, self._hf_config, tokenizer, saved, self._actor.optimizer, state.rng_state, keep)
+        actor, critic = self._actor, None if self._critic is None else (self._critic.model, self._critic.optimizer)
+        return CheckpointWriter(folder, actor.model, self._hf_config, tokenizer, saved, actor.optimizer, state.rng_state, keep, critic)
 
     def _finish(self, writer: CheckpointWriter) -> None:
         """Complete a checkpoint; if that fails, there is none of its version."""

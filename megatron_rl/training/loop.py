@@ -90,8 +90,14 @@ class Loop:
                 trainer.attribution.measure(samples.own)
             metrics |= trainer.measure_without_replay(samples)
         metrics |= trainer.assign_late_advantages(samples)
+        if trainer.critic is not None:
+            with phase("values", metrics):
+                metrics |= trainer.critic.assign_advantages(samples)
         metrics |= assign_corrections(samples.own, config.algorithm, reduce.combine)
         check_stop()
+        if trainer.critic is not None:
+            with phase("critic", metrics):
+                metrics |= trainer.critic.update(samples)
         with phase("train", metrics):
             metrics |= trainer.update(samples, version)
         if attribute:
@@ -115,7 +121,9 @@ class Loop:
 
     def _snapshot(self, version: int, unrecorded: dict[str, float] | None) -> TrainState:
         data = self._worker.run(lambda worker: worker.state_dict())
-        return TrainState(version, self._trainer.actor.steps_done, self._trainer.clip.bounds, data, unrecorded)
+        critic = self._trainer.critic
+        critic_steps = 0 if critic is None else critic.critic.steps_done
+        return TrainState(version, self._trainer.actor.steps_done, self._trainer.clip.bounds, data, unrecorded, critic_steps)
 
     def _write_row(self, metrics: dict[str, float], seconds: float | None = None) -> None:
         self._recorder.write_row(self._state.version, metrics, seconds)

@@ -1,8 +1,9 @@
-"""The policies of a run on one rank: the actor and the frozen reference, from a checkpoint's weights to the optimizer's masters."""
+"""The models of a run on one rank, from a checkpoint's weights to the optimizer's masters: actor, frozen reference, critic."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.config import Config
 from megatron_rl.mcore.actor import Actor, Policy
 from megatron_rl.mcore.cache_scales import renew_scales
+from megatron_rl.mcore.critic import Critic
 from megatron_rl.mcore.load_weights import build_rank_shards, global_parameters, load_checkpoint
 from megatron_rl.mcore.master_spread import MasterSpread
 from megatron_rl.mcore.model import build_model, freeze
@@ -18,13 +20,14 @@ from megatron_rl.mcore.names import ModelChunks
 from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.training.canary import LONGEST, make_prompts
 from parallel.layout import Layout
+from parallel.model_geometry import as_critic
 from parallel.shards import Shard
 
 
 def load_actor(config: Config, layout: Layout, hf_config: Mapping[str, Any]) -> tuple[Actor, list[Shard]]:
     """Return the policy in training and this rank's shards of it. Collective."""
     shards = build_rank_shards(dict(hf_config), layout)
-    model = _load(config, layout, hf_config, shards)
+    model = _load(config, layout, hf_config, shards, config.model.folder)
     actor = Actor(model, config.train.decay_over(config.optimizer_steps), config.rollout.temperature)
     if spread := MasterSpread.from_config(config):
         spread.spread_optimizer(actor.optimizer, shards, global_parameters(model))
@@ -36,15 +39,31 @@ def load_reference(config: Config, layout: Layout, hf_config: Mapping[str, Any])
     """Return the frozen starting policy, in the same precision; None without a KL term. Collective."""
     if not config.algorithm.kl_coef:
         return None
-    model = freeze(_load(config, layout, hf_config, build_rank_shards(dict(hf_config), layout)))
+    model = freeze(_load(config, layout, hf_config, build_rank_shards(dict(hf_config), layout), config.model.folder))
     reference = Policy(model, config.rollout.temperature, config.train.micro_batch_tokens)
     _choose_scales(config, reference, hf_config)
     return reference
 
 
-def _load(config: Config, layout: Layout, hf_config: Mapping[str, Any], shards: list[Shard]) -> ModelChunks:
+def load_critic(config: Config, layout: Layout, hf_config: Mapping[str, Any]) -> Critic | None:
+    """Return the critic, in the same precision; None where `algorithm.advantage` needs none. Collective."""
+    if not config.algorithm.has_critic:
+        return None
+    hf_config = as_critic(hf_config)
+    shards = build_rank_shards(hf_config, layout)
+    model = _load(config, layout, hf_config, shards, config.critic.path or config.model.folder, critic=True)
+    critic = Critic(model, config.critic_train)
+    if spread := MasterSpread.from_config(config):
+        spread.spread_optimizer(critic.optimizer, shards, global_parameters(model))
+    _choose_scales(config, critic, hf_config)
+    return critic
+
+
+def _load(
+    config: Config, layout: Layout, hf_config: Mapping[str, Any], shards: list[Shard], folder: Path, critic: bool = False
+) -> ModelChunks:
     model = build_model(hf_config, layout, PrecisionContract.from_config(config.precision), config.train)
-    load_checkpoint(model, config.model.folder, shards, MasterSpread.from_config(config))
+    load_checkpoint(model, folder, shards, MasterSpread.from_config(config), critic)
     return model
 
 

@@ -19,6 +19,7 @@ import torch
 
 from megatron_rl.algorithm.advantages import compute_advantages, measure_kl
 from megatron_rl.algorithm.clip_calibration import ClipCalibration
+from megatron_rl.algorithm.gae import KL
 from megatron_rl.algorithm.policy_loss import PolicyLoss
 from megatron_rl.batch.totals import Totals
 from megatron_rl.batch.training_sample import TrainingSample
@@ -32,11 +33,11 @@ from megatron_rl.mcore.layers.router import DIFFERS
 from megatron_rl.metrics import declare
 from megatron_rl.rollout.engine import Engine
 from megatron_rl.rollout.worker import RolloutBatch
+from megatron_rl.training.critic_trainer import CriticTrainer
 from megatron_rl.training.mismatch import WITHOUT_REPLAY, MismatchBound, measure_mismatch, measure_staleness
 from megatron_rl.training.mismatch_attribution import MismatchAttribution
 from megatron_rl.training.samples import StepSamples, share_samples
 
-_KL = declare("reward/kl", "KL estimate against the reference per token, taken from the reward", "nats")
 _ENTROPY = declare("entropy", "mean entropy of the policy per token", "nats", "entropy (nats per token)")
 _DIFFERS_WITHOUT_REPLAY = declare(
     "router/differs_without_replay", "the same, had no layer before replayed the routing", "share", "tokens sent elsewhere", label="without"
@@ -81,19 +82,21 @@ class PolicyTrainer:
         attribution: MismatchAttribution,
         engines: Rank0[Engine],
         mismatch_bound: MismatchBound | None = None,
+        critic: CriticTrainer | None = None,
     ) -> None:
         self._mismatch_bound = mismatch_bound
-        self.actor, self.attribution = actor, attribution
+        self.actor, self.attribution, self.critic = actor, attribution, critic
         self.clip = ClipCalibration(config.algorithm, self._current_logprobs, lambda sums: reduce.sum_over_replicas(*sums))
         self.engine_routing = actor.routing.shape if config.algorithm.routing_replay == "engine" else None
         """What the engine's routing must fit, if it is replayed."""
         self._config, self._reference, self._engines = config, reference, engines
 
     def take_devices(self) -> None:
-        """Release the engine's memory after generation, until the next sync, and reload the optimizer."""
+        """Release the engine's memory after generation, until the next sync, and reload the optimizer, unless the critic's is first."""
         if self._config.placement.kind == "colocated":
             self._engines.run(lambda engines: engines.release_memory())
-            self.actor.reload_optimizer()
+            if self.critic is None:
+                self.actor.reload_optimizer()
 
     def leave_devices(self) -> None:
         """Offload the optimizer after its step, before the sync."""
@@ -125,9 +128,10 @@ class PolicyTrainer:
         return {_ENTROPY: entropy, **mismatch, **staleness, **routing.gather_metrics()}
 
     def assign_late_advantages(self, samples: StepSamples) -> dict[str, float]:
-        """Set the advantages that wait for log-probs, those with the KL term in the reward, and return its metric; else {}."""
+        """Set the advantages that wait for log-probs, those with the KL term in the reward, and return its metric; else {}. Those by a
+        critic it sets itself."""
         algorithm = self._config.algorithm
-        if not algorithm.kl_in_reward:
+        if not algorithm.kl_in_reward or algorithm.has_critic:
             return {}
         of_all = reduce.merge_replicas({sample.number: measure_kl(sample, algorithm) for sample in samples.own})
         kl = [of_all[number] for number in range(samples.count)]
@@ -139,7 +143,7 @@ class PolicyTrainer:
         advantages = run_on_rank0(compute)
         for sample in samples.own:
             sample.advantage = advantages[sample.number]
-        return {_KL: sum(kl) / max(samples.sampled_tokens, 1)}
+        return {KL: sum(kl) / max(samples.sampled_tokens, 1)}
 
     def measure_without_replay(self, step_samples: StepSamples) -> dict[str, float]:
         """Return the mismatch without the replay of the engine's routing, and how many tokens then go to other experts; {} if it is not
@@ -155,8 +159,11 @@ class PolicyTrainer:
 
     def update(self, samples: StepSamples, version: int) -> dict[str, float]:
         """Take the `updates_per_step` optimizer steps from `version` to the next, each on its mini-batch of whole groups; return means over
-        them, and how far all of them moved the log-probs."""
+        them, and how far all of them moved the log-probs. None while the critic alone learns."""
         algorithm, updates = self._config.algorithm, []
+        if self.critic is not None and version < self._config.critic.critic_warmup:
+            return {}
+        self.actor.reload_optimizer()
         mini_batches = samples.mini_batches
         calibrate = algorithm.calibrate_every and version % algorithm.calibrate_every == 0
         if calibrate:

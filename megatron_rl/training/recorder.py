@@ -26,6 +26,8 @@ _SECONDS = {
     "share": declare("time/share", "giving every replica its samples", "seconds", STEP_SECONDS),
     "logprobs": declare("time/logprobs", "forward passes of actor and reference", "seconds", STEP_SECONDS),
     "attribute": declare("time/attribute", "forward passes that find the causes of the mismatch", "seconds", STEP_SECONDS),
+    "values": declare("time/values", "the critic's forward passes and the advantages", "seconds", STEP_SECONDS),
+    "critic": declare("time/critic", "the critic's optimizer steps", "seconds", STEP_SECONDS),
     "train": declare("time/train", "the optimizer steps", "seconds", STEP_SECONDS),
     "checkpoint": declare("time/checkpoint", "writing a checkpoint after the step before", "seconds"),
 }

@@ -58,7 +58,7 @@ def share_samples(
     """Return this rank's samples of the rollout that rank 0 passes, and takes out of the list; the others pass none. Collective. Raise
     RunError if the engine's routing does not fit `routing`.
 
-    Rank 0 sets loss weights, and advantages where no KL term is in the reward. In every mini-batch, of whole groups, each replica has about
+    Rank 0 sets loss weights, and advantages that wait for nothing. In every mini-batch, of whole groups, each replica has about
     the same cost (`batch.packing`). Who gets what depends on lengths and the number of replicas alone.
     """
     everything, known, algorithm = list[TrainingSample](), list[StepSamples](), config.algorithm
@@ -68,7 +68,7 @@ def share_samples(
         everything.extend(to_training_samples(rollout, routing))
         rewards, excluded = [sample.reward for sample in everything], [sample.excluded for sample in everything]
         lengths = [sample.sampled_count for sample in everything]
-        if not algorithm.kl_in_reward:
+        if not algorithm.has_late_advantages:
             if algorithm.multi_objective_aggregation == "normalize_then_sum":
                 advantages = normalize_then_sum(*_split_rewards(rollout, config), excluded, algorithm, config.rollout.group_size, lengths)
             else:

@@ -24,6 +24,7 @@ from megatron_rl.hf.write import describe_weights, write_all_but_weights
 from megatron_rl.mcore.actor import Actor
 from megatron_rl.mcore.checkpoint.folder import set_aside
 from megatron_rl.mcore.checkpoint.write import load_run_checkpoint
+from megatron_rl.mcore.critic import Critic
 from megatron_rl.mcore.load_weights import collect_named_tensors
 from megatron_rl.mcore.model import start_megatron, stop_megatron
 from megatron_rl.observability import hang_watchdog
@@ -46,11 +47,12 @@ from megatron_rl.sync.recovery import RecoveringWeightSync
 from megatron_rl.sync.weight_sync import WeightSync
 from megatron_rl.training.canary import make_canary, promises_exactness
 from megatron_rl.training.checkpoint_manager import CheckpointManager
+from megatron_rl.training.critic_trainer import CriticTrainer
 from megatron_rl.training.graph_check import check_graph
 from megatron_rl.training.loop import Loop
 from megatron_rl.training.mismatch import MismatchBound
 from megatron_rl.training.mismatch_attribution import MismatchAttribution
-from megatron_rl.training.policies import load_actor, load_reference
+from megatron_rl.training.policies import load_actor, load_critic, load_reference
 from megatron_rl.training.policy_trainer import PolicyTrainer
 from megatron_rl.training.recorder import Recorder
 from megatron_rl.training.resume import describe_layout, find_resume_point
@@ -118,12 +120,15 @@ class Session:
         if stored is not None and stored.name != contract.trainer_format.name:
             self.notify(f"the checkpoint is {stored.name.upper()}, the trainer is not: it starts from the dequantised weights")
         actor, shards = load_actor(config, layout, hf_config)
-        state = self._load_checkpoint(actor)
+        critic = load_critic(config, layout, hf_config)
+        state = self._load_checkpoint(actor, critic)
         read_named_tensors = partial(collect_named_tensors, actor.model, shards, contract)
         hang_watchdog.enter_phase("loading the reference")
         reference = load_reference(config, layout, hf_config)
         if config.placement.kind == "colocated":
             actor.offload_optimizer()  # as in every sync: the engines find on a shared GPU what the trainer holds in a sync, and no more
+            if critic is not None:
+                critic.offload_optimizer()
 
         rollout = Rank0(lambda: self._start_rollout(hf_config, state))
         engines, worker = Rank0(lambda: rollout.value[0]), Rank0(lambda: rollout.value[1])
@@ -139,22 +144,26 @@ class Session:
 
         attribution = MismatchAttribution(actor, read_named_tensors, contract.engine_format, contract.engine_alone_quantizes_kv)
         bound = MismatchBound(config.sync, promises_exactness(config, hf_config), self.notify)
-        trainer = PolicyTrainer(config, actor, reference, attribution, engines, bound)
+        critic_trainer = None if critic is None else CriticTrainer(config, critic)
+        trainer = PolicyTrainer(config, actor, reference, attribution, engines, bound, critic_trainer)
         recovering_sync = RecoveringWeightSync(sync, engines, self.notify)
         profiler = StepProfiler(self.folder, dist.get_rank(), config.log.profile_steps, config.log.profile_ranks)
         recorder = Recorder(self.log, engines, profiler)
         saved = -1 if state is None else state.version
-        checkpoints = CheckpointManager(config, layout, self.folder, actor, hf_config, self.notify, saved)
+        checkpoints = CheckpointManager(config, layout, self.folder, actor, hf_config, self.notify, saved, critic)
         return Loop(config, worker, trainer, recovering_sync, recorder, checkpoints, state)
 
-    def _load_checkpoint(self, actor: Actor) -> TrainState | None:
+    def _load_checkpoint(self, actor: Actor, critic: Critic | None) -> TrainState | None:
         """Load the checkpoint of a resumed run; return None in a new run."""
         if self.resume_point is None:
             return None
         state = TrainState.from_dict(self.resume_point.state)
         same_layout = self.resume_point.matches_layout(describe_layout(self.layout, self.config.train))
-        load_run_checkpoint(self.resume_point.folder, actor.model, actor.optimizer, self.resume_point.state, same_layout)
+        of_critic = None if critic is None else (critic.model, critic.optimizer)
+        load_run_checkpoint(self.resume_point.folder, actor.model, actor.optimizer, self.resume_point.state, same_layout, of_critic)
         actor.steps_done = state.optimizer_steps
+        if critic is not None:
+            critic.steps_done = state.critic_steps
         return state
 
     def _start_rollout(self, hf_config: dict[str, Any], state: TrainState | None) -> tuple[EnginePool, AsyncRolloutWorker]:

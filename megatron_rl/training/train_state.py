@@ -22,6 +22,8 @@ class TrainState:
     """`ProblemStream.state_dict()`."""
     unrecorded: dict[str, float] | None = None
     """Metrics of this version's row in the log, without those of its sync and its evaluation; None once the row is written."""
+    critic_steps: int = 0
+    """The critic's optimizer steps."""
     rng_state: dict[str, Any] = field(default_factory=capture_rng_state)
     """This rank's random number generators."""
 
@@ -35,4 +37,4 @@ class TrainState:
         """Read state.json. Raises KeyError, TypeError or ValueError if it holds no state."""
         low, high = state["clip_bounds"]
         version, steps = int(state["policy_version"]), int(state["optimizer_steps"])
-        return cls(version, steps, (float(low), float(high)), dict(state["data"]), state["unrecorded"])
+        return cls(version, steps, (float(low), float(high)), dict(state["data"]), state["unrecorded"], int(state.get("critic_steps", 0)))

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -121,3 +122,23 @@ def _weight_addresses(model: PreTrainedModel) -> set[int]:
 def _answer(model: PreTrainedModel, prompt: list[int], answer: list[int]) -> torch.Tensor:
     logprobs = model(torch.tensor([prompt + answer])).logits[0].float().log_softmax(-1)
     return logprobs[len(prompt) - 1 : -1].gather(1, torch.tensor(answer)[:, None])[:, 0]
+
+
+def value_step(folder: Path, sequences: list[dict[str, Any]], cliprange: float) -> dict[str, Any]:
+    """The first step of a critic, one token after the other: its values float32 [tokens], its loss and its gradient's norm. `sequences`:
+    fields of `TrainingSample` with `values` and `returns`; the checkpoint has a `score.weight`."""
+    model, head = _load(folder).model, load_file(folder / "model.safetensors")["score.weight"].requires_grad_()
+    model.get_input_embeddings().padding_idx = None
+    values, losses = [], []
+    for sample in sequences:
+        ids = sample["prompt_ids"].tolist() + sample["response_ids"].tolist()
+        of_tokens = (model(torch.tensor([ids])).last_hidden_state[0] @ head.t())[:, 0]
+        mask = sample["response_mask"].tolist() or [True] * len(sample["response_ids"])
+        own = of_tokens[len(sample["prompt_ids"]) - 1 : -1][torch.tensor(mask)]
+        values.append(own)
+        bounded = sample["values"] + (own - sample["values"]).clamp(-cliprange, cliprange)
+        losses.append(torch.maximum((own - sample["returns"]) ** 2, (bounded - sample["returns"]) ** 2) / 2)
+    loss = torch.cat(losses).mean()
+    loss.backward()
+    norm = torch.stack([parameter.grad.square().sum() for parameter in (*model.parameters(), head)]).sum().sqrt()
+    return {"values": torch.cat(values).detach(), "loss": float(loss), "grad_norm": float(norm)}

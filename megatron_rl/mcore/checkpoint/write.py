@@ -25,12 +25,16 @@ from megatron_rl.mcore.layers.quantized_linear import find_quantized_layers, lis
 from megatron_rl.mcore.names import ModelChunks, get_model_chunks
 from megatron_rl.mcore.quantizing_optimizer import requantize
 
+_CRITIC = "critic."
+"""Before the names of the critic's tensors."""
+
 
 class CheckpointWriter:
     """Writes one checkpoint. The constructor returns when the tensors are copied; `finish` gives the folder its name. Collective.
 
     `state` must hold `precision` (the config's section) and may hold any other JSON; only rank 0's is written. `optimizer` and `random`
     (`capture_rng_state`) may be omitted; then no run can resume from it. `keep`: number of newest checkpoints to keep, 0 for all.
+    `critic`: its model and optimizer, whose tensors' names get a prefix.
     Constructor and `finish` raise RunError on every rank where writing fails; earlier checkpoints stay as they are.
     """
 
@@ -44,16 +48,16 @@ class CheckpointWriter:
         optimizer: Any = None,
         random: dict[str, Any] | None = None,
         keep: int = 0,
+        critic: tuple[ModelChunks, Any] | None = None,
     ) -> None:
         self.folder, self._hf_config, self._tokenizer, self._state, self._keep = folder, hf_config, tokenizer, state, keep
         self._temporary = checkpoints.unfinished_folder(folder)
-        sharded = _weights(model)
-        chunks = [*sharded.values()]
-        if optimizer is not None:
-            optimizer_state = OptimizerState(optimizer, chunks)
-            sharded["optimizer"] = optimizer_state.sharded_for_save()
-            self._state = {**state, "adam_step": optimizer_state.step}
-        sharded["masters"] = MasterState(list_quantized_layers(model), chunks).sharded_for_save()
+        sharded, step = _shard_for_save(model, optimizer)
+        if step is not None:
+            self._state = {**self._state, "adam_step": step}
+        if critic is not None:
+            sharded["critic"], critic_step = _shard_for_save(*critic, prefix=_CRITIC)
+            self._state = {**self._state, "critic_adam_step": critic_step}
         if random is not None:
             sharded["random"] = _rng_shard(random)
         with self._discarded_on_failure():
@@ -97,10 +101,25 @@ class CheckpointWriter:
         checkpoints.publish(self._temporary, self.folder, self._keep)
 
 
-def _weights(model: ModelChunks) -> dict[str, Any]:
-    """Return the sharded state of each virtual pipeline stage. The keys are not written: layers are numbered over the whole model."""
+def _shard_for_save(model: ModelChunks, optimizer: Any, prefix: str = "") -> tuple[dict[str, Any], int | None]:
+    """Return (the sharded state of a model and its optimizer, the number of Adam's steps); without an optimizer its weights, None."""
+    sharded = _weights(model, prefix)
+    chunks = [*sharded.values()]
+    optimizer_state = None if optimizer is None else OptimizerState(optimizer, chunks)
+    if optimizer_state is not None:
+        sharded["optimizer"] = optimizer_state.sharded_for_save()
+    sharded["masters"] = MasterState(list_quantized_layers(model), chunks).sharded_for_save()
+    return sharded, None if optimizer_state is None else optimizer_state.step
+
+
+def _weights(model: ModelChunks, prefix: str) -> dict[str, Any]:
+    """Return the sharded state of each virtual pipeline stage. The keys are not written: layers are numbered over the whole model. What is
+    written are the tensors' names, with `prefix`."""
     finish_gathers(model)
-    return {f"model{number}": chunk.sharded_state_dict() for number, chunk in enumerate(get_model_chunks(model))}
+    chunks = (chunk.sharded_state_dict(prefix=prefix) for chunk in get_model_chunks(model))
+    return {
+        f"model{number}": {name.removeprefix(prefix): tensor for name, tensor in tensors.items()} for number, tensors in enumerate(chunks)
+    }
 
 
 def _load_weights(model: ModelChunks, loaded: dict[str, Any]) -> None:
@@ -114,23 +133,47 @@ def _rng_shard(random: dict[str, Any] | None) -> ShardedObject:
     return ShardedObject("random", random, (dist.get_world_size(),), (dist.get_rank(),))
 
 
-def load_run_checkpoint(folder: Path, model: ModelChunks, optimizer: Any, state: dict[str, Any], same_layout: bool) -> None:
-    """Load weights, masters and moments into this rank's part of the model, whatever layout wrote them; collective.
+def load_run_checkpoint(
+    folder: Path,
+    model: ModelChunks,
+    optimizer: Any,
+    state: dict[str, Any],
+    same_layout: bool,
+    critic: tuple[ModelChunks, Any] | None = None,
+) -> None:
+    """Load weights, masters and moments into this rank's part of the model, and of the critic (its model and optimizer), whatever layout
+    wrote them; collective.
 
     With `same_layout`, random number generators are restored too. Layers that adopted an FP8 checkpoint's blocks keep them where the
     loaded master equals their values.
     """
-    sharded = _weights(model)
-    chunks = [*sharded.values()]
-    optimizer_state, masters = OptimizerState(optimizer, chunks), MasterState(list_quantized_layers(model), chunks)
-    sharded["optimizer"], sharded["masters"] = optimizer_state.sharded_for_load(), masters.sharded_for_load()
+    parts = [_LoadedPart("adam_step", "", model, optimizer)]
+    if critic is not None:
+        parts.append(_LoadedPart("critic_adam_step", _CRITIC, *critic))
+    sharded: dict[str, Any] = {part.step: part.sharded for part in parts}
     if same_layout:
         sharded["random"] = _rng_shard(None)
     loaded = dist_checkpointing.load(sharded, str(folder / "mcore"))
-    _load_weights(model, loaded)
-    optimizer_state.load(loaded["optimizer"])
-    optimizer_state.set_step(int(state["adam_step"]))
-    masters.load(loaded["masters"])
-    requantize(optimizer)
+    for part in parts:
+        part.finish(loaded[part.step], int(state[part.step]))
     if same_layout:
         restore_rng_state(loaded["random"])
+
+
+class _LoadedPart:
+    """A model with its optimizer that is being loaded; `step`: the name of Adam's steps in state.json."""
+
+    def __init__(self, step: str, prefix: str, model: ModelChunks, optimizer: Any) -> None:
+        self.step, self._model, self._optimizer = step, model, optimizer
+        self.sharded = _weights(model, prefix)
+        chunks = [*self.sharded.values()]
+        self._state, self._masters = OptimizerState(optimizer, chunks), MasterState(list_quantized_layers(model), chunks)
+        self.sharded["optimizer"], self.sharded["masters"] = self._state.sharded_for_load(), self._masters.sharded_for_load()
+
+    def finish(self, loaded: dict[str, Any], step: int) -> None:
+        """Set what was loaded for `sharded`. Collective."""
+        _load_weights(self._model, loaded)
+        self._state.load(loaded["optimizer"])
+        self._state.set_step(step)
+        self._masters.load(loaded["masters"])
+        requantize(self._optimizer)

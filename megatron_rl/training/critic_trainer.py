@@ -1,0 +1,64 @@
+"""The critic's side of a step: values of the policy's tokens and their advantages, then the critic's optimizer steps.
+
+    values      the critic before its update -> advantages and returns (`algorithm.gae`), each replica's of its own samples
+    critic      as many optimizer steps as the policy's, on the same mini-batches
+
+Both come before the policy's update. Where trainer and engine share devices, what only an optimizer step needs is on the device for the
+critic's update, then for the policy's, never for both.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from statistics import mean
+
+from megatron_rl.algorithm.gae import assign_token_advantages
+from megatron_rl.algorithm.value_loss import ValueLoss
+from megatron_rl.config import Config
+from megatron_rl.errors import RunError
+from megatron_rl.mcore import reduce
+from megatron_rl.mcore.actor import GRAD_NORM, LEARNING_RATE
+from megatron_rl.mcore.cache_scales import renew_scales
+from megatron_rl.mcore.critic import Critic
+from megatron_rl.metrics import declare
+from megatron_rl.training.samples import StepSamples
+
+_OWN_NAMES = {
+    GRAD_NORM: declare(
+        "critic/grad_norm", "norm of the critic's gradient before clipping", "number", "norm before clipping", label="critic"
+    ),
+    LEARNING_RATE: declare("critic/learning_rate", "the critic's learning rate", "small"),
+}
+
+
+class CriticTrainer:
+    """Trains `critic`. Methods are collective: every rank passes its replica's samples."""
+
+    def __init__(self, config: Config, critic: Critic) -> None:
+        self.critic, self._config = critic, config
+        self._loss = ValueLoss(config.critic.cliprange_value)
+
+    def assign_advantages(self, samples: StepSamples) -> dict[str, float]:
+        """Set values, returns and advantages; return their metrics. Needs the log-probs where the KL term is in the reward."""
+        own = samples.own
+        for sample, values in zip(own, self.critic.compute_values(own), strict=True):
+            sample.values = values
+        add_up = partial(reduce.sum_samples, numbers=[sample.number for sample in own], count=samples.count)
+        return assign_token_advantages(own, self._config.algorithm, add_up)
+
+    def update(self, samples: StepSamples) -> dict[str, float]:
+        """Take the critic's optimizer steps; return means over them."""
+        self.critic.reload_optimizer()
+        try:
+            with renew_scales(self.critic.model):
+                updates = [self.critic.update(mini_batch, self._loss) for mini_batch in samples.mini_batches]
+        except RunError as error:
+            raise RunError(f"the critic: {error}") from None
+        self.leave_device()
+        names = {name: _OWN_NAMES.get(name, name) for name in updates[0] if name in _OWN_NAMES or name.startswith("critic/")}
+        return {shown: mean(update[name] for update in updates) for name, shown in names.items()}
+
+    def leave_device(self) -> None:
+        """Offload the optimizer where others need the memory."""
+        if self._config.placement.kind == "colocated":
+            self.critic.offload_optimizer()

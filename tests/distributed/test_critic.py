@@ -1,0 +1,112 @@
+"""A critic on Megatron's model: the numbers of transformers, and in every layout those of one process."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from support import critics, transformers_reference
+from support.models import FP8, FP32, random_sequences
+
+from megatron_rl.batch.training_sample import TrainingSample
+from parallel.layout import Layout
+
+TRAIN = {"micro_batch_tokens": 60, "adam_eps": 1e-4}
+LAYOUTS = {
+    "tp2": Layout(tp=2),
+    "dp2": Layout(dp=2),
+    "pp2": Layout(pp=2),
+    "cp2": Layout(cp=2),
+    "tp2_pp2": Layout(tp=2, pp=2),
+    "pp2_vpp2": Layout(pp=2, vpp=2),
+    "ep2": Layout(dp=2, ep=2),
+}
+
+
+def batches() -> list[list[TrainingSample]]:
+    return [
+        [replace(sample, reward=float(number % 3), advantage=0.0) for number, sample in enumerate(random_sequences(count, seed=seed))]
+        for count, seed in ((7, 1), (5, 2))
+    ]
+
+
+@pytest.fixture(scope="module")
+def models(checkpoint, tied_checkpoint, model_folder, tmp_path_factory):
+    """Name -> (the policy's checkpoint, the critic's, with a value head that is not 0)."""
+    folders = {
+        "untied": checkpoint,
+        "tied": tied_checkpoint,
+        "deep": model_folder("qwen3"),
+        "moe": model_folder("qwen3_moe", num_hidden_layers=2, mlp_only_layers=[0]),
+    }
+    parent = tmp_path_factory.mktemp("critics")
+    return {name: (folder, critics.make_value_model(parent / name, folder)) for name, folder in folders.items()}
+
+
+@pytest.fixture(scope="module")
+def train_alone(worlds, models):
+    results: dict = {}
+
+    def get(name, precision):
+        key = name, *precision.values()
+        if key not in results:
+            folder, path = models[name]
+            results[key] = worlds(1).call(critics.train_critic, folder, precision, TRAIN, batches(), Layout(), path)[0]
+        return results[key]
+
+    return get
+
+
+def test_values_loss_and_gradient_are_those_of_transformers(train_alone, models, transformers_process):
+    result, (batch, _) = train_alone("tied", FP32), batches()
+    lengths = [sample.sampled_count for sample in batch]
+    columns = (result[name].split(lengths) for name in ("values", "returns"))
+    samples = [vars(replace(s, values=values, returns=returns)) for s, values, returns in zip(batch, *columns, strict=True)]
+    expected = transformers_process.call(transformers_reference.value_step, models["tied"][1], samples, critics.CLIPRANGE)[0]
+    assert expected["values"].std() > 0.1
+    assert (result["values"] - expected["values"]).abs().max() < 1e-4
+    assert result["steps"][0]["critic/loss"] == pytest.approx(expected["loss"], rel=1e-4)
+    assert result["steps"][0]["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-3)
+    assert result["steps"][0]["critic/clip_fraction"] == 0, "values have not moved"
+
+
+CASES = [
+    ("tp2", "untied", FP32),
+    ("dp2", "untied", FP8),
+    ("pp2", "tied", FP8),
+    ("tp2_pp2", "deep", FP32),
+    ("pp2_vpp2", "deep", FP8),
+    ("cp2", "deep", FP32),
+    ("ep2", "moe", FP8),
+]
+
+
+@pytest.mark.parametrize("name, model, precision", CASES, ids=[f"{name}-{model}-{how['mode']}" for name, model, how in CASES])
+def test_training_in_a_layout_equals_that_of_one_process(worlds, models, train_alone, name, model, precision):
+    expected, layout, (folder, path) = train_alone(model, precision), LAYOUTS[name], models[model]
+    result, *others = worlds(layout.world_size).call(critics.train_critic, folder, precision, TRAIN, batches(), layout, path)
+    for column in ("values", "token_advantages", "returns"):
+        assert torch.equal(result[column], expected[column]), f"{column}, bit for bit"
+    assert result["metrics"] == expected["metrics"] and 0 < abs(result["metrics"]["critic/explained_variance"])
+    assert all(other["steps"] == result["steps"] for other in others)
+    tolerance = 5e-2 if precision is FP8 else 1e-5
+    for number, (step, expected_step) in enumerate(zip(result["steps"], expected["steps"], strict=True)):
+        for metric in ("critic/loss", "critic/clip_fraction", "grad_norm"):
+            exact = 1e-5 if number == 0 else tolerance
+            assert step[metric] == pytest.approx(expected_step[metric], rel=exact, abs=exact), (number, metric)
+    assert (result["after"] - expected["after"]).abs().max() < tolerance * (expected["after"] - expected["values"]).abs().max()
+    masters = {key: values for one in (result, *others) for key, values in one["masters"].items()}
+    assert masters.keys() == expected["masters"].keys() and "output_layer.weight" in masters
+    for key, values in expected["masters"].items():
+        assert torch.allclose(masters[key], values, atol=tolerance * 1e-2), key
+
+
+def test_a_policys_checkpoint_starts_with_values_of_0_and_learns(worlds, models):
+    folder, _ = models["tied"]
+    result = worlds(1).call(critics.train_critic, folder, FP8, TRAIN, [batches()[0]] * 12)[0]
+    assert not result["values"].any()
+    losses = [step["critic/loss"] for step in result["steps"]]
+    assert losses[-1] < 0.5 * losses[0] and result["after"].std() > 0.01
+    high = worlds(1).call(critics.train_critic, folder, {"mode": "fp8_unified", "high": "bf16"}, TRAIN, [batches()[0]] * 3)[0]
+    assert high["steps"][0]["critic/loss"] == pytest.approx(losses[0], rel=1e-6) and high["steps"][2]["critic/loss"] < losses[0]

@@ -1,0 +1,86 @@
+"""A critic on the rank of a `World`: values, advantages and optimizer steps in any layout, and a checkpoint that has a value head."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from megatron_rl.algorithm.gae import assign_token_advantages
+from megatron_rl.algorithm.value_loss import ValueLoss
+from megatron_rl.batch.training_sample import TrainingSample
+from megatron_rl.config import Config
+from megatron_rl.config.algorithm import AlgorithmConfig
+from megatron_rl.hf.files import read_config
+from megatron_rl.mcore import reduce
+from megatron_rl.mcore.checkpoint.optimizer import flatten_chained, iter_stepped
+from megatron_rl.mcore.critic import Critic
+from megatron_rl.mcore.load_weights import global_parameters
+from megatron_rl.training.policies import load_critic
+from parallel.layout import Layout
+from parallel.model_geometry import VALUE_HEAD
+from support.trainer import gather, own, start
+
+CLIPRANGE = 0.5
+
+
+def make_value_model(folder: Path, policy: Path, seed: int = 0) -> Path:
+    """Writes a copy of a policy's checkpoint with a value head in the place of its output layer."""
+    shutil.copytree(policy, folder)
+    tensors = load_file(folder / "model.safetensors")
+    tensors.pop("lm_head.weight", None)
+    width = len(tensors["model.norm.weight"])
+    tensors[VALUE_HEAD] = 0.05 * torch.randn(1, width, generator=torch.Generator().manual_seed(seed))
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def make_critic(folder: Path, precision: dict[str, Any], train: dict[str, Any], layout: Layout, path: Path | None = None) -> Critic:
+    """The critic of a run of the policy in `folder`; `path`: its own checkpoint."""
+    start(layout)
+    settings = {
+        "model": {"path": str(folder)}, "precision": precision, "train": train, "algorithm": {"name": "ppo"},
+        "critic": {"learning_rate": 1e-3, **({"path": str(path)} if path else {})},
+    }  # fmt: skip
+    critic = load_critic(Config.model_validate_json(json.dumps(settings)), layout, read_config(folder))
+    assert critic is not None
+    return critic
+
+
+def train_critic(
+    folder: Path,
+    precision: dict[str, Any],
+    train: dict[str, Any],
+    batches: list[list[TrainingSample]],
+    layout: Layout | None = None,
+    path: Path | None = None,
+) -> dict[str, Any]:
+    """Of the first batch values, advantages, returns and their metrics; a step on every batch; values of the first batch afterwards."""
+    critic = make_critic(folder, precision, train, layout or Layout(), path)
+    config, steps, first = AlgorithmConfig(name="ppo", gamma=0.99, lam=0.95), [], {}
+    for batch in batches:
+        share = own(batch)
+        for sample, values in zip(share, critic.compute_values(share), strict=True):
+            sample.values = values
+        numbers = [sample.number for sample in share]
+        metrics = assign_token_advantages(share, config, partial(reduce.sum_samples, numbers=numbers, count=len(batch)))
+        if not first:
+            columns = {name: gather(share, [getattr(s, name) for s in share]) for name in ("values", "token_advantages", "returns")}
+            first = {"metrics": metrics, **{name: torch.cat(parts) for name, parts in columns.items()}}
+        steps.append(critic.update(share, ValueLoss(CLIPRANGE)))
+    share = own(batches[0])
+    after = gather(share, critic.compute_values(share))
+    return {**first, "steps": steps, "after": torch.cat(after), "masters": _copy_masters(critic)}
+
+
+def _copy_masters(critic: Critic) -> dict[str, torch.Tensor]:
+    """Norms' and the value head's masters, which every tensor-parallel rank has whole."""
+    names = {id(parameter): name for name, parameter in global_parameters(critic.model).items()}
+    stepped = (entry for part in flatten_chained(critic.optimizer) for entry in iter_stepped(part))
+    gathered = {names[id(parameter)]: master.gather(parameter.shape) for parameter, master in stepped}
+    return {name: values for name, values in gathered.items() if "norm" in name or name == "output_layer.weight"}
