@@ -43,8 +43,8 @@ class RolloutConfig(ConfigSection):
     nodes_per_engine: int = Field(1, ge=1)
     """Nodes that the ranks of each engine lie over, as many on each; divides `tp` and the number of `hosts`. See docs/guides/slurm.md."""
     prompts_per_step: int = Field(32, ge=1)
-    group_size: int = Field(8, ge=2)
-    """Completions per prompt."""
+    group_size: int = Field(8, ge=1)
+    """Completions per prompt; 1 for advantages that compare none (`gae`)."""
     temperature: float = Field(1.0, gt=0)
     top_p: TopP = 1.0
     """Draw from the fewest most probable tokens that hold this share of the probability; 1: from all."""

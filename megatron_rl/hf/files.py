@@ -13,18 +13,18 @@ TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.t
 """Patterns of the files that belong to a tokenizer and to generation's defaults."""
 
 
-def read_config(folder: Path) -> dict[str, Any]:
-    """Return config.json of a Hugging Face checkpoint. Raise UserError when it is missing or not a JSON object."""
+def read_config(folder: Path, field: str = "model.path") -> dict[str, Any]:
+    """Return config.json of a Hugging Face checkpoint. Raise UserError, naming `field`, when it is missing or not a JSON object."""
     path = folder / "config.json"
     if not path.is_file():
         rule, fix = "holds no config.json" if folder.is_dir() else "does not exist", "give a Hugging Face checkpoint folder"
-        raise UserError("model.path", str(folder), rule, f"{fix}, or hf:OWNER/NAME for a model on the hub")
+        raise UserError(field, str(folder), rule, f"{fix}, or hf:OWNER/NAME for a model on the hub")
     try:
         config = json.loads(path.read_text())
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UserError("model.path", str(path), f"is no valid JSON ({error})") from None
+        raise UserError(field, str(path), f"is no valid JSON ({error})") from None
     if not isinstance(config, dict):
-        raise UserError("model.path", str(path), "must be a JSON object")
+        raise UserError(field, str(path), "must be a JSON object")
     return config
 
 

@@ -24,7 +24,7 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 
-from megatron_rl.batch.packing import LOGITS_PER_CHUNK, LOGITS_PER_GPU_CHUNK
+from megatron_rl.batch.packing import LOGITS_PER_CHUNK, LOGITS_PER_GPU_CHUNK, VALUE_ROWS
 from megatron_rl.planner.candidate import Candidate, Workload
 from megatron_rl.planner.memory import count_layer_kinds
 from parallel.layout import Layout
@@ -155,6 +155,8 @@ def count_logits(inputs: FormulaInputs, training: bool) -> float:
     """Return the peak bytes of what `mcore.logprobs` makes of a chunk of logits on the last stage, b bytes a value: on a GPU they alone,
     without top_k; on a CPU two FP32 copies, and in training at another time a BF16 weight's gradient [V / tp, h] before it is added."""
     job, vocabulary = inputs.job, inputs.job.model.vocab / inputs.layout.tp
+    if job.model.value_head:
+        return 8 * min(inputs.tokens, VALUE_ROWS) * job.model.hidden
     if not inputs.cpu and job.config.rollout.top_k == -1:
         return min(inputs.tokens * vocabulary, LOGITS_PER_GPU_CHUNK) * job.high_bytes
     values = min(inputs.tokens * vocabulary, LOGITS_PER_CHUNK)

@@ -49,6 +49,11 @@ class Workload:
     def has_reference(self) -> bool:
         return self.config.algorithm.kl_coef > 0
 
+    @cached_property
+    def critic(self) -> Workload | None:
+        """The critic's training as a workload: the same decoder with a value head; None without a critic."""
+        return replace(self, model=replace(self.model, tied=False, value_head=True)) if self.config.algorithm.has_critic else None
+
     @property
     def sequences(self) -> int:
         """Completions of one RL step."""

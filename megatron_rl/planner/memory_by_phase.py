@@ -1,8 +1,9 @@
 """Memory of each kind of GPU in each phase of an RL step.
 
 Colocated, trainer and engine take turns: while the engine generates and during a sync, masters and moments are in host memory and the
-gradients' memory is released; while the trainer works, the engine's weights and KV cache are released. Disaggregated, each side keeps
-everything. The largest GPU of a phase decides: pipeline stages differ.
+gradients' memory is released; while the trainer works, the engine's weights and KV cache are released. With a critic its optimizer is on
+the device for its update, then the policy's for that, never both. Disaggregated, each side keeps everything. The largest GPU of a phase
+decides: pipeline stages differ.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ RESERVED_SHARE = 0.05
 _PREFILL_CHUNK = 8192
 """Prompt tokens that SGLang 0.5.23 computes at once on GPUs of 60 GB and more."""
 
-PHASES = ("generate", "logprobs", "train", "sync")
+PHASES = ("generate", "logprobs", "critic", "train", "sync")
+"""`critic`: its optimizer steps, before the policy's; only where there is one."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,8 @@ def estimate_phase_memory(job: Workload, candidate: Candidate) -> list[PhaseMemo
     """Return the fullest GPU of every phase: of all GPUs where trainer and engine share them, else of either side."""
     phases = []
     for phase in PHASES:
+        if phase == "critic" and job.critic is None:
+            continue
         trainer, engine = _fullest_stage(job, candidate.trainer_only, phase), _engine_parts(job, candidate, phase)
         if candidate.colocated:
             parts = {part: trainer.get(part, 0) + engine.get(part, 0) for part in {**trainer, **engine}}
@@ -75,14 +79,20 @@ def _fullest_stage(job: Workload, candidate: Candidate, phase: str) -> dict[str,
 def count_trainer_parts(job: Workload, candidate: Candidate, stage: int, phase: str) -> dict[str, float]:
     """Return the bytes, by part, of a trainer rank of a pipeline stage in a phase."""
     rank = memory.count_trainer_memory(job, candidate.train, stage)
-    computes = phase in ("logprobs", "train") or not candidate.colocated
+    computes = phase in ("logprobs", "critic", "train") or not candidate.colocated
     # a step's new blocks have no operands until the next forward pass
     parts: dict[str, float] = {"weights": rank.weights, "quantized": rank.blocks + (rank.operands if computes else 0)}
-    if computes:
+    if _has_optimizer(job, candidate, phase):
         parts |= {"gradients": rank.gradients, "optimizer": rank.optimizer}
     parts["reference"] = rank.model if job.has_reference else 0  # frozen: no gradients
-    if phase == "train":
-        activations = activation_memory.count_training_activations(job, candidate, stage)
+    if job.critic is not None:
+        critic = memory.count_trainer_memory(job.critic, candidate.train, stage)
+        parts["critic"] = critic.model if phase == "critic" else critic.weights + critic.blocks
+        if phase == "critic" or not candidate.colocated:
+            parts["critic"] += critic.gradients + critic.optimizer
+    if phase in ("critic", "train"):
+        trained = job if job.critic is None or phase == "train" else job.critic
+        activations = activation_memory.count_training_activations(trained, candidate, stage)
         parts["activations"] = activations.kept + activations.working
     if phase == "logprobs":
         parts["activations"] = activation_memory.count_logprob_activations(job, candidate, stage)
@@ -91,9 +101,15 @@ def count_trainer_parts(job: Workload, candidate: Candidate, stage: int, phase: 
     return parts | {"context": CUDA_CONTEXT_BYTES}
 
 
+def _has_optimizer(job: Workload, candidate: Candidate, phase: str) -> bool:
+    """Return whether gradients, masters and moments of the policy are on the device: colocated, they come for its update after a critic's,
+    and without one when the engine has released its memory."""
+    return not candidate.colocated or phase == "train" or (phase == "logprobs" and job.critic is None)
+
+
 def _engine_parts(job: Workload, candidate: Candidate, phase: str) -> dict[str, float]:
     parts: dict[str, float] = {"context": CUDA_CONTEXT_BYTES}
-    if candidate.colocated and phase in ("logprobs", "train"):
+    if candidate.colocated and phase in ("logprobs", "critic", "train"):
         return parts
     weights = memory.count_engine_weights(job, candidate.rollout_tp, candidate.rollout_ep)
     parts["engine weights"] = weights
@@ -103,10 +119,13 @@ def _engine_parts(job: Workload, candidate: Candidate, phase: str) -> dict[str, 
 
 
 def count_offloaded_bytes(job: Workload, candidate: Candidate) -> int:
-    """Return the host bytes of one trainer rank's masters and moments while the engine generates; 0 where the device keeps them."""
+    """Return the host bytes of one trainer rank's masters and moments, those of the critic too, while the engine generates; 0 where the
+    device keeps them."""
     if not candidate.colocated:
         return 0
-    return max(memory.count_trainer_memory(job, candidate.train, stage).optimizer for stage in candidate.extreme_stages)
+    trained = [each for each in (job, job.critic) if each is not None]
+    stages = candidate.extreme_stages
+    return max(sum(memory.count_trainer_memory(each, candidate.train, stage).optimizer for each in trained) for stage in stages)
 
 
 def count_sample_bytes(job: Workload) -> int:

@@ -3,6 +3,7 @@ measured on a GPU.
 
     train       micro-batches * (compute + tensor-parallel + expert-parallel traffic) / (1 - bubble) + gradients over replicas
     logprobs    the same without backward pass, twice where there is a reference model
+    critic      both, of the critic: its values and its optimizer steps
     generate    decoding, bound by reading weights and KV cache; at least as many steps as the longest answer has tokens
     sync        the busiest GPU's bytes by link (`estimate_sync_traffic`)
 
@@ -43,13 +44,14 @@ class StepTime:
     generate: float
     logprobs: float
     train: float
+    critic: float = 0.0
     sync: float = 0.0
     bubble: float = 0.0
     colocated: bool = True
 
     @property
     def trainer(self) -> float:
-        return self.logprobs + self.train
+        return self.logprobs + self.critic + self.train
 
     @property
     def step(self) -> float:
@@ -74,6 +76,15 @@ def estimate_step_time(job: Workload, candidate: Candidate, cluster: Cluster) ->
 
 @lru_cache(maxsize=1 << 16)
 def _estimate_trainer(job: Workload, candidate: Candidate, cluster: Cluster) -> StepTime:
+    policy = _estimate_passes(job, candidate, cluster)
+    if job.critic is None:
+        return policy
+    critic = _estimate_passes(job.critic, candidate, cluster)
+    values = critic.logprobs / (2 if job.has_reference else 1)
+    return replace(policy, critic=values + critic.train)
+
+
+def _estimate_passes(job: Workload, candidate: Candidate, cluster: Cluster) -> StepTime:
     layout, updates, micro_batches = candidate.train, job.config.algorithm.updates_per_step, candidate.micro_batches(job)
     bubble = bubble_fraction(layout.pp, layout.vpp, micro_batches)
     forward_backward = _estimate_micro_batch(job, candidate, cluster, products=3 if candidate.recompute == "none" else 4)
@@ -143,7 +154,8 @@ def count_flops_per_token(job: Workload) -> tuple[float, float]:
     sequences of mean length s, 4 s/2 d for each head and layer."""
     model = job.model
     attention = 2 * job.mean_sequence * model.heads * model.head_dim * model.layers
-    return _count_linear_flops(job, QUANTIZED_ROLES), attention + 2 * model.vocab * model.hidden
+    outputs = 1 if model.value_head else model.vocab
+    return _count_linear_flops(job, QUANTIZED_ROLES), attention + 2 * outputs * model.hidden
 
 
 def _bandwidth(ranks: int, cluster: Cluster) -> float:

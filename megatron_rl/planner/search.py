@@ -42,7 +42,8 @@ class CandidateEstimate:
 
     @property
     def seconds_by_phase(self) -> dict[str, float]:
-        return {phase: getattr(self.seconds, phase) for phase in ("generate", "logprobs", "train", "sync")}
+        phases = ("generate", "logprobs", *(["critic"] if self.seconds.critic else []), "train", "sync")
+        return {phase: getattr(self.seconds, phase) for phase in phases}
 
     @property
     def fullest(self) -> PhaseMemory:

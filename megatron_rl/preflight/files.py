@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from megatron_rl.hf.files import read_config
 from megatron_rl.plugs import TRACKERS
 from megatron_rl.preflight.rule import Facts, Needs, rule
+from parallel.model_geometry import ModelGeometry, as_critic
 
 
 @rule(Needs.PLUGS)
@@ -62,6 +64,19 @@ def weights_can_be_had(facts: Facts) -> None:
 def tensors_are_those_of_the_model(facts: Facts) -> None:
     """Names, shapes and dtypes, from the files' headers; the weights are read at loading."""
     facts.checkpoint.check(facts.model)
+
+
+@rule(Needs.WEIGHTS | Needs.MODEL | Needs.TRAINER)
+def tensors_are_those_of_the_critic(facts: Facts) -> None:
+    """The same of `critic.path`, which may have a value head."""
+    from megatron_rl.hf.read import HFCheckpoint
+
+    path = facts.config.critic.path
+    if path is not None and facts.config.algorithm.has_critic:
+        hf_config = as_critic(read_config(path, "critic.path"))
+        checkpoint, model = HFCheckpoint(path, hf_config, "critic.path"), ModelGeometry.from_hf_config(hf_config)
+        checkpoint.check(model)
+        checkpoint.check_scales(model.tensors().values(), facts.contract.trainer_format)
 
 
 @rule(Needs.WEIGHTS | Needs.MODEL | Needs.TRAINER)

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
+from megatron_rl.config.critic import CriticConfig
+from megatron_rl.config.hub import HUB_PREFIX
 from megatron_rl.config.rollout import MOST_KEPT
 from megatron_rl.errors import UserError
+from megatron_rl.hf.files import read_config
 from megatron_rl.preflight.rule import Facts, Needs, rule
 from parallel.formats import SERVED_METHODS
+from parallel.model_geometry import ModelGeometry, as_critic
 
 
 @rule(Needs.TRAINER)
@@ -47,6 +53,55 @@ def learning_rate_can_fall(facts: Facts) -> None:
     if train.decay_style == "WSD" and not 0 < train.wsd_decay_steps <= after_warmup:
         rule = f"must be from 1 to {after_warmup}, the optimizer steps after the warm-up"
         raise UserError("train.wsd_decay_steps", train.wsd_decay_steps, rule, "a tenth of the run is common")
+
+
+@rule(Needs.TRAINER)
+def critic_has_advantages_to_make(facts: Facts) -> None:
+    """The section would be ignored silently."""
+    config = facts.config
+    if not config.algorithm.has_critic and config.critic != CriticConfig():
+        rule = f"sets up a critic, which algorithm.advantage = {config.algorithm.advantage!r} has none of"
+        raise UserError("critic", None, rule, 'leave the section out, or set algorithm.advantage = "gae"')
+
+
+@rule(Needs.TRAINER)
+def critic_leaves_steps_to_the_policy(facts: Facts) -> None:
+    warmup, steps = facts.config.critic.critic_warmup, facts.config.train.steps
+    if facts.config.algorithm.has_critic and warmup >= steps:
+        raise UserError("critic.critic_warmup", warmup, f"must be below train.steps ({steps}), or no policy is trained", "lower it")
+
+
+@rule(Needs.TRAINER)
+def critics_learning_rate_can_fall(facts: Facts) -> None:
+    train = facts.config.critic_train
+    fall = train.wsd_decay_steps if train.decay_style == "WSD" else 1
+    if facts.config.algorithm.has_critic and train.decay_style != "constant" and train.warmup_steps + fall > train.decay_steps:
+        rule = f"leaves fewer than {fall} of train.decay_steps ({train.decay_steps}), in which the learning rate falls"
+        raise UserError("critic.warmup_steps", train.warmup_steps, rule, "lower it")
+
+
+@rule(Needs.TRAINER)
+def groups_can_be_compared(facts: Facts) -> None:
+    algorithm, size = facts.config.algorithm, facts.config.rollout.group_size
+    if size > 1 or (algorithm.has_critic and not algorithm.dynamic_sampling_max_rounds):
+        return
+    compares = "dynamic sampling" if algorithm.has_critic else f"algorithm.advantage = {algorithm.advantage!r}"
+    fix = "raise it, or leave dynamic_sampling_max_rounds at 0" if algorithm.has_critic else 'raise it, or set advantage = "gae"'
+    raise UserError("rollout.group_size", size, f"leaves an answer none to be compared with, as {compares} does", fix)
+
+
+@rule(Needs.TRAINER | Needs.MODEL)
+def critic_is_of_the_policys_architecture(facts: Facts) -> None:
+    path = facts.config.critic.path
+    if path is None or not facts.config.algorithm.has_critic:
+        return
+    if str(path).startswith(HUB_PREFIX):
+        raise UserError("critic.path", str(path), "is on the hub, and only a folder is built for a critic", "download it, give its folder")
+    critic, policy = (ModelGeometry.from_hf_config(as_critic(each)) for each in (read_config(path, "critic.path"), facts.hf_config))
+    different = [field.name for field in fields(policy) if getattr(critic, field.name) != getattr(policy, field.name)]
+    if different:
+        rule = f"is a model of another architecture than model.path ({', '.join(different)}), which is not built"
+        raise UserError("critic.path", str(path), rule, "give a checkpoint of the same one, or leave it out")
 
 
 @rule(Needs.TRAINER, {"rollout.top_k": 512})

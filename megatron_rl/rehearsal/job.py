@@ -2,11 +2,13 @@
 
     build        start_megatron's groups, the model, its weights, the optimizer and its masters; the reference
     logprobs     actor and reference over the samples
+    critic 1     the critic's values and its first optimizer step, where there is one
     update 1     the first optimizer step, which allocates Adam's moments
     off-load     what only an optimizer step needs goes to the host, where trainer and engine share a GPU
     sync         this rank's chunks are packed and hashed
     restore      the optimizer comes back
     logprobs 2   the same, with all that a later step holds
+    critic 2     the critic's next values and optimizer step
     update 2     the next optimizer step
 
 Samples fill micro-batches to the last token, as `plan` reckons, and are as few as show all that a step does: one micro-batch more than
@@ -28,10 +30,12 @@ import torch.distributed as dist
 from megatron.core.pipeline_parallel import schedules
 
 from megatron_rl.algorithm.policy_loss import PolicyLoss
+from megatron_rl.algorithm.value_loss import ValueLoss
 from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.config import Config
 from megatron_rl.hf.files import read_config
 from megatron_rl.mcore.actor import Actor
+from megatron_rl.mcore.critic import Critic
 from megatron_rl.mcore.load_weights import collect_named_tensors
 from megatron_rl.mcore.model import start_megatron, stop_megatron
 from megatron_rl.planner.candidate import MEAN_LENGTH_SHARE
@@ -42,7 +46,7 @@ from megatron_rl.rehearsal.fake_cuda import one_rank
 from megatron_rl.rehearsal.headers import read_headers_alone
 from megatron_rl.rehearsal.recorder import Phase, Recorder, find_line_of
 from megatron_rl.sync.plan import SyncPlan
-from megatron_rl.training.policies import load_actor, load_reference
+from megatron_rl.training.policies import load_actor, load_critic, load_reference
 from parallel.layout import EngineLayout, Layout
 from parallel.model_geometry import ModelGeometry
 from parallel.shards import Shard
@@ -115,12 +119,16 @@ def _run(config: Config, layout: Layout, gpu: FakeGpu, scratch: Path) -> None:
         config = config.model_copy(update={"model": config.model.model_copy(update={"path": folder})})
         actor, shards = load_actor(config, layout, hf_config)
         reference = load_reference(config, layout, hf_config)
+        critic = load_critic(config, layout, hf_config)
+    if critic is not None and config.placement.kind == "colocated":
+        critic.offload_optimizer()
     samples = make_samples(config, layout)
     begin("logprobs")
     for policy in filter(None, (reference, actor)):
         for sample, logprobs in zip(samples, policy.compute_logprobs(samples)[0], strict=True):
             sample.old_logprobs = sample.reference_logprobs = logprobs
     loss = PolicyLoss(config.algorithm)
+    _train_critic(config, actor, critic, samples, gpu, "critic 1")
     begin("update 1")
     actor.update(samples, loss)
     if config.placement.kind == "colocated":
@@ -128,15 +136,34 @@ def _run(config: Config, layout: Layout, gpu: FakeGpu, scratch: Path) -> None:
         actor.offload_optimizer()
     begin("sync")
     _pack_chunks(config, layout, actor, shards, hf_config)
-    if config.placement.kind == "colocated":
+    if config.placement.kind == "colocated" and critic is None:
         begin("restore")
         actor.reload_optimizer()
     begin("logprobs 2")
     for policy in filter(None, (actor, reference)):
         policy.compute_logprobs(samples)
+    _train_critic(config, actor, critic, samples, gpu, "critic 2")
     begin("update 2")
     actor.update(samples, loss)
     gpu.recorder.end()
+
+
+def _train_critic(config: Config, actor: Actor, critic: Critic | None, samples: list[TrainingSample], gpu: FakeGpu, phase: str) -> None:
+    """Compute values and take an optimizer step, as `training.critic_trainer` does; nothing without a critic."""
+    if critic is None:
+        return
+    colocated = config.placement.kind == "colocated"
+    if colocated:
+        actor.offload_optimizer()
+    gpu.recorder.begin(phase)
+    for sample, values in zip(samples, critic.compute_values(samples), strict=True):
+        sample.values = sample.returns = values
+    critic.reload_optimizer()
+    critic.update(samples, ValueLoss(config.critic.cliprange_value))
+    if colocated:
+        critic.offload_optimizer()
+        gpu.recorder.begin(f"restore after {phase}")
+        actor.reload_optimizer()
 
 
 def _pack_chunks(config: Config, layout: Layout, actor: Actor, shards: list[Shard], hf_config: dict[str, Any]) -> None:

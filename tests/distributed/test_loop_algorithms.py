@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 from support import training_runs
@@ -13,19 +14,41 @@ from megatron_rl.config.algorithm import PRESETS
 STEPS = 3
 
 
-def run(worlds, checkpoint, noise: float = 0.02, **algorithm: object) -> dict:
-    result = worlds(1).call(training_runs.run_loop, checkpoint, FP8, {"updates_per_step": 2, **algorithm}, STEPS, noise)[0]
-    assert len(result["rows"]) == STEPS + 1 and all(math.isfinite(value) for row in result["rows"] for value in row.values())
+def run(worlds, checkpoint, critic: dict | None = None, noise: float = 0.02, steps: int = STEPS, **algorithm: object) -> dict:
+    settings = {"updates_per_step": 2, **algorithm}
+    call = partial(training_runs.run_loop, critic=critic)
+    result = worlds(1).call(call, checkpoint, FP8, settings, steps, noise)[0]
+    assert len(result["rows"]) == steps + 1 and all(math.isfinite(value) for row in result["rows"] for value in row.values())
     return result
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", [name for name in PRESETS if name != "ppo"])
 def test_an_algorithm_makes_rewarded_answers_likelier(worlds, checkpoint, name):
     """Steps of 1e-3 by Adam move a random model by far more than 0.1 nats; a wrong sign would move it the other way."""
     result = run(worlds, checkpoint, name=name, kl_coef=0.001)
     assert result["leads"][-1] > result["leads"][0] + 0.1
     assert all((advantage > 0) == bool(number % 2) for number, advantage in enumerate(result["advantages"]))
     assert ("loss/kl" in result["rows"][-1]) == (name != "rloo") and ("reward/kl" in result["rows"][-1]) == (name == "rloo")
+
+
+def test_a_critic_learns_returns_and_its_advantages_make_rewarded_answers_likelier(worlds, checkpoint):
+    """It learns alone at first, while the policy's bits stay, then before each of the policy's updates."""
+    result = run(worlds, checkpoint, {"learning_rate": 3e-3, "critic_warmup": 3}, steps=6, name="ppo", kl_coef=0.001, lam=0.95)
+    first, *rows = result["rows"]
+    leads = result["leads"]
+    assert leads[0] == leads[1] == leads[2] == leads[3] and leads[-1] > leads[0] + 0.1
+    assert ["grad_norm" in row for row in rows] == [False] * 3 + [True] * 3 and "critic/loss" not in first
+    assert rows[0]["critic/values_mean"] == rows[0]["critic/explained_variance"] == 0
+    assert rows[-1]["critic/explained_variance"] > 0.5 and rows[-1]["critic/loss"] < 0.5 * rows[0]["critic/loss"]
+    assert all(row["critic/grad_norm"] > 0 and row["critic/returns_mean"] == pytest.approx(0.5, abs=0.2) for row in rows)
+
+
+def test_an_environments_tokens_have_no_value(worlds, checkpoint):
+    algorithm, critic = {"name": "ppo", "correction": "tis"}, {"learning_rate": 3e-3}
+    args = checkpoint, FP8, algorithm, 2, 0.02, 0, -3.0, training_runs.ScriptedWorker, critic
+    result = worlds(1).call(training_runs.run_loop, *args)[0]
+    rows = result["rows"][1:]
+    assert result["leads"][-1] > result["leads"][0] and all(row["correction/mean_positive"] > 0.9 for row in rows)
 
 
 @pytest.mark.parametrize("correction", ["tis", "sequence_tis", "icepop", "geometric_mask"])

@@ -115,6 +115,29 @@ def test_context_ranks_load_into_one_process(worlds, deep, tmp_path):
     assert_same_state(expected, worlds(1).call(training_runs.load_in, deep, tmp_path, FP8, Layout())[0])
 
 
+@pytest.mark.parametrize("layout", [Layout(), pytest.param(Layout(tp=2, pp=2, dp=2), marks=pytest.mark.long)], ids=["alone", "tp2_pp2_dp2"])
+def test_a_critic_goes_on_bit_for_bit(worlds, checkpoint, tmp_path, layout):
+    world, algorithm = worlds(layout.world_size), {"advantage": "gae", "lam": 0.9, "kl_in": "reward"}
+
+    def train(run: str, steps: int, go_on: bool = False) -> list[dict]:
+        return world.call(training_runs.train_to, checkpoint, tmp_path / run, steps, BF16, go_on, layout, "", algorithm)
+
+    straight, first, second = train("straight", STEPS), train("run", 2), train("run", STEPS, True)
+    rows = without_times(first[0]["rows"]) + without_times(second[0]["rows"])
+    assert rows == without_times(straight[0]["rows"]) and rows[-1]["critic/grad_norm"] > 0 != rows[-1]["critic/values_mean"]
+    for whole, part in zip(straight, second, strict=True):
+        names = [name for name in whole["bytes"] if name.startswith("critic ")]
+        assert len([name for name in names if "exp_avg" in name or "master" in name]) > 10
+        assert [name for name in whole["bytes"] if whole["bytes"][name] != part["bytes"][name]] == []
+
+
+def test_no_checkpoint_is_written_between_a_critics_update_and_the_policys(worlds, checkpoint, tmp_path):
+    args = checkpoint, tmp_path, 3, FP8, False, None, "policy's update", {"advantage": "gae"}
+    loaded = worlds(1).call(training_runs.train_to, *args)[0]
+    assert loaded["messages"][-1] == "the weights are between policy versions 1 and 2"
+    assert find_newest_whole(tmp_path)[0].name == "step_00001"
+
+
 def test_experts_load_into_another_layout(worlds, model_folder, tmp_path):
     qwen3_moe = model_folder("qwen3_moe", num_hidden_layers=2, mlp_only_layers=[0])
     worlds(4).call(training_runs.train_to, qwen3_moe, tmp_path, 1, FP8, False, Layout(ep=2, dp=2, pp=2))

@@ -179,6 +179,10 @@ CASES = {
     "virtual stages": Case(
         ["--train.layout.pp=2", "--train.layout.vpp=2", "--train.layout.tp=2", f"{ENGINES}=4"], model=WIDE | {"num_hidden_layers": 8}
     ),
+    "critic": Case([*TWO, "--algorithm.name=ppo"], model=WIDE),
+    "critic, disaggregated": Case([*TWO, "--algorithm.name=ppo", "--placement.kind=disaggregated"], model=WIDE),
+    "critic, stages": Case(["--train.layout.pp=2", "--train.layout.tp=2", f"{ENGINES}=4", "--algorithm.name=ppo"], model=WIDE),
+    "critic, experts, bf16": Case([*EP, *BF16, "--algorithm.name=ppo"], model=EXPERTS),
     "disaggregated": Case([*TWO, "--placement.kind=disaggregated"], model=WIDE),
     "experts: host_tensor_in_loss": Case(EP, host_tensor_in_loss, EXPERTS),
     "experts: item_per_layer": Case(EP, item_per_layer, EXPERTS),

@@ -31,9 +31,10 @@ from megatron_rl.mcore.actor import Actor, Policy
 from megatron_rl.mcore.cache_scales import collect_scales
 from megatron_rl.mcore.checkpoint.optimizer import MasterState, OptimizerState
 from megatron_rl.mcore.checkpoint.write import CheckpointWriter, load_run_checkpoint
+from megatron_rl.mcore.critic import Critic
 from megatron_rl.mcore.engine_emulation import emulate_cache, emulate_engine
 from megatron_rl.mcore.layers.quantized_linear import find_quantized_layers
-from megatron_rl.mcore.load_weights import build_rank_shards, load_checkpoint
+from megatron_rl.mcore.load_weights import build_rank_shards, global_parameters, load_checkpoint
 from megatron_rl.mcore.model import build_model, freeze, start_megatron
 from megatron_rl.metrics import UndeclaredMetricWarning, warn_undeclared
 from megatron_rl.observability import hang_watchdog
@@ -43,8 +44,10 @@ from megatron_rl.observability.signals import install_signal_handlers, prefer_st
 from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.rollout.worker import RolloutBatch
 from megatron_rl.training.checkpoint_manager import CheckpointManager
+from megatron_rl.training.critic_trainer import CriticTrainer
 from megatron_rl.training.loop import Loop
 from megatron_rl.training.mismatch_attribution import MismatchAttribution
+from megatron_rl.training.policies import load_critic
 from megatron_rl.training.policy_trainer import PolicyTrainer
 from megatron_rl.training.recorder import Recorder
 from megatron_rl.training.resume import choose_checkpoint, describe_layout
@@ -176,11 +179,13 @@ def loop_of(
     checkpoints: Any,
     state: TrainState | None = None,
     engines: Any = None,
+    critic: Critic | None = None,
 ) -> Loop:
     """A loop around a trainer; `worker`, `log` and `engines` are what rank 0 has."""
     causes = MismatchAttribution(trainer.actor, trainer.collect_named_tensors, trainer.contract.engine_format)
     on_rank0 = Rank0(lambda: engines or NullEngine())
-    policy = PolicyTrainer(config, trainer.actor, reference, causes, on_rank0)
+    of_critic = None if critic is None else CriticTrainer(config, critic)
+    policy = PolicyTrainer(config, trainer.actor, reference, causes, on_rank0, critic=of_critic)
     recorder = Recorder(Rank0(lambda: log), on_rank0, StepProfiler(Path(), rank=0))
     return Loop(config, Rank0(lambda: worker), policy, sync, recorder, checkpoints, state)
 
@@ -194,6 +199,7 @@ def run_loop(
     attribute_every: int = 0,
     environment_logprob: float | None = None,
     worker_class: type[ScriptedWorker] = ScriptedWorker,
+    critic: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The rows of the log, the advantages of the last step's samples, and what `ScriptedWorker.evaluate` noted."""
     trainer = Trainer(folder, precision, {"learning_rate": 1e-3, "steps": steps})
@@ -201,7 +207,7 @@ def run_loop(
         {
             "model": {"path": folder}, "precision": precision, "train": {"steps": steps}, "algorithm": algorithm, "data": {"eval_every": 1},
             "rollout": {"prompts_per_step": GROUPS, "group_size": SIZE, "max_new_tokens": 8},
-            "log": {"samples": GROUPS * SIZE, "attribute_every": attribute_every},
+            "log": {"samples": GROUPS * SIZE, "attribute_every": attribute_every}, "critic": critic or {},
         }
     )  # fmt: skip
     reference = None
@@ -211,7 +217,8 @@ def run_loop(
         reference = Policy(model, 1.0, 4)
     log = RecordingLog()
     worker = worker_class(trainer.actor, noise, environment_logprob)
-    loop_of(config, trainer, reference, NullSync(), worker, log, NullCheckpointManager()).run()
+    critic_model = load_critic(config, trainer.layout, trainer.hf_config)
+    loop_of(config, trainer, reference, NullSync(), worker, log, NullCheckpointManager(), critic=critic_model).run()
     return {"rows": log.rows, "advantages": [row["advantage"] for row in log.samples_seen[-GROUPS * SIZE :]], "leads": worker.leads}
 
 
@@ -249,6 +256,7 @@ def config_of(folder: Path, steps: int, precision: dict[str, Any], every: int = 
         {
             "model": {"path": folder}, "precision": precision, "train": {"steps": steps, "learning_rate": 3e-3, "warmup_steps": 6},
             "algorithm": {"updates_per_step": 2, "calibrate_every": 1, "kl_coef": 0.01, "correction": "tis", **(algorithm or {})},
+            "critic": {"learning_rate": 3e-3} if (algorithm or {}).get("advantage") == "gae" else {},
             "rollout": {"prompts_per_step": GROUPS, "group_size": SIZE, "max_new_tokens": 8}, "checkpoint": {"every": every, "keep": 2},
         }
     )  # fmt: skip
@@ -266,12 +274,15 @@ def train_to(
 ) -> dict[str, Any]:
     """A run up to `steps`, new or going on from its newest whole checkpoint: the log's rows, the bytes this rank holds, messages.
 
-    `broken`: where policy version 2 breaks, in its "sync" or in its second "optimizer step"; a last checkpoint is then tried.
+    `broken`: where policy version 2 breaks, in its "sync", in its second "optimizer step" or before its first, in the "policy's update"; a
+    last checkpoint is then tried.
     """
     layout = start(layout)
     config = config_of(folder, steps, precision, 0 if broken == "sync" else 1, algorithm)
     trainer = Trainer(folder, precision, config.train.model_dump(mode="json"), layout=layout)
     actor, worker, messages = trainer.actor, StreamedWorker(), list[str]()
+    critic = load_critic(config, layout, trainer.hf_config)
+    of_critic = None if critic is None else (critic.model, critic.optimizer)
     # bounds that move back to the configured ones, half the way at every step
     state = TrainState(0, 0, (0.7, 1.3), worker.state_dict(), {})
     seed = 99 if go_on else 0
@@ -280,23 +291,27 @@ def train_to(
         saved = choose_checkpoint(run, steps)
         messages += saved.describe(describe_layout(layout, trainer.train))
         state = TrainState.from_dict(saved.state)
-        load_run_checkpoint(
-            saved.folder, trainer.model, actor.optimizer, saved.state, saved.matches_layout(describe_layout(layout, trainer.train))
-        )
+        same_layout = saved.matches_layout(describe_layout(layout, trainer.train))
+        load_run_checkpoint(saved.folder, trainer.model, actor.optimizer, saved.state, same_layout, of_critic)
         actor.steps_done = state.optimizer_steps
+        if critic is not None:
+            critic.steps_done = state.critic_steps
         worker.stream.load_state_dict(state.data)
     log = RecordingLog()
-    checkpoints = CheckpointManager(config, layout, run, actor, trainer.hf_config, messages.append, state.version or -1)
+    checkpoints = CheckpointManager(config, layout, run, actor, trainer.hf_config, messages.append, state.version or -1, critic)
     sync = BrokenSync() if broken == "sync" else NullSync()
-    loop = loop_of(config, trainer, reference(trainer), sync, worker, log, checkpoints, state)
+    loop = loop_of(config, trainer, reference(trainer), sync, worker, log, checkpoints, state, critic=critic)
     if broken == "optimizer step":
         break_optimizer(actor, 4)
+    if broken == "policy's update":
+        break_update(actor, 2)
     try:
         loop.run()
     except RunError as error:
         messages.append(str(error))
         messages += last_checkpoint(loop)
-    return {"rows": log.rows, "samples": log.samples_seen, "bytes": trainer.dump_bytes() | moments(actor), "messages": messages}
+    held = trainer.dump_bytes() | moments(actor) | (dump_model(critic) if critic else {})
+    return {"rows": log.rows, "samples": log.samples_seen, "bytes": held, "messages": messages}
 
 
 class BrokenSync(NullSync):
@@ -319,6 +334,17 @@ def break_optimizer(actor: Actor, number: int) -> None:
     actor.optimizer.step = half
 
 
+def break_update(actor: Actor, steps_done: int) -> None:
+    update = actor.update
+
+    def refuse(*args: Any) -> Any:
+        if actor.steps_done == steps_done:
+            raise RunError("stopped before an optimizer step")
+        return update(*args)
+
+    actor.update = refuse  # type: ignore[method-assign]
+
+
 def last_checkpoint(loop: Loop) -> list[str]:
     try:
         loop.save(last=True)
@@ -331,6 +357,14 @@ def reference(trainer: Trainer) -> Policy:
     model = freeze(build_model(trainer.hf_config, trainer.layout, trainer.contract, trainer.train))
     load_checkpoint(model, trainer.folder, trainer.shards)
     return Policy(model, 1.0, 64)
+
+
+def dump_model(critic: Critic) -> dict[str, bytes]:
+    """A critic's parameters, masters and moments, as this rank holds them, raw."""
+    parameters = {name: tensor.detach().view(torch.uint8) for name, tensor in global_parameters(critic.model).items()}
+    masters = {f"master {name}": tensor.detach() for name, tensor in master_state(critic).local_tensors().items()}
+    tensors = {f"critic {name}": tensor.numpy().tobytes() for name, tensor in (parameters | masters).items()}
+    return tensors | {f"critic {name}": value for name, value in moments(critic).items()}
 
 
 def moments(actor: Actor) -> dict[str, bytes]:

@@ -13,11 +13,9 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 
+from megatron_rl.batch.packing import VALUE_ROWS
 from megatron_rl.mcore.layers.weight_gradient import WeightGradient
 from megatron_rl.mcore.logprobs import Targets
-
-_ROWS = 1024
-"""Rows that are in FP32 at a time."""
 
 
 class ValueHead(MegatronModule):
@@ -53,7 +51,7 @@ class _Values(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(hidden, weight)
-        return torch.cat([(rows.float() * weight.float()).sum(-1) for rows in hidden.split(_ROWS)])
+        return torch.cat([(rows.float() * weight.float()).sum(-1) for rows in hidden.split(VALUE_ROWS)])
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -62,7 +60,7 @@ class _Values(torch.autograd.Function):
         if not ctx.needs_input_grad[1]:
             return dhidden, None
         dweight = WeightGradient(weight)
-        for rows, of_rows in zip(hidden.split(_ROWS), gradient.split(_ROWS), strict=True):
+        for rows, of_rows in zip(hidden.split(VALUE_ROWS), gradient.split(VALUE_ROWS), strict=True):
             dweight.add(of_rows.unsqueeze(-1), rows.float())
         return dhidden, dweight.finish()
 
