@@ -99,7 +99,7 @@ class ModelGeometry:
     def from_hf_config(cls, config: Mapping[str, Any]) -> ModelGeometry:
         """Read a config.json. Raise GeometryError for an unknown family, a missing field, or what the trainer does not compute."""
         model: ModelGeometry = load_family(config.get("model_type")).read(HFConfig(config))
-        return replace(model, tied=False, value_head=True) if config.get(_CRITIC) else model
+        return replace(model, tied=False, tied_in_engine=True, value_head=True) if config.get(_CRITIC) else model
 
     @property
     def row_parallel_widths(self) -> dict[str, int]:

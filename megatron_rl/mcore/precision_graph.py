@@ -23,6 +23,7 @@ from megatron_rl.errors import RunError
 from megatron_rl.mcore.layers.mla import AbsorbedLatentAttention
 from megatron_rl.mcore.layers.norms import NormedAdd
 from megatron_rl.mcore.layers.row_parallel import TreeRowParallelLinear
+from megatron_rl.mcore.layers.value_head import ValueHead
 from megatron_rl.precision.backends import make_grouped_backend
 from megatron_rl.precision.graph.decoder import (
     AttentionPrecision,
@@ -72,7 +73,8 @@ class _MegatronReader:
             embedding=None if first is None else self.read_weighted(first.word_embeddings),
             norm=None if model.decoder.final_layernorm is None else self.read_weighted(model.decoder.final_layernorm, self.residual),
             lm_head=None if last is None else self.read_lm_head(last),
-            logits=None if last is None else self.hidden,
+            logits=None if last is None else TensorPrecision("fp32") if isinstance(last, ValueHead) else self.hidden,
+            is_critic=isinstance(last, ValueHead),
         )
         for name, parameter in model.named_parameters():
             if id(parameter) not in self.seen:
@@ -188,6 +190,8 @@ class _MegatronReader:
 
     def read_lm_head(self, layer: Any) -> WeightedOpPrecision:
         """Read the output layer; with tied embeddings it has no weight of its own."""
+        if isinstance(layer, ValueHead):
+            return self.read_weighted(layer)
         if layer.weight is not None:
             return self.read_linear(layer)
         weight = self.model.shared_embedding_or_output_weight()

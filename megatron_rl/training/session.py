@@ -48,7 +48,7 @@ from megatron_rl.sync.weight_sync import WeightSync
 from megatron_rl.training.canary import make_canary, promises_exactness
 from megatron_rl.training.checkpoint_manager import CheckpointManager
 from megatron_rl.training.critic_trainer import CriticTrainer
-from megatron_rl.training.graph_check import check_graph
+from megatron_rl.training.graph_check import check_graph, write_critic_graph
 from megatron_rl.training.loop import Loop
 from megatron_rl.training.mismatch import MismatchBound
 from megatron_rl.training.mismatch_attribution import MismatchAttribution
@@ -140,6 +140,8 @@ class Session:
         self._resources.callback(sync.close)
         engines.run(lambda engines: check_live_engine(plan, engines))
         check_graph(actor.model, engines, contract, self.folder)
+        if critic is not None:
+            write_critic_graph(critic.model, self.folder)
         self.notify(f"engines up: {config.rollout.engines}; they serve nothing before the first proved sync")
 
         attribution = MismatchAttribution(actor, read_named_tensors, contract.engine_format, contract.engine_alone_quantizes_kv)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -12,6 +13,7 @@ from support.models import FP8, FP32, random_sequences
 from megatron_rl.batch.training_sample import TrainingSample
 from parallel.layout import Layout
 
+HEAD = re.compile(r"lm_head|value_head|logprobs|values")
 TRAIN = {"micro_batch_tokens": 60, "adam_eps": 1e-4}
 LAYOUTS = {
     "tp2": Layout(tp=2),
@@ -110,3 +112,14 @@ def test_a_policys_checkpoint_starts_with_values_of_0_and_learns(worlds, models)
     assert losses[-1] < 0.5 * losses[0] and result["after"].std() > 0.01
     high = worlds(1).call(critics.train_critic, folder, {"mode": "fp8_unified", "high": "bf16"}, TRAIN, [batches()[0]] * 3)[0]
     assert high["steps"][0]["critic/loss"] == pytest.approx(losses[0], rel=1e-6) and high["steps"][2]["critic/loss"] < losses[0]
+
+
+@pytest.mark.parametrize("high", ["fp32", "bf16"])
+def test_its_precision_graph_is_the_policys_with_a_value_head_in_high_precision(worlds, models, high):
+    precision = {"mode": "fp8_unified", "high": high}
+    policy, critic = worlds(2).call(critics.read_graphs, models["untied"][0], precision, Layout(pp=2))[0]
+    heads = [{edge for edge in graph.edges if HEAD.search(f"{edge.source} {edge.target}")} for graph in (policy, critic)]
+    assert set(policy.edges) - heads[0] == set(critic.edges) - heads[1] and len(policy.edges) > 50
+    formats = {(edge.source, edge.target): edge.format.dtype for edge in heads[1]}
+    assert formats["norm", "value_head"] == high and formats["value_head", "values"] == "fp32"
+    assert {"e4m3"} <= {edge.format.dtype for edge in critic.edges} and not any("lm_head" in edge.target for edge in critic.edges)

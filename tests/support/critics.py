@@ -16,17 +16,27 @@ from megatron_rl.algorithm.value_loss import ValueLoss
 from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.config import Config
 from megatron_rl.config.algorithm import AlgorithmConfig
+from megatron_rl.distributed import is_rank0
 from megatron_rl.hf.files import read_config
 from megatron_rl.mcore import reduce
 from megatron_rl.mcore.checkpoint.optimizer import flatten_chained, iter_stepped
 from megatron_rl.mcore.critic import Critic
 from megatron_rl.mcore.load_weights import global_parameters
+from megatron_rl.precision.graph.graph import PrecisionGraph
+from megatron_rl.training.graph_check import read_training_graph
 from megatron_rl.training.policies import load_critic
 from parallel.layout import Layout
 from parallel.model_geometry import VALUE_HEAD
-from support.trainer import gather, own, start
+from support.trainer import Trainer, gather, own, start
 
 CLIPRANGE = 0.5
+
+
+def read_graphs(folder: Path, precision: dict[str, Any], layout: Layout) -> tuple[PrecisionGraph, PrecisionGraph] | None:
+    """The whole precision graphs of the policy and of the critic, on rank 0."""
+    critic, policy = make_critic(folder, precision, {}, layout), Trainer(folder, precision, layout=layout)
+    graphs = [read_training_graph(trained) for trained in (policy.model, critic.model)]
+    return (graphs[0].value, graphs[1].value) if is_rank0() else None
 
 
 def make_value_model(folder: Path, policy: Path, seed: int = 0) -> Path:

@@ -15,7 +15,7 @@ from megatron_rl.precision.graph.graph import FORWARD, Edge, Node, PrecisionGrap
 Inputs = Mapping[str, tuple[str, TensorPrecision]]
 """Tensor -> (operator that produces it, its precision)."""
 
-_LINEARS = ("linear", "tree_linear", "router", "lm_head")
+_LINEARS = ("linear", "tree_linear", "router", "lm_head", "value_head")
 
 
 @dataclass(frozen=True)
@@ -130,6 +130,8 @@ class DecoderPrecision:
     norm: WeightedOpPrecision | None = None
     lm_head: WeightedOpPrecision | None = None
     logits: TensorPrecision | None = None
+    is_critic: bool = False
+    """`lm_head` is a value head, `logits` are values."""
 
 
 @dataclass
@@ -167,8 +169,9 @@ def decoder_graph(model: DecoderPrecision) -> PrecisionGraph:
     if model.norm is not None and model.lm_head is not None and model.logits is not None:
         last = f"layers.{max(model.layers)}.mlp.residual" if model.layers else "embedding"
         normed = builder.weighted("norm", "norm", last, model.norm)
-        head = builder.weighted("lm_head", "lm_head", normed, model.lm_head)
-        builder.op("logprobs", "log_softmax", {"x": (head, model.logits)})
+        name = "value_head" if model.is_critic else "lm_head"
+        head = builder.weighted(name, name, normed, model.lm_head)
+        builder.op(*(("values", "value_loss") if model.is_critic else ("logprobs", "log_softmax")), {"x": (head, model.logits)})
     _add_backward(builder)
     return PrecisionGraph(tuple(builder.nodes.values()), tuple(builder.edges))
 

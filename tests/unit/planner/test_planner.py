@@ -219,6 +219,28 @@ def test_shared_gpus_hold_by_turns():
     assert memory_by_phase.count_offloaded_bytes(job(), shared) == memory.count_trainer_memory(job(), shared.train, 0).optimizer
 
 
+def test_a_critic_has_a_phase_of_its_own_and_shares_the_device_by_turns():
+    shared, apart = Candidate(Layout(tp=8), 8, 1, 1), Candidate(Layout(tp=4), 4, 1, 1, "disaggregated")
+    plain, ppo = job(), job(algorithm={"name": "ppo"})
+    held = memory.count_trainer_memory(ppo.critic, shared.train, 0)
+    vocabulary = 2 * 151936 // 8 * 4096
+    assert held.weights == memory.count_trainer_memory(plain, shared.train, 0).weights - vocabulary + 2 * 4096
+    parts = {phase.phase: phase.parts for phase in memory_by_phase.estimate_phase_memory(ppo, shared)}
+    assert [*parts] == ["generate", "logprobs", "critic", "train", "sync"]
+    assert parts["generate"]["critic"] == parts["train"]["critic"] == held.weights + held.blocks
+    assert parts["critic"]["critic"] == held.model + held.gradients + held.optimizer
+    assert "optimizer" in parts["train"] and not {"optimizer", "gradients"} & {*parts["critic"], *parts["logprobs"]}
+    assert {name: size for name, size in parts["train"].items() if name != "critic"} == next(
+        phase.parts for phase in memory_by_phase.estimate_phase_memory(plain, shared) if phase.phase == "train"
+    )
+    both = memory.count_trainer_memory(plain, shared.train, 0).optimizer + held.optimizer
+    assert memory_by_phase.count_offloaded_bytes(ppo, shared) == both
+    of_trainer = [phase.parts for phase in memory_by_phase.estimate_phase_memory(ppo, apart) if phase.gpus == "trainer"]
+    assert all({"optimizer", "gradients"} <= phase.keys() for phase in of_trainer)
+    seconds = [roofline.estimate_step_time(each, shared, NODE) for each in (plain, ppo)]
+    assert seconds[0].critic == 0 < seconds[1].critic < seconds[1].train + seconds[1].logprobs and seconds[0].train == seconds[1].train
+
+
 def test_the_search_ranks_what_fits_and_says_why():
     results = Planner(job(), NODE).search(3)
     assert len(results.ranked) == 3 and results.tried > 50

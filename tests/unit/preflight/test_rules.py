@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from support.fp8_checkpoints import with_random_blocks
 from support.geometries import PUBLISHED
 from support.models import edit_config, make_checkpoint
@@ -50,6 +51,7 @@ AHEAD = ("--placement.kind=disaggregated", "--placement.max_staleness=1", "--alg
 EXPERTS = "--model.path=experts"
 TASK = "examples.arithmetic.task:Arithmetic"
 TWO_HOSTS = ('--rollout.hosts=["10.0.0.5", "10.0.0.6"]', "--rollout.engines=2")
+PPO = "--algorithm.name=ppo"
 ON_HUB, COMMIT = "hf:someone/unknown", "5" * 40
 GLOO = "--sync.transport=gloo"  # works on a GPU and without
 
@@ -80,6 +82,12 @@ def keep_no_weights_offline(patch: pytest.MonkeyPatch) -> None:
     (cached / "refs" / "main").write_text(COMMIT)
     patch.setattr("huggingface_hub.constants.HF_HUB_CACHE", "cache")
     patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+
+
+def with_value_head(folder: Path, labels: int) -> None:
+    shutil.copytree("model", folder)
+    weights = load_file(folder / "model.safetensors")
+    save_file({**weights, "score.weight": torch.zeros(labels, 256)}, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def layout(*sizes: str) -> tuple[str, ...]:
@@ -128,6 +136,48 @@ MISTAKES = [
         "train plan",
         "train.wsd_decay_steps = 0: must be from 1 to 9, the optimizer steps after the warm-up; a tenth of the run is common",
         ("--train.steps=9", "--train.decay_style=WSD"),
+    ),
+    Mistake(
+        settings.critic_has_advantages_to_make,
+        "train plan",
+        "critic: sets up a critic, which algorithm.advantage = 'group_std' has none of; leave the section out, or set algorithm.advantage",
+        ("--critic.learning_rate=1e-4",),
+    ),
+    Mistake(
+        settings.critic_leaves_steps_to_the_policy,
+        "train plan",
+        "critic.critic_warmup = 9: must be below train.steps (9), or no policy is trained; lower it",
+        (PPO, "--critic.critic_warmup=9", "--train.steps=9"),
+    ),
+    Mistake(
+        settings.critics_learning_rate_can_fall,
+        "train plan",
+        "critic.warmup_steps = 9: leaves fewer than 1 of train.decay_steps (9), in which the learning rate falls; lower it",
+        (PPO, "--critic.warmup_steps=9", "--train.decay_style=cosine", "--train.decay_steps=9"),
+    ),
+    Mistake(
+        settings.groups_can_be_compared,
+        "train plan",
+        "rollout.group_size = 1: leaves an answer none to be compared with, as algorithm.advantage = 'group_std' does; raise it, or set",
+        ("--rollout.group_size=1",),
+    ),
+    Mistake(
+        settings.groups_can_be_compared,
+        "train plan",
+        "rollout.group_size = 1: leaves an answer none to be compared with, as dynamic sampling does; raise it, or leave dynamic_sampling",
+        (PPO, "--rollout.group_size=1", "--algorithm.dynamic_sampling_max_rounds=2"),
+    ),
+    Mistake(
+        settings.critic_is_of_the_policys_architecture,
+        "train plan",
+        "critic.path = 'hf:someone/unknown': is on the hub, and only a folder is built for a critic; download it, give its folder",
+        (PPO, f"--critic.path={ON_HUB}"),
+    ),
+    Mistake(
+        settings.critic_is_of_the_policys_architecture,
+        "train plan",
+        "critic.path = 'experts': is a model of another architecture than model.path (family, layers, experts), which is not built; give a",
+        (PPO, "--critic.path=experts"),
     ),
     Mistake(
         settings.kept_tokens_are_bounded,
@@ -451,6 +501,13 @@ MISTAKES = [
         "train eval",
         "MODEL = 'model': tensor model.layers.0.mlp.gate_proj.weight has shape [512, 256], config.json says [640, 256]",
         model={"intermediate_size": 640},
+    ),
+    Mistake(
+        files.tensors_are_those_of_the_critic,
+        "train",
+        "critic.path = 'values': tensor score.weight has shape [2, 256], config.json says [1, 256]; correct config.json",
+        (PPO, "--critic.path=values"),
+        scene=lambda _: with_value_head(Path("values"), labels=2),
     ),
     Mistake(
         files.scales_are_those_of_the_contract,
