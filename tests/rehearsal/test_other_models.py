@@ -15,9 +15,9 @@ ROOT = Path(__file__).parents[2]
 PLAIN = (
     *("llama", "llama, bf16, recomputed", "experts", "experts, deep_gemm", "experts, bf16"),
     *("context parallel", "pipeline", "virtual stages", "disaggregated"),
-    *("critic", "critic, stages"),
+    "critic, stages",
 )
-LONG = ("critic, disaggregated", "critic, experts, bf16")
+LONG = ("critic", "critic, disaggregated", "critic, experts, bf16")
 PLANTED = {
     "experts: host_tensor_in_loss": "cuda:0 and cpu",
     "experts: gather_in_wrong_group": "RefusedCollectiveError",
