@@ -15,8 +15,7 @@ ADVANTAGES = Plug(
     {
         name: f"megatron_rl.algorithm.advantages:{name}"
         for name in ("group_std", "group_mean", "leave_one_out", "token_std", "batch_std", "max_rl")
-    }
-    | {"gae": "megatron_rl.algorithm.gae:assign_token_advantages"},  # of tokens, not of groups: the loop calls it by itself
+    },
 )
 """Advantages, `megatron_rl.algorithm.advantages.AdvantageFunction`."""
 

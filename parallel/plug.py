@@ -37,18 +37,18 @@ class Plug:
     takes: tuple[str, ...] = ()
     """What it is called with, by position; empty where its user checks the object further. Built-in objects may differ."""
 
-    @property
-    def _choices(self) -> str:
-        return f"one of {', '.join(self.builtin)}, or " * bool(self.builtin) + "your own as module:attribute"
+    def _list_choices(self, *more: str) -> str:
+        return f"one of {', '.join([*self.builtin, *more])}, or " * bool(self.builtin) + "your own as module:attribute"
 
     def is_own(self, name: str) -> bool:
         """Return whether a name is not built in and of the form `module:attribute`."""
         return name not in self.builtin and _OWN.fullmatch(name) is not None
 
-    def check_name(self, name: str) -> str:
-        """Return the name. Raise ValueError where it is neither built in nor of the form `module:attribute`."""
+    def check_name(self, name: str, *more: str) -> str:
+        """Return the name. Raise ValueError where it is neither built in nor of the form `module:attribute`; `more`: what else the field
+        may say."""
         if name not in self.builtin and not self.is_own(name):
-            raise ValueError(f"must be {self._choices}")
+            raise ValueError(f"must be {self._list_choices(*more)}")
         return name
 
     def load(self, name: str) -> Any:
@@ -56,7 +56,7 @@ class Plug:
 
         Modules are found on PYTHONPATH or in the working directory.
         """
-        fix = f"use {self._choices}, where Python finds it (PYTHONPATH, or the working directory)"
+        fix = f"use {self._list_choices()}, where Python finds it (PYTHONPATH, or the working directory)"
         module, _, attributes = self.builtin.get(name, name).partition(":")
         if not {"", os.getcwd()} & set(sys.path):
             sys.path.append(os.getcwd())

@@ -14,7 +14,10 @@ from megatron_rl.plugs import ADVANTAGES, LOSSES
 
 def try_algorithm(config: AlgorithmConfig) -> None:
     """Raise UserError for an advantage or a loss that cannot be imported, refuses its settings, or returns what it must not."""
-    for plug, name, run in ((ADVANTAGES, config.advantage, _try_advantage), (LOSSES, config.loss, _try_loss)):
+    trials = [(LOSSES, config.loss, _try_loss)]
+    if not config.has_critic:
+        trials.insert(0, (ADVANTAGES, config.advantage, _try_advantage))
+    for plug, name, run in trials:
         with as_user_error():
             plug.load(name)
         try:
@@ -24,8 +27,6 @@ def try_algorithm(config: AlgorithmConfig) -> None:
 
 
 def _try_advantage(config: AlgorithmConfig) -> None:
-    if config.has_critic:
-        return
     rewards = torch.tensor([[1.0, 0.0, 0.5], [2.0, 0.0, -9.0]], dtype=torch.float64)
     counted = torch.tensor([[True, True, True], [True, True, False]])
     advantages = ADVANTAGES.load(config.advantage)(rewards, counted)

@@ -38,6 +38,7 @@ _EXCLUSIVE_CORRECTIONS = {
     "weigh tokens, and weights do not multiply": {"tis", "sequence_tis", "icepop"},
     "share correction_low and correction_high": {"icepop", "geometric_mask", "sequence_mask"},
 }
+GAE = "gae"
 Correction = Literal["tis", "sequence_tis", "icepop", "geometric_mask", "sequence_mask", "token_veto"]
 
 
@@ -45,6 +46,11 @@ def _as_corrections(value: Any) -> Any:
     """Return a tuple of names; a name alone may be given as it is, and "none" for none."""
     names = [value] if isinstance(value, str) else value
     return tuple(name for name in names if name != "none") if isinstance(names, list | tuple) else value
+
+
+def _check_advantage(name: str) -> str:
+    """Those of groups are plugs; `gae` is of tokens, by a critic."""
+    return name if name == GAE else ADVANTAGES.check_name(name, GAE)
 
 
 class AlgorithmConfig(ConfigSection):
@@ -55,7 +61,7 @@ class AlgorithmConfig(ConfigSection):
     updates_per_step: int = Field(1, ge=1)
     """Optimizer steps per rollout; the batch is cut into that many parts."""
 
-    advantage: Annotated[str, AfterValidator(ADVANTAGES.check_name)] = "group_std"
+    advantage: Annotated[str, AfterValidator(_check_advantage)] = "group_std"
     """Reward less the group's mean, over the group's std (`group_std`), as it is (`group_mean`), against the others' mean
     (`leave_one_out`), whitened over the batch's tokens (`token_std`), over the batch's std (`batch_std`) or over the group's mean
     (`max_rl`, for rewards of 0 or more); or your own as module:attribute. `gae`: of each token, by a critic, see [critic]."""
@@ -135,7 +141,7 @@ class AlgorithmConfig(ConfigSection):
 
     @property
     def has_critic(self) -> bool:
-        return self.advantage == "gae"
+        return self.advantage == GAE
 
     @property
     def has_late_advantages(self) -> bool:

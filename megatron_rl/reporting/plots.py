@@ -278,6 +278,12 @@ SECTIONS: dict[str, tuple[Plot, ...]] = {
         Plot("Losses", (Panel("policy loss"), Panel("KL term")),
              "The policy loss hovers around 0 by design and says little on its own; the KL term grows as the policy leaves its reference."),
     ),
+    "Critic": (
+        Plot("Values and returns", (Panel("values and returns"), Panel("explained variance of returns")),
+             "Values should follow the returns; an explained variance below 0 means that the critic is worse than a constant."),
+        Plot("Value loss", (Panel("value loss", zero=True), Panel("values clipped", "share")),
+             "Should fall at first; many clipped values mean that the critic moves faster than critic.cliprange_value lets it."),
+    ),
     "Speed": (
         Plot("Time by phase", (Panel(STEP_SECONDS, zero=True, draw=_draw_phases),),
              "The tallest colour is what to speed up first; a step that stands out has an evaluation or a stall in it."),

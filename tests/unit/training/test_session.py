@@ -21,6 +21,7 @@ def calls(monkeypatch) -> MagicMock:
     calls.find_checkpoint_format.return_value = None
     calls.load_problems.return_value = None, None
     calls.load_actor.return_value = calls.actor, []
+    calls.load_critic.return_value = calls.critic
     for name, value in list(vars(session).items()):
         ours = getattr(value, "__module__", "").startswith(("megatron_rl.", "parallel."))
         if ours and value is not session.Session and not (inspect.isclass(value) and issubclass(value, Exception)):
@@ -41,4 +42,4 @@ def test_engines_start_when_the_trainer_holds_what_it_holds_in_a_sync(calls, tmp
     assert order.count("start_engines") == 1
     before = order[: order.index("start_engines")]
     assert before.index("load_actor") < before.index("load_reference")
-    assert ("actor.offload_optimizer" in before) == (kind == "colocated")
+    assert ("actor.offload_optimizer" in before) == ("critic.offload_optimizer" in before) == (kind == "colocated")
