@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from megatron_rl.config import Config
 from megatron_rl.data import load_problems
-from megatron_rl.distributed import Rank0, errors_on_all_ranks, raise_on_all_ranks, run_on_rank0, to_run_error
+from megatron_rl.distributed import Rank0, errors_on_all_ranks, get_rank, raise_on_all_ranks, run_on_rank0, to_run_error
 from megatron_rl.errors import MegatronRLError, RunError, UserError
 from megatron_rl.hf.files import read_config
 from megatron_rl.hf.hub import fetch_weights
@@ -149,7 +149,7 @@ class Session:
         critic_trainer = None if critic is None else CriticTrainer(config, critic)
         trainer = PolicyTrainer(config, actor, reference, attribution, engines, bound, critic_trainer)
         recovering_sync = RecoveringWeightSync(sync, engines, self.notify)
-        profiler = StepProfiler(self.folder, dist.get_rank(), config.log.profile_steps, config.log.profile_ranks)
+        profiler = StepProfiler(self.folder, get_rank(), config.log.profile_steps, config.log.profile_ranks)
         recorder = Recorder(self.log, engines, profiler)
         saved = -1 if state is None else state.version
         checkpoints = CheckpointManager(config, layout, self.folder, actor, hf_config, self.notify, saved, critic)
