@@ -34,6 +34,9 @@ _PRECOMPILE = "SGLANG_JIT_DEEPGEMM_PRECOMPILE"
 """By default SGLang compiles DeepGEMM's kernels for 16,384 batch sizes before it is ready, by its own words in 10 to 20 minutes, longer
 than `rollout.start_timeout`. Switched off, each kernel is compiled at its first use, in seconds."""
 
+_PREFILL_GRAPHS = {"cuda_graph_backend_prefill", "disable_prefill_cuda_graph", "disable_cuda_graph", "cuda_graph_config"}
+"""Arguments of SGLang by which a user decides of CUDA graphs of prefill."""
+
 
 class LaunchedServer(NamedTuple):
     """A started server."""
@@ -109,7 +112,10 @@ def make_server_arguments(
         if contract.scales_kv_by_layer:
             options |= {"kv-cache-dtype": "fp8_e4m3", "attention-backend": kv_cache_scales.BACKEND}
         options["base-gpu-id"] = get_base_gpu_id(config, placement)
-        flags += ["enable-memory-saver"] if config.placement.kind == "colocated" else []
+        if config.placement.kind == "colocated":
+            flags.append("enable-memory-saver")
+            if not _PREFILL_GRAPHS & rollout.sglang.keys():  # SGLang's default for prefill, breakable graphs, cannot be released
+                options["cuda-graph-backend-prefill"] = "disabled"
     else:
         # the cache's size is max-total-tokens; SGLang's own estimate compares the free memory of a machine that other programs use too
         options |= {"device": "cpu", "attention-backend": "torch_native", "mem-fraction-static": 0.9}

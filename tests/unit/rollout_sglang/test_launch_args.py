@@ -54,9 +54,16 @@ def test_only_an_empty_engine_loads_no_weights(start):
 
 
 def test_cuda_graphs_stay_on_and_arguments_of_a_benchmark_come_last(start):
-    arguments, _ = start(arguments=("--load-format", "dummy"))
+    arguments, _ = start(kind="disaggregated", arguments=("--load-format", "dummy"))
     assert arguments[-2:] == ["--load-format", "dummy"]
     assert not any("cuda-graph" in argument for argument in arguments) and "--disable-overlap-schedule" not in arguments
+
+
+def test_an_engine_that_releases_its_memory_has_no_graphs_of_prefill_that_cannot_be_released(start):
+    option, value = "--cuda-graph-backend-prefill", "disabled"
+    assert (option, value) in pairwise(start()[0])
+    arguments = start(rollout={"sglang": {"cuda_graph_backend_prefill": "full"}})[0]
+    assert arguments.count(option) == 1 and (option, "full") in pairwise(arguments)
 
 
 def test_the_prefix_cache_is_on_and_chunks_are_sglangs_unless_the_user_says_so(start):
