@@ -30,6 +30,14 @@ def receive(live: Mapping[str, torch.Tensor], chunks: Sequence[Chunk]) -> None:
             raise ValueError(f"{name}: {fault}")
 
 
+def without_device(live: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return tensors of a device without data as tensors of `meta`, in the same storages."""
+    return {
+        name: torch.empty(0, dtype=each.dtype, device="meta").set_(each.untyped_storage(), each.storage_offset(), each.shape, each.stride())
+        for name, each in live.items()
+    }
+
+
 class _Writes(TorchDispatchMode):
     """Within it, what is copied into uint8 matrices is noted: (first byte, rows, bytes of a row), by storage."""
 

@@ -52,7 +52,8 @@ def run_rehearsal(config: Config, options: RehearseOptions) -> bool:
     from megatron_rl.rehearsal.report import make_report, print_report
 
     with ThreadPoolExecutor(1) as thread:
-        in_engine = thread.submit(rehearse_engine, config, count_engine_weights(job, candidate.rollout_tp, candidate.rollout_ep))
+        planned = count_engine_weights(job, candidate.rollout_tp, candidate.rollout_ep)
+        in_engine = thread.submit(rehearse_engine, config, planned, cluster.gpu)
         reports = [make_report(rehearse_rank(config, rank, cluster.gpu), job, cluster) for rank in ranks]
         engine = in_engine.result()
     print_report(reports, engine)

@@ -75,6 +75,9 @@ class FakeGpu(TorchDispatchMode):
         description, tensors = describe_call(args, kwargs)
         if not any([type(tensor) is FakeTensor for tensor in tensors]) and not _is_cuda(kwargs.get("device")):
             return func(*args, **kwargs)
+        if func.namespace in _LIBRARIES:
+            with self:
+                return _LIBRARIES[func.namespace](func._schema.name.partition("::")[2])(*args, **kwargs)
         handler = _HANDLERS.get(func)
         out = self._run(func, args, kwargs, description, tensors) if handler is None else handler(self, func, args, kwargs)
         self.recorder.operator(func, args, kwargs, tensors, out)
@@ -180,6 +183,8 @@ def _copy_to(gpu: FakeGpu, func: Any, args: tuple, kwargs: dict) -> Any:
 
 def _copy_into(gpu: FakeGpu, func: Any, args: tuple, kwargs: dict) -> Any:
     target, source = args[:2]
+    if not isinstance(source, torch.Tensor):  # a number
+        return gpu.run(aten.fill_.Scalar, (target, source), {})
     waits = not (args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
     if _on_cuda(target) and not _on_cuda(source):
         gpu.recorder.copy_to_device(source, waits)
@@ -309,6 +314,14 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
 def add_handler(operator: Any, handler: Callable[..., Any]) -> None:
     """Let `handler(gpu, operator, args, kwargs)` run an operator."""
     _HANDLERS[operator] = handler
+
+
+_LIBRARIES: dict[str, Callable[[str], Callable[..., Any]]] = {}
+
+
+def add_library(namespace: str, find: Callable[[str], Callable[..., Any]]) -> None:
+    """Let custom operators of a namespace run the Python that `find` returns for their name."""
+    _LIBRARIES[namespace] = find
 
 
 def _spread_evenly(args: tuple, result: Any) -> torch.Tensor | None:

@@ -9,12 +9,16 @@ import json
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from math import prod
+from typing import Any
 
 from megatron_rl.config import Config
 from megatron_rl.errors import RunError
 from megatron_rl.hf.files import read_config
+from megatron_rl.planner.hardware import LINK_EFFICIENCY, Gpu
+from megatron_rl.planner.memory_by_phase import engine_workspace
+from megatron_rl.planner.roofline import COMPUTE_EFFICIENCY
 from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.rollout.engine import EngineTensorSpec
 from megatron_rl.sync.engine_check import check_activation_formats, check_rank_tensors
@@ -44,19 +48,30 @@ class EngineRankReport:
     """Bytes that the plan says."""
     fault: str
     """The first thing that a run on GPUs would refuse when its engines are up; "" for none."""
+    forward: dict[str, Any] | None = None
+    """What its passes did: `rollout_sglang.rehearsed_forward.ForwardRehearsal`, with seconds of roofline. None for ranks that ran none."""
+    workspace: int = 0
+    """Bytes that the plan leaves for passes and CUDA graphs."""
+
+    @property
+    def needed(self) -> int:
+        """Bytes of the captured graphs, and of the pass that takes the most."""
+        if self.forward is None:
+            return 0
+        return self.forward["graph_bytes"] + max((phase["activation_bytes"] for phase in self.forward["phases"]), default=0)
 
     @property
     def passes(self) -> bool:
-        return not self.fault and abs(self.planned / self.bytes - 1) <= TOLERANCE
+        return not self.fault and abs(self.planned / self.bytes - 1) <= TOLERANCE and self.needed <= self.workspace
 
 
-def rehearse_engine(config: Config, planned: int) -> list[EngineRankReport]:
+def rehearse_engine(config: Config, planned: int, gpu: Gpu) -> list[EngineRankReport]:
     """Rehearse the first and the last rank of an engine, whose weights take `planned` bytes by the plan. Raise RunError, with SGLang's last
     words, if it cannot build the model."""
     contract, ranks = PrecisionContract.from_config(config.precision), sorted({0, config.rollout.tp - 1})
     command = [sys.executable, "-m", "rollout_sglang.rehearsed_rank", ",".join(map(str, ranks))]
-    settings = json.dumps(config.model_dump(mode="json"))
-    done = subprocess.run(command, input=settings, capture_output=True, text=True, timeout=_SECONDS, check=False)
+    job = json.dumps({"config": config.model_dump(mode="json"), "gpu": asdict(gpu)})
+    done = subprocess.run(command, input=job, capture_output=True, text=True, timeout=_SECONDS, check=False)
     if done.returncode:
         raise RunError(f"SGLang does not build the engine's model: {_last_line(done.stderr)}", done.stderr[-4000:])
     geometry = replace(ModelGeometry.from_hf_config(read_config(config.model.folder)), kv_scales=contract.scales_kv_by_layer)
@@ -71,10 +86,23 @@ def rehearse_engine(config: Config, planned: int) -> list[EngineRankReport]:
             _check_unknown(answer["unknown"])
             if answer["sync_fault"]:
                 raise RunError(answer["sync_fault"])
+            if answer["forward"] and answer["forward"]["fault"]:
+                raise RunError(answer["forward"]["fault"])
         except RunError as error:
             fault = str(error)
-        reports.append(EngineRankReport(int(rank), answer["model"], len(live), _count_bytes(live), answer["chunks"], planned, fault))
+        for phase in answer["forward"]["phases"] if answer["forward"] else ():
+            phase["seconds"] = estimate_seconds(phase, gpu)
+        found = int(rank), answer["model"], len(live), _count_bytes(live), answer["chunks"], planned, fault
+        reports.append(EngineRankReport(*found, answer["forward"], engine_workspace(config.rollout.tp)))
     return reports
+
+
+def estimate_seconds(phase: Mapping[str, Any], gpu: Gpu) -> dict[str, float]:
+    """Return the seconds of roofline of a pass: of its products, of bytes that kernels read and write, and of bytes that it exchanges."""
+    rates = {"fp8": gpu.fp8, "bf16": gpu.bf16, "fp32": gpu.bf16 / 2}
+    products = sum(count / (rates[kind] * COMPUTE_EFFICIENCY) for kind, count in phase["flops"].items() if kind in rates)
+    memory = phase["bytes"] / (gpu.hbm * LINK_EFFICIENCY)
+    return {"products": products, "memory": memory, "exchange": phase["sent_bytes"] / (gpu.nvlink * LINK_EFFICIENCY)}
 
 
 def _check_unknown(unknown: Sequence[str]) -> None:

@@ -24,23 +24,27 @@ from megatron_rl.rehearsal.recorder import Recorder, find_line
 
 _CAPABILITY = (9, 0)
 _current: list[FakeGpu] = []
-"""The device of the rank that is rehearsed now."""
 
 
 _said_by_last_stage: dict[str, list[Any]] = {}
 """Line -> objects that a rank of the last pipeline stage, rehearsed before, gave to the others."""
 
 
+def current_device() -> FakeGpu:
+    """Return the device of the rank that is rehearsed now."""
+    return _current[-1]
+
+
 def recorder() -> Recorder:
-    return _current[-1].recorder
+    return current_device().recorder
 
 
 @contextlib.contextmanager
-def one_rank(rank: int, world: int, gpu: Gpu) -> Iterator[FakeGpu]:
-    """Be rank `rank` of `world` on an empty GPU within the context, with its process group."""
+def one_rank(rank: int, world: int, gpu: Gpu, recorder: Recorder | None = None) -> Iterator[FakeGpu]:
+    """Be rank `rank` of `world` on an empty GPU within the context, with its process group. `recorder`: of another kind."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    device = FakeGpu(Recorder(), collectives.communicate)
+    device = FakeGpu(recorder or Recorder(), collectives.communicate)
     _current.append(device)
     _properties.total_memory, _properties.name = gpu.memory, gpu.name
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
@@ -64,6 +68,7 @@ _properties = types.SimpleNamespace(
     multi_processor_count=132,
     uuid="00000000-0000-0000-0000-000000000000",
     warp_size=32,
+    is_integrated=False,
 )
 
 
@@ -106,19 +111,24 @@ def _nothing(*_: Any, **__: Any) -> None: ...
 
 
 def install() -> None:
-    """Make this process believe in one Hopper GPU and in its libraries, of which none need be installed. There is no way back."""
+    """Make this process believe in one Hopper GPU and in a trainer's libraries, of which none need be installed. There is no way back."""
     if getattr(install, "done", False):
         return
     install.done = True  # type: ignore[attr-defined]
+    install_device()
+    for library in (torch_cuda, flash_attention, transformer_engine, deep_gemm, triton):
+        library.install(recorder)
+    _replace_random()
+
+
+def install_device() -> None:
+    """Make this process believe in one Hopper GPU, and in no library but torch."""
     torch._C._ensureCUDADeviceGuardSet()
     torch_fakes: Any = fake_tensor
     torch_fakes.init_gpu_context = _nothing
     torch_fakes.CONSTANT_NUMEL_LIMIT = -1  # `device` follows numbers itself
     torch.compile = _do_not_compile  # type: ignore[assignment]
-    for library in (torch_cuda, flash_attention, transformer_engine, deep_gemm, triton):
-        library.install(recorder)
     _replace_queries()
-    _replace_random()
     _replace_tensor_methods()
     _replace_objects()
 

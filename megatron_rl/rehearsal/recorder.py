@@ -20,7 +20,7 @@ _ROUND = 512
 
 
 def find_line() -> str:
-    """Return file and line of the innermost frame that is the project's or Megatron's, with the function that called it."""
+    """Return file and line of the innermost frame that is the project's, Megatron's or SGLang's."""
     frame: Any = sys._getframe(1)
     while frame is not None:
         name = _find_name(frame.f_code)
@@ -37,7 +37,7 @@ def _find_name(code: CodeType) -> str:
 
 
 def find_line_of(error: BaseException) -> str:
-    """Return the innermost line of the project's or Megatron's code in an error's traceback."""
+    """Return the innermost line of the project's, Megatron's or SGLang's code in an error's traceback."""
     line, trace = "?", error.__traceback__
     while trace is not None:
         name = trace.tb_frame.f_code.co_filename
@@ -47,13 +47,17 @@ def find_line_of(error: BaseException) -> str:
     return line
 
 
+_PACKAGES = ("megatron/core/", "megatron_rl/", "parallel/", "rollout_sglang/", "sglang/")
+_REHEARSAL = ("/megatron_rl/rehearsal/", "/rollout_sglang/rehears")
+
+
 def _is_ours(name: str) -> bool:
-    return ("/megatron/core/" in name or "/megatron_rl/" in name or "/parallel/" in name) and "/megatron_rl/rehearsal/" not in name
+    return any(f"/{package}" in name for package in _PACKAGES) and not any(part in name for part in _REHEARSAL)
 
 
 def shorten(name: str) -> str:
     """Return a file's name from its package on."""
-    for package in ("megatron/core/", "megatron_rl/", "parallel/"):
+    for package in _PACKAGES:
         at = name.rfind("/" + package)
         if at >= 0:
             return name[at + 1 :]

@@ -188,6 +188,9 @@ def print_report(reports: list[RankReport], engine: list[EngineRankReport]) -> N
         if found.fault:
             console.print(f"FAULT: {found.fault}", soft_wrap=True)
     console.print(_engine(engine))
+    for found in engine:
+        if found.forward:
+            console.print(_passes(found, found.forward))
     wrong = [f"rank {report.rank}" for report in reports if not report.passes]
     wrong += [f"engine rank {found.rank}" for found in engine if not found.passes]
     good = f"All {len(reports)} ranks run, take the memory that `plan` says, and wait in no layer for the device."
@@ -212,6 +215,26 @@ def _engine(engine: list[EngineRankReport]) -> Table:
     for rank in engine:
         sizes = [f"{rank.bytes / GIB:.2f}", f"{rank.planned / GIB:.2f}", f"{rank.planned / rank.bytes - 1:+.1%}"]
         table.add_row(str(rank.rank), rank.model, str(rank.tensors), *sizes)
+    return table
+
+
+def _passes(rank: EngineRankReport, forward: dict[str, Any]) -> Table:
+    batches = f"{forward['prefill_tokens']} tokens of prompts; {forward['decode_requests']} requests of {forward['context']} tokens"
+    graphs = f"graphs of {len(forward['captured'])} of {forward['capturable']} batch sizes"
+    needed = f"graphs and passes need {rank.needed / GIB:.2f} GiB, of {rank.workspace / GIB:.2f} in the plan"
+    title = f"Engine rank {rank.rank}, {forward['attention']}: {batches}; {graphs}; {needed}"
+    table = _table(title, ["pass", "activations GiB", "reached at", "operators", "products s", "memory s", "exchange s", "host waits"])
+    for each in forward["phases"]:
+        seconds = [f"{each['seconds'][name]:.3g}" for name in ("products", "memory", "exchange")]
+        at, waits = each["peak_at"], sum(wait["count"] for wait in each["host_waits"])
+        table.add_row(
+            each["phase"],
+            f"{each['activation_bytes'] / GIB:.2f}",
+            f"{at['operator']} {at['line']}",
+            str(each["operators"]),
+            *seconds,
+            str(waits),
+        )
     return table
 
 
@@ -256,6 +279,6 @@ def _bound(name: str, bound: Bound) -> Table:
 def _table(title: str, heads: list[str]) -> Table:
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
     for head in heads:
-        words = head in ("phase", "kind", "group", "line", "for", "reached at", "most of it at line")
+        words = head in ("phase", "pass", "kind", "group", "line", "for", "reached at", "most of it at line")
         table.add_column(head, justify="left" if words else "right", overflow="fold")
     return table

@@ -11,6 +11,7 @@ from megatron_rl.config import Config
 from megatron_rl.config.loading import load_config
 from megatron_rl.hf.files import read_config
 from megatron_rl.planner.candidate import Workload
+from megatron_rl.planner.hardware import GPUS
 from megatron_rl.planner.memory import count_engine_weights
 from megatron_rl.rehearsal.engine_rank import EngineRankReport, rehearse_engine
 
@@ -19,7 +20,7 @@ CONFIGS = Path(__file__).parents[3] / "configs"
 
 def rehearse(config: Config) -> list[EngineRankReport]:
     planned = count_engine_weights(Workload.from_config(config, read_config(config.model.folder)), config.rollout.tp, config.rollout.ep)
-    return rehearse_engine(config, planned)
+    return rehearse_engine(config, planned, GPUS["h100"])
 
 
 def few_layers(model: str, folder: Path, **changes: object) -> Path:
@@ -34,6 +35,9 @@ def test_experts_on_hopper_hold_what_a_sync_fills(tmp_path):
     assert [report.rank for report in reports] == [0, config.rollout.tp - 1]
     assert {(report.model, report.fault, report.passes) for report in reports} == {("Qwen3MoeForCausalLM", "", True)}
     assert all(report.chunks for report in reports)
+    first, last = reports
+    assert last.forward is None and first.forward is not None and 0 < first.needed < first.workspace
+    assert all(seconds > 0 for phase in first.forward["phases"] for seconds in phase["seconds"].values())
     assert {report.tensors for report in reports} == {2 * 13 + 3} and {report.bytes for report in reports} == {reports[0].planned}
 
 

@@ -1,0 +1,102 @@
+"""What SGLang imports from sgl-kernel, by the checks of its sources (`sgl-kernel/csrc`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from megatron_rl.rehearsal.fake_cuda import current_device
+from rollout_sglang.rehearsed_kernels import flash_attention
+from rollout_sglang.rehearsed_kernels.match import HALF, INDEX, Call
+
+_FLASH_ATTENTION = ("get_scheduler_metadata", "flash_attn_with_kvcache", "flash_attn_varlen_func")
+
+
+def install() -> None:
+    """Names are bound when SGLang is imported, functions are found when they are called."""
+    import sgl_kernel
+    import sgl_kernel.flash_attn
+
+    for name in _FLASH_ATTENTION:
+        setattr(sgl_kernel.flash_attn, name, _late(flash_attention, name))
+    for name in _NAMES:
+        setattr(sgl_kernel, name, lambda *args, name=name, **named: globals()[name](*args, **named))
+
+
+def _late(module: Any, name: str) -> Callable[..., Any]:
+    return lambda *args, **named: getattr(module, name)(*args, **named)
+
+
+def rmsnorm(input: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6, out: Any = None, enable_pdl: Any = None) -> torch.Tensor:
+    call = Call("sgl_kernel.rmsnorm")
+    call.check("input", input, "T H", HALF, "* 1")
+    call.check("weight", weight, "H", input.dtype)
+    if out is None:
+        out = torch.empty_like(input)
+    call.check("out", out, "T H", input.dtype, "* 1")
+    call.moved(input, weight, out)
+    return out
+
+
+def fused_add_rmsnorm(input: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6, enable_pdl: Any = None) -> None:
+    call = Call("sgl_kernel.fused_add_rmsnorm")
+    call.check("input", input, "T H", HALF)
+    call.check("residual", residual, "T H", input.dtype)
+    call.check("weight", weight, "H", input.dtype)
+    call.moved(input, residual, weight, input, residual)
+
+
+def silu_and_mul(input: torch.Tensor, out: Any = None) -> torch.Tensor:
+    call = Call("sgl_kernel.silu_and_mul")
+    call.require(input.shape[-1] * input.itemsize % 32 == 0, f"rows of {input.shape[-1]} numbers")
+    if out is None:
+        out = torch.empty(*input.shape[:-1], input.shape[-1] // 2, dtype=input.dtype, device=input.device)
+    call.check("input", input.view(-1, input.shape[-1]), "T W", HALF)
+    call.check("out", out.view(-1, out.shape[-1]), f"T {input.shape[-1] // 2}", input.dtype)
+    call.moved(input, out)
+    return out
+
+
+def moe_align_block_size(
+    topk_ids: torch.Tensor,
+    num_experts: int,
+    block_size: int,
+    sorted_token_ids: torch.Tensor,
+    experts_ids: torch.Tensor,
+    num_tokens_post_pad: torch.Tensor,
+    cumsum_buffer: torch.Tensor,
+    pad_sorted_token_ids: bool = False,
+    ignore_invalid_expert: bool = False,
+) -> None:
+    """csrc/moe/moe_align_kernel.cu; one warp's lanes and shared memory hold up to 1,024 experts."""
+    call = Call("sgl_kernel.moe_align_block_size")
+    call.require(num_experts <= 1024, f"{num_experts} experts")
+    call.check("topk_ids", topk_ids, "T K", INDEX)
+    call.check("sorted_token_ids", sorted_token_ids, "S", torch.int32)
+    call.check("experts_ids", experts_ids, "E", torch.int32)
+    call.check("num_tokens_post_pad", num_tokens_post_pad, "1", torch.int32)
+    call.check("cumsum_buffer", cumsum_buffer, "C", torch.int32)
+    call.require(call.sizes["C"] > num_experts, f"a buffer of {call.sizes['C']} sums for {num_experts} experts")
+    rows, room = topk_ids.numel(), call.sizes["E"] * block_size
+    call.require(room >= call.sizes["S"] or room >= rows, f"{call.sizes['E']} blocks of {block_size} for {rows} rows")
+    call.moved(topk_ids, sorted_token_ids, experts_ids)
+
+
+def moe_sum_reduce(input: torch.Tensor, output: torch.Tensor, routed_scaling_factor: float = 0.0) -> None:
+    """csrc/moe/moe_sum_reduce.cu"""
+    call = Call("sgl_kernel.moe_sum_reduce")
+    call.check("input", input, "T K H", (*HALF, torch.float32))
+    call.check("output", output, "T H", input.dtype)
+    call.moved(input, output)
+
+
+def weak_ref_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of the same form that keeps no memory: that of CUDA graphs is kept by the graphs."""
+    gpu = current_device()
+    meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    return gpu.shapes.wrap(meta, tensor.device)
+
+
+_NAMES = ("rmsnorm", "fused_add_rmsnorm", "silu_and_mul", "moe_align_block_size", "moe_sum_reduce", "weak_ref_tensor")

@@ -1,0 +1,61 @@
+"""An engine's passes run without a GPU: the kernels that SGLang calls take what they get, and planted faults are found with their line."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PLAIN = ("dense", "experts", "bf16", "tree", "disaggregated", "latent")
+PLANTED = {
+    "wrong_dtype": "qknorm: q [16, 4, 128] is float32",
+    "misaligned_weight": "does not begin at a multiple of 16 bytes",
+    "unknown_kernel": "sgl_kernel.gelu_quick is not known",
+    "wrong_precision": "self_attn.o_proj.weight is E4M3, and no FP8 product",
+    "item_per_layer": "waits for the device (item) in every layer of the engine's prefill",
+    "item_while_captured": "waits for the device (item) while a CUDA graph is captured",
+}
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    """The first engine rank by case, of one process that imports SGLang as on a GPU."""
+    if not (shutil.which("g++") or shutil.which("clang++")):
+        pytest.skip("no C++ compiler, which a rehearsal with a CPU build of torch needs")
+    command = [sys.executable, "-m", "support.engine_rehearsals", str(tmp_path_factory.mktemp("engines")), *PLAIN, *PLANTED]
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("case", PLAIN)
+def test_prompts_and_decoded_tokens_run(ranks, case):
+    rank = ranks[case]
+    forward = rank["forward"]
+    assert not forward["fault"] and not rank["sync_fault"] and not rank["unknown"]
+    assert forward["captured"] == [1, 16] and forward["decode_requests"] == 16 and forward["prefill_tokens"] == 8192
+    assert [each["phase"] for each in forward["phases"]] == ["prefill", "decode", "decode, eager"]
+    prefill, replayed, eager = forward["phases"]
+    assert ("fp8" in prefill["flops"]) == (case != "bf16")
+    for kind in prefill["flops"].keys() & {"fp8"}:
+        assert replayed["flops"][kind] == eager["flops"][kind]  # a replay multiplies what its capture did
+        assert prefill["flops"][kind] > 100 * eager["flops"][kind]
+    assert not any(each["host_waits"] for each in forward["phases"])
+
+
+def test_a_dense_layers_products_are_all_in_fp8(ranks):
+    """Per token and layer: queries, keys and values, output, gate and up, down; halved by two ranks."""
+    layer = 1024 * (8 + 2 * 4) * 128 + 8 * 128 * 1024 + 3 * 1024 * 2048
+    assert ranks["dense"]["forward"]["phases"][0]["flops"]["fp8"] == 2 * 8192 * 2 * layer // 2
+
+
+@pytest.mark.parametrize("case", PLANTED)
+def test_a_planted_fault_is_found(ranks, case):
+    assert PLANTED[case] in ranks[case]["forward"]["fault"]

@@ -1,0 +1,147 @@
+"""Rehearses engines of small models, as they are and with planted faults, in a process of its own; prints one JSON object of case -> rank.
+
+python -m support.engine_rehearsals FOLDER CASE...
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from support.families import ARCHITECTURES
+from support.rehearsals import CONFIG, EXPERTS, TINY
+
+LATENT = ARCHITECTURES["deepseek_v3"] | {"architectures": ["DeepseekV3ForCausalLM"], "kv_lora_rank": 512}
+TWO = ["--rollout.tp=2", "--rollout.engines=1", "--rollout.max_running_requests=16"]
+
+
+def _around_linear(change: Callable[[Any, Any, Any], Any]) -> None:
+    """Let `change(plain, layer, x)` compute the FP8 layers of a row of a module."""
+    from sglang.srt.layers.quantization.fp8 import Fp8LinearMethod
+
+    plain = Fp8LinearMethod.apply
+    Fp8LinearMethod.apply = lambda self, layer, x, bias=None: change(lambda rows: plain(self, layer, rows, bias), layer, x)  # type: ignore[method-assign]
+
+
+def wrong_dtype() -> None:
+    """RMSNorm gets FP32, which its kernel does not know."""
+    _around_linear(lambda plain, layer, x: plain(x).float())
+
+
+def misaligned_weight() -> None:
+    """DeepGEMM gets a weight that begins at eight bytes."""
+    import torch
+
+    def change(plain: Any, layer: Any, x: Any) -> Any:
+        memory = torch.empty(layer.weight.numel() + 8, dtype=torch.float8_e4m3fn, device="cuda")
+        layer._parameters["weight"] = torch.nn.Parameter(memory[8:].view(layer.weight.shape), requires_grad=False)
+        return plain(x)
+
+    _around_linear(change)
+
+
+def unknown_kernel() -> None:
+    """A kernel of a library that the rehearsal does not have."""
+    import sgl_kernel
+
+    _around_linear(lambda plain, layer, x: sgl_kernel.gelu_quick(plain(x)))
+
+
+def wrong_precision() -> None:
+    """A layer multiplies with its values in BF16."""
+    import torch
+    from sglang.srt.layers.linear import RowParallelLinear
+
+    def change(plain: Any, layer: Any, x: Any) -> Any:
+        name = getattr(layer, "prefix", "")
+        return torch.nn.functional.linear(x, layer.weight.to(x.dtype)) if name.endswith("o_proj") else plain(x)
+
+    _around_linear(change)
+    start = RowParallelLinear.__init__
+
+    def init(self: Any, *args: Any, **named: Any) -> None:
+        start(self, *args, **named)
+        self.prefix = named.get("prefix", "")
+
+    RowParallelLinear.__init__ = init  # type: ignore[method-assign]
+
+
+def item_per_layer() -> None:
+    import torch
+
+    def change(plain: Any, layer: Any, x: Any) -> Any:
+        result = plain(x)
+        if not torch.cuda.is_current_stream_capturing():
+            result.sum().item()
+        return result
+
+    _around_linear(change)
+
+
+def item_while_captured() -> None:
+    def change(plain: Any, layer: Any, x: Any) -> Any:
+        result = plain(x)
+        result.sum().item()
+        return result
+
+    _around_linear(change)
+
+
+class Case(NamedTuple):
+    overrides: list[str]
+    plant: Callable[[], None] | None = None
+    model: dict[str, Any] = TINY
+
+
+CASES = {
+    "dense": Case(TWO),
+    "experts": Case([*TWO, "--rollout.ep=2"], model=EXPERTS | {"num_hidden_layers": 2}),
+    "bf16": Case([*TWO, "--precision.mode=bf16"]),
+    "tree": Case([*TWO, "--precision.reduction=tree"]),
+    "disaggregated": Case([*TWO, "--placement.kind=disaggregated"]),
+    "latent": Case(TWO, model=LATENT),
+    "wrong_dtype": Case(TWO, wrong_dtype),
+    "misaligned_weight": Case(TWO, misaligned_weight),
+    "unknown_kernel": Case(TWO, unknown_kernel),
+    "wrong_precision": Case(TWO, wrong_precision),
+    "item_per_layer": Case(TWO, item_per_layer),
+    "item_while_captured": Case(TWO, item_while_captured),
+}
+
+
+def _run(folder: Path, name: str) -> Any:
+    from dataclasses import asdict
+
+    from megatron_rl.config import load_config
+    from megatron_rl.planner.hardware import GPUS
+    from rollout_sglang.rehearsed_rank import describe_job, run_rank
+
+    overrides, plant, model = CASES[name]
+    own = folder / name.replace(" ", "_")
+    own.mkdir()
+    (own / "config.json").write_text(json.dumps(model))
+    (own / "run.toml").write_text(CONFIG.format(folder=own))
+    config = load_config(own / "run.toml", overrides)
+    if plant:
+        plant()
+    with describe_job(config) as (arguments, chunks):
+        return asdict(run_rank(arguments, config, asdict(GPUS["h100"]), 0, chunks(0), True))
+
+
+def main(folder: Path, names: list[str]) -> None:
+    from rollout_sglang import rehearsed_rank
+
+    rehearsed_rank.believe_in_a_gpu()
+    rehearsed_rank.import_sglang()
+    answer, sys.stdout = sys.stdout, sys.stderr
+    with multiprocessing.get_context("fork").Pool(2, maxtasksperchild=1) as pool:
+        found = pool.starmap(_run, [(folder, name) for name in names], chunksize=1)
+    print(json.dumps(dict(zip(names, found, strict=True))), file=answer)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])
