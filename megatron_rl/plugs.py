@@ -7,7 +7,11 @@ from __future__ import annotations
 
 from parallel.plug import Plug
 
-LOSSES = Plug("algorithm.loss", {name: f"megatron_rl.algorithm.losses.{name}:token_losses" for name in ("ppo", "gspo", "cispo", "gmpo")})
+LOSSES = Plug(
+    "algorithm.loss",
+    {name: f"megatron_rl.algorithm.losses.{name}:token_losses" for name in ("ppo", "gspo", "cispo", "gmpo", "clip_cov", "kl_cov")}
+    | {f"dppo_{name}": f"megatron_rl.algorithm.losses.dppo:{name}_losses" for name in ("tv", "kl")},
+)
 """Losses, `megatron_rl.algorithm.policy_loss.TokenLossFunction`."""
 
 ADVANTAGES = Plug(

@@ -1,6 +1,6 @@
-"""The policy loss: a loss per token, weighted for aggregation and correction, plus a KL term.
+"""The policy loss: a loss per token, weighted for aggregation and correction, plus a KL term and less an entropy bonus.
 
-    loss = sum over answer tokens of  weight_t (correction_t policy_t + kl_coef kl_t)
+    loss = sum over answer tokens of  weight_t (correction_t policy_t + kl_coef kl_t - entropy_coef entropy_t)
 
 This is a sum; the trainer divides it by the number of answer tokens of the whole optimizer step. `weight_t` (see `loss_weights`) turns
 that into any other mean. It is set before the step is cut into micro-batches, so the cut does not change the loss.
@@ -23,6 +23,7 @@ from megatron_rl.plugs import LOSSES
 
 _POLICY = declare("loss/policy", "policy loss", "small", "policy loss", label="policy loss")
 _KL = declare("loss/kl", "KL term against the reference model", "nats", "KL term", label="KL")
+_ENTROPY = declare("loss/entropy", "entropy that the bonus rewards, during the step's updates", "nats")
 _DROPPED = declare(
     "mask/off_policy",
     "share of tokens of negative advantage dropped as off-policy",
@@ -30,7 +31,15 @@ _DROPPED = declare(
     "tokens clipped",
     label="dropped as off-policy",
 )
-_CLIPPED = declare("clip/{}", "share of tokens that the clip touches, {} advantage", "share", "tokens clipped", label="{} advantage")
+_CLIPPED = declare(
+    "clip/{}",
+    "share of tokens that the clip touches, {} advantage",
+    "share",
+    "tokens clipped",
+    label="{} advantage",
+    expected=(0.0, 0.3),
+    causes=("", "too many or too large updates a step, or bounds too narrow: cispo caps at 1 + clip_high, TRL's epsilon_high is the cap"),
+)
 
 
 class TokenLossFunction(Protocol):
@@ -54,8 +63,16 @@ class PolicyLoss:
         loss: TokenLossFunction = LOSSES.load(self.config.loss)
         return loss
 
-    def __call__(self, logprobs: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Return (sum of weighted token losses, sums of metrics). `logprobs` float32 [1, t], aligned with `batch.targets`."""
+    @property
+    def with_entropy(self) -> bool:
+        """Whether it is to be called with entropies."""
+        return self.config.entropy_coef > 0
+
+    def __call__(
+        self, logprobs: torch.Tensor, batch: MicroBatch, entropies: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Return (sum of weighted token losses, sums of metrics). `logprobs`, and `entropies` where `with_entropy`: float32 [1, t] with
+        gradient, aligned with `batch.targets`."""
         mask, config = batch.mask, self.config
         logprobs = logprobs.masked_fill(mask == 0, 0.0)  # elsewhere exp() may overflow, and inf * 0 is NaN
         losses, clipped = self._token_losses(logprobs, batch, config, **config.loss_settings)
@@ -75,6 +92,10 @@ class PolicyLoss:
             kl = (estimates * batch.loss_weights).sum()
             sums[_KL] = kl.detach()
             loss = loss + config.kl_coef * kl
+        if entropies is not None:
+            entropy = (entropies * batch.loss_weights).sum()
+            sums[_ENTROPY] = entropy.detach()
+            loss = loss - config.entropy_coef * entropy
         return loss, sums
 
     def _find_off_policy(self, logprobs: torch.Tensor, batch: MicroBatch, threshold: float) -> torch.Tensor:

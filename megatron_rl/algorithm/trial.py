@@ -43,7 +43,9 @@ def _try_loss(config: AlgorithmConfig) -> None:
     losses, clipped = LOSSES.load(config.loss)(logprobs, batch, config, **config.loss_settings)
     if (losses.shape, losses.dtype) != (logprobs.shape, logprobs.dtype) or (clipped.shape, clipped.dtype) != (logprobs.shape, torch.bool):
         raise ValueError("must return (losses, clipped), of the log-probs' shape, losses of their dtype, clipped as bool")
-    PolicyLoss(config)(logprobs, batch)[0].backward()  # raises where the losses have no gradient
+    loss = PolicyLoss(config)
+    entropies = torch.ones_like(logprobs) if loss.with_entropy else None
+    loss(logprobs, batch, entropies)[0].backward()  # raises where the losses have no gradient
     sampled = batch.mask == 1
     if not losses[sampled].isfinite().all() or logprobs.grad is None or not logprobs.grad[sampled].isfinite().all():
         raise ValueError("must return finite losses with finite gradients on a ratio of 0.7 to 1.1")

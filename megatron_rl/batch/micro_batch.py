@@ -22,7 +22,7 @@ from megatron_rl.precision.ops.device_copy import copy_to_device
 
 _EMPTY = torch.empty(0)
 _CRITIC_FIELDS = ("values", "returns")
-_FLOAT_FIELDS = ("mask", "advantages", "old_logprobs", "reference_logprobs", "loss_weights", "importance_weights")
+_FLOAT_FIELDS = ("mask", "advantages", "old_logprobs", "reference_logprobs", "loss_weights", "importance_weights", "high_covariance")
 
 
 @dataclass
@@ -48,6 +48,8 @@ class MicroBatch:
     """The sample's loss weight where `mask` is 1, else 0."""
     importance_weights: torch.Tensor
     """The token's correction where `mask` is 1, else 0."""
+    high_covariance: torch.Tensor
+    """1.0 for tokens chosen by `algorithm.covariance`, else 0."""
     token_indices: torch.Tensor
     """int64: index of the position among those of all the replica's samples; -1 for padding."""
     routed_experts: torch.Tensor
@@ -147,6 +149,8 @@ class MicroBatches:
                 row.routed_experts[0, start:end] = sample.routed_experts
             if sample.kept_tokens is not None and most_kept:
                 row.kept_tokens[sampled] = pad_kept_tokens(sample.kept_tokens, most_kept)
+            if len(sample.high_covariance):
+                row.high_covariance[sampled] = sample.high_covariance.float()
             if len(sample.old_logprobs):
                 row.old_logprobs[sampled] = sample.old_logprobs
             if len(sample.reference_logprobs):

@@ -32,6 +32,8 @@ class TrainingSample:
     """Log-probs under the frozen reference."""
     importance_weights: torch.Tensor = field(default_factory=lambda: _EMPTY)
     """Weights of the policy term that correct for the engine (`algorithm.importance_weights`); empty for 1."""
+    high_covariance: torch.Tensor = field(default_factory=lambda: _NO_MASK)
+    """bool [A]: tokens chosen by `algorithm.covariance`; empty for none."""
     reward: float = 0.0
     """Reward of the answer, before any KL term."""
     excluded: bool = False

@@ -26,6 +26,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "cispo": {"loss": "cispo", "clip_low": 1.0, "clip_high": 0.28},
     "max_rl": {"advantage": "max_rl"},
     "ppo": {"advantage": "gae", "kl_estimator": "k1", "kl_in": "reward"},
+    "dppo": {"loss": "dppo_tv"},
 }
 """The defaults below that an algorithm's name changes."""
 
@@ -56,7 +57,7 @@ def _check_advantage(name: str) -> str:
 class AlgorithmConfig(ConfigSection):
     """How rewards become advantages, and log-probs a loss. Every field can be set, whatever the name says."""
 
-    name: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "dapo", "gspo", "gmpo", "cispo", "max_rl", "ppo"] = "grpo"
+    name: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "dapo", "gspo", "gmpo", "cispo", "max_rl", "dppo", "ppo"] = "grpo"
     """The preset; see PRESETS above for what each name sets."""
     updates_per_step: int = Field(1, ge=1)
     """Optimizer steps per rollout; the batch is cut into that many parts."""
@@ -76,17 +77,29 @@ class AlgorithmConfig(ConfigSection):
     (GDPO)."""
     loss: Annotated[str, AfterValidator(LOSSES.check_name)] = "ppo"
     """`ppo`: clipped ratio per token. `gspo`: clipped ratio per sequence. `gmpo`: geometric mean of clipped ratios. `cispo`: clipped weight
-    that keeps every gradient. Or your own as module:attribute."""
+    that keeps every gradient. `dppo_tv`, `dppo_kl`: bound on how far a probability moves. `clip_cov`, `kl_cov`: spare or restrain
+    tokens that lower the entropy most. Or your own as module:attribute."""
     loss_settings: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the loss, for one of your own."""
     clip_low: float = Field(0.2, gt=0, le=1)
-    """The ratio's lower bound is 1 - clip_low; 1 leaves it open. gmpo: the lower bound of its logarithm is -clip_low."""
+    """The ratio's lower bound is 1 - clip_low; 1 leaves it open. gmpo: the lower bound of its logarithm is -clip_low. dppo:
+    the largest divergence of a token of negative advantage; 0.2 for tv and 0.05 for kl are common."""
     clip_high: float = Field(0.2, gt=0)
-    """The ratio's upper bound is 1 + clip_high. gmpo: that of its logarithm is clip_high."""
+    """The ratio's upper bound is 1 + clip_high. gmpo: that of its logarithm is clip_high. dppo: as clip_low, of positive advantage."""
     dual_clip: float | None = Field(None, gt=1)
     """ppo: bounds the loss of a negative advantage A at -dual_clip * A, however large the ratio. Absent: unbounded."""
     calibrate_every: int = Field(0, ge=0)
     """ppo with a quantized trainer: RL steps between calibrations of both bounds against a forward pass without; 0 leaves them as set."""
+    cov_ratio: float = Field(2e-4, gt=0, le=1)
+    """clip_cov, kl_cov: share of a step's tokens that is chosen by the covariance of log-prob and advantage."""
+    clip_cov_low: float = 1.0
+    """clip_cov: tokens of a covariance below this are not chosen."""
+    clip_cov_high: float = 5.0
+    """clip_cov: nor those above this."""
+    kl_cov_coef: float = Field(1.0, ge=0)
+    """kl_cov: weight of |log p - old log p| of the chosen tokens."""
+    entropy_coef: float = Field(0.0, ge=0)
+    """Weight of the entropy bonus: the entropy of the whole distribution at each sampled token, with gradient, is taken from the loss."""
     aggregate: Literal["token", "sequence", "constant"] = "token"
     """Mean over all answer tokens; mean of the sequences' means; or sum over tokens / (sequences * rollout.max_new_tokens)."""
 
@@ -167,6 +180,8 @@ class AlgorithmConfig(ConfigSection):
             raise ValueError("kl_bias_correction weighs the KL term of the loss: set kl_coef, and kl_in loss")
         if self.calibrate_every and (self.loss != "ppo" or self.updates_per_step < 2):
             raise ValueError("calibrate_every needs loss ppo and updates_per_step of 2 or more: before the first update all ratios are 1")
+        if self.clip_cov_low >= self.clip_cov_high:
+            raise ValueError(f"clip_cov_low ({self.clip_cov_low}) must be below clip_cov_high ({self.clip_cov_high})")
         if self.accuracy_low >= self.accuracy_high:
             raise ValueError(f"accuracy_low ({self.accuracy_low}) must be below accuracy_high ({self.accuracy_high})")
         if (self.accuracy_low, self.accuracy_high) != (0.0, 1.0) and not self.dynamic_sampling_max_rounds:

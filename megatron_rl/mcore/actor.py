@@ -38,8 +38,8 @@ from megatron_rl.observability import profiling
 from megatron_rl.precision.ops.device_copy import copy_to_device
 from parallel.formats import BLOCK
 
-Loss = Callable[[torch.Tensor, MicroBatch], tuple[torch.Tensor, dict[str, torch.Tensor]]]
-"""(log-probs [1, t], micro-batch) -> (sum of token losses, sums of metrics)."""
+Loss = Callable[..., tuple[torch.Tensor, dict[str, torch.Tensor]]]
+"""(log-probs [1, t], micro-batch) -> (sum of token losses, sums of metrics); one that has `with_entropy` gets entropies [1, t] as well."""
 TOTAL_LOSS, _POSITIONS = "loss/total", "tokens/places"
 """Added up by `Actor.update`; no metrics of a row."""
 _PADDING = declare("tokens/padding", "share of the places in micro-batches that hold no token", "share")
@@ -126,8 +126,9 @@ class Policy:
         samples: list[TrainingSample],
         loss: Callable[[torch.Tensor, MicroBatch, ContextShard, ScoredPositions], torch.Tensor],
         forward_only: bool,
+        with_entropy: bool = True,
     ) -> None:
-        """Run Megatron's schedule once over this replica's micro-batches; `loss` maps log-probs [1, n], or with `forward_only` those
+        """Run Megatron's schedule once over this replica's micro-batches; `loss` maps log-probs [1, n], or `with_entropy` those
         and entropies [1, n, 2], the micro-batch, this rank's shard of it, and the n positions of the shard that are scored, to a sum over
         its tokens.
 
@@ -143,7 +144,7 @@ class Policy:
             batch, shard = batch.to(self._device), shard.to(self._device)
             mask, model = shard.select(batch.mask), unwrap_model(chunk)
             targets = scored.select_targets(batch, shard, self.temperature)
-            with score_positions(model, scored.index, targets, with_entropy=forward_only):
+            with score_positions(model, scored.index, targets, with_entropy):
                 output = self._forward(chunk, batch, shard)
             return output, lambda scores: (loss(scores, batch, shard, scored), mask.sum().int(), {})  # Megatron sums tokens over all ranks
 
@@ -243,14 +244,17 @@ class Actor(Policy):
         """Run forward and backward passes of all samples; return sums of the loss's metrics over all ranks."""
         sums: dict[str, Any] = {}
 
-        def compute_loss(logprobs: torch.Tensor, batch: MicroBatch, shard: ContextShard, scored: ScoredPositions) -> torch.Tensor:
-            total, metrics = loss(shard.gather_row(scored.restore(logprobs)), batch)  # the same on all context-parallel ranks
+        with_entropy = getattr(loss, "with_entropy", False)
+
+        def compute_loss(scores: torch.Tensor, batch: MicroBatch, shard: ContextShard, scored: ScoredPositions) -> torch.Tensor:
+            logprobs, *entropies = (shard.gather_row(scored.restore(row)) for row in (scores.unbind(-1) if with_entropy else [scores]))
+            total, metrics = loss(logprobs, batch, *entropies)  # the same on all context-parallel ranks
             counts: dict[str, Any] = {_POSITIONS: batch.tokens.numel(), _PADDING: batch.padding}
             for name, value in {TOTAL_LOSS: total.detach(), **metrics, **counts}.items():
                 sums[name] = sums.get(name, 0.0) + (value.double() if isinstance(value, torch.Tensor) else value)
             return total
 
-        self._run(samples, compute_loss, forward_only=False)
+        self._run(samples, compute_loss, forward_only=False, with_entropy=with_entropy)
         return reduce.sum_by_name(sums)
 
     def _find_nonfinite_activation(self, samples: list[TrainingSample]) -> str:

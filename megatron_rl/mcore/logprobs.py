@@ -76,39 +76,45 @@ def token_logprobs(hidden: torch.Tensor, weight: torch.Tensor, targets: Targets)
     The gradient of `hidden` is this rank's part of the sum over tensor-parallel ranks; that of `weight` is added to Megatron's buffer
     where there is one.
     """
-    return _TokenLogprobs.apply(hidden, weight, targets)
+    return _TokenScores.apply(hidden, weight, targets, False)[0]
 
 
-@torch.no_grad()
 def score_tokens(hidden: torch.Tensor, weight: torch.Tensor, targets: Targets) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return `token_logprobs`, without gradient, and the entropy in nats of softmax(logits / temperature), over all tokens; both
-    float32 [n]."""
-    if _is_fused(hidden, targets):
-        scores = _score_in_one_pass(hidden, weight, targets)
-        return scores.logprobs, scores.entropies
-    return _score(hidden, weight, targets, _score_with_entropy)
+    """Return `token_logprobs` and the entropy in nats of softmax(logits / temperature), over all tokens; both float32 [n], with gradient.
+
+    d entropy / d logit_j = -p_j (log p_j + entropy) / temperature.
+    """
+    logprobs, entropies = _TokenScores.apply(hidden, weight, targets, True)
+    return logprobs, entropies
 
 
 def _is_fused(hidden: torch.Tensor, targets: Targets) -> bool:
     return hidden.is_cuda and targets.kept is None
 
 
-class _TokenLogprobs(torch.autograd.Function):
+class _TokenScores(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, targets: Targets) -> torch.Tensor:
+    def forward(
+        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, targets: Targets, with_entropy: bool
+    ) -> tuple[torch.Tensor | None, ...]:
+        ctx.set_materialize_grads(False)
         if _is_fused(hidden, targets):
-            logprobs, log_sums, _ = _score_in_one_pass(hidden, weight, targets)
+            logprobs, log_sums, entropies = _score_in_one_pass(hidden, weight, targets)
+            all_log_sums = log_sums
+        elif with_entropy:
+            logprobs, entropies, log_sums, all_log_sums = _score(hidden, weight, targets, _score_with_entropy)
         else:
             logprobs, log_sums = _score(hidden, weight, targets, _normalize)
-        ctx.save_for_backward(hidden, weight, log_sums)
+        ctx.save_for_backward(hidden, weight, log_sums, *((entropies, all_log_sums) if with_entropy else ()))
         ctx.targets = targets
-        return logprobs
+        return logprobs, entropies if with_entropy else None
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None]:
-        hidden, weight, log_sums = ctx.saved_tensors
+    def backward(ctx: Any, gradient: torch.Tensor | None, of_entropies: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        hidden, weight, log_sums, *of_all = ctx.saved_tensors
+        gradient = torch.zeros_like(log_sums) if gradient is None else gradient
         dhidden, dweight = torch.empty_like(hidden), WeightGradient(weight) if ctx.needs_input_grad[1] else None
-        fused = _is_fused(hidden, ctx.targets)
+        fused = _is_fused(hidden, ctx.targets) and of_entropies is None  # the kernel knows log-probs alone
         for chunk in _cut_into_chunks(len(hidden), len(weight), fused):
             logits = hidden[chunk] @ weight.t()
             if fused:
@@ -116,12 +122,16 @@ class _TokenLogprobs(torch.autograd.Function):
                 vocabulary.differentiate_(logits, columns, log_sums[chunk], gradient[chunk], temperature)
             for rows in [] if fused else _cut_into_parts(logits):
                 part = slice(chunk.start + rows.start, chunk.start + rows.stop)
-                logits[rows] = _differentiate(logits[rows], ctx.targets[part], log_sums[part], gradient[part])
+                differentiated = _differentiate(logits[rows], ctx.targets[part], log_sums[part], gradient[part])
+                if of_entropies is not None:
+                    entropies, all_log_sums = (saved[part] for saved in of_all)
+                    differentiated += _differentiate_entropy(logits[rows], ctx.targets, all_log_sums, entropies, of_entropies[part])
+                logits[rows] = differentiated
             dhidden[chunk] = logits @ weight
             if dweight:
                 dweight.add(logits, hidden[chunk])
             del logits  # before the next are made
-        return dhidden, dweight.finish() if dweight else None, None
+        return dhidden, dweight.finish() if dweight else None, None, None
 
 
 def _differentiate(logits: torch.Tensor, targets: Targets, log_sums: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
@@ -130,6 +140,15 @@ def _differentiate(logits: torch.Tensor, targets: Targets, log_sums: torch.Tenso
     columns, is_here = targets.find(logits.shape[-1])
     probabilities = (targets.keep(targets.scale(logits)) - log_sums.unsqueeze(-1)).exp_()
     return probabilities.mul_(-scaled).scatter_add_(-1, columns, scaled * is_here)
+
+
+def _differentiate_entropy(
+    logits: torch.Tensor, targets: Targets, log_sums: torch.Tensor, entropies: torch.Tensor, gradient: torch.Tensor
+) -> torch.Tensor:
+    """Return gradient d entropy / d logits, float32 [rows, vocab / tp]; `log_sums` over all tokens."""
+    logprobs = targets.scale(logits) - log_sums.unsqueeze(-1)
+    scaled = (gradient / targets.temperature).unsqueeze(-1)
+    return logprobs.exp().mul_(logprobs.add_(entropies.unsqueeze(-1))).mul_(-scaled)
 
 
 def _cut(count: int, step: int) -> list[slice]:
@@ -151,20 +170,20 @@ def _is_local(x: torch.Tensor) -> bool:
     return parallel_state.get_tensor_model_parallel_world_size() == 1 and not x.is_cuda
 
 
-_ScoreRows = Callable[[torch.Tensor, Targets], tuple[torch.Tensor, torch.Tensor]]
-"""(logits [rows, vocab / tp], targets) -> (log-probs, a second number of each row)."""
+_ScoreRows = Callable[[torch.Tensor, Targets], tuple[torch.Tensor, ...]]
+"""(logits [rows, vocab / tp], targets) -> (log-probs, other numbers of each row)."""
 
 
-def _score(hidden: torch.Tensor, weight: torch.Tensor, targets: Targets, score_rows: _ScoreRows) -> tuple[torch.Tensor, torch.Tensor]:
-    first, second = torch.empty(2, len(hidden), device=hidden.device)
+def _score(hidden: torch.Tensor, weight: torch.Tensor, targets: Targets, score_rows: _ScoreRows) -> tuple[torch.Tensor, ...]:
+    scores: list[tuple[torch.Tensor, ...]] = []
     for chunk in _cut_into_chunks(len(hidden), len(weight), False):
         logits = invariant_matmul(hidden[chunk], weight)
         with all_threads():
             for rows in _cut_into_parts(logits):
                 part = slice(chunk.start + rows.start, chunk.start + rows.stop)
-                first[part], second[part] = score_rows(logits[rows], targets[part])
+                scores.append(score_rows(logits[rows], targets[part]))
         del logits  # before the next are made
-    return first, second
+    return tuple(torch.cat(numbers) for numbers in zip(*scores, strict=True))
 
 
 def _score_in_one_pass(hidden: torch.Tensor, weight: torch.Tensor, targets: Targets) -> vocabulary.RowScores:
@@ -190,14 +209,15 @@ def _normalize(logits: torch.Tensor, targets: Targets) -> tuple[torch.Tensor, to
     return at_targets - log_sums, maxima + log_sums
 
 
-def _score_with_entropy(logits: torch.Tensor, targets: Targets) -> tuple[torch.Tensor, torch.Tensor]:
-    shifted, _ = _shift(targets.scale(logits))
+def _score_with_entropy(logits: torch.Tensor, targets: Targets) -> tuple[torch.Tensor, ...]:
+    """Return log-probs, entropies, and the logarithms of what the exponentials add up to, over the tokens kept and over all."""
+    shifted, maxima = _shift(targets.scale(logits))
     at_targets, weights = _gather_local(shifted, targets), shifted.exp()
     at_targets, sums, moments = _add_over_ranks(at_targets, _sum(weights), _sum(shifted.mul_(weights)))
     del shifted, weights
     log_sums = sums.log()
-    logprobs = at_targets - log_sums if targets.kept is None else _normalize(logits, targets)[0]
-    return logprobs, log_sums - moments / sums
+    of_kept = (at_targets - log_sums, maxima + log_sums) if targets.kept is None else _normalize(logits, targets)
+    return of_kept[0], log_sums - moments / sums, of_kept[1], maxima + log_sums
 
 
 def _gather_local(shifted: torch.Tensor, targets: Targets) -> torch.Tensor:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
+from megatron_rl.algorithm.covariance import mark_high_covariance
 from megatron_rl.algorithm.importance_weights import assign_corrections
 from megatron_rl.config import Config
 from megatron_rl.distributed import Rank0
@@ -94,6 +95,7 @@ class Loop:
             with phase("values", metrics):
                 metrics |= trainer.critic.assign_advantages(samples)
         metrics |= assign_corrections(samples.own, config.algorithm, reduce.combine)
+        metrics |= mark_high_covariance(samples.own, config.algorithm, version, reduce.combine, reduce.gather_from_replicas)
         check_stop()
         if trainer.critic is not None:
             with phase("critic", metrics):

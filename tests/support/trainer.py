@@ -463,33 +463,34 @@ def vocabulary_logprobs(hidden: torch.Tensor, weight: torch.Tensor, targets: sco
     logprobs = scoring.token_logprobs(hidden, part, targets)
     scored, entropies = scoring.score_tokens(hidden, part, targets)
     dhidden, dweight = torch.autograd.grad(logprobs.sum(), (hidden, part))
-    return {"logprobs": logprobs.detach(), "scored": scored, "entropies": entropies, "hidden": dhidden, "weight": dweight}
+    return {"logprobs": logprobs.detach(), "scored": scored.detach(), "entropies": entropies.detach(), "hidden": dhidden, "weight": dweight}
 
 
 def scored_and_whole(
     folder: Path, precision: dict[str, Any], batch: list[TrainingSample], temperature: float
 ) -> list[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
-    """(log-probs, gradient buffers) of one micro-batch of an actor whose output layer scores a few rows at a time, and the same from
-    whole logits, of all ranks."""
+    """(log-probs, gradient buffers of log-probs + 0.3 entropy) of one micro-batch of an actor whose output layer scores a few rows at a
+    time, and the same from whole logits, of all ranks."""
     actor = Trainer(folder, precision, {"micro_batch_tokens": 10000}, temperature).actor
     (row,) = actor.make_micro_batches(batch)
     scored = ScoredPositions.of(row.mask)
     targets = scored.select_targets(row, ContextShard.for_this_rank(row.lengths), temperature)
 
-    def compute_from_whole_logits() -> torch.Tensor:
-        logits = targets.keep(targets.scale(actor.forward(row)[0, scored.index]))
-        return tree.log_softmax(gather_from_tensor_model_parallel_region(logits)).gather(-1, targets.tokens.unsqueeze(-1)).squeeze(-1)
+    def compute_from_whole_logits() -> tuple[torch.Tensor, ...]:
+        logits = targets.scale(actor.forward(row)[0, scored.index])
+        kept, every = (tree.log_softmax(gather_from_tensor_model_parallel_region(part)) for part in (targets.keep(logits), logits))
+        return kept.gather(-1, targets.tokens.unsqueeze(-1)).squeeze(-1), -(every.exp() * every).sum(-1)
 
-    def compute_in_chunks() -> torch.Tensor:
-        with score_positions(actor.chunks[0], scored.index, targets, with_entropy=False):
-            return actor.forward(row)[0]
+    def compute_in_chunks() -> tuple[torch.Tensor, ...]:
+        with score_positions(actor.chunks[0], scored.index, targets, with_entropy=True):
+            return actor.forward(row)[0].unbind(-1)
 
     results = []
     for compute in (compute_in_chunks, compute_from_whole_logits):
         actor._forward_chunks[0].zero_grad_buffer()
         with mock.patch.object(scoring, "LOGITS_PER_CHUNK", 1):  # the fewest rows
-            logprobs = compute()
-            logprobs.sum().backward()
+            logprobs, entropies = compute()
+            (logprobs + 0.3 * entropies).sum().backward()
         gradients = {name: weight.main_grad.clone() for name, weight in actor.chunks[0].named_parameters()}
         results.append((logprobs.detach(), gradients))
     return results

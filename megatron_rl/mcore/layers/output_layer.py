@@ -47,7 +47,7 @@ def install_output_layer(model: GPTModel) -> None:
 @contextmanager
 def score_positions(model: GPTModel, positions: torch.Tensor, targets: Targets, with_entropy: bool) -> Iterator[None]:
     """Within the context the model's last stage gives, of one row, the log-probs [1, n] of `targets` at `positions` int64 [n], with
-    gradient; `with_entropy` log-probs and entropies [1, n, 2], without."""
+    gradient; `with_entropy` log-probs and entropies [1, n, 2]."""
     layer: Any = model.output_layer if model.post_process else None
     if layer is None:
         yield

@@ -70,6 +70,37 @@ def test_any_ratio_has_a_finite_loss_and_gradient_by_the_formula(settings, advan
     assert gradient == pytest.approx([slope] * length, rel=1e-5)
 
 
+@pytest.mark.parametrize("loss", ["dppo_tv", "dppo_kl", "clip_cov", "kl_cov"])
+@pytest.mark.parametrize("advantage", [2.0, 0.0, -2.0])
+@pytest.mark.parametrize("shift", [1000.0, -1000.0, 88.8, -88.8, 21.0, 1.0, -0.01])
+def test_any_ratio_is_finite_for_bounds_on_divergence_and_entropy(loss, advantage, shift):
+    """Three tokens, the second chosen for its covariance; the first of probability 1 before."""
+    sample = make_sample([0.0, -1.0, -1.0], advantage, high_covariance=torch.tensor([False, True, False]))
+    total, (gradient,) = run(AlgorithmConfig(loss=loss), [sample], [[min(shift, 0.0), -1.0 + shift, -1.0 + shift]])
+    losses, slopes = [], []
+    for old, new, chosen in ((0.0, min(shift, 0.0), False), (-1.0, -1.0 + shift, True), (-1.0, -1.0 + shift, False)):
+        moved, ratio = new - old, math.exp(min(max(new - old, -20.0), 20.0))
+        if loss in ("dppo_tv", "dppo_kl"):
+            p, q = math.exp(min(new, 0.0)), math.exp(old)
+            others = 0.0 if q == 1 else (1 - q) * math.log((1 - q) / (1 - p)) if p < 1 else math.inf
+            divergence = abs(p - q) if loss == "dppo_tv" else (q * (old - min(new, 0.0)) + others)
+            removed = moved * advantage > 0 and divergence > 0.2
+            slope = 0.0 if removed else -min(math.exp(min(moved, 90.0)), 20.0) * advantage
+            losses.append(slope * new)
+        elif loss == "clip_cov":
+            bounded = min(max(ratio, 0.8), 1.2)
+            value = -min(ratio * advantage, bounded * advantage)
+            removed = chosen or abs(moved) > 20 or value != -ratio * advantage
+            slope = 0.0 if removed else -ratio * advantage
+            losses.append(0.0 if chosen else value)
+        else:
+            slope = (0.0 if abs(moved) > 20 else -ratio * advantage) + (math.copysign(1.0, moved) if chosen and moved else 0.0)
+            losses.append(-ratio * advantage + (abs(moved) if chosen else 0.0))
+        slopes.append(slope)
+    assert total == pytest.approx(sum(losses), rel=1e-4, abs=1e-6)
+    assert gradient == pytest.approx(slopes, rel=1e-4, abs=1e-6)
+
+
 @pytest.mark.parametrize("difference", [1000.0, 88.8, 20.0, 10.0, 3.0, 0.0, -3.0, -20.0, -1000.0])
 @pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
 def test_kl_of_any_difference_is_finite(kind, difference):

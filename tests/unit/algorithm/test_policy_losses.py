@@ -39,6 +39,7 @@ def sequences(request) -> list[TrainingSample]:
         old, reference = (torch.tensor([source.uniform(-4, -1) for _ in range(length)]) for _ in range(2))
         correction = torch.tensor([source.uniform(0, 2) for _ in range(length)])
         result.append(TrainingSample([7] * source.randint(1, 5), [9] * length, advantage, old, old, reference, correction))
+        result[-1].high_covariance = torch.tensor([is_chosen(position) for position in range(length)])
         if request.param == "environment":
             flags = [flag for _ in range(length) for flag in [*[False] * source.choice((0, 0, 1, 3)), True]]
             result[-1].response_mask = torch.tensor(flags)
@@ -56,6 +57,11 @@ def now(sequences) -> Tokens:
         ratios = (1.1, 1.25, 1.6, 3.7) if number in (0, 3) else (0.3, 0.7, 0.95)
         result.append([old + math.log(source.choice(ratios)) for old in sequence.old_logprobs.tolist()])
     return result
+
+
+def is_chosen(position: int) -> bool:
+    """Which tokens `algorithm.covariance` is said to have chosen."""
+    return position % 3 == 1
 
 
 def clip(value: float, low: float, high: float) -> float:
@@ -103,7 +109,38 @@ def gmpo(config: AlgorithmConfig, logp: list[float], old: list[float], advantage
     return [(-objective, each) for each in touched]
 
 
-FORMULAS = {"ppo": ppo, "gspo": gspo, "gmpo": gmpo, "cispo": cispo}
+def dppo(config: AlgorithmConfig, logp: list[float], old: list[float], advantage: float, fixed: list[float]) -> Formula:
+    """arXiv 2602.04879: the mask with its two divergences; the weight's bound of 20 of section 5.4."""
+    results = []
+    for new, still, before in zip(logp, fixed, old, strict=True):
+        p, q = min(math.exp(still), 1.0), math.exp(before)
+        moved = abs(p - q)
+        if config.loss == "dppo_kl":
+            moved = q * math.log(q / p) + (1 - q) * math.log((1 - q) / (1 - p)) if p < 1 else math.inf
+        away = (still > before and advantage > 0 and moved > config.clip_high) or (
+            still < before and advantage < 0 and moved > config.clip_low
+        )
+        results.append((0.0 if away else -min(math.exp(still - before), 20.0) * advantage * new, away))
+    return results
+
+
+def clip_cov(config: AlgorithmConfig, logp: list[float], old: list[float], advantage: float, fixed: list[float]) -> Formula:
+    """arXiv 2505.22617, eq. 9 and 10."""
+    of_ppo = ppo(config, logp, old, advantage, fixed)
+    return [(0.0, True) if is_chosen(position) else each for position, each in enumerate(of_ppo)]
+
+
+def kl_cov(config: AlgorithmConfig, logp: list[float], old: list[float], advantage: float, fixed: list[float]) -> Formula:
+    """arXiv 2505.22617, eq. 11 and 12."""
+    results = []
+    for position, (new, before) in enumerate(zip(logp, old, strict=True)):
+        penalty = config.kl_cov_coef * abs(new - before) if is_chosen(position) else 0.0
+        results.append((-math.exp(new - before) * advantage + penalty, is_chosen(position)))
+    return results
+
+
+FORMULAS = {"dppo_tv": dppo, "dppo_kl": dppo, "clip_cov": clip_cov, "kl_cov": kl_cov}
+FORMULAS |= {"ppo": ppo, "gspo": gspo, "gmpo": gmpo, "cispo": cispo}
 """`logp` are the log-probs; a weight that has no gradient is computed from `fixed`."""
 KL = {"k1": lambda d: -d, "k2": lambda d: d * d / 2, "k3": lambda d: math.exp(d) - d - 1}
 
@@ -182,6 +219,10 @@ CONFIGS = {
     "gmpo": {"name": "gmpo"},
     "off-policy sequences dropped": {"name": "grpo", "off_policy_mask_threshold": 0.2, "kl_coef": 0.1, "kl_bias_correction": True},
     "cispo": {"name": "cispo"},
+    "dppo": {"name": "dppo", "clip_low": 0.05, "clip_high": 0.1, "kl_coef": 0.1},
+    "dppo, divergence": {"name": "dppo", "loss": "dppo_kl", "clip_low": 0.02, "clip_high": 0.05},
+    "clip_cov": {"loss": "clip_cov", "clip_high": 0.28},
+    "kl_cov": {"loss": "kl_cov", "kl_cov_coef": 0.7, "aggregate": "sequence"},
     "cispo, two bounds": {"name": "cispo", "clip_low": 0.2, "kl_coef": 0.1, "kl_estimator": "k1"},
 }
 each = pytest.mark.parametrize("settings", CONFIGS.values(), ids=CONFIGS)

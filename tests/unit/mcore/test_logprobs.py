@@ -59,6 +59,25 @@ def test_logprobs_are_those_of_whole_logits_and_so_are_gradient_and_entropy(monk
         assert (got - gradient).norm() < (1e-5 if dtype is torch.float32 else 5e-3) * gradient.norm() and got.dtype is dtype
 
 
+@pytest.mark.parametrize("temperature, keep", [(1.0, False), (0.7, False), (0.7, True)])
+@pytest.mark.parametrize("alone", [False, True])
+def test_the_gradient_of_entropies_is_that_of_their_formula(monkeypatch, temperature, keep, alone):
+    """In chunks of 23 rows; with that of log-probs, or alone."""
+    monkeypatch.setattr(logprobs, "LOGITS_PER_CHUNK", 23 * VOCABULARY)
+    hidden, weight, tokens = make_layer(torch.float32)
+    kept = torch.stack([tokens, (tokens + 7) % VOCABULARY, (tokens + 9) % VOCABULARY], -1).int() if keep else None
+    scaled = (hidden.double() @ weight.double().t()) / temperature
+    everything = F.log_softmax(scaled, -1)
+    wanted = everything if kept is None else F.log_softmax(_keep(scaled, kept.long()), -1)
+    wanted, entropy = wanted.gather(-1, tokens.unsqueeze(-1)).squeeze(-1), -(everything.exp() * everything).sum(-1)
+    scored, entropies = score_tokens(hidden, weight, Targets(tokens, temperature, kept))
+    factors = torch.linspace(-1, 1, TOKENS)
+    got = torch.autograd.grad((entropies * factors).sum() + (0 if alone else (scored * factors.flip(0)).sum()), (hidden, weight))
+    expected = torch.autograd.grad((entropy * factors).sum() + (0 if alone else (wanted * factors.flip(0)).sum()), (hidden, weight))
+    for gradient, exact in zip(got, expected, strict=True):
+        assert (gradient - exact).norm() < 1e-5 * exact.norm()
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_weights_gradient_goes_into_megatrons_buffer(monkeypatch, tied):
     """DDP's hook adds what autograd gets only where an embedding shares the weight: then it must be zero."""

@@ -1,0 +1,20 @@
+"""KL-Cov (arXiv 2505.22617, section 4.2): the ratio without a clip, and a penalty on leaving the old policy for the tokens whose log-prob
+and advantage are highest together, since they lower the entropy most. `algorithm.covariance` chooses them.
+
+loss_t = -rho_t A + [chosen] kl_cov_coef |logp_t - old_t|,    rho_t = exp(logp_t - old_t), the exponent within +-20
+"""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_rl.algorithm.ratios import exp_log_ratio
+from megatron_rl.batch.micro_batch import MicroBatch
+from megatron_rl.config.algorithm import AlgorithmConfig
+
+
+def token_losses(logprobs: torch.Tensor, batch: MicroBatch, config: AlgorithmConfig) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (losses [1, t], bool [1, t]: tokens with the penalty). `logprobs` [1, t] with gradient."""
+    log_ratio, chosen = logprobs - batch.old_logprobs, batch.high_covariance > 0
+    penalty = config.kl_cov_coef * log_ratio.abs().masked_fill(~chosen, 0.0)
+    return -exp_log_ratio(log_ratio) * batch.advantages + penalty, chosen
