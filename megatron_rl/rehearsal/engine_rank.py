@@ -99,7 +99,7 @@ def rehearse_engine(config: Config, planned: int, gpu: Gpu) -> list[EngineRankRe
 
 def estimate_seconds(phase: Mapping[str, Any], gpu: Gpu) -> dict[str, float]:
     """Return the seconds of roofline of a pass: of its products, of bytes that kernels read and write, and of bytes that it exchanges."""
-    rates = {"fp8": gpu.fp8, "bf16": gpu.bf16, "fp32": gpu.bf16 / 2}
+    rates = {"fp8": gpu.fp8, "int8": gpu.fp8, "bf16": gpu.bf16, "fp32": gpu.bf16 / 2}
     products = sum(count / (rates[kind] * COMPUTE_EFFICIENCY) for kind, count in phase["flops"].items() if kind in rates)
     memory = phase["bytes"] / (gpu.hbm * LINK_EFFICIENCY)
     return {"products": products, "memory": memory, "exchange": phase["sent_bytes"] / (gpu.nvlink * LINK_EFFICIENCY)}

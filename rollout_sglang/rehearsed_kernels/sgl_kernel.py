@@ -92,6 +92,24 @@ def moe_sum_reduce(input: torch.Tensor, output: torch.Tensor, routed_scaling_fac
     call.moved(input, output)
 
 
+def int8_scaled_mm(
+    mat_a: torch.Tensor, mat_b: torch.Tensor, scales_a: torch.Tensor, scales_b: torch.Tensor, out_dtype: torch.dtype, bias: Any = None
+) -> torch.Tensor:
+    """csrc/gemm/int8_gemm_kernel.cu: a [M, K] by rows times b [K, N] by columns."""
+    call = Call("sgl_kernel.int8_scaled_mm")
+    call.check("mat_a", mat_a, "M K", torch.int8, "* 1")
+    call.check("mat_b", mat_b, "K N", torch.int8, "1 *")
+    m, n, k = (call.sizes[name] for name in "MNK")
+    call.require(k % 16 == 0 and n % 8 == 0 and out_dtype in HALF, f"{[m, k]} x {[k, n]} into {out_dtype}")
+    call.check("scales_a", scales_a.reshape(-1), "M", torch.float32)
+    call.check("scales_b", scales_b.reshape(-1), "N", torch.float32)
+    if bias is not None:
+        call.check("bias", bias, "N", out_dtype)
+    out = torch.empty(m, n, dtype=out_dtype, device=mat_a.device)
+    call.multiplied("int8", 2 * m * n * k, mat_a, mat_b, scales_a, scales_b, out)
+    return out
+
+
 def weak_ref_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor of the same form that keeps no memory: that of CUDA graphs is kept by the graphs."""
     gpu = current_device()
@@ -99,4 +117,4 @@ def weak_ref_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return gpu.shapes.wrap(meta, tensor.device)
 
 
-_NAMES = ("rmsnorm", "fused_add_rmsnorm", "silu_and_mul", "moe_align_block_size", "moe_sum_reduce", "weak_ref_tensor")
+_NAMES = ("rmsnorm", "fused_add_rmsnorm", "silu_and_mul", "moe_align_block_size", "moe_sum_reduce", "int8_scaled_mm", "weak_ref_tensor")

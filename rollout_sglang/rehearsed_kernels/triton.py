@@ -122,6 +122,15 @@ def _softcap(given: dict[str, Any]) -> None:
     call.moved(logits, logits if output is None else output)
 
 
+def _quantize_int8(given: dict[str, Any]) -> None:
+    """kernels/ops/quantization/int8_kernel.py: every token has a scale."""
+    call = Call("SGLang per_token_quant_int8")
+    call.check("x", given["x_ptr"], "T K", _FLOATS)
+    call.check("xq", given["xq_ptr"], "T K", torch.int8)
+    call.check("scale", given["scale_ptr"], "T 1", _FLOATS)
+    call.moved(given["x_ptr"], given["xq_ptr"], given["scale_ptr"])
+
+
 def _quantize_tile(given: dict[str, Any]) -> None:
     """megatron_rl/precision/backends/triton_quantize.py"""
     call = Call("quantize_tile")
@@ -217,6 +226,7 @@ _KERNELS: dict[str, Callable[[dict[str, Any]], None]] = {
     "fused_moe_kernel": _multiply_experts,
     "_moe_sum_reduce_kernel": _sum_experts,
     "concat_and_cast_mha_k_kernel": _join_keys,
+    "_per_token_quant_int8": _quantize_int8,
     "quantize_tile": _quantize_tile,
     "multiply_tile": _multiply_tile,
 }

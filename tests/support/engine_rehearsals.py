@@ -101,6 +101,7 @@ CASES = {
     "dense": Case(TWO),
     "experts": Case([*TWO, "--rollout.ep=2"], model=EXPERTS | {"num_hidden_layers": 2}),
     "bf16": Case([*TWO, "--precision.mode=bf16"]),
+    "int8": Case([*TWO, "--precision.mode=int8_rollout"]),
     "tree": Case([*TWO, "--precision.reduction=tree"]),
     "disaggregated": Case([*TWO, "--placement.kind=disaggregated"]),
     "latent": Case(TWO, model=LATENT),
