@@ -7,8 +7,7 @@ b the bytes of the high dtype:
 
     norms           S (h b + 4) each of two, or of four: their inputs, such as the residual stream, and FP32 statistics
     linear inputs   S h twice, T q, T f: b each, or 1 + 4/128 where a GPU back end quantized it
-    attention       T b (q + 2 kv) of linear_qkv, which v is a view of: of all ranks where some share a key head; T b (q + kv) rotated, on
-                    a CPU with 4 T d' b cosines and sines;
+    attention       T b (q + 2 kv) of linear_qkv, which v is a view of; T b (q + kv) rotated, on a CPU with 4 T d' b cosines and sines;
                     T b q, the result; 4 T heads of statistics
     q and k norm    T b q where q had to be copied out of its groups; statistics
     SwiGLU          T b 4 f: gate and up, silu(gate), and up once more; on a GPU T b 2 f
@@ -105,10 +104,7 @@ def _attention(inputs: FormulaInputs) -> float:
     q, kv = heads * model.head_dim, groups * model.head_dim
     size = _column_input(inputs, model.hidden) + _row_input(inputs, q)
     angles = 4 * model.head_dim * model.rope.share if inputs.cpu else 0
-    projected = q + 2 * kv
-    if model.kv_heads < inputs.layout.tp:  # Megatron gathers those of all ranks, and a rank's own are views of them
-        projected = (model.heads + 2 * model.kv_heads) * model.head_dim
-    size += tokens * inputs.job.high_bytes * (projected + (q + kv) + angles + q)
+    size += tokens * inputs.job.high_bytes * ((q + 2 * kv) + (q + kv) + angles + q)
     size += 0 if inputs.cpu else 4 * tokens * heads
     if model.qk_norm:
         size += _norm(inputs, tokens * heads, model.head_dim, own_input=1 < groups < heads)

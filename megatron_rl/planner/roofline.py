@@ -21,6 +21,7 @@ from megatron_rl.planner import memory
 from megatron_rl.planner.candidate import MEAN_LENGTH_SHARE, Candidate, Workload
 from megatron_rl.planner.hardware import CACHE_BANDWIDTH, LINK_EFFICIENCY, NETWORK_BANDWIDTH, Cluster
 from megatron_rl.precision.contract import QUANTIZED_ROLES
+from parallel.formats import BLOCK
 from parallel.row_sums import GATHERED_WHOLE, GPU_TILE, count_bytes_sent
 
 COMPUTE_EFFICIENCY = 0.35
@@ -113,7 +114,9 @@ def _estimate_micro_batch(job: Workload, candidate: Candidate, cluster: Cluster,
     expert_traffic = context_traffic = 0.0
     if model.experts is not None and layout.ep > 1:  # to the experts and back
         rows = activation / layout.tp * job.top_k * (layout.ep - 1) / layout.ep
-        expert_traffic = directions * layers * 2 * rows / _bandwidth(layout.ep * layout.etp, cluster)
+        # bytes and scales go to the experts where no gradient is wanted
+        saved = 1 - (1 + 4 / BLOCK) / job.high_bytes if fp8 and not job.contract.sums_by_tree and products != 3 else 0
+        expert_traffic = (2 * directions - saved) * layers * rows / _bandwidth(layout.ep * layout.etp, cluster)
     if layout.cp > 1:  # tokens for heads and back (q, k, v and the result), as mcore.context_parallel does
         heads = 2 * model.heads + 2 * model.kv_heads
         width = heads * model.head_dim / layout.tp * (layout.cp - 1) / layout.cp

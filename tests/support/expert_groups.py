@@ -9,11 +9,13 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from examples.arithmetic.supervised import negative_log_likelihood
 from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.mcore.layers import experts
 from megatron_rl.mcore.precision_graph import read_rank_graph
+from parallel.layout import Layout
 from support import fake_gpu_libraries
 from support.trainer import Trainer, own
 
@@ -38,6 +40,39 @@ def run(folder: Path, batch: list[TrainingSample], grouped: bool, recompute: str
         after, _ = trainer.actor.compute_logprobs(batch)
         details = {node.detail for node in read_rank_graph(trainer.model).nodes if ".experts." in node.name}
     return {"before": torch.cat(before), "after": torch.cat(after), "gradients": gradients, "calls": counted, "details": details}
+
+
+def run_dispatched(folder: Path, batch: list[TrainingSample], packed: bool, layout: Layout) -> dict[str, Any]:
+    """Log-probs before and after an update of ranks that exchange tokens as on a GPU, and the bytes by dtype that a log-prob pass
+    exchanges, and an update. `packed`: as `OutputWeightedExperts.pack_tokens` has it, else in BF16."""
+    sent: list[tuple[str, int]] = []
+    exchange = dist.all_to_all_single
+
+    def count(output: torch.Tensor, input: torch.Tensor, *args: Any, **options: Any) -> Any:
+        sent.append((str(input.dtype).removeprefix("torch."), input.numel() * input.itemsize))
+        return exchange(output, input, *args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        fake_gpu_libraries.install(patch)
+        patch.setattr(experts, "counts_on_device", lambda: True)
+        patch.setattr(dist, "all_to_all_single", count)
+        if not packed:
+            patch.setattr(experts.OutputWeightedExperts, "pack_tokens", lambda _, rows: rows)
+        trainer = Trainer(folder, PRECISION, {"learning_rate": 1e-2, "clip_grad": 0.0, "micro_batch_tokens": 1000}, layout=layout)
+        before, _ = trainer.actor.compute_logprobs(own(batch))
+        scored, sent[:] = _add_up(sent), []
+        trainer.actor.update(own(batch), negative_log_likelihood)
+        updated = _add_up(sent)
+        after, _ = trainer.actor.compute_logprobs(own(batch))
+    return {"before": torch.cat(before), "after": torch.cat(after), "scored": scored, "updated": updated}
+
+
+def _add_up(sent: list[tuple[str, int]]) -> dict[str, int]:
+    return {dtype: sum(nbytes for other, nbytes in sent if other == dtype) for dtype, _ in sent}
+
+
+def packed_and_whole(folder: Path, batch: list[TrainingSample], layout: Layout) -> list[dict[str, Any]]:
+    return [run_dispatched(folder, batch, packed, layout) for packed in (True, False)]
 
 
 def _counted(calls: dict[str, int], name: str) -> Any:

@@ -1,6 +1,7 @@
 """Megatron's self attention, whose packed queries and keys are rotated on a GPU by `precision.ops.rope`.
 
-Megatron's own rotation would wait for the device four times in every layer, to learn the lengths of sequences that the host knows.
+Megatron's own rotation would wait for the device four times in every layer, to learn the lengths of sequences that the host knows. Ranks
+that share a key-value head exchange what they need of it (`shared_heads`), where Megatron would gather all heads on every rank.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from megatron.core.transformer.attention import SelfAttention
 
+from megatron_rl.mcore.layers.shared_heads import exchange_heads
 from megatron_rl.precision.ops import rope
 
 
@@ -43,8 +45,19 @@ class PackedSelfAttention(SelfAttention):
 
     def get_query_key_value_tensors(self, *args: Any, **options: Any) -> Any:
         """Return query [t, 1, heads, d], key and value of [t, 1, groups, d]; the first two rotated where this class does."""
-        query, key, *others = super().get_query_key_value_tensors(*args, **options)
+        shares_heads = self.config.num_query_groups < self.world_size
+        project = self._project_shared_heads if shares_heads else super().get_query_key_value_tensors
+        query, key, *others = project(*args, **options)
         if self._rotation is None:
             return query, key, *others
         query, key = (self._rotation.rotate(x.squeeze(1)).unsqueeze(1) for x in (query, key))
         return query, key, *others
+
+    def _project_shared_heads(self, hidden_states: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return query [s, b, heads, d], key and value [s, b, 1, d] of a rank that shares its key-value head with others."""
+        dim, ranks = self.hidden_size_per_attention_head, self.world_size // self.config.num_query_groups
+        mixed, _ = self.linear_qkv(hidden_states)
+        heads = exchange_heads(mixed, self.config.num_attention_heads // self.config.num_query_groups, dim, ranks, self.pg_collection.tp)
+        query, key, value = heads.unflatten(-1, (-1, dim)).split([heads.shape[-1] // dim - 2, 1, 1], 2)
+        query = query if self.q_layernorm is None else self.q_layernorm(query)
+        return query, key if self.k_layernorm is None else self.k_layernorm(key), value

@@ -7,6 +7,7 @@ numbers (`precision.ops.expert_sum`) and rounds once.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -35,7 +36,8 @@ class OutputWeightedExperts(SequentialMLP):
     def forward(
         self, permuted_local_hidden_states: torch.Tensor, tokens_per_expert: torch.Tensor, permuted_probs: torch.Tensor
     ) -> tuple[torch.Tensor, None]:
-        """Tokens [T, h] sorted by expert, weights [T]; returns [T, h], for Megatron to add up over the ranks of an expert."""
+        """Tokens [T, h] sorted by expert, or as `pack_tokens` packs them, weights [T]; returns [T, h], for Megatron to add up over the
+        ranks of an expert."""
         counts = tokens_per_expert.tolist()  # on the host: the dispatcher has waited for them, once a layer
         if self.runs_grouped:
             return _Weigh.apply(self._run_grouped(permuted_local_hidden_states, counts), permuted_probs), None
@@ -51,14 +53,25 @@ class OutputWeightedExperts(SequentialMLP):
         layers = [layer for mlp in self.local_experts for layer in (mlp.linear_fc1, mlp.linear_fc2)]
         return not self.config.sums_by_tree and can_group(layers)
 
-    def _run_grouped(self, x: torch.Tensor, counts: list[int]) -> torch.Tensor:
-        """Return the experts' outputs [n, h] of n tokens, sorted by expert."""
+    def pack_tokens(self, x: torch.Tensor) -> torch.Tensor:
+        """Return what of tokens x [n, h] is to travel to the experts: where no gradient is wanted and they run at once, what their first
+        layer quantizes of a token anyway, its bytes and scales. WGrad's operand is quantized over 128 tokens of an expert, which come from
+        several ranks: so with gradient it is x."""
+        return x if torch.is_grad_enabled() or not self.runs_grouped else self._layers[0].backend.pack(x)
+
+    @property
+    def _layers(self) -> tuple[GroupedLinear, GroupedLinear]:
         if self._grouped is None:
             first, second = ([getattr(mlp, name) for mlp in self.local_experts] for name in ("linear_fc1", "linear_fc2"))
             self._grouped = GroupedLinear(first), GroupedLinear(second)
-        into, out = self._grouped
+        return self._grouped
+
+    def _run_grouped(self, x: torch.Tensor, counts: list[int]) -> torch.Tensor:
+        """Return the experts' outputs [n, h] of n tokens, sorted by expert."""
+        into, out = self._layers
         groups = TokenGroups.from_counts(counts, x.device)
-        return groups.collect(out(self._activate(into(groups.spread(x), groups)), groups))
+        hidden = into(groups.spread(x), groups) if x.is_floating_point() else into.multiply_packed(x, groups)
+        return groups.collect(out(self._activate(hidden), groups))
 
     def _activate(self, x: torch.Tensor) -> torch.Tensor:
         """[T, 2 f] -> [T, f], as Megatron's MLP does."""
@@ -127,6 +140,8 @@ class MixtureOfExperts(MoELayer):
         if config.sums_by_tree or counts_on_device():
             dispatcher = TreeDispatcher if config.sums_by_tree else EvenDispatcher
             self.token_dispatcher = dispatcher(self.num_local_experts, self.local_expert_indices, config=config, pg_collection=groups)
+        if isinstance(self.token_dispatcher, EvenDispatcher):
+            self.token_dispatcher.pack_tokens = self.experts.pack_tokens
 
 
 class TreeDispatcher(MoEAlltoAllTokenDispatcher):
@@ -153,10 +168,13 @@ class EvenDispatcher(MoEAlltoAllTokenDispatcher):
     any order. So is the gradient of its input.
     """
 
+    pack_tokens: Callable[[torch.Tensor], torch.Tensor]
+    """`OutputWeightedExperts.pack_tokens`."""
+
     def dispatch_preprocess(
         self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return this rank's tokens [n k, h] sorted by expert, then by token, and their weights [n k]."""
+        """Return this rank's tokens [n k, h], packed where they travel so, sorted by expert, then by token, and their weights [n k]."""
         self.hidden_shape, self.probs, self.routing_map = hidden_states.shape, probs, routing_map
         rows = hidden_states.view(-1, self.hidden_shape[-1])
         self.tokens_per_expert = self.preprocess(routing_map)
@@ -168,7 +186,7 @@ class EvenDispatcher(MoEAlltoAllTokenDispatcher):
         tokens = chosen % len(rows)
         self.reversed_local_input_permutation_mapping = tokens
         order = tokens.argsort(stable=True).view(len(rows), -1)
-        return _SelectTokens.apply(rows, tokens, order), probs.t().reshape(-1).index_select(0, chosen)
+        return _SelectTokens.apply(self.pack_tokens(rows), tokens, order), probs.t().reshape(-1).index_select(0, chosen)
 
     def combine_postprocess(self, permutated_local_input_tokens: torch.Tensor) -> torch.Tensor:
         """Return [s, b, h] of the weighted outputs [n k, h] of this rank's tokens, sorted as `dispatch_preprocess` does."""

@@ -29,10 +29,19 @@ class GroupedLinear:
 
     def __call__(self, x: torch.Tensor, groups: TokenGroups) -> torch.Tensor:
         """[T, K] -> [T, N], rows as `groups` says."""
-        for layer in self.layers:
-            for hook in layer._forward_pre_hooks.values():  # type: ignore[attr-defined] # Megatron's DDP waits in them for gathered weights
-                hook(layer, ())
+        self._wait_for_weights()
         return _GroupedMatmul.apply(x, groups, self, *(layer.weight for layer in self.layers))
+
+    def multiply_packed(self, packed: torch.Tensor, groups: TokenGroups) -> torch.Tensor:
+        """The same, without gradient, of tokens [n] that the backend has packed."""
+        self._wait_for_weights()
+        return self.backend.fprop(self.backend.unpack(packed, groups), self.operand, groups)
+
+    def _wait_for_weights(self) -> None:
+        """Run what Megatron's DDP has hooked to the layers, which waits for gathered weights."""
+        for layer in self.layers:
+            for hook in layer._forward_pre_hooks.values():  # type: ignore[attr-defined]
+                hook(layer, ())
 
     @property
     def operand(self) -> Any:

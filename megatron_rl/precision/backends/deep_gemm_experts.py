@@ -43,6 +43,23 @@ class DeepGemmExperts:
         row_pair, column_pair = quantize_activation(x, self._single.scale_format, rows=rows, columns=columns, groups=groups)
         return Operand(x.shape[0], row_pair or (), column_pair or ())
 
+    def pack(self, x: torch.Tensor) -> torch.Tensor:
+        """Quantize x bf16 [n, K] along K, for tokens that travel: int32 [n, K/4 + K/128], a token's bytes, then its scales."""
+        from megatron_rl.precision.backends.triton_quantize import quantize_activation
+
+        rows, _ = quantize_activation(x, self._single.scale_format, rows=True, columns=False)
+        assert rows is not None
+        data, scale = rows
+        return torch.cat([data.view(torch.int32), scale.contiguous().view(torch.int32)], 1)
+
+    def unpack(self, packed: torch.Tensor, groups: TokenGroups) -> Operand:
+        """Return the rows that `quantize` gives, of n tokens that `pack` quantized."""
+        width = packed.shape[1] * 32 // 33
+        data = groups.spread(packed[:, :width])
+        scale = packed.new_zeros(packed.shape[1] - width, groups.rows).t()  # as DeepGEMM reads them: tokens innermost
+        scale.index_copy_(0, groups.places, packed[:, width:])
+        return Operand(groups.rows, rows=(data.view(torch.float8_e4m3fn), scale.view(torch.float32)))
+
     def fprop(self, x: Operand, weight: DeepGemmWeight, groups: TokenGroups) -> torch.Tensor:
         """Return bf16 [T, N]; padding rows are zero."""
         return _multiply(x, weight.fprop, groups)

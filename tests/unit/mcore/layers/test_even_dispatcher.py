@@ -15,6 +15,7 @@ TOKENS, EXPERTS, K, HIDDEN = 37, 8, 3, 16
 def make_dispatcher() -> EvenDispatcher:
     dispatcher = object.__new__(EvenDispatcher)
     dispatcher.config, dispatcher.shared_experts = SimpleNamespace(moe_router_topk=K), None
+    dispatcher.pack_tokens = lambda rows: rows
     dispatcher.preprocess = lambda routing_map: routing_map.sum(0)
     dispatcher._maybe_dtoh_and_synchronize = lambda _, counts: counts
     return dispatcher

@@ -1,0 +1,90 @@
+"""Queries, keys and values of a rank where tensor parallelism has more ranks than key-value heads.
+
+Megatron cuts the rows of a head's group, its queries, key and value, into equal parts for the ranks that share the head:
+
+    q1 q2 q3 | q4 k v       two ranks; the first needs q1 q2 k v, the second q3 q4 k v
+
+Megatron's own layer gathers the queries, keys and values of all heads on every rank. Here a rank sends another what that one needs and it
+has, and nothing to ranks of other heads. In the backward pass the gradients go the other way and are added in FP32, in the order of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def exchange_heads(mixed: torch.Tensor, queries: int, dim: int, ranks: int, group: Any) -> torch.Tensor:
+    """Return what this rank needs of its group of heads, [..., (queries / ranks + 2) * dim] in the order q, k, v, with gradient.
+
+    `mixed` [..., (queries + 2) * dim / ranks]: this rank's part of `queries` heads of `dim`, and a key and a value head, which `ranks`
+    ranks in a row of `group` share.
+    """
+    result: torch.Tensor = _Exchange.apply(mixed, Cut(queries, dim, ranks, group.rank() % ranks), group)
+    return result
+
+
+class Cut:
+    """Which columns of a group of heads go from which of the ranks that share it to which, for the rank `own` of them."""
+
+    def __init__(self, queries: int, dim: int, ranks: int, own: int) -> None:
+        self.ranks, self.own, self.width = ranks, own, (queries + 2) * dim // ranks
+        self._queries, self._all_queries, self._end = queries // ranks * dim, queries * dim, (queries + 2) * dim
+
+    def columns(self, sender: int, receiver: int) -> list[slice]:
+        """Of the sender's part, ascending: those that the receiver needs."""
+        start, end = sender * self.width, (sender + 1) * self.width
+        needed = ((receiver * self._queries, (receiver + 1) * self._queries), (self._all_queries, self._end))
+        overlaps = ((max(first, start) - start, min(last, end) - start) for first, last in needed)
+        return [slice(first, last) for first, last in overlaps if first < last]
+
+    def count(self, sender: int, receiver: int) -> int:
+        return sum(part.stop - part.start for part in self.columns(sender, receiver))
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, mixed: torch.Tensor, cut: Cut, group: Any) -> torch.Tensor:
+        ctx.cut, ctx.group = cut, group
+        rows, everyone = mixed.flatten(0, -2), range(cut.ranks)
+        parts = [torch.cat([rows[:, part] for part in cut.columns(cut.own, to)] or [rows[:, :0]], -1) for to in everyone]
+        received = _swap(parts, [cut.count(source, cut.own) for source in everyone], cut, group)
+        return torch.cat(received, -1).unflatten(0, mixed.shape[:-1])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        cut, rows, everyone = ctx.cut, gradient.flatten(0, -2), range(ctx.cut.ranks)
+        parts = list(rows.split([cut.count(source, cut.own) for source in everyone], -1))
+        received = _swap(parts, [cut.count(cut.own, to) for to in everyone], cut, ctx.group)
+        total = rows.new_zeros(len(rows), cut.width, dtype=torch.float32)
+        for to, addends in zip(everyone, received, strict=True):
+            columns = cut.columns(cut.own, to)
+            for column, addend in _split(addends, columns):
+                total[:, column] += addend
+        return total.to(gradient.dtype).unflatten(0, gradient.shape[:-1]), None, None
+
+
+def _swap(parts: list[torch.Tensor], widths: list[int], cut: Cut, group: Any) -> list[torch.Tensor]:
+    """Send `parts` [t, any] to the ranks that share heads with this one; return theirs, [t, width] each. The own part stays."""
+    first, rows = group.rank() - cut.own, len(parts[cut.own])
+    sizes, splits = [0] * group.size(), [0] * group.size()
+    for number in range(cut.ranks):
+        if number != cut.own:
+            sizes[first + number], splits[first + number] = rows * widths[number], parts[number].numel()
+    sent = torch.cat([part.flatten() for number, part in enumerate(parts) if number != cut.own])
+    flat = sent.new_empty(sum(sizes))
+    dist.all_to_all_single(flat, sent, sizes, splits, group=group)
+    pieces = flat.split(sizes)[first : first + cut.ranks]
+    return [parts[cut.own] if number == cut.own else piece.view(rows, widths[number]) for number, piece in enumerate(pieces)]
+
+
+def _split(addends: torch.Tensor, columns: list[slice]) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Yield each of the columns with its part of `addends`, in which they lie side by side."""
+    start = 0
+    for column in columns:
+        width = column.stop - column.start
+        yield column, addends[:, start : start + width]
+        start += width
