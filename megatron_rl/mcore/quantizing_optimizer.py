@@ -25,7 +25,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron_rl.distributed import raise_on_all_ranks
 from megatron_rl.errors import RunError
 from megatron_rl.mcore.buckets import start_gathers
-from megatron_rl.mcore.checkpoint.optimizer import flatten_chained
+from megatron_rl.mcore.checkpoint.optimizer import flatten_chained, make_slice
 from megatron_rl.mcore.layers.master import MasterSlice
 from megatron_rl.mcore.layers.quantized_linear import QuantizedLinear
 from megatron_rl.mcore.platform import cpu
@@ -100,18 +100,14 @@ class QuantizingOptimizer(DistributedOptimizer):
     def take_layers(self, layers: dict[str, QuantizedLinear]) -> None:
         """Fill this rank's slices of the masters of the layers (by name) whose weights are in this optimizer, one layer at a time."""
         by_weight = {id(layer.weight): (name, layer) for name, layer in layers.items()}
-        for parameter in (parameter for buffer in self.buffers for parameter in buffer.params if is_quantized(parameter)):
+        quantized = [(each, parameter) for each in self.buffers for parameter in each.params if is_quantized(parameter)]
+        for buffer, parameter in quantized:
             name, layer = by_weight[id(parameter)]
-            start, values = 0, parameter.main_param
-            if values is None:
-                values = torch.empty(0, device=parameter.device)
-            else:
-                start = self._get_model_param_range_map(parameter)["param"].start
-            master, (rows, cols) = MasterSlice(values, start, self.data_parallel_group), parameter.shape
+            master, (rows, cols) = make_slice(self, buffer, parameter, parameter.main_param), parameter.shape
             layer.take_slice(master)
-            order = None if layer.row_order is None else layer.row_order.to(values.device)
-            place = WeightSlice(rows, cols, start, layer.format, order)
-            self._slices.append(_Slice(name, layer, master, place, _hash(values) if layer.adopted else ""))
+            order = None if layer.row_order is None else layer.row_order.to(parameter.device)
+            place = WeightSlice(rows, cols, master.start, layer.format, order)
+            self._slices.append(_Slice(name, layer, master, place, _hash(master.values) if layer.adopted else ""))
 
     def step_with_ready_grads(self) -> bool:
         """Step the masters and quantize them. The gather is the caller's: Megatron's would come once for each chained optimizer."""

@@ -12,6 +12,7 @@ are finite, nothing is broken, no mask selects anything, and routers spread thei
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from math import prod
 from typing import Any
 
 import torch
@@ -24,10 +25,9 @@ from megatron_rl.rehearsal.shapes import ShapeRunner, describe_call
 aten = torch.ops.aten
 _DEVICE = torch.ops.prim.device.default
 _CUDA = torch.device("cuda", 0)
+_HOST = torch.device("cpu")
 _KNOWN_NUMBERS = 1 << 20
-"""Values are followed up to so many numbers."""
-_REAL_COPY = 1 << 22
-"""A copy to the host of more numbers stays without data."""
+"""Values are followed up to so many numbers. Host tensors of more have no data either."""
 
 
 def value_of(tensor: torch.Tensor) -> torch.Tensor | None:
@@ -72,6 +72,8 @@ class FakeGpu(TorchDispatchMode):
         if func.namespace == "c10d":
             return self._communicate(self, func, args)
         kwargs = kwargs or {}
+        if func is aten.empty.memory_format and not _is_cuda(kwargs.get("device")):
+            return self._make_empty_on_host(func, args, kwargs)
         description, tensors = describe_call(args, kwargs)
         if not any([type(tensor) is FakeTensor for tensor in tensors]) and not _is_cuda(kwargs.get("device")):
             return func(*args, **kwargs)
@@ -114,13 +116,19 @@ class FakeGpu(TorchDispatchMode):
 
     def to_host(self, tensor: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Return a device tensor's copy on the host."""
-        if tensor.numel() <= _REAL_COPY:
+        if tensor.numel() <= _KNOWN_NUMBERS:
             return plausible_value(tensor).to(dtype or tensor.dtype, copy=True)
         return self.make_host(list(tensor.shape), dtype or tensor.dtype)
 
     def make_host(self, shape: list[int], dtype: torch.dtype) -> torch.Tensor:
         """Return a host tensor without data: of a file too large to read."""
-        return self._empty(tuple(shape), dtype, torch.device("cpu"))
+        tensor = self._empty(tuple(shape), dtype, _HOST)
+        self.recorder.hold_on_host(tensor)
+        return tensor
+
+    def _make_empty_on_host(self, func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
+        large = torch.device(kwargs.get("device") or "cpu") == _HOST and prod(args[0]) > _KNOWN_NUMBERS
+        return self.make_host(args[0], kwargs.get("dtype") or torch.get_default_dtype()) if large else func(*args, **kwargs)
 
     def make(self, shape: Any, dtype: torch.dtype, value: torch.Tensor | None = None) -> Any:
         """Return a new device tensor."""

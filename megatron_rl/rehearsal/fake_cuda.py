@@ -17,17 +17,13 @@ from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from megatron_rl.planner.hardware import Gpu
-from megatron_rl.rehearsal import collectives
+from megatron_rl.rehearsal import collectives, objects
 from megatron_rl.rehearsal.device import FakeGpu, plausible_value
 from megatron_rl.rehearsal.kernels import deep_gemm, flash_attention, torch_cuda, transformer_engine, triton
-from megatron_rl.rehearsal.recorder import Recorder, find_line
+from megatron_rl.rehearsal.recorder import Recorder
 
 _CAPABILITY = (9, 0)
 _current: list[FakeGpu] = []
-
-
-_said_by_last_stage: dict[str, list[Any]] = {}
-"""Line -> objects that a rank of the last pipeline stage, rehearsed before, gave to the others."""
 
 
 def current_device() -> FakeGpu:
@@ -130,7 +126,8 @@ def install_device() -> None:
     torch.compile = _do_not_compile  # type: ignore[assignment]
     _replace_queries()
     _replace_tensor_methods()
-    _replace_objects()
+    _replace_all_reduce()
+    objects.install(recorder)
 
 
 def _replace_queries() -> None:
@@ -219,23 +216,9 @@ def _move_module(self: Any, *_: Any) -> Any:
     return self
 
 
-def _replace_objects() -> None:
-    """Python objects that ranks exchange: all have what this one has, but the last pipeline stage, which knows the loss."""
+def _replace_all_reduce() -> None:
+    """Keep what it does where the operator, which is not told, finds it."""
     module: Any = dist
-
-    def all_gather_object(objects: list, obj: Any, group: Any = None) -> None:
-        _count_object("all-gather of objects", group)
-        objects[:] = [obj] * len(objects)
-        if len(objects) > 1 and collectives.name_group(group or collectives.world()).startswith("pp "):
-            said = _said_by_last_stage.setdefault(find_line(), [])
-            if dist.get_rank(group) == len(objects) - 1:
-                said.append(obj)
-            elif said:
-                objects[-1] = said[0]
-
-    def broadcast_object_list(objects: list, *_: Any, group: Any = None, **__: Any) -> None:
-        _count_object("broadcast of objects", group)
-
     plain = dist.all_reduce
 
     def all_reduce(tensor: Any, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
@@ -245,15 +228,4 @@ def _replace_objects() -> None:
         finally:
             collectives.operation.pop()
 
-    for name, function in (
-        ("all_gather_object", all_gather_object),
-        ("broadcast_object_list", broadcast_object_list),
-        ("all_reduce", all_reduce),
-    ):
-        setattr(module, name, function)
-        setattr(module.distributed_c10d, name, function)
-
-
-def _count_object(kind: str, group: Any) -> None:
-    recorder().collective(kind, collectives.name_group(group if group is not None else collectives.world()), 0)
-    recorder().wait(kind)
+    module.all_reduce = module.distributed_c10d.all_reduce = all_reduce

@@ -1,4 +1,4 @@
-"""One rank's part of a run, by the run's own functions: from the checkpoint to two optimizer steps and a sync's chunks.
+"""One rank's part of a run, by the run's own functions: from the checkpoint to two optimizer steps, a sync's chunks, a save and a resume.
 
     build        start_megatron's groups, the model, its weights, the optimizer and its masters; the reference
     logprobs     actor and reference over the samples
@@ -6,10 +6,12 @@
     update 1     the first optimizer step, which allocates Adam's moments
     off-load     what only an optimizer step needs goes to the host, where trainer and engine share a GPU
     sync         this rank's chunks are packed and hashed
+    checkpoint   the run's state is saved, all but the bytes of files (`rehearsal.checkpoint`)
     restore      the optimizer comes back
     logprobs 2   the same, with all that a later step holds
     critic 2     the critic's next values and optimizer step
     update 2     the next optimizer step
+    resume       what was saved is loaded; not of runs with a critic, nor without quantized weights
 
 Samples fill micro-batches to the last token, as `plan` reckons, and are as few as show all that a step does: one micro-batch more than
 there are pipeline stages.
@@ -33,20 +35,26 @@ from megatron_rl.algorithm.policy_loss import PolicyLoss
 from megatron_rl.algorithm.value_loss import ValueLoss
 from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.config import Config
+from megatron_rl.distributed import is_rank0
 from megatron_rl.hf.files import read_config
 from megatron_rl.mcore.actor import Actor
+from megatron_rl.mcore.checkpoint.folder import checkpoint_folder, unfinished_folder
+from megatron_rl.mcore.checkpoint.write import load_run_checkpoint
 from megatron_rl.mcore.critic import Critic
 from megatron_rl.mcore.load_weights import collect_named_tensors
 from megatron_rl.mcore.model import start_megatron, stop_megatron
 from megatron_rl.planner.candidate import MEAN_LENGTH_SHARE
 from megatron_rl.planner.hardware import Gpu
 from megatron_rl.precision.contract import PrecisionContract
+from megatron_rl.rehearsal.checkpoint import RehearsedFiles
 from megatron_rl.rehearsal.device import FakeGpu
 from megatron_rl.rehearsal.fake_cuda import one_rank
 from megatron_rl.rehearsal.headers import read_headers_alone
 from megatron_rl.rehearsal.recorder import Phase, Recorder, find_line_of
 from megatron_rl.sync.plan import SyncPlan
+from megatron_rl.training.checkpoint_manager import CheckpointManager
 from megatron_rl.training.policies import load_actor, load_critic, load_reference
+from megatron_rl.training.train_state import TrainState
 from parallel.layout import EngineLayout, Layout
 from parallel.model_geometry import ModelGeometry
 from parallel.shards import Shard
@@ -136,6 +144,12 @@ def _run(config: Config, layout: Layout, gpu: FakeGpu, scratch: Path) -> None:
         actor.offload_optimizer()
     begin("sync")
     _pack_chunks(config, layout, actor, shards, hf_config)
+    begin("checkpoint")
+    files = RehearsedFiles(gpu, ModelGeometry.from_hf_config(hf_config), layout)
+    with files.in_place_of_disk():
+        saved = _save(config, layout, actor, critic, hf_config, scratch)
+        files.complete_as_rank0(saved / "mcore")
+    gpu.recorder.phase.written = files.nbytes
     if config.placement.kind == "colocated" and critic is None:
         begin("restore")
         actor.reload_optimizer()
@@ -145,6 +159,10 @@ def _run(config: Config, layout: Layout, gpu: FakeGpu, scratch: Path) -> None:
     _train_critic(config, actor, critic, samples, gpu, "critic 2")
     begin("update 2")
     actor.update(samples, loss)
+    if critic is None and PrecisionContract.from_config(config.precision).trainer_format.quantized:
+        begin("resume")
+        with files.in_place_of_disk():
+            load_run_checkpoint(saved, actor.model, actor.optimizer, {"adam_step": 1}, same_layout=True)
     gpu.recorder.end()
 
 
@@ -164,6 +182,15 @@ def _train_critic(config: Config, actor: Actor, critic: Critic | None, samples: 
         critic.offload_optimizer()
         gpu.recorder.begin(f"restore after {phase}")
         actor.reload_optimizer()
+
+
+def _save(config: Config, layout: Layout, actor: Actor, critic: Critic | None, hf_config: dict[str, Any], run: Path) -> Path:
+    """Save the first step's policy as the loop does; return the folder that holds it, which rank 0 alone renames."""
+    manager = CheckpointManager(config, layout, run, actor, hf_config, lambda _: None, -1, critic)
+    critic_steps = 0 if critic is None else critic.steps_done
+    manager.write(TrainState(1, actor.steps_done, (0.0, 0.0), {}, critic_steps=critic_steps), last=True)
+    folder = checkpoint_folder(run, 1)
+    return folder if is_rank0() else unfinished_folder(folder)
 
 
 def _pack_chunks(config: Config, layout: Layout, actor: Actor, shards: list[Shard], hf_config: dict[str, Any]) -> None:

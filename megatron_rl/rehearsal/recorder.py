@@ -85,6 +85,10 @@ class Phase:
     left: int = 0
     """Bytes when it ended."""
     peak: Peak = field(default_factory=Peak)
+    host_peak: int = 0
+    """The most bytes of host memory that held copies of tensors at a time."""
+    written: int = 0
+    """Bytes that this rank writes into a checkpoint."""
     operators: int = 0
     moved: Counter = field(default_factory=Counter)
     """(kind, line) -> bytes that kernels read and write."""
@@ -118,16 +122,17 @@ class Recorder:
     def __init__(self) -> None:
         self.phases: list[Phase] = []
         self.phase = Phase("import")
-        self.now = 0
+        self.now = self._on_host = 0
         self.in_pass = False
         self._allocations: dict[int, tuple[int, str]] = {}
+        self._host_storages: set[int] = set()
         self._by_line: Counter[str] = Counter()
         self._at_peak = False
 
     def begin(self, name: str) -> Phase:
         """End the phase under way and begin the next."""
         self.end()
-        self.phase = Phase(name, held=self.now, peak=Peak(self.now, "what the phase before left"))
+        self.phase = Phase(name, held=self.now, peak=Peak(self.now, "what the phase before left"), host_peak=self._on_host)
         self.phases.append(self.phase)
         return self.phase
 
@@ -139,8 +144,8 @@ class Recorder:
     def operator(self, func: Any, args: tuple, kwargs: dict, inputs: list[torch.Tensor], out: Any) -> None:
         """An operator ran; `inputs` are the tensors in its arguments."""
         for tensor in out if isinstance(out, list | tuple) else (out,):
-            if isinstance(tensor, torch.Tensor) and tensor.device.type == "cuda":
-                self.hold(tensor, func)
+            if isinstance(tensor, torch.Tensor):
+                self.hold(tensor, func) if tensor.device.type == "cuda" else self.hold_on_host(tensor)
         moved = count_moved(func, args, kwargs, out)
         if moved:
             self.phase.operators += 1
@@ -165,6 +170,19 @@ class Recorder:
         self._allocations[key] = 0, find_line()
         self._resize(key, storage.nbytes(), tensor, what)
         return True
+
+    def hold_on_host(self, tensor: torch.Tensor) -> None:
+        """Count a host tensor's memory until it is freed."""
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._host_storages:
+            self._host_storages.add(storage._cdata)
+            self._on_host += storage.nbytes()
+            self.phase.host_peak = max(self.phase.host_peak, self._on_host)
+            weakref.finalize(storage, self._free_on_host, storage._cdata, storage.nbytes()).atexit = False
+
+    def _free_on_host(self, key: int, nbytes: int) -> None:
+        self._host_storages.discard(key)
+        self._on_host -= nbytes
 
     def resize(self, storage: Any, nbytes: int) -> None:
         """A storage has another size now."""

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import queue
 import threading
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies import filesystem_async
@@ -26,10 +28,11 @@ from megatron_rl.mcore.checkpoint.folder import check_room, checksum_files
 class AsyncSave:
     """Writes a sharded state dict into the empty folder `parent/mcore`. All methods but the thread's are collective.
 
+    `live`: those of its tensors, or tensors that they are views of, which training goes on to change; others are the save's own.
     Raise RunError on every rank where the disk has no room for it.
     """
 
-    def __init__(self, parent: Path, sharded: dict[str, Any]) -> None:
+    def __init__(self, parent: Path, sharded: dict[str, Any], live: Iterable[torch.Tensor]) -> None:
         self._parent, self._error = parent, ""
         self.files: dict[str, dict[str, Any]] = {}
         """Once written: path relative to `parent` -> size and hash of this rank's files."""
@@ -42,7 +45,8 @@ class AsyncSave:
         write: Any = self._request.async_fn  # None where this rank has nothing to write
         buckets, transforms = ([], None) if write is None else (self._request.async_fn_args[1], write.args[0])
         self._check_room(buckets)
-        copies = [_copy_to_host(bucket) for bucket in buckets]
+        storages = {tensor.untyped_storage()._cdata for tensor in live}
+        copies = [_copy_to_host(bucket, storages) for bucket in buckets]
         self._thread = threading.Thread(target=self._write, args=(copies, transforms, results), daemon=True)
         self._thread.start()
 
@@ -91,7 +95,7 @@ def _reason(error: BaseException) -> str:
     return f"{cause.strerror or cause}" if isinstance(cause, OSError) else f"{type(error).__name__}: {error}"
 
 
-def _copy_to_host(bucket: Any) -> Any:
-    """Return the bucket with its tensors copied to host memory: the next optimizer step changes the live ones."""
+def _copy_to_host(bucket: Any, live: set[int]) -> Any:
+    """Return the bucket with its tensors in host memory, and those that lie in one of the storages `live` copied."""
     path, name, (texts, tensors) = bucket
-    return path, name, (texts, [(item, tensor.to("cpu", copy=True)) for item, tensor in tensors])
+    return path, name, (texts, [(item, tensor.to("cpu", copy=tensor.untyped_storage()._cdata in live)) for item, tensor in tensors])

@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import re
 from collections import defaultdict
+from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
@@ -79,17 +80,8 @@ class RunWeights:
     def _read_parameter(self, name: str) -> torch.Tensor:
         if self._last[0] != name:
             self._last = "", torch.empty(0)  # free it first
-            self._last = name, self._read(*self._find(name))
+            self._last = name, self._read(*find_stored(name, self._stored))
         return self._last[1]
-
-    def _find(self, name: str) -> tuple[str, tuple[int, ...]]:
-        """Return where Megatron stores a parameter: a tensor that stacks the experts of a layer, and layers too where all are alike, and
-        the place in that stack."""
-        layer, expert = re.search(r"\.layers\.(\d+)\.", name), re.search(r"\.local_experts\.(\d+)\.", name)
-        key, experts = re.sub(r"\.local_experts\.\d+\.", ".experts.", name), (int(expert[1]),) if expert else ()
-        if layer is None or key in self._stored:
-            return key, experts
-        return key.replace(layer[0], ".layers.", 1), (int(layer[1]), *experts)
 
     def _read(self, key: str, index: tuple[int, ...]) -> torch.Tensor:
         stored = self._stored[key]
@@ -104,6 +96,16 @@ class RunWeights:
         own = TensorStorageMetadata(stored.properties, stored.size, self._chunks[key][index])
         self._reader.read_data(LoadPlan(create_read_items_for_chunk_list(key, own, [wanted])), planner).wait()
         return planner.tensor.view(shape)
+
+
+def find_stored(name: str, stored: Container[str]) -> tuple[str, tuple[int, ...]]:
+    """Return where Megatron stores a parameter: one of the tensors `stored`, which stacks the experts of a layer, and layers too where all
+    are alike, and the place in that stack."""
+    layer, expert = re.search(r"\.layers\.(\d+)\.", name), re.search(r"\.local_experts\.(\d+)\.", name)
+    key, experts = re.sub(r"\.local_experts\.\d+\.", ".experts.", name), (int(expert[1]),) if expert else ()
+    if layer is None or key in stored:
+        return key, experts
+    return key.replace(layer[0], ".layers.", 1), (int(layer[1]), *experts)
 
 
 class _OneTensor(DefaultLoadPlanner):

@@ -11,7 +11,8 @@ which writes or reads it: so no rank holds more than its share, and what is sent
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -35,19 +36,6 @@ class _SlicedState:
 
     def _add(self, kind: str, chunk: int, name: str, key: str, weight: Any, slice_: MasterSlice) -> None:
         self._entries[f"{kind}.{chunk}.{name}"] = _SlicedTensor(key, weight, slice_)
-
-    def _count_slices(self) -> None:
-        """Tell every entry how much of it each replica has. Collective."""
-        by_group: dict[int, list[_SlicedTensor]] = {}
-        for entry in self._entries.values():
-            by_group.setdefault(id(entry.slice.group), []).append(entry)
-        for entries in by_group.values():
-            own, group = [entry.slice.values.numel() for entry in entries], entries[0].slice.group
-            counts = torch.zeros(group.size(), len(own), dtype=torch.int64, device=entries[0].slice.values.device)
-            counts[group.rank()] = torch.tensor(own)
-            dist.all_reduce(counts, group=group)
-            for entry, column in zip(entries, counts.t().tolist(), strict=True):
-                entry.counts = column
 
     def local_tensors(self) -> dict[str, torch.Tensor]:
         """Return this rank's slices."""
@@ -80,7 +68,6 @@ class MasterState(_SlicedState):
                 if (master := masters.get(id(weight.data))) is not None:
                     self._add("weight", number, name, "", weight, master)
                     del weights[name]
-        self._count_slices()
 
 
 class OptimizerState(_SlicedState):
@@ -94,7 +81,6 @@ class OptimizerState(_SlicedState):
             for name, weight in _iter_weights(weights):
                 for kind, slice_ in states.get(id(weight.data), {}).items():
                     self._add(kind, number, name, f"optimizer.{kind}", weight, slice_)
-        self._count_slices()
 
     @property
     def step(self) -> int:
@@ -124,13 +110,18 @@ def iter_stepped(optimizer: Any) -> Iterator[tuple[torch.Tensor, MasterSlice]]:
     # not by Megatron's `model_param_group_index_map`: where FP32 and 16-bit parameters are mixed, it points to others
     fp32_pairs = _iter_pairs(optimizer.model_fp32_groups, optimizer.shard_fp32_groups)
     slices = {id(parameter): tensor for parameter, tensor in (*iter_masters(optimizer), *fp32_pairs)}
-    for parameter in (parameter for buffer in optimizer.buffers for parameter in buffer.params):
-        tensor, start = slices.get(id(parameter)), 0
-        if tensor is None:
-            tensor = torch.empty(0, device=parameter.device)
-        else:
-            start = optimizer._get_model_param_range_map(parameter)["param"].start
-        yield parameter, MasterSlice(tensor, start, optimizer.data_parallel_group)
+    for buffer in optimizer.buffers:
+        for parameter in buffer.params:
+            yield parameter, make_slice(optimizer, buffer, parameter, slices.get(id(parameter)))
+
+
+def make_slice(optimizer: Any, buffer: Any, parameter: torch.Tensor, values: torch.Tensor | None) -> MasterSlice:
+    """Return this rank's slice of a parameter's master, maybe empty: each rank of a group steps an equal part of every bucket."""
+    start, end, number = buffer.param_index_map[parameter]
+    bucket, group = buffer.buckets[number], optimizer.data_parallel_group
+    part = bucket.grad_data.numel() // group.size()
+    edges = tuple(min(max(bucket.offset + rank * part - start, 0), end - start) for rank in range(group.size() + 1))
+    return MasterSlice(torch.empty(0, device=parameter.device) if values is None else values, edges, group)
 
 
 @dataclass
@@ -140,13 +131,16 @@ class _SlicedTensor:
     key: str
     weight: Any
     slice: MasterSlice
-    counts: list[int] = field(default_factory=list)
-    """Elements on each replica, whose slices follow each other."""
+
+    @property
+    def _counts(self) -> list[int]:
+        """Elements on each replica, whose slices follow each other."""
+        return [end - start for start, end in pairwise(self.slice.edges)]
 
     @property
     def _owner(self) -> int:
         """The replica with the largest slice."""
-        return self.counts.index(max(self.counts))
+        return self._counts.index(max(self._counts))
 
     @property
     def is_owner(self) -> bool:
@@ -155,25 +149,38 @@ class _SlicedTensor:
 
     def _iter_others(self, whole: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield (replica, its part of the whole tensor, flat) of every other replica that has one."""
-        for replica, part in enumerate(whole.view(-1).split(self.counts)):
+        for replica, part in enumerate(whole.view(-1).split(self._counts)):
             if replica != self.slice.group.rank() and part.numel():
                 yield replica, part
 
     @torch.no_grad()
     def gather(self) -> torch.Tensor | None:
-        """Return the whole tensor on its owner, None elsewhere. Collective."""
+        """Return the whole tensor on its owner, in host memory or, where it is not cut, itself; None elsewhere. Collective.
+
+        Slices may wait in host memory (`mcore.offload`) while ranks speak through their devices: parts pass there one at a time.
+        """
         values, group = self.slice.values, self.slice.group
         if group.size() == 1:
             return self.allocate()
         if not self.is_owner:
             if values.numel():
-                dist.send(values, group=group, group_dst=self._owner)
+                dist.send(values.to(self._device), group=group, group_dst=self._owner)
             return None
-        whole = torch.empty(self.weight.data.shape, device=values.device)
+        whole = torch.empty(self.weight.data.shape)
         whole.view(-1)[self.slice.start : self.slice.start + values.numel()] = values
         for replica, part in self._iter_others(whole):
-            dist.recv(part, group=group, group_src=replica)
-        return whole.cpu()
+            part.copy_(self._receive(part.numel(), replica))
+        return whole
+
+    def _receive(self, count: int, replica: int) -> torch.Tensor:
+        received = torch.empty(count, device=self._device)
+        dist.recv(received, group=self.slice.group, group_src=replica)
+        return received
+
+    @property
+    def _device(self) -> torch.device:
+        """The device through which ranks speak: the weight's."""
+        return self.weight.data.device
 
     def allocate(self) -> torch.Tensor:
         """Return the tensor to load the whole into: where it is not cut, itself."""
@@ -187,11 +194,9 @@ class _SlicedTensor:
         if whole is not None:
             self.slice.fill(whole.to(values.device))
             for replica, part in self._iter_others(whole):
-                dist.send(part.to(values.device), group=group, group_dst=replica)
+                dist.send(part.to(self._device), group=group, group_dst=replica)
         elif values.numel():
-            received = torch.empty_like(values)
-            dist.recv(received, group=group, group_src=self._owner)
-            values.copy_(received)
+            values.copy_(self._receive(values.numel(), self._owner))
 
     def as_sharded(self, tensor: torch.Tensor) -> Any:
         """Return `tensor`, described as its weight."""

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedObject
@@ -52,17 +53,18 @@ class CheckpointWriter:
     ) -> None:
         self.folder, self._hf_config, self._tokenizer, self._state, self._keep = folder, hf_config, tokenizer, state, keep
         self._temporary = checkpoints.unfinished_folder(folder)
-        sharded, step = _shard_for_save(model, optimizer)
+        sharded, step, live = _shard_for_save(model, optimizer)
         if step is not None:
             self._state = {**self._state, "adam_step": step}
         if critic is not None:
-            sharded["critic"], critic_step = _shard_for_save(*critic, prefix=_CRITIC)
+            sharded["critic"], critic_step, of_critic = _shard_for_save(*critic, prefix=_CRITIC)
+            live += of_critic
             self._state = {**self._state, "critic_adam_step": critic_step}
         if random is not None:
             sharded["random"] = _rng_shard(random)
         with self._discarded_on_failure():
             write_on_rank0(self._prepare)
-            self._async_save = AsyncSave(self._temporary, sharded)
+            self._async_save = AsyncSave(self._temporary, sharded, live)
 
     def is_written(self) -> bool:
         """Return whether `finish` will not have to wait; collective."""
@@ -101,15 +103,19 @@ class CheckpointWriter:
         checkpoints.publish(self._temporary, self.folder, self._keep)
 
 
-def _shard_for_save(model: ModelChunks, optimizer: Any, prefix: str = "") -> tuple[dict[str, Any], int | None]:
-    """Return (the sharded state of a model and its optimizer, the number of Adam's steps); without an optimizer its weights, None."""
-    sharded = _weights(model, prefix)
+def _shard_for_save(model: ModelChunks, optimizer: Any, prefix: str = "") -> tuple[dict[str, Any], int | None, list[torch.Tensor]]:
+    """Return (the sharded state of a model and its optimizer, the number of Adam's steps, the tensors that training goes on to change);
+    without an optimizer its weights, None, and these."""
+    sharded, step = _weights(model, prefix), None
     chunks = [*sharded.values()]
-    optimizer_state = None if optimizer is None else OptimizerState(optimizer, chunks)
-    if optimizer_state is not None:
-        sharded["optimizer"] = optimizer_state.sharded_for_save()
-    sharded["masters"] = MasterState(list_quantized_layers(model), chunks).sharded_for_save()
-    return sharded, None if optimizer_state is None else optimizer_state.step
+    live = [tensor.data for chunk in chunks for tensor in chunk.values() if isinstance(tensor.data, torch.Tensor)]
+    if optimizer is not None:
+        optimizer_state = OptimizerState(optimizer, chunks)
+        sharded["optimizer"], step = optimizer_state.sharded_for_save(), optimizer_state.step
+        live += optimizer_state.local_tensors().values()
+    masters = MasterState(list_quantized_layers(model), chunks)
+    sharded["masters"] = masters.sharded_for_save()
+    return sharded, step, [*live, *masters.local_tensors().values()]
 
 
 def _weights(model: ModelChunks, prefix: str) -> dict[str, Any]:

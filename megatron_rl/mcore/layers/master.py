@@ -14,8 +14,13 @@ class MasterSlice:
     """Elements `start` and following of a master [N, K]: `values` float32 [n], maybe none, on this rank; the others on those of `group`."""
 
     values: torch.Tensor
-    start: int
+    edges: tuple[int, ...]
+    """The first element of every rank of the group, and the end of the last's."""
     group: Any
+
+    @property
+    def start(self) -> int:
+        return self.edges[self.group.rank()]
 
     @torch.no_grad()
     def fill(self, whole: torch.Tensor) -> None:

@@ -1,0 +1,251 @@
+"""A rank's part of a checkpoint, saved and loaded again by the run's own functions; only bytes of files are neither written nor read.
+
+Megatron plans a save from the parts that all ranks name. A rank alone has its own, so two things take the place of the others' words:
+
+- Every part that this rank names must lie where `parallel.megatron_shards` says that the rank's weights lie (`check_places`), which the
+  sync and the export count on, too; and of every weight that it has, it must name a part, or leave it to a replica that holds more of it.
+- The others then name, once each, what is left of every tensor's grid: Megatron's and torch's own checks run over that.
+"""
+
+from __future__ import annotations
+
+import io
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, is_main_replica
+from megatron.core.dist_checkpointing.strategies.torch import MCoreSavePlanner
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed._shard._utils import narrow_tensor_by_index
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter, _StorageInfo
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from megatron_rl.distributed import get_rank, is_rank0
+from megatron_rl.mcore.checkpoint import async_save
+from megatron_rl.mcore.checkpoint.async_save import AsyncSave
+from megatron_rl.mcore.checkpoint.load import find_stored
+from megatron_rl.rehearsal.device import FakeGpu
+from megatron_rl.rehearsal.objects import others_say
+from parallel.layout import Coordinates, Layout
+from parallel.megatron_shards import build_megatron_shards
+from parallel.model_geometry import ModelGeometry
+from parallel.shards import Region, Shard
+
+
+class MisplacedPartError(RuntimeError):
+    """A checkpoint would not hold a rank's weights where other layouts look for them."""
+
+
+@dataclass
+class RehearsedFiles:
+    """What a checkpoint's files would hold, without their bytes."""
+
+    gpu: FakeGpu
+    geometry: ModelGeometry
+    layout: Layout
+    texts: dict[str, bytes] = field(default_factory=dict)
+    """Objects that are no tensors, by name."""
+    nbytes: int = 0
+    """That this rank writes."""
+    _plan: SavePlan = field(default_factory=lambda: SavePlan([]))
+    _results: list[WriteResult] = field(default_factory=list)
+    _rest: list[Any] = field(default_factory=list)
+    """Parts that other ranks name."""
+
+    @contextmanager
+    def in_place_of_disk(self) -> Iterator[None]:
+        """Within the context a checkpoint is saved to, and loaded from, here."""
+        files = self
+
+        def write(self: AsyncSave, buckets: list[Any], _: Any, results: Any) -> None:
+            self.files = files._write(buckets, results)
+
+        def read(self: FileSystemReader, plan: LoadPlan, planner: Any) -> Future:
+            return files._read(plan, planner)
+
+        with (
+            others_say(self._answer),
+            mock.patch.object(AsyncSave, "_write", write),
+            mock.patch.object(async_save, "check_room"),  # this machine's disk is not the job's
+            mock.patch.object(FileSystemReader, "read_data", read),
+        ):
+            yield
+
+    def complete_as_rank0(self, folder: Path) -> None:
+        """Write into `folder` what rank 0 adds to a checkpoint, where this is another rank."""
+        if not is_rank0():
+            _, metadata = MCoreSavePlanner(flatten_state_dict=False).create_global_plan([self._plan, self._plan_rest()])
+            FileSystemWriter(folder).finish(metadata, [self._results, self._write_rest()])
+            torch.save({}, folder / "common.pt")
+            save_config(CheckpointingConfig("torch_dist", 1), str(folder))
+
+    def _answer(self, said: Any) -> tuple[Any, Any] | None:
+        if isinstance(said, SavePlan):
+            self._plan = said
+            return self._plan_rest(), SavePlan([])
+        if not isinstance(said, list) or not said:
+            return None
+        if isinstance(said[0], ShardedTensor | ShardedObject):
+            check_places(said, self.geometry, self.layout, get_rank())
+            self._rest = list(_iter_rest(said))
+            return self._rest, []
+        if isinstance(said[0], WriteResult):
+            self._results = said
+            return self._write_rest(), []
+        return None
+
+    def _write(self, buckets: list[Any], results: Any) -> dict[str, dict[str, Any]]:
+        """Do what Megatron's writing function does, but for the bytes of tensors. In a thread, without torch's operators."""
+        written: dict[int, list[WriteResult]] = {}
+        files: dict[str, dict[str, Any]] = {}
+        for number, (_, name, (texts, tensors)) in enumerate(buckets):
+            end, written[number] = 0, []
+            for item, text in texts:
+                self.texts[item.index.fqn] = text.getvalue()
+            for item, data in (*texts, *tensors):
+                size = data.nbytes if isinstance(data, torch.Tensor) else len(data.getbuffer())
+                written[number].append(WriteResult(item.index, size, _StorageInfo(name, end, size)))
+                end += size
+            files[f"mcore/{name}"] = {"bytes": end, "xxh3_128": ""}
+            self.nbytes += end
+        if buckets:
+            results.put(written)
+        return files
+
+    def _plan_rest(self) -> SavePlan:
+        """Return what the other ranks write, as torch plans it."""
+        tensors = [part for part in self._rest if isinstance(part, ShardedTensor)]
+        return SavePlan([_plan_part(part) for part in tensors])
+
+    def _write_rest(self) -> list[WriteResult]:
+        return [WriteResult(item.index, 0, _StorageInfo("__other.distcp", 0, 0)) for item in self._plan_rest().items]
+
+    def _read(self, plan: LoadPlan, planner: Any) -> Future:
+        """Do what torch's reader does: a stored part comes to the host, and what is asked of it is copied."""
+        stored = planner.metadata.state_dict_metadata
+        sizes = {fqn: {chunk.offsets: chunk.sizes for chunk in stored[fqn].chunks} for fqn in _list_tensors(plan)}
+        for request in plan.items:
+            index = request.storage_index
+            if request.type == LoadItemType.BYTE_IO:
+                planner.load_bytes(request, io.BytesIO(self.texts[index.fqn]))
+                continue
+            whole = self.gpu.make_host(list(sizes[index.fqn][index.offset]), stored[index.fqn].properties.dtype)
+            part, target = narrow_tensor_by_index(whole, request.storage_offsets, request.lengths), planner.resolve_tensor(request).detach()
+            if target.size() != part.size():
+                raise MisplacedPartError(f"{index.fqn}: {list(part.size())} are read into {list(target.size())}")
+            target.copy_(part) if isinstance(target, FakeTensor) else target.fill_(1)
+            planner.commit_tensor(request, target)
+        done: Future = Future()
+        done.set_result(None)
+        return done
+
+
+def _list_tensors(plan: LoadPlan) -> set[str]:
+    return {request.storage_index.fqn for request in plan.items if request.type != LoadItemType.BYTE_IO}
+
+
+def _iter_rest(own: Iterable[Any]) -> Iterator[Any]:
+    """Yield the parts of every tensor's grid that this rank does not write."""
+    by_key: dict[str, list[Any]] = defaultdict(list)
+    for part in own:
+        by_key[part.key].append(part)
+    for parts in by_key.values():
+        first, cells = parts[0], [part for part in parts if is_main_replica(part.replica_id)]
+        if isinstance(first, ShardedObject):
+            written, size = {part.global_offset for part in cells}, (1,) * len(first.global_shape)
+            grid = tuple(first.global_shape)
+        else:
+            written, size = {part.local_chunk_offset_in_global() for part in cells}, (*(1,) * first.prepend_axis_num, *first.local_shape)
+            grid = tuple(first.axis_fragmentations or ())
+        for cell in product(*map(range, grid)):
+            if cell not in written:
+                yield replace(first, global_offset=tuple(i * n for i, n in zip(cell, size, strict=True)), replica_id=0)
+
+
+def _plan_part(part: ShardedTensor) -> WriteItem:
+    offset, size = torch.Size(part.global_offset), torch.Size((*(1,) * part.prepend_axis_num, *part.local_shape))
+    data = TensorWriteData(ChunkStorageMetadata(offset, size), TensorProperties(part.dtype), torch.Size(part.global_shape))
+    return WriteItem(MetadataIndex(part.key, offset), WriteItemType.SHARD, tensor_data=data)
+
+
+def check_places(parts: Iterable[Any], geometry: ModelGeometry, layout: Layout, rank: int) -> None:
+    """Raise MisplacedPartError where a part of a weight, of its master or of a moment lies elsewhere in its whole tensor than the layout
+    says, or a weight has none though no replica could have it."""
+    by_place: dict[tuple[str, str, tuple[int, ...]], list[ShardedTensor]] = defaultdict(list)
+    for part in parts:
+        if isinstance(part, ShardedTensor):
+            kind, key = _split_kind(part.key)
+            by_place[kind, key, tuple(part.global_offset[: part.prepend_axis_num])].append(part)
+    kinds, keys = {kind for kind, *_ in by_place}, {key for _, key, _ in by_place}
+    whole = {shard.name: shard for shard in build_megatron_shards(geometry, Layout(), Coordinates())}
+    for shard in build_megatron_shards(geometry, layout, layout.coordinates(rank)):
+        if shard.name not in whole:
+            continue  # the last stage's copy of a tied embedding
+        key, index = find_stored(shard.name, keys)
+        found = [placed for kind in kinds if (placed := by_place.get((kind, key, index)))]
+        if not found and layout.dp * layout.cp == 1:
+            raise MisplacedPartError(f"no part of {shard.name}, which rank {rank} alone has, would be saved")
+        for each in found:
+            _check_place(each, shard, whole[shard.name])
+
+
+def _split_kind(key: str) -> tuple[str, str]:
+    """Return ("optimizer.exp_avg", a weight's key), or ("", the key)."""
+    if not key.startswith("optimizer."):
+        return "", key
+    optimizer, kind, rest = key.split(".", 2)
+    return f"{optimizer}.{kind}", rest
+
+
+def _check_place(parts: list[ShardedTensor], shard: Shard, whole: Shard) -> None:
+    """`parts` lie one below the other in the shard."""
+    row = 0
+    for part in parts:
+        (rows, cols), (first_row, first_col) = (_as_matrix(each, part.prepend_axis_num, pad) for each, pad in _shape_and_place(part))
+        total = _as_matrix(part.global_shape, part.prepend_axis_num, 1)
+        if total[1] != whole.cols or (total[0] != whole.rows and not part.allow_shape_mismatch) or cols != shard.cols:
+            raise MisplacedPartError(f"{part.key}: {list(total)} of which {[rows, cols]}; {[whole.rows, whole.cols]} would be whole")
+        for region in shard.regions:
+            low, high = max(row, region.shard_row), min(row + rows, region.shard_row + region.tensor_rect.rows)
+            if low < high:
+                at = _find_in(whole, region)
+                expected = at[0] + low - region.shard_row, at[1] - region.shard_col
+                if (first_row + low - row, first_col) != expected:
+                    raise MisplacedPartError(
+                        f"{part.key}: {region.tensor.name} would be saved at row {first_row + low - row}, column {first_col}; "
+                        f"it belongs at row {expected[0]}, column {expected[1]}"
+                    )
+        row += rows
+    if row != shard.rows:
+        raise MisplacedPartError(f"{parts[0].key}: {row} rows would be saved of the {shard.rows} that the rank has")
+
+
+def _shape_and_place(part: ShardedTensor) -> tuple[tuple[Any, int], tuple[Any, int]]:
+    return ((*(1,) * part.prepend_axis_num, *part.local_shape), 1), (part.global_offset, 0)
+
+
+def _as_matrix(sizes: Any, prepended: int, pad: int) -> tuple[int, int]:
+    """Return rows and columns of a shape or a place, of a vector too."""
+    own = tuple(sizes[prepended:])
+    return own if len(own) == 2 else (own[0], pad)
+
+
+def _find_in(whole: Shard, region: Region) -> tuple[int, int]:
+    """Return row and column of the whole parameter at which a region begins."""
+    tensor, (row, col, *_), *_ = region
+    for each in whole.regions:
+        rect = each.tensor_rect
+        if each.tensor.name == tensor.name and rect.row <= row < rect.row + rect.rows and rect.col <= col < rect.col + rect.cols:
+            return each.shard_row + row - rect.row, each.shard_col + col - rect.col
+    raise MisplacedPartError(f"{whole.name} has no part of {tensor.name} at row {row}, column {col}")
