@@ -59,6 +59,8 @@ class PhaseReport:
             "peak_at": {"operator": peak.at, "line": peak.line},
             "peak_by_line": _largest(peak.by_line),
             "left_bytes": phase.left,
+            "host_peak_bytes": phase.host_peak,
+            "written_bytes": phase.written,
             "planned_bytes": self.planned,
             "operators": phase.operators,
             "operator_bytes": phase.traffic,
@@ -199,14 +201,15 @@ def print_report(reports: list[RankReport], engine: list[EngineRankReport]) -> N
 
 
 def _memory(report: RankReport) -> Table:
-    heads = ["phase", "held", "peak GiB", "plan", "differs", "reached at", "operators", "products s", "memory s"]
+    heads = ["phase", "held", "peak GiB", "plan", "differs", "host", "reached at", "operators", "products s", "memory s"]
     table = _table("Memory, and seconds of roofline", heads)
     for each in report.phases:
         phase, planned = each.phase, each.planned
         differs = "" if each.difference is None else f"{each.difference:+.1%}" + ("" if each.agrees else " !")
         gib = [f"{phase.held / GIB:.2f}", f"{phase.peak.nbytes / GIB:.2f}", "" if planned is None else f"{planned / GIB:.2f}"]
+        gib += [differs, f"{phase.host_peak / GIB:.2f}"]
         times = [f"{each.seconds[name]:.3g}" for name in ("products", "memory")]
-        table.add_row(phase.name, *gib, differs, f"{phase.peak.at} {phase.peak.line}", str(phase.operators), *times)
+        table.add_row(phase.name, *gib, f"{phase.peak.at} {phase.peak.line}", str(phase.operators), *times)
     return table
 
 

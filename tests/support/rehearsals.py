@@ -128,6 +128,38 @@ def refused_scales() -> Any:
     return replaced(DeepGemmBackend, "prepare", make)
 
 
+def module_without_a_share() -> Any:
+    """A part of the MLP that Megatron asks for its share of a checkpoint, and that has no answer."""
+    import torch
+    from megatron.core.transformer.mlp import MLP
+
+    def make(plain: Any) -> Any:
+        def share(self: Any, *args: Any, **options: Any) -> Any:
+            self.activation_func = torch.nn.Identity()
+            return plain(self, *args, **options)
+
+        return share
+
+    return replaced(MLP, "sharded_state_dict", make)
+
+
+def part_at_another_place() -> Any:
+    """The first rank's columns of a weight are saved as the second's."""
+    from megatron.core.tensor_parallel.layers import RowParallelLinear
+
+    def make(plain: Any) -> Any:
+        def share(self: Any, *args: Any, **options: Any) -> Any:
+            parts = plain(self, *args, **options)
+            for part in parts.values():
+                offset = (*part.global_offset[:-1], part.local_shape[-1] - part.global_offset[-1])
+                object.__setattr__(part, "global_offset", offset)
+            return parts
+
+        return share
+
+    return replaced(RowParallelLinear, "sharded_state_dict", make)
+
+
 WIDE = TINY | {
     "hidden_size": 4096,
     "intermediate_size": 12288,
@@ -168,6 +200,8 @@ CASES = {
     "doubled_activation": Case(TWO, doubled_activation),
     "gather_in_wrong_group": Case(TWO, gather_in_wrong_group),
     "refused_scales": Case(DEEP_GEMM, refused_scales),
+    "module_without_a_share": Case(TWO, module_without_a_share),
+    "part_at_another_place": Case(TWO, part_at_another_place),
     # other families and layouts
     "llama": Case(["--train.layout.tp=4", f"{ENGINES}=4"], model=LLAMA),
     "llama, bf16, recomputed": Case([*TWO, *BF16, "--train.recompute=selective"], model=LLAMA),

@@ -13,6 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 CASES = ("plain", "host_tensor_in_loss", "item_per_layer", "doubled_activation", "gather_in_wrong_group", "refused_scales")
+CASES += ("module_without_a_share", "part_at_another_place")
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +35,7 @@ def phase_of(report, name):
 def test_the_tiny_model_runs_and_takes_the_memory_that_the_plan_says(reports):
     plain = reports["plain"]
     assert not plain["fault"] and plain["passes"]
-    names = ["build", "logprobs", "update 1", "off-load", "sync", "restore", "logprobs 2", "update 2"]
+    names = ["build", "logprobs", "update 1", "off-load", "sync", "checkpoint", "restore", "logprobs 2", "update 2", "resume"]
     assert [phase["phase"] for phase in plain["phases"]] == names
     assert [phase["phase"] for phase in plain["phases"] if phase["planned_bytes"]] == ["sync", "logprobs 2", "update 2"]
     assert phase_of(plain, "update 2")["peak_bytes"] > phase_of(plain, "update 1")["peak_bytes"]  # Adam's moments
@@ -77,3 +78,19 @@ def test_a_gather_in_the_wrong_group_of_the_same_size_is_refused(reports):
 def test_a_shape_that_deep_gemm_refuses_is_a_fault(reports):
     fault = reports["refused_scales"]["fault"]
     assert "deep_gemm.fp8_gemm_nt: scales are [15, 8]" in fault and "backends/deep_gemm.py" in fault
+
+
+def test_a_save_tells_what_it_writes_and_holds_on_the_host(reports):
+    save, load = (phase_of(reports["plain"], name) for name in ("checkpoint", "resume"))
+    assert 0 < save["written_bytes"] <= save["host_peak_bytes"] and not load["written_bytes"]
+    assert save["peak_bytes"] - save["held_bytes"] < 1 << 20, "masters wait on the host, and pass through the device in parts"
+
+
+def test_a_module_that_knows_no_share_of_a_checkpoint_is_a_fault(reports):
+    fault = reports["module_without_a_share"]["fault"]
+    assert "in phase checkpoint" in fault and "sharded_state_dict" in fault
+
+
+def test_a_weight_that_would_be_saved_at_another_place_is_a_fault(reports):
+    fault = reports["part_at_another_place"]["fault"]
+    assert "MisplacedPartError in phase checkpoint" in fault and "linear_proj.weight" in fault
