@@ -26,7 +26,8 @@ def test_a_held_rank_ends_the_run_that_says_where_each_rank_stands(checkpoint, t
     line = rf"rank 0: the run stands still: rank 0: {place} for \d+ s; rank 1: {place}, not heard for \d+ s \(process "
     assert re.match(line, message), message
     stacks = (run / "ranks" / "rank_00000.log").read_text()
-    assert "loop.py" in stacks and "distributed_c10d.py" in stacks, "what rank 0 waits in"
+    waits = ("distributed_c10d.py", "backends/gather.py")  # a collective, or one that was begun before
+    assert "loop.py" in stacks and any(place in stacks for place in waits), "what rank 0 waits in"
 
 
 def test_a_signal_to_one_rank_is_the_stop_of_all(worlds):
