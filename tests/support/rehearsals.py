@@ -145,12 +145,13 @@ def module_without_a_share() -> Any:
 
 def part_at_another_place() -> Any:
     """The first rank's columns of a weight are saved as the second's."""
+    from megatron.core.dist_checkpointing import ShardedTensor
     from megatron.core.tensor_parallel.layers import RowParallelLinear
 
     def make(plain: Any) -> Any:
         def share(self: Any, *args: Any, **options: Any) -> Any:
             parts = plain(self, *args, **options)
-            for part in parts.values():
+            for part in (part for part in parts.values() if isinstance(part, ShardedTensor)):
                 offset = (*part.global_offset[:-1], part.local_shape[-1] - part.global_offset[-1])
                 object.__setattr__(part, "global_offset", offset)
             return parts
