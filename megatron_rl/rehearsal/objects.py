@@ -40,15 +40,15 @@ def install(recorder: Callable[[], Recorder]) -> None:
         recorder().wait(kind)
 
     def all_gather_object(object_list: list, obj: Any, group: Any = None) -> None:
-        objects = object_list
         count("all-gather of objects", group)
-        objects[:] = _ask_all(obj, len(objects), dist.get_rank(group))
-        if len(objects) > 1 and collectives.name_group(group or collectives.world()).startswith("pp "):
+        size = len(object_list)
+        object_list[:] = _ask_all(obj, size, dist.get_rank(group))
+        if size > 1 and collectives.name_group(group or collectives.world()).startswith("pp "):
             said = _said_by_last_stage.setdefault(find_line(), [])
-            if dist.get_rank(group) == len(objects) - 1:
+            if dist.get_rank(group) == size - 1:
                 said.append(obj)
             elif said:
-                objects[-1] = said[0]
+                object_list[-1] = said[0]
 
     def gather_object(obj: Any, object_gather_list: list | None = None, dst: Any = None, group: Any = None, **_: Any) -> None:
         count("gather of objects", group)
