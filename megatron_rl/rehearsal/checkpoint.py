@@ -117,7 +117,7 @@ class RehearsedFiles:
                 size = data.nbytes if isinstance(data, torch.Tensor) else len(data.getbuffer())
                 written[number].append(WriteResult(item.index, size, _StorageInfo(name, end, size)))
                 end += size
-            files[f"mcore/{name}"] = {"bytes": end, "xxh3_128": ""}
+            files[str(Path("mcore", name))] = {"bytes": end, "xxh3_128": ""}
             self.nbytes += end
         if buckets:
             results.put(written)
