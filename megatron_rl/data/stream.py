@@ -1,6 +1,7 @@
 """The endless stream of train problems, whose order is a function of the position alone.
 
-The stream's whole state is one counter, so a resumed run continues with exactly the problems that the interrupted one would have drawn.
+The stream's whole state is one counter, and the positions below it that were drawn ahead and not trained on; so a resumed run trains on
+exactly the problems that the interrupted one had not.
 A mixture of sets adds no state: `WeightedInterleaver` computes which set a position belongs to and how many of its problems came before,
 and each set passes through its own shuffled epochs.
 """
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,27 +27,36 @@ class ProblemOrder:
 
 
 class ProblemStream:
-    """Returns the problems of an order in batches; the fingerprint keeps a saved position from being applied to other data."""
+    """Draws the problems of an order; the fingerprint keeps a saved position from being applied to other data."""
 
     def __init__(self, order: ProblemOrder) -> None:
         self._order, self._position = order, 0
+        self._left_out: list[int] = []  # below the position and not yet drawn, ascending
+
+    def draw(self, n: int) -> dict[int, Problem]:
+        """Return the next `n` problems by their positions, which ascend."""
+        again, self._left_out = self._left_out[:n], self._left_out[n:]
+        first, self._position = self._position, self._position + n - len(again)
+        return {position: self._order.at(position) for position in (*again, *range(first, self._position))}
 
     def next_batch(self, n: int) -> list[Problem]:
         """Return the next `n` problems."""
-        batch = [self._order.at(position) for position in range(self._position, self._position + n)]
-        self._position += n
-        return batch
+        return [*self.draw(n).values()]
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps: JSON-serializable."""
-        return {"position": self._position, "fingerprint": self._order.fingerprint}
+    def state_dict(self, untrained: Iterable[int] = ()) -> dict[str, Any]:
+        """Return what a checkpoint keeps, JSON-serializable: as if the positions `untrained` had not been drawn."""
+        position, left_out = self._position, sorted([*self._left_out, *untrained])
+        while left_out and left_out[-1] == position - 1:
+            position = left_out.pop()
+        state = {"position": position, "fingerprint": self._order.fingerprint}
+        return {**state, "left_out": left_out} if left_out else state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state` was taken. Raise UserError when it was taken from a stream over other data."""
         if state["fingerprint"] != self._order.fingerprint:
             rule = "the checkpoint was trained on other problems or in another order"
             raise UserError("data", None, rule, "resume with the same data section and the same files")
-        self._position = int(state["position"])
+        self._position, self._left_out = int(state["position"]), list(state.get("left_out", ()))
 
 
 def mix_orders(orders: Sequence[ProblemOrder], weights: Sequence[float]) -> ProblemStream:

@@ -12,6 +12,7 @@ import asyncio
 import json
 import math
 import os
+import threading
 from collections.abc import Sequence
 from dataclasses import asdict
 
@@ -41,6 +42,7 @@ class HttpRewardClient:
 
     def __init__(self, part: RewardFunctionConfig) -> None:
         self._part, self._tls = part, httpx.create_ssl_context()  # loading certificates takes 0.1 s
+        self._calls = threading.Semaphore(_MOST_REQUESTS)  # of threads, mostly of one request each
         self._headers = {"Content-Type": "application/json"}
         if part.token_env:
             token = os.environ.get(part.token_env, "").strip()
@@ -58,8 +60,10 @@ class HttpRewardClient:
             raise UserError("reward.functions.url", self._part.url, f"the reward server fails on an empty batch: {error}", fix) from None
 
     def score(self, texts_B: Sequence[str], problems_B: Sequence[Problem]) -> list[Reward]:
-        """Return one reward per completion, in their order; with an error where the server gave none. Call it outside any event loop."""
-        return asyncio.run(self._score(texts_B, problems_B))
+        """Return one reward per completion, in their order; with an error where the server gave none. Call it outside any event loop;
+        several threads may."""
+        with self._calls:
+            return asyncio.run(self._score(texts_B, problems_B))
 
     async def _score(self, texts_B: Sequence[str], problems_B: Sequence[Problem]) -> list[Reward]:
         size, slots = self._part.batch_size, asyncio.Semaphore(_MOST_REQUESTS)

@@ -9,7 +9,6 @@ A completion on which any of them fails has no verdict at all: a sum without one
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -34,7 +33,6 @@ class Scorer:
         self._config, self._notify, self._parts, self._correctness_label = config, notify, config.parts, config.correctness_label
         self._local = [label for label, part in self._parts.items() if part.name not in ("http", "length")]
         self._pool = RewardPool([_function(self._parts[label]) for label in self._local], config.workers, config.timeout, config.memory_mb)
-        self._lock = threading.Lock()
         self._servers = {label: HttpRewardClient(part) for label, part in self._parts.items() if part.name == "http"}
 
     def __enter__(self) -> Scorer:
@@ -55,18 +53,17 @@ class Scorer:
         called by several threads.
         """
         verdicts_B: list[dict[str, Reward]] = [{} for _ in texts_B]
-        with self._lock:
-            if self._local:
-                for verdicts, rewards in zip(verdicts_B, self._pool.score(texts_B, problems_B), strict=True):
-                    verdicts.update(zip(self._local, rewards, strict=True))
-            for label, server in self._servers.items():
-                for verdicts, reward in zip(verdicts_B, server.score(texts_B, problems_B), strict=True):
-                    verdicts[label] = reward
-            rewards_B = [self._sum(verdicts, length) for verdicts, length in zip(verdicts_B, lengths_B, strict=True)]
-            for number, error in enumerate(broken_B or ()):
-                if error:
-                    rewards_B[number] = Reward(0.0, False, error=error)
-            return self._apply_on_error(rewards_B, problems_B)
+        if self._local:
+            for verdicts, rewards in zip(verdicts_B, self._pool.score(texts_B, problems_B), strict=True):
+                verdicts.update(zip(self._local, rewards, strict=True))
+        for label, server in self._servers.items():
+            for verdicts, reward in zip(verdicts_B, server.score(texts_B, problems_B), strict=True):
+                verdicts[label] = reward
+        rewards_B = [self._sum(verdicts, length) for verdicts, length in zip(verdicts_B, lengths_B, strict=True)]
+        for number, error in enumerate(broken_B or ()):
+            if error:
+                rewards_B[number] = Reward(0.0, False, error=error)
+        return self._apply_on_error(rewards_B, problems_B)
 
     def _sum(self, verdicts: Mapping[str, Reward], tokens: int) -> Reward:
         if errors := {label: verdict.error for label, verdict in verdicts.items() if verdict.error}:

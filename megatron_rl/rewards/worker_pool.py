@@ -12,9 +12,11 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from multiprocessing.connection import Pipe, wait
 from typing import Any, Generic, Self, TypeVar
 
@@ -33,8 +35,33 @@ RewardFunctionSpec = tuple[str, Mapping[str, str]]
 VerdictT = TypeVar("VerdictT")
 
 
+class _Call(Generic[VerdictT]):
+    """The samples of one call of `WorkerPool.score`."""
+
+    def __init__(self, count: int) -> None:
+        self.count, self.failed = count, False
+        self.verdicts: dict[int, VerdictT] = {}
+
+    @property
+    def has_ended(self) -> bool:
+        return self.failed or len(self.verdicts) == self.count
+
+
+@dataclass(frozen=True)
+class _Sample(Generic[VerdictT]):
+    """One sample, the `number`-th of its call."""
+
+    call: _Call[VerdictT]
+    number: int
+    text: str
+    problem: Any
+
+    def end(self, verdict: VerdictT) -> None:
+        self.call.verdicts[self.number] = verdict
+
+
 class WorkerPool(Generic[VerdictT]):
-    """Hands samples to `workers` processes; use it as a context manager. Not to be shared between threads.
+    """Hands samples to `workers` processes; use it as a context manager.
 
     A subclass names its section of the configuration and the module that a worker runs (with `megatron_rl.rewards.worker.serve`), and
     makes the verdict of a sample without an answer. `argument` tells the workers what to load. `timeout`: seconds for one sample.
@@ -51,9 +78,12 @@ class WorkerPool(Generic[VerdictT]):
         self._argument, self._count, self._timeout, self._memory_mb = argument, workers, timeout, memory_mb
         self._workers: list[_Worker] = []
         self._failed_starts = 0
-        self._waiting: deque[tuple[int, str, Any]] = deque()
-        """(number, text, problem) of the samples that no worker has."""
-        self._verdicts: dict[int, VerdictT] = {}
+        self._waiting: deque[_Sample[VerdictT]] = deque()
+        """The samples that no worker has."""
+        self._changed = threading.Condition()
+        self._driven = False
+        """Whether a thread is talking to the workers; it does so for all threads that call."""
+        self._woken, self._wake = Pipe(duplex=False)
 
     def __enter__(self) -> Self:
         self._start_missing()
@@ -74,21 +104,49 @@ class WorkerPool(Generic[VerdictT]):
             self._start_missing()
 
     def score(self, texts_B: Sequence[str], problems_B: Sequence[Problem]) -> list[VerdictT]:
-        """Return the verdicts on the texts, in their order.
+        """Return the verdicts on the texts, in their order. May be called by several threads, whose samples share the workers.
 
         A sample without one gets `make_failure` of the reason: "timeout after 5 s", "worker died (signal 9)" or the function's own error
         such as "ValueError: ...". Raise RunError when workers cannot be started at all.
         """
-        self._waiting, self._verdicts = deque(zip(range(len(texts_B)), texts_B, problems_B, strict=True)), {}
-        try:
-            while len(self._verdicts) < len(texts_B):
+        call = _Call[VerdictT](len(texts_B))
+        with self._changed:
+            self._waiting.extend(_Sample(call, *sample) for sample in zip(range(len(texts_B)), texts_B, problems_B, strict=True))
+            if self._driven:
+                self._wake.send(None)  # whoever drives may have an idle worker for them
+        while self._may_drive(call):
+            try:
                 self._start_missing()
                 self._dispatch()
                 self._collect()
-        finally:
-            for worker in [worker for worker in self._workers if worker.samples]:  # after an error: nobody awaits their answers
-                self._discard(worker)
-        return [self._verdicts[number] for number in range(len(texts_B))]
+            except BaseException:
+                self._drop_everything()
+                raise
+            finally:
+                with self._changed:
+                    self._driven = False
+                    self._changed.notify_all()
+        if call.failed:
+            raise RunError(f"the {self.section} workers were lost in another thread")
+        return [call.verdicts[number] for number in range(len(texts_B))]
+
+    def _may_drive(self, call: _Call[VerdictT]) -> bool:
+        """Wait until the call has ended, and return False; or until no other thread drives the workers, and return True."""
+        with self._changed:
+            self._changed.wait_for(lambda: call.has_ended or not self._driven)
+            if call.has_ended:
+                return False
+            self._driven = True
+            return True
+
+    def _drop_everything(self) -> None:
+        """After an error: nobody awaits the workers' answers, and every call ends."""
+        with self._changed:
+            for sample in [*self._waiting, *(sample for worker in self._workers for sample in worker.samples)]:
+                sample.call.failed = True
+            self._waiting.clear()
+        for worker in [worker for worker in self._workers if worker.samples]:
+            self._discard(worker)
 
     def _start_missing(self) -> None:
         while len(self._workers) < self._count:
@@ -101,8 +159,9 @@ class WorkerPool(Generic[VerdictT]):
     def _dispatch(self) -> None:
         """Give every idle worker a chunk, smaller ones towards the end so that all finish together."""
         for worker in [worker for worker in self._workers if worker.ready and not worker.samples]:
-            size = min(LARGEST_CHUNK, -(-len(self._waiting) // (2 * self._count)))
-            chunk = [self._waiting.popleft() for _ in range(size)]
+            with self._changed:
+                size = min(LARGEST_CHUNK, -(-len(self._waiting) // (2 * self._count)))
+                chunk = [self._waiting.popleft() for _ in range(size)]
             if chunk and not worker.send(chunk, self._timeout):
                 self._replace(worker, "")  # it died while idle, which is no sample's fault
 
@@ -111,7 +170,10 @@ class WorkerPool(Generic[VerdictT]):
         busy = [worker for worker in self._workers if worker.samples or not worker.ready]
         if not busy:
             return
-        answering = wait([worker.channel for worker in busy], max(0.0, min(worker.deadline for worker in busy) - time.monotonic()))
+        seconds = max(0.0, min(worker.deadline for worker in busy) - time.monotonic())
+        answering = wait([self._woken, *(worker.channel for worker in busy)], seconds)
+        while self._woken.poll():
+            self._woken.recv()
         for worker in busy:
             if worker.channel in answering:
                 self._receive(worker)
@@ -125,7 +187,7 @@ class WorkerPool(Generic[VerdictT]):
             self._replace(worker, worker.cause_of_death())
             return
         if worker.ready:
-            self._verdicts[worker.samples.popleft()[0]] = message
+            worker.samples.popleft().end(message)
             worker.deadline = time.monotonic() + self._timeout
             return
         state, reason = message
@@ -136,8 +198,9 @@ class WorkerPool(Generic[VerdictT]):
     def _replace(self, worker: _Worker, reason: str) -> None:
         """Drop a worker: the sample it was at fails for `reason`, where there is one; the others go back to the queue's front."""
         if worker.samples and reason:
-            self._verdicts[worker.samples.popleft()[0]] = self.make_failure(reason)
-        self._waiting.extendleft(reversed(worker.samples))
+            worker.samples.popleft().end(self.make_failure(reason))
+        with self._changed:
+            self._waiting.extendleft(reversed(worker.samples))
         self._failed_starts += not worker.ready
         self._discard(worker)
         if self._failed_starts >= MOST_FAILED_STARTS * self._count:
@@ -175,15 +238,15 @@ class _Worker:
         )
         remote.close()
         self.ready = False
-        self.samples: deque[tuple[int, str, Any]] = deque()
+        self.samples: deque[_Sample[Any]] = deque()
         self.deadline = time.monotonic() + START_TIMEOUT
 
-    def send(self, chunk: list[tuple[int, str, Any]], timeout: float) -> bool:
+    def send(self, chunk: list[_Sample[Any]], timeout: float) -> bool:
         """Send samples to this idle worker; return False when its process is gone."""
         self.samples.extend(chunk)
         self.deadline = time.monotonic() + timeout
         try:
-            self.channel.send([(text, problem) for _, text, problem in chunk])
+            self.channel.send([(sample.text, sample.problem) for sample in chunk])
         except OSError:
             return False
         return True

@@ -92,7 +92,8 @@ class EnginePool:
         """See `Engine.generate`. Requests of a lost engine go to the others; raise EngineLostError if none is left."""
         samplings = [sampling] * len(prompts_B) if isinstance(sampling, SamplingParams) else sampling
         count, engines = len(prompts_B), len(self.replicas)
-        size = count if engines == 1 else max(-(-count // (_SPLITS_PER_ENGINE * engines)), 1)
+        # a group stays whole: its members share the cache of their prompt
+        size = count if engines == 1 else max(-(-count // (_SPLITS_PER_ENGINE * engines)), self._settings.group_size)
         slices = [slice(start, start + size) for start in range(0, count, max(size, 1))]
         if len(slices) <= 1:
             return self._generate(prompts_B, samplings)

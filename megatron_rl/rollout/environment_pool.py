@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Sequence
 
 from megatron_rl.config.environment import EnvironmentConfig
@@ -21,16 +20,14 @@ class EnvironmentPool(WorkerPool[StepResult]):
     def __init__(self, config: EnvironmentConfig) -> None:
         self.config = config
         self.stop = getattr(load_environment(config.name), "stop", ())
-        self._lock = threading.Lock()
         super().__init__(config.name, config.workers, config.timeout, config.memory_mb)
 
     def make_failure(self, reason: str) -> StepResult:
         return StepResult(error=reason)
 
     def step(self, texts_B: Sequence[str], episodes_B: Sequence[Episode]) -> list[StepResult]:
-        """Return one reply to each turn. Calls from several threads run one after the other."""
-        with self._lock:
-            replies = self.score(texts_B, episodes_B)
+        """Return one reply to each turn. May be called by several threads."""
+        replies = self.score(texts_B, episodes_B)
         errors = [reply.error for reply in replies if reply.error]
         if errors:
             _log.warning("environment %s failed in %d of %d answers: %s", self.config.name, len(errors), len(replies), errors[0])

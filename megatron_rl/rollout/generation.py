@@ -3,12 +3,13 @@
 Token in, token out: a turn's prompt is the ids of everything before it, as sampled. Only the environment's message is tokenized, by
 itself; sampled text is never tokenized again, so the trainer scores the very tokens that the engine drew.
 
-All unfinished completions take their next turn in one call of the engine, so each waits for the slowest of the previous turn.
+Completions of one turn are one call of the engine. In an environment each takes its turns by itself: none waits for another one's turn.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -56,16 +57,23 @@ class MultiTurnSampler:
         dialogues = [
             _Dialogue(self._start(problem, version), Episode(**vars(problem)), params, version, staleness) for problem, params in pairs
         ]
-        running = dialogues
-        while running:
-            self._sample_turn(running)
-            running = self._step_environments(running) if self._environments is not None else []
+        if self._environments is None:
+            self._sample_turn(dialogues)
+        else:
+            with ThreadPoolExecutor(max(len(dialogues), 1), thread_name_prefix="megatron-rl-dialogue") as threads:
+                list(threads.map(self._converse, dialogues))
         for dialogue in dialogues:
             dialogue.completion.text = self._decode(dialogue.completion.output_ids_T)
         return [dialogue.completion for dialogue in dialogues]
 
     def _start(self, problem: Problem, version: int) -> Completion:
         return Completion(problem, self._encode(problem.prompt), np.empty(0, np.int32), np.empty(0, np.float32), "", version, "")
+
+    def _converse(self, dialogue: _Dialogue) -> None:
+        """Sample all turns of a dialogue."""
+        self._sample_turn([dialogue])
+        while self._step_environment(dialogue):
+            self._sample_turn([dialogue])
 
     def _sample_turn(self, running: list[_Dialogue]) -> None:
         """Sample the next turn of every dialogue."""
@@ -85,13 +93,13 @@ class MultiTurnSampler:
             completion.prompt_tokens += len(prompt)
             completion.cached_tokens += generation.cached_tokens
 
-    def _step_environments(self, running: list[_Dialogue]) -> list[_Dialogue]:
-        """Append the environments' replies and return the dialogues that continue."""
+    def _step_environment(self, dialogue: _Dialogue) -> bool:
+        """Append the environment's reply; return whether a turn follows it."""
         assert self._environments is not None
-        stopped = [dialogue for dialogue in running if dialogue.completion.finish_reason == "stop"]
-        texts = [dialogue.completion.dialogue[-1] for dialogue in stopped]
-        replies = self._environments.step(texts, [dialogue.episode for dialogue in stopped])
-        return [dialogue for dialogue, reply in zip(stopped, replies, strict=True) if self._apply_reply(dialogue, reply)]
+        if dialogue.completion.finish_reason != "stop":
+            return False
+        (reply,) = self._environments.step([dialogue.completion.dialogue[-1]], [dialogue.episode])
+        return self._apply_reply(dialogue, reply)
 
     def _apply_reply(self, dialogue: _Dialogue, reply: StepResult) -> bool:
         """Append the reply and return True, or return False if no turn can follow it."""

@@ -1,10 +1,17 @@
-"""Rollouts on rank 0: problems -> the engine's completions -> rewards, in whole groups; and held-out evaluation."""
+"""Rollouts on rank 0: problems -> the engine's completions -> rewards, in whole groups; and held-out evaluation.
+
+Each group is a request of its own, and is scored as soon as its members have ended. Groups wait in one queue for room in the engines: what
+begins is always the group that was drawn first.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import math
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -49,8 +56,10 @@ _SAMPLING = (
     declare("sampling/without_signal", "groups in the batch whose members earned the same", "count"),
 )
 WAIT = declare("time/generate", "waiting for the completions and their rewards", "seconds", STEP_SECONDS)
+_FILL = 1.25
+"""Completions in the engines per completion that they decode at once: the next ones stand by."""
 _GENERATE = declare("ahead/generate", "sampling this step's completions, in the background", "seconds")
-_REWARD = declare("ahead/reward", "scoring this step's completions, in the background", "seconds")
+_REWARD = declare("ahead/reward", "scoring this step's completions, after the last one had been sampled", "seconds")
 
 
 @dataclass
@@ -63,6 +72,29 @@ class RolloutBatch:
     """Members of groups that dynamic sampling left out; they took time and count in the metrics."""
     sampling: dict[str, float] = field(default_factory=dict)
     """Metrics of dynamic sampling; empty if it is off."""
+
+
+@dataclass(eq=False)
+class StepDraw:
+    """The problems of one step, and its groups that have ended."""
+
+    version: int
+    """At which the trainer trains on them."""
+    rounds: list[dict[int, Problem]] = field(default_factory=list)
+    """By position in the problem stream; one round, or those of dynamic sampling."""
+    ended: dict[int, dict[int, list[Completion]]] = field(default_factory=dict)
+    """Round -> number of a group in it -> its scored completions."""
+
+
+@dataclass(frozen=True)
+class _GroupJob:
+    """What is the same for the groups of a round."""
+
+    version: int
+    purpose: str
+    size: int
+    sampling: SamplingParams
+    staleness: int = 0
 
 
 class RolloutWorker:
@@ -81,37 +113,45 @@ class RolloutWorker:
         self._config, self._stream, self._rewards = config, stream, rewards
         self._sampler = MultiTurnSampler(engine, tokenizer, environments)
         self._held_out = held_out
+        self._drawing = threading.Lock()
+        self._threads = self._make_threads(config.rollout.group_size)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the position in the problems; see `ProblemStream`. Sampling needs no state: see `derive_seed`."""
-        return self._stream.state_dict()
+    def state_dict(self, untrained: Iterable[StepDraw] = ()) -> dict[str, Any]:
+        """Return the position in the problems as if `untrained` had not been drawn; see `ProblemStream`. Sampling needs no state: see
+        `derive_seed`."""
+        with self._drawing:
+            return self._stream.state_dict(position for draw in untrained for problems in draw.rounds for position in problems)
 
-    def collect(self, version: int) -> RolloutBatch:
-        """Sample and score the groups that the trainer trains on at `version`.
+    def draw(self, version: int) -> StepDraw:
+        """Draw the problems that the trainer trains on at `version`; steps are in the order of these calls."""
+        draw = StepDraw(version)
+        self._draw_round(draw, self._config.rollout.prompts_per_step)
+        return draw
 
-        Raise RunError if a token was sampled by another policy version than this and the `placement.max_staleness` before it,
-        EngineLostError if the engine was lost; the next call then takes the same problems again.
+    def _draw_round(self, draw: StepDraw, prompts: int) -> None:
+        with self._drawing:
+            draw.rounds.append(self._stream.draw(prompts))
+
+    def collect(self, draw: StepDraw) -> RolloutBatch:
+        """Sample and score the groups of a step. Several threads may, for several steps; the engines get groups in order of the calls.
+
+        Raise RunError if a token was sampled by another policy version than the step's and the `placement.max_staleness` before it,
+        EngineLostError if the engines were lost. `draw` then keeps the groups that had ended, and another call samples the others.
 
         Dynamic sampling (DAPO, arXiv 2503.14476): a group whose members all earn the same reward teaches nothing, and is replaced by a
         group of the next problem. After the last round such groups fill the batch up to its size. So it is with groups outside of
         `accuracy_low` and `accuracy_high` (PRIME, arXiv 2502.01456), which then train nothing.
         """
-        stream_state = self._stream.state_dict()
-        try:
-            return self._collect(version)
-        except EngineLostError:
-            self._stream.load_state_dict(stream_state)
-            raise
-
-    def _collect(self, version: int) -> RolloutBatch:
         prompts, max_rounds = self._config.rollout.prompts_per_step, self._config.algorithm.dynamic_sampling_max_rounds
         if not max_rounds:
-            return self._sample_groups(prompts, version, 0)
+            return self._sample_round(draw, 0)
         group_size, algorithm = self._config.rollout.group_size, self._config.algorithm
         informative, others = list[list[Completion]](), list[list[Completion]]()
         seconds, rounds = dict[str, float](), 0
         while len(informative) < prompts and rounds < max_rounds:
-            rollout = self._sample_groups(prompts - len(informative), version, rounds)
+            if rounds == len(draw.rounds):
+                self._draw_round(draw, prompts - len(informative))
+            rollout = self._sample_round(draw, rounds)
             for start in range(0, len(rollout.completions_B), group_size):
                 group = rollout.completions_B[start : start + group_size]
                 in_range = algorithm.accuracy_low <= _compute_group_accuracy(group) <= algorithm.accuracy_high
@@ -128,12 +168,12 @@ class RolloutWorker:
             dict(zip(_SAMPLING, map(float, (rounds, len(others) - missing, missing)), strict=True)),
         )
 
-    def _sample_groups(self, prompts: int, version: int, sampling_round: int) -> RolloutBatch:
-        """Return the groups of the next `prompts` problems, with length penalties. `sampling_round`: rounds before it in this step."""
-        problems_P = self._stream.next_batch(prompts)
-        problems_B = [problem for problem in problems_P for _ in range(self._config.rollout.group_size)]
+    def _sample_round(self, draw: StepDraw, number: int) -> RolloutBatch:
+        """Return the groups of a round of dynamic sampling, or of all problems without it, with length penalties."""
+        problems_P = [*draw.rounds[number].values()]
         sampling, staleness = self._config.rollout.to_sampling(), self._config.placement.max_staleness
-        rollout = self._generate_and_score(problems_B, version, f"train/{sampling_round}", sampling, staleness)
+        job = _GroupJob(draw.version, f"train/{number}", self._config.rollout.group_size, sampling, staleness)
+        rollout = self._sample_groups(problems_P, job, draw.ended.setdefault(number, {}), self._threads)
         algorithm, max_tokens = self._config.algorithm, self._config.rollout.max_new_tokens
         for completion in rollout.completions_B:
             completion.masked = algorithm.mask_truncated_completions and completion.finish_reason == "length"
@@ -144,20 +184,48 @@ class RolloutWorker:
 
     def evaluate(self, version: int) -> RolloutBatch:
         """Return `eval.samples` scored completions of every held-out problem, those of one problem side by side."""
-        problems_B = [problem for problem in self._held_out for _ in range(self._config.eval.samples)]
-        return self._generate_and_score(problems_B, version, "eval", self._config.to_eval_sampling())
+        job = _GroupJob(version, "eval", self._config.eval.samples, self._config.to_eval_sampling())
+        with self._make_threads(job.size) as threads:  # of its own: groups that are sampled ahead do not keep it waiting
+            return self._sample_groups(self._held_out, job, {}, threads)
 
-    def _generate_and_score(
-        self, problems_B: Sequence[Problem], version: int, purpose: str, sampling: SamplingParams, staleness: int = 0
+    def close(self) -> None:
+        """Begin no further group."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _make_threads(self, group_size: int) -> ThreadPoolExecutor:
+        """Return as many threads as there are groups in the engines, so that further groups wait here, in order."""
+        most = self._config.rollout.engines * self._config.rollout.max_running_requests
+        return ThreadPoolExecutor(math.ceil(_FILL * most / group_size), thread_name_prefix="megatron-rl-group")
+
+    def _sample_groups(
+        self, problems_P: Sequence[Problem], job: _GroupJob, ended: dict[int, list[Completion]], threads: ThreadPoolExecutor
     ) -> RolloutBatch:
+        """Return a group for each problem. `ended`: groups by number that are there already; those that end are added, also if others
+        fail."""
         start = time.perf_counter()
-        seeds = [derive_seed(self._config.train.seed, version, purpose, index) for index in range(len(problems_B))]
-        samplings = [replace(sampling, seed=seed) for seed in seeds]
-        completions = self._sampler.sample(problems_B, samplings, version, staleness)
+        missing = [number for number in range(len(problems_P)) if number not in ended]
+        futures = {number: threads.submit(self._sample_group, problems_P[number], number, job) for number in missing}
+        generated, failures = start, list[Exception]()
+        for number, future in futures.items():  # all of them: none runs on when this returns
+            try:
+                ended[number], ended_at = future.result()
+                generated = max(generated, ended_at)
+            except Exception as error:  # also that a group was cancelled by `close`
+                failures.append(error)
+        if failures:  # an error of another kind than a loss does not pass
+            raise min(failures, key=lambda error: isinstance(error, EngineLostError))
+        completions_B = [member for number in range(len(problems_P)) for member in ended[number]]
+        return RolloutBatch(completions_B, {_GENERATE: generated - start, _REWARD: time.perf_counter() - generated})
+
+    def _sample_group(self, problem: Problem, number: int, job: _GroupJob) -> tuple[list[Completion], float]:
+        """Return a problem's scored completions, and when they had been generated. Called by the threads of groups."""
+        members = range(number * job.size, (number + 1) * job.size)
+        samplings = [replace(job.sampling, seed=derive_seed(self._config.train.seed, job.version, job.purpose, index)) for index in members]
+        completions = self._sampler.sample([problem] * job.size, samplings, job.version, job.staleness)
         generated = time.perf_counter()
         hang_watchdog.enter_phase("reward")
         assign_rewards(completions, self._rewards)
-        return RolloutBatch(completions, {_GENERATE: generated - start, _REWARD: time.perf_counter() - generated})
+        return completions, generated
 
 
 def derive_seed(run: int, version: int, purpose: str, index: int) -> int:

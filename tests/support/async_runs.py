@@ -17,7 +17,7 @@ from megatron_rl.hf.tokenizer import load_tokenizer
 from megatron_rl.mcore.layers.quantized_linear import find_quantized_layers
 from megatron_rl.rewards.scorer import Scorer
 from megatron_rl.rollout.async_worker import AsyncRolloutWorker
-from megatron_rl.rollout.worker import RolloutBatch, RolloutWorker
+from megatron_rl.rollout.worker import RolloutBatch, RolloutWorker, StepDraw
 from megatron_rl.types import Generation, Reward, SamplingParams
 from parallel.transport.pack import ChunkPacker
 from support.processes import until
@@ -35,11 +35,11 @@ class RecordingWorker(RolloutWorker):
         super().__init__(*args)
         self.batches: list[tuple[int, list[Any]]] = []
 
-    def collect(self, version: int) -> RolloutBatch:
-        rollout = super().collect(version)
+    def collect(self, draw: StepDraw) -> RolloutBatch:
+        rollout = super().collect(draw)
         for completion in rollout.completions_B:
             completion.reward = Reward(float(completion.output_ids_T.sum() % 2), False)
-        self.batches.append((version, rollout.completions_B))
+        self.batches.append((draw.version, rollout.completions_B))
         return rollout
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import json
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,123 +11,182 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.processes import until
 
 from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.config import Config
+from megatron_rl.data import ProblemOrder, ProblemStream
 from megatron_rl.errors import EngineLostError, RunError, UserError
 from megatron_rl.preflight import Facts, Needs, check
-from megatron_rl.rollout import async_worker
 from megatron_rl.rollout.async_worker import AsyncRolloutWorker
 from megatron_rl.rollout.generation import MultiTurnSampler
-from megatron_rl.rollout.worker import RolloutBatch, compute_rollout_metrics
+from megatron_rl.rollout.worker import RolloutBatch, RolloutWorker, compute_rollout_metrics
 from megatron_rl.training.mismatch import bin_mismatch, measure_mismatch, measure_staleness
 from megatron_rl.training.samples import to_training_samples
-from megatron_rl.types import Completion, Generation, Problem, SamplingParams
+from megatron_rl.types import Completion, Generation, Problem, Reward, SamplingParams
 from rollout_sglang.engine import parse_generation
 
 
-class Worker:
-    """Its groups tell for which version they are, and at which the trainer stood when they began."""
+class Lengths:
+    """An engine whose clock stands at the trainer's version. It answers with tokens of the versions at which a group began and ended.
+
+    One problem in ten takes long: it ends when the trainer waits for it. `fails`: how many of the next requests find no engine.
+    """
 
     def __init__(self) -> None:
-        self.trainer, self.position, self.broken, self.hold = 0, 0, -1, threading.Event()
-        self.hold.set()
-        self.error = RunError("the engine is gone")
+        self.version, self.fails, self.ended = 0, 0, list[int]()
+        self.slow = threading.Event()
+        self.lock = threading.Lock()
 
-    def collect(self, version: int) -> RolloutBatch:
-        began = self.trainer
-        assert self.hold.wait(60)
-        if version == self.broken:
-            raise self.error
-        self.position += 1
-        seconds = {"ahead/generate": 2.0, "ahead/reward": 1.0}
-        return RolloutBatch([SimpleNamespace(version=version, began=began)], seconds, [], {"sampling/rounds": 1})
-
-    def state_dict(self) -> dict[str, int]:
-        return {"position": self.position}
-
-
-@pytest.fixture
-def thread(monkeypatch):
-    """The only thread of the workers that a test makes."""
-    pool = ThreadPoolExecutor(1)
-    monkeypatch.setattr(async_worker, "ThreadPoolExecutor", lambda *_, **__: pool)
-    return pool
+    def generate(self, prompts_B, samplings):
+        with self.lock:
+            began, self.fails = self.version, self.fails - 1
+            if self.fails >= 0:
+                raise EngineLostError("the engine is gone")
+        number = int(prompts_B[0][0])
+        if number % 10 == 0:
+            assert self.slow.wait(60)
+        with self.lock:
+            self.ended.append(number)
+            versions = np.array([began, self.version])
+        return [Generation(np.array([97, 98]), np.array([-1.0, -2.0]), "stop", versions[1], versions) for _ in prompts_B]
 
 
-def run(worker: Worker, max_staleness: int, steps: int, start: int = 0) -> list[SimpleNamespace]:
-    ahead = AsyncRolloutWorker(worker, max_staleness, steps, lambda: None)
-    worker.position, results = start, []
-    for version in range(start, steps):
-        worker.trainer = version
-        results += ahead.collect(version).completions_B
-        assert ahead.state_dict() == {"position": version + 1}
-    ahead.close()
-    return results
+class Run:
+    """A trainer that takes groups of two problems, four members each, in a run that may lose its engine or be stopped."""
+
+    def __init__(self, max_staleness: int, steps: int, rounds: int = 0, state: dict | None = None, **rollout: object) -> None:
+        sections = {"placement": {"kind": "disaggregated", "max_staleness": max_staleness}, "algorithm": {}}
+        sections["algorithm"] = {"correction": "tis", "dynamic_sampling_max_rounds": rounds}
+        settings = config(rollout={"prompts_per_step": 2, "group_size": 4, **rollout}, **sections)
+        stream = ProblemStream(ProblemOrder(lambda position: Problem(str(position), str(position), ""), "numbers"))
+        if state is not None:
+            stream.load_state_dict(json.loads(json.dumps(state)))
+        self.engine = Lengths()
+        tokenizer = SimpleNamespace(encode=lambda text, add_special_tokens: [int(text)], decode=lambda ids, skip_special_tokens: "")
+        self.scored: list[str] = []
+        worker = RolloutWorker(settings, self.engine, stream, [], tokenizer, self)  # type: ignore[arg-type]
+        self.ahead = AsyncRolloutWorker(worker, max_staleness, steps, self.engine.slow.set)
+        self.trained: list[list[str]] = []
+        self.ages: list[int] = []
+
+    def score(self, texts, problems, lengths, broken):
+        """Every third problem teaches nothing."""
+        self.scored.append(problems[0].id)
+        return [Reward(float(member % 2 and int(problems[0].id) % 3 > 0), False) for member in range(len(problems))]
+
+    def step(self, version: int) -> int:
+        """Train at `version`; return how often the engine was lost meanwhile."""
+        losses = 0
+        with self.engine.lock:
+            self.engine.version = version
+        self.ahead.begin(version)
+        self.engine.slow.set()  # the trainer waits
+        while True:
+            try:
+                rollout = self.ahead.collect(version)
+                break
+            except EngineLostError:
+                losses += 1
+        self.engine.slow.clear()
+        members = [*rollout.completions_B, *rollout.discarded_B]
+        self.trained.append([member.problem.id for member in members[::4]])
+        self.ages += [int(lag) for member in members for lag in (() if member.version_lags_T is None else member.version_lags_T)]
+        return losses
 
 
-@given(st.integers(0, 4), st.integers(0, 3), st.integers(1, 8))
-def test_nothing_begins_before_the_trainer_is_near_enough(max_staleness, start, more):
-    worker = Worker()
-    results = run(worker, max_staleness, start + more, start)
-    assert [group.version for group in results] == list(range(start, start + more)) and worker.position == start + more
-    assert all(0 <= group.version - group.began <= max_staleness for group in results)
+@given(st.integers(0, 4), st.integers(1, 8), st.lists(st.integers(0, 3), min_size=8, max_size=8))
+def test_groups_are_trained_once_in_the_order_they_were_drawn_whatever_their_lengths_and_losses(max_staleness, steps, fails):
+    """One problem in ten takes until the trainer waits for it; others end before it and do not overtake it."""
+    run = Run(max_staleness, steps)
+    for version in range(steps):
+        with run.engine.lock:
+            run.engine.fails = fails[version]
+        run.step(version)
+        assert run.ahead.state_dict() == {"position": 2 * (version + 1), "fingerprint": "numbers"}
+    run.ahead.close()
+    assert run.trained == [[str(2 * version), str(2 * version + 1)] for version in range(steps)]
+    assert max(run.ages, default=0) <= max_staleness
+    assert sorted(map(int, run.scored)) == sorted(run.engine.ended) == list(range(2 * steps)), "what had ended is not sampled again"
 
 
-def test_the_next_groups_are_made_while_the_trainer_trains(thread):
-    worker = Worker()
-    ahead = AsyncRolloutWorker(worker, 1, 9, lambda: None)
-    ahead.collect(0)
-    thread.submit(lambda: None).result(60)  # after all that has begun
-    assert worker.position == 2 and ahead.state_dict() == {"position": 1}, "a run that goes on makes them anew"
-    ahead.collect(1)
-    ahead.close()
+@given(st.integers(0, 3), st.integers(1, 6), st.integers(1, 6))
+def test_a_resumed_run_trains_on_what_the_first_one_had_not_and_on_nothing_else(max_staleness, first, second):
+    """With dynamic sampling, whose later rounds draw problems behind those of the next steps."""
+    run = Run(max_staleness, first + second, rounds=4)
+    for version in range(first):
+        run.step(version)
+    state = run.ahead.state_dict()
+    run.ahead.close()
+    again = Run(max_staleness, first + second, rounds=4, state=state)
+    for version in range(first, first + second):
+        again.step(version)
+    state = again.ahead.state_dict()
+    again.ahead.close()
+    trained = [int(number) for step in [*run.trained, *again.trained] for number in step]
+    assert sorted([*trained, *state.get("left_out", ())]) == list(range(state["position"]))
 
 
-def test_groups_of_a_lost_engine_are_made_anew_and_no_problem_is_skipped(thread):
-    """Lost in the groups for version 1: those for 2 had begun behind them."""
-    failing, worker = Worker(), Worker()
-    failing.broken = worker.broken = 1
-    ahead = AsyncRolloutWorker(failing, 1, 9, lambda: None)
-    ahead.collect(0)
-    with pytest.raises(RunError, match="the engine is gone"):  # any other error is raised in its turn
-        ahead.collect(1)
-    worker.error = EngineLostError("the engine is gone")
-    ahead = AsyncRolloutWorker(worker, 2, 9, lambda: None)
-    ahead.collect(0)
-    thread.submit(lambda: None).result(60)
-    assert worker.position == 1, "nothing comes before the groups that failed"
-    worker.broken = 2
-    assert ahead.collect(1).completions_B[0].version == 1, "a sync has brought the engine back since"
-    with pytest.raises(EngineLostError, match="the engine is gone"):
-        ahead.collect(2)
-    assert ahead.state_dict() == {"position": 2}
-    worker.broken = -1
-    assert [ahead.collect(version).completions_B[0].version for version in (2, 3, 4)] == [2, 3, 4]
-    assert ahead.state_dict() == {"position": 5}
-    ahead.close()
+def test_answers_that_end_early_are_scored_while_others_run():
+    run = Run(0, 1)
+    run.ahead.begin(0)  # problem 0 takes long, problem 1 does not
+    until(lambda: run.scored == ["1"], 60, "what was begun")
+    run.step(0)
+    run.ahead.close()
+    assert run.scored == ["1", "0"] and run.trained == [["0", "1"]]
 
 
-def test_closing_breaks_off_what_is_made(thread):
-    worker, stopped = Worker(), []
-    ahead = AsyncRolloutWorker(worker, 2, 9, lambda: (stopped.append(True), worker.hold.set()))
-    ahead.collect(0)
-    worker.hold.clear()
-    thread.submit(worker.hold.wait, 60)
-    ahead.close()
-    assert stopped == [True]
-    with pytest.raises(RuntimeError, match="after shutdown"):
-        thread.submit(print)
+def test_the_next_steps_groups_run_while_the_longest_answer_of_this_step_does():
+    """The step barrier would leave the engine to one answer alone."""
+    run = Run(2, 9)
+    run.ahead.begin(0)
+    until(lambda: sorted(run.engine.ended) == [1, 2, 3, 4, 5], 60, "what was begun")
+    run.step(0)
+    assert run.trained == [["0", "1"]] and run.ahead.state_dict()["position"] == 2, "a run that goes on makes the others anew"
+    run.ahead.close()
+
+
+def test_groups_wait_in_order_for_room_in_the_engines():
+    run = Run(1, 5, engines=1, max_running_requests=4)  # of one group, and one that stands by
+    run.ahead.begin(0)
+    until(lambda: run.engine.ended == [1, 2, 3], 60, "what was begun")
+    run.step(0)
+    run.ahead.close()
+    assert run.engine.ended == [1, 2, 3, 0]
+
+
+def test_other_errors_of_the_engine_end_the_run_in_their_turn():
+    run = Run(1, 5)
+    run.step(0)
+    until(lambda: len(run.engine.ended) == 4, 60, "the groups of step 1")
+    run.engine.version = 7
+    run.ahead.begin(1)
+    run.engine.slow.set()
+    run.ahead.collect(1)
+    with pytest.raises(RunError, match="sampled by policy version 7, the trainer holds version 2"):
+        run.ahead.collect(2)
+    run.ahead.close()
+
+
+def test_a_loss_while_nobody_waits_is_made_good_by_the_next_sync():
+    run = Run(1, 3)
+    run.engine.fails = 4
+    run.ahead.begin(0)
+    until(lambda: run.engine.fails <= 0, 60, "what was begun")
+    until(lambda: all(step.rollout.done() for step in run.ahead._pending), 60, "what was begun")
+    assert run.step(0) == 0, "begun anew, without a second recovery"
+    run.ahead.close()
 
 
 def test_the_trainer_says_what_it_waited_and_not_what_generation_took():
-    ahead = AsyncRolloutWorker(Worker(), 1, 1, lambda: None)
-    rollout = ahead.collect(0)
-    ahead.close()
-    assert rollout.seconds == {"time/generate": pytest.approx(0, abs=1), "ahead/generate": 2.0, "ahead/reward": 1.0}
-    assert rollout.sampling == {"sampling/rounds": 1}
-    rollout.completions_B = [Completion(Problem("0", "", ""), [1], [2] * 6, [-1.0] * 6, "stop", 0, "")]
-    assert compute_rollout_metrics(rollout)["tokens/per_second"] == 3
+    run = Run(0, 1, rounds=1)
+    run.engine.slow.set()
+    rollout = run.ahead.collect(0)
+    run.ahead.close()
+    assert rollout.seconds.keys() == {"time/generate", "ahead/generate", "ahead/reward"} and min(rollout.seconds.values()) >= 0
+    assert rollout.sampling["sampling/rounds"] == 1
+    rollout.seconds["ahead/generate"] = 2.0
+    assert compute_rollout_metrics(rollout)["tokens/per_second"] == 8
 
 
 class Engine:

@@ -98,12 +98,15 @@ class FakeTokenizer:
 
 
 class FakeEngine:
-    """Answers with the member's number within all prompts, as one letter."""
+    """Answers with the member's number within its group, as one letter."""
 
     version = 5
 
+    def __init__(self):
+        self.sampling = []
+
     def generate(self, prompts_B, sampling):
-        self.prompts, self.sampling = prompts_B, sampling
+        self.sampling += sampling
         return [Generation([ord("a") + index], [-1.0], "stop", self.version) for index in range(len(prompts_B))]
 
 
@@ -112,7 +115,7 @@ class FakeRewards:
 
     def score(self, texts, problems, lengths, broken):
         assert len(texts) == len(problems) and lengths == [1] * len(texts)
-        return [Reward(float(text in "ae"), text in "ae") for text in texts]
+        return [Reward(float(text == "a"), text == "a") for text in texts]
 
 
 def make_worker(engine: FakeEngine, rewards: object, **sections: dict[str, object]) -> RolloutWorker:
@@ -134,23 +137,23 @@ def worker(engine):
 
 
 def test_groups_lie_side_by_side(worker):
-    completions = worker.collect(5).completions_B
+    completions = worker.collect(worker.draw(5)).completions_B
     assert [member.problem.id for member in completions] == ["0"] * 4 + ["1"] * 4
-    assert [member.text for member in completions] == list("abcdefgh")
+    assert [member.text for member in completions] == list("abcd" * 2)
     assert [member.reward.value for member in completions] == [1.0, 0.0, 0.0, 0.0] * 2
-    assert [member.problem.id for member in worker.collect(5).completions_B] == ["2"] * 4 + ["3"] * 4
+    assert [member.problem.id for member in worker.collect(worker.draw(5)).completions_B] == ["2"] * 4 + ["3"] * 4
     with pytest.raises(RunError, match="sampled by policy version 5, the trainer holds version 6"):
-        worker.collect(6)
+        worker.collect(worker.draw(6))
 
 
 def test_draws_are_a_function_of_version_and_place(worker, engine):
-    worker.collect(5)
-    first = [sampling.seed for sampling in engine.sampling]
-    assert len(set(first)) == 8
-    worker.collect(5)
-    assert [sampling.seed for sampling in engine.sampling] == first, "the problems differ, the draws' place does not"
+    worker.collect(worker.draw(5))
+    first = {sampling.seed for sampling in engine.sampling}
+    assert len(first) == 8
+    worker.collect(worker.draw(5))
+    assert len(engine.sampling) == 16 and {sampling.seed for sampling in engine.sampling} == first, "another place"
     worker.evaluate(5)
-    assert not {sampling.seed for sampling in engine.sampling} & set(first)
+    assert len(engine.sampling) > 16 and not {sampling.seed for sampling in engine.sampling[16:]} & first
 
 
 def test_held_out_problems_are_sampled_by_settings_of_their_own(engine):
@@ -158,12 +161,12 @@ def test_held_out_problems_are_sampled_by_settings_of_their_own(engine):
     worker = make_worker(engine, FakeRewards(), rollout={"stop": ["\n"], "min_p": 0.1, "max_new_tokens": 7}, eval=eval_settings)
     completions = worker.evaluate(5).completions_B
     assert [member.problem.level for member in completions] == [1, 1, 2, 2]
-    assert [member.reward.correct for member in completions] == [True, False, False, False]
+    assert [member.reward.correct for member in completions] == [True, False] * 2
     assert len({sampling.seed for sampling in engine.sampling}) == 4
     for sampling in engine.sampling:
         assert replace(sampling, seed=None) == SamplingParams(0.25, 7, None, ("\n",), top_k=3, min_p=0.1)
-    worker.collect(5)
-    assert replace(engine.sampling[0], seed=None) == SamplingParams(1.0, 7, None, ("\n",), min_p=0.1)
+    worker.collect(worker.draw(5))
+    assert replace(engine.sampling[-1], seed=None) == SamplingParams(1.0, 7, None, ("\n",), min_p=0.1)
 
 
 class Scripted:
@@ -173,7 +176,7 @@ class Scripted:
         self.groups, self.asked = groups, []
 
     def score(self, texts, problems, lengths, broken):
-        self.asked.append(len(problems) // 4)
+        self.asked.append(problems[0].id)
         return [Reward(self.groups.get(problem.id, [0.0] * 4)[index % 4], False) for index, problem in enumerate(problems)]
 
 
@@ -189,10 +192,10 @@ MIXED, EQUAL = [1.0, 0.0, 0.0, 1.0], [1.0] * 4
 
 def test_dynamic_sampling_draws_as_many_groups_as_are_missing():
     worker, rewards = dynamic(10, {"0": EQUAL, "1": MIXED, "2": EQUAL, "3": EQUAL, "4": MIXED})
-    rollout = worker.collect(5)
+    rollout = worker.collect(worker.draw(5))
     assert [member.problem.id for member in rollout.completions_B] == ["1"] * 4 + ["4"] * 4
     assert [member.problem.id for member in rollout.discarded_B] == ["0"] * 4 + ["2"] * 4 + ["3"] * 4
-    assert rewards.asked == [2, 1, 1, 1]
+    assert len(rewards.asked) == 5 == len(set(rewards.asked)), "each problem once"
     assert rollout.sampling == {"sampling/rounds": 4, "sampling/discarded": 3, "sampling/without_signal": 0}
     metrics = compute_rollout_metrics(rollout)
     assert metrics["reward/mean"] == (3 * 4 + 2 * 2) / 20, "what was left out was sampled as well"
@@ -201,14 +204,14 @@ def test_dynamic_sampling_draws_as_many_groups_as_are_missing():
 
 def test_dynamic_sampling_ends_with_a_full_batch():
     worker, rewards = dynamic(3, {"1": MIXED})
-    rollout = worker.collect(5)
+    rollout = worker.collect(worker.draw(5))
     assert [member.problem.id for member in rollout.completions_B] == ["1"] * 4 + ["0"] * 4
-    assert rewards.asked == [2, 1, 1]
+    assert len(rewards.asked) == 4
     assert rollout.sampling == {"sampling/rounds": 3, "sampling/discarded": 2, "sampling/without_signal": 1}
     assert rollout.seconds.keys() == {"ahead/generate", "ahead/reward"}
     worker, rewards = dynamic(0, {})  # without it every group is taken
-    rollout = worker.collect(5)
-    assert rewards.asked == [2] and rollout.sampling == {} and not rollout.discarded_B
+    rollout = worker.collect(worker.draw(5))
+    assert len(rewards.asked) == 2 and rollout.sampling == {} and not rollout.discarded_B
 
 
 def test_what_is_excluded_gives_a_group_no_signal():
@@ -221,7 +224,7 @@ def test_what_is_excluded_gives_a_group_no_signal():
         return rewards
 
     scripted.score = excluding
-    assert worker.collect(5).sampling["sampling/without_signal"] == 1
+    assert worker.collect(worker.draw(5)).sampling["sampling/without_signal"] == 1
 
 
 def test_groups_outside_of_the_range_of_accuracy_are_replaced_and_fill_without_a_gradient():
@@ -230,10 +233,10 @@ def test_groups_outside_of_the_range_of_accuracy_are_replaced_and_fill_without_a
     )
     score = scripted.score
     scripted.score = lambda *args: [replace(reward, correct=reward.value == 1.0) for reward in score(*args)]
-    rollout = worker.collect(5)
+    rollout = worker.collect(worker.draw(5))
     assert [member.problem.id for member in rollout.completions_B] == ["1"] * 4 + ["0"] * 4
     assert [member.masked for member in rollout.completions_B] == [False] * 4 + [True] * 4
-    assert scripted.asked == [2, 1, 1] and len(rollout.discarded_B) == 8
+    assert len(scripted.asked) == 4 and len(rollout.discarded_B) == 8
 
 
 @pytest.mark.parametrize("mask", [False, True])
@@ -246,14 +249,14 @@ def test_truncated_completions_are_masked_on_request(mask):
         return [replace(result, finish_reason="length" if number % 2 else "stop") for number, result in enumerate(generate(*args, **named))]
 
     engine.generate = cut_every_other
-    assert [member.masked for member in worker.collect(5).completions_B] == [False, mask] * 4
+    assert [member.masked for member in worker.collect(worker.draw(5)).completions_B] == [False, mask] * 4
 
 
 def test_length_penalties_stay_beside_the_reward_and_give_no_signal():
     """All members have 1 of 1 tokens; the penalty alone must not make a group worth keeping."""
     algorithm = {"overlong_share": 0.5, "overlong_penalty": 0.75}
     worker, _ = dynamic(1, {"0": EQUAL, "1": EQUAL}, rollout={"max_new_tokens": 1}, **algorithm)
-    rollout = worker.collect(5)
+    rollout = worker.collect(worker.draw(5))
     assert {(member.reward.value, member.length_penalty) for member in rollout.completions_B} == {(1.0, -0.75)}
     assert rollout.sampling["sampling/without_signal"] == 2
     assert compute_rollout_metrics(rollout)["reward/overlong"] == -0.75
