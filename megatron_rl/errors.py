@@ -50,6 +50,10 @@ class EngineLostError(RunError):
     """An engine, or the connection to one, was lost. The call can be repeated with an engine that takes its place."""
 
 
+class AbortedError(Exception):
+    """The caller's own `Abort` ended a call: nobody waits for its result."""
+
+
 @contextmanager
 def as_run_error() -> Iterator[None]:
     """Turn an OSError, such as that of a full disk, into a RunError."""

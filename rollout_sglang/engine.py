@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+import uuid
 from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -15,11 +16,11 @@ import torch
 
 from megatron_rl.batch.kept_tokens import holds_tokens, make_kept_tokens
 from megatron_rl.config.sync import Running
-from megatron_rl.errors import EngineLostError, RunError
+from megatron_rl.errors import AbortedError, EngineLostError, RunError
 from megatron_rl.hf.files import read_config
 from megatron_rl.hf.routing_record import RoutingShape
 from megatron_rl.precision.graph.graph import PrecisionGraph
-from megatron_rl.rollout.engine import EngineTensorSpec, Places
+from megatron_rl.rollout.engine import Abort, EngineTensorSpec, Places
 from megatron_rl.types import Generation, SamplingParams
 from rollout_sglang import memory_release
 from rollout_sglang.health_watch import HealthMonitor
@@ -100,7 +101,9 @@ class SGLangEngine(RankRequests):
             time.sleep(_POLL_SECONDS)
         raise self._make_error(f"the engine was not healthy after {seconds:g} s (rollout.start_timeout)")
 
-    def generate(self, prompts_B: Sequence[np.ndarray], sampling: SamplingParams | Sequence[SamplingParams]) -> list[Generation]:
+    def generate(
+        self, prompts_B: Sequence[np.ndarray], sampling: SamplingParams | Sequence[SamplingParams], abort: Abort | None = None
+    ) -> list[Generation]:
         """See `Engine.generate`. Seeds count on the CPU tier only (`rollout_sglang.hooks.seeded_sampling`); a GPU ignores them."""
         samplings = [sampling] * len(prompts_B) if isinstance(sampling, SamplingParams) else sampling
         parameters = [_sampling_params(params) for params in samplings]
@@ -109,11 +112,13 @@ class SGLangEngine(RankRequests):
             recorded = [samplings[index].record_kept_tokens for index in missing]
             try:
                 with self._gate.passing(), self._health_monitor.working():
-                    answers = self._ask([prompts_B[index] for index in missing], [parameters[index] for index in missing], recorded)
+                    answers = self._ask([prompts_B[index] for index in missing], [parameters[index] for index in missing], recorded, abort)
             except AnswersDroppedError:
                 continue
             if self._http.is_closed:  # while its answers waited for a proof
                 raise self._make_error("the engine was stopped", EngineLostError)
+            if abort and abort.requested:
+                raise AbortedError
             for index, answer in zip(missing, answers, strict=True):
                 if answer["meta_info"]["finish_reason"]["type"] == "abort":  # discarded by a sync: sample it again
                     continue
@@ -129,9 +134,13 @@ class SGLangEngine(RankRequests):
         return [[self._read(answer, len(prompt), False) for answer, prompt in zip(answers, prompts_B, strict=True)]]
 
     def _ask(
-        self, prompts_B: Sequence[np.ndarray], parameters: list[dict[str, Any]], record_kept_tokens: list[bool]
+        self,
+        prompts_B: Sequence[np.ndarray],
+        parameters: list[dict[str, Any]],
+        record_kept_tokens: list[bool],
+        abort: Abort | None = None,
     ) -> list[dict[str, Any]]:
-        """Return SGLang's answers."""
+        """Return SGLang's answers, those of aborted requests too. Raise AbortedError if `abort` is requested already."""
         body = {
             "input_ids": [np.asarray(prompt).tolist() for prompt in prompts_B],
             "sampling_params": parameters,
@@ -139,7 +148,16 @@ class SGLangEngine(RankRequests):
             "return_routed_experts": self._routing is not None,
             "return_sampling_mask": record_kept_tokens,
         }
-        return self._post("/generate", body)
+        if abort is None:
+            return self._post("/generate", body)
+        body["rid"] = [uuid.uuid4().hex for _ in prompts_B]
+        with abort.calling(lambda: self._abort(body["rid"])):
+            return self._post("/generate", body)
+
+    def _abort(self, requests: Sequence[str]) -> None:
+        """End requests by their ids. One that has ended, or that SGLang has not read yet, goes on."""
+        for request in requests:
+            self._post("/abort_request", {"rid": request})
 
     def _read(self, answer: dict[str, Any], prompt_tokens: int, mixed_versions: bool) -> Generation:
         """Return a completion with its routing, where that is recorded."""

@@ -43,6 +43,9 @@ class RolloutConfig(ConfigSection):
     nodes_per_engine: int = Field(1, ge=1)
     """Nodes that the ranks of each engine lie over, as many on each; divides `tp` and the number of `hosts`. See docs/guides/slurm.md."""
     prompts_per_step: int = Field(32, ge=1)
+    over_sampling_prompts: int = Field(0, ge=0)
+    """Prompts sampled beyond `prompts_per_step`: once enough groups have ended, the slowest are aborted. The next step samples them again,
+    and does not abort them again, so no problem is left out."""
     group_size: int = Field(8, ge=1)
     """Completions per prompt; 1 for advantages that compare none (`gae`)."""
     temperature: float = Field(1.0, gt=0)

@@ -39,6 +39,15 @@ class ProblemStream:
         first, self._position = self._position, self._position + n - len(again)
         return {position: self._order.at(position) for position in (*again, *range(first, self._position))}
 
+    @property
+    def left_out_count(self) -> int:
+        """Problems that the next `draw` returns before others: of an earlier draw that did not come to be trained on."""
+        return len(self._left_out)
+
+    def give_back(self, positions: Iterable[int]) -> None:
+        """Make the next `draw` return these again."""
+        self._left_out = sorted([*self._left_out, *positions])
+
     def next_batch(self, n: int) -> list[Problem]:
         """Return the next `n` problems."""
         return [*self.draw(n).values()]

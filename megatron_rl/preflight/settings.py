@@ -90,6 +90,14 @@ def groups_can_be_compared(facts: Facts) -> None:
     raise UserError("rollout.group_size", size, f"leaves an answer none to be compared with, as {compares} does", fix)
 
 
+@rule(Needs.TRAINER)
+def one_way_of_sampling_more_is_chosen(facts: Facts) -> None:
+    extra = facts.config.rollout.over_sampling_prompts
+    if extra and facts.config.algorithm.dynamic_sampling_max_rounds:
+        rule = "aborts groups before dynamic sampling (algorithm.dynamic_sampling_max_rounds) knows which ones teach something"
+        raise UserError("rollout.over_sampling_prompts", extra, rule, "set one of the two to 0")
+
+
 @rule(Needs.TRAINER | Needs.MODEL)
 def critic_is_of_the_policys_architecture(facts: Facts) -> None:
     path = facts.config.critic.path

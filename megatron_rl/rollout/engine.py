@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -12,7 +14,7 @@ import numpy as np
 
 from megatron_rl.config import Config
 from megatron_rl.config.sync import Running
-from megatron_rl.errors import UserError
+from megatron_rl.errors import AbortedError, UserError
 from megatron_rl.precision.graph.graph import PrecisionGraph
 from megatron_rl.types import Generation, SamplingParams
 from parallel.chunking import Chunk
@@ -40,6 +42,39 @@ class ServedReport:
     """The first that is neither, nor among those that the sync wrote, and why; or what else must not be served."""
 
 
+class Abort:
+    """Lets one thread end the requests of others, those to come as well."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._requested = False
+        self._running: set[Callable[[], None]] = set()
+
+    @property
+    def requested(self) -> bool:
+        return self._requested
+
+    @contextmanager
+    def calling(self, end: Callable[[], None]) -> Iterator[None]:
+        """Enclose a request that `end` ends. Raise AbortedError if the abort is requested already."""
+        with self._lock:
+            if self._requested:
+                raise AbortedError
+            self._running.add(end)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._running.discard(end)
+
+    def request(self) -> None:
+        """End all requests."""
+        with self._lock:
+            self._requested, running = True, list(self._running)
+        for end in running:
+            end()
+
+
 Places = Mapping[int, Sequence[tuple[int, int]]]
 """Engine rank -> (offset, bytes) of what is sent of each of its chunks, as in `parallel.chunking.Chunk`."""
 
@@ -51,8 +86,13 @@ class Engine(Protocol):
     def wait_until_ready(self) -> None:
         """Return when the engine is up, with its initial weights as version 0. If it does not come up, end it and raise RunError."""
 
-    def generate(self, prompts_B: Sequence[np.ndarray], sampling: SamplingParams | Sequence[SamplingParams]) -> list[Generation]:
-        """Return one completion per prompt (token ids, int32), in order. `sampling`: one for all prompts, or one for each."""
+    def generate(
+        self, prompts_B: Sequence[np.ndarray], sampling: SamplingParams | Sequence[SamplingParams], abort: Abort | None = None
+    ) -> list[Generation]:
+        """Return one completion per prompt (token ids, int32), in order. `sampling`: one for all prompts, or one for each.
+
+        Raise AbortedError, soon, once `abort` is requested.
+        """
 
     def describe_tensors(self) -> list[dict[str, EngineTensorSpec]]:
         """Return, per engine rank, every weight it serves from, by name."""

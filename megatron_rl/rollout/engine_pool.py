@@ -24,7 +24,7 @@ from megatron_rl.config import Config
 from megatron_rl.config.sync import Running
 from megatron_rl.errors import EngineLostError, RunError
 from megatron_rl.precision.graph.graph import PrecisionGraph
-from megatron_rl.rollout.engine import Engine, EngineTensorSpec, Places, ServedReport, find_engine_launcher
+from megatron_rl.rollout.engine import Abort, Engine, EngineTensorSpec, Places, ServedReport, find_engine_launcher
 from megatron_rl.types import Generation, SamplingParams
 from parallel.chunking import Chunk
 from parallel.shards import NamedRect
@@ -88,7 +88,9 @@ class EnginePool:
             self.stop()
             raise
 
-    def generate(self, prompts_B: Sequence[np.ndarray], sampling: SamplingParams | Sequence[SamplingParams]) -> list[Generation]:
+    def generate(
+        self, prompts_B: Sequence[np.ndarray], sampling: SamplingParams | Sequence[SamplingParams], abort: Abort | None = None
+    ) -> list[Generation]:
         """See `Engine.generate`. Requests of a lost engine go to the others; raise EngineLostError if none is left."""
         samplings = [sampling] * len(prompts_B) if isinstance(sampling, SamplingParams) else sampling
         count, engines = len(prompts_B), len(self.replicas)
@@ -96,19 +98,19 @@ class EnginePool:
         size = count if engines == 1 else max(-(-count // (_SPLITS_PER_ENGINE * engines)), self._settings.group_size)
         slices = [slice(start, start + size) for start in range(0, count, max(size, 1))]
         if len(slices) <= 1:
-            return self._generate(prompts_B, samplings)
+            return self._generate(prompts_B, samplings, abort)
         threads = ThreadPoolExecutor(len(slices), thread_name_prefix="megatron-rl-generate")
         try:
-            futures = [threads.submit(self._generate, prompts_B[part], samplings[part]) for part in slices]
+            futures = [threads.submit(self._generate, prompts_B[part], samplings[part], abort) for part in slices]
             return [generation for future in futures for generation in future.result()]
         finally:
             threads.shutdown(wait=False, cancel_futures=True)  # after an error, do not wait for the rest
 
-    def _generate(self, prompts_B: Sequence[np.ndarray], samplings: Sequence[SamplingParams]) -> list[Generation]:
+    def _generate(self, prompts_B: Sequence[np.ndarray], samplings: Sequence[SamplingParams], abort: Abort | None) -> list[Generation]:
         while True:
             replica, engine = self._acquire_engine(len(prompts_B))
             try:
-                return engine.generate(prompts_B, samplings)
+                return engine.generate(prompts_B, samplings, abort)
             except EngineLostError as error:
                 self._mark_lost(replica, engine, error)
             finally:

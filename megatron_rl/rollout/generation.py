@@ -19,7 +19,7 @@ from megatron_rl.batch.kept_tokens import extend_kept_tokens
 from megatron_rl.errors import RunError
 from megatron_rl.hf.routing_record import extend_routing_record
 from megatron_rl.observability import hang_watchdog
-from megatron_rl.rollout.engine import Engine
+from megatron_rl.rollout.engine import Abort, Engine
 from megatron_rl.rollout.environment_pool import EnvironmentPool
 from megatron_rl.rollout.environments.base import Episode, StepResult
 from megatron_rl.types import Completion, Generation, Problem, SamplingParams
@@ -36,6 +36,7 @@ class _Dialogue:
     """That it is collected for."""
     staleness: int
     """Versions before it that may sample as well."""
+    abort: Abort | None
 
 
 class MultiTurnSampler:
@@ -45,17 +46,24 @@ class MultiTurnSampler:
         self._engine, self._tokenizer, self._environments = engine, tokenizer, environments
 
     def sample(
-        self, problems_B: Sequence[Problem], samplings_B: Sequence[SamplingParams], version: int, staleness: int = 0
+        self,
+        problems_B: Sequence[Problem],
+        samplings_B: Sequence[SamplingParams],
+        version: int,
+        staleness: int = 0,
+        abort: Abort | None = None,
     ) -> list[Completion]:
         """Return one completion per problem, in order, not yet scored. `max_new_tokens` bounds all turns of a completion together.
 
-        Raise RunError if a token was sampled by another policy version than `version` or the `staleness` versions before it.
+        Raise RunError if a token was sampled by another policy version than `version` or the `staleness` versions before it,
+        AbortedError once `abort` is requested.
         """
         if self._environments is not None:
             samplings_B = [replace(params, stop=params.stop + self._environments.stop) for params in samplings_B]
         pairs = zip(problems_B, samplings_B, strict=True)
         dialogues = [
-            _Dialogue(self._start(problem, version), Episode(**vars(problem)), params, version, staleness) for problem, params in pairs
+            _Dialogue(self._start(problem, version), Episode(**vars(problem)), params, version, staleness, abort)
+            for problem, params in pairs
         ]
         if self._environments is None:
             self._sample_turn(dialogues)
@@ -83,7 +91,8 @@ class MultiTurnSampler:
             replace(dialogue.sampling, max_new_tokens=dialogue.sampling.max_new_tokens - dialogue.completion.sampled_count)
             for dialogue in running
         ]
-        for dialogue, prompt, generation in zip(running, prompts, self._engine.generate(prompts, samplings), strict=True):
+        generations = self._engine.generate(prompts, samplings, running[0].abort)
+        for dialogue, prompt, generation in zip(running, prompts, generations, strict=True):
             _check_versions(generation, dialogue.version, dialogue.staleness)
             completion = dialogue.completion
             completion.finish_reason, completion.policy_version = generation.finish_reason, generation.policy_version

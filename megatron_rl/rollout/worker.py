@@ -11,7 +11,7 @@ import math
 import threading
 import time
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed, wait
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -22,7 +22,7 @@ from megatron_rl.errors import EngineLostError
 from megatron_rl.metrics import STEP_SECONDS, declare
 from megatron_rl.observability import hang_watchdog
 from megatron_rl.rewards.scorer import Scorer
-from megatron_rl.rollout.engine import Engine
+from megatron_rl.rollout.engine import Abort, Engine
 from megatron_rl.rollout.environment_pool import EnvironmentPool
 from megatron_rl.rollout.generation import MultiTurnSampler
 from megatron_rl.types import Completion, Problem, SamplingParams
@@ -55,6 +55,7 @@ _SAMPLING = (
     declare("sampling/discarded", "groups left out because their members earned the same, or of no fitting accuracy", "count"),
     declare("sampling/without_signal", "groups in the batch whose members earned the same", "count"),
 )
+_ABORTED = declare("sampling/aborted", "groups aborted because enough others had ended", "count")
 WAIT = declare("time/generate", "waiting for the completions and their rewards", "seconds", STEP_SECONDS)
 _FILL = 1.25
 """Completions in the engines per completion that they decode at once: the next ones stand by."""
@@ -71,7 +72,7 @@ class RolloutBatch:
     discarded_B: list[Completion] = field(default_factory=list)
     """Members of groups that dynamic sampling left out; they took time and count in the metrics."""
     sampling: dict[str, float] = field(default_factory=dict)
-    """Metrics of dynamic sampling; empty if it is off."""
+    """Metrics of dynamic sampling and over-sampling; empty if both are off."""
 
 
 @dataclass(eq=False)
@@ -82,8 +83,10 @@ class StepDraw:
     """At which the trainer trains on them."""
     rounds: list[dict[int, Problem]] = field(default_factory=list)
     """By position in the problem stream; one round, or those of dynamic sampling."""
+    owed: int = 0
+    """The first so many problems of the first round were drawn for an earlier step: they are not aborted."""
     ended: dict[int, dict[int, list[Completion]]] = field(default_factory=dict)
-    """Round -> number of a group in it -> its scored completions."""
+    """Round -> number of a group in it -> its scored completions, in the order in which they ended."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +97,17 @@ class _GroupJob:
     purpose: str
     size: int
     sampling: SamplingParams
+    wanted: int
+    """Groups after which the others are aborted."""
+    owed: int = 0
+    """The first so many groups are not."""
     staleness: int = 0
+
+    def choose(self, ended: Iterable[int]) -> list[int]:
+        """Return the numbers of the groups to take, ascending, or [] while there are too few. `ended`: numbers as they ended."""
+        owed = [number for number in ended if number < self.owed]
+        others = [number for number in ended if number >= self.owed][: self.wanted - self.owed]
+        return sorted([*owed, *others]) if len(owed) + len(others) == self.wanted else []
 
 
 class RolloutWorker:
@@ -125,11 +138,13 @@ class RolloutWorker:
     def draw(self, version: int) -> StepDraw:
         """Draw the problems that the trainer trains on at `version`; steps are in the order of these calls."""
         draw = StepDraw(version)
-        self._draw_round(draw, self._config.rollout.prompts_per_step)
+        self._draw_round(draw, self._config.rollout.prompts_per_step + self._config.rollout.over_sampling_prompts)
         return draw
 
     def _draw_round(self, draw: StepDraw, prompts: int) -> None:
         with self._drawing:
+            if not draw.rounds:
+                draw.owed = min(self._stream.left_out_count, self._config.rollout.prompts_per_step)
             draw.rounds.append(self._stream.draw(prompts))
 
     def collect(self, draw: StepDraw) -> RolloutBatch:
@@ -169,11 +184,14 @@ class RolloutWorker:
         )
 
     def _sample_round(self, draw: StepDraw, number: int) -> RolloutBatch:
-        """Return the groups of a round of dynamic sampling, or of all problems without it, with length penalties."""
-        problems_P = [*draw.rounds[number].values()]
+        """Return the groups of a round of dynamic sampling, or of a step without it, with length penalties; aborted ones are given back."""
+        problems_P, ended = [*draw.rounds[number].values()], draw.ended.setdefault(number, {})
+        wanted = len(problems_P) - self._config.rollout.over_sampling_prompts
         sampling, staleness = self._config.rollout.to_sampling(), self._config.placement.max_staleness
-        job = _GroupJob(draw.version, f"train/{number}", self._config.rollout.group_size, sampling, staleness)
-        rollout = self._sample_groups(problems_P, job, draw.ended.setdefault(number, {}), self._threads)
+        job = _GroupJob(draw.version, f"train/{number}", self._config.rollout.group_size, sampling, wanted, draw.owed, staleness)
+        rollout = self._sample_groups(problems_P, job, ended, self._threads)
+        if wanted < len(problems_P):
+            rollout.sampling = {_ABORTED: float(self._give_back(draw, {*job.choose(ended)}))}
         algorithm, max_tokens = self._config.algorithm, self._config.rollout.max_new_tokens
         for completion in rollout.completions_B:
             completion.masked = algorithm.mask_truncated_completions and completion.finish_reason == "length"
@@ -182,9 +200,19 @@ class RolloutWorker:
             )
         return rollout
 
+    def _give_back(self, draw: StepDraw, taken: set[int]) -> int:
+        """Let a later step draw the problems whose groups are not among `taken`; return how many."""
+        kept, aborted = dict[int, Problem](), dict[int, Problem]()
+        for number, (position, problem) in enumerate(draw.rounds[0].items()):
+            (kept if number in taken else aborted)[position] = problem
+        with self._drawing:
+            self._stream.give_back(aborted)
+            draw.rounds[0] = kept
+        return len(aborted)
+
     def evaluate(self, version: int) -> RolloutBatch:
         """Return `eval.samples` scored completions of every held-out problem, those of one problem side by side."""
-        job = _GroupJob(version, "eval", self._config.eval.samples, self._config.to_eval_sampling())
+        job = _GroupJob(version, "eval", self._config.eval.samples, self._config.to_eval_sampling(), len(self._held_out))
         with self._make_threads(job.size) as threads:  # of its own: groups that are sampled ahead do not keep it waiting
             return self._sample_groups(self._held_out, job, {}, threads)
 
@@ -200,28 +228,35 @@ class RolloutWorker:
     def _sample_groups(
         self, problems_P: Sequence[Problem], job: _GroupJob, ended: dict[int, list[Completion]], threads: ThreadPoolExecutor
     ) -> RolloutBatch:
-        """Return a group for each problem. `ended`: groups by number that are there already; those that end are added, also if others
-        fail."""
+        """Return the groups of the problems, as many as `job` wants. `ended`: groups by number that are there already; those that end are
+        added, also if others fail."""
         start = time.perf_counter()
-        missing = [number for number in range(len(problems_P)) if number not in ended]
-        futures = {number: threads.submit(self._sample_group, problems_P[number], number, job) for number in missing}
+        missing = [] if job.choose(ended) else [number for number in range(len(problems_P)) if number not in ended]
+        aborts = {number: Abort() if job.wanted < len(problems_P) else None for number in missing}
+        futures = {threads.submit(self._sample_group, problems_P[number], number, job, aborts[number]): number for number in aborts}
         generated, failures = start, list[Exception]()
-        for number, future in futures.items():  # all of them: none runs on when this returns
+        for future in as_completed(futures):
             try:
-                ended[number], ended_at = future.result()
+                ended[futures[future]], ended_at = future.result()
                 generated = max(generated, ended_at)
             except Exception as error:  # also that a group was cancelled by `close`
                 failures.append(error)
+            if not failures and len(ended) >= job.wanted and job.choose(ended):
+                break
+        for running in [future for future in futures if not future.done()]:
+            if not running.cancel() and (abort := aborts[futures[running]]):
+                abort.request()
+        wait(futures)  # all of them: none runs on when this returns
         if failures:  # an error of another kind than a loss does not pass
             raise min(failures, key=lambda error: isinstance(error, EngineLostError))
-        completions_B = [member for number in range(len(problems_P)) for member in ended[number]]
+        completions_B = [member for number in job.choose(ended) for member in ended[number]]
         return RolloutBatch(completions_B, {_GENERATE: generated - start, _REWARD: time.perf_counter() - generated})
 
-    def _sample_group(self, problem: Problem, number: int, job: _GroupJob) -> tuple[list[Completion], float]:
+    def _sample_group(self, problem: Problem, number: int, job: _GroupJob, abort: Abort | None) -> tuple[list[Completion], float]:
         """Return a problem's scored completions, and when they had been generated. Called by the threads of groups."""
         members = range(number * job.size, (number + 1) * job.size)
         samplings = [replace(job.sampling, seed=derive_seed(self._config.train.seed, job.version, job.purpose, index)) for index in members]
-        completions = self._sampler.sample([problem] * job.size, samplings, job.version, job.staleness)
+        completions = self._sampler.sample([problem] * job.size, samplings, job.version, job.staleness, abort)
         generated = time.perf_counter()
         hang_watchdog.enter_phase("reward")
         assign_rewards(completions, self._rewards)

@@ -42,6 +42,16 @@ def test_bounds_hold_for_their_request_alone_and_one_token_is_the_greedy_one(uni
     assert tokens(sample(unified, plain)[0]) == tokens(free)
 
 
+def test_an_aborted_request_ends_and_the_others_keep_their_bits(unified):
+    plain = SamplingParams(1.0, TOKENS)
+    [before] = sample(unified, plain)
+    error, ended = unified.call(trainer_engine.abort_generation, PROMPTS[:4], 400)[0]
+    assert error == "AbortedError()" and any(reason == "abort" and 0 < count < 400 for reason, count in ended)
+    [after] = sample(unified, plain)
+    assert tokens(after) == tokens(before)
+    assert all((one.logprobs_T == other.logprobs_T).all() for one, other in zip(before, after, strict=True))
+
+
 def test_log_probs_are_those_of_the_distribution_sampled_from_on_both_sides(unified):
     bounds = {"top_k": 200, "top_p": 0.5, "min_p": 0.001, "record_kept_tokens": True}
     cut = unified.call(trainer_engine.generate, PROMPTS, TOKENS, bounds)[0]

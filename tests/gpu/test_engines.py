@@ -55,7 +55,7 @@ class FakeEngine:
 
     url = api_key = ""
 
-    def generate(self, prompts, sampling):
+    def generate(self, prompts, sampling, abort=None):
         return [SimpleNamespace(output_ids_T=[1] * sampling.max_new_tokens) for _ in prompts]
 
 

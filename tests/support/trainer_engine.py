@@ -6,11 +6,14 @@ import os
 import string
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -31,6 +34,7 @@ from megatron_rl.mcore.engine_emulation import emulate_engine
 from megatron_rl.mcore.layers.quantized_linear import find_quantized_layers
 from megatron_rl.mcore.load_weights import load_checkpoint
 from megatron_rl.precision.graph.graph import PrecisionGraph
+from megatron_rl.rollout.engine import Abort
 from megatron_rl.rollout.engine_placement import LAUNCHER_VARIABLE
 from megatron_rl.rollout.engine_pool import EnginePool, start_engines
 from megatron_rl.rollout.environment_pool import EnvironmentPool
@@ -260,6 +264,29 @@ def generate_seeded(prompts: list[list[int]], tokens: int, engine: int | None = 
 def generate_with(prompts: list[list[int]], samplings: list[SamplingParams]) -> list[Generation]:
     """Answers of prompts that are each sampled in their own way."""
     return current().engines.generate(prompts, samplings)
+
+
+def abort_generation(prompts: list[list[int]], tokens: int) -> tuple[str, list[tuple[str, int]]]:
+    """The error of a generation that is aborted, and (why it ended, tokens) of each answer that SGLang gave. Abort later and later, until
+    SGLang has read the requests."""
+    engine, answers = current().engines.replicas[0].engine, list[Any]()
+    ask = engine._ask
+
+    def recording(*arguments: Any) -> list[dict[str, Any]]:
+        answers[:] = ask(*arguments)
+        return answers
+
+    with mock.patch.object(engine, "_ask", recording), ThreadPoolExecutor(1) as pool:
+        for attempt in range(20):
+            abort = Abort()
+            asking = pool.submit(current().engines.generate, prompts, SamplingParams(1.0, tokens), abort)
+            time.sleep(0.05 * 1.3**attempt)
+            abort.request()
+            error = repr(asking.exception())
+            ended = [(str(answer["meta_info"]["finish_reason"]["type"]), len(answer["output_ids"])) for answer in answers]
+            if any(reason == "abort" and count for reason, count in ended):
+                break
+    return error, ended
 
 
 def generate_with_faults(faults: Faults, version: int, prompts: list[list[int]], tokens: int) -> dict[str, Any]:

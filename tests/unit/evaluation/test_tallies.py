@@ -99,7 +99,7 @@ class Letters:
     def decode(self, ids, skip_special_tokens):
         return "".join(map(chr, ids))
 
-    def generate(self, prompts_B, sampling):
+    def generate(self, prompts_B, sampling, abort=None):
         with self.lock:
             result = []
             for prompt in map(self.decode, prompts_B, [True] * len(prompts_B)):

@@ -156,6 +156,12 @@ MISTAKES = [
         (PPO, "--critic.warmup_steps=9", "--train.decay_style=cosine", "--train.decay_steps=9"),
     ),
     Mistake(
+        settings.one_way_of_sampling_more_is_chosen,
+        "train plan",
+        "rollout.over_sampling_prompts = 4: aborts groups before dynamic sampling (algorithm.dynamic_sampling_max_rounds) knows",
+        ("--rollout.over_sampling_prompts=4", "--algorithm.dynamic_sampling_max_rounds=2"),
+    ),
+    Mistake(
         settings.groups_can_be_compared,
         "train plan",
         "rollout.group_size = 1: leaves an answer none to be compared with, as algorithm.advantage = 'group_std' does; raise it, or set",

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
+import time
+from collections import Counter
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,9 +19,10 @@ from support.processes import until
 from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.config import Config
 from megatron_rl.data import ProblemOrder, ProblemStream
-from megatron_rl.errors import EngineLostError, RunError, UserError
+from megatron_rl.errors import AbortedError, EngineLostError, RunError, UserError
 from megatron_rl.preflight import Facts, Needs, check
 from megatron_rl.rollout.async_worker import AsyncRolloutWorker
+from megatron_rl.rollout.engine import Abort
 from megatron_rl.rollout.generation import MultiTurnSampler
 from megatron_rl.rollout.worker import RolloutBatch, RolloutWorker, compute_rollout_metrics
 from megatron_rl.training.mismatch import bin_mismatch, measure_mismatch, measure_staleness
@@ -30,22 +34,31 @@ from rollout_sglang.engine import parse_generation
 class Lengths:
     """An engine whose clock stands at the trainer's version. It answers with tokens of the versions at which a group began and ended.
 
-    One problem in ten takes long: it ends when the trainer waits for it. `fails`: how many of the next requests find no engine.
+    One problem in ten takes long: it ends when the trainer waits for it, or after `patience` seconds.
+
+    `fails`: how many of the next requests find no engine.
     """
 
     def __init__(self) -> None:
-        self.version, self.fails, self.ended = 0, 0, list[int]()
+        self.version, self.fails, self.ended, self.aborted = 0, 0, list[int](), list[int]()
+        self.patience = math.inf
         self.slow = threading.Event()
         self.lock = threading.Lock()
 
-    def generate(self, prompts_B, samplings):
+    def generate(self, prompts_B, samplings, abort=None):
         with self.lock:
             began, self.fails = self.version, self.fails - 1
             if self.fails >= 0:
                 raise EngineLostError("the engine is gone")
-        number = int(prompts_B[0][0])
-        if number % 10 == 0:
-            assert self.slow.wait(60)
+        number, aborted = int(prompts_B[0][0]), threading.Event()
+        with (abort or Abort()).calling(aborted.set):
+            if number % 10 == 0:
+                deadline = time.monotonic() + self.patience
+                until(lambda: self.slow.is_set() or aborted.is_set() or time.monotonic() > deadline, 60, "the trainer")
+        if aborted.is_set():
+            with self.lock:
+                self.aborted.append(number)
+            raise AbortedError
         with self.lock:
             self.ended.append(number)
             versions = np.array([began, self.version])
@@ -68,6 +81,7 @@ class Run:
         worker = RolloutWorker(settings, self.engine, stream, [], tokenizer, self)  # type: ignore[arg-type]
         self.ahead = AsyncRolloutWorker(worker, max_staleness, steps, self.engine.slow.set)
         self.trained: list[list[str]] = []
+        self.sampling: list[dict[str, float]] = []
         self.ages: list[int] = []
 
     def score(self, texts, problems, lengths, broken):
@@ -75,13 +89,14 @@ class Run:
         self.scored.append(problems[0].id)
         return [Reward(float(member % 2 and int(problems[0].id) % 3 > 0), False) for member in range(len(problems))]
 
-    def step(self, version: int) -> int:
-        """Train at `version`; return how often the engine was lost meanwhile."""
+    def step(self, version: int, waits: bool = True) -> int:
+        """Train at `version`; return how often the engine was lost meanwhile. `waits`: for what takes long."""
         losses = 0
         with self.engine.lock:
             self.engine.version = version
         self.ahead.begin(version)
-        self.engine.slow.set()  # the trainer waits
+        if waits:
+            self.engine.slow.set()
         while True:
             try:
                 rollout = self.ahead.collect(version)
@@ -90,6 +105,7 @@ class Run:
                 losses += 1
         self.engine.slow.clear()
         members = [*rollout.completions_B, *rollout.discarded_B]
+        self.sampling.append(rollout.sampling)
         self.trained.append([member.problem.id for member in members[::4]])
         self.ages += [int(lag) for member in members for lag in (() if member.version_lags_T is None else member.version_lags_T)]
         return losses
@@ -125,6 +141,42 @@ def test_a_resumed_run_trains_on_what_the_first_one_had_not_and_on_nothing_else(
     again.ahead.close()
     trained = [int(number) for step in [*run.trained, *again.trained] for number in step]
     assert sorted([*trained, *state.get("left_out", ())]) == list(range(state["position"]))
+
+
+@given(st.integers(0, 3), st.integers(1, 3), st.integers(1, 8), st.integers(0, 8))
+def test_over_sampling_trains_once_on_every_problem_and_aborts_none_twice(max_staleness, extra, first, second):
+    """A resume in the middle: those that were aborted come first."""
+    run = Run(max_staleness, first + second, over_sampling_prompts=extra)
+    run.engine.patience = 0.02
+    for version in range(first):
+        run.step(version, waits=False)
+    state = run.ahead.state_dict()
+    run.ahead.close()
+    again = Run(max_staleness, first + second, state=state, over_sampling_prompts=extra)
+    again.engine.patience = 0.02
+    for version in range(first, first + second):
+        again.step(version, waits=False)
+    left = again.ahead.state_dict()
+    again.ahead.close()
+    steps = [*run.trained, *again.trained]
+    trained = [int(number) for step in steps for number in step]
+    assert all(len(step) == 2 for step in steps)
+    assert sorted([*trained, *left.get("left_out", ())]) == list(range(left["position"]))
+    assert max([*run.ages, *again.ages], default=0) <= max_staleness
+    for each in (run, again):
+        assert max(Counter(each.engine.aborted).values(), default=0) <= 1
+
+
+def test_over_sampling_does_not_wait_for_the_slowest_until_it_was_aborted_once():
+    run = Run(0, 2, over_sampling_prompts=1)
+    run.step(0, waits=False)
+    assert run.trained == [["1", "2"]] and run.engine.aborted == [0]
+    run.ahead.begin(1)
+    until(lambda: {3, 4} <= {*run.engine.ended}, 60, "the others")
+    run.step(1)
+    run.ahead.close()
+    assert run.trained[1][0] == "0" and run.engine.aborted == [0]
+    assert run.sampling == [{"sampling/aborted": 1.0}] * 2
 
 
 def test_answers_that_end_early_are_scored_while_others_run():
@@ -195,7 +247,7 @@ class Engine:
     def __init__(self, *versions: int) -> None:
         self.versions = list(versions)
 
-    def generate(self, prompts_B, samplings):
+    def generate(self, prompts_B, samplings, abort=None):
         return [
             Generation(np.array([97, 98]), np.array([-1.0, -2.0]), "stop", self.versions[-1], np.array(self.versions)) for _ in prompts_B
         ]

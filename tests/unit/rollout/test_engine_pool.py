@@ -37,7 +37,7 @@ class Scripted:
         if self.dead:
             raise RunError("the engine did not start")
 
-    def generate(self, prompts_B, samplings):
+    def generate(self, prompts_B, samplings, abort=None):
         self.asked.append(len(prompts_B))
         self.hold.wait(60)
         if self.dead:

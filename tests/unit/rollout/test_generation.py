@@ -46,7 +46,7 @@ class ScriptedEngine:
         self.asked: list[list[tuple[list[int], int]]] = []
         self.versions = [VERSION] * 9
 
-    def generate(self, prompts_B, samplings):
+    def generate(self, prompts_B, samplings, abort=None):
         self.asked.append([(prompt.tolist(), sampling.max_new_tokens) for prompt, sampling in zip(prompts_B, samplings, strict=True)])
         assert {sampling.stop for sampling in samplings} == {(">",)}
         turn, result = len(self.asked), []
@@ -147,7 +147,7 @@ def test_where_an_answer_ends(turns, replies, limits, text, finish):
 
 def test_without_an_environment_an_answer_is_one_turn():
     class Engine:
-        def generate(self, prompts_B, samplings):
+        def generate(self, prompts_B, samplings, abort=None):
             assert {sampling.stop for sampling in samplings} == {()}
             return [Generation(np.array([97, 62], np.int32), np.array([-1.0, -2.0], np.float32), "stop", VERSION) for _ in prompts_B]
 

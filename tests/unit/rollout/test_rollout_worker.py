@@ -105,7 +105,7 @@ class FakeEngine:
     def __init__(self):
         self.sampling = []
 
-    def generate(self, prompts_B, sampling):
+    def generate(self, prompts_B, sampling, abort=None):
         self.sampling += sampling
         return [Generation([ord("a") + index], [-1.0], "stop", self.version) for index in range(len(prompts_B))]
 
