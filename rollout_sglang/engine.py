@@ -150,9 +150,9 @@ class SGLangEngine(RankRequests):
         }
         if abort is None:
             return self._post("/generate", body)
-        body["rid"] = [uuid.uuid4().hex for _ in prompts_B]
-        with abort.calling(lambda: self._abort(body["rid"])):
-            return self._post("/generate", body)
+        requests = [uuid.uuid4().hex for _ in prompts_B]
+        with abort.calling(lambda: self._abort(requests)):
+            return self._post("/generate", {**body, "rid": requests})
 
     def _abort(self, requests: Sequence[str]) -> None:
         """End requests by their ids. One that has ended, or that SGLang has not read yet, goes on."""

@@ -33,9 +33,10 @@ class ProblemStream:
         self._order, self._position = order, 0
         self._left_out: list[int] = []  # below the position and not yet drawn, ascending
 
-    def draw(self, n: int) -> dict[int, Problem]:
-        """Return the next `n` problems by their positions, which ascend."""
-        again, self._left_out = self._left_out[:n], self._left_out[n:]
+    def draw(self, n: int, most_again: int | None = None) -> dict[int, Problem]:
+        """Return the next `n` problems by their positions, which ascend: first those left out, `most_again` at most, then new ones."""
+        count = n if most_again is None else min(n, most_again)
+        again, self._left_out = self._left_out[:count], self._left_out[count:]
         first, self._position = self._position, self._position + n - len(again)
         return {position: self._order.at(position) for position in (*again, *range(first, self._position))}
 

@@ -11,8 +11,9 @@ import math
 import threading
 import time
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from queue import SimpleQueue
 from typing import Any, TypeVar
 
 from megatron_rl.algorithm.length_penalty import compute_overlong_penalty
@@ -81,9 +82,9 @@ class StepDraw:
 
     version: int
     """At which the trainer trains on them."""
-    rounds: list[dict[int, Problem]] = field(default_factory=list)
+    rounds: list[dict[int, Problem]]
     """By position in the problem stream; one round, or those of dynamic sampling."""
-    owed: int = 0
+    owed: int
     """The first so many problems of the first round were drawn for an earlier step: they are not aborted."""
     ended: dict[int, dict[int, list[Completion]]] = field(default_factory=dict)
     """Round -> number of a group in it -> its scored completions, in the order in which they ended."""
@@ -137,15 +138,11 @@ class RolloutWorker:
 
     def draw(self, version: int) -> StepDraw:
         """Draw the problems that the trainer trains on at `version`; steps are in the order of these calls."""
-        draw = StepDraw(version)
-        self._draw_round(draw, self._config.rollout.prompts_per_step + self._config.rollout.over_sampling_prompts)
-        return draw
-
-    def _draw_round(self, draw: StepDraw, prompts: int) -> None:
+        prompts, extra = self._config.rollout.prompts_per_step, self._config.rollout.over_sampling_prompts
         with self._drawing:
-            if not draw.rounds:
-                draw.owed = min(self._stream.left_out_count, self._config.rollout.prompts_per_step)
-            draw.rounds.append(self._stream.draw(prompts))
+            owed = min(self._stream.left_out_count, prompts)
+            problems = self._stream.draw(prompts + (extra if owed < prompts else 0), owed)
+        return StepDraw(version, [problems], owed)
 
     def collect(self, draw: StepDraw) -> RolloutBatch:
         """Sample and score the groups of a step. Several threads may, for several steps; the engines get groups in order of the calls.
@@ -165,7 +162,8 @@ class RolloutWorker:
         seconds, rounds = dict[str, float](), 0
         while len(informative) < prompts and rounds < max_rounds:
             if rounds == len(draw.rounds):
-                self._draw_round(draw, prompts - len(informative))
+                with self._drawing:
+                    draw.rounds.append(self._stream.draw(prompts - len(informative)))
             rollout = self._sample_round(draw, rounds)
             for start in range(0, len(rollout.completions_B), group_size):
                 group = rollout.completions_B[start : start + group_size]
@@ -186,7 +184,7 @@ class RolloutWorker:
     def _sample_round(self, draw: StepDraw, number: int) -> RolloutBatch:
         """Return the groups of a round of dynamic sampling, or of a step without it, with length penalties; aborted ones are given back."""
         problems_P, ended = [*draw.rounds[number].values()], draw.ended.setdefault(number, {})
-        wanted = len(problems_P) - self._config.rollout.over_sampling_prompts
+        wanted = min(len(problems_P), self._config.rollout.prompts_per_step)
         sampling, staleness = self._config.rollout.to_sampling(), self._config.placement.max_staleness
         job = _GroupJob(draw.version, f"train/{number}", self._config.rollout.group_size, sampling, wanted, draw.owed, staleness)
         rollout = self._sample_groups(problems_P, job, ended, self._threads)
@@ -234,19 +232,23 @@ class RolloutWorker:
         missing = [] if job.choose(ended) else [number for number in range(len(problems_P)) if number not in ended]
         aborts = {number: Abort() if job.wanted < len(problems_P) else None for number in missing}
         futures = {threads.submit(self._sample_group, problems_P[number], number, job, aborts[number]): number for number in aborts}
-        generated, failures = start, list[Exception]()
-        for future in as_completed(futures):
+        done = SimpleQueue[Future[tuple[list[Completion], float]]]()  # `as_completed` does not hear of groups that `close` cancels
+        for future in futures:
+            future.add_done_callback(done.put)
+        generated, failures, enough = start, list[Exception](), not futures
+        for _ in futures:  # all of them: none runs on when this returns
+            future = done.get()
+            if enough:
+                continue
             try:
                 ended[futures[future]], ended_at = future.result()
                 generated = max(generated, ended_at)
-            except Exception as error:  # also that a group was cancelled by `close`
+            except Exception as error:  # also that a group was cancelled
                 failures.append(error)
-            if not failures and len(ended) >= job.wanted and job.choose(ended):
-                break
-        for running in [future for future in futures if not future.done()]:
-            if not running.cancel() and (abort := aborts[futures[running]]):
-                abort.request()
-        wait(futures)  # all of them: none runs on when this returns
+            enough = not failures and len(ended) >= job.wanted and bool(job.choose(ended))
+            for other, abort in zip(futures, aborts.values(), strict=True) if enough else ():
+                if not other.cancel() and abort:
+                    abort.request()
         if failures:  # an error of another kind than a loss does not pass
             raise min(failures, key=lambda error: isinstance(error, EngineLostError))
         completions_B = [member for number in job.choose(ended) for member in ended[number]]

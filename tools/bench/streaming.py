@@ -89,7 +89,7 @@ def measure(config: Config, engine: DrawnLengths, tokenizer: Any, steps: int, pa
     finally:
         ahead.close()
     seconds = times[-1] - times[1]
-    return {"seconds a step": seconds / (steps - 1), "tokens/s": tokens / seconds}
+    return {"seconds a step": seconds / (steps - 1), "tokens per second": tokens / seconds}
 
 
 def main(
@@ -126,10 +126,10 @@ def main(
         finally:
             engine.stop()
     print(f"a step alone: {alone:.2f} s; training: {train * alone:.2f} s")
-    base = [row["tokens/s"] for row in rows["barrier"]]
-    for way, measured in rows.items():
-        ratios = [row["tokens/s"] / first for row, first in zip(measured, base, strict=True)]
-        seconds = statistics.median(row["seconds a step"] for row in measured)
+    base = [row["tokens per second"] for row in rows["barrier"]]
+    for way, repeats in rows.items():
+        ratios = [row["tokens per second"] / first for row, first in zip(repeats, base, strict=True)]
+        seconds = statistics.median(row["seconds a step"] for row in repeats)
         print(f"{way:40} {seconds:6.2f} s a step  {statistics.median(ratios):5.2f} x tokens/s")
 
 

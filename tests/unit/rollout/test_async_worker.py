@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.processes import until
 
@@ -71,14 +71,14 @@ class Run:
     def __init__(self, max_staleness: int, steps: int, rounds: int = 0, state: dict | None = None, **rollout: object) -> None:
         sections = {"placement": {"kind": "disaggregated", "max_staleness": max_staleness}, "algorithm": {}}
         sections["algorithm"] = {"correction": "tis", "dynamic_sampling_max_rounds": rounds}
-        settings = config(rollout={"prompts_per_step": 2, "group_size": 4, **rollout}, **sections)
+        changed = config(rollout={"prompts_per_step": 2, "group_size": 4, **rollout}, **sections)
         stream = ProblemStream(ProblemOrder(lambda position: Problem(str(position), str(position), ""), "numbers"))
         if state is not None:
             stream.load_state_dict(json.loads(json.dumps(state)))
         self.engine = Lengths()
         tokenizer = SimpleNamespace(encode=lambda text, add_special_tokens: [int(text)], decode=lambda ids, skip_special_tokens: "")
         self.scored: list[str] = []
-        worker = RolloutWorker(settings, self.engine, stream, [], tokenizer, self)  # type: ignore[arg-type]
+        worker = RolloutWorker(changed, self.engine, stream, [], tokenizer, self)  # type: ignore[arg-type]
         self.ahead = AsyncRolloutWorker(worker, max_staleness, steps, self.engine.slow.set)
         self.trained: list[list[str]] = []
         self.sampling: list[dict[str, float]] = []
@@ -143,6 +143,7 @@ def test_a_resumed_run_trains_on_what_the_first_one_had_not_and_on_nothing_else(
     assert sorted([*trained, *state.get("left_out", ())]) == list(range(state["position"]))
 
 
+@settings(max_examples=25)
 @given(st.integers(0, 3), st.integers(1, 3), st.integers(1, 8), st.integers(0, 8))
 def test_over_sampling_trains_once_on_every_problem_and_aborts_none_twice(max_staleness, extra, first, second):
     """A resume in the middle: those that were aborted come first."""
