@@ -82,7 +82,6 @@ def measure(config: Config, engine: DrawnLengths, tokenizer: Any, steps: int, pa
         for version in range(steps):
             engine.trained = version
             rollout = ahead.collect(version)
-            ahead.begin(version)
             time.sleep(pause)
             times.append(time.perf_counter())
             tokens += sum(completion.sampled_count for completion in rollout.completions_B) if version else 0

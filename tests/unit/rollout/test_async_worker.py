@@ -172,6 +172,7 @@ def test_over_sampling_does_not_wait_for_the_slowest_until_it_was_aborted_once()
     run = Run(0, 2, over_sampling_prompts=1)
     run.step(0, waits=False)
     assert run.trained == [["1", "2"]] and run.engine.aborted == [0]
+    run.engine.version = 1
     run.ahead.begin(1)
     until(lambda: {3, 4} <= {*run.engine.ended}, 60, "the others")
     run.step(1)
