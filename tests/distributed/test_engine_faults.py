@@ -90,6 +90,7 @@ def test_what_was_sampled_when_all_engines_are_lost_is_sampled_anew(world):
     assert answers(world, 0) == answers(world, 1) == expected
 
 
+@pytest.mark.long
 def test_the_other_engine_takes_over_from_one_whose_connection_breaks(world):
     expected = answers(world)
     lines(world)
@@ -103,6 +104,7 @@ def test_the_other_engine_takes_over_from_one_whose_connection_breaks(world):
     assert answers(world, 0) == answers(world, 1)
 
 
+@pytest.mark.long
 def test_more_losses_than_allowed_end_the_run_with_one_line(world):
     """Each sync loses engine 0 at its third chunk, restarts included."""
     world.call(fake_engine.change, 6)

@@ -14,6 +14,10 @@ from megatron_rl.config.algorithm import PRESETS
 STEPS = 3
 
 
+LEARNED = ("grpo", "gspo", "rloo", "clip_cov")
+"""By default: a loss of each kind, and an advantage of its own."""
+
+
 def run(worlds, checkpoint, critic: dict | None = None, noise: float = 0.02, steps: int = STEPS, **algorithm: object) -> dict:
     settings = {"updates_per_step": 2, **algorithm}
     call = partial(training_runs.run_loop, critic=critic)
@@ -22,7 +26,9 @@ def run(worlds, checkpoint, critic: dict | None = None, noise: float = 0.02, ste
     return result
 
 
-@pytest.mark.parametrize("name", [name for name in PRESETS if name != "ppo"])
+@pytest.mark.parametrize(
+    "name", [name if name in LEARNED else pytest.param(name, marks=pytest.mark.long) for name in PRESETS if name != "ppo"]
+)
 def test_an_algorithm_makes_rewarded_answers_likelier(worlds, checkpoint, name):
     """Steps of 1e-3 by Adam move a random model by far more than 0.1 nats; a wrong sign would move it the other way."""
     result = run(worlds, checkpoint, name=name, kl_coef=0.001)

@@ -15,7 +15,7 @@ BOUNDS = [1, 60, 10000]
 
 CASES = [
     *((name, FP8) for name in FAMILIES),
-    *((name, FP32) if name == "deepseek_v3" else pytest.param(name, FP32, marks=pytest.mark.long) for name in FAMILIES),
+    *(pytest.param(name, FP32, marks=pytest.mark.long) for name in FAMILIES),
 ]
 
 

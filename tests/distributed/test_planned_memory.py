@@ -78,9 +78,8 @@ def test_what_a_layer_keeps_for_the_backward_pass(worlds, tmp_path, name, layout
 
 
 PEAKS = [
-    ("qwen3", UNIFIED, "full"),
-    ("qwen3", UNIFIED, "selective"),
     ("qwen3_moe", UNIFIED, "full"),
+    *(pytest.param("qwen3", UNIFIED, recompute, marks=pytest.mark.long) for recompute in ("full", "selective")),
     *(pytest.param(name, UNIFIED, "none", marks=pytest.mark.long) for name in FAMILIES),
     pytest.param("qwen3", BF16, "none", marks=pytest.mark.long),
 ]

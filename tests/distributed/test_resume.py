@@ -72,6 +72,7 @@ def test_a_run_of_two_ranks_goes_on_bit_for_bit_and_any_layout_loads_it(worlds, 
     assert not [line for line in expected["remarks"] if line.startswith("another")]
 
 
+@pytest.mark.long
 def test_replicas_that_share_the_optimizer_go_on_bit_for_bit_and_any_layout_loads_it(worlds, checkpoint, tmp_path):
     layout = Layout(dp=2)
     assert_goes_on(worlds(2), checkpoint, tmp_path, FP8, layout)
@@ -138,6 +139,7 @@ def test_no_checkpoint_is_written_between_a_critics_update_and_the_policys(world
     assert find_newest_whole(tmp_path)[0].name == "step_00001"
 
 
+@pytest.mark.long
 def test_experts_load_into_another_layout(worlds, model_folder, tmp_path):
     qwen3_moe = model_folder("qwen3_moe", num_hidden_layers=2, mlp_only_layers=[0])
     worlds(4).call(training_runs.train_to, qwen3_moe, tmp_path, 1, FP8, False, Layout(ep=2, dp=2, pp=2))

@@ -115,7 +115,11 @@ BALANCED = {
 
 
 @pytest.mark.parametrize(
-    "name, layouts", [("qwen3_moe", ["ep2", "tp2_ep2_etp2", "ep2_pp2"]), ("deepseek_v3", ["tp2_etp1", "tp2_ep2_etp1"])]
+    "name, layouts",
+    [
+        ("qwen3_moe", ["ep2", "tp2_ep2_etp2", "ep2_pp2"]),
+        pytest.param("deepseek_v3", ["tp2_etp1", "tp2_ep2_etp1"], marks=pytest.mark.long),
+    ],
 )
 def test_balancing_in_any_layout_equals_that_of_one_process(worlds, folders, name, layouts):
     expected = worlds(1).call(routing.scores, folders[name], BATCH, None, BALANCED[name])[0]

@@ -15,6 +15,7 @@ from megatron_rl.mcore.export import convert
 PROMPTS = [sample.prompt_ids.tolist() for sample in random_sequences(4, seed=1)]
 
 
+@pytest.mark.long
 def test_engines_that_cannot_start(new_world, checkpoint, tmp_path):
     """All at once, as each costs SGLang's import: weights that are none, an unknown argument, and a time-out that is too short."""
     no_model = tmp_path / "no_model"

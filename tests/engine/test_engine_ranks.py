@@ -43,7 +43,7 @@ def assert_same_logprobs(world, folder, transformers_side, seed: int) -> None:
 @pytest.mark.parametrize(
     "kind, layout, rollout, transport, empty",
     [
-        ("qwen3_moe", Layout(ep=2, dp=2), {**TWO_NODES, "ep": 2}, "process_group", True),
+        pytest.param("qwen3_moe", Layout(ep=2, dp=2), {**TWO_NODES, "ep": 2}, "process_group", True, marks=pytest.mark.long),
         pytest.param("deepseek_v3", Layout(), {}, "shared_memory", True, marks=pytest.mark.long),  # by default: test_served.py
         ("llama", Layout(cp=2), {"sglang": SGLANG}, "shared_memory", False),
         pytest.param("qwen3", Layout(pp=2, vpp=2), {"tp": 2}, "shared_memory", False, marks=pytest.mark.long),

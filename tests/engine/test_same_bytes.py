@@ -120,6 +120,7 @@ def test_one_bit_changed_on_either_side_is_named_and_mended(unified):
         assert unified.call(trainer_engine.sync, 4, WHOLE)[0]["proved"] == TENSORS
 
 
+@pytest.mark.long
 def test_an_exported_fp8_checkpoint_gives_a_fresh_engine_the_same_bytes(unified, new_world, tmp_path):
     """While it starts: the BF16 export of the same checkpoint is the masters rounded once, and transformers loads it."""
     other = new_world()

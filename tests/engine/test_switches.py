@@ -20,7 +20,7 @@ SETTINGS = {
     "staged": {"transport": "shared_memory", "staged": True},
     "staged group": {"transport": "process_group", "staged": True, "running": "restart"},
 }
-DEFAULT = ("shared_memory", "process_group", "disk")
+DEFAULT = ("process_group",)
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in DEFAULT else pytest.mark.long) for name in SETTINGS])
@@ -72,7 +72,10 @@ def test_a_trainer_that_fails_in_the_middle_is_one_error(unified, transport):
     assert unified.call(trainer_engine.sync, 93)[0]["proved"] == TENSORS
 
 
-@pytest.mark.parametrize("running, max_staleness", [("continue", 1), ("restart", 1), ("finish", 1), ("continue", 2)])
+@pytest.mark.parametrize(
+    "running, max_staleness",
+    [("restart", 1), ("continue", 2), *(pytest.param(*case, marks=pytest.mark.long) for case in [("continue", 1), ("finish", 1)])],
+)
 def test_no_token_is_older_than_the_bound(unified, running, max_staleness):
     results = unified.call(async_runs.run_ahead, running, max_staleness, STEPS)[0]
     rows, token_versions = results["rows"], results["token_versions"]

@@ -29,6 +29,7 @@ def few_layers(model: str, folder: Path, **changes: object) -> Path:
     return folder
 
 
+@pytest.mark.long
 def test_experts_on_hopper_hold_what_a_sync_fills(tmp_path):
     config = load_config(CONFIGS / "qwen3_30b_a3b.toml", [f"--model.path={few_layers('Qwen3-30B-A3B', tmp_path)}"])
     reports = rehearse(config)

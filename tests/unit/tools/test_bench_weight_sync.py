@@ -19,6 +19,7 @@ def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
 
 
+@pytest.mark.long
 def test_it_measures_every_case_of_a_resharding(tmp_path):
     done = bench("--model", "tiny", "--train", "tp=2", "--rollout", "tp=2", "--repeat", "1", "--json", str(tmp_path / "report.json"))
     assert done.returncode == 0, done.stderr

@@ -39,6 +39,7 @@ class Machine:
         return check.check(parts, {}, options)
 
 
+@pytest.mark.long
 def test_every_gpu_test_is_in_one_part():
     asked = [test for part in (*PARTS, WARM_UP) for test in part.tests]
     assert {test.partition("::")[0] for test in asked} == {file.name for file in (ROOT / "tests" / "gpu").glob("test_*.py")}

@@ -53,6 +53,7 @@ def test_finished_runs_make_a_page_without_training(tmp_path):
     assert page.count("<svg ") == 1 and "--train.seed=1" in page
 
 
+@pytest.mark.long
 def test_a_run_of_another_configuration_is_made_anew(tmp_path):
     """What is asked of the command that trains is seen by its refusal of a model that is not there."""
     algorithm_run(tmp_path, "dapo", [0.5, 0.5])
@@ -63,6 +64,7 @@ def test_a_run_of_another_configuration_is_made_anew(tmp_path):
         assert done.returncode == 2 and "holds no config.json" in done.stderr
 
 
+@pytest.mark.long
 def test_what_is_not_known_is_refused(tmp_path):
     for tool, option, value in (
         ("algorithms", "--algorithms", "gppo"),
@@ -76,6 +78,7 @@ def test_what_is_not_known_is_refused(tmp_path):
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and "absent.toml" in done.stderr
 
 
+@pytest.mark.long
 def test_the_precision_study_shows_modes_side_by_side(tmp_path):
     """Two seeds each: means of accuracies, their spread, the deepest fall, the falls of the reward, and the mismatch along the answer."""
     scores = {"bf16": ([0.25, 0.5, 0.75], [0.25, 0.75, 0.5]), "fp8_rollout+tis": ([0.25, 0.5, 0.5], [0.25, 0.25, 0.25])}
@@ -147,6 +150,7 @@ def test_scaling_tables_relate_speed_and_sync_to_the_fewest_ranks(tmp_path):
     assert lines[3].split(" | ")[3:5] == ["4.00", "2.91"]
 
 
+@pytest.mark.long
 def test_the_first_steps_of_weights_show_where_masters_lie():
     done = study("studies/first_steps", "weights", "--tensors", 1)
     assert done.returncode == 0, done.stderr
