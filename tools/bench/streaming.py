@@ -114,6 +114,7 @@ def main(
             tokenizer = load_tokenizer(config.model.folder)
             extra = max(config.rollout.prompts_per_step // 4, 1)
             alone = measure(_with(config, 0, 0), engine, tokenizer, 3, 0.0, True)["seconds a step"]
+            print(f"a step alone: {alone:.2f} s; training: {train * alone:.2f} s", flush=True)
             ways = {"barrier": (1, 0, True)}
             ways |= {f"streaming, max_staleness {n}": (n, 0, False) for n in (1, 2, 3)}
             ways |= {f"barrier + {extra}": (1, extra, True), f"streaming, max_staleness 1, + {extra}": (1, extra, False)}
@@ -124,7 +125,6 @@ def main(
                     rows.setdefault(way, []).append(measured)
         finally:
             engine.stop()
-    print(f"a step alone: {alone:.2f} s; training: {train * alone:.2f} s")
     base = [row["tokens per second"] for row in rows["barrier"]]
     for way, repeats in rows.items():
         ratios = [row["tokens per second"] / first for row, first in zip(repeats, base, strict=True)]
