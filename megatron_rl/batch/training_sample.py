@@ -30,6 +30,8 @@ class TrainingSample:
     """Log-probs under the trainer's policy that sampled the answer."""
     reference_logprobs: torch.Tensor = field(default_factory=lambda: _EMPTY)
     """Log-probs under the frozen reference."""
+    teacher_logprobs: torch.Tensor = field(default_factory=lambda: _EMPTY)
+    """Log-probs under the teacher."""
     importance_weights: torch.Tensor = field(default_factory=lambda: _EMPTY)
     """Weights of the policy term that correct for the engine (`algorithm.importance_weights`); empty for 1."""
     high_covariance: torch.Tensor = field(default_factory=lambda: _NO_MASK)
@@ -52,7 +54,7 @@ class TrainingSample:
     kept_tokens: KeptTokens | None = None
     """The tokens that each was drawn from, which log-probs are taken over; None for all."""
     token_advantages: torch.Tensor = field(default_factory=lambda: _EMPTY)
-    """Advantages of the tokens where they differ (`algorithm.gae`)."""
+    """Advantages of the tokens where they differ (`algorithm.gae`, `algorithm.distillation`)."""
     values: torch.Tensor = field(default_factory=lambda: _EMPTY)
     """The critic's value before each token, before the step's updates."""
     returns: torch.Tensor = field(default_factory=lambda: _EMPTY)

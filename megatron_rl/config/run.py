@@ -18,6 +18,7 @@ from megatron_rl.config.precision import PrecisionConfig
 from megatron_rl.config.reward import RewardConfig
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.config.sync import SyncConfig
+from megatron_rl.config.teacher import TeacherConfig
 from megatron_rl.config.train import TrainConfig
 from megatron_rl.types import SamplingParams
 
@@ -31,6 +32,7 @@ class Config(ConfigSection):
     rollout: RolloutConfig = RolloutConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     critic: CriticConfig = CriticConfig()
+    teacher: TeacherConfig | None = None
     data: DataConfig = DataConfig()
     eval: EvalConfig = EvalConfig()
     reward: RewardConfig = RewardConfig()

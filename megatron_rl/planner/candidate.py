@@ -9,6 +9,7 @@ from functools import cached_property, reduce
 from typing import Any, Literal
 
 from megatron_rl.config import Config
+from megatron_rl.hf.files import read_config
 from megatron_rl.planner.hardware import Cluster
 from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.preflight import LAYOUTS, PLAN, Facts, Needs, check, find_mistakes
@@ -49,10 +50,24 @@ class Workload:
     def has_reference(self) -> bool:
         return self.config.algorithm.kl_coef > 0
 
+    @property
+    def scoring_passes(self) -> int:
+        """Passes without gradient over each token before the updates: policy, reference, teacher."""
+        return 1 + self.has_reference + (self.config.teacher is not None)
+
     @cached_property
     def critic(self) -> Workload | None:
         """The critic's training as a workload: the same decoder with a value head; None without a critic."""
         return replace(self, model=replace(self.model, tied=False, value_head=True)) if self.config.algorithm.has_critic else None
+
+    @cached_property
+    def teacher(self) -> Workload | None:
+        """The teacher's forward passes as a workload; None without a teacher."""
+        teacher = self.config.teacher
+        if teacher is None:
+            return None
+        hf_config = read_config(teacher.path, "teacher.path")
+        return replace(self, model=ModelGeometry.from_hf_config(hf_config), hf_config=hf_config)
 
     @property
     def sequences(self) -> int:

@@ -85,6 +85,8 @@ def count_trainer_parts(job: Workload, candidate: Candidate, stage: int, phase: 
     if _has_optimizer(job, candidate, phase):
         parts |= {"gradients": rank.gradients, "optimizer": rank.optimizer}
     parts["reference"] = rank.model if job.has_reference else 0  # frozen: no gradients
+    if job.teacher is not None:
+        parts["teacher"] = memory.count_trainer_memory(job.teacher, candidate.train, stage).model
     if job.critic is not None:
         critic = memory.count_trainer_memory(job.critic, candidate.train, stage)
         parts["critic"] = critic.model if phase == "critic" else critic.weights + critic.blocks
@@ -95,7 +97,9 @@ def count_trainer_parts(job: Workload, candidate: Candidate, stage: int, phase: 
         activations = activation_memory.count_training_activations(trained, candidate, stage)
         parts["activations"] = activations.kept + activations.working
     if phase == "logprobs":
-        parts["activations"] = activation_memory.count_logprob_activations(job, candidate, stage)
+        parts["activations"] = max(
+            activation_memory.count_logprob_activations(each, candidate, stage) for each in (job, job.teacher) if each is not None
+        )
     if phase == "sync":
         parts["sync"] = memory.count_sync_quantization(job, candidate, stage) + (job.config.sync.bucket_mb << 20)
     return parts | {"context": CUDA_CONTEXT_BYTES}

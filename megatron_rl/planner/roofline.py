@@ -2,7 +2,7 @@
 measured on a GPU.
 
     train       micro-batches * (compute + tensor-parallel + expert-parallel traffic) / (1 - bubble) + gradients over replicas
-    logprobs    the same without backward pass, twice where there is a reference model
+    logprobs    the same without backward pass, twice where there is a reference model, and those of a teacher
     critic      both, of the critic: its values and its optimizer steps
     generate    decoding, bound by reading weights and KV cache; at least as many steps as the longest answer has tokens
     sync        the busiest GPU's bytes by link (`estimate_sync_traffic`)
@@ -78,6 +78,9 @@ def estimate_step_time(job: Workload, candidate: Candidate, cluster: Cluster) ->
 @lru_cache(maxsize=1 << 16)
 def _estimate_trainer(job: Workload, candidate: Candidate, cluster: Cluster) -> StepTime:
     policy = _estimate_passes(job, candidate, cluster)
+    if job.teacher is not None:
+        teacher = _estimate_passes(job.teacher, candidate, cluster).logprobs / (2 if job.has_reference else 1)
+        policy = replace(policy, logprobs=policy.logprobs + teacher)
     if job.critic is None:
         return policy
     critic = _estimate_passes(job.critic, candidate, cluster)

@@ -83,7 +83,8 @@ def critics_learning_rate_can_fall(facts: Facts) -> None:
 @rule(Needs.TRAINER)
 def groups_can_be_compared(facts: Facts) -> None:
     algorithm, size = facts.config.algorithm, facts.config.rollout.group_size
-    if size > 1 or (algorithm.has_critic and not algorithm.dynamic_sampling_max_rounds):
+    alone = facts.config.teacher is not None and not facts.config.teacher.reward_coef  # rewards train nothing
+    if size > 1 or ((algorithm.has_critic or alone) and not algorithm.dynamic_sampling_max_rounds):
         return
     compares = "dynamic sampling" if algorithm.has_critic else f"algorithm.advantage = {algorithm.advantage!r}"
     fix = "raise it, or leave dynamic_sampling_max_rounds at 0" if algorithm.has_critic else 'raise it, or set advantage = "gae"'

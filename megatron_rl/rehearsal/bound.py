@@ -42,8 +42,8 @@ class Bound:
 
 
 def estimate_bound(phase: Phase, job: Workload, candidate: Candidate, cluster: Cluster) -> Bound | None:
-    """Return the bound of an optimizer step, of a critic's with its values, or of the log-probs of all samples by actor and reference; None
-    for other phases.
+    """Return the bound of an optimizer step, of a critic's with its values, or of the log-probs of all samples by actor, reference and
+    teacher; None for other phases.
 
     What runs within passes is multiplied by the step's micro-batches over the rehearsed ones; all else happens once. Products take the
     longer of FLOPs / (rate * COMPUTE_EFFICIENCY) and bytes / (HBM * LINK_EFFICIENCY); attention's FLOPs are among the BF16 products'. A
@@ -54,7 +54,7 @@ def estimate_bound(phase: Phase, job: Workload, candidate: Candidate, cluster: C
         return None
     passes = candidate.micro_batches(job)
     if phase.name.startswith("logprobs"):
-        passes *= job.config.algorithm.updates_per_step * (2 if job.has_reference else 1)
+        passes *= job.config.algorithm.updates_per_step * job.scoring_passes
     if phase.name.startswith("critic"):  # values, then the optimizer step: both rehearsed
         passes *= 2
     factor = passes * candidate.train.vpp / phase.passes  # of a micro-batch every virtual stage has one

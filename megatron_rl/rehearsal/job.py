@@ -1,7 +1,7 @@
 """One rank's part of a run, by the run's own functions: from the checkpoint to two optimizer steps, a sync's chunks, a save and a resume.
 
-    build        start_megatron's groups, the model, its weights, the optimizer and its masters; the reference
-    logprobs     actor and reference over the samples
+    build        start_megatron's groups, the model, its weights, the optimizer and its masters; reference and teacher
+    logprobs     actor, reference and teacher over the samples
     critic 1     the critic's values and its first optimizer step, where there is one
     update 1     the first optimizer step, which allocates Adam's moments
     off-load     what only an optimizer step needs goes to the host, where trainer and engine share a GPU
@@ -37,7 +37,7 @@ from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.config import Config
 from megatron_rl.distributed import is_rank0
 from megatron_rl.hf.files import read_config
-from megatron_rl.mcore.actor import Actor
+from megatron_rl.mcore.actor import Actor, Policy
 from megatron_rl.mcore.checkpoint.folder import checkpoint_folder, unfinished_folder
 from megatron_rl.mcore.checkpoint.write import load_run_checkpoint
 from megatron_rl.mcore.critic import Critic
@@ -53,7 +53,7 @@ from megatron_rl.rehearsal.headers import read_headers_alone
 from megatron_rl.rehearsal.recorder import Phase, Recorder, find_line_of
 from megatron_rl.sync.plan import SyncPlan
 from megatron_rl.training.checkpoint_manager import CheckpointManager
-from megatron_rl.training.policies import load_actor, load_critic, load_reference
+from megatron_rl.training.policies import load_actor, load_critic, load_reference, load_teacher
 from megatron_rl.training.train_state import TrainState
 from parallel.layout import EngineLayout, Layout
 from parallel.model_geometry import ModelGeometry
@@ -128,11 +128,12 @@ def _run(config: Config, layout: Layout, gpu: FakeGpu, scratch: Path) -> None:
         actor, shards = load_actor(config, layout, hf_config)
         reference = load_reference(config, layout, hf_config)
         critic = load_critic(config, layout, hf_config)
+    teacher = _load_teacher(config, layout, gpu, scratch / "teacher")
     if critic is not None and config.placement.kind == "colocated":
         critic.offload_optimizer()
     samples = make_samples(config, layout)
     begin("logprobs")
-    for policy in filter(None, (reference, actor)):
+    for policy in filter(None, (reference, teacher, actor)):
         for sample, logprobs in zip(samples, policy.compute_logprobs(samples)[0], strict=True):
             sample.old_logprobs = sample.reference_logprobs = logprobs
     loss = PolicyLoss(config.algorithm)
@@ -154,7 +155,7 @@ def _run(config: Config, layout: Layout, gpu: FakeGpu, scratch: Path) -> None:
         begin("restore")
         actor.reload_optimizer()
     begin("logprobs 2")
-    for policy in filter(None, (actor, reference)):
+    for policy in filter(None, (actor, reference, teacher)):
         policy.compute_logprobs(samples)
     _train_critic(config, actor, critic, samples, gpu, "critic 2")
     begin("update 2")
@@ -164,6 +165,14 @@ def _run(config: Config, layout: Layout, gpu: FakeGpu, scratch: Path) -> None:
         with files.in_place_of_disk():
             load_run_checkpoint(saved, actor.model, actor.optimizer, {"adam_step": 1}, same_layout=True)
     gpu.recorder.end()
+
+
+def _load_teacher(config: Config, layout: Layout, gpu: FakeGpu, scratch: Path) -> Policy | None:
+    if config.teacher is None:
+        return None
+    scratch.mkdir()
+    with read_headers_alone(gpu, config.teacher.path, scratch) as folder:
+        return load_teacher(config.model_copy(update={"teacher": config.teacher.model_copy(update={"path": folder})}), layout)
 
 
 def _train_critic(config: Config, actor: Actor, critic: Critic | None, samples: list[TrainingSample], gpu: FakeGpu, phase: str) -> None:

@@ -137,8 +137,9 @@ def make_report(rehearsal: RankRehearsal, job: Workload, cluster: Cluster) -> Ra
 
 
 def count_least(phase: Phase, bound: Bound, job: Workload, candidate: Candidate, stage: int) -> float | None:
-    """Return the least element-wise bytes of a real step's phase; None where there is no figure, as for a critic."""
-    if phase.name.startswith("critic"):
+    """Return the least element-wise bytes of a real step's phase; None where there is no figure, as for a critic or
+    a teacher's log-probs."""
+    if phase.name.startswith("critic") or (phase.name.startswith("logprobs") and job.teacher is not None):
         return None
     trains = phase.name.startswith("update")
     in_pass = count_least_in_pass(job, candidate, stage, trains)

@@ -273,6 +273,8 @@ SECTIONS: dict[str, tuple[Plot, ...]] = {
              "A slow decline is normal; a fall to 0 means that the policy has stopped exploring."),
         Plot("Change of the policy", (Panel("|Δ log p| of the step's own update (nats)", "log"),),
              "What a step changes on its own tokens: level from the first step on, and well above the mismatch."),
+        Plot("Distance to the teacher", (Panel("KL to the teacher (nats per token)", zero=True),),
+             "Should fall; where it stays level, the policy does not follow, or samples what the teacher has never seen."),
         Plot("Gradient norm", (Panel("norm before clipping", zero=True),),
              "Spikes are steps that the gradient clipping had to tame; look for what was sampled there."),
         Plot("Losses", (Panel("policy loss"), Panel("KL term")),

@@ -1,6 +1,6 @@
 """The loop, on one page.
 
-    prompts -> engine generates groups -> rewards -> advantages -> each replica gets its samples -> actor and reference log-probs
+    prompts -> engine generates groups -> rewards -> advantages -> each replica gets its samples -> log-probs of actor, reference, teacher
             -> corrections -> policy loss -> optimizer steps -> blocks quantized once -> sync + proof -> next policy version
 
 Every rank runs it; the rollout worker, and with it engines and rewards, exists on rank 0 only.
@@ -12,6 +12,7 @@ import time
 from dataclasses import replace
 
 from megatron_rl.algorithm.covariance import mark_high_covariance
+from megatron_rl.algorithm.distillation import assign_distilled_advantages
 from megatron_rl.algorithm.importance_weights import assign_corrections
 from megatron_rl.config import Config
 from megatron_rl.distributed import Rank0
@@ -94,6 +95,7 @@ class Loop:
         if trainer.critic is not None:
             with phase("values", metrics):
                 metrics |= trainer.critic.assign_advantages(samples)
+        metrics |= assign_distilled_advantages(samples.own, config.teacher, reduce.combine)
         metrics |= assign_corrections(samples.own, config.algorithm, reduce.combine)
         metrics |= mark_high_covariance(samples.own, config.algorithm, version, reduce.combine, reduce.gather_from_replicas)
         check_stop()

@@ -1,4 +1,4 @@
-"""The models of a run on one rank, from a checkpoint's weights to the optimizer's masters: actor, frozen reference, critic."""
+"""The models of a run on one rank, from a checkpoint's weights to the optimizer's masters: actor, frozen reference and teacher, critic."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 
 from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.config import Config
+from megatron_rl.hf.files import read_config
 from megatron_rl.mcore.actor import Actor, Policy
 from megatron_rl.mcore.cache_scales import renew_scales
 from megatron_rl.mcore.critic import Critic
@@ -37,12 +38,21 @@ def load_actor(config: Config, layout: Layout, hf_config: Mapping[str, Any]) -> 
 
 def load_reference(config: Config, layout: Layout, hf_config: Mapping[str, Any]) -> Policy | None:
     """Return the frozen starting policy, in the same precision; None without a KL term. Collective."""
-    if not config.algorithm.kl_coef:
+    return _load_frozen(config, layout, hf_config, config.model.folder) if config.algorithm.kl_coef else None
+
+
+def load_teacher(config: Config, layout: Layout) -> Policy | None:
+    """Return the frozen teacher, in the same precision; None without one. Collective."""
+    if config.teacher is None:
         return None
-    model = freeze(_load(config, layout, hf_config, build_rank_shards(dict(hf_config), layout), config.model.folder))
-    reference = Policy(model, config.rollout.temperature, config.train.micro_batch_tokens)
-    _choose_scales(config, reference, hf_config)
-    return reference
+    return _load_frozen(config, layout, read_config(config.teacher.path, "teacher.path"), config.teacher.path)
+
+
+def _load_frozen(config: Config, layout: Layout, hf_config: Mapping[str, Any], folder: Path) -> Policy:
+    model = freeze(_load(config, layout, hf_config, build_rank_shards(dict(hf_config), layout), folder))
+    policy = Policy(model, config.rollout.temperature, config.train.micro_batch_tokens)
+    _choose_scales(config, policy, hf_config)
+    return policy
 
 
 def load_critic(config: Config, layout: Layout, hf_config: Mapping[str, Any]) -> Critic | None:

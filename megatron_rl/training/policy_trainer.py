@@ -72,7 +72,8 @@ range of ratios that PPO's clip of 0.2 trusts, after a single step."""
 
 
 class PolicyTrainer:
-    """Trains `actor`; `reference` is None if algorithm.kl_coef is 0. Methods are collective: every rank passes its replica's samples."""
+    """Trains `actor`; `reference` is None if algorithm.kl_coef is 0, `teacher` without a section [teacher]. Methods are collective: every
+    rank passes its replica's samples."""
 
     def __init__(
         self,
@@ -83,13 +84,14 @@ class PolicyTrainer:
         engines: Rank0[Engine],
         mismatch_bound: MismatchBound | None = None,
         critic: CriticTrainer | None = None,
+        teacher: Policy | None = None,
     ) -> None:
         self._mismatch_bound = mismatch_bound
         self.actor, self.attribution, self.critic = actor, attribution, critic
         self.clip = ClipCalibration(config.algorithm, self._current_logprobs, lambda sums: reduce.sum_over_replicas(*sums))
         self.engine_routing = actor.routing.shape if config.algorithm.routing_replay == "engine" else None
         """What the engine's routing must fit, if it is replayed."""
-        self._config, self._reference, self._engines = config, reference, engines
+        self._config, self._reference, self._teacher, self._engines = config, reference, teacher, engines
 
     def take_devices(self) -> None:
         """Release the engine's memory after generation, until the next sync, and reload the optimizer, unless the critic's is first."""
@@ -108,8 +110,8 @@ class PolicyTrainer:
         return share_samples(rollouts, step, self._config, self.engine_routing, self.actor.chunks[0].config.attention_length)
 
     def compute_logprobs(self, step_samples: StepSamples) -> dict[str, float]:
-        """Set the log-probs of the actor and of the reference, and the routing to replay if it is the actor's own; return entropy, mismatch
-        and metrics of the routers. Raise RunError for a mismatch that the configuration forbids."""
+        """Set the log-probs of the actor, the reference and the teacher, and the routing to replay if it is the actor's own; return
+        entropy, mismatch and metrics of the routers. Raise RunError for a mismatch that the configuration forbids."""
         samples = step_samples.own
         replay_own = self._config.algorithm.routing_replay == "trainer"
         with self.actor.routing.collect_stats(samples, keep=replay_own) as routing:
@@ -121,6 +123,10 @@ class PolicyTrainer:
         if self._reference is not None:
             for sample, logprobs in zip(samples, self._reference.compute_logprobs(samples)[0], strict=True):
                 sample.reference_logprobs = logprobs
+        if self._teacher is not None:
+            with self._teacher.routing.disable_replay():  # the records are of the policy's experts
+                for sample, logprobs in zip(samples, self._teacher.compute_logprobs(samples)[0], strict=True):
+                    sample.teacher_logprobs = logprobs
         staleness = measure_staleness(samples, reduce.combine) if self._config.placement.max_staleness else {}
         mismatch = measure_mismatch(samples, by_position=True, combine=reduce.combine)
         if self._mismatch_bound is not None:

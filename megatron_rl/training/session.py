@@ -52,7 +52,7 @@ from megatron_rl.training.graph_check import check_graph, write_critic_graph
 from megatron_rl.training.loop import Loop
 from megatron_rl.training.mismatch import MismatchBound
 from megatron_rl.training.mismatch_attribution import MismatchAttribution
-from megatron_rl.training.policies import load_actor, load_critic, load_reference
+from megatron_rl.training.policies import load_actor, load_critic, load_reference, load_teacher
 from megatron_rl.training.policy_trainer import PolicyTrainer
 from megatron_rl.training.recorder import Recorder
 from megatron_rl.training.resume import describe_layout, find_resume_point
@@ -123,8 +123,8 @@ class Session:
         critic = load_critic(config, layout, hf_config)
         state = self._load_checkpoint(actor, critic)
         read_named_tensors = partial(collect_named_tensors, actor.model, shards, contract)
-        hang_watchdog.enter_phase("loading the reference")
-        reference = load_reference(config, layout, hf_config)
+        hang_watchdog.enter_phase("loading the frozen models")
+        reference, teacher = load_reference(config, layout, hf_config), load_teacher(config, layout)
         if config.placement.kind == "colocated":
             actor.offload_optimizer()  # as in every sync: the engines find on a shared GPU what the trainer holds in a sync, and no more
             if critic is not None:
@@ -147,7 +147,7 @@ class Session:
         attribution = MismatchAttribution(actor, read_named_tensors, contract.engine_format, contract.engine_alone_quantizes_kv)
         bound = MismatchBound(config.sync, promises_exactness(config, hf_config), self.notify)
         critic_trainer = None if critic is None else CriticTrainer(config, critic)
-        trainer = PolicyTrainer(config, actor, reference, attribution, engines, bound, critic_trainer)
+        trainer = PolicyTrainer(config, actor, reference, attribution, engines, bound, critic_trainer, teacher)
         recovering_sync = RecoveringWeightSync(sync, engines, self.notify)
         profiler = StepProfiler(self.folder, get_rank(), config.log.profile_steps, config.log.profile_ranks)
         recorder = Recorder(self.log, engines, profiler)

@@ -77,3 +77,14 @@ def test_calibrated_bounds_move_every_so_many_steps(worlds, checkpoint):
     bounds = [(row["clip/bound_low"], row["clip/bound_high"]) for row in rows]
     assert bounds[1] == bounds[0], "the second step is none of calibration"
     assert all(abs(low - 0.8) <= 0.1 and abs(high - 1.2) <= 0.2 for low, high in bounds)
+
+
+def test_a_policy_learns_what_its_teacher_knows(worlds, checkpoint, model_folder):
+    """Without rewards; the teacher is another model, of another family. In any layout it is the reference's code: see test_layouts.py."""
+    call = partial(training_runs.run_loop, teacher={"path": model_folder("qwen3_moe"), "reward_coef": 0.0})
+    rows = worlds(1).call(call, checkpoint, FP8, {"updates_per_step": 2}, STEPS, 0.0)[0]["rows"][1:]
+    assert all(math.isfinite(value) for row in rows for value in row.values())
+    assert rows[-1]["teacher/kl"] < 0.9 * rows[0]["teacher/kl"], "on the same answers, step after step"
+    own = partial(training_runs.run_loop, teacher={"path": checkpoint, "reward_coef": 0.0})
+    first = worlds(1).call(own, checkpoint, FP8, {}, 1, 0.0)[0]["rows"][1]
+    assert first["teacher/kl"] == first["teacher/kl_max"] == 0, "the policy's own weights give the policy's own bits"

@@ -17,7 +17,7 @@ PLAIN = (
     *("context parallel", "pipeline", "virtual stages", "disaggregated"),
     "critic, stages",
 )
-LONG = ("critic", "critic, disaggregated", "critic, experts, bf16")
+LONG = ("critic", "critic, disaggregated", "critic, experts, bf16", "a teacher")
 PLANTED = {
     "experts: host_tensor_in_loss": "cuda:0 and cpu",
     "experts: gather_in_wrong_group": "RefusedCollectiveError",
@@ -54,7 +54,7 @@ def test_it_runs_takes_the_memory_that_the_plan_says_and_waits_in_no_layer(repor
 
 
 @pytest.mark.long
-def test_a_critic_elsewhere(tmp_path):
+def test_further_critics_and_a_teacher(tmp_path):
     found = rehearse(tmp_path, *LONG)
     for case in LONG:
         test_it_runs_takes_the_memory_that_the_plan_says_and_waits_in_no_layer(found, case)

@@ -192,6 +192,7 @@ class Case(NamedTuple):
     overrides: list[str]
     plant: Callable[[], Any] | None = None
     model: dict[str, Any] = TINY
+    teacher: dict[str, Any] | None = None
 
 
 CASES = {
@@ -218,6 +219,7 @@ CASES = {
     "critic, disaggregated": Case([*TWO, "--algorithm.name=ppo", "--placement.kind=disaggregated"], model=WIDE),
     "critic, stages": Case(["--train.layout.pp=2", "--train.layout.tp=2", f"{ENGINES}=4", "--algorithm.name=ppo"], model=WIDE),
     "critic, experts, bf16": Case([*EP, *BF16, "--algorithm.name=ppo"], model=EXPERTS),
+    "a teacher": Case(TWO, model=LLAMA, teacher=WIDE),
     "disaggregated": Case([*TWO, "--placement.kind=disaggregated"], model=WIDE),
     "experts: host_tensor_in_loss": Case(EP, host_tensor_in_loss, EXPERTS),
     "experts: item_per_layer": Case(EP, item_per_layer, EXPERTS),
@@ -246,8 +248,12 @@ def main(folder: Path, names: list[str]) -> None:
     (folder / "run.toml").write_text(CONFIG.format(folder=folder))
     cluster, found = Cluster.from_options(1, 8, "h100"), {}
     for name in names:
-        overrides, plant, model = CASES[name]
+        overrides, plant, model, teacher = CASES[name]
         (folder / "config.json").write_text(json.dumps(model))
+        if teacher is not None:
+            (folder / "teacher").mkdir()
+            (folder / "teacher" / "config.json").write_text(json.dumps(teacher))
+            overrides = [*overrides, f"--teacher.path={folder / 'teacher'}"]
         config = load_config(folder / "run.toml", overrides)
         job = Workload.from_config(config, model)
         with plant() if plant else nullcontext():

@@ -47,7 +47,7 @@ from megatron_rl.training.checkpoint_manager import CheckpointManager
 from megatron_rl.training.critic_trainer import CriticTrainer
 from megatron_rl.training.loop import Loop
 from megatron_rl.training.mismatch_attribution import MismatchAttribution
-from megatron_rl.training.policies import load_critic
+from megatron_rl.training.policies import load_critic, load_teacher
 from megatron_rl.training.policy_trainer import PolicyTrainer
 from megatron_rl.training.recorder import Recorder
 from megatron_rl.training.resume import choose_checkpoint, describe_layout
@@ -180,12 +180,13 @@ def loop_of(
     state: TrainState | None = None,
     engines: Any = None,
     critic: Critic | None = None,
+    teacher: Policy | None = None,
 ) -> Loop:
     """A loop around a trainer; `worker`, `log` and `engines` are what rank 0 has."""
     causes = MismatchAttribution(trainer.actor, trainer.collect_named_tensors, trainer.contract.engine_format)
     on_rank0 = Rank0(lambda: engines or NullEngine())
     of_critic = None if critic is None else CriticTrainer(config, critic)
-    policy = PolicyTrainer(config, trainer.actor, reference, causes, on_rank0, critic=of_critic)
+    policy = PolicyTrainer(config, trainer.actor, reference, causes, on_rank0, critic=of_critic, teacher=teacher)
     recorder = Recorder(Rank0(lambda: log), on_rank0, StepProfiler(Path(), rank=0))
     return Loop(config, Rank0(lambda: worker), policy, sync, recorder, checkpoints, state)
 
@@ -200,6 +201,7 @@ def run_loop(
     environment_logprob: float | None = None,
     worker_class: type[ScriptedWorker] = ScriptedWorker,
     critic: dict[str, Any] | None = None,
+    teacher: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The rows of the log, the advantages of the last step's samples, and what `ScriptedWorker.evaluate` noted."""
     trainer = Trainer(folder, precision, {"learning_rate": 1e-3, "steps": steps})
@@ -207,7 +209,7 @@ def run_loop(
         {
             "model": {"path": folder}, "precision": precision, "train": {"steps": steps}, "algorithm": algorithm, "data": {"eval_every": 1},
             "rollout": {"prompts_per_step": GROUPS, "group_size": SIZE, "max_new_tokens": 8},
-            "log": {"samples": GROUPS * SIZE, "attribute_every": attribute_every}, "critic": critic or {},
+            "log": {"samples": GROUPS * SIZE, "attribute_every": attribute_every}, "critic": critic or {}, "teacher": teacher,
         }
     )  # fmt: skip
     reference = None
@@ -218,7 +220,17 @@ def run_loop(
     log = RecordingLog()
     worker = worker_class(trainer.actor, noise, environment_logprob)
     critic_model = load_critic(config, trainer.layout, trainer.hf_config)
-    loop_of(config, trainer, reference, NullSync(), worker, log, NullCheckpointManager(), critic=critic_model).run()
+    loop_of(
+        config,
+        trainer,
+        reference,
+        NullSync(),
+        worker,
+        log,
+        NullCheckpointManager(),
+        critic=critic_model,
+        teacher=load_teacher(config, trainer.layout),
+    ).run()
     return {"rows": log.rows, "advantages": [row["advantage"] for row in log.samples_seen[-GROUPS * SIZE :]], "leads": worker.leads}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import shutil
 import traceback
 from collections.abc import Callable, Mapping
@@ -42,6 +43,7 @@ from megatron_rl.preflight import (
     machine,
     resumed_run,
     settings,
+    teacher,
 )  # fmt: skip
 from megatron_rl.rollout.engine_placement import LAUNCHER_VARIABLE
 from parallel.formats import INT8, MODES, Mode
@@ -88,6 +90,23 @@ def with_value_head(folder: Path, labels: int) -> None:
     shutil.copytree("model", folder)
     weights = load_file(folder / "model.safetensors")
     save_file({**weights, "score.weight": torch.zeros(labels, 256)}, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def make_teacher(folder: str, **changes: object) -> None:
+    """A copy of the model with experts, with changes to its config.json."""
+    shutil.copytree("experts", folder)
+    edit_config(Path(folder), changes)
+
+
+def swap_tokens(folder: str) -> None:
+    """Make a teacher two of whose tokens have each other's ids."""
+    make_teacher(folder)
+    file = Path(folder) / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    vocab = tokenizer["model"]["vocab"]
+    one, other, *_ = vocab
+    vocab[one], vocab[other] = vocab[other], vocab[one]
+    file.write_text(json.dumps(tokenizer))
 
 
 def layout(*sizes: str) -> tuple[str, ...]:
@@ -184,6 +203,45 @@ MISTAKES = [
         "train plan",
         "critic.path = 'experts': is a model of another architecture than model.path (family, layers, experts), which is not built; give a",
         (PPO, "--critic.path=experts"),
+    ),
+    Mistake(
+        teacher.teacher_has_the_policys_vocabulary,
+        "train plan",
+        "teacher.path = 'larger': has 500 tokens, the policy 384: it must score the policy's own; give a teacher with the same",
+        ("--teacher.path=larger",),
+        scene=lambda _: make_teacher("larger", vocab_size=500),
+    ),
+    Mistake(
+        teacher.losses_take_the_teachers_advantages,
+        "train plan",
+        "algorithm.loss = 'gmpo': has one advantage for a completion, and [teacher] gives one to each token; use ppo, gspo or cispo",
+        ("--teacher.path=experts", "--algorithm.name=gmpo"),
+    ),
+    Mistake(
+        teacher.trainer_divides_the_teacher,
+        "train plan",
+        "teacher.path = 'shorter': does not fit this run: rollout.max_new_tokens = 64: with data.max_prompt_tokens (",
+        ("--teacher.path=shorter",),
+        scene=lambda _: make_teacher("shorter", max_position_embeddings=80),
+    ),
+    Mistake(
+        teacher.teacher_has_the_policys_tokenizer,
+        "train",
+        "teacher.path = 'swapped': has other tokens than the policy: it must score the policy's own; give a teacher with the same",
+        ("--teacher.path=swapped",),
+        scene=lambda _: swap_tokens("swapped"),
+    ),
+    Mistake(
+        teacher.tensors_are_those_of_the_teacher,
+        "train",
+        "teacher.path = 'fp8': ",
+        ("--teacher.path=fp8",),
+    ),
+    Mistake(
+        teacher.teacher_has_the_policys_vocabulary,
+        "train plan",
+        "teacher.path = 'hf:someone/unknown': is on the hub, and only a folder is loaded; download it, give its folder",
+        (f"--teacher.path={ON_HUB}",),
     ),
     Mistake(
         settings.kept_tokens_are_bounded,
@@ -645,7 +703,7 @@ def test_no_rule_and_no_refusal_is_dead(workplace):
         broken.add(rule.check)
         passed |= find_lines(error)
     assert broken == {rule.check for rule in RULES}
-    for module in (settings, layouts, machine, files):
+    for module in (settings, layouts, machine, files, teacher):
         path = Path(module.__file__)
         refusals = {(path.name, node.lineno) for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Raise)}
         assert refusals <= passed, refusals - passed
