@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from megatron_rl.config.hub import HUB_PREFIX
@@ -28,11 +29,14 @@ def _refuse(facts: Facts, rule: str, fix: str) -> UserError:
 
 
 @rule(Needs.TRAINER | Needs.MODEL)
-def teacher_has_the_policys_vocabulary(facts: Facts) -> None:
+def teacher_reads_the_policys_tokens(facts: Facts) -> None:
     teacher = _of_teacher(facts)
-    if teacher is not None and teacher.model.vocab != facts.model.vocab:
+    if teacher is None:
+        return
+    if teacher.model.vocab != facts.model.vocab:
         rule = f"has {teacher.model.vocab} tokens, the policy {facts.model.vocab}: it must score the policy's own"
         raise _refuse(teacher, rule, "give a teacher with the same tokenizer")
+    _check(longest_sequence_fits, teacher)
 
 
 @rule(Needs.TRAINER | Needs.MODEL)
@@ -45,13 +49,16 @@ def losses_take_the_teachers_advantages(facts: Facts) -> None:
 @rule(Needs.TRAINER | Needs.MODEL | Needs.LAYOUT)
 def trainer_divides_the_teacher(facts: Facts) -> None:
     teacher = _of_teacher(facts)
-    if teacher is None:
-        return
-    for each in (longest_sequence_fits, megatron_builds_the_model, trainer_divides_the_model):
-        try:
-            each(teacher)
-        except (UserError, InputError) as error:
-            raise _refuse(teacher, f"does not fit this run: {error}", "change that, or give another teacher") from None
+    if teacher is not None:
+        _check(megatron_builds_the_model, teacher)
+        _check(trainer_divides_the_model, teacher)
+
+
+def _check(of_model: Callable[[Facts], None], teacher: Facts) -> None:
+    try:
+        of_model(teacher)
+    except (UserError, InputError) as error:
+        raise _refuse(teacher, f"does not fit this run: {error}", "change that, or give another teacher") from None
 
 
 @rule(Needs.TASK | Needs.TRAINER)

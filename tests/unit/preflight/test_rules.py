@@ -92,9 +92,9 @@ def with_value_head(folder: Path, labels: int) -> None:
     save_file({**weights, "score.weight": torch.zeros(labels, 256)}, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def make_teacher(folder: str, **changes: object) -> None:
-    """A copy of the model with experts, with changes to its config.json."""
-    shutil.copytree("experts", folder)
+def make_teacher(folder: str, source: str = "experts", **changes: object) -> None:
+    """A copy of a model, with changes to its config.json."""
+    shutil.copytree(source, folder)
     edit_config(Path(folder), changes)
 
 
@@ -205,7 +205,7 @@ MISTAKES = [
         (PPO, "--critic.path=experts"),
     ),
     Mistake(
-        teacher.teacher_has_the_policys_vocabulary,
+        teacher.teacher_reads_the_policys_tokens,
         "train plan",
         "teacher.path = 'larger': has 500 tokens, the policy 384: it must score the policy's own; give a teacher with the same",
         ("--teacher.path=larger",),
@@ -218,11 +218,19 @@ MISTAKES = [
         ("--teacher.path=experts", "--algorithm.name=gmpo"),
     ),
     Mistake(
-        teacher.trainer_divides_the_teacher,
+        teacher.teacher_reads_the_policys_tokens,
         "train plan",
         "teacher.path = 'shorter': does not fit this run: rollout.max_new_tokens = 64: with data.max_prompt_tokens (",
         ("--teacher.path=shorter",),
         scene=lambda _: make_teacher("shorter", max_position_embeddings=80),
+    ),
+    Mistake(
+        teacher.trainer_divides_the_teacher,
+        "train plan",
+        "teacher.path = 'narrow': does not fit this run: model.layers.0.mlp.gate_proj.weight = ",
+        ("--teacher.path=narrow", *layout("tp=2")),
+        ranks=2,
+        scene=lambda _: make_teacher("narrow", "model", intermediate_size=384),
     ),
     Mistake(
         teacher.teacher_has_the_policys_tokenizer,
@@ -238,7 +246,7 @@ MISTAKES = [
         ("--teacher.path=fp8",),
     ),
     Mistake(
-        teacher.teacher_has_the_policys_vocabulary,
+        teacher.teacher_reads_the_policys_tokens,
         "train plan",
         "teacher.path = 'hf:someone/unknown': is on the hub, and only a folder is loaded; download it, give its folder",
         (f"--teacher.path={ON_HUB}",),
