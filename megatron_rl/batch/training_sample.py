@@ -30,8 +30,6 @@ class TrainingSample:
     """Log-probs under the trainer's policy that sampled the answer."""
     reference_logprobs: torch.Tensor = field(default_factory=lambda: _EMPTY)
     """Log-probs under the frozen reference."""
-    teacher_logprobs: torch.Tensor = field(default_factory=lambda: _EMPTY)
-    """Log-probs under the teacher."""
     importance_weights: torch.Tensor = field(default_factory=lambda: _EMPTY)
     """Weights of the policy term that correct for the engine (`algorithm.importance_weights`); empty for 1."""
     high_covariance: torch.Tensor = field(default_factory=lambda: _NO_MASK)
@@ -61,6 +59,8 @@ class TrainingSample:
     """What the critic learns to predict of each token."""
     version_lags: torch.Tensor = field(default_factory=lambda: _EMPTY)
     """Policy versions between the sampling policy and the trainer's, uint8 [A]; empty for 0."""
+    teacher_logprobs: torch.Tensor = field(default_factory=lambda: _EMPTY)
+    """Log-probs under the teacher."""
 
     def __post_init__(self) -> None:
         self.prompt_ids, self.response_ids = (torch.as_tensor(ids, dtype=torch.int32) for ids in (self.prompt_ids, self.response_ids))
