@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -92,8 +93,9 @@ class ModelGeometry:
     latent: MLAGeometry | None = None
     value_head: bool = False
     """A critic: a value in the place of logits (`as_critic`)."""
-    unused_layers: int = 0
-    """Layers for multi-token prediction that a checkpoint may hold behind the others; left out, as transformers leaves them out."""
+    mtp_layers: int = 0
+    """Layers for multi-token prediction that a checkpoint may hold behind the others: neither built nor trained, but kept
+    (`megatron_rl.hf.mtp_layers`)."""
 
     @classmethod
     def from_hf_config(cls, config: Mapping[str, Any]) -> ModelGeometry:
@@ -135,6 +137,17 @@ class ModelGeometry:
     def tensors(self) -> dict[str, HFTensor]:
         """Return every tensor of the checkpoint by its Hugging Face name; the same dictionary at each call, not to be changed."""
         return _list_tensors(self)
+
+    def is_mtp_tensor(self, name: str) -> bool:
+        """Return whether a name of a checkpoint is one of a layer for multi-token prediction."""
+        layer = re.match(r"model\.layers\.(\d+)\.", name)
+        return layer is not None and self.layers <= int(layer[1]) < self.layers + self.mtp_layers
+
+    def list_mtp_decoders(self) -> dict[str, HFTensor]:
+        """Return the tensors of the decoder layer in each layer for multi-token prediction, by name: like those of the last other layer."""
+        family, layers = load_family(self.family), range(self.layers, self.layers + self.mtp_layers)
+        pieces = (piece for layer in layers for weight in family.list_layer(self, layer) for piece in weight.pieces)
+        return {piece.tensor.name: piece.tensor for piece in pieces}
 
     def build_checkpoint_shards(self) -> list[Shard]:
         """Return the checkpoint itself as shards: every tensor whole."""

@@ -8,6 +8,7 @@ A quantised checkpoint, as DeepSeek and Qwen publish them in FP8 and as `export`
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping
 from itertools import pairwise
@@ -141,10 +142,8 @@ class HFCheckpoint:
         return "convert it"
 
     def _is_ignored(self, name: str, model: ModelGeometry) -> bool:
-        if name.endswith("rotary_emb.inv_freq") or ((model.tied or model.value_head) and name == "lm_head.weight"):
-            return True
-        layer = re.match(r"model\.layers\.(\d+)\.", name)
-        return layer is not None and model.layers <= int(layer[1]) < model.layers + model.unused_layers
+        unused_head = (model.tied or model.value_head) and name == "lm_head.weight"
+        return unused_head or name.endswith("rotary_emb.inv_freq") or model.is_mtp_tensor(name)
 
     def check_scales(self, tensors: Iterable[HFTensor], wanted: TensorFormat | None) -> None:
         """Read the scales of those `tensors` that are quantised, in FP8 1/16384 of their elements.
@@ -164,6 +163,19 @@ class HFCheckpoint:
                 to_bf16 = f"megatron-rl export --checkpoint {self.folder} --output DIR --precision bf16"
                 fix = f'set precision.scale_format = "fp32", or dequantise the checkpoint: {to_bf16}'
                 raise self._error(f'tensor {name} holds scales that are no powers of two, precision.scale_format is "pow2"', fix)
+
+    def list_mtp_tensors(self, model: ModelGeometry) -> dict[str, int]:
+        """Return the stored tensors of the layers for multi-token prediction, scales among them: name -> bytes. Reads headers only."""
+        return {name: self._count_bytes(name) for name in sorted(self._file_of) if model.is_mtp_tensor(name)}
+
+    def _count_bytes(self, name: str) -> int:
+        view = self._slice(name)
+        bits = re.search(r"\d+", view.get_dtype())
+        return math.prod(view.get_shape()) * (int(bits[0]) // 8 if bits else 1)
+
+    def read_stored(self, name: str) -> torch.Tensor:
+        """Return a whole tensor as it is stored."""
+        return self._open_file(self._file_of[name]).get_tensor(name)
 
     def read_values(self, region: Region) -> torch.Tensor:
         """Return the region's rectangle of its tensor: [rows, cols], or [rows] for a vector, in the file's dtype; float32 where quantised.

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +22,7 @@ from megatron_rl.errors import UserError, as_run_error, as_user_error
 from megatron_rl.hf.align import Alignment, align_config, is_scaled, widen
 from megatron_rl.hf.files import read_config
 from megatron_rl.hf.hub import fetch_model
+from megatron_rl.hf.mtp_layers import MTP_FOLDER, MTPLayers
 from megatron_rl.hf.read import HFCheckpoint
 from megatron_rl.hf.write import (
     FILE_BYTES,
@@ -37,7 +37,7 @@ from megatron_rl.hf.write import (
 from megatron_rl.mcore.checkpoint.folder import check_room, find_damage
 from megatron_rl.mcore.checkpoint.load import RunWeights, read_state
 from megatron_rl.precision.contract import PrecisionContract
-from megatron_rl.precision.quantizers import quantize
+from megatron_rl.precision.quantizers import store
 from parallel.formats import MODES
 from parallel.model_geometry import ModelGeometry
 from parallel.shards import HFTensor, Region
@@ -52,6 +52,7 @@ class _Source(NamedTuple):
     read_values: Callable[[Region], torch.Tensor]
     contract: PrecisionContract
     """Of the result."""
+    mtp_layers: MTPLayers | None
     keeps_fp32_norms: bool
     """A BF16 checkpoint's norms in FP32 stay so: they were scaled for wider matrices."""
 
@@ -116,18 +117,25 @@ def convert(
         with as_user_error():
             model = ModelGeometry.from_hf_config(source.hf_config)
             wide_config = align_config(source.hf_config, alignment) if alignment else source.hf_config
-    wide, contract = ModelGeometry.from_hf_config(wide_config), source.contract
+    wide, contract, mtp = ModelGeometry.from_hf_config(wide_config), source.contract, source.mtp_layers
+    if wide != model and wide.mtp_layers:
+        mtp, wide_config = None, {**wide_config, "num_nextn_predict_layers": 0}
     sizes = {name: contract.format_of(tensor.role).count_bytes((tensor.rows, tensor.cols)) for name, tensor in wide.tensors().items()}
+    mtp_sizes = mtp.count_bytes(contract) if mtp else {}
+    sizes |= mtp_sizes
     files = cut_into_files(sizes, file_bytes)
     own = range(len(files) * rank // world, len(files) * (rank + 1) // world)
-    tensors = widen(source.read_values, model, wide, [name for number in own for name in files[number]])
+    tensors = widen(source.read_values, model, wide, [name for number in own for name in files[number] if name not in mtp_sizes])
 
     def make(number: int) -> dict[str, torch.Tensor]:
-        return {
-            name: stored
-            for tensor, value in islice(tensors, len(files[number]))
-            for name, stored in _store(tensor, value, source, is_scaled(model.tensors()[tensor.name], wide))
-        }
+        stored: dict[str, torch.Tensor] = {}
+        for name in files[number]:
+            if mtp and name in mtp_sizes:
+                stored |= mtp.read(name, contract)
+            else:
+                tensor, value = next(tensors)
+                stored |= _store(tensor, value, source, is_scaled(model.tensors()[name], wide))
+        return stored
 
     with ExitStack() as stack:
         temporary = write_on_rank0(lambda: stack.enter_context(atomic_folder(output)))
@@ -160,7 +168,7 @@ def _open_hf(folder: Path, precision_fields: dict[str, Any], checks: bool) -> _S
         checkpoint.check_scales(model.tensors().values(), None)
     high = "fp32" if hf_config.get("torch_dtype", hf_config.get("dtype")) == "float32" else "bf16"
     contract = PrecisionContract.from_config(PrecisionConfig.model_validate({"high": high, **precision_fields}))
-    return _Source(folder, hf_config, checkpoint.read_values, contract, keeps_fp32_norms=high == "bf16")
+    return _Source(folder, hf_config, checkpoint.read_values, contract, MTPLayers(checkpoint, model), keeps_fp32_norms=high == "bf16")
 
 
 def _check_run(folder: Path, rank: int, world: int) -> None:
@@ -174,23 +182,20 @@ def _open_run(folder: Path, precision_fields: dict[str, Any]) -> _Source:
     _, precision = read_state(folder)
     hf_config = read_config(folder / "hf")
     with as_user_error():
-        weights = RunWeights(folder, ModelGeometry.from_hf_config(hf_config))
+        model = ModelGeometry.from_hf_config(hf_config)
+    weights, kept = RunWeights(folder, model), folder / MTP_FOLDER
+    mtp = MTPLayers(HFCheckpoint(kept, hf_config, "--checkpoint"), model) if kept.is_dir() else None
     contract = PrecisionContract.from_config(precision.model_copy(update=precision_fields))
 
     def read_values(region: Region) -> torch.Tensor:
         value, format = weights.read_values(region), contract.format_of(region.tensor.role)
         return value if format.quantized else value.to(getattr(torch, format.dtype))  # then it may be widened
 
-    return _Source(folder / "hf", hf_config, read_values, contract, keeps_fp32_norms=False)
+    return _Source(folder / "hf", hf_config, read_values, contract, mtp, keeps_fp32_norms=False)
 
 
-def _store(tensor: HFTensor, value: torch.Tensor, source: _Source, scaled: bool) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield a tensor by its name as the result stores it; a quantised one as its bytes and its scales."""
-    format = source.contract.format_of(tensor.role)
-    if format.quantized:
-        data, scale = quantize(value, format)
-        yield from ((tensor.name, data), (format.scale_name(tensor.name), scale))
-    elif value.dtype == torch.float32 and (scaled or (tensor.role == "norm" and source.keeps_fp32_norms)):  # or was scaled, before
-        yield tensor.name, value
-    else:
-        yield tensor.name, value.to(getattr(torch, format.dtype))
+def _store(tensor: HFTensor, value: torch.Tensor, source: _Source, scaled: bool) -> dict[str, torch.Tensor]:
+    """Return a tensor by its name as the result stores it; a quantised one as its bytes and its scales."""
+    if value.dtype == torch.float32 and (scaled or (tensor.role == "norm" and source.keeps_fp32_norms)):  # or was scaled, before
+        return {tensor.name: value}
+    return store(tensor.name, value, source.contract.format_of(tensor.role))

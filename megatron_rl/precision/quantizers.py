@@ -47,3 +47,11 @@ def dequantize(weight: QuantizedWeight, format: TensorFormat) -> torch.Tensor:
     """Return float32 [N, K]."""
     scale = QUANTIZERS[format.name].read_scales(weight.scale)
     return weight.data.float() * expand_scales(scale, format, *weight.data.shape)
+
+
+def store(name: str, value: torch.Tensor, format: TensorFormat) -> dict[str, torch.Tensor]:
+    """Return a whole tensor of a checkpoint, by name, as `format` stores it; a quantised one as its data and its scales."""
+    if not format.quantized:
+        return {name: value.to(getattr(torch, format.dtype))}
+    data, scale = quantize(value, format)
+    return {name: data, format.scale_name(name): scale}

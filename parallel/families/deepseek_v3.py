@@ -26,7 +26,7 @@ def read(config: HFConfig) -> ModelGeometry:
         rope=config.rope("yarn"),
         experts=read_experts(config, moe_step=config.size("moe_layer_freq")),
         latent=latent,
-        unused_layers=config.get("num_nextn_predict_layers", 1) or 0,
+        mtp_layers=config.get("num_nextn_predict_layers", 1) or 0,
     )
 
 

@@ -29,5 +29,5 @@ def read(config: HFConfig) -> ModelGeometry:
         rope=config.rope(share=0.5),
         experts=read_experts(config),
         tied_in_engine=False,
-        unused_layers=config.get("num_nextn_predict_layers") or 0,
+        mtp_layers=config.get("num_nextn_predict_layers") or 0,
     )

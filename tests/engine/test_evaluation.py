@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 from support import training_runs
+from support.models import write_model
+from support.mtp import add_mtp_layer
 from support.processes import ROOT, Command, Done
 
 from examples.arithmetic.config import DemoConfig
@@ -108,3 +110,19 @@ def test_greedy_twice_is_the_same(run, tmp_path):
     assert results["sampling"]["temperature"] == 0 and results["comparison"][0]["p"] == 1.0
     share = sum(row["correct"] for row in rows) / len(rows)
     assert [side["table"][0]["mean"]["value"] for side in results["sides"].values()] == [share, share]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
+def test_an_engine_samples_the_same_with_and_without_layers_for_multi_token_prediction(family, tmp_path):
+    """As exports hold them, in FP8; what SGLang loads of a model with such layers is the rest."""
+    for name in ("with", "without"):
+        write_model(tmp_path / name, family, {"mode": "fp8_unified"})
+    add_mtp_layer(tmp_path / "with", "pow2")
+    done = evaluate(
+        tmp_path, "--checkpoint", tmp_path / "with", "--baseline", tmp_path / "without", "--samples", 1, "--output", tmp_path / "results"
+    )
+    assert done.code == 0, done.err
+    rows = [json.loads(line) for line in (tmp_path / "results" / "completions.jsonl").read_text().splitlines()]
+    sides = [sorted((row["problem"], row["text"]) for row in rows if row["side"] == side) for side in ("checkpoint", "baseline")]
+    assert sides[0] == sides[1] and len(sides[0]) == PROBLEMS

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +29,18 @@ class AsyncSave:
     """Writes a sharded state dict into the empty folder `parent/mcore`. All methods but the thread's are collective.
 
     `live`: those of its tensors, or tensors that they are views of, which training goes on to change; others are the save's own.
+    `write_others` is given `parent` in every rank's thread, and returns the paths, relative to it, of what it wrote.
     Raise RunError on every rank where the disk has no room for it.
     """
 
-    def __init__(self, parent: Path, sharded: dict[str, Any], live: Iterable[torch.Tensor]) -> None:
-        self._parent, self._error = parent, ""
+    def __init__(
+        self,
+        parent: Path,
+        sharded: dict[str, Any],
+        live: Iterable[torch.Tensor],
+        write_others: Callable[[Path], list[str]] = lambda _: [],
+    ) -> None:
+        self._parent, self._error, self._write_others = parent, "", write_others
         self.files: dict[str, dict[str, Any]] = {}
         """Once written: path relative to `parent` -> size and hash of this rank's files."""
         results: queue.Queue[Any] = queue.Queue()
@@ -68,7 +75,8 @@ class AsyncSave:
                     raise written[number]
             if buckets:
                 results.put(written)
-            self.files = checksum_files(self._parent, [f"mcore/{bucket[1]}" for bucket in buckets])
+            own = [f"mcore/{bucket[1]}" for bucket in buckets]
+            self.files = checksum_files(self._parent, [*own, *self._write_others(self._parent)])
         except BaseException as error:
             self._error = f"rank {dist.get_rank()}: {_reason(error)}"
 

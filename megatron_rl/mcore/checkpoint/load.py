@@ -3,6 +3,7 @@
 step_00030/
   mcore/      torch_dist, loads into any layout: weights, FP32 masters, both moments of Adam, each rank's random number generators
   hf/         config.json and tokenizer
+  mtp/        layers for multi-token prediction, where the model came with some: safetensors as `model.path` has them
   state.json  step, policy version, precision, layout, state of data and algorithm, and sizes and hashes of all other files;
               written last, so a folder without it is no checkpoint
 

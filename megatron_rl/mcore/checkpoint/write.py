@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,10 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 
-from megatron_rl.distributed import gather_from_ranks, is_rank0, write_on_rank0
+from megatron_rl.distributed import gather_from_ranks, get_rank_and_size, is_rank0, write_on_rank0
 from megatron_rl.errors import RunError
 from megatron_rl.hf.files import list_tokenizer_files
+from megatron_rl.hf.mtp_layers import copy_mtp_layers
 from megatron_rl.mcore.buckets import finish_gathers
 from megatron_rl.mcore.checkpoint import folder as checkpoints
 from megatron_rl.mcore.checkpoint.async_save import AsyncSave
@@ -33,6 +35,7 @@ _CRITIC = "critic."
 class CheckpointWriter:
     """Writes one checkpoint. The constructor returns when the tensors are copied; `finish` gives the folder its name. Collective.
 
+    `source`: the Hugging Face folder that the model came from; its tokenizer and its layers for multi-token prediction are copied.
     `state` must hold `precision` (the config's section) and may hold any other JSON; only rank 0's is written. `optimizer` and `random`
     (`capture_rng_state`) may be omitted; then no run can resume from it. `keep`: number of newest checkpoints to keep, 0 for all.
     `critic`: its model and optimizer, whose tensors' names get a prefix.
@@ -44,14 +47,14 @@ class CheckpointWriter:
         folder: Path,
         model: ModelChunks,
         hf_config: dict[str, Any],
-        tokenizer: Path,
+        source: Path,
         state: dict[str, Any],
         optimizer: Any = None,
         random: dict[str, Any] | None = None,
         keep: int = 0,
         critic: tuple[ModelChunks, Any] | None = None,
     ) -> None:
-        self.folder, self._hf_config, self._tokenizer, self._state, self._keep = folder, hf_config, tokenizer, state, keep
+        self.folder, self._hf_config, self._source, self._state, self._keep = folder, hf_config, source, state, keep
         self._temporary = checkpoints.unfinished_folder(folder)
         sharded, step, live = _shard_for_save(model, optimizer)
         if step is not None:
@@ -64,7 +67,7 @@ class CheckpointWriter:
             sharded["random"] = _rng_shard(random)
         with self._discarded_on_failure():
             write_on_rank0(self._prepare)
-            self._async_save = AsyncSave(self._temporary, sharded, live)
+            self._async_save = AsyncSave(self._temporary, sharded, live, partial(copy_mtp_layers, source, hf_config, *get_rank_and_size()))
 
     def is_written(self) -> bool:
         """Return whether `finish` will not have to wait; collective."""
@@ -93,7 +96,7 @@ class CheckpointWriter:
         (self._temporary / "mcore").mkdir(parents=True)
         (self._temporary / "hf").mkdir()
         (self._temporary / "hf" / "config.json").write_text(json.dumps(self._hf_config, indent=2) + "\n")
-        for file in list_tokenizer_files(self._tokenizer):
+        for file in list_tokenizer_files(self._source):
             shutil.copy(file, self._temporary / "hf" / file.name)
 
     def _complete(self, files: dict[str, dict[str, Any]]) -> None:

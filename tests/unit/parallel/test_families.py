@@ -67,7 +67,7 @@ def test_deepseek_v3_is_read_whole():
     routing = {"top_k": 8, "sigmoid": True, "scale": 2.5, "groups": 8, "groups_used": 4}
     dense = frozenset({0, 1, 2})
     assert geometry.experts == MoEGeometry(256, 2048, shared_ffn=2048, dense_layers=dense, correction_bias=True, **routing)
-    assert geometry.head_dim == 192 and geometry.unused_layers == 1
+    assert geometry.head_dim == 192 and geometry.mtp_layers == 1
 
 
 def test_the_number_of_parameters_is_the_published_one():
@@ -103,7 +103,7 @@ def test_routing():
 def test_glm4_moe_is_read_whole():
     geometry, defaults = published_model("GLM-4.5"), ModelGeometry.from_hf_config(AIR)
     assert geometry.qkv_bias and geometry.qk_norm and not (defaults.qkv_bias or defaults.qk_norm)
-    assert (geometry.rope.share, geometry.unused_layers, geometry.norm_eps) == (0.5, 1, 1e-5)
+    assert (geometry.rope.share, geometry.mtp_layers, geometry.norm_eps) == (0.5, 1, 1e-5)
     routing = {"top_k": 8, "sigmoid": True}
     dense = frozenset({0, 1, 2})
     assert geometry.experts == MoEGeometry(160, 1536, shared_ffn=1536, dense_layers=dense, correction_bias=True, **routing)
