@@ -99,6 +99,10 @@ class RehearsedFiles:
         if isinstance(said[0], ShardedTensor | ShardedObject):
             check_places(said, self.geometry, self.layout, get_rank())
             self._rest = list(_iter_rest(said))
+            for part in said:
+                if isinstance(part, ShardedObject) and not is_main_replica(part.replica_id):
+                    torch.save([part.data], text := io.BytesIO())
+                    self.texts[part.unique_key] = text.getvalue()  # as the replica that writes it has it
             return self._rest, []
         if isinstance(said[0], WriteResult):
             self._results = said
@@ -125,8 +129,7 @@ class RehearsedFiles:
 
     def _plan_rest(self) -> SavePlan:
         """Return what the other ranks write, as torch plans it."""
-        tensors = [part for part in self._rest if isinstance(part, ShardedTensor)]
-        return SavePlan([_plan_part(part) for part in tensors])
+        return SavePlan([_plan_part(part) for part in self._rest])
 
     def _write_rest(self) -> list[WriteResult]:
         return [WriteResult(item.index, 0, _StorageInfo("__other.distcp", 0, 0)) for item in self._plan_rest().items]
@@ -173,7 +176,9 @@ def _iter_rest(own: Iterable[Any]) -> Iterator[Any]:
                 yield replace(first, global_offset=tuple(i * n for i, n in zip(cell, size, strict=True)), replica_id=0)
 
 
-def _plan_part(part: ShardedTensor) -> WriteItem:
+def _plan_part(part: ShardedTensor | ShardedObject) -> WriteItem:
+    if isinstance(part, ShardedObject):
+        return WriteItem(MetadataIndex(part.unique_key), WriteItemType.BYTE_IO)
     offset, size = torch.Size(part.global_offset), torch.Size((*(1,) * part.prepend_axis_num, *part.local_shape))
     data = TensorWriteData(ChunkStorageMetadata(offset, size), TensorProperties(part.dtype), torch.Size(part.global_shape))
     return WriteItem(MetadataIndex(part.key, offset), WriteItemType.SHARD, tensor_data=data)

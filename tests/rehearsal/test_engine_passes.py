@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).parents[2]
 KINDS = {"bf16": "bf16", "int8": "int8"}
 """Of most products, by case; FP8 of the others."""

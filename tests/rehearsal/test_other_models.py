@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).parents[2]
 PLAIN = (
     *("llama", "llama, bf16, recomputed", "experts", "experts, deep_gemm", "experts, bf16"),
@@ -53,7 +55,6 @@ def test_it_runs_takes_the_memory_that_the_plan_says_and_waits_in_no_layer(repor
         assert planned.keys() == phases and rank["passes"], planned
 
 
-@pytest.mark.long
 def test_further_critics_and_a_teacher(tmp_path):
     found = rehearse(tmp_path, *LONG)
     for case in LONG:

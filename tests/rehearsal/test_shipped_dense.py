@@ -6,9 +6,16 @@ import pytest
 from support.shipped import rehearse_shipped
 
 
-@pytest.mark.parametrize(("name", "stages"), [("qwen3_8b", [0]), ("qwen2_5_32b", [3, 0, 1])])
-def test_every_kind_of_rank_runs_and_waits_for_nothing_within_micro_batches(name, stages, tmp_path):
-    found = rehearse_shipped(name, tmp_path)
+@pytest.mark.parametrize(
+    ("name", "stages", "options"),
+    [
+        ("qwen3_8b", [0], ()),
+        ("qwen2_5_32b", [3], ("--ranks", "last")),
+        pytest.param("qwen2_5_32b", [3, 0, 1], (), marks=pytest.mark.long),
+    ],
+)
+def test_ranks_run_and_wait_for_nothing_within_micro_batches(name, stages, options, tmp_path):
+    found = rehearse_shipped(name, tmp_path, *options)
     assert [rank["stage"] for rank in found["trainer"]] == stages and len(found["engine"]) == 2
     for rank in found["trainer"]:
         for phase in rank["phases"]:
