@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
+from parallel.adapters import AdapterGeometry, add_adapters
 from parallel.families import load_family
 from parallel.hf_config import HFConfig, Rope
 from parallel.shards import HFTensor, Shard, take_all
@@ -96,6 +97,8 @@ class ModelGeometry:
     mtp_layers: int = 0
     """Layers for multi-token prediction that a checkpoint may hold behind the others: neither built nor trained, but kept
     (`megatron_rl.hf.mtp_layers`)."""
+    adapters: AdapterGeometry | None = None
+    """LoRA: weights beside those of the checkpoint. No config.json says so, but the section `[lora]`."""
 
     @classmethod
     def from_hf_config(cls, config: Mapping[str, Any]) -> ModelGeometry:
@@ -161,7 +164,6 @@ def as_critic(config: Mapping[str, Any]) -> dict[str, Any]:
 
 @lru_cache(maxsize=32)
 def _list_weights(model: ModelGeometry) -> tuple[tuple[Weight, ...], ...]:
-    family = load_family(model.family)
     embedding = HFTensor("model.embed_tokens.weight", model.vocab, model.hidden, "embedding")
     head = embedding if model.tied else HFTensor("lm_head.weight", model.vocab, model.hidden, "lm_head")
     output = make_weight(head, "output_layer.weight", "vocabulary", "lm_head.weight")
@@ -169,12 +171,17 @@ def _list_weights(model: ModelGeometry) -> tuple[tuple[Weight, ...], ...]:
         output = make_weight(HFTensor(VALUE_HEAD, 1, model.hidden, "value_head"), "output_layer.weight", "whole")
     return (
         (make_weight(embedding, "embedding.word_embeddings.weight", "vocabulary"),),
-        *(tuple(family.list_layer(model, layer)) for layer in range(model.layers)),
+        *(_list_layer(model, layer) for layer in range(model.layers)),
         (
             make_vector("model.norm.weight", model.hidden, "decoder.final_layernorm.weight"),
             output._replace(sglang="") if model.tied and model.tied_in_engine else output,
         ),
     )
+
+
+def _list_layer(model: ModelGeometry, layer: int) -> tuple[Weight, ...]:
+    weights = tuple(load_family(model.family).list_layer(model, layer))
+    return weights if model.adapters is None else add_adapters(weights, model.adapters)
 
 
 @lru_cache(maxsize=256)

@@ -39,7 +39,7 @@ class HFTensor:
     """A tensor of the checkpoint.
 
     `role` decides its precision: attention_qkv, attention_output, mlp_in, mlp_out, norm, bias, router, router_bias, embedding or
-    lm_head, value_head, kv_scales. Experts have the roles mlp_in and mlp_out like any other MLP.
+    lm_head, value_head, kv_scales, lora. Experts have the roles mlp_in and mlp_out like any other MLP.
     """
 
     name: str

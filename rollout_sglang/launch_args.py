@@ -25,7 +25,8 @@ from megatron_rl.rollout.engine_placement import (
     get_base_gpu_id,
     place_engine,
 )
-from rollout_sglang.hooks import gpu_activation_quant, kv_cache_scales, tree_reduction
+from parallel.adapters import TARGETS
+from rollout_sglang.hooks import adapters, gpu_activation_quant, kv_cache_scales, tree_reduction
 from rollout_sglang.platform.activate import NAME as CPU_PLATFORM
 from rollout_sglang.process import API_KEY_VARIABLE, THREADS_VARIABLE, EngineProcess, EngineProcesses
 from rollout_sglang.server_options import make_arguments
@@ -127,6 +128,8 @@ def make_server_arguments(
 def make_environment(config: Config, contract: PrecisionContract, placement: EnginePlacement) -> dict[str, str]:
     rollout, colocated = config.rollout, config.placement.kind == "colocated"
     contracted = {tree_reduction.REDUCTION_VARIABLE: "tree" if contract.sums_by_tree else "fast", kv_cache_scales.KV_VARIABLE: contract.kv}
+    if (lora := config.lora) is not None:
+        contracted[adapters.LORA_VARIABLE] = adapters.describe(lora.rank, lora.scale, [TARGETS[target] for target in lora.targets])
     if torch.cuda.is_available():
         format = contract.engine_format
         scales = {gpu_activation_quant.SCALE_FORMAT_VARIABLE: format.scale_format} if format.quantized else {}

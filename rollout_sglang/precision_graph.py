@@ -32,6 +32,7 @@ from megatron_rl.precision.graph.formats import (
     unquantized_format,
 )
 from megatron_rl.precision.graph.graph import PrecisionGraph, TensorPrecision
+from parallel.adapters import NAMES
 from rollout_sglang.hooks import cpu_kv_cache, kv_cache_scales, tree_reduction
 
 _KNOWN_METHODS = (
@@ -176,8 +177,9 @@ class _GraphReader:
             raise ValueError(f"the precision graph does not know the quantisation method {method}")
         self.seen.add(id(weight))
         bias, detail = self.read_vector(module, "bias"), f"{type(module).__name__}, {method}"
+        adapter, _ = (self.read_vector(module, each) for each in NAMES)
         if weight.dtype.itemsize > 1:
-            return WeightedOpPrecision(x or self.hidden, unquantized_format(weight), bias, detail)
+            return WeightedOpPrecision(x or self.hidden, unquantized_format(weight), bias, detail, adapter=adapter)
         path = self.names[id(module)]
         if scale is None:
             raise ValueError(f"the engine's {path} is {dtype_name(weight.dtype)} without scales")
@@ -186,14 +188,14 @@ class _GraphReader:
         if weight.dtype == torch.int8:
             return WeightedOpPrecision(token_format(dtype), channel_format(weight, scale), bias, detail)
         x = group_format(_activation_group_size(module.quant_method), scales)
-        return WeightedOpPrecision(x, block_format(weight, scale), bias, detail)
+        return WeightedOpPrecision(x, block_format(weight, scale), bias, detail, adapter=adapter)
 
     def read_norm(self, module: Any, x: TensorPrecision) -> WeightedOpPrecision:
         self.seen.add(id(module.weight))
         return WeightedOpPrecision(x, unquantized_format(module.weight), self.read_vector(module, "bias"), type(module).__name__)
 
     def read_vector(self, module: Any, name: str) -> TensorPrecision | None:
-        """Read a bias; None if the module has none."""
+        """Read a bias, or one of an adapter's weights; None if the module has none."""
         bias = getattr(module, name, None)
         if not isinstance(bias, torch.Tensor):
             return None

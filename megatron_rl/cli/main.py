@@ -167,7 +167,8 @@ def export(
     tensor_parallel: Annotated[int, typer.Option(min=1, help="With --align: ranks that shall cut them at such multiples.")] = 1,
     expert_tensor_parallel: Annotated[int | None, typer.Option(min=1, help="Also of each expert; default: the same.")] = None,
 ) -> None:
-    """Write a run's checkpoint, or a Hugging Face one in the other precision, as a Hugging Face checkpoint. With --align its matrices are
+    """Write a run's checkpoint, or a Hugging Face one in the other precision, as a Hugging Face checkpoint; a run's adapters in PEFT's
+    format. With --align its matrices are
     wider, and compute the same. Ranks under torchrun share the work."""
     with expected_errors():
         if align is None and (tensor_parallel, expert_tensor_parallel) != (1, None):

@@ -12,6 +12,7 @@ from megatron_rl.config.data import DataConfig
 from megatron_rl.config.environment import EnvironmentConfig
 from megatron_rl.config.evaluation import EvalConfig
 from megatron_rl.config.log import LogConfig
+from megatron_rl.config.lora import LoraConfig
 from megatron_rl.config.model import ModelConfig
 from megatron_rl.config.placement import PlacementConfig
 from megatron_rl.config.precision import PrecisionConfig
@@ -33,6 +34,7 @@ class Config(ConfigSection):
     algorithm: AlgorithmConfig = AlgorithmConfig()
     critic: CriticConfig = CriticConfig()
     teacher: TeacherConfig | None = None
+    lora: LoraConfig | None = None
     data: DataConfig = DataConfig()
     eval: EvalConfig = EvalConfig()
     reward: RewardConfig = RewardConfig()

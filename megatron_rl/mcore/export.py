@@ -34,6 +34,7 @@ from megatron_rl.hf.write import (
     write_file,
     write_index,
 )
+from megatron_rl.mcore.adapter_export import export_adapters, holds_adapters
 from megatron_rl.mcore.checkpoint.folder import check_room, find_damage
 from megatron_rl.mcore.checkpoint.load import RunWeights, read_state
 from megatron_rl.precision.contract import PrecisionContract
@@ -58,7 +59,8 @@ class _Source(NamedTuple):
 
 
 def export_checkpoint(checkpoint: Path, output: Path, precision: str, alignment: Alignment | None = None) -> None:
-    """Run the command `export`: a run's checkpoint, or a Hugging Face one, to a Hugging Face folder in `precision`: "bf16", "fp8", "int8".
+    """Run the command `export`: a run's checkpoint, or a Hugging Face one, to a Hugging Face folder in `precision`: "bf16", "fp8", "int8";
+    a run's adapters to PEFT's format, in their own precision.
     Started by torchrun, every rank calls it.
 
     See `convert`. Raises UserError, too, when `output` exists, and where blocks that a run made would be widened.
@@ -69,6 +71,11 @@ def export_checkpoint(checkpoint: Path, output: Path, precision: str, alignment:
     precision_fields: dict[str, Any] = modes[precision]
     with _launched_ranks():
         checkpoint = run_on_rank0(lambda: _check_paths(checkpoint, output))
+        if run_on_rank0(lambda: holds_adapters(checkpoint)):
+            if alignment:
+                raise UserError("--align", alignment.block, "widens no adapters", "leave it out")
+            write_on_rank0(lambda: export_adapters(checkpoint, output))
+            return
         if alignment and precision != "bf16" and not (checkpoint / "config.json").is_file():
             rule, fix = "widens no blocks that a run made", "use --precision bf16, and export the result again"
             raise UserError("--align", alignment.block, rule, fix)

@@ -47,6 +47,7 @@ from megatron_rl.precision.graph.formats import (
 )
 from megatron_rl.precision.graph.graph import PrecisionGraph, TensorPrecision, merge_graphs
 from megatron_rl.precision.ops.rope import rotates_rows
+from parallel.adapters import NAMES
 
 
 def read_rank_graph(model: GPTModel | Sequence[GPTModel]) -> PrecisionGraph:
@@ -157,6 +158,17 @@ class _MegatronReader:
         )
 
     def read_linear(self, layer: Any) -> WeightedOpPrecision:
+        """Read a linear layer and its adapter, if it has one."""
+        read = self.read_plain_linear(layer)
+        if not hasattr(layer, "lora_A"):
+            return read
+        assert read.gradients is not None
+        down = layer.lora_A
+        self.seen |= {id(down), id(layer.lora_B)}
+        gradients = replace(read.gradients, dy_wgrad=self.hidden, x=self.hidden, grad=_gradient(down), master=_master(down), trained=NAMES)
+        return replace(read, adapter=unquantized_format(down), gradients=gradients)
+
+    def read_plain_linear(self, layer: Any) -> WeightedOpPrecision:
         """Read a quantized layer by its blocks, any other by its weight. Transformer Engine's own layers hide how they quantize."""
         if not type(layer).__module__.startswith("megatron_rl."):
             _require_class(layer, ColumnParallelLinear, RowParallelLinear)
@@ -170,7 +182,7 @@ class _MegatronReader:
             group = layer.format.block[1]  # an input's groups are as long as a block is wide
             x = group_format(group, layer.format.scale_format, weight.dtype)
             tokens = TensorPrecision(x.dtype, f"{group}x1", x.scale)  # WGrad contracts over tokens: columns of x, rows of dy^T
-        gradients = GradientFormats(x, weight, x, tokens, _gradient(layer.weight), master)
+        gradients = GradientFormats(x, weight, x, tokens, _gradient(layer.weight), master, _trained(layer.weight))
         detail = f"{type(layer).__name__}, {type(layer.backend).__name__}"
         return WeightedOpPrecision(x, weight, self.read_bias(layer), detail, gradients, by_tree)
 
@@ -178,7 +190,7 @@ class _MegatronReader:
         """Read a module that multiplies its weight in high precision."""
         x, weight, format = x or self.hidden, module.weight, unquantized_format(module.weight)
         self.seen.add(id(weight))
-        gradients = GradientFormats(x, format, x, x, _gradient(weight), _master(weight))
+        gradients = GradientFormats(x, format, x, x, _gradient(weight), _master(weight), _trained(weight))
         return WeightedOpPrecision(x, format, self.read_bias(module), type(module).__name__, gradients)
 
     def read_bias(self, module: Any) -> TensorPrecision | None:
@@ -197,7 +209,7 @@ class _MegatronReader:
         weight = self.model.shared_embedding_or_output_weight()
         self.seen.add(id(weight))
         format = unquantized_format(weight)
-        gradients = GradientFormats(self.hidden, format, self.hidden, self.hidden, _gradient(weight), format)
+        gradients = GradientFormats(self.hidden, format, self.hidden, self.hidden, _gradient(weight), format, _trained(weight))
         return WeightedOpPrecision(self.hidden, format, None, f"{type(layer).__name__}, tied", gradients)
 
 
@@ -218,6 +230,11 @@ def _describe_rope(layer: Any) -> str:
 def _gradient(weight: Any) -> TensorPrecision:
     """Return the format in which the gradient is accumulated: of Megatron's buffer, or autograd's, which has the weight's dtype."""
     return unquantized_format(getattr(weight, "main_grad", weight))
+
+
+def _trained(weight: Any) -> tuple[str, ...]:
+    """Return the tensors of an operator without an adapter that the optimizer steps: none where its weight is frozen."""
+    return ("weight", "bias") if weight.requires_grad else ()
 
 
 def _master(weight: Any) -> TensorPrecision:

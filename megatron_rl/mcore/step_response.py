@@ -68,7 +68,11 @@ class StepResponse:
         self._chunks = chunks
         layers = find_weight_layers(chunks).values()
         formats = [(layer, layer.engine_format) for layer in layers if layer.engine_format is not None]
-        measured = [layer for layer, format in formats if format.quantized or layer.weight.dtype is not torch.float32]
+        measured = [
+            layer
+            for layer, format in formats
+            if (format.quantized or layer.weight.dtype is not torch.float32) and layer.weight.requires_grad
+        ]
         self._strips = [_Strip(layer, first) for layer in measured for first in range(0, len(layer.weight), _ROWS)]
         largest = max((layer.weight[:_ROWS].numel() for layer in measured), default=1)
         self._size = min(max(_ELEMENTS // largest, _LEAST), len(self._strips))

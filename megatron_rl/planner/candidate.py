@@ -9,6 +9,7 @@ from functools import cached_property, reduce
 from typing import Any, Literal
 
 from megatron_rl.config import Config
+from megatron_rl.errors import UserError
 from megatron_rl.hf.files import read_config
 from megatron_rl.planner.hardware import Cluster
 from megatron_rl.precision.contract import PrecisionContract
@@ -36,6 +37,8 @@ class Workload:
         """Raise UserError where the configuration does not fit the model, whatever the layouts."""
         facts = Facts(config, hf_config)
         check(facts, PLAN)
+        if config.lora is not None:
+            raise UserError("lora", None, "is neither planned nor rehearsed, and takes less than training all weights", "leave it out")
         return cls(facts.model, config, hf_config)
 
     @cached_property

@@ -64,8 +64,9 @@ def _saved_config(run: Path) -> Config:
 
 
 def _check_same_settings(config: Config, saved: Config, run: Path) -> None:
-    saved_values = _flatten(saved.model_dump(mode="json"))
-    for name, value in _flatten(config.model_dump(mode="json")).items():
+    saved_values, values = (_flatten(each.model_dump(mode="json")) for each in (saved, config))
+    for name in {**values, **saved_values}:  # a section that only the saved one has counts, too
+        value = values.get(name)
         if value != saved_values.get(name) and not any(name == field or name.startswith(f"{field}.") for field in _CHANGEABLE_FIELDS):
             fix = "set it back, or start a new run with checkpoint.resume=never"
             raise UserError(name, value, f"the run that goes on, {run}, has {saved_values.get(name)!r}", fix)

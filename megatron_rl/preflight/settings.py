@@ -201,3 +201,44 @@ def waits_are_no_hangs(facts: Facts) -> None:
     if 0 < config.log.stuck_after <= timeouts[name]:
         rule = f"must be longer than {name} ({timeouts[name]:g})"
         raise UserError("log.stuck_after", config.log.stuck_after, rule, f"raise it, lower {name}, or set it to 0")
+
+
+@rule(Needs.TRAINER)
+def adapters_are_built_for_the_run(facts: Facts) -> None:
+    """What LoRA was not built and tested for."""
+    config, precision = facts.config, facts.config.precision
+    if config.lora is None:
+        return
+    if precision.mode not in ("fp8_unified", "bf16"):
+        rule = "quantizes weights for the engine alone, which is not built with [lora]"
+        raise UserError("precision.mode", precision.mode, rule, "use fp8_unified or bf16")
+    for name, value, only in (("reduction", precision.reduction, "tree"), ("backend", precision.backend, "emulated")):
+        if value != only:
+            raise UserError(f"precision.{name}", value, "is not built with [lora], which has run on CPUs only", f'use "{only}"')
+    for name in ("pp", "cp", "ep"):
+        if (size := getattr(config.train.layout, name)) > 1:
+            rule = "is not built with [lora], which is for tensor and data parallel ranks"
+            raise UserError(f"train.layout.{name}", size, rule, f"set train.layout.{name} = 1")
+    if config.teacher is not None:
+        raise UserError("lora", None, "is not built for a run with a teacher", "leave one of them out")
+    if config.algorithm.has_critic:
+        raise UserError("lora", None, "is not built for a run with a critic", "leave it out, or use another algorithm.advantage")
+    if config.log.attribute_every:
+        rule = "computes with masters, which weights that [lora] freezes do not have"
+        raise UserError("log.attribute_every", config.log.attribute_every, rule, "set it to 0")
+    if config.sync.delta == "on":
+        raise UserError("sync.delta", "on", "has nothing to add to [lora], which sends adapters alone", "leave it out")
+
+
+@rule(Needs.TRAINER | Needs.MODEL)
+def adapters_are_built_for_the_model(facts: Facts) -> None:
+    if facts.config.lora is None:
+        return
+    has = {
+        "experts": facts.model.experts is not None,
+        "latent attention": facts.model.latent is not None,
+        "norms behind its layers": facts.model.post_norms,
+        "layers for multi-token prediction": facts.model.mtp_layers > 0,
+    }
+    for what in (name for name, value in has.items() if value):
+        raise UserError("lora", None, f"is not built for a model with {what}", "leave it out, or use a dense model")

@@ -126,7 +126,7 @@ def _run(config: Config, layout: Layout, gpu: FakeGpu, scratch: Path) -> None:
     with read_headers_alone(gpu, config.model.folder, scratch) as folder:
         config = config.model_copy(update={"model": config.model.model_copy(update={"path": folder})})
         actor, shards = load_actor(config, layout, hf_config)
-        reference = load_reference(config, layout, hf_config)
+        reference = load_reference(config, layout, hf_config, actor)
         critic = load_critic(config, layout, hf_config)
     teacher = _load_teacher(config, layout, gpu, scratch / "teacher")
     if critic is not None and config.placement.kind == "colocated":

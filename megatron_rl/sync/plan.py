@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from megatron_rl.precision.contract import PrecisionContract
-from parallel.chunking import Chunk, make_chunks
+from parallel.adapters import is_adapter
+from parallel.chunking import Chunk, make_chunks, resize
 from parallel.layout import EngineLayout, Layout
 from parallel.megatron_shards import build_trainer_shards
 from parallel.model_geometry import ModelGeometry
@@ -35,4 +36,15 @@ class SyncPlan:
         sources = build_trainer_shards(model, train, format_of=contract.format_of)
         targets = build_engine_shards(model, *rollout[:3])
         transfers = add_scale_transfers(reshard(sources, targets, contract.format_of))
-        return cls(tuple(transfers), tuple(make_chunks(transfers, chunk_bytes)), targets, contract)
+        base = [transfer for transfer in transfers if not is_adapter(transfer.source)]
+        chunks = make_chunks(base, chunk_bytes)
+        if model.adapters is not None:  # in chunks of their own: a sync sends these alone
+            chunks += make_chunks([transfer for transfer in transfers if is_adapter(transfer.source)], chunk_bytes)
+            chunks = resize(chunks, [chunk.nbytes for chunk in chunks])
+        return cls(tuple(transfers), tuple(chunks), targets, contract)
+
+    @property
+    def frozen(self) -> frozenset[int]:
+        """The numbers of the chunks that no optimizer steps: all but the adapters', where there are any."""
+        own = {number for number, chunk in enumerate(self.chunks) if is_adapter(chunk.sources[0][0])}
+        return frozenset(range(len(self.chunks))) - own if own else frozenset()

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeVar, cast
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -35,6 +36,7 @@ from parallel.shards import NamedRect
 from parallel.transport.base import Link, Outbox
 from parallel.transport.pack import ChunkPacker, Difference, make_source_packer
 
+_NOTHING = np.empty(0, np.uint8)
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # the same in all containers of one machine
 
 T = TypeVar("T")
@@ -107,7 +109,8 @@ class WeightSync:
         self._nbytes = sum(chunk.nbytes for chunk in plan.chunks)
         self._own_chunks = {number: chunk for number, chunk in enumerate(plan.chunks) if chunk.source == self._rank}
         apart = not self._transport.one_host and not torch.cuda.is_available()
-        self._keeps_base = settings.delta == "on" or (settings.delta == "auto" and apart)
+        self._keeps_base = not plan.frozen and (settings.delta == "on" or (settings.delta == "auto" and apart))
+        self._frozen_digests: dict[int, str] = {}
         self._base, self._said = DeltaBase(), set[str]()
         self._proves_later = settings.proof == "reread" and not self._keeps_base and not torch.cuda.is_available()
 
@@ -153,7 +156,8 @@ class WeightSync:
         proved_at = time.perf_counter()
         difference = canary.check(self._engine, version, named_tensors) if canary else 0.0
         canary_seconds = time.perf_counter() - proved_at
-        self._base.proved = self._keeps_base
+        self._base.proved = self._keeps_base or bool(self.plan.frozen)
+        self._frozen_digests = self._frozen_digests or moved.sent
         self._engine.run(lambda engine: engine.resume())
         return SyncReport(
             **self._counts,
@@ -265,10 +269,14 @@ class WeightSync:
 
     def _find_changes(self, packer: ChunkPacker, hashing: bool) -> _Changes:
         """Compare the live tensors with the base, on all ranks."""
-        own = self._base.compare(packer, self._own_chunks, hashing)
         chunks = self.plan.chunks
-        sizes = {number: chunks[number].nbytes if found.delta is None else len(found.delta) for number, found in own.items()}
-        gathered = gather_from_ranks((sizes, sum(found.changed for found in own.values())))
+        if frozen := self.plan.frozen:  # what was proved stays; its bytes are hashed again at both ends
+            own = {number: Difference(self._frozen_digests.get(number, ""), 0, _NOTHING) for number in frozen & self._own_chunks.keys()}
+            sizes = [0 if number in frozen else chunk.nbytes for number, chunk in enumerate(chunks)]
+            return _Changes(own, sizes, sum(sizes) / self._nbytes)
+        own = self._base.compare(packer, self._own_chunks, hashing)
+        own_sizes = {number: chunks[number].nbytes if found.delta is None else len(found.delta) for number, found in own.items()}
+        gathered = gather_from_ranks((own_sizes, sum(found.changed for found in own.values())))
         by_number = {number: size for sizes, _ in gathered for number, size in sizes.items()}
         share, nbytes = sum(changed for _, changed in gathered) / self._nbytes, sum(by_number.values())
         pays = self._settings.delta == "on" or nbytes <= WORTH_IT * self._nbytes

@@ -78,6 +78,8 @@ class CheckpointManager:
             "layout": describe_layout(self._layout, self._config.train),
             "versions": collect_versions(),
         }
+        if self._config.lora is not None:
+            saved |= {"lora": self._config.lora.model_dump(mode="json"), "base": str(self._config.model.path)}
         folder, tokenizer, keep = checkpoint_folder(self._run, state.version), self._config.model.folder, self._config.checkpoint.keep
         actor, critic = self._actor, None if self._critic is None else (self._critic.model, self._critic.optimizer)
         return CheckpointWriter(folder, actor.model, self._hf_config, tokenizer, saved, actor.optimizer, state.rng_state, keep, critic)

@@ -12,6 +12,7 @@ from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.config import Config
 from megatron_rl.hf.files import read_config
 from megatron_rl.mcore.actor import Actor, Policy
+from megatron_rl.mcore.adapters import FrozenPolicy, install_adapters
 from megatron_rl.mcore.cache_scales import renew_scales
 from megatron_rl.mcore.critic import Critic
 from megatron_rl.mcore.load_weights import build_rank_shards, global_parameters, load_checkpoint
@@ -29,15 +30,19 @@ def load_actor(config: Config, layout: Layout, hf_config: Mapping[str, Any]) -> 
     """Return the policy in training and this rank's shards of it. Collective."""
     shards = build_rank_shards(dict(hf_config), layout)
     model = _load(config, layout, hf_config, shards, config.model.folder)
+    if config.lora is not None:
+        install_adapters(model, config.lora, config.train.seed)
     actor = Actor(model, config.train.decay_over(config.optimizer_steps), config.rollout.temperature)
-    if spread := MasterSpread.from_config(config):
+    if config.lora is None and (spread := MasterSpread.from_config(config)):
         spread.spread_optimizer(actor.optimizer, shards, global_parameters(model))
     _choose_scales(config, actor, hf_config)
     return actor, shards
 
 
-def load_reference(config: Config, layout: Layout, hf_config: Mapping[str, Any]) -> Policy | None:
-    """Return the frozen starting policy, in the same precision; None without a KL term. Collective."""
+def load_reference(config: Config, layout: Layout, hf_config: Mapping[str, Any], actor: Actor) -> Policy | None:
+    """Return the frozen starting policy, in the same precision, or the actor without its adapters; None without a KL term. Collective."""
+    if config.algorithm.kl_coef and config.lora is not None:
+        return FrozenPolicy(actor.model, config.rollout.temperature, config.train.micro_batch_tokens)
     return _load_frozen(config, layout, hf_config, config.model.folder) if config.algorithm.kl_coef else None
 
 
@@ -73,7 +78,8 @@ def _load(
     config: Config, layout: Layout, hf_config: Mapping[str, Any], shards: list[Shard], folder: Path, critic: bool = False
 ) -> ModelChunks:
     model = build_model(hf_config, layout, PrecisionContract.from_config(config.precision), config.train)
-    load_checkpoint(model, folder, shards, MasterSpread.from_config(config), critic)
+    spread = None if config.lora is not None else MasterSpread.from_config(config)  # frozen weights are the checkpoint's
+    load_checkpoint(model, folder, shards, spread, critic)
     return model
 
 

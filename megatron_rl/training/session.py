@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -124,7 +125,7 @@ class Session:
         state = self._load_checkpoint(actor, critic)
         read_named_tensors = partial(collect_named_tensors, actor.model, shards, contract)
         hang_watchdog.enter_phase("loading the frozen models")
-        reference, teacher = load_reference(config, layout, hf_config), load_teacher(config, layout)
+        reference, teacher = load_reference(config, layout, hf_config, actor), load_teacher(config, layout)
         if config.placement.kind == "colocated":
             actor.offload_optimizer()  # as in every sync: the engines find on a shared GPU what the trainer holds in a sync, and no more
             if critic is not None:
@@ -134,6 +135,8 @@ class Session:
         engines, worker = Rank0(lambda: rollout.value[0]), Rank0(lambda: rollout.value[1])
         hang_watchdog.enter_phase("checking the engines")
         engine_layout, geometry = config.rollout.to_layout(), ModelGeometry.from_hf_config(hf_config)
+        if config.lora is not None:
+            geometry = replace(geometry, adapters=config.lora.to_geometry())
         plan = SyncPlan.make(geometry, layout, engine_layout, contract, config.sync.chunk_bytes)
         canary = make_canary(config, actor, hf_config)
         sync = WeightSync(plan, engines, read_named_tensors, config.sync, canary, self.notify)

@@ -14,6 +14,7 @@ import torch
 KNOWN_VERSIONS = ("0.5.23",)
 
 _ATTENTION = "sglang.srt.layers.radix_attention.RadixAttention."
+_COLUMN_LINEAR = "sglang.srt.layers.linear.ColumnParallelLinear."
 _INT8_LINEAR = "sglang.srt.layers.quantization.w8a8_int8.W8A8Int8LinearMethod."
 _KV_POOLS = "sglang.srt.mem_cache.memory_pool."
 _LATENT_ATTENTION = "sglang.srt.models.deepseek_common.attention_forward_methods.forward_mla.DeepseekMLAForwardMixin."
@@ -34,6 +35,7 @@ def _list_hooks() -> list[Hook]:
     """Return all hooks for this machine."""
     from rollout_sglang import rank_handler
     from rollout_sglang.hooks import (
+        adapters,
         empty_start,
         fp32_router,
         int8_linear,
@@ -58,6 +60,12 @@ def _list_hooks() -> list[Hook]:
         ("sglang.srt.managers.schedule_batch.Req._stop_match_tail_len", stop_strings.count_tail_tokens, "REPLACE"),
         ("sglang.srt.managers.schedule_policy.PrefillAdder.add_one_req", shared_prompts.add_request, "AROUND"),
     ]
+    if adapters.read_settings():
+        hooks += [
+            (_COLUMN_LINEAR + "_initialize_partition", adapters.add_to_column_layer, "AROUND"),
+            (_COLUMN_LINEAR + "forward", adapters.run_column_parallel, "AROUND"),
+            ("sglang.srt.layers.linear.RowParallelLinear.__init__", adapters.add_to_row_layer, "AROUND"),
+        ]
     return hooks + (list_gpu_hooks() if torch.cuda.is_available() else list_cpu_hooks())
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from megatron_rl.precision.ops import tree
-from rollout_sglang.hooks import gpu_tree
+from rollout_sglang.hooks import adapters, gpu_tree
 
 REDUCTION_VARIABLE = "MEGATRON_RL_REDUCTION"
 """Carries `precision.reduction`; `rollout_sglang.launch_args` sets it for the engine's processes."""
@@ -76,6 +76,7 @@ def run_row_parallel(
     y = add_over_ranks(partial, self.tp_group, input_.dtype)
     if self.bias is not None and not self.skip_bias_add:
         y = y + self.bias
+    y = adapters.add_to_row_sum(self, input_, y, add_over_ranks)
     if not self.reduce_results or skip_all_reduce or should_skip_mlp_all_reduce():
         y = keep_on_first_rank(y, self.tp_group)
     return y, self.bias if self.skip_bias_add else None

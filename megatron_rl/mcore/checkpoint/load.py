@@ -8,7 +8,8 @@ step_00030/
               written last, so a folder without it is no checkpoint
 
 It holds no FP8 blocks: they are made from the masters, which have the weights' names. Blocks adopted from an imported FP8 checkpoint are
-adopted from there again, and kept while the loaded master is theirs.
+adopted from there again, and kept while the loaded master is theirs. Of a run with `[lora]` it holds the adapters alone, their settings in
+state.json as `lora`, and as `base` where the other weights come from.
 """
 
 from __future__ import annotations
@@ -36,16 +37,21 @@ from parallel.model_geometry import ModelGeometry
 from parallel.shards import Region
 
 
-def read_state(folder: Path) -> tuple[dict[str, Any], PrecisionConfig]:
-    """Return (state.json, its precision section) of a checkpoint. Raise UserError where they are missing or cannot be read."""
+def read_state(folder: Path, of_adapters: bool = False) -> tuple[dict[str, Any], PrecisionConfig]:
+    """Return (state.json, its precision section) of a checkpoint. Raise UserError where they are missing or cannot be read, or it holds
+    adapters alone, unless they are what is asked for (`of_adapters`)."""
     path = folder / "state.json"
     if not path.is_file():
         raise UserError("--checkpoint", str(folder), "holds no state.json", "give a folder like RUN_DIR/checkpoints/step_00030")
     try:
         state = json.loads(path.read_text())
-        return state, PrecisionConfig.model_validate_json(json.dumps(state["precision"]))
+        precision = PrecisionConfig.model_validate_json(json.dumps(state["precision"]))
     except (json.JSONDecodeError, KeyError, ValidationError) as error:
         raise UserError("--checkpoint", str(path), f"cannot be read ({type(error).__name__})", "the checkpoint is damaged") from None
+    if "lora" in state and not of_adapters:
+        rule = "holds the adapters of a run with [lora] alone"
+        raise UserError("--checkpoint", str(folder), rule, "write them in PEFT's format by `megatron-rl export`")
+    return state, precision
 
 
 class RunWeights:

@@ -19,6 +19,7 @@ from megatron_rl.distributed import gather_from_ranks, get_rank_and_size, is_ran
 from megatron_rl.errors import RunError
 from megatron_rl.hf.files import list_tokenizer_files
 from megatron_rl.hf.mtp_layers import copy_mtp_layers
+from megatron_rl.mcore.adapters import list_adapted_layers, shard_adapters
 from megatron_rl.mcore.buckets import finish_gathers
 from megatron_rl.mcore.checkpoint import folder as checkpoints
 from megatron_rl.mcore.checkpoint.async_save import AsyncSave
@@ -125,7 +126,7 @@ def _weights(model: ModelChunks, prefix: str) -> dict[str, Any]:
     """Return the sharded state of each virtual pipeline stage. The keys are not written: layers are numbered over the whole model. What is
     written are the tensors' names, with `prefix`."""
     finish_gathers(model)
-    chunks = (chunk.sharded_state_dict(prefix=prefix) for chunk in get_model_chunks(model))
+    chunks = (shard_adapters(chunk) or chunk.sharded_state_dict(prefix=prefix) for chunk in get_model_chunks(model))
     return {
         f"model{number}": {name.removeprefix(prefix): tensor for name, tensor in tensors.items()} for number, tensors in enumerate(chunks)
     }
@@ -134,6 +135,9 @@ def _weights(model: ModelChunks, prefix: str) -> dict[str, Any]:
 def _load_weights(model: ModelChunks, loaded: dict[str, Any]) -> None:
     """Set what `dist_checkpointing.load` returned for `_weights`; quantized weights, whose masters are loaded, stay."""
     for number, chunk in enumerate(get_model_chunks(model)):
+        if list_adapted_layers(chunk):
+            chunk.load_state_dict(loaded[f"model{number}"], strict=False)  # the others are the base's
+            continue
         quantized = {f"{name}.weight": layer.weight for name, layer in find_quantized_layers(chunk).items()}
         chunk.load_state_dict({**quantized, **loaded[f"model{number}"]})
 
@@ -178,11 +182,12 @@ class _LoadedPart:
         chunks = [*self.sharded.values()]
         self._state, self._masters = OptimizerState(optimizer, chunks), MasterState(list_quantized_layers(model), chunks)
         self.sharded["optimizer"], self.sharded["masters"] = self._state.sharded_for_load(), self._masters.sharded_for_load()
+        self._has_masters = bool(self.sharded["masters"])
 
     def finish(self, loaded: dict[str, Any], step: int) -> None:
         """Set what was loaded for `sharded`. Collective."""
         _load_weights(self._model, loaded)
         self._state.load(loaded["optimizer"])
         self._state.set_step(step)
-        self._masters.load(loaded["masters"])
+        self._masters.load(loaded["masters"] if self._has_masters else {})  # Megatron drops what is empty: with LoRA there are none
         requantize(self._optimizer)

@@ -63,7 +63,7 @@ class ScatteredSum(RowSum):
         return own
 
 
-class _TreeProduct(torch.autograd.Function):
+class TreeProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, row_sum: RowSum) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
@@ -108,4 +108,4 @@ class TreeRowParallelLinear(RowParallelLinear):
     def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, *args: Any, row_sum: RowSum | None = None, **options: Any) -> Any:
         if row_sum is None:
             return super()._forward_impl(input, weight, *args, **options)
-        return _TreeProduct.apply(input, weight, row_sum)
+        return TreeProduct.apply(input, weight, row_sum)

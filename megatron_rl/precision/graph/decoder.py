@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from megatron_rl.precision.graph.graph import FORWARD, Edge, Node, PrecisionGraph, TensorPrecision
+from parallel.adapters import NAMES
 
 Inputs = Mapping[str, tuple[str, TensorPrecision]]
 """Tensor -> (operator that produces it, its precision)."""
@@ -34,6 +35,8 @@ class GradientFormats:
     """The accumulated weight gradient."""
     master: TensorPrecision
     """The weight that the optimizer steps."""
+    trained: tuple[str, ...] = ("weight", "bias")
+    """The tensors that it steps: with LoRA the adapter's, or none."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,8 @@ class WeightedOpPrecision:
     gradients: GradientFormats | None = None
     by_tree: bool = False
     """A linear layer that sums by the contract's tree (`precision.ops.tree`)."""
+    adapter: TensorPrecision | None = None
+    """Both weights of a linear layer's adapter; its input is an activation as it is."""
 
     @property
     def linear(self) -> str:
@@ -150,7 +155,8 @@ class _Builder:
     def weighted(self, name: str, op: str, source: str | None, precision: WeightedOpPrecision, count: int = 1) -> str:
         """Add an operator with its weight and bias; return its name."""
         self.op(name, op, {"x": (source, precision.x)} if source else {}, count, precision.detail)
-        for tensor, format in (("weight", precision.weight), ("bias", precision.bias)):
+        adapter = dict.fromkeys(NAMES, precision.adapter)
+        for tensor, format in {"weight": precision.weight, "bias": precision.bias, **adapter}.items():
             if format is not None:
                 weight = self.op(f"{name}.{tensor}", "weight", count=count)
                 self.edges.append(Edge(weight, name, tensor, format))
@@ -250,14 +256,16 @@ def _add_experts(builder: _Builder, prefix: str, precision: MoEPrecision, source
 def _add_backward(builder: _Builder) -> None:
     """Add the backward pass of every edge, where gradients are given.
 
-    A linear layer A has two products: A.backward is DGrad, A.wgrad is WGrad. Every other operator has A.backward alone.
+    A linear layer A has two products: A.backward is DGrad, A.wgrad is WGrad. Every other operator has A.backward alone, and so has a
+    linear layer that does not train.
     """
     if not builder.gradients:
         return
     operators = [node for node in builder.nodes.values() if node.op != "weight"]
     for node in operators:
         builder.op(f"{node.name}.backward", "dgrad" if node.op in _LINEARS else "backward", count=node.count)
-        if node.op in _LINEARS:
+        gradients = builder.gradients.get(node.name)
+        if node.op in _LINEARS and (gradients is None or gradients.trained):
             builder.op(f"{node.name}.wgrad", "wgrad", count=node.count)
     for edge in [edge for edge in builder.edges if edge.phase == FORWARD]:
         if builder.nodes.get(edge.source, Node("", "")).op == "weight":
@@ -269,12 +277,13 @@ def _add_backward(builder: _Builder) -> None:
 def _add_activation_gradient(builder: _Builder, edge: Edge) -> None:
     source, target = edge.source, edge.target
     target_gradients, source_gradients = builder.gradients.get(target), builder.gradients.get(source)
-    if source_gradients is not None and f"{source}.wgrad" in builder.nodes:
+    if source_gradients is not None and builder.nodes[source].op in _LINEARS:
         builder.edges.append(Edge(f"{target}.backward", f"{source}.backward", "dy", source_gradients.dy, "dgrad"))
-        builder.edges.append(Edge(f"{target}.backward", f"{source}.wgrad", "dy", source_gradients.dy_wgrad, "wgrad"))
     else:
         builder.edges.append(Edge(f"{target}.backward", f"{source}.backward", f"d{edge.tensor}", builder.hidden, "dgrad"))
-    if target_gradients is not None and edge.tensor == "x":
+    if source_gradients is not None and f"{source}.wgrad" in builder.nodes:
+        builder.edges.append(Edge(f"{target}.backward", f"{source}.wgrad", "dy", source_gradients.dy_wgrad, "wgrad"))
+    if target_gradients is not None and edge.tensor == "x" and (target_gradients.trained or builder.nodes[target].op not in _LINEARS):
         product, phase = ("wgrad", "wgrad") if f"{target}.wgrad" in builder.nodes else ("backward", "dgrad")
         builder.edges.append(Edge(source, f"{target}.{product}", "x", target_gradients.x, phase))
 
@@ -286,9 +295,13 @@ def _add_weight_gradient(builder: _Builder, edge: Edge) -> None:
         return
     if edge.tensor == "weight" and builder.nodes[name].op != "embedding":
         builder.edges.append(Edge(edge.source, f"{name}.backward", "weight", gradients.weight, "dgrad"))
-    product = f"{name}.wgrad" if edge.tensor == "weight" and f"{name}.wgrad" in builder.nodes else f"{name}.backward"
+    if edge.tensor in NAMES:
+        builder.edges.append(Edge(edge.source, f"{name}.backward", edge.tensor, edge.format, "dgrad"))
+    if edge.tensor not in gradients.trained:
+        return
+    product = f"{name}.wgrad" if edge.tensor != "bias" and f"{name}.wgrad" in builder.nodes else f"{name}.backward"
     count = builder.nodes[name].count
-    if edge.tensor == "weight" and gradients.master != edge.format:
+    if edge.tensor != "bias" and gradients.master != edge.format:
         master = builder.op(f"{edge.source}.master", "master", count=count)
         builder.edges.append(Edge(product, master, "grad", gradients.grad, "wgrad"))
         builder.edges.append(Edge(master, edge.source, "master", gradients.master, "update"))

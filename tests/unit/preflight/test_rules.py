@@ -320,6 +320,75 @@ MISTAKES = [
         ("--log.stuck_after=700", "--rollout.request_timeout=900"),
     ),
     Mistake(
+        settings.adapters_are_built_for_the_run,
+        "train plan",
+        "lora: is not built for a run with a teacher",
+        ("--lora.rank=16", "--teacher.path=model"),
+    ),
+    Mistake(
+        settings.adapters_are_built_for_the_run,
+        "train plan",
+        "precision.mode = 'fp8_rollout': quantizes weights for the engine alone, which is not built with [lora]",
+        (
+            "--lora.rank=16",
+            "--precision.mode=fp8_rollout",
+        ),
+    ),
+    Mistake(
+        settings.adapters_are_built_for_the_run,
+        "train plan",
+        "precision.reduction = 'fast': is not built with [lora], which has run on CPUs only",
+        (
+            "--lora.rank=16",
+            "--precision.reduction=fast",
+        ),
+    ),
+    Mistake(
+        settings.adapters_are_built_for_the_run,
+        "train plan",
+        "train.layout.pp = 2: is not built with [lora], which is for tensor and data parallel ranks",
+        (
+            "--lora.rank=16",
+            "--train.layout.pp=2",
+        ),
+    ),
+    Mistake(
+        settings.adapters_are_built_for_the_run,
+        "train plan",
+        "lora: is not built for a run with a critic",
+        (
+            "--lora.rank=16",
+            "--algorithm.name=ppo",
+        ),
+    ),
+    Mistake(
+        settings.adapters_are_built_for_the_run,
+        "train plan",
+        "log.attribute_every = 2: computes with masters, which weights that [lora] freezes",
+        (
+            "--lora.rank=16",
+            "--log.attribute_every=2",
+        ),
+    ),
+    Mistake(
+        settings.adapters_are_built_for_the_run,
+        "train plan",
+        "sync.delta = 'on': has nothing to add to [lora]",
+        (
+            "--lora.rank=16",
+            "--sync.delta=on",
+        ),
+    ),
+    Mistake(
+        settings.adapters_are_built_for_the_model,
+        "train plan",
+        "lora: is not built for a model with experts",
+        (
+            "--lora.rank=16",
+            "--model.path=experts",
+        ),
+    ),
+    Mistake(
         layouts.ranks_are_those_of_the_layout,
         "train",
         "train.layout: needs 2 ranks (tp * cp * pp * dp), this launch has 1; start with torchrun --nproc-per-node 2",

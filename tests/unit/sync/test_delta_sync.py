@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,9 +18,11 @@ from megatron_rl.errors import RunError
 from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.sync.plan import SyncPlan
 from megatron_rl.sync.weight_sync import WeightSync
+from parallel.adapters import AdapterGeometry, is_adapter
 from parallel.digest import make_stored_tensors, view_bytes
 from parallel.layout import EngineLayout, Layout
 from parallel.megatron_shards import build_trainer_shards
+from parallel.model_geometry import ModelGeometry
 from parallel.transport.pack import ChunkPacker
 
 CONTRACT = PrecisionContract.from_config(PrecisionConfig(mode="fp8_unified"))
@@ -36,10 +39,10 @@ def one_rank() -> Iterator[None]:
 class Bridge:
     """A trainer rank and two engines."""
 
-    def __init__(self, settings: SyncConfig) -> None:
-        shards = build_trainer_shards(MODEL, Layout(), format_of=CONTRACT.format_of)[0]
+    def __init__(self, settings: SyncConfig, model: ModelGeometry = MODEL) -> None:
+        shards = build_trainer_shards(model, Layout(), format_of=CONTRACT.format_of)[0]
         self.tensors = make_stored_tensors(shards, CONTRACT.format_of)
-        plan = SyncPlan.make(MODEL, Layout(), EngineLayout(engines=2), CONTRACT, 100_000)
+        plan = SyncPlan.make(model, Layout(), EngineLayout(engines=2), CONTRACT, 100_000)
         self.engine, self.said = ReceivingEngine(plan), list[str]()
         self.sync = WeightSync(plan, Rank0(lambda: self.engine), lambda: self.tensors, settings, notify=self.said.append)
         self.version, self.full = 0, sum(chunk.nbytes for chunk in plan.chunks)
@@ -61,8 +64,8 @@ class Bridge:
 def bridge(tmp_path, request):
     bridges = []
 
-    def build(**settings) -> Bridge:
-        bridges.append(Bridge(SyncConfig(dir=tmp_path, timeout=20.0, **settings)))
+    def build(model: ModelGeometry = MODEL, **settings) -> Bridge:
+        bridges.append(Bridge(SyncConfig(dir=tmp_path, timeout=20.0, **settings), model))
         return bridges[-1]
 
     yield build
@@ -95,6 +98,27 @@ def test_only_what_changed_is_sent_and_everything_where_the_base_is_wrong(bridge
     assert both.run().bytes == 0
     both.sync.close()  # an engine was lost, say
     assert both.run().bytes == both.full
+
+
+@pytest.mark.parametrize("proof", ["streamed", "reread"])
+def test_adapters_alone_are_sent_and_a_base_that_changed_is_found(bridge, proof):
+    adapted = bridge(replace(MODEL, adapters=AdapterGeometry(8, ("linear_qkv", "linear_proj", "linear_fc2"))), proof=proof)
+    own = 2 * sum(tensor.nbytes for name, tensor in adapted.tensors.items() if is_adapter(name))  # of two engines
+    assert adapted.run().bytes == adapted.full > 10 * own > 0
+    for name, tensor in adapted.tensors.items():
+        if is_adapter(name):
+            tensor.view(torch.uint8).add_(1)
+    assert adapted.run().bytes == own
+    name = "model.layers.0.mlp.down_proj.weight"
+    view_bytes(adapted.engine.tensors[1][name])[130, 140] ^= 1
+    if proof == "streamed":
+        wrong = adapted.run()
+        assert (wrong.bytes, wrong.wrong_bases) == (adapted.full, 1) and adapted.run().bytes == own
+    else:
+        with pytest.raises(RunError, match=f"not proved: {name} of engine rank 1 differs"):
+            adapted.run()
+    adapted.sync.close()  # an engine was lost, say
+    assert adapted.run().bytes == adapted.full
 
 
 def test_auto_sends_what_pays(bridge):

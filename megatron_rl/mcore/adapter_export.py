@@ -1,0 +1,77 @@
+"""A run's adapters in PEFT's format: `adapter_config.json` and `adapter_model.safetensors`, for `PeftModel.from_pretrained` and engines.
+
+PEFT has an adapter for each tensor of the checkpoint. Those of one of Megatron's layers, q, k and v say, share their A here: it is written
+once for each.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_rl.config.lora import LoraConfig
+from megatron_rl.errors import UserError, as_user_error
+from megatron_rl.hf.files import read_config
+from megatron_rl.hf.write import atomic_folder, write_file
+from megatron_rl.mcore.checkpoint.folder import find_damage
+from megatron_rl.mcore.checkpoint.load import RunWeights, read_state
+from parallel.model_geometry import ModelGeometry
+from parallel.weights import Weight
+
+_PREFIX, _WEIGHTS = "base_model.model.", "adapter_model.safetensors"
+
+
+def holds_adapters(folder: Path) -> bool:
+    """Return whether a checkpoint is one of adapters alone."""
+    return (folder / "state.json").is_file() and "lora" in read_state(folder, of_adapters=True)[0]
+
+
+def export_adapters(folder: Path, output: Path) -> None:
+    """Write a run's adapters into the new folder `output`. Raise UserError for a checkpoint that is damaged."""
+    if reason := find_damage(folder):
+        raise UserError("--checkpoint", str(folder), f"is damaged: {reason}", "give another checkpoint of the run")
+    state, _ = read_state(folder, of_adapters=True)
+    lora = LoraConfig.model_validate_json(json.dumps(state["lora"]))
+    with as_user_error():
+        geometry = replace(ModelGeometry.from_hf_config(read_config(folder / "hf")), adapters=lora.to_geometry())
+    tensors = _read_adapters(geometry, RunWeights(folder, geometry))
+    with atomic_folder(output) as temporary:
+        write_file(temporary / _WEIGHTS, tensors)
+        (temporary / "adapter_config.json").write_text(json.dumps(_describe(lora, state["base"], list(tensors)), indent=2) + "\n")
+
+
+def _read_adapters(geometry: ModelGeometry, weights: RunWeights) -> dict[str, torch.Tensor]:
+    """Return the tensors by PEFT's names."""
+    tensors: dict[str, torch.Tensor] = {}
+    for layer in geometry.list_weights():
+        by_name = {weight.megatron: weight for weight in layer}
+        for name, up in by_name.items():
+            if name.endswith(".lora_B"):
+                a = _read(weights, by_name[name.removesuffix("B") + "A"])
+                for piece in up.pieces:
+                    peft = _PREFIX + piece.tensor.name
+                    tensors[peft.replace(".lora_B.", ".lora_A.")] = a.clone()
+                    tensors[peft] = weights.read_values(piece).clone()
+    return tensors
+
+
+def _read(weights: RunWeights, down: Weight) -> torch.Tensor:
+    return weights.read_values(down.pieces[0])
+
+
+def _describe(lora: LoraConfig, base: str, names: list[str]) -> dict[str, Any]:
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "target_modules": sorted({name.split(".lora_")[0].rsplit(".", 1)[-1] for name in names}),
+        "inference_mode": True,
+    }

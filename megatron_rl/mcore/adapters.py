@@ -1,0 +1,128 @@
+"""LoRA in the trainer: adapters beside Megatron's linear layers, of which alone there are gradients, masters and optimizer state.
+
+A layer's blocks stay as they were loaded, for forward pass, DGrad and engine. What an adapter adds comes by a forward hook, after the
+layer's own product and its bias; the engine does the same (`rollout_sglang.hooks.adapters`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import RowParallelLinear
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
+from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+
+from megatron_rl.batch.training_sample import TrainingSample
+from megatron_rl.config.lora import LoraConfig
+from megatron_rl.mcore.actor import Policy
+from megatron_rl.mcore.buckets import finish_gathers
+from megatron_rl.mcore.layers.row_parallel import TreeProduct
+from megatron_rl.mcore.model import freeze
+from megatron_rl.mcore.names import ModelChunks, get_model_chunks, global_name
+from megatron_rl.precision.ops.low_rank import project_down, project_up
+from parallel.adapters import NAMES
+
+
+def install_adapters(model: ModelChunks, lora: LoraConfig, seed: int) -> None:
+    """Freeze a loaded model and give its layers their adapters, before it gets an optimizer: A uniform as PEFT's, B zero.
+    A's numbers are drawn by the layer's name, the same in every layout."""
+    freeze(model)
+    for chunk in get_model_chunks(model):
+        dtype = chunk.config.params_dtype
+        for name, layer in chunk.named_modules():
+            if name.rsplit(".", 1)[-1] in lora.targets:
+                _install(layer, global_name(chunk, name), lora, dtype, seed)
+
+
+def _install(layer: Any, name: str, lora: LoraConfig, dtype: torch.dtype, seed: int) -> None:
+    rows, columns = layer.weight.shape
+    by_columns, group = isinstance(layer, RowParallelLinear), layer.tp_group
+    parts, part = (group.size(), group.rank()) if by_columns else (1, 0)
+    whole = _draw(f"{seed} {name}", lora.rank, columns * parts)
+    down = whole[:, part * columns : (part + 1) * columns].to(device=layer.weight.device, dtype=dtype).clone()
+    layer.lora_A = torch.nn.Parameter(down)
+    layer.lora_B = torch.nn.Parameter(torch.zeros(rows, lora.rank, device=layer.weight.device, dtype=dtype))
+    cut, whole_one, axis = (layer.lora_A, layer.lora_B, 1) if by_columns else (layer.lora_B, layer.lora_A, 0)
+    set_tensor_model_parallel_attributes(cut, True, axis, 1)
+    whole_one.sequence_parallel = layer.sequence_parallel  # its gradient is of this rank's tokens: Megatron adds up the ranks'
+    layer.adapter_enabled, layer.adapter_scale = True, lora.scale
+    layer.register_forward_hook(_add_by_row_sum if by_columns else _add)
+
+
+def _draw(key: str, rank: int, columns: int) -> torch.Tensor:
+    """Return float32 [rank, columns], uniform up to 1 / sqrt(columns): `kaiming_uniform_` with a = sqrt(5), as PEFT draws A."""
+    numbers = torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(key.encode()).digest()[:7], "big"))
+    return (torch.rand(rank, columns, generator=numbers) * 2 - 1) / math.sqrt(columns)
+
+
+def _add(layer: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, Any]) -> tuple[torch.Tensor, Any]:
+    """Add the adapter of a layer cut by rows. Under sequence parallelism h is gathered, which is narrower than x."""
+    if not layer.adapter_enabled:
+        return output
+    h = project_down(inputs[0], layer.lora_A)
+    if layer.sequence_parallel:
+        h = gather_from_sequence_parallel_region(h, group=layer.tp_group)
+    elif layer.tp_group.size() > 1:
+        h = copy_to_tensor_model_parallel_region(h, group=layer.tp_group)
+    return output[0] + project_up(h, layer.lora_B, layer.adapter_scale), output[1]
+
+
+def _add_by_row_sum(layer: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, Any]) -> tuple[torch.Tensor, Any]:
+    """Add the adapter of a layer cut by columns, whose ranks' parts of h are summed as those of y are."""
+    if not layer.adapter_enabled:
+        return output
+    h = TreeProduct.apply(inputs[0], layer.lora_A, layer.choose_sum(inputs[0].dtype))
+    return output[0] + project_up(h, layer.lora_B, layer.adapter_scale), output[1]
+
+
+def list_adapted_layers(model: ModelChunks) -> list[tuple[Any, str, Any]]:
+    """Return (chunk, name, layer) of every layer with an adapter; [] without LoRA."""
+    chunks = get_model_chunks(model)
+    return [(chunk, name, layer) for chunk in chunks for name, layer in chunk.named_modules() if hasattr(layer, "adapter_scale")]
+
+
+@contextmanager
+def disable_adapters(model: ModelChunks) -> Iterator[None]:
+    """Within the context, forward passes are those of the frozen model."""
+    layers = [layer for *_, layer in list_adapted_layers(model)]
+    for layer in layers:
+        layer.adapter_enabled = False
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.adapter_enabled = True
+
+
+class FrozenPolicy(Policy):
+    """The reference of a policy with adapters: the same model without them, and no second copy of its weights."""
+
+    def compute_logprobs(self, samples: list[TrainingSample]) -> tuple[list[torch.Tensor], float]:
+        finish_gathers(self.model)
+        with disable_adapters(self.model):
+            return super().compute_logprobs(samples)
+
+
+def shard_adapters(chunk: Any) -> dict[str, Any]:
+    """Return what a checkpoint holds of a chunk with adapters, by name, as `sharded_state_dict` does of others; {} without LoRA."""
+    replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    sharded: dict[str, Any] = {}
+    for _, name, layer in list_adapted_layers(chunk):
+        axes = {"lora_A": 1} if isinstance(layer, RowParallelLinear) else {"lora_B": 0}
+        tensors = {each: getattr(layer, each) for each in NAMES}
+        prefix = f"{global_name(chunk, name)}."
+        make = partial(make_sharded_tensors_for_checkpoint, tp_group=layer.tp_group, dp_cp_group=replicas)
+        own = make(tensors, prefix, axes)
+        if name.endswith("linear_fc1"):  # [gate ; up] of each rank
+            own[f"{prefix}lora_B"] = apply_swiglu_sharded_factory(own[f"{prefix}lora_B"], ())
+        sharded |= {f"{name}.{each}": own[f"{prefix}{each}"] for each in NAMES}
+    return sharded
