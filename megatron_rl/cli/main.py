@@ -168,8 +168,7 @@ def export(
     expert_tensor_parallel: Annotated[int | None, typer.Option(min=1, help="Also of each expert; default: the same.")] = None,
 ) -> None:
     """Write a run's checkpoint, or a Hugging Face one in the other precision, as a Hugging Face checkpoint; a run's adapters in PEFT's
-    format. With --align its matrices are
-    wider, and compute the same. Ranks under torchrun share the work."""
+    format. With --align its matrices are wider, and compute the same. Ranks under torchrun share the work."""
     with expected_errors():
         if align is None and (tensor_parallel, expert_tensor_parallel) != (1, None):
             raise UserError("--tensor-parallel", tensor_parallel, "says for how many ranks --align widens", "add --align 128")

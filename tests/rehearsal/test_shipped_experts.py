@@ -8,6 +8,7 @@ from support.shipped import rehearse_shipped
 DISPATCHER = "megatron/core/transformer/moe/token_dispatcher.py"
 
 
+@pytest.mark.long  # minutes each
 @pytest.mark.parametrize(("name", "layers", "options"), [("qwen3_30b_a3b", 24, ()), ("qwen3_235b_a22b", 47, ("--gpu", "h200"))])
 def test_the_last_rank_runs_and_waits_once_a_layer_for_what_experts_get(name, layers, options, tmp_path):
     (rank,) = rehearse_shipped(name, tmp_path, "--ranks", "last", *options)["trainer"]
