@@ -70,7 +70,7 @@ class NoRewards:
 
 
 def measure(config: Config, engine: DrawnLengths, tokenizer: Any, steps: int, pause: float, barrier: bool) -> dict[str, float]:
-    """Return the seconds of a step and the tokens trained per second, of the whole run: what is generated ahead of the first steps counts."""
+    """Return the seconds of a step and the tokens trained per second, of the whole run, the first step included."""
     staleness = config.placement.max_staleness
     stream = ProblemStream(ProblemOrder(lambda position: Problem(str(position), f"{position} + {position} =", ""), "numbers"))
     worker = RolloutWorker(config, engine, stream, [], tokenizer, NoRewards())  # type: ignore[arg-type]
