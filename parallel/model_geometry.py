@@ -146,12 +146,6 @@ class ModelGeometry:
         layer = re.match(r"model\.layers\.(\d+)\.", name)
         return layer is not None and self.layers <= int(layer[1]) < self.layers + self.mtp_layers
 
-    def list_mtp_decoders(self) -> dict[str, HFTensor]:
-        """Return the tensors of the decoder layer in each layer for multi-token prediction, by name: like those of the last other layer."""
-        family, layers = load_family(self.family), range(self.layers, self.layers + self.mtp_layers)
-        pieces = (piece for layer in layers for weight in family.list_layer(self, layer) for piece in weight.pieces)
-        return {piece.tensor.name: piece.tensor for piece in pieces}
-
     def build_checkpoint_shards(self) -> list[Shard]:
         """Return the checkpoint itself as shards: every tensor whole."""
         return [Shard(tensor.name, tensor.rows, tensor.cols, (take_all(tensor),)) for tensor in self.tensors().values()]

@@ -20,46 +20,57 @@ from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.precision.quantizers import QUANTIZERS, store
 from parallel.formats import TensorFormat
 from parallel.model_geometry import ModelGeometry
+from parallel.mtp_layers import list_mtp_tensors
 from parallel.shards import take_all
 
 MTP_FOLDER = "mtp"
 """In a run's checkpoint: the safetensors files of these layers, and their index where they are several."""
 
 
-def copy_mtp_layers(source: Path, hf_config: Mapping[str, Any], rank: int, world: int, to: Path, file_bytes: int = FILE_BYTES) -> list[str]:
-    """Write the `rank`-th of `world` shares of the files into the folder `MTP_FOLDER` of a run's checkpoint `to`; return their paths in it.
+class MTPCopy:
+    """The copy of these layers in a run's checkpoint, of which this rank, the `rank`-th of `world`, writes a share of the files.
 
-    Every rank calls it, with no message between them. A rank reads headers and the tensors of its own files, one file after the other; a
-    model without such layers has none. Raises UserError for a folder `source` that cannot be read, OSError where the disk is full.
+    Every rank makes one, with no message between them. It reads headers, and then the tensors of its own files, one file after the other;
+    of a model without such layers there is nothing to copy. Raises UserError for a folder `source` that cannot be read.
     """
-    model = ModelGeometry.from_hf_config(hf_config)
-    if not model.mtp_layers:
-        return []
-    checkpoint = HFCheckpoint(source, hf_config)
-    sizes = checkpoint.list_mtp_tensors(model)
-    if not sizes:
-        return []
-    files, folder, written = cut_into_files(sizes, file_bytes), to / MTP_FOLDER, []
-    folder.mkdir(exist_ok=True)
-    for number in range(len(files) * rank // world, len(files) * (rank + 1) // world):
-        name = name_file(number, len(files))
-        write_file(folder / name, {tensor: checkpoint.read_stored(tensor) for tensor in files[number]})
-        written.append(f"{MTP_FOLDER}/{name}")
-    if rank == 0:
-        write_index(folder, [{tensor: sizes[tensor] for tensor in names} for names in files])
-    return written
+
+    def __init__(self, source: Path, hf_config: Mapping[str, Any], rank: int, world: int, file_bytes: int = FILE_BYTES) -> None:
+        model = ModelGeometry.from_hf_config(hf_config)
+        self._checkpoint = HFCheckpoint(source, hf_config) if model.mtp_layers else None
+        self._sizes = self._checkpoint.list_mtp_tensors(model) if self._checkpoint else {}
+        self._files = cut_into_files(self._sizes, file_bytes) if self._sizes else []
+        self._own = range(len(self._files) * rank // world, len(self._files) * (rank + 1) // world)
+        self._writes_index = rank == 0
+
+    @property
+    def nbytes(self) -> int:
+        """Of the files that this rank writes."""
+        return sum(self._sizes[name] for number in self._own for name in self._files[number])
+
+    def write(self, to: Path) -> list[str]:
+        """Write this rank's files into the folder `MTP_FOLDER` of a run's checkpoint `to`; return their paths in it. Raise OSError."""
+        if not self._files:
+            return []
+        (folder := to / MTP_FOLDER).mkdir(exist_ok=True)
+        assert self._checkpoint is not None
+        for number in self._own:
+            path = folder / name_file(number, len(self._files))
+            write_file(path, {name: self._checkpoint.read_stored(name) for name in self._files[number]})
+        if self._writes_index:
+            write_index(folder, [{name: self._sizes[name] for name in names} for names in self._files])
+        return [f"{MTP_FOLDER}/{name_file(number, len(self._files))}" for number in self._own]
 
 
 class MTPLayers:
     """The layers that a checkpoint holds, to be exported."""
 
     def __init__(self, checkpoint: HFCheckpoint, model: ModelGeometry) -> None:
-        self._checkpoint, self._stored, decoders = checkpoint, checkpoint.list_mtp_tensors(model), model.list_mtp_decoders()
-        self._decoders = {name: tensor for name, tensor in decoders.items() if name in self._stored}
-        self._scales = {name: scale for name in self._decoders if (scale := self._find_scale(name)) in self._stored}
+        self._checkpoint, self._stored = checkpoint, checkpoint.list_mtp_tensors(model)
+        self._tensors = {name: tensor for name, tensor in list_mtp_tensors(model).items() if name in self._stored}
+        self._scales = {name: scale for name in self._tensors if (scale := self._find_scale(name)) in self._stored}
 
     def _find_scale(self, name: str) -> str:
-        format = self._checkpoint.find_format(self._decoders[name])
+        format = self._checkpoint.find_format(self._tensors[name])
         return format.scale_name(name) if format else ""
 
     def count_bytes(self, contract: PrecisionContract) -> dict[str, int]:
@@ -67,7 +78,7 @@ class MTPLayers:
         result = {name: size for name, size in self._stored.items() if name not in self._scales.values()}
         for name in result:
             if (format := self._find_conversion(name, contract)) is not None:
-                result[name] = format.count_bytes((self._decoders[name].rows, self._decoders[name].cols))
+                result[name] = format.count_bytes((self._tensors[name].rows, self._tensors[name].cols))
             elif name in self._scales:
                 result[name] += self._stored[self._scales[name]]
         return result
@@ -77,13 +88,13 @@ class MTPLayers:
         if (format := self._find_conversion(name, contract)) is None:
             names = (name, self._scales[name]) if name in self._scales else (name,)
             return {stored: self._checkpoint.read_stored(stored) for stored in names}
-        region = take_all(self._decoders[name])
+        region = take_all(self._tensors[name])
         value = self._checkpoint.read_values(region) if name in self._scales else self._checkpoint.read_stored(name)
         return store(name, value, format)
 
     def _find_conversion(self, name: str, contract: PrecisionContract) -> TensorFormat | None:
         """Return the format that a tensor must be converted to, None where its bytes stay."""
-        tensor = self._decoders.get(name)
+        tensor = self._tensors.get(name)
         if tensor is None:
             return None
         format, stored = contract.format_of(tensor.role), self._checkpoint.find_format(tensor) if name in self._scales else None

@@ -25,6 +25,7 @@ from megatron_rl.precision.quantized_weight import QuantizedWeight
 from megatron_rl.precision.quantizers import QUANTIZERS, dequantize
 from parallel.formats import BLOCK, FORMATS, TensorFormat
 from parallel.model_geometry import VALUE_HEAD, ModelGeometry
+from parallel.mtp_layers import list_copies, list_mtp_tensors
 from parallel.reshard import get_scale_rect
 from parallel.shards import HFTensor, Rect, Region
 
@@ -85,27 +86,42 @@ class HFCheckpoint:
         """Read the headers of all files, and compare names, shapes and dtypes with what config.json says.
 
         Raises UserError naming the file that is missing or torn, or the first tensor that is missing, has another shape or dtype, or
-        belongs to no such model. Ignores `lm_head.weight` beside tied embeddings or a value head, rotary frequencies, and layers for
-        multi-token prediction. A value head may be missing: it is then read as 0.
+        belongs to no such model. Ignores `lm_head.weight` beside tied embeddings or a value head, and rotary frequencies. A value head may
+        be missing: it is then read as 0. So may the layers for multi-token prediction, whole, or their copies of other weights; in a
+        quantised checkpoint they may be in high precision.
         """
         found = self._check_files()
         expected = set()
         for tensor in model.tensors().values():
-            format = self.find_format(tensor)
-            dtypes = (format.safetensors_dtype,) if format else _HIGH
-            expected.add(tensor.name)
-            if self._starts_at_0(tensor):
-                continue
-            self._check_tensor(tensor.name, [tensor.rows] if tensor.vector else [tensor.rows, tensor.cols], dtypes)
-            if format:
-                expected.add(name := format.scale_name(tensor.name))
-                scale_dtype = format.scale.safetensors_dtype
-                scale_dtypes = (scale_dtype, "BF16") if scale_dtype == "F32" else (scale_dtype,)
-                self._check_tensor(name, list(format.scale_grid(tensor.rows, tensor.cols)), scale_dtypes)
+            expected |= {tensor.name} if self._starts_at_0(tensor) else self._check_weight(tensor, self.find_format(tensor))
+        expected |= self._check_mtp_layers(model)
         for name in sorted(found.keys() - expected):
             if not self._is_ignored(name, model):
                 rule = f"tensor {name} belongs to no {model.family} model of this config.json"
                 raise self._error(rule, "remove the tensor, or correct config.json")
+
+    def _check_mtp_layers(self, model: ModelGeometry) -> set[str]:
+        if not any(model.is_mtp_tensor(name) for name in self._file_of):
+            return set()
+        tensors, expected = list_mtp_tensors(model), set()
+        for number in range(model.mtp_layers):
+            for name in list_copies(model, number).keys() - self._file_of.keys():
+                del tensors[name]
+        for tensor in tensors.values():
+            format = self.find_format(tensor)
+            expected |= self._check_weight(tensor, format if format and format.scale_name(tensor.name) in self._file_of else None)
+        return expected
+
+    def _check_weight(self, tensor: HFTensor, format: TensorFormat | None) -> set[str]:
+        """Check a tensor, quantised or not, and return its name and that of its scales."""
+        dtypes = (format.safetensors_dtype,) if format else _HIGH
+        self._check_tensor(tensor.name, [tensor.rows] if tensor.vector else [tensor.rows, tensor.cols], dtypes)
+        if format is None:
+            return {tensor.name}
+        name, scale_dtype = format.scale_name(tensor.name), format.scale.safetensors_dtype
+        scale_dtypes = (scale_dtype, "BF16") if scale_dtype == "F32" else (scale_dtype,)
+        self._check_tensor(name, list(format.scale_grid(tensor.rows, tensor.cols)), scale_dtypes)
+        return {tensor.name, name}
 
     def _check_files(self) -> dict[str, Path]:
         """Return tensor -> file, as the files' headers say; it is what the index says."""
@@ -143,7 +159,7 @@ class HFCheckpoint:
 
     def _is_ignored(self, name: str, model: ModelGeometry) -> bool:
         unused_head = (model.tied or model.value_head) and name == "lm_head.weight"
-        return unused_head or name.endswith("rotary_emb.inv_freq") or model.is_mtp_tensor(name)
+        return unused_head or name.endswith("rotary_emb.inv_freq")
 
     def check_scales(self, tensors: Iterable[HFTensor], wanted: TensorFormat | None) -> None:
         """Read the scales of those `tensors` that are quantised, in FP8 1/16384 of their elements.

@@ -70,6 +70,7 @@ class RehearsedFiles:
 
         def write(self: AsyncSave, buckets: list[Any], _: Any, results: Any) -> None:
             self.files = files._write(buckets, results)
+            files.nbytes += self.other_bytes
 
         def read(self: FileSystemReader, plan: LoadPlan, planner: Any) -> Future:
             return files._read(plan, planner)

@@ -20,6 +20,7 @@ from megatron_rl.hf.files import INDEX, SINGLE, read_config
 from megatron_rl.rehearsal.device import FakeGpu
 from parallel.formats import BF16
 from parallel.model_geometry import ModelGeometry
+from parallel.mtp_layers import list_mtp_tensors
 
 _DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F8_E4M3": torch.float8_e4m3fn, "I8": torch.int8}
 Header = tuple[list[int], str]
@@ -48,7 +49,8 @@ def invent_headers(hf_config: dict[str, Any]) -> dict[str, Header]:
     """Return the header of every tensor that a checkpoint of this config.json has."""
     headers: dict[str, Header] = {}
     quantized = read.find_checkpoint_format(hf_config)
-    for tensor in ModelGeometry.from_hf_config(hf_config).tensors().values():
+    model = ModelGeometry.from_hf_config(hf_config)
+    for tensor in (*model.tensors().values(), *list_mtp_tensors(model).values()):
         format = quantized if quantized is not None and tensor.role in read.QUANTIZED_ROLES else None
         dtype = (format or BF16).safetensors_dtype
         headers[tensor.name] = [tensor.rows] if tensor.vector else [tensor.rows, tensor.cols], dtype

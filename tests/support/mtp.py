@@ -12,6 +12,7 @@ from megatron_rl.hf.files import read_config
 from megatron_rl.precision.contract import QUANTIZED_ROLES
 from parallel.formats import FP8
 from parallel.model_geometry import ModelGeometry
+from parallel.mtp_layers import list_mtp_tensors
 from parallel.shards import FP32_ROLES
 from support.fp8_checkpoints import random_blocks
 from support.models import edit_config, read_weights
@@ -23,17 +24,12 @@ def add_mtp_layer(folder: Path, scales: str = "", seed: int = 7) -> dict[str, to
     config = read_config(folder) | {"num_nextn_predict_layers": 1}
     model, generator = ModelGeometry.from_hf_config(config), torch.Generator().manual_seed(seed)
     tensors: dict[str, torch.Tensor] = {}
-    for name, tensor in model.list_mtp_decoders().items():
+    for name, tensor in list_mtp_tensors(model).items():
         if scales and tensor.role in QUANTIZED_ROLES:
             tensors[name], tensors[FP8.scale_name(name)] = random_blocks(tensor.rows, tensor.cols, scales, generator)
         else:
             value = torch.randn((tensor.rows,) if tensor.vector else (tensor.rows, tensor.cols), generator=generator) / 50
             tensors[name] = value if tensor.role in FP32_ROLES else value.bfloat16()
-    prefix, hidden, vocab = f"model.layers.{model.layers}.", model.hidden, model.vocab
-    shapes: dict[str, tuple[int, ...]] = {"enorm": (hidden,), "hnorm": (hidden,), "shared_head.norm": (hidden,)}
-    shapes |= {"eh_proj": (hidden, 2 * hidden), "embed_tokens": (vocab, hidden), "shared_head.head": (vocab, hidden)}
-    for name, shape in shapes.items():
-        tensors[f"{prefix}{name}.weight"] = torch.randn(shape, generator=generator).bfloat16()
     save_file(read_weights(folder) | tensors, folder / "model.safetensors", metadata={"format": "pt"})
     edit_config(folder, {"num_nextn_predict_layers": 1})
     return tensors

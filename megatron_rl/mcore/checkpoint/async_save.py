@@ -29,7 +29,8 @@ class AsyncSave:
     """Writes a sharded state dict into the empty folder `parent/mcore`. All methods but the thread's are collective.
 
     `live`: those of its tensors, or tensors that they are views of, which training goes on to change; others are the save's own.
-    `write_others` is given `parent` in every rank's thread, and returns the paths, relative to it, of what it wrote.
+    `write_others` is given `parent` in every rank's thread, and returns the paths, relative to it, of what it wrote: this rank's
+    `other_bytes`.
     Raise RunError on every rank where the disk has no room for it.
     """
 
@@ -39,8 +40,9 @@ class AsyncSave:
         sharded: dict[str, Any],
         live: Iterable[torch.Tensor],
         write_others: Callable[[Path], list[str]] = lambda _: [],
+        other_bytes: int = 0,
     ) -> None:
-        self._parent, self._error, self._write_others = parent, "", write_others
+        self._parent, self._error, self._write_others, self.other_bytes = parent, "", write_others, other_bytes
         self.files: dict[str, dict[str, Any]] = {}
         """Once written: path relative to `parent` -> size and hash of this rank's files."""
         results: queue.Queue[Any] = queue.Queue()
@@ -58,7 +60,7 @@ class AsyncSave:
         self._thread.start()
 
     def _check_room(self, buckets: list[Any]) -> None:
-        own_bytes = sum(tensor.nbytes for *_, (_, tensors) in buckets for _, tensor in tensors)
+        own_bytes = self.other_bytes + sum(tensor.nbytes for *_, (_, tensors) in buckets for _, tensor in tensors)
         needed = sum(gather_from_ranks(own_bytes))
         run_on_rank0(lambda: check_room(self._parent, needed))
 

@@ -6,7 +6,6 @@ import json
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,10 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 
-from megatron_rl.distributed import gather_from_ranks, get_rank_and_size, is_rank0, write_on_rank0
-from megatron_rl.errors import RunError
+from megatron_rl.distributed import errors_on_all_ranks, gather_from_ranks, get_rank_and_size, is_rank0, write_on_rank0
+from megatron_rl.errors import RunError, UserError
 from megatron_rl.hf.files import list_tokenizer_files
-from megatron_rl.hf.mtp_layers import copy_mtp_layers
+from megatron_rl.hf.mtp_layers import MTPCopy
 from megatron_rl.mcore.adapters import list_adapted_layers, shard_adapters
 from megatron_rl.mcore.buckets import finish_gathers
 from megatron_rl.mcore.checkpoint import folder as checkpoints
@@ -68,7 +67,9 @@ class CheckpointWriter:
             sharded["random"] = _rng_shard(random)
         with self._discarded_on_failure():
             write_on_rank0(self._prepare)
-            self._async_save = AsyncSave(self._temporary, sharded, live, partial(copy_mtp_layers, source, hf_config, *get_rank_and_size()))
+            with errors_on_all_ranks():
+                copy = _open_copy(source, hf_config)
+            self._async_save = AsyncSave(self._temporary, sharded, live, copy.write, copy.nbytes)
 
     def is_written(self) -> bool:
         """Return whether `finish` will not have to wait; collective."""
@@ -105,6 +106,13 @@ class CheckpointWriter:
         files |= checkpoints.checksum_files(self._temporary, others)
         checkpoints.write_state(self._temporary, {**self._state, "files": dict(sorted(files.items()))})
         checkpoints.publish(self._temporary, self.folder, self._keep)
+
+
+def _open_copy(source: Path, hf_config: dict[str, Any]) -> MTPCopy:
+    try:
+        return MTPCopy(source, hf_config, *get_rank_and_size())
+    except UserError as error:  # a folder that a run read at its start
+        raise RunError(str(error)) from None
 
 
 def _shard_for_save(model: ModelChunks, optimizer: Any, prefix: str = "") -> tuple[dict[str, Any], int | None, list[torch.Tensor]]:

@@ -26,6 +26,7 @@ from megatron_rl.precision.fp8 import dequantize_weight
 from megatron_rl.precision.quantized_weight import QuantizedWeight
 from parallel.formats import FORMATS, FP8
 from parallel.model_geometry import ModelGeometry
+from parallel.mtp_layers import list_mtp_tensors
 from parallel.shards import Rect, Region, take_all
 
 GATE, NORM, HEAD = "model.layers.0.mlp.gate_proj.weight", "model.norm.weight", "lm_head.weight"
@@ -202,14 +203,33 @@ DEEPSEEK = {
 }  # fmt: skip
 
 
-def test_deepseeks_layers_for_multi_token_prediction_are_not_read(tmp_path):
-    tensors = list_tensors(DEEPSEEK, "BF16") | {"model.layers.2.eh_proj.weight": ("BF16", [256, 512])}
+def test_layers_for_multi_token_prediction_are_those_of_the_config(tmp_path):
+    """They may be missing whole, as may their copies of embedding and output layer; what is there has the shapes of the config."""
     config = {**DEEPSEEK, "num_nextn_predict_layers": 1}
-    write_sparse_safetensors(tmp_path / "model.safetensors", tensors)
-    HFCheckpoint(tmp_path, config).check(ModelGeometry.from_hf_config(config))
-    write_sparse_safetensors(tmp_path / "model.safetensors", tensors | {"model.layers.3.eh_proj.weight": ("BF16", [256, 512])})
-    with pytest.raises(UserError, match=r"tensor model\.layers\.3\.eh_proj\.weight belongs to no deepseek_v3 model"):
-        HFCheckpoint(tmp_path, config).check(ModelGeometry.from_hf_config(config))
+    model, plain = ModelGeometry.from_hf_config(config), list_tensors(DEEPSEEK, "BF16")
+    layer = {
+        tensor.name: ("BF16", [tensor.rows] if tensor.vector else [tensor.rows, tensor.cols]) for tensor in list_mtp_tensors(model).values()
+    }
+    copies, last = ("model.layers.2.embed_tokens.weight", "model.layers.2.shared_head.head.weight"), "model.layers.2.eh_proj.weight"
+    wrong = ("BF16", [256, 256])
+
+    def check(tensors):
+        write_sparse_safetensors(tmp_path / "model.safetensors", tensors)
+        HFCheckpoint(tmp_path, config).check(model)
+
+    assert layer.keys() > {*copies, last, "model.layers.2.mlp.experts.1.down_proj.weight", "model.layers.2.self_attn.kv_b_proj.weight"}
+    for left_out in (layer, copies, ()):
+        check(plain | {name: header for name, header in layer.items() if name not in left_out})
+    for change, message in (
+        ({last: None}, r"tensor model\.layers\.2\.eh_proj\.weight is missing"),
+        ({last: wrong}, r"tensor model\.layers\.2\.eh_proj\.weight has shape \[256, 256\], config\.json says \[256, 512\]"),
+        ({copies[0]: wrong}, r"embed_tokens\.weight has shape \[256, 256\], config\.json says \[384, 256\]"),
+        ({last: ("F8_E4M3", [256, 512])}, r"eh_proj\.weight is F8_E4M3, must be BF16 or F16 or F32"),
+        ({"model.layers.2.shared_head.bias": wrong}, r"tensor model\.layers\.2\.shared_head\.bias belongs to no deepseek_v3 model"),
+        ({"model.layers.3.eh_proj.weight": wrong}, r"tensor model\.layers\.3\.eh_proj\.weight belongs to no deepseek_v3 model"),
+    ):
+        with pytest.raises(UserError, match=message):
+            check({name: header for name, header in (plain | layer | change).items() if header})
 
 
 def test_rectangles_of_values_and_of_blocks(checkpoints):
