@@ -39,6 +39,9 @@ REWARDS = Plug(
 ENVIRONMENTS = Plug("environment.name", {}, takes=("problem",))
 """Environments, `megatron_rl.rollout.environments.base.EnvironmentClass`."""
 
+AGENTS = Plug("agent.name", {}, takes=("problem",))
+"""Agents: functions of a problem, which run in processes of their own (`megatron_rl.rollout.agents`)."""
+
 DATA_SOURCES = Plug("data.train", {})
 """Problems that are neither in a file nor on the hub, `megatron_rl.data.own_source`."""
 

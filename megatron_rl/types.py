@@ -71,7 +71,7 @@ class Completion:
     prompt_ids_T: np.ndarray  # int32
     output_ids_T: np.ndarray  # int32
     logprobs_T: np.ndarray  # float32
-    finish_reason: str  # of the last turn, or "turns" (no turn left), "length" (no token left), "environment" (it failed)
+    finish_reason: str  # of the last turn, or "turns" (none left), "length" (no token left), "environment" or "agent" (it failed)
     policy_version: int
     text: str
     reward: Reward = field(default_factory=lambda: Reward(0.0, False))
@@ -82,10 +82,23 @@ class Completion:
     routed_experts_T: np.ndarray | None = None  # experts of prompt and output tokens (`hf.routing_record`), if recorded
     kept_tokens: KeptTokens | None = None  # that each sampled token was drawn from, if recorded
     tool_errors: int = 0  # error messages of the environment to the policy
-    environment_error: str = ""  # why the environment failed; the sample then scores 0
+    environment_error: str = ""  # why the environment, or the agent, failed; the sample then scores 0
     prompt_tokens: int = 0  # of all turns, what came before a turn counted again
     cached_tokens: int = 0  # of those, taken from the engine's prefix cache
     version_lags_T: np.ndarray | None = None  # uint8: versions from an output token's to that it was collected for; None: 0 for all
+    branches: list[Completion] = field(default_factory=list)  # an agent's other conversations, which share this one's reward
+    calls: int | None = None  # an agent's requests that were answered; None without an agent
+    own_reward: float | None = None  # what an agent gave itself
+
+    @property
+    def conversations(self) -> list[Completion]:
+        """What there is to train on: itself, and an agent's other conversations; none of an agent that asked nothing."""
+        return [] if self.calls == 0 else [self, *self.branches]
+
+    @property
+    def total_sampled(self) -> int:
+        """Number of tokens that the policy sampled in all its conversations."""
+        return self.sampled_count + sum(branch.sampled_count for branch in self.branches)
 
     @property
     def sampled_count(self) -> int:

@@ -15,9 +15,11 @@ class SGLangLauncher:
     modules are in place."""
 
     def check(self, config: Config) -> None:
-        from rollout_sglang.server_options import check
+        from rollout_sglang.server_options import check, check_tool_parser
 
         check(config.rollout.sglang)
+        if config.agent is not None and config.agent.tool_parser:
+            check_tool_parser(config.agent.tool_parser)
 
     def __call__(self, config: Config, model_path: Path, log_dir: Path, number: int = 0, *, empty: bool = False) -> Engine:
         from rollout_sglang.engine import SGLangEngine

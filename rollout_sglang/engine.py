@@ -20,7 +20,7 @@ from megatron_rl.errors import AbortedError, EngineLostError, RunError
 from megatron_rl.hf.files import read_config
 from megatron_rl.hf.routing_record import RoutingShape
 from megatron_rl.precision.graph.graph import PrecisionGraph
-from megatron_rl.rollout.engine import Abort, EngineTensorSpec, Places
+from megatron_rl.rollout.engine import Abort, EngineTensorSpec, ParsedToolCalls, Places
 from megatron_rl.types import Generation, SamplingParams
 from rollout_sglang import memory_release
 from rollout_sglang.health_watch import HealthMonitor
@@ -126,6 +126,16 @@ class SGLangEngine(RankRequests):
                 if samplings[index].record_kept_tokens:
                     read_kept_tokens(answer, generation)
         return [generations[index] for index in range(len(prompts_B))]
+
+    def parse_tool_calls(self, text: str, tools: str, parser: str) -> ParsedToolCalls | None:
+        path, body = "/parse_function_call", {"text": text, "tools": json.loads(tools), "tool_call_parser": parser}
+        response = self._request(path, body)
+        if response.status_code == httpx.codes.INTERNAL_SERVER_ERROR and not self.process.has_ended():
+            return None  # some parsers raise on what is no call
+        if response.status_code != httpx.codes.OK:
+            raise self._make_refusal(path, response)
+        parsed = response.json()
+        return ParsedToolCalls(parsed["normal_text"], [(call["name"], call["parameters"]) for call in parsed["calls"]])
 
     def answer_canary(self, prompts_B: Sequence[np.ndarray], sampling: SamplingParams) -> list[list[Generation]]:
         parameters = {**_sampling_params(sampling), "ignore_eos": True}

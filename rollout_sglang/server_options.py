@@ -128,6 +128,21 @@ def check(options: Mapping[str, Any]) -> None:
             raise UserError(field, value, f"must be of type {' or '.join(wanted)}", "see SGLang's documentation of server arguments")
 
 
+def check_tool_parser(name: str) -> None:
+    """Raise UserError where SGLang has no parser of that name; its source is read, not run."""
+    found = find_spec("sglang")
+    if found is None or not found.submodule_search_locations:
+        return  # the machine that has engines will say
+    source = Path(found.submodule_search_locations[0]) / "srt" / "function_call" / "function_call_parser.py"
+    tables = [
+        node for node in ast.walk(ast.parse(source.read_text())) if isinstance(node, ast.AnnAssign) and isinstance(node.value, ast.Dict)
+    ]
+    table = next(node.value for node in tables if isinstance(node.target, ast.Name) and node.target.id == "ToolCallParserEnum")
+    known = [key.value for key in table.keys if isinstance(key, ast.Constant)]  # type: ignore[union-attr]
+    if name not in known:
+        raise UserError("agent.tool_parser", name, "is no tool parser of SGLang", f"use one of {', '.join(sorted(map(str, known)))}")
+
+
 def make_arguments(options: Mapping[str, Any]) -> list[str]:
     """Return the options as SGLang's command line has them. A flag that is false is left out."""
     words = []

@@ -36,8 +36,7 @@ from megatron_rl.reporting.eval_tables import print_results
 from megatron_rl.reporting.eval_text import SCHEMA
 from megatron_rl.rewards.scorer import Scorer
 from megatron_rl.rollout.engine_pool import start_engines
-from megatron_rl.rollout.environment_pool import EnvironmentPool
-from megatron_rl.rollout.generation import MultiTurnSampler
+from megatron_rl.rollout.sampler import make_sampler, start_environments
 from megatron_rl.sync.engine_check import check_live_engine
 from megatron_rl.types import Problem, SamplingParams
 from megatron_rl.versions import collect_versions
@@ -141,7 +140,7 @@ def _sample(
         converted = Path(resources.enter_context(temporary))
         models = {name: checkpoint.prepare(config, converted / name) for name, checkpoint in checkpoints.items()}
         scorer = resources.enter_context(Scorer(config.reward, display.print_line))
-        environments = None if config.environment is None else resources.enter_context(EnvironmentPool(config.environment))
+        environments = start_environments(config, resources)
         file = resources.enter_context((folder / "completions.jsonl").open("a", encoding="utf-8"))
         chunk = config.rollout.max_running_requests * config.rollout.engines
         tallies: dict[str, list[Tally]] = {}
@@ -163,8 +162,10 @@ def _sample(
             try:
                 check_live_engine(checkpoint.plan, engine)
                 display.set_phase(name)
-                start, sampler = time.perf_counter(), MultiTurnSampler(engine, load_tokenizer(checkpoint.tokenizer), environments)
-                tallies[name] = sample(sampler, scorer, problems, samples, sampling, config.train.seed, chunk, partial(record, name))
+                start, tokenizer = time.perf_counter(), load_tokenizer(checkpoint.tokenizer)
+                with ExitStack() as own:
+                    sampler = make_sampler(config, engine, tokenizer, environments, own)
+                    tallies[name] = sample(sampler, scorer, problems, samples, sampling, config.train.seed, chunk, partial(record, name))
                 seconds[name] = time.perf_counter() - start
                 display.print_line(f"{name}: {total} completions in {seconds[name]:.1f} s")
             finally:

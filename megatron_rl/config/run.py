@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from megatron_rl.config.agent import AgentConfig
 from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.config.base import ConfigSection
 from megatron_rl.config.checkpoint import CheckpointConfig
@@ -39,6 +40,7 @@ class Config(ConfigSection):
     eval: EvalConfig = EvalConfig()
     reward: RewardConfig = RewardConfig()
     environment: EnvironmentConfig | None = None
+    agent: AgentConfig | None = None
     placement: PlacementConfig = PlacementConfig()
     sync: SyncConfig = SyncConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -57,7 +59,9 @@ class Config(ConfigSection):
 
     @property
     def longest_sequence(self) -> int:
-        """Tokens of the longest prompt and the longest answer, an environment's messages included."""
+        """Tokens of the longest prompt and the longest answer, an environment's messages included; of an agent's longest conversation."""
+        if self.agent:
+            return self.agent.max_tokens
         messages = self.environment.max_tokens if self.environment else 0
         return self.data.max_prompt_tokens + self.rollout.max_new_tokens + messages
 

@@ -13,7 +13,7 @@ from typing import IO
 
 from megatron_rl.evaluation.tallies import Outcome, Tally
 from megatron_rl.rewards.scorer import Scorer
-from megatron_rl.rollout.generation import MultiTurnSampler
+from megatron_rl.rollout.generation import Sampler
 from megatron_rl.rollout.worker import assign_rewards, derive_seed
 from megatron_rl.types import Completion, Problem, SamplingParams
 
@@ -50,7 +50,7 @@ def append_completions(file: IO[str], side: str, scored: Sequence[tuple[Problem,
 
 
 def sample(
-    sampler: MultiTurnSampler,
+    sampler: Sampler,
     rewards: Scorer,
     problems: Sequence[Problem],
     samples: int,

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
+
+from megatron_rl.errors import UserError
 from megatron_rl.hf.files import read_config
-from megatron_rl.plugs import TRACKERS
+from megatron_rl.plugs import AGENTS, TRACKERS
 from megatron_rl.preflight.rule import Facts, Needs, rule
 from parallel.model_geometry import ModelGeometry, as_critic
 
@@ -14,6 +17,26 @@ def environment_can_be_loaded(facts: Facts) -> None:
 
     if facts.config.environment is not None:
         load_environment(facts.config.environment.name)
+
+
+@rule(Needs.PLUGS)
+def agent_can_be_loaded(facts: Facts) -> None:
+    agent = facts.config.agent
+    if agent is None:
+        return
+    if agent.name is not None:
+        AGENTS.load(agent.name)
+    elif agent.command is not None and shutil.which(agent.command[0]) is None:
+        raise UserError("agent.command", agent.command[0], "is no program that can be run here", "give its path, or add it to PATH")
+
+
+@rule(Needs.TASK | Needs.TRAINER)
+def agents_can_chat(facts: Facts) -> None:
+    if facts.config.agent is not None:
+        from megatron_rl.hf.tokenizer import load_tokenizer
+        from megatron_rl.rollout.agents.chat_format import ChatFormat
+
+        ChatFormat(load_tokenizer(facts.config.model.folder)).check()
 
 
 @rule(Needs.TRAINER | Needs.PLUGS)

@@ -58,6 +58,8 @@ def model_is_of_a_known_family(facts: Facts) -> None:
 def longest_sequence_fits(facts: Facts) -> None:
     config, longest = facts.config, facts.config.longest_sequence
     limit = facts.hf_config.get("max_position_embeddings", longest)
+    if longest > limit and config.agent:
+        raise UserError("agent.max_tokens", config.agent.max_tokens, f"exceeds the model's {limit} positions", "lower it")
     if longest > limit:
         environment = f" and environment.max_tokens ({config.environment.max_tokens})" if config.environment else ""
         rule = f"with data.max_prompt_tokens ({config.data.max_prompt_tokens}){environment} exceeds the model's {limit} positions"

@@ -193,10 +193,36 @@ def attributed_tokens_are_of_one_version(facts: Facts) -> None:
         raise UserError("log.attribute_every", config.log.attribute_every, rule, "set it to 0, or placement.max_staleness to 0")
 
 
+@rule(Needs(0))
+def agents_have_the_conversation_to_themselves(facts: Facts) -> None:
+    config = facts.config
+    if config.agent is None:
+        return
+    if config.environment is not None:
+        raise UserError("agent", None, "and [environment] both answer the policy", "leave one of them out")
+    if config.data.chat:
+        rule = "puts a chat template around the question, which the endpoint does with an agent's messages"
+        raise UserError("data.chat", True, rule, "set it to false: the agent gets the bare question")
+    if config.agent.own_reward and (config.reward.function or config.reward.functions):
+        rule = "leaves reward functions nothing to judge, and [reward] names some"
+        raise UserError("agent.own_reward", True, rule, "leave out one of them")
+
+
+@rule(Needs.TRAINER)
+def episodes_have_one_advantage(facts: Facts) -> None:
+    algorithm = facts.config.algorithm
+    if facts.config.agent is not None and algorithm.has_late_advantages:
+        name, value = ("advantage", algorithm.advantage) if algorithm.has_critic else ("kl_in", algorithm.kl_in)
+        rule = "makes advantages of samples, of which an agent's episode may have several"
+        raise UserError(f"algorithm.{name}", value, rule, 'use an advantage of the group\'s rewards, and kl_in = "loss"')
+
+
 @rule(Needs.TRAINER)
 def waits_are_no_hangs(facts: Facts) -> None:
     config = facts.config
     timeouts = {"rollout.request_timeout": config.rollout.request_timeout, "sync.timeout": config.sync.timeout}
+    if config.agent is not None:
+        timeouts["agent.timeout"] = config.agent.timeout
     name = max(timeouts, key=lambda field: timeouts[field])
     if 0 < config.log.stuck_after <= timeouts[name]:
         rule = f"must be longer than {name} ({timeouts[name]:g})"

@@ -44,14 +44,31 @@ class Scorer:
         self._pool.close()
 
     def score(
-        self, texts_B: Sequence[str], problems_B: Sequence[Problem], lengths_B: Sequence[int], broken_B: Sequence[str] | None = None
+        self,
+        texts_B: Sequence[str],
+        problems_B: Sequence[Problem],
+        lengths_B: Sequence[int],
+        broken_B: Sequence[str] | None = None,
+        own_B: Sequence[float | None] | None = None,
     ) -> list[Reward]:
         """Return the rewards of the completions `texts_B` of `lengths_B` tokens, in their order; with `parts` where functions are several.
 
         A completion without a verdict has an `error` and gets what `reward.on_error` says; `broken_B` holds for each completion why there
-        can be no verdict, "" where there can. Raise RunError where `reward.on_error` is `stop`, and when workers cannot be started. May be
-        called by several threads.
+        can be no verdict, "" where there can; `own_B` what agents
+        gave themselves, in place of all functions: correct where it is above 0. Raise RunError where `reward.on_error` is `stop`, and when
+        workers cannot be started. May be called by several threads.
         """
+        if own_B is None:
+            rewards_B = self._judge(texts_B, problems_B, lengths_B)
+        else:
+            rewards_B = [Reward(value or 0.0, (value or 0.0) > 0) for value in own_B]
+        for number, error in enumerate(broken_B or ()):
+            if error:
+                rewards_B[number] = Reward(0.0, False, error=error)
+        return self._apply_on_error(rewards_B, problems_B)
+
+    def _judge(self, texts_B: Sequence[str], problems_B: Sequence[Problem], lengths_B: Sequence[int]) -> list[Reward]:
+        """Return what the functions say."""
         verdicts_B: list[dict[str, Reward]] = [{} for _ in texts_B]
         if self._local:
             for verdicts, rewards in zip(verdicts_B, self._pool.score(texts_B, problems_B), strict=True):
@@ -59,11 +76,7 @@ class Scorer:
         for label, server in self._servers.items():
             for verdicts, reward in zip(verdicts_B, server.score(texts_B, problems_B), strict=True):
                 verdicts[label] = reward
-        rewards_B = [self._sum(verdicts, length) for verdicts, length in zip(verdicts_B, lengths_B, strict=True)]
-        for number, error in enumerate(broken_B or ()):
-            if error:
-                rewards_B[number] = Reward(0.0, False, error=error)
-        return self._apply_on_error(rewards_B, problems_B)
+        return [self._sum(verdicts, length) for verdicts, length in zip(verdicts_B, lengths_B, strict=True)]
 
     def _sum(self, verdicts: Mapping[str, Reward], tokens: int) -> Reward:
         if errors := {label: verdict.error for label, verdict in verdicts.items() if verdict.error}:

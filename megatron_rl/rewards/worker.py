@@ -31,10 +31,10 @@ SampleHandler = Callable[[str, Any], object]
 def serve(load: Callable[[str], SampleHandler]) -> None:
     """Run this process as a worker until its pipe closes: answer each (text, problem) by the handler that `load` makes of ARGUMENT."""
     fd, argument, memory_mb, parent_pid = sys.argv[1:]
-    _die_with(int(parent_pid))
+    die_with(int(parent_pid))
     for name in (signal.SIGINT, signal.SIGUSR1):  # Ctrl-C and a cluster's warning are for the parent
         signal.signal(name, signal.SIG_IGN)
-    _limit_memory(int(memory_mb))
+    limit_memory(int(memory_mb))
     channel = Connection(int(fd))
     try:
         handle = load(argument)
@@ -72,7 +72,7 @@ def describe_error(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"[:500]
 
 
-def _die_with(parent_pid: int) -> None:
+def die_with(parent_pid: int) -> None:
     """Ask Linux to kill this process when its parent ends, even in the middle of a computation."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -80,7 +80,7 @@ def _die_with(parent_pid: int) -> None:
             sys.exit(1)
 
 
-def _limit_memory(memory_mb: int) -> None:
+def limit_memory(memory_mb: int) -> None:
     limit = memory_mb * 1024 * 1024
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))

@@ -75,6 +75,16 @@ class Abort:
             end()
 
 
+@dataclass(frozen=True)
+class ParsedToolCalls:
+    """What a tool parser reads in an answer."""
+
+    text: str
+    """The answer without its calls."""
+    calls: list[tuple[str, str]]
+    """Name and arguments, which are JSON, of each call."""
+
+
 Places = Mapping[int, Sequence[tuple[int, int]]]
 """Engine rank -> (offset, bytes) of what is sent of each of its chunks, as in `parallel.chunking.Chunk`."""
 
@@ -93,6 +103,10 @@ class Engine(Protocol):
 
         Raise AbortedError, soon, once `abort` is requested.
         """
+
+    def parse_tool_calls(self, text: str, tools: str, parser: str) -> ParsedToolCalls | None:
+        """Return the calls of tools in an answer, by the engine's own parser of that name; None where it fails on the text. `tools`: JSON,
+        as in chat completions."""
 
     def describe_tensors(self) -> list[dict[str, EngineTensorSpec]]:
         """Return, per engine rank, every weight it serves from, by name."""

@@ -24,7 +24,7 @@ from megatron_rl.config import Config
 from megatron_rl.config.sync import Running
 from megatron_rl.errors import EngineLostError, RunError
 from megatron_rl.precision.graph.graph import PrecisionGraph
-from megatron_rl.rollout.engine import Abort, Engine, EngineTensorSpec, Places, ServedReport, find_engine_launcher
+from megatron_rl.rollout.engine import Abort, Engine, EngineTensorSpec, ParsedToolCalls, Places, ServedReport, find_engine_launcher
 from megatron_rl.types import Generation, SamplingParams
 from parallel.chunking import Chunk
 from parallel.shards import NamedRect
@@ -107,15 +107,22 @@ class EnginePool:
             threads.shutdown(wait=False, cancel_futures=True)  # after an error, do not wait for the rest
 
     def _generate(self, prompts_B: Sequence[np.ndarray], samplings: Sequence[SamplingParams], abort: Abort | None) -> list[Generation]:
+        return self._ask(len(prompts_B), lambda engine: engine.generate(prompts_B, samplings, abort))
+
+    def parse_tool_calls(self, text: str, tools: str, parser: str) -> ParsedToolCalls | None:
+        return self._ask(0, lambda engine: engine.parse_tool_calls(text, tools, parser))
+
+    def _ask(self, count: int, call: Callable[[Engine], T]) -> T:
+        """Return what one of the engines answers to a request of `count` completions; if it is lost, another one is asked."""
         while True:
-            replica, engine = self._acquire_engine(len(prompts_B))
+            replica, engine = self._acquire_engine(count)
             try:
-                return engine.generate(prompts_B, samplings, abort)
+                return call(engine)
             except EngineLostError as error:
                 self._mark_lost(replica, engine, error)
             finally:
                 with self._changed:
-                    replica.outstanding -= len(prompts_B)
+                    replica.outstanding -= count
                     self._changed.notify_all()
 
     def _acquire_engine(self, count: int) -> tuple[Replica, Engine]:

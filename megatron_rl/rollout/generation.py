@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -39,6 +39,27 @@ class _Dialogue:
     abort: Abort | None
 
 
+class Sampler(Protocol):
+    """What makes completions of problems."""
+
+    def sample(
+        self,
+        problems_B: Sequence[Problem],
+        samplings_B: Sequence[SamplingParams],
+        version: int,
+        staleness: int = 0,
+        abort: Abort | None = None,
+    ) -> list[Completion]:
+        """Return one completion per problem, in order, not yet scored. Several threads may call.
+
+        Raise RunError if a token was sampled by another policy version than `version` or the `staleness` versions before it,
+        AbortedError once `abort` is requested.
+        """
+
+    def close(self) -> None:
+        """Begin nothing more, and end what would not end with the engines."""
+
+
 class MultiTurnSampler:
     """Samples completions. `environments` is None if every completion is one turn."""
 
@@ -53,11 +74,7 @@ class MultiTurnSampler:
         staleness: int = 0,
         abort: Abort | None = None,
     ) -> list[Completion]:
-        """Return one completion per problem, in order, not yet scored. `max_new_tokens` bounds all turns of a completion together.
-
-        Raise RunError if a token was sampled by another policy version than `version` or the `staleness` versions before it,
-        AbortedError once `abort` is requested.
-        """
+        """See `Sampler.sample`. `max_new_tokens` bounds all turns of a completion together."""
         if self._environments is not None:
             samplings_B = [replace(params, stop=params.stop + self._environments.stop) for params in samplings_B]
         pairs = zip(problems_B, samplings_B, strict=True)
@@ -73,6 +90,9 @@ class MultiTurnSampler:
         for dialogue in dialogues:
             dialogue.completion.text = self._decode(dialogue.completion.output_ids_T)
         return [dialogue.completion for dialogue in dialogues]
+
+    def close(self) -> None:
+        """Do nothing: what runs, ends with the engines."""
 
     def _start(self, problem: Problem, version: int) -> Completion:
         return Completion(problem, self._encode(problem.prompt), np.empty(0, np.int32), np.empty(0, np.float32), "", version, "")
@@ -93,7 +113,7 @@ class MultiTurnSampler:
         ]
         generations = self._engine.generate(prompts, samplings, running[0].abort)
         for dialogue, prompt, generation in zip(running, prompts, generations, strict=True):
-            _check_versions(generation, dialogue.version, dialogue.staleness)
+            check_versions(generation, dialogue.version, dialogue.staleness)
             completion = dialogue.completion
             completion.finish_reason, completion.policy_version = generation.finish_reason, generation.policy_version
             self._append_tokens(dialogue, generation.output_ids_T, generation.logprobs_T, generation.versions_T)
@@ -154,7 +174,7 @@ def _extend(known: np.ndarray | None, more: np.ndarray) -> np.ndarray:
     return more if known is None else np.concatenate([known, more])
 
 
-def _check_versions(generation: Generation, version: int, staleness: int) -> None:
+def check_versions(generation: Generation, version: int, staleness: int) -> None:
     """Raise RunError if another version than these sampled a token."""
     sampled_by = {generation.policy_version, *([] if generation.versions_T is None else np.unique(generation.versions_T).tolist())}
     if unexpected := sampled_by - set(range(version - staleness, version + 1)):

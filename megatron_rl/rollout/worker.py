@@ -23,9 +23,8 @@ from megatron_rl.errors import EngineLostError
 from megatron_rl.metrics import STEP_SECONDS, declare
 from megatron_rl.observability import hang_watchdog
 from megatron_rl.rewards.scorer import Scorer
-from megatron_rl.rollout.engine import Abort, Engine
-from megatron_rl.rollout.environment_pool import EnvironmentPool
-from megatron_rl.rollout.generation import MultiTurnSampler
+from megatron_rl.rollout.engine import Abort
+from megatron_rl.rollout.generation import Sampler
 from megatron_rl.types import Completion, Problem, SamplingParams
 
 T = TypeVar("T")
@@ -50,6 +49,14 @@ _ENVIRONMENT = (
     declare("environment/token_share", "share of the completions' tokens that the environment wrote", "share"),
     declare("environment/tool_errors", "messages by which the environment refused what the policy asked for", "count"),
     declare("environment/errors", "completions whose environment failed", "count"),
+)
+_AGENT = (
+    declare("agent/calls", "mean number of the policy's answers in an episode"),
+    declare("agent/conversations", "mean number of an episode's conversations, each a training sample"),
+    declare("agent/read_share", "share of the conversations' tokens that are read and not trained on", "share"),
+    declare("agent/tool_errors", "answers that called a tool in a way that cannot be read", "count"),
+    declare("agent/errors", "episodes whose agent failed", "count"),
+    declare("agent/stopped", "episodes cut at agent.max_calls", "count"),
 )
 _SAMPLING = (
     declare("sampling/rounds", "rounds of sampling to fill the batch", "count"),
@@ -112,20 +119,17 @@ class _GroupJob:
 
 
 class RolloutWorker:
-    """Samples and scores completions. Owns what only rank 0 has: engine, problems, tokenizer, reward workers and environments, if any."""
+    """Samples and scores completions, on rank 0. `sampler` makes the completions of a group, with environments or agents, if any."""
 
     def __init__(
         self,
         config: Config,
-        engine: Engine,
+        sampler: Sampler,
         stream: ProblemStream,
         held_out: list[Problem],
-        tokenizer: Any,
         rewards: Scorer,
-        environments: EnvironmentPool | None = None,
     ) -> None:
-        self._config, self._stream, self._rewards = config, stream, rewards
-        self._sampler = MultiTurnSampler(engine, tokenizer, environments)
+        self._config, self._sampler, self._stream, self._rewards = config, sampler, stream, rewards
         self._held_out = held_out
         self._drawing = threading.Lock()
         self._threads = self._make_threads(config.rollout.group_size)
@@ -194,7 +198,7 @@ class RolloutWorker:
         for completion in rollout.completions_B:
             completion.masked = algorithm.mask_truncated_completions and completion.finish_reason == "length"
             completion.length_penalty = compute_overlong_penalty(
-                completion.sampled_count, max_tokens, algorithm.overlong_share, algorithm.overlong_penalty
+                completion.total_sampled, max_tokens, algorithm.overlong_share, algorithm.overlong_penalty
             )
         return rollout
 
@@ -216,6 +220,7 @@ class RolloutWorker:
 
     def close(self) -> None:
         """Begin no further group."""
+        self._sampler.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _make_threads(self, group_size: int) -> ThreadPoolExecutor:
@@ -272,12 +277,14 @@ def derive_seed(run: int, version: int, purpose: str, index: int) -> int:
 
 
 def assign_rewards(completions_B: Sequence[Completion], rewards: Scorer) -> None:
-    """Set each completion's reward; one whose environment failed has no verdict."""
+    """Set each completion's reward; one whose environment or agent failed has no verdict."""
+    own_B = [completion.own_reward for completion in completions_B]
     rewards_B = rewards.score(
         [completion.text for completion in completions_B],
         [completion.problem for completion in completions_B],
-        [completion.sampled_count for completion in completions_B],
-        [completion.environment_error and f"environment: {completion.environment_error}" for completion in completions_B],
+        [completion.total_sampled for completion in completions_B],
+        [completion.environment_error and f"{completion.finish_reason}: {completion.environment_error}" for completion in completions_B],
+        *([own_B] if any(own is not None for own in own_B) else []),
     )
     for completion, reward in zip(completions_B, rewards_B, strict=True):
         completion.reward = reward
@@ -313,7 +320,7 @@ def compute_rollout_metrics(rollout: RolloutBatch) -> dict[str, float]:
     completions = [*rollout.completions_B, *rollout.discarded_B]
     count = len(completions)
     rewards = [completion.reward.value for completion in completions if not completion.reward.excluded] or [0.0]
-    lengths = [completion.sampled_count for completion in completions]
+    lengths = [completion.total_sampled for completion in completions]
     mean = sum(rewards) / len(rewards)
     return {
         _REWARD_MEAN: mean,
@@ -328,7 +335,7 @@ def compute_rollout_metrics(rollout: RolloutBatch) -> dict[str, float]:
         _TOKENS: float(sum(lengths)),
         _SPEED: sum(lengths) / rollout.seconds[_GENERATE],
         _CACHED: sum(completion.cached_tokens for completion in completions) / (sum(item.prompt_tokens for item in completions) or 1),
-        **_environment_metrics(completions),
+        **(_environment_metrics(completions) if completions[0].calls is None else _agent_metrics(completions)),
         **rollout.seconds,
         **rollout.sampling,
     }
@@ -351,6 +358,21 @@ def _environment_metrics(completions: Sequence[Completion]) -> dict[str, float]:
     tool_errors = float(sum(completion.tool_errors for completion in multi_turn))
     errors = float(sum(bool(completion.environment_error) for completion in multi_turn))
     return dict(zip(_ENVIRONMENT, (turns, environment_tokens / max(tokens, 1), tool_errors, errors), strict=True))
+
+
+def _agent_metrics(completions: Sequence[Completion]) -> dict[str, float]:
+    """Return the metrics of agents' requests, conversations and errors."""
+    count, conversations = len(completions), [each for completion in completions for each in completion.conversations]
+    tokens = sum(len(each.output_ids_T) for each in conversations)
+    values = (
+        sum(completion.calls or 0 for completion in completions) / count,
+        len(conversations) / count,
+        1 - sum(each.sampled_count for each in conversations) / max(tokens, 1),
+        float(sum(completion.tool_errors for completion in completions)),
+        float(sum(bool(completion.environment_error) for completion in completions)),
+        float(sum(completion.finish_reason == "turns" for completion in completions)),
+    )
+    return dict(zip(_AGENT, values, strict=True))
 
 
 def build_sample_rows(step: int, completions: Sequence[Completion], count: int) -> list[dict[str, Any]]:

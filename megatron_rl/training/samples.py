@@ -6,6 +6,7 @@ Old and reference log-probs and the update of a sample are computed on one repli
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from megatron_rl.batch.packing import compute_costs, deal
 from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.config import Config
 from megatron_rl.distributed import errors_on_all_ranks, run_on_rank0
+from megatron_rl.errors import RunError
 from megatron_rl.hf.routing_record import RoutingShape
 from megatron_rl.mcore.replicas import count_replicas, scatter_samples
 from megatron_rl.rollout.worker import RolloutBatch, build_sample_rows, compute_rollout_metrics, select_evenly
@@ -63,30 +65,37 @@ def share_samples(
     """
     everything, known, algorithm = list[TrainingSample](), list[StepSamples](), config.algorithm
 
-    def prepare() -> tuple[int, int, int, list[int], dict[str, float]]:
+    def prepare() -> tuple[list[int], tuple[int, int, int, list[int], dict[str, float]]]:
         rollout = rollouts.pop()
+        completions, owners = rollout.completions_B, list_owners(rollout)
         everything.extend(to_training_samples(rollout, routing))
-        rewards, excluded = [sample.reward for sample in everything], [sample.excluded for sample in everything]
-        lengths = [sample.sampled_count for sample in everything]
+        rewards, excluded = [each.score for each in completions], [each.reward.excluded for each in completions]
+        lengths = [each.total_sampled for each in completions]
         if not algorithm.has_late_advantages:
             if algorithm.multi_objective_aggregation == "normalize_then_sum":
                 advantages = normalize_then_sum(*_split_rewards(rollout, config), excluded, algorithm, config.rollout.group_size, lengths)
             else:
                 advantages = compute_advantages(rewards, excluded, algorithm, config.rollout.group_size, lengths)
-            for sample, advantage in zip(everything, advantages, strict=True):
-                sample.advantage = advantage
-        for mini_batch in _split(everything, algorithm.updates_per_step):
+            for sample, owner in zip(everything, owners, strict=True):
+                sample.advantage = advantages[owner]
+        updates = [owner * algorithm.updates_per_step // len(completions) for owner in owners]
+        counts = [updates.count(number) for number in range(algorithm.updates_per_step)]
+        if not all(counts):
+            first = next(each.environment_error for each in completions if not each.conversations)
+            raise RunError(f"no agent of a mini-batch has asked the policy anything, so there is nothing to train on (the first: {first})")
+        for mini_batch in _split(everything, counts):
             assign_loss_weights(mini_batch, algorithm.aggregate, config.rollout.max_new_tokens)
-        tokens, sampled = (sum(counts) for counts in zip(*((s.length, s.sampled_count) for s in everything), strict=True))
-        shown = select_evenly(range(len(everything)), config.log.samples)
-        rows = build_sample_rows(step, rollout.completions_B, config.log.samples)
-        facts = len(everything), tokens, sampled, shown, compute_rollout_metrics(rollout)
+        tokens, sampled = (sum(each) for each in zip(*((s.length, s.sampled_count) for s in everything), strict=True))
+        places = dict(zip(reversed(owners), reversed(range(len(owners))), strict=True))  # of each one's first sample
+        chosen = select_evenly(sorted(places), config.log.samples)
+        rows = build_sample_rows(step, [completions[owner] for owner in chosen], len(chosen))
+        facts = len(everything), tokens, sampled, [places[owner] for owner in chosen], compute_rollout_metrics(rollout)
         known.append(StepSamples([], *facts, rewards, excluded, lengths, rows))
-        return facts
+        return counts, facts
 
-    facts = run_on_rank0(prepare)
+    counts, facts = run_on_rank0(prepare)
     samples = known[0] if known else StepSamples([], *facts)
-    for mini_batch in _split(everything, algorithm.updates_per_step) if everything else [[]] * algorithm.updates_per_step:
+    for mini_batch in _split(everything, counts) if everything else [[]] * algorithm.updates_per_step:
         shares = deal(compute_costs([sample.length for sample in mini_batch], attention_length), count_replicas())
         samples.mini_batches.append(scatter_samples([[mini_batch[index] for index in share] for share in shares]))
     if routing is not None:
@@ -106,36 +115,41 @@ def _split_rewards(rollout: RolloutBatch, config: Config) -> tuple[dict[str, lis
     return rewards, weights
 
 
-def _split(samples: list[TrainingSample], parts: int) -> list[list[TrainingSample]]:
-    size = len(samples) // parts
-    return [samples[start : start + size] for start in range(0, len(samples), size)]
+def _split(samples: list[TrainingSample], counts: list[int]) -> list[list[TrainingSample]]:
+    return [samples[end - count : end] for count, end in zip(counts, accumulate(counts), strict=True)]
+
+
+def list_owners(rollout: RolloutBatch) -> list[int]:
+    """Return, for each training sample, the number of its completion: an agent's episode has one of each conversation."""
+    return [number for number, completion in enumerate(rollout.completions_B) for _ in completion.conversations]
 
 
 def to_training_samples(rollout: RolloutBatch, routing: RoutingShape | None = None) -> list[TrainingSample]:
     """Convert completions, with their rewards, the engine's log-probs and, if `routing` is given, its routing. No column is copied, but of
-    answers of several turns.
+    answers of several turns. The conversations of an agent's episode lie side by side, and have its reward.
 
     Raises RunError if that routing does not have the model's shape.
     """
+    pairs = [(completion, each) for completion in rollout.completions_B for each in completion.conversations]
     if routing is not None:
-        for number, completion in enumerate(rollout.completions_B, 1):
-            tokens = len(completion.prompt_ids_T) + len(completion.output_ids_T)
-            routing.check_shape(completion.routed_experts_T, tokens, f"completion {number} of {len(rollout.completions_B)}")
+        for number, (_, each) in enumerate(pairs, 1):
+            tokens = len(each.prompt_ids_T) + len(each.output_ids_T)
+            routing.check_shape(each.routed_experts_T, tokens, f"completion {number} of {len(pairs)}")
     return [
         TrainingSample(
-            torch.from_numpy(completion.prompt_ids_T),
-            torch.from_numpy(completion.output_ids_T),
+            torch.from_numpy(each.prompt_ids_T),
+            torch.from_numpy(each.output_ids_T),
             number=number,
             reward=completion.score,
             excluded=completion.reward.excluded,
             masked=completion.masked,
-            rollout_logprobs=_sampled(completion.logprobs_T, completion.response_mask_T),
-            response_mask=_to_tensor(completion.response_mask_T),
-            routed_experts=_to_tensor(None if routing is None else completion.routed_experts_T),
-            kept_tokens=completion.kept_tokens,
-            version_lags=_sampled(completion.version_lags_T, completion.response_mask_T),
+            rollout_logprobs=_sampled(each.logprobs_T, each.response_mask_T),
+            response_mask=_to_tensor(each.response_mask_T),
+            routed_experts=_to_tensor(None if routing is None else each.routed_experts_T),
+            kept_tokens=each.kept_tokens,
+            version_lags=_sampled(each.version_lags_T, each.response_mask_T),
         )
-        for number, completion in enumerate(rollout.completions_B)
+        for number, (completion, each) in enumerate(pairs)
     ]
 
 

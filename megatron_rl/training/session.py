@@ -40,7 +40,7 @@ from megatron_rl.reporting.report import headline, write_report
 from megatron_rl.rewards.scorer import Scorer
 from megatron_rl.rollout.async_worker import AsyncRolloutWorker
 from megatron_rl.rollout.engine_pool import EnginePool, start_engines
-from megatron_rl.rollout.environment_pool import EnvironmentPool
+from megatron_rl.rollout.sampler import make_sampler, start_environments
 from megatron_rl.rollout.worker import RolloutWorker
 from megatron_rl.sync.engine_check import check_live_engine
 from megatron_rl.sync.plan import SyncPlan
@@ -179,14 +179,15 @@ class Session:
         if state is not None:
             stream.load_state_dict(state.data)
         scorer = self._resources.enter_context(Scorer(config.reward, self.notify))
-        environments = None if config.environment is None else self._resources.enter_context(EnvironmentPool(config.environment))
+        environments = start_environments(config, self._resources)
         self.notify(f"starting the engines: {config.rollout.engines}")
         hang_watchdog.enter_phase("starting the engines", limit=config.rollout.start_timeout)
         (model := self.folder / "engine_model").mkdir()
         write_all_but_weights(model, describe_weights(hf_config, self.contract), config.model.folder)
         engines = start_engines(config, model, self.folder, self.notify, empty=True)
         self._resources.callback(engines.stop)
-        worker = RolloutWorker(config, engines, stream, held_out, tokenizer, scorer, environments)
+        sampler = make_sampler(config, engines, tokenizer, environments, self._resources)
+        worker = RolloutWorker(config, sampler, stream, held_out, scorer)
         ahead = AsyncRolloutWorker(worker, config.placement.max_staleness, config.train.steps, engines.stop)
         self._resources.callback(ahead.close)
         return engines, ahead

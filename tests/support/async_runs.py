@@ -17,6 +17,7 @@ from megatron_rl.hf.tokenizer import load_tokenizer
 from megatron_rl.mcore.layers.quantized_linear import find_quantized_layers
 from megatron_rl.rewards.scorer import Scorer
 from megatron_rl.rollout.async_worker import AsyncRolloutWorker
+from megatron_rl.rollout.generation import MultiTurnSampler
 from megatron_rl.rollout.worker import RolloutBatch, RolloutWorker, StepDraw
 from megatron_rl.types import Generation, Reward, SamplingParams
 from parallel.transport.pack import ChunkPacker
@@ -63,7 +64,7 @@ def run_ahead(running: str, max_staleness: int, steps: int) -> dict[str, Any]:
     log = RecordingLog()
     settings = config.sync.model_dump()
     with Scorer(config.reward, print) as scorer, served.recovering_sync(config.sync.chunk_bytes, settings) as sync:
-        worker = RecordingWorker(config, served.engines, stream, held_out, tokenizer, scorer)
+        worker = RecordingWorker(config, MultiTurnSampler(served.engines, tokenizer), stream, held_out, scorer)
         ahead = AsyncRolloutWorker(worker, max_staleness, steps, lambda: None)
         try:
             loop_of(config, served.trainer, None, sync, ahead, log, NullCheckpointManager(), engines=served.engines).run()

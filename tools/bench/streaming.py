@@ -34,6 +34,7 @@ from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.preflight import pin_model
 from megatron_rl.rollout.async_worker import AsyncRolloutWorker
 from megatron_rl.rollout.engine import Abort
+from megatron_rl.rollout.generation import MultiTurnSampler
 from megatron_rl.rollout.worker import RolloutWorker
 from megatron_rl.types import Generation, Problem, Reward, SamplingParams
 from rollout_sglang.engine import SGLangEngine
@@ -73,7 +74,7 @@ def measure(config: Config, engine: DrawnLengths, tokenizer: Any, steps: int, pa
     """Return the seconds of a step and the tokens trained per second, of the whole run, the first step included."""
     staleness = config.placement.max_staleness
     stream = ProblemStream(ProblemOrder(lambda position: Problem(str(position), f"{position} + {position} =", ""), "numbers"))
-    worker = RolloutWorker(config, engine, stream, [], tokenizer, NoRewards())  # type: ignore[arg-type]
+    worker = RolloutWorker(config, MultiTurnSampler(engine, tokenizer), stream, [], NoRewards())  # type: ignore[arg-type]
     ahead = AsyncRolloutWorker(worker, staleness, steps, lambda: None)
     if barrier:
         ahead._threads = ThreadPoolExecutor(1)  # one step after the other

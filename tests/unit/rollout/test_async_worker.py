@@ -78,7 +78,7 @@ class Run:
         self.engine = Lengths()
         tokenizer = SimpleNamespace(encode=lambda text, add_special_tokens: [int(text)], decode=lambda ids, skip_special_tokens: "")
         self.scored: list[str] = []
-        worker = RolloutWorker(changed, self.engine, stream, [], tokenizer, self)  # type: ignore[arg-type]
+        worker = RolloutWorker(changed, MultiTurnSampler(self.engine, tokenizer), stream, [], self)  # type: ignore[arg-type]
         self.ahead = AsyncRolloutWorker(worker, max_staleness, steps, self.engine.slow.set)
         self.trained: list[list[str]] = []
         self.sampling: list[dict[str, float]] = []

@@ -10,6 +10,7 @@ import pytest
 from megatron_rl.config import Config
 from megatron_rl.data import ProblemOrder, ProblemStream
 from megatron_rl.errors import RunError
+from megatron_rl.rollout.generation import MultiTurnSampler
 from megatron_rl.rollout.worker import RolloutBatch, RolloutWorker, build_sample_rows, compute_accuracies, compute_rollout_metrics
 from megatron_rl.types import Completion, Generation, Problem, Reward, SamplingParams
 
@@ -123,7 +124,7 @@ def make_worker(engine: FakeEngine, rewards: object, **sections: dict[str, objec
     config = Config.model_validate({"model": {"path": "m"}, "rollout": rollout, **sections}, strict=False)
     stream = ProblemStream(ProblemOrder(lambda position: Problem(str(position), f"q{position}", "x"), "fingerprint"))
     held_out = [Problem("held", "h", "x", level=level) for level in (1, 2)]
-    return RolloutWorker(config, engine, stream, held_out, FakeTokenizer(), rewards)
+    return RolloutWorker(config, MultiTurnSampler(engine, FakeTokenizer()), stream, held_out, rewards)
 
 
 @pytest.fixture

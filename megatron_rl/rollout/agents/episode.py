@@ -1,0 +1,235 @@
+"""An episode: what one agent asked the policy about one problem, as a tree of turns.
+
+    system, user, [a], tool, [b]              a request that extends what was answered goes on behind those very tokens
+                  [a], tool, [b], user, [c]
+             user', [d]                       one whose history differs begins another branch, where they part
+
+A path from the root to a leaf is a conversation, and becomes a training sample. Conversations may share their first turns; each sampled
+token is trained on once, in the first of the samples that hold it, and read in the others.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from megatron_rl.batch.kept_tokens import extend_kept_tokens
+from megatron_rl.config.agent import AgentConfig
+from megatron_rl.hf.routing_record import extend_routing_record
+from megatron_rl.rollout.agents.chat_format import ChatFormat
+from megatron_rl.rollout.agents.messages import ChatMessage, PolicyRequest, RefusedError, ToolCall
+from megatron_rl.rollout.engine import Abort
+from megatron_rl.types import Completion, Generation, KeptTokens, Problem, SamplingParams
+
+_MOST_REFUSALS = 8
+"""Requests beyond its limits after which an agent is ended: it would go on for ever."""
+
+
+@dataclass(eq=False)
+class Turn:
+    """One answer of the policy, at its place in the tree."""
+
+    parent: Turn | None
+    messages: tuple[ChatMessage, ...]
+    """The conversation, the answer included."""
+    tools: str
+    given_ids_T: np.ndarray
+    """What stands between the parent's answer and this one: int32; of a first turn the whole prompt."""
+    generation: Generation
+    seed: int | None
+
+    @property
+    def path(self) -> list[Turn]:
+        """The turns from the root to this one."""
+        return [*(self.parent.path if self.parent else ()), self]
+
+
+@dataclass(frozen=True)
+class PlannedTurn:
+    """A turn that the policy is to sample."""
+
+    request: PolicyRequest
+    parent: Turn | None
+    given_ids_T: np.ndarray
+    prompt_ids_T: np.ndarray
+    sampling: SamplingParams
+
+
+class AgentEpisode:
+    """The turns of one agent. Requests come from several threads, and are refused once it has ended."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        sampling: SamplingParams,
+        version: int,
+        staleness: int,
+        config: AgentConfig,
+        format: ChatFormat,
+        abort: Abort | None = None,
+    ) -> None:
+        self.problem, self.sampling, self.version, self.staleness = problem, sampling, version, staleness
+        self.abort = abort or Abort()
+        self._config, self._format, self._lock = config, format, threading.Lock()
+        self._turns: list[Turn] = []
+        self._begun: set[Turn | None] = set()  # turns that another goes on from
+        self._branches = self._calls = self._refusals = self._tool_errors = 0
+        self._ended = False
+        self.limit = ""
+        """The finish reason of the first limit that refused a request."""
+        self.failure: Exception | None = None
+        """An error of the run's, which is not the agent's fault."""
+        self.kill: Callable[[], None] = lambda: None
+        """Ends the agent's processes."""
+
+    def plan(self, request: PolicyRequest) -> PlannedTurn:
+        """Return the turn that answers a request. Raise RefusedError where none may, or the template refuses its messages."""
+        with self._lock:
+            if self._ended:
+                raise RefusedError("this episode has ended", 401, "invalid_api_key")
+            parent = self._find_parent(request)
+            if parent is None:
+                prompt_ids_T = given_ids_T = self._format.encode_start(request.messages, request.tools)
+            else:
+                rest = request.messages[len(parent.messages) :]
+                given_ids_T = self._format.encode_rest(rest, request.tools, parent.generation.output_ids_T)
+                prompt_ids_T = np.concatenate([part for turn in parent.path for part in (turn.given_ids_T, turn.generation.output_ids_T)])
+                prompt_ids_T = np.concatenate([prompt_ids_T, given_ids_T])
+            sampled = sum(len(turn.generation.output_ids_T) for turn in parent.path) if parent else 0
+            room = min(self.sampling.max_new_tokens - sampled, self._config.max_tokens - len(prompt_ids_T))
+            if self._calls == self._config.max_calls:
+                self._refuse("turns", f"agent.max_calls = {self._config.max_calls} answers were given", "max_calls_reached")
+            if room < 1:
+                text = f"the conversation of {len(prompt_ids_T)} tokens, {sampled} sampled, leaves none to sample (agent.max_tokens = "
+                text += f"{self._config.max_tokens}, rollout.max_new_tokens = {self.sampling.max_new_tokens})"
+                self._refuse("length", text, "context_length_exceeded")
+            self._calls += 1
+            seed = self._choose_seed(parent)
+            stop, most = self.sampling.stop + request.stop, min(room, request.max_tokens or room)
+            sampling = replace(self.sampling, seed=seed, stop=stop, max_new_tokens=most)
+            return PlannedTurn(request, parent, given_ids_T, prompt_ids_T, sampling)
+
+    def add(self, planned: PlannedTurn, generation: Generation, content: str, calls: list[tuple[str, str]], misspelt: bool) -> Turn:
+        """Record an answer and return its turn. `calls`: names and arguments of tools; `misspelt`: it called one in a wrong way."""
+        with self._lock:
+            if self._ended:
+                raise RefusedError("this episode has ended", 401, "invalid_api_key")
+            number = sum(len(turn.messages[-1].tool_calls) for turn in self._turns)
+            named = tuple(ToolCall(f"call{number + index:05d}", *call) for index, call in enumerate(calls))
+            messages = (*planned.request.messages, ChatMessage("assistant", content, named))
+            turn = Turn(planned.parent, messages, planned.request.tools, planned.given_ids_T, generation, planned.sampling.seed)
+            self._turns.append(turn)
+            self._tool_errors += misspelt
+            return turn
+
+    def find_turn(self, number: int) -> Turn:
+        """Return an earlier answer. Raise RefusedError if there is none."""
+        with self._lock:
+            if not 0 <= number < len(self._turns):
+                raise RefusedError("previous_response_id: names no answer of this episode", 404, "previous_response_not_found")
+            return self._turns[number]
+
+    def number_of(self, turn: Turn) -> int:
+        with self._lock:
+            return self._turns.index(turn)
+
+    def fail(self, error: Exception) -> None:
+        """Record an error of the run's, and end the agent."""
+        with self._lock:
+            self.failure = self.failure or error
+        self.kill()
+
+    def finish(self, error: str, own_reward: float | None) -> Completion:
+        """End the episode and return it: the conversation of the last answer, with the others as its `branches`.
+
+        `error`: why the agent failed. An agent without an answer gives a completion without tokens.
+        """
+        with self._lock:
+            self._ended = True
+            turns = list(self._turns)
+        error = "" if self.limit else error
+        parents = {turn.parent for turn in turns}
+        leaves = [turn for turn in turns if turn not in parents]
+        trained: set[Turn] = set()
+        leaves = [*leaves[-1:], *leaves[:-1]]
+        conversations = [self._build(leaf.path, trained) for leaf in leaves] or [self._build([], trained)]
+        completion = conversations[0]
+        completion.branches = conversations[1:]
+        completion.calls, completion.tool_errors = len(turns), self._tool_errors
+        completion.prompt_tokens = sum(_count_before(turn) for turn in turns)
+        completion.cached_tokens = sum(turn.generation.cached_tokens for turn in turns)
+        completion.finish_reason = "agent" if error else self.limit or (turns[-1].generation.finish_reason if turns else "stop")
+        completion.environment_error, completion.own_reward = error, own_reward
+        return completion
+
+    def _find_parent(self, request: PolicyRequest) -> Turn | None:
+        """Return the turn whose conversation is the longest that the request begins with."""
+        shorter = (turn for turn in self._turns if turn.tools == request.tools and len(turn.messages) < len(request.messages))
+        fitting = [turn for turn in shorter if request.messages[: len(turn.messages)] == turn.messages]
+        return max(fitting, key=lambda turn: len(turn.messages), default=None)  # of equals the first
+
+    def _choose_seed(self, parent: Turn | None) -> int | None:
+        """Return the seed of a turn: its conversation's, or that of a new branch. The first conversation has the episode's."""
+        if parent is not None and parent not in self._begun:
+            self._begun.add(parent)
+            return parent.seed
+        number, self._branches = self._branches, self._branches + 1
+        if number == 0 or self.sampling.seed is None:
+            return self.sampling.seed
+        return int.from_bytes(hashlib.sha256(f"{self.sampling.seed}/{number}".encode()).digest()[:8], "big") >> 1
+
+    def _refuse(self, finish_reason: str, text: str, code: str) -> None:
+        self.limit = self.limit or finish_reason
+        self._refusals += 1
+        if self._refusals == _MOST_REFUSALS:
+            self.kill()
+        raise RefusedError(text, 400, code)
+
+    def _build(self, path: list[Turn], trained: set[Turn]) -> Completion:
+        """Return a conversation as a completion, in which turns in `trained` are only read; its turns are added to them."""
+        ids, logprobs, mask, lags = list[np.ndarray](), list[np.ndarray](), list[np.ndarray](), list[np.ndarray]()
+        dialogue = list[str]()
+        routed: np.ndarray | None = None
+        kept: KeptTokens | None = None
+
+        def append(values_T: np.ndarray, logprobs_T: np.ndarray | None, versions_T: np.ndarray | None) -> None:
+            count = len(values_T)
+            ids.append(values_T)
+            logprobs.append(np.zeros(count, np.float32) if logprobs_T is None else logprobs_T)
+            mask.append(np.full(count, logprobs_T is not None))
+            lags.append((np.zeros(count) if versions_T is None else self.version - versions_T).astype(np.uint8))
+            dialogue.append(self._format.decode(values_T))
+
+        for number, turn in enumerate(path):
+            generation, is_new = turn.generation, turn not in trained
+            if number:
+                append(turn.given_ids_T, None, None)
+            count = len(generation.output_ids_T)
+            versions_T = np.full(count, generation.policy_version) if generation.versions_T is None else generation.versions_T
+            append(generation.output_ids_T, generation.logprobs_T if is_new else None, versions_T if is_new else None)
+            routed = extend_routing_record(routed, generation.routed_experts_T)
+            kept = extend_kept_tokens(kept, generation.kept_tokens) if is_new else kept
+        trained.update(path)
+        return Completion(
+            self.problem,
+            path[0].given_ids_T if path else np.empty(0, np.int32),
+            np.concatenate(ids, dtype=np.int32) if ids else np.empty(0, np.int32),
+            np.concatenate(logprobs) if ids else np.empty(0, np.float32),
+            path[-1].generation.finish_reason if path else "",
+            path[-1].generation.policy_version if path else self.version,
+            path[-1].messages[-1].content if path else "",
+            response_mask_T=np.concatenate(mask) if ids else np.empty(0, bool),
+            dialogue=dialogue,
+            routed_experts_T=routed,
+            kept_tokens=kept,
+            version_lags_T=np.concatenate(lags) if ids and self.staleness else None,
+        )
+
+
+def _count_before(turn: Turn) -> int:
+    """Return the tokens that the engine was asked to go on from."""
+    return sum(len(each.given_ids_T) + len(each.generation.output_ids_T) for each in turn.path) - len(turn.generation.output_ids_T)

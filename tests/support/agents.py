@@ -1,0 +1,133 @@
+"""A policy of letters for tests of agents: its tokenizer with a chat template, an engine that says what it is told to, and agents."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from os import environ
+from typing import Any
+
+import numpy as np
+
+from megatron_rl.batch.kept_tokens import make_kept_tokens
+from megatron_rl.config.agent import AgentConfig
+from megatron_rl.rollout.engine import ParsedToolCalls
+from megatron_rl.types import Generation, Problem, SamplingParams
+
+PAIR = 1000
+"""Token PAIR + n is the letter n twice: whoever tokenises "aa" gets it, so tokens [97, 97] do not survive a detour over text."""
+END = "~"
+AGENTS = "support.agents"
+
+
+class ChatTokenizer:
+    """`<u>hello~<a>` is a user's message, and the beginning of the policy's, which ends with the special token `~`."""
+
+    name_or_path, chat_template, all_special_ids = "letters", "yes", [ord(END)]
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        assert not add_special_tokens
+        ids: list[int] = []
+        for letter in text:
+            if ids and ids[-1] == ord(letter) and letter != END:
+                ids[-1] += PAIR
+            else:
+                ids.append(ord(letter))
+        return ids
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
+        text = "".join(chr(token % PAIR) * (1 + token // PAIR) for token in ids)
+        return text.replace(END, "") if skip_special_tokens else text
+
+    def apply_chat_template(self, chat: list[dict[str, Any]], tools: list[Any] | None, tokenize: bool, add_generation_prompt: bool) -> str:
+        assert not tokenize and add_generation_prompt
+        names = "".join(tool["function"]["name"] for tool in tools or ())
+        parts = [f"[{names}]" if names else ""]
+        for message in chat:
+            calls = [call["function"] for call in message.get("tool_calls", ())]
+            assert all(isinstance(call["arguments"], dict) for call in calls), "templates expect objects"
+            parts.append(f"<{message['role'][0]}>{message['content']}{json.dumps(calls) if calls else ''}{END}")
+        return "".join(parts) + "<a>"
+
+
+class Policy:
+    """Says what `reply` makes of the text of a prompt, a token a letter, cut at the limit; remembers all prompts."""
+
+    version = 5
+
+    def __init__(self, reply: Callable[[str], str]) -> None:
+        self.reply, self.asked, self.lock = reply, list[tuple[list[int], SamplingParams]](), threading.Lock()
+
+    def generate(self, prompts_B: Sequence[np.ndarray], samplings: Sequence[SamplingParams]) -> list[Generation]:
+        (prompt,), (sampling,) = prompts_B, samplings
+        with self.lock:
+            self.asked.append((prompt.tolist(), sampling))
+        said = self.reply(ChatTokenizer().decode(prompt.tolist(), skip_special_tokens=False))
+        ids = np.array([ord(letter) for letter in said + END], np.int32)[: sampling.max_new_tokens]
+        finish = "stop" if len(ids) == len(said) + 1 else "length"
+        total = len(prompt) + len(ids)
+        generation = Generation(ids, -ids.astype(np.float32), finish, self.version, cached_tokens=1)
+        generation.routed_experts_T = np.full((total - 1, 1, 1), len(self.asked), np.uint8)
+        return [replace(generation, kept_tokens=make_kept_tokens([[token, 1] for token in ids.tolist()]))]
+
+    def parse_tool_calls(self, text: str, tools: str, parser: str) -> ParsedToolCalls | None:
+        """`so!python:1+1` calls python with the expression; a `!` alone is a wrong call, and `!!` breaks the parser."""
+        assert parser == "letters" and json.loads(tools)[0]["function"]["name"] == "python"
+        before, mark, call = text.partition("!")
+        name, colon, expression = call.partition(":")
+        if call.startswith("!"):
+            return None
+        return ParsedToolCalls(before, [(name, json.dumps({"code": expression}))] if mark and colon else [])
+
+
+PROBLEM = Problem("7", "q", "5")
+
+
+def config(**settings: Any) -> AgentConfig:
+    return AgentConfig.model_validate({"name": f"{AGENTS}:ask", **settings})
+
+
+def post(messages: list[dict[str, Any]], **options: Any) -> str:
+    """What the policy says, by the standard library alone: an agent that starts fast."""
+    request = urllib.request.Request(
+        environ["OPENAI_BASE_URL"] + "/chat/completions",
+        json.dumps({"messages": messages, **options}).encode(),
+        {"Authorization": f"Bearer {environ['OPENAI_API_KEY']}", "Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request) as answer:
+        return json.load(answer)["choices"][0]["message"]["content"]
+
+
+def ask(problem: Problem) -> float | None:
+    """Does what the problem's question says."""
+    said = post([{"role": "user", "content": problem.prompt}])
+    if problem.prompt == "hang":
+        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        time.sleep(600)
+    if problem.prompt == "raise":
+        raise KeyError("no such thing")
+    if problem.prompt == "reward":
+        return 0.5
+    while problem.prompt == "loop":
+        try:
+            post([{"role": "user", "content": problem.prompt}])
+        except OSError:
+            pass
+    if problem.prompt == "branch":
+        history = [{"role": "user", "content": "branch"}, {"role": "assistant", "content": said}]
+        post([*history, {"role": "user", "content": "b"}])
+        post([*history, {"role": "user", "content": "c"}])
+    return None
+
+
+def silent(problem: Problem) -> None:
+    """Asks nothing."""
+
+
+def wrong_signature() -> None: ...

@@ -1,0 +1,182 @@
+"""What an agent asked as a tree of turns: on which tokens a request goes on, where it branches, what is trained on, and where it ends."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from support.agents import END, PAIR, PROBLEM, ChatTokenizer, Policy, config
+
+from megatron_rl.errors import UserError
+from megatron_rl.rollout.agents.chat_format import ChatFormat
+from megatron_rl.rollout.agents.episode import AgentEpisode
+from megatron_rl.rollout.agents.messages import PolicyRequest, RefusedError, read_chat_request
+from megatron_rl.rollout.worker import RolloutBatch, assign_rewards, compute_rollout_metrics
+from megatron_rl.training.samples import list_owners, to_training_samples
+from megatron_rl.types import Generation, Reward, SamplingParams
+
+A = ord("a")
+
+
+class Conversation:
+    """An episode with a policy that doubles the user's last letter."""
+
+    def __init__(self, staleness: int = 0, budget: int = 99, **settings: int) -> None:
+        self.policy = Policy(lambda prompt: prompt[-5] * 2)
+        sampling = SamplingParams(1.0, budget, seed=11)
+        self.episode = AgentEpisode(PROBLEM, sampling, 5, staleness, config(**settings), ChatFormat(ChatTokenizer()))
+
+    def ask(self, *contents: str, roles: str = "", **options: object) -> str:
+        """Messages of users and policy in turn, or of roles `s`, `u`, `a` and `t`."""
+        names = {"s": "system", "u": "user", "a": "assistant", "t": "tool"}
+        letters = roles or "ua" * len(contents)
+        messages = [{"role": names[role], "content": content} for role, content in zip(letters, contents, strict=False)]
+        return self.send(read_chat_request({"messages": messages, **options}))
+
+    def send(self, request: PolicyRequest) -> str:
+        planned = self.episode.plan(request)
+        (generation,) = self.policy.generate([planned.prompt_ids_T], [planned.sampling])
+        text = ChatTokenizer().decode(generation.output_ids_T.tolist(), skip_special_tokens=True)
+        return self.episode.add(planned, generation, text, [], False).messages[-1].content
+
+
+def text(ids: np.ndarray) -> str:
+    return ChatTokenizer().decode(ids.tolist(), skip_special_tokens=False)
+
+
+def test_a_request_that_extends_an_answer_goes_on_from_the_very_tokens_that_were_sampled():
+    """ "aa" sampled as two tokens stays two, and the end token that was sampled is not written again."""
+    chat = Conversation()
+    assert chat.ask("a") == "aa" and chat.ask("a", "aa", "b") == "bb"
+    first, second = (prompt for prompt, _ in chat.policy.asked)
+    assert second[: len(first) + 3] == [*first, A, A, ord(END)] and PAIR + A not in second
+    assert text(np.array(second)) == "<u>a~<a>aa~<u>b~<a>"
+    completion = chat.episode.finish("", None)
+    assert text(completion.prompt_ids_T) == "<u>a~<a>" and text(completion.output_ids_T) == "aa~<u>b~<a>bb~"
+    assert completion.response_mask_T.tolist() == [True] * 3 + [False] * 8 + [True] * 3
+    assert completion.logprobs_T[completion.response_mask_T].tolist() == [-A, -A, -126, -98, -98, -126]
+    assert (completion.text, completion.dialogue, completion.calls) == ("bb", ["aa", "<u>b<a>", "bb"], 2)
+    assert completion.routed_experts_T.flatten().tolist() == [1] * 10 + [2] * 11, "of the turn that sampled or first read a token"
+    assert completion.kept_tokens.counts.tolist() == [2] * 6 and completion.version_lags_T is None
+    assert (completion.prompt_tokens, completion.cached_tokens, completion.finish_reason) == (8 + 19, 2, "stop")
+    assert {sampling.seed for _, sampling in chat.policy.asked} == {11}, "one conversation has one seed, the episode's"
+
+
+def test_an_answer_without_its_end_gets_the_mark_of_it():
+    chat = Conversation()
+    assert chat.ask("a", max_tokens=1) == "a"
+    chat.ask("a", "a", "b")
+    assert text(np.array(chat.policy.asked[1][0])) == "<u>a~<a>a~<u>b~<a>"
+    completion = chat.episode.finish("", None)
+    assert completion.response_mask_T.tolist() == [True] + [False] * 9 + [True] * 3, "the mark was not sampled"
+
+
+def test_whatever_differs_from_the_history_begins_another_branch():
+    chat = Conversation()
+    chat.ask("a")
+    chat.ask("a", "aa", "b")
+    chat.ask("a", "aa", "c")  # an edited message: another answer to the same history
+    chat.ask("a", "a a", "c")  # an edited answer: all anew
+    chat.ask("sub", "a", roles="su")  # a sub-agent
+    chat.ask("a", "aa", "b", "bb", "d")  # and back
+    chat.ask("a")  # again: other draws
+    completion = chat.episode.finish("", None)
+    conversations = [text(np.concatenate([each.prompt_ids_T, each.output_ids_T])) for each in completion.conversations]
+    assert conversations == [
+        "<u>a~<a>aa~",
+        "<u>a~<a>aa~<u>c~<a>cc~",
+        "<u>a~<a>a a~<u>c~<a>cc~",
+        "<s>sub~<u>a~<a>aa~",
+        "<u>a~<a>aa~<u>b~<a>bb~<u>d~<a>dd~",
+    ]
+    assert len({sampling.seed for _, sampling in chat.policy.asked}) == 5, "every conversation has a seed"
+    assert completion.calls == 7 and completion.total_sampled == 7 * 3, "no sampled token is trained twice, and none is left out"
+    shared = completion.branches[3]
+    assert shared.sampled_count == 6 and not shared.response_mask_T[:3].any(), "its first turn is trained in another sample"
+    assert len(shared.kept_tokens.counts) == 6 and len(shared.routed_experts_T) == len(shared.prompt_ids_T) + len(shared.output_ids_T) - 1
+
+
+def test_the_longest_history_that_fits_is_gone_on_from_if_the_tools_are_the_same():
+    chat, tools = Conversation(), [{"type": "function", "function": {"name": "python"}}]
+    chat.ask("a", tools=tools)
+    chat.ask("a", "aa", "b", tools=tools)
+    chat.ask("a", "aa", "b", "bb", "c", tools=tools)
+    chat.ask("a", "aa", "b")
+    prompts = [text(np.array(prompt)) for prompt, _ in chat.policy.asked]
+    assert prompts[2] == "[python]<u>a~<a>aa~<u>b~<a>bb~<u>c~<a>" and prompts[3] == "<u>a~<a>aa~<u>b~<a>"
+    assert len(chat.episode.finish("", None).conversations) == 2
+
+
+def test_every_token_has_its_version():
+    chat = Conversation(staleness=2)
+    chat.policy.version = 3
+    chat.ask("a")
+    chat.policy.version = 4
+    chat.ask("a", "aa", "b")
+    completion = chat.episode.finish("", None)
+    assert completion.version_lags_T[completion.response_mask_T].tolist() == [2, 2, 2, 1, 1, 1] and completion.policy_version == 4
+    mixed = Generation(np.array([1, 2]), np.zeros(2, np.float32), "stop", 5, np.array([4, 5]))
+    planned = chat.episode.plan.__self__  # an episode that has ended answers nothing
+    with pytest.raises(RefusedError, match="has ended"):
+        planned.plan(read_chat_request({"messages": [{"role": "user", "content": "a"}]}))
+    assert mixed.versions_T is not None
+
+
+@pytest.mark.parametrize(
+    "settings, requests, refused, finish",
+    [
+        ({"max_calls": 2}, [("a",), ("b",), ("c",)], "agent.max_calls = 2 answers were given", "turns"),
+        ({"max_tokens": 16}, [("a",), ("a", "aa", "b")], "the conversation of 19 tokens, 3 sampled, leaves none", "length"),
+        ({"budget": 3}, [("a",), ("a", "aa", "b")], "leaves none to sample (agent.max_tokens = 4096, rollout.max_new_tokens = 3)", "length"),
+        ({"budget": 5}, [("a",), ("a", "aa", "b")], "", "length"),  # cut by the engine
+        ({"max_tokens": 10}, [("a",)], "", "length"),
+    ],
+)
+def test_limits_refuse_an_agent_which_is_then_cut_and_not_broken(settings, requests, refused, finish):
+    chat = Conversation(**settings)
+    for contents in requests[:-1] if refused else requests:
+        chat.ask(*contents)
+    if refused:
+        with pytest.raises(RefusedError) as error:
+            chat.ask(*requests[-1])
+        assert refused in str(error.value)
+    completion = chat.episode.finish("exit code 1: openai.BadRequestError" if refused else "", None)
+    assert (completion.finish_reason, completion.environment_error) == (finish, "")
+    assert all(each.sampled_count <= settings.get("budget", 99) for each in completion.conversations)
+
+
+def test_conversations_of_an_episode_share_its_reward_and_an_agent_that_asked_nothing_has_no_sample():
+    chat, mute = Conversation(), Conversation()
+    chat.ask("a")
+    chat.ask("b")
+    completions = [chat.episode.finish("", None), mute.episode.finish("timeout after 3 s", None)]
+
+    class Rewards:
+        def score(self, texts, problems, lengths, broken):
+            assert (texts, lengths, broken) == (["bb", ""], [6, 0], ["", "agent: timeout after 3 s"])
+            return [Reward(0.25, False), Reward(0.0, False, error=broken[1])]
+
+    assign_rewards(completions, Rewards())
+    rollout = RolloutBatch(completions, {"ahead/generate": 2.0})
+    samples = to_training_samples(rollout)
+    assert [(sample.reward, sample.number) for sample in samples] == [(0.25, 0), (0.25, 1)] and list_owners(rollout) == [0, 0]
+    metrics = compute_rollout_metrics(rollout)
+    expected = {"agent/calls": 1, "agent/conversations": 1, "agent/errors": 1, "agent/stopped": 0, "tokens/generated": 6, "length/max": 6}
+    assert {name: metrics[name] for name in expected} == expected and "environment/turns" not in metrics
+
+
+def test_a_chat_template_that_loses_messages_is_refused():
+    class Forgetful(ChatTokenizer):
+        def apply_chat_template(self, chat, **options):
+            return super().apply_chat_template([message for message in chat if message["role"] != "tool"], **options)
+
+    class Strict(ChatTokenizer):
+        def apply_chat_template(self, chat, **options):
+            raise ValueError("only users may speak")
+
+    class Plain(ChatTokenizer):
+        chat_template = None
+
+    ChatFormat(ChatTokenizer()).check()
+    for tokenizer, rule in ((Forgetful(), "leaves out messages"), (Strict(), "only users may speak"), (Plain(), "letters has none")):
+        with pytest.raises(UserError, match=rule):
+            ChatFormat(tokenizer).check()
