@@ -9,15 +9,17 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
-from os import environ
+from os import environ, getppid, kill
+from signal import SIGKILL
 from typing import Any
 
 import numpy as np
 
 from megatron_rl.batch.kept_tokens import make_kept_tokens
 from megatron_rl.config.agent import AgentConfig
-from megatron_rl.rollout.engine import ParsedToolCalls
+from megatron_rl.rollout.engine import Abort, ParsedToolCalls
 from megatron_rl.types import Generation, Problem, SamplingParams
 
 PAIR = 1000
@@ -64,7 +66,9 @@ class Policy:
     def __init__(self, reply: Callable[[str], str]) -> None:
         self.reply, self.asked, self.lock = reply, list[tuple[list[int], SamplingParams]](), threading.Lock()
 
-    def generate(self, prompts_B: Sequence[np.ndarray], samplings: Sequence[SamplingParams]) -> list[Generation]:
+    def generate(
+        self, prompts_B: Sequence[np.ndarray], samplings: Sequence[SamplingParams], abort: Abort | None = None
+    ) -> list[Generation]:
         (prompt,), (sampling,) = prompts_B, samplings
         with self.lock:
             self.asked.append((prompt.tolist(), sampling))
@@ -107,22 +111,24 @@ def post(messages: list[dict[str, Any]], **options: Any) -> str:
 def ask(problem: Problem) -> float | None:
     """Does what the problem's question says."""
     said = post([{"role": "user", "content": problem.prompt}])
-    if problem.prompt == "hang":
-        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-        time.sleep(600)
-    if problem.prompt == "raise":
-        raise KeyError("no such thing")
-    if problem.prompt == "reward":
-        return 0.5
-    while problem.prompt == "loop":
-        try:
-            post([{"role": "user", "content": problem.prompt}])
-        except OSError:
-            pass
-    if problem.prompt == "branch":
-        history = [{"role": "user", "content": "branch"}, {"role": "assistant", "content": said}]
-        post([*history, {"role": "user", "content": "b"}])
-        post([*history, {"role": "user", "content": "c"}])
+    match problem.prompt:
+        case "hang":
+            subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+            time.sleep(600)
+        case "leave":
+            subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        case "raise":
+            raise KeyError("no such thing")
+        case "reward":
+            return 0.5
+        case "loop":
+            while True:
+                with suppress(OSError):
+                    post([{"role": "user", "content": problem.prompt}])
+        case "branch":
+            history = [{"role": "user", "content": "branch"}, {"role": "assistant", "content": said}]
+            post([*history, {"role": "user", "content": "b"}])
+            post([*history, {"role": "user", "content": "c"}])
     return None
 
 
@@ -130,4 +136,18 @@ def silent(problem: Problem) -> None:
     """Asks nothing."""
 
 
-def wrong_signature() -> None: ...
+def end_server(problem: Problem) -> None:
+    """Ends what it was forked from."""
+    kill(getppid(), SIGKILL)
+
+
+def main() -> None:
+    """As a program."""
+    problem = json.loads(sys.stdin.readline())
+    post([{"role": "user", "content": problem["prompt"]}])
+    with open(environ["MEGATRON_RL_REWARD"], "w") as file:
+        file.write(problem["answer"])
+
+
+if __name__ == "__main__":
+    main()

@@ -11,16 +11,17 @@ import os
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 from megatron_rl.config.agent import AgentConfig
-from megatron_rl.errors import AbortedError, EngineLostError
+from megatron_rl.errors import AbortedError, EngineLostError, RunError
 from megatron_rl.observability import hang_watchdog
 from megatron_rl.rollout.agents.chat_format import ChatFormat
 from megatron_rl.rollout.agents.endpoint import AgentEndpoint
 from megatron_rl.rollout.agents.episode import AgentEpisode, Turn
 from megatron_rl.rollout.agents.messages import PolicyRequest
-from megatron_rl.rollout.agents.process import AgentProcess
+from megatron_rl.rollout.agents.process import AgentProcess, AgentServer, ServerEndedError
 from megatron_rl.rollout.engine import Abort, Engine
 from megatron_rl.rollout.generation import check_versions
 from megatron_rl.types import Completion, Generation, Problem, SamplingParams
@@ -39,6 +40,7 @@ class AgentSampler:
         self._endpoint = AgentEndpoint(self._answer, config.workers)
         self._room = threading.Semaphore(config.workers)
         self._lock, self._running, self._closed = threading.Lock(), set[AgentProcess](), False
+        self._server: AgentServer | None = None
         self._told: set[str] = set()
 
     def __enter__(self) -> AgentSampler:
@@ -56,6 +58,8 @@ class AgentSampler:
             running = list(self._running)
         for process in running:
             process.kill()
+        if self._server is not None:
+            self._server.close()
 
     def sample(
         self,
@@ -83,18 +87,15 @@ class AgentSampler:
 
     def _run(self, episode: AgentEpisode) -> Completion:
         """Run one agent to its end."""
-        with self._room:
+        with self._room, episode.abort.calling(lambda: episode.kill()):
             key = self._endpoint.open(episode)
-            process = self._start(key)
-            episode.kill = process.kill
             try:
-                with episode.abort.calling(process.kill):
-                    result = process.run(episode.problem)
+                process = self._start(key, episode)
+                result = process.run()
             finally:
-                process.kill()
                 self._endpoint.close(key)
-                with self._lock:
-                    self._running.discard(process)
+            with self._lock:
+                self._running.discard(process)
         completion = episode.finish(result.error, result.reward)
         if episode.abort.requested:
             raise AbortedError
@@ -104,16 +105,28 @@ class AgentSampler:
             raise EngineLostError("the agents were ended")
         return completion
 
-    def _start(self, key: str) -> AgentProcess:
+    def _start(self, key: str, episode: AgentEpisode) -> AgentProcess:
         # a proxy of the machine's does not know the endpoint
         local = {name: ",".join(filter(None, (os.environ.get(name), _LOCAL))) for name in ("NO_PROXY", "no_proxy")}
         environment = {"OPENAI_BASE_URL": self._endpoint.url, "OPENAI_API_KEY": key, **local}
         with self._lock:
             if self._closed:
                 raise EngineLostError("the agents were ended")
-            process = AgentProcess(self._config, environment)
+            process = self._fork(environment, episode.problem)
             self._running.add(process)
-            return process
+        episode.kill = process.kill
+        if episode.abort.requested or episode.failure:  # too early to end it then
+            process.kill()
+        return process
+
+    def _fork(self, environment: dict[str, str], problem: Problem) -> AgentProcess:
+        for _ in range(2):  # what agents are forked from may have been ended, such as for want of memory
+            if self._server is None or self._server.ended:
+                self._server = AgentServer(self._config)
+            with suppress(ServerEndedError):
+                return AgentProcess(self._config, self._server, environment, problem)
+        what = self._config.name or " ".join(self._config.command or ())
+        raise RunError(f"no agent {what} can be started: the process that they are forked from ends at once; its error is above")
 
     def _answer(self, episode: AgentEpisode, request: PolicyRequest) -> Turn:
         """Sample the turn that a request asks for. Called by the endpoint's threads."""

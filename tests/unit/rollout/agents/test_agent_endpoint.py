@@ -1,0 +1,153 @@
+"""The endpoint as the `openai` package sees it: chat completions and responses, tools, streams, keys and refusals."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+
+import openai
+import pytest
+from openai import OpenAI
+from support.agents import PROBLEM, ChatTokenizer, Policy, config
+
+from megatron_rl.rollout.agents.chat_format import ChatFormat
+from megatron_rl.rollout.agents.episode import AgentEpisode
+from megatron_rl.rollout.agents.sampler import AgentSampler
+from megatron_rl.types import SamplingParams
+
+TOOL = {"type": "function", "function": {"name": "python", "parameters": {"type": "object"}}}
+USER = {"role": "user", "content": "a"}
+
+
+class Desk:
+    """A client, and the episode that it belongs to."""
+
+    def __init__(self, sampler: AgentSampler, policy: Policy) -> None:
+        self.sampler, self.policy = sampler, policy
+        settings = sampler._config
+        self.episode = AgentEpisode(PROBLEM, SamplingParams(1.0, 99, seed=3), 5, 0, settings, ChatFormat(ChatTokenizer()))
+        self.key = sampler._endpoint.open(self.episode)
+        self.client = OpenAI(base_url=sampler._endpoint.url, api_key=self.key, max_retries=0)
+
+    def say(self, *messages, **options):
+        return self.client.chat.completions.create(model="any", messages=list(messages), **options)
+
+
+@pytest.fixture(scope="module")
+def sampler() -> Iterator[tuple[AgentSampler, Policy]]:
+    policy = Policy(lambda prompt: "")
+    with AgentSampler(config(tool_parser="letters"), policy, ChatTokenizer()) as sampler:
+        yield sampler, policy
+
+
+@pytest.fixture
+def desk(sampler) -> Desk:
+    sampler[1].asked.clear()
+    sampler[1].reply = lambda prompt: prompt[-5] * 2
+    return Desk(*sampler)
+
+
+def test_chat_completions(desk):
+    answer = desk.say(USER)
+    choice = answer.choices[0]
+    assert (choice.message.content, choice.message.role, choice.finish_reason, answer.model) == ("aa", "assistant", "stop", "any")
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens, answer.usage.total_tokens) == (8, 3, 11)
+    again = desk.say(USER, choice.message, {"role": "user", "content": [{"type": "text", "text": "b"}]}, max_tokens=2)
+    assert (again.choices[0].message.content, again.choices[0].finish_reason) == ("bb", "length")
+    assert len(desk.episode.finish("", None).conversations) == 1
+    assert [model.id for model in desk.client.models.list()] == ["policy"]
+
+
+def test_streams(desk):
+    chunks = list(desk.say(USER, stream=True, stream_options={"include_usage": True}))
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "aa"
+    assert chunks[-1].choices[0].finish_reason == "stop" and chunks[-1].usage.completion_tokens == 3
+
+
+def test_tools_are_called_and_answered(desk):
+    desk.policy.reply = lambda prompt: "4" if "<t>" in prompt else "so!python:2+2"
+    called = desk.say(USER, tools=[TOOL]).choices[0]
+    (call,) = called.message.tool_calls
+    assert (called.message.content, called.finish_reason, call.function.name) == ("so", "tool_calls", "python")
+    assert json.loads(call.function.arguments) == {"code": "2+2"}
+    last = desk.say(USER, called.message, {"role": "tool", "tool_call_id": call.id, "content": "four"}, tools=[TOOL]).choices[0]
+    assert (last.message.content, last.message.tool_calls, last.finish_reason) == ("4", None, "stop")
+    completion = desk.episode.finish("", None)
+    assert len(completion.conversations) == 1 and completion.dialogue == ["so!python:2+2", "<t>four<a>", "4"]
+
+
+@pytest.mark.parametrize("said", ["so!python", "so!!"])
+def test_a_call_that_cannot_be_read_is_text_and_counted(desk, said):
+    desk.policy.reply = lambda prompt: said
+    assert desk.say(USER, tools=[TOOL]).choices[0].message.content == said
+    assert desk.episode.finish("", None).tool_errors == 1
+
+
+def test_a_stop_text_ends_what_the_agent_sees_and_not_what_is_trained_on(desk):
+    desk.policy.reply = lambda prompt: "xSTOPy"
+    assert desk.say(USER, stop="STOP").choices[0].message.content == "x"
+    assert desk.policy.asked[0][1].stop == ("STOP",) and desk.episode.finish("", None).sampled_count == 7
+
+
+def test_responses_and_their_history(desk):
+    first = desk.client.responses.create(model="any", input="a", instructions="be brief")
+    assert (first.output_text, first.status, first.usage.output_tokens) == ("aa", "completed", 3)
+    second = desk.client.responses.create(model="any", input="b", instructions="be brief", previous_response_id=first.id)
+    assert second.output_text == "bb"
+    assert len(desk.episode.finish("", None).conversations) == 1, "the same conversation goes on"
+
+
+def test_responses_call_tools(desk):
+    desk.policy.reply = lambda prompt: "4" if "<t>" in prompt else "so!python:2+2"
+    tool = {"type": "function", **TOOL["function"]}
+    first = desk.client.responses.create(model="any", input="a", tools=[tool])
+    text, call = first.output
+    assert (text.content[0].text, call.type, call.name, json.loads(call.arguments)) == ("so", "function_call", "python", {"code": "2+2"})
+    output = {"type": "function_call_output", "call_id": call.call_id, "output": "four"}
+    by_id = desk.client.responses.create(model="any", input=[output], tools=[tool], previous_response_id=first.id)
+    whole = desk.client.responses.create(model="any", input=[USER, text.model_dump(), call.model_dump(), output], tools=[tool])
+    assert by_id.output_text == whole.output_text == "4"
+    assert desk.episode.finish("", None).calls == 3
+
+
+def test_what_the_run_decides_is_overridden_and_what_would_change_answers_is_refused(desk):
+    desk.say(USER, temperature=0.1, top_p=0.5, seed=9)
+    assert desk.policy.asked[0][1].temperature == 1.0 and desk.policy.asked[0][1].seed == 3
+    for options, rule in (
+        ({"n": 2}, "n: 2 is not supported"),
+        ({"logprobs": True}, "logprobs: true is not supported"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"max_tokens": 0}, "max_tokens: must be 1 or more"),
+        ({"tools": [{"type": "web_search"}]}, "only functions"),
+        ({"extra_body": {"guided_json": {}}}, "guided_json"),
+    ):
+        with pytest.raises(openai.BadRequestError, match=rule):
+            desk.say(USER, **options)
+    for messages, rule in (
+        ([], "must end with"),
+        ([{"role": "critic", "content": ""}], "no role"),
+        ([USER, {"role": "assistant"}], "must end"),
+    ):
+        with pytest.raises(openai.BadRequestError, match=rule):
+            desk.say(*messages)
+    with pytest.raises(openai.BadRequestError, match="only text can be read"):
+        desk.say({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]})
+    with pytest.raises(openai.NotFoundError, match="names no answer"):
+        desk.client.responses.create(model="any", input="a", previous_response_id="resp_9")
+
+
+def test_keys_are_of_one_running_episode(sampler, desk):
+    other = Desk(*sampler)
+    threads = [threading.Thread(target=each.say, args=(USER,)) for each in (desk, other, other)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert desk.episode.finish("", None).calls == 1 and other.episode.finish("", None).calls == 2
+    with pytest.raises(openai.AuthenticationError, match="has ended"):
+        desk.say(USER)
+    sampler[0]._endpoint.close(desk.key)
+    with pytest.raises(openai.AuthenticationError, match="no running episode"):
+        desk.say(USER)

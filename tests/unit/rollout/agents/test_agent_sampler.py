@@ -1,0 +1,145 @@
+"""Agents in processes of their own, through the real endpoint: what they ask becomes completions, and what they break is theirs alone."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.agents import AGENTS, ChatTokenizer, Policy, config
+
+from megatron_rl.errors import AbortedError, EngineLostError, RunError
+from megatron_rl.rollout.agents.sampler import AgentSampler
+from megatron_rl.rollout.engine import Abort
+from megatron_rl.types import Completion, Problem, SamplingParams
+
+
+@contextmanager
+def sampler_of(policy: Any = None, **settings: Any) -> Iterator[AgentSampler]:
+    with AgentSampler(config(**settings), policy or Policy(lambda prompt: "xy"), ChatTokenizer()) as sampler:
+        yield sampler
+
+
+def sample(sampler: AgentSampler, *prompts: str, abort: Abort | None = None) -> list[Completion]:
+    problems = [Problem(str(number), prompt, "0.75") for number, prompt in enumerate(prompts)]
+    return sampler.sample(problems, [SamplingParams(1.0, 99, seed=number) for number in range(len(prompts))], 5, 0, abort)
+
+
+def find_processes_in(session: set[int]) -> set[int]:
+    """Processes that are alive in one of the sessions."""
+    found = set()
+    for folder in Path("/proc").iterdir():
+        try:
+            fields = (folder / "stat").read_text().rpartition(")")[2].split() if folder.name.isdigit() else []
+        except OSError:  # it has just ended
+            continue
+        if fields and fields[0] != "Z" and int(fields[3]) in session:
+            found.add(int(folder.name))
+    return found
+
+
+@pytest.fixture
+def sessions(monkeypatch) -> set[int]:
+    """Those that agents were given."""
+    seen, kill = set[int](), os.killpg
+    monkeypatch.setattr(os, "killpg", lambda pid, signal: (seen.add(pid), kill(pid, signal)))
+    return seen
+
+
+def test_agents_fail_each_for_itself(sessions):
+    with sampler_of() as sampler:
+        good, broken, left, branched, loop = sample(sampler, "a", "raise", "leave", "branch", "loop")
+    assert (good.text, good.calls, good.environment_error, good.finish_reason) == ("xy", 1, "", "stop")
+    assert broken.environment_error == "exit code 1: KeyError: 'no such thing'" and broken.finish_reason == "agent"
+    assert broken.sampled_count == 3, "what it asked is kept; its reward is another matter"
+    assert left.environment_error == ""
+    assert branched.calls == 3 and len(branched.conversations) == 2 and branched.total_sampled == 9
+    assert (loop.finish_reason, loop.environment_error, loop.calls) == ("turns", "", 16), "cut at its limit, and ended as it went on"
+    assert len(sessions) == 5 and not find_processes_in(sessions), "also what an agent leaves behind ends with it"
+
+
+def test_an_agent_that_hangs_is_ended_with_all_its_processes(sessions):
+    with sampler_of(timeout=4) as sampler:
+        (hung,) = sample(sampler, "hang")
+    assert hung.environment_error == "timeout after 4 s" and len(sessions) == 1 and not find_processes_in(sessions)
+
+
+def test_an_agent_may_give_its_own_reward():
+    with sampler_of(own_reward=True) as sampler:
+        given, missing = sample(sampler, "reward", "a")
+    assert (given.own_reward, given.environment_error) == (0.5, "")
+    assert missing.own_reward is None and missing.environment_error == "gave no reward but '', and agent.own_reward is on"
+
+
+def test_an_agent_may_be_a_program():
+    command = (sys.executable, "-m", AGENTS)
+    with sampler_of(name=None, command=command, own_reward=True) as sampler:
+        (completion,) = sample(sampler, "a")
+    assert (completion.text, completion.own_reward, completion.environment_error) == ("xy", 0.75, "")
+    with sampler_of(name=None, command=("no-such-program",)) as sampler:
+        (missing,) = sample(sampler, "a")
+    assert missing.environment_error == "exit code 1: no-such-program: No such file or directory" and not missing.conversations
+
+
+def test_agents_can_be_started_after_their_server_was_ended():
+    with sampler_of(name=f"{AGENTS}:end_server") as sampler:
+        lost, again = sample(sampler, "a")[0], sample(sampler, "a")[0]
+    assert lost.environment_error == again.environment_error == "the process that agents are forked from has ended"
+
+
+def test_a_module_that_ends_its_process_ends_the_run():
+    with sampler_of(name="support.no_such_module:agent") as sampler, pytest.raises(RunError, match=r"no agent support\.no_such_module"):
+        sample(sampler, "a")
+
+
+class Stuck(Policy):
+    """Answers when the request is aborted, or never."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda prompt: "xy")
+        self.began, self.end = threading.Event(), threading.Event()
+
+    def generate(self, prompts_B, samplings, abort=None):
+        with abort.calling(self.end.set):
+            self.began.set()
+            self.end.wait()
+        if abort.requested:
+            raise AbortedError
+        raise EngineLostError("the engines were stopped")
+
+
+@pytest.mark.parametrize("error", [AbortedError, EngineLostError])
+def test_agents_end_with_their_group_and_with_the_run(error, sessions):
+    policy, abort = Stuck(), Abort()
+    with sampler_of(policy) as sampler:
+
+        def end() -> None:
+            policy.began.wait()
+            if error is AbortedError:
+                abort.request()
+            else:
+                sampler.close()
+                policy.end.set()
+
+        thread = threading.Thread(target=end)
+        thread.start()
+        with pytest.raises(error):
+            sample(sampler, "a", "hang", abort=abort)
+        thread.join()
+        with pytest.raises(error):
+            sample(sampler, "a", abort=abort)
+    assert not find_processes_in(sessions)
+
+
+def test_an_error_of_the_runs_is_not_the_agents():
+    class Lost(Policy):
+        def generate(self, *arguments):
+            raise EngineLostError("gone")
+
+    with sampler_of(Lost(lambda prompt: "")) as sampler, pytest.raises(EngineLostError, match="gone"):
+        sample(sampler, "a")
