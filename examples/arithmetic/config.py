@@ -51,7 +51,7 @@ class WarmStartConfig(ConfigSection):
     step_by_step_share: float = Field(0.5, ge=0, le=1)
     """Share of the examples that show the intermediate results; the others state the answer at once."""
     tool_share: float = Field(0.0, ge=0, le=1)
-    """Share of all examples that call the calculator instead, which must be the run's environment."""
+    """Share of all examples that call a tool instead: the calculator, as the run's environment, or Python, by the run's agent."""
     seed: int = 0
 
 

@@ -4,8 +4,7 @@
     name = "examples.arithmetic.python_agent:solve"
     tool_parser = "qwen25"
 
-The package finds the run's endpoint by itself, in OPENAI_BASE_URL and OPENAI_API_KEY. Also the chat template of the demo's model, and
-demonstrations of the tool's use.
+The package finds the run's endpoint by itself, in OPENAI_BASE_URL and OPENAI_API_KEY.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from openai import OpenAI
 from examples.arithmetic.sandbox import run_python
 from megatron_rl.types import Problem
 
-AGENT = "examples.arithmetic.python_agent:solve"
 MOST_TURNS = 3
 TOOLS: list[Any] = [
     {

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from examples.arithmetic import calculator
+from examples.arithmetic import calculator, tool_calls
 from examples.arithmetic.config import DemoConfig, WarmStartConfig
 from examples.arithmetic.task import Arithmetic, write_demonstration
 from megatron_rl.batch.micro_batch import MicroBatch
@@ -65,26 +65,33 @@ def train_and_save(config: DemoConfig, layout: Layout, levels: tuple[int, ...], 
 def _train(config: DemoConfig, actor: Actor, tokenizer: Any, levels: tuple[int, ...], notify: Callable[[str], None]) -> None:
     warm = config.warm_start
     rng, format_prompt = random.Random(warm.seed), make_prompt_formatter(config.data, tokenizer)
+    demonstrate = calculator.write_demonstration if config.agent is None else tool_calls.write_demonstration
     for step in range(1, warm.steps + 1):
         task = Arithmetic(warm.seed * 1_000_003 + step, levels)
         examples = []
         for problem in map(task.train_problem, range(warm.batch_size)):
-            prompt = tokenizer.encode(format_prompt(problem.prompt), add_special_tokens=False)
-            examples.append(make_example(prompt, write_worked_answer(problem, warm, rng), tokenizer))
+            text = format_prompt(problem.prompt) if config.agent is None else tool_calls.write_question(problem)
+            prompt = tokenizer.encode(text, add_special_tokens=False)
+            examples.append(make_example(prompt, write_worked_answer(problem, warm, rng, demonstrate), tokenizer))
         metrics = actor.update(select_own(examples), negative_log_likelihood)
         if step % 50 == 0 or step == warm.steps:
             notify(f"warm start: step {step}/{warm.steps}, loss {metrics[TOTAL_LOSS]:.3f} nats per token")
 
 
-def write_worked_answer(problem: Problem, warm: WarmStartConfig, rng: random.Random) -> list[str]:
-    """Return a worked answer: texts of the policy and of the environment in turn."""
+def write_worked_answer(
+    problem: Problem,
+    warm: WarmStartConfig,
+    rng: random.Random,
+    demonstrate: Callable[[Problem], list[str]] = calculator.write_demonstration,
+) -> list[str]:
+    """Return a worked answer: texts of the policy and of its tool in turn. `demonstrate` writes the tool's use."""
     if warm.tool_share and rng.random() < warm.tool_share:
-        return calculator.write_demonstration(problem)
+        return demonstrate(problem)
     return [write_demonstration(problem, rng, warm.step_by_step_share)]
 
 
 def make_example(prompt: list[int], turns: list[str], tokenizer: Any) -> TrainingSample:
-    """Join the turns; the environment's, every second one, are read but not learnt."""
+    """Join the turns; the tool's, every second one, are read but not learnt."""
     ids = [tokenizer.encode(turn, add_special_tokens=False) for turn in turns]
     ids[-1] = [*ids[-1], tokenizer.eos_token_id]
     mask = [number % 2 == 0 for number, turn_ids in enumerate(ids) for _ in turn_ids]

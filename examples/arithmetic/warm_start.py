@@ -10,6 +10,7 @@ whole, and one that is there already is left as it is.
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
 from pathlib import Path
 from typing import Annotated
@@ -19,6 +20,7 @@ import typer
 from examples.arithmetic.calculator import ENVIRONMENT
 from examples.arithmetic.config import DemoConfig
 from examples.arithmetic.task import SOURCE, Arithmetic
+from examples.arithmetic.tool_calls import AGENT, CHAT_TEMPLATE
 from megatron_rl.cli.main import ConfigFile, Overrides, expected_errors
 from megatron_rl.config import load_config
 from megatron_rl.config.hub import HubModel
@@ -62,6 +64,8 @@ def make_model(config: DemoConfig) -> None:
 
     with tempfile.TemporaryDirectory(prefix="megatron-rl-random-") as folder:
         make_random_checkpoint(Path(folder), config.architecture, config.warm_start.seed)
+        if config.agent is not None:
+            shutil.copy(CHAT_TEMPLATE, folder)
         untrained = config.model_copy(update={"model": config.model.model_copy(update={"path": Path(folder)})})
         layout = check_run(untrained)
         train_and_save(untrained, layout, find_levels(config), config.model.path, _notify)
@@ -71,12 +75,12 @@ def make_model(config: DemoConfig) -> None:
 def find_levels(config: DemoConfig) -> tuple[int, ...]:
     """Return the levels of the worked examples, those of the first generated set in `data.train`; none where no example is asked for.
 
-    Raise UserError where there is no such set, or where the examples do not fit the run's environment.
+    Raise UserError where there is no such set, or where the examples do not fit the run's environment or agent.
     """
-    warm, environment = config.warm_start, config.environment
-    if warm.tool_share and (environment is None or environment.name != ENVIRONMENT):
-        rule = "shows calls of the calculator, which the run does not have"
-        raise UserError("warm_start.tool_share", warm.tool_share, rule, f'add [environment] with name = "{ENVIRONMENT}"')
+    warm, tools = config.warm_start, {section.name for section in (config.environment, config.agent) if section is not None}
+    if warm.tool_share and not tools & {ENVIRONMENT, AGENT}:
+        rule = "shows calls of a tool, which the run does not have"
+        raise UserError("warm_start.tool_share", warm.tool_share, rule, f'add [environment] with name = "{ENVIRONMENT}", or an agent')
     if not warm.steps:
         return ()
     for source in config.data.train:

@@ -36,7 +36,7 @@ from megatron_rl.reporting.eval_tables import print_results
 from megatron_rl.reporting.eval_text import SCHEMA
 from megatron_rl.rewards.scorer import Scorer
 from megatron_rl.rollout.engine_pool import start_engines
-from megatron_rl.rollout.sampler import make_sampler, start_environments
+from megatron_rl.rollout.sampler import check_chat_template, make_sampler, start_environments
 from megatron_rl.sync.engine_check import check_live_engine
 from megatron_rl.types import Problem, SamplingParams
 from megatron_rl.versions import collect_versions
@@ -79,7 +79,9 @@ def evaluate(config: Config, request: EvalRequest) -> Path:
     checkpoints = {"checkpoint": check_checkpoint(request.checkpoint, "--checkpoint", config)}
     if request.baseline is not None:
         checkpoints["baseline"] = check_checkpoint(request.baseline, "--baseline", config)
-    problems = load_held_out(config, load_tokenizer(checkpoints["checkpoint"].tokenizer))
+    tokenizer = load_tokenizer(checkpoints["checkpoint"].tokenizer)
+    check_chat_template(config, tokenizer)
+    problems = load_held_out(config, tokenizer)
     if not problems:
         raise UserError("data.eval", config.data.eval, "holds no problems", "name another file")
     folder = choose_output_folder(config, request, checkpoints["checkpoint"])

@@ -34,9 +34,9 @@ def agent_can_be_loaded(facts: Facts) -> None:
 def agents_can_chat(facts: Facts) -> None:
     if facts.config.agent is not None:
         from megatron_rl.hf.tokenizer import load_tokenizer
-        from megatron_rl.rollout.agents.chat_format import ChatFormat
+        from megatron_rl.rollout.sampler import check_chat_template
 
-        ChatFormat(load_tokenizer(facts.config.model.folder)).check()
+        check_chat_template(facts.config, load_tokenizer(facts.config.model.folder))
 
 
 @rule(Needs.TRAINER | Needs.PLUGS)

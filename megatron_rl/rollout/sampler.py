@@ -16,8 +16,16 @@ def start_environments(config: Config, resources: ExitStack) -> EnvironmentPool 
     return None if config.environment is None else resources.enter_context(EnvironmentPool(config.environment))
 
 
+def check_chat_template(config: Config, tokenizer: Any) -> None:
+    """Raise UserError for a chat template that the run's agents cannot use."""
+    if config.agent is not None:
+        from megatron_rl.rollout.agents.chat_format import ChatFormat
+
+        ChatFormat(tokenizer).check()
+
+
 def make_sampler(config: Config, engine: Engine, tokenizer: Any, environments: EnvironmentPool | None, resources: ExitStack) -> Sampler:
-    """Return the sampler of a configuration; `resources` own what it starts. Raise UserError for a chat template that agents cannot use."""
+    """Return the sampler of a configuration; `resources` own what it starts."""
     if config.agent is None:
         return MultiTurnSampler(engine, tokenizer, environments)
     from megatron_rl.rollout.agents.sampler import AgentSampler  # a web server

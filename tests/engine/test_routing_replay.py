@@ -3,9 +3,10 @@ served each token, and the trainer sends the tokens to the same ones."""
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
-from support import engine_routing, trainer_engine
+from support import agent_engine, engine_routing, trainer_engine
 from support.models import make_checkpoint, random_sequences
 from support.processes import alive_after, command_lines, family
 
@@ -55,6 +56,12 @@ def test_the_record_is_that_of_every_token(answered):
     assert same and cached > 12 * len(PROMPTS)
     assert len(torch.cat([sample.routed_experts for sample in samples]).unique()) == 8
     assert logprobs["emulated differs"] == 0 and distance(logprobs, "emulated").max() == 0
+
+
+def test_agents_get_the_record_of_every_token_too(world):
+    agents = world.call(agent_engine.sample_by_agents, 4, 40, 1)[0]
+    assert agents["errors"] == [""] * 4 and all(agents["same"]) and all(agents["held"])
+    assert len(agents["routed"]) == 8 and all(map(np.array_equal, agents["routed"], agents["direct routed"]))
 
 
 def test_replay_brings_the_mismatch_down_to_that_of_a_dense_model(answered, world, tmp_path_factory):

@@ -1,18 +1,11 @@
-"""A policy of letters for tests of agents: its tokenizer with a chat template, an engine that says what it is told to, and agents."""
+"""A policy of letters for tests of agents: its tokenizer with a chat template, and an engine that says what it is told to."""
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import threading
-import time
-import urllib.request
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import replace
-from os import environ, getppid, kill
-from signal import SIGKILL
 from typing import Any
 
 import numpy as np
@@ -25,7 +18,7 @@ from megatron_rl.types import Generation, Problem, SamplingParams
 PAIR = 1000
 """Token PAIR + n is the letter n twice: whoever tokenises "aa" gets it, so tokens [97, 97] do not survive a detour over text."""
 END = "~"
-AGENTS = "support.agents"
+AGENTS = "support.agent_programs"
 
 
 class ChatTokenizer:
@@ -95,59 +88,3 @@ PROBLEM = Problem("7", "q", "5")
 
 def config(**settings: Any) -> AgentConfig:
     return AgentConfig.model_validate({"name": f"{AGENTS}:ask", **settings})
-
-
-def post(messages: list[dict[str, Any]], **options: Any) -> str:
-    """What the policy says, by the standard library alone: an agent that starts fast."""
-    request = urllib.request.Request(
-        environ["OPENAI_BASE_URL"] + "/chat/completions",
-        json.dumps({"messages": messages, **options}).encode(),
-        {"Authorization": f"Bearer {environ['OPENAI_API_KEY']}", "Content-Type": "application/json"},
-    )
-    with urllib.request.urlopen(request) as answer:
-        return json.load(answer)["choices"][0]["message"]["content"]
-
-
-def ask(problem: Problem) -> float | None:
-    """Does what the problem's question says."""
-    said = post([{"role": "user", "content": problem.prompt}])
-    match problem.prompt:
-        case "hang":
-            subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-            time.sleep(600)
-        case "leave":
-            subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-        case "raise":
-            raise KeyError("no such thing")
-        case "reward":
-            return 0.5
-        case "loop":
-            while True:
-                with suppress(OSError):
-                    post([{"role": "user", "content": problem.prompt}])
-        case "branch":
-            history = [{"role": "user", "content": "branch"}, {"role": "assistant", "content": said}]
-            post([*history, {"role": "user", "content": "b"}])
-            post([*history, {"role": "user", "content": "c"}])
-    return None
-
-
-def silent(problem: Problem) -> None:
-    """Asks nothing."""
-
-
-def end_server(problem: Problem) -> None:
-    """Ends what it was forked from."""
-    kill(getppid(), SIGKILL)
-
-
-def main() -> None:
-    """As a program."""
-    problem = json.loads(sys.stdin.readline())
-    post([{"role": "user", "content": problem["prompt"]}])
-    with open(environ["MEGATRON_RL_REWARD"], "w") as file:
-        file.write(problem["answer"])
-
-
-if __name__ == "__main__":
-    main()

@@ -44,7 +44,7 @@ class AgentEndpoint:
             Route("/v1/responses", self._respond, methods=["POST"]),
             Route("/v1/models", self._list_models, methods=["GET"]),
         ]
-        config = uvicorn.Config(Starlette(routes=routes), log_config=None, lifespan="off", timeout_graceful_shutdown=1)
+        config = uvicorn.Config(Starlette(routes=routes), log_config=None, log_level="warning", lifespan="off", timeout_graceful_shutdown=1)
         self._server = uvicorn.Server(config)
 
     def __enter__(self) -> AgentEndpoint:

@@ -48,13 +48,15 @@ class AgentServer:
         self._channel, remote = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._lock, self.ended = threading.Lock(), False
         with remote:
+            # not by PYTHONPATH, which a program in an interpreter of its own would inherit
+            start = f"import sys; sys.path[:] = {search_path!r}; from {__package__} import runner; runner.main()"
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", f"{__package__}.runner", str(remote.fileno()), str(config.memory_mb), *map(str, words)],
+                [sys.executable, "-P", "-c", start, str(remote.fileno()), str(config.memory_mb), *words],
                 pass_fds=[remote.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 start_new_session=True,
-                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(search_path)},
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
             )
 
     def ask(self, message: object, files: Sequence[int] = ()) -> int:
@@ -125,11 +127,9 @@ class AgentProcess:
         except ServerEndedError:
             return AgentResult("the process that agents are forked from has ended")
         finally:
-            for file in (self._stderr, self._pid_fd):
+            reward = os.pread(self._reward, 64, 0).decode(errors="replace")
+            for file in (self._stderr, self._pid_fd, self._reward):
                 os.close(file)
-            with os.fdopen(self._reward, "rb") as file:
-                file.seek(0)
-                reward = file.read(64).decode(errors="replace")
         if not in_time:
             return AgentResult(f"timeout after {self._config.timeout:g} s")
         if code:

@@ -1,4 +1,4 @@
-"""The process that agents are forked from: `python -m megatron_rl.rollout.agents.runner SOCKET_FD MEMORY_MB KIND WORD...`.
+"""The process that agents are forked from, with arguments SOCKET_FD MEMORY_MB KIND WORD...
 
 Started by `process` only. KIND `function`: WORD is a `module:attribute`, imported once; each fork calls it with its problem, and what it
 returns, if anything, is its reward. KIND `command`: the words are a program, which takes each fork's place. A fork reads its problem, one
@@ -15,7 +15,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from megatron_rl.plugs import AGENTS
 from megatron_rl.rewards.worker import die_with, limit_memory
@@ -40,7 +40,7 @@ def load_function(name: str) -> Callable[[], None]:
     return run
 
 
-def become(words: Sequence[str]) -> None:
+def become(words: list[str]) -> None:
     """Let a program take this process's place."""
     try:
         os.execvp(words[0], words)
@@ -82,7 +82,3 @@ def main() -> None:
     run = load_function(words[0]) if kind == "function" else lambda: become(words)
     if serve(socket.socket(fileno=int(socket_fd)), int(memory_mb)):
         run()
-
-
-if __name__ == "__main__":
-    main()

@@ -31,12 +31,11 @@ _LOCAL = "127.0.0.1,localhost"
 
 
 class AgentSampler:
-    """Samples completions by agents; use it as a context manager, which owns the endpoint. Raise UserError for an unfit chat template."""
+    """Samples completions by agents; use it as a context manager, which owns the endpoint."""
 
     def __init__(self, config: AgentConfig, engine: Engine, tokenizer: Any) -> None:
         self._config, self._engine = config, engine
         self._format = ChatFormat(tokenizer)
-        self._format.check()
         self._endpoint = AgentEndpoint(self._answer, config.workers)
         self._room = threading.Semaphore(config.workers)
         self._lock, self._running, self._closed = threading.Lock(), set[AgentProcess](), False

@@ -54,6 +54,7 @@ EXPERTS = "--model.path=experts"
 TASK = "examples.arithmetic.task:Arithmetic"
 TWO_HOSTS = ('--rollout.hosts=["10.0.0.5", "10.0.0.6"]', "--rollout.engines=2")
 PPO = "--algorithm.name=ppo"
+AGENT = "--agent.name=examples.arithmetic.python_agent:solve"
 ON_HUB, COMMIT = "hf:someone/unknown", "5" * 40
 GLOO = "--sync.transport=gloo"  # works on a GPU and without
 
@@ -380,6 +381,36 @@ MISTAKES = [
         ),
     ),
     Mistake(
+        settings.agents_have_the_conversation_to_themselves,
+        "train eval plan",
+        "agent: and [environment] both answer the policy; leave one of them out",
+        (AGENT, "--environment.name=examples.arithmetic.calculator:Calculator"),
+    ),
+    Mistake(
+        settings.agents_have_the_conversation_to_themselves,
+        "train eval plan",
+        "data.chat = True: puts a chat template around the question, which the endpoint does with an agent's messages; set it to false",
+        (AGENT, "--data.chat=true"),
+    ),
+    Mistake(
+        settings.agents_have_the_conversation_to_themselves,
+        "train eval plan",
+        "agent.own_reward = True: leaves reward functions nothing to judge, and [reward] names some; leave out one of them",
+        (AGENT, "--agent.own_reward=true", "--reward.function=math"),
+    ),
+    Mistake(
+        settings.episodes_have_one_advantage,
+        "train plan",
+        "algorithm.advantage = 'gae': makes advantages of samples, of which an agent's episode may have several; use an advantage of",
+        (AGENT, PPO),
+    ),
+    Mistake(
+        layouts.longest_sequence_fits,
+        "train eval plan",
+        "agent.max_tokens = 4096: exceeds the model's 1024 positions; lower it",
+        (AGENT,),
+    ),
+    Mistake(
         settings.adapters_are_built_for_the_model,
         "train plan",
         "lora: is not built for a model with experts",
@@ -630,6 +661,24 @@ MISTAKES = [
         "train eval",
         "environment.name = 'json:nothing': cannot be imported (AttributeError",
         ("--environment.name=json:nothing", "--environment.max_tokens=8"),
+    ),
+    Mistake(
+        files.agent_can_be_loaded,
+        "train eval",
+        "agent.name = 'json:nothing': cannot be imported (AttributeError",
+        ("--agent.name=json:nothing", "--agent.max_tokens=512"),
+    ),
+    Mistake(
+        files.agent_can_be_loaded,
+        "train eval",
+        "agent.command = 'no-such-program': is no program that can be run here; give its path, or add it to PATH",
+        ('--agent.command=["no-such-program"]', "--agent.max_tokens=512"),
+    ),
+    Mistake(
+        files.agents_can_chat,
+        "train",
+        "agent: needs a chat template, and the tokenizer of",
+        (AGENT, "--agent.max_tokens=512"),
     ),
     Mistake(
         files.loss_and_advantage_can_be_computed,

@@ -17,7 +17,7 @@ from megatron_rl.config import load_config
 app = typer.Typer()
 app.command(context_settings={"ignore_unknown_options": True})(main)
 QUICKSTART = ROOT / "configs" / "quickstart.toml"
-NAMES = ("quickstart", "quickstart_moe", "calculator", "gsm8k")
+NAMES = ("quickstart", "quickstart_moe", "calculator", "gsm8k", "python_agent")
 
 
 def run(*arguments: object) -> str:
@@ -76,7 +76,7 @@ def test_a_model_that_is_there_is_kept_if_it_is_the_same(tmp_path):
         ),
         (
             ["--warm_start.tool_share=0.5"],
-            "warm_start.tool_share = 0.5: shows calls of the calculator, which the run does not have; add [environment] with name =",
+            "warm_start.tool_share = 0.5: shows calls of a tool, which the run does not have; add [environment] with name =",
         ),
         (["--train.layout.tp=2"], "train.layout: needs 2 ranks (tp * cp * pp * dp), this launch has 1; start with torchrun"),
     ],
