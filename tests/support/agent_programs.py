@@ -8,11 +8,12 @@ import sys
 import time
 import urllib.request
 from contextlib import suppress
-from os import environ, getppid, kill
+from hashlib import sha256
+from os import environ, getpid, getppid, kill
 from signal import SIGKILL
 from typing import Any
 
-from megatron_rl.types import Problem
+from megatron_rl.types import Problem, Reward
 
 
 def post(messages: list[dict[str, Any]], **options: Any) -> str:
@@ -50,8 +51,21 @@ def ask(problem: Problem) -> float | None:
     return None
 
 
-def silent(problem: Problem) -> None:
-    """Asks nothing."""
+def break_at_random(problem: Problem) -> None:
+    """Asks twice, and breaks in one of two ways, or not: by what the policy says."""
+    said = post([{"role": "user", "content": problem.prompt}], max_tokens=6)
+    match sha256(said.encode()).digest()[0] % 4:
+        case 0:
+            raise KeyError("no such thing")
+        case 1:
+            kill(getpid(), SIGKILL)
+    post([{"role": "user", "content": problem.prompt}, {"role": "user", "content": "again"}], max_tokens=6)
+
+
+def judge(text: str, problem: Problem) -> Reward:
+    """A reward that a random model earns as well."""
+    value = sha256(text.encode()).digest()[0] / 255
+    return Reward(value, value > 0.5)
 
 
 def end_server(problem: Problem) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import psutil
 
 from examples.arithmetic.config import DemoConfig
 from examples.arithmetic.new_model import make_random_checkpoint
+from examples.arithmetic.tool_calls import CHAT_TEMPLATE
 from megatron_rl.config import load_config
 from megatron_rl.metrics import ROW_KEYS, describe, read_declarations
 from support.processes import ROOT, Command, Done, alive_after, command_lines, end, family, until
@@ -51,6 +53,8 @@ def make_model(folder: Path, settings: dict[str, Any], launcher: tuple = (), con
         assert done.code == 0, done.err
     elif not demo.model.path.exists():
         make_random_checkpoint(demo.model.path, demo.architecture, demo.warm_start.seed)
+        if demo.agent is not None:
+            shutil.copy(CHAT_TEMPLATE, demo.model.path)
     return [files[0], *(word for word in overrides if not word.startswith(("--architecture.", "--warm_start.")))]
 
 

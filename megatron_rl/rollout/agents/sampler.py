@@ -154,6 +154,11 @@ class AgentSampler:
     def _tell_overridden(self, request: PolicyRequest) -> None:
         """Say once of each option that the run decides it."""
         for name in request.overridden:
-            if name not in self._told:
-                self._told.add(name)
-                _log.warning("agents ask for a %s of their own; the policy is sampled as the run says", name)
+            self._tell_once(f"agents ask for a {name} of their own; the policy is sampled as the run says")
+        if request.calls_tools and not self._config.tool_parser:
+            self._tell_once("agents offer tools, and agent.tool_parser is empty: calls are not read")
+
+    def _tell_once(self, text: str) -> None:
+        if text not in self._told:
+            self._told.add(text)
+            _log.warning("%s", text)
