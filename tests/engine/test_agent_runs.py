@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -29,7 +30,8 @@ def numbers(run: Path) -> list[dict]:
     return [{key: value for key, value in row.items() if not any(word in key for word in measured)} for row in read_rows(run)]
 
 
-def test_no_episode_is_lost_or_counted_twice(tmp_path):
+def test_no_episode_is_lost_or_counted_twice(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]), prepend=os.pathsep)
     folders = {name: tmp_path / name for name in ("straight", "killed", "stopped")}
     for folder in folders.values():
         folder.mkdir()
