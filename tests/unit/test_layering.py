@@ -115,8 +115,8 @@ def test_no_modules_import_each_other_in_a_circle_and_few_lie_at_the_root():
 
 
 def test_heavy_libraries_are_imported_when_needed():
-    """In one fresh interpreter: modules that need no torch first, then the GPU back ends, which load without their libraries, and the choice of
-    a sampler, which loads no web server."""
+    """In one fresh interpreter: modules that need no torch first, then the GPU back ends, which load without their libraries, and the
+    choice of a sampler, which loads no web server."""
     backends = sorted(file.stem for file in (ROOT / "megatron_rl/precision/backends").glob("*.py"))
     modules = [f"megatron_rl.precision.backends.{name}" for name in backends if name not in KERNELS]
     groups = [
