@@ -77,17 +77,19 @@ class RunLog:
         return log
 
     @classmethod
-    def reopen(cls, folder: Path, config: dict[str, Any], versions: dict[str, str], step: int) -> RunLog:
-        """Go on in the folder of a run that stopped, as if nothing had been recorded after `step`.
+    def reopen(cls, folder: Path, config: dict[str, Any], versions: dict[str, str], step: int, last_row: int | None = None) -> RunLog:
+        """Go on in the folder of a run that stopped, as if nothing had been recorded after `step`, and no row after `last_row`: a run may
+        be stopped while it writes the row of the step that it saves, which is then written again.
 
         Raises UserError("checkpoint.resume") if another process still writes it, or it cannot be written.
         """
+        last_row = step if last_row is None else last_row
         run = read_run(folder) | _describe_launch(config, versions)
         run["resumed"] = [*run.get("resumed", []), {"step": step, "at": datetime.now().astimezone().isoformat(timespec="seconds")}]
         try:
-            log = cls(folder, run, resume_step=step)
-            for name in ("metrics.jsonl", "samples.jsonl"):
-                _truncate_after(folder / name, step)
+            log = cls(folder, run, resume_step=last_row)
+            _truncate_after(folder / "metrics.jsonl", last_row)
+            _truncate_after(folder / "samples.jsonl", step)
         except OSError as error:
             raise UserError("checkpoint.resume", str(folder), f"cannot be written ({error.strerror})", "check its permissions") from None
         return log

@@ -94,7 +94,8 @@ class Session:
         if self.resume_point is None:
             return RunLog.create(self.config.log.dir, *launch)
         folder = self.resume_point.folder.parents[1]
-        log = RunLog.reopen(folder, *launch, self.resume_point.state["step"])
+        step, is_recorded = self.resume_point.state["step"], self.resume_point.state["unrecorded"] is None
+        log = RunLog.reopen(folder, *launch, step, step if is_recorded else step - 1)
         for line in self.resume_point.describe(describe_layout(self.layout, self.config.train)):
             log.write_event(line)
         for damaged in self.resume_point.damaged:

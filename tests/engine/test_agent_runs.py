@@ -26,7 +26,7 @@ BREAKING = {
 
 def numbers(run: Path) -> list[dict]:
     """Rows without what is measured."""
-    measured = ("time", "second", "memory/", "restarts", "cached")
+    measured = ("time", "second", "memory/", "restarts", "ahead/")
     return [{key: value for key, value in row.items() if not any(word in key for word in measured)} for row in read_rows(run)]
 
 

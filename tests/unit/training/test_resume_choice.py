@@ -121,3 +121,16 @@ def test_the_log_goes_on_after_the_checkpoints_step(tmp_path):
     assert [part["step"] for part in run["resumed"]] == [2]
     events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator").EventAccumulator(str(log.dir / "tensorboard"))
     assert [(event.step, event.value) for event in events.Reload().Scalars("reward/mean")] == [(0, 0.5), (1, 0.5), (2, 0.5), (3, 0.25)]
+
+
+def test_a_row_that_was_being_written_as_its_step_was_saved_is_written_again(tmp_path):
+    log = make_run(tmp_path)
+    for step in range(3):
+        log.write_step({"step": step, "policy_version": step, "reward/mean": 0.5})
+        log.write_samples(step, [{"prompt": str(step)}])
+    log.finish("broken", "a reason")
+    again = RunLog.reopen(log.dir, {"train": {"steps": 5}}, collect_versions(), 2, last_row=1)
+    again.write_step({"step": 2, "policy_version": 2, "reward/mean": 0.5})
+    again.finish("finished")
+    assert [row["step"] for row in read_metrics(log.dir)] == [0, 1, 2]
+    assert [row["step"] for row in read_jsonl(log.dir / "samples.jsonl")[0]] == [0, 1, 2]
