@@ -6,11 +6,15 @@ Shape suffixes in names: `_P` prompts of a step, `_G` members of a group, `_B` s
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:  # a reward worker imports this file and little else
     import numpy as np
+
+ChatMessage = Mapping[str, Any]
+"""A message as chat templates take it: role and content, and tool_calls, tool_call_id, name or reasoning_content where it has them."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +26,8 @@ class Problem:
     answer: str  # the gold answer in the form of the reward function
     level: int = 0  # difficulty; 0 where the data set has none
     source: str = ""
-    history: tuple[tuple[str, str], ...] = ()  # (role, content) of messages before a bare question; empty once the template is applied
+    history: tuple[ChatMessage, ...] = ()  # messages before a bare question; as the next empty once the template is applied
+    tools: tuple[Mapping[str, Any], ...] = ()  # that the chat template tells the policy of
 
 
 @dataclass(frozen=True)

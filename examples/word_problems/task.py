@@ -47,7 +47,10 @@ STORIES = {
 }
 """Operation -> stories; `a` comes before `b` in the calculation."""
 LEVELS = tuple(STORIES)
-EXAMPLE = (("user", "Sue has 3 pens and buys 4 more. How many pens does Sue have now?"), ("assistant", "3 + 4 = 7"))
+EXAMPLE = (
+    {"role": "user", "content": "Sue has 3 pens and buys 4 more. How many pens does Sue have now?"},
+    {"role": "assistant", "content": "3 + 4 = 7"},
+)
 """What stands before every question in the chat: a small model takes up the short form."""
 
 

@@ -22,9 +22,12 @@ class ColumnsConfig(ConfigSection):
     question: str = ""
     """A text."""
     messages: str = ""
-    """Instead of `question`, a chat: a list of {role, content}. Needs `data.chat`."""
+    """Instead of `question`, a chat: a list of {role, content}, with tool_calls where the assistant called tools. Needs `data.chat`."""
     answer: str = ""
     """The gold answer, a text or a number; with `messages` it may be left out: then it is what the assistant says last."""
+    tools: str = ""
+    """The tools that the chat template tells the policy of: a list of {type, function: {name, description, parameters}}, or its JSON text.
+    Needs `data.chat`."""
     level: str = ""
     """Difficulty; none where it is empty."""
 
@@ -39,7 +42,7 @@ class ColumnsConfig(ConfigSection):
     @property
     def needed(self) -> frozenset[str]:
         """Columns that hold what is named."""
-        names = filter(None, (self.question, self.messages, self.answer, self.level))
+        names = filter(None, (self.question, self.messages, self.answer, self.tools, self.level))
         return frozenset(column for name in names for column in (name, name.partition(".")[0]))
 
 
@@ -150,9 +153,11 @@ class DataConfig(ConfigSection):
     @model_validator(mode="after")
     def _columns(self) -> DataConfig:
         _check_one_format(self.format, self.columns)
-        chats = [columns.messages for columns in (self.columns, *(each.columns for each in (*self.train, *self.eval))) if columns]
-        if any(chats) and not self.chat:
-            raise ValueError(f"columns.messages = {max(chats)!r} needs chat = true: roles have no place outside a chat template")
+        for columns in filter(None, (self.columns, *(each.columns for each in (*self.train, *self.eval)))):
+            if columns.messages and not self.chat:
+                raise ValueError(f"columns.messages = {columns.messages!r} needs chat = true: roles have no place outside a chat template")
+            if columns.tools and not self.chat:
+                raise ValueError(f"columns.tools = {columns.tools!r} needs chat = true: tools have no place outside a chat template")
         return self
 
     @model_validator(mode="after")

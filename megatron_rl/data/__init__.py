@@ -7,6 +7,7 @@ makes a prompt of a question, `stream` orders and mixes. Questions that differ o
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 import random
 from collections.abc import Sequence
@@ -63,13 +64,13 @@ def check_data(data: DataConfig, model: Path) -> None:
             if generator := load_generator(source, data, field):
                 check_generator(generator, source, data, field)
             else:
-                chats += [problem for problem in read_problem_set(source, data, field, quiet=True) if problem.history]
+                chats += [problem for problem in read_problem_set(source, data, field, quiet=True) if problem.history or problem.tools]
     if data.chat:
         from megatron_rl.hf.tokenizer import load_tokenizer
 
         format_prompt = make_prompt_formatter(data, load_tokenizer(model))
         for problem in chats:
-            format_prompt(problem.prompt, problem.history)
+            format_prompt(problem.prompt, problem.history, problem.tools)
 
 
 def normalize_question(question: str) -> str:
@@ -78,8 +79,10 @@ def normalize_question(question: str) -> str:
 
 
 def _find_key(problem: Problem) -> str:
-    """Return what two spellings of the same problem have in common, the messages before its question included."""
-    return normalize_question(" ".join([*(content for _, content in problem.history), problem.prompt]))
+    """Return what two spellings of the same problem have in common, its tools and the messages before its question included."""
+    calls = [message["tool_calls"] for message in problem.history if "tool_calls" in message]
+    tools = [json.dumps(part, sort_keys=True) for part in (*calls, *problem.tools)]
+    return normalize_question(" ".join([*tools, *(message["content"] for message in problem.history), problem.prompt]))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +98,8 @@ class _PromptBuilder:
         return cls(make_prompt_formatter(data, tokenizer), tokenizer, data.max_prompt_tokens)
 
     def apply_template(self, problem: Problem) -> Problem:
-        return dataclasses.replace(problem, prompt=self.format_prompt(problem.prompt, problem.history), history=())
+        prompt = self.format_prompt(problem.prompt, problem.history, problem.tools)
+        return dataclasses.replace(problem, prompt=prompt, history=(), tools=())
 
     def check_lengths(self, problems: Sequence[Problem]) -> list[bool]:
         """Return for each templated prompt whether it is short enough."""

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 from megatron_rl.plugs import DATA_FORMATS
 from megatron_rl.rewards.math import last_boxed
+from megatron_rl.types import ChatMessage
 
 _GROUPED_NUMBER = re.compile(r"[-+]?[0-9]{1,3}(,[0-9]{3})+(\.[0-9]+)?")
 _LEVEL = re.compile(r"(?:Level )?([0-9]+)(?:\.[0-9]+)?")
@@ -42,8 +43,10 @@ class ProblemRow:
     question: str
     gold: str
     level: int = 0
-    history: tuple[tuple[str, str], ...] = ()
-    """(role, content) of a chat's messages before the question."""
+    history: tuple[ChatMessage, ...] = ()
+    """A chat's messages before the question."""
+    tools: tuple[Mapping[str, Any], ...] = ()
+    """[{"type": "function", "function": {name, description, parameters}}], as chat templates take them."""
 
 
 class RowReader(Protocol):
@@ -66,6 +69,8 @@ def read_row(row: object, format: str | None, read: RowReader | None) -> Problem
         result = read(row)
         if not isinstance(result, ProblemRow) or not isinstance(result.question, str) or not isinstance(result.gold, str):
             raise TypeError(f"it returned {result!r:.80}, not a ProblemRow of texts")
+        if not all(isinstance(message, Mapping) and {"role", "content"} <= message.keys() for message in result.history):
+            raise TypeError(f"history = {result.history!r:.80}, not messages with role and content")
         return result
     except _ColumnError as missing:
         fix = f"set {formats}" if (formats := _fitting_formats(row)) else _CORRECT

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 from megatron_rl.config.data import DataConfig
 from megatron_rl.errors import UserError
+from megatron_rl.types import ChatMessage
 
 if TYPE_CHECKING:  # transformers takes seconds to import
     from transformers import PreTrainedTokenizerBase
@@ -15,10 +16,10 @@ _PLACEHOLDER = "{question}"
 
 
 class PromptFormatter(Protocol):
-    """Makes the whole prompt of a bare question. `history`: (role, content) of the messages before it. Raises UserError where the chat
-    template refuses them."""
+    """Makes the whole prompt of a bare question. `history`: the messages before it. Raises UserError where the chat template refuses
+    them, or leaves out a tool."""
 
-    def __call__(self, question: str, history: Sequence[tuple[str, str]] = ()) -> str: ...
+    def __call__(self, question: str, history: Sequence[ChatMessage] = (), tools: Sequence[Mapping[str, Any]] = ()) -> str: ...
 
 
 def make_prompt_formatter(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> PromptFormatter:
@@ -29,7 +30,7 @@ def make_prompt_formatter(data: DataConfig, tokenizer: PreTrainedTokenizerBase) 
     """
     template = read_template(data)
 
-    def fill_template(question: str, history: Sequence[tuple[str, str]] = ()) -> str:
+    def fill_template(question: str, history: Sequence[ChatMessage] = (), tools: Sequence[Mapping[str, Any]] = ()) -> str:
         """Replace plainly: other braces in question or template mean nothing."""
         return template.replace(_PLACEHOLDER, question)
 
@@ -41,17 +42,24 @@ def make_prompt_formatter(data: DataConfig, tokenizer: PreTrainedTokenizerBase) 
         rule = f"the tokenizer of {tokenizer.name_or_path} has no chat template"
         raise UserError("data.chat", None, rule, "set it to false, or add chat_template.jinja to that folder")
 
-    def apply_chat_template(question: str, history: Sequence[tuple[str, str]] = ()) -> str:
+    def apply_chat_template(question: str, history: Sequence[ChatMessage] = (), tools: Sequence[Mapping[str, Any]] = ()) -> str:
         if data.system_prompt:
-            history = [("system", data.system_prompt), *history[bool(history) and history[0][0] == "system" :]]
-        chat = [*history, ("user", fill_template(question))]
-        messages = [{"role": role, "content": content} for role, content in chat]
+            own = {"role": "system", "content": data.system_prompt}
+            history = [own, *history[bool(history) and history[0]["role"] == "system" :]]
+        messages = [*map(dict, history), {"role": "user", "content": fill_template(question)}]
         try:
-            prompt: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            prompt: str = tokenizer.apply_chat_template(
+                messages, tools=[*map(dict, tools)] or None, tokenize=False, add_generation_prompt=True
+            )
         except TemplateError as error:  # a template is a program
-            reason, roles = str(error).strip().splitlines()[0][:200], ", ".join(role for role, _ in chat)
+            reason, roles = str(error).strip().splitlines()[0][:200], ", ".join(message["role"] for message in messages)
             rule = f"the chat template of {tokenizer.name_or_path} fails on messages of {roles} ({reason})"
             raise UserError("data.chat", None, rule, "leave out data.system_prompt, or the rows with messages of other roles") from None
+        called = [call for message in history for call in message.get("tool_calls", ())]
+        for name in dict.fromkeys(part["function"]["name"] for part in (*tools, *called)):
+            if name not in prompt:
+                rule = f"the chat template of {tokenizer.name_or_path} leaves out the tool {name!r}"
+                raise UserError("data.chat", None, rule, "use a tokenizer whose template knows tools, or leave out data.columns.tools")
         return prompt
 
     _check_chat(apply_chat_template, data, tokenizer.name_or_path)

@@ -34,12 +34,15 @@ def read_problem_set(source: DataSourceConfig, data: DataConfig, field: str, qui
     for number, content in _read_rows(source, data, field, needed):
         try:
             row = read_row(content, format, reader)
-            if row.history and not data.chat:
-                raise RowError("has messages before the question, which only a chat template has a place for", "set data.chat = true")
+            if (row.history or row.tools) and not data.chat:
+                raise RowError(
+                    "has tools or messages before the question, which only a chat template has a place for", "set data.chat = true"
+                )
         except RowError as error:
             raise UserError(field, f"{location}:{number}", error.rule, error.fix) from None
         if row.gold:
-            problems.append(Problem(f"{source.label}:{number}", row.question, row.gold, row.level, source.label, row.history))
+            problem = Problem(f"{source.label}:{number}", row.question, row.gold, row.level, source.label, row.history, row.tools)
+            problems.append(problem)
         else:
             unanswered.append(number)
     if not problems:

@@ -67,7 +67,7 @@ def test_messages_before_the_question_are_kept():
     chat = [SYSTEM, USER, REPLY, {"role": "user", "content": "And 2+2?"}, {"role": "assistant", "content": "4"}]
     result = read_columns(ColumnsConfig(messages="messages"), {"messages": chat})
     assert (result.question, result.gold) == ("And 2+2?", "4")
-    assert result.history == (("system", "S"), ("user", "1+1?"), ("assistant", "2"))
+    assert result.history == (SYSTEM, USER, REPLY)
 
 
 @pytest.mark.parametrize(
@@ -147,11 +147,11 @@ def test_the_same_question_after_other_messages_is_another_problem(tmp_path, mod
 
 
 def test_messages_of_an_own_format_need_a_chat_template(tmp_path, monkeypatch):
-    row = "from megatron_rl.data.formats import ProblemRow\ndef read(row): return ProblemRow('q', 'a', 0, (('system', 'S'),))\n"
+    row = "from megatron_rl.data.formats import ProblemRow\ndef read(row): return ProblemRow('q', 'a', 0, ({'role': 'system', 'content': 'S'},))\n"
     (tmp_path / "own_chat.py").write_text(row)
     monkeypatch.syspath_prepend(str(tmp_path))
     data = DataConfig.model_validate({"train": write(tmp_path, {}), "format": "own_chat:read"})
-    with pytest.raises(UserError, match=r"rows.jsonl:1': has messages before the question, which only .*; set data.chat = true"):
+    with pytest.raises(UserError, match=r"rows.jsonl:1': has tools or messages before the question, which only .*; set data.chat = true"):
         read_problem_set(data.train[0], data, "data.train")
 
 

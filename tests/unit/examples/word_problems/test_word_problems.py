@@ -39,7 +39,7 @@ def test_answers_are_right_and_no_calculation_is_on_both_sides(one_seed, other_s
 
 
 def test_the_example_is_to_train_on_and_stands_before_every_question():
-    assert EXAMPLE[1][1] == "3 + 4 = 7" and not is_held_out("+", 3, 4)
+    assert EXAMPLE[1]["content"] == "3 + 4 = 7" and not is_held_out("+", 3, 4)
     assert all(problem.history == EXAMPLE for problem in (WordProblems(0).train_problem(0), *WordProblems(0).held_out(3)))
 
 
