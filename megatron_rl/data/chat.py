@@ -63,6 +63,14 @@ def read_tools(tools: Any, name: str) -> tuple[Mapping[str, Any], ...]:
     return tuple(tools)
 
 
+def check_own_chat(history: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]]) -> None:
+    """Raise RowError for what a format of the user's own gives as tools, or as calls of them, that no chat template takes."""
+    read_tools([*tools], "tools")
+    if any("tool_calls" in message for message in history):
+        chat = [_read_message(message, f"history[{index}]") for index, message in enumerate(history)]
+        _check_calls(chat, "history", tools)
+
+
 def _read_message(message: Any, place: str) -> dict[str, Any]:
     message = _without_nulls(message)
     calls = message.get("tool_calls") if isinstance(message, Mapping) else None

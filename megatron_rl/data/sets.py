@@ -9,6 +9,7 @@ from pathlib import Path
 
 from megatron_rl.config.data import DataConfig, DataSourceConfig
 from megatron_rl.config.hub import HUB_PREFIX
+from megatron_rl.data.chat import check_own_chat
 from megatron_rl.data.columns import read_columns
 from megatron_rl.data.files import SOURCE_FIX, read_file_rows
 from megatron_rl.data.formats import KNOWN_COLUMNS, RowError, RowReader, read_row
@@ -38,6 +39,8 @@ def read_problem_set(source: DataSourceConfig, data: DataConfig, field: str, qui
                 raise RowError(
                     "has tools or messages before the question, which only a chat template has a place for", "set data.chat = true"
                 )
+            if format not in {*DATA_FORMATS.builtin, "columns"}:
+                check_own_chat(row.history, row.tools)
         except RowError as error:
             raise UserError(field, f"{location}:{number}", error.rule, error.fix) from None
         if row.gold:

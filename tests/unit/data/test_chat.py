@@ -16,7 +16,7 @@ from examples.arithmetic.byte_tokenizer import make_byte_tokenizer
 from megatron_rl.config import Config, ModelConfig
 from megatron_rl.config.data import ColumnsConfig, DataConfig
 from megatron_rl.data import check_data, load_problems
-from megatron_rl.data.chat import read_tools
+from megatron_rl.data.chat import check_own_chat, read_tools
 from megatron_rl.data.columns import read_columns
 from megatron_rl.data.formats import RowError
 from megatron_rl.errors import UserError
@@ -133,6 +133,13 @@ def test_each_fault_is_one_line(row, line):
         read_columns(ColumnsConfig(**COLUMNS), row)
     message = f"{caught.value.rule}; {caught.value.fix}"
     assert message.startswith(line) and "\n" not in message
+
+
+def test_tools_of_a_format_of_ones_own_are_checked():
+    check_own_chat(CHAT[:4], [ADD])
+    for history, tools, line in (((), [{"name": "add"}], "must have type function"), (CHAT[:4], [], "which is none of the row's tools")):
+        with pytest.raises(RowError, match=line):
+            check_own_chat(history, tools)
 
 
 def test_tools_need_a_chat_template():
