@@ -19,8 +19,8 @@ from megatron_rl.data.formats import ProblemRow, RowError, is_blank, parse_level
 
 
 def read_columns(columns: ColumnsConfig, row: Mapping[str, Any]) -> ProblemRow:
-    """Return question, gold answer, level, earlier messages and tools of a row. Raise RowError for a column that is missing or holds no such
-    thing, with the columns that are there."""
+    """Return question, gold answer, level, earlier messages and tools of a row. Raise RowError for a column that is missing or holds no
+    such thing, with the columns that are there."""
     level = parse_level(_find(row, columns.level, "level")) if columns.level else 0
     tools = read_tools(_find(row, columns.tools, "tools"), columns.tools) if columns.tools else ()
     if columns.messages:

@@ -147,8 +147,9 @@ def test_the_same_question_after_other_messages_is_another_problem(tmp_path, mod
 
 
 def test_messages_of_an_own_format_need_a_chat_template(tmp_path, monkeypatch):
-    row = "from megatron_rl.data.formats import ProblemRow\ndef read(row): return ProblemRow('q', 'a', 0, ({'role': 'system', 'content': 'S'},))\n"
-    (tmp_path / "own_chat.py").write_text(row)
+    history = ({"role": "system", "content": "S"},)
+    read = f"def read(row): return ProblemRow('q', 'a', 0, {history})\n"
+    (tmp_path / "own_chat.py").write_text(f"from megatron_rl.data.formats import ProblemRow\n{read}")
     monkeypatch.syspath_prepend(str(tmp_path))
     data = DataConfig.model_validate({"train": write(tmp_path, {}), "format": "own_chat:read"})
     with pytest.raises(UserError, match=r"rows.jsonl:1': has tools or messages before the question, which only .*; set data.chat = true"):
