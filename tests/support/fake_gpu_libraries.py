@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from megatron_rl.precision.fp8 import quantize_1x128, quantize_128x1
-from megatron_rl.precision.ops import tree
+from megatron_rl.precision.ops import swiglu, tree
 from support.tree_sums import dequantize
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -28,6 +28,7 @@ def install(monkeypatch: Any) -> None:
         monkeypatch.setitem(sys.modules, name, fake)
 
     module("megatron_rl.precision.backends.triton_quantize", quantize_activation=quantize_activation, quantize_into=quantize_into)
+    module("megatron_rl.precision.backends.triton_swiglu", quantize_swiglu=quantize_swiglu)
     module("megatron_rl.precision.ops.tree_triton", multiply_nodes=multiply_nodes)
     module(
         "deep_gemm",
@@ -86,6 +87,29 @@ def quantize_activation(x: torch.Tensor, scale_format: str, *, rows: bool, colum
         parts = [part.t().contiguous() for part in torch.split(data.view(torch.uint8), groups.lengths if groups else [len(padded)])]
         flat = torch.cat([part.flatten() for part in parts])
         of_columns = (flat if groups else parts[0]).view(torch.float8_e4m3fn), torch.empty(scale.shape).copy_(scale).t()
+    return of_rows, of_columns
+
+
+def quantize_swiglu(
+    gate_up: torch.Tensor,
+    gradient: torch.Tensor | None,
+    scale_format: str,
+    *,
+    rows: bool,
+    columns: bool,
+    groups: Any = None,
+    row_multiple: int = 1,
+    column_multiple: int = 128,
+) -> Any:
+    """The kernel's results and layouts, from the references one after the other."""
+    result = swiglu.multiply_reference(gate_up) if gradient is None else swiglu.differentiate_reference(gate_up, gradient)
+    tokens = len(result)
+    padded = torch.cat([result, result.new_zeros(-tokens % row_multiple, result.shape[1])])
+    of_rows, _ = quantize_activation(padded, scale_format, rows=rows, columns=False)
+    _, of_columns = quantize_activation(result, scale_format, rows=False, columns=columns, groups=groups)
+    if of_columns is not None and groups is None:
+        data = of_columns[0].view(torch.uint8)[:, : tokens + -tokens % column_multiple].contiguous()
+        of_columns = data.view(torch.float8_e4m3fn), of_columns[1]
     return of_rows, of_columns
 
 

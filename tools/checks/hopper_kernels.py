@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("megatron_rl", "parallel", "rollout_sglang")
 REGISTERS: dict[str, int] = {
     "quantize_tile": 144,
+    "quantize_swiglu_tile": 128,
     "multiply_tile": 240,
     "rotate_token": 64,
     "sum_runs": 48,
@@ -68,6 +69,7 @@ def launch_all() -> None:
     """Call what launches kernels, for every kind of each."""
     from megatron_rl.precision.backends.token_groups import TokenGroups
     from megatron_rl.precision.backends.triton_quantize import quantize_activation, quantize_into
+    from megatron_rl.precision.backends.triton_swiglu import quantize_swiglu
     from megatron_rl.precision.ops import swiglu_triton, vocabulary_triton
     from megatron_rl.precision.ops.rope_triton import rotate
     from megatron_rl.precision.ops.tree_triton import multiply_nodes
@@ -78,6 +80,9 @@ def launch_all() -> None:
         for rows, columns, groups in ((True, True, None), (True, False, None), (False, True, None), (True, True, halves)):
             quantize_activation(x, scale_format, rows=rows, columns=columns, groups=groups)
         quantize_into(x, torch.zeros(256, 512, dtype=torch.float8_e4m3fn), torch.zeros(4, 256).t(), scale_format)
+        for rows, columns, groups in ((True, True, None), (True, False, None), (True, True, halves)):
+            for gradient in (None, x[:, :256].contiguous()):
+                quantize_swiglu(x, gradient, scale_format, rows=rows, columns=columns, groups=groups)
     for width in (256, 4096, 32768):  # the deepest trees: at tp 1, 32B models have 25,600
         for dtype, block in ((torch.float8_e4m3fn, 128), (torch.bfloat16, 0), (torch.float32, 0)):
             left, weight = torch.zeros(64, width, dtype=dtype), torch.zeros(128, width, dtype=dtype)

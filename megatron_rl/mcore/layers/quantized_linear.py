@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -64,6 +64,9 @@ class QuantizedMatmul(torch.autograd.Function):
     For the backward pass WGrad's operand of x is saved, which is smaller than x where the backend quantizes it. Under sequence parallelism
     each rank quantizes its own tokens and gathers bytes (`precision.backends.gather`), for WGrad again, as Megatron does; where that would
     not give the gathered x's operand, x is saved and gathered.
+
+    SwiGLU between two layers may be computed as its result is quantized, and its gradient too (`GateUp`): the first layer then returns
+    (activation, gate_up), of which the first has no numbers and the second no gradient, and the second layer takes both.
     """
 
     @staticmethod
@@ -76,24 +79,32 @@ class QuantizedMatmul(torch.autograd.Function):
         sequence_parallel: bool,
         group: Any,
         row_sum: RowSum | None = None,
-    ) -> torch.Tensor:
+        gate_up: torch.Tensor | None = None,
+        defers_swiglu: bool = False,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         backend, ctx.group = layer.backend, group
-        operand, saved = _quantize_gathered(ctx, backend, x) if sequence_parallel else _quantize(ctx, backend, x)
+        operand, saved = _quantize_gathered(ctx, backend, x) if sequence_parallel else _quantize(ctx, backend, x, gate_up)
         shape = (x.shape[0] * group.size() if sequence_parallel else x.shape[0], *x.shape[1:-1])
-        ctx.save_for_backward(weight, *saved)
         ctx.layer, ctx.sum_dgrad, ctx.sequence_parallel, ctx.shape, ctx.row_sum = layer, sum_dgrad, sequence_parallel, x.shape, row_sum
         y = (backend.fprop_by_tree if row_sum is not None and row_sum.by_tree else backend.fprop)(operand, layer.operand).unflatten(
             0, shape
         )
+        ctx.defers_swiglu = defers_swiglu
+        ctx.save_for_backward(weight, *saved, *([y] if defers_swiglu else []))
+        if defers_swiglu:
+            ctx.mark_non_differentiable(y)
+            ctx.set_materialize_grads(False)  # else zeros are written in the place of its gradient
+            return y.new_empty(1).expand(*shape, y.shape[-1] // 2), y
         return y if row_sum is None else row_sum.reduce(y, x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, dy: torch.Tensor, *_: Any) -> tuple[torch.Tensor | None, ...]:
         weight, *saved = ctx.saved_tensors
+        gate_up = saved.pop() if ctx.defers_swiglu else None
         layer, group, backend = ctx.layer, ctx.group, ctx.layer.backend
         needs_dx, needs_dw = ctx.needs_input_grad[:2]
         tokens_again = _start_gathering_again(ctx, tuple(saved)) if needs_dw and ctx.sequence_parallel else None  # while DGrad runs
-        gradient, gradient_again = _quantize_gradient(ctx, dy)
+        gradient, gradient_again = _quantize_gradient(ctx, dy, gate_up)
         dx, dw, pending = None, None, None
         if needs_dx:
             dx = backend.dgrad(gradient, layer.operand).unflatten(0, (-1, *dy.shape[1:-1]))
@@ -108,12 +119,29 @@ class QuantizedMatmul(torch.autograd.Function):
             dw = _weight_gradient(weight, backend, gradient, operand)
         if pending is not None:
             pending.wait()
-        return dx, dw, None, None, None, None, None
+        return dx, dw, *[None] * 7
 
 
-def _quantize(ctx: Any, backend: Backend, x: torch.Tensor) -> tuple[Operand, tuple[torch.Tensor, ...]]:
-    """Return the operand of x, and what of it WGrad needs."""
-    operand = backend.quantize(_flatten_tokens(x), rows=True, columns=ctx.needs_input_grad[1])
+class GateUp(NamedTuple):
+    """What stands between two layers for the result of SwiGLU that the second computes as it quantizes."""
+
+    activation: torch.Tensor
+    """[..., F] without numbers, which has the result's gradient."""
+    gate_up: torch.Tensor
+    """[..., 2 F] without gradient."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.activation.dtype
+
+
+def _quantize(ctx: Any, backend: Any, x: torch.Tensor, gate_up: torch.Tensor | None) -> tuple[Operand, tuple[torch.Tensor, ...]]:
+    """Return the operand of x, or of SwiGLU's result for gate_up, and what of it WGrad needs."""
+    columns = ctx.needs_input_grad[1]
+    if gate_up is None:
+        operand = backend.quantize(_flatten_tokens(x), rows=True, columns=columns)
+    else:
+        operand = backend.quantize_swiglu(_flatten_tokens(gate_up), None, rows=True, columns=columns)
     return operand, operand.columns
 
 
@@ -128,10 +156,12 @@ def _quantize_gathered(ctx: Any, backend: Backend, x: torch.Tensor) -> tuple[Ope
     return gathered, own.columns if ctx.gathers_columns else (x,)
 
 
-def _quantize_gradient(ctx: Any, dy: torch.Tensor) -> tuple[Operand, PendingOperand | None]:
+def _quantize_gradient(ctx: Any, dy: torch.Tensor, gate_up: torch.Tensor | None) -> tuple[Operand, PendingOperand | None]:
     """Return the operand of all tokens' gradients; or where a rank has those of its own, and whole groups of tokens, DGrad's, for which it
-    waits, and WGrad's, which is gathered while DGrad runs."""
+    waits, and WGrad's, which is gathered while DGrad runs. With gate_up dy is the gradient of SwiGLU's result."""
     backend, row_sum, (needs_dx, needs_dw) = ctx.layer.backend, ctx.row_sum, ctx.needs_input_grad[:2]
+    if gate_up is not None:
+        return backend.quantize_swiglu(_flatten_tokens(gate_up), _flatten_tokens(dy), rows=needs_dx, columns=needs_dw), None
     tokens = dy.shape[:-1].numel()
     if isinstance(row_sum, ScatteredSum) and can_gather(backend, tokens) and backend.gathers_bytes and tokens % BLOCK == 0 and needs_dx:
         own = backend.quantize(_flatten_tokens(dy), rows=True, columns=needs_dw)
@@ -185,6 +215,8 @@ class QuantizedLinear:
     quantizes_input: bool = True
     quantization_enabled: bool = True
     """False within `disable_quantization`: the forward pass multiplies with the master."""
+    defers_swiglu: bool = False
+    """The next forward pass returns `GateUp`, which the layer behind takes; `FusedMLP` says so."""
     master: MasterSlice | None = None
     """What this rank's optimizer steps; None without an optimizer."""
     read_master: Callable[[], torch.Tensor] | None = None
@@ -254,10 +286,15 @@ class QuantizedLinear:
             self.cached_operand = self.backend.prepare(self.blocks, self.row_order)
         return self.cached_operand
 
-    def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, *_: Any, **options: Any) -> torch.Tensor:
+    def _forward_impl(self, input: Any, weight: torch.Tensor, *_: Any, **options: Any) -> Any:
+        """`input`: a tensor, or `GateUp`; returns one too."""
         sequence_parallel, group, row_sum = options["sequence_parallel"], options["tp_group"], options.get("row_sum")
+        input, gate_up = input if isinstance(input, GateUp) else (input, None)
         if self.quantization_enabled:
-            y = QuantizedMatmul.apply(input, weight, self, options["allreduce_dgrad"], sequence_parallel, group, row_sum)
+            parallelism = options["allreduce_dgrad"], sequence_parallel, group, row_sum
+            y = QuantizedMatmul.apply(input, weight, self, *parallelism, gate_up, self.defers_swiglu)
+            if self.defers_swiglu:
+                return GateUp(*y)
         else:
             inputs = gather_sequence(input, group) if sequence_parallel else input
             y = F.linear(inputs, self.gather_master().to(inputs.dtype))
@@ -336,6 +373,18 @@ class QuantizedRowParallelLinear(QuantizedLinear, TreeRowParallelLinear):
 
 class QuantizedReplicatedLinear(QuantizedLinear, ReplicatedLinear):
     """y = x W^T with the whole W on every tensor-parallel rank; `weight` [N, K]."""
+
+
+def can_fuse_swiglu(first: Any, second: Any) -> bool:
+    """Return whether two linear layers with SwiGLU between them may leave it to the second's quantization: no bias, a backend that can,
+    nothing in the place of their forward passes (`mcore.engine_emulation`), and nobody who looks at what lies between."""
+    return (
+        isinstance(first, QuantizedColumnParallelLinear)
+        and isinstance(second, QuantizedRowParallelLinear)
+        and first.bias is None
+        and hasattr(second.backend, "quantize_swiglu")
+        and all(layer.quantization_enabled and "_forward_impl" not in vars(layer) and not layer._forward_hooks for layer in (first, second))
+    )
 
 
 def find_quantized_layers(model: torch.nn.Module) -> dict[str, QuantizedLinear]:

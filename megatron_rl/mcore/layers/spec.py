@@ -18,8 +18,9 @@ from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules, get_transformer_layer_offset
@@ -29,11 +30,13 @@ from megatron_rl.mcore.layers.experts import MixtureOfExperts, OutputWeightedExp
 from megatron_rl.mcore.layers.mla import AbsorbedLatentAttention, AbsorbedLinear, LatentAttention, ReplicatedLinear, takes_absorbed_form
 from megatron_rl.mcore.layers.norms import NormedAdd, RMSNorm
 from megatron_rl.mcore.layers.quantized_linear import (
+    GateUp,
     QuantizedAbsorbedLinear,
     QuantizedColumnParallelLinear,
     QuantizedReplicatedLinear,
     QuantizedRowParallelLinear,
     WeightOnlyQuantizedLinear,
+    can_fuse_swiglu,
 )
 from megatron_rl.mcore.layers.router import Router
 from megatron_rl.mcore.layers.row_parallel import TreeRowParallelLinear
@@ -101,8 +104,19 @@ class SwiGLU(MegatronModule):
     """What a model built with `use_te_activation_func` calls in the place of Transformer Engine's. Megatron asks every part of an MLP for
     its share of a checkpoint."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return swiglu.swiglu(x)
+    def forward(self, x: torch.Tensor | GateUp) -> torch.Tensor | GateUp:
+        return x if isinstance(x, GateUp) else swiglu.swiglu(x)
+
+
+class FusedMLP(MLP):
+    """Megatron's MLP, on a GPU: where its layers are quantized, SwiGLU is computed by what quantizes its result, and its gradient too."""
+
+    def __init__(self, config: TransformerConfig, submodules: MLPSubmodules) -> None:
+        super().__init__(config, submodules, tp_group=get_default_pg_collection().tp)
+
+    def forward(self, hidden_states: torch.Tensor, *args: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        self.linear_fc1.defers_swiglu = can_fuse_swiglu(self.linear_fc1, self.linear_fc2)
+        return super().forward(hidden_states, *args, **options)
 
 
 class AbsorbedCoreAttention(CoreAttention):
@@ -180,11 +194,11 @@ def _layer_spec(config: TransformerConfig, backend: SpecProvider, experts: int |
 
 
 def _mlp(backend: SpecProvider, experts: int | None) -> Any:
+    """A namespace is what Megatron builds like a ModuleSpec, of which it would warn that it does not know the class."""
     spec = get_mlp_module_spec_for_backend(backend=backend, num_experts=experts, use_te_activation_func=swiglu.is_fused())
     if experts is None:
-        return spec
+        return SimpleNamespace(module=FusedMLP, submodules=spec.submodules) if swiglu.is_fused() else spec
     spec.submodules.router = Router
-    # what Megatron builds like a ModuleSpec, of which it would warn that it does not know the class
     return SimpleNamespace(module=MixtureOfExperts, submodules=spec.submodules)
 
 

@@ -62,6 +62,14 @@ class Backend(Protocol):
         """Return float32 [N, K]; with a gradient buffer `into` [N, K], add to it and return it."""
 
 
+class SwiGLUBackend(Backend, Protocol):
+    """A `Backend` that computes SwiGLU as it quantizes."""
+
+    def quantize_swiglu(self, gate_up: torch.Tensor, gradient: torch.Tensor | None, *, rows: bool, columns: bool) -> Operand:
+        """Quantize SwiGLU's result [T, F] for gate_up [T, 2 F]; with the gradient [T, F] of that result, gate_up's [T, 2 F]. The same bits
+        as `quantize` of what `precision.ops.swiglu` returns."""
+
+
 class GpuBackend:
     """bf16 in and out, widths in multiples of 128, a weight's rows in their own order; anything else is refused."""
 

@@ -50,6 +50,13 @@ class DeepGemmBackend(GpuBackend):
         row_pair, column_pair = quantize_activation(x, self.scale_format, rows=rows, columns=columns)
         return Operand(x.shape[0], row_pair or (), column_pair or ())
 
+    def quantize_swiglu(self, gate_up: torch.Tensor, gradient: torch.Tensor | None, *, rows: bool, columns: bool) -> Operand:
+        from megatron_rl.precision.backends.triton_swiglu import quantize_swiglu
+
+        self.check_input(gate_up)
+        row_pair, column_pair = quantize_swiglu(gate_up, gradient, self.scale_format, rows=rows, columns=columns)
+        return Operand(len(gate_up), row_pair or (), column_pair or ())
+
     def start_gather(self, operand: Operand, group: Any) -> PendingOperand:
         tokens, of_rows = operand.tokens * group.size(), bool(operand.rows)
         data, scale = operand.rows or operand.columns

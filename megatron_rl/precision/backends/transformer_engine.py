@@ -49,6 +49,17 @@ class TransformerEngineBackend(GpuBackend):
         row_pair, column_pair = ((buffers[f"{side}_data"], buffers[f"{side}_scale_inv"]) for side in ("rowwise", "columnwise"))
         return Operand(tokens, row_pair if rows else (), column_pair if columns else ())
 
+    def quantize_swiglu(self, gate_up: torch.Tensor, gradient: torch.Tensor | None, *, rows: bool, columns: bool) -> Operand:
+        """By our Triton kernel, in Transformer Engine's layout."""
+        from megatron_rl.precision.backends.triton_swiglu import quantize_swiglu
+
+        self.check_input(gate_up)
+        pairs = quantize_swiglu(
+            gate_up, gradient, self.scale_format, rows=rows, columns=columns, row_multiple=_TOKENS, column_multiple=_TOKENS
+        )
+        row_pair, column_pair = (() if pair is None else (pair[0].view(torch.uint8), pair[1].t()) for pair in pairs)
+        return Operand(len(gate_up), row_pair, column_pair)
+
     def start_gather(self, operand: Operand, group: Any) -> PendingOperand:
         of_rows = bool(operand.rows)
         data, scale = operand.rows or operand.columns

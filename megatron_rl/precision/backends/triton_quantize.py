@@ -50,6 +50,59 @@ def _e4m3_bytes(values):
 
 
 @triton.jit
+def _store_rows(
+    values,
+    data,
+    scales,
+    token,
+    column_tile,
+    tokens,
+    width,
+    stride,
+    step,
+    POW2: tl.constexpr,
+    EPSILON: tl.constexpr,
+    LARGEST: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Write Q_1x128 of a tile of float32 values, those of the first `tokens` tokens."""
+    column, inside = column_tile * TILE + tl.arange(0, TILE), token < tokens
+    scale, inverse = _scale_and_inverse(tl.max(tl.abs(values), axis=1), POW2, EPSILON, LARGEST)
+    tl.store(data + token[:, None] * width + column[None, :], _e4m3_bytes(values * inverse[:, None]), mask=inside[:, None])
+    tl.store(scales + column_tile * stride + token * step, scale, mask=inside)
+
+
+@triton.jit
+def _store_columns(
+    values,
+    data,
+    scales,
+    group_start,
+    group_length,
+    token,
+    token_tile,
+    column_tile,
+    tokens,
+    width,
+    POW2: tl.constexpr,
+    GROUPED: tl.constexpr,
+    EPSILON: tl.constexpr,
+    LARGEST: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Write Q_128x1 of a tile, transposed; `tokens` are those of the result."""
+    column = column_tile * TILE + tl.arange(0, TILE)
+    scale, inverse = _scale_and_inverse(tl.max(tl.abs(values), axis=0), POW2, EPSILON, LARGEST)
+    start, length = tl.zeros([], tl.int64), tokens
+    if GROUPED:  # every group of tokens (an expert's) has a matrix [width, its length] of its own, one after the other
+        start = tl.multiple_of(tl.load(group_start + token_tile), TILE)
+        length = tl.multiple_of(tl.load(group_length + token_tile), TILE)
+    target = data + start * width + column[:, None] * length + (token - start)[None, :]
+    tl.store(target, tl.trans(_e4m3_bytes(values * inverse[None, :])), mask=(token < tokens)[None, :])
+    tl.store(scales + token_tile * width + column, scale)
+
+
+@triton.jit
 def quantize_tile(
     x,
     row_data,
@@ -75,21 +128,16 @@ def quantize_tile(
     token_tile, column_tile = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     token = token_tile * TILE + tl.arange(0, TILE)
     column = column_tile * TILE + tl.arange(0, TILE)
-    inside = token < tokens
-    values = tl.load(x + token[:, None] * width + column[None, :], mask=inside[:, None], other=0.0).to(tl.float32)
+    values = tl.load(x + token[:, None] * width + column[None, :], mask=(token < tokens)[:, None], other=0.0).to(tl.float32)
     if ROWS:
-        scale, inverse = _scale_and_inverse(tl.max(tl.abs(values), axis=1), POW2, EPSILON, LARGEST)
-        tl.store(row_data + token[:, None] * width + column[None, :], _e4m3_bytes(values * inverse[:, None]), mask=inside[:, None])
-        tl.store(row_scale + column_tile * row_scale_stride + token * row_scale_step, scale, mask=inside)
+        _store_rows(
+            values, row_data, row_scale, token, column_tile, tokens, width, row_scale_stride, row_scale_step, POW2, EPSILON, LARGEST, TILE
+        )  # fmt: skip
     if COLUMNS:
-        scale, inverse = _scale_and_inverse(tl.max(tl.abs(values), axis=0), POW2, EPSILON, LARGEST)
-        start, length = tl.zeros([], tl.int64), padded_tokens
-        if GROUPED:  # every group of tokens (an expert's) has a matrix [width, its length] of its own, one after the other
-            start = tl.multiple_of(tl.load(group_start + token_tile), TILE)
-            length = tl.multiple_of(tl.load(group_length + token_tile), TILE)
-        target = column_data + start * width + column[:, None] * length + (token - start)[None, :]
-        tl.store(target, tl.trans(_e4m3_bytes(values * inverse[None, :])))
-        tl.store(column_scale + token_tile * width + column, scale)
+        _store_columns(
+            values, column_data, column_scale, group_start, group_length, token, token_tile, column_tile, padded_tokens, width, POW2,
+            GROUPED, EPSILON, LARGEST, TILE,
+        )  # fmt: skip
 
 
 def quantize_activation(
@@ -103,18 +151,35 @@ def quantize_activation(
     tokens, width = x.shape
     if width % BLOCK or (groups is not None and groups.rows != tokens):
         raise ValueError(f"x {list(x.shape)}: the width must be a multiple of {BLOCK}, and groups have all rows")
-    x, blocks = x.contiguous(), -(-tokens // BLOCK)
-    empty: Any = lambda *shape, dtype: torch.empty(shape, dtype=dtype, device=x.device)  # noqa: E731
+    x = x.contiguous()
+    row_pair, column_pair = allocate(tokens, width, x.device, rows=rows, columns=columns)
+    _launch(x, scale_format, row_pair, column_pair, None if groups is None else groups.tiles)
+    return row_pair, flatten_groups(column_pair, groups)
+
+
+def allocate(
+    tokens: int, width: int, device: torch.device, *, rows: bool, columns: bool, row_multiple: int = 1, column_multiple: int = BLOCK
+) -> tuple[QuantizedPair | None, QuantizedPair | None]:
+    """Return empty (rows, columns) laid out as the module docstring says, whose tokens are padded to the multiples."""
+    empty: Any = lambda *shape, dtype: torch.empty(shape, dtype=dtype, device=device)  # noqa: E731
     row_pair = column_pair = None
     if rows:
-        row_scale = empty(width // BLOCK, -(-tokens // 4) * 4, dtype=torch.float32)
-        row_pair = empty(tokens, width, dtype=torch.float8_e4m3fn), row_scale.t()[:tokens]
+        count = _round_up(tokens, row_multiple)
+        row_scale = empty(width // BLOCK, _round_up(count, 4), dtype=torch.float32)
+        row_pair = empty(count, width, dtype=torch.float8_e4m3fn), row_scale.t()[:count]
     if columns:
-        column_pair = empty(width, blocks * BLOCK, dtype=torch.float8_e4m3fn), empty(blocks, width, dtype=torch.float32).t()
-    _launch(x, scale_format, row_pair, column_pair, None if groups is None else groups.tiles)
-    if column_pair is not None and groups is not None:
-        column_pair = column_pair[0].flatten(), column_pair[1]
+        count = _round_up(tokens, column_multiple)
+        column_pair = empty(width, count, dtype=torch.float8_e4m3fn), empty(-(-tokens // BLOCK), width, dtype=torch.float32).t()
     return row_pair, column_pair
+
+
+def flatten_groups(columns: QuantizedPair | None, groups: TokenGroups | None) -> QuantizedPair | None:
+    """Return what `quantize_activation` does for groups."""
+    return columns if columns is None or groups is None else (columns[0].flatten(), columns[1])
+
+
+def _round_up(count: int, multiple: int) -> int:
+    return -(-count // multiple) * multiple
 
 
 def quantize_into(x: torch.Tensor, data: torch.Tensor, scale: torch.Tensor, scale_format: str) -> None:

@@ -15,14 +15,26 @@ _COLUMNS = 1024
 
 
 @triton.jit
+def _multiply(gate, up):
+    """silu(gate) up of float32 values."""
+    return tl.div_rn(gate, 1.0 + tl.exp(-gate)) * up
+
+
+@triton.jit
+def _differentiate(gate, up, dy):
+    """The gradients of gate and up."""
+    share = tl.div_rn(tl.full(gate.shape, 1.0, tl.float32), 1.0 + tl.exp(-gate))
+    return dy * up * (share * (1.0 + gate * (1.0 - share))), dy * (gate * share)
+
+
+@triton.jit
 def multiply_row(x, result, width, COLUMNS: tl.constexpr):
     """One program for COLUMNS results of a token: x [T, 2 width], result [T, width]."""
     token, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < width
     gate = tl.load(x + token * 2 * width + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(x + (token * 2 + 1) * width + column, mask=inside, other=0.0).to(tl.float32)
-    value = tl.div_rn(gate, 1.0 + tl.exp(-gate)) * up
-    tl.store(result + token * width + column, value.to(result.dtype.element_ty), mask=inside)
+    tl.store(result + token * width + column, _multiply(gate, up).to(result.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -33,8 +45,7 @@ def differentiate_row(x, gradient, result, width, COLUMNS: tl.constexpr):
     gate = tl.load(x + token * 2 * width + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(x + (token * 2 + 1) * width + column, mask=inside, other=0.0).to(tl.float32)
     dy = tl.load(gradient + token * width + column, mask=inside, other=0.0).to(tl.float32)
-    share = tl.div_rn(tl.full(gate.shape, 1.0, tl.float32), 1.0 + tl.exp(-gate))
-    of_gate, of_up = dy * up * (share * (1.0 + gate * (1.0 - share))), dy * (gate * share)
+    of_gate, of_up = _differentiate(gate, up, dy)
     tl.store(result + token * 2 * width + column, of_gate.to(result.dtype.element_ty), mask=inside)
     tl.store(result + (token * 2 + 1) * width + column, of_up.to(result.dtype.element_ty), mask=inside)
 
