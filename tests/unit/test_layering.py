@@ -52,7 +52,7 @@ TORCH_FREE = (
     "parallel.layout",
     "rollout_sglang",
 )
-KERNELS = ("triton_quantize", "__init__")  # of the back ends: the first is imported inside functions alone
+KERNELS = ("triton_quantize", "triton_swiglu", "__init__")  # of the back ends: the first two are imported inside functions alone
 
 
 def imported_names(file: Path) -> set[str]:
