@@ -15,6 +15,8 @@ from parallel.weights import Weight, make_weight
 
 TARGETS = {"linear_qkv": "qkv_proj", "linear_proj": "o_proj", "linear_fc1": "gate_up_proj", "linear_fc2": "down_proj"}
 """Megatron's layer -> SGLang's."""
+ATTENTION = {"linear_qkv", "linear_proj"}
+"""The targets that are no MLP's."""
 NAMES = ("lora_A", "lora_B")
 
 

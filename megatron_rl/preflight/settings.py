@@ -10,6 +10,7 @@ from megatron_rl.config.rollout import MOST_KEPT
 from megatron_rl.errors import UserError
 from megatron_rl.hf.files import read_config
 from megatron_rl.preflight.rule import Facts, Needs, rule
+from parallel.adapters import ATTENTION
 from parallel.formats import SERVED_METHODS
 from parallel.model_geometry import ModelGeometry, as_critic
 
@@ -241,9 +242,9 @@ def adapters_are_built_for_the_run(facts: Facts) -> None:
     for name, value, only in (("reduction", precision.reduction, "tree"), ("backend", precision.backend, "emulated")):
         if value != only:
             raise UserError(f"precision.{name}", value, "is not built with [lora], which has run on CPUs only", f'use "{only}"')
-    for name in ("pp", "cp", "ep"):
+    for name in ("pp", "cp"):
         if (size := getattr(config.train.layout, name)) > 1:
-            rule = "is not built with [lora], which is for tensor and data parallel ranks"
+            rule = "is not built with [lora], which is for tensor, expert and data parallel ranks"
             raise UserError(f"train.layout.{name}", size, rule, f"set train.layout.{name} = 1")
     if config.teacher is not None:
         raise UserError("lora", None, "is not built for a run with a teacher", "leave one of them out")
@@ -258,13 +259,15 @@ def adapters_are_built_for_the_run(facts: Facts) -> None:
 
 @rule(Needs.TRAINER | Needs.MODEL)
 def adapters_are_built_for_the_model(facts: Facts) -> None:
-    if facts.config.lora is None:
+    lora = facts.config.lora
+    if lora is None:
         return
     has = {
-        "experts": facts.model.experts is not None,
-        "latent attention": facts.model.latent is not None,
-        "norms behind its layers": facts.model.post_norms,
-        "layers for multi-token prediction": facts.model.mtp_layers > 0,
+        "experts, whose MLPs": facts.model.experts is not None and not set(lora.targets) <= ATTENTION,
+        "latent attention, which": facts.model.latent is not None,
+        "norms behind its layers, which": facts.model.post_norms,
+        "layers for multi-token prediction, which": facts.model.mtp_layers > 0,
     }
     for what in (name for name, value in has.items() if value):
-        raise UserError("lora", None, f"is not built for a model with {what}", "leave it out, or use a dense model")
+        fix = f"adapt attention alone, {' and '.join(sorted(ATTENTION))}" if "experts" in what else "leave [lora] out, or use another model"
+        raise UserError("lora.targets", list(lora.targets), f"meets {what} no adapters are built for", fix)

@@ -36,3 +36,13 @@ def test_a_run_of_adapters_is_exact_resumes_in_another_layout_and_is_exported(tm
     assert described["target_modules"] == ["down_proj", "k_proj", "o_proj", "q_proj", "v_proj"] and described["r"] == 8
     assert len(tensors) == 10 and all(bool(tensor.any()) for tensor in tensors.values())
     assert all(tensor.shape[0 if ".lora_A." in name else 1] == 8 for name, tensor in tensors.items())
+
+
+def test_attention_of_a_model_with_experts_is_adapted_while_ranks_share_the_experts(tmp_path):
+    experts = {**LORA, "lora.targets": '["linear_qkv", "linear_proj"]', "train.layout.dp": 2, "train.layout.ep": 2, "train.steps": 3}
+    done = finish(train(tmp_path, experts, launcher=TORCHRUN, config="quickstart_moe"))
+    assert done.code == 0, done.err
+    rows = read_rows(tmp_path / "runs" / "latest")
+    whole, *others = [row["sync/bytes"] for row in rows]
+    assert others == [others[0]] * 3 and 0 < others[0] < whole / 4, "experts and router are frozen"
+    assert all(row["mismatch/abs_max"] == 0 < row["grad_norm"] for row in rows[1:])

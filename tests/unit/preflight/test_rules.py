@@ -347,7 +347,7 @@ MISTAKES = [
     Mistake(
         settings.adapters_are_built_for_the_run,
         "train plan",
-        "train.layout.pp = 2: is not built with [lora], which is for tensor and data parallel ranks",
+        "train.layout.pp = 2: is not built with [lora], which is for tensor, expert and data parallel ranks",
         (
             "--lora.rank=16",
             "--train.layout.pp=2",
@@ -413,7 +413,7 @@ MISTAKES = [
     Mistake(
         settings.adapters_are_built_for_the_model,
         "train plan",
-        "lora: is not built for a model with experts",
+        "lora.targets = ['linear_qkv', 'linear_proj', 'linear_fc1', 'linear_fc2']: meets experts, whose MLPs no adapters",
         (
             "--lora.rank=16",
             "--model.path=experts",
