@@ -21,6 +21,14 @@ is_usable_venv() {
   was_made_here && is_usable_python "$venv/bin/python" && "$venv/bin/python" -m pip --version >/dev/null 2>&1
 }
 
+# compile_packages CORES PACKAGE...: compile what every run imports (0: on all cores); Python compiles the rest when it is first imported.
+compile_packages() {
+  local cores=$1 site
+  shift
+  site=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+  (cd "$site" && "$venv/bin/python" -m compileall -qq -j "$cores" -x '/(tests?|testing)/|transformers/models/' "$@") 9>&- || true # some files are templates
+}
+
 is_installed && exit 0
 lock "${BASH_SOURCE[0]}"
 is_installed && exit 0
@@ -32,8 +40,10 @@ echo "megatron-rl setup: installing into $venv (a few minutes; this happens once
 is_usable_venv || "$python" -m venv --clear "$venv"
 rm -f "$stamp"
 pip -qq --retries 1 install --no-compile --no-deps -r "$root/launch/requirements-torch.txt" # a closed network may lack its index and still have the build
+compile_packages 1 torch & # pip uses one core
 pip -qq install --no-compile --no-deps -r "$root/launch/requirements.txt"
 pip -qq install --no-deps --no-build-isolation -e "$root"
-"$venv/bin/python" -m compileall -qq -j 0 -x /tests/ "$venv/lib" || true # on all cores, where pip uses one; some files are templates
+compile_packages 0 transformers sglang/srt sglang/kernels megatron sympy networkx numpy pydantic huggingface_hub openai
+wait
 print_dependencies >"$stamp"
 echo "megatron-rl setup: done"

@@ -13,5 +13,12 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 python=.venv/bin/python
 $python -m ruff check .
 $python -m ruff format --check --quiet . || { echo "not formatted: run $python -m ruff format ." >&2; exit 1; }
-$python -m mypy
-exec $python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "$selection" "$@" # files with engines come before the short ones; a file stays on one worker
+types=$(mktemp)
+trap 'kill $mypy 2>/dev/null || true; rm -f "$types"' EXIT
+$python -m mypy >"$types" 2>&1 & # one core for a minute: beside the tests, which often wait
+mypy=$!
+status=0
+$python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "$selection" "$@" || status=$? # files with engines come before the short ones; a file stays on one worker
+wait $mypy || status=$?
+cat "$types"
+exit $status

@@ -124,8 +124,8 @@ class RunLog:
         self._unexpected = unexpected.keys()
 
     def write_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Record completions of a step: level, prompt, completion, answer, reward, correct, advantage, finish_reason, error,
-        mismatch (`training.mismatch.bin_mismatch`)."""
+        """Record completions of a step: problem (its id), versions (of the oldest and newest token), level, prompt, completion, answer,
+        reward, correct, advantage, finish_reason, error, mismatch (`training.mismatch.bin_mismatch`)."""
         self._append("samples.jsonl", [{"step": step, **row} for row in rows])
 
     def finish(self, status: Literal["finished", "broken"], reason: str = "") -> None:

@@ -12,15 +12,14 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from html import escape
-from typing import Any
-
-import matplotlib
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from typing import TYPE_CHECKING, Any
 
 from megatron_rl.metrics import STEP_SECONDS, Declarations, Metric, MetricValue, describe, group_by_panel
 from megatron_rl.reporting.formatting import format_bytes
+
+if TYPE_CHECKING:  # matplotlib is imported where something is drawn: of a run's ranks one draws, at its end
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 Rows = Sequence[dict[str, MetricValue]]
 
@@ -131,6 +130,9 @@ def render_curves(title: str, xlabel: str, xs: Sequence[float], curves: Mapping[
 def _render(draw: Callable[[Figure], None], title: str) -> str:
     """Draw a figure and return it as an `<svg>` element of the page: no XML head, no metadata, a name for screen readers, the page's
     colours and font."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
     with matplotlib.rc_context(_STYLE):
         figure = Figure(figsize=(6.4, 3.4), layout="constrained")
         draw(figure)
@@ -179,6 +181,8 @@ def _add_legend(ax: Axes) -> None:
 
 
 def _finish_axes(ax: Axes, panel: Panel) -> None:
+    from matplotlib.ticker import FuncFormatter
+
     ax.set_ylabel(panel.ylabel)
     if panel.kind == "share":
         ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:g} %"))
@@ -194,6 +198,8 @@ def _finish_axes(ax: Axes, panel: Panel) -> None:
 
 
 def _finish_steps(ax: Axes, rows: Rows, xlabel: str) -> None:
+    from matplotlib.ticker import MaxNLocator
+
     ax.set_xlabel(xlabel)
     ax.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=10, min_n_ticks=1))
     steps = [float(row["step"] or 0) for row in rows]

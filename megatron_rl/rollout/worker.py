@@ -376,10 +376,12 @@ def _agent_metrics(completions: Sequence[Completion]) -> dict[str, float]:
 
 
 def build_sample_rows(step: int, completions: Sequence[Completion], count: int) -> list[dict[str, Any]]:
-    """Return the report's rows of `count` completions, spread evenly over the step's."""
+    """Return the report's rows of `count` completions, spread evenly over the step's. `versions`: those of the oldest and newest token."""
     return [
         {
             "step": step,
+            "problem": completion.problem.id,
+            "versions": _find_versions(step - 1, completion),
             "level": completion.problem.level,
             "prompt": completion.problem.prompt,
             "completion": completion.text,
@@ -393,6 +395,12 @@ def build_sample_rows(step: int, completions: Sequence[Completion], count: int) 
         }
         for completion in select_evenly(completions, count)
     ]
+
+
+def _find_versions(trained_at: int, completion: Completion) -> list[int]:
+    """Return the oldest and the newest policy version that sampled a token, of the completion that the trainer takes at `trained_at`."""
+    lags_T = completion.version_lags_T
+    return [trained_at] * 2 if lags_T is None or not len(lags_T) else [trained_at - int(lags_T.max()), trained_at - int(lags_T.min())]
 
 
 def select_evenly(values: Sequence[T], count: int) -> list[T]:

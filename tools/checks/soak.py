@@ -1,11 +1,15 @@
-"""Train the same run twice, once undisturbed and once under random kills of engine and trainer. Both must end with the same bits.
+"""Train the same run twice, once undisturbed and once under random kills of engines and trainer. Both must end with the same bits.
 
     python tools/checks/soak.py --steps 200 --kills 12
     python tools/checks/soak.py --plan            # print what would be killed when, and run nothing
     python tools/checks/soak.py --compare A B     # two finished runs
+    python tools/checks/soak.py --placement.kind=disaggregated --placement.max_staleness=2 --rollout.engines=2 ...
+
+A run that samples ahead of the trainer (`placement.max_staleness`) or over-samples is not the same twice: it is trained once, under kills,
+and its record must show every problem trained on once, in order (`sample_record.py`).
 
 A trainer that was killed is started again by the same command, with checkpoint.resume=auto; the run itself restarts an engine that was
-killed. Prints for every kill the seconds until the next step was recorded, and exits with 1 where rows or checkpoints differ.
+killed. Prints for every kill the seconds until the next step was recorded, and exits with 1 where something is wrong.
 """
 
 from __future__ import annotations
@@ -21,7 +25,9 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from sample_record import find_faults
 
+from megatron_rl.config import Config, load_config
 from megatron_rl.observability.run_log import read_jsonl
 
 ROOT = Path(__file__).parents[2]
@@ -31,19 +37,22 @@ _IGNORED = ("time", "second", "memory/", "engine/restarts")
 
 @dataclass
 class Kill:
-    """`victim` is killed `delay` seconds after `step` was recorded; `seconds`: from then until a row of a later step was."""
+    """`victim` is killed `delay` seconds after `step` was recorded; `seconds`: from then until a row of a later step was. Of several
+    engines one is killed, that of number `engine` among those that run, or all."""
 
     step: int
     victim: str
     delay: float
+    engine: int = 0
     seconds: float | None = None
 
 
-def plan_kills(steps: int, kills: int, seed: int) -> list[Kill]:
-    """Draw distinct steps, in order; engine and trainer alike often."""
+def plan_kills(steps: int, kills: int, seed: int, engines: int) -> list[Kill]:
+    """Draw distinct steps, in order; engine, all of several engines, and trainer alike often."""
     generator = random.Random(seed)
     chosen = sorted(generator.sample(range(steps - 1), kills))
-    return [Kill(step, generator.choice(("engine", "trainer")), generator.uniform(0, 5)) for step in chosen]
+    victims = ("engine", "trainer") if engines == 1 else ("engine", "all engines", "trainer")
+    return [Kill(step, generator.choice(victims), generator.uniform(0, 5), generator.randrange(engines)) for step in chosen]
 
 
 class SoakRun:
@@ -73,17 +82,26 @@ class SoakRun:
             raise RuntimeError(f"the run ended with exit code {self._process.returncode}; see {self._console}")
         return self.ended()
 
-    def kill(self, victim: str) -> bool:
+    def kill(self, kill: Kill) -> bool:
         """Return False where there is no such process at the moment."""
         trainer = psutil.Process(self._process.pid)
-        if victim == "trainer":
+        if kill.victim == "trainer":
             trainer.kill()
             self._process.wait()
             return True
-        servers = [child for child in trainer.children(recursive=True) if "rollout_sglang.server" in child.cmdline()]
-        for server in servers:
+        servers = [child for child in trainer.children(recursive=True) if _is_server(child)]
+        for server in servers if kill.victim == "all engines" else servers[kill.engine :][:1] or servers[:1]:
             server.kill()
         return bool(servers)
+
+
+def _is_server(process: psutil.Process) -> bool:
+    """Return whether this is an engine's server, which has forked its other processes."""
+    try:
+        parent = process.parent()
+        return "rollout_sglang.server" in process.cmdline() and (parent is None or "rollout_sglang.server" not in parent.cmdline())
+    except psutil.NoSuchProcess:
+        return False
 
 
 def run_with_kills(run: SoakRun, kills: list[Kill]) -> None:
@@ -96,7 +114,7 @@ def run_with_kills(run: SoakRun, kills: list[Kill]) -> None:
         if run.ended():
             return
         last, start = run.rows()[-1]["step"], time.time()
-        if not run.kill(kill.victim):
+        if not run.kill(kill):
             continue
         if run.ended():
             run.start()
@@ -140,26 +158,46 @@ def main() -> int:
     options, overrides = parser.parse_known_args()
     if options.compare:
         return report_differences(*options.compare)
-    kills = plan_kills(options.steps, options.kills, options.seed)
+    model_settings = tuple(word for word in overrides if word.startswith(("--architecture.", "--warm_start.")))
+    overrides = [word for word in overrides if word not in model_settings]
+    config: Config = load_config(options.config, overrides)
+    kills = plan_kills(options.steps, options.kills, options.seed, config.rollout.engines)
     if options.plan:
         print(json.dumps([asdict(kill) for kill in kills], indent=1))
         return 0
     folder = options.folder.resolve()
     overrides += [f"--checkpoint.every={options.every}", f"--model.path={folder / 'model'}"]
     subprocess.run(
-        [sys.executable, "-m", "examples.arithmetic.warm_start", str(options.config.resolve()), *overrides], cwd=ROOT, check=True
+        [sys.executable, "-m", "examples.arithmetic.warm_start", str(options.config.resolve()), *overrides, *model_settings],
+        cwd=ROOT,
+        check=True,
     )
+    if not repeats(config):
+        overrides.append(f"--log.samples={config.rollout.prompts_per_step * config.rollout.group_size}")
     straight, killed = (SoakRun(folder / name, options.config.resolve(), options.steps, overrides) for name in ("straight", "fired"))
-    straight.start()
-    while not straight.finished():
+    if repeats(config):
+        straight.start()
+    while repeats(config) and not straight.finished():
         time.sleep(1)
     run_with_kills(killed, kills)
-    for victim in ("engine", "trainer"):
+    for victim in ("engine", "all engines", "trainer"):
         times = sorted(kill.seconds for kill in kills if kill.victim == victim and kill.seconds is not None)
         if times:
             median, longest = times[len(times) // 2], times[-1]
             print(f"{victim}: killed {len(times)} times; to the next step: median {median:.1f} s, longest {longest:.1f} s")
-    return report_differences(straight.folder, killed.folder)
+    return report_differences(straight.folder, killed.folder) if repeats(config) else report_faults(killed.folder)
+
+
+def repeats(config: Config) -> bool:
+    """Return whether a second run would be the same, bit for bit."""
+    return not config.placement.max_staleness and not config.rollout.over_sampling_prompts
+
+
+def report_faults(run: Path) -> int:
+    """Print the first 20 faults of a run's record; return 1 where there are any."""
+    faults = find_faults(run)
+    print("wrong:", *faults[:20], sep="\n  ") if faults else print("every problem was trained on once, in order; no mismatch")
+    return 1 if faults else 0
 
 
 def report_differences(run: Path, other: Path) -> int:

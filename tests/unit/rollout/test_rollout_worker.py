@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from megatron_rl.config import Config
@@ -73,11 +74,19 @@ def test_metrics_leave_out_what_is_excluded():
 
 
 def test_a_sample_row_tells_all_of_a_completion_and_is_json():
-    (row,) = build_sample_rows(7, [completion(3, False, finish="length", error="timed out", value=0.125)], 8)
+    member = completion(3, False, finish="length", error="timed out", value=0.125)
+    (row,) = build_sample_rows(7, [member], 8)
     assert json.loads(json.dumps(row)) == {
-        "step": 7, "level": 3, "prompt": "prompt 3", "completion": "text 3", "answer": "42", "reward": 0.125, "correct": False,
+        "step": 7, "problem": "id-3", "versions": [6, 6],
+        "level": 3, "prompt": "prompt 3", "completion": "text 3", "answer": "42", "reward": 0.125, "correct": False,
         "parts": {}, "finish_reason": "length", "error": "timed out",
     }  # fmt: skip
+
+
+def test_a_sample_row_tells_the_versions_of_the_oldest_and_the_newest_token():
+    member = completion(3, True)
+    member.version_lags_T = np.array([2, 2, 1], dtype=np.uint8)
+    assert build_sample_rows(7, [member], 8)[0]["versions"] == [4, 5]
 
 
 @pytest.mark.parametrize("total, count", [(8, 0), (3, 8), (8, 8), (0, 8), (256, 8), (15, 8), (10, 4), (9, 5), (7, 2)])
