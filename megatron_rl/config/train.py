@@ -49,6 +49,9 @@ class TrainConfig(ConfigSection):
     """Replicas sum gradients bucket by bucket while the backward pass goes on."""
     overlap_param_gather: bool = True
     """Replicas gather the stepped weights bucket by bucket while the next forward pass goes on."""
+    overlap_tp_reduce: bool = True
+    """On a GPU, large products under sequence parallelism are cut into 2 or 4 parts: tensor-parallel ranks sum one while they compute the
+    next."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activations that the backward pass computes anew instead of keeping them: those within MLPs and experts (`selective`), or all within
     a layer (`full`)."""

@@ -53,11 +53,13 @@ _RENDEZVOUS_TIMEOUT = datetime.timedelta(minutes=10)
 @dataclass
 class QuantizedTransformerConfig(TransformerConfig):
     """Megatron's configuration plus the fields of the linear layers: the contract's format of the trainer, its
-    backend, and its order of row-parallel sums; whether attention reads keys and values in E4M3, and whether it has scales for them."""
+    backend, its order of row-parallel sums, and whether parts of them overlap products; whether attention reads keys and values in E4M3,
+    and whether it has scales for them."""
 
     linear_format: TensorFormat = BF16
     linear_backend: str = "emulated"
     sums_by_tree: bool = True
+    overlap_tp_reduce: bool = True
     quantize_kv: bool = False
     scale_kv_by_layer: bool = False
     post_norms: bool = False

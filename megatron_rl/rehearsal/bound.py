@@ -1,15 +1,21 @@
-"""Seconds that a real step's work takes at least, by kind: a rehearsed pass times its micro-batches, at the planner's rates."""
+"""Seconds that a real step's work takes at least, by kind: a rehearsed pass times its micro-batches, at the planner's rates.
+
+Which exchange within passes is hidden follows from their timeline: kernels run one after the other; so does exchange over one kind of link,
+each once all is done that was queued before it; where kernels wait for an exchange, what is left of it is exposed. Not counted: an exchange
+takes some of the GPU's processors, and of its memory's bandwidth, from the kernels beside it.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from megatron_rl.planner.candidate import Candidate, Workload
 from megatron_rl.planner.hardware import LINK_EFFICIENCY, NETWORK_BANDWIDTH, Cluster
 from megatron_rl.planner.roofline import COMPUTE_EFFICIENCY
-from megatron_rl.rehearsal.recorder import Phase
+from megatron_rl.rehearsal.recorder import Phase, Stretch
 
 _HIDDEN = ("dp ", "dp*cp ", "edp ", "pp ")
 """Groups whose exchange within a pass goes on beside computation: gradients' buckets, and messages between stages."""
@@ -64,20 +70,51 @@ def estimate_bound(phase: Phase, job: Workload, candidate: Candidate, cluster: C
         moved[kind] += count
     for kind, count in phase.moved_in_passes.items():
         moved[kind] += (factor - 1) * count
-    seconds = {kind: count / hbm for kind, count in moved.items()}
+    flops = {dtype: phase.flops[dtype] + (factor - 1) * phase.flops_in_passes[dtype] for dtype in rates}
+    seconds = _count_kernel_seconds(moved, flops, hbm, rates)
     elementwise = sum(count for kind, count in moved.items() if not kind.endswith(_NOT_ELEMENTWISE))
-    for dtype, rate in rates.items():
-        flops = phase.flops[dtype] + (factor - 1) * phase.flops_in_passes[dtype]
-        kind = f"{dtype} products"
-        if flops:
-            seconds[kind] = max(seconds.get(kind, 0.0), flops / (rate * COMPUTE_EFFICIENCY))
-    exposed = hidden = 0.0
-    for (group, first, last, within), nbytes in phase.sent.items():
-        bandwidth = cluster.gpu.nvlink if cluster.node_of(first) == cluster.node_of(last) else NETWORK_BANDWIDTH
-        time = nbytes * (factor if within else 1) / (bandwidth * LINK_EFFICIENCY)
-        if within and group.startswith(_HIDDEN):
-            hidden += time
-        else:
-            exposed += time
+    exposed = sum(factor * waited for waited in _replay(phase.timeline, cluster, hbm, rates))
+    hidden = -exposed
+    for (_, first, last, within), nbytes in phase.sent.items():
+        time = nbytes / _bandwidth(cluster, first, last)
+        hidden += factor * time if within else 0
+        exposed += 0 if within else time
     seconds["exposed communication"] = exposed
     return Bound(passes, dict(sorted(seconds.items(), key=lambda entry: -entry[1])), hidden, elementwise)
+
+
+_Counts = Mapping[str, float]
+
+
+def _count_kernel_seconds(moved: _Counts, flops: _Counts, hbm: float, rates: _Counts) -> dict[str, float]:
+    """Return the seconds of kernels by kind: of bytes by kind and FLOPs by dtype."""
+    seconds = {kind: count / hbm for kind, count in moved.items()}
+    for dtype, rate in rates.items():
+        if flops.get(dtype):
+            kind = f"{dtype} products"
+            seconds[kind] = max(seconds.get(kind, 0.0), flops[dtype] / (rate * COMPUTE_EFFICIENCY))
+    return seconds
+
+
+def _bandwidth(cluster: Cluster, first: int, last: int) -> float:
+    """Return the bytes per second that a rank sends within a group from a first to a last rank."""
+    within_node = cluster.node_of(first) == cluster.node_of(last)
+    return (cluster.gpu.nvlink if within_node else NETWORK_BANDWIDTH) * LINK_EFFICIENCY
+
+
+def _replay(timeline: Iterable[Stretch], cluster: Cluster, hbm: float, rates: _Counts) -> Iterator[float]:
+    """Yield the seconds of each wait of kernels for an exchange. Exchange of `_HIDDEN` groups is left out."""
+    now = 0.0
+    free: defaultdict[float, float] = defaultdict(float)
+    ends: dict[int, float] = {}
+    for stretch in timeline:
+        now += sum(_count_kernel_seconds(stretch.moved, stretch.flops, hbm, rates).values())
+        if stretch.sent is None:
+            end = ends.pop(stretch.exchange, now)
+            yield max(0.0, end - now)
+            now = max(now, end)
+        elif not stretch.sent[0].startswith(_HIDDEN):
+            _, first, last, nbytes = stretch.sent
+            link = _bandwidth(cluster, first, last)
+            free[link] = ends[stretch.exchange] = max(now, free[link]) + nbytes / link
+    yield max([0.0, *(end - now for end in ends.values())])

@@ -34,14 +34,32 @@ def communicate(gpu: FakeGpu, func: Any, args: tuple) -> Any:
     if dist.get_rank() not in ranks:
         raise RefusedCollectiveError(f"{kind} in a group of ranks {ranks}, which rank {dist.get_rank()} is not in")
     name, nbytes = name_group(group), sum(map(count_bytes, tensors))
-    gpu.recorder.collective(kind, name, nbytes, ranks)
+    wait = gpu.recorder.collective(kind, name, nbytes, ranks)
     _check_replicas(kind, name, group.size(), nbytes)
     if kind == "barrier":
         gpu.recorder.wait("barrier")
-    work = FakeWork().boxed()
+    _works.append(_Work(wait))
+    work = _works[-1].boxed()
     return work if result is None else (result, work)
 
 
+class _Work(dist.Work):
+    """Tells when it is waited for, and is done at once."""
+
+    def __init__(self, tell: Callable[[], None]) -> None:
+        super().__init__()
+        self._tell = tell
+
+    def wait(self, *_: Any) -> bool:
+        self._tell()
+        return True
+
+    def get_future(self) -> Any:
+        return FakeWork().get_future()
+
+
+_works: list[_Work] = []
+"""Kept, because torch forgets which class a work has when Python lets go of it."""
 host_groups: set[ProcessGroup] = set()
 """Groups that exchange tensors of the host. Each answers as if all ranks had the same."""
 

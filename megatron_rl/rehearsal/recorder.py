@@ -6,7 +6,7 @@ import functools
 import sys
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any
@@ -76,6 +76,20 @@ class Peak:
 
 
 @dataclass
+class Stretch:
+    """What kernels do within passes up to an exchange that begins, or is waited for."""
+
+    moved: Counter = field(default_factory=Counter)
+    """Kind -> bytes."""
+    flops: Counter = field(default_factory=Counter)
+    """By kind of product."""
+    exchange: int = 0
+    """Its number in the phase."""
+    sent: tuple[str, int, int, float] | None = None
+    """Of one that begins: (group, its first rank, its last rank, bytes that this rank sends); None of one that is waited for."""
+
+
+@dataclass
 class Phase:
     """What one phase of the job did on a rank."""
 
@@ -107,6 +121,8 @@ class Phase:
     """(kind, group, line) -> [calls, bytes of the whole tensor]."""
     sent: dict[tuple[str, int, int, bool], float] = field(default_factory=lambda: defaultdict(float))
     """(group, its first rank, its last rank, whether within a pass) -> bytes that this rank sends."""
+    timeline: list[Stretch] = field(default_factory=list)
+    """Of the passes, in the order in which they are queued on the device."""
     passes: int = 0
     """Forward passes over a micro-batch."""
 
@@ -128,12 +144,14 @@ class Recorder:
         self._host_storages: set[int] = set()
         self._by_line: Counter[str] = Counter()
         self._at_peak = False
+        self._stretch = Stretch()
 
     def begin(self, name: str) -> Phase:
         """End the phase under way and begin the next."""
         self.end()
         self.phase = Phase(name, held=self.now, peak=Peak(self.now, "what the phase before left"), host_peak=self._on_host)
         self.phases.append(self.phase)
+        self._stretch = Stretch()
         return self.phase
 
     def end(self) -> None:
@@ -159,6 +177,7 @@ class Recorder:
         self.phase.moved[kind, line] += nbytes
         if self.in_pass:
             self.phase.moved_in_passes[kind] += nbytes
+            self._stretch.moved[kind] += nbytes
 
     def hold(self, tensor: torch.Tensor, what: Any) -> bool:
         """Count a tensor's memory until it is freed; return whether it is new."""
@@ -222,6 +241,7 @@ class Recorder:
         self.phase.flops[kind] += flops
         if self.in_pass:
             self.phase.flops_in_passes[kind] += flops
+            self._stretch.flops[kind] += flops
 
     def wait(self, kind: str) -> None:
         """The host waits for the device."""
@@ -240,16 +260,27 @@ class Recorder:
         """`waits`: from memory that is not pinned, which the host waits for until it is staged."""
         self.phase.copies["to device", find_line()] += count_bytes(tensor)
 
-    def collective(self, kind: str, group: str, nbytes: int, ranks: Sequence[int] = ()) -> None:
-        """`nbytes`: of the whole tensor; `ranks`: of the group, none where the exchange is the host's own."""
+    def collective(self, kind: str, group: str, nbytes: int, ranks: Sequence[int] = ()) -> Callable[[], None]:
+        """Return what to call when the device waits for it. `nbytes`: of the whole tensor; `ranks`: of the group, none where the exchange
+        is the host's own."""
         entry = self.phase.collectives[kind, group, find_line()]
         entry[0] += 1
         entry[1] += nbytes
         if not ranks:
-            return
+            return lambda: None
         size = len(ranks)
         share = {"all-reduce": 2 * (size - 1) / size, "send": 1, "receive": 0}.get(kind, (size - 1) / size)
         self.phase.sent[group, min(ranks), max(ranks), self.in_pass] += share * nbytes
+        if not self.in_pass:
+            return lambda: None
+        phase, number = self.phase, len(self.phase.timeline)
+        self._end_stretch(number, (group, min(ranks), max(ranks), share * nbytes))
+        return lambda: self._end_stretch(number) if self.phase is phase else None
+
+    def _end_stretch(self, exchange: int, sent: tuple[str, int, int, float] | None = None) -> None:
+        self._stretch.exchange, self._stretch.sent = exchange, sent
+        self.phase.timeline.append(self._stretch)
+        self._stretch = Stretch()
 
 
 _PRODUCTS = ("aten::mm", "aten::addmm", "aten::addmm_", "aten::bmm", "aten::baddbmm")

@@ -250,7 +250,7 @@ def build(kind: str, scale_format: str, sequence_parallel: bool, weight: torch.T
     config = QuantizedTransformerConfig(
         num_layers=1,
         hidden_size=weight.shape[1],
-        num_attention_heads=2,
+        num_attention_heads=max(tp, 2),
         add_bias_linear=False,
         perform_initialization=False,
         use_cpu_initialization=True,

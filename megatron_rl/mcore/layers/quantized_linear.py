@@ -22,6 +22,7 @@ from megatron.core.transformer import TransformerConfig
 
 from megatron_rl.mcore.layers.master import MasterSlice
 from megatron_rl.mcore.layers.mla import AbsorbedLinear, ReplicatedLinear
+from megatron_rl.mcore.layers.overlap import count_parts, cut_weight, start_scatter, start_sums
 from megatron_rl.mcore.layers.row_parallel import RowSum, ScatteredSum, TreeRowParallelLinear, gather_sequence
 from megatron_rl.mcore.names import ModelChunks, get_model_chunks
 from megatron_rl.precision.backends import make_backend
@@ -86,10 +87,13 @@ class QuantizedMatmul(torch.autograd.Function):
         operand, saved = _quantize_gathered(ctx, backend, x) if sequence_parallel else _quantize(ctx, backend, x, gate_up)
         shape = (x.shape[0] * group.size() if sequence_parallel else x.shape[0], *x.shape[1:-1])
         ctx.layer, ctx.sum_dgrad, ctx.sequence_parallel, ctx.shape, ctx.row_sum = layer, sum_dgrad, sequence_parallel, x.shape, row_sum
-        y = (backend.fprop_by_tree if row_sum is not None and row_sum.by_tree else backend.fprop)(operand, layer.operand).unflatten(
-            0, shape
-        )
+        multiply = backend.fprop_by_tree if row_sum is not None and row_sum.by_tree else backend.fprop
         ctx.defers_swiglu = defers_swiglu
+        if row_sum is not None and row_sum.scatter:
+            ctx.save_for_backward(weight, *saved)
+            weights = layer.cut_weight(0, operand.tokens, row_sum.group, x.is_cuda)
+            return start_sums(weights, lambda part: multiply(operand, part).unflatten(0, shape), lambda y: row_sum.start(y, x.dtype))()
+        y = multiply(operand, layer.operand).unflatten(0, shape)
         ctx.save_for_backward(weight, *saved, *([y] if defers_swiglu else []))
         if defers_swiglu:
             ctx.mark_non_differentiable(y)
@@ -105,21 +109,23 @@ class QuantizedMatmul(torch.autograd.Function):
         needs_dx, needs_dw = ctx.needs_input_grad[:2]
         tokens_again = _start_gathering_again(ctx, tuple(saved)) if needs_dw and ctx.sequence_parallel else None  # while DGrad runs
         gradient, gradient_again = _quantize_gradient(ctx, dy, gate_up)
-        dx, dw, pending = None, None, None
-        if needs_dx:
-            dx = backend.dgrad(gradient, layer.operand).unflatten(0, (-1, *dy.shape[1:-1]))
-            if ctx.sum_dgrad:
-                pending = dist.all_reduce(dx, group=group, async_op=True)
-            elif ctx.sequence_parallel:
-                full, dx = dx.contiguous(), dx.new_empty(ctx.shape)
-                pending = dist.reduce_scatter_tensor(dx, full, group=group, async_op=True)
+        dx, dw, pending, finish = None, None, None, None
+        shape = (-1, *dy.shape[1:-1])
+        if needs_dx and ctx.sequence_parallel and not ctx.sum_dgrad:
+            weights = layer.cut_weight(1, gradient.tokens, group, dy.is_cuda)
+            finish = start_sums(
+                weights, lambda part: backend.dgrad(gradient, part).unflatten(0, shape), lambda dx: start_scatter(dx, group)
+            )
+        elif needs_dx:
+            dx = backend.dgrad(gradient, layer.operand).unflatten(0, shape)
+            pending = dist.all_reduce(dx, group=group, async_op=True) if ctx.sum_dgrad else None
         if needs_dw:
             gradient = gradient if gradient_again is None else gradient_again()
             operand = Operand(gradient.tokens, columns=tuple(saved)) if tokens_again is None else tokens_again()
             dw = _weight_gradient(weight, backend, gradient, operand)
         if pending is not None:
             pending.wait()
-        return dx, dw, *[None] * 7
+        return (finish() if finish else dx), dw, *[None] * 7
 
 
 class GateUp(NamedTuple):
@@ -278,6 +284,13 @@ class QuantizedLinear:
     def backend(self) -> Backend:
         """The backend that computes the products."""
         return make_backend(self.config.linear_backend, self.format)
+
+    def cut_weight(self, dim: int, tokens: int, group: Any, on_gpu: bool) -> list[Any]:
+        """Return the operand, or parts of it that give parts of the results' columns, where ranks can sum one while they compute the
+        next. `dim`: of the weight, 0 for FProp's results and 1 for DGrad's; `tokens`: of all ranks."""
+        width = self.weight.shape[dim]
+        parts = count_parts((tokens, width), group.size(), on_gpu) if self.config.overlap_tp_reduce else 1
+        return cut_weight(self.backend, self.operand, dim, width, parts)
 
     @property
     def operand(self) -> Any:

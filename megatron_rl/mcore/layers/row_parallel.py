@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel import RowParallelLinear
 
+from megatron_rl.mcore.layers.overlap import Pending, start_scatter
 from megatron_rl.mcore.layers.weight_gradient import WeightGradient
 from megatron_rl.precision.ops import tree
 
@@ -32,6 +33,17 @@ class RowSum:
     def reduce(self, partial: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Return the sums of float32 [s, b, N] in `dtype`; [s / tp, b, N] where tokens are scattered."""
         return (tree.reduce_scatter if self.scatter else tree.reduce)(partial, self.group, dtype)
+
+    def start(self, partial: torch.Tensor, dtype: torch.dtype) -> Pending:
+        """Begin to `reduce`, where tokens are scattered."""
+        received = torch.empty_like(partial, memory_format=torch.contiguous_format)
+        work = dist.all_to_all_single(received, partial.contiguous(), group=self.group, async_op=True)
+
+        def finish() -> torch.Tensor:
+            work.wait()
+            return tree.add(received.chunk(self.group.size())).to(dtype)
+
+        return finish
 
     def gather_gradient(self, dy: torch.Tensor) -> torch.Tensor:
         """Return the gradient of this rank's part [s, b, N]."""
@@ -58,9 +70,10 @@ class ScatteredSum(RowSum):
     by_tree: ClassVar[bool] = False
 
     def reduce(self, partial: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        own = partial.new_empty(len(partial) // self.group.size(), *partial.shape[1:], dtype=dtype)
-        dist.reduce_scatter_tensor(own, partial.to(dtype).contiguous(), group=self.group)
-        return own
+        return self.start(partial, dtype)()
+
+    def start(self, partial: torch.Tensor, dtype: torch.dtype) -> Pending:
+        return start_scatter(partial.to(dtype), self.group)
 
 
 class TreeProduct(torch.autograd.Function):

@@ -84,3 +84,23 @@ def test_a_bound_multiplies_passes_alone_and_takes_the_link_that_a_group_has():
     assert bound.seconds["norms"] == pytest.approx(256 / (3.35e12 * LINK_EFFICIENCY))
     assert bound.seconds["exposed communication"] == pytest.approx((10 * 0.5e9 / 450e9 + 0.5e9 / 50e9) / LINK_EFFICIENCY)
     assert bound.hidden == pytest.approx(10 * 0.5e9 / 50e9 / LINK_EFFICIENCY)
+
+
+@pytest.mark.parametrize("products, exposed", [(0, 3.0), (1, 2.0), (2, 1.0), (4, 0.0)])
+def test_exchange_is_hidden_as_far_as_kernels_run_between_its_start_and_the_wait(products, exposed):
+    """Two exchanges over one link, of one second and two, and a third that is waited for at once."""
+    job = SimpleNamespace(config=SimpleNamespace(algorithm=SimpleNamespace(updates_per_step=1)), has_reference=False)
+    recorder, second = Recorder(), 450e9 * LINK_EFFICIENCY
+    phase = recorder.begin("update 2")
+    phase.passes, recorder.in_pass = 1, True
+    waits = [recorder.collective("send", "tp 2", seconds * second, [0, 1]) for seconds in (1, 2)]
+    recorder.work("fp8", products * 1979e12 * COMPUTE_EFFICIENCY)
+    for wait in waits:
+        wait()
+        wait()
+    recorder.collective("send", "tp 2", second / 2, [0, 1])()
+    bound = estimate_bound(
+        phase, job, SimpleNamespace(train=SimpleNamespace(vpp=1), micro_batches=lambda _: 3), Cluster.from_options(1, 8, "h100")
+    )
+    assert bound.seconds["exposed communication"] == pytest.approx(3 * (exposed + 0.5))
+    assert bound.hidden == pytest.approx(3 * (3 - exposed), abs=1e-9)
