@@ -14,6 +14,7 @@ import torch
 
 from megatron_rl.config import Config
 from megatron_rl.errors import UserError
+from megatron_rl.hf.files import read_config
 from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.precision.ops.threads import count_threads
 from megatron_rl.rollout import memory_saver
@@ -27,6 +28,7 @@ from megatron_rl.rollout.engine_placement import (
 )
 from parallel.adapters import TARGETS
 from rollout_sglang.hooks import adapters, gpu_activation_quant, kv_cache_scales, tree_reduction
+from rollout_sglang.model_files import leave_out_other_models
 from rollout_sglang.platform.activate import NAME as CPU_PLATFORM
 from rollout_sglang.process import API_KEY_VARIABLE, THREADS_VARIABLE, EngineProcess, EngineProcesses
 from rollout_sglang.server_options import make_arguments
@@ -65,6 +67,7 @@ class EngineLaunchSpec:
         """Start the server without waiting for it, on all its nodes. Raise UserError if the first cannot be bound."""
         rollout, contract = self.config.rollout, PrecisionContract.from_config(self.config.precision)
         placements = place_engine(rollout, self.number)
+        architectures = read_config(self.model_path).get("architectures") or ()
         key, (port, meeting_port) = secrets.token_hex(24), _free_ports(placements[0], rollout.engines_per_node)
         meeting = f"{find_meeting_host(placements, self.config.sync.host)}:{meeting_port}"
         processes = []
@@ -72,7 +75,7 @@ class EngineLaunchSpec:
             arguments = make_server_arguments(self.config, contract, self.model_path, port, placement, meeting)
             arguments += [*(["--load-format", "dummy"] if self.empty else []), *self.arguments]
             secret = {API_KEY_VARIABLE: key, LAUNCHER_VARIABLE: placement.launcher}
-            environment = secret | make_environment(self.config, contract, placement)
+            environment = secret | make_environment(self.config, contract, placement) | leave_out_other_models(architectures)
             processes.append(EngineProcess(arguments, environment, self._name_log(placement)))
         return LaunchedServer(EngineProcesses(processes), f"http://{placements[0].host}:{port}", key)
 
