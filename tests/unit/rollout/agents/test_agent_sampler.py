@@ -77,7 +77,7 @@ def test_an_agent_may_give_its_own_reward():
 
 
 def test_an_agent_may_be_a_program():
-    command = (sys.executable, "-m", AGENTS)
+    command = (sys.executable, str(Path(__file__).parents[3] / "support" / "agent_programs.py"))
     with sampler_of(name=None, command=command, own_reward=True) as sampler:
         (completion,) = sample(sampler, "a")
     assert (completion.text, completion.own_reward, completion.environment_error) == ("xy", 0.75, "")
