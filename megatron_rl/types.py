@@ -28,6 +28,7 @@ class Problem:
     source: str = ""
     history: tuple[ChatMessage, ...] = ()  # messages before a bare question; as the next empty once the template is applied
     tools: tuple[Mapping[str, Any], ...] = ()  # that the chat template tells the policy of
+    pass_rate: float | None = None  # share of correct answers to it, as the data say
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
@@ -30,6 +30,8 @@ class ColumnsConfig(ConfigSection):
     Needs `data.chat`."""
     level: str = ""
     """Difficulty; none where it is empty."""
+    pass_rate: str = ""
+    """Share of correct answers, of some model, from 0 to 1; null where it is not known."""
 
     @model_validator(mode="after")
     def _name_question_and_answer(self) -> ColumnsConfig:
@@ -42,7 +44,7 @@ class ColumnsConfig(ConfigSection):
     @property
     def needed(self) -> frozenset[str]:
         """Columns that hold what is named."""
-        names = filter(None, (self.question, self.messages, self.answer, self.tools, self.level))
+        names = filter(None, (self.question, self.messages, self.answer, self.tools, self.level, self.pass_rate))
         return frozenset(column for name in names for column in (name, name.partition(".")[0]))
 
 
@@ -102,6 +104,34 @@ class TrainDataSourceConfig(DataSourceConfig):
 
     weight: float = Field(1.0, ge=1e-6, le=1e6)
     """Share of this set in the stream, in proportion to the others' weights."""
+    curriculum: Literal["none", "level", "pass_rate"] = "none"
+    """Each epoch begins with the problems of the lowest level, or of the highest pass rate."""
+    pass_rate: Literal["column", "measured"] = "column"
+    """A problem's pass rate: that of `columns.pass_rate`; or, once the run has asked it, the share of correct answers in its last group."""
+    pass_rate_low: float = Field(0.0, ge=0, lt=1)
+    """An epoch leaves out problems of lower pass rates than this; not those whose rate is unknown."""
+    pass_rate_high: float = Field(1.0, gt=0, le=1)
+    """And those of higher ones."""
+    recheck_every: int = Field(0, ge=0)
+    """measured: every so many epochs one has all problems, as their rates may have changed; 0: what is left out stays out."""
+
+    @property
+    def filters(self) -> bool:
+        return (self.pass_rate_low, self.pass_rate_high) != (0.0, 1.0)
+
+    @property
+    def needs_pass_rates(self) -> bool:
+        return self.filters or self.curriculum == "pass_rate"
+
+    @model_validator(mode="after")
+    def _difficulty(self) -> TrainDataSourceConfig:
+        if self.pass_rate_low >= self.pass_rate_high:
+            raise ValueError(f"pass_rate_low ({self.pass_rate_low}) must be below pass_rate_high ({self.pass_rate_high})")
+        if self.pass_rate == "measured" and not self.needs_pass_rates:
+            raise ValueError('nothing uses the pass rate that is measured: set pass_rate_low, pass_rate_high or curriculum = "pass_rate"')
+        if self.recheck_every and not (self.filters and self.pass_rate == "measured"):
+            raise ValueError('recheck_every asks what a measured pass rate left out: set pass_rate = "measured" and a bound')
+        return self
 
 
 def _as_tables(value: Any) -> Any:

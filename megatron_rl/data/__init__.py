@@ -12,10 +12,10 @@ import logging
 import random
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeGuard
 
 from megatron_rl.config import Config
-from megatron_rl.config.data import DataConfig, DataSourceConfig
+from megatron_rl.config.data import DataConfig, DataSourceConfig, TrainDataSourceConfig
 from megatron_rl.data.files import SOURCE_FIX
 from megatron_rl.data.own_source import ProblemGenerator, check_generator, load_generator
 from megatron_rl.data.prompt_template import PromptFormatter, make_prompt_formatter, read_template
@@ -63,14 +63,30 @@ def check_data(data: DataConfig, model: Path) -> None:
         for source in sources:
             if generator := load_generator(source, data, field):
                 check_generator(generator, source, data, field)
+                _check_endless(source)
             else:
-                chats += [problem for problem in read_problem_set(source, data, field, quiet=True) if problem.history or problem.tools]
+                problems = read_problem_set(source, data, field, quiet=True)
+                chats += [problem for problem in problems if problem.history or problem.tools]
+                if _has_difficulty(source):
+                    from megatron_rl.data.epochs import check_difficulty
+
+                    check_difficulty(problems, source)
     if data.chat:
         from megatron_rl.hf.tokenizer import load_tokenizer
 
         format_prompt = make_prompt_formatter(data, load_tokenizer(model))
         for problem in chats:
             format_prompt(problem.prompt, problem.history, problem.tools)
+
+
+def _has_difficulty(source: DataSourceConfig) -> TypeGuard[TrainDataSourceConfig]:
+    return isinstance(source, TrainDataSourceConfig) and (source.needs_pass_rates or source.curriculum != "none")
+
+
+def _check_endless(source: DataSourceConfig) -> None:
+    if _has_difficulty(source):
+        rule = "generates problems without end: it has no epochs that pass rates or a curriculum could choose and order"
+        raise UserError("data.train", source.source, rule, "leave out curriculum and the bounds, or name a function of rows")
 
 
 def normalize_question(question: str) -> str:
@@ -169,7 +185,7 @@ def _train_stream(data: DataConfig, builder: _PromptBuilder, reserved: set[str])
     return mix_orders(orders, [source.weight for source in data.train])
 
 
-def _from_set(source: DataSourceConfig, data: DataConfig, builder: _PromptBuilder, reserved: set[str], seen: set[str]) -> ProblemOrder:
+def _from_set(source: TrainDataSourceConfig, data: DataConfig, builder: _PromptBuilder, reserved: set[str], seen: set[str]) -> ProblemOrder:
     name = f"data.train ({source.label})"
     problems = read_problem_set(source, data, "data.train")
     allowed = [problem for problem in problems if _find_key(problem) not in reserved]
@@ -180,7 +196,12 @@ def _from_set(source: DataSourceConfig, data: DataConfig, builder: _PromptBuilde
     distinct = _distinct(allowed, seen, name)
     if not distinct:
         raise UserError("data.train", source.source, "every problem of it is in a set before it", "leave it out")
-    return shuffle_epochs(builder.build(distinct, name), f"{data.seed}/{source.label}")
+    usable, seed = builder.build(distinct, name), f"{data.seed}/{source.label}"
+    if not _has_difficulty(source):
+        return shuffle_epochs(usable, seed)
+    from megatron_rl.data.epochs import order_by_difficulty
+
+    return order_by_difficulty(usable, source, seed)
 
 
 def _generated(

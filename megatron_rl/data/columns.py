@@ -15,13 +15,14 @@ from typing import Any
 
 from megatron_rl.config.data import ColumnsConfig
 from megatron_rl.data.chat import read_tools, split_chat
-from megatron_rl.data.formats import ProblemRow, RowError, is_blank, parse_level, read_text
+from megatron_rl.data.formats import ProblemRow, RowError, is_blank, parse_level, read_pass_rate, read_text
 
 
 def read_columns(columns: ColumnsConfig, row: Mapping[str, Any]) -> ProblemRow:
     """Return question, gold answer, level, earlier messages and tools of a row. Raise RowError for a column that is missing or holds no
     such thing, with the columns that are there."""
     level = parse_level(_find(row, columns.level, "level")) if columns.level else 0
+    pass_rate = read_pass_rate(_find(row, columns.pass_rate, "pass_rate"), columns.pass_rate) if columns.pass_rate else None
     tools = read_tools(_find(row, columns.tools, "tools"), columns.tools) if columns.tools else ()
     if columns.messages:
         history, question, reply = split_chat(_find(row, columns.messages, "messages"), columns.messages, tools if columns.tools else None)
@@ -32,7 +33,7 @@ def read_columns(columns: ColumnsConfig, row: Mapping[str, Any]) -> ProblemRow:
     if columns.answer:
         answer = _find(row, columns.answer, "answer")
         reply = "" if is_blank(answer) else read_text(answer, columns.answer, numbers=True)
-    return ProblemRow(question, reply.strip(), level, history, tools)
+    return ProblemRow(question, reply.strip(), level, history, tools, pass_rate)
 
 
 def _find(row: Mapping[str, Any], name: str, field: str) -> Any:

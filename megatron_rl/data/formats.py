@@ -47,6 +47,8 @@ class ProblemRow:
     """A chat's messages before the question."""
     tools: tuple[Mapping[str, Any], ...] = ()
     """[{"type": "function", "function": {name, description, parameters}}], as chat templates take them."""
+    pass_rate: float | None = None
+    """Share of correct answers to it, from 0 to 1; None where it is not known."""
 
 
 class RowReader(Protocol):
@@ -71,6 +73,8 @@ def read_row(row: object, format: str | None, read: RowReader | None) -> Problem
             raise TypeError(f"it returned {result!r:.80}, not a ProblemRow of texts")
         if not all(isinstance(message, Mapping) and {"role", "content"} <= message.keys() for message in result.history):
             raise TypeError(f"history = {result.history!r:.80}, not messages with role and content")
+        if result.pass_rate is not None and not 0 <= result.pass_rate <= 1:
+            raise TypeError(f"pass_rate = {result.pass_rate!r:.40}, not from 0 to 1")
         return result
     except _ColumnError as missing:
         fix = f"set {formats}" if (formats := _fitting_formats(row)) else _CORRECT
@@ -136,6 +140,15 @@ def read_text(value: Any, name: str, numbers: bool = False) -> str:
     if any("\ud800" <= character <= "\udfff" for character in value):  # JSON can escape a lone surrogate
         raise RowError(f"the field {name} holds a lone surrogate")
     return value
+
+
+def read_pass_rate(value: object, name: str) -> float | None:
+    """Return a share from 0 to 1, or None for null. Raise RowError for anything else."""
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+        raise RowError(f"the field {name} must be a number from 0 to 1, or null, not {value!r:.40}")
+    return float(value)
 
 
 def parse_level(value: object) -> int:

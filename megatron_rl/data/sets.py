@@ -44,7 +44,8 @@ def read_problem_set(source: DataSourceConfig, data: DataConfig, field: str, qui
         except RowError as error:
             raise UserError(field, f"{location}:{number}", error.rule, error.fix) from None
         if row.gold:
-            problem = Problem(f"{source.label}:{number}", row.question, row.gold, row.level, source.label, row.history, row.tools)
+            optional = row.history, row.tools, row.pass_rate
+            problem = Problem(f"{source.label}:{number}", row.question, row.gold, row.level, source.label, *optional)
             problems.append(problem)
         else:
             unanswered.append(number)

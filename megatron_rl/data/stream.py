@@ -1,7 +1,7 @@
 """The endless stream of train problems, whose order is a function of the position alone.
 
 The stream's whole state is one counter, and the positions below it that were drawn ahead and not trained on; so a resumed run trains on
-exactly the problems that the interrupted one had not.
+exactly the problems that the interrupted one had not. Filters and curricula add the state of their epochs (`epochs`).
 A mixture of sets adds no state: `WeightedInterleaver` computes which set a position belongs to and how many of its problems came before,
 and each set passes through its own shuffled epochs.
 """
@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_rl.errors import UserError
 from megatron_rl.types import Problem
+
+if TYPE_CHECKING:
+    from megatron_rl.data.epochs import DifficultyEpochs
 
 
 @dataclass(frozen=True)
@@ -24,13 +27,16 @@ class ProblemOrder:
 
     at: Callable[[int], Problem]
     fingerprint: str
+    epochs: DifficultyEpochs | None = None
+    """Its state, if it has any beside the position."""
 
 
 class ProblemStream:
     """Draws the problems of an order; the fingerprint keeps a saved position from being applied to other data."""
 
-    def __init__(self, order: ProblemOrder) -> None:
-        self._order, self._position = order, 0
+    def __init__(self, order: ProblemOrder, shares: Mapping[DifficultyEpochs, float] | None = None) -> None:
+        """`shares`: of the sets in the order that have epochs with a state."""
+        self._order, self._position, self._shares = order, 0, shares or {}
         self._left_out: list[int] = []  # below the position and not yet drawn, ascending
 
     def draw(self, n: int, most_again: int | None = None) -> dict[int, Problem]:
@@ -49,6 +55,16 @@ class ProblemStream:
         """Make the next `draw` return these again."""
         self._left_out = sorted([*self._left_out, *positions])
 
+    def observe(self, rates: Mapping[str, float]) -> None:
+        """Take pass rates measured of problems, by their ids, for epochs to come."""
+        for epochs in self._shares:
+            epochs.observe(rates)
+
+    @property
+    def left_out_by_set(self) -> dict[str, int]:
+        """Problems that the newest epoch leaves out, by the label of a set with a filter or a curriculum."""
+        return {epochs.label: epochs.left_out for epochs in self._shares}
+
     def next_batch(self, n: int) -> list[Problem]:
         """Return the next `n` problems."""
         return [*self.draw(n).values()]
@@ -58,8 +74,13 @@ class ProblemStream:
         position, left_out = self._position, sorted([*self._left_out, *untrained])
         while left_out and left_out[-1] == position - 1:
             position = left_out.pop()
-        state = {"position": position, "fingerprint": self._order.fingerprint}
-        return {**state, "left_out": left_out} if left_out else state
+        state: dict[str, Any] = {"position": position, "fingerprint": self._order.fingerprint}
+        if left_out:
+            state["left_out"] = left_out
+        if self._shares:
+            first = min([position, *left_out])  # a set's own position is within one of its share
+            state["epochs"] = {epochs.label: epochs.state_dict(int(first * share) - 1) for epochs, share in self._shares.items()}
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state` was taken. Raise UserError when it was taken from a stream over other data."""
@@ -67,6 +88,8 @@ class ProblemStream:
             rule = "the checkpoint was trained on other problems or in another order"
             raise UserError("data", None, rule, "resume with the same data section and the same files")
         self._position, self._left_out = int(state["position"]), list(state.get("left_out", ()))
+        for epochs in self._shares:
+            epochs.load_state_dict(state["epochs"][epochs.label])
 
 
 def mix_orders(orders: Sequence[ProblemOrder], weights: Sequence[float]) -> ProblemStream:
@@ -77,7 +100,8 @@ def mix_orders(orders: Sequence[ProblemOrder], weights: Sequence[float]) -> Prob
         index, own_position = interleaver.locate(position)
         return orders[index].at(own_position)
 
-    return ProblemStream(ProblemOrder(problem_at, compute_fingerprint(*weights, *(order.fingerprint for order in orders))))
+    order = ProblemOrder(problem_at, compute_fingerprint(*weights, *(order.fingerprint for order in orders)))
+    return ProblemStream(order, {each.epochs: weight / sum(weights) for each, weight in zip(orders, weights, strict=True) if each.epochs})
 
 
 class WeightedInterleaver:

@@ -100,6 +100,16 @@ def one_way_of_sampling_more_is_chosen(facts: Facts) -> None:
         raise UserError("rollout.over_sampling_prompts", extra, rule, "set one of the two to 0")
 
 
+@rule(Needs.TRAINER)
+def measured_pass_rates_come_before_draws(facts: Facts) -> None:
+    """Further rounds draw when groups have ended, which is at another time in each run."""
+    config = facts.config
+    rounds, measured = config.algorithm.dynamic_sampling_max_rounds, any(each.pass_rate == "measured" for each in config.data.train)
+    if rounds and config.placement.max_staleness and measured:
+        rule = "draws problems while other steps are measured, so data.train with pass_rate = measured would not resume exactly"
+        raise UserError("algorithm.dynamic_sampling_max_rounds", rounds, rule, "set it, or placement.max_staleness, to 0")
+
+
 @rule(Needs.TRAINER | Needs.MODEL)
 def critic_is_of_the_policys_architecture(facts: Facts) -> None:
     path = facts.config.critic.path

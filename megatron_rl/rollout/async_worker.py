@@ -71,7 +71,8 @@ class AsyncRolloutWorker:
             wait([step.rollout for step in self._pending])  # they are lost as well, or have ended: one loss is recovered from once
             raise
         self._pending.popleft()
-        return replace(rollout, seconds={WAIT: time.perf_counter() - start, **rollout.seconds})
+        sampling = rollout.sampling | self._worker.observe(rollout)  # here and in order: what is drawn next may depend on it
+        return replace(rollout, sampling=sampling, seconds={WAIT: time.perf_counter() - start, **rollout.seconds})
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the problem stream after the last collected groups; groups generated ahead are lost when the run stops."""

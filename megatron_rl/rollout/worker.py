@@ -64,6 +64,7 @@ _SAMPLING = (
     declare("sampling/without_signal", "groups in the batch whose members earned the same", "count"),
 )
 _ABORTED = declare("sampling/aborted", "groups aborted because enough others had ended", "count")
+_LEFT_OUT = declare("data/left_out_{}", "problems of the set {} that its epoch leaves out", "count")
 WAIT = declare("time/generate", "waiting for the completions and their rewards", "seconds", STEP_SECONDS)
 _FILL = 1.25
 """Completions in the engines per completion that they decode at once: the next ones stand by."""
@@ -211,6 +212,17 @@ class RolloutWorker:
             self._stream.give_back(aborted)
             draw.rounds[0] = kept
         return len(aborted)
+
+    def observe(self, rollout: RolloutBatch) -> dict[str, float]:
+        """Take the pass rates of a step's groups for the problems to be drawn next; return metrics of what they leave out."""
+        size, rates = self._config.rollout.group_size, dict[str, float]()
+        for members in (rollout.completions_B, rollout.discarded_B):
+            for group in (members[start : start + size] for start in range(0, len(members), size)):
+                if not all(member.reward.excluded for member in group):
+                    rates[group[0].problem.id] = _compute_group_accuracy(group)
+        with self._drawing:
+            self._stream.observe(rates)
+            return {_LEFT_OUT.format(label): float(count) for label, count in self._stream.left_out_by_set.items()}
 
     def evaluate(self, version: int) -> RolloutBatch:
         """Return `eval.samples` scored completions of every held-out problem, those of one problem side by side."""

@@ -54,6 +54,7 @@ EXPERTS = "--model.path=experts"
 TASK = "examples.arithmetic.task:Arithmetic"
 TWO_HOSTS = ('--rollout.hosts=["10.0.0.5", "10.0.0.6"]', "--rollout.engines=2")
 PPO = "--algorithm.name=ppo"
+MEASURED = '--data.train=[{source = "x.jsonl", format = "gsm8k", pass_rate = "measured", pass_rate_high = 0.9}]'
 AGENT = "--agent.name=examples.arithmetic.python_agent:solve"
 ON_HUB, COMMIT = "hf:someone/unknown", "5" * 40
 GLOO = "--sync.transport=gloo"  # works on a GPU and without
@@ -192,6 +193,12 @@ MISTAKES = [
         "train plan",
         "rollout.group_size = 1: leaves an answer none to be compared with, as dynamic sampling does; raise it, or leave dynamic_sampling",
         (PPO, "--rollout.group_size=1", "--algorithm.dynamic_sampling_max_rounds=2"),
+    ),
+    Mistake(
+        settings.measured_pass_rates_come_before_draws,
+        "train plan",
+        "algorithm.dynamic_sampling_max_rounds = 2: draws problems while other steps are measured, so data.train with pass_rate = measured",
+        (*AHEAD, MEASURED, "--algorithm.dynamic_sampling_max_rounds=2"),
     ),
     Mistake(
         settings.critic_is_of_the_policys_architecture,

@@ -81,7 +81,10 @@ def test_the_protocol(server, monkeypatch):
     assert sorted(len(body["texts"]) for _, body in server.seen) == [1, 2, 2]
     headers, body = next(seen for seen in server.seen if seen[1]["texts"][0] == TEXTS[0])
     assert headers["Authorization"] == "Bearer secret"
-    assert body["problems"] == [{"id": "p", "prompt": "1+1=", "answer": "2", "level": 3, "source": "s", "history": [], "tools": []}] * 2
+    assert (
+        body["problems"]
+        == [{"id": "p", "prompt": "1+1=", "answer": "2", "level": 3, "source": "s", "history": [], "tools": [], "pass_rate": None}] * 2
+    )
     assert client(server, "/").score([], []) == []
 
 

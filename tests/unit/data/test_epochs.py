@@ -1,0 +1,193 @@
+"""Filters by pass rate and curricula: which problems an epoch has and in which order, and that any stopped run goes on as it would have."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from megatron_rl.config import Config
+from megatron_rl.config.data import DataConfig, TrainDataSourceConfig
+from megatron_rl.data import check_data
+from megatron_rl.data.epochs import DifficultyEpochs, order_by_difficulty
+from megatron_rl.data.sets import read_problem_set
+from megatron_rl.data.stream import ProblemStream, mix_orders, shuffle_epochs
+from megatron_rl.errors import UserError
+from megatron_rl.rollout.async_worker import AsyncRolloutWorker
+from megatron_rl.rollout.generation import MultiTurnSampler
+from megatron_rl.rollout.worker import RolloutWorker
+from megatron_rl.types import Generation, Problem, Reward
+
+
+def problems(rates: list[float | None], name: str = "s") -> list[Problem]:
+    return [Problem(f"{name}:{n}", str(n), "", level=n % 3 + 1, source=name, pass_rate=rate) for n, rate in enumerate(rates)]
+
+
+def settings(**fields: object) -> TrainDataSourceConfig:
+    return TrainDataSourceConfig.model_validate({"source": "x.jsonl", "name": "s", **fields})
+
+
+def epoch(epochs: DifficultyEpochs, start: int, count: int) -> list[int]:
+    return [int(epochs.at(start + n).prompt) for n in range(count)]
+
+
+RATES = [0.0, 0.1, None, 0.5, 0.9, 1.0]
+
+
+def test_a_filter_by_a_column_leaves_out_what_is_outside_and_keeps_what_is_unknown():
+    epochs = DifficultyEpochs(problems(RATES), settings(pass_rate_low=0.1, pass_rate_high=0.9), "0")
+    for number in range(3):
+        assert sorted(epoch(epochs, 4 * number, 4)) == [1, 2, 3, 4]
+    epochs.observe({"s:3": 1.0})
+    assert sorted(epoch(epochs, 12, 4)) == [1, 2, 3, 4], "a column is not measured over"
+    assert epochs.left_out == 2
+
+
+def test_curricula_begin_with_the_easiest_and_shuffle_the_others():
+    by_rate = DifficultyEpochs(problems(RATES), settings(curriculum="pass_rate"), "0")
+    assert epoch(by_rate, 0, 3) == [5, 4, *({2, 3} & {epoch(by_rate, 2, 1)[0]})]  # 2 is unknown, and counts as 0.5
+    assert epoch(by_rate, 4, 2) == [1, 0]
+    by_level = DifficultyEpochs(problems([None] * 30), settings(curriculum="level"), "0")
+    first, second = ([by_level.at(30 * number + n) for n in range(30)] for number in (0, 1))
+    assert [problem.level for problem in first] == [1] * 10 + [2] * 10 + [3] * 10
+    assert first != second and sorted(problem.id for problem in first[:10]) == sorted(problem.id for problem in second[:10])
+
+
+def test_measured_rates_decide_from_the_next_epoch_on_until_it_is_time_to_look_again():
+    source = settings(pass_rate="measured", pass_rate_low=0.1, pass_rate_high=0.9, recheck_every=3)
+    epochs = DifficultyEpochs(problems([None] * 4), source, "0")
+    assert sorted(epoch(epochs, 0, 4)) == [0, 1, 2, 3]
+    epochs.observe({"s:0": 0.0, "s:1": 1.0, "s:2": 0.5, "other:3": 0.0})
+    assert sorted(epoch(epochs, 4, 2)) == sorted(epoch(epochs, 6, 2)) == [2, 3]
+    assert sorted(epoch(epochs, 8, 4)) == [0, 1, 2, 3], "every third epoch has all"
+
+
+def test_an_epoch_that_nothing_is_left_for_has_all_problems_and_says_so(caplog):
+    epochs = DifficultyEpochs(problems([None] * 2), settings(pass_rate="measured", pass_rate_high=0.9), "0")
+    epoch(epochs, 0, 2)
+    epochs.observe({"s:0": 1.0, "s:1": 1.0})
+    assert sorted(epoch(epochs, 2, 2)) == [0, 1]
+    assert "no pass rate is from 0 to 0.9 any more, so epoch 1 has all problems" in caplog.text
+
+
+def make_stream() -> ProblemStream:
+    """Three sets: measured, one whose levels are a curriculum, and one as it is."""
+    measured = settings(pass_rate="measured", pass_rate_low=0.1, pass_rate_high=0.9, curriculum="pass_rate", recheck_every=4)
+    orders = [
+        order_by_difficulty(problems([None] * 7), measured, "0/s"),
+        order_by_difficulty(problems([None] * 5, "levels"), settings(name="levels", curriculum="level"), "0/levels"),
+        shuffle_epochs(problems([None] * 4, "plain"), "0/plain"),
+    ]
+    return mix_orders(orders, [3.0, 1.0, 0.5])
+
+
+class Run:
+    """Real workers over an engine that says one token, and rewards that version and problem decide."""
+
+    def __init__(self, staleness: int, rounds: int, steps: int, state: dict | None = None) -> None:
+        sections = {"placement": {"kind": "disaggregated", "max_staleness": staleness}, "model": {"path": "m"}}
+        rollout, algorithm = {"prompts_per_step": 5, "group_size": 2}, {"correction": "tis", "dynamic_sampling_max_rounds": rounds}
+        config = Config.model_validate({**sections, "rollout": rollout, "algorithm": algorithm}, strict=False)
+        stream = make_stream()
+        if state is not None:
+            stream.load_state_dict(json.loads(json.dumps(state)))
+        self.version = 0
+        tokenizer = SimpleNamespace(encode=lambda text, add_special_tokens: [int(text)], decode=lambda ids, skip_special_tokens: "")
+        worker = RolloutWorker(config, MultiTurnSampler(self, tokenizer), stream, [], self)  # type: ignore[arg-type]
+        self.worker = AsyncRolloutWorker(worker, staleness, steps, lambda: None)
+
+    def generate(self, prompts_B, samplings, abort=None):
+        return [Generation(np.array([97]), np.array([-1.0]), "stop", self.version) for _ in prompts_B]
+
+    def score(self, texts, problems, lengths, broken):
+        rng = random.Random(problems[0].id)
+        return [Reward(float(correct), correct) for correct in (rng.random() < 0.5 for _ in problems)]
+
+    def step(self, version: int) -> list[str]:
+        self.version = version
+        rollout = self.worker.collect(version)
+        return [member.problem.id for member in [*rollout.completions_B, *rollout.discarded_B]]
+
+
+@given(st.sampled_from([(0, 0), (0, 3), (1, 0), (3, 0)]), st.sets(st.integers(1, 11)))
+def test_a_run_that_is_killed_anywhere_draws_what_it_would_have_drawn(how, kills):
+    """`how`: (max_staleness, rounds of dynamic sampling)."""
+    whole = Run(*how, 12)
+    expected = [whole.step(version) for version in range(12)]
+    whole.worker.close()
+    run, drawn = Run(*how, 12), list[list[str]]()
+    for version in range(12):
+        if version in kills:  # after the snapshot the run begins what comes, and loses it
+            state = run.worker.state_dict()
+            run.version = version
+            run.worker.begin(version)
+            run.worker.close()
+            run = Run(*how, 12, state)
+        drawn.append(run.step(version))
+    run.worker.close()
+    assert drawn == expected
+
+
+def test_what_is_measured_changes_what_is_drawn():
+    """Or the property above would hold of a stream that measures nothing."""
+    run = Run(0, 0, 20)
+    drawn = [name for version in range(20) for name in run.step(version)]
+    run.worker.close()
+    counts = {name: drawn.count(name) for name in drawn if name.startswith("s:")}
+    assert max(counts.values()) > 2 * min(counts.values())
+
+
+def test_the_state_of_a_large_set_is_small():
+    stream = mix_orders([order_by_difficulty(problems([None] * 10_000), settings(pass_rate="measured", pass_rate_high=0.9), "0")], [1.0])
+    stream.next_batch(35_000)
+    assert len(json.dumps(stream.state_dict())) < 12 * 10_000
+
+
+@pytest.mark.parametrize(
+    "fields, line",
+    [
+        ({"pass_rate_low": 0.9, "pass_rate_high": 0.1}, r"pass_rate_low \(0.9\) must be below pass_rate_high \(0.1\)"),
+        ({"pass_rate": "measured"}, "nothing uses the pass rate that is measured"),
+        ({"pass_rate_low": 0.1, "recheck_every": 2}, "recheck_every asks what a measured pass rate left out"),
+    ],
+)
+def test_settings_that_would_do_nothing_are_refused(fields, line):
+    with pytest.raises(ValidationError, match=line):
+        settings(**fields)
+
+
+def write(folder: Path, *rows: dict) -> str:
+    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return str(folder / "rows.jsonl")
+
+
+@pytest.mark.parametrize(
+    "fields, line",
+    [
+        ({"curriculum": "level"}, "has a curriculum by level, and all its problems have level 0; name columns.level, or use"),
+        ({"curriculum": "pass_rate"}, 'goes by pass rates, and no row has one; name columns.pass_rate, or set pass_rate = "measured"'),
+        ({"pass_rate_high": 0.1, "columns": "rate"}, "has no problem with a pass rate from 0 to 0.1; widen the bounds"),
+        ({"pass_rate_high": 0.5, "columns": "text"}, "the field text must be a number from 0 to 1, or null, not 'x'; "),
+        ({"source": "examples.arithmetic.task:Arithmetic", "curriculum": "level"}, "generates problems without end: it has no epochs that"),
+    ],
+)
+def test_data_that_a_setting_does_not_fit_are_refused_before_a_run(tmp_path, fields, line):
+    columns = {"question": "q", "answer": "a", "pass_rate": fields.pop("columns", "")}
+    train = {"source": write(tmp_path, {"q": "1?", "a": "1", "rate": 0.5, "text": "x"}), "columns": columns, **fields}
+    if ":" in train["source"]:
+        del train["columns"]
+    with pytest.raises(UserError, match=line):
+        check_data(DataConfig.model_validate({"train": [train]}), tmp_path)
+
+
+def test_a_column_of_pass_rates_is_read(tmp_path):
+    source = write(tmp_path, *({"q": f"{n}?", "a": "1", "rate": rate} for n, rate in enumerate((0, 0.25, None))))
+    data = DataConfig.model_validate({"train": [{"source": source, "columns": {"question": "q", "answer": "a", "pass_rate": "rate"}}]})
+    assert [problem.pass_rate for problem in read_problem_set(data.train[0], data, "data.train")] == [0.0, 0.25, None]
