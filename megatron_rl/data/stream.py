@@ -12,13 +12,25 @@ import hashlib
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from megatron_rl.errors import UserError
 from megatron_rl.types import Problem
 
-if TYPE_CHECKING:
-    from megatron_rl.data.epochs import DifficultyEpochs
+
+class StatefulEpochs(Protocol):
+    """Epochs that follow from pass rates measured in the run; `megatron_rl.data.epochs.DifficultyEpochs`."""
+
+    label: str
+
+    @property
+    def left_out(self) -> int: ...
+
+    def observe(self, rates: Mapping[str, float]) -> None: ...
+
+    def state_dict(self, needed: int) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -27,14 +39,14 @@ class ProblemOrder:
 
     at: Callable[[int], Problem]
     fingerprint: str
-    epochs: DifficultyEpochs | None = None
+    epochs: StatefulEpochs | None = None
     """Its state, if it has any beside the position."""
 
 
 class ProblemStream:
     """Draws the problems of an order; the fingerprint keeps a saved position from being applied to other data."""
 
-    def __init__(self, order: ProblemOrder, shares: Mapping[DifficultyEpochs, float] | None = None) -> None:
+    def __init__(self, order: ProblemOrder, shares: Mapping[StatefulEpochs, float] | None = None) -> None:
         """`shares`: of the sets in the order that have epochs with a state."""
         self._order, self._position, self._shares = order, 0, shares or {}
         self._left_out: list[int] = []  # below the position and not yet drawn, ascending

@@ -34,6 +34,7 @@ Started = list[tuple[list[str], dict[str, str], Path]]
 def start_nodes(monkeypatch, config: Config, number: int) -> tuple[Started, str]:
     """Arguments, environment and log of the processes that engine `number` would be started as, and its URL."""
     started: Started = []
+    monkeypatch.setattr(launch_args, "read_config", lambda folder: {})
     monkeypatch.setattr(launch_args, "EngineProcess", lambda *parts: started.append(parts))
     url = launch_args.EngineLaunchSpec(config, Path("x"), Path("logs"), number).start_process().url
     return started, url
