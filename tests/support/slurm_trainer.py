@@ -35,6 +35,7 @@ if "rollout_sglang.server" in sys.orig_argv and not os.environ.get("MEGATRON_RL_
 def main() -> None:
     folder = Path.cwd()
     (folder / "sitecustomize.py").write_text(ENGINE)
+    (folder / "config.json").write_text("{}")
     os.environ["PYTHONPATH"] = f"{folder}:{os.environ['PYTHONPATH']}"
     config = load_config(Path(sys.argv[4]), sys.argv[5:])  # -m megatron_rl train CONFIG ...
     check(Facts(config), Needs.ENGINE | Needs.MACHINE)

@@ -22,6 +22,7 @@ def start(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.delenv(PRECOMPILE, raising=False)
     started: list[tuple[list[str], dict[str, str]]] = []
+    monkeypatch.setattr(launch_args, "read_config", lambda folder: {})
     monkeypatch.setattr(launch_args, "EngineProcess", lambda arguments, environment, _: started.append((arguments, environment)))
 
     def start_process(mode: str = "bf16", kind: str = "colocated", rollout: dict | None = None, kv: str = "high", **more: object):
