@@ -122,15 +122,8 @@ def _name_model(body: Any) -> str:
     return str(body.get("model") or MODEL)
 
 
-def _count(turn: Turn) -> tuple[int, int]:
-    """Return the tokens before an answer, and its own."""
-    path = turn.path
-    total = sum(len(each.given_ids_T) + len(each.generation.output_ids_T) for each in path)
-    return total - len(turn.generation.output_ids_T), len(turn.generation.output_ids_T)
-
-
 def _describe_completion(turn: Turn, number: int, model: str) -> dict[str, Any]:
-    said, (before, sampled) = turn.messages[-1], _count(turn)
+    said, before, sampled = turn.messages[-1], turn.prompt_tokens, len(turn.generation.output_ids_T)
     message: dict[str, Any] = {"role": "assistant", "content": said.content or (None if said.tool_calls else "")}
     if said.tool_calls:
         message["tool_calls"] = [call.to_openai() for call in said.tool_calls]
@@ -161,7 +154,7 @@ def _stream(completion: dict[str, Any]) -> Response:
 
 
 def _describe_response(turn: Turn, number: int, body: Any) -> dict[str, Any]:
-    said, (before, sampled) = turn.messages[-1], _count(turn)
+    said, before, sampled = turn.messages[-1], turn.prompt_tokens, len(turn.generation.output_ids_T)
     cut = turn.generation.finish_reason == "length"
     status = "incomplete" if cut else "completed"
     output: list[dict[str, Any]] = []

@@ -47,6 +47,11 @@ class Turn:
         """The turns from the root to this one."""
         return [*(self.parent.path if self.parent else ()), self]
 
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens that the engine was asked to go on from."""
+        return sum(len(turn.given_ids_T) + len(turn.generation.output_ids_T) for turn in self.path) - len(self.generation.output_ids_T)
+
 
 @dataclass(frozen=True)
 class PlannedTurn:
@@ -160,7 +165,7 @@ class AgentEpisode:
         completion = conversations[0]
         completion.branches = conversations[1:]
         completion.calls, completion.tool_errors = len(turns), self._tool_errors
-        completion.prompt_tokens = sum(_count_before(turn) for turn in turns)
+        completion.prompt_tokens = sum(turn.prompt_tokens for turn in turns)
         completion.cached_tokens = sum(turn.generation.cached_tokens for turn in turns)
         completion.finish_reason = "agent" if error else self.limit or (turns[-1].generation.finish_reason if turns else "stop")
         completion.environment_error, completion.own_reward = error, own_reward
@@ -228,8 +233,3 @@ class AgentEpisode:
             kept_tokens=kept,
             version_lags_T=np.concatenate(lags) if ids and self.staleness else None,
         )
-
-
-def _count_before(turn: Turn) -> int:
-    """Return the tokens that the engine was asked to go on from."""
-    return sum(len(each.given_ids_T) + len(each.generation.output_ids_T) for each in turn.path) - len(turn.generation.output_ids_T)
