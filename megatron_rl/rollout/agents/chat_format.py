@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 
 from megatron_rl.errors import UserError
-from megatron_rl.rollout.agents.messages import ChatMessage, RefusedError
+from megatron_rl.rollout.agents.messages import ConversationMessage, RefusedError
 
 _STAND_IN = "(what-the-policy-said)"
-_QUESTION = ChatMessage("user", "?")
+_QUESTION = ConversationMessage("user", "?")
 
 
 class ChatFormat:
@@ -31,7 +31,7 @@ class ChatFormat:
         if not self._tokenizer.chat_template:
             raise UserError("agent", None, f"needs a chat template, and the tokenizer of {name} has none", fix)
         try:
-            kept = all("(more)" in self._render_rest([ChatMessage(role, "(more)")], "[]") for role in ("user", "tool"))
+            kept = all("(more)" in self._render_rest([ConversationMessage(role, "(more)")], "[]") for role in ("user", "tool"))
             kept = kept and _QUESTION.content in self._render([_QUESTION], "[]")
         except RefusedError as error:
             raise UserError("agent", None, f"cannot use the chat template of {name} ({error})", fix) from None
@@ -44,11 +44,11 @@ class ChatFormat:
     def decode(self, ids: np.ndarray, skip_special_tokens: bool = True) -> str:
         return self._tokenizer.decode(ids.tolist(), skip_special_tokens=skip_special_tokens)
 
-    def encode_start(self, messages: Sequence[ChatMessage], tools: str) -> np.ndarray:
+    def encode_start(self, messages: Sequence[ConversationMessage], tools: str) -> np.ndarray:
         """Return the tokens of a whole conversation, up to where the policy begins to answer. Raise RefusedError if the template does."""
         return self.encode(self._render(messages, tools))
 
-    def encode_rest(self, messages: Sequence[ChatMessage], tools: str, answer_ids_T: np.ndarray) -> np.ndarray:
+    def encode_rest(self, messages: Sequence[ConversationMessage], tools: str, answer_ids_T: np.ndarray) -> np.ndarray:
         """Return the tokens of the messages that follow an answer of the policy, up to where it begins the next.
 
         They begin with the mark of an answer's end, where the policy has not sampled it. Raise RefusedError if the template does.
@@ -62,14 +62,14 @@ class ChatFormat:
         count = len(answer_ids_T) - bool(len(answer_ids_T) and int(answer_ids_T[-1]) in self._tokenizer.all_special_ids)
         return answer_ids_T[:count], answer_ids_T[count:]
 
-    def _render_rest(self, messages: Sequence[ChatMessage], tools: str) -> str:
-        whole = self._render([_QUESTION, ChatMessage("assistant", _STAND_IN), *messages], tools)
+    def _render_rest(self, messages: Sequence[ConversationMessage], tools: str) -> str:
+        whole = self._render([_QUESTION, ConversationMessage("assistant", _STAND_IN), *messages], tools)
         _, found, rest = whole.partition(_STAND_IN)
         if not found:
             raise RefusedError("the chat template leaves out what the assistant said", code="invalid_value")
         return rest
 
-    def _render(self, messages: Sequence[ChatMessage], tools: str) -> str:
+    def _render(self, messages: Sequence[ConversationMessage], tools: str) -> str:
         chat = [message.to_template() for message in messages]
         try:
             text: str = self._tokenizer.apply_chat_template(

@@ -21,7 +21,7 @@ from megatron_rl.batch.kept_tokens import extend_kept_tokens
 from megatron_rl.config.agent import AgentConfig
 from megatron_rl.hf.routing_record import extend_routing_record
 from megatron_rl.rollout.agents.chat_format import ChatFormat
-from megatron_rl.rollout.agents.messages import ChatMessage, PolicyRequest, RefusedError, ToolCall
+from megatron_rl.rollout.agents.messages import ConversationMessage, PolicyRequest, RefusedError, ToolCall
 from megatron_rl.rollout.engine import Abort
 from megatron_rl.types import Completion, Generation, KeptTokens, Problem, SamplingParams
 
@@ -34,7 +34,7 @@ class Turn:
     """One answer of the policy, at its place in the tree."""
 
     parent: Turn | None
-    messages: tuple[ChatMessage, ...]
+    messages: tuple[ConversationMessage, ...]
     """The conversation, the answer included."""
     tools: str
     given_ids_T: np.ndarray
@@ -125,7 +125,7 @@ class AgentEpisode:
                 raise RefusedError("this episode has ended", 401, "invalid_api_key")
             number = sum(len(turn.messages[-1].tool_calls) for turn in self._turns)
             named = tuple(ToolCall(f"call{number + index:05d}", *call) for index, call in enumerate(calls))
-            messages = (*planned.request.messages, ChatMessage("assistant", content, named))
+            messages = (*planned.request.messages, ConversationMessage("assistant", content, named))
             turn = Turn(planned.parent, messages, planned.request.tools, planned.given_ids_T, generation, planned.sampling.seed)
             self._turns.append(turn)
             self._tool_errors += misspelt

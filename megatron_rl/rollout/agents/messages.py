@@ -62,7 +62,7 @@ class ToolCall:
 
 
 @dataclass(frozen=True)
-class ChatMessage:
+class ConversationMessage:
     """One message of a conversation."""
 
     role: str
@@ -82,7 +82,7 @@ class ChatMessage:
 class PolicyRequest:
     """A request for the policy's next message."""
 
-    messages: tuple[ChatMessage, ...]
+    messages: tuple[ConversationMessage, ...]
     tools: str = "[]"
     """JSON, as in chat completions; equal texts are equal tools."""
     max_tokens: int | None = None
@@ -101,7 +101,7 @@ def read_chat_request(body: Any) -> PolicyRequest:
     return _make_request(body, [_read_message(message) for message in _as_list(body, "messages")], tools, limit)
 
 
-def read_response_request(body: Any, earlier: Sequence[ChatMessage] = ()) -> PolicyRequest:
+def read_response_request(body: Any, earlier: Sequence[ConversationMessage] = ()) -> PolicyRequest:
     """Return a request of /v1/responses. `earlier`: the conversation that `previous_response_id` names. Raise RefusedError."""
     _check_options(body)
     if body.get("stream"):
@@ -109,14 +109,14 @@ def read_response_request(body: Any, earlier: Sequence[ChatMessage] = ()) -> Pol
     tools = [_read_tool(tool, tool) for tool in body.get("tools") or ()]
     given = body.get("input")
     items = [{"role": "user", "content": given}] if isinstance(given, str) else _as_list(body, "input")
-    messages = [ChatMessage("system", body["instructions"])] if body.get("instructions") else []
+    messages = [ConversationMessage("system", body["instructions"])] if body.get("instructions") else []
     messages += [message for message in earlier if not (messages and message.role == "system")]
     for item in items:
         _append_item(messages, item)
     return _make_request(body, messages, tools, body.get("max_output_tokens"))
 
 
-def _make_request(body: Mapping[str, Any], messages: list[ChatMessage], tools: list[dict[str, Any]], limit: Any) -> PolicyRequest:
+def _make_request(body: Mapping[str, Any], messages: list[ConversationMessage], tools: list[dict[str, Any]], limit: Any) -> PolicyRequest:
     if not messages or messages[-1].role == "assistant":
         raise RefusedError("messages: must end with a message for the policy, not with its own", code="invalid_value")
     if limit is not None and (not isinstance(limit, int) or limit < 1):
@@ -153,7 +153,7 @@ def _read_tool(tool: Any, function: Any) -> dict[str, Any]:
     return {"type": "function", "function": known}
 
 
-def _read_message(message: Any) -> ChatMessage:
+def _read_message(message: Any) -> ConversationMessage:
     """Return one message of chat completions."""
     if not isinstance(message, Mapping):
         raise RefusedError("messages: each must be an object", code="invalid_value")
@@ -162,7 +162,7 @@ def _read_message(message: Any) -> ChatMessage:
         raise RefusedError(f"messages: {message.get('role')!r} is no role that is known here", code="invalid_value")
     calls = tuple(_read_call(call.get("id"), call.get("function") or {}) for call in message.get("tool_calls") or ())
     content = _read_content(message.get("content"))
-    return ChatMessage(role, content, calls, message.get("tool_call_id") or "", message.get("name") or "")
+    return ConversationMessage(role, content, calls, message.get("tool_call_id") or "", message.get("name") or "")
 
 
 def _read_call(call_id: Any, function: Mapping[str, Any]) -> ToolCall:
@@ -182,20 +182,20 @@ def _read_content(content: Any) -> str:
     return "".join(map(str, texts))
 
 
-def _append_item(messages: list[ChatMessage], item: Any) -> None:
+def _append_item(messages: list[ConversationMessage], item: Any) -> None:
     """Add one item of a response's input; what the policy said and called in one answer is one message."""
     kind = item.get("type", "message") if isinstance(item, Mapping) else None
     if kind == "function_call_output":
-        messages.append(ChatMessage("tool", _read_content(item.get("output")), tool_call_id=item.get("call_id") or ""))
+        messages.append(ConversationMessage("tool", _read_content(item.get("output")), tool_call_id=item.get("call_id") or ""))
         return
     if kind == "message":
         message = _read_message(item)
     elif kind == "function_call":
-        message = ChatMessage("assistant", tool_calls=(_read_call(item.get("call_id"), item),))
+        message = ConversationMessage("assistant", tool_calls=(_read_call(item.get("call_id"), item),))
     else:
         raise RefusedError(f"input: an item of type {kind!r} cannot be read")
     last = messages[-1] if messages else None
     if last is not None and last.role == message.role == "assistant" and message.tool_calls:
-        message = ChatMessage("assistant", last.content, last.tool_calls + message.tool_calls)
+        message = ConversationMessage("assistant", last.content, last.tool_calls + message.tool_calls)
         messages.pop()
     messages.append(message)
