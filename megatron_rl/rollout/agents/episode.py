@@ -168,7 +168,9 @@ class AgentEpisode:
         completion.prompt_tokens = sum(turn.prompt_tokens for turn in turns)
         completion.cached_tokens = sum(turn.generation.cached_tokens for turn in turns)
         completion.finish_reason = "agent" if error else self.limit or (turns[-1].generation.finish_reason if turns else "stop")
-        completion.environment_error, completion.own_reward = error, own_reward
+        completion.environment_error = error
+        is_cut = bool(self.limit) and own_reward is None and self._config.own_reward
+        completion.own_reward = 0.0 if is_cut else own_reward
         return completion
 
     def _find_parent(self, request: PolicyRequest) -> Turn | None:

@@ -166,6 +166,16 @@ def test_conversations_of_an_episode_share_its_reward_and_an_agent_that_asked_no
     assert {name: metrics[name] for name in expected} == expected and "environment/turns" not in metrics
 
 
+def test_an_agent_that_was_cut_before_it_gave_a_reward_has_none_and_no_function_judges_it():
+    chat = Conversation(max_calls=1, own_reward=True)
+    chat.ask("a")
+    with pytest.raises(RefusedError):
+        chat.ask("b")
+    cut = chat.episode.finish("exit code 1: openai.BadRequestError", None)
+    assert (cut.own_reward, cut.environment_error, cut.finish_reason) == (0.0, "", "turns")
+    assert Conversation().episode.finish("", None).own_reward is None
+
+
 def test_a_chat_template_that_loses_messages_is_refused():
     class Forgetful(ChatTokenizer):
         def apply_chat_template(self, chat, **options):
