@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support import trainer
+from support import lora, transformers_reference
 from support.models import FP8, FP32, random_sequences
 
 LORA = {"rank": 8, "alpha": 16.0}
@@ -15,7 +15,7 @@ def runs(request, worlds, checkpoint):
     """Results of one process, and of the ranks of two, for the same checkpoint and batches."""
     precision = {"fp32": FP32, "fp8": FP8}[request.param]
     batches = [random_sequences(8, seed) for seed in range(3)]
-    return request.param, *(worlds(ranks).call(trainer.train_adapters, checkpoint, precision, LORA, batches) for ranks in (1, 2))
+    return request.param, *(worlds(ranks).call(lora.train_adapters, checkpoint, precision, LORA, batches) for ranks in (1, 2))
 
 
 def test_adapters_begin_at_zero_and_alone_are_stepped(runs):
@@ -46,5 +46,16 @@ def test_tensor_parallel_ranks_have_the_bits_of_one_process_and_learn_alike(runs
 
 
 def test_gradient_is_the_slope_of_the_loss(worlds, checkpoint):
-    ((square, slope),) = worlds(1).call(trainer.measure_adapter_gradient, checkpoint, FP32, LORA, random_sequences(4, 1))
+    ((square, slope),) = worlds(1).call(lora.measure_adapter_gradient, checkpoint, FP32, LORA, random_sequences(4, 1))
     assert square > 1e-6 and slope == pytest.approx(square, rel=0.02)
+
+
+def test_peft_loads_what_is_exported_and_computes_the_trainers_logprobs(worlds, transformers_process, checkpoint, tmp_path):
+    batch, run, adapters = random_sequences(8, 0), tmp_path / "step_00001", tmp_path / "adapters"
+    ((result),) = worlds(1).call(lora.train_adapters, checkpoint, FP32, LORA, [batch], None, run)
+    worlds(1).call(lora.export, run, adapters)
+    samples = [(sample.prompt_ids.tolist(), sample.response_ids.tolist()) for sample in batch]
+    ((plain, adapted),) = transformers_process.call(transformers_reference.peft_logprobs, checkpoint, adapters, samples)
+    assert (result["trained"] - result["start"]).abs().max() > 0.1
+    torch.testing.assert_close(plain, result["start"], rtol=0, atol=1e-4)
+    torch.testing.assert_close(adapted, result["trained"], rtol=0, atol=1e-4)

@@ -30,7 +30,7 @@ from megatron_rl.hf.files import read_config
 from megatron_rl.mcore import logprobs as scoring
 from megatron_rl.mcore import reduce, step_response
 from megatron_rl.mcore.actor import Actor, Policy
-from megatron_rl.mcore.adapters import FrozenPolicy, install_adapters, list_adapted_layers
+from megatron_rl.mcore.adapters import install_adapters
 from megatron_rl.mcore.cache_scales import collect_scales, renew_scales
 from megatron_rl.mcore.checkpoint.optimizer import MOMENTS, flatten_chained, iter_masters, iter_stepped
 from megatron_rl.mcore.checkpoint.write import CheckpointWriter
@@ -49,7 +49,6 @@ from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.precision.ops import rope, swiglu, tree
 from megatron_rl.precision.quantized_weight import QuantizedWeight
 from megatron_rl.precision.quantizers import dequantize
-from parallel.adapters import NAMES
 from parallel.layout import Layout
 from parallel.model_geometry import ModelGeometry
 from support.gathered import gather_tensors
@@ -500,60 +499,3 @@ def scored_and_whole(
         gradients = {name: weight.main_grad.clone() for name, weight in actor.chunks[0].named_parameters()}
         results.append((logprobs.detach(), gradients))
     return results
-
-
-def train_adapters(folder: Path, precision: dict[str, Any], lora: dict[str, Any], batches: list[list[TrainingSample]]) -> dict[str, Any]:
-    """Take a step with adapters on each batch. Return the log-probs of the first with the frozen model, with adapters that are not trained,
-    and with those that are; the trained adapters; and what else of the model there is a gradient, a master or a change of."""
-    trained = Trainer(folder, precision, {"learning_rate": 1e-2, "adam_eps": 1e-4}, lora=LoraConfig(**lora))
-    actor, model = trained.actor, trained.model
-    before = {name: _raw(tensor) for name, tensor in global_parameters(model).items()}
-    frozen = FrozenPolicy(model, 1.0, actor.micro_batch_tokens)
-
-    def score(policy: Policy) -> torch.Tensor:
-        return torch.cat(policy.compute_logprobs(select_own(batches[0]))[0])
-
-    result: dict[str, Any] = {"start": score(actor), "frozen": score(frozen)}
-    result["steps"] = [actor.update(select_own(batch), negative_log_likelihood) for batch in batches]
-    result |= {"trained": score(actor), "frozen again": score(frozen)}
-    names = {name for name, tensor in global_parameters(model).items() if not torch.equal(_raw(tensor), before[name])}
-    stepped = {id(parameter) for part in flatten_chained(actor.optimizer) for parameter, _ in iter_stepped(part)}
-    result["changed"] = names
-    result["stepped"] = {name for name, parameter in global_parameters(model).items() if id(parameter) in stepped}
-    result["gradients"] = {name for name, parameter in global_parameters(model).items() if hasattr(parameter, "main_grad")}
-    result["masters"] = [name for name, layer in find_quantized_layers(model).items() if layer.master is not None]
-    result["adapters"] = {
-        f"{name}.{each}": getattr(layer, each).detach().clone() for _, name, layer in list_adapted_layers(model) for each in NAMES
-    }
-    return result
-
-
-def _raw(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().clone().view(torch.uint8)
-
-
-def measure_adapter_gradient(
-    folder: Path, precision: dict[str, Any], lora: dict[str, Any], batch: list[TrainingSample]
-) -> tuple[float, float]:
-    """Return |g|^2 of the adapters' gradient of the mean loss, and the loss's slope along g by differences. B is not zero."""
-    trained = Trainer(folder, precision, {"learning_rate": 1e-12, "clip_grad": 0.0}, lora=LoraConfig(**lora))
-    parameters = [getattr(layer, each) for _, _, layer in list_adapted_layers(trained.model) for each in NAMES]
-    with torch.no_grad():
-        for number, parameter in enumerate(parameters):
-            parameter += 0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number))
-    own, actor = select_own(batch), trained.actor
-    actor.update(own, negative_log_likelihood)
-    gradients = [parameter.main_grad.clone() for parameter in parameters]
-    square = sum(float(gradient.double().square().sum()) for gradient in gradients)
-
-    def loss_at(step: float) -> float:
-        with torch.no_grad():
-            for parameter, gradient in zip(parameters, gradients, strict=True):
-                parameter += step * gradient
-            loss = -torch.cat(actor.compute_logprobs(own)[0]).double().mean().item()
-            for parameter, gradient in zip(parameters, gradients, strict=True):
-                parameter -= step * gradient
-        return loss
-
-    step = 1e-2 / square**0.5
-    return square, (loss_at(step) - loss_at(-step)) / (2 * step)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,19 @@ def fp8_logprobs(
             return torch.cat([_answer(model, prompt, answer) for prompt, answer in sequences])
     finally:
         functional.linear = linear
+
+
+def peft_logprobs(base: Path, adapters: Path, sequences: list[tuple[list[int], list[int]]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probs of all answers' tokens of a checkpoint in float32, without and with adapters that PEFT loads. `sequences`: (prompt,
+    answer). Fails where PEFT finds no place for an adapter, or a place without one."""
+    from peft import PeftModel
+
+    model = _load(base)
+    with torch.no_grad():
+        plain = torch.cat([_answer(model, *sequence) for sequence in sequences])
+        with warnings.catch_warnings(action="error"):
+            model = PeftModel.from_pretrained(model, adapters)
+        return plain, torch.cat([_answer(model, *sequence) for sequence in sequences])
 
 
 def _load(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
