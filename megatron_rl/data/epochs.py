@@ -11,7 +11,7 @@ from __future__ import annotations
 import base64
 import logging
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -61,18 +61,24 @@ class DifficultyEpochs:
         """Problems that are not in the newest epoch."""
         return len(self._problems) - len(self._epochs[-1].order) if self._epochs else 0
 
+    @property
+    def measures(self) -> bool:
+        """Whether `observe` changes anything."""
+        return self._source.pass_rate == "measured"
+
     def observe(self, rates: Mapping[str, float]) -> None:
         """Take measured pass rates by problem id for the epochs to come, if the source wants them; ids of other sets are passed over."""
-        if self._source.pass_rate == "measured":
-            for name, rate in rates.items():
-                if (number := self._numbers.get(name)) is not None:
-                    self._rates[number] = rate
+        if self.measures:
+            known = {number: rate for name, rate in rates.items() if (number := self._numbers.get(name)) is not None}
+            self._rates = self._rates.copy()  # a snapshot may hold it
+            self._rates[[*known]] = [*known.values()]
 
-    def state_dict(self, needed: int) -> dict[str, Any]:
-        """Return what a checkpoint keeps, JSON-serializable, and forget epochs that end before position `needed`."""
+    def snapshot(self, needed: int) -> Callable[[], dict[str, Any]]:
+        """Return what makes the state that a checkpoint keeps, as of now, JSON-serializable; forget epochs that end before position
+        `needed`."""
         self._epochs = [epoch for epoch in self._epochs if epoch.end > needed] or self._epochs[-1:]
-        epochs = [[epoch.number, epoch.start, _encode(epoch.order)] for epoch in self._epochs]
-        return {"rates": _encode(self._rates), "epochs": epochs}
+        rates, epochs = self._rates, self._epochs.copy()
+        return lambda: {"rates": _encode(rates), "epochs": [[epoch.number, epoch.start, _encode(epoch.order)] for epoch in epochs]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._rates = _decode(state["rates"], np.float32)

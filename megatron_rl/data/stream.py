@@ -26,9 +26,12 @@ class StatefulEpochs(Protocol):
     @property
     def left_out(self) -> int: ...
 
+    @property
+    def measures(self) -> bool: ...
+
     def observe(self, rates: Mapping[str, float]) -> None: ...
 
-    def state_dict(self, needed: int) -> dict[str, Any]: ...
+    def snapshot(self, needed: int) -> Callable[[], dict[str, Any]]: ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
@@ -67,6 +70,11 @@ class ProblemStream:
         """Make the next `draw` return these again."""
         self._left_out = sorted([*self._left_out, *positions])
 
+    @property
+    def measures(self) -> bool:
+        """Whether `observe` changes what is drawn."""
+        return any(epochs.measures for epochs in self._shares)
+
     def observe(self, rates: Mapping[str, float]) -> None:
         """Take pass rates measured of problems, by their ids, for epochs to come."""
         for epochs in self._shares:
@@ -83,16 +91,21 @@ class ProblemStream:
 
     def state_dict(self, untrained: Iterable[int] = ()) -> dict[str, Any]:
         """Return what a checkpoint keeps, JSON-serializable: as if the positions `untrained` had not been drawn."""
+        return self.snapshot(untrained)()
+
+    def snapshot(self, untrained: Iterable[int] = ()) -> Callable[[], dict[str, Any]]:
+        """Return what makes the `state_dict` of now, at any time later. It copies nothing; what it makes may take megabytes."""
         position, left_out = self._position, sorted([*self._left_out, *untrained])
         while left_out and left_out[-1] == position - 1:
             position = left_out.pop()
         state: dict[str, Any] = {"position": position, "fingerprint": self._order.fingerprint}
         if left_out:
             state["left_out"] = left_out
-        if self._shares:
-            first = min([position, *left_out])  # a set's own position is within one of its share
-            state["epochs"] = {epochs.label: epochs.state_dict(int(first * share) - 1) for epochs, share in self._shares.items()}
-        return state
+        if not self._shares:
+            return lambda: state
+        first = min([position, *left_out])  # a set's own position is within one of its share
+        parts = {epochs.label: epochs.snapshot(int(first * share) - 1) for epochs, share in self._shares.items()}
+        return lambda: {**state, "epochs": {label: make() for label, make in parts.items()}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state` was taken. Raise UserError when it was taken from a stream over other data."""

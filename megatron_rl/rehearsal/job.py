@@ -197,7 +197,7 @@ def _save(config: Config, layout: Layout, actor: Actor, critic: Critic | None, h
     """Save the first step's policy as the loop does; return the folder that holds it, which rank 0 alone renames."""
     manager = CheckpointManager(config, layout, run, actor, hf_config, lambda _: None, -1, critic)
     critic_steps = 0 if critic is None else critic.steps_done
-    manager.write(TrainState(1, actor.steps_done, (0.0, 0.0), {}, critic_steps=critic_steps), last=True)
+    manager.write(TrainState(1, actor.steps_done, (0.0, 0.0), dict, critic_steps=critic_steps), last=True)
     folder = checkpoint_folder(run, 1)
     return folder if is_rank0() else unfinished_folder(folder)
 

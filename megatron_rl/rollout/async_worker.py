@@ -74,9 +74,10 @@ class AsyncRolloutWorker:
         sampling = rollout.sampling | self._worker.observe(rollout)  # here and in order: what is drawn next may depend on it
         return replace(rollout, sampling=sampling, seconds={WAIT: time.perf_counter() - start, **rollout.seconds})
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of the problem stream after the last collected groups; groups generated ahead are lost when the run stops."""
-        return self._worker.state_dict([step.draw for step in self._pending])
+    def snapshot(self) -> Callable[[], dict[str, Any]]:
+        """Return what makes the state of the problem stream after the last collected groups; groups generated ahead are lost when the run
+        stops."""
+        return self._worker.snapshot([step.draw for step in self._pending])
 
     def evaluate(self, version: int) -> RolloutBatch:
         """See `RolloutWorker.evaluate`; generation ahead shares the engine meanwhile."""

@@ -10,7 +10,7 @@ import hashlib
 import math
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
@@ -135,11 +135,11 @@ class RolloutWorker:
         self._drawing = threading.Lock()
         self._threads = self._make_threads(config.rollout.group_size)
 
-    def state_dict(self, untrained: Iterable[StepDraw] = ()) -> dict[str, Any]:
-        """Return the position in the problems as if `untrained` had not been drawn; see `ProblemStream`. Sampling needs no state: see
-        `derive_seed`."""
+    def snapshot(self, untrained: Iterable[StepDraw] = ()) -> Callable[[], dict[str, Any]]:
+        """Return what makes the state of the problems as if `untrained` had not been drawn; see `ProblemStream`. Sampling needs no state:
+        see `derive_seed`."""
         with self._drawing:
-            return self._stream.state_dict(position for draw in untrained for problems in draw.rounds for position in problems)
+            return self._stream.snapshot(position for draw in untrained for problems in draw.rounds for position in problems)
 
     def draw(self, version: int) -> StepDraw:
         """Draw the problems that the trainer trains on at `version`; steps are in the order of these calls."""
@@ -216,7 +216,7 @@ class RolloutWorker:
     def observe(self, rollout: RolloutBatch) -> dict[str, float]:
         """Take the pass rates of a step's groups for the problems to be drawn next; return metrics of what they leave out."""
         size, rates = self._config.rollout.group_size, dict[str, float]()
-        for members in (rollout.completions_B, rollout.discarded_B):
+        for members in (rollout.completions_B, rollout.discarded_B) if self._stream.measures else ():
             for group in (members[start : start + size] for start in range(0, len(members), size)):
                 if not all(member.reward.excluded for member in group):
                     rates[group[0].problem.id] = _compute_group_accuracy(group)

@@ -9,7 +9,9 @@ Every rank runs it; the rollout worker, and with it engines and rewards, exists 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from megatron_rl.algorithm.covariance import mark_high_covariance
 from megatron_rl.algorithm.distillation import assign_distilled_advantages
@@ -124,10 +126,11 @@ class Loop:
         return self._sync.run_with_recovery(step, lambda: compute_eval_metrics(self._worker.value.evaluate(step), samples))
 
     def _snapshot(self, version: int, unrecorded: dict[str, float] | None) -> TrainState:
-        data = self._worker.run(lambda worker: worker.state_dict())
-        critic = self._trainer.critic
-        critic_steps = 0 if critic is None else critic.critic.steps_done
-        return TrainState(version, self._trainer.actor.steps_done, self._trainer.clip.bounds, data, unrecorded, critic_steps)
+        data: list[Callable[[], dict[str, Any]]] = []
+        self._worker.tell(lambda worker: data.append(worker.snapshot()))
+        trainer = self._trainer
+        critic_steps = 0 if trainer.critic is None else trainer.critic.critic.steps_done
+        return TrainState(version, trainer.actor.steps_done, trainer.clip.bounds, data[0] if data else dict, unrecorded, critic_steps)
 
     def _write_row(self, metrics: dict[str, float], seconds: float | None = None) -> None:
         self._recorder.write_row(self._state.version, metrics, seconds)

@@ -178,7 +178,7 @@ class Session:
         tokenizer = load_tokenizer(config.model.folder)
         stream, held_out = load_problems(config, tokenizer)
         if state is not None:
-            stream.load_state_dict(state.data)
+            stream.load_state_dict(state.data())
         scorer = self._resources.enter_context(Scorer(config.reward, self.notify))
         environments = start_environments(config, self._resources)
         self.notify(f"starting the engines: {config.rollout.engines}")

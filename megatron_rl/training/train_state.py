@@ -6,7 +6,8 @@ there writes a checkpoint of this state and goes on from it.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_rl.mcore.checkpoint.rng import capture_rng_state
@@ -18,8 +19,8 @@ class TrainState:
     """Policy version: RL steps done."""
     optimizer_steps: int
     clip_bounds: tuple[float, float]
-    data: dict[str, Any]
-    """`ProblemStream.state_dict()`."""
+    data: Callable[[], dict[str, Any]]
+    """Makes `ProblemStream.state_dict()`, as it was; {} on other ranks than 0."""
     unrecorded: dict[str, float] | None = None
     """Metrics of this version's row in the log, without those of its sync and its evaluation; None once the row is written."""
     critic_steps: int = 0
@@ -28,13 +29,13 @@ class TrainState:
     """This rank's random number generators."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all but the random number generators, for state.json."""
-        fields = {name: value for name, value in asdict(self).items() if name != "rng_state"}
-        return {"step": self.version, "policy_version": fields.pop("version"), **fields}
+        """Return all but the random number generators, for state.json, which rank 0 writes."""
+        own = {name: getattr(self, name) for name in ("optimizer_steps", "clip_bounds", "unrecorded", "critic_steps")}
+        return {"step": self.version, "policy_version": self.version, "data": self.data(), **own}
 
     @classmethod
     def from_dict(cls, state: dict[str, Any]) -> TrainState:
         """Read state.json. Raises KeyError, TypeError or ValueError if it holds no state."""
         low, high = state["clip_bounds"]
-        version, steps = int(state["policy_version"]), int(state["optimizer_steps"])
-        return cls(version, steps, (float(low), float(high)), dict(state["data"]), state["unrecorded"], int(state.get("critic_steps", 0)))
+        version, steps, data = int(state["policy_version"]), int(state["optimizer_steps"]), dict(state["data"])
+        return cls(version, steps, (float(low), float(high)), lambda: data, state["unrecorded"], int(state.get("critic_steps", 0)))

@@ -75,7 +75,7 @@ def run_ahead(running: str, max_staleness: int, steps: int) -> dict[str, Any]:
         for version, completions in worker.batches
         for completion in completions
     ]
-    return {"rows": log.rows, "token_versions": token_versions, "position": ahead.state_dict(), "drawn": stream.state_dict()}
+    return {"rows": log.rows, "token_versions": token_versions, "position": ahead.snapshot()(), "drawn": stream.state_dict()}
 
 
 def release_memory_and_take_it_back(version: int, prompts: list[list[int]]) -> dict[str, Any]:

@@ -113,8 +113,8 @@ class ScriptedWorker:
             )
         return RolloutBatch(completions, {"ahead/generate": 1.0})
 
-    def state_dict(self) -> dict[str, Any]:
-        return {}
+    def snapshot(self) -> Callable[[], dict[str, Any]]:
+        return dict
 
     def evaluate(self, version: int) -> RolloutBatch:
         """Note how much likelier a good token is than a bad one, in nats; no held-out problems."""
@@ -243,8 +243,8 @@ class StreamedWorker:
     def __init__(self) -> None:
         self.stream = ProblemStream(ProblemOrder(lambda position: Problem(str(position), "", ""), "numbers"))
 
-    def state_dict(self) -> dict[str, Any]:
-        return self.stream.state_dict()
+    def snapshot(self) -> Callable[[], dict[str, Any]]:
+        return self.stream.snapshot()
 
     def begin(self, version: int) -> None: ...
 
@@ -296,7 +296,7 @@ def train_to(
     critic = load_critic(config, layout, trainer.hf_config)
     of_critic = None if critic is None else (critic.model, critic.optimizer)
     # bounds that move back to the configured ones, half the way at every step
-    state = TrainState(0, 0, (0.7, 1.3), worker.state_dict(), {})
+    state = TrainState(0, 0, (0.7, 1.3), worker.snapshot(), {})
     seed = 99 if go_on else 0
     random.seed(seed), np.random.seed(seed), torch.manual_seed(seed)
     if go_on:
@@ -308,7 +308,7 @@ def train_to(
         actor.steps_done = state.optimizer_steps
         if critic is not None:
             critic.steps_done = state.critic_steps
-        worker.stream.load_state_dict(state.data)
+        worker.stream.load_state_dict(state.data())
     log = RecordingLog()
     checkpoints = CheckpointManager(config, layout, run, actor, trainer.hf_config, messages.append, state.version or -1, critic)
     sync = BrokenSync() if broken == "sync" else NullSync()
@@ -436,7 +436,7 @@ def adopted_after_loading(folder: Path, run: Path, precision: dict[str, Any], tr
     if trained:
         first.actor.update(own(random_sequences(4, seed=5)), negative_log_likelihood)
     config = config_of(folder, 99, precision)
-    state = TrainState(1, first.actor.steps_done, (0.8, 1.2), {})
+    state = TrainState(1, first.actor.steps_done, (0.8, 1.2), dict)
     CheckpointManager(config, first.layout, run, first.actor, first.hf_config, print, -1).write(state, last=True)
     saved = choose_checkpoint(run, 99)
     load_run_checkpoint(saved.folder, second.model, second.actor.optimizer, saved.state, True)
@@ -454,7 +454,7 @@ def save_without_room(folder: Path, run: Path, precision: dict[str, Any], step: 
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limits[1]))
     try:
-        checkpoints.write(TrainState(step, trainer.actor.steps_done, (0.8, 1.2), {}), last=False)
+        checkpoints.write(TrainState(step, trainer.actor.steps_done, (0.8, 1.2), dict), last=False)
         checkpoints.wait()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)

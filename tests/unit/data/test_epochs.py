@@ -124,12 +124,11 @@ def test_a_run_that_is_killed_anywhere_draws_what_it_would_have_drawn(how, kills
     whole.worker.close()
     run, drawn = Run(*how, 12), list[list[str]]()
     for version in range(12):
-        if version in kills:  # after the snapshot the run begins what comes, and loses it
-            state = run.worker.state_dict()
-            run.version = version
-            run.worker.begin(version)
+        if version in kills:  # after the snapshot the run goes on with what comes, and loses it
+            make_state = run.worker.snapshot()
+            run.step(version)
             run.worker.close()
-            run = Run(*how, 12, state)
+            run = Run(*how, 12, make_state())
         drawn.append(run.step(version))
     run.worker.close()
     assert drawn == expected

@@ -119,7 +119,7 @@ def test_groups_are_trained_once_in_the_order_they_were_drawn_whatever_their_len
         with run.engine.lock:
             run.engine.fails = fails[version]
         run.step(version)
-        assert run.ahead.state_dict() == {"position": 2 * (version + 1), "fingerprint": "numbers"}
+        assert run.ahead.snapshot()() == {"position": 2 * (version + 1), "fingerprint": "numbers"}
     run.ahead.close()
     assert run.trained == [[str(2 * version), str(2 * version + 1)] for version in range(steps)]
     assert max(run.ages, default=0) <= max_staleness
@@ -132,12 +132,12 @@ def test_a_resumed_run_trains_on_what_the_first_one_had_not_and_on_nothing_else(
     run = Run(max_staleness, first + second, rounds=4)
     for version in range(first):
         run.step(version)
-    state = run.ahead.state_dict()
+    state = run.ahead.snapshot()()
     run.ahead.close()
     again = Run(max_staleness, first + second, rounds=4, state=state)
     for version in range(first, first + second):
         again.step(version)
-    state = again.ahead.state_dict()
+    state = again.ahead.snapshot()()
     again.ahead.close()
     trained = [int(number) for step in [*run.trained, *again.trained] for number in step]
     assert sorted([*trained, *state.get("left_out", ())]) == list(range(state["position"]))
@@ -151,13 +151,13 @@ def test_over_sampling_trains_once_on_every_problem_and_aborts_none_twice(max_st
     run.engine.patience = 0.02
     for version in range(first):
         run.step(version, waits=False)
-    state = run.ahead.state_dict()
+    state = run.ahead.snapshot()()
     run.ahead.close()
     again = Run(max_staleness, first + second, state=state, over_sampling_prompts=extra)
     again.engine.patience = 0.02
     for version in range(first, first + second):
         again.step(version, waits=False)
-    left = again.ahead.state_dict()
+    left = again.ahead.snapshot()()
     again.ahead.close()
     steps = [*run.trained, *again.trained]
     trained = [int(number) for step in steps for number in step]
@@ -196,7 +196,7 @@ def test_the_next_steps_groups_run_while_the_longest_answer_of_this_step_does():
     run.ahead.begin(0)
     until(lambda: sorted(run.engine.ended) == [1, 2, 3, 4, 5], 60, "what was begun")
     run.step(0)
-    assert run.trained == [["0", "1"]] and run.ahead.state_dict()["position"] == 2, "a run that goes on makes the others anew"
+    assert run.trained == [["0", "1"]] and run.ahead.snapshot()()["position"] == 2, "a run that goes on makes the others anew"
     run.ahead.close()
 
 
