@@ -7,7 +7,6 @@ code and Megatron's run as they are.
 from __future__ import annotations
 
 import contextlib
-import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,12 +16,12 @@ from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from megatron_rl.planner.hardware import Gpu
-from megatron_rl.rehearsal import collectives, objects
+from megatron_rl.rehearsal import collectives, hopper, objects
 from megatron_rl.rehearsal.device import FakeGpu, plausible_value
+from megatron_rl.rehearsal.hopper import PROPERTIES
 from megatron_rl.rehearsal.kernels import deep_gemm, flash_attention, torch_cuda, transformer_engine, triton
 from megatron_rl.rehearsal.recorder import Recorder
 
-_CAPABILITY = (9, 0)
 _current: list[FakeGpu] = []
 
 
@@ -42,7 +41,7 @@ def one_rank(rank: int, world: int, gpu: Gpu, recorder: Recorder | None = None) 
 
     device = FakeGpu(recorder or Recorder(), collectives.communicate)
     _current.append(device)
-    _properties.total_memory, _properties.name = gpu.memory, gpu.name
+    PROPERTIES.total_memory, PROPERTIES.name = gpu.memory, gpu.name
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
     lifts = torch._C._only_lift_cpu_tensors()
     torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device="cuda") makes a host tensor, then copies
@@ -54,18 +53,6 @@ def one_rank(rank: int, world: int, gpu: Gpu, recorder: Recorder | None = None) 
         _current.pop()
         if dist.is_initialized():
             dist.destroy_process_group()
-
-
-_properties = types.SimpleNamespace(
-    name="",
-    major=_CAPABILITY[0],
-    minor=_CAPABILITY[1],
-    total_memory=0,
-    multi_processor_count=132,
-    uuid="00000000-0000-0000-0000-000000000000",
-    warp_size=32,
-    is_integrated=False,
-)
 
 
 class _Stream:
@@ -131,21 +118,20 @@ def install_device() -> None:
 
 
 def _replace_queries() -> None:
-    cuda: Any = torch.cuda
-    cuda.is_available = cuda.is_initialized = lambda: True
-    cuda.device_count = lambda: 1
-    cuda.current_device = lambda: 0
-    cuda.get_device_capability = lambda *_: _CAPABILITY
-    cuda.get_device_name = lambda *_: _properties.name
-    cuda.get_device_properties = lambda *_: _properties
-    cuda.mem_get_info = lambda *_: (_properties.total_memory - recorder().now, _properties.total_memory)
-    cuda.memory_allocated = cuda.memory_reserved = lambda *_: recorder().now
-    cuda.max_memory_allocated = cuda.max_memory_reserved = lambda *_: recorder().phase.peak.nbytes
-    cuda.set_device = cuda._lazy_init = cuda.init = cuda.empty_cache = cuda.reset_peak_memory_stats = _nothing
-    cuda.synchronize = lambda *_: recorder().wait("synchronize")
-    cuda.Stream = cuda.Event = _Stream
-    cuda.current_stream = cuda.default_stream = lambda *_: _Stream()
-    cuda.stream = lambda _: contextlib.nullcontext()
+    held, peak = (lambda *_: recorder().now), (lambda *_: recorder().phase.peak.nbytes)
+    hopper.pretend(
+        mem_get_info=lambda *_: (PROPERTIES.total_memory - recorder().now, PROPERTIES.total_memory),
+        memory_allocated=held,
+        memory_reserved=held,
+        max_memory_allocated=peak,
+        max_memory_reserved=peak,
+        synchronize=lambda *_: recorder().wait("synchronize"),
+        Stream=_Stream,
+        Event=_Stream,
+        current_stream=lambda *_: _Stream(),
+        default_stream=lambda *_: _Stream(),
+        stream=lambda _: contextlib.nullcontext(),
+    )
     torch.version.cuda = "13.0"
 
 

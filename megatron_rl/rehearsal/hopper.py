@@ -1,7 +1,8 @@
-"""Makes a machine without a GPU look as if it had one Hopper GPU, as far as importing the GPU packages asks: nothing can be computed.
+"""One Hopper GPU on a machine without a GPU, as far as asking goes: nothing can be computed.
 
-`pretend` changes torch's answers in this process. Compiled libraries ask the driver and the CUDA runtime themselves: `build_stubs` makes a
-libcuda.so.1 whose every function fails, so that they can be loaded, and a library to preload that says that there is a device.
+`pretend` changes torch's answers in this process: a rehearsal adds its own to them, and what imports the GPU packages needs no more.
+Compiled libraries ask the driver and the CUDA runtime themselves: `build_stubs` makes a libcuda.so.1 whose every function fails, so that
+they can be loaded, and a library to preload that says that there is a device.
 """
 
 from __future__ import annotations
@@ -9,12 +10,38 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import types
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-GIB = 1 << 30
+PROPERTIES = SimpleNamespace(
+    name="NVIDIA H100 80GB HBM3",
+    major=9,
+    minor=0,
+    total_memory=80 << 30,
+    multi_processor_count=132,
+    uuid="00000000-0000-0000-0000-000000000000",
+    shared_memory_per_block_optin=232448,
+    shared_memory_per_multiprocessor=233472,
+    regs_per_multiprocessor=65536,
+    max_threads_per_multi_processor=2048,
+    warp_size=32,
+    L2_cache_size=50 << 20,
+    gcnArchName="",
+    is_integrated=False,
+)
+"""What torch.cuda.get_device_properties says; a rehearsal sets name and memory."""
+_ANSWERS: dict[str, Any] = {
+    "is_available": True,
+    "is_initialized": True,
+    "device_count": 1,
+    "current_device": 0,
+    "get_device_capability": (PROPERTIES.major, PROPERTIES.minor),
+    "get_device_properties": PROPERTIES,
+    **dict.fromkeys(("init", "_lazy_init", "set_device", "synchronize", "empty_cache", "reset_peak_memory_stats")),
+}
+"""Function of torch.cuda -> what it returns, whatever it is asked."""
 _NO_DEVICE = 100
 """CUDA_ERROR_NO_DEVICE."""
 _RUNTIME_ANSWERS = """
@@ -33,41 +60,16 @@ int cudaFree(void *pointer) { return 0; }
 """
 
 
-def pretend() -> None:
-    """Let torch say that there is an H100."""
+def pretend(**functions: Any) -> None:
+    """Let torch.cuda answer as with one Hopper GPU. `functions`: of torch.cuda, in place of the answers here or beside them."""
     import torch
 
-    properties = types.SimpleNamespace(
-        name="NVIDIA H100 80GB HBM3",
-        major=9,
-        minor=0,
-        total_memory=80 * GIB,
-        multi_processor_count=132,
-        uuid="0",
-        shared_memory_per_block_optin=232448,
-        shared_memory_per_multiprocessor=233472,
-        regs_per_multiprocessor=65536,
-        max_threads_per_multi_processor=2048,
-        warp_size=32,
-        L2_cache_size=50 << 20,
-        gcnArchName="",
-    )
-    answers: dict[str, Any] = {
-        "is_available": lambda: True,
-        "is_initialized": lambda: True,
-        "device_count": lambda: 1,
-        "current_device": lambda: 0,
-        "get_device_capability": lambda *_, **__: (properties.major, properties.minor),
-        "get_device_name": lambda *_, **__: properties.name,
-        "get_device_properties": lambda *_, **__: properties,
-        "mem_get_info": lambda *_, **__: (70 * GIB, 80 * GIB),
-        "synchronize": lambda *_, **__: None,
-        "empty_cache": lambda: None,
-        "set_device": lambda *_: None,
-        "_lazy_init": lambda: None,
-    }
-    for name, answer in answers.items():
-        setattr(torch.cuda, name, answer)
+    total = PROPERTIES.total_memory
+    functions = {"get_device_name": lambda *_: PROPERTIES.name, "mem_get_info": lambda *_: (total, total)} | functions
+    for name, answer in _ANSWERS.items():
+        setattr(torch.cuda, name, lambda *_, answer=answer, **__: answer)
+    for name, function in functions.items():
+        setattr(torch.cuda, name, function)
 
 
 def build_stubs(folder: Path, packages: Path) -> dict[str, str]:
