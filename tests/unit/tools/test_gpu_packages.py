@@ -1,4 +1,4 @@
-"""The check of the GPU packages, as far as it goes without them: its stand-in for a GPU, and that it knows all kernels."""
+"""The check of the GPU packages, as far as it goes without them: it knows all kernels, and refuses what it cannot use."""
 
 from __future__ import annotations
 
@@ -11,36 +11,9 @@ import pytest
 from support.processes import ROOT
 
 sys.path.insert(0, str(ROOT / "tools" / "checks"))
-import fake_hopper
 import hopper_kernels
 
 CHECKS = str(ROOT / "tools" / "checks")
-
-USER = "extern int cuInit(unsigned); extern int cublasCreate_v2(void *); int use(void) { return cuInit(0) + cublasCreate_v2(0); }"
-ASK = """
-import ctypes, sys
-import fake_hopper
-print(ctypes.CDLL(sys.argv[1], mode=ctypes.RTLD_GLOBAL).cuInit(0))
-count = ctypes.c_int()
-ctypes.CDLL(None).cudaGetDeviceCount(ctypes.byref(count))
-fake_hopper.pretend()
-import torch
-print(count.value, torch.cuda.get_device_capability(), torch.cuda.get_device_name())
-"""
-
-
-def test_libraries_that_want_a_driver_are_loaded_without_one(tmp_path):
-    (tmp_path / "packages").mkdir()
-    fake_hopper._compile(tmp_path / "libcuda.so.1", "int cuInit(unsigned flags) { return 0; }")
-    user = tmp_path / "packages" / "user.so"
-    command = ["gcc", "-x", "c", "-", "-shared", "-fPIC", "-o", str(user), "-x", "none", str(tmp_path / "libcuda.so.1")]
-    subprocess.run(command, input=USER, text=True, check=True)
-    (tmp_path / "packages" / "no_library.so").write_text("text")
-    assert fake_hopper.find_driver_symbols(tmp_path / "packages") == {"cuInit"}
-    variables = fake_hopper.build_stubs(tmp_path / "stubs", tmp_path / "packages")
-    environment = {**os.environ, **variables, "PYTHONPATH": CHECKS}
-    done = subprocess.run([sys.executable, "-c", ASK, "libcuda.so.1"], env=environment, capture_output=True, text=True)
-    assert done.stdout == "100\n1 (9, 0) NVIDIA H100 80GB HBM3\n", done.stderr
 
 
 def test_every_triton_kernel_has_a_limit_of_registers():
@@ -60,3 +33,11 @@ def test_wrong_names_are_refused():
     for command in ([sys.executable, f"{CHECKS}/gpu_packages.py"], ["bash", f"{CHECKS}/gpu_packages.sh"]):
         done = subprocess.run([*command, "--no-such"], env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
         assert done.returncode == 2 and "--no-such" in done.stderr
+
+
+def test_an_extension_of_another_python_is_refused_before_anything_is_installed(tmp_path):
+    (other := tmp_path / "transformer_engine_torch.cpython-310-x86_64-linux-gnu.so").touch()
+    for extension, told in ((other, "set PYTHON"), (tmp_path / "none.so", "no such file")):
+        command = ["bash", f"{CHECKS}/gpu_packages.sh", f"--venv={tmp_path}/venv", f"--extension={extension}"]
+        done = subprocess.run(command, env={**os.environ, "PYTHON": sys.executable}, capture_output=True, text=True)
+        assert done.returncode == 2 and told in done.stderr and not (tmp_path / "venv").exists()
