@@ -1,6 +1,8 @@
-"""The policy loss: a loss per token, weighted for aggregation and correction, plus a KL term and less an entropy bonus.
+"""The policy loss: a loss per token, weighted for aggregation and correction, plus KL terms and less an entropy bonus.
 
     loss = sum over answer tokens of  weight_t (correction_t policy_t + kl_coef kl_t - entropy_coef entropy_t)
+
+kl_t is that to the reference, and a teacher with `kl_in = "loss"` adds its own with its own weight.
 
 This is a sum; the trainer divides it by the number of answer tokens of the whole optimizer step. `weight_t` (see `loss_weights`) turns
 that into any other mean. It is set before the step is cut into micro-batches, so the cut does not change the loss.
@@ -18,11 +20,13 @@ from megatron_rl.algorithm.kl import KL_ESTIMATORS
 from megatron_rl.algorithm.ratios import exp_log_ratio
 from megatron_rl.batch.micro_batch import MicroBatch
 from megatron_rl.config.algorithm import AlgorithmConfig
+from megatron_rl.config.teacher import TeacherConfig
 from megatron_rl.metrics import declare
 from megatron_rl.plugs import LOSSES
 
 _POLICY = declare("loss/policy", "policy loss", "small", "policy loss", label="policy loss")
 _KL = declare("loss/kl", "KL term against the reference model", "nats", "KL term", label="KL")
+_TEACHER_KL = declare("loss/teacher_kl", "KL term against the teacher", "nats", "KL term", label="KL to the teacher")
 _ENTROPY = declare("loss/entropy", "entropy that the bonus rewards, during the step's updates", "nats")
 _DROPPED = declare(
     "mask/off_policy",
@@ -54,9 +58,10 @@ class TokenLossFunction(Protocol):
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """The loss of `algorithm.loss`."""
+    """The loss of `algorithm.loss`, with the teacher's term where it has one."""
 
     config: AlgorithmConfig
+    teacher: TeacherConfig | None = None
 
     @cached_property
     def _token_losses(self) -> TokenLossFunction:
@@ -92,6 +97,10 @@ class PolicyLoss:
             kl = (estimates * batch.loss_weights).sum()
             sums[_KL] = kl.detach()
             loss = loss + config.kl_coef * kl
+        if self.teacher is not None and self.teacher.kl_in == "loss":
+            kl = (KL_ESTIMATORS[self.teacher.kl_estimator](batch.teacher_logprobs - logprobs) * batch.loss_weights).sum()
+            sums[_TEACHER_KL] = kl.detach()
+            loss = loss + self.teacher.kl_coef * kl
         if entropies is not None:
             entropy = (entropies * batch.loss_weights).sum()
             sums[_ENTROPY] = entropy.detach()

@@ -21,7 +21,7 @@ from megatron_rl.precision.ops.batch_invariant import MIN_ROWS
 from megatron_rl.precision.ops.device_copy import copy_to_device
 
 _EMPTY = torch.empty(0)
-_CRITIC_FIELDS = ("values", "returns")
+_OPTIONAL_FIELDS = ("values", "returns", "teacher_logprobs")
 _FLOAT_FIELDS = ("mask", "advantages", "old_logprobs", "reference_logprobs", "loss_weights", "importance_weights", "high_covariance")
 
 
@@ -59,6 +59,8 @@ class MicroBatch:
     values: torch.Tensor
     """The critic's values before the step's updates, 0 where `mask` is 0; empty without a critic, as are `returns`."""
     returns: torch.Tensor
+    teacher_logprobs: torch.Tensor
+    """Empty without a teacher."""
 
     def to(self, device: torch.device) -> MicroBatch:
         """Return a copy with every tensor on `device`."""
@@ -101,7 +103,7 @@ class MicroBatches:
     def __init__(self, samples: list[TrainingSample], rows: list[list[int]], lengths: list[int], multiple: int, min_length: int) -> None:
         """`rows`: indices of the samples in each; `lengths`: positions of each sample, with its padding; see `make_micro_batches`."""
         self._samples, self._rows, self._lengths = samples, rows, lengths
-        self._has_values = any(len(sample.values) for sample in samples)
+        self._has = {name: any(len(getattr(sample, name)) for sample in samples) for name in _OPTIONAL_FIELDS}
         filled = [sum(lengths[index] for index in row) for row in rows]
         self.widths = [max(round_up(width, multiple), min_length) for width in filled]
         """Positions of each."""
@@ -130,7 +132,7 @@ class MicroBatches:
             token_indices=torch.full(shape, -1),
             routed_experts=_padding_experts(shape, samples),
             kept_tokens=torch.full((*shape, most_kept), -1, dtype=torch.int32) if most_kept else _EMPTY,
-            **{name: torch.zeros(shape) if self._has_values else _EMPTY for name in _CRITIC_FIELDS},
+            **{name: torch.zeros(shape) if has else _EMPTY for name, has in self._has.items()},
             **{name: torch.zeros(shape) for name in _FLOAT_FIELDS},
         )
         for index, start in zip(indices, accumulate(lengths, initial=0), strict=False):
@@ -155,8 +157,9 @@ class MicroBatches:
                 row.old_logprobs[sampled] = sample.old_logprobs
             if len(sample.reference_logprobs):
                 row.reference_logprobs[sampled] = sample.reference_logprobs
-            if len(sample.values):
-                row.values[sampled], row.returns[sampled] = sample.values, sample.returns
+            for name in _OPTIONAL_FIELDS:
+                if len(values := getattr(sample, name)):
+                    getattr(row, name)[sampled] = values
         return row
 
 

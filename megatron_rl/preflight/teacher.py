@@ -41,9 +41,10 @@ def teacher_reads_the_policys_tokens(facts: Facts) -> None:
 
 @rule(Needs.TRAINER | Needs.MODEL)
 def losses_take_the_teachers_advantages(facts: Facts) -> None:
-    if facts.config.teacher is not None and facts.config.algorithm.loss == "gmpo":
+    teacher = facts.config.teacher
+    if teacher is not None and teacher.kl_in == "advantage" and facts.config.algorithm.loss == "gmpo":
         rule = "has one advantage for a completion, and [teacher] gives one to each token"
-        raise UserError("algorithm.loss", "gmpo", rule, "use ppo, gspo or cispo")
+        raise UserError("algorithm.loss", "gmpo", rule, 'use ppo, gspo or cispo, or set teacher.kl_in = "loss"')
 
 
 @rule(Needs.TRAINER | Needs.MODEL | Needs.LAYOUT)

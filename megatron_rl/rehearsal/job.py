@@ -135,8 +135,8 @@ def _run(config: Config, layout: Layout, gpu: FakeGpu, scratch: Path) -> None:
     begin("logprobs")
     for policy in filter(None, (reference, teacher, actor)):
         for sample, logprobs in zip(samples, policy.compute_logprobs(samples)[0], strict=True):
-            sample.old_logprobs = sample.reference_logprobs = logprobs
-    loss = PolicyLoss(config.algorithm)
+            sample.old_logprobs = sample.reference_logprobs = sample.teacher_logprobs = logprobs
+    loss = PolicyLoss(config.algorithm, config.teacher)
     _train_critic(config, actor, critic, samples, gpu, "critic 1")
     begin("update 1")
     actor.update(samples, loss)

@@ -178,7 +178,7 @@ class PolicyTrainer:
             for number, mini_batch in enumerate(mini_batches, 1):
                 if calibrate and number == len(mini_batches):
                     self.clip.end(mini_batch)
-                updates.append(self.actor.update(mini_batch, PolicyLoss(self.clip.config)))
+                updates.append(self.actor.update(mini_batch, PolicyLoss(self.clip.config, self._config.teacher)))
         bounds = dict(zip(_BOUNDS, self.clip.bounds, strict=True)) if algorithm.calibrate_every else {}
         names = dict.fromkeys(name for update in updates for name in update if name != TOTAL_LOSS)
         means = {name: mean(update[name] for update in updates if name in update) for name in names}

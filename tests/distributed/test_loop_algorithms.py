@@ -79,12 +79,16 @@ def test_calibrated_bounds_move_every_so_many_steps(worlds, checkpoint):
     assert all(abs(low - 0.8) <= 0.1 and abs(high - 1.2) <= 0.2 for low, high in bounds)
 
 
-def test_a_policy_learns_what_its_teacher_knows(worlds, checkpoint, model_folder):
+@pytest.mark.parametrize("kl_in", ["advantage", "loss"])
+def test_a_policy_learns_what_its_teacher_knows(worlds, checkpoint, model_folder, kl_in):
     """Without rewards; the teacher is another model, of another family. In any layout it is the reference's code: see test_layouts.py."""
-    call = partial(training_runs.run_loop, teacher={"path": model_folder("qwen3_moe"), "reward_coef": 0.0})
+    call = partial(training_runs.run_loop, teacher={"path": model_folder("qwen3_moe"), "reward_coef": 0.0, "kl_in": kl_in})
     rows = worlds(1).call(call, checkpoint, FP8, {"updates_per_step": 2}, STEPS, 0.0)[0]["rows"][1:]
     assert all(math.isfinite(value) for row in rows for value in row.values())
     assert rows[-1]["teacher/kl"] < 0.9 * rows[0]["teacher/kl"], "on the same answers, step after step"
+    if kl_in == "loss":
+        assert rows[-1]["loss/teacher_kl"] < 0.9 * rows[0]["loss/teacher_kl"] and rows[0]["loss/policy"] == 0
+        return
     own = partial(training_runs.run_loop, teacher={"path": checkpoint, "reward_coef": 0.0})
     first = worlds(1).call(own, checkpoint, FP8, {}, 1, 0.0)[0]["rows"][1]
     assert first["teacher/kl"] == first["teacher/kl_max"] == 0, "the policy's own weights give the policy's own bits"

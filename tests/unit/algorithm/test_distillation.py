@@ -1,4 +1,5 @@
-"""On-policy distillation: each token's advantage against its formula in Python floats, alone and beside rewards, and what is measured."""
+"""On-policy distillation: each token's advantage, or term of the loss, against its formula in Python floats, alone and beside rewards, and
+what is measured."""
 
 from __future__ import annotations
 
@@ -10,8 +11,11 @@ import pytest
 import torch
 
 from megatron_rl.algorithm.distillation import assign_distilled_advantages
+from megatron_rl.algorithm.policy_loss import PolicyLoss
+from megatron_rl.batch.micro_batch import make_micro_batches
 from megatron_rl.batch.totals import Totals
 from megatron_rl.batch.training_sample import TrainingSample
+from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.config.teacher import TeacherConfig
 
 
@@ -36,6 +40,44 @@ def test_a_tokens_advantage_is_its_formula(kl_coef, reward_coef):
         assert sample.advantage == pytest.approx(math.fsum(expected) / max(len(expected), 1), abs=1e-6)
         gaps += [p - q for p, q in pairs]
     assert metrics == {"teacher/kl": pytest.approx(math.fsum(gaps) / len(gaps)), "teacher/kl_max": pytest.approx(max(gaps))}
+
+
+def compute_loss(config: TeacherConfig, move: float) -> tuple[float, list[float], dict[str, float]]:
+    """(Loss, gradient of the answer tokens' log-probs, metrics), once the policy has moved by so much from what sampled."""
+    samples = [draw(1, 4, advantage=1.5), draw(2, 1, advantage=-0.5)]
+    assign_distilled_advantages(samples, config)
+    (batch,) = make_micro_batches(samples, 64)
+    logprobs = (batch.old_logprobs + move).requires_grad_()
+    loss, sums = PolicyLoss(AlgorithmConfig(), config)(logprobs, batch)
+    loss.backward()
+    return loss.item(), logprobs.grad[batch.mask == 1].tolist(), {name: float(value) for name, value in sums.items()}
+
+
+@pytest.mark.parametrize("reward_coef", [0.0, 0.5])
+def test_k2_in_the_loss_has_the_advantages_gradient_until_the_first_update(reward_coef):
+    """Both are the reverse KL's: its gradient is (log p - log p_teacher) times that of log p. After an update only the loss sees the
+    present policy."""
+    shared = {"path": Path("t"), "kl_coef": 0.25, "reward_coef": reward_coef}
+    in_advantage, in_loss = TeacherConfig(**shared), TeacherConfig(**shared, kl_in="loss")
+    gradients = [compute_loss(config, 0.0)[1] for config in (in_advantage, in_loss)]
+    assert gradients[0] == pytest.approx(gradients[1], rel=1e-6) and all(gradients[0])
+    moved = [compute_loss(config, 0.1)[1] for config in (in_advantage, in_loss)]
+    assert max(abs(a - b) for a, b in zip(*moved, strict=True)) > 0.02
+
+
+@pytest.mark.parametrize("estimator, formula", [("k2", lambda d: d * d / 2), ("k3", lambda d: math.exp(d) - d - 1)])
+def test_the_term_of_the_loss_is_its_formula(estimator, formula):
+    config = TeacherConfig(path=Path("t"), kl_coef=2.0, reward_coef=0.5, kl_in="loss", kl_estimator=estimator)
+    loss, _, sums = compute_loss(config, 0.1)
+    alone, _, without = compute_loss(TeacherConfig(path=Path("t"), kl_coef=1e-30, reward_coef=0.5, kl_in="loss"), 0.1)
+    gaps = [gap for sample in (draw(1, 4), draw(2, 1)) for gap in (sample.teacher_logprobs - sample.old_logprobs - 0.1).tolist()]
+    assert sums["loss/teacher_kl"] == pytest.approx(math.fsum(map(formula, gaps)), rel=1e-5)
+    assert loss == pytest.approx(alone + 2.0 * sums["loss/teacher_kl"], rel=1e-5) and sums["loss/policy"] == without["loss/policy"]
+
+
+def test_an_estimator_without_a_loss_is_refused():
+    with pytest.raises(ValueError, match="kl_estimator is of the loss"):
+        TeacherConfig(path=Path("t"), kl_estimator="k3")
 
 
 def test_tokens_of_an_environment_have_none():

@@ -222,7 +222,7 @@ MISTAKES = [
     Mistake(
         teacher.losses_take_the_teachers_advantages,
         "train plan",
-        "algorithm.loss = 'gmpo': has one advantage for a completion, and [teacher] gives one to each token; use ppo, gspo or cispo",
+        "algorithm.loss = 'gmpo': has one advantage for a completion, and [teacher] gives one to each token; use ppo, gspo or cispo, or",
         ("--teacher.path=experts", "--algorithm.name=gmpo"),
     ),
     Mistake(
