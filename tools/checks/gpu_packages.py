@@ -69,7 +69,7 @@ def backends() -> str:
 def transformer_engine_extension() -> str:
     """The back end makes its quantizers in a process that has imported nothing of Transformer Engine before."""
     if not _has_extension():
-        raise NotInstalledError("its torch extension was not built (--extension)")
+        raise NotInstalledError("its torch extension is not there (--extension=FILE)")
     from megatron_rl.precision.backends import make_backend
     from parallel.formats import FP8
 
@@ -118,7 +118,7 @@ def _parameters(file: Path, name: str) -> Iterator[list[str]]:
 @check
 def engine() -> str:
     """SGLang as an engine's process imports it: every hook is applied, to copies of a function too, with its arguments; dense layers go to
-    DeepGEMM with FP32 scales, experts to Triton."""
+    DeepGEMM with FP32 scales."""
     from rollout_sglang.hooks import gpu_activation_quant, registry
     from rollout_sglang.platform import stub_modules
 
@@ -143,6 +143,57 @@ def engine() -> str:
         linear = fp8.dispatch_w8a8_block_fp8_linear([128, 128], act_scale_ue8m0=told)
         assert linear is fp8_utils.deepgemm_w8a8_block_fp8_linear_with_fallback, linear
     return f"{len(registry._list_hooks())} hooks"
+
+
+@check
+def experts() -> str:
+    """SGLang's own runner builds a model by an engine's arguments, on tensors without data: its FP8 experts are multiplied by Triton, and
+    after loading every block and scale is where and what it was, so not requantized, transposed or shuffled."""
+    from rollout_sglang import rehearsed_rank, rehearsed_runner
+    from rollout_sglang.hooks import registry
+
+    rehearsed_rank.believe_in_a_gpu()
+    registry.verify()
+    import torch
+    from sglang.srt.layers import deep_gemm_wrapper
+    from sglang.srt.layers.moe.fused_moe_triton import FusedMoE
+    from sglang.srt.layers.moe.moe_runner.triton import TritonRunnerCore, fused_experts_none_to_triton
+    from sglang.srt.layers.quantization.fp8 import Fp8LinearMethod, Fp8MoEMethod
+
+    from megatron_rl.config import load_config
+    from megatron_rl.planner.hardware import GPUS
+    from megatron_rl.rehearsal.fake_cuda import one_rank
+
+    deep_gemm_wrapper.update_deep_gemm_config = lambda *_: None  # asks the driver
+    for method in (Fp8LinearMethod, Fp8MoEMethod):
+        method.process_weights_after_loading = _leaves_weights_alone(method.process_weights_after_loading)
+    config = load_config(ROOT / "configs" / "qwen3_30b_a3b.toml", [])
+    with rehearsed_rank.describe_job(config) as (arguments, _), one_rank(0, config.rollout.tp, GPUS["h100"]):
+        model = rehearsed_runner.start(arguments, 0).model
+    layers = [module for module in model.modules() if isinstance(module, FusedMoE)]
+    for layer in layers:
+        method = layer.quant_method
+        found = type(layer), type(method), type(method.runner.runner_core), method.runner.fused_func
+        assert found == (FusedMoE, Fp8MoEMethod, TritonRunnerCore, fused_experts_none_to_triton), found
+        assert (layer.w13_weight.dtype, layer.w13_weight_scale_inv.dtype) == (torch.float8_e4m3fn, torch.float32)
+    assert len(layers) == model.config.num_hidden_layers
+    return f"{type(model).__name__}: {len(layers)} layers of experts in Triton"
+
+
+def _leaves_weights_alone(process: Callable[..., None]) -> Callable[..., None]:
+    def describe(layer: Any) -> dict[str, tuple[Any, ...]]:
+        return {
+            name: (weight.data_ptr(), weight._version, weight.dtype, weight.shape, weight.stride())
+            for name, weight in layer.named_parameters()
+        }
+
+    def checked(method: Any, layer: Any) -> None:
+        before = describe(layer)
+        process(method, layer)
+        after = describe(layer)
+        assert after == before, f"{type(method).__name__} makes {after} of {before}"
+
+    return checked
 
 
 @check
