@@ -101,15 +101,13 @@ def launch_all() -> None:
     run_sums(torch.zeros(1 << 20, dtype=torch.uint8))
 
 
-def find_kernels() -> set[str]:
-    """Return the names of all kernels that are launched; those that begin with an underscore are parts of others."""
-    names = set()
-    for package in PACKAGES:
-        for file in (ROOT / package).rglob("*triton*.py"):
-            for node in ast.parse(file.read_text()).body:
-                if isinstance(node, ast.FunctionDef) and any("triton.jit" in ast.unparse(each) for each in node.decorator_list):
-                    names.add(node.name)
-    return {name for name in names if not name.startswith("_")}
+def find_kernels(root: Path = ROOT) -> set[str]:
+    """Return the names of all kernels in the sources: of functions with `@triton.jit` that no other one calls."""
+    texts = [text for package in PACKAGES for file in (root / package).rglob("*.py") if "@triton." in (text := file.read_text())]
+    functions = [node for text in texts for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)]
+    jitted = [node for node in functions if any("triton.jit" in ast.unparse(each) for each in node.decorator_list)]
+    called = {ast.unparse(call.func) for node in jitted for call in ast.walk(node) if isinstance(call, ast.Call)}
+    return {node.name for node in jitted} - called
 
 
 def count_registers(kernel: Any) -> int:

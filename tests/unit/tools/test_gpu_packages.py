@@ -21,6 +21,13 @@ def test_every_triton_kernel_has_a_limit_of_registers():
     assert hopper_kernels.find_kernels() == set(hopper_kernels.REGISTERS)
 
 
+def test_a_kernel_is_found_whatever_it_and_its_file_are_called(tmp_path):
+    (tmp_path / "parallel" / "ops").mkdir(parents=True)
+    source = "@triton.jit\ndef part(x): ...\nif True:\n    @triton.jit(debug=1)\n    def _launched(x): part(x)\n"
+    (tmp_path / "parallel" / "ops" / "sums.py").write_text(source)
+    assert hopper_kernels.find_kernels(tmp_path) == {"_launched"}
+
+
 @pytest.mark.skipif(any(distributions(name="triton")), reason="the GPU packages are installed")
 def test_a_check_that_fails_is_named():
     script, environment = [sys.executable, f"{CHECKS}/gpu_packages.py"], {**os.environ, "PYTHONPATH": str(ROOT)}
