@@ -13,7 +13,7 @@ program=setup
 
 # An installation depends on these files and on the folder (a venv that was moved or copied belongs to its old folder).
 print_dependencies() {
-  (cd "$root" && sha256sum launch/requirements-torch.txt launch/requirements-common.txt launch/requirements.txt launch/setup.sh launch/common.sh pyproject.toml && pwd -P)
+  (cd "$root" && sha256sum launch/requirements-torch.txt launch/requirements-common.txt launch/requirements.txt launch/requirements-peft.txt launch/setup.sh launch/common.sh pyproject.toml && pwd -P)
 }
 
 # Can the present virtual environment be completed? Otherwise it is made anew.
@@ -42,6 +42,7 @@ rm -f "$stamp"
 pip -qq --retries 1 install --no-compile --no-deps -r "$root/launch/requirements-torch.txt" # a closed network may lack its index and still have the build
 compile_packages 1 torch & # pip uses one core
 pip -qq install --no-compile --no-deps -r "$root/launch/requirements.txt"
+pip -qq install --no-compile --no-deps --upgrade --target "$venv/peft" -r "$root/launch/requirements-peft.txt"
 pip -qq install --no-deps --no-build-isolation -e "$root"
 compile_packages 0 transformers sglang/srt sglang/kernels megatron sympy networkx numpy pydantic huggingface_hub openai
 wait

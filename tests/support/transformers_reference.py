@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import tempfile
 import warnings
 from pathlib import Path
@@ -108,6 +109,7 @@ def fp8_logprobs(
 def peft_logprobs(base: Path, adapters: Path, sequences: list[tuple[list[int], list[int]]]) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probs of all answers' tokens of a checkpoint in float32, without and with adapters that PEFT loads. `sequences`: (prompt,
     answer). Fails where PEFT finds no place for an adapter, or a place without one."""
+    sys.path.append(f"{sys.prefix}/peft")  # launch/requirements-peft.txt
     from peft import PeftModel
 
     model = _load(base)

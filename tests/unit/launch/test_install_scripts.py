@@ -42,7 +42,7 @@ def finish(clone: Path, written_in: Path) -> None:
     """Make `clone` look installed, with the stamp that an installation in `written_in` would have written."""
     (clone / ".venv" / "bin").mkdir(parents=True)
     (clone / ".venv" / "bin" / "python").symlink_to(sys.executable)
-    pins = ("launch/requirements-torch.txt", "launch/requirements-common.txt", "launch/requirements.txt")
+    pins = [f"launch/requirements{kind}.txt" for kind in ("-torch", "-common", "", "-peft")]
     files = (*pins, "launch/setup.sh", "launch/common.sh", "pyproject.toml")
     hashes = subprocess.run(["sha256sum", *files], cwd=clone, capture_output=True, text=True, check=True).stdout
     (clone / ".venv" / ".megatron-rl-installed").write_text(f"{hashes}{written_in}\n")
