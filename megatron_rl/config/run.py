@@ -17,6 +17,7 @@ from megatron_rl.config.lora import LoraConfig
 from megatron_rl.config.model import ModelConfig
 from megatron_rl.config.placement import PlacementConfig
 from megatron_rl.config.precision import PrecisionConfig
+from megatron_rl.config.replay import ReplayConfig
 from megatron_rl.config.reward import RewardConfig
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.config.sync import SyncConfig
@@ -33,6 +34,7 @@ class Config(ConfigSection):
     train: TrainConfig = TrainConfig()
     rollout: RolloutConfig = RolloutConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
+    replay: ReplayConfig | None = None
     critic: CriticConfig = CriticConfig()
     teacher: TeacherConfig | None = None
     lora: LoraConfig | None = None

@@ -187,6 +187,31 @@ def stale_tokens_are_corrected(facts: Facts) -> None:
         raise UserError("placement.max_staleness", staleness, rule, fix)
 
 
+@rule(Needs.TRAINER, {"algorithm.correction": "tis"})
+def replayed_groups_are_corrected(facts: Facts) -> None:
+    algorithm = facts.config.algorithm
+    if facts.config.replay is not None and not algorithm.correction and algorithm.old_policy == "trainer":
+        fix = 'set algorithm.correction = "tis", or old_policy = "engine"'
+        raise UserError("replay", None, "trains on tokens of older versions, and nothing corrects for that", fix)
+
+
+@rule(Needs.TRAINER)
+def replayed_groups_are_older_than_sampled_ones(facts: Facts) -> None:
+    replay, ahead = facts.config.replay, facts.config.placement.max_staleness
+    if replay is not None and replay.max_staleness <= ahead:
+        rule = f"must be above placement.max_staleness ({ahead}): when a group comes back it is older than when it was sampled"
+        raise UserError("replay.max_staleness", replay.max_staleness, rule, "raise it")
+
+
+@rule(Needs.TRAINER)
+def replayed_groups_keep_their_advantages(facts: Facts) -> None:
+    algorithm = facts.config.algorithm
+    if facts.config.replay is not None and algorithm.has_late_advantages:
+        name, value = ("advantage", algorithm.advantage) if algorithm.has_critic else ("kl_in", algorithm.kl_in)
+        rule = "makes advantages of the present policy's log-probs or values, and [replay] keeps those that groups had"
+        raise UserError(f"algorithm.{name}", value, rule, 'use an advantage of the group\'s rewards, and kl_in = "loss"')
+
+
 @rule(Needs.TRAINER, {"sync.running": "finish"})
 def replayed_routing_is_of_one_version(facts: Facts) -> None:
     config = facts.config
@@ -199,9 +224,10 @@ def replayed_routing_is_of_one_version(facts: Facts) -> None:
 @rule(Needs.TRAINER, {"log.attribute_every": 0})
 def attributed_tokens_are_of_one_version(facts: Facts) -> None:
     config = facts.config
-    if config.placement.max_staleness and config.log.attribute_every:
+    if (config.placement.max_staleness or config.replay) and config.log.attribute_every:
         rule = "tells causes apart for tokens of the trainer's own version only"
-        raise UserError("log.attribute_every", config.log.attribute_every, rule, "set it to 0, or placement.max_staleness to 0")
+        fix = "set it to 0, or leave out [replay]" if config.replay else "set it to 0, or placement.max_staleness to 0"
+        raise UserError("log.attribute_every", config.log.attribute_every, rule, fix)
 
 
 @rule(Needs(0))

@@ -9,6 +9,7 @@ from typing import Any
 from megatron_rl.config import Config
 from megatron_rl.errors import RunError
 from megatron_rl.mcore.actor import Actor
+from megatron_rl.mcore.checkpoint.async_save import OtherFiles
 from megatron_rl.mcore.checkpoint.folder import checkpoint_folder
 from megatron_rl.mcore.checkpoint.write import CheckpointWriter
 from megatron_rl.mcore.critic import Critic
@@ -82,7 +83,8 @@ class CheckpointManager:
             saved |= {"lora": self._config.lora.model_dump(mode="json"), "base": str(self._config.model.path)}
         folder, tokenizer, keep = checkpoint_folder(self._run, state.version), self._config.model.folder, self._config.checkpoint.keep
         actor, critic = self._actor, None if self._critic is None else (self._critic.model, self._critic.optimizer)
-        return CheckpointWriter(folder, actor.model, self._hf_config, tokenizer, saved, actor.optimizer, state.rng_state, keep, critic)
+        files, rng = _make_files(state), state.rng_state
+        return CheckpointWriter(folder, actor.model, self._hf_config, tokenizer, saved, actor.optimizer, rng, keep, critic, files)
 
     def _finish(self, writer: CheckpointWriter) -> None:
         """Complete a checkpoint; if that fails, there is none of its version."""
@@ -91,3 +93,12 @@ class CheckpointManager:
         writer.finish()
         self._notify(f"checkpoint {writer.folder}")
         self._newest_version = version
+
+
+def _make_files(state: TrainState) -> list[OtherFiles]:
+    """Return what this rank writes beside tensors: of the groups to train on again, if there are any."""
+    if not state.replay:
+        return []
+    from megatron_rl.batch.replay import ReplayFile
+
+    return [ReplayFile(state.replay)]

@@ -49,6 +49,8 @@ class Loop:
         self._next_row: dict[str, float] = {}  # measured after a step's row was written
         if resumed is not None:
             trainer.clip.bounds = resumed.clip_bounds
+            if trainer.replay is not None:
+                trainer.replay.groups = resumed.replay
         self._state = self._snapshot(0, {}) if resumed is None else self._snapshot(resumed.version, resumed.unrecorded)
 
     def run(self) -> None:
@@ -130,7 +132,8 @@ class Loop:
         self._worker.tell(lambda worker: data.append(worker.snapshot()))
         trainer = self._trainer
         critic_steps = 0 if trainer.critic is None else trainer.critic.critic.steps_done
-        return TrainState(version, trainer.actor.steps_done, trainer.clip.bounds, data[0] if data else dict, unrecorded, critic_steps)
+        replay, make_data = () if trainer.replay is None else trainer.replay.groups, data[0] if data else dict
+        return TrainState(version, trainer.actor.steps_done, trainer.clip.bounds, make_data, unrecorded, critic_steps, replay)
 
     def _write_row(self, metrics: dict[str, float], seconds: float | None = None) -> None:
         self._recorder.write_row(self._state.version, metrics, seconds)

@@ -14,6 +14,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 from dataclasses import replace
 from statistics import mean
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -37,6 +38,9 @@ from megatron_rl.training.critic_trainer import CriticTrainer
 from megatron_rl.training.mismatch import WITHOUT_REPLAY, MismatchBound, measure_mismatch, measure_staleness
 from megatron_rl.training.mismatch_attribution import MismatchAttribution
 from megatron_rl.training.samples import StepSamples, share_samples
+
+if TYPE_CHECKING:  # loaded where a run replays
+    from megatron_rl.batch.replay import ReplayBuffer
 
 _ENTROPY = declare("entropy", "mean entropy of the policy per token", "nats", "entropy (nats per token)")
 _DIFFERS_WITHOUT_REPLAY = declare(
@@ -92,6 +96,11 @@ class PolicyTrainer:
         self.engine_routing = actor.routing.shape if config.algorithm.routing_replay == "engine" else None
         """What the engine's routing must fit, if it is replayed."""
         self._config, self._reference, self._teacher, self._engines = config, reference, teacher, engines
+        self.replay: ReplayBuffer | None = None
+        if config.replay is not None:
+            from megatron_rl.batch.replay import ReplayBuffer
+
+            self.replay = ReplayBuffer(config.replay)
 
     def take_devices(self) -> None:
         """Release the engine's memory after generation, until the next sync, and reload the optimizer, unless the critic's is first."""
@@ -107,7 +116,7 @@ class PolicyTrainer:
 
     def share_samples(self, rollouts: list[RolloutBatch], step: int) -> StepSamples:
         """See `training.samples.share_samples`."""
-        return share_samples(rollouts, step, self._config, self.engine_routing, self.actor.chunks[0].config.attention_length)
+        return share_samples(rollouts, step, self._config, self.engine_routing, self.actor.chunks[0].config.attention_length, self.replay)
 
     def compute_logprobs(self, step_samples: StepSamples) -> dict[str, float]:
         """Set the log-probs of the actor, the reference and the teacher, and the routing to replay if it is the actor's own; return
@@ -127,7 +136,8 @@ class PolicyTrainer:
             with self._teacher.routing.disable_replay():  # the records are of the policy's experts
                 for sample, logprobs in zip(samples, self._teacher.compute_logprobs(samples)[0], strict=True):
                     sample.teacher_logprobs = logprobs
-        staleness = measure_staleness(samples, reduce.combine) if self._config.placement.max_staleness else {}
+        stale = self._config.placement.max_staleness or self._config.replay is not None
+        staleness = measure_staleness(samples, reduce.combine) if stale else {}
         mismatch = measure_mismatch(samples, by_position=True, combine=reduce.combine)
         if self._mismatch_bound is not None:
             self._mismatch_bound.check(mismatch)
@@ -191,7 +201,9 @@ class PolicyTrainer:
         every = max(8, samples.tokens // (layout.dp * layout.cp * self.actor.micro_batch_tokens))
         chosen = [sample for sample in samples.own if sample.number % every == 0]
         for logprobs, sample in zip(self.actor.compute_logprobs(chosen)[0], chosen, strict=True):
-            totals.add("change", (logprobs - sample.old_logprobs).abs())
+            change = (logprobs - sample.old_logprobs).abs()
+            stale = self._config.algorithm.old_policy == "engine" and len(sample.version_lags) > 0  # old log-probs are of its version
+            totals.add("change", change[sample.version_lags == 0] if stale else change)
         totals = reduce.combine(totals)
         change = totals.mean("change"), totals.largest("change")
         return dict(zip(CHANGE, change, strict=True)) if totals.count("change") else {}

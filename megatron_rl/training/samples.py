@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -23,6 +23,9 @@ from megatron_rl.errors import RunError
 from megatron_rl.hf.routing_record import RoutingShape
 from megatron_rl.mcore.replicas import count_replicas, scatter_samples
 from megatron_rl.rollout.worker import RolloutBatch, build_sample_rows, compute_rollout_metrics, select_evenly
+
+if TYPE_CHECKING:  # loaded where a run replays
+    from megatron_rl.batch.replay import ReplayBuffer
 
 
 @dataclass
@@ -55,47 +58,59 @@ class StepSamples:
 
 
 def share_samples(
-    rollouts: list[RolloutBatch], step: int, config: Config, routing: RoutingShape | None, attention_length: float
+    rollouts: list[RolloutBatch],
+    step: int,
+    config: Config,
+    routing: RoutingShape | None,
+    attention_length: float,
+    replay: ReplayBuffer | None = None,
 ) -> StepSamples:
-    """Return this rank's samples of the rollout that rank 0 passes, and takes out of the list; the others pass none. Collective. Raise
-    RunError if the engine's routing does not fit `routing`.
+    """Return this rank's samples of the rollout that rank 0 passes, and takes out of the list; the others pass none. With `replay`, of
+    which rank 0's counts, mini-batches get kept groups as well. Collective. Raise RunError if the engine's routing does not fit `routing`.
 
     Rank 0 sets loss weights, and advantages that wait for nothing. In every mini-batch, of whole groups, each replica has about
     the same cost (`batch.packing`). Who gets what depends on lengths and the number of replicas alone.
     """
-    everything, known, algorithm = list[TrainingSample](), list[StepSamples](), config.algorithm
+    mini_batches, known, algorithm = list[list[TrainingSample]](), list[StepSamples](), config.algorithm
 
-    def prepare() -> tuple[list[int], tuple[int, int, int, list[int], dict[str, float]]]:
+    def prepare() -> tuple[int, int, int, list[int], dict[str, float]]:
         rollout = rollouts.pop()
         completions, owners = rollout.completions_B, list_owners(rollout)
-        everything.extend(to_training_samples(rollout, routing))
+        own, group_size = to_training_samples(rollout, routing), config.rollout.group_size
         rewards, excluded = [each.score for each in completions], [each.reward.excluded for each in completions]
         lengths = [each.total_sampled for each in completions]
         if not algorithm.has_late_advantages:
             if algorithm.multi_objective_aggregation == "normalize_then_sum":
-                advantages = normalize_then_sum(*_split_rewards(rollout, config), excluded, algorithm, config.rollout.group_size, lengths)
+                advantages = normalize_then_sum(*_split_rewards(rollout, config), excluded, algorithm, group_size, lengths)
             else:
-                advantages = compute_advantages(rewards, excluded, algorithm, config.rollout.group_size, lengths)
-            for sample, owner in zip(everything, owners, strict=True):
+                advantages = compute_advantages(rewards, excluded, algorithm, group_size, lengths)
+            for sample, owner in zip(own, owners, strict=True):
                 sample.advantage = advantages[owner]
         updates = [owner * algorithm.updates_per_step // len(completions) for owner in owners]
         counts = [updates.count(number) for number in range(algorithm.updates_per_step)]
         if not all(counts):
             first = next(each.environment_error for each in completions if not each.conversations)
             raise RunError(f"no agent of a mini-batch has asked the policy anything, so there is nothing to train on (the first: {first})")
-        for mini_batch in _split(everything, counts):
+        mini_batches.extend(_split(own, counts))
+        metrics = compute_rollout_metrics(rollout)
+        if replay is not None:
+            ends = [number for number in range(1, len(own)) if owners[number] // group_size != owners[number - 1] // group_size]
+            groups = (own[start:end] for start, end in zip([0, *ends], [*ends, None], strict=True))
+            metrics |= replay.extend(mini_batches, groups, step - 1)
+        for mini_batch in mini_batches:
             assign_loss_weights(mini_batch, algorithm.aggregate, config.rollout.max_new_tokens)
-        tokens, sampled = (sum(each) for each in zip(*((s.length, s.sampled_count) for s in everything), strict=True))
+        sizes = [(sample.length, sample.sampled_count) for mini_batch in mini_batches for sample in mini_batch]
+        tokens, sampled = (sum(each) for each in zip(*sizes, strict=True))
         places = dict(zip(reversed(owners), reversed(range(len(owners))), strict=True))  # of each one's first sample
         chosen = select_evenly(sorted(places), config.log.samples)
         rows = build_sample_rows(step, [completions[owner] for owner in chosen], len(chosen))
-        facts = len(everything), tokens, sampled, [places[owner] for owner in chosen], compute_rollout_metrics(rollout)
+        facts = len(sizes), tokens, sampled, [places[owner] for owner in chosen], metrics
         known.append(StepSamples([], *facts, rewards, excluded, lengths, rows))
-        return counts, facts
+        return facts
 
-    counts, facts = run_on_rank0(prepare)
+    facts = run_on_rank0(prepare)
     samples = known[0] if known else StepSamples([], *facts)
-    for mini_batch in _split(everything, counts) if everything else [[]] * algorithm.updates_per_step:
+    for mini_batch in mini_batches or [[]] * algorithm.updates_per_step:
         shares = deal(compute_costs([sample.length for sample in mini_batch], attention_length), count_replicas())
         samples.mini_batches.append(scatter_samples([[mini_batch[index] for index in share] for share in shares]))
     if routing is not None:

@@ -170,6 +170,10 @@ class Session:
         actor.steps_done = state.optimizer_steps
         if critic is not None:
             critic.steps_done = state.critic_steps
+        if self.config.replay is not None and get_rank() == 0:
+            from megatron_rl.batch.replay import read_groups
+
+            state = replace(state, replay=read_groups(self.resume_point.folder))
         return state
 
     def _start_rollout(self, hf_config: dict[str, Any], state: TrainState | None) -> tuple[EnginePool, AsyncRolloutWorker]:

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_rl.mcore.checkpoint.rng import capture_rng_state
+
+if TYPE_CHECKING:  # loaded where a run replays
+    from megatron_rl.batch.replay import KeptGroup
 
 
 @dataclass(frozen=True)
@@ -25,11 +28,13 @@ class TrainState:
     """Metrics of this version's row in the log, without those of its sync and its evaluation; None once the row is written."""
     critic_steps: int = 0
     """The critic's optimizer steps."""
+    replay: tuple[KeptGroup, ...] = ()
+    """The groups that a later step may train on again; none on other ranks than 0. A file of their own in a checkpoint."""
     rng_state: dict[str, Any] = field(default_factory=capture_rng_state)
     """This rank's random number generators."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all but the random number generators, for state.json, which rank 0 writes."""
+        """Return all but the random number generators and the groups, for state.json, which rank 0 writes."""
         own = {name: getattr(self, name) for name in ("optimizer_steps", "clip_bounds", "unrecorded", "critic_steps")}
         return {"step": self.version, "policy_version": self.version, "data": self.data(), **own}
 

@@ -132,6 +132,23 @@ def test_a_critic_goes_on_bit_for_bit(worlds, checkpoint, tmp_path, layout):
         assert [name for name in whole["bytes"] if whole["bytes"][name] != part["bytes"][name]] == []
 
 
+def test_a_run_that_replays_groups_goes_on_bit_for_bit_and_measures_no_precision_of_them(worlds, checkpoint, tmp_path):
+    replay = {"prompts_per_step": 3, "max_replays": 2, "max_staleness": 2}
+
+    def train(run: str, steps: int, go_on: bool = False) -> list[dict]:
+        return worlds(2).call(training_runs.train_to, checkpoint, tmp_path / run, steps, BF16, go_on, Layout(dp=2), "", None, replay)
+
+    straight, first, second = train("straight", STEPS), train("run", 2), train("run", STEPS, True)
+    rows = without_times(first[0]["rows"]) + without_times(second[0]["rows"])
+    assert rows == without_times(straight[0]["rows"])
+    assert [row["replay/groups"] for row in rows[1:]] == [0, 3, 3, 3]
+    assert rows[2]["staleness/max"] == 1 and rows[2]["staleness/share"] == rows[2]["replay/share"] > 0.4
+    assert rows[2]["mismatch/position/0/tokens"] == rows[1]["mismatch/position/0/tokens"], "of the step's own groups alone"
+    for whole, part in zip(straight, second, strict=True):
+        assert [name for name in whole["bytes"] if whole["bytes"][name] != part["bytes"][name]] == []
+    assert (tmp_path / "run" / "checkpoints" / "step_00004" / "replay.npz").is_file()
+
+
 def test_no_checkpoint_is_written_between_a_critics_update_and_the_policys(worlds, checkpoint, tmp_path):
     args = checkpoint, tmp_path, 3, FP8, False, None, "policy's update", {"advantage": "gae"}
     loaded = worlds(1).call(training_runs.train_to, *args)[0]

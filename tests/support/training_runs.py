@@ -20,6 +20,7 @@ import torch.distributed as dist
 from examples.arithmetic import warm_start
 from examples.arithmetic.config import DemoConfig
 from megatron_rl.algorithm.policy_loss import PolicyLoss
+from megatron_rl.batch.replay import read_groups
 from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.config import Config, TrainConfig
 from megatron_rl.config.algorithm import AlgorithmConfig
@@ -263,13 +264,21 @@ class StreamedWorker:
         return RolloutBatch([])
 
 
-def config_of(folder: Path, steps: int, precision: dict[str, Any], every: int = 1, algorithm: dict[str, Any] | None = None) -> Config:
+def config_of(
+    folder: Path,
+    steps: int,
+    precision: dict[str, Any],
+    every: int = 1,
+    algorithm: dict[str, Any] | None = None,
+    replay: dict[str, Any] | None = None,
+) -> Config:
     return Config.model_validate(
         {
             "model": {"path": folder}, "precision": precision, "train": {"steps": steps, "learning_rate": 3e-3, "warmup_steps": 6},
             "algorithm": {"updates_per_step": 2, "calibrate_every": 1, "kl_coef": 0.01, "correction": "tis", **(algorithm or {})},
             "critic": {"learning_rate": 3e-3} if (algorithm or {}).get("advantage") == "gae" else {},
             "rollout": {"prompts_per_step": GROUPS, "group_size": SIZE, "max_new_tokens": 8}, "checkpoint": {"every": every, "keep": 2},
+            "replay": replay,
         }
     )  # fmt: skip
 
@@ -283,6 +292,7 @@ def train_to(
     layout: Layout | None = None,
     broken: str = "",
     algorithm: dict[str, Any] | None = None,
+    replay: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """A run up to `steps`, new or going on from its newest whole checkpoint: the log's rows, the bytes this rank holds, messages.
 
@@ -290,7 +300,7 @@ def train_to(
     last checkpoint is then tried.
     """
     layout = start(layout)
-    config = config_of(folder, steps, precision, 0 if broken == "sync" else 1, algorithm)
+    config = config_of(folder, steps, precision, 0 if broken == "sync" else 1, algorithm, replay)
     trainer = Trainer(folder, precision, config.train.model_dump(mode="json"), layout=layout)
     actor, worker, messages = trainer.actor, StreamedWorker(), list[str]()
     critic = load_critic(config, layout, trainer.hf_config)
@@ -302,7 +312,7 @@ def train_to(
     if go_on:
         saved = choose_checkpoint(run, steps)
         messages += saved.describe(describe_layout(layout, trainer.train))
-        state = TrainState.from_dict(saved.state)
+        state = replace(TrainState.from_dict(saved.state), replay=read_groups(saved.folder) if dist.get_rank() == 0 else ())
         same_layout = saved.matches_layout(describe_layout(layout, trainer.train))
         load_run_checkpoint(saved.folder, trainer.model, actor.optimizer, saved.state, same_layout, of_critic)
         actor.steps_done = state.optimizer_steps

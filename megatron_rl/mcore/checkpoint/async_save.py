@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -25,12 +25,21 @@ from megatron_rl.errors import RunError
 from megatron_rl.mcore.checkpoint.folder import check_room, checksum_files
 
 
+class OtherFiles(Protocol):
+    """Files of a checkpoint beside its sharded tensors, of one rank."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def write(self, to: Path) -> list[str]:
+        """Write them into the checkpoint's folder; return their paths in it. Raise OSError."""
+
+
 class AsyncSave:
     """Writes a sharded state dict into the empty folder `parent/mcore`. All methods but the thread's are collective.
 
     `live`: those of its tensors, or tensors that they are views of, which training goes on to change; others are the save's own.
-    `write_others` is given `parent` in every rank's thread, and returns the paths, relative to it, of what it wrote: this rank's
-    `other_bytes`.
+    `others`: what else this rank's thread writes.
     Raise RunError on every rank where the disk has no room for it.
     """
 
@@ -39,10 +48,9 @@ class AsyncSave:
         parent: Path,
         sharded: dict[str, Any],
         live: Iterable[torch.Tensor],
-        write_others: Callable[[Path], list[str]] = lambda _: [],
-        other_bytes: int = 0,
+        others: Sequence[OtherFiles] = (),
     ) -> None:
-        self._parent, self._error, self._write_others, self.other_bytes = parent, "", write_others, other_bytes
+        self._parent, self._error, self._others = parent, "", others
         self.files: dict[str, dict[str, Any]] = {}
         """Once written: path relative to `parent` -> size and hash of this rank's files."""
         results: queue.Queue[Any] = queue.Queue()
@@ -60,7 +68,8 @@ class AsyncSave:
         self._thread.start()
 
     def _check_room(self, buckets: list[Any]) -> None:
-        own_bytes = self.other_bytes + sum(tensor.nbytes for *_, (_, tensors) in buckets for _, tensor in tensors)
+        sharded = sum(tensor.nbytes for *_, (_, tensors) in buckets for _, tensor in tensors)
+        own_bytes = sharded + sum(other.nbytes for other in self._others)
         needed = sum(gather_from_ranks(own_bytes))
         run_on_rank0(lambda: check_room(self._parent, needed))
 
@@ -78,7 +87,7 @@ class AsyncSave:
             if buckets:
                 results.put(written)
             own = [f"mcore/{bucket[1]}" for bucket in buckets]
-            self.files = checksum_files(self._parent, [*own, *self._write_others(self._parent)])
+            self.files = checksum_files(self._parent, [*own, *(name for other in self._others for name in other.write(self._parent))])
         except BaseException as error:
             self._error = f"rank {dist.get_rank()}: {_reason(error)}"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from megatron_rl.hf.mtp_layers import MTPCopy
 from megatron_rl.mcore.adapters import list_adapted_layers, shard_adapters
 from megatron_rl.mcore.buckets import finish_gathers
 from megatron_rl.mcore.checkpoint import folder as checkpoints
-from megatron_rl.mcore.checkpoint.async_save import AsyncSave
+from megatron_rl.mcore.checkpoint.async_save import AsyncSave, OtherFiles
 from megatron_rl.mcore.checkpoint.optimizer import MasterState, OptimizerState
 from megatron_rl.mcore.checkpoint.rng import restore_rng_state
 from megatron_rl.mcore.layers.quantized_linear import find_quantized_layers, list_quantized_layers
@@ -38,7 +38,7 @@ class CheckpointWriter:
     `source`: the Hugging Face folder that the model came from; its tokenizer and its layers for multi-token prediction are copied.
     `state` must hold `precision` (the config's section) and may hold any other JSON; only rank 0's is written. `optimizer` and `random`
     (`capture_rng_state`) may be omitted; then no run can resume from it. `keep`: number of newest checkpoints to keep, 0 for all.
-    `critic`: its model and optimizer, whose tensors' names get a prefix.
+    `critic`: its model and optimizer, whose tensors' names get a prefix. `files`: what else this rank writes.
     Constructor and `finish` raise RunError on every rank where writing fails; earlier checkpoints stay as they are.
     """
 
@@ -53,6 +53,7 @@ class CheckpointWriter:
         random: dict[str, Any] | None = None,
         keep: int = 0,
         critic: tuple[ModelChunks, Any] | None = None,
+        files: Sequence[OtherFiles] = (),
     ) -> None:
         self.folder, self._hf_config, self._source, self._state, self._keep = folder, hf_config, source, state, keep
         self._temporary = checkpoints.unfinished_folder(folder)
@@ -68,8 +69,8 @@ class CheckpointWriter:
         with self._discarded_on_failure():
             write_on_rank0(self._prepare)
             with errors_on_all_ranks():
-                copy = _open_copy(source, hf_config)
-            self._async_save = AsyncSave(self._temporary, sharded, live, copy.write, copy.nbytes)
+                others = [_open_copy(source, hf_config), *files]
+            self._async_save = AsyncSave(self._temporary, sharded, live, others)
 
     def is_written(self) -> bool:
         """Return whether `finish` will not have to wait; collective."""

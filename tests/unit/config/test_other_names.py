@@ -16,7 +16,7 @@ OF_THE_ENGINE |= {"start_timeout", "request_timeout", "health_timeout"}
 """How engines are placed and watched, which is each project's own."""
 
 
-@pytest.mark.parametrize("section", ["algorithm", "critic", "lora", "rollout", "train"])
+@pytest.mark.parametrize("section", ["algorithm", "critic", "lora", "replay", "rollout", "train"])
 def test_every_option_has_one_row_with_a_name_for_each_project(section):
     table = PAGE.read_text().split(f"| `[{section}]` |")[1].split("\n\n")[0]
     rows = re.findall(r"^\| `(\w+)` \| (.+) \| (.+) \| (.+) \|$", table, re.MULTILINE)

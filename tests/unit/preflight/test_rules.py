@@ -310,6 +310,30 @@ MISTAKES = [
         AHEAD[:2],
     ),
     Mistake(
+        settings.replayed_groups_are_corrected,
+        "train plan",
+        "replay: trains on tokens of older versions, and nothing corrects for that; set algorithm.correction",
+        ("--replay.prompts_per_step=8",),
+    ),
+    Mistake(
+        settings.replayed_groups_are_older_than_sampled_ones,
+        "train plan",
+        "replay.max_staleness = 1: must be above placement.max_staleness (1): when a group comes back it is older",
+        (*AHEAD, "--replay.prompts_per_step=8", "--replay.max_staleness=1"),
+    ),
+    Mistake(
+        settings.replayed_groups_keep_their_advantages,
+        "train plan",
+        "algorithm.advantage = 'gae': makes advantages of the present policy's log-probs or values, and [replay] keeps",
+        (PPO, "--algorithm.correction=tis", "--replay.prompts_per_step=8"),
+    ),
+    Mistake(
+        settings.attributed_tokens_are_of_one_version,
+        "train plan",
+        "log.attribute_every = 2: tells causes apart for tokens of the trainer's own version only; set it to 0, or leave out [replay]",
+        ("--algorithm.correction=tis", "--replay.prompts_per_step=8", "--log.attribute_every=2"),
+    ),
+    Mistake(
         settings.replayed_routing_is_of_one_version,
         "train plan",
         "algorithm.routing_replay = 'engine': replays one routing per token, and a completion that goes on over a switch",
