@@ -64,7 +64,10 @@ def train(
 
         loaded_config = pin_model(loaded_config)
         layout = check_run(loaded_config)
-        from megatron_rl.training.session import run_session  # seconds of imports, after the mistakes
+        from megatron_rl.mcore import wandb_hidden
+
+        with wandb_hidden():
+            from megatron_rl.training.session import run_session  # seconds of imports, after the mistakes
 
         run_dir = run_session(loaded_config, layout)
         if _rank("RANK") == 0:

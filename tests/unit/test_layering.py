@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_rl.mcore import wandb_hidden
+
 ROOT = Path(__file__).parents[2]
 MAY_IMPORT = {  # launch, tools -> examples -> rollout_sglang -> megatron_rl -> parallel
     "parallel": {"parallel"},
@@ -126,6 +128,61 @@ def test_heavy_libraries_are_imported_when_needed():
     script = [sys.executable, ROOT / "tests/support/import_lightly.py", *groups]
     done = subprocess.run(script, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+OPTIONAL = (
+    "megatron_rl.batch.replay",
+    "megatron_rl.data.epochs",
+    "megatron_rl.observability.mlflow_tracker",
+    "megatron_rl.observability.wandb_tracker",
+    "megatron_rl.rollout.agents.endpoint",
+    "megatron_rl.rollout.agents.runner",
+)
+"""Imported inside functions alone, so that a run without them does not load them."""
+NOT_FOR_ALL = ("aiohttp", "datasets", "fastapi", "mlflow", "openai", "peft", "starlette", "tensorboard", "uvicorn", "wandb")
+
+
+def imported_at_once(file: Path) -> set[str]:
+    """Return the full names that a file imports when it is imported."""
+    statements, names = list[ast.AST](ast.parse(file.read_text()).body), set[str]()
+    for node in statements:
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names |= {str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)}
+        elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            continue
+        elif isinstance(node, ast.If | ast.Try | ast.With | ast.ClassDef):
+            statements.extend(ast.iter_child_nodes(node))
+    return names
+
+
+def test_a_run_loads_no_part_that_it_does_not_use():
+    waiting, loaded = ["megatron_rl.training.session"], dict[str, str]()
+    for module in waiting:
+        path = ROOT / module.replace(".", "/")
+        file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+        for name in imported_at_once(file) if file.is_file() else ():
+            if name not in loaded:
+                loaded[name] = module
+                waiting += [name] * (name.partition(".")[0] in OWN_PACKAGES)
+    used = {name: module for name, module in loaded.items() if name in OPTIONAL or name.partition(".")[0] in NOT_FOR_ALL}
+    assert len(loaded) > 300 and not used, f"loaded by {used}"
+
+
+@pytest.mark.long
+def test_a_run_loads_no_library_that_it_does_not_use():
+    libraries = {*NOT_FOR_ALL, "sglang"} - {"tensorboard"}  # that is Megatron's own import
+    code = "import sys\nfrom megatron_rl.mcore import wandb_hidden\nwith wandb_hidden():\n    import megatron_rl.training.session\n"
+    code += f"sys.exit(', '.join({libraries} & set(sys.modules)) or 0)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_wandb_is_hidden_from_megatron_alone():
+    with wandb_hidden(), pytest.raises(ImportError):
+        import wandb  # noqa: F401
+    assert sys.modules.get("wandb", sys) is not None
 
 
 def test_a_foreign_package_named_parallel_is_refused(tmp_path):
