@@ -78,6 +78,12 @@ class Workload:
         return self.config.rollout.prompts_per_step * self.config.rollout.group_size
 
     @property
+    def trained_sequences(self) -> int:
+        """Completions that one RL step trains on, those of kept groups included."""
+        replay = self.config.replay
+        return self.sequences + (0 if replay is None else replay.prompts_per_step * self.config.rollout.group_size)
+
+    @property
     def mean_sequence(self) -> float:
         return MEAN_LENGTH_SHARE * self.config.longest_sequence
 
@@ -164,7 +170,7 @@ class Candidate:
 
     def micro_batches(self, job: Workload) -> int:
         """Return the micro-batches of each replica in one optimizer step."""
-        tokens = job.sequences * job.mean_sequence / job.config.algorithm.updates_per_step
+        tokens = job.trained_sequences * job.mean_sequence / job.config.algorithm.updates_per_step
         return max(1, math.ceil(tokens / (self.train.dp * self.train.cp * job.tokens_per_rank(self.train.cp))))
 
     def overrides(self, config: Config) -> list[str]:

@@ -135,11 +135,21 @@ def count_offloaded_bytes(job: Workload, candidate: Candidate) -> int:
 def count_sample_bytes(job: Workload) -> int:
     """Return the host bytes of a step's samples, all of the greatest length, as rank 0 holds and sends them (`batch.sample_bytes`); every
     other rank holds its replica's."""
-    algorithm, experts = job.config.algorithm, job.model.experts
-    per_token = 4 + 4 + (job.config.placement.max_staleness > 0)  # token, log-prob, age
-    if experts is not None and algorithm.routing_replay == "engine":
+    return job.trained_sequences * _count_longest_sample(job)
+
+
+def count_kept_bytes(job: Workload) -> int:
+    """Return the host bytes of the groups that rank 0 keeps to train on again, all of the greatest length; 0 without [replay]."""
+    replay = job.config.replay
+    return 0 if replay is None else replay.buffer_size * job.config.rollout.group_size * _count_longest_sample(job)
+
+
+def _count_longest_sample(job: Workload) -> int:
+    config, experts = job.config, job.model.experts
+    per_token = 4 + 4 + (config.placement.max_staleness > 0 or config.replay is not None)  # token, log-prob, age
+    if experts is not None and config.algorithm.routing_replay == "engine":
         per_token += job.model.layers * experts.top_k * (1 if experts.count <= 256 else 2)
-    return job.sequences * job.config.longest_sequence * per_token
+    return config.longest_sequence * per_token
 
 
 def usable_bytes(cluster: Cluster) -> float:

@@ -11,7 +11,7 @@ from rich.table import Table
 from megatron_rl.planner import block_alignment
 from megatron_rl.planner.candidate import MEAN_LENGTH_SHARE, Workload
 from megatron_rl.planner.hardware import GIB, LINK_EFFICIENCY, NETWORK_BANDWIDTH, Cluster
-from megatron_rl.planner.memory_by_phase import count_offloaded_bytes, count_sample_bytes, usable_bytes
+from megatron_rl.planner.memory_by_phase import count_kept_bytes, count_offloaded_bytes, count_sample_bytes, usable_bytes
 from megatron_rl.planner.roofline import COMPUTE_EFFICIENCY, compare_reductions
 from megatron_rl.planner.search import CandidateEstimate, SearchResult, explain_rank
 from megatron_rl.reporting.formatting import format_bytes
@@ -39,6 +39,8 @@ def print_plan(plan: Plan) -> None:
     console.print(
         f"A step's samples take up to {samples:.2g} GiB of rank 0's host memory, {samples / layouts.train.dp:.2g} of every other's."
     )
+    if kept := count_kept_bytes(job):
+        console.print(f"The groups kept for replay take up to {kept / GIB:.2g} GiB more of rank 0's.")
     if job.model.experts is None:  # else only fast is served
         console.print(_reductions(plan))
     if problem := chosen.candidate.find_launch_problem(job, plan.cluster):

@@ -26,6 +26,15 @@ LEARNING = {
 }
 
 
+MEASURED = {  # over LEARNING: twelve problems in epochs of what is not always solved, easiest first, and groups trained on again
+    "train.steps": 9,
+    "data.train": '[{source = "examples.arithmetic.rows:list_problems", settings = {levels = [1], count = 12}, recheck_every = 3, '
+    'columns = {question = "question", answer = "answer"}, curriculum = "pass_rate", pass_rate = "measured", pass_rate_high = 0.9}]',
+    "algorithm.correction": "tis",
+    "replay.prompts_per_step": 2,
+}
+
+
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> dict[str, Path]:
     return {name: tmp_path_factory.mktemp(name) for name in ("straight", "stopped", "killed")}
@@ -78,6 +87,21 @@ def test_the_engines_bytes_are_those_of_the_run_that_nothing_happened_to(runs, f
     for other in others:
         assert len(straight) == 21 and straight.keys() == other.keys()
         assert [name for name in straight if not torch.equal(straight[name].view(torch.uint8), other[name].view(torch.uint8))] == []
+
+
+def test_a_trainer_that_is_killed_goes_on_with_the_problems_and_kept_groups_of_the_run_that_nothing_happened_to(tmp_path):
+    for name in ("straight", "killed"):
+        (tmp_path / name).mkdir()
+    assert finish(train(tmp_path / "straight", LEARNING | MEASURED)).code == 0
+    with train(tmp_path / "killed", LEARNING | MEASURED) as command:
+        train_command.wait_for_rows(command, tmp_path / "killed", 6)
+        assert train_command.end_by(train_command.kill_trainer, command).code == -9
+    assert finish(train(tmp_path / "killed", LEARNING | MEASURED)).code == 0
+    straight, killed = (latest(tmp_path / name) for name in ("straight", "killed"))
+    rows = numbers(straight)
+    assert rows == numbers(killed) and len(rows) == 10 and read_json(killed / "run.json")["resumed"]
+    assert read_rows(straight, "samples.jsonl") == read_rows(killed, "samples.jsonl")
+    assert max(row["data/left_out_rows/list_problems"] for row in rows[1:]) > 0 and max(row["replay/age"] for row in rows[2:]) > 1
 
 
 def test_a_run_over_pipeline_stages_whose_rank_is_killed_ends_the_other_and_the_engine(tmp_path):

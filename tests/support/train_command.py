@@ -105,5 +105,9 @@ def kill_rank_1(command: Command) -> None:
     next(process for process in family(command.pid) if process.environ().get("RANK") == "1").kill()
 
 
+def kill_trainer(command: Command) -> None:
+    psutil.Process(command.pid).kill()
+
+
 def terminate(command: Command) -> None:
     psutil.Process(command.pid).terminate()

@@ -387,3 +387,14 @@ def test_a_steps_samples_take_what_they_are_sent_as():
     for planned, options in ((plain, {}), (replayed, {"routed_experts": experts})):
         sample = TrainingSample(torch.zeros(8), torch.zeros(400), rollout_logprobs=torch.zeros(400), **options)
         assert memory_by_phase.count_sample_bytes(planned) == pytest.approx(SampleBytes([sample] * 4).total, rel=0.1)
+        assert memory_by_phase.count_kept_bytes(planned) == 0
+
+
+def test_kept_groups_are_held_and_trained_on():
+    rollout, candidate = {"prompts_per_step": 256, "group_size": 8}, Candidate(Layout(dp=2))
+    plain, replay = (
+        job("Qwen3-8B", rollout=rollout, algorithm={"correction": "tis"}, replay=each)
+        for each in (None, {"prompts_per_step": 128, "buffer_size": 512})
+    )
+    assert candidate.micro_batches(replay) == pytest.approx(1.5 * candidate.micro_batches(plain), abs=1)
+    assert memory_by_phase.count_kept_bytes(replay) == 512 * 8 * replay.config.longest_sequence * 9
