@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -120,7 +121,9 @@ class ReplayFile:
         drawn_from = [sample.kept_tokens or KeptTokens(*[np.empty(0, np.int32)] * 2) for sample in samples]
         arrays = dict(zip(_KEPT_TOKENS, ([each.counts for each in drawn_from], [each.ids for each in drawn_from]), strict=True))
         arrays |= {name: [getattr(sample, name).numpy() for sample in samples] for name in _COLUMNS}
-        columns = {name: np.concatenate([part for part in parts if len(part)] or parts[:1]) for name, parts in arrays.items()}
+        columns: dict[str, Any] = {
+            name: np.concatenate([part for part in parts if len(part)] or parts[:1]) for name, parts in arrays.items()
+        }
         columns |= {f"{name}/lengths": np.array([len(part) for part in parts]) for name, parts in arrays.items()}
         columns |= {name: np.array([getattr(sample, name) for sample in samples]) for name in _NUMBERS}
         columns["kept_tokens/known"] = np.array([sample.kept_tokens is not None for sample in samples])
@@ -137,16 +140,13 @@ def read_groups(checkpoint: Path) -> tuple[KeptGroup, ...]:
     with np.load(checkpoint / _FILE) as file:
         stored = {name: file[name] for name in file.files}
     parts = {name: np.split(stored[name], np.cumsum(stored[f"{name}/lengths"])[:-1]) for name in (*_COLUMNS, *_KEPT_TOKENS)}
-    samples = [
-        TrainingSample(
-            **{name: torch.from_numpy(parts[name][index]) for name in _COLUMNS},
-            **{name: stored[name][index].item() for name in _NUMBERS},
-            kept_tokens=KeptTokens(*(parts[name][index] for name in _KEPT_TOKENS)) if known else None,
-        )
-        for index, known in enumerate(stored["kept_tokens/known"].tolist())
-    ]
-    groups, start = list[KeptGroup](), 0
-    for (size, *versions, replays), spread in zip(stored["groups"].tolist(), stored["groups/spread"].tolist(), strict=True):
-        groups.append(KeptGroup(tuple(samples[start : start + size]), *versions, spread, replays))
-        start += size
+    samples, groups = list[TrainingSample](), list[KeptGroup]()
+    for index, known in enumerate(stored["kept_tokens/known"].tolist()):
+        values: dict[str, Any] = {name: torch.from_numpy(parts[name][index]) for name in _COLUMNS}
+        values |= {name: stored[name][index].item() for name in _NUMBERS}
+        kept = KeptTokens(*(parts[name][index] for name in _KEPT_TOKENS)) if known else None
+        samples.append(TrainingSample(**values, kept_tokens=kept))
+    for (size, version, oldest, replays), spread in zip(stored["groups"].tolist(), stored["groups/spread"].tolist(), strict=True):
+        groups.append(KeptGroup(tuple(samples[:size]), version, oldest, spread, replays))
+        del samples[:size]
     return tuple(groups)

@@ -6,7 +6,7 @@ Old and reference log-probs and the update of a sample are computed on one repli
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, groupby
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -94,9 +94,8 @@ def share_samples(
         mini_batches.extend(_split(own, counts))
         metrics = compute_rollout_metrics(rollout)
         if replay is not None:
-            ends = [number for number in range(1, len(own)) if owners[number] // group_size != owners[number - 1] // group_size]
-            groups = (own[start:end] for start, end in zip([0, *ends], [*ends, None], strict=True))
-            metrics |= replay.extend(mini_batches, groups, step - 1)
+            by_group = groupby(zip(owners, own, strict=True), lambda pair: pair[0] // group_size)
+            metrics |= replay.extend(mini_batches, ([sample for _, sample in members] for _, members in by_group), step - 1)
         for mini_batch in mini_batches:
             assign_loss_weights(mini_batch, algorithm.aggregate, config.rollout.max_new_tokens)
         sizes = [(sample.length, sample.sampled_count) for mini_batch in mini_batches for sample in mini_batch]
