@@ -29,8 +29,8 @@ class RehearseOptions:
 
 
 def run_rehearsal(config: Config, options: RehearseOptions) -> bool:
-    """Print the report and write it; return whether all ranks run and take the memory that the plan says. Raise UserError for what `plan`
-    refuses, too."""
+    """Print the report and write it; return whether all ranks run and take the memory that the plan says, and the kernels are called as the
+    libraries have them that are installed. Raise UserError for what `plan` refuses, too."""
     config = pin_model(config)
     job = Workload.from_config(config, read_config(config.model.folder))
     candidate = Candidate.from_config(config)
@@ -50,17 +50,20 @@ def run_rehearsal(config: Config, options: RehearseOptions) -> bool:
     from megatron_rl.rehearsal.engine_rank import rehearse_engine
     from megatron_rl.rehearsal.job import rehearse_rank
     from megatron_rl.rehearsal.report import make_report, print_report
+    from megatron_rl.rehearsal.signatures import compare_installed
 
     with ThreadPoolExecutor(1) as thread:
         planned = count_engine_weights(job, candidate.rollout_tp, candidate.rollout_ep)
         in_engine = thread.submit(rehearse_engine, config, planned, cluster.gpu)
+        in_libraries = thread.submit(compare_installed)
         reports = [make_report(rehearse_rank(config, rank, cluster.gpu), job, cluster) for rank in ranks]
-        engine = in_engine.result()
-    print_report(reports, engine)
+        engine, differing = in_engine.result(), in_libraries.result()
+    print_report(reports, engine, differing)
     if options.json is not None:
         found = {"trainer": [report.as_json() for report in reports], "engine": [asdict(report) for report in engine]}
+        found["libraries"] = differing or []
         options.json.write_text(json.dumps(found, indent=2) + "\n")
-    return all(report.passes for report in reports) and all(report.passes for report in engine)
+    return not differing and all(report.passes for report in (*reports, *engine))
 
 
 def choose_ranks(text: str | None, layout: Layout) -> list[int]:

@@ -167,8 +167,8 @@ def _largest(by_line: dict[str, int]) -> dict[str, int]:
     return {line: nbytes for line, nbytes in Counter(by_line).most_common(_LINES) if nbytes}
 
 
-def print_report(reports: list[RankReport], engine: list[EngineRankReport]) -> None:
-    """Print all ranks; of collectives and waits the phases that a step repeats."""
+def print_report(reports: list[RankReport], engine: list[EngineRankReport], differing: list[str] | None) -> None:
+    """Print all ranks; of collectives and waits the phases that a step repeats. `differing`: see `signatures.compare_installed`."""
     console = Console(highlight=False, markup=False, emoji=False)
     if not console.is_terminal:
         console.width = 120
@@ -196,8 +196,13 @@ def print_report(reports: list[RankReport], engine: list[EngineRankReport]) -> N
     for found in engine:
         if found.forward:
             console.print(_passes(found, found.forward))
+    for line in differing or ():
+        console.print(f"FAULT: {line}", soft_wrap=True)
+    if differing is not None:
+        console.print(f"The kernels' parameters {'differ from' if differing else 'are'} those of the installed libraries.")
     wrong = [f"rank {report.rank}" for report in reports if not report.passes]
     wrong += [f"engine rank {found.rank}" for found in engine if not found.passes]
+    wrong += ["the installed libraries"] if differing else []
     good = f"All {len(reports)} ranks run, take the memory that `plan` says, and wait in no layer for the device."
     verdict = f"NOT as planned: {', '.join(wrong)}." if wrong else good
     console.print(f"\n{verdict} Nothing has run on a GPU.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -38,3 +39,6 @@ def fused_topk_deepseek(
     narrow = n_group == 1 or (experts // n_group <= 32 and experts // n_group * topk_group <= 128)
     call.require(fits and narrow and experts <= 384, f"{topk} of {experts} experts, {topk_group} of {n_group} groups")
     call.moved(scores, bias, topk_values, topk_indices)
+
+
+STANDS_FOR: dict[str, Callable[..., Any]] = {"flashinfer.fused_moe.fused_topk_deepseek": fused_topk_deepseek}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -11,22 +12,19 @@ from megatron_rl.rehearsal.fake_cuda import current_device
 from rollout_sglang.rehearsed_kernels import flash_attention
 from rollout_sglang.rehearsed_kernels.match import HALF, INDEX, Call
 
-_FLASH_ATTENTION = ("get_scheduler_metadata", "flash_attn_with_kvcache", "flash_attn_varlen_func")
-
 
 def install() -> None:
     """Names are bound when SGLang is imported, functions are found when they are called."""
     import sgl_kernel
     import sgl_kernel.flash_attn
 
-    for name in _FLASH_ATTENTION:
-        setattr(sgl_kernel.flash_attn, name, _late(flash_attention, name))
-    for name in _NAMES:
-        setattr(sgl_kernel, name, lambda *args, name=name, **named: globals()[name](*args, **named))
+    for path, function in STANDS_FOR.items():
+        setattr(sgl_kernel.flash_attn if "flash_attn." in path else sgl_kernel, function.__name__, _late(function))
 
 
-def _late(module: Any, name: str) -> Callable[..., Any]:
-    return lambda *args, **named: getattr(module, name)(*args, **named)
+def _late(function: Any) -> Callable[..., Any]:
+    module = sys.modules[function.__module__]
+    return lambda *args, **named: getattr(module, function.__name__)(*args, **named)
 
 
 def rmsnorm(input: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6, out: Any = None, enable_pdl: Any = None) -> torch.Tensor:
@@ -84,12 +82,12 @@ def moe_align_block_size(
     call.moved(topk_ids, sorted_token_ids, experts_ids)
 
 
-def moe_sum_reduce(input: torch.Tensor, output: torch.Tensor, routed_scaling_factor: float = 0.0) -> None:
+def moe_sum_reduce(input_tensor: torch.Tensor, output_tensor: torch.Tensor, routed_scaling_factor: float = 0.0) -> None:
     """csrc/moe/moe_sum_reduce.cu"""
     call = Call("sgl_kernel.moe_sum_reduce")
-    call.check("input", input, "T K H", (*HALF, torch.float32))
-    call.check("output", output, "T H", input.dtype)
-    call.moved(input, output)
+    call.check("input_tensor", input_tensor, "T K H", (*HALF, torch.float32))
+    call.check("output_tensor", output_tensor, "T H", input_tensor.dtype)
+    call.moved(input_tensor, output_tensor)
 
 
 def int8_scaled_mm(
@@ -117,4 +115,8 @@ def weak_ref_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return gpu.shapes.wrap(meta, tensor.device)
 
 
-_NAMES = ("rmsnorm", "fused_add_rmsnorm", "silu_and_mul", "moe_align_block_size", "moe_sum_reduce", "int8_scaled_mm", "weak_ref_tensor")
+_FLASH_ATTENTION = (flash_attention.get_scheduler_metadata, flash_attention.flash_attn_with_kvcache, flash_attention.flash_attn_varlen_func)
+_OTHERS = (rmsnorm, fused_add_rmsnorm, silu_and_mul, moe_align_block_size, moe_sum_reduce, int8_scaled_mm, weak_ref_tensor)
+STANDS_FOR: dict[str, Callable[..., Any]] = {f"sgl_kernel.{function.__name__}": function for function in _OTHERS} | {
+    f"sgl_kernel.flash_attn.{function.__name__}": function for function in _FLASH_ATTENTION
+}

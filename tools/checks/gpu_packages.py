@@ -8,7 +8,6 @@ Nothing is computed: what is imported, hooked, compared and compiled is real.
 
 from __future__ import annotations
 
-import ast
 import importlib
 import importlib.util
 import inspect
@@ -19,7 +18,7 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -83,36 +82,20 @@ def transformer_engine_extension() -> str:
 
 @check
 def signatures() -> str:
-    """The libraries' functions take what the back ends pass."""
-    import deep_gemm
+    """The libraries' functions have the parameters of the functions of shapes that a rehearsal calls in their place, and torch's
+    `varlen_attn` those that are passed to it."""
     from torch.nn.attention.varlen import varlen_attn
 
-    expected: dict[Any, tuple[str, ...]] = {
-        deep_gemm.fp8_gemm_nt: ("a", "b", "d", "c", "recipe"),
-        deep_gemm.m_grouped_fp8_gemm_nt_contiguous: ("a", "b", "d", "grouped_layout", "recipe"),
-        deep_gemm.k_grouped_fp8_gemm_nt_contiguous: ("a", "b", "d", "ks", "grouped_layout", "c", "recipe"),
-        varlen_attn: ("query", "key", "value", "cu_seq_q", "cu_seq_k", "max_q", "max_k", "scale", "window_size", "enable_gqa"),
-    }
-    for function, names in expected.items():
-        parameters = list(inspect.signature(function).parameters)
-        assert [name for name in parameters if name in names] == list(names), f"{function.__name__}{parameters}"
-    assert callable(deep_gemm.get_mk_alignment_for_contiguous_layout)
-    pytorch = SITE / "transformer_engine" / "pytorch"  # importing it needs the extension
-    for file, name, words in (
-        ("tensor/float8_blockwise_tensor.py", "__init__", "fp8_dtype rowwise columnwise amax_epsilon force_pow_2_scales block_scaling_dim"),
-        ("tensor/storage/float8_blockwise_tensor_storage.py", "__new__", "rowwise_data rowwise_scale_inv columnwise_data "
-         "columnwise_scale_inv fp8_dtype quantizer is_2D_scaled"),
-        ("cpp_extensions/gemm.py", "general_gemm", "A B out_dtype accumulate layout out grad use_split_accumulator"),
-    ):  # fmt: skip
-        found = list(_parameters(pytorch / file, name))
-        assert any(set(words.split()) <= set(each) for each in found), f"{file}: {name}{found}"
-    return f"{len(expected) + 4} functions"
+    from megatron_rl.rehearsal.signatures import LIBRARIES, compare, is_installed
+    from rollout_sglang.rehearsed_signatures import list_kernels
 
-
-def _parameters(file: Path, name: str) -> Iterator[list[str]]:
-    for node in ast.walk(ast.parse(file.read_text())):
-        if isinstance(node, ast.FunctionDef) and node.name == name:
-            yield [argument.arg for argument in (*node.args.args, *node.args.kwonlyargs)]
+    assert all(map(is_installed, LIBRARIES))
+    kernels = list_kernels()
+    assert not (wrong := compare(kernels)), "\n".join(wrong)
+    names = ["query", "key", "value", "cu_seq_q", "cu_seq_k", "max_q", "max_k", "scale", "window_size", "enable_gqa"]
+    parameters = list(inspect.signature(varlen_attn).parameters)
+    assert [name for name in parameters if name in names] == names, f"varlen_attn{parameters}"
+    return f"{len(kernels) + 1} functions"
 
 
 @check

@@ -20,8 +20,7 @@ _TMA = 16
 def install(recorder: Callable[[], Any]) -> None:
     _recorder[:] = [recorder]
     module = ModuleType("deep_gemm")
-    functions = (fp8_gemm_nt, m_grouped_fp8_gemm_nt_contiguous, k_grouped_fp8_gemm_nt_contiguous, get_mk_alignment_for_contiguous_layout)
-    vars(module).update({function.__name__: function for function in functions})
+    vars(module).update({function.__name__: function for function in STANDS_FOR.values()})
     sys.modules["deep_gemm"] = module
 
 
@@ -45,21 +44,27 @@ def fp8_gemm_nt(a: Pair, b: Pair, d: torch.Tensor, c: torch.Tensor | None = None
     _recorder[0]().work("fp8", 2 * m * n * k, *a, *b, d)
 
 
-def m_grouped_fp8_gemm_nt_contiguous(a: Pair, b: Pair, d: torch.Tensor, expert_of_row: torch.Tensor, recipe: Any = None, **_: Any) -> None:
+def m_grouped_fp8_gemm_nt_contiguous(a: Pair, b: Pair, d: torch.Tensor, grouped_layout: torch.Tensor, recipe: Any = None, **_: Any) -> None:
     """d [m, n] = a [m, k] . b[expert of the row] [n, k]^T."""
     kernel = "deep_gemm.m_grouped_fp8_gemm_nt_contiguous"
     (m, k), (groups, n, k_of_b) = _shape(kernel, a[0]), _shape(kernel, b[0], 3)
     require(list(d.shape) == [m, n] and k == k_of_b, kernel, f"{[m, k]} x {[groups, n, k_of_b]} into {list(d.shape)}")
     require(d.dtype == torch.bfloat16 and d.stride(-1) == 1, kernel, f"the result is {d.dtype}")
-    fits = expert_of_row.dtype == torch.int32 and list(expert_of_row.shape) == [m] and expert_of_row.is_contiguous()
-    require(fits, kernel, f"experts of rows are {list(expert_of_row.shape)} {expert_of_row.dtype}")
+    fits = grouped_layout.dtype == torch.int32 and list(grouped_layout.shape) == [m] and grouped_layout.is_contiguous()
+    require(fits, kernel, f"experts of rows are {list(grouped_layout.shape)} {grouped_layout.dtype}")
     _check_scales(kernel, a[1], m, k, 1, 128)
     _check_scales(kernel, b[1], n, k, 128, 128, groups)
     _recorder[0]().work("fp8", 2 * m * n * k, *a, *b, d)
 
 
 def k_grouped_fp8_gemm_nt_contiguous(
-    a: Pair, b: Pair, d: torch.Tensor, ks: Sequence[int], ks_tensor: torch.Tensor, c: torch.Tensor | None = None, recipe: Any = (1, 1, 128)
+    a: Pair,
+    b: Pair,
+    d: torch.Tensor,
+    ks: Sequence[int],
+    grouped_layout: torch.Tensor,
+    c: torch.Tensor | None = None,
+    recipe: Any = (1, 1, 128),
 ) -> None:
     """d [groups, m, n] += a of a group [m, k] . b of it [n, k]^T."""
     kernel = "deep_gemm.k_grouped_fp8_gemm_nt_contiguous"
@@ -72,7 +77,7 @@ def k_grouped_fp8_gemm_nt_contiguous(
         a[0].numel() == total * m and b[0].numel() == total * n, kernel, f"{a[0].numel()} and {b[0].numel()} numbers for {total} tokens"
     )
     require(c is not None and c.is_contiguous() and d.is_contiguous(), kernel, "needs a contiguous sum to add to")
-    require(ks_tensor.dtype == torch.int32 and ks_tensor.numel() == groups, kernel, f"groups' lengths are {ks_tensor.dtype}")
+    require(grouped_layout.dtype == torch.int32 and grouped_layout.numel() == groups, kernel, f"groups' lengths are {grouped_layout.dtype}")
     _recorder[0]().work("fp8", 2 * m * n * total, *a, *b, d)
 
 
@@ -105,3 +110,7 @@ def _check_scales(kernel: str, scale: torch.Tensor, mn: int, k: int, gran_mn: in
         rows, cols = scale.shape[-2:]
         ordered = (scale.stride(-1) == 1 and scale.stride(-2) == cols) or (scale.stride(-1) == rows and scale.stride(-2) == 1)
         require(ordered or rows * cols == 1 or 1 in (rows, cols), kernel, f"scales {list(scale.shape)} with strides {list(scale.stride())}")
+
+
+_FUNCTIONS = (fp8_gemm_nt, m_grouped_fp8_gemm_nt_contiguous, k_grouped_fp8_gemm_nt_contiguous, get_mk_alignment_for_contiguous_layout)
+STANDS_FOR: dict[str, Callable[..., Any]] = {f"deep_gemm.{function.__name__}": function for function in _FUNCTIONS}

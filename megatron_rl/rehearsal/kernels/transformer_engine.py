@@ -229,6 +229,13 @@ _MEMBERS: dict[str, dict[str, Any]] = {
 }
 
 
+_PYTORCH = "transformer_engine.pytorch"
+STANDS_FOR: dict[str, Callable[..., Any]] = {
+    f"{_PYTORCH}.tensor.float8_blockwise_tensor.Float8BlockQuantizer.__init__": _Quantizer.__init__,
+    f"{_PYTORCH}.tensor.storage.float8_blockwise_tensor_storage.Float8BlockwiseQTensorStorage.__new__": _Storage.__init__,
+    f"{_PYTORCH}.cpp_extensions.gemm.general_gemm": general_gemm,
+    f"{_PYTORCH}.optimizers.fused_adam.FusedAdam.__init__": FusedAdam.__init__,
+}
 _ABSENT = {("transformer_engine.pytorch.attention", "_SplitAlongDim"), ("transformer_engine.pytorch.module.base", "get_workspace")}
 """What Megatron looks for, and 2.20 has no more."""
 
