@@ -201,9 +201,10 @@ class PolicyTrainer:
         every = max(8, samples.tokens // (layout.dp * layout.cp * self.actor.micro_batch_tokens))
         chosen = [sample for sample in samples.own if sample.number % every == 0]
         for logprobs, sample in zip(self.actor.compute_logprobs(chosen)[0], chosen, strict=True):
-            change = (logprobs - sample.old_logprobs).abs()
-            stale = self._config.algorithm.old_policy == "engine" and len(sample.version_lags) > 0  # old log-probs are of its version
-            totals.add("change", change[sample.version_lags == 0] if stale else change)
+            moved = (logprobs - sample.old_logprobs).abs()
+            if self._config.algorithm.old_policy == "engine" and len(sample.version_lags):  # a stale token's old log-prob is of its version
+                moved = moved[sample.version_lags == 0]
+            totals.add("change", moved)
         totals = reduce.combine(totals)
         change = totals.mean("change"), totals.largest("change")
         return dict(zip(CHANGE, change, strict=True)) if totals.count("change") else {}

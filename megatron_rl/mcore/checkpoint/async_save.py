@@ -51,6 +51,7 @@ class AsyncSave:
         others: Sequence[OtherFiles] = (),
     ) -> None:
         self._parent, self._error, self._others = parent, "", others
+        self.other_bytes = sum(other.nbytes for other in others)
         self.files: dict[str, dict[str, Any]] = {}
         """Once written: path relative to `parent` -> size and hash of this rank's files."""
         results: queue.Queue[Any] = queue.Queue()
@@ -69,7 +70,7 @@ class AsyncSave:
 
     def _check_room(self, buckets: list[Any]) -> None:
         sharded = sum(tensor.nbytes for *_, (_, tensors) in buckets for _, tensor in tensors)
-        own_bytes = sharded + sum(other.nbytes for other in self._others)
+        own_bytes = sharded + self.other_bytes
         needed = sum(gather_from_ranks(own_bytes))
         run_on_rank0(lambda: check_room(self._parent, needed))
 
