@@ -90,13 +90,14 @@ def test_the_engines_bytes_are_those_of_the_run_that_nothing_happened_to(runs, f
 
 
 def test_a_trainer_that_is_killed_goes_on_with_the_problems_and_kept_groups_of_the_run_that_nothing_happened_to(tmp_path):
-    for name in ("straight", "killed"):
-        (tmp_path / name).mkdir()
-    assert finish(train(tmp_path / "straight", LEARNING | MEASURED)).code == 0
-    with train(tmp_path / "killed", LEARNING | MEASURED) as command:
+    settings = LEARNING | {"model.path": tmp_path / "model"}
+    train_command.make_model(tmp_path, train_command.TINY | settings)
+    settings |= MEASURED
+    assert (done := finish(train(tmp_path / "straight", settings))).code == 0, done.err
+    with train(tmp_path / "killed", settings) as command:
         train_command.wait_for_rows(command, tmp_path / "killed", 6)
         assert train_command.end_by(train_command.kill_trainer, command).code == -9
-    assert finish(train(tmp_path / "killed", LEARNING | MEASURED)).code == 0
+    assert (done := finish(train(tmp_path / "killed", settings))).code == 0, done.err
     straight, killed = (latest(tmp_path / name) for name in ("straight", "killed"))
     rows = numbers(straight)
     assert rows == numbers(killed) and len(rows) == 10 and read_json(killed / "run.json")["resumed"]
