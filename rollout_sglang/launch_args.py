@@ -26,7 +26,6 @@ from megatron_rl.rollout.engine_placement import (
     get_base_gpu_id,
     place_engine,
 )
-from parallel.adapters import TARGETS
 from rollout_sglang.hooks import adapters, gpu_activation_quant, kv_cache_scales, tree_reduction
 from rollout_sglang.model_files import leave_out_other_models
 from rollout_sglang.platform.activate import NAME as CPU_PLATFORM
@@ -132,7 +131,7 @@ def make_environment(config: Config, contract: PrecisionContract, placement: Eng
     rollout, colocated = config.rollout, config.placement.kind == "colocated"
     contracted = {tree_reduction.REDUCTION_VARIABLE: "tree" if contract.sums_by_tree else "fast", kv_cache_scales.KV_VARIABLE: contract.kv}
     if (lora := config.lora) is not None:
-        contracted[adapters.LORA_VARIABLE] = adapters.describe(lora.rank, lora.scale, [TARGETS[target] for target in lora.targets])
+        contracted[adapters.LORA_VARIABLE] = adapters.describe(lora.rank, lora.scale, lora.targets)
     if torch.cuda.is_available():
         format = contract.engine_format
         scales = {gpu_activation_quant.SCALE_FORMAT_VARIABLE: format.scale_format} if format.quantized else {}

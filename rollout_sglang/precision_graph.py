@@ -177,7 +177,7 @@ class _GraphReader:
             raise ValueError(f"the precision graph does not know the quantisation method {method}")
         self.seen.add(id(weight))
         bias, detail = self.read_vector(module, "bias"), f"{type(module).__name__}, {method}"
-        adapter, _ = (self.read_vector(module, each) for each in NAMES)
+        adapter, _ = (self.read_vector(module, name.removesuffix("weight") + each) for each in NAMES)
         if weight.dtype.itemsize > 1:
             return WeightedOpPrecision(x or self.hidden, unquantized_format(weight), bias, detail, adapter=adapter)
         path = self.names[id(module)]

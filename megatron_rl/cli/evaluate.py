@@ -160,7 +160,8 @@ def _sample(
         for name, checkpoint in checkpoints.items():
             display.set_phase(f"{name}: engine")
             (folder / name).mkdir()
-            engine = start_engines(without_restarts, models[name], folder / name, display.print_line)
+            own_config = without_restarts.model_copy(update={"lora": checkpoint.lora})
+            engine = start_engines(own_config, models[name], folder / name, display.print_line)
             try:
                 check_live_engine(checkpoint.plan, engine)
                 display.set_phase(name)

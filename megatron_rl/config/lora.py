@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal
 
 from pydantic import Field
 
 from megatron_rl.config.base import ConfigSection
 from parallel.adapters import AdapterGeometry
+from parallel.model_geometry import ModelGeometry
 
 Target = Literal["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
 
@@ -28,5 +30,6 @@ class LoraConfig(ConfigSection):
     def scale(self) -> float:
         return self.alpha / self.rank
 
-    def to_geometry(self) -> AdapterGeometry:
-        return AdapterGeometry(self.rank, self.targets)
+    def adapt(self, model: ModelGeometry) -> ModelGeometry:
+        """Return the model with these adapters."""
+        return replace(model, adapters=AdapterGeometry(self.rank, self.targets))

@@ -1,4 +1,5 @@
-"""A run's adapters in PEFT's format: `adapter_config.json` and `adapter_model.safetensors`, for `PeftModel.from_pretrained` and engines.
+"""A run's adapters out of its checkpoint: in PEFT's format, `adapter_config.json` and `adapter_model.safetensors`, for
+`PeftModel.from_pretrained` and engines; and for our own engine.
 
 PEFT has an adapter for each tensor of the checkpoint. Those of one of Megatron's layers, q, k and v say, share their A here: it is written
 once for each.
@@ -7,7 +8,6 @@ once for each.
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,9 @@ from megatron_rl.hf.files import read_config
 from megatron_rl.hf.write import atomic_folder, write_file
 from megatron_rl.mcore.checkpoint.folder import find_damage
 from megatron_rl.mcore.checkpoint.load import RunWeights, read_state
+from parallel.adapters import ENGINE_FILE, is_adapter
 from parallel.model_geometry import ModelGeometry
+from parallel.shards import take_all
 from parallel.weights import Weight
 
 _PREFIX, _WEIGHTS = "base_model.model.", "adapter_model.safetensors"
@@ -30,14 +32,32 @@ def holds_adapters(folder: Path) -> bool:
     return (folder / "state.json").is_file() and "lora" in read_state(folder, of_adapters=True)[0]
 
 
+def read_settings(state: dict[str, Any]) -> LoraConfig:
+    """Return the settings of the adapters of a checkpoint, from its state.json."""
+    return LoraConfig.model_validate_json(json.dumps(state["lora"]))
+
+
+def _read_geometry(folder: Path, lora: LoraConfig) -> ModelGeometry:
+    with as_user_error():
+        return lora.adapt(ModelGeometry.from_hf_config(read_config(folder / "hf")))
+
+
+def write_for_engine(folder: Path, lora: LoraConfig, model: Path) -> None:
+    """Write the adapters of a run's checkpoint into a folder that an engine loads, beside their base."""
+    geometry = _read_geometry(folder, lora)
+    weights = RunWeights(folder, geometry)
+    tensors = (tensor for name, tensor in geometry.tensors().items() if is_adapter(name.removesuffix(".weight")))
+    (model / ENGINE_FILE).parent.mkdir()
+    write_file(model / ENGINE_FILE, {tensor.name: weights.read_values(take_all(tensor)).clone() for tensor in tensors})
+
+
 def export_adapters(folder: Path, output: Path) -> None:
     """Write a run's adapters into the new folder `output`. Raise UserError for a checkpoint that is damaged."""
     if reason := find_damage(folder):
         raise UserError("--checkpoint", str(folder), f"is damaged: {reason}", "give another checkpoint of the run")
     state, _ = read_state(folder, of_adapters=True)
-    lora = LoraConfig.model_validate_json(json.dumps(state["lora"]))
-    with as_user_error():
-        geometry = replace(ModelGeometry.from_hf_config(read_config(folder / "hf")), adapters=lora.to_geometry())
+    lora = read_settings(state)
+    geometry = _read_geometry(folder, lora)
     tensors = _read_adapters(geometry, RunWeights(folder, geometry))
     with atomic_folder(output) as temporary:
         write_file(temporary / _WEIGHTS, tensors)
@@ -52,10 +72,10 @@ def _read_adapters(geometry: ModelGeometry, weights: RunWeights) -> dict[str, to
         for name, up in by_name.items():
             if name.endswith(".lora_B"):
                 a = _read(weights, by_name[name.removesuffix("B") + "A"])
-                for piece in up.pieces:
-                    peft = _PREFIX + piece.tensor.name
+                for tensor in {piece.tensor for piece in up.pieces}:
+                    peft = _PREFIX + tensor.name
                     tensors[peft.replace(".lora_B.", ".lora_A.")] = a.clone()
-                    tensors[peft] = weights.read_values(piece).clone()
+                    tensors[peft] = weights.read_values(take_all(tensor)).clone()
     return tensors
 
 

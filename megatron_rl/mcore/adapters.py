@@ -10,14 +10,18 @@ import hashlib
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import RowParallelLinear
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
-from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
 from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
@@ -25,7 +29,7 @@ from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.config.lora import LoraConfig
 from megatron_rl.mcore.actor import Policy
 from megatron_rl.mcore.buckets import finish_gathers
-from megatron_rl.mcore.layers.row_parallel import TreeProduct
+from megatron_rl.mcore.layers.row_parallel import PartialSum, TreeProduct
 from megatron_rl.mcore.model import freeze
 from megatron_rl.mcore.names import ModelChunks, get_model_chunks, global_name
 from megatron_rl.precision.ops.low_rank import project_down, project_up
@@ -53,7 +57,11 @@ def _install(layer: Any, name: str, lora: LoraConfig, dtype: torch.dtype, seed: 
     layer.lora_B = torch.nn.Parameter(torch.zeros(rows, lora.rank, device=layer.weight.device, dtype=dtype))
     cut, whole_one, axis = (layer.lora_A, layer.lora_B, 1) if by_columns else (layer.lora_B, layer.lora_A, 0)
     set_tensor_model_parallel_attributes(cut, True, axis, 1)
-    whole_one.sequence_parallel = layer.sequence_parallel  # its gradient is of this rank's tokens: Megatron adds up the ranks'
+    if layer.is_expert:  # other ranks have other experts: the gradient's norm counts its parameters, but on one rank of its own alone
+        cut.allreduce = whole_one.allreduce = False
+        whole_one.tensor_model_parallel, whole_one.shared = True, group.rank() > 0
+    else:
+        whole_one.sequence_parallel = layer.sequence_parallel  # its gradient is of this rank's tokens: Megatron adds up the ranks'
     layer.adapter_enabled, layer.adapter_scale = True, lora.scale
     layer.register_forward_hook(_add_by_row_sum if by_columns else _add)
 
@@ -65,23 +73,46 @@ def _draw(key: str, rank: int, columns: int) -> torch.Tensor:
 
 
 def _add(layer: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, Any]) -> tuple[torch.Tensor, Any]:
-    """Add the adapter of a layer cut by rows. Under sequence parallelism h is gathered, which is narrower than x."""
+    """Add the adapter of a layer cut by rows. Under sequence parallelism h is gathered, which is narrower than x; the ranks of an expert
+    have the same tokens already, and x's gradient is summed behind it, so that A's is here."""
     if not layer.adapter_enabled:
         return output
-    h = project_down(inputs[0], layer.lora_A)
-    if layer.sequence_parallel:
+    is_cut = layer.tp_group.size() > 1
+    down = copy_to_tensor_model_parallel_region(layer.lora_A, group=layer.tp_group) if layer.is_expert and is_cut else layer.lora_A
+    h = project_down(inputs[0], down)
+    if layer.is_expert:
+        pass
+    elif layer.sequence_parallel:
         h = gather_from_sequence_parallel_region(h, group=layer.tp_group)
-    elif layer.tp_group.size() > 1:
+    elif is_cut:
         h = copy_to_tensor_model_parallel_region(h, group=layer.tp_group)
     return output[0] + project_up(h, layer.lora_B, layer.adapter_scale), output[1]
 
 
 def _add_by_row_sum(layer: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, Any]) -> tuple[torch.Tensor, Any]:
-    """Add the adapter of a layer cut by columns, whose ranks' parts of h are summed as those of y are."""
+    """Add the adapter of a layer cut by columns, whose ranks' parts of h are summed as those of y are; where `layers.experts` adds up y's
+    parts, float32 [T, N], put those of h beside them, [T, N + rank]."""
     if not layer.adapter_enabled:
         return output
-    h = TreeProduct.apply(inputs[0], layer.lora_A, layer.choose_sum(inputs[0].dtype))
+    row_sum = layer.choose_sum(inputs[0].dtype)
+    if row_sum is None or not row_sum.by_tree:
+        return output[0] + _add_up_rounded(layer, project_down(inputs[0], layer.lora_A)), output[1]
+    h = TreeProduct.apply(inputs[0], layer.lora_A, row_sum)
+    if isinstance(row_sum, PartialSum):
+        return torch.cat([output[0], h], -1), output[1]
     return output[0] + project_up(h, layer.lora_B, layer.adapter_scale), output[1]
+
+
+def _add_up_rounded(layer: Any, h: torch.Tensor) -> torch.Tensor:
+    """Return what an adapter adds where Megatron sums rounded parts; of an expert that ranks cut, this rank's part, as is y's: they are
+    summed behind it."""
+    up, group = layer.lora_B, layer.tp_group
+    if group.size() > 1 and layer.is_expert:
+        up = copy_to_tensor_model_parallel_region(up, group=group)
+    elif group.size() > 1:
+        add_up = reduce_scatter_to_sequence_parallel_region if layer.sequence_parallel else reduce_from_tensor_model_parallel_region
+        h = add_up(h, group=group)
+    return project_up(h, up, layer.adapter_scale)
 
 
 def list_adapted_layers(model: ModelChunks) -> list[tuple[Any, str, Any]]:
@@ -119,10 +150,20 @@ def shard_adapters(chunk: Any) -> dict[str, Any]:
     for _, name, layer in list_adapted_layers(chunk):
         axes = {"lora_A": 1} if isinstance(layer, RowParallelLinear) else {"lora_B": 0}
         tensors = {each: getattr(layer, each) for each in NAMES}
-        prefix = f"{global_name(chunk, name)}."
-        make = partial(make_sharded_tensors_for_checkpoint, tp_group=layer.tp_group, dp_cp_group=replicas)
-        own = make(tensors, prefix, axes)
+        prefix, experts = _stack_experts(chunk, f"{global_name(chunk, name)}.")
+        group = parallel_state.get_expert_data_parallel_group() if experts else replicas
+        own = make_sharded_tensors_for_checkpoint(tensors, prefix, axes, experts, tp_group=layer.tp_group, dp_cp_group=group)
         if name.endswith("linear_fc1"):  # [gate ; up] of each rank
-            own[f"{prefix}lora_B"] = apply_swiglu_sharded_factory(own[f"{prefix}lora_B"], ())
+            own[f"{prefix}lora_B"] = apply_swiglu_sharded_factory(own[f"{prefix}lora_B"], experts)
         sharded |= {f"{name}.{each}": own[f"{prefix}{each}"] for each in NAMES}
     return sharded
+
+
+def _stack_experts(chunk: Any, prefix: str) -> tuple[str, tuple[tuple[int, int, int], ...]]:
+    """Return the prefix under which the experts of a layer are one tensor, as Megatron stores their weights, and (0, the expert, how many
+    there are); the prefix itself and () for a layer that is no expert's."""
+    before, of_expert, after = prefix.partition(".local_experts.")
+    if not of_expert:
+        return prefix, ()
+    expert, _, layer = after.partition(".")
+    return f"{before}.experts.{layer}", ((0, int(expert), chunk.config.num_moe_experts),)

@@ -10,7 +10,6 @@ from megatron_rl.config.rollout import MOST_KEPT
 from megatron_rl.errors import UserError
 from megatron_rl.hf.files import read_config
 from megatron_rl.preflight.rule import Facts, Needs, rule
-from parallel.adapters import ATTENTION
 from parallel.formats import SERVED_METHODS
 from parallel.model_geometry import ModelGeometry, as_critic
 
@@ -269,21 +268,9 @@ def waits_are_no_hangs(facts: Facts) -> None:
 @rule(Needs.TRAINER)
 def adapters_are_built_for_the_run(facts: Facts) -> None:
     """What LoRA was not built and tested for."""
-    config, precision = facts.config, facts.config.precision
+    config = facts.config
     if config.lora is None:
         return
-    if precision.mode not in ("fp8_unified", "bf16"):
-        rule = "quantizes weights for the engine alone, which is not built with [lora]"
-        raise UserError("precision.mode", precision.mode, rule, "use fp8_unified or bf16")
-    for name, value, only in (("reduction", precision.reduction, "tree"), ("backend", precision.backend, "emulated")):
-        if value != only:
-            raise UserError(f"precision.{name}", value, "is not built with [lora], which has run on CPUs only", f'use "{only}"')
-    for name in ("pp", "cp"):
-        if (size := getattr(config.train.layout, name)) > 1:
-            rule = "is not built with [lora], which is for tensor, expert and data parallel ranks"
-            raise UserError(f"train.layout.{name}", size, rule, f"set train.layout.{name} = 1")
-    if config.teacher is not None:
-        raise UserError("lora", None, "is not built for a run with a teacher", "leave one of them out")
     if config.algorithm.has_critic:
         raise UserError("lora", None, "is not built for a run with a critic", "leave it out, or use another algorithm.advantage")
     if config.log.attribute_every:
@@ -298,12 +285,10 @@ def adapters_are_built_for_the_model(facts: Facts) -> None:
     lora = facts.config.lora
     if lora is None:
         return
-    has = {
-        "experts, whose MLPs": facts.model.experts is not None and not set(lora.targets) <= ATTENTION,
-        "latent attention, which": facts.model.latent is not None,
-        "norms behind its layers, which": facts.model.post_norms,
-        "layers for multi-token prediction, which": facts.model.mtp_layers > 0,
-    }
-    for what in (name for name, value in has.items() if value):
-        fix = f"adapt attention alone, {' and '.join(sorted(ATTENTION))}" if "experts" in what else "leave [lora] out, or use another model"
-        raise UserError("lora.targets", list(lora.targets), f"meets {what} no adapters are built for", fix)
+    on_gpu = facts.contract.trainer_format.quantized and facts.config.precision.backend != "emulated"
+    if facts.model.experts is not None and on_gpu and {"linear_fc1", "linear_fc2"} & set(lora.targets):
+        rule = "names layers of experts, which an engine on a GPU computes in one kernel that adds no adapters"
+        raise UserError("lora.targets", list(lora.targets), rule, "adapt attention alone: linear_qkv, linear_proj")
+    if facts.model.latent is not None and "linear_qkv" in lora.targets:
+        rule, rest = "names linear_qkv, of which latent attention has none", [each for each in lora.targets if each != "linear_qkv"]
+        raise UserError("lora.targets", list(lora.targets), rule, f"set it to {rest}" if rest else "leave [lora] out, or use another model")

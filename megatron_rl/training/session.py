@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 import sys
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -137,7 +136,7 @@ class Session:
         hang_watchdog.enter_phase("checking the engines")
         engine_layout, geometry = config.rollout.to_layout(), ModelGeometry.from_hf_config(hf_config)
         if config.lora is not None:
-            geometry = replace(geometry, adapters=config.lora.to_geometry())
+            geometry = config.lora.adapt(geometry)
         plan = SyncPlan.make(geometry, layout, engine_layout, contract, config.sync.chunk_bytes)
         canary = make_canary(config, actor, hf_config)
         sync = WeightSync(plan, engines, read_named_tensors, config.sync, canary, self.notify)

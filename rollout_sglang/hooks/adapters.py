@@ -10,21 +10,24 @@ from __future__ import annotations
 import functools
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from megatron_rl.precision.ops import tree
 from megatron_rl.precision.ops.low_rank import project_down, project_up
+from parallel.adapters import NAMES, TARGETS
 
+ExpertLinear = Callable[[torch.Tensor, int], torch.Tensor]
+"""An expert's linear layer: (x [T, K], expert) -> [T, N] in x's dtype."""
 LORA_VARIABLE = "MEGATRON_RL_LORA"
 """Carries `describe`; `rollout_sglang.launch_args` sets it for the engine's processes."""
 
 
-def describe(rank: int, scale: float, layers: list[str]) -> str:
-    """Return what the engine's processes must know; `layers`: SGLang's names."""
-    return json.dumps({"rank": rank, "scale": scale, "layers": layers})
+def describe(rank: int, scale: float, targets: Sequence[str]) -> str:
+    """Return what the engine's processes must know; `targets`: Megatron's names of layers."""
+    return json.dumps({"rank": rank, "scale": scale, "targets": targets, "layers": [TARGETS[target] for target in targets]})
 
 
 @functools.cache
@@ -51,8 +54,26 @@ def _add_parameters(layer: Any, prefix: str, columns: int, rows: int) -> None:
     if layer.has_adapter:
         layer.lora_A, layer.lora_B = (
             torch.nn.Parameter(torch.zeros(shape, dtype=layer.params_dtype), requires_grad=False)
-            for shape in ((settings["rank"], columns), (rows, settings["rank"]))
+            for shape in _get_shapes(settings["rank"], columns, rows)
         )
+
+
+def _get_shapes(rank: int, columns: int, rows: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Return those of A and B."""
+    return (rank, columns), (rows, rank)
+
+
+def add_to_experts(original: Callable[..., None], self: Any, *args: Any, **named: Any) -> None:
+    """Wrap `FusedMoE.__init__`: adapters [E, ...] of this rank's E experts, with a prefix like the weights they belong to."""
+    original(self, *args, **named)
+    if torch.cuda.is_available() and {"gate_up_proj", "down_proj"} & set(read_settings()["layers"]):
+        raise NotImplementedError("an engine on a GPU computes all experts in one kernel, which adds no adapters")
+    settings, experts, hidden, ffn = read_settings(), self.num_local_experts, self.hidden_size, self.intermediate_size_per_partition
+    for name, layer, columns, rows in (("w13", "gate_up_proj", hidden, 2 * ffn), ("w2", "down_proj", ffn, hidden)):
+        if layer in settings["layers"]:
+            for part, shape in zip(NAMES, _get_shapes(settings["rank"], columns, rows), strict=True):
+                empty = torch.zeros(experts, *shape, dtype=self.params_dtype)
+                self.register_parameter(f"{name}_{part}", torch.nn.Parameter(empty, requires_grad=False))
 
 
 def run_column_parallel(original: Callable[..., Any], self: Any, input_: torch.Tensor) -> Any:
@@ -60,14 +81,45 @@ def run_column_parallel(original: Callable[..., Any], self: Any, input_: torch.T
     y, bias = original(self, input_)
     if not self.has_adapter:
         return y, bias
-    if self.gather_output:
-        raise NotImplementedError("an adapter of a layer that gathers its output is outside the precision contract")
+    if self.gather_output or not isinstance(input_, torch.Tensor):
+        raise NotImplementedError("an adapter of a layer whose output is gathered, or whose input SGLang has quantized before")
     return y + project_up(project_down(input_, self.lora_A), self.lora_B, read_settings()["scale"]), bias
+
+
+def adapt_experts(layer: Any, name: str, linear: ExpertLinear) -> ExpertLinear:
+    """Return a layer of an engine's experts, `w13` or `w2`, with its adapters, if it has some."""
+    down, up = _get_experts_adapters(layer, name)
+    if down is None:
+        return linear
+    return lambda x, expert: linear(x, expert) + project_up(project_down(x, down[expert]), up[expert], read_settings()["scale"])
+
+
+def adapt_partial_sums(layer: Any, linear: ExpertLinear) -> tuple[ExpertLinear, ExpertLinear | None]:
+    """Return the second layer where it gives float32 partial sums, with those of its adapters beside them, [T, N + rank]; and what makes of
+    the latter's sums [T, rank] what an adapter adds [T, N]: None without adapters."""
+    down, up = _get_experts_adapters(layer, "w2")
+    if down is None:
+        return linear, None
+    return (
+        lambda x, expert: torch.cat([linear(x, expert), tree.multiply(x, down[expert])], -1),
+        lambda h, expert: project_up(h, up[expert], read_settings()["scale"]),
+    )
+
+
+def _get_experts_adapters(layer: Any, name: str) -> Any:
+    return [getattr(layer, f"{name}_{part}", None) for part in NAMES]
 
 
 def add_to_row_sum(layer: Any, x: torch.Tensor, y: torch.Tensor, add_over_ranks: Callable[..., torch.Tensor]) -> torch.Tensor:
     """Return y [T, N] of a row-parallel layer, summed over the ranks, with what its adapter adds; x [T, K / tp]."""
-    if not getattr(layer, "has_adapter", False):
-        return y
     h = add_over_ranks(tree.multiply(x, layer.lora_A), layer.tp_group, x.dtype)
+    return y + project_up(h, layer.lora_B, read_settings()["scale"])
+
+
+def add_to_rounded_sum(layer: Any, x: torch.Tensor, y: torch.Tensor, summed_later: bool) -> torch.Tensor:
+    """Return the same of a layer whose rounded parts SGLang adds up: before, or `summed_later`, with this rank's part of what the adapter
+    adds."""
+    h = project_down(x, layer.lora_A)
+    if not summed_later and layer.tp_group.world_size > 1:
+        h = layer.tp_group.all_reduce(h)
     return y + project_up(h, layer.lora_B, read_settings()["scale"])

@@ -25,12 +25,10 @@ from megatron_rl.precision.ops.batch_invariant import InvariantRouting
 from megatron_rl.precision.ops.expert_sum import sum_experts
 from megatron_rl.precision.quantized_weight import QuantizedWeight
 from parallel.formats import BLOCK
-from rollout_sglang.hooks import gpu_activation_quant, tree_reduction
+from rollout_sglang.hooks import adapters, gpu_activation_quant, tree_reduction
+from rollout_sglang.hooks.adapters import ExpertLinear
 from rollout_sglang.hooks.cpu_kernels import multiply_block_fp8, multiply_plain
 from rollout_sglang.hooks.dequant_cache import get_float_weight
-
-ExpertLinear = Callable[[torch.Tensor, int], torch.Tensor]
-"""An expert's linear layer: (x [T, K], expert) -> [T, N] in x's dtype."""
 
 
 def run_experts(
@@ -41,21 +39,25 @@ def run_experts(
     down: ExpertLinear,
     num_experts: int,
     tree: bool,
+    up: ExpertLinear | None = None,
 ) -> torch.Tensor:
     """Return what SGLang is to add up over ranks, [T, H] in the dtype of x [T, H]: this rank's part of the sum, or with `tree`, where
     `down` gives float32 partial sums, the whole sum on the first rank.
 
     `weights` float32 [T, k] and `experts` [T, k] come from the router; experts by this rank's numbers, below `num_experts`, -1 for another
-    rank's expert.
+    rank's expert. `up`: `down`'s adapters, whose h lies beside its results (`hooks.adapters.adapt_partial_sums`).
     """
     chosen, choice = experts.flatten().long().sort(stable=True)
     chosen, choice = chosen[chosen >= 0], choice[chosen >= 0]
     tokens, counts = choice // experts.shape[1], torch.bincount(chosen, minlength=num_experts).tolist()
     parts = [down(_gate(gate_up(x[rows], expert)), expert) for expert, rows in enumerate(tokens.split(counts)) if len(rows)]
-    y = torch.cat([x.new_empty(0, x.shape[1]), *parts])
+    y = torch.cat(parts) if parts else x.new_empty(0, x.shape[1])
     ranks = get_ranks() if tree else None
     if ranks is not None:
         y = tree_reduction.add_over_ranks(y.float(), ranks.moe_tp_group, x.dtype)
+    if up is not None:
+        y, h = y[:, : x.shape[1]], y[:, x.shape[1] :].split(counts)
+        y = y + torch.cat([y[:0], *(up(part, expert) for expert, part in enumerate(h) if len(part))])
     weighted = (y.float() * weights.flatten()[choice, None]).to(x.dtype)
     if ranks is None:
         return torch.zeros(x.shape, dtype=torch.float32, device=x.device).index_add_(0, tokens, weighted.float()).to(x.dtype)
@@ -119,7 +121,7 @@ def apply_block_fp8(self: Any, layer: Any, dispatch_output: Any) -> Any:
         return lambda x, expert: multiply_block_fp8(x, QuantizedWeight(weight[expert], scale[expert]), scale_format)
 
     gate_up, down = linear(layer.w13_weight, layer.w13_weight_scale_inv), linear(layer.w2_weight, layer.w2_weight_scale_inv)
-    return _apply_experts(self, dispatch_output, gate_up, down)
+    return _apply_experts(self, layer, dispatch_output, gate_up, down)
 
 
 def apply_int8(self: Any, layer: Any, dispatch_output: Any) -> Any:
@@ -129,7 +131,7 @@ def apply_int8(self: Any, layer: Any, dispatch_output: Any) -> Any:
         return lambda x, expert: int8.int8_matmul(x, get_float_weight(weight[expert], weight[expert].float), scale[expert])
 
     gate_up, down = linear(layer.w13_weight, layer.w13_weight_scale), linear(layer.w2_weight, layer.w2_weight_scale)
-    return _apply_experts(self, dispatch_output, gate_up, down)
+    return _apply_experts(self, layer, dispatch_output, gate_up, down)
 
 
 def apply_unquantized(self: Any, layer: Any, dispatch_output: Any) -> Any:
@@ -138,10 +140,10 @@ def apply_unquantized(self: Any, layer: Any, dispatch_output: Any) -> Any:
     def linear(weight: torch.Tensor) -> ExpertLinear:
         return lambda x, expert: multiply_plain(x, weight[expert])
 
-    return _apply_experts(self, dispatch_output, linear(layer.w13_weight), linear(layer.w2_weight))
+    return _apply_experts(self, layer, dispatch_output, linear(layer.w13_weight), linear(layer.w2_weight))
 
 
-def _apply_experts(method: Any, dispatch_output: Any, gate_up: ExpertLinear, down: ExpertLinear) -> Any:
+def _apply_experts(method: Any, layer: Any, dispatch_output: Any, gate_up: ExpertLinear, down: ExpertLinear) -> Any:
     config = method.moe_runner_config
     swiglu = config.activation == "silu" and config.is_gated and not config.apply_router_weight_on_input and not config.no_combine
     with_bias = getattr(method, "with_bias", False)  # SGLang's INT8 method has no such attribute
@@ -153,8 +155,10 @@ def _apply_experts(method: Any, dispatch_output: Any, gate_up: ExpertLinear, dow
         with tree_reduction.partial_sums():
             return down(x, expert)
 
-    last, weights = down_in_parts if by_tree else down, routing.topk_weights.float()
-    y = run_experts(dispatch_output.hidden_states, weights, routing.topk_ids, gate_up, last, config.num_local_experts, by_tree)
+    first = adapters.adapt_experts(layer, "w13", gate_up)
+    last, up = adapters.adapt_partial_sums(layer, down_in_parts) if by_tree else (adapters.adapt_experts(layer, "w2", down), None)
+    x, weights = dispatch_output.hidden_states, routing.topk_weights.float()
+    y = run_experts(x, weights, routing.topk_ids, first, last, config.num_local_experts, by_tree, up)
     return make_combine_input(y)
 
 

@@ -61,10 +61,14 @@ def _list_hooks() -> list[Hook]:
         ("sglang.srt.managers.schedule_policy.PrefillAdder.add_one_req", shared_prompts.add_request, "AROUND"),
     ]
     if adapters.read_settings():
+        from rollout_sglang.hooks import adapter_files
+
         hooks += [
             (_COLUMN_LINEAR + "_initialize_partition", adapters.add_to_column_layer, "AROUND"),
             (_COLUMN_LINEAR + "forward", adapters.run_column_parallel, "AROUND"),
             ("sglang.srt.layers.linear.RowParallelLinear.__init__", adapters.add_to_row_layer, "AROUND"),
+            ("sglang.srt.layers.moe.fused_moe_triton.layer.FusedMoE.__init__", adapters.add_to_experts, "AROUND"),
+            ("sglang.srt.model_loader.loader.DefaultModelLoader.load_model", adapter_files.load_adapters, "AROUND"),
         ]
     return hooks + (list_gpu_hooks() if torch.cuda.is_available() else list_cpu_hooks())
 

@@ -62,12 +62,17 @@ def run_row_parallel(
     Where SGLang itself adds up later, together with other layers, the first rank returns the sum and the others zeros, which it adds
     exactly.
     """
-    if not is_summed_by_tree(self.quant_method):
-        return original(self, input_, skip_all_reduce, forward_batch, output_tensor)
     from sglang.srt.layers.moe.utils import should_skip_mlp_all_reduce
 
+    by_tree, has_adapter = is_summed_by_tree(self.quant_method), getattr(self, "has_adapter", False)
+    if not by_tree and not has_adapter:
+        return original(self, input_, skip_all_reduce, forward_batch, output_tensor)
     if output_tensor is not None or not self.input_is_parallel or self.use_decode_attn_tp:
         raise NotImplementedError("a row-parallel layer with its own output, split input or decode group is outside the precision contract")
+    summed_later = not self.reduce_results or skip_all_reduce or should_skip_mlp_all_reduce()
+    if not by_tree:
+        y, bias = original(self, input_, skip_all_reduce, forward_batch)
+        return adapters.add_to_rounded_sum(self, input_, y, summed_later), bias
     if torch.cuda.is_available():
         partial = gpu_tree.multiply(self, input_)
     else:
@@ -76,8 +81,9 @@ def run_row_parallel(
     y = add_over_ranks(partial, self.tp_group, input_.dtype)
     if self.bias is not None and not self.skip_bias_add:
         y = y + self.bias
-    y = adapters.add_to_row_sum(self, input_, y, add_over_ranks)
-    if not self.reduce_results or skip_all_reduce or should_skip_mlp_all_reduce():
+    if has_adapter:
+        y = adapters.add_to_row_sum(self, input_, y, add_over_ranks)
+    if summed_later:
         y = keep_on_first_rank(y, self.tp_group)
     return y, self.bias if self.skip_bias_add else None
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+from pathlib import Path
+
 import pytest
 import torch
 from support import lora, transformers_reference
 from support.models import FP8, FP32, random_sequences
+
+from parallel.layout import Layout
 
 LORA = {"rank": 8, "alpha": 16.0}
 
@@ -50,12 +55,72 @@ def test_gradient_is_the_slope_of_the_loss(worlds, checkpoint):
     assert square > 1e-6 and slope == pytest.approx(square, rel=0.02)
 
 
-def test_peft_loads_what_is_exported_and_computes_the_trainers_logprobs(worlds, transformers_process, checkpoint, tmp_path):
-    batch, run, adapters = random_sequences(8, 0), tmp_path / "step_00001", tmp_path / "adapters"
-    ((result),) = worlds(1).call(lora.train_adapters, checkpoint, FP32, LORA, [batch], None, run)
+ATTENTION, FC = ("linear_qkv", "linear_proj"), ("linear_fc1", "linear_fc2")
+FAST = {"reduction": "fast"}
+CASES: dict[str, tuple[str, Layout, dict[str, str]]] = {
+    "ep": ("qwen3_moe", Layout(dp=2, ep=2), {}),
+    "ep, not etp": ("qwen3_moe", Layout(tp=2, ep=2, etp=1), {}),
+    "etp": ("qwen3_moe", Layout(tp=2, etp=2), {}),
+    "replicas of experts": ("qwen3_moe", Layout(tp=2, etp=1), {}),
+    "pp": ("qwen3_moe", Layout(pp=2, vpp=2), {}),
+    "cp": ("qwen3_moe", Layout(cp=2), {}),
+    "latent attention": ("deepseek_v3", Layout(tp=2, ep=2, etp=1), {}),
+    "norms behind layers": ("glm4", Layout(tp=2), {}),
+    "sums of rounded parts": ("qwen3_moe", Layout(tp=2, etp=2), FAST),
+    "pp, cp and ep": ("qwen3_moe", Layout(pp=2, cp=2, ep=2), {}),
+}
+_LONG = ("replicas of experts", "pp, cp and ep")
+
+
+def targets(model: str) -> dict[str, object]:
+    return LORA | {"targets": ATTENTION[model == "deepseek_v3" :] + FC}
+
+
+@pytest.fixture(scope="module")
+def alone(worlds, model_folder):
+    """`alone(model)`: its folder, batches, and what one process makes of them."""
+
+    @functools.cache
+    def train(model: str) -> tuple[Path, list, dict]:
+        folder, batches = model_folder(model), [random_sequences(4, 1), random_sequences(6, 2)]
+        return folder, batches, worlds(1).call(lora.train_adapters, folder, FP32, targets(model), batches, Layout())[0]
+
+    return train
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.long] * (case in _LONG)) for case in CASES])
+def test_every_layout_learns_what_one_process_does_which_has_the_bits_of_its_checkpoint(worlds, alone, tmp_path, case):
+    model, layout, changes = CASES[case]
+    folder, batches, one = alone(model)
+    precision, exact = FP32 | changes, not changes
+    first, *others = worlds(layout.world_size).call(
+        lora.train_adapters, folder, precision, targets(model), batches, layout, run := tmp_path / "run"
+    )
+    assert torch.equal(one["start"], first["start"]) is exact
+    assert one["stepped"] == set().union(*(each["changed"] for each in (first, *others)))
+    assert (one["trained"] - first["trained"]).norm() < 1e-3 * (one["trained"] - one["start"]).norm()
+    for step, same in zip(one["steps"], first["steps"], strict=True):
+        assert step["grad_norm"] == pytest.approx(same["grad_norm"], rel=1e-4)
+    (again,) = worlds(1).call(lora.score_checkpoint, folder, precision, targets(model), batches[0], Layout(), run)
+    torch.testing.assert_close(first["trained"], again, rtol=0, atol=0 if exact else 1e-4)
+
+
+PEFT = {
+    "dense": ("qwen3", {"num_hidden_layers": 2}),
+    "experts": ("qwen3_moe", {"num_hidden_layers": 2, "mlp_only_layers": []}),
+    "one tensor of gate and up": ("glm4", {"num_hidden_layers": 2}),
+}
+
+
+@pytest.mark.parametrize("kind", PEFT)
+def test_peft_loads_what_is_exported_and_computes_the_trainers_logprobs(worlds, transformers_process, model_folder, tmp_path, kind):
+    """transformers has one tensor of all experts: PEFT loads their adapters into that."""
+    model, changes = PEFT[kind]
+    folder, batch, run, adapters = model_folder(model, **changes), random_sequences(8, 0), tmp_path / "step_00001", tmp_path / "adapters"
+    ((result),) = worlds(1).call(lora.train_adapters, folder, FP32, targets(model), [batch], Layout(), run)
     worlds(1).call(lora.export, run, adapters)
     samples = [(sample.prompt_ids.tolist(), sample.response_ids.tolist()) for sample in batch]
-    ((plain, adapted),) = transformers_process.call(transformers_reference.peft_logprobs, checkpoint, adapters, samples)
+    ((plain, adapted),) = transformers_process.call(transformers_reference.peft_logprobs, folder, adapters, samples)
     assert (result["trained"] - result["start"]).abs().max() > 0.1
     torch.testing.assert_close(plain, result["start"], rtol=0, atol=1e-4)
     torch.testing.assert_close(adapted, result["trained"], rtol=0, atol=1e-4)

@@ -12,8 +12,9 @@ from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.config.lora import LoraConfig
 from megatron_rl.mcore.adapter_export import export_adapters
 from megatron_rl.mcore.adapters import FrozenPolicy, list_adapted_layers
+from megatron_rl.mcore.checkpoint.load import read_state
 from megatron_rl.mcore.checkpoint.optimizer import flatten_chained, iter_stepped
-from megatron_rl.mcore.checkpoint.write import CheckpointWriter
+from megatron_rl.mcore.checkpoint.write import CheckpointWriter, load_run_checkpoint
 from megatron_rl.mcore.layers.quantized_linear import list_quantized_layers
 from megatron_rl.mcore.load_weights import global_parameters
 from megatron_rl.mcore.names import global_name
@@ -60,6 +61,15 @@ def train_adapters(
         state = {"step": len(batches), "precision": trained.precision.model_dump(mode="json"), "lora": lora, "base": str(folder)}
         CheckpointWriter(to, model, trained.hf_config, folder, state, actor.optimizer).finish()
     return result
+
+
+def score_checkpoint(
+    folder: Path, precision: dict[str, Any], lora: dict[str, Any], batch: list[TrainingSample], layout: Layout, checkpoint: Path
+) -> torch.Tensor:
+    """Return the log-probs of a batch with adapters of a checkpoint, whatever layout wrote it."""
+    loaded = Trainer(folder, precision, layout=layout, lora=LoraConfig(**lora))
+    load_run_checkpoint(checkpoint, loaded.model, loaded.actor.optimizer, read_state(checkpoint, of_adapters=True)[0], same_layout=False)
+    return torch.cat(compute_logprobs(loaded.actor, batch)[0])
 
 
 def export(checkpoint: Path, to: Path) -> None:

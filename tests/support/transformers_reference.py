@@ -116,6 +116,7 @@ def peft_logprobs(base: Path, adapters: Path, sequences: list[tuple[list[int], l
     with torch.no_grad():
         plain = torch.cat([_answer(model, *sequence) for sequence in sequences])
         with warnings.catch_warnings(action="error"):
+            warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys")  # PEFT's own, which it does use
             model = PeftModel.from_pretrained(model, adapters)
         return plain, torch.cat([_answer(model, *sequence) for sequence in sequences])
 

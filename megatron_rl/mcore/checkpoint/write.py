@@ -69,8 +69,8 @@ class CheckpointWriter:
         with self._discarded_on_failure():
             write_on_rank0(self._prepare)
             with errors_on_all_ranks():
-                others = [_open_copy(source, hf_config), *files]
-            self._async_save = AsyncSave(self._temporary, sharded, live, others)
+                copies = [] if list_adapted_layers(model) else [_open_copy(source, hf_config)]  # with LoRA they stay with the base
+            self._async_save = AsyncSave(self._temporary, sharded, live, [*copies, *files])
 
     def is_written(self) -> bool:
         """Return whether `finish` will not have to wait; collective."""

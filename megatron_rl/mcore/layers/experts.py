@@ -22,6 +22,7 @@ from megatron_rl.mcore.layers.grouped_experts import GroupedLinear, can_group
 from megatron_rl.precision.backends.token_groups import TokenGroups
 from megatron_rl.precision.ops import batch_invariant, tree
 from megatron_rl.precision.ops.expert_sum import sum_experts
+from megatron_rl.precision.ops.low_rank import project_up
 
 
 class OutputWeightedExperts(SequentialMLP):
@@ -44,8 +45,20 @@ class OutputWeightedExperts(SequentialMLP):
         tokens = permuted_local_hidden_states.split(counts)
         y = torch.cat([_run_expert(mlp, x) for mlp, x in zip(self.local_experts, tokens, strict=True)])
         if self.config.sums_by_tree and self.tp_group.size() > 1:
-            return _WeightedSum.apply(y, permuted_probs, self.tp_group, permuted_local_hidden_states.dtype), None
+            y, added = self._sum_adapters(y, counts, permuted_local_hidden_states.dtype)
+            return _WeightedSum.apply(y, permuted_probs, self.tp_group, permuted_local_hidden_states.dtype, added), None
         return _Weigh.apply(y, permuted_probs), None
+
+    def _sum_adapters(self, y: torch.Tensor, counts: list[int], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the partial sums [T, h] that second layers give, and [T, h] what their adapters add, whose own partial sums lie beside
+        them (`mcore.adapters`): None without."""
+        rank = y.shape[1] - self.config.hidden_size
+        if not rank:
+            return y, None
+        y, down = y.split([self.config.hidden_size, rank], -1)
+        layers, down = [mlp.linear_fc2 for mlp in self.local_experts], _TreeSum.apply(down, self.tp_group, dtype)
+        parts = zip(down.split(counts), layers, strict=True)
+        return y, torch.cat([project_up(part, layer.lora_B, layer.adapter_scale) for part, layer in parts])
 
     @property
     def runs_grouped(self) -> bool:
@@ -107,17 +120,33 @@ class _Weigh(torch.autograd.Function):
         return _weigh(gradient, weights), of_weights
 
 
-class _WeightedSum(torch.autograd.Function):
-    """Adds up the partial sums of an expert's ranks, float32 [T, h], and weighs them: each rank for its part of the tokens, with zeros for
-    the others. So Megatron's sum over the ranks, which follows, adds one output and zeros. Its gradient is whole on every rank."""
+class _TreeSum(torch.autograd.Function):
+    """Adds up the partial sums of an expert's ranks, float32 [T, n], whose gradient is whole on every rank."""
 
     @staticmethod
-    def forward(ctx: Any, partial: torch.Tensor, weights: torch.Tensor, group: Any, dtype: torch.dtype) -> torch.Tensor:
+    def forward(ctx: Any, partial: torch.Tensor, group: Any, dtype: torch.dtype) -> torch.Tensor:
+        return tree.reduce(partial, group, dtype) if len(partial) else partial.to(dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return gradient.float(), None, None
+
+
+class _WeightedSum(torch.autograd.Function):
+    """Adds up the partial sums of an expert's ranks, float32 [T, h], with what adapters add [T, h], and weighs them: each rank for its part
+    of the tokens, with zeros for the others. So Megatron's sum over the ranks, which follows, adds one output and zeros. Its gradient is
+    whole on every rank."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, partial: torch.Tensor, weights: torch.Tensor, group: Any, dtype: torch.dtype, added: torch.Tensor | None
+    ) -> torch.Tensor:
         ranks, count = group.size(), len(partial)
         y = tree.reduce_scatter(F.pad(partial, (0, 0, 0, -count % ranks)), group, dtype) if count else partial.to(dtype)
         start = min(group.rank() * len(y), count)
         ctx.rows = slice(start, min(start + len(y), count))
         y = y[: ctx.rows.stop - start]
+        y = y if added is None else y + added[ctx.rows]
         ctx.save_for_backward(y, weights)
         result = torch.zeros_like(partial, dtype=dtype)
         result[ctx.rows] = _weigh(y, weights[ctx.rows])
@@ -128,7 +157,8 @@ class _WeightedSum(torch.autograd.Function):
         y, weights = ctx.saved_tensors
         of_weights = torch.zeros_like(weights)
         of_weights[ctx.rows] = (gradient[ctx.rows].float() * y.float()).sum(-1).to(weights.dtype)
-        return _weigh(gradient, weights), of_weights, None, None
+        of_outputs = _weigh(gradient, weights)
+        return of_outputs, of_weights, None, None, of_outputs if ctx.needs_input_grad[4] else None
 
 
 class MixtureOfExperts(MoELayer):

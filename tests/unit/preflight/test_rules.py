@@ -354,39 +354,6 @@ MISTAKES = [
     Mistake(
         settings.adapters_are_built_for_the_run,
         "train plan",
-        "lora: is not built for a run with a teacher",
-        ("--lora.rank=16", "--teacher.path=model"),
-    ),
-    Mistake(
-        settings.adapters_are_built_for_the_run,
-        "train plan",
-        "precision.mode = 'fp8_rollout': quantizes weights for the engine alone, which is not built with [lora]",
-        (
-            "--lora.rank=16",
-            "--precision.mode=fp8_rollout",
-        ),
-    ),
-    Mistake(
-        settings.adapters_are_built_for_the_run,
-        "train plan",
-        "precision.reduction = 'fast': is not built with [lora], which has run on CPUs only",
-        (
-            "--lora.rank=16",
-            "--precision.reduction=fast",
-        ),
-    ),
-    Mistake(
-        settings.adapters_are_built_for_the_run,
-        "train plan",
-        "train.layout.pp = 2: is not built with [lora], which is for tensor, expert and data parallel ranks",
-        (
-            "--lora.rank=16",
-            "--train.layout.pp=2",
-        ),
-    ),
-    Mistake(
-        settings.adapters_are_built_for_the_run,
-        "train plan",
         "lora: is not built for a run with a critic",
         (
             "--lora.rank=16",
@@ -444,11 +411,21 @@ MISTAKES = [
     Mistake(
         settings.adapters_are_built_for_the_model,
         "train plan",
-        "lora.targets = ['linear_qkv', 'linear_proj', 'linear_fc1', 'linear_fc2']: meets experts, whose MLPs no adapters",
+        "lora.targets = ['linear_fc2']: names layers of experts, which an engine on a GPU computes in one kernel",
         (
             "--lora.rank=16",
+            '--lora.targets=["linear_fc2"]',
+            "--precision.backend=deep_gemm",
+            "--precision.high=bf16",
             "--model.path=experts",
         ),
+    ),
+    Mistake(
+        settings.adapters_are_built_for_the_model,
+        "train plan",
+        "lora.targets = ['linear_qkv', 'linear_fc1']: names linear_qkv, of which latent attention has none; set it to ['linear_fc1']",
+        ("--lora.rank=16", '--lora.targets=["linear_qkv", "linear_fc1"]'),
+        {**PUBLISHED["DeepSeek-V3"], "num_hidden_layers": 4, "n_routed_experts": 8, "n_group": 1, "topk_group": 1},
     ),
     Mistake(
         layouts.ranks_are_those_of_the_layout,
