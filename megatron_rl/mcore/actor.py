@@ -23,7 +23,7 @@ from megatron_rl.mcore.buckets import start_gathers, wrap_chunks
 from megatron_rl.mcore.checkpoint.optimizer import flatten_chained
 from megatron_rl.mcore.context_parallel import ContextShard
 from megatron_rl.mcore.layers.output_layer import score_positions
-from megatron_rl.mcore.layers.quantized_linear import find_quantized_layers
+from megatron_rl.mcore.layers.quantized_linear import find_quantized_layers, list_quantized_layers
 from megatron_rl.mcore.layers.router import ModelRouters
 from megatron_rl.mcore.learning_rate import LearningRateSchedule
 from megatron_rl.mcore.names import ModelChunks, get_model_chunks, global_name
@@ -202,6 +202,9 @@ class Actor(Policy):
     def offload_optimizer(self) -> None:
         """Free device memory that only `update` needs; does nothing on a CPU. See `mcore.offload`."""
         if self._device.type != "cpu":
+            for layer in list_quantized_layers(self.chunks):
+                if not layer.weight.requires_grad:  # its blocks stay, so no step frees what passes made of them
+                    layer.cached_operand = None
             self.offloader.offload()
 
     def reload_optimizer(self) -> None:

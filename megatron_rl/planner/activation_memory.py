@@ -12,6 +12,7 @@ b the bytes of the high dtype:
     q and k norm    T b q where q had to be copied out of its groups; statistics
     SwiGLU          T b 4 f: gate and up, silu(gate), and up once more; on a GPU T b 2 f
     experts         as an MLP for S top_k etp rows (a balanced router), and their outputs for the weights' gradient
+    adapters        T r b of each layer that has one of rank r; its input is kept in the high dtype, as the frozen layer keeps none
     logits          see `count_logits`: on the last stage
 
 Beside what is kept, a training pass works with one operator's tensors at a time, most of them gradients: see `count_working`.
@@ -53,6 +54,10 @@ class FormulaInputs:
     @cached_property
     def quantizes_inputs(self) -> bool:
         """A linear layer keeps a quantized copy of its input; else it keeps the input itself, which its producer may keep too."""
+        return self.quantizes_gradients and not self.job.trains_adapters
+
+    @cached_property
+    def quantizes_gradients(self) -> bool:
         return self.job.contract.trainer_format.quantized and self.job.config.precision.backend != "emulated"
 
     @cached_property
@@ -69,10 +74,22 @@ class FormulaInputs:
 def count_layer_activations(inputs: FormulaInputs, has_experts: bool) -> float:
     """Return the bytes of one layer on one rank; `has_experts`: it has experts instead of one MLP."""
     model = inputs.job.model
+    adapters = _adapters(inputs, has_experts)
     if has_experts:
-        return _norms_and_attention(inputs) + _experts(inputs)
+        return _norms_and_attention(inputs) + _experts(inputs) + adapters
     mlp = _column_input(inputs, model.hidden) + _swiglu(inputs, inputs.tokens, model.ffn / inputs.layout.tp)
-    return _norms_and_attention(inputs) + mlp
+    return _norms_and_attention(inputs) + mlp + adapters
+
+
+def _adapters(inputs: FormulaInputs, has_experts: bool) -> float:
+    """What is narrow in the adapters of a layer."""
+    adapters, job = inputs.job.model.adapters, inputs.job
+    if adapters is None:
+        return 0
+    experts = inputs.rows * job.top_k * inputs.layout.etp if has_experts else 0
+    shared = inputs.tokens if job.model.experts is None or not has_experts or job.model.experts.shared_ffn else 0
+    tokens = sum(inputs.tokens if target in ("linear_qkv", "linear_proj") else experts + shared for target in adapters.targets)
+    return tokens * adapters.rank * job.high_bytes
 
 
 def _norms_and_attention(inputs: FormulaInputs) -> float:
@@ -184,7 +201,7 @@ def count_working(inputs: FormulaInputs) -> float:
     values = inputs.tokens * model.ffn / layout.tp
     if model.experts is not None:
         values = max(inputs.rows * inputs.job.top_k * model.experts.ffn, inputs.tokens * model.experts.shared_ffn / layout.tp)
-    copies = 2 if inputs.quantizes_inputs else 0
+    copies = 2 if inputs.quantizes_gradients else 0
     sums = _count_tree_sums(inputs) if inputs.job.contract.sums_by_tree else 0
     swiglu = (4 if inputs.cpu else 3) * high_bytes
     return max((swiglu + copies) * values, attention - swiglu * values, sums)

@@ -9,7 +9,6 @@ from functools import cached_property, reduce
 from typing import Any, Literal
 
 from megatron_rl.config import Config
-from megatron_rl.errors import UserError
 from megatron_rl.hf.files import read_config
 from megatron_rl.planner.hardware import Cluster
 from megatron_rl.precision.contract import PrecisionContract
@@ -37,13 +36,16 @@ class Workload:
         """Raise UserError where the configuration does not fit the model, whatever the layouts."""
         facts = Facts(config, hf_config)
         check(facts, PLAN)
-        if config.lora is not None:
-            raise UserError("lora", None, "is neither planned nor rehearsed, and takes less than training all weights", "leave it out")
-        return cls(facts.model, config, hf_config)
+        return cls(facts.model if config.lora is None else config.lora.adapt(facts.model), config, hf_config)
 
     @cached_property
     def contract(self) -> PrecisionContract:
         return PrecisionContract.from_config(self.config.precision)
+
+    @property
+    def trains_adapters(self) -> bool:
+        """LoRA: all other weights are frozen, and the reference is the same model without its adapters."""
+        return self.model.adapters is not None
 
     @property
     def high_bytes(self) -> int:

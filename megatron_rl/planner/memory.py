@@ -10,7 +10,8 @@ Bytes that the trainer holds for every value of a parameter:
     master              4 / replicas                     4 / replicas                 -
     Adam's moments      8 / replicas                     8 / replicas                 8 / replicas
 
-A rank holds its replica's share of masters and moments; a weight that is its own master stays whole.
+A rank holds its replica's share of masters and moments; a weight that is its own master stays whole. With LoRA adapters alone, in the
+high dtype, have gradients, masters and moments.
 Layers of one kind are alike, so the shards of one of each are counted.
 """
 
@@ -22,6 +23,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from megatron_rl.planner.candidate import Candidate, Workload
+from parallel.adapters import is_adapter
 from parallel.formats import FP32, TensorFormat
 from parallel.layout import Coordinates, Layout
 from parallel.layout_hints import keep_one_layer_per_kind
@@ -113,10 +115,14 @@ def _count_shard_memory(job: Workload, layout: Layout, shard: Shard) -> RankMemo
         return RankMemory(weights=8 * size)
     replicas = layout.edp if EXPERT in shard.name else layout.dp * layout.cp
     format = job.contract.trainer_format_of(shard.role)
-    return RankMemory(
+    held = RankMemory(
         weights=0 if format.quantized else format.count_bytes(shard.shape),
         blocks=format.count_bytes(shard.shape) if format.quantized else 0,
         operands=_count_operands(job, shard, format) if format.quantized else 0,
+    )
+    if job.trains_adapters and not is_adapter(shard.name):
+        return held
+    return held._replace(
         gradients=4 * size,
         masters=0 if format == FP32 else -(-4 * size // replicas),
         moments=-(-8 * size // replicas),

@@ -84,7 +84,7 @@ def count_trainer_parts(job: Workload, candidate: Candidate, stage: int, phase: 
     parts: dict[str, float] = {"weights": rank.weights, "quantized": rank.blocks + (rank.operands if computes else 0)}
     if _has_optimizer(job, candidate, phase):
         parts |= {"gradients": rank.gradients, "optimizer": rank.optimizer}
-    parts["reference"] = rank.model if job.has_reference else 0  # frozen: no gradients
+    parts["reference"] = rank.model if job.has_reference and not job.trains_adapters else 0  # frozen: no gradients
     if job.teacher is not None:
         parts["teacher"] = memory.count_trainer_memory(job.teacher, candidate.train, stage).model
     if job.critic is not None:

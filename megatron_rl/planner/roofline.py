@@ -104,7 +104,8 @@ def _estimate_micro_batch(job: Workload, candidate: Candidate, cluster: Cluster,
     fp8 = job.contract.trainer_format.quantized and job.config.precision.backend != "emulated"
     rate = cluster.gpu.fp8 if fp8 else cluster.gpu.bf16
     tokens, forwards = job.tokens_per_rank(layout.cp), 2 if products == 4 else 1
-    seconds = products * (linear / rate + rest / cluster.gpu.bf16) / COMPUTE_EFFICIENCY
+    weight_gradients = 1 if job.trains_adapters and products > 1 else 0  # frozen weights have none, and adapters' products are narrow
+    seconds = ((products - weight_gradients) * linear / rate + products * rest / cluster.gpu.bf16) / COMPUTE_EFFICIENCY
     seconds += forwards * _tree_seconds_per_token(job, rate, 1 if fp8 else 2)
     compute = tokens / (layout.tp * layout.pp) * seconds
     layers = model.layers / layout.pp
@@ -174,7 +175,8 @@ def _estimate_replica_exchange(job: Workload, candidate: Candidate, cluster: Clu
     nothing of it overlapped."""
     layout = candidate.train
     ranks, stages = layout.dp * layout.cp, [memory.count_trainer_memory(job, layout, stage) for stage in candidate.extreme_stages]
-    moved = max(stage.gradients + stage.weights + stage.blocks for stage in stages) * (ranks - 1) / ranks
+    stepped = [stage.gradients * job.high_bytes // 4 if job.trains_adapters else stage.weights + stage.blocks for stage in stages]
+    moved = max(stage.gradients + weights for stage, weights in zip(stages, stepped, strict=True)) * (ranks - 1) / ranks
     return moved / _bandwidth(layout.tp * ranks, cluster)
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from megatron_rl.planner.candidate import Candidate, Workload
 from megatron_rl.planner.hardware import LINK_EFFICIENCY, NETWORK_BANDWIDTH, Cluster
 from megatron_rl.planner.memory import count_layers_like_each
+from parallel.adapters import is_adapter
 from parallel.layout_hints import keep_one_layer_per_kind
 from parallel.megatron_shards import build_trainer_shards
 from parallel.reshard import Transfer, add_scale_transfers, reshard
@@ -32,18 +33,22 @@ class SyncTraffic:
     """Of the busiest GPU: its links one after the other, with the copies into and out of buffers."""
     readers: int
     """The most engine ranks on other GPUs that one GPU of the trainer sends to."""
+    first: int
+    """Bytes of a run's first sync over all links; with LoRA the others, which this describes, send adapters alone."""
 
 
 def estimate_sync_traffic(job: Workload, candidate: Candidate, cluster: Cluster) -> SyncTraffic:
     """Estimate the sync of all engines together. Raises GeometryError where the layouts have no plan."""
     sent: dict[tuple[int, str], int] = defaultdict(int)
     received: dict[tuple[int, str], int] = defaultdict(int)
-    pairs = set[tuple[int, int]]()
+    pairs, first = set[tuple[int, int]](), 0
     for stage in range(candidate.train.pp):
-        for (source, target), count in _count_stage_bytes(job, candidate, stage).items():
+        whole, later = _count_stage_bytes(job, candidate, stage)
+        first += sum(whole.values())
+        pairs |= whole.keys()
+        for (source, target), count in later.items():
             same_node = cluster.node_of(source) == cluster.node_of(target)
             link = "same" if source == target else "node" if same_node else "network"
-            pairs.add((source, target))
             sent[source, link] += count
             received[target, link] += count
     busiest = {link: max((load[key] for load in (sent, received) for key in load if key[1] == link), default=0) for link in LINKS}
@@ -51,7 +56,7 @@ def estimate_sync_traffic(job: Workload, candidate: Candidate, cluster: Cluster)
     gpus = {gpu for gpu, _ in (*sent, *received)}
     slowest = max(_seconds(gpu, sent, received, cluster) for gpu in gpus)
     readers = Counter(source for source, target in pairs if source != target)
-    return SyncTraffic(total, busiest, slowest / LINK_EFFICIENCY, max(readers.values(), default=0))
+    return SyncTraffic(total, busiest, slowest / LINK_EFFICIENCY, max(readers.values(), default=0), first)
 
 
 def _seconds(gpu: int, sent: dict[tuple[int, str], int], received: dict[tuple[int, str], int], cluster: Cluster) -> float:
@@ -61,17 +66,21 @@ def _seconds(gpu: int, sent: dict[tuple[int, str], int], received: dict[tuple[in
     return packed + sum(max(out[link], into[link]) / rate for link, rate in (("node", cluster.gpu.nvlink), ("network", NETWORK_BANDWIDTH)))
 
 
-def _count_stage_bytes(job: Workload, candidate: Candidate, stage: int) -> dict[tuple[int, int], int]:
-    """Return (trainer's GPU, engine's GPU) -> bytes that a pipeline stage sends."""
+def _count_stage_bytes(job: Workload, candidate: Candidate, stage: int) -> tuple[dict[tuple[int, int], int], dict[tuple[int, int], int]]:
+    """Return (trainer's GPU, engine's GPU) -> bytes that a pipeline stage sends, in the first sync and in later ones."""
     width = candidate.train.world_size // candidate.train.pp
     gpu_of = {rank: candidate.engine_gpu(rank) for rank in range(candidate.engine_gpus)}
     homes = {rank: gpu - stage * width for rank, gpu in gpu_of.items() if 0 <= gpu - stage * width < width}
-    bytes_by_link: dict[tuple[int, int], int] = defaultdict(int)
+    whole: dict[tuple[int, int], int] = defaultdict(int)
+    adapters: dict[tuple[int, int], int] = defaultdict(int)
     layer_counts = _count_layers(job, candidate, stage)
     for transfer in _plan_one_layer_per_kind(job, candidate, homes):
         if count := layer_counts[_layer_of_tensor(transfer.tensor)]:
-            bytes_by_link[stage * width + transfer.source_rank, gpu_of[transfer.target_rank]] += count * transfer.nbytes
-    return bytes_by_link
+            link = stage * width + transfer.source_rank, gpu_of[transfer.target_rank]
+            whole[link] += count * transfer.nbytes
+            if is_adapter(transfer.source):
+                adapters[link] += count * transfer.nbytes
+    return whole, adapters if job.trains_adapters else whole
 
 
 def _plan_one_layer_per_kind(job: Workload, candidate: Candidate, homes: dict[int, int]) -> list[Transfer]:

@@ -15,6 +15,7 @@ from megatron_rl.planner.memory_by_phase import count_kept_bytes, count_offloade
 from megatron_rl.planner.roofline import COMPUTE_EFFICIENCY, compare_reductions
 from megatron_rl.planner.search import CandidateEstimate, SearchResult, explain_rank
 from megatron_rl.reporting.formatting import format_bytes
+from parallel.adapters import is_adapter
 from parallel.row_sums import count_bytes_sent
 
 if TYPE_CHECKING:
@@ -61,10 +62,13 @@ def print_plan(plan: Plan) -> None:
 
 def _headline(job: Workload, cluster: Cluster) -> str:
     precision, rollout = job.config.precision, job.config.rollout
-    size = sum(tensor.rows * tensor.cols for tensor in job.model.tensors().values()) / 1e9
+    sizes = {name: tensor.rows * tensor.cols for name, tensor in job.model.tensors().items()}
+    adapters = sum(size for name, size in sizes.items() if is_adapter(name.removesuffix(".weight")))
+    size = f"{(sum(sizes.values()) - adapters) / 1e9:.2f} billion parameters"
+    size += f", {adapters / 1e6:.1f} million in adapters" * (adapters > 0)
     flow = precision.mode + (f" by {precision.backend}" if job.contract.trainer_format.quantized else "")
     return (
-        f"{job.config.model.name}: {job.model.family}, {size:.2f} billion parameters, {flow}, on {cluster}. A step: "
+        f"{job.config.model.name}: {job.model.family}, {size}, {flow}, on {cluster}. A step: "
         f"{rollout.prompts_per_step} prompts x {rollout.group_size} answers, up to {job.config.longest_sequence} tokens each"
     )
 
@@ -107,7 +111,10 @@ def _alignment(plan: Plan) -> Table:
 def _sync(estimate: CandidateEstimate, cluster: Cluster) -> Table:
     traffic = estimate.sync
     assert traffic is not None
-    title = f"One sync: {format_bytes(sum(traffic.total.values()))}, an estimated {traffic.seconds:.2g} s without the proof"
+    later = sum(traffic.total.values())
+    title = f"One sync: {format_bytes(later)}, an estimated {traffic.seconds:.2g} s without the proof"
+    if later != traffic.first:
+        title = f"The first sync: {format_bytes(traffic.first)}. Each other {title[4:]}"
     table = _table(title, ["link", "all GPUs", "busiest GPU", "bandwidth"])
     for link, name, rate in (
         ("same", "within a GPU", cluster.gpu.hbm),

@@ -25,19 +25,28 @@ HELD = [
     ("qwen2", Layout(tp=2, pp=2), BF16),  # tied: the last stage has an embedding of its own
     ("qwen3_moe", Layout(tp=2, ep=2, etp=1, dp=2), BF16),
 ]
+LORA = {"rank": 8}
 
 
-def job_of(name: str, precision: dict[str, str]) -> Workload:
+def job_of(name: str, precision: dict[str, str], **sections: object) -> Workload:
     short = {"data": {"max_prompt_tokens": 100}, "rollout": {"max_new_tokens": 100}}
-    config = Config.model_validate_json(json.dumps({"model": {"path": "x"}, "precision": precision, **short}))
+    config = Config.model_validate_json(json.dumps({"model": {"path": "x"}, "precision": precision, **short, **sections}))
     return Workload.from_config(config, ARCHITECTURES[name])
 
 
 @pytest.mark.parametrize("name, layout, precision", HELD, ids=[f"{name}-{layout}" for name, layout, _ in HELD])
 def test_what_every_rank_holds(worlds, tmp_path, name, layout, precision):
     folder = make_model(tmp_path / name, ARCHITECTURES[name])
-    ranks = worlds(4).call(megatron_models.count_bytes, folder, precision, layout)
-    job = job_of(name, precision)
+    check_bytes(worlds(4).call(megatron_models.count_bytes, folder, precision, layout, None), job_of(name, precision), layout)
+
+
+def test_what_every_rank_holds_with_adapters(worlds, tmp_path):
+    folder, layout = make_model(tmp_path / "model", ARCHITECTURES["qwen3_moe"]), Layout(tp=2, ep=2, etp=1, dp=2)
+    job = job_of("qwen3_moe", UNIFIED, lora=LORA)
+    check_bytes(worlds(4).call(megatron_models.count_bytes, folder, UNIFIED, layout, job.config.lora), job, layout)
+
+
+def check_bytes(ranks: list[dict[str, int]], job: Workload, layout: Layout) -> None:
     planned = [memory.count_trainer_memory(job, layout, layout.coordinates(rank).pp)._asdict() for rank in range(4)]
     for rank, (measured, expected) in enumerate(zip(ranks, planned, strict=True)):
         for part in ("gradients", "masters", "moments"):  # Megatron pads buffers, and cuts them anywhere

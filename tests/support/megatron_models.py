@@ -16,6 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.config import PrecisionConfig, TrainConfig
+from megatron_rl.config.lora import LoraConfig
 from megatron_rl.hf.files import read_config
 from megatron_rl.mcore.actor import Actor
 from megatron_rl.mcore.checkpoint.optimizer import MOMENTS, flatten_chained, iter_masters
@@ -128,9 +129,9 @@ def _same_bytes(tensor: torch.Tensor, other: torch.Tensor) -> bool:
     return tensor.dtype == other.dtype and tensor.shape == other.shape and bool((raw_bytes(tensor) == raw_bytes(other)).all())
 
 
-def count_bytes(folder: Path, precision: dict[str, Any], layout: Layout) -> dict[str, int]:
+def count_bytes(folder: Path, precision: dict[str, Any], layout: Layout, lora: LoraConfig | None) -> dict[str, int]:
     """Bytes of this rank's model, gradients and optimizer, by the names of `megatron_rl.planner.memory.RankMemory`."""
-    actor = Trainer(folder, precision, layout=layout).actor
+    actor = Trainer(folder, precision, layout=layout, lora=lora).actor
     chunks, parts, buffers = actor.chunks, flatten_chained(actor.optimizer), actor.offloader.gradient_buffers
     for part in parts:
         part.init_state_fn(part.optimizer, part.config)

@@ -219,6 +219,7 @@ CASES = {
     "critic, disaggregated": Case([*TWO, "--algorithm.name=ppo", "--placement.kind=disaggregated"], model=WIDE),
     "critic, stages": Case(["--train.layout.pp=2", "--train.layout.tp=2", f"{ENGINES}=4", "--algorithm.name=ppo"], model=WIDE),
     "critic, experts, bf16": Case([*EP, *BF16, "--algorithm.name=ppo"], model=EXPERTS),
+    "adapters": Case([*TWO, "--lora.rank=16", "--precision.reduction=tree"], model=WIDE),
     "a teacher": Case(TWO, model=LLAMA, teacher=WIDE),
     "disaggregated": Case([*TWO, "--placement.kind=disaggregated"], model=WIDE),
     "experts: host_tensor_in_loss": Case(EP, host_tensor_in_loss, EXPERTS),

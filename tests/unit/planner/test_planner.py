@@ -33,6 +33,7 @@ from megatron_rl.precision.fp8 import quantize_weight
 from megatron_rl.preflight import LAYOUTS, PLAN, Facts, Needs, check
 from megatron_rl.sync.plan import SyncPlan
 from parallel import row_sums
+from parallel.adapters import is_adapter
 from parallel.families import FAMILIES
 from parallel.formats import FP8
 from parallel.layout import Layout
@@ -66,6 +67,23 @@ def test_a_dense_models_bytes_by_hand():
     assert held.gradients == 4 * (fp8 + embeddings + vectors)
     assert held.masters == 4 * (fp8 + embeddings + vectors)
     assert held.moments == 8 * (fp8 + embeddings + vectors)
+
+
+def test_adapters_alone_are_trained_and_sent_after_the_first_sync():
+    """Of rank 16 at q, k and v, which share their A, o, gate and up, down."""
+    plain, adapted = (job(**each, algorithm={"kl_coef": 0.1}) for each in ({}, {"lora": {}}))
+    before, held = (memory.count_trainer_memory(each, Layout(), 0) for each in (plain, adapted))
+    values = 36 * 16 * ((4096 + 6144) + (4096 + 4096) + (4096 + 2 * 12288) + (12288 + 4096))
+    assert (held.gradients, held.masters, held.moments, held.weights) == (4 * values, 4 * values, 8 * values, before.weights + 2 * values)
+    assert held.blocks == before.blocks
+    candidate = Candidate(Layout(tp=4, dp=2), 4, 1, 2)
+    phases = memory_by_phase.estimate_phase_memory(adapted, candidate)
+    assert not any(phase.parts["reference"] for phase in phases if "reference" in phase.parts)
+    whole, later = (estimate_sync_traffic(each, candidate, NODE) for each in (plain, adapted))
+    assert whole.first == sum(whole.total.values()) and later.first == whole.first + sum(later.total.values())
+    plan = SyncPlan.make(adapted.model, candidate.train, candidate.rollout, adapted.contract, 1 << 28)
+    assert sum(later.total.values()) == sum(transfer.nbytes for transfer in plan.transfers if is_adapter(transfer.source))
+    assert roofline.estimate_step_time(adapted, candidate, NODE).train < roofline.estimate_step_time(plain, candidate, NODE).train
 
 
 def test_stages_hold_the_model_once_and_replicas_share_the_optimizer():
