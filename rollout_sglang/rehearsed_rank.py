@@ -110,13 +110,12 @@ def describe_job(config: Config) -> Iterator[tuple[list[str], Callable[[int], li
     from megatron_rl.precision.contract import PrecisionContract
     from megatron_rl.rollout.engine_placement import place_engine
     from megatron_rl.sync.plan import SyncPlan
-    from parallel.model_geometry import ModelGeometry
     from rollout_sglang import launch_args
 
     contract, placement = PrecisionContract.from_config(config.precision), place_engine(config.rollout, 0)[0]
     os.environ |= launch_args.make_environment(config, contract, placement)
     hf_config = read_config(config.model.folder)
-    geometry, layout = ModelGeometry.from_hf_config(hf_config), config.train.layout.to_layout()
+    geometry, layout = config.make_geometry(hf_config), config.train.layout.to_layout()
     plan = SyncPlan.make(geometry, layout, config.rollout.to_layout()._replace(engines=1), contract, config.sync.chunk_bytes)
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(describe_weights(hf_config, contract)))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from megatron_rl.config.agent import AgentConfig
 from megatron_rl.config.algorithm import AlgorithmConfig
@@ -24,6 +26,7 @@ from megatron_rl.config.sync import SyncConfig
 from megatron_rl.config.teacher import TeacherConfig
 from megatron_rl.config.train import TrainConfig
 from megatron_rl.types import SamplingParams
+from parallel.model_geometry import ModelGeometry
 
 
 class Config(ConfigSection):
@@ -66,6 +69,12 @@ class Config(ConfigSection):
             return self.agent.max_tokens
         messages = self.environment.max_tokens if self.environment else 0
         return self.data.max_prompt_tokens + self.rollout.max_new_tokens + messages
+
+    def make_geometry(self, hf_config: Mapping[str, Any]) -> ModelGeometry:
+        """Return the policy of a config.json, with its adapters where there are any. Raise GeometryError for what the trainer does not
+        compute."""
+        model = ModelGeometry.from_hf_config(hf_config)
+        return model if self.lora is None else self.lora.adapt(model)
 
     def to_eval_sampling(self) -> SamplingParams:
         """Return how completions of held-out problems are sampled."""

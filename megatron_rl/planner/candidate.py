@@ -36,7 +36,7 @@ class Workload:
         """Raise UserError where the configuration does not fit the model, whatever the layouts."""
         facts = Facts(config, hf_config)
         check(facts, PLAN)
-        return cls(facts.model if config.lora is None else config.lora.adapt(facts.model), config, hf_config)
+        return cls(config.make_geometry(hf_config), config, hf_config)
 
     @cached_property
     def contract(self) -> PrecisionContract:

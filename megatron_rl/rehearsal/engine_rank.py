@@ -22,7 +22,6 @@ from megatron_rl.planner.roofline import COMPUTE_EFFICIENCY
 from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.rollout.engine import EngineTensorSpec
 from megatron_rl.sync.engine_check import check_activation_formats, check_rank_tensors
-from parallel.model_geometry import ModelGeometry
 from parallel.sglang_shards import build_engine_shards
 
 TOLERANCE = 0.05
@@ -74,7 +73,7 @@ def rehearse_engine(config: Config, planned: int, gpu: Gpu) -> list[EngineRankRe
     done = subprocess.run(command, input=job, capture_output=True, text=True, timeout=_SECONDS, check=False)
     if done.returncode:
         raise RunError(f"SGLang does not build the engine's model: {_last_line(done.stderr)}", done.stderr[-4000:])
-    geometry = replace(ModelGeometry.from_hf_config(read_config(config.model.folder)), kv_scales=contract.scales_kv_by_layer)
+    geometry = replace(config.make_geometry(read_config(config.model.folder)), kv_scales=contract.scales_kv_by_layer)
     shards, reports = build_engine_shards(geometry, config.rollout.tp, config.rollout.ep), []
     for rank, answer in json.loads(done.stdout).items():
         live = {name: EngineTensorSpec(dtype, tuple(shape)) for name, (dtype, shape) in answer["tensors"].items()}

@@ -145,7 +145,7 @@ def _run(config: Config, layout: Layout, gpu: FakeGpu, scratch: Path) -> None:
     begin("sync")
     _pack_chunks(config, layout, actor, shards, hf_config)
     begin("checkpoint")
-    files = RehearsedFiles(gpu, make_geometry(config, hf_config), layout)
+    files = RehearsedFiles(gpu, config.make_geometry(hf_config), layout)
     with files.in_place_of_disk():
         saved = _save(config, layout, actor, critic, hf_config, scratch)
         files.complete_as_rank0(saved / "mcore")
@@ -204,8 +204,7 @@ def _save(config: Config, layout: Layout, actor: Actor, critic: Critic | None, h
 def _pack_chunks(config: Config, layout: Layout, actor: Actor, shards: list[Shard], hf_config: dict[str, Any]) -> None:
     """Pack and hash this rank's chunks as a sync does, into buffers as large as `sync.bucket_mb` allows."""
     contract = PrecisionContract.from_config(config.precision)
-    geometry = make_geometry(config, hf_config)
-    plan = _plan_sync(layout, config.rollout.to_layout(), contract, config.sync.chunk_bytes, geometry)
+    plan = _plan_sync(layout, config.rollout.to_layout(), contract, config.sync.chunk_bytes, config.make_geometry(hf_config))
     own = [chunk for chunk in plan.chunks if chunk.source == dist.get_rank()]
     packer = make_source_packer(collect_named_tensors(actor.model, shards, contract), plan.chunks, dist.get_rank())
     ring = torch.empty(config.sync.bucket_mb << 20, dtype=torch.uint8, device="cuda")
@@ -217,12 +216,6 @@ def _pack_chunks(config: Config, layout: Layout, actor: Actor, shards: list[Shar
 def _plan_sync(layout: Layout, rollout: EngineLayout, contract: PrecisionContract, chunk_bytes: int, geometry: ModelGeometry) -> SyncPlan:
     """Return the plan, which is the same for all ranks."""
     return SyncPlan.make(geometry, layout, rollout, contract, chunk_bytes)
-
-
-def make_geometry(config: Config, hf_config: dict[str, Any]) -> ModelGeometry:
-    """Return the policy's, with its adapters if it has some."""
-    geometry = ModelGeometry.from_hf_config(hf_config)
-    return geometry if config.lora is None else config.lora.adapt(geometry)
 
 
 def make_samples(config: Config, layout: Layout) -> list[TrainingSample]:

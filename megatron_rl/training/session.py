@@ -59,7 +59,6 @@ from megatron_rl.training.resume import describe_layout, find_resume_point
 from megatron_rl.training.train_state import TrainState
 from megatron_rl.versions import collect_versions
 from parallel.layout import Layout
-from parallel.model_geometry import ModelGeometry
 
 _COLLECTIVE_TIMEOUT_MINUTES = 24 * 60
 """Of collectives in a run with a watchdog, which ends the run long before."""
@@ -134,10 +133,7 @@ class Session:
         rollout = Rank0(lambda: self._start_rollout(hf_config, state))
         engines, worker = Rank0(lambda: rollout.value[0]), Rank0(lambda: rollout.value[1])
         hang_watchdog.enter_phase("checking the engines")
-        engine_layout, geometry = config.rollout.to_layout(), ModelGeometry.from_hf_config(hf_config)
-        if config.lora is not None:
-            geometry = config.lora.adapt(geometry)
-        plan = SyncPlan.make(geometry, layout, engine_layout, contract, config.sync.chunk_bytes)
+        plan = SyncPlan.make(config.make_geometry(hf_config), layout, config.rollout.to_layout(), contract, config.sync.chunk_bytes)
         canary = make_canary(config, actor, hf_config)
         sync = WeightSync(plan, engines, read_named_tensors, config.sync, canary, self.notify)
         self._resources.callback(sync.close)

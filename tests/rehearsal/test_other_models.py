@@ -18,6 +18,7 @@ PLAIN = (
     *("llama", "llama, bf16, recomputed", "experts", "experts, deep_gemm", "experts, bf16"),
     *("context parallel", "pipeline", "virtual stages", "disaggregated"),
     "critic, stages",
+    "adapters",
 )
 LONG = ("critic", "critic, disaggregated", "critic, experts, bf16", "a teacher")
 PLANTED = {
