@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from parallel.reshard import Transfer
+from parallel.reshard import Transfer, no_garbage_collection
 from parallel.shards import GeometryError, NamedRect, Rect
 
 CHUNKS_IN_FLIGHT = 2
@@ -44,11 +44,13 @@ class Chunk:
         return cls(source, target, offset, nbytes, (), tuple((name, Rect(*rect)) for name, *rect in named_rects))
 
 
-def make_chunks(transfers: Sequence[Transfer], limit: int) -> list[Chunk]:
+@no_garbage_collection()
+def make_chunks(transfers: Sequence[Transfer], limit: int, source: int | None = None) -> list[Chunk]:
     """Cut transfers into chunks; whole rows of all chunks that share a buffer are at most `limit` bytes.
 
     The transfers must fill their target tensors without gaps and name the target ranks one after the other. Engine ranks alternate in
-    the result, so that they are filled side by side. Raises GeometryError where a single row is larger than `limit`.
+    the result, so that they are filled side by side. With `source`, returns the chunks of that trainer rank alone. Raises GeometryError
+    where a single row is larger than `limit`.
     """
     by_tensor: dict[tuple[int, str], list[Transfer]] = defaultdict(list)
     for transfer in transfers:
@@ -71,6 +73,8 @@ def make_chunks(transfers: Sequence[Transfer], limit: int) -> list[Chunk]:
             rows = min(free // row_bytes, end_row - row)
             turn = buffer - first_buffer.setdefault(rank, buffer)
             for transfer in tensor_transfers:
+                if source is not None and transfer.source_rank != source:
+                    continue
                 if rects := clip_transfer(transfer, row, row + rows):
                     source_rect, target_rect = rects
                     nbytes = target_rect.rows * target_rect.cols * itemsize
@@ -104,6 +108,8 @@ def clip_transfer(transfer: Transfer, start_row: int, end_row: int) -> tuple[Rec
     """Return (source rectangle, target rectangle) of a transfer's part in rows [start_row, end_row) of its target, None without one."""
     source, target = transfer.source_rect, transfer.target_rect
     first, last = max(target.row, start_row), min(target.row + target.rows, end_row)
+    if last - first == target.rows:  # of the millions of a large plan, nearly all
+        return source, target
     if first >= last:
         return None
     return Rect(source.row + first - target.row, source.col, last - first, target.cols), target._replace(row=first, rows=last - first)

@@ -56,7 +56,7 @@ def reshard(
     """
     for side in (sources, targets):
         check_block_alignment(side, format_of)
-    with _no_garbage_collection():
+    with no_garbage_collection():
         owners = _Owners(sources)
         parts = []
         for rank, shards in targets.items():
@@ -74,7 +74,7 @@ def add_scale_transfers(transfers: Sequence[Transfer]) -> list[Transfer]:
     transfers that fill the same rows of a target, after the one that starts at its first column."""
     result = []
     scale_names: dict[str, str] = {}  # every name once in memory
-    with _no_garbage_collection():
+    with no_garbage_collection():
         for transfer in transfers:
             result.append(transfer)
             rank, name, rect, target_rank, target_name, target_rect, format, tensor = transfer
@@ -245,7 +245,7 @@ def _subtract(rect: Rect, hole: Rect) -> list[Rect]:
 
 
 @contextmanager
-def _no_garbage_collection() -> Iterator[None]:
+def no_garbage_collection() -> Iterator[None]:
     """Turn off Python's cycle collector, which would look at a big plan's millions of tuples again and again."""
     was_enabled = gc.isenabled()
     gc.disable()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from megatron_rl.precision.contract import PrecisionContract
@@ -32,19 +33,31 @@ class SyncPlan:
 
         Raises GeometryError where the layouts do not fit the model or cut blocks, or where a row of a tensor exceeds `chunk_bytes`.
         """
-        model = replace(model, kv_scales=contract.scales_kv_by_layer)
-        sources = build_trainer_shards(model, train, format_of=contract.format_of)
-        targets = build_engine_shards(model, *rollout[:3])
-        transfers = add_scale_transfers(reshard(sources, targets, contract.format_of))
-        base = [transfer for transfer in transfers if not is_adapter(transfer.source)]
-        chunks = make_chunks(base, chunk_bytes)
-        if model.adapters is not None:  # in chunks of their own: a sync sends these alone
-            chunks += make_chunks([transfer for transfer in transfers if is_adapter(transfer.source)], chunk_bytes)
-            chunks = resize(chunks, [chunk.nbytes for chunk in chunks])
-        return cls(tuple(transfers), tuple(chunks), targets, contract)
+        transfers, targets = plan_transfers(model, train, rollout, contract)
+        return cls(tuple(transfers), tuple(cut_into_chunks(transfers, chunk_bytes)), targets, contract)
 
     @property
     def frozen(self) -> frozenset[int]:
         """The numbers of the chunks that no optimizer steps: all but the adapters', where there are any."""
         own = {number for number, chunk in enumerate(self.chunks) if is_adapter(chunk.sources[0][0])}
         return frozenset(range(len(self.chunks))) - own if own else frozenset()
+
+
+def plan_transfers(
+    model: ModelGeometry, train: Layout, rollout: EngineLayout, contract: PrecisionContract
+) -> tuple[list[Transfer], dict[int, list[Shard]]]:
+    """Return all transfers, and the engine ranks' shards. Raises GeometryError as `SyncPlan.make`."""
+    model = replace(model, kv_scales=contract.scales_kv_by_layer)
+    sources = build_trainer_shards(model, train, format_of=contract.format_of)
+    targets = build_engine_shards(model, *rollout[:3])
+    return add_scale_transfers(reshard(sources, targets, contract.format_of)), targets
+
+
+def cut_into_chunks(transfers: Sequence[Transfer], chunk_bytes: int, source: int | None = None) -> list[Chunk]:
+    """Return the chunks, of all trainer ranks or of one. Raises GeometryError as `make_chunks`."""
+    base = [transfer for transfer in transfers if not is_adapter(transfer.source)]
+    chunks = make_chunks(base, chunk_bytes, source)
+    if len(base) < len(transfers):  # adapters in chunks of their own: a sync sends these alone
+        chunks += make_chunks([transfer for transfer in transfers if is_adapter(transfer.source)], chunk_bytes, source)
+        chunks = resize(chunks, [chunk.nbytes for chunk in chunks])
+    return chunks

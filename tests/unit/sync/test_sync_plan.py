@@ -14,7 +14,7 @@ from megatron_rl.errors import EngineLostError, RunError
 from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.rollout.engine import EngineTensorSpec
 from megatron_rl.sync.engine_check import check_live_engine, check_live_tensors
-from megatron_rl.sync.plan import SyncPlan
+from megatron_rl.sync.plan import SyncPlan, cut_into_chunks
 from megatron_rl.sync.weight_sync import WeightSync
 from parallel.layout import EngineLayout, Layout
 from parallel.model_geometry import ModelGeometry
@@ -154,6 +154,14 @@ def test_the_bytes_of_all_moves_are_the_bytes_of_the_model(mode, high, itemsize)
     weights = fp8 * itemsize if mode == "bf16" else fp8 + fp8 // 128**2 * 4
     assert sum(transfer.nbytes for transfer in plan.transfers) == weights + (norms + vocabulary) * itemsize
     assert 0 < max(chunk.nbytes for chunk in plan.chunks) <= 1 << 20
+
+
+def test_the_chunks_of_one_rank_are_those_of_the_plan():
+    contract = PrecisionContract.from_config(PrecisionConfig())
+    plan = SyncPlan.make(small_model(), Layout(tp=2, dp=2), EngineLayout(tp=2, engines=2), contract, 1 << 20)
+    for rank in range(4):
+        own = [chunk for chunk in plan.chunks if chunk.source == rank]
+        assert own and cut_into_chunks(plan.transfers, 1 << 20, rank) == own
 
 
 def test_a_chunk_smaller_than_a_row_is_refused():
