@@ -30,7 +30,7 @@ def count_moved(func: Any, args: tuple, kwargs: dict, out: Any) -> int:
     Of a table whose rows are picked or filled, those rows count and the indices; copies and fills do not read what they overwrite.
     """
     name = func._schema.name
-    if func.is_view or name in _ASK_OR_ALLOCATE:
+    if func.is_view or name in _ASK_OR_ALLOCATE or name.startswith("torch_attn::"):  # attention's kernel counts itself
         return 0
     inputs = list(_iter_on_device((*args, *kwargs.values())))
     outputs = list(_iter_on_device((out,)))
@@ -97,6 +97,7 @@ _BY_LINE = (
     ("tensor_parallel/mappings", "communication's copies"), ("backends/gather", "communication's copies"),
     ("token_dispatcher", "communication's copies"), ("row_sums", "communication's copies"), ("p2p", "communication's copies"),
     ("quant", "quantization"), ("precision/backends", "quantization"), ("precision/slices", "quantization"),
+    ("ops/heads", "queries and keys"),
     ("norm", "norms"), ("rope", "rope"), ("rotary", "rope"), ("swiglu", "SwiGLU"), ("activation", "SwiGLU"),
     ("attention", "attention"), ("residual", "residual add"), ("transformer_layer", "residual add"),
 )  # fmt: skip

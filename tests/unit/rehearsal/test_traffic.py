@@ -56,12 +56,20 @@ def test_an_operator_moves_what_its_kernel_reads_and_writes(func, args, nbytes):
     assert count_moved(func, args, {}, func(*args) if func is not aten.empty.memory_format else X) == nbytes
 
 
+def test_attention_counts_once():
+    """Its operator is counted by the kernel's shape function (`rehearsal.kernels.flash_attention`)."""
+    from torch.nn.attention import varlen  # noqa: F401 - registers the operators
+
+    assert count_moved(torch.ops.torch_attn._varlen_attn_backward.default, (X, X), {}, X) == 0
+
+
 def test_an_expanded_tensor_has_the_bytes_of_its_storage():
     assert count_bytes(ROW.expand(4, 8)) == 32 and count_bytes(new(0, 8)) == 0
 
 
 def test_kinds_follow_dtype_and_line():
     assert name_kind("aten::mm", "bf16", "megatron_rl/mcore/logprobs.py:3") == "bf16 products"
+    assert name_kind("", "other", "megatron_rl/precision/ops/heads_triton.py:3") == "queries and keys"
     assert name_kind("attention", "bf16", "megatron_rl/mcore/x.py:3") == "attention"
     assert name_kind("aten::add", "other", "megatron/core/distributed/param_and_grad_buffer.py:9") == "gradient buffers"
 
