@@ -98,16 +98,19 @@ def _estimate_passes(job: Workload, candidate: Candidate, cluster: Cluster) -> S
 
 
 def _estimate_micro_batch(job: Workload, candidate: Candidate, cluster: Cluster, products: int) -> float:
-    """Return the seconds of one micro-batch in one stage; `products`: the work in forward passes (a backward pass is two)."""
+    """Return the seconds of one micro-batch in the last stage, which alone has the output layer: the others wait for it. `products`: the
+    work in forward passes (a backward pass is two)."""
     layout, model = candidate.train, job.model
-    linear, rest = count_flops_per_token(job)
+    linear, attention, outputs = count_flops_per_token(job)
     fp8 = job.contract.trainer_format.quantized and job.config.precision.backend != "emulated"
     rate = cluster.gpu.fp8 if fp8 else cluster.gpu.bf16
     tokens, forwards = job.tokens_per_rank(layout.cp), 2 if products == 4 else 1
     weight_gradients = 1 if job.trains_adapters and products > 1 else 0  # frozen weights have none, and adapters' products are narrow
-    seconds = ((products - weight_gradients) * linear / rate + products * rest / cluster.gpu.bf16) / COMPUTE_EFFICIENCY
+    weighed = products - weight_gradients
+    seconds = (weighed * linear / rate + products * attention / cluster.gpu.bf16) / COMPUTE_EFFICIENCY
     seconds += forwards * _tree_seconds_per_token(job, rate, 1 if fp8 else 2)
-    compute = tokens / (layout.tp * layout.pp) * seconds
+    seconds_of_outputs = weighed * outputs / cluster.gpu.bf16 / COMPUTE_EFFICIENCY
+    compute = tokens / layout.tp * (seconds / layout.pp + seconds_of_outputs)
     layers = model.layers / layout.pp
     activation = tokens * model.hidden * job.high_bytes
     # two all-reduces, or pairs of all-gather and reduce-scatter, per layer and direction; recomputation repeats the forward's
@@ -156,13 +159,13 @@ def _count_linear_flops(job: Workload, roles: frozenset[str]) -> float:
     )
 
 
-def count_flops_per_token(job: Workload) -> tuple[float, float]:
-    """Return the forward FLOPs of (linear layers that the contract quantizes, attention and output layer): of causal attention over
-    sequences of mean length s, 4 s/2 d for each head and layer."""
+def count_flops_per_token(job: Workload) -> tuple[float, float, float]:
+    """Return the forward FLOPs of (linear layers that the contract quantizes, attention, output layer): of causal attention over sequences
+    of mean length s, 4 s/2 d for each head and layer."""
     model = job.model
     attention = 2 * job.mean_sequence * model.heads * model.head_dim * model.layers
     outputs = 1 if model.value_head else model.vocab
-    return _count_linear_flops(job, QUANTIZED_ROLES), attention + 2 * outputs * model.hidden
+    return _count_linear_flops(job, QUANTIZED_ROLES), attention, 2 * outputs * model.hidden
 
 
 def _bandwidth(ranks: int, cluster: Cluster) -> float:
@@ -188,9 +191,9 @@ def estimate_generation(job: Workload, candidate: Candidate, cluster: Cluster) -
     running = min(share, rollout.max_running_requests, in_cache)
     decode = _estimate_decode_step(job, candidate, cluster, running)
     tokens = max(share / running * (MEAN_LENGTH_SHARE * rollout.max_new_tokens), rollout.max_new_tokens)
-    linear, rest = count_flops_per_token(job)
+    flops = sum(count_flops_per_token(job))
     prompts = share / rollout.group_size * job.config.data.max_prompt_tokens  # a group's prompt is read once at best
-    return tokens * decode + prompts * (linear + rest) / (tp * cluster.gpu.bf16 * COMPUTE_EFFICIENCY)
+    return tokens * decode + prompts * flops / (tp * cluster.gpu.bf16 * COMPUTE_EFFICIENCY)
 
 
 def _estimate_decode_step(job: Workload, candidate: Candidate, cluster: Cluster, running: int) -> float:
@@ -199,8 +202,7 @@ def _estimate_decode_step(job: Workload, candidate: Candidate, cluster: Cluster,
     if job.model.experts is not None:  # experts that no token of the batch chose are not read
         weights *= 1 - (1 - job.top_k / job.model.experts.count) ** running
     cache = running * job.mean_sequence * memory.count_kv_bytes_per_token(job, candidate.rollout_tp)
-    linear, rest = count_flops_per_token(job)
-    compute = running * (linear + rest) / (candidate.rollout_tp * cluster.gpu.bf16 * COMPUTE_EFFICIENCY)
+    compute = running * sum(count_flops_per_token(job)) / (candidate.rollout_tp * cluster.gpu.bf16 * COMPUTE_EFFICIENCY)
     tp, results, by_tree = candidate.rollout_tp, running * job.model.hidden, job.contract.sums_by_tree
     messages = 2 if by_tree and results > GATHERED_WHOLE else 1
     all_reduce = messages * DECODE_ALL_REDUCE_LATENCY if tp > 1 else 0.0

@@ -191,6 +191,20 @@ def test_micro_batches_in_flight_and_the_pipelines_bubble():
         assert roofline.bubble_fraction(pp, vpp, count) == pytest.approx(share)
 
 
+def test_the_last_stage_with_its_output_layer_sets_a_pipelines_pace():
+    """A quarter of the layers and the whole output layer, of one token in the forward pass."""
+    workload = job(precision={"reduction": "fast", "backend": "transformer_engine"})
+    one, four = Candidate(Layout()), Candidate(Layout(pp=4))
+    linear, attention, outputs = roofline.count_flops_per_token(workload)
+    assert outputs == 2 * 151936 * 4096
+    seconds = [roofline.estimate_step_time(workload, each, NODE).train for each in (one, four)]
+    fp8, bf16 = 3 * linear / (0.35 * NODE.gpu.fp8), 3 / (0.35 * NODE.gpu.bf16)
+    tokens = 8192 * one.micro_batches(workload)
+    assert seconds[0] == pytest.approx(tokens * (fp8 + (attention + outputs) * bf16), rel=0.01)
+    bubble = roofline.bubble_fraction(4, 1, four.micro_batches(workload))
+    assert seconds[1] == pytest.approx(tokens * ((fp8 + attention * bf16) / 4 + outputs * bf16) / (1 - bubble), rel=0.01)
+
+
 @pytest.mark.parametrize(
     "name, train, tp, ep", [("Qwen3-8B", Layout(tp=4, pp=2), 2, 1), ("Qwen3-30B-A3B", Layout(tp=2, ep=4, etp=1, dp=4), 4, 4)]
 )
