@@ -29,6 +29,7 @@ from megatron_rl.config import TrainConfig
 from megatron_rl.errors import as_user_error
 from megatron_rl.mcore import quantizing_optimizer
 from megatron_rl.mcore.checkpoint.rng import seed_python_and_numpy
+from megatron_rl.mcore.layers.norm_fusion import connect_norms
 from megatron_rl.mcore.layers.output_layer import install_output_layer
 from megatron_rl.mcore.layers.spec import build_decoder_spec
 from megatron_rl.mcore.layers.value_head import install_value_head
@@ -202,6 +203,7 @@ def _build_chunk(
     )
     (install_value_head if geometry.value_head else install_output_layer)(model)
     _tag_shards(model)
+    connect_norms(model)
     if torch.cuda.is_available():
         return model.cuda(torch.cuda.current_device())  # Megatron moves only its own layers
     for module in (model, *model.decoder.layers):  # a layer by itself where the backward pass recomputes it

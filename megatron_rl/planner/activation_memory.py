@@ -1,5 +1,5 @@
 """Bytes that a forward pass keeps for the backward pass, counted from the operators of `mcore.layers` tensor by tensor. A tensor that two
-operators keep counts once. Attention is fused, so no scores are kept; dropout is off; nothing is fused with the rotation or SwiGLU.
+operators keep counts once. Attention is fused, so no scores are kept; dropout is off.
 
 T tokens of a micro-batch on a rank (S = T / tp of them between the linear layers under sequence parallelism, else S = T), h the hidden
 width, q and kv the widths of a rank's query and key heads of d, of which d' is rotated, f its part of the MLP's width,
@@ -9,7 +9,7 @@ b the bytes of the high dtype:
     linear inputs   S h twice, T q, T f: b each, or 1 + 4/128 where a GPU back end quantized it
     attention       T b (q + 2 kv) of linear_qkv, which v is a view of; T b (q + kv) rotated, on a CPU with 4 T d' b cosines and sines;
                     T b q, the result; 4 T heads of statistics
-    q and k norm    T b q where q had to be copied out of its groups; statistics
+    q and k norm    on a CPU, and where heads are rotated in part: T b q where q had to be copied out of its groups; statistics
     SwiGLU          T b 4 f: gate and up, silu(gate), and up once more; on a GPU T b 2 f
     experts         as an MLP for S top_k etp rows (a balanced router), and their outputs for the weights' gradient
     adapters        T r b of each layer that has one of rank r; its input is kept in the high dtype, as the frozen layer keeps none
@@ -123,7 +123,8 @@ def _attention(inputs: FormulaInputs) -> float:
     angles = 4 * model.head_dim * model.rope.share if inputs.cpu else 0
     size += tokens * inputs.job.high_bytes * ((q + 2 * kv) + (q + kv) + angles + q)
     size += 0 if inputs.cpu else 4 * tokens * heads
-    if model.qk_norm:
+    at_once = not inputs.cpu and model.rope.share == 1 and model.head_dim & (model.head_dim - 1) == 0  # `precision.ops.split_heads`
+    if model.qk_norm and not at_once:
         size += _norm(inputs, tokens * heads, model.head_dim, own_input=1 < groups < heads)
         size += _norm(inputs, tokens * groups, model.head_dim, own_input=False)
     return size

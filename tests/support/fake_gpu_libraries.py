@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from megatron_rl.precision.fp8 import quantize_1x128, quantize_128x1
-from megatron_rl.precision.ops import swiglu, tree
+from megatron_rl.precision.ops import batch_invariant, swiglu, tree
 from support.tree_sums import dequantize
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -29,6 +29,7 @@ def install(monkeypatch: Any) -> None:
 
     module("megatron_rl.precision.backends.triton_quantize", quantize_activation=quantize_activation, quantize_into=quantize_into)
     module("megatron_rl.precision.backends.triton_swiglu", quantize_swiglu=quantize_swiglu)
+    module("megatron_rl.precision.backends.triton_norm", quantize_norm=quantize_norm)
     module("megatron_rl.precision.ops.tree_triton", multiply_nodes=multiply_nodes)
     module(
         "deep_gemm",
@@ -103,6 +104,29 @@ def quantize_swiglu(
 ) -> Any:
     """The kernel's results and layouts, from the references one after the other."""
     result = swiglu.multiply_reference(gate_up) if gradient is None else swiglu.differentiate_reference(gate_up, gradient)
+    return _quantize_padded(result, scale_format, rows, columns, groups, row_multiple, column_multiple)
+
+
+def quantize_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float,
+    scale_format: str,
+    *,
+    columns: bool,
+    row_multiple: int = 1,
+    column_multiple: int = 128,
+) -> Any:
+    """The kernels' results and layouts, from the operators of a CPU one after the other."""
+    total = x if residual is None else x + residual
+    normed, statistic = batch_invariant.rms_norm(total, weight, eps), torch.rsqrt(total.float().square().mean(-1) + eps)
+    return total, statistic, *_quantize_padded(normed.flatten(0, -2), scale_format, True, columns, None, row_multiple, column_multiple)
+
+
+def _quantize_padded(
+    result: torch.Tensor, scale_format: str, rows: bool, columns: bool, groups: Any, row_multiple: int, column_multiple: int
+) -> Any:
     tokens = len(result)
     padded = torch.cat([result, result.new_zeros(-tokens % row_multiple, result.shape[1])])
     of_rows, _ = quantize_activation(padded, scale_format, rows=rows, columns=False)

@@ -21,6 +21,11 @@ PACKAGES = ("megatron_rl", "parallel", "rollout_sglang")
 REGISTERS: dict[str, int] = {
     "quantize_tile": 144,
     "quantize_swiglu_tile": 128,
+    "normalize_row": 48,
+    "quantize_normed_tile": 144,
+    "differentiate_norm_rows": 112,
+    "rotate_head_tile": 104,
+    "differentiate_head_tile": 104,
     "multiply_tile": 240,
     "rotate_token": 64,
     "sum_runs": 48,
@@ -68,9 +73,12 @@ def intercept_launches() -> dict[str, list[Any]]:
 def launch_all() -> None:
     """Call what launches kernels, for every kind of each."""
     from megatron_rl.precision.backends.token_groups import TokenGroups
+    from megatron_rl.precision.backends.triton_norm import quantize_norm
     from megatron_rl.precision.backends.triton_quantize import quantize_activation, quantize_into
     from megatron_rl.precision.backends.triton_swiglu import quantize_swiglu
-    from megatron_rl.precision.ops import swiglu_triton, vocabulary_triton
+    from megatron_rl.precision.ops import heads_triton, norm_triton, swiglu_triton, vocabulary_triton
+    from megatron_rl.precision.ops.heads import Heads
+    from megatron_rl.precision.ops.rope import Rotation
     from megatron_rl.precision.ops.rope_triton import rotate
     from megatron_rl.precision.ops.tree_triton import multiply_nodes
     from parallel.digest_triton import run_sums
@@ -83,6 +91,17 @@ def launch_all() -> None:
         for rows, columns, groups in ((True, True, None), (True, False, None), (True, True, halves)):
             for gradient in (None, x[:, :256].contiguous()):
                 quantize_swiglu(x, gradient, scale_format, rows=rows, columns=columns, groups=groups)
+    for width in (2048, 4096, 5120, 8192):
+        stream, weight = torch.zeros(32, width, dtype=torch.bfloat16), torch.zeros(width, dtype=torch.bfloat16)
+        for scale_format, residual in (("pow2", stream), ("fp32", stream), ("pow2", None)):
+            quantize_norm(stream, residual, weight, 1e-6, scale_format, columns=True)
+            norm_triton.differentiate(stream, stream, torch.zeros(32), weight, residual)
+    for count, queries, interleaved, normed in ((8, 4, False, True), (1, 8, False, True), (8, 5, False, False), (2, 16, True, False)):
+        rotation = Rotation(torch.zeros(64, 64), torch.zeros(64, 64), torch.zeros(96, dtype=torch.int64), interleaved)
+        layout, mixed = Heads(count, queries, rotation, 1e-6), torch.zeros(96, count * (queries + 2) * 128, dtype=torch.bfloat16)
+        norms = (mixed[0, :128], mixed[1, :128]) if normed else None
+        query, key = heads_triton.rotate(mixed, layout, norms)
+        heads_triton.differentiate((query, key, key), mixed, layout, norms)
     for width in (256, 4096, 32768):  # the deepest trees: at tp 1, 32B models have 25,600
         for dtype, block in ((torch.float8_e4m3fn, 128), (torch.bfloat16, 0), (torch.float32, 0)):
             left, weight = torch.zeros(64, width, dtype=dtype), torch.zeros(128, width, dtype=dtype)

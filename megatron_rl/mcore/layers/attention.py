@@ -1,4 +1,4 @@
-"""Megatron's self attention, whose packed queries and keys are rotated on a GPU by `precision.ops.rope`.
+"""Megatron's self attention, whose packed queries and keys are taken apart, normed and rotated in one pass on a GPU (`ops.split_heads`).
 
 Megatron's own rotation would wait for the device four times in every layer, to learn the lengths of sequences that the host knows. Ranks
 that share a key-value head exchange what they need of it (`shared_heads`), where Megatron would gather all heads on every rank.
@@ -11,8 +11,11 @@ from typing import Any
 import torch
 from megatron.core.transformer.attention import SelfAttention
 
+from megatron_rl.mcore.layers.norms import RMSNorm
 from megatron_rl.mcore.layers.shared_heads import exchange_heads
 from megatron_rl.precision.ops import rope
+from megatron_rl.precision.ops.heads import Heads, Norms
+from megatron_rl.precision.ops.split_heads import can_rotate, split_heads
 
 
 class PackedSelfAttention(SelfAttention):
@@ -43,21 +46,44 @@ class PackedSelfAttention(SelfAttention):
         finally:
             self._rotation = None
 
-    def get_query_key_value_tensors(self, *args: Any, **options: Any) -> Any:
+    def get_query_key_value_tensors(self, hidden_states: Any, *args: Any, **options: Any) -> Any:
         """Return query [t, 1, heads, d], key and value of [t, 1, groups, d]; the first two rotated where this class does."""
         shares_heads = self.config.num_query_groups < self.world_size
-        project = self._project_shared_heads if shares_heads else super().get_query_key_value_tensors
-        query, key, *others = project(*args, **options)
+        if self._rotation is not None and self._fuses(self._rotation):
+            mixed = self._project_shared_heads(hidden_states) if shares_heads else self.linear_qkv(hidden_states)[0]
+            return tuple(part.unsqueeze(1) for part in self._split(mixed.squeeze(1), self._rotation))
+        if shares_heads:
+            query, key, *others = self._split_shared_heads(hidden_states)
+        else:
+            query, key, *others = super().get_query_key_value_tensors(hidden_states, *args, **options)
         if self._rotation is None:
             return query, key, *others
         query, key = (self._rotation.rotate(x.squeeze(1)).unsqueeze(1) for x in (query, key))
         return query, key, *others
 
-    def _project_shared_heads(self, hidden_states: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return query [s, b, heads, d], key and value [s, b, 1, d] of a rank that shares its key-value head with others."""
+    def _fuses(self, rotation: rope.Rotation) -> bool:
+        """Return whether one pass makes queries and keys: nobody looks at what lies between."""
+        norms = [norm for norm in (self.q_layernorm, self.k_layernorm) if isinstance(norm, RMSNorm)]
+        return can_rotate(rotation, self.hidden_size_per_attention_head) and not any(norm._forward_hooks for norm in norms)
+
+    def _split(self, mixed: torch.Tensor, rotation: rope.Rotation) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return query [t, heads, d], rotated key and value [t, groups, d] of [t, width]."""
+        norms: Norms = None
+        if isinstance(self.q_layernorm, RMSNorm):
+            norms = self.q_layernorm(None), self.k_layernorm(None)
+        groups = max(1, self.config.num_query_groups // self.world_size)
+        queries = self.config.num_attention_heads // self.world_size // groups
+        return split_heads(mixed, Heads(groups, queries, rotation, self.config.layernorm_epsilon), norms)
+
+    def _project_shared_heads(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Return queries, key and value [s, b, (heads + 2) d] of a rank that shares its key-value head with others."""
         dim, ranks = self.hidden_size_per_attention_head, self.world_size // self.config.num_query_groups
         mixed, _ = self.linear_qkv(hidden_states)
-        heads = exchange_heads(mixed, self.config.num_attention_heads // self.config.num_query_groups, dim, ranks, self.pg_collection.tp)
+        return exchange_heads(mixed, self.config.num_attention_heads // self.config.num_query_groups, dim, ranks, self.pg_collection.tp)
+
+    def _split_shared_heads(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return query [s, b, heads, d], key and value [s, b, 1, d] of such a rank."""
+        dim, heads = self.hidden_size_per_attention_head, self._project_shared_heads(hidden_states)
         query, key, value = heads.unflatten(-1, (-1, dim)).split([heads.shape[-1] // dim - 2, 1, 1], 2)
         query = query if self.q_layernorm is None else self.q_layernorm(query)
         return query, key if self.k_layernorm is None else self.k_layernorm(key), value

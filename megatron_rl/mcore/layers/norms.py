@@ -19,11 +19,22 @@ AddFn = Callable[[tuple[torch.Tensor, torch.Tensor | None], torch.Tensor, float]
 class RMSNorm(torch.nn.RMSNorm):
     """RMSNorm that works under sequence parallelism: its weight is tagged so that Megatron sums its gradient over the TP group."""
 
+    fusion: Any = None
+    """With the layer behind it, if it has one (`norm_fusion`)."""
+
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Any) -> Any:
+        """Return the norm of x, `Normed` where it is quantized as it is computed. Of `norm_fusion.Summands` return the sum; of None
+        the weight, for which Megatron's hook has waited."""
+        if x is None:
+            return self.weight
+        if isinstance(x, tuple):
+            return self.fusion.add(self, x)
+        if self.fusion is not None and self.fusion.applies(self, x):
+            return self.fusion.take(self, x)
         return super().forward(x) if x.is_cuda else batch_invariant.rms_norm(x, self.weight, cast(float, self.eps))
 
 

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer import TransformerConfig
 
+from megatron_rl.mcore.layers.fused_inputs import GateUp, Normed, make_placeholder
 from megatron_rl.mcore.layers.master import MasterSlice
 from megatron_rl.mcore.layers.mla import AbsorbedLinear, ReplicatedLinear
 from megatron_rl.mcore.layers.overlap import count_parts, cut_weight, start_scatter, start_sums
@@ -67,7 +68,8 @@ class QuantizedMatmul(torch.autograd.Function):
     not give the gathered x's operand, x is saved and gathered.
 
     SwiGLU between two layers may be computed as its result is quantized, and its gradient too (`GateUp`): the first layer then returns
-    (activation, gate_up), of which the first has no numbers and the second no gradient, and the second layer takes both.
+    (activation, gate_up), of which the first has no numbers and the second no gradient, and the second layer takes both. A norm before a
+    layer may have quantized its result (`Normed`): x has no numbers then, and `given` is its operand.
     """
 
     @staticmethod
@@ -82,9 +84,10 @@ class QuantizedMatmul(torch.autograd.Function):
         row_sum: RowSum | None = None,
         gate_up: torch.Tensor | None = None,
         defers_swiglu: bool = False,
+        given: Operand | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         backend, ctx.group = layer.backend, group
-        operand, saved = _quantize_gathered(ctx, backend, x) if sequence_parallel else _quantize(ctx, backend, x, gate_up)
+        operand, saved = _quantize_gathered(ctx, backend, x, given) if sequence_parallel else _quantize(ctx, backend, x, gate_up, given)
         shape = (x.shape[0] * group.size() if sequence_parallel else x.shape[0], *x.shape[1:-1])
         ctx.layer, ctx.sum_dgrad, ctx.sequence_parallel, ctx.shape, ctx.row_sum = layer, sum_dgrad, sequence_parallel, x.shape, row_sum
         multiply = backend.fprop_by_tree if row_sum is not None and row_sum.by_tree else backend.fprop
@@ -98,7 +101,7 @@ class QuantizedMatmul(torch.autograd.Function):
         if defers_swiglu:
             ctx.mark_non_differentiable(y)
             ctx.set_materialize_grads(False)  # else zeros are written in the place of its gradient
-            return y.new_empty(1).expand(*shape, y.shape[-1] // 2), y
+            return make_placeholder(y, *shape, y.shape[-1] // 2), y
         return y if row_sum is None else row_sum.reduce(y, x.dtype)
 
     @staticmethod
@@ -125,39 +128,30 @@ class QuantizedMatmul(torch.autograd.Function):
             dw = _weight_gradient(weight, backend, gradient, operand)
         if pending is not None:
             pending.wait()
-        return (finish() if finish else dx), dw, *[None] * 7
+        return (finish() if finish else dx), dw, *[None] * 8
 
 
-class GateUp(NamedTuple):
-    """What stands between two layers for the result of SwiGLU that the second computes as it quantizes."""
-
-    activation: torch.Tensor
-    """[..., F] without numbers, which has the result's gradient."""
-    gate_up: torch.Tensor
-    """[..., 2 F] without gradient."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.activation.dtype
-
-
-def _quantize(ctx: Any, backend: Any, x: torch.Tensor, gate_up: torch.Tensor | None) -> tuple[Operand, tuple[torch.Tensor, ...]]:
+def _quantize(
+    ctx: Any, backend: Any, x: torch.Tensor, gate_up: torch.Tensor | None, given: Operand | None
+) -> tuple[Operand, tuple[torch.Tensor, ...]]:
     """Return the operand of x, or of SwiGLU's result for gate_up, and what of it WGrad needs."""
     columns = ctx.needs_input_grad[1]
-    if gate_up is None:
+    if given is not None:
+        operand = given
+    elif gate_up is None:
         operand = backend.quantize(_flatten_tokens(x), rows=True, columns=columns)
     else:
         operand = backend.quantize_swiglu(_flatten_tokens(gate_up), None, rows=True, columns=columns)
     return operand, operand.columns
 
 
-def _quantize_gathered(ctx: Any, backend: Backend, x: torch.Tensor) -> tuple[Operand, tuple[torch.Tensor, ...]]:
+def _quantize_gathered(ctx: Any, backend: Backend, x: torch.Tensor, given: Operand | None) -> tuple[Operand, tuple[torch.Tensor, ...]]:
     """Return the operand of all ranks' tokens, and what of this rank's WGrad needs."""
     tokens, needs_dw = _flatten_tokens(x), ctx.needs_input_grad[1]
     ctx.gathers_columns = needs_dw and can_gather(backend, len(tokens)) and len(tokens) % BLOCK == 0
     if not can_gather(backend, len(tokens)):
         return backend.quantize(_flatten_tokens(gather_sequence(x, ctx.group)), rows=True, columns=False), (x,)
-    own = backend.quantize(tokens, rows=True, columns=ctx.gathers_columns)
+    own = given or backend.quantize(tokens, rows=True, columns=ctx.gathers_columns)
     gathered = backend.start_gather(Operand(own.tokens, rows=own.rows), ctx.group)()
     return gathered, own.columns if ctx.gathers_columns else (x,)
 
@@ -300,12 +294,13 @@ class QuantizedLinear:
         return self.cached_operand
 
     def _forward_impl(self, input: Any, weight: torch.Tensor, *_: Any, **options: Any) -> Any:
-        """`input`: a tensor, or `GateUp`; returns one too."""
+        """`input`: a tensor, `GateUp` or `Normed`; returns one of the first two."""
         sequence_parallel, group, row_sum = options["sequence_parallel"], options["tp_group"], options.get("row_sum")
         input, gate_up = input if isinstance(input, GateUp) else (input, None)
+        input, given = input if isinstance(input, Normed) else (input, None)
         if self.quantization_enabled:
             parallelism = options["allreduce_dgrad"], sequence_parallel, group, row_sum
-            y = QuantizedMatmul.apply(input, weight, self, *parallelism, gate_up, self.defers_swiglu)
+            y = QuantizedMatmul.apply(input, weight, self, *parallelism, gate_up, self.defers_swiglu, given)
             if self.defers_swiglu:
                 return GateUp(*y)
         else:
@@ -335,6 +330,8 @@ class QuantizedColumnParallelLinear(QuantizedLinear, ColumnParallelLinear):
 
     def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **kwargs: Any) -> None:
         super().__init__(input_size, output_size, config=config, **kwargs)
+        if self.tp_group.size() == 1:
+            self.disable_grad_reduce = True  # else Megatron copies the input for a sum over one rank, and `Normed` is no tensor
         if self.bias is not None:  # of q, k and v: not quantized
             self.bias.data = self.bias.data.to(config.params_dtype)
 

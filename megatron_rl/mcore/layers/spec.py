@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec_for_backend
 from megatron.core.transformer import ModuleSpec, TransformerConfig
@@ -27,10 +26,11 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 
 from megatron_rl.mcore.layers.attention import PackedSelfAttention
 from megatron_rl.mcore.layers.experts import MixtureOfExperts, OutputWeightedExperts
+from megatron_rl.mcore.layers.fused_inputs import GateUp
 from megatron_rl.mcore.layers.mla import AbsorbedLatentAttention, AbsorbedLinear, LatentAttention, ReplicatedLinear, takes_absorbed_form
+from megatron_rl.mcore.layers.norm_fusion import AddBeforeNorm
 from megatron_rl.mcore.layers.norms import NormedAdd, RMSNorm
 from megatron_rl.mcore.layers.quantized_linear import (
-    GateUp,
     QuantizedAbsorbedLinear,
     QuantizedColumnParallelLinear,
     QuantizedReplicatedLinear,
@@ -181,7 +181,7 @@ def build_decoder_spec(config: TransformerConfig, quantized: bool, vp_stage: int
 
 
 def _layer_spec(config: TransformerConfig, backend: SpecProvider, experts: int | None) -> ModuleSpec:
-    add = ModuleSpec(NormedAdd, params={"config": config}) if config.post_norms else get_bias_dropout_add
+    add = ModuleSpec(NormedAdd if config.post_norms else AddBeforeNorm, params={"config": config})
     layer = TransformerLayerSubmodules(
         input_layernorm=RMSNorm,
         self_attention=(_latent_attention if config.multi_latent_attention else _attention)(config, backend),

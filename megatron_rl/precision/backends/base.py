@@ -74,6 +74,16 @@ class SwiGLUBackend(Backend, Protocol):
         as `quantize` of what `precision.ops.swiglu` returns."""
 
 
+class NormBackend(Backend, Protocol):
+    """A `Backend` that computes the norm of the residual stream as it quantizes."""
+
+    def quantize_norm(
+        self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, *, columns: bool
+    ) -> tuple[torch.Tensor, torch.Tensor, Operand]:
+        """Return (x + residual [..., h], x without a residual; the statistic float32 [...]; the operand of its norm, rows always). The same
+        bits as `quantize` of what `precision.ops.norm` says."""
+
+
 class GpuBackend:
     """bf16 in and out, widths in multiples of 128, a weight's rows in their own order; anything else is refused."""
 

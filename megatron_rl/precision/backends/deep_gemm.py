@@ -64,6 +64,15 @@ class DeepGemmBackend(GpuBackend):
         row_pair, column_pair = quantize_swiglu(gate_up, gradient, self.scale_format, rows=rows, columns=columns)
         return Operand(len(gate_up), row_pair or (), column_pair or ())
 
+    def quantize_norm(
+        self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, *, columns: bool
+    ) -> tuple[torch.Tensor, torch.Tensor, Operand]:
+        from megatron_rl.precision.backends.triton_norm import quantize_norm
+
+        self.check_input(x)
+        total, statistic, rows, column_pair = quantize_norm(x, residual, weight, eps, self.scale_format, columns=columns)
+        return total, statistic, Operand(statistic.numel(), rows, column_pair or ())
+
     def start_gather(self, operand: Operand, group: Any) -> PendingOperand:
         tokens, of_rows = operand.tokens * group.size(), bool(operand.rows)
         data, scale = operand.rows or operand.columns

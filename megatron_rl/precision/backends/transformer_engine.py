@@ -66,6 +66,18 @@ class TransformerEngineBackend(GpuBackend):
         row_pair, column_pair = (() if pair is None else (pair[0].view(torch.uint8), pair[1].t()) for pair in pairs)
         return Operand(len(gate_up), row_pair, column_pair)
 
+    def quantize_norm(
+        self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, *, columns: bool
+    ) -> tuple[torch.Tensor, torch.Tensor, Operand]:
+        """By our Triton kernels, in Transformer Engine's layout."""
+        from megatron_rl.precision.backends.triton_norm import quantize_norm
+
+        self.check_input(x)
+        padding = {"row_multiple": _TOKENS, "column_multiple": _TOKENS}
+        total, statistic, *pairs = quantize_norm(x, residual, weight, eps, self.scale_format, columns=columns, **padding)
+        row_pair, column_pair = (() if pair is None else (pair[0].view(torch.uint8), pair[1].t()) for pair in pairs)
+        return total, statistic, Operand(statistic.numel(), row_pair, column_pair)
+
     def start_gather(self, operand: Operand, group: Any) -> PendingOperand:
         of_rows = bool(operand.rows)
         data, scale = operand.rows or operand.columns
