@@ -45,18 +45,21 @@ TOTAL_LOSS, _POSITIONS = "loss/total", "tokens/places"
 _PADDING = declare("tokens/padding", "share of the places in micro-batches that hold no token", "share")
 GRAD_NORM = declare("grad_norm", "norm of the gradient before clipping", "number", "norm before clipping", label="norm")
 LEARNING_RATE = declare("learning_rate", "learning rate", "small")
+_GATHERED = 16
+"""Tokens of which every back end gathers multiples."""
 
 
 def count_row_multiple(config: Any, micro_batch_tokens: int, device: torch.device) -> int:
     """Return what a micro-batch's positions are a multiple of: under sequence parallelism ranks take equal parts of every row.
 
-    On a GPU these have whole groups of tokens, if that pads less than a 32nd of a row: ranks then gather WGrad's operands as bytes.
+    On a GPU these have whole groups of tokens, if that pads less than a 32nd of a row: ranks then gather WGrad's operands as bytes, too.
+    FProp's and DGrad's need an eighth of that.
     """
     if not config.sequence_parallel:
         return 1
-    whole = config.tensor_model_parallel_size * BLOCK
-    pays = device.type == "cuda" and config.linear_format.quantized and whole * 32 <= micro_batch_tokens
-    return whole if pays else config.tensor_model_parallel_size
+    ranks, gathers = config.tensor_model_parallel_size, device.type == "cuda" and config.linear_format.quantized
+    fitting = (ranks * tokens for tokens in (BLOCK, _GATHERED) if gathers and ranks * tokens * 32 <= micro_batch_tokens)
+    return next(fitting, ranks)
 
 
 class Policy:

@@ -15,7 +15,15 @@ CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 
 @pytest.mark.parametrize(
     "tp, tokens, device, format, multiple",
-    [(4, 16384, CUDA, FP8, 512), (4, 16383, CUDA, FP8, 4), (2, 8192, CPU, FP8, 2), (2, 8192, CUDA, BF16, 2), (1, 8192, CUDA, FP8, 1)],
+    [
+        (4, 16384, CUDA, FP8, 512),
+        (4, 16383, CUDA, FP8, 64),
+        (8, 8192, CUDA, FP8, 128),
+        (4, 2047, CUDA, FP8, 4),
+        (2, 8192, CPU, FP8, 2),
+        (2, 8192, CUDA, BF16, 2),
+        (1, 8192, CUDA, FP8, 1),
+    ],
 )
 def test_rows_are_padded_where_it_pays(tp, tokens, device, format, multiple):
     config = SimpleNamespace(sequence_parallel=tp > 1, tensor_model_parallel_size=tp, linear_format=format)
