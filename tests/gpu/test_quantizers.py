@@ -135,6 +135,23 @@ def test_activations_round_to_the_same_values_on_the_device(device, scale_format
     assert torch.equal(round_trip(x, scale_format), round_trip(x.to(device), scale_format).cpu())
 
 
+@pytest.mark.parametrize("scale_format", ["pow2", "fp32"])
+@pytest.mark.parametrize("adds", [True, False])
+def test_a_norm_that_quantizes_has_the_bits_of_one_kernel_after_the_other(device, scale_format, adds):
+    if device == "cpu":
+        pytest.skip("the stand-in is one kernel after the other")
+    from megatron_rl.precision.backends.triton_norm import quantize_norm
+    from megatron_rl.precision.backends.triton_quantize import quantize_activation
+
+    x, residual, weight = ordinary(1000, 4096).to(device), extreme(1000, 4096).to(device), ordinary(1, 4096)[0].to(device)
+    total, statistic, *found = quantize_norm(x, residual if adds else None, weight, 1e-6, scale_format, columns=True)
+    assert torch.equal(total, x + residual if adds else x)
+    assert torch.allclose(statistic, torch.rsqrt(total.float().square().mean(-1) + 1e-6), rtol=1e-5)
+    normed = (total.float() * statistic[:, None] * weight.float()).bfloat16()
+    for pair, wanted in zip(found, quantize_activation(normed, scale_format, rows=True, columns=True), strict=True):
+        assert not any(count_differences(*each) for each in zip(pair, wanted, strict=True))
+
+
 def test_extreme_values_are_what_quantizers_stumble_over():
     largest = extreme(1024, 2048).float().abs().unflatten(1, (-1, 128)).amax(2)
     assert (largest == 0).any() and ((largest > 0) & (largest < 1e-4)).any() and (largest > 1e4).any() and largest.isfinite().all()
