@@ -27,6 +27,7 @@ def test_log_probs_keep_their_bits_and_gradients_come_through(worlds, model_fold
             assert (gradient - wanted).norm() < 0.02 * wanted.norm(), f"{name}: more than other roundings within the norm"
         once = [False, True, True, True] if recompute == "none" else [False, True, False, True] if recompute == "full" else [False, True]
         assert fused["calls"][: len(once)] == once and not alone["calls"], "which norms add up the stream, layer by layer"
+        assert fused["in_vain"] == alone["in_vain"] == 0, "log-probs make nothing for WGrad"
         assert fused["recorded"] == alone["recorded"] and fused["recorded"], "who looks at a norm's result finds it"
 
 

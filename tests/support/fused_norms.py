@@ -23,7 +23,8 @@ from support.trainer import Trainer, own
 
 
 def run_norms(folder: Path, batch: list[TrainingSample], precision: dict[str, Any], recompute: str, fused: bool) -> dict[str, Any]:
-    """Log-probs, gradients, how often a norm's kernel ran with and without a sum, and what a recording sees of norms."""
+    """Log-probs, gradients, whether each run of a norm's kernel added, what a recording sees of norms; how often log-probs quantized for
+    WGrad."""
     make_backend.cache_clear()
     with pytest.MonkeyPatch.context() as patch:
         fake_gpu_libraries.install(patch)
@@ -31,8 +32,11 @@ def run_norms(folder: Path, batch: list[TrainingSample], precision: dict[str, An
         patch.setattr(actor, "count_row_multiple", lambda config, *_: 128 * config.tensor_model_parallel_size)
         kernels: Any = sys.modules["megatron_rl.precision.backends.triton_norm"]
         patch.setattr(kernels, "quantize_norm", kernel := mock.Mock(side_effect=kernels.quantize_norm))
+        quantizers: Any = sys.modules["megatron_rl.precision.backends.triton_quantize"]
+        patch.setattr(quantizers, "quantize_activation", quantizer := mock.Mock(side_effect=quantizers.quantize_activation))
         trainer = Trainer(folder, precision, {"learning_rate": 1e-12, "clip_grad": 0.0, "recompute": recompute, "micro_batch_tokens": 1000})
         logprobs, _ = trainer.actor.compute_logprobs(batch)
+        in_vain = [call for call in (*kernel.call_args_list, *quantizer.call_args_list) if call.kwargs["columns"]]
         calls = [call.args[1] is not None for call in kernel.call_args_list]
         trainer.actor.update(own(batch), negative_log_likelihood)
         gradients = {name: weight.main_grad.clone() for name, weight in trainer.model.named_parameters()}
@@ -40,7 +44,7 @@ def run_norms(folder: Path, batch: list[TrainingSample], precision: dict[str, An
             trainer.actor.compute_logprobs(batch[:1])
     make_backend.cache_clear()
     recorded = {name: tensor.shape[-1] for name, tensor in seen.items() if name.endswith("norm")}
-    return {"logprobs": torch.cat(logprobs), "gradients": gradients, "calls": calls, "recorded": recorded}
+    return {"logprobs": torch.cat(logprobs), "gradients": gradients, "calls": calls, "recorded": recorded, "in_vain": len(in_vain)}
 
 
 def fused_and_not(folder: Path, batch: list[TrainingSample], precision: dict[str, Any], recompute: str) -> list[dict[str, Any]]:

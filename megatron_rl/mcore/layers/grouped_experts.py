@@ -30,7 +30,8 @@ class GroupedLinear:
     def __call__(self, x: torch.Tensor, groups: TokenGroups) -> torch.Tensor:
         """[T, K] -> [T, N], rows as `groups` says."""
         self._wait_for_weights()
-        return _GroupedMatmul.apply(x, groups, self, *(layer.weight for layer in self.layers))
+        weights = [layer.weight if torch.is_grad_enabled() else layer.weight.detach() for layer in self.layers]  # then WGrad needs nothing
+        return _GroupedMatmul.apply(x, groups, self, *weights)
 
     def multiply_packed(self, packed: torch.Tensor, groups: TokenGroups) -> torch.Tensor:
         """The same, without gradient, of tokens [n] that the backend has packed."""

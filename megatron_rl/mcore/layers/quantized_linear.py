@@ -300,6 +300,7 @@ class QuantizedLinear:
         input, given = input if isinstance(input, Normed) else (input, None)
         if self.quantization_enabled:
             parallelism = options["allreduce_dgrad"], sequence_parallel, group, row_sum
+            weight = weight if torch.is_grad_enabled() else weight.detach()  # else its operand for WGrad is made in vain
             y = QuantizedMatmul.apply(input, weight, self, *parallelism, gate_up, self.defers_swiglu, given)
             if self.defers_swiglu:
                 return GateUp(*y)
