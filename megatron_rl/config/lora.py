@@ -24,7 +24,7 @@ class LoraConfig(ConfigSection):
     """The adapter's product is weighed by alpha / rank."""
     targets: tuple[Target, ...] = Field(("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"), min_length=1)
     """Megatron's layers that have an adapter. In PEFT `linear_qkv` is q_proj, k_proj and v_proj, `linear_proj` o_proj,
-    `linear_fc1` gate_proj and up_proj, `linear_fc2` down_proj."""
+    `linear_fc1` gate_proj and up_proj, `linear_fc2` down_proj; those of every expert, and of shared ones, too."""
 
     @property
     def scale(self) -> float:

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 from support import lora, transformers_reference
-from support.models import FP8, FP32, random_sequences
+from support.families import ARCHITECTURES
+from support.models import FP8, FP32, make_model, random_sequences
+from support.mtp import add_mtp_layer
 
 from parallel.layout import Layout
 
@@ -124,3 +126,10 @@ def test_peft_loads_what_is_exported_and_computes_the_trainers_logprobs(worlds, 
     assert (result["trained"] - result["start"]).abs().max() > 0.1
     torch.testing.assert_close(plain, result["start"], rtol=0, atol=1e-4)
     torch.testing.assert_close(adapted, result["trained"], rtol=0, atol=1e-4)
+
+
+def test_layers_for_multi_token_prediction_stay_with_the_base(worlds, tmp_path):
+    folder, run = make_model(tmp_path / "model", ARCHITECTURES["deepseek_v3"]), tmp_path / "step_00001"
+    add_mtp_layer(folder)
+    worlds(1).call(lora.train_adapters, folder, FP32, targets("deepseek_v3"), [random_sequences(2, 0)], Layout(), run)
+    assert (run / "state.json").is_file() and not (run / "mtp").exists()
