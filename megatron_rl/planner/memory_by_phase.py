@@ -24,8 +24,9 @@ RESERVED_SHARE = 0.05
 _PREFILL_CHUNK = 8192
 """Prompt tokens that SGLang 0.5.23 computes at once on GPUs of 60 GB and more."""
 
-PHASES = ("generate", "logprobs", "critic", "train", "sync")
-"""`critic`: its optimizer steps, before the policy's; only where there is one."""
+PHASES = ("generate", "logprobs", "critic", "train", "sync", "resume")
+"""Where there is a critic, `critic`: its optimizer steps, before the policy's; and `resume`: a checkpoint is loaded, frozen models not yet.
+Without one a train phase needs more than that. `checkpoint`, which `count_trainer_parts` knows too, needs what generating needs."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ def estimate_phase_memory(job: Workload, candidate: Candidate) -> list[PhaseMemo
     """Return the fullest GPU of every phase: of all GPUs where trainer and engine share them, else of either side."""
     phases = []
     for phase in PHASES:
-        if phase == "critic" and job.critic is None:
+        if phase in ("critic", "resume") and job.critic is None:
             continue
         trainer, engine = _fullest_stage(job, candidate.trainer_only, phase), _engine_parts(job, candidate, phase)
         if candidate.colocated:
@@ -79,18 +80,19 @@ def _fullest_stage(job: Workload, candidate: Candidate, phase: str) -> dict[str,
 def count_trainer_parts(job: Workload, candidate: Candidate, stage: int, phase: str) -> dict[str, float]:
     """Return the bytes, by part, of a trainer rank of a pipeline stage in a phase."""
     rank = memory.count_trainer_memory(job, candidate.train, stage)
-    computes = phase in ("logprobs", "critic", "train") or not candidate.colocated
+    resumes = phase == "resume"
+    computes = not resumes and (phase in ("logprobs", "critic", "train") or not candidate.colocated)
     # a step's new blocks have no operands until the next forward pass
     parts: dict[str, float] = {"weights": rank.weights, "quantized": rank.blocks + (rank.operands if computes else 0)}
     if _has_optimizer(job, candidate, phase):
         parts |= {"gradients": rank.gradients, "optimizer": rank.optimizer}
-    parts["reference"] = rank.model if job.has_reference and not job.trains_adapters else 0  # frozen: no gradients
-    if job.teacher is not None:
+    parts["reference"] = rank.model if job.has_reference and not (job.trains_adapters or resumes) else 0  # frozen: no gradients
+    if job.teacher is not None and not resumes:
         parts["teacher"] = memory.count_trainer_memory(job.teacher, candidate.train, stage).model
     if job.critic is not None:
         critic = memory.count_trainer_memory(job.critic, candidate.train, stage)
         parts["critic"] = critic.model if phase == "critic" else critic.weights + critic.blocks
-        if phase == "critic" or not candidate.colocated:
+        if phase in ("critic", "resume") or not candidate.colocated:
             parts["critic"] += critic.gradients + critic.optimizer
     if phase in ("critic", "train"):
         trained = job if job.critic is None or phase == "train" else job.critic
@@ -107,13 +109,13 @@ def count_trainer_parts(job: Workload, candidate: Candidate, stage: int, phase: 
 
 def _has_optimizer(job: Workload, candidate: Candidate, phase: str) -> bool:
     """Return whether gradients, masters and moments of the policy are on the device: colocated, they come for its update after a critic's,
-    and without one when the engine has released its memory."""
-    return not candidate.colocated or phase == "train" or (phase == "logprobs" and job.critic is None)
+    and without one when the engine has released its memory. A run that resumes loads both."""
+    return not candidate.colocated or phase in ("train", "resume") or (phase == "logprobs" and job.critic is None)
 
 
 def _engine_parts(job: Workload, candidate: Candidate, phase: str) -> dict[str, float]:
     parts: dict[str, float] = {"context": CUDA_CONTEXT_BYTES}
-    if candidate.colocated and phase in ("logprobs", "critic", "train"):
+    if phase == "resume" or (candidate.colocated and phase in ("logprobs", "critic", "train")):
         return parts
     weights = memory.count_engine_weights(job, candidate.rollout_tp, candidate.rollout_ep)
     parts["engine weights"] = weights

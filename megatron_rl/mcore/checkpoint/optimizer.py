@@ -24,6 +24,8 @@ from megatron_rl.mcore.layers.master import MasterSlice
 from megatron_rl.mcore.layers.quantized_linear import QuantizedLinear
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+_PIECE = 1 << 24
+"""Elements that pass through a device at a time: 64 MiB."""
 Chunks = list[dict[str, Any]]
 """The `sharded_state_dict()` of the model's chunks, whose tensors are the live parameters."""
 
@@ -48,7 +50,7 @@ class _SlicedState:
 
     def sharded_for_load(self) -> dict[str, Any]:
         """Return the same for `dist_checkpointing.load`, which fills or replaces the tensors."""
-        return {name: entry.as_sharded(entry.allocate()) for name, entry in self._entries.items() if entry.is_owner}
+        return {name: entry.as_loaded() for name, entry in self._entries.items() if entry.is_owner}
 
     @torch.no_grad()
     def load(self, loaded: dict[str, torch.Tensor]) -> None:
@@ -157,25 +159,30 @@ class _SlicedTensor:
     def gather(self) -> torch.Tensor | None:
         """Return the whole tensor on its owner, in host memory or, where it is not cut, itself; None elsewhere. Collective.
 
-        Slices may wait in host memory (`mcore.offload`) while ranks speak through their devices: parts pass there one at a time.
+        Slices may wait in host memory (`mcore.offload`) while ranks speak through their devices: pieces pass there one at a time.
         """
         values, group = self.slice.values, self.slice.group
         if group.size() == 1:
             return self.allocate()
         if not self.is_owner:
             if values.numel():
-                dist.send(values.to(self._device), group=group, group_dst=self._owner)
+                self._send(values, self._owner)
             return None
         whole = torch.empty(self.weight.data.shape)
         whole.view(-1)[self.slice.start : self.slice.start + values.numel()] = values
         for replica, part in self._iter_others(whole):
-            part.copy_(self._receive(part.numel(), replica))
+            self._receive(part, replica)
         return whole
 
-    def _receive(self, count: int, replica: int) -> torch.Tensor:
-        received = torch.empty(count, device=self._device)
-        dist.recv(received, group=self.slice.group, group_src=replica)
-        return received
+    def _send(self, part: torch.Tensor, replica: int) -> None:
+        for piece in part.split(_PIECE):
+            dist.send(piece.to(self._device), group=self.slice.group, group_dst=replica)
+
+    def _receive(self, into: torch.Tensor, replica: int) -> None:
+        for piece in into.split(_PIECE):
+            received = torch.empty(piece.numel(), device=self._device)
+            dist.recv(received, group=self.slice.group, group_src=replica)
+            piece.copy_(received)
 
     @property
     def _device(self) -> torch.device:
@@ -190,13 +197,17 @@ class _SlicedTensor:
     @torch.no_grad()
     def scatter(self, whole: torch.Tensor | None) -> None:
         """Copy in the loaded tensor of the owner, which alone has it. Collective."""
-        values, group = self.slice.values, self.slice.group
+        values = self.slice.values
         if whole is not None:
-            self.slice.fill(whole.to(values.device))
+            self.slice.fill(whole)
             for replica, part in self._iter_others(whole):
-                dist.send(part.to(self._device), group=group, group_dst=replica)
+                self._send(part, replica)
         elif values.numel():
-            values.copy_(self._receive(values.numel(), self._owner))
+            self._receive(values, self._owner)
+
+    def as_loaded(self) -> Any:
+        """Return the tensor to load, described as its weight."""
+        return fill_in_place(self.as_sharded(self.allocate()))
 
     def as_sharded(self, tensor: torch.Tensor) -> Any:
         """Return `tensor`, described as its weight."""
@@ -207,6 +218,20 @@ class _SlicedTensor:
         else:
             sharded = replace(self.weight, data=tensor)
         return replace(sharded, replica_id=(*sharded.replica_id[:-1], 0))  # the owner has the only copy and writes it
+
+
+def fill_in_place(sharded: Any) -> Any:
+    """Return a tensor to load that needs no memory beside it. Halves of SwiGLU are views of it, which a load fills; Megatron would put them
+    together once more, those of all layers at a time."""
+    if not isinstance(sharded, ShardedTensorFactory):
+        return sharded
+
+    def merge(parts: Any) -> torch.Tensor:
+        is_filled = isinstance(parts, list) and parts[0].data_ptr() == sharded.data.data_ptr()
+        merged: torch.Tensor = sharded.data if is_filled else sharded.merge_fn(parts)
+        return merged
+
+    return replace(sharded, merge_fn=merge)
 
 
 def _iter_weights(chunk: dict[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -22,7 +22,7 @@ from megatron_rl.mcore.adapters import list_adapted_layers, shard_adapters
 from megatron_rl.mcore.buckets import finish_gathers
 from megatron_rl.mcore.checkpoint import folder as checkpoints
 from megatron_rl.mcore.checkpoint.async_save import AsyncSave, OtherFiles
-from megatron_rl.mcore.checkpoint.optimizer import MasterState, OptimizerState
+from megatron_rl.mcore.checkpoint.optimizer import MasterState, OptimizerState, fill_in_place
 from megatron_rl.mcore.checkpoint.rng import restore_rng_state
 from megatron_rl.mcore.layers.quantized_linear import find_quantized_layers, list_quantized_layers
 from megatron_rl.mcore.names import ModelChunks, get_model_chunks
@@ -191,6 +191,8 @@ class _LoadedPart:
         chunks = [*self.sharded.values()]
         self._state, self._masters = OptimizerState(optimizer, chunks), MasterState(list_quantized_layers(model), chunks)
         self.sharded["optimizer"], self.sharded["masters"] = self._state.sharded_for_load(), self._masters.sharded_for_load()
+        for weights in chunks:
+            weights.update({name: fill_in_place(weight) for name, weight in weights.items()})
         self._has_masters = bool(self.sharded["masters"])
 
     def finish(self, loaded: dict[str, Any], step: int) -> None:

@@ -258,7 +258,9 @@ def test_a_critic_has_a_phase_of_its_own_and_shares_the_device_by_turns():
     vocabulary = 2 * 151936 // 8 * 4096
     assert held.weights == memory.count_trainer_memory(plain, shared.train, 0).weights - vocabulary + 2 * 4096
     parts = {phase.phase: phase.parts for phase in memory_by_phase.estimate_phase_memory(ppo, shared)}
-    assert [*parts] == ["generate", "logprobs", "critic", "train", "sync"]
+    assert [*parts] == ["generate", "logprobs", "critic", "train", "sync", "resume"]
+    assert "activations" not in parts["resume"] and parts["resume"]["optimizer"] == parts["train"]["optimizer"]
+    assert parts["resume"]["critic"] == held.weights + held.blocks + held.gradients + held.optimizer
     assert parts["generate"]["critic"] == parts["train"]["critic"] == held.weights + held.blocks
     assert parts["critic"]["critic"] == held.model + held.gradients + held.optimizer
     assert "optimizer" in parts["train"] and not {"optimizer", "gradients"} & {*parts["critic"], *parts["logprobs"]}
