@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Hold the GPU code against the packages that it is pinned to, on a machine without a GPU: install launch/requirements-gpu.txt into an
 # environment of its own, then run tools/checks/gpu_packages.py there, behind a faked Hopper GPU. Not in CI: 11 GB of packages.
-#   bash tools/checks/gpu_packages.sh                      # into .venv-gpu-packages, which is removed afterwards; about 40 minutes on two busy cores
+#   bash tools/checks/gpu_packages.sh                      # into .venv-gpu-packages, which is removed afterwards; about 20 minutes on two busy cores
 #   bash tools/checks/gpu_packages.sh --venv=DIR engine    # into DIR, which stays for another call; only this check
 #   bash tools/checks/gpu_packages.sh --extension=FILE     # with Transformer Engine's torch extension, as launch/install_gpu.sh builds it:
 #                                                          # .venv-gpu/lib/python3.*/site-packages/transformer_engine_torch.*.so
