@@ -6,6 +6,7 @@ import json
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from megatron_rl.config import Config
 from megatron_rl.errors import UserError
@@ -60,10 +61,10 @@ def run_rehearsal(config: Config, options: RehearseOptions) -> bool:
         engine, differing = in_engine.result(), in_libraries.result()
     print_report(reports, engine, differing)
     if options.json is not None:
-        found = {"trainer": [report.as_json() for report in reports], "engine": [asdict(report) for report in engine]}
+        found: dict[str, Any] = {"trainer": [report.as_json() for report in reports], "engine": [asdict(report) for report in engine]}
         found["libraries"] = differing or []
         options.json.write_text(json.dumps(found, indent=2) + "\n")
-    return not differing and all(report.passes for report in (*reports, *engine))
+    return not differing and all(report.passes for report in reports) and all(report.passes for report in engine)
 
 
 def choose_ranks(text: str | None, layout: Layout) -> list[int]:

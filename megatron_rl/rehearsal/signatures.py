@@ -58,7 +58,7 @@ def is_installed(library: str) -> bool:
 
 def compare(stands_for: Mapping[str, Callable[..., Any]]) -> list[str]:
     """Return what differs, a line each, with library, function and parameter; of the libraries that are installed."""
-    found = []
+    found: list[str] = []
     for name, ours in stands_for.items():
         if is_installed(name.partition(".")[0]):
             try:

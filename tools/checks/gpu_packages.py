@@ -150,7 +150,7 @@ def experts() -> str:
     deep_gemm_wrapper.update_deep_gemm_config = lambda *_: None  # asks the driver
     for method in (Fp8LinearMethod, Fp8MoEMethod):
         method.process_weights_after_loading = _leaves_weights_alone(method.process_weights_after_loading)
-    config = load_config(ROOT / "configs" / "qwen3_30b_a3b.toml", [])
+    config: Any = load_config(ROOT / "configs" / "qwen3_30b_a3b.toml", [])
     with rehearsed_rank.describe_job(config) as (arguments, _), one_rank(0, config.rollout.tp, GPUS["h100"]):
         model = rehearsed_runner.start(arguments, 0).model
     layers = [module for module in model.modules() if isinstance(module, FusedMoE)]
