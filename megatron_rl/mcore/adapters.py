@@ -45,6 +45,13 @@ def install_adapters(model: ModelChunks, lora: LoraConfig, seed: int) -> None:
         for name, layer in chunk.named_modules():
             if name.rsplit(".", 1)[-1] in lora.targets:
                 _install(layer, global_name(chunk, name), lora, dtype, seed)
+        if chunk.config.recompute_granularity and hasattr(chunk, "embedding"):
+            chunk.embedding.register_forward_hook(_start_gradients)
+
+
+def _start_gradients(_: Any, __: Any, hidden: torch.Tensor) -> torch.Tensor:
+    """Let gradients flow from the frozen embedding on: Megatron's recomputation drops those of a part whose input needs none."""
+    return hidden.requires_grad_() if torch.is_grad_enabled() else hidden
 
 
 def _install(layer: Any, name: str, lora: LoraConfig, dtype: torch.dtype, seed: int) -> None:
