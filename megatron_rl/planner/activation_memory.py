@@ -12,7 +12,7 @@ b the bytes of the high dtype:
     q and k norm    on a CPU, and where heads are rotated in part: T b q where q had to be copied out of its groups; statistics
     SwiGLU          T b 4 f: gate and up, silu(gate), and up once more; on a GPU T b 2 f
     experts         as an MLP for S top_k etp rows (a balanced router), and their outputs for the weights' gradient
-    adapters        T r b of each layer that has one of rank r; its input is kept in the high dtype, as the frozen layer keeps none
+    adapters        T r b of each layer that has one of rank r; its input is kept in the high dtype; a frozen layer keeps none
     logits          see `count_logits`: on the last stage
 
 Beside what is kept, a training pass works with one operator's tensors at a time, most of them gradients: see `count_working`.
@@ -65,6 +65,11 @@ class FormulaInputs:
         """Bytes per element that a linear layer keeps of an input of its own."""
         return self.job.contract.trainer_format.group_bytes if self.quantizes_inputs else self.job.high_bytes
 
+    def kept_input_bytes(self, layer: str) -> float:
+        """The same of Megatron's layer of this name: 0 where it is frozen and has no adapter."""
+        adapters = self.job.model.adapters
+        return 0.0 if adapters is not None and layer not in adapters.targets else self.linear_input_bytes
+
     @cached_property
     def hidden_input(self) -> float:
         """Bytes of the residual stream."""
@@ -77,7 +82,7 @@ def count_layer_activations(inputs: FormulaInputs, has_experts: bool) -> float:
     adapters = _adapters(inputs, has_experts)
     if has_experts:
         return _norms_and_attention(inputs) + _experts(inputs) + adapters
-    mlp = _column_input(inputs, model.hidden) + _swiglu(inputs, inputs.tokens, model.ffn / inputs.layout.tp)
+    mlp = _column_input(inputs, model.hidden, "linear_fc1") + _swiglu(inputs, inputs.tokens, model.ffn / inputs.layout.tp)
     return _norms_and_attention(inputs) + mlp + adapters
 
 
@@ -105,9 +110,9 @@ def _norm(inputs: FormulaInputs, rows: float, width: float, own_input: bool = Tr
     return rows * ((width * inputs.job.high_bytes if own_input else 0) + 4)
 
 
-def _column_input(inputs: FormulaInputs, width: float) -> float:
+def _column_input(inputs: FormulaInputs, width: float, layer: str) -> float:
     """What a column-parallel layer keeps: under sequence parallelism this rank's part of x itself."""
-    return inputs.rows * width * (inputs.job.high_bytes if inputs.sequence_parallel else inputs.linear_input_bytes)
+    return inputs.rows * width * (inputs.job.high_bytes if inputs.sequence_parallel else inputs.kept_input_bytes(layer))
 
 
 def _row_input(inputs: FormulaInputs, width: float) -> float:
@@ -119,7 +124,7 @@ def _attention(inputs: FormulaInputs) -> float:
     model, tokens = inputs.job.model, inputs.tokens
     heads, groups = model.heads / inputs.layout.tp, max(1.0, model.kv_heads / inputs.layout.tp)
     q, kv = heads * model.head_dim, groups * model.head_dim
-    size = _column_input(inputs, model.hidden) + _row_input(inputs, q)
+    size = _column_input(inputs, model.hidden, "linear_qkv") + _row_input(inputs, q)
     angles = 4 * model.head_dim * model.rope.share if inputs.cpu else 0
     size += tokens * inputs.job.high_bytes * ((q + 2 * kv) + (q + kv) + angles + q)
     size += 0 if inputs.cpu else 4 * tokens * heads
@@ -135,9 +140,10 @@ def _latent_attention(inputs: FormulaInputs) -> float:
     model, latent, high_bytes = inputs.job.model, inputs.job.model.latent, inputs.job.high_bytes
     assert latent is not None
     heads = model.heads / inputs.layout.tp
-    size = inputs.rows * model.hidden * inputs.linear_input_bytes * (2 if inputs.quantizes_inputs and latent.q_rank else 1)
+    copies = 2 if inputs.quantizes_inputs and latent.q_rank else 1
+    size = copies * inputs.rows * model.hidden * inputs.kept_input_bytes("linear_kv_down_proj")
     size += sum(_norm(inputs, inputs.rows, rank) for rank in (latent.q_rank, latent.kv_rank) if rank)
-    size += _column_input(inputs, latent.q_rank) + inputs.rows * latent.kv_rank * high_bytes
+    size += _column_input(inputs, latent.q_rank, "linear_q_up_proj") + inputs.rows * latent.kv_rank * high_bytes
     size += (
         inputs.tokens
         * high_bytes
@@ -150,7 +156,7 @@ def _latent_attention(inputs: FormulaInputs) -> float:
 
 def _swiglu(inputs: FormulaInputs, tokens: float, ffn: float) -> float:
     """SwiGLU and the input of the layer behind it."""
-    return tokens * ffn * ((4 if inputs.cpu else 2) * inputs.job.high_bytes + inputs.linear_input_bytes)
+    return tokens * ffn * ((4 if inputs.cpu else 2) * inputs.job.high_bytes + inputs.kept_input_bytes("linear_fc2"))
 
 
 def _experts(inputs: FormulaInputs) -> float:
@@ -159,9 +165,8 @@ def _experts(inputs: FormulaInputs) -> float:
     assert experts is not None
     rows = inputs.rows * top_k * layout.etp
     size = inputs.rows * (model.hidden * inputs.job.high_bytes + 5 * experts.count + 12 * top_k)  # the router's input, weights and choice
-    size += rows * (model.hidden * (inputs.linear_input_bytes + inputs.job.high_bytes) + 12) + _swiglu(
-        inputs, rows, experts.ffn / layout.etp
-    )
+    size += rows * (model.hidden * (inputs.kept_input_bytes("linear_fc1") + inputs.job.high_bytes) + 12)
+    size += _swiglu(inputs, rows, experts.ffn / layout.etp)
     return size + (_swiglu(inputs, inputs.tokens, experts.shared_ffn / layout.tp) if experts.shared_ffn else 0)
 
 
