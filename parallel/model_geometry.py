@@ -20,7 +20,7 @@ from parallel.weights import Weight, make_vector, make_weight
 
 VALUE_HEAD = "score.weight"
 """Of transformers' models for classification, with one label."""
-_CRITIC = "megatron_rl_critic"
+_CRITIC, _TRAINS_MTP = "megatron_rl_critic", "megatron_rl_trains_mtp"
 
 
 @dataclass(frozen=True)
@@ -95,8 +95,10 @@ class ModelGeometry:
     value_head: bool = False
     """A critic: a value in the place of logits (`as_critic`)."""
     mtp_layers: int = 0
-    """Layers for multi-token prediction that a checkpoint may hold behind the others: neither built nor trained, but kept
-    (`megatron_rl.hf.mtp_layers`)."""
+    """Layers for multi-token prediction that a checkpoint may hold behind the others: kept as they are (`megatron_rl.hf.mtp_layers`),
+    unless a run trains them."""
+    trains_mtp: bool = False
+    """These layers are built and trained, as weights of the last pipeline stage (`with_trained_mtp`)."""
     adapters: AdapterGeometry | None = None
     """LoRA: weights beside those of the checkpoint. No config.json says so, but the section `[lora]`."""
 
@@ -104,6 +106,8 @@ class ModelGeometry:
     def from_hf_config(cls, config: Mapping[str, Any]) -> ModelGeometry:
         """Read a config.json. Raise GeometryError for an unknown family, a missing field, or what the trainer does not compute."""
         model: ModelGeometry = load_family(config.get("model_type")).read(HFConfig(config))
+        if config.get(_TRAINS_MTP):
+            return replace(model, trains_mtp=model.mtp_layers > 0)
         return replace(model, tied=False, tied_in_engine=True, value_head=True) if config.get(_CRITIC) else model
 
     @property
@@ -127,14 +131,14 @@ class ModelGeometry:
         2 for each weight that a token meets, against s (d_qk + d_v) for each head of a layer at mean position s / 2.
         """
         share = self.experts.top_k / self.experts.count if self.experts else 1.0
-        weights = (weight for part in self.list_weights()[1:] for weight in part)
+        weights = (weight for part in replace(self, trains_mtp=False).list_weights()[1:] for weight in part)
         met = sum(rect.rows * rect.cols * (1 if weight.expert is None else share) for weight in weights for _, rect, *_ in weight.pieces)
         value_dim = self.latent.v_dim if self.latent else self.head_dim
         return 2 * met / (self.layers * self.heads * (self.head_dim + value_dim))
 
     def list_weights(self, ep: int = 1, ep_rank: int = 0) -> tuple[tuple[Weight, ...], ...]:
-        """Return the embedding, each layer's weights, and last the final norm and the output layer; of the experts only those of the
-        `ep_rank`-th of `ep` expert-parallel ranks."""
+        """Return the embedding, each layer's weights, and last the final norm, layers for multi-token prediction that are trained, and the
+        output layer; of the experts only those of the `ep_rank`-th of `ep` expert-parallel ranks."""
         return _list_weights(self) if ep == 1 else _keep_own_experts(self, ep, ep_rank)
 
     def tensors(self) -> dict[str, HFTensor]:
@@ -156,6 +160,11 @@ def as_critic(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**config, _CRITIC: True}
 
 
+def with_trained_mtp(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config.json that describes the same model with its layers for multi-token prediction among the weights that are trained."""
+    return {**config, _TRAINS_MTP: True}
+
+
 @lru_cache(maxsize=32)
 def _list_weights(model: ModelGeometry) -> tuple[tuple[Weight, ...], ...]:
     embedding = HFTensor("model.embed_tokens.weight", model.vocab, model.hidden, "embedding")
@@ -163,11 +172,13 @@ def _list_weights(model: ModelGeometry) -> tuple[tuple[Weight, ...], ...]:
     output = make_weight(head, "output_layer.weight", "vocabulary", "lm_head.weight")
     if model.value_head:
         output = make_weight(HFTensor(VALUE_HEAD, 1, model.hidden, "value_head"), "output_layer.weight", "whole")
+    family = load_family(model.family)
     return (
         (make_weight(embedding, "embedding.word_embeddings.weight", "vocabulary"),),
         *(_list_layer(model, layer) for layer in range(model.layers)),
         (
             make_vector("model.norm.weight", model.hidden, "decoder.final_layernorm.weight"),
+            *(weight for number in range(model.mtp_layers if model.trains_mtp else 0) for weight in family.list_mtp_layer(model, number)),
             output._replace(sglang="") if model.tied and model.tied_in_engine else output,
         ),
     )

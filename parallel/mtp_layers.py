@@ -12,20 +12,25 @@ from parallel.model_geometry import ModelGeometry
 from parallel.shards import HFTensor
 from parallel.weights import Weight, make_vector, make_weight
 
+MEGATRON_PREFIX = "mtp."
+"""Of the names of their weights in Megatron."""
+
 
 def list_mtp_layer(model: ModelGeometry, number: int) -> tuple[Weight, ...]:
-    """Return the weights of the `number`-th of these layers, without the copies. Megatron's names are those of its own MTP block."""
+    """Return the weights of the `number`-th of these layers, without the copies. Megatron's names are those of its own MTP block; SGLang's
+    model has none of them."""
     layer = model.layers + number
-    hf, megatron = f"model.layers.{layer}.", f"mtp.layers.{number}."
-    decoder = load_family(model.family).list_layer(model, layer)
+    hf, megatron = f"model.layers.{layer}.", f"{MEGATRON_PREFIX}layers.{number}."
+    decoder = [weight for weight in load_family(model.family).list_layer(model, layer) if not weight.megatron.endswith(".kv_scales")]
     projection = HFTensor(hf + "eh_proj.weight", model.hidden, 2 * model.hidden, "mtp_projection")
-    return (
+    weights = (
         make_vector(hf + "enorm.weight", model.hidden, megatron + "enorm.weight"),
         make_vector(hf + "hnorm.weight", model.hidden, megatron + "hnorm.weight"),
         make_weight(projection, megatron + "eh_proj.weight", "rows"),
         *(_rename(weight, f"decoder.layers.{layer}.", megatron + "transformer_layer.") for weight in decoder),
         make_vector(hf + "shared_head.norm.weight", model.hidden, megatron + "final_layernorm.weight"),
     )
+    return tuple(weight._replace(sglang="") for weight in weights)
 
 
 def _rename(weight: Weight, old: str, new: str) -> Weight:

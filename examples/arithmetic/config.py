@@ -9,7 +9,7 @@ from megatron_rl.config.base import ConfigSection
 
 
 class ArchitectureConfig(ConfigSection):
-    """Widths of a model made from scratch (Qwen3 architecture, or Qwen3-MoE). Multiples of 128 keep every FP8 block whole."""
+    """Widths of a model made from scratch (Qwen3 architecture, Qwen3-MoE or GLM-4.5). Multiples of 128 keep every FP8 block whole."""
 
     vocab_size: int = Field(384, ge=259)
     """Rows of the embedding; the byte-level tokenizer needs 259."""
@@ -25,6 +25,8 @@ class ArchitectureConfig(ConfigSection):
     """Experts that each token is sent to."""
     moe_intermediate_size: int = Field(256, ge=128, multiple_of=128)
     """Width of one expert."""
+    num_nextn_predict_layers: int = Field(0, ge=0)
+    """Layers for multi-token prediction. A model that has any is a GLM-4.5: its first layer has an MLP, all others have experts."""
     max_position_embeddings: int = Field(1024, ge=16)
     rope_theta: float = Field(10000.0, gt=0)
     tie_word_embeddings: bool = False
@@ -36,6 +38,8 @@ class ArchitectureConfig(ConfigSection):
             raise ValueError(
                 f"num_attention_heads ({self.num_attention_heads}) must be a multiple of num_key_value_heads ({self.num_key_value_heads})"
             )
+        if self.num_nextn_predict_layers and not self.num_experts:
+            raise ValueError("num_nextn_predict_layers makes a GLM-4.5, which has experts: set num_experts")
         if 0 < self.num_experts < self.num_experts_per_tok:
             raise ValueError(f"num_experts ({self.num_experts}) must be at least num_experts_per_tok ({self.num_experts_per_tok})")
         return self

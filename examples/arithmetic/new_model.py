@@ -1,4 +1,4 @@
-"""A new model of the Qwen3 architecture: its config.json, random weights and a byte-level tokenizer."""
+"""A new model of the Qwen3 or the GLM-4.5 architecture: its config.json, random weights and a byte-level tokenizer."""
 
 from __future__ import annotations
 
@@ -12,17 +12,19 @@ from examples.arithmetic.config import ArchitectureConfig
 from megatron_rl.hf.tokenizer import load_tokenizer
 from megatron_rl.hf.write import write_checkpoint
 from parallel.formats import FORMATS
-from parallel.model_geometry import ModelGeometry
+from parallel.model_geometry import ModelGeometry, with_trained_mtp
 
 _EXPERT_FIELDS = {"num_experts", "num_experts_per_tok", "moe_intermediate_size"}
+_NEXT_LAYERS = "num_nextn_predict_layers"
 
 
 def make_hf_config(architecture: ArchitectureConfig, eos_token_id: int, high: str) -> dict[str, Any]:
-    """Return the config.json of a Qwen3 model with the given widths, or of a Qwen3-MoE one where it has experts."""
+    """Return the config.json of a Qwen3 model with the given widths, of a Qwen3-MoE one where it has experts, or of a GLM-4.5 where it has
+    layers for multi-token prediction."""
     return {
         "architectures": ["Qwen3MoeForCausalLM" if architecture.num_experts else "Qwen3ForCausalLM"],
         "model_type": "qwen3_moe" if architecture.num_experts else "qwen3",
-        **architecture.model_dump(exclude={*_EXPERT_FIELDS, "tie_word_embeddings", "initializer_range"}),
+        **architecture.model_dump(exclude={*_EXPERT_FIELDS, _NEXT_LAYERS, "tie_word_embeddings", "initializer_range"}),
         "rope_scaling": None,
         "tie_word_embeddings": architecture.tie_word_embeddings,
         "initializer_range": architecture.initializer_range,
@@ -39,6 +41,7 @@ def make_hf_config(architecture: ArchitectureConfig, eos_token_id: int, high: st
         "pad_token_id": eos_token_id,
         "torch_dtype": FORMATS[high].dtype,
         **(_expert_fields(architecture) if architecture.num_experts else {}),
+        **(_glm_fields(architecture) if architecture.num_nextn_predict_layers else {}),
     }
 
 
@@ -53,8 +56,25 @@ def _expert_fields(architecture: ArchitectureConfig) -> dict[str, Any]:
     }
 
 
+def _glm_fields(architecture: ArchitectureConfig) -> dict[str, Any]:
+    """Return the fields in which a GLM-4.5 differs from a Qwen3-MoE model."""
+    return {
+        "architectures": ["Glm4MoeForCausalLM"],
+        "model_type": "glm4_moe",
+        _NEXT_LAYERS: architecture.num_nextn_predict_layers,
+        "n_routed_experts": architecture.num_experts,
+        "n_shared_experts": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "routed_scaling_factor": 1.0,
+        "first_k_dense_replace": 1,
+        "partial_rotary_factor": 0.5,
+        "use_qk_norm": False,
+    }
+
+
 def make_random_tensors(config: dict[str, Any], seed: int) -> dict[str, torch.Tensor]:
-    """Return fresh float32 weights: norms are one, everything else is N(0, initializer_range)."""
+    """Return fresh float32 weights: vectors are one, everything else is N(0, initializer_range)."""
     generator = torch.Generator().manual_seed(seed)
     return {
         tensor.name: torch.ones(tensor.rows)
@@ -68,4 +88,4 @@ def make_random_checkpoint(folder: Path, architecture: ArchitectureConfig, seed:
     """Write a checkpoint with random FP32 weights and the byte-level tokenizer into `folder` (made when absent)."""
     make_byte_tokenizer(folder)
     hf_config = make_hf_config(architecture, load_tokenizer(folder).eos_token_id, "fp32")
-    write_checkpoint(folder, hf_config, make_random_tensors(hf_config, seed), None)
+    write_checkpoint(folder, hf_config, make_random_tensors(with_trained_mtp(hf_config), seed), None)

@@ -30,6 +30,7 @@ from megatron_rl.precision.ops.threads import count_threads
 from megatron_rl.preflight import check_on_rank_0
 from megatron_rl.types import Problem
 from parallel.layout import Layout
+from parallel.model_geometry import with_trained_mtp
 
 _MASTERS = {"mode": "bf16", "high": "fp32"}
 """Precision of the checkpoint that is written: nothing quantized, FP32."""
@@ -45,8 +46,9 @@ def train_and_save(config: DemoConfig, layout: Layout, levels: tuple[int, ...], 
         if not torch.cuda.is_available():
             torch.set_num_threads(count_threads(layout.world_size))
         hf_config = read_config(start)
-        model = build_model(hf_config, layout, PrecisionContract.from_config(config.precision), config.train)
-        load_checkpoint(model, start, build_rank_shards(hf_config, layout))
+        trained_config = with_trained_mtp(hf_config) if config.train.mtp_loss_scaling_factor else hf_config
+        model = build_model(trained_config, layout, PrecisionContract.from_config(config.precision), config.train)
+        load_checkpoint(model, start, build_rank_shards(trained_config, layout))
         warm = config.warm_start
         actor = Actor(model, config.train, temperature=1.0)
         actor.learning_rate = lambda done: warm.learning_rate * min(1, (done + 1) / min(20, warm.steps)) * (1 - done / warm.steps)

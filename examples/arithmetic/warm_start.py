@@ -28,6 +28,9 @@ from megatron_rl.errors import UserError, as_user_error
 from megatron_rl.hf.files import read_config
 from parallel.model_geometry import ModelGeometry
 
+_ABSENT = ("num_experts", "num_nextn_predict_layers")
+"""What the config.json of a model without them does not name."""
+
 
 def main(
     config: ConfigFile,
@@ -95,7 +98,7 @@ def _check_same_model(config: DemoConfig) -> None:
     with as_user_error():
         geometry = ModelGeometry.from_hf_config(hf_config)
     for name, value in config.architecture.model_dump().items():
-        existing = geometry.rope.theta if name == "rope_theta" else hf_config.get(name, 0 if name == "num_experts" else value)
+        existing = geometry.rope.theta if name == "rope_theta" else hf_config.get(name, 0 if name in _ABSENT else value)
         if existing != value:
             fix = "remove that folder, name another model.path, or set it back"
             raise UserError(f"architecture.{name}", value, f"the checkpoint already at {config.model.path} has {existing}", fix)

@@ -68,6 +68,13 @@ class MicroBatch:
         moved: dict[str, Any] = {name: copy_to_device(value, device) for name, value in tensors.items()}
         return replace(self, **moved)
 
+    def shift(self, row: torch.Tensor, by: int) -> torch.Tensor:
+        """Return, at every position, what `row` has so many positions later in the same sample, 0 at its end; [1, t] to [1, t], on the
+        host."""
+        owner = torch.repeat_interleave(torch.arange(len(self.lengths)), torch.tensor(self.lengths))
+        kept = row[:, by:] * (owner[by:] == owner[: len(owner) - by])
+        return torch.nn.functional.pad(kept, (0, by))
+
     def find_targets(self, samples: list[TrainingSample]) -> torch.Tensor:
         """Return the places in the row of the sampled tokens' predictions, sample after sample, int64 [A of all], on the host."""
         starts = accumulate(self.lengths, initial=0)

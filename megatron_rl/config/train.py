@@ -76,6 +76,9 @@ class TrainConfig(ConfigSection):
     """Weight of Megatron's load-balancing loss of experts, per token and layer; 0 turns it off. See docs/guides/moe.md."""
     router_bias_rate: float = Field(0.0, ge=0)
     """What an optimizer step adds to or takes from a router's correction bias (DeepSeek-V3), which balances load without a loss."""
+    mtp_loss_scaling_factor: float = Field(0.0, ge=0)
+    """Weight of the loss of a model's layers for multi-token prediction, which these alone learn from; 0: they are kept as they came. 0.1
+    and 0.2 are common. See docs/guides/checkpoints.md."""
     micro_batch_tokens: int = Field(8192, ge=1)
     """Tokens per forward pass of one rank, most: sequences are laid end to end up to it. A longer sequence has a pass of its own. Context
     parallel ranks lay up to cp times as many."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from itertools import accumulate
 from typing import Any
 
@@ -19,9 +20,10 @@ from megatron_rl.config import TrainConfig
 from megatron_rl.distributed import raise_on_all_ranks
 from megatron_rl.errors import RunError
 from megatron_rl.mcore import nan_finder, reduce
-from megatron_rl.mcore.buckets import start_gathers, wrap_chunks
+from megatron_rl.mcore.buckets import finish_gathers, start_gathers, wrap_chunks
 from megatron_rl.mcore.checkpoint.optimizer import flatten_chained
 from megatron_rl.mcore.context_parallel import ContextShard
+from megatron_rl.mcore.layers.mtp import Lookahead, copy_embedding
 from megatron_rl.mcore.layers.output_layer import score_positions
 from megatron_rl.mcore.layers.quantized_linear import find_quantized_layers, list_quantized_layers
 from megatron_rl.mcore.layers.router import ModelRouters
@@ -43,6 +45,13 @@ Loss = Callable[..., tuple[torch.Tensor, dict[str, torch.Tensor]]]
 TOTAL_LOSS, _POSITIONS = "loss/total", "tokens/places"
 """Added up by `Actor.update`; no metrics of a row."""
 _PADDING = declare("tokens/padding", "share of the places in micro-batches that hold no token", "share")
+MTP_LOSS = declare(
+    "loss/mtp",
+    "cross-entropy of the layers for multi-token prediction, per answer token",
+    "nats",
+    "MTP loss (nats per token)",
+    label="loss",
+)
 GRAD_NORM = declare("grad_norm", "norm of the gradient before clipping", "number", "norm before clipping", label="norm")
 LEARNING_RATE = declare("learning_rate", "learning rate", "small")
 _GATHERED = 16
@@ -127,13 +136,14 @@ class Policy:
     def _run(
         self,
         samples: list[TrainingSample],
-        loss: Callable[[torch.Tensor, MicroBatch, ContextShard, ScoredPositions], torch.Tensor],
+        loss: Callable[..., torch.Tensor],
         forward_only: bool,
         with_entropy: bool = True,
+        mtp_layers: int = 0,
     ) -> None:
         """Run Megatron's schedule once over this replica's micro-batches; `loss` maps log-probs [1, n], or `with_entropy` those
         and entropies [1, n, 2], the micro-batch, this rank's shard of it, and the n positions of the shard that are scored, to a sum over
-        its tokens.
+        its tokens. With `mtp_layers` that many layers for multi-token prediction run too, and it also gets their `Lookahead`.
 
         `loss` is called on the last pipeline stage only. Gradients are those of the sum over all replicas, divided by all answer tokens.
         """
@@ -144,12 +154,14 @@ class Policy:
             batch = next(iterator)
             shard = ContextShard.for_this_rank(batch.lengths)
             scored = ScoredPositions.of(shard.select(batch.mask)).to(self._device)  # counted on the CPU: nothing waits for the device
+            ahead = [Lookahead.of(batch, shard, mtp_layers).to(self._device)] if mtp_layers else []
             batch, shard = batch.to(self._device), shard.to(self._device)
             mask, model = shard.select(batch.mask), unwrap_model(chunk)
             targets = scored.select_targets(batch, shard, self.temperature)
-            with score_positions(model, scored.index, targets, with_entropy):
+            with score_positions(model, scored.index, targets, with_entropy), model.look_ahead(*ahead) if ahead else nullcontext():
                 output = self._forward(chunk, batch, shard)
-            return output, lambda scores: (loss(scores, batch, shard, scored), mask.sum().int(), {})  # Megatron sums tokens over all ranks
+            # Megatron sums tokens over all ranks
+            return output, lambda scores: (loss(scores, batch, shard, scored, *ahead), mask.sum().int(), {})
 
         get_forward_backward_func()(
             forward_step_func=forward_step,
@@ -173,6 +185,7 @@ class Actor(Policy):
         self.routing.replay_enabled = True
         config = self.chunks[0].config
         config.moe_router_bias_update_rate = train.router_bias_rate
+        self._mtp_layers: int = config.trained_mtp_layers
         self._forward_chunks = wrap_chunks(self.chunks, train)
         config.finalize_model_grads_func = finalize_model_grads
         self.optimizer = get_megatron_optimizer(
@@ -250,17 +263,25 @@ class Actor(Policy):
         """Run forward and backward passes of all samples; return sums of the loss's metrics over all ranks."""
         sums: dict[str, Any] = {}
 
-        with_entropy = getattr(loss, "with_entropy", False)
+        with_entropy, factor = getattr(loss, "with_entropy", False), self._train.mtp_loss_scaling_factor
+        if self._mtp_layers and self.chunks[0].config.pipeline_model_parallel_size > 1:
+            finish_gathers(self.model)
+            copy_embedding(self.chunks)
 
-        def compute_loss(scores: torch.Tensor, batch: MicroBatch, shard: ContextShard, scored: ScoredPositions) -> torch.Tensor:
+        def compute_loss(
+            scores: torch.Tensor, batch: MicroBatch, shard: ContextShard, scored: ScoredPositions, ahead: Lookahead | None = None
+        ) -> torch.Tensor:
             logprobs, *entropies = (shard.gather_row(scored.restore(row)) for row in (scores.unbind(-1) if with_entropy else [scores]))
             total, metrics = loss(logprobs, batch, *entropies)  # the same on all context-parallel ranks
+            if ahead is not None:
+                of_layers = ahead.compute_loss()
+                total, metrics = total + factor * of_layers, {**metrics, MTP_LOSS: of_layers.detach()}
             counts: dict[str, Any] = {_POSITIONS: batch.tokens.numel(), _PADDING: batch.padding}
             for name, value in {TOTAL_LOSS: total.detach(), **metrics, **counts}.items():
                 sums[name] = sums.get(name, 0.0) + (value.double() if isinstance(value, torch.Tensor) else value)
             return total
 
-        self._run(samples, compute_loss, forward_only=False, with_entropy=with_entropy)
+        self._run(samples, compute_loss, forward_only=False, with_entropy=with_entropy, mtp_layers=self._mtp_layers)
         return reduce.sum_by_name(sums)
 
     def _find_nonfinite_activation(self, samples: list[TrainingSample]) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,6 +42,7 @@ from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.precision.quantizers import store
 from parallel.formats import MODES
 from parallel.model_geometry import ModelGeometry
+from parallel.mtp_layers import list_copies
 from parallel.shards import HFTensor, Region
 
 
@@ -50,10 +52,13 @@ class _Source(NamedTuple):
     description: Path
     """The folder with config.json and tokenizer."""
     hf_config: dict[str, Any]
+    model: ModelGeometry
+    """With layers for multi-token prediction where a run has trained them."""
     read_values: Callable[[Region], torch.Tensor]
     contract: PrecisionContract
     """Of the result."""
     mtp_layers: MTPLayers | None
+    """Those that were only kept."""
     keeps_fp32_norms: bool
     """A BF16 checkpoint's norms in FP32 stay so: they were scaled for wider matrices."""
 
@@ -122,17 +127,21 @@ def convert(
     with errors_on_all_ranks():
         source = _open_run(folder, precision_fields) if is_run else _open_hf(folder, precision_fields, checks=rank == 0)
         with as_user_error():
-            model = ModelGeometry.from_hf_config(source.hf_config)
             wide_config = align_config(source.hf_config, alignment) if alignment else source.hf_config
-    wide, contract, mtp = ModelGeometry.from_hf_config(wide_config), source.contract, source.mtp_layers
+    model, contract, mtp = source.model, source.contract, source.mtp_layers
+    wide = replace(ModelGeometry.from_hf_config(wide_config), trains_mtp=model.trains_mtp)
     if wide != model and wide.mtp_layers:
-        mtp, wide_config = None, {**wide_config, "num_nextn_predict_layers": 0}
-    sizes = {name: contract.format_of(tensor.role).count_bytes((tensor.rows, tensor.cols)) for name, tensor in wide.tensors().items()}
+        model, wide, mtp = replace(model, trains_mtp=False), replace(wide, trains_mtp=False), None
+        wide_config = {**wide_config, "num_nextn_predict_layers": 0}
+    copies = _list_copies(wide)
+    stored_tensors = wide.tensors() | {name: wide.tensors()[original] for name, original in copies.items()}
+    sizes = {name: contract.format_of(tensor.role).count_bytes((tensor.rows, tensor.cols)) for name, tensor in stored_tensors.items()}
     mtp_sizes = mtp.count_bytes(contract) if mtp else {}
     sizes |= mtp_sizes
     files = cut_into_files(sizes, file_bytes)
     own = range(len(files) * rank // world, len(files) * (rank + 1) // world)
-    tensors = widen(source.read_values, model, wide, [name for number in own for name in files[number] if name not in mtp_sizes])
+    asked = (copies.get(name, name) for number in own for name in files[number] if name not in mtp_sizes)
+    tensors = widen(source.read_values, model, wide, asked)
 
     def make(number: int) -> dict[str, torch.Tensor]:
         stored: dict[str, torch.Tensor] = {}
@@ -141,7 +150,7 @@ def convert(
                 stored |= mtp.read(name, contract)
             else:
                 tensor, value = next(tensors)
-                stored |= _store(tensor, value, source, is_scaled(model.tensors()[name], wide))
+                stored |= _store(replace(tensor, name=name), value, source, is_scaled(model.tensors()[tensor.name], wide))
         return stored
 
     with ExitStack() as stack:
@@ -162,6 +171,14 @@ def convert(
         write_on_rank0(complete)
 
 
+def _list_copies(model: ModelGeometry) -> dict[str, str]:
+    """Return the copies of embedding and output layer that checkpoints hold with trained layers for multi-token prediction: name -> the
+    original's."""
+    originals = {tensor.role: name for name, tensor in model.tensors().items()}
+    numbers = range(model.mtp_layers if model.trains_mtp else 0)
+    return {name: originals[copy.role] for number in numbers for name, copy in list_copies(model, number).items()}
+
+
 def _open_hf(folder: Path, precision_fields: dict[str, Any], checks: bool) -> _Source:
     hf_config = read_config(folder)
     checkpoint = HFCheckpoint(folder, hf_config, "--checkpoint")
@@ -175,7 +192,8 @@ def _open_hf(folder: Path, precision_fields: dict[str, Any], checks: bool) -> _S
         checkpoint.check_scales(model.tensors().values(), None)
     high = "fp32" if hf_config.get("torch_dtype", hf_config.get("dtype")) == "float32" else "bf16"
     contract = PrecisionContract.from_config(PrecisionConfig.model_validate({"high": high, **precision_fields}))
-    return _Source(folder, hf_config, checkpoint.read_values, contract, MTPLayers(checkpoint, model), keeps_fp32_norms=high == "bf16")
+    mtp = MTPLayers(checkpoint, model)
+    return _Source(folder, hf_config, model, checkpoint.read_values, contract, mtp, keeps_fp32_norms=high == "bf16")
 
 
 def _check_run(folder: Path, rank: int, world: int) -> None:
@@ -198,7 +216,7 @@ def _open_run(folder: Path, precision_fields: dict[str, Any]) -> _Source:
         value, format = weights.read_values(region), contract.format_of(region.tensor.role)
         return value if format.quantized else value.to(getattr(torch, format.dtype))  # then it may be widened
 
-    return _Source(folder / "hf", hf_config, read_values, contract, mtp, keeps_fp32_norms=False)
+    return _Source(folder / "hf", hf_config, weights.model, read_values, contract, mtp, keeps_fp32_norms=False)
 
 
 def _store(tensor: HFTensor, value: torch.Tensor, source: _Source, scaled: bool) -> dict[str, torch.Tensor]:

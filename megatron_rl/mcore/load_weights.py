@@ -29,6 +29,7 @@ from parallel.formats import TensorFormat
 from parallel.layout import Layout
 from parallel.megatron_shards import build_megatron_shards, compute_row_order, reorder_for_quantization
 from parallel.model_geometry import ModelGeometry, as_critic
+from parallel.mtp_layers import MEGATRON_PREFIX
 from parallel.reshard import check_block_alignment, get_scale_rect
 from parallel.shards import Shard
 
@@ -144,7 +145,7 @@ def set_formats(model: ModelChunks, geometry: ModelGeometry, layout: Layout, con
     for name, layer in find_weight_layers(model).items():
         if not isinstance(layer, QuantizedLinear):
             layer.format, layer.blocks = contract.high_format, None  # type: ignore[misc]
-        layer.engine_format = contract.engine_format if name in linear else None
+        layer.engine_format = contract.engine_format if name in linear and not name.startswith(MEGATRON_PREFIX) else None
         layer.is_cut_by_columns = name in linear and is_cut_by_columns(linear[name])
         order = orders.get(name)
         layer.row_order = None if order is None else torch.tensor(order)

@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from megatron_rl.config import TrainConfig
 from megatron_rl.errors import as_user_error
 from megatron_rl.mcore import quantizing_optimizer
 from megatron_rl.mcore.checkpoint.rng import seed_python_and_numpy
+from megatron_rl.mcore.layers.mtp import LookaheadModel
 from megatron_rl.mcore.layers.norm_fusion import connect_norms
 from megatron_rl.mcore.layers.output_layer import install_output_layer
 from megatron_rl.mcore.layers.spec import build_decoder_spec
@@ -67,6 +69,9 @@ class QuantizedTransformerConfig(TransformerConfig):
     """Norm what attention and MLP add to the residual stream."""
     attention_length: float = math.inf
     """See `ModelGeometry.attention_length`."""
+    trained_mtp_layers: int = 0
+    """Layers for multi-token prediction behind the last stage. Megatron's own `mtp_num_layers` stays unset: it would change the model's
+    pass and sum the embedding's gradient over two stages."""
 
 
 @dataclass
@@ -175,6 +180,7 @@ def _megatron_config(
         scale_kv_by_layer=contract.scales_kv_by_layer,
         post_norms=geometry.post_norms,
         attention_length=geometry.attention_length,
+        trained_mtp_layers=geometry.mtp_layers if geometry.trains_mtp else 0,
         **layout_options(layout, train),
         **recompute_options(train, geometry),
         **attention_options(geometry),
@@ -185,7 +191,8 @@ def _megatron_config(
 def _build_chunk(
     geometry: ModelGeometry, length: int, config: QuantizedTransformerConfig, contract: PrecisionContract, vp_stage: int | None
 ) -> GPTModel:
-    model = GPTModel(
+    build = partial(LookaheadModel, contract.trainer_format.quantized) if geometry.trains_mtp else GPTModel
+    model = build(
         config=config,
         transformer_layer_spec=build_decoder_spec(config, quantized=contract.trainer_format.quantized, vp_stage=vp_stage),
         vocab_size=padded_vocabulary(geometry.vocab, config.tensor_model_parallel_size),
@@ -206,7 +213,8 @@ def _build_chunk(
     connect_norms(model)
     if torch.cuda.is_available():
         return model.cuda(torch.cuda.current_device())  # Megatron moves only its own layers
-    for module in (model, *model.decoder.layers):  # a layer by itself where the backward pass recomputes it
+    ahead = model.mtp.layers if hasattr(model, "mtp") else []
+    for module in (model, *model.decoder.layers, *ahead):  # a layer by itself where the backward pass recomputes it
         cpu.run_forward_single_threaded(module)
     return model
 

@@ -18,10 +18,11 @@ def get_model_chunks(model: ModelChunks) -> list[GPTModel]:
 def global_name(model: GPTModel, name: str) -> str:
     """Return the name of a parameter or module of this rank, with layers and experts numbered over the whole model."""
     parts = name.split(".")
-    if parts[:2] == ["decoder", "layers"]:
-        layer = model.decoder.layers[int(parts[2])]
+    if parts[1:2] == ["layers"]:
+        layer = model.get_submodule(".".join(parts[:3]))
         parts[2] = str(layer.layer_number - 1)
         if "local_experts" in parts:
             expert = parts.index("local_experts") + 1
-            parts[expert] = str(layer.mlp.local_expert_indices[int(parts[expert])])
+            mlp = layer.get_submodule(".".join(parts[3 : parts.index("mlp") + 1]))
+            parts[expert] = str(mlp.local_expert_indices[int(parts[expert])])
     return ".".join(parts)

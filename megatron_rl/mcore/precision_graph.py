@@ -48,6 +48,7 @@ from megatron_rl.precision.graph.formats import (
 from megatron_rl.precision.graph.graph import PrecisionGraph, TensorPrecision, merge_graphs
 from megatron_rl.precision.ops.rope import rotates_rows
 from parallel.adapters import NAMES
+from parallel.mtp_layers import MEGATRON_PREFIX
 
 
 def read_rank_graph(model: GPTModel | Sequence[GPTModel]) -> PrecisionGraph:
@@ -78,7 +79,7 @@ class _MegatronReader:
             is_critic=isinstance(last, ValueHead),
         )
         for name, parameter in model.named_parameters():
-            if id(parameter) not in self.seen:
+            if id(parameter) not in self.seen and not name.startswith(MEGATRON_PREFIX):  # layers that no engine has
                 raise RunError(f"the precision graph knows no operator of the trainer that uses {name}")
         return precision
 

@@ -85,6 +85,7 @@ class QuantizingOptimizer(DistributedOptimizer):
                 size = gbuf_ranges[index][dtype][bucket]["param_map"][parameter]["param"].size
                 master = torch.empty(size, dtype=torch.float32, device=parameter.device)
                 tensor_parallel.copy_tensor_model_parallel_attributes(master, parameter)
+                master.shared = getattr(parameter, "shared", False)  # type: ignore[attr-defined]
                 parameter.main_param = stepped[id(parameter)] = master
             group["orig_group"]["params"] = [stepped[id(each)] for each in parameters if id(each) in stepped]
         return groups

@@ -36,6 +36,9 @@ class Workload:
         """Raise UserError where the configuration does not fit the model, whatever the layouts."""
         facts = Facts(config, hf_config)
         check(facts, PLAN)
+        if (factor := config.train.mtp_loss_scaling_factor) > 0:
+            rule = "trains layers for multi-token prediction, which is neither planned nor rehearsed"
+            raise UserError("train.mtp_loss_scaling_factor", factor, rule, "leave it out, and leave room for them on the last stage")
         return cls(config.make_geometry(hf_config), config, hf_config)
 
     @cached_property

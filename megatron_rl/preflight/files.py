@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 
 from megatron_rl.errors import UserError
 from megatron_rl.hf.files import read_config
@@ -87,6 +88,15 @@ def weights_can_be_had(facts: Facts) -> None:
 def tensors_are_those_of_the_model(facts: Facts) -> None:
     """Names, shapes and dtypes, from the files' headers; the weights are read at loading."""
     facts.checkpoint.check(facts.model)
+
+
+@rule(Needs.WEIGHTS | Needs.MODEL | Needs.TRAINER)
+def mtp_layers_that_are_trained_are_whole(facts: Facts) -> None:
+    """Those that are only kept may be missing, or in high precision beside quantized weights."""
+    if facts.config.train.mtp_loss_scaling_factor:
+        model = replace(facts.model, trains_mtp=True)
+        facts.checkpoint.check(model)
+        facts.checkpoint.check_scales(model.tensors().values(), facts.contract.trainer_format)
 
 
 @rule(Needs.WEIGHTS | Needs.MODEL | Needs.TRAINER)

@@ -265,6 +265,17 @@ def waits_are_no_hangs(facts: Facts) -> None:
         raise UserError("log.stuck_after", config.log.stuck_after, rule, f"raise it, lower {name}, or set it to 0")
 
 
+@rule(Needs.TRAINER | Needs.MODEL)
+def mtp_layers_are_there_to_train(facts: Facts) -> None:
+    factor = facts.config.train.mtp_loss_scaling_factor
+    if factor and not facts.model.mtp_layers:
+        rule = f"trains layers for multi-token prediction, of which this {facts.model.family} model has none (num_nextn_predict_layers)"
+        raise UserError("train.mtp_loss_scaling_factor", factor, rule, "leave it out")
+    if factor and facts.model.tied:
+        rule = "trains layers for multi-token prediction, which is not built for an output layer tied to the embedding"
+        raise UserError("train.mtp_loss_scaling_factor", factor, rule, "leave it out: they are kept as they came")
+
+
 @rule(Needs.TRAINER)
 def adapters_are_built_for_the_run(facts: Facts) -> None:
     """What LoRA was not built and tested for."""

@@ -287,6 +287,8 @@ SECTIONS: dict[str, tuple[Plot, ...]] = {
              "The policy loss hovers around 0 by design and says little on its own; the KL term grows as the policy leaves its reference."),
     ),
     "Critic": (
+        Plot("Loss of multi-token prediction", (Panel("MTP loss (nats per token)", zero=True),),
+             "A layer that follows the policy keeps it low; it rises where the policy learns to write otherwise."),
         Plot("Values and returns", (Panel("values and returns"), Panel("explained variance of returns")),
              "Values should follow the returns; an explained variance below 0 means that the critic is worse than a constant."),
         Plot("Value loss", (Panel("value loss", zero=True), Panel("values clipped", "share")),

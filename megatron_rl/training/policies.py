@@ -22,21 +22,22 @@ from megatron_rl.mcore.names import ModelChunks
 from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.training.canary import LONGEST, make_prompts
 from parallel.layout import Layout
-from parallel.model_geometry import as_critic
+from parallel.model_geometry import as_critic, with_trained_mtp
 from parallel.shards import Shard
 
 
 def load_actor(config: Config, layout: Layout, hf_config: Mapping[str, Any]) -> tuple[Actor, list[Shard]]:
-    """Return the policy in training and this rank's shards of it. Collective."""
-    shards = build_rank_shards(dict(hf_config), layout)
-    model = _load(config, layout, hf_config, shards, config.model.folder)
+    """Return the policy in training and this rank's shards of what an engine gets of it. Collective."""
+    trained = with_trained_mtp(hf_config) if config.train.mtp_loss_scaling_factor else dict(hf_config)
+    shards = build_rank_shards(trained, layout)
+    model = _load(config, layout, trained, shards, config.model.folder)
     if config.lora is not None:
         install_adapters(model, config.lora, config.train.seed)
     actor = Actor(model, config.train.decay_over(config.optimizer_steps), config.rollout.temperature)
     if config.lora is None and (spread := MasterSpread.from_config(config)):
         spread.spread_optimizer(actor.optimizer, shards, global_parameters(model))
     _choose_scales(config, actor, hf_config)
-    return actor, shards
+    return actor, build_rank_shards(dict(hf_config), layout)
 
 
 def load_reference(config: Config, layout: Layout, hf_config: Mapping[str, Any], actor: Actor) -> Policy | None:

@@ -1,9 +1,10 @@
 """Model families, one a file: everything that is known of an architecture. A module's name is the `model_type` of its config.json.
 
-A family has two functions:
+A family has these functions:
 
     read(config: HFConfig) -> ModelGeometry             what config.json says; refuses what the trainer does not compute
     list_layer(model, layer: int) -> list[Weight]       a layer's weights, in the order of the checkpoint (`parallel.layer_weights`)
+    list_mtp_layer(model, number: int)                  where there are layers for multi-token prediction: those of the `number`-th
 
 To add one, add its file here and a row to `tests/support/families.py`.
 """

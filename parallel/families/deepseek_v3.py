@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from parallel import mtp_layers
 from parallel.hf_config import HFConfig, refuse
 from parallel.layer_weights import pre_norm_layer
 from parallel.model_geometry import MLAGeometry, ModelGeometry, MoEGeometry
 
-list_layer = pre_norm_layer
+list_layer, list_mtp_layer = pre_norm_layer, mtp_layers.list_mtp_layer
 
 
 def read(config: HFConfig) -> ModelGeometry:

@@ -5,12 +5,13 @@ config.json says whether q, k and v have biases, and whether heads of q and k ar
 
 from __future__ import annotations
 
+from parallel import mtp_layers
 from parallel.families.deepseek_v3 import read_experts
 from parallel.hf_config import HFConfig
 from parallel.layer_weights import pre_norm_layer
 from parallel.model_geometry import ModelGeometry
 
-list_layer = pre_norm_layer
+list_layer, list_mtp_layer = pre_norm_layer, mtp_layers.list_mtp_layer
 
 _DEFAULTS = {  # those of transformers
     **{"rms_norm_eps": 1e-5, "num_nextn_predict_layers": 1, "first_k_dense_replace": 1, "n_shared_experts": 1},

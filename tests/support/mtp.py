@@ -18,10 +18,10 @@ from support.fp8_checkpoints import random_blocks
 from support.models import edit_config, read_weights
 
 
-def add_mtp_layer(folder: Path, scales: str = "", seed: int = 7) -> dict[str, torch.Tensor]:
-    """Add a layer as DeepSeek and GLM publish it: random numbers in BF16, or the decoder's weights as random FP8 blocks with `scales`.
+def add_mtp_layer(folder: Path, scales: str = "", seed: int = 7, layers: int = 1) -> dict[str, torch.Tensor]:
+    """Add layers as DeepSeek and GLM publish it: random numbers in BF16, or the decoder's weights as random FP8 blocks with `scales`.
     Return its tensors."""
-    config = read_config(folder) | {"num_nextn_predict_layers": 1}
+    config = read_config(folder) | {"num_nextn_predict_layers": layers}
     model, generator = ModelGeometry.from_hf_config(config), torch.Generator().manual_seed(seed)
     tensors: dict[str, torch.Tensor] = {}
     for name, tensor in list_mtp_tensors(model).items():
@@ -31,7 +31,7 @@ def add_mtp_layer(folder: Path, scales: str = "", seed: int = 7) -> dict[str, to
             value = torch.randn((tensor.rows,) if tensor.vector else (tensor.rows, tensor.cols), generator=generator) / 50
             tensors[name] = value if tensor.role in FP32_ROLES else value.bfloat16()
     save_file(read_weights(folder) | tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    edit_config(folder, {"num_nextn_predict_layers": 1})
+    edit_config(folder, {"num_nextn_predict_layers": layers})
     return tensors
 
 

@@ -50,7 +50,7 @@ from megatron_rl.precision.ops import rope, swiglu, tree
 from megatron_rl.precision.quantized_weight import QuantizedWeight
 from megatron_rl.precision.quantizers import dequantize
 from parallel.layout import Layout
-from parallel.model_geometry import ModelGeometry
+from parallel.model_geometry import ModelGeometry, with_trained_mtp
 from support.gathered import gather_tensors
 
 TRAIN = {"learning_rate": 1e-3, "micro_batch_tokens": 100}
@@ -72,8 +72,10 @@ class Trainer:
         self.folder, self.precision = folder, PrecisionConfig(**precision)
         self.hf_config = read_config(folder)
         self.contract = PrecisionContract.from_config(self.precision)
-        self.shards = build_rank_shards(self.hf_config, self.layout)
         self.train = TrainConfig(**{**TRAIN, **(train or {})})
+        if self.train.mtp_loss_scaling_factor:
+            self.hf_config = with_trained_mtp(self.hf_config)
+        self.shards = build_rank_shards(self.hf_config, self.layout)
         self.model = build_model(self.hf_config, self.layout, self.contract, self.train)
         spread = MasterSpread(self.train.seed, self.contract) if precision.get("masters") == "spread" else None  # where a test asks for it
         load_checkpoint(self.model, folder, self.shards, spread)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 import sys
 import tempfile
 import warnings
@@ -14,6 +16,7 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from megatron_rl.config import PrecisionConfig
+from megatron_rl.hf.files import read_config
 from megatron_rl.hf.write import write_checkpoint
 from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.precision.fp8 import dequantize_weight
@@ -159,3 +162,35 @@ def value_step(folder: Path, sequences: list[dict[str, Any]], cliprange: float) 
     loss.backward()
     norm = torch.stack([parameter.grad.square().sum() for parameter in (*model.parameters(), head)]).sum().sqrt()
     return {"values": torch.cat(values).detach(), "loss": float(loss), "grad_norm": float(norm)}
+
+
+def mtp_loss(folder: Path, sequences: list[dict[str, Any]]) -> float:
+    """Cross-entropy of the first layer for multi-token prediction, per answer token. The layer is that of a model of one layer.
+
+    `sequences`: fields of `TrainingSample`.
+    """
+    tensors, hf_config, model = load_file(folder / "model.safetensors"), read_config(folder), _load(folder)
+    prefix = f"model.layers.{hf_config['num_hidden_layers']}."
+    own = {name.removeprefix(prefix): tensor.float() for name, tensor in tensors.items() if name.startswith(prefix)}
+    renamed = {f"model.layers.0.{name}": tensor for name, tensor in own.items() if re.match("self_attn|mlp|input|post", name)}
+    renamed |= {name: tensors[name] for name in ("model.embed_tokens.weight", "lm_head.weight")}
+    with tempfile.TemporaryDirectory() as other:
+        changes = {"num_hidden_layers": 1, "first_k_dense_replace": 0, "num_nextn_predict_layers": 0, "torch_dtype": "float32"}
+        write_checkpoint(Path(other), {**hf_config, **changes}, renamed | {"model.norm.weight": own["shared_head.norm.weight"]}, None)
+        layer = _load(Path(other))
+    eps, losses, answers = hf_config["rms_norm_eps"], [], 0
+    for sample in sequences:
+        ids = torch.tensor([sample["prompt_ids"].tolist() + sample["response_ids"].tolist()])
+        start, mask = len(sample["prompt_ids"]), sample["response_mask"]
+        sampled = start + torch.arange(len(sample["response_ids"]))[mask if len(mask) else slice(None)]
+        answers += len(sampled)
+        with torch.no_grad():
+            hidden, embedded = model.model(ids[:, :-1]).last_hidden_state, model.get_input_embeddings()(ids[:, 1:])
+            width = hidden.shape[-1:]
+            parts = (
+                functional.rms_norm(embedded, width, own["enorm.weight"], eps),
+                functional.rms_norm(hidden, width, own["hnorm.weight"], eps),
+            )
+            logits = layer(inputs_embeds=torch.cat(parts, -1) @ own["eh_proj.weight"].t()).logits[0].log_softmax(-1)
+        losses += [-float(logits[place - 2, ids[0, place]]) for place in sampled.tolist() if place >= 2]
+    return math.fsum(losses) / answers

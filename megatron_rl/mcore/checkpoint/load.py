@@ -3,7 +3,7 @@
 step_00030/
   mcore/      torch_dist, loads into any layout: weights, FP32 masters, both moments of Adam, each rank's random number generators
   hf/         config.json and tokenizer
-  mtp/        layers for multi-token prediction, where the model came with some: safetensors as `model.path` has them
+  mtp/        layers for multi-token prediction, where the model came with some that are not trained: safetensors as in `model.path`
   state.json  step, policy version, precision, layout, state of data and algorithm, and sizes and hashes of all other files;
               written last, so a folder without it is no checkpoint
 
@@ -18,6 +18,7 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Container
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from parallel.digest import view_rect
 from parallel.layout import Coordinates, Layout
 from parallel.megatron_shards import build_megatron_shards
 from parallel.model_geometry import ModelGeometry
+from parallel.mtp_layers import MEGATRON_PREFIX
 from parallel.shards import Region
 
 
@@ -62,14 +64,16 @@ class RunWeights:
     """
 
     def __init__(self, folder: Path, model: ModelGeometry) -> None:
+        """`model`: without the layers for multi-token prediction, which are read where the checkpoint has trained ones (`model`)."""
         self._folder, self._reader = folder, FileSystemReader(folder / "mcore")
         metadata = self._reader.read_metadata()
         self._reader.set_up_storage_reader(metadata, is_coordinator=True)
         self._stored = metadata.state_dict_metadata
+        self.model = replace(model, trains_mtp=any(name.startswith(MEGATRON_PREFIX) for name in self._stored))
         self._chunks: dict[str, dict[tuple[int, ...], list[ChunkStorageMetadata]]] = {}
         self._parts: dict[str, list[tuple[str, Region]]] = defaultdict(list)
         """Tensor -> parameters that hold a part of it, and which."""
-        for shard in build_megatron_shards(model, Layout(), Coordinates()):
+        for shard in build_megatron_shards(self.model, Layout(), Coordinates()):
             for region in shard.regions:
                 self._parts[region.tensor.name].append((shard.name, region))
         self._last = "", torch.empty(0)

@@ -69,7 +69,9 @@ class CheckpointWriter:
         with self._discarded_on_failure():
             write_on_rank0(self._prepare)
             with errors_on_all_ranks():
-                copies = [] if list_adapted_layers(model) else [_open_copy(source, hf_config)]  # with LoRA they stay with the base
+                trains_mtp = get_model_chunks(model)[0].config.trained_mtp_layers > 0
+                with_base = bool(list_adapted_layers(model))  # with LoRA they stay there
+                copies = [] if with_base else [_open_copy(source, hf_config, is_trained=trains_mtp)]
             self._async_save = AsyncSave(self._temporary, sharded, live, [*copies, *files])
 
     def is_written(self) -> bool:
@@ -109,9 +111,10 @@ class CheckpointWriter:
         checkpoints.publish(self._temporary, self.folder, self._keep)
 
 
-def _open_copy(source: Path, hf_config: dict[str, Any]) -> MTPCopy:
+def _open_copy(source: Path, hf_config: dict[str, Any], is_trained: bool) -> MTPCopy:
+    """Open the layers for multi-token prediction, unless they are among the weights that are saved anyway."""
     try:
-        return MTPCopy(source, hf_config, *get_rank_and_size())
+        return MTPCopy(source, {**hf_config, "num_nextn_predict_layers": 0} if is_trained else hf_config, *get_rank_and_size())
     except UserError as error:  # a folder that a run read at its start
         raise RunError(str(error)) from None
 

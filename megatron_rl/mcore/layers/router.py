@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -230,15 +230,17 @@ class ModelRouters:
         own_indices = token_indices[0, start : start + length]
         recorded = experts[0, start : start + length] if len(experts) else None
         batch = RoutedMicroBatch(own_indices, own_indices < 0, empty, recorded, self.replay_enabled, self._stats)
-        for replay in replays:
-            replay.forward_batch = batch
+        ahead = replace(batch, routed_experts=None, replay=False, stats=None)  # layers for multi-token prediction have no record
+        batches = [batch if replay.router.layer_number <= self.shape.num_layers else ahead for replay in replays]
+        for replay, own in zip(replays, batches, strict=True):
+            replay.forward_batch = own
         try:
             yield
         finally:
-            for replay in replays:
+            for replay, own in zip(replays, batches, strict=True):
                 replay.forward_batch = None
                 if self._recomputes and torch.is_grad_enabled():
-                    replay.recompute_queue.append(batch)
+                    replay.recompute_queue.append(own)
 
     @contextmanager
     def collect_stats(self, samples: list[TrainingSample], keep: bool = False) -> Iterator[RoutingStats]:

@@ -180,6 +180,11 @@ def build_decoder_spec(config: TransformerConfig, quantized: bool, vp_stage: int
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
 
 
+def build_last_layer_spec(config: TransformerConfig, quantized: bool) -> ModuleSpec:
+    """Return the spec of a layer as the model's last ones are: with experts, where it has any."""
+    return _layer_spec(config, QuantizedSpecProvider() if quantized else SpecProvider(), config.num_moe_experts)
+
+
 def _layer_spec(config: TransformerConfig, backend: SpecProvider, experts: int | None) -> ModuleSpec:
     add = ModuleSpec(NormedAdd if config.post_norms else AddBeforeNorm, params={"config": config})
     layer = TransformerLayerSubmodules(

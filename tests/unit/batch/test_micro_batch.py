@@ -50,6 +50,13 @@ def test_a_row_is_the_sequences_end_to_end_shifted_by_one(samples, most, multipl
             assert tokens.tolist() == ids[:-1] and targets.tolist() == ids[1:]
 
 
+@given(sequences(), BOUND, st.integers(0, 3))
+def test_a_shifted_row_looks_ahead_within_each_sequence(samples, most, by):
+    for batch in make_micro_batches(samples, most):
+        for row, shifted in zip(*(rows[0].split(batch.lengths) for rows in (batch.targets, batch.shift(batch.targets, by))), strict=True):
+            assert shifted.tolist() == [*row[by:].tolist(), *[0] * min(by, len(row))]
+
+
 @given(sequences(), BOUND)
 def test_the_mask_selects_the_answer_tokens_and_what_is_known_of_them(samples, most):
     for batch in make_micro_batches(samples, most):

@@ -120,6 +120,9 @@ def test_the_kv_cache_of_a_rank_holds_its_heads_or_mlas_one_latent():
     assert memory.count_kv_bytes_per_token(Workload.from_config(config, deepseek | {"rope_theta": 1e4}), 8) == 61 * (512 + 64) * 2
     config = Config.model_validate_json('{"model": {"path": "x"}, "precision": {"kv": "e4m3"}}')  # a byte for a number, one for a scale
     assert memory.count_kv_bytes_per_token(Workload.from_config(config, deepseek | {"rope_theta": 1e4}), 8) == 61 * (512 + 1 + 64 + 1)
+    config = config.model_copy(update={"train": config.train.model_copy(update={"mtp_loss_scaling_factor": 0.1})})
+    with pytest.raises(UserError, match=r"train\.mtp_loss_scaling_factor = 0\.1: trains layers for .* neither planned nor rehearsed"):
+        Workload.from_config(config, deepseek | {"rope_theta": 1e4})
 
 
 def test_the_engine_holds_what_the_sync_plan_writes():

@@ -15,11 +15,13 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.families import ARCHITECTURES
 from support.fp8_checkpoints import with_random_blocks
 from support.geometries import PUBLISHED
-from support.models import edit_config, make_checkpoint
+from support.models import edit_config, make_checkpoint, make_model
 from typer.testing import CliRunner
 
+from examples.arithmetic.byte_tokenizer import make_byte_tokenizer
 from megatron_rl.cli import evaluate
 from megatron_rl.cli.main import app
 from megatron_rl.config import load_config
@@ -57,6 +59,8 @@ PPO = "--algorithm.name=ppo"
 MEASURED = '--data.train=[{source = "x.jsonl", format = "gsm8k", pass_rate = "measured", pass_rate_high = 0.9}]'
 AGENT = "--agent.name=examples.arithmetic.python_agent:solve"
 ON_HUB, COMMIT = "hf:someone/unknown", "5" * 40
+MTP = "--train.mtp_loss_scaling_factor=0.1"
+GLM = ARCHITECTURES["glm4_moe_air"] | {"num_hidden_layers": 1, "num_nextn_predict_layers": 1}
 GLOO = "--sync.transport=gloo"  # works on a GPU and without
 
 
@@ -409,6 +413,19 @@ MISTAKES = [
         (AGENT,),
     ),
     Mistake(
+        settings.mtp_layers_are_there_to_train,
+        "train plan",
+        "train.mtp_loss_scaling_factor = 0.1: trains layers for multi-token prediction, of which this qwen3 model has none",
+        (MTP,),
+    ),
+    Mistake(
+        settings.mtp_layers_are_there_to_train,
+        "train plan",
+        "train.mtp_loss_scaling_factor = 0.1: trains layers for multi-token prediction, which is not built for an output layer tied to",
+        (MTP,),
+        model=GLM | {"tie_word_embeddings": True},
+    ),
+    Mistake(
         settings.adapters_are_built_for_the_model,
         "train plan",
         "lora.targets = ['linear_fc2']: names layers of experts, which an engine on a GPU computes in one kernel",
@@ -699,6 +716,13 @@ MISTAKES = [
         "train eval",
         "MODEL = 'model': tensor model.layers.0.mlp.gate_proj.weight has shape [512, 256], config.json says [640, 256]",
         model={"intermediate_size": 640},
+    ),
+    Mistake(
+        files.mtp_layers_that_are_trained_are_whole,
+        "train",
+        "MODEL = 'glm': tensor model.layers.1.enorm.weight is missing; the checkpoint is incomplete, or config.json is another model's",
+        (MTP, "--model.path=glm"),
+        scene=lambda _: make_byte_tokenizer(make_model(Path("glm"), GLM)),
     ),
     Mistake(
         files.tensors_are_those_of_the_critic,

@@ -26,6 +26,7 @@ def calls(monkeypatch) -> MagicMock:
         ours = getattr(value, "__module__", "").startswith(("megatron_rl.", "parallel."))
         if ours and value is not session.Session and not (inspect.isclass(value) and issubclass(value, Exception)):
             monkeypatch.setattr(session, name, getattr(calls, name))
+    monkeypatch.setattr(Config, "make_geometry", MagicMock())
     monkeypatch.setattr(session, "Rank0", lambda make: MagicMock(value=make()))
     return calls
 

@@ -17,7 +17,7 @@ from megatron_rl.config import load_config
 app = typer.Typer()
 app.command(context_settings={"ignore_unknown_options": True})(main)
 QUICKSTART = ROOT / "configs" / "quickstart.toml"
-NAMES = ("quickstart", "quickstart_moe", "calculator", "gsm8k", "python_agent")
+NAMES = ("quickstart", "quickstart_moe", "quickstart_mtp", "calculator", "gsm8k", "python_agent")
 
 
 def run(*arguments: object) -> str:

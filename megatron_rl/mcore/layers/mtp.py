@@ -1,0 +1,173 @@
+"""Layers for multi-token prediction (MTP) in training: Megatron's own block behind the last pipeline stage, and a loss of its own.
+
+    layer k at position i reads the state behind layer k - 1 and token i + k, and predicts token i + k + 1
+
+The loss is the cross-entropy of the answer tokens. State, embedding and output layer are constants to it, as with verl's `detach_encoder`
+and in AReaL: the layers learn from the policy, whose own pass, loss and gradient are those of a run without them, bit for bit. The layers'
+gradients are no part of the norm that clips. Only the forward pass of a training step runs them.
+
+Megatron rolls tokens and labels itself, sequence by sequence, and computes the labels' loss within the model. Here a `Lookahead` is made of
+the whole micro-batch beforehand: no message between context-parallel ranks, and logits for answer tokens alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import ColumnParallelLinear
+from megatron.core.transformer import ModuleSpec
+from megatron.core.transformer.multi_token_prediction import (
+    MultiTokenPredictionBlock,
+    MultiTokenPredictionBlockSubmodules,
+    MultiTokenPredictionLayer,
+    MultiTokenPredictionLayerSubmodules,
+)
+
+from megatron_rl.batch.micro_batch import MicroBatch
+from megatron_rl.mcore.context_parallel import ContextShard
+from megatron_rl.mcore.layers.norms import RMSNorm
+from megatron_rl.mcore.layers.output_layer import score_positions
+from megatron_rl.mcore.layers.spec import CoreAttention, build_last_layer_spec
+from megatron_rl.mcore.logprobs import Targets
+from megatron_rl.mcore.scored_positions import ScoredPositions
+from megatron_rl.precision.ops.device_copy import copy_to_device
+
+
+@dataclass
+class Lookahead:
+    """What this rank's layers read and predict in a micro-batch, one entry a layer, and how likely they found it."""
+
+    tokens: torch.Tensor
+    """int64 [layers, t / cp]: what they read besides the state."""
+    scored: list[ScoredPositions]
+    targets: list[torch.Tensor]
+    """int64 [n] at the scored positions."""
+    masks: list[torch.Tensor]
+    """[1, t]: 1 where a sampled answer token is predicted."""
+    shard: ContextShard
+    logprobs: list[torch.Tensor]
+    """float32 [1, n] with gradient, as the last pass left them; empty on all pipeline stages but the last."""
+
+    @classmethod
+    def of(cls, batch: MicroBatch, shard: ContextShard, layers: int) -> Lookahead:
+        """Make that of a micro-batch, on the CPU."""
+        steps = range(1, layers + 1)
+        masks = [batch.shift(batch.mask, step) for step in steps]
+        scored = [ScoredPositions.of(shard.select(mask)) for mask in masks]
+        targets = [places.select(shard.select(batch.shift(batch.targets, step))) for places, step in zip(scored, steps, strict=True)]
+        tokens = torch.cat([shard.select(batch.shift(batch.targets, step - 1)) for step in steps])
+        return cls(tokens, scored, targets, masks, shard, [])
+
+    def to(self, device: torch.device) -> Lookahead:
+        """Return a copy with every tensor on `device`."""
+        tokens, *rest = (copy_to_device(x, device) for x in (self.tokens, *self.targets, *self.masks))
+        targets, masks = rest[: len(self.targets)], rest[len(self.targets) :]
+        return Lookahead(tokens, [scored.to(device) for scored in self.scored], targets, masks, self.shard.to(device), [])
+
+    def compute_loss(self) -> torch.Tensor:
+        """Return the cross-entropy of the predicted answer tokens: their sum, as a mean over the layers; the same on all context-parallel
+        ranks, with gradient."""
+        rows = zip(self.scored, self.logprobs, self.masks, strict=True)
+        sums = [(self.shard.gather_row(scored.restore(logprobs)) * mask).sum() for scored, logprobs, mask in rows]
+        return -torch.stack(sums).mean()
+
+
+class LookaheadLayer(MultiTokenPredictionLayer):
+    """Megatron's layer, given the tokens that it reads: `input_ids` [layers left, t / cp]."""
+
+    def _get_embeddings(
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        embedding: Any,
+        hidden_states: torch.Tensor,
+        packed_seq_params: Any = None,
+    ) -> tuple[torch.Tensor, ...]:
+        with torch.no_grad():
+            embedded = embedding(input_ids=input_ids[:1], position_ids=position_ids)
+        return input_ids[1:], position_ids, embedded, hidden_states
+
+    def _checkpointed_forward(self, forward_func: Any, hidden_states: Any, decoder_input: Any, **options: Any) -> torch.Tensor:
+        """Megatron's own saves its options like tensors, which those of packed sequences are not."""
+        result: torch.Tensor = tensor_parallel.checkpoint(partial(forward_func, **options), False, hidden_states, decoder_input)
+        return result
+
+
+class LookaheadModel(GPTModel):
+    """Megatron's model with such layers behind its last part, `mtp`, which run within `look_ahead`.
+
+    A last stage that is not the first has a copy of the embedding's weight, neither trained nor saved: `copy_embedding` fills it.
+    """
+
+    def __init__(self, quantized: bool, **options: Any) -> None:
+        super().__init__(**options)
+        self._lookahead: Lookahead | None = None
+        self._embedding_copy: list[LanguageModelEmbedding] = []  # in a list: no part of the model that is saved or stepped
+        if not self.post_process:
+            return
+        self.mtp = MultiTokenPredictionBlock(self.config, _build_spec(self.config, quantized), self.vp_stage)
+        for parameter in self.mtp.parameters():
+            parameter.shared = True  # Megatron's word for: not counted in the gradient's norm
+        for core in (module for module in self.mtp.modules() if isinstance(module, CoreAttention)):
+            core.quantizes_kv, core.kv_scales = False, None  # of no engine's cache
+        if not self.pre_process:
+            copy = LanguageModelEmbedding(self.config, self.vocab_size, self.max_sequence_length, "rope", tp_group=self.pg_collection.tp)
+            self._embedding_copy.append(copy.requires_grad_(False))
+
+    def _postprocess(self, hidden_states: torch.Tensor, **options: Any) -> torch.Tensor:
+        result: torch.Tensor = super()._postprocess(hidden_states, **options)
+        if self.post_process and self._lookahead is not None:
+            self._predict(self._lookahead, hidden_states, options)
+        return result
+
+    def _predict(self, ahead: Lookahead, hidden_states: torch.Tensor, options: dict[str, Any]) -> None:
+        kept = ("position_ids", "attention_mask", "rotary_pos_emb", "packed_seq_params")
+        states = self.mtp(
+            input_ids=ahead.tokens,
+            hidden_states=hidden_states.detach().requires_grad_(),  # a recomputed layer has a gradient only where an input has one
+            embedding=self._embedding_copy[0] if self._embedding_copy else self.embedding,
+            **{name: options[name] for name in kept},
+        )
+        weight = self.output_layer.weight.detach()
+        for state, scored, tokens in zip(states.chunk(1 + len(ahead.scored))[1:], ahead.scored, ahead.targets, strict=True):
+            with score_positions(self, scored.index, Targets(tokens, 1.0), with_entropy=False):
+                ahead.logprobs.append(self.output_layer(state, weight=weight)[0].transpose(0, 1))
+
+    @contextmanager
+    def look_ahead(self, ahead: Lookahead) -> Iterator[None]:
+        """Within the context a forward pass also fills `ahead.logprobs`."""
+        self._lookahead = ahead
+        try:
+            yield
+        finally:
+            self._lookahead = None
+
+
+def copy_embedding(chunks: list[Any]) -> None:
+    """Send the embedding's weight of the first pipeline stage to the last one's copy. Collective over the two; the weight must be whole."""
+    is_first, is_last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
+    if is_first == is_last:  # a stage between them
+        return
+    embedding = chunks[0].embedding if is_first else chunks[-1]._embedding_copy[0]
+    dist.broadcast(embedding.word_embeddings.weight.data, group=parallel_state.get_embedding_group(), group_src=0)
+
+
+def _build_spec(config: Any, quantized: bool) -> MultiTokenPredictionBlockSubmodules:
+    """Return the spec of the block: decoder layers as the model's last ones, and a projection in high precision."""
+    parts = MultiTokenPredictionLayerSubmodules(
+        enorm=RMSNorm,
+        hnorm=RMSNorm,
+        eh_proj=ColumnParallelLinear,
+        transformer_layer=build_last_layer_spec(config, quantized),
+        layer_norm=RMSNorm,
+    )
+    return MultiTokenPredictionBlockSubmodules([ModuleSpec(LookaheadLayer, submodules=parts)] * config.trained_mtp_layers)
