@@ -9,6 +9,7 @@ from functools import cached_property, reduce
 from typing import Any, Literal
 
 from megatron_rl.config import Config
+from megatron_rl.errors import UserError
 from megatron_rl.hf.files import read_config
 from megatron_rl.planner.hardware import Cluster
 from megatron_rl.precision.contract import PrecisionContract

@@ -60,8 +60,8 @@ class RehearsedFiles:
     """That this rank writes."""
     _plan: SavePlan = field(default_factory=lambda: SavePlan([]))
     _results: list[WriteResult] = field(default_factory=list)
-    _rest: list[Any] = field(default_factory=list)
-    """Parts that other ranks name."""
+    _rest: list[WriteItem] = field(default_factory=list)
+    """What other ranks write."""
 
     @contextmanager
     def in_place_of_disk(self) -> Iterator[None]:
@@ -99,12 +99,13 @@ class RehearsedFiles:
             return None
         if isinstance(said[0], ShardedTensor | ShardedObject):
             check_places(said, self.geometry, self.layout, get_rank())
-            self._rest = list(_iter_rest(said))
+            rest = list(_iter_rest(said))
+            self._rest = [_plan_part(part) for part in rest]
             for part in said:
                 if isinstance(part, ShardedObject) and not is_main_replica(part.replica_id):
                     torch.save([part.data], text := io.BytesIO())
                     self.texts[part.unique_key] = text.getvalue()  # as the replica that writes it has it
-            return self._rest, []
+            return rest, []
         if isinstance(said[0], WriteResult):
             self._results = said
             return self._write_rest(), []
@@ -130,10 +131,10 @@ class RehearsedFiles:
 
     def _plan_rest(self) -> SavePlan:
         """Return what the other ranks write, as torch plans it."""
-        return SavePlan([_plan_part(part) for part in self._rest])
+        return SavePlan(self._rest)
 
     def _write_rest(self) -> list[WriteResult]:
-        return [WriteResult(item.index, 0, _StorageInfo("__other.distcp", 0, 0)) for item in self._plan_rest().items]
+        return [WriteResult(item.index, 0, _StorageInfo("__other.distcp", 0, 0)) for item in self._rest]
 
     def _read(self, plan: LoadPlan, planner: Any) -> Future:
         """Do what torch's reader does: a stored part comes to the host, and what is asked of it is copied."""

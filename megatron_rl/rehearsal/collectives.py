@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -11,12 +10,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FakeWork, ProcessGroup
 
 from megatron_rl.rehearsal.device import FakeGpu, set_value, value_of
-from megatron_rl.rehearsal.recorder import find_line
+from megatron_rl.rehearsal.groups import RefusedCollectiveError, check_group, name_group
 from megatron_rl.rehearsal.traffic import count_bytes
-
-
-class RefusedCollectiveError(RuntimeError):
-    """NCCL would refuse this call, or wait for ever."""
 
 
 def communicate(gpu: FakeGpu, func: Any, args: tuple) -> Any:
@@ -35,7 +30,7 @@ def communicate(gpu: FakeGpu, func: Any, args: tuple) -> Any:
         raise RefusedCollectiveError(f"{kind} in a group of ranks {ranks}, which rank {dist.get_rank()} is not in")
     name, nbytes = name_group(group), sum(map(count_bytes, tensors))
     wait = gpu.recorder.collective(kind, name, nbytes, ranks)
-    _check_replicas(kind, name, group.size(), nbytes)
+    check_group(kind, group, nbytes)
     if kind == "barrier":
         gpu.recorder.wait("barrier")
     _works.append(_Work(wait))
@@ -68,66 +63,6 @@ def world() -> ProcessGroup:
     """Return the group of all ranks."""
     assert dist.group.WORLD is not None
     return dist.group.WORLD
-
-
-_REPLICAS = ("dp ", "dp*cp ", "edp ")
-_BETWEEN_REPLICAS = (
-    "megatron/core/distributed/",
-    "megatron_rl/mcore/buckets.py",
-    "megatron_rl/mcore/quantizing_optimizer.py",
-    "megatron_rl/mcore/layers/master.py",
-    "megatron_rl/mcore/checkpoint/",
-    "megatron_rl/mcore/replicas.py",
-)
-"""Where weights, gradients, masters and samples are exchanged."""
-_SMALL = 1 << 16
-"""Bytes of what else replicas agree on: counts, sums of metrics."""
-
-
-def _check_replicas(kind: str, name: str, size: int, nbytes: int) -> None:
-    """Refuse activations that are sent to other replicas: the sizes may fit, the numbers are those of other samples."""
-    if size > 1 and nbytes > _SMALL and name.startswith(_REPLICAS) and not find_line().startswith(_BETWEEN_REPLICAS):
-        raise RefusedCollectiveError(f"{kind} of {nbytes:,} bytes in {name}: replicas exchange weights and gradients, no activations")
-
-
-def name_group(group: ProcessGroup) -> str:
-    """Return Megatron's name of a group with its size, such as `tp 4`."""
-    return f"{_find_name(group)} {group.size()}"
-
-
-def _find_name(group: ProcessGroup) -> str:
-    if sys.modules.get("megatron") is None:  # an engine has no other group than that of its ranks
-        return "engine"
-    from megatron.core import parallel_state as state
-
-    names: dict[str, Callable[[], Any]] = {
-        "tp": state.get_tensor_model_parallel_group,
-        "pp": state.get_pipeline_model_parallel_group,
-        "dp": state.get_data_parallel_group,
-        "cp": state.get_context_parallel_group,
-        "ep": state.get_expert_model_parallel_group,
-        "dp*cp": lambda: state.get_data_parallel_group(with_context_parallel=True),
-        "tp*cp": state.get_tensor_and_context_parallel_group,
-        "etp": state.get_expert_tensor_parallel_group,
-        "etp*ep": state.get_expert_tensor_and_model_parallel_group,
-        "edp": state.get_expert_data_parallel_group,
-        "tp*dp*cp": lambda: state.get_tensor_and_data_parallel_group(with_context_parallel=True),
-        "tp*pp": state.get_model_parallel_group,
-        "etp*ep*pp": state.get_expert_tensor_model_pipeline_parallel_group,
-        "world": lambda: dist.group.WORLD,
-    }
-    ranks = dist.get_process_group_ranks(group)
-    same: list[str] = []
-    for name, get in names.items():
-        try:
-            known = get()
-        except (AssertionError, TypeError):
-            continue
-        if known is group:
-            return name
-        if known is not None and dist.get_process_group_ranks(known) == ranks:
-            same.append(name)
-    return same[0] if same else f"ranks {ranks}"
 
 
 operation: list[Any] = [dist.ReduceOp.SUM]

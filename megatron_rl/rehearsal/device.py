@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_rl.rehearsal.recorder import Recorder
-from megatron_rl.rehearsal.shapes import ShapeRunner, describe_call
+from megatron_rl.rehearsal.shapes import Known, ShapeRunner, describe_call
 
 aten = torch.ops.aten
 _DEVICE = torch.ops.prim.device.default
@@ -81,22 +81,25 @@ class FakeGpu(TorchDispatchMode):
             with self:
                 return _LIBRARIES[func.namespace](func._schema.name.partition("::")[2])(*args, **kwargs)
         handler = _HANDLERS.get(func)
-        out = self._run(func, args, kwargs, description, tensors) if handler is None else handler(self, func, args, kwargs)
-        self.recorder.operator(func, args, kwargs, tensors, out)
+        if handler is None:
+            out, known = self._run(func, args, kwargs, description, tensors)
+        else:  # may run other operators
+            out, known = handler(self, func, args, kwargs), None
+        self.recorder.operator(func, args, kwargs, tensors, out, known)
         return out
 
     def run(self, func: Any, args: tuple, kwargs: dict) -> Any:
         """Run an operator on shapes, and on the numbers that are known."""
-        return self._run(func, args, kwargs, *describe_call(args, kwargs))
+        return self._run(func, args, kwargs, *describe_call(args, kwargs))[0]
 
-    def _run(self, func: Any, args: tuple, kwargs: dict, description: Any, inputs: list[torch.Tensor]) -> Any:
-        out = self.shapes.run(func, args, kwargs, description, inputs)
+    def _run(self, func: Any, args: tuple, kwargs: dict, description: Any, inputs: list[torch.Tensor]) -> tuple[Any, Known | None]:
+        out, found = self.shapes.run(func, args, kwargs, description, inputs)
         if func in _NO_VALUES:
-            return out
+            return out, found
         known = not any([type(tensor) is FakeTensor and not hasattr(tensor, "known_value") for tensor in inputs])
         if known or func in _HEALTHY or func._schema.is_mutable:
             self._follow(func, args, kwargs, known, out)
-        return out
+        return out, found
 
     def _follow(self, func: Any, args: tuple, kwargs: dict, known: bool, out: Any) -> None:
         """Give results their numbers; `known` are those of all inputs."""

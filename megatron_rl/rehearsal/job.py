@@ -11,15 +11,16 @@
     logprobs 2   the same, with all that a later step holds
     critic 2     the critic's next values and optimizer step
     update 2     the next optimizer step
-    resume       what was saved is loaded; not of runs with a critic, nor without quantized weights
+    resume       what was saved is loaded, as a run loads it: without frozen models, with a critic's optimizer beside the policy's
 
-Samples fill micro-batches to the last token, as `plan` reckons, and are as few as show all that a step does: one micro-batch more than
-there are pipeline stages.
+Samples fill micro-batches to the last token, as `plan` reckons, and are as few as show all that a step does: one micro-batch more than the
+rank's stage has under way at a time.
 """
 
 from __future__ import annotations
 
 import functools
+import gc
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -50,12 +51,14 @@ from megatron_rl.rehearsal.device import FakeGpu
 from megatron_rl.rehearsal.fake_cuda import one_rank
 from megatron_rl.rehearsal.headers import read_headers_alone
 from megatron_rl.rehearsal.recorder import Phase, Recorder, find_line_of
-from megatron_rl.sync.plan import SyncPlan
+from megatron_rl.rehearsal.repeats import run_once_by_shapes
+from megatron_rl.sync.plan import cut_into_chunks, plan_transfers
 from megatron_rl.training.checkpoint_manager import CheckpointManager
 from megatron_rl.training.policies import load_actor, load_critic, load_reference, load_teacher
 from megatron_rl.training.train_state import TrainState
 from parallel.layout import EngineLayout, Layout
 from parallel.model_geometry import ModelGeometry
+from parallel.reshard import Transfer
 from parallel.shards import Shard
 from parallel.transport.pack import make_source_packer
 
@@ -79,12 +82,13 @@ def rehearse_rank(config: Config, rank: int, gpu: Gpu) -> RankRehearsal:
     with one_rank(rank, layout.world_size, gpu) as device, tempfile.TemporaryDirectory() as scratch:
         rehearsal = RankRehearsal(rank, device.recorder)
         try:
-            with _observe_passes(device.recorder):
+            with _observe_passes(device.recorder), run_once_by_shapes(device):
                 _run(config, layout, device, Path(scratch))
         except Exception as error:
             rehearsal.fault = f"{type(error).__name__} in phase {device.recorder.phase.name} at {find_line_of(error)}: {_first_line(error)}"
             rehearsal.error = error  # type: ignore[attr-defined]
         finally:
+            gc.unfreeze()
             stop_megatron()
         return rehearsal
 
@@ -130,7 +134,7 @@ def _run(config: Config, layout: Layout, gpu: FakeGpu, scratch: Path) -> None:
     teacher = _load_teacher(config, layout, gpu, scratch / "teacher")
     if critic is not None and config.placement.kind == "colocated":
         critic.offload_optimizer()
-    samples = make_samples(config, layout)
+    samples = make_samples(config, layout, dist.get_rank())
     begin("logprobs")
     for policy in filter(None, (reference, teacher, actor)):
         for sample, logprobs in zip(samples, policy.compute_logprobs(samples)[0], strict=True):
@@ -159,10 +163,15 @@ def _run(config: Config, layout: Layout, gpu: FakeGpu, scratch: Path) -> None:
     _train_critic(config, actor, critic, samples, gpu, "critic 2")
     begin("update 2")
     actor.update(samples, loss)
-    if critic is None and PrecisionContract.from_config(config.precision).trainer_format.quantized:
-        begin("resume")
-        with files.in_place_of_disk():
-            load_run_checkpoint(saved, actor.model, actor.optimizer, {"adam_step": 1}, same_layout=True)
+    del reference, teacher, policy  # a run resumes before it loads frozen models
+    gc.unfreeze()
+    gc.collect()
+    begin("resume")
+    if critic is not None:
+        critic.reload_optimizer()
+    with files.in_place_of_disk():
+        of_critic = None if critic is None else (critic.model, critic.optimizer)
+        load_run_checkpoint(saved, actor.model, actor.optimizer, {"adam_step": 1, "critic_adam_step": 1}, True, of_critic)
     gpu.recorder.end()
 
 
@@ -204,30 +213,31 @@ def _save(config: Config, layout: Layout, actor: Actor, critic: Critic | None, h
 def _pack_chunks(config: Config, layout: Layout, actor: Actor, shards: list[Shard], hf_config: dict[str, Any]) -> None:
     """Pack and hash this rank's chunks as a sync does, into buffers as large as `sync.bucket_mb` allows."""
     contract = PrecisionContract.from_config(config.precision)
-    plan = _plan_sync(layout, config.rollout.to_layout(), contract, config.sync.chunk_bytes, config.make_geometry(hf_config))
-    own = [chunk for chunk in plan.chunks if chunk.source == dist.get_rank()]
-    packer = make_source_packer(collect_named_tensors(actor.model, shards, contract), plan.chunks, dist.get_rank())
+    transfers = _plan_transfers(layout, config.rollout.to_layout(), contract, config.make_geometry(hf_config))
+    gc.freeze()  # they are millions of tuples, which Python's collector would look at again and again
+    own = cut_into_chunks(transfers, config.sync.chunk_bytes, dist.get_rank())
+    packer = make_source_packer(collect_named_tensors(actor.model, shards, contract), own, dist.get_rank())
     ring = torch.empty(config.sync.bucket_mb << 20, dtype=torch.uint8, device="cuda")
     for sources, nbytes in {chunk.sources: chunk.nbytes for chunk in own}.items():  # engines that get the same bytes hash them once
         packer.pack(sources, ring[:nbytes], True)
 
 
 @functools.lru_cache(maxsize=1)
-def _plan_sync(layout: Layout, rollout: EngineLayout, contract: PrecisionContract, chunk_bytes: int, geometry: ModelGeometry) -> SyncPlan:
-    """Return the plan, which is the same for all ranks."""
-    return SyncPlan.make(geometry, layout, rollout, contract, chunk_bytes)
+def _plan_transfers(layout: Layout, rollout: EngineLayout, contract: PrecisionContract, geometry: ModelGeometry) -> list[Transfer]:
+    """Return the sync's transfers, which are the same for all ranks."""
+    return plan_transfers(geometry, layout, rollout, contract)[0]
 
 
-def make_samples(config: Config, layout: Layout) -> list[TrainingSample]:
-    """Return the samples of this rank's replica: of equal length near the mean, as many as fill the micro-batches.
+def make_samples(config: Config, layout: Layout, rank: int) -> list[TrainingSample]:
+    """Return the samples of a rank's replica: of equal length near the mean, as many as fill the micro-batches.
 
     Prompts are of one token: log-probs of all positions take the most memory.
     """
     room = config.train.micro_batch_tokens * layout.cp
     count = max(1, round(room / (MEAN_LENGTH_SHARE * config.longest_sequence)))
     positions = room // count
-    micro_batches = layout.pp + 1
+    micro_batches = layout.pp - layout.coordinates(rank).pp + 1
     if layout.vpp > 1:
-        micro_batches = -(-micro_batches // layout.pp) * layout.pp
+        micro_batches = 2 * layout.pp  # it must be a multiple
     prompt, answer = torch.ones(1, dtype=torch.int32), torch.full((positions,), 2)  # the last token takes no position
     return [TrainingSample(prompt, answer, advantage=1.0, number=number) for number in range(count * micro_batches)]

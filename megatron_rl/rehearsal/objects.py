@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_rl.rehearsal import collectives
+from megatron_rl.rehearsal import collectives, groups
 from megatron_rl.rehearsal.recorder import Recorder, find_line
 
 _said_by_last_stage: dict[str, list[Any]] = {}
@@ -36,14 +36,14 @@ def install(recorder: Callable[[], Recorder]) -> None:
     """Replace what exchanges objects in torch.distributed."""
 
     def count(kind: str, group: Any) -> None:
-        recorder().collective(kind, collectives.name_group(group if group is not None else collectives.world()), 0)
+        recorder().collective(kind, groups.name_group(group if group is not None else collectives.world()), 0)
         recorder().wait(kind)
 
     def all_gather_object(object_list: list, obj: Any, group: Any = None) -> None:
         count("all-gather of objects", group)
         size = len(object_list)
         object_list[:] = _ask_all(obj, size, dist.get_rank(group))
-        if size > 1 and collectives.name_group(group or collectives.world()).startswith("pp "):
+        if size > 1 and groups.name_group(group or collectives.world()).startswith("pp "):
             said = _said_by_last_stage.setdefault(find_line(), [])
             if dist.get_rank(group) == size - 1:
                 said.append(obj)

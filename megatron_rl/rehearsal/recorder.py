@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from megatron_rl.rehearsal.shapes import Known
 from megatron_rl.rehearsal.traffic import count_bytes, count_moved, name_kind
 
 _ROUND = 512
@@ -23,7 +24,7 @@ def find_line() -> str:
     """Return file and line of the innermost frame that is the project's, Megatron's or SGLang's."""
     frame: Any = sys._getframe(1)
     while frame is not None:
-        name = _find_name(frame.f_code)
+        name = find_name(frame.f_code)
         if name:
             return f"{name}:{frame.f_lineno}"
         frame = frame.f_back
@@ -31,7 +32,7 @@ def find_line() -> str:
 
 
 @functools.cache
-def _find_name(code: CodeType) -> str:
+def find_name(code: CodeType) -> str:
     """Return the short name of the file of our code; "" of other code."""
     return shorten(code.co_filename) if _is_ours(code.co_filename) else ""
 
@@ -142,6 +143,7 @@ class Recorder:
         self.in_pass = False
         self._allocations: dict[int, tuple[int, str]] = {}
         self._host_storages: set[int] = set()
+        self._watched: dict[int, weakref.ref] = {}
         self._by_line: Counter[str] = Counter()
         self._at_peak = False
         self._stretch = Stretch()
@@ -156,15 +158,20 @@ class Recorder:
 
     def end(self) -> None:
         self.phase.left = self.now
-        if self._at_peak or not self.phase.peak.by_line:
-            self.phase.peak.by_line, self._at_peak = dict(self._by_line), False
+        self._at_peak |= not self.phase.peak.by_line
+        self._note_peak()
 
-    def operator(self, func: Any, args: tuple, kwargs: dict, inputs: list[torch.Tensor], out: Any) -> None:
-        """An operator ran; `inputs` are the tensors in its arguments."""
+    def operator(self, func: Any, args: tuple, kwargs: dict, inputs: list[torch.Tensor], out: Any, known: Known | None = None) -> None:
+        """An operator ran; `inputs` are the tensors in its arguments, `known` what is known of it."""
         for tensor in out if isinstance(out, list | tuple) else (out,):
             if isinstance(tensor, torch.Tensor):
                 self.hold(tensor, func) if tensor.device.type == "cuda" else self.hold_on_host(tensor)
-        moved = count_moved(func, args, kwargs, out)
+        if known is None or (len(inputs) > 1 and _share_memory(inputs)):
+            moved = count_moved(func, args, kwargs, out)
+        elif known.moved is None:
+            moved = known.moved = count_moved(func, args, kwargs, out)
+        else:
+            moved = known.moved
         if moved:
             self.phase.operators += 1
             name = func._schema.name
@@ -179,16 +186,58 @@ class Recorder:
             self.phase.moved_in_passes[kind] += nbytes
             self._stretch.moved[kind] += nbytes
 
-    def hold(self, tensor: torch.Tensor, what: Any) -> bool:
-        """Count a tensor's memory until it is freed; return whether it is new."""
+    def hold(self, tensor: torch.Tensor, what: Any, line: str = "") -> bool:
+        """Count a tensor's memory until it is freed; return whether it is new. `line`: that allocates it, by default the one that runs."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._allocations or not storage.nbytes():
             return False
-        weakref.finalize(storage, self._resize, key, 0).atexit = False
-        self._allocations[key] = 0, find_line()
+        self._watch(storage, self._resize, key, 0)
+        self._allocations[key] = 0, line or find_line()
         self._resize(key, storage.nbytes(), tensor, what)
         return True
+
+    def line_of(self, tensor: torch.Tensor) -> str:
+        """Return the line that allocated a tensor's memory."""
+        return self._allocations[tensor.untyped_storage()._cdata][1]
+
+    def observe(self, run: Callable[[], Any]) -> tuple[Any, Phase]:
+        """Run something outside of passes and without collectives. Return its result, and what it did for `repeat`; its peaks are what it
+        added to what was held."""
+        self._note_peak()
+        whole, held, by_line, on_host = self.phase, self.now, self._by_line.copy(), self._on_host
+        self.phase = own = Phase(whole.name, held=held, peak=Peak(held), host_peak=on_host)
+        try:
+            result = run()
+        finally:
+            self._note_peak()
+            self.phase = whole
+        assert not self.in_pass and not own.collectives, "what runs in passes, or talks to other ranks, has an order"
+        own.peak.nbytes, own.host_peak = own.peak.nbytes - held, own.host_peak - on_host
+        own.peak.by_line = {line: nbytes - by_line[line] for line, nbytes in own.peak.by_line.items() if nbytes != by_line[line]}
+        self._add(own, held, by_line, on_host)
+        return result, own
+
+    def repeat(self, work: Phase) -> None:
+        """The same ran once more; its results are still to be held."""
+        self._note_peak()
+        self._add(work, self.now, self._by_line, self._on_host)
+
+    def _add(self, work: Phase, held: int, by_line: Counter[str], on_host: int) -> None:
+        phase = self.phase
+        phase.operators += work.operators
+        for name in ("moved", "flops", "waits", "copies"):
+            getattr(phase, name).update(getattr(work, name))
+        phase.host_peak = max(phase.host_peak, on_host + work.host_peak)
+        if held + work.peak.nbytes > phase.peak.nbytes:
+            lines = by_line.copy()
+            lines.update(work.peak.by_line)
+            phase.peak = Peak(held + work.peak.nbytes, work.peak.at, work.peak.line, dict(lines))
+
+    def _note_peak(self) -> None:
+        """Note what is held, if that is the phase's peak."""
+        if self._at_peak:
+            self.phase.peak.by_line, self._at_peak = dict(self._by_line), False
 
     def hold_on_host(self, tensor: torch.Tensor) -> None:
         """Count a host tensor's memory until it is freed."""
@@ -197,7 +246,17 @@ class Recorder:
             self._host_storages.add(storage._cdata)
             self._on_host += storage.nbytes()
             self.phase.host_peak = max(self.phase.host_peak, self._on_host)
-            weakref.finalize(storage, self._free_on_host, storage._cdata, storage.nbytes()).atexit = False
+            self._watch(storage, self._free_on_host, storage._cdata, storage.nbytes())
+
+    def _watch(self, storage: Any, freed: Callable[..., None], *args: Any) -> None:
+        """Call `freed(*args)` when a storage is freed. A weak reference of its own: `weakref.finalize` takes five times as long."""
+
+        def free(reference: weakref.ref) -> None:
+            del self._watched[id(reference)]
+            freed(*args)
+
+        reference = weakref.ref(storage, free)
+        self._watched[id(reference)] = reference
 
     def _free_on_host(self, key: int, nbytes: int) -> None:
         self._host_storages.discard(key)
@@ -214,8 +273,8 @@ class Recorder:
     def _resize(self, key: int, nbytes: int, tensor: Any = None, what: Any = "") -> None:
         before, line = self._allocations[key]
         nbytes = -(-nbytes // _ROUND) * _ROUND
-        if nbytes < before and self._at_peak:  # what was held then
-            self.phase.peak.by_line, self._at_peak = dict(self._by_line), False
+        if nbytes < before:
+            self._note_peak()
         if nbytes:
             self._allocations[key] = nbytes, line
         else:
@@ -281,6 +340,10 @@ class Recorder:
         self._stretch.exchange, self._stretch.sent = exchange, sent
         self.phase.timeline.append(self._stretch)
         self._stretch = Stretch()
+
+
+def _share_memory(tensors: list[torch.Tensor]) -> bool:
+    return len({tensor.untyped_storage()._cdata for tensor in tensors}) < len(tensors)
 
 
 _PRODUCTS = ("aten::mm", "aten::addmm", "aten::addmm_", "aten::bmm", "aten::baddbmm")

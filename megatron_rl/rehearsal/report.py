@@ -21,7 +21,14 @@ from megatron_rl.rehearsal.job import RankRehearsal
 from megatron_rl.rehearsal.least import count_least_in_pass, count_least_per_update
 from megatron_rl.rehearsal.recorder import Phase
 
-PLANNED = {"sync": "sync", "logprobs 2": "logprobs", "critic 2": "critic", "update 2": "train"}
+PLANNED = {
+    "sync": "sync",
+    "checkpoint": "checkpoint",
+    "logprobs 2": "logprobs",
+    "critic 2": "critic",
+    "update 2": "train",
+    "resume": "resume",
+}
 """The rehearsal's phases, in which everything is allocated, and the plan's."""
 _MAY_WAIT = "megatron/core/transformer/moe/token_dispatcher.py"
 """Megatron's all-to-all, which must know on the host how many tokens go where: once a layer with experts."""

@@ -6,6 +6,8 @@ constants. A rank of a large model has half a million operators and a few thousa
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -43,9 +45,20 @@ class _Made(NamedTuple):
     """Bytes from that input's first number to its own."""
 
 
-_known: dict[Any, tuple[type | None, list[_Made | int | None]]] = {}
-"""(operator, description of its arguments) -> type of sequence that it returns, and for every output what was made, the place of the input
-that it is, or None. For all ranks of a process."""
+@dataclass(slots=True)
+class Known:
+    """What an operator makes of arguments that look like these."""
+
+    sequence: type | None
+    """That it returns; None for a single output."""
+    outputs: list[_Made | int | None]
+    """What was made, the place of the input that it is, or None."""
+    moved: int | None = None
+    """Bytes that its kernel reads and writes where no two arguments share memory (`recorder`); None where not counted yet."""
+
+
+_known: dict[Any, Known] = {}
+"""By operator and description of its arguments, for all ranks of a process."""
 
 
 def describe(value: Any, tensors: list[torch.Tensor]) -> Any:
@@ -75,16 +88,18 @@ class ShapeRunner:
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.mode.cache_enabled = False
 
-    def run(self, func: Any, args: tuple, kwargs: dict, description: Any, tensors: list[torch.Tensor]) -> Any:
-        """Return what `func` does, without data. Raise what it raises for these devices, dtypes and shapes."""
+    def run(self, func: Any, args: tuple, kwargs: dict, description: Any, tensors: list[torch.Tensor]) -> tuple[Any, Known | None]:
+        """Return what `func` does, without data, and what is known of it. Raise what it raises for these devices, dtypes and shapes."""
         key = id(func), description, torch.get_default_dtype()
         found = _known.get(key)
         if found is None:
-            return self._ask(func, args, kwargs, key, tensors)
-        kind, outputs = found
-        if kind is None:
-            return self._make(outputs[0], tensors)
-        return kind([self._make(output, tensors) for output in outputs])
+            view = _VIEWS.get(func)
+            if view is None or kwargs or (made := view(*args)) is None:
+                return self._ask(func, args, kwargs, key, tensors), None
+            found = _known[key] = Known(None, [made])
+        if found.sequence is None:
+            return self._make(found.outputs[0], tensors), found
+        return found.sequence([self._make(output, tensors) for output in found.outputs]), found
 
     def _make(self, output: _Made | int | None, tensors: list[torch.Tensor]) -> Any:
         if type(output) is not _Made:
@@ -114,8 +129,23 @@ class ShapeRunner:
             outputs = out if isinstance(out, list | tuple) else (out,)
             found = [_find_origin(output, tensors) for output in outputs]
             if "unknown" not in found and describe_call(args, kwargs)[0] == key[1]:
-                _known[key] = type(out) if isinstance(out, list | tuple) else None, found  # type: ignore[assignment]
+                _known[key] = Known(type(out) if isinstance(out, list | tuple) else None, found)  # type: ignore[arg-type]
         return out
+
+
+def _slice(tensor: Any, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> _Made | None:
+    """Return what `tensor[start:end]` is, which loops over a buffer ask for at ever new places; None where torch is to answer."""
+    if step != 1 or not -tensor.dim() <= dim < tensor.dim():
+        return None
+    dim %= tensor.dim()
+    first, last, _ = slice(start, end).indices(tensor.shape[dim])
+    shape = torch.Size((*tensor.shape[:dim], max(last - first, 0), *tensor.shape[dim + 1 :]))
+    strides = tensor.stride()
+    return _Made(shape, strides, tensor.dtype, tensor._fake_device, 0, first * strides[dim] * tensor.itemsize)
+
+
+_VIEWS: dict[Any, Callable[..., _Made | None]] = {torch.ops.aten.slice.Tensor: _slice}
+"""Operators whose results follow from a line of arithmetic."""
 
 
 def _find_origin(output: Any, tensors: list[Any]) -> _Made | int | str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -79,6 +80,7 @@ def _iter_on_device(values: Iterable[Any]) -> Iterator[torch.Tensor]:
             yield from _iter_on_device(value)
 
 
+@functools.cache
 def name_kind(operator: str, dtype: str, line: str) -> str:
     """Return what an operator's bytes are for: a product by dtype, or by the line of code that asks for it."""
     if operator == "norm":

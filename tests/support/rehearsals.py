@@ -13,6 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from support.families import ARCHITECTURES
+
 TINY = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
@@ -114,6 +116,50 @@ def gather_in_wrong_group() -> Any:
     return replaced(gather, "gather_first", make)
 
 
+def gather_among_context_ranks() -> Any:
+    """The group has the size of the tensor-parallel one, and the ranks exchange no weights either."""
+    from megatron.core import parallel_state
+
+    from megatron_rl.precision.backends import gather
+
+    def make(plain: Any) -> Any:
+        return lambda x, group: plain(x, parallel_state.get_context_parallel_group())
+
+    return replaced(gather, "gather_first", make)
+
+
+def context_in_tensor_ranks() -> Any:
+    """Queries are exchanged with the ranks that hold other heads."""
+    from dataclasses import replace
+
+    from megatron.core import parallel_state
+
+    from megatron_rl.mcore.context_parallel import ContextShard
+
+    def make(plain: Any) -> Any:
+        def shard(cls: Any, lengths: list[int]) -> Any:
+            return replace(plain.__func__(cls, lengths), group=parallel_state.get_tensor_model_parallel_group())
+
+        return classmethod(shard)
+
+    return replaced(ContextShard, "for_this_rank", make)
+
+
+def tokens_among_replicas() -> Any:
+    """Tokens go to the ranks that have the same experts."""
+    from megatron.core import parallel_state
+    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+
+    def make(plain: Any) -> Any:
+        def start(self: Any, *args: Any, **options: Any) -> None:
+            plain(self, *args, **options)
+            self.ep_group = parallel_state.get_expert_data_parallel_group()
+
+        return start
+
+    return replaced(MoEAlltoAllTokenDispatcher, "__init__", make)
+
+
 def refused_scales() -> Any:
     from megatron_rl.precision.backends.deep_gemm import DeepGemmBackend
 
@@ -126,6 +172,12 @@ def refused_scales() -> Any:
         return prepare
 
     return replaced(DeepGemmBackend, "prepare", make)
+
+
+def each_weight_by_itself() -> Any:
+    from megatron_rl.rehearsal import repeats
+
+    return replaced(repeats, "_REPEATED", lambda _: ())
 
 
 def module_without_a_share() -> Any:
@@ -181,9 +233,22 @@ EXPERTS = WIDE | {
     "decoder_sparse_step": 1,
     "mlp_only_layers": [],
 }
+GLM = ARCHITECTURES["glm4_moe"] | {
+    "hidden_size": 4096,
+    "intermediate_size": 10240,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "n_routed_experts": 16,
+    "moe_intermediate_size": 1536,
+    "num_nextn_predict_layers": 0,
+    "vocab_size": 128256,
+    "max_position_embeddings": 8192,
+}
 ENGINES = "--rollout.engines"
 TWO = ["--train.layout.tp=2", "--train.layout.dp=2", f"{ENGINES}=4"]
 EP = ["--train.layout.tp=2", "--train.layout.ep=2", "--train.layout.etp=1", "--train.layout.dp=2", f"{ENGINES}=4"]
+CP = ["--train.layout.cp=2", "--train.layout.tp=2", f"{ENGINES}=4"]
 DEEP_GEMM = ["--precision.backend=deep_gemm", "--precision.masters=spread"]
 BF16 = ["--precision.mode=bf16"]
 
@@ -196,11 +261,13 @@ class Case(NamedTuple):
 
 
 CASES = {
-    "plain": Case(TWO),
+    "plain": Case([*TWO, "--precision.masters=spread"]),
+    "each weight by itself": Case([*TWO, "--precision.masters=spread"], each_weight_by_itself),
     "host_tensor_in_loss": Case([], host_tensor_in_loss),
     "item_per_layer": Case(TWO, item_per_layer),
     "doubled_activation": Case(TWO, doubled_activation),
     "gather_in_wrong_group": Case(TWO, gather_in_wrong_group),
+    "gather_among_context_ranks": Case(CP, gather_among_context_ranks),
     "refused_scales": Case(DEEP_GEMM, refused_scales),
     "module_without_a_share": Case(TWO, module_without_a_share),
     "part_at_another_place": Case(TWO, part_at_another_place),
@@ -210,7 +277,7 @@ CASES = {
     "experts": Case(EP, model=EXPERTS),
     "experts, deep_gemm": Case([*EP, "--precision.backend=deep_gemm"], model=EXPERTS),
     "experts, bf16": Case([*EP, *BF16], model=EXPERTS),
-    "context parallel": Case(["--train.layout.cp=2", "--train.layout.tp=2", f"{ENGINES}=4"], model=WIDE),
+    "context parallel": Case(CP, model=WIDE),
     "pipeline": Case(["--train.layout.pp=2", "--train.layout.tp=2", f"{ENGINES}=4"], model=WIDE),
     "virtual stages": Case(
         ["--train.layout.pp=2", "--train.layout.vpp=2", "--train.layout.tp=2", f"{ENGINES}=4"], model=WIDE | {"num_hidden_layers": 8}
@@ -222,10 +289,18 @@ CASES = {
     "adapters": Case([*TWO, "--lora.rank=16", "--precision.reduction=tree"], model=WIDE),
     "a teacher": Case(TWO, model=LLAMA, teacher=WIDE),
     "disaggregated": Case([*TWO, "--placement.kind=disaggregated"], model=WIDE),
+    "glm": Case(EP, model=GLM),
+    "glm: host_tensor_in_loss": Case(EP, host_tensor_in_loss, GLM),
+    "glm: item_per_layer": Case(EP, item_per_layer, GLM),
+    "glm: doubled_activation": Case(EP, partial(doubled_activation, 16), GLM),
+    "glm: gather_in_wrong_group": Case(EP, gather_in_wrong_group, GLM),
+    "glm: refused_scales": Case([*EP, "--precision.backend=deep_gemm"], refused_scales, GLM),
     "experts: host_tensor_in_loss": Case(EP, host_tensor_in_loss, EXPERTS),
     "experts: item_per_layer": Case(EP, item_per_layer, EXPERTS),
     "experts: doubled_activation": Case(EP, partial(doubled_activation, 16), EXPERTS),
     "experts: gather_in_wrong_group": Case(EP, gather_in_wrong_group, EXPERTS),
+    "context_in_tensor_ranks": Case(CP, context_in_tensor_ranks),
+    "experts: tokens_among_replicas": Case(EP, tokens_among_replicas, EXPERTS),
     "experts: refused_scales": Case([*EP, "--precision.backend=deep_gemm"], refused_scales, EXPERTS),
 }
 

@@ -1,4 +1,7 @@
-"""Rehearse a configuration of the project by the command that users call."""
+"""Rehearse configurations of the project: by the command that users call, or some trainer ranks of several in one process.
+
+python -m support.shipped CONFIG,GPU,RANKS...   prints one JSON object of configuration -> ranks' reports
+"""
 
 from __future__ import annotations
 
@@ -17,10 +20,48 @@ ROOT = Path(__file__).parents[2]
 
 def rehearse_shipped(name: str, folder: Path, *options: str) -> dict[str, Any]:
     """Return what `--json` writes of a rehearsal that must pass."""
-    if not (shutil.which("g++") or shutil.which("clang++")):
-        pytest.skip("no C++ compiler, which a rehearsal with a CPU build of torch needs")
-    command = [sys.executable, "-m", "megatron_rl", "rehearse", f"configs/{name}.toml", "--json", str(folder / "found.json"), *options]
-    done = subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    _run("megatron_rl", "rehearse", f"configs/{name}.toml", "--json", str(folder / "found.json"), *options)
     found: dict[str, Any] = json.loads((folder / "found.json").read_text())
     return found
+
+
+def rehearse_trainers(*jobs: str) -> dict[str, Any]:
+    """Return the reports of `main`."""
+    found: dict[str, Any] = json.loads(_run("support.shipped", *jobs).splitlines()[-1])
+    return found
+
+
+def _run(*command: str) -> str:
+    if not (shutil.which("g++") or shutil.which("clang++")):
+        pytest.skip("no C++ compiler, which a rehearsal with a CPU build of torch needs")
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
+    done = subprocess.run([sys.executable, "-m", *command], cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+def main(jobs: list[str]) -> None:
+    from megatron_rl.rehearsal.no_device import load
+
+    load()
+    from megatron_rl.rehearsal import fake_cuda
+
+    fake_cuda.install()
+    from megatron_rl.cli.rehearse import choose_ranks
+    from megatron_rl.config import load_config
+    from megatron_rl.hf.files import read_config
+    from megatron_rl.planner.candidate import Workload
+    from megatron_rl.planner.hardware import Cluster
+    from megatron_rl.rehearsal.job import rehearse_rank
+    from megatron_rl.rehearsal.report import make_report
+
+    found = {}
+    for name, gpu, ranks in (job.split(",") for job in jobs):
+        config, cluster = load_config(ROOT / "configs" / f"{name}.toml", []), Cluster.from_options(16, 8, gpu)
+        job, numbers = Workload.from_config(config, read_config(config.model.folder)), choose_ranks(ranks, config.train.layout.to_layout())
+        found[name] = [make_report(rehearse_rank(config, rank, cluster.gpu), job, cluster).as_json() for rank in numbers]
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

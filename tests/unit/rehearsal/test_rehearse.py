@@ -13,7 +13,9 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 CASES = ("plain", "host_tensor_in_loss", "item_per_layer", "doubled_activation", "gather_in_wrong_group", "refused_scales")
-CASES += ("module_without_a_share", "part_at_another_place")
+CASES += ("module_without_a_share", "part_at_another_place", "gather_among_context_ranks", "each weight by itself")
+
+PLANNED = ["sync", "checkpoint", "logprobs 2", "update 2", "resume"]
 
 
 @pytest.fixture(scope="module")
@@ -37,8 +39,12 @@ def test_the_tiny_model_runs_and_takes_the_memory_that_the_plan_says(reports):
     assert not plain["fault"] and plain["passes"]
     names = ["build", "logprobs", "update 1", "off-load", "sync", "checkpoint", "restore", "logprobs 2", "update 2", "resume"]
     assert [phase["phase"] for phase in plain["phases"]] == names
-    assert [phase["phase"] for phase in plain["phases"] if phase["planned_bytes"]] == ["sync", "logprobs 2", "update 2"]
+    assert [phase["phase"] for phase in plain["phases"] if phase["planned_bytes"]] == PLANNED
     assert phase_of(plain, "update 2")["peak_bytes"] > phase_of(plain, "update 1")["peak_bytes"]  # Adam's moments
+
+
+def test_work_that_is_counted_again_is_that_of_each_weight_by_itself(reports):
+    assert reports["plain"] == reports["each weight by itself"]
 
 
 def test_collectives_are_counted_by_kind_and_group(reports):
@@ -73,6 +79,13 @@ def test_a_doubled_activation_is_not_as_planned(reports):
 def test_a_gather_in_the_wrong_group_of_the_same_size_is_refused(reports):
     fault = reports["gather_in_wrong_group"]["fault"]
     assert "RefusedCollectiveError" in fault and "dp 2" in fault and "backends/gather.py" in fault
+
+
+def test_a_gather_among_as_many_context_parallel_ranks_is_refused(reports):
+    fault = reports["gather_among_context_ranks"]["fault"]
+    assert (
+        "RefusedCollectiveError" in fault and "all-gather in cp 2: megatron_rl/precision/backends/gather.py exchanges in etp or tp" in fault
+    )
 
 
 def test_a_shape_that_deep_gemm_refuses_is_a_fault(reports):

@@ -1,0 +1,37 @@
+"""The shipped configurations of several stages run on GPUs that are not there, experts too, and take the memory that `plan` says: the
+last rank by default, the others and engines among the long tests."""
+
+from __future__ import annotations
+
+import pytest
+from support.shipped import rehearse_shipped, rehearse_trainers
+
+DISPATCHER = "megatron/core/transformer/moe/token_dispatcher.py"
+LAYERS = {"qwen2_5_32b": 0, "qwen3_30b_a3b": 24, "qwen3_235b_a22b": 47}
+"""Layers with experts of the last stage."""
+EXCHANGES = {"qwen2_5_32b": set(), "qwen3_30b_a3b": {"ep 8"}, "qwen3_235b_a22b": {"ep 64", "tp 8"}}
+"""Tokens; and heads, where ranks share a key-value head."""
+
+
+@pytest.fixture(scope="module")
+def last_ranks():
+    return rehearse_trainers("qwen2_5_32b,h100,last", "qwen3_30b_a3b,h100,last", "qwen3_235b_a22b,h200,last")
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_the_last_rank_runs_and_waits_once_a_layer_for_what_experts_get(last_ranks, name):
+    (rank,) = last_ranks[name]
+    assert rank["passes"] and not rank["fault"], rank["fault"]
+    for phase in rank["phases"]:
+        within = {wait["line"]: wait["in_micro_batches"] for wait in phase["host_waits"] if wait["in_micro_batches"]}
+        assert all(line.startswith(DISPATCHER) for line in within), phase["phase"]
+        assert sum(within.values()) == LAYERS[name] * phase["micro_batches"], phase["phase"]
+    update = next(phase for phase in rank["phases"] if phase["phase"] == "update 2")
+    assert {entry["group"] for entry in update["collectives"] if entry["kind"] == "all-to-all"} == EXCHANGES[name]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("name", "options"), [("qwen3_30b_a3b", ()), ("qwen3_235b_a22b", ("--gpu", "h200"))])
+def test_all_kinds_of_ranks_and_engines_run(name, options, tmp_path):
+    found = rehearse_shipped(name, tmp_path, *options)
+    assert [rank["stage"] for rank in found["trainer"]] == [1, 0] and len(found["engine"]) == 2
