@@ -33,7 +33,7 @@ _METRICS = (
 _FILE = "replay.npz"
 _COLUMNS = ("prompt_ids", "response_ids", "rollout_logprobs", "version_lags", "response_mask", "routed_experts")
 _NUMBERS = ("advantage", "reward")
-_KEPT_TOKENS = ("kept_tokens/counts", "kept_tokens/ids")
+_KEPT_TOKENS = ("kept_tokens.counts", "kept_tokens.ids")
 
 
 @dataclass(frozen=True)
@@ -124,11 +124,11 @@ class ReplayFile:
         columns: dict[str, Any] = {
             name: np.concatenate([part for part in parts if len(part)] or parts[:1]) for name, parts in arrays.items()
         }
-        columns |= {f"{name}/lengths": np.array([len(part) for part in parts]) for name, parts in arrays.items()}
+        columns |= {f"{name}.lengths": np.array([len(part) for part in parts]) for name, parts in arrays.items()}
         columns |= {name: np.array([getattr(sample, name) for sample in samples]) for name in _NUMBERS}
-        columns["kept_tokens/known"] = np.array([sample.kept_tokens is not None for sample in samples])
+        columns["kept_tokens.known"] = np.array([sample.kept_tokens is not None for sample in samples])
         columns["groups"] = np.array([(len(group.samples), group.version, group.oldest, group.replays) for group in self._groups])
-        columns["groups/spread"] = np.array([group.spread for group in self._groups])
+        columns["groups.spread"] = np.array([group.spread for group in self._groups])
         np.savez(to / _FILE, **columns)
         return [_FILE]
 
@@ -139,14 +139,14 @@ def read_groups(checkpoint: Path) -> tuple[KeptGroup, ...]:
         return ()
     with np.load(checkpoint / _FILE) as file:
         stored = {name: file[name] for name in file.files}
-    parts = {name: np.split(stored[name], np.cumsum(stored[f"{name}/lengths"])[:-1]) for name in (*_COLUMNS, *_KEPT_TOKENS)}
+    parts = {name: np.split(stored[name], np.cumsum(stored[f"{name}.lengths"])[:-1]) for name in (*_COLUMNS, *_KEPT_TOKENS)}
     samples, groups = list[TrainingSample](), list[KeptGroup]()
-    for index, known in enumerate(stored["kept_tokens/known"].tolist()):
+    for index, known in enumerate(stored["kept_tokens.known"].tolist()):
         values: dict[str, Any] = {name: torch.from_numpy(parts[name][index]) for name in _COLUMNS}
         values |= {name: stored[name][index].item() for name in _NUMBERS}
         kept = KeptTokens(*(parts[name][index] for name in _KEPT_TOKENS)) if known else None
         samples.append(TrainingSample(**values, kept_tokens=kept))
-    for (size, version, oldest, replays), spread in zip(stored["groups"].tolist(), stored["groups/spread"].tolist(), strict=True):
+    for (size, version, oldest, replays), spread in zip(stored["groups"].tolist(), stored["groups.spread"].tolist(), strict=True):
         groups.append(KeptGroup(tuple(samples[:size]), version, oldest, spread, replays))
         del samples[:size]
     return tuple(groups)

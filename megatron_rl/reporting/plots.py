@@ -285,10 +285,13 @@ SECTIONS: dict[str, tuple[Plot, ...]] = {
              "Spikes are steps that the gradient clipping had to tame; look for what was sampled there."),
         Plot("Losses", (Panel("policy loss"), Panel("KL term")),
              "The policy loss hovers around 0 by design and says little on its own; the KL term grows as the policy leaves its reference."),
-    ),
-    "Critic": (
+        Plot("Groups trained on again",
+             (Panel("groups", zero=True), Panel("share of the tokens", "share"), Panel("age (steps)", zero=True)),
+             "Kept groups should not crowd out new ones: a share that grows, or old groups, mean that the policy learns from what it was."),
         Plot("Loss of multi-token prediction", (Panel("MTP loss (nats per token)", zero=True),),
              "A layer that follows the policy keeps it low; it rises where the policy learns to write otherwise."),
+    ),
+    "Critic": (
         Plot("Values and returns", (Panel("values and returns"), Panel("explained variance of returns")),
              "Values should follow the returns; an explained variance below 0 means that the critic is worse than a constant."),
         Plot("Value loss", (Panel("value loss", zero=True), Panel("values clipped", "share")),
