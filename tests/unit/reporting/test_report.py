@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl import metrics
+from megatron_rl.batch import replay  # noqa: F401 (it declares what a run with replay adds)
 from megatron_rl.errors import UserError
 from megatron_rl.precision.graph.decoder import (
     AttentionPrecision,
@@ -40,6 +41,7 @@ STEP = {
     "memory/train_mb": 900.0, "precision/response": 1.1, "precision/changed_share": 0.01, "update/abs_mean": 1e-3,
     "mismatch/position/0/abs_mean": 1e-6, "critic/values_mean": 0.4, "critic/returns_mean": 0.5, "critic/explained_variance": 0.1,
     "critic/loss": 0.2, "critic/clip_fraction": 0.01, "teacher/kl": 0.3, "teacher/kl_max": 2.0, "loss/mtp": 1.5,
+    "replay/groups": 16.0, "replay/share": 0.4, "replay/age": 1.5,
 }  # fmt: skip
 STEP |= {f"mismatch/cause/{cause}/{what}": -0.125 for cause in CAUSE_LABELS for what in ("abs_mean", "abs_max", "mean", "k3")}
 
