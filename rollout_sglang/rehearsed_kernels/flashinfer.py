@@ -1,19 +1,26 @@
-"""What SGLang imports from FlashInfer: the router of DeepSeek-V3 alone."""
+"""What SGLang imports from FlashInfer: the router of DeepSeek-V3, and attention (`flashinfer_attention`)."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from rollout_sglang.rehearsed_kernels import flashinfer_attention
 from rollout_sglang.rehearsed_kernels.match import HALF, Call
 
 
 def install() -> None:
+    import flashinfer.cascade
     import flashinfer.fused_moe
 
     flashinfer.fused_moe.fused_topk_deepseek = fused_topk_deepseek
+    flashinfer.cascade.merge_state = flashinfer_attention.merge_state
+    for known in (*flashinfer_attention.WRAPPERS, flashinfer_attention.fast_decode_plan):
+        setattr(flashinfer, known.__name__, known)
+    sys.modules["flashinfer.decode._grouped_size_compiled_for_decode_kernels"] = None  # type: ignore[assignment] # which 0.7 has no more
 
 
 def fused_topk_deepseek(
@@ -41,4 +48,6 @@ def fused_topk_deepseek(
     call.moved(scores, bias, topk_values, topk_indices)
 
 
-STANDS_FOR: dict[str, Callable[..., Any]] = {"flashinfer.fused_moe.fused_topk_deepseek": fused_topk_deepseek}
+STANDS_FOR: dict[str, Callable[..., Any]] = flashinfer_attention.STANDS_FOR | {
+    "flashinfer.fused_moe.fused_topk_deepseek": fused_topk_deepseek
+}

@@ -24,9 +24,12 @@ class _Module:
 
         def call(*args: Any) -> None:
             key = f"{self._words[0]}.run" if name == "run" else name
-            if key not in _KERNELS:
+            if key not in _KERNELS and key not in _TEMPLATED:
                 raise RefusedKernelError(f"SGLang's JIT kernel {name} ({', '.join(self._words)}) is not known to the rehearsal")
-            _KERNELS[key](*args)
+            if key in _TEMPLATED:
+                _TEMPLATED[key](self._words, *args)
+            else:
+                _KERNELS[key](*args)
 
         return call
 
@@ -139,6 +142,20 @@ def _set_latents(kv_buffer: Any, loc: Any, k_nope: Any, k_rope: Any, warps: int,
     call.moved(k_nope, k_rope, k_nope, k_rope, loc)
 
 
+def _multiply_few_rows(words: tuple[str, ...], x: Any, w: Any, out: Any) -> None:
+    """gemm/tiny_gemm.cuh, TinyNGemmKernel: few rows of x [M, K] times w [N, K]^T, a router's. A block has N_SPLIT columns and all of K."""
+    call, (n, k, rows, split) = Call("SGLang tiny_n_gemm"), map(int, words[1:5])
+    call.check("x", x, f"M {k}", torch.bfloat16, "X 1")
+    call.check("w", w, f"{n} {k}", (torch.bfloat16, torch.float32))
+    call.check("out", out, f"M {n}", (*HALF, torch.float32))
+    call.require(x.shape[0] <= rows, f"{x.shape[0]} rows, compiled for {rows}")
+    call.require(x.stride(0) * x.itemsize % 16 == 0, f"rows of x lie {x.stride(0)} numbers apart")
+    threads = k // 16
+    fits = k % 16 == 0 and threads % 32 == 0 and threads <= 1024 and n % split == 0 and rows * split <= threads
+    call.require(fits, f"{[rows, k]} x {[k, n]} in blocks of {split} columns and {threads} threads")
+    call.multiplied("bf16" if w.dtype == torch.bfloat16 else "fp32", 2 * x.shape[0] * n * k, x, w, out)
+
+
 _ANY = (*HALF, torch.float32, torch.uint8, torch.float8_e4m3fn)
 _KERNELS: dict[str, Callable[..., None]] = {
     "qknorm": _qknorm,
@@ -153,3 +170,5 @@ _KERNELS: dict[str, Callable[..., None]] = {
     "dpsk_v4_mask_topk.run": _mask_topk,
 }
 """By function; `run` by module."""
+_TEMPLATED: dict[str, Callable[..., None]] = {"tiny_n_gemm.run": _multiply_few_rows}
+"""Those that ask for what they were compiled for: the words that name their file."""

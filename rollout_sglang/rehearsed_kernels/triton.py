@@ -181,10 +181,36 @@ def _route(given: dict[str, Any]) -> None:
     call.moved(given["scores_ptr"], given["out_weights_ptr"], given["out_indices_ptr"])
 
 
+def _sort_few_experts(given: dict[str, Any]) -> None:
+    """kernels/ops/moe/moe_align_small_numel.py: as `sgl_kernel.moe_align_block_size`, by one block of threads."""
+    call = Call("SGLang moe_align_small_numel")
+    call.check("topk_ids", given["topk_ids_ptr"], "T K", INDEX)
+    call.check("sorted_token_ids", given["sorted_token_ids_ptr"], "S", torch.int32)
+    call.check("expert_ids", given["expert_ids_ptr"], "E", torch.int32)
+    call.check("num_tokens_post_pad", given["num_tokens_post_pad_ptr"], "2" if given["WRITE_INACTIVE_PREFIX_COUNT"] else "*", torch.int32)
+    rows = given["topk_ids_ptr"].numel()
+    call.require(call.sizes["S"] >= rows, f"{call.sizes['S']} places for {rows} rows")
+    call.moved(given["topk_ids_ptr"], given["sorted_token_ids_ptr"], given["expert_ids_ptr"])
+
+
+def _gather_slots(given: dict[str, Any]) -> None:
+    """kernels/ops/attention/kv_indices.py: the slots of the cache of all requests, one after the other."""
+    call = Call("SGLang create_flashinfer_kv_indices")
+    call.check("req_to_token", given["req_to_token_ptr"], "* *", torch.int32, "* 1")
+    call.check("req_pool_indices", given["req_pool_indices_ptr"], "B", INDEX, "*")
+    call.check("page_kernel_lens", given["page_kernel_lens_ptr"], "B", INDEX, "*")
+    call.check("kv_indptr", given["kv_indptr"], f"{call.sizes['B'] + 1}", torch.int32, "*")
+    call.check("kv_indices", given["kv_indices_ptr"], "*", torch.int32)
+    call.require(
+        given.get("kv_start_idx") is None and given.get("token_mapping") is None, "a window or a map is not known to the rehearsal"
+    )
+    known = value_of(given["page_kernel_lens_ptr"])
+    moved = given["kv_indices_ptr"][: None if known is None else int(known.sum())]
+    call.moved(moved, moved)
+
+
 def _multiply_experts(given: dict[str, Any]) -> None:
     """kernels/ops/moe/fused_moe_triton_kernels.py: A [T, K], or [T * k, K], times B [experts, N, K] of its expert."""
-    from sglang.srt.runtime_context import get_parallel
-
     a, b, c, fp8 = given["a_ptr"], given["b_ptr"], given["c_ptr"], given["use_fp8_w8a8"]
     call = Call("SGLang fused_moe_kernel")
     for option in ("use_int8_w8a16", "FUSE_ADD_TO_OUTPUT", "MASK_OUTPUT", "FUSE_SWIGLU"):
@@ -194,6 +220,11 @@ def _multiply_experts(given: dict[str, Any]) -> None:
     call.check("B", b, "E N K", a.dtype, "* * 1")
     call.require(c.stride(-1) == 1 and c.shape[-1] == call.sizes["N"], f"the result is {list(c.shape)}, not [..., {call.sizes['N']}]")
     operands = [a]
+    if given["use_int8_w8a8"]:  # a scale for each token, and for each of an expert's outputs
+        call.require(given["per_channel_quant"], "INT8 without a scale for each output")
+        call.check("A_scale", given["a_scale_ptr"], "R 1", torch.float32, "* *")
+        call.check("B_scale", given["b_scale_ptr"], "E N 1", torch.float32, "* * *")
+        operands += [given["a_scale_ptr"], given["b_scale_ptr"]]
     if fp8:
         columns = -(-call.sizes["K"] // given["group_k"])
         call.check("A_scale", given["a_scale_ptr"], f"R {columns}", torch.float32, "* *")
@@ -201,9 +232,12 @@ def _multiply_experts(given: dict[str, Any]) -> None:
         operands += [given["a_scale_ptr"], given["b_scale_ptr"]]
     call.check("sorted_token_ids", given["sorted_token_ids_ptr"], "*", torch.int32)
     call.check("expert_ids", given["expert_ids_ptr"], "*", torch.int32)
+    from sglang.srt.runtime_context import get_parallel
+
     rows = -(-given["num_valid_tokens"] // get_parallel().moe_ep_size)
     used = b[: min(call.sizes["E"], rows)]
-    call.multiplied("fp8" if fp8 else "bf16", 2 * rows * call.sizes["N"] * call.sizes["K"], *operands, used, c)
+    form = "fp8" if fp8 else "int8" if given["use_int8_w8a8"] else "bf16"
+    call.multiplied(form, 2 * rows * call.sizes["N"] * call.sizes["K"], *operands, used, c)
 
 
 def _sum_experts(given: dict[str, Any]) -> None:
@@ -223,6 +257,8 @@ _KERNELS: dict[str, Callable[[dict[str, Any]], None]] = {
     "_vocab_parallel_embedding_kernel": _embed,
     "softcap_inplace_logits_kernel": _softcap,
     "_router_triton_kernel": _route,
+    "_moe_align_small_numel_kernel": _sort_few_experts,
+    "create_flashinfer_kv_indices_triton": _gather_slots,
     "fused_moe_kernel": _multiply_experts,
     "_moe_sum_reduce_kernel": _sum_experts,
     "concat_and_cast_mha_k_kernel": _join_keys,

@@ -16,6 +16,8 @@ from support.families import ARCHITECTURES
 from support.rehearsals import CONFIG, EXPERTS, TINY
 
 LATENT = ARCHITECTURES["deepseek_v3"] | {"architectures": ["DeepseekV3ForCausalLM"], "kv_lora_rank": 512}
+ROUTER = LATENT | {"hidden_size": 7168, "n_routed_experts": 256, "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4}
+"""DeepSeek-V3's own."""
 TWO = ["--rollout.tp=2", "--rollout.engines=1", "--rollout.max_running_requests=16"]
 
 
@@ -105,6 +107,9 @@ CASES = {
     "tree": Case([*TWO, "--precision.reduction=tree"]),
     "disaggregated": Case([*TWO, "--placement.kind=disaggregated"]),
     "latent": Case(TWO, model=LATENT),
+    "router": Case(TWO, model=ROUTER),
+    "int8 experts": Case([*TWO, "--rollout.ep=2", "--precision.mode=int8_rollout"], model=EXPERTS | {"num_hidden_layers": 2}),
+    "e4m3 cache": Case([*TWO, "--precision.kv=e4m3_per_layer"], model=TINY | {"num_hidden_layers": 4}),
     "wrong_dtype": Case(TWO, wrong_dtype),
     "misaligned_weight": Case(TWO, misaligned_weight),
     "unknown_kernel": Case(TWO, unknown_kernel),
