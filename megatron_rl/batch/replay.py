@@ -111,7 +111,9 @@ class ReplayFile:
 
     @property
     def nbytes(self) -> int:
-        return sum(getattr(sample, name).nbytes for group in self._groups for sample in group.samples for name in _COLUMNS)
+        samples = [sample for group in self._groups for sample in group.samples]
+        drawn_from = sum(kept.counts.nbytes + kept.ids.nbytes for sample in samples if (kept := sample.kept_tokens) is not None)
+        return drawn_from + sum(getattr(sample, name).nbytes for sample in samples for name in _COLUMNS)
 
     def write(self, to: Path) -> list[str]:
         """Write the file into a checkpoint's folder; return its name. Raise OSError."""
