@@ -84,15 +84,13 @@ def _add(layer: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, Any]) 
     have the same tokens already, and x's gradient is summed behind it, so that A's is here."""
     if not layer.adapter_enabled:
         return output
-    is_cut = layer.tp_group.size() > 1
-    down = copy_to_tensor_model_parallel_region(layer.lora_A, group=layer.tp_group) if layer.is_expert and is_cut else layer.lora_A
+    group, down = layer.tp_group, layer.lora_A
+    if layer.is_expert and group.size() > 1:
+        down = copy_to_tensor_model_parallel_region(down, group=group)
     h = project_down(inputs[0], down)
-    if layer.is_expert:
-        pass
-    elif layer.sequence_parallel:
-        h = gather_from_sequence_parallel_region(h, group=layer.tp_group)
-    elif is_cut:
-        h = copy_to_tensor_model_parallel_region(h, group=layer.tp_group)
+    if not layer.is_expert and group.size() > 1:
+        widen = gather_from_sequence_parallel_region if layer.sequence_parallel else copy_to_tensor_model_parallel_region
+        h = widen(h, group=group)
     return output[0] + project_up(h, layer.lora_B, layer.adapter_scale), output[1]
 
 

@@ -28,7 +28,8 @@ from parallel.shards import Shard
 
 def load_actor(config: Config, layout: Layout, hf_config: Mapping[str, Any]) -> tuple[Actor, list[Shard]]:
     """Return the policy in training and this rank's shards of what an engine gets of it. Collective."""
-    trained = with_trained_mtp(hf_config) if config.train.mtp_loss_scaling_factor else dict(hf_config)
+    trains_mtp = config.train.mtp_loss_scaling_factor > 0
+    trained = with_trained_mtp(hf_config) if trains_mtp else dict(hf_config)
     shards = build_rank_shards(trained, layout)
     model = _load(config, layout, trained, shards, config.model.folder)
     if config.lora is not None:
@@ -37,7 +38,7 @@ def load_actor(config: Config, layout: Layout, hf_config: Mapping[str, Any]) -> 
     if config.lora is None and (spread := MasterSpread.from_config(config)):
         spread.spread_optimizer(actor.optimizer, shards, global_parameters(model))
     _choose_scales(config, actor, hf_config)
-    return actor, build_rank_shards(dict(hf_config), layout)
+    return actor, build_rank_shards(dict(hf_config), layout) if trains_mtp else shards
 
 
 def load_reference(config: Config, layout: Layout, hf_config: Mapping[str, Any], actor: Actor) -> Policy | None:

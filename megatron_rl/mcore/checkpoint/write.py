@@ -69,9 +69,8 @@ class CheckpointWriter:
         with self._discarded_on_failure():
             write_on_rank0(self._prepare)
             with errors_on_all_ranks():
-                trains_mtp = get_model_chunks(model)[0].config.trained_mtp_layers > 0
-                with_base = bool(list_adapted_layers(model))  # with LoRA they stay there
-                copies = [] if with_base else [_open_copy(source, hf_config, is_trained=trains_mtp)]
+                stays = list_adapted_layers(model) or get_model_chunks(model)[0].config.trained_mtp_layers  # with the base, or in `mcore/`
+                copies = [] if stays else [_open_copy(source, hf_config)]
             self._async_save = AsyncSave(self._temporary, sharded, live, [*copies, *files])
 
     def is_written(self) -> bool:
@@ -111,10 +110,9 @@ class CheckpointWriter:
         checkpoints.publish(self._temporary, self.folder, self._keep)
 
 
-def _open_copy(source: Path, hf_config: dict[str, Any], is_trained: bool) -> MTPCopy:
-    """Open the layers for multi-token prediction, unless they are among the weights that are saved anyway."""
+def _open_copy(source: Path, hf_config: dict[str, Any]) -> MTPCopy:
     try:
-        return MTPCopy(source, {**hf_config, "num_nextn_predict_layers": 0} if is_trained else hf_config, *get_rank_and_size())
+        return MTPCopy(source, hf_config, *get_rank_and_size())
     except UserError as error:  # a folder that a run read at its start
         raise RunError(str(error)) from None
 
