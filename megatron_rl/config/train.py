@@ -49,9 +49,9 @@ class TrainConfig(ConfigSection):
     """Replicas sum gradients bucket by bucket while the backward pass goes on."""
     overlap_param_gather: bool = True
     """Replicas gather the stepped weights bucket by bucket while the next forward pass goes on."""
-    overlap_tp_reduce: bool = True
-    """On a GPU, large products under sequence parallelism are cut into 2 or 4 parts: tensor-parallel ranks sum one while they compute the
-    next."""
+    two_batch_overlap: Literal["off", "logprobs", "all"] = "off"
+    """Two micro-batches take turns on a rank: while one waits for tensor- or expert-parallel ranks, the other computes. The numbers stay
+    the same; `all`: in optimizer steps too, which keep the activations of both."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activations that the backward pass computes anew instead of keeping them: those within MLPs and experts (`selective`), or all within
     a layer (`full`)."""

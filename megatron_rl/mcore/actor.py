@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
-from itertools import accumulate
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate, islice
 from typing import Any
 
 import torch
@@ -31,10 +33,11 @@ from megatron_rl.mcore.learning_rate import LearningRateSchedule
 from megatron_rl.mcore.names import ModelChunks, get_model_chunks, global_name
 from megatron_rl.mcore.offload import OptimizerOffloader
 from megatron_rl.mcore.packed_sequences import make_packed_params
-from megatron_rl.mcore.pipeline import make_stage_options
+from megatron_rl.mcore.pipeline import make_stage_options, split_input
 from megatron_rl.mcore.quantizing_optimizer import check_finite
 from megatron_rl.mcore.scored_positions import ScoredPositions
 from megatron_rl.mcore.step_response import StepResponse
+from megatron_rl.mcore.two_batch import run_in_turns
 from megatron_rl.metrics import declare
 from megatron_rl.observability import profiling
 from megatron_rl.precision.ops.device_copy import copy_to_device
@@ -69,6 +72,17 @@ def count_row_multiple(config: Any, micro_batch_tokens: int, device: torch.devic
     ranks, gathers = config.tensor_model_parallel_size, device.type == "cuda" and config.linear_format.quantized
     fitting = (ranks * tokens for tokens in (BLOCK, _GATHERED) if gathers and ranks * tokens * 32 <= micro_batch_tokens)
     return next(fitting, ranks)
+
+
+@dataclass(frozen=True)
+class _Row:
+    """A micro-batch on this rank."""
+
+    batch: MicroBatch
+    shard: ContextShard
+    scored: ScoredPositions
+    ahead: list[Lookahead]
+    """One, or none."""
 
 
 class Policy:
@@ -107,15 +121,19 @@ class Policy:
         entropy, tokens = entropy_and_tokens.tolist()
         return list(logprobs.cpu().split(lengths)), entropy / max(tokens, 1)
 
-    def make_micro_batches(self, samples: list[TrainingSample]) -> MicroBatches:
-        """Pack this replica's samples into as many micro-batches as the other replicas make. Collective."""
+    def _count_at_once(self, forward_only: bool) -> int:
+        """Return how many micro-batches take turns."""
+        return 2 if self.chunks[0].config.two_batch_overlap in ("all", *["logprobs"] * forward_only) else 1
+
+    def make_micro_batches(self, samples: list[TrainingSample], at_once: int = 1) -> MicroBatches:
+        """Pack this replica's samples into as many micro-batches as the other replicas make; `at_once` take turns. Collective."""
         config = self.chunks[0].config
         return make_micro_batches(
             samples,
             self.micro_batch_tokens,
             multiple=count_row_multiple(config, self.micro_batch_tokens, self._device),
             cp_size=config.context_parallel_size,
-            vpp_group=config.pipeline_model_parallel_size if len(self.chunks) > 1 else 1,  # virtual stages take turns in rounds
+            vpp_group=config.pipeline_model_parallel_size * at_once if len(self.chunks) > 1 else 1,  # virtual stages take turns in rounds
             agree=reduce.max_over_replicas,
             attention_length=config.attention_length,
         )
@@ -147,31 +165,49 @@ class Policy:
 
         `loss` is called on the last pipeline stage only. Gradients are those of the sum over all replicas, divided by all answer tokens.
         """
-        batches = self.make_micro_batches(samples)
+        at_once = self._count_at_once(forward_only)
+        batches = self.make_micro_batches(samples, at_once)
+        widths = [sum(batches.widths[first : first + at_once]) for first in range(0, len(batches), at_once)]
 
-        def forward_step(iterator: Any, chunk: Any) -> Any:
+        def prepare(batch: MicroBatch) -> _Row:
             profiling.begin_micro_batch()
-            batch = next(iterator)
             shard = ContextShard.for_this_rank(batch.lengths)
             scored = ScoredPositions.of(shard.select(batch.mask)).to(self._device)  # counted on the CPU: nothing waits for the device
             ahead = [Lookahead.of(batch, shard, mtp_layers).to(self._device)] if mtp_layers else []
-            batch, shard = batch.to(self._device), shard.to(self._device)
-            mask, model = shard.select(batch.mask), unwrap_model(chunk)
-            targets = scored.select_targets(batch, shard, self.temperature)
-            with score_positions(model, scored.index, targets, with_entropy), model.look_ahead(*ahead) if ahead else nullcontext():
-                output = self._forward(chunk, batch, shard)
-            # Megatron sums tokens over all ranks
-            return output, lambda scores: (loss(scores, batch, shard, scored, *ahead), mask.sum().int(), {})
+            return _Row(batch.to(self._device), shard.to(self._device), scored, ahead)
+
+        def forward(chunk: Any, row: _Row, stage_input: torch.Tensor | None) -> torch.Tensor:
+            model = unwrap_model(chunk)
+            if stage_input is not None:
+                model.set_input_tensor(stage_input)
+            targets = row.scored.select_targets(row.batch, row.shard, self.temperature)
+            ahead = model.look_ahead(*row.ahead) if row.ahead else nullcontext()
+            with score_positions(model, row.scored.index, targets, with_entropy), ahead:
+                return self._forward(chunk, row.batch, row.shard)
+
+        def forward_step(iterator: Any, chunk: Any) -> Any:
+            model, rows = unwrap_model(chunk), [prepare(batch) for batch in islice(iterator, at_once)]
+            masks = [row.shard.select(row.batch.mask) for row in rows]
+            inputs = split_input(model, [row.batch.tokens.numel() for row in rows])
+            passes = [partial(forward, chunk, row, stage_input) for row, stage_input in zip(rows, inputs, strict=True)]
+            outputs = run_in_turns(passes, model.config.sequence_parallel) if at_once > 1 else [passes[0]()]
+
+            def sum_losses(outputs: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, dict]:
+                losses = [loss(scores, row.batch, row.shard, row.scored, *row.ahead) for scores, row in zip(outputs, rows, strict=True)]
+                tokens = torch.stack([mask.sum() for mask in masks]).sum().int()  # Megatron sums them over all ranks
+                return sum(losses[1:], losses[0]), tokens, {}
+
+            return outputs if model.post_process else outputs[0] if at_once == 1 else torch.cat(outputs), sum_losses
 
         get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=[iter(batches) for _ in self.chunks],
             model=self._forward_chunks,
-            num_microbatches=len(batches),
-            seq_length=max(batches.widths),
+            num_microbatches=len(widths),
+            seq_length=max(widths),
             micro_batch_size=1,
             forward_only=forward_only,
-            **make_stage_options(self.chunks[0].config, batches.widths),
+            **make_stage_options(self.chunks[0].config, widths),
         )
 
 

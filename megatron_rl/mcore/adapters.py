@@ -30,6 +30,7 @@ from megatron_rl.config.lora import LoraConfig
 from megatron_rl.mcore.actor import Policy
 from megatron_rl.mcore.buckets import finish_gathers
 from megatron_rl.mcore.layers.row_parallel import PartialSum, TreeProduct
+from megatron_rl.mcore.layers.weight_gradient import take_weight
 from megatron_rl.mcore.model import freeze
 from megatron_rl.mcore.names import ModelChunks, get_model_chunks, global_name
 from megatron_rl.precision.ops.low_rank import project_down, project_up
@@ -84,14 +85,14 @@ def _add(layer: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, Any]) 
     have the same tokens already, and x's gradient is summed behind it, so that A's is here."""
     if not layer.adapter_enabled:
         return output
-    group, down = layer.tp_group, layer.lora_A
+    group, down, up = layer.tp_group, take_weight(layer.lora_A), take_weight(layer.lora_B)
     if layer.is_expert and group.size() > 1:
         down = copy_to_tensor_model_parallel_region(down, group=group)
     h = project_down(inputs[0], down)
     if not layer.is_expert and group.size() > 1:
         widen = gather_from_sequence_parallel_region if layer.sequence_parallel else copy_to_tensor_model_parallel_region
         h = widen(h, group=group)
-    return output[0] + project_up(h, layer.lora_B, layer.adapter_scale), output[1]
+    return output[0] + project_up(h, up, layer.adapter_scale), output[1]
 
 
 def _add_by_row_sum(layer: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, Any]) -> tuple[torch.Tensor, Any]:
@@ -101,17 +102,17 @@ def _add_by_row_sum(layer: Any, inputs: tuple[Any, ...], output: tuple[torch.Ten
         return output
     row_sum = layer.choose_sum(inputs[0].dtype)
     if row_sum is None or not row_sum.by_tree:
-        return output[0] + _add_up_rounded(layer, project_down(inputs[0], layer.lora_A)), output[1]
+        return output[0] + _add_up_rounded(layer, project_down(inputs[0], take_weight(layer.lora_A))), output[1]
     h = TreeProduct.apply(inputs[0], layer.lora_A, row_sum)
     if isinstance(row_sum, PartialSum):
         return torch.cat([output[0], h], -1), output[1]
-    return output[0] + project_up(h, layer.lora_B, layer.adapter_scale), output[1]
+    return output[0] + project_up(h, take_weight(layer.lora_B), layer.adapter_scale), output[1]
 
 
 def _add_up_rounded(layer: Any, h: torch.Tensor) -> torch.Tensor:
     """Return what an adapter adds where Megatron sums rounded parts; of an expert that ranks cut, this rank's part, as is y's: they are
     summed behind it."""
-    up, group = layer.lora_B, layer.tp_group
+    up, group = take_weight(layer.lora_B), layer.tp_group
     if group.size() > 1 and layer.is_expert:
         up = copy_to_tensor_model_parallel_region(up, group=group)
     elif group.size() > 1:

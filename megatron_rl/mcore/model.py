@@ -33,6 +33,7 @@ from megatron_rl.mcore.checkpoint.rng import seed_python_and_numpy
 from megatron_rl.mcore.layers.mtp import LookaheadModel
 from megatron_rl.mcore.layers.norm_fusion import connect_norms
 from megatron_rl.mcore.layers.output_layer import install_output_layer
+from megatron_rl.mcore.layers.plain import install_embedding
 from megatron_rl.mcore.layers.spec import build_decoder_spec
 from megatron_rl.mcore.layers.value_head import install_value_head
 from megatron_rl.mcore.load_weights import set_formats
@@ -56,13 +57,13 @@ _RENDEZVOUS_TIMEOUT = datetime.timedelta(minutes=10)
 @dataclass
 class QuantizedTransformerConfig(TransformerConfig):
     """Megatron's configuration plus the fields of the linear layers: the contract's format of the trainer, its
-    backend, its order of row-parallel sums, and whether parts of them overlap products; whether attention reads keys and values in E4M3,
-    and whether it has scales for them."""
+    backend, and its order of row-parallel sums; whether attention reads keys and values in E4M3, and whether it has scales for them."""
 
     linear_format: TensorFormat = BF16
     linear_backend: str = "emulated"
     sums_by_tree: bool = True
-    overlap_tp_reduce: bool = True
+    two_batch_overlap: str = "off"
+    """`TrainConfig.two_batch_overlap`."""
     quantize_kv: bool = False
     scale_kv_by_layer: bool = False
     post_norms: bool = False
@@ -208,6 +209,7 @@ def _build_chunk(
         parallel_output=True,
         vp_stage=vp_stage,
     )
+    install_embedding(model)
     (install_value_head if geometry.value_head else install_output_layer)(model)
     _tag_shards(model)
     connect_norms(model)

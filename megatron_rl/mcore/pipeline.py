@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.pipeline_parallel.schedules import get_schedule_table
@@ -36,6 +37,15 @@ class StageCommunicator(P2PCommunicator):
     ) -> tuple[Shape | None, Shape | None]:
         """Return the shapes of the next activation from the previous stage and of the next gradient from the next one, where asked for."""
         return next(self._activations) if recv_prev else None, next(self._gradients) if recv_next else None
+
+
+def split_input(model: Any, rows: Sequence[int]) -> list[torch.Tensor | None]:
+    """Return a stage's input of each of several micro-batches that lie end to end, of so many positions each; None
+    where nothing is to be cut."""
+    whole = model.decoder.input_tensor
+    if whole is None or len(rows) == 1:
+        return [None] * len(rows)
+    return list(whole.split([len(whole) * row // sum(rows) for row in rows]))
 
 
 def make_stage_options(config: TransformerConfig, lengths: Sequence[int]) -> dict[str, Any]:

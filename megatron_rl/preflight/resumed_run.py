@@ -15,7 +15,7 @@ from megatron_rl.observability.run_log import read_run
 from megatron_rl.preflight.rule import Facts, Needs, rule
 
 _CHANGEABLE_FIELDS = (
-    "train.steps", "train.layout", "train.overlap_grad_reduce", "train.overlap_param_gather", "train.overlap_tp_reduce", "train.recompute",
+    "train.steps", "train.layout", "train.overlap_grad_reduce", "train.overlap_param_gather", "train.two_batch_overlap", "train.recompute",
     "rollout.engines", "rollout.tp", "rollout.ep",
     "rollout.nodes_per_engine", "rollout.hosts", "rollout.max_running_requests", "rollout.max_total_tokens", "rollout.start_timeout",
     "rollout.enable_prefix_caching", "rollout.chunked_prefill_size",

@@ -13,6 +13,7 @@ from megatron.core.transformer.attention import SelfAttention
 
 from megatron_rl.mcore.layers.norms import RMSNorm
 from megatron_rl.mcore.layers.shared_heads import exchange_heads
+from megatron_rl.mcore.two_batch import OfMicroBatch
 from megatron_rl.precision.ops import rope
 from megatron_rl.precision.ops.heads import Heads, Norms
 from megatron_rl.precision.ops.split_heads import can_rotate, split_heads
@@ -21,7 +22,7 @@ from megatron_rl.precision.ops.split_heads import can_rotate, split_heads
 class PackedSelfAttention(SelfAttention):
     """The layer for packed rows and batches, on any device."""
 
-    _rotation: rope.Rotation | None = None
+    _rotation = OfMicroBatch()
     """Of the forward pass under way, where Megatron does not rotate."""
 
     def forward(

@@ -7,6 +7,7 @@ numbers (`precision.ops.expert_sum`) and rounds once.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +19,10 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
+from megatron_rl.mcore import two_batch
+from megatron_rl.mcore.layers.exchange import exchange_rows
 from megatron_rl.mcore.layers.grouped_experts import GroupedLinear, can_group
+from megatron_rl.mcore.layers.weight_gradient import take_weight
 from megatron_rl.precision.backends.token_groups import TokenGroups
 from megatron_rl.precision.ops import batch_invariant, tree
 from megatron_rl.precision.ops.expert_sum import sum_experts
@@ -58,7 +62,7 @@ class OutputWeightedExperts(SequentialMLP):
         y, down = y.split([self.config.hidden_size, rank], -1)
         layers, down = [mlp.linear_fc2 for mlp in self.local_experts], _TreeSum.apply(down, self.tp_group, dtype)
         parts = zip(down.split(counts), layers, strict=True)
-        return y, torch.cat([project_up(part, layer.lora_B, layer.adapter_scale) for part, layer in parts])
+        return y, torch.cat([project_up(part, take_weight(layer.lora_B), layer.adapter_scale) for part, layer in parts])
 
     @property
     def runs_grouped(self) -> bool:
@@ -162,20 +166,44 @@ class _WeightedSum(torch.autograd.Function):
 
 
 class MixtureOfExperts(MoELayer):
-    """Megatron's layer with a `TreeDispatcher`; with `config.sums_by_tree` False an `EvenDispatcher` on a GPU, Megatron's own on a CPU."""
+    """Megatron's layer with a `TreeDispatcher`; with `config.sums_by_tree` False an `EvenDispatcher` on a GPU, a `Dispatcher` on a CPU."""
 
     def __init__(self, config: TransformerConfig, submodules: Any = None, layer_number: int | None = None) -> None:
         groups = get_default_pg_collection()
         super().__init__(config, submodules, layer_number, groups)
-        if config.sums_by_tree or counts_on_device():
-            dispatcher = TreeDispatcher if config.sums_by_tree else EvenDispatcher
-            self.token_dispatcher = dispatcher(self.num_local_experts, self.local_expert_indices, config=config, pg_collection=groups)
-        if isinstance(self.token_dispatcher, EvenDispatcher):
-            self.token_dispatcher.pack_tokens = self.experts.pack_tokens
+        dispatcher = TreeDispatcher if config.sums_by_tree else EvenDispatcher if counts_on_device() else Dispatcher
+        self.token_dispatcher = dispatcher(self.num_local_experts, self.local_expert_indices, config=config, pg_collection=groups)
+        for each in self._dispatchers if dispatcher is EvenDispatcher else ():
+            each.pack_tokens = self.experts.pack_tokens
+
+    @property
+    def token_dispatcher(self) -> Any:
+        """Of the micro-batch whose turn it is: it knows how many tokens that one sends where."""
+        return self._dispatchers[two_batch.get_turn()]
+
+    @token_dispatcher.setter
+    def token_dispatcher(self, dispatcher: Any) -> None:
+        self._dispatchers = [dispatcher, copy.copy(dispatcher)]
 
 
-class TreeDispatcher(MoEAlltoAllTokenDispatcher):
-    """Megatron's all-to-all dispatcher, which adds up a token's outputs by the tree over experts."""
+class Dispatcher(MoEAlltoAllTokenDispatcher):
+    """Megatron's all-to-all dispatcher; while tokens are under way the other micro-batch computes."""
+
+    def token_dispatch(self, permutated_local_input_tokens: torch.Tensor, permuted_probs: torch.Tensor) -> Any:
+        """Send tokens [n, h] and their weights [n] to their experts' ranks."""
+        self.tokens_per_expert = self._maybe_dtoh_and_synchronize("before_ep_alltoall", self.tokens_per_expert)
+        tensors = permutated_local_input_tokens, permuted_probs
+        return tensors if self.ep_size == 1 else exchange_rows(tensors, self.input_splits, self.output_splits, self.ep_group)
+
+    def token_combine(self, hidden_states: torch.Tensor, *_: Any) -> torch.Tensor:
+        """Send outputs [n, h] back to their tokens' ranks."""
+        if self.ep_size == 1:
+            return hidden_states
+        return exchange_rows([hidden_states], self.output_splits, self.input_splits, self.ep_group)[0]
+
+
+class TreeDispatcher(Dispatcher):
+    """Adds up a token's outputs by the tree over experts."""
 
     def combine_postprocess(self, permutated_local_input_tokens: torch.Tensor) -> torch.Tensor:
         """Return [s, b, h] of the weighted outputs [n, h] of this rank's tokens, sorted by expert, then by token."""
@@ -190,9 +218,9 @@ def counts_on_device() -> bool:
     return torch.cuda.is_available()
 
 
-class EvenDispatcher(MoEAlltoAllTokenDispatcher):
-    """Megatron's all-to-all dispatcher, which knows that every token goes to as many experts: its own asks the device how many tokens were
-    selected, twice. What is left to wait for, once a layer, are the tokens that ranks exchange and experts get.
+class EvenDispatcher(Dispatcher):
+    """Knows that every token goes to as many experts: Megatron's own asks the device how many tokens were selected, twice. What is left to
+    wait for, once a layer, are the tokens that ranks exchange and experts get.
 
     A token's outputs are summed in FP32 and rounded once, as SGLang does, in one order; Megatron adds them up in the tensor's dtype, in
     any order. So is the gradient of its input.

@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 
-from megatron_rl.mcore.layers.quantized_linear import QuantizedLinear, hand_over_gradient
+from megatron_rl.mcore import two_batch
+from megatron_rl.mcore.layers.quantized_linear import QuantizedLinear
+from megatron_rl.mcore.layers.weight_gradient import hand_over_gradient
 from megatron_rl.precision.backends import make_grouped_backend
 from megatron_rl.precision.backends.base import Operand
 from megatron_rl.precision.backends.token_groups import TokenGroups
@@ -79,7 +81,7 @@ class _GroupedMatmul(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, groups: TokenGroups, linear: GroupedLinear, *weights: torch.Tensor) -> torch.Tensor:
         operand = linear.backend.quantize(x, groups, rows=True, columns=any(ctx.needs_input_grad[3:]))
         ctx.save_for_backward(*operand.columns)
-        ctx.groups, ctx.linear = groups, linear
+        ctx.groups, ctx.linear, ctx.turn = groups, linear, two_batch.get_turn()
         return linear.backend.fprop(operand, linear.operand, groups)
 
     @staticmethod
@@ -93,4 +95,4 @@ class _GroupedMatmul(torch.autograd.Function):
             return dx, None, None, *[None for _ in weights]
         sums = backend.wgrad(gradient, Operand(gradient.tokens, columns=ctx.saved_tensors), groups)
         torch._foreach_add_([weight.main_grad for weight in weights], sums.unbind())
-        return dx, None, None, *map(hand_over_gradient, weights)
+        return dx, None, None, *[hand_over_gradient(weight, ctx.turn) for weight in weights]

@@ -32,6 +32,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
+from megatron_rl.mcore.layers.weight_gradient import take_weight
 from megatron_rl.precision.ops.batch_invariant import multiply_heads
 from megatron_rl.precision.ops.rope import rotates_rows
 
@@ -59,7 +60,7 @@ class ReplicatedLinear(MegatronModule):
 
     def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, **options: Any) -> torch.Tensor:
         multiply: Any = linear_with_grad_accumulation_and_async_allreduce if weight.requires_grad else linear_with_frozen_weight
-        return multiply(input, weight, bias=None, gradient_accumulation_fusion=False, **options)
+        return multiply(input, take_weight(weight), bias=None, gradient_accumulation_fusion=False, **options)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: dict | None = None) -> Any:
         return make_sharded_tensors_for_checkpoint(self.state_dict(keep_vars=True), prefix, {}, sharded_offsets)
@@ -139,7 +140,8 @@ class AbsorbedLinear(ColumnParallelLinear):
         return self.read_values(dtype)
 
     def read_values(self, dtype: torch.dtype) -> torch.Tensor:
-        return self.weight.to(dtype)
+        values: torch.Tensor = take_weight(self.weight).to(dtype)
+        return values
 
 
 class AbsorbedLatentAttention(LatentAttention):

@@ -23,7 +23,6 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.models.gpt import GPTModel
-from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer import ModuleSpec
 from megatron.core.transformer.multi_token_prediction import (
     MultiTokenPredictionBlock,
@@ -36,9 +35,11 @@ from megatron_rl.batch.micro_batch import MicroBatch
 from megatron_rl.mcore.context_parallel import ContextShard
 from megatron_rl.mcore.layers.norms import RMSNorm
 from megatron_rl.mcore.layers.output_layer import score_positions
+from megatron_rl.mcore.layers.plain import PlainColumnParallelLinear
 from megatron_rl.mcore.layers.spec import CoreAttention, build_last_layer_spec
 from megatron_rl.mcore.logprobs import Targets
 from megatron_rl.mcore.scored_positions import ScoredPositions
+from megatron_rl.mcore.two_batch import OfMicroBatch
 from megatron_rl.precision.ops.device_copy import copy_to_device
 
 
@@ -108,9 +109,10 @@ class LookaheadModel(GPTModel):
     A last stage that is not the first has a copy of the embedding's weight, neither trained nor saved: `copy_embedding` fills it.
     """
 
+    _lookahead = OfMicroBatch()
+
     def __init__(self, quantized: bool, **options: Any) -> None:
         super().__init__(**options)
-        self._lookahead: Lookahead | None = None
         self._embedding_copy: list[LanguageModelEmbedding] = []  # in a list: no part of the model that is saved or stepped
         if not self.post_process:
             return
@@ -166,7 +168,7 @@ def _build_spec(config: Any, quantized: bool) -> MultiTokenPredictionBlockSubmod
     parts = MultiTokenPredictionLayerSubmodules(
         enorm=RMSNorm,
         hnorm=RMSNorm,
-        eh_proj=ColumnParallelLinear,
+        eh_proj=PlainColumnParallelLinear,
         transformer_layer=build_last_layer_spec(config, quantized),
         layer_norm=RMSNorm,
     )

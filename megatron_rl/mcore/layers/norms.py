@@ -10,6 +10,7 @@ from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 
+from megatron_rl.mcore.layers.weight_gradient import take_weights
 from megatron_rl.precision.ops import batch_invariant
 
 AddFn = Callable[[tuple[torch.Tensor, torch.Tensor | None], torch.Tensor, float], torch.Tensor]
@@ -29,13 +30,14 @@ class RMSNorm(torch.nn.RMSNorm):
     def forward(self, x: Any) -> Any:
         """Return the norm of x, `Normed` where it is quantized as it is computed. Of `norm_fusion.Summands` return the sum; of None
         the weight, for which Megatron's hook has waited."""
-        if x is None:
-            return self.weight
-        if isinstance(x, tuple):
-            return self.fusion.add(self, x)
-        if self.fusion is not None and self.fusion.applies(self, x):
-            return self.fusion.take(self, x)
-        return super().forward(x) if x.is_cuda else batch_invariant.rms_norm(x, self.weight, cast(float, self.eps))
+        with take_weights(self):
+            if x is None:
+                return self.weight
+            if isinstance(x, tuple):
+                return self.fusion.add(self, x)
+            if self.fusion is not None and self.fusion.applies(self, x):
+                return self.fusion.take(self, x)
+            return super().forward(x) if x.is_cuda else batch_invariant.rms_norm(x, self.weight, cast(float, self.eps))
 
 
 class NormedAdd(MegatronModule):

@@ -14,13 +14,15 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
 
+from megatron_rl.mcore import two_batch
 from megatron_rl.mcore.logprobs import Targets, score_tokens, token_logprobs
 
 
 class OutputLayer(ColumnParallelLinear):
     """Gives logits [t, b, vocab / tp]; within `score_positions` log-probs [n, 1], or [n, 1, 2] with entropies."""
 
-    _scored: tuple[torch.Tensor, Targets, bool] | None = None
+    _scored = two_batch.OfMicroBatch()
+    """(positions, targets, with entropies)"""
 
     def forward(
         self, input_: torch.Tensor, weight: torch.Tensor | None = None, runtime_gather_output: bool | None = None

@@ -8,11 +8,11 @@ slice of it (`master`), quantizes that after every step, and the replicas gather
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -20,11 +20,13 @@ import torch.nn.functional as F
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer import TransformerConfig
 
+from megatron_rl.mcore import two_batch
+from megatron_rl.mcore.layers.exchange import Exchange, Pending, begin_exchange, end_exchange, start_scatter
 from megatron_rl.mcore.layers.fused_inputs import GateUp, Normed, make_placeholder
 from megatron_rl.mcore.layers.master import MasterSlice
 from megatron_rl.mcore.layers.mla import AbsorbedLinear, ReplicatedLinear
-from megatron_rl.mcore.layers.overlap import count_parts, cut_weight, start_scatter, start_sums
 from megatron_rl.mcore.layers.row_parallel import RowSum, ScatteredSum, TreeRowParallelLinear, gather_sequence
+from megatron_rl.mcore.layers.weight_gradient import hand_over_gradient, take_weight
 from megatron_rl.mcore.names import ModelChunks, get_model_chunks
 from megatron_rl.precision.backends import make_backend
 from megatron_rl.precision.backends.base import Backend, Operand
@@ -60,12 +62,32 @@ def _flatten_tokens(x: torch.Tensor) -> torch.Tensor:
     return x.reshape(-1, x.shape[-1])
 
 
+@dataclass
+class Product:
+    """One use of a layer in a micro-batch's pass, and what it exchanges with other ranks."""
+
+    layer: QuantizedLinear
+    group: Any
+    turn: int
+    """`two_batch.get_turn` of the forward pass."""
+    sum_dgrad: bool
+    """Every rank has all tokens' gradients, which are added up."""
+    row_sum: RowSum | None
+    tokens: Exchange | None = None
+    """Sequence parallelism before a column-parallel layer: gathers what ranks have quantized, and scatters the sums of DGrad."""
+    column_tokens: int = 0
+    """This rank's tokens, where ranks gather bytes for WGrad, too; 0 where they gather x."""
+    sums: Exchange | None = None
+    """Sequence parallelism behind a row-parallel layer: scatters the sums, and gathers their gradient."""
+    defers_swiglu: bool = False
+
+
 class QuantizedMatmul(torch.autograd.Function):
-    """The three products with Megatron's tensor- and sequence-parallel communication around them.
+    """The three products. Exchanges begin before, or end behind; those of `Product` end, and begin, here.
 
     For the backward pass WGrad's operand of x is saved, which is smaller than x where the backend quantizes it. Under sequence parallelism
     each rank quantizes its own tokens and gathers bytes (`precision.backends.gather`), for WGrad again, as Megatron does; where that would
-    not give the gathered x's operand, x is saved and gathered.
+    not give the gathered x's operand, x is saved and gathered: `own` is what to save.
 
     SwiGLU between two layers may be computed as its result is quantized, and its gradient too (`GateUp`): the first layer then returns
     (activation, gate_up), of which the first has no numbers and the second no gradient, and the second layer takes both. A norm before a
@@ -77,126 +99,129 @@ class QuantizedMatmul(torch.autograd.Function):
         ctx: Any,
         x: torch.Tensor,
         weight: torch.Tensor,
-        layer: Any,
-        sum_dgrad: bool,
-        sequence_parallel: bool,
-        group: Any,
-        row_sum: RowSum | None = None,
-        gate_up: torch.Tensor | None = None,
-        defers_swiglu: bool = False,
-        given: Operand | None = None,
+        product: Product,
+        gate_up: torch.Tensor | None,
+        given: Operand | None,
+        *own: torch.Tensor,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        backend, ctx.group = layer.backend, group
-        operand, saved = _quantize_gathered(ctx, backend, x, given) if sequence_parallel else _quantize(ctx, backend, x, gate_up, given)
-        shape = (x.shape[0] * group.size() if sequence_parallel else x.shape[0], *x.shape[1:-1])
-        ctx.layer, ctx.sum_dgrad, ctx.sequence_parallel, ctx.shape, ctx.row_sum = layer, sum_dgrad, sequence_parallel, x.shape, row_sum
+        layer, row_sum, columns = product.layer, product.row_sum, ctx.needs_input_grad[1]
+        backend = layer.backend
+        ctx.product, ctx.shape = product, x.shape
+        if product.tokens is not None:
+            operand, saved = product.tokens.end(), own
+        else:
+            operand = given or _quantize(backend, x, gate_up, columns)
+            saved = operand.columns
         multiply = backend.fprop_by_tree if row_sum is not None and row_sum.by_tree else backend.fprop
-        ctx.defers_swiglu = defers_swiglu
-        if row_sum is not None and row_sum.scatter:
-            ctx.save_for_backward(weight, *saved)
-            weights = layer.cut_weight(0, operand.tokens, row_sum.group, x.is_cuda)
-            return start_sums(weights, lambda part: multiply(operand, part).unflatten(0, shape), lambda y: row_sum.start(y, x.dtype))()
-        y = multiply(operand, layer.operand).unflatten(0, shape)
-        ctx.save_for_backward(weight, *saved, *([y] if defers_swiglu else []))
-        if defers_swiglu:
+        y = multiply(operand, layer.operand).unflatten(0, x.shape[:-1])
+        ctx.save_for_backward(weight, *saved, *([y] if product.defers_swiglu else []))
+        if product.defers_swiglu:
             ctx.mark_non_differentiable(y)
             ctx.set_materialize_grads(False)  # else zeros are written in the place of its gradient
-            return make_placeholder(y, *shape, y.shape[-1] // 2), y
-        return y if row_sum is None else row_sum.reduce(y, x.dtype)
+            return make_placeholder(y, *x.shape[:-1], y.shape[-1] // 2), y
+        if row_sum is None:
+            return y
+        if product.sums is None:
+            return row_sum.reduce(y, x.dtype)
+        product.sums.begin(row_sum.start(y, x.dtype))
+        return make_placeholder(x, len(y) // row_sum.group.size(), *y.shape[1:])
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor, *_: Any) -> tuple[torch.Tensor | None, ...]:
         weight, *saved = ctx.saved_tensors
-        gate_up = saved.pop() if ctx.defers_swiglu else None
-        layer, group, backend = ctx.layer, ctx.group, ctx.layer.backend
-        needs_dx, needs_dw = ctx.needs_input_grad[:2]
-        tokens_again = _start_gathering_again(ctx, tuple(saved)) if needs_dw and ctx.sequence_parallel else None  # while DGrad runs
-        gradient, gradient_again = _quantize_gradient(ctx, dy, gate_up)
-        dx, dw, pending, finish = None, None, None, None
-        shape = (-1, *dy.shape[1:-1])
-        if needs_dx and ctx.sequence_parallel and not ctx.sum_dgrad:
-            weights = layer.cut_weight(1, gradient.tokens, group, dy.is_cuda)
-            finish = start_sums(
-                weights, lambda part: backend.dgrad(gradient, part).unflatten(0, shape), lambda dx: start_scatter(dx, group)
-            )
-        elif needs_dx:
-            dx = backend.dgrad(gradient, layer.operand).unflatten(0, shape)
-            pending = dist.all_reduce(dx, group=group, async_op=True) if ctx.sum_dgrad else None
+        product, needs_dx, needs_dw = ctx.product, *ctx.needs_input_grad[:2]
+        gate_up = saved.pop() if product.defers_swiglu else None
+        backend = product.layer.backend
+        tokens_again = _start_gathering_again(product, tuple(saved)) if needs_dw and product.tokens else None  # while DGrad runs
+        if product.sums is not None:
+            gradient, gradient_again = product.sums.end()
+        else:
+            gradient, gradient_again = _quantize_gradient(product, dy, gate_up, needs_dx, needs_dw), None
+        dx, dw, pending = None, None, None
+        if needs_dx:
+            dx = backend.dgrad(gradient, product.layer.operand).view(ctx.shape)
+            if product.tokens is not None:
+                product.tokens.begin(start_scatter(dx, product.group))
+                dx = make_placeholder(dx, *ctx.shape)
+            elif product.sum_dgrad:
+                pending = dist.all_reduce(dx, group=product.group, async_op=True)
         if needs_dw:
             gradient = gradient if gradient_again is None else gradient_again()
             operand = Operand(gradient.tokens, columns=tuple(saved)) if tokens_again is None else tokens_again()
-            dw = _weight_gradient(weight, backend, gradient, operand)
+            backend.wgrad(gradient, operand, weight.main_grad)  # Megatron's FP32 buffer
+            dw = hand_over_gradient(weight, product.turn)
         if pending is not None:
             pending.wait()
-        return (finish() if finish else dx), dw, *[None] * 8
+        return dx, dw, *[None] * (len(ctx.needs_input_grad) - 2)
 
 
-def _quantize(
-    ctx: Any, backend: Any, x: torch.Tensor, gate_up: torch.Tensor | None, given: Operand | None
-) -> tuple[Operand, tuple[torch.Tensor, ...]]:
-    """Return the operand of x, or of SwiGLU's result for gate_up, and what of it WGrad needs."""
-    columns = ctx.needs_input_grad[1]
-    if given is not None:
-        operand = given
-    elif gate_up is None:
-        operand = backend.quantize(_flatten_tokens(x), rows=True, columns=columns)
-    else:
-        operand = backend.quantize_swiglu(_flatten_tokens(gate_up), None, rows=True, columns=columns)
-    return operand, operand.columns
+def _quantize(backend: Any, x: torch.Tensor, gate_up: torch.Tensor | None, columns: bool) -> Operand:
+    """Return the operand of x, or of SwiGLU's result for gate_up; `columns`: WGrad needs it."""
+    if gate_up is None:
+        return cast(Operand, backend.quantize(_flatten_tokens(x), rows=True, columns=columns))
+    return cast(Operand, backend.quantize_swiglu(_flatten_tokens(gate_up), None, rows=True, columns=columns))
 
 
-def _quantize_gathered(ctx: Any, backend: Backend, x: torch.Tensor, given: Operand | None) -> tuple[Operand, tuple[torch.Tensor, ...]]:
-    """Return the operand of all ranks' tokens, and what of this rank's WGrad needs."""
-    tokens, needs_dw = _flatten_tokens(x), ctx.needs_input_grad[1]
-    ctx.gathers_columns = needs_dw and can_gather(backend, len(tokens)) and len(tokens) % BLOCK == 0
-    if not can_gather(backend, len(tokens)):
-        return backend.quantize(_flatten_tokens(gather_sequence(x, ctx.group)), rows=True, columns=False), (x,)
-    own = given or backend.quantize(tokens, rows=True, columns=ctx.gathers_columns)
-    gathered = backend.start_gather(Operand(own.tokens, rows=own.rows), ctx.group)()
-    return gathered, own.columns if ctx.gathers_columns else (x,)
-
-
-def _quantize_gradient(ctx: Any, dy: torch.Tensor, gate_up: torch.Tensor | None) -> tuple[Operand, PendingOperand | None]:
-    """Return the operand of all tokens' gradients; or where a rank has those of its own, and whole groups of tokens, DGrad's, for which it
-    waits, and WGrad's, which is gathered while DGrad runs. With gate_up dy is the gradient of SwiGLU's result."""
-    backend, row_sum, (needs_dx, needs_dw) = ctx.layer.backend, ctx.row_sum, ctx.needs_input_grad[:2]
+def _quantize_gradient(product: Product, dy: torch.Tensor, gate_up: torch.Tensor | None, rows: bool, columns: bool) -> Operand:
+    """Return the operand of all tokens' gradients. With gate_up dy is the gradient of SwiGLU's result."""
+    backend: Any = product.layer.backend
     if gate_up is not None:
-        return backend.quantize_swiglu(_flatten_tokens(gate_up), _flatten_tokens(dy), rows=needs_dx, columns=needs_dw), None
-    tokens = dy.shape[:-1].numel()
-    if isinstance(row_sum, ScatteredSum) and can_gather(backend, tokens) and backend.gathers_bytes and tokens % BLOCK == 0 and needs_dx:
-        own = backend.quantize(_flatten_tokens(dy), rows=True, columns=needs_dw)
-        rows = backend.start_gather(Operand(own.tokens, rows=own.rows), row_sum.group)
-        columns = backend.start_gather(Operand(own.tokens, columns=own.columns), row_sum.group) if needs_dw else None
-        return rows(), columns
-    dy = dy if row_sum is None else row_sum.gather_gradient(dy)
-    return backend.quantize(_flatten_tokens(dy), rows=needs_dx, columns=needs_dw), None
+        return cast(Operand, backend.quantize_swiglu(_flatten_tokens(gate_up), _flatten_tokens(dy), rows=rows, columns=columns))
+    dy = dy if product.row_sum is None else product.row_sum.take_gradient(dy)
+    return cast(Operand, backend.quantize(_flatten_tokens(dy), rows=rows, columns=columns))
 
 
-def _start_gathering_again(ctx: Any, saved: tuple[torch.Tensor, ...]) -> PendingOperand:
+def _gather_tokens(product: Product, x: torch.Tensor, given: Operand | None, trains: bool) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    """Begin to gather the operand of all ranks' tokens. Return what stands for them, and what of this rank's is to be saved for WGrad."""
+    backend, tokens, group = product.layer.backend, x.shape[:-1].numel(), product.group
+    gathers_columns = trains and can_gather(backend, tokens) and tokens % BLOCK == 0
+    product.tokens, product.column_tokens = Exchange(), tokens * gathers_columns
+    own: Operand | None = None
+
+    def start(x: torch.Tensor) -> Pending:
+        nonlocal own
+        if not can_gather(backend, tokens):
+            gathered, work = gather_first(x, group)
+            return quantize_behind(backend, gathered, work, rows=True, columns=False)
+        own = given or backend.quantize(_flatten_tokens(x), rows=True, columns=gathers_columns)
+        return backend.start_gather(Operand(own.tokens, rows=own.rows), group)
+
+    gathered = begin_exchange(x, product.tokens, start, (len(x) * group.size(), *x.shape[1:]))
+    if not trains:
+        return gathered, ()
+    return gathered, own.columns if own is not None and gathers_columns else (x.detach(),)
+
+
+def _start_gathering_again(product: Product, own: tuple[torch.Tensor, ...]) -> PendingOperand:
     """Begin to gather WGrad's operand of x, or x, which is quantized when it is there."""
-    backend, group = ctx.layer.backend, ctx.group
-    if ctx.gathers_columns:
-        return backend.start_gather(Operand(math.prod(ctx.shape[:-1]), columns=saved), group)
-    gathered, work = gather_first(saved[0], group)
+    backend: Any = product.layer.backend
+    if product.column_tokens:
+        return cast(PendingOperand, backend.start_gather(Operand(product.column_tokens, columns=own), product.group))
+    return quantize_behind(backend, *gather_first(own[0], product.group), rows=False, columns=True)
+
+
+def _start_gathering_gradient(product: Product, dy: torch.Tensor, rows: bool, columns: bool) -> Pending:
+    """Begin to gather the gradient of a row-parallel layer's sums. It ends with DGrad's operand of all tokens; and, where a rank has whole
+    groups of tokens and quantizes its own, WGrad's, which goes on while DGrad runs: else None, and the first has both."""
+    backend, row_sum, tokens = product.layer.backend, product.row_sum, dy.shape[:-1].numel()
+    assert row_sum is not None
+    if isinstance(row_sum, ScatteredSum) and can_gather(backend, tokens) and backend.gathers_bytes and tokens % BLOCK == 0 and rows:
+        own = backend.quantize(_flatten_tokens(dy), rows=True, columns=columns)
+        of_rows = backend.start_gather(Operand(own.tokens, rows=own.rows), row_sum.group)
+        of_columns = backend.start_gather(Operand(own.tokens, columns=own.columns), row_sum.group) if columns else None
+        return lambda: (of_rows(), of_columns)
+    pending = quantize_behind(backend, *gather_first(dy, row_sum.group), rows=rows, columns=columns)
+    return lambda: (pending(), None)
+
+
+def quantize_behind(backend: Backend, gathered: torch.Tensor, work: Any, rows: bool, columns: bool) -> PendingOperand:
+    """Return what waits for gathered tokens [T, ...], and quantizes them."""
 
     def finish() -> Operand:
         work.wait()
-        return backend.quantize(_flatten_tokens(gathered), rows=False, columns=True)
+        return backend.quantize(_flatten_tokens(gathered), rows=rows, columns=columns)
 
     return finish
-
-
-def _weight_gradient(weight: Any, backend: Backend, dy: Operand, x: Operand) -> torch.Tensor:
-    """Add WGrad to Megatron's gradient buffer, by its fused-accumulation protocol."""
-    backend.wgrad(dy, x, weight.main_grad)
-    return hand_over_gradient(weight)
-
-
-def hand_over_gradient(weight: Any) -> torch.Tensor:
-    """Tell Megatron that the gradient is in its FP32 buffer, and return what autograd is to have in its place: a gradient has its weight's
-    dtype, E4M3."""
-    weight.grad_added_to_main_grad = True
-    return torch.empty_like(weight)  # never read: DDP's hook sees the flag and drops it
 
 
 class QuantizedLinear:
@@ -279,13 +304,6 @@ class QuantizedLinear:
         """The backend that computes the products."""
         return make_backend(self.config.linear_backend, self.format)
 
-    def cut_weight(self, dim: int, tokens: int, group: Any, on_gpu: bool) -> list[Any]:
-        """Return the operand, or parts of it that give parts of the results' columns, where ranks can sum one while they compute the
-        next. `dim`: of the weight, 0 for FProp's results and 1 for DGrad's; `tokens`: of all ranks."""
-        width = self.weight.shape[dim]
-        parts = count_parts((tokens, width), group.size(), on_gpu) if self.config.overlap_tp_reduce else 1
-        return cut_weight(self.backend, self.operand, dim, width, parts)
-
     @property
     def operand(self) -> Any:
         """The blocks in the form of the backend, made on first use: a model that only feeds an engine needs none."""
@@ -295,21 +313,40 @@ class QuantizedLinear:
 
     def _forward_impl(self, input: Any, weight: torch.Tensor, *_: Any, **options: Any) -> Any:
         """`input`: a tensor, `GateUp` or `Normed`; returns one of the first two."""
-        sequence_parallel, group, row_sum = options["sequence_parallel"], options["tp_group"], options.get("row_sum")
+        bias = take_weight(options.get("bias"))
+        if not self.quantization_enabled:
+            y = self._multiply_master(input, options["sequence_parallel"], options["tp_group"], options.get("row_sum"))
+        else:
+            y = self._multiply(
+                input, weight, options["allreduce_dgrad"], options["sequence_parallel"], options["tp_group"], options.get("row_sum")
+            )
+        return y if bias is None else y + bias
+
+    def _multiply(
+        self, input: Any, weight: torch.Tensor, sum_dgrad: bool, sequence_parallel: bool, group: Any, row_sum: RowSum | None
+    ) -> Any:
         input, gate_up = input if isinstance(input, GateUp) else (input, None)
         input, given = input if isinstance(input, Normed) else (input, None)
-        if self.quantization_enabled:
-            parallelism = options["allreduce_dgrad"], sequence_parallel, group, row_sum
-            weight = weight if torch.is_grad_enabled() else weight.detach()  # else its operand for WGrad is made in vain
-            y = QuantizedMatmul.apply(input, weight, self, *parallelism, gate_up, self.defers_swiglu, given)
-            if self.defers_swiglu:
-                return GateUp(*y)
-        else:
-            inputs = gather_sequence(input, group) if sequence_parallel else input
-            y = F.linear(inputs, self.gather_master().to(inputs.dtype))
-            y = y if row_sum is None else row_sum.reduce(y.float(), y.dtype)
-        bias = options.get("bias")
-        return y if bias is None else y + bias
+        weight = weight if torch.is_grad_enabled() else weight.detach()  # else its operand for WGrad is made in vain
+        product = Product(self, group, two_batch.get_turn(), sum_dgrad, row_sum, defers_swiglu=self.defers_swiglu)
+        own: tuple[torch.Tensor, ...] = ()
+        if sequence_parallel:
+            input, own = _gather_tokens(product, input, given, weight.requires_grad)
+            two_batch.give_turn()
+        elif row_sum is not None and row_sum.scatter:
+            product.sums = Exchange()
+            two_batch.give_turn()
+        rows = input.requires_grad and torch.is_grad_enabled()
+        y = QuantizedMatmul.apply(input, weight, product, gate_up, given, *own)
+        if product.sums is not None:
+            two_batch.give_turn()
+            return end_exchange(y, product.sums, partial(_start_gathering_gradient, product, rows=rows, columns=weight.requires_grad))
+        return GateUp(*y) if product.defers_swiglu else y
+
+    def _multiply_master(self, input: torch.Tensor, sequence_parallel: bool, group: Any, row_sum: RowSum | None) -> torch.Tensor:
+        inputs = gather_sequence(input, group) if sequence_parallel else input
+        y = F.linear(inputs, self.gather_master().to(inputs.dtype))
+        return y if row_sum is None else row_sum.reduce(y.float(), y.dtype)
 
 
 def reorder_rows(weight: torch.Tensor, row_order: torch.Tensor | None) -> torch.Tensor:
@@ -343,13 +380,14 @@ class _SubstituteBlockValues(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(weight)
+        ctx.turn = two_batch.get_turn()
         return values
 
     @staticmethod
-    def backward(ctx: Any, dw: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, dw: torch.Tensor) -> tuple[torch.Tensor | None, None]:
         (weight,) = ctx.saved_tensors
         weight.main_grad.add_(dw)
-        return hand_over_gradient(weight), None
+        return hand_over_gradient(weight, ctx.turn), None
 
 
 class WeightOnlyQuantizedLinear(QuantizedColumnParallelLinear):

@@ -29,6 +29,8 @@ from megatron.core.transformer.moe.router import MoEAuxLossAutoScaler, TopKRoute
 from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.hf.routing_record import RoutingShape
 from megatron_rl.mcore import reduce
+from megatron_rl.mcore.layers.weight_gradient import take_weights
+from megatron_rl.mcore.two_batch import OfMicroBatch
 from megatron_rl.metrics import declare
 from megatron_rl.precision.ops.batch_invariant import InvariantRouting
 
@@ -56,7 +58,7 @@ class Router(TopKRouter):
 
     def forward(self, input: torch.Tensor, padding_mask: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         batch = self.router_replay.begin()
-        with InvariantRouting():
+        with InvariantRouting(), take_weights(self):
             return super().forward(input, padding_mask if batch is None else batch.padding)
 
     def attach_and_log_load_balancing_loss(
@@ -110,10 +112,11 @@ class RoutedMicroBatch:
 class RoutingReplay:
     """Chooses one router's experts; Megatron calls `get_replay_topk`."""
 
+    forward_batch = OfMicroBatch()
+    """The `RoutedMicroBatch` whose forward pass is under way."""
+
     def __init__(self, router: Router) -> None:
         self.router = router
-        self.forward_batch: RoutedMicroBatch | None = None
-        """The micro-batch whose forward pass is under way."""
         self.recompute_queue: deque[RoutedMicroBatch] = deque()
         """Micro-batches that backward passes will recompute, in their order."""
         self.current: RoutedMicroBatch | None = None

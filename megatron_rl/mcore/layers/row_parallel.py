@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel import RowParallelLinear
 
-from megatron_rl.mcore.layers.overlap import Pending, start_scatter
-from megatron_rl.mcore.layers.weight_gradient import WeightGradient
+from megatron_rl.mcore import two_batch
+from megatron_rl.mcore.layers.exchange import Pending, start_scatter
+from megatron_rl.mcore.layers.weight_gradient import WeightGradient, take_weight
 from megatron_rl.precision.ops import tree
 
 
@@ -45,7 +46,7 @@ class RowSum:
 
         return finish
 
-    def gather_gradient(self, dy: torch.Tensor) -> torch.Tensor:
+    def take_gradient(self, dy: torch.Tensor) -> torch.Tensor:
         """Return the gradient of this rank's part [s, b, N]."""
         return gather_sequence(dy, self.group) if self.scatter else dy
 
@@ -59,7 +60,7 @@ class PartialSum(RowSum):
     def reduce(self, partial: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return partial
 
-    def gather_gradient(self, dy: torch.Tensor) -> torch.Tensor:
+    def take_gradient(self, dy: torch.Tensor) -> torch.Tensor:
         return dy.to(self.dtype)
 
 
@@ -80,17 +81,17 @@ class TreeProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, row_sum: RowSum) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.row_sum = row_sum
+        ctx.row_sum, ctx.turn = row_sum, two_batch.get_turn()
         return row_sum.reduce(tree.multiply(x, weight), x.dtype)
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
         x, weight = ctx.saved_tensors
-        dy, dx, dw = ctx.row_sum.gather_gradient(dy), None, None
+        dy, dx, dw = ctx.row_sum.take_gradient(dy), None, None
         if ctx.needs_input_grad[0]:
             dx = dy @ weight
         if ctx.needs_input_grad[1]:
-            gradient = WeightGradient(weight)
+            gradient = WeightGradient(weight, ctx.turn)
             gradient.add(dy.flatten(0, -2), x.flatten(0, -2))
             dw = gradient.finish()
         return dx, dw, None
@@ -120,5 +121,5 @@ class TreeRowParallelLinear(RowParallelLinear):
 
     def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, *args: Any, row_sum: RowSum | None = None, **options: Any) -> Any:
         if row_sum is None:
-            return super()._forward_impl(input, weight, *args, **options)
+            return super()._forward_impl(input, take_weight(weight), *args, **options)
         return TreeProduct.apply(input, weight, row_sum)

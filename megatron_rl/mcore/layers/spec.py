@@ -30,6 +30,7 @@ from megatron_rl.mcore.layers.fused_inputs import GateUp
 from megatron_rl.mcore.layers.mla import AbsorbedLatentAttention, AbsorbedLinear, LatentAttention, ReplicatedLinear, takes_absorbed_form
 from megatron_rl.mcore.layers.norm_fusion import AddBeforeNorm
 from megatron_rl.mcore.layers.norms import NormedAdd, RMSNorm
+from megatron_rl.mcore.layers.plain import PlainColumnParallelLinear
 from megatron_rl.mcore.layers.quantized_linear import (
     QuantizedAbsorbedLinear,
     QuantizedColumnParallelLinear,
@@ -139,6 +140,9 @@ class SpecProvider(LocalSpecProvider):
 
     def row_parallel_linear(self) -> type:
         return TreeRowParallelLinear
+
+    def column_parallel_linear(self) -> type:
+        return PlainColumnParallelLinear
 
     def replicated_linear(self) -> type:
         return ReplicatedLinear

@@ -14,14 +14,14 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 
 from megatron_rl.batch.packing import VALUE_ROWS
+from megatron_rl.mcore import two_batch
 from megatron_rl.mcore.layers.weight_gradient import WeightGradient
-from megatron_rl.mcore.logprobs import Targets
 
 
 class ValueHead(MegatronModule):
     """Gives values, float32: [t, b, 1]; within `score_positions` [n, 1], or with entropies [n, 1, 2], which are 0."""
 
-    _scored: tuple[torch.Tensor, Targets, bool] | None = None
+    _scored = two_batch.OfMicroBatch()
 
     def __init__(self, config: TransformerConfig, tp_group: Any) -> None:
         super().__init__(config=config)
@@ -51,6 +51,7 @@ class _Values(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(hidden, weight)
+        ctx.turn = two_batch.get_turn()
         return torch.cat([(rows.float() * weight.float()).sum(-1) for rows in hidden.split(VALUE_ROWS)])
 
     @staticmethod
@@ -59,7 +60,7 @@ class _Values(torch.autograd.Function):
         dhidden = gradient.to(hidden.dtype).unsqueeze(-1) * weight
         if not ctx.needs_input_grad[1]:
             return dhidden, None
-        dweight = WeightGradient(weight)
+        dweight = WeightGradient(weight, ctx.turn)
         for rows, of_rows in zip(hidden.split(VALUE_ROWS), gradient.split(VALUE_ROWS), strict=True):
             dweight.add(of_rows.unsqueeze(-1), rows.float())
         return dhidden, dweight.finish()

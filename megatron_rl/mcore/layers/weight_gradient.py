@@ -1,17 +1,26 @@
-"""The gradient of a weight whose product is not autograd's."""
+"""The gradient of a weight that is added to Megatron's FP32 buffer where it is computed.
+
+Where two micro-batches take turns (`mcore.two_batch`) a weight has two gradients in one backward pass. Autograd would add them up in the
+weight's dtype; so each is added to the buffer by itself, and autograd gets one tensor, which nobody reads.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+
+from megatron_rl.mcore import two_batch
 
 
 class WeightGradient:
     """Adds up the gradient of a weight in FP32 in Megatron's buffer where there is one (its fused-accumulation protocol)."""
 
-    def __init__(self, weight: Any) -> None:
-        self._weight, self._has_buffer = weight, hasattr(weight, "main_grad")
+    def __init__(self, weight: Any, turn: int) -> None:
+        """`turn`: `two_batch.get_turn` of the forward pass."""
+        self._weight, self._turn, self._has_buffer = weight, turn, hasattr(weight, "main_grad")
         self._sum = weight.main_grad if self._has_buffer else torch.zeros_like(weight, dtype=torch.float32)
 
     def add(self, dy: torch.Tensor, x: torch.Tensor) -> None:
@@ -23,10 +32,47 @@ class WeightGradient:
         else:
             self._sum += dy.t() @ x
 
-    def finish(self) -> torch.Tensor:
+    def finish(self) -> torch.Tensor | None:
         """Return what autograd gets."""
-        if not self._has_buffer:
-            return self._sum.to(self._weight.dtype)
-        self._weight.grad_added_to_main_grad = True
-        # DDP's hook drops it, or adds it where an embedding has the same weight
-        return (torch.zeros_like if getattr(self._weight, "zero_out_wgrad", False) else torch.empty_like)(self._weight)
+        return hand_over_gradient(self._weight, self._turn) if self._has_buffer else self._sum.to(self._weight.dtype)
+
+
+def hand_over_gradient(weight: Any, turn: int) -> torch.Tensor | None:
+    """Tell Megatron that the gradient of a forward pass's `turn` is in its FP32 buffer. Return what autograd is to have in its place: a
+    gradient has its weight's dtype, E4M3 say, and two of them are never added."""
+    weight.grad_added_to_main_grad = True
+    if turn:
+        return None
+    # DDP's hook drops it, or adds it where an embedding has the same weight
+    return (torch.zeros_like if getattr(weight, "zero_out_wgrad", False) else torch.empty_like)(weight)
+
+
+class _AddGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor) -> torch.Tensor:
+        ctx.weight, ctx.turn = weight, two_batch.get_turn()
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor | None:
+        ctx.weight.main_grad.add_(gradient)
+        return hand_over_gradient(ctx.weight, ctx.turn)
+
+
+def take_weight(weight: Any) -> Any:
+    """Return a weight for autograd's own operators, to be used by the micro-batch whose turn it is."""
+    if weight is None or not two_batch.is_under_way() or not torch.is_grad_enabled() or not weight.requires_grad:
+        return weight
+    return _AddGradient.apply(weight)
+
+
+@contextmanager
+def take_weights(module: torch.nn.Module) -> Iterator[None]:
+    """Within the context a module's own weights are what `take_weight` returns; no turn must be given in it."""
+    taken = {name: take_weight(weight) for name, weight in module._parameters.items()} if two_batch.is_under_way() else {}
+    vars(module).update(taken)  # found before the parameters
+    try:
+        yield
+    finally:
+        for name in taken:
+            del vars(module)[name]
