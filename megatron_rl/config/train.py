@@ -50,8 +50,8 @@ class TrainConfig(ConfigSection):
     overlap_param_gather: bool = True
     """Replicas gather the stepped weights bucket by bucket while the next forward pass goes on."""
     two_batch_overlap: Literal["off", "logprobs", "all"] = "off"
-    """Two micro-batches take turns on a rank: while one waits for tensor- or expert-parallel ranks, the other computes. The numbers stay
-    the same; `all`: in optimizer steps too, which keep the activations of both."""
+    """Two micro-batches take turns: while one waits for tensor- or expert-parallel ranks, the other computes. In log-probs alone, or in
+    optimizer steps too, which then keep the activations of both, unless they recompute any. The numbers stay the same."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activations that the backward pass computes anew instead of keeping them: those within MLPs and experts (`selective`), or all within
     a layer (`full`)."""
@@ -85,6 +85,13 @@ class TrainConfig(ConfigSection):
     steps: int = Field(30, ge=1)
     """RL steps (policy versions) of the run."""
     seed: int = 0
+
+    def count_at_once(self, layout: Layout, quantized: bool, trains: bool) -> int:
+        """Return how many micro-batches take turns in a pass: two where they may, and exchange anything meanwhile. `quantized`: the linear
+        layers are; others are Megatron's, which wait for tensor-parallel ranks. `trains`: the pass has a gradient."""
+        exchanges = layout.ep > 1 or (quantized and layout.tp > 1 and self.layout.sequence_parallel)
+        wanted = self.two_batch_overlap == "all" and self.recompute == "none" if trains else self.two_batch_overlap != "off"
+        return 2 if exchanges and wanted else 1
 
     def decay_over(self, optimizer_steps: int) -> TrainConfig:
         """Return this with `decay_steps` filled in for a run of so many steps."""

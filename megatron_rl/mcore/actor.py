@@ -121,10 +121,6 @@ class Policy:
         entropy, tokens = entropy_and_tokens.tolist()
         return list(logprobs.cpu().split(lengths)), entropy / max(tokens, 1)
 
-    def _count_at_once(self, forward_only: bool) -> int:
-        """Return how many micro-batches take turns."""
-        return 2 if self.chunks[0].config.two_batch_overlap in ("all", *["logprobs"] * forward_only) else 1
-
     def make_micro_batches(self, samples: list[TrainingSample], at_once: int = 1) -> MicroBatches:
         """Pack this replica's samples into as many micro-batches as the other replicas make; `at_once` take turns. Collective."""
         config = self.chunks[0].config
@@ -165,7 +161,7 @@ class Policy:
 
         `loss` is called on the last pipeline stage only. Gradients are those of the sum over all replicas, divided by all answer tokens.
         """
-        at_once = self._count_at_once(forward_only)
+        at_once = self.chunks[0].config.at_once[not forward_only]
         batches = self.make_micro_batches(samples, at_once)
         widths = [sum(batches.widths[first : first + at_once]) for first in range(0, len(batches), at_once)]
 

@@ -62,8 +62,8 @@ class QuantizedTransformerConfig(TransformerConfig):
     linear_format: TensorFormat = BF16
     linear_backend: str = "emulated"
     sums_by_tree: bool = True
-    two_batch_overlap: str = "off"
-    """`TrainConfig.two_batch_overlap`."""
+    at_once: tuple[int, int] = (1, 1)
+    """Micro-batches that take turns in passes without and with gradient."""
     quantize_kv: bool = False
     scale_kv_by_layer: bool = False
     post_norms: bool = False
@@ -148,7 +148,7 @@ def freeze(model: ModelChunks) -> ModelChunks:
 def _megatron_config(
     geometry: ModelGeometry, layout: Layout, contract: PrecisionContract, train: TrainConfig
 ) -> QuantizedTransformerConfig:
-    dtype = getattr(torch, contract.high_format.dtype)
+    dtype, quantized = getattr(torch, contract.high_format.dtype), contract.trainer_format.quantized
     return (QuantizedMLATransformerConfig if geometry.latent else QuantizedTransformerConfig)(
         num_layers=geometry.layers,
         hidden_size=geometry.hidden,
@@ -182,6 +182,7 @@ def _megatron_config(
         post_norms=geometry.post_norms,
         attention_length=geometry.attention_length,
         trained_mtp_layers=geometry.mtp_layers if geometry.trains_mtp else 0,
+        at_once=(train.count_at_once(layout, quantized, False), train.count_at_once(layout, quantized, True)),
         **layout_options(layout, train),
         **recompute_options(train, geometry),
         **attention_options(geometry),

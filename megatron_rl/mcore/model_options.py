@@ -15,7 +15,6 @@ def layout_options(layout: Layout, train: TrainConfig) -> dict[str, Any]:
     return {
         "tensor_model_parallel_size": layout.tp,
         "sequence_parallel": layout.tp > 1 and train.layout.sequence_parallel,
-        "two_batch_overlap": train.two_batch_overlap,
         "pipeline_model_parallel_size": layout.pp,
         "virtual_pipeline_model_parallel_size": layout.vpp if layout.vpp > 1 else None,
         "overlap_p2p_comm": layout.vpp > 1,  # where two stages follow each other in turn, batched messages get mixed up

@@ -247,8 +247,10 @@ def count_training_activations(job: Workload, candidate: Candidate, stage: int) 
     recomputed = max(whole - kept for _, whole, kept in layers)  # one layer at a time
     logits = count_logits(inputs, True) if is_last else 0
     working = max(logits, recomputed + count_working(inputs))  # the logits' pass ends before a layer is recomputed
+    at_once = candidate.at_once(job, trains=True)
     stage_bytes = sum(count * kept for count, _, kept in layers)
-    return ActivationBytes(stage_bytes * count_in_flight(layout, stage, candidate.micro_batches(job)) + boundary, working)
+    in_flight = count_in_flight(layout, stage, -(-candidate.micro_batches(job) // at_once))
+    return ActivationBytes(at_once * (stage_bytes * in_flight + boundary), working)
 
 
 def _stage_layers(inputs: FormulaInputs, stage: int) -> list[tuple[int, float]]:

@@ -174,6 +174,11 @@ class Candidate:
         logits; of the others the second has the most in flight."""
         return sorted({0, min(1, self.train.pp - 1), self.train.pp - 1})
 
+    def at_once(self, job: Workload, trains: bool) -> int:
+        """Return how many micro-batches take turns in a pass, with gradient or without."""
+        train = job.config.train.model_copy(update={"recompute": self.recompute})
+        return train.count_at_once(self.train, job.contract.trainer_format.quantized, trains)
+
     def micro_batches(self, job: Workload) -> int:
         """Return the micro-batches of each replica in one optimizer step."""
         tokens = job.trained_sequences * job.mean_sequence / job.config.algorithm.updates_per_step

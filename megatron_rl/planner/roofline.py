@@ -90,10 +90,12 @@ def _estimate_trainer(job: Workload, candidate: Candidate, cluster: Cluster) -> 
 
 def _estimate_passes(job: Workload, candidate: Candidate, cluster: Cluster) -> StepTime:
     layout, updates, micro_batches = candidate.train, job.config.algorithm.updates_per_step, candidate.micro_batches(job)
-    bubble = bubble_fraction(layout.pp, layout.vpp, micro_batches)
+    bubble = bubble_fraction(layout.pp, layout.vpp, -(-micro_batches // candidate.at_once(job, trains=True)))
     forward_backward = _estimate_micro_batch(job, candidate, cluster, products=3 if candidate.recompute == "none" else 4)
     train = updates * (forward_backward * micro_batches / (1 - bubble) + _estimate_replica_exchange(job, candidate, cluster))
-    forward = _estimate_micro_batch(job, candidate, cluster, products=1) * (updates * micro_batches + layout.pp - 1)
+    forward = _estimate_micro_batch(job, candidate, cluster, products=1) * (
+        updates * micro_batches + (layout.pp - 1) * candidate.at_once(job, trains=False)
+    )
     return StepTime(0, (2 if job.has_reference else 1) * forward, train, bubble=bubble, colocated=candidate.colocated)
 
 
@@ -128,7 +130,10 @@ def _estimate_micro_batch(job: Workload, candidate: Candidate, cluster: Cluster,
         heads = 2 * model.heads + 2 * model.kv_heads
         width = heads * model.head_dim / layout.tp * (layout.cp - 1) / layout.cp
         context_traffic = directions * layers * tokens * width * job.high_bytes / _bandwidth(layout.tp * layout.cp, cluster)
-    return compute + tensor_traffic + expert_traffic + context_traffic
+    exchange = tensor_traffic + expert_traffic
+    if candidate.at_once(job, trains=products > 1) > 1:  # the other micro-batch computes meanwhile
+        return max(compute, exchange) + context_traffic
+    return compute + exchange + context_traffic
 
 
 def _tree_seconds_per_token(job: Workload, rate: float, operand_bytes: int) -> float:

@@ -44,7 +44,7 @@ _FILES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("megatron_rl/mcore/logprobs.py", ("tp",)),
     ("megatron_rl/mcore/layers/quantized_linear.py", _LAYER),
     ("megatron_rl/mcore/layers/row_parallel.py", _LAYER),
-    ("megatron_rl/mcore/layers/overlap.py", _LAYER),
+    ("megatron_rl/mcore/layers/exchange.py", (*_LAYER, *_EXPERTS)),
     ("megatron_rl/precision/backends/gather.py", _LAYER),
     ("megatron_rl/mcore/layers/experts.py", _EXPERTS),
     ("megatron_rl/mcore/layers/grouped_experts.py", ("etp",)),

@@ -14,7 +14,7 @@
     resume       what was saved is loaded, as a run loads it: without frozen models, with a critic's optimizer beside the policy's
 
 Samples fill micro-batches to the last token, as `plan` reckons, and are as few as show all that a step does: one micro-batch more than the
-rank's stage has under way at a time.
+rank's stage has under way at a time; twice as many where two take turns.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ from megatron_rl.mcore.critic import Critic
 from megatron_rl.mcore.layers.quantized_linear import list_quantized_layers
 from megatron_rl.mcore.load_weights import collect_named_tensors
 from megatron_rl.mcore.model import start_megatron, stop_megatron
+from megatron_rl.observability import profiling
 from megatron_rl.planner.candidate import MEAN_LENGTH_SHARE
 from megatron_rl.planner.hardware import Gpu
 from megatron_rl.precision.contract import PrecisionContract
@@ -96,13 +97,16 @@ def rehearse_rank(config: Config, rank: int, gpu: Gpu) -> RankRehearsal:
 
 @contextmanager
 def _observe_passes(recorder: Recorder) -> Iterator[None]:
-    """Within the context the recorder knows what happens within a micro-batch's passes."""
-    plain = {name: getattr(schedules, name) for name in ("forward_step", "backward_step")}
+    """Within the context the recorder knows what happens within micro-batches' passes, and counts them."""
+    plain, begin = {name: getattr(schedules, name) for name in ("forward_step", "backward_step")}, profiling.begin_micro_batch
+
+    def begin_micro_batch() -> None:
+        recorder.phase.passes += 1
+        begin()
 
     def observed(name: str) -> Any:
         def run(*args: Any, **options: Any) -> Any:
             recorder.in_pass = True
-            recorder.phase.passes += name == "forward_step"
             try:
                 return plain[name](*args, **options)
             finally:
@@ -112,11 +116,13 @@ def _observe_passes(recorder: Recorder) -> Iterator[None]:
 
     for name in plain:
         setattr(schedules, name, observed(name))
+    profiling.begin_micro_batch = begin_micro_batch
     try:
         yield
     finally:
         for name, function in plain.items():
             setattr(schedules, name, function)
+        profiling.begin_micro_batch = begin
 
 
 def _first_line(error: Exception) -> str:
@@ -135,7 +141,7 @@ def _run(config: Config, layout: Layout, gpu: FakeGpu, scratch: Path) -> None:
     teacher = _load_teacher(config, layout, gpu, scratch / "teacher")
     if critic is not None and config.placement.kind == "colocated":
         critic.offload_optimizer()
-    samples = make_samples(config, layout, dist.get_rank())
+    samples = make_samples(config, layout, dist.get_rank(), max(actor.chunks[0].config.at_once))
     begin("logprobs")
     for policy in filter(None, (reference, teacher, actor)):
         for sample, logprobs in zip(samples, policy.compute_logprobs(samples)[0], strict=True):
@@ -231,7 +237,7 @@ def _plan_transfers(layout: Layout, rollout: EngineLayout, contract: PrecisionCo
     return plan_transfers(geometry, layout, rollout, contract)[0]
 
 
-def make_samples(config: Config, layout: Layout, rank: int) -> list[TrainingSample]:
+def make_samples(config: Config, layout: Layout, rank: int, at_once: int) -> list[TrainingSample]:
     """Return the samples of a rank's replica: of equal length near the mean, as many as fill the micro-batches.
 
     Prompts are of one token: log-probs of all positions take the most memory.
@@ -242,5 +248,6 @@ def make_samples(config: Config, layout: Layout, rank: int) -> list[TrainingSamp
     micro_batches = layout.pp - layout.coordinates(rank).pp + 1
     if layout.vpp > 1:
         micro_batches = 2 * layout.pp  # it must be a multiple
+    micro_batches *= at_once
     prompt, answer = torch.ones(1, dtype=torch.int32), torch.full((positions,), 2)  # the last token takes no position
     return [TrainingSample(prompt, answer, advantage=1.0, number=number) for number in range(count * micro_batches)]

@@ -1,6 +1,6 @@
 """Rehearse configurations of the project: by the command that users call, or some trainer ranks of several in one process.
 
-python -m support.shipped CONFIG,GPU,RANKS...   prints one JSON object of configuration -> ranks' reports
+python -m support.shipped CONFIG,GPU,RANKS[,--FIELD=VALUE]...   prints one JSON object of configuration -> ranks' reports
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def main(jobs: list[str]) -> None:
     from megatron_rl.rehearsal.report import make_report
 
     found = {}
-    for name, gpu, ranks in (job.split(",") for job in jobs):
-        config, cluster = load_config(ROOT / "configs" / f"{name}.toml", []), Cluster.from_options(16, 8, gpu)
+    for name, gpu, ranks, *overrides in (job.split(",") for job in jobs):
+        config, cluster = load_config(ROOT / "configs" / f"{name}.toml", overrides), Cluster.from_options(16, 8, gpu)
         job, numbers = Workload.from_config(config, read_config(config.model.folder)), choose_ranks(ranks, config.train.layout.to_layout())
         found[name] = [make_report(rehearse_rank(config, rank, cluster.gpu), job, cluster).as_json() for rank in numbers]
     print(json.dumps(found))

@@ -95,7 +95,7 @@ def pad_micro_batches(actor: Actor, rows: int, longest_first: bool) -> Actor:
     """Return the same actor with micro-batches of `rows` samples that its model computes as a padded batch [b, s]."""
     make_packed = actor.make_micro_batches
 
-    def make_micro_batches(samples: list[TrainingSample]) -> PaddedMicroBatches:
+    def make_micro_batches(samples: list[TrainingSample], _: int) -> PaddedMicroBatches:
         order = sorted(range(len(samples)), key=lambda index: -samples[index].length if longest_first else index)
         return PaddedMicroBatches(make_one(order[start : start + rows], samples) for start in range(0, len(order), rows))
 

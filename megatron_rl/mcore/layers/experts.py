@@ -189,6 +189,8 @@ class MixtureOfExperts(MoELayer):
 class Dispatcher(MoEAlltoAllTokenDispatcher):
     """Megatron's all-to-all dispatcher; while tokens are under way the other micro-batch computes."""
 
+    tokens_per_expert: Any
+
     def token_dispatch(self, permutated_local_input_tokens: torch.Tensor, permuted_probs: torch.Tensor) -> Any:
         """Send tokens [n, h] and their weights [n] to their experts' ranks."""
         self.tokens_per_expert = self._maybe_dtoh_and_synchronize("before_ep_alltoall", self.tokens_per_expert)

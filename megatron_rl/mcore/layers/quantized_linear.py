@@ -129,7 +129,8 @@ class QuantizedMatmul(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor, *_: Any) -> tuple[torch.Tensor | None, ...]:
         weight, *saved = ctx.saved_tensors
-        product, needs_dx, needs_dw = ctx.product, *ctx.needs_input_grad[:2]
+        product: Product = ctx.product
+        needs_dx, needs_dw = ctx.needs_input_grad[:2]
         gate_up = saved.pop() if product.defers_swiglu else None
         backend = product.layer.backend
         tokens_again = _start_gathering_again(product, tuple(saved)) if needs_dw and product.tokens else None  # while DGrad runs

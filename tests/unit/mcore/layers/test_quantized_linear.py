@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_rl.mcore.layers.quantized_linear import QuantizedMatmul
+from megatron_rl.mcore.layers.quantized_linear import Product, QuantizedMatmul
 from megatron_rl.precision.backends import make_backend
 from megatron_rl.precision.fp8 import quantize_weight
 from megatron_rl.precision.ops.batch_invariant import append_zeros
@@ -25,7 +25,7 @@ def find_saved(name: str, x: torch.Tensor, learns: bool) -> list[torch.Tensor]:
     layer = SimpleNamespace(backend=backend, operand=backend.prepare(quantize_weight(weight.detach(), "pow2"), None))
     result: list[torch.Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: result.append(tensor) or tensor, lambda tensor: tensor):
-        y = QuantizedMatmul.apply(x, weight, layer, False, False, None)
+        y = QuantizedMatmul.apply(x, weight, Product(layer, None, 0, False, None), None, None)
         assert y.shape == (T, N)
     return [tensor for tensor in result if tensor.data_ptr() != weight.data_ptr()]
 
