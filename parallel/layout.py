@@ -11,10 +11,13 @@ so ETP * EP * EDP = TP * CP * DP, and a rank's pipeline stage is the same in bot
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from parallel.shards import GeometryError
+
+_LEAST = {"first_stage_layers": 0, "last_stage_layers": 0}
+"""The least value of sizes that may be below 1."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,10 @@ class Layout:
     """Pipeline parallel."""
     vpp: int = 1
     """Virtual stages per pipeline stage; above 1 only with pp above 1."""
+    first_stage_layers: int = 0
+    """Layers of the first pipeline stage; 0: as many as the others (`parallel.stages`)."""
+    last_stage_layers: int = 0
+    """The same of the last one."""
     ep: int = 1
     """Expert parallel: ranks that share the experts."""
     etp: int = 0
@@ -43,11 +50,15 @@ class Layout:
         if self.etp == 0:
             object.__setattr__(self, "etp", self.tp)
         for name, size in vars(self).items():
-            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-                raise GeometryError(f"train.layout.{name}", size, "must be a positive integer")
-        if self.vpp > 1 and self.pp == 1:
-            rule, fix = "needs more than one pipeline stage", "set train.layout.pp above 1, or train.layout.vpp = 1"
-            raise GeometryError("train.layout.vpp", self.vpp, rule, fix)
+            if not isinstance(size, int) or isinstance(size, bool) or size < _LEAST.get(name, 1):
+                raise GeometryError(f"train.layout.{name}", size, "must be a positive integer" + ", or 0" * (name in _LEAST))
+        for name, least in {"vpp": 1, **_LEAST}.items():
+            if (size := getattr(self, name)) > least and self.pp == 1:
+                rule, fix = "needs more than one pipeline stage", f"set train.layout.pp above 1, or train.layout.{name} = {least}"
+                raise GeometryError(f"train.layout.{name}", size, rule, fix)
+        if self.pp == 2 and self.first_stage_layers and self.last_stage_layers:
+            rule = "follows from train.layout.first_stage_layers where there are two stages"
+            raise GeometryError("train.layout.last_stage_layers", self.last_stage_layers, rule, "leave one out")
         stage_ranks, expert_ranks = self.world_size // self.pp, self.ep * self.etp
         if self.ep > 1 and stage_ranks % expert_ranks:
             rule = f"ep * etp = {self.ep} * {self.etp} must divide tp * cp * dp = {self.tp} * {self.cp} * {self.dp}"
@@ -58,6 +69,11 @@ class Layout:
     @property
     def world_size(self) -> int:
         return self.tp * self.cp * self.dp * self.pp
+
+    @property
+    def one_stage(self) -> Layout:
+        """The layout of one pipeline stage alone."""
+        return replace(self, pp=1, vpp=1, first_stage_layers=0, last_stage_layers=0)
 
     @property
     def edp(self) -> int:

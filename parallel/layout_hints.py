@@ -81,7 +81,7 @@ def keep_first_layers(model: ModelGeometry) -> ModelGeometry:
 
 def keep_one_replica(layout: Layout) -> Layout:
     """Return the layout with one pipeline stage and as few replicas as its experts allow: the same shards, each fewer times."""
-    return replace(layout, pp=1, vpp=1, cp=1, dp=math.lcm(layout.tp, layout.ep * layout.etp) // layout.tp)
+    return replace(layout.one_stage, cp=1, dp=math.lcm(layout.tp, layout.ep * layout.etp) // layout.tp)
 
 
 def keep_one_layer_per_kind(model: ModelGeometry) -> ModelGeometry:

@@ -18,6 +18,7 @@ from parallel.formats import BF16, FormatOf, TensorFormat
 from parallel.layout import Coordinates, Layout
 from parallel.model_geometry import ModelGeometry
 from parallel.shards import GeometryError, Region, Shard, find_misaligned_region, stack_regions, take_rows
+from parallel.stages import check_stages, list_stage_layers
 from parallel.weights import Weight, cut_vocabulary, cut_weight
 
 
@@ -74,9 +75,7 @@ def check_layout(model: ModelGeometry, layout: Layout) -> None:
     if model.latent is None and max(model.kv_heads, layout.tp) % min(model.kv_heads, layout.tp):
         rule = f"must divide num_key_value_heads ({model.kv_heads}) or be a multiple of it"
         raise GeometryError("train.layout.tp", layout.tp, rule, f"use a divisor of {model.kv_heads}")
-    _must_divide("pp", layout.pp, model.layers, "num_hidden_layers")
-    if layout.vpp > 1:
-        _must_divide("vpp", layout.vpp, model.layers // layout.pp, "the layers of a pipeline stage")
+    check_stages(model.layers, layout)
     if model.experts is not None:
         _must_divide("ep", layout.ep, model.experts.count, "the number of experts")
     elif layout.ep > 1:
@@ -137,11 +136,3 @@ def reorder_for_quantization(shard: Shard, format: TensorFormat) -> Shard:
         return shard
     tensors = [region.tensor for region in shard.regions]  # q, k and v, or one tensor that stacks them
     return stack_regions(shard.name, sorted(shard.regions, key=lambda region: (tensors.index(region.tensor), region.tensor_rect.row)))
-
-
-def list_stage_layers(layers: int, layout: Layout, stage: int) -> list[int]:
-    """Return the layers of a pipeline stage, by global number. Of pp * vpp equal parts of the layers, the stage's virtual stage v is part
-    v * pp + stage."""
-    per_part = layers // (layout.pp * layout.vpp)
-    starts = [(virtual_stage * layout.pp + stage) * per_part for virtual_stage in range(layout.vpp)]
-    return [layer for start in starts for layer in range(start, start + per_part)]

@@ -22,6 +22,10 @@ class LayoutConfig(ConfigSection):
     """Pipeline stages."""
     vpp: int = Field(1, ge=1)
     """Parts of every pipeline stage, which take turns (the interleaved schedule): a smaller bubble, more messages."""
+    first_stage_layers: int = Field(0, ge=0)
+    """Layers of the first pipeline stage; 0: as many as all other stages that are given no number."""
+    last_stage_layers: int = Field(0, ge=0)
+    """Layers of the last pipeline stage, which has the output layer too; 0: as many as all others that are given no number."""
     cp: int = Field(1, ge=1)
     """Context parallel ranks, which share the tokens of every sequence; tp * cp divides the attention heads."""
     ep: int = Field(1, ge=1)
@@ -38,7 +42,7 @@ class LayoutConfig(ConfigSection):
     def to_layout(self) -> Layout:
         """Return the sizes as a `Layout`. Raise UserError where they are none."""
         with as_user_error():
-            return Layout(tp=self.tp, pp=self.pp, vpp=self.vpp, ep=self.ep, etp=self.etp or 0, dp=self.dp, cp=self.cp)
+            return Layout(**{**self.model_dump(exclude={"sequence_parallel"}), "etp": self.etp or 0})
 
 
 class TrainConfig(ConfigSection):

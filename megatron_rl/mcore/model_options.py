@@ -17,6 +17,8 @@ def layout_options(layout: Layout, train: TrainConfig) -> dict[str, Any]:
         "sequence_parallel": layout.tp > 1 and train.layout.sequence_parallel,
         "pipeline_model_parallel_size": layout.pp,
         "virtual_pipeline_model_parallel_size": layout.vpp if layout.vpp > 1 else None,
+        "num_layers_in_first_pipeline_stage": layout.first_stage_layers or None,
+        "num_layers_in_last_pipeline_stage": layout.last_stage_layers or None,
         "overlap_p2p_comm": layout.vpp > 1,  # where two stages follow each other in turn, batched messages get mixed up
         "batch_p2p_comm": layout.vpp == 1,
         "batch_p2p_sync": False,  # a wait for the device that only old releases of PyTorch need

@@ -255,7 +255,7 @@ def count_training_activations(job: Workload, candidate: Candidate, stage: int) 
 
 def _stage_layers(inputs: FormulaInputs, stage: int) -> list[tuple[int, float]]:
     """Return (how many, bytes of one) for each kind of layer that a stage has."""
-    counts = count_layer_kinds(inputs.job.model, inputs.layout.pp, inputs.layout.vpp, stage)
+    counts = count_layer_kinds(inputs.job.model, inputs.layout, stage)
     return [
         (count, count_layer_activations(inputs, has_experts)) for has_experts, count in zip((False, True), counts, strict=True) if count
     ]

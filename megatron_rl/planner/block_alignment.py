@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from megatron_rl.planner.candidate import Candidate, Workload
 from parallel.formats import TensorFormat
@@ -32,7 +32,7 @@ class ParameterAlignment:
 def check_alignment(job: Workload, candidate: Candidate) -> list[ParameterAlignment]:
     """Return both sides' parameters. Raise GeometryError where a layout does not divide the model."""
     model, format_of = keep_one_layer_per_kind(job.model), job.contract.format_of
-    trainer = build_trainer_shards(model, replace(candidate.train, pp=1, vpp=1), format_of=format_of).values()
+    trainer = build_trainer_shards(model, candidate.train.one_stage, format_of=format_of).values()
     engine = build_engine_shards(model, candidate.rollout_tp, candidate.rollout_ep).values()
     return _align_side(job, "trainer", trainer) + _align_side(job, "engine", engine)
 

@@ -20,6 +20,7 @@ from parallel.model_geometry import ModelGeometry
 Placement = Literal["colocated", "disaggregated"]
 Recompute = Literal["none", "selective", "full"]
 
+_SIZES = ("tp", "pp", "first_stage_layers", "last_stage_layers", "vpp", "cp", "dp", "ep")
 MEAN_LENGTH_SHARE = 0.5
 """Mean length of prompts and answers as a share of the longest: an assumption, since nothing has been sampled yet."""
 
@@ -187,7 +188,7 @@ class Candidate:
     def overrides(self, config: Config) -> list[str]:
         """Return the command-line overrides that turn `config` into this candidate: the fields whose values differ."""
         layout, configured = self.train, config.train.layout
-        fields: dict[str, object] = {f"train.layout.{name}": getattr(layout, name) for name in ("tp", "pp", "vpp", "cp", "dp", "ep")}
+        fields: dict[str, object] = {f"train.layout.{name}": getattr(layout, name) for name in _SIZES}
         if layout.etp != (configured.etp or layout.tp):
             fields["train.layout.etp"] = layout.etp
         fields |= {"train.recompute": self.recompute, "placement.kind": self.placement}
@@ -201,9 +202,9 @@ class Candidate:
         return [f"--{path}={value}" for path, value in fields.items() if reduce(getattr, path.split("."), config) != value]
 
     def describe(self) -> str:
-        """Return the trainer's layout as in `tp 4 pp 2 dp 4`; sizes of 1 are left out."""
+        """Return the trainer's layout as in `tp 4 pp 2 dp 4`; sizes of 1 are left out. `first 3 last 3`: layers of these stages."""
         layout = self.train
-        words = [f"{name} {size}" for name in ("tp", "pp", "vpp", "cp", "dp", "ep") if (size := getattr(layout, name)) > 1]
+        words = [f"{name.removesuffix('_stage_layers')} {size}" for name in _SIZES if (size := getattr(layout, name)) > 1]
         words += [f"etp {layout.etp}"] * (layout.etp != layout.tp) + [f"recompute {self.recompute}"] * (self.recompute != "none")
         return " ".join(words or ["one rank"])
 

@@ -27,10 +27,11 @@ from parallel.adapters import is_adapter
 from parallel.formats import FP32, TensorFormat
 from parallel.layout import Coordinates, Layout
 from parallel.layout_hints import keep_one_layer_per_kind
-from parallel.megatron_shards import build_megatron_shards, list_stage_layers
+from parallel.megatron_shards import build_megatron_shards
 from parallel.model_geometry import ModelGeometry
 from parallel.sglang_shards import build_sglang_shards
 from parallel.shards import Shard
+from parallel.stages import list_stage_layers
 
 EXPERT = ".local_experts."
 _EMBEDDING, _OUTPUT, _FINAL_NORM = "embedding.word_embeddings.weight", "output_layer.weight", "decoder.final_layernorm.weight"
@@ -95,16 +96,16 @@ def _representative_shards(model: ModelGeometry, tp: int, ep: int, etp: int) -> 
 
 def count_layers_like_each(model: ModelGeometry, layout: Layout, stage: int) -> list[int]:
     """Return how many layers of a stage are like each layer of `keep_one_layer_per_kind`."""
-    plain, sparse = count_layer_kinds(model, layout.pp, layout.vpp, stage)
+    plain, sparse = count_layer_kinds(model, layout, stage)
     if model.experts is None:
         return [plain]
     return [plain, sparse] if model.experts.dense_layers else [sparse]
 
 
-@lru_cache(maxsize=1024)
-def count_layer_kinds(model: ModelGeometry, pp: int, vpp: int, stage: int) -> tuple[int, int]:
+@lru_cache(maxsize=4096)
+def count_layer_kinds(model: ModelGeometry, layout: Layout, stage: int) -> tuple[int, int]:
     """Return (layers with one MLP, layers with experts) of a stage."""
-    layers = list_stage_layers(model.layers, Layout(pp=pp, vpp=vpp), stage)
+    layers = list_stage_layers(model.layers, layout, stage)
     sparse = sum(map(model.has_experts, layers))
     return len(layers) - sparse, sparse
 

@@ -23,6 +23,7 @@ from megatron_rl.planner.hardware import CACHE_BANDWIDTH, LINK_EFFICIENCY, NETWO
 from megatron_rl.precision.contract import QUANTIZED_ROLES
 from parallel.formats import BLOCK
 from parallel.row_sums import GATHERED_WHOLE, GPU_TILE, count_bytes_sent
+from parallel.stages import count_stage_layers
 
 COMPUTE_EFFICIENCY = 0.35
 """Share of the peak rate of dense products that training reaches. An assumption."""
@@ -100,8 +101,8 @@ def _estimate_passes(job: Workload, candidate: Candidate, cluster: Cluster) -> S
 
 
 def _estimate_micro_batch(job: Workload, candidate: Candidate, cluster: Cluster, products: int) -> float:
-    """Return the seconds of one micro-batch in the last stage, which alone has the output layer: the others wait for it. `products`: the
-    work in forward passes (a backward pass is two)."""
+    """Return the seconds of one micro-batch in the slowest stage, for which the others wait: the last, which alone has the output layer,
+    or one with more layers. `products`: the work in forward passes (a backward pass is two)."""
     layout, model = candidate.train, job.model
     linear, attention, outputs = count_flops_per_token(job)
     fp8 = job.contract.trainer_format.quantized and job.config.precision.backend != "emulated"
@@ -111,29 +112,31 @@ def _estimate_micro_batch(job: Workload, candidate: Candidate, cluster: Cluster,
     weighed = products - weight_gradients
     seconds = (weighed * linear / rate + products * attention / cluster.gpu.bf16) / COMPUTE_EFFICIENCY
     seconds += forwards * _tree_seconds_per_token(job, rate, 1 if fp8 else 2)
-    seconds_of_outputs = weighed * outputs / cluster.gpu.bf16 / COMPUTE_EFFICIENCY
-    compute = tokens / layout.tp * (seconds / layout.pp + seconds_of_outputs)
-    layers = model.layers / layout.pp
+    output_layer = tokens / layout.tp * weighed * outputs / cluster.gpu.bf16 / COMPUTE_EFFICIENCY
+    compute = tokens / layout.tp * seconds / model.layers
     activation = tokens * model.hidden * job.high_bytes
-    # two all-reduces, or pairs of all-gather and reduce-scatter, per layer and direction; recomputation repeats the forward's
+    # in each layer, two all-reduces, or pairs of all-gather and reduce-scatter, per direction; recomputation repeats the forward's
     directions = {1: 1, 3: 2, 4: 3}[products]
     sent = 2 * directions * count_bytes_sent(layout.tp, job.high_bytes, False, by_tree=False)
     sent += 2 * forwards * _tree_bytes(job, layout.tp)
-    tensor_traffic = layers * tokens * model.hidden * sent / _bandwidth(layout.tp, cluster)
+    tensor_traffic = tokens * model.hidden * sent / _bandwidth(layout.tp, cluster)
     expert_traffic = context_traffic = 0.0
     if model.experts is not None and layout.ep > 1:  # to the experts and back
         rows = activation / layout.tp * job.top_k * (layout.ep - 1) / layout.ep
         # bytes and scales go to the experts where no gradient is wanted
         saved = 1 - (1 + 4 / BLOCK) / job.high_bytes if fp8 and not job.contract.sums_by_tree and products != 3 else 0
-        expert_traffic = (2 * directions - saved) * layers * rows / _bandwidth(layout.ep * layout.etp, cluster)
+        expert_traffic = (2 * directions - saved) * rows / _bandwidth(layout.ep * layout.etp, cluster)
     if layout.cp > 1:  # tokens for heads and back (q, k, v and the result), as mcore.context_parallel does
         heads = 2 * model.heads + 2 * model.kv_heads
         width = heads * model.head_dim / layout.tp * (layout.cp - 1) / layout.cp
-        context_traffic = directions * layers * tokens * width * job.high_bytes / _bandwidth(layout.tp * layout.cp, cluster)
+        context_traffic = directions * tokens * width * job.high_bytes / _bandwidth(layout.tp * layout.cp, cluster)
     exchange = tensor_traffic + expert_traffic
     if candidate.at_once(job, trains=products > 1) > 1:  # the other micro-batch computes meanwhile
-        return max(compute, exchange) + context_traffic
-    return compute + exchange + context_traffic
+        layer = max(compute, exchange) + context_traffic
+    else:
+        layer = compute + exchange + context_traffic
+    *others, last = count_stage_layers(model.layers, layout)
+    return max(last * layer + output_layer, max(others, default=0) * layer)
 
 
 def _tree_seconds_per_token(job: Workload, rate: float, operand_bytes: int) -> float:

@@ -2,8 +2,8 @@
 
 Colocated candidates use all GPUs for both sides; disaggregated ones give an eighth, a quarter, half or three quarters of them to engines.
 Tensor parallel sizes stay within a node; pipeline, expert and data parallel sizes are all that the rest allows, with one, two or four
-virtual stages. Context parallelism is tried where a sequence is longer than a micro-batch, full recomputation where nothing else fits, and
-engines over several nodes where no engine of one node fits.
+virtual stages. Where stages do not divide the layers, the first and the last have fewer. Context parallelism is tried where a sequence is
+longer than a micro-batch, full recomputation where nothing else fits, and engines over several nodes where no engine of one node fits.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from megatron_rl.planner.sync_traffic import SyncTraffic, estimate_sync_traffic
 from megatron_rl.preflight import LAYOUTS, PLAN, Needs, find_mistakes
 from parallel.layout import Layout
 from parallel.shards import GeometryError
+from parallel.stages import balance_stages
 
 _ENGINE_EIGHTHS = (1, 2, 4, 6)
 
@@ -148,7 +149,7 @@ class Planner:
     def _layouts(self, gpus: int) -> Iterator[Layout]:
         model = self.job.model
         for tp in _powers(min(gpus, self.cluster.gpus_per_node)):
-            for pp in _divisors(model.layers):
+            for pp in _divisors(gpus // tp):
                 for cp in self._context_sizes(gpus):
                     if gpus % (tp * pp * cp) == 0 and (cp == 1 or model.heads % (tp * cp) == 0):
                         for layout in self._expert_layouts(Layout(tp=tp, pp=pp, cp=cp, dp=gpus // (tp * pp * cp))):
@@ -170,10 +171,11 @@ class Planner:
                     yield replace(layout, ep=ep, etp=etp)
 
     def _interleaved(self, layout: Layout) -> Iterator[Layout]:
-        """Yield the layout with one, two and four virtual stages: a smaller bubble for more activations."""
+        """Yield the layout with one, two and four virtual stages: a smaller bubble for more activations. Where equal stages do not divide
+        the layers, the first and the last have fewer."""
         for vpp in (1, 2, 4) if layout.pp > 1 else (1,):
-            if self.job.model.layers // layout.pp % vpp == 0:
-                yield replace(layout, vpp=vpp)
+            if (balanced := balance_stages(self.job.model.layers, layout.pp, vpp)) is not None:
+                yield replace(layout, vpp=vpp, first_stage_layers=balanced[0], last_stage_layers=balanced[1])
 
 
 def _rank_key(estimate: CandidateEstimate) -> tuple[float, float]:

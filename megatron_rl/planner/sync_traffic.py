@@ -7,7 +7,7 @@ by stage, and counted as often as the stage has it.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from megatron_rl.planner.candidate import Candidate, Workload
 from megatron_rl.planner.hardware import LINK_EFFICIENCY, NETWORK_BANDWIDTH, Cluster
@@ -85,7 +85,7 @@ def _count_stage_bytes(job: Workload, candidate: Candidate, stage: int) -> tuple
 
 def _plan_one_layer_per_kind(job: Workload, candidate: Candidate, homes: dict[int, int]) -> list[Transfer]:
     model, format_of = keep_one_layer_per_kind(job.model), job.contract.format_of
-    sources = build_trainer_shards(model, replace(candidate.train, pp=1, vpp=1), format_of=format_of)
+    sources = build_trainer_shards(model, candidate.train.one_stage, format_of=format_of)
     targets = build_engine_shards(model, candidate.rollout_tp, candidate.rollout_ep, candidate.engines)
     return add_scale_transfers(reshard(sources, targets, format_of, homes))
 

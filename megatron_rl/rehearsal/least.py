@@ -38,7 +38,7 @@ def count_least_in_pass(job: Workload, candidate: Candidate, stage: int, trains:
     b, operand = job.high_bytes, _operand_bytes(job)
     w = (2 if trains and inputs.quantizes_inputs else 1) * operand
     S, T, h = inputs.rows, inputs.tokens, model.hidden
-    plain, sparse = count_layer_kinds(model, layout.pp, layout.vpp, stage)
+    plain, sparse = count_layer_kinds(model, layout, stage)
     forward, backward = _count_attention(inputs, w)
     shared = model.experts.shared_ffn / layout.tp if model.experts else 0
     rows_of_widths = [(plain, T, model.ffn / layout.tp)]

@@ -139,7 +139,7 @@ def make_report(rehearsal: RankRehearsal, job: Workload, cluster: Cluster) -> Ra
         bound = estimate_bound(phase, job, candidate, cluster)
         least = count_least(phase, bound, job, candidate, stage) if bound else None
         phases.append(PhaseReport(phase, planned, estimate_seconds(phase, cluster), bound, least))
-    layers = sum(count_layer_kinds(job.model, candidate.train.pp, candidate.train.vpp, stage))
+    layers = sum(count_layer_kinds(job.model, candidate.train, stage))
     return RankReport(rehearsal.rank, stage, rehearsal.fault, layers, phases)
 
 

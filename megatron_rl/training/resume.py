@@ -19,7 +19,7 @@ from parallel.layout import Layout
 def describe_layout(layout: Layout, train: TrainConfig) -> dict[str, int]:
     """Return how ranks share the work, for state.json: all that decides the order of sums."""
     return {
-        **asdict(layout),
+        **{name: size for name, size in asdict(layout).items() if size},  # earlier checkpoints knew equal stages only
         "sequence_parallel": int(layout.tp > 1 and train.layout.sequence_parallel),
         "distributed_optimizer": int(layout.dp * layout.cp > 1),  # always; earlier checkpoints say so, too
     }

@@ -19,6 +19,8 @@ CASES = [
     ("qwen3_moe", Layout(tp=2, ep=2, etp=2, dp=2), {"mode": "bf16", "high": "fp32"}),
     ("qwen3_moe", Layout(tp=2, pp=2, vpp=2, ep=2, etp=1), UNIFIED | {"scale_format": "fp32"}),
     ("deepseek_v3", Layout(pp=4), {"mode": "fp8_rollout", "high": "bf16"}),
+    ("qwen3", Layout(pp=2, first_stage_layers=3, dp=2), UNIFIED),
+    ("qwen3_moe", Layout(pp=2, last_stage_layers=3, ep=2, dp=2), UNIFIED),
 ]
 LONG_CASES = [
     ("llama", Layout(tp=2, dp=2), UNIFIED),

@@ -31,6 +31,7 @@ LAYOUTS = {
     "tp2_pp2_vpp2_dp2": Layout(tp=2, pp=2, vpp=2, dp=2),
     "pp2_vpp2_cp2_dp2": Layout(pp=2, vpp=2, cp=2, dp=2),
     "tp2_pp2_vpp2_cp2": Layout(tp=2, pp=2, vpp=2, cp=2),
+    "pp2_vpp2_last4": Layout(pp=2, vpp=2, last_stage_layers=4),
     "tp2_ep2_etp1_cp2_dp2": Layout(tp=2, cp=2, dp=2, ep=2, etp=1),
 }
 
@@ -66,6 +67,7 @@ def folder_of(checkpoint, tied_checkpoint, model_folder):
         "untied": lambda: checkpoint,
         "tied": lambda: tied_checkpoint,
         "deep": lambda: model_folder("qwen3"),  # four layers, four heads on two key-value heads
+        "six_layers": lambda: model_folder("qwen3", num_hidden_layers=6),
         "deep_moe": lambda: model_folder("qwen3_moe"),
         "qwen3_moe": lambda: model_folder("qwen3_moe", **two_layers, mlp_only_layers=[0]),
         "deepseek_v3": lambda: model_folder("deepseek_v3", **two_layers),
@@ -119,6 +121,7 @@ LONG_CASES = [
     *((name, "deep", "fp32") for name in ("tp2_pp2_vpp2_dp2", "tp2_pp2_vpp2_cp2")),
     ("pp2_vpp2_cp2_dp2", "deep", "fp8"),
     ("tp2_ep2_etp1_cp2_dp2", "deep_moe", "fp32"),
+    ("pp2_vpp2_last4", "six_layers", "fp32"),
 ]
 
 
@@ -168,6 +171,17 @@ def assert_same_training(folder, expected: dict, result: dict, tolerance: float)
         assert change.abs().max() > 1e-3 or name.endswith("e_score_correction_bias"), f"{name} was not trained"
         assert (weight - result["masters"][name]).norm() <= 3 * tolerance * change.norm(), f"{name}: the ranks took another path"
     assert (result["after"] - expected["after"]).abs().mean() < tolerance * (expected["after"] - expected["before"]).abs().mean()
+
+
+def test_stages_of_two_two_and_one_layers_compute_the_bits_of_one_process(worlds, model_folder):
+    """Gradients are not clipped: the stages' norms add up in another order."""
+    folder, train = model_folder("qwen3", num_hidden_layers=5), TRAIN | {"clip_grad": 0.0}
+    layout = Layout(pp=3, last_stage_layers=1)
+    expected = worlds(1).call(trainer.train_grpo, folder, FP8, train, batches())[0]
+    result = worlds(3).call(trainer.train_grpo, folder, FP8, train, batches(), layout)[0]
+    assert torch.equal(result["before"], expected["before"]) and torch.equal(result["after"], expected["after"])
+    assert [name for name, weight in expected["masters"].items() if not torch.equal(weight, result["masters"][name])] == []
+    assert not torch.equal(result["after"], result["before"])
 
 
 @pytest.mark.parametrize("layout, model", [("dp2", "untied"), ("ep2", "qwen3_moe")])

@@ -25,6 +25,8 @@ MODELS = ARCHITECTURES | {"tied": ARCHITECTURES["qwen3"] | {"tie_word_embeddings
 CASES = [
     *((name, cut_everything(name)) for name in FAMILIES),
     ("qwen3", Layout(pp=2, vpp=2, dp=2)),
+    ("qwen3", Layout(pp=2, first_stage_layers=3, dp=2)),
+    ("deepseek_v3", Layout(pp=2, last_stage_layers=3, dp=2)),
     ("qwen3", Layout(tp=4)),  # more ranks than kv heads
     ("tied", Layout(tp=2, pp=2)),
     ("llama", Layout(tp=2, dp=2)),
@@ -65,6 +67,8 @@ def config_of(model: ModelGeometry, layout: Layout) -> Any:
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
         virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+        num_layers_in_first_pipeline_stage=layout.first_stage_layers or None,
+        num_layers_in_last_pipeline_stage=layout.last_stage_layers or None,
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=layout.etp,
         context_parallel_size=layout.cp,

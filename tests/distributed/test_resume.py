@@ -108,11 +108,13 @@ def test_virtual_stages_go_on_bit_for_bit_and_one_process_loads_them(worlds, dee
     assert_same_state(expected, worlds(1).call(training_runs.load_in, deep, tmp_path / "run", FP8, Layout())[0])
 
 
-@pytest.mark.long
-def test_context_ranks_load_into_one_process(worlds, deep, tmp_path):
-    layout = Layout(tp=2, cp=2)
-    worlds(4).call(training_runs.train_to, deep, tmp_path, 1, FP8, False, layout)
-    expected = worlds(4).call(training_runs.load_in, deep, tmp_path, FP8, layout)[0]
+@pytest.mark.parametrize(
+    "layout", [pytest.param(Layout(tp=2, cp=2), marks=pytest.mark.long), Layout(pp=2, first_stage_layers=3)], ids=["cp", "pp"]
+)
+def test_context_ranks_and_unequal_stages_load_into_one_process(worlds, deep, tmp_path, layout):
+    world = worlds(layout.world_size)
+    world.call(training_runs.train_to, deep, tmp_path, 1, FP8, False, layout)
+    expected = world.call(training_runs.load_in, deep, tmp_path, FP8, layout)[0]
     assert_same_state(expected, worlds(1).call(training_runs.load_in, deep, tmp_path, FP8, Layout())[0])
 
 

@@ -47,6 +47,7 @@ def assert_same_logprobs(world, folder, transformers_side, seed: int) -> None:
         pytest.param("deepseek_v3", Layout(), {}, "shared_memory", True, marks=pytest.mark.long),  # by default: test_served.py
         ("llama", Layout(cp=2), {"sglang": SGLANG}, "shared_memory", False),
         pytest.param("qwen3", Layout(pp=2, vpp=2), {"tp": 2}, "shared_memory", False, marks=pytest.mark.long),
+        pytest.param("qwen3", Layout(pp=2, first_stage_layers=3), {"tp": 2}, "shared_memory", True, marks=pytest.mark.long),
         pytest.param("deepseek_v3", Layout(tp=2, ep=2, etp=1), {"tp": 2}, "shared_memory", False, marks=pytest.mark.long),
     ],
 )

@@ -182,9 +182,10 @@ def start_architecture(kind: str, folder: Path, precision: dict[str, Any], layou
 
 
 def _write_architecture(kind: str, folder: Path, precision: dict[str, Any], layout: Layout, seed: int) -> Path:
-    """A checkpoint written by rank 0; as many layers as virtual stages need."""
+    """A checkpoint written by rank 0; as many layers as stages need."""
     if is_rank0():
-        write_model(folder, kind, precision, seed, **({"num_hidden_layers": layout.pp * layout.vpp} if layout.vpp > 1 else {}))
+        layers = max(2, layout.pp * layout.vpp + layout.first_stage_layers)
+        write_model(folder, kind, precision, seed, num_hidden_layers=layers)
     dist.barrier()
     return folder
 

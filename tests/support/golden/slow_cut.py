@@ -69,6 +69,8 @@ def cases(draw: st.DrawFn, *families: str) -> Case:
     pp, dp, cp = draw(st.sampled_from([1, 1, 2])), draw(st.integers(1, 2)), draw(st.sampled_from([1, 1, 2]))
     vpp = draw(st.sampled_from([1, 2])) if pp > 1 else 1
     layers = pp * vpp * draw(st.integers(1, 2 if pp == 1 else 1))
+    last_stage_layers = draw(st.sampled_from([0, 2 * vpp])) if pp > 1 else 0
+    layers += vpp * (last_stage_layers > 0)
     ep, etp, rollout_ep = 1, 1, 1
     if experts:
         count = draw(st.sampled_from([2, 4, 6]))
@@ -97,7 +99,7 @@ def cases(draw: st.DrawFn, *families: str) -> Case:
         experts=experts,
         latent=latent,
     )
-    train = Layout(tp=train_tp, pp=pp, vpp=vpp, ep=ep, etp=etp if experts else 0, dp=dp, cp=cp)
+    train = Layout(tp=train_tp, pp=pp, vpp=vpp, last_stage_layers=last_stage_layers, ep=ep, etp=etp if experts else 0, dp=dp, cp=cp)
     return Case(model, train, rollout_tp, rollout_ep, draw(st.integers(1, 2)))
 
 

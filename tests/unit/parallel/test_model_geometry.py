@@ -81,9 +81,17 @@ def test_sglang_pads_the_vocabulary_to_64_and_the_last_rank_holds_the_padding(tp
     assert (only_padding.rows, only_padding.regions[0].tensor_rect.rows) == (8, 0)
 
 
-@pytest.mark.parametrize("layers, vpp, numbers", [(2, 1, [[0], [1]]), (8, 2, [[0, 1, 4, 5], [2, 3, 6, 7]])])
-def test_pipeline_stages_hold_their_layers_with_global_numbers(layers, vpp, numbers):
-    first, second = trainer(small_model(layers=layers), Layout(pp=2, vpp=vpp))
+@pytest.mark.parametrize(
+    "layers, layout, numbers",
+    [
+        (2, Layout(pp=2), [[0], [1]]),
+        (8, Layout(pp=2, vpp=2), [[0, 1, 4, 5], [2, 3, 6, 7]]),
+        (4, Layout(pp=2, first_stage_layers=3), [[0, 1, 2], [3]]),
+        (6, Layout(pp=2, vpp=2, last_stage_layers=4), [[0, 3], [1, 2, 4, 5]]),
+    ],
+)
+def test_pipeline_stages_hold_their_layers_with_global_numbers(layers, layout, numbers):
+    first, second = trainer(small_model(layers=layers), layout)
     assert [sorted({int(name.split(".")[2]) for name in names(stage) if "layers" in name}) for stage in (first, second)] == numbers
     assert "embedding.word_embeddings.weight" in names(first) - names(second)
     assert {"decoder.final_layernorm.weight", "output_layer.weight"} <= names(second) - names(first)

@@ -88,8 +88,9 @@ def test_adapters_alone_are_trained_and_sent_after_the_first_sync():
 
 def test_stages_hold_the_model_once_and_replicas_share_the_optimizer():
     whole = memory.count_trainer_memory(job(), Layout(), 0)
-    stages = [memory.count_trainer_memory(job(), Layout(pp=4, vpp=3), stage) for stage in range(4)]
-    assert [sum(parts) for parts in zip(*stages, strict=True)] == list(whole)
+    for layout in (Layout(pp=4, vpp=3), Layout(pp=4, first_stage_layers=10, last_stage_layers=8), Layout(pp=8, first_stage_layers=1)):
+        stages = [memory.count_trainer_memory(job(), layout, stage) for stage in range(layout.pp)]
+        assert [sum(parts) for parts in zip(*stages, strict=True)] == list(whole)
     shared = memory.count_trainer_memory(job(), Layout(dp=8), 0)
     assert (shared.masters, shared.moments, shared.weights) == (whole.masters / 8, whole.moments / 8, whole.weights)
 
@@ -206,6 +207,20 @@ def test_the_last_stage_with_its_output_layer_sets_a_pipelines_pace():
     assert seconds[0] == pytest.approx(tokens * (fp8 + (attention + outputs) * bf16), rel=0.01)
     bubble = roofline.bubble_fraction(4, 1, four.micro_batches(workload))
     assert seconds[1] == pytest.approx(tokens * ((fp8 + attention * bf16) / 4 + outputs * bf16) / (1 - bubble), rel=0.01)
+    uneven = Candidate(Layout(pp=4, first_stage_layers=10, last_stage_layers=4))  # of 36 layers: others have 11
+    pace = roofline.estimate_step_time(workload, uneven, NODE).train
+    assert pace == pytest.approx(tokens * (fp8 + attention * bf16) * 11 / 36 / (1 - bubble), rel=0.01)
+
+
+def test_layers_that_stages_do_not_divide_are_planned_with_a_shorter_first_and_last_stage():
+    """As 94 layers on eight stages."""
+    layouts = Planner(job("Qwen3-235B-A22B"), Cluster.from_options(16, 8, "h200"))._layouts(128)
+    split = {(layout.pp, layout.vpp): (layout.first_stage_layers, layout.last_stage_layers) for layout in layouts}
+    assert split[2, 1] == (0, 0) and split[8, 1] == (11, 11) and split[8, 2] == (0, 10) and split[16, 1] == (5, 5) and (64, 1) not in split
+    candidate = Candidate(Layout(tp=8, pp=8, first_stage_layers=11, last_stage_layers=11, dp=2, ep=8, etp=1))
+    assert candidate.describe() == "tp 8 pp 8 first 11 last 11 dp 2 ep 8 etp 1"
+    overrides = candidate.overrides(load_config(ROOT / "configs/qwen3_8b.toml", []))
+    assert {"--train.layout.first_stage_layers=11", "--train.layout.last_stage_layers=11"} < set(overrides)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,69 @@
+"""Which layers a pipeline stage has, as in Megatron-Core.
+
+The first and the last stage have as many as the layout says; all others, and these where it says nothing, share the rest equally. Virtual
+stages cut each stage's layers into equal parts and follow each other in rounds: part 0 of every stage, then part 1 of every stage.
+"""
+
+from __future__ import annotations
+
+from parallel.layout import Layout
+from parallel.shards import GeometryError
+
+
+def list_stage_layers(layers: int, layout: Layout, stage: int) -> list[int]:
+    """Return the layers of a pipeline stage, by global number."""
+    parts = [size // layout.vpp for size in count_stage_layers(layers, layout)]
+    starts = [part * sum(parts) + sum(parts[:stage]) for part in range(layout.vpp)]
+    return [layer for start in starts for layer in range(start, start + parts[stage])]
+
+
+def count_stage_layers(layers: int, layout: Layout) -> list[int]:
+    """Return how many layers each stage has."""
+    first, last = layout.first_stage_layers, layout.last_stage_layers
+    share = (layers - first - last) // _count_equal_stages(layout)
+    middle = [share] * (layout.pp - 2)
+    return [first or share, *middle, last or share] if layout.pp > 1 else [share]
+
+
+def check_stages(layers: int, layout: Layout) -> None:
+    """Raise GeometryError where the stages that are given no number, or the parts of any, cannot have equally many layers."""
+    given = {name: size for name in ("first_stage_layers", "last_stage_layers") if (size := getattr(layout, name))}
+    rest, equal = layers - sum(given.values()), _count_equal_stages(layout)
+    if rest % equal or rest <= 0:
+        hint = _suggest(layers, layout)
+        if not given:
+            rule, fix = f"must divide num_hidden_layers ({layers})", f"use a divisor of {layers}"
+            raise GeometryError("train.layout.pp", layout.pp, rule, f"{fix}, or {hint}" if hint else fix)
+        (name, size), *others = given.items()
+        beside = "".join(f" with train.layout.{other} = {count}" for other, count in others)
+        rule = f"leaves {rest} of {layers} layers{beside}, which {equal} other stage{'s' * (equal > 1)} cannot share equally"
+        raise GeometryError(f"train.layout.{name}", size, rule, f"use {hint}")
+    for size in count_stage_layers(layers, layout):
+        if size % layout.vpp:
+            rule = f"must divide the layers of a pipeline stage ({size})"
+            raise GeometryError("train.layout.vpp", layout.vpp, rule, f"use a divisor of {size}")
+
+
+def balance_stages(layers: int, pp: int, vpp: int = 1) -> tuple[int, int] | None:
+    """Return the `first_stage_layers` and `last_stage_layers` with which the largest stage is smallest, (0, 0) where all are equal, None
+    where this finds none. The last stage, which computes the output layer too, is the smallest."""
+    if layers % (pp * vpp) == 0:
+        return 0, 0
+    share = -(-layers // (pp * vpp)) * vpp
+    rest = layers - share * (pp - 2)
+    last = rest // 2 // vpp * vpp
+    first = rest - last
+    if pp == 1 or last <= 0 or first % vpp:
+        return None
+    return 0 if first == share else first, last
+
+
+def _count_equal_stages(layout: Layout) -> int:
+    """Return how many stages share equally what the first and the last one leave."""
+    return layout.pp - (layout.first_stage_layers > 0) - (layout.last_stage_layers > 0)
+
+
+def _suggest(layers: int, layout: Layout) -> str:
+    """Return settings in place of the given ones that share the layers out; "" where none are given and none are known."""
+    sizes = zip(("first_stage_layers", "last_stage_layers"), balance_stages(layers, layout.pp, layout.vpp) or (0, 0), strict=True)
+    return " and ".join(f"train.layout.{name} = {size}" for name, size in sizes if size or getattr(layout, name))
