@@ -3,7 +3,7 @@
     python -m rollout_sglang.rehearsed_rank RANK,RANK,... < JOB.json
 
 A process of its own, as it makes torch believe in a GPU before SGLang is imported: SGLang then takes the branches, and the hooks of this
-project, that it takes on Hopper. Packages that a GPU's environment has and this one lacks are stubs, and kernels are functions of shapes
+project, that it takes on Hopper. Packages of a GPU's environment are stubs, installed or not, and kernels are functions of shapes
 (`rehearsed_kernels`). For each rank, in a process of its own, SGLang's runner builds the model and loads made up weights; they are
 processed as after a sync and filled with a sync's chunks. On the first of the ranks a batch of prompts and one of decoded tokens run
 (`rehearsed_forward`). Prints, by rank, what `RehearsedRank` says, in JSON.
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from megatron_rl.config import Config
     from rollout_sglang.rehearsed_forward import ForwardRehearsal
 
-_GPU_PACKAGES = ("sgl_kernel", "flashinfer", "deep_gemm", "triton_kernels", "flash_attn", "torch_memory_saver", "cuda", "cutlass")
+_GPU_PACKAGES = ("triton", "sgl_kernel", "flashinfer", "deep_gemm", "triton_kernels", "flash_attn", "torch_memory_saver", "cuda", "cutlass")
 _ALONE = {
     "SGLANG_USE_MESSAGE_QUEUE_BROADCASTER": "false",
     "SGLANG_USE_SGL_FA3_KERNEL": "true",
@@ -75,13 +75,16 @@ def main() -> None:
     print(json.dumps({rank: asdict(each) for rank, each in zip(ranks, found, strict=True)}), file=answer, flush=True)
 
 
-def believe_in_a_gpu() -> None:
-    """Load and replace all that SGLang would find on a Hopper GPU and not here. Before torch is imported."""
+def believe_in_a_gpu(replaces_installed: bool = True) -> None:
+    """Load and replace all that SGLang would find on a Hopper GPU and not here. Before torch is imported. `replaces_installed`: the GPU's
+    packages too that are here, which cannot be imported without a driver."""
     from megatron_rl.rehearsal import no_device
 
     no_device.load()
     stub_modules.block_megatron()
     stub_modules.install(*_GPU_PACKAGES)
+    if replaces_installed:
+        stub_modules.replace(*_GPU_PACKAGES)
     from megatron_rl.rehearsal import fake_cuda
     from rollout_sglang import rehearsed_graphs
 

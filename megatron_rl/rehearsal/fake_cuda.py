@@ -7,6 +7,7 @@ code and Megatron's run as they are.
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,6 +24,8 @@ from megatron_rl.rehearsal.kernels import deep_gemm, flash_attention, torch_cuda
 from megatron_rl.rehearsal.recorder import Recorder
 
 _current: list[FakeGpu] = []
+_FOR_INFERENCE = ("flashinfer", "flash_mla")
+"""What Megatron imports for inference where it is installed, which asks for a driver: here it is not."""
 
 
 def current_device() -> FakeGpu:
@@ -99,6 +102,7 @@ def install() -> None:
         return
     install.done = True  # type: ignore[attr-defined]
     install_device()
+    sys.modules.update(dict.fromkeys(_FOR_INFERENCE))  # type: ignore[arg-type] # as `importlib` documents it
     for library in (torch_cuda, flash_attention, transformer_engine, deep_gemm, triton):
         library.install(recorder)
     _replace_random()

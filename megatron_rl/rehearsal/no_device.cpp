@@ -1,5 +1,5 @@
-// What a CPU build of torch lacks to run autograd on tensors of device `cuda`: a guard of the device, whose streams and events do nothing,
-// and the word that CUDA is built in. Loaded before torch; see no_device.py.
+// What torch lacks to run autograd on tensors of device `cuda` without a device: a guard of it, whose streams and events do nothing, and the
+// word that it is there. In the place of those of a CUDA build. Loaded before torch; see no_device.py.
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
@@ -40,5 +40,5 @@ struct CUDAHooks final : CUDAHooksInterface { // the name by which torch asks fo
   DeviceIndex deviceCount() const override { return 1; }
   DeviceIndex getCurrentDevice() const override { return 0; }
 };
-REGISTER_CUDA_HOOKS(CUDAHooks)
+C10_REGISTER_CLASS_WITH_PRIORITY(CUDAHooksRegistry, CUDAHooks, c10::REGISTRY_PREFERRED, CUDAHooks)
 } // namespace at

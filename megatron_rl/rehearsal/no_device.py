@@ -1,9 +1,8 @@
-"""Makes a CPU build of torch able to run autograd on tensors of device `cuda`, by thirty lines of C++. Imports without torch."""
+"""Lets any build of torch run autograd on tensors of device `cuda` without a device, by thirty lines of C++. Imports without torch."""
 
 from __future__ import annotations
 
 import ctypes
-import importlib.metadata
 import importlib.util
 import shutil
 import subprocess
@@ -17,13 +16,11 @@ _SOURCE = Path(__file__).with_suffix(".cpp")
 
 
 def load() -> None:
-    """Load it before torch is imported; do nothing where torch is built for CUDA, which has it. Raise UserError without a compiler."""
-    if "+cpu" not in importlib.metadata.version("torch"):
-        return
+    """Load it before torch is imported. Raise UserError without a compiler."""
     if "torch" in sys.modules:
         raise RuntimeError("torch is imported already: a rehearsal needs a process of its own")
     if (compiler := shutil.which("g++") or shutil.which("clang++")) is None:
-        raise UserError("g++", None, "compiles what a CPU build of torch lacks for a rehearsal", "install g++, or torch's CUDA build")
+        raise UserError("g++", None, "compiles what torch lacks for a rehearsal", "install g++")
     spec = importlib.util.find_spec("torch")
     assert spec is not None and spec.origin is not None
     torch = Path(spec.origin).parent
@@ -34,5 +31,7 @@ def load() -> None:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise UserError("g++", compiler, f"fails: {done.stderr.strip().splitlines()[-1]}", "install a C++20 compiler")
-        ctypes.CDLL(str(torch / "lib" / "libtorch_cpu.so"), mode=ctypes.RTLD_GLOBAL)
+        for build in ("cpu", "cuda"):  # what it replaces of CUDA's must be there before
+            if (built := torch / "lib" / f"libtorch_{build}.so").exists():
+                ctypes.CDLL(str(built), mode=ctypes.RTLD_GLOBAL)
         ctypes.CDLL(str(library))

@@ -2,7 +2,7 @@
 
 A CPU engine uses neither, but SGLang imports both unconditionally. Every attribute of a stub is a stub too; stubs are false and empty, and
 launching a kernel through one raises. `install()` must run before the first import of sglang, in every process; it replaces no installed
-package. `block_megatron` keeps out what an engine must not depend on.
+package, which `replace` does for a rehearsal. `block_megatron` keeps out what an engine must not depend on.
 """
 
 from __future__ import annotations
@@ -74,7 +74,8 @@ class _StubModule(types.ModuleType):
 class _StubImporter:
     """Finds and loads the stubs of `packages` and of everything below them."""
 
-    packages: tuple[str, ...] = ()
+    def __init__(self, packages: tuple[str, ...]) -> None:
+        self.packages = packages
 
     def find_spec(self, name: str, *_: Any) -> importlib.machinery.ModuleSpec | None:
         loader: Any = self
@@ -86,15 +87,16 @@ class _StubImporter:
     def exec_module(self, _: types.ModuleType) -> None: ...
 
 
-_IMPORTER = _StubImporter()
-
-
 def install(*more: str) -> None:
     """Install a finder that imports stubs of those packages, and of `more`, that are missing."""
     missing = tuple(name for name in (*_NAMES, *more) if name not in sys.modules and importlib.util.find_spec(name) is None)
-    _IMPORTER.packages += missing
-    if missing and _IMPORTER not in sys.meta_path:
-        sys.meta_path.append(_IMPORTER)
+    if missing:
+        sys.meta_path.append(_StubImporter(missing))
+
+
+def replace(*packages: str) -> None:
+    """Install a finder that imports stubs of packages, installed or not. None of them may be imported yet."""
+    sys.meta_path.insert(0, _StubImporter(packages))
 
 
 def block_megatron() -> None:

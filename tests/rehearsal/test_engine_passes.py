@@ -33,7 +33,7 @@ PLANTED = {
 def ranks(tmp_path_factory):
     """The first engine rank by case, of one process that imports SGLang as on a GPU."""
     if not (shutil.which("g++") or shutil.which("clang++")):
-        pytest.skip("no C++ compiler, which a rehearsal with a CPU build of torch needs")
+        pytest.skip("no C++ compiler, which a rehearsal needs")
     command = [sys.executable, "-m", "support.engine_rehearsals", str(tmp_path_factory.mktemp("engines")), *PLAIN, *PLANTED]
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
     done = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=False)

@@ -44,7 +44,7 @@ def reports(tmp_path_factory):
 def rehearse(folder: Path, *cases: str) -> dict:
     """The ranks' reports by case, of one process that imports torch its own way."""
     if not (shutil.which("g++") or shutil.which("clang++")):
-        pytest.skip("no C++ compiler, which a rehearsal with a CPU build of torch needs")
+        pytest.skip("no C++ compiler, which a rehearsal needs")
     command = [sys.executable, "-m", "support.rehearsals", str(folder), *cases]
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
     done = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=False)

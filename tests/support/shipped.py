@@ -33,7 +33,7 @@ def rehearse_trainers(*jobs: str) -> dict[str, Any]:
 
 def _run(*command: str) -> str:
     if not (shutil.which("g++") or shutil.which("clang++")):
-        pytest.skip("no C++ compiler, which a rehearsal with a CPU build of torch needs")
+        pytest.skip("no C++ compiler, which a rehearsal needs")
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
     done = subprocess.run([sys.executable, "-m", *command], cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support import driver_bound
 
 ROOT = Path(__file__).parents[3]
 CASES = ("plain", "host_tensor_in_loss", "item_per_layer", "doubled_activation", "gather_in_wrong_group", "refused_scales")
@@ -20,11 +21,12 @@ PLANNED = ["sync", "checkpoint", "logprobs 2", "update 2", "resume"]
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory):
-    """The report of the first rank, by case. A process of its own, as torch must not be imported before."""
+    """The report of the first rank, by case. A process of its own, as torch must not be imported before; packages that need a driver are
+    installed, and there is none."""
     if not (shutil.which("g++") or shutil.which("clang++")):
-        pytest.skip("no C++ compiler, which a rehearsal with a CPU build of torch needs")
+        pytest.skip("no C++ compiler, which a rehearsal needs")
     command = [sys.executable, "-m", "support.rehearsals", str(tmp_path_factory.mktemp("rehearsal")), *CASES]
-    path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), driver_bound.install(tmp_path_factory.mktemp("packages"))])
     done = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return {case: found[0] for case, found in json.loads(done.stdout.splitlines()[-1]).items()}

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from support import driver_bound
 
 from megatron_rl.config import Config
 from megatron_rl.config.loading import load_config
@@ -30,7 +31,9 @@ def few_layers(model: str, folder: Path, **changes: object) -> Path:
 
 
 @pytest.mark.long
-def test_experts_on_hopper_hold_what_a_sync_fills(tmp_path):
+def test_experts_on_hopper_hold_what_a_sync_fills(tmp_path, tmp_path_factory, monkeypatch):
+    """Where packages are installed that need a driver, and there is none."""
+    monkeypatch.setenv("PYTHONPATH", driver_bound.install(tmp_path_factory.mktemp("packages")))
     config = load_config(CONFIGS / "qwen3_30b_a3b.toml", [f"--model.path={few_layers('Qwen3-30B-A3B', tmp_path)}"])
     reports = rehearse(config)
     assert [report.rank for report in reports] == [0, config.rollout.tp - 1]
