@@ -111,7 +111,7 @@ def test_every_layout_learns_what_one_process_does_which_has_the_bits_of_its_che
 def test_layers_that_are_recomputed_learn_the_same(worlds, model_folder, recompute):
     """Adapters on MLPs alone: the input of the first layer's needs no gradient."""
     run = model_folder("qwen3_moe"), FP32, LORA | {"targets": FC}, [random_sequences(4, 1), random_sequences(4, 2)], Layout(), None
-    kept, again = (worlds(1).call(lora.train_adapters, *run, how)[0] for how in ("none", recompute))
+    kept, again = (worlds(1).call(lora.train_adapters, *run, {"recompute": how})[0] for how in ("none", recompute))
     assert kept["gradients"] == again["changed"] and torch.equal(kept["trained"], again["trained"])
 
 

@@ -1,11 +1,15 @@
-"""Two micro-batches that take turns have the bits of one after the other: log-probs, steps, weights."""
+"""Two micro-batches that take turns have the bits of one after the other: log-probs, steps, weights, gradients of all kinds of layers."""
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
-from support import trainer
-from support.models import FP8, FP32, random_sequences
+from support import critics, lora, mtp, mtp_training, trainer
+from support.models import FP8, random_sequences
 
 from parallel.layout import Layout
 
@@ -22,26 +26,81 @@ CASES = [
     (Layout(dp=2, ep=2), "glm4_moe", BF16),
 ]
 LONG = [
-    (Layout(pp=2, vpp=2), "qwen3", FP8),
-    (Layout(tp=2, cp=2), "qwen3", FP32),
+    (Layout(pp=2, vpp=2, tp=2), "qwen3", FP8),
+    (Layout(tp=2, cp=2), "qwen3", FP8),
     (Layout(tp=2), "glm4", FP8),
-    (Layout(tp=2), "llama", BF16),
+    (Layout(tp=2, dp=2, ep=2, etp=2), "qwen3_moe", FP8),
 ]
 
 
+@pytest.fixture(scope="module")
+def compare(worlds):
+    """Run a function with and without turns, and compare what it gives on every rank."""
+
+    def check(run: Callable[..., dict[str, Any]], layout: Layout, *args: Any, **train: Any) -> None:
+        in_turns, after_another = (
+            worlds(layout.world_size).call(run, *(TRAIN | train | {"two_batch_overlap": mode} if arg is TRAIN else arg for arg in args))
+            for mode in ("all", "off")
+        )
+        for ours, theirs in zip(in_turns, after_another, strict=True):
+            assert_same(ours, theirs)
+
+    return check
+
+
+def assert_same(ours: Any, theirs: Any, name: str = "") -> None:
+    if isinstance(theirs, dict):
+        assert ours.keys() == theirs.keys()
+        for key in theirs.keys() - {"tokens/padding"}:  # virtual stages take rounds of twice as many micro-batches
+            assert_same(ours[key], theirs[key], f"{name} {key}")
+    elif isinstance(theirs, list):
+        for number, (one, other) in enumerate(zip(ours, theirs, strict=True)):
+            assert_same(one, other, f"{name} {number}")
+    elif isinstance(theirs, torch.Tensor):
+        assert torch.equal(ours, theirs), name
+    else:
+        assert ours == theirs, name
+
+
+def batches() -> list:
+    return [random_sequences(7, seed=1), random_sequences(6, seed=2)]
+
+
 @pytest.mark.parametrize("layout, model, precision", [*CASES, *(pytest.param(*case, marks=pytest.mark.long) for case in LONG)])
-def test_turns_change_no_bit(worlds, model_folder, layout, model, precision):
+def test_turns_change_no_bit(compare, model_folder, layout, model, precision):
     folder = model_folder(model, num_hidden_layers=4 if layout.vpp > 1 else 2, tie_word_embeddings=False)
-    samples = [random_sequences(7, seed=1), random_sequences(6, seed=2)]
+    compare(trainer.train_grpo, layout, folder, precision, TRAIN, batches(), layout)
+
+
+def test_passes_without_gradient_take_turns_where_layers_are_recomputed(compare, model_folder):
+    compare(trainer.train_grpo, Layout(tp=2), model_folder("qwen3"), FP8, TRAIN, batches(), Layout(tp=2), recompute="full")
+
+
+def test_adapters_have_gradients_of_their_own(compare, model_folder):
+    layout, folder = Layout(tp=2, dp=2, ep=2, etp=1), model_folder("qwen3_moe", num_hidden_layers=2)
+    adapters = {"rank": 8, "alpha": 16.0, "targets": ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")}
+    compare(lora.train_adapters, layout, folder, FP8, adapters, batches(), layout, None, TRAIN)
+
+
+def test_a_critic(compare, checkpoint):
+    compare(critics.train_critic, Layout(tp=2), checkpoint, FP8, TRAIN, batches(), Layout(tp=2))
+
+
+def test_layers_for_multi_token_prediction(compare, model_folder, tmp_path):
+    folder = shutil.copytree(model_folder("glm4_moe_air", num_hidden_layers=2), tmp_path / "model")
+    mtp.add_mtp_layer(folder)
+    layout = Layout(tp=2, dp=2, ep=2, etp=1)
+    compare(mtp_training.train, layout, folder, FP8, TRAIN, batches(), layout, mtp_loss_scaling_factor=0.3)
+
+
+def test_a_tied_embedding_adds_its_two_gradients_in_another_order(worlds, model_folder):
+    """Of output layer and embedding, of one micro-batch after the other or of both."""
+    folder = model_folder("qwen2", num_hidden_layers=2)
     in_turns, after_another = (
-        worlds(layout.world_size).call(trainer.train_grpo, folder, precision, {**TRAIN, "two_batch_overlap": mode}, samples, layout)
+        worlds(2).call(trainer.train_grpo, folder, FAST, TRAIN | {"two_batch_overlap": mode}, batches(), Layout(tp=2))[0]
         for mode in ("all", "off")
     )
-    for ours, theirs in zip(in_turns, after_another, strict=True):
-        for name in ("before", "after"):
-            assert torch.equal(ours[name], theirs[name]), name
-        for step, expected in zip(ours["steps"], theirs["steps"], strict=True):
-            different = {name: (value, expected[name]) for name, value in step.items() if value != expected[name]}
-            assert not different.keys() - {"tokens/padding"}, different  # virtual stages take rounds of twice as many micro-batches
-        for name, weight in theirs["masters"].items():
-            assert torch.equal(ours["masters"][name], weight), name
+    embedding = "model.embed_tokens.weight"
+    torch.testing.assert_close(in_turns["masters"].pop(embedding), after_another["masters"].pop(embedding), rtol=1e-3, atol=1e-6)
+    first = [result["steps"][0] for result in (in_turns, after_another)]
+    assert first[0]["loss/total"] == first[1]["loss/total"] and torch.equal(in_turns["before"], after_another["before"])

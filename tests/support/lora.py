@@ -33,12 +33,12 @@ def train_adapters(
     batches: list[list[TrainingSample]],
     layout: Layout | None = None,
     to: Path | None = None,
-    recompute: str = "none",
+    train: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Take a step with adapters on each batch, and write a checkpoint `to`. Return the log-probs of the first with the frozen model, with
     adapters that are not trained, and with those that are; the trained adapters; and what else of the model there is a gradient, a master
     or a change of."""
-    trained = Trainer(folder, precision, {**STEPS, "recompute": recompute}, layout=layout, lora=LoraConfig(**lora))
+    trained = Trainer(folder, precision, {**STEPS, **(train or {})}, layout=layout, lora=LoraConfig(**lora))
     actor, model = trained.actor, trained.model
     before = {name: _raw(tensor) for name, tensor in global_parameters(model).items()}
     frozen = FrozenPolicy(model, 1.0, actor.micro_batch_tokens)
