@@ -23,9 +23,10 @@ import functools
 import gc
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -41,7 +42,8 @@ from megatron_rl.mcore.actor import Actor, Policy
 from megatron_rl.mcore.checkpoint.folder import checkpoint_folder, unfinished_folder
 from megatron_rl.mcore.checkpoint.write import load_run_checkpoint
 from megatron_rl.mcore.critic import Critic
-from megatron_rl.mcore.layers.quantized_linear import list_quantized_layers
+from megatron_rl.mcore.layers.grouped_experts import GroupedLinear
+from megatron_rl.mcore.layers.quantized_linear import QuantizedLinear, list_quantized_layers
 from megatron_rl.mcore.load_weights import collect_named_tensors
 from megatron_rl.mcore.model import start_megatron, stop_megatron
 from megatron_rl.observability import profiling
@@ -97,32 +99,27 @@ def rehearse_rank(config: Config, rank: int, gpu: Gpu) -> RankRehearsal:
 
 @contextmanager
 def _observe_passes(recorder: Recorder) -> Iterator[None]:
-    """Within the context the recorder knows what happens within micro-batches' passes, and counts them."""
-    plain, begin = {name: getattr(schedules, name) for name in ("forward_step", "backward_step")}, profiling.begin_micro_batch
+    """Within the context the recorder knows what happens within micro-batches' passes, and counts them. What makes blocks ready for a
+    backend belongs to none: the first pass after an optimizer step does it for all."""
 
-    def begin_micro_batch() -> None:
-        recorder.phase.passes += 1
-        begin()
-
-    def observed(name: str) -> Any:
+    def observe(function: Any, in_pass: bool, passes: int = 0) -> Any:
         def run(*args: Any, **options: Any) -> Any:
-            recorder.in_pass = True
+            before, recorder.in_pass = recorder.in_pass, in_pass
+            recorder.phase.passes += passes
             try:
-                return plain[name](*args, **options)
+                return function(*args, **options)
             finally:
-                recorder.in_pass = False
+                recorder.in_pass = before
 
         return run
 
-    for name in plain:
-        setattr(schedules, name, observed(name))
-    profiling.begin_micro_batch = begin_micro_batch
-    try:
+    with ExitStack() as patches:
+        for name in ("forward_step", "backward_step"):
+            patches.enter_context(mock.patch.object(schedules, name, observe(getattr(schedules, name), True)))
+        patches.enter_context(mock.patch.object(profiling, "begin_micro_batch", observe(profiling.begin_micro_batch, True, 1)))
+        for owner in (QuantizedLinear, GroupedLinear):
+            patches.enter_context(mock.patch.object(owner, "operand", property(observe(vars(owner)["operand"].fget, False))))
         yield
-    finally:
-        for name, function in plain.items():
-            setattr(schedules, name, function)
-        profiling.begin_micro_batch = begin
 
 
 def _first_line(error: Exception) -> str:

@@ -10,8 +10,11 @@ quantized. S rows of the residual stream on a rank, T tokens between the linear 
     q, k        T 2 b (q + kv)     norm and rope               T (2 b (q + kv) + b kv + w (q + 2 kv))
     attention   T q (b + w)        proj's operand              none: its kernel takes what proj's product wrote
     SwiGLU      T f (2 b + w)      fc2's operand               T f (3 b + 2 w)
-    experts     R = S top_k etp rows: SwiGLU as above, to other ranks and sorted by expert R h 4 g, back R h 4 b + S h b, in training
-                the columns R h g; backward R h 4 b twice and R h w
+    experts     R = S top_k etp rows: SwiGLU as above; v a number as it travels to other ranks: g, in training b, of which columns are made
+      there     S h v + R h v          read once           R h 2 b                 out of the experts' rows
+      sorted    R h (v + w)                                R h b + S h b           summed
+      weighed   R h 2 b                                    R h (2 b + w)           gradient, and the outputs, for that of their weights
+      back      R h b + S h b          summed              S h b + R h b           read once
     logits      T b V / tp         read once                   T 2 b V / tp        read, and changed in place
     embedding   S h 2 b                                        S h (b + 8)         added to FP32 rows
 
@@ -45,8 +48,9 @@ def count_least_in_pass(job: Workload, candidate: Candidate, stage: int, trains:
     if model.experts is not None:
         R = S * job.top_k * layout.etp
         rows_of_widths += [(sparse, R, model.experts.ffn / layout.etp), (sparse, T, shared)]
-        forward += sparse / (plain + sparse) * (R * h * (4 * operand + 4 * b + (operand if trains else 0)) + S * h * b)
-        backward += sparse / (plain + sparse) * R * h * (8 * b + w)
+        v = b if trains else operand
+        forward += sparse / (plain + sparse) * (R * h * (2 * v + w + 3 * b) + S * h * (v + b))
+        backward += sparse / (plain + sparse) * (R * h * (6 * b + w) + S * h * 2 * b)
     least = (plain + sparse) * forward + sum(count * rows * f * (2 * b + w) for count, rows, f in rows_of_widths)
     if trains:
         least *= 2 if candidate.recompute == "full" else 1

@@ -28,12 +28,13 @@ def count_moved(func: Any, args: tuple, kwargs: dict, out: Any) -> int:
     """Return the bytes of device memory that an operator's kernel reads and writes.
 
     Inputs are read once and outputs written once; a tensor that is changed in place is both. Views, queries and allocations move nothing.
-    Of a table whose rows are picked or filled, those rows count and the indices; copies and fills do not read what they overwrite.
+    Of a table whose rows are picked or filled, those rows count and the indices; copies and fills do not read what they overwrite, nor does
+    any operator read `out`.
     """
     name = func._schema.name
     if func.is_view or name in _ASK_OR_ALLOCATE or name.startswith("torch_attn::"):  # attention's kernel counts itself
         return 0
-    inputs = list(_iter_on_device((*args, *kwargs.values())))
+    inputs = list(_iter_on_device((*args, *(value for argument, value in kwargs.items() if argument != "out"))))
     outputs = list(_iter_on_device((out,)))
     changed = [
         tensor

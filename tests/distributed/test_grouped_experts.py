@@ -25,6 +25,7 @@ def test_grouped_products_train_as_one_expert_after_the_other(worlds, model_fold
     # two linear layers of every expert: FProp and DGrad, and FProp again where it is recomputed; WGrad
     assert grouped["calls"]["m_grouped_fp8_gemm_nt_contiguous"] == SPARSE * 2 * (3 if recompute == "selective" else 2)
     assert grouped["calls"]["k_grouped_fp8_gemm_nt_contiguous"] == SPARSE * 2
+    assert grouped["in_place"] == [True, True], "WGrad adds to gradients that lie end to end"
     others = grouped["calls"]["fp8_gemm_nt"]
     assert alone["calls"]["fp8_gemm_nt"] - others > SPARSE * 2 * 3 * EXPERTS / 2 and others <= LAYERS * 4 * 4
     assert all(detail.endswith("DeepGemmExperts") for detail in grouped["details"] if "Linear" in detail)

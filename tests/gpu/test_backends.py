@@ -13,6 +13,7 @@ from megatron_rl.precision.backends.base import Backend
 from megatron_rl.precision.backends.deep_gemm_experts import DeepGemmExperts
 from megatron_rl.precision.backends.token_groups import TokenGroups
 from megatron_rl.precision.fp8 import quantize_1x128, quantize_128x1, quantize_weight
+from megatron_rl.precision.ops.token_rows import collect
 from megatron_rl.precision.quantized_weight import QuantizedWeight
 from parallel.formats import FP8
 
@@ -138,10 +139,11 @@ def test_grouped_products_are_those_of_each_expert(device, backends, scale_forma
     grouped, single = DeepGemmExperts(FP8.with_scales(scale_format)), make_backend("deep_gemm", FP8.with_scales(scale_format))
     weights = [quantize_weight(uneven(n + 128 * e, k, torch.float32, device)[:n], scale_format) for e in range(len(counts))]
     x, dy = (uneven(sum(counts), width, torch.bfloat16, device) for width in (k, n))
-    forward, gradient = (grouped.quantize(groups.spread(v), groups, rows=True, columns=True) for v in (x, dy))
+    forward, gradient = (grouped.quantize(v, groups, rows=True, columns=True) for v in (x, dy))
     weight = grouped.prepare(weights)
-    y, dx = (groups.collect(z) for z in (grouped.fprop(forward, weight, groups), grouped.dgrad(gradient, weight, groups)))
-    dw = grouped.wgrad(gradient, forward, groups)
+    y, dx = (collect(z, groups.places) for z in (grouped.fprop(forward, weight, groups), grouped.dgrad(gradient, weight, groups)))
+    dw = torch.zeros(len(counts), n, k, device=device)
+    grouped.wgrad(gradient, forward, groups, dw.unbind())
     for expert, (xs, dys, ys, dxs) in enumerate(zip(*(v.split(counts) for v in (x, dy, y, dx)), strict=True)):
         expected = compute_products(single, weights[expert], xs, dys)
         assert torch.allclose(ys.float(), expected["fprop"].float(), rtol=2**-7)

@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from support import fake_gpu_libraries
 from support.fp8_reference import uneven
 
 from megatron_rl.precision.backends import make_backend
+from megatron_rl.precision.backends.token_groups import TokenGroups
 from megatron_rl.precision.fp8 import quantize_1x128, quantize_128x1, quantize_weight, round_trip_1x128, round_trip_128x1
 from parallel.formats import FP8
 
@@ -150,6 +152,33 @@ def test_a_norm_that_quantizes_has_the_bits_of_one_kernel_after_the_other(device
     normed = (total.float() * statistic[:, None] * weight.float()).bfloat16()
     for pair, wanted in zip(found, quantize_activation(normed, scale_format, rows=True, columns=True), strict=True):
         assert not any(count_differences(*each) for each in zip(pair, wanted, strict=True))
+
+
+@pytest.mark.parametrize("scale_format", ["pow2", "fp32"])
+def test_what_goes_to_experts_has_the_bits_of_one_kernel_after_the_other(device, scale_format):
+    if device == "cpu":
+        pytest.skip("the stand-ins are one kernel after the other")
+    from megatron_rl.precision.backends.triton_quantize import quantize_activation
+    from megatron_rl.precision.backends.triton_spread import pack, quantize_weighed, spread_packed
+    from megatron_rl.precision.ops.token_rows import collect, scatter_tokens, sum_tokens, weigh
+
+    groups, weights = TokenGroups.from_counts(torch.tensor([[300, 0, 3], [41, 0, 400]]), device), torch.rand(744, device=device)
+    x, outputs = extreme(744, 2048).to(device), ordinary(groups.rows, 2048).to(device)
+    weighed = weigh(x, weights)
+    *found, of_weights = quantize_weighed(x, outputs, weights, groups, scale_format, columns=True)
+    rows, _ = quantize_activation(fake_gpu_libraries.spread(weighed, groups), scale_format, rows=True, columns=False)
+    for pair, wanted in zip(found, quantize_activation(weighed, scale_format, rows=True, columns=True, groups=groups), strict=True):
+        assert not any(count_differences(*each) for each in zip(pair, wanted, strict=True))
+    assert not any(count_differences(*each) for each in zip(found[0], rows, strict=True))
+    assert torch.allclose(of_weights, (x.float() * outputs[groups.places]).sum(-1), rtol=1e-3, atol=1e-3 * float(of_weights.abs().max()))
+    assert torch.equal(collect(outputs, groups.places, weights), weigh(outputs[groups.places], weights))
+    order = torch.randperm(744 * 8, device=device).view(744, 8)
+    scattered, packed = scatter_tokens(x, order), pack(x, order, scale_format)
+    assert all(torch.equal(scattered[places], x) for places in order.unbind(1)) and torch.equal(packed[order[:, 0]], packed[order[:, 7]])
+    rows, _ = quantize_activation(x, scale_format, rows=True, columns=False, groups=groups)
+    for a, b in zip(spread_packed(packed[order[:, 3]], groups), rows, strict=True):
+        assert not count_differences(a[groups.places], b[groups.places])
+    assert torch.allclose(sum_tokens(scattered, order).float(), 8 * x.float(), rtol=2**-7)
 
 
 def test_extreme_values_are_what_quantizers_stumble_over():

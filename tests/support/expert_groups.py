@@ -15,6 +15,9 @@ from examples.arithmetic.supervised import negative_log_likelihood
 from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.mcore.layers import experts
 from megatron_rl.mcore.precision_graph import read_rank_graph
+from megatron_rl.precision.backends.deep_gemm_experts import view_as_one
+from megatron_rl.precision.ops import swiglu
+from megatron_rl.precision.ops.token_rows import scatter_tokens
 from parallel.layout import Layout
 from support import fake_gpu_libraries
 from support.trainer import Trainer, own
@@ -27,6 +30,7 @@ def run(folder: Path, batch: list[TrainingSample], grouped: bool, recompute: str
     calls = dict.fromkeys(("fp8_gemm_nt", "m_grouped_fp8_gemm_nt_contiguous", "k_grouped_fp8_gemm_nt_contiguous"), 0)
     with pytest.MonkeyPatch.context() as patch:
         fake_gpu_libraries.install(patch)
+        patch.setattr(swiglu, "is_fused", lambda: True)
         for name in calls:
             patch.setattr(sys.modules["deep_gemm"], name, _counted(calls, name))
         if not grouped:
@@ -39,12 +43,16 @@ def run(folder: Path, batch: list[TrainingSample], grouped: bool, recompute: str
         gradients = {name: weight.main_grad.clone() for name, weight in trainer.model.named_parameters()}
         after, _ = trainer.actor.compute_logprobs(batch)
         details = {node.detail for node in read_rank_graph(trainer.model).nodes if ".experts." in node.name}
-    return {"before": torch.cat(before), "after": torch.cat(after), "gradients": gradients, "calls": counted, "details": details}
+        layers = [module for module in trainer.model.modules() if isinstance(module, experts.OutputWeightedExperts)]
+        buffers = [[layer.weight.main_grad for layer in each] for module in layers for each in module._list_layers()]
+        in_place = [view_as_one(each) is not None for each in buffers]
+    found = {"before": torch.cat(before), "after": torch.cat(after), "gradients": gradients, "calls": counted, "details": details}
+    return found | {"in_place": in_place}
 
 
 def run_dispatched(folder: Path, batch: list[TrainingSample], packed: bool, layout: Layout) -> dict[str, Any]:
     """Log-probs before and after an update of ranks that exchange tokens as on a GPU, and the bytes by dtype that a log-prob pass
-    exchanges, and an update. `packed`: as `OutputWeightedExperts.pack_tokens` has it, else in BF16."""
+    exchanges, and an update. `packed`: as `OutputWeightedExperts.scatter_tokens` has it, else in BF16."""
     sent: list[tuple[str, int]] = []
     exchange = dist.all_to_all_single
 
@@ -57,7 +65,7 @@ def run_dispatched(folder: Path, batch: list[TrainingSample], packed: bool, layo
         patch.setattr(experts, "counts_on_device", lambda: True)
         patch.setattr(dist, "all_to_all_single", count)
         if not packed:
-            patch.setattr(experts.OutputWeightedExperts, "pack_tokens", lambda _, rows: rows)
+            patch.setattr(experts.OutputWeightedExperts, "scatter_tokens", lambda _, rows, order: scatter_tokens(rows, order))
         trainer = Trainer(folder, PRECISION, {"learning_rate": 1e-2, "clip_grad": 0.0, "micro_batch_tokens": 1000}, layout=layout)
         before, _ = trainer.actor.compute_logprobs(own(batch))
         scored, sent[:] = _add_up(sent), []

@@ -15,6 +15,7 @@ import torch
 
 from megatron_rl.precision.fp8 import quantize_1x128, quantize_128x1
 from megatron_rl.precision.ops import batch_invariant, swiglu, tree
+from megatron_rl.precision.ops.token_rows import scatter_tokens, weigh
 from support.tree_sums import dequantize
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -29,6 +30,7 @@ def install(monkeypatch: Any) -> None:
 
     module("megatron_rl.precision.backends.triton_quantize", quantize_activation=quantize_activation, quantize_into=quantize_into)
     module("megatron_rl.precision.backends.triton_swiglu", quantize_swiglu=quantize_swiglu)
+    module("megatron_rl.precision.backends.triton_spread", pack=pack, quantize_weighed=quantize_weighed, spread_packed=spread_packed)
     module("megatron_rl.precision.backends.triton_norm", quantize_norm=quantize_norm)
     module("megatron_rl.precision.ops.tree_triton", multiply_nodes=multiply_nodes)
     module(
@@ -75,6 +77,10 @@ class TransformerEngineFinder:
 
 def quantize_activation(x: torch.Tensor, scale_format: str, *, rows: bool, columns: bool, groups: Any = None) -> Any:
     """The kernel's results and layouts, from the reference quantiser."""
+    return _quantize_rows(x if groups is None else spread(x, groups), scale_format, rows=rows, columns=columns, groups=groups)
+
+
+def _quantize_rows(x: torch.Tensor, scale_format: str, *, rows: bool, columns: bool, groups: Any) -> Any:
     tokens, width = x.shape
     of_rows, of_columns = None, None
     if rows:
@@ -89,6 +95,31 @@ def quantize_activation(x: torch.Tensor, scale_format: str, *, rows: bool, colum
         flat = torch.cat([part.flatten() for part in parts])
         of_columns = (flat if groups else parts[0]).view(torch.float8_e4m3fn), torch.empty(scale.shape).copy_(scale).t()
     return of_rows, of_columns
+
+
+def spread(x: torch.Tensor, groups: Any) -> torch.Tensor:
+    """[n, h] -> [T, h], padding zero."""
+    return x.new_zeros(groups.rows, x.shape[1]).index_copy_(0, groups.places, x)
+
+
+def quantize_weighed(
+    gradient: torch.Tensor, outputs: torch.Tensor, weights: torch.Tensor, groups: Any, scale_format: str, *, columns: bool
+) -> Any:
+    """The kernel's results and layouts, from operators one after the other."""
+    of_rows, of_columns = quantize_activation(weigh(gradient, weights), scale_format, rows=True, columns=columns, groups=groups)
+    return of_rows, of_columns, (gradient.float() * outputs[groups.places]).sum(-1)
+
+
+def pack(x: torch.Tensor, order: torch.Tensor, scale_format: str) -> torch.Tensor:
+    data, scale = quantize_1x128(x, scale_format)
+    return scatter_tokens(torch.cat([data.view(torch.int32), scale.contiguous().view(torch.int32)], 1), order)
+
+
+def spread_packed(packed: torch.Tensor, groups: Any) -> Pair:
+    width = packed.shape[1] * 32 // 33
+    scale = packed.new_zeros(packed.shape[1] - width, groups.rows).t()
+    scale.index_copy_(0, groups.places, packed[:, width:])
+    return spread(packed[:, :width], groups).view(torch.float8_e4m3fn), scale.view(torch.float32)
 
 
 def quantize_swiglu(
@@ -130,7 +161,7 @@ def _quantize_padded(
     tokens = len(result)
     padded = torch.cat([result, result.new_zeros(-tokens % row_multiple, result.shape[1])])
     of_rows, _ = quantize_activation(padded, scale_format, rows=rows, columns=False)
-    _, of_columns = quantize_activation(result, scale_format, rows=False, columns=columns, groups=groups)
+    _, of_columns = _quantize_rows(result, scale_format, rows=False, columns=columns, groups=groups)
     if of_columns is not None and groups is None:
         data = of_columns[0].view(torch.uint8)[:, : tokens + -tokens % column_multiple].contiguous()
         of_columns = data.view(torch.float8_e4m3fn), of_columns[1]

@@ -21,6 +21,9 @@ PACKAGES = ("megatron_rl", "parallel", "rollout_sglang")
 REGISTERS: dict[str, int] = {
     "quantize_tile": 144,
     "quantize_swiglu_tile": 128,
+    "quantize_weighed_tile": 144,
+    "pack_token": 64,
+    "spread_packed_row": 48,
     "normalize_row": 48,
     "quantize_normed_tile": 144,
     "differentiate_norm_rows": 112,
@@ -31,6 +34,9 @@ REGISTERS: dict[str, int] = {
     "sum_runs": 48,
     "multiply_row": 56,
     "differentiate_row": 64,
+    "scatter_row": 40,
+    "sum_row": 64,
+    "collect_row": 40,
     "summarize_row": 96,
     "differentiate_logits": 64,
 }
@@ -75,8 +81,9 @@ def launch_all() -> None:
     from megatron_rl.precision.backends.token_groups import TokenGroups
     from megatron_rl.precision.backends.triton_norm import quantize_norm
     from megatron_rl.precision.backends.triton_quantize import quantize_activation, quantize_into
+    from megatron_rl.precision.backends.triton_spread import pack, quantize_weighed, spread_packed
     from megatron_rl.precision.backends.triton_swiglu import quantize_swiglu
-    from megatron_rl.precision.ops import heads_triton, norm_triton, swiglu_triton, vocabulary_triton
+    from megatron_rl.precision.ops import heads_triton, norm_triton, swiglu_triton, token_rows_triton, vocabulary_triton
     from megatron_rl.precision.ops.heads import Heads
     from megatron_rl.precision.ops.rope import Rotation
     from megatron_rl.precision.ops.rope_triton import rotate
@@ -87,15 +94,25 @@ def launch_all() -> None:
     for scale_format in ("pow2", "fp32"):
         for rows, columns, groups in ((True, True, None), (True, False, None), (False, True, None), (True, True, halves)):
             quantize_activation(x, scale_format, rows=rows, columns=columns, groups=groups)
+        for columns in (True, False):
+            quantize_weighed(x, x, torch.zeros(256), halves, scale_format, columns=columns)
         quantize_into(x, torch.zeros(256, 512, dtype=torch.float8_e4m3fn), torch.zeros(4, 256).t(), scale_format)
         for rows, columns, groups in ((True, True, None), (True, False, None), (True, True, halves)):
             for gradient in (None, x[:, :256].contiguous()):
                 quantize_swiglu(x, gradient, scale_format, rows=rows, columns=columns, groups=groups)
+    for width in (2048, 4096, 7168):
+        for scale_format in ("pow2", "fp32"):
+            pack(torch.zeros(32, width, dtype=torch.bfloat16), torch.zeros(32, 8, dtype=torch.int64), scale_format)
+        spread_packed(torch.zeros(256, width // 4 + width // 128, dtype=torch.int32), halves)
     for width in (2048, 4096, 5120, 8192):
         stream, weight = torch.zeros(32, width, dtype=torch.bfloat16), torch.zeros(width, dtype=torch.bfloat16)
         for scale_format, residual in (("pow2", stream), ("fp32", stream), ("pow2", None)):
             quantize_norm(stream, residual, weight, 1e-6, scale_format, columns=True)
             norm_triton.differentiate(stream, stream, torch.zeros(32), weight, residual)
+        order, places = torch.zeros(32, 8, dtype=torch.int64), torch.zeros(256, dtype=torch.int64)
+        token_rows_triton.collect_rows(token_rows_triton.scatter(stream, order), places, None)
+        token_rows_triton.collect_rows(stream, places, torch.zeros(256))
+        token_rows_triton.sum_rows(torch.zeros(256, width, dtype=torch.bfloat16), order)
     for count, queries, interleaved, normed in ((8, 4, False, True), (1, 8, False, True), (8, 5, False, False), (2, 16, True, False)):
         rotation = Rotation(torch.zeros(64, 64), torch.zeros(64, 64), torch.zeros(96, dtype=torch.int64), interleaved)
         layout, mixed = Heads(count, queries, rotation, 1e-6), torch.zeros(96, count * (queries + 2) * 128, dtype=torch.bfloat16)

@@ -8,7 +8,7 @@ numbers (`precision.ops.expert_sum`) and rounds once.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -21,12 +21,13 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispa
 
 from megatron_rl.mcore import two_batch
 from megatron_rl.mcore.layers.exchange import exchange_rows
-from megatron_rl.mcore.layers.grouped_experts import GroupedLinear, can_group
+from megatron_rl.mcore.layers.grouped_experts import GroupedLinear, can_group, have_grouped_products, run_experts
 from megatron_rl.mcore.layers.weight_gradient import take_weight
 from megatron_rl.precision.backends.token_groups import TokenGroups
 from megatron_rl.precision.ops import batch_invariant, tree
 from megatron_rl.precision.ops.expert_sum import sum_experts
 from megatron_rl.precision.ops.low_rank import project_up
+from megatron_rl.precision.ops.token_rows import scatter_tokens, sum_tokens, weigh
 
 
 class OutputWeightedExperts(SequentialMLP):
@@ -41,11 +42,12 @@ class OutputWeightedExperts(SequentialMLP):
     def forward(
         self, permuted_local_hidden_states: torch.Tensor, tokens_per_expert: torch.Tensor, permuted_probs: torch.Tensor
     ) -> tuple[torch.Tensor, None]:
-        """Tokens [T, h] sorted by expert, or as `pack_tokens` packs them, weights [T]; returns [T, h], for Megatron to add up over the
-        ranks of an expert."""
-        counts = tokens_per_expert.tolist()  # on the host: the dispatcher has waited for them, once a layer
+        """Tokens [T, h] sorted by expert, or as `scatter_tokens` packs them, weights [T]; returns [T, h], for Megatron to add up over the
+        ranks of an expert. Where experts run at once, tokens may come as ranks have sent them, with the counts [ranks, experts]."""
         if self.runs_grouped:
-            return _Weigh.apply(self._run_grouped(permuted_local_hidden_states, counts), permuted_probs), None
+            groups = TokenGroups.from_counts(tokens_per_expert, permuted_probs.device)
+            return run_experts(permuted_local_hidden_states, permuted_probs, groups, *self._layers), None
+        counts = tokens_per_expert.tolist()  # on the host: the dispatcher has waited for them, once a layer
         tokens = permuted_local_hidden_states.split(counts)
         y = torch.cat([_run_expert(mlp, x) for mlp, x in zip(self.local_experts, tokens, strict=True)])
         if self.config.sums_by_tree and self.tp_group.size() > 1:
@@ -67,35 +69,35 @@ class OutputWeightedExperts(SequentialMLP):
     @property
     def runs_grouped(self) -> bool:
         """Whether all experts run at once."""
-        layers = [layer for mlp in self.local_experts for layer in (mlp.linear_fc1, mlp.linear_fc2)]
-        return not self.config.sums_by_tree and can_group(layers)
+        return not self.config.sums_by_tree and can_group([layer for layers in self._list_layers() for layer in layers])
 
-    def pack_tokens(self, x: torch.Tensor) -> torch.Tensor:
-        """Return what of tokens x [n, h] is to travel to the experts: where no gradient is wanted and they run at once, what their first
-        layer quantizes of a token anyway, its bytes and scales. WGrad's operand is quantized over 128 tokens of an expert, which come from
-        several ranks: so with gradient it is x."""
-        return x if torch.is_grad_enabled() or not self.runs_grouped else self._layers[0].backend.pack(x)
+    def _list_layers(self) -> tuple[list[Any], list[Any]]:
+        """Return the first layer of every expert, and the second."""
+        return [mlp.linear_fc1 for mlp in self.local_experts], [mlp.linear_fc2 for mlp in self.local_experts]
+
+    def named_modules(self, memo: Any = None, prefix: str = "", remove_duplicate: bool = True) -> Iterator[tuple[str, torch.nn.Module]]:
+        """As torch does; where experts may run at once, all their first layers come before all second ones, each from the last expert to
+        the first. Megatron lays out gradients from the last parameter to the first: so those of all first layers lie end to end, and
+        WGrad adds to them in place."""
+        found, layers = list(super().named_modules(memo, prefix, remove_duplicate)), self._list_layers()
+        if not self.config.sums_by_tree and have_grouped_products([*layers[0], *layers[1]]):
+            places = {layer: place for place, layer in enumerate(layer for each in layers for layer in reversed(each))}
+            found.sort(key=lambda entry: places.get(entry[1], -1))
+        yield from found
+
+    def scatter_tokens(self, x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+        """Return what travels to the experts of tokens x [n, h], in the order of `precision.ops.token_rows`: rows [n k, h], or, where no
+        gradient is wanted and experts run at once, what their first layer quantizes of a token anyway, its bytes and scales. WGrad
+        takes what is quantized over 128 tokens of an expert, which come from several ranks: so with gradient BF16 travels."""
+        packs = not torch.is_grad_enabled() and self.runs_grouped
+        return self._layers[0].backend.pack(x, order) if packs else scatter_tokens(x, order)
 
     @property
     def _layers(self) -> tuple[GroupedLinear, GroupedLinear]:
         if self._grouped is None:
-            first, second = ([getattr(mlp, name) for mlp in self.local_experts] for name in ("linear_fc1", "linear_fc2"))
+            first, second = self._list_layers()
             self._grouped = GroupedLinear(first), GroupedLinear(second)
         return self._grouped
-
-    def _run_grouped(self, x: torch.Tensor, counts: list[int]) -> torch.Tensor:
-        """Return the experts' outputs [n, h] of n tokens, sorted by expert."""
-        into, out = self._layers
-        groups = TokenGroups.from_counts(counts, x.device)
-        hidden = into(groups.spread(x), groups) if x.is_floating_point() else into.multiply_packed(x, groups)
-        return groups.collect(out(self._activate(hidden), groups))
-
-    def _activate(self, x: torch.Tensor) -> torch.Tensor:
-        """[T, 2 f] -> [T, f], as Megatron's MLP does."""
-        if self.config.use_te_activation_func:
-            return self.local_experts[0].activation_func(x)
-        gate, up = x.chunk(2, -1)
-        return self.config.activation_func(gate) * up
 
 
 def _run_expert(mlp: Any, x: torch.Tensor) -> torch.Tensor:
@@ -103,25 +105,19 @@ def _run_expert(mlp: Any, x: torch.Tensor) -> torch.Tensor:
     return batch_invariant.apply_with_min_rows(lambda rows: mlp(rows)[0], x)
 
 
-def _weigh(y: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Return y [T, h] times float32 weights [T], multiplied in FP32 and rounded once: one kernel, which writes no FP32 copy."""
-    result: torch.Tensor = torch.mul(y, weights.unsqueeze(-1), out=torch.empty_like(y))
-    return result
-
-
 class _Weigh(torch.autograd.Function):
-    """`_weigh` with gradient; y is kept as it is."""
+    """`weigh` with gradient; y is kept as it is."""
 
     @staticmethod
     def forward(ctx: Any, y: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(y, weights)
-        return _weigh(y, weights)
+        return weigh(y, weights)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         y, weights = ctx.saved_tensors
         of_weights = gradient.to(torch.float32, copy=True).mul_(y).sum(-1)
-        return _weigh(gradient, weights), of_weights
+        return weigh(gradient, weights), of_weights
 
 
 class _TreeSum(torch.autograd.Function):
@@ -153,7 +149,7 @@ class _WeightedSum(torch.autograd.Function):
         y = y if added is None else y + added[ctx.rows]
         ctx.save_for_backward(y, weights)
         result = torch.zeros_like(partial, dtype=dtype)
-        result[ctx.rows] = _weigh(y, weights[ctx.rows])
+        result[ctx.rows] = weigh(y, weights[ctx.rows])
         return result
 
     @staticmethod
@@ -161,7 +157,7 @@ class _WeightedSum(torch.autograd.Function):
         y, weights = ctx.saved_tensors
         of_weights = torch.zeros_like(weights)
         of_weights[ctx.rows] = (gradient[ctx.rows].float() * y.float()).sum(-1).to(weights.dtype)
-        of_outputs = _weigh(gradient, weights)
+        of_outputs = weigh(gradient, weights)
         return of_outputs, of_weights, None, None, of_outputs if ctx.needs_input_grad[4] else None
 
 
@@ -174,7 +170,7 @@ class MixtureOfExperts(MoELayer):
         dispatcher = TreeDispatcher if config.sums_by_tree else EvenDispatcher if counts_on_device() else Dispatcher
         self.token_dispatcher = dispatcher(self.num_local_experts, self.local_expert_indices, config=config, pg_collection=groups)
         for each in self._dispatchers if dispatcher is EvenDispatcher else ():
-            each.pack_tokens = self.experts.pack_tokens
+            each.experts = self.experts
 
     @property
     def token_dispatcher(self) -> Any:
@@ -224,12 +220,15 @@ class EvenDispatcher(Dispatcher):
     """Knows that every token goes to as many experts: Megatron's own asks the device how many tokens were selected, twice. What is left to
     wait for, once a layer, are the tokens that ranks exchange and experts get.
 
-    A token's outputs are summed in FP32 and rounded once, as SGLang does, in one order; Megatron adds them up in the tensor's dtype, in
-    any order. So is the gradient of its input.
+    A token's outputs are summed in FP32 and rounded once, as SGLang does, in one order (`precision.ops.token_rows`); Megatron adds them up
+    in the tensor's dtype, in any order. So is the gradient of its input.
     """
 
-    pack_tokens: Callable[[torch.Tensor], torch.Tensor]
-    """`OutputWeightedExperts.pack_tokens`."""
+    experts: OutputWeightedExperts
+    order: torch.Tensor
+    """As `precision.ops.token_rows` takes it."""
+    as_received: bool
+    """Whether tokens lie as ranks have sent them."""
 
     def dispatch_preprocess(
         self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
@@ -243,48 +242,30 @@ class EvenDispatcher(Dispatcher):
         self.tokens_per_expert = self._maybe_dtoh_and_synchronize("before_permutation_1", self.tokens_per_expert)
         self.hidden_shape_before_permute = rows.shape
         chosen = routing_map.t().reshape(-1).nonzero_static(size=len(rows) * self.config.moe_router_topk).squeeze(1)
-        tokens = chosen % len(rows)
-        self.reversed_local_input_permutation_mapping = tokens
-        order = tokens.argsort(stable=True).view(len(rows), -1)
-        return _SelectTokens.apply(self.pack_tokens(rows), tokens, order), probs.t().reshape(-1).index_select(0, chosen)
+        self.order = (chosen % len(rows)).argsort(stable=True).view(len(rows), -1)
+        return self.experts.scatter_tokens(rows, self.order), probs.t().reshape(-1).index_select(0, chosen)
+
+    def dispatch_postprocess(self, global_input_tokens: torch.Tensor, global_probs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return (tokens, how many each expert gets, weights), sorted by expert; but where experts run at once, as they came, with the
+        counts [ranks, experts]: what spreads tokens to the experts then sorts them."""
+        self.as_received = self.num_local_experts > 1 and self.tp_size == 1 and self.experts.runs_grouped
+        if not self.as_received:
+            found: tuple[torch.Tensor, ...] = super().dispatch_postprocess(global_input_tokens, global_probs)
+            return found
+        if self.shared_experts is not None:
+            self.shared_experts.linear_fc1_forward_and_act(global_input_tokens)
+        self._maybe_dtoh_and_synchronize("before_permutation_2")
+        return global_input_tokens, self.num_global_tokens_per_local_expert, global_probs
+
+    def combine_preprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Return the experts' outputs in the order in which their tokens came."""
+        result: torch.Tensor = hidden_states if self.as_received else super().combine_preprocess(hidden_states)
+        return result
 
     def combine_postprocess(self, permutated_local_input_tokens: torch.Tensor) -> torch.Tensor:
         """Return [s, b, h] of the weighted outputs [n k, h] of this rank's tokens, sorted as `dispatch_preprocess` does."""
         if self.shared_experts is not None:
             self.shared_experts.linear_fc2_forward(permutated_local_input_tokens)
             self.shared_experts.post_forward_comm()
-        tokens = self.reversed_local_input_permutation_mapping
-        order = tokens.argsort(stable=True).view(self.hidden_shape_before_permute[0], -1)
-        output = _SumTokens.apply(permutated_local_input_tokens, tokens, order).view(self.hidden_shape)
+        output = sum_tokens(permutated_local_input_tokens, self.order).view(self.hidden_shape)
         return output if self.shared_experts is None else output + self.shared_experts.get_output()
-
-
-def _sum_tokens(x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-    """Return [n, h]: the sum of each token's rows `order` [n, k] of x [n k, h]."""
-    return x.index_select(0, order.flatten()).unflatten(0, order.shape).sum(1, dtype=torch.float32).to(x.dtype)
-
-
-class _SelectTokens(torch.autograd.Function):
-    """Rows of the tokens, one for each of their experts; the gradient of a token is the sum of theirs."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, tokens: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(order)
-        return x.index_select(0, tokens)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _sum_tokens(gradient, *ctx.saved_tensors), None, None
-
-
-class _SumTokens(torch.autograd.Function):
-    """The other way round."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, tokens: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(tokens)
-        return _sum_tokens(x, order)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return gradient.index_select(0, *ctx.saved_tensors), None, None

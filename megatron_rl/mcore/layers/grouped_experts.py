@@ -1,4 +1,5 @@
-"""The layers of all experts of a rank as one, whose three products run in one kernel each (`precision.backends.GROUPED`)."""
+"""All experts of a rank as one, whose products run in one kernel each (`precision.backends.GROUPED`), and what lies between these, too: no
+padded, weighed or activated copy of tokens is written in BF16."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ from megatron_rl.mcore.layers.weight_gradient import hand_over_gradient
 from megatron_rl.precision.backends import make_grouped_backend
 from megatron_rl.precision.backends.base import Operand
 from megatron_rl.precision.backends.token_groups import TokenGroups
+from megatron_rl.precision.ops.token_rows import collect
 
 
 class GroupedLinear:
@@ -29,22 +31,27 @@ class GroupedLinear:
         self._scales: list[weakref.ref[torch.Tensor]] = []
         """Of the blocks that `_operand` was made of: new blocks have new ones, and the operand goes with the old."""
 
-    def __call__(self, x: torch.Tensor, groups: TokenGroups) -> torch.Tensor:
-        """[T, K] -> [T, N], rows as `groups` says."""
-        self._wait_for_weights()
-        weights = [layer.weight if torch.is_grad_enabled() else layer.weight.detach() for layer in self.layers]  # then WGrad needs nothing
-        return _GroupedMatmul.apply(x, groups, self, *weights)
-
-    def multiply_packed(self, packed: torch.Tensor, groups: TokenGroups) -> torch.Tensor:
-        """The same, without gradient, of tokens [n] that the backend has packed."""
-        self._wait_for_weights()
-        return self.backend.fprop(self.backend.unpack(packed, groups), self.operand, groups)
-
-    def _wait_for_weights(self) -> None:
-        """Run what Megatron's DDP has hooked to the layers, which waits for gathered weights."""
+    def list_weights(self) -> list[torch.Tensor]:
+        """Return the layers' weights, once Megatron's DDP, by its hooks, has waited for those that are gathered. Without gradient WGrad
+        needs nothing of them."""
         for layer in self.layers:
             for hook in layer._forward_pre_hooks.values():  # type: ignore[attr-defined]
                 hook(layer, ())
+        return [layer.weight if torch.is_grad_enabled() else layer.weight.detach() for layer in self.layers]
+
+    def fprop(self, x: Operand, groups: TokenGroups) -> torch.Tensor:
+        """[T, K] -> [T, N], rows as `groups` says."""
+        return self.backend.fprop(x, self.operand, groups)
+
+    def dgrad(self, dy: Operand, groups: TokenGroups) -> torch.Tensor:
+        """[T, N] -> [T, K]."""
+        return self.backend.dgrad(dy, self.operand, groups)
+
+    def add_wgrad(self, dy: Operand, columns: tuple[torch.Tensor, ...], groups: TokenGroups, turn: int) -> list[torch.Tensor | None]:
+        """Add the weights' gradients to their buffers; return what autograd is to have in their place, of a forward pass's `turn`."""
+        weights = [layer.weight for layer in self.layers]
+        self.backend.wgrad(dy, Operand(dy.tokens, columns=columns), groups, [weight.main_grad for weight in weights])  # type: ignore[attr-defined]
+        return [hand_over_gradient(weight, turn) for weight in weights]
 
     @property
     def operand(self) -> Any:
@@ -61,38 +68,57 @@ class GroupedLinear:
         self._operand = None
 
 
-def can_group(layers: Sequence[Any]) -> bool:
-    """Return whether these layers, of one shape, may run as one: quantized by a backend that has grouped products, nothing in the place of
-    their forward passes (`mcore.engine_emulation`), and nobody who looks at each one's output."""
+def have_grouped_products(layers: Sequence[Any]) -> bool:
+    """Return whether these layers are quantized by a backend that has grouped products."""
     return all(
-        isinstance(layer, QuantizedLinear)
-        and make_grouped_backend(layer.config.linear_backend, layer.format) is not None
-        and layer.quantization_enabled
-        and "_forward_impl" not in vars(layer)
-        and not layer._forward_hooks  # type: ignore[attr-defined]
+        isinstance(layer, QuantizedLinear) and make_grouped_backend(layer.config.linear_backend, layer.format) is not None
         for layer in layers
     )
 
 
-class _GroupedMatmul(torch.autograd.Function):
-    """`quantized_linear.QuantizedMatmul` of all experts. Their parallelism needs no communication here: the dispatcher's is enough."""
+def can_group(layers: Sequence[Any]) -> bool:
+    """Return whether these layers, of one shape, may run as one: they have grouped products, nothing is in the place of their forward
+    passes (`mcore.engine_emulation`), and nobody looks at each one's output."""
+    return have_grouped_products(layers) and all(
+        layer.quantization_enabled and "_forward_impl" not in vars(layer) and not layer._forward_hooks for layer in layers
+    )
+
+
+def run_experts(x: torch.Tensor, weights: torch.Tensor, groups: TokenGroups, first: GroupedLinear, second: GroupedLinear) -> torch.Tensor:
+    """Return the outputs [n, h] of n tokens x [n, h], or packed by the backend, times weights float32 [n], in the order of x; with
+    gradient, but for packed tokens."""
+    return _Experts.apply(x, weights, groups, first, second, *first.list_weights(), *second.list_weights())
+
+
+class _Experts(torch.autograd.Function):
+    """Two products with SwiGLU between them. Kept are WGrad's operands, gate and up, and the outputs, for the gradient of their weights.
+    The experts' parallelism needs no communication here: the dispatcher's is enough."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, groups: TokenGroups, linear: GroupedLinear, *weights: torch.Tensor) -> torch.Tensor:
-        operand = linear.backend.quantize(x, groups, rows=True, columns=any(ctx.needs_input_grad[3:]))
-        ctx.save_for_backward(*operand.columns)
-        ctx.groups, ctx.linear, ctx.turn = groups, linear, two_batch.get_turn()
-        return linear.backend.fprop(operand, linear.operand, groups)
+    def forward(
+        ctx: Any, x: torch.Tensor, weights: torch.Tensor, groups: TokenGroups, first: GroupedLinear, second: GroupedLinear, *_: torch.Tensor
+    ) -> torch.Tensor:
+        backend, columns = first.backend, any(ctx.needs_input_grad[5:])
+        operand = backend.quantize(x, groups, rows=True, columns=columns) if x.is_floating_point() else backend.unpack(x, groups)
+        gate_up, kept = first.fprop(operand, groups), operand.columns
+        operand = backend.quantize_swiglu(gate_up, None, groups, rows=True, columns=columns)
+        ctx.groups, ctx.layers, ctx.turn = groups, (first, second), two_batch.get_turn()
+        kept = (gate_up, *kept, *operand.columns) if any(ctx.needs_input_grad) else ()
+        del gate_up
+        outputs = second.fprop(operand, groups)
+        ctx.save_for_backward(*kept, *([outputs, weights] if kept else []))
+        return collect(outputs, groups.places, weights)
 
     @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        groups, linear, backend = ctx.groups, ctx.linear, ctx.linear.backend
-        needs_dx, needs_dw = ctx.needs_input_grad[0], any(ctx.needs_input_grad[3:])
-        gradient = backend.quantize(dy, groups, rows=needs_dx, columns=needs_dw)
-        dx = backend.dgrad(gradient, linear.operand, groups) if needs_dx else None
-        weights = [layer.weight for layer in linear.layers]
-        if not needs_dw:
-            return dx, None, None, *[None for _ in weights]
-        sums = backend.wgrad(gradient, Operand(gradient.tokens, columns=ctx.saved_tensors), groups)
-        torch._foreach_add_([weight.main_grad for weight in weights], sums.unbind())
-        return dx, None, None, *[hand_over_gradient(weight, ctx.turn) for weight in weights]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        groups, (first, second), backend = ctx.groups, ctx.layers, ctx.layers[0].backend
+        needs_dx, needs_dw = ctx.needs_input_grad[0], any(ctx.needs_input_grad[5:])
+        gate_up, *columns, outputs, weights = ctx.saved_tensors
+        operand, of_weights = backend.quantize_weighed(gradient, outputs, weights, groups, columns=needs_dw)
+        of_activation = second.dgrad(operand, groups)
+        of_second = second.add_wgrad(operand, tuple(columns[2:]), groups, ctx.turn) if needs_dw else [None] * len(second.layers)
+        operand = backend.quantize_swiglu(gate_up, of_activation, groups, rows=needs_dx, columns=needs_dw)
+        del of_activation
+        dx = collect(first.dgrad(operand, groups), groups.places) if needs_dx else None
+        of_first = first.add_wgrad(operand, tuple(columns[:2]), groups, ctx.turn) if needs_dw else [None] * len(first.layers)
+        return dx, of_weights, None, None, None, *of_first, *of_second

@@ -18,7 +18,13 @@ import torch
 
 from megatron_rl.errors import RunError
 from megatron_rl.precision.backends.base import Operand
-from megatron_rl.precision.backends.deep_gemm import BLOCK_RECIPE, GROUP_RECIPE, DeepGemmBackend, DeepGemmWeight
+from megatron_rl.precision.backends.deep_gemm import (
+    BLOCK_RECIPE,
+    GROUP_RECIPE,
+    DeepGemmBackend,
+    DeepGemmWeight,
+    supports_inplace_add,
+)
 from megatron_rl.precision.backends.token_groups import TokenGroups
 from megatron_rl.precision.quantized_weight import QuantizedWeight
 from parallel.formats import BLOCK, TensorFormat
@@ -37,28 +43,44 @@ class DeepGemmExperts:
         return DeepGemmWeight(*((_stack([data for data, _ in side]), torch.stack([scale for _, scale in side])) for side in (fprop, dgrad)))
 
     def quantize(self, x: torch.Tensor, groups: TokenGroups, *, rows: bool, columns: bool) -> Operand:
-        """Quantize x bf16 [T, K], T rows of the groups. `columns` is flat, one [K, group] matrix after the other."""
+        """Quantize tokens x bf16 [n, K], spread to the T rows of the groups. `columns` is flat, one [K, group] matrix after the other."""
         from megatron_rl.precision.backends.triton_quantize import quantize_activation
 
         row_pair, column_pair = quantize_activation(x, self._single.scale_format, rows=rows, columns=columns, groups=groups)
-        return Operand(x.shape[0], row_pair or (), column_pair or ())
+        return Operand(groups.rows, row_pair or (), column_pair or ())
 
-    def pack(self, x: torch.Tensor) -> torch.Tensor:
-        """Quantize x bf16 [n, K] along K, for tokens that travel: int32 [n, K/4 + K/128], a token's bytes, then its scales."""
-        from megatron_rl.precision.backends.triton_quantize import quantize_activation
+    def quantize_swiglu(
+        self, gate_up: torch.Tensor, gradient: torch.Tensor | None, groups: TokenGroups, *, rows: bool, columns: bool
+    ) -> Operand:
+        """Do for rows [T, 2 F] what `SwiGLUBackend.quantize_swiglu` does for tokens."""
+        from megatron_rl.precision.backends.triton_swiglu import quantize_swiglu
 
-        rows, _ = quantize_activation(x, self._single.scale_format, rows=True, columns=False)
-        assert rows is not None
-        data, scale = rows
-        return torch.cat([data.view(torch.int32), scale.contiguous().view(torch.int32)], 1)
+        row_pair, column_pair = quantize_swiglu(gate_up, gradient, self._single.scale_format, rows=rows, columns=columns, groups=groups)
+        return Operand(groups.rows, row_pair or (), column_pair or ())
+
+    def quantize_weighed(
+        self, gradient: torch.Tensor, outputs: torch.Tensor, weights: torch.Tensor, groups: TokenGroups, *, columns: bool
+    ) -> tuple[Operand, torch.Tensor]:
+        """Return (the operand of gradient bf16 [n, K] times weights float32 [n], rounded; the weights' gradient float32 [n]) for outputs
+        bf16 [T, K], which the weights multiplied."""
+        from megatron_rl.precision.backends.triton_spread import quantize_weighed
+
+        found = quantize_weighed(gradient, outputs, weights, groups, self._single.scale_format, columns=columns)
+        rows, column_pair, of_weights = found
+        return Operand(groups.rows, rows, column_pair or ()), of_weights
+
+    def pack(self, x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+        """Quantize tokens x bf16 [n, K] along K and put each at its places `order` [n, k], for tokens that travel: int32
+        [n k, K/4 + K/128], bytes, then scales."""
+        from megatron_rl.precision.backends.triton_spread import pack
+
+        return pack(x, order, self._single.scale_format)
 
     def unpack(self, packed: torch.Tensor, groups: TokenGroups) -> Operand:
         """Return the rows that `quantize` gives, of n tokens that `pack` quantized."""
-        width = packed.shape[1] * 32 // 33
-        data = groups.spread(packed[:, :width])
-        scale = packed.new_zeros(packed.shape[1] - width, groups.rows).t()  # as DeepGEMM reads them: tokens innermost
-        scale.index_copy_(0, groups.places, packed[:, width:])
-        return Operand(groups.rows, rows=(data.view(torch.float8_e4m3fn), scale.view(torch.float32)))
+        from megatron_rl.precision.backends.triton_spread import spread_packed
+
+        return Operand(groups.rows, spread_packed(packed, groups))
 
     def fprop(self, x: Operand, weight: DeepGemmWeight, groups: TokenGroups) -> torch.Tensor:
         """Return bf16 [T, N]; padding rows are zero."""
@@ -68,17 +90,19 @@ class DeepGemmExperts:
         """Return bf16 [T, K]; padding rows are zero."""
         return _multiply(dy, weight.dgrad, groups)
 
-    def wgrad(self, dy: Operand, x: Operand, groups: TokenGroups) -> torch.Tensor:
-        """Return float32 [E, N, K]; zero for an expert without tokens."""
+    def wgrad(self, dy: Operand, x: Operand, groups: TokenGroups, into: Sequence[torch.Tensor]) -> None:
+        """Add to the gradient buffers float32 [N, K] of the experts: in place where these lie end to end."""
         import deep_gemm
 
         (a, a_scale), (b, b_scale) = dy.columns, x.columns
-        sums = torch.zeros(len(groups.lengths), len(a_scale), len(b_scale), dtype=torch.float32, device=a.device)
+        buffer = view_as_one(into)
+        sums = torch.zeros(len(into), *into[0].shape, dtype=torch.float32, device=a.device) if buffer is None else buffer
         if dy.tokens:
             deep_gemm.k_grouped_fp8_gemm_nt_contiguous(
                 (a, a_scale), (b, b_scale), sums, groups.lengths, groups.sizes, c=sums, recipe=GROUP_RECIPE
             )
-        return sums
+        if buffer is None:
+            torch._foreach_add_(list(into), sums.unbind())
 
 
 def _multiply(a: Operand, b: tuple[torch.Tensor, torch.Tensor], groups: TokenGroups) -> torch.Tensor:
@@ -92,6 +116,17 @@ def _multiply(a: Operand, b: tuple[torch.Tensor, torch.Tensor], groups: TokenGro
     if a.tokens:
         deep_gemm.m_grouped_fp8_gemm_nt_contiguous(a.rows, b, product, groups.experts, recipe=BLOCK_RECIPE)
     return product
+
+
+def view_as_one(matrices: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """Return E matrices [N, K] as one tensor [E, N, K]; None where they do not lie end to end, as DeepGEMM takes them."""
+    first, size = matrices[0], matrices[0].numel()
+    follow = all(
+        matrix.untyped_storage()._cdata == first.untyped_storage()._cdata
+        and matrix.storage_offset() == first.storage_offset() + number * size
+        for number, matrix in enumerate(matrices)
+    )
+    return first.as_strided((len(matrices), *first.shape), (size, *first.stride())) if follow and supports_inplace_add(first) else None
 
 
 def _stack(matrices: Sequence[torch.Tensor]) -> torch.Tensor:

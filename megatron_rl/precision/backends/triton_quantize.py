@@ -109,6 +109,7 @@ def quantize_tile(
     row_scale,
     column_data,
     column_scale,
+    sources,
     group_start,
     group_length,
     tokens,
@@ -124,11 +125,15 @@ def quantize_tile(
     LARGEST: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """One program per 128x128 tile of x [tokens, width]."""
+    """One program per 128x128 tile of x [tokens, width], or of its rows as groups have them."""
     token_tile, column_tile = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     token = token_tile * TILE + tl.arange(0, TILE)
     column = column_tile * TILE + tl.arange(0, TILE)
-    values = tl.load(x + token[:, None] * width + column[None, :], mask=(token < tokens)[:, None], other=0.0).to(tl.float32)
+    source, inside = token, token < tokens
+    if GROUPED:
+        source = tl.load(sources + token).to(tl.int64)
+        inside = source >= 0
+    values = tl.load(x + source[:, None] * width + column[None, :], mask=inside[:, None], other=0.0).to(tl.float32)
     if ROWS:
         _store_rows(
             values, row_data, row_scale, token, column_tile, tokens, width, row_scale_stride, row_scale_step, POW2, EPSILON, LARGEST, TILE
@@ -146,14 +151,14 @@ def quantize_activation(
     """Return (rows, columns) of x [T, K] in bf16, fp16 or float32, K a multiple of 128: each a pair (E4M3 data, float32 scales) laid out
     as the module docstring says, or None where not requested.
 
-    With `groups` of rows, T in all, `columns` data is flat, [K, length] of one group after the other. Raise ValueError for other shapes.
+    With `groups` of the T tokens, rows and columns are theirs, spread and padded; `columns` data is flat, [K, length] of one group after
+    the other. Raise ValueError for other shapes.
     """
     tokens, width = x.shape
-    if width % BLOCK or (groups is not None and groups.rows != tokens):
-        raise ValueError(f"x {list(x.shape)}: the width must be a multiple of {BLOCK}, and groups have all rows")
-    x = x.contiguous()
-    row_pair, column_pair = allocate(tokens, width, x.device, rows=rows, columns=columns)
-    _launch(x, scale_format, row_pair, column_pair, None if groups is None else groups.tiles)
+    if width % BLOCK or (groups is not None and len(groups.places) != tokens):
+        raise ValueError(f"x {list(x.shape)}: the width must be a multiple of {BLOCK}, and groups have all tokens")
+    row_pair, column_pair = allocate(tokens if groups is None else groups.rows, width, x.device, rows=rows, columns=columns)
+    _launch(x.contiguous(), scale_format, row_pair, column_pair, groups)
     return row_pair, flatten_groups(column_pair, groups)
 
 
@@ -193,15 +198,15 @@ def quantize_into(x: torch.Tensor, data: torch.Tensor, scale: torch.Tensor, scal
 
 
 def _launch(
-    x: torch.Tensor, scale_format: str, rows: QuantizedPair | None, columns: QuantizedPair | None, groups: QuantizedPair | None
+    x: torch.Tensor, scale_format: str, rows: QuantizedPair | None, columns: QuantizedPair | None, groups: TokenGroups | None
 ) -> None:
-    """Fill the pairs (E4M3 data, scales) that are not None. `groups`: `TokenGroups.tiles`."""
-    tokens, width = x.shape
+    """Fill the pairs (E4M3 data, scales) that are not None."""
+    tokens, width = (len(x) if groups is None else groups.rows), x.shape[1]
     blocks = -(-tokens // BLOCK)
     unused = torch.empty(0, dtype=torch.uint8, device=x.device), torch.empty(0, dtype=torch.float32, device=x.device)
     row_data, row_scale = (rows[0].view(torch.uint8), rows[1]) if rows else unused
     column_data, column_scale = (columns[0].view(torch.uint8), columns[1]) if columns else unused
-    group_start, group_length = groups if groups is not None else (unused[1], unused[1])
+    tables = (groups.sources, *groups.tiles) if groups is not None else (unused[1],) * 3
     if not tokens:
         return
     quantize_tile[(blocks, width // BLOCK)](
@@ -210,8 +215,7 @@ def _launch(
         row_scale,
         column_data,
         column_scale,
-        group_start,
-        group_length,
+        *tables,
         tokens,
         blocks * BLOCK,
         width,

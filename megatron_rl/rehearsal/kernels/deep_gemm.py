@@ -41,7 +41,7 @@ def fp8_gemm_nt(a: Pair, b: Pair, d: torch.Tensor, c: torch.Tensor | None = None
     require(d.dtype == (torch.float32 if one_d else torch.bfloat16), kernel, f"{d.dtype} of recipe {recipe}")
     require(one_d == (c is not None), kernel, f"recipe {recipe} {'needs' if one_d else 'takes no'} c")
     require(k % _TMA == 0 and d.stride(0) * d.itemsize % _TMA == 0, kernel, f"strides of k = {k}, n = {n} are no multiples of 16 bytes")
-    _recorder[0]().work("fp8", 2 * m * n * k, *a, *b, d)
+    _recorder[0]().work("fp8", 2 * m * n * k, *a, *b, *([d] if c is None else [c, d]))
 
 
 def m_grouped_fp8_gemm_nt_contiguous(a: Pair, b: Pair, d: torch.Tensor, grouped_layout: torch.Tensor, recipe: Any = None, **_: Any) -> None:
@@ -78,7 +78,7 @@ def k_grouped_fp8_gemm_nt_contiguous(
     )
     require(c is not None and c.is_contiguous() and d.is_contiguous(), kernel, "needs a contiguous sum to add to")
     require(grouped_layout.dtype == torch.int32 and grouped_layout.numel() == groups, kernel, f"groups' lengths are {grouped_layout.dtype}")
-    _recorder[0]().work("fp8", 2 * m * n * total, *a, *b, d)
+    _recorder[0]().work("fp8", 2 * m * n * total, *a, *b, c, d)
 
 
 def _shape(kernel: str, x: torch.Tensor, dims: int = 2, dtype: torch.dtype = torch.float8_e4m3fn) -> Any:

@@ -104,13 +104,15 @@ def test_experts_in_one_grouped_product_are_those_one_by_one(scale_format):
     blocks = [quantize_weight(uneven_matrix(N, K, seed), scale_format) for seed in range(4)]
     experts, single = DeepGemmExperts(FP8.with_scales(scale_format)), make_backend("deep_gemm", FP8.with_scales(scale_format))
     x, dy = activations(sum(counts))
-
-    def padded(values: torch.Tensor):
-        return experts.quantize(groups.spread(values), groups, rows=True, columns=True)
-
-    forward, gradient, weight = padded(x), padded(dy), experts.prepare(blocks)
+    forward, gradient = (experts.quantize(values, groups, rows=True, columns=True) for values in (x, dy))
+    weight = experts.prepare(blocks)
     y, dx = experts.fprop(forward, weight, groups), experts.dgrad(gradient, weight, groups)
-    dw = experts.wgrad(gradient, forward, groups)
+    dw = torch.ones(len(counts), N, K)
+    experts.wgrad(gradient, forward, groups, dw.unbind())
+    apart = [torch.ones(N, K) for _ in counts]
+    experts.wgrad(gradient, forward, groups, apart)
+    assert torch.equal(torch.stack(apart), dw)
+    dw -= 1
     for expert, (xs, dys) in enumerate(zip(x.split(counts), dy.split(counts), strict=True)):
         rows = places[sum(counts[:expert]) :][: counts[expert]]
         weight = single.prepare(blocks[expert], None)

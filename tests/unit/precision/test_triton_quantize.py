@@ -37,7 +37,7 @@ def compile_for_hopper() -> list[str]:
     from megatron_rl.precision.backends.triton_quantize import LAUNCH
     from megatron_rl.precision.backends.triton_quantize import quantize_tile as kernel
 
-    pointers = {"x": "*bf16", "row_data": "*u8", "column_data": "*u8", "group_start": "*i64", "group_length": "*i64"}
+    pointers = {"x": "*bf16", "row_data": "*u8", "column_data": "*u8", "sources": "*i32", "group_start": "*i64", "group_length": "*i64"}
     pointers |= {"row_scale": "*fp32", "column_scale": "*fp32"}
     sizes = dict.fromkeys(("tokens", "padded_tokens", "width", "row_scale_stride", "row_scale_step"), "i32")
     names, compiled = kernel.arg_names, []

@@ -51,6 +51,24 @@ def test_tensor_parallel_ranks_share_all_of_it_and_stages_their_layers():
     assert sum(stages) == pytest.approx(whole) and 0 < stages[0] < stages[1]
 
 
+def test_a_layer_with_experts_is_the_sum_of_its_operators():
+    """As if all ranks were one: what comes from another is written there and read here."""
+    job, candidate = make_job("Qwen3-30B-A3B", tp=1, dp=1)
+    h, q, kv, f, vocabulary, layers, b, R = 2048, 4096, 512, 768, 151936, 48, 2, 8 * T
+    attention, ends = T * 2 * b * (q + kv) + T * q * (b + G), T * h * 2 * b + T * b * vocabulary
+    to_experts = T * h * G + R * h * G + R * h * G + R * h * G  # spread; read and written in the experts' order
+    back = R * h * b + R * h * b + R * h * b + T * h * b  # weighed, then summed
+    forward = 2 * T * h * (3 * b + G) + attention + to_experts + R * f * (2 * b + G) + back
+    assert count_least_in_pass(job, candidate, 0, trains=False) == pytest.approx(layers * forward + ends)
+    w, norms = 2 * G, 2 * T * h * (3 * b + 2 * G)
+    forward = norms + T * 2 * b * (q + kv) + T * q * (b + w) + R * f * (2 * b + w) + back
+    forward += T * h * b + R * h * b + R * h * (b + w)  # BF16 travels: columns are of an expert's tokens, from many ranks
+    backward = norms + T * (2 * b * (q + kv) + b * kv + w * (q + 2 * kv)) + R * f * (3 * b + 2 * w)
+    backward += T * h * b + R * h * b + R * h * (b + b + w) + R * h * 2 * b + R * h * b + T * h * b
+    ends = T * h * 2 * b + T * h * (b + 8) + 3 * T * b * vocabulary
+    assert count_least_in_pass(job, candidate, 0, trains=True) == pytest.approx(layers * (forward + backward) + ends)
+
+
 def test_experts_count_by_the_tokens_they_get():
     least = {ep: count_least_in_pass(*make_job("Qwen3-30B-A3B", tp=1, ep=ep, dp=8), 0, trains=True) for ep in (1, 8)}
     assert least[1] == least[8], "an even router gives every rank as many"

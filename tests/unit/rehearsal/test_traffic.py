@@ -56,6 +56,12 @@ def test_an_operator_moves_what_its_kernel_reads_and_writes(func, args, nbytes):
     assert count_moved(func, args, {}, func(*args) if func is not aten.empty.memory_format else X) == nbytes
 
 
+def test_a_result_that_is_given_is_not_read():
+    result = new(4, 8)
+    assert count_moved(aten.mul.out, (X, new(4, 8)), {"out": result}, result) == 3 * 128
+    assert count_moved(aten.mul.out, (X, new(4, 8)), {"out": X}, X) == 3 * 128
+
+
 def test_attention_counts_once():
     """Its operator is counted by the kernel's shape function (`rehearsal.kernels.flash_attention`)."""
     from torch.nn.attention import varlen  # noqa: F401 - registers the operators

@@ -8,6 +8,7 @@ import torch
 from megatron.core.transformer.moe.moe_utils import permute, unpermute
 
 from megatron_rl.mcore.layers.experts import EvenDispatcher
+from megatron_rl.precision.ops.token_rows import scatter_tokens
 
 TOKENS, EXPERTS, K, HIDDEN = 37, 8, 3, 16
 
@@ -15,7 +16,7 @@ TOKENS, EXPERTS, K, HIDDEN = 37, 8, 3, 16
 def make_dispatcher() -> EvenDispatcher:
     dispatcher = object.__new__(EvenDispatcher)
     dispatcher.config, dispatcher.shared_experts = SimpleNamespace(moe_router_topk=K), None
-    dispatcher.pack_tokens = lambda rows: rows
+    dispatcher.experts = SimpleNamespace(scatter_tokens=scatter_tokens)
     dispatcher.preprocess = lambda routing_map: routing_map.sum(0)
     dispatcher._maybe_dtoh_and_synchronize = lambda _, counts: counts
     return dispatcher
