@@ -46,7 +46,8 @@ class OutputWeightedExperts(SequentialMLP):
         ranks of an expert. Where experts run at once, tokens may come as ranks have sent them, with the counts [ranks, experts]."""
         if self.runs_grouped:
             groups = TokenGroups.from_counts(tokens_per_expert, permuted_probs.device)
-            return run_experts(permuted_local_hidden_states, permuted_probs, groups, *self._layers), None
+            gives_turn = self.config.sequence_parallel
+            return run_experts(permuted_local_hidden_states, permuted_probs, groups, *self._layers, gives_turn), None
         counts = tokens_per_expert.tolist()  # on the host: the dispatcher has waited for them, once a layer
         tokens = permuted_local_hidden_states.split(counts)
         y = torch.cat([_run_expert(mlp, x) for mlp, x in zip(self.local_experts, tokens, strict=True)])

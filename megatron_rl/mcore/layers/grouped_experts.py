@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from megatron_rl.mcore import two_batch
+from megatron_rl.mcore.layers.fused_inputs import make_placeholder
 from megatron_rl.mcore.layers.quantized_linear import QuantizedLinear
 from megatron_rl.mcore.layers.weight_gradient import hand_over_gradient
 from megatron_rl.precision.backends import make_grouped_backend
@@ -47,10 +48,15 @@ class GroupedLinear:
         """[T, N] -> [T, K]."""
         return self.backend.dgrad(dy, self.operand, groups)
 
-    def add_wgrad(self, dy: Operand, columns: tuple[torch.Tensor, ...], groups: TokenGroups, turn: int) -> list[torch.Tensor | None]:
-        """Add the weights' gradients to their buffers; return what autograd is to have in their place, of a forward pass's `turn`."""
+    def find_gradients(
+        self, dy: Operand, columns: list[torch.Tensor], groups: TokenGroups, turn: int, wanted: bool
+    ) -> list[torch.Tensor | None]:
+        """Add the weights' gradients, if `wanted`, to their buffers; return what autograd is to have in their place, of a forward pass's
+        `turn`. `columns`: what the first operand of WGrad was saved as."""
+        if not wanted:
+            return [None] * len(self.layers)
         weights = [layer.weight for layer in self.layers]
-        self.backend.wgrad(dy, Operand(dy.tokens, columns=columns), groups, [weight.main_grad for weight in weights])  # type: ignore[attr-defined]
+        self.backend.wgrad(dy, Operand(dy.tokens, columns=tuple(columns)), groups, [weight.main_grad for weight in weights])  # type: ignore[attr-defined]
         return [hand_over_gradient(weight, turn) for weight in weights]
 
     @property
@@ -84,41 +90,68 @@ def can_group(layers: Sequence[Any]) -> bool:
     )
 
 
-def run_experts(x: torch.Tensor, weights: torch.Tensor, groups: TokenGroups, first: GroupedLinear, second: GroupedLinear) -> torch.Tensor:
+def run_experts(
+    x: torch.Tensor, weights: torch.Tensor, groups: TokenGroups, first: GroupedLinear, second: GroupedLinear, gives_turn: bool = False
+) -> torch.Tensor:
     """Return the outputs [n, h] of n tokens x [n, h], or packed by the backend, times weights float32 [n], in the order of x; with
-    gradient, but for packed tokens."""
-    return _Experts.apply(x, weights, groups, first, second, *first.list_weights(), *second.list_weights())
+    gradient, but for packed tokens. `gives_turn`: between the products the other micro-batch has its turn.
 
-
-class _Experts(torch.autograd.Function):
-    """Two products with SwiGLU between them. Kept are WGrad's operands, gate and up, and the outputs, for the gradient of their weights.
     The experts' parallelism needs no communication here: the dispatcher's is enough."""
+    activation, gate_up = _FirstLayers.apply(x, groups, first, *first.list_weights())
+    if gives_turn:
+        two_batch.give_turn()
+    return _SecondLayers.apply(activation, gate_up, weights, groups, second, *second.list_weights())
+
+
+class _FirstLayers(torch.autograd.Function):
+    """Gives what `fused_inputs.GateUp` has. Kept are WGrad's operand, and gate and up."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weights: torch.Tensor, groups: TokenGroups, first: GroupedLinear, second: GroupedLinear, *_: torch.Tensor
-    ) -> torch.Tensor:
-        backend, columns = first.backend, any(ctx.needs_input_grad[5:])
+        ctx: Any, x: torch.Tensor, groups: TokenGroups, first: GroupedLinear, *_: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        backend, columns = first.backend, any(ctx.needs_input_grad[3:])
         operand = backend.quantize(x, groups, rows=True, columns=columns) if x.is_floating_point() else backend.unpack(x, groups)
-        gate_up, kept = first.fprop(operand, groups), operand.columns
-        operand = backend.quantize_swiglu(gate_up, None, groups, rows=True, columns=columns)
-        ctx.groups, ctx.layers, ctx.turn = groups, (first, second), two_batch.get_turn()
-        kept = (gate_up, *kept, *operand.columns) if any(ctx.needs_input_grad) else ()
-        del gate_up
+        gate_up = first.fprop(operand, groups)
+        ctx.groups, ctx.first, ctx.turn = groups, first, two_batch.get_turn()
+        ctx.save_for_backward(gate_up, *operand.columns)
+        ctx.mark_non_differentiable(gate_up)
+        ctx.set_materialize_grads(False)
+        return make_placeholder(gate_up, len(gate_up), gate_up.shape[-1] // 2), gate_up
+
+    @staticmethod
+    def backward(ctx: Any, of_activation: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
+        groups, first, (needs_dx, _, _, *of_weights) = ctx.groups, ctx.first, ctx.needs_input_grad
+        gate_up, *columns = ctx.saved_tensors
+        operand = first.backend.quantize_swiglu(gate_up, of_activation, groups, rows=needs_dx, columns=any(of_weights))
+        del of_activation
+        dx = collect(first.dgrad(operand, groups), groups.places) if needs_dx else None
+        return dx, None, None, *first.find_gradients(operand, columns, groups, ctx.turn, any(of_weights))
+
+
+class _SecondLayers(torch.autograd.Function):
+    """Computes SwiGLU as it quantizes. Kept are WGrad's operand, and the outputs, for the gradient of their weights."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        activation: torch.Tensor,
+        gate_up: torch.Tensor,
+        weights: torch.Tensor,
+        groups: TokenGroups,
+        second: GroupedLinear,
+        *_: torch.Tensor,
+    ) -> torch.Tensor:
+        operand = second.backend.quantize_swiglu(gate_up, None, groups, rows=True, columns=any(ctx.needs_input_grad[5:]))
         outputs = second.fprop(operand, groups)
-        ctx.save_for_backward(*kept, *([outputs, weights] if kept else []))
+        ctx.groups, ctx.second, ctx.turn = groups, second, two_batch.get_turn()
+        ctx.save_for_backward(outputs, weights, *operand.columns)
         return collect(outputs, groups.places, weights)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        groups, (first, second), backend = ctx.groups, ctx.layers, ctx.layers[0].backend
-        needs_dx, needs_dw = ctx.needs_input_grad[0], any(ctx.needs_input_grad[5:])
-        gate_up, *columns, outputs, weights = ctx.saved_tensors
-        operand, of_weights = backend.quantize_weighed(gradient, outputs, weights, groups, columns=needs_dw)
+        groups, second, needs_dw = ctx.groups, ctx.second, any(ctx.needs_input_grad[5:])
+        outputs, weights, *columns = ctx.saved_tensors
+        operand, of_weights = second.backend.quantize_weighed(gradient, outputs, weights, groups, columns=needs_dw)
         of_activation = second.dgrad(operand, groups)
-        of_second = second.add_wgrad(operand, tuple(columns[2:]), groups, ctx.turn) if needs_dw else [None] * len(second.layers)
-        operand = backend.quantize_swiglu(gate_up, of_activation, groups, rows=needs_dx, columns=needs_dw)
-        del of_activation
-        dx = collect(first.dgrad(operand, groups), groups.places) if needs_dx else None
-        of_first = first.add_wgrad(operand, tuple(columns[:2]), groups, ctx.turn) if needs_dw else [None] * len(first.layers)
-        return dx, of_weights, None, None, None, *of_first, *of_second
+        return of_activation, None, of_weights, None, None, *second.find_gradients(operand, columns, groups, ctx.turn, needs_dw)
