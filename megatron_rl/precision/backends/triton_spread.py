@@ -86,7 +86,7 @@ def pack_token(
     TILE: tl.constexpr,
     WIDTH_TILE: tl.constexpr,
 ):
-    """One program per token of x [n, width]; `data` and `scales` are the packed tokens as bytes and as float32."""
+    """One program per token of x [n, width]; `data` and `scales` begin at the first packed token's bytes and scales."""
     token, block = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH_TILE // TILE)
     column, is_block = block[:, None] * TILE + tl.arange(0, TILE)[None, :], block * TILE < width
     values = tl.load(x + token * width + column, mask=is_block[:, None], other=0.0).to(tl.float32)
@@ -95,7 +95,7 @@ def pack_token(
     for number in tl.static_range(K):
         place = tl.load(order + token * K + number) * packed_bytes
         tl.store(data + place + column, quantized, mask=is_block[:, None])
-        tl.store(scales + (place + width) // 4 + block, scale, mask=is_block)
+        tl.store(scales + place // 4 + block, scale, mask=is_block)
 
 
 @triton.jit
@@ -158,10 +158,9 @@ def pack(x: torch.Tensor, order: torch.Tensor, scale_format: str) -> torch.Tenso
     packed = torch.empty(tokens * k, width // 4 + width // BLOCK, dtype=torch.int32, device=x.device)
     if tokens:
         formula: Any = {"POW2": scale_format == "pow2", "EPSILON": AMAX_EPSILON, "LARGEST": E4M3_MAX, "TILE": BLOCK}
-        bytes_, scales, launch = packed.view(torch.uint8), packed.view(torch.float32), choose_launch(width)
-        pack_token[(tokens,)](
-            x.contiguous(), order.contiguous(), bytes_, scales, width, 4 * packed.shape[1], K=k, **formula, **launch
-        )  # fmt: skip
+        data, scales = packed.view(torch.uint8)[:, :width], packed.view(torch.float32)[:, width // 4 :]
+        arguments = x.contiguous(), order.contiguous(), data, scales, width, 4 * packed.shape[1]
+        pack_token[(tokens,)](*arguments, K=k, **formula, **choose_launch(width))
     return packed
 
 
