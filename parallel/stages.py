@@ -6,6 +6,9 @@ stages cut each stage's layers into equal parts and follow each other in rounds:
 
 from __future__ import annotations
 
+import math
+from functools import lru_cache
+
 from parallel.layout import Layout
 from parallel.shards import GeometryError
 
@@ -44,18 +47,26 @@ def check_stages(layers: int, layout: Layout) -> None:
             raise GeometryError("train.layout.vpp", layout.vpp, rule, f"use a divisor of {size}")
 
 
-def balance_stages(layers: int, pp: int, vpp: int = 1) -> tuple[int, int] | None:
-    """Return the `first_stage_layers` and `last_stage_layers` with which the largest stage is smallest, (0, 0) where all are equal, None
-    where this finds none. The last stage, which computes the output layer too, is the smallest."""
-    if layers % (pp * vpp) == 0:
-        return 0, 0
-    share = -(-layers // (pp * vpp)) * vpp
-    rest = layers - share * (pp - 2)
-    last = rest // 2 // vpp * vpp
-    first = rest - last
-    if pp == 1 or last <= 0 or first % vpp:
+@lru_cache(maxsize=4096)
+def balance_stages(layers: int, pp: int, vpp: int = 1, output_layer: float = 1.0) -> tuple[int, int] | None:
+    """Return the `first_stage_layers` and `last_stage_layers` with which the slowest stage is fastest, None where nothing shares them out.
+
+    The last stage computes the output layer too, which takes as long as `output_layer` layers. Among equals, stages are most equal, and the
+    first, which holds the embedding and the most activations, is smallest.
+    """
+    if pp == 1:
+        return (0, 0) if vpp == 1 else None
+    fewest = -(-layers // (pp * vpp)) * vpp  # of the largest stage
+    splits = [
+        (max(share, last + output_layer), share, first, last)
+        for share in range(fewest, fewest + math.ceil(output_layer) + 1, vpp)
+        for last in range(vpp, share + 1, vpp)
+        if 0 < (first := layers - share * (pp - 2) - last) <= share and first % vpp == 0
+    ]
+    if not splits:
         return None
-    return 0 if first == share else first, last
+    _, share, first, last = min(splits)
+    return 0 if first == share else first, 0 if last == share else last
 
 
 def _count_equal_stages(layout: Layout) -> int:

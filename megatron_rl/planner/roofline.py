@@ -22,6 +22,7 @@ from megatron_rl.planner.candidate import MEAN_LENGTH_SHARE, Candidate, Workload
 from megatron_rl.planner.hardware import CACHE_BANDWIDTH, LINK_EFFICIENCY, NETWORK_BANDWIDTH, Cluster
 from megatron_rl.precision.contract import QUANTIZED_ROLES
 from parallel.formats import BLOCK
+from parallel.layout import Layout
 from parallel.row_sums import GATHERED_WHOLE, GPU_TILE, count_bytes_sent
 from parallel.stages import count_stage_layers
 
@@ -103,6 +104,19 @@ def _estimate_passes(job: Workload, candidate: Candidate, cluster: Cluster) -> S
 def _estimate_micro_batch(job: Workload, candidate: Candidate, cluster: Cluster, products: int) -> float:
     """Return the seconds of one micro-batch in the slowest stage, for which the others wait: the last, which alone has the output layer,
     or one with more layers. `products`: the work in forward passes (a backward pass is two)."""
+    layer, output_layer = _estimate_layers(job, candidate, cluster, products)
+    *others, last = count_stage_layers(job.model.layers, candidate.train)
+    return max(last * layer + output_layer, max(others, default=0) * layer)
+
+
+def weigh_output_layer(job: Workload, layout: Layout, cluster: Cluster) -> float:
+    """Return how many layers take as long in training as the output layer."""
+    layer, output_layer = _estimate_layers(job, Candidate(layout), cluster, products=3)
+    return output_layer / layer
+
+
+def _estimate_layers(job: Workload, candidate: Candidate, cluster: Cluster, products: int) -> tuple[float, float]:
+    """Return the seconds of one micro-batch in a layer, and in the output layer."""
     layout, model = candidate.train, job.model
     linear, attention, outputs = count_flops_per_token(job)
     fp8 = job.contract.trainer_format.quantized and job.config.precision.backend != "emulated"
@@ -132,11 +146,8 @@ def _estimate_micro_batch(job: Workload, candidate: Candidate, cluster: Cluster,
         context_traffic = directions * tokens * width * job.high_bytes / _bandwidth(layout.tp * layout.cp, cluster)
     exchange = tensor_traffic + expert_traffic
     if candidate.at_once(job, trains=products > 1) > 1:  # the other micro-batch computes meanwhile
-        layer = max(compute, exchange) + context_traffic
-    else:
-        layer = compute + exchange + context_traffic
-    *others, last = count_stage_layers(model.layers, layout)
-    return max(last * layer + output_layer, max(others, default=0) * layer)
+        return max(compute, exchange) + context_traffic, output_layer
+    return compute + exchange + context_traffic, output_layer
 
 
 def _tree_seconds_per_token(job: Workload, rate: float, operand_bytes: int) -> float:

@@ -2,8 +2,9 @@
 
 Colocated candidates use all GPUs for both sides; disaggregated ones give an eighth, a quarter, half or three quarters of them to engines.
 Tensor parallel sizes stay within a node; pipeline, expert and data parallel sizes are all that the rest allows, with one, two or four
-virtual stages. Where stages do not divide the layers, the first and the last have fewer. Context parallelism is tried where a sequence is
-longer than a micro-batch, full recomputation where nothing else fits, and engines over several nodes where no engine of one node fits.
+virtual stages. The first and the last stage have fewer layers where that makes all stages take about as long. Context parallelism is tried
+where a sequence is longer than a micro-batch, full recomputation where nothing else fits, and engines over several nodes where no engine
+of one node fits.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from dataclasses import dataclass, replace
 from megatron_rl.planner.candidate import Candidate, Placement, Workload
 from megatron_rl.planner.hardware import GIB, Cluster
 from megatron_rl.planner.memory_by_phase import PhaseMemory, add_ipc_contexts, estimate_phase_memory, usable_bytes
-from megatron_rl.planner.roofline import StepTime, estimate_step_time
+from megatron_rl.planner.roofline import StepTime, estimate_step_time, weigh_output_layer
 from megatron_rl.planner.sync_traffic import SyncTraffic, estimate_sync_traffic
 from megatron_rl.preflight import LAYOUTS, PLAN, Needs, find_mistakes
 from parallel.layout import Layout
 from parallel.shards import GeometryError
-from parallel.stages import balance_stages
+from parallel.stages import balance_stages, check_stages
 
 _ENGINE_EIGHTHS = (1, 2, 4, 6)
 
@@ -71,6 +72,8 @@ class Planner:
 
     def estimate(self, candidate: Candidate) -> CandidateEstimate:
         """Return memory and seconds, without the sync. Raise GeometryError where a layout does not divide the model."""
+        if self.job.teacher is not None:
+            check_stages(self.job.teacher.model.layers, candidate.train)
         memory = tuple(estimate_phase_memory(self.job, candidate))
         return CandidateEstimate(candidate, memory, self._count_spare(memory), estimate_step_time(self.job, candidate, self.cluster))
 
@@ -171,10 +174,11 @@ class Planner:
                     yield replace(layout, ep=ep, etp=etp)
 
     def _interleaved(self, layout: Layout) -> Iterator[Layout]:
-        """Yield the layout with one, two and four virtual stages: a smaller bubble for more activations. Where equal stages do not divide
-        the layers, the first and the last have fewer."""
+        """Yield the layout with one, two and four virtual stages (a smaller bubble for more activations), of as many layers as let all
+        stages take about as long."""
+        output_layer = weigh_output_layer(self.job, layout, self.cluster) if layout.pp > 1 else 0.0
         for vpp in (1, 2, 4) if layout.pp > 1 else (1,):
-            if (balanced := balance_stages(self.job.model.layers, layout.pp, vpp)) is not None:
+            if (balanced := balance_stages(self.job.model.layers, layout.pp, vpp, output_layer)) is not None:
                 yield replace(layout, vpp=vpp, first_stage_layers=balanced[0], last_stage_layers=balanced[1])
 
 

@@ -44,24 +44,40 @@ def test_stages_have_the_layers_that_megatron_builds(case):
     assert sorted(layer for stage in range(layout.pp) for layer in list_stage_layers(layers, layout, stage)) == list(range(layers))
 
 
-@given(st.integers(1, 130), st.integers(1, 16), st.integers(1, 3))
-def test_layers_are_shared_out_as_equally_as_they_can_be(layers, pp, vpp):
+@given(st.integers(1, 130), st.integers(1, 16), st.integers(1, 3), st.floats(0, 5))
+def test_layers_are_shared_out_so_that_the_slowest_stage_is_fastest(layers, pp, vpp, output_layer):
     assume(pp > 1 or vpp == 1)
-    balanced = balance_stages(layers, pp, vpp)
-    assert (balanced == (0, 0)) == (layers % (pp * vpp) == 0)
-    if balanced is not None:
-        layout = Layout(pp=pp, vpp=vpp, first_stage_layers=balanced[0], last_stage_layers=balanced[1])
+
+    def sizes_of(split: tuple[int, int]) -> list[int]:
+        layout = Layout(pp=pp, vpp=vpp, first_stage_layers=split[0], last_stage_layers=split[1])
         check_stages(layers, layout)
-        sizes = count_stage_layers(layers, layout)
-        assert sum(sizes) == layers and max(sizes) == -(-layers // (pp * vpp)) * vpp and sizes[-1] == min(sizes)
+        return count_stage_layers(layers, layout)
+
+    def pace(sizes: list[int]) -> float:
+        return max(*sizes, sizes[-1] + output_layer)
+
+    balanced = balance_stages(layers, pp, vpp, output_layer)
+    if layers % (pp * vpp) == 0:
+        assert balanced is not None and pace(sizes_of(balanced)) <= pace([layers // pp] * pp)
+        assert output_layer > 1 or balanced == (0, 0)
+    if balanced is not None:
+        assert sum(sizes_of(balanced)) == layers and min(sizes_of(balanced)) > 0
 
 
 @pytest.mark.parametrize(
-    "layers, pp, sizes",
-    [(94, 8, [11, *[12] * 6, 11]), (94, 4, [23, 24, 24, 23]), (61, 16, [3, *[4] * 14, 2]), (61, 2, [31, 30]), (5, 3, [2, 2, 1])],
+    "layers, pp, output_layer, sizes",
+    [
+        (94, 8, 1, [11, *[12] * 6, 11]),
+        (94, 8, 2.3, [*[12] * 7, 10]),
+        (94, 4, 1, [23, 24, 24, 23]),
+        (64, 4, 3.4, [17, 17, 17, 13]),
+        (61, 16, 1, [2, *[4] * 14, 3]),
+        (61, 2, 1, [31, 30]),
+        (5, 3, 1, [2, 2, 1]),
+    ],
 )
-def test_the_first_and_the_last_stage_have_fewer(layers, pp, sizes):
-    first, last = balance_stages(layers, pp) or (0, 0)
+def test_the_first_and_the_last_stage_have_fewer(layers, pp, output_layer, sizes):
+    first, last = balance_stages(layers, pp, 1, output_layer) or (0, 0)
     assert count_stage_layers(layers, Layout(pp=pp, first_stage_layers=first, last_stage_layers=last)) == sizes
 
 
