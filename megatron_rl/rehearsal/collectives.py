@@ -30,7 +30,7 @@ def communicate(gpu: FakeGpu, func: Any, args: tuple) -> Any:
         raise RefusedCollectiveError(f"{kind} in a group of ranks {ranks}, which rank {dist.get_rank()} is not in")
     name, nbytes = name_group(group), sum(map(count_bytes, tensors))
     wait = gpu.recorder.collective(kind, name, nbytes, ranks)
-    check_group(kind, group, nbytes)
+    check_group(kind, group)
     if kind == "barrier":
         gpu.recorder.wait("barrier")
     _works.append(_Work(wait))
@@ -127,6 +127,16 @@ def _all_gather_list(args: tuple) -> Answer:
     return args[0], "all-gather", group, list(parts)
 
 
+def _reduce_scatter_list(args: tuple) -> Answer:
+    (own,), parts, group = args[0], args[1][0], ProcessGroup.unbox(args[2])
+    if len(parts) != group.size() or parts[group.rank()].shape != own.shape:
+        raise RefusedCollectiveError(
+            f"reduce-scatter in {name_group(group)}: parts {[list(part.shape) for part in parts]}, own {list(own.shape)}"
+        )
+    set_value(own, None)
+    return args[0], "reduce-scatter", group, list(parts)
+
+
 def _all_to_all(args: tuple) -> Answer:
     into, source, group, into_splits, splits = args[0], args[1], ProcessGroup.unbox(args[2]), args[3], args[4]
     for tensor, sizes in ((into, into_splits), (source, splits)):
@@ -163,6 +173,7 @@ _CALLS: dict[str, Callable[[tuple], Answer]] = {
     "allgather_into_tensor_coalesced": _coalesced(_all_gather, False),
     "reduce_scatter_tensor_coalesced": _coalesced(_reduce_scatter, True),
     "allgather": _all_gather_list,
+    "reduce_scatter": _reduce_scatter_list,
     "alltoall_base": _all_to_all,
     "send": _message("send"),
     "recv": _message("receive"),

@@ -17,7 +17,7 @@ from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from megatron_rl.planner.hardware import Gpu
-from megatron_rl.rehearsal import collectives, hopper, objects
+from megatron_rl.rehearsal import collectives, groups, hopper, objects
 from megatron_rl.rehearsal.device import FakeGpu, plausible_value
 from megatron_rl.rehearsal.hopper import PROPERTIES
 from megatron_rl.rehearsal.kernels import deep_gemm, flash_attention, torch_cuda, transformer_engine, triton
@@ -106,6 +106,7 @@ def install() -> None:
     for library in (torch_cuda, flash_attention, transformer_engine, deep_gemm, triton):
         library.install(recorder)
     _replace_random()
+    groups.note_owners()
 
 
 def install_device() -> None:

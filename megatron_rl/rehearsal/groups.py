@@ -1,100 +1,188 @@
 """Megatron's process groups by name, and which of them a collective may run in.
 
-Groups of one size take the same tensors, so sizes do not show that a collective runs in the wrong one. Its callers do: a file does a part
-of the work that is cut along known dimensions only (`_FILES`), and all files that the call comes through must agree. Groups go by their
-ranks: two of the same ranks are one. A backward pass comes from autograd, through the file of the operator alone.
+Groups of one size take the same tensors, so sizes do not show that a collective runs in the wrong one. Its caller does. `_OWNERS` says of
+each function what it exchanges in; a function that is given a group says `_CALLER`, and the next caller outward is asked. In a backward
+pass, where autograd calls an operator and no layer, the callers of its forward pass are asked (`note_owners`). So one function decides, the
+innermost that knows, and a collective of one that is not in the table is refused. Groups go by their ranks: two of the same ranks are one.
 """
 
 from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import CodeType
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import ProcessGroup
 
-from megatron_rl.rehearsal.recorder import find_line, find_name
+from megatron_rl.rehearsal.recorder import find_name
 
 
 class RefusedCollectiveError(RuntimeError):
     """NCCL would refuse this call or wait for ever, or the ranks would exchange what is not the same."""
 
 
-_LAYER = ("tp", "etp")
-_EXPERTS = ("ep", "etp", "etp*ep")
-_REPLICAS = ("dp", "dp*cp", "edp")
-_FILES: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("megatron/core/pipeline_parallel/p2p_communication.py", ("pp", "world")),  # the world where a pipeline has two stages
-    ("megatron/core/tensor_parallel/mappings.py", (*_LAYER, *_EXPERTS)),
-    ("megatron/core/tensor_parallel/layers.py", _LAYER),
-    ("megatron/core/tensor_parallel/cross_entropy.py", ("tp",)),
-    ("megatron/core/models/common/embeddings/language_model_embedding.py", ("tp",)),
-    ("megatron/core/transformer/attention.py", ("tp", "cp")),
-    ("megatron/core/transformer/moe/token_dispatcher.py", _EXPERTS),
-    ("megatron/core/transformer/moe/shared_experts.py", ("tp",)),
-    ("megatron_rl/mcore/context_parallel.py", ("cp",)),
-    ("megatron_rl/mcore/layers/attention.py", ("tp", "cp")),
-    ("megatron_rl/mcore/layers/mla.py", ("tp", "cp")),
-    ("megatron_rl/mcore/layers/shared_heads.py", ("tp",)),
-    ("megatron_rl/mcore/layers/output_layer.py", ("tp",)),
-    ("megatron_rl/mcore/layers/value_head.py", ("tp",)),
-    ("megatron_rl/mcore/logprobs.py", ("tp",)),
-    ("megatron_rl/mcore/layers/quantized_linear.py", _LAYER),
-    ("megatron_rl/mcore/layers/row_parallel.py", _LAYER),
-    ("megatron_rl/mcore/layers/exchange.py", (*_LAYER, *_EXPERTS)),
-    ("megatron_rl/precision/backends/gather.py", _LAYER),
-    ("megatron_rl/mcore/layers/experts.py", _EXPERTS),
-    ("megatron_rl/mcore/layers/grouped_experts.py", ("etp",)),
-    ("megatron/core/distributed/param_and_grad_buffer.py", _REPLICAS),
-    ("megatron_rl/mcore/buckets.py", _REPLICAS),
-    ("megatron_rl/mcore/layers/master.py", _REPLICAS),
-    ("megatron_rl/mcore/checkpoint/optimizer.py", _REPLICAS),
-)
-"""File -> the groups in which what it does, and all that it calls, may exchange tensors."""
-_BETWEEN_REPLICAS = (
-    "megatron/core/distributed/",
-    "megatron_rl/mcore/buckets.py",
-    "megatron_rl/mcore/quantizing_optimizer.py",
-    "megatron_rl/mcore/layers/master.py",
-    "megatron_rl/mcore/checkpoint/",
-    "megatron_rl/mcore/replicas.py",
-)
-"""Where weights, gradients, masters and samples are exchanged."""
-_SMALL = 1 << 16
-"""Bytes of what else replicas agree on: counts, sums of metrics."""
+_CALLER = "that of its caller"
+_REPLICAS = "edp of experts' weights, dp*cp of others"
+_OWNERS = {
+    "megatron/core/dist_checkpointing/": "world",
+    "megatron/core/distributed/finalize_model_grads.py _allreduce_non_tensor_model_parallel_grads": "tp",
+    "megatron/core/distributed/finalize_model_grads.py _allreduce_embedding_grad": "embedding",
+    "megatron/core/distributed/finalize_model_grads.py _update_router_expert_bias": "tp*dp*cp",
+    "megatron/core/distributed/finalize_model_grads.py finalize_model_grads": "pp dp*cp",  # counts of tokens
+    "megatron/core/distributed/param_and_grad_buffer.py": _REPLICAS,
+    "megatron/core/models/common/embeddings/language_model_embedding.py": "tp",
+    "megatron/core/optimizer/": "world",
+    "megatron/core/pipeline_parallel/p2p_communication.py": "pp world",  # the world where a pipeline has two stages
+    "megatron/core/tensor_parallel/": _CALLER,
+    "megatron/core/tensor_parallel/cross_entropy.py": "tp",
+    "megatron/core/tensor_parallel/layers.py VocabParallelEmbedding": "tp",
+    "megatron/core/transformer/attention.py": "tp",
+    "megatron/core/transformer/mlp.py": _CALLER,
+    "megatron/core/transformer/moe/moe_utils.py": _CALLER,
+    "megatron/core/transformer/moe/router.py": "tp*cp",
+    "megatron/core/transformer/moe/shared_experts.py": "tp",
+    "megatron/core/transformer/moe/token_dispatcher.py MoEAlltoAllTokenDispatcher.preprocess": "etp*ep",
+    "megatron/core/transformer/moe/token_dispatcher.py MoEAlltoAllTokenDispatcher.dispatch_postprocess": "etp",
+    "megatron/core/transformer/moe/token_dispatcher.py MoEAlltoAllTokenDispatcher.combine_preprocess": "etp",
+    "megatron/core/transformer/multi_latent_attention.py": "tp",
+    "megatron/core/transformer/multi_token_prediction.py": "tp",
+    "megatron/core/transformer/transformer_layer.py": "tp",
+    "megatron_rl/distributed.py": "world pp dp",
+    "megatron_rl/mcore/adapters.py": _CALLER,
+    "megatron_rl/mcore/cache_scales.py": "world",
+    "megatron_rl/mcore/checkpoint/optimizer.py": _REPLICAS,
+    "megatron_rl/mcore/context_parallel.py": "cp",
+    "megatron_rl/mcore/layers/attention.py": "tp",
+    "megatron_rl/mcore/layers/exchange.py": _CALLER,
+    "megatron_rl/mcore/layers/experts.py": "etp",
+    "megatron_rl/mcore/layers/experts.py Dispatcher.token_dispatch": "ep",
+    "megatron_rl/mcore/layers/experts.py Dispatcher.token_combine": "ep",
+    "megatron_rl/mcore/layers/master.py": _CALLER,
+    "megatron_rl/mcore/layers/mla.py": "tp",
+    "megatron_rl/mcore/layers/mtp.py": "tp",
+    "megatron_rl/mcore/layers/mtp.py copy_embedding": "embedding",
+    "megatron_rl/mcore/layers/output_layer.py": "tp",
+    "megatron_rl/mcore/layers/plain.py": _CALLER,
+    "megatron_rl/mcore/layers/quantized_linear.py": _CALLER,
+    "megatron_rl/mcore/layers/quantized_linear.py QuantizedLinear.gather_master": _REPLICAS,
+    "megatron_rl/mcore/layers/router.py Router.attach_and_log_load_balancing_loss": "tp*cp",
+    "megatron_rl/mcore/layers/router.py": "world",
+    "megatron_rl/mcore/layers/row_parallel.py": _CALLER,
+    "megatron_rl/mcore/layers/shared_heads.py": "tp",
+    "megatron_rl/mcore/layers/spec.py": _CALLER,
+    "megatron_rl/mcore/layers/value_head.py": "tp",
+    "megatron_rl/mcore/logprobs.py": "tp",
+    "megatron_rl/mcore/quantizing_optimizer.py QuantizingOptimizer": _REPLICAS,
+    "megatron_rl/mcore/quantizing_optimizer.py": "world",
+    "megatron_rl/mcore/reduce.py": "dp",
+    "megatron_rl/mcore/reduce.py sum_by_name": "pp dp",
+    "megatron_rl/mcore/reduce.py sum_values": "pp dp",
+    "megatron_rl/mcore/reduce.py sum_stages": "pp",
+    "megatron_rl/mcore/reduce.py sum_replica": "tp*cp",
+    "megatron_rl/mcore/rollout_weights.py": "tp",
+    "megatron_rl/mcore/step_response.py": "world",
+    "megatron_rl/precision/": _CALLER,
+}
+"""File, or file and function -> the groups in which it exchanges; the longest name counts."""
 
 
-def check_group(kind: str, group: ProcessGroup, nbytes: int) -> None:
-    """Raise RefusedCollectiveError where a collective of `nbytes` runs in a group in which its callers exchange nothing, or sends
-    activations to other replicas, whose samples are others."""
-    if group.size() == 1:
-        return
+class _Owner(NamedTuple):
+    """The function that decides about a collective's group."""
+
+    function: str
+    groups: tuple[str, ...]
+    """Empty where it is not in the table."""
+
+
+def check_group(kind: str, group: ProcessGroup) -> None:
+    """Raise RefusedCollectiveError where a collective runs in another group than its owner's, or its owner is not in the table."""
     names = find_names(group)
-    for file, allowed in _find_rules():
-        if not allowed.intersection(names):
-            raise RefusedCollectiveError(f"{kind} in {name_group(group)}: {file} exchanges in {' or '.join(sorted(allowed))} alone")
-    if nbytes > _SMALL and names[0] in _REPLICAS and not find_line().startswith(_BETWEEN_REPLICAS):
-        raise RefusedCollectiveError(f"{kind} of {nbytes:,} bytes in {name_group(group)}: replicas exchange weights and gradients alone")
+    if names == [_ENGINE]:
+        return
+    owner = _find_owner(sys._getframe(1))
+    if owner is None or not owner.groups:
+        function = "autograd" if owner is None else owner.function
+        raise RefusedCollectiveError(f"{kind} in {name_group(group)}: {function} is not in the table of megatron_rl/rehearsal/groups.py")
+    if not set(owner.groups) & set(names):
+        raise RefusedCollectiveError(f"{kind} in {name_group(group)}: {owner.function} exchanges in {' or '.join(owner.groups)} alone")
 
 
-def _find_rules() -> list[tuple[str, frozenset[str]]]:
-    """Return the rules of the files that a call comes through."""
-    found = {}
-    frame: Any = sys._getframe(1)
-    while frame is not None:
-        if (rule := _find_rule(frame.f_code)) is not None:
-            found[rule[0]] = rule
+def note_owners() -> None:
+    """Let every operator with a backward pass know the owner of its forward pass, and every weight its name in the model."""
+    function: Any = torch.autograd.Function
+    plain = function.apply.__func__
+
+    def apply(cls: Any, *args: Any, **named: Any) -> Any:
+        result = plain(cls, *args, **named)
+        for value in result if isinstance(result, tuple) else (result,):
+            node = getattr(value, "grad_fn", None)
+            if isinstance(node, cls._backward_cls):
+                node.metadata[_NOTE] = _find_owner(sys._getframe(1))
+                break
+        return result
+
+    function.apply = classmethod(apply)
+    _note_names()
+
+
+_NOTE = "owner of its collectives"
+
+
+def _note_names() -> None:
+    """A part of a checkpoint has its weight's name as its `key`; let a weight have it too."""
+    from megatron.core.distributed import DistributedDataParallel
+
+    replicas: Any = DistributedDataParallel
+    plain = replicas.__init__
+
+    def start(self: Any, config: Any, settings: Any, module: torch.nn.Module, *args: Any, **named: Any) -> None:
+        for name, weight in module.named_parameters():
+            weight.key = name  # type: ignore[attr-defined]
+        plain(self, config, settings, module, *args, **named)
+
+    replicas.__init__ = start
+
+
+def _find_owner(frame: Any) -> _Owner | None:
+    """Return who decides about what the lines from `frame` outward exchange; None where those are torch's alone."""
+    while frame is not None and frame.f_code.co_name != "_engine_run_backward":
+        said = _look_up(frame.f_code)
+        if said is not None and said.groups == (_REPLICAS,) and "self" in frame.f_locals:
+            return _find_replicas(said.function, frame.f_locals["self"])
+        if said is not None and said.groups not in ((_CALLER,), (_REPLICAS,)):
+            return said
         frame = frame.f_back
-    return list(found.values())
+    node: Any = torch._C._current_autograd_node()
+    return None if node is None else node.metadata.get(_NOTE)
 
 
 @functools.cache
-def _find_rule(code: CodeType) -> tuple[str, frozenset[str]] | None:
-    name = find_name(code)
-    return next(((file, frozenset(groups)) for file, groups in _FILES if file == name), None)
+def _look_up(code: CodeType) -> _Owner | None:
+    """Return what the table says of a function; None of one that is not ours."""
+    file = find_name(code)
+    if not file:
+        return None
+    function = f"{file} {code.co_qualname}"
+    row = max((name for name in _OWNERS if function.startswith(name)), key=len, default=None)
+    said = "" if row is None else _OWNERS[row]
+    return _Owner(function, (said,) if said in (_CALLER, _REPLICAS) else tuple(said.split()))
+
+
+def _find_replicas(function: str, of: Any) -> _Owner:
+    """Return the group of replicas of the weights that an object is about: buckets, an optimizer, a layer, or one weight's state."""
+    parts: Iterable[Any] = getattr(of, "buckets", None) or getattr(of, "buffers", None) or ()
+    weights = [weight for part in parts for weight in part.params] or [of.weight]
+    experts = {".experts." in weight.key for weight in weights}
+    if len(experts) > 1:
+        raise RefusedCollectiveError(f"{function} exchanges weights of experts together with others, which have other replicas")
+    return _Owner(function, ("edp",) if experts.pop() else ("dp*cp",))
+
+
+_ENGINE = "engine"
 
 
 def name_group(group: ProcessGroup) -> str:
@@ -105,7 +193,7 @@ def name_group(group: ProcessGroup) -> str:
 def find_names(group: ProcessGroup) -> list[str]:
     """Return Megatron's names of a group, its own first, then those of others of the same ranks."""
     if sys.modules.get("megatron") is None:  # an engine has no other group than that of its ranks
-        return ["engine"]
+        return [_ENGINE]
     from megatron.core import parallel_state as state
 
     names: dict[str, Callable[[], Any]] = {
@@ -122,6 +210,7 @@ def find_names(group: ProcessGroup) -> list[str]:
         "tp*dp*cp": lambda: state.get_tensor_and_data_parallel_group(with_context_parallel=True),
         "tp*pp": state.get_model_parallel_group,
         "etp*ep*pp": state.get_expert_tensor_model_pipeline_parallel_group,
+        "embedding": state.get_embedding_group,
         "world": lambda: dist.group.WORLD,
     }
     ranks = dist.get_process_group_ranks(group)

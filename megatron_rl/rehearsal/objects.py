@@ -36,7 +36,9 @@ def install(recorder: Callable[[], Recorder]) -> None:
     """Replace what exchanges objects in torch.distributed."""
 
     def count(kind: str, group: Any) -> None:
-        recorder().collective(kind, groups.name_group(group if group is not None else collectives.world()), 0)
+        group = group if group is not None else collectives.world()
+        recorder().collective(kind, groups.name_group(group), 0)
+        groups.check_group(kind, group)
         recorder().wait(kind)
 
     def all_gather_object(object_list: list, obj: Any, group: Any = None) -> None:

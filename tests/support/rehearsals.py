@@ -160,6 +160,69 @@ def tokens_among_replicas() -> Any:
     return replaced(MoEAlltoAllTokenDispatcher, "__init__", make)
 
 
+def tokens_among_parts_of_experts() -> Any:
+    """Tokens go to the ranks that have other parts of the same experts."""
+    from megatron.core import parallel_state
+    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+
+    def make(plain: Any) -> Any:
+        def start(self: Any, *args: Any, **options: Any) -> None:
+            plain(self, *args, **options)
+            self.ep_group = parallel_state.get_expert_tensor_parallel_group()
+
+        return start
+
+    return replaced(MoEAlltoAllTokenDispatcher, "__init__", make)
+
+
+def experts_among_replicas() -> Any:
+    """Experts' weights have lost the mark that they have other replicas."""
+
+    def make(plain: Any) -> Any:
+        def wrap(chunks: Any, train: Any) -> Any:
+            for weight in (weight for chunk in chunks for weight in chunk.parameters()):
+                weight.allreduce = True
+            return plain(chunks, train)
+
+        return wrap
+
+    from megatron_rl.mcore import actor
+
+    return replaced(actor, "wrap_chunks", make)
+
+
+def backward_among_experts_ranks() -> Any:
+    """The gradient alone of what the output layer gathers goes to the ranks that have other experts."""
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import mappings
+
+    def make(plain: Any) -> Any:
+        def backward(ctx: Any, gradient: Any) -> Any:
+            ctx.group = parallel_state.get_expert_model_parallel_group()
+            return plain.__func__(ctx, gradient)
+
+        return staticmethod(backward)
+
+    return replaced(mappings._GatherFromSequenceParallelRegion, "backward", make)
+
+
+def sum_from_unknown_line() -> Any:
+    """Somebody adds up log-probs, over the right ranks or not."""
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    from megatron_rl.algorithm.policy_loss import PolicyLoss
+
+    def make(plain: Any) -> Any:
+        def call(self: Any, logprobs: Any, batch: Any) -> Any:
+            dist.all_reduce(logprobs.detach().clone(), group=parallel_state.get_tensor_model_parallel_group())
+            return plain(self, logprobs, batch)
+
+        return call
+
+    return replaced(PolicyLoss, "__call__", make)
+
+
 def refused_scales() -> Any:
     from megatron_rl.precision.backends.deep_gemm import DeepGemmBackend
 
@@ -248,6 +311,8 @@ GLM = ARCHITECTURES["glm4_moe"] | {
 ENGINES = "--rollout.engines"
 TWO = ["--train.layout.tp=2", "--train.layout.dp=2", f"{ENGINES}=4"]
 EP = ["--train.layout.tp=2", "--train.layout.ep=2", "--train.layout.etp=1", "--train.layout.dp=2", f"{ENGINES}=4"]
+ETP = ["--train.layout.tp=2", "--train.layout.ep=2", "--train.layout.etp=2", "--train.layout.dp=2", f"{ENGINES}=4"]
+EP_ALONE = ["--train.layout.ep=2", "--train.layout.dp=4", f"{ENGINES}=4"]
 CP = ["--train.layout.cp=2", "--train.layout.tp=2", f"{ENGINES}=4"]
 DEEP_GEMM = ["--precision.backend=deep_gemm", "--precision.masters=spread"]
 BF16 = ["--precision.mode=bf16"]
@@ -277,6 +342,8 @@ CASES = {
     "experts": Case(EP, model=EXPERTS),
     "experts, deep_gemm": Case([*EP, "--precision.backend=deep_gemm"], model=EXPERTS),
     "experts, bf16": Case([*EP, *BF16], model=EXPERTS),
+    "experts, cut": Case(ETP, model=EXPERTS),
+    "experts alone": Case(EP_ALONE, model=EXPERTS),
     "context parallel": Case(CP, model=WIDE),
     "pipeline": Case(["--train.layout.pp=2", "--train.layout.tp=2", f"{ENGINES}=4"], model=WIDE),
     "virtual stages": Case(
@@ -301,6 +368,10 @@ CASES = {
     "experts: gather_in_wrong_group": Case(EP, gather_in_wrong_group, EXPERTS),
     "context_in_tensor_ranks": Case(CP, context_in_tensor_ranks),
     "experts: tokens_among_replicas": Case(EP, tokens_among_replicas, EXPERTS),
+    "experts: tokens_among_parts_of_experts": Case(ETP, tokens_among_parts_of_experts, EXPERTS),
+    "experts: backward_among_experts_ranks": Case(ETP, backward_among_experts_ranks, EXPERTS),
+    "experts: experts_among_replicas": Case(EP_ALONE, experts_among_replicas, EXPERTS),
+    "sum_from_unknown_line": Case(TWO, sum_from_unknown_line),
     "experts: refused_scales": Case([*EP, "--precision.backend=deep_gemm"], refused_scales, EXPERTS),
 }
 

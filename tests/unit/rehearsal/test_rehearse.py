@@ -15,6 +15,7 @@ from support import driver_bound
 ROOT = Path(__file__).parents[3]
 CASES = ("plain", "host_tensor_in_loss", "item_per_layer", "doubled_activation", "gather_in_wrong_group", "refused_scales")
 CASES += ("module_without_a_share", "part_at_another_place", "gather_among_context_ranks", "each weight by itself")
+CASES += ("sum_from_unknown_line",)
 
 PLANNED = ["sync", "checkpoint", "logprobs 2", "update 2", "resume"]
 
@@ -85,9 +86,14 @@ def test_a_gather_in_the_wrong_group_of_the_same_size_is_refused(reports):
 
 def test_a_gather_among_as_many_context_parallel_ranks_is_refused(reports):
     fault = reports["gather_among_context_ranks"]["fault"]
-    assert (
-        "RefusedCollectiveError" in fault and "all-gather in cp 2: megatron_rl/precision/backends/gather.py exchanges in etp or tp" in fault
-    )
+    caller = "megatron_rl/mcore/layers/attention.py PackedSelfAttention.get_query_key_value_tensors"
+    assert "RefusedCollectiveError in phase logprobs at megatron_rl/precision/backends/gather.py:" in fault
+    assert fault.endswith(f"all-gather in cp 2: {caller} exchanges in tp alone")
+
+
+def test_a_collective_of_a_line_that_is_not_in_the_table_is_refused(reports):
+    fault = reports["sum_from_unknown_line"]["fault"]
+    assert "all-reduce in tp 2: megatron_rl/mcore/actor.py Actor._accumulate_gradients" in fault and "is not in the table" in fault
 
 
 def test_a_shape_that_deep_gemm_refuses_is_a_fault(reports):
