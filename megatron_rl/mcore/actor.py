@@ -25,9 +25,10 @@ from megatron_rl.mcore import nan_finder, reduce
 from megatron_rl.mcore.buckets import finish_gathers, start_gathers, wrap_chunks
 from megatron_rl.mcore.checkpoint.optimizer import flatten_chained
 from megatron_rl.mcore.context_parallel import ContextShard
+from megatron_rl.mcore.layers.experts import free_frozen_operands
 from megatron_rl.mcore.layers.mtp import Lookahead, copy_embedding
 from megatron_rl.mcore.layers.output_layer import score_positions
-from megatron_rl.mcore.layers.quantized_linear import find_quantized_layers, list_quantized_layers
+from megatron_rl.mcore.layers.quantized_linear import find_quantized_layers
 from megatron_rl.mcore.layers.router import ModelRouters
 from megatron_rl.mcore.learning_rate import LearningRateSchedule
 from megatron_rl.mcore.names import ModelChunks, get_model_chunks, global_name
@@ -250,9 +251,7 @@ class Actor(Policy):
     def offload_optimizer(self) -> None:
         """Free device memory that only `update` needs; does nothing on a CPU. See `mcore.offload`."""
         if self._device.type != "cpu":
-            for layer in list_quantized_layers(self.chunks):
-                if not layer.weight.requires_grad:  # its blocks stay, so no step frees what passes made of them
-                    layer.cached_operand = None
+            free_frozen_operands(self.chunks)
             self.offloader.offload()
 
     def reload_optimizer(self) -> None:

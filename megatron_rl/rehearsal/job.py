@@ -42,8 +42,9 @@ from megatron_rl.mcore.actor import Actor, Policy
 from megatron_rl.mcore.checkpoint.folder import checkpoint_folder, unfinished_folder
 from megatron_rl.mcore.checkpoint.write import load_run_checkpoint
 from megatron_rl.mcore.critic import Critic
+from megatron_rl.mcore.layers.experts import free_frozen_operands
 from megatron_rl.mcore.layers.grouped_experts import GroupedLinear
-from megatron_rl.mcore.layers.quantized_linear import QuantizedLinear, list_quantized_layers
+from megatron_rl.mcore.layers.quantized_linear import QuantizedLinear
 from megatron_rl.mcore.load_weights import collect_named_tensors
 from megatron_rl.mcore.model import start_megatron, stop_megatron
 from megatron_rl.observability import profiling
@@ -168,8 +169,7 @@ def _run(config: Config, layout: Layout, gpu: FakeGpu, scratch: Path) -> None:
     begin("update 2")
     actor.update(samples, loss)
     del reference, teacher, policy  # a run resumes before it loads frozen models, and before it computes
-    for layer in list_quantized_layers(actor.chunks):
-        layer.cached_operand = None
+    free_frozen_operands(actor.chunks)
     gc.unfreeze()
     gc.collect()
     begin("resume")

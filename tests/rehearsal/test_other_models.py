@@ -16,7 +16,7 @@ pytestmark = pytest.mark.long
 ROOT = Path(__file__).parents[2]
 PLAIN = (
     *("llama", "llama, bf16, recomputed", "experts", "experts, deep_gemm", "experts, bf16"),
-    *("experts, cut", "experts alone"),
+    *("experts, cut", "experts alone", "experts, adapters"),
     *("context parallel", "pipeline", "virtual stages", "disaggregated"),
     *("critic, stages", "adapters", "glm"),
 )

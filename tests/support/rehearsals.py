@@ -354,6 +354,7 @@ CASES = {
     "critic, stages": Case(["--train.layout.pp=2", "--train.layout.tp=2", f"{ENGINES}=4", "--algorithm.name=ppo"], model=WIDE),
     "critic, experts, bf16": Case([*EP, *BF16, "--algorithm.name=ppo"], model=EXPERTS),
     "adapters": Case([*TWO, "--lora.rank=16", "--precision.reduction=tree"], model=WIDE),
+    "experts, adapters": Case([*EP, "--lora.rank=16", '--lora.targets=["linear_qkv", "linear_proj"]'], model=EXPERTS),
     "a teacher": Case(TWO, model=LLAMA, teacher=WIDE),
     "disaggregated": Case([*TWO, "--placement.kind=disaggregated"], model=WIDE),
     "glm": Case(EP, model=GLM),

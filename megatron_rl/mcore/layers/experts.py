@@ -22,7 +22,9 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispa
 from megatron_rl.mcore import two_batch
 from megatron_rl.mcore.layers.exchange import exchange_rows
 from megatron_rl.mcore.layers.grouped_experts import GroupedLinear, can_group, have_grouped_products, run_experts
+from megatron_rl.mcore.layers.quantized_linear import list_quantized_layers
 from megatron_rl.mcore.layers.weight_gradient import take_weight
+from megatron_rl.mcore.names import ModelChunks, get_model_chunks
 from megatron_rl.precision.backends.token_groups import TokenGroups
 from megatron_rl.precision.ops import batch_invariant, tree
 from megatron_rl.precision.ops.expert_sum import sum_experts
@@ -99,6 +101,17 @@ class OutputWeightedExperts(SequentialMLP):
             first, second = self._list_layers()
             self._grouped = GroupedLinear(first), GroupedLinear(second)
         return self._grouped
+
+
+def free_frozen_operands(model: ModelChunks) -> None:
+    """Free what passes have made of frozen blocks, which no optimizer step replaces: the next pass makes it again."""
+    for layer in list_quantized_layers(model):
+        if not layer.weight.requires_grad:
+            layer.cached_operand = None
+    for experts in (module for chunk in get_model_chunks(model) for module in chunk.modules() if isinstance(module, OutputWeightedExperts)):
+        for linear in experts._grouped or ():
+            if not any(layer.weight.requires_grad for layer in linear.layers):
+                linear.free_operand()
 
 
 def _run_expert(mlp: Any, x: torch.Tensor) -> torch.Tensor:

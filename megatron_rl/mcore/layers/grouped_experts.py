@@ -64,12 +64,12 @@ class GroupedLinear:
         """All experts' blocks in the form of the backend."""
         scales = [layer.scale for layer in self.layers]
         if self._operand is None or any(new is not old() for new, old in zip(scales, self._scales, strict=True)):
-            self._forget()  # before there are two
-            self._scales = [weakref.ref(scale, self._forget) for scale in scales]
+            self.free_operand()  # before there are two
+            self._scales = [weakref.ref(scale, self.free_operand) for scale in scales]
             self._operand = self.backend.prepare([layer.blocks for layer in self.layers])
         return self._operand
 
-    def _forget(self, _: Any = None) -> None:
+    def free_operand(self, _: Any = None) -> None:
         """Free the operand, as soon as one of the blocks is replaced: while the engine serves, nothing is to be held for it."""
         self._operand = None
 
