@@ -10,6 +10,7 @@ has, and nothing to ranks of other heads. In the backward pass the gradients go 
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
@@ -59,12 +60,25 @@ class _Exchange(torch.autograd.Function):
         cut, rows, everyone = ctx.cut, gradient.flatten(0, -2), range(ctx.cut.ranks)
         parts = list(rows.split([cut.count(source, cut.own) for source in everyone], -1))
         received = _swap(parts, [cut.count(cut.own, to) for to in everyone], cut, ctx.group)
-        total = rows.new_zeros(len(rows), cut.width, dtype=torch.float32)
-        for to, addends in zip(everyone, received, strict=True):
-            columns = cut.columns(cut.own, to)
-            for column, addend in _split(addends, columns):
-                total[:, column] += addend
-        return total.to(gradient.dtype).unflatten(0, gradient.shape[:-1]), None, None
+        addends = defaultdict(list)
+        for to, part in enumerate(received):
+            for column, addend in _split(part, cut.columns(cut.own, to)):
+                addends[column.start, column.stop].append(addend)
+        total = rows.new_empty(len(rows), cut.width)
+        for (start, stop), parts in addends.items():
+            _add(parts, total[:, start:stop])
+        return total.unflatten(0, gradient.shape[:-1]), None, None
+
+
+def _add(parts: list[torch.Tensor], result: torch.Tensor) -> None:
+    """Write the sum of parts of one shape, added in FP32 and in their order to 0, rounded: a query's gradient comes from one rank alone."""
+    if len(parts) == 1:
+        torch.add(parts[0], 0.0, out=result)
+        return
+    total = torch.zeros_like(parts[0], dtype=torch.float32)
+    for part in parts:
+        total += part
+    result.copy_(total)
 
 
 def _swap(parts: list[torch.Tensor], widths: list[int], cut: Cut, group: Any) -> list[torch.Tensor]:
