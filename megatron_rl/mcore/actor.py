@@ -65,13 +65,13 @@ _GATHERED = 16
 def count_row_multiple(config: Any, micro_batch_tokens: int, device: torch.device) -> int:
     """Return what a micro-batch's positions are a multiple of: under sequence parallelism ranks take equal parts of every row.
 
-    On a GPU these have whole groups of tokens, if that pads less than a 32nd of a row: ranks then gather WGrad's operands as bytes, too.
+    On a GPU these have whole groups of tokens, if that pads less than a 24th of a row: ranks then gather WGrad's operands as bytes, too.
     FProp's and DGrad's need an eighth of that.
     """
     if not config.sequence_parallel:
         return 1
     ranks, gathers = config.tensor_model_parallel_size, device.type == "cuda" and config.linear_format.quantized
-    fitting = (ranks * tokens for tokens in (BLOCK, _GATHERED) if gathers and ranks * tokens * 32 <= micro_batch_tokens)
+    fitting = (ranks * tokens for tokens in (BLOCK, _GATHERED) if gathers and ranks * tokens * 24 <= micro_batch_tokens)
     return next(fitting, ranks)
 
 

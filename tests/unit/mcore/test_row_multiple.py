@@ -16,10 +16,11 @@ CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 @pytest.mark.parametrize(
     "tp, tokens, device, format, multiple",
     [
-        (4, 16384, CUDA, FP8, 512),
-        (4, 16383, CUDA, FP8, 64),
+        (4, 12288, CUDA, FP8, 512),
+        (4, 12287, CUDA, FP8, 64),
+        (2, 6144, CUDA, FP8, 256),
         (8, 8192, CUDA, FP8, 128),
-        (4, 2047, CUDA, FP8, 4),
+        (4, 1535, CUDA, FP8, 4),
         (2, 8192, CPU, FP8, 2),
         (2, 8192, CUDA, BF16, 2),
         (1, 8192, CUDA, FP8, 1),
