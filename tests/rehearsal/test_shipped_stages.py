@@ -7,7 +7,7 @@ import pytest
 from support.shipped import rehearse_shipped, rehearse_trainers
 
 DISPATCHER = "megatron/core/transformer/moe/token_dispatcher.py"
-LAYERS = {"qwen2_5_32b": 0, "qwen3_30b_a3b": 24, "qwen3_235b_a22b": 10}
+LAYERS = {"qwen2_5_32b": 0, "qwen3_30b_a3b": 24, "qwen3_235b_a22b": 4}
 """Layers with experts of the last stage."""
 EXCHANGES = {"qwen2_5_32b": set(), "qwen3_30b_a3b": {"ep 8"}, "qwen3_235b_a22b": {"tp 8"}}
 """Tokens; and heads, where ranks share a key-value head."""
