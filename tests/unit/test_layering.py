@@ -54,7 +54,7 @@ TORCH_FREE = (
     "parallel.layout",
     "rollout_sglang",
 )
-KERNELS = ("triton_norm", "triton_quantize", "triton_swiglu", "__init__")  # of the back ends; they are imported inside functions alone
+KERNELS = ("triton_norm", "triton_quantize", "triton_spread", "triton_swiglu", "__init__")  # imported inside functions alone
 
 
 def imported_names(file: Path) -> set[str]:
