@@ -15,8 +15,6 @@ from megatron_rl.planner import activation_memory, memory
 from megatron_rl.planner.candidate import Candidate, Workload
 from megatron_rl.planner.hardware import GIB, MIB, Cluster
 
-CHECKPOINT_PIECE_BYTES = 64 * MIB
-"""What replicas send each other of masters and moments at a time (`mcore.checkpoint.optimizer`)."""
 CUDA_CONTEXT_BYTES = GIB
 """Of each process: CUDA's context, kernels, NCCL's buffers. An assumption; the log of a run has measured values."""
 _IPC_CONTEXT_BYTES = GIB // 2
@@ -106,8 +104,6 @@ def count_trainer_parts(job: Workload, candidate: Candidate, stage: int, phase: 
         )
     if phase == "sync":
         parts["sync"] = memory.count_sync_quantization(job, candidate, stage) + (job.config.sync.bucket_mb << 20)
-    if phase == "checkpoint" and candidate.train.dp * candidate.train.cp > 1:
-        parts["checkpoint"] = CHECKPOINT_PIECE_BYTES
     return parts | {"context": CUDA_CONTEXT_BYTES}
 
 

@@ -24,7 +24,7 @@ from megatron_rl.mcore.layers.master import MasterSlice
 from megatron_rl.mcore.layers.quantized_linear import QuantizedLinear
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-PIECE = 1 << 24
+_PIECE = 1 << 24
 """Elements that pass through a device at a time: 64 MiB."""
 Chunks = list[dict[str, Any]]
 """The `sharded_state_dict()` of the model's chunks, whose tensors are the live parameters."""
@@ -175,11 +175,11 @@ class _SlicedTensor:
         return whole
 
     def _send(self, part: torch.Tensor, replica: int) -> None:
-        for piece in part.split(PIECE):
+        for piece in part.split(_PIECE):
             dist.send(piece.to(self._device), group=self.slice.group, group_dst=replica)
 
     def _receive(self, into: torch.Tensor, replica: int) -> None:
-        for piece in into.split(PIECE):
+        for piece in into.split(_PIECE):
             received = torch.empty(piece.numel(), device=self._device)
             dist.recv(received, group=self.slice.group, group_src=replica)
             piece.copy_(received)

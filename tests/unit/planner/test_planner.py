@@ -20,7 +20,6 @@ from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.cli.main import app
 from megatron_rl.config import Config, load_config
 from megatron_rl.errors import UserError
-from megatron_rl.mcore.checkpoint import optimizer
 from megatron_rl.planner import activation_memory, block_alignment, memory, memory_by_phase, roofline
 from megatron_rl.planner.activation_memory import FormulaInputs, count_logits
 from megatron_rl.planner.candidate import Candidate, Workload
@@ -149,11 +148,6 @@ def test_a_family_is_planned_as_trainer_and_engine_hold_it(family):
     values = sum(tensor.rows * tensor.cols for tensor in model.tensors().values() if tensor.role != "router_bias")
     assert memory.count_trainer_memory(workload, Layout(), 0).gradients == 4 * values
     assert 0 < roofline.count_flops_per_token(workload)[0] <= 2 * values
-
-
-def test_a_checkpoint_needs_a_piece_of_what_replicas_send():
-    shared, alone = (memory_by_phase.count_trainer_parts(job(), Candidate(Layout(dp=dp)), 0, "checkpoint") for dp in (2, 1))
-    assert shared["checkpoint"] == 4 * optimizer.PIECE and "checkpoint" not in alone
 
 
 def test_activations_shrink_with_tensor_parallelism_and_recomputation():
