@@ -45,10 +45,6 @@ class Backend(Protocol):
         """Return the weight as `fprop` and `dgrad` take it; called once per optimizer step. `row_order` as in
         `mcore.layers.quantized_linear.WeightLayer`."""
 
-    def narrow(self, weight: Any, dim: int, start: int, length: int) -> Any:
-        """Return some rows (`dim` 0) of a prepared weight for `fprop`, or some columns (1) for `dgrad`; multiples of 128. A copy of
-        nothing."""
-
     def quantize(self, x: torch.Tensor, *, rows: bool, columns: bool) -> Operand:
         """Quantize x [T, K] in bf16, or float32 where the backend supports it."""
 

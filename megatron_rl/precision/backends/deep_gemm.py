@@ -20,7 +20,6 @@ from megatron_rl.precision.backends.base import GpuBackend, Operand
 from megatron_rl.precision.backends.gather import PendingOperand, start_gathering_columns, start_gathering_rows
 from megatron_rl.precision.ops import tree
 from megatron_rl.precision.quantized_weight import QuantizedWeight
-from parallel.formats import BLOCK
 
 BLOCK_RECIPE = (1, 128, 128)
 GROUP_RECIPE = (1, 1, 128)
@@ -43,12 +42,6 @@ class DeepGemmBackend(GpuBackend):
     def prepare(self, blocks: QuantizedWeight, row_order: torch.Tensor | None) -> DeepGemmWeight:
         self.check_weight(blocks, row_order)
         return DeepGemmWeight((blocks.data, blocks.scale), (_transposed(blocks.data), blocks.scale.t().contiguous()))
-
-    def narrow(self, weight: DeepGemmWeight, dim: int, start: int, length: int) -> DeepGemmWeight:
-        def cut(pair: tuple[torch.Tensor, torch.Tensor], dim: int) -> tuple[torch.Tensor, torch.Tensor]:
-            return pair[0].narrow(dim, start, length), pair[1].narrow(dim, start // BLOCK, length // BLOCK)
-
-        return DeepGemmWeight(cut(weight.fprop, dim), cut(weight.dgrad, 1 - dim))
 
     def quantize(self, x: torch.Tensor, *, rows: bool, columns: bool) -> Operand:
         from megatron_rl.precision.backends.triton_quantize import quantize_activation

@@ -30,16 +30,6 @@ class DequantizedWeight:
         return self._values[dtype]
 
 
-class NarrowedWeight:
-    """Some rows or columns of another."""
-
-    def __init__(self, whole: DequantizedWeight, dim: int, start: int, length: int) -> None:
-        self._whole, self._range = whole, (dim, start, length)
-
-    def as_dtype(self, dtype: torch.dtype) -> torch.Tensor:
-        return self._whole.as_dtype(dtype).narrow(*self._range)
-
-
 class EmulatedBackend:
     """An operand is the tensor itself: each product quantizes it, so nothing is quantized in vain."""
 
@@ -51,9 +41,6 @@ class EmulatedBackend:
 
     def prepare(self, blocks: QuantizedWeight, row_order: torch.Tensor | None) -> DequantizedWeight:
         return DequantizedWeight(blocks, self.format, row_order)
-
-    def narrow(self, weight: DequantizedWeight, dim: int, start: int, length: int) -> Any:
-        return NarrowedWeight(weight, dim, start, length)
 
     def quantize(self, x: torch.Tensor, *, rows: bool, columns: bool) -> Operand:
         return Operand(x.shape[0], (x,) if rows else (), (x,) if columns else ())

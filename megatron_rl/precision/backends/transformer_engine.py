@@ -38,12 +38,6 @@ class TransformerEngineBackend(GpuBackend):
         data, scale = blocks.data.view(torch.uint8), blocks.scale
         return self._tensor(self.weight_quantizer, (data, pad_scales(scale)), (data.t().contiguous(), pad_scales(scale.t())))
 
-    def narrow(self, weight: Any, dim: int, start: int, length: int) -> Any:
-        side, metadata = ("rowwise", "columnwise")[dim], weight.get_metadata()
-        data, scale = metadata[f"{side}_data"], metadata[f"{side}_scale_inv"]  # of both sides the results' rows come first
-        pair = data.narrow(0, start, length), scale.narrow(0, start // BLOCK, length // BLOCK)
-        return self._tensor(self.weight_quantizer, *((None, pair) if dim else (pair, None)))
-
     def quantize(self, x: torch.Tensor, *, rows: bool, columns: bool) -> Operand:
         self.check_input(x)
         tokens = x.shape[0]
