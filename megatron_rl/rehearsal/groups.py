@@ -69,6 +69,7 @@ _OWNERS = {
     "megatron_rl/mcore/layers/plain.py": _CALLER,
     "megatron_rl/mcore/layers/quantized_linear.py": _CALLER,
     "megatron_rl/mcore/layers/quantized_linear.py QuantizedLinear.gather_master": _REPLICAS,
+    "megatron_rl/mcore/layers/quantized_matmul.py": _CALLER,
     "megatron_rl/mcore/layers/router.py Router.attach_and_log_load_balancing_loss": "tp*cp",
     "megatron_rl/mcore/layers/router.py": "world",
     "megatron_rl/mcore/layers/row_parallel.py": _CALLER,

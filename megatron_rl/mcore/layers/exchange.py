@@ -2,7 +2,7 @@
 
 To autograd an exchange is two steps, its begin and its end. Between them goes a tensor without numbers (`fused_inputs`). The gradient's
 exchange begins where the forward one ends. One of the two steps may be a product's: a column-parallel product waits for its tokens, and
-begins to add up their gradient before it computes the weight's; a row-parallel one is the other way round (`quantized_linear`).
+begins to add up their gradient before it computes the weight's; a row-parallel one is the other way round (`quantized_matmul`).
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_rl.mcore.layers.quantized_linear import Product, QuantizedMatmul
+from megatron_rl.mcore.layers.quantized_matmul import Product, QuantizedMatmul
 from megatron_rl.precision.backends import make_backend
 from megatron_rl.precision.fp8 import quantize_weight
 from megatron_rl.precision.ops.batch_invariant import append_zeros
