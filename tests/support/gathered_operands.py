@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel import mappings
 
-from megatron_rl.mcore.layers import quantized_linear
+from megatron_rl.mcore.layers import quantized_matmul
 from megatron_rl.mcore.layers.quantized_linear import QuantizedRowParallelLinear
 from megatron_rl.precision.backends import make_backend
 from megatron_rl.precision.backends.base import Operand
@@ -59,7 +59,7 @@ def run_layer(kind: str, backend: str, tokens: int, gathers: bool) -> dict[str, 
         patch.setattr(dist, "all_gather_into_tensor", count)
         patch.setattr(mappings, "dist_all_gather_func", count)
         if not gathers:
-            patch.setattr(quantized_linear, "can_gather", lambda backend, tokens: False)
+            patch.setattr(quantized_matmul, "can_gather", lambda backend, tokens: False)
             patch.setattr(QuantizedRowParallelLinear, "choose_sum", lambda *_: None)
         layer = build(kind, "pow2", True, weight)
         layer.config.linear_backend, layer.config.sums_by_tree = backend, False
