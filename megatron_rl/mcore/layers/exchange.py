@@ -87,13 +87,7 @@ def exchange_rows(tensors: Sequence[torch.Tensor], sent: Sequence[int], received
 def _start_all_to_all(sent: Sequence[int], received: Sequence[int], group: Any) -> Start:
     def start(x: torch.Tensor) -> Pending:
         result = x.new_empty(sum(received), *x.shape[1:])
-        work = dist.all_to_all_single(result, x.contiguous(), list(received), list(sent), group=group, async_op=True)
-
-        def finish() -> torch.Tensor:
-            work.wait()
-            return result
-
-        return finish
+        return _pend(dist.all_to_all_single(result, x.contiguous(), list(received), list(sent), group=group, async_op=True), result)
 
     return start
 
@@ -102,10 +96,14 @@ def start_scatter(whole: torch.Tensor, group: Any) -> Pending:
     """Begin to add up [T, ...] over ranks: each gets [T / tp, ...], in the library's order and the dtype of `whole`."""
     whole = whole.contiguous()
     own = whole.new_empty(len(whole) // group.size(), *whole.shape[1:])
-    work = dist.reduce_scatter_tensor(own, whole, group=group, async_op=True)
+    return _pend(dist.reduce_scatter_tensor(own, whole, group=group, async_op=True), own)
+
+
+def _pend(work: Any, result: torch.Tensor) -> Pending:
+    """Return what waits for `work`, and returns what it writes."""
 
     def finish() -> torch.Tensor:
         work.wait()
-        return own
+        return result
 
     return finish

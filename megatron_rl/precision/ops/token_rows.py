@@ -14,36 +14,26 @@ import torch
 
 def scatter_tokens(x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
     """Return [n k, h], any dtype: x [n, h] at all places of each token. The gradient of a token is the sum of its rows'."""
-    return _Scatter.apply(x, order)
+    return _Move.apply(x, order, True)
 
 
 def sum_tokens(x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
     """Return [n, h] in x's dtype: the sums of each token's rows of x [n k, h], with gradient."""
-    return _Sum.apply(x, order)
+    return _Move.apply(x, order, False)
 
 
-class _Scatter(torch.autograd.Function):
+class _Move(torch.autograd.Function):
+    """One of the two moves below; its gradient takes the other."""
+
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, order: torch.Tensor, scatters: bool) -> torch.Tensor:
         ctx.save_for_backward(order)
-        return _scatter(x, order)
+        ctx.scatters = scatters
+        return (_scatter if scatters else _sum)(x, order)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _sum(gradient, *ctx.saved_tensors), None
-
-
-class _Sum(torch.autograd.Function):
-    """The other way round."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(order)
-        return _sum(x, order)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _scatter(gradient, *ctx.saved_tensors), None
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return (_sum if ctx.scatters else _scatter)(gradient, *ctx.saved_tensors), None, None
 
 
 def _scatter(x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
