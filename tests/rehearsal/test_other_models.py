@@ -24,8 +24,8 @@ LONG = ("critic", "critic, disaggregated", "critic, experts, bf16", "a teacher")
 PLANTED = {
     "experts: host_tensor_in_loss": "cuda:0 and cpu",
     "experts: gather_in_wrong_group": "RefusedCollectiveError",
-    "experts: tokens_among_replicas": "all-to-all in edp 2: megatron/core/transformer/moe/token_dispatcher.py",
-    "experts: tokens_among_parts_of_experts": "all-to-all in etp 2: megatron/core/transformer/moe/token_dispatcher.py",
+    "experts: tokens_among_replicas": "all-to-all in edp 2: megatron_rl/mcore/layers/experts.py Dispatcher.token_dispatch",
+    "experts: tokens_among_parts_of_experts": "all-to-all in etp 2: megatron_rl/mcore/layers/experts.py Dispatcher.token_dispatch",
     "experts: backward_among_experts_ranks": "reduce-scatter in ep 2: megatron_rl/mcore/layers/output_layer.py OutputLayer.forward",
     "experts: experts_among_replicas": "_ParamAndGradBucketGroup.start_grad_sync exchanges in edp alone",
     "context_in_tensor_ranks": "all-to-all in tp 2: megatron_rl/mcore/context_parallel.py",
