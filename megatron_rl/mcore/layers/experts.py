@@ -248,7 +248,8 @@ class EvenDispatcher(Dispatcher):
         self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return this rank's tokens [n k, h], packed where they travel so, sorted by expert, then by token, and their weights [n k]."""
-        self.hidden_shape, self.probs, self.routing_map = hidden_states.shape, probs, routing_map
+        # without a graph, which would hold activations of this micro-batch until the next
+        self.hidden_shape, self.probs, self.routing_map = hidden_states.shape, probs.detach(), routing_map
         rows = hidden_states.view(-1, self.hidden_shape[-1])
         self.tokens_per_expert = self.preprocess(routing_map)
         if self.shared_experts is not None:
