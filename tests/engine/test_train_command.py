@@ -42,6 +42,7 @@ def mixture(folder: Path) -> dict[str, object]:
         "data.train": f'[{{source = "{lines}", weight = 3, name = "published"}}, {{source = "{TASK}"}}]',
         "data.eval": f'[{{source = "{folder}/math.parquet", format = "math", name = "math"}}, {{source = "{TASK}"}}]',
         "warm_start.steps": 2,
+        "train.micro_batch_tokens": 1024,  # two or three samples
         "precision.kv": "e4m3_per_layer",
         "algorithm.kl_coef": 0.001,
         "checkpoint.every": 1,
@@ -59,7 +60,7 @@ def mixture(folder: Path) -> dict[str, object]:
 def runs(tmp_path_factory) -> Runs:
     folder = tmp_path_factory.mktemp("train")
     changes = mixture(folder)
-    two_ranks = {**changes, "train.layout.tp": 2, "train.steps": 500}
+    two_ranks = {**changes, "train.layout.tp": 2, "train.two_batch_overlap": "all", "train.steps": 500}
     with train_command.train(folder, two_ranks, launcher=train_command.TORCHRUN, config="gsm8k") as command:
         train_command.wait_for_rows(command, folder, 2)
         train_command.kill_engine(command)
