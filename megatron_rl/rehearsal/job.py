@@ -235,13 +235,14 @@ def _plan_transfers(layout: Layout, rollout: EngineLayout, contract: PrecisionCo
 
 
 def make_samples(config: Config, layout: Layout, rank: int, at_once: int) -> list[TrainingSample]:
-    """Return the samples of a rank's replica: of equal length near the mean, as many as fill the micro-batches.
+    """Return the samples of a rank's replica: of equal length near the mean, as many as fill the micro-batches, the largest that a run
+    can have.
 
     Prompts are of one token: log-probs of all positions take the most memory.
     """
-    room = config.train.micro_batch_tokens * layout.cp
-    count = max(1, round(room / (MEAN_LENGTH_SHARE * config.longest_sequence)))
-    positions = room // count
+    room, longest = config.train.micro_batch_tokens * layout.cp, config.longest_sequence
+    count = round(room / (MEAN_LENGTH_SHARE * longest)) if room >= longest else 1  # a longer one has a pass of its own
+    positions = max(room, longest) // count
     micro_batches = layout.pp - layout.coordinates(rank).pp + 1
     if layout.vpp > 1:
         micro_batches = 2 * layout.pp  # it must be a multiple
