@@ -242,7 +242,8 @@ def make_samples(config: Config, layout: Layout, rank: int, at_once: int) -> lis
     """
     room, longest = config.train.micro_batch_tokens * layout.cp, config.longest_sequence
     count = round(room / (MEAN_LENGTH_SHARE * longest)) if room >= longest else 1  # a longer one has a pass of its own
-    positions = max(room, longest) // count
+    chunks = 2 * layout.cp  # a sequence is padded to a multiple of them
+    positions = max(room, longest) // count // chunks * chunks
     micro_batches = layout.pp - layout.coordinates(rank).pp + 1
     if layout.vpp > 1:
         micro_batches = 2 * layout.pp  # it must be a multiple
