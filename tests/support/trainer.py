@@ -177,10 +177,14 @@ def loaded(folder: Path, precision: dict[str, Any], layout: Layout | None = None
 
 
 def logits(folder: Path, precision: dict[str, Any], ids: list[list[int]]) -> torch.Tensor:
-    """This rank's part of the vocabulary: float32 [b, s, vocab / tp]."""
-    tokens, model = torch.tensor(ids), Trainer(folder, precision).model
+    """This rank's part of the vocabulary: float32 [b, s, vocab / tp]. No layer keeps a graph, which would hold all before it."""
+    tokens, model, graphs = torch.tensor(ids), Trainer(folder, precision).model, []
+    for layer in model.decoder.layers:
+        layer.register_forward_hook(lambda layer, _, output: graphs.append(layer.layer_number) if output[0].requires_grad else None)
     with torch.no_grad():
-        return model(tokens, torch.arange(tokens.shape[1]).expand(tokens.shape).contiguous(), None).float()
+        result = model(tokens, torch.arange(tokens.shape[1]).expand(tokens.shape).contiguous(), None).float()
+    assert not graphs, f"layers {graphs}"
+    return result
 
 
 def text_logprobs(folder: Path, precision: dict[str, Any], documents: list[list[int]]) -> torch.Tensor:
