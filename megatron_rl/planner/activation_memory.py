@@ -244,13 +244,26 @@ def count_training_activations(job: Workload, candidate: Candidate, stage: int) 
     kept_limit = _kept_limit(candidate, inputs)
     layers = [(count, whole, min(whole, kept_limit)) for count, whole in _stage_layers(inputs, stage)]
     boundary = 2 * inputs.hidden_input if is_last else 0  # final norm, output layer
+    ahead = job.trained_mtp_layers if is_last else 0
     recomputed = max(whole - kept for _, whole, kept in layers)  # one layer at a time
     logits = count_logits(inputs, True) if is_last else 0
     working = max(logits, recomputed + count_working(inputs))  # the logits' pass ends before a layer is recomputed
     at_once = candidate.at_once(job, trains=True)
-    stage_bytes = sum(count * kept for count, _, kept in layers)
+    stage_bytes = sum(count * kept for count, _, kept in layers) + ahead * _count_ahead(inputs, candidate, layers[-1][2])
     in_flight = count_in_flight(layout, stage, -(-candidate.micro_batches(job) // at_once))
     return ActivationBytes(at_once * (stage_bytes * in_flight + boundary), working)
+
+
+def _count_ahead(inputs: FormulaInputs, candidate: Candidate, kept: float) -> float:
+    """Return the bytes that a layer for multi-token prediction keeps, `kept` of them as the decoder's last: the state and the embedding, or
+    where it is not recomputed their norms, both side by side, and the projection's result, whole on every rank; and in the scores of its
+    states two copies, and the states of all tokens."""
+    width = inputs.job.model.hidden
+    scores = 3 * inputs.hidden_input + inputs.tokens * width * inputs.job.high_bytes
+    if candidate.recompute == "full":
+        return scores + 2 * inputs.hidden_input
+    gathered = (inputs.tokens - inputs.rows) * width * inputs.job.high_bytes
+    return scores + kept + 2 * _norm(inputs, inputs.rows, width) + 2 * inputs.hidden_input + gathered
 
 
 def _stage_layers(inputs: FormulaInputs, stage: int) -> list[tuple[int, float]]:

@@ -10,6 +10,7 @@ from megatron_rl.planner.candidate import Candidate, Workload
 from parallel.formats import TensorFormat
 from parallel.layout_hints import keep_one_layer_per_kind
 from parallel.megatron_shards import build_trainer_shards
+from parallel.mtp_layers import MEGATRON_PREFIX
 from parallel.sglang_shards import build_engine_shards
 from parallel.shards import Shard, find_misaligned_region
 
@@ -42,7 +43,8 @@ def _align_side(job: Workload, side: str, ranks: Iterable[list[Shard]]) -> list[
     for shards in ranks:
         for shard in shards:
             name = re.sub(r"\.(layers|local_experts)\.\d+\.", r".\1.*.", shard.name)
-            if job.model.experts and job.model.experts.dense_layers and ".layers.0." in shard.name:
+            dense = job.model.experts and job.model.experts.dense_layers and ".layers.0." in shard.name
+            if dense and not shard.name.startswith(MEGATRON_PREFIX):
                 name = name.replace(".layers.*.", ".layers.dense.")
             format = job.contract.format_of(shard.role)
             cut = _describe_cut(shard, format)

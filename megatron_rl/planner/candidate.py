@@ -9,7 +9,6 @@ from functools import cached_property, reduce
 from typing import Any, Literal
 
 from megatron_rl.config import Config
-from megatron_rl.errors import UserError
 from megatron_rl.hf.files import read_config
 from megatron_rl.planner.hardware import Cluster
 from megatron_rl.precision.contract import PrecisionContract
@@ -27,7 +26,8 @@ MEAN_LENGTH_SHARE = 0.5
 
 @dataclass(frozen=True, eq=False)
 class Workload:
-    """A model, its precision, and the work of one RL step. Lengths in tokens. Compared by identity, so that results can be cached."""
+    """A model, its precision, and the work of one RL step. Lengths in tokens. Compared by identity, so that results can be cached. `model`
+    has the layers for multi-token prediction that are trained."""
 
     model: ModelGeometry
     config: Config
@@ -36,12 +36,9 @@ class Workload:
     @classmethod
     def from_config(cls, config: Config, hf_config: Mapping[str, Any]) -> Workload:
         """Raise UserError where the configuration does not fit the model, whatever the layouts."""
-        facts = Facts(config, hf_config)
-        check(facts, PLAN)
-        if (factor := config.train.mtp_loss_scaling_factor) > 0:
-            rule = "trains layers for multi-token prediction, which is neither planned nor rehearsed"
-            raise UserError("train.mtp_loss_scaling_factor", factor, rule, "leave it out, and leave room for them on the last stage")
-        return cls(config.make_geometry(hf_config), config, hf_config)
+        check(Facts(config, hf_config), PLAN)
+        model = config.make_geometry(hf_config)
+        return cls(replace(model, trains_mtp=config.train.mtp_loss_scaling_factor > 0), config, hf_config)
 
     @cached_property
     def contract(self) -> PrecisionContract:
@@ -60,6 +57,16 @@ class Workload:
     def has_reference(self) -> bool:
         return self.config.algorithm.kl_coef > 0
 
+    @cached_property
+    def scored(self) -> Workload:
+        """The same model where it only computes log-probs, as the reference does: without layers for multi-token prediction."""
+        return replace(self, model=replace(self.model, trains_mtp=False)) if self.model.trains_mtp else self
+
+    @property
+    def trained_mtp_layers(self) -> int:
+        """On the last pipeline stage."""
+        return self.model.mtp_layers if self.model.trains_mtp else 0
+
     @property
     def scoring_passes(self) -> int:
         """Passes without gradient over each token before the updates: policy, reference, teacher."""
@@ -68,7 +75,7 @@ class Workload:
     @cached_property
     def critic(self) -> Workload | None:
         """The critic's training as a workload: the same decoder with a value head; None without a critic."""
-        return replace(self, model=replace(self.model, tied=False, value_head=True)) if self.config.algorithm.has_critic else None
+        return replace(self, model=replace(self.scored.model, tied=False, value_head=True)) if self.config.algorithm.has_critic else None
 
     @cached_property
     def teacher(self) -> Workload | None:

@@ -27,8 +27,9 @@ from parallel.adapters import is_adapter
 from parallel.formats import FP32, TensorFormat
 from parallel.layout import Coordinates, Layout
 from parallel.layout_hints import keep_one_layer_per_kind
-from parallel.megatron_shards import build_megatron_shards
+from parallel.megatron_shards import build_megatron_shards, padded_vocabulary
 from parallel.model_geometry import ModelGeometry
+from parallel.mtp_layers import MEGATRON_PREFIX
 from parallel.sglang_shards import build_sglang_shards
 from parallel.shards import Shard
 from parallel.stages import list_stage_layers
@@ -68,7 +69,18 @@ class RankMemory(NamedTuple):
 def count_trainer_memory(job: Workload, layout: Layout, stage: int) -> RankMemory:
     """Return the actor's bytes on a trainer rank of pipeline stage `stage`; ranks of one stage hold equally much."""
     shards = [_count_shard_memory(job, layout, shard).times(count) for shard, count in count_rank_shards(job.model, layout, stage)]
+    if job.trained_mtp_layers and stage == layout.pp - 1:
+        shards.append(RankMemory(weights=_count_beside_mtp_layers(job, layout)))
     return RankMemory(*map(sum, zip(*shards, strict=True)))
+
+
+def _count_beside_mtp_layers(job: Workload, layout: Layout) -> int:
+    """Return the bytes that the last stage keeps for trained layers for multi-token prediction beside their weights: behind the first stage
+    a copy of the embedding, and under sequence parallelism Megatron's buffer in which their projection's input is gathered."""
+    embedding = padded_vocabulary(job.model.vocab, layout.tp) // layout.tp if layout.pp > 1 else 0
+    gathers = layout.tp > 1 and (job.model.experts is not None or job.config.train.layout.sequence_parallel)
+    gathered = 2 * int(job.tokens_per_rank(layout.cp)) if gathers else 0
+    return (embedding + gathered) * job.model.hidden * job.high_bytes
 
 
 def count_rank_shards(model: ModelGeometry, layout: Layout, stage: int) -> Iterator[tuple[Shard, int]]:
@@ -80,6 +92,8 @@ def count_rank_shards(model: ModelGeometry, layout: Layout, stage: int) -> Itera
             yield shard, first + (last and not first and model.tied)  # the last stage keeps its own copy of a tied embedding
         elif shard.name in (_OUTPUT, _FINAL_NORM):
             yield shard, int(last)
+        elif shard.name.startswith(MEGATRON_PREFIX):
+            yield shard, last * copies
         else:
             yield shard, counts[int(shard.name.split(".")[2])] * copies
 

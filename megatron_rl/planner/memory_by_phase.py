@@ -86,7 +86,8 @@ def count_trainer_parts(job: Workload, candidate: Candidate, stage: int, phase: 
     parts: dict[str, float] = {"weights": rank.weights, "quantized": rank.blocks + (rank.operands if computes else 0)}
     if _has_optimizer(job, candidate, phase):
         parts |= {"gradients": rank.gradients, "optimizer": rank.optimizer}
-    parts["reference"] = rank.model if job.has_reference and not (job.trains_adapters or resumes) else 0  # frozen: no gradients
+    has_reference = job.has_reference and not (job.trains_adapters or resumes)  # frozen: no gradients
+    parts["reference"] = memory.count_trainer_memory(job.scored, candidate.train, stage).model if has_reference else 0
     if job.teacher is not None and not resumes:
         parts["teacher"] = memory.count_trainer_memory(job.teacher, candidate.train, stage).model
     if job.critic is not None:

@@ -106,13 +106,14 @@ def _estimate_micro_batch(job: Workload, candidate: Candidate, cluster: Cluster,
     or one with more layers. `products`: the work in forward passes (a backward pass is two)."""
     layer, output_layer = _estimate_layers(job, candidate, cluster, products)
     *others, last = count_stage_layers(job.model.layers, candidate.train)
-    return max(last * layer + output_layer, max(others, default=0) * layer)
+    ahead = job.trained_mtp_layers if products > 1 else 0  # each scores its states
+    return max((last + ahead) * layer + (1 + ahead) * output_layer, max(others, default=0) * layer)
 
 
 def weigh_output_layer(job: Workload, layout: Layout, cluster: Cluster) -> float:
-    """Return how many layers take as long in training as the output layer."""
+    """Return how many layers take as long in training as the output layer, and layers for multi-token prediction, which are there too."""
     layer, output_layer = _estimate_layers(job, Candidate(layout), cluster, products=3)
-    return output_layer / layer
+    return (1 + job.trained_mtp_layers) * output_layer / layer + job.trained_mtp_layers
 
 
 def _estimate_layers(job: Workload, candidate: Candidate, cluster: Cluster, products: int) -> tuple[float, float]:
@@ -172,7 +173,7 @@ def _count_linear_flops(job: Workload, roles: frozenset[str]) -> float:
     share = job.top_k / job.model.experts.count if job.model.experts else 1.0
     return sum(
         2 * rect.rows * rect.cols * (1 if weight.expert is None else share)
-        for weight in itertools.chain(*job.model.list_weights())
+        for weight in itertools.chain(*job.scored.model.list_weights())
         for tensor, rect, *_ in weight.pieces
         if tensor.role in roles
     )

@@ -22,7 +22,8 @@ and once a step, P weights of a rank, P' on which it steps:
 
     optimizer   P 8 + P' 28 + P w        gradients zeroed and measured; gradient, master, two moments; blocks, both ways round
 
-A recomputed layer has its forward pass twice. Not in it: routers, latent attention (no figure is given), bias, statistics.
+A recomputed layer has its forward pass twice. Not in it: routers, bias, statistics; latent attention and layers for multi-token
+prediction, of which no figure is given.
 """
 
 from __future__ import annotations
@@ -33,9 +34,10 @@ from megatron_rl.planner.memory import EXPERT, count_layer_kinds, count_rank_sha
 
 
 def count_least_in_pass(job: Workload, candidate: Candidate, stage: int, trains: bool) -> float | None:
-    """Return the bytes of a micro-batch's forward pass on a rank of a stage, or of forward and backward; None for latent attention."""
+    """Return the bytes of a micro-batch's forward pass on a rank of a stage, or of forward and backward; None for latent attention
+    and for layers for multi-token prediction."""
     model, layout = job.model, candidate.train
-    if model.latent is not None:
+    if model.latent is not None or (model.trains_mtp and trains):
         return None
     inputs = FormulaInputs(job, layout, job.tokens_per_rank(layout.cp))
     b, operand = job.high_bytes, _operand_bytes(job)

@@ -18,7 +18,8 @@ PLAIN = (
     *("llama", "llama, bf16, recomputed", "experts", "experts, deep_gemm", "experts, bf16"),
     *("experts, cut", "experts alone", "experts, adapters"),
     *("context parallel", "pipeline", "virtual stages", "disaggregated"),
-    *("critic, stages", "adapters", "glm"),
+    *("critic, stages", "adapters", "glm", "glm, mtp", "glm, mtp, stages", "glm, mtp, recomputed"),
+    "deepseek, mtp",
 )
 LONG = ("critic", "critic, disaggregated", "critic, experts, bf16", "a teacher")
 PLANTED = {

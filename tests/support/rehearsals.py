@@ -308,11 +308,30 @@ GLM = ARCHITECTURES["glm4_moe"] | {
     "vocab_size": 128256,
     "max_position_embeddings": 8192,
 }
+GLM_MTP = GLM | {"num_nextn_predict_layers": 1}
+DEEPSEEK = ARCHITECTURES["deepseek_v3"] | {
+    "hidden_size": 4096,
+    "intermediate_size": 10240,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "n_routed_experts": 16,
+    "moe_intermediate_size": 1536,
+    "num_nextn_predict_layers": 1,
+    "vocab_size": 128256,
+    "max_position_embeddings": 8192,
+}
 ENGINES = "--rollout.engines"
 TWO = ["--train.layout.tp=2", "--train.layout.dp=2", f"{ENGINES}=4"]
 EP = ["--train.layout.tp=2", "--train.layout.ep=2", "--train.layout.etp=1", "--train.layout.dp=2", f"{ENGINES}=4"]
 ETP = ["--train.layout.tp=2", "--train.layout.ep=2", "--train.layout.etp=2", "--train.layout.dp=2", f"{ENGINES}=4"]
 EP_ALONE = ["--train.layout.ep=2", "--train.layout.dp=4", f"{ENGINES}=4"]
+MTP = ["--train.mtp_loss_scaling_factor=0.1"]
 CP = ["--train.layout.cp=2", "--train.layout.tp=2", f"{ENGINES}=4"]
 DEEP_GEMM = ["--precision.backend=deep_gemm", "--precision.masters=spread"]
 BF16 = ["--precision.mode=bf16"]
@@ -358,6 +377,10 @@ CASES = {
     "a teacher": Case(TWO, model=LLAMA, teacher=WIDE),
     "disaggregated": Case([*TWO, "--placement.kind=disaggregated"], model=WIDE),
     "glm": Case(EP, model=GLM),
+    "glm, mtp": Case([*EP, *MTP], model=GLM_MTP),
+    "glm, mtp, stages": Case([*EP[:-1], "--train.layout.pp=2", f"{ENGINES}=8", *MTP], model=GLM_MTP | {"num_hidden_layers": 4}),
+    "glm, mtp, recomputed": Case([*EP, *MTP, "--train.recompute=full"], model=GLM_MTP),
+    "deepseek, mtp": Case([*EP, *MTP, *BF16], model=DEEPSEEK),
     "glm: host_tensor_in_loss": Case(EP, host_tensor_in_loss, GLM),
     "glm: item_per_layer": Case(EP, item_per_layer, GLM),
     "glm: doubled_activation": Case(EP, partial(doubled_activation, 16), GLM),

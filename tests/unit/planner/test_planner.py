@@ -122,9 +122,23 @@ def test_the_kv_cache_of_a_rank_holds_its_heads_or_mlas_one_latent():
     assert memory.count_kv_bytes_per_token(Workload.from_config(config, deepseek | {"rope_theta": 1e4}), 8) == 61 * (512 + 64) * 2
     config = Config.model_validate_json('{"model": {"path": "x"}, "precision": {"kv": "e4m3"}}')  # a byte for a number, one for a scale
     assert memory.count_kv_bytes_per_token(Workload.from_config(config, deepseek | {"rope_theta": 1e4}), 8) == 61 * (512 + 1 + 64 + 1)
-    config = config.model_copy(update={"train": config.train.model_copy(update={"mtp_loss_scaling_factor": 0.1})})
-    with pytest.raises(UserError, match=r"train\.mtp_loss_scaling_factor = 0\.1: trains layers for .* neither planned nor rehearsed"):
-        Workload.from_config(config, deepseek | {"rope_theta": 1e4})
+
+
+def test_a_trained_mtp_layer_is_the_last_stages():
+    """With gradients; and a copy of the embedding, without."""
+    fields = ARCHITECTURES["glm4_moe"] | {"num_nextn_predict_layers": 1}
+    config = Config.model_validate_json('{"model": {"path": "x"}, "train": {"mtp_loss_scaling_factor": 0.1}}')
+    trained, layout = Workload.from_config(config, fields), Layout(pp=2)
+    model = trained.model
+    extra = [
+        memory.count_trainer_memory(trained, layout, stage).gradients - memory.count_trainer_memory(trained.scored, layout, stage).gradients
+        for stage in (0, 1)
+    ]
+    mtp = [weight for weight in model.list_weights()[-1] if weight.megatron.startswith("mtp.")]
+    numbers = sum(rect.rows * rect.cols for weight in mtp for _, rect, *_ in weight.pieces if "expert_bias" not in weight.megatron)
+    assert extra == [0, 4 * numbers] and trained.trained_mtp_layers == 1 and trained.scored.trained_mtp_layers == 0
+    weights = memory.count_trainer_memory(trained, layout, 1).weights - memory.count_trainer_memory(trained.scored, layout, 1).weights
+    assert weights > 2 * model.vocab * model.hidden
 
 
 def test_the_engine_holds_what_the_sync_plan_writes():
