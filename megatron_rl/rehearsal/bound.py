@@ -17,8 +17,10 @@ from megatron_rl.planner.hardware import LINK_EFFICIENCY, NETWORK_BANDWIDTH, Clu
 from megatron_rl.planner.roofline import COMPUTE_EFFICIENCY
 from megatron_rl.rehearsal.recorder import Phase, Stretch
 
-_HIDDEN = ("dp ", "dp*cp ", "edp ", "pp ")
-"""Groups whose exchange within a pass goes on beside computation: gradients' buckets, and messages between stages."""
+_REPLICAS = ("dp ", "dp*cp ", "edp ")
+"""Groups whose exchange within a pass happens once a step: gradients in its last backward pass, weights in the first pass after it."""
+_HIDDEN = (*_REPLICAS, "pp ")
+"""Groups whose exchange within a pass goes on beside computation: those, and messages between stages."""
 
 _NOT_ELEMENTWISE = ("products", "attention", "communication's copies", "sync")
 """Kinds of bytes."""
@@ -51,10 +53,10 @@ def estimate_bound(phase: Phase, job: Workload, candidate: Candidate, cluster: C
     """Return the bound of an optimizer step, of a critic's with its values, or of the log-probs of all samples by actor, reference and
     teacher; None for other phases.
 
-    What runs within passes is multiplied by the step's micro-batches over the rehearsed ones; all else happens once. Products take the
-    longer of FLOPs / (rate * COMPUTE_EFFICIENCY) and bytes / (HBM * LINK_EFFICIENCY); attention's FLOPs are among the BF16 products'. A
-    rank of a group of n sends (n - 1) / n of a tensor, twice of an all-reduce, over NVLink where the group is within a node, else over its
-    adapter.
+    What runs within passes is multiplied by the step's micro-batches over the rehearsed ones; all else, and what replicas exchange, happens
+    once. Products take the longer of FLOPs / (rate * COMPUTE_EFFICIENCY) and bytes / (HBM * LINK_EFFICIENCY); attention's FLOPs are among
+    the BF16 products'. A rank of a group of n sends (n - 1) / n of a tensor, twice of an all-reduce, over NVLink where the group is within
+    a node, else over its adapter.
     """
     if not phase.passes:
         return None
@@ -75,9 +77,9 @@ def estimate_bound(phase: Phase, job: Workload, candidate: Candidate, cluster: C
     elementwise = sum(count for kind, count in moved.items() if not kind.endswith(_NOT_ELEMENTWISE))
     exposed = sum(factor * waited for waited in _replay(phase.timeline, cluster, hbm, rates))
     hidden = -exposed
-    for (_, first, last, within), nbytes in phase.sent.items():
+    for (group, first, last, within), nbytes in phase.sent.items():
         time = nbytes / _bandwidth(cluster, first, last)
-        hidden += factor * time if within else 0
+        hidden += (1 if group.startswith(_REPLICAS) else factor) * time if within else 0
         exposed += 0 if within else time
     seconds["exposed communication"] = exposed
     return Bound(passes, dict(sorted(seconds.items(), key=lambda entry: -entry[1])), hidden, elementwise)
