@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.parallel_state import get_global_memory_buffer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import unwrap_model
 
@@ -188,6 +189,7 @@ class Policy:
             inputs = split_input(model, [row.batch.tokens.numel() for row in rows])
             passes = [partial(forward, chunk, row, stage_input) for row, stage_input in zip(rows, inputs, strict=True)]
             outputs = run_in_turns(passes, model.config.sequence_parallel) if at_once > 1 else [passes[0]()]
+            model.set_input_tensor(None)  # it would be held, with its gradient, until the next micro-batch
 
             def sum_losses(outputs: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, dict]:
                 losses = [loss(scores, row.batch, row.shard, row.scored, *row.ahead) for scores, row in zip(outputs, rows, strict=True)]
@@ -252,6 +254,7 @@ class Actor(Policy):
         """Free device memory that only `update` needs; does nothing on a CPU. See `mcore.offload`."""
         if self._device.type != "cpu":
             free_frozen_operands(self.chunks)
+            get_global_memory_buffer().buffer.clear()  # in which Megatron's layers gather their input
             self.offloader.offload()
 
     def reload_optimizer(self) -> None:

@@ -70,17 +70,13 @@ def count_trainer_memory(job: Workload, layout: Layout, stage: int) -> RankMemor
     """Return the actor's bytes on a trainer rank of pipeline stage `stage`; ranks of one stage hold equally much."""
     shards = [_count_shard_memory(job, layout, shard).times(count) for shard, count in count_rank_shards(job.model, layout, stage)]
     if job.trained_mtp_layers and stage == layout.pp - 1:
-        shards.append(RankMemory(weights=_count_beside_mtp_layers(job, layout)))
+        shards.append(RankMemory(weights=_count_embedding_copy(job, layout)))
     return RankMemory(*map(sum, zip(*shards, strict=True)))
 
 
-def _count_beside_mtp_layers(job: Workload, layout: Layout) -> int:
-    """Return the bytes that the last stage keeps for trained layers for multi-token prediction beside their weights: behind the first stage
-    a copy of the embedding, and under sequence parallelism Megatron's buffer in which their projection's input is gathered."""
-    embedding = padded_vocabulary(job.model.vocab, layout.tp) // layout.tp if layout.pp > 1 else 0
-    gathers = layout.tp > 1 and (job.model.experts is not None or job.config.train.layout.sequence_parallel)
-    gathered = 2 * int(job.tokens_per_rank(layout.cp)) if gathers else 0
-    return (embedding + gathered) * job.model.hidden * job.high_bytes
+def _count_embedding_copy(job: Workload, layout: Layout) -> int:
+    """Return the bytes of the embedding that the last stage, behind the first, keeps for trained layers for multi-token prediction."""
+    return padded_vocabulary(job.model.vocab, layout.tp) // layout.tp * job.model.hidden * job.high_bytes if layout.pp > 1 else 0
 
 
 def count_rank_shards(model: ModelGeometry, layout: Layout, stage: int) -> Iterator[tuple[Shard, int]]:

@@ -335,6 +335,8 @@ MTP = ["--train.mtp_loss_scaling_factor=0.1"]
 CP = ["--train.layout.cp=2", "--train.layout.tp=2", f"{ENGINES}=4"]
 DEEP_GEMM = ["--precision.backend=deep_gemm", "--precision.masters=spread"]
 BF16 = ["--precision.mode=bf16"]
+TREE = ["--precision.reduction=tree"]
+ATTENTION = '--lora.targets=["linear_qkv", "linear_proj"]'
 
 
 class Case(NamedTuple):
@@ -363,6 +365,8 @@ CASES = {
     "experts, bf16": Case([*EP, *BF16], model=EXPERTS),
     "experts, cut": Case(ETP, model=EXPERTS),
     "experts alone": Case(EP_ALONE, model=EXPERTS),
+    "recomputed": Case([*TWO, "--train.recompute=selective"], model=WIDE),
+    "experts, recomputed": Case([*EP, "--train.recompute=selective"], model=EXPERTS),
     "context parallel": Case(CP, model=WIDE),
     "pipeline": Case(["--train.layout.pp=2", "--train.layout.tp=2", f"{ENGINES}=4"], model=WIDE),
     "virtual stages": Case(
@@ -372,8 +376,8 @@ CASES = {
     "critic, disaggregated": Case([*TWO, "--algorithm.name=ppo", "--placement.kind=disaggregated"], model=WIDE),
     "critic, stages": Case(["--train.layout.pp=2", "--train.layout.tp=2", f"{ENGINES}=4", "--algorithm.name=ppo"], model=WIDE),
     "critic, experts, bf16": Case([*EP, *BF16, "--algorithm.name=ppo"], model=EXPERTS),
-    "adapters": Case([*TWO, "--lora.rank=16", "--precision.reduction=tree"], model=WIDE),
-    "experts, adapters": Case([*EP, "--lora.rank=16", '--lora.targets=["linear_qkv", "linear_proj"]'], model=EXPERTS),
+    "adapters": Case([*TWO, "--lora.rank=16", *TREE], model=WIDE),
+    "experts, adapters": Case([*EP, "--lora.rank=16", ATTENTION], model=EXPERTS),
     "a teacher": Case(TWO, model=LLAMA, teacher=WIDE),
     "disaggregated": Case([*TWO, "--placement.kind=disaggregated"], model=WIDE),
     "glm": Case(EP, model=GLM),
