@@ -208,23 +208,24 @@ def count_working(inputs: FormulaInputs) -> float:
     if model.experts is not None:
         values = max(inputs.rows * inputs.job.top_k * model.experts.ffn, inputs.tokens * model.experts.shared_ffn / layout.tp)
     copies = 2 if inputs.quantizes_gradients else 0
-    sums = _count_tree_sums(inputs) if inputs.job.contract.sums_by_tree else 0
     swiglu = (4 if inputs.cpu else 3) * high_bytes
-    return max((swiglu + copies) * values, attention - swiglu * values, sums)
+    return max((swiglu + copies) * values, attention - swiglu * values, _count_tree_sums(inputs))
 
 
 def _count_tree_sums(inputs: FormulaInputs) -> float:
-    """Return the bytes of a sum by the tree: FP32 partial sums, and those of other ranks or the rounded sum.
+    """Return the bytes of a sum by the tree, 0 without: FP32 partial sums, and those of other ranks or the rounded sum.
 
-    With experts the partial sums of a token's choices; or, in the sum over them, the tokens and outputs by expert, these in FP32, as much
-    again for an addition that joins them in pairs, and the result.
+    With experts the partial sums of a token's choices, twice, as rows are filled up to a multiple of the ranks; or, in the sum over them,
+    the tokens and outputs by expert, these in FP32, as much again for an addition that joins them in pairs, and the result.
     """
     model, layout, high_bytes = inputs.job.model, inputs.layout, inputs.job.high_bytes
+    if not inputs.job.contract.sums_by_tree:
+        return 0
     sums = inputs.tokens * model.hidden * (4 + (4 if layout.tp > 1 else high_bytes))
     if model.experts is None:
         return sums
     outputs = inputs.rows * inputs.job.top_k * model.hidden
-    partial = outputs * layout.etp * (8 + high_bytes) if layout.etp > 1 else 0
+    partial = outputs * layout.etp * (12 + high_bytes) if layout.etp > 1 else 0
     return max(sums, partial, outputs * (2 * high_bytes + 8) + inputs.hidden_input)
 
 
@@ -284,8 +285,8 @@ def _kept_limit(candidate: Candidate, inputs: FormulaInputs) -> float:
 
 
 def count_logprob_activations(job: Workload, candidate: Candidate, stage: int) -> float:
-    """Return the bytes of a pass without gradient, which keeps nothing: one layer at a time, then the logits."""
+    """Return the bytes of a pass without gradient, which keeps nothing: one layer at a time and its sum by the tree, then the logits."""
     layout = candidate.train
     inputs = FormulaInputs(job, layout, job.tokens_per_rank(layout.cp))
-    layer = max(size for _, size in _stage_layers(inputs, stage))
+    layer = max(size for _, size in _stage_layers(inputs, stage)) + _count_tree_sums(inputs)
     return max(layer, count_logits(inputs, False) if stage == layout.pp - 1 else 0)

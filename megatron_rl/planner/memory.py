@@ -141,10 +141,10 @@ def _count_shard_memory(job: Workload, layout: Layout, shard: Shard) -> RankMemo
 
 
 def _count_operands(job: Workload, shard: Shard, format: TensorFormat) -> int:
-    """Return `count_operand_bytes`; DeepGEMM's grouped products, on a GPU those of all experts, have the blocks themselves a second time,
-    end to end."""
+    """Return `count_operand_bytes`; DeepGEMM's grouped products, on a GPU those of all experts but for sums by the tree, have the blocks
+    themselves a second time, end to end."""
     backend = job.config.precision.backend
-    if backend != "emulated" and EXPERT in shard.name:
+    if backend != "emulated" and EXPERT in shard.name and not job.contract.sums_by_tree:
         return 2 * count_operand_bytes("deep_gemm", format, shard.rows, shard.cols)
     return count_operand_bytes(backend, format, shard.rows, shard.cols)
 

@@ -21,6 +21,7 @@ PLAIN = (
     *("critic, stages", "adapters", "glm", "glm, mtp", "glm, mtp, stages", "glm, mtp, recomputed"),
     "deepseek, mtp",
 )
+BY_TREE = ("experts, by the tree", "experts, cut, by the tree", "experts, cut, adapters, by the tree")
 LONG = ("critic", "critic, disaggregated", "critic, experts, bf16", "a teacher")
 PLANTED = {
     "experts: host_tensor_in_loss": "cuda:0 and cpu",
@@ -43,7 +44,7 @@ PLANTED = {
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory):
-    return rehearse(tmp_path_factory.mktemp("rehearsal"), *PLAIN, *PLANTED)
+    return rehearse(tmp_path_factory.mktemp("rehearsal"), *PLAIN, *PLANTED, *BY_TREE)
 
 
 def rehearse(folder: Path, *cases: str) -> dict:
@@ -69,6 +70,15 @@ def test_it_runs_takes_the_memory_that_the_plan_says_and_waits_in_no_layer(repor
         if "disaggregated" not in case:
             assert save["planned_bytes"] == pytest.approx(save["held_bytes"], rel=0.01), "nothing is left of an update"
         assert save["peak_bytes"] - save["held_bytes"] <= 8 << 20, "masters pass through the device in pieces"
+
+
+@pytest.mark.parametrize("case", BY_TREE)
+def test_sums_of_experts_by_the_tree_take_the_memory_that_the_plan_says(reports, case):
+    """They wait in every layer."""
+    (rank,) = reports[case]
+    assert not rank["fault"] and rank["waits_per_layer"]
+    for phase in (phase for phase in rank["phases"] if phase["planned_bytes"]):
+        assert phase["planned_bytes"] == pytest.approx(phase["peak_bytes"], rel=0.05), phase["phase"]
 
 
 def test_further_critics_and_a_teacher(tmp_path):

@@ -113,6 +113,13 @@ def test_operands_are_what_the_back_ends_make(rows, cols):
     assert memory.count_operand_bytes("transformer_engine", FP8, rows, cols) == rows * cols + 4 * padded
 
 
+def test_only_grouped_products_have_the_blocks_of_experts_a_second_time():
+    """With sums by the tree one expert runs after the other."""
+    fast, tree = (job("Qwen3-30B-A3B", precision={"backend": "transformer_engine", "reduction": each}) for each in ("fast", "tree"))
+    operands = [memory.count_trainer_memory(each, Layout(dp=8, ep=8), 0).operands for each in (fast, tree)]
+    assert operands[0] - operands[1] == pytest.approx(48 * 16 * 3 * 2048 * 768, rel=0.01)
+
+
 def test_the_kv_cache_of_a_rank_holds_its_heads_or_mlas_one_latent():
     for tp, kv_heads in ((1, 8), (8, 1), (16, 1)):
         assert memory.count_kv_bytes_per_token(job(), tp) == 36 * 2 * kv_heads * 128 * 2
