@@ -7,7 +7,7 @@ of a sample has no target and takes no position.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
@@ -107,9 +107,17 @@ class MicroBatch:
 class MicroBatches:
     """Micro-batches of a list of samples. Each is packed when it is asked for, so that only those in use take memory."""
 
-    def __init__(self, samples: list[TrainingSample], rows: list[list[int]], lengths: list[int], multiple: int, min_length: int) -> None:
+    def __init__(
+        self,
+        samples: list[TrainingSample],
+        rows: list[list[int]],
+        lengths: list[int],
+        multiple: int,
+        min_length: int,
+        padding_experts: torch.Tensor,
+    ) -> None:
         """`rows`: indices of the samples in each; `lengths`: positions of each sample, with its padding; see `make_micro_batches`."""
-        self._samples, self._rows, self._lengths = samples, rows, lengths
+        self._samples, self._rows, self._lengths, self._padding_experts = samples, rows, lengths, padding_experts
         self._has = {name: any(len(getattr(sample, name)) for sample in samples) for name in _OPTIONAL_FIELDS}
         filled = [sum(lengths[index] for index in row) for row in rows]
         self.widths = [max(round_up(width, multiple), min_length) for width in filled]
@@ -123,9 +131,29 @@ class MicroBatches:
     def __iter__(self) -> Iterator[MicroBatch]:
         return (self[number] for number in range(len(self)))
 
+    @property
+    def has_records(self) -> bool:
+        """Whether every position has recorded experts."""
+        return bool(len(self._padding_experts))
+
+    def list_lengths(self, number: int) -> list[int]:
+        """Return `MicroBatch.lengths` of one."""
+        tail = self._tails[number]
+        return [self._lengths[index] for index in self._rows[number]] + [tail] * bool(tail)
+
+    def pack_records(self, number: int, layers: Sequence[int] | slice = slice(None)) -> torch.Tensor:
+        """Return `MicroBatch.routed_experts` of one, of some layers."""
+        if not self.has_records:
+            return _EMPTY
+        lengths, padding = self.list_lengths(number), self._padding_experts[layers]
+        packed = padding.repeat(1, sum(lengths), 1, 1)
+        for index, start in zip(self._rows[number], accumulate(lengths, initial=0), strict=False):
+            record = self._samples[index].routed_experts
+            packed[0, start : start + len(record)] = record[:, layers]
+        return packed
+
     def __getitem__(self, number: int) -> MicroBatch:
-        samples, indices, tail = self._samples, self._rows[number], self._tails[number]
-        lengths = [self._lengths[index] for index in indices] + [tail] * bool(tail)
+        samples, indices, lengths = self._samples, self._rows[number], self.list_lengths(number)
         shape = (1, sum(lengths))
         kept = [sample.kept_tokens for index in indices if (sample := samples[index]).kept_tokens is not None]
         most_kept = max((int(tokens.counts.max(initial=0)) for tokens in kept), default=0)
@@ -137,7 +165,7 @@ class MicroBatches:
             targets=torch.zeros(shape, dtype=torch.long),
             positions=torch.cat([torch.arange(length) for length in lengths]).unsqueeze(0),
             token_indices=torch.full(shape, -1),
-            routed_experts=_padding_experts(shape, samples),
+            routed_experts=self.pack_records(number),
             kept_tokens=torch.full((*shape, most_kept), -1, dtype=torch.int32) if most_kept else _EMPTY,
             **{name: torch.zeros(shape) if has else _EMPTY for name, has in self._has.items()},
             **{name: torch.zeros(shape) for name in _FLOAT_FIELDS},
@@ -154,8 +182,6 @@ class MicroBatches:
             row.advantages[sampled] = sample.token_advantages if len(sample.token_advantages) else sample.advantage
             row.loss_weights[sampled] = sample.loss_weight
             row.importance_weights[sampled] = sample.importance_weights if len(sample.importance_weights) else 1.0
-            if len(sample.routed_experts):
-                row.routed_experts[0, start:end] = sample.routed_experts
             if sample.kept_tokens is not None and most_kept:
                 row.kept_tokens[sampled] = pad_kept_tokens(sample.kept_tokens, most_kept)
             if len(sample.high_covariance):
@@ -178,6 +204,7 @@ def make_micro_batches(
     vpp_group: int = 1,
     agree: Callable[[int], int] = int,
     attention_length: float = math.inf,
+    padding_experts: torch.Tensor = _EMPTY,
 ) -> MicroBatches:
     """Return micro-batches of at most `max_tokens` positions, of about equal cost (`packing`); a longer sample gets one of its own.
 
@@ -187,6 +214,8 @@ def make_micro_batches(
 
     `cp_size` context-parallel ranks share the positions of every sample, which is padded to a multiple of 2 * `cp_size`
     (`mcore.context_parallel`), and compute at most `max_tokens` each. The number of micro-batches is a multiple of `vpp_group`.
+
+    `padding_experts` [layers, k]: experts of positions without a token, where the micro-batches have the samples' records; else empty.
     """
     if any(not len(sample.prompt_ids) for sample in samples):
         raise ValueError("a sequence has no prompt token, so nothing predicts its first answer token")
@@ -196,10 +225,4 @@ def make_micro_batches(
     bins = pack(lengths, max_tokens * cp_size, vpp_group, costs=costs)
     if (count := agree(len(bins))) > len(bins):
         bins = pack(lengths, max_tokens * cp_size, vpp_group, count, costs)
-    return MicroBatches(samples, bins, lengths, chunks * multiple, round_up(MIN_ROWS * cp_size, chunks * multiple))
-
-
-def _padding_experts(shape: tuple[int, int], samples: list[TrainingSample]) -> torch.Tensor:
-    """Return experts 0 to k - 1 at every position: padding, too, must go to k different experts. Empty where nothing is recorded."""
-    recorded = samples[0].routed_experts if samples else _EMPTY
-    return torch.arange(recorded.shape[2], dtype=recorded.dtype).repeat(*shape, recorded.shape[1], 1) if len(recorded) else _EMPTY
+    return MicroBatches(samples, bins, lengths, chunks * multiple, round_up(MIN_ROWS * cp_size, chunks * multiple), padding_experts)

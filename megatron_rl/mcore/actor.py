@@ -27,6 +27,7 @@ from megatron_rl.mcore.buckets import finish_gathers, start_gathers, wrap_chunks
 from megatron_rl.mcore.checkpoint.optimizer import flatten_chained
 from megatron_rl.mcore.context_parallel import ContextShard
 from megatron_rl.mcore.layers.experts import free_frozen_operands
+from megatron_rl.mcore.layers.known_routes import KnownRoutes
 from megatron_rl.mcore.layers.mtp import Lookahead, copy_embedding
 from megatron_rl.mcore.layers.output_layer import score_positions
 from megatron_rl.mcore.layers.quantized_linear import find_quantized_layers
@@ -85,6 +86,8 @@ class _Row:
     scored: ScoredPositions
     ahead: list[Lookahead]
     """One, or none."""
+    known: KnownRoutes
+    """Of experts' tokens."""
 
 
 class Policy:
@@ -134,19 +137,20 @@ class Policy:
             vpp_group=config.pipeline_model_parallel_size * at_once if len(self.chunks) > 1 else 1,  # virtual stages take turns in rounds
             agree=reduce.max_over_replicas,
             attention_length=config.attention_length,
+            padding_experts=self.routing.agree_on_padding(samples),
         )
 
     def forward(self, batch: MicroBatch) -> torch.Tensor:
         """Return this rank's logits [1, t, vocab / tp] of a micro-batch, without a pipeline schedule (pp = 1)."""
         return self._forward(self._forward_chunks[0], batch, ContextShard.for_this_rank(batch.lengths).to(self._device))
 
-    def _forward(self, chunk: Any, batch: MicroBatch, shard: ContextShard) -> torch.Tensor:
+    def _forward(self, chunk: Any, batch: MicroBatch, shard: ContextShard, known: KnownRoutes | None = None) -> torch.Tensor:
         """Return a stage's output for this rank's positions of a micro-batch; on the last stage logits [1, t / cp, vocab / tp], or what
         `score_positions` says."""
         positions = shard.select(batch.positions)
         packed_params = make_packed_params(batch.lengths, shard, positions)
         experts = shard.select(batch.routed_experts) if len(batch.routed_experts) else batch.routed_experts
-        with self.routing.bind_micro_batch(chunk, shard.select(batch.token_indices), experts, empty=not batch.sample_indices):
+        with self.routing.bind_micro_batch(chunk, shard.select(batch.token_indices), experts, not batch.sample_indices, known or {}):
             return chunk(shard.select(batch.tokens), positions, None, packed_seq_params=packed_params)
 
     def _run(
@@ -165,14 +169,15 @@ class Policy:
         """
         at_once = self.chunks[0].config.at_once[not forward_only]
         batches = self.make_micro_batches(samples, at_once)
+        routes = self.routing.count_ahead(batches)
         widths = [sum(batches.widths[first : first + at_once]) for first in range(0, len(batches), at_once)]
 
-        def prepare(batch: MicroBatch) -> _Row:
+        def prepare(batch: MicroBatch, known: KnownRoutes) -> _Row:
             profiling.begin_micro_batch()
             shard = ContextShard.for_this_rank(batch.lengths)
             scored = ScoredPositions.of(shard.select(batch.mask)).to(self._device)  # counted on the CPU: nothing waits for the device
             ahead = [Lookahead.of(batch, shard, mtp_layers).to(self._device)] if mtp_layers else []
-            return _Row(batch.to(self._device), shard.to(self._device), scored, ahead)
+            return _Row(batch.to(self._device), shard.to(self._device), scored, ahead, known)
 
         def forward(chunk: Any, row: _Row, stage_input: torch.Tensor | None) -> torch.Tensor:
             model = unwrap_model(chunk)
@@ -181,10 +186,10 @@ class Policy:
             targets = row.scored.select_targets(row.batch, row.shard, self.temperature)
             ahead = model.look_ahead(*row.ahead) if row.ahead else nullcontext()
             with score_positions(model, row.scored.index, targets, with_entropy), ahead:
-                return self._forward(chunk, row.batch, row.shard)
+                return self._forward(chunk, row.batch, row.shard, row.known)
 
         def forward_step(iterator: Any, chunk: Any) -> Any:
-            model, rows = unwrap_model(chunk), [prepare(batch) for batch in islice(iterator, at_once)]
+            model, rows = unwrap_model(chunk), [prepare(*each) for each in islice(iterator, at_once)]
             masks = [row.shard.select(row.batch.mask) for row in rows]
             inputs = split_input(model, [row.batch.tokens.numel() for row in rows])
             passes = [partial(forward, chunk, row, stage_input) for row, stage_input in zip(rows, inputs, strict=True)]
@@ -200,7 +205,7 @@ class Policy:
 
         get_forward_backward_func()(
             forward_step_func=forward_step,
-            data_iterator=[iter(batches) for _ in self.chunks],
+            data_iterator=[zip(batches, routes, strict=True) for _ in self.chunks],
             model=self._forward_chunks,
             num_microbatches=len(widths),
             seq_length=max(widths),

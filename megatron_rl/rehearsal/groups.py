@@ -61,6 +61,7 @@ _OWNERS = {
     "megatron_rl/mcore/layers/experts.py": "etp",
     "megatron_rl/mcore/layers/experts.py Dispatcher.token_dispatch": "ep",
     "megatron_rl/mcore/layers/experts.py Dispatcher.token_combine": "ep",
+    "megatron_rl/mcore/layers/known_routes.py": "etp*ep",
     "megatron_rl/mcore/layers/master.py": _CALLER,
     "megatron_rl/mcore/layers/mla.py": "tp",
     "megatron_rl/mcore/layers/mtp.py": "tp",

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from support import routing
@@ -34,17 +32,7 @@ def folders(model_folder):
     }
 
 
-def with_random_routing(experts: int, top_k: int) -> list:
-    """The batch with a routing that no router would choose."""
-    generator = torch.Generator().manual_seed(3)
-
-    def record(tokens: int) -> torch.Tensor:
-        return torch.rand(tokens - 1, 2, experts, generator=generator).topk(top_k).indices.byte()
-
-    return [replace(sequence, routed_experts=record(sequence.length)) for sequence in BATCH]
-
-
-ROUTED = {"qwen3_moe": with_random_routing(4, 2), "deepseek_v3": with_random_routing(8, 4)}
+ROUTED = {"qwen3_moe": routing.with_random_routing(BATCH, 4, 2), "deepseek_v3": routing.with_random_routing(BATCH, 8, 4)}
 
 
 @pytest.fixture(scope="module")

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
 from megatron_rl.batch.micro_batch import MicroBatch
 from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.errors import RunError
 from megatron_rl.mcore import model as models
-from megatron_rl.mcore.layers.router import Router
+from megatron_rl.mcore.layers.experts import Dispatcher
+from megatron_rl.mcore.layers.router import ModelRouters, Router
 from megatron_rl.rollout.worker import RolloutBatch
 from parallel.layout import Layout
 from support.models import FP8, FP32
@@ -119,3 +123,40 @@ def loop(folder: Path, replay: str) -> list[dict[str, float]]:
 
 def _nothing(logprobs: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     return 0.0 * (logprobs * batch.mask).sum(), {}
+
+
+def with_random_routing(batch: list[TrainingSample], experts: int, top_k: int, layers: int = 2) -> list[TrainingSample]:
+    """The batch with a routing that no router would choose."""
+    generator = torch.Generator().manual_seed(3)
+
+    def record(tokens: int) -> torch.Tensor:
+        return torch.rand(tokens - 1, layers, experts, generator=generator).topk(top_k).indices.byte()
+
+    return [replace(sequence, routed_experts=record(sequence.length)) for sequence in batch]
+
+
+def train_on_records(run: Callable[..., dict[str, Any]], known: bool, *args: Any) -> dict[str, Any]:
+    """What `run` gives, and in how many passes of a layer tokens were counted in the pass; `known`: not where routers replay, and what is
+    known must be what Megatron counts."""
+    plain, free = MoEAlltoAllTokenDispatcher.preprocess, 0
+
+    def preprocess(self: Any, routing_map: torch.Tensor) -> torch.Tensor:
+        nonlocal free
+        counts = of_layer(self, routing_map)
+        free += self.counts is None
+        if self.counts is not None:
+            names = ("input_splits", "output_splits", "output_splits_tp", "num_global_tokens_per_local_expert", "num_out_tokens")
+            ours = [getattr(self, name) for name in names]
+            assert torch.equal(counts, plain(self, routing_map))
+            if self.ep_size * self.tp_size > 1:
+                for name, own in zip(names, ours, strict=True):
+                    assert torch.equal(torch.as_tensor(own), torch.as_tensor(getattr(self, name))), name
+            of_layer(self, routing_map)
+        return counts
+
+    of_layer = Dispatcher.preprocess
+    with ExitStack() as patches:
+        patches.enter_context(mock.patch.object(Dispatcher, "preprocess", preprocess))
+        if not known:
+            patches.enter_context(mock.patch.object(ModelRouters, "count_ahead", lambda _, batches: [{}] * len(batches)))
+        return {"results": run(*args), "free": free}

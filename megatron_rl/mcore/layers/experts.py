@@ -22,7 +22,9 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispa
 from megatron_rl.mcore import two_batch
 from megatron_rl.mcore.layers.exchange import exchange_rows
 from megatron_rl.mcore.layers.grouped_experts import GroupedLinear, can_group, have_grouped_products, run_experts
+from megatron_rl.mcore.layers.known_routes import LayerCounts
 from megatron_rl.mcore.layers.quantized_linear import list_quantized_layers
+from megatron_rl.mcore.layers.router import Router
 from megatron_rl.mcore.layers.weight_gradient import take_weight
 from megatron_rl.mcore.names import ModelChunks, get_model_chunks
 from megatron_rl.precision.backends.token_groups import TokenGroups
@@ -183,8 +185,8 @@ class MixtureOfExperts(MoELayer):
         super().__init__(config, submodules, layer_number, groups)
         dispatcher = TreeDispatcher if config.sums_by_tree else EvenDispatcher if counts_on_device() else Dispatcher
         self.token_dispatcher = dispatcher(self.num_local_experts, self.local_expert_indices, config=config, pg_collection=groups)
-        for each in self._dispatchers if dispatcher is EvenDispatcher else ():
-            each.experts = self.experts
+        for each in self._dispatchers:
+            each.router, each.experts = self.router, self.experts
 
     @property
     def token_dispatcher(self) -> Any:
@@ -197,9 +199,34 @@ class MixtureOfExperts(MoELayer):
 
 
 class Dispatcher(MoEAlltoAllTokenDispatcher):
-    """Megatron's all-to-all dispatcher; while tokens are under way the other micro-batch computes."""
+    """Megatron's all-to-all dispatcher; while tokens are under way the other micro-batch computes. Where the router replays, it counts
+    nothing and waits for nothing (`known_routes`)."""
 
+    router: Router
+    experts: OutputWeightedExperts
     tokens_per_expert: Any
+    counts: LayerCounts | None = None
+    """Of the pass under way, where they are known."""
+
+    def preprocess(self, routing_map: torch.Tensor) -> torch.Tensor:
+        """Set how many tokens go where; return how many each expert of this rank gets. Known ones are on the host."""
+        self.counts = self.router.router_replay.find_counts()
+        if self.counts is None:
+            counted: torch.Tensor = super().preprocess(routing_map)
+            return counted
+        received = self.counts.received
+        by_rank = received.sum(-1)
+        self.num_out_tokens = len(routing_map) * self.config.moe_router_topk
+        self.input_splits, self.output_splits = self.counts.sent.tolist(), by_rank[:, self.tp_rank].tolist()
+        self.output_splits_tp = by_rank.sum(0)
+        self.num_global_tokens_per_local_expert = received.transpose(0, 1).flatten(0, 1)
+        return received.sum((0, 1))
+
+    def _maybe_dtoh_and_synchronize(self, point: str, tokens_per_expert: torch.Tensor | None = None) -> torch.Tensor | None:
+        if self.counts is not None:
+            return tokens_per_expert
+        copied: torch.Tensor | None = super()._maybe_dtoh_and_synchronize(point, tokens_per_expert)
+        return copied
 
     def token_dispatch(self, permutated_local_input_tokens: torch.Tensor, permuted_probs: torch.Tensor) -> Any:
         """Send tokens [n, h] and their weights [n] to their experts' ranks."""
@@ -232,13 +259,12 @@ def counts_on_device() -> bool:
 
 class EvenDispatcher(Dispatcher):
     """Knows that every token goes to as many experts: Megatron's own asks the device how many tokens were selected, twice. What is left to
-    wait for, once a layer, are the tokens that ranks exchange and experts get.
+    wait for, once a layer without replay, are the tokens that ranks exchange and experts get.
 
     A token's outputs are summed in FP32 and rounded once, as SGLang does, in one order (`precision.ops.token_rows`); Megatron adds them up
     in the tensor's dtype, in any order. So is the gradient of its input.
     """
 
-    experts: OutputWeightedExperts
     order: torch.Tensor
     """As `precision.ops.token_rows` takes it."""
     as_received: bool

@@ -26,9 +26,12 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.router import MoEAuxLossAutoScaler, TopKRouter
 
+from megatron_rl.batch.micro_batch import MicroBatches
 from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.hf.routing_record import RoutingShape
 from megatron_rl.mcore import reduce
+from megatron_rl.mcore.context_parallel import ContextShard
+from megatron_rl.mcore.layers.known_routes import KnownRoutes, LayerCounts, count_ahead
 from megatron_rl.mcore.layers.weight_gradient import take_weights
 from megatron_rl.mcore.two_batch import OfMicroBatch
 from megatron_rl.metrics import declare
@@ -92,6 +95,9 @@ class Router(TopKRouter):
         return unbiased / unbiased.sum(-1, keepdim=True)
 
 
+_UNKNOWN: KnownRoutes = {}
+
+
 @dataclass(frozen=True)
 class RoutedMicroBatch:
     """A micro-batch as routers see it: this rank's t tokens."""
@@ -107,6 +113,8 @@ class RoutedMicroBatch:
     replay: bool
     """Whether the routers take the recorded experts."""
     stats: RoutingStats | None
+    known: KnownRoutes
+    """Where this rank's tokens go, of the layers in which that is known."""
 
 
 class RoutingReplay:
@@ -125,6 +133,10 @@ class RoutingReplay:
         """Start the router's next pass and return its micro-batch: the forward pass under way, else the next recomputation."""
         self.current = self.recompute_queue.popleft() if self.forward_batch is None and self.recompute_queue else self.forward_batch
         return self.current
+
+    def find_counts(self) -> LayerCounts | None:
+        """Return how many tokens go where in the pass under way, where it is known."""
+        return None if self.current is None else self.current.known.get(self.router.layer_number - 1)
 
     def get_replay_topk(
         self, scores: torch.Tensor, topk: int, num_groups: int | None, group_topk: int | None, default_compute_topk: Any
@@ -221,19 +233,21 @@ class ModelRouters:
         self.shape = _routing_shape(config)
 
     @contextmanager
-    def bind_micro_batch(self, chunk: Any, token_indices: torch.Tensor, experts: torch.Tensor, empty: bool = False) -> Iterator[None]:
+    def bind_micro_batch(
+        self, chunk: Any, token_indices: torch.Tensor, experts: torch.Tensor, empty: bool = False, known: KnownRoutes = _UNKNOWN
+    ) -> Iterator[None]:
         """Within the context, run one forward pass of this chunk, or of its wrapper, on these positions: `MicroBatch.token_indices` [1, t]
-        and `routed_experts`, or a context-parallel rank's part of them. `empty`: the whole micro-batch holds no sample."""
+        and `routed_experts`, or a context-parallel rank's part of them. `empty`: the whole micro-batch holds no sample. `known`: of
+        `count_ahead`."""
         if self.shape is None:
             yield
             return
         replays = self._replays[self._chunks.index(getattr(chunk, "module", chunk))]
-        length = token_indices.shape[1] // self._tp  # sequence parallelism: ranks take equal parts, one after the other
-        start = parallel_state.get_tensor_model_parallel_rank() * length if self._tp > 1 else 0
-        own_indices = token_indices[0, start : start + length]
-        recorded = experts[0, start : start + length] if len(experts) else None
-        batch = RoutedMicroBatch(own_indices, own_indices < 0, empty, recorded, self.replay_enabled, self._stats)
-        ahead = replace(batch, routed_experts=None, replay=False, stats=None)  # layers for multi-token prediction have no record
+        own_indices = self._select_own(token_indices)
+        recorded = self._select_own(experts) if len(experts) else None
+        batch = RoutedMicroBatch(own_indices, own_indices < 0, empty, recorded, self.replay_enabled, self._stats, known)
+        # layers for multi-token prediction have no record
+        ahead = replace(batch, routed_experts=None, replay=False, stats=None, known=_UNKNOWN)
         batches = [batch if replay.router.layer_number <= self.shape.num_layers else ahead for replay in replays]
         for replay, own in zip(replays, batches, strict=True):
             replay.forward_batch = own
@@ -244,6 +258,40 @@ class ModelRouters:
                 replay.forward_batch = None
                 if self._recomputes and torch.is_grad_enabled():
                     replay.recompute_queue.append(own)
+
+    def agree_on_padding(self, samples: list[TrainingSample]) -> torch.Tensor:
+        """Return the experts [layers, k] of positions without a token, 0 to k - 1: padding, too, must go to k different experts. Empty
+        where nobody reads records, or no replica's samples have any. Collective: so all ranks agree, those without a sample too."""
+        if self.shape is None or not (self.replay_enabled or self._stats is not None):
+            return torch.empty(0)
+        if not reduce.max_over_replicas(any(len(sample.routed_experts) for sample in samples)):
+            return torch.empty(0)
+        experts = torch.from_numpy(np.arange(self.shape.top_k, dtype=self.shape.dtype))
+        return experts.repeat(self.shape.num_layers, 1)
+
+    def count_ahead(self, batches: MicroBatches) -> list[KnownRoutes]:
+        """Return where this rank's tokens go in each micro-batch, if its routers replay. Collective; no wait is left for the passes."""
+        shape, layers = self.shape, sorted(router.layer_number - 1 for router in self._list_recorded())
+        if shape is None or not (layers and self.replay_enabled and batches.has_records):
+            return [_UNKNOWN] * len(batches)
+
+        def pack(number: int) -> torch.Tensor:
+            shard = ContextShard.for_this_rank(batches.list_lengths(number))
+            return self._select_own(shard.select(batches.pack_records(number, layers)))
+
+        device = next(self._chunks[0].parameters()).device
+        return count_ahead(map(pack, range(len(batches))), layers, shape.num_experts, device)
+
+    def _list_recorded(self) -> list[Router]:
+        """Return the routers of this rank's layers that have a record: not those for multi-token prediction."""
+        routers = (replay.router for replays in self._replays for replay in replays)
+        return [router for router in routers if self.shape is not None and router.layer_number <= self.shape.num_layers]
+
+    def _select_own(self, row: torch.Tensor) -> torch.Tensor:
+        """[1, t, ...] -> [t / tp, ...]: with sequence parallelism ranks take equal parts, one after the other."""
+        length = row.shape[1] // self._tp
+        start = parallel_state.get_tensor_model_parallel_rank() * length if self._tp > 1 else 0
+        return row[0, start : start + length]
 
     @contextmanager
     def collect_stats(self, samples: list[TrainingSample], keep: bool = False) -> Iterator[RoutingStats]:

@@ -83,8 +83,8 @@ def test_every_token_finds_its_experts_in_its_micro_batch(lengths, most, more, m
         TrainingSample([10 * index + 1] * prompt, [2] * answer, routed_experts=torch.from_numpy(record(prompt + answer, seed=index)))
         for index, (prompt, answer) in enumerate(lengths)
     ]
-    seen, numbers = 0, []
-    for batch in make_micro_batches(samples, most, multiple, agree=lambda count: count + more):
+    seen, numbers, padding = 0, [], torch.tensor([[0, 1]] * 3, dtype=torch.uint8)
+    for batch in make_micro_batches(samples, most, multiple, agree=lambda count: count + more, padding_experts=padding):
         assert batch.routed_experts.shape == (1, batch.tokens.shape[1], 3, 2)
         assert batch.token_indices.shape == batch.tokens.shape
         assert (batch.token_indices >= 0).sum() == batch.tokens.shape[1] - batch.padding

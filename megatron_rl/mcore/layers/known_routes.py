@@ -1,0 +1,57 @@
+"""How many tokens go where, known before a pass in which routers replay a record.
+
+Megatron's dispatcher counts in every layer, asks the other ranks, and waits for the device until the host knows. A record says it all
+before: the tokens of all layers of all micro-batches are counted, exchanged and copied to the host at once, outside of any pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from megatron_rl.precision.ops.device_copy import copy_to_device
+
+
+@dataclass(frozen=True)
+class LayerCounts:
+    """The tokens of one micro-batch that ranks exchange in one layer, int64 on the host."""
+
+    sent: torch.Tensor
+    """[ep]: from this rank to each."""
+    received: torch.Tensor
+    """[ep, etp, own experts]: from each rank to each expert of this one."""
+
+
+KnownRoutes = Mapping[int, LayerCounts]
+"""Of one micro-batch, by layer; empty where routers choose."""
+
+
+def count_ahead(records: Iterable[torch.Tensor], layers: list[int], num_experts: int, device: torch.device) -> list[KnownRoutes]:
+    """Count the tokens of micro-batches. `records`: experts [t, layers, k] of this rank's tokens in each, on the host. Collective: ranks
+    that exchange tokens pass as many, of the same layers. The host waits once for `device`."""
+    counts = torch.stack([_count(copy_to_device(record, device), num_experts) for record in records])
+    ep = parallel_state.get_expert_model_parallel_world_size()
+    group = parallel_state.get_expert_tensor_and_model_parallel_group()  # ranks with the same experts lie side by side
+    by_rank = counts.unflatten(-1, (ep, -1)).permute(2, 0, 1, 3)
+    outgoing = by_rank.repeat_interleave(group.size() // ep, dim=0)
+    incoming = torch.empty_like(outgoing)
+    dist.all_to_all_single(incoming, outgoing, group=group)
+    totals = by_rank.sum(-1, dtype=counts.dtype)
+    on_host = torch.cat([totals.flatten(), incoming.flatten()]).cpu().long()
+    sent, received = on_host.split([totals.numel(), incoming.numel()])
+    by_layer = zip(sent.view(totals.shape).unbind(1), received.view(ep, -1, *incoming.shape[1:]).unbind(2), strict=True)
+    return [
+        {layer: LayerCounts(there[:, place].contiguous(), here[:, :, place]) for place, layer in enumerate(layers)}
+        for there, here in by_layer
+    ]
+
+
+def _count(experts: torch.Tensor, num_experts: int) -> torch.Tensor:
+    """[t, layers, k] -> int32 [layers, experts], which no host waits for."""
+    index = experts.transpose(0, 1).flatten(1).long()
+    counts = torch.zeros(len(index), num_experts, dtype=torch.int32, device=experts.device)
+    return counts.scatter_add_(1, index, torch.ones_like(index, dtype=torch.int32))

@@ -1,0 +1,72 @@
+"""Where routers replay, ranks know before a pass how many tokens go where: Megatron's counts, and every bit is as without."""
+
+from __future__ import annotations
+
+import shutil
+from typing import Any
+
+import pytest
+import torch
+from support import mtp, mtp_training, routing, trainer
+from support.models import FP8, random_sequences
+
+from parallel.layout import Layout
+
+FAST = FP8 | {"reduction": "fast"}
+TRAIN = {"micro_batch_tokens": 40, "adam_eps": 1e-4}
+TURNS = TRAIN | {"two_batch_overlap": "all"}
+MODELS = {"qwen3_moe": (4, 2), "deepseek_v3": (8, 4), "glm4_moe": (8, 4)}
+CASES = [
+    (Layout(dp=2, ep=2), "qwen3_moe", FP8, TRAIN),
+    (Layout(tp=2, dp=2, ep=2, etp=1), "deepseek_v3", FAST, TURNS),
+    (Layout(tp=2, dp=2, ep=2, etp=2), "qwen3_moe", FP8, TURNS),
+    (Layout(pp=2, vpp=2, dp=2, ep=2), "qwen3_moe", FAST, TRAIN | {"recompute": "full"}),
+]
+LONG = [
+    (Layout(tp=2, etp=2), "qwen3_moe", FAST, TURNS),
+    (Layout(cp=2, dp=2, ep=4), "qwen3_moe", FAST, TRAIN),
+    (Layout(dp=2, ep=2, pp=2), "glm4_moe", FP8, TRAIN | {"recompute": "selective"}),
+]
+
+
+def batches(model: str, layers: int) -> list:
+    """Of the last one replica has all, the other padding alone."""
+    whole = [random_sequences(7, seed=1), random_sequences(6, seed=2), random_sequences(1, seed=3)]
+    return [routing.with_random_routing(batch, *MODELS[model], layers) for batch in whole]
+
+
+def compare(worlds, run, layout: Layout, *args: Any) -> list[dict[str, Any]]:
+    """Return what each rank gives where routes are known, after the same where they are not."""
+    known, counted = (worlds(layout.world_size).call(routing.train_on_records, run, each, *args, layout) for each in (True, False))
+    for ours, theirs in zip(known, counted, strict=True):
+        assert_same(ours["results"], theirs["results"])
+    assert sum(rank["free"] for rank in known) < sum(rank["free"] for rank in counted)  # a stage may have no experts
+    return known
+
+
+def assert_same(ours: Any, theirs: Any) -> None:
+    if isinstance(theirs, dict):
+        assert ours.keys() == theirs.keys()
+        for name, value in theirs.items():
+            assert_same(ours[name], value)
+    elif isinstance(theirs, list):
+        for one, other in zip(ours, theirs, strict=True):
+            assert_same(one, other)
+    else:
+        assert torch.equal(ours, theirs) if isinstance(theirs, torch.Tensor) else ours == theirs
+
+
+@pytest.mark.parametrize("layout, model, precision, train", [*CASES, *(pytest.param(*case, marks=pytest.mark.long) for case in LONG)])
+def test_no_layer_counts_and_no_bit_changes(worlds, model_folder, layout, model, precision, train):
+    layers = 4 if layout.vpp > 1 else 2
+    folder = model_folder(model, num_hidden_layers=layers, tie_word_embeddings=False)
+    for rank in compare(worlds, trainer.train_grpo, layout, folder, precision, train, batches(model, layers)):
+        assert rank["free"] == 0
+
+
+def test_layers_for_multi_token_prediction_have_no_record_and_count(worlds, model_folder, tmp_path):
+    folder = shutil.copytree(model_folder("glm4_moe_air", num_hidden_layers=2), tmp_path / "model")
+    mtp.add_mtp_layer(folder)
+    layout, train = Layout(tp=2, dp=2, ep=2, etp=1), TURNS | {"mtp_loss_scaling_factor": 0.3}
+    for rank in compare(worlds, mtp_training.train, layout, folder, FP8, train, batches("glm4_moe", 2)[:2]):
+        assert rank["free"] > 0
