@@ -7,7 +7,7 @@ of a sample has no target and takes no position.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
@@ -141,7 +141,7 @@ class MicroBatches:
         tail = self._tails[number]
         return [self._lengths[index] for index in self._rows[number]] + [tail] * bool(tail)
 
-    def pack_records(self, number: int, layers: Sequence[int] | slice = slice(None)) -> torch.Tensor:
+    def pack_records(self, number: int, layers: slice = slice(None)) -> torch.Tensor:
         """Return `MicroBatch.routed_experts` of one, of some layers."""
         if not self.has_records:
             return _EMPTY

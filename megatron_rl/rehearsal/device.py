@@ -343,6 +343,14 @@ def _spread_evenly(args: tuple, result: Any) -> torch.Tensor | None:
     return (torch.arange(rows * k) % args[0].shape[-1]).view(rows, k)
 
 
+def _count_evenly(args: tuple, result: Any) -> torch.Tensor | None:
+    """Add ones [rows, n] to integers [rows, places] as routers should send tokens: all places get equally many."""
+    if result.dtype.is_floating_point or result.dim() != 2:
+        return None
+    added, places = args[2].shape[1], result.shape[1]
+    return plausible_value(args[0]) + (added // places + (torch.arange(places) < added % places)).to(result.dtype)
+
+
 def _fill(number: Any) -> Callable[[tuple, Any], torch.Tensor]:
     return lambda args, result: torch.full(result.shape, number(args), dtype=result.dtype)
 
@@ -351,6 +359,7 @@ _HEALTHY: dict[Any, Callable[[tuple, Any], torch.Tensor | None]] = {
     aten.all.default: lambda args, result: torch.tensor(True),
     aten.any.default: lambda args, result: torch.tensor(False),
     aten.topk.default: _spread_evenly,
+    aten.scatter_add_.default: _count_evenly,
     **dict.fromkeys((aten.zeros_like.default, aten.new_zeros.default, aten.zero_.default), _fill(lambda args: 0)),
     **dict.fromkeys((aten.ones_like.default, aten.new_ones.default), _fill(lambda args: 1)),
     **dict.fromkeys((aten.full_like.default, aten.fill_.Scalar), _fill(lambda args: args[1])),

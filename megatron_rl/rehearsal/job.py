@@ -46,6 +46,7 @@ from megatron_rl.mcore.critic import Critic
 from megatron_rl.mcore.layers.experts import free_frozen_operands
 from megatron_rl.mcore.layers.grouped_experts import GroupedLinear
 from megatron_rl.mcore.layers.quantized_linear import QuantizedLinear
+from megatron_rl.mcore.layers.router import RoutedMicroBatch, RoutingReplay
 from megatron_rl.mcore.load_weights import collect_named_tensors
 from megatron_rl.mcore.model import start_megatron, stop_megatron
 from megatron_rl.observability import profiling
@@ -115,10 +116,18 @@ def _observe_passes(recorder: Recorder) -> Iterator[None]:
 
         return run
 
+    begin = RoutingReplay.begin
+
+    def begin_router(router: RoutingReplay) -> RoutedMicroBatch | None:
+        batch = begin(router)
+        recorder.phase.choices += batch is None or not batch.replay or batch.routed_experts is None
+        return batch
+
     with ExitStack() as patches:
         for name in ("forward_step", "backward_step"):
             patches.enter_context(mock.patch.object(schedules, name, observe(getattr(schedules, name), True)))
         patches.enter_context(mock.patch.object(profiling, "begin_micro_batch", observe(profiling.begin_micro_batch, True, 1)))
+        patches.enter_context(mock.patch.object(RoutingReplay, "begin", begin_router))
         for owner in (QuantizedLinear, GroupedLinear):
             patches.enter_context(mock.patch.object(owner, "operand", property(observe(vars(owner)["operand"].fget, False))))
         yield
@@ -141,12 +150,15 @@ def _run(config: Config, layout: Layout, gpu: FakeGpu, scratch: Path) -> None:
     if critic is not None and config.placement.kind == "colocated":
         critic.offload_optimizer()
     samples = make_samples(config, layout, dist.get_rank(), max(actor.chunks[0].config.at_once))
+    replay = config.algorithm.routing_replay
+    _give_records(samples, actor, replay == "engine")
     begin("logprobs")
     for policy in filter(None, (reference, teacher, actor)):
         for sample, logprobs in zip(samples, policy.compute_logprobs(samples)[0], strict=True):
             sample.old_logprobs = sample.reference_logprobs = sample.teacher_logprobs = logprobs
     loss = PolicyLoss(config.algorithm, config.teacher)
     _train_critic(config, actor, critic, samples, gpu, "critic 1")
+    _give_records(samples, actor, replay != "none")
     begin("update 1")
     actor.update(samples, loss)
     if config.placement.kind == "colocated":
@@ -164,10 +176,12 @@ def _run(config: Config, layout: Layout, gpu: FakeGpu, scratch: Path) -> None:
     if config.placement.kind == "colocated" and critic is None:
         begin("restore")
         actor.reload_optimizer()
+    _give_records(samples, actor, replay == "engine")
     begin("logprobs 2")
     for policy in filter(None, (actor, reference, teacher)):
         policy.compute_logprobs(samples)
     _train_critic(config, actor, critic, samples, gpu, "critic 2")
+    _give_records(samples, actor, replay != "none")
     begin("update 2")
     actor.update(samples, loss)
     del reference, teacher, policy  # a run resumes before it loads frozen models, and before it computes
@@ -234,6 +248,16 @@ def _pack_chunks(config: Config, layout: Layout, actor: Actor, shards: list[Shar
 def _plan_transfers(layout: Layout, rollout: EngineLayout, contract: PrecisionContract, geometry: ModelGeometry) -> list[Transfer]:
     """Return the sync's transfers, which are the same for all ranks."""
     return plan_transfers(geometry, layout, rollout, contract)[0]
+
+
+def _give_records(samples: list[TrainingSample], actor: Actor, known: bool) -> None:
+    """Give samples, of equal length, a record of experts that are chosen equally often, if `known`; else none."""
+    shape, record = actor.routing.shape, torch.empty(0)
+    if known and shape is not None:
+        chosen = torch.arange((samples[0].length - 1) * shape.top_k).view(-1, 1, shape.top_k) % shape.num_experts
+        record = chosen.to(torch.uint8 if shape.num_experts <= 256 else torch.int16).repeat(1, shape.num_layers, 1)
+    for sample in samples:
+        sample.routed_experts = record
 
 
 def make_samples(config: Config, layout: Layout, rank: int, at_once: int) -> list[TrainingSample]:

@@ -126,6 +126,8 @@ class Phase:
     """Of the passes, in the order in which they are queued on the device."""
     passes: int = 0
     """Forward passes over a micro-batch."""
+    choices: int = 0
+    """How often a router chose experts in them, and replayed no record."""
 
     @property
     def traffic(self) -> int:

@@ -17,12 +17,12 @@ TRAIN = {"micro_batch_tokens": 40, "adam_eps": 1e-4}
 TURNS = TRAIN | {"two_batch_overlap": "all"}
 MODELS = {"qwen3_moe": (4, 2), "deepseek_v3": (8, 4), "glm4_moe": (8, 4)}
 CASES = [
-    (Layout(dp=2, ep=2), "qwen3_moe", FP8, TRAIN),
     (Layout(tp=2, dp=2, ep=2, etp=1), "deepseek_v3", FAST, TURNS),
     (Layout(tp=2, dp=2, ep=2, etp=2), "qwen3_moe", FP8, TURNS),
     (Layout(pp=2, vpp=2, dp=2, ep=2), "qwen3_moe", FAST, TRAIN | {"recompute": "full"}),
 ]
 LONG = [
+    (Layout(dp=2, ep=2), "qwen3_moe", FP8, TRAIN),
     (Layout(tp=2, etp=2), "qwen3_moe", FAST, TURNS),
     (Layout(cp=2, dp=2, ep=4), "qwen3_moe", FAST, TRAIN),
     (Layout(dp=2, ep=2, pp=2), "glm4_moe", FP8, TRAIN | {"recompute": "selective"}),
@@ -64,6 +64,7 @@ def test_no_layer_counts_and_no_bit_changes(worlds, model_folder, layout, model,
         assert rank["free"] == 0
 
 
+@pytest.mark.long
 def test_layers_for_multi_token_prediction_have_no_record_and_count(worlds, model_folder, tmp_path):
     folder = shutil.copytree(model_folder("glm4_moe_air", num_hidden_layers=2), tmp_path / "model")
     mtp.add_mtp_layer(folder)

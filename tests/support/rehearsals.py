@@ -223,6 +223,13 @@ def sum_from_unknown_line() -> Any:
     return replaced(PolicyLoss, "__call__", make)
 
 
+def routes_counted_in_passes() -> Any:
+    """Nothing is counted before a pass."""
+    from megatron_rl.mcore.layers.router import ModelRouters
+
+    return replaced(ModelRouters, "count_ahead", lambda _: lambda self, batches: [{}] * len(batches))
+
+
 def refused_scales() -> Any:
     from megatron_rl.precision.backends.deep_gemm import DeepGemmBackend
 
@@ -296,6 +303,7 @@ EXPERTS = WIDE | {
     "decoder_sparse_step": 1,
     "mlp_only_layers": [],
 }
+TINY_EXPERTS = EXPERTS | {name: value for name, value in TINY.items() if name not in ("architectures", "model_type")}
 GLM = ARCHITECTURES["glm4_moe"] | {
     "hidden_size": 4096,
     "intermediate_size": 10240,
@@ -333,6 +341,7 @@ ETP = ["--train.layout.tp=2", "--train.layout.ep=2", "--train.layout.etp=2", "--
 EP_ALONE = ["--train.layout.ep=2", "--train.layout.dp=4", f"{ENGINES}=4"]
 MTP = ["--train.mtp_loss_scaling_factor=0.1"]
 CP = ["--train.layout.cp=2", "--train.layout.tp=2", f"{ENGINES}=4"]
+REPLAY = [*EP, "--algorithm.routing_replay=engine", "--algorithm.kl_coef=0"]
 DEEP_GEMM = ["--precision.backend=deep_gemm", "--precision.masters=spread"]
 BF16 = ["--precision.mode=bf16"]
 TREE = ["--precision.reduction=tree"]
@@ -357,6 +366,8 @@ CASES = {
     "refused_scales": Case(DEEP_GEMM, refused_scales),
     "module_without_a_share": Case(TWO, module_without_a_share),
     "part_at_another_place": Case(TWO, part_at_another_place),
+    "replay": Case(REPLAY, model=TINY_EXPERTS),
+    "replay: routes_counted_in_passes": Case(REPLAY, routes_counted_in_passes, TINY_EXPERTS),
     # other families and layouts
     "llama": Case(["--train.layout.tp=4", f"{ENGINES}=4"], model=LLAMA),
     "llama, bf16, recomputed": Case([*TWO, *BF16, "--train.recompute=selective"], model=LLAMA),

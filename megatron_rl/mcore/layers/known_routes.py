@@ -31,9 +31,11 @@ KnownRoutes = Mapping[int, LayerCounts]
 
 
 def count_ahead(records: Iterable[torch.Tensor], layers: list[int], num_experts: int, device: torch.device) -> list[KnownRoutes]:
-    """Count the tokens of micro-batches. `records`: experts [t, layers, k] of this rank's tokens in each, on the host. Collective: ranks
-    that exchange tokens pass as many, of the same layers. The host waits once for `device`."""
-    counts = torch.stack([_count(copy_to_device(record, device), num_experts) for record in records])
+    """Count the tokens of micro-batches. `records`: experts [t, n, k] of this rank's tokens in each, on the host, in all layers from the
+    first to the last of `layers`. Collective: ranks that exchange tokens pass as many, of the same layers. The host waits once for
+    `device`."""
+    places = copy_to_device(torch.tensor(layers) - layers[0], device)  # what a record says of layers without experts is never read
+    counts = torch.stack([_count(copy_to_device(record, device).index_select(1, places), num_experts) for record in records])
     ep = parallel_state.get_expert_model_parallel_world_size()
     group = parallel_state.get_expert_tensor_and_model_parallel_group()  # ranks with the same experts lie side by side
     by_rank = counts.unflatten(-1, (ep, -1)).permute(2, 0, 1, 3)

@@ -277,7 +277,7 @@ class ModelRouters:
 
         def pack(number: int) -> torch.Tensor:
             shard = ContextShard.for_this_rank(batches.list_lengths(number))
-            return self._select_own(shard.select(batches.pack_records(number, layers)))
+            return self._select_own(shard.select(batches.pack_records(number, slice(layers[0], layers[-1] + 1))))
 
         device = next(self._chunks[0].parameters()).device
         return count_ahead(map(pack, range(len(batches))), layers, shape.num_experts, device)

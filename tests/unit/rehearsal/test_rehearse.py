@@ -15,7 +15,7 @@ from support import driver_bound
 ROOT = Path(__file__).parents[3]
 CASES = ("plain", "host_tensor_in_loss", "item_per_layer", "doubled_activation", "gather_in_wrong_group", "refused_scales")
 CASES += ("module_without_a_share", "part_at_another_place", "gather_among_context_ranks", "each weight by itself")
-CASES += ("sum_from_unknown_line",)
+CASES += ("sum_from_unknown_line", "replay", "replay: routes_counted_in_passes")
 
 PLANNED = ["sync", "checkpoint", "logprobs 2", "update 2", "resume"]
 
@@ -70,6 +70,15 @@ def test_a_wait_in_every_layer_is_named(reports):
     waits = [entry for entry in phase_of(reports["plain"], "update 2")["host_waits"] if "step_response" in entry["line"]]
     assert [entry["count"] for entry in waits] == [1], "the host knows what of a sampled weight it holds"
     assert list(report["waits_per_layer"].values()) == [1] and "(item)" in next(iter(report["waits_per_layer"]))
+
+
+def test_no_layer_waits_whose_experts_a_record_names(reports):
+    replayed, counted = reports["replay"], reports["replay: routes_counted_in_passes"]
+    assert not replayed["fault"] and not replayed["waits_per_layer"]
+    for name in ("logprobs 2", "update 2"):
+        assert not sum(wait["in_micro_batches"] for wait in phase_of(replayed, name)["host_waits"])
+    (line,) = counted["waits_per_layer"]
+    assert line.startswith("megatron/core/transformer/moe/token_dispatcher.py")
 
 
 def test_a_doubled_activation_is_not_as_planned(reports):
