@@ -6,7 +6,7 @@ import pytest
 from support.shipped import rehearse_shipped
 
 
-@pytest.mark.parametrize(("name", "stages"), [("qwen3_8b", [0]), pytest.param("qwen2_5_32b", [3, 0, 1], marks=pytest.mark.long)])
+@pytest.mark.parametrize(("name", "stages"), [("qwen3_8b", [0]), pytest.param("qwen2_5_32b", [0], marks=pytest.mark.long)])
 def test_ranks_run_and_wait_for_nothing_within_micro_batches(name, stages, tmp_path):
     found = rehearse_shipped(name, tmp_path)
     assert [rank["stage"] for rank in found["trainer"]] == stages and len(found["engine"]) == 2
