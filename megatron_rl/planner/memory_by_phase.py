@@ -81,8 +81,8 @@ def count_trainer_parts(job: Workload, candidate: Candidate, stage: int, phase: 
     """Return the bytes, by part, of a trainer rank of a pipeline stage in a phase."""
     rank = memory.count_trainer_memory(job, candidate.train, stage)
     resumes = phase == "resume"
-    computes = not resumes and (phase in ("logprobs", "critic", "train") or not candidate.colocated)
     # a step's new blocks have no operands until the next forward pass
+    computes = phase in ("logprobs", "critic", "train") or (job.trains_adapters and not candidate.colocated and not resumes)
     parts: dict[str, float] = {"weights": rank.weights, "quantized": rank.blocks + (rank.operands if computes else 0)}
     if _has_optimizer(job, candidate, phase):
         parts |= {"gradients": rank.gradients, "optimizer": rank.optimizer}
