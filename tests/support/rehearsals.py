@@ -376,6 +376,7 @@ CASES = {
     "experts, bf16": Case([*EP, *BF16], model=EXPERTS),
     "experts, cut": Case(ETP, model=EXPERTS),
     "experts, by the tree": Case([*EP, *TREE], model=EXPERTS),
+    "experts, recomputed, by the tree": Case([*EP, *TREE, "--train.recompute=full"], model=EXPERTS),
     "experts, cut, by the tree": Case([*ETP, *TREE], model=EXPERTS),
     "experts, cut, adapters, by the tree": Case([*ETP, *TREE, "--lora.rank=16", ATTENTION], model=EXPERTS),
     "experts alone": Case(EP_ALONE, model=EXPERTS),

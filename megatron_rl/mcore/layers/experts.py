@@ -197,6 +197,14 @@ class MixtureOfExperts(MoELayer):
     def token_dispatcher(self, dispatcher: Any) -> None:
         self._dispatchers = [dispatcher, copy.copy(dispatcher)]
 
+    def postprocess(self, output: torch.Tensor, shared_expert_output: torch.Tensor | None) -> torch.Tensor:
+        """Return the layer's output. Its dispatcher lets go of the micro-batch: it would hold it until the next, in a graph of a layer that
+        is recomputed with that layer's activations."""
+        result: torch.Tensor = super().postprocess(output, shared_expert_output)
+        for name in ("probs", "routing_map", "reversed_local_input_permutation_mapping", "order"):
+            setattr(self.token_dispatcher, name, None)
+        return result
+
 
 class Dispatcher(MoEAlltoAllTokenDispatcher):
     """Megatron's all-to-all dispatcher; while tokens are under way the other micro-batch computes. Where the router replays, it counts
@@ -274,8 +282,7 @@ class EvenDispatcher(Dispatcher):
         self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return this rank's tokens [n k, h], packed where they travel so, sorted by expert, then by token, and their weights [n k]."""
-        # without a graph, which would hold activations of this micro-batch until the next
-        self.hidden_shape, self.probs, self.routing_map = hidden_states.shape, probs.detach(), routing_map
+        self.hidden_shape, self.probs, self.routing_map = hidden_states.shape, probs, routing_map
         rows = hidden_states.view(-1, self.hidden_shape[-1])
         self.tokens_per_expert = self.preprocess(routing_map)
         if self.shared_experts is not None:
