@@ -57,8 +57,8 @@ class TrainConfig(ConfigSection):
     """Two micro-batches take turns: while one waits for tensor- or expert-parallel ranks, the other computes. In log-probs alone, or in
     optimizer steps too, which then keep the activations of both, unless they recompute any. The numbers stay the same."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """Activations that the backward pass computes anew instead of keeping them: those within MLPs and experts (`selective`), or all within
-    a layer (`full`)."""
+    """Activations that the backward pass computes anew instead of keeping them: logits and those within MLPs and experts (`selective`), or
+    logits and all within a layer (`full`). A CPU always computes logits anew."""
     learning_rate: float = Field(1e-6, gt=0)
     """Peak learning rate of Adam, reached after `warmup_steps`."""
     warmup_steps: int = Field(0, ge=0)

@@ -1,4 +1,4 @@
-"""Log-probs and entropy from the hidden states behind the last norm and the output layer's weight; the logits never exist whole.
+"""Log-probs and entropy from the hidden states behind the last norm and the output layer's weight.
 
 `LOGITS_PER_CHUNK` logits at a time are multiplied, scored and dropped. The forward pass keeps one number of each token, the logarithm of
 what its exponentials add up to; the backward pass makes a chunk's logits again, turns them into their gradient and multiplies that at
@@ -8,6 +8,7 @@ ranks, which share the vocabulary, exchange their maxima and sums of a chunk.
 On CPUs log-probs are those of the engine's operator, bit for bit, in chunks of any size and for any number of ranks (`ops.batch_invariant`,
 `ops.tree`), and one rank's memory-bound work over the vocabulary is cut into rows that stay in a core's cache. On a GPU a kernel reads a
 chunk once and another turns it into its gradient in place (`ops.vocabulary`), unless the softmax is over the tokens that a filter kept.
+These kernels also take logits that the forward pass kept (`keep_logits`), which saves the product.
 """
 
 from __future__ import annotations
@@ -71,21 +72,23 @@ def _find_left_out(kept: torch.Tensor, size: int) -> torch.Tensor:
     return left_out.scatter_(-1, local.masked_fill(elsewhere, size), False)[:, :size]
 
 
-def token_logprobs(hidden: torch.Tensor, weight: torch.Tensor, targets: Targets) -> torch.Tensor:
+def token_logprobs(hidden: torch.Tensor, weight: torch.Tensor, targets: Targets, keep_logits: bool = False) -> torch.Tensor:
     """Return the log-probs of `targets`, float32 [n], with gradient. hidden [n, h], weight [vocab / tp, h] of one dtype.
 
     The gradient of `hidden` is this rank's part of the sum over tensor-parallel ranks; that of `weight` is added to Megatron's buffer
-    where there is one.
+    where there is one. `keep_logits`, n vocab / tp numbers: instead of making them again where a kernel turns them into their gradient.
     """
-    return _TokenScores.apply(hidden, weight, targets, False)[0]
+    return _TokenScores.apply(hidden, weight, targets, False, keep_logits and torch.is_grad_enabled())[0]
 
 
-def score_tokens(hidden: torch.Tensor, weight: torch.Tensor, targets: Targets) -> tuple[torch.Tensor, torch.Tensor]:
+def score_tokens(
+    hidden: torch.Tensor, weight: torch.Tensor, targets: Targets, keep_logits: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return `token_logprobs` and the entropy in nats of softmax(logits / temperature), over all tokens; both float32 [n], with gradient.
 
     d entropy / d logit_j = -p_j (log p_j + entropy) / temperature.
     """
-    logprobs, entropies = _TokenScores.apply(hidden, weight, targets, True)
+    logprobs, entropies = _TokenScores.apply(hidden, weight, targets, True, keep_logits and torch.is_grad_enabled())
     return logprobs, entropies
 
 
@@ -96,11 +99,12 @@ def _is_fused(hidden: torch.Tensor, targets: Targets) -> bool:
 class _TokenScores(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, targets: Targets, with_entropy: bool
+        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, targets: Targets, with_entropy: bool, keep_logits: bool
     ) -> tuple[torch.Tensor | None, ...]:
         ctx.set_materialize_grads(False)
+        ctx.logits = []
         if _is_fused(hidden, targets):
-            logprobs, log_sums, entropies = _score_in_one_pass(hidden, weight, targets)
+            logprobs, log_sums, entropies = _score_in_one_pass(hidden, weight, targets, ctx.logits if keep_logits else None)
             all_log_sums = log_sums
         elif with_entropy:
             logprobs, entropies, log_sums, all_log_sums = _score(hidden, weight, targets, _score_with_entropy)
@@ -116,8 +120,9 @@ class _TokenScores(torch.autograd.Function):
         gradient = torch.zeros_like(log_sums) if gradient is None else gradient
         dhidden, dweight = torch.empty_like(hidden), WeightGradient(weight, ctx.turn) if ctx.needs_input_grad[1] else None
         fused = _is_fused(hidden, ctx.targets) and of_entropies is None  # the kernel knows log-probs alone
+        made, ctx.logits = ctx.logits[::-1] if fused else [], []  # their gradient takes their place
         for chunk in _cut_into_chunks(len(hidden), len(weight), fused):
-            logits = hidden[chunk] @ weight.t()
+            logits = made.pop() if made else hidden[chunk] @ weight.t()
             if fused:
                 columns, temperature = ctx.targets[chunk].find_columns(len(weight)), ctx.targets.temperature
                 vocabulary.differentiate_(logits, columns, log_sums[chunk], gradient[chunk], temperature)
@@ -132,7 +137,7 @@ class _TokenScores(torch.autograd.Function):
             if dweight:
                 dweight.add(logits, hidden[chunk])
             del logits  # before the next are made
-        return dhidden, dweight.finish() if dweight else None, None, None
+        return dhidden, dweight.finish() if dweight else None, None, None, None
 
 
 def _differentiate(logits: torch.Tensor, targets: Targets, log_sums: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
@@ -187,12 +192,16 @@ def _score(hidden: torch.Tensor, weight: torch.Tensor, targets: Targets, score_r
     return tuple(torch.cat(numbers) for numbers in zip(*scores, strict=True))
 
 
-def _score_in_one_pass(hidden: torch.Tensor, weight: torch.Tensor, targets: Targets) -> vocabulary.RowScores:
-    """Return scores [n]. Ranks exchange four numbers of each token, once."""
+def _score_in_one_pass(
+    hidden: torch.Tensor, weight: torch.Tensor, targets: Targets, keep: list[torch.Tensor] | None
+) -> vocabulary.RowScores:
+    """Return scores [n]; add the logits of each chunk to `keep`. Ranks exchange four numbers of each token, once."""
     parts = []
     for chunk in _cut_into_chunks(len(hidden), len(weight), True):
         logits = hidden[chunk] @ weight.t()
         parts.append(vocabulary.summarize(logits, targets[chunk].find_columns(len(weight)), targets.temperature))
+        if keep is not None:
+            keep.append(logits)
         del logits  # before the next are made
     own, size = torch.cat(parts), parallel_state.get_tensor_model_parallel_world_size()
     if size == 1:

@@ -170,14 +170,16 @@ def _experts(inputs: FormulaInputs) -> float:
     return size + (_swiglu(inputs, inputs.tokens, experts.shared_ffn / layout.tp) if experts.shared_ffn else 0)
 
 
-def count_logits(inputs: FormulaInputs, training: bool) -> float:
+def count_logits(inputs: FormulaInputs, training: bool, kept: int = 0) -> float:
     """Return the peak bytes of what `mcore.logprobs` makes of a chunk of logits on the last stage, b bytes a value: on a GPU they alone,
-    without top_k; on a CPU two FP32 copies, and in training at another time a BF16 weight's gradient [V / tp, h] before it is added."""
+    without top_k; on a CPU two FP32 copies, and in training at another time a BF16 weight's gradient [V / tp, h] before it is added.
+    `kept`: how often a micro-batch's logits are kept whole, which a GPU does where there is no top_k."""
     job, vocabulary = inputs.job, inputs.job.model.vocab / inputs.layout.tp
     if job.model.value_head:
         return 8 * min(inputs.tokens, VALUE_ROWS) * job.model.hidden
     if not inputs.cpu and job.config.rollout.top_k == -1:
-        return min(inputs.tokens * vocabulary, LOGITS_PER_GPU_CHUNK) * job.high_bytes
+        values = inputs.tokens * vocabulary
+        return (kept * values or min(values, LOGITS_PER_GPU_CHUNK)) * job.high_bytes
     values = min(inputs.tokens * vocabulary, LOGITS_PER_CHUNK)
     weight_gradient = vocabulary * job.model.hidden * job.high_bytes if training and inputs.cpu and job.high_bytes < 4 else 0
     return values * job.high_bytes + max(values * 8, weight_gradient)
@@ -247,9 +249,9 @@ def count_training_activations(job: Workload, candidate: Candidate, stage: int) 
     boundary = 2 * inputs.hidden_input if is_last else 0  # final norm, output layer
     ahead = job.trained_mtp_layers if is_last else 0
     recomputed = max(whole - kept for _, whole, kept in layers)  # one layer at a time
-    logits = count_logits(inputs, True) if is_last else 0
-    working = max(logits, recomputed + count_working(inputs))  # the logits' pass ends before a layer is recomputed
     at_once = candidate.at_once(job, trains=True)
+    logits = count_logits(inputs, True, at_once * (1 + ahead) if candidate.recompute == "none" else 0) if is_last else 0
+    working = max(logits, recomputed + count_working(inputs))  # the logits' pass ends before a layer is recomputed
     stage_bytes = sum(count * kept for count, _, kept in layers) + ahead * _count_ahead(inputs, candidate, layers[-1][2])
     in_flight = count_in_flight(layout, stage, -(-candidate.micro_batches(job) // at_once))
     return ActivationBytes(at_once * (stage_bytes * in_flight + boundary), working)

@@ -35,9 +35,10 @@ class OutputLayer(ColumnParallelLinear):
         spread = gather_from_sequence_parallel_region if self.sequence_parallel else copy_to_tensor_model_parallel_region
         hidden = spread(input_, group=self.tp_group)[:, 0].index_select(0, positions)
         weight = self.weight if weight is None else weight
+        keep_logits = self.config.recompute_granularity is None
         if with_entropy:
-            return torch.stack(score_tokens(hidden, weight, targets), -1).unsqueeze(1), None
-        return token_logprobs(hidden, weight, targets).unsqueeze(1), None
+            return torch.stack(score_tokens(hidden, weight, targets, keep_logits), -1).unsqueeze(1), None
+        return token_logprobs(hidden, weight, targets, keep_logits).unsqueeze(1), None
 
 
 def install_output_layer(model: GPTModel) -> None:

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
 from support.largest_tensor import LargestTensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_rl.mcore import logprobs
 from megatron_rl.mcore.logprobs import Targets, score_tokens, token_logprobs
@@ -100,6 +101,26 @@ def test_no_tensor_has_all_logits(monkeypatch):
         token_logprobs(hidden, weight, Targets(tokens, 0.7)).sum().backward()
         score_tokens(hidden, weight, Targets(tokens, 0.7))
     assert largest.numel == 16 * VOCABULARY
+
+
+def test_logits_that_are_kept_give_the_same_bits_and_save_a_product(monkeypatch):
+    """Where kernels score them; where the gradient of entropies is asked for, which they do not know, they are made again."""
+    monkeypatch.setattr(logprobs, "_is_fused", lambda *_: True)
+    monkeypatch.setattr(logprobs, "LOGITS_PER_GPU_CHUNK", 16 * VOCABULARY)
+    monkeypatch.setattr(logprobs, "_TILE", 16)
+    hidden, weight, tokens = make_layer(torch.bfloat16)
+
+    def run(keep_logits: bool, of_entropies: bool) -> tuple[list[torch.Tensor], float]:
+        with FlopCounterMode(display=False) as counter:
+            scored, entropies = score_tokens(hidden, weight, Targets(tokens, 0.7), keep_logits)
+            loss = (scored * torch.linspace(-1, 1, TOKENS)).sum() + (entropies.sum() if of_entropies else 0)
+            gradients = torch.autograd.grad(loss, (hidden, weight))
+        return [scored, entropies, *gradients], counter.get_total_flops() / (2 * hidden.numel() * VOCABULARY)
+
+    for of_entropies, products in ((False, 3), (True, 4)):
+        (kept, made_once), (anew, made_twice) = (run(keep, of_entropies) for keep in (True, False))
+        assert all(map(torch.equal, kept, anew)) and kept[2].any() and kept[3].any()
+        assert (made_once, made_twice) == (products, 4)
 
 
 @pytest.mark.parametrize("mask, index", [
