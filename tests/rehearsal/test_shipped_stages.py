@@ -4,7 +4,7 @@ memory that `plan` says: the last rank by default, the others and engines among 
 from __future__ import annotations
 
 import pytest
-from support.shipped import rehearse_shipped, rehearse_trainers
+from support.shipped import check_aims, rehearse_shipped, rehearse_trainers
 
 STAGES = "--train.layout.pp=4,--train.layout.last_stage_layers=13,--train.layout.dp=1"
 DISPATCHER = "megatron/core/transformer/moe/token_dispatcher.py"
@@ -23,6 +23,7 @@ def last_ranks():
 def test_the_last_rank_runs_and_waits_once_a_layer_for_what_experts_get(last_ranks, name):
     (rank,) = last_ranks[name]
     assert rank["passes"] and not rank["fault"], rank["fault"]
+    check_aims(rank)
     for phase in rank["phases"]:
         within = {wait["line"]: wait["in_micro_batches"] for wait in phase["host_waits"] if wait["in_micro_batches"]}
         assert all(line.startswith(DISPATCHER) for line in within), phase["phase"]
@@ -36,3 +37,5 @@ def test_the_last_rank_runs_and_waits_once_a_layer_for_what_experts_get(last_ran
 def test_all_kinds_of_ranks_and_engines_run(name, stages, tmp_path):
     found = rehearse_shipped(name, tmp_path)
     assert [rank["stage"] for rank in found["trainer"]] == stages and len(found["engine"]) == 2
+    for rank in found["trainer"]:
+        check_aims(rank)

@@ -31,6 +31,14 @@ def rehearse_trainers(*jobs: str) -> dict[str, Any]:
     return found
 
 
+def check_aims(rank: dict[str, Any]) -> None:
+    """Phases of a step move at most half as much again as the least element-wise bytes, and expose less than a tenth of their bound."""
+    for phase in rank["phases"]:
+        if bound := phase["bound"]:
+            assert 1 < bound["elementwise_bytes"] / phase["least_elementwise_bytes"] < 1.5, phase["phase"]
+            assert bound["seconds"]["exposed communication"] < 0.1 * bound["total_seconds"], phase["phase"]
+
+
 def _run(*command: str) -> str:
     if not (shutil.which("g++") or shutil.which("clang++")):
         pytest.skip("no C++ compiler, which a rehearsal needs")
