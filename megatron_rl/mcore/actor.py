@@ -27,11 +27,11 @@ from megatron_rl.mcore.buckets import finish_gathers, start_gathers, wrap_chunks
 from megatron_rl.mcore.checkpoint.optimizer import flatten_chained
 from megatron_rl.mcore.context_parallel import ContextShard
 from megatron_rl.mcore.layers.experts import free_frozen_operands
-from megatron_rl.mcore.layers.known_routes import KnownRoutes
 from megatron_rl.mcore.layers.mtp import Lookahead, copy_embedding
 from megatron_rl.mcore.layers.output_layer import score_positions
 from megatron_rl.mcore.layers.quantized_linear import find_quantized_layers
 from megatron_rl.mcore.layers.router import ModelRouters
+from megatron_rl.mcore.layers.token_counts import KnownRoutes
 from megatron_rl.mcore.learning_rate import LearningRateSchedule
 from megatron_rl.mcore.names import ModelChunks, get_model_chunks, global_name
 from megatron_rl.mcore.offload import OptimizerOffloader

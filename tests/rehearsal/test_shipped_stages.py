@@ -7,7 +7,7 @@ import pytest
 from support.shipped import check_aims, rehearse_shipped, rehearse_trainers
 
 STAGES = "--train.layout.pp=4,--train.layout.last_stage_layers=13,--train.layout.dp=1"
-DISPATCHER = "megatron/core/transformer/moe/token_dispatcher.py"
+COUNTS = "megatron_rl/mcore/layers/token_counts.py"
 LAYERS = {"qwen2_5_32b": 0, "qwen3_30b_a3b": 21, "qwen3_235b_a22b": 4}
 """Layers with experts of the last stage."""
 EXCHANGES = {"qwen2_5_32b": set(), "qwen3_30b_a3b": {"ep 8"}, "qwen3_235b_a22b": {"ep 8", "tp 8"}}
@@ -26,7 +26,7 @@ def test_the_last_rank_runs_and_waits_once_a_layer_for_what_experts_get(last_ran
     check_aims(rank)
     for phase in rank["phases"]:
         within = {wait["line"]: wait["in_micro_batches"] for wait in phase["host_waits"] if wait["in_micro_batches"]}
-        assert all(line.startswith(DISPATCHER) for line in within), phase["phase"]
+        assert all(line.startswith(COUNTS) for line in within), phase["phase"]
         assert sum(within.values()) == LAYERS[name] * phase["micro_batches"], phase["phase"]
     update = next(phase for phase in rank["phases"] if phase["phase"] == "update 2")
     assert {entry["group"] for entry in update["collectives"] if entry["kind"] == "all-to-all"} == EXCHANGES[name]

@@ -139,24 +139,25 @@ def train_on_records(run: Callable[..., dict[str, Any]], known: bool, *args: Any
     """What `run` gives, and in how many passes of a layer tokens were counted in the pass; `known`: not where routers replay, and what is
     known must be what Megatron counts."""
     plain, free = MoEAlltoAllTokenDispatcher.preprocess, 0
+    names = ["input_splits", "output_splits", "output_splits_tp", "num_out_tokens"]
 
-    def preprocess(self: Any, routing_map: torch.Tensor) -> torch.Tensor:
+    def preprocess(self: Any, routing_map: torch.Tensor) -> None:
         nonlocal free
-        counts = of_layer(self, routing_map)
-        free += self.counts is None
-        if self.counts is not None:
-            names = ("input_splits", "output_splits", "output_splits_tp", "num_global_tokens_per_local_expert", "num_out_tokens")
-            ours = [getattr(self, name) for name in names]
-            assert torch.equal(counts, plain(self, routing_map))
-            if self.ep_size * self.tp_size > 1:
-                for name, own in zip(names, ours, strict=True):
-                    assert torch.equal(torch.as_tensor(own), torch.as_tensor(getattr(self, name))), name
-            of_layer(self, routing_map)
-        return counts
+        free += self.router.router_replay.find_counts() is None
+        counts, of_several = plain(self, routing_map), ["num_global_tokens_per_local_expert"] if self.num_local_experts > 1 else []
+        self.wanted = {"tokens_per_expert": counts} | {name: getattr(self, name) for name in names + of_several}
+        of_layer(self, routing_map)
 
-    of_layer = Dispatcher.preprocess
+    def token_dispatch(self: Any, *tensors: torch.Tensor) -> Any:
+        result = dispatch(self, *tensors)
+        for name, wanted in self.wanted.items() if self.ep_size * self.tp_size > 1 else ():
+            assert torch.equal(torch.as_tensor(getattr(self, name)), torch.as_tensor(wanted)), name
+        return result
+
+    of_layer, dispatch = Dispatcher.preprocess, Dispatcher.token_dispatch
     with ExitStack() as patches:
         patches.enter_context(mock.patch.object(Dispatcher, "preprocess", preprocess))
+        patches.enter_context(mock.patch.object(Dispatcher, "token_dispatch", token_dispatch))
         if not known:
             patches.enter_context(mock.patch.object(ModelRouters, "count_ahead", lambda _, batches: [{}] * len(batches)))
         return {"results": run(*args), "free": free}

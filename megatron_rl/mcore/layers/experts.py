@@ -22,9 +22,9 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispa
 from megatron_rl.mcore import two_batch
 from megatron_rl.mcore.layers.exchange import exchange_rows
 from megatron_rl.mcore.layers.grouped_experts import GroupedLinear, can_group, have_grouped_products, run_experts
-from megatron_rl.mcore.layers.known_routes import LayerCounts
 from megatron_rl.mcore.layers.quantized_linear import list_quantized_layers
 from megatron_rl.mcore.layers.router import Router
+from megatron_rl.mcore.layers.token_counts import LayerCounts, start_count
 from megatron_rl.mcore.layers.weight_gradient import take_weight
 from megatron_rl.mcore.names import ModelChunks, get_model_chunks
 from megatron_rl.precision.backends.token_groups import TokenGroups
@@ -207,38 +207,32 @@ class MixtureOfExperts(MoELayer):
 
 
 class Dispatcher(MoEAlltoAllTokenDispatcher):
-    """Megatron's all-to-all dispatcher; while tokens are under way the other micro-batch computes. Where the router replays, it counts
-    nothing and waits for nothing (`known_routes`)."""
+    """Megatron's all-to-all dispatcher; while tokens are under way the other micro-batch computes. The host waits once, for the counts of
+    all experts' tokens, and where the router replays not at all (`token_counts`)."""
 
     router: Router
     experts: OutputWeightedExperts
     tokens_per_expert: Any
-    counts: LayerCounts | None = None
-    """Of the pass under way, where they are known."""
 
-    def preprocess(self, routing_map: torch.Tensor) -> torch.Tensor:
-        """Set how many tokens go where; return how many each expert of this rank gets. Known ones are on the host."""
-        self.counts = self.router.router_replay.find_counts()
-        if self.counts is None:
-            counted: torch.Tensor = super().preprocess(routing_map)
-            return counted
-        received = self.counts.received
-        by_rank = received.sum(-1)
+    def preprocess(self, routing_map: torch.Tensor) -> Any:
+        """Begin to count how many tokens go where, which `token_dispatch` will know."""
+        known = self.router.router_replay.find_counts()
+        self._find_counts = start_count(routing_map) if known is None else lambda: known
         self.num_out_tokens = len(routing_map) * self.config.moe_router_topk
-        self.input_splits, self.output_splits = self.counts.sent.tolist(), by_rank[:, self.tp_rank].tolist()
-        self.output_splits_tp = by_rank.sum(0)
-        self.num_global_tokens_per_local_expert = received.transpose(0, 1).flatten(0, 1)
-        return received.sum((0, 1))
 
-    def _maybe_dtoh_and_synchronize(self, point: str, tokens_per_expert: torch.Tensor | None = None) -> torch.Tensor | None:
-        if self.counts is not None:
-            return tokens_per_expert
-        copied: torch.Tensor | None = super()._maybe_dtoh_and_synchronize(point, tokens_per_expert)
-        return copied
+    def _maybe_dtoh_and_synchronize(self, point: str, tokens_per_expert: Any = None) -> Any:
+        return tokens_per_expert
+
+    def _set_counts(self, counts: LayerCounts) -> None:
+        by_rank = counts.received.sum(-1)
+        self.input_splits, self.output_splits = counts.sent.tolist(), by_rank[:, self.tp_rank].tolist()
+        self.output_splits_tp = by_rank.sum(0)
+        self.num_global_tokens_per_local_expert = counts.received.transpose(0, 1).flatten(0, 1)
+        self.tokens_per_expert = counts.received.sum((0, 1))
 
     def token_dispatch(self, permutated_local_input_tokens: torch.Tensor, permuted_probs: torch.Tensor) -> Any:
         """Send tokens [n, h] and their weights [n] to their experts' ranks."""
-        self.tokens_per_expert = self._maybe_dtoh_and_synchronize("before_ep_alltoall", self.tokens_per_expert)
+        self._set_counts(self._find_counts())
         tensors = permutated_local_input_tokens, permuted_probs
         return tensors if self.ep_size == 1 else exchange_rows(tensors, self.input_splits, self.output_splits, self.ep_group)
 
@@ -284,10 +278,9 @@ class EvenDispatcher(Dispatcher):
         """Return this rank's tokens [n k, h], packed where they travel so, sorted by expert, then by token, and their weights [n k]."""
         self.hidden_shape, self.probs, self.routing_map = hidden_states.shape, probs, routing_map
         rows = hidden_states.view(-1, self.hidden_shape[-1])
-        self.tokens_per_expert = self.preprocess(routing_map)
+        self.preprocess(routing_map)
         if self.shared_experts is not None:
             self.shared_experts.pre_forward_comm(rows.view(self.hidden_shape))
-        self.tokens_per_expert = self._maybe_dtoh_and_synchronize("before_permutation_1", self.tokens_per_expert)
         self.hidden_shape_before_permute = rows.shape
         chosen = routing_map.t().reshape(-1).nonzero_static(size=len(rows) * self.config.moe_router_topk).squeeze(1)
         self.order = (chosen % len(rows)).argsort(stable=True).view(len(rows), -1)
@@ -302,7 +295,6 @@ class EvenDispatcher(Dispatcher):
             return found
         if self.shared_experts is not None:
             self.shared_experts.linear_fc1_forward_and_act(global_input_tokens)
-        self._maybe_dtoh_and_synchronize("before_permutation_2")
         return global_input_tokens, self.num_global_tokens_per_local_expert, global_probs
 
     def combine_preprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:

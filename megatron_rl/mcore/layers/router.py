@@ -31,7 +31,7 @@ from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.hf.routing_record import RoutingShape
 from megatron_rl.mcore import reduce
 from megatron_rl.mcore.context_parallel import ContextShard
-from megatron_rl.mcore.layers.known_routes import KnownRoutes, LayerCounts, count_ahead
+from megatron_rl.mcore.layers.token_counts import KnownRoutes, LayerCounts, count_ahead
 from megatron_rl.mcore.layers.weight_gradient import take_weights
 from megatron_rl.mcore.two_batch import OfMicroBatch
 from megatron_rl.metrics import declare

@@ -170,18 +170,10 @@ def _patch_rng() -> None:
 
 
 def _patch_moe() -> None:
-    import megatron.core.transformer.moe.moe_utils as moe_utils
-    import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
     from megatron.core.transformer.moe.router import TopKRouter
 
     # torch.compile of one sum of integers: a C++ compiler at work for 7 s in every process
     TopKRouter._apply_expert_bias = TopKRouter._apply_expert_bias._torchdynamo_orig_callable
-
-    def to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-        # the original leaves CPU tensors unconverted, and split sizes must be lists
-        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
-
-    moe_utils.maybe_move_tensor_to_cpu = token_dispatcher.maybe_move_tensor_to_cpu = to_cpu
 
 
 def _patch_latent_attention() -> None:

@@ -78,7 +78,7 @@ def test_no_layer_waits_whose_experts_a_record_names(reports):
     for name in ("logprobs 2", "update 2"):
         assert not sum(wait["in_micro_batches"] for wait in phase_of(replayed, name)["host_waits"])
     (line,) = counted["waits_per_layer"]
-    assert line.startswith("megatron/core/transformer/moe/token_dispatcher.py")
+    assert line.startswith("megatron_rl/mcore/layers/token_counts.py")
 
 
 def test_a_doubled_activation_is_not_as_planned(reports):

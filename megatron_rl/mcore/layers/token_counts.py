@@ -1,12 +1,13 @@
-"""How many tokens go where, known before a pass in which routers replay a record.
+"""How many tokens go where.
 
-Megatron's dispatcher counts in every layer, asks the other ranks, and waits for the device until the host knows. A record says it all
-before: the tokens of all layers of all micro-batches are counted, exchanged and copied to the host at once, outside of any pass.
+A layer counts its tokens, asks the other ranks, and waits for the device until the host knows (`start_count`). Where routers replay a
+record, that says it all before: the tokens of all layers of all micro-batches are counted, exchanged and copied to the host at once,
+outside of any pass (`count_ahead`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -30,6 +31,26 @@ KnownRoutes = Mapping[int, LayerCounts]
 """Of one micro-batch, by layer; empty where routers choose."""
 
 
+def start_count(routing_map: torch.Tensor) -> Callable[[], LayerCounts]:
+    """Count the tokens of a layer, bool [t, experts], and send the counts on their way to the host; return what waits for them there.
+    Collective among ranks that exchange tokens."""
+    own, group = routing_map.sum(0), parallel_state.get_expert_tensor_and_model_parallel_group()
+    gathered = own if group.size() == 1 else own.new_empty(group.size() * len(own))
+    if group.size() > 1:
+        dist.all_gather_into_tensor(gathered, own, group=group)
+    on_host = gathered.to("cpu", non_blocking=True)
+    arrived = torch.cuda.current_stream().record_event() if gathered.is_cuda else None
+
+    def finish() -> LayerCounts:
+        if arrived is not None:
+            arrived.synchronize()
+        ep, place = parallel_state.get_expert_model_parallel_world_size(), parallel_state.get_expert_model_parallel_rank()
+        by_place = on_host.view(group.size(), ep, -1)  # [ranks, ep, own experts]; ranks with the same experts lie side by side
+        return LayerCounts(by_place[group.rank()].sum(-1), by_place[:, place].unflatten(0, (ep, -1)))
+
+    return finish
+
+
 def count_ahead(records: Iterable[torch.Tensor], layers: list[int], num_experts: int, device: torch.device) -> list[KnownRoutes]:
     """Count the tokens of micro-batches. `records`: experts [t, n, k] of this rank's tokens in each, on the host, in all layers from the
     first to the last of `layers`. Collective: ranks that exchange tokens pass as many, of the same layers. The host waits once for
@@ -37,7 +58,7 @@ def count_ahead(records: Iterable[torch.Tensor], layers: list[int], num_experts:
     places = copy_to_device(torch.tensor(layers) - layers[0], device)  # what a record says of layers without experts is never read
     counts = torch.stack([_count(copy_to_device(record, device).index_select(1, places), num_experts) for record in records])
     ep = parallel_state.get_expert_model_parallel_world_size()
-    group = parallel_state.get_expert_tensor_and_model_parallel_group()  # ranks with the same experts lie side by side
+    group = parallel_state.get_expert_tensor_and_model_parallel_group()
     by_rank = counts.unflatten(-1, (ep, -1)).permute(2, 0, 1, 3)
     outgoing = by_rank.repeat_interleave(group.size() // ep, dim=0)
     incoming = torch.empty_like(outgoing)
