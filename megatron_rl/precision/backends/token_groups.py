@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from megatron_rl.precision.ops.device_copy import copy_to_device
@@ -14,7 +15,7 @@ from parallel.formats import BLOCK
 @dataclass(frozen=True)
 class TokenGroups:
     """The tables of n tokens in T padded rows that kernels of grouped products read, and those that spread tokens as they quantize them.
-    They are made on the host, where the counts are known, and sent without waiting for the device."""
+    They are made on the host, where the counts are known, and sent in one copy, without waiting for the device."""
 
     lengths: list[int]
     """Rows of each expert, multiples of 128, 0 allowed."""
@@ -33,18 +34,24 @@ class TokenGroups:
     def from_counts(cls, counts: torch.Tensor | Sequence[int], device: torch.device | str) -> TokenGroups:
         """Return the groups of `counts` [E] tokens, sorted by expert; or of [S, E], sorted by the S ranks that they came from, and those of
         each by expert. Counts are on the host."""
-        chunks = torch.as_tensor(counts, dtype=torch.long)
-        chunks = chunks.view(-1, chunks.shape[-1])
+        chunks = np.asarray(counts, dtype=np.int64)
+        chunks = chunks.reshape(-1, chunks.shape[-1])
         sizes = (chunks.sum(0) + BLOCK - 1) // BLOCK * BLOCK
-        starts, numbers = sizes.cumsum(0) - sizes, torch.arange(len(sizes))
-        firsts, lengths = (starts + chunks.cumsum(0) - chunks).flatten(), chunks.flatten()
-        tokens = torch.arange(int(lengths.sum()))
-        places = tokens + (firsts - (lengths.cumsum(0) - lengths)).repeat_interleave(lengths)
-        sources = torch.full((int(sizes.sum()),), -1).index_copy_(0, places, tokens)
-        tiles = (column.repeat_interleave(sizes // BLOCK) for column in (starts, sizes))
-        tables = places, sources.int(), numbers.int().repeat_interleave(sizes), sizes.int(), *tiles
-        places, sources, experts, of_experts, *of_tiles = (copy_to_device(table, torch.device(device)) for table in tables)
-        return cls(sizes.tolist(), places, sources, experts, of_experts, (of_tiles[0], of_tiles[1]))
+        starts, lengths = sizes.cumsum() - sizes, chunks.ravel()
+        firsts = (starts + chunks.cumsum(0) - chunks).ravel()
+        n, rows, experts = int(lengths.sum()), int(sizes.sum()), len(sizes)
+        parts = [rows // BLOCK, rows // BLOCK, rows // 2, rows // 2, n, (experts + 1) // 2]  # of int64; three of them hold int32
+        table = np.empty(sum(parts), np.int64)
+        first, length, *narrow, places, of_experts = np.split(table, np.cumsum(parts[:-1]))
+        first[:], length[:] = (values.repeat(sizes // BLOCK) for values in (starts, sizes))
+        places[:] = np.arange(n) + (firsts - (lengths.cumsum() - lengths)).repeat(lengths)
+        sources, of_rows, padded = (part.view(np.int32) for part in (*narrow, of_experts))
+        sources[:] = -1
+        sources[places] = np.arange(n)
+        of_rows[:], padded[:experts] = np.arange(experts).repeat(sizes), sizes
+        sent = copy_to_device(torch.from_numpy(table), torch.device(device)).split(parts)
+        halves = [part.view(torch.int32) for part in (sent[2], sent[3], sent[5])]
+        return cls(sizes.tolist(), sent[4], halves[0], halves[1], halves[2][:experts], (sent[0], sent[1]))
 
     @property
     def rows(self) -> int:
