@@ -1,7 +1,7 @@
 """The gradient of a weight that is added to Megatron's FP32 buffer where it is computed.
 
 Where two micro-batches take turns (`mcore.two_batch`) a weight has two gradients in one backward pass. Autograd would add them up in the
-weight's dtype; so each is added to the buffer by itself, and autograd gets one tensor, which nobody reads.
+weight's dtype; so each is added to the buffer by itself, and autograd gets none.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ class WeightGradient:
 
 
 def hand_over_gradient(weight: Any, turn: int) -> torch.Tensor | None:
-    """Tell Megatron that the gradient of a forward pass's `turn` is in its FP32 buffer. Return what autograd is to have in its place: a
-    gradient has its weight's dtype, E4M3 say, and two of them are never added."""
+    """Tell Megatron that the gradient of a forward pass's `turn` is in its FP32 buffer. Return what autograd is to have in its place:
+    zeros, once, where an embedding has the same weight, since DDP's hook then adds what autograd gets; else nothing."""
     weight.grad_added_to_main_grad = True
-    if turn:
-        return None
-    # DDP's hook drops it, or adds it where an embedding has the same weight
-    return (torch.zeros_like if getattr(weight, "zero_out_wgrad", False) else torch.empty_like)(weight)
+    if getattr(weight, "zero_out_wgrad", False):
+        return None if turn else torch.zeros_like(weight)
+    weight.grad = weight.new_empty(()).expand_as(weight)  # DDP's hook wants one, and drops it: it takes no memory
+    return None
 
 
 class _AddGradient(torch.autograd.Function):
