@@ -11,7 +11,8 @@ b the bytes of the high dtype:
                     T b q, the result; 4 T heads of statistics
     q and k norm    on a CPU, and where heads are rotated in part: T b q where q had to be copied out of its groups; statistics
     SwiGLU          T b 4 f: gate and up, silu(gate), and up once more; on a GPU T b 2 f
-    experts         as an MLP for S top_k etp rows (a balanced router), and their outputs for the weights' gradient
+    experts         as an MLP for S top_k etp rows (a balanced router), and their outputs for the weights' gradient; where they run at
+                    once, each expert's rows are padded to a multiple of 128
     adapters        T r b of each layer that has one of rank r; its input is kept in the high dtype; a frozen layer keeps none
     logits          see `count_logits`: on the last stage
 
@@ -27,6 +28,7 @@ from functools import cached_property
 from megatron_rl.batch.packing import LOGITS_PER_CHUNK, LOGITS_PER_GPU_CHUNK, VALUE_ROWS
 from megatron_rl.planner.candidate import Candidate, Workload
 from megatron_rl.planner.memory import count_layer_kinds
+from parallel.formats import BLOCK
 from parallel.layout import Layout
 
 
@@ -50,6 +52,19 @@ class FormulaInputs:
     def rows(self) -> float:
         """S."""
         return self.tokens / self.layout.tp if self.sequence_parallel else self.tokens
+
+    @cached_property
+    def routed_rows(self) -> float:
+        """Rows that this rank's experts get from a balanced router."""
+        return self.rows * self.job.top_k * self.layout.etp
+
+    @cached_property
+    def expert_rows(self) -> float:
+        """Rows that they compute: where they run at once, each expert's are padded (`token_groups`)."""
+        if self.job.model.experts is None or not self.quantizes_gradients or self.job.contract.sums_by_tree:
+            return self.routed_rows
+        local = self.job.model.experts.count / self.layout.ep
+        return local * math.ceil(self.routed_rows / local / BLOCK) * BLOCK
 
     @cached_property
     def quantizes_inputs(self) -> bool:
@@ -160,10 +175,9 @@ def _swiglu(inputs: FormulaInputs, tokens: float, ffn: float) -> float:
 
 
 def _experts(inputs: FormulaInputs) -> float:
-    model, layout, top_k = inputs.job.model, inputs.layout, inputs.job.top_k
+    model, layout, top_k, rows = inputs.job.model, inputs.layout, inputs.job.top_k, inputs.expert_rows
     experts = model.experts
     assert experts is not None
-    rows = inputs.rows * top_k * layout.etp
     size = inputs.rows * (model.hidden * inputs.job.high_bytes + 5 * experts.count + 12 * top_k)  # the router's input, weights and choice
     size += rows * (model.hidden * (inputs.kept_input_bytes("linear_fc1") + inputs.job.high_bytes) + 12)
     size += _swiglu(inputs, rows, experts.ffn / layout.etp)
@@ -208,7 +222,7 @@ def count_working(inputs: FormulaInputs) -> float:
     attention = inputs.tokens * (10 * high_bytes * q if inputs.cpu else high_bytes * 2 * (q + kv) + 4 * q)
     values = inputs.tokens * model.ffn / layout.tp
     if model.experts is not None:
-        values = max(inputs.rows * inputs.job.top_k * model.experts.ffn, inputs.tokens * model.experts.shared_ffn / layout.tp)
+        values = max(inputs.expert_rows * model.experts.ffn / layout.etp, inputs.tokens * model.experts.shared_ffn / layout.tp)
     copies = 2 if inputs.quantizes_gradients else 0
     swiglu = (4 if inputs.cpu else 3) * high_bytes
     return max((swiglu + copies) * values, attention - swiglu * values, _count_tree_sums(inputs))

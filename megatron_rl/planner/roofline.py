@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from megatron_rl.planner import memory
+from megatron_rl.planner.activation_memory import FormulaInputs
 from megatron_rl.planner.candidate import MEAN_LENGTH_SHARE, Candidate, Workload
 from megatron_rl.planner.hardware import CACHE_BANDWIDTH, LINK_EFFICIENCY, NETWORK_BANDWIDTH, Cluster
 from megatron_rl.precision.contract import QUANTIZED_ROLES
@@ -120,9 +121,12 @@ def _estimate_layers(job: Workload, candidate: Candidate, cluster: Cluster, prod
     """Return the seconds of one micro-batch in a layer, and in the output layer."""
     layout, model = candidate.train, job.model
     linear, attention, outputs = count_flops_per_token(job)
+    tokens, forwards = job.tokens_per_rank(layout.cp), 2 if products == 4 else 1
+    if model.experts is not None:  # they compute their padding, too
+        inputs = FormulaInputs(job, layout, tokens)
+        linear += (inputs.expert_rows / inputs.routed_rows - 1) * _count_linear_flops(job, QUANTIZED_ROLES, of_experts=True)
     fp8 = job.contract.trainer_format.quantized and job.config.precision.backend != "emulated"
     rate = cluster.gpu.fp8 if fp8 else cluster.gpu.bf16
-    tokens, forwards = job.tokens_per_rank(layout.cp), 2 if products == 4 else 1
     weight_gradients = 1 if job.trains_adapters and products > 1 else 0  # frozen weights have none, and adapters' products are narrow
     weighed = products - weight_gradients
     seconds = (weighed * linear / rate + products * attention / cluster.gpu.bf16) / COMPUTE_EFFICIENCY
@@ -168,14 +172,14 @@ def _tree_bytes(job: Workload, ranks: int) -> float:
 
 
 @lru_cache(maxsize=32)
-def _count_linear_flops(job: Workload, roles: frozenset[str]) -> float:
-    """Return the forward FLOPs of a token in layers of these roles: 2 for each weight that it meets."""
+def _count_linear_flops(job: Workload, roles: frozenset[str], of_experts: bool = False) -> float:
+    """Return the forward FLOPs of a token in layers of these roles, or in those of experts alone: 2 for each weight that it meets."""
     share = job.top_k / job.model.experts.count if job.model.experts else 1.0
     return sum(
         2 * rect.rows * rect.cols * (1 if weight.expert is None else share)
         for weight in itertools.chain(*job.scored.model.list_weights())
         for tensor, rect, *_ in weight.pieces
-        if tensor.role in roles
+        if tensor.role in roles and (weight.expert is not None or not of_experts)
     )
 
 

@@ -189,6 +189,32 @@ def test_activations_shrink_with_tensor_parallelism_and_recomputation():
     assert count_logits(filtered, training=False) == (2 + 8) * LOGITS_PER_CHUNK
 
 
+def test_experts_that_run_at_once_have_padded_rows():
+    """Qwen3-235B-A22B's 16 experts of a rank share 8 rows of each of its tokens; one after the other each takes what it gets."""
+
+    def rows(tokens: int, **precision: str) -> float:
+        workload = job("Qwen3-235B-A22B", precision={"backend": "transformer_engine", "reduction": "fast"} | precision)
+        return FormulaInputs(workload, Layout(tp=8, ep=8, etp=1), tokens).expert_rows
+
+    assert (rows(6144), rows(5120), rows(1024)) == (16 * 384, 16 * 384, 16 * 128)
+    assert rows(5120, backend="emulated") == rows(5120, reduction="tree") == rows(5120, mode="bf16") == 16 * 320
+
+
+def test_padding_of_experts_takes_time(monkeypatch):
+    """A fifth of three products' FLOPs in the 94 layers of Qwen3-235B-A22B, whose tokens meet 8 experts of 3 x 1536 x 4096."""
+    candidate, sections = Candidate(Layout(tp=8, ep=8, etp=1)), {"precision": {"backend": "transformer_engine", "reduction": "fast"}}
+
+    def seconds() -> float:
+        workload = job("Qwen3-235B-A22B", train={"micro_batch_tokens": 5120}, **sections)
+        micro_batches = candidate.micro_batches(workload) * workload.config.algorithm.updates_per_step
+        return roofline.estimate_step_time(workload, candidate, NODE).train / micro_batches
+
+    padded = seconds()
+    monkeypatch.setattr(FormulaInputs, "expert_rows", property(lambda inputs: inputs.routed_rows))
+    flops = 0.2 * 3 * 94 * 640 * 8 * 2 * 3 * 1536 * 4096
+    assert padded - seconds() == pytest.approx(flops / (0.35 * NODE.gpu.fp8))
+
+
 def test_what_sums_by_the_tree_cost():
     """Qwen3-8B: four bytes more of an FP32 partial sum than of BF16 for a half of what ranks of tp 4 send, and slower products."""
     sent = [row_sums.count_bytes_sent(4, 2, scattered, by_tree) for scattered in (False, True) for by_tree in (True, False)]
