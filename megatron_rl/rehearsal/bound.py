@@ -39,6 +39,8 @@ class Bound:
     """Seconds of communication beside computation."""
     elementwise: float
     """Bytes that kernels move which are no products, attention, or copies for communication and syncs."""
+    kernels: float
+    """That the host launches."""
 
     @property
     def total(self) -> float:
@@ -46,7 +48,7 @@ class Bound:
 
     def as_json(self) -> dict[str, Any]:
         times = {"seconds": self.seconds, "total_seconds": self.total, "hidden_seconds": self.hidden}
-        return {"passes": self.passes, **times, "elementwise_bytes": self.elementwise}
+        return {"passes": self.passes, **times, "elementwise_bytes": self.elementwise, "kernels": self.kernels}
 
 
 def estimate_bound(phase: Phase, job: Workload, candidate: Candidate, cluster: Cluster) -> Bound | None:
@@ -82,7 +84,8 @@ def estimate_bound(phase: Phase, job: Workload, candidate: Candidate, cluster: C
         hidden += (1 if group.startswith(_REPLICAS) else factor) * time if within else 0
         exposed += 0 if within else time
     seconds["exposed communication"] = exposed
-    return Bound(passes, dict(sorted(seconds.items(), key=lambda entry: -entry[1])), hidden, elementwise)
+    kernels = phase.operators + (factor - 1) * phase.operators_in_passes
+    return Bound(passes, dict(sorted(seconds.items(), key=lambda entry: -entry[1])), hidden, elementwise, kernels)
 
 
 _Counts = Mapping[str, float]

@@ -105,6 +105,7 @@ class Phase:
     written: int = 0
     """Bytes that this rank writes into a checkpoint."""
     operators: int = 0
+    operators_in_passes: int = 0
     moved: Counter = field(default_factory=Counter)
     """(kind, line) -> bytes that kernels read and write."""
     moved_in_passes: Counter = field(default_factory=Counter)
@@ -175,16 +176,17 @@ class Recorder:
         else:
             moved = known.moved
         if moved:
-            self.phase.operators += 1
             name = func._schema.name
             self._move(name, _kind(_factors(args)[0].dtype) if name in _PRODUCTS else "other", moved)
             self._count_flops(func, args)
 
     def _move(self, name: str, dtype: str, nbytes: int) -> None:
+        self.phase.operators += 1
         line = find_line()
         kind = name_kind(name, dtype, line)
         self.phase.moved[kind, line] += nbytes
         if self.in_pass:
+            self.phase.operators_in_passes += 1
             self.phase.moved_in_passes[kind] += nbytes
             self._stretch.moved[kind] += nbytes
 
@@ -289,7 +291,6 @@ class Recorder:
 
     def work(self, kind: str, flops: int, *tensors: torch.Tensor, kernel: str = "") -> None:
         """A kernel of a library ran that reads and writes these tensors."""
-        self.phase.operators += 1
         self._calculate(kind, flops)
         self._move(kernel, kind, sum(map(count_bytes, tensors)))
 

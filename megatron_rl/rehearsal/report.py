@@ -289,7 +289,10 @@ def _collectives(phase: Phase) -> Table:
 
 
 def _bound(name: str, bound: Bound) -> Table:
-    title = f"{name}: bound of a real step, {bound.passes} passes: {bound.total:.3g} s, and {bound.hidden:.2g} s of hidden communication"
+    each = f"{bound.kernels:.3g} kernels, {1e6 * bound.total / bound.kernels:.3g} us each"
+    title = (
+        f"{name}: bound of a real step, {bound.passes} passes: {bound.total:.3g} s ({each}), {bound.hidden:.2g} s of communication hidden"
+    )
     table = _table(title, ["kind", "seconds", "share"])
     for kind, seconds in bound.seconds.items():
         table.add_row(kind, f"{seconds:.3g}", f"{seconds / bound.total:.1%}")
