@@ -34,7 +34,8 @@ def few_layers(model: str, folder: Path, **changes: object) -> Path:
 def test_experts_on_hopper_hold_what_a_sync_fills(tmp_path, tmp_path_factory, monkeypatch):
     """Where packages are installed that need a driver, and there is none."""
     monkeypatch.setenv("PYTHONPATH", driver_bound.install(tmp_path_factory.mktemp("packages")))
-    config = load_config(CONFIGS / "qwen3_30b_a3b.toml", [f"--model.path={few_layers('Qwen3-30B-A3B', tmp_path)}"])
+    overrides = [f"--model.path={few_layers('Qwen3-30B-A3B', tmp_path)}", "--train.layout.last_stage_layers=0"]
+    config = load_config(CONFIGS / "qwen3_30b_a3b.toml", overrides)
     reports = rehearse(config)
     assert [report.rank for report in reports] == [0, config.rollout.tp - 1]
     assert {(report.model, report.fault, report.passes) for report in reports} == {("Qwen3MoeForCausalLM", "", True)}
