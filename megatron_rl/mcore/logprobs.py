@@ -22,7 +22,6 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron_rl.batch.packing import LOGITS_PER_CHUNK, LOGITS_PER_GPU_CHUNK
-from megatron_rl.mcore import two_batch
 from megatron_rl.mcore.layers.weight_gradient import WeightGradient
 from megatron_rl.precision.ops import tree, vocabulary
 from megatron_rl.precision.ops.batch_invariant import MIN_ROWS, invariant_matmul
@@ -111,14 +110,14 @@ class _TokenScores(torch.autograd.Function):
         else:
             logprobs, log_sums = _score(hidden, weight, targets, _normalize)
         ctx.save_for_backward(hidden, weight, log_sums, *((entropies, all_log_sums) if with_entropy else ()))
-        ctx.targets, ctx.turn = targets, two_batch.get_turn()
+        ctx.targets = targets
         return logprobs, entropies if with_entropy else None
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor | None, of_entropies: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         hidden, weight, log_sums, *of_all = ctx.saved_tensors
         gradient = torch.zeros_like(log_sums) if gradient is None else gradient
-        dhidden, dweight = torch.empty_like(hidden), WeightGradient(weight, ctx.turn) if ctx.needs_input_grad[1] else None
+        dhidden, dweight = torch.empty_like(hidden), WeightGradient(weight) if ctx.needs_input_grad[1] else None
         fused = _is_fused(hidden, ctx.targets) and of_entropies is None  # the kernel knows log-probs alone
         made, ctx.logits = ctx.logits[::-1] if fused else [], []  # their gradient takes their place
         for chunk in _cut_into_chunks(len(hidden), len(weight), fused):

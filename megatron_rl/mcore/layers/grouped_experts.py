@@ -48,16 +48,14 @@ class GroupedLinear:
         """[T, N] -> [T, K]."""
         return self.backend.dgrad(dy, self.operand, groups)
 
-    def find_gradients(
-        self, dy: Operand, columns: list[torch.Tensor], groups: TokenGroups, turn: int, wanted: bool
-    ) -> list[torch.Tensor | None]:
-        """Add the weights' gradients, if `wanted`, to their buffers; return what autograd is to have in their place, of a forward pass's
-        `turn`. `columns`: what the first operand of WGrad was saved as."""
+    def find_gradients(self, dy: Operand, columns: list[torch.Tensor], groups: TokenGroups, wanted: bool) -> list[torch.Tensor | None]:
+        """Add the weights' gradients, if `wanted`, to their buffers; return what autograd is to have in their place. `columns`: what the
+        first operand of WGrad was saved as."""
         if not wanted:
             return [None] * len(self.layers)
         weights = [layer.weight for layer in self.layers]
         self.backend.wgrad(dy, Operand(dy.tokens, columns=tuple(columns)), groups, [weight.main_grad for weight in weights])  # type: ignore[attr-defined]
-        return [hand_over_gradient(weight, turn) for weight in weights]
+        return [hand_over_gradient(weight) for weight in weights]
 
     @property
     def operand(self) -> Any:
@@ -113,7 +111,7 @@ class _FirstLayers(torch.autograd.Function):
         backend, columns = first.backend, any(ctx.needs_input_grad[3:])
         operand = backend.quantize(x, groups, rows=True, columns=columns) if x.is_floating_point() else backend.unpack(x, groups)
         gate_up = first.fprop(operand, groups)
-        ctx.groups, ctx.first, ctx.turn = groups, first, two_batch.get_turn()
+        ctx.groups, ctx.first = groups, first
         ctx.save_for_backward(gate_up, *operand.columns)
         ctx.mark_non_differentiable(gate_up)
         ctx.set_materialize_grads(False)
@@ -126,7 +124,7 @@ class _FirstLayers(torch.autograd.Function):
         operand = first.backend.quantize_swiglu(gate_up, of_activation, groups, rows=needs_dx, columns=any(of_weights))
         del of_activation
         dx = collect(first.dgrad(operand, groups), groups.places) if needs_dx else None
-        return dx, None, None, *first.find_gradients(operand, columns, groups, ctx.turn, any(of_weights))
+        return dx, None, None, *first.find_gradients(operand, columns, groups, any(of_weights))
 
 
 class _SecondLayers(torch.autograd.Function):
@@ -144,7 +142,7 @@ class _SecondLayers(torch.autograd.Function):
     ) -> torch.Tensor:
         operand = second.backend.quantize_swiglu(gate_up, None, groups, rows=True, columns=any(ctx.needs_input_grad[5:]))
         outputs = second.fprop(operand, groups)
-        ctx.groups, ctx.second, ctx.turn = groups, second, two_batch.get_turn()
+        ctx.groups, ctx.second = groups, second
         ctx.save_for_backward(outputs, weights, *operand.columns)
         return collect(outputs, groups.places, weights)
 
@@ -154,4 +152,4 @@ class _SecondLayers(torch.autograd.Function):
         outputs, weights, *columns = ctx.saved_tensors
         operand, of_weights = second.backend.quantize_weighed(gradient, outputs, weights, groups, columns=needs_dw)
         of_activation = second.dgrad(operand, groups)
-        return of_activation, None, of_weights, None, None, *second.find_gradients(operand, columns, groups, ctx.turn, needs_dw)
+        return of_activation, None, of_weights, None, None, *second.find_gradients(operand, columns, groups, needs_dw)

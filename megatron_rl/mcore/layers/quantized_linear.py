@@ -18,7 +18,6 @@ import torch.nn.functional as F
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer import TransformerConfig
 
-from megatron_rl.mcore import two_batch
 from megatron_rl.mcore.layers.master import MasterSlice
 from megatron_rl.mcore.layers.mla import AbsorbedLinear, ReplicatedLinear
 from megatron_rl.mcore.layers.quantized_matmul import multiply
@@ -187,14 +186,13 @@ class _SubstituteBlockValues(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(weight)
-        ctx.turn = two_batch.get_turn()
         return values
 
     @staticmethod
     def backward(ctx: Any, dw: torch.Tensor) -> tuple[torch.Tensor | None, None]:
         (weight,) = ctx.saved_tensors
         weight.main_grad.add_(dw)
-        return hand_over_gradient(weight, ctx.turn), None
+        return hand_over_gradient(weight), None
 
 
 class WeightOnlyQuantizedLinear(QuantizedColumnParallelLinear):

@@ -27,7 +27,7 @@ def multiply(
     input, gate_up = input if isinstance(input, GateUp) else (input, None)
     input, given = input if isinstance(input, Normed) else (input, None)
     weight = weight if torch.is_grad_enabled() else weight.detach()  # else its operand for WGrad is made in vain
-    product = Product(layer, group, two_batch.get_turn(), sum_dgrad, row_sum, defers_swiglu=layer.defers_swiglu)
+    product = Product(layer, group, sum_dgrad, row_sum, defers_swiglu=layer.defers_swiglu)
     own: tuple[torch.Tensor, ...] = ()
     if sequence_parallel:
         input, own = _gather_tokens(product, input, given, weight.requires_grad)
@@ -50,8 +50,6 @@ class Product:
     layer: Any
     """A `QuantizedLinear`."""
     group: Any
-    turn: int
-    """`two_batch.get_turn` of the forward pass."""
     sum_dgrad: bool
     """Every rank has all tokens' gradients, which are added up."""
     row_sum: RowSum | None
@@ -132,7 +130,7 @@ class QuantizedMatmul(torch.autograd.Function):
             gradient = gradient if gradient_again is None else gradient_again()
             operand = Operand(gradient.tokens, columns=tuple(saved)) if tokens_again is None else tokens_again()
             backend.wgrad(gradient, operand, weight.main_grad)  # Megatron's FP32 buffer
-            dw = hand_over_gradient(weight, product.turn)
+            dw = hand_over_gradient(weight)
         if pending is not None:
             pending.wait()
         return dx, dw, *[None] * (len(ctx.needs_input_grad) - 2)

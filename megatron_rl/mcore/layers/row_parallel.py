@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel import RowParallelLinear
 
-from megatron_rl.mcore import two_batch
 from megatron_rl.mcore.layers.exchange import Pending, start_scatter
 from megatron_rl.mcore.layers.weight_gradient import WeightGradient, take_weight
 from megatron_rl.precision.ops import tree
@@ -81,7 +80,7 @@ class TreeProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, row_sum: RowSum) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.row_sum, ctx.turn = row_sum, two_batch.get_turn()
+        ctx.row_sum = row_sum
         return row_sum.reduce(tree.multiply(x, weight), x.dtype)
 
     @staticmethod
@@ -91,7 +90,7 @@ class TreeProduct(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             dx = dy @ weight
         if ctx.needs_input_grad[1]:
-            gradient = WeightGradient(weight, ctx.turn)
+            gradient = WeightGradient(weight)
             gradient.add(dy.flatten(0, -2), x.flatten(0, -2))
             dw = gradient.finish()
         return dx, dw, None

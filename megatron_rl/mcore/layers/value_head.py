@@ -51,7 +51,6 @@ class _Values(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(hidden, weight)
-        ctx.turn = two_batch.get_turn()
         return torch.cat([(rows.float() * weight.float()).sum(-1) for rows in hidden.split(VALUE_ROWS)])
 
     @staticmethod
@@ -60,7 +59,7 @@ class _Values(torch.autograd.Function):
         dhidden = gradient.to(hidden.dtype).unsqueeze(-1) * weight
         if not ctx.needs_input_grad[1]:
             return dhidden, None
-        dweight = WeightGradient(weight, ctx.turn)
+        dweight = WeightGradient(weight)
         for rows, of_rows in zip(hidden.split(VALUE_ROWS), gradient.split(VALUE_ROWS), strict=True):
             dweight.add(of_rows.unsqueeze(-1), rows.float())
         return dhidden, dweight.finish()

@@ -18,9 +18,8 @@ from megatron_rl.mcore import two_batch
 class WeightGradient:
     """Adds up the gradient of a weight in FP32 in Megatron's buffer where there is one (its fused-accumulation protocol)."""
 
-    def __init__(self, weight: Any, turn: int) -> None:
-        """`turn`: `two_batch.get_turn` of the forward pass."""
-        self._weight, self._turn, self._has_buffer = weight, turn, hasattr(weight, "main_grad")
+    def __init__(self, weight: Any) -> None:
+        self._weight, self._has_buffer = weight, hasattr(weight, "main_grad")
         self._sum = weight.main_grad if self._has_buffer else torch.zeros_like(weight, dtype=torch.float32)
 
     def add(self, dy: torch.Tensor, x: torch.Tensor) -> None:
@@ -34,15 +33,15 @@ class WeightGradient:
 
     def finish(self) -> torch.Tensor | None:
         """Return what autograd gets."""
-        return hand_over_gradient(self._weight, self._turn) if self._has_buffer else self._sum.to(self._weight.dtype)
+        return hand_over_gradient(self._weight) if self._has_buffer else self._sum.to(self._weight.dtype)
 
 
-def hand_over_gradient(weight: Any, turn: int) -> torch.Tensor | None:
-    """Tell Megatron that the gradient of a forward pass's `turn` is in its FP32 buffer. Return what autograd is to have in its place:
-    zeros, once, where an embedding has the same weight, since DDP's hook then adds what autograd gets; else nothing."""
+def hand_over_gradient(weight: Any) -> torch.Tensor | None:
+    """Tell Megatron that a gradient is in its FP32 buffer. Return what autograd is to have in its place: zeros where an embedding has the
+    same weight, since DDP's hook then adds what autograd gets; else nothing."""
     weight.grad_added_to_main_grad = True
     if getattr(weight, "zero_out_wgrad", False):
-        return None if turn else torch.zeros_like(weight)
+        return weight.new_zeros(()).expand_as(weight)
     weight.grad = weight.new_empty(()).expand_as(weight)  # DDP's hook wants one, and drops it: it takes no memory
     return None
 
@@ -50,13 +49,13 @@ def hand_over_gradient(weight: Any, turn: int) -> torch.Tensor | None:
 class _AddGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: torch.Tensor) -> torch.Tensor:
-        ctx.weight, ctx.turn = weight, two_batch.get_turn()
+        ctx.weight = weight
         return weight.view_as(weight)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor | None:
         ctx.weight.main_grad.add_(gradient)
-        return hand_over_gradient(ctx.weight, ctx.turn)
+        return hand_over_gradient(ctx.weight)
 
 
 def take_weight(weight: Any) -> Any:

@@ -25,7 +25,7 @@ def find_saved(name: str, x: torch.Tensor, learns: bool) -> list[torch.Tensor]:
     layer = SimpleNamespace(backend=backend, operand=backend.prepare(quantize_weight(weight.detach(), "pow2"), None))
     result: list[torch.Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: result.append(tensor) or tensor, lambda tensor: tensor):
-        y = QuantizedMatmul.apply(x, weight, Product(layer, None, 0, False, None), None, None)
+        y = QuantizedMatmul.apply(x, weight, Product(layer, None, False, None), None, None)
         assert y.shape == (T, N)
     return [tensor for tensor in result if tensor.data_ptr() != weight.data_ptr()]
 

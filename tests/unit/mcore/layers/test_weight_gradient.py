@@ -17,8 +17,8 @@ def test_a_chunk_makes_no_matrix_of_the_weights_size(monkeypatch):
         weight: Any = torch.nn.Parameter(torch.empty(512, 64, dtype=torch.bfloat16, device="cuda"))
         weight.main_grad = torch.empty(512, 64, device="cuda")
         dy, x = (torch.empty(8, width, dtype=torch.bfloat16, device="cuda") for width in (512, 64))
-        WeightGradient(weight, 0).add(dy, x)
-        assert WeightGradient(weight, 0).finish() is None and weight.grad_added_to_main_grad
+        WeightGradient(weight).add(dy, x)
+        assert WeightGradient(weight).finish() is None and weight.grad_added_to_main_grad
         assert weight.grad.shape == weight.shape and weight.grad.untyped_storage().nbytes() == 2, "what DDP's hook drops takes no memory"
     (((into, left, right), options),) = calls
     assert into is weight.main_grad is options["out"] and options["out_dtype"] is torch.float32
@@ -34,7 +34,7 @@ class Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[None, torch.Tensor | None]:
         x, weight = ctx.saved_tensors
-        gradient = WeightGradient(weight, 0)
+        gradient = WeightGradient(weight)
         gradient.add(dy, x)
         return None, gradient.finish()
 
