@@ -42,6 +42,7 @@ from megatron_rl.mcore.layers.quantized_linear import disable_quantization, find
 from megatron_rl.mcore.load_weights import build_rank_shards, collect_named_tensors, find_weight_layers, global_parameters, load_checkpoint
 from megatron_rl.mcore.master_spread import MasterSpread
 from megatron_rl.mcore.model import build_model, start_megatron, stop_megatron
+from megatron_rl.mcore.names import get_model_chunks
 from megatron_rl.mcore.quantizing_optimizer import requantize
 from megatron_rl.mcore.replicas import select_own
 from megatron_rl.mcore.scored_positions import ScoredPositions
@@ -79,6 +80,8 @@ class Trainer:
         self.model = build_model(self.hf_config, self.layout, self.contract, self.train)
         spread = MasterSpread(self.train.seed, self.contract) if precision.get("masters") == "spread" else None  # where a test asks for it
         load_checkpoint(self.model, folder, self.shards, spread)
+        for layer in (layer for chunk in get_model_chunks(self.model) for layer in chunk.decoder.layers):
+            layer.register_forward_hook(refuse_graph)
         if lora is not None:
             install_adapters(self.model, lora, self.train.seed)
         self.actor = Actor(self.model, self.train, temperature)
@@ -115,6 +118,11 @@ class Trainer:
             for part in flatten_chained(self.actor.optimizer)
             for parameter, master in iter_stepped(part)
         }
+
+
+def refuse_graph(layer: Any, _: Any, output: Any) -> None:
+    """A pass without gradient keeps no graph, which would hold all layers' tensors, also where a pipeline's message has a gradient."""
+    assert torch.is_grad_enabled() or not output[0].requires_grad, f"layer {layer.layer_number}"
 
 
 def start(layout: Layout | None = None) -> Layout:
@@ -177,14 +185,10 @@ def loaded(folder: Path, precision: dict[str, Any], layout: Layout | None = None
 
 
 def logits(folder: Path, precision: dict[str, Any], ids: list[list[int]]) -> torch.Tensor:
-    """This rank's part of the vocabulary: float32 [b, s, vocab / tp]. No layer keeps a graph, which would hold all before it."""
-    tokens, model, graphs = torch.tensor(ids), Trainer(folder, precision).model, []
-    for layer in model.decoder.layers:
-        layer.register_forward_hook(lambda layer, _, output: graphs.append(layer.layer_number) if output[0].requires_grad else None)
+    """This rank's part of the vocabulary: float32 [b, s, vocab / tp]."""
+    tokens, model = torch.tensor(ids), Trainer(folder, precision).model
     with torch.no_grad():
-        result = model(tokens, torch.arange(tokens.shape[1]).expand(tokens.shape).contiguous(), None).float()
-    assert not graphs, f"layers {graphs}"
-    return result
+        return model(tokens, torch.arange(tokens.shape[1]).expand(tokens.shape).contiguous(), None).float()
 
 
 def text_logprobs(folder: Path, precision: dict[str, Any], documents: list[list[int]]) -> torch.Tensor:

@@ -7,6 +7,7 @@ a layer that is computed again in the backward pass, the norm computes its resul
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -117,10 +118,9 @@ class AddBeforeNorm(MegatronModule):
 
         def add(output: tuple[torch.Tensor, torch.Tensor | None], residual: torch.Tensor, dropout: float) -> torch.Tensor:
             x, bias = output
-            with torch.set_grad_enabled(x.requires_grad or residual.requires_grad):  # Megatron turns gradients on here in any pass
-                for norm in self._norm if bias is None and not dropout and x.dtype == residual.dtype else ():
-                    if norm.fusion is not None and norm.fusion.applies(norm, residual):
-                        return norm(Summands(x, residual))
+            for norm in self._norm if bias is None and not dropout and x.dtype == residual.dtype else ():
+                if norm.fusion is not None and norm.fusion.applies(norm, residual):
+                    return norm(Summands(x, residual))
             return plain(output, residual, dropout)
 
         return add
@@ -131,6 +131,7 @@ def connect_norms(model: GPTModel) -> None:
     that is computed again in the backward pass ends with a stream of its own."""
     layers: list[Any] = list(model.decoder.layers)
     for number, layer in enumerate(layers):
+        layer.bias_dropout_add_exec_handler = nullcontext  # Megatron turns gradients on in any pass: each would keep a graph of all layers
         if isinstance(layer.self_attention, SelfAttention) and isinstance(layer.self_attention.linear_qkv, QuantizedColumnParallelLinear):
             layer.input_layernorm.fusion = NormFusion(layer.self_attention.linear_qkv)
         if isinstance(layer.mlp, MLP) and isinstance(layer.mlp.linear_fc1, QuantizedColumnParallelLinear) and not layer.recompute_mlp:

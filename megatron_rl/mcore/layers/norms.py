@@ -48,11 +48,5 @@ class NormedAdd(MegatronModule):
         self.norm = RMSNorm(config, config.hidden_size, config.layernorm_epsilon)
 
     def forward(self, training: bool, fused: bool) -> AddFn:
-        plain = get_bias_dropout_add(training, fused)
-
-        def add(output: tuple[torch.Tensor, torch.Tensor | None], residual: torch.Tensor, dropout: float) -> torch.Tensor:
-            x, bias = output
-            with torch.set_grad_enabled(x.requires_grad or residual.requires_grad):  # Megatron turns gradients on here in any pass
-                return plain((self.norm(x), bias), residual, dropout)
-
-        return add
+        add = get_bias_dropout_add(training, fused)
+        return lambda output, residual, dropout: add((self.norm(output[0]), output[1]), residual, dropout)
