@@ -92,7 +92,7 @@ def _add(layer: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, Any]) 
     if not layer.is_expert and group.size() > 1:
         widen = gather_from_sequence_parallel_region if layer.sequence_parallel else copy_to_tensor_model_parallel_region
         h = widen(h, group=group)
-    return project_up(h, up, layer.adapter_scale).add_(output[0]), output[1]
+    return output[0] + project_up(h, up, layer.adapter_scale), output[1]
 
 
 def _add_by_row_sum(layer: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, Any]) -> tuple[torch.Tensor, Any]:
@@ -106,7 +106,7 @@ def _add_by_row_sum(layer: Any, inputs: tuple[Any, ...], output: tuple[torch.Ten
     h = TreeProduct.apply(inputs[0], layer.lora_A, row_sum)
     if isinstance(row_sum, PartialSum):
         return torch.cat([output[0], h], -1), output[1]
-    return project_up(h, take_weight(layer.lora_B), layer.adapter_scale).add_(output[0]), output[1]
+    return output[0] + project_up(h, take_weight(layer.lora_B), layer.adapter_scale), output[1]
 
 
 def _add_up_rounded(layer: Any, h: torch.Tensor) -> torch.Tensor:

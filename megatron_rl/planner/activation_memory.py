@@ -301,8 +301,11 @@ def _kept_limit(candidate: Candidate, inputs: FormulaInputs) -> float:
 
 
 def count_logprob_activations(job: Workload, candidate: Candidate, stage: int) -> float:
-    """Return the bytes of a pass without gradient, which keeps nothing: one layer at a time and its sum by the tree, then the logits."""
+    """Return the bytes of a pass without gradient, which keeps nothing: one layer at a time, and its sum by the tree, else what an
+    adapter of a dense MLP adds to gate and up, before and after it is scaled; then the logits."""
     layout = candidate.train
     inputs = FormulaInputs(job, layout, job.tokens_per_rank(layout.cp))
-    layer = max(size for _, size in _stage_layers(inputs, stage)) + _count_tree_sums(inputs)
+    widens = job.model.adapters is not None and "linear_fc1" in job.model.adapters.targets and job.model.experts is None
+    added = 2 * inputs.tokens * 2 * job.model.ffn / layout.tp * job.high_bytes if widens else 0
+    layer = max(size for _, size in _stage_layers(inputs, stage)) + (_count_tree_sums(inputs) or added)
     return max(layer, count_logits(inputs, False) if stage == layout.pp - 1 else 0)

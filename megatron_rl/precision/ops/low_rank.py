@@ -18,4 +18,4 @@ def project_down(x: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
 
 def project_up(h: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
     """Return scale * h B^T [..., N] of h [..., rank] and B [N, rank]."""
-    return invariant_matmul(h, b).mul_(scale)
+    return invariant_matmul(h, b) * scale
