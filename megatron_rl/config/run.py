@@ -76,6 +76,10 @@ class Config(ConfigSection):
         model = ModelGeometry.from_hf_config(hf_config)
         return model if self.lora is None else self.lora.adapt(model)
 
+    def make_trained_geometry(self, hf_config: Mapping[str, Any]) -> ModelGeometry:
+        """Return `make_geometry` with the layers for multi-token prediction that are trained, which are in no sync."""
+        return replace(self.make_geometry(hf_config), trains_mtp=self.train.mtp_loss_scaling_factor > 0)
+
     def to_eval_sampling(self) -> SamplingParams:
         """Return how completions of held-out problems are sampled."""
         return replace(self.rollout.to_sampling(), record_kept_tokens=False, **self.eval.model_dump(exclude={"samples"}, exclude_none=True))

@@ -31,7 +31,7 @@ from megatron_rl.mcore.layers.mtp import Lookahead, copy_embedding
 from megatron_rl.mcore.layers.output_layer import score_positions
 from megatron_rl.mcore.layers.quantized_linear import find_quantized_layers
 from megatron_rl.mcore.layers.router import ModelRouters
-from megatron_rl.mcore.layers.token_counts import KnownRoutes
+from megatron_rl.mcore.layers.token_counts import UNKNOWN, KnownRoutes
 from megatron_rl.mcore.learning_rate import LearningRateSchedule
 from megatron_rl.mcore.names import ModelChunks, get_model_chunks, global_name
 from megatron_rl.mcore.offload import OptimizerOffloader
@@ -144,13 +144,13 @@ class Policy:
         """Return this rank's logits [1, t, vocab / tp] of a micro-batch, without a pipeline schedule (pp = 1)."""
         return self._forward(self._forward_chunks[0], batch, ContextShard.for_this_rank(batch.lengths).to(self._device))
 
-    def _forward(self, chunk: Any, batch: MicroBatch, shard: ContextShard, known: KnownRoutes | None = None) -> torch.Tensor:
+    def _forward(self, chunk: Any, batch: MicroBatch, shard: ContextShard, known: KnownRoutes = UNKNOWN) -> torch.Tensor:
         """Return a stage's output for this rank's positions of a micro-batch; on the last stage logits [1, t / cp, vocab / tp], or what
         `score_positions` says."""
         positions = shard.select(batch.positions)
         packed_params = make_packed_params(batch.lengths, shard, positions)
         experts = shard.select(batch.routed_experts) if len(batch.routed_experts) else batch.routed_experts
-        with self.routing.bind_micro_batch(chunk, shard.select(batch.token_indices), experts, not batch.sample_indices, known or {}):
+        with self.routing.bind_micro_batch(chunk, shard.select(batch.token_indices), experts, not batch.sample_indices, known):
             return chunk(shard.select(batch.tokens), positions, None, packed_seq_params=packed_params)
 
     def _run(

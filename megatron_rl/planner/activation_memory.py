@@ -301,11 +301,17 @@ def _kept_limit(candidate: Candidate, inputs: FormulaInputs) -> float:
 
 
 def count_logprob_activations(job: Workload, candidate: Candidate, stage: int) -> float:
-    """Return the bytes of a pass without gradient, which keeps nothing: one layer at a time, and its sum by the tree, else what an
-    adapter of a dense MLP adds to gate and up, before and after it is scaled; then the logits."""
+    """Return the bytes of a pass without gradient, which keeps nothing: one layer at a time, and its sum by the tree or what an adapter
+    adds; then the logits."""
     layout = candidate.train
     inputs = FormulaInputs(job, layout, job.tokens_per_rank(layout.cp))
-    widens = job.model.adapters is not None and "linear_fc1" in job.model.adapters.targets and job.model.experts is None
-    added = 2 * inputs.tokens * 2 * job.model.ffn / layout.tp * job.high_bytes if widens else 0
-    layer = max(size for _, size in _stage_layers(inputs, stage)) + (_count_tree_sums(inputs) or added)
+    layer = max(size for _, size in _stage_layers(inputs, stage)) + (_count_tree_sums(inputs) or _count_adapter_sum(inputs))
     return max(layer, count_logits(inputs, False) if stage == layout.pp - 1 else 0)
+
+
+def _count_adapter_sum(inputs: FormulaInputs) -> float:
+    """Return the bytes of what an adapter of a dense MLP adds to gate and up, before and after it is scaled."""
+    model = inputs.job.model
+    if model.adapters is None or "linear_fc1" not in model.adapters.targets or model.experts is not None:
+        return 0
+    return 2 * inputs.tokens * 2 * model.ffn / inputs.layout.tp * inputs.job.high_bytes

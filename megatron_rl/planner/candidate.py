@@ -37,8 +37,7 @@ class Workload:
     def from_config(cls, config: Config, hf_config: Mapping[str, Any]) -> Workload:
         """Raise UserError where the configuration does not fit the model, whatever the layouts."""
         check(Facts(config, hf_config), PLAN)
-        model = config.make_geometry(hf_config)
-        return cls(replace(model, trains_mtp=config.train.mtp_loss_scaling_factor > 0), config, hf_config)
+        return cls(config.make_trained_geometry(hf_config), config, hf_config)
 
     @cached_property
     def contract(self) -> PrecisionContract:

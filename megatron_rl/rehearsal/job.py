@@ -24,7 +24,6 @@ import gc
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -167,8 +166,7 @@ def _run(config: Config, layout: Layout, gpu: FakeGpu, scratch: Path) -> None:
     begin("sync")
     _pack_chunks(config, layout, actor, shards, hf_config)
     begin("checkpoint")
-    geometry = replace(config.make_geometry(hf_config), trains_mtp=config.train.mtp_loss_scaling_factor > 0)
-    files = RehearsedFiles(gpu, geometry, layout)
+    files = RehearsedFiles(gpu, config.make_trained_geometry(hf_config), layout)
     with files.in_place_of_disk():
         saved = _save(config, layout, actor, critic, hf_config, scratch)
         files.complete_as_rank0(saved / "mcore")

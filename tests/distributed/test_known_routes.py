@@ -6,9 +6,9 @@ import shutil
 from typing import Any
 
 import pytest
-import torch
 from support import mtp, mtp_training, routing, trainer
 from support.models import FP8, random_sequences
+from support.same_bits import assert_same
 
 from parallel.layout import Layout
 
@@ -42,18 +42,6 @@ def compare(worlds, run, layout: Layout, *args: Any) -> list[dict[str, Any]]:
         assert_same(ours["results"], theirs["results"])
     assert sum(rank["free"] for rank in known) < sum(rank["free"] for rank in counted)  # a stage may have no experts
     return known
-
-
-def assert_same(ours: Any, theirs: Any) -> None:
-    if isinstance(theirs, dict):
-        assert ours.keys() == theirs.keys()
-        for name, value in theirs.items():
-            assert_same(ours[name], value)
-    elif isinstance(theirs, list):
-        for one, other in zip(ours, theirs, strict=True):
-            assert_same(one, other)
-    else:
-        assert torch.equal(ours, theirs) if isinstance(theirs, torch.Tensor) else ours == theirs
 
 
 @pytest.mark.parametrize("layout, model, precision, train", [*CASES, *(pytest.param(*case, marks=pytest.mark.long) for case in LONG)])

@@ -145,34 +145,25 @@ def context_in_tensor_ranks() -> Any:
     return replaced(ContextShard, "for_this_rank", make)
 
 
-def tokens_among_replicas() -> Any:
-    """Tokens go to the ranks that have the same experts."""
+def tokens_among(get_group: str) -> Any:
+    """Tokens go to the ranks of a group that `parallel_state` has."""
     from megatron.core import parallel_state
     from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
     def make(plain: Any) -> Any:
         def start(self: Any, *args: Any, **options: Any) -> None:
             plain(self, *args, **options)
-            self.ep_group = parallel_state.get_expert_data_parallel_group()
+            self.ep_group = getattr(parallel_state, get_group)()
 
         return start
 
     return replaced(MoEAlltoAllTokenDispatcher, "__init__", make)
 
 
-def tokens_among_parts_of_experts() -> Any:
-    """Tokens go to the ranks that have other parts of the same experts."""
-    from megatron.core import parallel_state
-    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
-
-    def make(plain: Any) -> Any:
-        def start(self: Any, *args: Any, **options: Any) -> None:
-            plain(self, *args, **options)
-            self.ep_group = parallel_state.get_expert_tensor_parallel_group()
-
-        return start
-
-    return replaced(MoEAlltoAllTokenDispatcher, "__init__", make)
+tokens_among_replicas = partial(tokens_among, "get_expert_data_parallel_group")
+"""Tokens go to the ranks that have the same experts."""
+tokens_among_parts_of_experts = partial(tokens_among, "get_expert_tensor_parallel_group")
+"""Tokens go to the ranks that have other parts of the same experts."""
 
 
 def experts_among_replicas() -> Any:

@@ -31,7 +31,7 @@ from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.hf.routing_record import RoutingShape
 from megatron_rl.mcore import reduce
 from megatron_rl.mcore.context_parallel import ContextShard
-from megatron_rl.mcore.layers.token_counts import KnownRoutes, LayerCounts, count_ahead
+from megatron_rl.mcore.layers.token_counts import UNKNOWN, KnownRoutes, LayerCounts, count_ahead
 from megatron_rl.mcore.layers.weight_gradient import take_weights
 from megatron_rl.mcore.two_batch import OfMicroBatch
 from megatron_rl.metrics import declare
@@ -93,9 +93,6 @@ class Router(TopKRouter):
             return scores if self.config.moe_router_pre_softmax else scores.softmax(-1)
         unbiased = scores if self.expert_bias is None else scores - self.expert_bias
         return unbiased / unbiased.sum(-1, keepdim=True)
-
-
-_UNKNOWN: KnownRoutes = {}
 
 
 @dataclass(frozen=True)
@@ -234,7 +231,7 @@ class ModelRouters:
 
     @contextmanager
     def bind_micro_batch(
-        self, chunk: Any, token_indices: torch.Tensor, experts: torch.Tensor, empty: bool = False, known: KnownRoutes = _UNKNOWN
+        self, chunk: Any, token_indices: torch.Tensor, experts: torch.Tensor, empty: bool = False, known: KnownRoutes = UNKNOWN
     ) -> Iterator[None]:
         """Within the context, run one forward pass of this chunk, or of its wrapper, on these positions: `MicroBatch.token_indices` [1, t]
         and `routed_experts`, or a context-parallel rank's part of them. `empty`: the whole micro-batch holds no sample. `known`: of
@@ -247,7 +244,7 @@ class ModelRouters:
         recorded = self._select_own(experts) if len(experts) else None
         batch = RoutedMicroBatch(own_indices, own_indices < 0, empty, recorded, self.replay_enabled, self._stats, known)
         # layers for multi-token prediction have no record
-        ahead = replace(batch, routed_experts=None, replay=False, stats=None, known=_UNKNOWN)
+        ahead = replace(batch, routed_experts=None, replay=False, stats=None, known=UNKNOWN)
         batches = [batch if replay.router.layer_number <= self.shape.num_layers else ahead for replay in replays]
         for replay, own in zip(replays, batches, strict=True):
             replay.forward_batch = own
@@ -273,7 +270,7 @@ class ModelRouters:
         """Return where this rank's tokens go in each micro-batch, if its routers replay. Collective; no wait is left for the passes."""
         shape, layers = self.shape, sorted(router.layer_number - 1 for router in self._list_recorded())
         if shape is None or not (layers and self.replay_enabled and batches.has_records):
-            return [_UNKNOWN] * len(batches)
+            return [UNKNOWN] * len(batches)
 
         def pack(number: int) -> torch.Tensor:
             shard = ContextShard.for_this_rank(batches.list_lengths(number))

@@ -28,7 +28,9 @@ class LayerCounts:
 
 
 KnownRoutes = Mapping[int, LayerCounts]
-"""Of one micro-batch, by layer; empty where routers choose."""
+"""Of one micro-batch, by layer."""
+UNKNOWN: KnownRoutes = {}
+"""Where routers choose."""
 
 
 def start_count(routing_map: torch.Tensor) -> Callable[[], LayerCounts]:
