@@ -81,9 +81,18 @@ class Hash:
         return self._state.hexdigest()
 
 
+def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor's bytes in row order, uint8 [numel * itemsize] on its device; shares memory if the tensor is contiguous.
+
+    `contiguous()` keeps the strides of a tensor with one element, whatever they are, and `view(torch.uint8)` refuses a stride other than 1.
+    """
+    values = tensor.detach().contiguous()
+    return values.as_strided((values.numel(),), (1,)).view(torch.uint8)
+
+
 def raw_bytes(tensor: torch.Tensor) -> np.ndarray:
     """Return the tensor's bytes as uint8 [numel * itemsize]; shares memory where the tensor is contiguous and on the CPU."""
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy()
+    return flat_bytes(tensor).cpu().numpy()
 
 
 def digest(tensor: torch.Tensor, rect: Rect) -> str:
@@ -102,5 +111,5 @@ def digest_all(tensors: Mapping[str, torch.Tensor], named_rects: Sequence[NamedR
 
 def _start_hash(tensor: torch.Tensor, rect: Rect) -> Hash:
     rect_hash, values = Hash(), view_rect(tensor, rect)
-    rect_hash.update(values.detach().contiguous().reshape(-1).view(torch.uint8) if tensor.is_cuda else raw_bytes(values))
+    rect_hash.update(flat_bytes(values) if tensor.is_cuda else raw_bytes(values))
     return rect_hash

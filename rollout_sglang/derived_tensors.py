@@ -22,7 +22,7 @@ import torch
 
 from megatron_rl.precision.fp8 import dequantize_weight
 from megatron_rl.precision.quantized_weight import QuantizedWeight
-from parallel.digest import Hash, as_byte_matrix
+from parallel.digest import Hash, as_byte_matrix, flat_bytes
 from rollout_sglang.hooks import dequant_cache
 from rollout_sglang.tensor_walk import FoundTensor, find_tensors
 
@@ -184,7 +184,7 @@ def _compare(found: FoundTensor, expected: torch.Tensor) -> None:
     actual = found.tensor.detach()
     if (actual.dtype, actual.shape) != (expected.dtype, expected.shape):
         raise ValueError(f"{found.path} is {actual.dtype} {list(actual.shape)}, made again {expected.dtype} {list(expected.shape)}")
-    wrong = (_bytes(actual) != _bytes(expected)).view(actual.numel(), -1).any(1)
+    wrong = (flat_bytes(actual) != flat_bytes(expected)).view(actual.numel(), -1).any(1)
     if wrong.any():
         raise ValueError(
             f"{found.path} is stale: {int(wrong.sum())} of its {actual.numel()} values are not those made from the proved bytes"
@@ -193,9 +193,5 @@ def _compare(found: FoundTensor, expected: torch.Tensor) -> None:
 
 def _fingerprint(tensor: torch.Tensor) -> str:
     values = Hash()
-    values.update(as_byte_matrix(_bytes(tensor.detach()).view(1, -1)))
+    values.update(as_byte_matrix(flat_bytes(tensor).view(1, -1)))
     return f"{tensor.dtype} {list(tensor.shape)} {values.hexdigest()}"
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)

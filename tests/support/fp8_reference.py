@@ -10,6 +10,7 @@ import torch
 
 from megatron_rl.precision.backends.token_groups import TokenGroups
 from megatron_rl.precision.fp8 import quantize_1x128, quantize_128x1
+from parallel.digest import flat_bytes
 
 both_scale_formats = pytest.mark.parametrize("scale_format", ["pow2", "fp32"])
 
@@ -93,10 +94,7 @@ def _part(columns, x, groups, index):
 
 def same_bits(got: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...]) -> bool:
     """Equal shapes and equal bits."""
-    return all(
-        a.shape == b.shape and torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
-        for a, b in zip(got, expected, strict=True)
-    )
+    return all(a.shape == b.shape and torch.equal(flat_bytes(a), flat_bytes(b)) for a, b in zip(got, expected, strict=True))
 
 
 FloatArray = np.ndarray[tuple[int, ...], np.dtype[np.float32]]

@@ -15,7 +15,7 @@ from megatron_rl.config.sync import SyncConfig
 from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.sync.plan import SyncPlan
 from parallel.chunking import Chunk
-from parallel.digest import digest, make_stored_tensors, view_bytes
+from parallel.digest import digest, digest_all, flat_bytes, make_stored_tensors, view_bytes
 from parallel.layout import Layout
 from parallel.megatron_shards import build_trainer_shards
 from parallel.model_geometry import ModelGeometry
@@ -139,3 +139,12 @@ def test_a_chunk_that_does_not_fit_the_engine_is_named(place, nbytes, line):
     chunk = Chunk(0, 0, 0, nbytes, (), (place,))
     with pytest.raises(ValueError, match=line):
         check_targets(make_target_packer({"w": torch.zeros(3, 5)}, [chunk]), [chunk])
+
+
+def test_a_single_value_of_any_stride_has_bytes():
+    """The scales of one block cut out of a transposed matrix: `contiguous()` returns such a tensor as it is."""
+    scales = torch.arange(8, dtype=torch.float32).view(2, 4).t()[2:3, :1]
+    assert scales.stride() == (1, 4) and scales.is_contiguous()
+    assert flat_bytes(scales.t()).view(torch.float32).tolist() == [2.0]
+    whole = Rect(0, 0, 1, 1)
+    assert digest_all({"scales": scales.t()}, [("scales", whole)]) == [digest(torch.tensor([[2.0]]), whole)]
