@@ -1,7 +1,7 @@
 """How values are stored: the one table of number formats, and the precision modes made of them. No torch.
 
 Everything that stores, moves or counts weights carries a `TensorFormat`, or asks a function from a weight's role to one. A new format is a
-row of `FORMATS` and of `MODES` here, its quantizer (`megatron_rl.precision.quantizers`) and its product (`megatron_rl.precision.backends`);
+row of `FORMATS` and of `MODES` here, its quantizer (`megatron_rl.precision.quantizers`) and its product (`megatron_rl.kernels.linear`);
 docs/extending.md has the recipe.
 """
 

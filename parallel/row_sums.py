@@ -1,6 +1,6 @@
 """The order of row-parallel sums: a binary tree over blocks of 128 numbers, whose nodes are what tensor-parallel ranks hold. No torch.
 
-`megatron_rl.precision.ops.tree` computes them.
+`megatron_rl.kernels.sums.reference` computes them.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ LEAF = 128
 GATHERED_WHOLE = 1 << 14
 """Results up to which ranks send all their partial sums to all: one message for two."""
 GPU_TILE = 64
-"""Rows and columns of results that a program of `megatron_rl.precision.ops.tree_triton` computes."""
+"""Rows and columns of results that a program of `megatron_rl.kernels.sums.triton` computes."""
 
 
 def halve(leaves: int) -> int:

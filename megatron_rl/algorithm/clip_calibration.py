@@ -28,7 +28,7 @@ Bounds = tuple[float, float]
 LogprobFunction = Callable[[list[TrainingSample], bool], list[torch.Tensor]]
 """(samples, quantized) -> log-probs of each sample's answer tokens under the current weights."""
 AddUp = Callable[[Sequence[float]], list[float]]
-"""Sums of numbers over replicas; collective (`mcore.reduce.sum_over_replicas`)."""
+"""Sums of numbers over replicas; collective (`mcore.passes.reduce.sum_over_replicas`)."""
 
 _LOW_GRID = [0.5 + 0.02 * step for step in range(21)]
 _HIGH_GRID = [1.2 + 0.02 * step for step in range(41)]

@@ -37,7 +37,7 @@ _MEANS = (
 )
 
 SumSamples = Callable[[torch.Tensor], torch.Tensor]
-"""Sums of the rows float64 [own samples, k] of all replicas in the order of the step, [k]; collective (`mcore.reduce.sum_samples`)."""
+"""Sums of the rows float64 [own samples, k] of all replicas in the order of the step, [k]; collective (`mcore.passes.reduce.sum_samples`)."""
 
 
 def sum_alone(rows: torch.Tensor) -> torch.Tensor:

@@ -17,8 +17,8 @@ import torch
 from megatron_rl.batch.kept_tokens import pad_kept_tokens
 from megatron_rl.batch.packing import compute_costs, pack, round_up
 from megatron_rl.batch.training_sample import TrainingSample
-from megatron_rl.precision.ops.batch_invariant import MIN_ROWS
-from megatron_rl.precision.ops.device_copy import copy_to_device
+from megatron_rl.kernels.batch_invariant import MIN_ROWS
+from megatron_rl.kernels.device_copy import copy_to_device
 
 _EMPTY = torch.empty(0)
 _OPTIONAL_FIELDS = ("values", "returns", "teacher_logprobs")
@@ -213,7 +213,7 @@ def make_micro_batches(
     step together. One without a sample holds only padding.
 
     `cp_size` context-parallel ranks share the positions of every sample, which is padded to a multiple of 2 * `cp_size`
-    (`mcore.context_parallel`), and compute at most `max_tokens` each. The number of micro-batches is a multiple of `vpp_group`.
+    (`mcore.passes.context_parallel`), and compute at most `max_tokens` each. The number of micro-batches is a multiple of `vpp_group`.
 
     `padding_experts` [layers, k]: experts of positions without a token, where the micro-batches have the samples' records; else empty.
     """

@@ -18,7 +18,7 @@ from itertools import accumulate, pairwise
 VALUE_ROWS = 1024
 """Rows of hidden numbers that a value head has in FP32 at a time."""
 LOGITS_PER_CHUNK, LOGITS_PER_GPU_CHUNK = 1 << 25, 1 << 27
-"""Logits that a trainer's rank holds at a time (`mcore.logprobs`): 128 MiB in FP32, with FP32 copies; on a GPU 256 MiB in BF16, without.
+"""Logits that a trainer's rank holds at a time (`mcore.passes.logprobs`): 128 MiB in FP32, with FP32 copies; on a GPU 256 MiB in BF16, without.
 Every chunk reads the output layer's weight, and reads and writes its FP32 gradient."""
 
 

@@ -57,7 +57,7 @@ class Totals:
 
 
 Combine = Callable[[Totals], Totals]
-"""Returns the totals of all replicas from those of this one; collective (`mcore.reduce.combine`)."""
+"""Returns the totals of all replicas from those of this one; collective (`mcore.passes.reduce.combine`)."""
 
 
 def combine_alone(totals: Totals) -> Totals:

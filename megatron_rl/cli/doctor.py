@@ -22,7 +22,7 @@ from rich.table import Table
 
 from megatron_rl.cli.doctor_gpu import INSTALL, find_pitfalls, run_command
 from megatron_rl.errors import UserError
-from megatron_rl.precision.backends import requirements
+from megatron_rl.kernels.linear import requirements
 from megatron_rl.versions import find_version
 
 TESTED = {"torch": "2.13.0", "megatron-core": "0.16.1", "sglang": "0.5.23"}

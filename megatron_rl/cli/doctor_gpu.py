@@ -19,7 +19,7 @@ from typing import NamedTuple
 from packaging.utils import canonicalize_name
 
 from megatron_rl.errors import UserError
-from megatron_rl.precision.backends.requirements import MIN_CUDA, find_nvcc, parse_version
+from megatron_rl.kernels.linear.requirements import MIN_CUDA, find_nvcc, parse_version
 from megatron_rl.rollout import memory_saver
 
 INSTALL = "bash launch/install_gpu.sh"

@@ -176,7 +176,7 @@ def export(
         if align is None and (tensor_parallel, expert_tensor_parallel) != (1, None):
             raise UserError("--tensor-parallel", tensor_parallel, "says for how many ranks --align widens", "add --align 128")
         from megatron_rl.hf.align import Alignment
-        from megatron_rl.mcore.export import export_checkpoint
+        from megatron_rl.mcore.weights.export import export_checkpoint
 
         alignment = Alignment(align, tensor_parallel, expert_tensor_parallel or 0) if align else None
         export_checkpoint(checkpoint, output, precision, alignment)

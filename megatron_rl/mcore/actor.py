@@ -22,28 +22,28 @@ from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.config import TrainConfig
 from megatron_rl.distributed import raise_on_all_ranks
 from megatron_rl.errors import RunError
-from megatron_rl.mcore import nan_finder, reduce
-from megatron_rl.mcore.buckets import finish_gathers, start_gathers, wrap_chunks
+from megatron_rl.kernels.device_copy import copy_to_device
 from megatron_rl.mcore.checkpoint.optimizer import flatten_chained
-from megatron_rl.mcore.context_parallel import ContextShard
-from megatron_rl.mcore.layers.experts import free_frozen_operands
+from megatron_rl.mcore.layers.linear.output_layer import score_positions
+from megatron_rl.mcore.layers.linear.quantized_linear import find_quantized_layers
+from megatron_rl.mcore.layers.moe.experts import free_frozen_operands
+from megatron_rl.mcore.layers.moe.router import ModelRouters
+from megatron_rl.mcore.layers.moe.token_counts import UNKNOWN, KnownRoutes
 from megatron_rl.mcore.layers.mtp import Lookahead, copy_embedding
-from megatron_rl.mcore.layers.output_layer import score_positions
-from megatron_rl.mcore.layers.quantized_linear import find_quantized_layers
-from megatron_rl.mcore.layers.router import ModelRouters
-from megatron_rl.mcore.layers.token_counts import UNKNOWN, KnownRoutes
-from megatron_rl.mcore.learning_rate import LearningRateSchedule
 from megatron_rl.mcore.names import ModelChunks, get_model_chunks, global_name
-from megatron_rl.mcore.offload import OptimizerOffloader
-from megatron_rl.mcore.packed_sequences import make_packed_params
-from megatron_rl.mcore.pipeline import make_stage_options, split_input
-from megatron_rl.mcore.quantizing_optimizer import check_finite
-from megatron_rl.mcore.scored_positions import ScoredPositions
-from megatron_rl.mcore.step_response import StepResponse
-from megatron_rl.mcore.two_batch import run_in_turns
+from megatron_rl.mcore.optim.buckets import finish_gathers, start_gathers, wrap_chunks
+from megatron_rl.mcore.optim.learning_rate import LearningRateSchedule
+from megatron_rl.mcore.optim.offload import OptimizerOffloader
+from megatron_rl.mcore.optim.quantizing_optimizer import check_finite
+from megatron_rl.mcore.optim.step_response import StepResponse
+from megatron_rl.mcore.passes import nan_finder, reduce
+from megatron_rl.mcore.passes.context_parallel import ContextShard
+from megatron_rl.mcore.passes.packed_sequences import make_packed_params
+from megatron_rl.mcore.passes.pipeline import make_stage_options, split_input
+from megatron_rl.mcore.passes.scored_positions import ScoredPositions
+from megatron_rl.mcore.passes.two_batch import run_in_turns
 from megatron_rl.metrics import declare
 from megatron_rl.observability import profiling
-from megatron_rl.precision.ops.device_copy import copy_to_device
 from parallel.formats import BLOCK
 
 Loss = Callable[..., tuple[torch.Tensor, dict[str, torch.Tensor]]]
@@ -256,7 +256,7 @@ class Actor(Policy):
         self.offloader = OptimizerOffloader(self._forward_chunks, self.optimizer, self._device)
 
     def offload_optimizer(self) -> None:
-        """Free device memory that only `update` needs; does nothing on a CPU. See `mcore.offload`."""
+        """Free device memory that only `update` needs; does nothing on a CPU. See `mcore.optim.offload`."""
         if self._device.type != "cpu":
             free_frozen_operands(self.chunks)
             get_global_memory_buffer().buffer.clear()  # in which Megatron's layers gather their input
@@ -268,7 +268,7 @@ class Actor(Policy):
 
     def update(self, samples: list[TrainingSample], loss: Loss) -> dict[str, float]:
         """Take one optimizer step on the samples of all replicas. Return `grad_norm`, `learning_rate`, `tokens/padding` (the share of
-        micro-batch positions without a token), the step's response (`mcore.step_response`) and the loss's metrics as means over answer
+        micro-batch positions without a token), the step's response (`mcore.optim.step_response`) and the loss's metrics as means over answer
         tokens.
 
         Collective: every rank passes its replica's samples, and gets the same result. Raise RunError where the loss or the gradient is not

@@ -1,4 +1,4 @@
-"""The critic of PPO: an actor whose output layer gives values (`layers.value_head`).
+"""The critic of PPO: an actor whose output layer gives values (`mcore.layers.linear.value_head`).
 
 It trains by the same passes, optimizer and FP8 blocks. No engine ever gets it.
 """

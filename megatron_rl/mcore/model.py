@@ -28,21 +28,21 @@ from megatron.core.utils import configure_nvtx_profiling
 
 from megatron_rl.config import TrainConfig
 from megatron_rl.errors import as_user_error
-from megatron_rl.mcore import quantizing_optimizer
+from megatron_rl.kernels.swiglu import reference as swiglu
 from megatron_rl.mcore.checkpoint.rng import seed_python_and_numpy
+from megatron_rl.mcore.layers.linear.output_layer import install_output_layer
+from megatron_rl.mcore.layers.linear.plain import install_embedding
+from megatron_rl.mcore.layers.linear.value_head import install_value_head
 from megatron_rl.mcore.layers.mtp import LookaheadModel
 from megatron_rl.mcore.layers.norm_fusion import connect_norms
-from megatron_rl.mcore.layers.output_layer import install_output_layer
-from megatron_rl.mcore.layers.plain import install_embedding
 from megatron_rl.mcore.layers.spec import build_decoder_spec
-from megatron_rl.mcore.layers.value_head import install_value_head
-from megatron_rl.mcore.load_weights import set_formats
 from megatron_rl.mcore.model_options import attention_options, expert_options, layout_options, recompute_options
 from megatron_rl.mcore.names import ModelChunks, get_model_chunks
+from megatron_rl.mcore.optim import quantizing_optimizer
 from megatron_rl.mcore.platform import adam, cpu
+from megatron_rl.mcore.weights.load_weights import set_formats
 from megatron_rl.observability.profiling import runs_under_nsys
 from megatron_rl.precision.contract import PrecisionContract
-from megatron_rl.precision.ops import swiglu
 from parallel.formats import BF16, TensorFormat
 from parallel.layout import Layout
 from parallel.megatron_shards import padded_vocabulary

@@ -22,7 +22,7 @@ def layout_options(layout: Layout, train: TrainConfig) -> dict[str, Any]:
         "overlap_p2p_comm": layout.vpp > 1,  # where two stages follow each other in turn, batched messages get mixed up
         "batch_p2p_comm": layout.vpp == 1,
         "batch_p2p_sync": False,  # a wait for the device that only old releases of PyTorch need
-        "variable_seq_lengths": layout.pp > 1,  # see `mcore.pipeline`
+        "variable_seq_lengths": layout.pp > 1,  # see `mcore.passes.pipeline`
         "context_parallel_size": layout.cp,
         "expert_model_parallel_size": layout.ep,
         "expert_tensor_parallel_size": layout.etp,

@@ -20,11 +20,12 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 
 from megatron_rl.errors import RunError
-from megatron_rl.mcore.layers.mla import AbsorbedLatentAttention
+from megatron_rl.kernels.linear import make_grouped_backend
+from megatron_rl.kernels.rope.reference import rotates_rows
+from megatron_rl.mcore.layers.attention.mla import AbsorbedLatentAttention
+from megatron_rl.mcore.layers.linear.row_parallel import TreeRowParallelLinear
+from megatron_rl.mcore.layers.linear.value_head import ValueHead
 from megatron_rl.mcore.layers.norms import NormedAdd
-from megatron_rl.mcore.layers.row_parallel import TreeRowParallelLinear
-from megatron_rl.mcore.layers.value_head import ValueHead
-from megatron_rl.precision.backends import make_grouped_backend
 from megatron_rl.precision.graph.decoder import (
     AttentionPrecision,
     DecoderPrecision,
@@ -46,7 +47,6 @@ from megatron_rl.precision.graph.formats import (
     unquantized_format,
 )
 from megatron_rl.precision.graph.graph import PrecisionGraph, TensorPrecision, merge_graphs
-from megatron_rl.precision.ops.rope import rotates_rows
 from parallel.adapters import NAMES
 from parallel.mtp_layers import MEGATRON_PREFIX
 

@@ -143,7 +143,7 @@ def _attention(inputs: FormulaInputs) -> float:
     angles = 4 * model.head_dim * model.rope.share if inputs.cpu else 0
     size += tokens * inputs.job.high_bytes * ((q + 2 * kv) + (q + kv) + angles + q)
     size += 0 if inputs.cpu else 4 * tokens * heads
-    at_once = not inputs.cpu and model.rope.share == 1 and model.head_dim & (model.head_dim - 1) == 0  # `precision.ops.split_heads`
+    at_once = not inputs.cpu and model.rope.share == 1 and model.head_dim & (model.head_dim - 1) == 0  # `kernels.heads.split_heads`
     if model.qk_norm and not at_once:
         size += _norm(inputs, tokens * heads, model.head_dim, own_input=1 < groups < heads)
         size += _norm(inputs, tokens * groups, model.head_dim, own_input=False)
@@ -185,7 +185,7 @@ def _experts(inputs: FormulaInputs) -> float:
 
 
 def count_logits(inputs: FormulaInputs, training: bool, kept: int = 0) -> float:
-    """Return the peak bytes of what `mcore.logprobs` makes of a chunk of logits on the last stage, b bytes a value: on a GPU they alone,
+    """Return the peak bytes of what `mcore.passes.logprobs` makes of a chunk of logits on the last stage, b bytes a value: on a GPU they alone,
     without top_k; on a CPU two FP32 copies, and in training at another time a BF16 weight's gradient [V / tp, h] before it is added.
     `kept`: how often a micro-batch's logits are kept whole, which a GPU does where there is no top_k."""
     job, vocabulary = inputs.job, inputs.job.model.vocab / inputs.layout.tp

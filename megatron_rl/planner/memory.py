@@ -150,7 +150,7 @@ def _count_operands(job: Workload, shard: Shard, format: TensorFormat) -> int:
 
 
 def count_operand_bytes(backend: str, format: TensorFormat, rows: int, cols: int) -> int:
-    """Return what `precision.backends` keeps of a weight beside its blocks: dequantized values, or a transposed copy with its scales."""
+    """Return what `kernels.linear` keeps of a weight beside its blocks: dequantized values, or a transposed copy with its scales."""
     if backend == "emulated":
         return 4 * rows * cols
     if backend == "deep_gemm":

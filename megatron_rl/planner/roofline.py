@@ -145,7 +145,7 @@ def _estimate_layers(job: Workload, candidate: Candidate, cluster: Cluster, prod
         # bytes and scales go to the experts where no gradient is wanted
         saved = 1 - (1 + 4 / BLOCK) / job.high_bytes if fp8 and not job.contract.sums_by_tree and products != 3 else 0
         expert_traffic = (2 * directions - saved) * rows / _bandwidth(layout.ep * layout.etp, cluster)
-    if layout.cp > 1:  # tokens for heads and back (q, k, v and the result), as mcore.context_parallel does
+    if layout.cp > 1:  # tokens for heads and back (q, k, v and the result), as mcore.passes.context_parallel does
         heads = 2 * model.heads + 2 * model.kv_heads
         width = heads * model.head_dim / layout.tp * (layout.cp - 1) / layout.cp
         context_traffic = directions * tokens * width * job.high_bytes / _bandwidth(layout.tp * layout.cp, cluster)

@@ -43,7 +43,7 @@ class PrecisionContract:
     backend: str = "emulated"
     """Library that computes the trainer's products; every backend keeps the contract."""
     reduction: str = "tree"
-    """Order of row-parallel sums: "tree" (`precision.ops.tree`) or "fast"."""
+    """Order of row-parallel sums: "tree" (`kernels.sums.reference`) or "fast"."""
     kv: str = "high"
     """Keys and values in the engine's cache: "high", "e4m3" or "e4m3_per_layer" (`precision.kv_cache`)."""
 

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import torch
 
+from megatron_rl.kernels.batch_invariant import all_threads, append_zeros
 from megatron_rl.precision.contract import AMAX_EPSILON, E4M3_MAX
-from megatron_rl.precision.ops.batch_invariant import all_threads, append_zeros
 from megatron_rl.precision.quantized_weight import QuantizedWeight, expand_scales
 from parallel.formats import BLOCK, FP8
 

@@ -6,7 +6,7 @@ import os
 
 from megatron_rl.config.hosts import is_loopback
 from megatron_rl.errors import UserError
-from megatron_rl.precision.backends import requirements
+from megatron_rl.kernels.linear import requirements
 from megatron_rl.preflight.rule import Facts, Needs, rule
 from megatron_rl.rollout import memory_saver
 from megatron_rl.rollout.engine import find_engine_launcher

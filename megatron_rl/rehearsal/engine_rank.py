@@ -1,6 +1,6 @@
 """The engine's side of a rehearsal: what SGLang would make of the model on a Hopper GPU, against what a sync would send.
 
-SGLang runs in a process of its own (`rollout_sglang.rehearsed_rank`), with tensors that have a shape and no memory.
+SGLang runs in a process of its own (`rollout_sglang.rehearsal.rank`), with tensors that have a shape and no memory.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class EngineRankReport:
     fault: str
     """The first thing that a run on GPUs would refuse when its engines are up; "" for none."""
     forward: dict[str, Any] | None = None
-    """What its passes did: `rollout_sglang.rehearsed_forward.ForwardRehearsal`, with seconds of roofline. None for ranks that ran none."""
+    """What its passes did: `rollout_sglang.rehearsal.forward.ForwardRehearsal`, with seconds of roofline. None for ranks that ran none."""
     workspace: int = 0
     """Bytes that the plan leaves for passes and CUDA graphs."""
 
@@ -68,7 +68,7 @@ def rehearse_engine(config: Config, planned: int, gpu: Gpu) -> list[EngineRankRe
     """Rehearse the first and the last rank of an engine, whose weights take `planned` bytes by the plan. Raise RunError, with SGLang's last
     words, if it cannot build the model."""
     contract, ranks = PrecisionContract.from_config(config.precision), sorted({0, config.rollout.tp - 1})
-    command = [sys.executable, "-m", "rollout_sglang.rehearsed_rank", ",".join(map(str, ranks))]
+    command = [sys.executable, "-m", "rollout_sglang.rehearsal.rank", ",".join(map(str, ranks))]
     job = json.dumps({"config": config.model_dump(mode="json"), "gpu": asdict(gpu)})
     done = subprocess.run(command, input=job, capture_output=True, text=True, timeout=_SECONDS, check=False)
     if done.returncode:

@@ -42,12 +42,12 @@ from megatron_rl.mcore.actor import Actor, Policy
 from megatron_rl.mcore.checkpoint.folder import checkpoint_folder, unfinished_folder
 from megatron_rl.mcore.checkpoint.write import load_run_checkpoint
 from megatron_rl.mcore.critic import Critic
-from megatron_rl.mcore.layers.experts import free_frozen_operands
-from megatron_rl.mcore.layers.grouped_experts import GroupedLinear
-from megatron_rl.mcore.layers.quantized_linear import QuantizedLinear
-from megatron_rl.mcore.layers.router import RoutedMicroBatch, RoutingReplay
-from megatron_rl.mcore.load_weights import collect_named_tensors
+from megatron_rl.mcore.layers.linear.quantized_linear import QuantizedLinear
+from megatron_rl.mcore.layers.moe.experts import free_frozen_operands
+from megatron_rl.mcore.layers.moe.grouped_experts import GroupedLinear
+from megatron_rl.mcore.layers.moe.router import RoutedMicroBatch, RoutingReplay
 from megatron_rl.mcore.model import start_megatron, stop_megatron
+from megatron_rl.mcore.weights.load_weights import collect_named_tensors
 from megatron_rl.observability import profiling
 from megatron_rl.planner.candidate import MEAN_LENGTH_SHARE
 from megatron_rl.planner.hardware import Gpu

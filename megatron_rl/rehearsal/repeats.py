@@ -14,7 +14,7 @@ from unittest import mock
 
 import torch
 
-from megatron_rl.mcore import master_spread
+from megatron_rl.mcore.weights import master_spread
 from megatron_rl.precision import fp8
 from megatron_rl.precision.slices import WeightSlice
 from megatron_rl.rehearsal.device import FakeGpu, set_value

@@ -30,7 +30,7 @@ PLANNED = {
     "resume": "resume",
 }
 """The rehearsal's phases, in which everything is allocated, and the plan's."""
-_MAY_WAIT = "megatron_rl/mcore/layers/token_counts.py"
+_MAY_WAIT = "megatron_rl/mcore/layers/moe/token_counts.py"
 """An all-to-all of experts' tokens must know on the host how many go where: once a layer whose router replays no record."""
 _LINES = 12
 

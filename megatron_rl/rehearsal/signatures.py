@@ -37,7 +37,7 @@ def compare_installed() -> list[str] | None:
             from megatron_rl.rehearsal.hopper import build_stubs
 
             environment |= build_stubs(Path(folder), Path(sysconfig.get_paths()["purelib"]))
-        command = [sys.executable, "-m", "rollout_sglang.rehearsed_signatures"]
+        command = [sys.executable, "-m", "rollout_sglang.rehearsal.signatures"]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode and not done.stdout:
         return [f"the installed libraries cannot be compared: {(done.stderr.strip().splitlines() or [''])[-1]}"]

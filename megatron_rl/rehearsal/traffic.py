@@ -94,13 +94,13 @@ def name_kind(operator: str, dtype: str, line: str) -> str:
 _BY_LINE = (
     ("logprobs", "log-probs"), ("vocabulary", "log-probs"), ("digest", "sync"), ("fused_bias_dropout", "residual add"),
     ("cross_entropy", "log-probs"), ("policy_loss", "log-probs"),
-    ("quantizing_optimizer", "optimizer"), ("layers/master", "optimizer"), ("optimizer", "optimizer"), ("clip_grads", "optimizer"),
+    ("quantizing_optimizer", "optimizer"), ("mcore/layers/linear/master", "optimizer"), ("optimizer", "optimizer"), ("clip_grads", "optimizer"),
     ("core/distributed/", "gradient buffers"), ("gradient", "gradient buffers"), ("buckets", "gradient buffers"),
     ("parallel/transport", "sync"), ("hash", "sync"),
-    ("tensor_parallel/mappings", "communication's copies"), ("backends/gather", "communication's copies"),
+    ("tensor_parallel/mappings", "communication's copies"), ("kernels/linear/gather", "communication's copies"),
     ("token_dispatcher", "communication's copies"), ("row_sums", "communication's copies"), ("p2p", "communication's copies"),
-    ("quant", "quantization"), ("precision/backends", "quantization"), ("precision/slices", "quantization"),
-    ("ops/heads", "queries and keys"),
+    ("quant", "quantization"), ("kernels/linear", "quantization"), ("precision/slices", "quantization"),
+    ("kernels/heads/reference", "queries and keys"),
     ("norm", "norms"), ("rope", "rope"), ("rotary", "rope"), ("swiglu", "SwiGLU"), ("activation", "SwiGLU"),
     ("attention", "attention"), ("residual", "residual add"), ("transformer_layer", "residual add"),
 )  # fmt: skip

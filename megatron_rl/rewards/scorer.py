@@ -17,8 +17,8 @@ from megatron_rl.config.reward import RewardConfig, RewardFunctionConfig
 from megatron_rl.errors import RunError, UserError
 from megatron_rl.plugs import REWARDS
 from megatron_rl.rewards.http import HttpRewardClient
-from megatron_rl.rewards.worker_pool import RewardFunctionSpec, RewardPool
 from megatron_rl.types import Problem, Reward
+from megatron_rl.workers.pool import RewardFunctionSpec, RewardPool
 
 _MOST_REASONS = 3
 

@@ -6,8 +6,8 @@ import logging
 from collections.abc import Sequence
 
 from megatron_rl.config.environment import EnvironmentConfig
-from megatron_rl.rewards.worker_pool import WorkerPool
 from megatron_rl.rollout.environments.base import Episode, StepResult, load_environment
+from megatron_rl.workers.pool import WorkerPool
 
 _log = logging.getLogger(__name__)
 

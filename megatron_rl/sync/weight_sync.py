@@ -92,7 +92,7 @@ class WeightSync:
         notify: Callable[[str], None] = lambda _: None,
     ) -> None:
         """`read_named_tensors` returns this rank's live tensors after the last optimizer step, as
-        `mcore.load_weights.collect_named_tensors` does. Raises UserError for a transport that cannot work on these machines."""
+        `mcore.weights.load_weights.collect_named_tensors` does. Raises UserError for a transport that cannot work on these machines."""
         self.plan, self._engine, self._read_named_tensors, self._settings = plan, engine, read_named_tensors, settings
         self._rank, self._canary, self._notify = dist.get_rank(), canary, notify
         self._proof = ByteProof(plan, engine)

@@ -21,10 +21,10 @@ from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.config import Config
 from megatron_rl.distributed import Rank0
 from megatron_rl.errors import RunError
-from megatron_rl.mcore import reduce
 from megatron_rl.mcore.actor import Actor
-from megatron_rl.mcore.engine_emulation import emulate_engine
-from megatron_rl.mcore.replicas import count_replicas, scatter_samples
+from megatron_rl.mcore.passes import reduce
+from megatron_rl.mcore.passes.engine_emulation import emulate_engine
+from megatron_rl.mcore.passes.replicas import count_replicas, scatter_samples
 from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.precision.exactness import list_inexact
 from megatron_rl.rollout.engine import Engine
@@ -58,7 +58,7 @@ class Canary:
         self, actor: Actor, prompts_B: list[np.ndarray], sampling: SamplingParams, bound: float, emulated: TensorFormat | None = None
     ) -> None:
         """`bound`: of |log p trainer - log p engine|, in nats. `emulated`: the engine's format, where the trainer is to multiply as an
-        engine that alone is quantized (`mcore.engine_emulation`)."""
+        engine that alone is quantized (`mcore.passes.engine_emulation`)."""
         self._actor, self._prompts_B, self._sampling, self._bound, self._emulated = actor, prompts_B, sampling, bound, emulated
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="megatron-rl-canary")
         self._answers: Future[list[list[Generation]]] | None = None
@@ -110,7 +110,7 @@ class Canary:
 
 
 _MEASURED = ("AVX2", "AVX512")
-"""CPUs on which `precision.ops.batch_invariant` was measured, as torch calls them."""
+"""CPUs on which `kernels.batch_invariant` was measured, as torch calls them."""
 
 
 def promises_exactness(config: Config, hf_config: dict[str, Any]) -> bool:

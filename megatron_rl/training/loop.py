@@ -19,7 +19,7 @@ from megatron_rl.algorithm.importance_weights import assign_corrections
 from megatron_rl.config import Config
 from megatron_rl.distributed import Rank0
 from megatron_rl.evaluation.held_out import compute_eval_metrics
-from megatron_rl.mcore import reduce
+from megatron_rl.mcore.passes import reduce
 from megatron_rl.observability import hang_watchdog
 from megatron_rl.observability.signals import check_stop
 from megatron_rl.rollout.async_worker import AsyncRolloutWorker

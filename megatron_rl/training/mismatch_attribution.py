@@ -23,9 +23,9 @@ import torch
 from megatron_rl.algorithm.kl import k3
 from megatron_rl.batch.totals import Combine, Totals, combine_alone
 from megatron_rl.batch.training_sample import TrainingSample
-from megatron_rl.mcore import reduce
 from megatron_rl.mcore.actor import Policy
-from megatron_rl.mcore.engine_emulation import emulate_cache, emulate_engine
+from megatron_rl.mcore.passes import reduce
+from megatron_rl.mcore.passes.engine_emulation import emulate_cache, emulate_engine
 from megatron_rl.metrics import declare
 from parallel.formats import TensorFormat
 
@@ -46,7 +46,7 @@ class MismatchAttribution:
         engine_format: TensorFormat,
         engine_alone_quantizes_kv: bool = False,
     ) -> None:
-        """`read_named_tensors` returns the weights as the engine has them (`mcore.load_weights.collect_named_tensors`); `engine_format`
+        """`read_named_tensors` returns the weights as the engine has them (`mcore.weights.load_weights.collect_named_tensors`); `engine_format`
         and `engine_alone_quantizes_kv` are those of `PrecisionContract`."""
         self._policy, self._read_named_tensors, self._format = policy, read_named_tensors, engine_format
         self._emulates_cache = engine_alone_quantizes_kv

@@ -12,13 +12,13 @@ from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.config import Config
 from megatron_rl.hf.files import read_config
 from megatron_rl.mcore.actor import Actor, Policy
-from megatron_rl.mcore.adapters import FrozenPolicy, install_adapters
-from megatron_rl.mcore.cache_scales import renew_scales
 from megatron_rl.mcore.critic import Critic
-from megatron_rl.mcore.load_weights import build_rank_shards, global_parameters, load_checkpoint
-from megatron_rl.mcore.master_spread import MasterSpread
 from megatron_rl.mcore.model import build_model, freeze
 from megatron_rl.mcore.names import ModelChunks
+from megatron_rl.mcore.weights.adapters import FrozenPolicy, install_adapters
+from megatron_rl.mcore.weights.cache_scales import renew_scales
+from megatron_rl.mcore.weights.load_weights import build_rank_shards, global_parameters, load_checkpoint
+from megatron_rl.mcore.weights.master_spread import MasterSpread
 from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.training.canary import LONGEST, make_prompts
 from parallel.layout import Layout
@@ -86,7 +86,7 @@ def _load(
 
 
 def _choose_scales(config: Config, policy: Policy, hf_config: Mapping[str, Any]) -> None:
-    """Give a starting policy its scales of keys and values (`mcore.cache_scales`), by a forward pass over random tokens."""
+    """Give a starting policy its scales of keys and values (`mcore.weights.cache_scales`), by a forward pass over random tokens."""
     if PrecisionContract.from_config(config.precision).scales_kv_by_layer:
         prompts = make_prompts(8, hf_config["vocab_size"], min(config.longest_sequence, LONGEST), config.train.seed)
         samples = [TrainingSample(torch.from_numpy(ids[:-1]), torch.from_numpy(ids[-1:])) for ids in prompts]

@@ -26,11 +26,11 @@ from megatron_rl.batch.totals import Totals
 from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.config import Config
 from megatron_rl.distributed import Rank0, run_on_rank0
-from megatron_rl.mcore import reduce
 from megatron_rl.mcore.actor import TOTAL_LOSS, Actor, Policy
-from megatron_rl.mcore.cache_scales import renew_scales
-from megatron_rl.mcore.layers.quantized_linear import disable_quantization
-from megatron_rl.mcore.layers.router import DIFFERS
+from megatron_rl.mcore.layers.linear.quantized_linear import disable_quantization
+from megatron_rl.mcore.layers.moe.router import DIFFERS
+from megatron_rl.mcore.passes import reduce
+from megatron_rl.mcore.weights.cache_scales import renew_scales
 from megatron_rl.metrics import declare
 from megatron_rl.rollout.engine import Engine
 from megatron_rl.rollout.worker import RolloutBatch

@@ -10,7 +10,7 @@ import psutil
 import torch
 
 from megatron_rl.distributed import Rank0, gather_from_ranks
-from megatron_rl.mcore import reduce
+from megatron_rl.mcore.passes import reduce
 from megatron_rl.metrics import STEP_SECONDS, declare
 from megatron_rl.observability import hang_watchdog
 from megatron_rl.observability.profiling import StepProfiler

@@ -21,7 +21,7 @@ from megatron_rl.config import Config
 from megatron_rl.distributed import errors_on_all_ranks, run_on_rank0
 from megatron_rl.errors import RunError
 from megatron_rl.hf.routing_record import RoutingShape
-from megatron_rl.mcore.replicas import count_replicas, scatter_samples
+from megatron_rl.mcore.passes.replicas import count_replicas, scatter_samples
 from megatron_rl.rollout.worker import RolloutBatch, build_sample_rows, compute_rollout_metrics, select_evenly
 
 if TYPE_CHECKING:  # loaded where a run replays

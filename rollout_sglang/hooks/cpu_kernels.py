@@ -1,7 +1,7 @@
 """SGLang's operators on a CPU, with the trainer's bits: in place of its Triton kernels, or around its own code.
 
-Every operator calls the function that the trainer's forward pass calls: `megatron_rl.precision.fp8_products.fprop` and those of
-`megatron_rl.precision.ops.batch_invariant`. Experts: `rollout_sglang.hooks.cpu_moe`.
+Every operator calls the function that the trainer's forward pass calls: `megatron_rl.kernels.linear.products.fprop` and those of
+`megatron_rl.kernels.batch_invariant`. Experts: `rollout_sglang.hooks.cpu_moe`.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
+from megatron_rl.kernels import batch_invariant
+from megatron_rl.kernels.linear.products import fprop, fprop_by_tree, value_dtype
+from megatron_rl.kernels.sums import reference as tree
 from megatron_rl.precision.fp8 import dequantize_weight
-from megatron_rl.precision.fp8_products import fprop, fprop_by_tree, value_dtype
-from megatron_rl.precision.ops import batch_invariant, tree
 from megatron_rl.precision.quantized_weight import QuantizedWeight
 from parallel.formats import BLOCK
 from rollout_sglang.hooks import seeded_sampling, tree_reduction

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from megatron_rl.kernels.batch_invariant import multiply_heads
 from megatron_rl.precision.fp8 import dequantize_weight
-from megatron_rl.precision.ops.batch_invariant import multiply_heads
 from megatron_rl.precision.quantized_weight import QuantizedWeight
 from parallel.formats import BLOCK
 

@@ -3,11 +3,11 @@
     y = sum over the chosen experts e of  p_e * (silu(x G_e^T) * (x U_e^T)) D_e^T
 
 w13 [E, 2I, H] holds [G ; U] of every expert of this rank, w2 [E, H, I] holds D. An expert's output is rounded to x's dtype, weighted and
-rounded again, as in SGLang's GPU kernels and in Megatron. FP8 experts run `megatron_rl.precision.fp8_products` twice, as two linear layers
+rounded again, as in SGLang's GPU kernels and in Megatron. FP8 experts run `megatron_rl.kernels.linear.products` twice, as two linear layers
 would, INT8 experts `megatron_rl.precision.int8.int8_matmul`: tokens are quantised before w13, and again before w2.
 
 With `precision.reduction = "tree"`, the ranks that cut an expert (SGLang's moe_tp) first add their float32 parts of its output, then those
-that share the experts (moe_ep) their float32 sums, both by the trainer's trees (`ops.tree`, `ops.expert_sum`). SGLang all-reduces later,
+that share the experts (moe_ep) their float32 sums, both by the trainer's trees (`kernels.sums.reference`, `kernels.experts.expert_sum`). SGLang all-reduces later,
 together with shared experts: the first rank returns the sum and the others zeros. Else each rank adds its experts in ascending order, in
 float32, and rounds once; the sum over ranks is SGLang's all-reduce.
 """
@@ -20,9 +20,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from megatron_rl.kernels.batch_invariant import InvariantRouting
+from megatron_rl.kernels.experts.expert_sum import sum_experts
 from megatron_rl.precision import int8
-from megatron_rl.precision.ops.batch_invariant import InvariantRouting
-from megatron_rl.precision.ops.expert_sum import sum_experts
 from megatron_rl.precision.quantized_weight import QuantizedWeight
 from parallel.formats import BLOCK
 from rollout_sglang.hooks import adapters, gpu_activation_quant, tree_reduction

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from megatron_rl.precision.ops.batch_invariant import invariant_matmul
+from megatron_rl.kernels.batch_invariant import invariant_matmul
 
 
 def compute_router_logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

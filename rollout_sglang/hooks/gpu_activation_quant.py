@@ -53,7 +53,7 @@ def quantize(x: torch.Tensor, data: torch.Tensor, scale: torch.Tensor) -> None:
     does not trace into it.
     """
     scale_format = get_scale_format()
-    from megatron_rl.precision.backends.triton_quantize import quantize_into
+    from megatron_rl.kernels.quantize.triton import quantize_into
 
     quantize_into(x, data, scale, scale_format)
 

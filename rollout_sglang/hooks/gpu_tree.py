@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from megatron_rl.precision.ops import tree
+from megatron_rl.kernels.sums import reference as tree
 from rollout_sglang.hooks import gpu_activation_quant
 
 

@@ -1,5 +1,5 @@
 """Row-parallel layers of the engine with the trainer's sums: FP32 partial sums of each rank, added by the tree of
-`megatron_rl.precision.ops.tree`, and rounded once. SGLang's all-reduce adds rounded ones, in an order that depends on the ranks."""
+`megatron_rl.kernels.sums.reference`, and rounded once. SGLang's all-reduce adds rounded ones, in an order that depends on the ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from megatron_rl.precision.ops import tree
+from megatron_rl.kernels.sums import reference as tree
 from rollout_sglang.hooks import adapters, gpu_tree
 
 REDUCTION_VARIABLE = "MEGATRON_RL_REDUCTION"

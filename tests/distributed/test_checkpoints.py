@@ -12,7 +12,7 @@ from support.models import FP8, random_sequences, read_weights
 
 from megatron_rl.errors import RunError, UserError
 from megatron_rl.mcore.checkpoint.load import read_state
-from megatron_rl.mcore.export import convert
+from megatron_rl.mcore.weights.export import convert
 from parallel.layout import Layout
 
 # Sequence parallelism, which experts need, cuts the batch's width: it is even with this seed.

@@ -7,7 +7,7 @@ import torch
 from support import trainer
 
 from megatron_rl.batch.kept_tokens import make_kept_tokens, pad_kept_tokens
-from megatron_rl.mcore.logprobs import Targets
+from megatron_rl.mcore.passes.logprobs import Targets
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -19,7 +19,7 @@ from megatron_rl.hf.files import read_config
 from megatron_rl.hf.mtp_layers import MTPCopy, MTPLayers
 from megatron_rl.hf.read import HFCheckpoint
 from megatron_rl.mcore.checkpoint.folder import find_damage
-from megatron_rl.mcore.export import convert
+from megatron_rl.mcore.weights.export import convert
 from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.precision.fp8 import dequantize_weight
 from megatron_rl.precision.quantized_weight import QuantizedWeight

@@ -15,7 +15,7 @@ from support.models import FP8, FP32, random_sequences, read_weights
 from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.hf.files import read_config
 from megatron_rl.hf.read import HFCheckpoint
-from megatron_rl.mcore.export import convert
+from megatron_rl.mcore.weights.export import convert
 from parallel.layout import Layout
 from parallel.model_geometry import ModelGeometry
 

@@ -7,8 +7,8 @@ from safetensors.torch import save_file
 from support import trainer
 from support.models import FP8, FP32, make_checkpoint, random_sequences, read_weights
 
-from megatron_rl.mcore.export import export_checkpoint
-from megatron_rl.mcore.step_response import CHANGED, RESPONSE
+from megatron_rl.mcore.optim.step_response import CHANGED, RESPONSE
+from megatron_rl.mcore.weights.export import export_checkpoint
 from parallel.layout import Layout
 
 STEP = {"learning_rate": 1e-4}

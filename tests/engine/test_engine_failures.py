@@ -10,7 +10,7 @@ from support.models import FP8, edit_config, make_checkpoint, random_sequences
 from support.processes import family, until
 
 from megatron_rl.errors import RunError
-from megatron_rl.mcore.export import convert
+from megatron_rl.mcore.weights.export import convert
 
 PROMPTS = [sample.prompt_ids.tolist() for sample in random_sequences(4, seed=1)]
 

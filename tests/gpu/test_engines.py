@@ -27,7 +27,7 @@ from support.timing import run_in_child
 
 from megatron_rl.config import PrecisionConfig
 from megatron_rl.config.sync import SyncConfig
-from megatron_rl.precision.backends import requirements
+from megatron_rl.kernels.linear import requirements
 
 PRECISIONS = {
     "bf16": PrecisionConfig(mode="bf16", reduction="fast"),

@@ -7,7 +7,7 @@ import pytest
 from support.shipped import check_aims, rehearse_shipped, rehearse_trainers
 
 STAGES = "--train.layout.pp=4,--train.layout.last_stage_layers=13,--train.layout.dp=1"
-COUNTS = "megatron_rl/mcore/layers/token_counts.py"
+COUNTS = "megatron_rl/mcore/layers/moe/token_counts.py"
 LAYERS = {"qwen2_5_32b": 0, "qwen3_30b_a3b": 22, "qwen3_235b_a22b": 4}
 """Layers with experts of the last stage."""
 EXCHANGES = {"qwen2_5_32b": set(), "qwen3_30b_a3b": {"ep 8"}, "qwen3_235b_a22b": {"ep 8", "tp 8"}}

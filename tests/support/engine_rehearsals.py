@@ -124,7 +124,7 @@ def _run(folder: Path, name: str) -> Any:
 
     from megatron_rl.config import load_config
     from megatron_rl.planner.hardware import GPUS
-    from rollout_sglang.rehearsed_rank import describe_job, run_rank
+    from rollout_sglang.rehearsal.rank import describe_job, run_rank
 
     overrides, plant, model = CASES[name]
     own = folder / name.replace(" ", "_")
@@ -139,7 +139,7 @@ def _run(folder: Path, name: str) -> Any:
 
 
 def main(folder: Path, names: list[str]) -> None:
-    from rollout_sglang import rehearsed_rank
+    from rollout_sglang.rehearsal import rank as rehearsed_rank
 
     rehearsed_rank.believe_in_a_gpu()
     rehearsed_rank.import_sglang()

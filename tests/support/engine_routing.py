@@ -10,7 +10,7 @@ import torch
 
 from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.hf.routing_record import extend_routing_record
-from megatron_rl.mcore.engine_emulation import emulate_engine
+from megatron_rl.mcore.passes.engine_emulation import emulate_engine
 from support.trainer import Trainer
 from support.trainer_engine import current, join_logprobs
 

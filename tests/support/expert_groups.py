@@ -13,11 +13,11 @@ import torch.distributed as dist
 
 from examples.arithmetic.supervised import negative_log_likelihood
 from megatron_rl.batch.training_sample import TrainingSample
-from megatron_rl.mcore.layers import experts
+from megatron_rl.kernels.experts.deep_gemm import view_as_one
+from megatron_rl.kernels.experts.reference import scatter_tokens
+from megatron_rl.kernels.swiglu import reference as swiglu
+from megatron_rl.mcore.layers.moe import experts
 from megatron_rl.mcore.precision_graph import read_rank_graph
-from megatron_rl.precision.backends.deep_gemm_experts import view_as_one
-from megatron_rl.precision.ops import swiglu
-from megatron_rl.precision.ops.token_rows import scatter_tokens
 from parallel.layout import Layout
 from support import fake_gpu_libraries
 from support.trainer import Trainer, own

@@ -11,8 +11,8 @@ from unittest import mock
 import torch
 
 from megatron_rl.hf.files import read_config
-from megatron_rl.mcore import export
 from megatron_rl.mcore.checkpoint.load import RunWeights
+from megatron_rl.mcore.weights import export
 from parallel.layout import Coordinates, Layout
 from parallel.megatron_shards import build_megatron_shards
 from parallel.model_geometry import ModelGeometry

@@ -13,9 +13,11 @@ from typing import Any
 
 import torch
 
+from megatron_rl.kernels import batch_invariant
+from megatron_rl.kernels.experts.reference import scatter_tokens, weigh
+from megatron_rl.kernels.sums import reference as tree
+from megatron_rl.kernels.swiglu import reference as swiglu
 from megatron_rl.precision.fp8 import quantize_1x128, quantize_128x1
-from megatron_rl.precision.ops import batch_invariant, swiglu, tree
-from megatron_rl.precision.ops.token_rows import scatter_tokens, weigh
 from support.tree_sums import dequantize
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -28,11 +30,11 @@ def install(monkeypatch: Any) -> None:
         vars(fake).update(members)
         monkeypatch.setitem(sys.modules, name, fake)
 
-    module("megatron_rl.precision.backends.triton_quantize", quantize_activation=quantize_activation, quantize_into=quantize_into)
-    module("megatron_rl.precision.backends.triton_swiglu", quantize_swiglu=quantize_swiglu)
-    module("megatron_rl.precision.backends.triton_spread", pack=pack, quantize_weighed=quantize_weighed, spread_packed=spread_packed)
-    module("megatron_rl.precision.backends.triton_norm", quantize_norm=quantize_norm)
-    module("megatron_rl.precision.ops.tree_triton", multiply_nodes=multiply_nodes)
+    module("megatron_rl.kernels.quantize.triton", quantize_activation=quantize_activation, quantize_into=quantize_into)
+    module("megatron_rl.kernels.swiglu.triton_quantized", quantize_swiglu=quantize_swiglu)
+    module("megatron_rl.kernels.experts.triton_spread", pack=pack, quantize_weighed=quantize_weighed, spread_packed=spread_packed)
+    module("megatron_rl.kernels.norm.triton_quantized", quantize_norm=quantize_norm)
+    module("megatron_rl.kernels.sums.triton", multiply_nodes=multiply_nodes)
     module(
         "deep_gemm",
         fp8_gemm_nt=fp8_gemm_nt,

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from megatron_rl.config.sync import SyncConfig
 from megatron_rl.distributed import Rank0
 from megatron_rl.mcore.checkpoint.write import CheckpointWriter
-from megatron_rl.mcore.export import convert
-from megatron_rl.mcore.layers.quantized_linear import find_quantized_layers
+from megatron_rl.mcore.layers.linear.quantized_linear import find_quantized_layers
+from megatron_rl.mcore.weights.export import convert
 from megatron_rl.sync.plan import SyncPlan
 from megatron_rl.sync.weight_sync import WeightSync
 from parallel.layout import EngineLayout, Layout

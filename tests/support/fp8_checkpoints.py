@@ -82,8 +82,8 @@ def import_and_export(
     folder: Path, precision: dict[str, Any], to: Path, layout: Layout | None = None
 ) -> tuple[int, int, dict[str, torch.Tensor]]:
     """Import a checkpoint, export it as it is. Return how many FP8 layers adopted blocks, how many there are, and rank 0's masters."""
-    from megatron_rl.mcore.layers.quantized_linear import find_quantized_layers
-    from megatron_rl.mcore.quantizing_optimizer import requantize
+    from megatron_rl.mcore.layers.linear.quantized_linear import find_quantized_layers
+    from megatron_rl.mcore.optim.quantizing_optimizer import requantize
     from support.gathered import save_live
 
     trainer = _trainer(folder, precision, layout)
@@ -112,7 +112,7 @@ def spread_masters(
 def step(folder: Path, precision: dict[str, Any], batch: list[TrainingSample], learning_rate: float) -> dict[str, list[str]]:
     """One optimizer step. Names of FP8 layers: all, those whose blocks still are the checkpoint's, and those whose blocks are the
     quantised master."""
-    from megatron_rl.mcore.layers.quantized_linear import find_quantized_layers, reorder_rows
+    from megatron_rl.mcore.layers.linear.quantized_linear import find_quantized_layers, reorder_rows
     from megatron_rl.precision.fp8 import quantize_weight
     from support.trainer import Trainer, negative_log_likelihood
 

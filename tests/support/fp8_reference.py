@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_rl.precision.backends.token_groups import TokenGroups
+from megatron_rl.kernels.experts.token_groups import TokenGroups
 from megatron_rl.precision.fp8 import quantize_1x128, quantize_128x1
 from parallel.digest import flat_bytes
 
@@ -36,7 +36,7 @@ def uneven(tokens: int, width: int, dtype: torch.dtype, device: str = "cpu") -> 
 
 def check_kernel(x: torch.Tensor, scale_format: str, groups: Sequence[int] | None = None) -> None:
     """`quantize_activation` of x: bytes, scales and layouts; asking for one half gives the same half."""
-    from megatron_rl.precision.backends.triton_quantize import quantize_activation
+    from megatron_rl.kernels.quantize.triton import quantize_activation
 
     table = None if groups is None else TokenGroups.from_counts(groups, x.device)
     rows, columns = quantize_activation(x, scale_format, rows=True, columns=True, groups=table)
@@ -51,7 +51,7 @@ def check_kernel(x: torch.Tensor, scale_format: str, groups: Sequence[int] | Non
 
 def check_into(x: torch.Tensor, scale_format: str) -> None:
     """`quantize_into` of x: bytes and scales, for the layouts that an engine's kernels ask for; nothing else is written."""
-    from megatron_rl.precision.backends.triton_quantize import quantize_into
+    from megatron_rl.kernels.quantize.triton import quantize_into
 
     for data, scale in engine_layouts(x):
         quantize_into(x, data, scale, scale_format)

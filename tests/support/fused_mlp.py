@@ -11,10 +11,10 @@ import torch
 
 from examples.arithmetic.supervised import negative_log_likelihood
 from megatron_rl.batch.training_sample import TrainingSample
-from megatron_rl.mcore.activation_hooks import record_activations
+from megatron_rl.kernels.linear import make_backend
+from megatron_rl.kernels.swiglu import reference as swiglu
 from megatron_rl.mcore.layers import spec
-from megatron_rl.precision.backends import make_backend
-from megatron_rl.precision.ops import swiglu
+from megatron_rl.mcore.passes.activation_hooks import record_activations
 from support import fake_gpu_libraries
 from support.trainer import Trainer, own
 

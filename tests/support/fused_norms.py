@@ -13,11 +13,12 @@ import torch
 
 from examples.arithmetic.supervised import negative_log_likelihood
 from megatron_rl.batch.training_sample import TrainingSample
+from megatron_rl.kernels.linear import make_backend
+from megatron_rl.kernels.rope import reference as rope
 from megatron_rl.mcore import actor
-from megatron_rl.mcore.activation_hooks import record_activations
-from megatron_rl.mcore.layers import attention, norm_fusion
-from megatron_rl.precision.backends import make_backend
-from megatron_rl.precision.ops import rope
+from megatron_rl.mcore.layers import norm_fusion
+from megatron_rl.mcore.layers.attention.attention import attention
+from megatron_rl.mcore.passes.activation_hooks import record_activations
 from support import fake_gpu_libraries
 from support.trainer import Trainer, own
 
@@ -30,9 +31,9 @@ def run_norms(folder: Path, batch: list[TrainingSample], precision: dict[str, An
         fake_gpu_libraries.install(patch)
         patch.setattr(norm_fusion, "is_fused", lambda _: fused)
         patch.setattr(actor, "count_row_multiple", lambda config, *_: 128 * config.tensor_model_parallel_size)
-        kernels: Any = sys.modules["megatron_rl.precision.backends.triton_norm"]
+        kernels: Any = sys.modules["megatron_rl.kernels.norm.triton_quantized"]
         patch.setattr(kernels, "quantize_norm", kernel := mock.Mock(side_effect=kernels.quantize_norm))
-        quantizers: Any = sys.modules["megatron_rl.precision.backends.triton_quantize"]
+        quantizers: Any = sys.modules["megatron_rl.kernels.quantize.triton"]
         patch.setattr(quantizers, "quantize_activation", quantizer := mock.Mock(side_effect=quantizers.quantize_activation))
         trainer = Trainer(folder, precision, {"learning_rate": 1e-12, "clip_grad": 0.0, "recompute": recompute, "micro_batch_tokens": 1000})
         logprobs, _ = trainer.actor.compute_logprobs(batch)

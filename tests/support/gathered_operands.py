@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel import mappings
 
-from megatron_rl.mcore.layers import quantized_matmul
-from megatron_rl.mcore.layers.quantized_linear import QuantizedRowParallelLinear
-from megatron_rl.precision.backends import make_backend
-from megatron_rl.precision.backends.base import Operand
+from megatron_rl.kernels.linear import make_backend
+from megatron_rl.kernels.linear.base import Operand
+from megatron_rl.mcore.layers.linear import quantized_matmul
+from megatron_rl.mcore.layers.linear.quantized_linear import QuantizedRowParallelLinear
 from parallel.formats import FP8
 from support import fake_gpu_libraries
 from support.fp8_reference import uneven

@@ -10,15 +10,15 @@ import torch
 from examples.arithmetic.supervised import negative_log_likelihood
 from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.config.lora import LoraConfig
-from megatron_rl.mcore.adapter_export import export_adapters
-from megatron_rl.mcore.adapters import FrozenPolicy, list_adapted_layers
 from megatron_rl.mcore.checkpoint.load import read_state
 from megatron_rl.mcore.checkpoint.optimizer import flatten_chained, iter_stepped
 from megatron_rl.mcore.checkpoint.write import CheckpointWriter, load_run_checkpoint
-from megatron_rl.mcore.layers.quantized_linear import list_quantized_layers
-from megatron_rl.mcore.load_weights import global_parameters
+from megatron_rl.mcore.layers.linear.quantized_linear import list_quantized_layers
 from megatron_rl.mcore.names import global_name
-from megatron_rl.mcore.replicas import select_own
+from megatron_rl.mcore.passes.replicas import select_own
+from megatron_rl.mcore.weights.adapter_export import export_adapters
+from megatron_rl.mcore.weights.adapters import FrozenPolicy, list_adapted_layers
+from megatron_rl.mcore.weights.load_weights import global_parameters
 from parallel.adapters import NAMES
 from parallel.layout import Layout
 from support.trainer import Trainer, compute_logprobs, own

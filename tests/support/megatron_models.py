@@ -20,16 +20,16 @@ from megatron_rl.config.lora import LoraConfig
 from megatron_rl.hf.files import read_config
 from megatron_rl.mcore.actor import Actor
 from megatron_rl.mcore.checkpoint.optimizer import MOMENTS, flatten_chained, iter_masters
-from megatron_rl.mcore.layers.quantized_linear import (
+from megatron_rl.mcore.layers.linear.quantized_linear import (
     QuantizedColumnParallelLinear,
     QuantizedRowParallelLinear,
     find_quantized_layers,
 )
-from megatron_rl.mcore.load_weights import build_rank_shards, collect_named_tensors, load_checkpoint
 from megatron_rl.mcore.model import QuantizedTransformerConfig, build_model, start_megatron
 from megatron_rl.mcore.names import get_model_chunks
-from megatron_rl.mcore.quantizing_optimizer import is_quantized
-from megatron_rl.mcore.replicas import select_own
+from megatron_rl.mcore.optim.quantizing_optimizer import is_quantized
+from megatron_rl.mcore.passes.replicas import select_own
+from megatron_rl.mcore.weights.load_weights import build_rank_shards, collect_named_tensors, load_checkpoint
 from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.precision.fp8 import quantize_weight
 from parallel.digest import make_stored_tensors, raw_bytes, view_rect

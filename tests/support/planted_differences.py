@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from megatron_rl.mcore.layers.quantized_linear import find_quantized_layers
+from megatron_rl.mcore.layers.linear.quantized_linear import find_quantized_layers
 from parallel.formats import FP8
 
 

@@ -108,7 +108,7 @@ def doubled_activation(times: int = 4) -> Any:
 def gather_in_wrong_group() -> Any:
     from megatron.core import parallel_state
 
-    from megatron_rl.precision.backends import gather
+    from megatron_rl.kernels.linear import gather
 
     def make(plain: Any) -> Any:
         return lambda x, group: plain(x, parallel_state.get_data_parallel_group())
@@ -120,7 +120,7 @@ def gather_among_context_ranks() -> Any:
     """The group has the size of the tensor-parallel one, and the ranks exchange no weights either."""
     from megatron.core import parallel_state
 
-    from megatron_rl.precision.backends import gather
+    from megatron_rl.kernels.linear import gather
 
     def make(plain: Any) -> Any:
         return lambda x, group: plain(x, parallel_state.get_context_parallel_group())
@@ -134,7 +134,7 @@ def context_in_tensor_ranks() -> Any:
 
     from megatron.core import parallel_state
 
-    from megatron_rl.mcore.context_parallel import ContextShard
+    from megatron_rl.mcore.passes.context_parallel import ContextShard
 
     def make(plain: Any) -> Any:
         def shard(cls: Any, lengths: list[int]) -> Any:
@@ -216,13 +216,13 @@ def sum_from_unknown_line() -> Any:
 
 def routes_counted_in_passes() -> Any:
     """Nothing is counted before a pass."""
-    from megatron_rl.mcore.layers.router import ModelRouters
+    from megatron_rl.mcore.layers.moe.router import ModelRouters
 
     return replaced(ModelRouters, "count_ahead", lambda _: lambda self, batches: [{}] * len(batches))
 
 
 def refused_scales() -> Any:
-    from megatron_rl.precision.backends.deep_gemm import DeepGemmBackend
+    from megatron_rl.kernels.linear.deep_gemm import DeepGemmBackend
 
     def make(plain: Any) -> Any:
         def prepare(self: Any, blocks: Any, row_order: Any) -> Any:

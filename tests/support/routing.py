@@ -17,8 +17,8 @@ from megatron_rl.batch.micro_batch import MicroBatch
 from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.errors import RunError
 from megatron_rl.mcore import model as models
-from megatron_rl.mcore.layers.experts import Dispatcher
-from megatron_rl.mcore.layers.router import ModelRouters, Router
+from megatron_rl.mcore.layers.moe.experts import Dispatcher
+from megatron_rl.mcore.layers.moe.router import ModelRouters, Router
 from megatron_rl.rollout.worker import RolloutBatch
 from parallel.layout import Layout
 from support.models import FP8, FP32

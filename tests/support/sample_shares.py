@@ -8,7 +8,7 @@ from unittest import mock
 from megatron_rl.batch.packing import compute_costs, deal
 from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.distributed import is_rank0
-from megatron_rl.mcore import replicas
+from megatron_rl.mcore.passes import replicas
 from parallel.layout import Layout
 from support.trainer import start
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel import all_gather_last_dim_from_tensor_parallel_region
 
-from megatron_rl.mcore.layers.shared_heads import exchange_heads
+from megatron_rl.mcore.layers.attention.shared_heads import exchange_heads
 from support import trainer
 
 DIM, TOKENS = 8, 5

@@ -27,27 +27,37 @@ from megatron_rl.config.lora import LoraConfig
 from megatron_rl.errors import RunError
 from megatron_rl.hf.align import Alignment
 from megatron_rl.hf.files import read_config
-from megatron_rl.mcore import logprobs as scoring
-from megatron_rl.mcore import reduce, step_response
+from megatron_rl.kernels.rope import reference as rope
+from megatron_rl.kernels.sums import reference as tree
+from megatron_rl.kernels.swiglu import reference as swiglu
 from megatron_rl.mcore.actor import Actor, Policy
-from megatron_rl.mcore.adapters import install_adapters
-from megatron_rl.mcore.cache_scales import collect_scales, renew_scales
 from megatron_rl.mcore.checkpoint.optimizer import MOMENTS, flatten_chained, iter_masters, iter_stepped
 from megatron_rl.mcore.checkpoint.write import CheckpointWriter
-from megatron_rl.mcore.context_parallel import ContextShard
-from megatron_rl.mcore.export import export_checkpoint
-from megatron_rl.mcore.layers import mla, spec
-from megatron_rl.mcore.layers.output_layer import score_positions
-from megatron_rl.mcore.layers.quantized_linear import disable_quantization, find_quantized_layers
-from megatron_rl.mcore.load_weights import build_rank_shards, collect_named_tensors, find_weight_layers, global_parameters, load_checkpoint
-from megatron_rl.mcore.master_spread import MasterSpread
+from megatron_rl.mcore.layers import spec
+from megatron_rl.mcore.layers.attention.attention import mla
+from megatron_rl.mcore.layers.linear.output_layer import score_positions
+from megatron_rl.mcore.layers.linear.quantized_linear import disable_quantization, find_quantized_layers
 from megatron_rl.mcore.model import build_model, start_megatron, stop_megatron
 from megatron_rl.mcore.names import get_model_chunks
-from megatron_rl.mcore.quantizing_optimizer import requantize
-from megatron_rl.mcore.replicas import select_own
-from megatron_rl.mcore.scored_positions import ScoredPositions
+from megatron_rl.mcore.optim import step_response
+from megatron_rl.mcore.optim.quantizing_optimizer import requantize
+from megatron_rl.mcore.passes import logprobs as scoring
+from megatron_rl.mcore.passes import reduce
+from megatron_rl.mcore.passes.context_parallel import ContextShard
+from megatron_rl.mcore.passes.replicas import select_own
+from megatron_rl.mcore.passes.scored_positions import ScoredPositions
+from megatron_rl.mcore.weights.adapters import install_adapters
+from megatron_rl.mcore.weights.cache_scales import collect_scales, renew_scales
+from megatron_rl.mcore.weights.export import export_checkpoint
+from megatron_rl.mcore.weights.load_weights import (
+    build_rank_shards,
+    collect_named_tensors,
+    find_weight_layers,
+    global_parameters,
+    load_checkpoint,
+)
+from megatron_rl.mcore.weights.master_spread import MasterSpread
 from megatron_rl.precision.contract import PrecisionContract
-from megatron_rl.precision.ops import rope, swiglu, tree
 from megatron_rl.precision.quantized_weight import QuantizedWeight
 from megatron_rl.precision.quantizers import dequantize
 from parallel.layout import Layout

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron_rl.precision.ops import tree
+from megatron_rl.kernels.sums import reference as tree
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -33,7 +33,7 @@ def make_operands(tokens: int, features: int, width: int, dtype: torch.dtype) ->
 
 def check_kernel(tokens: int, features: int, width: int, device: str, dtype: torch.dtype) -> None:
     """`multiply_nodes` of these operands has the bits of the reference on a CPU; so have some of the rows, and ranks' halves added."""
-    from megatron_rl.precision.ops.tree_triton import multiply_nodes
+    from megatron_rl.kernels.sums.triton import multiply_nodes
 
     operands, scales = make_operands(tokens, features, width, dtype)
     whole = tree.multiply(*(dequantize(*zip(operands, scales, strict=True)) if scales else operands))

@@ -37,9 +37,9 @@ ONLY_IN = {
     "sglang": ("rollout_sglang/*", *PACKAGES_CHECK),
     "megatron": ("megatron_rl/mcore/*", "megatron_rl/rehearsal/*", *PACKAGES_CHECK),
     "triton": ("megatron_rl/precision/*/*triton*.py", "parallel/digest_triton.py", *PACKAGES_CHECK),
-    "deep_gemm": ("megatron_rl/precision/backends/deep_gemm*.py", *PACKAGES_CHECK),
-    "transformer_engine": ("megatron_rl/precision/backends/transformer_engine.py",),
-    "transformer_engine_torch": ("megatron_rl/precision/backends/transformer_engine.py",),
+    "deep_gemm": ("megatron_rl/kernels/linear/deep_gemm*.py", *PACKAGES_CHECK),
+    "transformer_engine": ("megatron_rl/kernels/linear/transformer_engine.py",),
+    "transformer_engine_torch": ("megatron_rl/kernels/linear/transformer_engine.py",),
 }
 TORCH_FREE = (
     "megatron_rl.config",
@@ -119,8 +119,8 @@ def test_no_modules_import_each_other_in_a_circle_and_few_lie_at_the_root():
 def test_heavy_libraries_are_imported_when_needed():
     """In one fresh interpreter: modules that need no torch first, then the GPU back ends, which load without their libraries, and the
     choice of a sampler, which loads no web server."""
-    backends = sorted(file.stem for file in (ROOT / "megatron_rl/precision/backends").glob("*.py"))
-    modules = [f"megatron_rl.precision.backends.{name}" for name in backends if name not in KERNELS]
+    backends = sorted(file.stem for file in (ROOT / "megatron_rl/kernels/linear").glob("*.py"))
+    modules = [f"megatron_rl.kernels.linear.{name}" for name in backends if name not in KERNELS]
     groups = [
         f"torch,megatron,sglang,transformers:{','.join(TORCH_FREE)}",
         f"triton,deep_gemm,transformer_engine,uvicorn:{','.join([*modules, 'megatron_rl.rollout.sampler'])}",

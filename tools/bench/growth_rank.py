@@ -24,10 +24,10 @@ from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.hf.files import read_config
 from megatron_rl.mcore.actor import Actor
 from megatron_rl.mcore.checkpoint.write import CheckpointWriter
-from megatron_rl.mcore.export import convert
-from megatron_rl.mcore.load_weights import build_rank_shards, load_checkpoint
 from megatron_rl.mcore.model import build_model, start_megatron, stop_megatron
-from megatron_rl.mcore.replicas import select_own
+from megatron_rl.mcore.passes.replicas import select_own
+from megatron_rl.mcore.weights.export import convert
+from megatron_rl.mcore.weights.load_weights import build_rank_shards, load_checkpoint
 from megatron_rl.precision.contract import PrecisionContract
 from parallel.layout import Layout, parse_sizes
 

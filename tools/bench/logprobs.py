@@ -18,8 +18,8 @@ from typing import Annotated, Literal
 import torch
 import typer
 
-from megatron_rl.mcore.logprobs import Targets, token_logprobs
 from megatron_rl.mcore.model import start_megatron, stop_megatron
+from megatron_rl.mcore.passes.logprobs import Targets, token_logprobs
 from parallel.layout import Layout
 
 

@@ -36,7 +36,7 @@ from megatron_rl.batch.micro_batch import MicroBatch
 from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.config import PrecisionConfig, TrainConfig
 from megatron_rl.mcore.actor import Actor
-from megatron_rl.mcore.layers.quantized_linear import fill_weights
+from megatron_rl.mcore.layers.linear.quantized_linear import fill_weights
 from megatron_rl.mcore.model import build_model, start_megatron, stop_megatron
 from megatron_rl.precision.contract import PrecisionContract
 from parallel.layout import Layout

@@ -38,8 +38,8 @@ from megatron_rl.cli.main import run_script
 from megatron_rl.distributed import is_rank0
 from megatron_rl.hf.files import read_config
 from megatron_rl.mcore.actor import Actor, Policy
-from megatron_rl.mcore.load_weights import build_rank_shards, load_checkpoint
 from megatron_rl.mcore.model import build_model, freeze, start_megatron, stop_megatron
+from megatron_rl.mcore.weights.load_weights import build_rank_shards, load_checkpoint
 from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.preflight import pin_model
 

@@ -36,10 +36,10 @@ from megatron_rl.distributed import Rank0
 from megatron_rl.errors import RunError, UserError
 from megatron_rl.hf.files import read_config
 from megatron_rl.hf.write import describe_weights, write_all_but_weights
-from megatron_rl.mcore.activation_hooks import record_activations
 from megatron_rl.mcore.actor import Policy
-from megatron_rl.mcore.load_weights import build_rank_shards, collect_named_tensors, load_checkpoint
 from megatron_rl.mcore.model import build_model, freeze, start_megatron, stop_megatron
+from megatron_rl.mcore.passes.activation_hooks import record_activations
+from megatron_rl.mcore.weights.load_weights import build_rank_shards, collect_named_tensors, load_checkpoint
 from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.preflight import GRAPH, check_run, pin_model
 from megatron_rl.sync.plan import SyncPlan

@@ -71,7 +71,7 @@ def transformer_engine_extension() -> str:
     """The back end makes its quantizers in a process that has imported nothing of Transformer Engine before."""
     if not _has_extension():
         raise NotInstalledError("its torch extension is not there (--extension=FILE)")
-    from megatron_rl.precision.backends import make_backend
+    from megatron_rl.kernels.linear import make_backend
     from parallel.formats import FP8
 
     backend: Any = make_backend("transformer_engine", FP8.with_scales("pow2"))
@@ -89,7 +89,7 @@ def signatures() -> str:
     from torch.nn.attention.varlen import varlen_attn
 
     from megatron_rl.rehearsal.signatures import LIBRARIES, compare, is_installed
-    from rollout_sglang.rehearsed_signatures import list_kernels
+    from rollout_sglang.rehearsal.signatures import list_kernels
 
     assert all(map(is_installed, LIBRARIES))
     kernels = list_kernels()
@@ -134,11 +134,11 @@ def engine() -> str:
 def experts() -> str:
     """SGLang's own runner builds a model by an engine's arguments, on tensors without data: its FP8 experts are multiplied by Triton, and
     after loading every block and scale is where and what it was, so not requantized, transposed or shuffled."""
-    from rollout_sglang import rehearsed_rank
+    from rollout_sglang.rehearsal import rank as rehearsed_rank
 
     rehearsed_rank.believe_in_a_gpu(replaces_installed=False)
-    from rollout_sglang import rehearsed_runner
     from rollout_sglang.hooks import registry
+    from rollout_sglang.rehearsal import runner as rehearsed_runner
 
     registry.verify()
     import torch

@@ -5,7 +5,7 @@
 
 A text file is cut into documents of `--tokens` tokens; of a JSONL file each row's `question` and `answer` are one. Every token but a
 document's first is scored, by transformers in a process of its own, and by the trainer with the weights and quantized inputs that its
-engine has in that mode (`mcore.engine_emulation`; in `fp8_unified` they are its own). Masters are not spread: a weight is what the
+engine has in that mode (`mcore.passes.engine_emulation`; in `fp8_unified` they are its own). Masters are not spread: a weight is what the
 checkpoint says. With `--reference FOLDER` transformers compute another checkpoint with the same tokenizer, such as the one that
 `export --align` widened.
 """
@@ -32,9 +32,9 @@ from megatron_rl.errors import UserError
 from megatron_rl.hf.files import read_config
 from megatron_rl.hf.tokenizer import load_tokenizer
 from megatron_rl.mcore.actor import Policy
-from megatron_rl.mcore.engine_emulation import emulate_engine
-from megatron_rl.mcore.load_weights import build_rank_shards, collect_named_tensors, load_checkpoint
 from megatron_rl.mcore.model import build_model, freeze, start_megatron, stop_megatron
+from megatron_rl.mcore.passes.engine_emulation import emulate_engine
+from megatron_rl.mcore.weights.load_weights import build_rank_shards, collect_named_tensors, load_checkpoint
 from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.preflight import GRAPH, check_run
 from parallel.formats import MODES

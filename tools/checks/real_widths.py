@@ -33,10 +33,10 @@ from megatron_rl.errors import MegatronRLError, UserError
 from megatron_rl.hf.files import read_config
 from megatron_rl.hf.write import cut_into_files, name_file, write_all_but_weights, write_file, write_index
 from megatron_rl.mcore.actor import Actor
-from megatron_rl.mcore.load_weights import build_rank_shards, collect_named_tensors, global_parameters, load_checkpoint
-from megatron_rl.mcore.master_spread import MasterSpread
 from megatron_rl.mcore.model import build_model, start_megatron
-from megatron_rl.mcore.replicas import select_own
+from megatron_rl.mcore.passes.replicas import select_own
+from megatron_rl.mcore.weights.load_weights import build_rank_shards, collect_named_tensors, global_parameters, load_checkpoint
+from megatron_rl.mcore.weights.master_spread import MasterSpread
 from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.sync.plan import SyncPlan
 from megatron_rl.sync.weight_sync import WeightSync

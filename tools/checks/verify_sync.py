@@ -36,9 +36,9 @@ from megatron_rl.config import PrecisionConfig
 from megatron_rl.config.sync import Running, SyncConfig
 from megatron_rl.distributed import Rank0
 from megatron_rl.errors import MegatronRLError, RunError, UserError
-from megatron_rl.mcore.layers.quantized_linear import list_quantized_layers
-from megatron_rl.mcore.load_weights import build_rank_shards, collect_named_tensors, global_parameters
+from megatron_rl.mcore.layers.linear.quantized_linear import list_quantized_layers
 from megatron_rl.mcore.model import build_model, start_megatron
+from megatron_rl.mcore.weights.load_weights import build_rank_shards, collect_named_tensors, global_parameters
 from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.precision.quantizers import quantize
 from megatron_rl.sync.plan import SyncPlan

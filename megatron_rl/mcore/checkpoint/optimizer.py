@@ -20,8 +20,8 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
 
-from megatron_rl.mcore.layers.master import MasterSlice
-from megatron_rl.mcore.layers.quantized_linear import QuantizedLinear
+from megatron_rl.mcore.layers.linear.master import MasterSlice
+from megatron_rl.mcore.layers.linear.quantized_linear import QuantizedLinear
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 _PIECE = 1 << 20
@@ -160,7 +160,7 @@ class _SlicedTensor:
     def gather(self) -> torch.Tensor | None:
         """Return the whole tensor on its owner, in host memory or, where it is not cut, itself; None elsewhere. Collective.
 
-        Slices may wait in host memory (`mcore.offload`) while ranks speak through their devices: pieces pass there one at a time.
+        Slices may wait in host memory (`mcore.optim.offload`) while ranks speak through their devices: pieces pass there one at a time.
         """
         values, group = self.slice.values, self.slice.group
         if group.size() == 1:

@@ -18,15 +18,15 @@ from megatron_rl.distributed import errors_on_all_ranks, gather_from_ranks, get_
 from megatron_rl.errors import RunError, UserError
 from megatron_rl.hf.files import list_tokenizer_files
 from megatron_rl.hf.mtp_layers import MTPCopy
-from megatron_rl.mcore.adapters import list_adapted_layers, shard_adapters
-from megatron_rl.mcore.buckets import finish_gathers
 from megatron_rl.mcore.checkpoint import folder as checkpoints
 from megatron_rl.mcore.checkpoint.async_save import AsyncSave, OtherFiles
 from megatron_rl.mcore.checkpoint.optimizer import MasterState, OptimizerState, fill_in_place
 from megatron_rl.mcore.checkpoint.rng import restore_rng_state
-from megatron_rl.mcore.layers.quantized_linear import find_quantized_layers, list_quantized_layers
+from megatron_rl.mcore.layers.linear.quantized_linear import find_quantized_layers, list_quantized_layers
 from megatron_rl.mcore.names import ModelChunks, get_model_chunks
-from megatron_rl.mcore.quantizing_optimizer import requantize
+from megatron_rl.mcore.optim.buckets import finish_gathers
+from megatron_rl.mcore.optim.quantizing_optimizer import requantize
+from megatron_rl.mcore.weights.adapters import list_adapted_layers, shard_adapters
 
 _CRITIC = "critic."
 """Before the names of the critic's tensors."""

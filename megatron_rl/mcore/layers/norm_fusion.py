@@ -18,12 +18,12 @@ from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.module import MegatronModule
 
-from megatron_rl.mcore.layers.fused_inputs import Normed, make_placeholder
+from megatron_rl.kernels.linear.base import NormBackend
+from megatron_rl.kernels.linear.gather import can_gather
+from megatron_rl.kernels.norm.reference import differentiate_norm
+from megatron_rl.mcore.layers.linear.fused_inputs import Normed, make_placeholder
+from megatron_rl.mcore.layers.linear.quantized_linear import QuantizedColumnParallelLinear
 from megatron_rl.mcore.layers.norms import AddFn, RMSNorm
-from megatron_rl.mcore.layers.quantized_linear import QuantizedColumnParallelLinear
-from megatron_rl.precision.backends.base import NormBackend
-from megatron_rl.precision.backends.gather import can_gather
-from megatron_rl.precision.ops.norm import differentiate_norm
 from parallel.formats import BLOCK
 
 
@@ -69,7 +69,7 @@ class NormFusion:
 
     def applies(self, norm: RMSNorm, x: torch.Tensor) -> bool:
         """Return whether this pass quantizes x's norm as it is computed: the layer's back end can, nothing is in the place of its forward
-        pass (`mcore.engine_emulation`), and nobody looks at what lies between. Under sequence parallelism ranks must gather bytes."""
+        pass (`mcore.passes.engine_emulation`), and nobody looks at what lies between. Under sequence parallelism ranks must gather bytes."""
         layer, tokens = self.layer, x.shape[:-1].numel()
         gathers = layer.sequence_parallel and layer.tp_group.size() > 1
         return (

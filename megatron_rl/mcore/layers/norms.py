@@ -10,8 +10,8 @@ from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 
-from megatron_rl.mcore.layers.weight_gradient import take_weights
-from megatron_rl.precision.ops import batch_invariant
+from megatron_rl.kernels import batch_invariant
+from megatron_rl.mcore.layers.linear.weight_gradient import take_weights
 
 AddFn = Callable[[tuple[torch.Tensor, torch.Tensor | None], torch.Tensor, float], torch.Tensor]
 """((output, bias), residual stream, dropout) -> residual stream."""

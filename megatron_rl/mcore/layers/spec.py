@@ -24,14 +24,19 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSub
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules, get_transformer_layer_offset
 
-from megatron_rl.mcore.layers.attention import PackedSelfAttention
-from megatron_rl.mcore.layers.experts import MixtureOfExperts, OutputWeightedExperts
-from megatron_rl.mcore.layers.fused_inputs import GateUp
-from megatron_rl.mcore.layers.mla import AbsorbedLatentAttention, AbsorbedLinear, LatentAttention, ReplicatedLinear, takes_absorbed_form
-from megatron_rl.mcore.layers.norm_fusion import AddBeforeNorm
-from megatron_rl.mcore.layers.norms import NormedAdd, RMSNorm
-from megatron_rl.mcore.layers.plain import PlainColumnParallelLinear
-from megatron_rl.mcore.layers.quantized_linear import (
+from megatron_rl.kernels import batch_invariant
+from megatron_rl.kernels.swiglu import reference as swiglu
+from megatron_rl.mcore.layers.attention.attention import PackedSelfAttention
+from megatron_rl.mcore.layers.attention.mla import (
+    AbsorbedLatentAttention,
+    AbsorbedLinear,
+    LatentAttention,
+    ReplicatedLinear,
+    takes_absorbed_form,
+)
+from megatron_rl.mcore.layers.linear.fused_inputs import GateUp
+from megatron_rl.mcore.layers.linear.plain import PlainColumnParallelLinear
+from megatron_rl.mcore.layers.linear.quantized_linear import (
     QuantizedAbsorbedLinear,
     QuantizedColumnParallelLinear,
     QuantizedReplicatedLinear,
@@ -39,11 +44,13 @@ from megatron_rl.mcore.layers.quantized_linear import (
     WeightOnlyQuantizedLinear,
     can_fuse_swiglu,
 )
-from megatron_rl.mcore.layers.router import Router
-from megatron_rl.mcore.layers.row_parallel import TreeRowParallelLinear
-from megatron_rl.mcore.packed_sequences import attend_packed
+from megatron_rl.mcore.layers.linear.row_parallel import TreeRowParallelLinear
+from megatron_rl.mcore.layers.moe.experts import MixtureOfExperts, OutputWeightedExperts
+from megatron_rl.mcore.layers.moe.router import Router
+from megatron_rl.mcore.layers.norm_fusion import AddBeforeNorm
+from megatron_rl.mcore.layers.norms import NormedAdd, RMSNorm
+from megatron_rl.mcore.passes.packed_sequences import attend_packed
 from megatron_rl.precision import kv_cache
-from megatron_rl.precision.ops import batch_invariant, swiglu
 
 
 class CoreAttention(MegatronModule):
@@ -53,7 +60,7 @@ class CoreAttention(MegatronModule):
     [t, heads * d]. A context-parallel rank passes its own positions of the row.
     A batch: [s, b, heads, d], padded at the end, which the causal mask hides; returns [s, b, heads * d].
     With `quantizes_kv` keys and values are those that an engine reads from an E4M3 cache. Where that has fixed scales, they are in
-    `kv_scales`, float32 [2]: of keys and of values (`mcore.cache_scales`).
+    `kv_scales`, float32 [2]: of keys and of values (`mcore.weights.cache_scales`).
     """
 
     kv_scales: torch.Tensor | None

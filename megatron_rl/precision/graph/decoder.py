@@ -49,7 +49,7 @@ class WeightedOpPrecision:
     detail: str = ""
     gradients: GradientFormats | None = None
     by_tree: bool = False
-    """A linear layer that sums by the contract's tree (`precision.ops.tree`)."""
+    """A linear layer that sums by the contract's tree (`kernels.sums.reference`)."""
     adapter: TensorPrecision | None = None
     """Both weights of a linear layer's adapter; its input is an activation as it is."""
 

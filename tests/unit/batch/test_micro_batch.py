@@ -11,7 +11,7 @@ from megatron_rl.batch.kept_tokens import extend_kept_tokens, make_kept_tokens
 from megatron_rl.batch.micro_batch import make_micro_batches
 from megatron_rl.batch.packing import compute_costs, context_parallel_positions, deal, pack
 from megatron_rl.batch.training_sample import TrainingSample
-from megatron_rl.precision.ops.batch_invariant import MIN_ROWS
+from megatron_rl.kernels.batch_invariant import MIN_ROWS
 
 
 @st.composite

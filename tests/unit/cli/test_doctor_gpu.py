@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from megatron_rl.cli import doctor_gpu
-from megatron_rl.precision.backends import requirements
+from megatron_rl.kernels.linear import requirements
 
 ROOT = Path(__file__).resolve().parents[3]
 

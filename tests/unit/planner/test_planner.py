@@ -20,14 +20,14 @@ from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.cli.main import app
 from megatron_rl.config import Config, load_config
 from megatron_rl.errors import UserError
+from megatron_rl.kernels.linear.deep_gemm import DeepGemmBackend
+from megatron_rl.kernels.linear.transformer_engine import pad_scales
 from megatron_rl.planner import activation_memory, block_alignment, memory, memory_by_phase, roofline
 from megatron_rl.planner.activation_memory import FormulaInputs, count_logits
 from megatron_rl.planner.candidate import Candidate, Workload
 from megatron_rl.planner.hardware import Cluster
 from megatron_rl.planner.search import Planner, explain_rank
 from megatron_rl.planner.sync_traffic import estimate_sync_traffic
-from megatron_rl.precision.backends.deep_gemm import DeepGemmBackend
-from megatron_rl.precision.backends.transformer_engine import pad_scales
 from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.precision.fp8 import quantize_weight
 from megatron_rl.preflight import LAYOUTS, PLAN, Facts, Needs, check

@@ -27,7 +27,7 @@ from megatron_rl.cli.main import app
 from megatron_rl.config import load_config
 from megatron_rl.errors import UserError
 from megatron_rl.hf.files import read_config
-from megatron_rl.precision.backends import requirements
+from megatron_rl.kernels.linear import requirements
 from megatron_rl.preflight import (
     EVAL,
     EVAL_MODEL,

@@ -52,7 +52,7 @@ def test_work_that_is_counted_again_is_that_of_each_weight_by_itself(reports):
 
 def test_collectives_are_counted_by_kind_and_group(reports):
     collectives = phase_of(reports["plain"], "update 2")["collectives"]
-    gathered = [entry for entry in collectives if entry["line"].startswith("megatron_rl/precision/backends/gather.py")]
+    gathered = [entry for entry in collectives if entry["line"].startswith("megatron_rl/kernels/linear/gather.py")]
     assert {(entry["kind"], entry["group"]) for entry in gathered} == {("all-gather", "tp 2")}
     layers, micro_batches, activation = 2, 2, 4096 * 1024 * 33 // 32  # bytes, and four for the scale of 128 of them
     assert sum(entry["bytes"] for entry in gathered) % (layers * micro_batches * activation) == 0
@@ -78,7 +78,7 @@ def test_no_layer_waits_whose_experts_a_record_names(reports):
     for name in ("logprobs 2", "update 2"):
         assert not sum(wait["in_micro_batches"] for wait in phase_of(replayed, name)["host_waits"])
     (line,) = counted["waits_per_layer"]
-    assert line.startswith("megatron_rl/mcore/layers/token_counts.py")
+    assert line.startswith("megatron_rl/mcore/layers/moe/token_counts.py")
 
 
 def test_a_doubled_activation_is_not_as_planned(reports):
@@ -90,13 +90,13 @@ def test_a_doubled_activation_is_not_as_planned(reports):
 
 def test_a_gather_in_the_wrong_group_of_the_same_size_is_refused(reports):
     fault = reports["gather_in_wrong_group"]["fault"]
-    assert "RefusedCollectiveError" in fault and "dp 2" in fault and "backends/gather.py" in fault
+    assert "RefusedCollectiveError" in fault and "dp 2" in fault and "kernels/linear/gather.py" in fault
 
 
 def test_a_gather_among_as_many_context_parallel_ranks_is_refused(reports):
     fault = reports["gather_among_context_ranks"]["fault"]
-    caller = "megatron_rl/mcore/layers/attention.py PackedSelfAttention.get_query_key_value_tensors"
-    assert "RefusedCollectiveError in phase logprobs at megatron_rl/precision/backends/gather.py:" in fault
+    caller = "megatron_rl/mcore/layers/attention/attention.py PackedSelfAttention.get_query_key_value_tensors"
+    assert "RefusedCollectiveError in phase logprobs at megatron_rl/kernels/linear/gather.py:" in fault
     assert fault.endswith(f"all-gather in cp 2: {caller} exchanges in tp alone")
 
 
@@ -107,7 +107,7 @@ def test_a_collective_of_a_line_that_is_not_in_the_table_is_refused(reports):
 
 def test_a_shape_that_deep_gemm_refuses_is_a_fault(reports):
     fault = reports["refused_scales"]["fault"]
-    assert "deep_gemm.fp8_gemm_nt: scales are [15, 8]" in fault and "backends/deep_gemm.py" in fault
+    assert "deep_gemm.fp8_gemm_nt: scales are [15, 8]" in fault and "kernels/linear/deep_gemm.py" in fault
 
 
 def test_a_save_tells_what_it_writes_and_holds_on_the_host(reports):

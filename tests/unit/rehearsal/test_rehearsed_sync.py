@@ -9,7 +9,7 @@ import torch
 
 from parallel.chunking import Chunk
 from parallel.shards import Rect
-from rollout_sglang.rehearsed_sync import receive
+from rollout_sglang.rehearsal.sync import receive
 
 LEFT, RIGHT = ("w", Rect(0, 0, 6, 3)), ("w", Rect(0, 3, 6, 5))
 SCALES = ("s", Rect(0, 0, 4, 1))

@@ -30,7 +30,7 @@ def general_gemm(A: tex.Tensor, B, out_dtype=None, accumulate=False, layout="TN"
 def test_a_renamed_parameter_is_named_with_its_library_and_function(tmp_path):
     def compare() -> tuple[int, list[str]]:
         environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(tmp_path)])}
-        command = [sys.executable, "-m", "rollout_sglang.rehearsed_signatures"]
+        command = [sys.executable, "-m", "rollout_sglang.rehearsal.signatures"]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         return done.returncode, done.stdout.splitlines()
 

@@ -74,8 +74,8 @@ def test_an_expanded_tensor_has_the_bytes_of_its_storage():
 
 
 def test_kinds_follow_dtype_and_line():
-    assert name_kind("aten::mm", "bf16", "megatron_rl/mcore/logprobs.py:3") == "bf16 products"
-    assert name_kind("", "other", "megatron_rl/precision/ops/heads_triton.py:3") == "queries and keys"
+    assert name_kind("aten::mm", "bf16", "megatron_rl/mcore/passes/logprobs.py:3") == "bf16 products"
+    assert name_kind("", "other", "megatron_rl/kernels/heads/triton.py:3") == "queries and keys"
     assert name_kind("attention", "bf16", "megatron_rl/mcore/x.py:3") == "attention"
     assert name_kind("aten::add", "other", "megatron/core/distributed/param_and_grad_buffer.py:9") == "gradient buffers"
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from megatron.core.tensor_parallel import layers
 
+from megatron_rl.kernels.batch_invariant import invariant_matmul
 from megatron_rl.mcore.platform import cpu
-from megatron_rl.precision.ops.batch_invariant import invariant_matmul
 
 FUNCTIONS = {  # and arguments behind input and weight: bias, ...
     layers.LinearWithFrozenWeight: (None, False, None),

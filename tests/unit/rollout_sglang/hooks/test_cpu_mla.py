@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron_rl.precision.ops.batch_invariant import multiply_heads
+from megatron_rl.kernels.batch_invariant import multiply_heads
 from rollout_sglang.hooks import cpu_mla
 
 

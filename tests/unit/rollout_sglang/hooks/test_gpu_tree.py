@@ -12,9 +12,9 @@ import torch
 from support import fake_gpu_libraries
 from support.fp8_reference import uneven, uneven_matrix
 
+from megatron_rl.kernels.linear.products import fprop_by_tree
+from megatron_rl.kernels.sums import reference as tree
 from megatron_rl.precision.fp8 import quantize_weight
-from megatron_rl.precision.fp8_products import fprop_by_tree
-from megatron_rl.precision.ops import tree
 from rollout_sglang.hooks import gpu_activation_quant, gpu_tree, tree_reduction
 
 SGLANG = Path(find_spec("sglang").origin).parent

@@ -1,0 +1,1 @@
+"""Splitting, normalizing and rotating query and key heads."""

@@ -1,0 +1,42 @@
+"""Backends of the trainer's quantized products; `base` holds the interface, every other module one implementation."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from megatron_rl.kernels.linear.base import Backend
+from parallel.formats import TensorFormat
+
+if TYPE_CHECKING:
+    from megatron_rl.kernels.experts.deep_gemm import DeepGemmExperts
+
+PRODUCTS = {
+    ("fp8", "emulated"): "emulated:EmulatedBackend",
+    ("fp8", "deep_gemm"): "deep_gemm:DeepGemmBackend",
+    ("fp8", "transformer_engine"): "transformer_engine:TransformerEngineBackend",
+    ("int8", "emulated"): "emulated:EmulatedInt8",
+}
+"""(`TensorFormat.name`, `precision.backend`) -> module of this package and class, which is given the format."""
+
+GROUPED = dict.fromkeys([("fp8", "deep_gemm"), ("fp8", "transformer_engine")], "deep_gemm_experts:DeepGemmExperts")
+"""The same for the products of all experts of a rank at once: DeepGEMM's for both, the kernels that SGLang has for experts as well.
+Transformer Engine's grouped products of 128-blocks call cuBLAS expert by expert."""
+
+
+@functools.cache
+def make_backend(name: str, format: TensorFormat) -> Backend:
+    """Return the backend of `precision.backend` for a format and load its libraries; preflight has reported what is missing."""
+    return _load(PRODUCTS[format.name, name])(format)
+
+
+@functools.cache
+def make_grouped_backend(name: str, format: TensorFormat) -> DeepGemmExperts | None:
+    """Return the same for experts; None where a backend multiplies one expert after the other."""
+    return _load(GROUPED[format.name, name])(format) if (format.name, name) in GROUPED else None
+
+
+def _load(path: str) -> Any:
+    module, _, attribute = path.partition(":")
+    return getattr(importlib.import_module(module if "." in module else f"{__name__}.{module}"), attribute)

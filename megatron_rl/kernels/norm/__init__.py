@@ -1,0 +1,1 @@
+"""RMSNorm, and RMSNorm that quantizes its result."""

@@ -1,0 +1,1 @@
+"""SwiGLU, and SwiGLU that quantizes its result."""

@@ -1,0 +1,1 @@
+"""The optimizer: gradient exchange, quantization after a step, offloading."""

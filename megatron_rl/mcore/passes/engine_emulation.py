@@ -1,0 +1,110 @@
+"""Makes the trainer's model compute like its engine: with the engine's quantized weights, and inputs quantized as there.
+
+Everything else (attention, norms, kernels, order of sums) stays the trainer's. So the difference to the trainer's own log-probs is due to
+quantization alone, and the remaining difference to the engine's is due to how the engine computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+
+from megatron_rl.kernels.linear import make_backend
+from megatron_rl.kernels.linear.base import Backend
+from megatron_rl.kernels.linear.emulated import DequantizedWeight
+from megatron_rl.kernels.sums import reference as tree
+from megatron_rl.mcore.layers.linear.quantized_linear import QuantizedLinear, WeightLayer
+from megatron_rl.mcore.layers.linear.row_parallel import RowSum, gather_sequence
+from megatron_rl.mcore.layers.spec import CoreAttention
+from megatron_rl.mcore.names import ModelChunks, get_model_chunks
+from megatron_rl.mcore.weights.load_weights import find_weight_layers
+from megatron_rl.precision.quantized_weight import QuantizedWeight
+from parallel.formats import TensorFormat
+
+MatmulFn = Callable[[torch.Tensor, bool], torch.Tensor]
+"""(x [..., K], whether to sum by the tree) -> [..., N] in x's dtype; float32 where summed by the tree, for the ranks to add up."""
+
+
+@contextmanager
+def emulate_engine(
+    model: ModelChunks, named_tensors: Mapping[str, torch.Tensor], format: TensorFormat, inputs: bool = True
+) -> Iterator[int]:
+    """Within the context, forward passes multiply with the quantized weights of `named_tensors`
+    (`mcore.weights.load_weights.collect_named_tensors`, as given to the engine), whose format is `PrecisionContract.engine_format`.
+
+    `inputs`: the layers' inputs are quantized as the engine's are, else in the trainer's way. Yields the number of changed layers on this
+    rank, 0 where the engine is not quantized. No gradient. Under tensor parallelism inputs are quantized as a rank of the trainer holds
+    them.
+    """
+    with ExitStack() as restore, torch.no_grad():
+        changed = 0
+        for name, layer in find_weight_layers(model).items() if format.quantized else ():
+            if (scale := named_tensors.get(format.scale_name(name))) is not None:
+                blocks = QuantizedWeight(named_tensors[name], scale)
+                if hasattr(layer, "read_values"):  # others multiply with them, their inputs are not quantized
+                    method, replacement = "read_values", DequantizedWeight(blocks, format, layer.row_order).as_dtype
+                else:
+                    method, replacement = "_forward_impl", partial(_forward, _make_matmul(layer, blocks, format, inputs))
+                setattr(layer, method, replacement)
+                restore.callback(delattr, layer, method)
+                changed += 1
+        yield changed
+
+
+@contextmanager
+def emulate_cache(model: ModelChunks) -> Iterator[None]:
+    """Within the context, attention reads keys and values as from an E4M3 cache (`precision.kv`)."""
+    cores = [module for chunk in get_model_chunks(model) for module in chunk.modules() if isinstance(module, CoreAttention)]
+    before = [core.quantizes_kv for core in cores]
+    try:
+        for core in cores:
+            core.quantizes_kv = True
+        yield
+    finally:
+        for core, quantizes in zip(cores, before, strict=True):
+            core.quantizes_kv = quantizes
+
+
+def _forward(
+    multiply: MatmulFn,
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    sequence_parallel: bool,
+    tp_group: Any,
+    bias: Any = None,
+    row_sum: RowSum | None = None,
+    **_: Any,
+) -> torch.Tensor:
+    """Replacement of a linear layer's `_forward_impl`, with the communication that Megatron leaves to it."""
+    y = multiply(gather_sequence(input, tp_group) if sequence_parallel else input, row_sum is not None)
+    if row_sum is not None:
+        return row_sum.reduce(y, input.dtype)
+    return y if bias is None else y + bias
+
+
+def _make_matmul(layer: WeightLayer, blocks: QuantizedWeight, format: TensorFormat, inputs: bool) -> MatmulFn:
+    """Return the product of a layer."""
+    if isinstance(layer, QuantizedLinear):
+        backend = make_backend(layer.config.linear_backend, format if inputs else layer.format)
+    elif inputs:
+        backend = make_backend("emulated", format)
+    else:
+        return partial(_fp32_matmul, DequantizedWeight(blocks, format, layer.row_order).as_dtype(torch.float32))
+    return partial(_quantized_matmul, backend, backend.prepare(blocks, layer.row_order))
+
+
+def _quantized_matmul(backend: Backend, operand: Any, x: torch.Tensor, by_tree: bool) -> torch.Tensor:
+    tokens = backend.quantize(x.reshape(-1, x.shape[-1]), rows=True, columns=False)
+    return (backend.fprop_by_tree if by_tree else backend.fprop)(tokens, operand).unflatten(0, x.shape[:-1])
+
+
+def _fp32_matmul(values: torch.Tensor, x: torch.Tensor, by_tree: bool) -> torch.Tensor:
+    """Multiply in FP32: the values may not be representable in bf16."""
+    if by_tree:
+        return tree.multiply(x.float(), values)
+    return (x.float() @ values.t()).to(x.dtype)

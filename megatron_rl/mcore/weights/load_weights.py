@@ -1,0 +1,179 @@
+"""Weights of a Megatron model in Hugging Face terms: load a checkpoint into this rank's shards, and collect the tensors a rank holds.
+
+Both use the geometry of `parallel`; no layer names are known here beyond how Megatron numbers layers.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_rl.distributed import errors_on_all_ranks, is_rank0
+from megatron_rl.errors import as_user_error
+from megatron_rl.hf.files import read_config
+from megatron_rl.hf.read import HFCheckpoint
+from megatron_rl.mcore.layers.linear.quantized_linear import QuantizedLinear, WeightLayer
+from megatron_rl.mcore.names import ModelChunks, get_model_chunks, global_name
+from megatron_rl.mcore.optim.buckets import finish_gathers
+from megatron_rl.mcore.weights.cache_scales import collect_scales
+from megatron_rl.mcore.weights.master_spread import MasterSpread
+from megatron_rl.mcore.weights.rollout_weights import is_cut_by_columns, quantize_shards
+from megatron_rl.precision.contract import QUANTIZED_ROLES, PrecisionContract
+from megatron_rl.precision.quantized_weight import QuantizedWeight
+from megatron_rl.precision.quantizers import dequantize
+from parallel.digest import make_stored_tensors, view_rect
+from parallel.formats import TensorFormat
+from parallel.layout import Layout
+from parallel.megatron_shards import build_megatron_shards, compute_row_order, reorder_for_quantization
+from parallel.model_geometry import ModelGeometry, as_critic
+from parallel.mtp_layers import MEGATRON_PREFIX
+from parallel.reshard import check_block_alignment, get_scale_rect
+from parallel.shards import Shard
+
+
+def build_rank_shards(hf_config: dict[str, Any], layout: Layout, rank: int | None = None) -> list[Shard]:
+    """Return the shards of a rank of `layout`, by default of this process. Raise UserError where model and layout do not fit."""
+    rank = torch.distributed.get_rank() if rank is None else rank
+    with as_user_error():
+        return build_megatron_shards(ModelGeometry.from_hf_config(hf_config), layout, layout.coordinates(rank))
+
+
+def load_checkpoint(
+    model: ModelChunks, folder: Path, shards: list[Shard], spread: MasterSpread | None = None, critic: bool = False
+) -> None:
+    """Fill this rank's parameters from a Hugging Face checkpoint, each value cast to the parameter's dtype. Collective.
+
+    Quantised layers adopt the blocks of a checkpoint of their format byte for byte, and the optimizer steps from their values. Other layers
+    start from the dequantised values. In mode `fp8_rollout` the engine then gets the blocks of those values, at version 0 as at any
+    other: with pow2 scales and a checkpoint with such scales, the same values in every block (not always the same bytes: a block whose
+    largest magnitude is at most 224 gets half the scale); with fp32 scales, or through `high = "bf16"`, values may change by one rounding.
+    With `spread`, parameters that are masters are drawn from the values that the checkpoint's numbers stand for; all blocks stay the same.
+
+    `critic`: the model has a value head.
+
+    Raises UserError on every rank for what `HFCheckpoint` refuses.
+    """
+    with errors_on_all_ranks():
+        hf_config = as_critic(read_config(folder)) if critic else read_config(folder)
+        checkpoint = HFCheckpoint(folder, hf_config, "critic.path" if critic else "model.path")
+        if is_rank0():  # it opens all files; other ranks open those that they need
+            checkpoint.check(ModelGeometry.from_hf_config(hf_config))
+    with errors_on_all_ranks():
+        _load(model, checkpoint, shards, spread)
+
+
+@torch.no_grad()
+def _load(model: ModelChunks, checkpoint: HFCheckpoint, shards: list[Shard], spread: MasterSpread | None) -> None:
+    parameters = global_parameters(model)
+    held = {name: tuple(tensor.shape) for name, tensor in parameters.items()}
+    planned = {shard.name: shard.shape for shard in shards}
+    for name in sorted(held.keys() | planned.keys()):
+        if held.get(name) != planned.get(name):
+            raise AssertionError(f"{name} is {held.get(name, 'absent')} in Megatron, {planned.get(name, 'absent')} in the model's family")
+    layers = find_weight_layers(model)
+    for shard in shards:
+        layer, tensors = layers.get(shard.name), [region.tensor for region in shard.regions]
+        checkpoint.check_scales(tensors, layer.format if layer else None)
+        stored = checkpoint.find_format(tensors[0])
+        spreads = spread if spread and stored is None and spread.contract.spreads_parameter(shard.role) else None
+        if not isinstance(layer, QuantizedLinear):
+            _read_values(checkpoint, shard, parameters[shard.name], spreads)
+        elif stored is not None and stored.name == layer.format.name:
+            ordered = reorder_for_quantization(shard, layer.format)
+            layer.adopt(_read_shard_blocks(checkpoint, ordered, layer.format), partial(_draw_for_blocks, layer, ordered, spread))
+        else:
+            layer.quantize(_read_master(checkpoint, shard, layer))  # masters drawn for the values have the same blocks
+            layer.start_master(partial(_read_master, checkpoint, shard, layer, spreads))
+
+
+def _read_master(checkpoint: HFCheckpoint, shard: Shard, layer: QuantizedLinear, spread: MasterSpread | None = None) -> torch.Tensor:
+    """Return a shard's values, or the masters that `spread` draws for them, float32 [N, K]."""
+    return _read_values(checkpoint, shard, torch.zeros(shard.shape, device=layer.weight.device), spread)
+
+
+def _read_values(checkpoint: HFCheckpoint, shard: Shard, into: torch.Tensor, spread: MasterSpread | None) -> torch.Tensor:
+    """Fill `into` [N, K] with a shard's values, or with the masters that `spread` draws for them, and return it."""
+    for region in shard.regions:
+        part = view_rect(into, region.shard_rect)
+        if spread:
+            spread.read(checkpoint, region, part)
+        else:
+            checkpoint.read_into(region, part)
+    return into
+
+
+def _draw_for_blocks(layer: QuantizedLinear, ordered: Shard, spread: MasterSpread | None) -> torch.Tensor:
+    """Return masters float32 [N, K] for the blocks that a layer has adopted: their values, or what `spread` draws for them."""
+    masters = spread.draw_for_blocks(ordered, layer.blocks, layer.format) if spread else dequantize(layer.blocks, layer.format)
+    return masters if layer.row_order is None else torch.empty_like(masters).index_copy_(0, layer.row_order.to(masters.device), masters)
+
+
+def _read_shard_blocks(checkpoint: HFCheckpoint, shard: Shard, format: TensorFormat) -> QuantizedWeight:
+    """Read the blocks of a shard in quantised order from the checkpoint's."""
+    with as_user_error():
+        check_block_alignment({0: [shard]}, lambda _: format)
+    tensors = make_stored_tensors([shard], lambda _: format)
+    blocks = QuantizedWeight(tensors[shard.name], tensors[format.scale_name(shard.name)])
+    for region in shard.regions:
+        data, scale = checkpoint.read_blocks(region)
+        view_rect(blocks.data, region.shard_rect).copy_(data)
+        view_rect(blocks.scale, get_scale_rect(region.shard_rect, format)).copy_(scale)
+    return blocks
+
+
+def global_parameters(model: ModelChunks) -> dict[str, torch.Tensor]:
+    """Return this rank's parameters by global name (see `mcore.names`), with its routers' correction biases: buffers in Megatron,
+    weights in the checkpoint.
+    """
+    return {
+        global_name(chunk, name): tensor
+        for chunk in get_model_chunks(model)
+        for name, tensor in (*chunk.named_parameters(), *chunk.named_buffers())
+        if isinstance(tensor, torch.nn.Parameter) or name.endswith(".router.expert_bias")
+    }
+
+
+def set_formats(model: ModelChunks, geometry: ModelGeometry, layout: Layout, contract: PrecisionContract) -> None:
+    """Make a `WeightLayer` of every layer with a weight: set the format and blocks of those that are not quantized, what all are in the
+    engine, and all `row_order`s, which those of the engine's blocks are as well."""
+    shards = build_megatron_shards(geometry, layout, layout.coordinates(torch.distributed.get_rank()))
+    orders = {shard.name: compute_row_order(shard, contract.format_of(shard.role)) for shard in shards}
+    linear = {shard.name: shard for shard in shards if shard.role in QUANTIZED_ROLES}
+    for name, layer in find_weight_layers(model).items():
+        if not isinstance(layer, QuantizedLinear):
+            layer.format, layer.blocks = contract.high_format, None  # type: ignore[misc]
+        layer.engine_format = contract.engine_format if name in linear and not name.startswith(MEGATRON_PREFIX) else None
+        layer.is_cut_by_columns = name in linear and is_cut_by_columns(linear[name])
+        order = orders.get(name)
+        layer.row_order = None if order is None else torch.tensor(order)
+
+
+def find_weight_layers(model: ModelChunks) -> dict[str, WeightLayer]:
+    """Return global name of a weight -> the layer that holds it."""
+    return {
+        global_name(chunk, f"{name}.weight"): module
+        for chunk in get_model_chunks(model)
+        for name, module in chunk.named_modules()
+        if hasattr(module, "weight")
+    }
+
+
+def collect_named_tensors(model: ModelChunks, shards: list[Shard], contract: PrecisionContract) -> dict[str, torch.Tensor]:
+    """Return the tensors that an engine or an export gets from this rank, by global name: raw values; bytes and scales of
+    quantised roles; an engine's scales of keys and values. Collective.
+
+    The bytes of a quantised layer are the very blocks it computes with; a contract that does not quantise it gets its master. Where the
+    trainer is in high precision but the engine is not (`fp8_rollout`, `int8_rollout`), `quantize_shards` makes them here. Views of live
+    memory where possible: call again after every optimizer step. Rows of quantised tensors are in the quantised order of
+    `parallel.megatron_shards`.
+    """
+    finish_gathers(model)
+    weights, layers = {name: tensor.detach() for name, tensor in global_parameters(model).items()}, find_weight_layers(model)
+    for shard in shards:
+        layer = layers.get(shard.name)
+        if isinstance(layer, QuantizedLinear) and not contract.format_of(shard.role).quantized:
+            weights[shard.name] = layer.gather_master()
+    return weights | collect_scales(model) | quantize_shards(shards, weights, layers, contract)

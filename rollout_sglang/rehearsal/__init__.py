@@ -1,0 +1,1 @@
+"""Rehearsal of an engine rank: SGLang on a fake GPU."""
