@@ -15,8 +15,8 @@ import torch
 from megatron_rl.config import Config
 from megatron_rl.errors import UserError
 from megatron_rl.hf.files import read_config
-from megatron_rl.kernels.threads import count_threads
 from megatron_rl.precision.contract import PrecisionContract
+from megatron_rl.precision.threads import count_threads
 from megatron_rl.rollout import memory_saver
 from megatron_rl.rollout.engine_placement import (
     LAUNCHER_VARIABLE,

@@ -37,7 +37,7 @@ def run_scheduler(*args: Any, **kwargs: Any) -> Any:
     _die_with_server()
     from sglang.srt.managers.scheduler import run_scheduler_process
 
-    from megatron_rl.kernels.threads import lend_threads
+    from megatron_rl.precision.threads import lend_threads
     from rollout_sglang.hooks import registry
 
     registry.verify()

@@ -19,7 +19,6 @@ from megatron_rl.data.prompt_template import make_prompt_formatter
 from megatron_rl.distributed import is_rank0, run_on_rank0
 from megatron_rl.hf.files import read_config
 from megatron_rl.hf.tokenizer import load_tokenizer
-from megatron_rl.kernels.threads import count_threads
 from megatron_rl.mcore.actor import TOTAL_LOSS, Actor
 from megatron_rl.mcore.checkpoint.write import CheckpointWriter
 from megatron_rl.mcore.model import build_model, start_megatron, stop_megatron
@@ -27,6 +26,7 @@ from megatron_rl.mcore.passes.replicas import select_own
 from megatron_rl.mcore.weights.export import convert
 from megatron_rl.mcore.weights.load_weights import build_rank_shards, load_checkpoint
 from megatron_rl.precision.contract import PrecisionContract
+from megatron_rl.precision.threads import count_threads
 from megatron_rl.preflight import check_on_rank_0
 from megatron_rl.types import Problem
 from parallel.layout import Layout

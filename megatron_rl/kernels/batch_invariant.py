@@ -32,8 +32,9 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from megatron_rl.kernels import threads
-from megatron_rl.kernels.threads import all_threads, single_threaded
+from megatron_rl.precision import threads
+from megatron_rl.precision.fp8 import append_zeros
+from megatron_rl.precision.threads import all_threads, single_threaded
 
 MIN_ROWS = 16
 MAX_ROWS = 32
@@ -78,11 +79,6 @@ def bf16_operands(columns: int) -> Iterator[None]:
             yield
     finally:
         _backend.fp32_precision = before
-
-
-def append_zeros(x: torch.Tensor, dim: int, count: int) -> torch.Tensor:
-    """Append `count` zeros along `dim`, counted from the end (-1, -2); return x itself for count <= 0, where F.pad would copy."""
-    return F.pad(x, (0, 0) * (-1 - dim) + (0, count)) if count > 0 else x
 
 
 def apply_with_min_rows(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:

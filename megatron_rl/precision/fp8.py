@@ -11,10 +11,11 @@ and q = e4m3(x / s), rounded to nearest even. `amax` is at least `AMAX_EPSILON`.
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
-from megatron_rl.kernels.batch_invariant import all_threads, append_zeros
 from megatron_rl.precision.contract import AMAX_EPSILON, E4M3_MAX
 from megatron_rl.precision.quantized_weight import QuantizedWeight, expand_scales
+from megatron_rl.precision.threads import all_threads
 from parallel.formats import BLOCK, FP8
 
 _MANTISSA_CARRY = 0x1FFFFF  # added to FP32 bits, carries into the exponent exactly when the mantissa exceeds 1.75 (448 = 1.75 * 2^8)
@@ -23,6 +24,11 @@ _EIGHT_BINADES = 8 << 23
 _MAGIC = (20 << 23) + (1 << 22)  # added to the bits of a power of two, multiplies it by 1.5 * 2^20
 _VALUES_IN_CACHE = 1 << 17
 _SMALLEST_BINADE = (127 - 6) << 23  # exponent bits of 2^-6, E4M3's smallest normal number
+
+
+def append_zeros(x: torch.Tensor, dim: int, count: int) -> torch.Tensor:
+    """Append `count` zeros along `dim`, counted from the end (-1, -2); return x itself for count <= 0, where F.pad would copy."""
+    return F.pad(x, (0, 0) * (-1 - dim) + (0, count)) if count > 0 else x
 
 
 def compute_scales(amax: torch.Tensor, scale_format: str) -> tuple[torch.Tensor, torch.Tensor]:

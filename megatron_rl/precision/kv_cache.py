@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from megatron_rl.kernels.batch_invariant import all_threads
 from megatron_rl.precision.contract import E4M3_MAX
 from megatron_rl.precision.fp8 import compute_scales, round_to_e4m3_, round_trip_rows
+from megatron_rl.precision.threads import all_threads
 
 _EXPONENT = 23
 """Bits below the exponent of an FP32 number; a power of two is its exponent."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_rl.kernels.batch_invariant import append_zeros
+from megatron_rl.precision.fp8 import append_zeros
 from megatron_rl.precision.quantizers import QUANTIZERS
 from parallel.formats import TensorFormat
 

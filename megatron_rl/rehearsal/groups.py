@@ -86,6 +86,7 @@ _OWNERS = {
     "megatron_rl/mcore/passes/reduce.py sum_replica": "tp*cp",
     "megatron_rl/mcore/weights/rollout_weights.py": "tp",
     "megatron_rl/mcore/optim/step_response.py": "world",
+    "megatron_rl/kernels/": _CALLER,
     "megatron_rl/precision/": _CALLER,
 }
 """File, or file and function -> the groups in which it exchanges; the longest name counts."""

@@ -100,7 +100,8 @@ _BY_LINE = (
     ("tensor_parallel/mappings", "communication's copies"), ("kernels/linear/gather", "communication's copies"),
     ("token_dispatcher", "communication's copies"), ("row_sums", "communication's copies"), ("p2p", "communication's copies"),
     ("quant", "quantization"), ("kernels/linear", "quantization"), ("precision/slices", "quantization"),
-    ("kernels/heads/reference", "queries and keys"),
+    ("kernels/experts/deep_gemm", "quantization"), ("kernels/experts/triton_spread", "quantization"),
+    ("kernels/heads/", "queries and keys"),
     ("norm", "norms"), ("rope", "rope"), ("rotary", "rope"), ("swiglu", "SwiGLU"), ("activation", "SwiGLU"),
     ("attention", "attention"), ("residual", "residual add"), ("transformer_layer", "residual add"),
 )  # fmt: skip

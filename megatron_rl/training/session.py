@@ -22,7 +22,6 @@ from megatron_rl.hf.hub import fetch_weights
 from megatron_rl.hf.read import find_checkpoint_format
 from megatron_rl.hf.tokenizer import load_tokenizer
 from megatron_rl.hf.write import describe_weights, write_all_but_weights
-from megatron_rl.kernels.threads import count_threads
 from megatron_rl.mcore.actor import Actor
 from megatron_rl.mcore.checkpoint.folder import set_aside
 from megatron_rl.mcore.checkpoint.write import load_run_checkpoint
@@ -35,6 +34,7 @@ from megatron_rl.observability.rank_log import rank_log
 from megatron_rl.observability.run_log import RunLog, read_metrics
 from megatron_rl.observability.signals import install_signal_handlers, prefer_stop_error
 from megatron_rl.precision.contract import PrecisionContract
+from megatron_rl.precision.threads import count_threads
 from megatron_rl.preflight import check_on_rank_0
 from megatron_rl.reporting.report import headline, write_report
 from megatron_rl.rewards.scorer import Scorer

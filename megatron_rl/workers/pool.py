@@ -63,7 +63,7 @@ class _Sample(Generic[VerdictT]):
 class WorkerPool(Generic[VerdictT]):
     """Hands samples to `workers` processes; use it as a context manager.
 
-    A subclass names its section of the configuration and the module that a worker runs (with `megatron_rl.workers.worker.serve`), and
+    A subclass names its section of the configuration and the module that a worker runs (with `megatron_rl.rewards.worker.serve`), and
     makes the verdict of a sample without an answer. `argument` tells the workers what to load. `timeout`: seconds for one sample.
     `memory_mb`: address space of a worker in MiB. Entering starts the workers without waiting for them.
     """
@@ -213,7 +213,7 @@ class RewardPool(WorkerPool[list[Reward]]):
     A function without a verdict gives Reward(0.0, False, error): its own error, or for all functions of a sample the worker's.
     """
 
-    section, module = "reward", "megatron_rl.workers.worker"
+    section, module = "reward", "megatron_rl.rewards.worker"
 
     def __init__(self, functions: Sequence[RewardFunctionSpec], workers: int, timeout: float, memory_mb: int) -> None:
         self._functions = functions

@@ -12,11 +12,12 @@ from unittest import mock
 
 import torch
 
-from megatron_rl.kernels.batch_invariant import append_zeros, invariant_matmul
+from megatron_rl.kernels.batch_invariant import invariant_matmul
 from megatron_rl.kernels.linear import PRODUCTS, make_backend
 from megatron_rl.kernels.linear.base import Operand
 from megatron_rl.kernels.linear.emulated import DequantizedWeight
 from megatron_rl.kernels.sums import reference as tree
+from megatron_rl.precision.fp8 import append_zeros
 from megatron_rl.precision.quantized_weight import QuantizedWeight
 from megatron_rl.precision.quantizers import QUANTIZERS, Quantizer, dequantize, quantize
 from parallel.formats import FORMATS, MODES, Mode, TensorFormat

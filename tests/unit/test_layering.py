@@ -26,8 +26,8 @@ MAY_IMPORT = {  # launch, tools -> examples -> rollout_sglang -> megatron_rl -> 
 }
 OWN_PACKAGES = set(MAY_IMPORT)
 ORDER = [  # of what lies in megatron_rl: each imports only what stands before it
-    *("errors", "types", "versions", "metrics", "plugs", "config", "precision", "batch"),
-    *("hf", "rewards", "data", "algorithm", "distributed", "observability", "rollout", "sync", "mcore"),
+    *("errors", "types", "versions", "metrics", "plugs", "config", "precision", "kernels", "batch"),
+    *("hf", "workers", "rewards", "data", "algorithm", "distributed", "observability", "rollout", "sync", "mcore"),
     *("preflight", "evaluation", "reporting", "training", "planner", "rehearsal", "cli", "__main__"),
 ]
 ROOT_MODULES = 8
@@ -36,8 +36,8 @@ PACKAGES_CHECK = ("tools/checks/gpu_packages.py", "tools/checks/hopper_kernels.p
 ONLY_IN = {
     "sglang": ("rollout_sglang/*", *PACKAGES_CHECK),
     "megatron": ("megatron_rl/mcore/*", "megatron_rl/rehearsal/*", *PACKAGES_CHECK),
-    "triton": ("megatron_rl/precision/*/*triton*.py", "parallel/digest_triton.py", *PACKAGES_CHECK),
-    "deep_gemm": ("megatron_rl/kernels/linear/deep_gemm*.py", *PACKAGES_CHECK),
+    "triton": ("megatron_rl/kernels/*/*triton*.py", "parallel/digest_triton.py", *PACKAGES_CHECK),
+    "deep_gemm": ("megatron_rl/kernels/*/deep_gemm.py", *PACKAGES_CHECK),
     "transformer_engine": ("megatron_rl/kernels/linear/transformer_engine.py",),
     "transformer_engine_torch": ("megatron_rl/kernels/linear/transformer_engine.py",),
 }

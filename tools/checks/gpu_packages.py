@@ -57,8 +57,8 @@ def packages() -> str:
 @check
 def backends() -> str:
     """Every module that is imported inside functions, with what it imports there."""
-    modules = [*sorted((ROOT / "megatron_rl" / "precision").rglob("*triton*.py")), ROOT / "parallel" / "digest_triton.py"]
-    modules += sorted((ROOT / "megatron_rl" / "precision" / "backends").glob("deep_gemm*.py"))
+    modules = [*sorted((ROOT / "megatron_rl" / "kernels").rglob("*triton*.py")), ROOT / "parallel" / "digest_triton.py"]
+    modules += sorted((ROOT / "megatron_rl" / "kernels").rglob("deep_gemm.py"))
     for file in modules:
         importlib.import_module(".".join(file.relative_to(ROOT).with_suffix("").parts))
     for library in ("deep_gemm", "sgl_kernel", "flashinfer", "torch_memory_saver", "tvm_ffi"):

@@ -18,9 +18,9 @@ PRODUCTS = {
     ("fp8", "transformer_engine"): "transformer_engine:TransformerEngineBackend",
     ("int8", "emulated"): "emulated:EmulatedInt8",
 }
-"""(`TensorFormat.name`, `precision.backend`) -> module of this package and class, which is given the format."""
+"""(`TensorFormat.name`, `precision.backend`) -> module (of this package if its name has no dot) and class, which is given the format."""
 
-GROUPED = dict.fromkeys([("fp8", "deep_gemm"), ("fp8", "transformer_engine")], "deep_gemm_experts:DeepGemmExperts")
+GROUPED = dict.fromkeys([("fp8", "deep_gemm"), ("fp8", "transformer_engine")], "megatron_rl.kernels.experts.deep_gemm:DeepGemmExperts")
 """The same for the products of all experts of a rank at once: DeepGEMM's for both, the kernels that SGLang has for experts as well.
 Transformer Engine's grouped products of 128-blocks call cuBLAS expert by expert."""
 

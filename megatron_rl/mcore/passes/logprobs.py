@@ -24,9 +24,9 @@ from megatron.core import parallel_state
 from megatron_rl.batch.packing import LOGITS_PER_CHUNK, LOGITS_PER_GPU_CHUNK
 from megatron_rl.kernels.batch_invariant import MIN_ROWS, invariant_matmul
 from megatron_rl.kernels.sums import reference as tree
-from megatron_rl.kernels.threads import all_threads
 from megatron_rl.kernels.vocabulary import reference as vocabulary
 from megatron_rl.mcore.layers.linear.weight_gradient import WeightGradient
+from megatron_rl.precision.threads import all_threads
 
 _LOGITS_IN_CACHE = 1 << 19
 _TILE = 128

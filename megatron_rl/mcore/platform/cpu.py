@@ -20,7 +20,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.errors import UserError
-from megatron_rl.kernels.batch_invariant import InvariantMatmuls, single_threaded
+from megatron_rl.kernels.batch_invariant import InvariantMatmuls
+from megatron_rl.precision.threads import single_threaded
 
 KNOWN_VERSIONS = ("0.16.1",)
 _CPU = torch.device("cpu")

@@ -18,8 +18,8 @@ import sys
 from collections.abc import Callable
 
 from megatron_rl.plugs import AGENTS
+from megatron_rl.rewards.worker import die_with, limit_memory
 from megatron_rl.types import Problem
-from megatron_rl.workers.worker import die_with, limit_memory
 
 REWARD_VARIABLE = "MEGATRON_RL_REWARD"
 MOST_BYTES = 1 << 16

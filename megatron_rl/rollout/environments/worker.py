@@ -1,4 +1,4 @@
-"""Worker process of environments: `python -m megatron_rl.rollout.environments.worker FD NAME MEMORY_MB PARENT_PID`, see `workers.worker`.
+"""Worker process of environments: `python -m megatron_rl.rollout.environments.worker FD NAME MEMORY_MB PARENT_PID`, see `rewards.worker`.
 
 Environments travel pickled, so any worker can run any turn.
 """
@@ -8,8 +8,8 @@ from __future__ import annotations
 import functools
 import pickle
 
+from megatron_rl.rewards.worker import describe_error, serve
 from megatron_rl.rollout.environments.base import EnvironmentClass, Episode, Message, StepResult, load_environment
-from megatron_rl.workers.worker import describe_error, serve
 
 
 def run_step(environment: EnvironmentClass, text: str, episode: Episode) -> StepResult:

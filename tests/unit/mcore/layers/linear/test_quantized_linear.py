@@ -7,10 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_rl.kernels.batch_invariant import append_zeros
 from megatron_rl.kernels.linear import make_backend
 from megatron_rl.mcore.layers.linear.quantized_matmul import Product, QuantizedMatmul
-from megatron_rl.precision.fp8 import quantize_weight
+from megatron_rl.precision.fp8 import append_zeros, quantize_weight
 from parallel.formats import FP8
 
 pytestmark = pytest.mark.usefixtures("fake_libraries")

@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron_rl.kernels import batch_invariant, threads
+from megatron_rl.kernels import batch_invariant
+from megatron_rl.precision import threads
 
 
 @pytest.fixture
