@@ -107,6 +107,10 @@ class Rank0(Generic[ObjectT]):
         """The object, for code that only rank 0 runs. Raises LookupError on other ranks."""
         return self._objects[0]
 
+    def take(self) -> ObjectT:
+        """Return the object and release it, so that its memory can be freed. Raises IndexError on other ranks than 0."""
+        return self._objects.pop()
+
     def run(self, call: Callable[[ObjectT], T]) -> T:
         """Return the (picklable) result of `call(object)` on every rank; an expected error is raised on every rank. Collective."""
         return run_on_rank0(lambda: call(self.value))

@@ -100,6 +100,11 @@ class Policy:
         self._forward_chunks: list[Any] = list(self.chunks)
         self._device = next(self.chunks[0].parameters()).device
 
+    @property
+    def attention_length(self) -> float:
+        """Sequence length at which attention costs as much as the linear layers (`ModelGeometry.attention_length`)."""
+        return float(self.chunks[0].config.attention_length)
+
     def compute_logprobs(self, samples: list[TrainingSample]) -> tuple[list[torch.Tensor], float]:
         """Return (log-probs of each sample's sampled tokens float32 [A], mean entropy in nats per answer token); no gradient.
 

@@ -42,9 +42,9 @@ def agents_can_chat(facts: Facts) -> None:
 
 @rule(Needs.TRAINER | Needs.PLUGS)
 def loss_and_advantage_can_be_computed(facts: Facts) -> None:
-    from megatron_rl.algorithm.trial import try_algorithm
+    from megatron_rl.algorithm.plug_check import check_algorithm
 
-    try_algorithm(facts.config.algorithm)
+    check_algorithm(facts.config.algorithm)
 
 
 @rule(Needs.TASK | Needs.TRAINER)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TypeVar
 
-from megatron_rl.distributed import Rank0, run_on_rank0
+from megatron_rl.distributed import Rank0
 from megatron_rl.errors import EngineLostError
 from megatron_rl.observability import hang_watchdog
 from megatron_rl.observability.signals import check_stop
@@ -40,10 +40,10 @@ class RecoveringWeightSync:
         return report
 
     def run_with_recovery(self, version: int, work: Callable[[], T]) -> T:
-        """Return the result of rank 0's `work` on all ranks; repeat it as often as engines, which hold `version`, are lost meanwhile."""
+        """Return the result of `work`, which every rank calls; repeat it if engines, which hold `version`, are lost meanwhile."""
         while True:
             try:
-                return run_on_rank0(work)
+                return work()
             except EngineLostError as error:
                 self._sync_with_recovery(version, error)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_rl.algorithm.trial import try_algorithm
+from megatron_rl.algorithm.plug_check import check_algorithm
 from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.errors import UserError
 from megatron_rl.plugs import ADVANTAGES, LOSSES
@@ -29,7 +29,7 @@ def infinite(rewards, counted): return rewards / 0
 @pytest.mark.parametrize("name", [*LOSSES.builtin, SAPO])
 def test_every_loss_and_advantage_passes_its_trial(name):
     for advantage in (*ADVANTAGES.builtin, "examples.plugs.group_median:group_median"):
-        try_algorithm(AlgorithmConfig(loss=name, advantage=advantage, kl_coef=0.1))
+        check_algorithm(AlgorithmConfig(loss=name, advantage=advantage, kl_coef=0.1))
 
 
 @pytest.mark.parametrize(
@@ -58,13 +58,13 @@ def test_what_cannot_work_is_refused_before_anything_starts(given, line, tmp_pat
     (tmp_path / "own_algorithm.py").write_text(OWN)
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(UserError, match=line):
-        try_algorithm(AlgorithmConfig(**given))
+        check_algorithm(AlgorithmConfig(**given))
 
 
 def test_settings_reach_a_loss_and_a_name_of_neither_form_is_refused_without_an_import(tmp_path, monkeypatch):
     (tmp_path / "own_algorithm.py").write_text(OWN)
     monkeypatch.syspath_prepend(tmp_path)
-    try_algorithm(AlgorithmConfig(loss="own_algorithm:sentence", loss_settings={"words": 3}))
+    check_algorithm(AlgorithmConfig(loss="own_algorithm:sentence", loss_settings={"words": 3}))
     for field in ("loss", "advantage"):
         with pytest.raises(ValueError, match="must be one of (ppo|group_std), .*, or your own as module:attribute"):
             AlgorithmConfig(**{field: "grpo"})

@@ -12,7 +12,7 @@ from megatron_rl.errors import UserError, as_user_error
 from megatron_rl.plugs import ADVANTAGES, LOSSES
 
 
-def try_algorithm(config: AlgorithmConfig) -> None:
+def check_algorithm(config: AlgorithmConfig) -> None:
     """Raise UserError for an advantage or a loss that cannot be imported, refuses its settings, or returns what it must not."""
     trials = [(LOSSES, config.loss, _try_loss)]
     if not config.has_critic:
