@@ -1,7 +1,7 @@
 """Metrics of the difference d between the trainer's and the engine's log-probs.
 
-`mismatch/` covers tokens sampled by the trainer's own policy version and shows whether trainer and engine are the same policy. The
-difference of a stale token also contains the optimizer steps since it was sampled, so stale tokens are measured separately, in `staleness/`.
+`mismatch/` covers tokens sampled by the trainer's own policy version and shows whether trainer and engine are the same policy. For a stale
+token, d also contains the optimizer steps since it was sampled, so `staleness/` measures stale tokens separately.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ STALE_MISMATCH = (
 def measure_mismatch(
     samples: list[TrainingSample], names: tuple[str, ...] = MISMATCH, by_position: bool = False, combine: Combine = combine_alone
 ) -> dict[str, float]:
-    """Return |d| and the k3 estimate of KL(engine || trainer) over all replicas' tokens of the trainer's own version, or {} if there are none.
+    """Return |d| and the k3 estimate of KL(engine || trainer) over all replicas' tokens of the trainer's own version, or {} without any.
 
     Args:
         samples: this replica's samples.
@@ -100,9 +100,7 @@ class MismatchBound:
         if largest is None:  # no token of the trainer's version
             return
         exceeded = not largest <= self._bound
-        line = (
-            f"the mismatch between rollout and trainer is {largest:.3g} nats (mismatch/abs_max), above sync.max_mismatch = {self._bound:g}"
-        )
+        line = f"the mismatch of rollout and trainer is {largest:.3g} nats (mismatch/abs_max), above sync.max_mismatch = {self._bound:g}"
         if exceeded and self._stops:
             raise RunError(f"{line}: the engine does not compute what the trainer does")
         if exceeded and not self._warned:
@@ -111,7 +109,7 @@ class MismatchBound:
 
 
 def bin_mismatch(sample: TrainingSample) -> list[tuple[int, float]]:
-    """Return, for every `SAMPLE_BIN` positions of a response, the number of sampled tokens of the trainer's own version and their mean |d|."""
+    """Return (sampled tokens of the trainer's own version, their mean |d|) for every `SAMPLE_BIN` positions of a response."""
     difference, lags = _flatten([sample])
     bins, current = _positions(sample) // SAMPLE_BIN, lags == 0
     counts, sums = bins[current].bincount(), bins[current].bincount(difference[current].abs().double())

@@ -9,7 +9,7 @@
     newest
 
 The differences of neighboring variants add up to the total, token by token. So do their means, and the increases of the k3 estimate of
-KL(engine || variant). In `fp8_unified`, trainer and engine compute with the same blocks, inputs, keys, and values, so the causes activations,
+KL(engine || variant). In `fp8_unified`, both sides compute with the same blocks, inputs, keys, and values, so the causes activations,
 weights, and kv are 0.
 """
 

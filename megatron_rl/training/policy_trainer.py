@@ -41,7 +41,7 @@ if TYPE_CHECKING:  # loaded only by runs that replay groups
 _ENTROPY = declare("entropy", "mean entropy of the policy per token", "nats", "entropy (nats per token)")
 _DIFFERS_WITHOUT_REPLAY = declare(
     "router/differs_without_replay",
-    "the same, had no earlier layer replayed the routing",
+    "the same, if no earlier layer had replayed the routing",
     "share",
     "tokens sent elsewhere",
     label="without",

@@ -50,7 +50,7 @@ class Recorder:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Context manager that shows a phase on the progress bar and to the watchdog, and records its seconds and memory for the next row."""
+        """Context manager that reports a phase to the progress bar and the watchdog, and records its seconds and memory."""
         self._log.tell(lambda log: log.set_phase(name))
         hang_watchdog.enter_phase(name)
         if torch.cuda.is_available():

@@ -145,9 +145,7 @@ def _split(rollout: RolloutBatch, samples: list[TrainingSample], owners: list[in
     counts = [update_of.count(number) for number in range(updates)]
     if not all(counts):
         first = next(each.environment_error for each in completions if not each.conversations)
-        raise RunError(
-            f"no agent of a mini-batch has sent the policy a request, so there is nothing to train on (the first error: {first})"
-        )
+        raise RunError(f"no agent of a mini-batch has sent a request to the policy, so there is nothing to train on (first error: {first})")
     return [samples[end - count : end] for count, end in zip(counts, accumulate(counts), strict=True)]
 
 

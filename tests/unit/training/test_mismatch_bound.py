@@ -20,7 +20,7 @@ def test_the_bound_is_0_where_exactness_is_promised_and_else_what_is_given(given
     bound.check({MISMATCH[1]: fine})
     bound.check({})  # no token of the trainer's version
     if too_much is not None:
-        line = r"^the mismatch between rollout and trainer is \S+ nats \(mismatch/abs_max\), above sync\.max_mismatch = 0(\.5)?: "
+        line = r"^the mismatch of rollout and trainer is \S+ nats \(mismatch/abs_max\), above sync\.max_mismatch = 0(\.5)?: "
         with pytest.raises(RunError, match=line):
             bound.check({MISMATCH[1]: too_much})
 
@@ -31,6 +31,6 @@ def test_a_warning_is_given_once_until_the_mismatch_is_back():
     for value in (0.0, 0.2, 0.3, 0.1, 0.4):
         bound.check({MISMATCH[1]: value})
     assert lines == [
-        f"the mismatch between rollout and trainer is {value} nats (mismatch/abs_max), above sync.max_mismatch = 0.1"
+        f"the mismatch of rollout and trainer is {value} nats (mismatch/abs_max), above sync.max_mismatch = 0.1"
         for value in (0.2, 0.4)
     ]
