@@ -2,8 +2,8 @@
 
     loss = sum over response tokens of  weight_t max((V_t - R_t)^2, (clip(V_t, V_old_t - c, V_old_t + c) - R_t)^2) / 2
 
-V_old are the values before the step's updates, R the returns (`algorithm.gae`), and c is `critic.cliprange_value`. The weights are the policy
-loss's (`loss_weights`), so both losses are means over the same tokens.
+V_old are the values before the step's updates, R the returns (`algorithm.gae`), and c is `critic.cliprange_value`. The weights are those of
+the policy loss (`loss_weights`), so both losses are means over the same tokens.
 """
 
 from __future__ import annotations

@@ -133,8 +133,6 @@ def test_heavy_libraries_are_imported_when_needed():
 OPTIONAL = (
     "megatron_rl.batch.replay",
     "megatron_rl.data.epochs",
-    "megatron_rl.observability.mlflow_tracker",
-    "megatron_rl.observability.wandb_tracker",
     "megatron_rl.rollout.agents.endpoint",
     "megatron_rl.rollout.agents.runner",
 )
