@@ -1,19 +1,17 @@
-"""Time an engine's decoding on this machine: tokens per second by the number of sequences decoded at once; print a table, write JSON.
+"""Time the engine's decoding on this machine: tokens per second by the number of concurrent sequences.
 
-    python tools/bench/decoding.py configs/gsm8k.toml --model.path=MODEL --rollout.engines=2
-    python tools/bench/decoding.py configs/gsm8k.toml --sequences 64 --prompt 256
-    python tools/bench/decoding.py configs/gsm8k.toml --sequences 64 --prompt 256 --group 8
+    python tools/decoding.py configs/gsm8k.toml --model.path=MODEL --rollout.engines=2
+    python tools/decoding.py configs/gsm8k.toml --sequences 64 --prompt 256 --group 8
 
-Of the run's configuration `model`, `precision` and `rollout` count. Weights are made up by SGLang: of the model's folder only
-config.json and tokenizer are read. Every sequence has a random prompt of `--prompt` tokens, as many as `--group` the same one, and decodes
-`--tokens` more, whatever it samples; caches are emptied before every batch. The time of a decode step is that of such a batch less that of
-its prompts alone, by HTTP and with log-probs; medians of `--repeat` batches. CPU seconds are those of all engine processes: on a busy
-machine they say more than the clock.
+The sections `model`, `precision`, and `rollout` of the configuration apply. SGLang makes random weights: the model's folder needs only its
+config.json and tokenizer. Each sequence has a random prompt of `--prompt` tokens, shared by `--group` sequences, and decodes `--tokens` tokens.
+Caches are emptied before every batch. The time of a decode step is the time of a batch minus the time of its prompts, over HTTP and with
+log-probs; the tool prints medians of `--repeat` batches. CPU seconds include all engine processes and say more than the clock on a busy
+machine.
 """
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -26,6 +24,7 @@ import httpx
 import psutil
 import torch
 import typer
+from harness import JsonFile, write_json
 
 from megatron_rl.cli.main import run_script
 from megatron_rl.config import Config, load_config
@@ -44,14 +43,16 @@ def request(engine: SGLangEngine, path: str, body: dict[str, Any]) -> Any:
 
 
 def empty_caches(engines: list[SGLangEngine]) -> None:
-    time.sleep(0.5)  # SGLang removes a request a moment after its answer
+    time.sleep(0.5)  # SGLang removes a request shortly after it answers
     for engine in engines:
         request(engine, "/flush_cache", {})
 
 
 def time_batch(engines: list[SGLangEngine], prompts: list[list[int]], tokens: int) -> tuple[float, int]:
-    """Return the seconds of one batch of exactly `tokens` new tokens each, in groups split evenly over the engines, and the prompts' tokens
-    that came from the cache."""
+    """Generate exactly `tokens` tokens for each prompt, split evenly over the engines.
+
+    Return the seconds and the number of prompt tokens that came from the cache.
+    """
     empty_caches(engines)
     share = -(-len(prompts) // len(engines))
     sampling = {"temperature": 1.0, "max_new_tokens": tokens, "ignore_eos": True}
@@ -66,7 +67,7 @@ def time_batch(engines: list[SGLangEngine], prompts: list[list[int]], tokens: in
 
 
 def count_cpu_seconds(engines: list[SGLangEngine]) -> float:
-    """Return the processor seconds that the engines' processes have used."""
+    """Return the CPU seconds used by the engines' processes."""
     servers = [psutil.Process(pid) for engine in engines for pid in engine.process.pids]
     processes = [process for server in servers for process in (server, *server.children(recursive=True))]
     return sum(sum(process.cpu_times()[:2]) for process in processes)
@@ -98,15 +99,15 @@ def measure(engines: list[SGLangEngine], prompts: list[list[int]], tokens: int, 
 
 def main(
     context: typer.Context,
-    file: Annotated[Path, typer.Argument(help="A run's TOML file; --section.key=value may follow.")],
-    sequences: Annotated[list[int], typer.Option(help="Sequences decoded at once.")] = [16, 32, 64],  # noqa: B006 - typer reads it
+    file: Annotated[Path, typer.Argument(help="TOML file of a run; --section.key=value may follow.")],
+    sequences: Annotated[list[int], typer.Option(help="Number of concurrent sequences.")] = [16, 32, 64],  # noqa: B006 - typer reads it
     prompt: Annotated[int, typer.Option(min=1)] = 64,
     group: Annotated[int, typer.Option(min=1, help="Sequences with the same prompt.")] = 1,
     tokens: Annotated[int, typer.Option(min=2)] = 33,
     repeat: Annotated[int, typer.Option(min=1)] = 3,
-    json_file: Annotated[Path | None, typer.Option("--json")] = None,
+    json_file: JsonFile = None,
 ) -> None:
-    """Start the engines, measure, stop them."""
+    """Measure decoding and print tokens per second."""
     with TemporaryDirectory(prefix="megatron-rl-decoding-") as name, ExitStack() as stack:
         folder = Path(name)
         config: Config = pin_model(load_config(file, context.args))
@@ -128,8 +129,7 @@ def main(
             time_batch(engines, prompts, 2)
             rows.append(measure(engines, prompts, tokens, repeat))
             print("  ".join(f"{key} {value:.4g}" for key, value in rows[-1].items()), flush=True)
-    if json_file:
-        json_file.write_text(json.dumps(rows, indent=2) + "\n")
+    write_json(json_file, rows)
 
 
 if __name__ == "__main__":
