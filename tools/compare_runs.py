@@ -1,253 +1,239 @@
-"""Train one task in every precision mode, with several seeds and in harder settings, and draw them side by side on one page.
+"""Train one task in several variants, with several seeds, and compare the runs in one table and on one page of curves.
 
-    python tools/studies/precision.py [--config FILE] [--modes bf16,fp8_rollout,fp8_rollout+tis] [--settings plain,long_answers]
-                                    [--seeds N] [--steps N] [--jobs N] [--replay none,engine] [--out DIR] [--section.key=value ...]
+    python tools/compare_runs.py configs/quickstart.toml --vary algorithm.name=grpo,gspo --seeds 2 --train.steps=50
+    python tools/compare_runs.py configs/quickstart.toml --vary precision.mode=bf16,fp8_rollout --vary algorithm.correction=none,tis
 
-Each run has its own folder DIR/SETTING/MODE/seedN; a run that is finished is not made again. The page is DIR/study.html, written anew
-after every run; its tables are printed in Markdown at the end. Further arguments go to every run. How to read them: docs/results/study.md.
+Each combination of the `--vary` values is a variant; further options apply to every run. Each run has its own folder, DIR/VARIANT/seedN.
+A finished run with the same configuration is not repeated, so an interrupted comparison continues where it stopped. DIR/study.html is
+updated after every run; the table is also printed in Markdown at the end. With `--svg FILE` the curves of held-out and training accuracy
+are written to a file for a page such as the README.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import partial
-from itertools import pairwise
+import itertools
+import os
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from html import escape
 from pathlib import Path
 from statistics import mean
-from typing import Annotated
+from threading import Lock
+from typing import Annotated, Any, NamedTuple
 
-import by_position
-import common
 import typer
 
 from megatron_rl.cli.main import run_script
+from megatron_rl.config import Config, load_config
+from megatron_rl.errors import UserError
 from megatron_rl.metrics import Unit
+from megatron_rl.observability.run_log import read_metrics, read_run
+from megatron_rl.reporting import plots
 from megatron_rl.reporting.formatting import format_value
-from megatron_rl.reporting.plots import Rows
-from megatron_rl.reporting.report import CAUSE_LABELS
-from parallel.formats import MODES
+from megatron_rl.reporting.plots import Panel, Plot, Rows, render_svg
 
-REPLAYS = ("none", "trainer", "engine")
-_HIGH_RATE = "--train.learning_rate=1.25e-4"
-SETTINGS: dict[str, tuple[str, list[str]]] = {
-    "plain": ("The config as it is.", []),
-    "long_answers": (
-        "Twelve operations in place of two to five: an answer that works step by step has 26 tokens, each a chance to leave the policy.",
-        ["--data.settings.levels=[12]", "--rollout.max_new_tokens=48"],
-    ),
-    "high_learning_rate": ("Two and a half times the quickstart's learning rate.", [_HIGH_RATE]),
-    "many_updates": ("Eight optimizer steps per rollout in place of two.", ["--algorithm.updates_per_step=8"]),
-    "all_at_once": (
-        "Long answers, the high learning rate and many updates together.",
-        ["--data.settings.levels=[12]", "--rollout.max_new_tokens=48", _HIGH_RATE, "--algorithm.updates_per_step=8"],
-    ),
-}
-"""Name -> what is harder in it, and the overrides that make it so."""
-
-FALL = 0.1
-"""A step whose mean reward is lower than the step's before it by more than this counts as a fall."""
-ATTRIBUTE_EVERY = 10
-SAMPLES = 64
-"""Answers of a step whose mismatch by position is kept."""
-TIS = "+tis"
-"""Ends the name of a mode that is run with truncated importance sampling."""
-
+ROOT = Path(__file__).parents[1]
+BROKEN = 3
+"""Exit code of a run that failed after it started. Its rows are shown; any other error ends the comparison."""
 SHOWN = {
     "eval/accuracy": ("Held-out accuracy", "correct", "share"),
+    "accuracy/train": ("Accuracy as sampled", "correct", "share"),
     "reward/mean": ("Reward", "mean of the completions", "number"),
     "mismatch/abs_mean": ("Mismatch |Δ log p|, mean over tokens", "nats", "log"),
     "mismatch/abs_max": ("Mismatch |Δ log p|, largest", "nats", "log"),
-    "mismatch/k3_kl": ("KL(rollout ‖ trainer), k3 estimate", "nats per token", "log"),
     "update/abs_mean": ("|Δ log p| of the step's own update, mean over tokens", "nats", "log"),
     "precision/response": ("Engine's weights moved / masters moved", "ratio", "log"),
+    "precision/changed_share": ("Quantized values that the step changed", "values", "log"),
     "grad_norm": ("Gradient norm", "norm before clipping", "log"),
-    "clip/positive": ("Tokens that the clip touches, advantage above 0", "tokens", "share"),
-    "clip/negative": ("Tokens that the clip touches, advantage below 0", "tokens", "share"),
+    "clip/positive": ("Clipped tokens, advantage above 0", "tokens", "share"),
+    "clip/negative": ("Clipped tokens, advantage below 0", "tokens", "share"),
     "entropy": ("Entropy", "nats per token", "number"),
     "length/mean": ("Completion length", "tokens", "number"),
-    "mismatch/without_replay/abs_mean": ("Mismatch, had the routing not been replayed", "nats", "log"),
     "router/differs": ("Tokens that the trainer would send to other experts", "tokens", "share"),
-    "router/load_max": ("Load of experts in the most uneven layer", "most / mean", "number"),
+    "time/step": ("Time of a step", "seconds", "number"),
 }
+"""Metric -> title, label of the axis, and kind of its figure."""
+_HEAD = ("variant", "runs", "held-out accuracy: first", "best", "last", "mismatch: mean", "largest", "largest gradient norm", "broken")
+_PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title><style>
+:root {{ --page: #f5f6f8; --card: #fff; --ink: #1c2430; --grid: #dde2e8;
+  --s1: #0072b2; --s2: #d55e00; --s3: #009e73; --s4: #b3589a; --s5: #e69f00; --s6: #56b4e9; --s7: #b8a800; --s8: #8b95a1; }}
+body {{ margin: 2rem auto; max-width: 1400px; background: var(--page); color: var(--ink); font: 15px/1.5 system-ui, sans-serif; }}
+main {{ display: grid; grid-template-columns: repeat(auto-fill, minmax(600px, 1fr)); gap: 1rem; margin-top: 1rem; }}
+figure, table {{ margin: 0; padding: 1rem; background: var(--card); border: 1px solid var(--grid); border-radius: 8px; }}
+td, th {{ padding: .1rem .8rem; text-align: right; }} td:first-child, th:first-child {{ text-align: left; }}
+</style><h1>{title}</h1>{body}</html>
+"""
+_SVG_NAMESPACES = 'xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink"'
+_SVG_STYLE = Path(plots.__file__).with_name("style.html.j2")
+_making_model = Lock()
 
 
-@dataclass
-class Variant:
-    """One mode in one setting: the rows of its runs, one for each seed so far, their answers, and which seeds broke."""
+class Run(NamedTuple):
+    """One run of the comparison."""
 
-    runs: list[Rows] = field(default_factory=list)
-    answers: list[by_position.Answer] = field(default_factory=list)
-    broken: list[int] = field(default_factory=list)
+    variant: str
+    seed: int
+    folder: Path
+    overrides: Sequence[str]
 
-    def values(self, metric: str) -> list[list[float]]:
-        """Return the metric's finite values in every run, in the order of steps."""
-        return [[value for row in rows if (value := row.get(metric)) is not None] for rows in self.runs]
+    def make(self, config: Path, **process: Any) -> int:
+        """Train the run unless it is finished; return the exit code. `process`: arguments of subprocess.run."""
+        overrides = [f"--log.dir={self.folder}", *self.overrides]
+        if self._is_finished(load_config(config, overrides)):
+            return 0
 
-    def all_values(self, metric: str) -> list[float]:
-        """Return the same over all runs."""
-        return [value for values in self.values(metric) for value in values]
+        def run(*words: str) -> int:
+            command = [sys.executable, "-m", *words, str(config), *overrides]
+            return subprocess.run(command, cwd=ROOT, check=False, **process).returncode
 
-    def curve(self, metrics: Iterable[str]) -> Rows:
-        """Return for each step the mean over the runs that measured it, of each of `metrics`."""
-        by_step: dict[int, dict[str, list[float]]] = {}
-        for row in (row for rows in self.runs for row in rows):
-            for metric in metrics:
-                if (value := row.get(metric)) is not None:
-                    by_step.setdefault(int(row["step"] or 0), {}).setdefault(metric, []).append(value)
-        return [{"step": step, **{metric: mean(values) for metric, values in of_step.items()}} for step, of_step in sorted(by_step.items())]
+        with _making_model:  # concurrent runs may share the model
+            code = run("examples.arithmetic.warm_start")
+        return code or run("megatron_rl", "train")
 
-
-def count_falls(rewards: list[float]) -> int:
-    """Count the steps whose reward is lower than that of the step before by more than FALL."""
-    return sum(after < before - FALL for before, after in pairwise(rewards))
-
-
-def compute_deepest_fall(scores: list[float]) -> float:
-    """Return how far an accuracy ever was below the best before it."""
-    return max((max(scores[: step + 1]) - score for step, score in enumerate(scores)), default=0.0)
+    def _is_finished(self, config: Config) -> bool:
+        try:
+            run = read_run(self.folder / "latest")
+        except UserError:
+            return False
+        return run["status"] == "finished" and run["config"] == config.model_dump(mode="json")
 
 
-_AT_POSITION = "mismatch by position"
-_STABILITY = (
-    "mode", "seeds", "held-out accuracy: first", "best", "last", "spread of the last over seeds", "its deepest fall",
-    "reward: first", "last", "falls per run", "entropy: first", "last", "mismatch: mean", "largest", "largest gradient norm", "broken",
-)  # fmt: skip
+class Result(NamedTuple):
+    """The metrics rows of a run, and whether the run broke."""
+
+    run: Run
+    rows: Rows
+    broken: bool
 
 
-def make_stability_line(name: str, variant: Variant) -> list[object]:
-    """Return a mode's line; means over runs, but extremes over all of them."""
-    scores = [values for values in variant.values("eval/accuracy") if values]
-    first, best, last = ([pick(values) for values in scores] for pick in (lambda v: v[0], max, lambda v: v[-1]))
-    mismatch = variant.all_values("mismatch/abs_mean")
+def parse_variants(options: Sequence[str]) -> dict[str, list[str]]:
+    """Return {label: overrides} of every combination. Raise UserError if an option is not section.key=VALUE,VALUE."""
+    choices = []
+    for option in options:
+        name, _, values = option.partition("=")
+        if "." not in name or not values:
+            raise UserError("--vary", option, "is not section.key=VALUE,VALUE", "use for example algorithm.name=grpo,gspo")
+        choices.append([(value, f"--{name}={value}") for value in values.split(",")])
+    combinations = itertools.product(*choices)
+    return {"+".join(value for value, _ in each) or "run": [override for _, override in each] for each in combinations}
+
+
+def summarize(results: Sequence[Result]) -> list[list[object]]:
+    """Return one table line per variant: means over runs of accuracies and mismatch, and extremes over all runs."""
+    return [_summarize(variant, [result for result in results if result.run.variant == variant]) for variant in _list_variants(results)]
+
+
+def _list_variants(results: Sequence[Result]) -> list[str]:
+    return list(dict.fromkeys(result.run.variant for result in results))
+
+
+def _summarize(variant: str, results: Sequence[Result]) -> list[object]:
+    def read(metric: str) -> list[list[float]]:
+        return [[value for row in result.rows if (value := row.get(metric)) is not None] for result in results]
+
+    def flatten(metric: str) -> list[float]:
+        return [value for values in read(metric) for value in values]
+
+    scores = [values for values in read("eval/accuracy") if values]
+    ends = ([values[0] for values in scores], [max(values) for values in scores], [values[-1] for values in scores])
     return [
-        name,
-        len(variant.runs),
-        *(_format(mean(values) if values else None, "share") for values in (first, best, last)),
-        _format(max(last) - min(last) if len(last) > 1 else None, "share"),
-        _format(max(map(compute_deepest_fall, scores), default=None), "share"),
-        *format_ends(variant, "reward/mean"),
-        _format(mean(map(count_falls, variant.values("reward/mean"))) if variant.runs else None, "number"),
-        *format_ends(variant, "entropy"),
-        _format(mean(mismatch) if mismatch else None, "small"),
-        *(_format(max(variant.all_values(metric), default=None), "small") for metric in ("mismatch/abs_max", "grad_norm")),
-        ", ".join(f"seed {seed}" for seed in variant.broken) or "none",
+        variant,
+        len(results),
+        *(_format(mean(values) if values else None, "share") for values in ends),
+        _format(mean(values) if (values := flatten("mismatch/abs_mean")) else None, "small"),
+        *(_format(max(flatten(metric), default=None), "small") for metric in ("mismatch/abs_max", "grad_norm")),
+        ", ".join(f"seed {result.run.seed}" for result in results if result.broken) or "none",
     ]
-
-
-def format_ends(variant: Variant, metric: str) -> list[str]:
-    """Return the metric's first and last values, means over runs."""
-    runs = [values for values in variant.values(metric) if values]
-    return [_format(mean(values[end] for values in runs) if runs else None, "number") for end in (0, -1)]
 
 
 def _format(number: float | None, unit: Unit) -> str:
     return "–" if number is None else format_value(number, unit)
 
 
-def make_cause_line(name: str, variant: Variant) -> list[object]:
-    """Return the mean |Δ log p| of each cause, over all attributions of all runs."""
-    by_cause = [variant.all_values(f"mismatch/cause/{cause}/abs_mean") for cause in CAUSE_LABELS]
-    return [name, *(_format(mean(values) if values else None, "small") for values in by_cause)]
+def average(results: Sequence[Result], metric: str) -> dict[int, float]:
+    """Return {step: mean over the runs that measured the metric at this step}."""
+    by_step: dict[int, list[float]] = {}
+    for row in (row for result in results for row in result.rows):
+        if (value := row.get(metric)) is not None:
+            by_step.setdefault(int(row["step"] or 0), []).append(value)
+    return {step: mean(values) for step, values in sorted(by_step.items())}
 
 
-def make_position_table(variants: dict[str, Variant]) -> tuple[list[str], list[list[object]]]:
-    """Return head and lines of the mismatch by position, each with its standard error: a bin's mean, and the slope."""
-    bins = {name: by_position.average_by_bin(variant.answers) for name, variant in variants.items()}
-    columns = max(bins.values(), key=len, default=[])
-    lines = []
-    for name, variant in variants.items():
-        slope = by_position.estimate_slope(variant.answers)
-        cells = [f"{_format_estimate(part.mean)} ({part.tokens})" for part in bins[name]]
-        lines.append([name, len(variant.answers), *cells, *["–"] * (len(columns) - len(cells)), _format_estimate(slope) if slope else "–"])
-    return ["mode", "answers", *(f"{part.start}–{part.end - 1}" for part in columns), "per 100 positions"], lines
+def draw(title: str, ylabel: str, kind: str, lines: Mapping[str, Mapping[int, float]]) -> str:
+    """Return an inline `<svg>` with one line per label; empty if no line has a point."""
+    present = {label: line for label, line in lines.items() if line}
+    steps = sorted({step for line in present.values() for step in line})
+    rows: Rows = [{"step": step, **{label: line[step] for label, line in present.items() if step in line}} for step in steps]
+    return render_svg(Plot(title, (Panel(ylabel, kind, legend=True, series=tuple((label, label) for label in present)),)), rows)
 
 
-def _format_estimate(estimate: by_position.Estimate) -> str:
-    return f"{estimate.value:.2e} ± {estimate.error:.0e}" if estimate.value or estimate.error > 0 else "0"
+def draw_page(title: str, results: Sequence[Result]) -> str:
+    figures = []
+    for metric, shown in SHOWN.items():
+        by_variant = {
+            each: average([result for result in results if result.run.variant == each], metric) for each in _list_variants(results)
+        }
+        if svg := draw(*shown, by_variant):
+            figures.append(f"<figure><h3>{escape(shown[0])}</h3>{svg}</figure>")
+    lines = "".join(_format_line(cells, "td") for cells in summarize(results))
+    body = f"<table>{_format_line(_HEAD, 'th')}{lines}</table><main>{''.join(figures)}</main>"
+    return _PAGE.format(title=escape(title), body=body)
 
 
-def make_tables(variants: dict[str, Variant]) -> Iterator[tuple[str, Sequence[str], list[list[object]]]]:
-    """Yield (title, head, lines) of one setting's tables."""
-    yield "", _STABILITY, [make_stability_line(name, variant) for name, variant in variants.items()]
-    causes = [make_cause_line(name, variant) for name, variant in variants.items()]
-    yield "Mean |Δ log p| by cause, in nats per token", ("mode", *CAUSE_LABELS.values()), causes
-    yield "Mean |Δ log p| by position in the answer ± standard error (tokens)", *make_position_table(variants)
+def _format_line(cells: Iterable[object], tag: str) -> str:
+    return "<tr>" + "".join(f"<{tag}>{escape(str(cell))}</{tag}>" for cell in cells) + "</tr>"
 
 
-def draw_section(setting: str, variants: dict[str, Variant]) -> str:
-    """Return one setting's part of the page."""
-    tables = "".join(f"<h3>{title}</h3>{common.make_table(head, lines)}" for title, head, lines in make_tables(variants))
-    curves = {name: variant.curve(SHOWN) for name, variant in variants.items()}
-    positions: dict[str, Rows] = {
-        name: [{"step": part.start, _AT_POSITION: part.mean.value} for part in by_position.average_by_bin(variant.answers)]
-        for name, variant in variants.items()
+def draw_accuracy(results: Sequence[Result]) -> str:
+    """Return an SVG file with the held-out and the training accuracy of each run, in the colors of the report."""
+    metrics = {"eval/accuracy": "held out", "accuracy/train": "training"}
+    names = [f"{run.variant}, seed {run.seed}" if len(_list_variants(results)) > 1 else f"seed {run.seed}" for run, *_ in results]
+    lines = {
+        f"{words}, {name}": average([each], metric) for metric, words in metrics.items() for name, each in zip(names, results, strict=True)
     }
-    figure = common.draw_figures(positions, {_AT_POSITION: ("Mismatch by position", "mean |Δ log p| (nats)", "log")}, "position, from")
-    title = f"<h2>{setting.replace('_', ' ').capitalize()}</h2><p>{SETTINGS[setting][0]}</p>"
-    return title + tables + figure + common.draw_figures(curves, SHOWN)
-
-
-def make_overrides(setting: str, name: str, seed: int, steps: int, out: Path, replay: str = "") -> list[str]:
-    """Return what a run changes in the config. `name`: its mode, maybe with `TIS`. Runs on the same problems share a warm-started model,
-    which the first of them makes."""
-    changes = SETTINGS[setting][1]
-    model = "model_long_answers" if any(change.startswith("--data.settings.levels") for change in changes) else "model"
-    return [
-        f"--model.path={out / model}",
-        f"--precision.mode={name.removesuffix(TIS)}",
-        f"--algorithm.correction={'tis' if name.endswith(TIS) else 'none'}",
-        f"--train.seed={seed}",
-        f"--train.steps={steps}",
-        f"--log.attribute_every={ATTRIBUTE_EVERY}",
-        f"--log.samples={SAMPLES}",
-        *([f"--algorithm.routing_replay={replay}"] if replay else []),
-        *changes,
-    ]
+    style = _SVG_STYLE.read_text(encoding="utf-8").partition("#}")[2].strip()
+    svg = draw("Accuracy", "correct", "share", lines)
+    return svg.replace("<svg ", f"<svg {_SVG_NAMESPACES} ", 1).replace(">", f">{style}", 1)
 
 
 def main(
     context: typer.Context,
-    config: Annotated[Path, typer.Option(help="The task.")] = Path("configs/quickstart.toml"),
-    modes: Annotated[str, typer.Option(help=f"precision.mode, separated by commas; MODE{TIS} with TIS.")] = ",".join(MODES),
-    settings: Annotated[str, typer.Option(help="Names, separated by commas.")] = ",".join(SETTINGS),
-    seeds: Annotated[int, typer.Option(min=1, help="Runs of each mode in each setting.")] = 3,
-    steps: Annotated[int, typer.Option(min=1, help="RL steps of each run.")] = 50,
-    jobs: Annotated[int, typer.Option(min=1, help="Runs at the same time, which share the cores.")] = 1,
-    replay: Annotated[str, typer.Option(help="Each mode with each algorithm.routing_replay, separated by commas; needs experts.")] = "",
-    out: Annotated[Path, typer.Option(help="Folder of the study.")] = Path("runs/precision-study"),
+    config: Annotated[Path, typer.Argument(help="TOML file of the task; --section.key=value may follow.")],
+    vary: Annotated[list[str], typer.Option(help="Setting to vary, as section.key=VALUE,VALUE; repeatable.")] = [],  # noqa: B006
+    seeds: Annotated[int, typer.Option(min=1, help="Runs of each variant.")] = 1,
+    jobs: Annotated[int, typer.Option(min=1, help="Concurrent runs, which share the cores.")] = 1,
+    out: Annotated[Path, typer.Option(help="Folder of the comparison.")] = Path("runs/comparison"),
+    svg: Annotated[Path | None, typer.Option(help="Write the accuracy curves to this SVG file.")] = None,
 ) -> None:
-    """Train one task in every precision mode, with several seeds and in harder settings, and draw them side by side on one page."""
-    names = common.parse_names(modes, [mode + suffix for mode in MODES for suffix in ("", TIS)], "--modes")
-    replays = common.parse_names(replay, REPLAYS, "--replay") if replay else [""]
-    variants = {f"{name}+{replayed}" if replayed else name: (name, replayed) for replayed in replays for name in names}
-    results = {setting: {label: Variant() for label in variants} for setting in common.parse_names(settings, SETTINGS, "--settings")}
-    out, sections = out.resolve(), dict[str, str]()
-
-    def draw(setting: str, label: str, seed: int, rows: Rows, code: int) -> str:
-        variant = results[setting][label]
-        variant.broken += [seed] if code else []
-        variant.runs.append(rows)
-        variant.answers += by_position.read_answers(out / setting / label / f"seed{seed}" / "latest")
-        sections[setting] = draw_section(setting, results[setting])
-        return "".join(sections.values())
-
+    """Train one task in several variants and compare the runs."""
+    config, out, variants = config.resolve(), out.resolve(), parse_variants(vary)
     runs = [
-        common.StudyRun(
-            f"{setting}, {label}, seed {seed}",
-            out / setting / label / f"seed{seed}",
-            [*make_overrides(setting, name, seed, steps, out, replayed), *context.args],
-            partial(draw, setting, label, seed),
-        )
+        Run(variant, seed, out / variant / f"seed{seed}", [f"--train.seed={seed}", *overrides, *context.args])
         for seed in range(seeds)
-        for setting in results
-        for label, (name, replayed) in variants.items()
+        for variant, overrides in variants.items()
     ]
-    intro = f"{config}, {steps} steps each, curves are means over seeds" + (f"; with {' '.join(context.args)}" if context.args else "")
-    common.run_study(out / "study.html", "Precision study", intro, runs, config, broken=(common.BROKEN,), jobs=jobs)
-    for setting in results:
-        for title, head, lines in make_tables(results[setting]):
-            print(f"\n{setting}: {title}\n\n{common.format_markdown(head, lines)}")
+    process: dict[str, Any] = {}
+    if jobs > 1:
+        threads = str(max((os.cpu_count() or 1) // jobs, 1))
+        process = {"env": os.environ | {"OMP_NUM_THREADS": threads}, "stdout": subprocess.DEVNULL}
+    for run in runs:
+        load_config(config, run.overrides)  # refuses a mistake in any run before the first starts
+    results: list[Result] = []
+    with ThreadPoolExecutor(jobs) as pool:
+        try:
+            for run, code in zip(runs, pool.map(lambda run: run.make(config, **process), runs), strict=True):
+                if code not in (0, BROKEN):
+                    raise typer.Exit(code)
+                results.append(Result(run, read_metrics(run.folder / "latest"), code == BROKEN))
+                (out / "study.html").write_text(draw_page(f"{config.name} {' '.join([*vary, *context.args])}", results), encoding="utf-8")
+                print(f"{run.variant}, seed {run.seed}: {run.folder / 'latest'}; the page is {out / 'study.html'}", flush=True)
+        finally:
+            pool.shutdown(cancel_futures=True)
+    print("\n".join("| " + " | ".join(map(str, cells)) + " |" for cells in (_HEAD, ["---"] * len(_HEAD), *summarize(results))))
+    if svg:
+        svg.write_text(draw_accuracy(results), encoding="utf-8")
 
 
 if __name__ == "__main__":

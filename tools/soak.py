@@ -1,54 +1,48 @@
-"""Train the same run twice, once undisturbed and once under random kills of engines and trainer. Both must end with the same bits.
+"""Train a run while engines and trainer are killed at random, and check that every problem was trained on exactly once.
 
-    python tools/checks/soak.py --steps 200 --kills 12
-    python tools/checks/soak.py --plan            # print what would be killed when, and run nothing
-    python tools/checks/soak.py --compare A B     # two finished runs
-    python tools/checks/soak.py --placement.kind=disaggregated --placement.max_staleness=2 --rollout.engines=2 ...
+    python tools/soak.py [--config FILE] [--steps N] [--kills N] [--every N] [--seed N] [--folder DIR] [--section.key=value ...]
 
-A run that samples ahead of the trainer (`placement.max_staleness`) or over-samples is not the same twice: it is trained once, under kills,
-and its record must show every problem trained on once, in order (`sample_record.py`).
-
-A trainer that was killed is started again by the same command, with checkpoint.resume=auto; the run itself restarts an engine that was
-killed. Prints for every kill the seconds until the next step was recorded, and exits with 1 where something is wrong.
+A killed trainer is started again by the same command. Afterward the run's records must show: each problem that was drawn was trained on
+once, in order, or is still owed according to the last checkpoint; groups are whole; no token is older than `placement.max_staleness`; the
+mismatch is 0 on tokens of the trainer's own version; and every sync was proved. The exit code is 1 if any of this is violated.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import subprocess
 import sys
 import time
-from dataclasses import asdict, dataclass
+from collections import defaultdict, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import psutil
-from sample_record import find_faults
+import typer
 
+from megatron_rl.cli.main import run_script
 from megatron_rl.config import Config, load_config
-from megatron_rl.observability.run_log import read_jsonl
+from megatron_rl.observability.run_log import read_jsonl, read_run
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 _POLL_SECONDS = 0.05
-_IGNORED = ("time", "second", "memory/", "engine/restarts")
 
 
 @dataclass
 class Kill:
-    """`victim` is killed `delay` seconds after `step` was recorded; `seconds`: from then until a row of a later step was. Of several
-    engines one is killed, that of number `engine` among those that run, or all."""
+    """A kill of `victim`, `delay` seconds after `step` was recorded. `engine` is the index of the killed engine among the running ones."""
 
     step: int
     victim: str
     delay: float
-    engine: int = 0
-    seconds: float | None = None
+    engine: int
 
 
 def plan_kills(steps: int, kills: int, seed: int, engines: int) -> list[Kill]:
-    """Draw distinct steps, in order; engine, all of several engines, and trainer alike often."""
+    """Draw distinct steps in increasing order, with equally likely victims."""
     generator = random.Random(seed)
     chosen = sorted(generator.sample(range(steps - 1), kills))
     victims = ("engine", "trainer") if engines == 1 else ("engine", "all engines", "trainer")
@@ -56,7 +50,7 @@ def plan_kills(steps: int, kills: int, seed: int, engines: int) -> list[Kill]:
 
 
 class SoakRun:
-    """One run, by as many commands as it takes."""
+    """A run that is started again after its trainer was killed."""
 
     def __init__(self, folder: Path, config: Path, steps: int, overrides: list[str]) -> None:
         self.folder, self._console = folder / "latest", folder / "console.log"
@@ -70,20 +64,19 @@ class SoakRun:
             self._process = subprocess.Popen(self._command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=console, stderr=console)
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return the rows recorded so far, without a line that is still being written."""
         return read_jsonl(self.folder / "metrics.jsonl")[0]
 
     def ended(self) -> bool:
         return self._process.poll() is not None
 
     def finished(self) -> bool:
-        """Raise RuntimeError where the command ended by itself before the run was finished."""
+        """Return whether the run is finished. Raise RuntimeError if it failed."""
         if self._process.poll():
             raise RuntimeError(f"the run ended with exit code {self._process.returncode}; see {self._console}")
         return self.ended()
 
     def kill(self, kill: Kill) -> bool:
-        """Return False where there is no such process at the moment."""
+        """Return False if no such process is running."""
         trainer = psutil.Process(self._process.pid)
         if kill.victim == "trainer":
             trainer.kill()
@@ -96,7 +89,7 @@ class SoakRun:
 
 
 def _is_server(process: psutil.Process) -> bool:
-    """Return whether this is an engine's server, which has forked its other processes."""
+    """Return whether the process is an engine's server, the parent of the engine's other processes."""
     try:
         parent = process.parent()
         return "rollout_sglang.server" in process.cmdline() and (parent is None or "rollout_sglang.server" not in parent.cmdline())
@@ -104,15 +97,16 @@ def _is_server(process: psutil.Process) -> bool:
         return False
 
 
-def run_with_kills(run: SoakRun, kills: list[Kill]) -> None:
-    """Run to the end. Each kill happens once, and only after the run has recorded a step since the kill before it."""
+def run_with_kills(run: SoakRun, kills: list[Kill]) -> dict[str, list[float]]:
+    """Run to the end; return {victim: seconds from each kill to the next recorded step}. A kill waits for a step after the kill before it."""
     run.start()
+    recovery: dict[str, list[float]] = defaultdict(list)
     for kill in kills:
         while not run.finished() and not any(row["step"] >= kill.step for row in run.rows()):
             time.sleep(_POLL_SECONDS)
         time.sleep(kill.delay)
         if run.ended():
-            return
+            return recovery
         last, start = run.rows()[-1]["step"], time.time()
         if not run.kill(kill):
             continue
@@ -120,92 +114,122 @@ def run_with_kills(run: SoakRun, kills: list[Kill]) -> None:
             run.start()
         while not run.finished() and not any(row["step"] > last and row["unix_time"] > start for row in run.rows()):
             time.sleep(_POLL_SECONDS)
-        kill.seconds = time.time() - start
-        print(f"step {last:>4}: {kill.victim} killed, next step recorded after {kill.seconds:.1f} s", flush=True)
+        recovery[kill.victim].append(time.time() - start)
+        print(f"step {last:>4}: {kill.victim} killed, next step recorded after {recovery[kill.victim][-1]:.1f} s", flush=True)
     while not run.finished():
         time.sleep(_POLL_SECONDS)
+    return recovery
 
 
-def find_differences(run: Path, other: Path) -> list[str]:
-    """Compare two finished runs: rows without their times, and the bytes of the last checkpoint."""
-    folders = (run, other)
-    rows = [[json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()] for folder in folders]
-    if [row["step"] for row in rows[0]] != [row["step"] for row in rows[1]]:
-        return [f"{len(rows[0])} rows and {len(rows[1])}"]
-    differing = [(row["step"], name) for row, other_row in zip(*rows, strict=True) for name in _differing_keys(row, other_row)]
-    differences = [f"step {step}: {name}" for step, name in differing if not any(word in name for word in _IGNORED)]
-    checkpoints = [max((folder / "checkpoints").glob("step_*")) for folder in folders]  # the last
-    files = [json.loads((checkpoint / "state.json").read_text())["files"] for checkpoint in checkpoints]
-    for digests in files:
-        digests.pop("mcore/.metadata", None)  # names its own folder
-    return differences + [f"checkpoint: {name}" for name in _differing_keys(*files)]
+@dataclass(frozen=True)
+class Promise:
+    """What the sample records of a run must satisfy."""
+
+    problems: Sequence[str]
+    """Ids of all problems that were drawn, in order."""
+    owed: frozenset[int]
+    """Indices into `problems` of those that were not trained on, according to the last checkpoint."""
+    steps: int
+    prompts: int
+    group_size: int
+    max_staleness: int
+
+    @classmethod
+    def of_run(cls, run: Path) -> Promise:
+        from megatron_rl.data import load_problems  # takes seconds to import
+        from megatron_rl.hf.tokenizer import load_tokenizer
+
+        config = Config.model_validate_json(json.dumps(read_run(run)["config"]))
+        checkpoint = max((run / "checkpoints").glob("step_*"))
+        state = json.loads((checkpoint / "state.json").read_text())
+        stream, _ = load_problems(config, load_tokenizer(config.model.path))
+        problems = [problem.id for problem in stream.next_batch(state["data"]["position"])]
+        owed, rollout = frozenset(state["data"].get("left_out", ())), config.rollout
+        return cls(problems, owed, state["step"], rollout.prompts_per_step, rollout.group_size, config.placement.max_staleness)
 
 
-def _differing_keys(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
-    return sorted(name for name in one.keys() | other.keys() if one.get(name) != other.get(name))
+def find_faults(run: Path) -> list[str]:
+    """Return a line for each violated promise of a finished run, which must have recorded all its samples (`log.samples`)."""
+    samples, rows = read_jsonl(run / "samples.jsonl")[0], read_jsonl(run / "metrics.jsonl")[0]
+    return find_wrong_samples(samples, Promise.of_run(run)) + find_inexact(rows)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--config", type=Path, default=ROOT / "configs" / "quickstart.toml")
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--kills", type=int, default=12)
-    parser.add_argument("--every", type=int, default=5, help="steps between checkpoints")
-    parser.add_argument("--seed", type=int, default=0, help="of what is killed when")
-    parser.add_argument("--folder", type=Path, default=Path("runs/soak"))
-    parser.add_argument("--plan", action="store_true", help="print the kills and run nothing")
-    parser.add_argument("--compare", type=Path, nargs=2, metavar="RUN", help="compare two finished runs and run nothing")
-    options, overrides = parser.parse_known_args()
-    if options.compare:
-        return report_differences(*options.compare)
-    model_settings = tuple(word for word in overrides if word.startswith(("--architecture.", "--warm_start.")))
-    overrides = [word for word in overrides if word not in model_settings]
-    config: Config = load_config(options.config, overrides)
-    kills = plan_kills(options.steps, options.kills, options.seed, config.rollout.engines)
-    if options.plan:
-        print(json.dumps([asdict(kill) for kill in kills], indent=1))
-        return 0
-    folder = options.folder.resolve()
-    overrides += [f"--checkpoint.every={options.every}", f"--model.path={folder / 'model'}"]
-    subprocess.run(
-        [sys.executable, "-m", "examples.arithmetic.warm_start", str(options.config.resolve()), *overrides, *model_settings],
-        cwd=ROOT,
-        check=True,
-    )
-    if not repeats(config):
-        overrides.append(f"--log.samples={config.rollout.prompts_per_step * config.rollout.group_size}")
-    straight, killed = (SoakRun(folder / name, options.config.resolve(), options.steps, overrides) for name in ("straight", "fired"))
-    if repeats(config):
-        straight.start()
-    while repeats(config) and not straight.finished():
-        time.sleep(1)
-    run_with_kills(killed, kills)
-    for victim in ("engine", "all engines", "trainer"):
-        times = sorted(kill.seconds for kill in kills if kill.victim == victim and kill.seconds is not None)
-        if times:
-            median, longest = times[len(times) // 2], times[-1]
-            print(f"{victim}: killed {len(times)} times; to the next step: median {median:.1f} s, longest {longest:.1f} s")
-    return report_differences(straight.folder, killed.folder) if repeats(config) else report_faults(killed.folder)
+def find_wrong_samples(samples: Iterable[dict[str, Any]], promise: Promise) -> list[str]:
+    """Check the rows of samples.jsonl. A problem may occur as often as it was drawn."""
+    by_step: dict[int, list[dict[str, Any]]] = defaultdict(list)
+    for row in samples:
+        by_step[row["step"]].append(row)
+    if sorted(by_step) != [*range(1, promise.steps + 1)]:
+        return [f"samples of steps {sorted(by_step)}, not of 1 to {promise.steps}"]
+    faults, trained = list[str](), list[list[int]]()
+    waiting: dict[str, deque[int]] = defaultdict(deque)
+    for position, name in enumerate(promise.problems):
+        waiting[name].append(position)
+    for step, rows in sorted(by_step.items()):
+        groups = [rows[start : start + promise.group_size] for start in range(0, len(rows), promise.group_size)]
+        if len(rows) != promise.prompts * promise.group_size or any(len({row["problem"] for row in group}) > 1 for group in groups):
+            faults.append(f"step {step}: {len(rows)} samples, not {promise.prompts} whole groups of {promise.group_size}")
+        names = [group[0]["problem"] for group in groups]
+        faults += [f"step {step}: {name} was trained on before, or never drawn" for name in names if not waiting[name]]
+        trained.append([waiting[name].popleft() for name in names if waiting[name]])
+        oldest, newest = (pick(row["versions"][index] for row in rows) for index, pick in enumerate((min, max)))
+        if not step - 1 - promise.max_staleness <= oldest <= newest <= step - 1:
+            faults.append(f"step {step}: tokens of versions {oldest} to {newest}")
+    seen = {position for positions in trained for position in positions}
+    for position in sorted(seen & promise.owed):
+        faults.append(f"problem {position} ({promise.problems[position]}) was trained on and is still owed")
+    for position in sorted({*range(len(promise.problems))} - seen - promise.owed):
+        faults.append(f"problem {position} ({promise.problems[position]}) is lost")
+    return faults + _find_disorder(trained, promise.max_staleness)
 
 
-def repeats(config: Config) -> bool:
-    """Return whether a second run would be the same, bit for bit."""
-    return not config.placement.max_staleness and not config.rollout.over_sampling_prompts
+def _find_disorder(trained: list[list[int]], max_staleness: int) -> list[str]:
+    """Check the order. An aborted problem must be in the first step drawn after it was aborted."""
+    faults, latest = list[str](), list[int]()
+    for step, positions in enumerate(trained, 1):
+        if positions != sorted(positions):
+            faults.append(f"step {step}: problems in the order {positions}")
+        for position in positions:
+            passed = next((number for number, last in enumerate(latest, 1) if last > position), step)
+            if step - passed > max_staleness + 1:
+                faults.append(f"step {step}: problem {position} comes {step - passed} steps after a later one")
+        latest.append(max(positions, default=-1))
+    return faults
 
 
-def report_faults(run: Path) -> int:
-    """Print the first 20 faults of a run's record; return 1 where there are any."""
-    faults = find_faults(run)
+def find_inexact(rows: list[dict[str, Any]]) -> list[str]:
+    """Check the rows of metrics.jsonl for a mismatch on tokens of the trainer's own version and for tensors that were not proved."""
+    measured = [row for row in rows if "mismatch/abs_max" in row]
+    faults = [f"step {row['step']}: mismatch of {row['mismatch/abs_max']}" for row in measured if row["mismatch/abs_max"] != 0]
+    faults += [f"step {row['step']}: not proved" for row in rows if row["sync/proved"] != row["sync/tensors"]]
+    return faults if measured else [*faults, "no token of the trainer's own version was compared"]
+
+
+def main(
+    context: typer.Context,
+    config: Annotated[Path, typer.Option(help="TOML file of the run; --section.key=value may follow.")] = ROOT / "configs/quickstart.toml",
+    steps: Annotated[int, typer.Option(help="Steps of the run.")] = 200,
+    kills: Annotated[int, typer.Option(help="Number of kills.")] = 12,
+    every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 5,
+    seed: Annotated[int, typer.Option(help="Seed of the kills.")] = 0,
+    folder: Annotated[Path, typer.Option(help="Folder of the model and of the run.")] = Path("runs/soak"),
+) -> None:
+    """Train a run under random kills and check its records."""
+    config, folder = config.resolve(), folder.resolve()
+    model_settings = [word for word in context.args if word.startswith(("--architecture.", "--warm_start."))]
+    overrides = [word for word in context.args if word not in model_settings]
+    rollout = load_config(config, overrides).rollout
+    overrides += [f"--checkpoint.every={every}", f"--model.path={folder / 'model'}"]
+    warm_start = [sys.executable, "-m", "examples.arithmetic.warm_start", str(config), *overrides, *model_settings]
+    subprocess.run(warm_start, cwd=ROOT, check=True)
+    run = SoakRun(folder / "fired", config, steps, [*overrides, f"--log.samples={rollout.prompts_per_step * rollout.group_size}"])
+    for victim, times in run_with_kills(run, plan_kills(steps, kills, seed, rollout.engines)).items():
+        median, longest = sorted(times)[len(times) // 2], max(times)
+        print(f"{victim}: killed {len(times)} times; to the next step: median {median:.1f} s, longest {longest:.1f} s")
+    faults = find_faults(run.folder)
     print("wrong:", *faults[:20], sep="\n  ") if faults else print("every problem was trained on once, in order; no mismatch")
-    return 1 if faults else 0
-
-
-def report_differences(run: Path, other: Path) -> int:
-    """Print the first 20 differences; return 1 where there are any."""
-    differences = find_differences(run, other)
-    print("different:", *differences[:20], sep="\n  ") if differences else print("rows and checkpoint are the same, bit for bit")
-    return 1 if differences else 0
+    raise typer.Exit(1 if faults else 0)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_script(main)
