@@ -31,7 +31,7 @@ ORDER = [  # of what lies in megatron_rl: each imports only what stands before i
     *("preflight", "evaluation", "reporting", "training", "planner", "rehearsal", "cli", "__main__"),
 ]
 ROOT_MODULES = 8
-PACKAGES_CHECK = ("tools/checks/gpu_packages.py", "tools/checks/hopper_kernels.py")
+PACKAGES_CHECK = ("tools/gpu_packages.py", "tools/hopper_kernels.py")
 """Hold the libraries themselves against what is expected of them."""
 ONLY_IN = {
     "sglang": ("rollout_sglang/*", *PACKAGES_CHECK),

@@ -1,7 +1,7 @@
-"""Compiles every Triton kernel of this project for Hopper as its own function launches it, without a GPU.
+"""Compile every Triton kernel of this project for Hopper, as its own function launches it, without a GPU.
 
-Triton is given a driver that only names the target. A launch then compiles, for the arguments that the function really passes, and stops
-there. Limits are what was measured and some room: a spill, or a kernel that takes many more registers, is a change to look at.
+Triton gets a driver that only names the target. A launch compiles the kernel for the actual arguments and does not run it. The register
+limits are measured values plus a margin: a spill, or a kernel that needs many more registers, deserves a look.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("megatron_rl", "parallel", "rollout_sglang")
 REGISTERS: dict[str, int] = {
     "quantize_tile": 144,
@@ -40,11 +40,11 @@ REGISTERS: dict[str, int] = {
     "summarize_row": 96,
     "differentiate_logits": 64,
 }
-"""The most that a thread of a kernel may take."""
+"""Maximum number of registers per thread, by kernel."""
 
 
 def compile_all() -> str:
-    """Return the registers of every kernel. Raise AssertionError for a spill, too many registers, or one that nothing launches."""
+    """Return the registers of every kernel. Raise AssertionError for a spill, for too many registers, or for a kernel that is not launched."""
     compiled = intercept_launches()
     launch_all()
     missing = find_kernels() - compiled.keys()
@@ -56,7 +56,7 @@ def compile_all() -> str:
 
 
 def intercept_launches() -> dict[str, list[Any]]:
-    """Let launches of this process compile only; return the kernels by name, to be filled."""
+    """Make launches in this process compile only. Return a dictionary that collects the compiled kernels by name."""
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
@@ -77,7 +77,7 @@ def intercept_launches() -> dict[str, list[Any]]:
 
 
 def launch_all() -> None:
-    """Call what launches kernels, for every kind of each."""
+    """Call the functions that launch kernels, for every variant of each kernel."""
     from megatron_rl.kernels.experts import triton as token_rows_triton
     from megatron_rl.kernels.experts.token_groups import TokenGroups
     from megatron_rl.kernels.experts.triton_spread import pack, quantize_weighed, spread_packed
@@ -123,7 +123,7 @@ def launch_all() -> None:
         norms = (mixed[0, :128], mixed[1, :128]) if normed else None
         query, key = heads_triton.rotate(mixed, layout, norms)
         heads_triton.differentiate((query, key, key), mixed, layout, norms)
-    for width in (256, 4096, 32768):  # the deepest trees: at tp 1, 32B models have 25,600
+    for width in (256, 4096, 32768):  # 32768 gives the deepest tree: 32B models have 25,600 at tp 1
         for dtype, block in ((torch.float8_e4m3fn, 128), (torch.bfloat16, 0), (torch.float32, 0)):
             left, weight = torch.zeros(64, width, dtype=dtype), torch.zeros(128, width, dtype=dtype)
             scales = (torch.zeros(64, width // block), torch.zeros(1, width // block)) if block else ()
@@ -142,7 +142,7 @@ def launch_all() -> None:
 
 
 def find_kernels(root: Path = ROOT) -> set[str]:
-    """Return the names of all kernels in the sources: of functions with `@triton.jit` that no other one calls."""
+    """Return the names of all kernels in the sources: functions with `@triton.jit` that no other such function calls."""
     texts = [text for package in PACKAGES for file in (root / package).rglob("*.py") if "@triton." in (text := file.read_text())]
     functions = [node for text in texts for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)]
     jitted = [node for node in functions if any("triton.jit" in ast.unparse(each) for each in node.decorator_list)]
@@ -151,7 +151,7 @@ def find_kernels(root: Path = ROOT) -> set[str]:
 
 
 def count_registers(kernel: Any) -> int:
-    """Return what a thread takes, as Triton's own assembler reports. Raise AssertionError where registers were spilled."""
+    """Return the registers per thread that Triton's assembler reports. Raise AssertionError if registers were spilled."""
     from triton.backends.nvidia.compiler import get_ptxas
 
     command = [get_ptxas(90).path, "-v", "--gpu-name=sm_90a", "-", "-o", os.devnull]

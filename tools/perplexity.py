@@ -1,13 +1,12 @@
-"""What precision costs a model: the perplexity of a text in every mode, and every token's log-prob against transformers in FP32.
+"""Measure what each precision mode costs a model: perplexity of a text, and |Δ log p| of its tokens against transformers in FP32.
 
-    python tools/checks/perplexity.py --model FOLDER --text FILE                       # all modes, surroundings in FP32 and in BF16
-    python tools/checks/perplexity.py --model FOLDER --text FILE --modes bf16,fp8_unified --high fp32 --documents 32 --tokens 256
+    python tools/perplexity.py --model FOLDER --text FILE                       # all modes, with high = fp32 and bf16
+    python tools/perplexity.py --model FOLDER --text FILE --modes bf16,fp8_unified --high fp32 --documents 32 --tokens 256
 
-A text file is cut into documents of `--tokens` tokens; of a JSONL file each row's `question` and `answer` are one. Every token but a
-document's first is scored, by transformers in a process of its own, and by the trainer with the weights and quantized inputs that its
-engine has in that mode (`mcore.passes.engine_emulation`; in `fp8_unified` they are its own). Masters are not spread: a weight is what the
-checkpoint says. With `--reference FOLDER` transformers compute another checkpoint with the same tokenizer, such as the one that
-`export --align` widened.
+A text file is split into documents of `--tokens` tokens; in a JSONL file, `question` and `answer` of each row are one document. All tokens
+but the first of a document are scored by transformers, and by the trainer with the weights and quantized inputs that the engine has in that
+mode (`mcore.passes.engine_emulation`). Masters are not spread. With `--reference FOLDER`, transformers compute another checkpoint with the
+same tokenizer, for example the one that `export --align` widened.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from harness import JsonFile, parse_names, write_json
 from rich.console import Console
 from rich.table import Table
 
@@ -43,7 +43,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def read_documents(text: Path, model: Path, count: int, tokens: int) -> list[list[int]]:
-    """Return up to `count` documents of 2 to `tokens` token ids. Raise UserError for a file without."""
+    """Return up to `count` documents of 2 to `tokens` token ids. Raise UserError if there are none."""
     try:
         content = text.read_text()
         rows = [json.loads(line) for line in content.splitlines() if line] if text.suffix == ".jsonl" else []
@@ -56,12 +56,12 @@ def read_documents(text: Path, model: Path, count: int, tokens: int) -> list[lis
         documents += [ids[:tokens]] if rows else [ids[start : start + tokens] for start in range(0, len(ids), tokens)]
     documents = [ids for ids in documents if len(ids) > 1][:count]
     if not documents:
-        raise UserError("--text", str(text), "holds no text of two tokens", "give a longer one")
+        raise UserError("--text", str(text), "contains fewer than two tokens", "give a longer text")
     return documents
 
 
 def score_by_transformers(model: Path, dtype: str, documents: list[list[int]]) -> torch.Tensor:
-    """Return log-probs float32 of all scored tokens. Runs where Megatron was never imported: its CPU platform changes torch."""
+    """Return the float32 log-probs of all scored tokens. Needs a process without Megatron, whose CPU platform changes torch."""
     from transformers import AutoModelForCausalLM
 
     network = AutoModelForCausalLM.from_pretrained(model, dtype=DTYPES[dtype], local_files_only=True)
@@ -74,7 +74,7 @@ def score_by_transformers(model: Path, dtype: str, documents: list[list[int]]) -
 
 
 def score_by_trainer(config: Config, documents: list[list[int]]) -> torch.Tensor:
-    """Return the same as the mode's engine computes them. Megatron must run."""
+    """Return the same log-probs as the engine of this mode computes them. Megatron must be running."""
     folder, contract = config.model.folder, PrecisionContract.from_config(config.precision)
     hf_config, layout = read_config(folder), config.train.layout.to_layout()
     shards, model = build_rank_shards(hf_config, layout), freeze(build_model(hf_config, layout, contract))
@@ -87,15 +87,10 @@ def score_by_trainer(config: Config, documents: list[list[int]]) -> torch.Tensor
 def measure(
     model: Path, reference_model: Path, text: Path, modes: list[str], highs: list[str], count: int, tokens: int
 ) -> list[dict[str, Any]]:
-    """Return a row for each way to compute; the first is what the others are compared with."""
-    data = {"max_prompt_tokens": 1}
-    rollout = {"max_new_tokens": tokens - 1}
+    """Return one row per mode and `high`. The other rows are compared with the first, transformers in FP32."""
+    sections = {"model": {"path": model}, "data": {"max_prompt_tokens": 1}, "rollout": {"max_new_tokens": tokens - 1}}
     runs = {
-        (mode, high): Config.model_validate(
-            {"model": {"path": model}, "precision": {"mode": mode, "high": high}, "data": data, "rollout": rollout}
-        )
-        for high in highs
-        for mode in modes
+        (mode, high): Config.model_validate({**sections, "precision": {"mode": mode, "high": high}}) for high in highs for mode in modes
     }
     layouts = [check_run(config, GRAPH) for config in runs.values()]
     documents = read_documents(text, model, count, tokens)
@@ -127,30 +122,30 @@ def _compare(mode: str, high: str, logprobs: torch.Tensor, reference: torch.Tens
 
 
 def show(rows: list[dict[str, Any]], console: Console) -> None:
-    """Print a table: perplexity; nats per token more than the first row, with the standard error; |Δ log p| of a token."""
+    """Print perplexity, extra nats per token with standard error, and |Δ log p| of a token."""
     table = Table("mode", "high", "perplexity", "nats more", "|Δ log p| mean", "largest", box=None)
     for row in rows:
         more = f"{row['nats_more']:+.5f} ± {row['standard_error']:.5f}"
         table.add_row(row["mode"], row["high"], f"{row['perplexity']:.4f}", more, f"{row['abs_mean']:.2g}", f"{row['abs_max']:.2g}")
     console.print(table)
-    console.print(f"{rows[0]['tokens']} tokens; the last three columns are against the first row.")
+    console.print(f"{rows[0]['tokens']} tokens; the last three columns compare with the first row.")
 
 
 def main(
-    model: Annotated[Path, typer.Option(help="A Hugging Face checkpoint's folder.", show_default=False)],
-    text: Annotated[Path, typer.Option(help="A text, or JSONL with question and answer.", show_default=False)],
-    modes: Annotated[str, typer.Option(help="Values of precision.mode, with commas between them.")] = ",".join(MODES),
+    model: Annotated[Path, typer.Option(help="Folder of a Hugging Face checkpoint.", show_default=False)],
+    text: Annotated[Path, typer.Option(help="Text file, or JSONL with question and answer.", show_default=False)],
+    modes: Annotated[str, typer.Option(help="Values of precision.mode, separated by commas.")] = ",".join(MODES),
     high: Annotated[str, typer.Option(help="Values of precision.high.")] = "fp32,bf16",
-    documents: Annotated[int, typer.Option(min=1, help="Documents to score, at most.")] = 16,
-    tokens: Annotated[int, typer.Option(min=2, help="Tokens of a document, at most.")] = 256,
-    reference: Annotated[Path | None, typer.Option(help="Another checkpoint for transformers; default: the same.")] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the rows here.")] = None,
+    documents: Annotated[int, typer.Option(min=1, help="Maximum number of documents.")] = 16,
+    tokens: Annotated[int, typer.Option(min=2, help="Maximum number of tokens per document.")] = 256,
+    reference: Annotated[Path | None, typer.Option(help="Checkpoint for transformers; default: the same.")] = None,
+    json_file: JsonFile = None,
 ) -> None:
-    """Measure what precision costs a model on a text."""
-    rows = measure(model, reference or model, text, modes.split(","), high.split(","), documents, tokens)
+    """Measure what each precision mode costs a model on a text."""
+    chosen = parse_names("--modes", modes, MODES), parse_names("--high", high, DTYPES)
+    rows = measure(model, reference or model, text, *chosen, documents, tokens)
     show(rows, Console())
-    if json_file:
-        json_file.write_text(json.dumps(rows, indent=2) + "\n")
+    write_json(json_file, rows)
 
 
 if __name__ == "__main__":

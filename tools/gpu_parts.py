@@ -1,7 +1,7 @@
-"""The parts of tools/gpu_check.sh: which tests of tests/gpu each runs and for how long, what passed before, and the time for all.
+"""The parts of tools/gpu_check.sh: the tests and time limit of each part, the record of passed parts, and the total time limit.
 
-Each part is a pytest of its own. One that passed here, with the same sources, packages and driver, is not run again. Before the parts
-comes a warm-up, which no test judges: it compiles kernels into one folder of caches that all later processes, engines too, share.
+Each part is a separate pytest run. A part that passed on this machine with the same sources, packages, and driver is not run again. A
+warm-up, whose result does not count, first compiles kernels into a cache folder that all later processes share.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from pathlib import Path
 
 from megatron_rl.versions import put_programs_on_path
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 BUDGET, QUICK_BUDGET = 25 * 60, 5 * 60
-"""Seconds for everything that is asked for."""
+"""Seconds for all requested parts together."""
 TIME_IS_UP, NO_TEST = 124, 5
-"""Exit codes of `timeout`, and of pytest without a test."""
+"""Exit codes of `timeout`, and of pytest if it collects no test."""
 _GRACE = 18
-"""Seconds in which pytest writes its report after an interrupt."""
+"""Seconds that pytest has to write its report after an interrupt."""
 _CACHES = {
     "SGLANG_CACHE_DIR": "",
     "SGLANG_JIT_CACHE_DIR": "jit",
@@ -43,8 +43,8 @@ _CACHES = {
     "FLASHINFER_WORKSPACE_BASE": "",
     "CUDA_CACHE_PATH": "nv",
 }
-"""Variables of the libraries that compile when they run, as SGLang 0.5.23 sets them in an engine (`sglang.srt.environ`), and the folders
-below the folder of caches."""
+"""Environment variables of libraries that compile at run time -> subfolder of the cache folder, as SGLang 0.5.23 sets them in an engine
+(`sglang.srt.environ`)."""
 _SOURCES = ("megatron_rl", "rollout_sglang", "parallel", "examples", "tests", "tools", "configs")
 
 
@@ -52,9 +52,9 @@ _SOURCES = ("megatron_rl", "rollout_sglang", "parallel", "examples", "tests", "t
 class Part:
     name: str
     tests: tuple[str, ...]
-    """pytest's names, below tests/gpu."""
+    """Test ids, relative to tests/gpu."""
     seconds: int
-    """Its limit, with full caches."""
+    """Time limit with full caches."""
     quick: bool = False
 
 
@@ -83,13 +83,13 @@ Run = Callable[[Sequence[str], Mapping[str, str]], int]
 
 
 class Record:
-    """What passed: a file that maps a state of machine, packages and sources to its parts."""
+    """A file that records the passed parts for each state of machine, packages, and sources."""
 
     def __init__(self, file: Path, state: str) -> None:
         self._file, self._state = file, state
 
     def find(self, part: Part) -> str:
-        """Return the folder of the report with which a part passed; "" if it did not."""
+        """Return the folder of the report of a passed part, or "" if it has not passed."""
         return str(self._read().get(self._state, {}).get(part.name, ""))
 
     def add(self, part: Part, folder: Path) -> None:
@@ -103,7 +103,7 @@ class Record:
 
 
 class Check:
-    """One call of tools/gpu_check.sh. `again`: also parts that passed before. `clock`: seconds."""
+    """One call of tools/gpu_check.sh. With `again`, parts that passed before are run again."""
 
     def __init__(
         self, folder: Path, record: Record, budget: float, again: bool, run: Run, clock: Callable[[], float] = time.monotonic
@@ -112,17 +112,16 @@ class Check:
         self._end = clock() + budget
 
     def check(self, parts: Sequence[Part], environment: Mapping[str, str], options: Sequence[str] = ()) -> int:
-        """Run the parts in order, and return the exit code for all: 1 if one fails, else 124 if one was not run to its end, else 0.
+        """Run the parts in order. Return 1 if a part fails, else 124 if a part was not started or not finished in time, else 0.
 
-        A part that does not fit into the time that is left is not begun. With `options` for pytest a part is not all of itself, and is
-        not recorded.
+        A part is started only if its time limit fits into the remaining time. With pytest `options`, passed parts are not recorded.
         """
         outcomes: dict[str, str] = {}
         for part in parts:
             if not self._again and not options and (before := self._record.find(part)):
                 outcomes[part.name] = f"passed before, {before}"
             elif self._end - self._clock() < part.seconds:
-                outcomes[part.name] = "not begun: no time left; run this again to go on"
+                outcomes[part.name] = "not started: no time left; run this again to continue"
             else:
                 outcomes[part.name] = self._run_part(part, environment, options)
             print(f"gpu_check: {part.name}: {outcomes[part.name]}", flush=True)
@@ -140,7 +139,7 @@ class Check:
         code = self._run([*command, f"--junitxml={report}.xml", f"--benchmark-json={report}.json"], environment)
         seconds = f"{self._clock() - start:.0f} s"
         if code == TIME_IS_UP:
-            return f"not finished in {part.seconds} s, what it found until then: {report}.xml"
+            return f"not finished in {part.seconds} s; results so far: {report}.xml"
         if code == NO_TEST:
             return "no test"
         if code:
@@ -151,16 +150,16 @@ class Check:
 
 
 def choose_parts(names: Sequence[str], quick: bool) -> list[Part]:
-    """Return the parts to run, the warm-up first where engines or measurements follow. Raise ValueError for an unknown name."""
+    """Return the parts to run, preceded by the warm-up unless all parts are quick. Raise ValueError for an unknown name."""
     known = {part.name: part for part in PARTS}
     if unknown := [name for name in names if name not in known]:
-        raise ValueError(f"{', '.join(unknown)}: no part; there are {', '.join(known)}")
+        raise ValueError(f"{', '.join(unknown)}: no such part; the parts are {', '.join(known)}")
     chosen = [part for part in PARTS if (part.name in names if names else part.quick or not quick)]
     return chosen if all(part.quick for part in chosen) else [WARM_UP, *chosen]
 
 
 def describe_state(machine: str) -> str:
-    """Return a digest of what a result depends on: the machine, its packages, and this project's files."""
+    """Return a digest of everything a result depends on: the machine, its packages, and the files of this project."""
     packages = sorted(f"{dist.name}=={dist.version}" for dist in importlib.metadata.distributions())
     digest = hashlib.sha256("\n".join([machine, platform.node(), platform.python_version(), *packages]).encode())
     for folder in _SOURCES:
@@ -171,22 +170,22 @@ def describe_state(machine: str) -> str:
 
 
 def fill_environment(caches: Path, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of all parts; what the user has set stays."""
+    """Return the environment of all parts. Variables that the user has set are kept."""
     return {**{name: str(caches / folder) for name, folder in _CACHES.items()}, **environment}
 
 
 def find_unused_folder(out: Path, gpu: str, day: str) -> Path:
-    """Return a new folder's path, such as benchmarks/h100-80gb-hbm3-2026-11-23-2: results are never overwritten."""
+    """Return the path of a folder that does not exist yet, such as benchmarks/h100-80gb-hbm3-2026-11-23-2."""
     name = re.sub(r"[^a-z0-9]+", "-", gpu.lower().replace("nvidia", "")).strip("-") + f"-{day}"
     numbered = (out / (name + (f"-{number}" if number > 1 else "")) for number in range(1, 1000))
     return next(folder for folder in numbered if not folder.exists())
 
 
 def describe_machine(gpu: str) -> str:
-    """Return the GPUs by their UUIDs and the driver, where nvidia-smi tells them."""
+    """Return the UUIDs of the GPUs and the driver version if nvidia-smi is installed, else `gpu`."""
     query = ["nvidia-smi", "--query-gpu=uuid,name,driver_version", "--format=csv,noheader"]
-    told = subprocess.run(query, capture_output=True, text=True, check=False).stdout if shutil.which("nvidia-smi") else ""
-    return told.strip() or gpu
+    described = subprocess.run(query, capture_output=True, text=True, check=False).stdout if shutil.which("nvidia-smi") else ""
+    return described.strip() or gpu
 
 
 def run_command(command: Sequence[str], environment: Mapping[str, str]) -> int:
@@ -194,11 +193,11 @@ def run_command(command: Sequence[str], environment: Mapping[str, str]) -> int:
 
 
 def main(arguments: Sequence[str], gpu: str, run: Run = run_command) -> int:
-    parser = argparse.ArgumentParser(prog="gpu_check.sh", description="Check the GPU tier in parts, and measure it.")
+    parser = argparse.ArgumentParser(prog="gpu_check.sh", description="Check and measure the GPU tier in parts.")
     parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(part.name for part in PARTS))
-    parser.add_argument("--quick", action="store_true", help="only what needs no engine, in 5 minutes")
-    parser.add_argument("--again", action="store_true", help="also what passed before")
-    parser.add_argument("--list", action="store_true", help="print the parts and run none")
+    parser.add_argument("--quick", action="store_true", help="only parts that need no engine, in 5 minutes")
+    parser.add_argument("--again", action="store_true", help="also parts that passed before")
+    parser.add_argument("--list", action="store_true", help="print the parts without running them")
     options = list(arguments)
     own, for_pytest = (options[: options.index("--")], options[options.index("--") + 1 :]) if "--" in options else (options, [])
     given = parser.parse_args(own)
@@ -219,4 +218,4 @@ def main(arguments: Sequence[str], gpu: str, run: Run = run_command) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[2:], gpu=sys.argv[1]))  # asked by another process: one that sees the GPU keeps some of its memory
+    sys.exit(main(sys.argv[2:], gpu=sys.argv[1]))  # the shell script asks for the GPU: a process that has opened it keeps some of its memory

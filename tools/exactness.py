@@ -1,18 +1,16 @@
-"""Tabulate the largest |dlogp| of sampled tokens for every trainer layout against every engine layout: each cell must be exactly 0.
+"""Compare every trainer layout with every engine layout: the largest |Δ log p| of sampled tokens must be exactly 0 in each pair.
 
-    python tools/checks/exactness.py                                                   # everything, about half an hour on two cores
-    python tools/checks/exactness.py --families qwen3 --modes fp8 --train-tp 1,2 --rollout-tp 1,2 --pp 1 --cp 1
+    python tools/exactness.py                                                   # everything, about half an hour on two cores
+    python tools/exactness.py --families qwen3 --modes fp8 --train-tp 1,2 --rollout-tp 1,2 --pp 1 --cp 1
 
-Of each family a random model of two layers is written, in FP8 where the mode computes in it. A real SGLang engine of each layout, filled by
-a sync, samples with seeds: prompts of one token to 150, two turns, the second upon the first's tokens and KV cache. Then gloo ranks
-of each trainer layout compute the log-probs of the engines' own tokens. Exit code 0 only where every promised cell is 0
-(`megatron_rl.precision.exactness`); a cell that is not promised shows its size, and one that the preflight refuses its line.
+For each family, the tool writes a random model of two layers. A real SGLang engine of each layout receives the weights by a sync and
+samples with fixed seeds: prompts of 1 to 150 tokens in two turns, where the second turn reuses the first turn's KV cache. The gloo ranks
+of each trainer layout then compute the log-probs of the tokens that the engines sampled. The exit code is 0 only if every pair that
+`megatron_rl.precision.exactness` promises to be exact is 0. A pair without that promise shows its difference in brackets.
 """
 
 from __future__ import annotations
 
-import json
-import sys
 import tempfile
 import time
 from functools import partial
@@ -26,15 +24,15 @@ from megatron_rl.config import Config  # sets how threads wait, so it comes befo
 import numpy as np
 import torch
 import typer
-from real_widths import make_checkpoint
+from harness import JsonFile, parse_names, parse_numbers, run_on_ranks, write_json, write_random_checkpoint
 from rich.console import Console
 from rich.table import Table
-from verify_sync import run_on_ranks
 
 from examples.arithmetic.byte_tokenizer import make_byte_tokenizer
 from megatron_rl.batch.training_sample import TrainingSample
+from megatron_rl.cli.main import run_script
 from megatron_rl.distributed import Rank0
-from megatron_rl.errors import MegatronRLError, UserError
+from megatron_rl.errors import as_user_error
 from megatron_rl.hf.files import read_config
 from megatron_rl.hf.write import describe_weights, write_all_but_weights
 from megatron_rl.mcore.actor import Policy
@@ -50,7 +48,6 @@ from megatron_rl.sync.weight_sync import WeightSync
 from megatron_rl.types import SamplingParams
 from parallel.layout import EngineLayout, Layout
 from parallel.model_geometry import ModelGeometry
-from parallel.shards import GeometryError
 from rollout_sglang.engine import SGLangEngine
 from rollout_sglang.launch_args import EngineLaunchSpec
 
@@ -83,8 +80,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4_moe": ("Glm4MoeForCausalLM", {**_HALF_ROTATED, **_SIGMOID, "use_qk_norm": True}),
     "deepseek_v3": ("DeepseekV3ForCausalLM", {**_SIGMOID, **_LATENT}),
 }
-"""Family -> (its class in transformers, its settings over `_DENSE`): every product can be cut for four ranks, more than there are key-value
-heads."""
+"""Family -> (transformers class, settings on top of `_DENSE`). Every matrix product can be sharded over four ranks, although there are
+only two key-value heads."""
 MODES: dict[str, dict[str, Any]] = {
     "fp8": {"mode": "fp8_unified", "high": "bf16"},
     "fp8_fp32": {"mode": "fp8_unified", "high": "fp32"},
@@ -96,41 +93,46 @@ MODES: dict[str, dict[str, Any]] = {
 _PROMPTS, _TOKENS = 32, 48
 _LONGEST_PROMPT = 150
 _SUFFIX = 5
-"""Tokens that the second turn adds to the first one's."""
+"""Tokens that the second turn adds to the first turn."""
 
-Answers = list[tuple[list[int], list[int], list[float]]]
-"""Prompt, answer, and the engine's log-probs of the answer, of each request."""
+Turn = tuple[tuple[int, ...], tuple[int, ...]]
+"""Token ids of the prompt and of the response."""
+Samples = dict[Turn, list[float]]
+"""The engine's log-probs of each response."""
 
 
 class Case(NamedTuple):
-    """A model in a precision."""
+    """A model and a precision mode."""
 
     family: str
     mode: str
     folder: Path
 
     def configure(self, layout: Layout, engine: EngineLayout) -> Config:
-        """Return a run's configuration."""
         sizes = {name: getattr(layout, name) for name in ("tp", "pp", "cp", "ep", "etp", "dp")}
         rollout = {"tp": engine.tp, "ep": engine.ep, "max_running_requests": 64, "max_total_tokens": 1 << 15, "start_timeout": 1200.0}
         sections = {"precision": MODES[self.mode], "rollout": rollout, "train": {"layout": sizes}}
         return Config.model_validate({"model": {"path": self.folder}, **sections})
 
     def find_refusal(self, layout: Layout, engine: EngineLayout) -> str | None:
-        """Return the line with which the preflight refuses the two layouts."""
+        """Return the message with which the preflight refuses the two layouts, or None if it accepts them."""
         config = self.configure(layout, engine)
         facts = Facts(config, hf_config=read_config(self.folder), path=self.folder)
         return next((str(error) for _, error in find_mistakes(facts, Needs.MODEL | Needs.LAYOUT | Needs.ENGINE)), None)
 
+    def supports(self, layout: Layout | EngineLayout) -> bool:
+        """Return whether the layout makes sense for the family: expert parallelism needs experts."""
+        return layout.ep == 1 or "moe_intermediate_size" in FAMILIES[self.family][1]
+
 
 def write_case(family: str, mode: str, folder: Path) -> Case:
-    """Write a random model as both sides load it."""
+    """Write a random model, quantized if the mode computes in FP8."""
     architecture, settings = FAMILIES[family]
     plain = folder / family
     if not plain.exists():
         plain.mkdir()
         make_byte_tokenizer(plain)
-        make_checkpoint(plain, {"architectures": [architecture], "model_type": family, **_DENSE, **settings}, std=0.05)
+        write_random_checkpoint(plain, {"architectures": [architecture], "model_type": family, **_DENSE, **settings}, std=0.05)
     if MODES[mode]["mode"] == "bf16":
         return Case(family, mode, plain)
     quantized = folder / f"{family}_{mode}"
@@ -138,8 +140,8 @@ def write_case(family: str, mode: str, folder: Path) -> Case:
     return Case(family, mode, quantized)
 
 
-def sample(case: Case, engine: EngineLayout, rank: int) -> Answers:
-    """Run on the one rank of a trainer: return what a live engine of this layout answers in two turns, once a sync has filled it."""
+def sample(case: Case, engine: EngineLayout, rank: int) -> Samples:
+    """Sync the model from a one-rank trainer into a live engine of this layout and return what the engine samples in two turns."""
     start_megatron(Layout(), seed=0)
     config, (hf_config, contract, shards, model) = case.configure(Layout(), engine), _load(case, Layout())
     folder = Path(tempfile.mkdtemp(dir=case.folder.parent))
@@ -152,43 +154,43 @@ def sample(case: Case, engine: EngineLayout, rank: int) -> Answers:
         sync = WeightSync(plan, Rank0(lambda: server), partial(collect_named_tensors, model, shards, contract), config.sync)
         sync.run(0)
         sync.close()
-        return _take_turns(server, hf_config["vocab_size"])
+        return _sample_two_turns(server, hf_config["vocab_size"])
     finally:
         server.stop()
 
 
-def _take_turns(server: SGLangEngine, vocabulary: int) -> Answers:
+def _sample_two_turns(server: SGLangEngine, vocabulary: int) -> Samples:
     generator = np.random.default_rng(0)
     lengths = [1, 1, 2, 3, 15, 16, 17, 32, 33, 64, 65, 128, 129]
     lengths += generator.integers(1, _LONGEST_PROMPT, _PROMPTS - len(lengths)).tolist()
     prompts = [generator.integers(0, vocabulary, length, dtype=np.int32) for length in lengths]
-    answers: Answers = []
+    samples: Samples = {}
     for turn in range(2):
         seeds = [SamplingParams(1.0, _TOKENS, seed=1000 * turn + number) for number in range(len(prompts))]
         generations = server.generate(prompts, seeds)
         for prompt, generation in zip(prompts, generations, strict=True):
-            answers.append((prompt.tolist(), generation.output_ids_T.tolist(), generation.logprobs_T.tolist()))
+            samples[tuple(prompt.tolist()), tuple(generation.output_ids_T.tolist())] = generation.logprobs_T.tolist()
         suffixes = generator.integers(0, vocabulary, (len(prompts), _SUFFIX), dtype=np.int32)
         pairs = zip(prompts, generations, suffixes, strict=True)
         prompts = [np.concatenate([prompt, generation.output_ids_T, suffix]) for prompt, generation, suffix in pairs]
-    return answers
+    return samples
 
 
-def score(layout: Layout, cases: dict[Case, list[tuple[list[int], list[int]]]], rank: int) -> dict[Case, list[list[float]]]:
-    """Run on every trainer rank: return the log-probs of the answers of each case."""
+def score(layout: Layout, cases: dict[Case, list[Turn]], rank: int) -> dict[Case, Samples]:
+    """Run on every trainer rank: return the trainer's log-probs of the responses of each case."""
     start_megatron(layout, seed=0)
-    return {case: _score_case(layout, case, answers) for case, answers in cases.items()}
+    return {case: _score_case(layout, case, turns) for case, turns in cases.items()}
 
 
-def _score_case(layout: Layout, case: Case, answers: list[tuple[list[int], list[int]]]) -> list[list[float]]:
+def _score_case(layout: Layout, case: Case, turns: list[Turn]) -> Samples:
     *_, model = _load(case, layout)
-    samples = [TrainingSample(torch.tensor(prompt), torch.tensor(answer)) for prompt, answer in answers]
-    logprobs, _ = Policy(model, 1.0, micro_batch_tokens=2048).compute_logprobs(samples)  # every replica computes all
-    return [values.tolist() for values in logprobs]
+    samples = [TrainingSample(torch.tensor(prompt), torch.tensor(response)) for prompt, response in turns]
+    logprobs, _ = Policy(model, 1.0, micro_batch_tokens=2048).compute_logprobs(samples)  # every replica computes all samples
+    return {turn: values.tolist() for turn, values in zip(turns, logprobs, strict=True)}
 
 
 def _load(case: Case, layout: Layout) -> tuple[Any, PrecisionContract, Any, Any]:
-    """Return this rank's part of the trainer's model."""
+    """Return (config.json, contract, shards, model) of this trainer rank."""
     hf_config = read_config(case.folder)
     contract = PrecisionContract.from_config(case.configure(layout, EngineLayout()).precision)
     shards, model = build_rank_shards(hf_config, layout), freeze(build_model(hf_config, layout, contract))
@@ -201,81 +203,65 @@ def _load(case: Case, layout: Layout) -> tuple[Any, PrecisionContract, Any, Any]
 
 
 def list_trainer_layouts(tps: list[int], pps: list[int], cps: list[int], eps: list[int]) -> list[Layout]:
-    """Return them; with expert parallelism experts are whole, and there are as many replicas as it needs."""
+    """Return all combinations. With expert parallelism, experts are not sharded, and there are as many replicas as `ep` needs."""
     return [
         Layout(tp=tp, pp=pp, cp=cp, ep=ep, etp=1 if ep > 1 else tp, dp=max(1, ep // (tp * cp)))
         for ep, cp, pp, tp in product(eps, cps, pps, tps)
     ]
 
 
-def measure(scored: list[list[float]], answers: Answers, index: dict[tuple[tuple[int, ...], tuple[int, ...]], int]) -> float:
-    """Return the largest |dlogp| of an engine's answers."""
-    ours = [scored[index[tuple(prompt), tuple(answer)]] for prompt, answer, _ in answers]
-    pairs = zip(ours, answers, strict=True)
-    return max(abs(a - b) for own, (_, _, engine) in pairs for a, b in zip(own, engine, strict=True))
-
-
 def run(families: list[str], modes: list[str], trainers: list[Layout], engines: list[EngineLayout], console: Console) -> list[dict]:
-    """Return the cells."""
+    """Return one report for each case, trainer layout, and engine layout."""
     cells = []
     with tempfile.TemporaryDirectory(prefix="megatron-rl-exactness-", ignore_cleanup_errors=True) as name:
         cases = [write_case(family, mode, Path(name)) for family, mode in product(families, modes)]
-        answers: dict[Case, dict[EngineLayout, Answers]] = {case: {} for case in cases}
+        sampled: dict[tuple[Case, EngineLayout], Samples] = {}
         for case, engine in product(cases, engines):
-            if (has_experts(case.family) or engine.ep == 1) and case.find_refusal(Layout(), engine) is None:
+            if case.supports(engine) and case.find_refusal(Layout(), engine) is None:
                 start = time.perf_counter()
-                answers[case][engine] = run_on_ranks(partial(sample, case, engine), 1)
-                console.print(f"{case.family} {case.mode}: engine {name_of(engine)} sampled, {time.perf_counter() - start:.0f} s")
-        index = {case: number_answers(answers[case]) for case in cases}
+                sampled[case, engine] = run_on_ranks(partial(sample, case, engine), 1)
+                console.print(f"{case.family} {case.mode}: engine {format_layout(engine)} sampled, {time.perf_counter() - start:.0f} s")
         for layout in trainers:
-            own = [case for case in cases if has_experts(case.family) or layout.ep == 1]
-            asked = {
-                case: [(list(a), list(b)) for a, b in index[case]] for case in own if case.find_refusal(layout, EngineLayout()) is None
+            supported = [case for case in cases if case.supports(layout)]
+            turns = {  # equal bits sample equal tokens: each distinct turn is scored once
+                case: list(dict.fromkeys(turn for (owner, _), samples in sampled.items() if owner == case for turn in samples))
+                for case in supported
+                if case.find_refusal(layout, EngineLayout()) is None
             }
             start = time.perf_counter()
-            scored = run_on_ranks(partial(score, layout, asked), layout.world_size) if asked else {}
-            console.print(f"trainer {name_of(layout)} scored, {time.perf_counter() - start:.0f} s")
-            for case, engine in product(own, engines):
-                if has_experts(case.family) or engine.ep == 1:
-                    cell = {"family": case.family, "mode": case.mode, "trainer": name_of(layout), "engine": name_of(engine)}
-                    cells.append(cell | judge(case, layout, engine, scored, answers, index))
+            scored = run_on_ranks(partial(score, layout, turns), layout.world_size) if turns else {}
+            console.print(f"trainer {format_layout(layout)} scored, {time.perf_counter() - start:.0f} s")
+            for case, engine in product(supported, engines):
+                if case.supports(engine):
+                    cell = {"family": case.family, "mode": case.mode, "trainer": format_layout(layout), "engine": format_layout(engine)}
+                    cells.append(cell | judge(case, layout, engine, scored, sampled))
     return cells
 
 
-def judge(case: Case, layout: Layout, engine: EngineLayout, scored: dict, answers: dict, index: dict) -> dict[str, Any]:
-    """Return a cell's figures."""
+def judge(case: Case, layout: Layout, engine: EngineLayout, scored: dict, sampled: dict) -> dict[str, Any]:
+    """Return whether the two layouts are refused or exempt from the promise, and the largest |Δ log p| of the sampled tokens."""
     refusal = case.find_refusal(layout, engine)
     if refusal is not None:
         return {"refused": refusal, "tokens": 0, "largest": None, "not_promised": []}
+    pairs = [pair for turn, ours in sampled[case, engine].items() for pair in zip(scored[case][turn], ours, strict=True)]
+    largest = float(max(abs(trainer - engine_value) for trainer, engine_value in pairs))
     not_promised = list_inexact(case.configure(layout, engine), read_config(case.folder), on_gpu=False)
-    sampled = answers[case][engine]
-    tokens = sum(len(answer) for _, answer, _ in sampled)
-    return {"largest": float(measure(scored[case], sampled, index[case])), "tokens": tokens, "not_promised": not_promised, "refused": None}
+    return {"largest": largest, "tokens": len(pairs), "not_promised": not_promised, "refused": None}
 
 
-def number_answers(answers: dict[EngineLayout, Answers]) -> dict[tuple[tuple[int, ...], tuple[int, ...]], int]:
-    """Number the different answers of all engines: equal bits sample equal tokens, which are scored once."""
-    different = dict.fromkeys((tuple(prompt), tuple(answer)) for each in answers.values() for prompt, answer, _ in each)
-    return {answer: number for number, answer in enumerate(different)}
-
-
-def has_experts(family: str) -> bool:
-    return "moe_intermediate_size" in FAMILIES[family][1]
-
-
-def name_of(layout: Layout | EngineLayout) -> str:
-    """Return "tp2 pp2" for the sizes above 1."""
+def format_layout(layout: Layout | EngineLayout) -> str:
+    """Return the sizes above 1, for example "tp2 pp2"."""
     sizes = [(name, getattr(layout, name)) for name in ("tp", "pp", "cp", "ep") if hasattr(layout, name)]
     return " ".join(f"{name}{size}" for name, size in sizes if size > 1) or "tp1"
 
 
 def show(cells: list[dict[str, Any]], console: Console) -> None:
-    """Print a table of each family and mode: trainers down, engines across."""
+    """Print one table for each family and mode, with a row per trainer layout and a column per engine layout."""
     for family, mode in dict.fromkeys((cell["family"], cell["mode"]) for cell in cells):
         own = [cell for cell in cells if (cell["family"], cell["mode"]) == (family, mode)]
         engines = list(dict.fromkeys(cell["engine"] for cell in own))
         tokens = max(cell["tokens"] for cell in own)
-        table = Table("trainer", *engines, title=f"{family} {mode}: {tokens} tokens of each engine", title_justify="left", box=None)
+        table = Table("trainer", *engines, title=f"{family} {mode}: {tokens} tokens per engine", title_justify="left", box=None)
         for trainer in dict.fromkeys(cell["trainer"] for cell in own):
             table.add_row(trainer, *(format_cell(cell) for cell in own if cell["trainer"] == trainer))
         console.print(table)
@@ -290,48 +276,34 @@ def format_cell(cell: dict[str, Any]) -> str:
     return f"({value})" if cell["not_promised"] else value
 
 
-def parse_list(option: str, text: str, allowed: dict[str, Any]) -> list[str]:
-    names = text.split(",")
-    if unknown := [name for name in names if name not in allowed]:
-        raise UserError(option, ",".join(unknown), f"must be some of {', '.join(allowed)}", "correct it")
-    return names
-
-
-def parse_numbers(text: str) -> list[int]:
-    return [int(number) for number in text.split(",")]
-
-
 def main(
-    families: Annotated[str, typer.Option(help="Some of them.")] = ",".join(FAMILIES),
+    families: Annotated[str, typer.Option(help="Model families, separated by commas.")] = ",".join(FAMILIES),
     modes: Annotated[str, typer.Option(help=f"Some of {', '.join(MODES)}.")] = "fp8,bf16",
     train_tp: str = "1,2,4",
     pp: str = "1,2",
     cp: str = "1,2",
-    ep: Annotated[str, typer.Option(help="Of the trainer; families without experts have 1.")] = "1,2",
+    ep: Annotated[str, typer.Option(help="ep of the trainer; families without experts use 1 only.")] = "1,2",
     rollout_tp: str = "1,2,4",
     rollout_ep: str = "1,2",
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the cells here.")] = None,
+    json_file: JsonFile = None,
 ) -> None:
     """Compare every trainer layout with every engine layout."""
     console = Console(width=120)
-    try:
+    with as_user_error():
         trainers = list_trainer_layouts(*map(parse_numbers, (train_tp, pp, cp, ep)))
         pairs = product(parse_numbers(rollout_ep), parse_numbers(rollout_tp))
         engines = [EngineLayout(tp, ep) for ep, tp in pairs if tp % ep == 0]
-        cells = run(parse_list("--families", families, FAMILIES), parse_list("--modes", modes, MODES), trainers, engines, console)
-    except (MegatronRLError, GeometryError) as error:
-        print(getattr(error, "log_tail", ""), f"exactness: {error}", sep="\n", file=sys.stderr)
-        raise typer.Exit(getattr(error, "exit_code", 2)) from None
+        cells = run(parse_names("--families", families, FAMILIES), parse_names("--modes", modes, MODES), trainers, engines, console)
     show(cells, console)
-    if json_file:
-        json_file.write_text(json.dumps(cells, indent=1) + "\n")
-    wrong = [cell for cell in cells if not cell["refused"] and not cell["not_promised"] and cell["largest"] != 0]
-    promised = sum(not cell["refused"] and not cell["not_promised"] for cell in cells)
+    write_json(json_file, cells)
+    promised = [cell for cell in cells if not cell["refused"] and not cell["not_promised"]]
+    wrong = [cell for cell in promised if cell["largest"] != 0]
     console.print(
-        f"{promised - len(wrong)} of {promised} promised cells are exactly 0; {len(cells) - promised} are refused or not promised."
+        f"{len(promised) - len(wrong)} of {len(promised)} promised cells are exactly 0; "
+        f"{len(cells) - len(promised)} are refused or not promised."
     )
     raise typer.Exit(1 if wrong else 0)
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_script(main)

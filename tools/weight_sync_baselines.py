@@ -1,4 +1,4 @@
-"""What `weight_sync.py` measures a sync against: copies of as many bytes, and the common method of gathering BF16 and quantizing it."""
+"""Baselines of `weight_sync.py`: copies of the same number of bytes, and the common method of gathering BF16 and quantizing it."""
 
 from __future__ import annotations
 
@@ -29,20 +29,19 @@ _FLAT_COLS = 4096
 
 @dataclass(frozen=True)
 class BenchSetup:
-    """What is measured; every process gets it."""
+    """The measured setup; every process receives a copy."""
 
     model: ModelGeometry
     train: Layout
     rollout_tp: int
     repeat: int
-    folder: Path
-    """For `disk`."""
+    folder: Path  # of the transport `disk`
     device: str = "cpu"
     transports: Sequence[str] = ()
     bucket_mb: Sequence[int] = ()
 
     def sync_configs(self) -> dict[str, SyncConfig]:
-        """Return the settings to measure, by name: of the transport, with the bucket size where there are several."""
+        """Return the sync settings to measure. A name is the transport, with the bucket size if there are several."""
         return {
             f"{transport} {size} MiB" if len(self.bucket_mb) > 1 else transport: SyncConfig.model_validate(
                 {"transport": transport, "dir": self.folder, "timeout": 120.0, "bucket_mb": size, "delta": "off"}
@@ -52,11 +51,11 @@ class BenchSetup:
         }
 
     def precisions(self) -> tuple[bool, ...]:
-        """Return whether weights are FP8, for each kind that is measured."""
+        """Return the measured precisions: True for FP8, False for BF16."""
         return (True, False) if self.device == "cpu" else (True,)
 
     def make_plan(self, fp8: bool, settings: SyncConfig) -> SyncPlan:
-        """Raise GeometryError or UserError where the layouts do not fit the model."""
+        """Raise GeometryError if the layouts do not fit the model."""
         return SyncPlan.make(self.model, self.train, EngineLayout(self.rollout_tp), make_contract(fp8), settings.chunk_bytes)
 
 
@@ -65,10 +64,7 @@ def make_contract(fp8: bool) -> PrecisionContract:
 
 
 class PlainCopy:
-    """Copies the same bytes, tensor by tensor, from memory to memory with `copy_`: no layouts, no other process.
-
-    One core for each engine rank, as far as there are trainer ranks to do it.
-    """
+    """Copies the same bytes within one process, tensor by tensor, with `copy_`. The trainer ranks share the work."""
 
     def __init__(self, plan: SyncPlan, rank: int, world: int) -> None:
         sizes: Counter[tuple[int, str]] = Counter()
@@ -83,7 +79,7 @@ class PlainCopy:
 
 
 def make_flat_tensors(setup: BenchSetup) -> dict[str, torch.Tensor]:
-    """Return one run of bytes for every rank of the other side, on either side; together as many bytes as an FP8 sync moves."""
+    """Return one flat buffer for every rank of the other side, with as many bytes in total as an FP8 sync moves."""
     plan = setup.make_plan(True, SyncConfig())
     total = sum(transfer.nbytes for transfer in plan.transfers)
     rows = total // (setup.train.world_size * setup.rollout_tp * _FLAT_COLS)
@@ -92,7 +88,7 @@ def make_flat_tensors(setup: BenchSetup) -> dict[str, torch.Tensor]:
 
 
 def make_flat_plan(setup: BenchSetup) -> SyncPlan:
-    """Return a plan that moves those runs of bytes: the same processes, buffers and threads as a sync, no model, no proof."""
+    """Return a plan that moves the flat buffers with the processes, buffers, and threads of a sync, but without a model."""
     rows = make_flat_tensors(setup)["flat0"].shape[0]
     whole = Rect(0, 0, rows, _FLAT_COLS)
     pairs = [(source, target) for target in range(setup.rollout_tp) for source in range(setup.train.world_size)]
@@ -101,9 +97,9 @@ def make_flat_plan(setup: BenchSetup) -> SyncPlan:
 
 
 class GatherAndQuantize:
-    """The common method, written plainly: gather whole BF16 tensors on rank 0, rename them as in the checkpoint, quantize them.
+    """The common method: gather full BF16 tensors on rank 0, rename them as in the checkpoint, and quantize them.
 
-    To send the result, and to cut it for the engine's ranks, would come on top; it is left out in this method's favor.
+    Sharding and sending the result would come on top; they are left out in favor of this method.
     """
 
     def __init__(self, setup: BenchSetup, named_tensors: Mapping[str, torch.Tensor]) -> None:
@@ -120,7 +116,7 @@ class GatherAndQuantize:
                         quantize_weight(tensor, "pow2")
 
     def _gather(self, name: str) -> dict[int, torch.Tensor]:
-        """Return every rank's shard of a parameter, on rank 0."""
+        """Return the shards of a parameter by rank. Empty on all ranks but 0."""
         if dist.get_rank() != 0:
             if name in self._named_tensors:
                 dist.send(self._named_tensors[name].view(torch.uint8), 0)
@@ -137,7 +133,7 @@ class GatherAndQuantize:
         return parts
 
     def _to_hugging_face(self, name: str, parts: Mapping[int, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the checkpoint's whole tensors that the parts make up."""
+        """Return the full checkpoint tensors assembled from the shards of all ranks."""
         whole: dict[str, torch.Tensor] = {}
         for rank, value in parts.items():
             for region in self._shards[rank][name].regions:

@@ -1,9 +1,9 @@
-"""The checks of tools/checks/gpu_packages.sh: this project's GPU code against the packages that it is pinned to, without a GPU.
+"""Checks of the GPU code against the pinned packages, on a machine without a GPU. tools/gpu_packages.sh installs them and runs this file.
 
-    python tools/checks/gpu_packages.py            # all, each in a process of its own behind a faked Hopper GPU; exit code 1 if one fails
-    python tools/checks/gpu_packages.py NAME ...   # these
+    python tools/gpu_packages.py            # all checks, each in its own process with a fake Hopper GPU; exit code 1 if one fails
+    python tools/gpu_packages.py NAME ...   # only these checks
 
-Nothing is computed: what is imported, hooked, compared and compiled is real.
+The checks import, hook, compare, and compile real code. Nothing is computed.
 """
 
 from __future__ import annotations
@@ -26,19 +26,23 @@ from gpu_parts import PARTS, WARM_UP, Part
 
 from megatron_rl.rehearsal import hopper
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 SITE = Path(sysconfig.get_paths()["purelib"])
 _ONLY = "--in-this-process"
+_NVCC_OPTIONS = [
+    *("-gencode=arch=compute_90a,code=sm_90a", "-std=c++20", "-O3", "--expt-relaxed-constexpr", "--expt-extended-lambda"),
+    *("-diag-suppress=39,161,174,177,186,940", "--ptxas-options=--verbose"),
+]
 _BY_THEMSELVES = ("experts",)
-"""Checks that fake the GPU themselves, before torch is imported."""
+"""Checks that set up the fake GPU themselves, before torch is imported."""
 
 
 class NotInstalledError(Exception):
-    """Something optional is not installed."""
+    """An optional package is not installed."""
 
 
 CHECKS: dict[str, Callable[[], str]] = {}
-"""By name; each raises where something is wrong, and returns what it found."""
+"""Name -> check. A check returns a short summary and raises if it fails."""
 
 
 def check(function: Callable[[], str]) -> Callable[[], str]:
@@ -48,15 +52,15 @@ def check(function: Callable[[], str]) -> Callable[[], str]:
 
 @check
 def packages() -> str:
-    """`pip check` has nothing to say."""
-    told = subprocess.run([sys.executable, "-m", "pip", "check"], capture_output=True, text=True)
-    assert not told.returncode, told.stdout
-    return told.stdout.strip()
+    """Run `pip check`."""
+    done = subprocess.run([sys.executable, "-m", "pip", "check"], capture_output=True, text=True)
+    assert not done.returncode, done.stdout
+    return done.stdout.strip()
 
 
 @check
 def backends() -> str:
-    """Every module that is imported inside functions, with what it imports there."""
+    """Import every module that is only imported inside functions, and the libraries that such functions import."""
     modules = [*sorted((ROOT / "megatron_rl" / "kernels").rglob("*triton*.py")), ROOT / "parallel" / "digest_triton.py"]
     modules += sorted((ROOT / "megatron_rl" / "kernels").rglob("deep_gemm.py"))
     for file in modules:
@@ -68,9 +72,9 @@ def backends() -> str:
 
 @check
 def transformer_engine_extension() -> str:
-    """The back end makes its quantizers in a process that has imported nothing of Transformer Engine before."""
+    """Check that the back end can make its quantizers without importing Transformer Engine first."""
     if not _has_extension():
-        raise NotInstalledError("its torch extension is not there (--extension=FILE)")
+        raise NotInstalledError("its torch extension is not installed (--extension=FILE)")
     from megatron_rl.kernels.linear import make_backend
     from parallel.formats import FP8
 
@@ -84,8 +88,8 @@ def transformer_engine_extension() -> str:
 
 @check
 def signatures() -> str:
-    """The libraries' functions have the parameters of the functions of shapes that a rehearsal calls in their place, and torch's
-    `varlen_attn` those that are passed to it."""
+    """Compare the parameters of library functions with those of the shape functions that replace them in a rehearsal, and the parameters
+    of torch's `varlen_attn` with the arguments that are passed to it."""
     from torch.nn.attention.varlen import varlen_attn
 
     from megatron_rl.rehearsal.signatures import LIBRARIES, compare, is_installed
@@ -102,8 +106,8 @@ def signatures() -> str:
 
 @check
 def engine() -> str:
-    """SGLang as an engine's process imports it: every hook is applied, to copies of a function too, with its arguments; dense layers go to
-    DeepGEMM with FP32 scales."""
+    """Import SGLang as an engine process does. Check that every hook is applied with the right parameters, also to copied references of a
+    function, and that dense layers use DeepGEMM with FP32 scales."""
     from rollout_sglang.hooks import gpu_activation_quant, registry
     from rollout_sglang.platform import stub_modules
 
@@ -122,18 +126,18 @@ def engine() -> str:
     from sglang.srt.layers.quantization import fp8, fp8_utils
 
     for module, name in ((fp8, "dispatch_w8a8_block_fp8_linear"), (fused_moe, "per_token_group_quant")):
-        assert hasattr(getattr(module, name), "__wrapped__"), f"the copy in {module.__name__} is SGLang's own"
+        assert hasattr(getattr(module, name), "__wrapped__"), f"the reference in {module.__name__} is not hooked"
     assert fp8_kernel._is_cuda and deep_gemm_wrapper.ENABLE_JIT_DEEPGEMM and not deep_gemm_wrapper.DEEPGEMM_SCALE_UE8M0
-    for told in (False, True):
-        linear = fp8.dispatch_w8a8_block_fp8_linear([128, 128], act_scale_ue8m0=told)
+    for ue8m0 in (False, True):
+        linear = fp8.dispatch_w8a8_block_fp8_linear([128, 128], act_scale_ue8m0=ue8m0)
         assert linear is fp8_utils.deepgemm_w8a8_block_fp8_linear_with_fallback, linear
     return f"{len(registry._list_hooks())} hooks"
 
 
 @check
 def experts() -> str:
-    """SGLang's own runner builds a model by an engine's arguments, on tensors without data: its FP8 experts are multiplied by Triton, and
-    after loading every block and scale is where and what it was, so not requantized, transposed or shuffled."""
+    """Let SGLang's runner build a model with an engine's arguments, on tensors without data. Check that FP8 experts use Triton, and that
+    loading leaves every block and scale as it was: not requantized, transposed, or shuffled."""
     from rollout_sglang.rehearsal import rank as rehearsed_rank
 
     rehearsed_rank.believe_in_a_gpu(replaces_installed=False)
@@ -153,7 +157,7 @@ def experts() -> str:
 
     deep_gemm_wrapper.update_deep_gemm_config = lambda *_: None  # asks the driver
     for method in (Fp8LinearMethod, Fp8MoEMethod):
-        method.process_weights_after_loading = _leaves_weights_alone(method.process_weights_after_loading)
+        method.process_weights_after_loading = _check_weights_unchanged(method.process_weights_after_loading)
     config: Any = load_config(ROOT / "configs" / "qwen3_30b_a3b.toml", [])
     with rehearsed_rank.describe_job(config) as (arguments, _), one_rank(0, config.rollout.tp, GPUS["h100"]):
         model = rehearsed_runner.start(arguments, 0).model
@@ -167,7 +171,7 @@ def experts() -> str:
     return f"{type(model).__name__}: {len(layers)} layers of experts in Triton"
 
 
-def _leaves_weights_alone(process: Callable[..., None]) -> Callable[..., None]:
+def _check_weights_unchanged(process: Callable[..., None]) -> Callable[..., None]:
     def describe(layer: Any) -> dict[str, tuple[Any, ...]]:
         return {
             name: (weight.data_ptr(), weight._version, weight.dtype, weight.shape, weight.stride())
@@ -178,14 +182,14 @@ def _leaves_weights_alone(process: Callable[..., None]) -> Callable[..., None]:
         before = describe(layer)
         process(method, layer)
         after = describe(layer)
-        assert after == before, f"{type(method).__name__} makes {after} of {before}"
+        assert after == before, f"{type(method).__name__} changed {before} to {after}"
 
     return checked
 
 
 @check
 def memory_saver() -> str:
-    """With the environment that an engine gets, the loader takes torch_memory_saver's library, on the CUDA runtime that torch uses."""
+    """Check that an engine's environment preloads torch_memory_saver's library, linked to the CUDA runtime that torch uses."""
     import torch
     from torch_memory_saver.utils import get_binary_path_from_package
 
@@ -202,7 +206,7 @@ def memory_saver() -> str:
 
 @check
 def triton_kernels() -> str:
-    """Every kernel of this project compiles for sm_90 as its own function launches it, without a spill and within its registers."""
+    """Compile every Triton kernel of this project for sm_90 as its own function launches it; check spills and registers."""
     import hopper_kernels
 
     return hopper_kernels.compile_all()
@@ -210,30 +214,15 @@ def triton_kernels() -> str:
 
 @check
 def deep_gemm_kernels() -> str:
-    """One kernel of each recipe compiles with the pinned nvcc."""
+    """Compile one kernel of each recipe with the pinned nvcc."""
     nvcc = SITE / "nvidia" / "cu13" / "bin" / "nvcc"
     include = SITE / "deep_gemm" / "include"
     found = []
     for name, source in DEEP_GEMM_KERNELS.items():
         with tempfile.TemporaryDirectory() as folder:
             (file := Path(folder, "kernel.cu")).write_text(source)
-            command = [
-                str(nvcc),
-                str(file),
-                "-cubin",
-                "-o",
-                f"{folder}/kernel.cubin",
-                "-gencode=arch=compute_90a,code=sm_90a",
-                "-std=c++20",
-            ]
-            command += [
-                "-O3",
-                "--expt-relaxed-constexpr",
-                "--expt-extended-lambda",
-                "-diag-suppress=39,161,174,177,186,940",
-                f"-I{include}",
-            ]
-            done = subprocess.run([*command, "--ptxas-options=--verbose"], capture_output=True, text=True)
+            command = [str(nvcc), str(file), "-cubin", "-o", f"{folder}/kernel.cubin", f"-I{include}", *_NVCC_OPTIONS]
+            done = subprocess.run(command, capture_output=True, text=True)
         assert done.returncode == 0, f"{name}: {done.stderr[-3000:]}"
         used = re.search(r"Used (\d+) registers", done.stderr)
         assert used and "0 bytes spill stores" in done.stderr, f"{name}: {done.stderr}"
@@ -264,7 +253,7 @@ DEEP_GEMM_KERNELS = {
     )
     for type in types
 }
-"""Source by recipe and kind of product: what the back ends call, in one tile that DeepGEMM chooses for large products on an H100."""
+"""Recipe and kind of product -> source. The tile is one that DeepGEMM chooses for large products on an H100."""
 
 
 def _has_extension() -> bool:
@@ -276,7 +265,7 @@ def _add_part(part: Part) -> None:
     def collect() -> str:
         import pytest
 
-        if not _has_extension():  # Megatron-Core imports what is installed, and does without what is not
+        if not _has_extension():  # Megatron-Core imports Transformer Engine if it is installed
             sys.modules["transformer_engine"] = None  # type: ignore[assignment]
         arguments = [*(f"tests/gpu/{test}" for test in part.tests), "-m", "gpu", "--collect-only", "-qq", "-p", "no:cacheprovider"]
         assert pytest.main(arguments) == 0
@@ -290,7 +279,7 @@ for each in (WARM_UP, *PARTS):
 
 
 def run_in_this_process(name: str) -> None:
-    """Run one check behind the faked GPU; print its result last."""
+    """Run one check with the fake GPU and print its result last."""
     sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
     if name not in _BY_THEMSELVES:
         hopper.pretend()
@@ -303,7 +292,7 @@ def run_in_this_process(name: str) -> None:
 def main(names: list[str]) -> int:
     failed = []
     if unknown := [name for name in names if name not in CHECKS]:
-        print(f"{', '.join(unknown)}: no check; there are {', '.join(CHECKS)}", file=sys.stderr)
+        print(f"{', '.join(unknown)}: is no check; the checks are {', '.join(CHECKS)}", file=sys.stderr)
         return 2
     with tempfile.TemporaryDirectory() as folder:
         environment = {**os.environ, **hopper.build_stubs(Path(folder), SITE), "PYTHONPATH": str(ROOT)}
@@ -311,13 +300,13 @@ def main(names: list[str]) -> int:
             start = time.monotonic()
             command = [sys.executable, __file__, _ONLY, name]
             done = subprocess.run(command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-            told = [line for line in done.stdout.splitlines() if line.startswith(("ok: ", "skipped: "))]
-            last = told[-1] if told and done.returncode == 0 else "FAILED"
+            results = [line for line in done.stdout.splitlines() if line.startswith(("ok: ", "skipped: "))]
+            last = results[-1] if results and done.returncode == 0 else "FAILED"
             print(f"{name:32} {time.monotonic() - start:5.0f} s  {last}", flush=True)
             if last == "FAILED":
                 failed.append(name)
                 print("\n".join(done.stdout.splitlines()[-30:]), flush=True)
-    print(f"failed: {', '.join(failed)}" if failed else "all as it should be")
+    print(f"failed: {', '.join(failed)}" if failed else "all checks passed")
     return 1 if failed else 0
 
 

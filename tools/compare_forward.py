@@ -1,20 +1,18 @@
-"""Run the same tokens through the trainer and a live engine and compare them operator by operator: where is the first difference?
+"""Compare the forward passes of the trainer and a live engine operator by operator, to find the first difference.
 
-    python tools/checks/compare_forward.py                                    # a tiny random Qwen3 in unified FP8
-    python tools/checks/compare_forward.py --config configs/quickstart.toml --rollout.temperature=0.7
-    python tools/checks/compare_forward.py --model FOLDER --mode bf16 --high fp32 --json FILE
+    python tools/compare_forward.py                                    # a tiny random Qwen3 in unified FP8
+    python tools/compare_forward.py --config configs/quickstart.toml --rollout.temperature=0.7
+    python tools/compare_forward.py --model FOLDER --mode bf16 --high fp32 --json FILE
 
-The engine samples answers and records, in its scheduler, the outputs of its operators for every token of prompt and answer as it serves
-them; then the trainer computes all samples packed into one row. Trainer and engine are one process each. Operators are named as in the
-precision graph; `rope.q` and `rope.k` are queries and keys behind the rotary positions. Exit code 0 whatever differs.
+The engine samples responses and records the outputs of its operators for every token. The trainer then computes all samples packed into one
+row. Trainer and engine are one process each. Operators have their names in the precision graph; `rope.q` and `rope.k` are queries and keys
+after the rotary embedding. The exit code is 0 even if operators differ.
 """
 
 from __future__ import annotations
 
-import json
 import tempfile
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,6 +20,7 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 import typer
+from harness import JsonFile, write_json
 from rich.console import Console
 from rich.table import Table
 from safetensors.torch import load_file
@@ -50,42 +49,34 @@ from rollout_sglang.engine import SGLangEngine
 from rollout_sglang.launch_args import EngineLaunchSpec
 
 OperatorRows = dict[str, torch.Tensor]
-"""Operator -> [T, columns] for the tokens of one sample."""
+"""Operator -> output of shape [tokens, columns] for one sample."""
 
 _LONGEST_PROMPT = 40
 
 
-@dataclass(frozen=True)
-class TensorDifference:
-    """The difference of two tensors [T, columns]."""
+def measure_difference(trainer: torch.Tensor, engine: torch.Tensor) -> dict[str, Any]:
+    """Compare two tensors of shape [tokens, columns].
 
-    tokens: int
-    differing: int
-    """Tokens whose bits are not all the same."""
-    largest: float
-    """Largest absolute difference."""
-    ulps: int
-    """The same, counted in representable numbers."""
-
-    @staticmethod
-    def of(trainer: torch.Tensor, engine: torch.Tensor) -> TensorDifference:
-        if trainer.dtype != engine.dtype:  # SGLang keeps bf16 logits as float32
-            trainer, engine = trainer.float(), engine.float()
-        ulps = (_ordinal(trainer) - _ordinal(engine)).abs()
-        largest = float((trainer.double() - engine.double()).abs().max()) if trainer.numel() else 0.0
-        return TensorDifference(len(trainer), int((ulps > 0).any(-1).sum()), largest, int(ulps.max()) if trainer.numel() else 0)
+    Return the number of `tokens`, how many of them are `differing` in any bit, the `largest` absolute difference, and the same in `ulps`.
+    """
+    if trainer.dtype != engine.dtype:  # SGLang keeps bf16 logits as float32
+        trainer, engine = trainer.float(), engine.float()
+    ulps = (_ordinal(trainer) - _ordinal(engine)).abs()
+    largest = float((trainer.double() - engine.double()).abs().max()) if trainer.numel() else 0.0
+    differing = int((ulps > 0).any(-1).sum())
+    return {"tokens": len(trainer), "differing": differing, "largest": largest, "ulps": int(ulps.max()) if trainer.numel() else 0}
 
 
 def _ordinal(x: torch.Tensor) -> torch.Tensor:
-    """Count the representable numbers between zero and x, signed; +0 and -0 are both zero."""
+    """Return the signed number of representable values between zero and x. Both +0 and -0 give 0."""
     bits = x.contiguous().view({2: torch.int16, 4: torch.int32}[x.element_size()]).long()
     return torch.where(bits < 0, -(bits & ((1 << (8 * x.element_size() - 1)) - 1)), bits)
 
 
 def split_engine_record(recorded: OperatorRows, samples: list[TrainingSample]) -> list[OperatorRows]:
-    """Return the engine's rows of each sample: of every token but the last, which it never computed with.
+    """Return the engine's rows of each sample, for all tokens but the last, which is no input.
 
-    `lm_head` has rows only for tokens after which an answer token was sampled. Raise RunError where the record holds no such sample.
+    `lm_head` has rows only for the positions that predict a response token. Raise RunError if a sample was not recorded.
     """
     recorded = dict(recorded)
     requests, positions, tokens, logit_rows = (recorded.pop(name) for name in ("requests", "positions", "tokens", "logit_rows"))
@@ -94,8 +85,8 @@ def split_engine_record(recorded: OperatorRows, samples: list[TrainingSample]) -
     streams: list[list[int]] = []
     for row, (request, position) in enumerate(zip(requests.tolist(), positions.tolist(), strict=True)):
         if position == 0:
-            streams.append(served.setdefault(request, []))
-            streams[-1] = served[request] = []
+            streams.append([])
+            served[request] = streams[-1]
         served[request].append(row)
     by_tokens = {tuple(tokens[stream].tolist()): stream for stream in streams}
     logit_of_row = torch.full((len(tokens),), -1).scatter(0, logit_rows, torch.arange(len(logit_rows)))
@@ -104,13 +95,13 @@ def split_engine_record(recorded: OperatorRows, samples: list[TrainingSample]) -
         stream = by_tokens.get(tuple(sample.ids[:-1].tolist()))
         if stream is None:
             raise RunError("the engine did not record all tokens; ask for fewer with --prompts or --tokens")
-        answer = stream[len(sample.prompt_ids) - 1 :]
-        rows_of_samples.append({op: values[stream] for op, values in recorded.items()} | {"lm_head": logits[logit_of_row[answer]]})
+        response = stream[len(sample.prompt_ids) - 1 :]
+        rows_of_samples.append({op: values[stream] for op, values in recorded.items()} | {"lm_head": logits[logit_of_row[response]]})
     return rows_of_samples
 
 
 def record_trainer(policy: Policy, samples: list[TrainingSample]) -> list[OperatorRows]:
-    """Return the trainer's rows of each sample, all of them packed into one micro-batch; shapes as `split_engine_record`."""
+    """Return the trainer's rows of each sample, in the form of `split_engine_record`. All samples are in one micro-batch."""
     (batch,) = make_micro_batches(samples, sum(sample.length for sample in samples))
     with torch.no_grad(), record_activations(policy.chunks[0]) as recorded:
         policy.forward(batch)
@@ -121,10 +112,10 @@ def record_trainer(policy: Policy, samples: list[TrainingSample]) -> list[Operat
     return rows_of_samples
 
 
-def compare(trainer: list[OperatorRows], engine: list[OperatorRows], prompt_lengths: list[int]) -> dict[str, dict[str, TensorDifference]]:
-    """Return operator -> {"prompt": ..., "answer": ...} over all samples, in the order of computation.
+def compare(trainer: list[OperatorRows], engine: list[OperatorRows], prompt_lengths: list[int]) -> dict[str, dict[str, dict[str, Any]]]:
+    """Return {operator: {"prompt": difference, "answer": difference}} over all samples, in the order of computation.
 
-    The engine computes a prompt's tokens together, an answer's one by one.
+    The two parts are separate because the engine computes the tokens of a prompt together and those of a response one by one.
     """
     differences = {}
     for op in [op for op in trainer[0] if op in engine[0]]:
@@ -133,18 +124,16 @@ def compare(trainer: list[OperatorRows], engine: list[OperatorRows], prompt_leng
             end = 1 if op == "lm_head" else length
             pairs["prompt"].append((trainer_rows[op][:end], engine_rows[op][:end]))
             pairs["answer"].append((trainer_rows[op][end:], engine_rows[op][end:]))
-        differences[op] = {
-            part: TensorDifference.of(*(torch.cat(side) for side in zip(*of_part, strict=True))) for part, of_part in pairs.items()
-        }
+        differences[op] = {part: measure_difference(*map(torch.cat, zip(*each, strict=True))) for part, each in pairs.items()}
     return differences
 
 
 def run(config: Config, folder: Path, prompts: int, tokens: int) -> dict[str, Any]:
-    """Start both sides, sample, compare, and stop everything; return the report, ready for JSON."""
+    """Start trainer and engine, sample, compare, and stop them; return the report."""
     config = pin_model(config)
     layout = check_run(config, GRAPH)
     if layout.world_size > 1 or config.rollout.tp > 1:
-        raise UserError("train.layout", None, "must be one process, and rollout.tp 1: parts of tensors are not compared", "set them to 1")
+        raise UserError("train.layout", None, "must be one process, and rollout.tp 1: sharded tensors are not compared", "set them to 1")
     with ExitStack() as resources:
         start_megatron(layout, config.train.seed)
         resources.callback(stop_megatron)
@@ -161,7 +150,7 @@ def run(config: Config, folder: Path, prompts: int, tokens: int) -> dict[str, An
         resources.callback(sync.close)
         sync.run(0)
         engine.tap()
-        prompt_ids = _random_prompts(prompts, hf_config["vocab_size"], config.train.seed)
+        prompt_ids = _make_random_prompts(prompts, hf_config["vocab_size"], config.train.seed)
         answers = engine.generate(prompt_ids, SamplingParams(temperature=config.rollout.temperature, max_new_tokens=tokens))
         (record,) = engine.untap(folder)
         pairs = zip(prompt_ids, answers, strict=True)
@@ -170,10 +159,10 @@ def run(config: Config, folder: Path, prompts: int, tokens: int) -> dict[str, An
         differences = compare(trainer_rows, engine_rows, [len(prompt) for prompt in prompt_ids])
         engine_logprobs = torch.cat([torch.from_numpy(answer.logprobs_T) for answer in answers])
         distances = (torch.cat(policy.compute_logprobs(samples)[0]) - engine_logprobs).abs()
-    first = next((op for op, parts in differences.items() if any(part.differing for part in parts.values())), None)
+    first = next((op for op, parts in differences.items() if any(part["differing"] for part in parts.values())), None)
     return {
         "precision": config.precision.model_dump(mode="json"),
-        "operators": {op: {part: asdict(difference) for part, difference in parts.items()} for op, parts in differences.items()},
+        "operators": differences,
         "first_difference": first,
         "logprobs": {
             "tokens": len(distances),
@@ -184,15 +173,14 @@ def run(config: Config, folder: Path, prompts: int, tokens: int) -> dict[str, An
     }
 
 
-def _random_prompts(count: int, vocabulary: int, seed: int) -> list[np.ndarray]:
-    """Return prompts of two tokens or more."""
+def _make_random_prompts(count: int, vocabulary: int, seed: int) -> list[np.ndarray]:
+    """Return random prompts of two tokens or more."""
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(2, _LONGEST_PROMPT + 1, (count,), generator=generator).tolist()
     return [torch.randint(0, vocabulary, (length,), generator=generator, dtype=torch.int32).numpy() for length in lengths]
 
 
 def show(report: dict[str, Any], console: Console) -> None:
-    """Print the report as a table and two lines."""
     table = Table("operator", "prompt", "answer", title="tokens that differ, largest difference", title_justify="left", box=None)
     for op, parts in report["operators"].items():
         table.add_row(op, *(_format_difference(parts[part]) for part in ("prompt", "answer")))
@@ -200,7 +188,7 @@ def show(report: dict[str, Any], console: Console) -> None:
     first, logprobs = report["first_difference"], report["logprobs"]
     console.print("No operator differs." if first is None else f"The first difference is in {first}.")
     console.print(
-        f"log-probs of {logprobs['tokens']} sampled tokens: |dlogp| mean {logprobs['mean']:.2g}, largest {logprobs['largest']:.2g}, "
+        f"log-probs of {logprobs['tokens']} sampled tokens: |Δ log p| mean {logprobs['mean']:.2g}, largest {logprobs['largest']:.2g}, "
         f"exactly 0 for {100 * logprobs['exact']:.4g} %"
     )
 
@@ -214,7 +202,7 @@ def _format_difference(difference: dict[str, Any]) -> str:
 def make_config(
     folder: Path, file: Path | None, model: Path | None, mode: str, high: str, layers: int, tokens: int, overrides: list[str]
 ) -> Config:
-    """Return a run's configuration: without a file one of a tiny engine, without a model one of a random model."""
+    """Return the configuration to run: the one in `file`, or else one with a small engine. Without a model, make a random one."""
     if file is not None:
         return load_config(file, overrides)
     if model is None:
@@ -227,22 +215,21 @@ def make_config(
 
 def main(
     context: typer.Context,
-    config: Annotated[Path | None, typer.Option(help="A run's TOML file; --section.key=value may follow.")] = None,
-    model: Annotated[Path | None, typer.Option(help="A Hugging Face checkpoint's folder.")] = None,
-    mode: Annotated[str, typer.Option(help="precision.mode, without --config")] = "fp8_unified",
-    high: Annotated[str, typer.Option(help="precision.high, without --config")] = "fp32",
+    config: Annotated[Path | None, typer.Option(help="TOML file of a run; --section.key=value may follow.")] = None,
+    model: Annotated[Path | None, typer.Option(help="Folder of a Hugging Face checkpoint.")] = None,
+    mode: Annotated[str, typer.Option(help="precision.mode, without --config.")] = "fp8_unified",
+    high: Annotated[str, typer.Option(help="precision.high, without --config.")] = "fp32",
     layers: Annotated[int, typer.Option(help="Layers of the random model.")] = 2,
-    prompts: Annotated[int, typer.Option(min=1, help="Samples, served at the same time.")] = 12,
+    prompts: Annotated[int, typer.Option(min=1, help="Samples, generated at the same time.")] = 12,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens sampled per prompt.")] = 32,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the report here.")] = None,
+    json_file: JsonFile = None,
 ) -> None:
-    """Compare trainer and engine, operator by operator."""
+    """Compare trainer and engine operator by operator."""
     with tempfile.TemporaryDirectory(prefix="megatron-rl-compare-", ignore_cleanup_errors=True) as name:
-        folder = Path(name)  # for this user alone
+        folder = Path(name)
         report = run(make_config(folder, config, model, mode, high, layers, tokens, context.args), folder, prompts, tokens)
     show(report, Console())
-    if json_file:
-        json_file.write_text(json.dumps(report, indent=2) + "\n")
+    write_json(json_file, report)
 
 
 if __name__ == "__main__":

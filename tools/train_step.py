@@ -1,20 +1,19 @@
-"""Time the trainer's part of an RL step on this machine, without an engine; print seconds by phase, and with --operators where they go.
+"""Time the trainer's part of an RL step on this machine, by phase and optionally by operator. Needs no engine.
 
-    python tools/bench/train_step.py configs/gsm8k.toml --model.path=MODEL --tokens 3300
-    python tools/bench/train_step.py configs/quickstart.toml --tokens 3300 --prompt 16 --answer 12 --operators 20
-    torchrun --nproc-per-node 2 tools/bench/train_step.py configs/gsm8k.toml --model.path=MODEL --train.layout.tp=2 \
+    python tools/train_step.py configs/gsm8k.toml --model.path=MODEL --tokens 3300
+    python tools/train_step.py configs/quickstart.toml --tokens 3300 --prompt 16 --answer 12 --operators 20
+    torchrun --nproc-per-node 2 tools/train_step.py configs/gsm8k.toml --model.path=MODEL --train.layout.tp=2 \
         --against precision.reduction=fast
 
-Of the run's configuration `model`, `precision`, `train` and `algorithm` count. Samples are random tokens with advantages of both signs. A
-phase's processor seconds say more than the clock on a busy machine; under torchrun they are rank 0's. The first step, which allocates, is
-not shown. `digest` is that of the log-probs: trees that print the same one compute the same forward pass. With `--against` a run with
-another setting takes turns with the first, and the last line has the first's seconds over the other's.
+The sections `model`, `precision`, `train`, and `algorithm` of the configuration apply. Samples are random tokens with advantages of both
+signs. On a busy machine, CPU seconds say more than the clock; under torchrun they are those of rank 0. The first step, a warm-up, is not
+shown. `digest` is a hash of the log-probs: two source trees that print the same digest compute the same forward pass. With `--against`,
+steps with one changed setting alternate with the others, and the last line shows the ratio of their times.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import random
 import time
@@ -29,6 +28,7 @@ from megatron_rl.config import Config, load_config  # sets how threads wait, so 
 
 # isort: split
 import torch
+from harness import JsonFile, write_json
 from torch.profiler import ProfilerActivity, profile
 
 from megatron_rl.algorithm.loss_weights import assign_loss_weights
@@ -45,7 +45,7 @@ from megatron_rl.preflight import pin_model
 
 
 def make_samples(tokens: int, prompt: int, answer: int, vocabulary: int) -> list[TrainingSample]:
-    """Return samples of at least `tokens` places, with prompts and answers of about the given lengths."""
+    """Return random samples with at least `tokens` positions in total; `prompt` and `answer` are mean lengths."""
     generator, samples = random.Random(0), list[TrainingSample]()
     while sum(sample.length - 1 for sample in samples) < tokens:
         lengths = (max(1, round(mean * generator.uniform(0.5, 1.5))) for mean in (prompt, answer))
@@ -55,7 +55,7 @@ def make_samples(tokens: int, prompt: int, answer: int, vocabulary: int) -> list
 
 
 class Step:
-    """The log-probs and one optimizer step of a run's actor."""
+    """The trainer's part of an RL step: log-probs and one optimizer step."""
 
     def __init__(self, config: Config, samples: list[TrainingSample]) -> None:
         self.config, self.samples, self.layout = config, samples, config.train.layout.to_layout()
@@ -77,7 +77,7 @@ class Step:
         self.seconds[name] = time.perf_counter() - start, time.process_time() - used
 
     def run(self) -> str:
-        """Take the step, set `seconds` (of the clock, of the processor) by phase, and return the digest of the log-probs."""
+        """Take the step and return the digest of the log-probs. Sets `seconds`: phase -> (clock, CPU)."""
         with self._phase("log-probs"):
             logprobs_B, _ = self.actor.compute_logprobs(self.samples)
         with self._phase("reference"):
@@ -90,29 +90,28 @@ class Step:
         return hashlib.sha256(torch.cat(logprobs_B).numpy().tobytes()).hexdigest()[:12]
 
 
-def sum_seconds(rows: list[dict[str, dict[str, float]]], kind: str) -> float:
-    return sum(phase[kind] for row in rows for phase in row.values())
-
-
-def print_once(text: str) -> None:
-    """Print on rank 0."""
+def print_on_rank0(text: str) -> None:
     if is_rank0():
         print(text)
 
 
+def sum_seconds(rows: list[dict[str, dict[str, float]]], kind: str) -> float:
+    return sum(phase[kind] for row in rows for phase in row.values())
+
+
 def main(
     context: typer.Context,
-    file: Annotated[Path, typer.Argument(help="A run's TOML file; --section.key=value may follow.")],
-    tokens: Annotated[int, typer.Option(min=1, help="Places of all samples.")] = 3300,
+    file: Annotated[Path, typer.Argument(help="TOML file of a run; --section.key=value may follow.")],
+    tokens: Annotated[int, typer.Option(min=1, help="Positions of all samples.")] = 3300,
     prompt: Annotated[int, typer.Option(min=1, help="Mean length.")] = 90,
     answer: Annotated[int, typer.Option(min=1, help="Mean length.")] = 90,
     threads: Annotated[int, typer.Option(min=1)] = os.cpu_count() or 1,
     repeat: Annotated[int, typer.Option(min=1)] = 2,
-    against: Annotated[str | None, typer.Option(help="A setting of another run, as section.key=value.")] = None,
-    operators: Annotated[int, typer.Option(min=0, help="Rows of torch's profile of the last step.")] = 0,
-    json_file: Annotated[Path | None, typer.Option("--json")] = None,
+    against: Annotated[str | None, typer.Option(help="A setting to compare with, as section.key=value.")] = None,
+    operators: Annotated[int, typer.Option(min=0, help="Print this many rows of a torch profile of the last step.")] = 0,
+    json_file: JsonFile = None,
 ) -> None:
-    """Load the model, take the steps, print."""
+    """Time optimizer steps and print seconds by phase."""
     config = pin_model(load_config(file, context.args))
     start_megatron(config.train.layout.to_layout(), config.train.seed)
     torch.set_num_threads(threads)
@@ -129,14 +128,14 @@ def main(
         for step, digest in zip(steps, digests, strict=True):
             rows.append({name: {"clock": clock, "processor": used} for name, (clock, used) in step.seconds.items()})
             phases = "  ".join(f"{name} {clock:.2f} s ({used:.2f} CPU s)" for name, (clock, used) in step.seconds.items())
-            print_once(f"{phases}  digest {digest}")
+            print_on_rank0(f"{phases}  digest {digest}")
         if trace is not None:
-            print_once(trace.key_averages().table(sort_by="self_cpu_time_total", row_limit=operators, max_name_column_width=60))
+            print_on_rank0(trace.key_averages().table(sort_by="self_cpu_time_total", row_limit=operators, max_name_column_width=60))
     if against:
         clock, used = (sum_seconds(rows[::2], kind) / sum_seconds(rows[1::2], kind) for kind in ("clock", "processor"))
-        print_once(f"against {against}: {clock:.3f} of the clock, {used:.3f} of the processor")
-    if json_file and is_rank0():
-        json_file.write_text(json.dumps(rows, indent=2) + "\n")
+        print_on_rank0(f"against {against}: {clock:.3f} of the clock, {used:.3f} of the processor")
+    if is_rank0():
+        write_json(json_file, rows)
     stop_megatron()
 
 
