@@ -80,17 +80,17 @@ def launch_all() -> None:
     """Call the functions that launch kernels, for every variant of each kernel."""
     from megatron_rl.kernels.experts import triton as token_rows_triton
     from megatron_rl.kernels.experts.token_groups import TokenGroups
-    from megatron_rl.kernels.experts.triton_spread import pack, quantize_weighed, spread_packed
+    from megatron_rl.kernels.experts.triton import pack, quantize_weighed, spread_packed
+    from megatron_rl.kernels.heads import Heads
     from megatron_rl.kernels.heads import triton as heads_triton
-    from megatron_rl.kernels.heads.reference import Heads
     from megatron_rl.kernels.norm import triton as norm_triton
-    from megatron_rl.kernels.norm.triton_quantized import quantize_norm
+    from megatron_rl.kernels.norm.triton import quantize_norm
     from megatron_rl.kernels.quantize.triton import quantize_activation, quantize_into
     from megatron_rl.kernels.rope.reference import Rotation
     from megatron_rl.kernels.rope.triton import rotate
     from megatron_rl.kernels.sums.triton import multiply_nodes
     from megatron_rl.kernels.swiglu import triton as swiglu_triton
-    from megatron_rl.kernels.swiglu.triton_quantized import quantize_swiglu
+    from megatron_rl.kernels.swiglu.triton import quantize_swiglu
     from megatron_rl.kernels.vocabulary import triton as vocabulary_triton
     from parallel.digest_triton import run_sums
 

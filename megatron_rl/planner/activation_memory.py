@@ -143,7 +143,7 @@ def _attention(inputs: FormulaInputs) -> float:
     angles = 4 * model.head_dim * model.rope.share if inputs.cpu else 0
     size += tokens * inputs.job.high_bytes * ((q + 2 * kv) + (q + kv) + angles + q)
     size += 0 if inputs.cpu else 4 * tokens * heads
-    at_once = not inputs.cpu and model.rope.share == 1 and model.head_dim & (model.head_dim - 1) == 0  # `kernels.heads.split_heads`
+    at_once = not inputs.cpu and model.rope.share == 1 and model.head_dim & (model.head_dim - 1) == 0  # `kernels.heads.reference`
     if model.qk_norm and not at_once:
         size += _norm(inputs, tokens * heads, model.head_dim, own_input=1 < groups < heads)
         size += _norm(inputs, tokens * groups, model.head_dim, own_input=False)

@@ -86,6 +86,8 @@ def name_kind(operator: str, dtype: str, line: str) -> str:
     """Return what an operator's bytes are for: a product by dtype, or by the line of code that asks for it."""
     if operator == "norm":
         return "norms"
+    if operator in _QUANTIZING_KERNELS:
+        return "quantization"
     if dtype in ("fp8", "bf16", "fp32"):
         return "attention" if "attention" in operator else f"{dtype} products"
     return next((kind for part, kind in _BY_LINE if part in line), "other element-wise")
@@ -100,9 +102,14 @@ _BY_LINE = (
     ("tensor_parallel/mappings", "communication's copies"), ("kernels/linear/gather", "communication's copies"),
     ("token_dispatcher", "communication's copies"), ("row_sums", "communication's copies"), ("p2p", "communication's copies"),
     ("quant", "quantization"), ("kernels/linear", "quantization"), ("precision/slices", "quantization"),
-    ("kernels/experts/deep_gemm", "quantization"), ("kernels/experts/triton_spread", "quantization"),
+    ("kernels/experts/deep_gemm", "quantization"),
     ("kernels/heads/", "queries and keys"),
     ("norm", "norms"), ("rope", "rope"), ("rotary", "rope"), ("swiglu", "SwiGLU"), ("activation", "SwiGLU"),
     ("attention", "attention"), ("residual", "residual add"), ("transformer_layer", "residual add"),
 )  # fmt: skip
 """Part of a line's file -> kind; the first that fits."""
+_QUANTIZING_KERNELS = (
+    *("normalize_row", "quantize_normed_tile", "quantize_swiglu_tile"),
+    *("quantize_weighed_tile", "pack_token", "spread_packed_row"),
+)
+"""Triton kernels that quantize, in files with kernels that do not."""

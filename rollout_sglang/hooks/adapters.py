@@ -2,7 +2,7 @@
 
 SGLang's own LoRA serves many adapters to many requests: it keeps them in a pool beside the model, and multiplies request by request, so
 that a token's bits depend on the batch. Here there is one adapter, the policy's; it is proved like any weight, and a layer adds what the
-trainer's layer adds, by the same functions (`megatron_rl.kernels.linear.low_rank`).
+trainer's layer adds, by the same functions (`megatron_rl.kernels.linear.reference`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from megatron_rl.kernels.linear.low_rank import project_down, project_up
+from megatron_rl.kernels.linear.reference import project_down, project_up
 from megatron_rl.kernels.sums import reference as tree
 from parallel.adapters import NAMES, TARGETS
 

@@ -1,6 +1,6 @@
 """SGLang's operators on a CPU, with the trainer's bits: in place of its Triton kernels, or around its own code.
 
-Every operator calls the function that the trainer's forward pass calls: `megatron_rl.kernels.linear.products.fprop` and those of
+Every operator calls the function that the trainer's forward pass calls: `megatron_rl.kernels.linear.reference.fprop` and those of
 `megatron_rl.kernels.batch_invariant`. Experts: `rollout_sglang.hooks.cpu_moe`.
 """
 
@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from megatron_rl.kernels import batch_invariant
-from megatron_rl.kernels.linear.products import fprop, fprop_by_tree, value_dtype
+from megatron_rl.kernels.linear.reference import fprop, fprop_by_tree, value_dtype
 from megatron_rl.kernels.sums import reference as tree
 from megatron_rl.precision.fp8 import dequantize_weight
 from megatron_rl.precision.quantized_weight import QuantizedWeight

@@ -3,7 +3,7 @@
     y = sum over the chosen experts e of  p_e * (silu(x G_e^T) * (x U_e^T)) D_e^T
 
 w13 [E, 2I, H] holds [G ; U] of every expert of this rank, w2 [E, H, I] holds D. An expert's output is rounded to x's dtype, weighted and
-rounded again, as in SGLang's GPU kernels and in Megatron. FP8 experts run `megatron_rl.kernels.linear.products` twice, as two linear layers
+rounded again, as in SGLang's GPU kernels and in Megatron. FP8 experts run `kernels.linear.reference` twice, as two linear layers
 would, INT8 experts `megatron_rl.precision.int8.int8_matmul`: tokens are quantised before w13, and again before w2.
 
 With `precision.reduction = "tree"`, the ranks that cut an expert (SGLang's moe_tp) first add their float32 parts of its output, then those

@@ -31,7 +31,7 @@ def run_norms(folder: Path, batch: list[TrainingSample], precision: dict[str, An
         fake_gpu_libraries.install(patch)
         patch.setattr(norm_fusion, "is_fused", lambda _: fused)
         patch.setattr(actor, "count_row_multiple", lambda config, *_: 128 * config.tensor_model_parallel_size)
-        kernels: Any = sys.modules["megatron_rl.kernels.norm.triton_quantized"]
+        kernels: Any = sys.modules["megatron_rl.kernels.norm.triton"]
         patch.setattr(kernels, "quantize_norm", kernel := mock.Mock(side_effect=kernels.quantize_norm))
         quantizers: Any = sys.modules["megatron_rl.kernels.quantize.triton"]
         patch.setattr(quantizers, "quantize_activation", quantizer := mock.Mock(side_effect=quantizers.quantize_activation))

@@ -36,7 +36,7 @@ PACKAGES_CHECK = ("tools/gpu_packages.py", "tools/hopper_kernels.py")
 ONLY_IN = {
     "sglang": ("rollout_sglang/*", *PACKAGES_CHECK),
     "megatron": ("megatron_rl/mcore/*", "megatron_rl/rehearsal/*", *PACKAGES_CHECK),
-    "triton": ("megatron_rl/kernels/*/*triton*.py", "parallel/digest_triton.py", *PACKAGES_CHECK),
+    "triton": ("megatron_rl/kernels/*/triton.py", "parallel/digest_triton.py", *PACKAGES_CHECK),
     "deep_gemm": ("megatron_rl/kernels/*/deep_gemm.py", *PACKAGES_CHECK),
     "transformer_engine": ("megatron_rl/kernels/linear/transformer_engine.py",),
     "transformer_engine_torch": ("megatron_rl/kernels/linear/transformer_engine.py",),
@@ -54,7 +54,6 @@ TORCH_FREE = (
     "parallel.layout",
     "rollout_sglang",
 )
-KERNELS = ("triton_norm", "triton_quantize", "triton_spread", "triton_swiglu", "__init__")  # imported inside functions alone
 
 
 def imported_names(file: Path) -> set[str]:
@@ -120,7 +119,7 @@ def test_heavy_libraries_are_imported_when_needed():
     """In one fresh interpreter: modules that need no torch first, then the GPU back ends, which load without their libraries, and the
     choice of a sampler, which loads no web server."""
     backends = sorted(file.stem for file in (ROOT / "megatron_rl/kernels/linear").glob("*.py"))
-    modules = [f"megatron_rl.kernels.linear.{name}" for name in backends if name not in KERNELS]
+    modules = [f"megatron_rl.kernels.linear.{name}" for name in backends if name != "__init__"]
     groups = [
         f"torch,megatron,sglang,transformers:{','.join(TORCH_FREE)}",
         f"triton,deep_gemm,transformer_engine,uvicorn:{','.join([*modules, 'megatron_rl.rollout.sampler'])}",

@@ -15,7 +15,7 @@ import torch
 
 from megatron_rl.kernels.linear import make_backend
 from megatron_rl.kernels.linear.base import Backend
-from megatron_rl.kernels.linear.emulated import DequantizedWeight
+from megatron_rl.kernels.linear.reference import DequantizedWeight
 from megatron_rl.kernels.sums import reference as tree
 from megatron_rl.mcore.layers.linear.quantized_linear import QuantizedLinear, WeightLayer
 from megatron_rl.mcore.layers.linear.row_parallel import RowSum, gather_sequence

@@ -12,7 +12,7 @@ from itertools import accumulate
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
-from megatron_rl.kernels.attention import packed_attention
+from megatron_rl.kernels.attention import reference as packed_attention
 from megatron_rl.kernels.device_copy import copy_to_device
 from megatron_rl.kernels.rope.reference import Rotation
 from megatron_rl.mcore.passes.context_parallel import ContextShard

@@ -27,7 +27,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.config.lora import LoraConfig
-from megatron_rl.kernels.linear.low_rank import project_down, project_up
+from megatron_rl.kernels.linear.reference import project_down, project_up
 from megatron_rl.mcore.actor import Policy
 from megatron_rl.mcore.layers.linear.row_parallel import PartialSum, TreeProduct
 from megatron_rl.mcore.layers.linear.weight_gradient import take_weight

@@ -1,4 +1,4 @@
-"""Megatron's self attention, whose packed queries and keys are taken apart, normed and rotated in one pass on a GPU (`kernels.heads.split_heads`).
+"""Megatron's self attention, whose packed queries and keys are taken apart, normed and rotated in one pass on a GPU (`kernels.heads`).
 
 Megatron's own rotation would wait for the device four times in every layer, to learn the lengths of sequences that the host knows. Ranks
 that share a key-value head exchange what they need of it (`shared_heads`), where Megatron would gather all heads on every rank.
@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from megatron.core.transformer.attention import SelfAttention
 
-from megatron_rl.kernels.heads.reference import Heads, Norms
-from megatron_rl.kernels.heads.split_heads import can_rotate, split_heads
+from megatron_rl.kernels.heads import Heads, Norms
+from megatron_rl.kernels.heads.reference import can_rotate, split_heads
 from megatron_rl.kernels.rope import reference as rope
 from megatron_rl.mcore.layers.attention.shared_heads import exchange_heads
 from megatron_rl.mcore.layers.norms import RMSNorm

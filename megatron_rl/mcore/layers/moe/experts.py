@@ -23,7 +23,7 @@ from megatron_rl.kernels import batch_invariant
 from megatron_rl.kernels.experts.expert_sum import sum_experts
 from megatron_rl.kernels.experts.reference import scatter_tokens, sum_tokens, weigh
 from megatron_rl.kernels.experts.token_groups import TokenGroups
-from megatron_rl.kernels.linear.low_rank import project_up
+from megatron_rl.kernels.linear.reference import project_up
 from megatron_rl.kernels.sums import reference as tree
 from megatron_rl.mcore.layers.linear.exchange import exchange_rows
 from megatron_rl.mcore.layers.linear.quantized_linear import list_quantized_layers

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from support.families import ENGINE_ARCHITECTURES
 
 from megatron_rl.config.lora import LoraConfig
-from megatron_rl.kernels.linear.low_rank import project_down, project_up
+from megatron_rl.kernels.linear.reference import project_down, project_up
 from parallel.adapters import ENGINE_FILE, NAMES, is_adapter
 from parallel.digest import view_rect
 from parallel.model_geometry import ModelGeometry

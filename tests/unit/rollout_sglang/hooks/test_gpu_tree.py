@@ -12,7 +12,7 @@ import torch
 from support import fake_gpu_libraries
 from support.fp8_reference import uneven, uneven_matrix
 
-from megatron_rl.kernels.linear.products import fprop_by_tree
+from megatron_rl.kernels.linear.reference import fprop_by_tree
 from megatron_rl.kernels.sums import reference as tree
 from megatron_rl.precision.fp8 import quantize_weight
 from rollout_sglang.hooks import gpu_activation_quant, gpu_tree, tree_reduction
