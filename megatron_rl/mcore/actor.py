@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, islice
@@ -20,10 +20,9 @@ from megatron.core.utils import unwrap_model
 from megatron_rl.batch.micro_batch import MicroBatch, MicroBatches, make_micro_batches
 from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.config import TrainConfig
-from megatron_rl.distributed import raise_on_all_ranks
+from megatron_rl.distributed import gather_from_ranks, raise_on_all_ranks
 from megatron_rl.errors import RunError
 from megatron_rl.kernels.device_copy import copy_to_device
-from megatron_rl.mcore.checkpoint.optimizer import flatten_chained
 from megatron_rl.mcore.layers.linear.output_layer import score_positions
 from megatron_rl.mcore.layers.linear.quantized_linear import find_quantized_layers
 from megatron_rl.mcore.layers.moe.experts import free_frozen_operands
@@ -32,15 +31,16 @@ from megatron_rl.mcore.layers.moe.token_counts import UNKNOWN, KnownRoutes
 from megatron_rl.mcore.layers.mtp import Lookahead, copy_embedding
 from megatron_rl.mcore.names import ModelChunks, get_model_chunks, global_name
 from megatron_rl.mcore.optim.buckets import finish_gathers, start_gathers, wrap_chunks
-from megatron_rl.mcore.optim.learning_rate import LearningRateSchedule
+from megatron_rl.mcore.optim.master_slices import flatten_chained
 from megatron_rl.mcore.optim.offload import OptimizerOffloader
+from megatron_rl.mcore.optim.optimizer import LearningRateSchedule
 from megatron_rl.mcore.optim.quantizing_optimizer import check_finite
 from megatron_rl.mcore.optim.step_response import StepResponse
-from megatron_rl.mcore.passes import nan_finder, reduce
+from megatron_rl.mcore.passes import reduce
 from megatron_rl.mcore.passes.context_parallel import ContextShard
+from megatron_rl.mcore.passes.logprobs import ScoredPositions
 from megatron_rl.mcore.passes.packed_sequences import make_packed_params
 from megatron_rl.mcore.passes.pipeline import make_stage_options, split_input
-from megatron_rl.mcore.passes.scored_positions import ScoredPositions
 from megatron_rl.mcore.passes.two_batch import run_in_turns
 from megatron_rl.metrics import declare
 from megatron_rl.observability import profiling
@@ -326,9 +326,9 @@ class Actor(Policy):
     def _find_nonfinite_activation(self, samples: list[TrainingSample]) -> str:
         """Return the part of an error message that names the first module whose output holds inf or NaN, "" for none. Collective; one more
         forward pass."""
-        with torch.no_grad(), nan_finder.record_nonfinite_modules(self.model) as names:
+        with torch.no_grad(), record_nonfinite_modules(self.model) as names:
             self._run(samples, lambda scores, *_: scores.new_zeros(()), forward_only=True)
-        name = nan_finder.first_across_ranks(names)
+        name = first_across_ranks(names)
         return f"; the first tensor that holds inf or NaN is what {name} gives" if name else ""
 
     def _check_gradients_finite(self) -> None:
@@ -350,3 +350,41 @@ class Actor(Policy):
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         return rate
+
+
+class Critic(Actor):
+    """A model built from `parallel.model_geometry.as_critic`; `train` is `CriticConfig.to_train`."""
+
+    def __init__(self, model: ModelChunks, train: TrainConfig) -> None:
+        super().__init__(model, train, temperature=1.0)
+        self.routing.replay_enabled = False  # what was recorded is the policy's
+
+    def compute_values(self, samples: list[TrainingSample]) -> list[torch.Tensor]:
+        """Return the value before each sampled token of this replica's samples, float32 [A] each; no gradient. Collective."""
+        return self.compute_logprobs(samples)[0]
+
+
+@contextmanager
+def record_nonfinite_modules(model: ModelChunks) -> Iterator[list[str]]:
+    """Yield a list that forward passes within fill with the names of modules that gave inf or NaN, in the order of computation."""
+    names: list[str] = []
+
+    def make_hook(name: str) -> Any:
+        def check_output(_: Any, __: Any, output: Any) -> None:
+            tensors = output if isinstance(output, tuple) else (output,)
+            if any(isinstance(x, torch.Tensor) and x.is_floating_point() and not bool(torch.isfinite(x).all()) for x in tensors):
+                names.append(name)
+
+        return check_output
+
+    with ExitStack() as hooks:
+        for chunk in get_model_chunks(model):
+            for name, module in chunk.named_modules():
+                if name and not isinstance(module, torch.nn.ModuleList):
+                    hooks.enter_context(module.register_forward_hook(make_hook(global_name(chunk, name))))
+        yield names
+
+
+def first_across_ranks(names: list[str]) -> str:
+    """Return the first name of the lowest rank that has one, "" without any; collective. Earlier pipeline stages have lower ranks."""
+    return next(filter(None, gather_from_ranks(names[0] if names else "")), "")

@@ -23,7 +23,7 @@ from megatron_rl.algorithm.policy_loss import PolicyLoss
 from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.hf.files import read_config
 from megatron_rl.mcore.actor import Actor
-from megatron_rl.mcore.checkpoint.write import CheckpointWriter
+from megatron_rl.mcore.checkpoint.checkpointing import CheckpointWriter
 from megatron_rl.mcore.model import build_model, start_megatron, stop_megatron
 from megatron_rl.mcore.passes.replicas import select_own
 from megatron_rl.mcore.weights.export import convert

@@ -20,8 +20,8 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
 
-from megatron_rl.mcore.layers.linear.master import MasterSlice
 from megatron_rl.mcore.layers.linear.quantized_linear import QuantizedLinear
+from megatron_rl.mcore.optim.master_slices import MasterSlice, flatten_chained, iter_stepped
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 _PIECE = 1 << 20
@@ -95,36 +95,6 @@ class OptimizerState(_SlicedState):
         for part in self._optimizers:
             for group in part.optimizer.param_groups:
                 group["step"] = step
-
-
-def flatten_chained(optimizer: Any) -> list[Any]:
-    """Return the optimizers of a chained one that have parameters on this rank."""
-    return [part for part in getattr(optimizer, "chained_optimizers", [optimizer]) if not part.is_stub_optimizer]
-
-
-def iter_masters(optimizer: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield (parameter, this rank's slice of its FP32 master) of every parameter that is not FP32 itself and has one here."""
-    yield from _iter_pairs(optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups)
-    yield from optimizer.masters
-
-
-def iter_stepped(optimizer: Any) -> Iterator[tuple[torch.Tensor, MasterSlice]]:
-    """Yield every parameter of one optimizer with the slice, maybe empty, that this rank's Adam steps: of itself or of its master."""
-    # not by Megatron's `model_param_group_index_map`: where FP32 and 16-bit parameters are mixed, it points to others
-    fp32_pairs = _iter_pairs(optimizer.model_fp32_groups, optimizer.shard_fp32_groups)
-    slices = {id(parameter): tensor for parameter, tensor in (*iter_masters(optimizer), *fp32_pairs)}
-    for buffer in optimizer.buffers:
-        for parameter in buffer.params:
-            yield parameter, make_slice(optimizer, buffer, parameter, slices.get(id(parameter)))
-
-
-def make_slice(optimizer: Any, buffer: Any, parameter: torch.Tensor, values: torch.Tensor | None) -> MasterSlice:
-    """Return this rank's slice of a parameter's master, maybe empty: each rank of a group steps an equal part of every bucket."""
-    start, end, number = buffer.param_index_map[parameter]
-    bucket, group = buffer.buckets[number], optimizer.data_parallel_group
-    part = bucket.grad_data.numel() // group.size()
-    edges = tuple(min(max(bucket.offset + rank * part - start, 0), end - start) for rank in range(group.size() + 1))
-    return MasterSlice(torch.empty(0, device=parameter.device) if values is None else values, edges, group)
 
 
 @dataclass
@@ -247,8 +217,3 @@ def _iter_state(optimizer: Any) -> Iterator[tuple[torch.Tensor, dict[str, Master
         moments = optimizer.optimizer.state.get(slice_.values, {})
         state = {kind: replace(slice_, values=moments.get(kind, slice_.values.new_empty(0))) for kind in MOMENTS}
         yield parameter, state | ({"master": slice_} if parameter.itemsize == 2 else {})
-
-
-def _iter_pairs(groups: Any, others: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield the members of two lists of groups side by side."""
-    return (pair for members, partners in zip(groups, others, strict=True) for pair in zip(members, partners, strict=True))

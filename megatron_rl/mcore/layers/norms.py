@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, cast
+from contextlib import nullcontext
+from typing import Any, NamedTuple, cast
 
 import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.module import MegatronModule
 
 from megatron_rl.kernels import batch_invariant
+from megatron_rl.kernels.linear.base import NormBackend
+from megatron_rl.kernels.linear.gather import can_gather
+from megatron_rl.kernels.norm.reference import differentiate_norm
+from megatron_rl.mcore.layers.linear.exchange import make_placeholder
+from megatron_rl.mcore.layers.linear.quantized_linear import QuantizedColumnParallelLinear
+from megatron_rl.mcore.layers.linear.quantized_matmul import Normed
 from megatron_rl.mcore.layers.linear.weight_gradient import take_weights
+from parallel.formats import BLOCK
 
 AddFn = Callable[[tuple[torch.Tensor, torch.Tensor | None], torch.Tensor, float], torch.Tensor]
 """((output, bias), residual stream, dropout) -> residual stream."""
@@ -50,3 +61,118 @@ class NormedAdd(MegatronModule):
     def forward(self, training: bool, fused: bool) -> AddFn:
         add = get_bias_dropout_add(training, fused)
         return lambda output, residual, dropout: add((self.norm(output[0]), output[1]), residual, dropout)
+
+
+def is_fused(x: torch.Tensor) -> bool:
+    """Return whether norms on this device may quantize."""
+    return x.is_cuda
+
+
+class Summands(NamedTuple):
+    """What a norm is called with to add up the residual stream itself."""
+
+    output: torch.Tensor
+    residual: torch.Tensor
+
+
+class QuantizingNorm(torch.autograd.Function):
+    """(x + residual, the norm of that without numbers, its operand); without a residual x is the stream, and None comes in its place."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, backend: NormBackend, columns: bool
+    ) -> tuple[Any, ...]:
+        total, statistic, operand = backend.quantize_norm(x, residual, weight, eps, columns=columns)
+        ctx.save_for_backward(total, statistic, weight)
+        ctx.set_materialize_grads(False)
+        return None if residual is None else total, make_placeholder(x, *x.shape), operand
+
+    @staticmethod
+    def backward(ctx: Any, of_total: torch.Tensor | None, gradient: torch.Tensor | None, _: Any) -> tuple[Any, ...]:
+        total, statistic, weight = ctx.saved_tensors
+        if gradient is None:
+            return of_total, of_total if ctx.needs_input_grad[1] else None, *[None] * 4
+        dx, dw = differentiate_norm(gradient, total, statistic, weight, of_total)
+        return dx, dx if ctx.needs_input_grad[1] else None, dw if ctx.needs_input_grad[2] else None, None, None, None
+
+
+class NormFusion:
+    """Of a norm with the layer behind it, which alone takes its result. No module: both have their places in the model."""
+
+    def __init__(self, layer: QuantizedColumnParallelLinear) -> None:
+        self.layer = layer
+        self._kept: tuple[torch.Tensor, Normed] | None = None
+
+    def applies(self, norm: RMSNorm, x: torch.Tensor) -> bool:
+        """Return whether this pass quantizes x's norm as it is computed: the layer's back end can, nothing is in the place of its forward
+        pass (`mcore.passes.engine_emulation`), and nobody looks at what lies between. Under sequence parallelism ranks must gather bytes."""
+        layer, tokens = self.layer, x.shape[:-1].numel()
+        gathers = layer.sequence_parallel and layer.tp_group.size() > 1
+        return (
+            is_fused(x)
+            and x.dtype == norm.weight.dtype == torch.bfloat16
+            and hasattr(layer.backend, "quantize_norm")
+            and layer.quantization_enabled
+            and "_forward_impl" not in vars(layer)
+            and not layer._forward_hooks
+            and not norm._forward_hooks
+            and (not gathers or (can_gather(layer.backend, tokens) and (tokens % BLOCK == 0 or not self._trains)))
+        )
+
+    @property
+    def _trains(self) -> bool:
+        return torch.is_grad_enabled() and self.layer.weight.requires_grad
+
+    def add(self, norm: RMSNorm, summands: Summands) -> torch.Tensor:
+        """Return the residual stream, and keep its norm."""
+        total, normed = self._run(norm, *summands)
+        self._kept = total, normed
+        return total
+
+    def take(self, norm: RMSNorm, x: torch.Tensor) -> Normed:
+        """Return the norm of the stream x, which `add` may have kept."""
+        kept, self._kept = self._kept, None
+        return kept[1] if kept is not None and kept[0] is x else self._run(norm, x, None)[1]
+
+    def _run(self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[Any, Normed]:
+        backend: Any = self.layer.backend
+        total, activation, operand = QuantizingNorm.apply(x, residual, norm.weight, norm.eps, backend, self._trains)
+        return total, Normed(activation, operand)
+
+
+class AddBeforeNorm(MegatronModule):
+    """Takes the place of Megatron's `get_bias_dropout_add` in a layer's spec: lets the norm behind it add, where that can."""
+
+    _norm: tuple[RMSNorm, ...] = ()
+    """In a tuple, which makes it no part of this module."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__(config)
+
+    def forward(self, training: bool, fused: bool) -> AddFn:
+        plain = get_bias_dropout_add(training, fused)
+
+        def add(output: tuple[torch.Tensor, torch.Tensor | None], residual: torch.Tensor, dropout: float) -> torch.Tensor:
+            x, bias = output
+            for norm in self._norm if bias is None and not dropout and x.dtype == residual.dtype else ():
+                if norm.fusion is not None and norm.fusion.applies(norm, residual):
+                    return norm(Summands(x, residual))
+            return plain(output, residual, dropout)
+
+        return add
+
+
+def connect_norms(model: GPTModel) -> None:
+    """Tell a built model's norms which layer alone takes their result, and what adds to the residual stream which norm comes next. A layer
+    that is computed again in the backward pass ends with a stream of its own."""
+    layers: list[Any] = list(model.decoder.layers)
+    for number, layer in enumerate(layers):
+        layer.bias_dropout_add_exec_handler = nullcontext  # Megatron turns gradients on in any pass: each would keep a graph of all layers
+        if isinstance(layer.self_attention, SelfAttention) and isinstance(layer.self_attention.linear_qkv, QuantizedColumnParallelLinear):
+            layer.input_layernorm.fusion = NormFusion(layer.self_attention.linear_qkv)
+        if isinstance(layer.mlp, MLP) and isinstance(layer.mlp.linear_fc1, QuantizedColumnParallelLinear) and not layer.recompute_mlp:
+            layer.pre_mlp_layernorm.fusion = NormFusion(layer.mlp.linear_fc1)
+        behind = layers[number + 1 : number + 2] if model.config.recompute_granularity != "full" else []
+        for add, norms in ((layer.self_attn_bda, [layer.pre_mlp_layernorm]), (layer.mlp_bda, [each.input_layernorm for each in behind])):
+            if isinstance(add, AddBeforeNorm):
+                add._norm = tuple(norms)

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from megatron_rl.mcore.checkpoint.optimizer import MOMENTS, flatten_chained, iter_masters
+from megatron_rl.mcore.checkpoint.optimizer import MOMENTS
+from megatron_rl.mcore.optim.master_slices import flatten_chained, iter_masters
 
 
 class OptimizerOffloader:

@@ -24,12 +24,11 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron_rl.mcore.checkpoint.optimizer import flatten_chained, iter_stepped
 from megatron_rl.mcore.layers.linear.quantized_linear import WeightLayer, reorder_rows
 from megatron_rl.mcore.names import ModelChunks
 from megatron_rl.mcore.optim.buckets import finish_gathers
-from megatron_rl.mcore.weights.load_weights import find_weight_layers
-from megatron_rl.mcore.weights.rollout_weights import quantize_rows
+from megatron_rl.mcore.optim.master_slices import flatten_chained, iter_stepped
+from megatron_rl.mcore.weights.load_weights import find_weight_layers, quantize_rows
 from megatron_rl.metrics import declare
 from megatron_rl.precision.quantized_weight import QuantizedWeight
 from megatron_rl.precision.quantizers import dequantize

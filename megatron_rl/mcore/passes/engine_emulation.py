@@ -17,9 +17,9 @@ from megatron_rl.kernels.linear import make_backend
 from megatron_rl.kernels.linear.base import Backend
 from megatron_rl.kernels.linear.emulated import DequantizedWeight
 from megatron_rl.kernels.sums import reference as tree
+from megatron_rl.mcore.layers.attention.core_attention import CoreAttention
 from megatron_rl.mcore.layers.linear.quantized_linear import QuantizedLinear, WeightLayer
 from megatron_rl.mcore.layers.linear.row_parallel import RowSum, gather_sequence
-from megatron_rl.mcore.layers.spec import CoreAttention
 from megatron_rl.mcore.names import ModelChunks, get_model_chunks
 from megatron_rl.mcore.weights.load_weights import find_weight_layers
 from megatron_rl.precision.quantized_weight import QuantizedWeight

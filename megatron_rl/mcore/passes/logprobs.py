@@ -21,11 +21,14 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from megatron_rl.batch.micro_batch import MicroBatch
 from megatron_rl.batch.packing import LOGITS_PER_CHUNK, LOGITS_PER_GPU_CHUNK
 from megatron_rl.kernels.batch_invariant import MIN_ROWS, invariant_matmul
+from megatron_rl.kernels.device_copy import copy_to_device
 from megatron_rl.kernels.sums import reference as tree
 from megatron_rl.kernels.vocabulary import reference as vocabulary
 from megatron_rl.mcore.layers.linear.weight_gradient import WeightGradient
+from megatron_rl.mcore.passes.context_parallel import ContextShard
 from megatron_rl.precision.threads import all_threads
 
 _LOGITS_IN_CACHE = 1 << 19
@@ -70,6 +73,39 @@ def _find_left_out(kept: torch.Tensor, size: int) -> torch.Tensor:
     elsewhere = (kept < 0) | (local < 0) | (local >= size)
     left_out = (kept[:, :1] >= 0).expand(-1, size + 1).clone()  # the last is for what lies elsewhere
     return left_out.scatter_(-1, local.masked_fill(elsewhere, size), False)[:, :size]
+
+
+@dataclass(frozen=True)
+class ScoredPositions:
+    """Some of a context-parallel rank's positions [1, t / cp] of a row."""
+
+    index: torch.Tensor
+    """int64 [n], at least one."""
+    length: int
+    """t / cp."""
+
+    @classmethod
+    def of(cls, mask: torch.Tensor) -> ScoredPositions:
+        """Return the positions [1, t / cp] that `mask` names."""
+        index = mask[0].nonzero().squeeze(1)
+        return cls(index if len(index) else index.new_zeros(1), mask.shape[1])
+
+    def to(self, device: torch.device) -> ScoredPositions:
+        """Return a copy with the positions on `device`."""
+        return ScoredPositions(copy_to_device(self.index, device), self.length)
+
+    def select(self, row: torch.Tensor) -> torch.Tensor:
+        """Return [n, ...] of a row [1, t / cp, ...]."""
+        return row[0, self.index]
+
+    def select_targets(self, batch: MicroBatch, shard: ContextShard, temperature: float) -> Targets:
+        """Return the n targets of a micro-batch."""
+        kept = self.select(shard.select(batch.kept_tokens)) if len(batch.kept_tokens) else None
+        return Targets(self.select(shard.select(batch.targets)), temperature, kept)
+
+    def restore(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the row [1, t / cp] of values [1, n], 0 elsewhere, with gradient."""
+        return values.new_zeros(1, self.length).index_copy(1, self.index, values)
 
 
 def token_logprobs(hidden: torch.Tensor, weight: torch.Tensor, targets: Targets, keep_logits: bool = False) -> torch.Tensor:

@@ -18,7 +18,7 @@ from megatron_rl.errors import UserError, as_user_error
 from megatron_rl.hf.files import read_config
 from megatron_rl.hf.write import atomic_folder, write_file
 from megatron_rl.mcore.checkpoint.folder import find_damage
-from megatron_rl.mcore.checkpoint.load import RunWeights, read_state
+from megatron_rl.mcore.checkpoint.run_weights import RunWeights, read_state
 from parallel.adapters import ENGINE_FILE, is_adapter
 from parallel.model_geometry import ModelGeometry
 from parallel.shards import take_all

@@ -36,7 +36,7 @@ from megatron_rl.hf.write import (
     write_index,
 )
 from megatron_rl.mcore.checkpoint.folder import check_room, find_damage
-from megatron_rl.mcore.checkpoint.load import RunWeights, read_state
+from megatron_rl.mcore.checkpoint.run_weights import RunWeights, read_state
 from megatron_rl.mcore.weights.adapter_export import export_adapters, holds_adapters
 from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.precision.quantizers import store

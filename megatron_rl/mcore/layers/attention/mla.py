@@ -19,51 +19,21 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.models.common.embeddings import apply_rotary_pos_emb
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
-from megatron.core.tensor_parallel.layers import linear_with_frozen_weight, linear_with_grad_accumulation_and_async_allreduce
-from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
-from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 from megatron_rl.kernels.batch_invariant import multiply_heads
 from megatron_rl.kernels.rope.reference import rotates_rows
-from megatron_rl.mcore.layers.linear.weight_gradient import take_weight
 
 
 def takes_absorbed_form() -> bool:
     """Return whether attention is computed between latents, as the engine of this machine computes it."""
     return not torch.cuda.is_available()
-
-
-class ReplicatedLinear(MegatronModule):
-    """y = x W^T with the whole W on every tensor-parallel rank; `weight` [N, K]. Returns (y, None), as Megatron's linear layers do.
-
-    Under sequence parallelism each rank sees a part of the tokens; the weight's tag makes Megatron sum its gradient over the ranks.
-    """
-
-    def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **_: Any) -> None:
-        super().__init__(config)
-        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
-        self.weight = torch.nn.Parameter(torch.empty(output_size, input_size, dtype=config.params_dtype, device=device))
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
-        group = parallel_state.get_tensor_model_parallel_group()
-        return self._forward_impl(x, self.weight, allreduce_dgrad=False, sequence_parallel=False, tp_group=group), None
-
-    def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, **options: Any) -> torch.Tensor:
-        multiply: Any = linear_with_grad_accumulation_and_async_allreduce if weight.requires_grad else linear_with_frozen_weight
-        return multiply(input, take_weight(weight), bias=None, gradient_accumulation_fusion=False, **options)
-
-    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: dict | None = None) -> Any:
-        return make_sharded_tensors_for_checkpoint(self.state_dict(keep_vars=True), prefix, {}, sharded_offsets)
 
 
 class LatentAttention(MLASelfAttention):
@@ -130,18 +100,6 @@ class LatentAttention(MLASelfAttention):
             return apply_rotary_pos_emb(x, angles, **options).unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
 
         return rotate
-
-
-class AbsorbedLinear(ColumnParallelLinear):
-    """kv_b, whose weight the attention absorbs: `forward` returns the weight that others multiply with, and multiplies nothing itself."""
-
-    def forward(self, dtype: torch.dtype) -> torch.Tensor:
-        """Return the weight [N / tp, K], with gradient."""
-        return self.read_values(dtype)
-
-    def read_values(self, dtype: torch.dtype) -> torch.Tensor:
-        values: torch.Tensor = take_weight(self.weight).to(dtype)
-        return values
 
 
 class AbsorbedLatentAttention(LatentAttention):

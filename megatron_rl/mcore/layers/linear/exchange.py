@@ -13,12 +13,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_rl.mcore.layers.linear.fused_inputs import make_placeholder
 from megatron_rl.mcore.passes import two_batch
 
 Pending = Callable[[], Any]
 """Waits, and returns what was exchanged."""
 Start = Callable[[torch.Tensor], Pending]
+
+
+def make_placeholder(like: torch.Tensor, *shape: int) -> torch.Tensor:
+    """Return a tensor of a shape that takes the memory of one number."""
+    return like.new_empty(1).expand(*shape)
 
 
 class Exchange:

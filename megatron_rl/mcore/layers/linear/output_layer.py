@@ -13,7 +13,11 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import MegatronModule
 
+from megatron_rl.batch.packing import VALUE_ROWS
+from megatron_rl.mcore.layers.linear.weight_gradient import WeightGradient
 from megatron_rl.mcore.passes import two_batch
 from megatron_rl.mcore.passes.logprobs import Targets, score_tokens, token_logprobs
 
@@ -60,3 +64,56 @@ def score_positions(model: GPTModel, positions: torch.Tensor, targets: Targets, 
         yield
     finally:
         layer._scored = None
+
+
+class ValueHead(MegatronModule):
+    """Gives values, float32: [t, b, 1]; within `score_positions` [n, 1], or with entropies [n, 1, 2], which are 0."""
+
+    _scored = two_batch.OfMicroBatch()
+
+    def __init__(self, config: TransformerConfig, tp_group: Any) -> None:
+        super().__init__(config=config)
+        device = torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
+        self.weight = torch.nn.Parameter(torch.zeros(1, config.hidden_size, dtype=config.params_dtype, device=device))
+        self.sequence_parallel, self.tp_group = config.sequence_parallel, tp_group
+
+    def forward(self, input_: torch.Tensor, weight: Any = None, runtime_gather_output: Any = None) -> tuple[torch.Tensor, None]:
+        """Return (what the class says, no bias). input_ [t, b, h], [t / tp, b, h] under sequence parallelism; b = 1 to score.
+
+        Every tensor-parallel rank computes all of it, so gradients need no sum over them.
+        """
+        if self.sequence_parallel:
+            input_ = gather_from_sequence_parallel_region(input_, tensor_parallel_output_grad=False, group=self.tp_group)
+        if self._scored is None:
+            return _Values.apply(input_.flatten(0, 1), self.weight).view(*input_.shape[:2], 1), None
+        positions, _, with_entropy = self._scored
+        values = _Values.apply(input_[:, 0].index_select(0, positions), self.weight)
+        if with_entropy:
+            return torch.stack([values, torch.zeros_like(values)], -1).unsqueeze(1), None
+        return values.unsqueeze(1), None
+
+
+class _Values(torch.autograd.Function):
+    """[n, h] . [1, h]^T -> float32 [n]; each row by itself, so its bits do not depend on the others."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(hidden, weight)
+        return torch.cat([(rows.float() * weight.float()).sum(-1) for rows in hidden.split(VALUE_ROWS)])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        hidden, weight = ctx.saved_tensors
+        dhidden = gradient.to(hidden.dtype).unsqueeze(-1) * weight
+        if not ctx.needs_input_grad[1]:
+            return dhidden, None
+        dweight = WeightGradient(weight)
+        for rows, of_rows in zip(hidden.split(VALUE_ROWS), gradient.split(VALUE_ROWS), strict=True):
+            dweight.add(of_rows.unsqueeze(-1), rows.float())
+        return dhidden, dweight.finish()
+
+
+def install_value_head(model: GPTModel) -> None:
+    """Give a built model's last stage a `ValueHead` in the place of its output layer."""
+    if model.post_process:
+        model.output_layer = ValueHead(model.config, model.output_layer.tp_group)

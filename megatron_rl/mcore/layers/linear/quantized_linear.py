@@ -20,12 +20,12 @@ from megatron.core.transformer import TransformerConfig
 
 from megatron_rl.kernels.linear import make_backend
 from megatron_rl.kernels.linear.base import Backend
-from megatron_rl.mcore.layers.attention.mla import AbsorbedLinear, ReplicatedLinear
-from megatron_rl.mcore.layers.linear.master import MasterSlice
+from megatron_rl.mcore.layers.linear.high_precision import AbsorbedLinear, ReplicatedLinear
 from megatron_rl.mcore.layers.linear.quantized_matmul import multiply
 from megatron_rl.mcore.layers.linear.row_parallel import RowSum, ScatteredSum, TreeRowParallelLinear, gather_sequence
 from megatron_rl.mcore.layers.linear.weight_gradient import hand_over_gradient, take_weight
 from megatron_rl.mcore.names import ModelChunks, get_model_chunks
+from megatron_rl.mcore.optim.master_slices import MasterSlice
 from megatron_rl.precision.quantized_weight import QuantizedWeight
 from megatron_rl.precision.quantizers import dequantize, quantize
 from parallel.formats import TensorFormat

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 
 from megatron_rl.kernels.linear.base import Backend, Operand
 from megatron_rl.kernels.linear.gather import PendingOperand, can_gather, gather_first
-from megatron_rl.mcore.layers.linear.exchange import Exchange, Pending, begin_exchange, end_exchange, start_scatter
-from megatron_rl.mcore.layers.linear.fused_inputs import GateUp, Normed, make_placeholder
+from megatron_rl.mcore.layers.linear.exchange import Exchange, Pending, begin_exchange, end_exchange, make_placeholder, start_scatter
 from megatron_rl.mcore.layers.linear.row_parallel import RowSum, ScatteredSum
 from megatron_rl.mcore.layers.linear.weight_gradient import hand_over_gradient
 from megatron_rl.mcore.passes import two_batch
@@ -207,3 +206,29 @@ def _quantize_behind(backend: Backend, gathered: torch.Tensor, work: Any, rows: 
 def _flatten_tokens(x: torch.Tensor) -> torch.Tensor:
     """[..., h] -> [T, h]."""
     return x.reshape(-1, x.shape[-1])
+
+
+class GateUp(NamedTuple):
+    """Between two layers for the result of SwiGLU that the second computes as it quantizes."""
+
+    activation: torch.Tensor
+    """[..., F] without numbers, which has the result's gradient."""
+    gate_up: torch.Tensor
+    """[..., 2 F] without gradient."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.activation.dtype
+
+
+class Normed(NamedTuple):
+    """Between a norm that quantizes its result and the layer behind it."""
+
+    activation: torch.Tensor
+    """[..., h] without numbers, which has the result's gradient."""
+    operand: Operand
+    """Of this rank's tokens: rows, and in training columns."""
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.activation.is_cuda

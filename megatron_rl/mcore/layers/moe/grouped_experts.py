@@ -13,7 +13,7 @@ from megatron_rl.kernels.experts.reference import collect
 from megatron_rl.kernels.experts.token_groups import TokenGroups
 from megatron_rl.kernels.linear import make_grouped_backend
 from megatron_rl.kernels.linear.base import Operand
-from megatron_rl.mcore.layers.linear.fused_inputs import make_placeholder
+from megatron_rl.mcore.layers.linear.exchange import make_placeholder
 from megatron_rl.mcore.layers.linear.quantized_linear import QuantizedLinear
 from megatron_rl.mcore.layers.linear.weight_gradient import hand_over_gradient
 from megatron_rl.mcore.passes import two_batch

@@ -1,4 +1,4 @@
-"""The learning rate of every optimizer step, by Megatron's own schedules."""
+"""TODO."""
 
 from __future__ import annotations
 

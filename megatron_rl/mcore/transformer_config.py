@@ -1,13 +1,93 @@
-"""Options of Megatron's TransformerConfig for the layout, recomputation, a model's experts and its attention."""
+"""TODO."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
+import math
+from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig
+
 from megatron_rl.config import TrainConfig
+from megatron_rl.kernels.swiglu import reference as swiglu
+from megatron_rl.precision.contract import PrecisionContract
+from parallel.formats import BF16, TensorFormat
 from parallel.layout import Layout
 from parallel.model_geometry import ModelGeometry
+
+
+@dataclass
+class QuantizedTransformerConfig(TransformerConfig):
+    """Megatron's configuration plus the fields of the linear layers: the contract's format of the trainer, its
+    backend, and its order of row-parallel sums; whether attention reads keys and values in E4M3, and whether it has scales for them."""
+
+    linear_format: TensorFormat = BF16
+    linear_backend: str = "emulated"
+    sums_by_tree: bool = True
+    at_once: tuple[int, int] = (1, 1)
+    """Micro-batches that take turns in passes without and with gradient."""
+    quantize_kv: bool = False
+    scale_kv_by_layer: bool = False
+    post_norms: bool = False
+    """Norm what attention and MLP add to the residual stream."""
+    attention_length: float = math.inf
+    """See `ModelGeometry.attention_length`."""
+    trained_mtp_layers: int = 0
+    """Layers for multi-token prediction behind the last stage. Megatron's own `mtp_num_layers` stays unset: it would change the model's
+    pass and sum the embedding's gradient over two stages."""
+
+
+@dataclass
+class QuantizedMLATransformerConfig(QuantizedTransformerConfig, MLATransformerConfig):
+    """The same for multi-latent attention."""
+
+
+def _megatron_config(
+    geometry: ModelGeometry, layout: Layout, contract: PrecisionContract, train: TrainConfig
+) -> QuantizedTransformerConfig:
+    dtype, quantized = getattr(torch, contract.high_format.dtype), contract.trainer_format.quantized
+    return (QuantizedMLATransformerConfig if geometry.latent else QuantizedTransformerConfig)(
+        num_layers=geometry.layers,
+        hidden_size=geometry.hidden,
+        num_attention_heads=geometry.heads,
+        ffn_hidden_size=geometry.ffn,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        normalization="RMSNorm",
+        layernorm_epsilon=geometry.norm_eps,
+        qk_layernorm=geometry.qk_norm,  # of heads: not of latent queries, whose gradients Megatron would sum over tensor-parallel ranks
+        add_bias_linear=False,
+        add_qkv_bias=geometry.qkv_bias,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        bias_dropout_fusion=False,
+        bias_activation_fusion=False,  # both fusions compile with torch.compile and a C++ compiler
+        use_te_activation_func=swiglu.is_fused(),  # ours, by the layers' spec
+        use_cpu_initialization=not torch.cuda.is_available(),
+        perform_initialization=False,
+        calculate_per_token_loss=True,  # gradients are sums over replicas, divided by the tokens of all of them
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype is torch.bfloat16,
+        gradient_accumulation_fusion=False,  # apex's kernel; the FP8 layers accumulate in place by themselves
+        moe_token_dispatcher_type="alltoall",  # Megatron checks it even for dense models of variable sequence length
+        linear_format=contract.trainer_format,
+        linear_backend=contract.backend,
+        sums_by_tree=contract.sums_by_tree,
+        quantize_kv=contract.trainer_quantizes_kv,
+        scale_kv_by_layer=contract.scales_kv_by_layer,
+        post_norms=geometry.post_norms,
+        attention_length=geometry.attention_length,
+        trained_mtp_layers=geometry.mtp_layers if geometry.trains_mtp else 0,
+        at_once=(train.count_at_once(layout, quantized, False), train.count_at_once(layout, quantized, True)),
+        **layout_options(layout, train),
+        **recompute_options(train, geometry),
+        **attention_options(geometry),
+        **expert_options(geometry),
+    )
 
 
 def layout_options(layout: Layout, train: TrainConfig) -> dict[str, Any]:
