@@ -1,4 +1,4 @@
-"""Builds the policy as a real Megatron-Core GPTModel, and starts the process groups it lives in."""
+"""Starts Megatron's process groups and builds the policy as a Megatron-Core GPTModel."""
 
 from __future__ import annotations
 
@@ -43,16 +43,16 @@ from parallel.transport import gloo_backend
 
 _DEFAULT_TRAIN = TrainConfig()
 _RENDEZVOUS_TIMEOUT = datetime.timedelta(minutes=10)
-"""How long the ranks wait for each other at the start."""
+"""How long ranks wait for each other at startup."""
 
 
 def start_megatron(layout: Layout, seed: int, timeout_minutes: int = 30) -> None:
     """Join the process group (gloo on a CPU, NCCL on a GPU) and create Megatron's groups for `layout`.
 
-    Rank and world size come from torchrun's environment; without it the world is one process. A collective fails after
-    `timeout_minutes`, which must cover the time that ranks other than 0 wait while the engine generates.
+    Rank and world size come from torchrun's environment; without it, the world is this process. Collectives time out after
+    `timeout_minutes`, which must cover the time that ranks wait for rank 0 while the engine generates.
     """
-    configure_nvtx_profiling(runs_under_nsys())  # Megatron marks the parts of each layer
+    configure_nvtx_profiling(runs_under_nsys())  # enables Megatron's NVTX ranges
     cpu.install()
     adam.install()
     quantizing_optimizer.install()
@@ -72,7 +72,7 @@ def start_megatron(layout: Layout, seed: int, timeout_minutes: int = 30) -> None
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=layout.etp,
         distributed_timeout_minutes=timeout_minutes,
-        create_gloo_process_groups=False,  # only Megatron's own checkpoints of a distributed optimizer need them
+        create_gloo_process_groups=False,  # only Megatron's own distributed-optimizer checkpoints need them
     )
     assert dist.group.WORLD is not None
     dist.group.WORLD.set_timeout(datetime.timedelta(minutes=timeout_minutes))
@@ -81,7 +81,7 @@ def start_megatron(layout: Layout, seed: int, timeout_minutes: int = 30) -> None
 
 
 def stop_megatron() -> None:
-    """Leave the process groups."""
+    """Destroy the process groups."""
     if dist.is_initialized():
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
@@ -90,11 +90,10 @@ def stop_megatron() -> None:
 def build_model(
     hf_config: Mapping[str, Any], layout: Layout, contract: PrecisionContract, train: TrainConfig = _DEFAULT_TRAIN
 ) -> ModelChunks:
-    """Build this rank's part of the model of a Hugging Face config.json, with uninitialized weights (see `load_weights`): a GPTModel, or
-    with vpp the list of its virtual pipeline stages.
+    """Build this rank's part of a model from a Hugging Face config, with uninitialized weights (see `weights.load_weights`).
 
-    Linear layers compute in `contract.trainer_format`; everything else has the contract's high-precision dtype. `train` sets
-    sequence parallelism and recomputation. Raise UserError for a model that the trainer does not support.
+    Return a GPTModel, or the list of virtual pipeline stages if vpp > 1. Linear layers compute in `contract.trainer_format`; everything
+    else uses the contract's high-precision dtype. Raise UserError if the trainer does not support the model.
     """
     with as_user_error():
         geometry = ModelGeometry.from_hf_config(hf_config)
@@ -105,7 +104,7 @@ def build_model(
 
 
 def freeze(model: ModelChunks) -> ModelChunks:
-    """Turn off the gradients of all parameters; return the model."""
+    """Disable the gradients of all parameters; return the model."""
     for chunk in get_model_chunks(model):
         chunk.requires_grad_(False)
     return model
@@ -138,15 +137,17 @@ def _build_chunk(
     if torch.cuda.is_available():
         return model.cuda(torch.cuda.current_device())  # Megatron moves only its own layers
     ahead = model.mtp.layers if hasattr(model, "mtp") else []
-    for module in (model, *model.decoder.layers, *ahead):  # a layer by itself where the backward pass recomputes it
+    for module in (model, *model.decoder.layers, *ahead):  # layers too: recomputation calls them without the model
         cpu.run_forward_single_threaded(module)
     return model
 
 
 def _tag_shards(model: GPTModel) -> None:
-    """Tag the weights that tensor-parallel ranks split, as Megatron's own initialization would: the gradient norm counts an untagged one
-    on the first rank only. Also make experts' gradients always be summed over the ranks that hold the same expert: Megatron's own tag
-    misses replicas of an expert that is cut less than the rest (ep = 1, etp < tp)."""
+    """Tag the weights that tensor-parallel ranks shard, as Megatron's initialization would.
+
+    The gradient norm counts untagged weights on the first rank only. Experts' weights are always tagged for the all-reduce over ranks
+    with the same expert: Megatron's tag misses replicas of experts that are sharded less than the rest (ep = 1, etp < tp).
+    """
     for module in model.modules():
         if isinstance(module, ColumnParallelLinear | RowParallelLinear | VocabParallelEmbedding) and module.weight is not None:
             set_tensor_model_parallel_attributes(module.weight, True, int(isinstance(module, RowParallelLinear)), 1)

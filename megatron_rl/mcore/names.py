@@ -1,4 +1,4 @@
-"""Global names: Megatron counts layers from 0 in every pipeline stage, and experts on every expert-parallel rank; these names do not."""
+"""Global names of parameters: layers and experts are numbered over the whole model, not per pipeline stage or expert-parallel rank."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from typing import TypeAlias
 from megatron.core.models.gpt import GPTModel
 
 ModelChunks: TypeAlias = GPTModel | list[GPTModel]
-"""A rank's model, or its virtual pipeline stages."""
+"""A rank's model, or the list of its virtual pipeline stages."""
 
 
 def get_model_chunks(model: ModelChunks) -> list[GPTModel]:
-    """Return a rank's virtual pipeline stages, or its only model."""
+    """Return the virtual pipeline stages of a rank, or its only model, as a list."""
     return model if isinstance(model, list) else [model]
 
 
 def global_name(model: GPTModel, name: str) -> str:
-    """Return the name of a parameter or module of this rank, with layers and experts numbered over the whole model."""
+    """Return the global name of a parameter or module of this rank."""
     parts = name.split(".")
     if parts[1:2] == ["layers"]:
         layer = model.get_submodule(".".join(parts[:3]))

@@ -1,4 +1,4 @@
-"""TODO."""
+"""Megatron's TransformerConfig for a model, a layout and a precision contract."""
 
 from __future__ import annotations
 
@@ -21,23 +21,22 @@ from parallel.model_geometry import ModelGeometry
 
 @dataclass
 class QuantizedTransformerConfig(TransformerConfig):
-    """Megatron's configuration plus the fields of the linear layers: the contract's format of the trainer, its
-    backend, and its order of row-parallel sums; whether attention reads keys and values in E4M3, and whether it has scales for them."""
+    """Megatron's config with the fields that this project's layers read; see `PrecisionContract` for the formats."""
 
     linear_format: TensorFormat = BF16
     linear_backend: str = "emulated"
     sums_by_tree: bool = True
     at_once: tuple[int, int] = (1, 1)
-    """Micro-batches that take turns in passes without and with gradient."""
+    """Number of micro-batches that run at once in passes (without gradient, with gradient)."""
     quantize_kv: bool = False
     scale_kv_by_layer: bool = False
     post_norms: bool = False
-    """Norm what attention and MLP add to the residual stream."""
+    """Normalize the outputs of attention and MLP before they are added to the residual stream."""
     attention_length: float = math.inf
     """See `ModelGeometry.attention_length`."""
     trained_mtp_layers: int = 0
-    """Layers for multi-token prediction behind the last stage. Megatron's own `mtp_num_layers` stays unset: it would change the model's
-    pass and sum the embedding's gradient over two stages."""
+    """Number of trained MTP layers. Megatron's own `mtp_num_layers` stays unset, since it would change the model's forward pass and its
+    embedding gradient."""
 
 
 @dataclass
@@ -58,22 +57,22 @@ def _megatron_config(
         activation_func=F.silu,
         normalization="RMSNorm",
         layernorm_epsilon=geometry.norm_eps,
-        qk_layernorm=geometry.qk_norm,  # of heads: not of latent queries, whose gradients Megatron would sum over tensor-parallel ranks
+        qk_layernorm=geometry.qk_norm,  # per head; not for latent queries, whose gradients Megatron would sum over tensor-parallel ranks
         add_bias_linear=False,
         add_qkv_bias=geometry.qkv_bias,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         bias_dropout_fusion=False,
-        bias_activation_fusion=False,  # both fusions compile with torch.compile and a C++ compiler
-        use_te_activation_func=swiglu.is_fused(),  # ours, by the layers' spec
+        bias_activation_fusion=False,  # both fusions need torch.compile and a C++ compiler
+        use_te_activation_func=swiglu.is_fused(),  # our `SwiGLU`, chosen by the layer spec
         use_cpu_initialization=not torch.cuda.is_available(),
         perform_initialization=False,
-        calculate_per_token_loss=True,  # gradients are sums over replicas, divided by the tokens of all of them
+        calculate_per_token_loss=True,  # gradients are summed over replicas and divided by all their tokens
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,
-        gradient_accumulation_fusion=False,  # apex's kernel; the FP8 layers accumulate in place by themselves
-        moe_token_dispatcher_type="alltoall",  # Megatron checks it even for dense models of variable sequence length
+        gradient_accumulation_fusion=False,  # apex's kernel; the quantized layers accumulate in place themselves
+        moe_token_dispatcher_type="alltoall",  # Megatron validates it even for dense models
         linear_format=contract.trainer_format,
         linear_backend=contract.backend,
         sums_by_tree=contract.sums_by_tree,
@@ -91,7 +90,7 @@ def _megatron_config(
 
 
 def layout_options(layout: Layout, train: TrainConfig) -> dict[str, Any]:
-    """Return the sizes of the parallel dimensions, and how pipeline stages communicate."""
+    """Return the parallel sizes and the options of pipeline communication."""
     return {
         "tensor_model_parallel_size": layout.tp,
         "sequence_parallel": layout.tp > 1 and train.layout.sequence_parallel,
@@ -99,9 +98,9 @@ def layout_options(layout: Layout, train: TrainConfig) -> dict[str, Any]:
         "virtual_pipeline_model_parallel_size": layout.vpp if layout.vpp > 1 else None,
         "num_layers_in_first_pipeline_stage": layout.first_stage_layers or None,
         "num_layers_in_last_pipeline_stage": layout.last_stage_layers or None,
-        "overlap_p2p_comm": layout.vpp > 1,  # where two stages follow each other in turn, batched messages get mixed up
+        "overlap_p2p_comm": layout.vpp > 1,  # batched messages are mixed up if two stages are each other's neighbors on both sides
         "batch_p2p_comm": layout.vpp == 1,
-        "batch_p2p_sync": False,  # a wait for the device that only old releases of PyTorch need
+        "batch_p2p_sync": False,  # a device synchronization that only old releases of PyTorch need
         "variable_seq_lengths": layout.pp > 1,  # see `mcore.passes.pipeline`
         "context_parallel_size": layout.cp,
         "expert_model_parallel_size": layout.ep,
@@ -119,7 +118,7 @@ def recompute_options(train: TrainConfig, geometry: ModelGeometry) -> dict[str, 
 
 
 def attention_options(geometry: ModelGeometry) -> dict[str, Any]:
-    """Return heads of plain attention, or ranks and head dimensions of latent attention with its own rotary embedding."""
+    """Return the options of plain attention, or of multi-latent attention with its own rotary embedding."""
     latent, rope, yarn = geometry.latent, geometry.rope, geometry.rope.yarn
     if latent is None:
         return {"num_query_groups": geometry.kv_heads, "kv_channels": geometry.head_dim, "rotary_interleaved": rope.interleaved}
@@ -132,7 +131,7 @@ def attention_options(geometry: ModelGeometry) -> dict[str, Any]:
         "v_head_dim": latent.v_dim,
         "rotary_base": rope.theta,
     }
-    if yarn is None:  # Megatron applies the scaling factor's correction of the softmax scale to plain rotary positions as well
+    if yarn is None:  # Megatron scales the softmax by the rotary scaling factor even without YaRN
         return {**options, "rope_type": "rope", "rotary_scaling_factor": 1.0}
     return {**options, "rope_type": "yarn", **asdict(yarn)}
 
@@ -151,7 +150,7 @@ def expert_options(geometry: ModelGeometry) -> dict[str, Any]:
         "moe_router_topk": experts.top_k,
         "moe_router_dtype": "fp32",
         "moe_router_score_function": "sigmoid" if experts.sigmoid else "softmax",
-        # softmax before the choice leaves the weights as they are; after it, they add up to one
+        # softmax before top-k leaves the weights as they are; softmax after top-k normalizes them
         "moe_router_pre_softmax": not experts.sigmoid and not experts.normalized,
         "moe_router_topk_scaling_factor": experts.scale if experts.scale != 1.0 else None,
         "moe_router_num_groups": experts.groups if limited else None,

@@ -1,11 +1,10 @@
-"""The FP32 part of a checkpoint: masters and both moments, split as the weights they belong to, so they load into any layout.
+"""FP32 state in a checkpoint: masters and Adam's moments, sharded like their weights, so that any layout can load them.
 
-Megatron's own `optimizer.sharded_state_dict` cannot be used: it numbers 16-bit parameters only, while there are FP8 and FP32 ones among
-them, and with experts its names depend on how many optimizers a rank has. Here a tensor is named after its weight; the master of a
-quantized layer has the weight's own name, as its bytes are made from it.
+Megatron's `optimizer.sharded_state_dict` does not fit: it handles only 16-bit parameters, and with experts its names depend on the number
+of optimizers on a rank. Here a tensor is named after its weight. The master of a quantized layer has the weight's own name.
 
-Replicas hold a slice of each weight's state. For a checkpoint each weight's state is assembled on the replica that holds the most of it,
-which writes or reads it: so no rank holds more than its share, and what is sent is little more than weights that two replicas share.
+Each data-parallel replica holds a slice of a weight's state. The replica with the largest slice gathers the whole tensor and writes or
+reads it, so no rank holds more than its share, and little is sent.
 """
 
 from __future__ import annotations
@@ -25,14 +24,13 @@ from megatron_rl.mcore.optim.master_slices import MasterSlice, flatten_chained, 
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 _PIECE = 1 << 20
-"""Elements that pass through a device at a time: 4 MiB, which a plan need not count. Their copy to the host, about half a millisecond,
-takes far longer than to start it or the exchange."""
+"""Elements sent at a time (4 MiB), so that the device needs almost no memory for the exchange."""
 Chunks = list[dict[str, Any]]
-"""The `sharded_state_dict()` of the model's chunks, whose tensors are the live parameters."""
+"""The `sharded_state_dict()` of each model chunk; its tensors are the live parameters."""
 
 
 class _SlicedState:
-    """Tensors of which this rank holds slices, by "KIND.CHUNK.NAME of the weight"."""
+    """Tensors that this rank holds slices of, by "KIND.CHUNK.NAME"."""
 
     def __init__(self) -> None:
         self._entries: dict[str, _SlicedTensor] = {}
@@ -45,7 +43,7 @@ class _SlicedState:
         return {name: entry.slice.values for name, entry in self._entries.items()}
 
     def sharded_for_save(self) -> dict[str, Any]:
-        """Return float32 tensors split as their weights, for `dist_checkpointing.save`. Collective."""
+        """Return float32 tensors, sharded like their weights, for `dist_checkpointing.save`. Collective."""
         gathered = {name: entry.gather() for name, entry in self._entries.items()}
         return {name: self._entries[name].as_sharded(tensor) for name, tensor in gathered.items() if tensor is not None}
 
@@ -55,13 +53,13 @@ class _SlicedState:
 
     @torch.no_grad()
     def load(self, loaded: dict[str, torch.Tensor]) -> None:
-        """Copy in what `dist_checkpointing.load` returned for `sharded_for_load`. Collective."""
+        """Copy in the result of `dist_checkpointing.load` for `sharded_for_load`. Collective."""
         for name, entry in self._entries.items():
             entry.scatter(loaded.get(name))
 
 
 class MasterState(_SlicedState):
-    """The masters of quantized layers, whose weights' bytes they replace in `chunks`: those are made from them."""
+    """Masters of quantized layers. They replace the weights' bytes in `chunks`, since the bytes can be recomputed."""
 
     def __init__(self, layers: Iterable[QuantizedLinear], chunks: Chunks) -> None:
         super().__init__()
@@ -74,7 +72,7 @@ class MasterState(_SlicedState):
 
 
 class OptimizerState(_SlicedState):
-    """This rank's part of a Megatron optimizer's state: moments, and masters of 16-bit weights. Missing moments are created as zeros."""
+    """This rank's part of the optimizer state: moments, and masters of 16-bit weights. Missing moments are created as zeros."""
 
     def __init__(self, optimizer: Any, chunks: Chunks) -> None:
         super().__init__()
@@ -87,11 +85,11 @@ class OptimizerState(_SlicedState):
 
     @property
     def step(self) -> int:
-        """Number of Adam's steps."""
+        """Number of Adam steps taken."""
         return max((group.get("step", 0) for part in self._optimizers for group in part.optimizer.param_groups), default=0)
 
     def set_step(self, step: int) -> None:
-        """Set the number of Adam's steps."""
+        """Set the number of Adam steps taken."""
         for part in self._optimizers:
             for group in part.optimizer.param_groups:
                 group["step"] = step
@@ -99,7 +97,7 @@ class OptimizerState(_SlicedState):
 
 @dataclass
 class _SlicedTensor:
-    """One tensor of the state, described as its weight; `key` goes before the weight's key."""
+    """One state tensor, sharded like its weight. `key` is the prefix of its name."""
 
     key: str
     weight: Any
@@ -107,7 +105,7 @@ class _SlicedTensor:
 
     @property
     def _counts(self) -> list[int]:
-        """Elements on each replica, whose slices follow each other."""
+        """Number of elements on each replica; the slices are consecutive."""
         return [end - start for start, end in pairwise(self.slice.edges)]
 
     @property
@@ -121,16 +119,16 @@ class _SlicedTensor:
         return self.slice.group.rank() == self._owner
 
     def _iter_others(self, whole: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield (replica, its part of the whole tensor, flat) of every other replica that has one."""
+        """Yield (replica, its flat part of `whole`) for every other replica with a nonempty part."""
         for replica, part in enumerate(whole.view(-1).split(self._counts)):
             if replica != self.slice.group.rank() and part.numel():
                 yield replica, part
 
     @torch.no_grad()
     def gather(self) -> torch.Tensor | None:
-        """Return the whole tensor on its owner, in host memory or, where it is not cut, itself; None elsewhere. Collective.
+        """Return the whole tensor on its owner and None elsewhere; in host memory unless it is unsharded. Collective.
 
-        Slices may wait in host memory (`mcore.optim.offload`) while ranks speak through their devices: pieces pass there one at a time.
+        Slices may be offloaded to host memory (`mcore.optim.offload`), so pieces pass through the device one at a time.
         """
         values, group = self.slice.values, self.slice.group
         if group.size() == 1:
@@ -158,17 +156,17 @@ class _SlicedTensor:
 
     @property
     def _device(self) -> torch.device:
-        """The device through which ranks speak: the weight's."""
+        """The device used for communication."""
         return self.weight.data.device
 
     def allocate(self) -> torch.Tensor:
-        """Return the tensor to load the whole into: where it is not cut, itself."""
+        """Return the tensor that receives the whole value when loading. If the state is not sliced, this is the state itself."""
         shape = self.weight.data.shape
         return self.slice.values.detach().view(shape) if self.slice.group.size() == 1 else torch.empty(shape)
 
     @torch.no_grad()
     def scatter(self, whole: torch.Tensor | None) -> None:
-        """Copy in the loaded tensor of the owner, which alone has it. Collective."""
+        """Distribute the loaded tensor of the owner. Collective."""
         values = self.slice.values
         if whole is not None:
             self.slice.fill(whole)
@@ -178,23 +176,23 @@ class _SlicedTensor:
             self._receive(values, self._owner)
 
     def as_loaded(self) -> Any:
-        """Return the tensor to load, described as its weight."""
+        """Return the tensor to load, described like its weight."""
         return fill_in_place(self.as_sharded(self.allocate()))
 
     def as_sharded(self, tensor: torch.Tensor) -> Any:
-        """Return `tensor`, described as its weight."""
+        """Return `tensor`, described like its weight."""
         if self.key:
             sharded = make_sharded_optimizer_tensor(self.weight, tensor, self.key)
         elif isinstance(self.weight, ShardedTensor):
             sharded = replace(self.weight, data=tensor, dtype=tensor.dtype)
         else:
             sharded = replace(self.weight, data=tensor)
-        return replace(sharded, replica_id=(*sharded.replica_id[:-1], 0))  # the owner has the only copy and writes it
+        return replace(sharded, replica_id=(*sharded.replica_id[:-1], 0))  # the owner holds the only copy
 
 
 def fill_in_place(sharded: Any) -> Any:
-    """Return a tensor to load that needs no memory beside it. Halves of SwiGLU are views of it, which a load fills; Megatron would put them
-    together once more, those of all layers at a time."""
+    """Return a sharded tensor that loads in place. The halves of SwiGLU weights are views that the load fills; Megatron would concatenate
+    the halves of all layers again."""
     if not isinstance(sharded, ShardedTensorFactory):
         return sharded
 
@@ -211,7 +209,7 @@ def _iter_weights(chunk: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _iter_state(optimizer: Any) -> Iterator[tuple[torch.Tensor, dict[str, MasterSlice]]]:
-    """Yield every parameter with `exp_avg`, `exp_avg_sq`, and `master` of a 16-bit one."""
+    """Yield every parameter with its `exp_avg` and `exp_avg_sq`, and with the `master` of a 16-bit parameter."""
     optimizer.init_state_fn(optimizer.optimizer, optimizer.config)
     for parameter, slice_ in iter_stepped(optimizer):
         moments = optimizer.optimizer.state.get(slice_.values, {})

@@ -1,4 +1,9 @@
-"""RMSNorm, and the norms of what attention and MLP add to the residual stream (GLM-4)."""
+"""RMSNorm, its fusion with the following quantized layer on a GPU, and norms of the outputs of attention and MLP (GLM-4).
+
+Megatron first adds to the residual stream, then calls the norm. Here `AddBeforeNorm` passes both summands to the norm, which returns
+their sum and keeps its own result until Megatron calls it with that sum. If the norm is called with another input, such as in a
+recomputed layer, it computes its result then.
+"""
 
 from __future__ import annotations
 
@@ -29,18 +34,17 @@ AddFn = Callable[[tuple[torch.Tensor, torch.Tensor | None], torch.Tensor, float]
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """RMSNorm that works under sequence parallelism: its weight is tagged so that Megatron sums its gradient over the TP group."""
+    """RMSNorm for sequence parallelism: its weight is tagged so that Megatron sums its gradient over the TP group."""
 
     fusion: Any = None
-    """With the layer behind it, if it has one (`norm_fusion`)."""
+    """The `NormFusion` with the following layer, if any."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Any) -> Any:
-        """Return the norm of x, `Normed` where it is quantized as it is computed. Of `norm_fusion.Summands` return the sum; of None
-        the weight, for which Megatron's hook has waited."""
+        """Return the norm of x, as `Normed` if fused. Return the sum of `Summands`. Return the weight for None, after Megatron's hooks."""
         with take_weights(self):
             if x is None:
                 return self.weight
@@ -52,7 +56,7 @@ class RMSNorm(torch.nn.RMSNorm):
 
 
 class NormedAdd(MegatronModule):
-    """Takes the place of Megatron's `get_bias_dropout_add` in a layer's spec: norms the output, then adds it."""
+    """Replaces Megatron's `get_bias_dropout_add` in a layer spec: normalizes the output, then adds it."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__(config)
@@ -64,19 +68,19 @@ class NormedAdd(MegatronModule):
 
 
 def is_fused(x: torch.Tensor) -> bool:
-    """Return whether norms on this device may quantize."""
+    """Return whether norms on this device can quantize."""
     return x.is_cuda
 
 
 class Summands(NamedTuple):
-    """What a norm is called with to add up the residual stream itself."""
+    """Input of a norm that also adds to the residual stream."""
 
     output: torch.Tensor
     residual: torch.Tensor
 
 
 class QuantizingNorm(torch.autograd.Function):
-    """(x + residual, the norm of that without numbers, its operand); without a residual x is the stream, and None comes in its place."""
+    """Returns (x + residual, placeholder of the norm, its operand). If `residual` is None, x is the stream and the sum is None."""
 
     @staticmethod
     def forward(
@@ -97,15 +101,18 @@ class QuantizingNorm(torch.autograd.Function):
 
 
 class NormFusion:
-    """Of a norm with the layer behind it, which alone takes its result. No module: both have their places in the model."""
+    """Fusion of a norm with the only layer that reads its result. Not a module, since both are modules of the model."""
 
     def __init__(self, layer: QuantizedColumnParallelLinear) -> None:
         self.layer = layer
         self._kept: tuple[torch.Tensor, Normed] | None = None
 
     def applies(self, norm: RMSNorm, x: torch.Tensor) -> bool:
-        """Return whether this pass quantizes x's norm as it is computed: the layer's back end can, nothing is in the place of its forward
-        pass (`mcore.passes.engine_emulation`), and nobody looks at what lies between. Under sequence parallelism ranks must gather bytes."""
+        """Return whether this pass fuses the norm of x.
+
+        This requires a backend that can, no replaced forward pass (`mcore.passes.engine_emulation`), and no hook that observes the result.
+        Under sequence parallelism, ranks must gather bytes.
+        """
         layer, tokens = self.layer, x.shape[:-1].numel()
         gathers = layer.sequence_parallel and layer.tp_group.size() > 1
         return (
@@ -124,7 +131,7 @@ class NormFusion:
         return torch.is_grad_enabled() and self.layer.weight.requires_grad
 
     def add(self, norm: RMSNorm, summands: Summands) -> torch.Tensor:
-        """Return the residual stream, and keep its norm."""
+        """Return the residual stream and keep its norm."""
         total, normed = self._run(norm, *summands)
         self._kept = total, normed
         return total
@@ -141,10 +148,10 @@ class NormFusion:
 
 
 class AddBeforeNorm(MegatronModule):
-    """Takes the place of Megatron's `get_bias_dropout_add` in a layer's spec: lets the norm behind it add, where that can."""
+    """Replaces Megatron's `get_bias_dropout_add` in a layer spec: lets the following norm add if it can."""
 
     _norm: tuple[RMSNorm, ...] = ()
-    """In a tuple, which makes it no part of this module."""
+    """In a tuple, so that it is not a submodule."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__(config)
@@ -163,11 +170,15 @@ class AddBeforeNorm(MegatronModule):
 
 
 def connect_norms(model: GPTModel) -> None:
-    """Tell a built model's norms which layer alone takes their result, and what adds to the residual stream which norm comes next. A layer
-    that is computed again in the backward pass ends with a stream of its own."""
+    """Set the following layer of each norm in a built model, and the following norm of each addition to the residual stream.
+
+    A recomputed layer ends with its own stream, so its last addition has no norm.
+    """
     layers: list[Any] = list(model.decoder.layers)
     for number, layer in enumerate(layers):
-        layer.bias_dropout_add_exec_handler = nullcontext  # Megatron turns gradients on in any pass: each would keep a graph of all layers
+        layer.bias_dropout_add_exec_handler = (
+            nullcontext  # Megatron enables gradients even in no_grad passes, which would keep a graph of all layers
+        )
         if isinstance(layer.self_attention, SelfAttention) and isinstance(layer.self_attention.linear_qkv, QuantizedColumnParallelLinear):
             layer.input_layernorm.fusion = NormFusion(layer.self_attention.linear_qkv)
         if isinstance(layer.mlp, MLP) and isinstance(layer.mlp.linear_fc1, QuantizedColumnParallelLinear) and not layer.recompute_mlp:

@@ -1,7 +1,6 @@
-"""The layers that replace Megatron's local ones: core attention, and the layer spec that names them all.
+"""Layer specs (Megatron's ModuleSpec) that name this project's layers instead of Megatron's local ones.
 
-Megatron's own local norm refuses sequence parallelism, its local attention refuses packed input, and its spec function hard-codes
-linear layers. These classes plug in through Megatron's ModuleSpec, so nothing is patched.
+Megatron's local norm refuses sequence parallelism, its local attention refuses packed input, and its specs hard-code linear layers.
 """
 
 from __future__ import annotations
@@ -44,15 +43,14 @@ from megatron_rl.mcore.layers.norms import AddBeforeNorm, NormedAdd, RMSNorm
 
 
 class SwiGLU(MegatronModule):
-    """What a model built with `use_te_activation_func` calls in the place of Transformer Engine's. Megatron asks every part of an MLP for
-    its share of a checkpoint."""
+    """SwiGLU module for `use_te_activation_func`. A module, since Megatron asks every part of an MLP for its sharded state."""
 
     def forward(self, x: torch.Tensor | GateUp) -> torch.Tensor | GateUp:
         return x if isinstance(x, GateUp) else swiglu.swiglu(x)
 
 
 class FusedMLP(MLP):
-    """Megatron's MLP, on a GPU: where its layers are quantized, SwiGLU is computed by what quantizes its result, and its gradient too."""
+    """Megatron's MLP for a GPU: if its layers are quantized, the quantization kernels compute SwiGLU and its gradient."""
 
     def __init__(self, config: TransformerConfig, submodules: MLPSubmodules) -> None:
         super().__init__(config, submodules, tp_group=get_default_pg_collection().tp)
@@ -63,7 +61,7 @@ class FusedMLP(MLP):
 
 
 class SpecProvider(LocalSpecProvider):
-    """Megatron's local layers, our experts, and a linear layer replicated on every tensor-parallel rank."""
+    """Megatron's local layers with our linear layers, experts and activation."""
 
     def row_parallel_linear(self) -> type:
         return TreeRowParallelLinear
@@ -85,7 +83,7 @@ class SpecProvider(LocalSpecProvider):
 
 
 class QuantizedSpecProvider(SpecProvider):
-    """The same with quantized linear layers, those of the experts included."""
+    """The same with quantized linear layers, including the experts'."""
 
     def column_parallel_linear(self) -> type:
         return QuantizedColumnParallelLinear
@@ -101,18 +99,18 @@ class QuantizedSpecProvider(SpecProvider):
 
 
 def build_decoder_spec(config: TransformerConfig, quantized: bool, vp_stage: int | None = None) -> TransformerBlockSubmodules:
-    """Return the spec of this pipeline stage's (or virtual stage's) layers, with quantized linear layers where asked for."""
+    """Return the spec of the layers of this pipeline stage or virtual stage."""
     backend = QuantizedSpecProvider() if quantized else SpecProvider()
     dense = _layer_spec(config, backend, None)
     sparse = _layer_spec(config, backend, config.num_moe_experts) if config.num_moe_experts else dense
-    has_experts = config.moe_layer_freq if config.num_moe_experts else [0] * config.num_layers  # one number for each layer
+    has_experts = config.moe_layer_freq if config.num_moe_experts else [0] * config.num_layers  # one entry per layer
     first, count = get_transformer_layer_offset(config, vp_stage), get_num_layers_to_build(config, vp_stage)
     layers = [sparse if has_experts[layer] else dense for layer in range(first, first + count)]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
 
 
 def build_last_layer_spec(config: TransformerConfig, quantized: bool) -> ModuleSpec:
-    """Return the spec of a layer as the model's last ones are: with experts, where it has any."""
+    """Return the spec of a layer like the model's last ones: with experts if the model has any."""
     return _layer_spec(config, QuantizedSpecProvider() if quantized else SpecProvider(), config.num_moe_experts)
 
 
@@ -130,7 +128,7 @@ def _layer_spec(config: TransformerConfig, backend: SpecProvider, experts: int |
 
 
 def _mlp(backend: SpecProvider, experts: int | None) -> Any:
-    """A namespace is what Megatron builds like a ModuleSpec, of which it would warn that it does not know the class."""
+    """Return a namespace instead of a ModuleSpec: Megatron would warn about the unknown class."""
     spec = get_mlp_module_spec_for_backend(backend=backend, num_experts=experts, use_te_activation_func=swiglu.is_fused())
     if experts is None:
         return SimpleNamespace(module=FusedMLP, submodules=spec.submodules) if swiglu.is_fused() else spec

@@ -1,4 +1,4 @@
-"""TODO."""
+"""The optimizer of an actor and its learning rate schedule, both Megatron's own."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from megatron_rl.config import TrainConfig
 
 
 class LearningRateSchedule:
-    """Warm-up, then `train.decay_style`. A function of the optimizer steps done, so a resumed run needs no state of it.
+    """Warm-up, then `train.decay_style`. A function of the number of completed steps, so there is no state to checkpoint.
 
-    `train` must know its `decay_steps` (`TrainConfig.decay_over`), or be constant.
+    `train.decay_steps` must be set (`TrainConfig.decay_over`) unless the rate is constant.
     """
 
     def __init__(self, optimizer: Any, train: TrainConfig) -> None:
@@ -34,6 +34,6 @@ class LearningRateSchedule:
         )
 
     def __call__(self, done: int) -> float:
-        """Return the learning rate of the step that follows `done` others."""
-        self._schedule.num_steps = done + (done < self._warmup_steps)  # Megatron's first step of a warm-up would have rate 0
+        """Return the learning rate of the step after `done` completed steps."""
+        self._schedule.num_steps = done + (done < self._warmup_steps)  # Megatron's first warm-up step would have rate 0
         return float(self._schedule.get_lr({}))

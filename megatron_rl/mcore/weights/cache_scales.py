@@ -1,8 +1,7 @@
-"""The scales of an engine's E4M3 cache (`precision.kv = "e4m3_per_layer"`): of each layer's keys and values, parts of a policy version.
+"""Scales of the engine's E4M3 KV cache (`precision.kv = "e4m3_per_layer"`): one for the keys and one for the values of each layer.
 
-They are buffers of the trainer's model, kept in checkpoints and synced like a weight. Every rank has the same: tensor-parallel ranks see
-other heads, data- and context-parallel ranks other tokens. A version's scales come from what the training passes of the version before
-saw, the first version's from a pass over random tokens; between two syncs they never change.
+They are buffers of the trainer's model, saved in checkpoints and synced like weights, equal on all ranks. A policy version's scales come
+from the training passes of the previous version; the first version's come from a pass over random tokens.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from megatron_rl.precision.kv_cache import choose_scales
 
 
 def collect_scales(model: ModelChunks) -> dict[str, torch.Tensor]:
-    """Return this rank's scales, float32 [2] each, by global name; {} where there are none."""
+    """Return this rank's KV-cache scales as {global name: float32 [2]}. Empty if there are none."""
     return {
         global_name(chunk, f"{name}.kv_scales"): module.kv_scales
         for chunk in get_model_chunks(model)
@@ -30,7 +29,7 @@ def collect_scales(model: ModelChunks) -> dict[str, torch.Tensor]:
 
 @contextmanager
 def renew_scales(model: ModelChunks) -> Iterator[None]:
-    """At the end, choose scales for the keys and values of all forward passes within the context, on whatever ranks. Collective."""
+    """Context manager: on exit, choose new scales from the keys and values of the enclosed forward passes on all ranks. Collective."""
     cores = [module for chunk in get_model_chunks(model) for module in chunk.modules() if isinstance(module, CoreAttention)]
     scales = {core: core.kv_scales for core in cores if core.kv_scales is not None}
     amax = {core: torch.zeros_like(values) for core, values in scales.items()}
@@ -47,7 +46,7 @@ def renew_scales(model: ModelChunks) -> Iterator[None]:
 
 def _choose(scales: dict[CoreAttention, torch.Tensor], amax: dict[CoreAttention, torch.Tensor]) -> None:
     core = next(iter(scales))
-    of_all = amax[core].new_zeros(core.config.num_layers, 2)  # of all stages' layers, so that one reduction is enough
+    of_all = amax[core].new_zeros(core.config.num_layers, 2)  # layers of all stages, so that one all-reduce is enough
     for core, seen in amax.items():
         of_all[core.layer_number - 1] = seen
     dist.all_reduce(of_all, op=dist.ReduceOp.MAX)

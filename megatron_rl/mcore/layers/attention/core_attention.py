@@ -1,4 +1,4 @@
-"""TODO."""
+"""Core attention: softmax over keys, weighted sum of values, and the emulation of an E4M3 KV cache."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from megatron_rl.precision import kv_cache
 
 
 class CoreAttention(MegatronModule):
-    """Causal attention with grouped-query heads; `value` may be narrower. On a GPU torch's fused operator, on a CPU the engine's own.
+    """Causal attention with grouped-query heads. Uses torch's fused operator on a GPU, and the engine's operator on a CPU.
 
-    Packed sequences (micro-batches): [t, heads, d] with `packed_seq_params` from `packed_sequences.make_packed_params`; returns
-    [t, heads * d]. A context-parallel rank passes its own positions of the row.
-    A batch: [s, b, heads, d], padded at the end, which the causal mask hides; returns [s, b, heads * d].
-    With `quantizes_kv` keys and values are those that an engine reads from an E4M3 cache. Where that has fixed scales, they are in
-    `kv_scales`, float32 [2]: of keys and of values (`mcore.weights.cache_scales`).
+    Packed sequences: [t, heads, d] with `packed_seq_params` from `packed_sequences.make_packed_params` -> [t, heads * d]. A context-parallel
+    rank passes its own positions of the row. A batch: [s, b, heads, d], padded at the end -> [s, b, heads * d].
+
+    With `quantizes_kv`, keys and values are rounded like in the engine's E4M3 cache, by the fixed scales `kv_scales` (float32 [2], keys and
+    values) if there are any (`mcore.weights.cache_scales`).
     """
 
     kv_scales: torch.Tensor | None
     kv_amax: torch.Tensor | None = None
-    """float32 [2]: the largest magnitudes of keys and of values, while somebody collects them."""
+    """float32 [2]: largest magnitudes of keys and values, while they are being collected."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class CoreAttention(MegatronModule):
         return out.permute(2, 0, 1, 3).flatten(2)
 
     def pass_through_cache(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return keys and values as an E4M3 cache gives them back."""
+        """Return keys and values as read back from an E4M3 cache."""
         if self.kv_scales is not None:
             key_scale, value_scale = self.kv_scales.unbind()
             return kv_cache.round_trip_with_scale(key, key_scale), kv_cache.round_trip_with_scale(value, value_scale)
@@ -71,8 +71,10 @@ class CoreAttention(MegatronModule):
 
 
 class AbsorbedCoreAttention(CoreAttention):
-    """Attention between latents, then for every head the product with its part V [h, v, rank] of kv_b, which comes in the place of
-    `value`: of packed sequences [t, h, rank + rope] and [t, 1, rank + rope] -> [t, h * v]."""
+    """Attention over latents, followed by each head's product with its part V [h, v, rank] of kv_b, which is passed as `value`.
+
+    Packed sequences only: [t, h, rank + rope] and [t, 1, rank + rope] -> [t, h * v].
+    """
 
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **options: Any) -> torch.Tensor:
         heads, _, rank = value.shape
@@ -80,6 +82,6 @@ class AbsorbedCoreAttention(CoreAttention):
         return batch_invariant.multiply_heads(attended.unflatten(-1, (heads, rank)), value).flatten(-2)
 
     def pass_through_cache(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The cache holds latents and rotated positions, with a scale for each; keys are both, values the latents."""
+        """Keys are latents and rotated positions, values are the latents. The cache holds both parts with a scale for each."""
         latents = kv_cache.round_trip(value)
         return torch.cat([latents, kv_cache.round_trip(key[..., value.shape[-1] :])], -1), latents

@@ -1,4 +1,4 @@
-"""TODO."""
+"""Megatron's embedding and linear layers in high precision."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron_rl.mcore.layers.linear.weight_gradient import take_weight, take_we
 
 
 class PlainColumnParallelLinear(ColumnParallelLinear):
-    """Each of two micro-batches under way adds its own gradients to the buffers."""
+    """Column-parallel layer in which each of two concurrent micro-batches adds its gradient to the buffer itself."""
 
     def forward(self, *args: Any, **options: Any) -> Any:
         with take_weights(self):
@@ -25,7 +25,7 @@ class PlainColumnParallelLinear(ColumnParallelLinear):
 
 
 class Embedding(VocabParallelEmbedding):
-    """The same."""
+    """The same for the embedding."""
 
     def forward(self, input_: Any) -> Any:
         with take_weights(self):
@@ -33,15 +33,15 @@ class Embedding(VocabParallelEmbedding):
 
 
 def install_embedding(model: GPTModel) -> None:
-    """Make a built model's embedding, whose class Megatron names itself, an `Embedding`."""
+    """Turn the embedding of a built model into an `Embedding`; Megatron hard-codes its class."""
     if model.pre_process:
         model.embedding.word_embeddings.__class__ = Embedding
 
 
 class ReplicatedLinear(MegatronModule):
-    """y = x W^T with the whole W on every tensor-parallel rank; `weight` [N, K]. Returns (y, None), as Megatron's linear layers do.
+    """y = x W^T with the whole W [N, K] on every tensor-parallel rank. Returns (y, None) like Megatron's linear layers.
 
-    Under sequence parallelism each rank sees a part of the tokens; the weight's tag makes Megatron sum its gradient over the ranks.
+    Under sequence parallelism, each rank sees a part of the tokens; the weight's tag makes Megatron sum its gradient over the ranks.
     """
 
     def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **_: Any) -> None:
@@ -63,7 +63,7 @@ class ReplicatedLinear(MegatronModule):
 
 
 class AbsorbedLinear(ColumnParallelLinear):
-    """kv_b, whose weight the attention absorbs: `forward` returns the weight that others multiply with, and multiplies nothing itself."""
+    """MLA's kv_b, which the attention absorbs: `forward` returns the weight instead of a product."""
 
     def forward(self, dtype: torch.dtype) -> torch.Tensor:
         """Return the weight [N / tp, K], with gradient."""

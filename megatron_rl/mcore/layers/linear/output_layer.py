@@ -1,6 +1,6 @@
-"""Megatron's output layer that can give the log-probs of some positions in place of logits.
+"""Output layers: Megatron's, which can score positions instead of returning logits, and a critic's value head with the same interface.
 
-It is the layer itself, within the model's pass, so that hooks on it still run: Megatron's DDP gathers weights in them.
+They run inside the model's forward pass, so their hooks run as well: Megatron's DDP gathers weights in hooks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megatron_rl.mcore.passes.logprobs import Targets, score_tokens, token_logpr
 
 
 class OutputLayer(ColumnParallelLinear):
-    """Gives logits [t, b, vocab / tp]; within `score_positions` log-probs [n, 1], or [n, 1, 2] with entropies."""
+    """Returns logits [t, b, vocab / tp]; within `score_positions` log-probs [n, 1], or log-probs and entropies [n, 1, 2]."""
 
     _scored = two_batch.OfMicroBatch()
     """(positions, targets, with entropies)"""
@@ -31,8 +31,10 @@ class OutputLayer(ColumnParallelLinear):
     def forward(
         self, input_: torch.Tensor, weight: torch.Tensor | None = None, runtime_gather_output: bool | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return (what the class says, no bias). input_ [t, b, h], [t / tp, b, h] under sequence parallelism; b = 1 to score. `weight`
-        is that of the embedding where the two are tied."""
+        """Return (output, no bias) for input_ [t, b, h], or [t / tp, b, h] under sequence parallelism. Scoring needs b = 1.
+
+        `weight` is the embedding's if the two are tied.
+        """
         if self._scored is None:
             return super().forward(input_, weight, runtime_gather_output)
         positions, targets, with_entropy = self._scored
@@ -46,15 +48,17 @@ class OutputLayer(ColumnParallelLinear):
 
 
 def install_output_layer(model: GPTModel) -> None:
-    """Make a built model's output layer, whose class Megatron's GPTModel names itself, an `OutputLayer`."""
+    """Turn the output layer of a built model into an `OutputLayer`; Megatron hard-codes its class."""
     if model.post_process:
         model.output_layer.__class__ = OutputLayer
 
 
 @contextmanager
 def score_positions(model: GPTModel, positions: torch.Tensor, targets: Targets, with_entropy: bool) -> Iterator[None]:
-    """Within the context the model's last stage gives, of one row, the log-probs [1, n] of `targets` at `positions` int64 [n], with
-    gradient; `with_entropy` log-probs and entropies [1, n, 2]."""
+    """Context manager: the model's last stage returns log-probs [1, n] of `targets` at `positions` int64 [n], with gradient.
+
+    With `with_entropy`, it returns log-probs and entropies [1, n, 2].
+    """
     layer: Any = model.output_layer if model.post_process else None
     if layer is None:
         yield
@@ -67,7 +71,10 @@ def score_positions(model: GPTModel, positions: torch.Tensor, targets: Targets, 
 
 
 class ValueHead(MegatronModule):
-    """Gives values, float32: [t, b, 1]; within `score_positions` [n, 1], or with entropies [n, 1, 2], which are 0."""
+    """A critic's output layer: FP32 values [t, b, 1]; within `score_positions` [n, 1], or [n, 1, 2] with zeros as entropies.
+
+    The value of a token predicts the return from the text before it. The weight is whole on every rank.
+    """
 
     _scored = two_batch.OfMicroBatch()
 
@@ -78,9 +85,9 @@ class ValueHead(MegatronModule):
         self.sequence_parallel, self.tp_group = config.sequence_parallel, tp_group
 
     def forward(self, input_: torch.Tensor, weight: Any = None, runtime_gather_output: Any = None) -> tuple[torch.Tensor, None]:
-        """Return (what the class says, no bias). input_ [t, b, h], [t / tp, b, h] under sequence parallelism; b = 1 to score.
+        """Return (values, no bias) for input_ [t, b, h], or [t / tp, b, h] under sequence parallelism. Scoring needs b = 1.
 
-        Every tensor-parallel rank computes all of it, so gradients need no sum over them.
+        Every tensor-parallel rank computes all values, so gradients need no sum over ranks.
         """
         if self.sequence_parallel:
             input_ = gather_from_sequence_parallel_region(input_, tensor_parallel_output_grad=False, group=self.tp_group)
@@ -94,7 +101,7 @@ class ValueHead(MegatronModule):
 
 
 class _Values(torch.autograd.Function):
-    """[n, h] . [1, h]^T -> float32 [n]; each row by itself, so its bits do not depend on the others."""
+    """[n, h] . [1, h]^T -> float32 [n]. Rows are independent, so their bits do not depend on other rows."""
 
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -114,6 +121,6 @@ class _Values(torch.autograd.Function):
 
 
 def install_value_head(model: GPTModel) -> None:
-    """Give a built model's last stage a `ValueHead` in the place of its output layer."""
+    """Replace the output layer of a built model by a `ValueHead`."""
     if model.post_process:
         model.output_layer = ValueHead(model.config, model.output_layer.tp_group)
