@@ -48,8 +48,7 @@ from parallel.formats import BLOCK
 
 Loss = Callable[..., tuple[torch.Tensor, dict[str, torch.Tensor]]]
 """Maps (log-probs [1, t], micro-batch) to (sum of token losses, sums of metrics). Also gets entropies [1, t] if it has `with_entropy`."""
-TOTAL_LOSS, _POSITIONS = "loss/total", "tokens/places"
-"""Keys of sums that `Actor.update` consumes; they are not reported as metrics."""
+TOTAL_LOSS, _POSITIONS = "loss/total", "tokens/places"  # keys of sums that `Actor.update` consumes; they are not reported as metrics
 _PADDING = declare("tokens/padding", "share of the places in micro-batches that hold no token", "share")
 MTP_LOSS = declare(
     "loss/mtp",
@@ -60,16 +59,13 @@ MTP_LOSS = declare(
 )
 GRAD_NORM = declare("grad_norm", "norm of the gradient before clipping", "number", "norm before clipping", label="norm")
 LEARNING_RATE = declare("learning_rate", "learning rate", "small")
-_GATHERED = 16
-"""Every backend can gather multiples of this many tokens."""
+_GATHERED = 16  # every backend can gather multiples of this many tokens
 
 
 def count_row_multiple(config: Any, micro_batch_tokens: int, device: torch.device) -> int:
-    """Return the number that micro-batch lengths must be a multiple of. Sequence-parallel ranks take equal parts of every row.
-
-    On a GPU, each rank gets whole quantization blocks of tokens if that pads less than 1/24 of a row: ranks can then also gather the
-    WGrad operands as bytes. Gathering the FProp and DGrad operands as bytes needs 1/8 of that.
-    """
+    """Return the number that micro-batch lengths must be a multiple of. Sequence-parallel ranks take equal parts of every row. On a GPU,
+    each rank gets whole quantization blocks of tokens if that pads less than 1/24 of a row: ranks can then also gather the WGrad operands
+    as bytes. Gathering the FProp and DGrad operands as bytes needs 1/8 of that."""
     if not config.sequence_parallel:
         return 1
     ranks, gathers = config.tensor_model_parallel_size, device.type == "cuda" and config.linear_format.quantized
@@ -84,10 +80,8 @@ class _Row:
     batch: MicroBatch
     shard: ContextShard
     scored: ScoredPositions
-    ahead: list[Lookahead]
-    """Holds at most one element; empty if no MTP layers are run."""
-    known: KnownRoutes
-    """Expert token counts that are known before the pass."""
+    ahead: list[Lookahead]  # holds at most one element; empty if no MTP layers are run
+    known: KnownRoutes  # expert token counts that are known before the pass
 
 
 class Policy:
@@ -102,9 +96,8 @@ class Policy:
 
     def compute_logprobs(self, samples: list[TrainingSample]) -> tuple[list[torch.Tensor], float]:
         """Return (log-probs of each sample's sampled tokens, float32 [A]; mean entropy in nats per response token), without gradient.
-
-        Collective: every rank passes the samples of its replica. The log-probs are those of the replica; the entropy is over all replicas.
-        """
+        Collective: every rank passes the samples of its replica. The log-probs are those of the replica; the entropy is over all
+        replicas."""
         lengths = [sample.sampled_count for sample in samples]
         logprobs = torch.zeros(sum(lengths), device=self._device)
         firsts = list(accumulate(lengths, initial=0))
@@ -271,11 +264,9 @@ class Actor(Policy):
         self.offloader.reload()
 
     def update(self, samples: list[TrainingSample], loss: Loss) -> dict[str, float]:
-        """Take one optimizer step on the samples of all replicas; return its metrics, the same on all ranks.
-
-        The loss's metrics are means over response tokens. Collective: every rank passes the samples of its replica. Raise RunError if the
-        loss or the gradient is not finite; the weights are then unchanged.
-        """
+        """Take one optimizer step on the samples of all replicas; return its metrics, the same on all ranks. The loss's metrics are means
+        over response tokens. Collective: every rank passes the samples of its replica. Raise RunError if the loss or the gradient is not
+        finite; the weights are then unchanged."""
         own_tokens, own_places = (sum(counts) for counts in ([s.sampled_count for s in samples], [s.length - 1 for s in samples]))
         sampled_tokens, all_tokens = reduce.sum_over_replicas(own_tokens, own_places)
         tokens = max(sampled_tokens, 1)
@@ -333,10 +324,8 @@ class Actor(Policy):
         return f"; the first tensor that holds inf or NaN is what {name} gives" if name else ""
 
     def _check_gradients_finite(self) -> None:
-        """Raise RunError on every rank if any gradient holds inf or NaN; the message names the parameter.
-
-        The sum of each gradient buffer is checked first. It may overflow although all gradients are finite, so each gradient is checked next.
-        """
+        """Raise RunError on every rank if any gradient holds inf or NaN; the message names the parameter. The sum of each gradient buffer
+        is checked first. It may overflow although all gradients are finite, so each gradient is checked next."""
         buffers = [buffer for chunk in self._forward_chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
         finite = bool(torch.stack([buffer.grad_data.sum() for buffer in buffers]).isfinite().all())
         parameters = ((chunk, *named) for chunk in self.chunks for named in chunk.named_parameters())

@@ -12,12 +12,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
-from megatron.core.tensor_parallel import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    VocabParallelEmbedding,
-    model_parallel_cuda_manual_seed,
-)
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding, model_parallel_cuda_manual_seed
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.utils import configure_nvtx_profiling
 
@@ -42,16 +37,13 @@ from parallel.model_geometry import ModelGeometry
 from parallel.transport import gloo_backend
 
 _DEFAULT_TRAIN = TrainConfig()
-_RENDEZVOUS_TIMEOUT = datetime.timedelta(minutes=10)
-"""How long ranks wait for each other at startup."""
+_RENDEZVOUS_TIMEOUT = datetime.timedelta(minutes=10)  # how long ranks wait for each other at startup
 
 
 def start_megatron(layout: Layout, seed: int, timeout_minutes: int = 30) -> None:
-    """Join the process group (gloo on a CPU, NCCL on a GPU) and create Megatron's groups for `layout`.
-
-    Rank and world size come from torchrun's environment; without it, the world is this process. Collectives time out after
-    `timeout_minutes`, which must cover the time that ranks wait for rank 0 while the engine generates.
-    """
+    """Join the process group (gloo on a CPU, NCCL on a GPU) and create Megatron's groups for `layout`. Rank and world size come from
+    torchrun's environment; without it, the world is this process. Collectives time out after `timeout_minutes`, which must cover the time
+    that ranks wait for rank 0 while the engine generates."""
     configure_nvtx_profiling(runs_under_nsys())  # enables Megatron's NVTX ranges
     cpu.install()
     adam.install()
@@ -90,11 +82,9 @@ def stop_megatron() -> None:
 def build_model(
     hf_config: Mapping[str, Any], layout: Layout, contract: PrecisionContract, train: TrainConfig = _DEFAULT_TRAIN
 ) -> ModelChunks:
-    """Build this rank's part of a model from a Hugging Face config, with uninitialized weights (see `weights.load_weights`).
-
-    Return a GPTModel, or the list of virtual pipeline stages if vpp > 1. Linear layers compute in `contract.trainer_format`; everything
-    else uses the contract's high-precision dtype. Raise UserError if the trainer does not support the model.
-    """
+    """Build this rank's part of a model from a Hugging Face config, with uninitialized weights (see `weights.load_weights`). Return a
+    GPTModel, or the list of virtual pipeline stages if vpp > 1. Linear layers compute in `contract.trainer_format`; everything else uses
+    the contract's high-precision dtype. Raise UserError if the trainer does not support the model."""
     with as_user_error():
         geometry = ModelGeometry.from_hf_config(hf_config)
     config, length = _megatron_config(geometry, layout, contract, train), hf_config["max_position_embeddings"]
@@ -143,11 +133,9 @@ def _build_chunk(
 
 
 def _tag_shards(model: GPTModel) -> None:
-    """Tag the weights that tensor-parallel ranks shard, as Megatron's initialization would.
-
-    The gradient norm counts untagged weights on the first rank only. Experts' weights are always tagged for the all-reduce over ranks
-    with the same expert: Megatron's tag misses replicas of experts that are sharded less than the rest (ep = 1, etp < tp).
-    """
+    """Tag the weights that tensor-parallel ranks shard, as Megatron's initialization would. The gradient norm counts untagged weights on
+    the first rank only. Experts' weights are always tagged for the all-reduce over ranks with the same expert: Megatron's tag misses
+    replicas of experts that are sharded less than the rest (ep = 1, etp < tp)."""
     for module in model.modules():
         if isinstance(module, ColumnParallelLinear | RowParallelLinear | VocabParallelEmbedding) and module.weight is not None:
             set_tensor_model_parallel_attributes(module.weight, True, int(isinstance(module, RowParallelLinear)), 1)

@@ -6,8 +6,7 @@ from typing import TypeAlias
 
 from megatron.core.models.gpt import GPTModel
 
-ModelChunks: TypeAlias = GPTModel | list[GPTModel]
-"""A rank's model, or the list of its virtual pipeline stages."""
+ModelChunks: TypeAlias = GPTModel | list[GPTModel]  # a rank's model, or the list of its virtual pipeline stages
 
 
 def get_model_chunks(model: ModelChunks) -> list[GPTModel]:

@@ -26,14 +26,11 @@ class QuantizedTransformerConfig(TransformerConfig):
     linear_format: TensorFormat = BF16
     linear_backend: str = "emulated"
     sums_by_tree: bool = True
-    at_once: tuple[int, int] = (1, 1)
-    """Number of micro-batches that run at once in passes (without gradient, with gradient)."""
+    at_once: tuple[int, int] = (1, 1)  # number of micro-batches that run at once in passes (without gradient, with gradient)
     quantize_kv: bool = False
     scale_kv_by_layer: bool = False
-    post_norms: bool = False
-    """Normalize the outputs of attention and MLP before they are added to the residual stream."""
-    attention_length: float = math.inf
-    """See `ModelGeometry.attention_length`."""
+    post_norms: bool = False  # normalize the outputs of attention and MLP before they are added to the residual stream
+    attention_length: float = math.inf  # see `ModelGeometry.attention_length`
     trained_mtp_layers: int = 0
     """Number of trained MTP layers. Megatron's own `mtp_num_layers` stays unset, since it would change the model's forward pass and its
     embedding gradient."""

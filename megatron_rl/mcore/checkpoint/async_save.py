@@ -44,17 +44,10 @@ class AsyncSave:
     Raises RunError on every rank if the disk lacks space.
     """
 
-    def __init__(
-        self,
-        parent: Path,
-        sharded: dict[str, Any],
-        live: Iterable[torch.Tensor],
-        others: Sequence[OtherFiles] = (),
-    ) -> None:
+    def __init__(self, parent: Path, sharded: dict[str, Any], live: Iterable[torch.Tensor], others: Sequence[OtherFiles] = ()) -> None:
         self._parent, self._error, self._others = parent, "", others
         self.other_bytes = sum(other.nbytes for other in others)
-        self.files: dict[str, dict[str, Any]] = {}
-        """Relative path -> size and hash of this rank's files; filled when they are written."""
+        self.files: dict[str, dict[str, Any]] = {}  # relative path -> size and hash of this rank's files; filled when they are written
         results: queue.Queue[Any] = queue.Queue()
         filesystem_async._results_queue = results  # otherwise Megatron starts a helper process to create a queue
         try:

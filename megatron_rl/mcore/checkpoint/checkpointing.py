@@ -28,8 +28,7 @@ from megatron_rl.mcore.optim.buckets import finish_gathers
 from megatron_rl.mcore.optim.quantizing_optimizer import requantize
 from megatron_rl.mcore.weights.adapters import list_adapted_layers, shard_adapters
 
-_CRITIC = "critic."
-"""Prefix of the names of the critic's tensors."""
+_CRITIC = "critic."  # prefix of the names of the critic's tensors
 
 
 class CheckpointWriter:
@@ -138,10 +137,8 @@ def _shard_for_save(model: ModelChunks, optimizer: Any, prefix: str = "") -> tup
 
 
 def _weights(model: ModelChunks, prefix: str) -> dict[str, Any]:
-    """Return the sharded state of each virtual pipeline stage.
-
-    Only the tensors' own names, with `prefix`, are written to disk; there layers are numbered over the whole model.
-    """
+    """Return the sharded state of each virtual pipeline stage. Only the tensors' own names, with `prefix`, are written to disk; there
+    layers are numbered over the whole model."""
     finish_gathers(model)
     chunks = (shard_adapters(chunk) or chunk.sharded_state_dict(prefix=prefix) for chunk in get_model_chunks(model))
     return {
@@ -171,11 +168,9 @@ def load_run_checkpoint(
     same_layout: bool,
     critic: tuple[ModelChunks, Any] | None = None,
 ) -> None:
-    """Load weights, masters and moments into this rank's model, and into the critic's (model, optimizer), from any layout. Collective.
-
-    With `same_layout`, random states are restored too. Layers that adopted an FP8 checkpoint's blocks keep them if the loaded master
-    equals their values.
-    """
+    """Load weights, masters and moments into this rank's model, and into the critic's (model, optimizer), from any layout. Collective. With
+    `same_layout`, random states are restored too. Layers that adopted an FP8 checkpoint's blocks keep them if the loaded master equals
+    their values."""
     parts = [_LoadedPart("adam_step", "", model, optimizer)]
     if critic is not None:
         parts.append(_LoadedPart("critic_adam_step", _CRITIC, *critic))

@@ -22,8 +22,7 @@ from megatron_rl.errors import RunError
 
 _NAME = re.compile(r"step_(\d{5,})")
 _STATE = "state.json"
-_READERS = 8
-"""Number of files to read concurrently."""
+_READERS = 8  # number of files to read concurrently
 
 
 def checkpoint_folder(run: Path, step: int) -> Path:

@@ -23,10 +23,8 @@ from megatron_rl.mcore.layers.linear.quantized_linear import QuantizedLinear
 from megatron_rl.mcore.optim.master_slices import MasterSlice, flatten_chained, iter_stepped
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-_PIECE = 1 << 20
-"""Elements sent at a time (4 MiB), so that the device needs almost no memory for the exchange."""
-Chunks = list[dict[str, Any]]
-"""The `sharded_state_dict()` of each model chunk; its tensors are the live parameters."""
+_PIECE = 1 << 20  # elements sent at a time (4 MiB), so that the device needs almost no memory for the exchange
+Chunks = list[dict[str, Any]]  # the `sharded_state_dict()` of each model chunk; its tensors are the live parameters
 
 
 class _SlicedState:
@@ -126,10 +124,8 @@ class _SlicedTensor:
 
     @torch.no_grad()
     def gather(self) -> torch.Tensor | None:
-        """Return the whole tensor on its owner and None elsewhere; in host memory unless it is unsharded. Collective.
-
-        Slices may be offloaded to host memory (`mcore.optim.offload`), so pieces pass through the device one at a time.
-        """
+        """Return the whole tensor on its owner and None elsewhere; in host memory unless it is unsharded. Collective. Slices may be
+        offloaded to host memory (`mcore.optim.offload`), so pieces pass through the device one at a time."""
         values, group = self.slice.values, self.slice.group
         if group.size() == 1:
             return self.allocate()

@@ -56,11 +56,8 @@ def read_state(folder: Path, of_adapters: bool = False) -> tuple[dict[str, Any],
 
 
 class RunWeights:
-    """The weights of a run's checkpoint as Hugging Face tensors.
-
-    Quantized layers yield their FP32 masters; everything else has the dtype of `precision.high`. Holds the last parameter that was read,
-    since its tensors are usually read one after the other.
-    """
+    """The weights of a run's checkpoint as Hugging Face tensors. Quantized layers yield their FP32 masters; everything else has the dtype
+    of `precision.high`. Holds the last parameter that was read, since its tensors are usually read one after the other."""
 
     def __init__(self, folder: Path, model: ModelGeometry) -> None:
         """Open the checkpoint. `self.model` is `model` with MTP layers if the checkpoint has trained ones."""

@@ -47,16 +47,12 @@ from megatron_rl.mcore.passes.two_batch import OfMicroBatch
 class Lookahead:
     """Inputs, targets and resulting log-probs of this rank's MTP layers in a micro-batch, with one entry per layer."""
 
-    tokens: torch.Tensor
-    """int64 [layers, t / cp]: input tokens."""
+    tokens: torch.Tensor  # int64 [layers, t / cp]: input tokens
     scored: list[ScoredPositions]
-    targets: list[torch.Tensor]
-    """int64 [n] at the scored positions."""
-    masks: list[torch.Tensor]
-    """[1, t]: 1 where a sampled token is predicted."""
+    targets: list[torch.Tensor]  # int64 [n] at the scored positions
+    masks: list[torch.Tensor]  # [1, t]: 1 where a sampled token is predicted
     shard: ContextShard
-    logprobs: list[torch.Tensor]
-    """float32 [1, n] with gradient, from the last pass. Empty except on the last pipeline stage."""
+    logprobs: list[torch.Tensor]  # float32 [1, n] with gradient, from the last pass. Empty except on the last pipeline stage.
 
     @classmethod
     def of(cls, batch: MicroBatch, shard: ContextShard, layers: int) -> Lookahead:
@@ -103,10 +99,8 @@ class LookaheadLayer(MultiTokenPredictionLayer):
 
 
 class LookaheadModel(GPTModel):
-    """A GPTModel with MTP layers (`mtp`) on its last stage, which run within `look_ahead`.
-
-    If the last stage is not the first, it holds a copy of the embedding that is neither trained nor saved; `copy_embedding` fills it.
-    """
+    """A GPTModel with MTP layers (`mtp`) on its last stage, which run within `look_ahead`. If the last stage is not the first, it holds a
+    copy of the embedding that is neither trained nor saved; `copy_embedding` fills it."""
 
     _lookahead = OfMicroBatch()
 

@@ -36,8 +36,7 @@ AddFn = Callable[[tuple[torch.Tensor, torch.Tensor | None], torch.Tensor, float]
 class RMSNorm(torch.nn.RMSNorm):
     """RMSNorm for sequence parallelism: its weight is tagged so that Megatron sums its gradient over the TP group."""
 
-    fusion: Any = None
-    """The `NormFusion` with the following layer, if any."""
+    fusion: Any = None  # the `NormFusion` with the following layer, if any
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
@@ -108,11 +107,8 @@ class NormFusion:
         self._kept: tuple[torch.Tensor, Normed] | None = None
 
     def applies(self, norm: RMSNorm, x: torch.Tensor) -> bool:
-        """Return whether this pass fuses the norm of x.
-
-        This requires a backend that can, no replaced forward pass (`mcore.passes.engine_emulation`), and no hook that observes the result.
-        Under sequence parallelism, ranks must gather bytes.
-        """
+        """Return whether this pass fuses the norm of x. This requires a backend that can, no replaced forward pass
+        (`mcore.passes.engine_emulation`), and no hook that observes the result. Under sequence parallelism, ranks must gather bytes."""
         layer, tokens = self.layer, x.shape[:-1].numel()
         gathers = layer.sequence_parallel and layer.tp_group.size() > 1
         return (
@@ -150,8 +146,7 @@ class NormFusion:
 class AddBeforeNorm(MegatronModule):
     """Replaces Megatron's `get_bias_dropout_add` in a layer spec: lets the following norm add if it can."""
 
-    _norm: tuple[RMSNorm, ...] = ()
-    """In a tuple, so that it is not a submodule."""
+    _norm: tuple[RMSNorm, ...] = ()  # in a tuple, so that it is not a submodule
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__(config)
@@ -170,10 +165,8 @@ class AddBeforeNorm(MegatronModule):
 
 
 def connect_norms(model: GPTModel) -> None:
-    """Set the following layer of each norm in a built model, and the following norm of each addition to the residual stream.
-
-    A recomputed layer ends with its own stream, so its last addition has no norm.
-    """
+    """Set the following layer of each norm in a built model, and the following norm of each addition to the residual stream. A recomputed
+    layer ends with its own stream, so its last addition has no norm."""
     layers: list[Any] = list(model.decoder.layers)
     for number, layer in enumerate(layers):
         layer.bias_dropout_add_exec_handler = (

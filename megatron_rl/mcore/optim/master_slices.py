@@ -15,8 +15,7 @@ class MasterSlice:
     """This rank's slice of a master [N, K]: `values` float32 [n], possibly empty, from flat element `start`. `group` holds all slices."""
 
     values: torch.Tensor
-    edges: tuple[int, ...]
-    """First element of every rank's slice, then the end of the last slice."""
+    edges: tuple[int, ...]  # first element of every rank's slice, then the end of the last slice
     group: Any
 
     @property

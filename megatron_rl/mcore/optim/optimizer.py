@@ -11,9 +11,7 @@ from megatron_rl.config import TrainConfig
 
 class LearningRateSchedule:
     """Warm-up, then `train.decay_style`. A function of the number of completed steps, so there is no state to checkpoint.
-
-    `train.decay_steps` must be set (`TrainConfig.decay_over`) unless the rate is constant.
-    """
+    `train.decay_steps` must be set (`TrainConfig.decay_over`) unless the rate is constant."""
 
     def __init__(self, optimizer: Any, train: TrainConfig) -> None:
         self._warmup_steps = train.warmup_steps

@@ -45,8 +45,7 @@ class _Slice(NamedTuple):
     layer: QuantizedLinear
     master: MasterSlice
     place: WeightSlice
-    digest: str
-    """Hash of the initial master of a weight with adopted blocks, else ""."""
+    digest: str  # hash of the initial master of a weight with adopted blocks, else ""
 
     @property
     def bytes(self) -> torch.Tensor:
@@ -128,10 +127,8 @@ class QuantizingOptimizer(DistributedOptimizer):
 
     @torch.no_grad()
     def quantize(self) -> None:
-        """Compute all scales and quantize this rank's slices. Collective over the replicas.
-
-        Does not wait for the device unless some blocks are adopted; these are kept until their master has changed on any replica.
-        """
+        """Compute all scales and quantize this rank's slices. Collective over the replicas. Does not wait for the device unless some blocks
+        are adopted; these are kept until their master has changed on any replica."""
         if not self._slices:
             return
         grids = [each.place.find_maxima(each.master.values) for each in self._slices]

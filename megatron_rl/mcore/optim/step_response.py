@@ -51,15 +51,12 @@ CHANGED = declare("precision/changed_share", "share of the engine's quantized va
 
 class _Strip(NamedTuple):
     layer: WeightLayer
-    first: int
-    """First row, in quantized order."""
+    first: int  # first row, in quantized order
 
 
 class StepResponse:
-    """Measures optimizer steps: call `begin` before a step and `end` after the weights are quantized. Both are collective.
-
-    Measures nothing if the engine holds the masters themselves (mode `bf16` with `high = "fp32"`).
-    """
+    """Measures optimizer steps: call `begin` before a step and `end` after the weights are quantized. Both are collective. Measures nothing
+    if the engine holds the masters themselves (mode `bf16` with `high = "fp32"`)."""
 
     def __init__(self, chunks: ModelChunks, optimizer: Any) -> None:
         self._chunks = chunks
@@ -98,10 +95,8 @@ class StepResponse:
         return {RESPONSE: moved_sum / stepped_sum, CHANGED: changed / values} if stepped_sum else {}
 
     def _read(self, strip: _Strip) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (engine values, masters), both float32 [n], in this rank's slice of the weight. Does not wait for the device.
-
-        This rank's slice of the new blocks is valid before the other replicas' slices are gathered.
-        """
+        """Return (engine values, masters), both float32 [n], in this rank's slice of the weight. Does not wait for the device. This rank's
+        slice of the new blocks is valid before the other replicas' slices are gathered."""
         master, engine = self._masters[id(strip.layer.weight)], _read_engine(strip).flatten()
         held = [*_find_held(strip, master)] or [(slice(0, 0), slice(0, 0))]
         values = master.values.detach()
@@ -128,10 +123,8 @@ def _select_rows(strip: _Strip) -> torch.Tensor:
 
 
 def _read_engine(strip: _Strip) -> torch.Tensor:
-    """Return the engine's values of a strip, float32 [rows, K]; NaN if a weight that must be quantized holds inf or NaN.
-
-    Collective if whole rows share a scale and ranks hold different columns of them.
-    """
+    """Return the engine's values of a strip, float32 [rows, K]; NaN if a weight that must be quantized holds inf or NaN. Collective if
+    whole rows share a scale and ranks hold different columns of them."""
     layer, first, format = strip.layer, strip.first, strip.layer.engine_format
     assert format is not None
     if layer.blocks is not None and layer.format == format:

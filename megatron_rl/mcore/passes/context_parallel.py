@@ -24,12 +24,9 @@ class ContextShard:
     """The positions of a row of length t that one context-parallel rank computes; the whole row if cp = 1."""
 
     group: Any
-    own_positions: torch.Tensor
-    """int64 [t / cp]: this rank's positions."""
-    gathered_positions: torch.Tensor
-    """int64 [t]: the positions of all ranks, in rank order."""
-    restore_index: torch.Tensor
-    """int64 [t]: index of each position in `gathered_positions`."""
+    own_positions: torch.Tensor  # int64 [t / cp]: this rank's positions
+    gathered_positions: torch.Tensor  # int64 [t]: the positions of all ranks, in rank order
+    restore_index: torch.Tensor  # int64 [t]: index of each position in `gathered_positions`
 
     @classmethod
     def for_this_rank(cls, lengths: list[int]) -> ContextShard:

@@ -30,19 +30,16 @@ from megatron_rl.mcore.passes.context_parallel import ContextShard
 from megatron_rl.precision.threads import all_threads
 
 _LOGITS_IN_CACHE = 1 << 19
-_TILE = 128
-"""Tile height of GPU matrix products."""
+_TILE = 128  # tile height of GPU matrix products
 
 
 @dataclass(frozen=True)
 class Targets:
     """The n tokens to score, under softmax(logits / temperature) over the kept tokens."""
 
-    tokens: torch.Tensor
-    """int64 [n]."""
+    tokens: torch.Tensor  # int64 [n]
     temperature: float
-    kept: torch.Tensor | None = None
-    """int32 [n, most] like `MicroBatch.kept_tokens`, or None if all tokens are kept."""
+    kept: torch.Tensor | None = None  # int32 [n, most] like `MicroBatch.kept_tokens`, or None if all tokens are kept
 
     def __getitem__(self, rows: slice) -> Targets:
         return Targets(self.tokens[rows], self.temperature, None if self.kept is None else self.kept[rows])
@@ -77,10 +74,8 @@ def _find_left_out(kept: torch.Tensor, size: int) -> torch.Tensor:
 class ScoredPositions:
     """The positions of a row [1, t / cp] whose target is a sampled token. Logits are computed only for them, not for prompts and padding."""
 
-    index: torch.Tensor
-    """int64 [n], n >= 1."""
-    length: int
-    """t / cp."""
+    index: torch.Tensor  # int64 [n], n >= 1
+    length: int  # t / cp
 
     @classmethod
     def of(cls, mask: torch.Tensor) -> ScoredPositions:
@@ -107,21 +102,17 @@ class ScoredPositions:
 
 
 def token_logprobs(hidden: torch.Tensor, weight: torch.Tensor, targets: Targets, keep_logits: bool = False) -> torch.Tensor:
-    """Return the log-probs of `targets`, float32 [n], with gradient. hidden [n, h] and weight [vocab / tp, h] have the same dtype.
-
-    The gradient of `hidden` is this rank's summand of the tensor-parallel sum; that of `weight` goes to Megatron's buffer if there is one.
-    `keep_logits` keeps n * vocab / tp logits for the fused backward kernel instead of recomputing them.
-    """
+    """Return the log-probs of `targets`, float32 [n], with gradient. hidden [n, h] and weight [vocab / tp, h] have the same dtype. The
+    gradient of `hidden` is this rank's summand of the tensor-parallel sum; that of `weight` goes to Megatron's buffer if there is one.
+    `keep_logits` keeps n * vocab / tp logits for the fused backward kernel instead of recomputing them."""
     return _TokenScores.apply(hidden, weight, targets, False, keep_logits and torch.is_grad_enabled())[0]
 
 
 def score_tokens(
     hidden: torch.Tensor, weight: torch.Tensor, targets: Targets, keep_logits: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return `token_logprobs` and the entropies in nats over all tokens, both float32 [n], with gradient.
-
-    d entropy / d logit_j = -p_j (log p_j + entropy) / temperature.
-    """
+    """Return `token_logprobs` and the entropies in nats over all tokens, both float32 [n], with gradient. d entropy / d logit_j = -p_j (log
+    p_j + entropy) / temperature."""
     logprobs, entropies = _TokenScores.apply(hidden, weight, targets, True, keep_logits and torch.is_grad_enabled())
     return logprobs, entropies
 

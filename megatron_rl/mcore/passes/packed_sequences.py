@@ -18,16 +18,11 @@ from megatron_rl.mcore.passes.context_parallel import ContextShard
 class PackedRowParams(PackedSeqParams):
     """Megatron's parameters, plus those that our attention needs."""
 
-    lengths: list[int] = field(default_factory=list)
-    """Number of positions of each sequence."""
-    groups: list[packed_attention.LengthGroup] = field(default_factory=list)
-    """Sequences that attend in one batch; on a CPU only."""
-    shard: ContextShard | None = None
-    """This context-parallel rank's positions of the row."""
-    positions: torch.Tensor | None = None
-    """int64 [t / cp]: position of each token in its sequence."""
-    rotation: Rotation | None = None
-    """Rotation of queries and keys, created by the first layer that needs it."""
+    lengths: list[int] = field(default_factory=list)  # number of positions of each sequence
+    groups: list[packed_attention.LengthGroup] = field(default_factory=list)  # sequences that attend in one batch; on a CPU only
+    shard: ContextShard | None = None  # this context-parallel rank's positions of the row
+    positions: torch.Tensor | None = None  # int64 [t / cp]: position of each token in its sequence
+    rotation: Rotation | None = None  # rotation of queries and keys, created by the first layer that needs it
 
     def make_rotation(self, angles: torch.Tensor, interleaved: bool, scale: float = 1.0) -> Rotation:
         """Return the row's rotation by `angles`, float32 [positions, pairs]."""

@@ -24,15 +24,12 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 T = TypeVar("T")
 
-_turn: int | None = None
-"""Number of the micro-batch whose turn it is."""
+_turn: int | None = None  # number of the micro-batch whose turn it is
 
 
 def run_in_turns(passes: Sequence[Callable[[], T]], late: bool) -> list[T]:
-    """Run the forward passes of one or two micro-batches, the last one first; return their results.
-
-    `late` delays the other micro-batch by one turn.
-    """
+    """Run the forward passes of one or two micro-batches, the last one first; return their results. `late` delays the other micro-batch by
+    one turn."""
     global _turn
     assert _turn is None and len(passes) <= 2, "two micro-batches take turns"
     results: dict[int, T] = {}

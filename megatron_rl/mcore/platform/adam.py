@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-_VALUES_IN_CACHE = 1 << 17
-"""Weights updated at a time, so that gradients, moments and temporaries fit into a core's cache."""
+_VALUES_IN_CACHE = 1 << 17  # weights updated at a time, so that gradients, moments and temporaries fit into a core's cache
 
 
 class FusedAdam(torch.optim.Optimizer):

@@ -101,10 +101,8 @@ def _nothing(*_: Any, **__: Any) -> None: ...
 
 
 def _define_missing_names() -> None:
-    """Define `te_general_gemm`, which moe_utils.RouterGatingLinearFunction reads but imports only with Transformer Engine.
-
-    Without it, the forward pass of every router raises NameError, on GPUs too.
-    """
+    """Define `te_general_gemm`, which moe_utils.RouterGatingLinearFunction reads but imports only with Transformer Engine. Without it, the
+    forward pass of every router raises NameError, on GPUs too."""
     import megatron.core.transformer.moe.moe_utils as moe_utils
 
     if not hasattr(moe_utils, "te_general_gemm"):

@@ -38,10 +38,8 @@ from parallel.adapters import NAMES
 
 
 def install_adapters(model: ModelChunks, lora: LoraConfig, seed: int) -> None:
-    """Freeze a loaded model and add adapters to its layers, before it gets an optimizer. A is uniform as in PEFT, B is zero.
-
-    A is drawn by the layer's name, so it is the same in every layout.
-    """
+    """Freeze a loaded model and add adapters to its layers, before it gets an optimizer. A is uniform as in PEFT, B is zero. A is drawn by
+    the layer's name, so it is the same in every layout."""
     freeze(model)
     for chunk in get_model_chunks(model):
         dtype = chunk.config.params_dtype
@@ -83,11 +81,8 @@ def _draw(key: str, rank: int, columns: int) -> torch.Tensor:
 
 
 def _add(layer: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, Any]) -> tuple[torch.Tensor, Any]:
-    """Add the adapter of a column-parallel layer.
-
-    Under sequence parallelism, h is gathered, which is narrower than x. The ranks of an expert hold the same tokens already; x's gradient
-    is summed behind the layer, so A's gradient is summed here.
-    """
+    """Add the adapter of a column-parallel layer. Under sequence parallelism, h is gathered, which is narrower than x. The ranks of an
+    expert hold the same tokens already; x's gradient is summed behind the layer, so A's gradient is summed here."""
     if not layer.adapter_enabled:
         return output
     group, down, up = layer.tp_group, take_weight(layer.lora_A), take_weight(layer.lora_B)
@@ -101,10 +96,8 @@ def _add(layer: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, Any]) 
 
 
 def _add_by_row_sum(layer: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, Any]) -> tuple[torch.Tensor, Any]:
-    """Add the adapter of a row-parallel layer; partial sums of h are added like those of y.
-
-    If `mcore.layers.moe.experts` adds the partial sums of y, float32 [T, N], append those of h: [T, N + rank].
-    """
+    """Add the adapter of a row-parallel layer; partial sums of h are added like those of y. If `mcore.layers.moe.experts` adds the partial
+    sums of y, float32 [T, N], append those of h: [T, N + rank]."""
     if not layer.adapter_enabled:
         return output
     row_sum = layer.choose_sum(inputs[0].dtype)

@@ -49,25 +49,18 @@ from parallel.shards import HFTensor, Region
 class _Source(NamedTuple):
     """The checkpoint to export, and the precision of the result."""
 
-    description: Path
-    """Folder with config.json and tokenizer."""
+    description: Path  # folder with config.json and tokenizer
     hf_config: dict[str, Any]
-    model: ModelGeometry
-    """With MTP layers if the run trained them."""
+    model: ModelGeometry  # with MTP layers if the run trained them
     read_values: Callable[[Region], torch.Tensor]
-    contract: PrecisionContract
-    """Precision of the result."""
-    mtp_layers: MTPLayers | None
-    """Untrained MTP layers, which are copied."""
-    keeps_fp32_norms: bool
-    """Keep FP32 norms of a BF16 checkpoint, which were scaled for wider matrices."""
+    contract: PrecisionContract  # precision of the result
+    mtp_layers: MTPLayers | None  # untrained MTP layers, which are copied
+    keeps_fp32_norms: bool  # keep FP32 norms of a BF16 checkpoint, which were scaled for wider matrices
 
 
 def export_checkpoint(checkpoint: Path, output: Path, precision: str, alignment: Alignment | None = None) -> None:
     """Run the command `export` on every rank; see `convert`. `precision` is "bf16", "fp8" or "int8". Adapters are written in PEFT's format.
-
-    Raises UserError also if `output` exists, or if blocks made by a run would be widened.
-    """
+    Raises UserError also if `output` exists, or if blocks made by a run would be widened."""
     modes = {mode.engine.name: {"mode": name} for name, mode in MODES.items() if mode.engine} | {"bf16": {"mode": "bf16", "high": "bf16"}}
     if precision not in modes:
         raise UserError("--precision", precision, f"must be one of {', '.join(sorted(modes))}", "choose one")

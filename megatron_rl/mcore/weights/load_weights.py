@@ -180,11 +180,9 @@ def collect_named_tensors(model: ModelChunks, shards: list[Shard], contract: Pre
 def quantize_shards(
     shards: Sequence[Shard], weights: Mapping[str, torch.Tensor], layers: Mapping[str, WeightLayer], contract: PrecisionContract
 ) -> dict[str, torch.Tensor]:
-    """Return data and scales of every shard that the contract quantizes, by name. Collective if there is any.
-
-    `weights` holds the parameters by shard name, `layers` their layers. A BF16 parameter is quantized rather than its FP32 master, so the
-    engine's weights differ from the trainer's by the quantization alone. Raise RunError on every rank if a weight holds inf or NaN.
-    """
+    """Return data and scales of every shard that the contract quantizes, by name. Collective if there is any. `weights` holds the
+    parameters by shard name, `layers` their layers. A BF16 parameter is quantized rather than its FP32 master, so the engine's weights
+    differ from the trainer's by the quantization alone. Raise RunError on every rank if a weight holds inf or NaN."""
     if not contract.engine_format.quantized:
         return {}
     tensors: dict[str, torch.Tensor] = {}
@@ -217,9 +215,7 @@ def is_cut_by_columns(shard: Shard) -> bool:
 
 def quantize_rows(rows: torch.Tensor, format: TensorFormat, group: Any) -> QuantizedWeight:
     """Quantize rows. The ranks of `group` hold different columns of them; None means that the rows are whole. Collective over `group`.
-
-    Scales of whole rows are agreed on, so the bytes are those of the checkpoint. Raise ValueError for inf or NaN.
-    """
+    Scales of whole rows are agreed on, so the bytes are those of the checkpoint. Raise ValueError for inf or NaN."""
 
     def max_over_ranks(amax: torch.Tensor) -> torch.Tensor:
         if group is None:

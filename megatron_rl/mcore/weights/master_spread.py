@@ -23,8 +23,7 @@ from megatron_rl.precision.quantized_weight import QuantizedWeight
 from parallel.formats import TensorFormat
 from parallel.shards import Rect, Region, Shard
 
-_STRIP = 1 << 22
-"""Number of elements drawn at a time."""
+_STRIP = 1 << 22  # number of elements drawn at a time
 
 
 class MasterSpread(NamedTuple):
@@ -40,10 +39,8 @@ class MasterSpread(NamedTuple):
         return cls(config.train.seed, contract) if config.precision.masters == "spread" else None
 
     def read(self, checkpoint: HFCheckpoint, region: Region, into: torch.Tensor) -> None:
-        """Fill `into` [rows, cols] with masters of a region. Quantizing them gives the same blocks as the checkpoint's values.
-
-        Reads whole blocks of the tensor, since the maximum of a block depends on all of it.
-        """
+        """Fill `into` [rows, cols] with masters of a region. Quantizing them gives the same blocks as the checkpoint's values. Reads whole
+        blocks of the tensor, since the maximum of a block depends on all of it."""
         tensor, rect, *_ = region
         format = self.contract.format_of(tensor.role)
         whole = _grow_to_blocks(region, format)

@@ -26,8 +26,7 @@ class CoreAttention(MegatronModule):
     """
 
     kv_scales: torch.Tensor | None
-    kv_amax: torch.Tensor | None = None
-    """float32 [2]: largest magnitudes of keys and values, while they are being collected."""
+    kv_amax: torch.Tensor | None = None  # float32 [2]: largest magnitudes of keys and values, while they are being collected
 
     def __init__(
         self,
@@ -71,10 +70,8 @@ class CoreAttention(MegatronModule):
 
 
 class AbsorbedCoreAttention(CoreAttention):
-    """Attention over latents, followed by each head's product with its part V [h, v, rank] of kv_b, which is passed as `value`.
-
-    Packed sequences only: [t, h, rank + rope] and [t, 1, rank + rope] -> [t, h * v].
-    """
+    """Attention over latents, followed by each head's product with its part V [h, v, rank] of kv_b, which is passed as `value`. Packed
+    sequences only: [t, h, rank + rope] and [t, 1, rank + rope] -> [t, h * v]."""
 
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **options: Any) -> torch.Tensor:
         heads, _, rank = value.shape

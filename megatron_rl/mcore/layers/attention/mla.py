@@ -18,11 +18,7 @@ from typing import Any
 
 import torch
 from megatron.core.models.common.embeddings import apply_rotary_pos_emb
-from megatron.core.tensor_parallel import (
-    ColumnParallelLinear,
-    copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
-)
+from megatron.core.tensor_parallel import ColumnParallelLinear, copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
 
 from megatron_rl.kernels.batch_invariant import multiply_heads

@@ -22,8 +22,7 @@ from megatron_rl.mcore.passes.two_batch import OfMicroBatch
 class PackedSelfAttention(SelfAttention):
     """Self attention for packed rows and batches, on any device."""
 
-    _rotation = OfMicroBatch()
-    """Rotation of the current forward pass, if this class rotates instead of Megatron."""
+    _rotation = OfMicroBatch()  # rotation of the current forward pass, if this class rotates instead of Megatron
 
     def forward(
         self,

@@ -15,8 +15,7 @@ import torch.distributed as dist
 
 from megatron_rl.mcore.passes import two_batch
 
-Pending = Callable[[], Any]
-"""Waits for an exchange and returns its result."""
+Pending = Callable[[], Any]  # waits for an exchange and returns its result
 Start = Callable[[torch.Tensor], Pending]
 
 
@@ -79,10 +78,8 @@ def end_exchange(x: torch.Tensor, exchange: Exchange, start: Start) -> torch.Ten
 
 
 def exchange_rows(tensors: Sequence[torch.Tensor], sent: Sequence[int], received: Sequence[int], group: Any) -> list[torch.Tensor]:
-    """Send rows of each tensor [n, ...] to the ranks of `group` and return the received rows, with gradient.
-
-    `sent` and `received` are row counts per rank. The other micro-batch has its turn meanwhile.
-    """
+    """Send rows of each tensor [n, ...] to the ranks of `group` and return the received rows, with gradient. `sent` and `received` are row
+    counts per rank. The other micro-batch has its turn meanwhile."""
     there, back = (_start_all_to_all(*sizes, group) for sizes in ((sent, received), (received, sent)))
     under_way = [(x, Exchange()) for x in tensors]
     begun = [(begin_exchange(x, each, there, (sum(received), *x.shape[1:])), each) for x, each in under_way]

@@ -39,10 +39,8 @@ def install_embedding(model: GPTModel) -> None:
 
 
 class ReplicatedLinear(MegatronModule):
-    """y = x W^T with the whole W [N, K] on every tensor-parallel rank. Returns (y, None) like Megatron's linear layers.
-
-    Under sequence parallelism, each rank sees a part of the tokens; the weight's tag makes Megatron sum its gradient over the ranks.
-    """
+    """y = x W^T with the whole W [N, K] on every tensor-parallel rank. Returns (y, None) like Megatron's linear layers. Under sequence
+    parallelism, each rank sees a part of the tokens; the weight's tag makes Megatron sum its gradient over the ranks."""
 
     def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **_: Any) -> None:
         super().__init__(config)

@@ -25,16 +25,13 @@ from megatron_rl.mcore.passes.logprobs import Targets, score_tokens, token_logpr
 class OutputLayer(ColumnParallelLinear):
     """Returns logits [t, b, vocab / tp]; within `score_positions` log-probs [n, 1], or log-probs and entropies [n, 1, 2]."""
 
-    _scored = two_batch.OfMicroBatch()
-    """(positions, targets, with entropies)"""
+    _scored = two_batch.OfMicroBatch()  # (positions, targets, with entropies)
 
     def forward(
         self, input_: torch.Tensor, weight: torch.Tensor | None = None, runtime_gather_output: bool | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return (output, no bias) for input_ [t, b, h], or [t / tp, b, h] under sequence parallelism. Scoring needs b = 1.
-
-        `weight` is the embedding's if the two are tied.
-        """
+        """Return (output, no bias) for input_ [t, b, h], or [t / tp, b, h] under sequence parallelism. Scoring needs b = 1. `weight` is the
+        embedding's if the two are tied."""
         if self._scored is None:
             return super().forward(input_, weight, runtime_gather_output)
         positions, targets, with_entropy = self._scored
@@ -55,10 +52,8 @@ def install_output_layer(model: GPTModel) -> None:
 
 @contextmanager
 def score_positions(model: GPTModel, positions: torch.Tensor, targets: Targets, with_entropy: bool) -> Iterator[None]:
-    """Context manager: the model's last stage returns log-probs [1, n] of `targets` at `positions` int64 [n], with gradient.
-
-    With `with_entropy`, it returns log-probs and entropies [1, n, 2].
-    """
+    """Context manager: the model's last stage returns log-probs [1, n] of `targets` at `positions` int64 [n], with gradient. With
+    `with_entropy`, it returns log-probs and entropies [1, n, 2]."""
     layer: Any = model.output_layer if model.post_process else None
     if layer is None:
         yield
@@ -71,10 +66,8 @@ def score_positions(model: GPTModel, positions: torch.Tensor, targets: Targets, 
 
 
 class ValueHead(MegatronModule):
-    """A critic's output layer: FP32 values [t, b, 1]; within `score_positions` [n, 1], or [n, 1, 2] with zeros as entropies.
-
-    The value of a token predicts the return from the text before it. The weight is whole on every rank.
-    """
+    """A critic's output layer: FP32 values [t, b, 1]; within `score_positions` [n, 1], or [n, 1, 2] with zeros as entropies. The value of a
+    token predicts the return from the text before it. The weight is whole on every rank."""
 
     _scored = two_batch.OfMicroBatch()
 
@@ -85,10 +78,8 @@ class ValueHead(MegatronModule):
         self.sequence_parallel, self.tp_group = config.sequence_parallel, tp_group
 
     def forward(self, input_: torch.Tensor, weight: Any = None, runtime_gather_output: Any = None) -> tuple[torch.Tensor, None]:
-        """Return (values, no bias) for input_ [t, b, h], or [t / tp, b, h] under sequence parallelism. Scoring needs b = 1.
-
-        Every tensor-parallel rank computes all values, so gradients need no sum over ranks.
-        """
+        """Return (values, no bias) for input_ [t, b, h], or [t / tp, b, h] under sequence parallelism. Scoring needs b = 1. Every tensor-
+        parallel rank computes all values, so gradients need no sum over ranks."""
         if self.sequence_parallel:
             input_ = gather_from_sequence_parallel_region(input_, tensor_parallel_output_grad=False, group=self.tp_group)
         if self._scored is None:

@@ -35,12 +35,9 @@ class WeightLayer(Protocol):
     """A layer with a weight, quantized or not. `mcore.weights.load_weights.set_formats` adds these attributes to Megatron's own layers."""
 
     weight: torch.nn.Parameter
-    format: TensorFormat
-    """Format that the layer computes with."""
-    engine_format: TensorFormat | None
-    """Format that the engine computes with, for weights that some mode quantizes; else None."""
-    is_cut_by_columns: bool
-    """Whether ranks of `tp_group` hold different columns of the weight's rows."""
+    format: TensorFormat  # format that the layer computes with
+    engine_format: TensorFormat | None  # format that the engine computes with, for weights that some mode quantizes; else None
+    is_cut_by_columns: bool  # whether ranks of `tp_group` hold different columns of the weight's rows
 
     @property
     def blocks(self) -> QuantizedWeight | None:
@@ -57,10 +54,8 @@ class WeightLayer(Protocol):
 class QuantizedLinear:
     """Base class of the quantized layers, a `WeightLayer`."""
 
-    weight: torch.nn.Parameter
-    """Data of the blocks [N, K], in the format's dtype, with rows in Megatron's order."""
-    scale: torch.Tensor
-    """Scales of the blocks, whose rows are in quantized order."""
+    weight: torch.nn.Parameter  # data of the blocks [N, K], in the format's dtype, with rows in Megatron's order
+    scale: torch.Tensor  # scales of the blocks, whose rows are in quantized order
     config: TransformerConfig
     format: TensorFormat
     engine_format: TensorFormat | None = None
@@ -68,16 +63,12 @@ class QuantizedLinear:
     row_order: torch.Tensor | None = None
     cached_operand: Any = None
     quantizes_input: bool = True
-    quantization_enabled: bool = True
-    """False within `disable_quantization`: the forward pass multiplies with the master."""
-    defers_swiglu: bool = False
-    """Whether the next forward pass returns `GateUp` for the following layer; set by `FusedMLP`."""
-    master: MasterSlice | None = None
-    """Slice that this rank's optimizer updates; None without an optimizer."""
+    quantization_enabled: bool = True  # false within `disable_quantization`: the forward pass multiplies with the master
+    defers_swiglu: bool = False  # whether the next forward pass returns `GateUp` for the following layer; set by `FusedMLP`
+    master: MasterSlice | None = None  # slice that this rank's optimizer updates; None without an optimizer
     read_master: Callable[[], torch.Tensor] | None = None
     """Reads the whole master float32 [N, K] from its source, until an optimizer has taken its slice."""
-    adopted: bool = False
-    """Whether the blocks are a checkpoint's, byte for byte, and the master is unchanged since."""
+    adopted: bool = False  # whether the blocks are a checkpoint's, byte for byte, and the master is unchanged since
 
     def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **kwargs: Any) -> None:
         super().__init__(input_size, output_size, config=_with_block_dtype(config), **kwargs)  # type: ignore[call-arg]
@@ -231,11 +222,9 @@ class QuantizedReplicatedLinear(QuantizedLinear, ReplicatedLinear):
 
 
 def can_fuse_swiglu(first: Any, second: Any) -> bool:
-    """Return whether the second layer's quantization can compute the SwiGLU between two linear layers.
-
-    This requires that there is no bias, that the backend supports it, that no forward pass is replaced (`mcore.passes.engine_emulation`),
-    and that no hook observes the intermediate result.
-    """
+    """Return whether the second layer's quantization can compute the SwiGLU between two linear layers. This requires that there is no bias,
+    that the backend supports it, that no forward pass is replaced (`mcore.passes.engine_emulation`), and that no hook observes the
+    intermediate result."""
     return (
         isinstance(first, QuantizedColumnParallelLinear)
         and isinstance(second, QuantizedRowParallelLinear)

@@ -21,10 +21,8 @@ from parallel.formats import BLOCK
 def multiply(
     layer: Any, input: Any, weight: torch.Tensor, sum_dgrad: bool, sequence_parallel: bool, group: Any, row_sum: RowSum | None
 ) -> Any:
-    """Return x W^T of a `QuantizedLinear`, with gradient; see `Product` for the arguments about communication.
-
-    `input` is a tensor, `GateUp` or `Normed`; the result is a tensor or `GateUp`. The other micro-batch has its turn during communication.
-    """
+    """Return x W^T of a `QuantizedLinear`, with gradient; see `Product` for the arguments about communication. `input` is a tensor,
+    `GateUp` or `Normed`; the result is a tensor or `GateUp`. The other micro-batch has its turn during communication."""
     input, gate_up = input if isinstance(input, GateUp) else (input, None)
     input, given = input if isinstance(input, Normed) else (input, None)
     weight = weight if torch.is_grad_enabled() else weight.detach()  # otherwise the operand for WGrad is created needlessly
@@ -48,16 +46,13 @@ def multiply(
 class Product:
     """One use of a layer in the pass of a micro-batch, with its communication."""
 
-    layer: Any
-    """A `QuantizedLinear`."""
+    layer: Any  # a `QuantizedLinear`
     group: Any
-    sum_dgrad: bool
-    """All-reduce x's gradient over the ranks, each of which has all tokens."""
+    sum_dgrad: bool  # all-reduce x's gradient over the ranks, each of which has all tokens
     row_sum: RowSum | None
     tokens: Exchange | None = None
     """Sequence parallelism before a column-parallel layer: gathers the quantized operands, and reduce-scatters the results of DGrad."""
-    column_tokens: int = 0
-    """Number of this rank's tokens if ranks also gather bytes for WGrad; 0 if they gather x."""
+    column_tokens: int = 0  # number of this rank's tokens if ranks also gather bytes for WGrad; 0 if they gather x
     sums: Exchange | None = None
     """Sequence parallelism behind a row-parallel layer: reduce-scatters the results, and gathers their gradient."""
     defers_swiglu: bool = False
@@ -181,10 +176,8 @@ def _start_gathering_again(product: Product, own: tuple[torch.Tensor, ...]) -> P
 
 
 def _start_gathering_gradient(product: Product, dy: torch.Tensor, rows: bool, columns: bool) -> Pending:
-    """Start to gather the gradient of a row-parallel layer's results: returns (operand for DGrad, pending operand for WGrad or None).
-
-    The pending operand overlaps with DGrad, if each rank has whole blocks of tokens and quantizes its own; else the first operand has both.
-    """
+    """Start to gather the gradient of a row-parallel layer's results: returns (operand for DGrad, pending operand for WGrad or None). The
+    pending operand overlaps with DGrad, if each rank has whole blocks of tokens and quantizes its own; else the first operand has both."""
     backend, row_sum, tokens = product.layer.backend, product.row_sum, dy.shape[:-1].numel()
     assert row_sum is not None
     if isinstance(row_sum, ScatteredSum) and can_gather(backend, tokens) and backend.gathers_bytes and tokens % BLOCK == 0 and rows:
@@ -214,10 +207,8 @@ def _flatten_tokens(x: torch.Tensor) -> torch.Tensor:
 class GateUp(NamedTuple):
     """SwiGLU's input, passed to a layer that computes SwiGLU while it quantizes."""
 
-    activation: torch.Tensor
-    """Placeholder [..., F] that carries the gradient of SwiGLU's result."""
-    gate_up: torch.Tensor
-    """[..., 2 F], without gradient."""
+    activation: torch.Tensor  # placeholder [..., F] that carries the gradient of SwiGLU's result
+    gate_up: torch.Tensor  # [..., 2 F], without gradient
 
     @property
     def dtype(self) -> torch.dtype:
@@ -227,10 +218,8 @@ class GateUp(NamedTuple):
 class Normed(NamedTuple):
     """The quantized result of a norm, passed to the following layer."""
 
-    activation: torch.Tensor
-    """Placeholder [..., h] that carries the result's gradient."""
-    operand: Operand
-    """This rank's tokens as rows and, in training, columns."""
+    activation: torch.Tensor  # placeholder [..., h] that carries the result's gradient
+    operand: Operand  # this rank's tokens as rows and, in training, columns
 
     @property
     def is_cuda(self) -> bool:

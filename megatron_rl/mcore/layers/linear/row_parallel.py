@@ -26,8 +26,7 @@ class RowSum:
     """How the ranks of a row-parallel layer add their partial results: in tree order."""
 
     group: Any
-    scatter: bool
-    """Sequence parallelism: each rank receives the sums of its own tokens."""
+    scatter: bool  # sequence parallelism: each rank receives the sums of its own tokens
     by_tree: ClassVar[bool] = True
 
     def reduce(self, partial: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -37,10 +37,8 @@ class WeightGradient:
 
 
 def hand_over_gradient(weight: Any) -> torch.Tensor | None:
-    """Tell Megatron that a gradient is in its FP32 buffer; return the gradient for autograd.
-
-    This is None, or zeros if an embedding shares the weight: DDP's hook then adds autograd's gradient to the buffer.
-    """
+    """Tell Megatron that a gradient is in its FP32 buffer; return the gradient for autograd. This is None, or zeros if an embedding shares
+    the weight: DDP's hook then adds autograd's gradient to the buffer."""
     weight.grad_added_to_main_grad = True
     if getattr(weight, "zero_out_wgrad", False):
         return weight.new_zeros(()).expand_as(weight)

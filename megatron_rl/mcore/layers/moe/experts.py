@@ -36,22 +36,17 @@ from megatron_rl.mcore.passes import two_batch
 
 
 class OutputWeightedExperts(SequentialMLP):
-    """Megatron's experts, but a token's weight multiplies the expert's output, as in every engine.
-
-    Megatron multiplies the second layer's input, which changes the result once that input is quantized. If the backend has grouped products,
-    all experts run at once (`grouped_experts`) with the same sums as one after the other.
-    """
+    """Megatron's experts, but a token's weight multiplies the expert's output, as in every engine. Megatron multiplies the second layer's
+    input, which changes the result once that input is quantized. If the backend has grouped products, all experts run at once
+    (`grouped_experts`) with the same sums as one after the other."""
 
     _grouped: tuple[GroupedLinear, GroupedLinear] | None = None
 
     def forward(
         self, permuted_local_hidden_states: torch.Tensor, tokens_per_expert: torch.Tensor, permuted_probs: torch.Tensor
     ) -> tuple[torch.Tensor, None]:
-        """Return outputs [T, h], which Megatron adds over the ranks of an expert.
-
-        Tokens [T, h] (or packed by `scatter_tokens`) are sorted by expert, with weights [T]. Grouped experts may also get tokens as received
-        from the ranks, with counts [ranks, experts].
-        """
+        """Return outputs [T, h], which Megatron adds over the ranks of an expert. Tokens [T, h] (or packed by `scatter_tokens`) are sorted
+        by expert, with weights [T]. Grouped experts may also get tokens as received from the ranks, with counts [ranks, experts]."""
         if self.runs_grouped:
             groups = TokenGroups.from_counts(tokens_per_expert, permuted_probs.device)
             gives_turn = self.config.sequence_parallel
@@ -65,10 +60,8 @@ class OutputWeightedExperts(SequentialMLP):
         return _Weigh.apply(y, permuted_probs), None
 
     def _sum_adapters(self, y: torch.Tensor, counts: list[int], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Split y into the partial sums [T, h] of second layers and the output [T, h] of their adapters, or None without adapters.
-
-        The adapters' partial sums are appended to y's columns (`mcore.weights.adapters`).
-        """
+        """Split y into the partial sums [T, h] of second layers and the output [T, h] of their adapters, or None without adapters. The
+        adapters' partial sums are appended to y's columns (`mcore.weights.adapters`)."""
         rank = y.shape[1] - self.config.hidden_size
         if not rank:
             return y, None
@@ -87,10 +80,9 @@ class OutputWeightedExperts(SequentialMLP):
         return [mlp.linear_fc1 for mlp in self.local_experts], [mlp.linear_fc2 for mlp in self.local_experts]
 
     def named_modules(self, memo: Any = None, prefix: str = "", remove_duplicate: bool = True) -> Iterator[tuple[str, torch.nn.Module]]:
-        """Yield modules as torch does, but with grouped experts all first layers precede all second layers, each from the last expert to the first.
-
-        Megatron lays out gradients in reverse order. The gradients of all first layers are then adjacent, and WGrad adds to them in place.
-        """
+        """Yield modules as torch does, but with grouped experts all first layers precede all second layers, each from the last expert to
+        the first. Megatron lays out gradients in reverse order. The gradients of all first layers are then adjacent, and WGrad adds to them
+        in place."""
         found, layers = list(super().named_modules(memo, prefix, remove_duplicate)), self._list_layers()
         if not self.config.sums_by_tree and have_grouped_products([*layers[0], *layers[1]]):
             places = {layer: place for place, layer in enumerate(layer for each in layers for layer in reversed(each))}
@@ -98,11 +90,9 @@ class OutputWeightedExperts(SequentialMLP):
         yield from found
 
     def scatter_tokens(self, x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-        """Return what is sent to the experts for tokens x [n, h], in the order of `kernels.experts.reference`.
-
-        These are rows [n k, h]; or, without gradient and with grouped experts, the bytes and scales that the first layer would quantize. WGrad
-        quantizes over 128 tokens of an expert from several ranks, so BF16 is sent if there is a gradient.
-        """
+        """Return what is sent to the experts for tokens x [n, h], in the order of `kernels.experts.reference`. These are rows [n k, h]; or,
+        without gradient and with grouped experts, the bytes and scales that the first layer would quantize. WGrad quantizes over 128 tokens
+        of an expert from several ranks, so BF16 is sent if there is a gradient."""
         packs = not torch.is_grad_enabled() and self.runs_grouped
         return self._layers[0].backend.pack(x, order) if packs else scatter_tokens(x, order)
 
@@ -158,11 +148,9 @@ class _TreeSum(torch.autograd.Function):
 
 
 class _WeightedSum(torch.autograd.Function):
-    """Adds the partial sums of an expert's ranks, float32 [T, h], and the adapters' output [T, h], then multiplies by the weights.
-
-    Each rank computes a part of the tokens and leaves zeros elsewhere; Megatron's following sum over the ranks adds one output and zeros.
-    The gradient is whole on every rank.
-    """
+    """Adds the partial sums of an expert's ranks, float32 [T, h], and the adapters' output [T, h], then multiplies by the weights. Each
+    rank computes a part of the tokens and leaves zeros elsewhere; Megatron's following sum over the ranks adds one output and zeros. The
+    gradient is whole on every rank."""
 
     @staticmethod
     def forward(
@@ -217,10 +205,8 @@ class MixtureOfExperts(MoELayer):
 
 
 class Dispatcher(MoEAlltoAllTokenDispatcher):
-    """Megatron's all-to-all dispatcher. The other micro-batch computes during communication.
-
-    The host waits once, for all token counts, or never if routers replay (`token_counts`).
-    """
+    """Megatron's all-to-all dispatcher. The other micro-batch computes during communication. The host waits once, for all token counts, or
+    never if routers replay (`token_counts`)."""
 
     router: Router
     experts: OutputWeightedExperts
@@ -273,16 +259,12 @@ def counts_on_device() -> bool:
 
 
 class EvenDispatcher(Dispatcher):
-    """Dispatcher for a fixed number of experts per token. Megatron's own asks the device twice how many tokens were selected.
+    """Dispatcher for a fixed number of experts per token. Megatron's own asks the device twice how many tokens were selected. A token's
+    outputs are summed in FP32 and rounded once in a fixed order (`kernels.experts.reference`), as in SGLang, and so is the gradient of its
+    input. Megatron adds them in the tensor's dtype in any order."""
 
-    A token's outputs are summed in FP32 and rounded once in a fixed order (`kernels.experts.reference`), as in SGLang, and so is the gradient
-    of its input. Megatron adds them in the tensor's dtype in any order.
-    """
-
-    order: torch.Tensor
-    """Order of tokens as in `kernels.experts.reference`."""
-    as_received: bool
-    """Whether tokens are in the order in which ranks sent them."""
+    order: torch.Tensor  # order of tokens as in `kernels.experts.reference`
+    as_received: bool  # whether tokens are in the order in which ranks sent them
 
     def dispatch_preprocess(
         self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
@@ -299,10 +281,8 @@ class EvenDispatcher(Dispatcher):
         return self.experts.scatter_tokens(rows, self.order), probs.t().reshape(-1).index_select(0, chosen)
 
     def dispatch_postprocess(self, global_input_tokens: torch.Tensor, global_probs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return (tokens, tokens per expert, weights), sorted by expert.
-
-        Grouped experts get tokens as received with counts [ranks, experts]; they are sorted when they are spread to the experts.
-        """
+        """Return (tokens, tokens per expert, weights), sorted by expert. Grouped experts get tokens as received with counts [ranks,
+        experts]; they are sorted when they are spread to the experts."""
         self.as_received = self.num_local_experts > 1 and self.tp_size == 1 and self.experts.runs_grouped
         if not self.as_received:
             found: tuple[torch.Tensor, ...] = super().dispatch_postprocess(global_input_tokens, global_probs)

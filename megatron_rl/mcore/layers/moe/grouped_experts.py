@@ -82,10 +82,8 @@ def have_grouped_products(layers: Sequence[Any]) -> bool:
 
 
 def can_group(layers: Sequence[Any]) -> bool:
-    """Return whether these layers of one shape can run as one.
-
-    This requires grouped products, no replaced forward pass (`mcore.passes.engine_emulation`), and no hook that observes a single output.
-    """
+    """Return whether these layers of one shape can run as one. This requires grouped products, no replaced forward pass
+    (`mcore.passes.engine_emulation`), and no hook that observes a single output."""
     return have_grouped_products(layers) and all(
         layer.quantization_enabled and "_forward_impl" not in vars(layer) and not layer._forward_hooks for layer in layers
     )
@@ -95,9 +93,7 @@ def run_experts(
     x: torch.Tensor, weights: torch.Tensor, groups: TokenGroups, first: GroupedLinear, second: GroupedLinear, gives_turn: bool = False
 ) -> torch.Tensor:
     """Return the outputs [n, h] of tokens x [n, h] (or packed) times weights float32 [n], in the order of x; with gradient unless packed.
-
-    The dispatcher does all communication. With `gives_turn`, the other micro-batch has its turn between the two products.
-    """
+    The dispatcher does all communication. With `gives_turn`, the other micro-batch has its turn between the two products."""
     activation, gate_up = _FirstLayers.apply(x, groups, first, *first.list_weights())
     if gives_turn:
         two_batch.give_turn()

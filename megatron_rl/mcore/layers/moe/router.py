@@ -74,10 +74,8 @@ class Router(TopKRouter):
         reduce_group_has_dp: bool = False,
         valid_token_count: Any = None,
     ) -> torch.Tensor:
-        """Attach each rank's part of the loss, times the number of the micro-batch's tokens.
-
-        Megatron's `valid_token_count` is inconsistent: this rank's tokens without a mask, those of all tensor-parallel ranks with one.
-        """
+        """Attach each rank's part of the loss, times the number of the micro-batch's tokens. Megatron's `valid_token_count` is
+        inconsistent: this rank's tokens without a mask, those of all tensor-parallel ranks with one."""
         batch = self.router_replay.current
         if batch is not None and batch.empty:
             return activation  # without tokens the loss is NaN
@@ -101,31 +99,23 @@ class Router(TopKRouter):
 class RoutedMicroBatch:
     """This rank's t tokens of a micro-batch, as routers see them."""
 
-    token_indices: torch.Tensor
-    """int64 [t]: index of the position among the positions of all the replica's samples; -1 for padding."""
-    padding: torch.Tensor
-    """bool [t]."""
-    empty: bool
-    """Whether the micro-batch holds no tokens of samples on any rank that shares it."""
-    routed_experts: torch.Tensor | None
-    """Recorded experts [t, layers, k], or None if the samples have none."""
-    replay: bool
-    """Whether the routers use the recorded experts."""
+    token_indices: torch.Tensor  # int64 [t]: index of the position among the positions of all the replica's samples; -1 for padding
+    padding: torch.Tensor  # bool [t]
+    empty: bool  # whether the micro-batch holds no tokens of samples on any rank that shares it
+    routed_experts: torch.Tensor | None  # recorded experts [t, layers, k], or None if the samples have none
+    replay: bool  # whether the routers use the recorded experts
     stats: RoutingStats | None
-    known: KnownRoutes
-    """Token counts of the layers in which they are known."""
+    known: KnownRoutes  # token counts of the layers in which they are known
 
 
 class RoutingReplay:
     """Chooses the experts of one router; Megatron calls `get_replay_topk`."""
 
-    forward_batch = OfMicroBatch()
-    """The `RoutedMicroBatch` of the current forward pass."""
+    forward_batch = OfMicroBatch()  # the `RoutedMicroBatch` of the current forward pass
 
     def __init__(self, router: Router) -> None:
         self.router = router
-        self.recompute_queue: deque[RoutedMicroBatch] = deque()
-        """Micro-batches that backward passes will recompute, in order."""
+        self.recompute_queue: deque[RoutedMicroBatch] = deque()  # micro-batches that backward passes will recompute, in order
         self.current: RoutedMicroBatch | None = None
 
     def begin(self) -> RoutedMicroBatch | None:
@@ -258,10 +248,8 @@ class ModelRouters:
                     replay.recompute_queue.append(own)
 
     def agree_on_padding(self, samples: list[TrainingSample]) -> torch.Tensor:
-        """Return the experts [layers, k] of padding: 0 to k - 1, since padding must go to k different experts, too. Collective.
-
-        Empty if records are not used, or if no replica's samples have any.
-        """
+        """Return the experts [layers, k] of padding: 0 to k - 1, since padding must go to k different experts, too. Collective. Empty if
+        records are not used, or if no replica's samples have any."""
         if self.shape is None or not (self.replay_enabled or self._stats is not None):
             return torch.empty(0)
         if not reduce.max_over_replicas(any(len(sample.routed_experts) for sample in samples)):
@@ -296,9 +284,7 @@ class ModelRouters:
     @contextmanager
     def collect_stats(self, samples: list[TrainingSample], keep: bool = False) -> Iterator[RoutingStats]:
         """Context manager that collects routing statistics from the enclosed forward passes, which must cover all of the replica's samples.
-
-        With `keep`, `RoutingStats.gather_records` returns the chosen experts.
-        """
+        With `keep`, `RoutingStats.gather_records` returns the chosen experts."""
         stats = RoutingStats(self.shape, samples, next(self._chunks[0].parameters()).device, keep)
 
         def count_arrived(_: Any, inputs: tuple[Any, ...]) -> None:

@@ -20,23 +20,17 @@ from megatron_rl.kernels.device_copy import copy_to_device
 class LayerCounts:
     """Token counts of one micro-batch in one layer, int64 on the host."""
 
-    sent: torch.Tensor
-    """[ep]: tokens sent from this rank to each rank."""
-    received: torch.Tensor
-    """[ep, etp, own experts]: tokens received from each rank for each expert of this rank."""
+    sent: torch.Tensor  # [ep]: tokens sent from this rank to each rank
+    received: torch.Tensor  # [ep, etp, own experts]: tokens received from each rank for each expert of this rank
 
 
-KnownRoutes = Mapping[int, LayerCounts]
-"""Known counts of a micro-batch, by layer."""
-UNKNOWN: KnownRoutes = {}
-"""The counts are unknown because routers choose the experts."""
+KnownRoutes = Mapping[int, LayerCounts]  # known counts of a micro-batch, by layer
+UNKNOWN: KnownRoutes = {}  # the counts are unknown because routers choose the experts
 
 
 def start_count(routing_map: torch.Tensor) -> Callable[[], LayerCounts]:
-    """Count the tokens of a layer, bool [t, experts]; return a function that waits for the counts on the host.
-
-    Collective among ranks that exchange tokens.
-    """
+    """Count the tokens of a layer, bool [t, experts]; return a function that waits for the counts on the host. Collective among ranks that
+    exchange tokens."""
     own, group = routing_map.sum(0), parallel_state.get_expert_tensor_and_model_parallel_group()
     gathered = own if group.size() == 1 else own.new_empty(group.size() * len(own))
     if group.size() > 1:
