@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, islice
 from typing import Any
 
 import torch
-from megatron.core.distributed import finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.parallel_state import get_global_memory_buffer
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -29,7 +28,7 @@ from megatron_rl.mcore.layers.moe.experts import free_frozen_operands
 from megatron_rl.mcore.layers.moe.router import ModelRouters
 from megatron_rl.mcore.layers.moe.token_counts import UNKNOWN, KnownRoutes
 from megatron_rl.mcore.layers.mtp import Lookahead, copy_embedding
-from megatron_rl.mcore.names import ModelChunks, get_model_chunks, global_name
+from megatron_rl.mcore.names import ModelChunks, get_model_chunks, global_name, iter_modules
 from megatron_rl.mcore.optim.buckets import finish_gathers, start_gathers, wrap_chunks
 from megatron_rl.mcore.optim.master_slices import flatten_chained
 from megatron_rl.mcore.optim.offload import OptimizerOffloader
@@ -49,14 +48,8 @@ from parallel.formats import BLOCK
 Loss = Callable[..., tuple[torch.Tensor, dict[str, torch.Tensor]]]
 """Maps (log-probs [1, t], micro-batch) to (sum of token losses, sums of metrics). Also gets entropies [1, t] if it has `with_entropy`."""
 TOTAL_LOSS, _POSITIONS = "loss/total", "tokens/places"  # keys of sums that `Actor.update` consumes; they are not reported as metrics
-_PADDING = declare("tokens/padding", "share of the places in micro-batches that hold no token", "share")
-MTP_LOSS = declare(
-    "loss/mtp",
-    "cross-entropy of the layers for multi-token prediction, per answer token",
-    "nats",
-    "MTP loss (nats per token)",
-    label="loss",
-)
+_PADDING = declare("tokens/padding", "share of micro-batch positions without a token", "share")
+MTP_LOSS = declare("loss/mtp", "cross-entropy of the MTP layers per response token", "nats", "MTP loss (nats per token)", label="loss")
 GRAD_NORM = declare("grad_norm", "norm of the gradient before clipping", "number", "norm before clipping", label="norm")
 LEARNING_RATE = declare("learning_rate", "learning rate", "small")
 _GATHERED = 16  # every backend can gather multiples of this many tokens
@@ -221,10 +214,8 @@ class Actor(Policy):
         self._train = train
         self.routing.replay_enabled = True
         config = self.chunks[0].config
-        config.moe_router_bias_update_rate = train.router_bias_rate
         self._mtp_layers: int = config.trained_mtp_layers
         self._forward_chunks = wrap_chunks(self.chunks, train)
-        config.finalize_model_grads_func = finalize_model_grads
         self.optimizer = get_megatron_optimizer(
             OptimizerConfig(
                 optimizer="adam",
@@ -247,8 +238,7 @@ class Actor(Policy):
         }
         for part in flatten_chained(self.optimizer):
             part.take_layers(layers)
-        self.learning_rate: Callable[[int], float] = LearningRateSchedule(self.optimizer, train)
-        """Maps the number of completed optimizer steps to the learning rate of the next step."""
+        self.learning_rate = LearningRateSchedule(self.optimizer, train)
         self.response = StepResponse(self.chunks, self.optimizer)
         self.offloader = OptimizerOffloader(self._forward_chunks, self.optimizer, self._device)
 
@@ -271,7 +261,7 @@ class Actor(Policy):
         sampled_tokens, all_tokens = reduce.sum_over_replicas(own_tokens, own_places)
         tokens = max(sampled_tokens, 1)
         # each router weights its loss by all tokens, but Megatron divides the gradient by the sampled tokens
-        self.chunks[0].config.moe_aux_loss_coeff = self._train.router_aux_loss * tokens / all_tokens
+        self.routing.set_aux_loss_coeff(self._train.router_aux_loss * tokens / all_tokens)
         for chunk in self._forward_chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -283,7 +273,9 @@ class Actor(Policy):
                 cause = self._find_nonfinite_activation(samples)
                 raise RunError(f"the loss of optimizer step {self.steps_done + 1} is {means[TOTAL_LOSS]}{cause}")
             self._check_gradients_finite()
-        learning_rate = self._set_learning_rate()
+        learning_rate = self.learning_rate(self.steps_done)
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
         self.steps_done += 1  # incremented first: a step that fails midway leaves weights of no known version
         self.response.begin(self.steps_done)
         _, grad_norm, _ = self.optimizer.step()
@@ -317,10 +309,21 @@ class Actor(Policy):
         return reduce.sum_by_name(sums)
 
     def _find_nonfinite_activation(self, samples: list[TrainingSample]) -> str:
-        """Return the part of an error message that names the first module whose output is inf or NaN, or "". Collective; runs a forward pass."""
-        with torch.no_grad(), record_nonfinite_modules(self.model) as names:
+        """Return the part of an error message that names the first module with inf or NaN in its output, or "". Runs a forward pass.
+        Collective."""
+        names: list[str] = []
+
+        def check_output(name: str, _: Any, __: Any, output: Any) -> None:
+            tensors = output if isinstance(output, tuple) else (output,)
+            if any(isinstance(x, torch.Tensor) and x.is_floating_point() and not bool(torch.isfinite(x).all()) for x in tensors):
+                names.append(name)
+
+        with torch.no_grad(), ExitStack() as hooks:
+            for chunk, name, module in iter_modules(self.model):
+                if name and not isinstance(module, torch.nn.ModuleList):
+                    hooks.enter_context(module.register_forward_hook(partial(check_output, global_name(chunk, name))))
             self._run(samples, lambda scores, *_: scores.new_zeros(()), forward_only=True)
-        name = first_across_ranks(names)
+        name = next(filter(None, gather_from_ranks(names[0] if names else "")), "")  # earlier pipeline stages have lower ranks
         return f"; the first tensor that holds inf or NaN is what {name} gives" if name else ""
 
     def _check_gradients_finite(self) -> None:
@@ -333,13 +336,6 @@ class Actor(Policy):
         bad = "" if finite else next(nonfinite, "")
         error = RunError(f"the gradient of {bad} holds inf or NaN in optimizer step {self.steps_done + 1}") if bad else None
         raise_on_all_ranks(error)
-
-    def _set_learning_rate(self) -> float:
-        """Set and return the learning rate of the next optimizer step."""
-        rate = self.learning_rate(self.steps_done)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        return rate
 
 
 class Critic(Actor):
@@ -357,29 +353,3 @@ class Critic(Actor):
     def compute_values(self, samples: list[TrainingSample]) -> list[torch.Tensor]:
         """Return the value before each sampled token of this replica's samples, float32 [A] each, without gradient. Collective."""
         return self.compute_logprobs(samples)[0]
-
-
-@contextmanager
-def record_nonfinite_modules(model: ModelChunks) -> Iterator[list[str]]:
-    """Context manager that yields a list. Forward passes append the names of modules with inf or NaN in their output, in execution order."""
-    names: list[str] = []
-
-    def make_hook(name: str) -> Any:
-        def check_output(_: Any, __: Any, output: Any) -> None:
-            tensors = output if isinstance(output, tuple) else (output,)
-            if any(isinstance(x, torch.Tensor) and x.is_floating_point() and not bool(torch.isfinite(x).all()) for x in tensors):
-                names.append(name)
-
-        return check_output
-
-    with ExitStack() as hooks:
-        for chunk in get_model_chunks(model):
-            for name, module in chunk.named_modules():
-                if name and not isinstance(module, torch.nn.ModuleList):
-                    hooks.enter_context(module.register_forward_hook(make_hook(global_name(chunk, name))))
-        yield names
-
-
-def first_across_ranks(names: list[str]) -> str:
-    """Return the first name on the lowest rank that has one, or "". Earlier pipeline stages have lower ranks. Collective."""
-    return next(filter(None, gather_from_ranks(names[0] if names else "")), "")

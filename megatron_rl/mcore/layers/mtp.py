@@ -12,8 +12,7 @@ beforehand, which needs no communication between context-parallel ranks, and log
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -38,6 +37,7 @@ from megatron_rl.mcore.layers.linear.high_precision import PlainColumnParallelLi
 from megatron_rl.mcore.layers.linear.output_layer import score_positions
 from megatron_rl.mcore.layers.norms import RMSNorm
 from megatron_rl.mcore.layers.spec import build_last_layer_spec
+from megatron_rl.mcore.names import override
 from megatron_rl.mcore.passes.context_parallel import ContextShard
 from megatron_rl.mcore.passes.logprobs import ScoredPositions, Targets
 from megatron_rl.mcore.passes.two_batch import OfMicroBatch
@@ -137,14 +137,9 @@ class LookaheadModel(GPTModel):
             with score_positions(self, scored.index, Targets(tokens, 1.0), with_entropy=False):
                 ahead.logprobs.append(self.output_layer(state, weight=weight)[0].transpose(0, 1))
 
-    @contextmanager
-    def look_ahead(self, ahead: Lookahead) -> Iterator[None]:
-        """Context manager: a forward pass also fills `ahead.logprobs`."""
-        self._lookahead = ahead
-        try:
-            yield
-        finally:
-            self._lookahead = None
+    def look_ahead(self, ahead: Lookahead) -> AbstractContextManager[None]:
+        """Return a context manager in which a forward pass also fills `ahead.logprobs`."""
+        return override([self], "_lookahead", ahead)
 
 
 def copy_embedding(chunks: list[Any]) -> None:

@@ -6,12 +6,13 @@ Code that reads weights outside of a forward pass must call `finish_gathers` fir
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 
 from megatron_rl.config import TrainConfig
@@ -28,7 +29,8 @@ def wrap_chunks(chunks: list[GPTModel], train: TrainConfig) -> list[Any]:
         overlap_param_gather=overlaps and train.overlap_param_gather,
         align_param_gather=True,  # a module waits for its own bucket only: `start_gathers` starts them all
     )
-    config = chunks[0].config
+    config = copy.copy(chunks[0].config)  # Megatron's schedule reads these options from the wrapper
+    config.finalize_model_grads_func, config.moe_router_bias_update_rate = finalize_model_grads, train.router_bias_rate
     # as in Megatron's training loop, later virtual stages use a single bucket
     wrapped = [DistributedDataParallel(config, settings, chunk, disable_bucketing=number > 0) for number, chunk in enumerate(chunks)]
     if settings.overlap_grad_reduce:

@@ -20,7 +20,7 @@ from megatron_rl.kernels.sums import reference as tree
 from megatron_rl.mcore.layers.attention.core_attention import CoreAttention
 from megatron_rl.mcore.layers.linear.quantized_linear import QuantizedLinear, WeightLayer
 from megatron_rl.mcore.layers.linear.row_parallel import RowSum, gather_sequence
-from megatron_rl.mcore.names import ModelChunks, get_model_chunks
+from megatron_rl.mcore.names import ModelChunks, iter_modules, override
 from megatron_rl.mcore.weights.load_weights import find_weight_layers
 from megatron_rl.precision.quantized_weight import QuantizedWeight
 from parallel.formats import TensorFormat
@@ -61,15 +61,8 @@ def emulate_engine(
 @contextmanager
 def emulate_cache(model: ModelChunks) -> Iterator[None]:
     """Context manager: attention reads keys and values as from an E4M3 cache (`precision.kv`)."""
-    cores = [module for chunk in get_model_chunks(model) for module in chunk.modules() if isinstance(module, CoreAttention)]
-    before = [core.quantizes_kv for core in cores]
-    try:
-        for core in cores:
-            core.quantizes_kv = True
+    with override([core for *_, core in iter_modules(model, CoreAttention)], "quantizes_kv", True):
         yield
-    finally:
-        for core, quantizes in zip(cores, before, strict=True):
-            core.quantizes_kv = quantizes
 
 
 def _forward(

@@ -32,7 +32,7 @@ from megatron_rl.mcore.actor import Policy
 from megatron_rl.mcore.layers.linear.row_parallel import PartialSum, TreeProduct
 from megatron_rl.mcore.layers.linear.weight_gradient import take_weight
 from megatron_rl.mcore.model import freeze
-from megatron_rl.mcore.names import ModelChunks, get_model_chunks, global_name
+from megatron_rl.mcore.names import ModelChunks, get_model_chunks, global_name, iter_modules, override
 from megatron_rl.mcore.optim.buckets import finish_gathers
 from parallel.adapters import NAMES
 
@@ -122,21 +122,14 @@ def _add_up_rounded(layer: Any, h: torch.Tensor) -> torch.Tensor:
 
 def list_adapted_layers(model: ModelChunks) -> list[tuple[Any, str, Any]]:
     """Return (chunk, name, layer) of every layer with an adapter; [] without LoRA."""
-    chunks = get_model_chunks(model)
-    return [(chunk, name, layer) for chunk in chunks for name, layer in chunk.named_modules() if hasattr(layer, "adapter_scale")]
+    return [found for found in iter_modules(model) if hasattr(found[2], "adapter_scale")]
 
 
 @contextmanager
 def disable_adapters(model: ModelChunks) -> Iterator[None]:
     """Context manager: forward passes are those of the frozen model."""
-    layers = [layer for *_, layer in list_adapted_layers(model)]
-    for layer in layers:
-        layer.adapter_enabled = False
-    try:
+    with override([layer for *_, layer in list_adapted_layers(model)], "adapter_enabled", False):
         yield
-    finally:
-        for layer in layers:
-            layer.adapter_enabled = True
 
 
 class FrozenPolicy(Policy):

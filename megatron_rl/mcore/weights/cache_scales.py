@@ -13,25 +13,20 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.mcore.layers.attention.core_attention import CoreAttention
-from megatron_rl.mcore.names import ModelChunks, get_model_chunks, global_name
+from megatron_rl.mcore.names import ModelChunks, global_name, iter_modules
 from megatron_rl.precision.kv_cache import choose_scales
 
 
 def collect_scales(model: ModelChunks) -> dict[str, torch.Tensor]:
     """Return this rank's KV-cache scales as {global name: float32 [2]}. Empty if there are none."""
-    return {
-        global_name(chunk, f"{name}.kv_scales"): module.kv_scales
-        for chunk in get_model_chunks(model)
-        for name, module in chunk.named_modules()
-        if isinstance(module, CoreAttention) and module.kv_scales is not None
-    }
+    cores = iter_modules(model, CoreAttention)
+    return {global_name(chunk, f"{name}.kv_scales"): core.kv_scales for chunk, name, core in cores if core.kv_scales is not None}
 
 
 @contextmanager
 def renew_scales(model: ModelChunks) -> Iterator[None]:
     """Context manager: on exit, choose new scales from the keys and values of the enclosed forward passes on all ranks. Collective."""
-    cores = [module for chunk in get_model_chunks(model) for module in chunk.modules() if isinstance(module, CoreAttention)]
-    scales = {core: core.kv_scales for core in cores if core.kv_scales is not None}
+    scales = {core: core.kv_scales for *_, core in iter_modules(model, CoreAttention) if core.kv_scales is not None}
     amax = {core: torch.zeros_like(values) for core, values in scales.items()}
     for core in scales:
         core.kv_amax = amax[core]

@@ -18,7 +18,7 @@ from megatron_rl.errors import RunError, as_user_error
 from megatron_rl.hf.files import read_config
 from megatron_rl.hf.read import HFCheckpoint
 from megatron_rl.mcore.layers.linear.quantized_linear import QuantizedLinear, WeightLayer, reorder_rows
-from megatron_rl.mcore.names import ModelChunks, get_model_chunks, global_name
+from megatron_rl.mcore.names import ModelChunks, get_model_chunks, global_name, iter_modules
 from megatron_rl.mcore.optim.buckets import finish_gathers
 from megatron_rl.mcore.weights.cache_scales import collect_scales
 from megatron_rl.mcore.weights.master_spread import MasterSpread
@@ -152,12 +152,8 @@ def set_formats(model: ModelChunks, geometry: ModelGeometry, layout: Layout, con
 
 def find_weight_layers(model: ModelChunks) -> dict[str, WeightLayer]:
     """Return {global name of a weight: its layer}."""
-    return {
-        global_name(chunk, f"{name}.weight"): module
-        for chunk in get_model_chunks(model)
-        for name, module in chunk.named_modules()
-        if hasattr(module, "weight")
-    }
+    modules = iter_modules(model)
+    return {global_name(chunk, f"{name}.weight"): module for chunk, name, module in modules if hasattr(module, "weight")}
 
 
 def collect_named_tensors(model: ModelChunks, shards: list[Shard], contract: PrecisionContract) -> dict[str, torch.Tensor]:

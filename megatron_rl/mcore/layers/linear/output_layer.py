@@ -18,6 +18,7 @@ from megatron.core.transformer.module import MegatronModule
 
 from megatron_rl.batch.packing import VALUE_ROWS
 from megatron_rl.mcore.layers.linear.weight_gradient import WeightGradient
+from megatron_rl.mcore.names import override
 from megatron_rl.mcore.passes import two_batch
 from megatron_rl.mcore.passes.logprobs import Targets, score_tokens, token_logprobs
 
@@ -54,15 +55,8 @@ def install_output_layer(model: GPTModel) -> None:
 def score_positions(model: GPTModel, positions: torch.Tensor, targets: Targets, with_entropy: bool) -> Iterator[None]:
     """Context manager: the model's last stage returns log-probs [1, n] of `targets` at `positions` int64 [n], with gradient. With
     `with_entropy`, it returns log-probs and entropies [1, n, 2]."""
-    layer: Any = model.output_layer if model.post_process else None
-    if layer is None:
+    with override([model.output_layer] if model.post_process else [], "_scored", (positions, targets, with_entropy)):
         yield
-        return
-    layer._scored = positions, targets, with_entropy
-    try:
-        yield
-    finally:
-        layer._scored = None
 
 
 class ValueHead(MegatronModule):

@@ -24,7 +24,7 @@ from megatron_rl.mcore.layers.linear.high_precision import AbsorbedLinear, Repli
 from megatron_rl.mcore.layers.linear.quantized_matmul import multiply
 from megatron_rl.mcore.layers.linear.row_parallel import RowSum, ScatteredSum, TreeRowParallelLinear, gather_sequence
 from megatron_rl.mcore.layers.linear.weight_gradient import hand_over_gradient, take_weight
-from megatron_rl.mcore.names import ModelChunks, get_model_chunks
+from megatron_rl.mcore.names import ModelChunks, iter_modules, override
 from megatron_rl.mcore.optim.master_slices import MasterSlice
 from megatron_rl.precision.quantized_weight import QuantizedWeight
 from megatron_rl.precision.quantizers import dequantize, quantize
@@ -241,7 +241,7 @@ def find_quantized_layers(model: torch.nn.Module) -> dict[str, QuantizedLinear]:
 
 def list_quantized_layers(model: ModelChunks) -> list[QuantizedLinear]:
     """Return the quantized linear layers of all virtual pipeline stages."""
-    return [layer for chunk in get_model_chunks(model) for layer in find_quantized_layers(chunk).values()]
+    return [layer for *_, layer in iter_modules(model, QuantizedLinear)]
 
 
 def fill_weights(model: torch.nn.Module, draw: Callable[[torch.Size, int], torch.Tensor]) -> None:
@@ -259,12 +259,5 @@ def fill_weights(model: torch.nn.Module, draw: Callable[[torch.Size, int], torch
 @contextmanager
 def disable_quantization(model: ModelChunks) -> Iterator[None]:
     """Context manager: forward passes multiply with the masters, gathered one at a time. Without gradient."""
-    layers = list_quantized_layers(model)
-    for layer in layers:
-        layer.quantization_enabled = False
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for layer in layers:
-            layer.quantization_enabled = True
+    with torch.no_grad(), override(list_quantized_layers(model), "quantization_enabled", False):
+        yield

@@ -31,7 +31,7 @@ from megatron_rl.mcore.layers.linear.weight_gradient import take_weight
 from megatron_rl.mcore.layers.moe.grouped_experts import GroupedLinear, can_group, have_grouped_products, run_experts
 from megatron_rl.mcore.layers.moe.router import Router
 from megatron_rl.mcore.layers.moe.token_counts import LayerCounts, start_count
-from megatron_rl.mcore.names import ModelChunks, get_model_chunks
+from megatron_rl.mcore.names import ModelChunks, iter_modules
 from megatron_rl.mcore.passes import two_batch
 
 
@@ -109,7 +109,7 @@ def free_frozen_operands(model: ModelChunks) -> None:
     for layer in list_quantized_layers(model):
         if not layer.weight.requires_grad:
             layer.cached_operand = None
-    for experts in (module for chunk in get_model_chunks(model) for module in chunk.modules() if isinstance(module, OutputWeightedExperts)):
+    for *_, experts in iter_modules(model, OutputWeightedExperts):
         for linear in experts._grouped or ():
             if not any(layer.weight.requires_grad for layer in linear.layers):
                 linear.free_operand()

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,7 @@ from megatron_rl.hf.routing_record import RoutingShape
 from megatron_rl.kernels.batch_invariant import InvariantRouting
 from megatron_rl.mcore.layers.linear.weight_gradient import take_weights
 from megatron_rl.mcore.layers.moe.token_counts import UNKNOWN, KnownRoutes, LayerCounts, count_ahead
+from megatron_rl.mcore.names import iter_modules, override
 from megatron_rl.mcore.passes import reduce
 from megatron_rl.mcore.passes.context_parallel import ContextShard
 from megatron_rl.mcore.passes.two_batch import OfMicroBatch
@@ -55,6 +57,8 @@ _LOAD_MEAN, _LOAD_MAX, _ENTROPY_MEAN, _ENTROPY_MIN, _DROPPED, DIFFERS = (
 class Router(TopKRouter):
     """Megatron's router with a `RoutingReplay` and with load balancing that counts only tokens of samples, however ranks share them."""
 
+    aux_loss_coeff = 0.0  # in place of the config's
+
     def __init__(self, config: TransformerConfig, pg_collection: Any = None) -> None:
         super().__init__(config=config, pg_collection=pg_collection)
         self.router_replay = RoutingReplay(self)
@@ -63,6 +67,9 @@ class Router(TopKRouter):
         batch = self.router_replay.begin()
         with InvariantRouting(), take_weights(self):
             return super().forward(input, padding_mask if batch is None else batch.padding)
+
+    def get_aux_loss_coeff(self, aux_loss_type: str) -> float:
+        return self.aux_loss_coeff if aux_loss_type == "aux_loss" else 0.0
 
     def attach_and_log_load_balancing_loss(
         self,
@@ -272,7 +279,7 @@ class ModelRouters:
 
     def _list_recorded(self) -> list[Router]:
         """Return this rank's routers with a record: all but those of MTP layers."""
-        routers = (replay.router for replays in self._replays for replay in replays)
+        routers = (replay.router for replay in chain(*self._replays))
         return [router for router in routers if self.shape is not None and router.layer_number <= self.shape.num_layers]
 
     def _select_own(self, row: torch.Tensor) -> torch.Tensor:
@@ -290,18 +297,20 @@ class ModelRouters:
         def count_arrived(_: Any, inputs: tuple[Any, ...]) -> None:
             stats.arrived += len(inputs[0]) / self._etp  # each tensor-parallel rank of an expert receives all of its tokens
 
-        with ExitStack() as hooks:
-            for module in (module for chunk in self._chunks for module in chunk.modules() if isinstance(module, SequentialMLP)):
+        with override([self], "_stats", stats), ExitStack() as hooks:
+            for *_, module in iter_modules(self._chunks, SequentialMLP):
                 hooks.enter_context(module.register_forward_pre_hook(count_arrived))
-            self._stats = stats
-            hooks.callback(setattr, self, "_stats", None)
             yield stats
+
+    def set_aux_loss_coeff(self, coeff: float) -> None:
+        """Set the coefficient of the load-balancing loss of all routers."""
+        for replay in chain(*self._replays):
+            replay.router.aux_loss_coeff = coeff
 
     @contextmanager
     def restore_biases_on_error(self) -> Iterator[None]:
         """Context manager that restores the correction biases on an error: Megatron updates them with the gradients, before any check."""
-        routers = [replay.router for replays in self._replays for replay in replays]
-        biases = [router.expert_bias for router in routers if router.expert_bias is not None]
+        biases = [replay.router.expert_bias for replay in chain(*self._replays) if replay.router.expert_bias is not None]
         saved = [bias.clone() for bias in biases]
         try:
             yield
@@ -313,11 +322,8 @@ class ModelRouters:
     @contextmanager
     def disable_replay(self) -> Iterator[None]:
         """Context manager: routers ignore recorded experts."""
-        replay_enabled, self.replay_enabled = self.replay_enabled, False
-        try:
+        with override([self], "replay_enabled", False):
             yield
-        finally:
-            self.replay_enabled = replay_enabled
 
 
 def _routing_shape(config: TransformerConfig) -> RoutingShape | None:
