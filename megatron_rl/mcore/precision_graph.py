@@ -22,8 +22,8 @@ from megatron_rl.errors import RunError
 from megatron_rl.kernels.linear import make_grouped_backend
 from megatron_rl.kernels.rope.reference import rotates_rows
 from megatron_rl.mcore.layers.attention.mla import AbsorbedLatentAttention
+from megatron_rl.mcore.layers.linear.output_layer import ValueHead
 from megatron_rl.mcore.layers.linear.row_parallel import TreeRowParallelLinear
-from megatron_rl.mcore.layers.linear.value_head import ValueHead
 from megatron_rl.mcore.layers.norms import NormedAdd
 from megatron_rl.precision.graph.decoder import DecoderPrecision, Gradients, LayerPrecision, Operator, decoder_graph
 from megatron_rl.precision.graph.formats import block_format, common_format, dtype_name, scale_format, unquantized_format

@@ -8,11 +8,10 @@ from typing import Any
 
 from megatron_rl.config import Config
 from megatron_rl.errors import RunError
-from megatron_rl.mcore.actor import Actor
+from megatron_rl.mcore.actor import Actor, Critic
 from megatron_rl.mcore.checkpoint.async_save import OtherFiles
+from megatron_rl.mcore.checkpoint.checkpointing import CheckpointWriter
 from megatron_rl.mcore.checkpoint.folder import checkpoint_folder
-from megatron_rl.mcore.checkpoint.write import CheckpointWriter
-from megatron_rl.mcore.critic import Critic
 from megatron_rl.training.resume import describe_layout
 from megatron_rl.training.train_state import TrainState
 from megatron_rl.versions import collect_versions

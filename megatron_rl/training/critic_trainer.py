@@ -13,8 +13,7 @@ from megatron_rl.algorithm.gae import assign_token_advantages
 from megatron_rl.algorithm.value_loss import ValueLoss
 from megatron_rl.config import Config
 from megatron_rl.errors import RunError
-from megatron_rl.mcore.actor import GRAD_NORM, LEARNING_RATE
-from megatron_rl.mcore.critic import Critic
+from megatron_rl.mcore.actor import GRAD_NORM, LEARNING_RATE, Critic
 from megatron_rl.mcore.passes import reduce
 from megatron_rl.mcore.weights.cache_scales import renew_scales
 from megatron_rl.metrics import declare

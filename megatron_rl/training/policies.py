@@ -11,8 +11,7 @@ import torch
 from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.config import Config
 from megatron_rl.hf.files import read_config
-from megatron_rl.mcore.actor import Actor, Policy
-from megatron_rl.mcore.critic import Critic
+from megatron_rl.mcore.actor import Actor, Critic, Policy
 from megatron_rl.mcore.model import build_model, freeze
 from megatron_rl.mcore.names import ModelChunks
 from megatron_rl.mcore.weights.adapters import FrozenPolicy, install_adapters

@@ -22,10 +22,9 @@ from megatron_rl.hf.hub import fetch_weights
 from megatron_rl.hf.read import find_checkpoint_format
 from megatron_rl.hf.tokenizer import load_tokenizer
 from megatron_rl.hf.write import describe_weights, write_all_but_weights
-from megatron_rl.mcore.actor import Actor
+from megatron_rl.mcore.actor import Actor, Critic
+from megatron_rl.mcore.checkpoint.checkpointing import load_run_checkpoint
 from megatron_rl.mcore.checkpoint.folder import set_aside
-from megatron_rl.mcore.checkpoint.write import load_run_checkpoint
-from megatron_rl.mcore.critic import Critic
 from megatron_rl.mcore.model import start_megatron, stop_megatron
 from megatron_rl.mcore.weights.load_weights import collect_named_tensors
 from megatron_rl.observability import hang_watchdog

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from megatron_rl.config.sync import SyncConfig
 from megatron_rl.distributed import Rank0
-from megatron_rl.mcore.checkpoint.write import CheckpointWriter
+from megatron_rl.mcore.checkpoint.checkpointing import CheckpointWriter
 from megatron_rl.mcore.layers.linear.quantized_linear import find_quantized_layers
 from megatron_rl.mcore.weights.export import convert
 from megatron_rl.sync.plan import SyncPlan

@@ -1,4 +1,4 @@
-"""Writes the checkpoints of a run, and loads them into the ranks of a resumed run. `load.py` describes their content."""
+"""Saves a run's checkpoint and loads it into the ranks of a resumed run. `run_weights.py` describes the files."""
 
 from __future__ import annotations
 
@@ -28,18 +28,21 @@ from megatron_rl.mcore.optim.buckets import finish_gathers
 from megatron_rl.mcore.optim.quantizing_optimizer import requantize
 from megatron_rl.mcore.weights.adapters import list_adapted_layers, shard_adapters
 
-_CRITIC = "critic."
-"""Before the names of the critic's tensors."""
+_CRITIC = "critic."  # prefix of the names of the critic's tensors
 
 
 class CheckpointWriter:
-    """Writes one checkpoint. The constructor returns when the tensors are copied; `finish` gives the folder its name. Collective.
+    """Writes one checkpoint. The constructor returns once the tensors are copied; `finish` publishes the folder. Collective.
 
-    `source`: the Hugging Face folder that the model came from; its tokenizer and its layers for multi-token prediction are copied.
-    `state` must hold `precision` (the config's section) and may hold any other JSON; only rank 0's is written. `optimizer` and `random`
-    (`capture_rng_state`) may be omitted; then no run can resume from it. `keep`: number of newest checkpoints to keep, 0 for all.
-    `critic`: its model and optimizer, whose tensors' names get a prefix. `files`: what else this rank writes.
-    Constructor and `finish` raise RunError on every rank where writing fails; earlier checkpoints stay as they are.
+    The constructor and `finish` raise RunError on every rank if writing fails; earlier checkpoints stay.
+
+    Args:
+        source: Hugging Face folder of the model; its tokenizer and MTP layers are copied.
+        state: JSON with at least `precision`; only rank 0's is written.
+        optimizer, random: needed to resume from the checkpoint. `random` is the result of `capture_rng_state`.
+        keep: number of newest checkpoints to keep; 0 keeps all.
+        critic: the critic's model and optimizer.
+        files: further files that this rank writes.
     """
 
     def __init__(
@@ -69,16 +72,18 @@ class CheckpointWriter:
         with self._discarded_on_failure():
             write_on_rank0(self._prepare)
             with errors_on_all_ranks():
-                stays = list_adapted_layers(model) or get_model_chunks(model)[0].config.trained_mtp_layers  # with the base, or in `mcore/`
+                stays = (
+                    list_adapted_layers(model) or get_model_chunks(model)[0].config.trained_mtp_layers
+                )  # MTP layers are in the base model or in `mcore/`
                 copies = [] if stays else [_open_copy(source, hf_config)]
             self._async_save = AsyncSave(self._temporary, sharded, live, [*copies, *files])
 
     def is_written(self) -> bool:
-        """Return whether `finish` will not have to wait; collective."""
+        """Return whether `finish` would return without waiting. Collective."""
         return self._async_save.is_written()
 
     def finish(self) -> None:
-        """Wait until all is on the disk and give the folder its name; collective."""
+        """Wait until everything is on disk, then publish the folder. Collective."""
         with self._discarded_on_failure():
             self._async_save.finish()
             files = gather_from_ranks(self._async_save.files)
@@ -86,7 +91,7 @@ class CheckpointWriter:
 
     @contextmanager
     def _discarded_on_failure(self) -> Iterator[None]:
-        """Remove the unfinished folder where RunError is raised."""
+        """Context manager that removes the unfinished folder on RunError."""
         try:
             yield
         except RunError:
@@ -113,13 +118,12 @@ class CheckpointWriter:
 def _open_copy(source: Path, hf_config: dict[str, Any]) -> MTPCopy:
     try:
         return MTPCopy(source, hf_config, *get_rank_and_size())
-    except UserError as error:  # a folder that a run read at its start
+    except UserError as error:  # the folder was valid when the run started
         raise RunError(str(error)) from None
 
 
 def _shard_for_save(model: ModelChunks, optimizer: Any, prefix: str = "") -> tuple[dict[str, Any], int | None, list[torch.Tensor]]:
-    """Return (the sharded state of a model and its optimizer, the number of Adam's steps, the tensors that training goes on to change);
-    without an optimizer its weights, None, and these."""
+    """Return (sharded state, number of Adam steps or None without an optimizer, tensors that training will modify)."""
     sharded, step = _weights(model, prefix), None
     chunks = [*sharded.values()]
     live = [tensor.data for chunk in chunks for tensor in chunk.values() if isinstance(tensor.data, torch.Tensor)]
@@ -133,8 +137,8 @@ def _shard_for_save(model: ModelChunks, optimizer: Any, prefix: str = "") -> tup
 
 
 def _weights(model: ModelChunks, prefix: str) -> dict[str, Any]:
-    """Return the sharded state of each virtual pipeline stage. The keys are not written: layers are numbered over the whole model. What is
-    written are the tensors' names, with `prefix`."""
+    """Return the sharded state of each virtual pipeline stage. Only the tensors' own names, with `prefix`, are written to disk; there
+    layers are numbered over the whole model."""
     finish_gathers(model)
     chunks = (shard_adapters(chunk) or chunk.sharded_state_dict(prefix=prefix) for chunk in get_model_chunks(model))
     return {
@@ -143,10 +147,10 @@ def _weights(model: ModelChunks, prefix: str) -> dict[str, Any]:
 
 
 def _load_weights(model: ModelChunks, loaded: dict[str, Any]) -> None:
-    """Set what `dist_checkpointing.load` returned for `_weights`; quantized weights, whose masters are loaded, stay."""
+    """Load the result of `dist_checkpointing.load` for `_weights`. Quantized weights are skipped; they are made from their masters."""
     for number, chunk in enumerate(get_model_chunks(model)):
         if list_adapted_layers(chunk):
-            chunk.load_state_dict(loaded[f"model{number}"], strict=False)  # the others are the base's
+            chunk.load_state_dict(loaded[f"model{number}"], strict=False)  # all other weights are those of the base model
             continue
         quantized = {f"{name}.weight": layer.weight for name, layer in find_quantized_layers(chunk).items()}
         chunk.load_state_dict({**quantized, **loaded[f"model{number}"]})
@@ -164,12 +168,9 @@ def load_run_checkpoint(
     same_layout: bool,
     critic: tuple[ModelChunks, Any] | None = None,
 ) -> None:
-    """Load weights, masters and moments into this rank's part of the model, and of the critic (its model and optimizer), whatever layout
-    wrote them; collective.
-
-    With `same_layout`, random number generators are restored too. Layers that adopted an FP8 checkpoint's blocks keep them where the
-    loaded master equals their values.
-    """
+    """Load weights, masters and moments into this rank's model, and into the critic's (model, optimizer), from any layout. Collective. With
+    `same_layout`, random states are restored too. Layers that adopted an FP8 checkpoint's blocks keep them if the loaded master equals
+    their values."""
     parts = [_LoadedPart("adam_step", "", model, optimizer)]
     if critic is not None:
         parts.append(_LoadedPart("critic_adam_step", _CRITIC, *critic))
@@ -184,7 +185,7 @@ def load_run_checkpoint(
 
 
 class _LoadedPart:
-    """A model with its optimizer that is being loaded; `step`: the name of Adam's steps in state.json."""
+    """One model and optimizer to load. `step` is the key of the number of Adam steps in state.json."""
 
     def __init__(self, step: str, prefix: str, model: ModelChunks, optimizer: Any) -> None:
         self.step, self._model, self._optimizer = step, model, optimizer
@@ -197,9 +198,9 @@ class _LoadedPart:
         self._has_masters = bool(self.sharded["masters"])
 
     def finish(self, loaded: dict[str, Any], step: int) -> None:
-        """Set what was loaded for `sharded`. Collective."""
+        """Load the result of `dist_checkpointing.load` for `sharded`. Collective."""
         _load_weights(self._model, loaded)
         self._state.load(loaded["optimizer"])
         self._state.set_step(step)
-        self._masters.load(loaded["masters"] if self._has_masters else {})  # Megatron drops what is empty: with LoRA there are none
+        self._masters.load(loaded["masters"] if self._has_masters else {})  # Megatron drops empty entries: LoRA runs have no masters
         requantize(self._optimizer)

@@ -1,7 +1,7 @@
-"""Megatron's self attention, whose packed queries and keys are taken apart, normed and rotated in one pass on a GPU (`kernels.heads`).
+"""Megatron's self attention. On a GPU, one kernel splits, normalizes and rotates packed queries and keys (`kernels.heads`).
 
-Megatron's own rotation would wait for the device four times in every layer, to learn the lengths of sequences that the host knows. Ranks
-that share a key-value head exchange what they need of it (`shared_heads`), where Megatron would gather all heads on every rank.
+Megatron's rotation would wait for the device four times per layer to read sequence lengths that the host knows. Ranks that share a
+key-value head exchange only what they need (`shared_heads`); Megatron would gather all heads on every rank.
 """
 
 from __future__ import annotations
@@ -20,10 +20,9 @@ from megatron_rl.mcore.passes.two_batch import OfMicroBatch
 
 
 class PackedSelfAttention(SelfAttention):
-    """The layer for packed rows and batches, on any device."""
+    """Self attention for packed rows and batches, on any device."""
 
-    _rotation = OfMicroBatch()
-    """Of the forward pass under way, where Megatron does not rotate."""
+    _rotation = OfMicroBatch()  # rotation of the current forward pass, if this class rotates instead of Megatron
 
     def forward(
         self,
@@ -34,9 +33,9 @@ class PackedSelfAttention(SelfAttention):
         packed_seq_params: Any = None,
         **options: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return what Megatron's layer does; its rotation of packed rows on a CPU only."""
+        """Return the output of Megatron's layer. On a GPU, packed rows are rotated here."""
         if packed_seq_params is not None and rotary_pos_emb is not None and rope.rotates_rows(hidden_states):
-            angles, interleaved = rotary_pos_emb[:, 0, 0], self.config.rotary_interleaved  # Megatron has every angle twice
+            angles, interleaved = rotary_pos_emb[:, 0, 0], self.config.rotary_interleaved  # Megatron's angles are repeated twice
             once = angles[:, ::2] if interleaved else angles[:, : angles.shape[1] // 2]
             self._rotation = packed_seq_params.make_rotation(once, interleaved)
             rotary_pos_emb = None
@@ -48,7 +47,7 @@ class PackedSelfAttention(SelfAttention):
             self._rotation = None
 
     def get_query_key_value_tensors(self, hidden_states: Any, *args: Any, **options: Any) -> Any:
-        """Return query [t, 1, heads, d], key and value of [t, 1, groups, d]; the first two rotated where this class does."""
+        """Return query [t, 1, heads, d], key and value [t, 1, groups, d]; query and key are rotated if this class rotates."""
         shares_heads = self.config.num_query_groups < self.world_size
         if self._rotation is not None and self._fuses(self._rotation):
             mixed = self._project_shared_heads(hidden_states) if shares_heads else self.linear_qkv(hidden_states)[0]
@@ -63,12 +62,12 @@ class PackedSelfAttention(SelfAttention):
         return query, key, *others
 
     def _fuses(self, rotation: rope.Rotation) -> bool:
-        """Return whether one pass makes queries and keys: nobody looks at what lies between."""
+        """Return whether one kernel can produce queries and keys, which requires that no hook observes the norms."""
         norms = [norm for norm in (self.q_layernorm, self.k_layernorm) if isinstance(norm, RMSNorm)]
         return can_rotate(rotation, self.hidden_size_per_attention_head) and not any(norm._forward_hooks for norm in norms)
 
     def _split(self, mixed: torch.Tensor, rotation: rope.Rotation) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return query [t, heads, d], rotated key and value [t, groups, d] of [t, width]."""
+        """Return rotated query [t, heads, d], rotated key and value [t, groups, d] of [t, width]."""
         norms: Norms = None
         if isinstance(self.q_layernorm, RMSNorm):
             norms = self.q_layernorm(None), self.k_layernorm(None)
@@ -77,13 +76,13 @@ class PackedSelfAttention(SelfAttention):
         return split_heads(mixed, Heads(groups, queries, rotation, self.config.layernorm_epsilon), norms)
 
     def _project_shared_heads(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Return queries, key and value [s, b, (heads + 2) d] of a rank that shares its key-value head with others."""
+        """Return queries, key and value [s, b, (heads + 2) d] of a rank that shares its key-value head with other ranks."""
         dim, ranks = self.hidden_size_per_attention_head, self.world_size // self.config.num_query_groups
         mixed, _ = self.linear_qkv(hidden_states)
         return exchange_heads(mixed, self.config.num_attention_heads // self.config.num_query_groups, dim, ranks, self.pg_collection.tp)
 
     def _split_shared_heads(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return query [s, b, heads, d], key and value [s, b, 1, d] of such a rank."""
+        """Return query [s, b, heads, d], key and value [s, b, 1, d] of a rank that shares its key-value head."""
         dim, heads = self.hidden_size_per_attention_head, self._project_shared_heads(hidden_states)
         query, key, value = heads.unflatten(-1, (-1, dim)).split([heads.shape[-1] // dim - 2, 1, 1], 2)
         query = query if self.q_layernorm is None else self.q_layernorm(query)

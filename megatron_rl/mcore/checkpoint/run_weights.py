@@ -1,15 +1,14 @@
-"""A run's checkpoints: Megatron's distributed checkpoint, with the model's config and tokenizer beside it.
+"""Reads the weights of a run's checkpoint, whatever layout wrote it.
 
 step_00030/
-  mcore/      torch_dist, loads into any layout: weights, FP32 masters, both moments of Adam, each rank's random number generators
+  mcore/      torch_dist: weights, FP32 masters, Adam's moments, random states of all ranks; loads into any layout
   hf/         config.json and tokenizer
-  mtp/        layers for multi-token prediction, where the model came with some that are not trained: safetensors as in `model.path`
-  state.json  step, policy version, precision, layout, state of data and algorithm, and sizes and hashes of all other files;
-              written last, so a folder without it is no checkpoint
+  mtp/        untrained multi-token prediction layers of the source model, as safetensors
+  state.json  step, policy version, precision, layout, state of data and algorithm, sizes and hashes of all other files; written last
 
-It holds no FP8 blocks: they are made from the masters, which have the weights' names. Blocks adopted from an imported FP8 checkpoint are
-adopted from there again, and kept while the loaded master is theirs. Of a run with `[lora]` it holds the adapters alone, their settings in
-state.json as `lora`, and as `base` where the other weights come from.
+FP8 blocks are not stored, since they are recomputed from the masters. Blocks adopted from an imported FP8 checkpoint are adopted again,
+as long as the loaded master equals their values. A run with `[lora]` stores only its adapters; state.json then holds their settings as
+`lora` and the path of the base model as `base`.
 """
 
 from __future__ import annotations
@@ -40,8 +39,8 @@ from parallel.shards import Region
 
 
 def read_state(folder: Path, of_adapters: bool = False) -> tuple[dict[str, Any], PrecisionConfig]:
-    """Return (state.json, its precision section) of a checkpoint. Raise UserError where they are missing or cannot be read, or it holds
-    adapters alone, unless they are what is asked for (`of_adapters`)."""
+    """Return (state.json, its precision section) of a checkpoint. Raise UserError if they are missing or unreadable, or if the checkpoint
+    holds only adapters and `of_adapters` is False."""
     path = folder / "state.json"
     if not path.is_file():
         raise UserError("--checkpoint", str(folder), "holds no state.json", "give a folder like RUN_DIR/checkpoints/step_00030")
@@ -57,14 +56,11 @@ def read_state(folder: Path, of_adapters: bool = False) -> tuple[dict[str, Any],
 
 
 class RunWeights:
-    """The weights of a run's checkpoint as Hugging Face tensors, whatever layout wrote it: FP32 masters of quantised layers, everything
-    else in the run's `precision.high`.
-
-    Holds one parameter of Megatron's at a time: the last one that was read, as its tensors are asked for one after the other.
-    """
+    """The weights of a run's checkpoint as Hugging Face tensors. Quantized layers yield their FP32 masters; everything else has the dtype
+    of `precision.high`. Holds the last parameter that was read, since its tensors are usually read one after the other."""
 
     def __init__(self, folder: Path, model: ModelGeometry) -> None:
-        """`model`: without the layers for multi-token prediction, which are read where the checkpoint has trained ones (`model`)."""
+        """Open the checkpoint. `self.model` is `model` with MTP layers if the checkpoint has trained ones."""
         self._folder, self._reader = folder, FileSystemReader(folder / "mcore")
         metadata = self._reader.read_metadata()
         self._reader.set_up_storage_reader(metadata, is_coordinator=True)
@@ -72,14 +68,14 @@ class RunWeights:
         self.model = replace(model, trains_mtp=any(name.startswith(MEGATRON_PREFIX) for name in self._stored))
         self._chunks: dict[str, dict[tuple[int, ...], list[ChunkStorageMetadata]]] = {}
         self._parts: dict[str, list[tuple[str, Region]]] = defaultdict(list)
-        """Tensor -> parameters that hold a part of it, and which."""
+        """Maps each tensor name to the parameters that hold a slice of it, with the slice."""
         for shard in build_megatron_shards(self.model, Layout(), Coordinates()):
             for region in shard.regions:
                 self._parts[region.tensor.name].append((shard.name, region))
         self._last = "", torch.empty(0)
 
     def read_values(self, region: Region) -> torch.Tensor:
-        """Return the region's rectangle of its tensor: [rows, cols], or [rows] for a vector. Raise UserError for inf or NaN."""
+        """Return the region of its tensor: [rows, cols], or [rows] for a vector. Raise UserError for inf or NaN."""
         tensor, parts = region.tensor, self._parts[region.tensor.name]
         whole = self._read_parameter(parts[0][0]).new_empty(tensor.rows if tensor.vector else (tensor.rows, tensor.cols))
         for name, part in parts:
@@ -90,7 +86,7 @@ class RunWeights:
 
     def _read_parameter(self, name: str) -> torch.Tensor:
         if self._last[0] != name:
-            self._last = "", torch.empty(0)  # free it first
+            self._last = "", torch.empty(0)  # free it before reading
             self._last = name, self._read(*find_stored(name, self._stored))
         return self._last[1]
 
@@ -110,8 +106,8 @@ class RunWeights:
 
 
 def find_stored(name: str, stored: Container[str]) -> tuple[str, tuple[int, ...]]:
-    """Return where Megatron stores a parameter: one of the tensors `stored`, which stacks the experts of a layer, and layers too where all
-    are alike, and the place in that stack."""
+    """Return (the name of the stored tensor that holds a parameter, its index there). Megatron stacks the experts of a layer, and also the
+    layers if all are alike."""
     layer, expert = re.search(r"\.layers\.(\d+)\.", name), re.search(r"\.local_experts\.(\d+)\.", name)
     key, experts = re.sub(r"\.local_experts\.\d+\.", ".experts.", name), (int(expert[1]),) if expert else ()
     if layer is None or key in stored:
@@ -120,7 +116,7 @@ def find_stored(name: str, stored: Container[str]) -> tuple[str, tuple[int, ...]
 
 
 class _OneTensor(DefaultLoadPlanner):
-    """Gives the reader one tensor to fill."""
+    """Load planner that fills a single tensor."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The learning rate of every optimizer step, by Megatron's own schedules."""
+"""The optimizer of an actor and its learning rate schedule, both Megatron's own."""
 
 from __future__ import annotations
 
@@ -10,10 +10,8 @@ from megatron_rl.config import TrainConfig
 
 
 class LearningRateSchedule:
-    """Warm-up, then `train.decay_style`. A function of the optimizer steps done, so a resumed run needs no state of it.
-
-    `train` must know its `decay_steps` (`TrainConfig.decay_over`), or be constant.
-    """
+    """Warm-up, then `train.decay_style`. A function of the number of completed steps, so there is no state to checkpoint.
+    `train.decay_steps` must be set (`TrainConfig.decay_over`) unless the rate is constant."""
 
     def __init__(self, optimizer: Any, train: TrainConfig) -> None:
         self._warmup_steps = train.warmup_steps
@@ -34,6 +32,6 @@ class LearningRateSchedule:
         )
 
     def __call__(self, done: int) -> float:
-        """Return the learning rate of the step that follows `done` others."""
-        self._schedule.num_steps = done + (done < self._warmup_steps)  # Megatron's first step of a warm-up would have rate 0
+        """Return the learning rate of the step after `done` completed steps."""
+        self._schedule.num_steps = done + (done < self._warmup_steps)  # Megatron's first warm-up step would have rate 0
         return float(self._schedule.get_lr({}))
