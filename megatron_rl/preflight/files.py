@@ -35,7 +35,7 @@ def agent_can_be_loaded(facts: Facts) -> None:
 def agents_can_chat(facts: Facts) -> None:
     if facts.config.agent is not None:
         from megatron_rl.hf.tokenizer import load_tokenizer
-        from megatron_rl.rollout.sampler import check_chat_template
+        from megatron_rl.rollout.generation import check_chat_template
 
         check_chat_template(facts.config, load_tokenizer(facts.config.model.folder))
 

@@ -23,8 +23,8 @@ from rich.table import Table
 from megatron_rl.config.data import DataConfig, DataSourceConfig
 from megatron_rl.config.reward import RewardConfig
 from megatron_rl.data.sets import read_problem_set
+from megatron_rl.rewards.pool import RewardPool
 from megatron_rl.types import Problem
-from megatron_rl.workers.pool import RewardPool
 
 KINDS: dict[str, Callable[[str, str], str]] = {
     "right, after ####": lambda steps, gold: f"{steps}\n#### {gold}",
