@@ -70,9 +70,7 @@ class AsyncRolloutWorker:
         try:
             rollout = step.rollout.result()
         except EngineLostError:
-            wait(
-                [step.rollout for step in self._pending]
-            )  # these steps have ended or are lost too, so that one loss is recovered from once
+            wait([step.rollout for step in self._pending])  # they have ended or are lost too, so that one loss is recovered once
             raise
         self._pending.popleft()
         sampling = rollout.sampling | self._worker.observe(rollout)  # here and in order, because the next draw may depend on it

@@ -14,7 +14,7 @@ import numpy as np
 
 from megatron_rl.config import Config
 from megatron_rl.config.sync import Running
-from megatron_rl.errors import AbortedError, UserError
+from megatron_rl.errors import AbortedError, RunError, UserError
 from megatron_rl.precision.graph.graph import PrecisionGraph
 from megatron_rl.types import Generation, SamplingParams
 from parallel.chunking import Chunk
@@ -175,6 +175,14 @@ class Engine(Protocol):
 
     def stop(self, force: bool = False) -> None:
         """Terminate the engine processes, sending SIGTERM first; with `force=True`, kill them immediately. Idempotent."""
+
+
+def check_versions(generation: Generation, version: int, staleness: int) -> None:
+    """Raise RunError if a token was sampled by a version outside of `version - staleness` to `version`."""
+    sampled_by = {generation.policy_version, *([] if generation.versions_T is None else np.unique(generation.versions_T).tolist())}
+    if unexpected := sampled_by - set(range(version - staleness, version + 1)):
+        expected = f"the trainer holds version {version}" + (f" and takes {version - staleness} and newer" if staleness else "")
+        raise RunError(f"a completion was sampled by policy version {min(unexpected)}, {expected}")
 
 
 class EngineLauncher(Protocol):

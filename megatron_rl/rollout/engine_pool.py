@@ -123,7 +123,7 @@ class EnginePool:
                     self._changed.notify_all()
 
     def _acquire_engine(self, count: int) -> tuple[Replica, Engine]:
-        """Wait until an engine is idle or has room for `count` more completions. Return the engine with the fewest outstanding completions."""
+        """Wait until an engine is idle or has room for `count` more completions. Return the one with the fewest outstanding completions."""
         timeout, limit = self._settings.request_timeout, self._settings.max_running_requests
 
         def has_room() -> bool:

@@ -18,13 +18,12 @@ import numpy as np
 
 from megatron_rl.batch.kept_tokens import extend_kept_tokens
 from megatron_rl.config import Config
-from megatron_rl.errors import RunError
 from megatron_rl.hf.routing_record import extend_routing_record
 from megatron_rl.observability import hang_watchdog
-from megatron_rl.rollout.engine import Abort, Engine
+from megatron_rl.rollout.engine import Abort, Engine, check_versions
 from megatron_rl.rollout.environments.base import Episode, StepResult
 from megatron_rl.rollout.environments.pool import EnvironmentPool
-from megatron_rl.types import Completion, Generation, Problem, SamplingParams
+from megatron_rl.types import Completion, Problem, SamplingParams
 
 
 @dataclass
@@ -174,14 +173,6 @@ class MultiTurnSampler:
 
 def _extend(known: np.ndarray | None, more: np.ndarray) -> np.ndarray:
     return more if known is None else np.concatenate([known, more])
-
-
-def check_versions(generation: Generation, version: int, staleness: int) -> None:
-    """Raise RunError if a token was sampled by a version outside of `version - staleness` to `version`."""
-    sampled_by = {generation.policy_version, *([] if generation.versions_T is None else np.unique(generation.versions_T).tolist())}
-    if unexpected := sampled_by - set(range(version - staleness, version + 1)):
-        expected = f"the trainer holds version {version}" + (f" and takes {version - staleness} and newer" if staleness else "")
-        raise RunError(f"a completion was sampled by policy version {min(unexpected)}, {expected}")
 
 
 def start_environments(config: Config, resources: ExitStack) -> EnvironmentPool | None:

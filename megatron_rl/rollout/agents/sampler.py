@@ -22,8 +22,7 @@ from megatron_rl.rollout.agents.endpoint import AgentEndpoint
 from megatron_rl.rollout.agents.episode import AgentEpisode, Turn
 from megatron_rl.rollout.agents.messages import PolicyRequest
 from megatron_rl.rollout.agents.process import AgentProcess, AgentServer, ServerEndedError
-from megatron_rl.rollout.engine import Abort, Engine
-from megatron_rl.rollout.generation import check_versions
+from megatron_rl.rollout.engine import Abort, Engine, check_versions
 from megatron_rl.types import Completion, Generation, Problem, SamplingParams
 
 _log = logging.getLogger(__name__)
