@@ -23,6 +23,7 @@ that starts with `PREFIX` is ours and carries JSON. Every engine rank answers wi
 
 from __future__ import annotations
 
+import ctypes
 import json
 import traceback
 from collections.abc import Callable, Sequence
@@ -36,7 +37,7 @@ from parallel.digest import digest_all
 from parallel.formats import FP8, INT8
 from parallel.shards import Rect
 from parallel.transport.base import Link
-from rollout_sglang import memory_release, precision_graph
+from rollout_sglang import precision_graph
 from rollout_sglang.activation_hooks import ActivationRecorder
 from rollout_sglang.derived_tensors import ServedTensors
 from rollout_sglang.hooks import dequant_cache, gpu_activation_quant, kv_cache_scales
@@ -82,9 +83,9 @@ class RankHandler:
             case "served":
                 return self._account(runner)
             case "release":
-                memory_release.release(runner.token_to_kv_pool)
+                release_cache(runner.token_to_kv_pool)
             case "restore":
-                memory_release.restore()
+                restore_cache()
             case "tap":
                 if self._recorder is not None:
                     self._recorder.stop()
@@ -195,3 +196,32 @@ def read_activation_formats(model: torch.nn.Module) -> dict[str, str]:
         elif getattr(method, "w8a8_block_fp8_linear", None) is not None:
             formats[name] = str(FP8.with_scales(gpu_activation_quant.read_linear_scale_format(method, module)))
     return formats
+
+
+_KV_BUFFERS = ("k_buffer", "v_buffer", "kv_buffer")  # of MHA, of MLA
+_released: dict[torch.UntypedStorage, int] = {}  # released storages and their sizes in bytes
+
+
+def release_cache(pool: Any) -> None:
+    """Free the memory of SGLang's KV cache `pool` on a CPU while the trainer runs. Its content is lost.
+
+    SGLang's own /release_memory_occupation needs torch_memory_saver, and thus CUDA. Here the storages are resized: the tensor objects stay
+    and their memory is returned to the system. Weights are kept, because torch cannot resize their memory. Raise ValueError for an unknown
+    kind of cache.
+    """
+    tensors = [tensor for name in _KV_BUFFERS for tensor in getattr(pool, name, None) or ()]
+    if not tensors:
+        raise ValueError(f"the KV cache {type(pool).__name__} has none of {', '.join(_KV_BUFFERS)}")
+    for storage in (tensor.untyped_storage() for tensor in tensors):
+        if storage.nbytes():  # not yet released: keys and values may share one storage
+            _released[storage] = storage.nbytes()
+            storage.resize_(0)
+    ctypes.CDLL(None).malloc_trim(0)  # the engine's glibc keeps freed pages otherwise (`launch_args`)
+
+
+def restore_cache() -> None:
+    """Allocate the released memory again, zeroed: attention multiplies masked values by 0, and NaN would stay NaN."""
+    while _released:
+        storage, size = _released.popitem()
+        storage.resize_(size)
+        torch.empty(0, dtype=torch.uint8).set_(storage).zero_()

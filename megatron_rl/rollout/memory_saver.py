@@ -22,7 +22,7 @@ def check(environment: Mapping[str, str], cuda: str | None) -> None:
     for variable in _ALLOCATOR_VARIABLES:
         setting = environment.get(variable, "")
         if "expandable_segments:true" in setting.replace(" ", "").lower():
-            rule = "keeps a colocated engine from releasing its memory, because torch_memory_saver does not support expandable segments"
+            rule = "keeps a colocated engine from releasing its memory: torch_memory_saver does not work with expandable segments"
             raise UserError(variable, setting, rule, 'unset it, or set placement.kind to "disaggregated"')
     if cuda is not None and find_cuda_runtime(cuda) is None:
         rule = f"releases an engine's memory with a library that needs {_name_runtime(cuda)}, which torch has not loaded"

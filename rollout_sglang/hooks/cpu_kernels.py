@@ -18,6 +18,7 @@ from megatron_rl.kernels import batch_invariant
 from megatron_rl.kernels.linear.products import fprop, fprop_by_tree, value_dtype
 from megatron_rl.kernels.sums import reference as tree
 from megatron_rl.precision.fp8 import dequantize_weight
+from megatron_rl.precision.int8 import int8_matmul
 from megatron_rl.precision.quantized_weight import QuantizedWeight
 from parallel.formats import BLOCK
 from rollout_sglang.hooks import seeded_sampling, tree_reduction
@@ -57,6 +58,12 @@ def multiply_block_fp8(x: torch.Tensor, weight: QuantizedWeight, scale_format: s
 def multiply_plain(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Return [..., N] of x [..., K] and a weight [N, K] that is not quantised."""
     return tree.multiply(x, weight) if tree_reduction.wants_partial_sums() else batch_invariant.invariant_matmul(x, weight)
+
+
+def apply_int8_linear(self: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """Replace `W8A8Int8LinearMethod.apply`: x `[..., K]` -> `[..., N]`."""
+    y = int8_matmul(x, get_float_weight(layer.weight, layer.weight.float), layer.weight_scale)
+    return y if bias is None else y + bias
 
 
 def keep_heads(model_config: Any, load_config: Any, tp_size: int) -> Any:

@@ -34,17 +34,7 @@ def check_version() -> None:
 def _list_hooks() -> list[Hook]:
     """Return all hooks for this machine."""
     from rollout_sglang import rank_handler
-    from rollout_sglang.hooks import (
-        adapters,
-        empty_start,
-        fp32_router,
-        int8_linear,
-        kv_cache_scales,
-        llama_block_scales,
-        shared_prompts,
-        stop_strings,
-        tree_reduction,
-    )
+    from rollout_sglang.hooks import adapters, fp32_router, kv_cache_scales, scheduling, startup, tree_reduction
 
     hooks: list[Hook] = [
         ("sglang.srt.model_executor.model_runner.ModelRunner.check_weights", rank_handler.handle, "AROUND"),
@@ -54,21 +44,19 @@ def _list_hooks() -> list[Hook]:
         ("sglang.srt.models.qwen3_moe.Qwen3MoeSparseMoeBlock.__init__", fp32_router.use_fp32_gate, "AROUND"),
         ("sglang.srt.models.glm4_moe.Glm4MoeGate.__init__", fp32_router.use_model_dtype, "AROUND"),
         ("sglang.srt.models.glm4_moe.Glm4MoeGate.forward", fp32_router.compute_gate_logits, "REPLACE"),
-        ("sglang.srt.models.llama.LlamaForCausalLM.load_weights", llama_block_scales.load_block_scales, "AROUND"),
-        ("sglang.srt.model_loader.loader.initialize_dummy_weights", empty_start.make_up_weights, "AROUND"),
-        (_INT8_LINEAR + "process_weights_after_loading", int8_linear.keep_layout, "REPLACE"),
-        ("sglang.srt.managers.schedule_batch.Req._stop_match_tail_len", stop_strings.count_tail_tokens, "REPLACE"),
-        ("sglang.srt.managers.schedule_policy.PrefillAdder.add_one_req", shared_prompts.add_request, "AROUND"),
+        ("sglang.srt.models.llama.LlamaForCausalLM.load_weights", startup.load_block_scales, "AROUND"),
+        ("sglang.srt.model_loader.loader.initialize_dummy_weights", startup.make_up_weights, "AROUND"),
+        (_INT8_LINEAR + "process_weights_after_loading", startup.keep_int8_layout, "REPLACE"),
+        ("sglang.srt.managers.schedule_batch.Req._stop_match_tail_len", scheduling.count_tail_tokens, "REPLACE"),
+        ("sglang.srt.managers.schedule_policy.PrefillAdder.add_one_req", scheduling.add_request, "AROUND"),
     ]
     if adapters.read_settings():
-        from rollout_sglang.hooks import adapter_files
-
         hooks += [
             (_COLUMN_LINEAR + "_initialize_partition", adapters.add_to_column_layer, "AROUND"),
             (_COLUMN_LINEAR + "forward", adapters.run_column_parallel, "AROUND"),
             ("sglang.srt.layers.linear.RowParallelLinear.__init__", adapters.add_to_row_layer, "AROUND"),
             ("sglang.srt.layers.moe.fused_moe_triton.layer.FusedMoE.__init__", adapters.add_to_experts, "AROUND"),
-            ("sglang.srt.model_loader.loader.DefaultModelLoader.load_model", adapter_files.load_adapters, "AROUND"),
+            ("sglang.srt.model_loader.loader.DefaultModelLoader.load_model", startup.load_adapters, "AROUND"),
         ]
     return hooks + (list_gpu_hooks() if torch.cuda.is_available() else list_cpu_hooks())
 
@@ -87,13 +75,13 @@ def list_gpu_hooks() -> list[Hook]:
 
 def list_cpu_hooks() -> list[Hook]:
     """Return the hooks on what SGLang cannot compute on a CPU, or computes with other bits than the trainer."""
-    from rollout_sglang.hooks import cpu_kernels, cpu_kv_cache, cpu_mla, cpu_moe, forked_start, fp32_router, int8_linear, seeded_sampling
+    from rollout_sglang.hooks import cpu_kernels, cpu_kv_cache, cpu_mla, cpu_moe, fp32_router, seeded_sampling, startup
 
     return [
-        ("sglang.srt.entrypoints.engine._set_envs_and_config", forked_start.fork_children, "AROUND"),
-        ("sglang.srt.entrypoints.http_server._freeze_gc_after_server_warmup", forked_start.skip_freezing, "REPLACE"),
+        ("sglang.srt.entrypoints.engine._set_envs_and_config", startup.fork_children, "AROUND"),
+        ("sglang.srt.entrypoints.http_server._freeze_gc_after_server_warmup", startup.skip_freezing, "REPLACE"),
         ("sglang.srt.layers.quantization.fp8_utils.dispatch_w8a8_block_fp8_linear", cpu_kernels.dispatch_block_fp8_linear, "REPLACE"),
-        (_INT8_LINEAR + "apply", int8_linear.apply, "REPLACE"),
+        (_INT8_LINEAR + "apply", cpu_kernels.apply_int8_linear, "REPLACE"),
         ("sglang.srt.layers.quantization.unquant.UnquantizedFusedMoEMethod.apply", cpu_moe.apply_unquantized, "REPLACE"),
         ("sglang.srt.layers.quantization.fp8.Fp8MoEMethod.apply", cpu_moe.apply_block_fp8, "REPLACE"),
         ("sglang.srt.layers.quantization.w8a8_int8.W8A8Int8MoEMethod.apply", cpu_moe.apply_int8, "REPLACE"),

@@ -38,8 +38,8 @@ from rollout_sglang.launch_args import EngineLaunchSpec
 
 
 def request(engine: SGLangEngine, path: str, body: dict[str, Any]) -> Any:
-    headers = {"Authorization": f"Bearer {engine.api_key}"}
-    response = httpx.post(engine.url + path, json=body, headers=headers, timeout=600).raise_for_status()
+    headers = {"Authorization": f"Bearer {engine.server.api_key}"}
+    response = httpx.post(engine.server.url + path, json=body, headers=headers, timeout=600).raise_for_status()
     return response.json() if path == "/generate" else None
 
 
@@ -67,7 +67,7 @@ def time_batch(engines: list[SGLangEngine], prompts: list[list[int]], tokens: in
 
 def count_cpu_seconds(engines: list[SGLangEngine]) -> float:
     """Return the processor seconds that the engines' processes have used."""
-    servers = [psutil.Process(pid) for engine in engines for pid in engine.process.pids]
+    servers = [psutil.Process(pid) for engine in engines for pid in engine.server.processes.pids]
     processes = [process for server in servers for process in (server, *server.children(recursive=True))]
     return sum(sum(process.cpu_times()[:2]) for process in processes)
 

@@ -29,7 +29,7 @@ from megatron_rl.rollout.worker import RolloutBatch, RolloutWorker
 from megatron_rl.training.mismatch import bin_mismatch, measure_mismatch, measure_staleness
 from megatron_rl.training.samples import to_training_samples
 from megatron_rl.types import Completion, Generation, Problem, Reward, SamplingParams
-from rollout_sglang.engine import parse_generation
+from rollout_sglang.answers import parse_generation
 
 
 class Lengths:

@@ -149,5 +149,5 @@ def test_keys_are_of_one_running_episode(sampler, desk):
     with pytest.raises(openai.AuthenticationError, match="has ended"):
         desk.say(USER)
     sampler[0]._endpoint.close(desk.key)
-    with pytest.raises(openai.AuthenticationError, match="no running episode"):
+    with pytest.raises(openai.AuthenticationError, match="a running episode"):
         desk.say(USER)
