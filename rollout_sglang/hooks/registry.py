@@ -1,7 +1,7 @@
-"""SGLang's general plug-in: every hook this project needs, by SGLang's private names. Nothing of SGLang is edited.
+"""SGLang's general plug-in: registers every hook of this project by SGLang's private names. SGLang itself is not edited.
 
-The names were checked with the releases in `KNOWN_VERSIONS`. SGLang only logs a hook that fails to apply; `verify` turns that into an
-error, so that an engine never serves half hooked.
+The names were checked with the releases in `KNOWN_VERSIONS`. SGLang only logs a hook that cannot be applied. `verify` raises an error
+instead, so that an engine never serves with missing hooks.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ Hook = tuple[str, Any, str]
 
 
 def check_version() -> None:
-    """Raise RuntimeError for a release of SGLang whose private names were not checked."""
+    """Raise RuntimeError if the private names of the installed SGLang release were not checked."""
     version = importlib.metadata.version("sglang")
     if version not in KNOWN_VERSIONS:
-        raise RuntimeError(f"sglang {version} is not known to work here; known: {', '.join(KNOWN_VERSIONS)}")
+        raise RuntimeError(f"sglang {version} is not a supported version; supported: {', '.join(KNOWN_VERSIONS)}")
 
 
 def _list_hooks() -> list[Hook]:
@@ -62,7 +62,7 @@ def _list_hooks() -> list[Hook]:
 
 
 def list_gpu_hooks() -> list[Hook]:
-    """Return the hooks on what SGLang computes on a GPU otherwise than the precision contract says."""
+    """Return the hooks on GPU code of SGLang that does not follow the precision contract."""
     from rollout_sglang.hooks import gpu_activation_quant as quant
 
     return [
@@ -74,7 +74,7 @@ def list_gpu_hooks() -> list[Hook]:
 
 
 def list_cpu_hooks() -> list[Hook]:
-    """Return the hooks on what SGLang cannot compute on a CPU, or computes with other bits than the trainer."""
+    """Return the hooks on code of SGLang that does not run on a CPU, or computes different bits than the trainer."""
     from rollout_sglang.hooks import cpu_kernels, cpu_kv_cache, cpu_mla, cpu_moe, fp32_router, seeded_sampling, startup
 
     return [
@@ -116,7 +116,7 @@ def list_cpu_hooks() -> list[Hook]:
 
 
 def register() -> None:
-    """Register the hooks in this process: the entry point of the group `sglang.srt.plugins`."""
+    """Register the hooks in this process. This is the entry point of the group `sglang.srt.plugins`."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     check_version()
@@ -125,7 +125,7 @@ def register() -> None:
 
 
 def verify() -> None:
-    """Load SGLang's plug-ins. Raise RuntimeError, by name, for a hook that was not applied."""
+    """Load SGLang's plug-ins. Raise RuntimeError, by name, for hooks that were not applied."""
     from sglang.srt.plugins import load_plugins
     from sglang.srt.plugins.hook_registry import HookRegistry
 
