@@ -27,10 +27,8 @@ def make_sampling_params(sampling: SamplingParams) -> dict[str, Any]:
 
 
 def parse_generation(answer: dict[str, Any], mixed_versions: bool) -> Generation:
-    """Return the completion in an answer.
-
-    Raise RunError if several policy versions sampled it and `mixed_versions` is False, or if a log-prob is not finite.
-    """
+    """Return the completion in an answer. Raise RunError if several policy versions sampled it and `mixed_versions` is False, or if a
+    log-prob is not finite."""
     meta = answer["meta_info"]
     spans = meta.get("weight_versions") or []
     versions = {span["version"] for span in spans} | {meta["weight_version"]}
@@ -61,11 +59,9 @@ def read_kept_tokens(answer: dict[str, Any], generation: Generation) -> None:
 
 
 def read_routed_experts(answer: dict[str, Any], shape: RoutingShape, tokens: int) -> np.ndarray:
-    """Return the routing record (`megatron_rl.hf.routing_record`) of an answer with `tokens` tokens, including the prompt.
-
-    SGLang keeps the router's choice beside every slot of its KV cache, so cached prefixes have the routing of the request that computed
-    them. It writes int32 in base64, all layers of the model, row by row. Raise RunError if the size or an expert's number is wrong.
-    """
+    """Return the routing record (`megatron_rl.hf.routing_record`) of an answer with `tokens` tokens, including the prompt. SGLang keeps
+    the router's choice beside every slot of its KV cache, so cached prefixes have the routing of the request that computed them. It
+    writes int32 in base64, all layers of the model, row by row. Raise RunError if the size or an expert's number is wrong."""
     text = answer["meta_info"].get("routed_experts")
     if text is None:
         raise RunError("the engine answered without the requested routing (--enable-return-routed-experts)")

@@ -31,10 +31,8 @@ Derive = Callable[[Any], torch.Tensor]
 
 
 def _unfold_kv_b(attention: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the key and value parts of MLA's kv_b_proj, `[heads, head width, latent]`, in the dtype that multiplies with them.
-
-    INT8 as in SGLang's `post_load_weights`: BF16 values, each multiplied by its row's scale in BF16.
-    """
+    """Return the key and value parts of MLA's kv_b_proj, `[heads, head width, latent]`, in the dtype that multiplies with them. INT8 as
+    in SGLang's `post_load_weights`: BF16 values, each multiplied by its row's scale in BF16."""
     layer = attention.kv_b_proj
     weight = layer.weight.detach()
     if weight.dtype == torch.float8_e4m3fn:
@@ -112,10 +110,8 @@ class ServedTensors:
         self._constants = {each.path: _fingerprint(each.tensor) for each in found if _matches(each.path, CONSTANTS)}
 
     def check(self, model: torch.nn.Module, proved: Mapping[str, torch.Tensor]) -> dict[str, int]:
-        """Return the number of tensors of each kind. Raise ValueError, by name, for the first tensor that fails its check.
-
-        `proved`: the live tensors whose bytes the sync has proved.
-        """
+        """Return the number of tensors of each kind. Raise ValueError, by name, for the first tensor that fails its check. `proved`: the
+        live tensors whose bytes the sync has proved."""
         memory, counts = ProvedMemory(proved), {"proved": 0, "derived": 0, "constant": 0}
         for found in find_tensors(model):
             if not found.tensor.numel() or _matches(found.path, SCRATCH):

@@ -36,10 +36,8 @@ _NO_WEIGHTS = "the engine has no weights yet: it serves nothing before the first
 
 
 class SGLangEngine(RankRequests):
-    """Client of one engine. Creating it launches the engine's server. All calls are bounded by `rollout.request_timeout`.
-
-    An engine is lost if its server ended, does not answer or dropped the connection. Calls raise EngineLostError from then on.
-    """
+    """Client of one engine. Creating it launches the engine's server. All calls are bounded by `rollout.request_timeout`. An engine is
+    lost if its server ended, does not answer or dropped the connection. Calls raise EngineLostError from then on."""
 
     def __init__(self, launch_spec: EngineLaunchSpec) -> None:
         self.server, self._rollout = EngineServer(launch_spec), launch_spec.config.rollout
@@ -225,10 +223,8 @@ class SGLangEngine(RankRequests):
 
     def _empty_caches(self) -> None:
         """Empty SGLang's caches, which requires that no request is running. Raise RunError if requests of another client keep running.
-
         SGLang removes a request a moment after its answer. Retry here, because SGLang's own wait lasts up to a second longer
-        (--sleep-on-idle).
-        """
+        (--sleep-on-idle)."""
         deadline = time.monotonic() + _IDLE_SECONDS
         while (response := self._request("/flush_cache", None)).status_code != httpx.codes.OK:
             if response.status_code != httpx.codes.BAD_REQUEST or time.monotonic() > deadline:
@@ -241,10 +237,8 @@ class SGLangEngine(RankRequests):
         self.server.stop(force)
 
     def _ping(self) -> None:
-        """Return when every rank has answered, which it does between two batches.
-
-        Raise EngineLostError if a rank does not answer in time or the process of a node has ended, for which other ranks might wait.
-        """
+        """Return when every rank has answered, which it does between two batches. Raise EngineLostError if a rank does not answer in
+        time or the process of a node has ended, for which other ranks might wait."""
         if self.server.processes.has_ended():
             raise self.server.make_error(f"the engine ended ({self.server.processes.describe_end()})", EngineLostError)
         self._ask_ranks({"verb": "ping"}, self._rollout.health_timeout)

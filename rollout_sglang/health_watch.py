@@ -12,11 +12,8 @@ _MAX_INTERVAL = 5.0
 
 
 class HealthMonitor:
-    """Calls `ping` while the engine works, and `on_unresponsive` once if `ping` raises RunError, which it must after `seconds` without an
-    answer.
-
-    A hang is noticed within twice `seconds`. Any number of threads may work at the same time; one additional thread pings.
-    """
+    """Calls `ping` while the engine works, and `on_unresponsive` once if `ping` raises RunError, which it must after `seconds` without
+    an answer. A hang is noticed within twice `seconds`. Any number of threads may work at the same time; one additional thread pings."""
 
     def __init__(self, ping: Callable[[], object], on_unresponsive: Callable[[], None], seconds: float) -> None:
         self._ping, self._on_unresponsive, self._interval = ping, on_unresponsive, min(seconds, _MAX_INTERVAL)

@@ -31,10 +31,8 @@ class EngineServer:
         return httpx.Client(base_url=self.url, headers=headers, timeout=self._rollout.request_timeout, limits=limits)
 
     def wait_until_ready(self) -> None:
-        """Wait until the server is healthy. If another program took one of its ports, start it once more with other ports.
-
-        If it ends or is not healthy within `rollout.start_timeout` seconds, stop it and raise RunError with the tail of its log.
-        """
+        """Wait until the server is healthy. If another program took one of its ports, start it once more with other ports. If it ends or
+        is not healthy within `rollout.start_timeout` seconds, stop it and raise RunError with the tail of its log."""
         try:
             try:
                 self._wait_until_healthy()

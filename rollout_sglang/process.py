@@ -80,10 +80,8 @@ class EngineProcess:
         self._end(psutil.Process.terminate)
 
     def kill(self) -> None:
-        """Kill the server and all its descendants immediately, even if they are stopped or stuck.
-
-        A launcher gets SIGTERM, because killing it would leave its engine running.
-        """
+        """Kill the server and all its descendants immediately, even if they are stopped or stuck. A launcher gets SIGTERM, because
+        killing it would leave its engine running."""
         self._end(psutil.Process.terminate if self._has_launcher else _kill)
 
     def _end(self, end: Callable[[psutil.Process], None]) -> None:

@@ -165,11 +165,9 @@ def _number(digests: Sequence[str]) -> dict[str, str]:
 
 
 def live_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return the weights that a model serves from, by name and by rows. Weights that SGLang keeps transposed for a kernel (INT8 on a GPU)
-    are transposed back. Shared parameters appear once.
-
-    SGLang's own scales of an FP8 KV cache, which are 1, are left out (`hooks.kv_cache_scales`).
-    """
+    """Return the weights that a model serves from, by name and by rows. Weights that SGLang keeps transposed for a kernel (INT8 on a
+    GPU) are transposed back. Shared parameters appear once. SGLang's own scales of an FP8 KV cache, which are 1, are left out
+    (`hooks.kv_cache_scales`)."""
     return {
         name: _by_rows(parameter.detach())
         for name, parameter in model.named_parameters()
@@ -184,11 +182,9 @@ def _by_rows(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def read_activation_formats(model: torch.nn.Module) -> dict[str, str]:
-    """Return how live linear layers and experts quantize activations, as `str(TensorFormat)`, such as "fp8 pow2" or "fp8 fp32".
-
-    FP8 formats are read from the code that the layers run, with a description of the quantizer if it is not known. "int8 fp32" is the only
-    format of SGLang's INT8 layers.
-    """
+    """Return how live linear layers and experts quantize activations, as `str(TensorFormat)`, such as "fp8 pow2" or "fp8 fp32". FP8
+    formats are read from the code that the layers run, with a description of the quantizer if it is not known. "int8 fp32" is the only
+    format of SGLang's INT8 layers."""
     formats = {}
     for name, module in model.named_modules():
         method = getattr(module, "quant_method", None)

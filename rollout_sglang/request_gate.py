@@ -18,11 +18,8 @@ class AnswersDroppedError(Exception):
 
 class RequestGate:
     """Gate that generating threads pass through. Another thread closes and opens it. Initially open. No wait is longer than `timeout`
-    seconds.
-
-    While the gate is holding, no thread can leave it, because its answer is not proved yet. If `refusal` is set, every request is refused
-    with this message immediately.
-    """
+    seconds. While the gate is holding, no thread can leave it, because its answer is not proved yet. If `refusal` is set, every request
+    is refused with this message immediately."""
 
     def __init__(self, timeout: float, refusal: str = "") -> None:
         self._timeout, self.refusal = timeout, refusal
@@ -57,10 +54,7 @@ class RequestGate:
 
     def drain(self, on_wait: Callable[[], None] | None = None) -> None:
         """Close the gate and wait until no request is inside. Call `on_wait` repeatedly while requests are inside. Held answers are
-        dropped.
-
-        If a request stays inside, open the gate again and raise RunError.
-        """
+        dropped. If a request stays inside, open the gate again and raise RunError."""
         deadline = time.monotonic() + self._timeout
         with self._changed:
             self._drops += self.holding

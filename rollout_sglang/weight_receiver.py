@@ -42,19 +42,15 @@ class WeightReceiver:
         self._reread: Future[list[str]] | None = None
 
     def start(self, live: Tensors, hashing: bool, places: Sequence[Sequence[int]] | None = None) -> None:
-        """Start receiving the chunks of one sync into `live`, the current tensors, or into the second copy.
-
-        `places`: [offset, bytes] of the transferred part of each chunk if deltas are sent. A delta has fewer bytes than its chunk, or none.
-        """
+        """Start receiving the chunks of one sync into `live`, the current tensors, or into the second copy. `places`: [offset, bytes] of
+        the transferred part of each chunk if deltas are sent. A delta has fewer bytes than its chunk, or none."""
         packer = self._staging or make_target_packer(live, self._chunks)
         sent = self._chunks if places is None else [replace(c, offset=o, nbytes=n) for c, (o, n) in zip(self._chunks, places, strict=True)]
         self._received = self._thread.submit(self._receive, packer, sent, hashing and self._staging is None)
 
     def finish(self, live: Tensors, hashing: bool) -> list[str]:
-        """Wait for the last chunk and copy staged weights over `live`. Raise the errors of the thread.
-
-        With `hashing`, return one digest per chunk, computed from the live tensors right after the chunk was written.
-        """
+        """Wait for the last chunk and copy staged weights over `live`. Raise the errors of the thread. With `hashing`, return one digest
+        per chunk, computed from the live tensors right after the chunk was written."""
         if self._received is None:
             self._inbox.result(self._timeout)  # raises the error if the connection failed
             raise ValueError("no sync was started")

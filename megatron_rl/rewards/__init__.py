@@ -14,10 +14,8 @@ from megatron_rl.types import RewardFunction
 
 
 def load_function(name: str, settings: Mapping[str, str] | None = None) -> RewardFunction:
-    """Return the reward function `name` with `settings` as keyword arguments. Raise InputError if it does not exist.
-
-    Load the libraries of a built-in function in advance, so that this does not count as a completion's time.
-    """
+    """Return the reward function `name` with `settings` as keyword arguments. Raise InputError if it does not exist. Load the libraries
+    of a built-in function in advance, so that this does not count as a completion's time."""
     function = REWARDS.load(name)
     if name in REWARDS.builtin:
         getattr(importlib.import_module(function.__module__), "prepare", lambda: None)()

@@ -8,10 +8,8 @@ from megatron_rl.types import Problem, Reward
 
 
 def match_answer(text: str, problem: Problem, *, pattern: str = "") -> Reward:
-    """Return 1.0 if the answer in `text` equals `problem.answer`, else 0.0. Surrounding white space is ignored.
-
-    The answer is the whole text. With `pattern`, it is the last match, or the first group of that match if there is one.
-    """
+    """Return 1.0 if the answer in `text` equals `problem.answer`, else 0.0. Surrounding white space is ignored. The answer is the whole
+    text. With `pattern`, it is the last match, or the first group of that match if there is one."""
     answer = text
     if pattern:
         matches = list(re.finditer(pattern, text, re.DOTALL))

@@ -28,10 +28,8 @@ _TAIL_CHARACTERS = 200
 
 
 def reward(text: str, problem: Problem) -> Reward:
-    """Return 1.0 if the final answer of `text` equals `problem.answer` (a number or LaTeX), else 0.0.
-
-    Run it in a pool with a timeout, because a hostile expression can take forever.
-    """
+    """Return 1.0 if the final answer of `text` equals `problem.answer` (a number or LaTeX), else 0.0. Run it in a pool with a timeout,
+    because a hostile expression can take forever."""
     verdict = compare_integers(text, problem.answer)
     if verdict is None:
         gold = _parsed_gold(problem.answer)
@@ -59,10 +57,7 @@ def compare_integers(text: str, gold: str) -> bool | None:
 
 def final_answer(text: str) -> str | None:
     """Return the answer that `text` states, as `compare_integers` finds it, or None. An integer is returned in canonical form, any other
-    answer without white space.
-
-    If no answer is stated, return the text's last integer that is not part of an expression.
-    """
+    answer without white space. If no answer is stated, return the text's last integer that is not part of an expression."""
     stated = _stated_answer(text)
     if stated is None:
         return _last_number(text)

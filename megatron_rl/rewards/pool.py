@@ -16,10 +16,8 @@ RewardFunctionSpec = tuple[str, Mapping[str, str]]
 
 
 class RewardPool(WorkerPool[list[Reward]]):
-    """Scores completions: every worker runs all `functions` and returns one Reward per function.
-
-    A function without a verdict gives Reward(0.0, False, error). If a worker fails, all functions of the completion have its error.
-    """
+    """Scores completions: every worker runs all `functions` and returns one Reward per function. A function without a verdict gives
+    Reward(0.0, False, error). If a worker fails, all functions of the completion have its error."""
 
     section, module = "reward", "megatron_rl.rewards.pool"
 

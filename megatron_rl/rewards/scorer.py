@@ -25,9 +25,7 @@ _MOST_REASONS = 3
 
 class Scorer:
     """Scores completions as configured. A context manager that owns the worker processes; entering starts them without waiting for them.
-
-    `notify` receives how many completions of a call got no verdict, and why.
-    """
+    `notify` receives how many completions of a call got no verdict, and why."""
 
     def __init__(self, config: RewardConfig, notify: Callable[[str], None]) -> None:
         self._config, self._notify, self._parts, self._correctness_label = config, notify, config.parts, config.correctness_label
@@ -114,18 +112,14 @@ class Scorer:
 
 
 def compute_length_reward(tokens: int, full: int, zero: int) -> float:
-    """Return clip((zero - tokens) / (zero - full), 0, 1): 1 up to `full` tokens, 0 from `zero` tokens on, linear in between.
-
-    LCPO-Max (arXiv 2503.04697) gives this to correct answers, with full, zero = target -+ 0.5 / alpha.
-    """
+    """Return clip((zero - tokens) / (zero - full), 0, 1): 1 up to `full` tokens, 0 from `zero` tokens on, linear in between. LCPO-Max
+    (arXiv 2503.04697) gives this to correct answers, with full, zero = target -+ 0.5 / alpha."""
     return min(max((zero - tokens) / (zero - full), 0.0), 1.0)
 
 
 def check_rewards(config: RewardConfig) -> None:
-    """Check before a run that the user's own functions load in a worker within its limits, and that servers answer.
-
-    Raise UserError if not. Built-in functions need no check.
-    """
+    """Check before a run that the user's own functions load in a worker within its limits, and that servers answer. Raise UserError if
+    not. Built-in functions need no check."""
     for part in config.parts.values():
         if part.name == "http":
             HttpRewardClient(part).check()

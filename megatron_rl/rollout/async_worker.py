@@ -58,11 +58,9 @@ class AsyncRolloutWorker:
             self._start(self._pending[-1])
 
     def collect(self, version: int) -> RolloutBatch:
-        """Return the groups for the trainer at `version`, and start generating the groups of later steps.
-
-        `time/generate` is the time waited here, `ahead/generate` and `ahead/reward` the time that sampling and scoring took. Raise the
-        error of the generating threads. After an EngineLostError, call `collect` again once the engines serve again.
-        """
+        """Return the groups for the trainer at `version`, and start generating the groups of later steps. `time/generate` is the time
+        waited here, `ahead/generate` and `ahead/reward` the time that sampling and scoring took. Raise the error of the generating
+        threads. After an EngineLostError, call `collect` again once the engines serve again."""
         start = time.perf_counter()
         self.begin(version)
         step = self._pending[0]

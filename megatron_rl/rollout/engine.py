@@ -99,9 +99,7 @@ class Engine(Protocol):
         self, prompts_B: Sequence[np.ndarray], sampling: SamplingParams | Sequence[SamplingParams], abort: Abort | None = None
     ) -> list[Generation]:
         """Return one completion per prompt (int32 token ids), in order. `sampling` applies to all prompts or has one entry per prompt.
-
-        Raise AbortedError soon after `abort` is requested.
-        """
+        Raise AbortedError soon after `abort` is requested."""
 
     def parse_tool_calls(self, text: str, tools: str, parser: str) -> ParsedToolCalls | None:
         """Return the tool calls in a response, parsed by the engine's parser of that name, or None if the parser fails. `tools`: JSON as in
@@ -117,20 +115,16 @@ class Engine(Protocol):
         """Return the precision graph of each engine rank's live modules."""
 
     def connect(self, link: Link, chunks: Sequence[Chunk], staged: bool) -> None:
-        """Start connecting every engine rank to the trainer, to receive its share of `chunks` at every sync.
-
-        If `staged`, weights are received into a second copy, which `finish_receiving` copies over the live weights. Connection errors are
-        raised by `finish_receiving`.
-        """
+        """Start connecting every engine rank to the trainer, to receive its share of `chunks` at every sync. If `staged`, weights are
+        received into a second copy, which `finish_receiving` copies over the live weights. Connection errors are raised by
+        `finish_receiving`."""
 
     def disconnect(self) -> None:
         """Close the connection and free the second copy of the weights."""
 
     def pause(self, running: Running) -> None:
         """Hold new requests and return when no token is being sampled. `running` (`sync.running`) decides about running completions.
-
-        Only with "continue" may a completion hold tokens of several versions, listed in `Generation.versions_T`.
-        """
+        Only with "continue" may a completion hold tokens of several versions, listed in `Generation.versions_T`."""
 
     def admit(self) -> None:
         """Accept requests and sample with the current weights, but hold back the answers until `resume`. If another sync comes first, these
@@ -192,11 +186,9 @@ class EngineLauncher(Protocol):
         """Raise UserError before anything starts if the configuration does not fit engines of this kind."""
 
     def __call__(self, config: Config, model_path: Path, log_dir: Path, number: int = 0, *, empty: bool = False) -> Engine:
-        """Start engine `number` of a run without waiting for it.
-
-        The engine loads the Hugging Face checkpoint in `model_path`. With `empty`, the folder has only config.json and the tokenizer, and
-        the engine refuses requests until the first sync has filled and proved its weights.
-        """
+        """Start engine `number` of a run without waiting for it. The engine loads the Hugging Face checkpoint in `model_path`. With
+        `empty`, the folder has only config.json and the tokenizer, and the engine refuses requests until the first sync has filled and
+        proved its weights."""
 
 
 def find_engine_launcher(name: str) -> EngineLauncher:

@@ -39,10 +39,8 @@ _SPLITS_PER_ENGINE = 4
 def start_engines(
     config: Config, model_path: Path, log_dir: Path, notify: Callable[[str], None] = print, *, empty: bool = False
 ) -> EnginePool:
-    """Start all engines of a configuration in parallel and return when they are ready. Raise RunError if one fails.
-
-    With `empty`, engines start without weights, see `EngineLauncher`. The same holds for successors of lost engines.
-    """
+    """Start all engines of a configuration in parallel and return when they are ready. Raise RunError if one fails. With `empty`,
+    engines start without weights, see `EngineLauncher`. The same holds for successors of lost engines."""
     launch = find_engine_launcher(config.rollout.engine)
     return EnginePool(config, lambda number: launch(config, model_path, log_dir, number, empty=empty), notify)
 
@@ -157,11 +155,8 @@ class EnginePool:
         return self._start(number)
 
     def wait_for_successors(self, reason: EngineLostError) -> int:
-        """Wait until every lost engine has a successor, which serves after the next `admit`. Return the number of lost engines.
-
-        Raise RunError if `rollout.max_restarts` is used up (a lost connection counts too) or if a successor has a different precision
-        graph.
-        """
+        """Wait until every lost engine has a successor, which serves after the next `admit`. Return the number of lost engines. Raise
+        RunError if `rollout.max_restarts` is used up (a lost connection counts too) or if a successor has a different precision graph."""
         lost = [replica for replica in self.replicas if replica.lost is not None]
         if not lost:
             self._restarts += 1

@@ -51,11 +51,8 @@ class Sampler(Protocol):
         staleness: int = 0,
         abort: Abort | None = None,
     ) -> list[Completion]:
-        """Return one unscored completion per problem, in order. Thread-safe.
-
-        Raise RunError if a token was sampled by a policy version other than `version` or the `staleness` versions before it, and
-        AbortedError once `abort` is requested.
-        """
+        """Return one unscored completion per problem, in order. Thread-safe. Raise RunError if a token was sampled by a policy version
+        other than `version` or the `staleness` versions before it, and AbortedError once `abort` is requested."""
 
     def close(self) -> None:
         """Begin no further completion, and terminate whatever does not end with the engines."""

@@ -61,10 +61,8 @@ class RolloutWorker:
         self._groups = GroupSampler(config, sampler, rewards)
 
     def snapshot(self, untrained: Iterable[StepDraw] = ()) -> Callable[[], dict[str, Any]]:
-        """Return a function that makes the state of the problem stream as if `untrained` had not been drawn.
-
-        Sampling has no state, see `megatron_rl.rollout.groups.derive_seed`.
-        """
+        """Return a function that makes the state of the problem stream as if `untrained` had not been drawn. Sampling has no state, see
+        `megatron_rl.rollout.groups.derive_seed`."""
         with self._drawing:
             return self._stream.snapshot(position for draw in untrained for problems in draw.rounds for position in problems)
 

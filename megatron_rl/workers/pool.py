@@ -101,11 +101,9 @@ class WorkerPool(Generic[ResultT]):
             self._start_missing()
 
     def run(self, tasks: Sequence[tuple[Any, ...]]) -> list[ResultT]:
-        """Return the handler's results for the tasks, in order. Each task is a tuple of picklable arguments. Thread-safe.
-
-        The result of a task without an answer is `make_failure` of the reason, such as "timeout after 5 s" or "worker died (signal 9)".
-        Raise RunError if the workers cannot be started.
-        """
+        """Return the handler's results for the tasks, in order. Each task is a tuple of picklable arguments. Thread-safe. The result of
+        a task without an answer is `make_failure` of the reason, such as "timeout after 5 s" or "worker died (signal 9)". Raise RunError
+        if the workers cannot be started."""
         call = _Call[ResultT](len(tasks))
         with self._changed:
             self._waiting.extend(_Task(call, number, arguments) for number, arguments in enumerate(tasks))

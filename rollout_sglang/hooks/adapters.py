@@ -95,10 +95,8 @@ def adapt_experts(layer: Any, name: str, linear: ExpertLinear) -> ExpertLinear:
 
 
 def adapt_partial_sums(layer: Any, linear: ExpertLinear) -> tuple[ExpertLinear, ExpertLinear | None]:
-    """Return the second layer of experts with the float32 partial sums of its adapters beside its own, `[T, N + rank]`.
-
-    Also return the function that turns the sums of the adapters `[T, rank]` into what they add, `[T, N]`, or None without adapters.
-    """
+    """Return the second layer of experts with the float32 partial sums of its adapters beside its own, `[T, N + rank]`. Also return the
+    function that turns the sums of the adapters `[T, rank]` into what they add, `[T, N]`, or None without adapters."""
     down, up = _get_experts_adapters(layer, "w2")
     if down is None:
         return linear, None
@@ -119,10 +117,8 @@ def add_to_row_sum(layer: Any, x: torch.Tensor, y: torch.Tensor, add_over_ranks:
 
 
 def add_to_rounded_sum(layer: Any, x: torch.Tensor, y: torch.Tensor, summed_later: bool) -> torch.Tensor:
-    """Add the adapter's part to y of a row-parallel layer whose rounded parts SGLang adds up.
-
-    SGLang has already done so, or, if `summed_later`, does so later; then add this rank's part.
-    """
+    """Add the adapter's part to y of a row-parallel layer whose rounded parts SGLang adds up. SGLang has already done so, or, if
+    `summed_later`, does so later; then add this rank's part."""
     h = project_down(x, layer.lora_A)
     if not summed_later and layer.tp_group.world_size > 1:
         h = layer.tp_group.all_reduce(h)

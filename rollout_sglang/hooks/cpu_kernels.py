@@ -27,10 +27,8 @@ from rollout_sglang.hooks.dequant_cache import get_float_weight
 
 
 def dispatch_block_fp8_linear(weight_block_size: list[int] | None = None, act_scale_ue8m0: bool = False) -> Callable[..., torch.Tensor]:
-    """Replace `dispatch_w8a8_block_fp8_linear`, which ignores `act_scale_ue8m0` for 128x128 blocks unless DeepGEMM runs them.
-
-    The engine would then quantize activations with fp32 scales although its checkpoint says pow2.
-    """
+    """Replace `dispatch_w8a8_block_fp8_linear`, which ignores `act_scale_ue8m0` for 128x128 blocks unless DeepGEMM runs them. The engine
+    would then quantize activations with fp32 scales although its checkpoint says pow2."""
     return functools.partial(apply_block_fp8_linear, act_scale_ue8m0=act_scale_ue8m0)
 
 
@@ -69,10 +67,8 @@ def apply_int8_linear(self: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor
 
 
 def keep_heads(model_config: Any, load_config: Any, tp_size: int) -> Any:
-    """Replace `adjust_config_with_unaligned_cpu_tp`, which adds heads if there are fewer key-value heads than ranks.
-
-    Ranks share a key-value head instead, as on a GPU. Other sizes that do not fit are refused beforehand.
-    """
+    """Replace `adjust_config_with_unaligned_cpu_tp`, which adds heads if there are fewer key-value heads than ranks. Ranks share a
+    key-value head instead, as on a GPU. Other sizes that do not fit are refused beforehand."""
     return model_config
 
 
@@ -98,9 +94,7 @@ def apply_rms_norm(
     **named: Any,
 ) -> Any:
     """Wrap `RMSNorm.forward_native`: round the sum with the residual stream to the stream's dtype before the norm, as Megatron does.
-
-    Return the normed x, and the new residual stream if a residual was given.
-    """
+    Return the normed x, and the new residual stream if a residual was given."""
     wide_residual = self.override_orig_dtype or self.fp32_residual
     if wide_residual or self.cast_x_before_out_mul or self.variance_size_override or post_residual_addition is not None:
         return original(self, x, residual, post_residual_addition, **named)
@@ -111,10 +105,7 @@ def apply_rms_norm(
 
 def sample(original: Callable[..., Any], self: Any, output: Any, sampling: Any, return_logprob: bool, *args: Any, **named: Any) -> Any:
     """Wrap `Sampler.forward`: log-probs are the log-softmax of logits / temperature, summed by the trainer's tree. SGLang takes the
-    logarithm of a softmax.
-
-    SGLang overwrites the logits in place, but computes log-probs from a copy if it is given one.
-    """
+    logarithm of a softmax. SGLang overwrites the logits in place, but computes log-probs from a copy if it is given one."""
     if sampling.need_top_p_sampling or sampling.need_top_k_sampling or sampling.need_min_p_sampling:
         seeded_sampling.truncate(output.next_token_logits, sampling)
     if return_logprob and named.get("logprob_logits") is None:
@@ -149,11 +140,8 @@ def run_extend_attention(
     sliding_window_size: int | None = None,
     **_: bool,
 ) -> torch.Tensor:
-    """Compute the attention of prompts, request by request.
-
-    query `[tokens, heads, d]` holds the requests one after the other. The first `extend_prefix_lens` of a request's `seq_lens` tokens are
-    cached. See `run_decode_attention` for the other arguments.
-    """
+    """Compute the attention of prompts, request by request. query `[tokens, heads, d]` holds the requests one after the other. The first
+    `extend_prefix_lens` of a request's `seq_lens` tokens are cached. See `run_decode_attention` for the other arguments."""
     _refuse_special(encoder_lens, sliding_window_size)
     start = 0
     requests = (values.tolist() for values in (req_pool_indices, seq_lens, extend_prefix_lens, extend_seq_lens))
@@ -179,10 +167,8 @@ def run_decode_attention(
     sliding_window_size: int | None = None,
     **_: bool,
 ) -> torch.Tensor:
-    """Compute the attention of one decoded token per request, with all requests in one padded batch.
-
-    query: `[requests, heads, d]`; caches: `[slots, kv heads, d]`; row r of `req_to_token` lists the slots of request r's tokens.
-    """
+    """Compute the attention of one decoded token per request, with all requests in one padded batch. query: `[requests, heads, d]`;
+    caches: `[slots, kv heads, d]`; row r of `req_to_token` lists the slots of request r's tokens."""
     _refuse_special(encoder_lens, sliding_window_size)
     longest = int(seq_lens.max())
     visible = torch.arange(longest, device=query.device)[None, :] < seq_lens[:, None]
@@ -199,10 +185,8 @@ def _refuse_special(encoder_lens: torch.Tensor | None, sliding_window_size: int 
 def _attention(
     query: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slots: torch.Tensor, last: torch.Tensor, scale: float | None
 ) -> torch.Tensor:
-    """Return `batch_invariant.attention` `[b, h, s, e]` of query `[b, h, s, d]` over the cache's `slots` `[b, t]`.
-
-    Slot 0, which holds no token, pads the last product of keys. Padding the keys and values themselves would copy them.
-    """
+    """Return `batch_invariant.attention` `[b, h, s, e]` of query `[b, h, s, d]` over the cache's `slots` `[b, t]`. Slot 0, which holds
+    no token, pads the last product of keys. Padding the keys and values themselves would copy them."""
     heads = k_cache.shape[1]
     slots = F.pad(slots, (0, -slots.shape[1] % batch_invariant.KEYS_PER_PRODUCT))
     rows = (slots.long() * heads)[:, None, :] + torch.arange(heads)[:, None]  # in the cache seen as [slots * heads, d]

@@ -81,10 +81,8 @@ def get_latents(original: Callable[..., Any], self: Any, layer_id: int) -> torch
 
 
 def read_rows(cache: torch.Tensor, rows: torch.Tensor, first: int) -> torch.Tensor:
-    """Return rows `[n, d]` of a cache buffer `[slots, heads, d]`, seen as `[slots * heads, d]`, in float32 if it stores E4M3.
-
-    If rows have scales, the scale of the first `first` bytes is at their end, and the scale of the remaining bytes at the row's end.
-    """
+    """Return rows `[n, d]` of a cache buffer `[slots, heads, d]`, seen as `[slots * heads, d]`, in float32 if it stores E4M3. If rows
+    have scales, the scale of the first `first` bytes is at their end, and the scale of the remaining bytes at the row's end."""
     if cache.dtype != torch.float8_e4m3fn:
         return cache.flatten(0, 1).index_select(0, rows)
     stored = cache.view(torch.uint8).flatten(0, 1).index_select(0, rows)

@@ -20,11 +20,8 @@ from parallel.formats import BLOCK
 
 
 def get_handler(original: Callable[..., Any], registry: Any, backend: str) -> Callable[[Any, Any], Any]:
-    """Wrap `AttentionBackendRegistry.get_handler`: PyTorch's attention uses the absorbed form for prompts too.
-
-    It reads keys and values from the cache, which holds latents. SGLang would treat it like Triton's attention, which takes them as
-    arguments.
-    """
+    """Wrap `AttentionBackendRegistry.get_handler`: PyTorch's attention uses the absorbed form for prompts too. It reads keys and values
+    from the cache, which holds latents. SGLang would treat it like Triton's attention, which takes them as arguments."""
     if backend != "torch_native":
         return original(registry, backend)
     from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
@@ -40,11 +37,8 @@ def get_rotary_embedding(original: Callable[..., Any], *args: Any, **kwargs: Any
 
 
 def dequantize_kv_b(data: torch.Tensor, scale: torch.Tensor, block_size: list[int]) -> tuple[torch.Tensor, float]:
-    """Replace `block_quant_to_tensor_quant`, which makes w_kc and w_vc: return the dequantized blocks in the model's dtype and a scale of
-    one.
-
-    SGLang's CPU branch would requantize kv_b_proj with a single scale. Its GPU branch dequantizes too.
-    """
+    """Replace `block_quant_to_tensor_quant`, which makes w_kc and w_vc: return the dequantized blocks in the model's dtype and a scale
+    of one. SGLang's CPU branch would requantize kv_b_proj with a single scale. Its GPU branch dequantizes too."""
     if block_size != [BLOCK, BLOCK]:
         raise NotImplementedError(f"block size {block_size} is outside the precision contract")
     return dequantize_weight(QuantizedWeight(data, scale)).to(torch.get_default_dtype()), 1.0

@@ -77,11 +77,8 @@ def _gate(both: torch.Tensor) -> torch.Tensor:
 def route_tokens(
     original: Callable[..., Any], hidden_states: torch.Tensor, gating_output: torch.Tensor, topk: int, renormalize: bool, **named: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Wrap `fused_topk_native`; return (weights float32 `[T, k]`, experts `[T, k]`).
-
-    Renormalized weights are the softmax over the chosen experts, as in Megatron. SGLang divides the softmax over all experts by the sum
-    over the chosen ones.
-    """
+    """Wrap `fused_topk_native`; return (weights float32 `[T, k]`, experts `[T, k]`). Renormalized weights are the softmax over the
+    chosen experts, as in Megatron. SGLang divides the softmax over all experts by the sum over the chosen ones."""
     if not renormalize or named.get("correction_bias") is not None or named.get("scoring_func", "softmax") != "softmax":
         return original(hidden_states, gating_output, topk, renormalize, **named)
     scores, experts = gating_output.float().topk(topk, dim=-1)
@@ -99,11 +96,8 @@ def route_tokens_with_bias(
     apply_routed_scaling_factor_on_output: bool = False,
     **named: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Wrap `biased_grouped_topk_impl`, sigmoid routing; return as `route_tokens` does.
-
-    Like Megatron, add up the chosen scores in the order of choice, best first. SGLang leaves this order open, and with it the last bit of
-    the weights.
-    """
+    """Wrap `biased_grouped_topk_impl`, sigmoid routing; return as `route_tokens` does. Like Megatron, add up the chosen scores in the
+    order of choice, best first. SGLang leaves this order open, and with it the last bit of the weights."""
     with InvariantRouting():
         weights, experts = original(hidden_states, gating_output, correction_bias, topk, False, *groups, **named)
     order = (weights + correction_bias[experts.long()]).argsort(-1, descending=True)
@@ -114,10 +108,8 @@ def route_tokens_with_bias(
 
 
 def scale_routing_weights(original: Callable[..., Any], moe_layer: Any, *args: Any, **kwargs: Any) -> None:
-    """Wrap the constructors of GLM-4.5's and DeepSeek-V3's layers: multiply a token's weights by `routed_scaling_factor`, as Megatron does.
-
-    Without CUDA, SGLang multiplies the rounded sum of the experts' outputs instead.
-    """
+    """Wrap the constructors of GLM-4.5's and DeepSeek-V3's layers: multiply a token's weights by `routed_scaling_factor`, as Megatron
+    does. Without CUDA, SGLang multiplies the rounded sum of the experts' outputs instead."""
     original(moe_layer, *args, **kwargs)
     moe_layer.topk.topk_config.apply_routed_scaling_factor_on_output = True
     moe_layer.routed_scaling_factor = 1.0

@@ -127,11 +127,9 @@ def quantize_groups(
 def dispatch_block_linear(
     original: Callable[..., Callable[..., torch.Tensor]], weight_block_size: list[int] | None = None, act_scale_ue8m0: bool = False
 ) -> Callable[..., torch.Tensor]:
-    """Wrap `dispatch_w8a8_block_fp8_linear`: hide `act_scale_ue8m0` from SGLang.
-
-    On Hopper, SGLang would lay out such scales by rows, which DeepGEMM transposes before every product. Other scales have the layout that
-    DeepGEMM reads. Their values are the contract's either way.
-    """
+    """Wrap `dispatch_w8a8_block_fp8_linear`: hide `act_scale_ue8m0` from SGLang. On Hopper, SGLang would lay out such scales by rows,
+    which DeepGEMM transposes before every product. Other scales have the layout that DeepGEMM reads. Their values are the contract's
+    either way."""
     _check_scale_format(act_scale_ue8m0)
     return original(weight_block_size, False)
 
@@ -156,10 +154,8 @@ def _check_scale_format(ue8m0: bool) -> None:
 
 
 def read_linear_scale_format(method: Any, layer: Any) -> str:
-    """Return the scale format ("pow2" or "fp32") with which a live layer with this `Fp8LinearMethod` quantizes its input.
-
-    If the quantizer is not the contract's, return a description of the quantizer that runs instead.
-    """
+    """Return the scale format ("pow2" or "fp32") with which a live layer with this `Fp8LinearMethod` quantizes its input. If the
+    quantizer is not the contract's, return a description of the quantizer that runs instead."""
     function = method.w8a8_block_fp8_linear
     if not torch.cuda.is_available():
         return "pow2" if getattr(function, "keywords", {}).get("act_scale_ue8m0", False) else "fp32"  # cpu_kernels.apply_block_fp8_linear
@@ -182,10 +178,8 @@ def read_expert_scale_format(method: Any, layer: Any) -> str:
 
 
 def _read_scale_format(*scales: torch.Tensor) -> str:
-    """Return `get_scale_format()`, or a description of the quantizer on GPUs other than Hopper.
-
-    On Blackwell, SGLang requantizes the weights and packs their scales. On AMD GPUs it calls other quantizers.
-    """
+    """Return `get_scale_format()`, or a description of the quantizer on GPUs other than Hopper. On Blackwell, SGLang requantizes the
+    weights and packs their scales. On AMD GPUs it calls other quantizers."""
     if torch.version.hip is not None:
         return "an AMD GPU's"
     if any(scale.dtype != torch.float32 or getattr(scale, "format_ue8m0", False) for scale in scales):

@@ -66,11 +66,9 @@ def sample_truncated(
     return_filtered_probs: bool = False,
     max_top_k: int | None = None,
 ) -> Any:
-    """Replace SGLang's `top_k_top_p_min_p_sampling_from_probs_torch`. `truncate` has already applied the bounds.
-
-    If `return_filtered_probs`, also return the probabilities of the kept tokens, largest first, their ids, and the probability of the
-    sampled token.
-    """
+    """Replace SGLang's `top_k_top_p_min_p_sampling_from_probs_torch`. `truncate` has already applied the bounds. If
+    `return_filtered_probs`, also return the probabilities of the kept tokens, largest first, their ids, and the probability of the
+    sampled token."""
     tokens = sample_tokens(probs, sampling_seed, positions)
     if not return_filtered_probs:
         return tokens

@@ -60,11 +60,8 @@ def run_row_parallel(
     forward_batch: Any = None,
     output_tensor: torch.Tensor | None = None,
 ) -> Any:
-    """Wrap `RowParallelLinear.forward`: x `[T, K / tp]` -> (y `[T, N]`, bias that was not added).
-
-    If SGLang adds up later, together with other layers, the first rank returns the sum and all other ranks return zeros, so that SGLang's
-    sum is exact.
-    """
+    """Wrap `RowParallelLinear.forward`: x `[T, K / tp]` -> (y `[T, N]`, bias that was not added). If SGLang adds up later, together with
+    other layers, the first rank returns the sum and all other ranks return zeros, so that SGLang's sum is exact."""
     from sglang.srt.layers.moe.utils import should_skip_mlp_all_reduce
 
     by_tree, has_adapter = is_summed_by_tree(self.quant_method), getattr(self, "has_adapter", False)
@@ -93,9 +90,7 @@ def run_row_parallel(
 
 def multiply_on_gpu(layer: Any, x: torch.Tensor) -> torch.Tensor:
     """Return this rank's float32 sums `[T, N]` for x `[T, K / tp]`, which is quantized by the contract if the layer's weight is.
-
-    `gpu_activation_quant.read_linear_scale_format` has refused layers whose weight or scales SGLang holds in another form.
-    """
+    `gpu_activation_quant.read_linear_scale_format` has refused layers whose weight or scales SGLang holds in another form."""
     if not isinstance(x, torch.Tensor):
         raise NotImplementedError("a row-parallel layer whose input SGLang has already quantized is outside the precision contract")
     if type(layer.quant_method).__name__ == "UnquantizedLinearMethod":

@@ -35,10 +35,8 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
 
 @functools.cache
 def _configs() -> dict[str, type]:
-    """Return SGLang's quantization configurations with float32 activations allowed, which are faster than BF16 on a CPU.
-
-    Imports inside the function, because importing SGLang's classes needs the platform.
-    """
+    """Return SGLang's quantization configurations with float32 activations allowed, which are faster than BF16 on a CPU. Imports inside
+    the function, because importing SGLang's classes needs the platform."""
     from sglang.srt.layers.quantization import QUANTIZATION_METHODS
 
     class AnyFloat:

@@ -100,9 +100,6 @@ def replace(*packages: str) -> None:
 
 
 def block_megatron() -> None:
-    """Make `import megatron` raise ModuleNotFoundError in this process, an engine's.
-
-    SGLang's dumper imports Megatron if it is installed, and with it Transformer Engine, which an engine does not use and whose import can
-    fail with other errors.
-    """
+    """Make `import megatron` raise ModuleNotFoundError in this process, an engine's. SGLang's dumper imports Megatron if it is
+    installed, and with it Transformer Engine, which an engine does not use and whose import can fail with other errors."""
     sys.modules["megatron"] = None  # type: ignore[assignment] # as `importlib` documents it

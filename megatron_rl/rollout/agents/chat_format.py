@@ -49,10 +49,8 @@ class ChatFormat:
         return self.encode(self._render(messages, tools))
 
     def encode_rest(self, messages: Sequence[ConversationMessage], tools: str, answer_ids_T: np.ndarray) -> np.ndarray:
-        """Return the tokens of the messages that follow a response, up to where the policy begins the next one.
-
-        They begin with the end token of the response if the policy has not sampled it. Raise RefusedError if the template fails.
-        """
+        """Return the tokens of the messages that follow a response, up to where the policy begins the next one. They begin with the end
+        token of the response if the policy has not sampled it. Raise RefusedError if the template fails."""
         rest = self._render_rest(messages, tools)
         last = self.split_end(answer_ids_T)[1]
         return self.encode(rest.removeprefix(self.decode(last, False)) if len(last) else rest)

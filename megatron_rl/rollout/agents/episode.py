@@ -147,10 +147,8 @@ class AgentEpisode:
         self.kill()
 
     def finish(self, error: str, own_reward: float | None) -> Completion:
-        """End the episode and return its last conversation, with the other conversations as `branches`.
-
-        `error`: why the agent failed, or "". Without any response, the completion has no tokens.
-        """
+        """End the episode and return its last conversation, with the other conversations as `branches`. `error`: why the agent failed,
+        or "". Without any response, the completion has no tokens."""
         with self._lock:
             self._ended = True
             turns = list(self._turns)

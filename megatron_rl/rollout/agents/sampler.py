@@ -67,10 +67,8 @@ class AgentSampler:
         staleness: int = 0,
         abort: Abort | None = None,
     ) -> list[Completion]:
-        """Return one unscored completion per problem, in order: the agent's last conversation, with the other conversations as `branches`.
-
-        `max_new_tokens` limits the sampled tokens of one conversation. See `Sampler.sample` for the errors.
-        """
+        """Return one unscored completion per problem, in order: the agent's last conversation, with the other conversations as
+        `branches`. `max_new_tokens` limits the sampled tokens of one conversation. See `Sampler.sample` for the errors."""
         episodes = [
             AgentEpisode(problem, sampling, version, staleness, self._config, self._format, abort)
             for problem, sampling in zip(problems_B, samplings_B, strict=True)

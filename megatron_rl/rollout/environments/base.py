@@ -27,10 +27,8 @@ from parallel.plug import InputError
 
 @dataclass(frozen=True)
 class Message:
-    """The environment's next text, tokenized as is. The environment must write the markers of a chat template itself.
-
-    `error` describes a mistake of the policy, such as an invalid call. It is counted and has no other effect.
-    """
+    """The environment's next text, tokenized as is. The environment must write the markers of a chat template itself. `error` describes
+    a mistake of the policy, such as an invalid call. It is counted and has no other effect."""
 
     text: str
     error: str = ""
