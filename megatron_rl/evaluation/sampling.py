@@ -14,7 +14,7 @@ from typing import IO
 from megatron_rl.evaluation.tallies import Outcome, Tally
 from megatron_rl.rewards.scorer import Scorer
 from megatron_rl.rollout.generation import Sampler
-from megatron_rl.rollout.worker import assign_rewards, derive_seed
+from megatron_rl.rollout.groups import assign_rewards, derive_seed
 from megatron_rl.types import Completion, Problem, SamplingParams
 
 _CHUNKS_IN_ENGINE = 2

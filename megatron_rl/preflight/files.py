@@ -34,7 +34,7 @@ def agent_can_be_loaded(facts: Facts) -> None:
 def agent_has_a_chat_template(facts: Facts) -> None:
     if facts.config.agent is not None:
         from megatron_rl.hf.tokenizer import load_tokenizer
-        from megatron_rl.rollout.sampler import check_chat_template
+        from megatron_rl.rollout.generation import check_chat_template
 
         check_chat_template(facts.config, load_tokenizer(facts.config.model.folder))
 

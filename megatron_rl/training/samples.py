@@ -22,7 +22,8 @@ from megatron_rl.distributed import Rank0, errors_on_all_ranks, is_rank0, run_on
 from megatron_rl.errors import RunError
 from megatron_rl.hf.routing_record import RoutingShape
 from megatron_rl.mcore.passes.replicas import count_replicas, scatter_samples
-from megatron_rl.rollout.worker import RolloutBatch, build_sample_rows, compute_rollout_metrics, select_evenly
+from megatron_rl.rollout.metrics import build_sample_rows, compute_rollout_metrics, select_evenly
+from megatron_rl.rollout.worker import RolloutBatch
 
 if TYPE_CHECKING:  # loaded only by runs that replay groups
     from megatron_rl.batch.replay import ReplayBuffer

@@ -11,7 +11,7 @@ from support import agent_engine, trainer, trainer_engine, transformers_referenc
 from support.models import TENSORS, random_sequences, read_weights
 
 from megatron_rl.errors import RunError
-from rollout_sglang.hooks.shared_prompts import MIN_SHARED
+from rollout_sglang.hooks.scheduling import MIN_SHARED
 
 PROMPTS = [sample.prompt_ids.tolist() for sample in random_sequences(8, seed=11)]
 WHOLE = 16 << 20

@@ -37,8 +37,8 @@ from megatron_rl.precision.graph.graph import PrecisionGraph
 from megatron_rl.rollout.engine import Abort
 from megatron_rl.rollout.engine_placement import LAUNCHER_VARIABLE
 from megatron_rl.rollout.engine_pool import EnginePool, start_engines
-from megatron_rl.rollout.environment_pool import EnvironmentPool
 from megatron_rl.rollout.environments.base import Message
+from megatron_rl.rollout.environments.pool import EnvironmentPool
 from megatron_rl.rollout.generation import MultiTurnSampler
 from megatron_rl.sync.engine_check import check_live_engine
 from megatron_rl.sync.plan import SyncPlan

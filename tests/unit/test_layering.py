@@ -122,7 +122,7 @@ def test_heavy_libraries_are_imported_when_needed():
     modules = [f"megatron_rl.kernels.linear.{name}" for name in backends if name != "__init__"]
     groups = [
         f"torch,megatron,sglang,transformers:{','.join(TORCH_FREE)}",
-        f"triton,deep_gemm,transformer_engine,uvicorn:{','.join([*modules, 'megatron_rl.rollout.sampler'])}",
+        f"triton,deep_gemm,transformer_engine,uvicorn:{','.join([*modules, 'megatron_rl.rollout.generation'])}",
     ]
     script = [sys.executable, ROOT / "tests/support/import_lightly.py", *groups]
     done = subprocess.run(script, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True)

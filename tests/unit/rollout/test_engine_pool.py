@@ -218,7 +218,7 @@ def test_a_successor_that_does_not_start_is_tried_again_and_one_of_another_preci
     two.started[1].graphs = ["another"]
     two.engines.read_graph()
     two.engines.end_sync(1)  # restarts are counted anew
-    with pytest.raises(RunError, match="engine 1 has another precision graph"):
+    with pytest.raises(RunError, match="engine 1 has a different precision graph"):
         two.engines.wait_for_successors(two.lose(1))
 
 
