@@ -24,7 +24,7 @@ def backend_runs_here(facts: Facts) -> None:
 
 @rule(Needs.TRAINER | Needs.MACHINE)
 def transport_works_here(facts: Facts) -> None:
-    from megatron_rl.sync.transport_check import check_transport
+    from megatron_rl.sync.checks import check_transport
 
     check_transport(facts.config.sync, shared=facts.config.placement.kind == "colocated")
 
@@ -89,7 +89,7 @@ def nodes_of_an_engine_reach_its_first(facts: Facts) -> None:
 @rule(Needs.TRAINER | Needs.MACHINE)
 def transport_reaches_the_engines(facts: Facts) -> None:
     if any(list_launchers()[: len(facts.config.rollout.hosts)]):
-        from megatron_rl.sync.transport_check import check_one_host
+        from megatron_rl.sync.checks import check_one_host
 
         check_one_host(facts.config.sync, f"{LAUNCHER_VARIABLE} starts engines on others")
 

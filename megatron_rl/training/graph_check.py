@@ -58,7 +58,7 @@ def read_training_graph(model: Any) -> Rank0[PrecisionGraph]:
 
 def write_critic_graph(model: Any, folder: Path) -> None:
     """Write a critic's graph, which no engine has, to `folder/graph_critic.json`. Collective."""
-    read_training_graph(model).tell(lambda graph: (folder / "graph_critic.json").write_text(json.dumps(fold_to_json(graph), indent=1)))
+    read_training_graph(model).run_local(lambda graph: (folder / "graph_critic.json").write_text(json.dumps(fold_to_json(graph), indent=1)))
 
 
 def check_graph(model: Any, engine: Rank0[Engine], contract: PrecisionContract, folder: Path) -> None:

@@ -118,7 +118,7 @@ class Loop:
 
     def _run_sync(self, version: int) -> dict[str, float]:
         """Bring the engines to `version`; while that is proved they sample what the next step trains on."""
-        return self._sync.run(version, lambda: self._worker.tell(lambda worker: worker.begin(version))).metrics()
+        return self._sync.run(version, lambda: self._worker.run_local(lambda worker: worker.begin(version))).metrics()
 
     def _evaluate(self, step: int) -> dict[str, float]:
         if step % self._config.data.eval_every and step != self._config.train.steps:
@@ -129,7 +129,7 @@ class Loop:
 
     def _snapshot(self, version: int, unrecorded: dict[str, float] | None) -> TrainState:
         data: list[Callable[[], dict[str, Any]]] = []
-        self._worker.tell(lambda worker: data.append(worker.snapshot()))
+        self._worker.run_local(lambda worker: data.append(worker.snapshot()))
         trainer = self._trainer
         critic_steps = 0 if trainer.critic is None else trainer.critic.critic.steps_done
         replay, make_data = () if trainer.replay is None else trainer.replay.groups, data[0] if data else dict
