@@ -471,7 +471,7 @@ MISTAKES = [
     Mistake(
         layouts.model_is_of_a_known_family,
         "train eval plan",
-        "config.json model_type = 'mamba': is no model family known here; use one of ",
+        "config.json model_type = 'mamba': is not a supported model family; use one of ",
         model={"model_type": "mamba"},
     ),
     Mistake(
