@@ -22,7 +22,7 @@ def backend_runs_here(facts: Facts) -> None:
 
 @rule(Needs.TRAINER | Needs.MACHINE)
 def transport_works_here(facts: Facts) -> None:
-    from megatron_rl.sync.transport_check import check_transport
+    from megatron_rl.sync.checks import check_transport
 
     check_transport(facts.config.sync, shared=facts.config.placement.kind == "colocated")
 
@@ -86,7 +86,7 @@ def nodes_reach_the_engines_first_node(facts: Facts) -> None:
 @rule(Needs.TRAINER | Needs.MACHINE)
 def transport_reaches_the_engines(facts: Facts) -> None:
     if any(list_launchers()[: len(facts.config.rollout.hosts)]):
-        from megatron_rl.sync.transport_check import check_one_host
+        from megatron_rl.sync.checks import check_one_host
 
         check_one_host(facts.config.sync, f"{LAUNCHER_VARIABLE} starts engines on other hosts")
 

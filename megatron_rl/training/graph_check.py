@@ -59,7 +59,7 @@ def read_training_graph(model: Any) -> Rank0[PrecisionGraph]:
 
 def write_critic_graph(model: Any, folder: Path) -> None:
     """Write the graph of a critic, which the engine does not have, to `folder/graph_critic.json`. Collective."""
-    read_training_graph(model).tell(lambda graph: (folder / "graph_critic.json").write_text(json.dumps(fold_to_json(graph), indent=1)))
+    read_training_graph(model).run_local(lambda graph: (folder / "graph_critic.json").write_text(json.dumps(fold_to_json(graph), indent=1)))
 
 
 def check_graph(model: Any, engine: Rank0[Engine], contract: PrecisionContract, folder: Path) -> None:

@@ -112,7 +112,7 @@ class Loop:
 
     def _run_sync(self, version: int) -> dict[str, float]:
         """Sync the engines to `version`. They sample for the next step while the weights are being proved."""
-        return self._sync.run(version, lambda: self._worker.tell(lambda worker: worker.begin(version))).metrics()
+        return self._sync.run(version, lambda: self._worker.run_local(lambda worker: worker.begin(version))).metrics()
 
     def _evaluate(self, step: int) -> dict[str, float]:
         if step % self._config.data.eval_every and step != self._config.train.steps:

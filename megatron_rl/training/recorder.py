@@ -51,7 +51,7 @@ class Recorder:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Context manager that reports a phase to the progress bar and the watchdog, and records its seconds and memory."""
-        self._log.tell(lambda log: log.set_phase(name))
+        self._log.run_local(lambda log: log.set_phase(name))
         hang_watchdog.enter_phase(name)
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
@@ -75,7 +75,7 @@ class Recorder:
         memory_by_rank, self._memory = gather_from_ranks(self._memory), {}
         for name in memory_by_rank[0]:  # the engine's memory is on rank 0 only
             row[name] = max(memory[name] for memory in memory_by_rank if name in memory)
-        self._log.tell(lambda log: log.write_step(row))
+        self._log.run_local(lambda log: log.write_step(row))
 
     def write_samples(self, step: int, samples: StepSamples) -> None:
         """Write the completions that the report shows, with their advantages and mismatch. Collective."""
@@ -84,7 +84,7 @@ class Recorder:
         of_all = reduce.merge_replicas(own)
         for number, row in zip(samples.shown, samples.rows, strict=False):
             row["advantage"], row["mismatch"] = of_all[number]
-        self._log.tell(lambda log: log.write_samples(step, samples.rows))
+        self._log.run_local(lambda log: log.write_samples(step, samples.rows))
 
     def _measure_memory(self, phase: str) -> None:
         """Record the memory of a phase in MiB: the peak on a GPU, the memory held at the end on a CPU."""
@@ -94,4 +94,4 @@ class Recorder:
             self._memory[_TRAINER.format(phase)] = torch.cuda.max_memory_allocated() / _MIB
         else:
             self._memory[_TRAINER.format(phase)] = psutil.Process().memory_info().rss / _MIB
-            self._engines.tell(lambda engines: self._memory.update({_ENGINE.format(phase): engines.get_memory_mb()}))
+            self._engines.run_local(lambda engines: self._memory.update({_ENGINE.format(phase): engines.get_memory_mb()}))

@@ -41,7 +41,7 @@ from megatron_rl.rollout.async_worker import AsyncRolloutWorker
 from megatron_rl.rollout.engine_pool import EnginePool, start_engines
 from megatron_rl.rollout.generation import make_sampler, start_environments
 from megatron_rl.rollout.worker import RolloutWorker
-from megatron_rl.sync.engine_check import check_live_engine
+from megatron_rl.sync.checks import check_live_engine
 from megatron_rl.sync.plan import SyncPlan
 from megatron_rl.sync.recovery import RecoveringWeightSync
 from megatron_rl.sync.weight_sync import WeightSync
@@ -209,13 +209,13 @@ class Session:
             if error is not raised:
                 raise error from raised
             raise
-        self.log.tell(lambda log: log.write_event(headline(read_metrics(self.folder))))
+        self.log.run_local(lambda log: log.write_event(headline(read_metrics(self.folder))))
         self._close_log("finished")
         return self.folder
 
     def notify(self, text: str) -> None:
         """Write one line to the console and run.log. Does nothing on ranks other than 0."""
-        self.log.tell(lambda log: log.write_event(text))
+        self.log.run_local(lambda log: log.write_event(text))
 
     def _try_checkpoint(self, loop: Loop) -> None:
         hang_watchdog.enter_phase("checkpoint")
@@ -231,9 +231,9 @@ class Session:
 
     def _close_log(self, status: Literal["finished", "broken"], reason: str = "") -> None:
         """Finish the log and write the report. An error here never hides the run's own error."""
-        self.log.tell(lambda log: log.finish(status, reason))
+        self.log.run_local(lambda log: log.finish(status, reason))
         try:
-            self.log.tell(lambda log: write_report(log.dir))
+            self.log.run_local(lambda log: write_report(log.dir))
         except Exception as error:
             print(f"megatron-rl: no report: {error}", file=sys.stderr)
 

@@ -59,7 +59,7 @@ def sync_through(engines: Rank0[EnginePool], sync: RecoveringWeightSync, version
     def strike_and_pack(packer: ChunkPacker, *args: Any) -> str:
         calls.append(1)
         if len(calls) == 3:
-            engines.tell(lambda engines: [_FAULTS[fault](engines, number) for number, fault in faults.items()])
+            engines.run_local(lambda engines: [_FAULTS[fault](engines, number) for number, fault in faults.items()])
         return pack(packer, *args)
 
     with mock.patch.object(ChunkPacker, "pack", strike_and_pack):

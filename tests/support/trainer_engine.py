@@ -40,7 +40,7 @@ from megatron_rl.rollout.engine_pool import EnginePool, start_engines
 from megatron_rl.rollout.environments.base import Message
 from megatron_rl.rollout.environments.pool import EnvironmentPool
 from megatron_rl.rollout.generation import MultiTurnSampler
-from megatron_rl.sync.engine_check import check_live_engine
+from megatron_rl.sync.checks import check_live_engine
 from megatron_rl.sync.plan import SyncPlan
 from megatron_rl.sync.recovery import RecoveringWeightSync
 from megatron_rl.sync.weight_sync import WeightSync

@@ -21,7 +21,7 @@ from megatron_rl.mcore.checkpoint.run_weights import RunWeights, read_state
 from parallel.adapters import ENGINE_FILE, is_adapter
 from parallel.model_geometry import ModelGeometry
 from parallel.shards import take_all
-from parallel.weights import Weight
+from parallel.shards import Weight
 
 _PREFIX, _WEIGHTS = "base_model.model.", "adapter_model.safetensors"
 
