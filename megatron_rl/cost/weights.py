@@ -1,18 +1,17 @@
-"""Bytes that a GPU holds as long as a run lasts: exact, from the same shards that `parallel` gives trainer and engine.
+"""Bytes that a GPU holds for the whole run. Exact, because they are counted from the shards that trainer and engine use.
 
-Bytes that the trainer holds for every value of a parameter:
+Bytes that the trainer holds per element of a parameter:
 
-                        FP8 layer in fp8_unified         any other, high = bf16       high = fp32
-    weight              -                                2                            4  the master itself
+                        FP8 layer in fp8_unified         other layers, BF16           other layers, FP32
+    weight              -                                2                            4  (is its own master)
     blocks              1 + 4/16384                      -                            -
     operand             see `count_operand_bytes`        -                            -
     gradient            4                                4                            4
     master              4 / replicas                     4 / replicas                 -
     Adam's moments      8 / replicas                     8 / replicas                 8 / replicas
 
-A rank holds its replica's share of masters and moments; a weight that is its own master stays whole. With LoRA adapters alone, in the
-high dtype, have gradients, masters and moments.
-Layers of one kind are alike, so the shards of one of each are counted.
+Masters and moments are sharded over the replicas; a weight that is its own master is not. With LoRA, only adapters have gradients, masters
+and moments. Layers of one kind are equal, so one layer of each kind is counted.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
-from megatron_rl.planner.candidate import Candidate, Workload
+from megatron_rl.cost.workload import Candidate, Workload
 from parallel.adapters import is_adapter
 from parallel.formats import FP32, TensorFormat
 from parallel.layout import Coordinates, Layout
@@ -42,14 +41,14 @@ class RankMemory(NamedTuple):
     """Bytes on one trainer rank."""
 
     weights: int = 0
-    """Parameters that are not quantized, and FP32 buffers of the router."""
+    """Unquantized parameters, and FP32 buffers of the router."""
     blocks: int = 0
     """Quantized data and scales."""
     operands: int = 0
-    """What the back end keeps beside the blocks."""
+    """Copies that the backend keeps in addition to the blocks."""
     gradients: int = 0
     masters: int = 0
-    """FP32 copies of parameters that are not FP32 themselves."""
+    """FP32 copies of parameters that are not in FP32."""
     moments: int = 0
 
     def times(self, count: int) -> RankMemory:
@@ -67,20 +66,15 @@ class RankMemory(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def count_trainer_memory(job: Workload, layout: Layout, stage: int) -> RankMemory:
-    """Return the actor's bytes on a trainer rank of pipeline stage `stage`; ranks of one stage hold equally much."""
+    """Return the actor's bytes on a trainer rank of pipeline stage `stage`. All ranks of a stage hold the same amount."""
     shards = [_count_shard_memory(job, layout, shard).times(count) for shard, count in count_rank_shards(job.model, layout, stage)]
-    if job.trained_mtp_layers and stage == layout.pp - 1:
-        shards.append(RankMemory(weights=_count_embedding_copy(job, layout)))
+    if job.trained_mtp_layers and stage == layout.pp - 1 and layout.pp > 1:  # multi-token prediction layers need the embedding
+        shards.append(RankMemory(weights=padded_vocabulary(job.model.vocab, layout.tp) // layout.tp * job.model.hidden * job.high_bytes))
     return RankMemory(*map(sum, zip(*shards, strict=True)))
 
 
-def _count_embedding_copy(job: Workload, layout: Layout) -> int:
-    """Return the bytes of the embedding that the last stage, behind the first, keeps for trained layers for multi-token prediction."""
-    return padded_vocabulary(job.model.vocab, layout.tp) // layout.tp * job.model.hidden * job.high_bytes if layout.pp > 1 else 0
-
-
 def count_rank_shards(model: ModelGeometry, layout: Layout, stage: int) -> Iterator[tuple[Shard, int]]:
-    """Yield (parameter, how often a rank of pipeline stage `stage` has it). Raise GeometryError as `build_megatron_shards` does."""
+    """Yield (parameter, count on a rank of pipeline stage `stage`). Raise GeometryError as `build_megatron_shards` does."""
     counts = count_layers_like_each(model, layout, stage)
     first, last = stage == 0, stage == layout.pp - 1
     for shard, copies in _representative_shards(model, layout.tp, layout.ep, layout.etp):
@@ -96,7 +90,7 @@ def count_rank_shards(model: ModelGeometry, layout: Layout, stage: int) -> Itera
 
 @lru_cache(maxsize=256)
 def _representative_shards(model: ModelGeometry, tp: int, ep: int, etp: int) -> tuple[tuple[Shard, int], ...]:
-    """Return the parameters outside layers and of one layer of each kind; one expert stands for all of a rank."""
+    """Return (parameter, copies) for parameters outside layers and of one layer of each kind; one expert represents all of a rank."""
     layout = Layout(tp=tp, ep=ep, etp=etp, dp=math.lcm(tp, ep * etp) // tp)
     per_rank = model.experts.count // ep if model.experts else 1
     shards = build_megatron_shards(keep_one_layer_per_kind(model), layout, Coordinates())
@@ -105,7 +99,7 @@ def _representative_shards(model: ModelGeometry, tp: int, ep: int, etp: int) -> 
 
 
 def count_layers_like_each(model: ModelGeometry, layout: Layout, stage: int) -> list[int]:
-    """Return how many layers of a stage are like each layer of `keep_one_layer_per_kind`."""
+    """Return how many layers of a stage have the kind of each layer of `keep_one_layer_per_kind`."""
     plain, sparse = count_layer_kinds(model, layout, stage)
     if model.experts is None:
         return [plain]
@@ -114,7 +108,7 @@ def count_layers_like_each(model: ModelGeometry, layout: Layout, stage: int) -> 
 
 @lru_cache(maxsize=4096)
 def count_layer_kinds(model: ModelGeometry, layout: Layout, stage: int) -> tuple[int, int]:
-    """Return (layers with one MLP, layers with experts) of a stage."""
+    """Return (dense layers, layers with experts) of a stage."""
     layers = list_stage_layers(model.layers, layout, stage)
     sparse = sum(map(model.has_experts, layers))
     return len(layers) - sparse, sparse
@@ -122,7 +116,7 @@ def count_layer_kinds(model: ModelGeometry, layout: Layout, stage: int) -> tuple
 
 def _count_shard_memory(job: Workload, layout: Layout, shard: Shard) -> RankMemory:
     size = shard.rows * shard.cols
-    if shard.role == "router_bias":  # a buffer, and Megatron's FP32 count of tokens per expert beside it
+    if shard.role == "router_bias":  # a buffer, and Megatron's FP32 count of tokens per expert
         return RankMemory(weights=8 * size)
     replicas = layout.edp if EXPERT in shard.name else layout.dp * layout.cp
     format = job.contract.trainer_format_of(shard.role)
@@ -141,8 +135,7 @@ def _count_shard_memory(job: Workload, layout: Layout, shard: Shard) -> RankMemo
 
 
 def _count_operands(job: Workload, shard: Shard, format: TensorFormat) -> int:
-    """Return `count_operand_bytes`; DeepGEMM's grouped products, on a GPU those of all experts but for sums by the tree, have the blocks
-    themselves a second time, end to end."""
+    """Return the bytes of a weight's operands. Grouped products of experts use DeepGEMM and need a second, contiguous copy of the blocks."""
     backend = job.config.precision.backend
     if backend != "emulated" and EXPERT in shard.name and not job.contract.sums_by_tree:
         return 2 * count_operand_bytes("deep_gemm", format, shard.rows, shard.cols)
@@ -150,7 +143,7 @@ def _count_operands(job: Workload, shard: Shard, format: TensorFormat) -> int:
 
 
 def count_operand_bytes(backend: str, format: TensorFormat, rows: int, cols: int) -> int:
-    """Return what `kernels.linear` keeps of a weight beside its blocks: dequantized values, or a transposed copy with its scales."""
+    """Return the bytes that `kernels.linear` keeps in addition to a weight's blocks: FP32 values, or a transposed copy with scales."""
     if backend == "emulated":
         return 4 * rows * cols
     if backend == "deep_gemm":
@@ -161,7 +154,7 @@ def count_operand_bytes(backend: str, format: TensorFormat, rows: int, cols: int
 
 
 def count_sync_quantization(job: Workload, candidate: Candidate, stage: int) -> int:
-    """Return the bytes that a sync quantizes beside the weights: 0 unless the engine is quantized and the trainer is not."""
+    """Return the bytes of weights that a sync quantizes. 0 unless the engine is quantized and the trainer is not."""
     if job.contract.trainer_format.quantized:
         return 0
     shards = ((shard, job.contract.format_of(shard.role), count) for shard, count in count_rank_shards(job.model, candidate.train, stage))
@@ -170,7 +163,7 @@ def count_sync_quantization(job: Workload, candidate: Candidate, stage: int) -> 
 
 @lru_cache(maxsize=256)
 def count_engine_weights(job: Workload, tp: int, ep: int) -> int:
-    """Return the bytes of an engine rank's parameters and scales, vocabulary padding included."""
+    """Return the bytes of an engine rank's parameters and scales, including vocabulary padding."""
     total = 0
     counts = count_layers_like_each(job.model, Layout(), 0)
     for shard in build_sglang_shards(keep_one_layer_per_kind(job.model), tp, 0, ep):
@@ -181,7 +174,7 @@ def count_engine_weights(job: Workload, tp: int, ep: int) -> int:
 
 
 def count_kv_bytes_per_token(job: Workload, tp: int) -> int:
-    """Return the bytes of keys and values of all layers on an engine rank; MLA keeps one latent for all heads, on every rank."""
+    """Return the bytes per token of keys and values of all layers on an engine rank. With MLA every rank keeps one latent for all heads."""
     model = job.model
     if model.latent is not None:
         return model.layers * (job.contract.count_kv_bytes(model.latent.kv_rank) + job.contract.count_kv_bytes(model.latent.rope_dim))
@@ -189,7 +182,7 @@ def count_kv_bytes_per_token(job: Workload, tp: int) -> int:
 
 
 def count_kv_cache(job: Workload, candidate: Candidate) -> int:
-    """Return the bytes of `rollout.max_total_tokens` on an engine rank, and of SGLang's int32 table of each request's token slots."""
+    """Return the bytes on an engine rank of `rollout.max_total_tokens` tokens and of SGLang's int32 table of token slots per request."""
     rollout = job.config.rollout
     table = 4 * rollout.max_running_requests * int(job.hf_config.get("max_position_embeddings", 0))
     return rollout.max_total_tokens * count_kv_bytes_per_token(job, candidate.rollout_tp) + table
