@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-from contextlib import ExitStack
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import parallel_state
-from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
 from examples.arithmetic.supervised import negative_log_likelihood
@@ -27,14 +26,11 @@ from megatron_rl.config.lora import LoraConfig
 from megatron_rl.errors import RunError
 from megatron_rl.hf.align import Alignment
 from megatron_rl.hf.files import read_config
-from megatron_rl.kernels.rope import reference as rope
 from megatron_rl.kernels.sums import reference as tree
-from megatron_rl.kernels.swiglu import reference as swiglu
 from megatron_rl.mcore.actor import Actor, Policy
 from megatron_rl.mcore.checkpoint.optimizer import MOMENTS, flatten_chained, iter_masters, iter_stepped
 from megatron_rl.mcore.checkpoint.write import CheckpointWriter
 from megatron_rl.mcore.layers import spec
-from megatron_rl.mcore.layers.attention.attention import mla
 from megatron_rl.mcore.layers.linear.output_layer import score_positions
 from megatron_rl.mcore.layers.linear.quantized_linear import disable_quantization, find_quantized_layers
 from megatron_rl.mcore.model import build_model, start_megatron, stop_megatron
@@ -65,6 +61,8 @@ from parallel.model_geometry import ModelGeometry, with_trained_mtp
 from support.gathered import gather_tensors
 
 TRAIN = {"learning_rate": 1e-3, "micro_batch_tokens": 100}
+STILL = {"learning_rate": 1e-12, "clip_grad": 0.0}
+"""Settings of `train` whose updates compute gradients but change no weight."""
 
 
 class Trainer:
@@ -128,6 +126,15 @@ class Trainer:
             for part in flatten_chained(self.actor.optimizer)
             for parameter, master in iter_stepped(part)
         }
+
+    def differentiate(self, batch: list[TrainingSample], between: Callable[[], object] = lambda: None) -> dict[str, Any]:
+        """Return this replica's log-probs of a batch and the gradients of an update on it. `between` is called before the update."""
+        share = own(batch)
+        logprobs, _ = self.actor.compute_logprobs(batch if self.layout.dp == 1 else share)
+        between()
+        self.actor.update(share, negative_log_likelihood)
+        gradients = {name: weight.main_grad.clone() for name, weight in self.model.named_parameters()}
+        return {"logprobs": torch.cat(logprobs), "gradients": gradients}
 
 
 def refuse_graph(layer: Any, _: Any, output: Any) -> None:
@@ -289,7 +296,7 @@ def learn_text(folder: Path, precision: dict[str, Any], train: dict[str, Any], b
 
 
 def poison_weight(folder: Path, precision: dict[str, Any], name: str, layout: Layout | None = None) -> None:
-    """Writes a NaN into one master on every rank that holds it, then quantises. Raises what that raises."""
+    """Write a NaN into one master on every rank that holds it, then quantize. Raises what that raises."""
     trainer = Trainer(folder, precision, layout=layout)
     layer = find_weight_layers(trainer.model).get(name)
     if layer is not None and layer.master.values.numel():
@@ -298,11 +305,10 @@ def poison_weight(folder: Path, precision: dict[str, Any], name: str, layout: La
 
 
 def poison_rollout_weight(folder: Path, precision: dict[str, Any], name: str) -> None:
-    """Writes an infinity into one parameter on rank 0, then makes what a sync sends. Raises what that raises."""
+    """Write an infinity into one parameter on rank 0, then make what a sync sends. Raises what that raises."""
     trainer = Trainer(folder, precision)
-    with torch.no_grad():
-        if dist.get_rank() == 0:
-            dict(trainer.model.named_parameters())[name][3, 5] = float("inf")
+    if dist.get_rank() == 0:
+        dict(trainer.model.named_parameters())[name].data[3, 5] = float("inf")
     trainer.collect_named_tensors()
 
 
@@ -361,61 +367,20 @@ def export(checkpoint: Path, to: Path, precision: str, alignment: Alignment | No
     return to
 
 
-def packed_and_alone(
-    folder: Path, precision: dict[str, Any], batch: list[TrainingSample], bounds: list[int]
-) -> tuple[torch.Tensor, list[tuple[torch.Tensor, dict[str, torch.Tensor]]]]:
-    """(log-probs of each sample alone, in the [1, s] form that is not packed; log-probs and gradients of micro-batches of each bound).
-    A learning rate of 1e-12 changes no weight."""
-    trainer = Trainer(folder, precision, {"learning_rate": 1e-12, "clip_grad": 0.0})
-    packed = []
-    for bound in bounds:
-        trainer.actor.micro_batch_tokens = bound
-        logprobs, _ = trainer.actor.compute_logprobs(batch)
-        trainer.actor.update(own(batch), negative_log_likelihood)
-        packed.append((torch.cat(logprobs), {name: weight.main_grad.clone() for name, weight in trainer.model.named_parameters()}))
-    return _unpacked(trainer, batch), packed
-
-
 def latent_attention(absorbed: bool) -> Any:
     """Models built within the context take this form."""
     return mock.patch.object(spec, "takes_absorbed_form", return_value=absorbed)
 
 
-def forms_of_attention(
-    folder: Path, precision: dict[str, Any], batch: list[TrainingSample], layout: Layout
-) -> list[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
-    """Log-probs and this rank's gradients with latent attention in the absorbed form, and in the expanded one."""
-    results = []
-    for absorbed in (True, False):
-        with latent_attention(absorbed):
-            trainer = Trainer(folder, precision, {"learning_rate": 1e-12, "clip_grad": 0.0}, layout=layout)
-        logprobs, _ = trainer.actor.compute_logprobs(batch)
-        trainer.actor.update(own(batch), negative_log_likelihood)
-        results.append((torch.cat(logprobs), {name: weight.main_grad.clone() for name, weight in trainer.model.named_parameters()}))
-    return results
-
-
-def both_kinds_of_operators(
-    folder: Path, precision: dict[str, Any], batch: list[TrainingSample]
-) -> list[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
-    """Log-probs and gradients in the expanded form, with Megatron's rotation of packed rows and SwiGLU, and with those for a GPU, where
-    Megatron's rotation, which waits for the device, is not called."""
-    results = []
-    for ours in (False, True):
-        with ExitStack() as patches:
-            patches.enter_context(latent_attention(absorbed=False))
-            if ours:
-                for module in (rope, mla):
-                    patches.enter_context(mock.patch.object(module, "rotates_rows", return_value=True))
-                patches.enter_context(mock.patch.object(swiglu, "is_fused", return_value=True))
-                patches.enter_context(mock.patch.object(rope_utils, "_apply_rotary_pos_emb_thd", side_effect=AssertionError("waits")))
-            trainer = Trainer(folder, precision, {"learning_rate": 1e-12, "clip_grad": 0.0})
-            logprobs, _ = trainer.actor.compute_logprobs(batch)
-            trainer.actor.update(own(batch), negative_log_likelihood)
-            fused = [module for module in trainer.model.modules() if isinstance(module, spec.SwiGLU)]
-            assert bool(fused) == ours
-        results.append((torch.cat(logprobs), {name: weight.main_grad.clone() for name, weight in trainer.model.named_parameters()}))
-    return results
+def packed_and_alone(
+    folder: Path, precision: dict[str, Any], batch: list[TrainingSample], bounds: list[int]
+) -> tuple[torch.Tensor, list[dict[str, Any]]]:
+    """Return the log-probs of each sample alone, as an unpacked row, and `Trainer.differentiate` for each bound of a micro-batch."""
+    trainer, packed = Trainer(folder, precision, STILL), []
+    for bound in bounds:
+        trainer.actor.micro_batch_tokens = bound
+        packed.append(trainer.differentiate(batch))
+    return _unpacked(trainer, batch), packed
 
 
 def _unpacked(trainer: Trainer, batch: list[TrainingSample]) -> torch.Tensor:
