@@ -1,4 +1,4 @@
-"""The trainer's GPU paths, run on a CPU with stand-ins for the kernels: what they compute is what the operators one after the other give."""
+"""The trainer's GPU paths, run on a CPU with stand-ins for the kernels, compute what separate operators compute."""
 
 from __future__ import annotations
 
