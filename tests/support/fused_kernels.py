@@ -23,7 +23,7 @@ from megatron_rl.kernels.rope import reference as rope
 from megatron_rl.kernels.swiglu import reference as swiglu
 from megatron_rl.mcore import actor
 from megatron_rl.mcore.layers import norm_fusion, spec
-from megatron_rl.mcore.layers.attention.attention import attention, mla
+from megatron_rl.mcore.layers.attention import attention, mla
 from megatron_rl.mcore.layers.moe import experts
 from megatron_rl.mcore.passes.activation_hooks import record_activations
 from megatron_rl.mcore.precision_graph import read_rank_graph

@@ -127,6 +127,12 @@ class Trainer:
             for parameter, master in iter_stepped(part)
         }
 
+    def save(self, to: Path, step: int = 1, with_optimizer: bool = False, **state: Any) -> Path:
+        """Write a run's checkpoint, by default of the weights alone."""
+        state = {"step": step, "policy_version": step, "precision": self.precision.model_dump(mode="json"), **state}
+        CheckpointWriter(to, self.model, self.hf_config, self.folder, state, self.actor.optimizer if with_optimizer else None).finish()
+        return to
+
     def differentiate(self, batch: list[TrainingSample], between: Callable[[], object] = lambda: None) -> dict[str, Any]:
         """Return this replica's log-probs of a batch and the gradients of an update on it. `between` is called before the update."""
         share = own(batch)
@@ -354,8 +360,7 @@ def save_checkpoint(
     """One step, then a checkpoint; returns masters and blocks as they were saved."""
     trainer = Trainer(folder, precision, layout=layout)
     trainer.actor.update(own(batch), negative_log_likelihood)
-    state = {"step": 1, "policy_version": 1, "precision": trainer.precision.model_dump(mode="json")}
-    CheckpointWriter(to, trainer.model, trainer.hf_config, folder, state).finish()
+    trainer.save(to)
     return {"masters": trainer.collect_tensors(fp8=False), "blocks": trainer.collect_tensors(fp8=True)}
 
 
@@ -431,8 +436,7 @@ def train_with_offload(
         addresses.append(_addresses(actor.optimizer))
         gradients.append(sum(buffer.grad_data.untyped_storage().nbytes() for buffer in offloader.gradient_buffers))
         logprobs.append(torch.cat(compute_logprobs(actor, batch)[0]))
-        state = {"step": number, "precision": trainer.precision.model_dump(mode="json")}
-        CheckpointWriter(to / f"step_{number:05d}", trainer.model, trainer.hf_config, folder, state, actor.optimizer).finish()
+        trainer.save(to / f"step_{number:05d}", number, with_optimizer=True)
     return {"gradients": gradients, "logprobs": torch.cat(logprobs), "addresses": addresses, "weights": trainer.dump_bytes()}
 
 
