@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -29,7 +30,7 @@ from megatron_rl.hf.files import read_config
 from megatron_rl.kernels.sums import reference as tree
 from megatron_rl.mcore.actor import Actor, Policy
 from megatron_rl.mcore.checkpoint.optimizer import MOMENTS, flatten_chained, iter_masters, iter_stepped
-from megatron_rl.mcore.checkpoint.write import CheckpointWriter
+from megatron_rl.mcore.checkpoint.write import CheckpointWriter, load_run_checkpoint
 from megatron_rl.mcore.layers import spec
 from megatron_rl.mcore.layers.linear.output_layer import score_positions
 from megatron_rl.mcore.layers.linear.quantized_linear import disable_quantization, find_quantized_layers
@@ -107,6 +108,9 @@ class Trainer:
         named_tensors, as_fp32 = collect_named_tensors(self.model, self.shards, contract), replace(contract, high="fp32")
         tensors = gather_tensors(named_tensors, geometry, self.layout, as_fp32.format_of)
         return {name: tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor for name, tensor in tensors.items()}
+
+    def collect_weights(self) -> dict[str, dict[str, torch.Tensor]]:
+        return {"masters": self.collect_tensors(fp8=False), "blocks": self.collect_tensors(fp8=True)}
 
     def collect_masters(self) -> dict[str, torch.Tensor]:
         """The same of what Adam steps, float32: parameters, or the optimizer's masters of them."""
@@ -221,12 +225,18 @@ def text_logprobs(folder: Path, precision: dict[str, Any], documents: list[list[
 
 
 def train_grpo(
-    folder: Path, precision: dict[str, Any], train: dict[str, Any], batches: list[list[TrainingSample]], layout: Layout | None = None
+    folder: Path,
+    precision: dict[str, Any],
+    train: dict[str, Any],
+    batches: list[list[TrainingSample]],
+    layout: Layout | None = None,
+    kl_coef: float = 0.1,
 ) -> dict[str, Any]:
-    """Log-probs before, GRPO with a KL term on every batch, log-probs and masters after; responses are those of all weights."""
+    """Train by GRPO with a KL term on every batch. Return log-probs before and after, metrics of the steps, and the weights on rank 0. The
+    response of a step is computed from all weights."""
     with mock.patch.object(step_response, "_ELEMENTS", 1 << 30):
         trainer = Trainer(folder, precision, train, layout=layout)
-    loss = PolicyLoss(AlgorithmConfig(kl_coef=0.1))
+    loss = PolicyLoss(AlgorithmConfig(kl_coef=kl_coef))
     before, entropy = compute_logprobs(trainer.actor, batches[0])
     with renew_scales(trainer.model):
         steps = [trainer.actor.update(own(batch), loss) for batch in batches]
@@ -237,7 +247,7 @@ def train_grpo(
         "entropy": entropy,
         "steps": steps,
         "after": torch.cat(after),
-        "masters": trainer.collect_tensors(fp8=False),
+        **trainer.collect_weights(),
     }
 
 
@@ -355,13 +365,25 @@ _POISONED_LOSSES = {"loss": _nan_loss, "gradient": _nan_gradient}
 
 
 def save_checkpoint(
-    folder: Path, precision: dict[str, Any], batch: list[TrainingSample], to: Path, layout: Layout | None = None
+    folder: Path,
+    precision: dict[str, Any],
+    batch: list[TrainingSample],
+    to: Path,
+    layout: Layout | None = None,
+    train: dict[str, Any] | None = None,
 ) -> dict[str, dict[str, torch.Tensor]]:
-    """One step, then a checkpoint; returns masters and blocks as they were saved."""
-    trainer = Trainer(folder, precision, layout=layout)
+    """Take one step, then write a checkpoint, with the optimizer if `train` is given. Return the masters and blocks that it holds."""
+    trainer = Trainer(folder, precision, train, layout=layout)
     trainer.actor.update(own(batch), negative_log_likelihood)
-    trainer.save(to)
-    return {"masters": trainer.collect_tensors(fp8=False), "blocks": trainer.collect_tensors(fp8=True)}
+    trainer.save(to, with_optimizer=train is not None)
+    return trainer.collect_weights()
+
+
+def resume_checkpoint(folder: Path, precision: dict[str, Any], run: Path, layout: Layout, train: dict[str, Any]) -> dict[str, Any]:
+    """Return the masters and blocks of a trainer that has loaded a run's checkpoint."""
+    trainer = Trainer(folder, precision, train, layout=layout)
+    load_run_checkpoint(run, trainer.model, trainer.actor.optimizer, json.loads((run / "state.json").read_bytes()), same_layout=False)
+    return trainer.collect_weights()
 
 
 def export(checkpoint: Path, to: Path, precision: str, alignment: Alignment | None = None) -> Path:
