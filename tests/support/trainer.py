@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
-from contextlib import ExitStack
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import parallel_state
-from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
 from examples.arithmetic.supervised import negative_log_likelihood
@@ -27,14 +27,11 @@ from megatron_rl.config.lora import LoraConfig
 from megatron_rl.errors import RunError
 from megatron_rl.hf.align import Alignment
 from megatron_rl.hf.files import read_config
-from megatron_rl.kernels.rope import reference as rope
 from megatron_rl.kernels.sums import reference as tree
-from megatron_rl.kernels.swiglu import reference as swiglu
 from megatron_rl.mcore.actor import Actor, Policy
-from megatron_rl.mcore.checkpoint.checkpointing import CheckpointWriter
-from megatron_rl.mcore.checkpoint.optimizer import MOMENTS
+from megatron_rl.mcore.checkpoint.optimizer import MOMENTS, flatten_chained, iter_masters, iter_stepped
+from megatron_rl.mcore.checkpoint.write import CheckpointWriter, load_run_checkpoint
 from megatron_rl.mcore.layers import spec
-from megatron_rl.mcore.layers.attention import mla
 from megatron_rl.mcore.layers.linear.output_layer import score_positions
 from megatron_rl.mcore.layers.linear.quantized_linear import disable_quantization, find_quantized_layers
 from megatron_rl.mcore.model import build_model, start_megatron, stop_megatron
@@ -66,6 +63,8 @@ from parallel.model_geometry import ModelGeometry, with_trained_mtp
 from support.gathered import gather_tensors
 
 TRAIN = {"learning_rate": 1e-3, "micro_batch_tokens": 100}
+STILL = {"learning_rate": 1e-12, "clip_grad": 0.0}
+"""Settings of `train` whose updates compute gradients but change no weight."""
 
 
 class Trainer:
@@ -111,6 +110,9 @@ class Trainer:
         tensors = gather_tensors(named_tensors, geometry, self.layout, as_fp32.format_of)
         return {name: tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor for name, tensor in tensors.items()}
 
+    def collect_weights(self) -> dict[str, dict[str, torch.Tensor]]:
+        return {"masters": self.collect_tensors(fp8=False), "blocks": self.collect_tensors(fp8=True)}
+
     def collect_masters(self) -> dict[str, torch.Tensor]:
         """The same of what Adam steps, float32: parameters, or the optimizer's masters of them."""
         masters = {}
@@ -129,6 +131,21 @@ class Trainer:
             for part in flatten_chained(self.actor.optimizer)
             for parameter, master in iter_stepped(part)
         }
+
+    def save(self, to: Path, step: int = 1, with_optimizer: bool = False, **state: Any) -> Path:
+        """Write a run's checkpoint, by default of the weights alone."""
+        state = {"step": step, "policy_version": step, "precision": self.precision.model_dump(mode="json"), **state}
+        CheckpointWriter(to, self.model, self.hf_config, self.folder, state, self.actor.optimizer if with_optimizer else None).finish()
+        return to
+
+    def differentiate(self, batch: list[TrainingSample], between: Callable[[], object] = lambda: None) -> dict[str, Any]:
+        """Return this replica's log-probs of a batch and the gradients of an update on it. `between` is called before the update."""
+        share = own(batch)
+        logprobs, _ = self.actor.compute_logprobs(batch if self.layout.dp == 1 else share)
+        between()
+        self.actor.update(share, negative_log_likelihood)
+        gradients = {name: weight.main_grad.clone() for name, weight in self.model.named_parameters()}
+        return {"logprobs": torch.cat(logprobs), "gradients": gradients}
 
 
 def refuse_graph(layer: Any, _: Any, output: Any) -> None:
@@ -209,12 +226,18 @@ def text_logprobs(folder: Path, precision: dict[str, Any], documents: list[list[
 
 
 def train_grpo(
-    folder: Path, precision: dict[str, Any], train: dict[str, Any], batches: list[list[TrainingSample]], layout: Layout | None = None
+    folder: Path,
+    precision: dict[str, Any],
+    train: dict[str, Any],
+    batches: list[list[TrainingSample]],
+    layout: Layout | None = None,
+    kl_coef: float = 0.1,
 ) -> dict[str, Any]:
-    """Log-probs before, GRPO with a KL term on every batch, log-probs and masters after; responses are those of all weights."""
+    """Train by GRPO with a KL term on every batch. Return log-probs before and after, metrics of the steps, and the weights on rank 0. The
+    response of a step is computed from all weights."""
     with mock.patch.object(step_response, "_ELEMENTS", 1 << 30):
         trainer = Trainer(folder, precision, train, layout=layout)
-    loss = PolicyLoss(AlgorithmConfig(kl_coef=0.1))
+    loss = PolicyLoss(AlgorithmConfig(kl_coef=kl_coef))
     before, entropy = compute_logprobs(trainer.actor, batches[0])
     with renew_scales(trainer.model):
         steps = [trainer.actor.update(own(batch), loss) for batch in batches]
@@ -225,7 +248,7 @@ def train_grpo(
         "entropy": entropy,
         "steps": steps,
         "after": torch.cat(after),
-        "masters": trainer.collect_tensors(fp8=False),
+        **trainer.collect_weights(),
     }
 
 
@@ -290,7 +313,7 @@ def learn_text(folder: Path, precision: dict[str, Any], train: dict[str, Any], b
 
 
 def poison_weight(folder: Path, precision: dict[str, Any], name: str, layout: Layout | None = None) -> None:
-    """Writes a NaN into one master on every rank that holds it, then quantises. Raises what that raises."""
+    """Write a NaN into one master on every rank that holds it, then quantize. Raises what that raises."""
     trainer = Trainer(folder, precision, layout=layout)
     layer = find_weight_layers(trainer.model).get(name)
     if layer is not None and layer.master.values.numel():
@@ -299,11 +322,10 @@ def poison_weight(folder: Path, precision: dict[str, Any], name: str, layout: La
 
 
 def poison_rollout_weight(folder: Path, precision: dict[str, Any], name: str) -> None:
-    """Writes an infinity into one parameter on rank 0, then makes what a sync sends. Raises what that raises."""
+    """Write an infinity into one parameter on rank 0, then make what a sync sends. Raises what that raises."""
     trainer = Trainer(folder, precision)
-    with torch.no_grad():
-        if dist.get_rank() == 0:
-            dict(trainer.model.named_parameters())[name][3, 5] = float("inf")
+    if dist.get_rank() == 0:
+        dict(trainer.model.named_parameters())[name].data[3, 5] = float("inf")
     trainer.collect_named_tensors()
 
 
@@ -344,14 +366,25 @@ _POISONED_LOSSES = {"loss": _nan_loss, "gradient": _nan_gradient}
 
 
 def save_checkpoint(
-    folder: Path, precision: dict[str, Any], batch: list[TrainingSample], to: Path, layout: Layout | None = None
+    folder: Path,
+    precision: dict[str, Any],
+    batch: list[TrainingSample],
+    to: Path,
+    layout: Layout | None = None,
+    train: dict[str, Any] | None = None,
 ) -> dict[str, dict[str, torch.Tensor]]:
-    """One step, then a checkpoint; returns masters and blocks as they were saved."""
-    trainer = Trainer(folder, precision, layout=layout)
+    """Take one step, then write a checkpoint, with the optimizer if `train` is given. Return the masters and blocks that it holds."""
+    trainer = Trainer(folder, precision, train, layout=layout)
     trainer.actor.update(own(batch), negative_log_likelihood)
-    state = {"step": 1, "policy_version": 1, "precision": trainer.precision.model_dump(mode="json")}
-    CheckpointWriter(to, trainer.model, trainer.hf_config, folder, state).finish()
-    return {"masters": trainer.collect_tensors(fp8=False), "blocks": trainer.collect_tensors(fp8=True)}
+    trainer.save(to, with_optimizer=train is not None)
+    return trainer.collect_weights()
+
+
+def resume_checkpoint(folder: Path, precision: dict[str, Any], run: Path, layout: Layout, train: dict[str, Any]) -> dict[str, Any]:
+    """Return the masters and blocks of a trainer that has loaded a run's checkpoint."""
+    trainer = Trainer(folder, precision, train, layout=layout)
+    load_run_checkpoint(run, trainer.model, trainer.actor.optimizer, json.loads((run / "state.json").read_bytes()), same_layout=False)
+    return trainer.collect_weights()
 
 
 def export(checkpoint: Path, to: Path, precision: str, alignment: Alignment | None = None) -> Path:
@@ -362,61 +395,20 @@ def export(checkpoint: Path, to: Path, precision: str, alignment: Alignment | No
     return to
 
 
-def packed_and_alone(
-    folder: Path, precision: dict[str, Any], batch: list[TrainingSample], bounds: list[int]
-) -> tuple[torch.Tensor, list[tuple[torch.Tensor, dict[str, torch.Tensor]]]]:
-    """(log-probs of each sample alone, in the [1, s] form that is not packed; log-probs and gradients of micro-batches of each bound).
-    A learning rate of 1e-12 changes no weight."""
-    trainer = Trainer(folder, precision, {"learning_rate": 1e-12, "clip_grad": 0.0})
-    packed = []
-    for bound in bounds:
-        trainer.actor.micro_batch_tokens = bound
-        logprobs, _ = trainer.actor.compute_logprobs(batch)
-        trainer.actor.update(own(batch), negative_log_likelihood)
-        packed.append((torch.cat(logprobs), {name: weight.main_grad.clone() for name, weight in trainer.model.named_parameters()}))
-    return _unpacked(trainer, batch), packed
-
-
 def latent_attention(absorbed: bool) -> Any:
     """Models built within the context take this form."""
     return mock.patch.object(spec, "takes_absorbed_form", return_value=absorbed)
 
 
-def forms_of_attention(
-    folder: Path, precision: dict[str, Any], batch: list[TrainingSample], layout: Layout
-) -> list[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
-    """Log-probs and this rank's gradients with latent attention in the absorbed form, and in the expanded one."""
-    results = []
-    for absorbed in (True, False):
-        with latent_attention(absorbed):
-            trainer = Trainer(folder, precision, {"learning_rate": 1e-12, "clip_grad": 0.0}, layout=layout)
-        logprobs, _ = trainer.actor.compute_logprobs(batch)
-        trainer.actor.update(own(batch), negative_log_likelihood)
-        results.append((torch.cat(logprobs), {name: weight.main_grad.clone() for name, weight in trainer.model.named_parameters()}))
-    return results
-
-
-def both_kinds_of_operators(
-    folder: Path, precision: dict[str, Any], batch: list[TrainingSample]
-) -> list[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
-    """Log-probs and gradients in the expanded form, with Megatron's rotation of packed rows and SwiGLU, and with those for a GPU, where
-    Megatron's rotation, which waits for the device, is not called."""
-    results = []
-    for ours in (False, True):
-        with ExitStack() as patches:
-            patches.enter_context(latent_attention(absorbed=False))
-            if ours:
-                for module in (rope, mla):
-                    patches.enter_context(mock.patch.object(module, "rotates_rows", return_value=True))
-                patches.enter_context(mock.patch.object(swiglu, "is_fused", return_value=True))
-                patches.enter_context(mock.patch.object(rope_utils, "_apply_rotary_pos_emb_thd", side_effect=AssertionError("waits")))
-            trainer = Trainer(folder, precision, {"learning_rate": 1e-12, "clip_grad": 0.0})
-            logprobs, _ = trainer.actor.compute_logprobs(batch)
-            trainer.actor.update(own(batch), negative_log_likelihood)
-            fused = [module for module in trainer.model.modules() if isinstance(module, spec.SwiGLU)]
-            assert bool(fused) == ours
-        results.append((torch.cat(logprobs), {name: weight.main_grad.clone() for name, weight in trainer.model.named_parameters()}))
-    return results
+def packed_and_alone(
+    folder: Path, precision: dict[str, Any], batch: list[TrainingSample], bounds: list[int]
+) -> tuple[torch.Tensor, list[dict[str, Any]]]:
+    """Return the log-probs of each sample alone, as an unpacked row, and `Trainer.differentiate` for each bound of a micro-batch."""
+    trainer, packed = Trainer(folder, precision, STILL), []
+    for bound in bounds:
+        trainer.actor.micro_batch_tokens = bound
+        packed.append(trainer.differentiate(batch))
+    return _unpacked(trainer, batch), packed
 
 
 def _unpacked(trainer: Trainer, batch: list[TrainingSample]) -> torch.Tensor:
@@ -467,8 +459,7 @@ def train_with_offload(
         addresses.append(_addresses(actor.optimizer))
         gradients.append(sum(buffer.grad_data.untyped_storage().nbytes() for buffer in offloader.gradient_buffers))
         logprobs.append(torch.cat(compute_logprobs(actor, batch)[0]))
-        state = {"step": number, "precision": trainer.precision.model_dump(mode="json")}
-        CheckpointWriter(to / f"step_{number:05d}", trainer.model, trainer.hf_config, folder, state, actor.optimizer).finish()
+        trainer.save(to / f"step_{number:05d}", number, with_optimizer=True)
     return {"gradients": gradients, "logprobs": torch.cat(logprobs), "addresses": addresses, "weights": trainer.dump_bytes()}
 
 
