@@ -36,6 +36,8 @@ from megatron_rl.algorithm.policy_loss import PolicyLoss
 from megatron_rl.algorithm.value_loss import ValueLoss
 from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.config import Config
+from megatron_rl.cost.hardware import Gpu
+from megatron_rl.cost.workload import MEAN_LENGTH_SHARE
 from megatron_rl.distributed import is_rank0
 from megatron_rl.hf.files import read_config
 from megatron_rl.mcore.actor import Actor, Critic, Policy
@@ -48,8 +50,6 @@ from megatron_rl.mcore.layers.moe.router import RoutedMicroBatch, RoutingReplay
 from megatron_rl.mcore.model import start_megatron, stop_megatron
 from megatron_rl.mcore.weights.load_weights import collect_named_tensors
 from megatron_rl.observability import profiling
-from megatron_rl.planner.candidate import MEAN_LENGTH_SHARE
-from megatron_rl.planner.hardware import Gpu
 from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.rehearsal.checkpoint import RehearsedFiles
 from megatron_rl.rehearsal.device import FakeGpu

@@ -1,7 +1,9 @@
 import pytest
 from support import tmp_graph
 from support.models import FP8
+
 from parallel.families import FAMILIES
+
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_same(worlds, model_folder, family):

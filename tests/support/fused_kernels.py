@@ -16,6 +16,7 @@ import torch.distributed as dist
 from megatron.core.models.common.embeddings import rope_utils
 
 from megatron_rl.batch.training_sample import TrainingSample
+from megatron_rl.kernels.batch_invariant import attention
 from megatron_rl.kernels.experts.deep_gemm import view_as_one
 from megatron_rl.kernels.experts.reference import scatter_tokens
 from megatron_rl.kernels.linear import make_backend
@@ -23,7 +24,7 @@ from megatron_rl.kernels.rope import reference as rope
 from megatron_rl.kernels.swiglu import reference as swiglu
 from megatron_rl.mcore import actor
 from megatron_rl.mcore.layers import norm_fusion, spec
-from megatron_rl.mcore.layers.attention import attention, mla
+from megatron_rl.mcore.layers.attention import mla
 from megatron_rl.mcore.layers.moe import experts
 from megatron_rl.mcore.passes.activation_hooks import record_activations
 from megatron_rl.mcore.precision_graph import read_rank_graph

@@ -19,7 +19,7 @@ from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.config import PrecisionConfig
 from megatron_rl.config.lora import LoraConfig
 from megatron_rl.hf.files import read_config
-from megatron_rl.mcore.checkpoint.optimizer import MOMENTS, flatten_chained, iter_masters
+from megatron_rl.mcore.checkpoint.optimizer import MOMENTS, flatten_chained
 from megatron_rl.mcore.layers.linear.quantized_linear import (
     QuantizedColumnParallelLinear,
     QuantizedRowParallelLinear,

@@ -20,8 +20,7 @@ from megatron_rl.mcore.checkpoint.folder import find_damage
 from megatron_rl.mcore.checkpoint.run_weights import RunWeights, read_state
 from parallel.adapters import ENGINE_FILE, is_adapter
 from parallel.model_geometry import ModelGeometry
-from parallel.shards import take_all
-from parallel.shards import Weight
+from parallel.shards import Weight, take_all
 
 _PREFIX, _WEIGHTS = "base_model.model.", "adapter_model.safetensors"
 

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from megatron_rl.planner.activation_memory import FormulaInputs
+from megatron_rl.planner.hardware import Cluster
 from support.families import ARCHITECTURES
 from support.geometries import PUBLISHED, published_model
 from typer.testing import CliRunner
@@ -19,13 +21,12 @@ from megatron_rl.batch.sample_bytes import SampleBytes
 from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.cli.main import app
 from megatron_rl.config import Config, load_config
+from megatron_rl.cost.activations import count_logits
+from megatron_rl.cost.workload import Candidate, Workload
 from megatron_rl.errors import UserError
 from megatron_rl.kernels.linear.deep_gemm import DeepGemmBackend
 from megatron_rl.kernels.linear.transformer_engine import pad_scales
 from megatron_rl.planner import activation_memory, block_alignment, memory, memory_by_phase, roofline
-from megatron_rl.planner.activation_memory import FormulaInputs, count_logits
-from megatron_rl.planner.candidate import Candidate, Workload
-from megatron_rl.planner.hardware import Cluster
 from megatron_rl.planner.search import Planner, explain_rank
 from megatron_rl.planner.sync_traffic import estimate_sync_traffic
 from megatron_rl.precision.contract import PrecisionContract

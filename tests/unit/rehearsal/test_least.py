@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from megatron_rl.rehearsal.least import count_least_in_pass, count_least_per_update
 from support.geometries import PUBLISHED
 
 from megatron_rl.config import Config
-from megatron_rl.planner.candidate import Candidate, Workload
-from megatron_rl.rehearsal.least import count_least_in_pass, count_least_per_update
+from megatron_rl.cost.workload import Candidate, Workload
 from parallel.model_geometry import ModelGeometry
 
 T, G = 1024, 1 + 4 / 128

@@ -9,7 +9,6 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from megatron_rl.precision.graph.svg import draw_svg
 
 from megatron_rl import metrics
 from megatron_rl.batch import replay  # noqa: F401 (it declares what a run with replay adds)
@@ -23,6 +22,7 @@ from megatron_rl.precision.graph.decoder import (
     decoder_graph,
 )
 from megatron_rl.precision.graph.graph import TensorPrecision
+from megatron_rl.precision.graph.render import draw_svg
 from megatron_rl.reporting.formatting import format_bytes, format_duration, format_toml, visible
 from megatron_rl.reporting.plots import SECTIONS, Plot, fill_sections, render_svg
 from megatron_rl.reporting.report import CAUSE_LABELS, headline, write_report

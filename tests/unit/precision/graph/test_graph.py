@@ -9,10 +9,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from megatron_rl.precision.graph.svg import draw_svg
-from megatron_rl.precision.graph.tables import print_graphs
 from rich.console import Console
 from support.toy_format import TOY
+from support.trainer_engine import compare_graphs
 
 from megatron_rl.errors import RunError
 from megatron_rl.precision.fp8 import quantize_weight
@@ -41,7 +40,6 @@ from megatron_rl.precision.graph.graph import (
     Node,
     PrecisionGraph,
     TensorPrecision,
-    compare_graphs,
     describe_differences,
     fold_layers,
     fold_to_json,
@@ -49,6 +47,7 @@ from megatron_rl.precision.graph.graph import (
     merge_graphs,
     split_by_layer,
 )
+from megatron_rl.precision.graph.render import draw_svg, print_graphs
 from parallel.formats import FORMATS
 
 HIGH, X, W = TensorPrecision("bf16"), TensorPrecision("e4m3", "1x128", "pow2"), TensorPrecision("e4m3", "128x128", "pow2")
