@@ -102,7 +102,7 @@ def main(arguments: list[str]) -> None:
 
 def _meet_ranks(arguments: list[str]) -> tuple[Any, list[str]]:
     """Return the store in which the ranks find each other, to be kept, or None where another node has it, and SGLang's arguments for it."""
-    from parallel.transport.store import find_local_address, listening_store
+    from parallel.transport.process_group import find_local_address, listening_store
 
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # a store of the ranks' own would listen everywhere
     parser = argparse.ArgumentParser(allow_abbrev=False)

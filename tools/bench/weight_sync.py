@@ -45,7 +45,7 @@ from parallel.megatron_shards import build_trainer_shards
 from parallel.model_geometry import ModelGeometry
 from parallel.shards import GeometryError
 from parallel.transport import TRANSPORTS, load_transport
-from parallel.transport.store import listening_store
+from parallel.transport.process_group import listening_store
 
 _QWEN3 = functools.partial(ModelGeometry, "qwen3", head_dim=128, qk_norm=True)
 MODELS = {

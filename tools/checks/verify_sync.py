@@ -48,7 +48,7 @@ from parallel.layout import EngineLayout, Layout, parse_sizes
 from parallel.model_geometry import ModelGeometry
 from parallel.reshard import get_scale_rect
 from parallel.shards import GeometryError, HFTensor, Rect, Region, Shard
-from parallel.transport.store import listening_store
+from parallel.transport.process_group import listening_store
 from rollout_sglang.rank_handler import RankHandler
 from rollout_sglang.rank_requests import RankRequests
 

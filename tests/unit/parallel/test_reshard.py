@@ -25,8 +25,7 @@ from parallel.megatron_shards import build_megatron_shards, build_trainer_shards
 from parallel.model_geometry import ModelGeometry, MoEGeometry
 from parallel.reshard import Transfer, add_scale_transfers, reshard
 from parallel.sglang_shards import build_engine_shards
-from parallel.shards import GeometryError, HFTensor, Rect, Shard, stack_regions, take_all, take_rows
-from parallel.shards import Weight
+from parallel.shards import GeometryError, HFTensor, Rect, Shard, Weight, stack_regions, take_all, take_rows
 
 
 def is_padding(shard: Shard) -> np.ndarray:
