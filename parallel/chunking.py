@@ -51,7 +51,7 @@ def make_chunks(transfers: Sequence[Transfer], limit: int, source: int | None = 
     """Cut transfers into chunks. The chunks that share a buffer consist of whole rows and take at most `limit` bytes together.
 
     The transfers must fill their target tensors without gaps, and be grouped by target rank. In the result engine ranks alternate, so that
-    they are filled side by side. With `source`, only that trainer rank's chunks are returned. Raises GeometryError if a row exceeds `limit`.
+    they are filled side by side. With `source`, return only that trainer rank's chunks. Raises GeometryError if a row exceeds `limit`.
     """
     by_tensor: dict[tuple[int, str], list[Transfer]] = defaultdict(list)
     for transfer in transfers:

@@ -71,8 +71,8 @@ def reshard(
 
 
 def add_scale_transfers(transfers: Sequence[Transfer]) -> list[Transfer]:
-    """Insert a transfer of scales after each quantized transfer. If whole rows share a scale, insert it only after the transfer that starts at
-    the first column of the target rows."""
+    """Insert a transfer of scales after each quantized transfer. If whole rows share a scale, insert it only after the transfer that starts
+    at the first column of the target rows."""
     result = []
     scale_names: dict[str, str] = {}  # keeps every name only once in memory
     with no_garbage_collection():

@@ -34,7 +34,7 @@ from megatron_rl.precision.contract import PrecisionContract
 from parallel.layout import Layout
 from parallel.megatron_shards import padded_vocabulary
 from parallel.model_geometry import ModelGeometry
-from parallel.transport import gloo_backend
+from parallel.transport.process_group import register_shared_gloo
 
 _DEFAULT_TRAIN = TrainConfig()
 _RENDEZVOUS_TIMEOUT = datetime.timedelta(minutes=10)  # how long ranks wait for each other at startup
@@ -51,7 +51,7 @@ def start_megatron(layout: Layout, seed: int, timeout_minutes: int = 30) -> None
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     if not dist.is_initialized():
-        backend = "nccl" if torch.cuda.is_available() else gloo_backend.backend()
+        backend = "nccl" if torch.cuda.is_available() else register_shared_gloo()
         if "RANK" in os.environ:
             dist.init_process_group(backend, timeout=_RENDEZVOUS_TIMEOUT)
         else:

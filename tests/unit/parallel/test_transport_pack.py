@@ -131,8 +131,8 @@ def test_what_is_written_into_a_byte_matrix_is_in_the_tensor():
         (("x", Rect(0, 0, 1, 1)), 4, "there is no tensor x"),
         (("w", Rect(2, 0, 2, 5)), 40, r"w: rows 2\.\.3 lie outside"),
         (("w", Rect(-1, 0, 1, 5)), 20, r"w: rows -1\.\.-1 lie outside"),
-        (("w", Rect(0, 3, 3, 3)), 36, "w and its neighbours are 24 bytes in the engine, 36 are coming"),
-        (("w", Rect(0, 0, 3, 5)), 15, "w and its neighbours are 60 bytes in the engine, 15 are coming"),
+        (("w", Rect(0, 3, 3, 3)), 36, "w and its neighbors are 24 bytes in the engine, 36 are coming"),
+        (("w", Rect(0, 0, 3, 5)), 15, "w and its neighbors are 60 bytes in the engine, 15 are coming"),
     ],
 )
 def test_a_chunk_that_does_not_fit_the_engine_is_named(place, nbytes, line):

@@ -14,7 +14,7 @@ from megatron_rl.config.sync import SyncConfig
 from megatron_rl.errors import UserError
 from megatron_rl.sync.checks import check_one_host, check_transport
 from parallel.chunking import CHUNKS_IN_FLIGHT, Chunk, resize
-from parallel.transport import TRANSPORTS, cuda_ipc, load_transport, process_group, ring
+from parallel.transport import TRANSPORTS, cuda_ipc, load_transport, process_group, shared_memory
 from parallel.transport.base import Link
 
 TCP = "examples.plugs.tcp:TRANSPORT"
@@ -265,4 +265,4 @@ def test_ipc_handles_survive_their_way_as_text():
     assert cuda_ipc.device_index("b", ["a", "b"]) == 1
     with pytest.raises(OSError, match="does not see the trainer's device c"):
         cuda_ipc.device_index("c", ["a", "b"])
-    assert issubclass(cuda_ipc.Outbox, ring.RingOutbox) and issubclass(cuda_ipc.Inbox, ring.RingInbox)
+    assert issubclass(cuda_ipc.Outbox, shared_memory.Outbox) and issubclass(cuda_ipc.Inbox, shared_memory.Inbox)
