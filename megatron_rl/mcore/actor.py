@@ -1,7 +1,5 @@
 """The trained policy, the frozen reference and the critic: forward passes and optimizer steps on a Megatron model."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
@@ -118,7 +116,8 @@ class Policy:
         return list(logprobs.cpu().split(lengths)), entropy / max(tokens, 1)
 
     def make_micro_batches(self, samples: list[TrainingSample], at_once: int = 1) -> MicroBatches:
-        """Pack this replica's samples into micro-batches, the same number on every replica. `at_once` micro-batches take turns. Collective."""
+        """Pack this replica's samples into micro-batches, the same number on every replica. `at_once` micro-batches take turns.
+        Collective."""
         config = self.chunks[0].config
         return make_micro_batches(
             samples,
@@ -136,7 +135,8 @@ class Policy:
         return self._forward(self._forward_chunks[0], batch, ContextShard.for_this_rank(batch.lengths).to(self._device))
 
     def _forward(self, chunk: Any, batch: MicroBatch, shard: ContextShard, known: KnownRoutes = UNKNOWN) -> torch.Tensor:
-        """Return a stage's output for this rank's positions: on the last stage logits [1, t / cp, vocab / tp] or scores (`score_positions`)."""
+        """Return a stage's output for this rank's positions: on the last stage logits [1, t / cp, vocab / tp] or scores
+        (`score_positions`)."""
         positions = shard.select(batch.positions)
         packed_params = make_packed_params(batch.lengths, shard, positions)
         experts = shard.select(batch.routed_experts) if len(batch.routed_experts) else batch.routed_experts
@@ -168,10 +168,10 @@ class Policy:
         def prepare(batch: MicroBatch, known: KnownRoutes) -> _Row:
             profiling.begin_micro_batch()
             shard = ContextShard.for_this_rank(batch.lengths)
-            scored = ScoredPositions.of(shard.select(batch.mask)).to(
+            scored = ScoredPositions.from_mask(shard.select(batch.mask)).to(
                 self._device
             )  # on the CPU, so that counting does not wait for the device
-            ahead = [Lookahead.of(batch, shard, mtp_layers).to(self._device)] if mtp_layers else []
+            ahead = [Lookahead.from_micro_batch(batch, shard, mtp_layers).to(self._device)] if mtp_layers else []
             return _Row(batch.to(self._device), shard.to(self._device), scored, ahead, known)
 
         def forward(chunk: Any, row: _Row, stage_input: torch.Tensor | None) -> torch.Tensor:
@@ -329,7 +329,7 @@ class Actor(Policy):
                     hooks.enter_context(module.register_forward_hook(partial(check_output, global_name(chunk, name))))
             self._run(samples, lambda scores, *_: scores.new_zeros(()), forward_only=True)
         name = next(filter(None, gather_from_ranks(names[0] if names else "")), "")  # earlier pipeline stages have lower ranks
-        return f"; the first tensor that holds inf or NaN is what {name} gives" if name else ""
+        return f"; the first module with inf or NaN in its output is {name}" if name else ""
 
     def _check_gradients_finite(self) -> None:
         """Raise RunError on every rank if any gradient holds inf or NaN; the message names the parameter. The sum of each gradient buffer

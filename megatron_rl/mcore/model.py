@@ -1,7 +1,5 @@
 """Starts Megatron's process groups and builds the policy as a Megatron-Core GPTModel."""
 
-from __future__ import annotations
-
 import datetime
 import os
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Megatron's TransformerConfig for a model, a layout and a precision contract."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import asdict, dataclass
 from typing import Any

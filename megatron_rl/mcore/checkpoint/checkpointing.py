@@ -1,7 +1,5 @@
 """Saves a run's checkpoint and loads it into the ranks of a resumed run. `run_weights.py` describes the files."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Iterator, Sequence

@@ -7,8 +7,6 @@ Each data-parallel replica holds a slice of a weight's state. The replica with t
 reads it, so no rank holds more than its share, and little is sent.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """The optimizer of an actor and its learning rate schedule, both Megatron's own."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler

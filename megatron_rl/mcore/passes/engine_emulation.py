@@ -4,8 +4,6 @@ Attention, norms, kernels and the order of sums stay the trainer's. The differen
 alone, and the remaining difference to the engine's log-probs is due to how the engine computes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial

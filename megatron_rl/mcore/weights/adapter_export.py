@@ -4,8 +4,6 @@ PEFT has one adapter per tensor of the checkpoint. In training, all tensors of a
 export writes A once for each tensor.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

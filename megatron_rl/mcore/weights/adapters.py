@@ -4,8 +4,6 @@ A layer's blocks stay as loaded. A forward hook adds the adapter's output after 
 (`rollout_sglang.hooks.adapters`).
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Iterator
@@ -110,7 +108,8 @@ def _add_by_row_sum(layer: Any, inputs: tuple[Any, ...], output: tuple[torch.Ten
 
 
 def _add_up_rounded(layer: Any, h: torch.Tensor) -> torch.Tensor:
-    """Return the adapter's output if Megatron sums rounded parts: for a sharded expert this rank's part, since Megatron sums it with y's."""
+    """Return the adapter's output if Megatron sums rounded parts: for a sharded expert this rank's part, since Megatron sums it with
+    y's."""
     up, group = take_weight(layer.lora_B), layer.tp_group
     if group.size() > 1 and layer.is_expert:
         up = copy_to_tensor_model_parallel_region(up, group=group)

@@ -3,8 +3,6 @@
 They run inside the model's forward pass, so their hooks run as well: Megatron's DDP gathers weights in hooks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -26,7 +24,7 @@ from megatron_rl.mcore.passes.logprobs import Targets, score_tokens, token_logpr
 class OutputLayer(ColumnParallelLinear):
     """Returns logits [t, b, vocab / tp]; within `score_positions` log-probs [n, 1], or log-probs and entropies [n, 1, 2]."""
 
-    _scored = two_batch.OfMicroBatch()  # (positions, targets, with entropies)
+    _scored = two_batch.PerMicroBatch()  # (positions, targets, with entropies)
 
     def forward(
         self, input_: torch.Tensor, weight: torch.Tensor | None = None, runtime_gather_output: bool | None = None
@@ -63,7 +61,7 @@ class ValueHead(MegatronModule):
     """A critic's output layer: FP32 values [t, b, 1]; within `score_positions` [n, 1], or [n, 1, 2] with zeros as entropies. The value of a
     token predicts the return from the text before it. The weight is whole on every rank."""
 
-    _scored = two_batch.OfMicroBatch()
+    _scored = two_batch.PerMicroBatch()
 
     def __init__(self, config: TransformerConfig, tp_group: Any) -> None:
         super().__init__(config=config)

@@ -1,7 +1,5 @@
 """A run's folder of checkpoints: torn ones are found, whatever tore them, and the newest few stay."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -29,7 +27,7 @@ def flip(path: Path) -> None:
 
 TORN = {
     "a truncated file": (lambda f: (f / "mcore/__0_0.distcp").write_bytes(b"x" * 100), "mcore/__0_0.distcp has 100 bytes instead of 2,304"),
-    "a flipped bit": (lambda f: flip(f / "mcore/__0_0.distcp"), "mcore/__0_0.distcp holds other bytes than were written"),
+    "a flipped bit": (lambda f: flip(f / "mcore/__0_0.distcp"), "mcore/__0_0.distcp was modified after it was written"),
     "a missing file": (lambda f: (f / "mcore/.metadata").unlink(), "mcore/.metadata cannot be read (No such file or directory)"),
     "no state.json": (lambda f: (f / "state.json").unlink(), "holds no state.json"),
     "half a state.json": (lambda f: (f / "state.json").write_text('{"step": 5, "fi'), "state.json cannot be read (JSONDecodeError)"),

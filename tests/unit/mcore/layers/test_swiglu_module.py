@@ -1,7 +1,5 @@
 """The activation that models have on a GPU is a part of the MLP that a checkpoint can be made of."""
 
-from __future__ import annotations
-
 from megatron.core.transformer import TransformerConfig
 
 from megatron_rl.mcore.layers.spec import SwiGLU

@@ -1,7 +1,5 @@
 """Log-probs and entropies in chunks of rows, and the positions that are scored."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -128,7 +126,7 @@ def test_logits_that_are_kept_give_the_same_bits_and_save_a_product(monkeypatch)
     ([1, 1, 1, 1, 1], [0, 1, 2, 3, 4]),
 ])  # fmt: skip
 def test_positions_are_those_of_sampled_tokens(mask, index):
-    scored = ScoredPositions.of(torch.tensor([mask]))
+    scored = ScoredPositions.from_mask(torch.tensor([mask]))
     row = torch.arange(1.0, 6.0).unsqueeze(0)
     assert scored.select(row).tolist() == [position + 1.0 for position in index]
     assert scored.restore(scored.select(row).unsqueeze(0)).tolist() == [[(position + 1.0) * (position in index) for position in range(5)]]

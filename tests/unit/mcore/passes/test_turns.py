@@ -1,7 +1,5 @@
 """Whose turn it is, and in which order autograd runs what two micro-batches left."""
 
-from __future__ import annotations
-
 import contextlib
 from types import SimpleNamespace
 
@@ -9,7 +7,7 @@ import pytest
 import torch
 
 from megatron_rl.mcore.passes import two_batch
-from megatron_rl.mcore.passes.two_batch import OfMicroBatch, get_turn, give_turn, is_under_way, run_in_turns
+from megatron_rl.mcore.passes.two_batch import PerMicroBatch, get_turn, give_turn, is_under_way, run_in_turns
 
 
 @pytest.fixture(autouse=True)
@@ -63,7 +61,7 @@ def test_an_error_ends_both_and_the_next_two_run():
 
 def test_each_has_its_own_value_of_an_attribute():
     class Layer:
-        scored = OfMicroBatch()
+        scored = PerMicroBatch()
 
     layer, seen = Layer(), []
 

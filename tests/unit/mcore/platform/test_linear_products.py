@@ -1,7 +1,5 @@
 """Megatron's own linear layers on a CPU multiply as the engine's do: a token's bits do not depend on its company."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from megatron.core.tensor_parallel import layers

@@ -1,7 +1,5 @@
 """What Megatron-Core names and does not define without Transformer Engine, on a GPU as well."""
 
-from __future__ import annotations
-
 import torch
 from megatron.core.transformer.moe import moe_utils
 

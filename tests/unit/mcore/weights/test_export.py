@@ -1,7 +1,5 @@
 """`export` of a Hugging Face checkpoint: FP8 blocks become their values in BF16, high precision becomes the contract's blocks."""
 
-from __future__ import annotations
-
 import os
 import re
 import resource
@@ -81,7 +79,7 @@ def test_high_precision_to_fp8_and_back(tmp_path):
 def test_refusals(tmp_path):
     source = make_fp8_checkpoint(tmp_path / "fp8")
     code, line = export("--checkpoint", source, "--output", tmp_path / "out", "--precision", "fp8")
-    assert code == 2 and "is FP8 already, and blocks are not quantised twice; use --precision bf16" in line
+    assert code == 2 and "is quantized to FP8 already and cannot be quantized again; use --precision bf16" in line
     code, line = export("--checkpoint", source, "--output", source)
     assert code == 2 and "exists already" in line
     (source / "model.safetensors").unlink()
@@ -101,7 +99,7 @@ def test_a_disk_that_takes_no_more_ends_it_in_one_line_and_nothing_stays(tmp_pat
     assert code == 3 and "File too large" in line and "model.safetensors)" in line and "\n" not in line
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
     code, line = export("--checkpoint", source, "--output", output)
-    assert code == 3 and re.search(r"it takes \d MiB and the disk has 0 MiB left", line), line
+    assert code == 3 and re.search(r"\d MiB are needed, but only 0 MiB are free", line), line
     assert os.listdir(tmp_path) == ["fp32"]
 
 
@@ -116,7 +114,7 @@ def test_high_precision_to_int8_and_back(tmp_path):
             assert torch.equal(bytes_and_scales[name], data) and torch.equal(scale, wanted)
             tensor = data.float() * wanted
         assert torch.equal(results[name], tensor.bfloat16()), name
-    line = "is INT8 already, and blocks are not quantised twice; use --precision bf16"
+    line = "is quantized to INT8 already and cannot be quantized again; use --precision bf16"
     assert line in export("--checkpoint", quantized, "--output", tmp_path / "twice", "--precision", "fp8")[1]
 
 

@@ -1,7 +1,5 @@
 """Loading a checkpoint: a geometry that is not the model's is refused by name before anything is read."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

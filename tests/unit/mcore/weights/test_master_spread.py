@@ -1,7 +1,5 @@
 """A rank draws the masters of its shards only: whatever it holds of a tensor, they are those of the whole."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """What an FP8 linear layer keeps of its input for the backward pass: what WGrad takes of it, no other copy. Stand-ins play the kernels."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

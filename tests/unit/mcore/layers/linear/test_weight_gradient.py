@@ -1,7 +1,5 @@
 """On a GPU the output layer's gradient is added to the buffer by the product itself. Tensors without data play the GPU's."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

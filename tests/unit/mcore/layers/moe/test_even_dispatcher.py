@@ -1,7 +1,5 @@
 """How a GPU's dispatcher selects tokens and sums their experts' outputs: Megatron's order, without counting, rounded once."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import torch

@@ -1,7 +1,5 @@
 """All experts at once give what each gives alone, operator by operator: outputs and all gradients. Stand-ins play kernels and DeepGEMM."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 
