@@ -97,26 +97,9 @@ def _check(x: torch.Tensor, order: torch.Tensor, rows_of_token: int) -> torch.Te
 
 @triton.jit
 def quantize_weighed_tile(
-    gradient,
-    outputs,
-    weights,
-    of_weights,
-    row_data,
-    row_scale,
-    column_data,
-    column_scale,
-    sources,
-    group_start,
-    group_length,
-    tokens,
-    rows,
-    width,
-    POW2: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    EPSILON: tl.constexpr,
-    LARGEST: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    gradient, outputs, weights, of_weights, row_data, row_scale, column_data, column_scale, sources, group_start, group_length, tokens,
+    rows, width, POW2: tl.constexpr, COLUMNS: tl.constexpr, EPSILON: tl.constexpr, LARGEST: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """One program per 128x128 tile of the rows; `of_weights` float32 [width / 128, tokens] has its part of each token's sum."""
     tile, column_tile = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     row, column = tile * TILE + tl.arange(0, TILE), column_tile * TILE + tl.arange(0, TILE)
@@ -137,19 +120,9 @@ def quantize_weighed_tile(
 
 @triton.jit
 def pack_token(
-    x,
-    order,
-    data,
-    scales,
-    width,
-    packed_bytes,
-    K: tl.constexpr,
-    POW2: tl.constexpr,
-    EPSILON: tl.constexpr,
-    LARGEST: tl.constexpr,
-    TILE: tl.constexpr,
-    WIDTH_TILE: tl.constexpr,
-):
+    x, order, data, scales, width, packed_bytes, K: tl.constexpr, POW2: tl.constexpr, EPSILON: tl.constexpr, LARGEST: tl.constexpr,
+    TILE: tl.constexpr, WIDTH_TILE: tl.constexpr,
+):  # fmt: skip
     """One program per token of x [n, width]; `data` and `scales` begin at the first packed token's bytes and scales."""
     token, block = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH_TILE // TILE)
     column, is_block = block[:, None] * TILE + tl.arange(0, TILE)[None, :], block * TILE < width
@@ -190,26 +163,10 @@ def quantize_weighed(
     column_data, column_scale = (column_pair[0].view(torch.uint8), column_pair[1]) if column_pair else (unused, unused)
     if groups.rows:
         quantize_weighed_tile[(groups.rows // BLOCK, width // BLOCK)](
-            gradient.contiguous(),
-            outputs,
-            weights.contiguous(),
-            sums,
-            rows[0].view(torch.uint8),
-            rows[1],
-            column_data,
-            column_scale,
-            groups.sources,
-            *groups.tiles,
-            tokens,
-            groups.rows,
-            width,
-            POW2=scale_format == "pow2",
-            COLUMNS=columns,
-            EPSILON=AMAX_EPSILON,
-            LARGEST=E4M3_MAX,
-            TILE=BLOCK,
-            **LAUNCH,
-        )
+            gradient.contiguous(), outputs, weights.contiguous(), sums, rows[0].view(torch.uint8), rows[1], column_data, column_scale,
+            groups.sources, *groups.tiles, tokens, groups.rows, width, POW2=scale_format == "pow2", COLUMNS=columns, EPSILON=AMAX_EPSILON,
+            LARGEST=E4M3_MAX, TILE=BLOCK, **LAUNCH,
+        )  # fmt: skip
     return rows, flatten_groups(column_pair, groups), sums.sum(0)
 
 
@@ -240,14 +197,7 @@ def spread_packed(packed: torch.Tensor, groups: TokenGroups) -> QuantizedPair:
     if groups.rows:
         launch = choose_launch(width)
         spread_packed_row[(groups.rows,)](
-            packed.contiguous(),
-            groups.sources,
-            data.view(torch.int32),
-            scale.t().view(torch.int32),
-            groups.rows,
-            width,
-            blocks,
-            BLOCKS_TILE=triton.next_power_of_2(blocks),
-            **launch,
-        )
+            packed.contiguous(), groups.sources, data.view(torch.int32), scale.t().view(torch.int32), groups.rows, width, blocks,
+            BLOCKS_TILE=triton.next_power_of_2(blocks), **launch,
+        )  # fmt: skip
     return rows

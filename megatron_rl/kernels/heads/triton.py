@@ -28,23 +28,9 @@ def _load_pairs(source, first, second, inside):
 
 @triton.jit
 def rotate_head_tile(
-    mixed,
-    query,
-    key,
-    of_query,
-    of_key,
-    cos,
-    sin,
-    positions,
-    tokens,
-    eps,
-    GROUPS: tl.constexpr,
-    QUERIES: tl.constexpr,
-    PAIRS: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    NORMS: tl.constexpr,
-    TOKENS: tl.constexpr,
-):
+    mixed, query, key, of_query, of_key, cos, sin, positions, tokens, eps, GROUPS: tl.constexpr, QUERIES: tl.constexpr,
+    PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr, NORMS: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
     """One program per TOKENS tokens and query or key head of mixed [tokens, GROUPS (QUERIES + 2) 2 PAIRS]."""
     token, head = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS), tl.program_id(1)
     group, number = head // (QUERIES + 1), head % (QUERIES + 1)
@@ -72,26 +58,9 @@ def rotate_head_tile(
 
 @triton.jit
 def differentiate_head_tile(
-    dq,
-    dk,
-    dv,
-    mixed,
-    result,
-    of_query,
-    of_key,
-    of_weights,
-    cos,
-    sin,
-    positions,
-    tokens,
-    eps,
-    GROUPS: tl.constexpr,
-    QUERIES: tl.constexpr,
-    PAIRS: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    NORMS: tl.constexpr,
-    TOKENS: tl.constexpr,
-):
+    dq, dk, dv, mixed, result, of_query, of_key, of_weights, cos, sin, positions, tokens, eps, GROUPS: tl.constexpr,
+    QUERIES: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr, NORMS: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
     """One program per TOKENS tokens and head, values' too. `of_weights` float32 [programs along tokens, GROUPS (QUERIES + 1), 2 PAIRS]."""
     token, head = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS), tl.program_id(1)
     group, number = head // (QUERIES + 2), head % (QUERIES + 2)

@@ -33,19 +33,9 @@ _TOKENS = 16
 
 @triton.jit
 def differentiate_norm_rows(
-    gradient,
-    total,
-    statistic,
-    weight,
-    of_total,
-    result,
-    of_weight,
-    tokens,
-    width,
-    ADDS: tl.constexpr,
-    TOKENS: tl.constexpr,
+    gradient, total, statistic, weight, of_total, result, of_weight, tokens, width, ADDS: tl.constexpr, TOKENS: tl.constexpr,
     WIDTH_TILE: tl.constexpr,
-):
+):  # fmt: skip
     """One program for TOKENS tokens of [tokens, width]; `of_weight` float32 [programs, width]."""
     first, column = tl.program_id(0).to(tl.int64) * TOKENS, tl.arange(0, WIDTH_TILE)
     w = tl.load(weight + column, mask=column < width, other=0.0).to(tl.float32)
@@ -78,19 +68,10 @@ def differentiate(
     of_weight = torch.empty(programs, width, dtype=torch.float32, device=total.device)
     if tokens:
         differentiate_norm_rows[(programs,)](
-            gradient.contiguous(),
-            total,
-            statistic,
-            weight,
-            torch.empty(0, device=total.device) if of_total is None else of_total.contiguous(),
-            result,
-            of_weight,
-            tokens,
-            width,
-            ADDS=of_total is not None,
-            TOKENS=_TOKENS,
-            **choose_launch(width),
-        )
+            gradient.contiguous(), total, statistic, weight,
+            torch.empty(0, device=total.device) if of_total is None else of_total.contiguous(), result, of_weight, tokens, width,
+            ADDS=of_total is not None, TOKENS=_TOKENS, **choose_launch(width),
+        )  # fmt: skip
     return result, of_weight.sum(0).to(weight.dtype)
 
 
@@ -102,24 +83,9 @@ def _normalize(values, scale, weight, inside, dtype: tl.constexpr):
 
 @triton.jit
 def normalize_row(
-    x,
-    residual,
-    weight,
-    total,
-    statistic,
-    row_data,
-    row_scale,
-    tokens,
-    width,
-    row_scale_stride,
-    eps,
-    ADDS: tl.constexpr,
-    POW2: tl.constexpr,
-    EPSILON: tl.constexpr,
-    LARGEST: tl.constexpr,
-    TILE: tl.constexpr,
-    WIDTH_TILE: tl.constexpr,
-):
+    x, residual, weight, total, statistic, row_data, row_scale, tokens, width, row_scale_stride, eps, ADDS: tl.constexpr,
+    POW2: tl.constexpr, EPSILON: tl.constexpr, LARGEST: tl.constexpr, TILE: tl.constexpr, WIDTH_TILE: tl.constexpr,
+):  # fmt: skip
     """One program per token of x [tokens, width], and per token that pads the rows."""
     token, column = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH_TILE)
     at, is_there = token * width + column, token < tokens
@@ -143,19 +109,9 @@ def normalize_row(
 
 @triton.jit
 def quantize_normed_tile(
-    total,
-    statistic,
-    weight,
-    column_data,
-    column_scale,
-    tokens,
-    padded_tokens,
-    width,
-    POW2: tl.constexpr,
-    EPSILON: tl.constexpr,
-    LARGEST: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    total, statistic, weight, column_data, column_scale, tokens, padded_tokens, width, POW2: tl.constexpr, EPSILON: tl.constexpr,
+    LARGEST: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """One program per 128x128 tile of total [tokens, width]."""
     token_tile, column_tile = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     token, column = token_tile * TILE + tl.arange(0, TILE), column_tile * TILE + tl.arange(0, TILE)
@@ -186,21 +142,10 @@ def quantize_norm(
     formula: Any = {"POW2": scale_format == "pow2", "EPSILON": AMAX_EPSILON, "LARGEST": E4M3_MAX, "TILE": BLOCK}
     if tokens:
         normalize_row[(len(rows[0]),)](
-            x,
-            unused if residual is None else residual.contiguous(),
-            weight,
-            unused if residual is None else total,
-            statistic,
-            rows[0].view(torch.uint8),
-            rows[1],
-            tokens,
-            width,
-            rows[1].stride(1),
-            eps,
-            ADDS=residual is not None,
-            **formula,
+            x, unused if residual is None else residual.contiguous(), weight, unused if residual is None else total, statistic,
+            rows[0].view(torch.uint8), rows[1], tokens, width, rows[1].stride(1), eps, ADDS=residual is not None, **formula,
             **choose_launch(width),
-        )
+        )  # fmt: skip
     if tokens and column_pair is not None:
         data, scale = column_pair
         quantize_normed_tile[(triton.cdiv(tokens, BLOCK), width // BLOCK)](

@@ -57,20 +57,9 @@ def _e4m3_bytes(values):
 
 @triton.jit
 def _store_rows(
-    values,
-    data,
-    scales,
-    token,
-    column_tile,
-    tokens,
-    width,
-    stride,
-    step,
-    POW2: tl.constexpr,
-    EPSILON: tl.constexpr,
-    LARGEST: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    values, data, scales, token, column_tile, tokens, width, stride, step, POW2: tl.constexpr, EPSILON: tl.constexpr,
+    LARGEST: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """Write Q_1x128 of a tile of float32 values, those of the first `tokens` tokens."""
     column, inside = column_tile * TILE + tl.arange(0, TILE), token < tokens
     scale, inverse = _scale_and_inverse(tl.max(tl.abs(values), axis=1), POW2, EPSILON, LARGEST)
@@ -80,22 +69,9 @@ def _store_rows(
 
 @triton.jit
 def _store_columns(
-    values,
-    data,
-    scales,
-    group_start,
-    group_length,
-    token,
-    token_tile,
-    column_tile,
-    tokens,
-    width,
-    POW2: tl.constexpr,
-    GROUPED: tl.constexpr,
-    EPSILON: tl.constexpr,
-    LARGEST: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    values, data, scales, group_start, group_length, token, token_tile, column_tile, tokens, width, POW2: tl.constexpr,
+    GROUPED: tl.constexpr, EPSILON: tl.constexpr, LARGEST: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """Write Q_128x1 of a tile, transposed; `tokens` are those of the result."""
     column = column_tile * TILE + tl.arange(0, TILE)
     scale, inverse = _scale_and_inverse(tl.max(tl.abs(values), axis=0), POW2, EPSILON, LARGEST)
@@ -110,27 +86,10 @@ def _store_columns(
 
 @triton.jit
 def quantize_tile(
-    x,
-    row_data,
-    row_scale,
-    column_data,
-    column_scale,
-    sources,
-    group_start,
-    group_length,
-    tokens,
-    padded_tokens,
-    width,
-    row_scale_stride,
-    row_scale_step,
-    POW2: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    GROUPED: tl.constexpr,
-    EPSILON: tl.constexpr,
-    LARGEST: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    x, row_data, row_scale, column_data, column_scale, sources, group_start, group_length, tokens, padded_tokens, width, row_scale_stride,
+    row_scale_step, POW2: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUPED: tl.constexpr, EPSILON: tl.constexpr,
+    LARGEST: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """One program per 128x128 tile of x [tokens, width], or of its rows as groups have them."""
     token_tile, column_tile = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     token = token_tile * TILE + tl.arange(0, TILE)
@@ -216,23 +175,7 @@ def _launch(
     if not tokens:
         return
     quantize_tile[(blocks, width // BLOCK)](
-        x,
-        row_data,
-        row_scale,
-        column_data,
-        column_scale,
-        *tables,
-        tokens,
-        blocks * BLOCK,
-        width,
-        row_scale.stride(-1),
-        row_scale.stride(0),
-        POW2=scale_format == "pow2",
-        ROWS=rows is not None,
-        COLUMNS=columns is not None,
-        GROUPED=groups is not None,
-        EPSILON=AMAX_EPSILON,
-        LARGEST=E4M3_MAX,
-        TILE=BLOCK,
-        **LAUNCH,
-    )
+        x, row_data, row_scale, column_data, column_scale, *tables, tokens, blocks * BLOCK, width, row_scale.stride(-1),
+        row_scale.stride(0), POW2=scale_format == "pow2", ROWS=rows is not None, COLUMNS=columns is not None, GROUPED=groups is not None,
+        EPSILON=AMAX_EPSILON, LARGEST=E4M3_MAX, TILE=BLOCK, **LAUNCH,
+    )  # fmt: skip

@@ -12,23 +12,9 @@ LAUNCH = {"num_warps": 4, "enable_fp_fusion": False}
 
 @triton.jit
 def rotate_token(
-    x,
-    result,
-    cos,
-    sin,
-    positions,
-    heads,
-    token_stride,
-    head_stride,
-    sign,
-    START: tl.constexpr,
-    WIDTH: tl.constexpr,
-    PAIRS: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    HEADS_TILE: tl.constexpr,
-    PAIRS_TILE: tl.constexpr,
-    WIDTH_TILE: tl.constexpr,
-):
+    x, result, cos, sin, positions, heads, token_stride, head_stride, sign, START: tl.constexpr, WIDTH: tl.constexpr, PAIRS: tl.constexpr,
+    INTERLEAVED: tl.constexpr, HEADS_TILE: tl.constexpr, PAIRS_TILE: tl.constexpr, WIDTH_TILE: tl.constexpr,
+):  # fmt: skip
     """One program per token: x [t, heads, WIDTH] of any strides but the last, `result` contiguous, tables [positions, PAIRS]."""
     token = tl.program_id(0).to(tl.int64)
     head, pair = tl.arange(0, HEADS_TILE)[:, None], tl.arange(0, PAIRS_TILE)[None, :]
@@ -63,22 +49,8 @@ def rotate(
     result = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if tokens:
         rotate_token[(tokens,)](
-            x,
-            result,
-            cos,
-            sin,
-            positions,
-            heads,
-            x.stride(0),
-            x.stride(1),
-            sign,
-            START=start,
-            WIDTH=width,
-            PAIRS=pairs,
-            INTERLEAVED=interleaved,
-            HEADS_TILE=triton.next_power_of_2(heads),
-            PAIRS_TILE=triton.next_power_of_2(pairs),
-            WIDTH_TILE=triton.next_power_of_2(width),
-            **LAUNCH,
-        )
+            x, result, cos, sin, positions, heads, x.stride(0), x.stride(1), sign, START=start, WIDTH=width, PAIRS=pairs,
+            INTERLEAVED=interleaved, HEADS_TILE=triton.next_power_of_2(heads), PAIRS_TILE=triton.next_power_of_2(pairs),
+            WIDTH_TILE=triton.next_power_of_2(width), **LAUNCH,
+        )  # fmt: skip
     return result

@@ -47,28 +47,10 @@ def _add_leaf(total, slots, level, completed, FIRST: tl.constexpr, LAST: tl.cons
 
 @triton.jit(do_not_specialize=["tokens"])
 def multiply_tile(
-    x,
-    weight,
-    result,
-    x_scale,
-    weight_scale,
-    merges,
-    tokens,
-    features,
-    width,
-    leaves,
-    x_scale_stride,
-    x_scale_step,
-    weight_scale_stride,
-    weight_scale_step,
-    SCALED: tl.constexpr,
-    WHOLE: tl.constexpr,
-    LEVELS: tl.constexpr,
-    TILE: tl.constexpr,
-    GROUP: tl.constexpr,
-    LEAF: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    x, weight, result, x_scale, weight_scale, merges, tokens, features, width, leaves, x_scale_stride, x_scale_step, weight_scale_stride,
+    weight_scale_step, SCALED: tl.constexpr, WHOLE: tl.constexpr, LEVELS: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr,
+    LEAF: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """One program per tile of `result` [nodes, tokens, features] from x [tokens, width] and weight [features, width], whose `leaves` make a
     node; WHOLE: `width` has whole leaves only."""
     row_tiles, column_tiles, node = tl.cdiv(tokens, TILE), tl.cdiv(features, TILE), tl.program_id(1)
@@ -125,27 +107,10 @@ def multiply_nodes(
         return result
     x_scale, weight_scale = scales or (result[0], result[0])
     multiply_tile[(tiles, nodes)](
-        x,
-        weight,
-        result,
-        x_scale,
-        weight_scale,
-        _merge_table(leaves, x.device),
-        tokens,
-        features,
-        width,
-        leaves // nodes,
-        *x_scale.stride(),
-        *weight_scale.stride(),
-        SCALED=scaled,
-        WHOLE=width % LEAF == 0,
-        LEVELS=max((leaves // nodes - 1).bit_length(), 1),
-        TILE=TILE,
-        GROUP=GROUP,
-        LEAF=LEAF,
-        BLOCK=BLOCK,
-        **LAUNCH,
-    )
+        x, weight, result, x_scale, weight_scale, _merge_table(leaves, x.device), tokens, features, width, leaves // nodes,
+        *x_scale.stride(), *weight_scale.stride(), SCALED=scaled, WHOLE=width % LEAF == 0,
+        LEVELS=max((leaves // nodes - 1).bit_length(), 1), TILE=TILE, GROUP=GROUP, LEAF=LEAF, BLOCK=BLOCK, **LAUNCH,
+    )  # fmt: skip
     return result
 
 

@@ -109,28 +109,10 @@ def _stack(a, b):
 
 @triton.jit
 def quantize_swiglu_tile(
-    gate_up,
-    gradient,
-    row_data,
-    row_scale,
-    column_data,
-    column_scale,
-    group_start,
-    group_length,
-    tokens,
-    row_tokens,
-    column_tokens,
-    width,
-    row_scale_stride,
-    POW2: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    BACKWARD: tl.constexpr,
-    GROUPED: tl.constexpr,
-    EPSILON: tl.constexpr,
-    LARGEST: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    gate_up, gradient, row_data, row_scale, column_data, column_scale, group_start, group_length, tokens, row_tokens, column_tokens,
+    width, row_scale_stride, POW2: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BACKWARD: tl.constexpr, GROUPED: tl.constexpr,
+    EPSILON: tl.constexpr, LARGEST: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """One program per 128x128 tile of SwiGLU's result [tokens, width]; BACKWARD: of its gradient, which gives two tiles of the gradient of
     gate_up [tokens, 2 width]."""
     token_tile, column_tile = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
@@ -200,26 +182,8 @@ def _launch(
     column_data, column_scale = (columns[0].view(torch.uint8), columns[1]) if columns else (unused, unused)
     group_start, group_length = groups if groups is not None else (unused, unused)
     quantize_swiglu_tile[(-(-tokens // BLOCK), width // BLOCK)](
-        gate_up,
-        unused if gradient is None else gradient.contiguous(),
-        row_data,
-        row_scale,
-        column_data,
-        column_scale,
-        group_start,
-        group_length,
-        tokens,
-        len(rows[0]) if rows else 0,
-        columns[0].shape[1] if columns else 0,
-        width,
-        row_scale.stride(-1),
-        POW2=scale_format == "pow2",
-        ROWS=rows is not None,
-        COLUMNS=columns is not None,
-        BACKWARD=gradient is not None,
-        GROUPED=groups is not None,
-        EPSILON=AMAX_EPSILON,
-        LARGEST=E4M3_MAX,
-        TILE=BLOCK,
-        **TILE_LAUNCH,
-    )
+        gate_up, unused if gradient is None else gradient.contiguous(), row_data, row_scale, column_data, column_scale, group_start,
+        group_length, tokens, len(rows[0]) if rows else 0, columns[0].shape[1] if columns else 0, width, row_scale.stride(-1),
+        POW2=scale_format == "pow2", ROWS=rows is not None, COLUMNS=columns is not None, BACKWARD=gradient is not None,
+        GROUPED=groups is not None, EPSILON=AMAX_EPSILON, LARGEST=E4M3_MAX, TILE=BLOCK, **TILE_LAUNCH,
+    )  # fmt: skip

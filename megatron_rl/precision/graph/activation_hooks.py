@@ -46,9 +46,7 @@ def layer_hook_points(prefix: str, modules: Mapping[str, str]) -> list[HookPoint
     return [(prefix + modules[module], f"layers.*.{op}", argument) for module, op, argument in _LAYER_POINTS]
 
 
-def attach_hooks(
-    model: torch.nn.Module, points: Iterable[HookPoint], record: Callable[[str, torch.Tensor], None]
-) -> list[RemovableHandle]:
+def attach_hooks(model: torch.nn.Module, points: Iterable[HookPoint], record: Callable[[str, torch.Tensor], None]) -> list[RemovableHandle]:
     """Call `record(operator, tensor)` at every point whose module the model has, whenever that module runs, until `remove()` is called on the
     returned handles."""
     handles = []
