@@ -34,7 +34,7 @@ def test_samples_come_out_as_they_went_in(shapes, with_columns, piece_bytes):
 def test_a_token_takes_eight_bytes_and_a_column_has_one_dtype():
     ids, logprobs = torch.zeros(10**5, dtype=torch.int32), torch.zeros(10**5)
     assert SampleBytes([TrainingSample(ids[:1], ids, rollout_logprobs=logprobs)]).total < 8.03 * 10**5
-    with pytest.raises(ValueError, match="samples disagree on what a column holds"):
+    with pytest.raises(ValueError, match="samples disagree on the dtype or shape of a column"):
         SampleBytes([TrainingSample(ids, ids, rollout_logprobs=values) for values in (logprobs, logprobs.double())])
 
 

@@ -99,9 +99,9 @@ def test_a_good_checkpoint_passes_in_one_file_or_in_several(folder):
         (NORM, torch.zeros(256, dtype=torch.int32), f"tensor {NORM} is I32, must be BF16 or F16 or F32"),
         (NORM, torch.zeros(256, dtype=torch.float64), f"tensor {NORM} is F64, must be"),
         (NORM, torch.zeros(256).to(torch.float8_e4m3fn), f"tensor {NORM} is F8_E4M3, must be BF16 or"),
-        ("model.layers.1.mlp.up_proj.weight", torch.zeros(1), "tensor model.layers.1.mlp.up_proj.weight belongs to no qwen3 model"),
-        ("model.layers.0.self_attn.q_proj.bias", torch.zeros(256), "tensor model.layers.0.self_attn.q_proj.bias belongs to no"),
-        (NORM + "_scale_inv", torch.ones(2, 1), f"tensor {NORM}_scale_inv belongs to no"),
+        ("model.layers.1.mlp.up_proj.weight", torch.zeros(1), "tensor model.layers.1.mlp.up_proj.weight does not belong to the qwen3 model"),
+        ("model.layers.0.self_attn.q_proj.bias", torch.zeros(256), "tensor model.layers.0.self_attn.q_proj.bias does not belong to"),
+        (NORM + "_scale_inv", torch.ones(2, 1), f"tensor {NORM}_scale_inv does not belong to"),
     ],
 )
 def test_tensors_that_are_not_the_models(folder, name, tensor, line):
@@ -116,13 +116,13 @@ def test_tensors_that_are_not_the_models(folder, name, tensor, line):
         (SCALES, None, f"tensor {SCALES} is missing"),
         (SCALES, torch.ones(4, 1), f"tensor {SCALES} has shape [4, 1], config.json says [4, 2]"),
         (SCALES, torch.ones(4, 2, dtype=torch.float16), f"tensor {SCALES} is F16, must be F32 or BF16; convert it"),
-        (GATE, torch.zeros(512, 256), f"tensor {GATE} is F32, must be F8_E4M3; FP8 are all weights of attention, MLP and experts"),
-        (HEAD, torch.zeros(384, 256).to(torch.float8_e4m3fn), f"tensor {HEAD} is F8_E4M3, must be BF16 or F16 or F32; FP8 are"),
+        (GATE, torch.zeros(512, 256), f"tensor {GATE} is F32, must be F8_E4M3; FP8 must be all weights of attention, MLP and experts"),
+        (HEAD, torch.zeros(384, 256).to(torch.float8_e4m3fn), f"tensor {HEAD} is F8_E4M3, must be BF16 or F16 or F32; FP8 must be"),
         (SCALES, torch.full((4, 2), float("nan")), f"tensor {SCALES} holds a scale that is inf, NaN or not positive"),
         (SCALES, torch.full((4, 2), float("inf")), f"tensor {SCALES} holds a scale that is inf, NaN or not positive"),
         (SCALES, torch.full((4, 2), -1.0), f"tensor {SCALES} holds a scale that is inf, NaN or not positive"),
         (SCALES, torch.full((4, 2), 1e38), f"tensor {SCALES} holds a scale that is inf, NaN or not positive"),
-        (SCALES, torch.full((4, 2), 0.75), f'tensor {SCALES} holds scales that are no powers of two, precision.scale_format is "pow2"'),
+        (SCALES, torch.full((4, 2), 0.75), f'tensor {SCALES} holds scales that are not powers of two, precision.scale_format is "pow2"'),
     ],
 )  # fmt: skip
 def test_fp8_tensors_that_are_not_the_contracts(folder, name, tensor, line):
@@ -134,8 +134,8 @@ def test_fp8_tensors_that_are_not_the_contracts(folder, name, tensor, line):
 @pytest.mark.parametrize(
     "settings, line",
     [
-        ({**SETTINGS, "quant_method": "gptq"}, "quant_method = 'gptq': is not read, only fp8 or w8a8_int8 is"),
-        ({**SETTINGS, "weight_block_size": None}, "weight_block_size = 'None': is not read, only [128, 128] is"),
+        ({**SETTINGS, "quant_method": "gptq"}, "quant_method = 'gptq': is not supported, only fp8 or w8a8_int8 is"),
+        ({**SETTINGS, "weight_block_size": None}, "weight_block_size = 'None': is not supported, only [128, 128] is"),
         ({**SETTINGS, "weight_block_size": [64, 64]}, "weight_block_size = '[64, 64]': is not read"),
         ({**SETTINGS, "activation_scheme": "static"}, "activation_scheme = 'static': is not read"),
         ({**SETTINGS, "fmt": "e5m2"}, "fmt = 'e5m2': is not read"),
@@ -185,10 +185,10 @@ def test_indexes_that_lie(folder):
     assert f"{INDEX}': names model-00007.safetensors, which is missing" in refused(folder)
     swapped = {name: "model-00000.safetensors" for name in good["weight_map"]} | {NORM: "model-00001.safetensors"}
     index.write_text(json.dumps({"weight_map": swapped}))
-    assert f"{INDEX} says that model-0000" in refused(folder) and "which it does not" in refused(folder)
+    assert f"{INDEX} says that model-0000" in refused(folder) and "but it does not" in refused(folder)
     for text in ("{", "[]", '{"weight_map": 3}', '{"weight_map": {"a": 3}}', '{"weight_map": {}}', "{}"):
         index.write_text(text)
-        assert f"{INDEX}': is no index of safetensors files" in refused(folder)
+        assert f"{INDEX}': is not a safetensors index" in refused(folder)
     index.write_text(json.dumps(good))
     check(folder)
     save_file({**load_file(first), **load_file(folder / "model-00001.safetensors")}, first)
@@ -225,8 +225,8 @@ def test_layers_for_multi_token_prediction_are_those_of_the_config(tmp_path):
         ({last: wrong}, r"tensor model\.layers\.2\.eh_proj\.weight has shape \[256, 256\], config\.json says \[256, 512\]"),
         ({copies[0]: wrong}, r"embed_tokens\.weight has shape \[256, 256\], config\.json says \[384, 256\]"),
         ({last: ("F8_E4M3", [256, 512])}, r"eh_proj\.weight is F8_E4M3, must be BF16 or F16 or F32"),
-        ({"model.layers.2.shared_head.bias": wrong}, r"tensor model\.layers\.2\.shared_head\.bias belongs to no deepseek_v3 model"),
-        ({"model.layers.3.eh_proj.weight": wrong}, r"tensor model\.layers\.3\.eh_proj\.weight belongs to no deepseek_v3 model"),
+        ({"model.layers.2.shared_head.bias": wrong}, r"tensor model\.layers\.2\.shared_head\.bias does not belong to the deepseek_v3 model"),
+        ({"model.layers.3.eh_proj.weight": wrong}, r"tensor model\.layers\.3\.eh_proj\.weight does not belong to the deepseek_v3 model"),
     ):
         with pytest.raises(UserError, match=message):
             check({name: header for name, header in (plain | layer | change).items() if header})

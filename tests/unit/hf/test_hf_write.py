@@ -63,7 +63,7 @@ def test_a_checkpoint_comes_back_bit_by_bit_with_the_tokenizers_files(tmp_path):
 
 @pytest.mark.parametrize(
     "content, rule",
-    [(None, "holds no config.json; give"), ("{", "is no valid JSON"), ("[1]", "must be a JSON object"), (b"\xff\xfe", "is no valid JSON")],
+    [(None, "holds no config.json; give"), ("{", "is not valid JSON"), ("[1]", "must be a JSON object"), (b"\xff\xfe", "is not valid JSON")],
 )
 def test_a_bad_config_json_is_the_users_error_in_one_line(tmp_path, content, rule):
     if content is not None:

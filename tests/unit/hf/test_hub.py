@@ -93,13 +93,13 @@ def test_what_is_not_there_is_one_line(hub, model, tmp_path):
     (bare / "config.json").write_text("{}")
     hub.add("someone/bare", bare)
     for path, line in {
-        "hf:someone/missing": f"is no model that {hub.url} shows you; correct the name; for a private one set HF_TOKEN",
-        "hf:someone/unknown@v2": "has no revision v2; name a branch, a tag or a whole commit, or leave @REVISION out",
+        "hf:someone/missing": f"is not a model that you can see on {hub.url}; correct the name; set HF_TOKEN for a private model",
+        "hf:someone/unknown@v2": "has no revision v2; name a branch, a tag or a full commit, or omit @REVISION",
         f"hf:someone/unknown@{'0' * 40}": f"has no revision {'0' * 40}; name",
-        "hf:meta/gated": f"is gated: its owner gives access to accounts; ask for it at {hub.url}/meta/gated, then run `hf auth login` or",
+        "hf:meta/gated": f"is gated: its owner grants access to accounts; request it at {hub.url}/meta/gated, then run `hf auth login` or",
         "hf:someone/empty": "holds no config.json; name a model with config.json, tokenizer and safetensors weights",
         "hf:someone/bare": "holds no model.safetensors; name a model with safetensors weights",
-        "hf:some--one/unknown": "is no name on the hub (",
+        "hf:some--one/unknown": "is not a valid name on the hub (",
         "hf:unknown": "is not of the form hf:OWNER/NAME[@REVISION], such as hf:Qwen/Qwen3-8B",
         "hf:a/b/c": "is not of the form",
         "hf:someone/unknown@": "is not of the form",
@@ -109,12 +109,12 @@ def test_what_is_not_there_is_one_line(hub, model, tmp_path):
 
 def test_offline_names_the_file_that_the_cache_lacks(hub, monkeypatch, tmp_path):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    fix = "unset it, or run `hf download someone/unknown` where there is a network"
-    assert refusal(NAME) == f"HF_HUB_OFFLINE is set, and {tmp_path / 'cache'} has no config.json of it; {fix}"
+    fix = "unset it, or run `hf download someone/unknown` on a machine with network access"
+    assert refusal(NAME) == f"HF_HUB_OFFLINE is set, and config.json is not in {tmp_path / 'cache'}; {fix}"
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     pinned = pin_hub_model(NAME)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    assert refusal(pinned) == f"HF_HUB_OFFLINE is set, and {tmp_path / 'cache'} has no model.safetensors of it; {fix}"
+    assert refusal(pinned) == f"HF_HUB_OFFLINE is set, and model.safetensors is not in {tmp_path / 'cache'}; {fix}"
 
 
 def test_a_hub_that_nobody_answers_for(model, tmp_path, monkeypatch):
@@ -123,9 +123,9 @@ def test_a_hub_that_nobody_answers_for(model, tmp_path, monkeypatch):
     hub.use(monkeypatch, tmp_path / "cache")
     line = refusal(NAME)
     assert (
-        line.startswith(f"cannot be had from {hub.url} (")
+        line.startswith(f"cannot be downloaded from {hub.url} (")
         and "refused" in line
-        and "), and the cache has no copy; check the network" in line
+        and "), and is not in the cache; check the network" in line
     )
 
 

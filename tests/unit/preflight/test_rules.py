@@ -734,7 +734,7 @@ MISTAKES = [
     Mistake(
         files.scales_are_those_of_the_contract,
         "train",
-        "MODEL = 'fp8': tensor model.layers.0.self_attn.q_proj.weight_scale_inv holds scales that are no powers of two",
+        "MODEL = 'fp8': tensor model.layers.0.self_attn.q_proj.weight_scale_inv holds scales that are not powers of two",
         ("--model.path=fp8",),
     ),
     Mistake(
@@ -761,7 +761,7 @@ MISTAKES = [
     Mistake(
         files.weights_can_be_had,
         "train eval",
-        f"MODEL = '{ON_HUB}@{COMMIT}': HF_HUB_OFFLINE is set, and cache has no model.safetensors of it; unset it, or run `hf download",
+        f"MODEL = '{ON_HUB}@{COMMIT}': HF_HUB_OFFLINE is set, and model.safetensors is not in cache; unset it, or run `hf download",
         (f"--model.path={ON_HUB}",),
         checkpoint=ON_HUB,
         scene=keep_no_weights_offline,
