@@ -5,12 +5,9 @@
 
 from __future__ import annotations
 
-LEAF = 128
-"""Values that one leaf sums: the width of a block."""
-GATHERED_WHOLE = 1 << 14
-"""Largest number of results for which ranks send all partial sums to all ranks, which saves one message."""
-GPU_TILE = 64
-"""Rows and columns of results that a program of `megatron_rl.kernels.sums.triton` computes."""
+LEAF = 128  # values that one leaf sums: the width of a block
+GATHERED_WHOLE = 1 << 14  # largest number of results for which ranks send all partial sums to all ranks, which saves one message
+GPU_TILE = 64  # rows and columns of results that a program of `megatron_rl.kernels.sums.triton` computes
 
 
 def halve(leaves: int) -> int:

@@ -29,39 +29,27 @@ _FLOAT_FIELDS = ("mask", "advantages", "old_logprobs", "reference_logprobs", "lo
 class MicroBatch:
     """One packed row of samples: tensors [1, t], one position per token. Attention must respect `lengths`."""
 
-    sample_indices: list[int]
-    """Indices of the packed samples in the list of samples, in order."""
-    lengths: list[int]
-    """Positions of each packed sample, including its padding. Padding at the end of the row counts as one more sample."""
-    padding: int
-    """Number of positions without a token."""
+    sample_indices: list[int]  # indices of the packed samples in the list of samples, in order
+    lengths: list[int]  # positions of each packed sample, including its padding. Padding at the end of the row counts as one more sample.
+    padding: int  # number of positions without a token
     tokens: torch.Tensor
     targets: torch.Tensor
-    positions: torch.Tensor
-    """Position within the sample, for rotary embeddings."""
-    mask: torch.Tensor
-    """1.0 if the target is a sampled response token, else 0."""
+    positions: torch.Tensor  # position within the sample, for rotary embeddings
+    mask: torch.Tensor  # 1.0 if the target is a sampled response token, else 0
     advantages: torch.Tensor
     old_logprobs: torch.Tensor
     reference_logprobs: torch.Tensor
-    loss_weights: torch.Tensor
-    """The sample's loss weight if `mask` is 1, else 0."""
-    importance_weights: torch.Tensor
-    """The token's importance weight if `mask` is 1, else 0."""
-    high_covariance: torch.Tensor
-    """1.0 for tokens chosen by `algorithm.covariance`, else 0."""
-    token_indices: torch.Tensor
-    """int64 index of the position among the positions of all of the replica's samples; -1 for padding."""
-    routed_experts: torch.Tensor
-    """Recorded experts [1, t, layers, k], or empty."""
+    loss_weights: torch.Tensor  # the sample's loss weight if `mask` is 1, else 0
+    importance_weights: torch.Tensor  # the token's importance weight if `mask` is 1, else 0
+    high_covariance: torch.Tensor  # 1.0 for tokens chosen by `algorithm.covariance`, else 0
+    token_indices: torch.Tensor  # int64 index of the position among the positions of all of the replica's samples; -1 for padding
+    routed_experts: torch.Tensor  # recorded experts [1, t, layers, k], or empty
     kept_tokens: torch.Tensor
     """Tokens over which log-probs are normalized, int32 [1, t, n], padded with -1; all -1 means all tokens. Empty if no position has a
     mask."""
-    values: torch.Tensor
-    """The critic's values before the step's updates, 0 if `mask` is 0. Empty without a critic, like `returns`."""
+    values: torch.Tensor  # the critic's values before the step's updates, 0 if `mask` is 0. Empty without a critic, like `returns`.
     returns: torch.Tensor
-    teacher_logprobs: torch.Tensor
-    """Empty without a teacher."""
+    teacher_logprobs: torch.Tensor  # empty without a teacher
 
     def to(self, device: torch.device) -> MicroBatch:
         """Return a copy with every tensor on `device`."""
@@ -121,8 +109,7 @@ class MicroBatches:
         self._samples, self._rows, self._lengths, self._padding_experts = samples, rows, lengths, padding_experts
         self._has = {name: any(len(getattr(sample, name)) for sample in samples) for name in _OPTIONAL_FIELDS}
         filled = [sum(lengths[index] for index in row) for row in rows]
-        self.widths = [max(round_up(width, multiple), min_length) for width in filled]
-        """Positions of each micro-batch."""
+        self.widths = [max(round_up(width, multiple), min_length) for width in filled]  # positions of each micro-batch
         self._tails = [width - used for width, used in zip(self.widths, filled, strict=True)]
         self._first_indices = list(accumulate((sample.length - 1 for sample in samples), initial=0))
 

@@ -41,12 +41,9 @@ class KeptGroup:
     """A group as it was first trained on, without members that contribute no gradient."""
 
     samples: tuple[TrainingSample, ...]
-    version: int
-    """The trainer's policy version when the group was first trained on."""
-    oldest: int
-    """Policy version of its oldest token."""
-    spread: float
-    """Standard deviation of its rewards."""
+    version: int  # the trainer's policy version when the group was first trained on
+    oldest: int  # policy version of its oldest token
+    spread: float  # standard deviation of its rewards
     replays: int = 0
 
     def at(self, version: int) -> list[TrainingSample]:

@@ -28,8 +28,7 @@ _ALIGNMENT = 16
 class _Column:
     dtype: torch.dtype
     row_shape: tuple[int, ...]
-    lengths: np.ndarray
-    """int32 [samples]."""
+    lengths: np.ndarray  # int32 [samples]
 
     @property
     def row_bytes(self) -> int:
@@ -42,8 +41,7 @@ class _Column:
 
 @dataclass(frozen=True)
 class _Header:
-    numbers: dict[str, np.ndarray]
-    """Values of scalar fields, one per sample, by field name."""
+    numbers: dict[str, np.ndarray]  # values of scalar fields, one per sample, by field name
     has_kept_tokens: np.ndarray
     columns: list[_Column]
 
@@ -64,8 +62,7 @@ class SampleBytes:
         pickled = pickle.dumps(header)
         self._head = len(pickled).to_bytes(8, "little") + pickled
         self._head += bytes(round_up(len(self._head), _ALIGNMENT) - len(self._head))
-        self.total = len(self._head) + sum(column.bytes for column in header.columns)
-        """Total number of bytes."""
+        self.total = len(self._head) + sum(column.bytes for column in header.columns)  # total number of bytes
 
     def iterate(self, piece_bytes: int) -> Iterator[torch.Tensor]:
         """Yield the bytes in pieces, uint8 [`piece_bytes`], the last may be shorter. Every piece reuses the same memory."""

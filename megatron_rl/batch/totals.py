@@ -56,8 +56,7 @@ class Totals:
         return self._by_name[name].largest if name in self._by_name else 0.0
 
 
-Combine = Callable[[Totals], Totals]
-"""Combines this replica's totals with all others'; collective (`mcore.passes.reduce.combine`)."""
+Combine = Callable[[Totals], Totals]  # combines this replica's totals with all others'; collective (`mcore.passes.reduce.combine`)
 
 
 def combine_alone(totals: Totals) -> Totals:

@@ -22,45 +22,34 @@ class TrainingSample:
 
     prompt_ids: torch.Tensor
     response_ids: torch.Tensor
-    advantage: float = 0.0
-    """Advantage of every token, or the mean of `token_advantages`."""
-    rollout_logprobs: torch.Tensor = field(default_factory=lambda: _EMPTY)
-    """Log-probs under the engine that sampled the response."""
+    advantage: float = 0.0  # advantage of every token, or the mean of `token_advantages`
+    rollout_logprobs: torch.Tensor = field(default_factory=lambda: _EMPTY)  # log-probs under the engine that sampled the response
     old_logprobs: torch.Tensor = field(default_factory=lambda: _EMPTY)
     """Log-probs under the trainer's version of the policy that sampled the response."""
-    reference_logprobs: torch.Tensor = field(default_factory=lambda: _EMPTY)
-    """Log-probs under the frozen reference model."""
+    reference_logprobs: torch.Tensor = field(default_factory=lambda: _EMPTY)  # log-probs under the frozen reference model
     importance_weights: torch.Tensor = field(default_factory=lambda: _EMPTY)
     """Weights that correct the policy loss for the engine (`algorithm.importance_weights`); empty means 1."""
     high_covariance: torch.Tensor = field(default_factory=lambda: _NO_MASK)
     """bool [A]: tokens selected by `algorithm.covariance`; empty means none."""
-    reward: float = 0.0
-    """Reward of the response, before any KL term."""
-    excluded: bool = False
-    """The response has no reward. It contributes no gradient and is not counted in any mean."""
-    masked: bool = False
-    """The response contributes no gradient and is not counted in means of the loss. Its reward counts in its group."""
-    loss_weight: float = 1.0
-    """Weight of each sampled token in the loss (`algorithm.aggregate`); 1 for all samples is the mean over tokens."""
+    reward: float = 0.0  # reward of the response, before any KL term
+    excluded: bool = False  # the response has no reward. It contributes no gradient and is not counted in any mean.
+    masked: bool = False  # the response contributes no gradient and is not counted in means of the loss. Its reward counts in its group.
+    loss_weight: float = 1.0  # weight of each sampled token in the loss (`algorithm.aggregate`); 1 for all samples is the mean over tokens
     response_mask: torch.Tensor = field(default_factory=lambda: _NO_MASK)
     """bool, one per response token: False if an environment wrote the token. Empty if all were sampled."""
     routed_experts: torch.Tensor = field(default_factory=lambda: _EMPTY)
     """Experts that forward passes replay (`hf.routing_record`), uint8 or int16 [length - 1, layers, k], or empty. All samples of a batch
     have it, or none."""
-    number: int = 0
-    """Index among the samples of a step, over all replicas."""
+    number: int = 0  # index among the samples of a step, over all replicas
     kept_tokens: KeptTokens | None = None
     """Tokens that each token was drawn from, over which log-probs are normalized; None means all tokens."""
     token_advantages: torch.Tensor = field(default_factory=lambda: _EMPTY)
     """Advantages of single tokens, if they differ (`algorithm.gae`, `algorithm.distillation`)."""
-    values: torch.Tensor = field(default_factory=lambda: _EMPTY)
-    """The critic's value before each token, computed before the step's updates."""
-    returns: torch.Tensor = field(default_factory=lambda: _EMPTY)
-    """The critic's regression targets."""
+    values: torch.Tensor = field(default_factory=lambda: _EMPTY)  # the critic's value before each token, computed before the step's updates
+    returns: torch.Tensor = field(default_factory=lambda: _EMPTY)  # the critic's regression targets
     version_lags: torch.Tensor = field(default_factory=lambda: _EMPTY)
     """Number of policy versions between sampling and training, uint8 [A]; empty means 0."""
-    teacher_logprobs: torch.Tensor = field(default_factory=lambda: _EMPTY)
-    """Log-probs under the teacher model."""
+    teacher_logprobs: torch.Tensor = field(default_factory=lambda: _EMPTY)  # log-probs under the teacher model
 
     def __post_init__(self) -> None:
         self.prompt_ids, self.response_ids = (torch.as_tensor(ids, dtype=torch.int32) for ids in (self.prompt_ids, self.response_ids))

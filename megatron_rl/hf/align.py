@@ -31,12 +31,9 @@ from parallel.shards import GeometryError, HFTensor, Region
 class Alignment(NamedTuple):
     """Block size and rank counts to which widths are aligned."""
 
-    block: int
-    """Rows and columns of a block."""
-    tp: int = 1
-    """Ranks that shard attention, MLPs and shared experts."""
-    etp: int = 0
-    """Ranks that shard an expert; 0 means `tp`."""
+    block: int  # rows and columns of a block
+    tp: int = 1  # ranks that shard attention, MLPs and shared experts
+    etp: int = 0  # ranks that shard an expert; 0 means `tp`
 
 
 def align_config(hf_config: Mapping[str, Any], alignment: Alignment) -> dict[str, Any]:

@@ -21,8 +21,7 @@ from parallel.model_geometry import ModelGeometry
 from parallel.mtp_layers import list_mtp_tensors
 from parallel.shards import take_all
 
-MTP_FOLDER = "mtp"
-"""Folder in a run's checkpoint for the safetensors files of MTP layers, with an index if there are several files."""
+MTP_FOLDER = "mtp"  # folder in a run's checkpoint for the safetensors files of MTP layers, with an index if there are several files
 
 
 class MTPCopy:

@@ -29,8 +29,7 @@ from parallel.reshard import get_scale_rect
 from parallel.shards import HFTensor, Rect, Region
 
 _HIGH = ("BF16", "F16", "F32")
-_STRIP = 1 << 22
-"""Elements to read or check at a time."""
+_STRIP = 1 << 22  # elements to read or check at a time
 
 
 def find_checkpoint_format(hf_config: Mapping[str, Any]) -> TensorFormat | None:

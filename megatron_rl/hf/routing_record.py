@@ -21,12 +21,9 @@ from parallel.model_geometry import ModelGeometry
 class RoutingShape:
     """Dimensions of a model's routing records."""
 
-    num_layers: int
-    """Decoder layers, with and without experts."""
-    moe_layers: tuple[int, ...]
-    """Numbers of the layers with experts."""
-    num_experts: int
-    """Experts per layer."""
+    num_layers: int  # decoder layers, with and without experts
+    moe_layers: tuple[int, ...]  # numbers of the layers with experts
+    num_experts: int  # experts per layer
     top_k: int
 
     @classmethod

@@ -17,8 +17,7 @@ from megatron_rl.precision.contract import PrecisionContract
 if TYPE_CHECKING:
     import torch
 
-FILE_BYTES = 1 << 30
-"""Largest size of a safetensors file with several tensors: a writing rank holds one file in memory."""
+FILE_BYTES = 1 << 30  # largest size of a safetensors file with several tensors: a writing rank holds one file in memory
 
 
 @contextmanager

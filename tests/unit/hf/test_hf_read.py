@@ -136,10 +136,10 @@ def test_fp8_tensors_that_are_not_the_contracts(folder, name, tensor, line):
     [
         ({**SETTINGS, "quant_method": "gptq"}, "quant_method = 'gptq': is not supported, only fp8 or w8a8_int8 is"),
         ({**SETTINGS, "weight_block_size": None}, "weight_block_size = 'None': is not supported, only [128, 128] is"),
-        ({**SETTINGS, "weight_block_size": [64, 64]}, "weight_block_size = '[64, 64]': is not read"),
-        ({**SETTINGS, "activation_scheme": "static"}, "activation_scheme = 'static': is not read"),
-        ({**SETTINGS, "fmt": "e5m2"}, "fmt = 'e5m2': is not read"),
-        ("fp8", "quant_method = 'None': is not read"),
+        ({**SETTINGS, "weight_block_size": [64, 64]}, "weight_block_size = '[64, 64]': is not supported"),
+        ({**SETTINGS, "activation_scheme": "static"}, "activation_scheme = 'static': is not supported"),
+        ({**SETTINGS, "fmt": "e5m2"}, "fmt = 'e5m2': is not supported"),
+        ("fp8", "quant_method = 'None': is not supported"),
     ],
 )
 def test_other_quantisations(folder, settings, line):
@@ -154,7 +154,7 @@ def test_of_formats_with_one_method_that_whose_settings_agree_is_taken(monkeypat
     monkeypatch.setitem(FORMATS, "groups", groups)
     found = [find_checkpoint_format({"quantization_config": {**SETTINGS, "weight_block_size": size}}) for size in ([128, 128], [1, 32])]
     assert found == [FP8.with_scales("fp32"), groups]
-    with pytest.raises(UserError, match=r"weight_block_size = '\[64, 64\]': is not read"):
+    with pytest.raises(UserError, match=r"weight_block_size = '\[64, 64\]': is not supported"):
         find_checkpoint_format({"quantization_config": {**SETTINGS, "weight_block_size": [64, 64]}})
 
 

@@ -121,7 +121,7 @@ def test_what_is_written_into_a_byte_matrix_is_in_the_tensor():
         assert matrix.shape == (tensor.shape[0], tensor[0].numel() * tensor.element_size())
         matrix[...] = 1
         assert tensor.view(torch.uint8).eq(1).all()
-    with pytest.raises(ValueError, match="no rows of bytes"):
+    with pytest.raises(ValueError, match="no contiguous rows"):
         view_bytes(torch.zeros(3, 5).T)
 
 
