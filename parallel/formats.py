@@ -52,11 +52,9 @@ class TensorFormat:
 
     @cached_property
     def scale(self) -> TensorFormat:
-        """The format of the scales."""
         return TensorFormat(SCALE, self.scale_dtype)
 
     def scale_name(self, weight: str) -> str:
-        """Return the name of a weight's scales."""
         return weight + self.scale_suffix
 
     def scale_grid(self, rows: int, cols: int) -> tuple[int, int]:

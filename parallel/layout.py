@@ -62,7 +62,6 @@ class Layout:
 
     @property
     def one_stage(self) -> Layout:
-        """The layout of a single pipeline stage."""
         return replace(self, pp=1, vpp=1, first_stage_layers=0, last_stage_layers=0)
 
     @property

@@ -85,7 +85,6 @@ def keep_one_replica(layout: Layout) -> Layout:
 
 
 def keep_one_layer_per_kind(model: ModelGeometry) -> ModelGeometry:
-    """Return the model with only one layer of each kind."""
     if model.experts is None:
         return replace(model, layers=1)
     dense = frozenset({0}) if model.experts.dense_layers else frozenset()

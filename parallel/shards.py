@@ -94,7 +94,6 @@ class Shard:
 
 
 def take_all(tensor: HFTensor) -> Region:
-    """Return a whole tensor as a region."""
     return take_rows(tensor, 0, tensor.rows)
 
 

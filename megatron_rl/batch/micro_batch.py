@@ -52,7 +52,6 @@ class MicroBatch:
     teacher_logprobs: torch.Tensor  # empty without a teacher
 
     def to(self, device: torch.device) -> MicroBatch:
-        """Return a copy with every tensor on `device`."""
         tensors = {name: value for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
         moved: dict[str, Any] = {name: copy_to_device(value, device) for name, value in tensors.items()}
         return replace(self, **moved)

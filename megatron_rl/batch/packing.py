@@ -26,7 +26,6 @@ def round_up(number: int, multiple: int) -> int:
 
 
 def compute_costs(lengths: Sequence[int], attention_length: float = math.inf) -> list[float]:
-    """Return the cost of each sequence."""
     return [length * (1 + length / attention_length) for length in lengths]
 
 

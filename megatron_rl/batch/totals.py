@@ -20,14 +20,11 @@ class _Total:
 
 
 class Totals:
-    """Totals by name."""
-
     def __init__(self) -> None:
         self._by_name: dict[str, _Total] = {}
 
     @classmethod
     def merge(cls, parts: Iterable[Totals]) -> Totals:
-        """Return the combined totals."""
         merged = cls()
         for part in parts:
             for name, total in part._by_name.items():

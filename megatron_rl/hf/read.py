@@ -188,7 +188,6 @@ class HFCheckpoint:
         return math.prod(view.get_shape()) * (int(bits[0]) // 8 if bits else 1)
 
     def read_stored(self, name: str) -> torch.Tensor:
-        """Return a whole tensor as stored."""
         return self._open_file(self._file_of[name]).get_tensor(name)
 
     def read_values(self, region: Region) -> torch.Tensor:

@@ -73,7 +73,6 @@ def cut_into_files(sizes: Mapping[str, int], file_bytes: int = FILE_BYTES) -> li
 
 
 def name_file(number: int, count: int) -> str:
-    """Return the name of the `number`-th of `count` files."""
     return SINGLE if count == 1 else f"model-{number + 1:05}-of-{count:05}.safetensors"
 
 

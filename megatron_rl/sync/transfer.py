@@ -36,8 +36,6 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Transferred:
-    """Result of one transfer."""
-
     nbytes: int  # bytes sent by all ranks
     changed_share: float | None  # share of all bytes that differ from the base, or None if nothing was compared
     sent: dict[int, str]  # digests of all ranks' chunks by chunk number; empty strings without hashing

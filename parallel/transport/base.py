@@ -19,19 +19,14 @@ if TYPE_CHECKING:
 
 
 class TransportSettings(Protocol):
-    """Settings of a transport, which are fields of the configuration's section `[sync]`."""
+    """Settings of a transport: fields of the configuration's section `[sync]`."""
 
     @property
-    def host(self) -> str:
-        """Address of the first trainer rank's host."""
-
+    def host(self) -> str: ...  # address of the first trainer rank's host
     @property
-    def dir(self) -> Path | None:
-        """Shared folder; set if the transport `needs_dir`."""
-
+    def dir(self) -> Path | None: ...  # shared folder; set if the transport `needs_dir`
     @property
-    def timeout(self) -> float:
-        """Longest wait of one side for the other, in seconds."""
+    def timeout(self) -> float: ...  # longest wait of one side for the other, in seconds
 
 
 class Outbox:
