@@ -171,13 +171,7 @@ class MicroBatches:
             row.importance_weights[sampled] = sample.importance_weights if len(sample.importance_weights) else 1.0
             if sample.kept_tokens is not None and most_kept:
                 row.kept_tokens[sampled] = pad_kept_tokens(sample.kept_tokens, most_kept)
-            if len(sample.high_covariance):
-                row.high_covariance[sampled] = sample.high_covariance.float()
-            if len(sample.old_logprobs):
-                row.old_logprobs[sampled] = sample.old_logprobs
-            if len(sample.reference_logprobs):
-                row.reference_logprobs[sampled] = sample.reference_logprobs
-            for name in _OPTIONAL_FIELDS:
+            for name in ("old_logprobs", "reference_logprobs", "high_covariance", *_OPTIONAL_FIELDS):
                 if len(values := getattr(sample, name)):
                     getattr(row, name)[sampled] = values
         return row

@@ -13,6 +13,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,9 +51,8 @@ def fetch_weights(path: Path, field: str = "model.path") -> None:
         print(f"fetching the weights of {path} into {folder}", flush=True)
         _download(model, files, path, field)
     if missing := _find_missing(folder, files):
-        if _is_offline():
-            raise _not_in_cache(model, missing[0], path, field)
-        raise UserError(field, str(path), f"holds no {missing[0]}", "name a model with safetensors weights")
+        not_cached = _refuse_offline(model, missing[0], path, field)
+        raise not_cached or UserError(field, str(path), f"holds no {missing[0]}", "name a model with safetensors weights")
 
 
 def fetch_model(path: Path, field: str) -> Path:
@@ -102,9 +102,7 @@ def _node_lock(model: HubModel) -> Iterator[None]:
 def _to_user_error(error: Exception, model: HubModel, file: str, path: Path, field: str) -> UserError:
     from huggingface_hub import constants, errors
 
-    def refuse(rule: str, fix: str) -> UserError:
-        return UserError(field, str(path), rule, fix)
-
+    refuse = partial(UserError, field, str(path))
     cause = error.__cause__ if isinstance(error, errors.LocalEntryNotFoundError) and error.__cause__ else error
     reason = next((line.strip() for line in str(cause).splitlines() if line.strip()), type(cause).__name__)[:200]
     if isinstance(error, errors.GatedRepoError):
@@ -116,22 +114,19 @@ def _to_user_error(error: Exception, model: HubModel, file: str, path: Path, fie
         return refuse(f"has no revision {model.revision or 'main'}", "name a branch, a tag or a full commit, or omit @REVISION")
     if isinstance(error, errors.HFValidationError):
         return refuse(f"is not a valid name on the hub ({reason})", "write hf:OWNER/NAME, for example hf:Qwen/Qwen3-8B")
-    if _is_offline():
-        return _not_in_cache(model, file, path, field)
+    if not_cached := _refuse_offline(model, file, path, field):
+        return not_cached
     if isinstance(error, errors.HfHubHTTPError):
         return refuse(f"cannot be downloaded: {constants.ENDPOINT} answers {reason}", "check HF_TOKEN, or try again later")
     rule = f"cannot be downloaded from {constants.ENDPOINT} ({reason}), and is not in the cache"
     return refuse(rule, f"check the network, HF_ENDPOINT and free space in {constants.HF_HUB_CACHE}")
 
 
-def _is_offline() -> bool:
-    from huggingface_hub import is_offline_mode
+def _refuse_offline(model: HubModel, file: str, path: Path, field: str) -> UserError | None:
+    """Return the error for a file that is not in the cache if downloads are disabled, else None."""
+    from huggingface_hub import constants, is_offline_mode
 
-    return is_offline_mode()
-
-
-def _not_in_cache(model: HubModel, file: str, path: Path, field: str) -> UserError:
-    from huggingface_hub import constants
-
+    if not is_offline_mode():
+        return None
     rule = f"HF_HUB_OFFLINE is set, and {file} is not in {constants.HF_HUB_CACHE}"
     return UserError(field, str(path), rule, f"unset it, or run `hf download {model.repository}` on a machine with network access")
