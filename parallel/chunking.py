@@ -15,11 +15,9 @@ from typing import Any
 from parallel.reshard import Transfer, no_garbage_collection
 from parallel.shards import GeometryError, NamedRect, Rect
 
-CHUNKS_IN_FLIGHT = 2
-"""Chunks that a rank holds at a time during a sync: one is filled while the other is read."""
+CHUNKS_IN_FLIGHT = 2  # chunks that a rank holds at a time during a sync: one is filled while the other is read
 
-_Pair = tuple[int, NamedRect, NamedRect]
-"""Bytes, source rectangle and target rectangle of one part of a chunk."""
+_Pair = tuple[int, NamedRect, NamedRect]  # bytes, source rectangle and target rectangle of one part of a chunk
 
 
 @dataclass(frozen=True)

@@ -19,26 +19,20 @@ if TYPE_CHECKING:
 
 
 class TransportSettings(Protocol):
-    """Settings of a transport, which are fields of the configuration's section `[sync]`."""
+    """Settings of a transport: fields of the configuration's section `[sync]`."""
 
     @property
-    def host(self) -> str:
-        """Address of the first trainer rank's host."""
-
+    def host(self) -> str: ...  # address of the first trainer rank's host
     @property
-    def dir(self) -> Path | None:
-        """Shared folder; set if the transport `needs_dir`."""
-
+    def dir(self) -> Path | None: ...  # shared folder; set if the transport `needs_dir`
     @property
-    def timeout(self) -> float:
-        """Longest wait of one side for the other, in seconds."""
+    def timeout(self) -> float: ...  # longest wait of one side for the other, in seconds
 
 
 class Outbox:
     """A trainer rank's half. Every wait ends after `sync.timeout` with one of the transport's `lost_errors`."""
 
-    address: Any = None
-    """Address for engine ranks and other trainer ranks, as JSON."""
+    address: Any = None  # address for engine ranks and other trainer ranks, as JSON
 
     def __init__(self, settings: TransportSettings, rank: int, chunks: Sequence[Chunk]) -> None:
         """`chunks` are the chunks of all ranks."""
@@ -91,35 +85,26 @@ class Inbox:
 class Link:
     """What an engine rank needs to build its inbox; sent as JSON."""
 
-    transport: str
-    """Value of `sync.transport`, so that the engine's process finds a user's own transport."""
+    transport: str  # value of `sync.transport`, so that the engine's process finds a user's own transport
     addresses: dict[str, Any]
     sources: list[int]
     targets: list[int]
-    largest: int
-    """Bytes of the largest chunk."""
-    timeout: float
-    """Seconds."""
-    first: int = 0
-    """Number of this engine's first rank; `targets` are numbered over all engines."""
+    largest: int  # bytes of the largest chunk
+    timeout: float  # seconds
+    first: int = 0  # number of this engine's first rank; `targets` are numbered over all engines
 
 
 @dataclass(frozen=True)
 class Transport:
     """Description of a transport."""
 
-    module: str
-    """Module with the classes `Outbox` and `Inbox`."""
+    module: str  # module with the classes `Outbox` and `Inbox`
     largest_chunk: int = 16 << 20
     """Bytes. On CPUs, chunks that stay in the cache between writer and reader are faster; GPUs need few launches."""
-    devices: tuple[str, ...] = ("cpu", "cuda")
-    """Devices of the weights that it supports."""
-    shares_gpus: bool = True
-    """Whether trainer and engine may be on the same GPU."""
-    one_host: bool = False
-    """Whether trainer and engines must be on one host."""
-    needs_dir: bool = False
-    """Whether `sync.dir` must be set."""
+    devices: tuple[str, ...] = ("cpu", "cuda")  # devices of the weights that it supports
+    shares_gpus: bool = True  # whether trainer and engine may be on the same GPU
+    one_host: bool = False  # whether trainer and engines must be on one host
+    needs_dir: bool = False  # whether `sync.dir` must be set
     lost_errors: tuple[type[Exception], ...] = (OSError,)
     """Errors that an outbox raises for a lost connection. The sync is then repeated with another engine."""
 

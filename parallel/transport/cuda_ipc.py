@@ -16,8 +16,7 @@ from torch.multiprocessing import reductions
 from parallel.transport import shared_memory
 
 _MEMORY, _EVENT = ("handle", "storage_bytes", "storage_offset"), ("reference_handle", "reference_offset", "event_handle", "event_needed")
-HANDLE_FIELDS = ("device", *_MEMORY, *_EVENT)
-"""Names for the result of `untyped_storage()._share_cuda_()`, in order."""
+HANDLE_FIELDS = ("device", *_MEMORY, *_EVENT)  # names for the result of `untyped_storage()._share_cuda_()`, in order
 
 
 class Outbox(shared_memory.Outbox):

@@ -90,12 +90,9 @@ class Stopwatch:
 class Difference(NamedTuple):
     """How a chunk differs from its base."""
 
-    digest: str
-    """Digest of the chunk; empty without hashing."""
-    changed: int
-    """Number of changed bytes."""
-    delta: np.ndarray | None
-    """Delta of the chunk, or None if so much changed that the whole chunk should be sent."""
+    digest: str  # digest of the chunk; empty without hashing
+    changed: int  # number of changed bytes
+    delta: np.ndarray | None  # delta of the chunk, or None if so much changed that the whole chunk should be sent
 
 
 class ChunkPacker:

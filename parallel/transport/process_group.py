@@ -25,8 +25,7 @@ _SHARED_GLOO = "gloo_one_loop"
 
 
 class Outbox(base.Outbox):
-    on_device = True
-    """Send from GPU memory if there is a GPU. If False, chunks are packed on the GPU and copied to the host as a whole."""
+    on_device = True  # send from GPU memory if there is a GPU. If False, chunks are packed on the GPU and copied to the host as a whole.
 
     def __init__(self, settings: base.TransportSettings, rank: int, chunks: Sequence[Chunk]) -> None:
         self._rank, self._timeout, self._host = rank, settings.timeout, settings.host

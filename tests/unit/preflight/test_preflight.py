@@ -170,17 +170,17 @@ def test_weights_that_are_not_those_of_the_config(workplace):
     file = workplace / "model" / "model.safetensors"
     tensors = list_tensors(make_hf_config(ArchitectureConfig(), 0, "fp32"))
     write_sparse_safetensors(file, {**tensors, "model.layers.2.mlp.gate_proj.weight": ("F32", [512, 256])})
-    assert "tensor model.layers.2.mlp.gate_proj.weight belongs to no qwen3 model of this config.json" in refused()
+    assert "tensor model.layers.2.mlp.gate_proj.weight does not belong to the qwen3 model that config.json describes" in refused()
     write_sparse_safetensors(file, {name: tensor for name, tensor in tensors.items() if name != "model.norm.weight"})
     assert "tensor model.norm.weight is missing" in refused()
     file.unlink()
-    assert refused() == "model.path = 'model': holds neither model.safetensors nor its index; give a folder with safetensors weights"
+    assert refused() == "model.path = 'model': holds neither model.safetensors nor its index; name a folder with safetensors weights"
 
 
 def test_an_fp8_checkpoint_of_another_scale_format_or_with_a_broken_scale(workplace):
     make_fp8_checkpoint(workplace / "fp8", "fp32")
     line = refused("--model.path=fp8")
-    assert 'holds scales that are no powers of two, precision.scale_format is "pow2"; set precision.scale_format = "fp32", or' in line
+    assert 'holds scales that are not powers of two, precision.scale_format is "pow2"; set precision.scale_format = "fp32", or' in line
     for working in (["--precision.scale_format=fp32"], ["--precision.mode=bf16"], ["--precision.mode=fp8_rollout"]):
         check_run(load_config(workplace / "run.toml", ["--model.path=fp8", *working]))
     weights = load_file(workplace / "fp8" / "model.safetensors")

@@ -1,4 +1,4 @@
-"""Deltas of chunks: what comes out is what went in, whatever changed where; a wrong base shows in the digest; less is sent."""
+"""Deltas of chunks: encoding is lossless for any change, deltas are small, and a wrong base changes the digest."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from parallel.transport.pack import MAX_CHANGED_SHARE, ChunkPacker, decode_delta
 
 @given(st.integers(1, 300_000), st.data())
 @settings(max_examples=40, deadline=None)
-def test_a_delta_says_which_bytes_differ(nbytes, data):
+def test_deltas_are_lossless(nbytes, data):
     places = np.array(sorted(data.draw(st.sets(st.integers(0, nbytes - 1), max_size=50))), np.int64)
     values = np.arange(len(places), dtype=np.uint8)
     delta = encode_delta(places, values, nbytes)
@@ -27,7 +27,7 @@ def test_a_delta_says_which_bytes_differ(nbytes, data):
             decode_delta(delta[:-1], nbytes)
 
 
-def test_positions_outside_of_a_chunk_are_refused():
+def test_invalid_positions_are_refused():
     delta = encode_delta(np.array([3, 70_000]), np.zeros(2, np.uint8), 70_001)
     for wrong in (
         encode_delta(np.array([3, 3]), np.zeros(2, np.uint8), 70_001),
@@ -41,7 +41,7 @@ def test_positions_outside_of_a_chunk_are_refused():
 
 @st.composite
 def rects_and_changes(draw):
-    """Rectangles of two tensors, and a few bytes to change; also a share that is too large for a delta."""
+    """Return rectangles of two tensors, the number of bytes to change (also too many for a delta), and a seed."""
     rects = []
     for name, (rows, cols) in (("w", (300, 700)), ("v", (40, 3))):
         row, col = draw(st.integers(0, rows - 1)), draw(st.integers(0, cols - 1))
@@ -51,7 +51,7 @@ def rects_and_changes(draw):
 
 @given(rects_and_changes())
 @settings(max_examples=60, deadline=None)
-def test_a_delta_brings_an_engine_to_the_trainers_bytes_and_both_hash_all_of_them(case):
+def test_applying_a_delta_gives_the_trainers_bytes_and_hash(case):
     named_rects, count, seed = case
     random = torch.Generator().manual_seed(seed)
     live = {"w": torch.randint(0, 256, (300, 700), dtype=torch.uint8, generator=random), "v": torch.randn(40, 3, generator=random)}
