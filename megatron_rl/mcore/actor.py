@@ -215,7 +215,7 @@ class Actor(Policy):
         self._mtp_layers: int = config.trained_mtp_layers
         self._forward_chunks = wrap_chunks(self.chunks, train)
         self.optimizer = build_optimizer(self._forward_chunks, train)
-        self.learning_rate = LearningRateSchedule(self.optimizer, train)
+        self.learning_rate: Callable[[int], float] = LearningRateSchedule(self.optimizer, train)
         self.response = StepResponse(self.chunks, self.optimizer)
         self.offloader = OptimizerOffloader(self._forward_chunks, self.optimizer, self._device)
 
