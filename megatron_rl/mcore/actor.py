@@ -9,7 +9,6 @@ from itertools import accumulate, islice
 from typing import Any
 
 import torch
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.parallel_state import get_global_memory_buffer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import unwrap_model
@@ -21,7 +20,6 @@ from megatron_rl.distributed import gather_from_ranks, raise_on_all_ranks
 from megatron_rl.errors import RunError
 from megatron_rl.kernels.device_copy import copy_to_device
 from megatron_rl.mcore.layers.linear.output_layer import score_positions
-from megatron_rl.mcore.layers.linear.quantized_linear import find_quantized_layers
 from megatron_rl.mcore.layers.moe.experts import free_frozen_operands
 from megatron_rl.mcore.layers.moe.router import ModelRouters
 from megatron_rl.mcore.layers.moe.token_counts import UNKNOWN, KnownRoutes
@@ -30,7 +28,7 @@ from megatron_rl.mcore.names import ModelChunks, get_model_chunks, global_name, 
 from megatron_rl.mcore.optim.buckets import finish_gathers, start_gathers, wrap_chunks
 from megatron_rl.mcore.optim.master_slices import flatten_chained
 from megatron_rl.mcore.optim.offload import OptimizerOffloader
-from megatron_rl.mcore.optim.optimizer import LearningRateSchedule
+from megatron_rl.mcore.optim.optimizer import LearningRateSchedule, build_optimizer
 from megatron_rl.mcore.optim.quantizing_optimizer import check_finite
 from megatron_rl.mcore.optim.step_response import StepResponse
 from megatron_rl.mcore.passes import reduce
@@ -221,29 +219,8 @@ class Actor(Policy):
         config = self.chunks[0].config
         self._mtp_layers: int = config.trained_mtp_layers
         self._forward_chunks = wrap_chunks(self.chunks, train)
-        self.optimizer = get_megatron_optimizer(
-            OptimizerConfig(
-                optimizer="adam",
-                lr=train.learning_rate,
-                min_lr=train.min_learning_rate,
-                weight_decay=train.weight_decay,
-                adam_beta1=train.adam_beta1,
-                adam_beta2=train.adam_beta2,
-                adam_eps=train.adam_eps,
-                clip_grad=train.clip_grad,
-                bf16=config.bf16,
-                params_dtype=config.params_dtype,
-                use_distributed_optimizer=True,
-            ),
-            self._forward_chunks,
-            use_gloo_process_groups=False,
-        )
-        layers = {
-            global_name(chunk, f"{name}.weight"): layer for chunk in self.chunks for name, layer in find_quantized_layers(chunk).items()
-        }
-        for part in flatten_chained(self.optimizer):
-            part.take_layers(layers)
-        self.learning_rate = LearningRateSchedule(self.optimizer, train)
+        self.optimizer = build_optimizer(self._forward_chunks, train)
+        self.learning_rate: Callable[[int], float] = LearningRateSchedule(self.optimizer, train)
         self.response = StepResponse(self.chunks, self.optimizer)
         self.offloader = OptimizerOffloader(self._forward_chunks, self.optimizer, self._device)
 

@@ -5,7 +5,7 @@ alone, and the remaining difference to the engine's log-probs is due to how the 
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -56,11 +56,9 @@ def emulate_engine(
         yield changed
 
 
-@contextmanager
-def emulate_cache(model: ModelChunks) -> Iterator[None]:
-    """Context manager: attention reads keys and values as from an E4M3 cache (`precision.kv`)."""
-    with override([core for *_, core in iter_modules(model, CoreAttention)], "quantizes_kv", True):
-        yield
+def emulate_cache(model: ModelChunks) -> AbstractContextManager[None]:
+    """Return a context manager in which attention reads keys and values as from an E4M3 cache (`precision.kv`)."""
+    return override([core for *_, core in iter_modules(model, CoreAttention)], "quantizes_kv", True)
 
 
 def _forward(

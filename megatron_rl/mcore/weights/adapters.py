@@ -6,8 +6,7 @@ A layer's blocks stay as loaded. A forward hook adds the adapter's output after 
 
 import hashlib
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -124,11 +123,9 @@ def list_adapted_layers(model: ModelChunks) -> list[tuple[Any, str, Any]]:
     return [found for found in iter_modules(model) if hasattr(found[2], "adapter_scale")]
 
 
-@contextmanager
-def disable_adapters(model: ModelChunks) -> Iterator[None]:
-    """Context manager: forward passes are those of the frozen model."""
-    with override([layer for *_, layer in list_adapted_layers(model)], "adapter_enabled", False):
-        yield
+def disable_adapters(model: ModelChunks) -> AbstractContextManager[None]:
+    """Return a context manager in which forward passes are those of the frozen model."""
+    return override([layer for *_, layer in list_adapted_layers(model)], "adapter_enabled", False)
 
 
 class FrozenPolicy(Policy):

@@ -3,8 +3,7 @@
 They run inside the model's forward pass, so their hooks run as well: Megatron's DDP gathers weights in hooks.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -49,12 +48,10 @@ def install_output_layer(model: GPTModel) -> None:
         model.output_layer.__class__ = OutputLayer
 
 
-@contextmanager
-def score_positions(model: GPTModel, positions: torch.Tensor, targets: Targets, with_entropy: bool) -> Iterator[None]:
-    """Context manager: the model's last stage returns log-probs [1, n] of `targets` at `positions` int64 [n], with gradient. With
-    `with_entropy`, it returns log-probs and entropies [1, n, 2]."""
-    with override([model.output_layer] if model.post_process else [], "_scored", (positions, targets, with_entropy)):
-        yield
+def score_positions(model: GPTModel, positions: torch.Tensor, targets: Targets, with_entropy: bool) -> AbstractContextManager[None]:
+    """Return a context manager in which the model's last stage returns log-probs [1, n] of `targets` at `positions` int64 [n], with
+    gradient; `with_entropy`, log-probs and entropies [1, n, 2]."""
+    return override([model.output_layer] if model.post_process else [], "_scored", (positions, targets, with_entropy))
 
 
 class ValueHead(MegatronModule):

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
@@ -317,11 +317,9 @@ class ModelRouters:
                 bias.copy_(value)
             raise
 
-    @contextmanager
-    def disable_replay(self) -> Iterator[None]:
-        """Context manager: routers ignore recorded experts."""
-        with override([self], "replay_enabled", False):
-            yield
+    def disable_replay(self) -> AbstractContextManager[None]:
+        """Return a context manager in which routers ignore recorded experts."""
+        return override([self], "replay_enabled", False)
 
 
 def _routing_shape(config: TransformerConfig) -> RoutingShape | None:
