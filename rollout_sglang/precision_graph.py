@@ -116,8 +116,8 @@ class _Reader:
         return operators
 
     def read_cache(self, attention: Any) -> TensorPrecision:
-        """Return the format of keys and values in the cache. An FP8 cache has a scale for each row of a head (`hooks.cpu_kv_cache`), one for
-        a layer's keys and one for its values (`hooks.kv_cache_scales`), or SGLang's own scale."""
+        """Return the format of keys and values in the cache. An FP8 cache has a scale for each row of a head (`hooks.cpu_kv_cache`), one
+        for a layer's keys and one for its values (`hooks.kv_cache_scales`), or SGLang's own scale."""
         kv_cache_scales.check_backend(self.runner.attn_backend)
         attentions = [attention.attn_mqa, attention.attn_mha] if hasattr(attention, "kv_b_proj") else [attention.attn]
         self.seen |= {id(scale) for core in attentions for scale in (core.k_scale, core.v_scale) if isinstance(scale, torch.Tensor)}

@@ -47,8 +47,8 @@ def layer_hook_points(prefix: str, modules: Mapping[str, str]) -> list[HookPoint
 
 
 def attach_hooks(model: torch.nn.Module, points: Iterable[HookPoint], record: Callable[[str, torch.Tensor], None]) -> list[RemovableHandle]:
-    """Call `record(operator, tensor)` at every point whose module the model has, whenever that module runs, until `remove()` is called on the
-    returned handles."""
+    """Call `record(operator, tensor)` at every point whose module the model has, whenever that module runs, until `remove()` is called on
+    the returned handles."""
     handles = []
     for path, op, argument in points:
         pattern = re.compile(re.escape(path).replace(r"\*", r"(\d+)"))
