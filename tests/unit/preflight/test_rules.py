@@ -643,7 +643,7 @@ MISTAKES = [
     Mistake(
         machine.engine_takes_its_options,
         "train eval",
-        "rollout.sglang.quantization = 'fp8': is set by precision.mode; set precision.mode",
+        "rollout.sglang.quantization = 'fp8': is what precision.mode says; set precision.mode",
         ("--rollout.sglang.quantization=fp8",),
     ),
     Mistake(
