@@ -28,5 +28,4 @@ class SGLangLauncher:
         return SGLangEngine(EngineLaunchSpec(config, model_path, log_dir, number, empty))
 
 
-launch = SGLangLauncher()
-"""The entry point `sglang` of the group `megatron_rl.rollout`."""
+launch = SGLangLauncher()  # the entry point `sglang` of the group `megatron_rl.rollout`

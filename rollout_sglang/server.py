@@ -28,8 +28,7 @@ if __name__ == "__mp_main__":  # a child that a GPU's server spawned
     stub_modules.block_megatron()
 
 _RENDEZVOUS_SECONDS = 600.0
-_NO_PARENT = 0
-"""Parent id of an engine that a launcher started and that ends with the launcher."""
+_NO_PARENT = 0  # parent id of an engine that a launcher started and that ends with the launcher
 
 
 def run_scheduler(*args: Any, **kwargs: Any) -> Any:

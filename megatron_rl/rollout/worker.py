@@ -42,8 +42,7 @@ class RolloutBatch:
 class StepDraw:
     """The problems of one step, and the groups that have ended."""
 
-    version: int
-    """Policy version at which the trainer trains on them."""
+    version: int  # policy version at which the trainer trains on them
     rounds: list[dict[int, Problem]]
     """Problems by position in the problem stream, for each round of dynamic sampling, or in a single round."""
     owed: int

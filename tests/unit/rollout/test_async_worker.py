@@ -321,7 +321,7 @@ def test_the_engine_tells_every_tokens_version():
     assert parse_generation(response([("3", 0, 4)], 4), True).versions_T is None
     results = parse_generation(response([("3", 0, 1), ("4", 1, 4)], 4), True)
     assert (results.versions_T.tolist(), results.policy_version, results.output_ids_T.tolist()) == ([3, 4, 4, 4], 4, [10, 11, 12, 13])
-    with pytest.raises(RunError, match="policy versions of 3 tokens in a completion of 4"):
+    with pytest.raises(RunError, match="policy versions of 3 tokens for a completion of 4"):
         parse_generation(response([("3", 0, 1), ("4", 1, 3)], 4), True)
     with pytest.raises(RunError, match="one completion was sampled by policy versions 3, 4"):
         parse_generation(response([("3", 0, 1), ("4", 1, 4)], 4), False)

@@ -123,7 +123,7 @@ def test_every_token_has_its_version():
 @pytest.mark.parametrize(
     "settings, requests, refused, finish",
     [
-        ({"max_calls": 2}, [("a",), ("b",), ("c",)], "agent.max_calls = 2 answers were given", "turns"),
+        ({"max_calls": 2}, [("a",), ("b",), ("c",)], "agent.max_calls = 2 responses were given", "turns"),
         ({"max_tokens": 16}, [("a",), ("a", "aa", "b")], "the conversation of 19 tokens, 3 sampled, leaves no room", "length"),
         (
             {"budget": 3},

@@ -117,12 +117,12 @@ def test_what_the_contract_does_not_know_is_refused(scale_format):
     for options in ({"group_size": 64}, {"out_dtype": torch.int8}, {"output_s": torch.zeros(4, 1, dtype=torch.int32), "output_q": x}):
         with pytest.raises(NotImplementedError, match="outside the precision contract"):
             gpu_activation_quant.quantize_groups(x, **options)
-    with pytest.raises(NotImplementedError, match="SwiGLU and quantising in one kernel"):
+    with pytest.raises(NotImplementedError, match="SwiGLU and quantization in one kernel"):
         gpu_activation_quant.quantize_groups(x, fuse_silu_and_mul=True)
     with pytest.raises(NotImplementedError, match="outside the precision contract"):
         gpu_activation_quant.quantize_tokens(x)  # a scale for 256 features
     if scale_format == "fp32":
-        with pytest.raises(NotImplementedError, match="asks for power-of-two scales, precision.scale_format is fp32"):
+        with pytest.raises(NotImplementedError, match="asks for power-of-two scales, but precision.scale_format is fp32"):
             gpu_activation_quant.quantize_groups(x, scale_ue8m0=True)
 
 
@@ -187,7 +187,7 @@ def test_live_experts_are_read_by_their_runner(monkeypatch, scale_format, runner
     layer = SimpleNamespace(w13_weight_scale_inv=layer_scale(), w2_weight_scale_inv=layer_scale())
     assert gpu_activation_quant.read_expert_scale_format(method, layer) == (words or scale_format)
     layer.w2_weight_scale_inv = layer_scale(torch.int32)
-    packed = "packed ue8m0 (its weights were quantised again)"
+    packed = "packed ue8m0 (its weights were requantized)"
     assert gpu_activation_quant.read_expert_scale_format(method, layer) == (words or packed)
 
 
