@@ -95,14 +95,6 @@ class EngineLayout(NamedTuple):
     nodes: int = 1  # nodes over which an engine's ranks are spread, in order
 
 
-def parse_sizes(option: str, text: str, allowed: Sequence[str]) -> dict[str, int]:
-    """Parse `tp=2,pp=2`. Raise GeometryError, naming `option`, unless the names are `allowed` and the sizes positive integers."""
-    sizes = {name: size for name, _, size in (part.partition("=") for part in text.split(","))}
-    if not all(name in allowed and size.isdigit() and int(size) for name, size in sizes.items()):
-        raise GeometryError(option, repr(text), f"must be like tp=2; the names are {', '.join(allowed)}", "correct it")
-    return {name: int(size) for name, size in sizes.items()}
-
-
 @dataclass(frozen=True)
 class Coordinates:
     """A rank's index in each dimension of a layout. `ep`, `etp` and `edp` apply to expert weights."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -126,6 +126,14 @@ def parse_names(option: str, text: str, known: Iterable[str]) -> list[str]:
     if unknown := [name for name in names if name not in known]:
         raise UserError(option, ",".join(unknown), f"must be some of {', '.join(known)}", "correct it")
     return names
+
+
+def parse_sizes(option: str, text: str, allowed: Sequence[str]) -> dict[str, int]:
+    """Parse parallel sizes such as `tp=2,pp=2`. Raise UserError unless names are allowed and sizes are positive integers."""
+    sizes = {name: size for name, _, size in (part.partition("=") for part in text.split(","))}
+    if not all(name in allowed and size.isdigit() and int(size) for name, size in sizes.items()):
+        raise UserError(option, text, f"must be like tp=2; the names are {', '.join(allowed)}", "correct it")
+    return {name: int(size) for name, size in sizes.items()}
 
 
 def parse_numbers(text: str) -> list[int]:

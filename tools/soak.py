@@ -98,7 +98,7 @@ def _is_server(process: psutil.Process) -> bool:
 
 
 def run_with_kills(run: SoakRun, kills: list[Kill]) -> dict[str, list[float]]:
-    """Run to the end; return {victim: seconds from each kill to the next recorded step}. A kill waits for a step after the kill before it."""
+    """Run to the end; return {victim: seconds from each kill to the next recorded step}. At least one step is recorded between kills."""
     run.start()
     recovery: dict[str, list[float]] = defaultdict(list)
     for kill in kills:
