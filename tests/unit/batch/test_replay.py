@@ -154,5 +154,5 @@ def test_a_file_holds_every_column(tmp_path):
 
 
 def test_a_buffer_smaller_than_a_step_is_refused():
-    with pytest.raises(ValueError, match=re.escape("buffer_size (2) must not be below prompts_per_step (3)")):
+    with pytest.raises(ValueError, match=re.escape("buffer_size (2) must not be less than prompts_per_step (3)")):
         ReplayConfig(prompts_per_step=3, buffer_size=2)

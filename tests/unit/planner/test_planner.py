@@ -420,10 +420,10 @@ def test_what_is_suggested_passes_the_rules_of_train(overrides, placement):
         (Candidate(Layout(tp=8, dp=2), 8, 1, 1), 2, "rollout.engines = 1: must be a multiple of the nodes with engines (2)"),
         (Candidate(Layout(tp=8, dp=4), 16, 1, 2, nodes_per_engine=2), 4, ""),
         (Candidate(Layout(tp=8), 16, 1, 1, "disaggregated", nodes_per_engine=2), 3, ""),
-        (Candidate(Layout(tp=4, dp=3), 4, 1, 2), 2, "train.layout: needs 12 ranks (tp * cp * pp * dp), this launch has 16; "),
+        (Candidate(Layout(tp=4, dp=3), 4, 1, 2), 2, "train.layout: needs 12 ranks (tp * cp * pp * dp), but this launch has 16; "),
         (Candidate(Layout(tp=8), 8, 1, 3, "disaggregated"), 4, ""),
         (Candidate(Layout(tp=8), 4, 1, 3, "disaggregated"), 3, "rollout.engines = 3: must be a multiple of the nodes with engines (2)"),
-        (Candidate(Layout(tp=4), 4, 1, 1, "disaggregated"), 1, "train.layout: needs 4 ranks (tp * cp * pp * dp), this launch has 0; "),
+        (Candidate(Layout(tp=4), 4, 1, 1, "disaggregated"), 1, "train.layout: needs 4 ranks (tp * cp * pp * dp), but this launch has 0; "),
     ],
 )
 def test_a_plan_says_what_no_batch_script_starts(candidate, nodes, problem):

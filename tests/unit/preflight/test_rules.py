@@ -403,11 +403,9 @@ def test_all_commands_refuse_a_mistake_with_the_same_line(mistake, workplace, mo
     set_scene(mistake, workplace, monkeypatch)
     needs = next(rule.needs for rule in RULES if rule.check is mistake.rule)
     assert mistake.commands.split() == [command for command, known in COMMANDS.items() if needs in known]
-    lines = set()
-    for command in mistake.commands.split():
-        line = refused(command, mistake).replace("--checkpoint" if command == "eval" else "model.path", "MODEL", 1)
-        lines.add(line.partition("; the best layout is ")[0])  # which only `plan` knows
-    assert len(lines) == 1 and lines.pop().startswith(mistake.line.replace("model.path", "MODEL", 1))
+    for command in mistake.commands.split():  # `plan` adds layouts that work
+        line = mistake.line.replace("MODEL", "--checkpoint" if command == "eval" else "model.path")
+        assert refused(command, mistake).startswith(line), command
 
 
 def find_lines(raised: BaseException) -> set[tuple[str, int]]:
