@@ -228,7 +228,7 @@ def test_bad_folders(tmp_path: Path):
         write_report(tmp_path / "absent")
     with pytest.raises(UserError, match=r"RUN_DIR.*run\.json"):
         write_report(tmp_path)
-    with pytest.raises(UserError, match="row 1 has no whole number"):
+    with pytest.raises(UserError, match="row 1 has a step that is not an integer"):
         write_report(make_run(tmp_path, [{"reward/mean": 1.0}]))
     assert not list(tmp_path.glob("report.html*"))
 

@@ -11,7 +11,6 @@ import pytest
 import torch
 from rich.console import Console
 from support.toy_format import TOY
-from support.trainer_engine import compare_graphs
 
 from megatron_rl.errors import RunError
 from megatron_rl.precision.fp8 import quantize_weight
