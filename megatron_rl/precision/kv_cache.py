@@ -10,6 +10,7 @@ values. Products and sums commute with powers of two, so its bits equal the trai
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,19 +25,19 @@ HEADROOM = 2.0
 """Scales are chosen for keys and values this many times as large as the largest seen so far; larger ones saturate."""
 
 
-class _RoundTrip(torch.autograd.Function):
+class _StraightThrough(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return round_trip_rows(x.reshape(-1, *x.shape[-2:]), "pow2").to(x.dtype).view(x.shape)
+    def forward(ctx: Any, x: torch.Tensor, function: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        return function(x)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient, None
 
 
 def round_trip(x: torch.Tensor) -> torch.Tensor:
     """Return the values that attention reads of keys or values `[..., heads, d]`, in their dtype. The gradient passes straight through."""
-    return _RoundTrip.apply(x)
+    return _StraightThrough.apply(x, lambda x: round_trip_rows(x.reshape(-1, *x.shape[-2:]), "pow2").to(x.dtype).view(x.shape))
 
 
 def to_units(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -46,19 +47,9 @@ def to_units(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         return (units.to(torch.float8_e4m3fn) if units.is_cuda else round_to_e4m3_(units)).to(x.dtype)
 
 
-class _RoundTripWithScale(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        return to_units(x, scale).mul_(scale)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gradient, None
-
-
 def round_trip_with_scale(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """Return the values that attention reads of keys or values with one `scale`, float32 `[]`. The gradient passes straight through."""
-    return _RoundTripWithScale.apply(x, scale)
+    return _StraightThrough.apply(x, lambda x: to_units(x, scale).mul_(scale))
 
 
 def choose_scales(amax: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
