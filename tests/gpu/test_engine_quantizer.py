@@ -1,4 +1,4 @@
-"""The engine's quantiser on a GPU: the contract's bytes in every layout, and SGLang's own kernel, whose formula has a name in the tests."""
+"""The engine's quantizer on a GPU: the contract's bytes in every layout, and SGLang's own kernel, whose formula has a name in the tests."""
 
 from __future__ import annotations
 

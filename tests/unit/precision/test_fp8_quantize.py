@@ -1,4 +1,4 @@
-"""The reference quantisers against slow loops over blocks, with edge blocks cut short."""
+"""The reference quantizers against slow loops over blocks, with edge blocks cut short."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_dequantising_gives_each_blocks_round_trip(scale_format, shape):
     values = dequantize_weight(quantize_weight(weight, scale_format))
     assert values.dtype == torch.float32 and np.array_equal(values.numpy(), expected)
     if scale_format == "pow2":
-        assert torch.equal(dequantize_weight(quantize_weight(values, "pow2")), values), "quantising again changes no value"
+        assert torch.equal(dequantize_weight(quantize_weight(values, "pow2")), values), "quantizing again changes no value"
 
 
 @both_scale_formats
@@ -95,7 +95,7 @@ def test_rounding_equals_the_cast_and_the_definition_on_dense_samples():
 
 
 def test_rounding_takes_ties_to_even_and_their_neighbours_to_the_nearest():
-    """Midpoints of all neighbouring E4M3 numbers, subnormals too, with the FP32 numbers on either side of them."""
+    """Midpoints of all neighboring E4M3 numbers, subnormals too, with the FP32 numbers on either side of them."""
     low, high = slow_fp8.VALUES[:-1], slow_fp8.VALUES[1:]
     ties = ((low + high) / 2).astype(np.float32)
     even = np.where(np.arange(126) % 2, high, low)

@@ -1,4 +1,4 @@
-"""The INT8 quantiser and product against SGLang's formula, computed slowly value by value."""
+"""The INT8 quantizer and product against SGLang's formula, computed slowly value by value."""
 
 from __future__ import annotations
 
