@@ -44,17 +44,13 @@ def group_by_length(lengths: list[int]) -> list[LengthGroup]:
     numbers_by_chunks: dict[int, list[int]] = {}
     for number, length in enumerate(lengths):
         numbers_by_chunks.setdefault(-(-length // batch_invariant.KEYS_PER_PRODUCT), []).append(number)
-    return [
-        _make_group([starts[n] for n in numbers], [lengths[n] for n in numbers], chunks * batch_invariant.KEYS_PER_PRODUCT)
-        for chunks, numbers in numbers_by_chunks.items()
-        if chunks
-    ]
-
-
-def _make_group(starts: list[int], lengths: list[int], width: int) -> LengthGroup:
-    offsets = torch.arange(width)
-    valid = offsets < torch.tensor(lengths)[:, None]
-    return LengthGroup(torch.tensor(starts)[:, None] + offsets * valid, valid)
+    groups = []
+    for chunks, numbers in numbers_by_chunks.items():
+        if chunks:
+            offsets = torch.arange(chunks * batch_invariant.KEYS_PER_PRODUCT)
+            valid = offsets < torch.tensor([lengths[n] for n in numbers])[:, None]
+            groups.append(LengthGroup(torch.tensor([starts[n] for n in numbers])[:, None] + offsets * valid, valid))
+    return groups
 
 
 class _PackedCausalAttention(torch.autograd.Function):

@@ -52,15 +52,11 @@ def multiply_blocks(x: tuple[torch.Tensor, ...], weight: tuple[torch.Tensor, ...
 
 def _multiply(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     def multiply_rows(rows: torch.Tensor) -> torch.Tensor:
-        tiles, parts = _cut_rows(rows), _cut_columns(weight) if len(rows) > _FEW_ROWS else [weight]
+        tiles = rows.tensor_split(max(len(rows) // _TILE_ROWS, 1))
+        parts = _cut_columns(weight) if len(rows) > _FEW_ROWS else [weight]
         return torch.cat([torch.cat([_multiply_node(tile, part) for tile in tiles]) for part in parts], 1)
 
     return apply_with_min_rows(multiply_rows, x)
-
-
-def _cut_rows(rows: torch.Tensor) -> Sequence[torch.Tensor]:
-    """Return tiles of at least `_TILE_ROWS` rows, or all rows."""
-    return rows.tensor_split(max(len(rows) // _TILE_ROWS, 1))
 
 
 def _cut_columns(weight: torch.Tensor) -> Iterator[torch.Tensor]:

@@ -165,27 +165,15 @@ def quantize_swiglu(
     gate_up = gate_up.contiguous()
     of_result = width if gradient is None else 2 * width
     row_pair, column_pair = allocate(tokens, of_result, gate_up.device, rows=rows, columns=columns, **multiples)
-    if tokens:
-        _launch(gate_up, gradient, scale_format, row_pair, column_pair, None if groups is None else groups.tiles)
-    return row_pair, flatten_groups(column_pair, groups)
-
-
-def _launch(
-    gate_up: torch.Tensor,
-    gradient: torch.Tensor | None,
-    scale_format: str,
-    rows: QuantizedPair | None,
-    columns: QuantizedPair | None,
-    groups: tuple[torch.Tensor, torch.Tensor] | None,
-) -> None:
-    tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
     unused: Any = torch.empty(0, dtype=torch.uint8, device=gate_up.device)
-    row_data, row_scale = (rows[0].view(torch.uint8), rows[1]) if rows else (unused, unused)
-    column_data, column_scale = (columns[0].view(torch.uint8), columns[1]) if columns else (unused, unused)
-    group_start, group_length = groups if groups is not None else (unused, unused)
-    quantize_swiglu_tile[(-(-tokens // BLOCK), width // BLOCK)](
-        gate_up, unused if gradient is None else gradient.contiguous(), row_data, row_scale, column_data, column_scale, group_start,
-        group_length, tokens, len(rows[0]) if rows else 0, columns[0].shape[1] if columns else 0, width, row_scale.stride(-1),
-        POW2=scale_format == "pow2", ROWS=rows is not None, COLUMNS=columns is not None, BACKWARD=gradient is not None,
-        GROUPED=groups is not None, EPSILON=AMAX_EPSILON, LARGEST=E4M3_MAX, TILE=BLOCK, **TILE_LAUNCH,
-    )  # fmt: skip
+    row_data, row_scale = (row_pair[0].view(torch.uint8), row_pair[1]) if row_pair else (unused, unused)
+    column_data, column_scale = (column_pair[0].view(torch.uint8), column_pair[1]) if column_pair else (unused, unused)
+    group_start, group_length = (unused, unused) if groups is None else groups.tiles
+    if tokens:
+        quantize_swiglu_tile[(-(-tokens // BLOCK), width // BLOCK)](
+            gate_up, unused if gradient is None else gradient.contiguous(), row_data, row_scale, column_data, column_scale,
+            group_start, group_length, tokens, len(row_pair[0]) if row_pair else 0, column_pair[0].shape[1] if column_pair else 0,
+            width, row_scale.stride(-1), POW2=scale_format == "pow2", ROWS=rows, COLUMNS=columns, BACKWARD=gradient is not None,
+            GROUPED=groups is not None, EPSILON=AMAX_EPSILON, LARGEST=E4M3_MAX, TILE=BLOCK, **TILE_LAUNCH,
+        )  # fmt: skip
+    return row_pair, flatten_groups(column_pair, groups)
