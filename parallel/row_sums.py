@@ -32,8 +32,8 @@ def count_bytes_sent(ranks: int, dtype_bytes: int, scattered: bool, by_tree: boo
 def list_merges(leaves: int, level: int | None = None) -> list[tuple[int, int]]:
     """Return (level of the leaf, level of the node that it completes) for each leaf in order: the order of additions.
 
-    The root's `level` is ceil(log2(leaves)), so a leaf's level is 0 or 1. At most one node per level waits for its second half: a leaf's
-    sum is added to the waiting nodes at its level and above, up to the level that it completes, and waits there.
+    The root's `level` is ceil(log2(leaves)), so a leaf's level is 0 or 1. At most one node of each level waits for its second half: a
+    leaf's sum is added to the waiting nodes at its level and above, up to the level that it completes, and waits there.
     """
     level = (leaves - 1).bit_length() if level is None else level
     if leaves == 1:

@@ -36,7 +36,8 @@ class Inbox(shared_memory.Inbox):
         uuids = [str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count())]
         memory, event = ([shared[name] for name in names] for names in (_MEMORY, _EVENT))
         kind = torch.Tensor, torch.Size([nbytes]), (1,), 0, torch.UntypedStorage, torch.uint8
-        return reductions.rebuild_cuda_tensor(*kind, device_index(uuid, uuids), *memory, False, *event)  # type: ignore[call-arg]
+        arguments: list[Any] = [*kind, device_index(uuid, uuids), *memory, False, *event]
+        return reductions.rebuild_cuda_tensor(*arguments)
 
     def settle(self) -> None:
         torch.cuda.current_stream().synchronize()

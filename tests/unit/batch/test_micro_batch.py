@@ -19,9 +19,9 @@ def sequences(draw: st.DrawFn) -> list[TrainingSample]:
     """Sequences with advantages and log-probs, whose token ids encode sequence and position."""
     lengths = draw(st.lists(st.tuples(st.integers(1, 6), st.integers(1, 6)), min_size=1, max_size=7))
     samples = []
-    for index, (prompt, answer) in enumerate(lengths):
-        ids = [1 + 100 * index + position for position in range(prompt + answer)]
-        numbers = torch.arange(answer) + 10.0 * index
+    for index, (prompt, response) in enumerate(lengths):
+        ids = [1 + 100 * index + position for position in range(prompt + response)]
+        numbers = torch.arange(response) + 10.0 * index
         samples.append(TrainingSample(ids[:prompt], ids[prompt:], index - 2.5, numbers + 0.1, numbers + 0.2, numbers + 0.3))
     return samples
 
@@ -66,11 +66,11 @@ def test_the_mask_selects_response_tokens_and_their_values(samples, most):
         assert torch.equal(batch.mask, (known > 0).float())
         for index, sequence in enumerate(samples):
             if index in batch.sample_indices:
-                answer = known == index + 1
-                assert batch.targets[answer].tolist() == sequence.response_ids.tolist()
-                assert (batch.advantages[answer] == sequence.advantage).all()
+                response = known == index + 1
+                assert batch.targets[response].tolist() == sequence.response_ids.tolist()
+                assert (batch.advantages[response] == sequence.advantage).all()
                 for name in ("old_logprobs", "reference_logprobs"):
-                    assert torch.equal(getattr(batch, name)[answer], getattr(sequence, name))
+                    assert torch.equal(getattr(batch, name)[response], getattr(sequence, name))
         for name in ("advantages", "old_logprobs", "reference_logprobs", "loss_weights", "importance_weights"):
             assert (getattr(batch, name)[known == 0] == 0).all()
         values = torch.arange(batch.mask.numel()).double().square().unsqueeze(0)
@@ -103,8 +103,8 @@ def test_context_ranks_get_equal_parts_of_every_sequence(samples, most, multiple
         assert width == sum(batch.lengths) >= MIN_ROWS * context and width % (context * multiple) == 0
         assert all(length % (2 * context) == 0 for length in batch.lengths)
         assert width - batch.padding == sum(samples[index].length - 1 for index in batch.sample_indices)
-        for index, answer in batch.split_by_sample(batch.targets, samples):
-            assert answer.tolist() == samples[index].response_ids.tolist()
+        for index, response in batch.split_by_sample(batch.targets, samples):
+            assert response.tolist() == samples[index].response_ids.tolist()
         parts = [context_parallel_positions(batch.lengths, rank, context) for rank in range(context)]
         assert sorted(place for part in parts for place in part) == list(range(width))
         assert {len(part) for part in parts} == {width // context}

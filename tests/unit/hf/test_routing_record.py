@@ -80,8 +80,8 @@ LENGTHS = st.lists(st.tuples(st.integers(1, 6), st.integers(1, 6)), min_size=1, 
 @given(LENGTHS, st.integers(1, 30), st.integers(0, 2), st.integers(1, 4))
 def test_every_token_finds_its_experts_in_its_micro_batch(lengths, most, more, multiple):
     samples = [
-        TrainingSample([10 * index + 1] * prompt, [2] * answer, routed_experts=torch.from_numpy(record(prompt + answer, seed=index)))
-        for index, (prompt, answer) in enumerate(lengths)
+        TrainingSample([10 * index + 1] * prompt, [2] * response, routed_experts=torch.from_numpy(record(prompt + response, seed=index)))
+        for index, (prompt, response) in enumerate(lengths)
     ]
     seen, numbers, padding = 0, [], torch.tensor([[0, 1]] * 3, dtype=torch.uint8)
     for batch in make_micro_batches(samples, most, multiple, agree=lambda count: count + more, padding_experts=padding):
