@@ -11,9 +11,9 @@ from typing import Any
 from megatron_rl.config import Config
 from megatron_rl.errors import UserError
 from megatron_rl.hf.files import read_config
-from megatron_rl.planner.candidate import Candidate, Workload
-from megatron_rl.planner.hardware import Cluster
-from megatron_rl.planner.memory import count_engine_weights
+from megatron_rl.cost.workload import Candidate, Workload
+from megatron_rl.cost.hardware import Cluster
+from megatron_rl.cost.weights import count_engine_weights
 from megatron_rl.preflight import LAYOUTS, PLAN, check, pin_model
 from parallel.layout import Layout
 

@@ -16,7 +16,7 @@ from typing import Any
 from megatron_rl.config import Config
 from megatron_rl.errors import RunError
 from megatron_rl.hf.files import read_config
-from megatron_rl.planner.hardware import LINK_EFFICIENCY, Gpu
+from megatron_rl.cost.hardware import LINK_EFFICIENCY, Gpu
 from megatron_rl.planner.memory_by_phase import engine_workspace
 from megatron_rl.planner.roofline import COMPUTE_EFFICIENCY
 from megatron_rl.precision.contract import PrecisionContract

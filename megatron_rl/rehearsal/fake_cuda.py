@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from megatron_rl.planner.hardware import Gpu
+from megatron_rl.cost.hardware import Gpu
 from megatron_rl.rehearsal import collectives, groups, hopper, objects
 from megatron_rl.rehearsal.device import FakeGpu, plausible_value
 from megatron_rl.rehearsal.hopper import PROPERTIES

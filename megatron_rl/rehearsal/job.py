@@ -49,8 +49,8 @@ from megatron_rl.mcore.layers.moe.router import RoutedMicroBatch, RoutingReplay
 from megatron_rl.mcore.model import start_megatron, stop_megatron
 from megatron_rl.mcore.weights.load_weights import collect_named_tensors
 from megatron_rl.observability import profiling
-from megatron_rl.planner.candidate import MEAN_LENGTH_SHARE
-from megatron_rl.planner.hardware import Gpu
+from megatron_rl.cost.workload import MEAN_LENGTH_SHARE
+from megatron_rl.cost.hardware import Gpu
 from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.rehearsal.checkpoint import RehearsedFiles
 from megatron_rl.rehearsal.device import FakeGpu

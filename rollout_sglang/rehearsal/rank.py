@@ -129,7 +129,7 @@ def describe_job(config: Config) -> Iterator[tuple[list[str], Callable[[int], li
 
 def run_rank(arguments: list[str], config: Config, gpu: dict[str, Any], rank: int, chunks: list[Chunk], runs: bool) -> RehearsedRank:
     """Do what SGLang's scheduler does until the model is loaded; receive a sync; run the batches where `runs`."""
-    from megatron_rl.planner.hardware import Gpu
+    from megatron_rl.cost.hardware import Gpu
     from megatron_rl.rehearsal.device import set_value
     from megatron_rl.rehearsal.fake_cuda import one_rank
     from rollout_sglang import rank_handler

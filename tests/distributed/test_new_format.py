@@ -16,7 +16,7 @@ from megatron_rl.hf.files import read_config
 from megatron_rl.hf.read import HFCheckpoint
 from megatron_rl.kernels.linear.requirements import find_missing
 from megatron_rl.planner import memory
-from megatron_rl.planner.candidate import Workload
+from megatron_rl.cost.workload import Workload
 from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.precision.quantizers import dequantize, quantize
 from parallel.digest import view_rect

@@ -13,7 +13,7 @@ from support.models import FP8, make_model, random_sequences
 
 from megatron_rl.config import Config
 from megatron_rl.planner import activation_memory, memory
-from megatron_rl.planner.candidate import Candidate, Workload
+from megatron_rl.cost.workload import Candidate, Workload
 from parallel.families import FAMILIES
 from parallel.layout import Layout
 

@@ -123,7 +123,7 @@ def _run(folder: Path, name: str) -> Any:
     from dataclasses import asdict
 
     from megatron_rl.config import load_config
-    from megatron_rl.planner.hardware import GPUS
+    from megatron_rl.cost.hardware import GPUS
     from rollout_sglang.rehearsal.rank import describe_job, run_rank
 
     overrides, plant, model = CASES[name]

@@ -148,7 +148,7 @@ def experts() -> str:
     from sglang.srt.layers.quantization.fp8 import Fp8LinearMethod, Fp8MoEMethod
 
     from megatron_rl.config import load_config
-    from megatron_rl.planner.hardware import GPUS
+    from megatron_rl.cost.hardware import GPUS
     from megatron_rl.rehearsal.fake_cuda import one_rank
 
     deep_gemm_wrapper.update_deep_gemm_config = lambda *_: None  # asks the driver

@@ -24,8 +24,8 @@ from megatron_rl.kernels.linear.deep_gemm import DeepGemmBackend
 from megatron_rl.kernels.linear.transformer_engine import pad_scales
 from megatron_rl.planner import activation_memory, block_alignment, memory, memory_by_phase, roofline
 from megatron_rl.planner.activation_memory import FormulaInputs, count_logits
-from megatron_rl.planner.candidate import Candidate, Workload
-from megatron_rl.planner.hardware import Cluster
+from megatron_rl.cost.workload import Candidate, Workload
+from megatron_rl.cost.hardware import Cluster
 from megatron_rl.planner.search import Planner, explain_rank
 from megatron_rl.planner.sync_traffic import estimate_sync_traffic
 from megatron_rl.precision.contract import PrecisionContract

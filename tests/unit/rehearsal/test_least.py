@@ -8,7 +8,7 @@ import pytest
 from support.geometries import PUBLISHED
 
 from megatron_rl.config import Config
-from megatron_rl.planner.candidate import Candidate, Workload
+from megatron_rl.cost.workload import Candidate, Workload
 from megatron_rl.rehearsal.least import count_least_in_pass, count_least_per_update
 from parallel.model_geometry import ModelGeometry
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_rl.planner.hardware import LINK_EFFICIENCY, Cluster
+from megatron_rl.cost.hardware import LINK_EFFICIENCY, Cluster
 from megatron_rl.planner.roofline import COMPUTE_EFFICIENCY
 from megatron_rl.rehearsal.bound import estimate_bound
 from megatron_rl.rehearsal.recorder import Recorder
