@@ -53,9 +53,9 @@ DATA_FORMATS = Plug(
 TRACKERS = Plug(
     "log.trackers",
     {
-        "tensorboard": "megatron_rl.observability.tensorboard:TensorBoard",
-        "wandb": "megatron_rl.observability.wandb_tracker:WandB",
-        "mlflow": "megatron_rl.observability.mlflow_tracker:MLflow",
+        "tensorboard": "megatron_rl.observability.trackers:TensorBoard",
+        "wandb": "megatron_rl.observability.trackers:WandB",
+        "mlflow": "megatron_rl.observability.trackers:MLflow",
     },
     takes=("folder", "config", "resume_step"),
 )

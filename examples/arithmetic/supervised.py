@@ -20,7 +20,7 @@ from megatron_rl.distributed import is_rank0, run_on_rank0
 from megatron_rl.hf.files import read_config
 from megatron_rl.hf.tokenizer import load_tokenizer
 from megatron_rl.mcore.actor import TOTAL_LOSS, Actor
-from megatron_rl.mcore.checkpoint.write import CheckpointWriter
+from megatron_rl.mcore.checkpoint.checkpointing import CheckpointWriter
 from megatron_rl.mcore.model import build_model, start_megatron, stop_megatron
 from megatron_rl.mcore.passes.replicas import select_own
 from megatron_rl.mcore.weights.export import convert

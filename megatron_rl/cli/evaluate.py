@@ -36,8 +36,8 @@ from megatron_rl.reporting.eval_tables import print_results
 from megatron_rl.reporting.eval_text import SCHEMA
 from megatron_rl.rewards.scorer import Scorer
 from megatron_rl.rollout.engine_pool import start_engines
-from megatron_rl.rollout.sampler import check_chat_template, make_sampler, start_environments
-from megatron_rl.sync.engine_check import check_live_engine
+from megatron_rl.rollout.generation import check_chat_template, make_sampler, start_environments
+from megatron_rl.sync.checks import check_live_engine
 from megatron_rl.types import Problem, SamplingParams
 from megatron_rl.versions import collect_versions
 

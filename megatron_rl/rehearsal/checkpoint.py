@@ -34,7 +34,7 @@ from torch.futures import Future
 from megatron_rl.distributed import get_rank, is_rank0
 from megatron_rl.mcore.checkpoint import async_save
 from megatron_rl.mcore.checkpoint.async_save import AsyncSave
-from megatron_rl.mcore.checkpoint.load import find_stored
+from megatron_rl.mcore.checkpoint.run_weights import find_stored
 from megatron_rl.rehearsal.device import FakeGpu
 from megatron_rl.rehearsal.objects import others_say
 from parallel.layout import Coordinates, Layout

@@ -21,7 +21,7 @@ from megatron_rl.planner.memory_by_phase import engine_workspace
 from megatron_rl.planner.roofline import COMPUTE_EFFICIENCY
 from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.rollout.engine import EngineTensorSpec
-from megatron_rl.sync.engine_check import check_activation_formats, check_rank_tensors
+from megatron_rl.sync.checks import check_activation_formats, check_rank_tensors
 from parallel.sglang_shards import build_engine_shards
 
 TOLERANCE = 0.05

@@ -38,10 +38,9 @@ from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.config import Config
 from megatron_rl.distributed import is_rank0
 from megatron_rl.hf.files import read_config
-from megatron_rl.mcore.actor import Actor, Policy
+from megatron_rl.mcore.actor import Actor, Critic, Policy
+from megatron_rl.mcore.checkpoint.checkpointing import load_run_checkpoint
 from megatron_rl.mcore.checkpoint.folder import checkpoint_folder, unfinished_folder
-from megatron_rl.mcore.checkpoint.write import load_run_checkpoint
-from megatron_rl.mcore.critic import Critic
 from megatron_rl.mcore.layers.linear.quantized_linear import QuantizedLinear
 from megatron_rl.mcore.layers.moe.experts import free_frozen_operands
 from megatron_rl.mcore.layers.moe.grouped_experts import GroupedLinear

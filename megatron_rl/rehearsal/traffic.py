@@ -86,6 +86,8 @@ def name_kind(operator: str, dtype: str, line: str) -> str:
     """Return what an operator's bytes are for: a product by dtype, or by the line of code that asks for it."""
     if operator == "norm":
         return "norms"
+    if operator in _QUANTIZING_KERNELS:
+        return "quantization"
     if dtype in ("fp8", "bf16", "fp32"):
         return "attention" if "attention" in operator else f"{dtype} products"
     return next((kind for part, kind in _BY_LINE if part in line), "other element-wise")
@@ -94,15 +96,20 @@ def name_kind(operator: str, dtype: str, line: str) -> str:
 _BY_LINE = (
     ("logprobs", "log-probs"), ("vocabulary", "log-probs"), ("digest", "sync"), ("fused_bias_dropout", "residual add"),
     ("cross_entropy", "log-probs"), ("policy_loss", "log-probs"),
-    ("quantizing_optimizer", "optimizer"), ("mcore/layers/linear/master", "optimizer"), ("optimizer", "optimizer"), ("clip_grads", "optimizer"),
+    ("quantizing_optimizer", "optimizer"), ("mcore/optim/master_slices", "optimizer"), ("optimizer", "optimizer"), ("clip_grads", "optimizer"),
     ("core/distributed/", "gradient buffers"), ("gradient", "gradient buffers"), ("buckets", "gradient buffers"),
     ("parallel/transport", "sync"), ("hash", "sync"),
     ("tensor_parallel/mappings", "communication's copies"), ("kernels/linear/gather", "communication's copies"),
     ("token_dispatcher", "communication's copies"), ("row_sums", "communication's copies"), ("p2p", "communication's copies"),
     ("quant", "quantization"), ("kernels/linear", "quantization"), ("precision/slices", "quantization"),
-    ("kernels/experts/deep_gemm", "quantization"), ("kernels/experts/triton_spread", "quantization"),
+    ("kernels/experts/deep_gemm", "quantization"),
     ("kernels/heads/", "queries and keys"),
     ("norm", "norms"), ("rope", "rope"), ("rotary", "rope"), ("swiglu", "SwiGLU"), ("activation", "SwiGLU"),
     ("attention", "attention"), ("residual", "residual add"), ("transformer_layer", "residual add"),
 )  # fmt: skip
 """Part of a line's file -> kind; the first that fits."""
+_QUANTIZING_KERNELS = (
+    *("normalize_row", "quantize_normed_tile", "quantize_swiglu_tile"),
+    *("quantize_weighed_tile", "pack_token", "spread_packed_row"),
+)
+"""Triton kernels that quantize, in files with kernels that do not."""

@@ -1,1 +1,1 @@
-"""A pool of worker processes for user code."""
+"""A pool of worker processes that isolates code which may hang, crash or run out of memory."""

@@ -1,88 +1,85 @@
-"""Worker processes that judge completions, or do other work on each: a sample can hang, crash or exhaust memory, and costs only itself.
+"""Pool of worker processes. A task that hangs, crashes or exhausts memory fails alone.
 
-Each worker is a fresh interpreter with a pipe of its own. multiprocessing and the libraries on top of it would import the caller's
-`__main__`, and with it torch and Megatron, into every worker; their shared queues break with the first worker that is killed. Samples
-travel in small chunks and come back one by one, so a worker is at its oldest unanswered sample, and the time since its last answer is
-that sample's time.
+Each worker is a fresh interpreter with its own pipe. multiprocessing would import the caller's `__main__`, and with it torch and Megatron,
+into every worker, and its shared queues break when a worker is killed. Tasks travel in small chunks and results come back one by one, so a
+worker is always running its oldest unanswered task, and the time since its last answer is the time spent on that task.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Pipe, wait
 from typing import Any, Generic, Self, TypeVar
 
 from megatron_rl.errors import RunError
-from megatron_rl.types import Problem, Reward
 
 LARGEST_CHUNK = 16
-"""Samples sent to a worker at once."""
+"""Maximum number of tasks sent to a worker at once."""
 START_TIMEOUT = 120.0
-"""Seconds a worker may take to load its functions."""
+"""Seconds a worker may take to load its handler."""
 MOST_FAILED_STARTS = 3
-"""The run ends after this many failed starts per worker in a row."""
+"""Number of consecutive failed starts per worker after which the run ends."""
 
-RewardFunctionSpec = tuple[str, Mapping[str, str]]
-"""Name and settings, as `megatron_rl.rewards.load_function` takes them."""
-VerdictT = TypeVar("VerdictT")
+ResultT = TypeVar("ResultT")
 
 
-class _Call(Generic[VerdictT]):
-    """The samples of one call of `WorkerPool.score`."""
+class _Call(Generic[ResultT]):
+    """The tasks of one call of `WorkerPool.run`."""
 
     def __init__(self, count: int) -> None:
         self.count, self.failed = count, False
-        self.verdicts: dict[int, VerdictT] = {}
+        self.results: dict[int, ResultT] = {}
 
     @property
     def has_ended(self) -> bool:
-        return self.failed or len(self.verdicts) == self.count
+        return self.failed or len(self.results) == self.count
 
 
 @dataclass(frozen=True)
-class _Sample(Generic[VerdictT]):
-    """One sample, the `number`-th of its call."""
+class _Task(Generic[ResultT]):
+    """Task `number` of a call."""
 
-    call: _Call[VerdictT]
+    call: _Call[ResultT]
     number: int
-    text: str
-    problem: Any
+    arguments: tuple[Any, ...]
 
-    def end(self, verdict: VerdictT) -> None:
-        self.call.verdicts[self.number] = verdict
+    def end(self, result: ResultT) -> None:
+        self.call.results[self.number] = result
 
 
-class WorkerPool(Generic[VerdictT]):
-    """Hands samples to `workers` processes; use it as a context manager.
+class WorkerPool(Generic[ResultT]):
+    """Distributes tasks to worker processes. A context manager; entering starts the workers without waiting for them.
 
-    A subclass names its section of the configuration and the module that a worker runs (with `megatron_rl.rewards.worker.serve`), and
-    makes the verdict of a sample without an answer. `argument` tells the workers what to load. `timeout`: seconds for one sample.
-    `memory_mb`: address space of a worker in MiB. Entering starts the workers without waiting for them.
+    A subclass sets `section`, its section of the configuration, and `module`, which the workers run and which calls
+    `megatron_rl.workers.process.serve`. It implements `make_failure`.
+
+    Args:
+        argument: Tells the workers which handler to load.
+        timeout: Seconds allowed for one task.
+        memory_mb: Address space of a worker in MiB.
     """
 
     section: str
     module: str
 
-    def make_failure(self, reason: str) -> VerdictT:
+    def make_failure(self, reason: str) -> ResultT:
+        """Return the result of a task that has no answer."""
         raise NotImplementedError
 
     def __init__(self, argument: str, workers: int, timeout: float, memory_mb: int) -> None:
         self._argument, self._count, self._timeout, self._memory_mb = argument, workers, timeout, memory_mb
         self._workers: list[_Worker] = []
         self._failed_starts = 0
-        self._waiting: deque[_Sample[VerdictT]] = deque()
-        """The samples that no worker has."""
+        self._waiting: deque[_Task[ResultT]] = deque()  # tasks not yet sent to a worker
         self._changed = threading.Condition()
-        self._driven = False
-        """Whether a thread is talking to the workers; it does so for all threads that call."""
+        self._driven = False  # whether a thread is communicating with the workers, on behalf of all calling threads
         self._woken, self._wake = Pipe(duplex=False)
 
     def __enter__(self) -> Self:
@@ -93,27 +90,25 @@ class WorkerPool(Generic[VerdictT]):
         self.close()
 
     def close(self) -> None:
-        """End the workers; a later `score` would start new ones."""
+        """Terminate the workers. A later call of `run` starts new ones."""
         for worker in list(self._workers):
             self._discard(worker)
 
     def wait_until_ready(self) -> None:
-        """Return when all workers are loaded. Raise RunError when one cannot load."""
+        """Wait until all workers have loaded their handler. Raise RunError if one cannot load it."""
         while not all(worker.ready for worker in self._workers):
             self._collect()
             self._start_missing()
 
-    def score(self, texts_B: Sequence[str], problems_B: Sequence[Problem]) -> list[VerdictT]:
-        """Return the verdicts on the texts, in their order. May be called by several threads, whose samples share the workers.
-
-        A sample without one gets `make_failure` of the reason: "timeout after 5 s", "worker died (signal 9)" or the function's own error
-        such as "ValueError: ...". Raise RunError when workers cannot be started at all.
-        """
-        call = _Call[VerdictT](len(texts_B))
+    def run(self, tasks: Sequence[tuple[Any, ...]]) -> list[ResultT]:
+        """Return the handler's results for the tasks, in order. Each task is a tuple of picklable arguments. Thread-safe. The result of
+        a task without an answer is `make_failure` of the reason, such as "timeout after 5 s" or "worker died (signal 9)". Raise RunError
+        if the workers cannot be started."""
+        call = _Call[ResultT](len(tasks))
         with self._changed:
-            self._waiting.extend(_Sample(call, *sample) for sample in zip(range(len(texts_B)), texts_B, problems_B, strict=True))
+            self._waiting.extend(_Task(call, number, arguments) for number, arguments in enumerate(tasks))
             if self._driven:
-                self._wake.send(None)  # whoever drives may have an idle worker for them
+                self._wake.send(None)  # the driving thread may have an idle worker
         while self._may_drive(call):
             try:
                 self._start_missing()
@@ -128,10 +123,10 @@ class WorkerPool(Generic[VerdictT]):
                     self._changed.notify_all()
         if call.failed:
             raise RunError(f"the {self.section} workers were lost in another thread")
-        return [call.verdicts[number] for number in range(len(texts_B))]
+        return [call.results[number] for number in range(len(tasks))]
 
-    def _may_drive(self, call: _Call[VerdictT]) -> bool:
-        """Wait until the call has ended, and return False; or until no other thread drives the workers, and return True."""
+    def _may_drive(self, call: _Call[ResultT]) -> bool:
+        """Return False once the call has ended, or True once no other thread drives the workers."""
         with self._changed:
             self._changed.wait_for(lambda: call.has_ended or not self._driven)
             if call.has_ended:
@@ -140,12 +135,12 @@ class WorkerPool(Generic[VerdictT]):
             return True
 
     def _drop_everything(self) -> None:
-        """After an error: nobody awaits the workers' answers, and every call ends."""
+        """Fail all calls after an error, and terminate the busy workers, whose answers nobody awaits."""
         with self._changed:
-            for sample in [*self._waiting, *(sample for worker in self._workers for sample in worker.samples)]:
-                sample.call.failed = True
+            for task in [*self._waiting, *(task for worker in self._workers for task in worker.tasks)]:
+                task.call.failed = True
             self._waiting.clear()
-        for worker in [worker for worker in self._workers if worker.samples]:
+        for worker in [worker for worker in self._workers if worker.tasks]:
             self._discard(worker)
 
     def _start_missing(self) -> None:
@@ -157,17 +152,17 @@ class WorkerPool(Generic[VerdictT]):
         worker.end()
 
     def _dispatch(self) -> None:
-        """Give every idle worker a chunk, smaller ones towards the end so that all finish together."""
-        for worker in [worker for worker in self._workers if worker.ready and not worker.samples]:
+        """Send every idle worker a chunk. Chunks shrink toward the end so that all workers finish together."""
+        for worker in [worker for worker in self._workers if worker.ready and not worker.tasks]:
             with self._changed:
                 size = min(LARGEST_CHUNK, -(-len(self._waiting) // (2 * self._count)))
                 chunk = [self._waiting.popleft() for _ in range(size)]
             if chunk and not worker.send(chunk, self._timeout):
-                self._replace(worker, "")  # it died while idle, which is no sample's fault
+                self._replace(worker, "")  # it died while idle, so no task is at fault
 
     def _collect(self) -> None:
-        """Wait for the next answer or deadline, then take all answers that have arrived and replace the workers that are late."""
-        busy = [worker for worker in self._workers if worker.samples or not worker.ready]
+        """Wait for the next answer or deadline, take all answers that have arrived, and replace late workers."""
+        busy = [worker for worker in self._workers if worker.tasks or not worker.ready]
         if not busy:
             return
         seconds = max(0.0, min(worker.deadline for worker in busy) - time.monotonic())
@@ -187,7 +182,7 @@ class WorkerPool(Generic[VerdictT]):
             self._replace(worker, worker.cause_of_death())
             return
         if worker.ready:
-            worker.samples.popleft().end(message)
+            worker.tasks.popleft().end(message)
             worker.deadline = time.monotonic() + self._timeout
             return
         state, reason = message
@@ -196,35 +191,19 @@ class WorkerPool(Generic[VerdictT]):
         worker.ready, self._failed_starts = True, 0
 
     def _replace(self, worker: _Worker, reason: str) -> None:
-        """Drop a worker: the sample it was at fails for `reason`, where there is one; the others go back to the queue's front."""
-        if worker.samples and reason:
-            worker.samples.popleft().end(self.make_failure(reason))
+        """Drop a worker. If there is a `reason`, its current task fails; its other tasks return to the front of the queue."""
+        if worker.tasks and reason:
+            worker.tasks.popleft().end(self.make_failure(reason))
         with self._changed:
-            self._waiting.extendleft(reversed(worker.samples))
+            self._waiting.extendleft(reversed(worker.tasks))
         self._failed_starts += not worker.ready
         self._discard(worker)
         if self._failed_starts >= MOST_FAILED_STARTS * self._count:
             raise RunError(f"{self.section} workers do not start: {reason} ({self.section}.memory_mb = {self._memory_mb})")
 
 
-class RewardPool(WorkerPool[list[Reward]]):
-    """Judges completions: every worker runs all `functions`, and a verdict is one Reward per function.
-
-    A function without a verdict gives Reward(0.0, False, error): its own error, or for all functions of a sample the worker's.
-    """
-
-    section, module = "reward", "megatron_rl.rewards.worker"
-
-    def __init__(self, functions: Sequence[RewardFunctionSpec], workers: int, timeout: float, memory_mb: int) -> None:
-        self._functions = functions
-        super().__init__(json.dumps(functions), workers, timeout, memory_mb)
-
-    def make_failure(self, reason: str) -> list[Reward]:
-        return [Reward(0.0, False, error=reason)] * len(self._functions)
-
-
 class _Worker:
-    """One process, its pipe, and the samples that it was sent and has not answered."""
+    """One worker process, its pipe, and the tasks that it has not answered yet."""
 
     def __init__(self, module: str, argument: str, memory_mb: int) -> None:
         self.channel, remote = Pipe()
@@ -238,21 +217,21 @@ class _Worker:
         )
         remote.close()
         self.ready = False
-        self.samples: deque[_Sample[Any]] = deque()
+        self.tasks: deque[_Task[Any]] = deque()
         self.deadline = time.monotonic() + START_TIMEOUT
 
-    def send(self, chunk: list[_Sample[Any]], timeout: float) -> bool:
-        """Send samples to this idle worker; return False when its process is gone."""
-        self.samples.extend(chunk)
+    def send(self, chunk: list[_Task[Any]], timeout: float) -> bool:
+        """Send tasks to this idle worker. Return False if its process is gone."""
+        self.tasks.extend(chunk)
         self.deadline = time.monotonic() + timeout
         try:
-            self.channel.send([(sample.text, sample.problem) for sample in chunk])
+            self.channel.send([task.arguments for task in chunk])
         except OSError:
             return False
         return True
 
     def cause_of_death(self) -> str:
-        """Return why the process ended, such as "worker died (signal 9)"; its pipe has closed, so it is gone or about to be."""
+        """Return why the process, whose pipe has closed, ended, such as "worker died (signal 9)"."""
         try:
             code = self._process.wait(timeout=5)
         except subprocess.TimeoutExpired:

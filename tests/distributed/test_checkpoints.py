@@ -11,7 +11,7 @@ from support import export_runs, trainer
 from support.models import FP8, random_sequences, read_weights
 
 from megatron_rl.errors import RunError, UserError
-from megatron_rl.mcore.checkpoint.load import read_state
+from megatron_rl.mcore.checkpoint.run_weights import read_state
 from megatron_rl.mcore.weights.export import convert
 from parallel.layout import Layout
 

@@ -59,7 +59,7 @@ def test_only_what_changed_is_sent_and_a_wrong_base_is_answered_with_everything(
     other, little, wrong, again = reports
     assert other["bytes"] == wrong["bytes"] and [report["wrong_bases"] for report in reports] == [0, 0, int(deltas), 0]
     told = lines(world)
-    base_line = "an engine did not hold what the sync before proved, everything is sent: the sync is not proved: "
+    base_line = "an engine did not hold the weights of the last proved sync, so all weights are sent: the sync is not proved: "
     if deltas:
         assert little["bytes"] == again["bytes"] < other["bytes"] // 100 and 0 < little["changed_share"] == again["changed_share"] < 0.01
         assert other["changed_share"] > 0.5 and told.count(base_line) == 1 and " of engine rank 1 differs from " in told

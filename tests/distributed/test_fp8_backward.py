@@ -7,7 +7,7 @@ import torch
 from support import megatron_models, trainer
 from support.models import FP8
 
-from megatron_rl.kernels.linear import products as fp8_products
+from megatron_rl.kernels.linear import reference as fp8_products
 from megatron_rl.precision.fp8 import dequantize_weight, quantize_weight
 
 N, K = 256, 512

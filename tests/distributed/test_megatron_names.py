@@ -48,7 +48,7 @@ def config_of(model: ModelGeometry, layout: Layout) -> Any:
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.transformer_config import MLATransformerConfig
 
-    from megatron_rl.mcore.model_options import attention_options, expert_options
+    from megatron_rl.mcore.transformer_config import attention_options, expert_options
 
     return (MLATransformerConfig if model.latent else TransformerConfig)(
         num_layers=model.layers,

@@ -110,5 +110,5 @@ def test_ranks_that_differ_are_an_error_on_all_of_them(worlds, checkpoint):
 
 
 def test_a_parameter_that_no_known_operator_uses_is_refused(worlds, checkpoint):
-    with pytest.raises(RunError, match="knows no operator of the trainer that uses decoder.layers.1.mlp.extra"):
+    with pytest.raises(RunError, match="has no operator that uses the trainer's parameter decoder.layers.1.mlp.extra"):
         worlds(1).call(trainer_engine.read_trainer_graph, checkpoint, FP8, "unknown parameter")

@@ -46,7 +46,7 @@ def test_an_engine_with_other_activation_scales_is_refused_and_its_graph_says_wh
     edit_config(model, {"quantization_config": {**quantization, "modules_to_not_convert": ["lm_head"]}})
     world.call(trainer_engine.start, trained, tmp_path, FP8, None, None, model)
     world.call(trainer_engine.prove)  # the weights alone do not show it
-    line = r"breaks the precision contract: .*_proj quantises activations as fp8 fp32; precision.mode fp8_unified says fp8 pow2"
+    line = r"breaks the precision contract: .*_proj quantizes activations as fp8 fp32; precision.mode fp8_unified says fp8 pow2"
     with pytest.raises(RunError, match=line):
         world.call(trainer_engine.check_live)
     generated = world.call(trainer_engine.generate, PROMPTS)[0]

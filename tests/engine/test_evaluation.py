@@ -87,7 +87,7 @@ def test_a_model_that_learned_something_is_above_random_weights(evaluated):
     overall = results["comparison"][0]
     assert 0 <= baseline < checkpoint < 1
     assert overall["mean"]["value"] == pytest.approx(checkpoint - baseline) and overall["p"] < 0.05
-    assert "points above the baseline's" in done.out and "checkpoint less baseline" in done.out
+    assert "points above the baseline's" in done.out and "checkpoint - baseline" in done.out
 
 
 def test_page_and_report_show_it(evaluated, run):

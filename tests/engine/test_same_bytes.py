@@ -11,7 +11,7 @@ from support import agent_engine, trainer, trainer_engine, transformers_referenc
 from support.models import TENSORS, random_sequences, read_weights
 
 from megatron_rl.errors import RunError
-from rollout_sglang.hooks.shared_prompts import MIN_SHARED
+from rollout_sglang.hooks.scheduling import MIN_SHARED
 
 PROMPTS = [sample.prompt_ids.tolist() for sample in random_sequences(8, seed=11)]
 WHOLE = 16 << 20
@@ -37,7 +37,7 @@ def test_what_was_just_started_passes_all_checks_and_the_live_graphs_are_alike(u
     written = json.loads((tmp_path / "graph.json").read_text())
     assert written["differences"] == [] and [part["part"] for part in written["training"]] == ["model", "layer 0"]
     line = r"mlp.down.weight -> mlp.down \(weight\) is e4m3 128x128 pow2 in the rollout, e4m3 64x64 pow2 in training"
-    with pytest.raises(RunError, match=rf"no subgraph of the training: layer 0: .*{line}"):
+    with pytest.raises(RunError, match=rf"not a subgraph of the training graph: layer 0: .*{line}"):
         unified.call(trainer_engine.check_graphs, tmp_path, "granularity")
 
 

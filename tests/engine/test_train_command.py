@@ -80,8 +80,8 @@ def test_a_stop_leaves_a_checkpoint_from_which_another_layout_goes_on_in_the_sam
     assert len(list(runs.run.parent.glob("20*"))) == 1
     log = (runs.run / "run.log").read_text()
     assert "run broken: stopped by SIGTERM" in log
-    assert "going on from" in log and "going on from" in runs.finished.out + runs.finished.err
-    assert "another train.layout wrote it" in log
+    assert "resuming from" in log and "resuming from" in runs.finished.out + runs.finished.err
+    assert "it was written with another train.layout" in log
     assert len(list((runs.run / "tensorboard").glob("events.out.tfevents.*"))) == 2
 
 

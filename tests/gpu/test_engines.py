@@ -61,9 +61,9 @@ class FakeEngine:
 
 def read_cache_gib(engine) -> float:
     """What SGLang says that its KV cache takes."""
-    if not engine.url:
+    if not engine.server.url:
         return 0.0
-    answer = httpx.get(f"{engine.url}/server_info", headers={"Authorization": f"Bearer {engine.api_key}"}, timeout=30)
+    answer = httpx.get(f"{engine.server.url}/server_info", headers={"Authorization": f"Bearer {engine.server.api_key}"}, timeout=30)
     return answer.json()["internal_states"][0]["memory_usage"]["kvcache"]
 
 

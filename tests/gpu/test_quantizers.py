@@ -142,7 +142,7 @@ def test_activations_round_to_the_same_values_on_the_device(device, scale_format
 def test_a_norm_that_quantizes_has_the_bits_of_one_kernel_after_the_other(device, scale_format, adds):
     if device == "cpu":
         pytest.skip("the stand-in is one kernel after the other")
-    from megatron_rl.kernels.norm.triton_quantized import quantize_norm
+    from megatron_rl.kernels.norm.triton import quantize_norm
     from megatron_rl.kernels.quantize.triton import quantize_activation
 
     x, residual, weight = ordinary(1000, 4096).to(device), extreme(1000, 4096).to(device), ordinary(1, 4096)[0].to(device)
@@ -159,7 +159,7 @@ def test_what_goes_to_experts_has_the_bits_of_one_kernel_after_the_other(device,
     if device == "cpu":
         pytest.skip("the stand-ins are one kernel after the other")
     from megatron_rl.kernels.experts.reference import collect, scatter_tokens, sum_tokens, weigh
-    from megatron_rl.kernels.experts.triton_spread import pack, quantize_weighed, spread_packed
+    from megatron_rl.kernels.experts.triton import pack, quantize_weighed, spread_packed
     from megatron_rl.kernels.quantize.triton import quantize_activation
 
     groups, weights = TokenGroups.from_counts(torch.tensor([[300, 0, 3], [41, 0, 400]]), device), torch.rand(744, device=device)

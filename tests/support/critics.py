@@ -18,8 +18,8 @@ from megatron_rl.config import Config
 from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.distributed import is_rank0
 from megatron_rl.hf.files import read_config
-from megatron_rl.mcore.checkpoint.optimizer import flatten_chained, iter_stepped
-from megatron_rl.mcore.critic import Critic
+from megatron_rl.mcore.actor import Critic
+from megatron_rl.mcore.optim.master_slices import flatten_chained, iter_stepped
 from megatron_rl.mcore.passes import reduce
 from megatron_rl.mcore.weights.load_weights import global_parameters
 from megatron_rl.precision.graph.graph import PrecisionGraph

@@ -19,7 +19,7 @@ ENDPOINTS = (
 
 def ask_without_key() -> dict[str, list[int]]:
     """Statuses of every endpoint that the project uses, and of some that it does not, without a key and with a wrong one."""
-    url, wrong = current().engines.replicas[0].engine.url, {"Authorization": f"Bearer {'0' * 48}"}
+    url, wrong = current().engines.replicas[0].engine.server.url, {"Authorization": f"Bearer {'0' * 48}"}
     return {path: [httpx.post(url + path, json={}, headers=headers).status_code for headers in ({}, wrong)] for path in ENDPOINTS}
 
 
@@ -28,7 +28,9 @@ def read_server_arguments(names: list[str]) -> dict[str, Any]:
 
     def read(engines: Any) -> dict[str, Any]:
         engine = engines.replicas[0].engine
-        answer = httpx.get(f"{engine.url}/server_info", headers={"Authorization": f"Bearer {engine.api_key}"}, timeout=60).json()
+        answer = httpx.get(
+            f"{engine.server.url}/server_info", headers={"Authorization": f"Bearer {engine.server.api_key}"}, timeout=60
+        ).json()
         return {name: answer[name] for name in names}
 
     return current().rank0_engines.run(read)
@@ -38,7 +40,7 @@ def find_exposed() -> dict[str, Any]:
     """Addresses that the engines' processes listen on, modes of their Unix sockets, and where a key may be read."""
     addresses, modes, readable = set(), set(), []
     for number, engine in enumerate(replica.engine for replica in current().engines.replicas):
-        key = engine.api_key
+        key = engine.server.api_key
         assert len(key) == 48
         for process in engine_family(current().engines, number):
             if any(key in word for word in process.cmdline()):

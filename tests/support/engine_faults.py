@@ -31,7 +31,7 @@ Faults = dict[int, str]
 
 def engine_family(engines: EnginePool, number: int) -> list[psutil.Process]:
     """An engine's servers and what runs below them, that of its first node first."""
-    return [process for pid in engines.replicas[number].engine.process.pids for process in family(pid)]
+    return [process for pid in engines.replicas[number].engine.server.processes.pids for process in family(pid)]
 
 
 def strike_while(work: Callable[[], Any], engines: EnginePool, sync: RecoveringWeightSync, version: int, faults: Faults) -> dict[str, Any]:
@@ -59,7 +59,7 @@ def sync_through(engines: Rank0[EnginePool], sync: RecoveringWeightSync, version
     def strike_and_pack(packer: ChunkPacker, *args: Any) -> str:
         calls.append(1)
         if len(calls) == 3:
-            engines.tell(lambda engines: [_FAULTS[fault](engines, number) for number, fault in faults.items()])
+            engines.run_local(lambda engines: [_FAULTS[fault](engines, number) for number, fault in faults.items()])
         return pack(packer, *args)
 
     with mock.patch.object(ChunkPacker, "pack", strike_and_pack):
@@ -71,11 +71,11 @@ def _kill(engines: EnginePool, number: int) -> None:
 
 
 def _kill_last_node(engines: EnginePool, number: int) -> None:
-    psutil.Process(engines.replicas[number].engine.process.pids[-1]).kill()
+    psutil.Process(engines.replicas[number].engine.server.processes.pids[-1]).kill()
 
 
 def _hang_last_node(engines: EnginePool, number: int) -> None:
-    for process in family(engines.replicas[number].engine.process.pids[-1]):
+    for process in family(engines.replicas[number].engine.server.processes.pids[-1]):
         process.suspend()
 
 

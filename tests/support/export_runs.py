@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 
 from megatron_rl.hf.files import read_config
-from megatron_rl.mcore.checkpoint.load import RunWeights
+from megatron_rl.mcore.checkpoint.run_weights import RunWeights
 from megatron_rl.mcore.weights import export
 from parallel.layout import Coordinates, Layout
 from parallel.megatron_shards import build_megatron_shards

@@ -33,6 +33,7 @@ from megatron_rl.sync.plan import SyncPlan
 from megatron_rl.sync.recovery import RecoveringWeightSync
 from megatron_rl.sync.weight_sync import WeightSync
 from megatron_rl.types import SamplingParams
+from megatron_rl.workers.process import die_with_parent
 from parallel.formats import FP8
 from parallel.layout import EngineLayout, Layout
 from parallel.megatron_shards import build_trainer_shards
@@ -43,7 +44,6 @@ from rollout_sglang import rank_handler
 from rollout_sglang.engine import SGLangEngine
 from rollout_sglang.launch_args import LaunchedServer
 from rollout_sglang.process import API_KEY_VARIABLE, EngineProcess, EngineProcesses
-from rollout_sglang.server import die_with_parent
 from support.engine_faults import Faults, engine_family, strike_while
 from support.engine_faults import sync_through as strike_in_sync
 from support.processes import free_port

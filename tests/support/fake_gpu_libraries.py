@@ -31,9 +31,9 @@ def install(monkeypatch: Any) -> None:
         monkeypatch.setitem(sys.modules, name, fake)
 
     module("megatron_rl.kernels.quantize.triton", quantize_activation=quantize_activation, quantize_into=quantize_into)
-    module("megatron_rl.kernels.swiglu.triton_quantized", quantize_swiglu=quantize_swiglu)
-    module("megatron_rl.kernels.experts.triton_spread", pack=pack, quantize_weighed=quantize_weighed, spread_packed=spread_packed)
-    module("megatron_rl.kernels.norm.triton_quantized", quantize_norm=quantize_norm)
+    module("megatron_rl.kernels.swiglu.triton", quantize_swiglu=quantize_swiglu)
+    module("megatron_rl.kernels.experts.triton", pack=pack, quantize_weighed=quantize_weighed, spread_packed=spread_packed)
+    module("megatron_rl.kernels.norm.triton", quantize_norm=quantize_norm)
     module("megatron_rl.kernels.sums.triton", multiply_nodes=multiply_nodes)
     module(
         "deep_gemm",

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from megatron_rl.config.sync import SyncConfig
 from megatron_rl.distributed import Rank0
-from megatron_rl.mcore.checkpoint.write import CheckpointWriter
+from megatron_rl.mcore.checkpoint.checkpointing import CheckpointWriter
 from megatron_rl.mcore.layers.linear.quantized_linear import find_quantized_layers
 from megatron_rl.mcore.weights.export import convert
 from megatron_rl.sync.plan import SyncPlan
@@ -45,7 +45,7 @@ def sync_and_export(folder: Path, layout: Layout, rollout: EngineLayout, output:
         dy = torch.randn(y.shape, generator=random)
         y.backward(dy)
         served: list[dict[int, dict[str, torch.Tensor]]] = []
-        engine.tell(lambda held: served.append(held.tensors))
+        engine.run_local(lambda held: served.append(held.tensors))
         operands = {"x": x.detach().flatten(0, 1), "dy": dy.flatten(0, 1), "blocks": layer.blocks}
         products = {"y": y.detach().flatten(0, 1), "dx": x.grad.flatten(0, 1), "dw": layer.weight.main_grad}
         return {"report": report, "served": served, **operands, **products}

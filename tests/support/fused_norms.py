@@ -16,8 +16,8 @@ from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.kernels.linear import make_backend
 from megatron_rl.kernels.rope import reference as rope
 from megatron_rl.mcore import actor
-from megatron_rl.mcore.layers import norm_fusion
-from megatron_rl.mcore.layers.attention.attention import attention
+from megatron_rl.mcore.layers import norms
+from megatron_rl.mcore.layers.attention import self_attention
 from megatron_rl.mcore.passes.activation_hooks import record_activations
 from support import fake_gpu_libraries
 from support.trainer import Trainer, own
@@ -29,9 +29,9 @@ def run_norms(folder: Path, batch: list[TrainingSample], precision: dict[str, An
     make_backend.cache_clear()
     with pytest.MonkeyPatch.context() as patch:
         fake_gpu_libraries.install(patch)
-        patch.setattr(norm_fusion, "is_fused", lambda _: fused)
+        patch.setattr(norms, "is_fused", lambda _: fused)
         patch.setattr(actor, "count_row_multiple", lambda config, *_: 128 * config.tensor_model_parallel_size)
-        kernels: Any = sys.modules["megatron_rl.kernels.norm.triton_quantized"]
+        kernels: Any = sys.modules["megatron_rl.kernels.norm.triton"]
         patch.setattr(kernels, "quantize_norm", kernel := mock.Mock(side_effect=kernels.quantize_norm))
         quantizers: Any = sys.modules["megatron_rl.kernels.quantize.triton"]
         patch.setattr(quantizers, "quantize_activation", quantizer := mock.Mock(side_effect=quantizers.quantize_activation))
@@ -56,8 +56,8 @@ def run_heads(folder: Path, batch: list[TrainingSample], fused: bool) -> dict[st
     """Log-probs, gradients, and how often queries and keys were made in one pass."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rope, "rotates_rows", lambda _: True)
-        patch.setattr(attention, "can_rotate", lambda *_: fused)
-        patch.setattr(attention, "split_heads", split := mock.Mock(side_effect=attention.split_heads))
+        patch.setattr(self_attention, "can_rotate", lambda *_: fused)
+        patch.setattr(self_attention, "split_heads", split := mock.Mock(side_effect=self_attention.split_heads))
         trainer = Trainer(folder, {"mode": "bf16"}, {"learning_rate": 1e-12, "clip_grad": 0.0, "micro_batch_tokens": 1000})
         logprobs, _ = trainer.actor.compute_logprobs(batch)
         trainer.actor.update(own(batch), negative_log_likelihood)

@@ -10,11 +10,11 @@ import torch
 from examples.arithmetic.supervised import negative_log_likelihood
 from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.config.lora import LoraConfig
-from megatron_rl.mcore.checkpoint.load import read_state
-from megatron_rl.mcore.checkpoint.optimizer import flatten_chained, iter_stepped
-from megatron_rl.mcore.checkpoint.write import CheckpointWriter, load_run_checkpoint
+from megatron_rl.mcore.checkpoint.checkpointing import CheckpointWriter, load_run_checkpoint
+from megatron_rl.mcore.checkpoint.run_weights import read_state
 from megatron_rl.mcore.layers.linear.quantized_linear import list_quantized_layers
 from megatron_rl.mcore.names import global_name
+from megatron_rl.mcore.optim.master_slices import flatten_chained, iter_stepped
 from megatron_rl.mcore.passes.replicas import select_own
 from megatron_rl.mcore.weights.adapter_export import export_adapters
 from megatron_rl.mcore.weights.adapters import FrozenPolicy, list_adapted_layers

@@ -19,16 +19,18 @@ from megatron_rl.config import PrecisionConfig, TrainConfig
 from megatron_rl.config.lora import LoraConfig
 from megatron_rl.hf.files import read_config
 from megatron_rl.mcore.actor import Actor
-from megatron_rl.mcore.checkpoint.optimizer import MOMENTS, flatten_chained, iter_masters
+from megatron_rl.mcore.checkpoint.optimizer import MOMENTS
 from megatron_rl.mcore.layers.linear.quantized_linear import (
     QuantizedColumnParallelLinear,
     QuantizedRowParallelLinear,
     find_quantized_layers,
 )
-from megatron_rl.mcore.model import QuantizedTransformerConfig, build_model, start_megatron
+from megatron_rl.mcore.model import build_model, start_megatron
 from megatron_rl.mcore.names import get_model_chunks
+from megatron_rl.mcore.optim.master_slices import flatten_chained, iter_masters
 from megatron_rl.mcore.optim.quantizing_optimizer import is_quantized
 from megatron_rl.mcore.passes.replicas import select_own
+from megatron_rl.mcore.transformer_config import QuantizedTransformerConfig
 from megatron_rl.mcore.weights.load_weights import build_rank_shards, collect_named_tensors, load_checkpoint
 from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.precision.fp8 import quantize_weight

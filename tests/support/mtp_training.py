@@ -10,7 +10,7 @@ from megatron_rl.algorithm.policy_loss import PolicyLoss
 from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.hf.files import read_config
-from megatron_rl.mcore.checkpoint.write import CheckpointWriter, load_run_checkpoint
+from megatron_rl.mcore.checkpoint.checkpointing import CheckpointWriter, load_run_checkpoint
 from parallel.layout import Layout
 from support.trainer import Trainer, compute_logprobs, own
 

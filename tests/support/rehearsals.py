@@ -83,7 +83,7 @@ def host_tensor_in_loss() -> Any:
 
 
 def _in_attention(change: Callable[[Any], Any]) -> Any:
-    from megatron_rl.mcore.layers.spec import CoreAttention
+    from megatron_rl.mcore.layers.attention.core_attention import CoreAttention
 
     return replaced(CoreAttention, "forward", lambda plain: lambda self, *args, **options: change(plain(self, *args, **options)))
 

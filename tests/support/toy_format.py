@@ -15,7 +15,7 @@ import torch
 from megatron_rl.kernels.batch_invariant import invariant_matmul
 from megatron_rl.kernels.linear import PRODUCTS, make_backend
 from megatron_rl.kernels.linear.base import Operand
-from megatron_rl.kernels.linear.emulated import DequantizedWeight
+from megatron_rl.kernels.linear.reference import DequantizedWeight
 from megatron_rl.kernels.sums import reference as tree
 from megatron_rl.precision.fp8 import append_zeros
 from megatron_rl.precision.quantized_weight import QuantizedWeight

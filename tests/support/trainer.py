@@ -31,21 +31,22 @@ from megatron_rl.kernels.rope import reference as rope
 from megatron_rl.kernels.sums import reference as tree
 from megatron_rl.kernels.swiglu import reference as swiglu
 from megatron_rl.mcore.actor import Actor, Policy
-from megatron_rl.mcore.checkpoint.optimizer import MOMENTS, flatten_chained, iter_masters, iter_stepped
-from megatron_rl.mcore.checkpoint.write import CheckpointWriter
+from megatron_rl.mcore.checkpoint.checkpointing import CheckpointWriter
+from megatron_rl.mcore.checkpoint.optimizer import MOMENTS
 from megatron_rl.mcore.layers import spec
-from megatron_rl.mcore.layers.attention.attention import mla
+from megatron_rl.mcore.layers.attention import mla
 from megatron_rl.mcore.layers.linear.output_layer import score_positions
 from megatron_rl.mcore.layers.linear.quantized_linear import disable_quantization, find_quantized_layers
 from megatron_rl.mcore.model import build_model, start_megatron, stop_megatron
 from megatron_rl.mcore.names import get_model_chunks
 from megatron_rl.mcore.optim import step_response
+from megatron_rl.mcore.optim.master_slices import flatten_chained, iter_masters, iter_stepped
 from megatron_rl.mcore.optim.quantizing_optimizer import requantize
 from megatron_rl.mcore.passes import logprobs as scoring
 from megatron_rl.mcore.passes import reduce
 from megatron_rl.mcore.passes.context_parallel import ContextShard
+from megatron_rl.mcore.passes.logprobs import ScoredPositions
 from megatron_rl.mcore.passes.replicas import select_own
-from megatron_rl.mcore.passes.scored_positions import ScoredPositions
 from megatron_rl.mcore.weights.adapters import install_adapters
 from megatron_rl.mcore.weights.cache_scales import collect_scales, renew_scales
 from megatron_rl.mcore.weights.export import export_checkpoint

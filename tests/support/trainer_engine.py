@@ -28,7 +28,7 @@ from megatron_rl.distributed import Rank0, is_rank0
 from megatron_rl.errors import RunError
 from megatron_rl.hf.tokenizer import load_tokenizer
 from megatron_rl.hf.write import describe_weights, write_all_but_weights
-from megatron_rl.mcore.checkpoint.write import CheckpointWriter
+from megatron_rl.mcore.checkpoint.checkpointing import CheckpointWriter
 from megatron_rl.mcore.layers.linear.quantized_linear import find_quantized_layers
 from megatron_rl.mcore.passes.engine_emulation import emulate_engine
 from megatron_rl.mcore.weights.cache_scales import collect_scales, renew_scales
@@ -37,10 +37,10 @@ from megatron_rl.precision.graph.graph import PrecisionGraph
 from megatron_rl.rollout.engine import Abort
 from megatron_rl.rollout.engine_placement import LAUNCHER_VARIABLE
 from megatron_rl.rollout.engine_pool import EnginePool, start_engines
-from megatron_rl.rollout.environment_pool import EnvironmentPool
 from megatron_rl.rollout.environments.base import Message
+from megatron_rl.rollout.environments.pool import EnvironmentPool
 from megatron_rl.rollout.generation import MultiTurnSampler
-from megatron_rl.sync.engine_check import check_live_engine
+from megatron_rl.sync.checks import check_live_engine
 from megatron_rl.sync.plan import SyncPlan
 from megatron_rl.sync.recovery import RecoveringWeightSync
 from megatron_rl.sync.weight_sync import WeightSync

@@ -28,10 +28,9 @@ from megatron_rl.data import ProblemOrder, ProblemStream
 from megatron_rl.distributed import Rank0, run_on_rank0
 from megatron_rl.errors import RunError
 from megatron_rl.hf.files import read_config
-from megatron_rl.mcore.actor import Actor, Policy
+from megatron_rl.mcore.actor import Actor, Critic, Policy
+from megatron_rl.mcore.checkpoint.checkpointing import CheckpointWriter, load_run_checkpoint
 from megatron_rl.mcore.checkpoint.optimizer import MasterState, OptimizerState
-from megatron_rl.mcore.checkpoint.write import CheckpointWriter, load_run_checkpoint
-from megatron_rl.mcore.critic import Critic
 from megatron_rl.mcore.layers.linear.quantized_linear import find_quantized_layers
 from megatron_rl.mcore.model import build_model, freeze, start_megatron
 from megatron_rl.mcore.passes.engine_emulation import emulate_cache, emulate_engine

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from megatron_rl.config import PrecisionConfig
 from megatron_rl.hf.files import read_config
 from megatron_rl.hf.write import write_checkpoint
-from megatron_rl.kernels.linear.products import fprop
+from megatron_rl.kernels.linear.reference import fprop
 from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.precision.fp8 import dequantize_weight
 from megatron_rl.precision.quantized_weight import QuantizedWeight

@@ -28,14 +28,14 @@ def use_in_every_way() -> dict[str, Any]:
     dist.is_initialized() or dist.init_process_group("gloo")
     rank, told = dist.get_rank(), list[int]()
     held = Rank0(lambda: [rank])
-    held.tell(lambda numbers: (told.append(rank), numbers.append(7)))
+    held.run_local(lambda numbers: (told.append(rank), numbers.append(7)))
     return {
         "made": outcome(lambda: Rank0(refuse)),
         "run": held.run(lambda numbers: sum(numbers)),
         "error": outcome(lambda: held.run(refuse)),
         "after an error": held.run(len),
         "told": told,
-        "error when told": outcome(lambda: held.tell(refuse)),
+        "error when told": outcome(lambda: held.run_local(refuse)),
         "value": outcome(lambda: held.value),
         "before the start": share_before_start("made", lambda: rank, dist.distributed_c10d._get_default_store()),
         "error before the start": outcome(lambda: share_before_start("failed", refuse, dist.distributed_c10d._get_default_store())),
@@ -45,9 +45,9 @@ def use_in_every_way() -> dict[str, Any]:
 
 def test_one_process_is_rank_0():
     held = Rank0(lambda: [1])
-    held.tell(lambda numbers: numbers.append(2))
+    held.run_local(lambda numbers: numbers.append(2))
     assert held.value == [1, 2] and held.run(sum) == 3
-    for use in (lambda: Rank0(refuse), lambda: held.run(refuse), lambda: held.tell(refuse)):
+    for use in (lambda: Rank0(refuse), lambda: held.run(refuse), lambda: held.run_local(refuse)):
         with pytest.raises(RunError, match="rank 0 refuses"):
             use()
 

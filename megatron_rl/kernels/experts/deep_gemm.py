@@ -53,7 +53,7 @@ class DeepGemmExperts:
         self, gate_up: torch.Tensor, gradient: torch.Tensor | None, groups: TokenGroups, *, rows: bool, columns: bool
     ) -> Operand:
         """Do for rows [T, 2 F] what `SwiGLUBackend.quantize_swiglu` does for tokens."""
-        from megatron_rl.kernels.swiglu.triton_quantized import quantize_swiglu
+        from megatron_rl.kernels.swiglu.triton import quantize_swiglu
 
         row_pair, column_pair = quantize_swiglu(gate_up, gradient, self._single.scale_format, rows=rows, columns=columns, groups=groups)
         return Operand(groups.rows, row_pair or (), column_pair or ())
@@ -63,7 +63,7 @@ class DeepGemmExperts:
     ) -> tuple[Operand, torch.Tensor]:
         """Return (the operand of gradient bf16 [n, K] times weights float32 [n], rounded; the weights' gradient float32 [n]) for outputs
         bf16 [T, K], which the weights multiplied."""
-        from megatron_rl.kernels.experts.triton_spread import quantize_weighed
+        from megatron_rl.kernels.experts.triton import quantize_weighed
 
         found = quantize_weighed(gradient, outputs, weights, groups, self._single.scale_format, columns=columns)
         rows, column_pair, of_weights = found
@@ -72,13 +72,13 @@ class DeepGemmExperts:
     def pack(self, x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
         """Quantize tokens x bf16 [n, K] along K and put each at its places `order` [n, k], for tokens that travel: int32
         [n k, K/4 + K/128], bytes, then scales."""
-        from megatron_rl.kernels.experts.triton_spread import pack
+        from megatron_rl.kernels.experts.triton import pack
 
         return pack(x, order, self._single.scale_format)
 
     def unpack(self, packed: torch.Tensor, groups: TokenGroups) -> Operand:
         """Return the rows that `quantize` gives, of n tokens that `pack` quantized."""
-        from megatron_rl.kernels.experts.triton_spread import spread_packed
+        from megatron_rl.kernels.experts.triton import spread_packed
 
         return Operand(groups.rows, spread_packed(packed, groups))
 

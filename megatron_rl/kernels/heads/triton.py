@@ -1,4 +1,4 @@
-"""The kernels of `kernels.heads.split_heads`.
+"""The kernels of `kernels.heads.reference`.
 
 This file imports Triton, which only GPU builds of torch bring along: import it inside functions.
 """
@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from megatron_rl.kernels.heads.reference import Heads, Norms
+from megatron_rl.kernels.heads import Heads, Norms
 
 _TOKENS = 32
 """Of a program, which has one head of each."""
@@ -128,7 +128,7 @@ def differentiate_head_tile(
 
 
 def rotate(mixed: torch.Tensor, heads: Heads, norms: Norms) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (query, key) of `kernels.heads.split_heads`. Raise ValueError where shapes do not fit."""
+    """Return (query, key) of `kernels.heads.reference`. Raise ValueError where shapes do not fit."""
     dim = _check(mixed, heads)
     query, key = (mixed.new_empty(len(mixed), count, dim) for count in (heads.groups * heads.queries, heads.groups))
     if len(mixed):

@@ -13,10 +13,10 @@ if TYPE_CHECKING:
     from megatron_rl.kernels.experts.deep_gemm import DeepGemmExperts
 
 PRODUCTS = {
-    ("fp8", "emulated"): "emulated:EmulatedBackend",
+    ("fp8", "emulated"): "reference:EmulatedBackend",
     ("fp8", "deep_gemm"): "deep_gemm:DeepGemmBackend",
     ("fp8", "transformer_engine"): "transformer_engine:TransformerEngineBackend",
-    ("int8", "emulated"): "emulated:EmulatedInt8",
+    ("int8", "emulated"): "reference:EmulatedInt8",
 }
 """(`TensorFormat.name`, `precision.backend`) -> module (of this package if its name has no dot) and class, which is given the format."""
 

@@ -51,7 +51,7 @@ class DeepGemmBackend(GpuBackend):
         return Operand(x.shape[0], row_pair or (), column_pair or ())
 
     def quantize_swiglu(self, gate_up: torch.Tensor, gradient: torch.Tensor | None, *, rows: bool, columns: bool) -> Operand:
-        from megatron_rl.kernels.swiglu.triton_quantized import quantize_swiglu
+        from megatron_rl.kernels.swiglu.triton import quantize_swiglu
 
         self.check_input(gate_up)
         row_pair, column_pair = quantize_swiglu(gate_up, gradient, self.scale_format, rows=rows, columns=columns)
@@ -60,7 +60,7 @@ class DeepGemmBackend(GpuBackend):
     def quantize_norm(
         self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, *, columns: bool
     ) -> tuple[torch.Tensor, torch.Tensor, Operand]:
-        from megatron_rl.kernels.norm.triton_quantized import quantize_norm
+        from megatron_rl.kernels.norm.triton import quantize_norm
 
         self.check_input(x)
         total, statistic, rows, column_pair = quantize_norm(x, residual, weight, eps, self.scale_format, columns=columns)

@@ -51,7 +51,7 @@ class TransformerEngineBackend(GpuBackend):
 
     def quantize_swiglu(self, gate_up: torch.Tensor, gradient: torch.Tensor | None, *, rows: bool, columns: bool) -> Operand:
         """By our Triton kernel, in Transformer Engine's layout."""
-        from megatron_rl.kernels.swiglu.triton_quantized import quantize_swiglu
+        from megatron_rl.kernels.swiglu.triton import quantize_swiglu
 
         self.check_input(gate_up)
         pairs = quantize_swiglu(
@@ -64,7 +64,7 @@ class TransformerEngineBackend(GpuBackend):
         self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, *, columns: bool
     ) -> tuple[torch.Tensor, torch.Tensor, Operand]:
         """By our Triton kernels, in Transformer Engine's layout."""
-        from megatron_rl.kernels.norm.triton_quantized import quantize_norm
+        from megatron_rl.kernels.norm.triton import quantize_norm
 
         self.check_input(x)
         padding = {"row_multiple": _TOKENS, "column_multiple": _TOKENS}

@@ -1,13 +1,31 @@
-"""The backward kernel of `kernels.norm.reference`.
+"""The Triton kernels of `kernels.norm.reference`: RMSNorm that quantizes its result, and the gradient of RMSNorm.
 
-This file imports Triton, which only GPU builds of torch bring along: import it inside functions.
+Sum and result are rounded to the dtype of x, so bytes and scales equal those of `kernels.quantize.triton` applied to the result, in the same
+layouts. The kernel that holds a whole token writes the rows. Columns need 128 tokens, too many for one program, so a second kernel computes
+them from the sum.
+
+Import this file inside functions: Triton comes with GPU builds of torch only.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
+
+from megatron_rl.kernels.quantize.triton import (
+    LAUNCH,
+    QuantizedPair,
+    _e4m3_bytes,
+    _scale_and_inverse,
+    _store_columns,
+    allocate,
+    choose_launch,
+)
+from megatron_rl.precision.contract import AMAX_EPSILON, E4M3_MAX
+from parallel.formats import BLOCK
 
 _TOKENS = 16
 """Of a program, whose part of the weight's gradient is added up in registers."""
@@ -48,12 +66,6 @@ def differentiate_norm_rows(
     tl.store(of_weight + tl.program_id(0).to(tl.int64) * width + column, sums, mask=column < width)
 
 
-def choose_launch(width: int) -> dict[str, int | bool]:
-    """Return how a program of whole rows is launched. Without fused multiply-add the arithmetic is that of single operators."""
-    warps = 4 if width <= 2048 else 8 if width <= 4096 else 16
-    return {"WIDTH_TILE": triton.next_power_of_2(width), "num_warps": warps, "enable_fp_fusion": False}
-
-
 def differentiate(
     gradient: torch.Tensor, total: torch.Tensor, statistic: torch.Tensor, weight: torch.Tensor, of_total: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -80,3 +92,118 @@ def differentiate(
             **choose_launch(width),
         )
     return result, of_weight.sum(0).to(weight.dtype)
+
+
+@triton.jit
+def _normalize(values, scale, weight, inside, dtype: tl.constexpr):
+    """The result, rounded to `dtype`, as float32; 0 in padding, without a sign."""
+    return tl.where(inside, (values * scale * weight).to(dtype).to(tl.float32), 0.0)
+
+
+@triton.jit
+def normalize_row(
+    x,
+    residual,
+    weight,
+    total,
+    statistic,
+    row_data,
+    row_scale,
+    tokens,
+    width,
+    row_scale_stride,
+    eps,
+    ADDS: tl.constexpr,
+    POW2: tl.constexpr,
+    EPSILON: tl.constexpr,
+    LARGEST: tl.constexpr,
+    TILE: tl.constexpr,
+    WIDTH_TILE: tl.constexpr,
+):
+    """One program per token of x [tokens, width], and per token that pads the rows."""
+    token, column = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH_TILE)
+    at, is_there = token * width + column, token < tokens
+    inside = (column < width) & is_there
+    stream = tl.load(x + at, mask=inside, other=0.0)
+    if ADDS:
+        stream = (stream.to(tl.float32) + tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)).to(total.dtype.element_ty)
+        tl.store(total + at, stream, mask=inside)
+    values = stream.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(values * values, axis=0) / width + eps)
+    tl.store(statistic + token, scale, mask=is_there)
+    w = tl.load(weight + column, mask=column < width, other=0.0).to(tl.float32)
+    normed = _normalize(values, scale, w, inside, x.dtype.element_ty)
+    normed = tl.reshape(normed, (WIDTH_TILE // TILE, TILE))
+    scales, inverse = _scale_and_inverse(tl.max(tl.abs(normed), axis=1), POW2, EPSILON, LARGEST)
+    block, of_block = tl.arange(0, WIDTH_TILE // TILE), tl.arange(0, TILE)
+    target = row_data + token * width + block[:, None] * TILE + of_block[None, :]
+    tl.store(target, _e4m3_bytes(normed * inverse[:, None]), mask=(block * TILE < width)[:, None])
+    tl.store(row_scale + block * row_scale_stride + token, scales, mask=block * TILE < width)
+
+
+@triton.jit
+def quantize_normed_tile(
+    total,
+    statistic,
+    weight,
+    column_data,
+    column_scale,
+    tokens,
+    padded_tokens,
+    width,
+    POW2: tl.constexpr,
+    EPSILON: tl.constexpr,
+    LARGEST: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """One program per 128x128 tile of total [tokens, width]."""
+    token_tile, column_tile = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    token, column = token_tile * TILE + tl.arange(0, TILE), column_tile * TILE + tl.arange(0, TILE)
+    inside = token < tokens
+    values = tl.load(total + token[:, None] * width + column[None, :], mask=inside[:, None], other=0.0).to(tl.float32)
+    scale, w = tl.load(statistic + token, mask=inside, other=0.0), tl.load(weight + column).to(tl.float32)
+    normed = _normalize(values, scale[:, None], w[None, :], inside[:, None], total.dtype.element_ty)
+    _store_columns(
+        normed, column_data, column_scale, column_scale, column_scale, token, token_tile, column_tile, padded_tokens, width, POW2, False,
+        EPSILON, LARGEST, TILE,
+    )  # fmt: skip
+
+
+def quantize_norm(
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, scale_format: str, *, columns: bool, **multiples: int
+) -> tuple[torch.Tensor, torch.Tensor, QuantizedPair, QuantizedPair | None]:
+    """Return (total [..., h], statistic float32 [...], rows, columns) as `kernels.norm.reference` names them, for x [..., h], h a multiple of 128;
+    columns where asked for, `multiples` as `allocate` takes them. Raise ValueError for other shapes."""
+    tokens, width = x.shape[:-1].numel(), x.shape[-1]
+    if width % BLOCK or weight.shape != (width,) or (residual is not None and (residual.shape, residual.dtype) != (x.shape, x.dtype)):
+        raise ValueError(f"x {list(x.shape)}: the width must be a multiple of {BLOCK}, residual stream and weight must fit")
+    x = x.contiguous()
+    total = x if residual is None else torch.empty_like(x)
+    statistic = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
+    rows, column_pair = allocate(tokens, width, x.device, rows=True, columns=columns, **multiples)
+    assert rows is not None
+    unused = torch.empty(0, dtype=torch.uint8, device=x.device)
+    formula: Any = {"POW2": scale_format == "pow2", "EPSILON": AMAX_EPSILON, "LARGEST": E4M3_MAX, "TILE": BLOCK}
+    if tokens:
+        normalize_row[(len(rows[0]),)](
+            x,
+            unused if residual is None else residual.contiguous(),
+            weight,
+            unused if residual is None else total,
+            statistic,
+            rows[0].view(torch.uint8),
+            rows[1],
+            tokens,
+            width,
+            rows[1].stride(1),
+            eps,
+            ADDS=residual is not None,
+            **formula,
+            **choose_launch(width),
+        )
+    if tokens and column_pair is not None:
+        data, scale = column_pair
+        quantize_normed_tile[(triton.cdiv(tokens, BLOCK), width // BLOCK)](
+            total, statistic, weight, data.view(torch.uint8), scale, tokens, data.shape[1], width, **formula, **LAUNCH
+        )
+    return total, statistic, rows, column_pair

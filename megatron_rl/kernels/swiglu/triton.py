@@ -1,15 +1,26 @@
-"""The kernels of `kernels.swiglu.reference`.
+"""The Triton kernels of `kernels.swiglu.reference`: SwiGLU and its gradient, either written in the dtype of x or quantized by the kernel that
+computes them, without a BF16 copy in between.
 
-This file imports Triton, which only GPU builds of torch bring along: import it inside functions.
+Values are rounded to the dtype of gate and up before they are quantized, so bytes and scales equal those of SwiGLU followed by
+`kernels.quantize.triton`, in the same layouts.
+
+Import this file inside functions: Triton comes with GPU builds of torch only.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-LAUNCH = {"num_warps": 4, "enable_fp_fusion": False}
+from megatron_rl.kernels.experts.token_groups import TokenGroups
+from megatron_rl.kernels.quantize.triton import QuantizedPair, _store_columns, _store_rows, allocate, flatten_groups
+from megatron_rl.precision.contract import AMAX_EPSILON, E4M3_MAX
+from parallel.formats import BLOCK
+
+ROW_LAUNCH = {"num_warps": 4, "enable_fp_fusion": False}
 _COLUMNS = 1024
 """Results of a program."""
 
@@ -55,7 +66,7 @@ def multiply(x: torch.Tensor) -> torch.Tensor:
     x, width = x.contiguous(), x.shape[-1] // 2
     result = torch.empty(*x.shape[:-1], width, dtype=x.dtype, device=x.device)
     if result.numel():
-        multiply_row[(result.numel() // width, triton.cdiv(width, _COLUMNS))](x, result, width, COLUMNS=_COLUMNS, **LAUNCH)
+        multiply_row[(result.numel() // width, triton.cdiv(width, _COLUMNS))](x, result, width, COLUMNS=_COLUMNS, **ROW_LAUNCH)
     return result
 
 
@@ -65,5 +76,150 @@ def differentiate(x: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
     result = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if result.numel():
         grid = gradient.numel() // width, triton.cdiv(width, _COLUMNS)
-        differentiate_row[grid](x, gradient, result, width, COLUMNS=_COLUMNS, **LAUNCH)
+        differentiate_row[grid](x, gradient, result, width, COLUMNS=_COLUMNS, **ROW_LAUNCH)
     return result
+
+
+TILE_LAUNCH = {"num_warps": 16, "enable_fp_fusion": False}
+
+
+@triton.jit
+def _load_halves(gate_up, token, column, tokens, width):
+    """Gate and up, float32, and which of their numbers are there."""
+    inside = (token < tokens)[:, None]
+    source = gate_up + token[:, None] * 2 * width + column[None, :]
+    gate, up = tl.load(source, mask=inside, other=0.0), tl.load(source + width, mask=inside, other=0.0)
+    return gate.to(tl.float32), up.to(tl.float32), inside
+
+
+@triton.jit
+def _load_gradients(gate_up, gradient, token, column, tokens, width):
+    """The gradients of gate and up, rounded."""
+    gate, up, inside = _load_halves(gate_up, token, column, tokens, width)
+    dy = tl.load(gradient + token[:, None] * width + column[None, :], mask=inside, other=0.0).to(tl.float32)
+    of_gate, of_up = _differentiate(gate, up, dy)
+    return of_gate.to(gate_up.dtype.element_ty), of_up.to(gate_up.dtype.element_ty)
+
+
+@triton.jit
+def _stack(a, b):
+    """[t, c] and [t, c] -> [2 t, c]."""
+    return tl.reshape(tl.permute(tl.join(a, b), (2, 0, 1)), (2 * a.shape[0], a.shape[1]))
+
+
+@triton.jit
+def quantize_swiglu_tile(
+    gate_up,
+    gradient,
+    row_data,
+    row_scale,
+    column_data,
+    column_scale,
+    group_start,
+    group_length,
+    tokens,
+    row_tokens,
+    column_tokens,
+    width,
+    row_scale_stride,
+    POW2: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BACKWARD: tl.constexpr,
+    GROUPED: tl.constexpr,
+    EPSILON: tl.constexpr,
+    LARGEST: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """One program per 128x128 tile of SwiGLU's result [tokens, width]; BACKWARD: of its gradient, which gives two tiles of the gradient of
+    gate_up [tokens, 2 width]."""
+    token_tile, column_tile = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    token = token_tile * TILE + tl.arange(0, TILE)
+    column = column_tile * TILE + tl.arange(0, TILE)
+    halves: tl.constexpr = 2 if BACKWARD else 1
+    if BACKWARD:  # in two steps: registers would not hold what both need
+        HALF: tl.constexpr = TILE // 2
+        first = token_tile * TILE + tl.arange(0, HALF)
+        a, b = _load_gradients(gate_up, gradient, first, column, tokens, width)
+        c, d = _load_gradients(gate_up, gradient, first + HALF, column, tokens, width)
+        result, second = _stack(a, c), _stack(b, d)
+    else:
+        gate, up, _ = _load_halves(gate_up, token, column, tokens, width)
+        result = _multiply(gate, up).to(gate_up.dtype.element_ty)
+    for half in tl.static_range(halves):
+        values, tile = (second if half else result).to(tl.float32), column_tile + half * (width // TILE)
+        if ROWS:
+            _store_rows(
+                values, row_data, row_scale, token, tile, row_tokens, halves * width, row_scale_stride, 1, POW2, EPSILON, LARGEST, TILE
+            )  # fmt: skip
+        if COLUMNS:
+            _store_columns(
+                values, column_data, column_scale, group_start, group_length, token, token_tile, tile, column_tokens, halves * width, POW2,
+                GROUPED, EPSILON, LARGEST, TILE,
+            )  # fmt: skip
+
+
+def quantize_swiglu(
+    gate_up: torch.Tensor,
+    gradient: torch.Tensor | None,
+    scale_format: str,
+    *,
+    rows: bool,
+    columns: bool,
+    groups: TokenGroups | None = None,
+    **multiples: int,
+) -> tuple[QuantizedPair | None, QuantizedPair | None]:
+    """Return (rows, columns) of SwiGLU's result [T, F] for gate_up [T, 2 F], F a multiple of 128; with the gradient [T, F] of that result,
+    of gate_up's gradient [T, 2 F]. Groups as `quantize_activation` takes them, `multiples` as `allocate`. Raise ValueError for other
+    shapes."""
+    tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
+    fits = gate_up.shape[1] % (2 * BLOCK) == 0 and (
+        gradient is None or (gradient.shape, gradient.dtype) == ((tokens, width), gate_up.dtype)
+    )
+    if not fits or (groups is not None and groups.rows != tokens):
+        raise ValueError(f"gate_up {list(gate_up.shape)}: both halves must be multiples of {BLOCK}, their gradient and groups fit")
+    gate_up = gate_up.contiguous()
+    of_result = width if gradient is None else 2 * width
+    row_pair, column_pair = allocate(tokens, of_result, gate_up.device, rows=rows, columns=columns, **multiples)
+    if tokens:
+        _launch(gate_up, gradient, scale_format, row_pair, column_pair, None if groups is None else groups.tiles)
+    return row_pair, flatten_groups(column_pair, groups)
+
+
+def _launch(
+    gate_up: torch.Tensor,
+    gradient: torch.Tensor | None,
+    scale_format: str,
+    rows: QuantizedPair | None,
+    columns: QuantizedPair | None,
+    groups: tuple[torch.Tensor, torch.Tensor] | None,
+) -> None:
+    tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
+    unused: Any = torch.empty(0, dtype=torch.uint8, device=gate_up.device)
+    row_data, row_scale = (rows[0].view(torch.uint8), rows[1]) if rows else (unused, unused)
+    column_data, column_scale = (columns[0].view(torch.uint8), columns[1]) if columns else (unused, unused)
+    group_start, group_length = groups if groups is not None else (unused, unused)
+    quantize_swiglu_tile[(-(-tokens // BLOCK), width // BLOCK)](
+        gate_up,
+        unused if gradient is None else gradient.contiguous(),
+        row_data,
+        row_scale,
+        column_data,
+        column_scale,
+        group_start,
+        group_length,
+        tokens,
+        len(rows[0]) if rows else 0,
+        columns[0].shape[1] if columns else 0,
+        width,
+        row_scale.stride(-1),
+        POW2=scale_format == "pow2",
+        ROWS=rows is not None,
+        COLUMNS=columns is not None,
+        BACKWARD=gradient is not None,
+        GROUPED=groups is not None,
+        EPSILON=AMAX_EPSILON,
+        LARGEST=E4M3_MAX,
+        TILE=BLOCK,
+        **TILE_LAUNCH,
+    )

@@ -1,1 +1,1 @@
-"""The optimizer: gradient exchange, quantization after a step, offloading."""
+"""The optimizer: data parallelism, the quantizing optimizer, learning rate, offloading, and the step response."""

@@ -1,10 +1,8 @@
-"""Offloads what only an optimizer step needs from the device until the next step: Adam's moments, separate FP32 masters, gradients.
+"""Offloads memory that only optimizer steps need: Adam's moments, separate FP32 masters and gradients.
 
-Moments and masters go to host memory, into buffers that are allocated once; gradients are zeroed before a step anyway, so their memory
-is freed without a copy. Each rank offloads its shards. FP32 weights that are their own masters are part of the model and stay. Megatron's
-own `offload_to_cpu` would move them too, and with them norms and embeddings that the sync reads.
-
-A checkpoint can be written meanwhile: Megatron copies what it saves to the host, where the tensors are already.
+Moments and masters are copied to host buffers that are allocated once. Gradients are freed without a copy, since they are zeroed before
+each step. FP32 weights that are their own masters stay; Megatron's `offload_to_cpu` would move them too, along with norms and embeddings
+that the sync reads. Checkpoints can be written while the state is offloaded.
 """
 
 from __future__ import annotations
@@ -13,33 +11,34 @@ from typing import Any
 
 import torch
 
-from megatron_rl.mcore.checkpoint.optimizer import MOMENTS, flatten_chained, iter_masters
+from megatron_rl.mcore.checkpoint.optimizer import MOMENTS
+from megatron_rl.mcore.optim.master_slices import flatten_chained, iter_masters
 
 
 class OptimizerOffloader:
-    """Offloads and reloads one actor's optimizer. Repeated calls of the same method do nothing."""
+    """Offloads and reloads one actor's optimizer. Both methods are idempotent."""
 
     def __init__(self, wrapped_chunks: list[Any], optimizer: Any, device: torch.device) -> None:
-        """`wrapped_chunks`: Megatron's DistributedDataParallel of each of the model's chunks, which own the gradients."""
+        """`wrapped_chunks` are the DistributedDataParallel wrappers, which own the gradients."""
         self.gradient_buffers = [buffer for chunk in wrapped_chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
         self._optimizers, self._device = flatten_chained(optimizer), device
         self._host: dict[tuple[int, str], torch.Tensor] = {}
         self._offloaded = False
 
     def offload(self) -> None:
-        """Free the device memory; no optimizer step is possible until `reload`."""
+        """Free the device memory. No optimizer step is possible until `reload`."""
         if self._offloaded:
             return
         self._move(self._host_copy)
         for buffer in self.gradient_buffers:
             buffer.offload_to_cpu(move_params=False, move_grads=True)
         if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)  # the copies must be complete before their sources are freed
+            torch.cuda.synchronize(self._device)  # the copies must finish before their sources are freed
             torch.cuda.empty_cache()
         self._offloaded = True
 
     def reload(self) -> None:
-        """Undo `offload`; gradients are 0."""
+        """Undo `offload`. Gradients are zero."""
         if not self._offloaded:
             return
         self._move(lambda _, tensor: tensor.to(self._device, non_blocking=True, copy=True))

@@ -1,15 +1,14 @@
-"""Megatron's distributed optimizer for parameters that are the bytes of FP8 blocks.
+"""Megatron's distributed optimizer, extended to parameters stored as FP8 blocks.
 
-Megatron lays parameters and gradients of one dtype into buffers, and each data-parallel replica steps a flat slice of a buffer. It knows
-16-bit parameters with an FP32 slice as master, and FP32 ones. Here are E4M3 ones too: Adam steps the master's slice by the gradient's as
-ever, and then, in place of a cast,
+Each data-parallel replica steps a flat slice of every parameter buffer. Megatron supports 16-bit parameters with FP32 masters, and FP32
+parameters. For E4M3 parameters, Adam steps the slice of the FP32 master as usual; instead of a cast, then
 
     each replica finds the block maxima in its slices             `precision.slices`
-    one all-reduce agrees on those of all weights                 4 bytes per block
-    each quantizes its slices into the parameters' buffer         the scales follow from the maxima everywhere
-    Megatron's own all-gather                                     1 byte per parameter
+    one all-reduce takes the maximum over replicas                4 bytes per block
+    each replica quantizes its slices into the parameter buffer   the maxima determine the scales on all replicas
+    Megatron's all-gather distributes the bytes                   1 byte per parameter
 
-so a parameter costs 1 byte and its scales, 4 bytes of gradient buffer, and 12 bytes over all replicas: master and Adam's moments.
+A parameter costs 1 byte plus scales, 4 bytes of gradient buffer, and 12 bytes for master and moments divided over the replicas.
 """
 
 from __future__ import annotations
@@ -24,10 +23,9 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megatron_rl.distributed import raise_on_all_ranks
 from megatron_rl.errors import RunError
-from megatron_rl.mcore.checkpoint.optimizer import flatten_chained, make_slice
-from megatron_rl.mcore.layers.linear.master import MasterSlice
 from megatron_rl.mcore.layers.linear.quantized_linear import QuantizedLinear
 from megatron_rl.mcore.optim.buckets import start_gathers
+from megatron_rl.mcore.optim.master_slices import MasterSlice, flatten_chained, make_slice
 from megatron_rl.mcore.platform import cpu
 from megatron_rl.precision.slices import WeightSlice, make_scales
 from parallel.digest import digest
@@ -35,7 +33,7 @@ from parallel.shards import Rect
 
 
 def install() -> None:
-    """Make Megatron build this optimizer where it would build its distributed one."""
+    """Make Megatron build `QuantizingOptimizer` as its distributed optimizer."""
     cpu.check_version()
     import megatron.core.optimizer as optimizer
 
@@ -47,17 +45,16 @@ class _Slice(NamedTuple):
     layer: QuantizedLinear
     master: MasterSlice
     place: WeightSlice
-    digest: str
-    """Of an adopted weight's master as it began, else ""."""
+    digest: str  # hash of the initial master of a weight with adopted blocks, else ""
 
     @property
     def bytes(self) -> torch.Tensor:
-        """This rank's part of the weight's data, in the parameters' buffer."""
+        """This rank's slice of the weight's bytes in the parameter buffer."""
         return self.layer.weight.data.view(-1)[self.master.start : self.master.start + self.master.values.numel()]
 
 
 class QuantizingOptimizer(DistributedOptimizer):
-    """The parameters of quantized layers are those of one byte. `take_layers` comes before the first step."""
+    """Distributed optimizer whose one-byte parameters are quantized weights. Call `take_layers` before the first step."""
 
     def __init__(self, optimizer: Any, *args: Any, **options: Any) -> None:
         for group in optimizer.param_groups if optimizer is not None else ():
@@ -71,8 +68,7 @@ class QuantizingOptimizer(DistributedOptimizer):
     def _build_model_and_main_param_groups(
         cls, gbuf_ranges: Any, param_gbuf_map: Any, opt_group_ranges: list[dict[str, Any]], config: Any
     ) -> Any:
-        """Let Megatron do the others, add a master's slice for every quantized parameter, and keep all in the model's order, in which the
-        gradient's norm is summed."""
+        """Add slices of FP32 masters for quantized parameters to Megatron's groups, in model order: the gradient norm is summed in it."""
         in_order = [group["orig_group"]["params"] for group in opt_group_ranges]
         others = [{**group, "params": [each for each in group["params"] if not is_quantized(each)]} for group in opt_group_ranges]
         groups = super()._build_model_and_main_param_groups(gbuf_ranges, param_gbuf_map, others, config)
@@ -92,14 +88,14 @@ class QuantizingOptimizer(DistributedOptimizer):
 
     @property
     def masters(self) -> list[tuple[Any, torch.Tensor]]:
-        """(parameter, its FP32 master's slice) of the quantized parameters that this rank has a slice of."""
+        """(parameter, slice of its FP32 master) of the quantized parameters with a slice on this rank."""
         if self.is_stub_optimizer:
             return []
         parameters = (parameter for buffer in self.buffers for parameter in buffer.params)
         return [(each, each.main_param) for each in parameters if is_quantized(each) and each.main_param is not None]
 
     def take_layers(self, layers: dict[str, QuantizedLinear]) -> None:
-        """Fill this rank's slices of the masters of the layers (by name) whose weights are in this optimizer, one layer at a time."""
+        """Fill this rank's master slices for those of the named layers whose weights are in this optimizer, one layer at a time."""
         by_weight = {id(layer.weight): (name, layer) for name, layer in layers.items()}
         quantized = [(each, parameter) for each in self.buffers for parameter in each.params if is_quantized(parameter)]
         for buffer, parameter in quantized:
@@ -111,7 +107,7 @@ class QuantizingOptimizer(DistributedOptimizer):
             self._slices.append(_Slice(name, layer, master, place, _hash(master.values) if layer.adopted else ""))
 
     def step_with_ready_grads(self) -> bool:
-        """Step the masters and quantize them. The gather is the caller's: Megatron's would come once for each chained optimizer."""
+        """Step the masters and quantize them. The caller gathers the weights: Megatron would gather once per chained optimizer."""
         return super(DistributedOptimizer, self).step_with_ready_grads()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -131,8 +127,8 @@ class QuantizingOptimizer(DistributedOptimizer):
 
     @torch.no_grad()
     def quantize(self) -> None:
-        """Make the scales of all blocks, and the data of this rank's slices. Collective over the replicas, without waiting for the device
-        (unless blocks are adopted: those stay until the master of some replica has changed)."""
+        """Compute all scales and quantize this rank's slices. Collective over the replicas. Does not wait for the device unless some blocks
+        are adopted; these are kept until their master has changed on any replica."""
         if not self._slices:
             return
         grids = [each.place.find_maxima(each.master.values) for each in self._slices]
@@ -150,24 +146,24 @@ class QuantizingOptimizer(DistributedOptimizer):
                 each.place.quantize(each.master.values, multiplier.view(grid.shape), each.bytes)
 
     def find_broken(self) -> str:
-        """Return the name of the first weight that held inf or NaN when it was last quantized, "" for none. Waits for the device."""
+        """Return the name of the first weight with inf or NaN in its last quantization, or "". Waits for the device."""
         sizes = [each.layer.scale.numel() for each in self._slices]
         parts = zip(self._slices, self._maxima.split(sizes), strict=True)
         return next((each.name for each, maxima in parts if not bool(maxima.isfinite().all())), "")
 
     @property
     def is_broken(self) -> torch.Tensor:
-        """Whether there is one: a tensor of one element, on the device."""
+        """Whether any weight held inf or NaN in its last quantization, as a one-element tensor on the device."""
         return self._maxima.isfinite().all().logical_not()
 
 
 def is_quantized(parameter: torch.Tensor) -> bool:
-    """Return whether a parameter is the bytes of blocks."""
+    """Return whether a parameter holds quantized bytes."""
     return parameter.itemsize == 1
 
 
 def requantize(optimizer: Any) -> None:
-    """Make the blocks of masters that were set from outside, on every replica. Collective."""
+    """Quantize masters that were set from outside, on every replica. Collective."""
     parts = flatten_chained(optimizer)
     for part in parts:
         part.quantize()
@@ -177,7 +173,7 @@ def requantize(optimizer: Any) -> None:
 
 
 def check_finite(optimizers: Iterable[QuantizingOptimizer]) -> None:
-    """Raise RunError on every rank, naming the weight, where one that was quantized holds inf or NaN. Collective; waits once."""
+    """Raise RunError on every rank if a quantized weight holds inf or NaN; the message names it. Collective; waits once for the device."""
     parts = list(optimizers)
     device = torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
     broken = torch.zeros((), device=device)

@@ -1,17 +1,15 @@
-"""How far an optimizer step moved the weights that the engine computes with, against how far it moved their masters.
+"""The step response: how far an optimizer step moved the engine's weights, relative to the movement of their FP32 masters.
 
     response = sum |dQ| / sum |dM|        changed_share = mean of [dQ != 0]
 
-Q is a weight's value as the engine has it: of its FP8 block, its INT8 row, or in BF16. M is the FP32 master that the optimizer steps.
+Q is a weight's value in the engine (FP8 block, INT8 row or BF16), M its FP32 master. Rounding maps all M in a cell of width c to one Q.
+If M is uniformly distributed in its cell, a step |dM| < c crosses a boundary with probability |dM| / c and then moves Q by c, so that
+E |dQ| = |dM| and the response is 1 for any grid. It is far above 1 if masters are concentrated at cell boundaries (1 in 16 BF16 weights
+is a tie in E4M3), and 0 if they are at cell centers.
 
-Rounding puts M into a cell of width c, all of which becomes one Q. A step |dM| < c crosses into the next cell with probability |dM| / c if
-M lies anywhere in its cell with equal chance, and Q then moves by c: E |dQ| = |dM|. So the response is 1 for any grid and any step. It is
-far above 1 where masters crowd at the bounds of cells (BF16 weights lie on ties of E4M3: one in 16), and 0 where they sit in the middle.
-
-It is measured on a sample of strips, `_ROWS` rows of a weight each, in the order in which rows are quantized, so that blocks stay whole: a
-simple random sample without replacement of a rank's strips, drawn anew from the number of the step. Every strip is as likely to be drawn as
-any other, so sums over the sample times strips / sample are unbiased for the sums over all weights. A rank keeps about `_ELEMENTS` values
-for the time of a step, whatever the size of the model, and adds up four numbers with the others.
+The estimate uses a random sample of strips (`_ROWS` rows of a weight, in quantized order, so that blocks stay whole), drawn per step
+without replacement. All strips are equally likely, so sums over the sample times strips / sample are unbiased. A rank keeps about
+`_ELEMENTS` values during a step.
 """
 
 from __future__ import annotations
@@ -24,18 +22,17 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron_rl.mcore.checkpoint.optimizer import flatten_chained, iter_stepped
 from megatron_rl.mcore.layers.linear.quantized_linear import WeightLayer, reorder_rows
 from megatron_rl.mcore.names import ModelChunks
 from megatron_rl.mcore.optim.buckets import finish_gathers
-from megatron_rl.mcore.weights.load_weights import find_weight_layers
-from megatron_rl.mcore.weights.rollout_weights import quantize_rows
+from megatron_rl.mcore.optim.master_slices import flatten_chained, iter_stepped
+from megatron_rl.mcore.weights.load_weights import find_weight_layers, quantize_rows
 from megatron_rl.metrics import declare
 from megatron_rl.precision.quantized_weight import QuantizedWeight
 from megatron_rl.precision.quantizers import dequantize
 
 _ROWS, _ELEMENTS, _LEAST = 128, 1 << 20, 8
-"""Rows of a strip, a multiple of every format's block; values of a sample; strips of a sample, however large."""
+"""Rows of a strip, a multiple of every block height; values of a sample; minimum number of strips in a sample."""
 _BELOW = (
     'masters in the middle of their cells (a quantized checkpoint with precision.masters = "stored") that the learning rate leaves there'
 )
@@ -54,15 +51,12 @@ CHANGED = declare("precision/changed_share", "share of the engine's quantized va
 
 class _Strip(NamedTuple):
     layer: WeightLayer
-    first: int
-    """Its first row, in quantized order."""
+    first: int  # first row, in quantized order
 
 
 class StepResponse:
-    """Measures one optimizer step after the other: `begin` before it, `end` when the weights are quantized again. Both are collective.
-
-    Nothing is measured where the engine has the masters themselves (mode `bf16` with `high = "fp32"`).
-    """
+    """Measures optimizer steps: call `begin` before a step and `end` after the weights are quantized. Both are collective. Measures nothing
+    if the engine holds the masters themselves (mode `bf16` with `high = "fp32"`)."""
 
     def __init__(self, chunks: ModelChunks, optimizer: Any) -> None:
         self._chunks = chunks
@@ -81,14 +75,14 @@ class StepResponse:
         self._sample: list[tuple[_Strip, torch.Tensor, torch.Tensor]] = []
 
     def begin(self, step: int) -> None:
-        """Draw the sample of optimizer step `step`, the same on ranks that hold parts of the same rows, and keep its values."""
+        """Draw the sample of optimizer step `step`, the same on all ranks that share rows, and record its values."""
         drawn = torch.randperm(len(self._strips), generator=torch.Generator().manual_seed(step))[: self._size].tolist()
         self._sample = [(strip, *self._read(strip)) for strip in (self._strips[index] for index in drawn)]
 
     def end(self) -> dict[str, float]:
-        """Return the metrics, the same on all ranks; {} where no master moved."""
+        """Return the metrics, the same on all ranks; {} if no master moved."""
         if any(strip.layer.blocks is None for strip, *_ in self._sample):
-            finish_gathers(self._chunks)  # where the trainer has no blocks, whole ones are quantized here
+            finish_gathers(self._chunks)  # weights without blocks are quantized here, so they must be whole
         sums = torch.zeros(4, dtype=torch.float64, device=torch.cuda.current_device() if torch.cuda.is_available() else "cpu")
         for strip, engine, master in self._sample:
             new_engine, new_master = self._read(strip)
@@ -101,8 +95,8 @@ class StepResponse:
         return {RESPONSE: moved_sum / stepped_sum, CHANGED: changed / values} if stepped_sum else {}
 
     def _read(self, strip: _Strip) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the values of a strip as the engine gets them, and their masters: float32 [n], those in this rank's slice of the weight.
-        Its part of new blocks is there before the replicas have gathered the others. The host knows which, so nothing waits."""
+        """Return (engine values, masters), both float32 [n], in this rank's slice of the weight. Does not wait for the device. This rank's
+        slice of the new blocks is valid before the other replicas' slices are gathered."""
         master, engine = self._masters[id(strip.layer.weight)], _read_engine(strip).flatten()
         held = [*_find_held(strip, master)] or [(slice(0, 0), slice(0, 0))]
         values = master.values.detach()
@@ -110,10 +104,10 @@ class StepResponse:
 
 
 def _find_held(strip: _Strip, master: Any) -> Iterator[tuple[slice, slice]]:
-    """Yield the runs of values that lie in a rank's slice of the weight: (places in the strip, places in the slice)."""
+    """Yield (slice of the strip, slice of the master) of each run of values in this rank's slice of the weight."""
     (rows, width), order, at = strip.layer.weight.shape, strip.layer.row_order, 0
     numbers = range(strip.first, min(strip.first + _ROWS, rows)) if order is None else order[strip.first : strip.first + _ROWS].tolist()
-    for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0]):  # rows that follow each other
+    for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0]):  # consecutive rows
         (_, row), *others = run
         low, high = max(row * width, master.start), min((row + 1 + len(others)) * width, master.start + master.values.numel())
         if low < high:
@@ -129,10 +123,8 @@ def _select_rows(strip: _Strip) -> torch.Tensor:
 
 
 def _read_engine(strip: _Strip) -> torch.Tensor:
-    """Return the values of a strip that the engine gets, float32 [rows, K]. NaN, which the sync refuses, where the weight has no blocks.
-
-    Collective where ranks hold other columns of the rows and whole rows share a scale.
-    """
+    """Return the engine's values of a strip, float32 [rows, K]; NaN if a weight that must be quantized holds inf or NaN. Collective if
+    whole rows share a scale and ranks hold different columns of them."""
     layer, first, format = strip.layer, strip.first, strip.layer.engine_format
     assert format is not None
     if layer.blocks is not None and layer.format == format:
@@ -150,6 +142,6 @@ def _read_engine(strip: _Strip) -> torch.Tensor:
 
 
 def _count_copies(weight: Any) -> int:
-    """Return how many tensor-parallel ranks hold all of a weight."""
+    """Return the number of tensor-parallel ranks that hold the whole weight."""
     is_cut = getattr(weight, "tensor_model_parallel", False) or not getattr(weight, "allreduce", True)
     return 1 if is_cut else parallel_state.get_tensor_model_parallel_world_size()

@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 from megatron.core.models.gpt import GPTModel
 
-from megatron_rl.precision.graph.activation_hooks import HookPoint, attach_hooks, layer_hook_points
+from megatron_rl.precision.graph.activation_hooks import attach_hooks, layer_hook_points
 
 _LAYER_MODULES = {
     "qkv": "self_attention.linear_qkv",
@@ -26,17 +26,17 @@ _LAYER_MODULES = {
     "mlp": "mlp",
 }
 HOOK_POINTS = (
-    HookPoint("embedding", "embedding"),
+    ("embedding", "embedding", None),
     *layer_hook_points("decoder.layers.*.", _LAYER_MODULES),
-    HookPoint("decoder.final_layernorm", "norm"),
-    HookPoint("output_layer", "lm_head"),
+    ("decoder.final_layernorm", "norm", None),
+    ("output_layer", "lm_head", None),
 )
 
 
 @contextmanager
 def record_activations(model: GPTModel) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield a dictionary operator -> [t, columns], in the order of computation, that a forward pass of one row fills. One process, no
-    model parallelism."""
+    """Context manager that yields a dictionary operator -> `[t, columns]`, in the order of computation, which a forward pass of one row
+    fills. Model parallelism is not supported."""
     activations: dict[str, torch.Tensor] = {}
 
     def record(op: str, values: torch.Tensor) -> None:
@@ -50,7 +50,7 @@ def record_activations(model: GPTModel) -> Iterator[dict[str, torch.Tensor]]:
 
 
 def _to_engine_order(qkv: torch.Tensor, config: object) -> torch.Tensor:
-    """Reorder Megatron's [q heads | k | v] of each key-value head into all q, all k, all v."""
+    """Reorder Megatron's `[q heads | k | v]` of each key-value head into all q, all k, all v."""
     heads, groups = config.num_attention_heads, config.num_query_groups  # type: ignore[attr-defined]
     parts = qkv.unflatten(-1, (groups, heads // groups + 2, -1)).split([heads // groups, 1, 1], dim=-2)
     return torch.cat([part.flatten(-3) for part in parts], dim=-1)

@@ -1,8 +1,8 @@
-"""Context parallelism: ranks share the positions of every packed sequence, and exchange positions for heads around the attention.
+"""Context parallelism: ranks share the positions of every packed sequence and exchange positions for heads around the attention.
 
-`batch.packing.context_parallel_positions` assigns the positions. Operators that work token by token need no change. For the attention
-an all-to-all gives each rank all positions of h / cp heads (DeepSpeed-Ulysses, arXiv 2309.14509), so the same operator computes it, with
-the same bits, as without context parallelism.
+`batch.packing.context_parallel_positions` assigns the positions. Operators that work per token need no change. For the attention, an
+all-to-all gives each rank all positions of h / cp heads (DeepSpeed-Ulysses, arXiv 2309.14509). The same operator then computes the same
+bits as without context parallelism.
 """
 
 from __future__ import annotations
@@ -21,19 +21,16 @@ from megatron_rl.kernels.device_copy import copy_to_device
 
 @dataclass(frozen=True)
 class ContextShard:
-    """The positions of a row of t that one context-parallel rank computes, and how to restore the row. With cp = 1 it is the whole row."""
+    """The positions of a row of length t that one context-parallel rank computes; the whole row if cp = 1."""
 
     group: Any
-    own_positions: torch.Tensor
-    """int64 [t / cp]: this rank's positions."""
-    gathered_positions: torch.Tensor
-    """int64 [t]: all ranks' positions, rank after rank."""
-    restore_index: torch.Tensor
-    """int64 [t]: index of each position in `gathered_positions`."""
+    own_positions: torch.Tensor  # int64 [t / cp]: this rank's positions
+    gathered_positions: torch.Tensor  # int64 [t]: the positions of all ranks, in rank order
+    restore_index: torch.Tensor  # int64 [t]: index of each position in `gathered_positions`
 
     @classmethod
     def for_this_rank(cls, lengths: list[int]) -> ContextShard:
-        """Return the shard of a row of sequences of `lengths` positions each, on the CPU."""
+        """Return the shard of a row that holds sequences of the given lengths, on the CPU."""
         group = parallel_state.get_context_parallel_group()
         size = group.size()
         if size == 1:
@@ -44,7 +41,7 @@ class ContextShard:
         return cls(group, positions[group.rank()], gathered_positions, gathered_positions.argsort())
 
     def to(self, device: torch.device) -> ContextShard:
-        """Return a copy with every tensor on `device`."""
+        """Return a copy on `device`."""
         return ContextShard(
             self.group, *(copy_to_device(x, device) for x in (self.own_positions, self.gathered_positions, self.restore_index))
         )
@@ -58,11 +55,11 @@ class ContextShard:
         return row if self.size == 1 else row[:, self.own_positions]
 
     def gather_row(self, part: torch.Tensor) -> torch.Tensor:
-        """Gather all ranks' parts [1, t / cp] into the row [1, t], with gradient: all ranks must compute the same loss from it."""
+        """Gather the parts [1, t / cp] of all ranks into the row [1, t], with gradient. All ranks must compute the same loss from it."""
         return part if self.size == 1 else _GatherRow.apply(part, self)
 
     def to_heads(self, x: torch.Tensor) -> torch.Tensor:
-        """[t / cp, h, d] of this rank's positions -> [t, h / cp, d] of this rank's heads, with gradient."""
+        """Exchange [t / cp, h, d] of this rank's positions for [t, h / cp, d] of this rank's heads, with gradient."""
         return _Exchange.apply(x, self, True)
 
     def to_positions(self, x: torch.Tensor) -> torch.Tensor:
@@ -70,7 +67,7 @@ class ContextShard:
         return _Exchange.apply(x, self, False)
 
     def repeat_heads(self, x: torch.Tensor) -> torch.Tensor:
-        """Repeat every head of keys or values [t, g, d] until cp divides their number; the queries' sharing order is kept."""
+        """Repeat each head of keys or values [t, g, d] until cp divides the number of heads. Queries still find their head."""
         return x.repeat_interleave(self.size // math.gcd(self.size, x.shape[1]), dim=1)
 
 
@@ -84,11 +81,11 @@ class _GatherRow(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return ctx.shard.select(gradient), None  # every rank computes the same loss of the same row: nothing to add up
+        return ctx.shard.select(gradient), None  # all ranks compute the same loss, so there is nothing to sum
 
 
 class _Exchange(torch.autograd.Function):
-    """One of the two exchanges below; its gradient takes the other."""
+    """Runs one of the two exchanges below, and the other one in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, shard: ContextShard, to_heads: bool) -> torch.Tensor:
@@ -111,7 +108,7 @@ def _to_positions(x: torch.Tensor, shard: ContextShard) -> torch.Tensor:
 
 
 def _all_to_all(parts: torch.Tensor, shard: ContextShard) -> torch.Tensor:
-    """[cp, ...]: send part r to rank r; part r of the result is what rank r sent to this one."""
+    """Exchange [cp, ...]: part r goes to rank r; part r of the result comes from rank r."""
     sent = parts.contiguous()
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=shard.group)

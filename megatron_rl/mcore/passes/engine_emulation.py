@@ -1,7 +1,7 @@
-"""Makes the trainer's model compute like its engine: with the engine's quantized weights, and inputs quantized as there.
+"""Makes the trainer's model compute with the engine's quantized weights, and with inputs quantized like the engine's.
 
-Everything else (attention, norms, kernels, order of sums) stays the trainer's. So the difference to the trainer's own log-probs is due to
-quantization alone, and the remaining difference to the engine's is due to how the engine computes.
+Attention, norms, kernels and the order of sums stay the trainer's. The difference to the trainer's log-probs is thus due to quantization
+alone, and the remaining difference to the engine's log-probs is due to how the engine computes.
 """
 
 from __future__ import annotations
@@ -15,37 +15,40 @@ import torch
 
 from megatron_rl.kernels.linear import make_backend
 from megatron_rl.kernels.linear.base import Backend
-from megatron_rl.kernels.linear.emulated import DequantizedWeight
+from megatron_rl.kernels.linear.reference import DequantizedWeight
 from megatron_rl.kernels.sums import reference as tree
+from megatron_rl.mcore.layers.attention.core_attention import CoreAttention
 from megatron_rl.mcore.layers.linear.quantized_linear import QuantizedLinear, WeightLayer
 from megatron_rl.mcore.layers.linear.row_parallel import RowSum, gather_sequence
-from megatron_rl.mcore.layers.spec import CoreAttention
-from megatron_rl.mcore.names import ModelChunks, get_model_chunks
+from megatron_rl.mcore.names import ModelChunks, iter_modules, override
 from megatron_rl.mcore.weights.load_weights import find_weight_layers
 from megatron_rl.precision.quantized_weight import QuantizedWeight
 from parallel.formats import TensorFormat
 
 MatmulFn = Callable[[torch.Tensor, bool], torch.Tensor]
-"""(x [..., K], whether to sum by the tree) -> [..., N] in x's dtype; float32 where summed by the tree, for the ranks to add up."""
+"""(x [..., K], whether to sum in tree order) -> [..., N] in the dtype of x, or float32 partial sums in tree order."""
 
 
 @contextmanager
 def emulate_engine(
     model: ModelChunks, named_tensors: Mapping[str, torch.Tensor], format: TensorFormat, inputs: bool = True
 ) -> Iterator[int]:
-    """Within the context, forward passes multiply with the quantized weights of `named_tensors`
-    (`mcore.weights.load_weights.collect_named_tensors`, as given to the engine), whose format is `PrecisionContract.engine_format`.
+    """Context manager: forward passes multiply with the quantized weights of `named_tensors`. Without gradient.
 
-    `inputs`: the layers' inputs are quantized as the engine's are, else in the trainer's way. Yields the number of changed layers on this
-    rank, 0 where the engine is not quantized. No gradient. Under tensor parallelism inputs are quantized as a rank of the trainer holds
-    them.
+    Yields the number of replaced layers on this rank, 0 if the engine is not quantized. Under tensor parallelism, inputs are quantized in
+    the parts that a trainer rank holds.
+
+    Args:
+        named_tensors: the engine's tensors from `mcore.weights.load_weights.collect_named_tensors`.
+        format: `PrecisionContract.engine_format`.
+        inputs: quantize the layers' inputs like the engine; otherwise like the trainer.
     """
     with ExitStack() as restore, torch.no_grad():
         changed = 0
         for name, layer in find_weight_layers(model).items() if format.quantized else ():
             if (scale := named_tensors.get(format.scale_name(name))) is not None:
                 blocks = QuantizedWeight(named_tensors[name], scale)
-                if hasattr(layer, "read_values"):  # others multiply with them, their inputs are not quantized
+                if hasattr(layer, "read_values"):  # attention multiplies with these weights; their inputs are not quantized
                     method, replacement = "read_values", DequantizedWeight(blocks, format, layer.row_order).as_dtype
                 else:
                     method, replacement = "_forward_impl", partial(_forward, _make_matmul(layer, blocks, format, inputs))
@@ -57,16 +60,9 @@ def emulate_engine(
 
 @contextmanager
 def emulate_cache(model: ModelChunks) -> Iterator[None]:
-    """Within the context, attention reads keys and values as from an E4M3 cache (`precision.kv`)."""
-    cores = [module for chunk in get_model_chunks(model) for module in chunk.modules() if isinstance(module, CoreAttention)]
-    before = [core.quantizes_kv for core in cores]
-    try:
-        for core in cores:
-            core.quantizes_kv = True
+    """Context manager: attention reads keys and values as from an E4M3 cache (`precision.kv`)."""
+    with override([core for *_, core in iter_modules(model, CoreAttention)], "quantizes_kv", True):
         yield
-    finally:
-        for core, quantizes in zip(cores, before, strict=True):
-            core.quantizes_kv = quantizes
 
 
 def _forward(
@@ -80,7 +76,7 @@ def _forward(
     row_sum: RowSum | None = None,
     **_: Any,
 ) -> torch.Tensor:
-    """Replacement of a linear layer's `_forward_impl`, with the communication that Megatron leaves to it."""
+    """Replace the `_forward_impl` of a linear layer, including the communication that Megatron expects from it."""
     y = multiply(gather_sequence(input, tp_group) if sequence_parallel else input, row_sum is not None)
     if row_sum is not None:
         return row_sum.reduce(y, input.dtype)
@@ -88,7 +84,7 @@ def _forward(
 
 
 def _make_matmul(layer: WeightLayer, blocks: QuantizedWeight, format: TensorFormat, inputs: bool) -> MatmulFn:
-    """Return the product of a layer."""
+    """Return the matrix product of a layer."""
     if isinstance(layer, QuantizedLinear):
         backend = make_backend(layer.config.linear_backend, format if inputs else layer.format)
     elif inputs:
@@ -104,7 +100,7 @@ def _quantized_matmul(backend: Backend, operand: Any, x: torch.Tensor, by_tree: 
 
 
 def _fp32_matmul(values: torch.Tensor, x: torch.Tensor, by_tree: bool) -> torch.Tensor:
-    """Multiply in FP32: the values may not be representable in bf16."""
+    """Multiply in FP32, since BF16 may not represent the values."""
     if by_tree:
         return tree.multiply(x.float(), values)
     return (x.float() @ values.t()).to(x.dtype)

@@ -1,8 +1,4 @@
-"""Megatron's parameters for sequences packed into one row [1, t]: its `thd` format.
-
-Queries, keys and values are then [t, heads, d], rotary positions restart with every sequence, and the core attention gets these
-parameters; Transformer Engine's attention takes the same. All that the device needs is sent without waiting for it.
-"""
+"""Megatron's parameters for sequences packed into one row [1, t]: its `thd` format. Nothing here waits for the device."""
 
 from __future__ import annotations
 
@@ -12,7 +8,7 @@ from itertools import accumulate
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
-from megatron_rl.kernels.attention import packed_attention
+from megatron_rl.kernels.attention import reference as packed_attention
 from megatron_rl.kernels.device_copy import copy_to_device
 from megatron_rl.kernels.rope.reference import Rotation
 from megatron_rl.mcore.passes.context_parallel import ContextShard
@@ -20,21 +16,16 @@ from megatron_rl.mcore.passes.context_parallel import ContextShard
 
 @dataclass
 class PackedRowParams(PackedSeqParams):
-    """Megatron's parameters, and those of attention without `cu_seqlens`."""
+    """Megatron's parameters, plus those that our attention needs."""
 
-    lengths: list[int] = field(default_factory=list)
-    """Positions of each sequence."""
-    groups: list[packed_attention.LengthGroup] = field(default_factory=list)
-    """On a CPU: the sequences that attend in one batch."""
-    shard: ContextShard | None = None
-    """This context-parallel rank's positions of the row."""
-    positions: torch.Tensor | None = None
-    """int64 [t / cp]: the places of this rank's tokens in their sequences."""
-    rotation: Rotation | None = None
-    """Of queries and keys, made by the first layer that asks."""
+    lengths: list[int] = field(default_factory=list)  # number of positions of each sequence
+    groups: list[packed_attention.LengthGroup] = field(default_factory=list)  # sequences that attend in one batch; on a CPU only
+    shard: ContextShard | None = None  # this context-parallel rank's positions of the row
+    positions: torch.Tensor | None = None  # int64 [t / cp]: position of each token in its sequence
+    rotation: Rotation | None = None  # rotation of queries and keys, created by the first layer that needs it
 
     def make_rotation(self, angles: torch.Tensor, interleaved: bool, scale: float = 1.0) -> Rotation:
-        """Return the row's rotation by `angles` float32 [positions, pairs]."""
+        """Return the row's rotation by `angles`, float32 [positions, pairs]."""
         if self.rotation is None:
             assert self.positions is not None
             self.rotation = Rotation.from_angles(angles, self.positions, interleaved, scale)
@@ -42,11 +33,11 @@ class PackedRowParams(PackedSeqParams):
 
 
 def make_packed_params(lengths: list[int], shard: ContextShard, positions: torch.Tensor) -> PackedRowParams:
-    """Describe a row filled by sequences of `lengths` positions each; `positions` [1, t / cp] as `MicroBatch.positions`, of this rank."""
+    """Return the parameters of a row of sequences of the given lengths. `positions` is this rank's part [1, t / cp] of the row's positions."""
     device = shard.own_positions.device
     starts = copy_to_device(torch.tensor(list(accumulate(lengths, initial=0)), dtype=torch.int32), device)
     groups = packed_attention.group_by_length(lengths) if device.type == "cpu" else []
-    longest = max(lengths)  # exactly: Megatron does not restart rotary positions where the table has t of them
+    longest = max(lengths)  # exact: Megatron does not restart rotary positions if the table has t of them
     return PackedRowParams(
         "thd",
         starts,
@@ -61,7 +52,7 @@ def make_packed_params(lengths: list[int], shard: ContextShard, positions: torch
 
 
 def attend_packed(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, row: PackedRowParams, scale: float | None) -> torch.Tensor:
-    """Return `packed_attention` of the whole row; a context-parallel rank passes and gets its own positions."""
+    """Return the attention of a whole row. A context-parallel rank passes and receives its own positions."""
     shard = row.shard
     if shard is None or shard.size == 1:
         return _attend(query, key, value, row, scale)
@@ -70,7 +61,7 @@ def attend_packed(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, r
 
 
 def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, row: PackedRowParams, scale: float | None) -> torch.Tensor:
-    """Use the engine's own operator on a CPU, FlashAttention on a GPU, and torch's fused attention for FP32, which FlashAttention lacks."""
+    """Use the engine's operator on a CPU, FlashAttention on a GPU, and torch's fused attention for FP32, which FlashAttention lacks."""
     if not query.is_cuda:
         return packed_attention.grouped_attention(query, key, value, row.groups, scale)
     if query.dtype is torch.float32:

@@ -1,6 +1,6 @@
-"""Sums over ranks: data-parallel replicas have different sequences, and only the last pipeline stage has logits.
+"""Sums over ranks. Replicas hold different sequences, and only the last pipeline stage has logits; tensor-parallel ranks hold equal values.
 
-Tensor-parallel ranks have the same values already. A rank without values gives zeros, or no names.
+A rank without values passes zeros or no names. All functions are collective.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ T = TypeVar("T")
 
 
 def sum_values(values: torch.Tensor) -> None:
-    """Sum a tensor, in place, over data-parallel replicas and pipeline stages; collective."""
+    """Sum a tensor in place over data-parallel replicas and pipeline stages."""
     for group in _groups():
         dist.all_reduce(values, group=group)
 
 
 def sum_by_name(sums: dict[str, float | torch.Tensor]) -> dict[str, float]:
-    """Sum numbers, scalar tensors of one device among them, by name over data-parallel replicas and pipeline stages; collective."""
+    """Sum numbers and scalar tensors (of one device) by name over data-parallel replicas and pipeline stages."""
     tensors = {name: value for name, value in sums.items() if isinstance(value, torch.Tensor)}
-    numbers = torch.stack(list(tensors.values())).tolist() if tensors else []  # one wait for the device
+    numbers = torch.stack(list(tensors.values())).tolist() if tensors else []  # waits for the device once
     values = {**cast(dict[str, float], sums), **dict(zip(tensors, numbers, strict=True))}
     for group in _groups():
         per_rank = gather_from_ranks(values, group)
@@ -37,28 +37,32 @@ def sum_by_name(sums: dict[str, float | torch.Tensor]) -> dict[str, float]:
 
 
 def combine(totals: Totals) -> Totals:
-    """Return the totals of all replicas; collective."""
+    """Return the combined totals of all replicas."""
     return Totals.merge(gather_from_replicas(totals))
 
 
 def gather_from_replicas(value: T) -> list[T]:
-    """Return every replica's small picklable value, which all ranks of a replica pass alike; collective."""
+    """Return the small picklable value of every replica. All ranks of a replica pass the same value."""
     return gather_from_ranks(value, parallel_state.get_data_parallel_group())
 
 
 def merge_replicas(by_sample: dict[int, T]) -> dict[int, T]:
-    """Return small picklable values of all replicas' samples, by the sample's number; collective."""
+    """Return the values of all replicas' samples by sample number."""
     return {number: value for part in gather_from_replicas(by_sample) for number, value in part.items()}
 
 
 def sum_over_replicas(*numbers: float) -> list[float]:
-    """Return sums over replicas of numbers that all ranks of a replica pass alike; collective."""
+    """Return the sums over replicas. All ranks of a replica pass the same numbers."""
     return _reduce_numbers(numbers, dist.ReduceOp.SUM)
 
 
 def sum_samples(rows: torch.Tensor, numbers: Sequence[int], count: int) -> torch.Tensor:
-    """Return the sums [k] of rows float64 [own, k] of all replicas' samples, `numbers` of them here, added up in the order of the step's
-    `count` samples whatever replica has which; collective."""
+    """Return the sums [k] of float64 rows [own, k] over all replicas' samples, added in sample order whichever replica holds a sample.
+
+    Args:
+        numbers: sample number of each row.
+        count: number of samples over all replicas.
+    """
     device = torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
     of_all = torch.zeros(count, rows.shape[1], dtype=torch.float64, device=device)
     of_all[torch.tensor(numbers, dtype=torch.long, device=device)] = rows.to(device)
@@ -67,7 +71,7 @@ def sum_samples(rows: torch.Tensor, numbers: Sequence[int], count: int) -> torch
 
 
 def max_over_replicas(number: int) -> int:
-    """Return the largest replica's number; collective."""
+    """Return the maximum over replicas."""
     return int(_reduce_numbers([number], dist.ReduceOp.MAX)[0])
 
 
@@ -79,12 +83,12 @@ def _reduce_numbers(numbers: Sequence[float], operation: dist.ReduceOp.RedOpType
 
 
 def sum_stages(values: torch.Tensor) -> None:
-    """Sum a tensor, in place, over the pipeline stages of a replica; collective."""
+    """Sum a tensor in place over the pipeline stages of a replica."""
     dist.all_reduce(values, group=parallel_state.get_pipeline_model_parallel_group())
 
 
 def sum_replica(values: torch.Tensor) -> None:
-    """Sum a tensor, in place, over all ranks of a replica; collective."""
+    """Sum a tensor in place over all ranks of a replica."""
     sum_stages(values)
     dist.all_reduce(values, group=parallel_state.get_tensor_and_context_parallel_group())
 

@@ -1,7 +1,7 @@
-"""Data-parallel replicas, each the tensor-, pipeline- and context-parallel ranks that train on the same samples.
+"""Distribution of samples to data-parallel replicas: the tensor-, pipeline- and context-parallel ranks that train on the same samples.
 
-Rank 0 sends every replica its samples, and no rank but rank 0 ever holds more than its replica's share: pieces of bounded size go to the
-replica's first rank, from there along its pipeline, and at every stage to the ranks that share its layers.
+Rank 0 sends each replica its samples in pieces of bounded size. They go to the replica's first rank, along its pipeline, and from there
+to all ranks of each stage. No rank but rank 0 ever holds more than its replica's share.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ def count_replicas() -> int:
 
 
 def select_own(samples: Sequence[TrainingSample]) -> list[TrainingSample]:
-    """Return this replica's share of samples that every rank has."""
+    """Return this replica's share of samples that every rank holds."""
     shares = deal(compute_costs([sample.length for sample in samples]), count_replicas())
     return [samples[index] for index in shares[parallel_state.get_data_parallel_rank()]]
 
 
 def scatter_samples(shares: Sequence[list[TrainingSample]]) -> list[TrainingSample]:
-    """Return this replica's samples, without what a trainer computes, as views of one buffer. Rank 0 passes each replica's share, the
-    others nothing. Collective."""
+    """Send each replica its samples; return this replica's, without fields that the trainer computes, as views of one buffer. Collective.
+    Rank 0 passes the share of each replica; other ranks pass nothing."""
     outgoing = [SampleBytes(share) for share in shares] if is_rank0() else []
     sizes = run_on_rank0(lambda: [samples.total for samples in outgoing])
     replica, firsts = parallel_state.get_data_parallel_rank(), dist.get_process_group_ranks(parallel_state.get_data_parallel_group())
@@ -50,7 +50,7 @@ def scatter_samples(shares: Sequence[list[TrainingSample]]) -> list[TrainingSamp
 
 
 def _pass_on(data: torch.Tensor, received: bool) -> None:
-    """Fill `data` on every rank of the replica; `received` where it is there already."""
+    """Send `data` to every rank of the replica. `received` says that its first rank holds the data already."""
     pipeline, stage = parallel_state.get_pipeline_model_parallel_group(), parallel_state.get_tensor_and_context_parallel_group()
     if stage.rank() == 0:
         if pipeline.rank() == 0 and not received:
@@ -62,7 +62,7 @@ def _pass_on(data: torch.Tensor, received: bool) -> None:
 
 
 def _on_device(data: torch.Tensor, transfer: Callable[[torch.Tensor], object]) -> None:
-    """Transfer host memory, in place; NCCL reads and writes a GPU's."""
+    """Transfer host memory in place, through the GPU if there is one."""
     staged = data.cuda() if torch.cuda.is_available() else data
     transfer(staged)
     if staged is not data:

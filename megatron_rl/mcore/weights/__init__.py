@@ -1,1 +1,1 @@
-"""Weights in and out: checkpoints, exports, adapters, and what a sync sends."""
+"""Loading, collecting and exporting weights, masters and adapters."""

@@ -1,8 +1,7 @@
-"""A run's adapters out of its checkpoint: in PEFT's format, `adapter_config.json` and `adapter_model.safetensors`, for
-`PeftModel.from_pretrained` and engines; and for our own engine.
+"""Exports a run's adapters from its checkpoint, in PEFT's format or for our own engine.
 
-PEFT has an adapter for each tensor of the checkpoint. Those of one of Megatron's layers, q, k and v say, share their A here: it is written
-once for each.
+PEFT has one adapter per tensor of the checkpoint. In training, all tensors of a Megatron layer (such as q, k and v) share their A, so the
+export writes A once for each tensor.
 """
 
 from __future__ import annotations
@@ -18,22 +17,22 @@ from megatron_rl.errors import UserError, as_user_error
 from megatron_rl.hf.files import read_config
 from megatron_rl.hf.write import atomic_folder, write_file
 from megatron_rl.mcore.checkpoint.folder import find_damage
-from megatron_rl.mcore.checkpoint.load import RunWeights, read_state
+from megatron_rl.mcore.checkpoint.run_weights import RunWeights, read_state
 from parallel.adapters import ENGINE_FILE, is_adapter
 from parallel.model_geometry import ModelGeometry
 from parallel.shards import take_all
-from parallel.weights import Weight
+from parallel.shards import Weight
 
 _PREFIX, _WEIGHTS = "base_model.model.", "adapter_model.safetensors"
 
 
 def holds_adapters(folder: Path) -> bool:
-    """Return whether a checkpoint is one of adapters alone."""
+    """Return whether a checkpoint holds adapters only."""
     return (folder / "state.json").is_file() and "lora" in read_state(folder, of_adapters=True)[0]
 
 
 def read_settings(state: dict[str, Any]) -> LoraConfig:
-    """Return the settings of the adapters of a checkpoint, from its state.json."""
+    """Return the adapter settings in a checkpoint's state.json."""
     return LoraConfig.model_validate_json(json.dumps(state["lora"]))
 
 
@@ -43,7 +42,7 @@ def _read_geometry(folder: Path, lora: LoraConfig) -> ModelGeometry:
 
 
 def write_for_engine(folder: Path, lora: LoraConfig, model: Path) -> None:
-    """Write the adapters of a run's checkpoint into a folder that an engine loads, beside their base."""
+    """Write the adapters of a run's checkpoint into the folder `model`, which an engine loads as their base."""
     geometry = _read_geometry(folder, lora)
     weights = RunWeights(folder, geometry)
     tensors = (tensor for name, tensor in geometry.tensors().items() if is_adapter(name.removesuffix(".weight")))
@@ -52,7 +51,7 @@ def write_for_engine(folder: Path, lora: LoraConfig, model: Path) -> None:
 
 
 def export_adapters(folder: Path, output: Path) -> None:
-    """Write a run's adapters into the new folder `output`. Raise UserError for a checkpoint that is damaged."""
+    """Write a run's adapters in PEFT's format into the new folder `output`. Raise UserError if the checkpoint is damaged."""
     if reason := find_damage(folder):
         raise UserError("--checkpoint", str(folder), f"is damaged: {reason}", "give another checkpoint of the run")
     state, _ = read_state(folder, of_adapters=True)

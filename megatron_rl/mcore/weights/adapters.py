@@ -1,7 +1,7 @@
-"""LoRA in the trainer: adapters beside Megatron's linear layers, of which alone there are gradients, masters and optimizer state.
+"""LoRA in the trainer: adapters beside Megatron's linear layers. Only adapters have gradients, masters and optimizer state.
 
-A layer's blocks stay as they were loaded, for forward pass, DGrad and engine. What an adapter adds comes by a forward hook, after the
-layer's own product and its bias; the engine does the same (`rollout_sglang.hooks.adapters`).
+A layer's blocks stay as loaded. A forward hook adds the adapter's output after the layer's own product and bias, as the engine does
+(`rollout_sglang.hooks.adapters`).
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.config.lora import LoraConfig
-from megatron_rl.kernels.linear.low_rank import project_down, project_up
+from megatron_rl.kernels.linear.reference import project_down, project_up
 from megatron_rl.mcore.actor import Policy
 from megatron_rl.mcore.layers.linear.row_parallel import PartialSum, TreeProduct
 from megatron_rl.mcore.layers.linear.weight_gradient import take_weight
 from megatron_rl.mcore.model import freeze
-from megatron_rl.mcore.names import ModelChunks, get_model_chunks, global_name
+from megatron_rl.mcore.names import ModelChunks, get_model_chunks, global_name, iter_modules, override
 from megatron_rl.mcore.optim.buckets import finish_gathers
 from parallel.adapters import NAMES
 
 
 def install_adapters(model: ModelChunks, lora: LoraConfig, seed: int) -> None:
-    """Freeze a loaded model and give its layers their adapters, before it gets an optimizer: A uniform as PEFT's, B zero.
-    A's numbers are drawn by the layer's name, the same in every layout."""
+    """Freeze a loaded model and add adapters to its layers, before it gets an optimizer. A is uniform as in PEFT, B is zero. A is drawn by
+    the layer's name, so it is the same in every layout."""
     freeze(model)
     for chunk in get_model_chunks(model):
         dtype = chunk.config.params_dtype
@@ -51,7 +51,7 @@ def install_adapters(model: ModelChunks, lora: LoraConfig, seed: int) -> None:
 
 
 def _start_gradients(_: Any, __: Any, hidden: torch.Tensor) -> torch.Tensor:
-    """Let gradients flow from the frozen embedding on: Megatron's recomputation drops those of a part whose input needs none."""
+    """Make the output of the frozen embedding require gradients: recomputation drops the gradients of parts whose inputs require none."""
     return hidden.requires_grad_() if torch.is_grad_enabled() else hidden
 
 
@@ -65,24 +65,24 @@ def _install(layer: Any, name: str, lora: LoraConfig, dtype: torch.dtype, seed: 
     layer.lora_B = torch.nn.Parameter(torch.zeros(rows, lora.rank, device=layer.weight.device, dtype=dtype))
     cut, whole_one, axis = (layer.lora_A, layer.lora_B, 1) if by_columns else (layer.lora_B, layer.lora_A, 0)
     set_tensor_model_parallel_attributes(cut, True, axis, 1)
-    if layer.is_expert:  # other ranks have other experts: the gradient's norm counts its parameters, but on one rank of its own alone
+    if layer.is_expert:  # ranks hold different experts: the gradient norm counts the parameters of each, but on one rank only
         cut.allreduce = whole_one.allreduce = False
         whole_one.tensor_model_parallel, whole_one.shared = True, group.rank() > 0
     else:
-        whole_one.sequence_parallel = layer.sequence_parallel  # its gradient is of this rank's tokens: Megatron adds up the ranks'
+        whole_one.sequence_parallel = layer.sequence_parallel  # its gradient covers this rank's tokens; Megatron sums it over the ranks
     layer.adapter_enabled, layer.adapter_scale = True, lora.scale
     layer.register_forward_hook(_add_by_row_sum if by_columns else _add)
 
 
 def _draw(key: str, rank: int, columns: int) -> torch.Tensor:
-    """Return float32 [rank, columns], uniform up to 1 / sqrt(columns): `kaiming_uniform_` with a = sqrt(5), as PEFT draws A."""
+    """Return float32 [rank, columns], uniform in +-1 / sqrt(columns): `kaiming_uniform_` with a = sqrt(5), as in PEFT."""
     numbers = torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(key.encode()).digest()[:7], "big"))
     return (torch.rand(rank, columns, generator=numbers) * 2 - 1) / math.sqrt(columns)
 
 
 def _add(layer: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, Any]) -> tuple[torch.Tensor, Any]:
-    """Add the adapter of a layer cut by rows. Under sequence parallelism h is gathered, which is narrower than x; the ranks of an expert
-    have the same tokens already, and x's gradient is summed behind it, so that A's is here."""
+    """Add the adapter of a column-parallel layer. Under sequence parallelism, h is gathered, which is narrower than x. The ranks of an
+    expert hold the same tokens already; x's gradient is summed behind the layer, so A's gradient is summed here."""
     if not layer.adapter_enabled:
         return output
     group, down, up = layer.tp_group, take_weight(layer.lora_A), take_weight(layer.lora_B)
@@ -96,8 +96,8 @@ def _add(layer: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, Any]) 
 
 
 def _add_by_row_sum(layer: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, Any]) -> tuple[torch.Tensor, Any]:
-    """Add the adapter of a layer cut by columns, whose ranks' parts of h are summed as those of y are; where `mcore.layers.moe.experts` adds up y's
-    parts, float32 [T, N], put those of h beside them, [T, N + rank]."""
+    """Add the adapter of a row-parallel layer; partial sums of h are added like those of y. If `mcore.layers.moe.experts` adds the partial
+    sums of y, float32 [T, N], append those of h: [T, N + rank]."""
     if not layer.adapter_enabled:
         return output
     row_sum = layer.choose_sum(inputs[0].dtype)
@@ -110,8 +110,7 @@ def _add_by_row_sum(layer: Any, inputs: tuple[Any, ...], output: tuple[torch.Ten
 
 
 def _add_up_rounded(layer: Any, h: torch.Tensor) -> torch.Tensor:
-    """Return what an adapter adds where Megatron sums rounded parts; of an expert that ranks cut, this rank's part, as is y's: they are
-    summed behind it."""
+    """Return the adapter's output if Megatron sums rounded parts: for a sharded expert this rank's part, since Megatron sums it with y's."""
     up, group = take_weight(layer.lora_B), layer.tp_group
     if group.size() > 1 and layer.is_expert:
         up = copy_to_tensor_model_parallel_region(up, group=group)
@@ -123,25 +122,18 @@ def _add_up_rounded(layer: Any, h: torch.Tensor) -> torch.Tensor:
 
 def list_adapted_layers(model: ModelChunks) -> list[tuple[Any, str, Any]]:
     """Return (chunk, name, layer) of every layer with an adapter; [] without LoRA."""
-    chunks = get_model_chunks(model)
-    return [(chunk, name, layer) for chunk in chunks for name, layer in chunk.named_modules() if hasattr(layer, "adapter_scale")]
+    return [found for found in iter_modules(model) if hasattr(found[2], "adapter_scale")]
 
 
 @contextmanager
 def disable_adapters(model: ModelChunks) -> Iterator[None]:
-    """Within the context, forward passes are those of the frozen model."""
-    layers = [layer for *_, layer in list_adapted_layers(model)]
-    for layer in layers:
-        layer.adapter_enabled = False
-    try:
+    """Context manager: forward passes are those of the frozen model."""
+    with override([layer for *_, layer in list_adapted_layers(model)], "adapter_enabled", False):
         yield
-    finally:
-        for layer in layers:
-            layer.adapter_enabled = True
 
 
 class FrozenPolicy(Policy):
-    """The reference of a policy with adapters: the same model without them, and no second copy of its weights."""
+    """The reference policy of LoRA training: the same model without its adapters, so there is no second copy of the weights."""
 
     def compute_logprobs(self, samples: list[TrainingSample]) -> tuple[list[torch.Tensor], float]:
         finish_gathers(self.model)
@@ -150,7 +142,7 @@ class FrozenPolicy(Policy):
 
 
 def shard_adapters(chunk: Any) -> dict[str, Any]:
-    """Return what a checkpoint holds of a chunk with adapters, by name, as `sharded_state_dict` does of others; {} without LoRA."""
+    """Return the sharded adapters of a chunk for a checkpoint, by name; {} without LoRA."""
     replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
     sharded: dict[str, Any] = {}
     for _, name, layer in list_adapted_layers(chunk):
@@ -159,15 +151,14 @@ def shard_adapters(chunk: Any) -> dict[str, Any]:
         prefix, experts = _stack_experts(chunk, f"{global_name(chunk, name)}.")
         group = parallel_state.get_expert_data_parallel_group() if experts else replicas
         own = make_sharded_tensors_for_checkpoint(tensors, prefix, axes, experts, tp_group=layer.tp_group, dp_cp_group=group)
-        if name.endswith("linear_fc1"):  # [gate ; up] of each rank
+        if name.endswith("linear_fc1"):  # [gate ; up] on each rank
             own[f"{prefix}lora_B"] = apply_swiglu_sharded_factory(own[f"{prefix}lora_B"], experts)
         sharded |= {f"{name}.{each}": own[f"{prefix}{each}"] for each in NAMES}
     return sharded
 
 
 def _stack_experts(chunk: Any, prefix: str) -> tuple[str, tuple[tuple[int, int, int], ...]]:
-    """Return the prefix under which the experts of a layer are one tensor, as Megatron stores their weights, and (0, the expert, how many
-    there are); the prefix itself and () for a layer that is no expert's."""
+    """Return (the stored prefix, sharded offsets). Megatron stores the experts of a layer as one stacked tensor."""
     before, of_expert, after = prefix.partition(".local_experts.")
     if not of_expert:
         return prefix, ()

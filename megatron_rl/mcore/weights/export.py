@@ -1,8 +1,8 @@
-"""Hugging Face checkpoints from a run's checkpoint or from another one: in BF16 or FP32, or the very quantised bytes that the engine gets;
-with the wider matrices of `hf.align` where asked for.
+"""Converts a run's checkpoint or a Hugging Face checkpoint to a Hugging Face checkpoint in another precision.
 
-Both sources are read, and the result is written, file by file of at most `FILE_BYTES`: no process ever holds more than a file, and one
-parameter on its way into it. Ranks under torchrun share the files; what a file holds depends on the model alone.
+The result is BF16 or FP32, or the same quantized bytes that the engine would receive; optionally with wider matrices (`hf.align`). Files
+of at most `FILE_BYTES` are read and written one at a time, so a process holds one file and one parameter. Ranks under torchrun share the
+files; their content does not depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from megatron_rl.hf.write import (
     write_index,
 )
 from megatron_rl.mcore.checkpoint.folder import check_room, find_damage
-from megatron_rl.mcore.checkpoint.load import RunWeights, read_state
+from megatron_rl.mcore.checkpoint.run_weights import RunWeights, read_state
 from megatron_rl.mcore.weights.adapter_export import export_adapters, holds_adapters
 from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.precision.quantizers import store
@@ -47,29 +47,20 @@ from parallel.shards import HFTensor, Region
 
 
 class _Source(NamedTuple):
-    """What is exported, and as what."""
+    """The checkpoint to export, and the precision of the result."""
 
-    description: Path
-    """The folder with config.json and tokenizer."""
+    description: Path  # folder with config.json and tokenizer
     hf_config: dict[str, Any]
-    model: ModelGeometry
-    """With layers for multi-token prediction where a run has trained them."""
+    model: ModelGeometry  # with MTP layers if the run trained them
     read_values: Callable[[Region], torch.Tensor]
-    contract: PrecisionContract
-    """Of the result."""
-    mtp_layers: MTPLayers | None
-    """Those that were only kept."""
-    keeps_fp32_norms: bool
-    """A BF16 checkpoint's norms in FP32 stay so: they were scaled for wider matrices."""
+    contract: PrecisionContract  # precision of the result
+    mtp_layers: MTPLayers | None  # untrained MTP layers, which are copied
+    keeps_fp32_norms: bool  # keep FP32 norms of a BF16 checkpoint, which were scaled for wider matrices
 
 
 def export_checkpoint(checkpoint: Path, output: Path, precision: str, alignment: Alignment | None = None) -> None:
-    """Run the command `export`: a run's checkpoint, or a Hugging Face one, to a Hugging Face folder in `precision`: "bf16", "fp8", "int8";
-    a run's adapters to PEFT's format, in their own precision.
-    Started by torchrun, every rank calls it.
-
-    See `convert`. Raises UserError, too, when `output` exists, and where blocks that a run made would be widened.
-    """
+    """Run the command `export` on every rank; see `convert`. `precision` is "bf16", "fp8" or "int8". Adapters are written in PEFT's format.
+    Raises UserError also if `output` exists, or if blocks made by a run would be widened."""
     modes = {mode.engine.name: {"mode": name} for name, mode in MODES.items() if mode.engine} | {"bf16": {"mode": "bf16", "high": "bf16"}}
     if precision not in modes:
         raise UserError("--precision", precision, f"must be one of {', '.join(sorted(modes))}", "choose one")
@@ -89,7 +80,7 @@ def export_checkpoint(checkpoint: Path, output: Path, precision: str, alignment:
 
 @contextmanager
 def _launched_ranks() -> Iterator[None]:
-    """Join the ranks of this launch, where there are several, for small messages."""
+    """Context manager that joins the ranks of this launch, if there are several, for small messages."""
     if "RANK" not in os.environ or dist.is_initialized():
         yield
         return
@@ -101,7 +92,7 @@ def _launched_ranks() -> Iterator[None]:
 
 
 def _check_paths(checkpoint: Path, output: Path) -> Path:
-    """Return the folder of `checkpoint`, whole on this machine."""
+    """Return the local folder of `checkpoint`, downloaded if necessary."""
     if output.exists():
         raise UserError("--output", str(output), "exists already", "name a new folder")
     return fetch_model(checkpoint, "--checkpoint")
@@ -110,14 +101,18 @@ def _check_paths(checkpoint: Path, output: Path) -> Path:
 def convert(
     folder: Path, output: Path, precision_fields: dict[str, Any], alignment: Alignment | None = None, file_bytes: int = FILE_BYTES
 ) -> None:
-    """Convert a checkpoint to a Hugging Face one in another precision, and with `alignment` to wider matrices as well. Collective, of a
-    world of any size or none.
+    """Convert a checkpoint to a Hugging Face checkpoint in another precision and, with `alignment`, to wider matrices. Collective.
 
-    `precision_fields` are those of a `PrecisionConfig` that differ from the source's. A run's weights are quantised as its sync does, and
-    everything else is in `high`. Of a Hugging Face checkpoint quantised weights become BF16 or its BF16 ones quantised, FP8 with the
-    default scale format; what a quantised result does not quantise keeps the checkpoint's dtype, BF16 or FP32. Raises UserError for a
-    checkpoint that is damaged or that the model does not fit, and where it would be quantised again; RunError, on every rank, where the
-    disk is full. Then nothing is left behind.
+    A run's weights are quantized like in a sync. A Hugging Face checkpoint's quantized weights become BF16, or its high-precision weights
+    are quantized, FP8 with the default scale format; unquantized tensors of a quantized result keep their dtype. On an error, nothing is
+    left behind.
+
+    Args:
+        precision_fields: fields of `PrecisionConfig` that differ from the source's.
+
+    Raises:
+        UserError: the checkpoint is damaged, does not fit its model, or is quantized already.
+        RunError: the disk is full; raised on every rank.
     """
     rank, world = get_rank_and_size()
     is_run = not (folder / "config.json").is_file()
@@ -157,7 +152,7 @@ def convert(
         temporary = write_on_rank0(lambda: stack.enter_context(atomic_folder(output)))
         write_on_rank0(lambda: check_room(temporary, sum(sizes.values())))
         written = []
-        for turn in range(-(-len(files) // world)):  # a file at a time on every rank, so that all end soon where one fails
+        for turn in range(-(-len(files) // world)):  # one file per rank at a time, so that all ranks stop soon after an error
             with errors_on_all_ranks(), as_run_error():
                 for number in own[turn : turn + 1]:
                     written.append(write_file(temporary / name_file(number, len(files)), make(number)))
@@ -166,14 +161,13 @@ def convert(
         def complete() -> None:
             write_index(temporary, by_file)
             write_all_but_weights(temporary, describe_weights(wide_config, contract), source.description)
-            stack.close()  # gives the folder its name
+            stack.close()  # publishes the folder
 
         write_on_rank0(complete)
 
 
 def _list_copies(model: ModelGeometry) -> dict[str, str]:
-    """Return the copies of embedding and output layer that checkpoints hold with trained layers for multi-token prediction: name -> the
-    original's."""
+    """Return {name: name of the original} of the copies of embedding and output layer that checkpoints with trained MTP layers hold."""
     originals = {tensor.role: name for name, tensor in model.tensors().items()}
     numbers = range(model.mtp_layers if model.trains_mtp else 0)
     return {name: originals[copy.role] for number in numbers for name, copy in list_copies(model, number).items()}
@@ -197,7 +191,7 @@ def _open_hf(folder: Path, precision_fields: dict[str, Any], checks: bool) -> _S
 
 
 def _check_run(folder: Path, rank: int, world: int) -> None:
-    """Read every byte of this rank's share of the files."""
+    """Check this rank's share of the files, reading every byte."""
     read_state(folder)
     if reason := find_damage(folder, rank, world):
         raise UserError("--checkpoint", str(folder), f"is damaged: {reason}", "give another checkpoint of the run")
@@ -214,13 +208,13 @@ def _open_run(folder: Path, precision_fields: dict[str, Any]) -> _Source:
 
     def read_values(region: Region) -> torch.Tensor:
         value, format = weights.read_values(region), contract.format_of(region.tensor.role)
-        return value if format.quantized else value.to(getattr(torch, format.dtype))  # then it may be widened
+        return value if format.quantized else value.to(getattr(torch, format.dtype))  # before widening
 
     return _Source(folder / "hf", hf_config, weights.model, read_values, contract, mtp, keeps_fp32_norms=False)
 
 
 def _store(tensor: HFTensor, value: torch.Tensor, source: _Source, scaled: bool) -> dict[str, torch.Tensor]:
-    """Return a tensor by its name as the result stores it; a quantised one as its bytes and its scales."""
-    if value.dtype == torch.float32 and (scaled or (tensor.role == "norm" and source.keeps_fp32_norms)):  # or was scaled, before
+    """Return the tensors to store for one tensor: its value, or bytes and scales if it is quantized."""
+    if value.dtype == torch.float32 and (scaled or (tensor.role == "norm" and source.keeps_fp32_norms)):  # or scaled by an earlier export
         return {tensor.name: value}
     return store(tensor.name, value, source.contract.format_of(tensor.role))

@@ -1,29 +1,30 @@
-"""Weights of a Megatron model in Hugging Face terms: load a checkpoint into this rank's shards, and collect the tensors a rank holds.
+"""Weights of a Megatron model in Hugging Face terms: loads a checkpoint into this rank's shards, and collects the tensors of a sync.
 
-Both use the geometry of `parallel`; no layer names are known here beyond how Megatron numbers layers.
+The geometry comes from `parallel`; quantized tensors are the blocks that the trainer computes with, or are quantized for the sync.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from megatron_rl.distributed import errors_on_all_ranks, is_rank0
-from megatron_rl.errors import as_user_error
+from megatron_rl.distributed import errors_on_all_ranks, is_rank0, raise_on_all_ranks
+from megatron_rl.errors import RunError, as_user_error
 from megatron_rl.hf.files import read_config
 from megatron_rl.hf.read import HFCheckpoint
-from megatron_rl.mcore.layers.linear.quantized_linear import QuantizedLinear, WeightLayer
-from megatron_rl.mcore.names import ModelChunks, get_model_chunks, global_name
+from megatron_rl.mcore.layers.linear.quantized_linear import QuantizedLinear, WeightLayer, reorder_rows
+from megatron_rl.mcore.names import ModelChunks, get_model_chunks, global_name, iter_modules
 from megatron_rl.mcore.optim.buckets import finish_gathers
 from megatron_rl.mcore.weights.cache_scales import collect_scales
 from megatron_rl.mcore.weights.master_spread import MasterSpread
-from megatron_rl.mcore.weights.rollout_weights import is_cut_by_columns, quantize_shards
 from megatron_rl.precision.contract import QUANTIZED_ROLES, PrecisionContract
 from megatron_rl.precision.quantized_weight import QuantizedWeight
-from megatron_rl.precision.quantizers import dequantize
+from megatron_rl.precision.quantizers import dequantize, quantize
 from parallel.digest import make_stored_tensors, view_rect
 from parallel.formats import TensorFormat
 from parallel.layout import Layout
@@ -35,7 +36,7 @@ from parallel.shards import Shard
 
 
 def build_rank_shards(hf_config: dict[str, Any], layout: Layout, rank: int | None = None) -> list[Shard]:
-    """Return the shards of a rank of `layout`, by default of this process. Raise UserError where model and layout do not fit."""
+    """Return the shards of a rank (by default this process) of `layout`. Raise UserError if model and layout do not fit."""
     rank = torch.distributed.get_rank() if rank is None else rank
     with as_user_error():
         return build_megatron_shards(ModelGeometry.from_hf_config(hf_config), layout, layout.coordinates(rank))
@@ -44,22 +45,23 @@ def build_rank_shards(hf_config: dict[str, Any], layout: Layout, rank: int | Non
 def load_checkpoint(
     model: ModelChunks, folder: Path, shards: list[Shard], spread: MasterSpread | None = None, critic: bool = False
 ) -> None:
-    """Fill this rank's parameters from a Hugging Face checkpoint, each value cast to the parameter's dtype. Collective.
+    """Fill this rank's parameters from a Hugging Face checkpoint, cast to their dtypes. Collective.
 
-    Quantised layers adopt the blocks of a checkpoint of their format byte for byte, and the optimizer steps from their values. Other layers
-    start from the dequantised values. In mode `fp8_rollout` the engine then gets the blocks of those values, at version 0 as at any
-    other: with pow2 scales and a checkpoint with such scales, the same values in every block (not always the same bytes: a block whose
-    largest magnitude is at most 224 gets half the scale); with fp32 scales, or through `high = "bf16"`, values may change by one rounding.
-    With `spread`, parameters that are masters are drawn from the values that the checkpoint's numbers stand for; all blocks stay the same.
+    Quantized layers adopt the blocks of a checkpoint in their format byte for byte, and the optimizer starts from their values. All other
+    layers start from the dequantized values. In mode `fp8_rollout`, the engine then gets the blocks of those values. With pow2 scales these
+    have the same values as the checkpoint's blocks (a block whose maximum is at most 224 gets half the scale); with fp32 scales or
+    `high = "bf16"`, values may change by one rounding.
 
-    `critic`: the model has a value head.
+    Raises UserError on every rank if `HFCheckpoint` refuses the checkpoint.
 
-    Raises UserError on every rank for what `HFCheckpoint` refuses.
+    Args:
+        spread: draws the masters from the values that round to the checkpoint's; all blocks stay the same.
+        critic: the model has a value head.
     """
     with errors_on_all_ranks():
         hf_config = as_critic(read_config(folder)) if critic else read_config(folder)
         checkpoint = HFCheckpoint(folder, hf_config, "critic.path" if critic else "model.path")
-        if is_rank0():  # it opens all files; other ranks open those that they need
+        if is_rank0():  # opens all files; other ranks open only the files they need
             checkpoint.check(ModelGeometry.from_hf_config(hf_config))
     with errors_on_all_ranks():
         _load(model, checkpoint, shards, spread)
@@ -85,7 +87,7 @@ def _load(model: ModelChunks, checkpoint: HFCheckpoint, shards: list[Shard], spr
             ordered = reorder_for_quantization(shard, layer.format)
             layer.adopt(_read_shard_blocks(checkpoint, ordered, layer.format), partial(_draw_for_blocks, layer, ordered, spread))
         else:
-            layer.quantize(_read_master(checkpoint, shard, layer))  # masters drawn for the values have the same blocks
+            layer.quantize(_read_master(checkpoint, shard, layer))  # masters drawn by `spread` have the same blocks
             layer.start_master(partial(_read_master, checkpoint, shard, layer, spreads))
 
 
@@ -106,13 +108,13 @@ def _read_values(checkpoint: HFCheckpoint, shard: Shard, into: torch.Tensor, spr
 
 
 def _draw_for_blocks(layer: QuantizedLinear, ordered: Shard, spread: MasterSpread | None) -> torch.Tensor:
-    """Return masters float32 [N, K] for the blocks that a layer has adopted: their values, or what `spread` draws for them."""
+    """Return masters float32 [N, K] for a layer's adopted blocks: their values, or the masters that `spread` draws."""
     masters = spread.draw_for_blocks(ordered, layer.blocks, layer.format) if spread else dequantize(layer.blocks, layer.format)
     return masters if layer.row_order is None else torch.empty_like(masters).index_copy_(0, layer.row_order.to(masters.device), masters)
 
 
 def _read_shard_blocks(checkpoint: HFCheckpoint, shard: Shard, format: TensorFormat) -> QuantizedWeight:
-    """Read the blocks of a shard in quantised order from the checkpoint's."""
+    """Read the blocks of a shard, in quantized order, from the checkpoint."""
     with as_user_error():
         check_block_alignment({0: [shard]}, lambda _: format)
     tensors = make_stored_tensors([shard], lambda _: format)
@@ -125,9 +127,7 @@ def _read_shard_blocks(checkpoint: HFCheckpoint, shard: Shard, format: TensorFor
 
 
 def global_parameters(model: ModelChunks) -> dict[str, torch.Tensor]:
-    """Return this rank's parameters by global name (see `mcore.names`), with its routers' correction biases: buffers in Megatron,
-    weights in the checkpoint.
-    """
+    """Return this rank's parameters by global name, including the correction biases of routers, which are buffers in Megatron."""
     return {
         global_name(chunk, name): tensor
         for chunk in get_model_chunks(model)
@@ -137,8 +137,7 @@ def global_parameters(model: ModelChunks) -> dict[str, torch.Tensor]:
 
 
 def set_formats(model: ModelChunks, geometry: ModelGeometry, layout: Layout, contract: PrecisionContract) -> None:
-    """Make a `WeightLayer` of every layer with a weight: set the format and blocks of those that are not quantized, what all are in the
-    engine, and all `row_order`s, which those of the engine's blocks are as well."""
+    """Make every layer with a weight a `WeightLayer`: set formats, blocks and row orders."""
     shards = build_megatron_shards(geometry, layout, layout.coordinates(torch.distributed.get_rank()))
     orders = {shard.name: compute_row_order(shard, contract.format_of(shard.role)) for shard in shards}
     linear = {shard.name: shard for shard in shards if shard.role in QUANTIZED_ROLES}
@@ -152,23 +151,18 @@ def set_formats(model: ModelChunks, geometry: ModelGeometry, layout: Layout, con
 
 
 def find_weight_layers(model: ModelChunks) -> dict[str, WeightLayer]:
-    """Return global name of a weight -> the layer that holds it."""
-    return {
-        global_name(chunk, f"{name}.weight"): module
-        for chunk in get_model_chunks(model)
-        for name, module in chunk.named_modules()
-        if hasattr(module, "weight")
-    }
+    """Return {global name of a weight: its layer}."""
+    modules = iter_modules(model)
+    return {global_name(chunk, f"{name}.weight"): module for chunk, name, module in modules if hasattr(module, "weight")}
 
 
 def collect_named_tensors(model: ModelChunks, shards: list[Shard], contract: PrecisionContract) -> dict[str, torch.Tensor]:
-    """Return the tensors that an engine or an export gets from this rank, by global name: raw values; bytes and scales of
-    quantised roles; an engine's scales of keys and values. Collective.
+    """Return the tensors that this rank contributes to a sync or an export, by global name. Collective.
 
-    The bytes of a quantised layer are the very blocks it computes with; a contract that does not quantise it gets its master. Where the
-    trainer is in high precision but the engine is not (`fp8_rollout`, `int8_rollout`), `quantize_shards` makes them here. Views of live
-    memory where possible: call again after every optimizer step. Rows of quantised tensors are in the quantised order of
-    `parallel.megatron_shards`.
+    These are raw values, bytes and scales of quantized roles, and KV-cache scales, as views of live memory where possible: call again after
+    every optimizer step. Bytes of quantized layers are the blocks that they compute with; if the contract does not quantize a layer, its
+    master is returned. If only the engine is quantized (`fp8_rollout`, `int8_rollout`), `quantize_shards` makes the bytes. Rows of quantized
+    tensors are in the quantized order of `parallel.megatron_shards`.
     """
     finish_gathers(model)
     weights, layers = {name: tensor.detach() for name, tensor in global_parameters(model).items()}, find_weight_layers(model)
@@ -177,3 +171,53 @@ def collect_named_tensors(model: ModelChunks, shards: list[Shard], contract: Pre
         if isinstance(layer, QuantizedLinear) and not contract.format_of(shard.role).quantized:
             weights[shard.name] = layer.gather_master()
     return weights | collect_scales(model) | quantize_shards(shards, weights, layers, contract)
+
+
+def quantize_shards(
+    shards: Sequence[Shard], weights: Mapping[str, torch.Tensor], layers: Mapping[str, WeightLayer], contract: PrecisionContract
+) -> dict[str, torch.Tensor]:
+    """Return data and scales of every shard that the contract quantizes, by name. Collective if there is any. `weights` holds the
+    parameters by shard name, `layers` their layers. A BF16 parameter is quantized rather than its FP32 master, so the engine's weights
+    differ from the trainer's by the quantization alone. Raise RunError on every rank if a weight holds inf or NaN."""
+    if not contract.engine_format.quantized:
+        return {}
+    tensors: dict[str, torch.Tensor] = {}
+    failure: RunError | None = None
+    for shard in shards:  # complete the loop even after an error: other ranks may wait for this rank's maxima
+        format = contract.format_of(shard.role)
+        if format.quantized:
+            try:
+                blocks = _get_blocks(shard, weights[shard.name], layers[shard.name], format)
+                tensors[shard.name], tensors[format.scale_name(shard.name)] = blocks
+            except ValueError as error:
+                failure = failure or RunError(f"{shard.name}: {error}; the sync is stopped before it reaches the engine")
+    raise_on_all_ranks(failure)
+    return tensors
+
+
+def _get_blocks(shard: Shard, weight: torch.Tensor, layer: WeightLayer, format: TensorFormat) -> QuantizedWeight:
+    """Return the layer's blocks, or quantize its weight."""
+    if layer.blocks is not None and layer.format == format:
+        return layer.blocks
+    order = compute_row_order(shard, format)
+    ordered = reorder_rows(weight, None if order is None else torch.tensor(order))
+    return quantize_rows(ordered, format, layer.tp_group if is_cut_by_columns(shard) else None)
+
+
+def is_cut_by_columns(shard: Shard) -> bool:
+    """Return whether ranks of the layer's `tp_group` hold different columns of the shard's rows."""
+    return any(region.tensor_rect.cols < region.tensor.cols for region in shard.regions)
+
+
+def quantize_rows(rows: torch.Tensor, format: TensorFormat, group: Any) -> QuantizedWeight:
+    """Quantize rows. The ranks of `group` hold different columns of them; None means that the rows are whole. Collective over `group`.
+    Scales of whole rows are agreed on, so the bytes are those of the checkpoint. Raise ValueError for inf or NaN."""
+
+    def max_over_ranks(amax: torch.Tensor) -> torch.Tensor:
+        if group is None:
+            return amax
+        amax = amax.nan_to_num(nan=torch.inf, posinf=torch.inf)  # MAX over ranks may lose a NaN
+        dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=group)
+        return amax
+
+    return quantize(rows, format, max_over_ranks)

@@ -1,35 +1,21 @@
-"""Reads inputs and outputs of a model's operators while it runs: PyTorch hooks on modules that are found by name.
+"""Records inputs and outputs of a running model's operators with PyTorch hooks on modules that are found by name.
 
-Trainer and engine name operators as the precision graph does, so that their recordings can be compared.
+Trainer and engine name operators as the precision graph does, so their recordings can be compared.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
-RecordFn = Callable[[str, torch.Tensor], None]
-"""(name of the operator, tensor)."""
-
-
-@dataclass(frozen=True)
-class HookPoint:
-    """One tensor at a module's edge."""
-
-    path: str
-    """Name of the module; `*` stands for the number of a layer."""
-    op: str
-    """The operator whose result this is, as `precision.graph.decoder` names it; `*` is the layer's number."""
-    argument: int | None = None
-    """Index of the positional argument; None for the output, of a tuple its first element."""
-
-
-_LAYER_POINTS = (  # (module, operator whose result this is, positional argument or None for the output)
+HookPoint = tuple[str, str, int | None]
+"""(module, operator whose result is recorded, index of the positional argument that holds it, or None for the module's output). In both
+names `*` stands for the number of a layer. Of an output tuple, the first element is recorded."""
+_LAYER_POINTS: tuple[HookPoint, ...] = (
     ("qkv", "input_norm", 0),
     ("qkv", "attention.qkv", None),
     ("q_norm", "attention.q_norm", None),
@@ -54,24 +40,28 @@ _LAYER_POINTS = (  # (module, operator whose result this is, positional argument
 )
 
 
-def layer_hook_points(prefix: str, paths: Mapping[str, str]) -> tuple[HookPoint, ...]:
-    """Return the points of every layer: `prefix` up to the layer, `paths` within it by the names of `_LAYER_POINTS`."""
-    return tuple(HookPoint(prefix + paths[module], f"layers.*.{op}", argument) for module, op, argument in _LAYER_POINTS)
+def layer_hook_points(prefix: str, modules: Mapping[str, str]) -> list[HookPoint]:
+    """Return the points of every layer. `modules` maps the first names in `_LAYER_POINTS` to modules of the layer, whose names start with
+    `prefix`."""
+    return [(prefix + modules[module], f"layers.*.{op}", argument) for module, op, argument in _LAYER_POINTS]
 
 
-def attach_hooks(model: torch.nn.Module, points: Sequence[HookPoint], record: RecordFn) -> list[RemovableHandle]:
-    """Call `record` at every point whose module the model has, whenever that module runs. Call `remove()` on the returned handles."""
+def attach_hooks(
+    model: torch.nn.Module, points: Iterable[HookPoint], record: Callable[[str, torch.Tensor], None]
+) -> list[RemovableHandle]:
+    """Call `record(operator, tensor)` at every point whose module the model has, whenever that module runs, until `remove()` is called on the
+    returned handles."""
     handles = []
-    for point in points:
-        pattern = re.compile(re.escape(point.path).replace(r"\*", r"(\d+)"))
+    for path, op, argument in points:
+        pattern = re.compile(re.escape(path).replace(r"\*", r"(\d+)"))
         for name, module in model.named_modules():
             if match := pattern.fullmatch(name):
-                op = point.op.replace("*", match.group(1)) if match.groups() else point.op
-                handles.append(module.register_forward_hook(_make_hook(op, point.argument, record)))
+                hook = _make_hook(op.replace("*", match.group(1)) if match.groups() else op, argument, record)
+                handles.append(module.register_forward_hook(hook))
     return handles
 
 
-def _make_hook(op: str, argument: int | None, record: RecordFn) -> Callable[..., None]:
+def _make_hook(op: str, argument: int | None, record: Callable[[str, torch.Tensor], None]) -> Callable[..., None]:
     def hook(_: torch.nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         tensor = inputs[argument] if argument is not None else output[0] if isinstance(output, tuple) else output
         record(op, tensor.detach())

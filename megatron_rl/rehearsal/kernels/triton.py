@@ -29,7 +29,7 @@ class _Kernel:
                 )
             sizes = grid(options) if callable(grid) else grid
             require(all(size > 0 for size in sizes) and all(size <= 65535 for size in sizes[1:]), f"triton {self.name}", f"grid {sizes}")
-            _recorder[0]().work(*_count(self.name, args, options), *tensors)
+            _recorder[0]().work(*_count(self.name, args, options), *tensors, kernel=self.name)
 
         return launch
 

@@ -107,7 +107,7 @@ def test_a_hugging_face_checkpoint_is_quantised_for_the_engine(mode, quantized, 
 
 
 def test_quantised_weights_are_not_quantised_again(model, fp8, tmp_path):
-    line = "--baseline = .* is FP8, the config's engine is w8a8_int8; quantised weights are not quantised twice"
+    line = "--baseline = .* is FP8, but the config's engine is w8a8_int8, and quantized weights are never quantized twice"
     with pytest.raises(UserError, match=line):
         check_checkpoint(fp8, "--baseline", config(mode="int8_rollout"))
     with pytest.raises(UserError, match="precision.scale_format = 'fp32': .* is FP8 with pow2 scales; set it to \"pow2\""):
@@ -149,5 +149,5 @@ def test_the_k_to_report():
 
 
 def test_scales_of_keys_and_values_that_only_a_trainer_has_are_refused(model):
-    with pytest.raises(UserError, match=r"^precision\.kv = 'e4m3_per_layer': needs the scales of a trainer, .* use --precision\.kv=high"):
+    with pytest.raises(UserError, match=r"^precision\.kv = 'e4m3_per_layer': needs scales that only a trainer has; use --precision\.kv=high"):
         check_checkpoint(model, "--checkpoint", config(mode="bf16", kv="e4m3_per_layer"))

@@ -18,7 +18,7 @@ from megatron_rl.hf.routing_record import RoutingShape, extend_routing_record
 from megatron_rl.rollout.worker import RolloutBatch
 from megatron_rl.training.samples import to_training_samples
 from megatron_rl.types import Completion, Problem
-from rollout_sglang.routing_record import read_routed_experts
+from rollout_sglang.answers import read_routed_experts
 
 SHAPE = RoutingShape(num_layers=3, moe_layers=(1, 2), num_experts=8, top_k=2)
 
@@ -104,7 +104,7 @@ def answer(values: np.ndarray) -> dict:
 def test_the_engines_answers_are_read_and_checked():
     assert (read_routed_experts(answer(record(5)), SHAPE, 5) == record(5)).all()
     for response, line in (
-        ({"meta_info": {}}, "without the routing that it was asked for"),
+        ({"meta_info": {}}, "without the requested routing"),
         (answer(record(6)), "routing of 5 tokens has 30 numbers, not 4 rows of 3 layers and 2 experts"),
         (answer(record(5).astype(int) + 256), "names experts 256 to 26\\d of 8"),  # a byte would hide it
     ):

@@ -85,10 +85,10 @@ def test_torn_last_line_is_left_out_and_said(log: RunLog, capsys: pytest.Capture
     path = log.dir / "metrics.jsonl"
     path.write_bytes(path.read_bytes()[:-9])
     assert [row["step"] for row in read_metrics(log.dir)] == [0]
-    assert "metrics.jsonl: the last line (line 2) is torn and was left out" in capsys.readouterr().err
+    assert "metrics.jsonl: the last line (line 2) is torn and was skipped" in capsys.readouterr().err
     with path.open("ab") as file:
         file.write(b'\n{"step": 2}\n')
-    with pytest.raises(UserError, match="line 2 is no JSON object"):
+    with pytest.raises(UserError, match="line 2 is not a JSON object"):
         read_metrics(log.dir)
 
 

@@ -117,10 +117,10 @@ ABSENT = object()
 @pytest.mark.parametrize(
     "config, changes, words",
     [
-        (QWEN3, {"model_type": "mamba"}, "model_type = mamba: is no model family"),
-        (QWEN3, {"model_type": None}, "model_type = None: is no model family"),
-        (LLAMA, {"attention_bias": True}, "attention_bias = True: is not built"),
-        (LLAMA, {"mlp_bias": True}, "mlp_bias = True: is not built"),
+        (QWEN3, {"model_type": "mamba"}, "model_type = mamba: is not a supported model family"),
+        (QWEN3, {"model_type": None}, "model_type = None: is not a supported model family"),
+        (LLAMA, {"attention_bias": True}, "attention_bias = True: is not supported"),
+        (LLAMA, {"mlp_bias": True}, "mlp_bias = True: is not supported"),
         (LLAMA, {"head_dim": None, "hidden_size": 65}, r"head_dim = None: is missing, and hidden_size \(65\)"),
         (QWEN2, {"use_sliding_window": True}, "use_sliding_window"),
         (QWEN3, {"head_dim": None}, "head_dim = None: must be a positive integer"),
@@ -137,7 +137,7 @@ ABSENT = object()
         (DEEPSEEK, {"kv_lora_rank": 0}, "kv_lora_rank = 0: must be a positive integer"),
         (DEEPSEEK, {"rope_scaling": LLAMA3}, "llama3"),
         (DEEPSEEK, {"rope_scaling": YARN | {"mscale_all_dim": 0}}, "mscale_all_dim"),
-        (DEEPSEEK, {"rope_scaling": YARN | {"attention_factor": 1.0}}, "attention_factor = 1.0: .* computes it only where it is absent"),
+        (DEEPSEEK, {"rope_scaling": YARN | {"attention_factor": 1.0}}, "attention_factor = 1.0: .* supports only models without it"),
         (DEEPSEEK, {"rope_interleave": False}, "rope_interleave"),
         (DEEPSEEK, {"scoring_func": "softmax"}, "scoring_func"),
         (DEEPSEEK, {"norm_topk_prob": False}, "norm_topk_prob"),

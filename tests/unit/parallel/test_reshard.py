@@ -26,7 +26,7 @@ from parallel.model_geometry import ModelGeometry, MoEGeometry
 from parallel.reshard import Transfer, add_scale_transfers, reshard
 from parallel.sglang_shards import build_engine_shards
 from parallel.shards import GeometryError, HFTensor, Rect, Shard, stack_regions, take_all, take_rows
-from parallel.weights import Weight
+from parallel.shards import Weight
 
 
 def is_padding(shard: Shard) -> np.ndarray:

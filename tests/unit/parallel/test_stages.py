@@ -8,7 +8,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from megatron_rl.config import TrainConfig
-from megatron_rl.mcore.model_options import layout_options
+from megatron_rl.mcore.transformer_config import layout_options
 from parallel.layout import Layout
 from parallel.shards import GeometryError
 from parallel.stages import balance_stages, check_stages, count_stage_layers, list_stage_layers
@@ -114,7 +114,7 @@ BALANCED = "use train.layout.first_stage_layers = 11 and train.layout.last_stage
         ),
         (
             {"pp": 2, "first_stage_layers": 40, "last_stage_layers": 54},
-            "train.layout.last_stage_layers = 54: follows from train.layout.first_stage_layers where there are two stages; leave one out",
+            "train.layout.last_stage_layers = 54: is determined by train.layout.first_stage_layers if there are two stages; leave one out",
         ),
         ({"pp": 2, "last_stage_layers": -1}, "train.layout.last_stage_layers = -1: must be a positive integer, or 0"),
     ],

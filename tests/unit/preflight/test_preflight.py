@@ -161,7 +161,7 @@ def test_a_layout_that_cuts_fp8_blocks(workplace, monkeypatch, ranks, overrides)
 
 def test_a_checkpoint_of_another_kind(workplace):
     write_config(workplace, model_type="mamba")
-    assert refused() == f"config.json model_type = 'mamba': is no model family known here; use one of {', '.join(FAMILIES)}"
+    assert refused() == f"config.json model_type = 'mamba': is not a supported model family; use one of {', '.join(FAMILIES)}"
     write_config(workplace, head_dim="absent")
     assert refused().startswith("config.json head_dim: is missing")
 

@@ -95,7 +95,7 @@ def test_a_gather_in_the_wrong_group_of_the_same_size_is_refused(reports):
 
 def test_a_gather_among_as_many_context_parallel_ranks_is_refused(reports):
     fault = reports["gather_among_context_ranks"]["fault"]
-    caller = "megatron_rl/mcore/layers/attention/attention.py PackedSelfAttention.get_query_key_value_tensors"
+    caller = "megatron_rl/mcore/layers/attention/self_attention.py PackedSelfAttention.get_query_key_value_tensors"
     assert "RefusedCollectiveError in phase logprobs at megatron_rl/kernels/linear/gather.py:" in fault
     assert fault.endswith(f"all-gather in cp 2: {caller} exchanges in tp alone")
 

@@ -9,10 +9,11 @@ import torch
 from megatron_rl.batch.kept_tokens import make_kept_tokens
 from megatron_rl.config.environment import EnvironmentConfig
 from megatron_rl.errors import RunError
-from megatron_rl.rollout.environment_pool import EnvironmentPool
 from megatron_rl.rollout.environments.base import Episode, Message, StepResult, load_environment
+from megatron_rl.rollout.environments.pool import EnvironmentPool
 from megatron_rl.rollout.generation import MultiTurnSampler
-from megatron_rl.rollout.worker import RolloutBatch, build_sample_rows, compute_rollout_metrics
+from megatron_rl.rollout.metrics import build_sample_rows, compute_rollout_metrics
+from megatron_rl.rollout.worker import RolloutBatch
 from megatron_rl.training.samples import to_training_samples
 from megatron_rl.types import Generation, Problem, SamplingParams
 from parallel.plug import InputError
@@ -192,7 +193,7 @@ def test_a_broken_environment_costs_its_own_answer_only(caplog):
         assert [reply.message and reply.message.text for reply in replies if not reply.error] == ["one", "two", None, "three"]
         again = [Episode("0", "", "", state=replies[0].state), Episode("2", "", "", state=replies[2].state)]
         assert [reply.message.text for reply in pool.step(["a", "b"], again)] == ["one+a", "two+b"], "it went on in another process"
-    assert "failed in 9 of 13 answers: timeout after 0.5 s" in caplog.text
+    assert "failed in 9 of 13 completions: timeout after 0.5 s" in caplog.text
 
 
 def test_a_bad_name_is_refused_before_anything_starts():

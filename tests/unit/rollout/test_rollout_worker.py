@@ -12,7 +12,8 @@ from megatron_rl.config import Config
 from megatron_rl.data import ProblemOrder, ProblemStream
 from megatron_rl.errors import RunError
 from megatron_rl.rollout.generation import MultiTurnSampler
-from megatron_rl.rollout.worker import RolloutBatch, RolloutWorker, build_sample_rows, compute_accuracies, compute_rollout_metrics
+from megatron_rl.rollout.metrics import build_sample_rows, compute_accuracies, compute_rollout_metrics
+from megatron_rl.rollout.worker import RolloutBatch, RolloutWorker
 from megatron_rl.types import Completion, Generation, Problem, Reward, SamplingParams
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from megatron_rl.errors import RunError
 from megatron_rl.types import Generation
-from rollout_sglang.engine import read_kept_tokens
+from rollout_sglang.answers import read_kept_tokens
 
 
 def answer(masks: list[list[int]]) -> dict:
@@ -23,5 +23,5 @@ def test_an_answers_kept_tokens_come_with_the_log_probs_over_them():
 
 @pytest.mark.parametrize("masks", [[[9, 7]], [[9, 8], [3]], [[7, 7, 9], []], []])
 def test_a_token_that_was_not_kept_ends_the_run(masks):
-    with pytest.raises(RunError, match="does not tell which tokens"):
+    with pytest.raises(RunError, match="does not report which tokens"):
         read_kept_tokens(answer(masks), Generation(np.array([7, 3]), np.array([-2.0, -1.0]), "stop", 1))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rollout_sglang.model_files import VARIABLE, leave_out_other_models
+from rollout_sglang.launch_args import DISABLED_MODELS_VARIABLE, leave_out_other_models
 
 FOLDER = Path(find_spec("sglang").origin).parent / "srt" / "models"
 FILES = {file.stem for file in FOLDER.glob("*.py")}
@@ -24,7 +24,7 @@ OWN = {
 
 @pytest.mark.parametrize("architecture", OWN)
 def test_the_file_that_defines_the_model_stays_and_the_others_are_left_out(architecture):
-    left_out = set(leave_out_other_models([architecture])[VARIABLE].split(","))
+    left_out = set(leave_out_other_models([architecture])[DISABLED_MODELS_VARIABLE].split(","))
     assert OWN[architecture] in FILES - left_out and left_out < FILES and len(left_out) > 100
     for name in FILES - left_out - {OWN[architecture]}:
         text = (FOLDER / f"{name}.py").read_text()

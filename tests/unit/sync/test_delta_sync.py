@@ -79,7 +79,7 @@ def test_only_what_changed_is_sent_and_everything_where_the_base_is_wrong(bridge
     both = bridge(transport=transport, staged=staged, delta="on", proof="streamed")
     first = both.run()
     assert (first.bytes, first.changed_share) == (both.full, None)
-    assert both.sync._base.nbytes == both.full // 2  # two engines, one copy
+    assert both.sync._transfer._base.nbytes == both.full // 2  # two engines, one copy
     both.change(5)
     small = both.run()
     assert 0 < small.bytes < both.full / 20 and 0 < small.changed_share < 0.05
@@ -128,15 +128,15 @@ def test_auto_sends_what_pays(bridge):
         each.change(3)
         report = each.run()
         assert (report.bytes < each.full) == (each is auto) == ("sync/changed_share" in report.metrics())
-        assert bool(each.sync._base.nbytes) == (each is auto)
+        assert bool(each.sync._transfer._base.nbytes) == (each is auto)
     for _ in range(2):
         auto.change(1 << 20)
         assert auto.run().bytes == auto.full
     auto.change(3)
     assert auto.run().bytes < auto.full
     assert [line.split(";")[0] for line in auto.said] == [
-        "sync.delta = auto: what changed is sent",
-        "sync.delta = auto: everything is sent",
+        "sync.delta = auto: sending what changed",
+        "sync.delta = auto: sending everything",
     ]
 
 

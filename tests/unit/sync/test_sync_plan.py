@@ -13,9 +13,9 @@ from megatron_rl.distributed import Rank0
 from megatron_rl.errors import EngineLostError, RunError
 from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.rollout.engine import EngineTensorSpec
-from megatron_rl.sync.engine_check import check_live_engine, check_live_tensors
+from megatron_rl.sync.checks import check_live_engine, check_live_tensors
 from megatron_rl.sync.plan import SyncPlan, cut_into_chunks
-from megatron_rl.sync.weight_sync import WeightSync
+from megatron_rl.sync.transfer import WeightTransfer
 from parallel.layout import EngineLayout, Layout
 from parallel.model_geometry import ModelGeometry
 from parallel.shards import GeometryError
@@ -74,7 +74,7 @@ def test_a_live_tensor_that_differs_is_named(rank, name, live, expected):
         engine[rank][name] = EngineTensorSpec(*live)
     with pytest.raises(RunError) as caught:
         check_live_tensors(make(), engine)
-    fix = "; SGLang may have no class of its own for `architectures` and serve its generic one"
+    fix = "; SGLang may have no class for this `architectures` entry and serve its generic model"
     line = f"engine rank {rank}: {name} is {live or 'absent'}, the precision contract says {expected}"
     assert str(caught.value) == line + fix * ("absent" in (live or "absent", expected))
 
@@ -92,7 +92,7 @@ def test_an_engine_that_holds_what_the_contract_says_passes():
 
 
 class FakeEngine:
-    """An engine with the right weights, that quantises activations as told."""
+    """An engine with the right weights, that quantizes activations as told."""
 
     def __init__(self, formats: dict[str, str], live: list[dict[str, EngineTensorSpec]] | None = None) -> None:
         self._formats, self._live = formats, live or live_engine()
@@ -128,18 +128,18 @@ def test_an_int8_engine_passes_in_int8_alone():
         (
             "fp8_unified",
             {"a": "fp8 pow2", "b": "fp8 fp32"},
-            "b quantises activations as fp8 fp32; .* says fp8 pow2",
+            "b quantizes activations as fp8 fp32; .* says fp8 pow2",
         ),
         ("fp8_unified", {}, "no FP8 linear layer is live"),
         (
             "int8_rollout",
             {"a": "int8 fp32", "b": "fp8 pow2"},
-            "b quantises activations as fp8 pow2; .* says int8 fp32",
+            "b quantizes activations as fp8 pow2; .* says int8 fp32",
         ),
         ("int8_rollout", {}, "no INT8 linear layer is live"),
     ],
 )
-def test_an_engine_that_quantises_activations_otherwise_is_refused(mode, formats, line):
+def test_an_engine_that_quantizes_activations_otherwise_is_refused(mode, formats, line):
     check_live_engine(make(), FakeEngine({"a": "fp8 pow2", "b": "fp8 pow2"}))
     with pytest.raises(RunError, match=line):
         check_live_engine(make(mode), FakeEngine(formats, int8_engine() if mode == "int8_rollout" else live_engine()))
@@ -172,13 +172,13 @@ def test_a_chunk_smaller_than_a_row_is_refused():
 
 @pytest.mark.parametrize("error, raised", [(KeyError("gone"), EngineLostError), (OSError("no memory, say"), RunError)])
 def test_a_sync_is_repeated_after_what_its_transport_names_and_nothing_else(error, raised):
-    sync, engine = WeightSync.__new__(WeightSync), SimpleNamespace(finish_receiving=lambda hashing: None)
-    sync._rank, sync._outbox, sync._engine = 0, None, Rank0(lambda: engine)
-    sync._transport = Transport("own_transport", lost_errors=(KeyError,))
+    transfer, engine = WeightTransfer.__new__(WeightTransfer), SimpleNamespace(finish_receiving=lambda hashing: None)
+    transfer._rank, transfer._outbox, transfer._engine = 0, None, Rank0(lambda: engine)
+    transfer._transport = Transport("own_transport", lost_errors=(KeyError,))
 
     def fail() -> None:
         raise error
 
     with pytest.raises(RunError, match="the sync broke: trainer rank 0: ") as caught:
-        sync._run_on_all_ranks(fail)
+        transfer._run_on_all_ranks(fail)
     assert type(caught.value) is raised

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from support.processes import ROOT, one_thread_environment
 
-sys.path.insert(0, str(ROOT / "tools" / "checks"))
+sys.path.insert(0, str(ROOT / "tools"))
 import gpu_parts
 from gpu_parts import BUDGET, PARTS, QUICK_BUDGET, WARM_UP, Check, Part, Record, choose_parts, find_unused_folder
 

@@ -84,20 +84,20 @@ def test_the_newest_whole_checkpoint_is_chosen_and_what_differs_is_said(tmp_path
     (log.dir / "checkpoints" / "step_00004" / "state.json").write_text("{")
     checkpoint = choose_checkpoint(log.dir, 9)
     assert checkpoint.describe({"tp": 1}) == [
-        "step_00004 is not whole: state.json cannot be read (JSONDecodeError); the checkpoint before it is used",
-        f"going on from {checkpoint.folder}, step 2",
+        "step_00004 is incomplete: state.json cannot be read (JSONDecodeError); the previous checkpoint is used",
+        f"resuming from {checkpoint.folder}, step 2",
     ]
-    assert checkpoint.describe({"tp": 2})[2].startswith("another train.layout wrote it: ")
+    assert checkpoint.describe({"tp": 2})[2].startswith("it was written with another train.layout: ")
     checkpoint.state["versions"]["torch"] = "1.0"
-    assert checkpoint.describe({"tp": 1})[2].startswith("other versions wrote it, so numbers may differ: torch 1.0 -> ")
+    assert checkpoint.describe({"tp": 1})[2].startswith("it was written with other package versions, so results may differ: torch 1.0 -> ")
 
 
 def test_no_whole_checkpoint_or_no_step_left_is_refused(tmp_path):
     log = make_run(tmp_path)
-    with pytest.raises(UserError, match="train.steps = 2: .*step_00002 is at step 2 already"):
+    with pytest.raises(UserError, match="train.steps = 2: .*step_00002 is already at step 2"):
         choose_checkpoint(log.dir, 2)
     (log.dir / "checkpoints" / "step_00002" / "state.json").unlink()
-    with pytest.raises(UserError, match="holds no whole checkpoint .step_00002: holds no state.json."):
+    with pytest.raises(UserError, match="holds no complete checkpoint .step_00002: holds no state.json."):
         choose_checkpoint(log.dir, 9)
 
 

@@ -15,8 +15,8 @@ import pytest
 from megatron_rl.config.data import DataConfig, DataSourceConfig
 from megatron_rl.data.sets import read_problem_set
 from megatron_rl.errors import RunError
+from megatron_rl.rewards.pool import RewardPool
 from megatron_rl.types import Problem, Reward
-from megatron_rl.workers.pool import RewardPool
 
 GSM8K_TEST = Path(__file__).resolve().parents[3].parent / "shared" / "data" / "gsm8k" / "test.jsonl"
 MEMORY_MB = 2048

@@ -1,15 +1,13 @@
 """Multi-latent attention (DeepSeek-V3) with down projections replicated on every tensor-parallel rank.
 
-Megatron's local spec would split them by rows, through the middle of FP8 blocks; its Transformer Engine spec replicates them, as here.
-
-With the two parts K and V of kv_b's weight for a head, a query q, latents c and positions r (DeepSeek-V2, arXiv 2405.04434, section 2.1):
+Megatron's local spec would split them by rows, through FP8 blocks; its Transformer Engine spec replicates them too. Let K and V be a
+head's parts of kv_b's weight, q a query, c latents and r positions (DeepSeek-V2, arXiv 2405.04434, section 2.1):
 
     expanded   score = q . (K c) + q_r . r       y = sum over keys of  p (V c)
     absorbed   score = (K^T q) . c + q_r . r     y = V (sum over keys of  p c)
 
-The engine's cache holds latents. On a CPU it takes the absorbed form for prompts and decoded tokens, so the trainer does, too, with the
-same operators. On a GPU SGLang takes the expanded form for prompts; the absorbed one would cost the trainer 3.4 times the products of the
-attention (heads of 576 and 512 for 192 and 128), and FlashAttention ends at 256. `takes_absorbed_form` is the one place that decides.
+The trainer uses the engine's form. On a CPU, the engine uses the absorbed form. On a GPU, SGLang expands prompts; the absorbed form would
+cost the trainer 3.4 times the attention FLOPs (head dimensions 576 and 512 instead of 192 and 128), and FlashAttention ends at 256.
 """
 
 from __future__ import annotations
@@ -19,51 +17,17 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.models.common.embeddings import apply_rotary_pos_emb
-from megatron.core.tensor_parallel import (
-    ColumnParallelLinear,
-    copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
-)
-from megatron.core.tensor_parallel.layers import linear_with_frozen_weight, linear_with_grad_accumulation_and_async_allreduce
-from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.module import MegatronModule
+from megatron.core.tensor_parallel import ColumnParallelLinear, copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
-from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 from megatron_rl.kernels.batch_invariant import multiply_heads
 from megatron_rl.kernels.rope.reference import rotates_rows
-from megatron_rl.mcore.layers.linear.weight_gradient import take_weight
 
 
 def takes_absorbed_form() -> bool:
-    """Return whether attention is computed between latents, as the engine of this machine computes it."""
+    """Return whether attention uses the absorbed form, as this machine's engine does."""
     return not torch.cuda.is_available()
-
-
-class ReplicatedLinear(MegatronModule):
-    """y = x W^T with the whole W on every tensor-parallel rank; `weight` [N, K]. Returns (y, None), as Megatron's linear layers do.
-
-    Under sequence parallelism each rank sees a part of the tokens; the weight's tag makes Megatron sum its gradient over the ranks.
-    """
-
-    def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **_: Any) -> None:
-        super().__init__(config)
-        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
-        self.weight = torch.nn.Parameter(torch.empty(output_size, input_size, dtype=config.params_dtype, device=device))
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
-        group = parallel_state.get_tensor_model_parallel_group()
-        return self._forward_impl(x, self.weight, allreduce_dgrad=False, sequence_parallel=False, tp_group=group), None
-
-    def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, **options: Any) -> torch.Tensor:
-        multiply: Any = linear_with_grad_accumulation_and_async_allreduce if weight.requires_grad else linear_with_frozen_weight
-        return multiply(input, take_weight(weight), bias=None, gradient_accumulation_fusion=False, **options)
-
-    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: dict | None = None) -> Any:
-        return make_sharded_tensors_for_checkpoint(self.state_dict(keep_vars=True), prefix, {}, sharded_offsets)
 
 
 class LatentAttention(MLASelfAttention):
@@ -85,14 +49,14 @@ class LatentAttention(MLASelfAttention):
         packed_seq_params: Any = None,
         **options: Any,
     ) -> tuple[torch.Tensor | None, ...]:
-        """Return queries and keys [t, h, nope + rope] and values [t, h, v] of a packed row on a GPU, without waiting for it as Megatron's
-        rotation does; Megatron's own otherwise."""
+        """Return queries and keys [t, h, nope + rope] and values [t, h, v]. On a GPU, packed rows are rotated without waiting for the
+        device."""
         if packed_seq_params is None or not rotates_rows(hidden_states):
             return super().get_query_key_value_tensors(hidden_states, key_value_states, position_ids, packed_seq_params, **options)
         return self.expand(hidden_states, self._make_rotation(hidden_states, packed_seq_params))
 
     def expand(self, hidden_states: torch.Tensor, rotate: Callable[[torch.Tensor], torch.Tensor]) -> tuple[torch.Tensor | None, ...]:
-        """Return the expanded form of a packed row [t / tp, 1, hidden]. Rotated numbers lie in pairs, as in the engine."""
+        """Return the expanded form of a packed row [t / tp, 1, hidden]. Rotated values are interleaved in pairs, as in the engine."""
         config, heads = self.config, self.num_attention_heads_per_partition
         q = self._project_queries(hidden_states).squeeze(1).unflatten(-1, (heads, -1))
         nope, rope = self.linear_kv_down_proj(hidden_states)[0].split([config.kv_lora_rank, config.qk_pos_emb_head_dim], -1)
@@ -104,44 +68,32 @@ class LatentAttention(MLASelfAttention):
         return query, key, value.contiguous(), None, None
 
     def _share(self, x: torch.Tensor) -> torch.Tensor:
-        """Return what every rank's heads read [s, ...] of [s / tp, ...] on every rank. Gradients of all ranks' heads are summed."""
+        """Return [s, ...] of [s / tp, ...] for the heads of every rank. The gradients of all ranks' heads are summed."""
         share = gather_from_sequence_parallel_region if self.config.sequence_parallel else copy_to_tensor_model_parallel_region
         return share(x, group=self.tp_group)
 
     def _project_queries(self, x: torch.Tensor) -> torch.Tensor:
-        """[s / tp, b, hidden] -> [s, b, heads * d] of this rank's heads."""
+        """Project [s / tp, b, hidden] to [s, b, heads * d] of this rank's heads."""
         if self.config.q_lora_rank is None:
             return self.linear_q_proj(x)[0]
         return self.linear_q_up_proj(self.q_layernorm(self.linear_q_down_proj(x)[0]))[0]
 
     def _make_rotation(self, hidden_states: torch.Tensor, row: Any) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Return the rotary embedding of this micro-batch, which leaves rotated numbers in pairs."""
+        """Return the rotary embedding of this micro-batch. It leaves rotated values interleaved in pairs."""
         if row is not None and row.rotation is not None:
             return row.rotation.rotate
         length = self.rotary_pos_emb.get_rotary_seq_len(None, None, hidden_states, self.config, row)
         angles = self.rotary_pos_emb(length, packed_seq=row is not None)
         angles, mscale = angles if self.config.rope_type == "yarn" else (angles, 1.0)
-        if row is not None and rotates_rows(hidden_states):  # Megatron has all angles, and then all again
+        if row is not None and rotates_rows(hidden_states):  # Megatron's angles are repeated twice
             return row.make_rotation(angles[:, 0, 0, : angles.shape[-1] // 2], interleaved=True, scale=mscale).rotate
         starts = None if row is None else row.cu_seqlens_q
         options = {"config": self.config, "cu_seqlens": starts, "mscale": mscale, "cp_group": self.pg_collection.cp}
 
-        def rotate(x: torch.Tensor) -> torch.Tensor:  # Megatron leaves the first numbers of all pairs, then the second ones
+        def rotate(x: torch.Tensor) -> torch.Tensor:  # Megatron returns the first elements of all pairs, then the second ones
             return apply_rotary_pos_emb(x, angles, **options).unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
 
         return rotate
-
-
-class AbsorbedLinear(ColumnParallelLinear):
-    """kv_b, whose weight the attention absorbs: `forward` returns the weight that others multiply with, and multiplies nothing itself."""
-
-    def forward(self, dtype: torch.dtype) -> torch.Tensor:
-        """Return the weight [N / tp, K], with gradient."""
-        return self.read_values(dtype)
-
-    def read_values(self, dtype: torch.dtype) -> torch.Tensor:
-        values: torch.Tensor = take_weight(self.weight).to(dtype)
-        return values
 
 
 class AbsorbedLatentAttention(LatentAttention):
@@ -150,8 +102,7 @@ class AbsorbedLatentAttention(LatentAttention):
     def get_query_key_value_tensors(
         self, hidden_states: torch.Tensor, key_value_states: Any = None, position_ids: Any = None, packed_seq_params: Any = None, **_: Any
     ) -> tuple[torch.Tensor | None, ...]:
-        """Return queries [t, h, rank + rope], latents [t, 1, rank + rope], and in the place of values, which the attention makes of
-        latents, V [h, v, rank]; of a batch, [s, b, ...]. Rotated numbers lie in pairs, as in the engine."""
+        """Return queries [t, h, rank + rope], latents [t, 1, rank + rope] and, instead of values, V [h, v, rank]; [s, b, ...] for a batch."""
         config, heads = self.config, self.num_attention_heads_per_partition
         q, latents = self._project_queries(hidden_states).unflatten(-1, (heads, -1)), self._project_latents(hidden_states).unsqueeze(-2)
         if packed_seq_params is not None:
@@ -165,6 +116,6 @@ class AbsorbedLatentAttention(LatentAttention):
         return query, torch.cat([k_nope, rotate(k_rope)], -1), value_part, None, None
 
     def _project_latents(self, x: torch.Tensor) -> torch.Tensor:
-        """[s / tp, b, hidden] -> [s, b, rank + rope] on every rank. Gradients of all ranks' heads are summed."""
+        """Project [s / tp, b, hidden] to [s, b, rank + rope] on every rank. The gradients of all ranks' heads are summed."""
         nope, rope = self.linear_kv_down_proj(x)[0].split([self.config.kv_lora_rank, self.config.qk_pos_emb_head_dim], -1)
         return self._share(torch.cat([self.kv_layernorm(nope), rope], -1))

@@ -1,11 +1,11 @@
-"""Queries, keys and values of a rank where tensor parallelism has more ranks than key-value heads.
+"""Query, key and value exchange if there are more tensor-parallel ranks than key-value heads.
 
-Megatron cuts the rows of a head's group, its queries, key and value, into equal parts for the ranks that share the head:
+Megatron splits the rows of a head group (its queries, key and value) into equal parts for the ranks that share it:
 
     q1 q2 q3 | q4 k v       two ranks; the first needs q1 q2 k v, the second q3 q4 k v
 
-Megatron's own layer gathers the queries, keys and values of all heads on every rank. Here a rank sends another what that one needs and it
-has, and nothing to ranks of other heads. In the backward pass the gradients go the other way and are added in FP32, in the order of ranks.
+Megatron's layer would gather all heads on every rank. Here a rank sends only to the ranks of its group, and only what they need. In the
+backward pass, gradients travel back and are added in FP32, in rank order.
 """
 
 from __future__ import annotations
@@ -19,24 +19,25 @@ import torch.distributed as dist
 
 
 def exchange_heads(mixed: torch.Tensor, queries: int, dim: int, ranks: int, group: Any) -> torch.Tensor:
-    """Return what this rank needs of its group of heads, [..., (queries / ranks + 2) * dim] in the order q, k, v, with gradient.
+    """Return this rank's part of its head group, [..., (queries / ranks + 2) * dim] in the order q, k, v, with gradient.
 
-    `mixed` [..., (queries + 2) * dim / ranks]: this rank's part of `queries` heads of `dim`, and a key and a value head, which `ranks`
-    ranks in a row of `group` share.
+    Args:
+        mixed: [..., (queries + 2) * dim / ranks], this rank's part of `queries` heads of `dim`, a key head and a value head.
+        ranks: number of consecutive ranks of `group` that share the head group.
     """
     result: torch.Tensor = _Exchange.apply(mixed, Cut(queries, dim, ranks, group.rank() % ranks), group)
     return result
 
 
 class Cut:
-    """Which columns of a group of heads go from which of the ranks that share it to which, for the rank `own` of them."""
+    """Which columns of a head group each rank sends to each other rank that shares it. `own` is this rank's index among them."""
 
     def __init__(self, queries: int, dim: int, ranks: int, own: int) -> None:
         self.ranks, self.own, self.width = ranks, own, (queries + 2) * dim // ranks
         self._queries, self._all_queries, self._end = queries // ranks * dim, queries * dim, (queries + 2) * dim
 
     def columns(self, sender: int, receiver: int) -> list[slice]:
-        """Of the sender's part, ascending: those that the receiver needs."""
+        """Return the columns of the sender's part that the receiver needs, in ascending order."""
         start, end = sender * self.width, (sender + 1) * self.width
         needed = ((receiver * self._queries, (receiver + 1) * self._queries), (self._all_queries, self._end))
         overlaps = ((max(first, start) - start, min(last, end) - start) for first, last in needed)
@@ -71,7 +72,7 @@ class _Exchange(torch.autograd.Function):
 
 
 def _add(parts: list[torch.Tensor], result: torch.Tensor) -> None:
-    """Write the sum of parts of one shape, added in FP32 and in their order to 0, rounded: a query's gradient comes from one rank alone."""
+    """Write the sum of parts of one shape, added to 0 in FP32 in list order and rounded. A query's gradient has a single part."""
     if len(parts) == 1:
         torch.add(parts[0], 0.0, out=result)
         return
@@ -82,7 +83,7 @@ def _add(parts: list[torch.Tensor], result: torch.Tensor) -> None:
 
 
 def _swap(parts: list[torch.Tensor], widths: list[int], cut: Cut, group: Any) -> list[torch.Tensor]:
-    """Send `parts` [t, any] to the ranks that share heads with this one; return theirs, [t, width] each. The own part stays."""
+    """Send `parts` [t, any] to the ranks that share heads; return their parts [t, width]. This rank's own part is kept."""
     first, rows = group.rank() - cut.own, len(parts[cut.own])
     sizes, splits = [0] * group.size(), [0] * group.size()
     for number in range(cut.ranks):
@@ -96,7 +97,7 @@ def _swap(parts: list[torch.Tensor], widths: list[int], cut: Cut, group: Any) ->
 
 
 def _split(addends: torch.Tensor, columns: list[slice]) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Yield each of the columns with its part of `addends`, in which they lie side by side."""
+    """Yield each column slice with its part of `addends`, in which the slices are adjacent."""
     start = 0
     for column in columns:
         width = column.stop - column.start

@@ -1,8 +1,8 @@
-"""Exchanges with other ranks that go on while something else is computed, in forward and backward passes.
+"""Communication that overlaps with computation, in forward and backward passes.
 
-To autograd an exchange is two steps, its begin and its end. Between them goes a tensor without numbers (`fused_inputs`). The gradient's
-exchange begins where the forward one ends. One of the two steps may be a product's: a column-parallel product waits for its tokens, and
-begins to add up their gradient before it computes the weight's; a row-parallel one is the other way round (`quantized_matmul`).
+For autograd, an exchange has two steps, begin and end, joined by a placeholder tensor. The gradient's exchange begins where the forward
+one ends. A matrix product may take over one of the steps (`quantized_matmul`): a column-parallel product waits for its tokens, and starts
+to reduce their gradient before it computes the weight's; a row-parallel product does the reverse.
 """
 
 from __future__ import annotations
@@ -13,16 +13,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_rl.mcore.layers.linear.fused_inputs import make_placeholder
 from megatron_rl.mcore.passes import two_batch
 
-Pending = Callable[[], Any]
-"""Waits, and returns what was exchanged."""
+Pending = Callable[[], Any]  # waits for an exchange and returns its result
 Start = Callable[[torch.Tensor], Pending]
 
 
+def make_placeholder(like: torch.Tensor, *shape: int) -> torch.Tensor:
+    """Return a tensor of the given shape with the memory of a single element, which is never read."""
+    return like.new_empty(1).expand(*shape)
+
+
 class Exchange:
-    """One in each direction; what is under way."""
+    """A pending exchange; at most one at a time per direction."""
 
     _pending: Pending | None = None
 
@@ -31,7 +34,7 @@ class Exchange:
         self._pending = pending
 
     def end(self) -> Any:
-        """Wait, and return what was exchanged."""
+        """Wait for the exchange and return its result."""
         pending, self._pending = self._pending, None
         assert pending is not None, "no exchange has begun"
         return pending()
@@ -63,20 +66,20 @@ class _End(torch.autograd.Function):
 
 
 def begin_exchange(x: torch.Tensor, exchange: Exchange, start: Start, shape: Sequence[int]) -> torch.Tensor:
-    """Start to exchange x. Return what stands for the result, of `shape`, whose gradient is under way when x's is asked for."""
+    """Start to exchange x. Return a placeholder of `shape` for the result; x's gradient is awaited in the backward pass."""
     result: torch.Tensor = _Begin.apply(x, exchange, start, shape)
     return result
 
 
 def end_exchange(x: torch.Tensor, exchange: Exchange, start: Start) -> torch.Tensor:
-    """Wait for what x stands for, and return it; `start` begins its gradient's exchange."""
+    """Wait for the exchange behind the placeholder x and return its result. `start` starts the gradient's exchange."""
     result: torch.Tensor = _End.apply(x, exchange, start)
     return result
 
 
 def exchange_rows(tensors: Sequence[torch.Tensor], sent: Sequence[int], received: Sequence[int], group: Any) -> list[torch.Tensor]:
-    """Send rows of each tensor [n, ...] to the ranks of a group, `sent` of them to each, and return those `received`, with gradient. The
-    other micro-batch has its turn meanwhile."""
+    """Send rows of each tensor [n, ...] to the ranks of `group` and return the received rows, with gradient. `sent` and `received` are row
+    counts per rank. The other micro-batch has its turn meanwhile."""
     there, back = (_start_all_to_all(*sizes, group) for sizes in ((sent, received), (received, sent)))
     under_way = [(x, Exchange()) for x in tensors]
     begun = [(begin_exchange(x, each, there, (sum(received), *x.shape[1:])), each) for x, each in under_way]
@@ -93,14 +96,14 @@ def _start_all_to_all(sent: Sequence[int], received: Sequence[int], group: Any) 
 
 
 def start_scatter(whole: torch.Tensor, group: Any) -> Pending:
-    """Begin to add up [T, ...] over ranks: each gets [T / tp, ...], in the library's order and the dtype of `whole`."""
+    """Start to reduce-scatter [T, ...] into [T / tp, ...] in the library's order and the dtype of `whole`."""
     whole = whole.contiguous()
     own = whole.new_empty(len(whole) // group.size(), *whole.shape[1:])
     return _pend(dist.reduce_scatter_tensor(own, whole, group=group, async_op=True), own)
 
 
 def _pend(work: Any, result: torch.Tensor) -> Pending:
-    """Return what waits for `work`, and returns what it writes."""
+    """Return a function that waits for `work` and returns `result`."""
 
     def finish() -> torch.Tensor:
         work.wait()

@@ -1,8 +1,8 @@
-"""Megatron's column- and row-parallel linear layers computing with quantized weights, in unified FP8 say.
+"""Megatron's column- and row-parallel linear layers with quantized weights, such as in unified FP8.
 
-A layer holds `weight`, the bytes of its blocks, with their `scale`; and `operand`, the blocks in the form of the backend. So the engine
-gets what the trainer computes with. The FP32 master that the optimizer steps is no tensor of the layer: each data-parallel replica has a
-slice of it (`master`), quantizes that after every step, and the replicas gather bytes (`mcore.optim.quantizing_optimizer`).
+A layer holds its blocks as `weight` (bytes) and `scale`, and `operand`, the blocks in the backend's form. The engine receives the same
+blocks. The FP32 master is not part of the layer: each data-parallel replica holds a slice (`master`) and quantizes it after every step,
+then the replicas gather the bytes (`mcore.optim.quantizing_optimizer`).
 """
 
 from __future__ import annotations
@@ -20,45 +20,42 @@ from megatron.core.transformer import TransformerConfig
 
 from megatron_rl.kernels.linear import make_backend
 from megatron_rl.kernels.linear.base import Backend
-from megatron_rl.mcore.layers.attention.mla import AbsorbedLinear, ReplicatedLinear
-from megatron_rl.mcore.layers.linear.master import MasterSlice
+from megatron_rl.mcore.layers.linear.high_precision import AbsorbedLinear, ReplicatedLinear
 from megatron_rl.mcore.layers.linear.quantized_matmul import multiply
 from megatron_rl.mcore.layers.linear.row_parallel import RowSum, ScatteredSum, TreeRowParallelLinear, gather_sequence
 from megatron_rl.mcore.layers.linear.weight_gradient import hand_over_gradient, take_weight
-from megatron_rl.mcore.names import ModelChunks, get_model_chunks
+from megatron_rl.mcore.names import ModelChunks, iter_modules, override
+from megatron_rl.mcore.optim.master_slices import MasterSlice
 from megatron_rl.precision.quantized_weight import QuantizedWeight
 from megatron_rl.precision.quantizers import dequantize, quantize
 from parallel.formats import TensorFormat
 
 
 class WeightLayer(Protocol):
-    """What every layer with a weight says of it, quantized or not; `mcore.weights.load_weights.set_formats` tells it Megatron's own layers."""
+    """A layer with a weight, quantized or not. `mcore.weights.load_weights.set_formats` adds these attributes to Megatron's own layers."""
 
     weight: torch.nn.Parameter
-    format: TensorFormat
-    """What the layer computes with."""
-    engine_format: TensorFormat | None
-    """What the engine computes with, of the roles that a mode may quantize; None for other weights."""
-    is_cut_by_columns: bool
-    """Ranks of `tp_group` hold other columns of the weight's rows."""
+    format: TensorFormat  # format that the layer computes with
+    engine_format: TensorFormat | None  # format that the engine computes with, for weights that some mode quantizes; else None
+    is_cut_by_columns: bool  # whether ranks of `tp_group` hold different columns of the weight's rows
 
     @property
     def blocks(self) -> QuantizedWeight | None:
-        """Rows in quantized order; None where it computes with `weight` itself."""
+        """Blocks with rows in quantized order, or None if the layer computes with `weight` itself."""
 
     row_order: torch.Tensor | None
-    """int64 [N]: row i of the weight's blocks is row `row_order[i]` of `weight`, where the weight's own order would mix tensors of the
-    checkpoint within a block (`parallel.megatron_shards.compute_row_order`); None for the same order."""
+    """int64 [N]: row i of the blocks is row `row_order[i]` of `weight`; None if the orders are the same.
+
+    Needed if a block of the weight's own order would mix tensors of the checkpoint (`parallel.megatron_shards.compute_row_order`).
+    """
     tp_group: Any
 
 
 class QuantizedLinear:
-    """Base of the quantized layers, a `WeightLayer`. `config.linear_format` and `config.linear_backend` come from `model.build_model`."""
+    """Base class of the quantized layers, a `WeightLayer`."""
 
-    weight: torch.nn.Parameter
-    """Data of the blocks [N, K], in the format's dtype, rows in Megatron's order."""
-    scale: torch.Tensor
-    """Of the blocks, whose rows are in quantized order."""
+    weight: torch.nn.Parameter  # data of the blocks [N, K], in the format's dtype, with rows in Megatron's order
+    scale: torch.Tensor  # scales of the blocks, whose rows are in quantized order
     config: TransformerConfig
     format: TensorFormat
     engine_format: TensorFormat | None = None
@@ -66,16 +63,12 @@ class QuantizedLinear:
     row_order: torch.Tensor | None = None
     cached_operand: Any = None
     quantizes_input: bool = True
-    quantization_enabled: bool = True
-    """False within `disable_quantization`: the forward pass multiplies with the master."""
-    defers_swiglu: bool = False
-    """The next forward pass returns `GateUp`, which the layer behind takes; `FusedMLP` says so."""
-    master: MasterSlice | None = None
-    """What this rank's optimizer steps; None without an optimizer."""
+    quantization_enabled: bool = True  # false within `disable_quantization`: the forward pass multiplies with the master
+    defers_swiglu: bool = False  # whether the next forward pass returns `GateUp` for the following layer; set by `FusedMLP`
+    master: MasterSlice | None = None  # slice that this rank's optimizer updates; None without an optimizer
     read_master: Callable[[], torch.Tensor] | None = None
-    """Reads the whole master float32 [N, K] from where it was loaded, until an optimizer has taken its slice."""
-    adopted: bool = False
-    """The blocks are a checkpoint's, byte for byte, and the master is as it was then."""
+    """Reads the whole master float32 [N, K] from its source, until an optimizer has taken its slice."""
+    adopted: bool = False  # whether the blocks are a checkpoint's, byte for byte, and the master is unchanged since
 
     def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **kwargs: Any) -> None:
         super().__init__(input_size, output_size, config=_with_block_dtype(config), **kwargs)  # type: ignore[call-arg]
@@ -83,21 +76,21 @@ class QuantizedLinear:
 
     @property
     def blocks(self) -> QuantizedWeight:
-        """A view of live memory, or a copy where rows are reordered."""
+        """A view of live memory, or a copy if rows are reordered."""
         return QuantizedWeight(reorder_rows(self.weight.detach(), self.row_order), self.scale)
 
     def adopt(self, blocks: QuantizedWeight, read_master: Callable[[], torch.Tensor]) -> None:
-        """Use a checkpoint's blocks, byte for byte; rows are in quantized order. `read_master` as `start_master` takes it."""
+        """Use a checkpoint's blocks, with rows in quantized order, byte for byte."""
         self._set_blocks(blocks)
         self.start_master(read_master)
         self.adopted = True
 
     def quantize(self, master: torch.Tensor) -> None:
-        """Make the blocks of a whole master float32 [N, K]. Raise ValueError where it holds inf or NaN."""
+        """Quantize a whole master float32 [N, K]. Raise ValueError for inf or NaN."""
         self._set_blocks(quantize(reorder_rows(master, self.row_order), self.format))
 
     def start_master(self, read_master: Callable[[], torch.Tensor]) -> None:
-        """Set the master that the blocks belong to: what `read_master` returns, float32 [N, K]. It is called once there is an optimizer."""
+        """Set the master of the blocks. `read_master` returns float32 [N, K] and is called once there is an optimizer."""
         self.adopted = False
         if self.master is None:
             self.read_master = read_master
@@ -105,14 +98,14 @@ class QuantizedLinear:
             self.master.fill(read_master())
 
     def take_slice(self, master: MasterSlice) -> None:
-        """Let the optimizer step a slice of the master; the rest of it is forgotten."""
+        """Fill the optimizer's slice of the master. The rest of the master is no longer available on this rank."""
         assert self.read_master is not None, "the weight was not loaded"
         self.master = master
         master.fill(self.read_master())
         self.read_master = None
 
     def gather_master(self) -> torch.Tensor:
-        """Return the whole master float32 [N, K] on every replica. Collective over them."""
+        """Return the whole master float32 [N, K] on every replica. Collective over the replicas."""
         if self.master is not None:
             return self.master.gather(self.weight.shape)
         assert self.read_master is not None, "the weight was not loaded"
@@ -124,23 +117,23 @@ class QuantizedLinear:
         self.set_scale(blocks.scale.to(self.weight.device))
 
     def set_scale(self, scale: torch.Tensor) -> None:
-        """Set the scales of new blocks, whose data are or will be in `weight`."""
+        """Set the scales of new blocks. The data in `weight` may be written later."""
         self.scale, self.cached_operand = scale, None
 
     @property
     def backend(self) -> Backend:
-        """The backend that computes the products."""
+        """The backend of the matrix products."""
         return make_backend(self.config.linear_backend, self.format)
 
     @property
     def operand(self) -> Any:
-        """The blocks in the form of the backend, made on first use: a model that only feeds an engine needs none."""
+        """The blocks in the backend's form, created on first use: a model that only feeds an engine needs none."""
         if self.cached_operand is None:
             self.cached_operand = self.backend.prepare(self.blocks, self.row_order)
         return self.cached_operand
 
     def _forward_impl(self, input: Any, weight: torch.Tensor, *_: Any, **options: Any) -> Any:
-        """`input`: a tensor, `GateUp` or `Normed`; returns one of the first two."""
+        """`input` is a tensor, `GateUp` or `Normed`. Return a tensor or `GateUp`."""
         bias = take_weight(options.get("bias"))
         if not self.quantization_enabled:
             y = self._multiply_master(input, options["sequence_parallel"], options["tp_group"], options.get("row_sum"))
@@ -156,32 +149,32 @@ class QuantizedLinear:
 
 
 def reorder_rows(weight: torch.Tensor, row_order: torch.Tensor | None) -> torch.Tensor:
-    """Return the weight's rows in the order in which they are quantized."""
+    """Return the weight's rows in quantized order."""
     if row_order is None:
         return weight
     return weight.view(torch.uint8)[row_order].view(weight.dtype) if weight.itemsize == 1 else weight[row_order]
 
 
 def _with_block_dtype(config: Any) -> TransformerConfig:
-    """Return a copy whose parameters have the dtype of blocks."""
+    """Return a copy of the config that gives parameters the dtype of blocks."""
     config = copy.copy(config)
     config.params_dtype = getattr(torch, config.linear_format.dtype)
     return config
 
 
 class QuantizedColumnParallelLinear(QuantizedLinear, ColumnParallelLinear):
-    """y = x W^T with W's rows split over tensor-parallel ranks; `weight` [N / tp, K]."""
+    """y = x W^T with the rows of W sharded over tensor-parallel ranks; `weight` [N / tp, K]."""
 
     def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **kwargs: Any) -> None:
         super().__init__(input_size, output_size, config=config, **kwargs)
         if self.tp_group.size() == 1:
-            self.disable_grad_reduce = True  # else Megatron copies the input for a sum over one rank, and `Normed` is no tensor
-        if self.bias is not None:  # of q, k and v: not quantized
+            self.disable_grad_reduce = True  # otherwise Megatron copies the input to all-reduce over one rank, and `Normed` is no tensor
+        if self.bias is not None:  # the bias of q, k and v is not quantized
             self.bias.data = self.bias.data.to(config.params_dtype)
 
 
 class _SubstituteBlockValues(torch.autograd.Function):
-    """Replaces a weight by its blocks' values and adds their gradient to the weight's gradient buffer."""
+    """Replaces a weight by the values of its blocks. Their gradient goes to the weight's gradient buffer."""
 
     @staticmethod
     def forward(ctx: Any, weight: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
@@ -196,8 +189,7 @@ class _SubstituteBlockValues(torch.autograd.Function):
 
 
 class WeightOnlyQuantizedLinear(QuantizedColumnParallelLinear):
-    """Multiplies the blocks' values with an input that is not quantized: MLA's kv_b, whose weight the engine absorbs into the attention,
-    where no activation is quantized."""
+    """Multiplies the blocks' values with unquantized inputs: MLA's kv_b, which the engine absorbs into the attention."""
 
     quantizes_input = False
 
@@ -218,7 +210,7 @@ class QuantizedAbsorbedLinear(WeightOnlyQuantizedLinear):
 
 
 class QuantizedRowParallelLinear(QuantizedLinear, TreeRowParallelLinear):
-    """y = sum over ranks of x_r W_r^T with W's columns split over tensor-parallel ranks; `weight` [N, K / tp]."""
+    """y = sum over ranks of x_r W_r^T with the columns of W sharded over tensor-parallel ranks; `weight` [N, K / tp]."""
 
     def choose_sum(self, dtype: torch.dtype) -> RowSum | None:
         scatters = self.sequence_parallel and self.tp_group.size() > 1 and not self.explicit_expert_comm
@@ -230,8 +222,9 @@ class QuantizedReplicatedLinear(QuantizedLinear, ReplicatedLinear):
 
 
 def can_fuse_swiglu(first: Any, second: Any) -> bool:
-    """Return whether two linear layers with SwiGLU between them may leave it to the second's quantization: no bias, a backend that can,
-    nothing in the place of their forward passes (`mcore.passes.engine_emulation`), and nobody who looks at what lies between."""
+    """Return whether the second layer's quantization can compute the SwiGLU between two linear layers. This requires that there is no bias,
+    that the backend supports it, that no forward pass is replaced (`mcore.passes.engine_emulation`), and that no hook observes the
+    intermediate result."""
     return (
         isinstance(first, QuantizedColumnParallelLinear)
         and isinstance(second, QuantizedRowParallelLinear)
@@ -242,17 +235,17 @@ def can_fuse_swiglu(first: Any, second: Any) -> bool:
 
 
 def find_quantized_layers(model: torch.nn.Module) -> dict[str, QuantizedLinear]:
-    """Return name -> layer for every quantized linear of a model."""
+    """Return {name: layer} of every quantized linear layer of a model."""
     return {name: module for name, module in model.named_modules() if isinstance(module, QuantizedLinear)}
 
 
 def list_quantized_layers(model: ModelChunks) -> list[QuantizedLinear]:
-    """Return those of all virtual pipeline stages."""
-    return [layer for chunk in get_model_chunks(model) for layer in find_quantized_layers(chunk).values()]
+    """Return the quantized linear layers of all virtual pipeline stages."""
+    return [layer for *_, layer in iter_modules(model, QuantizedLinear)]
 
 
 def fill_weights(model: torch.nn.Module, draw: Callable[[torch.Size, int], torch.Tensor]) -> None:
-    """Give a model the weights that `draw` returns for the shape and the number of each parameter; it is asked again for a master."""
+    """Set every parameter to `draw(shape, number of the parameter)`. `draw` is called again for a master."""
     layers = {id(layer.weight): layer for layer in find_quantized_layers(model).values()}
     for number, parameter in enumerate(model.parameters()):
         layer = layers.get(id(parameter))
@@ -265,14 +258,6 @@ def fill_weights(model: torch.nn.Module, draw: Callable[[torch.Size, int], torch
 
 @contextmanager
 def disable_quantization(model: ModelChunks) -> Iterator[None]:
-    """Within the context, forward passes compute with the masters, each gathered for its product alone, to measure the effect of
-    quantization. No gradient."""
-    layers = list_quantized_layers(model)
-    for layer in layers:
-        layer.quantization_enabled = False
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for layer in layers:
-            layer.quantization_enabled = True
+    """Context manager: forward passes multiply with the masters, gathered one at a time. Without gradient."""
+    with torch.no_grad(), override(list_quantized_layers(model), "quantization_enabled", False):
+        yield

@@ -1,18 +1,17 @@
-"""The products of one quantized linear layer, and what its tensor-parallel ranks exchange around them."""
+"""Matrix products of a quantized linear layer, and the communication of its tensor-parallel ranks around them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 
 from megatron_rl.kernels.linear.base import Backend, Operand
 from megatron_rl.kernels.linear.gather import PendingOperand, can_gather, gather_first
-from megatron_rl.mcore.layers.linear.exchange import Exchange, Pending, begin_exchange, end_exchange, start_scatter
-from megatron_rl.mcore.layers.linear.fused_inputs import GateUp, Normed, make_placeholder
+from megatron_rl.mcore.layers.linear.exchange import Exchange, Pending, begin_exchange, end_exchange, make_placeholder, start_scatter
 from megatron_rl.mcore.layers.linear.row_parallel import RowSum, ScatteredSum
 from megatron_rl.mcore.layers.linear.weight_gradient import hand_over_gradient
 from megatron_rl.mcore.passes import two_batch
@@ -22,11 +21,11 @@ from parallel.formats import BLOCK
 def multiply(
     layer: Any, input: Any, weight: torch.Tensor, sum_dgrad: bool, sequence_parallel: bool, group: Any, row_sum: RowSum | None
 ) -> Any:
-    """Return x W^T of a `QuantizedLinear`, with gradient; ranks of `group` exchange as the other arguments say (`Product`). `input`: a
-    tensor, `GateUp` or `Normed`; returns one of the first two. The other micro-batch has its turn while something is under way."""
+    """Return x W^T of a `QuantizedLinear`, with gradient; see `Product` for the arguments about communication. `input` is a tensor,
+    `GateUp` or `Normed`; the result is a tensor or `GateUp`. The other micro-batch has its turn during communication."""
     input, gate_up = input if isinstance(input, GateUp) else (input, None)
     input, given = input if isinstance(input, Normed) else (input, None)
-    weight = weight if torch.is_grad_enabled() else weight.detach()  # else its operand for WGrad is made in vain
+    weight = weight if torch.is_grad_enabled() else weight.detach()  # otherwise the operand for WGrad is created needlessly
     product = Product(layer, group, sum_dgrad, row_sum, defers_swiglu=layer.defers_swiglu)
     own: tuple[torch.Tensor, ...] = ()
     if sequence_parallel:
@@ -45,33 +44,29 @@ def multiply(
 
 @dataclass
 class Product:
-    """One use of a layer in a micro-batch's pass, and what it exchanges with other ranks."""
+    """One use of a layer in the pass of a micro-batch, with its communication."""
 
-    layer: Any
-    """A `QuantizedLinear`."""
+    layer: Any  # a `QuantizedLinear`
     group: Any
-    sum_dgrad: bool
-    """Every rank has all tokens' gradients, which are added up."""
+    sum_dgrad: bool  # all-reduce x's gradient over the ranks, each of which has all tokens
     row_sum: RowSum | None
     tokens: Exchange | None = None
-    """Sequence parallelism before a column-parallel layer: gathers what ranks have quantized, and scatters the sums of DGrad."""
-    column_tokens: int = 0
-    """This rank's tokens, where ranks gather bytes for WGrad, too; 0 where they gather x."""
+    """Sequence parallelism before a column-parallel layer: gathers the quantized operands, and reduce-scatters the results of DGrad."""
+    column_tokens: int = 0  # number of this rank's tokens if ranks also gather bytes for WGrad; 0 if they gather x
     sums: Exchange | None = None
-    """Sequence parallelism behind a row-parallel layer: scatters the sums, and gathers their gradient."""
+    """Sequence parallelism behind a row-parallel layer: reduce-scatters the results, and gathers their gradient."""
     defers_swiglu: bool = False
 
 
 class QuantizedMatmul(torch.autograd.Function):
-    """The three products. Exchanges begin before, or end behind; those of `Product` end, and begin, here.
+    """FProp, DGrad and WGrad. Ends the exchanges of `Product` that began before, and begins those that end later.
 
-    For the backward pass WGrad's operand of x is saved, which is smaller than x where the backend quantizes it. Under sequence parallelism
-    each rank quantizes its own tokens and gathers bytes (`kernels.linear.gather`), for WGrad again, as Megatron does; where that would
-    not give the gathered x's operand, x is saved and gathered: `own` is what to save.
+    The backward pass keeps WGrad's operand of x, which is smaller than x if the backend quantizes it. Under sequence parallelism, each rank
+    quantizes its own tokens and gathers bytes (`kernels.linear.gather`), again for WGrad, like Megatron. If that would differ from the
+    operand of the gathered x, x itself is kept and gathered. `own` is what to keep.
 
-    SwiGLU between two layers may be computed as its result is quantized, and its gradient too (`GateUp`): the first layer then returns
-    (activation, gate_up), of which the first has no numbers and the second no gradient, and the second layer takes both. A norm before a
-    layer may have quantized its result (`Normed`): x has no numbers then, and `given` is its operand.
+    SwiGLU between two layers may be computed while its result is quantized (`GateUp`): the first layer returns (activation, gate_up), and
+    the second layer takes both. A norm may have quantized its result (`Normed`): x is then a placeholder and `given` its operand.
     """
 
     @staticmethod
@@ -97,7 +92,7 @@ class QuantizedMatmul(torch.autograd.Function):
         ctx.save_for_backward(weight, *saved, *([y] if product.defers_swiglu else []))
         if product.defers_swiglu:
             ctx.mark_non_differentiable(y)
-            ctx.set_materialize_grads(False)  # else zeros are written in the place of its gradient
+            ctx.set_materialize_grads(False)  # otherwise zeros are allocated for its gradient
             return make_placeholder(y, *x.shape[:-1], y.shape[-1] // 2), y
         if row_sum is None:
             return y
@@ -113,7 +108,7 @@ class QuantizedMatmul(torch.autograd.Function):
         needs_dx, needs_dw = ctx.needs_input_grad[:2]
         gate_up = saved.pop() if product.defers_swiglu else None
         backend = product.layer.backend
-        tokens_again = _start_gathering_again(product, tuple(saved)) if needs_dw and product.tokens else None  # while DGrad runs
+        tokens_again = _start_gathering_again(product, tuple(saved)) if needs_dw and product.tokens else None  # overlaps with DGrad
         if product.sums is not None:
             gradient, gradient_again = product.sums.end()
         else:
@@ -137,14 +132,14 @@ class QuantizedMatmul(torch.autograd.Function):
 
 
 def _quantize(backend: Any, x: torch.Tensor, gate_up: torch.Tensor | None, columns: bool) -> Operand:
-    """Return the operand of x, or of SwiGLU's result for gate_up; `columns`: WGrad needs it."""
+    """Return the operand of x or, given gate_up, of SwiGLU's result. `columns` says that WGrad needs it."""
     if gate_up is None:
         return cast(Operand, backend.quantize(_flatten_tokens(x), rows=True, columns=columns))
     return cast(Operand, backend.quantize_swiglu(_flatten_tokens(gate_up), None, rows=True, columns=columns))
 
 
 def _quantize_gradient(product: Product, dy: torch.Tensor, gate_up: torch.Tensor | None, rows: bool, columns: bool) -> Operand:
-    """Return the operand of all tokens' gradients. With gate_up dy is the gradient of SwiGLU's result."""
+    """Return the operand of all tokens' gradients. Given gate_up, dy is the gradient of SwiGLU's result."""
     backend: Any = product.layer.backend
     if gate_up is not None:
         return cast(Operand, backend.quantize_swiglu(_flatten_tokens(gate_up), _flatten_tokens(dy), rows=rows, columns=columns))
@@ -153,7 +148,7 @@ def _quantize_gradient(product: Product, dy: torch.Tensor, gate_up: torch.Tensor
 
 
 def _gather_tokens(product: Product, x: torch.Tensor, given: Operand | None, trains: bool) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-    """Begin to gather the operand of all ranks' tokens. Return what stands for them, and what of this rank's is to be saved for WGrad."""
+    """Start to gather the operand of all ranks' tokens. Return (placeholder, this rank's tensors to keep for WGrad)."""
     backend, tokens, group = product.layer.backend, x.shape[:-1].numel(), product.group
     gathers_columns = trains and can_gather(backend, tokens) and tokens % BLOCK == 0
     product.tokens, product.column_tokens = Exchange(), tokens * gathers_columns
@@ -173,7 +168,7 @@ def _gather_tokens(product: Product, x: torch.Tensor, given: Operand | None, tra
 
 
 def _start_gathering_again(product: Product, own: tuple[torch.Tensor, ...]) -> PendingOperand:
-    """Begin to gather WGrad's operand of x, or x, which is quantized when it is there."""
+    """Start to gather WGrad's operand of x, or x itself, which is then quantized on arrival."""
     backend: Any = product.layer.backend
     if product.column_tokens:
         return cast(PendingOperand, backend.start_gather(Operand(product.column_tokens, columns=own), product.group))
@@ -181,8 +176,8 @@ def _start_gathering_again(product: Product, own: tuple[torch.Tensor, ...]) -> P
 
 
 def _start_gathering_gradient(product: Product, dy: torch.Tensor, rows: bool, columns: bool) -> Pending:
-    """Begin to gather the gradient of a row-parallel layer's sums. It ends with DGrad's operand of all tokens; and, where a rank has whole
-    groups of tokens and quantizes its own, WGrad's, which goes on while DGrad runs: else None, and the first has both."""
+    """Start to gather the gradient of a row-parallel layer's results: returns (operand for DGrad, pending operand for WGrad or None). The
+    pending operand overlaps with DGrad, if each rank has whole blocks of tokens and quantizes its own; else the first operand has both."""
     backend, row_sum, tokens = product.layer.backend, product.row_sum, dy.shape[:-1].numel()
     assert row_sum is not None
     if isinstance(row_sum, ScatteredSum) and can_gather(backend, tokens) and backend.gathers_bytes and tokens % BLOCK == 0 and rows:
@@ -195,7 +190,7 @@ def _start_gathering_gradient(product: Product, dy: torch.Tensor, rows: bool, co
 
 
 def _quantize_behind(backend: Backend, gathered: torch.Tensor, work: Any, rows: bool, columns: bool) -> PendingOperand:
-    """Return what waits for gathered tokens [T, ...], and quantizes them."""
+    """Return a function that waits for gathered tokens [T, ...] and quantizes them."""
 
     def finish() -> Operand:
         work.wait()
@@ -205,5 +200,27 @@ def _quantize_behind(backend: Backend, gathered: torch.Tensor, work: Any, rows: 
 
 
 def _flatten_tokens(x: torch.Tensor) -> torch.Tensor:
-    """[..., h] -> [T, h]."""
+    """Reshape [..., h] to [T, h]."""
     return x.reshape(-1, x.shape[-1])
+
+
+class GateUp(NamedTuple):
+    """SwiGLU's input, passed to a layer that computes SwiGLU while it quantizes."""
+
+    activation: torch.Tensor  # placeholder [..., F] that carries the gradient of SwiGLU's result
+    gate_up: torch.Tensor  # [..., 2 F], without gradient
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.activation.dtype
+
+
+class Normed(NamedTuple):
+    """The quantized result of a norm, passed to the following layer."""
+
+    activation: torch.Tensor  # placeholder [..., h] that carries the result's gradient
+    operand: Operand  # this rank's tokens as rows and, in training, columns
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.activation.is_cuda

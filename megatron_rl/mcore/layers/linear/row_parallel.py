@@ -1,4 +1,4 @@
-"""Megatron's row-parallel linear layer with sums in the contract's order: the tree of `kernels.sums.reference`, at any tensor-parallel size."""
+"""Megatron's row-parallel linear layer with sums in tree order (`kernels.sums.reference`), the same at any tensor-parallel size."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_rl.mcore.layers.linear.weight_gradient import WeightGradient, take
 
 
 def gather_sequence(x: torch.Tensor, group: Any) -> torch.Tensor:
-    """All-gather the sequence dimension: [s / tp, b, h] -> [s, b, h]. An input's groups lie along h, so they are unaffected."""
+    """All-gather the sequence dimension: [s / tp, b, h] -> [s, b, h]."""
     gathered = x.new_empty(x.shape[0] * group.size(), *x.shape[1:])
     dist.all_gather_into_tensor(gathered, x.contiguous(), group=group)
     return gathered
@@ -23,19 +23,18 @@ def gather_sequence(x: torch.Tensor, group: Any) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class RowSum:
-    """How the ranks of a row-parallel layer add up their parts."""
+    """How the ranks of a row-parallel layer add their partial results: in tree order."""
 
     group: Any
-    scatter: bool
-    """Sequence parallelism: each rank gets the sums of its own tokens."""
+    scatter: bool  # sequence parallelism: each rank receives the sums of its own tokens
     by_tree: ClassVar[bool] = True
 
     def reduce(self, partial: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return the sums of float32 [s, b, N] in `dtype`; [s / tp, b, N] where tokens are scattered."""
+        """Return the sums of float32 [s, b, N] in `dtype`; [s / tp, b, N] if tokens are scattered."""
         return (tree.reduce_scatter if self.scatter else tree.reduce)(partial, self.group, dtype)
 
     def start(self, partial: torch.Tensor, dtype: torch.dtype) -> Pending:
-        """Begin to `reduce`, where tokens are scattered."""
+        """Start `reduce` if tokens are scattered."""
         received = torch.empty_like(partial, memory_format=torch.contiguous_format)
         work = dist.all_to_all_single(received, partial.contiguous(), group=self.group, async_op=True)
 
@@ -46,13 +45,13 @@ class RowSum:
         return finish
 
     def take_gradient(self, dy: torch.Tensor) -> torch.Tensor:
-        """Return the gradient of this rank's part [s, b, N]."""
+        """Return the gradient of this rank's partial result [s, b, N]."""
         return gather_sequence(dy, self.group) if self.scatter else dy
 
 
 @dataclass(frozen=True)
 class PartialSum(RowSum):
-    """Leaves the ranks' parts, float32, for others to add up, and rounds the gradient to `dtype`."""
+    """Leaves float32 partial results to be added later, and rounds their gradient to `dtype`."""
 
     dtype: torch.dtype
 
@@ -65,7 +64,7 @@ class PartialSum(RowSum):
 
 @dataclass(frozen=True)
 class ScatteredSum(RowSum):
-    """The reduce-scatter's own order, of rounded parts: `config.sums_by_tree` is False. Quantized layers gather gradients as bytes."""
+    """A reduce-scatter of rounded partial results, in the library's order (`config.sums_by_tree` is False)."""
 
     by_tree: ClassVar[bool] = False
 
@@ -97,7 +96,7 @@ class TreeProduct(torch.autograd.Function):
 
 
 class TreeRowParallelLinear(RowParallelLinear):
-    """y = sum over ranks of x_r W_r^T by the tree, rounded once; with `config.sums_by_tree` False Megatron's own layer."""
+    """y = sum over ranks of x_r W_r^T in tree order, rounded once. Megatron's own layer if `config.sums_by_tree` is False."""
 
     def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         row_sum = self.choose_sum(input_.dtype)
@@ -110,11 +109,11 @@ class TreeRowParallelLinear(RowParallelLinear):
         return (y if self.bias is None else y + self.bias), None
 
     def choose_sum(self, dtype: torch.dtype) -> RowSum | None:
-        """Return how ranks add up their parts; None for Megatron's way."""
+        """Return how ranks add their partial results, or None for Megatron's own way."""
         if not self.config.sums_by_tree:
             return None
         is_cut = self.tp_group.size() > 1
-        if is_cut and self.explicit_expert_comm:  # `experts` adds up the parts of all experts at once
+        if is_cut and self.explicit_expert_comm:  # `moe.experts` adds the results of all experts at once
             return PartialSum(self.tp_group, False, dtype)
         return RowSum(self.tp_group, is_cut and self.sequence_parallel)
 

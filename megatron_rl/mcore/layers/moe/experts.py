@@ -1,7 +1,7 @@
-"""Mixtures of experts whose outputs have the same bits however ranks share experts (`ep`) and cut each of them (`etp`).
+"""Mixture-of-experts layers whose outputs have the same bits however ranks share experts (`ep`) and shard each of them (`etp`).
 
-An expert's output is a row-parallel sum: FP32 partial sums of its ranks, added by the tree of `kernels.sums.reference` and rounded once. It is
-multiplied with the token's weight and rounded. A token's outputs come back to its own rank, which adds them by the tree over all experts'
+An expert's output is a row-parallel sum: the FP32 partial sums of its ranks, added in tree order (`kernels.sums.reference`) and rounded
+once. It is multiplied by the token's weight and rounded. The token's own rank adds the outputs of its experts in tree order over expert
 numbers (`kernels.experts.expert_sum`) and rounds once.
 """
 
@@ -23,7 +23,7 @@ from megatron_rl.kernels import batch_invariant
 from megatron_rl.kernels.experts.expert_sum import sum_experts
 from megatron_rl.kernels.experts.reference import scatter_tokens, sum_tokens, weigh
 from megatron_rl.kernels.experts.token_groups import TokenGroups
-from megatron_rl.kernels.linear.low_rank import project_up
+from megatron_rl.kernels.linear.reference import project_up
 from megatron_rl.kernels.sums import reference as tree
 from megatron_rl.mcore.layers.linear.exchange import exchange_rows
 from megatron_rl.mcore.layers.linear.quantized_linear import list_quantized_layers
@@ -31,29 +31,27 @@ from megatron_rl.mcore.layers.linear.weight_gradient import take_weight
 from megatron_rl.mcore.layers.moe.grouped_experts import GroupedLinear, can_group, have_grouped_products, run_experts
 from megatron_rl.mcore.layers.moe.router import Router
 from megatron_rl.mcore.layers.moe.token_counts import LayerCounts, start_count
-from megatron_rl.mcore.names import ModelChunks, get_model_chunks
+from megatron_rl.mcore.names import ModelChunks, iter_modules
 from megatron_rl.mcore.passes import two_batch
 
 
 class OutputWeightedExperts(SequentialMLP):
-    """Megatron's experts, but a token's weight multiplies the expert's output, as in every engine. Megatron multiplies the input of the
-    second layer, which gives another number once that input is quantized.
-
-    Where the backend has grouped products they run all at once (`grouped_experts`), each expert's sums as in a product of its own; else one
-    after the other."""
+    """Megatron's experts, but a token's weight multiplies the expert's output, as in every engine. Megatron multiplies the second layer's
+    input, which changes the result once that input is quantized. If the backend has grouped products, all experts run at once
+    (`grouped_experts`) with the same sums as one after the other."""
 
     _grouped: tuple[GroupedLinear, GroupedLinear] | None = None
 
     def forward(
         self, permuted_local_hidden_states: torch.Tensor, tokens_per_expert: torch.Tensor, permuted_probs: torch.Tensor
     ) -> tuple[torch.Tensor, None]:
-        """Tokens [T, h] sorted by expert, or as `scatter_tokens` packs them, weights [T]; returns [T, h], for Megatron to add up over the
-        ranks of an expert. Where experts run at once, tokens may come as ranks have sent them, with the counts [ranks, experts]."""
+        """Return outputs [T, h], which Megatron adds over the ranks of an expert. Tokens [T, h] (or packed by `scatter_tokens`) are sorted
+        by expert, with weights [T]. Grouped experts may also get tokens as received from the ranks, with counts [ranks, experts]."""
         if self.runs_grouped:
             groups = TokenGroups.from_counts(tokens_per_expert, permuted_probs.device)
             gives_turn = self.config.sequence_parallel
             return run_experts(permuted_local_hidden_states, permuted_probs, groups, *self._layers, gives_turn), None
-        counts = tokens_per_expert.tolist()  # on the host: the dispatcher has waited for them, once a layer
+        counts = tokens_per_expert.tolist()  # on the host already: the dispatcher waits for them once per layer
         tokens = permuted_local_hidden_states.split(counts)
         y = torch.cat([_run_expert(mlp, x) for mlp, x in zip(self.local_experts, tokens, strict=True)])
         if self.config.sums_by_tree and self.tp_group.size() > 1:
@@ -62,8 +60,8 @@ class OutputWeightedExperts(SequentialMLP):
         return _Weigh.apply(y, permuted_probs), None
 
     def _sum_adapters(self, y: torch.Tensor, counts: list[int], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the partial sums [T, h] that second layers give, and [T, h] what their adapters add, whose own partial sums lie beside
-        them (`mcore.weights.adapters`): None without."""
+        """Split y into the partial sums [T, h] of second layers and the output [T, h] of their adapters, or None without adapters. The
+        adapters' partial sums are appended to y's columns (`mcore.weights.adapters`)."""
         rank = y.shape[1] - self.config.hidden_size
         if not rank:
             return y, None
@@ -78,13 +76,13 @@ class OutputWeightedExperts(SequentialMLP):
         return not self.config.sums_by_tree and can_group([layer for layers in self._list_layers() for layer in layers])
 
     def _list_layers(self) -> tuple[list[Any], list[Any]]:
-        """Return the first layer of every expert, and the second."""
+        """Return (first layers, second layers) of all experts."""
         return [mlp.linear_fc1 for mlp in self.local_experts], [mlp.linear_fc2 for mlp in self.local_experts]
 
     def named_modules(self, memo: Any = None, prefix: str = "", remove_duplicate: bool = True) -> Iterator[tuple[str, torch.nn.Module]]:
-        """As torch does; where experts may run at once, all their first layers come before all second ones, each from the last expert to
-        the first. Megatron lays out gradients from the last parameter to the first: so those of all first layers lie end to end, and
-        WGrad adds to them in place."""
+        """Yield modules as torch does, but with grouped experts all first layers precede all second layers, each from the last expert to
+        the first. Megatron lays out gradients in reverse order. The gradients of all first layers are then adjacent, and WGrad adds to them
+        in place."""
         found, layers = list(super().named_modules(memo, prefix, remove_duplicate)), self._list_layers()
         if not self.config.sums_by_tree and have_grouped_products([*layers[0], *layers[1]]):
             places = {layer: place for place, layer in enumerate(layer for each in layers for layer in reversed(each))}
@@ -92,9 +90,9 @@ class OutputWeightedExperts(SequentialMLP):
         yield from found
 
     def scatter_tokens(self, x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-        """Return what travels to the experts of tokens x [n, h], in the order of `kernels.experts.reference`: rows [n k, h], or, where no
-        gradient is wanted and experts run at once, what their first layer quantizes of a token anyway, its bytes and scales. WGrad
-        takes what is quantized over 128 tokens of an expert, which come from several ranks: so with gradient BF16 travels."""
+        """Return what is sent to the experts for tokens x [n, h], in the order of `kernels.experts.reference`. These are rows [n k, h]; or,
+        without gradient and with grouped experts, the bytes and scales that the first layer would quantize. WGrad quantizes over 128 tokens
+        of an expert from several ranks, so BF16 is sent if there is a gradient."""
         packs = not torch.is_grad_enabled() and self.runs_grouped
         return self._layers[0].backend.pack(x, order) if packs else scatter_tokens(x, order)
 
@@ -107,23 +105,23 @@ class OutputWeightedExperts(SequentialMLP):
 
 
 def free_frozen_operands(model: ModelChunks) -> None:
-    """Free what passes have made of frozen blocks, which no optimizer step replaces: the next pass makes it again."""
+    """Free the operands of frozen blocks, which no optimizer step replaces. The next pass recreates them."""
     for layer in list_quantized_layers(model):
         if not layer.weight.requires_grad:
             layer.cached_operand = None
-    for experts in (module for chunk in get_model_chunks(model) for module in chunk.modules() if isinstance(module, OutputWeightedExperts)):
+    for *_, experts in iter_modules(model, OutputWeightedExperts):
         for linear in experts._grouped or ():
             if not any(layer.weight.requires_grad for layer in linear.layers):
                 linear.free_operand()
 
 
 def _run_expert(mlp: Any, x: torch.Tensor) -> torch.Tensor:
-    """Run one expert's MLP; it may get few tokens, or none."""
+    """Run one expert's MLP on any number of tokens."""
     return batch_invariant.apply_with_min_rows(lambda rows: mlp(rows)[0], x)
 
 
 class _Weigh(torch.autograd.Function):
-    """`weigh` with gradient; y is kept as it is."""
+    """`weigh` with gradient; keeps y."""
 
     @staticmethod
     def forward(ctx: Any, y: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -138,7 +136,7 @@ class _Weigh(torch.autograd.Function):
 
 
 class _TreeSum(torch.autograd.Function):
-    """Adds up the partial sums of an expert's ranks, float32 [T, n], whose gradient is whole on every rank."""
+    """Adds the partial sums of an expert's ranks, float32 [T, n]. The gradient is whole on every rank."""
 
     @staticmethod
     def forward(ctx: Any, partial: torch.Tensor, group: Any, dtype: torch.dtype) -> torch.Tensor:
@@ -150,9 +148,9 @@ class _TreeSum(torch.autograd.Function):
 
 
 class _WeightedSum(torch.autograd.Function):
-    """Adds up the partial sums of an expert's ranks, float32 [T, h], with what adapters add [T, h], and weighs them: each rank for its part
-    of the tokens, with zeros for the others. So Megatron's sum over the ranks, which follows, adds one output and zeros. Its gradient is
-    whole on every rank."""
+    """Adds the partial sums of an expert's ranks, float32 [T, h], and the adapters' output [T, h], then multiplies by the weights. Each
+    rank computes a part of the tokens and leaves zeros elsewhere; Megatron's following sum over the ranks adds one output and zeros. The
+    gradient is whole on every rank."""
 
     @staticmethod
     def forward(
@@ -179,7 +177,7 @@ class _WeightedSum(torch.autograd.Function):
 
 
 class MixtureOfExperts(MoELayer):
-    """Megatron's layer with a `TreeDispatcher`; with `config.sums_by_tree` False an `EvenDispatcher` on a GPU, a `Dispatcher` on a CPU."""
+    """Megatron's layer with a `TreeDispatcher` or, if `config.sums_by_tree` is False, an `EvenDispatcher` (GPU) or `Dispatcher` (CPU)."""
 
     def __init__(self, config: TransformerConfig, submodules: Any = None, layer_number: int | None = None) -> None:
         groups = get_default_pg_collection()
@@ -191,7 +189,7 @@ class MixtureOfExperts(MoELayer):
 
     @property
     def token_dispatcher(self) -> Any:
-        """Of the micro-batch whose turn it is: it knows how many tokens that one sends where."""
+        """The dispatcher of the micro-batch whose turn it is; it holds that micro-batch's token counts."""
         return self._dispatchers[two_batch.get_turn()]
 
     @token_dispatcher.setter
@@ -199,8 +197,7 @@ class MixtureOfExperts(MoELayer):
         self._dispatchers = [dispatcher, copy.copy(dispatcher)]
 
     def postprocess(self, output: torch.Tensor, shared_expert_output: torch.Tensor | None) -> torch.Tensor:
-        """Return the layer's output. Its dispatcher lets go of the micro-batch: it would hold it until the next, in a graph of a layer that
-        is recomputed with that layer's activations."""
+        """Return the layer's output and drop the dispatcher's references, which would keep the activations of a recomputed layer alive."""
         result: torch.Tensor = super().postprocess(output, shared_expert_output)
         for name in ("probs", "routing_map", "reversed_local_input_permutation_mapping", "order"):
             setattr(self.token_dispatcher, name, None)
@@ -208,21 +205,21 @@ class MixtureOfExperts(MoELayer):
 
 
 class Dispatcher(MoEAlltoAllTokenDispatcher):
-    """Megatron's all-to-all dispatcher; while tokens are under way the other micro-batch computes. The host waits once, for the counts of
-    all experts' tokens, and where the router replays not at all (`token_counts`)."""
+    """Megatron's all-to-all dispatcher. The other micro-batch computes during communication. The host waits once, for all token counts, or
+    never if routers replay (`token_counts`)."""
 
     router: Router
     experts: OutputWeightedExperts
     tokens_per_expert: Any
 
     def preprocess(self, routing_map: torch.Tensor) -> Any:
-        """Begin to count how many tokens go where, which `token_dispatch` will know."""
+        """Start to count the tokens sent to each expert; `token_dispatch` waits for the counts."""
         known = self.router.router_replay.find_counts()
         self._find_counts = start_count(routing_map) if known is None else lambda: known
         self.num_out_tokens = len(routing_map) * self.config.moe_router_topk
 
     def _maybe_dtoh_and_synchronize(self, point: str, tokens_per_expert: Any = None) -> Any:
-        """Copy nothing, where Megatron copies what it counted: `_find_counts` gives it on the host."""
+        """Replace Megatron's copy of its counts to the host: `_find_counts` returns them there."""
         return tokens_per_expert
 
     def _set_counts(self, counts: LayerCounts) -> None:
@@ -233,20 +230,20 @@ class Dispatcher(MoEAlltoAllTokenDispatcher):
         self.tokens_per_expert = counts.received.sum((0, 1))
 
     def token_dispatch(self, permutated_local_input_tokens: torch.Tensor, permuted_probs: torch.Tensor) -> Any:
-        """Send tokens [n, h] and their weights [n] to their experts' ranks."""
+        """Send tokens [n, h] and their weights [n] to the ranks of their experts."""
         self._set_counts(self._find_counts())
         tensors = permutated_local_input_tokens, permuted_probs
         return tensors if self.ep_size == 1 else exchange_rows(tensors, self.input_splits, self.output_splits, self.ep_group)
 
     def token_combine(self, hidden_states: torch.Tensor, *_: Any) -> torch.Tensor:
-        """Send outputs [n, h] back to their tokens' ranks."""
+        """Send outputs [n, h] back to the ranks of their tokens."""
         if self.ep_size == 1:
             return hidden_states
         return exchange_rows([hidden_states], self.output_splits, self.input_splits, self.ep_group)[0]
 
 
 class TreeDispatcher(Dispatcher):
-    """Adds up a token's outputs by the tree over experts."""
+    """Adds a token's outputs in tree order over experts."""
 
     def combine_postprocess(self, permutated_local_input_tokens: torch.Tensor) -> torch.Tensor:
         """Return [s, b, h] of the weighted outputs [n, h] of this rank's tokens, sorted by expert, then by token."""
@@ -262,22 +259,17 @@ def counts_on_device() -> bool:
 
 
 class EvenDispatcher(Dispatcher):
-    """Knows that every token goes to as many experts: Megatron's own asks the device how many tokens were selected, twice. What is left to
-    wait for, once a layer without replay, are the tokens that ranks exchange and experts get.
+    """Dispatcher for a fixed number of experts per token. Megatron's own asks the device twice how many tokens were selected. A token's
+    outputs are summed in FP32 and rounded once in a fixed order (`kernels.experts.reference`), as in SGLang, and so is the gradient of its
+    input. Megatron adds them in the tensor's dtype in any order."""
 
-    A token's outputs are summed in FP32 and rounded once, as SGLang does, in one order (`kernels.experts.reference`); Megatron adds them up
-    in the tensor's dtype, in any order. So is the gradient of its input.
-    """
-
-    order: torch.Tensor
-    """As `kernels.experts.reference` takes it."""
-    as_received: bool
-    """Whether tokens lie as ranks have sent them."""
+    order: torch.Tensor  # order of tokens as in `kernels.experts.reference`
+    as_received: bool  # whether tokens are in the order in which ranks sent them
 
     def dispatch_preprocess(
         self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return this rank's tokens [n k, h], packed where they travel so, sorted by expert, then by token, and their weights [n k]."""
+        """Return this rank's tokens [n k, h] (maybe packed), sorted by expert, then by token, and their weights [n k]."""
         self.hidden_shape, self.probs, self.routing_map = hidden_states.shape, probs, routing_map
         rows = hidden_states.view(-1, self.hidden_shape[-1])
         self.preprocess(routing_map)
@@ -289,8 +281,8 @@ class EvenDispatcher(Dispatcher):
         return self.experts.scatter_tokens(rows, self.order), probs.t().reshape(-1).index_select(0, chosen)
 
     def dispatch_postprocess(self, global_input_tokens: torch.Tensor, global_probs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return (tokens, how many each expert gets, weights), sorted by expert; but where experts run at once, as they came, with the
-        counts [ranks, experts]: what spreads tokens to the experts then sorts them."""
+        """Return (tokens, tokens per expert, weights), sorted by expert. Grouped experts get tokens as received with counts [ranks,
+        experts]; they are sorted when they are spread to the experts."""
         self.as_received = self.num_local_experts > 1 and self.tp_size == 1 and self.experts.runs_grouped
         if not self.as_received:
             found: tuple[torch.Tensor, ...] = super().dispatch_postprocess(global_input_tokens, global_probs)
@@ -300,12 +292,12 @@ class EvenDispatcher(Dispatcher):
         return global_input_tokens, self.num_global_tokens_per_local_expert, global_probs
 
     def combine_preprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Return the experts' outputs in the order in which their tokens came."""
+        """Return the experts' outputs in the order in which tokens were received."""
         result: torch.Tensor = hidden_states if self.as_received else super().combine_preprocess(hidden_states)
         return result
 
     def combine_postprocess(self, permutated_local_input_tokens: torch.Tensor) -> torch.Tensor:
-        """Return [s, b, h] of the weighted outputs [n k, h] of this rank's tokens, sorted as `dispatch_preprocess` does."""
+        """Return [s, b, h] of the weighted outputs [n k, h] of this rank's tokens, in the order of `dispatch_preprocess`."""
         if self.shared_experts is not None:
             self.shared_experts.linear_fc2_forward(permutated_local_input_tokens)
             self.shared_experts.post_forward_comm()

@@ -1,5 +1,7 @@
-"""All experts of a rank as one, whose products run in one kernel each (`kernels.linear.GROUPED`), and what lies between these, too: no
-padded, weighed or activated copy of tokens is written in BF16."""
+"""Runs all experts of a rank at once, with one kernel per product (`kernels.linear.GROUPED`) and fused operators in between.
+
+No padded, weighted or activated copy of the tokens is written in BF16.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +15,14 @@ from megatron_rl.kernels.experts.reference import collect
 from megatron_rl.kernels.experts.token_groups import TokenGroups
 from megatron_rl.kernels.linear import make_grouped_backend
 from megatron_rl.kernels.linear.base import Operand
-from megatron_rl.mcore.layers.linear.fused_inputs import make_placeholder
+from megatron_rl.mcore.layers.linear.exchange import make_placeholder
 from megatron_rl.mcore.layers.linear.quantized_linear import QuantizedLinear
 from megatron_rl.mcore.layers.linear.weight_gradient import hand_over_gradient
 from megatron_rl.mcore.passes import two_batch
 
 
 class GroupedLinear:
-    """One linear layer of every expert. The blocks stay the layers' own; their bytes are laid end to end once per optimizer step."""
+    """One linear layer of all experts. Its operand concatenates the layers' blocks once per optimizer step."""
 
     def __init__(self, layers: Sequence[QuantizedLinear]) -> None:
         self.layers = layers
@@ -30,27 +32,26 @@ class GroupedLinear:
         self.backend = backend
         self._operand: Any = None
         self._scales: list[weakref.ref[torch.Tensor]] = []
-        """Of the blocks that `_operand` was made of: new blocks have new ones, and the operand goes with the old."""
+        """Scales of the blocks behind `_operand`. New blocks have new scales, which invalidates the operand."""
 
     def list_weights(self) -> list[torch.Tensor]:
-        """Return the layers' weights, once Megatron's DDP, by its hooks, has waited for those that are gathered. Without gradient WGrad
-        needs nothing of them."""
+        """Return the layers' weights after running DDP's hooks, which wait for gathered weights. Without gradient, WGrad needs no operands."""
         for layer in self.layers:
             for hook in layer._forward_pre_hooks.values():  # type: ignore[attr-defined]
                 hook(layer, ())
         return [layer.weight if torch.is_grad_enabled() else layer.weight.detach() for layer in self.layers]
 
     def fprop(self, x: Operand, groups: TokenGroups) -> torch.Tensor:
-        """[T, K] -> [T, N], rows as `groups` says."""
+        """Compute [T, K] -> [T, N] with rows as in `groups`."""
         return self.backend.fprop(x, self.operand, groups)
 
     def dgrad(self, dy: Operand, groups: TokenGroups) -> torch.Tensor:
-        """[T, N] -> [T, K]."""
+        """Compute [T, N] -> [T, K]."""
         return self.backend.dgrad(dy, self.operand, groups)
 
     def find_gradients(self, dy: Operand, columns: list[torch.Tensor], groups: TokenGroups, wanted: bool) -> list[torch.Tensor | None]:
-        """Add the weights' gradients, if `wanted`, to their buffers; return what autograd is to have in their place. `columns`: what the
-        first operand of WGrad was saved as."""
+        """If `wanted`, add the weights' gradients to their buffers; return their gradients for autograd. `columns` is WGrad's saved operand
+        of x."""
         if not wanted:
             return [None] * len(self.layers)
         weights = [layer.weight for layer in self.layers]
@@ -59,21 +60,21 @@ class GroupedLinear:
 
     @property
     def operand(self) -> Any:
-        """All experts' blocks in the form of the backend."""
+        """The blocks of all experts in the backend's form."""
         scales = [layer.scale for layer in self.layers]
         if self._operand is None or any(new is not old() for new, old in zip(scales, self._scales, strict=True)):
-            self.free_operand()  # before there are two
+            self.free_operand()  # before the new operand is allocated
             self._scales = [weakref.ref(scale, self.free_operand) for scale in scales]
             self._operand = self.backend.prepare([layer.blocks for layer in self.layers])
         return self._operand
 
     def free_operand(self, _: Any = None) -> None:
-        """Free the operand, as soon as one of the blocks is replaced: while the engine serves, nothing is to be held for it."""
+        """Free the operand. Called as soon as a block is replaced, so that no memory is held while the engine generates."""
         self._operand = None
 
 
 def have_grouped_products(layers: Sequence[Any]) -> bool:
-    """Return whether these layers are quantized by a backend that has grouped products."""
+    """Return whether a backend with grouped products quantizes all layers."""
     return all(
         isinstance(layer, QuantizedLinear) and make_grouped_backend(layer.config.linear_backend, layer.format) is not None
         for layer in layers
@@ -81,8 +82,8 @@ def have_grouped_products(layers: Sequence[Any]) -> bool:
 
 
 def can_group(layers: Sequence[Any]) -> bool:
-    """Return whether these layers, of one shape, may run as one: they have grouped products, nothing is in the place of their forward
-    passes (`mcore.passes.engine_emulation`), and nobody looks at each one's output."""
+    """Return whether these layers of one shape can run as one. This requires grouped products, no replaced forward pass
+    (`mcore.passes.engine_emulation`), and no hook that observes a single output."""
     return have_grouped_products(layers) and all(
         layer.quantization_enabled and "_forward_impl" not in vars(layer) and not layer._forward_hooks for layer in layers
     )
@@ -91,10 +92,8 @@ def can_group(layers: Sequence[Any]) -> bool:
 def run_experts(
     x: torch.Tensor, weights: torch.Tensor, groups: TokenGroups, first: GroupedLinear, second: GroupedLinear, gives_turn: bool = False
 ) -> torch.Tensor:
-    """Return the outputs [n, h] of n tokens x [n, h], or packed by the backend, times weights float32 [n], in the order of x; with
-    gradient, but for packed tokens. `gives_turn`: between the products the other micro-batch has its turn.
-
-    The experts' parallelism needs no communication here: the dispatcher's is enough."""
+    """Return the outputs [n, h] of tokens x [n, h] (or packed) times weights float32 [n], in the order of x; with gradient unless packed.
+    The dispatcher does all communication. With `gives_turn`, the other micro-batch has its turn between the two products."""
     activation, gate_up = _FirstLayers.apply(x, groups, first, *first.list_weights())
     if gives_turn:
         two_batch.give_turn()
@@ -102,7 +101,7 @@ def run_experts(
 
 
 class _FirstLayers(torch.autograd.Function):
-    """Gives what `fused_inputs.GateUp` has. Kept are WGrad's operand, and gate and up."""
+    """Returns the fields of `quantized_matmul.GateUp`. Keeps WGrad's operand, gate and up."""
 
     @staticmethod
     def forward(
@@ -128,7 +127,7 @@ class _FirstLayers(torch.autograd.Function):
 
 
 class _SecondLayers(torch.autograd.Function):
-    """Computes SwiGLU as it quantizes. Kept are WGrad's operand, and the outputs, for the gradient of their weights."""
+    """Computes SwiGLU while quantizing. Keeps WGrad's operand, and the outputs for the gradient of the weights."""
 
     @staticmethod
     def forward(

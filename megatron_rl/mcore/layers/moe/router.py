@@ -1,11 +1,11 @@
-"""MoE routers with statistics and routing replay, which makes them take recorded experts (docs/guides/moe.md).
+"""MoE routers with statistics and routing replay, which makes them use recorded experts (docs/guides/moe.md).
 
-Megatron's routers ask an object `router_replay` for their experts; its own class shares its state among all models of a process, so actor
-and reference would replay together. Here every router has its own `RoutingReplay`. A training step with recomputation, two micro-batches:
+Megatron's routers ask an object `router_replay` for their experts. Megatron's own class shares its state among all models of a process,
+so actor and reference would replay together; here each router has its own `RoutingReplay`. A training step with recomputation:
 
-    forward A     forward_batch = A; afterwards A is queued
-    forward B     forward_batch = B; afterwards B is queued
-    backward A    recomputes A's forward pass: no forward_batch, so the router takes A from the queue
+    forward A     forward_batch = A; A is queued afterwards
+    forward B     forward_batch = B; B is queued afterwards
+    backward A    recomputes A's forward pass: without a forward_batch, the router takes A from the queue
     backward B    likewise B
 """
 
@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,7 @@ from megatron_rl.hf.routing_record import RoutingShape
 from megatron_rl.kernels.batch_invariant import InvariantRouting
 from megatron_rl.mcore.layers.linear.weight_gradient import take_weights
 from megatron_rl.mcore.layers.moe.token_counts import UNKNOWN, KnownRoutes, LayerCounts, count_ahead
+from megatron_rl.mcore.names import iter_modules, override
 from megatron_rl.mcore.passes import reduce
 from megatron_rl.mcore.passes.context_parallel import ContextShard
 from megatron_rl.mcore.passes.two_batch import OfMicroBatch
@@ -53,7 +55,9 @@ _LOAD_MEAN, _LOAD_MAX, _ENTROPY_MEAN, _ENTROPY_MIN, _DROPPED, DIFFERS = (
 
 
 class Router(TopKRouter):
-    """Megatron's router with a `RoutingReplay`, and with load balancing that counts only tokens of samples, however ranks share them."""
+    """Megatron's router with a `RoutingReplay` and with load balancing that counts only tokens of samples, however ranks share them."""
+
+    aux_loss_coeff = 0.0  # in place of the config's
 
     def __init__(self, config: TransformerConfig, pg_collection: Any = None) -> None:
         super().__init__(config=config, pg_collection=pg_collection)
@@ -63,6 +67,9 @@ class Router(TopKRouter):
         batch = self.router_replay.begin()
         with InvariantRouting(), take_weights(self):
             return super().forward(input, padding_mask if batch is None else batch.padding)
+
+    def get_aux_loss_coeff(self, aux_loss_type: str) -> float:
+        return self.aux_loss_coeff if aux_loss_type == "aux_loss" else 0.0
 
     def attach_and_log_load_balancing_loss(
         self,
@@ -74,11 +81,11 @@ class Router(TopKRouter):
         reduce_group_has_dp: bool = False,
         valid_token_count: Any = None,
     ) -> torch.Tensor:
-        """Attach each rank's part of the loss, times the micro-batch's tokens of samples. Megatron's `valid_token_count` counts this rank's
-        tokens without a mask, but those of all tensor-parallel ranks with one (its all-reduce works in place)."""
+        """Attach each rank's part of the loss, times the number of the micro-batch's tokens. Megatron's `valid_token_count` is
+        inconsistent: this rank's tokens without a mask, those of all tensor-parallel ranks with one."""
         batch = self.router_replay.current
         if batch is not None and batch.empty:
-            return activation  # of no token the loss is NaN
+            return activation  # without tokens the loss is NaN
         tokens = activation.new_full((), activation.shape[0], dtype=torch.float32) if batch is None else (~batch.padding).sum().float()
         if reduce_group.size() > 1:
             dist.all_reduce(tokens, group=reduce_group)
@@ -88,7 +95,7 @@ class Router(TopKRouter):
         super()._apply_expert_bias(routing_map if padding_mask is None else routing_map & ~padding_mask.unsqueeze(-1))
 
     def probabilities(self, scores: torch.Tensor) -> torch.Tensor:
-        """Return a distribution over experts [t, experts] from the scores of the choice: logits, a softmax, or sigmoids with a bias."""
+        """Return a distribution over experts [t, experts] from scores: logits, a softmax, or sigmoids with a bias."""
         if self.score_function == "softmax":
             return scores if self.config.moe_router_pre_softmax else scores.softmax(-1)
         unbiased = scores if self.expert_bias is None else scores - self.expert_bias
@@ -97,48 +104,40 @@ class Router(TopKRouter):
 
 @dataclass(frozen=True)
 class RoutedMicroBatch:
-    """A micro-batch as routers see it: this rank's t tokens."""
+    """This rank's t tokens of a micro-batch, as routers see them."""
 
-    token_indices: torch.Tensor
-    """int64 [t]: index of the position among those of all the replica's samples; -1 for padding."""
-    padding: torch.Tensor
-    """bool [t]."""
-    empty: bool
-    """No rank of those that share the micro-batch has a token of a sample."""
-    routed_experts: torch.Tensor | None
-    """Recorded experts [t, layers, k], where the samples have them."""
-    replay: bool
-    """Whether the routers take the recorded experts."""
+    token_indices: torch.Tensor  # int64 [t]: index of the position among the positions of all the replica's samples; -1 for padding
+    padding: torch.Tensor  # bool [t]
+    empty: bool  # whether the micro-batch holds no tokens of samples on any rank that shares it
+    routed_experts: torch.Tensor | None  # recorded experts [t, layers, k], or None if the samples have none
+    replay: bool  # whether the routers use the recorded experts
     stats: RoutingStats | None
-    known: KnownRoutes
-    """Where this rank's tokens go, of the layers in which that is known."""
+    known: KnownRoutes  # token counts of the layers in which they are known
 
 
 class RoutingReplay:
-    """Chooses one router's experts; Megatron calls `get_replay_topk`."""
+    """Chooses the experts of one router; Megatron calls `get_replay_topk`."""
 
-    forward_batch = OfMicroBatch()
-    """The `RoutedMicroBatch` whose forward pass is under way."""
+    forward_batch = OfMicroBatch()  # the `RoutedMicroBatch` of the current forward pass
 
     def __init__(self, router: Router) -> None:
         self.router = router
-        self.recompute_queue: deque[RoutedMicroBatch] = deque()
-        """Micro-batches that backward passes will recompute, in their order."""
+        self.recompute_queue: deque[RoutedMicroBatch] = deque()  # micro-batches that backward passes will recompute, in order
         self.current: RoutedMicroBatch | None = None
 
     def begin(self) -> RoutedMicroBatch | None:
-        """Start the router's next pass and return its micro-batch: the forward pass under way, else the next recomputation."""
+        """Start the router's next pass; return its micro-batch: of the current forward pass, else of the next recomputation."""
         self.current = self.recompute_queue.popleft() if self.forward_batch is None and self.recompute_queue else self.forward_batch
         return self.current
 
     def find_counts(self) -> LayerCounts | None:
-        """Return how many tokens go where in the pass under way, where it is known."""
+        """Return the token counts of the current pass, or None if they are unknown."""
         return None if self.current is None else self.current.known.get(self.router.layer_number - 1)
 
     def get_replay_topk(
         self, scores: torch.Tensor, topk: int, num_groups: int | None, group_topk: int | None, default_compute_topk: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`scores` [t, experts]; returns (scores of the chosen experts, experts), both [t, k]."""
+        """Return (scores of the chosen experts, experts), both [t, k], for `scores` [t, experts]."""
         batch, layer = self.current, self.router.layer_number - 1
 
         def choose() -> tuple[torch.Tensor, torch.Tensor]:
@@ -156,7 +155,7 @@ class RoutingReplay:
 
 
 class RoutingStats:
-    """Statistics of all routers of a model over forward passes of all these samples of a replica, once each."""
+    """Statistics of a model's routers over forward passes of all the given samples, once each."""
 
     def __init__(self, shape: RoutingShape | None, samples: list[TrainingSample], device: torch.device, keep: bool) -> None:
         self._shape, self._replayable = shape, float(any(len(sample.routed_experts) for sample in samples))
@@ -171,27 +170,22 @@ class RoutingStats:
 
     def add(self, layer: int, batch: RoutedMicroBatch, probabilities: torch.Tensor, chosen: torch.Tensor) -> None:
         """Count a router's tokens: probabilities [t, experts] and chosen experts [t, k]."""
-        valid = (~batch.padding).double()  # counted by products: a selection would wait for the device
+        valid = (~batch.padding).double()  # weighted sums: a selection would wait for the device
         entropy = -(probabilities * probabilities.clamp(min=1e-30).log()).sum(-1)
         self.sent += chosen.numel()
         self._loads[layer].index_add_(0, chosen.flatten(), valid.repeat_interleave(chosen.shape[1]))
         self._sums[0, layer] += valid.sum()
         self._sums[1, layer] += (entropy * valid).sum()
         if len(self._records):
-            self._records[batch.token_indices, layer] = chosen.to(self._records.dtype)  # index -1, of padding: the last row
+            self._records[batch.token_indices, layer] = chosen.to(self._records.dtype)  # padding (index -1) goes to the last row
 
     def add_comparison(self, layer: int, batch: RoutedMicroBatch, own: torch.Tensor, recorded: torch.Tensor) -> None:
-        """Count tokens whose own choice differs from the record; the order among the chosen experts does not matter."""
+        """Count tokens whose own choice differs from the record, ignoring the order of experts."""
         differs = (own.sort(-1).values != recorded.sort(-1).values).any(-1)
         self._sums[2, layer] += (differs & ~batch.padding).sum()
 
     def gather_metrics(self) -> dict[str, float]:
-        """Return metrics over all ranks, {} for a dense model; collective.
-
-        `router/load/layer_N` is the largest load of an expert over the mean. `router/entropy`, in nats, and `router/differs`, the share of
-        tokens whose experts differ from the record where there is one, are means over layers. `router/dropped` is the number of tokens
-        that did not reach an expert.
-        """
+        """Return the metrics over all ranks; {} for a dense model. Collective."""
         if self._shape is None:
             return {}
         counts = torch.tensor([self.sent, self.arrived, self._replayable], dtype=torch.float64, device=self._loads.device)
@@ -209,14 +203,14 @@ class RoutingStats:
         return metrics | ({DIFFERS: sum(differs) / len(layers)} if parts[2][2] else {})
 
     def gather_records(self) -> list[torch.Tensor]:
-        """Return the chosen experts of every sample's tokens, on the CPU of every rank of the replica; collective. Needs `keep`."""
+        """Return the chosen experts of each sample's tokens, on the CPU of every rank of the replica. Needs `keep`. Collective."""
         records = self._records[:-1]
-        reduce.sum_replica(records.view(torch.uint8))  # every byte is written by one rank, and 0 elsewhere
+        reduce.sum_replica(records.view(torch.uint8))  # one rank writes each byte; it is 0 elsewhere
         return list(records.cpu().split(self._lengths))
 
 
 class ModelRouters:
-    """All routers of one model on this rank, none in a dense model. `replay_enabled`: whether they replay recorded experts."""
+    """All routers of one model on this rank. `replay_enabled` says whether they use recorded experts."""
 
     def __init__(self, chunks: list[GPTModel]) -> None:
         config = chunks[0].config
@@ -233,9 +227,13 @@ class ModelRouters:
     def bind_micro_batch(
         self, chunk: Any, token_indices: torch.Tensor, experts: torch.Tensor, empty: bool = False, known: KnownRoutes = UNKNOWN
     ) -> Iterator[None]:
-        """Within the context, run one forward pass of this chunk, or of its wrapper, on these positions: `MicroBatch.token_indices` [1, t]
-        and `routed_experts`, or a context-parallel rank's part of them. `empty`: the whole micro-batch holds no sample. `known`: of
-        `count_ahead`."""
+        """Context manager: run one forward pass of this chunk (or its wrapper) on these positions.
+
+        Args:
+            token_indices, experts: this context-parallel rank's part of `MicroBatch.token_indices` [1, t] and `routed_experts`.
+            empty: the micro-batch holds no sample.
+            known: the result of `count_ahead`.
+        """
         if self.shape is None:
             yield
             return
@@ -243,7 +241,7 @@ class ModelRouters:
         own_indices = self._select_own(token_indices)
         recorded = self._select_own(experts) if len(experts) else None
         batch = RoutedMicroBatch(own_indices, own_indices < 0, empty, recorded, self.replay_enabled, self._stats, known)
-        # layers for multi-token prediction have no record
+        # MTP layers have no record
         ahead = replace(batch, routed_experts=None, replay=False, stats=None, known=UNKNOWN)
         batches = [batch if replay.router.layer_number <= self.shape.num_layers else ahead for replay in replays]
         for replay, own in zip(replays, batches, strict=True):
@@ -257,8 +255,8 @@ class ModelRouters:
                     replay.recompute_queue.append(own)
 
     def agree_on_padding(self, samples: list[TrainingSample]) -> torch.Tensor:
-        """Return the experts [layers, k] of positions without a token, 0 to k - 1: padding, too, must go to k different experts. Empty
-        where nobody reads records, or no replica's samples have any. Collective: so all ranks agree, those without a sample too."""
+        """Return the experts [layers, k] of padding: 0 to k - 1, since padding must go to k different experts, too. Collective. Empty if
+        records are not used, or if no replica's samples have any."""
         if self.shape is None or not (self.replay_enabled or self._stats is not None):
             return torch.empty(0)
         if not reduce.max_over_replicas(any(len(sample.routed_experts) for sample in samples)):
@@ -267,7 +265,7 @@ class ModelRouters:
         return experts.repeat(self.shape.num_layers, 1)
 
     def count_ahead(self, batches: MicroBatches) -> list[KnownRoutes]:
-        """Return where this rank's tokens go in each micro-batch, if its routers replay. Collective; no wait is left for the passes."""
+        """Return the token counts of each micro-batch, if the routers replay. Collective."""
         shape, layers = self.shape, sorted(router.layer_number - 1 for router in self._list_recorded())
         if shape is None or not (layers and self.replay_enabled and batches.has_records):
             return [UNKNOWN] * len(batches)
@@ -280,37 +278,39 @@ class ModelRouters:
         return count_ahead(map(pack, range(len(batches))), layers, shape.num_experts, device)
 
     def _list_recorded(self) -> list[Router]:
-        """Return the routers of this rank's layers that have a record: not those for multi-token prediction."""
-        routers = (replay.router for replays in self._replays for replay in replays)
+        """Return this rank's routers with a record: all but those of MTP layers."""
+        routers = (replay.router for replay in chain(*self._replays))
         return [router for router in routers if self.shape is not None and router.layer_number <= self.shape.num_layers]
 
     def _select_own(self, row: torch.Tensor) -> torch.Tensor:
-        """[1, t, ...] -> [t / tp, ...]: with sequence parallelism ranks take equal parts, one after the other."""
+        """Return this rank's [t / tp, ...] of [1, t, ...]: sequence-parallel ranks take consecutive equal parts."""
         length = row.shape[1] // self._tp
         start = parallel_state.get_tensor_model_parallel_rank() * length if self._tp > 1 else 0
         return row[0, start : start + length]
 
     @contextmanager
     def collect_stats(self, samples: list[TrainingSample], keep: bool = False) -> Iterator[RoutingStats]:
-        """Collect statistics of the forward passes within, which must cover all these samples of the replica; `keep` for
-        `RoutingStats.gather_records`."""
+        """Context manager that collects routing statistics from the enclosed forward passes, which must cover all of the replica's samples.
+        With `keep`, `RoutingStats.gather_records` returns the chosen experts."""
         stats = RoutingStats(self.shape, samples, next(self._chunks[0].parameters()).device, keep)
 
         def count_arrived(_: Any, inputs: tuple[Any, ...]) -> None:
-            stats.arrived += len(inputs[0]) / self._etp  # each tensor-parallel rank of an expert gets all of its tokens
+            stats.arrived += len(inputs[0]) / self._etp  # each tensor-parallel rank of an expert receives all of its tokens
 
-        with ExitStack() as hooks:
-            for module in (module for chunk in self._chunks for module in chunk.modules() if isinstance(module, SequentialMLP)):
+        with override([self], "_stats", stats), ExitStack() as hooks:
+            for *_, module in iter_modules(self._chunks, SequentialMLP):
                 hooks.enter_context(module.register_forward_pre_hook(count_arrived))
-            self._stats = stats
-            hooks.callback(setattr, self, "_stats", None)
             yield stats
+
+    def set_aux_loss_coeff(self, coeff: float) -> None:
+        """Set the coefficient of the load-balancing loss of all routers."""
+        for replay in chain(*self._replays):
+            replay.router.aux_loss_coeff = coeff
 
     @contextmanager
     def restore_biases_on_error(self) -> Iterator[None]:
-        """Restore the correction biases where an error leaves the context: Megatron moves them with the gradients, before any check."""
-        routers = [replay.router for replays in self._replays for replay in replays]
-        biases = [router.expert_bias for router in routers if router.expert_bias is not None]
+        """Context manager that restores the correction biases on an error: Megatron updates them with the gradients, before any check."""
+        biases = [replay.router.expert_bias for replay in chain(*self._replays) if replay.router.expert_bias is not None]
         saved = [bias.clone() for bias in biases]
         try:
             yield
@@ -321,17 +321,14 @@ class ModelRouters:
 
     @contextmanager
     def disable_replay(self) -> Iterator[None]:
-        """Within the context, routers choose by themselves, whatever is recorded."""
-        replay_enabled, self.replay_enabled = self.replay_enabled, False
-        try:
+        """Context manager: routers ignore recorded experts."""
+        with override([self], "replay_enabled", False):
             yield
-        finally:
-            self.replay_enabled = replay_enabled
 
 
 def _routing_shape(config: TransformerConfig) -> RoutingShape | None:
     if not config.num_moe_experts:
         return None
-    frequency: Any = config.moe_layer_freq  # one number for each layer
+    frequency: Any = config.moe_layer_freq  # one entry per layer
     layers = tuple(layer for layer in range(config.num_layers) if frequency[layer])
     return RoutingShape(config.num_layers, layers, config.num_moe_experts, config.moe_router_topk)

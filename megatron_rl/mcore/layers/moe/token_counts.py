@@ -1,8 +1,7 @@
-"""How many tokens go where.
+"""Token counts of expert parallelism.
 
-A layer counts its tokens, asks the other ranks, and waits for the device until the host knows (`start_count`). Where routers replay a
-record, that says it all before: the tokens of all layers of all micro-batches are counted, exchanged and copied to the host at once,
-outside of any pass (`count_ahead`).
+A layer counts its tokens, exchanges the counts with other ranks, and waits for the device until the host knows them (`start_count`). If
+routers replay recorded experts, the counts of all layers and micro-batches are known before any pass and copied at once (`count_ahead`).
 """
 
 from __future__ import annotations
@@ -19,23 +18,19 @@ from megatron_rl.kernels.device_copy import copy_to_device
 
 @dataclass(frozen=True)
 class LayerCounts:
-    """The tokens of one micro-batch that ranks exchange in one layer, int64 on the host."""
+    """Token counts of one micro-batch in one layer, int64 on the host."""
 
-    sent: torch.Tensor
-    """[ep]: from this rank to each."""
-    received: torch.Tensor
-    """[ep, etp, own experts]: from each rank to each expert of this one."""
+    sent: torch.Tensor  # [ep]: tokens sent from this rank to each rank
+    received: torch.Tensor  # [ep, etp, own experts]: tokens received from each rank for each expert of this rank
 
 
-KnownRoutes = Mapping[int, LayerCounts]
-"""Of one micro-batch, by layer."""
-UNKNOWN: KnownRoutes = {}
-"""Where routers choose."""
+KnownRoutes = Mapping[int, LayerCounts]  # known counts of a micro-batch, by layer
+UNKNOWN: KnownRoutes = {}  # the counts are unknown because routers choose the experts
 
 
 def start_count(routing_map: torch.Tensor) -> Callable[[], LayerCounts]:
-    """Count the tokens of a layer, bool [t, experts], and send the counts on their way to the host; return what waits for them there.
-    Collective among ranks that exchange tokens."""
+    """Count the tokens of a layer, bool [t, experts]; return a function that waits for the counts on the host. Collective among ranks that
+    exchange tokens."""
     own, group = routing_map.sum(0), parallel_state.get_expert_tensor_and_model_parallel_group()
     gathered = own if group.size() == 1 else own.new_empty(group.size() * len(own))
     if group.size() > 1:
@@ -47,17 +42,20 @@ def start_count(routing_map: torch.Tensor) -> Callable[[], LayerCounts]:
         if arrived is not None:
             arrived.synchronize()
         ep, place = parallel_state.get_expert_model_parallel_world_size(), parallel_state.get_expert_model_parallel_rank()
-        by_place = on_host.view(group.size(), ep, -1)  # [ranks, ep, own experts]; ranks with the same experts lie side by side
+        by_place = on_host.view(group.size(), ep, -1)  # [ranks, ep, own experts]; ranks with the same experts are adjacent
         return LayerCounts(by_place[group.rank()].sum(-1), by_place[:, place].unflatten(0, (ep, -1)))
 
     return finish
 
 
 def count_ahead(records: Iterable[torch.Tensor], layers: list[int], num_experts: int, device: torch.device) -> list[KnownRoutes]:
-    """Count the tokens of micro-batches. `records`: experts [t, n, k] of this rank's tokens in each, on the host, in all layers from the
-    first to the last of `layers`. Collective: ranks that exchange tokens pass as many, of the same layers. The host waits once for
-    `device`."""
-    places = copy_to_device(torch.tensor(layers) - layers[0], device)  # what a record says of layers without experts is never read
+    """Return the counts of each micro-batch. The host waits for `device` once. Collective among ranks that exchange tokens.
+
+    Args:
+        records: experts [t, n, k] of this rank's tokens per micro-batch, on the host, in all layers from the first to the last of `layers`.
+        layers: the layers with experts, the same on all these ranks.
+    """
+    places = copy_to_device(torch.tensor(layers) - layers[0], device)  # records of layers without experts are never read
     counts = torch.stack([_count(copy_to_device(record, device).index_select(1, places), num_experts) for record in records])
     ep = parallel_state.get_expert_model_parallel_world_size()
     group = parallel_state.get_expert_tensor_and_model_parallel_group()
@@ -76,7 +74,7 @@ def count_ahead(records: Iterable[torch.Tensor], layers: list[int], num_experts:
 
 
 def _count(experts: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """[t, layers, k] -> int32 [layers, experts], which no host waits for."""
+    """Count [t, layers, k] as int32 [layers, experts] without waiting for the device."""
     index = experts.transpose(0, 1).flatten(1).long()
     counts = torch.zeros(len(index), num_experts, dtype=torch.int32, device=experts.device)
     return counts.scatter_add_(1, index, torch.ones_like(index, dtype=torch.int32))

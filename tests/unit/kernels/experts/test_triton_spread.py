@@ -32,8 +32,7 @@ def test_tokens_lie_sorted_by_expert_then_by_the_rank_they_came_from():
 
 
 def compare_with_one_kernel_after_the_other() -> None:
-    from megatron_rl.kernels.experts.triton import collect_rows
-    from megatron_rl.kernels.experts.triton_spread import pack, quantize_weighed, spread_packed
+    from megatron_rl.kernels.experts.triton import collect_rows, pack, quantize_weighed, spread_packed
     from megatron_rl.kernels.quantize.triton import quantize_activation
 
     groups = make_groups()
@@ -71,7 +70,7 @@ def test_bytes_and_scales_are_those_of_one_kernel_after_the_other():
 
 @needs_triton
 def test_shapes_that_do_not_fit_are_refused():
-    from megatron_rl.kernels.experts.triton_spread import pack, quantize_weighed, spread_packed
+    from megatron_rl.kernels.experts.triton import pack, quantize_weighed, spread_packed
 
     for shape in ((5, 192), (4, 256)):
         with pytest.raises(ValueError, match="be of its tokens"):

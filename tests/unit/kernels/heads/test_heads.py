@@ -8,8 +8,8 @@ import pytest
 import torch
 from support.processes import call_in_fresh_process
 
-from megatron_rl.kernels.heads.reference import Heads, differentiate_heads_reference, rotate_heads_reference
-from megatron_rl.kernels.heads.split_heads import can_rotate, split_heads
+from megatron_rl.kernels.heads import Heads
+from megatron_rl.kernels.heads.reference import can_rotate, differentiate_heads_reference, rotate_heads_reference, split_heads
 from megatron_rl.kernels.rope.reference import Rotation
 
 TRITON = importlib.machinery.PathFinder.find_spec("triton")  # not util.find_spec: SGLang's stub modules answer that

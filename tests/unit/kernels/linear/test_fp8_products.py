@@ -7,7 +7,7 @@ import torch
 from support.fp8_reference import both_scale_formats, uneven_matrix
 from support.golden import slow_fp8
 
-from megatron_rl.kernels.linear.products import dgrad, fprop, value_dtype, wgrad
+from megatron_rl.kernels.linear.reference import dgrad, fprop, value_dtype, wgrad
 from megatron_rl.precision.fp8 import dequantize_weight, quantize_weight
 
 TOKENS, N, K = 150, 256, 300  # K and TOKENS are no multiples of 128 on purpose

@@ -22,7 +22,7 @@ def cut(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def compare_with_one_kernel_after_the_other() -> None:
-    from megatron_rl.kernels.norm.triton_quantized import quantize_norm
+    from megatron_rl.kernels.norm.triton import quantize_norm
     from megatron_rl.kernels.quantize.triton import quantize_activation
 
     for scale_format, dtype, tokens, width, adds in (
@@ -46,7 +46,7 @@ def compare_with_one_kernel_after_the_other() -> None:
 
 def pad_as_transformer_engine() -> None:
     """Tokens in multiples of 16, of rows and of columns; padding is zero."""
-    from megatron_rl.kernels.norm.triton_quantized import quantize_norm
+    from megatron_rl.kernels.norm.triton import quantize_norm
 
     x, weight = uneven(131, 256, torch.bfloat16), torch.ones(256, dtype=torch.bfloat16)
     *_, plain_rows, plain_columns = quantize_norm(x, x, weight, EPS, "pow2", columns=True)
@@ -92,7 +92,7 @@ def test_the_gradient_is_autograds():
 @needs_triton
 @pytest.mark.parametrize("width, residual, weight", [(200, None, 200), (256, (3, 256), 256), (256, None, 128)])
 def test_what_does_not_fit_is_refused(width, residual, weight):
-    from megatron_rl.kernels.norm.triton_quantized import quantize_norm
+    from megatron_rl.kernels.norm.triton import quantize_norm
 
     with pytest.raises(ValueError, match="multiple of 128"):
         quantize_norm(torch.zeros(4, width), residual and torch.zeros(residual), torch.ones(weight), EPS, "pow2", columns=True)

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rl.kernels.linear.products import fprop_by_tree
+from megatron_rl.kernels.linear.reference import fprop_by_tree
 from megatron_rl.kernels.sums import reference as tree
 from megatron_rl.precision.fp8 import round_trip_1x128
 from parallel.row_sums import LEAF, halve, holds_node

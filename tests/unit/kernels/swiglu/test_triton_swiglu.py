@@ -18,8 +18,7 @@ pytestmark = pytest.mark.skipif(TRITON is None, reason="Triton is not installed:
 
 def compare_with_one_kernel_after_the_other() -> None:
     from megatron_rl.kernels.quantize.triton import quantize_activation
-    from megatron_rl.kernels.swiglu.triton import differentiate, multiply
-    from megatron_rl.kernels.swiglu.triton_quantized import quantize_swiglu
+    from megatron_rl.kernels.swiglu.triton import differentiate, multiply, quantize_swiglu
 
     cases = ("pow2", torch.float32, 130, None), ("fp32", torch.bfloat16, 3, None), ("pow2", torch.bfloat16, 384, [128, 0, 256])
     for scale_format, dtype, tokens, counts in (*cases, ("fp32", torch.float32, 0, None)):
@@ -39,7 +38,7 @@ def compare_with_one_kernel_after_the_other() -> None:
 
 def pad_as_transformer_engine() -> None:
     """Tokens in multiples of 16, of rows and of columns; padding is zero."""
-    from megatron_rl.kernels.swiglu.triton_quantized import quantize_swiglu
+    from megatron_rl.kernels.swiglu.triton import quantize_swiglu
 
     gate_up, dy = uneven(131, 512, torch.bfloat16).clamp(-80, 80), uneven(131, 256, torch.bfloat16)
     for gradient, width in ((None, 256), (dy, 512)):
@@ -60,8 +59,8 @@ def compile_for_hopper() -> list[tuple[str, str]]:
     from triton.backends.nvidia.compiler import get_ptxas
     from triton.compiler import ASTSource
 
-    from megatron_rl.kernels.swiglu.triton_quantized import LAUNCH
-    from megatron_rl.kernels.swiglu.triton_quantized import quantize_swiglu_tile as kernel
+    from megatron_rl.kernels.swiglu.triton import TILE_LAUNCH as LAUNCH
+    from megatron_rl.kernels.swiglu.triton import quantize_swiglu_tile as kernel
 
     types = {
         "gate_up": "*bf16",
@@ -98,7 +97,7 @@ def test_it_compiles_for_hopper_and_rounds_as_two_kernels_do(tmp_path):
 
 
 def test_widths_and_gradients_that_do_not_fit_are_refused():
-    from megatron_rl.kernels.swiglu.triton_quantized import quantize_swiglu
+    from megatron_rl.kernels.swiglu.triton import quantize_swiglu
 
     for gate_up, gradient in (
         (torch.zeros(4, 384), None),

@@ -3,7 +3,7 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_rl.config import TrainConfig
-from megatron_rl.mcore.optim.learning_rate import LearningRateSchedule
+from megatron_rl.mcore.optim.optimizer import LearningRateSchedule
 
 
 @pytest.mark.parametrize(

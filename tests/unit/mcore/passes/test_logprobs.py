@@ -12,8 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from megatron_rl.kernels.batch_invariant import SPLIT_SUM, invariant_matmul
 from megatron_rl.kernels.sums import reference as tree
 from megatron_rl.mcore.passes import logprobs
-from megatron_rl.mcore.passes.logprobs import Targets, score_tokens, token_logprobs
-from megatron_rl.mcore.passes.scored_positions import ScoredPositions
+from megatron_rl.mcore.passes.logprobs import ScoredPositions, Targets, score_tokens, token_logprobs
 
 VOCABULARY, TOKENS = 3000, 50
 

@@ -12,7 +12,7 @@ import torch
 
 from megatron_rl.config.sync import SyncConfig
 from megatron_rl.errors import UserError
-from megatron_rl.sync.transport_check import check_one_host, check_transport
+from megatron_rl.sync.checks import check_one_host, check_transport
 from parallel.chunking import CHUNKS_IN_FLIGHT, Chunk, resize
 from parallel.transport import TRANSPORTS, cuda_ipc, load_transport, process_group, ring
 from parallel.transport.base import Link
@@ -219,13 +219,13 @@ def test_a_transport_that_cannot_work_here_is_the_users_error(tmp_path, monkeypa
         check_transport(SyncConfig(transport=transport), shared=True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     check_transport(SyncConfig(transport="gloo"), shared=True)
-    with pytest.raises(UserError, match="sync.delta = 'on': compares weights in the host's memory, and here they are on GPUs; set"):
+    with pytest.raises(UserError, match="sync.delta = 'on': compares weights in host memory, but they are on GPUs here; set"):
         check_transport(SyncConfig(transport="gloo", delta="on"))
     check_transport(SyncConfig(transport="process_group"), shared=False)
-    with pytest.raises(UserError, match="'process_group': takes no GPU twice.*; use cuda_ipc on one host, gloo on sev"):
+    with pytest.raises(UserError, match="'process_group': cannot use the same GPU twice.*; use cuda_ipc on one host, gloo on sev"):
         check_transport(SyncConfig(transport="process_group"), shared=True)
     for transport in ("shared_memory", "disk"):
-        with pytest.raises(UserError, match="moves what lies in the host's memory, and here trainer and engines are on GPUs; use cuda_ipc"):
+        with pytest.raises(UserError, match="reads weights from host memory, but trainer and engines are on GPUs here; use cuda_ipc"):
             check_transport(SyncConfig(transport=transport, dir=tmp_path))
 
 

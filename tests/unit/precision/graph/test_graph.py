@@ -9,6 +9,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from megatron_rl.precision.graph.svg import draw_svg
+from megatron_rl.precision.graph.tables import print_graphs
 from rich.console import Console
 from support.toy_format import TOY
 
@@ -47,8 +49,6 @@ from megatron_rl.precision.graph.graph import (
     merge_graphs,
     split_by_layer,
 )
-from megatron_rl.precision.graph.svg import draw_svg
-from megatron_rl.precision.graph.tables import print_graphs
 from parallel.formats import FORMATS
 
 HIGH, X, W = TensorPrecision("bf16"), TensorPrecision("e4m3", "1x128", "pow2"), TensorPrecision("e4m3", "128x128", "pow2")

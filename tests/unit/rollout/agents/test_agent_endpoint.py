@@ -132,9 +132,9 @@ def test_what_the_run_decides_is_overridden_and_what_would_change_answers_is_ref
     ):
         with pytest.raises(openai.BadRequestError, match=rule):
             desk.say(*messages)
-    with pytest.raises(openai.BadRequestError, match="only text can be read"):
+    with pytest.raises(openai.BadRequestError, match="only text is supported"):
         desk.say({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]})
-    with pytest.raises(openai.NotFoundError, match="names no answer"):
+    with pytest.raises(openai.NotFoundError, match="is not a response of this episode"):
         desk.client.responses.create(model="any", input="a", previous_response_id="resp_9")
 
 
@@ -149,5 +149,5 @@ def test_keys_are_of_one_running_episode(sampler, desk):
     with pytest.raises(openai.AuthenticationError, match="has ended"):
         desk.say(USER)
     sampler[0]._endpoint.close(desk.key)
-    with pytest.raises(openai.AuthenticationError, match="no running episode"):
+    with pytest.raises(openai.AuthenticationError, match="a running episode"):
         desk.say(USER)

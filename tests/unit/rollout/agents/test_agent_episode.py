@@ -10,7 +10,9 @@ from megatron_rl.errors import UserError
 from megatron_rl.rollout.agents.chat_format import ChatFormat
 from megatron_rl.rollout.agents.episode import AgentEpisode
 from megatron_rl.rollout.agents.messages import PolicyRequest, RefusedError, read_chat_request
-from megatron_rl.rollout.worker import RolloutBatch, assign_rewards, compute_rollout_metrics
+from megatron_rl.rollout.groups import assign_rewards
+from megatron_rl.rollout.metrics import compute_rollout_metrics
+from megatron_rl.rollout.worker import RolloutBatch
 from megatron_rl.training.samples import list_owners, to_training_samples
 from megatron_rl.types import Reward, SamplingParams
 
@@ -122,11 +124,11 @@ def test_every_token_has_its_version():
     "settings, requests, refused, finish",
     [
         ({"max_calls": 2}, [("a",), ("b",), ("c",)], "agent.max_calls = 2 answers were given", "turns"),
-        ({"max_tokens": 16}, [("a",), ("a", "aa", "b")], "the conversation of 19 tokens, 3 sampled, leaves none", "length"),
+        ({"max_tokens": 16}, [("a",), ("a", "aa", "b")], "the conversation of 19 tokens, 3 sampled, leaves no room", "length"),
         (
             {"budget": 3},
             [("a",), ("a", "aa", "b")],
-            "leaves none to sample (agent.max_tokens = 4096, rollout.max_new_tokens = 3)",
+            "leaves no room (agent.max_tokens = 4096, rollout.max_new_tokens = 3)",
             "length",
         ),
         ({"budget": 5}, [("a",), ("a", "aa", "b")], "", "length"),  # cut by the engine

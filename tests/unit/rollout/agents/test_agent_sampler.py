@@ -73,7 +73,7 @@ def test_an_agent_may_give_its_own_reward():
     with sampler_of(own_reward=True) as sampler:
         given, missing = sample(sampler, "reward", "a")
     assert (given.own_reward, given.environment_error) == (0.5, "")
-    assert missing.own_reward is None and missing.environment_error == "gave no reward but '', and agent.own_reward is on"
+    assert missing.own_reward is None and missing.environment_error == "wrote '' instead of a reward, and agent.own_reward is on"
 
 
 def test_an_agent_may_be_a_program():

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron_rl.kernels.linear.products import fprop
+from megatron_rl.kernels.linear.reference import fprop
 from megatron_rl.precision.fp8 import dequantize_weight, quantize_weight
 from megatron_rl.precision.int8 import quantize_int8_weight
 from megatron_rl.precision.quantized_weight import QuantizedWeight

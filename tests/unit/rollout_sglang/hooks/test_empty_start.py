@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from rollout_sglang.hooks.empty_start import make_up_weights
+from rollout_sglang.hooks.startup import make_up_weights
 
 
 class Model(torch.nn.Module):

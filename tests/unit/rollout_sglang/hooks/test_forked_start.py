@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import multiprocessing
 
-from rollout_sglang.hooks.forked_start import fork_children
+from rollout_sglang.hooks.startup import fork_children
 
 
 def test_children_are_forked_whatever_sglang_asked_for():

@@ -12,10 +12,10 @@ import torch
 from support import fake_gpu_libraries
 from support.fp8_reference import uneven, uneven_matrix
 
-from megatron_rl.kernels.linear.products import fprop_by_tree
+from megatron_rl.kernels.linear.reference import fprop_by_tree
 from megatron_rl.kernels.sums import reference as tree
 from megatron_rl.precision.fp8 import quantize_weight
-from rollout_sglang.hooks import gpu_activation_quant, gpu_tree, tree_reduction
+from rollout_sglang.hooks import gpu_activation_quant, tree_reduction
 
 SGLANG = Path(find_spec("sglang").origin).parent
 RANKS = 2
@@ -38,13 +38,13 @@ def make_layer(method: str, **members: object) -> SimpleNamespace:
 def test_products_are_the_trainers():
     x, values = uneven(5, 512, torch.bfloat16), uneven_matrix(256, 512)
     weight = values.bfloat16()
-    assert torch.equal(gpu_tree.multiply(make_layer("UnquantizedLinearMethod", weight=weight), x), tree.multiply(x, weight))
+    assert torch.equal(tree_reduction.multiply_on_gpu(make_layer("UnquantizedLinearMethod", weight=weight), x), tree.multiply(x, weight))
     blocks = quantize_weight(values, "fp32")
     layer = make_layer("Fp8LinearMethod", weight=blocks.data, weight_scale_inv=blocks.scale)
     exact = fprop_by_tree(x, fake_gpu_libraries.dequantize((x, torch.ones(5, 4)), blocks)[1], "fp32")
-    assert torch.equal(gpu_tree.multiply(layer, x), exact)
+    assert torch.equal(tree_reduction.multiply_on_gpu(layer, x), exact)
     with pytest.raises(NotImplementedError, match="that SGLang quantised before"):
-        gpu_tree.multiply(layer, (blocks.data, blocks.scale))
+        tree_reduction.multiply_on_gpu(layer, (blocks.data, blocks.scale))
 
 
 class Group:

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.rollout.worker import derive_seed
+from megatron_rl.rollout.groups import derive_seed
 from rollout_sglang.hooks.seeded_sampling import find_kept_tokens, hash_to_uniform, sample_tokens, sample_truncated, truncate
 
 

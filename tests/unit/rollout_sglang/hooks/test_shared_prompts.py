@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from rollout_sglang.hooks.shared_prompts import MIN_SHARED, add_request
+from rollout_sglang.hooks.scheduling import MIN_SHARED, add_request
 
 LONG = list(range(MIN_SHARED + 1))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from rollout_sglang.hooks.stop_strings import count_tail_tokens
+from rollout_sglang.hooks.scheduling import count_tail_tokens
 
 
 def test_the_tail_holds_a_stop_string_of_one_byte_tokens():
