@@ -141,7 +141,7 @@ def _run(folder: Path, name: str) -> Any:
 def main(folder: Path, names: list[str]) -> None:
     from rollout_sglang.rehearsal import rank as rehearsed_rank
 
-    rehearsed_rank.believe_in_a_gpu()
+    rehearsed_rank.install_gpu()
     rehearsed_rank.import_sglang()
     answer, sys.stdout = sys.stdout, sys.stderr
     with multiprocessing.get_context("fork").Pool(2, maxtasksperchild=1) as pool:

@@ -236,9 +236,9 @@ def refused_scales() -> Any:
 
 
 def each_weight_by_itself() -> Any:
-    from megatron_rl.rehearsal import repeats
+    from megatron_rl.rehearsal import work_cache
 
-    return replaced(repeats, "_REPEATED", lambda _: ())
+    return replaced(work_cache, "_CACHED", lambda _: ())
 
 
 def module_without_a_share() -> Any:
@@ -413,13 +413,9 @@ CASES = {
 def main(folder: Path, names: list[str]) -> None:
     from contextlib import nullcontext
 
-    from megatron_rl.rehearsal.no_device import load
+    from megatron_rl.cli.rehearse import choose_ranks, install_device
 
-    load()
-    from megatron_rl.rehearsal import fake_cuda
-
-    fake_cuda.install()
-    from megatron_rl.cli.rehearse import choose_ranks
+    install_device()
     from megatron_rl.config import load_config
     from megatron_rl.cost.workload import Workload
     from megatron_rl.cost.hardware import Cluster

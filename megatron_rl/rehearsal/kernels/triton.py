@@ -1,21 +1,18 @@
-"""Triton, whose kernels are launched and compute nothing: what each reads and writes is counted. The project's own kernels alone use it."""
+"""Triton, for the project's own kernels. Launches compute nothing, and count what a kernel reads and writes."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 import torch
 
-from megatron_rl.rehearsal.kernels import require
-
-_recorder: list[Callable[[], Any]] = []
+from megatron_rl.rehearsal.kernels import count, require
 
 
 class _Kernel:
-    """A function with `@triton.jit`."""
+    """Stands in for a function with `@triton.jit`."""
 
     def __init__(self, function: Any) -> None:
         self.name, self.arg_names = function.__name__, function.__code__.co_varnames[: function.__code__.co_argcount]
@@ -24,25 +21,22 @@ class _Kernel:
         def launch(*args: Any, **options: Any) -> None:
             tensors = [value for value in (*args, *options.values()) if isinstance(value, torch.Tensor)]
             for tensor in tensors:
-                require(
-                    tensor.device.type == "cuda", f"triton {self.name}", f"a pointer {list(tensor.shape)} is on the {tensor.device.type}"
-                )
+                on = tensor.device.type
+                require(on == "cuda", f"triton {self.name}", f"a pointer {list(tensor.shape)} is on the {on}")
             sizes = grid(options) if callable(grid) else grid
             require(all(size > 0 for size in sizes) and all(size <= 65535 for size in sizes[1:]), f"triton {self.name}", f"grid {sizes}")
-            _recorder[0]().work(*_count(self.name, args, options), *tensors, kernel=self.name)
+            if self.name == "multiply_tile":
+                x, weight = args[:2]
+                kind = "fp8" if x.itemsize == 1 else "bf16"
+                count(kind, 2 * x.shape[0] * x.shape[1] * weight.shape[0], *tensors, kernel=self.name)
+            else:
+                count("other", 0, *tensors, kernel=self.name)
 
         return launch
 
 
-def _count(name: str, args: tuple, options: dict) -> tuple[str, int]:
-    if name == "multiply_tile":
-        x, weight = args[:2]
-        return ("fp8" if x.itemsize == 1 else "bf16"), 2 * x.shape[0] * x.shape[1] * weight.shape[0]
-    return "other", 0
-
-
 class _Anything(ModuleType):
-    """Names that kernels' bodies and annotations use."""
+    """A module that has every name that kernels' bodies and annotations use."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -50,8 +44,7 @@ class _Anything(ModuleType):
         return type(name, (), {"__init__": lambda self, *_: None})
 
 
-def install(recorder: Callable[[], Any]) -> None:
-    _recorder[:] = [recorder]
+def install() -> None:
     triton, language = ModuleType("triton"), _Anything("triton.language")
     vars(triton).update(
         __version__="3.8.0",
