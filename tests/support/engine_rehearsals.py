@@ -109,7 +109,6 @@ CASES = {
     "latent": Case(TWO, model=LATENT),
     "router": Case(TWO, model=ROUTER),
     "int8 experts": Case([*TWO, "--rollout.ep=2", "--precision.mode=int8_rollout"], model=EXPERTS | {"num_hidden_layers": 2}),
-    "e4m3 cache": Case([*TWO, "--precision.kv=e4m3_per_layer"], model=TINY | {"num_hidden_layers": 4}),
     "wrong_dtype": Case(TWO, wrong_dtype),
     "misaligned_weight": Case(TWO, misaligned_weight),
     "unknown_kernel": Case(TWO, unknown_kernel),
