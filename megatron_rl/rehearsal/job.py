@@ -56,7 +56,6 @@ from megatron_rl.rehearsal.fake_cuda import one_rank
 from megatron_rl.rehearsal.hf_headers import read_headers_only
 from megatron_rl.rehearsal.recorder import Phase, Recorder, find_line_of
 from megatron_rl.rehearsal.replacing import replaced
-from megatron_rl.rehearsal.work_cache import run_once_per_shape
 from megatron_rl.sync.plan import cut_into_chunks, plan_transfers
 from megatron_rl.training.checkpoint_manager import CheckpointManager
 from megatron_rl.training.policies import load_actor, load_critic, load_reference, load_teacher
@@ -87,7 +86,7 @@ def rehearse_rank(config: Config, rank: int, gpu: Gpu) -> RankRehearsal:
     with one_rank(rank, layout.world_size, gpu) as device, tempfile.TemporaryDirectory() as scratch:
         rehearsal = RankRehearsal(rank, device.recorder)
         try:
-            with _observe_passes(device.recorder), run_once_per_shape(device):
+            with _observe_passes(device.recorder):
                 _run(config, layout, device, Path(scratch))
         except Exception as error:
             message = (str(error).strip().splitlines() or [""])[0]

@@ -235,12 +235,6 @@ def refused_scales() -> Any:
     return replaced(DeepGemmBackend, "prepare", make)
 
 
-def each_weight_by_itself() -> Any:
-    from megatron_rl.rehearsal import work_cache
-
-    return replaced(work_cache, "_CACHED", lambda _: ())
-
-
 def module_without_a_share() -> Any:
     """A part of the MLP that Megatron asks for its share of a checkpoint, and that has no answer."""
     import torch
@@ -348,7 +342,6 @@ class Case(NamedTuple):
 
 CASES = {
     "plain": Case([*TWO, "--precision.masters=spread"]),
-    "each weight by itself": Case([*TWO, "--precision.masters=spread"], each_weight_by_itself),
     "host_tensor_in_loss": Case([], host_tensor_in_loss),
     "item_per_layer": Case(TWO, item_per_layer),
     "doubled_activation": Case(TWO, doubled_activation),

@@ -10,40 +10,11 @@ import torch
 import torch.nn.functional as F
 
 from megatron_rl.rehearsal.device import set_value, value_of
-from megatron_rl.rehearsal.kernels import RefusedKernelError, require
+from megatron_rl.rehearsal.kernels import RefusedKernelError
+from megatron_rl.rehearsal.kernels.triton import JitFunction, install_into
 from rollout_sglang.rehearsal.kernels.match import Call, Kernel
 
 Given = Mapping[str, Any]
-
-
-class _Function:
-    """Stands in for a function with `@triton.jit`."""
-
-    def __init__(self, function: Any) -> None:
-        self.name, self.__name__ = function.__name__, function.__name__
-        self.names = function.__code__.co_varnames[: function.__code__.co_argcount]
-        self.fn = function
-
-    def __getitem__(self, grid: Any) -> Any:
-        def launch(*args: Any, **options: Any) -> None:
-            if self.name not in _KERNELS:
-                raise RefusedKernelError(f"the Triton kernel {self.name} of {self.fn.__module__} is not known to the rehearsal")
-            given = dict(zip(self.names, args, strict=False)) | options
-            for name, value in given.items():
-                for tensor in value if isinstance(value, tuple) else (value,):
-                    if isinstance(tensor, torch.Tensor):
-                        on = tensor.device.type
-                        require(on == "cuda", f"triton {self.name}", f"{name} {list(tensor.shape)} is on the {on}")
-            sizes = grid(given) if callable(grid) else grid
-            fits = all(size > 0 for size in sizes) and all(size <= 65535 for size in sizes[1:])
-            require(fits, f"triton {self.name}", f"the grid is {tuple(sizes)}")
-            kernel = _KERNELS[self.name]
-            kernel.run(self.name, given) if isinstance(kernel, Kernel) else kernel(Call(self.name), given)
-
-        return launch
-
-    def __call__(self, *_: Any, **__: Any) -> Any:
-        raise RefusedKernelError(f"the Triton function {self.name} is called on the host")
 
 
 class _Constant:
@@ -56,9 +27,14 @@ class _Constant:
 def install() -> None:
     triton: Any = import_module("triton")  # the stub
     triton.language.constexpr = _Constant
-    triton.jit = lambda function=None, **_: _Function(function) if function is not None else _Function
-    triton.cdiv = lambda a, b: -(-a // b)
-    triton.next_power_of_2 = lambda n: 1 << (n - 1).bit_length()
+    install_into(triton, _run)
+
+
+def _run(function: JitFunction, given: Given) -> None:
+    kernel = _KERNELS.get(function.name)
+    if kernel is None:
+        raise RefusedKernelError(f"the Triton kernel {function.name} of {function.fn.__module__} is not known to the rehearsal")
+    kernel.run(function.name, given) if isinstance(kernel, Kernel) else kernel(Call(function.name), given)
 
 
 def _fused_decode_metadata(call: Call, given: Given) -> None:
