@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,6 +27,9 @@ class SGLangLauncher:
         from rollout_sglang.launch_args import EngineLaunchSpec
 
         return SGLangEngine(EngineLaunchSpec(config, model_path, log_dir, number, empty))
+
+    def rehearsal_command(self, module: str) -> list[str]:
+        return [sys.executable, "-m", f"rollout_sglang.rehearsal.{module}"]
 
 
 launch = SGLangLauncher()  # the entry point `sglang` of the group `megatron_rl.rollout`
