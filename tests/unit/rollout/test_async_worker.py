@@ -29,7 +29,6 @@ from megatron_rl.rollout.worker import RolloutBatch, RolloutWorker
 from megatron_rl.training.mismatch import bin_mismatch, measure_mismatch, measure_staleness
 from megatron_rl.training.samples import to_training_samples
 from megatron_rl.types import Completion, Generation, Problem, Reward, SamplingParams
-from rollout_sglang.answers import parse_generation
 
 
 class Lengths:
@@ -304,27 +303,6 @@ def test_mismatch_by_position_counts_the_tokens_that_answers_have_there():
     assert by_bin == {0: (36, close((0.32 + 0.09 + 0.05) / 36)), 32: (32, close(0.02)), 64: (6, close(0.04))} and len(metrics) == 3 + 6
     assert bin_mismatch(long) == [(32, close(0.01)), (32, close(0.02)), (6, close(0.04))]
     assert bin_mismatch(mixed) == [(1, close(0.05))] and bin_mismatch(sampled([], [])) == []
-
-
-def response(spans: list[tuple[str, int, int]], tokens: int) -> dict:
-    meta = {
-        "weight_versions": [{"version": version, "start": start, "end": end} for version, start, end in spans],
-        "weight_version": spans[-1][0],
-        "cached_tokens": 0,
-        "output_token_logprobs": [[-0.5, 10 + number, None] for number in range(tokens)],
-        "finish_reason": {"type": "stop"},
-    }
-    return {"meta_info": meta}
-
-
-def test_the_engine_tells_every_tokens_version():
-    assert parse_generation(response([("3", 0, 4)], 4), True).versions_T is None
-    results = parse_generation(response([("3", 0, 1), ("4", 1, 4)], 4), True)
-    assert (results.versions_T.tolist(), results.policy_version, results.output_ids_T.tolist()) == ([3, 4, 4, 4], 4, [10, 11, 12, 13])
-    with pytest.raises(RunError, match="policy versions of 3 tokens for a completion of 4"):
-        parse_generation(response([("3", 0, 1), ("4", 1, 3)], 4), True)
-    with pytest.raises(RunError, match="one completion was sampled by policy versions 3, 4"):
-        parse_generation(response([("3", 0, 1), ("4", 1, 4)], 4), False)
 
 
 def config(**sections: dict) -> Config:
