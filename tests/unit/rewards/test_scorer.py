@@ -1,4 +1,4 @@
-"""Several reward functions in one: the configuration's rules, the weighted sum, and what a completion without a verdict gets."""
+"""Several reward functions in one sum: rules of the configuration, the weighted sum, and completions without a verdict."""
 
 from __future__ import annotations
 
@@ -103,12 +103,12 @@ def test_the_value_of_a_length():
 
 
 SLOW = {"name": "exact", "pattern": "((?:a+)+b)"}
-"""Needs exponential time on a row of a's."""
+"""Takes exponential time on a sequence of a's."""
 
 
 @pytest.mark.parametrize("on_error", ["zero", "exclude", "stop"])
 def test_what_a_completion_without_a_verdict_gets(on_error):
-    """Whether a function fails or the completion broke before it was scored."""
+    """A function fails, or the completion failed before it was scored."""
     messages: list[str] = []
     late, hung = "format, exact: timeout after 0.5 s", "environment: it hung"
     texts, golds = ["####aab", "####" + "a" * 60, "####aab"], problems("aab", "aab", "aab")

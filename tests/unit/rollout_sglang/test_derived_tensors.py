@@ -1,4 +1,4 @@
-"""Every tensor that a live model holds is found, and accounted for or refused by name."""
+"""Every tensor of a live model is found, and accounted for or refused by name."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Model(torch.nn.Module):
         self.post_load(kind)
 
     def write(self, kind: str, seed: int) -> None:
-        """What a sync does, in place."""
+        """Write new weights in place, as a sync does."""
         weight = torch.randn(HEADS * (KEYS + VALUES), LATENT, generator=torch.Generator().manual_seed(seed))
         layer = self.attn.kv_b_proj
         if kind == "bf16":
@@ -57,7 +57,7 @@ class Model(torch.nn.Module):
                 setattr(layer, name, parameter(tensor))
 
     def post_load(self, kind: str) -> None:
-        """SGLang 0.5.23's `DeepseekV2WeightLoaderMixin.post_load_weights`, retold (`test_the_real_hook` has the real one)."""
+        """Do what SGLang 0.5.23's `DeepseekV2WeightLoaderMixin.post_load_weights` does (`test_the_real_hook` runs the real one)."""
         layer, attn = self.attn.kv_b_proj, self.attn
         w = layer.weight
         if kind == "fp8":

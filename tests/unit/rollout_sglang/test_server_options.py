@@ -1,4 +1,4 @@
-"""`[rollout.sglang]`: what passes, what is refused and why; nothing of SGLang is imported for it."""
+"""`[rollout.sglang]`: which arguments are allowed or refused. SGLang is not imported."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_what_would_break_a_promise_is_refused_by_name(options, line):
 
 
 def test_the_table_is_of_this_sglang():
-    """A new release may bring groups and lose names; those of the table are real ones, and every argument is decided."""
+    """A new release may add groups and remove names. The names in the table exist, and every argument is decided."""
     known = read_arguments()
     assert len(known) > 400 and {argument.group for argument in known.values()} == GROUPS.keys()
     assert EXCEPTIONS.keys() | SET_BY.keys() <= known.keys()

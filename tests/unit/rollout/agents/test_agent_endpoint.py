@@ -1,4 +1,4 @@
-"""The endpoint as the `openai` package sees it: chat completions and responses, tools, streams, keys and refusals."""
+"""The endpoint as seen by the `openai` package: chat completions, responses, tools, streams, keys and refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engine's row-parallel layers on a GPU: the contract's operands and SGLang's own collectives, with stand-ins for the GPU."""
+"""Row-parallel layers on a GPU with the contract's operands and SGLang's own collectives, tested with fake GPU libraries."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_products_are_the_trainers():
 
 
 class Group:
-    """One of SGLang's groups, whose other rank has the negative halves of this one's partial sums. A call of `torch.distributed` fails."""
+    """A group of SGLang whose other rank has the negative halves of this rank's partial sums. Calling `torch.distributed` with it fails."""
 
     world_size, rank_in_group = RANKS, 0
 
@@ -70,7 +70,7 @@ def test_partial_sums_are_added_by_the_groups_own_collectives(rows):
 
 
 def test_the_installed_release_has_the_names_that_are_used():
-    """Its collectives call NCCL themselves, which its CUDA graphs capture."""
+    """Its collectives call NCCL directly, which its CUDA graphs capture."""
     names = ("linear", "RowParallelLinear"), ("../distributed/parallel_state", "GroupCoordinator")
     functions: dict[str, ast.FunctionDef] = {}
     for file, owner in names:
