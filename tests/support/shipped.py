@@ -53,9 +53,9 @@ def main(jobs: list[str]) -> None:
 
     install_device()
     from megatron_rl.config import load_config
-    from megatron_rl.hf.files import read_config
-    from megatron_rl.cost.workload import Workload
     from megatron_rl.cost.hardware import Cluster
+    from megatron_rl.cost.workload import Workload
+    from megatron_rl.hf.files import read_config
     from megatron_rl.rehearsal.job import rehearse_rank
     from megatron_rl.rehearsal.report import make_report
 

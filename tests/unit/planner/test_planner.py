@@ -19,15 +19,15 @@ from megatron_rl.batch.sample_bytes import SampleBytes
 from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.cli.main import app
 from megatron_rl.config import Config, load_config
+from megatron_rl.cost import activations, operators, weights
+from megatron_rl.cost.activations import count_logits
+from megatron_rl.cost.hardware import Cluster
+from megatron_rl.cost.operators import RankShapes
+from megatron_rl.cost.workload import Candidate, Workload
 from megatron_rl.errors import UserError
 from megatron_rl.kernels.linear.deep_gemm import DeepGemmBackend
 from megatron_rl.kernels.linear.transformer_engine import pad_scales
 from megatron_rl.planner import block_alignment, memory_by_phase, roofline
-from megatron_rl.cost.operators import RankShapes
-from megatron_rl.cost.workload import Candidate, Workload
-from megatron_rl.cost import activations, operators, weights
-from megatron_rl.cost.activations import count_logits
-from megatron_rl.cost.hardware import Cluster
 from megatron_rl.planner.search import Planner, explain_rank
 from megatron_rl.planner.sync_traffic import estimate_sync_traffic
 from megatron_rl.precision.contract import PrecisionContract
@@ -140,7 +140,8 @@ def test_a_trained_mtp_layer_is_the_last_stages():
     trained, layout = Workload.from_config(config, fields), Layout(pp=2)
     model = trained.model
     extra = [
-        weights.count_trainer_memory(trained, layout, stage).gradients - weights.count_trainer_memory(trained.scored, layout, stage).gradients
+        weights.count_trainer_memory(trained, layout, stage).gradients
+        - weights.count_trainer_memory(trained.scored, layout, stage).gradients
         for stage in (0, 1)
     ]
     mtp = [weight for weight in model.list_weights()[-1] if weight.megatron.startswith("mtp.")]
@@ -230,9 +231,7 @@ def test_what_sums_by_the_tree_cost():
     layout = Layout(tp=4, dp=2)
     seconds = roofline.compare_reductions(job(), Candidate(layout, rollout_tp=2, engines=4), NODE)
     assert 1 < seconds["tree"] / seconds["fast"] < 1.3
-    workings = [
-        activations.count_working(RankShapes(job(precision={"reduction": r}), Layout(tp=8), 100)) for r in ("tree", "fast")
-    ]
+    workings = [activations.count_working(RankShapes(job(precision={"reduction": r}), Layout(tp=8), 100)) for r in ("tree", "fast")]
     assert workings[0] == 8 * 4096 * 100 > workings[1]
 
 
