@@ -35,7 +35,7 @@ from megatron_rl.hf.write import describe_weights, write_checkpoint
 from megatron_rl.kernels.sums import reference as tree
 from megatron_rl.mcore.actor import Actor, Policy
 from megatron_rl.mcore.checkpoint.checkpointing import CheckpointWriter, load_run_checkpoint
-from megatron_rl.mcore.checkpoint.optimizer import MOMENTS, flatten_chained, iter_stepped
+from megatron_rl.mcore.checkpoint.optimizer import MOMENTS
 from megatron_rl.mcore.checkpoint.run_weights import RunWeights
 from megatron_rl.mcore.layers import spec
 from megatron_rl.mcore.layers.linear.output_layer import score_positions
