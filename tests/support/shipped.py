@@ -32,7 +32,7 @@ def rehearse_trainers(*jobs: str) -> dict[str, Any]:
 
 
 def check_aims(rank: dict[str, Any]) -> None:
-    """Check that phases move at most 1.5 times the least element-wise bytes, and that exposed communication is below 10 % of their bound."""
+    """Check that phases move less than 1.5 times the least element-wise bytes, and expose less than 10 % of their bound."""
     for phase in rank["phases"]:
         if bound := phase["bound"]:
             assert 1 < bound["elementwise_bytes"] / phase["least_elementwise_bytes"] < 1.5, phase["phase"]

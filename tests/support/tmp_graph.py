@@ -1,13 +1,11 @@
 import sys
-
 sys.path.insert(0, "/tmp/oldgraph")
 from support import trainer_engine
 from support.trainer import Trainer
 
-
 def compare(folder, precision, plant="", lora=None):
+    from dataclasses import asdict
     from old_graph.megatron_reader import read_rank_graph as old
-
     from megatron_rl.mcore.precision_graph import read_rank_graph as new
     with trainer_engine.planted(plant) if hasattr(trainer_engine, "planted") else __import__("contextlib").nullcontext():
         model = Trainer(folder, precision, *([lora] if lora else [])).model
