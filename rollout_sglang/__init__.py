@@ -32,5 +32,4 @@ class SGLangLauncher:
         return [sys.executable, "-m", f"rollout_sglang.rehearsal.{module}"]
 
 
-launch = SGLangLauncher()
-"""The entry point `sglang` of the group `megatron_rl.rollout`."""
+launch = SGLangLauncher()  # the entry point `sglang` of the group `megatron_rl.rollout`

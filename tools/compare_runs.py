@@ -12,16 +12,13 @@ are written to a file for a page such as the README.
 from __future__ import annotations
 
 import itertools
-import os
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from html import escape
 from pathlib import Path
 from statistics import mean
-from threading import Lock
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import typer
 
@@ -67,7 +64,6 @@ td, th {{ padding: .1rem .8rem; text-align: right; }} td:first-child, th:first-c
 """
 _SVG_NAMESPACES = 'xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink"'
 _SVG_STYLE = Path(plots.__file__).with_name("style.html.j2")
-_making_model = Lock()
 
 
 class Run(NamedTuple):
@@ -78,19 +74,17 @@ class Run(NamedTuple):
     folder: Path
     overrides: Sequence[str]
 
-    def make(self, config: Path, **process: Any) -> int:
-        """Train the run unless it is finished; return the exit code. `process`: arguments of subprocess.run."""
+    def make(self, config: Path) -> int:
+        """Train the run unless it is finished; return the exit code."""
         overrides = [f"--log.dir={self.folder}", *self.overrides]
         if self._is_finished(load_config(config, overrides)):
             return 0
 
         def run(*words: str) -> int:
             command = [sys.executable, "-m", *words, str(config), *overrides]
-            return subprocess.run(command, cwd=ROOT, check=False, **process).returncode
+            return subprocess.run(command, cwd=ROOT, check=False).returncode
 
-        with _making_model:  # concurrent runs may share the model
-            code = run("examples.arithmetic.warm_start")
-        return code or run("megatron_rl", "train")
+        return run("examples.arithmetic.warm_start") or run("megatron_rl", "train")
 
     def _is_finished(self, config: Config) -> bool:
         try:
@@ -203,7 +197,6 @@ def main(
     config: Annotated[Path, typer.Argument(help="TOML file of the task; --section.key=value may follow.")],
     vary: Annotated[list[str], typer.Option(help="Setting to vary, as section.key=VALUE,VALUE; repeatable.")] = [],  # noqa: B006
     seeds: Annotated[int, typer.Option(min=1, help="Runs of each variant.")] = 1,
-    jobs: Annotated[int, typer.Option(min=1, help="Concurrent runs, which share the cores.")] = 1,
     out: Annotated[Path, typer.Option(help="Folder of the comparison.")] = Path("runs/comparison"),
     svg: Annotated[Path | None, typer.Option(help="Write the accuracy curves to this SVG file.")] = None,
 ) -> None:
@@ -214,23 +207,15 @@ def main(
         for seed in range(seeds)
         for variant, overrides in variants.items()
     ]
-    process: dict[str, Any] = {}
-    if jobs > 1:
-        threads = str(max((os.cpu_count() or 1) // jobs, 1))
-        process = {"env": os.environ | {"OMP_NUM_THREADS": threads}, "stdout": subprocess.DEVNULL}
     for run in runs:
         load_config(config, run.overrides)  # refuses a mistake in any run before the first starts
     results: list[Result] = []
-    with ThreadPoolExecutor(jobs) as pool:
-        try:
-            for run, code in zip(runs, pool.map(lambda run: run.make(config, **process), runs), strict=True):
-                if code not in (0, BROKEN):
-                    raise typer.Exit(code)
-                results.append(Result(run, read_metrics(run.folder / "latest"), code == BROKEN))
-                (out / "study.html").write_text(draw_page(f"{config.name} {' '.join([*vary, *context.args])}", results), encoding="utf-8")
-                print(f"{run.variant}, seed {run.seed}: {run.folder / 'latest'}; the page is {out / 'study.html'}", flush=True)
-        finally:
-            pool.shutdown(cancel_futures=True)
+    for run in runs:
+        if (code := run.make(config)) not in (0, BROKEN):
+            raise typer.Exit(code)
+        results.append(Result(run, read_metrics(run.folder / "latest"), code == BROKEN))
+        (out / "study.html").write_text(draw_page(f"{config.name} {' '.join([*vary, *context.args])}", results), encoding="utf-8")
+        print(f"{run.variant}, seed {run.seed}: {run.folder / 'latest'}; the page is {out / 'study.html'}", flush=True)
     print("\n".join("| " + " | ".join(map(str, cells)) + " |" for cells in (_HEAD, ["---"] * len(_HEAD), *summarize(results))))
     if svg:
         svg.write_text(draw_accuracy(results), encoding="utf-8")

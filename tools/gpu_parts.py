@@ -218,4 +218,5 @@ def main(arguments: Sequence[str], gpu: str, run: Run = run_command) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[2:], gpu=sys.argv[1]))  # the shell script asks for the GPU: a process that has opened it keeps some of its memory
+    # The shell script asks for the GPU's name, since a process that has opened the GPU keeps some of its memory.
+    sys.exit(main(sys.argv[2:], gpu=sys.argv[1]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +20,7 @@ from megatron_rl.config.sync import Running
 from megatron_rl.errors import MegatronRLError, RunError, UserError
 from megatron_rl.hf.write import cut_into_files, name_file, write_all_but_weights, write_file, write_index
 from parallel.model_geometry import ModelGeometry
-from parallel.transport.store import listening_store
+from parallel.transport.process_group import listening_store
 from rollout_sglang.rank_handler import RankHandler
 from rollout_sglang.rank_requests import RankRequests
 
@@ -126,6 +126,14 @@ def parse_names(option: str, text: str, known: Iterable[str]) -> list[str]:
     if unknown := [name for name in names if name not in known]:
         raise UserError(option, ",".join(unknown), f"must be some of {', '.join(known)}", "correct it")
     return names
+
+
+def parse_sizes(option: str, text: str, allowed: Sequence[str]) -> dict[str, int]:
+    """Parse parallel sizes such as `tp=2,pp=2`. Raise UserError unless names are allowed and sizes are positive integers."""
+    sizes = {name: size for name, _, size in (part.partition("=") for part in text.split(","))}
+    if not all(name in allowed and size.isdigit() and int(size) for name, size in sizes.items()):
+        raise UserError(option, text, f"must be like tp=2; the names are {', '.join(allowed)}", "correct it")
+    return {name: int(size) for name, size in sizes.items()}
 
 
 def parse_numbers(text: str) -> list[int]:

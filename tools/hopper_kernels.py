@@ -44,7 +44,7 @@ REGISTERS: dict[str, int] = {
 
 
 def compile_all() -> str:
-    """Return the registers of every kernel. Raise AssertionError for a spill, for too many registers, or for a kernel that is not launched."""
+    """Return the registers of every kernel. Raise AssertionError for a spill, too many registers, or a kernel never launched."""
     compiled = intercept_launches()
     launch_all()
     missing = find_kernels() - compiled.keys()

@@ -5,8 +5,7 @@
 
 A text file is split into documents of `--tokens` tokens; in a JSONL file, `question` and `answer` of each row are one document. All tokens
 but the first of a document are scored by transformers, and by the trainer with the weights and quantized inputs that the engine has in that
-mode (`mcore.passes.engine_emulation`). Masters are not spread. With `--reference FOLDER`, transformers compute another checkpoint with the
-same tokenizer, for example the one that `export --align` widened.
+mode (`mcore.passes.engine_emulation`). Masters are not spread.
 """
 
 from __future__ import annotations
@@ -84,9 +83,7 @@ def score_by_trainer(config: Config, documents: list[list[int]]) -> torch.Tensor
         return torch.cat(policy.compute_logprobs([TrainingSample(ids[:1], ids[1:]) for ids in map(torch.tensor, documents)])[0])
 
 
-def measure(
-    model: Path, reference_model: Path, text: Path, modes: list[str], highs: list[str], count: int, tokens: int
-) -> list[dict[str, Any]]:
+def measure(model: Path, text: Path, modes: list[str], highs: list[str], count: int, tokens: int) -> list[dict[str, Any]]:
     """Return one row per mode and `high`. The other rows are compared with the first, transformers in FP32."""
     sections = {"model": {"path": model}, "data": {"max_prompt_tokens": 1}, "rollout": {"max_new_tokens": tokens - 1}}
     runs = {
@@ -97,7 +94,7 @@ def measure(
     scores = {}
     for dtype in dict.fromkeys(["fp32", *highs]):
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-            scores["transformers", dtype] = pool.submit(score_by_transformers, reference_model, dtype, documents).result()
+            scores["transformers", dtype] = pool.submit(score_by_transformers, model, dtype, documents).result()
     with ExitStack() as resources:
         start_megatron(layouts[0], 0)
         resources.callback(stop_megatron)
@@ -138,12 +135,11 @@ def main(
     high: Annotated[str, typer.Option(help="Values of precision.high.")] = "fp32,bf16",
     documents: Annotated[int, typer.Option(min=1, help="Maximum number of documents.")] = 16,
     tokens: Annotated[int, typer.Option(min=2, help="Maximum number of tokens per document.")] = 256,
-    reference: Annotated[Path | None, typer.Option(help="Checkpoint for transformers; default: the same.")] = None,
     json_file: JsonFile = None,
 ) -> None:
     """Measure what each precision mode costs a model on a text."""
     chosen = parse_names("--modes", modes, MODES), parse_names("--high", high, DTYPES)
-    rows = measure(model, reference or model, text, *chosen, documents, tokens)
+    rows = measure(model, text, *chosen, documents, tokens)
     show(rows, Console())
     write_json(json_file, rows)
 

@@ -23,7 +23,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 import torch
 import typer
-from harness import EngineRankStub, EngineStub, JsonFile, run_on_ranks, write_json
+from harness import EngineRankStub, EngineStub, JsonFile, parse_sizes, run_on_ranks, write_json
 from safetensors.torch import save_file
 
 from megatron_rl.cli.main import run_script
@@ -39,7 +39,7 @@ from megatron_rl.precision.quantizers import quantize
 from megatron_rl.sync.plan import SyncPlan
 from megatron_rl.sync.weight_sync import WeightSync
 from parallel.digest import make_stored_tensors, raw_bytes, view_rect
-from parallel.layout import EngineLayout, Layout, parse_sizes
+from parallel.layout import EngineLayout, Layout
 from parallel.model_geometry import ModelGeometry
 from parallel.reshard import get_scale_rect
 from parallel.shards import HFTensor, Rect, Region, Shard

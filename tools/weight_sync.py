@@ -26,7 +26,7 @@ from typing import Annotated, Any, Literal
 import torch
 import torch.distributed as dist
 import typer
-from harness import EngineRankStub, EngineStub, JsonFile, parse_names, parse_numbers, run_on_ranks, write_json
+from harness import EngineRankStub, EngineStub, JsonFile, parse_names, parse_numbers, parse_sizes, run_on_ranks, write_json
 from rich.console import Console
 from rich.table import Table
 from weight_sync_baselines import BenchSetup, GatherAndQuantize, PlainCopy, make_contract, make_flat_plan, make_flat_tensors
@@ -38,7 +38,7 @@ from megatron_rl.errors import as_user_error
 from megatron_rl.precision.quantizers import quantize
 from megatron_rl.sync.weight_sync import WeightSync
 from parallel.digest import make_stored_tensors
-from parallel.layout import Layout, parse_sizes
+from parallel.layout import Layout
 from parallel.megatron_shards import build_trainer_shards
 from parallel.model_geometry import ModelGeometry
 from parallel.sglang_shards import build_engine_shards

@@ -129,7 +129,7 @@ def list_attention_operators(shapes: RankShapes) -> Iterator[Operator]:
     angles = 4 * model.head_dim * model.rope.share if shapes.cpu else 0  # cosines and sines
     rotated = T * b * (q + kv + angles)
     heads, groups = model.heads / shapes.layout.tp, max(1.0, model.kv_heads / shapes.layout.tp)
-    fused = not shapes.cpu and model.rope.share == 1 and model.head_dim & (model.head_dim - 1) == 0  # `kernels.heads.split_heads`
+    fused = not shapes.cpu and model.rope.share == 1 and model.head_dim & (model.head_dim - 1) == 0  # `kernels.heads.reference`
     if model.qk_norm and not fused:
         rotated += norm_bytes(shapes, T * heads, model.head_dim, own_input=1 < groups < heads)
         rotated += norm_bytes(shapes, T * groups, model.head_dim, own_input=False)

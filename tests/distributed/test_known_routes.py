@@ -6,9 +6,9 @@ import shutil
 from typing import Any
 
 import pytest
-from support import mtp, mtp_training, routing, trainer
+from support import fp8_checkpoints, routing, trainer
 from support.models import FP8, random_sequences
-from support.same_bits import assert_same
+from support.samples import assert_same
 
 from parallel.layout import Layout
 
@@ -55,7 +55,7 @@ def test_no_layer_counts_and_no_bit_changes(worlds, model_folder, layout, model,
 @pytest.mark.long
 def test_layers_for_multi_token_prediction_have_no_record_and_count(worlds, model_folder, tmp_path):
     folder = shutil.copytree(model_folder("glm4_moe_air", num_hidden_layers=2), tmp_path / "model")
-    mtp.add_mtp_layer(folder)
+    fp8_checkpoints.add_mtp_layer(folder)
     layout, train = Layout(tp=2, dp=2, ep=2, etp=1), TURNS | {"mtp_loss_scaling_factor": 0.3}
-    for rank in compare(worlds, mtp_training.train, layout, folder, FP8, train, batches("glm4_moe", 2)[:2]):
+    for rank in compare(worlds, trainer.train_grpo, layout, folder, FP8, train, batches("glm4_moe", 2)[:2]):
         assert rank["free"] > 0

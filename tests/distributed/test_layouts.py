@@ -11,6 +11,12 @@ from parallel.layout import Layout
 
 LAYOUTS = {
     "tp2": Layout(tp=2),
+    "tp4": Layout(tp=4),
+    "tp4_etp2": Layout(tp=4, etp=2),
+    "tp4_ep2_etp2": Layout(tp=4, ep=2, etp=2),
+    "tp4_ep2_etp1": Layout(tp=4, ep=2, etp=1),
+    "tp4_ep4_etp1": Layout(tp=4, ep=4, etp=1),
+    "tp4_etp1": Layout(tp=4, etp=1),
     "pp2": Layout(pp=2),
     "dp2": Layout(dp=2),
     "tp2_pp2": Layout(tp=2, pp=2),
@@ -35,6 +41,7 @@ LAYOUTS = {
     "tp2_ep2_etp1_cp2_dp2": Layout(tp=2, cp=2, dp=2, ep=2, etp=1),
 }
 
+PLAIN = ("llama", "qwen2", "glm4", "deepseek_v3", "deepseek_direct_q", "qwen3_moe_raw_weights")
 TRAIN = {"micro_batch_tokens": 60, "adam_eps": 1e-4}
 """Adam's epsilon is far above rounding noise, so that the sign of a gradient that is almost zero is not a whole step."""
 
@@ -70,8 +77,7 @@ def folder_of(checkpoint, tied_checkpoint, model_folder):
         "six_layers": lambda: model_folder("qwen3", num_hidden_layers=6),
         "deep_moe": lambda: model_folder("qwen3_moe"),
         "qwen3_moe": lambda: model_folder("qwen3_moe", **two_layers, mlp_only_layers=[0]),
-        "deepseek_v3": lambda: model_folder("deepseek_v3", **two_layers),
-        "glm4": lambda: model_folder("glm4", **two_layers),
+        **{name: lambda name=name: model_folder(name, **two_layers) for name in PLAIN},
     }
 
 
@@ -90,6 +96,11 @@ def train_alone(worlds):
 
 
 CASES = [
+    ("tp2", "untied", "fp8"),
+    ("tp4", "llama", "fp32"),
+    ("tp4_ep2_etp2", "qwen3_moe", "fp32"),
+    ("tp4_ep4_etp1", "qwen3_moe_raw_weights", "fp32"),
+    ("tp4_etp2", "deepseek_direct_q", "fp32"),
     ("tp2_pp2", "untied", "fp32"),
     ("tp2_dp2", "deep", "fp32_layer_kv"),
     ("pp2_dp2", "tied", "fp32"),
@@ -98,7 +109,6 @@ CASES = [
     ("ep2", "qwen3_moe", "fp8"),
     ("ep2_pp2", "deepseek_v3", "fp32"),
     ("tp2_ep2_etp1", "deepseek_v3", "fp32"),
-    ("tp2_ep2_etp2", "qwen3_moe", "fp32"),
     ("cp2", "deepseek_v3", "fp32"),
     ("cp2", "glm4", "fp32_kv"),
     ("cp2_ep2", "qwen3_moe", "fp32"),
@@ -110,7 +120,10 @@ LONG_CASES = [
     *((name, "untied", "fp32") for name in ("tp2", "pp2", "dp2", "pp2_dp2", "cp2")),
     ("pp2", "tied", "fp32"),
     ("pp2_dp2", "tied", "fp8"),
-    *((name, "qwen3_moe", "fp32") for name in ("tp2", "dp2", "ep2", "ep2_dp4", "ep2_pp2", "tp2_ep2_etp1", "cp2")),
+    *(("tp4", name, "fp32") for name in ("qwen2", "glm4", "qwen3_moe")),
+    *((f"tp4_{name}", "qwen3_moe", "fp32") for name in ("etp1", "ep2_etp1")),  # etp1: replicas of every expert in a tensor-parallel group
+    ("tp4_ep2_etp2", "deepseek_v3", "fp32"),
+    *((name, "qwen3_moe", "fp32") for name in ("tp2", "dp2", "ep2", "ep2_dp4", "ep2_pp2", "tp2_ep2_etp1", "tp2_ep2_etp2", "cp2")),
     ("tp2", "deepseek_v3", "fp32"),
     *((name, model, "fp32_kv") for name, model in (("tp2_cp2", "deep"), ("cp2", "deepseek_v3"))),
     *((name, "deep", "fp32_layer_kv") for name in ("tp2_cp2", "tp2_pp2_vpp2_dp2")),

@@ -9,8 +9,8 @@ import pytest
 import torch
 from support import lora, transformers_reference
 from support.families import ARCHITECTURES
+from support.fp8_checkpoints import add_mtp_layer
 from support.models import FP8, FP32, make_model, random_sequences
-from support.mtp import add_mtp_layer
 
 from parallel.layout import Layout
 

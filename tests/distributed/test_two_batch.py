@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from support import critics, lora, mtp, mtp_training, trainer
+from support import critics, fp8_checkpoints, lora, trainer
 from support.models import FP8, random_sequences
-from support.same_bits import assert_same
+from support.samples import assert_same
 
 from parallel.layout import Layout
 
@@ -75,9 +75,9 @@ def test_a_critic(compare, checkpoint):
 
 def test_layers_for_multi_token_prediction(compare, model_folder, tmp_path):
     folder = shutil.copytree(model_folder("glm4_moe_air", num_hidden_layers=2), tmp_path / "model")
-    mtp.add_mtp_layer(folder)
+    fp8_checkpoints.add_mtp_layer(folder)
     layout = Layout(tp=2, dp=2, ep=2, etp=1)
-    compare(mtp_training.train, layout, folder, FP8, TRAIN, batches(), layout, mtp_loss_scaling_factor=0.3)
+    compare(trainer.train_grpo, layout, folder, FP8, TRAIN, batches(), layout, mtp_loss_scaling_factor=0.3)
 
 
 def test_a_tied_embedding_adds_its_two_gradients_in_another_order(worlds, model_folder):

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 from support import training_runs
+from support.fp8_checkpoints import add_mtp_layer
 from support.models import write_model
-from support.mtp import add_mtp_layer
 from support.processes import ROOT, Command, Done
 
 from examples.arithmetic.config import DemoConfig

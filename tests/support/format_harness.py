@@ -10,7 +10,6 @@ import torch.distributed as dist
 
 from megatron_rl.config.sync import SyncConfig
 from megatron_rl.distributed import Rank0
-from megatron_rl.mcore.checkpoint.checkpointing import CheckpointWriter
 from megatron_rl.mcore.layers.linear.quantized_linear import find_quantized_layers
 from megatron_rl.mcore.weights.export import convert
 from megatron_rl.sync.plan import SyncPlan
@@ -34,9 +33,7 @@ def sync_and_export(folder: Path, layout: Layout, rollout: EngineLayout, output:
             report = sync.run(1)
         finally:
             sync.close()
-        state = {"step": 1, "precision": trainer.precision.model_dump(mode="json")}
-        CheckpointWriter(folder.parent / "step_00001", trainer.model, trainer.hf_config, folder, state).finish()
-        convert(folder.parent / "step_00001", output, {})
+        convert(trainer.save(folder.parent / "step_00001"), output, {})
         layer = next(layer for name, layer in find_quantized_layers(trainer.model).items() if name.endswith("fc2"))
         random = torch.Generator().manual_seed(dist.get_rank())
         x = torch.randn(8, 1, layer.weight.shape[1], generator=random, requires_grad=True)

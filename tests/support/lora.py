@@ -10,7 +10,7 @@ import torch
 from examples.arithmetic.supervised import negative_log_likelihood
 from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.config.lora import LoraConfig
-from megatron_rl.mcore.checkpoint.checkpointing import CheckpointWriter, load_run_checkpoint
+from megatron_rl.mcore.checkpoint.checkpointing import load_run_checkpoint
 from megatron_rl.mcore.checkpoint.run_weights import read_state
 from megatron_rl.mcore.layers.linear.quantized_linear import list_quantized_layers
 from megatron_rl.mcore.names import global_name
@@ -61,8 +61,7 @@ def train_adapters(
         for each in NAMES
     }
     if to is not None:
-        state = {"step": len(batches), "precision": trained.precision.model_dump(mode="json"), "lora": lora, "base": str(folder)}
-        CheckpointWriter(to, model, trained.hf_config, folder, state, actor.optimizer).finish()
+        trained.save(to, len(batches), with_optimizer=True, lora=lora, base=str(folder))
     return result
 
 

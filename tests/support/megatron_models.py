@@ -10,22 +10,22 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.distributed import param_and_grad_buffer as buffers
 from safetensors import safe_open
 from torch.profiler import ProfilerActivity, profile
 
 from megatron_rl.batch.training_sample import TrainingSample
-from megatron_rl.config import PrecisionConfig, TrainConfig
+from megatron_rl.config import PrecisionConfig
 from megatron_rl.config.lora import LoraConfig
 from megatron_rl.hf.files import read_config
-from megatron_rl.mcore.actor import Actor
 from megatron_rl.mcore.checkpoint.optimizer import MOMENTS
 from megatron_rl.mcore.layers.linear.quantized_linear import (
     QuantizedColumnParallelLinear,
     QuantizedRowParallelLinear,
     find_quantized_layers,
 )
-from megatron_rl.mcore.model import build_model, start_megatron
+from megatron_rl.mcore.model import build_model
 from megatron_rl.mcore.names import get_model_chunks
 from megatron_rl.mcore.optim.master_slices import flatten_chained, iter_masters
 from megatron_rl.mcore.optim.quantizing_optimizer import is_quantized
@@ -41,37 +41,12 @@ from parallel.megatron_shards import build_trainer_shards
 from parallel.model_geometry import ModelGeometry
 from parallel.reshard import get_scale_rect
 from parallel.shards import Rect, Shard
-from support.gathered import gather_tensors
-from support.trainer import TRAIN, Trainer, latent_attention, leave_layout, negative_log_likelihood, start
-
-
-def restart_megatron(layout: Layout) -> None:
-    """Makes Megatron's groups anew; the processes stay."""
-    leave_layout()
-    start_megatron(layout, seed=0)
-    torch.set_num_threads(1)
-
-
-def train(folder: Path, layout: Layout, batches: list[list[TrainingSample]]) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
-    """Supervised steps in FP32: what each step returned, and on rank 0 the weights afterwards under Hugging Face names.
-
-    Adam's epsilon is far above rounding noise, so that a gradient that is almost zero is not turned into a whole step.
-    """
-    restart_megatron(layout)
-    hf_config, contract = read_config(folder), PrecisionContract.from_config(PrecisionConfig(mode="bf16", high="fp32"))
-    shards = build_rank_shards(hf_config, layout, dist.get_rank())
-    model = build_model(hf_config, layout, contract)
-    load_checkpoint(model, folder, shards)
-    actor = Actor(model, TrainConfig(**TRAIN, adam_eps=1e-4), temperature=1.0)
-    steps = [actor.update(select_own(batch), negative_log_likelihood) for batch in batches]
-    assert not torch._dynamo.utils.counters["frames"], "a trainer on a CPU compiles nothing"
-    geometry = ModelGeometry.from_hf_config(hf_config)
-    return steps, gather_tensors(collect_named_tensors(model, shards, contract), geometry, layout, contract.format_of)
+from support.trainer import Trainer, latent_attention, negative_log_likelihood, start
 
 
 def load_model_chunks(folder: Path, contract: PrecisionContract, layout: Layout) -> list[Any]:
     """This rank's virtual pipeline stages, built, loaded and quantised."""
-    restart_megatron(layout)
+    start(layout)
     hf_config = read_config(folder)
     chunks = get_model_chunks(build_model(hf_config, layout, contract))
     load_checkpoint(chunks, folder, build_rank_shards(hf_config, layout, dist.get_rank()))
@@ -79,17 +54,27 @@ def load_model_chunks(folder: Path, contract: PrecisionContract, layout: Layout)
 
 
 def compare_with_checkpoint(folder: Path, layout: Layout, precision: dict[str, Any]) -> dict[str, Any]:
-    """Builds, loads and quantises this rank's part, then holds its named_tensors against the checkpoint's own grid.
+    """Compare this rank's named tensors with the checkpoint's own blocks.
 
-    Returns `missing` and `surplus` names, the names that are `different`, and how many tensors there are of each kind; `computed` FP8
-    layers hold dequantised values already.
+    Returns this rank's `coordinates` by Megatron; names that are `missing`, `surplus` or `different`; the number of `scales` and of
+    `fp8_layers`, and of FP8 layers that hold dequantized values already (`computed`).
     """
     hf_config, contract = read_config(folder), PrecisionContract.from_config(PrecisionConfig(**precision))
     chunks = load_model_chunks(folder, contract, layout)
     shards = build_trainer_shards(ModelGeometry.from_hf_config(hf_config), layout, format_of=contract.format_of)[dist.get_rank()]
     tensors = collect_named_tensors(chunks, build_rank_shards(hf_config, layout, dist.get_rank()), contract)
     expected = _on_the_checkpoints_grid(folder, shards, contract)
+    ranks = {
+        "tp": parallel_state.get_tensor_model_parallel_rank(),
+        "cp": parallel_state.get_context_parallel_rank(),
+        "dp": parallel_state.get_data_parallel_rank(),
+        "pp": parallel_state.get_pipeline_model_parallel_rank(),
+        "ep": parallel_state.get_expert_model_parallel_rank(),
+        "etp": parallel_state.get_expert_tensor_parallel_rank(),
+        "edp": parallel_state.get_expert_data_parallel_rank(),
+    }
     return {
+        "coordinates": ranks,
         "missing": sorted(expected.keys() - tensors.keys()),
         "surplus": sorted(tensors.keys() - expected.keys()),
         "different": [name for name in expected.keys() & tensors.keys() if not _same_bytes(tensors[name], expected[name])],

@@ -1,10 +1,13 @@
-"""A Megatron actor on the rank of a `World`, and what tests ask of it."""
+"""A Megatron trainer on the ranks of a `World`, and what tests ask of it."""
 
 from __future__ import annotations
 
+import copy
+import errno
 import gc
+import json
 import os
-from contextlib import ExitStack
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,27 +17,27 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import parallel_state
-from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
 from examples.arithmetic.supervised import negative_log_likelihood
 from megatron_rl.algorithm.policy_loss import PolicyLoss
 from megatron_rl.batch.micro_batch import MicroBatch
+from megatron_rl.batch.packing import compute_costs, deal
 from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.config import PrecisionConfig, TrainConfig
 from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.config.lora import LoraConfig
+from megatron_rl.distributed import is_rank0
 from megatron_rl.errors import RunError
 from megatron_rl.hf.align import Alignment
 from megatron_rl.hf.files import read_config
-from megatron_rl.kernels.rope import reference as rope
+from megatron_rl.hf.write import describe_weights, write_checkpoint
 from megatron_rl.kernels.sums import reference as tree
-from megatron_rl.kernels.swiglu import reference as swiglu
 from megatron_rl.mcore.actor import Actor, Policy
-from megatron_rl.mcore.checkpoint.checkpointing import CheckpointWriter
+from megatron_rl.mcore.checkpoint.checkpointing import CheckpointWriter, load_run_checkpoint
 from megatron_rl.mcore.checkpoint.optimizer import MOMENTS
+from megatron_rl.mcore.checkpoint.run_weights import RunWeights
 from megatron_rl.mcore.layers import spec
-from megatron_rl.mcore.layers.attention import mla
 from megatron_rl.mcore.layers.linear.output_layer import score_positions
 from megatron_rl.mcore.layers.linear.quantized_linear import disable_quantization, find_quantized_layers
 from megatron_rl.mcore.model import build_model, start_megatron, stop_megatron
@@ -43,10 +46,11 @@ from megatron_rl.mcore.optim import step_response
 from megatron_rl.mcore.optim.master_slices import flatten_chained, iter_masters, iter_stepped
 from megatron_rl.mcore.optim.quantizing_optimizer import requantize
 from megatron_rl.mcore.passes import logprobs as scoring
-from megatron_rl.mcore.passes import reduce
+from megatron_rl.mcore.passes import reduce, replicas
 from megatron_rl.mcore.passes.context_parallel import ContextShard
 from megatron_rl.mcore.passes.logprobs import ScoredPositions
 from megatron_rl.mcore.passes.replicas import select_own
+from megatron_rl.mcore.weights import export as exports
 from megatron_rl.mcore.weights.adapters import install_adapters
 from megatron_rl.mcore.weights.cache_scales import collect_scales, renew_scales
 from megatron_rl.mcore.weights.export import export_checkpoint
@@ -61,11 +65,52 @@ from megatron_rl.mcore.weights.master_spread import MasterSpread
 from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.precision.quantized_weight import QuantizedWeight
 from megatron_rl.precision.quantizers import dequantize
-from parallel.layout import Layout
+from parallel.digest import make_stored_tensors, view_rect
+from parallel.formats import FormatOf
+from parallel.layout import Coordinates, Layout
+from parallel.megatron_shards import build_megatron_shards, build_trainer_shards
 from parallel.model_geometry import ModelGeometry, with_trained_mtp
-from support.gathered import gather_tensors
+from parallel.reshard import Transfer, add_scale_transfers, reshard
+
+
+def gather_tensors(
+    named_tensors: dict[str, torch.Tensor], model: ModelGeometry, layout: Layout, format_of: FormatOf
+) -> dict[str, torch.Tensor]:
+    """Of every rank's `collect_named_tensors`: the checkpoint's tensors in their formats on rank 0, an empty dict elsewhere. Collective."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    sources = build_trainer_shards(model, layout, format_of=format_of)
+    checkpoint_shards = model.build_checkpoint_shards()
+    own: list[tuple[Transfer, torch.Tensor]] = []
+    for transfer in add_scale_transfers(reshard(sources, {0: checkpoint_shards}, format_of)):
+        if transfer.source_rank == rank:
+            values = view_rect(named_tensors[transfer.source], transfer.source_rect)
+            values = values.clone(memory_format=torch.contiguous_format)  # of a view, pickle takes the whole buffer, a model's
+            own.append((transfer, values.view(torch.uint8) if values.itemsize == 1 else values))  # gloo and pickle know no float8
+    gathered: list[Any] | None = [None] * world if rank == 0 else None
+    dist.gather_object(own, gathered)
+    if gathered is None:
+        return {}
+    tensors = make_stored_tensors(checkpoint_shards, format_of)
+    for transfer, values in (pair for pairs in gathered for pair in pairs):
+        target = view_rect(tensors[transfer.target], transfer.target_rect)
+        target.copy_(values.view(target.dtype) if values.itemsize == 1 else values)
+    return tensors
+
+
+def save_live(to: Path, trainer: Any) -> None:
+    """Write what the engine gets from a `support.trainer.Trainer` as a Hugging Face checkpoint. Collective."""
+    geometry = ModelGeometry.from_hf_config(trainer.hf_config)
+    contract: PrecisionContract = trainer.contract
+    tensors = gather_tensors(trainer.collect_named_tensors(), geometry, trainer.layout, contract.format_of)
+    if tensors:
+        to.mkdir(parents=True)
+        write_checkpoint(to, describe_weights(trainer.hf_config, contract), tensors, trainer.folder)
+    dist.barrier()
+
 
 TRAIN = {"learning_rate": 1e-3, "micro_batch_tokens": 100}
+STILL = {"learning_rate": 1e-12, "clip_grad": 0.0}
+"""Settings of `train` whose updates compute gradients but change no weight."""
 
 
 class Trainer:
@@ -111,6 +156,9 @@ class Trainer:
         tensors = gather_tensors(named_tensors, geometry, self.layout, as_fp32.format_of)
         return {name: tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor for name, tensor in tensors.items()}
 
+    def collect_weights(self) -> dict[str, dict[str, torch.Tensor]]:
+        return {"masters": self.collect_tensors(fp8=False), "blocks": self.collect_tensors(fp8=True)}
+
     def collect_masters(self) -> dict[str, torch.Tensor]:
         """The same of what Adam steps, float32: parameters, or the optimizer's masters of them."""
         masters = {}
@@ -129,6 +177,21 @@ class Trainer:
             for part in flatten_chained(self.actor.optimizer)
             for parameter, master in iter_stepped(part)
         }
+
+    def save(self, to: Path, step: int = 1, with_optimizer: bool = False, **state: Any) -> Path:
+        """Write a run's checkpoint, by default of the weights alone."""
+        state = {"step": step, "policy_version": step, "precision": self.precision.model_dump(mode="json"), **state}
+        CheckpointWriter(to, self.model, self.hf_config, self.folder, state, self.actor.optimizer if with_optimizer else None).finish()
+        return to
+
+    def differentiate(self, batch: list[TrainingSample], between: Callable[[], object] = lambda: None) -> dict[str, Any]:
+        """Return this replica's log-probs of a batch and the gradients of an update on it. `between` is called before the update."""
+        share = own(batch)
+        logprobs, _ = self.actor.compute_logprobs(batch if self.layout.dp == 1 else share)
+        between()
+        self.actor.update(share, negative_log_likelihood)
+        gradients = {name: weight.main_grad.clone() for name, weight in self.model.named_parameters()}
+        return {"logprobs": torch.cat(logprobs), "gradients": gradients}
 
 
 def refuse_graph(layer: Any, _: Any, output: Any) -> None:
@@ -209,12 +272,18 @@ def text_logprobs(folder: Path, precision: dict[str, Any], documents: list[list[
 
 
 def train_grpo(
-    folder: Path, precision: dict[str, Any], train: dict[str, Any], batches: list[list[TrainingSample]], layout: Layout | None = None
+    folder: Path,
+    precision: dict[str, Any],
+    train: dict[str, Any],
+    batches: list[list[TrainingSample]],
+    layout: Layout | None = None,
+    kl_coef: float = 0.1,
 ) -> dict[str, Any]:
-    """Log-probs before, GRPO with a KL term on every batch, log-probs and masters after; responses are those of all weights."""
+    """Train by GRPO with a KL term on every batch. Return log-probs before and after, metrics of the steps, and the weights on rank 0. The
+    response of a step is computed from all weights."""
     with mock.patch.object(step_response, "_ELEMENTS", 1 << 30):
         trainer = Trainer(folder, precision, train, layout=layout)
-    loss = PolicyLoss(AlgorithmConfig(kl_coef=0.1))
+    loss = PolicyLoss(AlgorithmConfig(kl_coef=kl_coef))
     before, entropy = compute_logprobs(trainer.actor, batches[0])
     with renew_scales(trainer.model):
         steps = [trainer.actor.update(own(batch), loss) for batch in batches]
@@ -225,7 +294,7 @@ def train_grpo(
         "entropy": entropy,
         "steps": steps,
         "after": torch.cat(after),
-        "masters": trainer.collect_tensors(fp8=False),
+        **trainer.collect_weights(),
     }
 
 
@@ -239,7 +308,7 @@ def measure_response(
 ) -> list[tuple[dict[str, float], dict[str, float]]]:
     """For each step, (its response from a sample of `elements` values, that of the whole model's tensors); the latter on rank 0 only, and
     only where masters are FP32 parameters."""
-    with mock.patch.object(step_response, "_ELEMENTS", elements), mock.patch.object(step_response, "_LEAST", 1):
+    with mock.patch.object(step_response, "_ELEMENTS", elements), mock.patch.object(step_response, "_MIN_STRIPS", 1):
         trainer = Trainer(folder, precision, train, layout=layout)
     names, results = (step_response.RESPONSE, step_response.CHANGED), []
 
@@ -290,7 +359,7 @@ def learn_text(folder: Path, precision: dict[str, Any], train: dict[str, Any], b
 
 
 def poison_weight(folder: Path, precision: dict[str, Any], name: str, layout: Layout | None = None) -> None:
-    """Writes a NaN into one master on every rank that holds it, then quantises. Raises what that raises."""
+    """Write a NaN into one master on every rank that holds it, then quantize. Raises what that raises."""
     trainer = Trainer(folder, precision, layout=layout)
     layer = find_weight_layers(trainer.model).get(name)
     if layer is not None and layer.master.values.numel():
@@ -299,11 +368,10 @@ def poison_weight(folder: Path, precision: dict[str, Any], name: str, layout: La
 
 
 def poison_rollout_weight(folder: Path, precision: dict[str, Any], name: str) -> None:
-    """Writes an infinity into one parameter on rank 0, then makes what a sync sends. Raises what that raises."""
+    """Write an infinity into one parameter on rank 0, then make what a sync sends. Raises what that raises."""
     trainer = Trainer(folder, precision)
-    with torch.no_grad():
-        if dist.get_rank() == 0:
-            dict(trainer.model.named_parameters())[name][3, 5] = float("inf")
+    if dist.get_rank() == 0:
+        dict(trainer.model.named_parameters())[name].data[3, 5] = float("inf")
     trainer.collect_named_tensors()
 
 
@@ -344,14 +412,25 @@ _POISONED_LOSSES = {"loss": _nan_loss, "gradient": _nan_gradient}
 
 
 def save_checkpoint(
-    folder: Path, precision: dict[str, Any], batch: list[TrainingSample], to: Path, layout: Layout | None = None
+    folder: Path,
+    precision: dict[str, Any],
+    batch: list[TrainingSample],
+    to: Path,
+    layout: Layout | None = None,
+    train: dict[str, Any] | None = None,
 ) -> dict[str, dict[str, torch.Tensor]]:
-    """One step, then a checkpoint; returns masters and blocks as they were saved."""
-    trainer = Trainer(folder, precision, layout=layout)
+    """Take one step, then write a checkpoint, with the optimizer if `train` is given. Return the masters and blocks that it holds."""
+    trainer = Trainer(folder, precision, train, layout=layout)
     trainer.actor.update(own(batch), negative_log_likelihood)
-    state = {"step": 1, "policy_version": 1, "precision": trainer.precision.model_dump(mode="json")}
-    CheckpointWriter(to, trainer.model, trainer.hf_config, folder, state).finish()
-    return {"masters": trainer.collect_tensors(fp8=False), "blocks": trainer.collect_tensors(fp8=True)}
+    trainer.save(to, with_optimizer=train is not None)
+    return trainer.collect_weights()
+
+
+def resume_checkpoint(folder: Path, precision: dict[str, Any], run: Path, layout: Layout, train: dict[str, Any]) -> dict[str, Any]:
+    """Return the masters and blocks of a trainer that has loaded a run's checkpoint."""
+    trainer = Trainer(folder, precision, train, layout=layout)
+    load_run_checkpoint(run, trainer.model, trainer.actor.optimizer, json.loads((run / "state.json").read_bytes()), same_layout=False)
+    return trainer.collect_weights()
 
 
 def export(checkpoint: Path, to: Path, precision: str, alignment: Alignment | None = None) -> Path:
@@ -362,61 +441,20 @@ def export(checkpoint: Path, to: Path, precision: str, alignment: Alignment | No
     return to
 
 
-def packed_and_alone(
-    folder: Path, precision: dict[str, Any], batch: list[TrainingSample], bounds: list[int]
-) -> tuple[torch.Tensor, list[tuple[torch.Tensor, dict[str, torch.Tensor]]]]:
-    """(log-probs of each sample alone, in the [1, s] form that is not packed; log-probs and gradients of micro-batches of each bound).
-    A learning rate of 1e-12 changes no weight."""
-    trainer = Trainer(folder, precision, {"learning_rate": 1e-12, "clip_grad": 0.0})
-    packed = []
-    for bound in bounds:
-        trainer.actor.micro_batch_tokens = bound
-        logprobs, _ = trainer.actor.compute_logprobs(batch)
-        trainer.actor.update(own(batch), negative_log_likelihood)
-        packed.append((torch.cat(logprobs), {name: weight.main_grad.clone() for name, weight in trainer.model.named_parameters()}))
-    return _unpacked(trainer, batch), packed
-
-
 def latent_attention(absorbed: bool) -> Any:
     """Models built within the context take this form."""
     return mock.patch.object(spec, "takes_absorbed_form", return_value=absorbed)
 
 
-def forms_of_attention(
-    folder: Path, precision: dict[str, Any], batch: list[TrainingSample], layout: Layout
-) -> list[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
-    """Log-probs and this rank's gradients with latent attention in the absorbed form, and in the expanded one."""
-    results = []
-    for absorbed in (True, False):
-        with latent_attention(absorbed):
-            trainer = Trainer(folder, precision, {"learning_rate": 1e-12, "clip_grad": 0.0}, layout=layout)
-        logprobs, _ = trainer.actor.compute_logprobs(batch)
-        trainer.actor.update(own(batch), negative_log_likelihood)
-        results.append((torch.cat(logprobs), {name: weight.main_grad.clone() for name, weight in trainer.model.named_parameters()}))
-    return results
-
-
-def both_kinds_of_operators(
-    folder: Path, precision: dict[str, Any], batch: list[TrainingSample]
-) -> list[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
-    """Log-probs and gradients in the expanded form, with Megatron's rotation of packed rows and SwiGLU, and with those for a GPU, where
-    Megatron's rotation, which waits for the device, is not called."""
-    results = []
-    for ours in (False, True):
-        with ExitStack() as patches:
-            patches.enter_context(latent_attention(absorbed=False))
-            if ours:
-                for module in (rope, mla):
-                    patches.enter_context(mock.patch.object(module, "rotates_rows", return_value=True))
-                patches.enter_context(mock.patch.object(swiglu, "is_fused", return_value=True))
-                patches.enter_context(mock.patch.object(rope_utils, "_apply_rotary_pos_emb_thd", side_effect=AssertionError("waits")))
-            trainer = Trainer(folder, precision, {"learning_rate": 1e-12, "clip_grad": 0.0})
-            logprobs, _ = trainer.actor.compute_logprobs(batch)
-            trainer.actor.update(own(batch), negative_log_likelihood)
-            fused = [module for module in trainer.model.modules() if isinstance(module, spec.SwiGLU)]
-            assert bool(fused) == ours
-        results.append((torch.cat(logprobs), {name: weight.main_grad.clone() for name, weight in trainer.model.named_parameters()}))
-    return results
+def packed_and_alone(
+    folder: Path, precision: dict[str, Any], batch: list[TrainingSample], bounds: list[int]
+) -> tuple[torch.Tensor, list[dict[str, Any]]]:
+    """Return the log-probs of each sample alone, as an unpacked row, and `Trainer.differentiate` for each bound of a micro-batch."""
+    trainer, packed = Trainer(folder, precision, STILL), []
+    for bound in bounds:
+        trainer.actor.micro_batch_tokens = bound
+        packed.append(trainer.differentiate(batch))
+    return _unpacked(trainer, batch), packed
 
 
 def _unpacked(trainer: Trainer, batch: list[TrainingSample]) -> torch.Tensor:
@@ -467,8 +505,7 @@ def train_with_offload(
         addresses.append(_addresses(actor.optimizer))
         gradients.append(sum(buffer.grad_data.untyped_storage().nbytes() for buffer in offloader.gradient_buffers))
         logprobs.append(torch.cat(compute_logprobs(actor, batch)[0]))
-        state = {"step": number, "precision": trainer.precision.model_dump(mode="json")}
-        CheckpointWriter(to / f"step_{number:05d}", trainer.model, trainer.hf_config, folder, state, actor.optimizer).finish()
+        trainer.save(to / f"step_{number:05d}", number, with_optimizer=True)
     return {"gradients": gradients, "logprobs": torch.cat(logprobs), "addresses": addresses, "weights": trainer.dump_bytes()}
 
 
@@ -499,7 +536,7 @@ def scored_and_whole(
     time, and the same from whole logits, of all ranks."""
     actor = Trainer(folder, precision, {"micro_batch_tokens": 10000}, temperature).actor
     (row,) = actor.make_micro_batches(batch)
-    scored = ScoredPositions.of(row.mask)
+    scored = ScoredPositions.from_mask(row.mask)
     targets = scored.select_targets(row, ContextShard.for_this_rank(row.lengths), temperature)
 
     def compute_from_whole_logits() -> tuple[torch.Tensor, ...]:
@@ -520,3 +557,42 @@ def scored_and_whole(
         gradients = {name: weight.main_grad.clone() for name, weight in actor.chunks[0].named_parameters()}
         results.append((logprobs.detach(), gradients))
     return results
+
+
+_FILE_BYTES = 1 << 17
+
+
+def convert_run(run: Path, to: Path, full_at: str = "") -> tuple[int, int]:
+    """Export in the run's precision, in small files: (bytes of weights read, those of the largest read). No file whose name begins with
+    `full_at` can be written."""
+    read, read_parameter, write = [], RunWeights._read, exports.write_file
+
+    def watch(self: RunWeights, *place: Any) -> torch.Tensor:
+        tensor = read_parameter(self, *place)
+        read.append(tensor.nbytes)
+        return tensor
+
+    def write_or_fail(path: Path, *rest: Any) -> dict[str, int]:
+        if full_at and path.name.startswith(full_at):
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        return write(path, *rest)
+
+    start(Layout(dp=int(os.environ.get("WORLD_SIZE", "1"))))
+    with mock.patch.object(RunWeights, "_read", watch), mock.patch.object(exports, "write_file", write_or_fail):
+        exports.convert(run, to, {}, file_bytes=_FILE_BYTES)
+    return sum(read), max(read)
+
+
+def largest_parameter(run: Path) -> int:
+    """Bytes of the largest parameter of a run, in FP32."""
+    model = ModelGeometry.from_hf_config(read_config(run / "hf"))
+    return max(4 * shard.rows * shard.cols for shard in build_megatron_shards(model, Layout(), Coordinates()))
+
+
+def scatter(samples: list[TrainingSample], layout: Layout, piece_bytes: int) -> list[TrainingSample]:
+    """This rank's, sent in pieces of so many bytes."""
+    start(layout)
+    shares = deal(compute_costs([sample.length for sample in samples]), layout.dp) if is_rank0() else []
+    with mock.patch.object(replicas, "PIECE_BYTES", piece_bytes):
+        own = replicas.scatter_samples([[samples[index] for index in share] for share in shares])
+    return copy.deepcopy(own)  # a tensor that goes to another process leaves its memory, where NumPy still looks for kept tokens

@@ -28,7 +28,6 @@ from megatron_rl.distributed import Rank0, is_rank0
 from megatron_rl.errors import RunError
 from megatron_rl.hf.tokenizer import load_tokenizer
 from megatron_rl.hf.write import describe_weights, write_all_but_weights
-from megatron_rl.mcore.checkpoint.checkpointing import CheckpointWriter
 from megatron_rl.mcore.layers.linear.quantized_linear import find_quantized_layers
 from megatron_rl.mcore.passes.engine_emulation import emulate_engine
 from megatron_rl.mcore.weights.cache_scales import collect_scales, renew_scales
@@ -343,10 +342,7 @@ def _contains(rect: Rect, row: int, col: int) -> bool:
 
 def save_run_checkpoint(to: Path) -> Path:
     """Write a run's checkpoint of the policy as it is."""
-    trainer = current().trainer
-    state = {"step": 1, "policy_version": 1, "precision": trainer.precision.model_dump(mode="json")}
-    CheckpointWriter(to, trainer.model, trainer.hf_config, trainer.folder, state).finish()
-    return to
+    return current().trainer.save(to)
 
 
 def read_masters() -> dict[str, torch.Tensor]:

@@ -147,8 +147,8 @@ def test_a_trained_mtp_layer_is_the_last_stages():
     mtp = [weight for weight in model.list_weights()[-1] if weight.megatron.startswith("mtp.")]
     numbers = sum(rect.rows * rect.cols for weight in mtp for _, rect, *_ in weight.pieces if "expert_bias" not in weight.megatron)
     assert extra == [0, 4 * numbers] and trained.trained_mtp_layers == 1 and trained.scored.trained_mtp_layers == 0
-    held = weights.count_trainer_memory(trained, layout, 1).weights - weights.count_trainer_memory(trained.scored, layout, 1).weights
-    assert held > 2 * model.vocab * model.hidden
+    with_mtp, without = (weights.count_trainer_memory(each, layout, 1).weights for each in (trained, trained.scored))
+    assert with_mtp - without > 2 * model.vocab * model.hidden
 
 
 def test_the_engine_holds_what_the_sync_plan_writes():

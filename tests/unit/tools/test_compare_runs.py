@@ -45,7 +45,7 @@ def runs(tmp_path):
 
 
 def test_finished_runs_are_compared_without_training(runs):
-    options = ("--seeds", 2, "--jobs", 2, "--out", runs, "--svg", runs / "plot.svg", "--train.steps=2")
+    options = ("--seeds", 2, "--out", runs, "--svg", runs / "plot.svg", "--train.steps=2")
     done = compare(QUICKSTART, "--vary", "precision.mode=bf16,fp8_rollout", *options)
     assert done.returncode == 0, done.stderr
     assert "| bf16 | 2 | 25.0 % | 87.5 % | 75.0 % | – | – | – | none |" in done.stdout

@@ -58,7 +58,7 @@ def test_limits_fit_into_the_time_for_all():
     quick = choose_parts([], quick=True)
     assert sum(part.seconds for part in quick) <= QUICK_BUDGET == 300 and WARM_UP not in quick
     assert choose_parts([], quick=False) == [WARM_UP, *PARTS] and choose_parts(["speed-sync"], False)[0] == WARM_UP
-    with pytest.raises(ValueError, match="nothing: no part; there are kernels, layers"):
+    with pytest.raises(ValueError, match="nothing: no such part; the parts are kernels, layers"):
         choose_parts(["nothing"], False)
 
 
@@ -79,7 +79,7 @@ def test_a_part_that_needs_longer_is_ended_and_the_next_call_goes_on(tmp_path, c
     machine, record = Machine(a=(100, 124), b=(90, 0)), tmp_path / "record.json"
     assert machine.check([A, B, C], record, budget=285) == 124 and machine.ran == ["a", "b"]
     out = capsys.readouterr().out
-    assert "gpu_check: a: not finished in 100 s" in out and "c: not begun: no time left" in out
+    assert "gpu_check: a: not finished in 100 s" in out and "c: not started: no time left" in out
     assert machine.commands[0].startswith("timeout --signal=INT --kill-after=18 100 ")
     machine.results = {}
     assert machine.check([A, B, C], record, budget=285) == 0 and machine.ran == ["a", "c"]

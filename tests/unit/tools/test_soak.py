@@ -33,9 +33,9 @@ def changed(row: int, **values: object) -> list[dict]:
 
 def test_the_same_seed_plans_the_same_kills():
     first, again, other = (plan_kills(200, 12, seed, engines=2) for seed in (3, 3, 4))
-    assert first == again != other and {kill.victim for kill in first} == {"engine", "all engines", "trainer"}
+    assert first == again and first != other and {kill.victim for kill in first} == {"engine", "all engines", "trainer"}
     steps = [kill.step for kill in first]
-    assert steps == sorted(set(steps)) and len(steps) == 12 and 0 <= steps[0] and steps[-1] < 199
+    assert steps == sorted(set(steps)) and len(steps) == 12 and steps[0] >= 0 and steps[-1] < 199
     assert {kill.victim for kill in plan_kills(200, 12, 3, engines=1)} == {"engine", "trainer"}
 
 
