@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The main job on a plain machine: a small model learns arithmetic by reinforcement learning in unified FP8. No GPU.
 #   bash launch/quickstart.sh [NAME] [--section.key=value ...]
-# NAME: quickstart (the default), quickstart_moe, quickstart_mtp, calculator, python_agent or gsm8k. Its model is made by a warm start, unless it is there.
+# NAME: quickstart (the default), quickstart_moe, quickstart_mtp, calculator, tool_agent or gsm8k. Its model is made by a warm start, unless it is there.
 set -euo pipefail
 
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from examples.arithmetic.tool_calls import CHAT_TEMPLATE
+from examples.arithmetic.tool_agent import CHAT_TEMPLATE
 from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.hf.tokenizer import load_tokenizer
 from megatron_rl.rollout.agents.sampler import AgentSampler
