@@ -16,8 +16,7 @@ import torch.distributed as dist
 
 from megatron_rl.errors import MegatronRLError, RunError, as_run_error
 
-_STORE_TIMEOUT = datetime.timedelta(hours=1)
-"""Longest time that a rank waits for rank 0's work before the process group exists."""
+_STORE_TIMEOUT = datetime.timedelta(hours=1)  # longest time that a rank waits for rank 0's work before the process group exists
 
 T = TypeVar("T")
 ObjectT = TypeVar("ObjectT", covariant=True)

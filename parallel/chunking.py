@@ -15,11 +15,9 @@ from typing import Any
 from parallel.reshard import Transfer, no_garbage_collection
 from parallel.shards import GeometryError, NamedRect, Rect
 
-CHUNKS_IN_FLIGHT = 2
-"""Chunks that a rank holds at a time during a sync: one is filled while the other is read."""
+CHUNKS_IN_FLIGHT = 2  # chunks that a rank holds at a time during a sync: one is filled while the other is read
 
-_Pair = tuple[int, NamedRect, NamedRect]
-"""Bytes, source rectangle and target rectangle of one part of a chunk."""
+_Pair = tuple[int, NamedRect, NamedRect]  # bytes, source rectangle and target rectangle of one part of a chunk
 
 
 @dataclass(frozen=True)
@@ -51,7 +49,7 @@ def make_chunks(transfers: Sequence[Transfer], limit: int, source: int | None = 
     """Cut transfers into chunks. The chunks that share a buffer consist of whole rows and take at most `limit` bytes together.
 
     The transfers must fill their target tensors without gaps, and be grouped by target rank. In the result engine ranks alternate, so that
-    they are filled side by side. With `source`, only that trainer rank's chunks are returned. Raises GeometryError if a row exceeds `limit`.
+    they are filled side by side. With `source`, return only that trainer rank's chunks. Raises GeometryError if a row exceeds `limit`.
     """
     by_tensor: dict[tuple[int, str], list[Transfer]] = defaultdict(list)
     for transfer in transfers:

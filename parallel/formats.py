@@ -1,7 +1,7 @@
 """Number formats of stored tensors, and the precision modes built from them. No torch.
 
-Code that stores, moves or counts weights carries a `TensorFormat`, or a function from a weight's role to its format. A new format needs a row
-in `FORMATS` and `MODES`, a quantizer (`megatron_rl.precision.quantizers`) and a matrix product (`megatron_rl.kernels.linear`); see
+Code that stores, moves or counts weights carries a `TensorFormat`, or a function from a weight's role to its format. A new format needs a
+row in `FORMATS` and `MODES`, a quantizer (`megatron_rl.precision.quantizers`) and a matrix product (`megatron_rl.kernels.linear`); see
 docs/extending.md.
 """
 
@@ -14,12 +14,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple, cast
 
-BLOCK = 128
-"""Rows and columns of an FP8 weight block, and length of an activation group."""
-SCALE = "scale"
-"""Name of the formats of scales."""
-SERVED_METHODS = ("fp8", "w8a8_int8")
-"""Quantization methods that `rollout_sglang` serves, under SGLang's names."""
+BLOCK = 128  # rows and columns of an FP8 weight block, and length of an activation group
+SCALE = "scale"  # name of the formats of scales
+SERVED_METHODS = ("fp8", "w8a8_int8")  # quantization methods that `rollout_sglang` serves, under SGLang's names
 
 
 @dataclass(frozen=True)
@@ -27,20 +24,16 @@ class TensorFormat:
     """How a tensor is stored: its dtype and, if it is quantized, its blocks and scales."""
 
     name: str
-    dtype: str
-    """Torch's name of the dtype."""
+    dtype: str  # Torch's name of the dtype
     block: tuple[int, int] | None = None
     """Rows and columns that share a scale, or None for a tensor without scales. 0 columns: a whole row of the checkpoint's tensor shares a
     scale, even if a shard holds only some of its columns."""
     scale_dtype: str = "float32"
-    scale_format: str = ""
-    """Values that scales may have: "pow2", "fp32" or "e8m0". If empty, `precision.scale_format` decides."""
-    scale_suffix: str = ""
-    """Suffix that SGLang and checkpoints append to a weight's name for its scales: x.weight -> x.weight_scale_inv."""
+    scale_format: str = ""  # values that scales may have: "pow2", "fp32" or "e8m0". If empty, `precision.scale_format` decides.
+    scale_suffix: str = ""  # suffix that SGLang and checkpoints append to a weight's name for its scales: x.weight -> x.weight_scale_inv
     quantization: tuple[tuple[str, object], ...] = ()
     """`quantization_config` of a checkpoint, with tuples for lists. SGLang recognizes the format by its `quant_method`."""
-    serves_latent_attention: bool = True
-    """Whether SGLang absorbs kv_b_proj into latent attention (MLA) without rounding."""
+    serves_latent_attention: bool = True  # whether SGLang absorbs kv_b_proj into latent attention (MLA) without rounding
 
     @property
     def quantized(self) -> bool:
@@ -59,11 +52,9 @@ class TensorFormat:
 
     @cached_property
     def scale(self) -> TensorFormat:
-        """The format of the scales."""
         return TensorFormat(SCALE, self.scale_dtype)
 
     def scale_name(self, weight: str) -> str:
-        """Return the name of a weight's scales."""
         return weight + self.scale_suffix
 
     def scale_grid(self, rows: int, cols: int) -> tuple[int, int]:
@@ -103,8 +94,7 @@ class TensorFormat:
         return " ".join(filter(None, (self.name, self.scale_format)))
 
 
-FormatOf = Callable[[str], TensorFormat]
-"""Maps a weight's role to its format."""
+FormatOf = Callable[[str], TensorFormat]  # maps a weight's role to its format
 
 BF16, FP32 = TensorFormat("bf16", "bfloat16"), TensorFormat("fp32", "float32")
 FP8 = TensorFormat(

@@ -30,10 +30,8 @@ class Rope:
     """Rotary position embedding: its base, and at most one method of extending it to longer contexts."""
 
     theta: float = 10000.0
-    share: float = 1.0
-    """Share of a head's width that is rotated, starting at its first element."""
-    interleaved: bool = False
-    """Rotate pairs of neighbors instead of pairs from the two halves. MLA always rotates pairs of neighbors."""
+    share: float = 1.0  # share of a head's width that is rotated, starting at its first element
+    interleaved: bool = False  # rotate pairs of neighbors instead of pairs from the two halves. MLA always rotates pairs of neighbors.
     llama3_factor: float | None = None
     yarn: Yarn | None = None
 

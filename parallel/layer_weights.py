@@ -68,7 +68,6 @@ def list_latent_attention(model: ModelGeometry, hf: str, megatron: str) -> list[
 
 
 def list_mlp(model: ModelGeometry, hf: str, megatron: str, ffn: int) -> list[Weight]:
-    """Return a gated MLP of width `ffn`."""
     gate_up = [HFTensor(f"{hf}{half}_proj.weight", ffn, model.hidden, "mlp_in") for half in ("gate", "up")]
     down = HFTensor(hf + "down_proj.weight", model.hidden, ffn, "mlp_out")
     return [

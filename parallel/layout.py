@@ -26,24 +26,15 @@ class Layout:
     Raises GeometryError for a size that is not a positive integer, or if the expert sizes do not fit the dense sizes.
     """
 
-    tp: int = 1
-    """Tensor parallel."""
-    pp: int = 1
-    """Pipeline parallel."""
-    vpp: int = 1
-    """Virtual stages per pipeline stage; above 1 only if `pp` is above 1."""
-    first_stage_layers: int = 0
-    """Layers of the first pipeline stage; 0 gives it as many as the other stages (`parallel.stages`)."""
-    last_stage_layers: int = 0
-    """Layers of the last pipeline stage; 0 as above."""
-    ep: int = 1
-    """Expert parallel: ranks that share the experts."""
-    etp: int = 0
-    """Tensor parallel within an expert; 0 means `tp`, as in Megatron."""
-    dp: int = 1
-    """Data parallel."""
-    cp: int = 1
-    """Context parallel."""
+    tp: int = 1  # tensor parallel
+    pp: int = 1  # pipeline parallel
+    vpp: int = 1  # virtual stages per pipeline stage; above 1 only if `pp` is above 1
+    first_stage_layers: int = 0  # layers of the first pipeline stage; 0 gives it as many as the other stages (`parallel.stages`)
+    last_stage_layers: int = 0  # layers of the last pipeline stage; 0 as above
+    ep: int = 1  # expert parallel: ranks that share the experts
+    etp: int = 0  # tensor parallel within an expert; 0 means `tp`, as in Megatron
+    dp: int = 1  # data parallel
+    cp: int = 1  # context parallel
 
     def __post_init__(self) -> None:
         if self.etp == 0:
@@ -71,7 +62,6 @@ class Layout:
 
     @property
     def one_stage(self) -> Layout:
-        """The layout of a single pipeline stage."""
         return replace(self, pp=1, vpp=1, first_stage_layers=0, last_stage_layers=0)
 
     @property
@@ -99,13 +89,10 @@ class Layout:
 class EngineLayout(NamedTuple):
     """Sizes of identical engines. Rank r of engine e has number e * tp + r."""
 
-    tp: int = 1
-    """Tensor-parallel ranks of an engine."""
-    ep: int = 1
-    """Expert-parallel ranks among them."""
+    tp: int = 1  # tensor-parallel ranks of an engine
+    ep: int = 1  # expert-parallel ranks among them
     engines: int = 1
-    nodes: int = 1
-    """Nodes over which an engine's ranks are spread, in order."""
+    nodes: int = 1  # nodes over which an engine's ranks are spread, in order
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ separately. Layers of the same kind are alike, so at most one dense layer and on
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import islice
 
@@ -16,23 +17,23 @@ from parallel.megatron_shards import build_trainer_shards
 from parallel.model_geometry import ModelGeometry
 from parallel.reshard import check_block_alignment
 from parallel.sglang_shards import build_engine_shards
-from parallel.shards import GeometryError
+from parallel.shards import GeometryError, Shard
 
 
 def find_trainer_problem(model: ModelGeometry, layout: Layout, format_of: FormatOf) -> GeometryError | None:
     """Return why a training layout cannot work, or None if it can."""
-    try:
-        shards = build_trainer_shards(keep_first_layers(model), keep_one_replica(layout), format_of=format_of)
-        check_block_alignment(shards, format_of)
-    except GeometryError as error:
-        return error
-    return None
+    layers, replica = keep_first_layers(model), keep_one_replica(layout)
+    return _find_problem(lambda: build_trainer_shards(layers, replica, format_of=format_of), format_of)
 
 
 def find_engine_problem(model: ModelGeometry, tp: int, ep: int, format_of: FormatOf) -> GeometryError | None:
     """Return why an engine of `tp` ranks, `ep` of them expert parallel, cannot work, or None if it can."""
+    return _find_problem(lambda: build_engine_shards(keep_first_layers(model), tp, ep), format_of)
+
+
+def _find_problem(build: Callable[[], dict[int, list[Shard]]], format_of: FormatOf) -> GeometryError | None:
     try:
-        check_block_alignment(build_engine_shards(keep_first_layers(model), tp, ep), format_of)
+        check_block_alignment(build(), format_of)
     except GeometryError as error:
         return error
     return None
@@ -85,7 +86,6 @@ def keep_one_replica(layout: Layout) -> Layout:
 
 
 def keep_one_layer_per_kind(model: ModelGeometry) -> ModelGeometry:
-    """Return the model with only one layer of each kind."""
     if model.experts is None:
         return replace(model, layers=1)
     dense = frozenset({0}) if model.experts.dense_layers else frozenset()

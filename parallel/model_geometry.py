@@ -16,8 +16,7 @@ from parallel.families import load_family
 from parallel.hf_config import HFConfig, Rope
 from parallel.shards import HFTensor, Shard, Weight, make_vector, make_weight, take_all
 
-VALUE_HEAD = "score.weight"
-"""Name of the value head in transformers' classification models with one label."""
+VALUE_HEAD = "score.weight"  # name of the value head in transformers' classification models with one label
 _CRITIC, _TRAINS_MTP = "megatron_rl_critic", "megatron_rl_trains_mtp"
 
 
@@ -28,21 +27,14 @@ class MoEGeometry:
     count: int
     ffn: int
     shared_ffn: int = 0
-    dense_layers: frozenset[int] = frozenset()
-    """Layers that have a plain MLP instead."""
-    dense_in_engine: bool = True
-    """Whether SGLang builds dense layers. If not, it gives every layer experts."""
-    correction_bias: bool = False
-    """Whether the router adds a learned bias when it chooses experts."""
-    top_k: int = 1
-    """Experts per token."""
-    sigmoid: bool = False
-    """Whether scores are sigmoids of the logits instead of a softmax over all experts."""
-    normalized: bool = True
-    """Whether the chosen experts' weights add up to `scale`."""
+    dense_layers: frozenset[int] = frozenset()  # layers that have a plain MLP instead
+    dense_in_engine: bool = True  # whether SGLang builds dense layers. If not, it gives every layer experts.
+    correction_bias: bool = False  # whether the router adds a learned bias when it chooses experts
+    top_k: int = 1  # experts per token
+    sigmoid: bool = False  # whether scores are sigmoids of the logits instead of a softmax over all experts
+    normalized: bool = True  # whether the chosen experts' weights add up to `scale`
     scale: float = 1.0
-    groups: int = 1
-    """Number of equal groups of experts, of which a token may use `groups_used`."""
+    groups: int = 1  # number of equal groups of experts, of which a token may use `groups_used`
     groups_used: int = 1
 
 
@@ -50,13 +42,10 @@ class MoEGeometry:
 class MLAGeometry:
     """Multi-latent attention (MLA): queries, keys and values through low-rank projections."""
 
-    q_rank: int
-    """Rank of the query projection (`q_lora_rank`); 0 means queries are projected directly."""
+    q_rank: int  # rank of the query projection (`q_lora_rank`); 0 means queries are projected directly
     kv_rank: int
-    nope_dim: int
-    """Width of the part of a query or key head without rotary position."""
-    rope_dim: int
-    """Width of the part with rotary position; all key heads share it."""
+    nope_dim: int  # width of the part of a query or key head without rotary position
+    rope_dim: int  # width of the part with rotary position; all key heads share it
     v_dim: int
 
 
@@ -64,39 +53,31 @@ class MLAGeometry:
 class ModelGeometry:
     """A decoder-only model, read from a Hugging Face config.json."""
 
-    family: str
-    """`model_type` of config.json, and name of the module in `parallel.families`."""
+    family: str  # `model_type` of config.json, and name of the module in `parallel.families`
     layers: int
     hidden: int
     heads: int
     kv_heads: int
-    head_dim: int
-    """Width of a query head; with `latent` the sum of `nope_dim` and `rope_dim`."""
+    head_dim: int  # width of a query head; with `latent` the sum of `nope_dim` and `rope_dim`
     ffn: int
     vocab: int
-    tied: bool = False
-    """Whether the output layer shares the embedding's weight."""
+    tied: bool = False  # whether the output layer shares the embedding's weight
     tied_in_engine: bool = True
     """With `tied`, whether SGLang's output layer shares the embedding too. If not, it is a parameter of its own."""
     norm_eps: float = 1e-6
     qkv_bias: bool = False
-    qk_norm: bool = False
-    """Whether q and k heads are normalized."""
-    post_norms: bool = False
-    """Whether the outputs of attention and MLP are normalized before they are added to the residual stream."""
+    qk_norm: bool = False  # whether q and k heads are normalized
+    post_norms: bool = False  # whether the outputs of attention and MLP are normalized before they are added to the residual stream
     kv_scales: bool = False
     """Whether each layer has a scale for cached keys and one for cached values, as the precision contract says. No checkpoint has them."""
     rope: Rope = field(default_factory=Rope)
     experts: MoEGeometry | None = None
     latent: MLAGeometry | None = None
-    value_head: bool = False
-    """Whether the model is a critic, with a value head instead of the output layer (`as_critic`)."""
+    value_head: bool = False  # whether the model is a critic, with a value head instead of the output layer (`as_critic`)
     mtp_layers: int = 0
     """Layers for multi-token prediction in the checkpoint. A run that does not train them copies them (`megatron_rl.hf.mtp_layers`)."""
-    trains_mtp: bool = False
-    """Whether these layers are trained, as part of the last pipeline stage (`with_trained_mtp`)."""
-    adapters: AdapterGeometry | None = None
-    """LoRA adapters, from the configuration's section `[lora]`."""
+    trains_mtp: bool = False  # whether these layers are trained, as part of the last pipeline stage (`with_trained_mtp`)
+    adapters: AdapterGeometry | None = None  # LoRA adapters, from the configuration's section `[lora]`
 
     @classmethod
     def from_hf_config(cls, config: Mapping[str, Any]) -> ModelGeometry:

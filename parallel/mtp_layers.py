@@ -11,8 +11,7 @@ from parallel.layer_weights import pre_norm_layer
 from parallel.model_geometry import ModelGeometry
 from parallel.shards import HFTensor, Weight, make_vector, make_weight
 
-MEGATRON_PREFIX = "mtp."
-"""Prefix of the weights' names in Megatron."""
+MEGATRON_PREFIX = "mtp."  # prefix of the weights' names in Megatron
 
 
 def list_mtp_layer(model: ModelGeometry, number: int) -> tuple[Weight, ...]:

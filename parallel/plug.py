@@ -30,10 +30,8 @@ class InputError(ValueError):
 class Plug:
     """One kind of plug."""
 
-    field: str
-    """Name of the configuration field."""
-    builtin: Mapping[str, str]
-    """Maps built-in names to their `module:attribute`."""
+    field: str  # name of the configuration field
+    builtin: Mapping[str, str]  # maps built-in names to their `module:attribute`
     takes: tuple[str, ...] = ()
     """Positional arguments of a call, or empty if the caller checks the object further. Built-in objects are not checked."""
 

@@ -27,8 +27,7 @@ class Transfer(NamedTuple):
     target: str
     target_rect: Rect
     format: TensorFormat
-    tensor: str = ""
-    """Hugging Face tensor whose values move; for scales, the tensor of their weight."""
+    tensor: str = ""  # Hugging Face tensor whose values move; for scales, the tensor of their weight
 
     @property
     def of_scales(self) -> bool:
@@ -71,8 +70,8 @@ def reshard(
 
 
 def add_scale_transfers(transfers: Sequence[Transfer]) -> list[Transfer]:
-    """Insert a transfer of scales after each quantized transfer. If whole rows share a scale, insert it only after the transfer that starts at
-    the first column of the target rows."""
+    """Insert a transfer of scales after each quantized transfer. If whole rows share a scale, insert it only after the transfer that starts
+    at the first column of the target rows."""
     result = []
     scale_names: dict[str, str] = {}  # keeps every name only once in memory
     with no_garbage_collection():
@@ -131,13 +130,11 @@ class _Owner(NamedTuple):
 
     rank: int
     name: str
-    row_offset: int
-    """Offset from a row of the checkpoint tensor to a row of the shard; `col_offset` likewise."""
+    row_offset: int  # offset from a row of the checkpoint tensor to a row of the shard; `col_offset` likewise
     col_offset: int
 
 
-_RectOwners = tuple[Rect, dict[int, _Owner]]
-"""A rectangle of a checkpoint tensor, and the source shards that hold it, by rank."""
+_RectOwners = tuple[Rect, dict[int, _Owner]]  # a rectangle of a checkpoint tensor, and the source shards that hold it, by rank
 
 
 class _Part(NamedTuple):

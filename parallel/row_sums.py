@@ -5,12 +5,9 @@
 
 from __future__ import annotations
 
-LEAF = 128
-"""Values that one leaf sums: the width of a block."""
-GATHERED_WHOLE = 1 << 14
-"""Largest number of results for which ranks send all partial sums to all ranks, which saves one message."""
-GPU_TILE = 64
-"""Rows and columns of results that a program of `megatron_rl.kernels.sums.triton` computes."""
+LEAF = 128  # values that one leaf sums: the width of a block
+GATHERED_WHOLE = 1 << 14  # largest number of results for which ranks send all partial sums to all ranks, which saves one message
+GPU_TILE = 64  # rows and columns of results that a program of `megatron_rl.kernels.sums.triton` computes
 
 
 def halve(leaves: int) -> int:
@@ -32,17 +29,14 @@ def count_bytes_sent(ranks: int, dtype_bytes: int, scattered: bool, by_tree: boo
     return (ranks - 1) / ranks * ((4 if by_tree else dtype_bytes) + (0 if scattered else dtype_bytes))
 
 
-def list_merges(leaves: int) -> list[tuple[int, int]]:
-    """Return (level of the leaf, level of the node that it completes) for each leaf: the order of additions, one leaf after the other.
+def list_merges(leaves: int, level: int | None = None) -> list[tuple[int, int]]:
+    """Return (level of the leaf, level of the node that it completes) for each leaf in order: the order of additions.
 
-    The root's level is ceil(log2(leaves)), so a leaf's level is 0 or 1. At most one node of each level waits for its second half: a leaf's
-    sum is added to the waiting nodes at its level and above, up to the level that it completes, and waits there.
+    The root's `level` is ceil(log2(leaves)), so a leaf's level is 0 or 1. At most one node of each level waits for its second half: a
+    leaf's sum is added to the waiting nodes at its level and above, up to the level that it completes, and waits there.
     """
-    return _list_merges(leaves, (leaves - 1).bit_length())
-
-
-def _list_merges(leaves: int, level: int) -> list[tuple[int, int]]:
+    level = (leaves - 1).bit_length() if level is None else level
     if leaves == 1:
         return [(level, level)]
-    merges = _list_merges(halve(leaves), level - 1) + _list_merges(leaves - halve(leaves), level - 1)
+    merges = list_merges(halve(leaves), level - 1) + list_merges(leaves - halve(leaves), level - 1)
     return [*merges[:-1], (merges[-1][0], level)]

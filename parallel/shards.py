@@ -31,8 +31,7 @@ class Rect(NamedTuple):
     cols: int
 
 
-NamedRect = tuple[str, Rect]
-"""A rectangle of a named tensor."""
+NamedRect = tuple[str, Rect]  # a rectangle of a named tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +46,7 @@ class HFTensor:
     rows: int
     cols: int
     role: str
-    vector: bool = False
-    """One-dimensional in the checkpoint and in every shard."""
+    vector: bool = False  # one-dimensional in the checkpoint and in every shard
 
 
 class Region(NamedTuple):
@@ -73,8 +71,7 @@ class Shard:
     rows: int
     cols: int
     regions: tuple[Region, ...]
-    experts: int = 0
-    """If above 0, the live tensor is [experts, rows / experts, cols]; the shard stacks the experts' matrices vertically."""
+    experts: int = 0  # if above 0, the live tensor is [experts, rows / experts, cols]; the shard stacks the experts' matrices vertically
 
     @property
     def role(self) -> str:
@@ -97,7 +94,6 @@ class Shard:
 
 
 def take_all(tensor: HFTensor) -> Region:
-    """Return a whole tensor as a region."""
     return take_rows(tensor, 0, tensor.rows)
 
 
@@ -165,14 +161,11 @@ qkv: by heads, in an order that differs between trainer and engine. vocabulary: 
 class Weight(NamedTuple):
     """One parameter of Megatron's. Weights with the same SGLang name are stacked vertically into one SGLang parameter."""
 
-    pieces: tuple[Region, ...]
-    """Rectangles of checkpoint tensors, stacked vertically."""
+    pieces: tuple[Region, ...]  # rectangles of checkpoint tensors, stacked vertically
     megatron: str
-    sglang: str
-    """SGLang's parameter name, or empty if SGLang has no such parameter."""
+    sglang: str  # SGLang's parameter name, or empty if SGLang has no such parameter
     cut: Cut
-    expert: int | None = None
-    """Number of the expert that owns the weight."""
+    expert: int | None = None  # number of the expert that owns the weight
 
 
 def make_weight(tensors: HFTensor | Sequence[HFTensor], megatron: str, cut: Cut, sglang: str = "", expert: int | None = None) -> Weight:

@@ -21,7 +21,6 @@ def list_stage_layers(layers: int, layout: Layout, stage: int) -> list[int]:
 
 
 def count_stage_layers(layers: int, layout: Layout) -> list[int]:
-    """Return the number of layers of each stage."""
     first, last = layout.first_stage_layers, layout.last_stage_layers
     share = (layers - first - last) // _count_equal_stages(layout)
     middle = [share] * (layout.pp - 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,6 +28,8 @@ class SGLangLauncher:
 
         return SGLangEngine(EngineLaunchSpec(config, model_path, log_dir, number, empty))
 
+    def rehearsal_command(self, module: str) -> list[str]:
+        return [sys.executable, "-m", f"rollout_sglang.rehearsal.{module}"]
 
-launch = SGLangLauncher()
-"""The entry point `sglang` of the group `megatron_rl.rollout`."""
+
+launch = SGLangLauncher()  # the entry point `sglang` of the group `megatron_rl.rollout`

@@ -12,31 +12,12 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from megatron_rl.precision.graph.activation_hooks import attach_hooks, layer_hook_points
+from megatron_rl.precision.graph.activation_hooks import ENGINE, attach_hooks, layer_hook_points
 
 MAX_RECORDED_BYTES = 1 << 30
 """Most bytes that a scheduler process records; recording stops before it would exceed them."""
 
-_LAYER_MODULES = {
-    "qkv": "self_attn.qkv_proj",
-    "q_norm": "self_attn.q_norm",
-    "k_norm": "self_attn.k_norm",
-    "q_a_norm": "self_attn.q_a_layernorm",
-    "q_b": "self_attn.q_b_proj",
-    "kv_a_norm": "self_attn.kv_a_layernorm",
-    "attention": "self_attn.attn",
-    "latent_attention": "self_attn.attn_mqa",
-    "output": "self_attn.o_proj",
-    "router": "mlp.gate",
-    "gate_up": "mlp.gate_up_proj",
-    "down": "mlp.down_proj",
-    "mlp": "mlp",
-}
-HOOK_POINTS = (
-    ("model.embed_tokens", "embedding", None),
-    *layer_hook_points("model.layers.*.", _LAYER_MODULES),
-    ("logits_processor", "norm", 1),
-)
+HOOK_POINTS = (("embedding", None, "model.embed_tokens"), *layer_hook_points(ENGINE), ("norm", 1, "logits_processor"))
 
 
 class ActivationRecorder:

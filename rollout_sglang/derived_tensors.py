@@ -16,6 +16,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Callable, Iterable, Mapping
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,8 +27,7 @@ from parallel.digest import Hash, as_byte_matrix, flat_bytes
 from rollout_sglang.hooks import dequant_cache
 from rollout_sglang.tensor_walk import FoundTensor, find_tensors
 
-Derive = Callable[[Any], torch.Tensor]
-"""Recomputes a tensor from the module that holds it."""
+Derive = Callable[[Any], torch.Tensor]  # recomputes a tensor from the module that holds it
 
 
 def _unfold_kv_b(attention: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -47,35 +47,28 @@ def _split_heads(rows: torch.Tensor, keys: int, values: int) -> tuple[torch.Tens
     return key_part, value_part
 
 
-def _absorbed(part: int) -> Derive:
-    """Return the function for `w_kc` (part 0) or `w_vc` (part 1). With DeepGEMM's products they hold FP8 bytes, with scales in
-    `w_scale_k` and `w_scale_v`."""
-
-    def derive(attention: Any) -> torch.Tensor:
-        if getattr(attention, "use_deep_gemm_bmm", False):
-            layer = attention.kv_b_proj
-            tensor = _split_heads(layer.weight.detach(), attention.qk_nope_head_dim, attention.v_head_dim)[part]
-            return tensor if part else tensor.transpose(1, 2)
-        tensor = _unfold_kv_b(attention)[part]
-        return tensor.transpose(1, 2) if part else tensor
-
-    return derive
+def _absorbed(part: int, attention: Any) -> torch.Tensor:
+    """Return `w_kc` (part 0) or `w_vc` (part 1). With DeepGEMM's products they hold FP8 bytes, with scales in `w_scale_k` and
+    `w_scale_v`."""
+    deep_gemm = getattr(attention, "use_deep_gemm_bmm", False)
+    if deep_gemm:
+        parts = _split_heads(attention.kv_b_proj.weight.detach(), attention.qk_nope_head_dim, attention.v_head_dim)
+    else:
+        parts = _unfold_kv_b(attention)
+    return parts[part].transpose(1, 2) if bool(part) != deep_gemm else parts[part]
 
 
-def _absorbed_scale(part: int) -> Derive:
-    def derive(attention: Any) -> torch.Tensor:
-        scale = attention.kv_b_proj.weight_scale_inv.detach()
-        tensor = _split_heads(scale, attention.qk_nope_head_dim // 128, attention.v_head_dim // 128)[part]
-        return tensor if part else tensor.transpose(1, 2)
-
-    return derive
+def _absorbed_scale(part: int, attention: Any) -> torch.Tensor:
+    scale = attention.kv_b_proj.weight_scale_inv.detach()
+    tensor = _split_heads(scale, attention.qk_nope_head_dim // 128, attention.v_head_dim // 128)[part]
+    return tensor if part else tensor.transpose(1, 2)
 
 
 DERIVED: dict[str, Derive] = {
-    "*.w_kc": _absorbed(0),
-    "*.w_vc": _absorbed(1),
-    "*.w_scale_k": _absorbed_scale(0),
-    "*.w_scale_v": _absorbed_scale(1),
+    "*.w_kc": partial(_absorbed, 0),
+    "*.w_vc": partial(_absorbed, 1),
+    "*.w_scale_k": partial(_absorbed_scale, 0),
+    "*.w_scale_v": partial(_absorbed_scale, 1),
 }
 """Pattern of a path -> function that recomputes the tensor."""
 CONSTANTS: dict[str, str] = {

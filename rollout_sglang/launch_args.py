@@ -10,7 +10,6 @@ import secrets
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,7 +32,7 @@ from megatron_rl.rollout.engine_placement import (
 from rollout_sglang.hooks import adapters, gpu_activation_quant, kv_cache_scales, tree_reduction
 from rollout_sglang.platform.activate import NAME as CPU_PLATFORM
 from rollout_sglang.process import API_KEY_VARIABLE, THREADS_VARIABLE, EngineProcess, EngineProcesses
-from rollout_sglang.server_options import make_arguments
+from rollout_sglang.server_options import find_sglang_folder, make_arguments
 
 DISABLED_MODELS_VARIABLE = "SGLANG_DISABLED_MODEL_ARCHS"
 _PRECOMPILE = "SGLANG_JIT_DEEPGEMM_PRECOMPILE"
@@ -49,8 +48,7 @@ class LaunchedServer(NamedTuple):
 
     process: EngineProcesses
     url: str
-    api_key: str
-    """Key that every request must carry."""
+    api_key: str  # key that every request must carry
 
 
 @dataclass(frozen=True)
@@ -63,8 +61,7 @@ class EngineLaunchSpec:
     number: int = 0
     empty: bool = False
     """Start with dummy weights. Nothing is served before a sync has replaced them."""
-    arguments: tuple[str, ...] = ()
-    """Additional SGLang arguments, for benchmarks."""
+    arguments: tuple[str, ...] = ()  # additional SGLang arguments, for benchmarks
 
     def start_process(self) -> LaunchedServer:
         """Start the server on all its nodes without waiting for it. Raise UserError if the address of the first node cannot be bound."""
@@ -171,9 +168,8 @@ def leave_out_other_models(architectures: Sequence[str]) -> dict[str, str]:
 @functools.cache
 def _find_definitions() -> dict[str, list[str]]:
     """Return the files of SGLang's models that define each class, without importing them."""
-    spec, definitions = find_spec("sglang"), dict[str, list[str]]()
-    folder = Path((spec and spec.origin) or "").parent / "srt" / "models"
-    for file in sorted(folder.glob("*.py")):
+    folder, definitions = find_sglang_folder(), dict[str, list[str]]()
+    for file in sorted((folder / "srt" / "models").glob("*.py")) if folder else ():
         for name in re.findall(r"^class (\w+)", file.read_text(), re.MULTILINE):
             definitions.setdefault(name, []).append(file.stem)
     return definitions

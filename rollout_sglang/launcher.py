@@ -11,8 +11,7 @@ from megatron_rl.errors import RunError
 from rollout_sglang.launch_args import EngineLaunchSpec
 
 _POLL_SECONDS = 0.5
-_KEEP_ALIVE_SECONDS = 2.0
-"""Idle connections are closed before SGLang closes them after 5 s, possibly while a request is on its way."""
+_KEEP_ALIVE_SECONDS = 2.0  # idle connections are closed before SGLang closes them after 5 s, possibly while a request is on its way
 
 
 class EngineServer:

@@ -116,8 +116,8 @@ class _Reader:
         return operators
 
     def read_cache(self, attention: Any) -> TensorPrecision:
-        """Return the format of keys and values in the cache. An FP8 cache has a scale for each row of a head (`hooks.cpu_kv_cache`), one for
-        a layer's keys and one for its values (`hooks.kv_cache_scales`), or SGLang's own scale."""
+        """Return the format of keys and values in the cache. An FP8 cache has a scale for each row of a head (`hooks.cpu_kv_cache`), one
+        for a layer's keys and one for its values (`hooks.kv_cache_scales`), or SGLang's own scale."""
         kv_cache_scales.check_backend(self.runner.attn_backend)
         attentions = [attention.attn_mqa, attention.attn_mha] if hasattr(attention, "kv_b_proj") else [attention.attn]
         self.seen |= {id(scale) for core in attentions for scale in (core.k_scale, core.v_scale) if isinstance(scale, torch.Tensor)}
@@ -156,7 +156,7 @@ class _Reader:
         """
         weight, method, path = getattr(module, name), type(module.quant_method).__name__, self.names[id(module)]
         scales = (getattr(module, f"{name}_{suffix}", None) for suffix in ("scale_inv", "scale"))
-        scale = next((scale for scale in scales if scale is not None), None)
+        scale: Any = next((scale for scale in scales if scale is not None), None)
         if method not in _KNOWN_METHODS:
             raise ValueError(f"the precision graph does not know the quantization method {method}")
         if weight.dtype.itemsize == 1 and scale is None:

@@ -17,8 +17,7 @@ from megatron_rl.rollout.engine_placement import LAUNCHER_VARIABLE
 
 API_KEY_VARIABLE = "MEGATRON_RL_ENGINE_KEY"
 """Environment variable with the API key. Command lines are readable by all users of a machine, environments are not."""
-THREADS_VARIABLE = "MEGATRON_RL_ENGINE_THREADS"
-"""Environment variable with the number of threads of each scheduler process on a CPU."""
+THREADS_VARIABLE = "MEGATRON_RL_ENGINE_THREADS"  # environment variable with the number of threads of each scheduler process on a CPU
 _TAIL_LINES = 25
 _GRACE_SECONDS = 10.0
 _POLL_SECONDS = 0.05

@@ -44,10 +44,8 @@ from rollout_sglang.hooks import dequant_cache, gpu_activation_quant, kv_cache_s
 from rollout_sglang.weight_receiver import WeightReceiver
 
 PREFIX = "megatron_rl:"
-FAILED = "megatron_rl failed"
-"""Key of an answer that holds why a rank failed."""
-PENDING = "pending"
-"""Key of an answer of a rank that has not finished hashing."""
+FAILED = "megatron_rl failed"  # key of an answer that holds why a rank failed
+PENDING = "pending"  # key of an answer of a rank that has not finished hashing
 
 
 class RankHandler:

@@ -28,8 +28,7 @@ if __name__ == "__mp_main__":  # a child that a GPU's server spawned
     stub_modules.block_megatron()
 
 _RENDEZVOUS_SECONDS = 600.0
-_NO_PARENT = 0
-"""Parent id of an engine that a launcher started and that ends with the launcher."""
+_NO_PARENT = 0  # parent id of an engine that a launcher started and that ends with the launcher
 
 
 def run_scheduler(*args: Any, **kwargs: Any) -> Any:
@@ -93,7 +92,7 @@ def main(arguments: list[str]) -> None:
 def _meet_ranks(arguments: list[str]) -> tuple[Any, list[str]]:
     """Set up the store in which the ranks find each other. Return the store, or None if another node has it, and SGLang's arguments for
     it. The caller must keep the store alive."""
-    from parallel.transport.store import find_local_address, listening_store
+    from parallel.transport.process_group import find_local_address, listening_store
 
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # a store created by the ranks would listen on all addresses
     parser = argparse.ArgumentParser(allow_abbrev=False)

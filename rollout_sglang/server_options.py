@@ -86,18 +86,23 @@ class ServerArgument:
     """An argument as declared in SGLang's source."""
 
     group: str
-    types: frozenset[str]
-    """Names in its annotation."""
+    types: frozenset[str]  # names in its annotation
+
+
+def find_sglang_folder() -> Path | None:
+    """Return the folder of SGLang's package, without importing it, or None if it is not installed."""
+    found = find_spec("sglang")
+    return Path(found.submodule_search_locations[0]) if found and found.submodule_search_locations else None
 
 
 @cache
 def read_arguments() -> Mapping[str, ServerArgument]:
     """Return SGLang's arguments by name. Empty if SGLang is not installed."""
-    found = find_spec("sglang")
-    if found is None or not found.submodule_search_locations:
+    folder = find_sglang_folder()
+    if folder is None:
         return {}
     arguments = {}
-    for path in sorted((Path(found.submodule_search_locations[0]) / "srt" / "arg_groups" / "fields").glob("*.py")):
+    for path in sorted((folder / "srt" / "arg_groups" / "fields").glob("*.py")):
         for group in (node for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef)):
             for line in group.body:
                 if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name) and isinstance(line.annotation, ast.Subscript):
@@ -130,10 +135,10 @@ def check(options: Mapping[str, Any]) -> None:
 
 def check_tool_parser(name: str) -> None:
     """Raise UserError if SGLang has no tool parser of that name, according to its source."""
-    found = find_spec("sglang")
-    if found is None or not found.submodule_search_locations:
+    folder = find_sglang_folder()
+    if folder is None:
         return  # the machine that runs the engines checks this
-    source = Path(found.submodule_search_locations[0]) / "srt" / "function_call" / "function_call_parser.py"
+    source = folder / "srt" / "function_call" / "function_call_parser.py"
     tables = [
         node for node in ast.walk(ast.parse(source.read_text())) if isinstance(node, ast.AnnAssign) and isinstance(node.value, ast.Dict)
     ]

@@ -16,11 +16,9 @@ _OWN_PACKAGES = ("sglang.", "rollout_sglang.", "megatron_rl.", "parallel.", "typ
 class FoundTensor(NamedTuple):
     """A tensor, with the first path that leads to it."""
 
-    path: str
-    """Path such as `model.layers.0.self_attn.w_kc`."""
+    path: str  # path such as `model.layers.0.self_attn.w_kc`
     tensor: torch.Tensor
-    owner: torch.nn.Module
-    """The module that holds the tensor."""
+    owner: torch.nn.Module  # the module that holds the tensor
 
 
 def find_tensors(model: torch.nn.Module) -> Iterator[FoundTensor]:
@@ -57,25 +55,13 @@ def _list_children(value: Any) -> list[tuple[str, Any]]:
         return [("self", value.__self__)]
     if isinstance(value, types.FunctionType):
         cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
-        return [(name, cell.cell_contents) for name, cell in cells if _is_filled(cell)]
+        return [(name, cell.cell_contents) for name, cell in cells if cell != types.CellType()]  # not empty
     if isinstance(value, torch.Tensor) or f"{type(value).__module__}.".startswith(_OWN_PACKAGES):
         return [*getattr(value, "__dict__", {}).items(), *_list_slots(value)]
     return []
 
 
 def _list_slots(value: Any) -> list[tuple[str, Any]]:
-    names = [
-        name for cls in type(value).__mro__ for name in _as_tuple(vars(cls).get("__slots__", ())) if not isinstance(value, torch.Tensor)
-    ]
+    slots = [vars(cls).get("__slots__", ()) for cls in type(value).__mro__ if not isinstance(value, torch.Tensor)]
+    names = [name for each in slots for name in ((each,) if isinstance(each, str) else each)]
     return [(name, getattr(value, name)) for name in names if hasattr(value, name)]
-
-
-def _as_tuple(slots: Any) -> tuple[str, ...]:
-    return (slots,) if isinstance(slots, str) else tuple(slots)
-
-
-def _is_filled(cell: types.CellType) -> bool:
-    try:
-        return cell.cell_contents is not ...
-    except ValueError:
-        return False

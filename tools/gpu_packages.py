@@ -140,7 +140,7 @@ def experts() -> str:
     loading leaves every block and scale as it was: not requantized, transposed, or shuffled."""
     from rollout_sglang.rehearsal import rank as rehearsed_rank
 
-    rehearsed_rank.believe_in_a_gpu(replaces_installed=False)
+    rehearsed_rank.install_gpu(replaces_installed=False)
     from rollout_sglang.hooks import registry
     from rollout_sglang.rehearsal import runner as rehearsed_runner
 

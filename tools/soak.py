@@ -25,6 +25,7 @@ import typer
 
 from megatron_rl.cli.main import run_script
 from megatron_rl.config import Config, load_config
+from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.observability.run_log import read_jsonl, read_run
 
 ROOT = Path(__file__).parents[1]
@@ -215,7 +216,7 @@ def main(
     config, folder = config.resolve(), folder.resolve()
     model_settings = [word for word in context.args if word.startswith(("--architecture.", "--warm_start."))]
     overrides = [word for word in context.args if word not in model_settings]
-    rollout = load_config(config, overrides).rollout
+    rollout: RolloutConfig = load_config(config, overrides).rollout
     overrides += [f"--checkpoint.every={every}", f"--model.path={folder / 'model'}"]
     warm_start = [sys.executable, "-m", "examples.arithmetic.warm_start", str(config), *overrides, *model_settings]
     subprocess.run(warm_start, cwd=ROOT, check=True)

@@ -1,4 +1,4 @@
-"""The command line: `megatron-rl train | eval | plan | rehearse | graph | export | watch | report | doctor`.
+"""The command line: `megatron-rl train | eval | plan | rehearse | graph | export | report | doctor`.
 
 Each command imports what it runs only when it runs, so that `--help` and a mistyped config cost no torch. Expected errors print as one
 line on stderr and end with their exit code: 2 for the user's mistakes, 3 for a broken run. Ctrl-C ends with 130.
@@ -182,19 +182,6 @@ def export(
         export_checkpoint(checkpoint, output, precision, alignment)
         if _rank("RANK") == 0:
             print(f"checkpoint: {output}")
-
-
-@app.command()
-def watch(
-    run_dir: Annotated[Path, typer.Argument(help="A folder that `train` writes.", show_default=False)],
-    every: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 2.0,
-    once: Annotated[bool, typer.Option("--once", help="Print one view and end.")] = False,
-) -> None:
-    """Show a run live: its progress, the phase of every rank, its metrics as curves, its last log lines."""
-    with expected_errors():
-        from megatron_rl.cli.watch import watch_run
-
-        watch_run(run_dir, every, once)
 
 
 @app.command()

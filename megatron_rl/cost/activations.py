@@ -109,8 +109,8 @@ def count_working(shapes: RankShapes) -> float:
     """Return the most bytes of gradients and temporary tensors of one operator of a layer.
 
     SwiGLU: four gradients as wide as the MLP (three on a GPU), and a GPU backend's two quantized copies of one gradient. Attention, which
-    runs after the MLP's tensors are freed: gradients of output, query, key and value, and FlashAttention-2's FP32 accumulator for the query;
-    on the CPU tier about 10 T q b bytes, measured.
+    runs after the MLP's tensors are freed: gradients of output, query, key and value, and FlashAttention-2's FP32 accumulator for the
+    query; on the CPU tier about 10 T q b bytes, measured.
     """
     model, layout, b = shapes.job.model, shapes.layout, shapes.job.high_bytes
     q, kv = shapes.head_widths

@@ -135,7 +135,8 @@ def _count_shard_memory(job: Workload, layout: Layout, shard: Shard) -> RankMemo
 
 
 def _count_operands(job: Workload, shard: Shard, format: TensorFormat) -> int:
-    """Return the bytes of a weight's operands. Grouped products of experts use DeepGEMM and need a second, contiguous copy of the blocks."""
+    """Return the bytes of a weight's operands. Grouped products of experts use DeepGEMM and need a second, contiguous copy of the
+    blocks."""
     backend = job.config.precision.backend
     if backend != "emulated" and EXPERT in shard.name and not job.contract.sums_by_tree:
         return 2 * count_operand_bytes("deep_gemm", format, shard.rows, shard.cols)

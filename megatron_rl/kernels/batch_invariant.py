@@ -1,23 +1,23 @@
-"""Batch-invariant operators: the result for one token does not depend on how many tokens are computed with it, how far keys are padded,
-or how many threads run. On a CPU trainer and engine both call them, so a pass over a whole batch gives the bits that prompts and
-single decoded tokens gave.
+"""Batch-invariant operators for CPUs: the result for a token does not depend on the number of tokens in the batch, the padding of keys, or
+the number of threads. Trainer and engine both call them on a CPU, so a pass over a whole batch gives the bits of prompts and single decoded
+tokens.
 
-MKL's matrix products use other kernels for few rows and split long sums by their length, also between threads. Measured with torch 2.13
-on two kinds of AVX-512 machines and one with AVX2: from `MIN_ROWS` rows on, for sums of one length and in one thread, every row and every
-column of a product has the same bits in any batch, at any position. With two threads that held on one of the first two only.
+MKL uses different kernels for few rows and splits long sums by their length and between threads. Measured with torch 2.13 on two kinds of
+AVX-512 machines and one with AVX2: with at least `MIN_ROWS` rows, sums of equal length and one thread, every row and column of a product
+has the same bits in any batch and at any position. With two threads, this held on one AVX-512 machine only.
 
-Attention of a decoded token has but a few rows, and how few get the bits of many is another thing on each kind of machine. So the cheapest
-way that does is found by trying, once in a process (`_choose_scoring`).
+The attention of a decoded token has only a few rows, and how few rows give the bits of many depends on the machine. `_choose_scoring` finds
+the cheapest invariant method by trial, once per process.
 
-BF16 products on a CPU with AMX are an exception: from 33 rows on, oneDNN cuts sums of `SPLIT_SUM` numbers or more at places that depend
-on the number of rows, and one result in about 10,000 is another BF16 number. They run in tiles of at most `MAX_ROWS` rows. A large batch
-then takes 2 to 4 times as long as in one product, a decoded token as long as before.
+BF16 products on a CPU with AMX are an exception: with 33 rows or more, oneDNN splits sums of at least `SPLIT_SUM` numbers at places that
+depend on the number of rows, and about one result in 10,000 changes. They run in tiles of at most `MAX_ROWS` rows. A large batch then takes
+2 to 4 times as long as in one product; a decoded token takes no longer.
 
-FP32 products of BF16 numbers (`bf16_operands`), which AMX computes too, are no exception from `MIN_AMX_COLUMNS` columns on: measured for
-sums of 128 to 4,096 numbers, 16 to 600 rows, one thread and two.
+FP32 products of BF16 numbers (`bf16_operands`), which AMX also computes, are invariant with at least `MIN_AMX_COLUMNS` columns. This was
+measured for sums of 128 to 4,096 numbers, 16 to 600 rows, and one or two threads.
 
-Norms, SwiGLU, rotary positions and log-softmax work row by row and need no care. Sigmoids, which route GLM-4.5's and DeepSeek-V3's tokens,
-differ in their last bit at the end of a tensor unless their number is a multiple of `SIGMOIDS`.
+Norms, SwiGLU, rotary positions and log-softmax are computed row by row and are invariant. Sigmoids, which route tokens in GLM-4.5 and
+DeepSeek-V3, differ in their last bit at the end of a tensor unless their number is a multiple of `SIGMOIDS`.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ from megatron_rl.precision.threads import all_threads, single_threaded
 
 MIN_ROWS = 16
 MAX_ROWS = 32
-"""Of a BF16 product with sums of at least `SPLIT_SUM` numbers."""
+"""Most rows of a BF16 product with sums of at least `SPLIT_SUM` numbers."""
 SPLIT_SUM = 481
 MIN_AMX_COLUMNS = 32
-"""Of an FP32 product of BF16 numbers on a CPU with AMX: with up to 16 the bits depend on the number of rows."""
+"""Fewest columns of an invariant FP32 product of BF16 numbers on a CPU with AMX; with up to 16, bits depend on the number of rows."""
 SIGMOIDS = 32
-"""The vector loop's step: torch computes what is left at the end of a tensor by another formula."""
+"""Step of torch's vector loop; the rest of a tensor is computed by another formula."""
 KEYS_PER_PRODUCT = 32
-"""Keys that are summed in one product; padding with zeros up to a multiple of it changes no bit."""
+"""Keys that are summed in one product. Padding with zeros to a multiple of it changes no bit."""
 _MIN_SHARED_COLUMNS = 64
-"""Of a product for each thread: a single column has other bits."""
+"""Fewest columns per thread of a shared product; a single column has other bits."""
 _QUERIES_PER_STEP = 64
 _SHARED_PRODUCT = 1 << 20
-"""Numbers of a weight from which threads share an FP32 product: below, starting them takes longer than they save."""
+"""Size of a weight from which threads share an FP32 product; below, starting threads costs more than it saves."""
 MAX_SCORES = 1 << 24
-"""Attention scores in memory at a time."""
+"""Most attention scores in memory at a time."""
 _backend: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
 
 
@@ -64,10 +64,10 @@ def has_amx() -> bool:
 
 @contextmanager
 def bf16_operands(columns: int) -> Iterator[None]:
-    """Tell torch that the operands of FP32 products are BF16 numbers; `columns` of a result. Matrix units then multiply them, 2 to 5 times
-    faster on a CPU with AMX, and in all threads; sums and results stay FP32. Does nothing on other CPUs.
+    """Context manager in which the operands of FP32 products must be BF16 numbers. `columns` is the number of columns of the results.
 
-    The setting is the whole process's: no other thread may multiply meanwhile.
+    A CPU with AMX then multiplies them 2 to 5 times faster with its matrix units, in all threads; sums and results stay FP32. It does
+    nothing on other CPUs. The setting applies to the whole process, so no other thread may multiply meanwhile.
     """
     if not has_amx() or columns < MIN_AMX_COLUMNS:
         yield
@@ -82,8 +82,8 @@ def bf16_operands(columns: int) -> Iterator[None]:
 
 
 def apply_with_min_rows(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-    """Return function(x) for a function from [T, K] to [T, N] and x [..., K]. On a CPU the function gets a matrix of at least `MIN_ROWS`
-    rows and runs in one thread, or with `bf16_operands` in all."""
+    """Return function(x) for a function from `[T, K]` to `[T, N]` and x `[..., K]`. On a CPU, the function gets at least `MIN_ROWS` rows
+    and runs in one thread, or in all threads within `bf16_operands`."""
     rows = x.reshape(-1, x.shape[-1])
     if x.is_cuda:
         return function(rows).unflatten(0, x.shape[:-1])
@@ -92,24 +92,24 @@ def apply_with_min_rows(function: Callable[[torch.Tensor], torch.Tensor], x: tor
 
 
 def apply_product(product: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-    """Do `apply_with_min_rows` for a `product` of rows [T, K] with some matrix, in tiles where BF16 needs them."""
+    """Call `apply_with_min_rows` for a `product` of rows `[T, K]` with a matrix, in tiles if BF16 requires them."""
     if x.is_cuda or x.dtype != torch.bfloat16 or x.shape[-1] < SPLIT_SUM:
         return apply_with_min_rows(product, x)
     return apply_with_min_rows(lambda rows: torch.cat([apply_with_min_rows(product, tile) for tile in rows.split(MAX_ROWS)]), x)
 
 
 def invariant_matmul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Return x . W^T; x [..., K] and weight [N, K] of one dtype, result [..., N]."""
+    """Return x . W^T `[..., N]`; x `[..., K]` and weight `[N, K]` have the same dtype."""
     return apply_product(lambda rows: _multiply(rows, weight), x)
 
 
 def _multiply(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Return rows . W^T. Threads share the columns of a large FP32 product, each with the bits of one thread."""
+    """Return rows . W^T. Threads share the columns of a large FP32 product, with the bits of one thread."""
     shared = rows.dtype == torch.float32 and weight.numel() >= _SHARED_PRODUCT and not rows.is_cuda
     if not shared or _backend.fp32_precision == "bf16" or (torch.is_grad_enabled() and (rows.requires_grad or weight.requires_grad)):
         return rows @ weight.t()
     result = rows.new_empty(len(rows), len(weight))
-    rows, weight = rows.detach(), weight.detach()  # other threads record gradients
+    rows, weight = rows.detach(), weight.detach()  # threads of the pool would record gradients
     threads.run_in_parts(lambda part: torch.mm(rows, weight[part].t(), out=result[:, part]), len(weight), _MIN_SHARED_COLUMNS)
     return result
 
@@ -128,13 +128,12 @@ class _HeadProducts(torch.autograd.Function):
 
 
 def multiply_heads(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Return for every head `invariant_matmul` with a weight of its own, with gradient; x [..., h, K], weight [h, N, K], result
-    [..., h, N]."""
+    """Return `invariant_matmul` of each head of x `[..., h, K]` with its own weight of `[h, N, K]`: `[..., h, N]`, with gradient."""
     return _HeadProducts.apply(x, weight)
 
 
 class InvariantMatmuls(TorchFunctionMode):
-    """Within the context, `torch.matmul(x, weight.t())` and `F.linear(x, weight)` are `invariant_matmul(x, weight)`."""
+    """Context manager in which `torch.matmul(x, weight.t())` and `F.linear(x, weight)` are `invariant_matmul(x, weight)`."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is torch.matmul:
@@ -145,7 +144,7 @@ class InvariantMatmuls(TorchFunctionMode):
 
 
 def sigmoid(x: torch.Tensor) -> torch.Tensor:
-    """Return 1 / (1 + exp(-x)), float32 of any shape."""
+    """Return 1 / (1 + exp(-x)) of float32 x of any shape."""
     if x.is_cuda:
         return torch.sigmoid(x)
     with single_threaded():
@@ -153,7 +152,7 @@ def sigmoid(x: torch.Tensor) -> torch.Tensor:
 
 
 class InvariantRouting(InvariantMatmuls):
-    """Within the context, a router's logits (`torch.mm(x, weight.t())`) are `invariant_matmul`, and its sigmoids `sigmoid`."""
+    """Context manager in which a router's logits (`torch.mm(x, weight.t())`) are `invariant_matmul` and its sigmoids are `sigmoid`."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is torch.mm:
@@ -164,15 +163,17 @@ class InvariantRouting(InvariantMatmuls):
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Return x / sqrt(mean(x^2) + eps) * weight in FP32, rounded once to x's dtype. x [..., K], weight [K]."""
+    """Return x / sqrt(mean(x^2) + eps) * weight of x `[..., K]` and weight `[K]`, in FP32, rounded once to the dtype of x."""
     return F.rms_norm(x.float(), weight.shape, weight.float(), eps).to(x.dtype)
 
 
 def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, last: torch.Tensor, scale: float) -> torch.Tensor:
-    """Return softmax(scale q k^T) v in FP32, where each query sees the keys up to its own index in `last`. No gradient.
+    """Return softmax(scale q k^T) v `[b, h, s, e]`, computed in FP32, in the dtype of query. No gradient.
 
-    query [b, h, s, d], key [b, g, t, d], value [b, g, t, e], grouped-query heads where g < h, `last` int64 [b, s] below t.
-    Returns [b, h, s, e] in query's dtype. Keys that no query sees must be finite.
+    Args:
+        query: `[b, h, s, d]`.
+        key, value: `[b, g, t, d]` and `[b, g, t, e]`, with grouped-query heads if g < h. All keys must be finite.
+        last: int64 `[b, s]`, index of the last key that each query attends to.
     """
     batch, heads, queries, _ = query.shape
     groups = key.shape[1]
@@ -188,9 +189,10 @@ def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, last:
 
 
 def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
-    """`attention` of few queries, already scaled, the heads of a group one after the other: [b, g, heads * s, d] to [b, g, heads * s, e].
+    """Return `attention` of few queries, already scaled, with the heads of a group stacked: `[b, g, heads * s, e]` of
+    `[b, g, heads * s, d]`.
 
-    Keys are summed in chunks of `KEYS_PER_PRODUCT`, in order: chunks beyond a query's last key add zero to it.
+    Keys are summed in chunks of `KEYS_PER_PRODUCT`, in order. Chunks beyond the last key of a query add zero.
     """
     rows, scoring = query.shape[2], _choose_scoring()
     length = (int(last.max()) // KEYS_PER_PRODUCT + 1) * KEYS_PER_PRODUCT
@@ -207,19 +209,19 @@ def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, last: t
 
 @dataclass(frozen=True)
 class _Scoring:
-    """How attention of few queries multiplies: with at least `min_rows` rows, those of few by `keys_left` with keys as the left matrix."""
+    """Method to multiply few queries: padded to `min_rows` rows and, if `keys_left`, with keys as the left matrix."""
 
     min_rows: int
     keys_left: bool = False
 
     def score(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        """Return q k^T [b, g, rows, t]."""
+        """Return q k^T `[b, g, rows, t]`."""
         if not self.keys_left or query.shape[2] >= MIN_ROWS:
             return query @ key.transpose(-1, -2)
         return (key @ query.transpose(-1, -2)).transpose(-1, -2).contiguous()
 
     def is_invariant(self) -> bool:
-        """Tell whether few rows get the bits of many here, on numbers that an other order of sums would show."""
+        """Return whether few rows have the bits of many on this machine, for numbers that reveal another order of sums."""
         numbers = torch.Generator().manual_seed(0)
         query, key, value = (torch.randn(1, 1, size, 128, generator=numbers) for size in (2 * MIN_ROWS, 128, KEYS_PER_PRODUCT))
         scores = query @ key.transpose(-1, -2)
@@ -234,18 +236,17 @@ class _Scoring:
 
 @functools.cache
 def _choose_scoring() -> _Scoring:
-    """Return what gives few queries the bits of many on this machine: AVX-512 does with keys at the left, which reads them once, AVX2 from
-    four rows on."""
+    """Return the cheapest method that gives few queries the bits of many on this machine: keys on the left with AVX-512, which reads them
+    once, or four rows with AVX2."""
     with single_threaded():
         return next(scoring for scoring in (_Scoring(2, keys_left=True), _Scoring(4), _Scoring(MIN_ROWS)) if scoring.is_invariant())
 
 
 def attention_gradients(inputs: tuple[torch.Tensor, ...], gradient: torch.Tensor, scale: float) -> tuple[torch.Tensor, ...]:
-    """Return the gradients of `causal_attention`'s inputs: those of torch's fused attention, so no scores are saved between the passes, nor
-    all made at once within one."""
+    """Return the gradients of the inputs of `causal_attention`, from torch's fused attention, which does not store the scores."""
     query, key, value = inputs = tuple(x.detach().requires_grad_() for x in inputs)
     with torch.enable_grad():
-        wide = append_zeros(value, -1, query.shape[-1] - value.shape[-1])  # it requires one width of all three, else it is not fused
+        wide = append_zeros(value, -1, query.shape[-1] - value.shape[-1])  # torch fuses only equal widths of query, key and value
         result = F.scaled_dot_product_attention(query, key, wide, is_causal=True, scale=scale, enable_gqa=True)[..., : value.shape[-1]]
     return torch.autograd.grad(result, inputs, gradient)
 
@@ -264,6 +265,5 @@ class _CausalAttention(torch.autograd.Function):
 
 
 def causal_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None = None) -> torch.Tensor:
-    """Return `attention` of every token to itself and those before it, with gradient; shapes as there with s = t, scale 1 / sqrt(d) for
-    None."""
+    """Return `attention` of every token to itself and all tokens before, with gradient. s equals t; a scale of None is 1 / sqrt(d)."""
     return _CausalAttention.apply(query, key, value, query.shape[-1] ** -0.5 if scale is None else scale)

@@ -1,4 +1,4 @@
-"""Copies from the host that nobody waits for."""
+"""Asynchronous copies from the host."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ import torch
 
 
 def copy_to_device(x: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return x on `device`. On a GPU through pinned memory, which torch keeps until the copy is done: a plain `x.to(device)` waits for all
-    that the device has to do before."""
+    """Return x on `device`. Copy to a GPU through pinned memory, which torch keeps until the copy is done; a plain `x.to(device)` waits for
+    all work that was queued on the device before."""
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" and not x.is_cuda else x.to(device)

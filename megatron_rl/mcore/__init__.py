@@ -11,7 +11,8 @@ warnings.filterwarnings("ignore", module=r"megatron\.core")
 
 @contextmanager
 def wandb_hidden() -> Iterator[None]:
-    """Context manager that hides wandb from Megatron's imports. Megatron would import wandb, which takes a second on every rank and is not needed."""
+    """Context manager that hides wandb from Megatron's imports. Megatron would import wandb, which takes a second on every rank and is not
+    needed."""
     if "wandb" in sys.modules:
         yield
         return

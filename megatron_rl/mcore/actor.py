@@ -1,7 +1,5 @@
 """The trained policy, the frozen reference and the critic: forward passes and optimizer steps on a Megatron model."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
@@ -11,7 +9,6 @@ from itertools import accumulate, islice
 from typing import Any
 
 import torch
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.parallel_state import get_global_memory_buffer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import unwrap_model
@@ -23,7 +20,6 @@ from megatron_rl.distributed import gather_from_ranks, raise_on_all_ranks
 from megatron_rl.errors import RunError
 from megatron_rl.kernels.device_copy import copy_to_device
 from megatron_rl.mcore.layers.linear.output_layer import score_positions
-from megatron_rl.mcore.layers.linear.quantized_linear import find_quantized_layers
 from megatron_rl.mcore.layers.moe.experts import free_frozen_operands
 from megatron_rl.mcore.layers.moe.router import ModelRouters
 from megatron_rl.mcore.layers.moe.token_counts import UNKNOWN, KnownRoutes
@@ -32,7 +28,7 @@ from megatron_rl.mcore.names import ModelChunks, get_model_chunks, global_name, 
 from megatron_rl.mcore.optim.buckets import finish_gathers, start_gathers, wrap_chunks
 from megatron_rl.mcore.optim.master_slices import flatten_chained
 from megatron_rl.mcore.optim.offload import OptimizerOffloader
-from megatron_rl.mcore.optim.optimizer import LearningRateSchedule
+from megatron_rl.mcore.optim.optimizer import LearningRateSchedule, build_optimizer
 from megatron_rl.mcore.optim.quantizing_optimizer import check_finite
 from megatron_rl.mcore.optim.step_response import StepResponse
 from megatron_rl.mcore.passes import reduce
@@ -118,7 +114,8 @@ class Policy:
         return list(logprobs.cpu().split(lengths)), entropy / max(tokens, 1)
 
     def make_micro_batches(self, samples: list[TrainingSample], at_once: int = 1) -> MicroBatches:
-        """Pack this replica's samples into micro-batches, the same number on every replica. `at_once` micro-batches take turns. Collective."""
+        """Pack this replica's samples into micro-batches, the same number on every replica. `at_once` micro-batches take turns.
+        Collective."""
         config = self.chunks[0].config
         return make_micro_batches(
             samples,
@@ -136,7 +133,8 @@ class Policy:
         return self._forward(self._forward_chunks[0], batch, ContextShard.for_this_rank(batch.lengths).to(self._device))
 
     def _forward(self, chunk: Any, batch: MicroBatch, shard: ContextShard, known: KnownRoutes = UNKNOWN) -> torch.Tensor:
-        """Return a stage's output for this rank's positions: on the last stage logits [1, t / cp, vocab / tp] or scores (`score_positions`)."""
+        """Return a stage's output for this rank's positions: on the last stage logits [1, t / cp, vocab / tp] or scores
+        (`score_positions`)."""
         positions = shard.select(batch.positions)
         packed_params = make_packed_params(batch.lengths, shard, positions)
         experts = shard.select(batch.routed_experts) if len(batch.routed_experts) else batch.routed_experts
@@ -168,10 +166,10 @@ class Policy:
         def prepare(batch: MicroBatch, known: KnownRoutes) -> _Row:
             profiling.begin_micro_batch()
             shard = ContextShard.for_this_rank(batch.lengths)
-            scored = ScoredPositions.of(shard.select(batch.mask)).to(
+            scored = ScoredPositions.from_mask(shard.select(batch.mask)).to(
                 self._device
             )  # on the CPU, so that counting does not wait for the device
-            ahead = [Lookahead.of(batch, shard, mtp_layers).to(self._device)] if mtp_layers else []
+            ahead = [Lookahead.from_micro_batch(batch, shard, mtp_layers).to(self._device)] if mtp_layers else []
             return _Row(batch.to(self._device), shard.to(self._device), scored, ahead, known)
 
         def forward(chunk: Any, row: _Row, stage_input: torch.Tensor | None) -> torch.Tensor:
@@ -221,29 +219,8 @@ class Actor(Policy):
         config = self.chunks[0].config
         self._mtp_layers: int = config.trained_mtp_layers
         self._forward_chunks = wrap_chunks(self.chunks, train)
-        self.optimizer = get_megatron_optimizer(
-            OptimizerConfig(
-                optimizer="adam",
-                lr=train.learning_rate,
-                min_lr=train.min_learning_rate,
-                weight_decay=train.weight_decay,
-                adam_beta1=train.adam_beta1,
-                adam_beta2=train.adam_beta2,
-                adam_eps=train.adam_eps,
-                clip_grad=train.clip_grad,
-                bf16=config.bf16,
-                params_dtype=config.params_dtype,
-                use_distributed_optimizer=True,
-            ),
-            self._forward_chunks,
-            use_gloo_process_groups=False,
-        )
-        layers = {
-            global_name(chunk, f"{name}.weight"): layer for chunk in self.chunks for name, layer in find_quantized_layers(chunk).items()
-        }
-        for part in flatten_chained(self.optimizer):
-            part.take_layers(layers)
-        self.learning_rate = LearningRateSchedule(self.optimizer, train)
+        self.optimizer = build_optimizer(self._forward_chunks, train)
+        self.learning_rate: Callable[[int], float] = LearningRateSchedule(self.optimizer, train)
         self.response = StepResponse(self.chunks, self.optimizer)
         self.offloader = OptimizerOffloader(self._forward_chunks, self.optimizer, self._device)
 
@@ -329,7 +306,7 @@ class Actor(Policy):
                     hooks.enter_context(module.register_forward_hook(partial(check_output, global_name(chunk, name))))
             self._run(samples, lambda scores, *_: scores.new_zeros(()), forward_only=True)
         name = next(filter(None, gather_from_ranks(names[0] if names else "")), "")  # earlier pipeline stages have lower ranks
-        return f"; the first tensor that holds inf or NaN is what {name} gives" if name else ""
+        return f"; the first module with inf or NaN in its output is {name}" if name else ""
 
     def _check_gradients_finite(self) -> None:
         """Raise RunError on every rank if any gradient holds inf or NaN; the message names the parameter. The sum of each gradient buffer

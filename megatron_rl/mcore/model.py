@@ -1,7 +1,5 @@
 """Starts Megatron's process groups and builds the policy as a Megatron-Core GPTModel."""
 
-from __future__ import annotations
-
 import datetime
 import os
 from collections.abc import Mapping
@@ -27,14 +25,14 @@ from megatron_rl.mcore.layers.spec import build_decoder_spec
 from megatron_rl.mcore.names import ModelChunks, get_model_chunks
 from megatron_rl.mcore.optim import quantizing_optimizer
 from megatron_rl.mcore.platform import adam, cpu
-from megatron_rl.mcore.transformer_config import QuantizedTransformerConfig, _megatron_config
+from megatron_rl.mcore.transformer_config import QuantizedTransformerConfig, build_transformer_config
 from megatron_rl.mcore.weights.load_weights import set_formats
 from megatron_rl.observability.profiling import runs_under_nsys
 from megatron_rl.precision.contract import PrecisionContract
 from parallel.layout import Layout
 from parallel.megatron_shards import padded_vocabulary
 from parallel.model_geometry import ModelGeometry
-from parallel.transport import gloo_backend
+from parallel.transport.process_group import register_shared_gloo
 
 _DEFAULT_TRAIN = TrainConfig()
 _RENDEZVOUS_TIMEOUT = datetime.timedelta(minutes=10)  # how long ranks wait for each other at startup
@@ -51,7 +49,7 @@ def start_megatron(layout: Layout, seed: int, timeout_minutes: int = 30) -> None
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     if not dist.is_initialized():
-        backend = "nccl" if torch.cuda.is_available() else gloo_backend.backend()
+        backend = "nccl" if torch.cuda.is_available() else register_shared_gloo()
         if "RANK" in os.environ:
             dist.init_process_group(backend, timeout=_RENDEZVOUS_TIMEOUT)
         else:
@@ -87,7 +85,7 @@ def build_model(
     the contract's high-precision dtype. Raise UserError if the trainer does not support the model."""
     with as_user_error():
         geometry = ModelGeometry.from_hf_config(hf_config)
-    config, length = _megatron_config(geometry, layout, contract, train), hf_config["max_position_embeddings"]
+    config, length = build_transformer_config(geometry, layout, contract, train), hf_config["max_position_embeddings"]
     chunks = [_build_chunk(geometry, length, config, contract, stage if layout.vpp > 1 else None) for stage in range(layout.vpp)]
     set_formats(chunks, geometry, layout, contract)
     return chunks if layout.vpp > 1 else chunks[0]

@@ -1,7 +1,5 @@
 """The modules of a rank's model chunks, and their global names: layers and experts are numbered over the whole model."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeAlias

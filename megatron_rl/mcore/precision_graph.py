@@ -124,7 +124,9 @@ class _Reader:
     def read_mlp(self, name: str, mlps: Sequence[Any], count: int = 1) -> dict[str, Operator]:
         """Read one MLP, or equal experts as one."""
         sides = {"gate_up": [mlp.linear_fc1 for mlp in mlps], "down": [mlp.linear_fc2 for mlp in mlps]}
-        return {f"{name}.{side}": replace(_merge([self.read_linear(each) for each in layers]), count=count) for side, layers in sides.items()}
+        return {
+            f"{name}.{side}": replace(_merge([self.read_linear(each) for each in layers]), count=count) for side, layers in sides.items()
+        }
 
     def read_experts(self, moe: Any) -> dict[str, Operator]:
         router, local_experts, shared = moe.router, getattr(moe.experts, "local_experts", None), getattr(moe, "shared_experts", None)

@@ -1,7 +1,5 @@
 """Megatron's TransformerConfig for a model, a layout and a precision contract."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -41,9 +39,10 @@ class QuantizedMLATransformerConfig(QuantizedTransformerConfig, MLATransformerCo
     """The same for multi-latent attention."""
 
 
-def _megatron_config(
+def build_transformer_config(
     geometry: ModelGeometry, layout: Layout, contract: PrecisionContract, train: TrainConfig
 ) -> QuantizedTransformerConfig:
+    """Return Megatron's config of a model."""
     dtype, quantized = getattr(torch, contract.high_format.dtype), contract.trainer_format.quantized
     return (QuantizedMLATransformerConfig if geometry.latent else QuantizedTransformerConfig)(
         num_layers=geometry.layers,

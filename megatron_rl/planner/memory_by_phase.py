@@ -24,9 +24,9 @@ _PREFILL_CHUNK = 8192
 """Prompt tokens that SGLang 0.5.23 computes at once on GPUs of 60 GB and more."""
 
 PHASES = ("generate", "logprobs", "critic", "train", "sync", "resume")
-"""Phases of a plan. `critic` is the critic's optimizer steps, before the policy's; `resume` loads a checkpoint, before frozen models are loaded.
-Both exist only with a critic; without one, `train` needs more than `resume`. `count_trainer_parts` also knows `checkpoint`, which needs as
-much as `generate`."""
+"""Phases of a plan. `critic` is the critic's optimizer steps, before the policy's; `resume` loads a checkpoint, before frozen models are
+loaded. Both exist only with a critic; without one, `train` needs more than `resume`. `count_trainer_parts` also knows `checkpoint`, which
+needs as much as `generate`."""
 
 
 @dataclass(frozen=True)

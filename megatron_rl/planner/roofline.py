@@ -6,8 +6,8 @@
     generate    decoding, bound by reading weights and KV cache; at least as many steps as the longest completion has tokens
     sync        the busiest GPU's bytes by link (`estimate_sync_traffic`)
 
-With `precision.reduction = "tree"`, row-parallel products of forward passes are bound by the kernel's reads from the L2 cache, and ranks send
-FP32 partial sums.
+With `precision.reduction = "tree"`, row-parallel products of forward passes are bound by the kernel's reads from the L2 cache, and ranks
+send FP32 partial sums.
 """
 
 from __future__ import annotations

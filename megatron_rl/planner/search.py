@@ -1,9 +1,9 @@
 """Search over placements of a run on a cluster: drops those that do not work or do not fit, and ranks the rest by seconds per step.
 
 Colocated candidates use all GPUs for both sides; disaggregated ones give an eighth, a quarter, half or three quarters of them to engines.
-Tensor parallel sizes stay within a node. Pipeline (with one, two or four virtual stages), expert and data parallel sizes are all that divide
-the remaining GPUs. The first and last stage get fewer layers if that balances the stages. Context parallelism is tried if a sequence is
-longer than a micro-batch, full recomputation if nothing else fits, and engines over several nodes if no engine of one node fits.
+Tensor parallel sizes stay within a node. Pipeline (with one, two or four virtual stages), expert and data parallel sizes are all that
+divide the remaining GPUs. The first and last stage get fewer layers if that balances the stages. Context parallelism is tried if a sequence
+is longer than a micro-batch, full recomputation if nothing else fits, and engines over several nodes if no engine of one node fits.
 """
 
 from __future__ import annotations
@@ -175,7 +175,8 @@ class Planner:
                     yield replace(layout, ep=ep, etp=etp)
 
     def _interleaved(self, layout: Layout) -> Iterator[Layout]:
-        """Yield the layout with one, two and four virtual stages, which trade activation memory for a smaller bubble, with balanced stages."""
+        """Yield the layout with one, two and four virtual stages, which trade activation memory for a smaller bubble, with balanced
+        stages."""
         output_layer = weigh_output_layer(self.job, layout, self.cluster) if layout.pp > 1 else 0.0
         for vpp in (1, 2, 4) if layout.pp > 1 else (1,):
             if (balanced := balance_stages(self.job.model.layers, layout.pp, vpp, output_layer)) is not None:

@@ -1,8 +1,8 @@
 """Lower bounds of a real step's phases: seconds by kind of work at the rates of `cost.hardware`, and bytes of element-wise kernels.
 
 A replay of a pass's timeline decides how much exchange is hidden. Kernels run in order. Exchanges over one kind of link run in order, each
-after all work that was queued before it. If kernels wait for an exchange, its remaining time is exposed. Not modeled: an exchange also takes
-processors and memory bandwidth from the kernels that run beside it.
+after all work that was queued before it. If kernels wait for an exchange, its remaining time is exposed. Not modeled: an exchange also
+takes processors and memory bandwidth from the kernels that run beside it.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ class Bound:
 def estimate_bound(phase: Phase, job: Workload, candidate: Candidate, cluster: Cluster) -> Bound | None:
     """Return the bound of an optimizer step (a critic's with its values) or of all log-probs; None for phases without passes.
 
-    Work within passes is multiplied by the step's micro-batches over the rehearsed ones. Other work, and the replicas' exchange, happens once.
+    Work within passes is multiplied by the step's micro-batches over the rehearsed ones. Other work, and the replicas' exchange, happens
+    once.
     """
     if not phase.passes:
         return None

@@ -199,53 +199,15 @@ class Recorder:
             self.phase.flops_in_passes[kind] += flops
             self._segment.flops[kind] += flops
 
-    def hold(self, tensor: torch.Tensor, what: Any, line: str = "") -> bool:
-        """Count a tensor's memory until it is freed, and return whether it is new. `line` allocates it, by default the current line."""
+    def hold(self, tensor: torch.Tensor, what: Any) -> None:
+        """Count a tensor's memory until it is freed. `what` allocates it."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._allocations or not storage.nbytes():
-            return False
+            return
         self._watch(storage, self._resize, key, 0)
-        self._allocations[key] = 0, line or find_line()
+        self._allocations[key] = 0, find_line()
         self._resize(key, storage.nbytes(), tensor, what)
-        return True
-
-    def line_of(self, tensor: torch.Tensor) -> str:
-        """Return the line that allocated a tensor's memory."""
-        return self._allocations[tensor.untyped_storage()._cdata][1]
-
-    def observe(self, run: Callable[[], Any]) -> tuple[Any, Phase]:
-        """Run a function outside of passes and without collectives. Return its result, and its work for `repeat`, with peaks relative to
-        the memory held before."""
-        self._note_peak()
-        whole, held, by_line, on_host = self.phase, self.now, self._by_line.copy(), self._on_host
-        self.phase = own = Phase(whole.name, held=held, peak=Peak(held), host_peak=on_host)
-        try:
-            result = run()
-        finally:
-            self._note_peak()
-            self.phase = whole
-        assert not self.in_pass and not own.collectives, "work in passes and collectives must not be repeated"
-        own.peak.nbytes, own.host_peak = own.peak.nbytes - held, own.host_peak - on_host
-        own.peak.by_line = {line: nbytes - by_line[line] for line, nbytes in own.peak.by_line.items() if nbytes != by_line[line]}
-        self._add(own, held, by_line, on_host)
-        return result, own
-
-    def repeat(self, work: Phase) -> None:
-        """Count the work of an observed function once more. The caller must `hold` its results."""
-        self._note_peak()
-        self._add(work, self.now, self._by_line, self._on_host)
-
-    def _add(self, work: Phase, held: int, by_line: Counter[str], on_host: int) -> None:
-        phase = self.phase
-        phase.operators += work.operators
-        for name in ("moved", "flops", "waits", "copies"):
-            getattr(phase, name).update(getattr(work, name))
-        phase.host_peak = max(phase.host_peak, on_host + work.host_peak)
-        if held + work.peak.nbytes > phase.peak.nbytes:
-            lines = by_line.copy()
-            lines.update(work.peak.by_line)
-            phase.peak = Peak(held + work.peak.nbytes, work.peak.at, work.peak.line, dict(lines))
 
     def _note_peak(self) -> None:
         """Store the memory by line if the current state is the phase's peak."""

@@ -172,6 +172,8 @@ def print_report(reports: list[RankReport], engine: list[EngineRankReport], diff
     for found in engine:
         if found.forward:
             console.print(_passes(found, found.forward))
+    if not any(found.forward for found in engine):
+        console.print("The engine's forward passes were not rehearsed: FlashInfer's attention is not supported.")
     for line in differing or ():
         console.print(f"FAULT: {line}", soft_wrap=True)
     if differing is not None:

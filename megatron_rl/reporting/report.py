@@ -203,7 +203,7 @@ def _warn_not_finite(rows: Rows) -> list[str]:
 
 
 def _draw_plots(rows: Rows, declared: Declarations) -> dict[str, Any]:
-    """Return `sections` (title -> [(plot, svg)]), `missing` (titles of plots without data), and `phase_shares` ("generate 52 %, train 30 %")."""
+    """Return `sections` (title -> [(plot, svg)]), `missing` (titles of plots without data), and `phase_shares` ("generate 52 %, ...")."""
     pictures = {title: [(plot, render_svg(plot, rows)) for plot in plots] for title, plots in fill_sections(rows, declared).items()}
     panels = [panel for plots in pictures.values() for plot, _ in plots for panel in plot.panels if panel.ylabel == STEP_SECONDS]
     seconds = {label: sum(finite_values(rows, name)) for panel in panels for name, label in panel.series}

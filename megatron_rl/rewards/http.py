@@ -23,8 +23,7 @@ from megatron_rl.config.reward import RewardFunctionConfig
 from megatron_rl.errors import UserError
 from megatron_rl.types import Problem, Reward
 
-_MOST_REQUESTS = 8
-"""Maximum number of concurrent requests."""
+_MOST_REQUESTS = 8  # maximum number of concurrent requests
 _RETRYABLE_STATUS = {429, 502, 503, 504}
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 8.0
 """Seconds before the first retry. Each further pause is twice as long."""

@@ -36,8 +36,7 @@ class ServedReport:
 
     derived: int = 0
     """Number of tensors derived from weights of the last sync. They were recomputed and are bitwise equal."""
-    constant: int = 0
-    """Number of tensors that have not changed since the engine started."""
+    constant: int = 0  # number of tensors that have not changed since the engine started
     wrong: str = ""
     """The first tensor that is neither synced, derived nor constant, and why, or another reason why the rank must not serve."""
 
@@ -78,10 +77,8 @@ class Abort:
 class ParsedToolCalls:
     """Tool calls parsed from a response."""
 
-    text: str
-    """The response without its calls."""
-    calls: list[tuple[str, str]]
-    """Name and JSON arguments of each call."""
+    text: str  # the response without its calls
+    calls: list[tuple[str, str]]  # name and JSON arguments of each call
 
 
 Places = Mapping[int, Sequence[tuple[int, int]]]
@@ -189,6 +186,10 @@ class EngineLauncher(Protocol):
         """Start engine `number` of a run without waiting for it. The engine loads the Hugging Face checkpoint in `model_path`. With
         `empty`, the folder has only config.json and the tokenizer, and the engine refuses requests until the first sync has filled and
         proved its weights."""
+
+    def rehearsal_command(self, module: str) -> list[str]:
+        """Return the command of a rehearsal without a GPU: `rank` rehearses engine ranks (`megatron_rl.rehearsal.engine_rank`),
+        `signatures` compares the rehearsed kernels with the installed libraries (`megatron_rl.rehearsal.signatures`)."""
 
 
 def find_engine_launcher(name: str) -> EngineLauncher:

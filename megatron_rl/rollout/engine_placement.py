@@ -23,14 +23,11 @@ environment on, and see the same folders as this machine."""
 class EnginePlacement:
     """Placement of an engine's ranks on one of its nodes."""
 
-    host: str = "127.0.0.1"
-    """Address that the node listens on."""
+    host: str = "127.0.0.1"  # address that the node listens on
     launcher: str = ""
     """Prefix of the launch command. Empty on this machine."""
-    index: int = 0
-    """Index among the engines of the node, which take the node's devices in order."""
-    node: int = 0
-    """Index among the nodes of the engine."""
+    index: int = 0  # index among the engines of the node, which take the node's devices in order
+    node: int = 0  # index among the nodes of the engine
 
 
 def place_engine(rollout: RolloutConfig, number: int) -> list[EnginePlacement]:

@@ -32,8 +32,7 @@ from parallel.transport.base import Link
 
 T = TypeVar("T")
 
-_SPLITS_PER_ENGINE = 4
-"""Number of requests per engine into which a batch is split, so that fast engines take over work from slow ones."""
+_SPLITS_PER_ENGINE = 4  # number of requests per engine into which a batch is split, so that fast engines take over work from slow ones
 
 
 def start_engines(
@@ -52,12 +51,9 @@ class Replica:
     number: int
     engine: Engine
     serving: bool = True
-    outstanding: int = 0
-    """Number of completions requested and not yet returned."""
-    lost: EngineLostError | None = None
-    """Why the engine was lost, or None while it is alive."""
-    successor: Future[Engine] | None = None
-    """The engine that will replace the lost one, or None if no restart is left."""
+    outstanding: int = 0  # number of completions requested and not yet returned
+    lost: EngineLostError | None = None  # why the engine was lost, or None while it is alive
+    successor: Future[Engine] | None = None  # the engine that will replace the lost one, or None if no restart is left
 
 
 class EnginePool:
@@ -204,8 +200,8 @@ class EnginePool:
 
     def connect(self, link: Link, chunks: Sequence[Chunk], staged: bool) -> None:
         def connect(number: int, engine: Engine) -> None:
-            first = self._first_rank(number)
-            own_chunks = [replace(chunk, target=chunk.target - first) for chunk in chunks if self._owner_of_rank(chunk.target) == number]
+            first = number * self._settings.tp
+            own_chunks = [replace(chunk, target=chunk.target - first) for chunk in chunks if chunk.target // self._settings.tp == number]
             engine.connect(replace(link, first=first), own_chunks, staged)
 
         self._call_all(connect)
@@ -311,18 +307,13 @@ class EnginePool:
                 errors.append(error)
         return results, errors
 
-    def _first_rank(self, number: int) -> int:
-        return number * self._settings.tp
-
-    def _owner_of_rank(self, rank: int) -> int:
-        return rank // self._settings.tp
-
     def _select_ranks(self, by_rank: Mapping[int, T], number: int) -> dict[int, T]:
         """Return the entries of an engine's ranks, numbered within the engine."""
-        return {rank - self._first_rank(number): value for rank, value in by_rank.items() if self._owner_of_rank(rank) == number}
+        tp = self._settings.tp
+        return {rank % tp: value for rank, value in by_rank.items() if rank // tp == number}
 
     def _merge_by_rank(self, by_engine: Sequence[Mapping[int, T]]) -> dict[int, T]:
-        return {self._first_rank(number) + rank: value for number, ranks in enumerate(by_engine) for rank, value in ranks.items()}
+        return {number * self._settings.tp + rank: value for number, ranks in enumerate(by_engine) for rank, value in ranks.items()}
 
 
 def _describe_restart_limit(reason: RunError, limit: int) -> str:

@@ -21,7 +21,7 @@ from megatron_rl.config import Config
 from megatron_rl.hf.routing_record import extend_routing_record
 from megatron_rl.observability import hang_watchdog
 from megatron_rl.rollout.engine import Abort, Engine, check_versions
-from megatron_rl.rollout.environments.base import Episode, StepResult
+from megatron_rl.rollout.environments.base import Episode
 from megatron_rl.rollout.environments.pool import EnvironmentPool
 from megatron_rl.types import Completion, Problem, SamplingParams
 
@@ -33,10 +33,8 @@ class _Dialogue:
     completion: Completion
     episode: Episode
     sampling: SamplingParams
-    version: int
-    """Policy version for which it is collected."""
-    staleness: int
-    """Number of preceding versions that may also sample it."""
+    version: int  # policy version for which it is collected
+    staleness: int  # number of preceding versions that may also sample it
     abort: Abort | None
 
 
@@ -122,15 +120,10 @@ class MultiTurnSampler:
     def _step_environment(self, dialogue: _Dialogue) -> bool:
         """Append the environment's reply. Return whether another turn follows."""
         assert self._environments is not None
-        if dialogue.completion.finish_reason != "stop":
-            return False
-        (reply,) = self._environments.step([dialogue.completion.dialogue[-1]], [dialogue.episode])
-        return self._apply_reply(dialogue, reply)
-
-    def _apply_reply(self, dialogue: _Dialogue, reply: StepResult) -> bool:
-        """Append the reply and return True, or return False if no turn can follow it."""
-        assert self._environments is not None
         completion, limits = dialogue.completion, self._environments.config
+        if completion.finish_reason != "stop":
+            return False
+        (reply,) = self._environments.step([completion.dialogue[-1]], [dialogue.episode])
         if reply.error:
             completion.environment_error, completion.finish_reason = reply.error, "environment"
         if reply.message is None:

@@ -37,10 +37,8 @@ class GroupJob:
     purpose: str
     size: int
     sampling: SamplingParams
-    wanted: int
-    """Number of groups after which the remaining ones are aborted."""
-    owed: int = 0
-    """Number of leading groups that are never aborted."""
+    wanted: int  # number of groups after which the remaining ones are aborted
+    owed: int = 0  # number of leading groups that are never aborted
     staleness: int = 0
 
     def choose(self, ended: Iterable[int]) -> list[int]:

@@ -14,7 +14,7 @@ T = TypeVar("T")
 _REWARD_MEAN = declare("reward/mean", "mean reward of the sampled completions", "number", "reward", progress="reward {:.3f}")
 _REWARD_STD = declare("reward/std", "standard deviation of the rewards")
 _REWARD_PART = declare("reward/part/{}", "mean of the reward function {}, before its weight")
-_REWARD_ERRORS = declare("reward/errors", "completions that no verdict could be had for", "count")
+_REWARD_ERRORS = declare("reward/errors", "completions without a verdict", "count")
 _OVERLONG = declare("reward/overlong", "mean length penalty, in addition to the reward")
 _ACCURACIES = (
     declare("accuracy/train", "share of correct completions, as sampled", "share", "correct", label="training", progress="train {:.1%}"),
@@ -30,14 +30,14 @@ _CACHED = declare("tokens/cached_share", "share of the prompts' tokens, of all t
 _ENVIRONMENT = (
     declare("environment/turns", "mean number of the policy's turns in a completion"),
     declare("environment/token_share", "share of the completions' tokens that the environment wrote", "share"),
-    declare("environment/tool_errors", "messages by which the environment refused what the policy asked for", "count"),
+    declare("environment/tool_errors", "messages with which the environment refused a request of the policy", "count"),
     declare("environment/errors", "completions whose environment failed", "count"),
 )
 _AGENT = (
     declare("agent/calls", "mean number of the policy's answers in an episode"),
     declare("agent/conversations", "mean number of an episode's conversations, each a training sample"),
     declare("agent/read_share", "share of the conversations' tokens that are read and not trained on", "share"),
-    declare("agent/tool_errors", "answers that called a tool in a way that cannot be read", "count"),
+    declare("agent/tool_errors", "answers with a malformed tool call", "count"),
     declare("agent/errors", "episodes whose agent failed", "count"),
     declare("agent/stopped", "episodes cut at agent.max_calls", "count"),
 )

@@ -18,8 +18,8 @@ from megatron_rl.types import Completion, Problem
 
 _SAMPLING = (
     declare("sampling/rounds", "rounds of sampling to fill the batch", "count"),
-    declare("sampling/discarded", "groups left out because their members earned the same, or of no fitting accuracy", "count"),
-    declare("sampling/without_signal", "groups in the batch whose members earned the same", "count"),
+    declare("sampling/discarded", "groups left out because their rewards are equal or their accuracy is out of range", "count"),
+    declare("sampling/without_signal", "groups in the batch whose rewards are equal", "count"),
 )
 _ABORTED = declare("sampling/aborted", "groups aborted because enough others had ended", "count")
 _LEFT_OUT = declare("data/left_out_{}", "problems of the set {} that its epoch leaves out", "count")
@@ -42,8 +42,7 @@ class RolloutBatch:
 class StepDraw:
     """The problems of one step, and the groups that have ended."""
 
-    version: int
-    """Policy version at which the trainer trains on them."""
+    version: int  # policy version at which the trainer trains on them
     rounds: list[dict[int, Problem]]
     """Problems by position in the problem stream, for each round of dynamic sampling, or in a single round."""
     owed: int

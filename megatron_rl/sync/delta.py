@@ -24,12 +24,9 @@ MAX_DELTA_SHARE = 1 / 2
 class Changes:
     """How the chunks of all ranks differ from the base."""
 
-    own: dict[int, Difference]
-    """Differences of this rank's chunks, by chunk number."""
-    sizes: list[int]
-    """Bytes to send for every chunk of the plan: the size of its delta, or of the whole chunk."""
-    changed_share: float
-    """Share of all bytes that differ from the base."""
+    own: dict[int, Difference]  # differences of this rank's chunks, by chunk number
+    sizes: list[int]  # bytes to send for every chunk of the plan: the size of its delta, or of the whole chunk
+    changed_share: float  # share of all bytes that differ from the base
 
 
 class DeltaBase:

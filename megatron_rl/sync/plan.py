@@ -21,10 +21,8 @@ class SyncPlan:
     """What every sync moves; the same on every rank."""
 
     transfers: tuple[Transfer, ...]
-    chunks: tuple[Chunk, ...]
-    """The transfers cut into messages, in the order in which every rank handles them."""
-    targets: dict[int, list[Shard]]
-    """Shards by engine rank."""
+    chunks: tuple[Chunk, ...]  # the transfers cut into messages, in the order in which every rank handles them
+    targets: dict[int, list[Shard]]  # shards by engine rank
     contract: PrecisionContract
 
     @classmethod

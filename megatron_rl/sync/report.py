@@ -29,31 +29,20 @@ _CHANGED_SHARE = declare("sync/changed_share", "share of the bytes that changed 
 class SyncReport:
     """Result of one sync. A sync that is not proved raises an error instead."""
 
-    bytes: int
-    """Bytes sent; with `sync.delta` fewer than the weights have."""
-    blocks: int
-    """Scales moved: one per block or row of a quantized weight."""
-    tensors: int
-    """Engine tensors written, including scales."""
-    proved: int
-    """Engine tensors whose bytes had equal digests on both sides."""
-    seconds: float
-    """Total duration, including the proof."""
+    bytes: int  # bytes sent; with `sync.delta` fewer than the weights have
+    blocks: int  # scales moved: one per block or row of a quantized weight
+    tensors: int  # engine tensors written, including scales
+    proved: int  # engine tensors whose bytes had equal digests on both sides
+    seconds: float  # total duration, including the proof
     proof_seconds: float
     served_seconds: float
     canary_seconds: float
-    derived: int
-    """Tensors derived by the engine that were recomputed and found equal."""
-    canary: float
-    """Largest |log p trainer - log p engine| of the canary's tokens."""
-    wrong_bases: int
-    """1 if the engine did not hold the weights of the last sync, so that everything was sent."""
-    changed_share: float | None
-    """Share of the bytes that changed since the last sync, or None if they were not compared."""
-    restarts: int = 0
-    """Engines that replaced lost engines since the last report."""
-    recovery_seconds: float = 0.0
-    """Seconds spent on replacing engines and repeating syncs."""
+    derived: int  # tensors derived by the engine that were recomputed and found equal
+    canary: float  # largest |log p trainer - log p engine| of the canary's tokens
+    wrong_bases: int  # 1 if the engine did not hold the weights of the last sync, so that everything was sent
+    changed_share: float | None  # share of the bytes that changed since the last sync, or None if they were not compared
+    restarts: int = 0  # engines that replaced lost engines since the last report
+    recovery_seconds: float = 0.0  # seconds spent on replacing engines and repeating syncs
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics by their names in the run log."""

@@ -36,18 +36,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Transferred:
-    """Result of one transfer."""
-
-    nbytes: int
-    """Bytes sent by all ranks."""
-    changed_share: float | None
-    """Share of all bytes that differ from the base, or None if nothing was compared."""
-    sent: dict[int, str]
-    """Digests of all ranks' chunks by chunk number; empty strings without hashing."""
-    arrived: dict[int, list[str]]
-    """Digests of the engine's live weights, one per chunk, by engine rank; empty without hashing."""
-    hash_seconds: float
-    """Longest time that a trainer rank spent on hashing."""
+    nbytes: int  # bytes sent by all ranks
+    changed_share: float | None  # share of all bytes that differ from the base, or None if nothing was compared
+    sent: dict[int, str]  # digests of all ranks' chunks by chunk number; empty strings without hashing
+    arrived: dict[int, list[str]]  # digests of the engine's live weights, one per chunk, by engine rank; empty without hashing
+    hash_seconds: float  # longest time that a trainer rank spent on hashing
 
 
 class WeightTransfer:
@@ -68,8 +61,7 @@ class WeightTransfer:
         self._base, self._base_is_proved = DeltaBase(), False
         self._frozen_digests: dict[int, str] = {}
         self._reported: set[str] = set()
-        self.total_bytes = sum(chunk.nbytes for chunk in plan.chunks)
-        """Bytes of a sync that sends everything."""
+        self.total_bytes = sum(chunk.nbytes for chunk in plan.chunks)  # bytes of a sync that sends everything
 
     def open(self) -> None:
         """Open this rank's outbox, while the engine ranks open their inboxes. Does nothing if they are connected already."""

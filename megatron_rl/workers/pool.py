@@ -20,12 +20,9 @@ from typing import Any, Generic, Self, TypeVar
 
 from megatron_rl.errors import RunError
 
-LARGEST_CHUNK = 16
-"""Maximum number of tasks sent to a worker at once."""
-START_TIMEOUT = 120.0
-"""Seconds a worker may take to load its handler."""
-MOST_FAILED_STARTS = 3
-"""Number of consecutive failed starts per worker after which the run ends."""
+LARGEST_CHUNK = 16  # maximum number of tasks sent to a worker at once
+START_TIMEOUT = 120.0  # seconds a worker may take to load its handler
+MOST_FAILED_STARTS = 3  # number of consecutive failed starts per worker after which the run ends
 
 ResultT = TypeVar("ResultT")
 

@@ -19,10 +19,8 @@ from megatron_rl.kernels.linear.reference import project_down, project_up
 from megatron_rl.kernels.sums import reference as tree
 from parallel.adapters import NAMES, TARGETS
 
-ExpertLinear = Callable[[torch.Tensor, int], torch.Tensor]
-"""Linear layer of an expert: (x `[T, K]`, expert) -> `[T, N]` in x's dtype."""
-LORA_VARIABLE = "MEGATRON_RL_LORA"
-"""Environment variable of the engine's processes with the result of `describe`."""
+ExpertLinear = Callable[[torch.Tensor, int], torch.Tensor]  # linear layer of an expert: (x `[T, K]`, expert) -> `[T, N]` in x's dtype
+LORA_VARIABLE = "MEGATRON_RL_LORA"  # environment variable of the engine's processes with the result of `describe`
 
 
 def describe(rank: int, scale: float, targets: Sequence[str]) -> str:

@@ -10,8 +10,7 @@ from collections.abc import Callable
 
 import torch
 
-MAX_CACHED_BYTES = 2 << 30
-"""Limit per scheduler process: a billion values in BF16 (`value_dtype`), half as many in float32."""
+MAX_CACHED_BYTES = 2 << 30  # limit per scheduler process: a billion values in BF16 (`value_dtype`), half as many in float32
 
 Make = Callable[[], torch.Tensor]
 _values: dict[int, tuple[torch.Tensor, torch.Tensor, Make]] = {}

@@ -24,8 +24,7 @@ import torch
 from megatron_rl.precision.contract import AMAX_EPSILON, E4M3_MAX
 from parallel.formats import BLOCK
 
-SCALE_FORMAT_VARIABLE = "MEGATRON_RL_SCALE_FORMAT"
-"""Environment variable of the engine's processes with `precision.scale_format`."""
+SCALE_FORMAT_VARIABLE = "MEGATRON_RL_SCALE_FORMAT"  # environment variable of the engine's processes with `precision.scale_format`
 
 DENSE_FUNCTIONS = (
     "triton_w8a8_block_fp8_linear",

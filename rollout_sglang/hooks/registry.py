@@ -20,8 +20,7 @@ _KV_POOLS = "sglang.srt.mem_cache.memory_pool."
 _LATENT_ATTENTION = "sglang.srt.models.deepseek_common.attention_forward_methods.forward_mla.DeepseekMLAForwardMixin."
 _TORCH_ATTENTION = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend."
 
-Hook = tuple[str, Any, str]
-"""(target, function, hook type)."""
+Hook = tuple[str, Any, str]  # (target, function, hook type)
 
 
 def check_version() -> None:

@@ -18,8 +18,7 @@ import torch
 from megatron_rl.kernels.sums import reference as tree
 from rollout_sglang.hooks import adapters, gpu_activation_quant
 
-REDUCTION_VARIABLE = "MEGATRON_RL_REDUCTION"
-"""Environment variable of the engine's processes with `precision.reduction`."""
+REDUCTION_VARIABLE = "MEGATRON_RL_REDUCTION"  # environment variable of the engine's processes with `precision.reduction`
 _LINEAR_METHODS, _EXPERT_METHODS = ("UnquantizedLinearMethod", "Fp8LinearMethod"), ("UnquantizedFusedMoEMethod", "Fp8MoEMethod")
 """SGLang's methods whose products can give partial sums: with `partial_sums` on a CPU, by `multiply_on_gpu` for linear layers on a GPU."""
 _partial = False

@@ -1,11 +1,11 @@
-"""One batch of prompts and one of decoded tokens through an engine rank without a GPU, by SGLang's own runner, and what they did.
+"""Runs a batch of prompts and a batch of decoded tokens through an engine rank without a GPU, with SGLang's own runner.
 
-    graphs     the smallest and the largest batch of those whose CUDA graphs SGLang captures
-    prefill    as many tokens as SGLang puts into a chunk, in prompts of the longest that the run allows
-    decode     a token for each of as many requests as the run allows, whose tokens fill the KV cache; as a replayed graph if there is one
-    decode, eager   the same without a graph: lengths are those of the cache, which a capture does not know
+    graphs          captures the smallest and the largest batch of those whose CUDA graphs SGLang captures
+    prefill         a chunk full of prompts of the greatest length
+    decode          a token for each of the largest number of requests, whose contexts fill the KV cache; as a graph if one was captured
+    decode, eager   the same without a graph; a capture does not know the lengths of the contexts
 
-Both sample as a run's requests do, with log-probs.
+Both batches sample with log-probs, as a run's requests do.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ PASSES = (PREFILL, "decode", DECODE)
 
 
 class EngineRecorder(Recorder):
-    """A recorder that also knows which tensors were multiplied with which, in what precision."""
+    """A recorder that also stores the operands of every matrix product."""
 
     def __init__(self) -> None:
         super().__init__()
         self.products: set[tuple[str, frozenset[int]]] = set()
-        """(kind, storages of all operands)"""
+        """(dtype, storages of all operands)"""
 
     def wait(self, kind: str) -> None:
         if rehearsed_graphs.is_capturing():
@@ -46,31 +46,30 @@ class EngineRecorder(Recorder):
 
 @dataclass
 class ForwardRehearsal:
-    """What the passes of one rank did."""
+    """Result of the passes of one rank."""
 
     fault: str = ""
-    """Kind, phase, line and message of the error that ended it; or a product in another precision than its weight's, or a wait in every
-    layer; "" for none."""
+    """The error that ended the passes (type, phase, line, message), a product in the wrong precision, or a wait in every layer; else ""."""
     captured: list[int] = field(default_factory=list)
-    """Batch sizes whose CUDA graphs were captured here."""
+    """Batch sizes whose CUDA graphs were captured."""
     capturable: int = 0
-    """How many sizes SGLang captures."""
+    """Number of batch sizes that SGLang captures in a run."""
     prefill_tokens: int = 0
     decode_requests: int = 0
     context: int = 0
-    """Tokens of each of those requests."""
+    """Tokens in the context of each request."""
     attention: str = ""
     """SGLang's attention backend."""
     phases: list[dict[str, Any]] = field(default_factory=list)
-    """See `_describe`."""
+    """Figures of each pass; see `_describe`."""
     graph_bytes: int = 0
-    """That the captured graphs hold, with the buffers of their inputs."""
+    """Bytes of the captured graphs, including the buffers of their inputs."""
     free_bytes: int = 0
-    """What `mem_fraction_static` leaves for passes, CUDA graphs and the context."""
+    """Bytes that `mem_fraction_static` leaves for passes, CUDA graphs and the context."""
 
 
 def run_forward(runner: Any, recorder: EngineRecorder, longest_prompt: int) -> ForwardRehearsal:
-    """Run both batches. `runner`: SGLang's ModelRunner with its weights. A fault of the program ends it, and is in the result."""
+    """Run both batches on SGLang's ModelRunner. An error of the program ends the passes and is part of the result."""
     found, phase = ForwardRehearsal(), "the KV cache"
     try:
         recorder.begin("KV cache")
@@ -104,14 +103,14 @@ def run_forward(runner: Any, recorder: EngineRecorder, longest_prompt: int) -> F
 
 
 def _find_first(error: BaseException) -> BaseException:
-    """Return the error during whose handling the others were raised: SGLang puts its own over those of a capture."""
+    """Return the original error. SGLang raises its own error while it handles one of a capture."""
     while (before := error.__cause__ or error.__context__) is not None:
         error = before
     return error
 
 
 def _capture(runner: Any) -> tuple[list[int], int]:
-    """Let SGLang capture its graphs, of the smallest and largest batch in place of all; return those, and how many all are."""
+    """Capture the graphs of the smallest and the largest batch. Return these batch sizes, and the number of sizes in a run."""
     from sglang.srt.runtime_context import get_exec
 
     config = get_exec().graph.cuda_graph_config
@@ -124,7 +123,7 @@ def _capture(runner: Any) -> tuple[list[int], int]:
 
 
 def _prefill(runner: Any, longest_prompt: int) -> int:
-    """Run a chunk of prompts, and sample their first tokens; return its tokens."""
+    """Run a chunk of prompts and sample their first tokens. Return the number of prompt tokens."""
     from sglang.benchmark import one_batch
     from sglang.srt.runtime_context import get_schedule
 
@@ -139,13 +138,13 @@ def _prefill(runner: Any, longest_prompt: int) -> int:
 
 @torch.no_grad()
 def _decode(runner: Any) -> tuple[int, int]:
-    """Run a token of each request; return requests, and tokens of each before it."""
+    """Decode one token of each request. Return the number of requests and the length of their contexts."""
     from sglang.benchmark import one_batch
 
     requests = runner.max_running_requests
     context = max(1, min(runner.max_total_num_tokens // requests - 1, runner.model_config.context_len - 2))
     batch = _make_batch(_make_requests(requests, context), runner)
-    batch.prepare_for_extend()  # without its pass: the tokens are in the cache
+    batch.prepare_for_extend()  # its pass is skipped, as if the tokens were in the cache
     one_batch.decode(torch.zeros(requests, dtype=torch.int64, device="cuda"), batch, runner)
     runner.req_to_token_pool.clear()
     runner.token_to_kv_pool_allocator.clear()
@@ -173,7 +172,7 @@ def _make_batch(requests: list[Any], runner: Any) -> Any:
 
 
 def _make_requests(count: int, length: int) -> list[Any]:
-    """Return requests that sample as a run's do: at temperature 1, with log-probs."""
+    """Return requests that sample as in a run, at temperature 1 and with log-probs."""
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.sampling.sampling_params import SamplingParams
 
@@ -188,7 +187,7 @@ def _make_requests(count: int, length: int) -> list[Any]:
 
 
 def find_wrong_product(model: torch.nn.Module, products: set[tuple[str, frozenset[int]]]) -> str:
-    """Return the first weight in E4M3 whose blocks and scales are not the operands of an FP8 product; "" for none."""
+    """Return an error for the first E4M3 weight that was not multiplied in an FP8 product with its scales, or ""."""
     together = [operands for kind, operands in products if kind == "fp8"]
     for path, module in model.named_modules():
         for name, weight in module.named_parameters(recurse=False):
@@ -197,12 +196,12 @@ def find_wrong_product(model: torch.nn.Module, products: set[tuple[str, frozense
             scale = getattr(module, f"{name}_scale_inv", None)
             wanted = {tensor.untyped_storage()._cdata for tensor in (weight, scale) if tensor is not None}
             if scale is None or not any(wanted <= operands for operands in together):
-                return f"{path}.{name} is E4M3, and no FP8 product was called with its blocks and their scales"
+                return f"{path}.{name} is E4M3, and no FP8 product was called with its blocks and scales"
     return ""
 
 
 def find_wait_in_layers(phases: Sequence[Phase], layers: int) -> str:
-    """Return the first line in which the host waits for the device in every layer of a pass; "" for none."""
+    """Return an error for the first line in which the host waits for the device in every layer of a pass, or ""."""
     for phase in phases:
         for (kind, line), count in phase.waits.items():
             if count >= layers:
@@ -211,7 +210,7 @@ def find_wait_in_layers(phases: Sequence[Phase], layers: int) -> str:
 
 
 def _describe(phase: Phase) -> dict[str, Any]:
-    """Return a phase's figures as JSON: bytes it needed beside what it found, work, and waits of the host by line."""
+    """Return a phase's figures for JSON: additional bytes at its peak, work, and host waits by line."""
     return {
         "phase": phase.name,
         "activation_bytes": max(phase.peak.nbytes - phase.held, 0),

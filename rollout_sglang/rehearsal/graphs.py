@@ -1,6 +1,6 @@
-"""CUDA graphs without a GPU: a capture runs its work once on shapes, and a replay moves and multiplies what the capture did.
+"""CUDA graphs without a GPU: a capture runs its work once on shapes, and a replay counts the captured work again.
 
-While a stream is captured CUDA refuses every call by which the host would wait for the device; so does this.
+Like CUDA, a capture refuses every call in which the host would wait for the device.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ _capturing: list[Graph] = []
 
 
 class Graph:
-    """torch.cuda.CUDAGraph."""
+    """Stands in for torch.cuda.CUDAGraph."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self._work: dict[str, Counter] = {}
 
     def capture_begin(self, *_: Any, **__: Any) -> None:
         if _capturing:
-            raise RuntimeError("a CUDA graph is captured within the capture of another")
+            raise RuntimeError("a CUDA graph is captured within the capture of another one")
         self._before = _count()
         _capturing.append(self)
 
@@ -53,7 +53,7 @@ def _count() -> dict[str, Counter]:
 
 @contextlib.contextmanager
 def capture(cuda_graph: Graph, *_: Any, **__: Any) -> Iterator[None]:
-    """torch.cuda.graph."""
+    """Stands in for torch.cuda.graph."""
     cuda_graph.capture_begin()
     try:
         yield
@@ -62,10 +62,10 @@ def capture(cuda_graph: Graph, *_: Any, **__: Any) -> Iterator[None]:
 
 
 def install() -> None:
-    """Replace what torch has of graphs."""
+    """Replace torch's CUDA graphs."""
     cuda: Any = torch.cuda
     cuda.CUDAGraph, cuda.graph, cuda.graph_pool_handle = Graph, capture, lambda: (0, 1)
-    cuda.is_current_stream_capturing = lambda: bool(_capturing)
+    cuda.is_current_stream_capturing = is_capturing
     cuda.memory_stats = lambda *_: {
         "reserved_bytes.all.current": recorder().now,
         "reserved_bytes.all.peak": recorder().phase.peak.nbytes,
@@ -74,4 +74,5 @@ def install() -> None:
 
 
 def is_capturing() -> bool:
+    """Return whether a graph is being captured."""
     return bool(_capturing)

@@ -1,12 +1,12 @@
-"""An engine rank as it would be on a Hopper GPU, without one: SGLang's own classes, with tensors that have a shape and no data.
+"""Rehearses engine ranks without a GPU: SGLang's own classes, with tensors that have a shape and no data.
 
     python -m rollout_sglang.rehearsal.rank RANK,RANK,... < JOB.json
 
-A process of its own, as it makes torch believe in a GPU before SGLang is imported: SGLang then takes the branches, and the hooks of this
-project, that it takes on Hopper. Packages of a GPU's environment are stubs, installed or not, and kernels are functions of shapes
-(`rehearsal.kernels`). For each rank, in a process of its own, SGLang's runner builds the model and loads made up weights; they are
-processed as after a sync and filled with a sync's chunks. On the first of the ranks a batch of prompts and one of decoded tokens run
-(`rehearsal.forward`). Prints, by rank, what `RehearsedRank` says, in JSON.
+Runs in a process of its own that makes torch report a Hopper GPU before SGLang is imported, so that SGLang takes the branches and hooks
+that it takes on Hopper. GPU packages are replaced by stubs, installed or not, and kernels by shape functions (`rehearsal.kernels`). For
+each rank, a forked process builds the model with SGLang's runner and dummy weights, processes the weights as after loading, and unpacks the
+chunks of a sync into them. The first rank also runs a batch of prompts and a batch of decoded tokens (`rehearsal.forward`). Prints a JSON
+object of rank -> `RehearsedRank`.
 """
 
 from __future__ import annotations
@@ -35,52 +35,56 @@ _ALONE = {
     "SGLANG_USE_SGL_FA3_KERNEL": "true",
     "SGLANG_JIT_DEEPGEMM_PRECOMPILE": "false",
 }
-"""No broadcasts over shared memory; FlashAttention 3 of sgl-kernel, where SGLang would ask a hub for it first and fall back to this one; no
-products of 16,384 sizes to compile kernels, as in a run."""
+"""Disable broadcasts over shared memory, the download of FlashAttention 3 (sgl-kernel has it too), and DeepGEMM's precompilation."""
+_NOT_REHEARSED = "e4m3_per_layer"
+"""Value of `precision.kv` whose attention (FlashInfer) is not rehearsed: no passes run."""
 
 
 @dataclass(frozen=True)
 class RehearsedRank:
-    """What one engine rank would hold and do."""
+    """Result of one engine rank."""
 
     tensors: dict[str, tuple[str, tuple[int, ...]]]
-    """Name -> (dtype as torch names it, shape) of every weight it would serve from."""
+    """Name -> (torch dtype, shape) of every weight that the rank serves from."""
     activation_formats: dict[str, str]
-    """See `rank_handler.read_activation_formats`."""
+    """Formats of activation scales; see `rank_handler.read_activation_formats`."""
     unknown: list[str]
-    """Tensors that neither a sync fills nor `derived_tensors` knows; the first sync on a GPU would refuse them."""
+    """Tensors that are neither filled by a sync nor known to `derived_tensors`. The first sync on a GPU would refuse them."""
     model: str
     """SGLang's class."""
     chunks: int
-    """Of a sync, that were unpacked into those tensors."""
+    """Number of chunks of a sync that were unpacked."""
     sync_fault: str
-    """Why the weights are not filled by them, each byte once; "" where they are."""
+    """Why the chunks do not fill each byte of the weights exactly once, or ""."""
     forward: ForwardRehearsal | None
-    """What a batch of prompts and one of decoded tokens did; None where none ran."""
+    """Result of the forward passes, or None if none ran."""
 
 
 def main() -> None:
-    """See the module's docstring."""
+    """Rehearse the ranks of the command line with the job on standard input."""
     from megatron_rl.config import Config
 
     ranks, job = [int(rank) for rank in sys.argv[1].split(",")], json.load(sys.stdin)
-    answer, sys.stdout = sys.stdout, sys.stderr  # libraries print
+    answer, sys.stdout = sys.stdout, sys.stderr  # libraries print while they are imported
     config = Config.model_validate(job["config"], strict=False)
-    believe_in_a_gpu()
+    install_gpu()
     with describe_job(config) as (arguments, chunks):
         import_sglang()
-        with multiprocessing.get_context("fork").Pool(len(ranks), maxtasksperchild=1) as pool:  # SGLang's state is the process's
-            tasks = [(arguments, config, job["gpu"], rank, chunks(rank), rank == ranks[0]) for rank in ranks]
+        with multiprocessing.get_context("fork").Pool(len(ranks), maxtasksperchild=1) as pool:  # SGLang's state is global
+            tasks = [
+                (arguments, config, job["gpu"], rank, chunks(rank), rank == ranks[0] and config.precision.kv != _NOT_REHEARSED)
+                for rank in ranks
+            ]
             found = pool.starmap(run_rank, tasks, chunksize=1)
     print(json.dumps({rank: asdict(each) for rank, each in zip(ranks, found, strict=True)}), file=answer, flush=True)
 
 
-def believe_in_a_gpu(replaces_installed: bool = True) -> None:
-    """Load and replace all that SGLang would find on a Hopper GPU and not here. Before torch is imported. `replaces_installed`: the GPU's
-    packages too that are here, which cannot be imported without a driver."""
-    from megatron_rl.rehearsal import no_device
+def install_gpu(replaces_installed: bool = True) -> None:
+    """Replace everything that SGLang expects on a Hopper GPU, before torch is imported. `replaces_installed`: also replace installed GPU
+    packages, whose import requires a driver."""
+    from megatron_rl.rehearsal import device_guard
 
-    no_device.load()
+    device_guard.load()
     stub_modules.block_megatron()
     stub_modules.install(*_GPU_PACKAGES)
     if replaces_installed:
@@ -94,7 +98,7 @@ def believe_in_a_gpu(replaces_installed: bool = True) -> None:
 
 
 def import_sglang() -> None:
-    """Import SGLang with this project's hooks, and its models; once for all ranks."""
+    """Import SGLang with this project's hooks and its models, once for all ranks."""
     from rollout_sglang.hooks import registry
     from rollout_sglang.rehearsal import kernels as rehearsed_kernels
 
@@ -107,7 +111,7 @@ def import_sglang() -> None:
 
 @contextmanager
 def describe_job(config: Config) -> Iterator[tuple[list[str], Callable[[int], list[Chunk]]]]:
-    """Set the environment of an engine; give its server's arguments, and a function that returns the chunks of a sync to a rank."""
+    """Set the environment of an engine. Yield its server's arguments and a function that returns a rank's chunks of a sync."""
     from megatron_rl.hf.files import read_config
     from megatron_rl.hf.write import describe_weights
     from megatron_rl.precision.contract import PrecisionContract
@@ -128,7 +132,7 @@ def describe_job(config: Config) -> Iterator[tuple[list[str], Callable[[int], li
 
 
 def run_rank(arguments: list[str], config: Config, gpu: dict[str, Any], rank: int, chunks: list[Chunk], runs: bool) -> RehearsedRank:
-    """Do what SGLang's scheduler does until the model is loaded; receive a sync; run the batches where `runs`."""
+    """Load the model as SGLang's scheduler does, run the forward passes if `runs`, and receive a sync."""
     from megatron_rl.cost.hardware import Gpu
     from megatron_rl.rehearsal.device import set_value
     from megatron_rl.rehearsal.fake_cuda import one_rank
@@ -142,7 +146,7 @@ def run_rank(arguments: list[str], config: Config, gpu: dict[str, Any], rank: in
     with one_rank(rank, config.rollout.tp, Gpu(**gpu), recorder):
         runner = rehearsed_runner.start(arguments, rank)
         for tensor in (*runner.model.parameters(), *runner.model.buffers()):
-            set_value(tensor, None)  # made up weights have no numbers that a pass may count on
+            set_value(tensor, None)  # values of dummy weights are meaningless
         live = rank_handler.live_tensors(runner.model)
         formats, unknown = rank_handler.read_activation_formats(runner.model), find_unknown(runner.model, live.values())
         forward = run_forward(runner, recorder, config.data.max_prompt_tokens) if runs else None

@@ -1,4 +1,4 @@
-"""SGLang's own runner of a model, as its scheduler makes it, on a GPU without data."""
+"""SGLang's own model runner, created as its scheduler does, on a GPU without data."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.utils import _device
 
 
 def start(arguments: Sequence[str], rank: int) -> Any:
-    """Return SGLang's ModelRunner with its model loaded, in the process group of the engine's ranks. `arguments`: of its server."""
+    """Return SGLang's ModelRunner with its model loaded, for rank `rank` of an engine. `arguments` are the server's command line."""
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.distributed import bootstrap
     from sglang.srt.layers.moe import initialize_moe_config
@@ -35,8 +35,8 @@ def start(arguments: Sequence[str], rank: int) -> Any:
 
 
 def _replace_what_needs_peers() -> None:
-    """Replace what talks to other ranks or to a driver: groups, NCCL's own communicator (SGLang's all-reduce of small tensors is switched
-    off, NCCL's takes its place), pinned memory, and the library that frees a colocated engine's memory."""
+    """Replace everything that talks to other ranks or to a driver: process groups, the NCCL communicator, pinned memory, and the library
+    that frees a colocated engine's memory. NCCL's all-reduce replaces SGLang's all-reduce for small tensors."""
     from sglang.srt.distributed.device_communicators import pynccl
     from sglang.srt.model_loader import loader
     from sglang.srt.utils import torch_memory_saver_adapter
@@ -59,7 +59,7 @@ def _replace_what_needs_peers() -> None:
     loader.initialize_dummy_weights = lambda _: None
     saver: Any = torch_memory_saver_adapter
     saver._memory_saver = SimpleNamespace(region=lambda **_: nullcontext(), cuda_graph=rehearsed_graphs.capture, enabled=True)
-    _device._device_constructors()  # torch's list of these functions, made at its first use
+    _device._device_constructors()  # torch caches the list of these functions at its first use
     torch_functions: Any = torch
     for name in ("tensor", "empty", "zeros", "ones", "full"):
         setattr(torch_functions, name, _without_pinning(getattr(torch, name)))

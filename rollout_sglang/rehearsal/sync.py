@@ -1,4 +1,4 @@
-"""The receiving side of a sync without data: chunks are unpacked as `WeightReceiver` does it, and every byte that is written is counted."""
+"""The receiving side of a sync without data: unpacks chunks as `WeightReceiver` does, and counts the writes of every byte."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from parallel.chunking import Chunk
 from parallel.transport.pack import check_targets, make_target_packer
 
 _Box = tuple[int, int, int, int]
-"""First row, row after the last, first byte of a row, byte after the last."""
+"""(first row, row after the last, first byte of a row, byte after the last)"""
 
 
 def receive(live: Mapping[str, torch.Tensor], chunks: Sequence[Chunk]) -> None:
-    """Unpack one sync into `live`, tensors on device `meta`. Raise ValueError, by name, where a chunk does not fit, or where a byte of a
-    live tensor is not written exactly once."""
+    """Unpack one sync into `live`, tensors on device `meta`. Raise ValueError with the tensor's name if a chunk does not fit, or if a byte
+    is not written exactly once."""
     packer, writes = make_target_packer(live, chunks), _Writes()
     check_targets(packer, chunks)
     with torch.inference_mode(), writes:
@@ -31,7 +31,7 @@ def receive(live: Mapping[str, torch.Tensor], chunks: Sequence[Chunk]) -> None:
 
 
 def without_device(live: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return tensors of a device without data as tensors of `meta`, in the same storages."""
+    """Return tensors of the fake device as tensors on `meta` with the same storages."""
     return {
         name: torch.empty(0, dtype=each.dtype, device="meta").set_(each.untyped_storage(), each.storage_offset(), each.shape, each.stride())
         for name, each in live.items()
@@ -39,7 +39,7 @@ def without_device(live: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 class _Writes(TorchDispatchMode):
-    """Within it, what is copied into uint8 matrices is noted: (first byte, rows, bytes of a row), by storage."""
+    """Mode that records copies into uint8 matrices as (first byte, rows, bytes per row) by storage."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class _Writes(TorchDispatchMode):
 
 
 def _find_miscounted(tensor: torch.Tensor, writes: Sequence[tuple[int, int, int]]) -> str:
-    """Say which bytes were not written once; "" for none. `writes`: first byte in the storage, rows, bytes of a row."""
+    """Return which bytes were not written exactly once, or "". `writes` are (first byte in the storage, rows, bytes per row)."""
     size = tensor.element_size()
     start = int(tensor.storage_offset()) * size
     width = tensor.shape[-1] * size if tensor.dim() > 1 else size

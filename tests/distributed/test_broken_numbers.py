@@ -13,7 +13,7 @@ WEIGHT = "decoder.layers.1.mlp.linear_fc1.weight"
 LINES = {
     "loss": "the loss of optimizer step 2 is nan",
     "gradient": "holds inf or NaN in optimizer step 2",
-    "activation": "the first tensor that holds inf or NaN is what decoder.layers.1.mlp.linear_fc1 gives",
+    "activation": "the first module with inf or NaN in its output is decoder.layers.1.mlp.linear_fc1",
 }
 
 

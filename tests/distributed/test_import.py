@@ -189,7 +189,7 @@ def test_a_broken_value_on_one_rank_stops_every_rank(worlds, tmp_path):
 
 
 def test_scales_that_are_no_powers_of_two_need_another_scale_format(worlds, fp8):
-    with pytest.raises(UserError, match=r"tensor \S+\.weight_scale_inv holds scales that are no powers of two.*scale_format = .fp32"):
+    with pytest.raises(UserError, match=r"tensor \S+\.weight_scale_inv holds scales that are not powers of two.*scale_format = .fp32"):
         worlds(1).call(import_checkpoint, fp8("plain", "fp32"), unified("pow2"))
 
 

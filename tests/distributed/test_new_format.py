@@ -12,11 +12,11 @@ from support.models import read_weights
 from support.toy_format import MODE, TOY
 
 from megatron_rl.config import Config, PrecisionConfig
-from megatron_rl.cost.workload import Workload
 from megatron_rl.hf.files import read_config
 from megatron_rl.hf.read import HFCheckpoint
 from megatron_rl.kernels.linear.requirements import find_missing
-from megatron_rl.planner import memory
+from megatron_rl.cost import weights
+from megatron_rl.cost.workload import Workload
 from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.precision.quantizers import dequantize, quantize
 from parallel.digest import view_rect
@@ -91,7 +91,7 @@ def test_the_planner_counts_its_bytes(format, mode):
     job = Workload.from_config(Config.model_validate(table, strict=False), QWEN3_8B)
     weights = {(4096, 4096): 2, (1024, 4096): 2, (12288, 4096): 3}  # q and o; k and v; gate, up and down
     held = sum(count * format.count_bytes(shape) for shape, count in weights.items())
-    assert memory.count_trainer_memory(job, Layout(), 0).blocks == 36 * held
+    assert weights.count_trainer_memory(job, Layout(), 0).blocks == 36 * held
 
 
 def test_bytes_of_a_format():

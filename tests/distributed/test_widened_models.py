@@ -63,5 +63,5 @@ def test_a_runs_checkpoint_is_widened_as_its_plain_export_is(worlds, tmp_path):
     expected, result = read_weights(tmp_path / "widened"), read_weights(tmp_path / "wide")
     assert result.keys() == expected.keys() and all(torch.equal(result[name], expected[name]) for name in expected)
     assert read_config(tmp_path / "wide") == read_config(tmp_path / "widened")
-    with pytest.raises(UserError, match="--align = 128: widens no blocks that a run made; use --precision bf16"):
+    with pytest.raises(UserError, match="--align = 128: cannot widen quantized blocks of a run; use --precision bf16"):
         worlds(1).call(trainer.export, tmp_path / "step_00001", tmp_path / "fp8", "fp8", Alignment(128))

@@ -146,7 +146,7 @@ def test_a_wrong_world_size_is_one_line_before_anything_starts(tmp_path):
     done = finish(train_command.train(tmp_path, {"train.layout.tp": 2}))
     assert done.code == 2
     assert done.err.splitlines() == [
-        "megatron-rl: train.layout: needs 2 ranks (tp * cp * pp * dp), this launch has 1; "
+        "megatron-rl: train.layout: needs 2 ranks (tp * cp * pp * dp), but this launch has 1; "
         "start with torchrun --nproc-per-node 2, or change train.layout"
     ]
     assert not (tmp_path / "runs").exists()

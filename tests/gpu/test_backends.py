@@ -131,7 +131,7 @@ def test_weight_gradients_are_added_in_place(device, backends, subtests):
 
 
 def test_grouped_products_are_those_of_each_expert(device, backends, scale_format):
-    """The same sums within an expert, though tiles may differ: bf16 results may be neighbours, 2^-7 apart at most."""
+    """The same sums within an expert, though tiles may differ: bf16 results may be neighbors, 2^-7 apart at most."""
     if "deep_gemm" not in backends:
         pytest.skip(f"deep_gemm: {requirements.find_missing('deep_gemm')}")
     counts, n, k = [130, 0, 3, 700], 512, 256

@@ -109,7 +109,6 @@ CASES = {
     "latent": Case(TWO, model=LATENT),
     "router": Case(TWO, model=ROUTER),
     "int8 experts": Case([*TWO, "--rollout.ep=2", "--precision.mode=int8_rollout"], model=EXPERTS | {"num_hidden_layers": 2}),
-    "e4m3 cache": Case([*TWO, "--precision.kv=e4m3_per_layer"], model=TINY | {"num_hidden_layers": 4}),
     "wrong_dtype": Case(TWO, wrong_dtype),
     "misaligned_weight": Case(TWO, misaligned_weight),
     "unknown_kernel": Case(TWO, unknown_kernel),
@@ -141,7 +140,7 @@ def _run(folder: Path, name: str) -> Any:
 def main(folder: Path, names: list[str]) -> None:
     from rollout_sglang.rehearsal import rank as rehearsed_rank
 
-    rehearsed_rank.believe_in_a_gpu()
+    rehearsed_rank.install_gpu()
     rehearsed_rank.import_sglang()
     answer, sys.stdout = sys.stdout, sys.stderr
     with multiprocessing.get_context("fork").Pool(2, maxtasksperchild=1) as pool:

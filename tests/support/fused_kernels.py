@@ -23,7 +23,7 @@ from megatron_rl.kernels.linear import make_backend
 from megatron_rl.kernels.rope import reference as rope
 from megatron_rl.kernels.swiglu import reference as swiglu
 from megatron_rl.mcore import actor
-from megatron_rl.mcore.layers import norm_fusion, spec
+from megatron_rl.mcore.layers import norms, spec
 from megatron_rl.mcore.layers.attention import mla
 from megatron_rl.mcore.layers.moe import experts
 from megatron_rl.mcore.passes.activation_hooks import record_activations
@@ -74,7 +74,7 @@ def quantize_norms(folder: Path, batch: list[TrainingSample], precision: dict[st
     """Norms quantized as they are computed: log-probs, gradients, whether each call added a residual, recorded results, and how often
     log-probs quantized columns, which only WGrad needs (`in_vain`)."""
     with stand_ins() as patch:
-        patch.setattr(norm_fusion, "is_fused", lambda _: fused)
+        patch.setattr(norms, "is_fused", lambda _: fused)
         patch.setattr(actor, "count_row_multiple", lambda config, *_: 128 * config.tensor_model_parallel_size)
         kernels = []
         for module, name in (("norm.triton_quantized", "quantize_norm"), ("quantize.triton", "quantize_activation")):

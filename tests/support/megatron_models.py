@@ -19,13 +19,13 @@ from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.config import PrecisionConfig
 from megatron_rl.config.lora import LoraConfig
 from megatron_rl.hf.files import read_config
-from megatron_rl.mcore.checkpoint.optimizer import MOMENTS, flatten_chained
+from megatron_rl.mcore.checkpoint.optimizer import MOMENTS
 from megatron_rl.mcore.layers.linear.quantized_linear import (
     QuantizedColumnParallelLinear,
     QuantizedRowParallelLinear,
     find_quantized_layers,
 )
-from megatron_rl.mcore.model import QuantizedTransformerConfig, build_model
+from megatron_rl.mcore.model import build_model
 from megatron_rl.mcore.names import get_model_chunks
 from megatron_rl.mcore.optim.master_slices import flatten_chained, iter_masters
 from megatron_rl.mcore.optim.quantizing_optimizer import is_quantized

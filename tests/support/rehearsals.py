@@ -235,12 +235,6 @@ def refused_scales() -> Any:
     return replaced(DeepGemmBackend, "prepare", make)
 
 
-def each_weight_by_itself() -> Any:
-    from megatron_rl.rehearsal import repeats
-
-    return replaced(repeats, "_REPEATED", lambda _: ())
-
-
 def module_without_a_share() -> Any:
     """A part of the MLP that Megatron asks for its share of a checkpoint, and that has no answer."""
     import torch
@@ -348,7 +342,6 @@ class Case(NamedTuple):
 
 CASES = {
     "plain": Case([*TWO, "--precision.masters=spread"]),
-    "each weight by itself": Case([*TWO, "--precision.masters=spread"], each_weight_by_itself),
     "host_tensor_in_loss": Case([], host_tensor_in_loss),
     "item_per_layer": Case(TWO, item_per_layer),
     "doubled_activation": Case(TWO, doubled_activation),
@@ -413,17 +406,12 @@ CASES = {
 def main(folder: Path, names: list[str]) -> None:
     from contextlib import nullcontext
 
-    from megatron_rl.rehearsal.no_device import load
+    from megatron_rl.cli.rehearse import choose_ranks, install_device
 
-    load()
-    from megatron_rl.rehearsal import fake_cuda
-
-    fake_cuda.install()
-    from megatron_rl.planner.hardware import Cluster
-
-    from megatron_rl.cli.rehearse import choose_ranks
+    install_device()
     from megatron_rl.config import load_config
     from megatron_rl.cost.workload import Workload
+    from megatron_rl.cost.hardware import Cluster
     from megatron_rl.rehearsal.job import rehearse_rank
     from megatron_rl.rehearsal.report import make_report
 

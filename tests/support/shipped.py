@@ -49,18 +49,13 @@ def _run(*command: str) -> str:
 
 
 def main(jobs: list[str]) -> None:
-    from megatron_rl.rehearsal.no_device import load
+    from megatron_rl.cli.rehearse import choose_ranks, install_device
 
-    load()
-    from megatron_rl.rehearsal import fake_cuda
-
-    fake_cuda.install()
-    from megatron_rl.planner.hardware import Cluster
-
-    from megatron_rl.cli.rehearse import choose_ranks
+    install_device()
     from megatron_rl.config import load_config
-    from megatron_rl.cost.workload import Workload
     from megatron_rl.hf.files import read_config
+    from megatron_rl.cost.workload import Workload
+    from megatron_rl.cost.hardware import Cluster
     from megatron_rl.rehearsal.job import rehearse_rank
     from megatron_rl.rehearsal.report import make_report
 

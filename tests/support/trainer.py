@@ -30,7 +30,7 @@ from megatron_rl.hf.files import read_config
 from megatron_rl.kernels.sums import reference as tree
 from megatron_rl.mcore.actor import Actor, Policy
 from megatron_rl.mcore.checkpoint.checkpointing import CheckpointWriter, load_run_checkpoint
-from megatron_rl.mcore.checkpoint.optimizer import MOMENTS, flatten_chained, iter_stepped
+from megatron_rl.mcore.checkpoint.optimizer import MOMENTS
 from megatron_rl.mcore.layers import spec
 from megatron_rl.mcore.layers.linear.output_layer import score_positions
 from megatron_rl.mcore.layers.linear.quantized_linear import disable_quantization, find_quantized_layers
@@ -262,7 +262,7 @@ def measure_response(
 ) -> list[tuple[dict[str, float], dict[str, float]]]:
     """For each step, (its response from a sample of `elements` values, that of the whole model's tensors); the latter on rank 0 only, and
     only where masters are FP32 parameters."""
-    with mock.patch.object(step_response, "_ELEMENTS", elements), mock.patch.object(step_response, "_LEAST", 1):
+    with mock.patch.object(step_response, "_ELEMENTS", elements), mock.patch.object(step_response, "_MIN_STRIPS", 1):
         trainer = Trainer(folder, precision, train, layout=layout)
     names, results = (step_response.RESPONSE, step_response.CHANGED), []
 
@@ -490,7 +490,7 @@ def scored_and_whole(
     time, and the same from whole logits, of all ranks."""
     actor = Trainer(folder, precision, {"micro_batch_tokens": 10000}, temperature).actor
     (row,) = actor.make_micro_batches(batch)
-    scored = ScoredPositions.of(row.mask)
+    scored = ScoredPositions.from_mask(row.mask)
     targets = scored.select_targets(row, ContextShard.for_this_rank(row.lengths), temperature)
 
     def compute_from_whole_logits() -> tuple[torch.Tensor, ...]:

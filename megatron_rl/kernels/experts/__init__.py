@@ -1,1 +1,1 @@
-"""Moving tokens to their experts and back, and the grouped products of all experts of a rank."""
+"""Moves of tokens to their experts and back, and grouped products of all experts of a rank."""

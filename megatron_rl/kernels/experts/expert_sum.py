@@ -1,11 +1,11 @@
-"""The sum over a token's experts in the order of a fixed binary tree over all experts' numbers.
+"""The sum over a token's experts in the order of a fixed binary tree over all expert numbers.
 
-A node of n experts adds the sum of its first ceil(n / 2) experts and that of the others, in FP32; experts that the token did not choose are
-left out, which adds zero exactly. Among `ep` ranks, ep a power of two that divides the experts, a rank's experts are a node. So whoever
-adds up a token's outputs, its own rank or each expert's (and then `tree.add`), gets the same bits.
+A node of n experts adds the sum of its first ceil(n / 2) experts and the sum of the rest, in FP32. Experts that the token did not choose
+are left out, which equals adding zero. If `ep` ranks share the experts, with ep a power of two that divides their number, the experts of a
+rank are a node. So the sum has the same bits whether the token's rank adds up all outputs or each rank adds its own before `tree.add`.
 
-Additions are planned once from the choices and then run for all numbers of the outputs. A level adds at most one number to any other, so
-its own order does not matter.
+Additions are planned once from the chosen experts and then run on whole rows. A level of the tree adds at most one row to any other row, so
+the order within a level does not matter.
 """
 
 from __future__ import annotations
@@ -18,17 +18,19 @@ import torch
 from parallel.row_sums import halve
 
 _TILE = 1 << 20
-"""Outputs in FP32 at a time on a CPU."""
+"""Numbers converted to FP32 at a time on a CPU."""
 _GPU_TILE = 1 << 28
 
 
 def sum_experts(
     outputs: torch.Tensor, tokens: torch.Tensor, experts: torch.Tensor, num_tokens: int, num_experts: int, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Return the sum of each token's outputs [num_tokens, H], rounded once to `dtype`; zeros for a token without any.
+    """Return the sum of each token's outputs `[num_tokens, H]`, rounded once to `dtype`, with gradient; zeros for a token without outputs.
 
-    Row i of `outputs` [n, H] is of expert `experts[i]` for token `tokens[i]`, both int64 [n], in any order, no pair twice; `num_experts`
-    are those of the whole tree, or of this rank's node. The gradient of an output is that of its token's sum.
+    Args:
+        outputs: `[n, H]`; row i is the output of expert `experts[i]` for token `tokens[i]`, in any order.
+        tokens, experts: int64 `[n]`, without duplicate pairs.
+        num_experts: Number of experts in the whole tree, or in the node of this rank.
     """
     return _ExpertSum.apply(outputs, tokens, experts, num_tokens, num_experts, dtype)
 
@@ -64,10 +66,11 @@ def _add(
 
 
 def _plan(tokens: torch.Tensor, experts: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]:
-    """Return the rows in which tokens' sums end [t], and for each level of the tree, deepest first, the rows that others are added to.
+    """Return the rows that end up with the sums of the tokens `[t]` and, for each level of the tree, deepest first, (rows to add to, rows
+    that are added).
 
-    Neighbours in the order of experts meet in one node of the tree, and each node with experts of the token on both sides has one such
-    pair. Its level follows from the highest bit in which their paths differ; what it adds up lies in the first row of either side.
+    Each node with experts of a token on both sides corresponds to one pair of neighbors in the order of experts. The level of the node
+    follows from the highest bit in which their paths differ. The first row of each side holds the sum of that side.
     """
     paths = _paths(num_experts).to(tokens.device)
     bits = int(num_experts - 1).bit_length()
@@ -86,7 +89,7 @@ def _plan(tokens: torch.Tensor, experts: torch.Tensor, num_experts: int) -> tupl
 
 @functools.cache
 def _paths(num_experts: int) -> torch.Tensor:
-    """Return each expert's way from the root, a bit for each level, filled up with zeros: int64 [experts], ascending."""
+    """Return the path of each expert from the root, one bit per level, padded with zeros: int64 `[experts]`, ascending."""
 
     def walk(count: int, path: int, level: int) -> list[int]:
         if count == 1:

@@ -1,8 +1,8 @@
-"""Moves of tokens' rows to their experts and back: on a GPU one kernel each, which reads a row once. Sums are in FP32, in the order of a
-token's experts, and rounded once, as SGLang's are.
+"""Moves of rows of tokens to their experts and back; on a GPU, one kernel each that reads a row once. Sums are in FP32, in the order of a
+token's experts, and rounded once, as in SGLang.
 
-`order` int64 [n, k]: of n tokens the places of their rows, sorted by expert, among n k. `places` int64 [n]: of n rows where they are
-among more (`kernels.experts.token_groups`).
+`order` int64 `[n, k]` holds the places of the k rows of each token among the n k rows sorted by expert. `places` int64 `[n]` holds the
+places of n rows among more rows (`kernels.experts.token_groups`).
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ import torch
 
 
 def scatter_tokens(x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-    """Return [n k, h], any dtype: x [n, h] at all places of each token. The gradient of a token is the sum of its rows'."""
+    """Return `[n k, h]`: each token of x `[n, h]`, of any dtype, at its k places. The gradient of a token is the sum over its rows."""
     return _Move.apply(x, order, True)
 
 
 def sum_tokens(x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-    """Return [n, h] in x's dtype: the sums of each token's rows of x [n k, h], with gradient."""
+    """Return `[n, h]` in the dtype of x: the sum of each token's rows of x `[n k, h]`, with gradient."""
     return _Move.apply(x, order, False)
 
 
 class _Move(torch.autograd.Function):
-    """One of the two moves below; its gradient takes the other."""
+    """One of the two moves below; its gradient is the other move."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, order: torch.Tensor, scatters: bool) -> torch.Tensor:
@@ -53,7 +53,7 @@ def _sum(x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
 
 
 def collect(x: torch.Tensor, places: torch.Tensor, weights: torch.Tensor | None = None) -> torch.Tensor:
-    """Return the rows `places` of x [T, h], times float32 weights [n], multiplied in FP32 and rounded once. Without gradient."""
+    """Return the rows `places` of x `[T, h]`, multiplied by float32 weights `[n]` in FP32 and rounded once. No gradient."""
     if x.is_cuda:
         from megatron_rl.kernels.experts.triton import collect_rows
 
@@ -63,6 +63,6 @@ def collect(x: torch.Tensor, places: torch.Tensor, weights: torch.Tensor | None 
 
 
 def weigh(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Return x [n, h] times float32 weights [n], multiplied in FP32 and rounded once: one kernel, which writes no FP32 copy."""
+    """Return x `[n, h]` times float32 weights `[n]`, multiplied in FP32 and rounded once, in one kernel without an FP32 copy."""
     result: torch.Tensor = torch.mul(x, weights.unsqueeze(-1), out=torch.empty_like(x))
     return result

@@ -1,4 +1,4 @@
-"""Tokens sorted by expert, those of each padded with zeros to a multiple of 128, so that no block holds two experts."""
+"""Tokens sorted by expert, with the rows of each expert padded with zeros to a multiple of 128, so that no block holds two experts."""
 
 from __future__ import annotations
 
@@ -14,33 +14,35 @@ from parallel.formats import BLOCK
 
 @dataclass(frozen=True)
 class TokenGroups:
-    """The tables of n tokens in T padded rows that kernels of grouped products read, and those that spread tokens as they quantize them.
-    They are made on the host, where the counts are known, and sent in one copy, without waiting for the device."""
+    """Tables of n tokens in T padded rows, for kernels of grouped products and kernels that spread tokens.
+
+    They are built on the host, where the counts are known, and sent in one copy without waiting for the device.
+    """
 
     lengths: list[int]
-    """Rows of each expert, multiples of 128, 0 allowed."""
+    """Rows of each expert; multiples of 128, possibly 0."""
     places: torch.Tensor
-    """int64 [n]: each token's row."""
+    """int64 `[n]`: row of each token."""
     sources: torch.Tensor
-    """int32 [T]: each row's token, -1 for padding."""
+    """int32 `[T]`: token of each row, or -1 for padding."""
     experts: torch.Tensor
-    """int32 [T]: each row's expert."""
+    """int32 `[T]`: expert of each row."""
     sizes: torch.Tensor
-    """int32 [E]: `lengths`."""
+    """int32 `[E]`: `lengths` on the device."""
     tiles: tuple[torch.Tensor, torch.Tensor]
-    """int64 [T / 128] each: first row and length of the group that 128 consecutive rows belong to."""
+    """int64 `[T / 128]` each: first row and length of the group of every 128 consecutive rows."""
 
     @classmethod
     def from_counts(cls, counts: torch.Tensor | Sequence[int], device: torch.device | str) -> TokenGroups:
-        """Return the groups of `counts` [E] tokens, sorted by expert; or of [S, E], sorted by the S ranks that they came from, and those of
-        each by expert. Counts are on the host."""
+        """Return the groups of `counts` `[E]` tokens sorted by expert, or of `[S, E]` tokens sorted by source rank, then by expert. Counts
+        are on the host."""
         chunks = np.asarray(counts, dtype=np.int64)
         chunks = chunks.reshape(-1, chunks.shape[-1])
         sizes = (chunks.sum(0) + BLOCK - 1) // BLOCK * BLOCK
         starts, lengths = sizes.cumsum() - sizes, chunks.ravel()
         firsts = (starts + chunks.cumsum(0) - chunks).ravel()
         n, rows, experts = int(lengths.sum()), int(sizes.sum()), len(sizes)
-        parts = [rows // BLOCK, rows // BLOCK, rows // 2, rows // 2, n, (experts + 1) // 2]  # of int64; three of them hold int32
+        parts = [rows // BLOCK, rows // BLOCK, rows // 2, rows // 2, n, (experts + 1) // 2]  # lengths in int64; three parts hold int32
         table = np.empty(sum(parts), np.int64)
         first, length, *narrow, places, of_experts = np.split(table, np.cumsum(parts[:-1]))
         first[:], length[:] = (values.repeat(sizes // BLOCK) for values in (starts, sizes))
@@ -55,5 +57,5 @@ class TokenGroups:
 
     @property
     def rows(self) -> int:
-        """T."""
+        """Number of padded rows, T."""
         return len(self.experts)

@@ -1,8 +1,8 @@
 """The Triton kernels of `kernels.experts.reference`: they move rows of tokens to their experts and back, and quantize on the way.
 
-The quantizing kernels do in one pass what separate operators do: tokens to the bytes and scales that travel, these to padded rows
-(`token_groups`), and gradients, weighted and quantized, to the same rows. Layouts, bytes and scales equal those of `kernels.quantize.triton`;
-a gradient is rounded before it is quantized. A packed token is int32 [K/4 + K/128]: K bytes, then its scales.
+The quantizing kernels replace several operators: they pack tokens into the bytes and scales that are sent, spread packed tokens to padded
+rows (`token_groups`), and weight and quantize gradients into such rows. Layouts, bytes and scales equal those of
+`kernels.quantize.triton`; a gradient is rounded before it is quantized. A packed token is int32 [K/4 + K/128]: K bytes, then its scales.
 
 Import this file inside functions: Triton comes with GPU builds of torch only.
 """
@@ -33,7 +33,7 @@ from parallel.formats import BLOCK
 
 @triton.jit
 def scatter_row(x, order, result, width, K: tl.constexpr, WIDTH_TILE: tl.constexpr):
-    """A token of x [n, width], to its K places in the result."""
+    """Copy one token of x [n, width] to its K places in the result."""
     token, column = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH_TILE)
     row = tl.load(x + token * width + column, mask=column < width)
     for number in tl.static_range(K):
@@ -43,7 +43,7 @@ def scatter_row(x, order, result, width, K: tl.constexpr, WIDTH_TILE: tl.constex
 
 @triton.jit
 def sum_row(x, order, result, width, K: tl.constexpr, WIDTH_TILE: tl.constexpr):
-    """A token of the result [n, width], of its K rows of x."""
+    """Compute one token of the result [n, width] as the sum of its K rows of x."""
     token, column = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH_TILE)
     total = tl.zeros([WIDTH_TILE], tl.float32)
     for number in tl.static_range(K):
@@ -54,7 +54,7 @@ def sum_row(x, order, result, width, K: tl.constexpr, WIDTH_TILE: tl.constexpr):
 
 @triton.jit
 def collect_row(x, places, weights, result, width, WEIGHS: tl.constexpr, WIDTH_TILE: tl.constexpr):
-    """A row of the result [n, width]."""
+    """Compute one row of the result [n, width]."""
     number, column = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH_TILE)
     row = tl.load(x + tl.load(places + number) * width + column, mask=column < width, other=0.0)
     if WEIGHS:
@@ -63,7 +63,7 @@ def collect_row(x, places, weights, result, width, WEIGHS: tl.constexpr, WIDTH_T
 
 
 def scatter(x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-    """Return [n k, h]: x [n, h] at the places `order` [n, k]. Raise ValueError where these are of another n."""
+    """Return `[n k, h]`: x `[n, h]` at the places `order` `[n, k]`. Raise ValueError if x and `order` differ in n."""
     x, (tokens, k) = _check(x, order, 1), order.shape
     result = torch.empty(tokens * k, x.shape[1], dtype=x.dtype, device=x.device)
     if result.numel():
@@ -72,7 +72,7 @@ def scatter(x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
 
 
 def sum_rows(x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-    """Return [n, h]: the sums of the rows `order` [n, k] of x [n k, h]. Raise ValueError where x has others."""
+    """Return `[n, h]`: the sums of the rows `order` `[n, k]` of x `[n k, h]`. Raise ValueError for other shapes."""
     x, (tokens, k) = _check(x, order, order.shape[1]), order.shape
     result = torch.empty(tokens, x.shape[1], dtype=x.dtype, device=x.device)
     if result.numel():
@@ -81,7 +81,7 @@ def sum_rows(x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
 
 
 def collect_rows(x: torch.Tensor, places: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
-    """Return the rows `places` [n] of x [T, h], times weights [n]."""
+    """Return the rows `places` `[n]` of x `[T, h]`, multiplied by the weights `[n]`."""
     x, result = x.contiguous(), torch.empty(len(places), x.shape[1], dtype=x.dtype, device=x.device)
     if result.numel():
         given = torch.empty(0, device=x.device) if weights is None else weights.contiguous()
@@ -91,33 +91,16 @@ def collect_rows(x: torch.Tensor, places: torch.Tensor, weights: torch.Tensor | 
 
 def _check(x: torch.Tensor, order: torch.Tensor, rows_of_token: int) -> torch.Tensor:
     if x.dim() != 2 or len(x) != len(order) * rows_of_token:
-        raise ValueError(f"x {list(x.shape)} does not fit tokens' places {list(order.shape)}")
+        raise ValueError(f"x {list(x.shape)} does not match the places of tokens {list(order.shape)}")
     return x.contiguous()
 
 
 @triton.jit
 def quantize_weighed_tile(
-    gradient,
-    outputs,
-    weights,
-    of_weights,
-    row_data,
-    row_scale,
-    column_data,
-    column_scale,
-    sources,
-    group_start,
-    group_length,
-    tokens,
-    rows,
-    width,
-    POW2: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    EPSILON: tl.constexpr,
-    LARGEST: tl.constexpr,
-    TILE: tl.constexpr,
-):
-    """One program per 128x128 tile of the rows; `of_weights` float32 [width / 128, tokens] has its part of each token's sum."""
+    gradient, outputs, weights, of_weights, row_data, row_scale, column_data, column_scale, sources, group_start, group_length, tokens,
+    rows, width, POW2: tl.constexpr, COLUMNS: tl.constexpr, EPSILON: tl.constexpr, LARGEST: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """One program per 128x128 tile of the rows. It writes its part of each token's sum to `of_weights` float32 [width / 128, tokens]."""
     tile, column_tile = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     row, column = tile * TILE + tl.arange(0, TILE), column_tile * TILE + tl.arange(0, TILE)
     source = tl.load(sources + row).to(tl.int64)
@@ -137,20 +120,10 @@ def quantize_weighed_tile(
 
 @triton.jit
 def pack_token(
-    x,
-    order,
-    data,
-    scales,
-    width,
-    packed_bytes,
-    K: tl.constexpr,
-    POW2: tl.constexpr,
-    EPSILON: tl.constexpr,
-    LARGEST: tl.constexpr,
-    TILE: tl.constexpr,
-    WIDTH_TILE: tl.constexpr,
-):
-    """One program per token of x [n, width]; `data` and `scales` begin at the first packed token's bytes and scales."""
+    x, order, data, scales, width, packed_bytes, K: tl.constexpr, POW2: tl.constexpr, EPSILON: tl.constexpr, LARGEST: tl.constexpr,
+    TILE: tl.constexpr, WIDTH_TILE: tl.constexpr,
+):  # fmt: skip
+    """One program per token of x [n, width]; `data` and `scales` point to the bytes and scales of the first packed token."""
     token, block = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH_TILE // TILE)
     column, is_block = block[:, None] * TILE + tl.arange(0, TILE)[None, :], block * TILE < width
     values = tl.load(x + token * width + column, mask=is_block[:, None], other=0.0).to(tl.float32)
@@ -177,12 +150,15 @@ def spread_packed_row(packed, sources, data, scales, rows, width, blocks, WIDTH_
 def quantize_weighed(
     gradient: torch.Tensor, outputs: torch.Tensor, weights: torch.Tensor, groups: TokenGroups, scale_format: str, *, columns: bool
 ) -> tuple[QuantizedPair, QuantizedPair | None, torch.Tensor]:
-    """Return (rows, columns, the weights' gradient float32 [n]): rows and columns as `quantize_activation` of gradient [n, K] times weights
-    float32 [n]; the gradient is the sum of gradient times outputs [T, K] over K. Raise ValueError for other shapes."""
+    """Return (rows, columns, gradient of the weights float32 `[n]`). Raise ValueError for shapes that do not match.
+
+    Rows and columns are those of `quantize_activation` for gradient `[n, K]` times weights float32 `[n]`. The gradient of the weights is
+    the sum of gradient times outputs `[T, K]` over K.
+    """
     tokens, width = gradient.shape
     fits = outputs.shape == (groups.rows, width) and len(weights) == len(groups.places) == tokens
     if width % BLOCK or not fits or outputs.dtype != gradient.dtype:
-        raise ValueError(f"the gradient {list(gradient.shape)} does not fit outputs {list(outputs.shape)}, weights or groups")
+        raise ValueError(f"gradient {list(gradient.shape)}, outputs {list(outputs.shape)}, weights and groups do not match")
     rows, column_pair = allocate(groups.rows, width, gradient.device, rows=True, columns=columns)
     assert rows is not None
     sums = torch.empty(width // BLOCK, tokens, dtype=torch.float32, device=gradient.device)
@@ -190,35 +166,23 @@ def quantize_weighed(
     column_data, column_scale = (column_pair[0].view(torch.uint8), column_pair[1]) if column_pair else (unused, unused)
     if groups.rows:
         quantize_weighed_tile[(groups.rows // BLOCK, width // BLOCK)](
-            gradient.contiguous(),
-            outputs,
-            weights.contiguous(),
-            sums,
-            rows[0].view(torch.uint8),
-            rows[1],
-            column_data,
-            column_scale,
-            groups.sources,
-            *groups.tiles,
-            tokens,
-            groups.rows,
-            width,
-            POW2=scale_format == "pow2",
-            COLUMNS=columns,
-            EPSILON=AMAX_EPSILON,
-            LARGEST=E4M3_MAX,
-            TILE=BLOCK,
-            **LAUNCH,
-        )
+            gradient.contiguous(), outputs, weights.contiguous(), sums, rows[0].view(torch.uint8), rows[1], column_data, column_scale,
+            groups.sources, *groups.tiles, tokens, groups.rows, width, POW2=scale_format == "pow2", COLUMNS=columns, EPSILON=AMAX_EPSILON,
+            LARGEST=E4M3_MAX, TILE=BLOCK, **LAUNCH,
+        )  # fmt: skip
     return rows, flatten_groups(column_pair, groups), sums.sum(0)
 
 
 def pack(x: torch.Tensor, order: torch.Tensor, scale_format: str) -> torch.Tensor:
-    """Quantize tokens x [n, K], K a multiple of 128, and return them packed, int32 [n k, K/4 + K/128], at the places `order` int64 [n, k].
-    Raise ValueError for other shapes."""
+    """Quantize tokens x `[n, K]` and return them packed, int32 `[n k, K/4 + K/128]`, at the places `order` int64 `[n, k]`.
+
+    Raise ValueError if K is not a multiple of 128 or the shapes do not match.
+    """
     (tokens, k), width = order.shape, x.shape[1]
     if width % BLOCK or len(x) != tokens:
-        raise ValueError(f"x {list(x.shape)}: the width must be a multiple of {BLOCK}, and the places {list(order.shape)} be of its tokens")
+        raise ValueError(
+            f"x {list(x.shape)}: the width must be a multiple of {BLOCK}, and order {list(order.shape)} must have a row per token"
+        )
     packed = torch.empty(tokens * k, width // 4 + width // BLOCK, dtype=torch.int32, device=x.device)
     if tokens:
         formula: Any = {"POW2": scale_format == "pow2", "EPSILON": AMAX_EPSILON, "LARGEST": E4M3_MAX, "TILE": BLOCK}
@@ -229,25 +193,18 @@ def pack(x: torch.Tensor, order: torch.Tensor, scale_format: str) -> torch.Tenso
 
 
 def spread_packed(packed: torch.Tensor, groups: TokenGroups) -> QuantizedPair:
-    """Return the rows of packed tokens [n, K/4 + K/128]; padding is zero. Raise ValueError for other shapes."""
+    """Return the rows of packed tokens `[n, K/4 + K/128]`, with zeros in the padding. Raise ValueError for other shapes."""
     width = packed.shape[1] * 32 // 33
     blocks = packed.shape[1] - width
     if width != 32 * blocks or len(packed) != len(groups.places):
-        raise ValueError(f"packed tokens {list(packed.shape)} do not fit their groups")
+        raise ValueError(f"packed tokens {list(packed.shape)} do not match their groups")
     rows, _ = allocate(groups.rows, 4 * width, packed.device, rows=True, columns=False)
     assert rows is not None
     data, scale = rows
     if groups.rows:
         launch = choose_launch(width)
         spread_packed_row[(groups.rows,)](
-            packed.contiguous(),
-            groups.sources,
-            data.view(torch.int32),
-            scale.t().view(torch.int32),
-            groups.rows,
-            width,
-            blocks,
-            BLOCKS_TILE=triton.next_power_of_2(blocks),
-            **launch,
-        )
+            packed.contiguous(), groups.sources, data.view(torch.int32), scale.t().view(torch.int32), groups.rows, width, blocks,
+            BLOCKS_TILE=triton.next_power_of_2(blocks), **launch,
+        )  # fmt: skip
     return rows

@@ -1,6 +1,6 @@
-"""The kernels of `kernels.heads.reference`.
+"""The Triton kernels of `kernels.heads.reference`.
 
-This file imports Triton, which only GPU builds of torch bring along: import it inside functions.
+Import this file inside functions: Triton comes with GPU builds of torch only.
 """
 
 from __future__ import annotations
@@ -15,36 +15,22 @@ import triton.language as tl
 from megatron_rl.kernels.heads import Heads, Norms
 
 _TOKENS = 32
-"""Of a program, which has one head of each."""
+"""Tokens of a program, which computes one head of each."""
 LAUNCH = {"num_warps": 4, "enable_fp_fusion": False}
-"""Products are fused where the kernel says so."""
+"""Multiply-adds are fused only where the kernel calls `tl.fma`."""
 
 
 @triton.jit
 def _load_pairs(source, first, second, inside):
-    """The two numbers of each pair, float32."""
+    """Return both numbers of each pair, float32."""
     return tl.load(source + first, mask=inside, other=0.0).to(tl.float32), tl.load(source + second, mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def rotate_head_tile(
-    mixed,
-    query,
-    key,
-    of_query,
-    of_key,
-    cos,
-    sin,
-    positions,
-    tokens,
-    eps,
-    GROUPS: tl.constexpr,
-    QUERIES: tl.constexpr,
-    PAIRS: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    NORMS: tl.constexpr,
-    TOKENS: tl.constexpr,
-):
+    mixed, query, key, of_query, of_key, cos, sin, positions, tokens, eps, GROUPS: tl.constexpr, QUERIES: tl.constexpr,
+    PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr, NORMS: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
     """One program per TOKENS tokens and query or key head of mixed [tokens, GROUPS (QUERIES + 2) 2 PAIRS]."""
     token, head = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS), tl.program_id(1)
     group, number = head // (QUERIES + 1), head % (QUERIES + 1)
@@ -72,27 +58,10 @@ def rotate_head_tile(
 
 @triton.jit
 def differentiate_head_tile(
-    dq,
-    dk,
-    dv,
-    mixed,
-    result,
-    of_query,
-    of_key,
-    of_weights,
-    cos,
-    sin,
-    positions,
-    tokens,
-    eps,
-    GROUPS: tl.constexpr,
-    QUERIES: tl.constexpr,
-    PAIRS: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    NORMS: tl.constexpr,
-    TOKENS: tl.constexpr,
-):
-    """One program per TOKENS tokens and head, values' too. `of_weights` float32 [programs along tokens, GROUPS (QUERIES + 1), 2 PAIRS]."""
+    dq, dk, dv, mixed, result, of_query, of_key, of_weights, cos, sin, positions, tokens, eps, GROUPS: tl.constexpr,
+    QUERIES: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr, NORMS: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    """One program per TOKENS tokens and head, including value heads. `of_weights` float32 [programs, GROUPS (QUERIES + 1), 2 PAIRS]."""
     token, head = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS), tl.program_id(1)
     group, number = head // (QUERIES + 2), head % (QUERIES + 2)
     pair = tl.arange(0, PAIRS)
@@ -128,7 +97,7 @@ def differentiate_head_tile(
 
 
 def rotate(mixed: torch.Tensor, heads: Heads, norms: Norms) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (query, key) of `kernels.heads.reference`. Raise ValueError where shapes do not fit."""
+    """Return (query, key) of `kernels.heads.reference.split_heads`. Raise ValueError if shapes do not match."""
     dim = _check(mixed, heads)
     query, key = (mixed.new_empty(len(mixed), count, dim) for count in (heads.groups * heads.queries, heads.groups))
     if len(mixed):
@@ -141,7 +110,7 @@ def rotate(mixed: torch.Tensor, heads: Heads, norms: Norms) -> tuple[torch.Tenso
 
 
 def differentiate(gradients: Sequence[torch.Tensor], mixed: torch.Tensor, heads: Heads, norms: Norms) -> tuple[torch.Tensor, Norms]:
-    """Return what `kernels.heads.reference.differentiate_heads_reference` does. Raise ValueError where shapes do not fit."""
+    """Compute `kernels.heads.reference.differentiate_heads_reference`. Raise ValueError if shapes do not match."""
     dim, (dq, dk, dv) = _check(mixed, heads), (gradient.contiguous() for gradient in gradients)
     tiles = triton.cdiv(len(mixed), _TOKENS)
     result = torch.empty_like(mixed)
@@ -157,11 +126,11 @@ def differentiate(gradients: Sequence[torch.Tensor], mixed: torch.Tensor, heads:
 
 
 def _check(mixed: torch.Tensor, heads: Heads) -> int:
-    """Return the width of a head."""
+    """Return the width of a head. Raise ValueError if shapes do not match."""
     dim, rotation = 2 * heads.rotation.cos.shape[1], heads.rotation
     fits = mixed.shape == (len(rotation.positions), heads.groups * (heads.queries + 2) * dim) and dim & (dim - 1) == 0
     if not fits or not mixed.is_contiguous():
-        raise ValueError(f"mixed {list(mixed.shape)}, {heads.groups} groups of {heads.queries} and 2 heads of {dim} do not fit")
+        raise ValueError(f"mixed {list(mixed.shape)}, {heads.groups} groups of {heads.queries} + 2 heads of width {dim} do not match")
     return dim
 
 

@@ -1,4 +1,4 @@
-"""Backends of the trainer's quantized products; `base` holds the interface, every other module one implementation."""
+"""Backends of the trainer's quantized products. `base` defines the interface; `reference` and each library have one module."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ PRODUCTS = {
     ("fp8", "transformer_engine"): "transformer_engine:TransformerEngineBackend",
     ("int8", "emulated"): "reference:EmulatedInt8",
 }
-"""(`TensorFormat.name`, `precision.backend`) -> module (of this package if its name has no dot) and class, which is given the format."""
+"""(`TensorFormat.name`, `precision.backend`) -> "module:class". A module without a dot is in this package; the class takes the format."""
 
 GROUPED = dict.fromkeys([("fp8", "deep_gemm"), ("fp8", "transformer_engine")], "megatron_rl.kernels.experts.deep_gemm:DeepGemmExperts")
-"""The same for the products of all experts of a rank at once: DeepGEMM's for both, the kernels that SGLang has for experts as well.
-Transformer Engine's grouped products of 128-blocks call cuBLAS expert by expert."""
+"""The same for products of all experts of a rank at once. Both use DeepGEMM, like SGLang: Transformer Engine's grouped products of
+128-blocks call cuBLAS expert by expert."""
 
 
 @functools.cache
 def make_backend(name: str, format: TensorFormat) -> Backend:
-    """Return the backend of `precision.backend` for a format and load its libraries; preflight has reported what is missing."""
+    """Return the backend of `precision.backend` for a format and load its libraries. Preflight reports missing libraries."""
     return _load(PRODUCTS[format.name, name])(format)
 
 
 @functools.cache
 def make_grouped_backend(name: str, format: TensorFormat) -> DeepGemmExperts | None:
-    """Return the same for experts; None where a backend multiplies one expert after the other."""
+    """Return the backend for all experts at once, or None if the backend multiplies one expert after the other."""
     return _load(GROUPED[format.name, name])(format) if (format.name, name) in GROUPED else None
 
 

@@ -1,13 +1,13 @@
-"""The backend `deep_gemm`: the kernels that SGLang serves with on Hopper, in the trainer.
+"""The backend `deep_gemm`: the kernels that SGLang serves with on Hopper, used in the trainer.
 
-Written against DeepGEMM 2.1 to 2.6 and SGLang's build of it, sgl-deep-gemm 0.2.3; both are imported as `deep_gemm`. On Hopper it takes
-operands with the contraction innermost only ("NT"), so the weight's bytes are kept a second time, transposed, for DGrad.
+Written for DeepGEMM 2.1 to 2.6 and SGLang's build of it, sgl-deep-gemm 0.2.3; both are imported as `deep_gemm`. On Hopper it takes only
+operands with the contraction innermost ("NT"), so a transposed copy of the weight's bytes is kept for DGrad.
 
     FProp, DGrad   1x128 . 128x128   bf16 out      recipe (1, 128, 128)
     WGrad          1x128 . 1x128     float32 out, added to the buffer      recipe (1, 1, 128)
 
-Sums run over 128 terms in the tensor core, then `sum += scale_a * scale_b * partial` in FP32, block after block in order. DeepGEMM has no
-other order: sums by the tree are those of our Triton kernel (`kernels.sums.triton`).
+The tensor core sums 128 terms, then `sum += scale_a * scale_b * partial` in FP32, block after block in order. DeepGEMM has no other order;
+`kernels.sums.triton` sums by the tree.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from megatron_rl.precision.quantized_weight import QuantizedWeight
 BLOCK_RECIPE = (1, 128, 128)
 GROUP_RECIPE = (1, 1, 128)
 _TMA_ALIGNMENT = 16
-"""Bytes, of every address that the tensor memory accelerator writes to."""
+"""Alignment in bytes of addresses that the tensor memory accelerator writes to."""
 
 
 class DeepGemmWeight(NamedTuple):
-    """The same blocks for both products: `fprop` data [N, K] and scales [N/128, K/128], `dgrad` both transposed."""
+    """The blocks for both products: `fprop` data `[N, K]` and scales `[N/128, K/128]`; `dgrad` holds both transposed."""
 
     fprop: tuple[torch.Tensor, torch.Tensor]
     dgrad: tuple[torch.Tensor, torch.Tensor]
@@ -107,7 +107,7 @@ def _multiply(a: Operand, b: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
 
 
 def supports_inplace_add(buffer: torch.Tensor) -> bool:
-    """Return whether the kernel can add to a gradient buffer in place; otherwise the sum is the same FP32 addition."""
+    """Return whether the kernel can add to a gradient buffer in place; if not, torch does the same FP32 addition."""
     return buffer.dtype == torch.float32 and buffer.is_contiguous() and buffer.data_ptr() % _TMA_ALIGNMENT == 0
 
 

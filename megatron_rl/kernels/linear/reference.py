@@ -1,4 +1,4 @@
-"""The reference backends (`precision.backend = "emulated"`) and their products, on any device and dtype: quantize, dequantize, multiply in FP32.
+"""The reference backends (`precision.backend = "emulated"`) and their products, on any device: quantize, dequantize, multiply in FP32.
 
 With power-of-two scales a dequantized product is exact before accumulation, so it differs from a block-scaled GEMM only in the order of the
 FP32 sums. The operands are then BF16 numbers, which a CPU with AMX multiplies several times faster. On a CPU, trainer and engine both call

@@ -1,4 +1,4 @@
-"""What each backend needs of a machine and of a model, checked before anything heavy starts. Imports torch only for a GPU backend."""
+"""Requirements of each backend on machine and model, checked before anything heavy starts. Imports torch only for GPU backends."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from parallel.model_geometry import ModelGeometry
 
 BACKENDS = ("emulated", "transformer_engine", "deep_gemm")
 MIN_CUDA = (12, 9)
-"""From here on cuBLAS has block-scaled products, and nvcc compiles DeepGEMM's kernels."""
+"""First version in which cuBLAS has block-scaled products and nvcc compiles DeepGEMM's kernels."""
 _HOPPER = 9
-"""Major compute capability. Newer GPUs compute 128-blocks by requantizing them to MXFP8: other bytes than the engine's."""
+"""Major compute capability. Newer GPUs requantize 128-blocks to MXFP8, whose bytes differ from the engine's."""
 
 
 @dataclass(frozen=True)
 class Package:
-    """A package under one of its published names. The backend is written against versions from `min_version` to below `max_version`."""
+    """A package under one of its published names, supported from `min_version` to below `max_version`."""
 
     name: str
     min_version: tuple[int, ...]
@@ -35,7 +35,7 @@ class Package:
 
 
 _TRITON = (Package("triton", (3, 6), (4,), "install torch's CUDA build, which brings Triton"),)
-_PACKAGES: dict[str, tuple[tuple[Package, ...], ...]] = {  # of every tuple of alternatives one must be installed
+_PACKAGES: dict[str, tuple[tuple[Package, ...], ...]] = {  # one of each tuple of alternatives must be installed
     "emulated": (),
     "deep_gemm": (
         (
@@ -52,8 +52,8 @@ _PACKAGES: dict[str, tuple[tuple[Package, ...], ...]] = {  # of every tuple of a
 
 
 def find_missing(name: str, format: TensorFormat = FP8, experts: bool = False) -> list[tuple[str, str]]:
-    """Return pairs (reason why the backend cannot run on this machine, fix), the most important first; empty where it can run. `experts`:
-    the model has some, whose products are DeepGEMM's (`backends.GROUPED`)."""
+    """Return pairs (reason why the backend cannot run on this machine, fix), the most important first. Empty if it can run. `experts`:
+    whether the model has experts, whose products are DeepGEMM's (`kernels.linear.GROUPED`)."""
     if (format.name, name) not in PRODUCTS:
         return [(f"it has no {format.name.upper()} products", "name another")]
     if name == "emulated":
@@ -67,7 +67,7 @@ def find_missing(name: str, format: TensorFormat = FP8, experts: bool = False) -
 
 
 def check_model(backend: str, format: TensorFormat, model: ModelGeometry, layout: Layout) -> None:
-    """Raise UserError where a rank's quantized weight is cut or reordered within a block, which only `emulated` supports."""
+    """Raise UserError if a rank's quantized weight is cut or reordered within a block, which only `emulated` supports."""
     if format.block is None or backend == "emulated":
         return
     width = max(format.block)
@@ -80,7 +80,7 @@ def check_model(backend: str, format: TensorFormat, model: ModelGeometry, layout
             if rows % width or shard.cols % width:
                 rule = f"needs widths in multiples of {width}, and {shard.name} is [{rows}, {shard.cols}] on rank {rank}"
             elif compute_row_order(shard, format) is not None:
-                rule = f"needs blocks that hold one of q, k and v each, and those of {shard.name} would mix them on rank {rank}"
+                rule = f"needs blocks of only one of q, k and v, but those of {shard.name} would mix them on rank {rank}"
             else:
                 continue
             raise UserError("precision.backend", backend, rule, "use emulated, or another train.layout.tp")
@@ -95,7 +95,7 @@ def _find_gpu_problem() -> tuple[str, str] | None:
     if not torch.cuda.is_available():
         return "torch sees no GPU", fix
     if torch.cuda.get_device_capability()[0] != _HOPPER:
-        return f"{torch.cuda.get_device_name()} is no Hopper GPU", fix
+        return f"{torch.cuda.get_device_name()} is not a Hopper GPU", fix
     if parse_version(torch.version.cuda) < MIN_CUDA:
         return f"torch is built for CUDA {torch.version.cuda}", fix
     return None
@@ -109,7 +109,7 @@ def _find_package_problem(alternatives: tuple[Package, ...]) -> tuple[str, str] 
     if package.min_version <= parse_version(version) < package.max_version:
         return None
     supported = f"{'.'.join(map(str, package.min_version))} to below {'.'.join(map(str, package.max_version))}"
-    return f"{package.name} {version} is not one of the known versions, {supported}", package.install_hint
+    return f"{package.name} {version} is not a supported version, {supported}", package.install_hint
 
 
 def parse_version(version: str) -> tuple[int, ...]:
@@ -118,6 +118,6 @@ def parse_version(version: str) -> tuple[int, ...]:
 
 
 def find_nvcc() -> str | None:
-    """Return CUDA_HOME or CUDA_PATH where it holds bin/nvcc, else the nvcc on PATH; None without one."""
+    """Return CUDA_HOME or CUDA_PATH if it contains bin/nvcc, else the nvcc on PATH, or None if there is none."""
     homes = (os.environ.get(name) for name in ("CUDA_HOME", "CUDA_PATH"))
     return next((home for home in homes if home and (Path(home) / "bin" / "nvcc").exists()), shutil.which("nvcc"))

@@ -1,12 +1,12 @@
-"""The backend `transformer_engine`: its quantizer for activations and cuBLAS's block-scaled GEMM, on the layers' own weight blocks.
+"""The backend `transformer_engine`: its quantizer for activations and cuBLAS's block-scaled GEMM, on the weight blocks of the layers.
 
-Written against Transformer Engine 2.12 to 2.20. Its block-scaled tensors hold uint8 data and FP32 scales:
+Written for Transformer Engine 2.12 to 2.20. Its block-scaled tensors hold uint8 data and FP32 scales:
 
-    weight       rows [N, K], scales [N/128, K/128 padded to 4]; columns: the same bytes and scales transposed
+    weight       rows [N, K], scales [N/128, K/128 padded to 4]; columns: the same bytes and scales, transposed
     activation   rows [T, K], scales [K/128, T padded to 4]; columns [K, T], scales [T/128, K], quantized anew
 
-The quantizer gets the contract's epsilon and scale format by name: Transformer Engine's recipe has neither as an argument, its
-defaults are class attributes fixed at import.
+The quantizer is given the contract's epsilon and scale format explicitly. Transformer Engine's recipe has no argument for either; its
+defaults are class attributes that are fixed at import.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megatron_rl.precision.quantized_weight import QuantizedWeight
 from parallel.formats import BLOCK
 
 _TOKENS = 16
-"""cuBLAS reads the transposed operand of WGrad in rows of T bytes, which must be a multiple of 16. Zeros are added."""
+"""Tokens are padded with zeros to this multiple: cuBLAS reads the transposed operand of WGrad in rows of T bytes, aligned to 16."""
 
 
 class TransformerEngineBackend(GpuBackend):
@@ -50,7 +50,7 @@ class TransformerEngineBackend(GpuBackend):
         return Operand(tokens, row_pair if rows else (), column_pair if columns else ())
 
     def quantize_swiglu(self, gate_up: torch.Tensor, gradient: torch.Tensor | None, *, rows: bool, columns: bool) -> Operand:
-        """By our Triton kernel, in Transformer Engine's layout."""
+        """Quantize with the project's Triton kernel, in Transformer Engine's layout."""
         from megatron_rl.kernels.swiglu.triton import quantize_swiglu
 
         self.check_input(gate_up)
@@ -63,7 +63,7 @@ class TransformerEngineBackend(GpuBackend):
     def quantize_norm(
         self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, *, columns: bool
     ) -> tuple[torch.Tensor, torch.Tensor, Operand]:
-        """By our Triton kernels, in Transformer Engine's layout."""
+        """Quantize with the project's Triton kernels, in Transformer Engine's layout."""
         from megatron_rl.kernels.norm.triton import quantize_norm
 
         self.check_input(x)
@@ -87,7 +87,7 @@ class TransformerEngineBackend(GpuBackend):
         return self._multiply(weight, x, "TN", weight.get_metadata()["rowwise_data"])
 
     def fprop_by_tree(self, x: Operand, weight: Any) -> torch.Tensor:
-        """By our Triton kernel: cuBLAS chooses its own order."""
+        """Multiply with the project's Triton kernel, since cuBLAS chooses its own order."""
         metadata = weight.get_metadata()
         data, weight_scale = metadata["rowwise_data"], metadata["rowwise_scale_inv"]
         if not x.tokens:
@@ -108,14 +108,14 @@ class TransformerEngineBackend(GpuBackend):
         return dw if into is None or in_place else into.add_(dw)
 
     def _multiply(self, weight: Any, operand: Operand, layout: str, data: torch.Tensor) -> torch.Tensor:
-        """`data`: the weight's bytes that the layout reads, [features out, features in]."""
+        """Return the product. `data` holds the bytes of the weight that the layout reads, `[features out, features in]`."""
         if not operand.tokens:
             return torch.empty(0, len(data), dtype=torch.bfloat16, device=data.device)
         activation = self._tensor(self._activations, operand.rows, None)
         return _gemm(weight, activation, layout=layout, out_dtype=torch.bfloat16, use_split_accumulator=True)[: operand.tokens]
 
     def _tensor(self, quantizer: Any, rows: Any, columns: Any) -> Any:
-        """Wrap existing bytes and scales in one of Transformer Engine's block-scaled tensors."""
+        """Wrap existing bytes and scales in a block-scaled tensor of Transformer Engine."""
         from transformer_engine.pytorch.tensor.storage.float8_blockwise_tensor_storage import Float8BlockwiseQTensorStorage
 
         (rowwise_data, rowwise_scale), (columnwise_data, columnwise_scale) = rows or (None, None), columns or (None, None)
@@ -138,7 +138,7 @@ class TransformerEngineBackend(GpuBackend):
         return self._quantizer(2)
 
     def _quantizer(self, dimensions: int) -> Any:
-        import transformer_engine.pytorch  # noqa: F401 - lays transformer_engine_torch, which is not on the path, into sys.modules
+        import transformer_engine.pytorch  # noqa: F401 - puts transformer_engine_torch, which is not on the path, into sys.modules
         import transformer_engine_torch
         from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer
 
@@ -159,5 +159,5 @@ def _gemm(a: Any, b: Any, **options: Any) -> torch.Tensor:
 
 
 def pad_scales(scale: torch.Tensor) -> torch.Tensor:
-    """Pad the columns to a multiple of 4, as the GEMM reads them."""
+    """Pad the columns to a multiple of 4, which the GEMM requires."""
     return append_zeros(scale, -1, -scale.shape[1] % 4).contiguous()

@@ -1,1 +1,1 @@
-"""RMSNorm, and RMSNorm that quantizes its result."""
+"""RMSNorm, with and without quantization of its result."""

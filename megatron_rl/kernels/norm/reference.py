@@ -1,9 +1,9 @@
-"""RMSNorm of the residual stream together with the sum before it, and its gradient together with the stream's.
+"""RMSNorm of the residual stream fused with the preceding addition, and its gradient fused with the gradient of the stream.
 
     total = x + residual        statistic = 1 / sqrt(mean(total^2) + eps)        normed = (total statistic) weight
 
-all in FP32; `total` and `normed` are rounded to the dtype of x, as two operators one after the other round. Back ends quantize `normed` as
-they compute it (`Backend.quantize_norm`). For the backward pass `total` and `statistic` are kept.
+All in FP32; `total` and `normed` are rounded to the dtype of x, as two separate operators round. Backends quantize `normed` as they compute
+it (`NormBackend.quantize_norm`). The backward pass needs `total` and `statistic`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 def normalize_reference(
     x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return (total [..., h], statistic float32 [...], normed [..., h]) of x [..., h], the total where there is no residual."""
+    """Return (total `[..., h]`, statistic float32 `[...]`, normed `[..., h]`) of x `[..., h]`. Without a residual, the total is x."""
     total = x if residual is None else x + residual
     values = total.float()
     statistic = torch.rsqrt(values.square().mean(-1) + eps)
@@ -24,8 +24,12 @@ def normalize_reference(
 def differentiate_norm(
     gradient: torch.Tensor, total: torch.Tensor, statistic: torch.Tensor, weight: torch.Tensor, of_total: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (the gradient of x and residual [..., h], that of the weight [h]) for the gradients of `normed` and of `total`, if it has one.
-    The norm's share is rounded before `of_total` is added to it, as autograd would."""
+    """Return (gradient of x and residual `[..., h]`, gradient of the weight `[h]`).
+
+    Args:
+        gradient: Gradient of `normed`. Its contribution is rounded before `of_total` is added, as in autograd.
+        of_total: Gradient of `total`, or None.
+    """
     if gradient.is_cuda:
         from megatron_rl.kernels.norm.triton import differentiate
 
@@ -36,7 +40,7 @@ def differentiate_norm(
 def differentiate_reference(
     gradient: torch.Tensor, total: torch.Tensor, statistic: torch.Tensor, weight: torch.Tensor, of_total: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what the kernel does, on any device."""
+    """Compute the kernel's result on any device."""
     dy, scale = gradient.float(), statistic.unsqueeze(-1)
     normalized = total.float() * scale
     weighted = dy * weight.float()

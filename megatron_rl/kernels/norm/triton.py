@@ -1,8 +1,8 @@
 """The Triton kernels of `kernels.norm.reference`: RMSNorm that quantizes its result, and the gradient of RMSNorm.
 
-Sum and result are rounded to the dtype of x, so bytes and scales equal those of `kernels.quantize.triton` applied to the result, in the same
-layouts. The kernel that holds a whole token writes the rows. Columns need 128 tokens, too many for one program, so a second kernel computes
-them from the sum.
+Sum and result are rounded to the dtype of x, so bytes, scales and layouts equal those of `kernels.quantize.triton` for the result. The
+kernel that holds a whole token writes the rows. Columns need 128 tokens, too many for one program, so a second kernel computes them from
+the sum.
 
 Import this file inside functions: Triton comes with GPU builds of torch only.
 """
@@ -28,24 +28,14 @@ from megatron_rl.precision.contract import AMAX_EPSILON, E4M3_MAX
 from parallel.formats import BLOCK
 
 _TOKENS = 16
-"""Of a program, whose part of the weight's gradient is added up in registers."""
+"""Tokens of a program, which accumulates its part of the gradient of the weight in registers."""
 
 
 @triton.jit
 def differentiate_norm_rows(
-    gradient,
-    total,
-    statistic,
-    weight,
-    of_total,
-    result,
-    of_weight,
-    tokens,
-    width,
-    ADDS: tl.constexpr,
-    TOKENS: tl.constexpr,
+    gradient, total, statistic, weight, of_total, result, of_weight, tokens, width, ADDS: tl.constexpr, TOKENS: tl.constexpr,
     WIDTH_TILE: tl.constexpr,
-):
+):  # fmt: skip
     """One program for TOKENS tokens of [tokens, width]; `of_weight` float32 [programs, width]."""
     first, column = tl.program_id(0).to(tl.int64) * TOKENS, tl.arange(0, WIDTH_TILE)
     w = tl.load(weight + column, mask=column < width, other=0.0).to(tl.float32)
@@ -69,58 +59,34 @@ def differentiate_norm_rows(
 def differentiate(
     gradient: torch.Tensor, total: torch.Tensor, statistic: torch.Tensor, weight: torch.Tensor, of_total: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what `kernels.norm.reference.differentiate_norm` does. Raise ValueError where shapes do not fit."""
+    """Compute `kernels.norm.reference.differentiate_norm`. Raise ValueError if shapes do not match."""
     tokens, width = statistic.numel(), total.shape[-1]
     if gradient.shape != total.shape or statistic.shape != total.shape[:-1] or (of_total is not None and of_total.shape != total.shape):
-        raise ValueError(f"total {list(total.shape)}, its gradient and that of its norm {list(gradient.shape)} do not fit")
+        raise ValueError(f"total {list(total.shape)}, its gradient and the gradient of its norm {list(gradient.shape)} do not match")
     programs = triton.cdiv(tokens, _TOKENS)
     result = torch.empty(total.shape, dtype=total.dtype, device=total.device)
     of_weight = torch.empty(programs, width, dtype=torch.float32, device=total.device)
     if tokens:
         differentiate_norm_rows[(programs,)](
-            gradient.contiguous(),
-            total,
-            statistic,
-            weight,
-            torch.empty(0, device=total.device) if of_total is None else of_total.contiguous(),
-            result,
-            of_weight,
-            tokens,
-            width,
-            ADDS=of_total is not None,
-            TOKENS=_TOKENS,
-            **choose_launch(width),
-        )
+            gradient.contiguous(), total, statistic, weight,
+            torch.empty(0, device=total.device) if of_total is None else of_total.contiguous(), result, of_weight, tokens, width,
+            ADDS=of_total is not None, TOKENS=_TOKENS, **choose_launch(width),
+        )  # fmt: skip
     return result, of_weight.sum(0).to(weight.dtype)
 
 
 @triton.jit
 def _normalize(values, scale, weight, inside, dtype: tl.constexpr):
-    """The result, rounded to `dtype`, as float32; 0 in padding, without a sign."""
+    """Return the result rounded to `dtype`, as float32; +0 in padding."""
     return tl.where(inside, (values * scale * weight).to(dtype).to(tl.float32), 0.0)
 
 
 @triton.jit
 def normalize_row(
-    x,
-    residual,
-    weight,
-    total,
-    statistic,
-    row_data,
-    row_scale,
-    tokens,
-    width,
-    row_scale_stride,
-    eps,
-    ADDS: tl.constexpr,
-    POW2: tl.constexpr,
-    EPSILON: tl.constexpr,
-    LARGEST: tl.constexpr,
-    TILE: tl.constexpr,
-    WIDTH_TILE: tl.constexpr,
-):
-    """One program per token of x [tokens, width], and per token that pads the rows."""
+    x, residual, weight, total, statistic, row_data, row_scale, tokens, width, row_scale_stride, eps, ADDS: tl.constexpr,
+    POW2: tl.constexpr, EPSILON: tl.constexpr, LARGEST: tl.constexpr, TILE: tl.constexpr, WIDTH_TILE: tl.constexpr,
+):  # fmt: skip
+    """One program per token of x [tokens, width] and per padding row."""
     token, column = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH_TILE)
     at, is_there = token * width + column, token < tokens
     inside = (column < width) & is_there
@@ -143,19 +109,9 @@ def normalize_row(
 
 @triton.jit
 def quantize_normed_tile(
-    total,
-    statistic,
-    weight,
-    column_data,
-    column_scale,
-    tokens,
-    padded_tokens,
-    width,
-    POW2: tl.constexpr,
-    EPSILON: tl.constexpr,
-    LARGEST: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    total, statistic, weight, column_data, column_scale, tokens, padded_tokens, width, POW2: tl.constexpr, EPSILON: tl.constexpr,
+    LARGEST: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """One program per 128x128 tile of total [tokens, width]."""
     token_tile, column_tile = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     token, column = token_tile * TILE + tl.arange(0, TILE), column_tile * TILE + tl.arange(0, TILE)
@@ -172,11 +128,13 @@ def quantize_normed_tile(
 def quantize_norm(
     x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, scale_format: str, *, columns: bool, **multiples: int
 ) -> tuple[torch.Tensor, torch.Tensor, QuantizedPair, QuantizedPair | None]:
-    """Return (total [..., h], statistic float32 [...], rows, columns) as `kernels.norm.reference` names them, for x [..., h], h a multiple of 128;
-    columns where asked for, `multiples` as `allocate` takes them. Raise ValueError for other shapes."""
+    """Return (total `[..., h]`, statistic float32 `[...]`, rows, columns or None) for x `[..., h]`; names as in `kernels.norm.reference`.
+
+    `multiples` are arguments of `allocate`. Raise ValueError if h is not a multiple of 128 or the shapes do not match.
+    """
     tokens, width = x.shape[:-1].numel(), x.shape[-1]
     if width % BLOCK or weight.shape != (width,) or (residual is not None and (residual.shape, residual.dtype) != (x.shape, x.dtype)):
-        raise ValueError(f"x {list(x.shape)}: the width must be a multiple of {BLOCK}, residual stream and weight must fit")
+        raise ValueError(f"x {list(x.shape)}: the width must be a multiple of {BLOCK}, and residual and weight must match x")
     x = x.contiguous()
     total = x if residual is None else torch.empty_like(x)
     statistic = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
@@ -186,21 +144,10 @@ def quantize_norm(
     formula: Any = {"POW2": scale_format == "pow2", "EPSILON": AMAX_EPSILON, "LARGEST": E4M3_MAX, "TILE": BLOCK}
     if tokens:
         normalize_row[(len(rows[0]),)](
-            x,
-            unused if residual is None else residual.contiguous(),
-            weight,
-            unused if residual is None else total,
-            statistic,
-            rows[0].view(torch.uint8),
-            rows[1],
-            tokens,
-            width,
-            rows[1].stride(1),
-            eps,
-            ADDS=residual is not None,
-            **formula,
+            x, unused if residual is None else residual.contiguous(), weight, unused if residual is None else total, statistic,
+            rows[0].view(torch.uint8), rows[1], tokens, width, rows[1].stride(1), eps, ADDS=residual is not None, **formula,
             **choose_launch(width),
-        )
+        )  # fmt: skip
     if tokens and column_pair is not None:
         data, scale = column_pair
         quantize_normed_tile[(triton.cdiv(tokens, BLOCK), width // BLOCK)](

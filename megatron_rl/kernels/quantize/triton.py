@@ -1,11 +1,11 @@
-"""One Triton kernel that quantizes an activation both ways in one pass: Q_1x128(x), and Q_128x1(x) already transposed.
+"""A Triton kernel that quantizes an activation both ways in one pass: Q_1x128(x), and Q_128x1(x) already transposed.
 
-Same bytes and scales as `precision.fp8`, in the layouts that block-scaled GEMMs on Hopper read without another copy:
+Bytes and scales equal those of `precision.fp8`, in the layouts that block-scaled GEMMs on Hopper read without another copy:
 
     rows      data [T, K], scales [T, K/128] with T contiguous, padded to 4 in memory (TMA requires 16-byte strides); or into given tensors
     columns   data [K, T'], scales [K, T'/128] with K contiguous; T' is T padded to 128 with zeros
 
-This file imports Triton, which only GPU builds of torch bring along: import it inside functions.
+Import this file inside functions: Triton comes with GPU builds of torch only.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from parallel.formats import BLOCK
 QuantizedPair = tuple[torch.Tensor, torch.Tensor]
 
 LAUNCH = {"num_warps": 8, "enable_fp_fusion": False}
-"""No fused multiply-add: x * inverse + magic in one rounding would not be the reference's."""
+"""No fused multiply-add: the reference rounds x * inverse before it adds the magic number."""
 
 
 def choose_launch(width: int) -> dict[str, int | bool]:
-    """Return how a program of whole rows is launched. Without fused multiply-add the arithmetic is that of single operators."""
+    """Return the launch options of a program on whole rows. Without fused multiply-add it rounds as separate operators do."""
     warps = 4 if width <= 2048 else 8 if width <= 4096 else 16
     return {"WIDTH_TILE": triton.next_power_of_2(width), "num_warps": warps, "enable_fp_fusion": False}
 
 
 @triton.jit
 def _scale_and_inverse(amax, POW2: tl.constexpr, EPSILON: tl.constexpr, LARGEST: tl.constexpr):
-    """Same as `precision.fp8.compute_scales`."""
+    """Compute `precision.fp8.compute_scales`."""
     amax = tl.maximum(amax, EPSILON)
     if POW2:
         exponent = ((amax.to(tl.int32, bitcast=True) + 0x1FFFFF) & 0x7F800000) - (8 << 23)
@@ -45,8 +45,8 @@ def _scale_and_inverse(amax, POW2: tl.constexpr, EPSILON: tl.constexpr, LARGEST:
 
 @triton.jit
 def _e4m3_bytes(values):
-    """Round in FP32 as `precision.fp8.round_to_e4m3_` does, so that the cast is exact and needs no rounding mode. -0 keeps its sign;
-    an infinity becomes NaN, as in torch's cast, where the hardware's would saturate."""
+    """Round in FP32 like `precision.fp8.round_to_e4m3_`, so that the cast is exact and needs no rounding mode. -0 keeps its sign. An
+    infinity becomes NaN as in torch's cast; the hardware's cast would saturate."""
     bits = values.to(tl.int32, bitcast=True)
     binade = tl.maximum(bits & 0x7F800000, 121 << 23)
     magic = (binade + (20 << 23)).to(tl.float32, bitcast=True) * 1.5
@@ -57,21 +57,10 @@ def _e4m3_bytes(values):
 
 @triton.jit
 def _store_rows(
-    values,
-    data,
-    scales,
-    token,
-    column_tile,
-    tokens,
-    width,
-    stride,
-    step,
-    POW2: tl.constexpr,
-    EPSILON: tl.constexpr,
-    LARGEST: tl.constexpr,
-    TILE: tl.constexpr,
-):
-    """Write Q_1x128 of a tile of float32 values, those of the first `tokens` tokens."""
+    values, data, scales, token, column_tile, tokens, width, stride, step, POW2: tl.constexpr, EPSILON: tl.constexpr,
+    LARGEST: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Write Q_1x128 of a tile of float32 values, for the first `tokens` tokens."""
     column, inside = column_tile * TILE + tl.arange(0, TILE), token < tokens
     scale, inverse = _scale_and_inverse(tl.max(tl.abs(values), axis=1), POW2, EPSILON, LARGEST)
     tl.store(data + token[:, None] * width + column[None, :], _e4m3_bytes(values * inverse[:, None]), mask=inside[:, None])
@@ -80,27 +69,14 @@ def _store_rows(
 
 @triton.jit
 def _store_columns(
-    values,
-    data,
-    scales,
-    group_start,
-    group_length,
-    token,
-    token_tile,
-    column_tile,
-    tokens,
-    width,
-    POW2: tl.constexpr,
-    GROUPED: tl.constexpr,
-    EPSILON: tl.constexpr,
-    LARGEST: tl.constexpr,
-    TILE: tl.constexpr,
-):
-    """Write Q_128x1 of a tile, transposed; `tokens` are those of the result."""
+    values, data, scales, group_start, group_length, token, token_tile, column_tile, tokens, width, POW2: tl.constexpr,
+    GROUPED: tl.constexpr, EPSILON: tl.constexpr, LARGEST: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Write Q_128x1 of a tile, transposed; `tokens` is the number of tokens of the result."""
     column = column_tile * TILE + tl.arange(0, TILE)
     scale, inverse = _scale_and_inverse(tl.max(tl.abs(values), axis=0), POW2, EPSILON, LARGEST)
     start, length = tl.zeros([], tl.int64), tokens
-    if GROUPED:  # every group of tokens (an expert's) has a matrix [width, its length] of its own, one after the other
+    if GROUPED:  # each group of tokens (an expert) has its own matrix [width, length], one after the other
         start = tl.multiple_of(tl.load(group_start + token_tile), TILE)
         length = tl.multiple_of(tl.load(group_length + token_tile), TILE)
     target = data + start * width + column[:, None] * length + (token - start)[None, :]
@@ -110,28 +86,11 @@ def _store_columns(
 
 @triton.jit
 def quantize_tile(
-    x,
-    row_data,
-    row_scale,
-    column_data,
-    column_scale,
-    sources,
-    group_start,
-    group_length,
-    tokens,
-    padded_tokens,
-    width,
-    row_scale_stride,
-    row_scale_step,
-    POW2: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    GROUPED: tl.constexpr,
-    EPSILON: tl.constexpr,
-    LARGEST: tl.constexpr,
-    TILE: tl.constexpr,
-):
-    """One program per 128x128 tile of x [tokens, width], or of its rows as groups have them."""
+    x, row_data, row_scale, column_data, column_scale, sources, group_start, group_length, tokens, padded_tokens, width, row_scale_stride,
+    row_scale_step, POW2: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUPED: tl.constexpr, EPSILON: tl.constexpr,
+    LARGEST: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """One program per 128x128 tile of x [tokens, width], or of its rows spread to groups."""
     token_tile, column_tile = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     token = token_tile * TILE + tl.arange(0, TILE)
     column = column_tile * TILE + tl.arange(0, TILE)
@@ -154,15 +113,15 @@ def quantize_tile(
 def quantize_activation(
     x: torch.Tensor, scale_format: str, *, rows: bool, columns: bool, groups: TokenGroups | None = None
 ) -> tuple[QuantizedPair | None, QuantizedPair | None]:
-    """Return (rows, columns) of x [T, K] in bf16, fp16 or float32, K a multiple of 128: each a pair (E4M3 data, float32 scales) laid out
-    as the module docstring says, or None where not requested.
+    """Return (rows, columns) of x `[T, K]` in BF16, FP16 or float32: each a pair (E4M3 data, float32 scales) in the layout of the module
+    docstring, or None if not requested.
 
-    With `groups` of the T tokens, rows and columns are theirs, spread and padded; `columns` data is flat, [K, length] of one group after
-    the other. Raise ValueError for other shapes.
+    With `groups`, the tokens are spread to the padded rows of the groups, and `columns` data is flat: `[K, length]` of one group after the
+    other. Raise ValueError if K is not a multiple of 128 or the groups have another number of tokens.
     """
     tokens, width = x.shape
     if width % BLOCK or (groups is not None and len(groups.places) != tokens):
-        raise ValueError(f"x {list(x.shape)}: the width must be a multiple of {BLOCK}, and groups have all tokens")
+        raise ValueError(f"x {list(x.shape)}: the width must be a multiple of {BLOCK}, and groups must have all tokens")
     row_pair, column_pair = allocate(tokens if groups is None else groups.rows, width, x.device, rows=rows, columns=columns)
     _launch(x.contiguous(), scale_format, row_pair, column_pair, groups)
     return row_pair, flatten_groups(column_pair, groups)
@@ -171,7 +130,7 @@ def quantize_activation(
 def allocate(
     tokens: int, width: int, device: torch.device, *, rows: bool, columns: bool, row_multiple: int = 1, column_multiple: int = BLOCK
 ) -> tuple[QuantizedPair | None, QuantizedPair | None]:
-    """Return empty (rows, columns) laid out as the module docstring says, whose tokens are padded to the multiples."""
+    """Return uninitialized (rows, columns) in the layout of the module docstring, with tokens padded to the multiples."""
     empty: Any = lambda *shape, dtype: torch.empty(shape, dtype=dtype, device=device)  # noqa: E731
     row_pair = column_pair = None
     if rows:
@@ -185,7 +144,7 @@ def allocate(
 
 
 def flatten_groups(columns: QuantizedPair | None, groups: TokenGroups | None) -> QuantizedPair | None:
-    """Return what `quantize_activation` does for groups."""
+    """Return `columns`, with flat data if there are groups."""
     return columns if columns is None or groups is None else (columns[0].flatten(), columns[1])
 
 
@@ -194,19 +153,26 @@ def _round_up(count: int, multiple: int) -> int:
 
 
 def quantize_into(x: torch.Tensor, data: torch.Tensor, scale: torch.Tensor, scale_format: str) -> None:
-    """Write Q_1x128(x) into the caller's tensors. x [T, K] in bf16, fp16 or float32, K a multiple of 128; `data` E4M3 [T, K], both
-    contiguous; `scale` float32 [T, K/128] with any strides. Raise ValueError for others."""
+    """Write Q_1x128(x) into the caller's tensors. Raise ValueError for other shapes or dtypes.
+
+    Args:
+        x: `[T, K]` in BF16, FP16 or float32, contiguous; K a multiple of 128.
+        data: E4M3 `[T, K]`, contiguous.
+        scale: float32 `[T, K/128]` with any strides.
+    """
     tokens, width = x.shape
     fits = width % BLOCK == 0 and data.shape == x.shape and scale.shape == (tokens, width // BLOCK)
     if not (fits and x.is_contiguous() and data.is_contiguous()) or data.dtype != torch.float8_e4m3fn or scale.dtype != torch.float32:
-        raise ValueError(f"x {list(x.shape)}, data {list(data.shape)} {data.dtype} and scales {list(scale.shape)} {scale.dtype} do not fit")
+        raise ValueError(
+            f"x {list(x.shape)}, data {list(data.shape)} {data.dtype} and scales {list(scale.shape)} {scale.dtype} do not match"
+        )
     _launch(x, scale_format, (data, scale), None, None)
 
 
 def _launch(
     x: torch.Tensor, scale_format: str, rows: QuantizedPair | None, columns: QuantizedPair | None, groups: TokenGroups | None
 ) -> None:
-    """Fill the pairs (E4M3 data, scales) that are not None."""
+    """Fill each pair (E4M3 data, scales) that is not None."""
     tokens, width = (len(x) if groups is None else groups.rows), x.shape[1]
     blocks = -(-tokens // BLOCK)
     unused = torch.empty(0, dtype=torch.uint8, device=x.device), torch.empty(0, dtype=torch.float32, device=x.device)
@@ -216,23 +182,7 @@ def _launch(
     if not tokens:
         return
     quantize_tile[(blocks, width // BLOCK)](
-        x,
-        row_data,
-        row_scale,
-        column_data,
-        column_scale,
-        *tables,
-        tokens,
-        blocks * BLOCK,
-        width,
-        row_scale.stride(-1),
-        row_scale.stride(0),
-        POW2=scale_format == "pow2",
-        ROWS=rows is not None,
-        COLUMNS=columns is not None,
-        GROUPED=groups is not None,
-        EPSILON=AMAX_EPSILON,
-        LARGEST=E4M3_MAX,
-        TILE=BLOCK,
-        **LAUNCH,
-    )
+        x, row_data, row_scale, column_data, column_scale, *tables, tokens, blocks * BLOCK, width, row_scale.stride(-1),
+        row_scale.stride(0), POW2=scale_format == "pow2", ROWS=rows is not None, COLUMNS=columns is not None, GROUPED=groups is not None,
+        EPSILON=AMAX_EPSILON, LARGEST=E4M3_MAX, TILE=BLOCK, **LAUNCH,
+    )  # fmt: skip

@@ -1,10 +1,10 @@
-"""Rotary positions of packed rows in one pass, by each token's position in its sequence.
+"""Rotary position embedding of packed rows in one pass, by the position of each token in its sequence.
 
     out_a = a cos - b sin        out_b = a sin + b cos
 
-for pairs (a, b) of numbers half a head apart, or next to each other where `interleaved`. As SGLang's kernel on a GPU (`rope.cuh`): cos and
-sin in FP32, FP32 arithmetic with the second product fused into the sum, one rounding. Megatron's own rotation rounds cos, sin and both
-products to BF16, as engines on a CPU do, and asks the device for every sequence's length; `mcore` takes it on a CPU.
+for pairs (a, b) of numbers that are half a head apart, or adjacent if `interleaved`. Rounding matches SGLang's GPU kernel (`rope.cuh`): cos
+and sin in FP32, FP32 arithmetic with a fused multiply-add, one rounding. Megatron's own rotation rounds cos, sin and both products to BF16,
+as CPU engines do, and reads the length of every sequence from the device; `mcore` uses it on a CPU.
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ import torch
 
 
 def rotates_rows(x: torch.Tensor) -> bool:
-    """Return whether packed rows on this device are rotated here, not by Megatron."""
+    """Return whether this module rotates packed rows on the device of x, instead of Megatron."""
     return x.is_cuda
 
 
 @dataclass(frozen=True)
 class Rotation:
-    """What a row's tokens are rotated by: the same for all layers."""
+    """The rotation of the tokens of a row, the same for all layers."""
 
     cos: torch.Tensor
-    """float32 [positions, pairs]."""
+    """float32 `[positions, pairs]`, like `sin`."""
     sin: torch.Tensor
     positions: torch.Tensor
-    """int64 [t]: each token's row of both."""
+    """int64 `[t]`: row of `cos` and `sin` for each token."""
     interleaved: bool
 
     @classmethod
     def from_angles(cls, angles: torch.Tensor, positions: torch.Tensor, interleaved: bool, scale: float = 1.0) -> Rotation:
-        """`angles` float32 [positions, pairs]; `scale` multiplies cos and sin, as YaRN does."""
+        """Return the rotation by `angles` float32 `[positions, pairs]`, with cos and sin multiplied by `scale` as in YaRN."""
         return cls((angles.cos() * scale).contiguous(), (angles.sin() * scale).contiguous(), positions, interleaved)
 
     def rotate(self, x: torch.Tensor, start: int = 0) -> torch.Tensor:
-        """Return x [t, heads, d] with the numbers of each head from `start` on rotated, as many as there are angles for, with gradient."""
+        """Return x `[t, heads, d]` with two numbers per angle of each head rotated, from element `start` on, with gradient."""
         return _Rotate.apply(x, self, start)
 
 
@@ -61,7 +61,7 @@ def _rotate(x: torch.Tensor, rotation: Rotation, start: int, sign: float) -> tor
 
 
 def rotate_reference(x: torch.Tensor, rotation: Rotation, start: int, sign: float) -> torch.Tensor:
-    """Return what the kernel does, on any device. float64 holds a product of two float32 exactly, as a fused multiply-add does."""
+    """Compute the kernel's result on any device. float64 holds the product of two float32 exactly, like a fused multiply-add."""
     cos, sin = (table[rotation.positions].unsqueeze(1) for table in (rotation.cos, rotation.sin * sign))
     end, step = start + 2 * cos.shape[-1], 2 if rotation.interleaved else 1
     first = slice(start, end, 2) if rotation.interleaved else slice(start, start + cos.shape[-1])

@@ -1,4 +1,4 @@
-"""The kernel of `kernels.rope.reference`. This file imports Triton, which only GPU builds of torch bring along: import it inside functions."""
+"""The Triton kernel of `kernels.rope.reference`. Import this file inside functions: Triton comes with GPU builds of torch only."""
 
 from __future__ import annotations
 
@@ -7,28 +7,14 @@ import triton
 import triton.language as tl
 
 LAUNCH = {"num_warps": 4, "enable_fp_fusion": False}
-"""Products are fused where the kernel says so."""
+"""Multiply-adds are fused only where the kernel calls `tl.fma`."""
 
 
 @triton.jit
 def rotate_token(
-    x,
-    result,
-    cos,
-    sin,
-    positions,
-    heads,
-    token_stride,
-    head_stride,
-    sign,
-    START: tl.constexpr,
-    WIDTH: tl.constexpr,
-    PAIRS: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    HEADS_TILE: tl.constexpr,
-    PAIRS_TILE: tl.constexpr,
-    WIDTH_TILE: tl.constexpr,
-):
+    x, result, cos, sin, positions, heads, token_stride, head_stride, sign, START: tl.constexpr, WIDTH: tl.constexpr, PAIRS: tl.constexpr,
+    INTERLEAVED: tl.constexpr, HEADS_TILE: tl.constexpr, PAIRS_TILE: tl.constexpr, WIDTH_TILE: tl.constexpr,
+):  # fmt: skip
     """One program per token: x [t, heads, WIDTH] of any strides but the last, `result` contiguous, tables [positions, PAIRS]."""
     token = tl.program_id(0).to(tl.int64)
     head, pair = tl.arange(0, HEADS_TILE)[:, None], tl.arange(0, PAIRS_TILE)[None, :]
@@ -54,31 +40,21 @@ def rotate_token(
 def rotate(
     x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor, start: int, sign: float, interleaved: bool
 ) -> torch.Tensor:
-    """Return x [t, heads, d], its numbers `start` and following rotated, contiguous; tables float32 [positions, pairs], `positions` [t].
-    Raise ValueError where they do not fit."""
+    """Return x `[t, heads, d]` with each head rotated from element `start` on, contiguous. Raise ValueError if shapes do not match.
+
+    Args:
+        cos, sin: float32 `[positions, pairs]`.
+        positions: `[t]`.
+    """
     (tokens, heads, width), pairs = x.shape, cos.shape[1]
     if positions.shape != (tokens,) or cos.shape != sin.shape or start + 2 * pairs > width:
-        raise ValueError(f"x {list(x.shape)}, tables {list(cos.shape)} and {list(positions.shape)} positions do not fit")
+        raise ValueError(f"x {list(x.shape)}, tables {list(cos.shape)} and positions {list(positions.shape)} do not match")
     x = x if x.stride(-1) == 1 else x.contiguous()
     result = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if tokens:
         rotate_token[(tokens,)](
-            x,
-            result,
-            cos,
-            sin,
-            positions,
-            heads,
-            x.stride(0),
-            x.stride(1),
-            sign,
-            START=start,
-            WIDTH=width,
-            PAIRS=pairs,
-            INTERLEAVED=interleaved,
-            HEADS_TILE=triton.next_power_of_2(heads),
-            PAIRS_TILE=triton.next_power_of_2(pairs),
-            WIDTH_TILE=triton.next_power_of_2(width),
-            **LAUNCH,
-        )
+            x, result, cos, sin, positions, heads, x.stride(0), x.stride(1), sign, START=start, WIDTH=width, PAIRS=pairs,
+            INTERLEAVED=interleaved, HEADS_TILE=triton.next_power_of_2(heads), PAIRS_TILE=triton.next_power_of_2(pairs),
+            WIDTH_TILE=triton.next_power_of_2(width), **LAUNCH,
+        )  # fmt: skip
     return result

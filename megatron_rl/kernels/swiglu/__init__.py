@@ -1,1 +1,1 @@
-"""SwiGLU, and SwiGLU that quantizes its result."""
+"""SwiGLU, with and without quantization of its result."""

@@ -1,5 +1,5 @@
-"""SwiGLU in one pass on a GPU: silu(gate) up, computed in FP32 and rounded once, as SGLang's kernel does (`activation.cuh`). On a CPU, as
-engines there, silu(gate) is rounded, too. For the backward pass gate and up are kept, nothing else.
+"""SwiGLU in one pass: silu(gate) up, computed in FP32 and rounded once, like SGLang's GPU kernel (`activation.cuh`). On a CPU, where
+engines also round silu(gate), models do not use it. The backward pass needs only gate and up.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ import torch
 
 
 def is_fused() -> bool:
-    """Return whether this machine's models compute SwiGLU in one pass."""
+    """Return whether models on this machine compute SwiGLU in one pass."""
     return torch.cuda.is_available()
 
 
 def swiglu(x: torch.Tensor) -> torch.Tensor:
-    """Return silu(gate) up [..., F] of x [..., 2 F], gate first, with gradient."""
+    """Return silu(gate) up `[..., F]` of x `[..., 2 F]`, gate first, with gradient."""
     return _SwiGLU.apply(x)
 
 
@@ -40,13 +40,13 @@ class _SwiGLU(torch.autograd.Function):
 
 
 def multiply_reference(x: torch.Tensor) -> torch.Tensor:
-    """Return what the kernel does, on any device."""
+    """Compute the kernel's result on any device."""
     gate, up = x.float().chunk(2, -1)
     return (gate / (1 + (-gate).exp()) * up).to(x.dtype)
 
 
 def differentiate_reference(x: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """Return the gradient of x [..., 2 F] for that of the result [..., F]."""
+    """Return the gradient of x `[..., 2 F]` for the gradient `[..., F]` of the result."""
     (gate, up), dy = x.float().chunk(2, -1), gradient.float()
     share = 1 / (1 + (-gate).exp())
     return torch.cat([dy * up * (share * (1 + gate * (1 - share))), dy * (gate * share)], -1).to(x.dtype)

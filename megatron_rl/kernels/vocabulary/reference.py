@@ -1,11 +1,11 @@
-"""Softmax over a vocabulary that ranks share, in one pass over the logits forward and one backward, on a GPU.
+"""Softmax over a sharded vocabulary: on a GPU, one pass over the logits forward and one backward.
 
-A rank's part of a row of logits x, divided by the temperature, is four numbers:
+Each rank summarizes its part of a row of logits x, divided by the temperature, in four numbers:
 
-    m = max x        s = sum e^(x - m)        w = sum (x - m) e^(x - m)        x at the target, 0 where another rank has it
+    m = max x        s = sum e^(x - m)        w = sum (x - m) e^(x - m)        x at the target, or 0 if another rank holds it
 
-from which `combine` has those of the whole vocabulary: log-prob, log sum e^x, and entropy = log s - w / s. All are FP32; logits are rounded
-to their dtype before, gradients of logits after, as by operators that write every step.
+`combine` computes log-prob, log sum e^x and entropy = log s - w / s of the whole vocabulary from them. All numbers are FP32; logits and
+their gradients are rounded to the dtype of the logits, as separate operators round.
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ from megatron_rl.kernels.sums import reference as tree
 
 
 class RowScores(NamedTuple):
-    """Of each row, float32 [n]."""
+    """Scores of each row, float32 `[n]`."""
 
     logprobs: torch.Tensor
     log_sums: torch.Tensor
-    """Logarithm of what the exponentials add up to."""
+    """Logarithm of the sum of the exponentials."""
     entropies: torch.Tensor
 
 
 def summarize(logits: torch.Tensor, columns: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Return m, s, w and the target's logit, float32 [n, 4]. logits [n, v]; `columns` int64 [n]: the targets' among them, or elsewhere."""
+    """Return m, s, w and the logit of the target, float32 `[n, 4]`, for logits `[n, v]`. `columns` int64 `[n]` are the columns of the
+    targets, out of range if another rank holds the target."""
     if logits.is_cuda:
         from megatron_rl.kernels.vocabulary.triton import summarize_rows
 
@@ -37,7 +38,7 @@ def summarize(logits: torch.Tensor, columns: torch.Tensor, temperature: float) -
 
 
 def differentiate_(logits: torch.Tensor, columns: torch.Tensor, log_sums: torch.Tensor, gradient: torch.Tensor, temperature: float) -> None:
-    """Put the gradient of the logits [n, v] in their place: gradient (one-hot - softmax) / temperature. log_sums, gradient float32 [n]."""
+    """Replace the logits `[n, v]` by their gradient (one-hot - softmax) / temperature * gradient; log_sums and gradient float32 `[n]`."""
     if logits.is_cuda:
         from megatron_rl.kernels.vocabulary.triton import differentiate_rows_
 
@@ -47,7 +48,7 @@ def differentiate_(logits: torch.Tensor, columns: torch.Tensor, log_sums: torch.
 
 
 def combine(parts: Sequence[torch.Tensor]) -> RowScores:
-    """Return the scores of rows over all ranks' parts of the vocabulary, float32 [n, 4] of each rank in order."""
+    """Return the scores of rows over the whole vocabulary, given the summaries float32 `[n, 4]` of each rank in order."""
     largest = torch.stack([part[:, 0] for part in parts]).amax(0)
     terms = []
     for m, s, w, x in (part.unbind(-1) for part in parts):
@@ -59,7 +60,7 @@ def combine(parts: Sequence[torch.Tensor]) -> RowScores:
 
 
 def summarize_reference(logits: torch.Tensor, columns: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Return what the kernel does, on any device."""
+    """Compute the kernel's result on any device."""
     scaled = logits.float() / temperature
     largest = scaled.amax(-1, keepdim=True)
     shifted = scaled - largest
@@ -72,7 +73,7 @@ def summarize_reference(logits: torch.Tensor, columns: torch.Tensor, temperature
 def differentiate_reference_(
     logits: torch.Tensor, columns: torch.Tensor, log_sums: torch.Tensor, scaled: torch.Tensor, temperature: float
 ) -> None:
-    """Do what the kernel does, on any device."""
+    """Compute the kernel's result in place, on any device."""
     here = (columns >= 0) & (columns < logits.shape[-1])
     gradient = (logits.float() / temperature - log_sums.unsqueeze(-1)).exp_().mul_(-scaled.unsqueeze(-1))
     logits.copy_(gradient.scatter_add_(-1, (columns * here).unsqueeze(-1), (scaled * here).unsqueeze(-1)))

@@ -1,6 +1,6 @@
-"""The kernels of `kernels.vocabulary.reference`.
+"""The Triton kernels of `kernels.vocabulary.reference`.
 
-This file imports Triton, which only GPU builds of torch bring along: import it inside functions.
+Import this file inside functions: Triton comes with GPU builds of torch only.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ import triton.language as tl
 
 LAUNCH = {"num_warps": 8, "enable_fp_fusion": False}
 _COLUMNS = 4096
-"""Logits that a program looks at together."""
+"""Logits that a program loads at a time."""
 
 
 @triton.jit
 def summarize_row(logits, columns, result, width, temperature, SCALED: tl.constexpr, COLUMNS: tl.constexpr):
-    """One program per row of logits [n, width]: result [n, 4]. What was added up is scaled anew where a larger logit comes."""
+    """One program per row of logits [n, width]: result [n, 4]. The sums are rescaled whenever a larger logit is found."""
     row = tl.program_id(0).to(tl.int64)
     logits += row * width
-    largest = tl.full([], -1e38, tl.float32)  # finite: less itself it is 0
+    largest = tl.full([], -1e38, tl.float32)  # finite, so that largest - largest is 0
     total, moment = tl.zeros([COLUMNS], tl.float32), tl.zeros([COLUMNS], tl.float32)
     for first in range(0, width, COLUMNS):
         column = first + tl.arange(0, COLUMNS)
@@ -48,7 +48,7 @@ def summarize_row(logits, columns, result, width, temperature, SCALED: tl.conste
 
 @triton.jit
 def differentiate_logits(logits, result, columns, log_sums, scaled, width, temperature, SCALED: tl.constexpr, COLUMNS: tl.constexpr):
-    """One program for COLUMNS logits of a row; `result` may be `logits`."""
+    """One program per COLUMNS logits of a row; `result` may be `logits`."""
     row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < width
     x = tl.load(logits + row * width + column, mask=inside, other=0.0).to(tl.float32)
@@ -61,7 +61,7 @@ def differentiate_logits(logits, result, columns, log_sums, scaled, width, tempe
 
 
 def summarize_rows(logits: torch.Tensor, columns: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Return float32 [n, 4] of contiguous logits [n, v], columns int64 [n]."""
+    """Return float32 `[n, 4]` for contiguous logits `[n, v]` and columns int64 `[n]`."""
     _check(logits, columns)
     result = torch.empty(len(logits), 4, dtype=torch.float32, device=logits.device)
     if len(logits):
@@ -73,7 +73,7 @@ def summarize_rows(logits: torch.Tensor, columns: torch.Tensor, temperature: flo
 def differentiate_rows_(
     logits: torch.Tensor, columns: torch.Tensor, log_sums: torch.Tensor, scaled: torch.Tensor, temperature: float
 ) -> None:
-    """Replace contiguous logits [n, v] by scaled (one-hot - e^(logits / temperature - log_sums)); float32 [n] both."""
+    """Replace contiguous logits `[n, v]` by scaled (one-hot - e^(logits / temperature - log_sums)); scaled and log_sums float32 `[n]`."""
     _check(logits, columns)
     if len(logits):
         grid = len(logits), triton.cdiv(logits.shape[1], _COLUMNS)
@@ -82,6 +82,6 @@ def differentiate_rows_(
 
 
 def _check(logits: torch.Tensor, columns: torch.Tensor) -> None:
-    """Raise ValueError where they do not fit."""
+    """Raise ValueError if the shapes do not match or the logits are not contiguous."""
     if not logits.is_contiguous() or columns.shape != logits.shape[:1]:
-        raise ValueError(f"logits {list(logits.shape)} of strides {logits.stride()} and columns {list(columns.shape)} do not fit")
+        raise ValueError(f"logits {list(logits.shape)} with strides {logits.stride()} and columns {list(columns.shape)} do not match")

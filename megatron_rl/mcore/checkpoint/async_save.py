@@ -4,8 +4,6 @@ Megatron plans and finalizes a save collectively; in between, every rank writes 
 processes with a helper process that outlives a killed trainer. Here a thread calls Megatron's writing function on host copies instead.
 """
 
-from __future__ import annotations
-
 import queue
 import threading
 from collections.abc import Iterable, Sequence
@@ -110,6 +108,7 @@ def _reason(error: BaseException) -> str:
 
 
 def _copy_to_host(bucket: Any, live: set[int]) -> Any:
-    """Return the bucket with its tensors in host memory. Tensors in one of the storages `live` are copied even if they are there already."""
+    """Return the bucket with its tensors in host memory. Tensors in one of the storages `live` are copied even if they are there
+    already."""
     path, name, (texts, tensors) = bucket
     return path, name, (texts, [(item, tensor.to("cpu", copy=tensor.untyped_storage()._cdata in live)) for item, tensor in tensors])

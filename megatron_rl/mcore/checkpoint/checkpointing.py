@@ -1,7 +1,5 @@
 """Saves a run's checkpoint and loads it into the ranks of a resumed run. `run_weights.py` describes the files."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Iterator, Sequence
@@ -72,10 +70,9 @@ class CheckpointWriter:
         with self._discarded_on_failure():
             write_on_rank0(self._prepare)
             with errors_on_all_ranks():
-                stays = (
-                    list_adapted_layers(model) or get_model_chunks(model)[0].config.trained_mtp_layers
-                )  # MTP layers are in the base model or in `mcore/`
-                copies = [] if stays else [_open_copy(source, hf_config)]
+                # with LoRA, MTP layers are in the base model; trained ones are in `mcore/`
+                has_mtp_elsewhere = list_adapted_layers(model) or get_model_chunks(model)[0].config.trained_mtp_layers
+                copies = [] if has_mtp_elsewhere else [_open_copy(source, hf_config)]
             self._async_save = AsyncSave(self._temporary, sharded, live, [*copies, *files])
 
     def is_written(self) -> bool:

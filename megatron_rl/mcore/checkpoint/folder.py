@@ -4,8 +4,6 @@ A checkpoint is written into a hidden folder, which is renamed to `step_00030` o
 partial checkpoint. `state.json` is written last; it holds the size and XXH3-128 hash of every other file, to detect later damage.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -62,7 +60,7 @@ def checksum_files(folder: Path, names: Iterable[str]) -> dict[str, dict[str, An
 def check_room(folder: Path, needed: int) -> None:
     """Raise RunError if the disk of `folder` has fewer than `needed` free bytes."""
     if (free := shutil.disk_usage(folder).free) < needed:
-        raise RunError(f"it takes {needed / 2**20:,.0f} MiB and the disk has {free / 2**20:,.0f} MiB left ({folder.parent})")
+        raise RunError(f"{needed / 2**20:,.0f} MiB are needed, but only {free / 2**20:,.0f} MiB are free on the disk ({folder.parent})")
 
 
 def list_files(folder: Path) -> list[str]:
@@ -108,7 +106,8 @@ def fsync_folder(folder: Path) -> None:
 
 
 def find_damage(folder: Path, rank: int = 0, world: int = 1) -> str:
-    """Describe the damage of a checkpoint, or return "". Reads every byte of its files, or of the `rank`-th of `world` shares of the files."""
+    """Describe the damage of a checkpoint, or return "". Reads every byte of its files, or of the `rank`-th of `world` shares of the
+    files."""
     try:
         files = json.loads((folder / _STATE).read_bytes())["files"]
     except FileNotFoundError:
@@ -127,7 +126,7 @@ def _find_damage_in_file(folder: Path, name: str, expected: dict[str, Any]) -> s
             if size != expected["bytes"]:
                 return f"{name} has {size:,} bytes instead of {expected['bytes']:,}"
             if hashlib.file_digest(file, xxhash.xxh3_128).hexdigest() != expected["xxh3_128"]:
-                return f"{name} holds other bytes than were written"
+                return f"{name} was modified after it was written"
     except OSError as error:
         return f"{name} cannot be read ({error.strerror})"
     return ""

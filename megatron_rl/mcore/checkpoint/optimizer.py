@@ -7,8 +7,6 @@ Each data-parallel replica holds a slice of a weight's state. The replica with t
 reads it, so no rank holds more than its share, and little is sent.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -47,7 +45,8 @@ class _SlicedState:
 
     def sharded_for_load(self) -> dict[str, Any]:
         """Return the same for `dist_checkpointing.load`, which fills or replaces the tensors."""
-        return {name: entry.as_loaded() for name, entry in self._entries.items() if entry.is_owner}
+        owned = {name: entry for name, entry in self._entries.items() if entry.is_owner}
+        return {name: fill_in_place(entry.as_sharded(entry.allocate())) for name, entry in owned.items()}
 
     @torch.no_grad()
     def load(self, loaded: dict[str, torch.Tensor]) -> None:
@@ -170,10 +169,6 @@ class _SlicedTensor:
                 self._send(part, replica)
         elif values.numel():
             self._receive(values, self._owner)
-
-    def as_loaded(self) -> Any:
-        """Return the tensor to load, described like its weight."""
-        return fill_in_place(self.as_sharded(self.allocate()))
 
     def as_sharded(self, tensor: torch.Tensor) -> Any:
         """Return `tensor`, described like its weight."""

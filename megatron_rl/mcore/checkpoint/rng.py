@@ -1,7 +1,5 @@
 """The state of all random number generators of a rank: Python, numpy, torch, the GPU and Megatron's tracker."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

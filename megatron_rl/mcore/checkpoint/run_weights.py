@@ -11,8 +11,6 @@ as long as the loaded master equals their values. A run with `[lora]` stores onl
 `lora` and the path of the base model as `base`.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections import defaultdict
@@ -50,8 +48,8 @@ def read_state(folder: Path, of_adapters: bool = False) -> tuple[dict[str, Any],
     except (json.JSONDecodeError, KeyError, ValidationError) as error:
         raise UserError("--checkpoint", str(path), f"cannot be read ({type(error).__name__})", "the checkpoint is damaged") from None
     if "lora" in state and not of_adapters:
-        rule = "holds the adapters of a run with [lora] alone"
-        raise UserError("--checkpoint", str(folder), rule, "write them in PEFT's format by `megatron-rl export`")
+        rule = "contains only the adapters of a run with [lora]"
+        raise UserError("--checkpoint", str(folder), rule, "export them to PEFT's format with `megatron-rl export`")
     return state, precision
 
 

@@ -40,7 +40,7 @@ from megatron_rl.mcore.layers.spec import build_last_layer_spec
 from megatron_rl.mcore.names import override
 from megatron_rl.mcore.passes.context_parallel import ContextShard
 from megatron_rl.mcore.passes.logprobs import ScoredPositions, Targets
-from megatron_rl.mcore.passes.two_batch import OfMicroBatch
+from megatron_rl.mcore.passes.two_batch import PerMicroBatch
 
 
 @dataclass
@@ -55,11 +55,11 @@ class Lookahead:
     logprobs: list[torch.Tensor]  # float32 [1, n] with gradient, from the last pass. Empty except on the last pipeline stage.
 
     @classmethod
-    def of(cls, batch: MicroBatch, shard: ContextShard, layers: int) -> Lookahead:
+    def from_micro_batch(cls, batch: MicroBatch, shard: ContextShard, layers: int) -> Lookahead:
         """Return the lookahead of a micro-batch, on the CPU."""
         steps = range(1, layers + 1)
         masks = [batch.shift(batch.mask, step) for step in steps]
-        scored = [ScoredPositions.of(shard.select(mask)) for mask in masks]
+        scored = [ScoredPositions.from_mask(shard.select(mask)) for mask in masks]
         targets = [places.select(shard.select(batch.shift(batch.targets, step))) for places, step in zip(scored, steps, strict=True)]
         tokens = torch.cat([shard.select(batch.shift(batch.targets, step - 1)) for step in steps])
         return cls(tokens, scored, targets, masks, shard, [])
@@ -71,7 +71,8 @@ class Lookahead:
         return Lookahead(tokens, [scored.to(device) for scored in self.scored], targets, masks, self.shard.to(device), [])
 
     def compute_loss(self) -> torch.Tensor:
-        """Return the summed cross-entropy of response tokens, averaged over layers, with gradient. The same on all context-parallel ranks."""
+        """Return the summed cross-entropy of response tokens, averaged over layers, with gradient. The same on all context-parallel
+        ranks."""
         rows = zip(self.scored, self.logprobs, self.masks, strict=True)
         sums = [(self.shard.gather_row(scored.restore(logprobs)) * mask).sum() for scored, logprobs, mask in rows]
         return -torch.stack(sums).mean()
@@ -102,7 +103,7 @@ class LookaheadModel(GPTModel):
     """A GPTModel with MTP layers (`mtp`) on its last stage, which run within `look_ahead`. If the last stage is not the first, it holds a
     copy of the embedding that is neither trained nor saved; `copy_embedding` fills it."""
 
-    _lookahead = OfMicroBatch()
+    _lookahead = PerMicroBatch()
 
     def __init__(self, quantized: bool, **options: Any) -> None:
         super().__init__(**options)

@@ -5,8 +5,6 @@ their sum and keeps its own result until Megatron calls it with that sum. If the
 recomputed layer, it computes its result then.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, NamedTuple, cast

@@ -3,8 +3,6 @@
 Megatron's local norm refuses sequence parallelism, its local attention refuses packed input, and its specs hard-code linear layers.
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -4,8 +4,6 @@ weights are gathered during the next forward pass, in which each module waits fo
 Code that reads weights outside of a forward pass must call `finish_gathers` first. It waits, but is not collective.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterable
 from typing import Any
@@ -47,7 +45,8 @@ def wrap_chunks(chunks: list[GPTModel], train: TrainConfig) -> list[Any]:
 
 
 def start_gathers(wrapped: Iterable[Any]) -> None:
-    """Start gathering the updated slices of all replicas, in the order of the forward pass. Returns at once if gathers overlap. Collective."""
+    """Start gathering the updated slices of all replicas, in the order of the forward pass. Returns at once if gathers overlap.
+    Collective."""
     for ddp in wrapped:
         _finish(ddp)
         for group in _bucket_groups(ddp):

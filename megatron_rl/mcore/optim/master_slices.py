@@ -1,7 +1,5 @@
 """Slices of FP32 masters: each data-parallel replica steps a flat slice of every weight's master."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -50,7 +48,8 @@ def iter_masters(optimizer: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def iter_stepped(optimizer: Any) -> Iterator[tuple[torch.Tensor, MasterSlice]]:
-    """Yield every parameter with the slice, possibly empty, that this rank's Adam updates: of its master or of the FP32 parameter itself."""
+    """Yield every parameter with the slice, possibly empty, that this rank's Adam updates: of its master or of the FP32 parameter
+    itself."""
     # Megatron's `model_param_group_index_map` is wrong if FP32 and 16-bit parameters are mixed
     fp32_pairs = _iter_pairs(optimizer.model_fp32_groups, optimizer.shard_fp32_groups)
     slices = {id(parameter): tensor for parameter, tensor in (*iter_masters(optimizer), *fp32_pairs)}

@@ -5,8 +5,6 @@ each step. FP32 weights that are their own masters stay; Megatron's `offload_to_
 that the sync reads. Checkpoints can be written while the state is offloaded.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

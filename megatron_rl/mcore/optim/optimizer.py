@@ -1,12 +1,37 @@
 """The optimizer of an actor and its learning rate schedule, both Megatron's own."""
 
-from __future__ import annotations
-
 from typing import Any
 
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron_rl.config import TrainConfig
+from megatron_rl.mcore.layers.linear.quantized_linear import QuantizedLinear
+from megatron_rl.mcore.names import global_name, iter_modules
+from megatron_rl.mcore.optim.master_slices import flatten_chained
+
+
+def build_optimizer(wrapped_chunks: list[Any], train: TrainConfig) -> Any:
+    """Return Megatron's distributed optimizer for chunks wrapped in DistributedDataParallel, with the masters of quantized layers."""
+    config, chunks = wrapped_chunks[0].config, [wrapped.module for wrapped in wrapped_chunks]
+    options = OptimizerConfig(
+        optimizer="adam",
+        lr=train.learning_rate,
+        min_lr=train.min_learning_rate,
+        weight_decay=train.weight_decay,
+        adam_beta1=train.adam_beta1,
+        adam_beta2=train.adam_beta2,
+        adam_eps=train.adam_eps,
+        clip_grad=train.clip_grad,
+        bf16=config.bf16,
+        params_dtype=config.params_dtype,
+        use_distributed_optimizer=True,
+    )
+    optimizer = get_megatron_optimizer(options, wrapped_chunks, use_gloo_process_groups=False)
+    layers = {global_name(chunk, f"{name}.weight"): layer for chunk, name, layer in iter_modules(chunks, QuantizedLinear)}
+    for part in flatten_chained(optimizer):
+        part.take_layers(layers)
+    return optimizer
 
 
 class LearningRateSchedule:

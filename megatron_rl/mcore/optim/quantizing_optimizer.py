@@ -11,8 +11,6 @@ parameters. For E4M3 parameters, Adam steps the slice of the FP32 master as usua
 A parameter costs 1 byte plus scales, 4 bytes of gradient buffer, and 12 bytes for master and moments divided over the replicas.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 

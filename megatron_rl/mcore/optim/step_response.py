@@ -12,8 +12,6 @@ without replacement. All strips are equally likely, so sums over the sample time
 `_ELEMENTS` values during a step.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -31,15 +29,13 @@ from megatron_rl.metrics import declare
 from megatron_rl.precision.quantized_weight import QuantizedWeight
 from megatron_rl.precision.quantizers import dequantize
 
-_ROWS, _ELEMENTS, _LEAST = 128, 1 << 20, 8
-"""Rows of a strip, a multiple of every block height; values of a sample; minimum number of strips in a sample."""
-_BELOW = (
-    'masters in the middle of their cells (a quantized checkpoint with precision.masters = "stored") that the learning rate leaves there'
-)
-_ABOVE = 'masters on the bounds of their cells (a BF16 checkpoint with precision.masters = "stored", or one computed from rounded numbers)'
+_ROWS = 128  # rows of a strip, a multiple of every block height
+_ELEMENTS, _MIN_STRIPS = 1 << 20, 8  # size of a sample
+_BELOW = 'masters at cell centers that the learning rate cannot leave (a quantized checkpoint with precision.masters = "stored")'
+_ABOVE = 'masters at cell boundaries (a BF16 checkpoint with precision.masters = "stored", or one computed from rounded values)'
 RESPONSE = declare(
     "precision/response",
-    "how far the step moved the engine's weights, over how far it moved their masters",
+    "movement of the engine's weights in a step over the movement of their masters",
     "number",
     "engine's weights moved / masters moved",
     label="response",
@@ -69,7 +65,7 @@ class StepResponse:
         ]
         self._strips = [_Strip(layer, first) for layer in measured for first in range(0, len(layer.weight), _ROWS)]
         largest = max((layer.weight[:_ROWS].numel() for layer in measured), default=1)
-        self._size = min(max(_ELEMENTS // largest, _LEAST), len(self._strips))
+        self._size = min(max(_ELEMENTS // largest, _MIN_STRIPS), len(self._strips))
         stepped = [entry for part in flatten_chained(optimizer) for entry in iter_stepped(part)]
         self._masters = {id(weight): master for weight, master in stepped}
         self._sample: list[tuple[_Strip, torch.Tensor, torch.Tensor]] = []

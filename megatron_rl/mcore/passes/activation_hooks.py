@@ -8,28 +8,13 @@ from contextlib import ExitStack, contextmanager
 import torch
 from megatron.core.models.gpt import GPTModel
 
-from megatron_rl.precision.graph.activation_hooks import attach_hooks, layer_hook_points
+from megatron_rl.precision.graph.activation_hooks import TRAINER, attach_hooks, layer_hook_points
 
-_LAYER_MODULES = {
-    "qkv": "self_attention.linear_qkv",
-    "q_norm": "self_attention.q_layernorm",
-    "k_norm": "self_attention.k_layernorm",
-    "q_a_norm": "self_attention.q_layernorm",
-    "q_b": "self_attention.linear_q_up_proj",
-    "kv_a_norm": "self_attention.kv_layernorm",
-    "attention": "self_attention.core_attention",
-    "latent_attention": "self_attention.core_attention",
-    "output": "self_attention.linear_proj",
-    "router": "mlp.router",
-    "gate_up": "mlp.linear_fc1",
-    "down": "mlp.linear_fc2",
-    "mlp": "mlp",
-}
 HOOK_POINTS = (
-    ("embedding", "embedding", None),
-    *layer_hook_points("decoder.layers.*.", _LAYER_MODULES),
-    ("decoder.final_layernorm", "norm", None),
-    ("output_layer", "lm_head", None),
+    ("embedding", None, "embedding"),
+    *layer_hook_points(TRAINER),
+    ("norm", None, "decoder.final_layernorm"),
+    ("lm_head", None, "output_layer"),
 )
 
 

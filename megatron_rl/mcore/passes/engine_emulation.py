@@ -4,10 +4,8 @@ Attention, norms, kernels and the order of sums stay the trainer's. The differen
 alone, and the remaining difference to the engine's log-probs is due to how the engine computes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -58,11 +56,9 @@ def emulate_engine(
         yield changed
 
 
-@contextmanager
-def emulate_cache(model: ModelChunks) -> Iterator[None]:
-    """Context manager: attention reads keys and values as from an E4M3 cache (`precision.kv`)."""
-    with override([core for *_, core in iter_modules(model, CoreAttention)], "quantizes_kv", True):
-        yield
+def emulate_cache(model: ModelChunks) -> AbstractContextManager[None]:
+    """Return a context manager in which attention reads keys and values as from an E4M3 cache (`precision.kv`)."""
+    return override([core for *_, core in iter_modules(model, CoreAttention)], "quantizes_kv", True)
 
 
 def _forward(

@@ -72,13 +72,14 @@ def _find_left_out(kept: torch.Tensor, size: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class ScoredPositions:
-    """The positions of a row [1, t / cp] whose target is a sampled token. Logits are computed only for them, not for prompts and padding."""
+    """The positions of a row [1, t / cp] whose target is a sampled token. Logits are computed only for them, not for prompts and
+    padding."""
 
     index: torch.Tensor  # int64 [n], n >= 1
     length: int  # t / cp
 
     @classmethod
-    def of(cls, mask: torch.Tensor) -> ScoredPositions:
+    def from_mask(cls, mask: torch.Tensor) -> ScoredPositions:
         """Return the positions where `mask` [1, t / cp] is nonzero."""
         index = mask[0].nonzero().squeeze(1)
         return cls(index if len(index) else index.new_zeros(1), mask.shape[1])

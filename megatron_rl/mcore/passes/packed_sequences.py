@@ -1,7 +1,5 @@
 """Megatron's parameters for sequences packed into one row [1, t]: its `thd` format. Nothing here waits for the device."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -33,7 +31,8 @@ class PackedRowParams(PackedSeqParams):
 
 
 def make_packed_params(lengths: list[int], shard: ContextShard, positions: torch.Tensor) -> PackedRowParams:
-    """Return the parameters of a row of sequences of the given lengths. `positions` is this rank's part [1, t / cp] of the row's positions."""
+    """Return the parameters of a row of sequences of the given lengths. `positions` is this rank's part [1, t / cp] of the row's
+    positions."""
     device = shard.own_positions.device
     starts = copy_to_device(torch.tensor(list(accumulate(lengths, initial=0)), dtype=torch.int32), device)
     groups = packed_attention.group_by_length(lengths) if device.type == "cpu" else []

@@ -4,8 +4,6 @@ Micro-batches have different lengths, so Megatron's stages send each other the s
 of a replica pack the same micro-batches, so here the receiver computes the shape itself.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -28,7 +26,8 @@ class StageCommunicator(P2PCommunicator):
         shapes = [(length // ranks, 1, config.hidden_size) for length in lengths]
         stage, last, chunks = self.pp_group.rank(), self.pp_group.size() - 1, self.virtual_pipeline_model_parallel_size or 1
         order = get_schedule_table(len(shapes), chunks, last + 1) if chunks > 1 else [(number, 0) for number in range(len(shapes))]
-        # All but the model's first chunk receive activations. In the backward pass, the chunks are reversed, and all but the last receive gradients.
+        # All but the model's first chunk receive activations. In the backward pass, the chunks are reversed, and all but the last receive
+        # gradients.
         self._activations: Iterator[Shape] = iter([shapes[number] for number, chunk in order if stage > 0 or chunk > 0])
         self._gradients: Iterator[Shape] = iter([shapes[number] for number, chunk in order if stage < last or chunk > 0])
 
@@ -40,7 +39,8 @@ class StageCommunicator(P2PCommunicator):
 
 
 def split_input(model: Any, rows: Sequence[int]) -> list[torch.Tensor | None]:
-    """Return a stage's input of each of several concatenated micro-batches with `rows` positions each; None if there is nothing to split."""
+    """Return a stage's input of each of several concatenated micro-batches with `rows` positions each; None if there is nothing to
+    split."""
     whole = model.decoder.input_tensor
     if whole is None or len(rows) == 1:
         return [None] * len(rows)

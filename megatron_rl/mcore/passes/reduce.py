@@ -3,8 +3,6 @@
 A rank without values passes zeros or no names. All functions are collective.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import TypeVar, cast
 

@@ -4,8 +4,6 @@ Rank 0 sends each replica its samples in pieces of bounded size. They go to the 
 to all ranks of each stage. No rank but rank 0 ever holds more than its replica's share.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 

@@ -13,8 +13,6 @@ The results are those of sequential micro-batches. The second micro-batch runs f
 Autograd must not add the two gradients of a weight, since it would round their sum (`mcore.layers.linear.weight_gradient`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Any, TypeVar
@@ -69,7 +67,7 @@ def get_turn() -> int:
     return _turn or 0
 
 
-class OfMicroBatch:
+class PerMicroBatch:
     """An attribute with a separate value per micro-batch in `run_in_turns`. None until it is set."""
 
     def __set_name__(self, owner: type, name: str) -> None:

@@ -4,8 +4,6 @@ Megatron expects `step` in the parameter group, and only `exp_avg` and `exp_avg_
 which Megatron cannot load back. With this class, the CPU takes the same path as the GPU.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

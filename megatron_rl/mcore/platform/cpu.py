@@ -58,7 +58,8 @@ class _CpuStreamOrEvent:
 
 
 def run_forward_single_threaded(model: torch.nn.Module) -> None:
-    """Run the forward passes of `model` in one thread, which gives the engine's bits (`batch_invariant`). Backward passes use all threads."""
+    """Run the forward passes of `model` in one thread, which gives the engine's bits (`batch_invariant`). Backward passes use all
+    threads."""
     open_passes: list[contextlib.ExitStack] = []
 
     def enter(*_: Any) -> None:

@@ -4,8 +4,6 @@ PEFT has one adapter per tensor of the checkpoint. In training, all tensors of a
 export writes A once for each tensor.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,7 @@ from megatron_rl.mcore.checkpoint.folder import find_damage
 from megatron_rl.mcore.checkpoint.run_weights import RunWeights, read_state
 from parallel.adapters import ENGINE_FILE, is_adapter
 from parallel.model_geometry import ModelGeometry
-from parallel.shards import Weight, take_all
+from parallel.shards import take_all
 
 _PREFIX, _WEIGHTS = "base_model.model.", "adapter_model.safetensors"
 
@@ -69,16 +67,12 @@ def _read_adapters(geometry: ModelGeometry, weights: RunWeights) -> dict[str, to
         by_name = {weight.megatron: weight for weight in layer}
         for name, up in by_name.items():
             if name.endswith(".lora_B"):
-                a = _read(weights, by_name[name.removesuffix("B") + "A"])
+                a = weights.read_values(by_name[name.removesuffix("B") + "A"].pieces[0])
                 for tensor in {piece.tensor for piece in up.pieces}:
                     peft = _PREFIX + tensor.name
                     tensors[peft.replace(".lora_B.", ".lora_A.")] = a.clone()
                     tensors[peft] = weights.read_values(take_all(tensor)).clone()
     return tensors
-
-
-def _read(weights: RunWeights, down: Weight) -> torch.Tensor:
-    return weights.read_values(down.pieces[0])
 
 
 def _describe(lora: LoraConfig, base: str, names: list[str]) -> dict[str, Any]:

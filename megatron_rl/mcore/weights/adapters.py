@@ -4,12 +4,9 @@ A layer's blocks stay as loaded. A forward hook adds the adapter's output after 
 (`rollout_sglang.hooks.adapters`).
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -110,7 +107,8 @@ def _add_by_row_sum(layer: Any, inputs: tuple[Any, ...], output: tuple[torch.Ten
 
 
 def _add_up_rounded(layer: Any, h: torch.Tensor) -> torch.Tensor:
-    """Return the adapter's output if Megatron sums rounded parts: for a sharded expert this rank's part, since Megatron sums it with y's."""
+    """Return the adapter's output if Megatron sums rounded parts: for a sharded expert this rank's part, since Megatron sums it with
+    y's."""
     up, group = take_weight(layer.lora_B), layer.tp_group
     if group.size() > 1 and layer.is_expert:
         up = copy_to_tensor_model_parallel_region(up, group=group)
@@ -125,11 +123,9 @@ def list_adapted_layers(model: ModelChunks) -> list[tuple[Any, str, Any]]:
     return [found for found in iter_modules(model) if hasattr(found[2], "adapter_scale")]
 
 
-@contextmanager
-def disable_adapters(model: ModelChunks) -> Iterator[None]:
-    """Context manager: forward passes are those of the frozen model."""
-    with override([layer for *_, layer in list_adapted_layers(model)], "adapter_enabled", False):
-        yield
+def disable_adapters(model: ModelChunks) -> AbstractContextManager[None]:
+    """Return a context manager in which forward passes are those of the frozen model."""
+    return override([layer for *_, layer in list_adapted_layers(model)], "adapter_enabled", False)
 
 
 class FrozenPolicy(Policy):

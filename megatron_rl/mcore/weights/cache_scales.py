@@ -4,8 +4,6 @@ They are buffers of the trainer's model, saved in checkpoints and synced like we
 from the training passes of the previous version; the first version's come from a pass over random tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

@@ -5,8 +5,6 @@ of at most `FILE_BYTES` are read and written one at a time, so a process holds o
 files; their content does not depend on the number of ranks.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -69,11 +67,11 @@ def export_checkpoint(checkpoint: Path, output: Path, precision: str, alignment:
         checkpoint = run_on_rank0(lambda: _check_paths(checkpoint, output))
         if run_on_rank0(lambda: holds_adapters(checkpoint)):
             if alignment:
-                raise UserError("--align", alignment.block, "widens no adapters", "leave it out")
+                raise UserError("--align", alignment.block, "cannot widen adapters", "omit --align")
             write_on_rank0(lambda: export_adapters(checkpoint, output))
             return
         if alignment and precision != "bf16" and not (checkpoint / "config.json").is_file():
-            rule, fix = "widens no blocks that a run made", "use --precision bf16, and export the result again"
+            rule, fix = "cannot widen quantized blocks of a run", "use --precision bf16, then export the result again"
             raise UserError("--align", alignment.block, rule, fix)
         convert(checkpoint, output, precision_fields, alignment)
 
@@ -177,7 +175,7 @@ def _open_hf(folder: Path, precision_fields: dict[str, Any], checks: bool) -> _S
     hf_config = read_config(folder)
     checkpoint = HFCheckpoint(folder, hf_config, "--checkpoint")
     if checkpoint.format and precision_fields["mode"] != "bf16":
-        rule = f"{folder} is {checkpoint.format.name.upper()} already, and blocks are not quantised twice"
+        rule = f"{folder} is quantized to {checkpoint.format.name.upper()} already and cannot be quantized again"
         raise UserError("--precision", None, rule, "use --precision bf16")
     with as_user_error():
         model = ModelGeometry.from_hf_config(hf_config)

@@ -3,8 +3,6 @@
 The geometry comes from `parallel`; quantized tensors are the blocks that the trainer computes with, or are quantized for the sync.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -74,7 +72,7 @@ def _load(model: ModelChunks, checkpoint: HFCheckpoint, shards: list[Shard], spr
     planned = {shard.name: shard.shape for shard in shards}
     for name in sorted(held.keys() | planned.keys()):
         if held.get(name) != planned.get(name):
-            raise AssertionError(f"{name} is {held.get(name, 'absent')} in Megatron, {planned.get(name, 'absent')} in the model's family")
+            raise AssertionError(f"{name} is {held.get(name, 'absent')} in Megatron, {planned.get(name, 'absent')} in the model's geometry")
     layers = find_weight_layers(model)
     for shard in shards:
         layer, tensors = layers.get(shard.name), [region.tensor for region in shard.regions]
@@ -161,8 +159,8 @@ def collect_named_tensors(model: ModelChunks, shards: list[Shard], contract: Pre
 
     These are raw values, bytes and scales of quantized roles, and KV-cache scales, as views of live memory where possible: call again after
     every optimizer step. Bytes of quantized layers are the blocks that they compute with; if the contract does not quantize a layer, its
-    master is returned. If only the engine is quantized (`fp8_rollout`, `int8_rollout`), `quantize_shards` makes the bytes. Rows of quantized
-    tensors are in the quantized order of `parallel.megatron_shards`.
+    master is returned. If only the engine is quantized (`fp8_rollout`, `int8_rollout`), `quantize_shards` makes the bytes. Rows are in the
+    quantized order of `parallel.megatron_shards`.
     """
     finish_gathers(model)
     weights, layers = {name: tensor.detach() for name, tensor in global_parameters(model).items()}, find_weight_layers(model)

@@ -6,53 +6,52 @@ Trainer and engine name operators as the precision graph does, so their recordin
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
-HookPoint = tuple[str, str, int | None]
-"""(module, operator whose result is recorded, index of the positional argument that holds it, or None for the module's output). In both
+TRAINER, ENGINE = 0, 1
+HookPoint = tuple[str, int | None, str]
+"""(operator whose result is recorded, index of the positional argument that holds it or None for the module's output, module). In both
 names `*` stands for the number of a layer. Of an output tuple, the first element is recorded."""
-_LAYER_POINTS: tuple[HookPoint, ...] = (
-    ("qkv", "input_norm", 0),
-    ("qkv", "attention.qkv", None),
-    ("q_norm", "attention.q_norm", None),
-    ("k_norm", "attention.k_norm", None),
-    ("q_a_norm", "attention.q_a", 0),
-    ("q_a_norm", "attention.q_a_norm", None),
-    ("q_b", "attention.q_b", None),
-    ("kv_a_norm", "attention.kv_a", 0),
-    ("kv_a_norm", "attention.kv_a_norm", None),
-    ("attention", "attention.rope.q", 0),
-    ("attention", "attention.rope.k", 1),
-    ("latent_attention", "attention.rope.q", 0),
-    ("latent_attention", "attention.rope.k", 1),
-    ("output", "attention.core", 0),
-    ("output", "attention.output", None),
-    ("gate_up", "post_attention_norm", 0),
-    ("router", "post_attention_norm", 0),
-    ("gate_up", "mlp.gate_up", None),
-    ("down", "mlp.swiglu", 0),
-    ("down", "mlp.down", None),
-    ("mlp", "mlp", None),
+_LAYERS = "decoder.layers.*.", "model.layers.*."
+_LAYER_POINTS = (  # (operator, argument, Megatron's module, SGLang's module)
+    ("input_norm", 0, "self_attention.linear_qkv", "self_attn.qkv_proj"),
+    ("attention.qkv", None, "self_attention.linear_qkv", "self_attn.qkv_proj"),
+    ("attention.q_norm", None, "self_attention.q_layernorm", "self_attn.q_norm"),
+    ("attention.k_norm", None, "self_attention.k_layernorm", "self_attn.k_norm"),
+    ("attention.q_a", 0, "self_attention.q_layernorm", "self_attn.q_a_layernorm"),
+    ("attention.q_a_norm", None, "self_attention.q_layernorm", "self_attn.q_a_layernorm"),
+    ("attention.q_b", None, "self_attention.linear_q_up_proj", "self_attn.q_b_proj"),
+    ("attention.kv_a", 0, "self_attention.kv_layernorm", "self_attn.kv_a_layernorm"),
+    ("attention.kv_a_norm", None, "self_attention.kv_layernorm", "self_attn.kv_a_layernorm"),
+    ("attention.rope.q", 0, "self_attention.core_attention", "self_attn.attn"),
+    ("attention.rope.k", 1, "self_attention.core_attention", "self_attn.attn"),
+    ("attention.rope.q", 0, "self_attention.core_attention", "self_attn.attn_mqa"),
+    ("attention.rope.k", 1, "self_attention.core_attention", "self_attn.attn_mqa"),
+    ("attention.core", 0, "self_attention.linear_proj", "self_attn.o_proj"),
+    ("attention.output", None, "self_attention.linear_proj", "self_attn.o_proj"),
+    ("post_attention_norm", 0, "mlp.linear_fc1", "mlp.gate_up_proj"),
+    ("post_attention_norm", 0, "mlp.router", "mlp.gate"),
+    ("mlp.gate_up", None, "mlp.linear_fc1", "mlp.gate_up_proj"),
+    ("mlp.swiglu", 0, "mlp.linear_fc2", "mlp.down_proj"),
+    ("mlp.down", None, "mlp.linear_fc2", "mlp.down_proj"),
+    ("mlp", None, "mlp", "mlp"),
 )
 
 
-def layer_hook_points(prefix: str, modules: Mapping[str, str]) -> list[HookPoint]:
-    """Return the points of every layer. `modules` maps the first names in `_LAYER_POINTS` to modules of the layer, whose names start with
-    `prefix`."""
-    return [(prefix + modules[module], f"layers.*.{op}", argument) for module, op, argument in _LAYER_POINTS]
+def layer_hook_points(side: int) -> list[HookPoint]:
+    """Return the points of every layer on one side, TRAINER or ENGINE."""
+    return [(f"layers.*.{op}", argument, _LAYERS[side] + modules[side]) for op, argument, *modules in _LAYER_POINTS]
 
 
-def attach_hooks(
-    model: torch.nn.Module, points: Iterable[HookPoint], record: Callable[[str, torch.Tensor], None]
-) -> list[RemovableHandle]:
-    """Call `record(operator, tensor)` at every point whose module the model has, whenever that module runs, until `remove()` is called on the
-    returned handles."""
+def attach_hooks(model: torch.nn.Module, points: Iterable[HookPoint], record: Callable[[str, torch.Tensor], None]) -> list[RemovableHandle]:
+    """Call `record(operator, tensor)` at every point whose module the model has, whenever that module runs, until `remove()` is called on
+    the returned handles."""
     handles = []
-    for path, op, argument in points:
+    for op, argument, path in points:
         pattern = re.compile(re.escape(path).replace(r"\*", r"(\d+)"))
         for name, module in model.named_modules():
             if match := pattern.fullmatch(name):

@@ -23,7 +23,8 @@ _LAYER = re.compile(r"layers\.(\d+)\.(.+)")
 
 @dataclass(frozen=True)
 class TensorPrecision:
-    """The precision of a tensor: its dtype ("bf16", "e4m3") and, if quantized, the block that shares a scale and the format of the scales."""
+    """The precision of a tensor: its dtype ("bf16", "e4m3") and, if quantized, the block that shares a scale and the format of the
+    scales."""
 
     dtype: str
     granularity: str = ""
@@ -173,7 +174,8 @@ def _split_name(name: str) -> tuple[int | None, str]:
 
 
 def _name_within_layer(name: str, layer: int | None) -> str:
-    """Return a name as seen from a layer. The input of a layer is `input`, whichever layer produces it, and its gradient `input.backward`."""
+    """Return a name as seen from a layer. The input of a layer is `input`, whichever layer produces it, and its gradient
+    `input.backward`."""
     owner, inner = _split_name(name)
     if layer is None:
         return "last layer" if owner is not None else name

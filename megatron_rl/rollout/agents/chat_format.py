@@ -29,7 +29,7 @@ class ChatFormat:
         """Raise UserError if the tokenizer has no chat template, or a template that drops a response or what follows it."""
         name, fix = self._tokenizer.name_or_path, "correct it, or add chat_template.jinja to that folder"
         if not self._tokenizer.chat_template:
-            raise UserError("agent", None, f"needs a chat template, but the tokenizer of {name} has none", fix)
+            raise UserError("agent", None, f"needs a chat template, and the tokenizer of {name} has none", fix)
         try:
             kept = all("(more)" in self._render_rest([ConversationMessage(role, "(more)")], "[]") for role in ("user", "tool"))
             kept = kept and _QUESTION.content in self._render([_QUESTION], "[]")

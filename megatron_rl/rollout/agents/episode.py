@@ -25,8 +25,7 @@ from megatron_rl.rollout.agents.messages import ConversationMessage, PolicyReque
 from megatron_rl.rollout.engine import Abort
 from megatron_rl.types import Completion, Generation, KeptTokens, Problem, SamplingParams
 
-_MOST_REFUSALS = 8
-"""Number of requests beyond its limits after which an agent is killed, because it might go on forever."""
+_MOST_REFUSALS = 8  # number of requests beyond its limits after which an agent is killed, because it might go on forever
 
 
 @dataclass(eq=False)
@@ -34,8 +33,7 @@ class Turn:
     """One response of the policy, at its place in the tree."""
 
     parent: Turn | None
-    messages: tuple[ConversationMessage, ...]
-    """The conversation, including the response."""
+    messages: tuple[ConversationMessage, ...]  # the conversation, including the response
     tools: str
     given_ids_T: np.ndarray
     """Tokens between the parent's response and this one (int32). For the first turn, the whole prompt."""

@@ -87,10 +87,8 @@ class PolicyRequest:
     """JSON as in chat completions. Tools are equal if their texts are."""
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
-    calls_tools: bool = False
-    """Whether the response is searched for tool calls."""
-    overridden: tuple[str, ...] = ()
-    """Options of the request that the run overrides."""
+    calls_tools: bool = False  # whether the response is searched for tool calls
+    overridden: tuple[str, ...] = ()  # options of the request that the run overrides
 
 
 def read_chat_request(body: Any) -> PolicyRequest:

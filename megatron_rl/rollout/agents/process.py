@@ -19,8 +19,7 @@ from dataclasses import asdict, dataclass
 from megatron_rl.config.agent import AgentConfig
 from megatron_rl.types import Problem
 
-_TAIL = 2000
-"""Number of bytes of standard error that are kept."""
+_TAIL = 2000  # number of bytes of standard error that are kept
 _STOP_SECONDS = 10
 
 
@@ -28,10 +27,8 @@ _STOP_SECONDS = 10
 class AgentResult:
     """How an agent ended."""
 
-    error: str = ""
-    """Why the agent failed, or ""."""
-    reward: float | None = None
-    """The reward that the agent gave itself, with `agent.own_reward`."""
+    error: str = ""  # why the agent failed, or ""
+    reward: float | None = None  # the reward that the agent gave itself, with `agent.own_reward`
 
 
 class ServerEndedError(Exception):

@@ -21,8 +21,7 @@ from megatron_rl.types import Problem
 from megatron_rl.workers.process import die_with_parent, ignore_signals_for_parent, limit_memory
 
 REWARD_VARIABLE = "MEGATRON_RL_REWARD"
-MOST_BYTES = 1 << 16
-"""Maximum size of a message in bytes."""
+MOST_BYTES = 1 << 16  # maximum size of a message in bytes
 _REWARD_FD = 100
 
 

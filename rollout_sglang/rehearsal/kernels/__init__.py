@@ -1,11 +1,11 @@
-"""The kernels that SGLang calls on a Hopper GPU, as functions of shapes: what their sources refuse is refused, and what they read, write
-and multiply is counted. One way of calling them a file:
+"""Kernels that SGLang calls on a Hopper GPU, as shape functions: they make the checks of the kernels' sources and count their work.
 
-    jit           CUDA of SGLang's own that is compiled at first use (`sglang/kernels/jit/csrc`)
-    triton        Triton of SGLang's and of this project's
-    sgl_kernel    compiled beforehand (sgl-kernel, with its FlashAttention 3)
+    jit           SGLang's CUDA kernels that are compiled at first use (`sglang/kernels/jit/csrc`)
+    triton        Triton kernels of SGLang and of this project
+    sgl_kernel    precompiled kernels (sgl-kernel with its FlashAttention 3, FlashInfer's router)
 
-DeepGEMM's are the trainer's (`megatron_rl.rehearsal.kernels.deep_gemm`). A kernel that is not there is refused by name when it is called.
+DeepGEMM's kernels are shared with the trainer (`megatron_rl.rehearsal.kernels.deep_gemm`). An unknown kernel is refused by name when it is
+called.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 from megatron_rl.rehearsal.kernels import RefusedKernelError
@@ -21,26 +22,27 @@ from rollout_sglang.platform import stub_modules
 
 
 def install() -> None:
-    """Put them where SGLang looks for them. After the stubs of packages, before any module of SGLang's that has a kernel."""
+    """Install the kernels, after the stubs of packages and before any SGLang module that has a kernel."""
     from megatron_rl.rehearsal.device import add_library
-    from megatron_rl.rehearsal.fake_cuda import recorder
-    from megatron_rl.rehearsal.kernels import deep_gemm as deep_gemm_kernels
-    from rollout_sglang.rehearsal.kernels import deep_gemm, flashinfer, jit, sgl_kernel, triton
+    from megatron_rl.rehearsal.kernels import deep_gemm
+    from rollout_sglang.rehearsal.kernels import jit, sgl_kernel, triton
 
-    deep_gemm_kernels.install(recorder)
     deep_gemm.install()
-    triton.install()
-    sgl_kernel.install()
-    flashinfer.install()
-    jit.install()
+    known = sys.modules.pop("deep_gemm")
+    stub = import_module("deep_gemm")
+    vars(stub).update({name: value for name, value in vars(known).items() if callable(value)})
+    vars(stub).update(dict.fromkeys(("set_pdl", "set_num_sms", "set_compile_mode"), lambda _: None))
+    vars(stub).update(get_num_sms=lambda: 132, get_compile_mode=lambda: 0)
+    for kernels in (triton, sgl_kernel, jit):
+        kernels.install()
     functions: dict[str, Callable[..., Any]] = {}
     add_library("sglang", functions.__getitem__)
-    add_library("megatron_rl", find_own_operator)
-    _note_operators(functions)
+    add_library("megatron_rl", _find_own_operator)
+    _record_operators(functions)
 
 
-def _note_operators(functions: dict[str, Callable[..., Any]]) -> None:
-    """Let SGLang's custom operators be found by name: they are Python, and what they call is a kernel."""
+def _record_operators(functions: dict[str, Callable[..., Any]]) -> None:
+    """Record the Python functions of SGLang's custom operators by name."""
     from sglang.srt.utils import common
 
     plain = common.direct_register_custom_op
@@ -52,22 +54,22 @@ def _note_operators(functions: dict[str, Callable[..., Any]]) -> None:
     common.direct_register_custom_op = register
 
 
-def find_own_operator(name: str) -> Callable[..., Any]:
-    """Return the Python of one of this project's custom operators."""
+def _find_own_operator(name: str) -> Callable[..., Any]:
+    """Return the Python function of one of this project's custom operators."""
     from torch._library.custom_ops import OPDEFS
 
     return OPDEFS[f"megatron_rl::{name}"]._init_fn
 
 
 def refuse_unknown() -> None:
-    """From now on a name of a package that is not installed cannot be called, but as a decorator while a module is imported."""
+    """From now on refuse calls of functions of stubbed packages, except of decorators while a module is imported."""
     plain = stub_modules._StubModule.__call__
 
     def call(self: Any, *args: Any, **named: Any) -> Any:
         caller = sys._getframe(1)
-        if not caller.f_code.co_flags & inspect.CO_OPTIMIZED:  # a module's or a class's own lines
+        if not caller.f_code.co_flags & inspect.CO_OPTIMIZED:  # code of a module or class body
             return plain(self, *args, **named)
         line = f"{shorten(caller.f_code.co_filename)}:{caller.f_lineno}"
-        raise RefusedKernelError(f"{self.__name__} is not known to the rehearsal, asked for by {line}")
+        raise RefusedKernelError(f"{self.__name__} is not known to the rehearsal; it is called by {line}")
 
     stub_modules._StubModule.__call__ = call  # type: ignore[method-assign]

@@ -113,11 +113,14 @@ def test_sets_have_names_and_overrides_leave_the_given_table_alone(load):
         ("[rollout]\nmin_p = 1.0", "rollout.min_p = 1.0: must be less than 1; the default is 0.0"),
         ('[rollout]\nstop = ["x", ""]', "rollout.stop.1 = '': String should have at least 1 character"),
         ("[eval]\ntop_p = 1.5", "eval.top_p = 1.5: must be less than or equal to 1"),
-        ("[eval]\ntemperature = 0\nsamples = 2", "eval: asks for 2 samples that temperature 0 makes all the same: set samples to 1"),
+        ("[eval]\ntemperature = 0\nsamples = 2", "eval: the 2 samples of a problem would be identical at temperature 0; set samples = 1"),
         ("[train]\nlearning_rate = inf", "train.learning_rate = inf: must be a finite number; the default is 1e-06"),
         ("[log]\ndir = 3", "log.dir = 3: must be a valid string; put it in quotes"),
         ("[data]\nsettings = 3", "data.settings = 3: must be a table"),
-        ("[[data.eval]]\nsource = 'a'\nsettings = {x = 1}", "data.eval.0: settings are for a source of your own, which 'a' is not"),
+        (
+            "[[data.eval]]\nsource = 'a'\nsettings = {x = 1}",
+            "data.eval.0: settings only apply to a custom source (module:attribute), and 'a' is not one",
+        ),
         ("[[data.train]]\nsource = 'a'\nweigth = 2", "data.train.0.weigth = 2: unknown key; did you mean data.train.weight?"),
         ("[[data.eval]]\nsource = 'a'\nweight = 2", "data.eval.0.weight = 2: unknown key; did you mean data.train.weight?"),
         (
@@ -132,18 +135,18 @@ def test_sets_have_names_and_overrides_leave_the_given_table_alone(load):
         ),
         (
             "[data]\ntrain = [{source = 'x/a.jsonl'}, {source = 'y/x/a.json'}]",
-            "data: 2 sets of train are called 'x/a': give each a name of its own",
+            "data: 2 sets of train have the name 'x/a'; set a unique name for each",
         ),
         (
             "[data]\nformat = 'maths'",
             "data.format = 'maths': must be one of gsm8k, math, deepmath, aime, or your own as module:attribute",
         ),
-        ("[data]\nprompt_template = 'q'", "data: prompt_template 'q' must hold {question}"),
+        ("[data]\nprompt_template = 'q'", "data: prompt_template 'q' must contain {question}"),
         (
             "[data]\nprompt_template = '{question}'\nprompt_template_file = 'f'",
-            "data: prompt_template and prompt_template_file exclude each other: leave one out",
+            "data: prompt_template and prompt_template_file exclude each other; leave one of them out",
         ),
-        ("[data]\nsystem_prompt = 'x'", "data: system_prompt needs chat = true: without a chat template there is no place for it"),
+        ("[data]\nsystem_prompt = 'x'", "data: system_prompt needs chat = true, because only a chat template uses a system message"),
         (
             "[precision]\nbackend = 'emulate'",
             "precision.backend = 'emulate': must be 'emulated', 'transformer_engine' or 'deep_gemm'; did you mean 'emulated'?",
@@ -205,7 +208,7 @@ def test_what_a_run_writes_down_of_its_configuration_is_read_back(load):
 
 
 def test_hosts_are_a_list_of_single_interfaces(load, mistake):
-    line = "stands for every interface of the machine; name one, loopback or of a private network"
+    line = "listens on every network interface; use the address of one interface, loopback or in a private network"
     for host in ("0.0.0.0", "::", "0", "0x0", "", "::ffff:0.0.0.0"):
         assert mistake(MODEL, f"--sync.host={host}") == f'sync.host = {host!r}: {line}; the default is "127.0.0.1"'
         assert mistake(MODEL, f'--rollout.hosts=["10.0.3.7", "{host}"]') == f"rollout.hosts.1 = {host!r}: {line}"
@@ -219,7 +222,7 @@ def test_hosts_are_a_list_of_single_interfaces(load, mistake):
 def test_a_standstill_is_longer_than_any_wait_that_is_allowed(load):
     check(Facts(load(MODEL)), Needs.TRAINER)
     check(Facts(load(MODEL, "--log.stuck_after=0")), Needs.TRAINER)
-    rule = "log.stuck_after = 700.0: must be longer than rollout.request_timeout (900)"
+    rule = "log.stuck_after = 700.0: must be greater than rollout.request_timeout (900)"
     with pytest.raises(UserError) as caught:
         check(Facts(load(MODEL, "--log.stuck_after=700", "--rollout.request_timeout=900")), Needs.TRAINER)
     assert str(caught.value) == f"{rule}; raise it, lower rollout.request_timeout, or set it to 0"

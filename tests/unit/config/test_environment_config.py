@@ -36,7 +36,7 @@ def test_the_example_is_sound_and_an_environment_absent_by_default(tmp_path):
         ("--environment.max_token=1", "environment.max_token = 1: unknown key; did you mean environment.max_tokens"),
         (
             "--environment.max_tokens=169",
-            r"rollout.max_new_tokens = 24: with data.max_prompt_tokens \(64\) and environment.max_tokens \(169\) exceeds the model's 256",
+            r"rollout.max_new_tokens = 24: plus data.max_prompt_tokens \(64\) and environment.max_tokens \(169\) exceeds the model's 256",
         ),
     ],
 )

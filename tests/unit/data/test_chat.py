@@ -143,7 +143,7 @@ def test_tools_of_a_format_of_ones_own_are_checked():
 
 
 def test_tools_need_a_chat_template():
-    with pytest.raises(ValidationError, match="columns.tools = 'tools' needs chat = true: tools have no place outside a chat template"):
+    with pytest.raises(ValidationError, match="columns.tools = 'tools' needs chat = true, because only a chat template uses tools"):
         DataConfig.model_validate({"columns": {"question": "q", "answer": "a", "tools": "tools"}})
 
 

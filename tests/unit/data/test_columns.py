@@ -159,9 +159,9 @@ def test_messages_of_an_own_format_need_a_chat_template(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "data, rule",
     [
-        ({"columns": {}}, "must name one of question and messages"),
-        ({"columns": {"question": "a", "messages": "b"}}, "must name one of question and messages"),
-        ({"columns": {"question": "a"}}, "must name the answer's column"),
+        ({"columns": {}}, "must set exactly one of question and messages"),
+        ({"columns": {"question": "a", "messages": "b"}}, "must set exactly one of question and messages"),
+        ({"columns": {"question": "a"}}, "must set answer"),
         ({"columns": {"messages": "a"}}, "columns.messages = 'a' needs chat = true"),
         ({"train": [{"source": "a", "columns": {"messages": "b"}}]}, "columns.messages = 'b' needs chat = true"),
         ({"columns": {"question": "a", "answer": "b"}, "format": "gsm8k"}, "format gsm8k and columns exclude each other"),

@@ -152,9 +152,9 @@ def test_the_state_of_a_large_set_is_small():
 @pytest.mark.parametrize(
     "fields, line",
     [
-        ({"pass_rate_low": 0.9, "pass_rate_high": 0.1}, r"pass_rate_low \(0.9\) must be below pass_rate_high \(0.1\)"),
-        ({"pass_rate": "measured"}, "nothing uses the pass rate that is measured"),
-        ({"pass_rate_low": 0.1, "recheck_every": 2}, "recheck_every asks what a measured pass rate left out"),
+        ({"pass_rate_low": 0.9, "pass_rate_high": 0.1}, r"pass_rate_low \(0.9\) must be less than pass_rate_high \(0.1\)"),
+        ({"pass_rate": "measured"}, "the measured pass rate is not used"),
+        ({"pass_rate_low": 0.1, "recheck_every": 2}, "recheck_every only applies to a filter by measured pass rates"),
     ],
 )
 def test_settings_that_would_do_nothing_are_refused(fields, line):

@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from megatron_rl.planner.activation_memory import FormulaInputs
-from megatron_rl.planner.hardware import Cluster
 from support.families import ARCHITECTURES
 from support.geometries import PUBLISHED, published_model
 from typer.testing import CliRunner
@@ -21,12 +19,15 @@ from megatron_rl.batch.sample_bytes import SampleBytes
 from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.cli.main import app
 from megatron_rl.config import Config, load_config
-from megatron_rl.cost.activations import count_logits
-from megatron_rl.cost.workload import Candidate, Workload
 from megatron_rl.errors import UserError
 from megatron_rl.kernels.linear.deep_gemm import DeepGemmBackend
 from megatron_rl.kernels.linear.transformer_engine import pad_scales
-from megatron_rl.planner import activation_memory, block_alignment, memory, memory_by_phase, roofline
+from megatron_rl.planner import block_alignment, memory_by_phase, roofline
+from megatron_rl.cost.operators import RankShapes
+from megatron_rl.cost.workload import Candidate, Workload
+from megatron_rl.cost import activations, operators, weights
+from megatron_rl.cost.activations import count_logits
+from megatron_rl.cost.hardware import Cluster
 from megatron_rl.planner.search import Planner, explain_rank
 from megatron_rl.planner.sync_traffic import estimate_sync_traffic
 from megatron_rl.precision.contract import PrecisionContract
@@ -63,7 +64,7 @@ def test_a_dense_models_bytes_by_hand():
     layer = 4096 * (2 * 4096 + 2 * 1024) + 3 * 4096 * 12288
     vectors = 36 * (2 * 4096 + 2 * 128) + 4096
     embeddings, fp8 = 2 * 151936 * 4096, 36 * layer
-    held = memory.count_trainer_memory(job(), Layout(), 0)
+    held = weights.count_trainer_memory(job(), Layout(), 0)
     assert held.weights == 2 * (embeddings + vectors)
     assert held.blocks == fp8 + 4 * fp8 // 128**2
     assert held.gradients == 4 * (fp8 + embeddings + vectors)
@@ -74,7 +75,7 @@ def test_a_dense_models_bytes_by_hand():
 def test_adapters_alone_are_trained_and_sent_after_the_first_sync():
     """Of rank 16 at q, k and v, which share their A, o, gate and up, down."""
     plain, adapted = (job(**each, algorithm={"kl_coef": 0.1}) for each in ({}, {"lora": {}}))
-    before, held = (memory.count_trainer_memory(each, Layout(), 0) for each in (plain, adapted))
+    before, held = (weights.count_trainer_memory(each, Layout(), 0) for each in (plain, adapted))
     values = 36 * 16 * ((4096 + 6144) + (4096 + 4096) + (4096 + 2 * 12288) + (12288 + 4096))
     assert (held.gradients, held.masters, held.moments, held.weights) == (4 * values, 4 * values, 8 * values, before.weights + 2 * values)
     assert held.blocks == before.blocks
@@ -89,17 +90,17 @@ def test_adapters_alone_are_trained_and_sent_after_the_first_sync():
 
 
 def test_stages_hold_the_model_once_and_replicas_share_the_optimizer():
-    whole = memory.count_trainer_memory(job(), Layout(), 0)
+    whole = weights.count_trainer_memory(job(), Layout(), 0)
     for layout in (Layout(pp=4, vpp=3), Layout(pp=4, first_stage_layers=10, last_stage_layers=8), Layout(pp=8, first_stage_layers=1)):
-        stages = [memory.count_trainer_memory(job(), layout, stage) for stage in range(layout.pp)]
+        stages = [weights.count_trainer_memory(job(), layout, stage) for stage in range(layout.pp)]
         assert [sum(parts) for parts in zip(*stages, strict=True)] == list(whole)
-    shared = memory.count_trainer_memory(job(), Layout(dp=8), 0)
+    shared = weights.count_trainer_memory(job(), Layout(dp=8), 0)
     assert (shared.masters, shared.moments, shared.weights) == (whole.masters / 8, whole.moments / 8, whole.weights)
 
 
 def test_experts_are_shared_out_by_their_own_replicas():
     moe = job("Qwen3-30B-A3B")
-    alone, spread = (memory.count_trainer_memory(moe, layout, 0) for layout in (Layout(dp=8), Layout(dp=8, ep=8)))
+    alone, spread = (weights.count_trainer_memory(moe, layout, 0) for layout in (Layout(dp=8), Layout(dp=8, ep=8)))
     experts = 48 * 128 * 3 * 2048 * 768
     assert alone.blocks - spread.blocks == experts * 7 / 8 * (1 + 4 / 128**2)
     assert alone.moments == spread.moments  # an eighth of all experts, or all of an eighth
@@ -109,27 +110,27 @@ def test_experts_are_shared_out_by_their_own_replicas():
 def test_operands_are_what_the_back_ends_make(rows, cols):
     blocks = quantize_weight(torch.randn(rows, cols), "pow2")
     transposed, scales = DeepGemmBackend(FP8.with_scales("pow2")).prepare(blocks, None).dgrad
-    assert memory.count_operand_bytes("deep_gemm", FP8, rows, cols) == transposed.numel() + 4 * scales.numel()
+    assert weights.count_operand_bytes("deep_gemm", FP8, rows, cols) == transposed.numel() + 4 * scales.numel()
     padded = pad_scales(blocks.scale).numel() + pad_scales(blocks.scale.t()).numel()
-    assert memory.count_operand_bytes("transformer_engine", FP8, rows, cols) == rows * cols + 4 * padded
+    assert weights.count_operand_bytes("transformer_engine", FP8, rows, cols) == rows * cols + 4 * padded
 
 
 def test_only_grouped_products_have_the_blocks_of_experts_a_second_time():
     """With sums by the tree one expert runs after the other."""
     fast, tree = (job("Qwen3-30B-A3B", precision={"backend": "transformer_engine", "reduction": each}) for each in ("fast", "tree"))
-    operands = [memory.count_trainer_memory(each, Layout(dp=8, ep=8), 0).operands for each in (fast, tree)]
+    operands = [weights.count_trainer_memory(each, Layout(dp=8, ep=8), 0).operands for each in (fast, tree)]
     assert operands[0] - operands[1] == pytest.approx(48 * 16 * 3 * 2048 * 768, rel=0.01)
 
 
 def test_the_kv_cache_of_a_rank_holds_its_heads_or_mlas_one_latent():
     for tp, kv_heads in ((1, 8), (8, 1), (16, 1)):
-        assert memory.count_kv_bytes_per_token(job(), tp) == 36 * 2 * kv_heads * 128 * 2
-        assert memory.count_kv_bytes_per_token(job(precision={"kv": "e4m3_per_layer"}), tp) == 36 * 2 * kv_heads * 128
+        assert weights.count_kv_bytes_per_token(job(), tp) == 36 * 2 * kv_heads * 128 * 2
+        assert weights.count_kv_bytes_per_token(job(precision={"kv": "e4m3_per_layer"}), tp) == 36 * 2 * kv_heads * 128
     deepseek = PUBLISHED["DeepSeek-V3"] | {"rope_scaling": None, "n_group": 8, "topk_group": 4, "num_experts_per_tok": 8}
     config = Config.model_validate_json('{"model": {"path": "x"}}')
-    assert memory.count_kv_bytes_per_token(Workload.from_config(config, deepseek | {"rope_theta": 1e4}), 8) == 61 * (512 + 64) * 2
+    assert weights.count_kv_bytes_per_token(Workload.from_config(config, deepseek | {"rope_theta": 1e4}), 8) == 61 * (512 + 64) * 2
     config = Config.model_validate_json('{"model": {"path": "x"}, "precision": {"kv": "e4m3"}}')  # a byte for a number, one for a scale
-    assert memory.count_kv_bytes_per_token(Workload.from_config(config, deepseek | {"rope_theta": 1e4}), 8) == 61 * (512 + 1 + 64 + 1)
+    assert weights.count_kv_bytes_per_token(Workload.from_config(config, deepseek | {"rope_theta": 1e4}), 8) == 61 * (512 + 1 + 64 + 1)
 
 
 def test_a_trained_mtp_layer_is_the_last_stages():
@@ -139,13 +140,13 @@ def test_a_trained_mtp_layer_is_the_last_stages():
     trained, layout = Workload.from_config(config, fields), Layout(pp=2)
     model = trained.model
     extra = [
-        memory.count_trainer_memory(trained, layout, stage).gradients - memory.count_trainer_memory(trained.scored, layout, stage).gradients
+        weights.count_trainer_memory(trained, layout, stage).gradients - weights.count_trainer_memory(trained.scored, layout, stage).gradients
         for stage in (0, 1)
     ]
     mtp = [weight for weight in model.list_weights()[-1] if weight.megatron.startswith("mtp.")]
     numbers = sum(rect.rows * rect.cols for weight in mtp for _, rect, *_ in weight.pieces if "expert_bias" not in weight.megatron)
     assert extra == [0, 4 * numbers] and trained.trained_mtp_layers == 1 and trained.scored.trained_mtp_layers == 0
-    weights = memory.count_trainer_memory(trained, layout, 1).weights - memory.count_trainer_memory(trained.scored, layout, 1).weights
+    weights = weights.count_trainer_memory(trained, layout, 1).weights - weights.count_trainer_memory(trained.scored, layout, 1).weights
     assert weights > 2 * model.vocab * model.hidden
 
 
@@ -153,10 +154,10 @@ def test_the_engine_holds_what_the_sync_plan_writes():
     """One rank: every byte of data and scales, but for vocabulary padding, which 151936 rows need none of."""
     model, workload = replace(published_model("Qwen3-8B"), layers=2), job()
     plan = SyncPlan.make(model, Layout(), (1, 1), PrecisionContract.from_config(workload.config.precision), 1 << 28)
-    assert memory.count_engine_weights(replace(workload, model=model), 1, 1) == sum(transfer.nbytes for transfer in plan.transfers)
+    assert weights.count_engine_weights(replace(workload, model=model), 1, 1) == sum(transfer.nbytes for transfer in plan.transfers)
     rollout = job(precision={"mode": "fp8_rollout"})  # there a sync makes the blocks
-    assert memory.count_sync_quantization(rollout, Candidate(Layout()), 0) == memory.count_trainer_memory(job(), Layout(), 0).blocks
-    assert memory.count_sync_quantization(job(), Candidate(Layout()), 0) == 0
+    assert weights.count_sync_quantization(rollout, Candidate(Layout()), 0) == weights.count_trainer_memory(job(), Layout(), 0).blocks
+    assert weights.count_sync_quantization(job(), Candidate(Layout()), 0) == 0
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -166,17 +167,17 @@ def test_a_family_is_planned_as_trainer_and_engine_hold_it(family):
     model = ModelGeometry.from_hf_config(ARCHITECTURES[family] | changes)
     workload = replace(job(), model=model)
     plan = SyncPlan.make(model, Layout(), (1, 1), workload.contract, 1 << 28)
-    assert memory.count_engine_weights(workload, 1, 1) == sum(transfer.nbytes for transfer in plan.transfers)
+    assert weights.count_engine_weights(workload, 1, 1) == sum(transfer.nbytes for transfer in plan.transfers)
     values = sum(tensor.rows * tensor.cols for tensor in model.tensors().values() if tensor.role != "router_bias")
-    assert memory.count_trainer_memory(workload, Layout(), 0).gradients == 4 * values
-    assert 0 < roofline.count_flops_per_token(workload)[0] <= 2 * values
+    assert weights.count_trainer_memory(workload, Layout(), 0).gradients == 4 * values
+    assert 0 < operators.count_flops_per_token(workload)[0] <= 2 * values
 
 
 def test_activations_shrink_with_tensor_parallelism_and_recomputation():
     workload = job()
 
     def activations(layout: Layout, recompute: str = "none") -> float:
-        return activation_memory.count_training_activations(workload, Candidate(layout, recompute=recompute), 0).kept
+        return activations.count_training_activations(workload, Candidate(layout, recompute=recompute), 0).kept
 
     assert activations(Layout(tp=8)) < activations(Layout(tp=2)) < activations(Layout())
     tokens = workload.tokens_per_rank(1)
@@ -184,9 +185,9 @@ def test_activations_shrink_with_tensor_parallelism_and_recomputation():
     assert activations(Layout(), "full") < activations(Layout(), "selective") < activations(Layout())
     long = job(rollout={"max_new_tokens": 16384}, data={"max_prompt_tokens": 1024})
     assert (long.tokens_per_rank(1), long.tokens_per_rank(4)) == (17408, 8192), "a longer sequence than the bound has a pass of its own"
-    logits = {count_logits(FormulaInputs(long, Layout(), tokens), training=False) for tokens in (300, 17408, 1e6)}
+    logits = {count_logits(RankShapes(long, Layout(), tokens), training=False) for tokens in (300, 17408, 1e6)}
     assert logits == {2 * 300 * 151936, 2 * LOGITS_PER_GPU_CHUNK}
-    filtered = FormulaInputs(job(rollout={"top_k": 5}), Layout(tp=8), 1e6)
+    filtered = RankShapes(job(rollout={"top_k": 5}), Layout(tp=8), 1e6)
     assert count_logits(filtered, training=False) == (2 + 8) * LOGITS_PER_CHUNK
 
 
@@ -195,7 +196,7 @@ def test_experts_that_run_at_once_have_padded_rows():
 
     def rows(tokens: int, **precision: str) -> float:
         workload = job("Qwen3-235B-A22B", precision={"backend": "transformer_engine", "reduction": "fast"} | precision)
-        return FormulaInputs(workload, Layout(tp=8, ep=8, etp=1), tokens).expert_rows
+        return RankShapes(workload, Layout(tp=8, ep=8, etp=1), tokens).expert_rows
 
     assert (rows(6144), rows(5120), rows(1024)) == (16 * 384, 16 * 384, 16 * 128)
     assert rows(5120, backend="emulated") == rows(5120, reduction="tree") == rows(5120, mode="bf16") == 16 * 320
@@ -211,7 +212,7 @@ def test_padding_of_experts_takes_time(monkeypatch):
         return roofline.estimate_step_time(workload, candidate, NODE).train / micro_batches
 
     padded = seconds()
-    monkeypatch.setattr(FormulaInputs, "expert_rows", property(lambda inputs: inputs.routed_rows))
+    monkeypatch.setattr(RankShapes, "expert_rows", property(lambda shapes: shapes.routed_rows))
     flops = 0.2 * 3 * 94 * 640 * 8 * 2 * 3 * 1536 * 4096
     assert padded - seconds() == pytest.approx(flops / (0.35 * NODE.gpu.fp8))
 
@@ -230,7 +231,7 @@ def test_what_sums_by_the_tree_cost():
     seconds = roofline.compare_reductions(job(), Candidate(layout, rollout_tp=2, engines=4), NODE)
     assert 1 < seconds["tree"] / seconds["fast"] < 1.3
     workings = [
-        activation_memory.count_working(FormulaInputs(job(precision={"reduction": r}), Layout(tp=8), 100)) for r in ("tree", "fast")
+        activations.count_working(RankShapes(job(precision={"reduction": r}), Layout(tp=8), 100)) for r in ("tree", "fast")
     ]
     assert workings[0] == 8 * 4096 * 100 > workings[1]
 
@@ -239,7 +240,7 @@ def test_micro_batches_in_flight_and_the_pipelines_bubble():
     one_chunk, two_chunks = Layout(pp=4), Layout(pp=4, vpp=2)
     cases = [(one_chunk, 0, 9, 4), (one_chunk, 3, 9, 1), (one_chunk, 0, 2, 2), (two_chunks, 0, 9, 11 / 2), (two_chunks, 3, 9, 5 / 2)]
     for layout, stage, count, in_flight in cases:
-        assert activation_memory.count_in_flight(layout, stage, count) == in_flight
+        assert activations.count_in_flight(layout, stage, count) == in_flight
     for pp, vpp, count, share in ((1, 1, 7, 0), (4, 1, 8, 3 / 11), (4, 2, 8, 3 / 19), (8, 1, 1, 7 / 8)):
         assert roofline.bubble_fraction(pp, vpp, count) == pytest.approx(share)
 
@@ -248,7 +249,7 @@ def test_the_last_stage_with_its_output_layer_sets_a_pipelines_pace():
     """A quarter of the layers and the whole output layer, of one token in the forward pass."""
     workload = job(precision={"reduction": "fast", "backend": "transformer_engine"})
     one, four = Candidate(Layout()), Candidate(Layout(pp=4))
-    linear, attention, outputs = roofline.count_flops_per_token(workload)
+    linear, attention, outputs = operators.count_flops_per_token(workload)
     assert outputs == 2 * 151936 * 4096
     seconds = [roofline.estimate_step_time(workload, each, NODE).train for each in (one, four)]
     fp8, bf16 = 3 * linear / (0.35 * NODE.gpu.fp8), 3 / (0.35 * NODE.gpu.bf16)
@@ -319,15 +320,15 @@ def test_shared_gpus_hold_by_turns():
     assert "KV cache" in parts["generate"] and "KV cache" not in parts["train"]
     assert "optimizer" in parts["train"] and "optimizer" not in parts["generate"]
     assert {phase.gpus for phase in memory_by_phase.estimate_phase_memory(job(), apart)} == {"trainer", "engine"}
-    assert memory_by_phase.count_offloaded_bytes(job(), shared) == memory.count_trainer_memory(job(), shared.train, 0).optimizer
+    assert memory_by_phase.count_offloaded_bytes(job(), shared) == weights.count_trainer_memory(job(), shared.train, 0).optimizer
 
 
 def test_a_critic_has_a_phase_of_its_own_and_shares_the_device_by_turns():
     shared, apart = Candidate(Layout(tp=8), 8, 1, 1), Candidate(Layout(tp=4), 4, 1, 1, "disaggregated")
     plain, ppo = job(), job(algorithm={"name": "ppo"})
-    held = memory.count_trainer_memory(ppo.critic, shared.train, 0)
+    held = weights.count_trainer_memory(ppo.critic, shared.train, 0)
     vocabulary = 2 * 151936 // 8 * 4096
-    assert held.weights == memory.count_trainer_memory(plain, shared.train, 0).weights - vocabulary + 2 * 4096
+    assert held.weights == weights.count_trainer_memory(plain, shared.train, 0).weights - vocabulary + 2 * 4096
     parts = {phase.phase: phase.parts for phase in memory_by_phase.estimate_phase_memory(ppo, shared)}
     assert [*parts] == ["generate", "logprobs", "critic", "train", "sync", "resume"]
     assert "activations" not in parts["resume"] and parts["resume"]["optimizer"] == parts["train"]["optimizer"]
@@ -338,7 +339,7 @@ def test_a_critic_has_a_phase_of_its_own_and_shares_the_device_by_turns():
     assert {name: size for name, size in parts["train"].items() if name != "critic"} == next(
         phase.parts for phase in memory_by_phase.estimate_phase_memory(plain, shared) if phase.phase == "train"
     )
-    both = memory.count_trainer_memory(plain, shared.train, 0).optimizer + held.optimizer
+    both = weights.count_trainer_memory(plain, shared.train, 0).optimizer + held.optimizer
     assert memory_by_phase.count_offloaded_bytes(ppo, shared) == both
     of_trainer = [phase.parts for phase in memory_by_phase.estimate_phase_memory(ppo, apart) if phase.gpus == "trainer"]
     assert all({"optimizer", "gradients"} <= phase.keys() for phase in of_trainer)

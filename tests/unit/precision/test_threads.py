@@ -17,7 +17,7 @@ from megatron_rl.precision import threads
 def lent(monkeypatch):
     """Three threads for shared work, one for everything else, as in an engine."""
     before = torch.get_num_threads()
-    monkeypatch.setattr(threads, "_given", [])
+    monkeypatch.setattr(threads, "_thread_counts", [])
     threads.lend_threads(3)
     yield
     torch.set_num_threads(before)

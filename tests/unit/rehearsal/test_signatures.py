@@ -65,7 +65,7 @@ def test_a_function_that_cannot_be_imported_is_read_from_its_file(tmp_path, monk
 
 def test_where_no_library_is_installed_nothing_is_compared(monkeypatch):
     monkeypatch.setattr(signatures, "LIBRARIES", ("no_such_library",))
-    assert signatures.compare_installed() is None
+    assert signatures.compare_installed([]) is None
     monkeypatch.setattr(signatures, "is_installed", lambda _: False)
     assert signatures.compare(deep_gemm.STANDS_FOR) == []
 
@@ -73,5 +73,4 @@ def test_where_no_library_is_installed_nothing_is_compared(monkeypatch):
 def test_what_ends_with_an_error_is_a_difference(monkeypatch):
     monkeypatch.setattr(signatures, "is_installed", lambda _: True)
     monkeypatch.setattr(signatures, "_has_driver", lambda: True)
-    monkeypatch.setattr(sys, "executable", "/bin/false")
-    assert signatures.compare_installed() == ["the installed libraries cannot be compared: "]
+    assert signatures.compare_installed(["/bin/false"]) == ["the installed libraries cannot be compared: "]

@@ -6,10 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from megatron_rl.planner.hardware import Cluster
 
-from megatron_rl.cost.hardware import LINK_EFFICIENCY
-from megatron_rl.planner.roofline import COMPUTE_EFFICIENCY
+from megatron_rl.cost.hardware import COMPUTE_EFFICIENCY, LINK_EFFICIENCY, Cluster
 from megatron_rl.rehearsal.bound import estimate_bound
 from megatron_rl.rehearsal.recorder import Recorder
 from megatron_rl.rehearsal.traffic import count_bytes, count_moved, name_kind

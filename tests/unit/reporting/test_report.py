@@ -13,14 +13,7 @@ import pytest
 from megatron_rl import metrics
 from megatron_rl.batch import replay  # noqa: F401 (it declares what a run with replay adds)
 from megatron_rl.errors import UserError
-from megatron_rl.precision.graph.decoder import (
-    AttentionPrecision,
-    DecoderPrecision,
-    LayerPrecision,
-    MLPPrecision,
-    WeightedOpPrecision,
-    decoder_graph,
-)
+from megatron_rl.precision.graph.decoder import DecoderPrecision, Operator, decoder_graph
 from megatron_rl.precision.graph.graph import TensorPrecision
 from megatron_rl.precision.graph.render import draw_svg
 from megatron_rl.reporting.formatting import format_bytes, format_duration, format_toml, visible
@@ -128,9 +121,9 @@ def test_a_whole_page_with_evaluations_and_the_precision_graph(tmp_path: Path):
     results = {"sampling": {"samples": 8}, "ks": [1], "comparison": [], "sides": {"checkpoint": {"step": 2, "table": [line]}}}
     (run / "eval" / "step_2").mkdir(parents=True)
     (run / "eval" / "step_2" / "eval.json").write_text(json.dumps(results))
-    high, weighted = TensorPrecision("bf16"), WeightedOpPrecision(TensorPrecision("bf16"), TensorPrecision("bf16"))
-    layer = LayerPrecision(weighted, AttentionPrecision(weighted, weighted, high, high), weighted, MLPPrecision(weighted, weighted), high)
-    graph = decoder_graph(DecoderPrecision(high, {0: layer}, embedding=weighted, norm=weighted, lm_head=weighted, logits=high))
+    high = TensorPrecision("bf16")
+    ends = {"embedding": {"weight": high}, "norm": {"x": high}, "lm_head": {"x": high, "weight": high}}
+    graph = decoder_graph(DecoderPrecision(high, {}, {name: Operator(inputs) for name, inputs in ends.items()}))
     (run / "graph.svg").write_text(draw_svg(graph, graph))
     page = Page(write_report(run))
     assert "Evaluations" in page.text and "eval/step_2" in page.text and "mean@8 50.0 % (40.0–60.0)" in page.text
@@ -235,7 +228,7 @@ def test_bad_folders(tmp_path: Path):
         write_report(tmp_path / "absent")
     with pytest.raises(UserError, match=r"RUN_DIR.*run\.json"):
         write_report(tmp_path)
-    with pytest.raises(UserError, match="row 1 has no whole number"):
+    with pytest.raises(UserError, match="row 1 has a step that is not an integer"):
         write_report(make_run(tmp_path, [{"reward/mean": 1.0}]))
     assert not list(tmp_path.glob("report.html*"))
 

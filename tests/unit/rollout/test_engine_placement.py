@@ -1,4 +1,4 @@
-"""Engines on several nodes: where each one runs, who starts it there, on which devices, and what is refused."""
+"""Engines on several nodes: placement, launchers, devices and refusals."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Started = list[tuple[list[str], dict[str, str], Path]]
 
 
 def start_nodes(monkeypatch, config: Config, number: int) -> tuple[Started, str]:
-    """Arguments, environment and log of the processes that engine `number` would be started as, and its URL."""
+    """Return arguments, environment and log of the processes that engine `number` would be started as, and its URL."""
     started: Started = []
     monkeypatch.setattr(launch_args, "read_config", lambda folder: {})
     monkeypatch.setattr(launch_args, "EngineProcess", lambda *parts: started.append(parts))
@@ -41,7 +41,7 @@ def start_nodes(monkeypatch, config: Config, number: int) -> tuple[Started, str]
 
 
 def start_process(monkeypatch, config: Config, number: int) -> tuple[list[str], dict[str, str], str]:
-    """Arguments and environment of the one process that engine `number` would be started as, and its URL."""
+    """Return arguments and environment of the single process that engine `number` would be started as, and its URL."""
     ((arguments, environment, _),), url = start_nodes(monkeypatch, config, number)
     return arguments, environment, url
 
@@ -66,7 +66,7 @@ def test_engines_are_spread_evenly_in_order(launchers):
 
 
 def test_the_nodes_of_an_engine_meet_at_its_first(launchers, monkeypatch):
-    """Four nodes, of which engines 0 and 1 have the first two, 2 and 3 the others."""
+    """Four nodes: engines 0 and 1 run on the first two, 2 and 3 on the last two."""
     launchers("", "srun b", "srun c", "srun d")
     spread = config(4, tp=4, hosts=("127.0.0.1", "10.0.0.6", "10.0.0.7", "10.0.0.8"), nodes=2)
     check_devices(spread)

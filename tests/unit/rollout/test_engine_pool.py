@@ -1,4 +1,4 @@
-"""Several engines behind one face: who is asked, what a loss costs, how often engines are started anew, and when a new one may serve."""
+"""A pool of engines: distribution of requests, lost engines, restarts, and when a successor may serve."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Scripted:
 
 
 class Fleet:
-    """Engines, with all that were ever started, in order; `broken` numbers of starts come up dead."""
+    """A pool that records all engines ever started. Starts whose number is in `broken` fail."""
 
     def __init__(self, broken: tuple[int, ...] = (), **rollout: object) -> None:
         self.started: list[Scripted] = []
@@ -89,7 +89,7 @@ class Fleet:
         return self.started[-1]
 
     def lose(self, number: int) -> EngineLostError:
-        """Let an engine die; the pool's error at the next call of all engines."""
+        """Let an engine die. Return the pool's error at the next call of all engines."""
         self.started[number].dead = True
         with pytest.raises(EngineLostError) as error:
             self.engines.admit()

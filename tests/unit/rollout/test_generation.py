@@ -1,4 +1,4 @@
-"""Answers of several turns: which tokens the engine is asked to go on from, when an answer ends, and what a broken environment costs."""
+"""Completions with several turns: the prompts of turns, where a completion ends, and failing environments."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from parallel.plug import InputError
 VERSION = 5
 PROBLEM = [Problem("0", "A", "")]
 PAIR = 1000
-"""Token PAIR + n is the letter n twice: whoever tokenises "aa" gets it, so tokens [97, 97] do not survive a detour over text."""
+"""Token PAIR + n is letter n twice. Tokenizing "aa" gives it, so tokens [97, 97] do not survive decoding and encoding."""
 
 
 class PairTokenizer:
@@ -40,7 +40,7 @@ class PairTokenizer:
 
 
 class ScriptedEngine:
-    """Answers each turn of a prompt's conversation by the script's next ids; cut where the budget ends."""
+    """Answers each turn with the next ids of the script, cut at the token limit."""
 
     def __init__(self, scripts: list[list[list[int]]]) -> None:
         self._scripts = [list(script) for script in scripts]
@@ -72,7 +72,7 @@ class ScriptedEngine:
 
 
 class Scripted:
-    """In place of the pool: the replies of each problem, by its number; records its calls."""
+    """Replaces the pool with scripted replies per problem, and records its calls."""
 
     stop = (">",)
 
@@ -98,7 +98,7 @@ def converse(scripts: list[str | list], replies: list[list[StepResult | None]], 
 
 
 def test_a_turn_goes_on_from_the_very_tokens_that_were_sampled():
-    """ "aa" sampled as two tokens stays two; the environment's "bb" is one token; "b>" after it is not merged with it."""
+    """ "aa" sampled as two tokens stays two. The environment's "bb" is one token. "b>" after it is not merged with it."""
     (completion,), engine, scripted = converse([["aa>", "b>", "c"]], [[say("bb", state=b"1"), say("d"), None]])
     a, b, stop = ord("a"), ord("b"), ord(">")
     assert engine.asked == [[([65], 9)], [([65, a, a, stop, b + PAIR], 6)], [([65, a, a, stop, b + PAIR, b, stop, ord("d")], 4)]]

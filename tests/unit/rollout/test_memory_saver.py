@@ -1,4 +1,4 @@
-"""A colocated engine's memory is really released: what torch_memory_saver's library needs is set, or the run is refused."""
+"""Releasing a colocated engine's memory: torch_memory_saver's requirements are met, or the run is refused."""
 
 from __future__ import annotations
 

@@ -31,6 +31,5 @@ def test_a_warning_is_given_once_until_the_mismatch_is_back():
     for value in (0.0, 0.2, 0.3, 0.1, 0.4):
         bound.check({MISMATCH[1]: value})
     assert lines == [
-        f"the mismatch of rollout and trainer is {value} nats (mismatch/abs_max), above sync.max_mismatch = 0.1"
-        for value in (0.2, 0.4)
+        f"the mismatch of rollout and trainer is {value} nats (mismatch/abs_max), above sync.max_mismatch = 0.1" for value in (0.2, 0.4)
     ]

@@ -1,4 +1,4 @@
-"""The pool of reward workers: order, speed, and samples that hang, raise, crash or eat memory."""
+"""The pool of reward workers: order, and samples that hang, raise, crash or exhaust memory."""
 
 import json
 import multiprocessing
@@ -107,7 +107,7 @@ def test_workers_outlive_the_thread_that_started_them_or_are_replaced_for_free()
 
 
 def keep_a_worker_busy(pid: Connection) -> None:
-    """A process of its own: it tells its worker's pid, then waits for a sample that hangs."""
+    """Run in a separate process: send the worker's pid, then wait for a sample that hangs."""
     with pool_of(HOSTILE, 1, 60.0) as pool:
         pid.send(worker_pid(pool))
         judged(pool, ["hang"], _problems(1))

@@ -1,7 +1,5 @@
 """Core attention: softmax over keys, weighted sum of values, and the emulation of an E4M3 KV cache."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -18,8 +16,8 @@ from megatron_rl.precision import kv_cache
 class CoreAttention(MegatronModule):
     """Causal attention with grouped-query heads. Uses torch's fused operator on a GPU, and the engine's operator on a CPU.
 
-    Packed sequences: [t, heads, d] with `packed_seq_params` from `packed_sequences.make_packed_params` -> [t, heads * d]. A context-parallel
-    rank passes its own positions of the row. A batch: [s, b, heads, d], padded at the end -> [s, b, heads * d].
+    Packed sequences: [t, heads, d] with `packed_seq_params` from `make_packed_params` -> [t, heads * d]. A context-parallel rank passes its
+    own positions of the row. A batch: [s, b, heads, d], padded at the end -> [s, b, heads * d].
 
     With `quantizes_kv`, keys and values are rounded like in the engine's E4M3 cache, by the fixed scales `kv_scales` (float32 [2], keys and
     values) if there are any (`mcore.weights.cache_scales`).
@@ -53,7 +51,7 @@ class CoreAttention(MegatronModule):
         if packed is not None:
             return attend_packed(query, key, value, packed, self.softmax_scale).flatten(1)
         if self.config.context_parallel_size > 1:
-            raise NotImplementedError("context parallelism takes packed sequences only")
+            raise NotImplementedError("context parallelism supports only packed sequences")
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # [s, b, h, d] -> [b, h, s, d]
         if q.is_cuda:
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.softmax_scale, enable_gqa=True)

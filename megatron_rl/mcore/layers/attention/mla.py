@@ -10,8 +10,6 @@ The trainer uses the engine's form. On a CPU, the engine uses the absorbed form.
 cost the trainer 3.4 times the attention FLOPs (head dimensions 576 and 512 instead of 192 and 128), and FlashAttention ends at 256.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -102,7 +100,8 @@ class AbsorbedLatentAttention(LatentAttention):
     def get_query_key_value_tensors(
         self, hidden_states: torch.Tensor, key_value_states: Any = None, position_ids: Any = None, packed_seq_params: Any = None, **_: Any
     ) -> tuple[torch.Tensor | None, ...]:
-        """Return queries [t, h, rank + rope], latents [t, 1, rank + rope] and, instead of values, V [h, v, rank]; [s, b, ...] for a batch."""
+        """Return queries [t, h, rank + rope], latents [t, 1, rank + rope] and, instead of values, V [h, v, rank]; [s, b, ...] for a
+        batch."""
         config, heads = self.config, self.num_attention_heads_per_partition
         q, latents = self._project_queries(hidden_states).unflatten(-1, (heads, -1)), self._project_latents(hidden_states).unsqueeze(-2)
         if packed_seq_params is not None:

@@ -4,8 +4,6 @@ Megatron's rotation would wait for the device four times per layer to read seque
 key-value head exchange only what they need (`shared_heads`); Megatron would gather all heads on every rank.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -16,13 +14,13 @@ from megatron_rl.kernels.heads.reference import can_rotate, split_heads
 from megatron_rl.kernels.rope import reference as rope
 from megatron_rl.mcore.layers.attention.shared_heads import exchange_heads
 from megatron_rl.mcore.layers.norms import RMSNorm
-from megatron_rl.mcore.passes.two_batch import OfMicroBatch
+from megatron_rl.mcore.passes.two_batch import PerMicroBatch
 
 
 class PackedSelfAttention(SelfAttention):
     """Self attention for packed rows and batches, on any device."""
 
-    _rotation = OfMicroBatch()  # rotation of the current forward pass, if this class rotates instead of Megatron
+    _rotation = PerMicroBatch()  # rotation of the current forward pass, if this class rotates instead of Megatron
 
     def forward(
         self,

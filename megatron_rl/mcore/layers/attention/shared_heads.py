@@ -8,8 +8,6 @@ Megatron's layer would gather all heads on every rank. Here a rank sends only to
 backward pass, gradients travel back and are added in FP32, in rank order.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any

@@ -5,8 +5,6 @@ one ends. A matrix product may take over one of the steps (`quantized_matmul`): 
 to reduce their gradient before it computes the weight's; a row-parallel product does the reverse.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Megatron's embedding and linear layers in high precision."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -3,10 +3,7 @@
 They run inside the model's forward pass, so their hooks run as well: Megatron's DDP gathers weights in hooks.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -26,7 +23,7 @@ from megatron_rl.mcore.passes.logprobs import Targets, score_tokens, token_logpr
 class OutputLayer(ColumnParallelLinear):
     """Returns logits [t, b, vocab / tp]; within `score_positions` log-probs [n, 1], or log-probs and entropies [n, 1, 2]."""
 
-    _scored = two_batch.OfMicroBatch()  # (positions, targets, with entropies)
+    _scored = two_batch.PerMicroBatch()  # (positions, targets, with entropies)
 
     def forward(
         self, input_: torch.Tensor, weight: torch.Tensor | None = None, runtime_gather_output: bool | None = None
@@ -51,19 +48,17 @@ def install_output_layer(model: GPTModel) -> None:
         model.output_layer.__class__ = OutputLayer
 
 
-@contextmanager
-def score_positions(model: GPTModel, positions: torch.Tensor, targets: Targets, with_entropy: bool) -> Iterator[None]:
-    """Context manager: the model's last stage returns log-probs [1, n] of `targets` at `positions` int64 [n], with gradient. With
-    `with_entropy`, it returns log-probs and entropies [1, n, 2]."""
-    with override([model.output_layer] if model.post_process else [], "_scored", (positions, targets, with_entropy)):
-        yield
+def score_positions(model: GPTModel, positions: torch.Tensor, targets: Targets, with_entropy: bool) -> AbstractContextManager[None]:
+    """Return a context manager in which the model's last stage returns log-probs [1, n] of `targets` at `positions` int64 [n], with
+    gradient; `with_entropy`, log-probs and entropies [1, n, 2]."""
+    return override([model.output_layer] if model.post_process else [], "_scored", (positions, targets, with_entropy))
 
 
 class ValueHead(MegatronModule):
     """A critic's output layer: FP32 values [t, b, 1]; within `score_positions` [n, 1], or [n, 1, 2] with zeros as entropies. The value of a
     token predicts the return from the text before it. The weight is whole on every rank."""
 
-    _scored = two_batch.OfMicroBatch()
+    _scored = two_batch.PerMicroBatch()
 
     def __init__(self, config: TransformerConfig, tp_group: Any) -> None:
         super().__init__(config=config)

@@ -5,8 +5,6 @@ blocks. The FP32 master is not part of the layer: each data-parallel replica hol
 then the replicas gather the bytes (`mcore.optim.quantizing_optimizer`).
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

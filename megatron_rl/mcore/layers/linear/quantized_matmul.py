@@ -1,7 +1,5 @@
 """Matrix products of a quantized linear layer, and the communication of its tensor-parallel ranks around them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, cast

@@ -1,7 +1,5 @@
 """Megatron's row-parallel linear layer with sums in tree order (`kernels.sums.reference`), the same at any tensor-parallel size."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, ClassVar
 

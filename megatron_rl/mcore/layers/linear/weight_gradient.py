@@ -4,8 +4,6 @@ With two concurrent micro-batches (`mcore.passes.two_batch`), a weight has two g
 the weight's dtype. Instead, each is added to the buffer, and autograd receives none.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -5,8 +5,6 @@ once. It is multiplied by the token's weight and rounded. The token's own rank a
 numbers (`kernels.experts.expert_sum`) and rounds once.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from typing import Any

@@ -3,8 +3,6 @@
 No padded, weighted or activated copy of the tokens is written in BF16.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -35,7 +33,8 @@ class GroupedLinear:
         """Scales of the blocks behind `_operand`. New blocks have new scales, which invalidates the operand."""
 
     def list_weights(self) -> list[torch.Tensor]:
-        """Return the layers' weights after running DDP's hooks, which wait for gathered weights. Without gradient, WGrad needs no operands."""
+        """Return the layers' weights after running DDP's hooks, which wait for gathered weights. Without gradient, WGrad needs no
+        operands."""
         for layer in self.layers:
             for hook in layer._forward_pre_hooks.values():  # type: ignore[attr-defined]
                 hook(layer, ())

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
@@ -36,21 +36,19 @@ from megatron_rl.mcore.layers.moe.token_counts import UNKNOWN, KnownRoutes, Laye
 from megatron_rl.mcore.names import iter_modules, override
 from megatron_rl.mcore.passes import reduce
 from megatron_rl.mcore.passes.context_parallel import ContextShard
-from megatron_rl.mcore.passes.two_batch import OfMicroBatch
+from megatron_rl.mcore.passes.two_batch import PerMicroBatch
 from megatron_rl.metrics import declare
 
 _LOAD, _ENTROPY = "most / mean", "router entropy (nats per token)"
-_LAYER_LOAD = declare("router/load/layer_{}", "most tokens of an expert over the mean, layer {}")
+_LAYER_LOAD = declare("router/load/layer_{}", "largest load of an expert over the mean, layer {}")
 _LOAD_MEAN, _LOAD_MAX, _ENTROPY_MEAN, _ENTROPY_MIN, _DROPPED, DIFFERS = (
-    declare("router/load_mean", "most tokens of an expert over the mean, mean over layers", "number", _LOAD, label="mean over layers"),
-    declare("router/load_max", "most tokens of an expert over the mean, in the most uneven layer", "number", _LOAD,
-            label="most uneven layer"),
-    declare("router/entropy", "entropy of the routers' choice per token, mean over layers", "nats", _ENTROPY, label="mean over layers"),
-    declare("router/entropy_min", "entropy of the routers' choice per token, in the surest layer", "nats", _ENTROPY,
-            label="surest layer"),
-    declare("router/dropped", "choices of an expert that no expert received", "count", "choices dropped"),
-    declare("router/differs", "share of tokens that the trainer's routers would send elsewhere than the engine's, mean over layers",
-            "share", "tokens sent elsewhere", label="under replay"),
+    declare("router/load_mean", "largest load of an expert over the mean, mean over layers", "number", _LOAD, label="mean over layers"),
+    declare("router/load_max", "largest load of an expert over the mean, maximum over layers", "number", _LOAD, label="maximum"),
+    declare("router/entropy", "entropy of the routers per token, mean over layers", "nats", _ENTROPY, label="mean over layers"),
+    declare("router/entropy_min", "entropy of the routers per token, minimum over layers", "nats", _ENTROPY, label="minimum"),
+    declare("router/dropped", "expert choices that no expert received", "count", "choices dropped"),
+    declare("router/differs", "share of tokens routed differently by trainer and engine, mean over layers", "share",
+            "tokens sent elsewhere", label="under replay"),
 )  # fmt: skip
 
 
@@ -118,7 +116,7 @@ class RoutedMicroBatch:
 class RoutingReplay:
     """Chooses the experts of one router; Megatron calls `get_replay_topk`."""
 
-    forward_batch = OfMicroBatch()  # the `RoutedMicroBatch` of the current forward pass
+    forward_batch = PerMicroBatch()  # the `RoutedMicroBatch` of the current forward pass
 
     def __init__(self, router: Router) -> None:
         self.router = router
@@ -319,11 +317,9 @@ class ModelRouters:
                 bias.copy_(value)
             raise
 
-    @contextmanager
-    def disable_replay(self) -> Iterator[None]:
-        """Context manager: routers ignore recorded experts."""
-        with override([self], "replay_enabled", False):
-            yield
+    def disable_replay(self) -> AbstractContextManager[None]:
+        """Return a context manager in which routers ignore recorded experts."""
+        return override([self], "replay_enabled", False)
 
 
 def _routing_shape(config: TransformerConfig) -> RoutingShape | None:

@@ -4,8 +4,6 @@ A layer counts its tokens, exchanges the counts with other ranks, and waits for 
 routers replay recorded experts, the counts of all layers and micro-batches are known before any pass and copied at once (`count_ahead`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 

@@ -78,7 +78,7 @@ def test_a_model_that_is_there_is_kept_if_it_is_the_same(tmp_path):
             ["--warm_start.tool_share=0.5"],
             "warm_start.tool_share = 0.5: needs a tool, but the run has none; add [environment] with name =",
         ),
-        (["--train.layout.tp=2"], "train.layout: needs 2 ranks (tp * cp * pp * dp), this launch has 1; start with torchrun"),
+        (["--train.layout.tp=2"], "train.layout: needs 2 ranks (tp * cp * pp * dp), but this launch has 1; start with torchrun"),
     ],
 )
 def test_a_mistake_is_one_line_and_leaves_nothing(tmp_path, monkeypatch, overrides, line):

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.machinery
-
 import pytest
 import torch
-from support.processes import call_in_fresh_process
+from support.triton_kernels import call_in_interpreter, needs_triton
 
 from megatron_rl.kernels.heads import Heads
 from megatron_rl.kernels.heads.reference import can_rotate, differentiate_heads_reference, rotate_heads_reference, split_heads
 from megatron_rl.kernels.rope.reference import Rotation
 
-TRITON = importlib.machinery.PathFinder.find_spec("triton")  # not util.find_spec: SGLang's stub modules answer that
-needs_triton = pytest.mark.skipif(TRITON is None, reason="Triton is not installed: GPU builds of torch bring it")
 POSITIONS = torch.tensor([0, 1, 2, 3, 0, 1, 0, 6, 5])
 GROUPS, QUERIES, DIM = 2, 3, 16
 
@@ -64,8 +60,8 @@ def compare_with_the_references() -> None:
 
 @needs_triton
 def test_the_kernels_results_are_the_references():
-    """But for the last bits: the interpreter has no fused multiply-add and truncates to BF16."""
-    call_in_fresh_process(compare_with_the_references, TRITON_INTERPRET="1")
+    """Up to the last bits: the interpreter has no fused multiply-add and truncates to BF16."""
+    call_in_interpreter(compare_with_the_references)
 
 
 def test_heads_that_are_rotated_in_part_are_not_for_it():

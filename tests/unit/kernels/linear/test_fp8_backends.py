@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("fake_libraries")
 N, K = 256, 384
 BACKENDS = pytest.mark.parametrize("name", ["emulated", "deep_gemm", "transformer_engine"])
 BF16_ROUNDING = 2**-7
-"""Relative. Both sides round an FP32 sum to bf16; sums in another order may become neighbours, 2^-7 apart at most."""
+"""Relative. Both sides round an FP32 sum to bf16; sums in another order may become neighbors, 2^-7 apart at most."""
 
 
 def products(name: str, scale_format: str, x: torch.Tensor, dy: torch.Tensor, into: torch.Tensor | None = None):

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.machinery
-import os
-import subprocess
-
 import pytest
 import torch
 from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
 from support.processes import call_in_fresh_process
+from support.triton_kernels import call_in_interpreter, compile_for_hopper, needs_triton
 
 from megatron_rl.kernels.rope.reference import Rotation, rotate_reference
 
-TRITON = importlib.machinery.PathFinder.find_spec("triton")  # not util.find_spec: SGLang's stub modules answer that
-needs_triton = pytest.mark.skipif(TRITON is None, reason="Triton is not installed: GPU builds of torch bring it")
 POSITIONS = torch.tensor([0, 1, 2, 3, 0, 1, 0, 6, 5])
 
 
@@ -65,34 +60,22 @@ def compare_with_the_reference() -> None:
                 assert torch.allclose(kernel.float(), wanted.float(), **bound), (pairs, dtype)
 
 
-def compile_for_hopper() -> tuple[str, str]:
-    """(PTX, the assembler's report) of Qwen3's queries."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.backends.nvidia.compiler import get_ptxas
-    from triton.compiler import ASTSource
-
-    from megatron_rl.kernels.rope.triton import LAUNCH
-    from megatron_rl.kernels.rope.triton import rotate_token as kernel
+def compile_kernel() -> tuple[str, str]:
+    """(PTX, the assembler's report) for the queries of Qwen3."""
+    from megatron_rl.kernels.rope.triton import LAUNCH, rotate_token
 
     fixed = dict(START=0, WIDTH=128, PAIRS=64, INTERLEAVED=False, HEADS_TILE=32, PAIRS_TILE=64, WIDTH_TILE=128)
     types = {"x": "*bf16", "result": "*bf16", "cos": "*fp32", "sin": "*fp32", "positions": "*i64", "sign": "fp32"}
-    names = kernel.arg_names
-    signature = {name: types.get(name, "constexpr" if name in fixed else "i32") for name in names}
-    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if types.get(name, "").startswith("*") or "stride" in name}
-    source = ASTSource(kernel, signature, {(names.index(name),): value for name, value in fixed.items()}, aligned)
-    ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=LAUNCH).asm["ptx"]
-    assembler = [get_ptxas(90).path, "-v", "--gpu-name=sm_90a", "-", "-o", os.devnull]
-    return ptx, subprocess.run(assembler, input=ptx, capture_output=True, text=True, check=True).stderr
+    return compile_for_hopper(rotate_token, LAUNCH, types, fixed, ("token_stride", "head_stride"))
 
 
 @needs_triton
 def test_the_kernels_results_are_the_references():
-    """But for the last bit: the interpreter, chosen when Triton is first imported, has no fused multiply-add and truncates to BF16."""
-    call_in_fresh_process(compare_with_the_reference, TRITON_INTERPRET="1")
+    """Up to the last bit: the interpreter has no fused multiply-add and truncates to BF16."""
+    call_in_interpreter(compare_with_the_reference)
 
 
 @needs_triton
 def test_it_compiles_for_hopper(tmp_path):
-    ptx, report = call_in_fresh_process(compile_for_hopper, TRITON_CACHE_DIR=str(tmp_path))
+    ptx, report = call_in_fresh_process(compile_kernel, TRITON_CACHE_DIR=str(tmp_path))
     assert "fma.rn.f32" in ptx and "st.global.v4" in ptx and " 0 bytes spill stores" in report, report

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.machinery
-
 import pytest
 import torch
-from support.processes import call_in_fresh_process
+from support.triton_kernels import call_in_interpreter, needs_triton
 
 from megatron_rl.kernels.vocabulary.reference import (
     combine,
@@ -16,8 +14,6 @@ from megatron_rl.kernels.vocabulary.reference import (
     summarize_reference,
 )
 
-TRITON = importlib.machinery.PathFinder.find_spec("triton")  # not util.find_spec: SGLang's stub modules answer that
-needs_triton = pytest.mark.skipif(TRITON is None, reason="Triton is not installed: GPU builds of torch bring it")
 ROWS, VOCABULARY = 5, 96
 
 
@@ -66,4 +62,4 @@ def compare_with_the_reference() -> None:
 
 @needs_triton
 def test_the_kernels_results_are_the_references():
-    call_in_fresh_process(compare_with_the_reference, TRITON_INTERPRET="1")
+    call_in_interpreter(compare_with_the_reference)

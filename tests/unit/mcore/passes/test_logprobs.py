@@ -1,6 +1,4 @@
-"""Log-probs and entropies in chunks of rows, and the positions that are scored."""
-
-from __future__ import annotations
+"""Log-probs and entropies in chunks of rows, and the scored positions."""
 
 import pytest
 import torch
@@ -24,7 +22,7 @@ def _one_rank(monkeypatch):
 
 
 def make_layer(dtype: torch.dtype, width: int = SPLIT_SUM + 31) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Hidden states, weight, targets."""
+    """Return (hidden states, weight, targets)."""
     generator = torch.Generator().manual_seed(0)
     hidden, weight = (torch.randn(rows, width, generator=generator) for rows in (TOKENS, VOCABULARY))
     targets = torch.randint(VOCABULARY, (TOKENS,), generator=generator)
@@ -38,8 +36,8 @@ def _keep(scaled: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("rows", [16, 23, 1000])
 @pytest.mark.parametrize("temperature, keep", [(1.0, False), (0.7, False), (0.7, True)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_logprobs_are_those_of_whole_logits_and_so_are_gradient_and_entropy(monkeypatch, rows, temperature, keep, dtype):
-    """The same bits, however many rows a chunk has; a chunk's tail of two rows too."""
+def test_logprobs_gradients_and_entropies_match_whole_logits(monkeypatch, rows, temperature, keep, dtype):
+    """The same bits for any chunk size, including a last chunk of two rows."""
     monkeypatch.setattr(logprobs, "LOGITS_PER_CHUNK", rows * VOCABULARY)
     hidden, weight, tokens = make_layer(dtype)
     kept = torch.stack([tokens, (tokens + 7) % VOCABULARY, (tokens + 9) % VOCABULARY], -1).int() if keep else None
@@ -61,8 +59,8 @@ def test_logprobs_are_those_of_whole_logits_and_so_are_gradient_and_entropy(monk
 
 @pytest.mark.parametrize("temperature, keep", [(1.0, False), (0.7, False), (0.7, True)])
 @pytest.mark.parametrize("alone", [False, True])
-def test_the_gradient_of_entropies_is_that_of_their_formula(monkeypatch, temperature, keep, alone):
-    """In chunks of 23 rows; with that of log-probs, or alone."""
+def test_the_gradient_of_entropies_matches_autograd(monkeypatch, temperature, keep, alone):
+    """In chunks of 23 rows, with the gradient of log-probs or alone."""
     monkeypatch.setattr(logprobs, "LOGITS_PER_CHUNK", 23 * VOCABULARY)
     hidden, weight, tokens = make_layer(torch.float32)
     kept = torch.stack([tokens, (tokens + 7) % VOCABULARY, (tokens + 9) % VOCABULARY], -1).int() if keep else None
@@ -80,7 +78,7 @@ def test_the_gradient_of_entropies_is_that_of_their_formula(monkeypatch, tempera
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_weights_gradient_goes_into_megatrons_buffer(monkeypatch, tied):
-    """DDP's hook adds what autograd gets only where an embedding shares the weight: then it must be zero."""
+    """If an embedding shares the weight, DDP's hook adds autograd's gradient, which must then be zero."""
     monkeypatch.setattr(logprobs, "LOGITS_PER_CHUNK", 1)
     hidden, weight, tokens = make_layer(torch.bfloat16)
     (expected,) = torch.autograd.grad(token_logprobs(hidden, weight, Targets(tokens, 1.0)).sum(), weight)
@@ -93,7 +91,7 @@ def test_the_weights_gradient_goes_into_megatrons_buffer(monkeypatch, tied):
 
 
 def test_no_tensor_has_all_logits(monkeypatch):
-    """Of a pass forward and backward, and of one that scores."""
+    """In a forward and backward pass, and in a pass that only scores."""
     monkeypatch.setattr(logprobs, "LOGITS_PER_CHUNK", 16 * VOCABULARY)
     hidden, weight, tokens = make_layer(torch.float32, width=8)
     with LargestTensor() as largest:
@@ -103,7 +101,7 @@ def test_no_tensor_has_all_logits(monkeypatch):
 
 
 def test_logits_that_are_kept_give_the_same_bits_and_save_a_product(monkeypatch):
-    """Where kernels score them; where the gradient of entropies is asked for, which they do not know, they are made again."""
+    """With fused kernels. They cannot differentiate entropies; then the logits are recomputed."""
     monkeypatch.setattr(logprobs, "_is_fused", lambda *_: True)
     monkeypatch.setattr(logprobs, "LOGITS_PER_GPU_CHUNK", 16 * VOCABULARY)
     monkeypatch.setattr(logprobs, "_TILE", 16)
@@ -124,11 +122,11 @@ def test_logits_that_are_kept_give_the_same_bits_and_save_a_product(monkeypatch)
 
 @pytest.mark.parametrize("mask, index", [
     ([0, 1, 0, 1, 1], [1, 3, 4]),
-    ([0, 0, 0, 0, 0], [0]),  # a row of padding: its pass must still have a gradient
+    ([0, 0, 0, 0, 0], [0]),  # padding only: the pass must still have a gradient
     ([1, 1, 1, 1, 1], [0, 1, 2, 3, 4]),
 ])  # fmt: skip
-def test_positions_are_those_of_sampled_tokens(mask, index):
-    scored = ScoredPositions.of(torch.tensor([mask]))
+def test_scored_positions_are_the_sampled_tokens(mask, index):
+    scored = ScoredPositions.from_mask(torch.tensor([mask]))
     row = torch.arange(1.0, 6.0).unsqueeze(0)
     assert scored.select(row).tolist() == [position + 1.0 for position in index]
     assert scored.restore(scored.select(row).unsqueeze(0)).tolist() == [[(position + 1.0) * (position in index) for position in range(5)]]

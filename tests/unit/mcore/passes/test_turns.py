@@ -1,6 +1,4 @@
-"""Whose turn it is, and in which order autograd runs what two micro-batches left."""
-
-from __future__ import annotations
+"""The order of turns in forward passes, and the order in which autograd runs the backward passes of two micro-batches."""
 
 import contextlib
 from types import SimpleNamespace
@@ -9,7 +7,7 @@ import pytest
 import torch
 
 from megatron_rl.mcore.passes import two_batch
-from megatron_rl.mcore.passes.two_batch import OfMicroBatch, get_turn, give_turn, is_under_way, run_in_turns
+from megatron_rl.mcore.passes.two_batch import PerMicroBatch, get_turn, give_turn, is_under_way, run_in_turns
 
 
 @pytest.fixture(autouse=True)
@@ -29,54 +27,45 @@ def work(number: int, log: list, parts: int = 3):
 
 
 @pytest.mark.parametrize(
-    "late, order",
+    "parts, late, order",
     [
-        (False, [(1, 0), (0, 0), (1, 1), (0, 1), (1, 2), (0, 2)]),
-        (True, [(1, 0), (1, 1), (0, 0), (1, 2), (0, 1), (0, 2)]),
+        ([3, 3], False, [(1, 0), (0, 0), (1, 1), (0, 1), (1, 2), (0, 2)]),
+        ([3, 3], True, [(1, 0), (1, 1), (0, 0), (1, 2), (0, 1), (0, 2)]),
+        ([2], True, [(0, 0), (0, 1)]),
+        ([1, 3], False, [(1, 0), (0, 0), (1, 1), (1, 2)]),
     ],
 )
-def test_the_last_runs_first_and_results_keep_their_order(late, order):
+def test_the_last_pass_runs_first_and_results_keep_their_order(parts, late, order):
     log: list = []
-    assert run_in_turns([work(0, log), work(1, log)], late) == [0, 1] and log == order
-    assert not is_under_way() and get_turn() == 0
-
-
-def test_one_goes_on_alone_and_outside_nobody_gives_a_turn():
-    log: list = []
-    assert run_in_turns([work(0, log, 2)], True) == [0] and log == [(0, 0), (0, 1)]
-    log = []
-    assert run_in_turns([work(0, log, 1), work(1, log, 3)], False) == [0, 1]
-    assert log == [(1, 0), (0, 0), (1, 1), (1, 2)]
-    give_turn()
+    assert run_in_turns([work(number, log, count) for number, count in enumerate(parts)], late) == list(range(len(parts)))
+    assert log == order and not is_under_way() and get_turn() == 0
+    give_turn()  # no effect outside
 
 
 def test_an_error_ends_both_and_the_next_two_run():
     def fail() -> int:
         give_turn()
-        raise ValueError("of one")
+        raise ValueError("of one pass")
 
     log: list = []
-    with pytest.raises(ValueError, match="of one"):
+    with pytest.raises(ValueError, match="of one pass"):
         run_in_turns([work(0, log), fail], False)
     assert not is_under_way() and run_in_turns([work(0, log), work(1, log)], False) == [0, 1]
 
 
-def test_each_has_its_own_value_of_an_attribute():
+def test_each_micro_batch_has_its_own_value_of_an_attribute():
     class Layer:
-        scored = OfMicroBatch()
+        scored = PerMicroBatch()
 
     layer, seen = Layer(), []
 
-    def run(value: str):
-        def keep() -> None:
-            layer.scored = value
-            give_turn()
-            seen.append(layer.scored)
-            layer.scored = None
+    def keep(value: str) -> None:
+        layer.scored = value
+        give_turn()
+        seen.append(layer.scored)
+        layer.scored = None
 
-        return keep
-
-    run_in_turns([run("a"), run("b")], False)
+    run_in_turns([lambda: keep("a"), lambda: keep("b")], False)
     assert seen == ["b", "a"] and layer.scored is None
 
 
@@ -95,16 +84,13 @@ def test_backward_passes_alternate_in_the_opposite_order():
             log.append(ctx.what)
             return gradient * 2, None
 
-    def run(number: int):
-        def forward() -> torch.Tensor:
-            x = torch.ones(1, requires_grad=True)
-            for part in range(3):
-                x = Note.apply(x, (number, part))
-                give_turn()
-            return x
+    def forward(number: int) -> torch.Tensor:
+        x = torch.ones(1, requires_grad=True)
+        for part in range(3):
+            x = Note.apply(x, (number, part))
+            give_turn()
+        return x
 
-        return forward
-
-    first, second = run_in_turns([run(0), run(1)], True)
+    first, second = run_in_turns([lambda: forward(0), lambda: forward(1)], True)
     (first + second).backward()
     assert log[6:] == log[5::-1]

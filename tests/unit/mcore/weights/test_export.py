@@ -1,6 +1,4 @@
-"""`export` of a Hugging Face checkpoint: FP8 blocks become their values in BF16, high precision becomes the contract's blocks."""
-
-from __future__ import annotations
+"""`export` of a Hugging Face checkpoint: FP8 blocks are dequantized to BF16; high precision is quantized by the contract."""
 
 import os
 import re
@@ -66,8 +64,7 @@ def test_high_precision_to_fp8_and_back(tmp_path):
         else:
             assert torch.equal(results[name], tensor), name
     assert sum(name.endswith("_scale_inv") for name in results) == 7
-    # there and back again: with pow2 scales BF16 holds every value of a block exactly; bytes may double, at half the scale, where a
-    # block's largest was rounded down to 224
+    # round trip: BF16 holds every value of a block with pow2 scales; bytes may double at half the scale if a maximum was rounded to 224
     for checkpoint, target, precision in (("fp8", "bf16", "bf16"), ("bf16", "again", "fp8")):
         assert export("--checkpoint", tmp_path / checkpoint, "--output", tmp_path / target, "--precision", precision)[0] == 0
     again = read_weights(tmp_path / "again")
@@ -80,8 +77,10 @@ def test_high_precision_to_fp8_and_back(tmp_path):
 
 def test_refusals(tmp_path):
     source = make_fp8_checkpoint(tmp_path / "fp8")
+    code, line = export("--checkpoint", source, "--output", tmp_path / "out", "--precision", "fp4")
+    assert code == 2 and line.endswith("--precision = 'fp4': must be one of bf16, fp8, int8; choose one")
     code, line = export("--checkpoint", source, "--output", tmp_path / "out", "--precision", "fp8")
-    assert code == 2 and "is FP8 already, and blocks are not quantised twice; use --precision bf16" in line
+    assert code == 2 and "is quantized to FP8 already and cannot be quantized again; use --precision bf16" in line
     code, line = export("--checkpoint", source, "--output", source)
     assert code == 2 and "exists already" in line
     (source / "model.safetensors").unlink()
@@ -90,7 +89,7 @@ def test_refusals(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_disk_that_takes_no_more_ends_it_in_one_line_and_nothing_stays(tmp_path, monkeypatch):
+def test_a_full_disk_is_reported_in_one_line_and_nothing_is_left_behind(tmp_path, monkeypatch):
     source, output = make_checkpoint(tmp_path / "fp32"), tmp_path / "out"
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, hard))
@@ -101,7 +100,7 @@ def test_a_disk_that_takes_no_more_ends_it_in_one_line_and_nothing_stays(tmp_pat
     assert code == 3 and "File too large" in line and "model.safetensors)" in line and "\n" not in line
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
     code, line = export("--checkpoint", source, "--output", output)
-    assert code == 3 and re.search(r"it takes \d MiB and the disk has 0 MiB left", line), line
+    assert code == 3 and re.search(r"\d MiB are needed, but only 0 MiB are free", line), line
     assert os.listdir(tmp_path) == ["fp32"]
 
 
@@ -116,10 +115,5 @@ def test_high_precision_to_int8_and_back(tmp_path):
             assert torch.equal(bytes_and_scales[name], data) and torch.equal(scale, wanted)
             tensor = data.float() * wanted
         assert torch.equal(results[name], tensor.bfloat16()), name
-    line = "is INT8 already, and blocks are not quantised twice; use --precision bf16"
+    line = "is quantized to INT8 already and cannot be quantized again; use --precision bf16"
     assert line in export("--checkpoint", quantized, "--output", tmp_path / "twice", "--precision", "fp8")[1]
-
-
-def test_another_precision_is_refused(tmp_path):
-    code, line = export("--checkpoint", tmp_path, "--output", tmp_path / "new", "--precision", "fp4")
-    assert code == 2 and line.endswith("--precision = 'fp4': must be one of bf16, fp8, int8; choose one")

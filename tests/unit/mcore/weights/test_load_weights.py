@@ -1,7 +1,3 @@
-"""Loading a checkpoint: a geometry that is not the model's is refused by name before anything is read."""
-
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -12,7 +8,7 @@ from parallel.shards import HFTensor, stack_regions, take_all
 @pytest.mark.parametrize(
     "name, line", [("a", r"a.weight is \(3, 2\) in Megatron, \(2, 2\) in"), ("b", r"a.weight is \(3, 2\) in Megatron, absent")]
 )
-def test_a_parameter_that_the_family_has_otherwise_is_named_with_both_shapes(name, line):
+def test_a_shape_mismatch_names_the_parameter_and_both_shapes(name, line):
     shard = stack_regions(f"{name}.weight", [take_all(HFTensor("t", 2, 2, "mlp_in"))])
     with pytest.raises(AssertionError, match=line):
         _load(torch.nn.ModuleDict({"a": torch.nn.Linear(2, 3, bias=False)}), None, [shard], None)

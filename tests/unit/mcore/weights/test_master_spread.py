@@ -1,6 +1,4 @@
-"""A rank draws the masters of its shards only: whatever it holds of a tensor, they are those of the whole."""
-
-from __future__ import annotations
+"""The masters that a rank draws for its shards equal those of the whole tensor, whatever part it holds."""
 
 import pytest
 import torch
@@ -55,7 +53,7 @@ def test_any_region_has_the_masters_of_the_whole_tensor(precision, data):
     assert torch.equal(into, whole[rect.row : rect.row + rect.rows, rect.col : rect.col + rect.cols])
 
 
-def test_masters_of_adopted_blocks_are_those_of_the_whole_tensor_in_any_order():
+def test_masters_of_adopted_blocks_equal_those_of_the_whole_tensor_in_any_order():
     drawn = make_spread()
     format = drawn.contract.trainer_format
     blocks = quantize(WEIGHTS[:256], format)
@@ -67,8 +65,8 @@ def test_masters_of_adopted_blocks_are_those_of_the_whole_tensor_in_any_order():
 
 @given(data=st.data())
 @settings(max_examples=30, deadline=None)
-def test_any_slice_of_an_optimizers_master_is_that_of_the_whole(data):
-    """Rows 20 and more of the parameter are padding."""
+def test_any_slice_of_an_optimizers_master_equals_the_whole_masters(data):
+    """The last 10 rows of the parameter are padding."""
     rows, start = 60, data.draw(st.integers(0, 60 * COLS - 1))
     shard = Shard("w", rows, COLS, (Region(TENSOR, Rect(40, 0, 30, COLS)), Region(TENSOR, Rect(0, 0, 20, COLS), 30)))
     parameter, places = torch.zeros(rows, COLS).bfloat16(), torch.zeros(rows, COLS, dtype=torch.int32)
@@ -92,7 +90,7 @@ def test_a_vectors_master_is_spread_too():
         *(("fp8_rollout", "bf16", False), ("bf16", "fp32", False), ("bf16", "bf16", False)),
     ],
 )
-def test_parameters_that_are_masters_of_something_coarser_are_spread(mode, high, spreads):
+def test_parameters_that_only_the_engine_quantizes_are_spread(mode, high, spreads):
     contract = make_spread(mode=mode, high=high).contract
     assert contract.spreads_parameter("mlp_in") is spreads
     assert not contract.spreads_parameter("norm") and not contract.spreads_parameter("embedding")

@@ -1,4 +1,4 @@
-"""The endpoint as the `openai` package sees it: chat completions and responses, tools, streams, keys and refusals."""
+"""The endpoint as seen by the `openai` package: chat completions, responses, tools, streams, keys and refusals."""
 
 from __future__ import annotations
 
@@ -126,9 +126,9 @@ def test_what_the_run_decides_is_overridden_and_what_would_change_answers_is_ref
         with pytest.raises(openai.BadRequestError, match=rule):
             desk.say(USER, **options)
     for messages, rule in (
-        ([], "must end with"),
-        ([{"role": "critic", "content": ""}], "no role"),
-        ([USER, {"role": "assistant"}], "must end"),
+        ([], "must not end with"),
+        ([{"role": "critic", "content": ""}], "not a known role"),
+        ([USER, {"role": "assistant"}], "must not end"),
     ):
         with pytest.raises(openai.BadRequestError, match=rule):
             desk.say(*messages)

@@ -1,4 +1,4 @@
-"""Agents in processes of their own, through the real endpoint: what they ask becomes completions, and what they break is theirs alone."""
+"""Agents in their own processes through the real endpoint: their requests become completions, and their failures affect only themselves."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def sample(sampler: AgentSampler, *prompts: str, abort: Abort | None = None) -> 
 
 
 def find_processes_in(session: set[int]) -> set[int]:
-    """Processes that are alive in one of the sessions."""
+    """Return the processes that are alive in one of the sessions."""
     found = set()
     for folder in Path("/proc").iterdir():
         try:
@@ -45,7 +45,7 @@ def find_processes_in(session: set[int]) -> set[int]:
 
 @pytest.fixture
 def sessions(monkeypatch) -> set[int]:
-    """Those that agents were given."""
+    """Record the sessions of the agents."""
     seen, kill = set[int](), os.killpg
     monkeypatch.setattr(os, "killpg", lambda pid, signal: (seen.add(pid), kill(pid, signal)))
     return seen

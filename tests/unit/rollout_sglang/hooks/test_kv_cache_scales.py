@@ -78,7 +78,7 @@ def test_a_stale_copy_that_kernels_would_read_is_named(attention, name, stale):
     vars(attention)[name] = stale
     attention._parameters.pop(name, None)
     with pytest.raises(
-        ValueError, match=rf"^attn\.{name} is {float(stale)}, not 1: kernels would multiply with it beside attn\.kv_scales$"
+        ValueError, match=rf"^attn\.{name} is {float(stale)}, not 1: kernels would multiply by it in addition to attn\.kv_scales$"
     ):
         kv_cache_scales.check_copies(model)
 

@@ -1,6 +1,4 @@
-"""On a GPU the output layer's gradient is added to the buffer by the product itself. Tensors without data play the GPU's."""
-
-from __future__ import annotations
+"""Weight gradients are accumulated in Megatron's buffer, on a GPU by the product itself (with fake tensors)."""
 
 from typing import Any
 
@@ -10,7 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from megatron_rl.mcore.layers.linear.weight_gradient import WeightGradient
 
 
-def test_a_chunk_makes_no_matrix_of_the_weights_size(monkeypatch):
+def test_a_chunk_allocates_no_matrix_of_the_weights_size(monkeypatch):
     calls = []
     monkeypatch.setattr(torch, "addmm", lambda *tensors, **options: calls.append((tensors, options)))
     with FakeTensorMode():
@@ -19,7 +17,9 @@ def test_a_chunk_makes_no_matrix_of_the_weights_size(monkeypatch):
         dy, x = (torch.empty(8, width, dtype=torch.bfloat16, device="cuda") for width in (512, 64))
         WeightGradient(weight).add(dy, x)
         assert WeightGradient(weight).finish() is None and weight.grad_added_to_main_grad
-        assert weight.grad.shape == weight.shape and weight.grad.untyped_storage().nbytes() == 2, "what DDP's hook drops takes no memory"
+        assert weight.grad.shape == weight.shape and weight.grad.untyped_storage().nbytes() == 2, (
+            "the gradient that DDP's hook drops must need no memory"
+        )
     (((into, left, right), options),) = calls
     assert into is weight.main_grad is options["out"] and options["out_dtype"] is torch.float32
     assert left.shape == (512, 8) and right is x
@@ -40,7 +40,7 @@ class Product(torch.autograd.Function):
 
 
 def test_the_hook_runs_once_though_autograd_gets_no_gradient():
-    """A hook as Megatron's DDP registers it, on a weight that two operators of a pass use."""
+    """Uses a hook like Megatron's DDP on a weight that two operators of a pass share."""
     weight: Any = torch.nn.Parameter(torch.ones(2, 4, dtype=torch.bfloat16))
     weight.main_grad, dropped = torch.zeros(2, 4), []
     accumulation = weight.expand_as(weight).grad_fn.next_functions[0][0]

@@ -1,6 +1,4 @@
-"""All experts at once give what each gives alone, operator by operator: outputs and all gradients. Stand-ins play kernels and DeepGEMM."""
-
-from __future__ import annotations
+"""Grouped experts return the outputs and gradients of single experts. Kernels and DeepGEMM are faked."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -18,8 +16,7 @@ from megatron_rl.precision.fp8 import quantize_weight
 from parallel.formats import FP8
 
 HIDDEN, FFN = 256, 128
-SENT = torch.tensor([[3, 0, 130], [1, 0, 20]])
-"""Tokens of two ranks for three experts."""
+SENT = torch.tensor([[3, 0, 130], [1, 0, 20]])  # tokens of two ranks for three experts
 TOKENS = int(SENT.sum())
 
 
@@ -42,7 +39,7 @@ def draw(*shape: int) -> torch.Tensor:
 
 
 def run_alone(x: torch.Tensor, weights: torch.Tensor, dy: torch.Tensor, first: Any, second: Any) -> tuple[torch.Tensor, ...]:
-    """(outputs, gradients of tokens, of weights; of the first layer, of the second) of one expert."""
+    """Return (outputs, gradients of tokens, token weights, first layer, second layer) of one expert."""
     backend = make_backend("deep_gemm", FP8)
     into, out = (backend.prepare(layer.blocks, None) for layer in (first, second))
     operand = backend.quantize(x, rows=True, columns=True)
@@ -60,7 +57,7 @@ def run_alone(x: torch.Tensor, weights: torch.Tensor, dy: torch.Tensor, first: A
     return weigh(y, weights), backend.dgrad(slope, into), of_weights, *sums
 
 
-def test_they_give_what_each_gives_in_the_order_in_which_tokens_came():
+def test_grouped_experts_match_single_experts_in_the_order_of_tokens():
     first, second = make_layers(2 * FFN, HIDDEN), make_layers(HIDDEN, FFN)
     x, dy, weights = draw(TOKENS, HIDDEN), draw(TOKENS, HIDDEN).flip(0), torch.linspace(0.1, 1, TOKENS)
     inputs = x.requires_grad_(), weights.requires_grad_()
@@ -72,7 +69,7 @@ def test_they_give_what_each_gives_in_the_order_in_which_tokens_came():
         wanted = run_alone(x.detach()[mine], weights.detach()[mine], dy[mine], first[expert], second[expert])
         found = y[mine], x.grad[mine], weights.grad[mine], first[expert].weight.main_grad, second[expert].weight.main_grad
         for a, b in zip(found, wanted, strict=True):
-            assert torch.allclose(a.float(), b.float(), rtol=2**-7, atol=1e-4 * float(b.abs().max())), "sums of another matmul of the CPU"
+            assert torch.allclose(a.float(), b.float(), rtol=2**-7, atol=1e-4 * float(b.abs().max())), "another matmul on the CPU"
     assert torch.equal(first[1].weight.main_grad, torch.ones(2 * FFN, HIDDEN)), "no token, no gradient"
 
 

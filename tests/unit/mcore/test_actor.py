@@ -1,7 +1,5 @@
 """When rows are padded so that every rank's part has whole groups of tokens."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -10,10 +10,10 @@ from support import driver_bound
 
 from megatron_rl.config import Config
 from megatron_rl.config.loading import load_config
+from megatron_rl.hf.files import read_config
+from megatron_rl.cost.workload import Workload
 from megatron_rl.cost.hardware import GPUS
 from megatron_rl.cost.weights import count_engine_weights
-from megatron_rl.cost.workload import Workload
-from megatron_rl.hf.files import read_config
 from megatron_rl.rehearsal.engine_rank import EngineRankReport, rehearse_engine
 
 CONFIGS = Path(__file__).parents[3] / "configs"

@@ -1,5 +1,5 @@
-// What torch lacks to run autograd on tensors of device `cuda` without a device: a guard of it, whose streams and events do nothing, and the
-// word that it is there. In the place of those of a CUDA build. Loaded before torch; see no_device.py.
+// Registers a CUDA device guard whose streams and events do nothing, and hooks that report one GPU, in place of those of a CUDA build.
+// Lets torch run autograd on tensors of device `cuda` without a GPU. Loaded before torch; see device_guard.py.
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
@@ -31,7 +31,7 @@ C10_REGISTER_GUARD_IMPL(CUDA, Guard)
 }
 
 namespace at {
-struct CUDAHooks final : CUDAHooksInterface { // the name by which torch asks for it
+struct CUDAHooks final : CUDAHooksInterface { // the name that torch looks up
   explicit CUDAHooks(CUDAHooksArgs) {}
   bool isBuilt() const override { return true; }
   bool isAvailable() const override { return true; }

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.machinery
-
 import pytest
 import torch
 from support.fp8_reference import same_bits, uneven
-from support.processes import call_in_fresh_process
+from support.triton_kernels import call_in_interpreter, needs_triton
 
 from megatron_rl.kernels.norm.reference import differentiate_norm, normalize_reference
 
-TRITON = importlib.machinery.PathFinder.find_spec("triton")  # not util.find_spec: SGLang's stub modules answer that
-needs_triton = pytest.mark.skipif(TRITON is None, reason="Triton is not installed: GPU builds of torch bring it")
 EPS = 1e-6
 
 
@@ -72,9 +68,9 @@ def compare_gradients() -> None:
 
 @needs_triton
 def test_bytes_and_scales_are_those_of_two_kernels():
-    call_in_fresh_process(compare_with_one_kernel_after_the_other, TRITON_INTERPRET="1")
-    call_in_fresh_process(pad_as_transformer_engine, TRITON_INTERPRET="1")
-    call_in_fresh_process(compare_gradients, TRITON_INTERPRET="1")
+    call_in_interpreter(compare_with_one_kernel_after_the_other)
+    call_in_interpreter(pad_as_transformer_engine)
+    call_in_interpreter(compare_gradients)
 
 
 def test_the_gradient_is_autograds():

@@ -1,6 +1,6 @@
-"""A checkpoint of which the headers alone are read: names, shapes and dtypes, no weights. `hf.read` reads it as any other.
+"""Reads only the headers of a Hugging Face checkpoint: names, shapes and dtypes, no weights. `hf.read` uses it like any checkpoint.
 
-Where a folder holds config.json alone, as `configs/models` do, the headers are those that the model's family says.
+For a folder with config.json alone, such as those in `configs/models`, the headers are derived from the model's family.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from safetensors import safe_open
 from megatron_rl.hf import read
 from megatron_rl.hf.files import INDEX, SINGLE, read_config
 from megatron_rl.rehearsal.device import FakeGpu
+from megatron_rl.rehearsal.replacing import replaced
 from parallel.formats import BF16
 from parallel.model_geometry import ModelGeometry
 from parallel.mtp_layers import list_mtp_tensors
@@ -28,25 +29,21 @@ Header = tuple[list[int], str]
 
 
 @contextmanager
-def read_headers_alone(gpu: FakeGpu, folder: Path, scratch: Path) -> Iterator[Path]:
-    """Within the context open files of weights for their headers; yield the folder to read, `scratch` where `folder` has none."""
-    invented: dict[str, Header] = {}
+def read_headers_only(gpu: FakeGpu, folder: Path, scratch: Path) -> Iterator[Path]:
+    """Context manager in which files of weights are opened for their headers. Yield the folder to read: `scratch` if `folder` has none."""
+    derived: dict[str, Header] = {}
     if not (folder / INDEX).is_file() and not (folder / SINGLE).is_file():
-        invented = invent_headers(read_config(folder))
+        derived = derive_headers(read_config(folder))
         shutil.copy(folder / "config.json", scratch)
-        (scratch / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(invented, SINGLE)}))
+        (scratch / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(derived, SINGLE)}))
         (scratch / SINGLE).touch()
         folder = scratch
-    reader: Any = read
-    plain, reader.safe_open = read.safe_open, lambda path, framework: _Headers(gpu, invented or _read_headers(path))
-    try:
+    with replaced(read, "safe_open", lambda path, framework: _Headers(gpu, derived or _read_headers(path))):
         yield folder
-    finally:
-        reader.safe_open = plain
 
 
-def invent_headers(hf_config: dict[str, Any]) -> dict[str, Header]:
-    """Return the header of every tensor that a checkpoint of this config.json has."""
+def derive_headers(hf_config: dict[str, Any]) -> dict[str, Header]:
+    """Return the header of every tensor of a checkpoint with this config.json."""
     headers: dict[str, Header] = {}
     quantized = read.find_checkpoint_format(hf_config)
     model = ModelGeometry.from_hf_config(hf_config)
@@ -66,7 +63,7 @@ def _read_headers(path: Any) -> dict[str, Header]:
 
 
 class _Headers:
-    """What `safe_open` returns."""
+    """Stands in for the result of `safe_open`."""
 
     def __init__(self, gpu: FakeGpu, headers: dict[str, Header]) -> None:
         self._gpu, self._headers = gpu, headers
@@ -79,7 +76,7 @@ class _Headers:
 
 
 class _Slice:
-    """What `get_slice` returns; indexed, it gives a host tensor without data."""
+    """Stands in for the result of `get_slice`. Indexing returns a host tensor without data."""
 
     def __init__(self, gpu: FakeGpu, shape: list[int], dtype: str) -> None:
         self._gpu, self._shape, self._dtype = gpu, shape, dtype

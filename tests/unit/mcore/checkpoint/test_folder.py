@@ -1,6 +1,4 @@
-"""A run's folder of checkpoints: torn ones are found, whatever tore them, and the newest few stay."""
-
-from __future__ import annotations
+"""The folder of a run's checkpoints: damage is found, and only the newest checkpoints are kept."""
 
 from pathlib import Path
 
@@ -27,9 +25,9 @@ def flip(path: Path) -> None:
     path.write_bytes(data)
 
 
-TORN = {
+DAMAGE = {
     "a truncated file": (lambda f: (f / "mcore/__0_0.distcp").write_bytes(b"x" * 100), "mcore/__0_0.distcp has 100 bytes instead of 2,304"),
-    "a flipped bit": (lambda f: flip(f / "mcore/__0_0.distcp"), "mcore/__0_0.distcp holds other bytes than were written"),
+    "a flipped bit": (lambda f: flip(f / "mcore/__0_0.distcp"), "mcore/__0_0.distcp was modified after it was written"),
     "a missing file": (lambda f: (f / "mcore/.metadata").unlink(), "mcore/.metadata cannot be read (No such file or directory)"),
     "no state.json": (lambda f: (f / "state.json").unlink(), "holds no state.json"),
     "half a state.json": (lambda f: (f / "state.json").write_text('{"step": 5, "fi'), "state.json cannot be read (JSONDecodeError)"),
@@ -37,18 +35,18 @@ TORN = {
 }
 
 
-@pytest.mark.parametrize("damage", TORN)
-def test_a_torn_checkpoint_is_passed_over_and_named(tmp_path, damage):
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_checkpoint_is_skipped_and_described(tmp_path, damage):
     whole, torn = make(tmp_path, 4), make(tmp_path, 5)
     assert find_newest_whole(tmp_path) == (torn, {})
-    tear, reason = TORN[damage]
+    tear, reason = DAMAGE[damage]
     tear(torn)
     assert find_newest_whole(tmp_path) == (whole, {torn: reason})
     tear(whole)
     assert find_newest_whole(tmp_path)[0] is None
 
 
-def test_the_newest_few_stay_and_what_was_broken_off_goes(tmp_path):
+def test_the_newest_checkpoints_are_kept_and_unfinished_ones_removed(tmp_path):
     for step in (1, 2, 3):
         make(tmp_path, step, keep=2)
     assert [folder.name for folder in checkpoints.list_newest_first(tmp_path)] == ["step_00003", "step_00002"]
@@ -62,7 +60,7 @@ def test_the_newest_few_stay_and_what_was_broken_off_goes(tmp_path):
     assert checkpoints.list_newest_first(tmp_path / "nowhere") == []
 
 
-def test_a_torn_checkpoint_set_aside_is_no_longer_counted(tmp_path):
+def test_a_damaged_checkpoint_that_is_set_aside_is_not_counted(tmp_path):
     torn = make(tmp_path, 5)
     aside = checkpoints.set_aside(torn)
     assert aside.name == "step_00005.torn" and checkpoints.list_newest_first(tmp_path) == []

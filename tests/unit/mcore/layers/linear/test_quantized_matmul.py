@@ -1,6 +1,4 @@
-"""What an FP8 linear layer keeps of its input for the backward pass: what WGrad takes of it, no other copy. Stand-ins play the kernels."""
-
-from __future__ import annotations
+"""An FP8 linear layer keeps only WGrad's operand of its input for the backward pass. Kernels are faked."""
 
 from types import SimpleNamespace
 
@@ -19,7 +17,7 @@ _PADDED = 256  # T in whole blocks
 
 
 def find_saved(name: str, x: torch.Tensor, learns: bool) -> list[torch.Tensor]:
-    """Tensors saved for the backward pass but the weight."""
+    """Return the tensors saved for the backward pass, without the weight."""
     backend, weight = make_backend(name, FP8.with_scales("pow2")), torch.nn.Parameter(torch.randn(N, K), requires_grad=learns)
     layer = SimpleNamespace(backend=backend, operand=backend.prepare(quantize_weight(weight.detach(), "pow2"), None))
     result: list[torch.Tensor] = []
@@ -30,7 +28,7 @@ def find_saved(name: str, x: torch.Tensor, learns: bool) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("name, tokens", [("deep_gemm", _PADDED), ("transformer_engine", T)])
-def test_the_quantised_columns_alone_and_nothing_where_the_weight_does_not_learn(name, tokens):
+def test_only_quantized_columns_are_kept_and_nothing_if_the_weight_is_frozen(name, tokens):
     data, scale = find_saved(name, torch.randn(T, K).bfloat16().requires_grad_(), learns=True)
     assert data.element_size() == 1 and data.numel() == K * tokens
     assert scale.dtype == torch.float32 and scale.numel() == K * _PADDED // 128

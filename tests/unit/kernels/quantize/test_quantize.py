@@ -1,8 +1,7 @@
-"""The Triton kernel that quantises activations gives the reference's bytes and scales. It runs in Triton's interpreter here."""
+"""The Triton kernel that quantizes activations gives the bytes and scales of the reference, in Triton's interpreter."""
 
 from __future__ import annotations
 
-import importlib.machinery
 import itertools
 import re
 
@@ -10,11 +9,11 @@ import pytest
 import torch
 from support.fp8_reference import check_into, check_kernel, uneven
 from support.processes import call_in_fresh_process
+from support.triton_kernels import call_in_interpreter, compile_for_hopper, needs_triton
 
 from megatron_rl.kernels.experts.token_groups import TokenGroups
 
-TRITON = importlib.machinery.PathFinder.find_spec("triton")  # not util.find_spec: SGLang's stub modules answer that
-pytestmark = pytest.mark.skipif(TRITON is None, reason="Triton is not installed: GPU builds of torch bring it")
+pytestmark = needs_triton
 
 
 def compare_with_the_reference() -> None:
@@ -28,36 +27,26 @@ def compare_with_the_reference() -> None:
         check_kernel(torch.empty(0, 128), scale_format)
 
 
-def compile_for_hopper() -> list[str]:
+def compile_variants() -> list[str]:
     """PTX of three variants of the kernel."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
+    from megatron_rl.kernels.quantize.triton import LAUNCH, quantize_tile
 
-    from megatron_rl.kernels.quantize.triton import LAUNCH
-    from megatron_rl.kernels.quantize.triton import quantize_tile as kernel
-
-    pointers = {"x": "*bf16", "row_data": "*u8", "column_data": "*u8", "sources": "*i32", "group_start": "*i64", "group_length": "*i64"}
-    pointers |= {"row_scale": "*fp32", "column_scale": "*fp32"}
-    sizes = dict.fromkeys(("tokens", "padded_tokens", "width", "row_scale_stride", "row_scale_step"), "i32")
-    names, compiled = kernel.arg_names, []
+    types = {"x": "*bf16", "row_data": "*u8", "column_data": "*u8", "sources": "*i32", "group_start": "*i64", "group_length": "*i64"}
+    types |= {"row_scale": "*fp32", "column_scale": "*fp32"}
+    compiled = []
     for pow2, columns, grouped in ((True, True, False), (False, True, True), (True, False, False)):
         fixed = dict(POW2=pow2, ROWS=True, COLUMNS=columns, GROUPED=grouped, EPSILON=1e-10, LARGEST=448.0, TILE=128)
-        signature = {name: ({**pointers, **sizes}).get(name, "constexpr") for name in names}
-        aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name in (*pointers, "width", "padded_tokens")}
-        source = ASTSource(kernel, signature, {(names.index(name),): value for name, value in fixed.items()}, aligned)
-        compiled.append(triton.compile(source, target=GPUTarget("cuda", 90, 32), options=LAUNCH).asm["ptx"])
+        compiled.append(compile_for_hopper(quantize_tile, LAUNCH, types, fixed, ("width", "padded_tokens"))[0])
     return compiled
 
 
 def test_bytes_and_scales_are_the_references():
-    """`check_kernel` and `check_into` assert. The interpreter is chosen when Triton is first imported."""
-    call_in_fresh_process(compare_with_the_reference, TRITON_INTERPRET="1")
+    """`check_kernel` and `check_into` assert."""
+    call_in_interpreter(compare_with_the_reference)
 
 
 def test_it_compiles_for_hopper_with_the_references_rounding(tmp_path):
-    """Needs no GPU: Triton brings its own assembler."""
-    for ptx in call_in_fresh_process(compile_for_hopper, TRITON_CACHE_DIR=str(tmp_path)):
+    for ptx in call_in_fresh_process(compile_variants, TRITON_CACHE_DIR=str(tmp_path)):
         assert not re.search("fma|div[.](approx|full)", ptx), "not rounded as the reference"
         assert "st.global.v4" in ptx and "st.global.b8" not in ptx, "stores byte by byte"
 

@@ -1,6 +1,4 @@
-"""How a GPU's dispatcher selects tokens and sums their experts' outputs: Megatron's order, without counting, rounded once."""
-
-from __future__ import annotations
+"""The GPU dispatcher selects tokens in Megatron's order without waiting for the device, and sums outputs with a single rounding."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""Which requests wait for another that computes their prompt."""
+"""Hooks on SGLang's scheduler: shared prefill of prompts, and stop strings."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from rollout_sglang.hooks.scheduling import MIN_SHARED, add_request
+from rollout_sglang.hooks.scheduling import MIN_SHARED, add_request, count_tail_tokens
 
 LONG = list(range(MIN_SHARED + 1))
 
@@ -58,3 +58,11 @@ def test_a_batch_reads_each_request_a_few_times_only(monkeypatch):
         each.full_untruncated_fill_ids = CountedIds("q", each.full_untruncated_fill_ids)
         add_request(lambda self, req: self.can_run_list.append(req), adder, each)
     assert adder.can_run_list == requests[::4] and CountedIds.reads <= 2 * len(requests)
+
+
+def test_the_tail_holds_a_stop_string_of_one_byte_tokens():
+    request = SimpleNamespace(sampling_params=SimpleNamespace(stop_strs=["</a>", "é"]), output_ids=list(range(100)))
+    assert count_tail_tokens(request, 1) == 5
+    assert count_tail_tokens(request, 3) == 7
+    request.output_ids = [1, 2]
+    assert count_tail_tokens(request, 1) == 2

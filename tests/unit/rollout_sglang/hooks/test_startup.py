@@ -1,10 +1,23 @@
-"""Weights that SGLang makes up leave alone what no sync would replace."""
+"""Hooks on SGLang's start: forked children, and dummy weights."""
 
 from __future__ import annotations
 
+import gc
+import multiprocessing
+
 import torch
 
-from rollout_sglang.hooks.startup import make_up_weights
+from rollout_sglang.hooks.startup import fork_children, make_up_weights
+
+
+def test_children_are_forked_whatever_sglang_asked_for():
+    before = multiprocessing.get_start_method(allow_none=True)
+    try:
+        fork_children(lambda method: multiprocessing.set_start_method(method, force=True), "spawn")
+        assert multiprocessing.get_start_method() == "fork" and gc.get_freeze_count() > 0
+    finally:
+        gc.unfreeze()
+        multiprocessing.set_start_method(before, force=True)
 
 
 class Model(torch.nn.Module):

@@ -1,4 +1,4 @@
-"""The engine's row-parallel layers on a GPU: the contract's operands and SGLang's own collectives, with stand-ins for the GPU."""
+"""Row-parallel layers on a GPU with the contract's operands and SGLang's own collectives, tested with fake GPU libraries."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ def test_products_are_the_trainers():
     layer = make_layer("Fp8LinearMethod", weight=blocks.data, weight_scale_inv=blocks.scale)
     exact = fprop_by_tree(x, fake_gpu_libraries.dequantize((x, torch.ones(5, 4)), blocks)[1], "fp32")
     assert torch.equal(tree_reduction.multiply_on_gpu(layer, x), exact)
-    with pytest.raises(NotImplementedError, match="that SGLang quantised before"):
+    with pytest.raises(NotImplementedError, match="SGLang has already quantized"):
         tree_reduction.multiply_on_gpu(layer, (blocks.data, blocks.scale))
 
 
 class Group:
-    """One of SGLang's groups, whose other rank has the negative halves of this one's partial sums. A call of `torch.distributed` fails."""
+    """A group of SGLang whose other rank has the negative halves of this rank's partial sums. Calling `torch.distributed` with it fails."""
 
     world_size, rank_in_group = RANKS, 0
 
@@ -70,7 +70,7 @@ def test_partial_sums_are_added_by_the_groups_own_collectives(rows):
 
 
 def test_the_installed_release_has_the_names_that_are_used():
-    """Its collectives call NCCL themselves, which its CUDA graphs capture."""
+    """Its collectives call NCCL directly, which its CUDA graphs capture."""
     names = ("linear", "RowParallelLinear"), ("../distributed/parallel_state", "GroupCoordinator")
     functions: dict[str, ast.FunctionDef] = {}
     for file, owner in names:
