@@ -12,7 +12,7 @@ class AgentConfig(ConfigSection):
     """A program that works on each problem and calls the policy through an OpenAI-compatible endpoint as often as it needs."""
 
     name: Annotated[str, AfterValidator(AGENTS.check_name)] | None = None
-    """Agent function as `module:attribute`, called with the problem. Example: `examples.arithmetic.python_agent:solve`."""
+    """Agent function as `module:attribute`, called with the problem. Example: `examples.arithmetic.tool_agent:solve`."""
     command: tuple[str, ...] | None = Field(None, min_length=1)
     """Agent program with its arguments, used instead of `name`. It reads the problem from standard input as one line of JSON."""
     tool_parser: str = ""

@@ -35,13 +35,13 @@ def test_no_episode_is_lost_or_counted_twice(tmp_path, monkeypatch):
     folders = {name: tmp_path / name for name in ("straight", "killed", "stopped")}
     for folder in folders.values():
         folder.mkdir()
-    codes = [finish(train(folders["straight"], BREAKING, config="python_agent")).code]
+    codes = [finish(train(folders["straight"], BREAKING, config="tool_agent")).code]
     for name, strike in (("killed", train_command.kill_engine), ("stopped", train_command.terminate)):
-        with train(folders[name], BREAKING, config="python_agent") as command:
+        with train(folders[name], BREAKING, config="tool_agent") as command:
             train_command.wait_for_rows(command, folders[name], 2)
             strike(command)
             codes.append(command.wait(train_command.LONG).code)
-    codes.append(finish(train(folders["stopped"], BREAKING, config="python_agent")).code)
+    codes.append(finish(train(folders["stopped"], BREAKING, config="tool_agent")).code)
     assert codes == [0, 0, 143, 0]
     straight, killed, stopped = (latest(folder) for folder in folders.values())
     rows = numbers(straight)

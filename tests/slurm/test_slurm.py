@@ -169,7 +169,7 @@ def test_a_job_that_is_warned_stops_and_starts_itself_again(stand_in, cluster):
     cluster.run("scancel", "--batch", "--signal=USR1", job.id)  # as --signal=B:USR1@300 does
     assert job.wait(900) == "COMPLETED 0", job.texts()
     assert [len(starts(job, rank)) for rank in range(2)] == [2, 2]
-    assert "stopped as asked; starting the job again" in job.printed() and "start 2, ranks on" in job.printed()
+    assert "stopped by a signal; starting the job again" in job.printed() and "start 2, ranks on" in job.printed()
 
 
 def test_a_job_that_slurm_requeues_goes_on(stand_in, cluster):
@@ -256,7 +256,7 @@ def test_the_quickstart_trains_on_two_nodes_is_stopped_starts_again_and_goes_on(
     state = json.loads((run / "run.json").read_text())
     assert state["status"] == "finished" and len(state["resumed"]) == 1 and state["resumed"][0]["step"] >= 1
     assert "run broken: stopped by SIGUSR1" in (run / "run.log").read_text() and len(list(run.parent.glob("20*"))) == 1
-    assert "stopped as asked; starting the job again" in job.printed()
+    assert "stopped by a signal; starting the job again" in job.printed()
     assert "step 20/20" in job.rank(0).read_text() and job.rank(1).exists()
     for rank in range(2):
         assert (run / "ranks" / f"rank_0000{rank}.log").read_text().count(f"rank {rank} of 2: process ") == 2

@@ -12,7 +12,7 @@ import numpy as np
 import psutil
 import torch
 
-from examples.arithmetic.tool_calls import CHAT_TEMPLATE
+from examples.arithmetic.tool_agent import CHAT_TEMPLATE
 from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.hf.routing_record import extend_routing_record
 from megatron_rl.hf.tokenizer import load_tokenizer

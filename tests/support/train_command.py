@@ -12,7 +12,7 @@ import psutil
 
 from examples.arithmetic.config import DemoConfig
 from examples.arithmetic.new_model import make_random_checkpoint
-from examples.arithmetic.tool_calls import CHAT_TEMPLATE
+from examples.arithmetic.tool_agent import CHAT_TEMPLATE
 from megatron_rl.config import load_config
 from megatron_rl.metrics import ROW_KEYS, describe, read_declarations
 from support.processes import ROOT, Command, Done, alive_after, command_lines, end, family, until

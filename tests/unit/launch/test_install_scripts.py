@@ -54,7 +54,7 @@ def assert_refused(done: subprocess.CompletedProcess[str], reason: str) -> None:
 
 
 def test_too_small_a_disk(clone):
-    assert_refused(setup(clone, PYTHON=sys.executable, MEGATRON_RL_MIN_DISK_MB="999999999"), "an installation asks for 999999999 MB")
+    assert_refused(setup(clone, PYTHON=sys.executable, MEGATRON_RL_MIN_DISK_MB="999999999"), "an installation needs 999999999 MB")
     assert not (clone / ".venv").exists()
 
 
@@ -102,7 +102,7 @@ def test_an_installation_that_does_not_fit_is_taken_up_again(clone, tmp_path, ch
         (clone / "launch" / "requirements.txt").write_text("rich==1.0\n")
     if change == "half done":
         (clone / ".venv" / ".megatron-rl-installed").unlink()
-    assert_refused(setup(clone, PYTHON=sys.executable, MEGATRON_RL_MIN_DISK_MB="999999999"), "an installation asks for")
+    assert_refused(setup(clone, PYTHON=sys.executable, MEGATRON_RL_MIN_DISK_MB="999999999"), "an installation needs")
 
 
 def read_pins(*names: str) -> dict[str, str]:
@@ -125,7 +125,7 @@ def test_check_says_what_would_be_installed_and_changes_nothing(clone, tmp_path)
 
 
 def test_what_is_refused_before_anything_is_installed(clone):
-    assert_refused(install(clone, "--dry-run"), "--dry-run: is no option; there is --check")
+    assert_refused(install(clone, "--dry-run"), "--dry-run: is no option; the only option is --check")
     assert_refused(install(clone, PYTHON="/bin/false"), "PYTHON = '/bin/false': is not Python 3.11 or 3.12")
     assert_refused(install(clone, PYTHON=sys.executable, CXX="no-such-compiler"), "no C++ compiler")
     assert not (clone / ".venv-gpu").exists()

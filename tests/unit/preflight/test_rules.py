@@ -52,7 +52,7 @@ TASK = "examples.arithmetic.task:Arithmetic"
 TWO_HOSTS = ('--rollout.hosts=["10.0.0.5", "10.0.0.6"]', "--rollout.engines=2")
 PPO = "--algorithm.name=ppo"
 MEASURED = '--data.train=[{source = "x.jsonl", format = "gsm8k", pass_rate = "measured", pass_rate_high = 0.9}]'
-AGENT = "--agent.name=examples.arithmetic.python_agent:solve"
+AGENT = "--agent.name=examples.arithmetic.tool_agent:solve"
 ON_HUB, COMMIT = "hf:someone/unknown", "5" * 40
 MTP = "--train.mtp_loss_scaling_factor=0.1"
 GLM = ARCHITECTURES["glm4_moe_air"] | {"num_hidden_layers": 1, "num_nextn_predict_layers": 1}

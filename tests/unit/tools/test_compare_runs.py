@@ -65,7 +65,7 @@ def test_a_run_with_another_configuration_is_repeated(runs):
     (runs / "model").mkdir()
     for change in ("--train.steps=3", "--train.learning_rate=1e-3"):
         done = compare(QUICKSTART, "--vary=precision.mode=bf16", "--out", runs, "--train.steps=2", change, f"--model.path={runs / 'model'}")
-        assert done.returncode == 2 and "holds no config.json" in done.stderr
+        assert done.returncode == 2 and "contains no config.json" in done.stderr
 
 
 @pytest.mark.parametrize(
