@@ -25,7 +25,7 @@ def operands():
 
 @pytest.fixture(scope="module", params=["pow2", "fp32"])
 def expected(request, operands):
-    """(scale format, left and right operand of each product in float64), quantised by the slow definitions."""
+    """(scale format, left and right operand of each product in float64), quantized by the slow definitions."""
     weight, x, dy = operands
     form = request.param
     codes, scales = slow_fp8.quantize_matrix(weight, form)
@@ -48,5 +48,5 @@ def test_products_are_those_of_the_contract(worlds, operands, expected, kind, ra
     for rank, results in enumerate(worlds(ranks).call(megatron_models.run_layer, *arguments)):
         for (name, (left, right)), got in zip(products.items(), results, strict=True):
             error = np.abs(got.double().numpy().reshape(left.shape[0], right.shape[1]) - left @ right)
-            # FP32 sums in any order; one wrongly quantised element would be 2^-4 of a term
+            # FP32 sums in any order; one wrongly quantized element would be 2^-4 of a term
             assert (error <= 1e-6 * (np.abs(left) @ np.abs(right)) + 1e-30).all(), f"rank {rank}: {name} is off by {error.max()}"

@@ -37,21 +37,21 @@ def test_one_precision_flow_has_nothing_to_attribute(worlds, checkpoint, precisi
 
 
 @pytest.mark.parametrize("mode", ROLLOUT)
-def test_a_quantised_engine_differs_by_its_weights_and_by_its_inputs(worlds, checkpoint, mode):
+def test_a_quantized_engine_differs_by_its_weights_and_by_its_inputs(worlds, checkpoint, mode):
     for world in (worlds(1), worlds(2)):
         shares = attributed(world, checkpoint, ROLLOUT[mode])
         assert shares["kernels"] == shares["version"] == 0
         assert shares["activations"] > 1e-3 and shares["weights"] > 1e-3
 
 
-def test_a_changed_weight_and_a_version_are_found_beside_the_quantisation(worlds, checkpoint):
+def test_a_changed_weight_and_a_version_are_found_beside_the_quantization(worlds, checkpoint):
     plain = attributed(worlds(1), checkpoint, ROLLOUT["fp8_rollout"])
     weights, version = (attributed(worlds(1), checkpoint, ROLLOUT["fp8_rollout"], fault) for fault in ("weights", "version"))
     assert weights["weights"] > 1.2 * plain["weights"] and weights["version"] == weights["kernels"] == 0
     assert version["version"] > 1e-3 and [version[name] for name in CAUSES[:3]] == [plain[name] for name in CAUSES[:3]]
 
 
-def test_the_cache_of_an_engine_that_alone_is_quantised_is_found_with_its_scales_per_layer(worlds, checkpoint):
+def test_the_cache_of_an_engine_that_alone_is_quantized_is_found_with_its_scales_per_layer(worlds, checkpoint):
     shares = attributed(worlds(1), checkpoint, ROLLOUT["fp8_rollout"] | {"kv": "e4m3_per_layer"}, "kv")
     assert shares["kernels"] == shares["version"] == 0 and shares["kv"] > 1e-4
 

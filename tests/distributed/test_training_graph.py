@@ -50,7 +50,7 @@ def test_unified_fp8_as_the_contract_says(worlds, checkpoint, scale):
     assert {edge.format for edge in graph.edges if edge.tensor in ("grad", "master")} == {TensorPrecision("fp32")}
 
 
-def test_in_bf16_no_tensor_is_quantised(worlds, checkpoint):
+def test_in_bf16_no_tensor_is_quantized(worlds, checkpoint):
     graph = worlds(1).call(trainer_engine.read_trainer_graph, checkpoint, BF16)[0]
     assert {edge.format for edge in graph.select_forward().edges} == {TensorPrecision("bf16")}
     assert {edge.format for edge in graph.edges if edge.tensor in ("grad", "master")} == {TensorPrecision("fp32")}
