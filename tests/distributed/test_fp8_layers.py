@@ -1,4 +1,4 @@
-"""The FP8 layers inside Megatron: the three products of the contract through tensor- and sequence-parallel communication."""
+"""The FP8 layers in Megatron: the contract's three products with tensor- and sequence-parallel communication."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ S, B, N, K = 80, 2, 256, 512  # S * B tokens are no multiple of 128 on purpose
 
 
 def uneven(rows: int, cols: int, seed: int) -> np.ndarray:
-    """float32 values whose blocks have very different sizes, so that a scale taken from the wrong block shows."""
+    """Return float32 values whose blocks differ a lot in magnitude, so that a scale of the wrong block is noticed."""
     random = np.random.default_rng(seed)
     sizes = np.exp2(random.integers(-6, 6, (-(-rows // 32), -(-cols // 32))))
     return (random.standard_normal((rows, cols)) * np.kron(sizes, np.ones((32, 32)))[:rows, :cols]).astype(np.float32)
@@ -25,7 +25,7 @@ def operands():
 
 @pytest.fixture(scope="module", params=["pow2", "fp32"])
 def expected(request, operands):
-    """(scale format, left and right operand of each product in float64), quantized by the slow definitions."""
+    """(scale format, float64 operands of each product), quantized by the slow definitions."""
     weight, x, dy = operands
     form = request.param
     codes, scales = slow_fp8.quantize_matrix(weight, form)

@@ -1,4 +1,4 @@
-"""The mismatch attributed by cause: each planted cause shows in its own rung and in no other, and the rungs add up to the whole."""
+"""The mismatch by cause: each planted cause appears only under its own name, and the causes add up to the total."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ROLLOUT = {mode: {"mode": mode, "high": "fp32"} for mode in ("fp8_rollout", "int
 
 
 def attributed(world, checkpoint, precision: dict, fault: str = "") -> dict[str, float]:
-    """|d| by cause. Every rank gets the same, and the causes add up to the total: float64 sums of a few hundred tokens."""
+    """Return the mean absolute mismatch by cause. Every rank gets the same, and the causes add up to the total."""
     metrics, *others = world.call(training_runs.measure_causes, checkpoint, precision, random_sequences(8, 3), fault)
     assert all(other == metrics for other in others)
     for what in SUMMED:
@@ -24,7 +24,7 @@ def attributed(world, checkpoint, precision: dict, fault: str = "") -> dict[str,
 
 @pytest.mark.parametrize("fault, scale_format", [*((cause, "pow2") for cause in CAUSES), ("activations", "fp32")])
 def test_in_unified_fp8_a_planted_cause_is_found_in_its_rung(worlds, checkpoint, fault, scale_format):
-    """All others are exactly 0: the same bytes, the same products, the same order of sums."""
+    """All other causes are exactly 0: same bytes, same products, same order of sums."""
     shares = attributed(worlds(1), checkpoint, FP8 | {"scale_format": scale_format}, fault)
     assert {cause for cause in CAUSES if shares[cause]} == {fault}
     assert shares[fault] == shares["total"] > 1e-3

@@ -1,4 +1,4 @@
-"""Layers for multi-token prediction that are trained: the loss of transformers, a policy that does not notice, and one process's numbers in
+"""Training of layers for multi-token prediction: the loss of transformers, no effect on the policy, and the numbers of one process in
 every layout, through checkpoint, resume and export."""
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def batches() -> list[list[TrainingSample]]:
 
 @pytest.fixture(scope="module")
 def models(model_folder, tmp_path_factory):
-    """Name -> a checkpoint with such a layer, or two."""
+    """Maps a name to a checkpoint with one such layer, or two."""
     made = {}
     for name, family, layers, ahead in (("deepseek", "deepseek_v3", 2, 1), ("glm", "glm4_moe_air", 2, 1), ("deep", "glm4_moe_air", 4, 2)):
         made[name] = tmp_path_factory.mktemp(name) / "model"
@@ -76,7 +76,7 @@ def test_the_loss_is_that_of_transformers(models, train_alone, name):
 
 @pytest.mark.parametrize("name, precision", [("deepseek", FP8), ("glm", FP8 | {"high": "bf16"})])
 def test_the_policy_does_not_notice(train_alone, name, precision):
-    """Its log-probs, weights, blocks and metrics are those of a run that keeps the layer as it came, bit for bit."""
+    """Its log-probs, weights, blocks and metrics have the bits of a run that does not train the layer."""
     trained, kept = train_alone(name, precision), train_alone(name, precision, mtp_loss_scaling_factor=0.0)
     for moment in ("before", "after"):
         assert torch.equal(trained[moment], kept[moment])
@@ -117,7 +117,7 @@ def test_recomputed_layers_have_the_same_gradient(train_alone, recompute):
 
 
 def test_they_go_through_checkpoint_resume_and_export(worlds, models, tmp_path):
-    """The export holds them as they are trained, with copies of today's embedding and output layer, and loads as any checkpoint does."""
+    """The export holds the trained layers, with copies of the current embedding and output layer, and loads like any checkpoint."""
     source, run = models["glm"], tmp_path / "run"
     saved = worlds(2).call(trainer.save_checkpoint, source, FP8, batches()[0], run, Layout(pp=2), TRAIN)[0]
     assert not (run / "mtp").exists() and "megatron_rl" not in json.dumps(read_config(run / "hf"))
