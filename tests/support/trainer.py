@@ -181,7 +181,8 @@ class Trainer:
     def save(self, to: Path, step: int = 1, with_optimizer: bool = False, **state: Any) -> Path:
         """Write a run's checkpoint, by default of the weights alone."""
         state = {"step": step, "policy_version": step, "precision": self.precision.model_dump(mode="json"), **state}
-        CheckpointWriter(to, self.model, read_config(self.folder), self.folder, state, self.actor.optimizer if with_optimizer else None).finish()
+        optimizer = self.actor.optimizer if with_optimizer else None
+        CheckpointWriter(to, self.model, read_config(self.folder), self.folder, state, optimizer).finish()
         return to
 
     def differentiate(self, batch: list[TrainingSample], between: Callable[[], object] = lambda: None) -> dict[str, Any]:
