@@ -30,13 +30,8 @@ Faults = dict[int, str]
 
 
 def engine_family(engines: EnginePool, number: int) -> list[psutil.Process]:
-<<<<<<< HEAD
-    """An engine's servers and what runs below them, that of its first node first."""
-    return [process for pid in engines.replicas[number].engine.server.processes.pids for process in family(pid)]
-=======
     """Return an engine's servers and the processes below them, the first node's first."""
-    return [process for pid in engines.replicas[number].engine.process.pids for process in family(pid)]
->>>>>>> h-tests
+    return [process for pid in engines.replicas[number].engine.server.processes.pids for process in family(pid)]
 
 
 def strike_while(work: Callable[[], Any], engines: EnginePool, sync: RecoveringWeightSync, version: int, faults: Faults) -> dict[str, Any]:
@@ -91,13 +86,8 @@ def _hang(engines: EnginePool, number: int) -> None:
 
 
 def _cut_requests(engines: EnginePool, number: int) -> None:
-<<<<<<< HEAD
-    """The connections over which the engine is asked end under way."""
-    port = httpx.URL(engines.replicas[number].engine.server.url).port
-=======
     """Shut down the connections of requests to the engine."""
-    port = httpx.URL(engines.replicas[number].engine.url).port
->>>>>>> h-tests
+    port = httpx.URL(engines.replicas[number].engine.server.url).port
     for connection in psutil.Process().net_connections("tcp"):
         if connection.raddr and connection.raddr.port == port:
             with socket.socket(fileno=os.dup(connection.fd)) as client:

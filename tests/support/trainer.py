@@ -308,15 +308,9 @@ def measure_response(
     layout: Layout | None = None,
     elements: int = 1 << 30,
 ) -> list[tuple[dict[str, float], dict[str, float]]]:
-<<<<<<< HEAD
-    """For each step, (its response from a sample of `elements` values, that of the whole model's tensors); the latter on rank 0 only, and
-    only where masters are FP32 parameters."""
-    with mock.patch.object(step_response, "_ELEMENTS", elements), mock.patch.object(step_response, "_MIN_STRIPS", 1):
-=======
     """Return for each step its response from a sample of `elements` values, and the response of the whole model's tensors. The latter is
     on rank 0 only, and requires that masters are FP32 parameters."""
-    with mock.patch.object(step_response, "_ELEMENTS", elements), mock.patch.object(step_response, "_LEAST", 1):
->>>>>>> h-tests
+    with mock.patch.object(step_response, "_ELEMENTS", elements), mock.patch.object(step_response, "_MIN_STRIPS", 1):
         trainer = Trainer(folder, precision, train, layout=layout)
     names, results = (step_response.RESPONSE, step_response.CHANGED), []
 
