@@ -156,7 +156,7 @@ class _Reader:
         """
         weight, method, path = getattr(module, name), type(module.quant_method).__name__, self.names[id(module)]
         scales = (getattr(module, f"{name}_{suffix}", None) for suffix in ("scale_inv", "scale"))
-        scale = next((scale for scale in scales if scale is not None), None)
+        scale: Any = next((scale for scale in scales if scale is not None), None)
         if method not in _KNOWN_METHODS:
             raise ValueError(f"the precision graph does not know the quantization method {method}")
         if weight.dtype.itemsize == 1 and scale is None:

@@ -34,7 +34,7 @@ from megatron_rl.mcore.actor import Actor, Policy
 from megatron_rl.mcore.checkpoint.optimizer import MOMENTS, flatten_chained, iter_masters, iter_stepped
 from megatron_rl.mcore.checkpoint.write import CheckpointWriter
 from megatron_rl.mcore.layers import spec
-from megatron_rl.mcore.layers.attention.attention import mla
+from megatron_rl.mcore.layers.attention import mla
 from megatron_rl.mcore.layers.linear.output_layer import score_positions
 from megatron_rl.mcore.layers.linear.quantized_linear import disable_quantization, find_quantized_layers
 from megatron_rl.mcore.model import build_model, start_megatron, stop_megatron
