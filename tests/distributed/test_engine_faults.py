@@ -63,7 +63,7 @@ def test_only_what_changed_is_sent_and_a_wrong_base_is_answered_with_everything(
     if deltas:
         assert little["bytes"] == again["bytes"] < other["bytes"] // 100 and 0 < little["changed_share"] == again["changed_share"] < 0.01
         assert other["changed_share"] > 0.5 and told.count(base_line) == 1 and " of engine rank 1 differs from " in told
-        assert told.count("sync.delta = auto: what changed is sent; 0.0") == told.count("sync.delta = auto: everything is sent; 9") == 1
+        assert told.count("sync.delta = auto: sending what changed; 0.0") == told.count("sync.delta = auto: sending everything; 9") == 1
     else:
         assert {report["bytes"] for report in reports} == {other["bytes"]} and other["changed_share"] is None and "base" not in told
 
