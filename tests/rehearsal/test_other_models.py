@@ -30,11 +30,6 @@ PLANTED = {
     "experts: refused_scales": "RefusedKernelError",
     "experts: item_per_layer": "",
     "experts: doubled_activation": "",
-    "glm: host_tensor_in_loss": "cuda:0 and cpu",
-    "glm: gather_in_wrong_group": "RefusedCollectiveError",
-    "glm: refused_scales": "RefusedKernelError",
-    "glm: item_per_layer": "",
-    "glm: doubled_activation": "",
 }
 
 
