@@ -54,7 +54,7 @@ def find_field(path: str, root: type[BaseModel]) -> FieldInfo | None:
 
 
 def find_nearest_field(path: str, root: type[BaseModel]) -> str | None:
-    """Return the known path most similar to `path`, or None. Search the same section first, then its top-level section, then all."""
+    """Return the known path most similar to `path`, or None. Search its section first, then its top-level section, then all sections."""
     parent, _, name = ".".join(_names(path)).rpartition(".")
     fields = sorted(_paths(root), key=lambda field: field.count("."), reverse=True)
     siblings = [field for field in fields if field.rpartition(".")[0] == parent]

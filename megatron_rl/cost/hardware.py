@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megatron_rl.errors import UserError
@@ -32,7 +33,7 @@ class Gpu:
     bf16: float
     fp8: float
 
-    def product_seconds(self, flops: dict[str, float]) -> float:
+    def product_seconds(self, flops: Mapping[str, float]) -> float:
         """Return the seconds that matrix products of these FLOPs, by dtype, take. Unknown dtypes are ignored."""
         return sum(count / (self.rates[dtype] * COMPUTE_EFFICIENCY) for dtype, count in flops.items() if dtype in self.rates)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from enum import Enum, auto
 from typing import Protocol
 
@@ -51,13 +51,17 @@ class PhaseClock:
     """Adds up the seconds spent in each phase."""
 
     def __init__(self) -> None:
-        self.seconds: dict[Phase, float] = defaultdict(float)
+        self._seconds: dict[Phase, float] = defaultdict(float)
         self._phase, self._start = Phase.PREPARE, time.perf_counter()
 
     def enter(self, phase: Phase) -> None:
         now = time.perf_counter()
-        self.seconds[self._phase] += now - self._start
+        self._seconds[self._phase] += now - self._start
         self._phase, self._start = phase, now
+
+    def stop(self) -> Mapping[Phase, float]:
+        self.enter(self._phase)
+        return self._seconds
 
 
 class WeightSync:
@@ -128,17 +132,17 @@ class WeightSync:
         clock.enter(Phase.COMMIT)
         self._transfer.mark_proved(transferred)
         self._engine.run(lambda engine: engine.resume())
-        clock.enter(Phase.PREPARE)
+        seconds = clock.stop()
         return SyncReport(
             **self._counts,
             bytes=transferred.nbytes,
             wrong_bases=wrong_bases,
             changed_share=transferred.changed_share,
             proved=self._counts["tensors"] if hashing else 0,
-            seconds=sum(clock.seconds.values()),
-            proof_seconds=clock.seconds[Phase.PROVE] + transferred.hash_seconds,
-            served_seconds=clock.seconds[Phase.SERVE],
-            canary_seconds=clock.seconds[Phase.CANARY],
+            seconds=sum(seconds.values()),
+            proof_seconds=seconds[Phase.PROVE] + transferred.hash_seconds,
+            served_seconds=seconds[Phase.SERVE],
+            canary_seconds=seconds[Phase.CANARY],
             derived=derived,
             canary=difference,
         )

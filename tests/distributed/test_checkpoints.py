@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 import torch
-from support import export_runs, trainer
+from support import trainer
 from support.models import FP8, random_sequences, read_weights
 
 from megatron_rl.errors import RunError, UserError
@@ -47,16 +47,16 @@ def test_ranks_share_an_export_of_the_same_files_and_end_together_where_one_cann
     """Nobody reads what is for another's files, or holds more than the parameter that a tensor comes from."""
     run = tmp_path / "step_00001"
     worlds(4).call(trainer.save_checkpoint, model_folder("qwen3_moe"), FP8, random_sequences(4, EVEN), run, Layout(dp=2, ep=2, pp=2))
-    alone, shared = ([*worlds(size).call(export_runs.convert, run, tmp_path / str(size))] for size in (1, 2))
+    alone, shared = ([*worlds(size).call(trainer.convert_run, run, tmp_path / str(size))] for size in (1, 2))
     files = {file.name: file.read_bytes() for file in (tmp_path / "1").iterdir()}
     assert files == {file.name: file.read_bytes() for file in (tmp_path / "2").iterdir()} and len(files) > 8
     assert sum(read for read, _ in shared) < 1.1 * alone[0][0] and max(read for read, _ in shared) < 0.6 * alone[0][0]
-    assert max(largest for _, largest in (*alone, *shared)) <= export_runs.largest_parameter(run)
+    assert max(largest for _, largest in (*alone, *shared)) <= trainer.largest_parameter(run)
     with pytest.raises(RunError, match=r"^No space left on device \(.*/model-00004-of-\d+\.safetensors\)$"):
-        worlds(2).call(export_runs.convert, run, tmp_path / "full", "model-00004")
+        worlds(2).call(trainer.convert_run, run, tmp_path / "full", "model-00004")
     (run / "mcore" / ".metadata").unlink()
     with pytest.raises(UserError, match=r"step_00001': is damaged: mcore/\.metadata cannot be read"):
-        worlds(2).call(export_runs.convert, run, tmp_path / "torn")
+        worlds(2).call(trainer.convert_run, run, tmp_path / "torn")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "2", "step_00001"]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from support import fp8_checkpoints, routing, trainer
 from support.models import FP8, random_sequences
-from support.same_bits import assert_same
+from support.samples import assert_same
 
 from parallel.layout import Layout
 

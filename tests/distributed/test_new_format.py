@@ -12,11 +12,10 @@ from support.models import read_weights
 from support.toy_format import MODE, TOY
 
 from megatron_rl.config import Config, PrecisionConfig
+from megatron_rl.cost.workload import Workload
 from megatron_rl.hf.files import read_config
 from megatron_rl.hf.read import HFCheckpoint
 from megatron_rl.kernels.linear.requirements import find_missing
-from megatron_rl.cost import weights
-from megatron_rl.cost.workload import Workload
 from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.precision.quantizers import dequantize, quantize
 from parallel.digest import view_rect

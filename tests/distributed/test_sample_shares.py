@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support import sample_shares, training_runs
+from support import trainer, training_runs
 from support.models import FP32
 from support.samples import assert_equal_samples, make_samples
 
@@ -15,7 +15,7 @@ ALL = ("mask", "experts", "kept", "lags")
 @pytest.mark.parametrize("layout", [Layout(tp=2, dp=2), Layout(pp=2, dp=2)], ids=["tp2", "pp2"])
 def test_ranks_of_a_replica_have_its_samples_and_no_others(worlds, layout):
     samples = make_samples([(1 + number % 4, 3 * number % 11) for number in range(7)], ALL)
-    results = worlds(4).call(sample_shares.scatter, samples, layout, 1000)
+    results = worlds(4).call(trainer.scatter, samples, layout, 1000)
     numbers = [[sample.number for sample in result] for result in results]
     shares = sorted({tuple(share) for share in numbers})
     assert len(shares) == 2 and sorted(sum(shares, ())) == list(range(7)) and numbers.count(list(shares[0])) == 2
@@ -25,7 +25,7 @@ def test_ranks_of_a_replica_have_its_samples_and_no_others(worlds, layout):
 
 def test_fewer_samples_than_replicas(worlds):
     (sample,) = samples = make_samples([(3, 4)], ALL)
-    first, second = worlds(2).call(sample_shares.scatter, samples, Layout(dp=2), 64)
+    first, second = worlds(2).call(trainer.scatter, samples, Layout(dp=2), 64)
     assert_equal_samples(first, [sample])
     assert second == []
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from support import critics, fp8_checkpoints, lora, trainer
 from support.models import FP8, random_sequences
-from support.same_bits import assert_same
+from support.samples import assert_same
 
 from parallel.layout import Layout
 

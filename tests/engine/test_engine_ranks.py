@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support import engine_access, trainer_engine, transformers_reference
+from support import engine_checks, trainer_engine, transformers_reference
 from support.models import FP8, random_sequences
 from support.processes import World
 from support.trainer_engine import TWO_NODES
@@ -56,7 +56,7 @@ def test_an_engine_that_is_empty_or_has_loaded_is_filled_by_a_sync(kind, layout,
         world.call(trainer_engine.start_architecture, kind, tmp_path, FP8, layout, rollout, empty)
         world.call(trainer_engine.check_live)
         asked = rollout.get("sglang", {})
-        assert world.call(engine_access.read_server_arguments, list(asked))[0] == asked
+        assert world.call(engine_checks.read_server_arguments, list(asked))[0] == asked
         if empty:
             with pytest.raises(RunError, match="the engine has no weights yet: it serves nothing before the first proved sync"):
                 world.call(trainer_engine.generate, PROMPTS)

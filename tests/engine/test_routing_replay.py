@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from support import agent_engine, engine_routing, trainer_engine
+from support import engine_checks, trainer_engine
 from support.models import make_checkpoint, random_sequences
 from support.processes import alive_after, command_lines, family
 
@@ -28,8 +28,8 @@ def world(new_world, tmp_path_factory):
 @pytest.fixture(scope="module")
 def answered(world):
     """Answers of two turns by a random model, in a mode in which trainer and engine differ, and log-probs of both."""
-    samples, same, cached = world.call(engine_routing.generate_two_turns, PROMPTS)[0]
-    return samples, same, cached, world.call(engine_routing.score, samples)[0]
+    samples, same, cached = world.call(engine_checks.generate_two_turns, PROMPTS)[0]
+    return samples, same, cached, world.call(engine_checks.score, samples)[0]
 
 
 def distance(logprobs: dict, name: str) -> torch.Tensor:
@@ -59,7 +59,7 @@ def test_the_record_is_that_of_every_token(answered):
 
 
 def test_agents_get_the_record_of_every_token_too(world):
-    agents = world.call(agent_engine.sample_by_agents, 4, 40, 1)[0]
+    agents = world.call(engine_checks.sample_by_agents, 4, 40, 1)[0]
     assert agents["errors"] == [""] * 4 and all(agents["same"]) and all(agents["held"])
     assert len(agents["routed"]) == 8 and all(map(np.array_equal, agents["routed"], agents["direct routed"]))
 
@@ -70,7 +70,7 @@ def test_replay_brings_the_mismatch_down_to_that_of_a_dense_model(answered, worl
     assert distance(logprobs, "replay").mean() < 0.8 * distance(logprobs, "free").mean()
     assert distance(logprobs, "replay").max() < 0.5 * distance(logprobs, "free").max()  # a token at another expert is far off
     dense = make_checkpoint(tmp_path_factory.mktemp("dense"), **WIDTHS, intermediate_size=256)  # as wide as two experts
-    assert distance(logprobs, "replay").mean() <= world.call(engine_routing.measure_dense_mismatch, dense, PRECISION, samples)[0]
+    assert distance(logprobs, "replay").mean() <= world.call(engine_checks.measure_dense_mismatch, dense, PRECISION, samples)[0]
 
 
 def test_everything_ends_by_itself_when_the_trainer_is_killed_while_requests_run(world):

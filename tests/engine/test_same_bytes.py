@@ -7,7 +7,7 @@ from string import ascii_lowercase
 
 import pytest
 import torch
-from support import agent_engine, trainer, trainer_engine, transformers_reference
+from support import engine_checks, trainer, trainer_engine, transformers_reference
 from support.models import TENSORS, random_sequences, read_weights
 
 from megatron_rl.errors import RunError
@@ -57,7 +57,7 @@ def test_answers_of_several_turns_are_those_tokens_for_the_trainer_too(unified):
 
 def test_what_agents_ask_through_the_endpoint_is_what_the_direct_path_gives(unified):
     """Agents in processes of their own ask over HTTP and edit their history; a random model says much that no tokenizer would write so."""
-    agents = unified.call(agent_engine.sample_by_agents, 6, 40, 0)[0]
+    agents = unified.call(engine_checks.sample_by_agents, 6, 40, 0)[0]
     assert agents["errors"] == [""] * 6 and agents["conversations"] == 12 and agents["versions"] == {0}
     assert all(agents["same"]) and len(agents["same"]) == 18 and all(agents["held"]) and agents["sampled"] == 0
     assert len(agents["engine"]) >= 100 and torch.equal(agents["engine"], agents["trainer"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support import async_runs, engine_access, trainer_engine
+from support import async_runs, engine_checks, trainer_engine
 from support.models import TENSORS, random_sequences
 
 from megatron_rl.errors import RunError
@@ -102,7 +102,7 @@ def test_who_waits_gives_its_memory_back_and_the_next_sync_fills_it(unified):
 
 
 def test_nobody_without_the_key_is_answered_and_nothing_listens_on_other_interfaces(unified):
-    statuses = unified.call(engine_access.ask_without_key)[0]
+    statuses = unified.call(engine_checks.ask_without_key)[0]
     assert len(statuses) == 11 and set(map(tuple, statuses.values())) == {(401, 401)}, statuses
-    exposed = unified.call(engine_access.find_exposed)[0]
+    exposed = unified.call(engine_checks.find_exposed)[0]
     assert exposed["addresses"] == {"127.0.0.1"} and exposed["modes"] <= {0} and exposed["readable"] == [], exposed

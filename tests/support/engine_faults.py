@@ -87,7 +87,7 @@ def _hang(engines: EnginePool, number: int) -> None:
 
 def _cut_requests(engines: EnginePool, number: int) -> None:
     """The connections over which the engine is asked end under way."""
-    port = httpx.URL(engines.replicas[number].engine.url).port
+    port = httpx.URL(engines.replicas[number].engine.server.url).port
     for connection in psutil.Process().net_connections("tcp"):
         if connection.raddr and connection.raddr.port == port:
             with socket.socket(fileno=os.dup(connection.fd)) as client:

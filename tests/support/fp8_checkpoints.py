@@ -100,8 +100,7 @@ def import_checkpoint(folder: Path, precision: dict[str, Any], layout: Layout | 
     """
     from megatron_rl.mcore.layers.linear.quantized_linear import find_quantized_layers
     from megatron_rl.mcore.optim.quantizing_optimizer import requantize
-    from support.gathered import save_live
-    from support.trainer import Trainer
+    from support.trainer import Trainer, save_live
 
     trainer = Trainer(folder, precision, layout=layout or Layout())
     requantize(trainer.actor.optimizer)  # again, though no step was taken

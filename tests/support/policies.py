@@ -1,4 +1,4 @@
-"""Policies of a few random layers, for the tests of tests/gpu that compute with whole layers; run in a child of their own."""
+"""Policies of a few random layers for tests/gpu, and the BF16 model that Megatron builds on a GPU to compare them with."""
 
 from __future__ import annotations
 
@@ -6,17 +6,24 @@ import gc
 import statistics
 import traceback
 from collections import defaultdict
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+from megatron.core.tensor_parallel import layers
+from megatron.core.transformer import TransformerConfig
 
 from examples.arithmetic.config import ArchitectureConfig
 from examples.arithmetic.new_model import make_hf_config
 from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.config import PrecisionConfig, TrainConfig
 from megatron_rl.hf.files import read_config
+from megatron_rl.mcore import model
 from megatron_rl.mcore.actor import Actor
 from megatron_rl.mcore.layers.linear.quantized_linear import fill_weights
 from megatron_rl.mcore.layers.spec import build_decoder_spec
@@ -26,8 +33,45 @@ from megatron_rl.precision.contract import PrecisionContract
 from parallel.formats import FORMATS
 from parallel.layout import Layout
 from parallel.model_geometry import ModelGeometry
-from support.megatron_baseline import CASE, build_baseline, copy_weights
 from support.timing import time_in_turns
+
+CASE = "bf16, Megatron with Transformer Engine"
+FUSIONS = {
+    "apply_rope_fusion": True,
+    "use_te_activation_func": True,
+    "gradient_accumulation_fusion": True,  # Transformer Engine's own; Megatron's layers would want apex for it
+}
+
+
+def transformer_engine_layers(config: TransformerConfig) -> Any:
+    return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm, use_te_activation_func=True)
+
+
+def build_baseline(
+    hf_config: dict[str, Any], layers_of: Callable[[Any], Any] = transformer_engine_layers, fusions: dict[str, bool] = FUSIONS
+) -> GPTModel:
+    """Return a dense model on one rank, whose weights are not set. Megatron must be started; the defaults need a GPU."""
+    contract, plain = PrecisionContract.from_config(PrecisionConfig(mode="bf16", reduction="fast")), model._megatron_config
+    with (
+        patch.object(layers, "_grad_accum_fusion_available", True),  # asked by the output layer, whose own forward pass is not used
+        patch.object(model, "_megatron_config", lambda *arguments: replace(plain(*arguments), **fusions)),
+        patch.object(model, "build_decoder_spec", lambda config, **_: layers_of(config)),
+    ):
+        built: Any = model.build_model(hf_config, Layout(), contract)
+    return built
+
+
+def copy_weights(baseline: GPTModel, source: GPTModel) -> None:
+    """Give a baseline the weights of the project's BF16 model. Norms, which lie elsewhere in Transformer Engine's layers, become one, as
+    `policies.make_model` has them."""
+    weights = dict(source.named_parameters())
+    with torch.no_grad():
+        for name, parameter in baseline.named_parameters():
+            if parameter.dim() == 1 and name not in weights:
+                parameter.fill_(1.0)
+            else:
+                parameter.copy_(weights[name])
+
 
 _MODELS = Path(__file__).parents[2] / "configs" / "models"
 

@@ -1,8 +1,9 @@
-"""Made-up training samples with any of their columns, and what makes two of them equal."""
+"""Random training samples with any of their columns, and bitwise comparison of samples and of nested results."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Sequence, Set
+from typing import Any
 
 import numpy as np
 import torch
@@ -56,3 +57,18 @@ def assert_equal_samples(actual: Sequence[TrainingSample], expected: Sequence[Tr
         assert (one.kept_tokens is None) == (other.kept_tokens is None)
         if one.kept_tokens is not None and other.kept_tokens is not None:
             assert (one.kept_tokens.counts == other.kept_tokens.counts).all() and (one.kept_tokens.ids == other.kept_tokens.ids).all()
+
+
+def assert_same(ours: Any, theirs: Any, unlike: Set[str] = frozenset(), name: str = "") -> None:
+    """Compare dictionaries, lists, tensors and numbers, nested in any way; entries of the keys `unlike` may differ."""
+    if isinstance(theirs, dict):
+        assert ours.keys() == theirs.keys()
+        for key in theirs.keys() - unlike:
+            assert_same(ours[key], theirs[key], unlike, f"{name} {key}")
+    elif isinstance(theirs, list):
+        for number, (one, other) in enumerate(zip(ours, theirs, strict=True)):
+            assert_same(one, other, unlike, f"{name} {number}")
+    elif isinstance(theirs, torch.Tensor):
+        assert torch.equal(ours, theirs), name
+    else:
+        assert ours == theirs, name

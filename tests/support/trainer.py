@@ -1,7 +1,9 @@
-"""A Megatron actor on the rank of a `World`, and what tests ask of it."""
+"""A Megatron trainer on the ranks of a `World`, and what tests ask of it."""
 
 from __future__ import annotations
 
+import copy
+import errno
 import gc
 import json
 import os
@@ -20,17 +22,21 @@ from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_regi
 from examples.arithmetic.supervised import negative_log_likelihood
 from megatron_rl.algorithm.policy_loss import PolicyLoss
 from megatron_rl.batch.micro_batch import MicroBatch
+from megatron_rl.batch.packing import compute_costs, deal
 from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.config import PrecisionConfig, TrainConfig
 from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.config.lora import LoraConfig
+from megatron_rl.distributed import is_rank0
 from megatron_rl.errors import RunError
 from megatron_rl.hf.align import Alignment
 from megatron_rl.hf.files import read_config
+from megatron_rl.hf.write import describe_weights, write_checkpoint
 from megatron_rl.kernels.sums import reference as tree
 from megatron_rl.mcore.actor import Actor, Policy
 from megatron_rl.mcore.checkpoint.checkpointing import CheckpointWriter, load_run_checkpoint
 from megatron_rl.mcore.checkpoint.optimizer import MOMENTS
+from megatron_rl.mcore.checkpoint.run_weights import RunWeights
 from megatron_rl.mcore.layers import spec
 from megatron_rl.mcore.layers.linear.output_layer import score_positions
 from megatron_rl.mcore.layers.linear.quantized_linear import disable_quantization, find_quantized_layers
@@ -40,10 +46,11 @@ from megatron_rl.mcore.optim import step_response
 from megatron_rl.mcore.optim.master_slices import flatten_chained, iter_masters, iter_stepped
 from megatron_rl.mcore.optim.quantizing_optimizer import requantize
 from megatron_rl.mcore.passes import logprobs as scoring
-from megatron_rl.mcore.passes import reduce
+from megatron_rl.mcore.passes import reduce, replicas
 from megatron_rl.mcore.passes.context_parallel import ContextShard
 from megatron_rl.mcore.passes.logprobs import ScoredPositions
 from megatron_rl.mcore.passes.replicas import select_own
+from megatron_rl.mcore.weights import export as exports
 from megatron_rl.mcore.weights.adapters import install_adapters
 from megatron_rl.mcore.weights.cache_scales import collect_scales, renew_scales
 from megatron_rl.mcore.weights.export import export_checkpoint
@@ -58,9 +65,48 @@ from megatron_rl.mcore.weights.master_spread import MasterSpread
 from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.precision.quantized_weight import QuantizedWeight
 from megatron_rl.precision.quantizers import dequantize
-from parallel.layout import Layout
+from parallel.digest import make_stored_tensors, view_rect
+from parallel.formats import FormatOf
+from parallel.layout import Coordinates, Layout
+from parallel.megatron_shards import build_megatron_shards, build_trainer_shards
 from parallel.model_geometry import ModelGeometry, with_trained_mtp
-from support.gathered import gather_tensors
+from parallel.reshard import Transfer, add_scale_transfers, reshard
+
+
+def gather_tensors(
+    named_tensors: dict[str, torch.Tensor], model: ModelGeometry, layout: Layout, format_of: FormatOf
+) -> dict[str, torch.Tensor]:
+    """Of every rank's `collect_named_tensors`: the checkpoint's tensors in their formats on rank 0, an empty dict elsewhere. Collective."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    sources = build_trainer_shards(model, layout, format_of=format_of)
+    checkpoint_shards = model.build_checkpoint_shards()
+    own: list[tuple[Transfer, torch.Tensor]] = []
+    for transfer in add_scale_transfers(reshard(sources, {0: checkpoint_shards}, format_of)):
+        if transfer.source_rank == rank:
+            values = view_rect(named_tensors[transfer.source], transfer.source_rect)
+            values = values.clone(memory_format=torch.contiguous_format)  # of a view, pickle takes the whole buffer, a model's
+            own.append((transfer, values.view(torch.uint8) if values.itemsize == 1 else values))  # gloo and pickle know no float8
+    gathered: list[Any] | None = [None] * world if rank == 0 else None
+    dist.gather_object(own, gathered)
+    if gathered is None:
+        return {}
+    tensors = make_stored_tensors(checkpoint_shards, format_of)
+    for transfer, values in (pair for pairs in gathered for pair in pairs):
+        target = view_rect(tensors[transfer.target], transfer.target_rect)
+        target.copy_(values.view(target.dtype) if values.itemsize == 1 else values)
+    return tensors
+
+
+def save_live(to: Path, trainer: Any) -> None:
+    """Write what the engine gets from a `support.trainer.Trainer` as a Hugging Face checkpoint. Collective."""
+    geometry = ModelGeometry.from_hf_config(trainer.hf_config)
+    contract: PrecisionContract = trainer.contract
+    tensors = gather_tensors(trainer.collect_named_tensors(), geometry, trainer.layout, contract.format_of)
+    if tensors:
+        to.mkdir(parents=True)
+        write_checkpoint(to, describe_weights(trainer.hf_config, contract), tensors, trainer.folder)
+    dist.barrier()
+
 
 TRAIN = {"learning_rate": 1e-3, "micro_batch_tokens": 100}
 STILL = {"learning_rate": 1e-12, "clip_grad": 0.0}
@@ -511,3 +557,42 @@ def scored_and_whole(
         gradients = {name: weight.main_grad.clone() for name, weight in actor.chunks[0].named_parameters()}
         results.append((logprobs.detach(), gradients))
     return results
+
+
+_FILE_BYTES = 1 << 17
+
+
+def convert_run(run: Path, to: Path, full_at: str = "") -> tuple[int, int]:
+    """Export in the run's precision, in small files: (bytes of weights read, those of the largest read). No file whose name begins with
+    `full_at` can be written."""
+    read, read_parameter, write = [], RunWeights._read, exports.write_file
+
+    def watch(self: RunWeights, *place: Any) -> torch.Tensor:
+        tensor = read_parameter(self, *place)
+        read.append(tensor.nbytes)
+        return tensor
+
+    def write_or_fail(path: Path, *rest: Any) -> dict[str, int]:
+        if full_at and path.name.startswith(full_at):
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        return write(path, *rest)
+
+    start(Layout(dp=int(os.environ.get("WORLD_SIZE", "1"))))
+    with mock.patch.object(RunWeights, "_read", watch), mock.patch.object(exports, "write_file", write_or_fail):
+        exports.convert(run, to, {}, file_bytes=_FILE_BYTES)
+    return sum(read), max(read)
+
+
+def largest_parameter(run: Path) -> int:
+    """Bytes of the largest parameter of a run, in FP32."""
+    model = ModelGeometry.from_hf_config(read_config(run / "hf"))
+    return max(4 * shard.rows * shard.cols for shard in build_megatron_shards(model, Layout(), Coordinates()))
+
+
+def scatter(samples: list[TrainingSample], layout: Layout, piece_bytes: int) -> list[TrainingSample]:
+    """This rank's, sent in pieces of so many bytes."""
+    start(layout)
+    shares = deal(compute_costs([sample.length for sample in samples]), layout.dp) if is_rank0() else []
+    with mock.patch.object(replicas, "PIECE_BYTES", piece_bytes):
+        own = replicas.scatter_samples([[samples[index] for index in share] for share in shares])
+    return copy.deepcopy(own)  # a tensor that goes to another process leaves its memory, where NumPy still looks for kept tokens

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-import megatron_rl.training.loop  # noqa: F401  it imports every module that makes metrics
+import megatron_rl.batch.replay
+import megatron_rl.training.loop  # noqa: F401  these two import all modules that declare metrics
 from megatron_rl import metrics
 from megatron_rl.metrics import DECLARED, Metric, UndeclaredMetricWarning, declare, describe, group_by_panel, warn_undeclared
 from megatron_rl.reporting.plots import SECTIONS

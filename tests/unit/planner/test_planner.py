@@ -1,4 +1,4 @@
-"""The planner: formulas against numbers made by hand, shipped examples, refusals, and what the command prints and writes."""
+"""The planner: formulas against values computed by hand, the shipped configurations, refusals, and the command's output."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from megatron_rl.batch.sample_bytes import SampleBytes
 from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.cli.main import app
 from megatron_rl.config import Config, load_config
+from megatron_rl.cost import activations, operators, weights
+from megatron_rl.cost.activations import count_logits
+from megatron_rl.cost.hardware import Cluster
+from megatron_rl.cost.operators import RankShapes
+from megatron_rl.cost.workload import Candidate, Workload
 from megatron_rl.errors import UserError
 from megatron_rl.kernels.linear.deep_gemm import DeepGemmBackend
 from megatron_rl.kernels.linear.transformer_engine import pad_scales
 from megatron_rl.planner import block_alignment, memory_by_phase, roofline
-from megatron_rl.cost.operators import RankShapes
-from megatron_rl.cost.workload import Candidate, Workload
-from megatron_rl.cost import activations, operators, weights
-from megatron_rl.cost.activations import count_logits
-from megatron_rl.cost.hardware import Cluster
 from megatron_rl.planner.search import Planner, explain_rank
 from megatron_rl.planner.sync_traffic import estimate_sync_traffic
 from megatron_rl.precision.contract import PrecisionContract
@@ -73,7 +73,7 @@ def test_a_dense_models_bytes_by_hand():
 
 
 def test_adapters_alone_are_trained_and_sent_after_the_first_sync():
-    """Of rank 16 at q, k and v, which share their A, o, gate and up, down."""
+    """Rank 16 on all linear layers. q, k and v share their A, and so do gate and up."""
     plain, adapted = (job(**each, algorithm={"kl_coef": 0.1}) for each in ({}, {"lora": {}}))
     before, held = (weights.count_trainer_memory(each, Layout(), 0) for each in (plain, adapted))
     values = 36 * 16 * ((4096 + 6144) + (4096 + 4096) + (4096 + 2 * 12288) + (12288 + 4096))
@@ -116,7 +116,7 @@ def test_operands_are_what_the_back_ends_make(rows, cols):
 
 
 def test_only_grouped_products_have_the_blocks_of_experts_a_second_time():
-    """With sums by the tree one expert runs after the other."""
+    """With sums by tree, experts run one after the other."""
     fast, tree = (job("Qwen3-30B-A3B", precision={"backend": "transformer_engine", "reduction": each}) for each in ("fast", "tree"))
     operands = [weights.count_trainer_memory(each, Layout(dp=8, ep=8), 0).operands for each in (fast, tree)]
     assert operands[0] - operands[1] == pytest.approx(48 * 16 * 3 * 2048 * 768, rel=0.01)
@@ -134,24 +134,25 @@ def test_the_kv_cache_of_a_rank_holds_its_heads_or_mlas_one_latent():
 
 
 def test_a_trained_mtp_layer_is_the_last_stages():
-    """With gradients; and a copy of the embedding, without."""
+    """The layer has gradients, and a copy of the embedding has none."""
     fields = ARCHITECTURES["glm4_moe"] | {"num_nextn_predict_layers": 1}
     config = Config.model_validate_json('{"model": {"path": "x"}, "train": {"mtp_loss_scaling_factor": 0.1}}')
     trained, layout = Workload.from_config(config, fields), Layout(pp=2)
     model = trained.model
     extra = [
-        weights.count_trainer_memory(trained, layout, stage).gradients - weights.count_trainer_memory(trained.scored, layout, stage).gradients
+        weights.count_trainer_memory(trained, layout, stage).gradients
+        - weights.count_trainer_memory(trained.scored, layout, stage).gradients
         for stage in (0, 1)
     ]
     mtp = [weight for weight in model.list_weights()[-1] if weight.megatron.startswith("mtp.")]
     numbers = sum(rect.rows * rect.cols for weight in mtp for _, rect, *_ in weight.pieces if "expert_bias" not in weight.megatron)
     assert extra == [0, 4 * numbers] and trained.trained_mtp_layers == 1 and trained.scored.trained_mtp_layers == 0
-    weights = weights.count_trainer_memory(trained, layout, 1).weights - weights.count_trainer_memory(trained.scored, layout, 1).weights
-    assert weights > 2 * model.vocab * model.hidden
+    with_mtp, without = (weights.count_trainer_memory(each, layout, 1).weights for each in (trained, trained.scored))
+    assert with_mtp - without > 2 * model.vocab * model.hidden
 
 
 def test_the_engine_holds_what_the_sync_plan_writes():
-    """One rank: every byte of data and scales, but for vocabulary padding, which 151936 rows need none of."""
+    """On one rank every byte of data and scales. 151936 rows need no vocabulary padding."""
     model, workload = replace(published_model("Qwen3-8B"), layers=2), job()
     plan = SyncPlan.make(model, Layout(), (1, 1), PrecisionContract.from_config(workload.config.precision), 1 << 28)
     assert weights.count_engine_weights(replace(workload, model=model), 1, 1) == sum(transfer.nbytes for transfer in plan.transfers)
@@ -162,7 +163,7 @@ def test_the_engine_holds_what_the_sync_plan_writes():
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_is_planned_as_trainer_and_engine_hold_it(family):
-    """Of four layers, with experts and without; the engine's vocabulary of 384 rows needs no padding."""
+    """Four layers, with and without experts. A vocabulary of 384 rows needs no padding."""
     changes = {"mlp_only_layers": []} if "mlp_only_layers" in ARCHITECTURES[family] else {}
     model = ModelGeometry.from_hf_config(ARCHITECTURES[family] | changes)
     workload = replace(job(), model=model)
@@ -192,7 +193,7 @@ def test_activations_shrink_with_tensor_parallelism_and_recomputation():
 
 
 def test_experts_that_run_at_once_have_padded_rows():
-    """Qwen3-235B-A22B's 16 experts of a rank share 8 rows of each of its tokens; one after the other each takes what it gets."""
+    """The 16 experts of a Qwen3-235B-A22B rank share 8 rows per token. Experts that run one after the other need no padding."""
 
     def rows(tokens: int, **precision: str) -> float:
         workload = job("Qwen3-235B-A22B", precision={"backend": "transformer_engine", "reduction": "fast"} | precision)
@@ -203,7 +204,7 @@ def test_experts_that_run_at_once_have_padded_rows():
 
 
 def test_padding_of_experts_takes_time(monkeypatch):
-    """A fifth of three products' FLOPs in the 94 layers of Qwen3-235B-A22B, whose tokens meet 8 experts of 3 x 1536 x 4096."""
+    """20 % of the FLOPs of three products in 94 layers, whose tokens meet 8 experts of 3 x 1536 x 4096."""
     candidate, sections = Candidate(Layout(tp=8, ep=8, etp=1)), {"precision": {"backend": "transformer_engine", "reduction": "fast"}}
 
     def seconds() -> float:
@@ -218,7 +219,7 @@ def test_padding_of_experts_takes_time(monkeypatch):
 
 
 def test_what_sums_by_the_tree_cost():
-    """Qwen3-8B: four bytes more of an FP32 partial sum than of BF16 for a half of what ranks of tp 4 send, and slower products."""
+    """At tp 4 half of the sent bytes are FP32 partial sums instead of BF16, and products are slower."""
     sent = [row_sums.count_bytes_sent(4, 2, scattered, by_tree) for scattered in (False, True) for by_tree in (True, False)]
     assert sent == [4.5, 3.0, 3.0, 1.5]
     slower = 36 * 2 * 4096 * (4096 + 12288) * (1 / (64 * 5.5e12) - 1 / (0.35 * 1979e12))
@@ -230,9 +231,7 @@ def test_what_sums_by_the_tree_cost():
     layout = Layout(tp=4, dp=2)
     seconds = roofline.compare_reductions(job(), Candidate(layout, rollout_tp=2, engines=4), NODE)
     assert 1 < seconds["tree"] / seconds["fast"] < 1.3
-    workings = [
-        activations.count_working(RankShapes(job(precision={"reduction": r}), Layout(tp=8), 100)) for r in ("tree", "fast")
-    ]
+    workings = [activations.count_working(RankShapes(job(precision={"reduction": r}), Layout(tp=8), 100)) for r in ("tree", "fast")]
     assert workings[0] == 8 * 4096 * 100 > workings[1]
 
 
@@ -246,7 +245,7 @@ def test_micro_batches_in_flight_and_the_pipelines_bubble():
 
 
 def test_the_last_stage_with_its_output_layer_sets_a_pipelines_pace():
-    """A quarter of the layers and the whole output layer, of one token in the forward pass."""
+    """The last stage has a quarter of the layers and the whole output layer."""
     workload = job(precision={"reduction": "fast", "backend": "transformer_engine"})
     one, four = Candidate(Layout()), Candidate(Layout(pp=4))
     linear, attention, outputs = operators.count_flops_per_token(workload)
@@ -263,7 +262,7 @@ def test_the_last_stage_with_its_output_layer_sets_a_pipelines_pace():
 
 
 def test_stages_are_planned_that_take_about_as_long():
-    """94 layers on eight stages, which do not divide them; the output layer takes as long as some layers."""
+    """94 layers do not divide into eight stages, and the output layer takes as long as several layers."""
     workload, cluster = job("Qwen3-235B-A22B"), Cluster.from_options(16, 8, "h200")
     layout = Layout(tp=8, pp=8, dp=2, ep=8, etp=1)
     assert 2 < roofline.weigh_output_layer(workload, layout, cluster) < 4
@@ -299,7 +298,7 @@ def test_the_same_cut_on_the_same_gpus_moves_nothing_over_a_link():
 
 
 def test_a_gpu_whose_memory_others_open_by_cuda_ipc_holds_a_context_of_each():
-    """Trainer at tp 8, two engines at tp 4: a GPU's slices are halves of what two engine ranks of each engine hold."""
+    """With a trainer at tp 8 and two engines at tp 4, each trainer GPU sends to ranks of both engines."""
     same, others = Candidate(Layout(tp=4, dp=2), 4, 1, 2), Candidate(Layout(tp=8), 4, 1, 2)
     for candidate, transport, readers in ((same, "cuda_ipc", 0), (others, "cuda_ipc", None), (others, "gloo", 0)):
         planner = Planner(job(sync={"transport": transport}), NODE)
@@ -358,7 +357,7 @@ def test_the_search_ranks_what_fits_and_says_why():
 
 
 def test_an_engine_takes_several_nodes_where_one_cannot_hold_it():
-    """A cache of 88 GB beside the weights, in nodes of one GPU each."""
+    """A KV cache of 88 GB in addition to the weights, on nodes with one GPU each."""
     workload, cluster = job(rollout={"max_total_tokens": 600_000}), Cluster.from_options(8, 1, "h100")
     best = Planner(workload, cluster).search(1).ranked[0].candidate
     assert (best.rollout_tp, best.nodes_per_engine) == (2, 2) and best.describe_engines() == f"{best.engines} x tp 2 on 2 nodes each"

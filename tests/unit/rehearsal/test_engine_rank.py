@@ -1,4 +1,4 @@
-"""SGLang's model as on Hopper holds what a sync fills, and a class that does not is named."""
+"""SGLang's model on Hopper has the tensors that a sync fills, and a model class that lacks some is reported."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from support import driver_bound
 
 from megatron_rl.config import Config
 from megatron_rl.config.loading import load_config
-from megatron_rl.hf.files import read_config
-from megatron_rl.cost.workload import Workload
 from megatron_rl.cost.hardware import GPUS
 from megatron_rl.cost.weights import count_engine_weights
+from megatron_rl.cost.workload import Workload
+from megatron_rl.hf.files import read_config
 from megatron_rl.rehearsal.engine_rank import EngineRankReport, rehearse_engine
 
 CONFIGS = Path(__file__).parents[3] / "configs"
@@ -32,7 +32,7 @@ def few_layers(model: str, folder: Path, **changes: object) -> Path:
 
 @pytest.mark.long
 def test_experts_on_hopper_hold_what_a_sync_fills(tmp_path, tmp_path_factory, monkeypatch):
-    """Where packages are installed that need a driver, and there is none."""
+    """With packages installed that need a driver."""
     monkeypatch.setenv("PYTHONPATH", driver_bound.install(tmp_path_factory.mktemp("packages")))
     overrides = [f"--model.path={few_layers('Qwen3-30B-A3B', tmp_path)}", "--train.layout.last_stage_layers=0"]
     config = load_config(CONFIGS / "qwen3_30b_a3b.toml", overrides)

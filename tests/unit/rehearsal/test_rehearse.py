@@ -1,18 +1,13 @@
-"""The rehearsal of a tiny model agrees with the plan, and finds what is planted."""
+"""The rehearsal of a tiny model agrees with the plan and finds planted faults."""
 
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 from support import driver_bound
+from support.shipped import run_module
 
-ROOT = Path(__file__).parents[3]
 CASES = ("plain", "host_tensor_in_loss", "item_per_layer", "doubled_activation", "gather_in_wrong_group", "refused_scales")
 CASES += ("module_without_a_share", "part_at_another_place", "gather_among_context_ranks")
 CASES += ("sum_from_unknown_line", "replay", "replay: routes_counted_in_passes")
@@ -22,15 +17,10 @@ PLANNED = ["sync", "checkpoint", "logprobs 2", "update 2", "resume"]
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory):
-    """The report of the first rank, by case. A process of its own, as torch must not be imported before; packages that need a driver are
-    installed, and there is none."""
-    if not (shutil.which("g++") or shutil.which("clang++")):
-        pytest.skip("no C++ compiler, which a rehearsal needs")
-    command = [sys.executable, "-m", "support.rehearsals", str(tmp_path_factory.mktemp("rehearsal")), *CASES]
-    path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), driver_bound.install(tmp_path_factory.mktemp("packages"))])
-    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return {case: found[0] for case, found in json.loads(done.stdout.splitlines()[-1]).items()}
+    """The first rank's report by case, with packages installed that need a driver."""
+    path = driver_bound.install(tmp_path_factory.mktemp("packages"))
+    found = run_module("support.rehearsals", str(tmp_path_factory.mktemp("rehearsal")), *CASES, path=path)
+    return {case: ranks[0] for case, ranks in json.loads(found.splitlines()[-1]).items()}
 
 
 def phase_of(report, name):

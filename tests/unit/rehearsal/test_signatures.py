@@ -1,4 +1,4 @@
-"""Functions of shapes are held against the installed libraries: here stand-ins, in which a parameter is another."""
+"""Shape functions are compared with installed libraries: here with fake libraries that have other parameters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A sync without data: what is not written, or written twice, is named."""
+"""A sync without data: bytes that are not written, or are written twice, are reported."""
 
 from __future__ import annotations
 
