@@ -1,4 +1,4 @@
-"""inf and NaN stop a step, by name, before anything of the policy has changed."""
+"""inf and NaN are named and stop a step before anything of the policy changes."""
 
 from __future__ import annotations
 

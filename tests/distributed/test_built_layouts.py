@@ -1,5 +1,5 @@
-"""Real Megatron models in many layouts: every rank sits at the coordinates that the geometry says, and gives the tensors that the geometry
-says, with the checkpoint's own FP8 blocks."""
+"""Real Megatron models in many layouts: every rank has the coordinates and the named tensors of the geometry, with the checkpoint's own
+FP8 blocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A checkpoint that several ranks wrote is the same model in one process; what is no whole checkpoint is refused."""
+"""A checkpoint that several ranks wrote is the same model in one process, and an incomplete checkpoint is refused."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_one_process_reads_the_same_masters_and_blocks(worlds, checkpoint, tied_
 
 
 def test_ranks_share_an_export_of_the_same_files_and_end_together_where_one_cannot_write(worlds, model_folder, tmp_path):
-    """Nobody reads what is for another's files, or holds more than the parameter that a tensor comes from."""
+    """No rank reads weights of other ranks' files, or holds more than one parameter at a time."""
     run = tmp_path / "step_00001"
     worlds(4).call(trainer.save_checkpoint, model_folder("qwen3_moe"), FP8, random_sequences(4, EVEN), run, Layout(dp=2, ep=2, pp=2))
     alone, shared = ([*worlds(size).call(trainer.convert_run, run, tmp_path / str(size))] for size in (1, 2))

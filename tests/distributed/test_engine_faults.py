@@ -1,6 +1,6 @@
-"""Engines that die, hang or lose their connection, under one and two trainer ranks: the same answers and weights as if nothing had been.
+"""Engines that die, hang or lose their connection, with one and two trainer ranks: responses and weights are the same as without faults.
 
-The engines are light ones (`support.fake_engine`); tests/engine/test_several_engines.py has real ones.
+The engines are `support.fake_engine`; tests/engine/test_several_engines.py has real ones.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def test_all_engines_answer_alike_and_only_new_weights_change_that(world):
 
 
 def test_only_what_changed_is_sent_and_a_wrong_base_is_answered_with_everything(world, request):
-    """Within one host, through shared memory, everything is sent (`sync.delta = "auto"`)."""
+    """Within one host, through shared memory, everything is always sent (`sync.delta = "auto"`)."""
     deltas = "gloo" in request.node.callspec.id
     reports = []
     for version, seed, flipped in ((10, 7, None), (11, None, None), (12, None, 1), (13, None, None)):
@@ -82,7 +82,7 @@ def test_an_engine_that_is_lost_in_a_sync_is_replaced_and_the_sync_is_proved(wor
 
 
 def test_what_was_sampled_when_all_engines_are_lost_is_sampled_anew(world):
-    """One is killed, one hangs."""
+    """One engine is killed, the other hangs."""
     expected = answers(world)
     results = world.call(fake_engine.answers_through, 4, {0: "kill", 1: "hang"}, COUNT, TOKENS, seconds=START)
     assert results[0] == {"result": expected, "left": []} and all(other == expected for other in results[1:])
@@ -106,7 +106,7 @@ def test_the_other_engine_takes_over_from_one_whose_connection_breaks(world):
 
 @pytest.mark.long
 def test_more_losses_than_allowed_end_the_run_with_one_line(world):
-    """Each sync loses engine 0 at its third chunk, restarts included."""
+    """Each sync, also after a restart, loses engine 0 at its third chunk."""
     world.call(fake_engine.change, 6)
     with pytest.raises(RunError, match=r"no more restarts in this step \(rollout.max_restarts = 3\)$") as error:
         world.call(fake_engine.always_lose, 6, seconds=START)
@@ -114,7 +114,7 @@ def test_more_losses_than_allowed_end_the_run_with_one_line(world):
 
 
 def test_engines_end_with_rank_0_also_those_that_hang(world):
-    """Last, for nothing is left afterwards."""
+    """This is the last test, because nothing is left after it."""
     trainer, *engines = family(world.pid())
     assert engines
     for process in engines:

@@ -1,4 +1,4 @@
-"""A rank that is held stops the others in a collective: they say where all stand, and end. A signal to one rank stops all."""
+"""If a rank hangs in a collective, the other ranks report where all ranks are, and end. A signal to one rank stops all."""
 
 from __future__ import annotations
 

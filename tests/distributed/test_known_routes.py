@@ -1,4 +1,4 @@
-"""Where routers replay, ranks know before a pass how many tokens go where: Megatron's counts, and every bit is as without."""
+"""If routers replay, ranks know before a pass how many tokens go where. The counts are Megatron's, and no bit changes."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ LONG = [
 
 
 def batches(model: str, layers: int) -> list:
-    """Of the last one replica has all, the other padding alone."""
+    """Return three batches. In the last, one replica has the only sample, the other only padding."""
     whole = [random_sequences(7, seed=1), random_sequences(6, seed=2), random_sequences(1, seed=3)]
     return [routing.with_random_routing(batch, *MODELS[model], layers) for batch in whole]
 
 
 def compare(worlds, run, layout: Layout, *args: Any) -> list[dict[str, Any]]:
-    """Return what each rank gives where routes are known, after the same where they are not."""
+    """Return the results of each rank with known routes, after comparing them with those of counted routes."""
     known, counted = (worlds(layout.world_size).call(routing.train_on_records, run, each, *args, layout) for each in (True, False))
     for ours, theirs in zip(known, counted, strict=True):
         assert_same(ours["results"], theirs["results"])

@@ -1,4 +1,4 @@
-"""Replicas, pipeline stages and both together compute what one process computes, also where they cannot share the work evenly."""
+"""Replicas, pipeline stages and their combinations compute what one process computes, also if they cannot share the work evenly."""
 
 from __future__ import annotations
 
@@ -57,18 +57,19 @@ four batches two do so with E4M3 keys and none with others, though what tips is 
 
 
 def batches() -> list:
-    """Within 60 tokens one process packs 7 sequences as 2 + 2 + 3; two replicas as 2 and 1, 2 and 2, 5 sequences as 1 and 1, 1 and 2."""
+    """Return two batches of 7 and 5 samples. With 60 tokens per micro-batch one process packs the 7 as 2 + 2 + 3; two replicas pack 2
+    and 1, 2 and 2. They pack the 5 as 1 and 1, 1 and 2."""
     return [random_sequences(7, seed=1), random_sequences(5, seed=2)]
 
 
 def without_padding(result: dict) -> list[dict[str, float]]:
-    """A run's steps without the padding, which depends on the layout: of a row for sequence parallelism, of an idle replica."""
+    """Return a run's steps without the padding, which depends on the layout."""
     return [{name: value for name, value in step.items() if name != "tokens/padding"} for step in result["steps"]]
 
 
 @pytest.fixture(scope="module")
 def folder_of(checkpoint, tied_checkpoint, model_folder):
-    """Name of a model in the cases below -> its checkpoint."""
+    """Maps a model of the cases to a function that returns its checkpoint."""
     two_layers = {"num_hidden_layers": 2}
     return {
         "untied": lambda: checkpoint,
@@ -83,7 +84,7 @@ def folder_of(checkpoint, tied_checkpoint, model_folder):
 
 @pytest.fixture(scope="module")
 def train_alone(worlds):
-    """(checkpoint, precision) -> what one process computes, once."""
+    """`train_alone(checkpoint, precision)`: the results of one process, computed once."""
     results: dict = {}
 
     def get(folder, precision):
@@ -153,7 +154,7 @@ def test_training_equals_that_of_one_process(worlds, folder_of, train_alone, lay
 
 
 def test_the_opposite_of_the_defaults(worlds, train_alone, checkpoint):
-    """No sequence parallelism, no overlap of what replicas exchange, no activation kept."""
+    """Sequence parallelism and overlapped communication are off, and all activations are recomputed."""
     overlap = {"overlap_grad_reduce": False, "overlap_param_gather": False}
     options = {"layout": {"sequence_parallel": False}, "recompute": "full", **overlap}
     result = worlds(4).call(trainer.train_grpo, checkpoint, FP32, {**TRAIN, **options}, batches(), LAYOUTS["tp2_dp2"])[0]
@@ -161,7 +162,7 @@ def test_the_opposite_of_the_defaults(worlds, train_alone, checkpoint):
 
 
 def assert_same_scales(expected: dict, of_ranks: list[dict], stages: int) -> None:
-    """Of keys and values: of other heads on tensor-parallel ranks, of other tokens on replicas."""
+    """Compare key-value scales. Tensor-parallel ranks compute them from different heads, replicas from different tokens."""
     assert {name for scales in of_ranks for name in scales} == expected.keys()
     for scales in of_ranks:
         assert len(scales) * stages == len(expected)
@@ -187,7 +188,7 @@ def assert_same_training(folder, expected: dict, result: dict, tolerance: float)
 
 
 def test_stages_of_two_two_and_one_layers_compute_the_bits_of_one_process(worlds, model_folder):
-    """Gradients are not clipped: the stages' norms add up in another order."""
+    """Gradients are not clipped, because stages add their norms in another order."""
     folder, train = model_folder("qwen3", num_hidden_layers=5), TRAIN | {"clip_grad": 0.0}
     layout = Layout(pp=3, last_stage_layers=1)
     expected = worlds(1).call(trainer.train_grpo, folder, FP8, train, batches())[0]

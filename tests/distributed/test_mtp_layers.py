@@ -1,4 +1,4 @@
-"""Layers for multi-token prediction stay as they came, through training, a run's checkpoint and its export."""
+"""Layers for multi-token prediction keep their bytes through training, a run's checkpoint and its export."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SMALL = {"num_hidden_layers": 2}
 
 @pytest.fixture(scope="module")
 def models(model_folder, tmp_path_factory):
-    """Name -> (a checkpoint with such a layer, the layer's tensors). In BF16, and in FP8 with scales of powers of two."""
+    """Maps a name to a checkpoint with such a layer, in BF16 or in FP8 with power-of-two scales, and the layer's tensors."""
     made = {}
     for name, family, scales in (("deepseek", "deepseek_v3", ""), ("glm", "glm4_moe_air", ""), ("fp8", "glm4_moe_air", "pow2")):
         folder = tmp_path_factory.mktemp(name) / "model"
@@ -99,7 +99,7 @@ def test_another_precision_converts_their_decoder_as_it_does_the_others(models, 
 
 
 def test_scales_that_the_result_could_not_have_are_made_anew(models, model_folder, tmp_path):
-    """Under `fp8_rollout` a checkpoint whose scales are no powers of two may become blocks whose scales are."""
+    """With `fp8_rollout`, blocks whose scales are not powers of two are quantized again to blocks whose scales are."""
     folder = tmp_path / "model"
     shutil.copytree(model_folder("glm4_moe_air", **SMALL), folder)
     layer = add_mtp_layer(with_random_blocks(folder, "fp32", seed=3), "fp32")

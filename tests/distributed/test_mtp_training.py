@@ -1,4 +1,4 @@
-"""Layers for multi-token prediction that are trained: the loss of transformers, a policy that does not notice, and one process's numbers in
+"""Training of layers for multi-token prediction: the loss of transformers, no effect on the policy, and the numbers of one process in
 every layout, through checkpoint, resume and export."""
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from support.models import FP8, FP32, random_sequences, read_weights
 from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.hf.files import read_config
 from megatron_rl.hf.read import HFCheckpoint
+from megatron_rl.mcore.optim.step_response import CHANGED, RESPONSE
 from megatron_rl.mcore.weights.export import convert
 from parallel.layout import Layout
 from parallel.model_geometry import ModelGeometry
@@ -46,7 +47,7 @@ def batches() -> list[list[TrainingSample]]:
 
 @pytest.fixture(scope="module")
 def models(model_folder, tmp_path_factory):
-    """Name -> a checkpoint with such a layer, or two."""
+    """Maps a name to a checkpoint with one such layer, or two."""
     made = {}
     for name, family, layers, ahead in (("deepseek", "deepseek_v3", 2, 1), ("glm", "glm4_moe_air", 2, 1), ("deep", "glm4_moe_air", 4, 2)):
         made[name] = tmp_path_factory.mktemp(name) / "model"
@@ -76,13 +77,13 @@ def test_the_loss_is_that_of_transformers(models, train_alone, name):
 
 @pytest.mark.parametrize("name, precision", [("deepseek", FP8), ("glm", FP8 | {"high": "bf16"})])
 def test_the_policy_does_not_notice(train_alone, name, precision):
-    """Its log-probs, weights, blocks and metrics are those of a run that keeps the layer as it came, bit for bit."""
+    """Its log-probs, weights, blocks and metrics have the bits of a run that does not train the layer."""
     trained, kept = train_alone(name, precision), train_alone(name, precision, mtp_loss_scaling_factor=0.0)
     for moment in ("before", "after"):
         assert torch.equal(trained[moment], kept[moment])
     changed = [name for name, tensor in kept["masters"].items() if not torch.equal(tensor, trained["masters"][name])]
     assert changed == [] and trained["blocks"].keys() > kept["blocks"].keys()
-    own = {"loss/mtp", "loss/total"}
+    own = {"loss/mtp", "loss/total", RESPONSE, CHANGED}  # the response is that of all weights
     for row, other in zip(trained["steps"], kept["steps"], strict=True):
         assert {name: row[name] for name in row.keys() - own} == {name: other[name] for name in other.keys() - own}
         assert row["loss/total"] == pytest.approx(other["loss/total"] + FACTOR * row["loss/mtp"])
@@ -117,7 +118,7 @@ def test_recomputed_layers_have_the_same_gradient(train_alone, recompute):
 
 
 def test_they_go_through_checkpoint_resume_and_export(worlds, models, tmp_path):
-    """The export holds them as they are trained, with copies of today's embedding and output layer, and loads as any checkpoint does."""
+    """The export holds the trained layers, with copies of the current embedding and output layer, and loads like any checkpoint."""
     source, run = models["glm"], tmp_path / "run"
     saved = worlds(2).call(trainer.save_checkpoint, source, FP8, batches()[0], run, Layout(pp=2), TRAIN)[0]
     assert not (run / "mtp").exists() and "megatron_rl" not in json.dumps(read_config(run / "hf"))

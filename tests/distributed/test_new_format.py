@@ -1,5 +1,4 @@
-"""A number format goes end to end. The first of `CASES` is unknown to the source: one row, one quantizer and one product, added by the
-test alone. Others take a trainer's inputs in groups as wide as a block, quantized as a weight is."""
+"""A number format end to end. The first of `CASES` is unknown to the source; this test adds its row, quantizer and product."""
 
 from __future__ import annotations
 
@@ -98,7 +97,7 @@ def test_bytes_of_a_format():
 
 
 def test_what_fp8_refuses_is_cut_where_its_blocks_allow():
-    """192 rows of an MLP on every rank are no whole blocks of 128 rows."""
+    """192 rows of an MLP on every rank are not whole blocks of 128 rows."""
     model = ModelGeometry.from_hf_config(QWEN3_8B | {"intermediate_size": 384})
     modes = {mode: PrecisionContract.from_config(PrecisionConfig(mode=mode)) for mode in (MODE, "fp8_unified")}
     problems = {mode: find_trainer_problem(model, Layout(tp=2), contract.format_of) for mode, contract in modes.items()}

@@ -1,4 +1,4 @@
-"""Packed sequences compute what each computes alone, in every architecture: the same log-probs, the same gradients."""
+"""Packed sequences have the log-probs and gradients that each sequence has alone, in every architecture."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The planner's bytes against those of real Megatron models: what lasts exactly, what a layer keeps nearly, the peak within 5 %."""
+"""The planner's bytes match those of real Megatron models: lasting memory exactly, a layer's activations closely, the peak within 5 %."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def check_bytes(ranks: list[dict[str, int]], job: Workload, layout: Layout) -> N
 
 @pytest.mark.parametrize("dp", [2, pytest.param(4, marks=pytest.mark.long), pytest.param(8, marks=pytest.mark.long)])
 def test_what_a_value_of_a_quantized_weight_occupies_and_moves(worlds, checkpoint, dp):
-    """Data and scales, the gradient, and a share of master and moments; no rank has anything else. The gather moves bytes."""
+    """A rank holds data and scales, the gradient, and its share of master and moments, and nothing else. The gather moves bytes."""
     ranks = worlds(dp).call(megatron_models.count_live_bytes, checkpoint, FP8, Layout(dp=dp), random_sequences(2 * dp, seed=1))
     for rank, measured in enumerate(ranks):
         assert measured["reference"] == pytest.approx(1 + 4 / 128**2, rel=0.02), rank  # and 12 KB of buffers beside a million weights

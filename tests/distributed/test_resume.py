@@ -1,4 +1,4 @@
-"""A run that stops and goes on computes, bit for bit, what it would have computed; in another layout it starts from equal weights."""
+"""A resumed run computes, bit for bit, what an uninterrupted run computes. In another layout it starts from equal weights."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def assert_goes_on(world, checkpoint, tmp_path, precision, layout=None) -> None:
 
 
 def assert_same_state(expected: dict, loaded: dict) -> None:
-    """Equal weights, and what the next step makes of them."""
+    """Assert equal weights, and an equal next step."""
     assert all(torch.equal(scales, expected["scales"][name]) and (scales != 1).all() for name, scales in loaded["scales"].items())
     assert expected["masters"].keys() == loaded["masters"].keys()
     assert [name for name in expected["masters"] if not torch.equal(loaded["masters"][name], expected["masters"][name])] == []
@@ -86,7 +86,7 @@ def test_replicas_that_share_the_optimizer_go_on_bit_for_bit_and_any_layout_load
 
 @pytest.mark.parametrize("precision", [FP8, BF16], ids=["fp32", "bf16"])
 def test_what_replicas_share_of_the_optimizer_is_what_each_would_have(worlds, checkpoint, precision):
-    """BF16: 16-bit weights with FP32 masters, and FP8 ones, in one optimizer."""
+    """In BF16 one optimizer has 16-bit weights with FP32 masters, and FP8 weights."""
     batch = random_sequences(4, seed=5)
     (first, loaded), (second, loaded_too) = worlds(2).call(training_runs.saved_and_loaded_state, checkpoint, precision, batch, 2)
     whole = worlds(1).call(training_runs.saved_and_loaded_state, checkpoint, precision, batch, 1)[0][0]

@@ -1,4 +1,4 @@
-"""Replicas train on their own samples alone, and the run is that of one process: every sample, metric and weight."""
+"""Replicas train only on their own samples, and samples, metrics and weights are those of one process."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_fewer_samples_than_replicas(worlds):
 
 @pytest.mark.parametrize("algorithm", [{}, {"name": "rloo", "updates_per_step": 1, "calibrate_every": 0}], ids=["grpo", "rloo"])
 def test_the_loop_with_replicas_is_that_of_one_process(worlds, checkpoint, tmp_path, algorithm):
-    """Corrections, calibrated clipping, the mismatch, and rloo's advantages, with a KL term in the reward, need all replicas' log-probs."""
+    """Corrections, calibrated clipping, the mismatch, and rloo's advantages with a KL term in the reward need all replicas' log-probs."""
 
     def train(layout: Layout) -> tuple[list[dict], list[dict]]:
         arguments = checkpoint, tmp_path / f"run{layout.world_size}", 2, FP32, False, layout, "", algorithm

@@ -1,4 +1,4 @@
-"""A session of tests leaves nothing in the system's temporary folder, whatever its processes leave in theirs."""
+"""A session of tests leaves nothing in the system's temporary folder, whatever its processes leave in their own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tensor-parallel ranks exchange: bytes and scales that each rank has quantized, and heads that ranks share."""
+"""Communication of tensor-parallel ranks: bytes and scales that each rank has quantized, and heads that ranks share."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_layers_bits_stay_and_half_the_bytes_travel(worlds, backend, tokens):
     "backend, tokens", [("deep_gemm", 512), ("transformer_engine", 512), ("transformer_engine", 192), ("emulated", 512)]
 )
 def test_gradients_of_row_parallel_layers_are_gathered_as_bytes(worlds, backend, tokens):
-    """The same bits as from Megatron's layer, which gathers them in BF16: DGrad's rows and WGrad's columns are as many bytes."""
+    """They have the bits of Megatron's layer, which gathers BF16: DGrad's rows and WGrad's columns together are as many bytes."""
     for gathered, whole in worlds(2).call(tensor_parallel.with_and_without, "row", backend, tokens):
         assert all(torch.equal(gathered[name], whole[name]) for name in ("y", "dx", "dw"))
         as_bytes = backend != "emulated" and tokens % 256 == 0  # columns are quantized in whole groups on every rank

@@ -1,4 +1,4 @@
-"""What `export --align` writes computes what the narrow checkpoint does, in every family, and its zeros stay zero in training."""
+"""What `export --align` writes computes what the narrow checkpoint computes, in every family, and its zeros stay zero in training."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def pair(request, tmp_path_factory):
 
 
 def test_the_function_is_the_same(pair, worlds, transformers_process):
-    """By transformers and by the trainer, up to the order of sums in FP32."""
+    """The results of transformers and of the trainer are equal up to the order of sums in FP32."""
     ids = torch.randint(0, 384, (3, 40), generator=torch.Generator().manual_seed(5)).tolist()
     expected, wide = (transformers_process.call(transformers_reference.logits, folder, ids)[0].log_softmax(-1) for folder in pair)
     assert expected.std() > 0.1
@@ -42,7 +42,7 @@ def test_the_function_is_the_same(pair, worlds, transformers_process):
 
 
 def test_what_was_added_stays_zero_in_training(pair, worlds):
-    """In unified FP8, on two ranks, for which the narrow model has no whole blocks."""
+    """Two ranks train in unified FP8, for which the narrow model has no whole blocks."""
     narrow, wide = (ModelGeometry.from_hf_config(read_config(folder)) for folder in pair)
     batches = [random_sequences(4, EVEN), random_sequences(4, EVEN)]
     trained = worlds(2).call(trainer.train_grpo, pair[1], FP8, {"learning_rate": 1e-3}, batches)[0]["masters"]

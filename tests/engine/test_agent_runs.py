@@ -1,4 +1,4 @@
-"""A run of agents that break at random, one whose engine is killed and one that is stopped: every episode is counted once in each."""
+"""Runs of agents that fail at random: uninterrupted, with a killed engine, and stopped and resumed. Each counts every episode once."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BREAKING = {
 
 
 def numbers(run: Path) -> list[dict]:
-    """Rows without what is measured, or depends on who asked first."""
+    """Return the rows without measured values, and without those that depend on the order of requests."""
     measured = ("time", "second", "memory/", "restarts", "ahead/", "cached")
     return [{key: value for key, value in row.items() if not any(word in key for word in measured)} for row in read_rows(run)]
 

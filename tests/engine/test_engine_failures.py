@@ -1,4 +1,4 @@
-"""Engines that break the contract or do not start: one RunError with the log's tail, and nothing left running."""
+"""Engines that break the contract or do not start end in one RunError with the log's tail, and leave no process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PROMPTS = [sample.prompt_ids.tolist() for sample in random_sequences(4, seed=1)]
 
 @pytest.mark.long
 def test_engines_that_cannot_start(new_world, checkpoint, tmp_path):
-    """All at once, as each costs SGLang's import: weights that are none, an unknown argument, and a time-out that is too short."""
+    """Invalid weights, an unknown argument, and a short timeout, all at once because each imports SGLang."""
     no_model = tmp_path / "no_model"
     shutil.copytree(checkpoint, no_model)
     (no_model / "model.safetensors").write_bytes(b"no tensors")
@@ -39,7 +39,7 @@ def test_engines_that_cannot_start(new_world, checkpoint, tmp_path):
 
 @pytest.mark.long
 def test_an_engine_with_other_activation_scales_is_refused_and_its_graph_says_where_it_differs(new_world, tmp_path):
-    """Its checkpoint has no "scale_fmt": same bytes, activations in fp32 scales."""
+    """Its checkpoint has no "scale_fmt": the bytes are the same, but activations have fp32 scales."""
     world, trained = new_world(), make_checkpoint(tmp_path / "trained")
     convert(trained, model := tmp_path / "model", FP8)
     quantization = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}

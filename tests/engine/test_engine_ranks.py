@@ -1,5 +1,5 @@
-"""Trainers and engines in different layouts, dense and with experts: a real SGLang filled by syncs from a real Megatron model, whose
-log-probs are the trainer's, bit for bit, and those of transformers' own model on the same FP8 tiles."""
+"""Trainers and engines in different layouts, dense and with experts: a real SGLang, filled by syncs from a real Megatron model, has the
+trainer's log-probs bit for bit, and closely those of transformers' model on the same FP8 blocks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def transformers_side(tmp_path_factory):
 
 
 def assert_same_logprobs(world, folder, transformers_side, seed: int) -> None:
-    """Weights of a seed are served as the version of that number."""
+    """Compare log-probs of the weights of `seed`, which are served as the version of that number."""
     generated = world.call(trainer_engine.generate, PROMPTS)[0]
     assert generated["versions"] == {seed}
     config = read_config(folder / "model")

@@ -1,4 +1,4 @@
-"""How a real engine samples: top_k, top_p and min_p by the completion's seed alone, and where stop strings end it."""
+"""Sampling by a real engine: top_k, top_p and min_p depend only on the completion's seed, and stop strings end a response."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TOKENS = 24
 
 
 def sample(world, *samplings: SamplingParams) -> list[list[Generation]]:
-    """Answers to all prompts for each way of sampling, all in one batch; every prompt has a seed of its own."""
+    """Return the responses to all prompts for each way of sampling, all in one batch. Every prompt has its own seed."""
     asked = [replace(sampling, seed=seed) for sampling in samplings for seed in range(len(PROMPTS))]
     answers = world.call(trainer_engine.generate_with, PROMPTS * len(samplings), asked)[0]
     return [answers[start : start + len(PROMPTS)] for start in range(0, len(answers), len(PROMPTS))]

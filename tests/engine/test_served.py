@@ -1,4 +1,5 @@
-"""Right bytes that a real engine does not serve: each fault is found before a request is answered, named, and mended by the next sync."""
+"""Correct bytes that a real engine does not serve: each fault is found and named before a request is answered, and fixed by the next
+sync."""
 
 from __future__ import annotations
 

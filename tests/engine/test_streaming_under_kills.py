@@ -1,5 +1,5 @@
-"""A run that samples two versions ahead of its trainer and over-samples, with two real engines, under random kills of one engine, of both
-and of the trainer: every problem is trained on once, in order, and trainer and engines agree to the bit."""
+"""A run that samples two versions ahead and over-samples, with two real engines, while one engine, both, or the trainer are killed at
+random: every problem is trained on once, in order, and trainer and engines agree to the bit."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ import numpy as np
 import psutil
 import torch
 
-from examples.arithmetic.tool_calls import CHAT_TEMPLATE
+from examples.arithmetic.tool_agent import CHAT_TEMPLATE
 from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.hf.routing_record import extend_routing_record
 from megatron_rl.hf.tokenizer import load_tokenizer
@@ -27,7 +27,7 @@ from support.trainer_engine import current, join_logprobs
 
 
 class Recorder:
-    """Engines that remember what they were asked and answered."""
+    """Engines that record requests and answers."""
 
     def __init__(self, engines: Any) -> None:
         self.engines, self.asked = engines, list[tuple[np.ndarray, SamplingParams, Generation]]()
@@ -39,7 +39,7 @@ class Recorder:
 
 
 def same(one: Generation, other: Generation) -> bool:
-    """Whether ids, log-probs and versions of two answers are the same bits, and the experts that served them."""
+    """Return whether two generations have the same bits: ids, log-probs, versions and experts."""
     names = ("output_ids_T", "logprobs_T", "versions_T", "routed_experts_T")
     arrays = [(getattr(one, name), getattr(other, name)) for name in names]
     return one.policy_version == other.policy_version and all(
@@ -48,7 +48,7 @@ def same(one: Generation, other: Generation) -> bool:
 
 
 def sample_by_agents(count: int, tokens: int, version: int) -> dict[str, Any]:
-    """Let `count` agents ask three times each, in conversations that part after the first answer."""
+    """Let `count` agents send three requests each, in conversations that branch after the first answer."""
     recorder, tokenizer = Recorder(current().engines), load_tokenizer(current().trainer.folder)
     tokenizer.chat_template = CHAT_TEMPLATE.read_text()
     problems = [Problem(str(number), "branch", "") for number in range(count)]
@@ -74,7 +74,7 @@ def sample_by_agents(count: int, tokens: int, version: int) -> dict[str, Any]:
 
 
 def holds(conversation: Any, prompt: np.ndarray, _: SamplingParams, answer: Generation) -> bool:
-    """Whether a conversation trains on an answer, behind the very tokens that it answered, with its log-probs."""
+    """Return whether a conversation trains on an answer, after exactly the tokens of its prompt, with its log-probs."""
     start = len(prompt) - len(conversation.prompt_ids_T)
     place = slice(start, start + len(answer.output_ids_T))
     return (
@@ -87,7 +87,7 @@ def holds(conversation: Any, prompt: np.ndarray, _: SamplingParams, answer: Gene
 
 
 def find_last(conversation: Any, prompts: Sequence[np.ndarray], answers: Sequence[Generation]) -> Generation:
-    """The answer that a conversation ends with."""
+    """Return the answer that a conversation ends with."""
     whole = [*conversation.prompt_ids_T, *conversation.output_ids_T]
     return next(answer for prompt, answer in zip(prompts, answers, strict=True) if [*prompt, *answer.output_ids_T] == whole)
 
@@ -99,13 +99,13 @@ ENDPOINTS = (
 
 
 def ask_without_key() -> dict[str, list[int]]:
-    """Statuses of every endpoint that the project uses, and of some that it does not, without a key and with a wrong one."""
+    """Return the statuses of endpoints, used by this project or not, without a key and with a wrong one."""
     url, wrong = current().engines.replicas[0].engine.url, {"Authorization": f"Bearer {'0' * 48}"}
     return {path: [httpx.post(url + path, json={}, headers=headers).status_code for headers in ({}, wrong)] for path in ENDPOINTS}
 
 
 def read_server_arguments(names: list[str]) -> dict[str, Any]:
-    """The first engine's server arguments of these names, as SGLang says that it has them."""
+    """Return the first engine's server arguments of these names, as SGLang reports them."""
 
     def read(engines: Any) -> dict[str, Any]:
         engine = engines.replicas[0].engine
@@ -116,7 +116,7 @@ def read_server_arguments(names: list[str]) -> dict[str, Any]:
 
 
 def find_exposed() -> dict[str, Any]:
-    """Addresses that the engines' processes listen on, modes of their Unix sockets, and where a key may be read."""
+    """Return the addresses that the engines' processes listen on, the modes of their Unix sockets, and where a key can be read."""
     addresses, modes, readable = set(), set(), []
     for number, engine in enumerate(replica.engine for replica in current().engines.replicas):
         key = engine.api_key
@@ -136,8 +136,8 @@ ENVIRONMENT_IDS = [7, 8, 9]
 
 
 def generate_two_turns(prompts: list[list[int]], tokens: int = 12) -> tuple[list[TrainingSample], bool, int]:
-    """(answers of two turns with the engine's log-probs and routing, whether the second turn's record begins with the first's, tokens that
-    the second turns took from the prefix cache)."""
+    """Return samples of two turns with the engine's log-probs and routing, whether each second record begins with the first, and how
+    many tokens the second turns took from the prefix cache."""
     first = current().sample(prompts, tokens)
     longer = [[*prompt, *answer.output_ids_T.tolist(), *ENVIRONMENT_IDS] for prompt, answer in zip(prompts, first, strict=True)]
     second = current().sample(longer, tokens)
@@ -156,8 +156,9 @@ def generate_two_turns(prompts: list[list[int]], tokens: int = 12) -> tuple[list
 
 
 def score(samples: list[TrainingSample]) -> dict[str, Any]:
-    """All sampled tokens' log-probs: the engine's, the trainer's with and without replay, and those of the trainer's model with the
-    engine's products, without replay; and the share of tokens whose experts differ from the engine's in each of the three."""
+    """Return the log-probs of all sampled tokens by the engine, by the trainer with replay (`replay`) and without (`free`), and by the
+    trainer's model with the engine's products without replay (`emulated`); and for the last three the share of tokens whose experts
+    differ from the engine's."""
     trainer = current().trainer
     routing, results = trainer.actor.routing, {"engine": torch.cat([sample.rollout_logprobs for sample in samples])}
 
@@ -175,7 +176,8 @@ def score(samples: list[TrainingSample]) -> dict[str, Any]:
 
 
 def measure_dense_mismatch(checkpoint: Path, precision: dict[str, Any], samples: list[TrainingSample]) -> float:
-    """Mean |dlogp| of the same tokens between a dense model and itself with its engine's products, which are the engine's bits."""
+    """Return the mean |difference| of log-probs between a dense model and the same model with its engine's products, which have the
+    engine's bits."""
     trainer = Trainer(checkpoint, precision)
     plain = [replace(sample, routed_experts=torch.empty(0)) for sample in samples]
     own = torch.cat(trainer.actor.compute_logprobs(plain)[0])

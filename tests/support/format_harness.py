@@ -1,4 +1,4 @@
-"""What a test of a number format needs: a trainer, an engine's receivers (`support.receiving_engine`) and an export."""
+"""A trainer, an engine's receivers (`support.receiving_engine`) and an export, for a test of a number format."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from support.trainer import Trainer
 
 
 def sync_and_export(folder: Path, layout: Layout, rollout: EngineLayout, output: Path, mode: str) -> dict[str, Any]:
-    """In a rank: build and load a trainer in the mode, run one proved sync over shared memory, export. Returns the report, what the
-    engine's ranks hold, and the operands and results of a layer's three products."""
+    """Load a trainer in the mode, run one proved sync over shared memory, and export. Return the report, what the engine's ranks hold,
+    and the operands and results of a layer's three products."""
     with toy_format.registered():
         trainer = Trainer(folder, {"mode": mode, "high": "fp32"}, layout=layout)
         plan = SyncPlan.make(ModelGeometry.from_hf_config(trainer.hf_config), layout, rollout, trainer.contract, 1 << 20)

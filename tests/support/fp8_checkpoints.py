@@ -103,13 +103,13 @@ def import_checkpoint(folder: Path, precision: dict[str, Any], layout: Layout | 
     from support.trainer import Trainer, save_live
 
     trainer = Trainer(folder, precision, layout=layout or Layout())
-    requantize(trainer.actor.optimizer)  # again, though no step was taken
     if to is not None:
+        requantize(trainer.actor.optimizer)  # again, though no step was taken
         save_live(to, trainer)
     return {
         "adopted": [layer.adopted for layer in find_quantized_layers(trainer.model).values()],
         "masters": trainer.collect_tensors(fp8=False),
-        "stepped": trainer.collect_masters(),
+        "stepped": trainer.collect_masters() if "masters" in precision else {},
         "served": trainer.collect_tensors(fp8=True),
     }
 

@@ -50,7 +50,7 @@ def transformer_engine_layers(config: TransformerConfig) -> Any:
 def build_baseline(
     hf_config: dict[str, Any], layers_of: Callable[[Any], Any] = transformer_engine_layers, fusions: dict[str, bool] = FUSIONS
 ) -> GPTModel:
-    """Return a dense model on one rank, whose weights are not set. Megatron must be started; the defaults need a GPU."""
+    """Return a dense model on one rank without weights. Megatron must be started; the defaults need a GPU."""
     contract, plain = PrecisionContract.from_config(PrecisionConfig(mode="bf16", reduction="fast")), model._megatron_config
     with (
         patch.object(layers, "_grad_accum_fusion_available", True),  # asked by the output layer, whose own forward pass is not used
@@ -62,8 +62,8 @@ def build_baseline(
 
 
 def copy_weights(baseline: GPTModel, source: GPTModel) -> None:
-    """Give a baseline the weights of the project's BF16 model. Norms, which lie elsewhere in Transformer Engine's layers, become one, as
-    `policies.make_model` has them."""
+    """Give a baseline the weights of the project's BF16 model. Norms, which have other names in Transformer Engine's layers, become one,
+    as in `make_model`."""
     weights = dict(source.named_parameters())
     with torch.no_grad():
         for name, parameter in baseline.named_parameters():
@@ -96,16 +96,15 @@ ENGINE_BYTES = {"bf16": 2, "fp8": 1, "int8": 1}
 
 
 def stack_layers(size: str, layers: int, **changes: object) -> dict[str, Any]:
-    """Return the config.json of the model with so many layers."""
+    """Return the config.json of the model with `layers` layers."""
     return ARCHITECTURES[size] | {"num_hidden_layers": layers} | changes
 
 
 def count_layers_that_fit(architecture: dict[str, Any], memory_gib: float, bytes_per_value: int, tokens: int) -> int:
-    """Return the layers, 1 to all, that fit where each value of a weight takes `bytes_per_value` and one model at a time computes with
-    `tokens`.
+    """Return how many layers, from 1 to all, fit if each weight takes `bytes_per_value` and one model at a time computes with `tokens`.
 
-    Activations kept for the backward pass are the larger ones, in two bytes, with half as much again for the others. A quarter of the
-    memory is left for all else: CUDA's contexts, KV caches, what an optimizer step needs for a moment.
+    Activations kept for the backward pass are counted with two bytes, plus half as much for small ones. A quarter of the memory is left for
+    CUDA contexts, KV caches and temporary buffers of an optimizer step.
     """
     model = ModelGeometry.from_hf_config(architecture)
     widths = model.head_dim * (2 * model.heads + 2 * model.kv_heads) + 3 * model.ffn
@@ -139,7 +138,7 @@ def to_actor(model: torch.nn.Module, tokens: int = 8192) -> Actor:
 
 
 def make_samples(tokens: int, length: int) -> list[TrainingSample]:
-    """Return samples of `length` random tokens, half of each an answer; `tokens` in all."""
+    """Return samples of `length` random tokens, half of each a response; `tokens` in all."""
     generators = [torch.Generator().manual_seed(seed) for seed in range(max(tokens // length, 1))]
     ids = [torch.randint(0, 250, (length,), generator=generator).tolist() for generator in generators]
     return [TrainingSample(tokens[: length // 2], tokens[length // 2 :]) for tokens in ids]
@@ -180,7 +179,7 @@ def compare_with_emulated(backends: list[str], size: str, tokens: int) -> dict[t
 
 
 def relative_l2(values: torch.Tensor, expected: torch.Tensor) -> float:
-    """Return the norm of the difference over the norm of `expected`; 0 where both are zero, inf where only `expected` is."""
+    """Return the norm of the difference over the norm of `expected`: 0 if both are zero, inf if only `expected` is."""
     norm, distance = float(expected.double().norm()), float((values.double() - expected.double()).norm())
     return distance / norm if norm else (float("inf") if distance else 0.0)
 
@@ -203,7 +202,7 @@ def compare_with_baseline(architecture: dict[str, Any], on_gpu: bool) -> float:
 
 @dataclass(frozen=True)
 class PolicyTiming:
-    """What `time_policies` measures: models of both depths, and samples of each length in micro-batches of `tokens`."""
+    """Parameters of `time_policies`: the depths of the models, and the lengths of samples in micro-batches of `tokens`."""
 
     size: str
     depths: tuple[int, int]

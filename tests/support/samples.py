@@ -16,8 +16,8 @@ _NUMBERS = ("number", "advantage", "reward", "excluded", "loss_weight")
 
 
 def make_samples(shapes: Sequence[tuple[int, int]], with_columns: Collection[str] = (), seed: int = 0) -> list[TrainingSample]:
-    """Samples of (tokens of the prompt, of the answer). `with_columns`: of "mask", "experts" or "wide experts", "kept" (of every second
-    sample), "lags"."""
+    """Return samples with (prompt, response) lengths `shapes`. `with_columns` names columns: "mask", "experts" or "wide experts", "kept"
+    (for every second sample), "lags"."""
     source = np.random.default_rng(seed)
 
     def draw(bound: int, dtype: type, *shape: int) -> torch.Tensor:
@@ -47,7 +47,7 @@ def make_samples(shapes: Sequence[tuple[int, int]], with_columns: Collection[str
 
 
 def assert_equal_samples(actual: Sequence[TrainingSample], expected: Sequence[TrainingSample]) -> None:
-    """All that is sent: values, dtypes and shapes; what is empty may have any dtype."""
+    """Compare everything that is sent: values, dtypes and shapes. Empty columns may have any dtype."""
     assert len(actual) == len(expected)
     for one, other in zip(actual, expected, strict=True):
         assert [getattr(one, name) for name in _NUMBERS] == [getattr(other, name) for name in _NUMBERS]
@@ -60,7 +60,7 @@ def assert_equal_samples(actual: Sequence[TrainingSample], expected: Sequence[Tr
 
 
 def assert_same(ours: Any, theirs: Any, unlike: Set[str] = frozenset(), name: str = "") -> None:
-    """Compare dictionaries, lists, tensors and numbers, nested in any way; entries of the keys `unlike` may differ."""
+    """Compare nested dictionaries, lists, tensors and numbers. Entries with keys in `unlike` may differ."""
     if isinstance(theirs, dict):
         assert ours.keys() == theirs.keys()
         for key in theirs.keys() - unlike:

@@ -23,7 +23,7 @@ from support.trainer import start
 
 
 def compare(name: str, tokens: int, width: int, scale_format: str) -> dict[str, bool]:
-    """Whether gathered rows and columns are those of all tokens: bytes, scales and strides."""
+    """Return whether gathered rows and columns equal those of all tokens: bytes, scales and strides."""
     start()
     x, rank, group = uneven(tokens, width, torch.bfloat16), dist.get_rank(), dist.group.WORLD
     result = {}
@@ -45,8 +45,9 @@ def _same(pair: tuple[torch.Tensor, ...], other: tuple[torch.Tensor, ...]) -> bo
 
 
 def run_layer(kind: str, backend: str, tokens: int, gathers: bool) -> dict[str, Any]:
-    """A layer's results under sequence parallelism, sums not by the tree, and the bytes that this rank contributes to all-gathers.
-    `gathers`: operands are gathered; else activations, of which every rank quantizes all, and a "row" layer's gradients by Megatron."""
+    """Return a layer's results under sequence parallelism, with plain sums, and the bytes that this rank contributes to all-gathers.
+    With `gathers`, operands are gathered; otherwise activations, which every rank quantizes, and a "row" layer's gradients by
+    Megatron."""
     start()
     tp, rank = dist.get_world_size(), dist.get_rank()
     weight, (x, dy) = torch.randn(256, 256, generator=torch.Generator().manual_seed(0)), (uneven(tokens, 256, torch.bfloat16) for _ in "xd")
@@ -80,7 +81,8 @@ DIM, TOKENS = 8, 5
 
 
 def exchanged_and_gathered(groups: int, queries: int) -> list[dict[str, Any]]:
-    """What this rank gets and its gradient, both ways, for `groups` key-value heads with `queries` query heads each; and numbers sent."""
+    """Return this rank's result and gradient, by exchange and by gather, for `groups` key-value heads with `queries` query heads each,
+    and the number of elements sent."""
     start()
     size = dist.get_world_size()
     rank, ranks, group = dist.get_rank(), size // groups, dist.group.WORLD
@@ -89,7 +91,7 @@ def exchanged_and_gathered(groups: int, queries: int) -> list[dict[str, Any]]:
     gradient = torch.randn(TOKENS, 1, (queries // ranks + 2) * DIM, generator=generator).bfloat16()
 
     def gather(x: torch.Tensor) -> torch.Tensor:
-        """As `megatron.core.transformer.attention.SelfAttention.get_query_key_value_tensors` does."""
+        """Gather as `megatron.core.transformer.attention.SelfAttention.get_query_key_value_tensors` does."""
         whole = all_gather_last_dim_from_tensor_parallel_region(x).chunk(groups, -1)[rank // ranks]
         query, key_value = whole.split([queries * DIM, 2 * DIM], -1)
         return torch.cat([query.chunk(ranks, -1)[rank % ranks], key_value], -1)

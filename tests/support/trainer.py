@@ -76,7 +76,8 @@ from parallel.reshard import Transfer, add_scale_transfers, reshard
 def gather_tensors(
     named_tensors: dict[str, torch.Tensor], model: ModelGeometry, layout: Layout, format_of: FormatOf
 ) -> dict[str, torch.Tensor]:
-    """Of every rank's `collect_named_tensors`: the checkpoint's tensors in their formats on rank 0, an empty dict elsewhere. Collective."""
+    """Gather the checkpoint's tensors, in their formats, from every rank's `collect_named_tensors`. Return them on rank 0, and an empty
+    dict on other ranks. Collective."""
     rank, world = dist.get_rank(), dist.get_world_size()
     sources = build_trainer_shards(model, layout, format_of=format_of)
     checkpoint_shards = model.build_checkpoint_shards()
@@ -98,7 +99,7 @@ def gather_tensors(
 
 
 def save_live(to: Path, trainer: Any) -> None:
-    """Write what the engine gets from a `support.trainer.Trainer` as a Hugging Face checkpoint. Collective."""
+    """Write what an engine gets from a trainer as a Hugging Face checkpoint. Collective."""
     geometry = ModelGeometry.from_hf_config(trainer.hf_config)
     contract: PrecisionContract = trainer.contract
     tensors = gather_tensors(trainer.collect_named_tensors(), geometry, trainer.layout, contract.format_of)
@@ -114,7 +115,7 @@ STILL = {"learning_rate": 1e-12, "clip_grad": 0.0}
 
 
 class Trainer:
-    """An actor of a checkpoint on this rank; without a layout, the world's size is its tensor parallel size."""
+    """An actor of a checkpoint on this rank. Without a layout, all ranks are tensor-parallel."""
 
     def __init__(
         self,
@@ -148,8 +149,8 @@ class Trainer:
         return collect_named_tensors(self.model, self.shards, self.contract)
 
     def collect_tensors(self, fp8: bool) -> dict[str, torch.Tensor]:
-        """The whole model under Hugging Face names, on rank 0: FP32 masters, or with `fp8` what the engine gets: blocks (bytes as uint8),
-        or INT8 channels, and scales."""
+        """Return the whole model by Hugging Face name on rank 0: FP32 masters, or with `fp8` what an engine gets: blocks (as uint8) or
+        INT8 channels, and scales."""
         contract = self.contract if fp8 else PrecisionContract.from_config(PrecisionConfig(mode="bf16", high="fp32"))
         geometry = ModelGeometry.from_hf_config(self.hf_config)
         named_tensors, as_fp32 = collect_named_tensors(self.model, self.shards, contract), replace(contract, high="fp32")
@@ -160,7 +161,7 @@ class Trainer:
         return {"masters": self.collect_tensors(fp8=False), "blocks": self.collect_tensors(fp8=True)}
 
     def collect_masters(self) -> dict[str, torch.Tensor]:
-        """The same of what Adam steps, float32: parameters, or the optimizer's masters of them."""
+        """Return by Hugging Face name on rank 0 what Adam steps, in float32: the parameters, or their masters in the optimizer."""
         masters = {}
         stepped = (entry for part in flatten_chained(self.actor.optimizer) for entry in iter_stepped(part))
         names = {id(parameter): name for name, parameter in global_parameters(self.model).items()}
@@ -170,7 +171,7 @@ class Trainer:
         return gather_tensors(masters, ModelGeometry.from_hf_config(self.hf_config), self.layout, as_fp32.format_of)
 
     def dump_bytes(self) -> dict[str, bytes]:
-        """Every parameter, FP8 block and slice of a master of this rank, raw."""
+        """Return the raw bytes of every parameter, FP8 block and master slice of this rank."""
         names = {id(parameter): name for name, parameter in global_parameters(self.model).items()}
         return {name: tensor.contiguous().view(torch.uint8).numpy().tobytes() for name, tensor in self.collect_named_tensors().items()} | {
             f"master {names[id(parameter)]}": master.values.detach().view(torch.uint8).numpy().tobytes()
@@ -181,7 +182,8 @@ class Trainer:
     def save(self, to: Path, step: int = 1, with_optimizer: bool = False, **state: Any) -> Path:
         """Write a run's checkpoint, by default of the weights alone."""
         state = {"step": step, "policy_version": step, "precision": self.precision.model_dump(mode="json"), **state}
-        CheckpointWriter(to, self.model, self.hf_config, self.folder, state, self.actor.optimizer if with_optimizer else None).finish()
+        optimizer = self.actor.optimizer if with_optimizer else None
+        CheckpointWriter(to, self.model, read_config(self.folder), self.folder, state, optimizer).finish()
         return to
 
     def differentiate(self, batch: list[TrainingSample], between: Callable[[], object] = lambda: None) -> dict[str, Any]:
@@ -195,12 +197,12 @@ class Trainer:
 
 
 def refuse_graph(layer: Any, _: Any, output: Any) -> None:
-    """A pass without gradient keeps no graph, which would hold all layers' tensors, also where a pipeline's message has a gradient."""
+    """Assert that a pass without gradient keeps no graph, which would hold the tensors of all layers."""
     assert torch.is_grad_enabled() or not output[0].requires_grad, f"layer {layer.layer_number}"
 
 
 def start(layout: Layout | None = None) -> Layout:
-    """Joins the process groups and makes Megatron's, anew where they are another layout's; returns the layout."""
+    """Join the process groups and create Megatron's, again if the layout differs from the current one. Return the layout."""
     layout = layout or Layout(tp=int(os.environ.get("WORLD_SIZE", "1")))
     if not _runs(layout):
         leave_layout()
@@ -210,25 +212,25 @@ def start(layout: Layout | None = None) -> Layout:
 
 
 def own(samples: list[TrainingSample]) -> list[TrainingSample]:
-    """This replica's share of samples that every rank has; they are numbered."""
+    """Number the samples, which every rank has, and return this replica's share."""
     return select_own([replace(sample, number=number) for number, sample in enumerate(samples)])
 
 
 def gather(share: list[TrainingSample], values: list[Any]) -> list[Any]:
-    """Values of the samples of `own`, to those of all replicas."""
+    """Return the values of all replicas' samples, in order. `values` belong to the `share` that `own` returned."""
     parts = reduce.gather_from_replicas({sample.number: value for sample, value in zip(share, values, strict=True)})
     return [value for _, value in sorted((entry for part in parts for entry in part.items()), key=lambda entry: entry[0])]
 
 
 def compute_logprobs(policy: Policy, samples: list[TrainingSample]) -> tuple[list[torch.Tensor], float]:
-    """`Policy.compute_logprobs` of samples that every rank has: on each of them those of all replicas."""
+    """Compute log-probs of samples that every rank has. Return those of all replicas on every rank."""
     share = own(samples)
     logprobs, entropy = policy.compute_logprobs(share)
     return gather(share, logprobs), entropy
 
 
 def leave_layout() -> None:
-    """Ends Megatron's groups, which Megatron itself only forgets: each keeps two threads of gloo, and a layout has dozens."""
+    """Destroy Megatron's process groups. Megatron only forgets them, but each keeps two gloo threads, and a layout has dozens."""
     if not dist.is_initialized():
         return
     parallel_state.destroy_model_parallel()
@@ -254,19 +256,19 @@ def _runs(layout: Layout) -> bool:
 
 
 def loaded(folder: Path, precision: dict[str, Any], layout: Layout | None = None) -> dict[str, torch.Tensor]:
-    """The engine's view (blocks, scales, the rest) of a checkpoint that was just loaded."""
+    """Return what an engine gets (blocks, scales, the rest) of a checkpoint that was just loaded."""
     return Trainer(folder, precision, layout=layout).collect_tensors(fp8=True)
 
 
 def logits(folder: Path, precision: dict[str, Any], ids: list[list[int]]) -> torch.Tensor:
-    """This rank's part of the vocabulary: float32 [b, s, vocab / tp]."""
+    """Return this rank's slice of the vocabulary: float32 `[b, s, vocab / tp]`."""
     tokens, model = torch.tensor(ids), Trainer(folder, precision).model
     with torch.no_grad():
         return model(tokens, torch.arange(tokens.shape[1]).expand(tokens.shape).contiguous(), None).float()
 
 
 def text_logprobs(folder: Path, precision: dict[str, Any], documents: list[list[int]]) -> torch.Tensor:
-    """Log-probs of every token but a document's first, as a step computes them: packed into micro-batches."""
+    """Return the log-probs of every token but the first of each document, packed into micro-batches as in a step."""
     samples = [TrainingSample(ids[:1], ids[1:]) for ids in documents]
     return torch.cat(Trainer(folder, precision).actor.compute_logprobs(samples)[0])
 
@@ -306,8 +308,8 @@ def measure_response(
     layout: Layout | None = None,
     elements: int = 1 << 30,
 ) -> list[tuple[dict[str, float], dict[str, float]]]:
-    """For each step, (its response from a sample of `elements` values, that of the whole model's tensors); the latter on rank 0 only, and
-    only where masters are FP32 parameters."""
+    """Return for each step its response from a sample of `elements` values, and the response of the whole model's tensors. The latter is
+    on rank 0 only, and requires that masters are FP32 parameters."""
     with mock.patch.object(step_response, "_ELEMENTS", elements), mock.patch.object(step_response, "_MIN_STRIPS", 1):
         trainer = Trainer(folder, precision, train, layout=layout)
     names, results = (step_response.RESPONSE, step_response.CHANGED), []
@@ -332,7 +334,7 @@ def measure_response(
 
 
 def logprobs_without_fp8(folder: Path, precision: dict[str, Any], batch: list[TrainingSample]) -> dict[str, torch.Tensor]:
-    """Log-probs of all answers as the precision says, without FP8, and as the precision says again."""
+    """Return the log-probs of all responses with the precision's quantization, without quantization, and with it again."""
     trainer = Trainer(folder, precision, layout=Layout(dp=int(os.environ.get("WORLD_SIZE", "1"))))
     logprobs = [torch.cat(compute_logprobs(trainer.actor, batch)[0])]
     with disable_quantization(trainer.model):
@@ -342,7 +344,7 @@ def logprobs_without_fp8(folder: Path, precision: dict[str, Any], batch: list[Tr
 
 
 def learn_text(folder: Path, precision: dict[str, Any], train: dict[str, Any], batch: list[TrainingSample], steps: int) -> dict[str, Any]:
-    """Supervised steps on one batch: losses, dtypes of the parameters and of their masters, and how far each master moved."""
+    """Take supervised steps on one batch. Return losses, dtypes of parameters and of masters, and how far each master moved."""
     trainer = Trainer(folder, precision, train)
     named = dict(trainer.model.named_parameters())
     stepped = {id(parameter): master for part in flatten_chained(trainer.actor.optimizer) for parameter, master in iter_stepped(part)}
@@ -359,7 +361,7 @@ def learn_text(folder: Path, precision: dict[str, Any], train: dict[str, Any], b
 
 
 def poison_weight(folder: Path, precision: dict[str, Any], name: str, layout: Layout | None = None) -> None:
-    """Write a NaN into one master on every rank that holds it, then quantize. Raises what that raises."""
+    """Write a NaN into one master on every rank that holds it, then quantize. Propagates the error."""
     trainer = Trainer(folder, precision, layout=layout)
     layer = find_weight_layers(trainer.model).get(name)
     if layer is not None and layer.master.values.numel():
@@ -368,7 +370,7 @@ def poison_weight(folder: Path, precision: dict[str, Any], name: str, layout: La
 
 
 def poison_rollout_weight(folder: Path, precision: dict[str, Any], name: str) -> None:
-    """Write an infinity into one parameter on rank 0, then make what a sync sends. Raises what that raises."""
+    """Write an infinity into one parameter on rank 0, then collect what a sync sends. Propagates the error."""
     trainer = Trainer(folder, precision)
     if dist.get_rank() == 0:
         dict(trainer.model.named_parameters())[name].data[3, 5] = float("inf")
@@ -378,8 +380,8 @@ def poison_rollout_weight(folder: Path, precision: dict[str, Any], name: str) ->
 def poison_updates(
     folder: Path, precision: dict[str, Any], batch: list[TrainingSample], faults: list[str], layout: Layout | None = None
 ) -> dict[str, tuple[str, list[str]]]:
-    """Updates whose "loss", whose "gradient" alone or an "activation" of which is not finite, after a good one, so that the state is not
-    the initial one: fault -> (message of the error, names whose bytes changed)."""
+    """Run updates that are not finite, after a good one: in the "loss", only in the "gradient", or in an "activation". Return for each
+    fault the error message and the names whose bytes changed."""
     trainer = Trainer(folder, precision, layout=layout)
     trainer.actor.update(own(batch), negative_log_likelihood)
     before, results = trainer.dump_bytes(), {}
@@ -403,7 +405,7 @@ def _nan_loss(logprobs: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, 
 
 
 def _nan_gradient(logprobs: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """sqrt has an infinite slope at 0, and inf * 0 is NaN: the value is finite, the gradient is not."""
+    """Return a finite loss with a NaN gradient: sqrt has an infinite slope at 0, and inf * 0 is NaN."""
     total, metrics = negative_log_likelihood(logprobs, batch)
     return total + torch.sqrt(logprobs * 0).sum(), metrics
 
@@ -434,7 +436,7 @@ def resume_checkpoint(folder: Path, precision: dict[str, Any], run: Path, layout
 
 
 def export(checkpoint: Path, to: Path, precision: str, alignment: Alignment | None = None) -> Path:
-    """The command `export`, in a process that is in no world yet."""
+    """Run the command `export` in a process without process groups."""
     stop_megatron()
     export_checkpoint(checkpoint, to, precision, alignment)
     stop_megatron()
@@ -442,7 +444,7 @@ def export(checkpoint: Path, to: Path, precision: str, alignment: Alignment | No
 
 
 def latent_attention(absorbed: bool) -> Any:
-    """Models built within the context take this form."""
+    """Context manager in which models are built with the absorbed, or the expanded, form of latent attention."""
     return mock.patch.object(spec, "takes_absorbed_form", return_value=absorbed)
 
 
@@ -470,7 +472,7 @@ def _unpacked(trainer: Trainer, batch: list[TrainingSample]) -> torch.Tensor:
 
 
 def gradients(folder: Path, precision: dict[str, Any], recompute: str) -> dict[str, torch.Tensor]:
-    """This rank's gradients of one made-up loss under sequence parallelism; FP8 layers add theirs to a gradient buffer."""
+    """Return this rank's gradients of an arbitrary loss under sequence parallelism. FP8 layers add theirs to a gradient buffer."""
     model = Trainer(folder, precision, {"recompute": recompute}).actor.model
     assert model.config.sequence_parallel
     for layer in find_quantized_layers(model).values():
@@ -489,8 +491,8 @@ def gradients(folder: Path, precision: dict[str, Any], recompute: str) -> dict[s
 def train_with_offload(
     folder: Path, to: Path, precision: dict[str, Any], batches: list[list[TrainingSample]], offload: bool, dp: int = 1
 ) -> dict[str, Any]:
-    """Steps with the optimizer state offloaded between them, where `offload`, and log-probs and a checkpoint in between. Return bytes of
-    gradients, log-probs, addresses of the state before and after, and the bytes of the weights."""
+    """Take steps, with the optimizer state offloaded between them if `offload`; compute log-probs and write a checkpoint in between.
+    Return bytes of gradients, log-probs, addresses of the state before and after, and the bytes of the weights."""
     trainer = Trainer(folder, precision, {"learning_rate": 3e-3}, layout=Layout(dp=dp))
     actor, offloader = trainer.actor, trainer.actor.offloader
     gradients, logprobs, addresses = [], [], []
@@ -510,7 +512,7 @@ def train_with_offload(
 
 
 def _addresses(optimizer: Any) -> list[int]:
-    """Data pointers of moments and separate masters."""
+    """Return the data pointers of moments and separate masters."""
     addresses = []
     for part in flatten_chained(optimizer):
         addresses += [state[kind].data_ptr() for state in part.optimizer.state.values() for kind in MOMENTS]
@@ -519,7 +521,8 @@ def _addresses(optimizer: Any) -> list[int]:
 
 
 def vocabulary_logprobs(hidden: torch.Tensor, weight: torch.Tensor, targets: scoring.Targets) -> dict[str, torch.Tensor]:
-    """Log-probs, entropies and gradients of an output layer whose vocabulary all ranks share; `hidden`'s is a part of a sum."""
+    """Return log-probs, entropies and gradients of an output layer whose vocabulary is split over ranks. The gradient of `hidden` is one
+    term of a sum over ranks."""
     start()
     rank, ranks = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
     part, hidden = (x.clone().requires_grad_() for x in (weight.chunk(ranks)[rank], hidden))
@@ -532,8 +535,8 @@ def vocabulary_logprobs(hidden: torch.Tensor, weight: torch.Tensor, targets: sco
 def scored_and_whole(
     folder: Path, precision: dict[str, Any], batch: list[TrainingSample], temperature: float
 ) -> list[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
-    """(log-probs, gradient buffers of log-probs + 0.3 entropy) of one micro-batch of an actor whose output layer scores a few rows at a
-    time, and the same from whole logits, of all ranks."""
+    """Return the log-probs and gradient buffers of log-probs + 0.3 entropy of one micro-batch, from an output layer that scores a few
+    rows at a time, and from whole logits of all ranks."""
     actor = Trainer(folder, precision, {"micro_batch_tokens": 10000}, temperature).actor
     (row,) = actor.make_micro_batches(batch)
     scored = ScoredPositions.from_mask(row.mask)
@@ -563,8 +566,8 @@ _FILE_BYTES = 1 << 17
 
 
 def convert_run(run: Path, to: Path, full_at: str = "") -> tuple[int, int]:
-    """Export in the run's precision, in small files: (bytes of weights read, those of the largest read). No file whose name begins with
-    `full_at` can be written."""
+    """Export in the run's precision, in small files. Return the bytes of weights that this rank read, in total and of the largest.
+    Writing a file whose name begins with `full_at` fails."""
     read, read_parameter, write = [], RunWeights._read, exports.write_file
 
     def watch(self: RunWeights, *place: Any) -> torch.Tensor:
@@ -584,13 +587,13 @@ def convert_run(run: Path, to: Path, full_at: str = "") -> tuple[int, int]:
 
 
 def largest_parameter(run: Path) -> int:
-    """Bytes of the largest parameter of a run, in FP32."""
+    """Return the bytes of the largest parameter of a run, in FP32."""
     model = ModelGeometry.from_hf_config(read_config(run / "hf"))
     return max(4 * shard.rows * shard.cols for shard in build_megatron_shards(model, Layout(), Coordinates()))
 
 
 def scatter(samples: list[TrainingSample], layout: Layout, piece_bytes: int) -> list[TrainingSample]:
-    """This rank's, sent in pieces of so many bytes."""
+    """Return this rank's share of samples that rank 0 has, sent in pieces of `piece_bytes`."""
     start(layout)
     shares = deal(compute_costs([sample.length for sample in samples]), layout.dp) if is_rank0() else []
     with mock.patch.object(replicas, "PIECE_BYTES", piece_bytes):
