@@ -1,4 +1,4 @@
-"""The example of a tracker through the run log, also in a resumed run; and trackers that fail."""
+"""The example tracker in a run log and in a resumed run, and trackers that fail."""
 
 from __future__ import annotations
 
