@@ -173,7 +173,7 @@ class MicroBatches:
                 row.kept_tokens[sampled] = pad_kept_tokens(sample.kept_tokens, most_kept)
             for name in ("old_logprobs", "reference_logprobs", "high_covariance", *_OPTIONAL_FIELDS):
                 if len(values := getattr(sample, name)):
-                    getattr(row, name)[sampled] = values
+                    getattr(row, name)[sampled] = values.float()
         return row
 
 

@@ -66,7 +66,7 @@ def nodes_have_separate_launchers(facts: Facts) -> None:
     hosts = facts.config.rollout.hosts
     launchers = list_launchers()[: len(hosts)]
     if len(launchers) < len(hosts):
-        rule = f"names {len(hosts)} nodes, but {LAUNCHER_VARIABLE} has only {len(launchers)} lines"
+        rule = f"names {len(hosts)} nodes, but {LAUNCHER_VARIABLE} has launchers for {len(launchers)}"
         raise UserError("rollout.hosts", list(hosts), rule, "start with launch/slurm, or set one line in the variable for each node")
     if repeated := [line for line in launchers if launchers.count(line) > 1]:
         where = f"by {repeated[0]!r}" if repeated[0] else "on this machine"

@@ -76,7 +76,7 @@ def test_a_value_outside_its_range_is_warned_of_until_it_is_back(log: RunLog, ca
         log.write_step({"step": step, "precision/response": response, "grad_norm": 1e9})
     warnings = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning:")]
     assert [line.partition(" is ")[0] for line in warnings] == [f"warning: step {step}: precision/response" for step in (1, 4)]
-    assert "215, expected 0.5 to 2" in warnings[0] and "bounds of their cells" in warnings[0] and "middle of their cells" in warnings[1]
+    assert "215, expected 0.5 to 2" in warnings[0] and "cell boundaries" in warnings[0] and "cell centers" in warnings[1]
 
 
 def test_torn_last_line_is_left_out_and_said(log: RunLog, capsys: pytest.CaptureFixture[str]):

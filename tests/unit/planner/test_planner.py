@@ -177,13 +177,13 @@ def test_a_family_is_planned_as_trainer_and_engine_hold_it(family):
 def test_activations_shrink_with_tensor_parallelism_and_recomputation():
     workload = job()
 
-    def activations(layout: Layout, recompute: str = "none") -> float:
+    def kept(layout: Layout, recompute: str = "none") -> float:
         return activations.count_training_activations(workload, Candidate(layout, recompute=recompute), 0).kept
 
-    assert activations(Layout(tp=8)) < activations(Layout(tp=2)) < activations(Layout())
+    assert kept(Layout(tp=8)) < kept(Layout(tp=2)) < kept(Layout())
     tokens = workload.tokens_per_rank(1)
-    assert activations(Layout(pp=2), "full") == 18 * tokens * 4096 * 2 * 2  # 18 layers' inputs of two micro-batches
-    assert activations(Layout(), "full") < activations(Layout(), "selective") < activations(Layout())
+    assert kept(Layout(pp=2), "full") == 18 * tokens * 4096 * 2 * 2  # 18 layers' inputs of two micro-batches
+    assert kept(Layout(), "full") < kept(Layout(), "selective") < kept(Layout())
     long = job(rollout={"max_new_tokens": 16384}, data={"max_prompt_tokens": 1024})
     assert (long.tokens_per_rank(1), long.tokens_per_rank(4)) == (17408, 8192), "a longer sequence than the bound has a pass of its own"
     logits = {count_logits(RankShapes(long, Layout(), tokens), training=False) for tokens in (300, 17408, 1e6)}
@@ -420,10 +420,10 @@ def test_what_is_suggested_passes_the_rules_of_train(overrides, placement):
         (Candidate(Layout(tp=8, dp=2), 8, 1, 1), 2, "rollout.engines = 1: must be a multiple of the nodes with engines (2)"),
         (Candidate(Layout(tp=8, dp=4), 16, 1, 2, nodes_per_engine=2), 4, ""),
         (Candidate(Layout(tp=8), 16, 1, 1, "disaggregated", nodes_per_engine=2), 3, ""),
-        (Candidate(Layout(tp=4, dp=3), 4, 1, 2), 2, "train.layout: needs 12 ranks (tp * cp * pp * dp), this launch has 16; "),
+        (Candidate(Layout(tp=4, dp=3), 4, 1, 2), 2, "train.layout: needs 12 ranks (tp * cp * pp * dp), but this launch has 16; "),
         (Candidate(Layout(tp=8), 8, 1, 3, "disaggregated"), 4, ""),
         (Candidate(Layout(tp=8), 4, 1, 3, "disaggregated"), 3, "rollout.engines = 3: must be a multiple of the nodes with engines (2)"),
-        (Candidate(Layout(tp=4), 4, 1, 1, "disaggregated"), 1, "train.layout: needs 4 ranks (tp * cp * pp * dp), this launch has 0; "),
+        (Candidate(Layout(tp=4), 4, 1, 1, "disaggregated"), 1, "train.layout: needs 4 ranks (tp * cp * pp * dp), but this launch has 0; "),
     ],
 )
 def test_a_plan_says_what_no_batch_script_starts(candidate, nodes, problem):
@@ -468,12 +468,12 @@ def test_the_shipped_examples_fit_and_their_geometries_are_the_published_ones(mo
         (["--nodes", "0"], "--nodes = 0: must be a positive number", False),
         (["--gpu", "v100"], "--gpu = 'v100': is not known; use one of h100, h200, h800, h20", False),
         (["--rollout.max_total_tokens=100000000"], "--nodes = 1: nothing fits on 1 node of 8 H100 SXM 80GB: the closest, ", False),
-        (["--rollout.max_new_tokens=40960"], "rollout.max_new_tokens = 40960: with data.max_prompt_tokens (1024) exceeds", False),
+        (["--rollout.max_new_tokens=40960"], "rollout.max_new_tokens = 40960: plus data.max_prompt_tokens (1024) exceeds", False),
         (["--model.path=nowhere"], "model.path = 'nowhere': does not exist", False),
         (["--train.layout.tp=3", "--rollout.engines=1"], "train.layout.tp = 3: must divide vocab_size (151936)", True),
         (["--train.layout.tp=8", "--train.layout.dp=2"], "train.layout: needs 16 GPUs, 1 node of 8 H100 SXM 80GB have 8", True),
         (["--train.layout.tp=1", "--train.layout.dp=8"], "train.layout: needs 101.4 GiB of a GPU in phase train, of which 75.7 may", True),
-        (["--rollout.tp=16"], "rollout.tp = 16: is more than 8 GPUs of a node * rollout.nodes_per_engine = 8", True),
+        (["--rollout.tp=16"], "rollout.tp = 16: exceeds 8 GPUs per node * rollout.nodes_per_engine = 8 GPUs", True),
     ],
 )
 def test_what_does_not_work_is_refused_in_one_line_with_the_best_layout_if_there_is_one(options, line, best):

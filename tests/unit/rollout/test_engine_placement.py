@@ -124,7 +124,7 @@ def test_on_one_machine_engines_of_their_own_devices_come_after_the_trainers(lau
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert [get_base_gpu_id(apart, place_engine(apart.rollout, number)[0]) for number in range(2)] == [4, 6]
     check_devices(apart, 8)
-    with pytest.raises(UserError, match=r"needs 2 \* 2 GPUs of a machine .* beside the trainer's 4, this one has 6"):
+    with pytest.raises(UserError, match=r"needs 2 \* 2 GPUs per node .* in addition to the trainer's 4, but this machine has 6"):
         check_devices(apart, 6)
     launchers("srun --nodelist=node2")
     assert [get_base_gpu_id(apart, place_engine(apart.rollout, number)[0]) for number in range(2)] == [0, 2]
@@ -145,24 +145,24 @@ def test_engines_that_cannot_be_where_they_should_are_refused(launchers):
             check(Facts(config(**changes)), Needs.ENGINE | Needs.MACHINE | Needs.TRAINER)
         return str(error.value)
 
-    hosts = f"rollout.hosts = ['10.0.0.5', '10.0.0.6']: names 2 nodes, {LAUNCHER_VARIABLE} has words for 1 of them"
-    assert refusal("srun --nodelist=node2") == f"{hosts}; start with launch/slurm, or give the variable a line for each node"
+    hosts = f"rollout.hosts = ['10.0.0.5', '10.0.0.6']: names 2 nodes, but {LAUNCHER_VARIABLE} has launchers for 1"
+    assert refusal("srun --nodelist=node2") == f"{hosts}; start with launch/slurm, or set one line in the variable for each node"
     twice = f"{LAUNCHER_VARIABLE}: starts the engines of two nodes by 'srun a', on the same devices"
-    assert refusal("srun a", "srun a") == f"{twice}; give it a line of its own for each of rollout.hosts"
-    apart = f"sync.transport = 'shared_memory': needs trainer and engines on one host; {LAUNCHER_VARIABLE} starts engines on others"
+    assert refusal("srun a", "srun a") == f"{twice}; set a different line for each entry of rollout.hosts"
+    apart = f"sync.transport = 'shared_memory': needs trainer and engines on one host; {LAUNCHER_VARIABLE} starts engines on other hosts"
     assert refusal("", "srun a", transport="shared_memory") == f"{apart}; use process_group, gloo, or disk with a shared folder"
 
 
 def test_a_node_has_devices_for_all_its_engines_and_serves_as_many_as_the_others(launchers):
     launchers("srun --nodelist=node2", "srun --nodelist=node3")
     check_devices(config(4, tp=2), 4)
-    gpus = "6: needs 3 * 2 GPUs of a machine (rollout.engines / 2 nodes * rollout.tp), this one has 4; lower one of them"
+    gpus = "6: needs 3 * 2 GPUs per node (rollout.engines / 2 nodes * rollout.tp), but this machine has 4; lower one of them"
     with pytest.raises(UserError, match=re.escape(f"rollout.engines = {gpus}") + "$"):
         check_devices(config(6, tp=2), 4)
-    with pytest.raises(UserError, match=r"^rollout.tp = 8: is more than 4 GPUs of a node \* rollout.nodes_per_engine = 4; lower it"):
+    with pytest.raises(UserError, match=r"^rollout.tp = 8: exceeds 4 GPUs per node \* rollout.nodes_per_engine = 4 GPUs; lower it"):
         check_devices(config(2, tp=8), 4)
     check_devices(config(1, tp=8, nodes=2), 4)
-    with pytest.raises(UserError, match=r"^rollout.engines = 3: must be a multiple of the nodes with engines / .*= 4 / 2, .*; use 4"):
+    with pytest.raises(UserError, match=r"^rollout.engines = 3: must be a multiple of the nodes with engines .*; use 4"):
         check(Facts(config(3, tp=2, nodes=2), engine_nodes=4), Needs.ENGINE | Needs.LAUNCH)
     with pytest.raises(UserError, match=r"^rollout.engines = 3: must be a multiple of the nodes with engines \(2\), .*; use 4"):
         check(Facts(config(3), engine_nodes=2), Needs.ENGINE | Needs.LAUNCH)
