@@ -98,7 +98,7 @@ def test_what_the_engine_can_load_is_loaded_as_it_is(model, fp8):
 
 
 @pytest.mark.parametrize("mode, quantized", [("fp8_unified", "fp8"), ("int8_rollout", "w8a8_int8")])
-def test_a_hugging_face_checkpoint_is_quantised_for_the_engine(mode, quantized, model, tmp_path):
+def test_a_hugging_face_checkpoint_is_quantized_for_the_engine(mode, quantized, model, tmp_path):
     quantizing = config(mode=mode)
     prepared = check_checkpoint(model, "--checkpoint", quantizing).prepare(quantizing, tmp_path / "prepared")
     assert prepared == tmp_path / "prepared"
@@ -106,7 +106,7 @@ def test_a_hugging_face_checkpoint_is_quantised_for_the_engine(mode, quantized, 
     assert check_checkpoint(prepared, "--checkpoint", quantizing).loads_directly  # and would be taken as it is the next time
 
 
-def test_quantised_weights_are_not_quantised_again(model, fp8, tmp_path):
+def test_quantized_weights_are_not_quantized_again(model, fp8, tmp_path):
     line = "--baseline = .* is FP8, but the config's engine is w8a8_int8, and quantized weights are never quantized twice"
     with pytest.raises(UserError, match=line):
         check_checkpoint(fp8, "--baseline", config(mode="int8_rollout"))

@@ -94,7 +94,7 @@ def test_rounding_equals_the_cast_and_the_definition_on_dense_samples():
     assert np.array_equal(rounded.numpy(), slow_fp8.from_codes(slow_fp8.to_codes(values.numpy())))
 
 
-def test_rounding_takes_ties_to_even_and_their_neighbours_to_the_nearest():
+def test_rounding_takes_ties_to_even_and_their_neighbors_to_the_nearest():
     """Midpoints of all neighboring E4M3 numbers, subnormals too, with the FP32 numbers on either side of them."""
     low, high = slow_fp8.VALUES[:-1], slow_fp8.VALUES[1:]
     ties = ((low + high) / 2).astype(np.float32)

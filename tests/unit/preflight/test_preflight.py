@@ -190,7 +190,7 @@ def test_an_fp8_checkpoint_of_another_scale_format_or_with_a_broken_scale(workpl
     assert "tensor model.layers.0.self_attn.o_proj.weight_scale_inv holds a scale that is inf, NaN" in line
 
 
-def test_calibrated_clipping_where_nothing_is_quantised(workplace):
+def test_calibrated_clipping_where_nothing_is_quantized(workplace):
     calibrate = ("--algorithm.calibrate_every=20", "--algorithm.updates_per_step=2")
     check_run(load_config(workplace / "run.toml", calibrate))
     line = refused(*calibrate, "--precision.mode=bf16")

@@ -113,7 +113,7 @@ def test_a_whole_page_with_evaluations_and_the_precision_graph(tmp_path: Path):
             assert plot.title in page.text and plot.caption in page.text
     assert page.tags.count("svg") == SECTION_COUNT == page.source.count("<svg viewBox=") <= page.source.count("var(--ink)")
     drawings = page.source[page.source.index("<svg viewBox=") :]
-    assert "#00000" not in drawings and "DejaVu" not in drawings, "plots have no colour of their own"
+    assert "#00000" not in drawings and "DejaVu" not in drawings, "plots have no color of their own"
     assert "Causes of the mismatch" in page.text and all(words in page.text for words in CAUSE_LABELS.values())
     assert "✗ wrong" in page.text and "✓ correct" in page.text
     assert "[train.layout]\ntp = 1" in page.text and "2.13" in page.text and "Evaluations" not in page.text
@@ -207,7 +207,7 @@ def test_metrics_of_a_user_s_own_are_drawn_and_one_without_a_declaration_is_list
     page = Page(write_report(run))
     assert "How <far> KL is off." in page.text and "my loss mine" in page.text and "50.0 %" in page.text
     assert page.tags.count("svg") == 2 and "<my>" not in page.source and "<gap>" not in page.source
-    state["metrics"].append({"name": "other", "meaning": "", "colour": "red"})
+    state["metrics"].append({"name": "other", "meaning": "", "color": "red"})
     (run / "run.json").write_text(json.dumps(state))
     with pytest.raises(UserError, match=r"RUN_DIR.*another version"):
         write_report(run)

@@ -130,11 +130,11 @@ def test_on_one_machine_engines_of_their_own_devices_come_after_the_trainers(lau
     assert [get_base_gpu_id(apart, place_engine(apart.rollout, number)[0]) for number in range(2)] == [0, 2]
 
 
-def test_neighbours_on_another_machine_never_choose_the_same_port(launchers, monkeypatch):
+def test_neighbors_on_another_machine_never_choose_the_same_port(launchers, monkeypatch):
     launchers("srun --nodelist=node2")
-    neighbours = config(8, hosts=("10.0.0.5",))
+    neighbors = config(8, hosts=("10.0.0.5",))
     for _ in range(50):
-        ports = [int(start_process(monkeypatch, neighbours, number)[2].rpartition(":")[2]) for number in range(8)]
+        ports = [int(start_process(monkeypatch, neighbors, number)[2].rpartition(":")[2]) for number in range(8)]
         assert [port % 16 for port in ports] == list(range(0, 16, 2)) and 20000 <= min(ports) <= max(ports) < 30000
 
 
