@@ -1,7 +1,7 @@
 """Checks of `doctor` for known problems of GPU installations that cause late failures or wrong results.
 
-Each check takes what it examines as arguments, so it can be tested on any machine; `find_pitfalls` examines this machine. Versions are read
-from package metadata. Only Transformer Engine is imported, in a separate process.
+The checks examine a `Machine`, so they can be tested on any machine; `find_pitfalls` examines this one. Versions are read from package
+metadata. Only Transformer Engine is imported, in a separate process.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,12 +24,11 @@ from megatron_rl.rollout import memory_saver
 
 INSTALL = "bash launch/install_gpu.sh"
 SCALES_VARIABLE = "NVTE_FP8_BLOCK_SCALING_FP32_SCALES"
-_DRIVERS = {12: 525, 13: 580}  # oldest driver for each major CUDA version, according to NVIDIA's release notes
 ENGINE_PINS = ("torch", "sglang-kernel", "sgl-deep-gemm", "flashinfer-python")
-_CORES = {"transformer-engine-cu12": 12, "transformer-engine-cu13": 13}
 LOAD_STATEMENT = "import torch, transformer_engine.pytorch"
-
-Versions = Mapping[str, str]  # versions of installed distributions by name
+_DRIVERS = {12: 525, 13: 580}  # oldest driver for each major CUDA version, according to NVIDIA's release notes
+_CORES = {"transformer-engine-cu12": 12, "transformer-engine-cu13": 13}
+_MIN_CUDA = ".".join(map(str, MIN_CUDA))
 
 
 class Pitfall(NamedTuple):
@@ -40,17 +39,26 @@ class Pitfall(NamedTuple):
     fix: str
 
 
+class Machine(NamedTuple):
+    """The facts that the checks examine."""
+
+    versions: Mapping[str, str]  # of all distributions, by normalized name
+    cuda: str | None = None  # CUDA version of torch, or None for a CPU build
+    driver: str | None = None
+    environment: Mapping[str, str] = {}
+    engine_pins: Mapping[str, str] = {}  # versions that SGLang requires
+    nvcc: str | None = None  # release of the compiler
+    ninja: str | None = None  # path of the program
+
+
 def find_pitfalls(cuda: str | None, driver: str | None) -> list[Pitfall]:
     """Return the problems of this machine. `cuda`: CUDA version of torch, or None for a CPU build, which most checks skip."""
-    versions = list_distributions()
-    pitfalls: list[Pitfall | None] = [check_scale_variable(os.environ), *check_transformer_engine_packages(versions, cuda)]
+    nvcc = read_nvcc_release(find_nvcc()) if cuda else None
+    machine = Machine(list_distributions(), cuda, driver, os.environ, read_engine_pins(), nvcc, shutil.which("ninja"))
+    checks = [check_scale_variable, check_transformer_engine_packages]
     if cuda is not None:
-        pitfalls += [check_cuda(cuda), check_cublas(versions), check_driver(cuda, driver)]
-        pitfalls += check_engine_pins(versions, read_engine_pins())
-        pitfalls += [check_deep_gemm_packages(versions), check_nvcc(versions, read_nvcc_release(find_nvcc()))]
-        pitfalls += [check_ninja(versions, shutil.which("ninja")), check_memory_saver(versions, os.environ, cuda)]
-        pitfalls += [check_transformer_engine_import(versions)]
-    return [pitfall for pitfall in pitfalls if pitfall is not None]
+        checks += [check_cuda, check_engine_packages, check_compilers, check_memory_saver, check_transformer_engine_import]
+    return [pitfall for check in checks for pitfall in check(machine)]
 
 
 def list_distributions() -> dict[str, str]:
@@ -58,43 +66,42 @@ def list_distributions() -> dict[str, str]:
     return {canonicalize_name(dist.name): dist.version for dist in importlib.metadata.distributions() if dist.name}
 
 
-def check_scale_variable(environment: Mapping[str, str]) -> Pitfall | None:
+def check_scale_variable(machine: Machine) -> Iterator[Pitfall]:
     """Check the variable that Transformer Engine reads for its own recipe when it is imported. Only "1" selects FP32 scales."""
-    value = environment.get(SCALES_VARIABLE)
-    if value in (None, "0"):
-        return None
-    recipe = "selects FP32 scales in Transformer Engine's recipe, but precision.scale_format is pow2 by default"
-    fix = "unset it; precision.scale_format selects the scales of this project's back ends, but not of TE's own layers"
-    return Pitfall(SCALES_VARIABLE, f"{value!r} {recipe if value == '1' else 'is neither 0 nor 1'}", fix)
+    value = machine.environment.get(SCALES_VARIABLE)
+    if value not in (None, "0"):
+        recipe = "selects FP32 scales in Transformer Engine's recipe, but precision.scale_format is pow2 by default"
+        fix = "unset it; precision.scale_format selects the scales of this project's back ends, but not of TE's own layers"
+        yield Pitfall(SCALES_VARIABLE, f"{value!r} {recipe if value == '1' else 'is neither 0 nor 1'}", fix)
 
 
-def check_transformer_engine_packages(versions: Versions, cuda: str | None) -> list[Pitfall]:
+def check_transformer_engine_packages(machine: Machine) -> Iterator[Pitfall]:
     """Check that the three packages from PyPI have the same version and match the CUDA of torch. A source build is a single package."""
+    versions, cuda = machine.versions, machine.cuda
     names = [name for name in ("transformer-engine", "transformer-engine-torch", *_CORES) if name in versions]
-    if not names:
-        return []
-    pitfalls, cores = [], [name for name in names if name in _CORES]
+    cores = [name for name in names if name in _CORES]
     if len({versions[name] for name in names}) > 1:
         listed = ", ".join(f"{name} {versions[name]}" for name in names)
-        pitfalls.append(Pitfall("Transformer Engine", f"its packages have different versions: {listed}", INSTALL))
+        yield Pitfall("Transformer Engine", f"its packages have different versions: {listed}", INSTALL)
     if cores and "transformer-engine-torch" not in names:
-        pitfalls.append(Pitfall("Transformer Engine", "its PyTorch extension, transformer-engine-torch, is not installed", INSTALL))
+        yield Pitfall("Transformer Engine", "its PyTorch extension, transformer-engine-torch, is not installed", INSTALL)
     wrong = [name for name in cores if cuda is not None and _CORES[name] != parse_version(cuda)[0]]
     if wrong or len(cores) > 1:
         fix = f"pip uninstall {' '.join(wrong or cores)}, then {INSTALL}"
-        pitfalls.append(Pitfall("Transformer Engine", f"{', '.join(cores)} installed, torch is built for CUDA {cuda}", fix))
-    return pitfalls
+        yield Pitfall("Transformer Engine", f"{', '.join(cores)} installed, torch is built for CUDA {cuda}", fix)
 
 
-def check_transformer_engine_import(versions: Versions) -> Pitfall | None:
+def check_transformer_engine_import(machine: Machine) -> Iterator[Pitfall]:
     """Import Transformer Engine, which is the only way to detect an extension that was built for another torch."""
-    if "transformer-engine" not in versions:
-        return None
+    if "transformer-engine" not in machine.versions:
+        return
     try:
         process = subprocess.run([sys.executable, "-c", LOAD_STATEMENT], capture_output=True, text=True, timeout=120, check=False)
     except subprocess.TimeoutExpired:
-        return Pitfall("Transformer Engine", "importing it takes more than 120 s", INSTALL)
-    return None if process.returncode == 0 else explain_import_error(process.stderr, versions.get("torch", "unknown"))
+        yield Pitfall("Transformer Engine", "importing it takes more than 120 s", INSTALL)
+        return
+    if process.returncode:
+        yield explain_import_error(process.stderr, machine.versions.get("torch", "unknown"))
 
 
 def explain_import_error(stderr: str, torch: str) -> Pitfall:
@@ -111,35 +118,26 @@ def explain_import_error(stderr: str, torch: str) -> Pitfall:
     return Pitfall("Transformer Engine", f"cannot be imported: {last}", INSTALL)
 
 
-def check_cuda(cuda: str) -> Pitfall | None:
-    if parse_version(cuda) >= MIN_CUDA:
-        return None
-    found = f"torch is built for {cuda}; block-scaled matrix products need {'.'.join(map(str, MIN_CUDA))}"
-    return Pitfall("CUDA", found, f"{INSTALL}, or precision.backend = emulated")
-
-
-def check_cublas(versions: Versions) -> Pitfall | None:
-    """Check the cuBLAS package, which another package may have downgraded."""
+def check_cuda(machine: Machine) -> Iterator[Pitfall]:
+    """Check the CUDA version of torch, cuBLAS, which another package may have downgraded, and the driver."""
+    cuda, driver = machine.cuda or "", machine.driver or ""
+    if parse_version(cuda) < MIN_CUDA:
+        found = f"torch is built for {cuda}; block-scaled matrix products need {_MIN_CUDA}"
+        yield Pitfall("CUDA", found, f"{INSTALL}, or precision.backend = emulated")
     for name in ("nvidia-cublas", "nvidia-cublas-cu12"):
-        if name in versions and parse_version(versions[name])[:2] < MIN_CUDA:
-            return Pitfall("cuBLAS", f"{name} {versions[name]} has no block-scaled matrix products", INSTALL)
-    return None
-
-
-def check_driver(cuda: str, driver: str | None) -> Pitfall | None:
+        if name in machine.versions and parse_version(machine.versions[name])[:2] < MIN_CUDA:
+            yield Pitfall("cuBLAS", f"{name} {machine.versions[name]} has no block-scaled matrix products", INSTALL)
     oldest = _DRIVERS.get(parse_version(cuda)[0])
-    if driver is None or oldest is None or not parse_version(driver) or parse_version(driver)[0] >= oldest:
-        return None
-    return Pitfall("driver", f"{driver} is too old for CUDA {cuda}", f"install driver {oldest} or newer")
+    if oldest and parse_version(driver) and parse_version(driver)[0] < oldest:
+        yield Pitfall("driver", f"{driver} is too old for CUDA {cuda}", f"install driver {oldest} or newer")
 
 
 def read_engine_pins() -> dict[str, str]:
     """Return the exact versions of compiled packages that the installed SGLang requires."""
     try:
-        requirements = importlib.metadata.requires("sglang") or []
+        return parse_pins(importlib.metadata.requires("sglang") or [])
     except importlib.metadata.PackageNotFoundError:
         return {}
-    return parse_pins(requirements)
 
 
 def parse_pins(requirements: Sequence[str]) -> dict[str, str]:
@@ -148,51 +146,35 @@ def parse_pins(requirements: Sequence[str]) -> dict[str, str]:
     return {canonicalize_name(match[1]): match[2] for match in matches if match and canonicalize_name(match[1]) in ENGINE_PINS}
 
 
-def check_engine_pins(versions: Versions, pins: Mapping[str, str]) -> list[Pitfall]:
-    """Return the compiled packages whose version differs from the one that SGLang requires."""
-    return [
-        Pitfall(name, f"{versions[name]}, and sglang {versions.get('sglang')} requires {pin}", INSTALL)
-        for name, pin in pins.items()
-        if name in versions and versions[name].partition("+")[0] != pin
-    ]
+def check_engine_packages(machine: Machine) -> Iterator[Pitfall]:
+    """Check that compiled packages have the versions that SGLang requires, and that only one DeepGEMM is installed."""
+    versions = machine.versions
+    for name, pin in machine.engine_pins.items():
+        if name in versions and versions[name].partition("+")[0] != pin:
+            yield Pitfall(name, f"{versions[name]}, and sglang {versions.get('sglang')} requires {pin}", INSTALL)
+    if {"sgl-deep-gemm", "deep-gemm"} <= set(versions):
+        found = "sgl-deep-gemm and deep-gemm are both installed and have the same import name"
+        yield Pitfall("DeepGEMM", found, "pip uninstall both, then install one of them")
 
 
-def check_deep_gemm_packages(versions: Versions) -> Pitfall | None:
-    """Check that only one of the packages that are imported as `deep_gemm` is installed, because they overwrite each other's files."""
-    if "sgl-deep-gemm" not in versions or "deep-gemm" not in versions:
-        return None
-    fix = "pip uninstall both, then install one of them"
-    return Pitfall("DeepGEMM", "sgl-deep-gemm and deep-gemm are both installed and have the same import name", fix)
+def check_compilers(machine: Machine) -> Iterator[Pitfall]:
+    """Check the programs that compile kernels: nvcc for DeepGEMM, on first use, and ninja for SGLang and FlashInfer."""
+    versions, nvcc = set(machine.versions), machine.nvcc
+    if {"sgl-deep-gemm", "deep-gemm"} & versions and (nvcc is None or parse_version(nvcc) < MIN_CUDA):
+        missing = "not found, so DeepGEMM cannot compile its kernels in trainer and engine"
+        found = f"{nvcc} is older than {_MIN_CUDA}, which DeepGEMM requires" if nvcc else missing
+        yield Pitfall("nvcc", found, "install the CUDA toolkit that torch was built for and set CUDA_HOME")
+    if {"sglang-kernel", "flashinfer-python"} & versions and not machine.ninja:
+        yield Pitfall("ninja", "not found, so SGLang and FlashInfer cannot build their kernels and no engine starts", INSTALL)
 
 
-def check_nvcc(versions: Versions, nvcc: str | None) -> Pitfall | None:
-    """Check the compiler of DeepGEMM's kernels, which are compiled on first use. `nvcc`: release of the compiler, or None."""
-    if not {"sgl-deep-gemm", "deep-gemm"} & set(versions):
-        return None
-    fix = "install the CUDA toolkit that torch was built for and set CUDA_HOME"
-    if nvcc is None:
-        return Pitfall("nvcc", "not found, so DeepGEMM cannot compile its kernels in trainer and engine", fix)
-    if parse_version(nvcc) < MIN_CUDA:
-        return Pitfall("nvcc", f"{nvcc} is older than {'.'.join(map(str, MIN_CUDA))}, which DeepGEMM requires", fix)
-    return None
-
-
-def check_ninja(versions: Versions, ninja: str | None) -> Pitfall | None:
-    """Check that SGLang and FlashInfer find `ninja` on PATH to build kernels. `ninja`: its path, or None."""
-    if ninja or not {"sglang-kernel", "flashinfer-python"} & set(versions):
-        return None
-    return Pitfall("ninja", "not found, so SGLang and FlashInfer cannot build their kernels and no engine starts", INSTALL)
-
-
-def check_memory_saver(versions: Versions, environment: Mapping[str, str], cuda: str) -> Pitfall | None:
+def check_memory_saver(machine: Machine) -> Iterator[Pitfall]:
     """Check that colocated engines can release their memory."""
-    if "torch-memory-saver" not in versions:
-        return None
-    try:
-        memory_saver.check(environment, cuda)
-    except UserError as error:
-        return Pitfall(error.field, f"{error.value} {error.rule}", error.fix)
-    return None
+    if "torch-memory-saver" in machine.versions:
+        try:
+            memory_saver.check(machine.environment, machine.cuda)
+        except UserError as error:
+            yield Pitfall(error.field, f"{error.value} {error.rule}", error.fix)
 
 
 def read_nvcc_release(home: str | None) -> str | None:

@@ -222,17 +222,18 @@ def main() -> None:
 
 @contextmanager
 def expected_errors() -> Iterator[None]:
-    """Context manager that prints expected errors as one line and exits with their code. Other exceptions keep their traceback."""
+    """Context manager that prints expected errors as one line, after the last log lines of a failed process, and exits with their code."""
     try:
         yield
     except MegatronRLError as error:
         if _rank("LOCAL_RANK") > 0:
             time.sleep(_OTHER_RANKS_WAIT_S)
-        print(format_error(error), file=sys.stderr, flush=True)
-        raise typer.Exit(error.exit_code) from None
+        tail = getattr(error, "log_tail", "").rstrip()
+        print(f"{tail}\n" * bool(tail) + f"{_prefix()}: {error}", file=sys.stderr, flush=True)
+        raise SystemExit(error.exit_code) from None
     except KeyboardInterrupt:
         print(f"{_prefix()}: interrupted", file=sys.stderr, flush=True)
-        raise typer.Exit(130) from None
+        raise SystemExit(130) from None
 
 
 def run_script(*commands: Callable[..., None]) -> None:
@@ -244,17 +245,8 @@ def run_script(*commands: Callable[..., None]) -> None:
     for command in commands:
         takes_more = "context" in inspect.signature(command).parameters
         script.command(context_settings={"allow_extra_args": takes_more, "ignore_unknown_options": takes_more})(command)
-    try:
+    with expected_errors():
         script()
-    except MegatronRLError as error:
-        print(format_error(error), file=sys.stderr)
-        sys.exit(error.exit_code)
-
-
-def format_error(error: MegatronRLError) -> str:
-    """Return the last log lines of the failed process, if any, followed by the error in one line."""
-    tail = getattr(error, "log_tail", "").rstrip()
-    return (f"{tail}\n" if tail else "") + f"{_prefix()}: {error}"
 
 
 def _prefix() -> str:
