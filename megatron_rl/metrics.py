@@ -116,7 +116,9 @@ def dump_declarations() -> list[dict[str, Any]]:
 def read_declarations(run: Mapping[str, Any]) -> Declarations:
     """Return the declarations in the contents of run.json. Raise UserError if another version wrote them."""
     try:
-        rows = ({key: tuple(value) if isinstance(value, list) else value for key, value in row.items()} for row in run.get("metrics", []))
+        rows: Iterable[dict[str, Any]] = (
+            {key: tuple(value) if isinstance(value, list) else value for key, value in row.items()} for row in run.get("metrics", [])
+        )
         return {row["name"]: Metric(**row) for row in rows}
     except (TypeError, KeyError) as error:
         rule = f"contains metric declarations of another version ({error})"

@@ -110,11 +110,8 @@ def describe_jobs() -> list[DiagnosisRow]:
     return [
         DiagnosisRow("trainer's FP8 linears", "emulated by default", "", "set precision.backend to use another back end"),
         *map(inspect_backend, requirements.BACKENDS),
-        DiagnosisRow("trainer's attention", "torch scaled_dot_product_attention"),
-        DiagnosisRow("optimizer", "Megatron's optimizer with the project's replacement for fused Adam", "", "float32 master weights"),
         DiagnosisRow("engine's kernels", engine, "", note),
         DiagnosisRow("engine's attention", "SGLang's default for this GPU" if on_gpu else "SGLang's torch_native back end"),
-        DiagnosisRow("weight sync", "shared memory", "", "trainer and engine on one machine"),
     ]
 
 

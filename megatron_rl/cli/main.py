@@ -18,7 +18,7 @@ from typing import Annotated
 import typer
 
 from megatron_rl import __version__
-from megatron_rl.config import load_config
+from megatron_rl.config import Config, load_config
 from megatron_rl.errors import MegatronRLError, UserError
 from megatron_rl.versions import put_programs_on_path
 from parallel.formats import FORMATS
@@ -64,7 +64,7 @@ def train(
     with expected_errors():
         if config.startswith("-"):
             raise UserError("CONFIG", config, "must be the config file", "write megatron-rl train CONFIG.toml --section.key=value")
-        loaded_config = load_config(Path(config), overrides or [])
+        loaded_config: Config = load_config(Path(config), overrides or [])
         from megatron_rl.preflight import check_run, pin_model
 
         loaded_config = pin_model(loaded_config)
@@ -95,7 +95,7 @@ def evaluate(
     """Evaluate a checkpoint on held-out problems: mean@k, pass@k and maj@k with confidence intervals, by data set and level."""
     with expected_errors():
         sampling = ["--eval.temperature=0", "--eval.samples=1"] * greedy + [f"--eval.samples={samples}"] * (samples is not None)
-        loaded_config = load_config(config, [*(overrides or []), *sampling])
+        loaded_config: Config = load_config(config, [*(overrides or []), *sampling])
         from megatron_rl.cli.evaluate import EvalRequest
         from megatron_rl.cli.evaluate import evaluate as run_evaluation
 
@@ -118,7 +118,7 @@ def plan(
     """Estimate memory, step time, block alignment and weight sync of a run on a cluster, and rank layouts. Needs no GPU, and of the model
     only config.json."""
     with expected_errors():
-        loaded_config = load_config(config, overrides or [])
+        loaded_config: Config = load_config(config, overrides or [])
         from megatron_rl.cli.plan import PlanOptions, run_plan
 
         run_plan(loaded_config, PlanOptions(config, tuple(overrides or []), nodes, gpus_per_node, gpu, top, json, sbatch))
@@ -137,7 +137,7 @@ def rehearse(
     """Rehearse a GPU job without a GPU: run the trainer's code of some ranks on tensors without data. Shows failures, memory compared with
     `plan`, host synchronizations and collectives. Exit with 1 if a rank fails or its memory differs from the plan."""
     with expected_errors():
-        loaded_config = load_config(config, overrides or [])
+        loaded_config: Config = load_config(config, overrides or [])
         from megatron_rl.cli.rehearse import RehearseOptions, run_rehearsal
 
         passes = run_rehearsal(loaded_config, RehearseOptions(nodes, gpus_per_node, gpu, ranks, json))
@@ -155,7 +155,7 @@ def graph(
     """Start trainer and engine, and show the precision of every tensor in both. Exit with 1 if the engine's graph is not a subgraph of the
     training forward pass, which is expected for modes that quantize only the engine."""
     with expected_errors():
-        loaded_config = load_config(config, overrides or [])
+        loaded_config: Config = load_config(config, overrides or [])
         from megatron_rl.cli.graph import show_graph
 
         matches = show_graph(loaded_config, svg, json)

@@ -132,18 +132,17 @@ def without_context(steps: int = 1) -> None:
     raise UserError("steps", steps, "is wrong", "fix it")
 
 
-def test_unknown_options_of_a_tool_are_passed_to_its_context_or_refused(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["tool", "--steps", "2", "--train.steps=3"])
+@pytest.mark.parametrize(
+    "function, option, code, out, err",
+    [
+        (with_context, "--train.steps=3", 0, "2 ['--train.steps=3']\n", ""),
+        (without_context, "--train.steps=3", 2, "", "No such option: --train.steps"),
+        (without_context, "--steps=2", 2, "", "megatron-rl: steps = 2: is wrong; fix it\n"),
+    ],
+)
+def test_unknown_options_of_a_tool_are_passed_to_its_context_or_refused(monkeypatch, capsys, function, option, code, out, err):
+    monkeypatch.setattr(sys, "argv", ["tool", "--steps", "2", option])
     with pytest.raises(SystemExit) as done:
-        run_script(with_context)
-    assert not done.value.code and capsys.readouterr().out == "2 ['--train.steps=3']\n"
-    with pytest.raises(SystemExit) as done:
-        run_script(without_context)
-    assert done.value.code == 2 and "No such option: --train.steps" in capsys.readouterr().err
-
-
-def test_an_expected_error_of_a_tool_is_one_line(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["tool", "--steps", "2"])
-    with pytest.raises(SystemExit) as done:
-        run_script(without_context)
-    assert done.value.code == 2 and "steps = 2: is wrong; fix it" in capsys.readouterr().err
+        run_script(function)
+    shown = capsys.readouterr()
+    assert (done.value.code or 0, shown.out) == (code, out) and err in shown.err

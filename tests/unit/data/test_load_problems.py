@@ -111,12 +111,6 @@ def test_sets_without_remaining_problems_are_refused(jsonl):
         load(train=[{"source": train}, {"source": again}], format="gsm8k")
 
 
-def test_missing_files_name_their_field(tmp_path):
-    for field in ("train", "eval"):
-        with pytest.raises(UserError, match=f"data.{field} = .*does not exist"):
-            load(**{field: str(tmp_path / "absent.jsonl")})
-
-
 def test_repeated_questions_are_dropped(jsonl, caplog):
     first, second = jsonl("first", ["a", "b", "A "]), jsonl("second", ["b", "c", "a", "d"])
     held_out = jsonl("eval", ["x", "y", "X"])
