@@ -142,9 +142,7 @@ def _sample(
         display = ProgressDisplay(len(checkpoints) * total)
         resources.callback(display.close)
         display.print_line(f"results: {folder}")
-        temporary = tempfile.TemporaryDirectory(
-            prefix=".models-", dir=folder, ignore_cleanup_errors=True
-        )  # for converted checkpoints, which are large
+        temporary = tempfile.TemporaryDirectory(prefix=".models-", dir=folder, ignore_cleanup_errors=True)  # the checkpoints are large
         converted = Path(resources.enter_context(temporary))
         models = {name: checkpoint.prepare(config, converted / name) for name, checkpoint in checkpoints.items()}
         scorer = resources.enter_context(Scorer(config.reward, display.print_line))
@@ -162,11 +160,11 @@ def _sample(
             display.set_step(done)
 
         # a restarted engine would wait for a weight sync, which never happens here
-        without_restarts = config.model_copy(update={"rollout": config.rollout.model_copy(update={"max_restarts": 0})})
+        rollout = config.rollout.model_copy(update={"max_restarts": 0})
         for name, checkpoint in checkpoints.items():
             display.set_phase(f"{name}: engine")
             (folder / name).mkdir()
-            own_config = without_restarts.model_copy(update={"lora": checkpoint.lora})
+            own_config = config.model_copy(update={"rollout": rollout, "lora": checkpoint.lora})
             engine = start_engines(own_config, models[name], folder / name, display.print_line)
             try:
                 check_live_engine(checkpoint.plan, engine)

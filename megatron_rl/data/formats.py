@@ -99,10 +99,6 @@ class _Reader:
     answer: Mapping[str, Callable[[str, str], str]]
     level: tuple[str, ...] = ()
 
-    @property
-    def columns(self) -> tuple[str, ...]:
-        return (*self.question, *self.answer, *self.level)
-
     def __call__(self, row: Mapping[str, Any]) -> ProblemRow:
         question_column = _find_column(row, self.question)
         question = read_text(row[question_column], question_column)
@@ -203,7 +199,7 @@ aime = _Reader(
     {"answer": _up_to_three_digits, "Answer": _up_to_three_digits, "expected_answer": _up_to_three_digits},
 )
 
-KNOWN_COLUMNS = frozenset(column for reader in (gsm8k, math, deepmath, aime) for column in reader.columns)
+KNOWN_COLUMNS = frozenset(name for reader in (gsm8k, math, deepmath, aime) for name in (*reader.question, *reader.answer, *reader.level))
 """All columns that built-in formats read."""
 
 

@@ -38,9 +38,16 @@ def load_problems(cfg: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[Prob
     Raises:
         UserError: A file, source or template is invalid, or a set has no problems left.
     """
-    builder = _PromptBuilder(cfg.data, tokenizer)
-    scored, reserved = _read_held_out(cfg.data, builder)
-    return _make_train_stream(cfg.data, builder, reserved), scored
+    data, builder = cfg.data, _PromptBuilder(cfg.data, tokenizer)
+    scored, reserved = _read_held_out(data, builder)
+    seen: set[str] = set()
+    orders = []
+    for source in data.train:
+        if generator := load_generator(source, data, "data.train"):
+            orders.append(_order_generated(generator, source, data, builder, reserved))
+        else:
+            orders.append(_order_set(source, data, builder, reserved, seen))
+    return mix_orders(orders, [source.weight for source in data.train]), scored
 
 
 def load_held_out(cfg: Config, tokenizer: PreTrainedTokenizerBase) -> list[Problem]:
@@ -148,17 +155,6 @@ def _drop_repeated(problems: list[Problem], seen: set[str], name: str) -> list[P
     if len(kept) < len(problems):
         _log.warning("%s: dropped %d problems with repeated questions", name, len(problems) - len(kept))
     return kept
-
-
-def _make_train_stream(data: DataConfig, builder: _PromptBuilder, reserved: set[str]) -> ProblemStream:
-    seen: set[str] = set()
-    orders = []
-    for source in data.train:
-        if generator := load_generator(source, data, "data.train"):
-            orders.append(_order_generated(generator, source, data, builder, reserved))
-        else:
-            orders.append(_order_set(source, data, builder, reserved, seen))
-    return mix_orders(orders, [source.weight for source in data.train])
 
 
 def _order_set(
