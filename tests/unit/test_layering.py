@@ -131,7 +131,6 @@ def test_heavy_libraries_are_imported_when_needed():
 
 OPTIONAL = (
     "megatron_rl.batch.replay",
-    "megatron_rl.data.epochs",
     "megatron_rl.rollout.agents.endpoint",
     "megatron_rl.rollout.agents.runner",
 )

@@ -122,7 +122,7 @@ def test_the_command_widens_once(tmp_path):
 @pytest.mark.parametrize(
     "options, words",
     [
-        (["--tensor-parallel", 2], "--tensor-parallel = 2: says for how many ranks --align widens; add --align 128"),
+        (["--tensor-parallel", 2], "--tensor-parallel = 2: only applies with --align; add --align 128"),
         (["--align", 128, "--tensor-parallel", 5], "--tensor-parallel = 5: must divide vocab_size (384), which cannot be padded: "),
         (["--align", 128, "--expert-tensor-parallel", 2], "--expert-tensor-parallel = 2: needs a model with experts, qwen3 has none; "),
     ],

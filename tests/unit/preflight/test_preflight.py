@@ -91,7 +91,7 @@ def test_a_good_configuration_passes(workplace):
             ["--sync.transport=json:loads"],
             "sync.transport = 'json:loads': must be a parallel.transport.base.Transport, not a function; see docs/extending.md",
         ),
-        (["--data.train="], f"data.train: names no problems; {SOURCE_FIX}"),
+        (["--data.train="], f"data.train: is required for training; {SOURCE_FIX}"),
         (["--data.train=no.jsonl"], f"data.train = 'no.jsonl': does not exist; {SOURCE_FIX}"),
         (["--data.eval=no.jsonl"], f"data.eval = 'no.jsonl': does not exist; {SOURCE_FIX}"),
         (["--data.train=model"], f"data.train = 'model': is a folder; {SOURCE_FIX}"),

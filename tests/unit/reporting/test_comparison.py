@@ -62,7 +62,7 @@ def test_mistakes_are_one_line(tmp_path: Path):
     for arguments, line in (
         ([first, tmp_path], "holds no readable run.json"),
         ([first, second, "--output", tmp_path / "absent" / "page.html"], "--output"),
-        ([first, "--output", "page.html"], "is for the comparison of several runs"),
+        ([first, "--output", "page.html"], "only applies to several runs"),
     ):
         result = CliRunner().invoke(app, ["report", *map(str, arguments)])
         assert result.exit_code == 2 and line in result.stderr, result.output

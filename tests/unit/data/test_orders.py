@@ -1,10 +1,9 @@
-"""Filters by pass rate and curricula: which problems an epoch has and in which order, and that any stopped run goes on as it would have."""
+"""Filters by pass rate and curricula: the problems of an epoch and their order, and exact resumption of a stopped run."""
 
 from __future__ import annotations
 
 import json
 import random
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,9 +15,9 @@ from pydantic import ValidationError
 from megatron_rl.config import Config
 from megatron_rl.config.data import DataConfig, TrainDataSourceConfig
 from megatron_rl.data import check_data
-from megatron_rl.data.epochs import DifficultyEpochs, order_by_difficulty
+from megatron_rl.data.orders import DifficultyEpochs, order_by_difficulty, shuffle_epochs
 from megatron_rl.data.sets import read_problem_set
-from megatron_rl.data.stream import ProblemStream, mix_orders, shuffle_epochs
+from megatron_rl.data.stream import ProblemStream, mix_orders
 from megatron_rl.errors import UserError
 from megatron_rl.rollout.async_worker import AsyncRolloutWorker
 from megatron_rl.rollout.generation import MultiTurnSampler
@@ -41,16 +40,16 @@ def epoch(epochs: DifficultyEpochs, start: int, count: int) -> list[int]:
 RATES = [0.0, 0.1, None, 0.5, 0.9, 1.0]
 
 
-def test_a_filter_by_a_column_leaves_out_what_is_outside_and_keeps_what_is_unknown():
+def test_a_filter_by_a_column_keeps_problems_with_unknown_rates():
     epochs = DifficultyEpochs(problems(RATES), settings(pass_rate_low=0.1, pass_rate_high=0.9), "0")
     for number in range(3):
         assert sorted(epoch(epochs, 4 * number, 4)) == [1, 2, 3, 4]
     epochs.observe({"s:3": 1.0})
-    assert sorted(epoch(epochs, 12, 4)) == [1, 2, 3, 4], "a column is not measured over"
+    assert sorted(epoch(epochs, 12, 4)) == [1, 2, 3, 4], "measured rates do not replace a column"
     assert epochs.left_out == 2
 
 
-def test_curricula_begin_with_the_easiest_and_shuffle_the_others():
+def test_curricula_start_with_the_easiest_problems():
     by_rate = DifficultyEpochs(problems(RATES), settings(curriculum="pass_rate"), "0")
     assert epoch(by_rate, 0, 3) == [5, 4, *({2, 3} & {epoch(by_rate, 2, 1)[0]})]  # 2 is unknown, and counts as 0.5
     assert epoch(by_rate, 4, 2) == [1, 0]
@@ -60,25 +59,25 @@ def test_curricula_begin_with_the_easiest_and_shuffle_the_others():
     assert first != second and sorted(problem.id for problem in first[:10]) == sorted(problem.id for problem in second[:10])
 
 
-def test_measured_rates_decide_from_the_next_epoch_on_until_it_is_time_to_look_again():
+def test_measured_rates_filter_later_epochs_until_a_recheck():
     source = settings(pass_rate="measured", pass_rate_low=0.1, pass_rate_high=0.9, recheck_every=3)
     epochs = DifficultyEpochs(problems([None] * 4), source, "0")
     assert sorted(epoch(epochs, 0, 4)) == [0, 1, 2, 3]
     epochs.observe({"s:0": 0.0, "s:1": 1.0, "s:2": 0.5, "other:3": 0.0})
     assert sorted(epoch(epochs, 4, 2)) == sorted(epoch(epochs, 6, 2)) == [2, 3]
-    assert sorted(epoch(epochs, 8, 4)) == [0, 1, 2, 3], "every third epoch has all"
+    assert sorted(epoch(epochs, 8, 4)) == [0, 1, 2, 3], "every third epoch contains all"
 
 
-def test_an_epoch_that_nothing_is_left_for_has_all_problems_and_says_so(caplog):
+def test_an_epoch_without_problems_within_the_bounds_contains_all(caplog):
     epochs = DifficultyEpochs(problems([None] * 2), settings(pass_rate="measured", pass_rate_high=0.9), "0")
     epoch(epochs, 0, 2)
     epochs.observe({"s:0": 1.0, "s:1": 1.0})
     assert sorted(epoch(epochs, 2, 2)) == [0, 1]
-    assert "no pass rate is from 0 to 0.9 any more, so epoch 1 has all problems" in caplog.text
+    assert "no pass rate is within the bounds 0 to 0.9 any more, so epoch 1 contains all problems" in caplog.text
 
 
 def make_stream() -> ProblemStream:
-    """Three sets: measured, one whose levels are a curriculum, and one as it is."""
+    """Return a stream of a set with measured pass rates, a set with a curriculum by level, and a shuffled set."""
     measured = settings(pass_rate="measured", pass_rate_low=0.1, pass_rate_high=0.9, curriculum="pass_rate", recheck_every=4)
     orders = [
         order_by_difficulty(problems([None] * 7), measured, "0/s"),
@@ -89,7 +88,7 @@ def make_stream() -> ProblemStream:
 
 
 class Run:
-    """Real workers over an engine that says one token, and rewards that version and problem decide."""
+    """Real workers, an engine that generates one token, and random rewards that depend on the problem."""
 
     def __init__(self, staleness: int, rounds: int, steps: int, state: dict | None = None) -> None:
         sections = {"placement": {"kind": "disaggregated", "max_staleness": staleness}, "model": {"path": "m"}}
@@ -117,14 +116,14 @@ class Run:
 
 
 @given(st.sampled_from([(0, 0), (0, 3), (1, 0), (3, 0)]), st.sets(st.integers(1, 11)))
-def test_a_run_that_is_killed_anywhere_draws_what_it_would_have_drawn(how, kills):
+def test_a_resumed_run_draws_the_same_problems(how, kills):
     """`how`: (max_staleness, rounds of dynamic sampling)."""
     whole = Run(*how, 12)
     expected = [whole.step(version) for version in range(12)]
     whole.worker.close()
     run, drawn = Run(*how, 12), list[list[str]]()
     for version in range(12):
-        if version in kills:  # after the snapshot the run goes on with what comes, and loses it
+        if version in kills:  # the step after the snapshot is lost
             make_state = run.worker.snapshot()
             run.step(version)
             run.worker.close()
@@ -134,8 +133,8 @@ def test_a_run_that_is_killed_anywhere_draws_what_it_would_have_drawn(how, kills
     assert drawn == expected
 
 
-def test_what_is_measured_changes_what_is_drawn():
-    """Or the property above would hold of a stream that measures nothing."""
+def test_measured_rates_change_the_problems_drawn():
+    """Otherwise the test above would prove nothing."""
     run = Run(0, 0, 20)
     drawn = [name for version in range(20) for name in run.step(version)]
     run.worker.close()
@@ -157,36 +156,31 @@ def test_the_state_of_a_large_set_is_small():
         ({"pass_rate_low": 0.1, "recheck_every": 2}, "recheck_every only applies to a filter by measured pass rates"),
     ],
 )
-def test_settings_that_would_do_nothing_are_refused(fields, line):
+def test_settings_without_effect_are_refused(fields, line):
     with pytest.raises(ValidationError, match=line):
         settings(**fields)
-
-
-def write(folder: Path, *rows: dict) -> str:
-    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    return str(folder / "rows.jsonl")
 
 
 @pytest.mark.parametrize(
     "fields, line",
     [
-        ({"curriculum": "level"}, "has a curriculum by level, and all its problems have level 0; name columns.level, or use"),
-        ({"curriculum": "pass_rate"}, 'goes by pass rates, and no row has one; name columns.pass_rate, or set pass_rate = "measured"'),
+        ({"curriculum": "level"}, "has a curriculum by level, but all of its problems have level 0; set columns.level, or cur"),
+        ({"curriculum": "pass_rate"}, 'uses pass rates, but no row has one; set columns.pass_rate, or pass_rate = "measured"'),
         ({"pass_rate_high": 0.1, "columns": "rate"}, "has no problem with a pass rate from 0 to 0.1; widen the bounds"),
         ({"pass_rate_high": 0.5, "columns": "text"}, "the field text must be a number from 0 to 1, or null, not 'x'; "),
-        ({"source": "examples.arithmetic.task:Arithmetic", "curriculum": "level"}, "generates problems without end: it has no epochs that"),
+        ({"source": "examples.arithmetic.task:Arithmetic", "curriculum": "level"}, "generates problems without end, so it has no epochs"),
     ],
 )
-def test_data_that_a_setting_does_not_fit_are_refused_before_a_run(tmp_path, fields, line):
+def test_data_that_do_not_match_the_settings_are_refused(tmp_path, write, fields, line):
     columns = {"question": "q", "answer": "a", "pass_rate": fields.pop("columns", "")}
-    train = {"source": write(tmp_path, {"q": "1?", "a": "1", "rate": 0.5, "text": "x"}), "columns": columns, **fields}
+    train = {"source": write({"q": "1?", "a": "1", "rate": 0.5, "text": "x"}), "columns": columns, **fields}
     if ":" in train["source"]:
         del train["columns"]
     with pytest.raises(UserError, match=line):
         check_data(DataConfig.model_validate({"train": [train]}), tmp_path)
 
 
-def test_a_column_of_pass_rates_is_read(tmp_path):
-    source = write(tmp_path, *({"q": f"{n}?", "a": "1", "rate": rate} for n, rate in enumerate((0, 0.25, None))))
+def test_a_column_of_pass_rates_is_read(write):
+    source = write(*({"q": f"{n}?", "a": "1", "rate": rate} for n, rate in enumerate((0, 0.25, None))))
     data = DataConfig.model_validate({"train": [{"source": source, "columns": {"question": "q", "answer": "a", "pass_rate": "rate"}}]})
     assert [problem.pass_rate for problem in read_problem_set(data.train[0], data, "data.train")] == [0.0, 0.25, None]
