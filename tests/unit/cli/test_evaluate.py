@@ -48,14 +48,6 @@ def write_run_checkpoint(folder: Path, model: Path, **precision: object) -> Path
     return folder
 
 
-@pytest.fixture
-def no_engine(monkeypatch):
-    def launched(*_: object):
-        raise AssertionError("an engine was started")
-
-    monkeypatch.setattr(evaluate, "start_engines", launched)
-
-
 @pytest.mark.parametrize(
     "options, line",
     [
@@ -75,7 +67,8 @@ def no_engine(monkeypatch):
         (["--rollout.tp=3"], "rollout.tp = 3: must divide"),
     ],
 )
-def test_user_errors_are_one_line_before_an_engine_starts(options, line, model, tmp_path, monkeypatch, no_engine):
+def test_user_errors_are_one_line_before_an_engine_starts(options, line, model, tmp_path, monkeypatch):
+    monkeypatch.setattr(evaluate, "start_engines", None)
     (tmp_path / "empty").mkdir()
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "eval.json").touch()

@@ -21,14 +21,9 @@ from megatron_rl.errors import UserError
 
 SUMS = "examples.arithmetic.task:Arithmetic"
 REAL = Path(__file__).resolve().parents[3].parent / "shared" / "data"
-HUB_CARD = """---
-configs:
-- config_name: main
-  data_files:
-  - {split: train, path: main/train-*}
-  - {split: test, path: main/test-*}
----
-"""
+HUB_CARD = (
+    "---\nconfigs:\n- config_name: main\n  data_files:\n  - {split: train, path: main/train-*}\n  - {split: test, path: main/test-*}\n---\n"
+)
 
 
 load = functools.partial(support.load, train=SUMS, eval=SUMS)
