@@ -6,6 +6,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
+from multiprocessing.util import Finalize
 
 import pytest
 from support.processes import WorldPool
@@ -16,15 +17,8 @@ def pytest_configure(config: pytest.Config) -> None:
     the path of a Unix socket has at most 107 bytes."""
     if hasattr(config, "workerinput"):
         return
-    folder, before = tempfile.mkdtemp(prefix="mrl-"), os.environ.get("TMPDIR")
-
-    def remove() -> None:
-        os.environ.pop("TMPDIR") if before is None else os.environ.update(TMPDIR=before)
-        tempfile.tempdir = None
-        shutil.rmtree(folder, ignore_errors=True)
-
-    os.environ["TMPDIR"], tempfile.tempdir = folder, None
-    config.add_cleanup(remove)
+    os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="mrl-")
+    Finalize(None, shutil.rmtree, (tempfile.tempdir, True), exitpriority=-1000)  # after multiprocessing removed its own files there
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ import httpx
 import psutil
 
 from megatron_rl.config import Config
-from megatron_rl.distributed import Rank0
+from megatron_rl.distributed import Rank0, run_on_rank0
 from megatron_rl.errors import RunError
 from megatron_rl.rollout.engine_pool import EnginePool
 from megatron_rl.sync.recovery import RecoveringWeightSync
@@ -47,7 +47,7 @@ def strike_while(work: Callable[[], Any], engines: EnginePool, sync: RecoveringW
 
     striking = threading.Thread(target=strike)
     striking.start()
-    result = sync.run_with_recovery(version, work)
+    result = sync.run_with_recovery(version, lambda: run_on_rank0(work))
     striking.join()
     return {"result": result, "left": [process.pid for process in alive_after(processes, 10)]}
 

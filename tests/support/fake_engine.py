@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from megatron_rl.config import Config, PrecisionConfig
 from megatron_rl.config.sync import SyncConfig
-from megatron_rl.distributed import Rank0
+from megatron_rl.distributed import Rank0, run_on_rank0
 from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.precision.fp8 import quantize_weight
 from megatron_rl.rollout.engine_pool import EnginePool
@@ -287,7 +287,7 @@ def answers_through(version: int, faults: Faults, count: int, tokens: int) -> An
     """Return `answers` with faults; see `support.engine_faults.strike_while`. Ranks other than 0 return only the result."""
     run = _current[0]
     if dist.get_rank():
-        return run.recovering_sync.run_with_recovery(version, lambda: None)
+        return run.recovering_sync.run_with_recovery(version, lambda: run_on_rank0(lambda: None))
     engines = run.engines.value
     return strike_while(lambda: _answers(engines, count, tokens), engines, run.recovering_sync, version, faults)
 

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from megatron.core.models.common.embeddings import rope_utils
 
 from megatron_rl.batch.training_sample import TrainingSample
-from megatron_rl.kernels.batch_invariant import attention
 from megatron_rl.kernels.experts.deep_gemm import view_as_one
 from megatron_rl.kernels.experts.reference import scatter_tokens
 from megatron_rl.kernels.linear import make_backend
@@ -24,7 +23,7 @@ from megatron_rl.kernels.rope import reference as rope
 from megatron_rl.kernels.swiglu import reference as swiglu
 from megatron_rl.mcore import actor
 from megatron_rl.mcore.layers import norms, spec
-from megatron_rl.mcore.layers.attention import mla
+from megatron_rl.mcore.layers.attention import mla, self_attention
 from megatron_rl.mcore.layers.moe import experts
 from megatron_rl.mcore.passes.activation_hooks import record_activations
 from megatron_rl.mcore.precision_graph import read_rank_graph
@@ -77,7 +76,7 @@ def quantize_norms(folder: Path, batch: list[TrainingSample], precision: dict[st
         patch.setattr(norms, "is_fused", lambda _: fused)
         patch.setattr(actor, "count_row_multiple", lambda config, *_: 128 * config.tensor_model_parallel_size)
         kernels = []
-        for module, name in (("norm.triton_quantized", "quantize_norm"), ("quantize.triton", "quantize_activation")):
+        for module, name in (("norm.triton", "quantize_norm"), ("quantize.triton", "quantize_activation")):
             library: Any = sys.modules[f"megatron_rl.kernels.{module}"]
             kernels.append(mock.Mock(side_effect=getattr(library, name)))
             patch.setattr(library, name, kernels[-1])
@@ -95,8 +94,8 @@ def rotate_heads(folder: Path, batch: list[TrainingSample], fused: bool) -> dict
     """Queries and keys made in one pass: log-probs, gradients, and the number of such passes."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rope, "rotates_rows", lambda _: True)
-        patch.setattr(attention, "can_rotate", lambda *_: fused)
-        patch.setattr(attention, "split_heads", split := mock.Mock(side_effect=attention.split_heads))
+        patch.setattr(self_attention, "can_rotate", lambda *_: fused)
+        patch.setattr(self_attention, "split_heads", split := mock.Mock(side_effect=self_attention.split_heads))
         return Trainer(folder, {"mode": "bf16"}, TRAIN).differentiate(batch) | {"calls": split.call_count}
 
 

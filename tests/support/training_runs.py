@@ -26,7 +26,7 @@ from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.config import Config
 from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.data import ProblemOrder, ProblemStream
-from megatron_rl.distributed import Rank0, run_on_rank0
+from megatron_rl.distributed import Rank0
 from megatron_rl.errors import RunError
 from megatron_rl.mcore.actor import Actor, Critic, Policy
 from megatron_rl.mcore.checkpoint.checkpointing import load_run_checkpoint
@@ -152,7 +152,7 @@ class NullSync:
         return self
 
     def run_with_recovery(self, version: int, work: Callable[[], T]) -> T:
-        return run_on_rank0(work)
+        return work()
 
     def metrics(self) -> dict[str, float]:
         return {}
@@ -197,7 +197,7 @@ def loop_of(
 ) -> Loop:
     """Return the loop around a trainer. Rank 0 has `worker`, `log` and `engines`."""
     causes = MismatchAttribution(trainer.actor, trainer.collect_named_tensors, trainer.contract.engine_format)
-    on_rank0 = Rank0(lambda: engines or mock.Mock(get_memory_mb=lambda: 0.0))
+    on_rank0 = Rank0(lambda: engines or mock.Mock(get_memory_mb=lambda: 0.0, release_memory=lambda: None))
     of_critic = None if critic is None else CriticTrainer(config, critic)
     policy = PolicyTrainer(config, trainer.actor, reference, causes, on_rank0, critic=of_critic, teacher=teacher)
     recorder = Recorder(Rank0(lambda: log), on_rank0, StepProfiler(Path(), rank=0))
