@@ -11,6 +11,7 @@ from support.models import read_weights
 from support.toy_format import MODE, TOY
 
 from megatron_rl.config import Config, PrecisionConfig
+from megatron_rl.cost import weights as weight_cost
 from megatron_rl.cost.workload import Workload
 from megatron_rl.hf.files import read_config
 from megatron_rl.hf.read import HFCheckpoint
@@ -87,9 +88,9 @@ def test_from_the_trainers_blocks_to_the_engine_and_an_export(worlds, checkpoint
 def test_the_planner_counts_its_bytes(format, mode):
     table = {"model": {"path": "x"}, "precision": {"mode": mode}}
     job = Workload.from_config(Config.model_validate(table, strict=False), QWEN3_8B)
-    weights = {(4096, 4096): 2, (1024, 4096): 2, (12288, 4096): 3}  # q and o; k and v; gate, up and down
-    held = sum(count * format.count_bytes(shape) for shape, count in weights.items())
-    assert weights.count_trainer_memory(job, Layout(), 0).blocks == 36 * held
+    shapes = {(4096, 4096): 2, (1024, 4096): 2, (12288, 4096): 3}  # q and o; k and v; gate, up and down
+    held = sum(count * format.count_bytes(shape) for shape, count in shapes.items())
+    assert weight_cost.count_trainer_memory(job, Layout(), 0).blocks == 36 * held
 
 
 def test_bytes_of_a_format():

@@ -69,7 +69,7 @@ def test_an_engine_that_loses_a_node_is_replaced_on_all_its_nodes(world, on_one_
     results = world.call(trainer_engine.generate_with_faults, {0: "hang last node"}, 3, PROMPTS, 100)[0]
     assert results == {"result": expected, "left": []}
     lines = [line for line in world.call(trainer_engine.take_messages)[0] if line.startswith("engine 0 is lost: ")]
-    assert len(lines) == 2 and "exit code -9 on node 1" in lines[0] and f"silent for {HEALTH:g} s" in lines[1], lines
+    assert len(lines) == 2 and "exit code -9 on node 1" in lines[0] and f"did not respond for {HEALTH:g} s" in lines[1], lines
 
 
 def test_all_nodes_end_with_the_trainer(world):

@@ -53,7 +53,7 @@ def find_size() -> str:
 class FakeEngine:
     """Answers every prompt with as many tokens as asked for."""
 
-    url = api_key = ""
+    server = SimpleNamespace(url="")
 
     def generate(self, prompts, sampling, abort=None):
         return [SimpleNamespace(output_ids_T=[1] * sampling.max_new_tokens) for _ in prompts]

@@ -100,7 +100,7 @@ ENDPOINTS = (
 
 def ask_without_key() -> dict[str, list[int]]:
     """Return the statuses of endpoints, used by this project or not, without a key and with a wrong one."""
-    url, wrong = current().engines.replicas[0].engine.url, {"Authorization": f"Bearer {'0' * 48}"}
+    url, wrong = current().engines.replicas[0].engine.server.url, {"Authorization": f"Bearer {'0' * 48}"}
     return {path: [httpx.post(url + path, json={}, headers=headers).status_code for headers in ({}, wrong)] for path in ENDPOINTS}
 
 
@@ -109,7 +109,9 @@ def read_server_arguments(names: list[str]) -> dict[str, Any]:
 
     def read(engines: Any) -> dict[str, Any]:
         engine = engines.replicas[0].engine
-        answer = httpx.get(f"{engine.url}/server_info", headers={"Authorization": f"Bearer {engine.api_key}"}, timeout=60).json()
+        answer = httpx.get(
+            f"{engine.server.url}/server_info", headers={"Authorization": f"Bearer {engine.server.api_key}"}, timeout=60
+        ).json()
         return {name: answer[name] for name in names}
 
     return current().rank0_engines.run(read)

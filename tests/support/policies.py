@@ -51,10 +51,10 @@ def build_baseline(
     hf_config: dict[str, Any], layers_of: Callable[[Any], Any] = transformer_engine_layers, fusions: dict[str, bool] = FUSIONS
 ) -> GPTModel:
     """Return a dense model on one rank without weights. Megatron must be started; the defaults need a GPU."""
-    contract, plain = PrecisionContract.from_config(PrecisionConfig(mode="bf16", reduction="fast")), model._megatron_config
+    contract, plain = PrecisionContract.from_config(PrecisionConfig(mode="bf16", reduction="fast")), model.build_transformer_config
     with (
         patch.object(layers, "_grad_accum_fusion_available", True),  # asked by the output layer, whose own forward pass is not used
-        patch.object(model, "_megatron_config", lambda *arguments: replace(plain(*arguments), **fusions)),
+        patch.object(model, "build_transformer_config", lambda *arguments: replace(plain(*arguments), **fusions)),
         patch.object(model, "build_decoder_spec", lambda config, **_: layers_of(config)),
     ):
         built: Any = model.build_model(hf_config, Layout(), contract)
