@@ -121,7 +121,7 @@ def find_exposed() -> dict[str, Any]:
     """Return the addresses that the engines' processes listen on, the modes of their Unix sockets, and where a key can be read."""
     addresses, modes, readable = set(), set(), []
     for number, engine in enumerate(replica.engine for replica in current().engines.replicas):
-        key = engine.api_key
+        key = engine.server.api_key
         assert len(key) == 48
         for process in engine_family(current().engines, number):
             if any(key in word for word in process.cmdline()):
