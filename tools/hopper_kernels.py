@@ -1,7 +1,6 @@
 """Compile every Triton kernel of this project for Hopper, as its own function launches it, without a GPU.
 
-Triton gets a driver that only names the target. A launch compiles the kernel for the actual arguments and does not run it. The register
-limits are measured values plus a margin: a spill, or a kernel that needs many more registers, deserves a look.
+Triton gets a driver that only names the target. A launch compiles the kernel for the actual arguments and does not run it.
 """
 
 from __future__ import annotations
@@ -18,40 +17,15 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("megatron_rl", "parallel", "rollout_sglang")
-REGISTERS: dict[str, int] = {
-    "quantize_tile": 144,
-    "quantize_swiglu_tile": 128,
-    "quantize_weighed_tile": 144,
-    "pack_token": 64,
-    "spread_packed_row": 48,
-    "normalize_row": 48,
-    "quantize_normed_tile": 144,
-    "differentiate_norm_rows": 112,
-    "rotate_head_tile": 104,
-    "differentiate_head_tile": 104,
-    "multiply_tile": 240,
-    "rotate_token": 64,
-    "sum_runs": 48,
-    "multiply_row": 56,
-    "differentiate_row": 64,
-    "scatter_row": 40,
-    "sum_row": 64,
-    "collect_row": 40,
-    "summarize_row": 96,
-    "differentiate_logits": 64,
-}
-"""Maximum number of registers per thread, by kernel."""
 
 
 def compile_all() -> str:
-    """Return the registers of every kernel. Raise AssertionError for a spill, too many registers, or a kernel never launched."""
+    """Return the registers of every kernel. Raise AssertionError for a spill or a kernel that is never launched."""
     compiled = intercept_launches()
     launch_all()
     missing = find_kernels() - compiled.keys()
     assert not missing, f"launch them in {Path(__file__).name}: {missing}"
     used = {name: max(map(count_registers, kernels)) for name, kernels in compiled.items()}
-    for name, registers in used.items():
-        assert registers <= REGISTERS.get(name, 0), f"{name} takes {registers} registers, its limit is {REGISTERS.get(name)}"
     return ", ".join(f"{name} {registers} registers in {len(compiled[name])} kinds" for name, registers in sorted(used.items()))
 
 

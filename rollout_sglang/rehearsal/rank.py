@@ -79,16 +79,14 @@ def main() -> None:
     print(json.dumps({rank: asdict(each) for rank, each in zip(ranks, found, strict=True)}), file=answer, flush=True)
 
 
-def install_gpu(replaces_installed: bool = True) -> None:
-    """Replace everything that SGLang expects on a Hopper GPU, before torch is imported. `replaces_installed`: also replace installed GPU
-    packages, whose import requires a driver."""
+def install_gpu() -> None:
+    """Replace everything that SGLang expects on a Hopper GPU, before torch is imported, also installed packages, which require a driver."""
     from megatron_rl.rehearsal import device_guard
 
     device_guard.load()
     stub_modules.block_megatron()
     stub_modules.install(*_GPU_PACKAGES)
-    if replaces_installed:
-        stub_modules.replace(*_GPU_PACKAGES)
+    stub_modules.replace(*_GPU_PACKAGES)
     from megatron_rl.rehearsal import fake_cuda
     from rollout_sglang.rehearsal import graphs as rehearsed_graphs
 
