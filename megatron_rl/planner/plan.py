@@ -11,9 +11,7 @@ from megatron_rl.cost.hardware import GIB, Cluster
 from megatron_rl.cost.workload import Candidate, Workload
 from megatron_rl.errors import UserError
 from megatron_rl.hf.files import read_config
-from megatron_rl.planner import block_alignment
 from megatron_rl.planner.memory_by_phase import count_offloaded_bytes, count_sample_bytes, usable_bytes
-from megatron_rl.planner.roofline import compare_reductions
 from megatron_rl.planner.search import CandidateEstimate, Planner, SearchResult, explain_rank
 
 
@@ -111,8 +109,6 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "chosen": _estimate_json(plan.chosen, config),
         "host_bytes_per_rank": count_offloaded_bytes(plan.job, plan.chosen.candidate),
         "sample_bytes": count_sample_bytes(plan.job),
-        "alignment": [asdict(row) for row in block_alignment.check_alignment(plan.job, plan.chosen.candidate)],
-        "seconds_by_reduction": None if plan.job.model.experts else compare_reductions(plan.job, plan.chosen.candidate, plan.cluster),
         "ranked": [{**_estimate_json(estimate, config), "reason": explain_rank(estimate, ranked[0])} for estimate in ranked],
         "tried": plan.search.tried,
         "dropped": dict(plan.search.dropped),
