@@ -10,12 +10,8 @@ set -euo pipefail
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)
 venv="$root/.venv-gpu"
 program=install_gpu
-pins="$root/launch/requirements-gpu.txt" common="$root/launch/requirements-common.txt"
+pins="$root/launch/requirements-gpu.txt"
 . "$root/launch/common.sh"
-
-print_pin() {
-  sed -n "s/^$1==//p" "$common" "$pins"
-}
 
 print_dependencies() {
   (cd "$root" && sha256sum launch/requirements-common.txt launch/requirements-gpu.txt launch/install_gpu.sh launch/common.sh pyproject.toml && pwd -P)
@@ -27,15 +23,6 @@ check_machine() {
   "$python" -c 'import os, sys, sysconfig; sys.exit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))' ||
     fail "$python has no headers (Python.h); install them (Ubuntu: apt install python3.12-dev)"
   check_disk "${MEGATRON_RL_MIN_DISK_MB:-30000}" ""
-}
-
-# Print the compiler that DeepGEMM uses at run time, and its CUDA version.
-print_nvcc() {
-  local nvcc
-  nvcc=${CUDA_HOME:+$CUDA_HOME/bin/nvcc}
-  [ -x "${nvcc:-}" ] || nvcc=$(command -v nvcc || true)
-  [ -n "$nvcc" ] || { echo "none: DeepGEMM cannot compile its kernels; install the CUDA 13.0 toolkit and set CUDA_HOME"; return; }
-  echo "$nvcc, CUDA $("$nvcc" --version | sed -n 's/.*release \([0-9.]*\).*/\1/p')"
 }
 
 [ $# -eq 0 ] || fail "$1: there are no options"
@@ -51,9 +38,9 @@ rm -f "$stamp"
 pip -q install --no-deps -r "$pins"
 # Build against the torch installed above and its headers; otherwise its setup looks for a prebuilt wheel on GitHub.
 NVTE_BUILD_USE_NVIDIA_WHEELS=1 NVTE_PYTORCH_FORCE_BUILD=TRUE MAX_JOBS=${MAX_JOBS:-8} \
-  pip -q install --no-deps --no-build-isolation --no-cache-dir --force-reinstall "transformer-engine-torch==$(print_pin transformer-engine)"
+  pip -q install --no-deps --no-build-isolation --no-cache-dir --force-reinstall "transformer-engine-torch==$(sed -n "s/^transformer-engine==//p" "$pins")"
 pip -q install --no-deps --no-build-isolation -e "$root"
 print_dependencies >"$stamp"
-echo "megatron-rl install_gpu: done. nvcc: $(print_nvcc)"
+echo "megatron-rl install_gpu: done"
 echo "  .venv-gpu/bin/megatron-rl doctor      # installed versions and known pitfalls"
 echo "  bash tools/gpu_check.sh               # checks and measures, in at most 25 minutes"

@@ -12,7 +12,6 @@ import importlib
 import importlib.util
 import inspect
 import os
-import re
 import subprocess
 import sys
 import sysconfig
@@ -29,10 +28,6 @@ from megatron_rl.rehearsal import hopper
 ROOT = Path(__file__).resolve().parents[1]
 SITE = Path(sysconfig.get_paths()["purelib"])
 _ONLY = "--in-this-process"
-_NVCC_OPTIONS = [
-    *("-gencode=arch=compute_90a,code=sm_90a", "-std=c++20", "-O3", "--expt-relaxed-constexpr", "--expt-extended-lambda"),
-    *("-diag-suppress=39,161,174,177,186,940", "--ptxas-options=--verbose"),
-]
 
 
 class NotInstalledError(Exception):
@@ -90,11 +85,12 @@ def signatures() -> str:
     of torch's `varlen_attn` with the arguments that are passed to it."""
     from torch.nn.attention.varlen import varlen_attn
 
+    from megatron_rl.rehearsal.kernels import deep_gemm, transformer_engine
     from megatron_rl.rehearsal.signatures import LIBRARIES, compare, is_installed
-    from rollout_sglang.rehearsal.signatures import list_kernels
+    from rollout_sglang.rehearsal.kernels import sgl_kernel
 
     assert all(map(is_installed, LIBRARIES))
-    kernels = list_kernels()
+    kernels = deep_gemm.STANDS_FOR | transformer_engine.STANDS_FOR | sgl_kernel.STANDS_FOR
     assert not (wrong := compare(kernels)), "\n".join(wrong)
     names = ["query", "key", "value", "cu_seq_q", "cu_seq_k", "max_q", "max_k", "scale", "window_size", "enable_gqa"]
     parameters = list(inspect.signature(varlen_attn).parameters)
@@ -155,50 +151,6 @@ def triton_kernels() -> str:
     import hopper_kernels
 
     return hopper_kernels.compile_all()
-
-
-@check
-def deep_gemm_kernels() -> str:
-    """Compile one kernel of each recipe with the pinned nvcc."""
-    nvcc = SITE / "nvidia" / "cu13" / "bin" / "nvcc"
-    include = SITE / "deep_gemm" / "include"
-    found = []
-    for name, source in DEEP_GEMM_KERNELS.items():
-        with tempfile.TemporaryDirectory() as folder:
-            (file := Path(folder, "kernel.cu")).write_text(source)
-            command = [str(nvcc), str(file), "-cubin", "-o", f"{folder}/kernel.cubin", f"-I{include}", *_NVCC_OPTIONS]
-            done = subprocess.run(command, capture_output=True, text=True)
-        assert done.returncode == 0, f"{name}: {done.stderr[-3000:]}"
-        used = re.search(r"Used (\d+) registers", done.stderr)
-        assert used and "0 bytes spill stores" in done.stderr, f"{name}: {done.stderr}"
-        found.append(f"{name} {used[1]} registers")
-    return ", ".join(found)
-
-
-def _kernel(file: str, call: str) -> str:
-    return f"#include <deep_gemm/impls/{file}.cuh>\nusing namespace deep_gemm;\nvoid *kernel = reinterpret_cast<void *>(&{call});\n"
-
-
-DEEP_GEMM_KERNELS = {
-    f"{recipe} {type}": _kernel(file, call.replace("TYPE", f"GemmType::{type}"))
-    for recipe, file, call, types in (
-        (
-            "(1, 128, 128)",
-            "sm90_fp8_gemm_1d2d",
-            "sm90_fp8_gemm_1d2d_impl<cute::UMMA::Major::K, 0, 4096, 4096, 1, 128, 128, 128, 128, 128, 128, 5, 128, 256, 1, false, 132, "
-            "TYPE, cutlass::bfloat16_t, epilogue::transform::EpilogueIdentity>",
-            ("Normal", "MGroupedContiguous"),
-        ),
-        (
-            "(1, 1, 128)",
-            "sm90_fp8_gemm_1d1d",
-            "sm90_fp8_gemm_1d1d_impl<4096, 4096, 0, 1, 128, 128, 128, 128, 128, 4, 128, 256, 1, false, 132, TYPE, float>",
-            ("Normal", "KGroupedContiguous"),
-        ),
-    )
-    for type in types
-}
-"""Recipe and kind of product -> source. The tile is one that DeepGEMM chooses for large products on an H100."""
 
 
 def _has_extension() -> bool:

@@ -111,8 +111,6 @@ class Phase:
     waits: Counter = field(default_factory=Counter)
     """(kind, line) -> number of times that the host waits for the device."""
     waits_in_passes: Counter = field(default_factory=Counter)
-    copies: Counter = field(default_factory=Counter)
-    """(direction, line) -> bytes."""
     collectives: dict[tuple[str, str, str], list[int]] = field(default_factory=lambda: defaultdict(lambda: [0, 0]))
     """(kind, group, line) -> [calls, bytes of the whole tensor]."""
     sent: dict[tuple[str, int, int, bool], float] = field(default_factory=lambda: defaultdict(float))
@@ -266,12 +264,6 @@ class Recorder:
         self.phase.waits[kind, line] += 1
         if self.in_pass:
             self.phase.waits_in_passes[kind, line] += 1
-
-    def copy(self, direction: str, tensor: torch.Tensor, waits: bool = False) -> None:
-        """Record a copy `to host` or `to device`, and whether the host waits for the device."""
-        self.phase.copies[direction, find_line()] += count_bytes(tensor)
-        if waits:
-            self.wait(f"copy {direction}")
 
     def collective(self, kind: str, group: str, nbytes: int, ranks: Sequence[int] = ()) -> Callable[[], None]:
         """Record a collective, and return a function to call when the device waits for it.

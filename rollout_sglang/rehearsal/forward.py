@@ -64,8 +64,6 @@ class ForwardRehearsal:
     """Figures of each pass; see `_describe`."""
     graph_bytes: int = 0
     """Bytes of the captured graphs, including the buffers of their inputs."""
-    free_bytes: int = 0
-    """Bytes that `mem_fraction_static` leaves for passes, CUDA graphs and the context."""
 
 
 def run_forward(runner: Any, recorder: EngineRecorder, longest_prompt: int) -> ForwardRehearsal:
@@ -80,7 +78,6 @@ def run_forward(runner: Any, recorder: EngineRecorder, longest_prompt: int) -> F
         recorder.begin(phase)
         found.captured, found.capturable = _capture(runner)
         found.graph_bytes = recorder.now - recorder.phase.held
-        found.free_bytes = int(torch.cuda.get_device_properties(0).total_memory * (1 - runner.mem_fraction_static))
         for phase in PASSES:
             recorder.begin(phase)
             if phase == PREFILL:
