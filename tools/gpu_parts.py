@@ -98,7 +98,7 @@ def check(
         if end - clock() < part.seconds:
             outcomes[part.name] = "not started: no time left; name the part in another call"
         else:
-            outcomes[part.name] = _run_part(part, folder / part.name, environment, options, run, clock)
+            outcomes[part.name] = _run(part, folder / part.name, environment, options, run, clock)
         print(f"gpu_check: {part.name}: {outcomes[part.name]}", flush=True)
     judged = [outcome for name, outcome in outcomes.items() if name != WARM_UP.name]
     if any(outcome.startswith("failed") for outcome in judged):
@@ -106,9 +106,7 @@ def check(
     return 0 if all(outcome.startswith(("passed", "no test")) for outcome in judged) else TIME_IS_UP
 
 
-def _run_part(
-    part: Part, report: Path, environment: Mapping[str, str], options: Sequence[str], run: Run, clock: Callable[[], float]
-) -> str:
+def _run(part: Part, report: Path, environment: Mapping[str, str], options: Sequence[str], run: Run, clock: Callable[[], float]) -> str:
     report.parent.mkdir(parents=True, exist_ok=True)
     start = clock()
     command = ["timeout", "--signal=INT", f"--kill-after={_GRACE}", str(part.seconds), sys.executable, "-m", "pytest"]

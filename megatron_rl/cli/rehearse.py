@@ -55,7 +55,7 @@ def run_rehearsal(config: Config, options: RehearseOptions) -> bool:
     if options.json is not None:
         found: dict[str, Any] = {"trainer": [report.as_json() for report in reports], "engine": [asdict(report) for report in engine]}
         options.json.write_text(json.dumps(found, indent=2) + "\n")
-    return all(report.passes for report in (*reports, *engine))
+    return all(report.passes for report in reports) and all(report.passes for report in engine)
 
 
 def install_device() -> None:
