@@ -1,20 +1,7 @@
 """Runs one rank's part of a run with the run's own functions, from the checkpoint to two optimizer steps, a sync, a save and a resume.
 
-    build        process groups, model, weights, optimizer and masters; reference and teacher
-    logprobs     actor, reference and teacher over the samples
-    critic 1     the critic's values and first optimizer step, if there is a critic
-    update 1     the first optimizer step, which allocates Adam's moments
-    off-load     the optimizer's state moves to the host, if trainer and engine share a GPU
-    sync         this rank's chunks are packed and hashed
-    checkpoint   the run's state is saved, except for the bytes of files (`rehearsal.checkpoint`)
-    restore      the optimizer's state returns
-    logprobs 2   log-probs again, with everything that a later step holds
-    critic 2     the critic's next values and optimizer step
-    update 2     the next optimizer step
-    resume       the checkpoint is loaded as in a run: without frozen models, with both optimizers on the device
-
-Samples fill micro-batches to the last token, as `plan` assumes. Their number is the smallest that shows everything a step does: one
-micro-batch more than the rank's stage has in flight, or twice as many if two micro-batches take turns.
+docs/guides/rehearse.md lists the phases. Samples fill micro-batches to the last token, as `plan` assumes. Their number is the smallest that
+shows everything a step does: one micro-batch more than the rank's stage has in flight, or twice as many if two micro-batches take turns.
 """
 
 from __future__ import annotations

@@ -1,11 +1,6 @@
 """Runs a batch of prompts and a batch of decoded tokens through an engine rank without a GPU, with SGLang's own runner.
 
-    graphs          captures the smallest and the largest batch of those whose CUDA graphs SGLang captures
-    prefill         a chunk full of prompts of the greatest length
-    decode          a token for each of the largest number of requests, whose contexts fill the KV cache; as a graph if one was captured
-    decode, eager   the same without a graph; a capture does not know the lengths of the contexts
-
-Both batches sample with log-probs, as a run's requests do.
+docs/guides/rehearse.md lists the passes. Both batches sample with log-probs, as a run's requests do.
 """
 
 from __future__ import annotations

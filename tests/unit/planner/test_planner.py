@@ -89,23 +89,6 @@ def test_adapters_alone_are_trained_and_sent_after_the_first_sync():
     assert roofline.estimate_step_time(adapted, candidate, NODE).train < roofline.estimate_step_time(plain, candidate, NODE).train
 
 
-def test_stages_hold_the_model_once_and_replicas_share_the_optimizer():
-    whole = weights.count_trainer_memory(job(), Layout(), 0)
-    for layout in (Layout(pp=4, vpp=3), Layout(pp=4, first_stage_layers=10, last_stage_layers=8), Layout(pp=8, first_stage_layers=1)):
-        stages = [weights.count_trainer_memory(job(), layout, stage) for stage in range(layout.pp)]
-        assert [sum(parts) for parts in zip(*stages, strict=True)] == list(whole)
-    shared = weights.count_trainer_memory(job(), Layout(dp=8), 0)
-    assert (shared.masters, shared.moments, shared.weights) == (whole.masters / 8, whole.moments / 8, whole.weights)
-
-
-def test_experts_are_shared_out_by_their_own_replicas():
-    moe = job("Qwen3-30B-A3B")
-    alone, spread = (weights.count_trainer_memory(moe, layout, 0) for layout in (Layout(dp=8), Layout(dp=8, ep=8)))
-    experts = 48 * 128 * 3 * 2048 * 768
-    assert alone.blocks - spread.blocks == experts * 7 / 8 * (1 + 4 / 128**2)
-    assert alone.moments == spread.moments  # an eighth of all experts, or all of an eighth
-
-
 @pytest.mark.parametrize("rows, cols", [(256, 384), (1536, 4096)])
 def test_operands_are_what_the_back_ends_make(rows, cols):
     blocks = quantize_weight(torch.randn(rows, cols), "pow2")
@@ -379,13 +362,6 @@ def test_a_layout_that_cuts_blocks_is_refused_with_those_that_work():
         check(cut.facts(job("Qwen3-30B-A3B"), NODE), PLAN | LAYOUTS)
     line = str(refused.value)
     assert "cuts a 128x128 FP8 block" in line and "train layouts that work: tp=4 ep=1 etp=2" in line
-
-
-def test_only_fields_that_differ_are_suggested():
-    config = load_config(ROOT / "configs" / "quickstart.toml")
-    words = Candidate(Layout(tp=2, pp=2, dp=2), 2).overrides(config)
-    assert {"--train.layout.tp=2", "--train.layout.pp=2", "--train.layout.dp=2", "--rollout.tp=2"} <= set(words)
-    assert Candidate.from_config(config).overrides(config) == []
 
 
 ALONE = "--placement.kind=disaggregated"
