@@ -12,7 +12,7 @@ from megatron_rl.cost.workload import Candidate, Workload
 from megatron_rl.errors import UserError
 from megatron_rl.hf.files import read_config
 from megatron_rl.planner.memory_by_phase import count_offloaded_bytes, count_sample_bytes, usable_bytes
-from megatron_rl.planner.search import CandidateEstimate, Planner, SearchResult, explain_rank
+from megatron_rl.planner.search import CandidateEstimate, Planner, SearchResult
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ def _nothing_fits(cluster: Cluster, search: SearchResult) -> UserError:
 
 def as_json(plan: Plan) -> dict[str, Any]:
     """Return the whole plan with bytes and seconds as numbers."""
-    config, ranked = plan.job.config, plan.search.ranked
+    config = plan.job.config
     return {
         "cluster": asdict(plan.cluster),
         "configured": plan.configured,
@@ -109,7 +109,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "chosen": _estimate_json(plan.chosen, config),
         "host_bytes_per_rank": count_offloaded_bytes(plan.job, plan.chosen.candidate),
         "sample_bytes": count_sample_bytes(plan.job),
-        "ranked": [{**_estimate_json(estimate, config), "reason": explain_rank(estimate, ranked[0])} for estimate in ranked],
+        "ranked": [_estimate_json(estimate, config) for estimate in plan.search.ranked],
         "tried": plan.search.tried,
         "dropped": dict(plan.search.dropped),
     }

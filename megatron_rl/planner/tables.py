@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 from rich import box
@@ -11,21 +12,34 @@ from rich.table import Table
 from megatron_rl.cost.hardware import COMPUTE_EFFICIENCY, GIB, LINK_EFFICIENCY, NETWORK_BANDWIDTH, Cluster
 from megatron_rl.cost.workload import MEAN_LENGTH_SHARE, Workload
 from megatron_rl.planner.memory_by_phase import count_kept_bytes, count_offloaded_bytes, count_sample_bytes, usable_bytes
-from megatron_rl.planner.search import CandidateEstimate, SearchResult, explain_rank
+from megatron_rl.planner.search import CandidateEstimate, SearchResult
 from megatron_rl.reporting.formatting import format_bytes
 from parallel.adapters import is_adapter
 
 if TYPE_CHECKING:
     from megatron_rl.planner.plan import Plan
 
-_WIDTH = 120
+_TEXT = ("", "link", "placement", "train", "engines")
+
+
+def make_console() -> Console:
+    """Return a console that is 120 columns wide if the output is not a terminal."""
+    console = Console(highlight=False, markup=False, emoji=False)
+    if not console.is_terminal:
+        console.width = 120
+    return console
+
+
+def make_table(title: str, heads: Sequence[str], left: Collection[str], narrow: str = "") -> Table:
+    """Return a table whose columns are aligned right, except those in `left`. `narrow` is not wrapped."""
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    for head in heads:
+        table.add_column(head, justify="left" if head in left else "right", overflow="fold", no_wrap=head == narrow)
+    return table
 
 
 def print_plan(plan: Plan) -> None:
-    """Print the plan, 120 columns wide if the output is not a terminal."""
-    console = Console(highlight=False, markup=False, emoji=False)
-    if not console.is_terminal:
-        console.width = _WIDTH
+    console = make_console()
     job, chosen = plan.job, plan.chosen
     console.print(_headline(job, plan.cluster), soft_wrap=True)
     title, layouts = "As configured" if plan.configured else "The best layout", chosen.candidate
@@ -45,8 +59,7 @@ def print_plan(plan: Plan) -> None:
     console.print(_sync(chosen, plan.cluster))
     console.print(_ranked(plan.search))
     for number, estimate in enumerate(plan.search.ranked, 1):
-        console.print(f"{number}. {explain_rank(estimate, plan.search.ranked[0])}")
-        console.print(f"   {' '.join(estimate.candidate.overrides(job.config)) or 'as configured'}", soft_wrap=True)
+        console.print(f"{number}. {' '.join(estimate.candidate.overrides(job.config)) or 'as configured'}", soft_wrap=True)
     console.print(_left_out(plan.search))
     console.print(
         "Memory is counted from the shards, activations by formula. Seconds are rooflines, measured nowhere: "
@@ -114,11 +127,7 @@ def _left_out(search: SearchResult) -> str:
 
 
 def _table(title: str, heads: list[str]) -> Table:
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
-    for number, head in enumerate(heads):
-        left = number == 0 or head in ("placement", "train", "engines")
-        table.add_column(head, justify="left" if left else "right", overflow="fold", no_wrap=number == 0)
-    return table
+    return make_table(title, heads, _TEXT, heads[0])
 
 
 def _gib(size: float) -> str:

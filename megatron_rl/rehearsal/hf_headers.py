@@ -62,17 +62,15 @@ def _read_headers(path: Any) -> dict[str, Header]:
         return {name: (view.get_shape(), view.get_dtype()) for name, view in slices.items()}
 
 
-class _Headers:
+class _Headers(dict[str, Header]):
     """Stands in for the result of `safe_open`."""
 
     def __init__(self, gpu: FakeGpu, headers: dict[str, Header]) -> None:
-        self._gpu, self._headers = gpu, headers
-
-    def keys(self) -> list[str]:
-        return list(self._headers)
+        super().__init__(headers)
+        self._gpu = gpu
 
     def get_slice(self, name: str) -> _Slice:
-        return _Slice(self._gpu, *self._headers[name])
+        return _Slice(self._gpu, *self[name])
 
 
 class _Slice:

@@ -118,6 +118,19 @@ class Phase:
     def traffic(self) -> int:
         return sum(self.moved.values())
 
+    def as_json(self) -> dict[str, Any]:
+        """Return the figures that trainer and engine ranks report."""
+        return {
+            "phase": self.name,
+            "peak_at": {"operator": self.peak.at, "line": self.peak.line},
+            "operators": self.operators,
+            "flops": dict(self.flops),
+            "host_waits": [
+                {"kind": kind, "line": line, "count": count, "in_micro_batches": self.waits_in_passes[kind, line]}
+                for (kind, line), count in self.waits.most_common()
+            ],
+        }
+
 
 class Recorder:
     """Accumulates the events of one rank's device."""

@@ -6,14 +6,13 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from megatron_rl.cost.hardware import GIB, Cluster
 from megatron_rl.cost.weights import count_layer_kinds
 from megatron_rl.cost.workload import Candidate, Workload
 from megatron_rl.planner.memory_by_phase import CUDA_CONTEXT_BYTES, count_trainer_parts
+from megatron_rl.planner.tables import make_console, make_table
 from megatron_rl.rehearsal.bound import Bound, count_least_bytes, estimate_bound
 from megatron_rl.rehearsal.engine_rank import TOLERANCE, EngineRankReport
 from megatron_rl.rehearsal.job import RankRehearsal
@@ -31,7 +30,6 @@ PLANNED = {
 _MAY_WAIT = "megatron_rl/mcore/layers/moe/token_counts.py"
 """The host must know how many tokens an all-to-all of experts sends where: one wait per layer whose router does not replay a record."""
 _LINES = 12
-_WIDTH = 120
 
 
 @dataclass(frozen=True)
@@ -56,28 +54,20 @@ class PhaseReport:
 
     def as_json(self) -> dict[str, Any]:
         phase, peak = self.phase, self.phase.peak
-        return {
-            "phase": phase.name,
+        return phase.as_json() | {
             "held_bytes": phase.held,
             "peak_bytes": peak.nbytes,
-            "peak_at": {"operator": peak.at, "line": peak.line},
             "peak_by_line": {line: nbytes for line, nbytes in Counter(peak.by_line).most_common(_LINES) if nbytes},
             "left_bytes": phase.left,
             "host_peak_bytes": phase.host_peak,
             "written_bytes": phase.written,
             "planned_bytes": self.planned,
-            "operators": phase.operators,
             "operator_bytes": phase.traffic,
             "bytes_by_kind": _sum_by_kind(phase),
             "bytes_by_line": [{"kind": kind, "line": line, "bytes": count} for (kind, line), count in phase.moved.most_common()],
-            "flops": dict(phase.flops),
             "bound": self.bound.as_json() if self.bound else None,
             "least_elementwise_bytes": self.least,
             "micro_batches": phase.passes,
-            "host_waits": [
-                {"kind": kind, "line": line, "count": count, "in_micro_batches": phase.waits_in_passes[kind, line]}
-                for (kind, line), count in phase.waits.most_common()
-            ],
             "collectives": [
                 {"kind": kind, "group": group, "line": line, "count": count, "bytes": nbytes}
                 for (kind, group, line), (count, nbytes) in sorted(phase.collectives.items(), key=lambda entry: -entry[1][1])
@@ -142,9 +132,7 @@ def _sum_by_kind(phase: Phase) -> dict[str, int]:
 
 def print_report(reports: list[RankReport], engine: list[EngineRankReport]) -> None:
     """Print all ranks, with the bounds of the phases that a step repeats."""
-    console = Console(highlight=False, markup=False, emoji=False)
-    if not console.is_terminal:
-        console.width = _WIDTH
+    console = make_console()
     for report in reports:
         console.print(f"\nRank {report.rank}, pipeline stage {report.stage}")
         if report.fault:
@@ -228,8 +216,4 @@ def _bound(name: str, bound: Bound) -> Table:
 
 
 def _table(title: str, heads: list[str]) -> Table:
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
-    for head in heads:
-        words = head in ("phase", "pass", "kind", "group", "line", "for", "reached at", "most of it at line")
-        table.add_column(head, justify="left" if words else "right", overflow="fold")
-    return table
+    return make_table(title, heads, ("phase", "pass", "kind", "for", "line", "reached at"))

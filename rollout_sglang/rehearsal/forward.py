@@ -202,14 +202,9 @@ def find_wait_in_layers(phases: Sequence[Phase], layers: int) -> str:
 
 
 def _describe(phase: Phase) -> dict[str, Any]:
-    """Return a phase's figures for JSON: additional bytes at its peak, work, and host waits by line."""
-    return {
-        "phase": phase.name,
+    """Return a phase's figures for JSON: work, host waits by line, and additional bytes at its peak."""
+    return phase.as_json() | {
         "activation_bytes": max(phase.peak.nbytes - phase.held, 0),
-        "peak_at": {"operator": phase.peak.at, "line": phase.peak.line},
-        "operators": phase.operators,
         "bytes": phase.traffic,
-        "flops": dict(phase.flops),
-        "host_waits": [{"kind": kind, "line": line, "count": count} for (kind, line), count in phase.waits.most_common()],
         "sent_bytes": sum(phase.sent.values()),
     }

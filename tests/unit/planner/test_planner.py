@@ -28,7 +28,7 @@ from megatron_rl.errors import UserError
 from megatron_rl.kernels.linear.deep_gemm import DeepGemmBackend
 from megatron_rl.kernels.linear.transformer_engine import pad_scales
 from megatron_rl.planner import memory_by_phase, roofline
-from megatron_rl.planner.search import Planner, explain_rank
+from megatron_rl.planner.search import Planner
 from megatron_rl.planner.sync_traffic import estimate_sync_traffic
 from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.precision.fp8 import quantize_weight
@@ -333,14 +333,12 @@ def test_a_critic_has_a_phase_of_its_own_and_shares_the_device_by_turns():
     assert seconds[0].critic == 0 < seconds[1].critic < seconds[1].train + seconds[1].logprobs and seconds[0].train == seconds[1].train
 
 
-def test_the_search_ranks_what_fits_and_says_why():
+def test_the_search_ranks_what_fits():
     results = Planner(job(), NODE).search(3)
     assert len(results.ranked) == 3 and results.tried > 50
     steps = [verdict.seconds.step for verdict in results.ranked]
     assert steps == sorted(steps) and all(verdict.fits for verdict in results.ranked)
     assert len({(verdict.candidate.train, verdict.candidate.placement) for verdict in results.ranked}) == 3
-    assert explain_rank(results.ranked[0], results.ranked[0]).startswith("the fastest that fits")
-    assert explain_rank(results.ranked[1], results.ranked[0])[0] == "+"
 
 
 def test_an_engine_takes_several_nodes_where_one_cannot_hold_it():
@@ -429,7 +427,7 @@ def test_the_shipped_examples_fit_and_their_geometries_are_the_published_ones(mo
     config, out = ROOT / "configs" / f"{name}.toml", tmp_path / "plan.json"
     result = CliRunner().invoke(app, ["plan", str(config), "--top", "1", "--json", str(out), "--sbatch", str(tmp_path / "job.sbatch")])
     assert result.exit_code == 0, result.output
-    assert max(len(line) for line in result.stdout.splitlines()[1:] if not line.startswith("   --")) <= 120  # commands are not wrapped
+    assert max(len(line) for line in result.stdout.splitlines()[1:] if not re.match(r"\d+\. ", line)) <= 120  # commands are not wrapped
     plan = json.loads(out.read_text())
     assert plan["cluster"]["nodes"] == EXAMPLES[model] and plan["configured"] and plan["chosen"]["spare"] > 0
     batch = (tmp_path / "job.sbatch").read_text()
