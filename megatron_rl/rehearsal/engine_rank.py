@@ -36,9 +36,8 @@ class EngineRankReport:
     model: str
     """The engine's model class."""
     tensors: int
-    """Number of tensors that a sync fills."""
+    """Number of tensors that a sync fills, of `bytes`."""
     bytes: int
-    """Bytes of these tensors."""
     chunks: int
     """Number of chunks of a sync that were unpacked into these tensors."""
     planned: int

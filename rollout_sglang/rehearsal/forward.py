@@ -46,9 +46,8 @@ class ForwardRehearsal:
     fault: str = ""
     """The error that ended the passes (type, phase, line, message), a product in the wrong precision, or a wait in every layer; else ""."""
     captured: list[int] = field(default_factory=list)
-    """Batch sizes whose CUDA graphs were captured."""
+    """Batch sizes whose CUDA graphs were captured, of `capturable` in a run."""
     capturable: int = 0
-    """Number of batch sizes that SGLang captures in a run."""
     prefill_tokens: int = 0
     decode_requests: int = 0
     context: int = 0

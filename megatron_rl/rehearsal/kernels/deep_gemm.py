@@ -66,6 +66,7 @@ def k_grouped_fp8_gemm_nt_contiguous(
     """d[group] [m, n] += a[group] [m, k] @ b[group] [n, k]^T."""
     call = Call("deep_gemm.k_grouped_fp8_gemm_nt_contiguous", G=len(ks))
     call.check_all(locals(), "d [G M N] float32; grouped_layout [G] int32; c [* * *] float32")
+    assert c is not None
     m, n, total = call.sizes["M"], call.sizes["N"], sum(ks)
     call.require(tuple(recipe) == (1, 1, 128) and not any(k % 128 for k in ks), f"groups {list(ks)}, recipe {recipe}")
     numbers = a[0].numel(), b[0].numel()
