@@ -6,8 +6,8 @@ Triton gets a driver that only names the target. A launch compiles the kernel fo
 from __future__ import annotations
 
 import ast
+import itertools
 import os
-import re
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,13 +20,14 @@ PACKAGES = ("megatron_rl", "parallel", "rollout_sglang")
 
 
 def compile_all() -> str:
-    """Return the registers of every kernel. Raise AssertionError for a spill or a kernel that is never launched."""
+    """Compile every kernel and return a summary. Raise AssertionError for a spill or a kernel that is never launched."""
     compiled = intercept_launches()
     launch_all()
     missing = find_kernels() - compiled.keys()
     assert not missing, f"launch them in {Path(__file__).name}: {missing}"
-    used = {name: max(map(count_registers, kernels)) for name, kernels in compiled.items()}
-    return ", ".join(f"{name} {registers} registers in {len(compiled[name])} kinds" for name, registers in sorted(used.items()))
+    for kernel in itertools.chain(*compiled.values()):
+        check_spills(kernel)
+    return ", ".join(f"{name} in {len(kernels)} kinds" for name, kernels in sorted(compiled.items()))
 
 
 def intercept_launches() -> dict[str, list[Any]]:
@@ -124,13 +125,10 @@ def find_kernels(root: Path = ROOT) -> set[str]:
     return {node.name for node in jitted} - called
 
 
-def count_registers(kernel: Any) -> int:
-    """Return the registers per thread that Triton's assembler reports. Raise AssertionError if registers were spilled."""
+def check_spills(kernel: Any) -> None:
+    """Raise AssertionError if Triton's assembler reports that registers were spilled."""
     from triton.backends.nvidia.compiler import get_ptxas
 
     command = [get_ptxas(90).path, "-v", "--gpu-name=sm_90a", "-", "-o", os.devnull]
     report = subprocess.run(command, input=kernel.asm["ptx"], capture_output=True, text=True, check=True).stderr
     assert "0 bytes spill stores, 0 bytes spill loads" in report, f"{kernel.name} spills: {report}"
-    used = re.search(r"Used (\d+) registers", report)
-    assert used is not None, report
-    return int(used[1])

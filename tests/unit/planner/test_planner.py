@@ -280,8 +280,7 @@ def test_the_same_cut_on_the_same_gpus_moves_nothing_over_a_link():
     load = estimate_sync_traffic(job(), Candidate(Layout(tp=4, dp=2), 4, 1, 2), NODE)
     assert load.total["node"] == load.total["network"] == 0 < load.total["same"]
     apart = estimate_sync_traffic(job(), Candidate(Layout(tp=8), 8, 1, 1, "disaggregated"), Cluster.from_options(2, 8, "h100"))
-    assert apart.total["same"] == apart.total["node"] == 0 < apart.total["network"]
-    assert apart.seconds > apart.busiest["network"] / 50e9
+    assert apart.total["same"] == apart.total["node"] == 0 and apart.seconds > apart.busiest["network"] / 50e9 > 0
 
 
 def test_a_gpu_whose_memory_others_open_by_cuda_ipc_holds_a_context_of_each():
@@ -392,12 +391,10 @@ def test_what_is_suggested_passes_the_rules_of_train(overrides, placement):
     "candidate, nodes, problem",
     [
         (Candidate(Layout(tp=8, dp=4), 8, 1, 4), 4, ""),
-        (Candidate(Layout(tp=4), 4, 1, 1), 1, ""),
         (Candidate(Layout(tp=8, dp=2), 8, 1, 1), 2, "rollout.engines = 1: must be a multiple of the nodes with engines (2)"),
         (Candidate(Layout(tp=8, dp=4), 16, 1, 2, nodes_per_engine=2), 4, ""),
         (Candidate(Layout(tp=8), 16, 1, 1, "disaggregated", nodes_per_engine=2), 3, ""),
         (Candidate(Layout(tp=4, dp=3), 4, 1, 2), 2, "train.layout: needs 12 ranks (tp * cp * pp * dp), but this launch has 16; "),
-        (Candidate(Layout(tp=8), 8, 1, 3, "disaggregated"), 4, ""),
         (Candidate(Layout(tp=8), 4, 1, 3, "disaggregated"), 3, "rollout.engines = 3: must be a multiple of the nodes with engines (2)"),
         (Candidate(Layout(tp=4), 4, 1, 1, "disaggregated"), 1, "train.layout: needs 4 ranks (tp * cp * pp * dp), but this launch has 0; "),
     ],
@@ -408,14 +405,12 @@ def test_a_plan_says_what_no_batch_script_starts(candidate, nodes, problem):
 
 
 def test_a_plans_batch_file_says_how_many_nodes_the_engines_have(tmp_path):
-    file = tmp_path / "job.sbatch"
-    options = ["--nodes", "3", "--top", "1", "--sbatch", str(file), ALONE, "--rollout.tp=8", "--rollout.engines=2"]
+    options = ["--nodes", "3", "--top", "1", "--sbatch", str(tmp_path / "job.sbatch"), ALONE, "--rollout.tp=8", "--rollout.engines=2"]
     layout = ["--train.layout.tp=8", "--train.layout.dp=1"]
     result = CliRunner().invoke(app, ["plan", "configs/qwen3_8b.toml", *options, *layout])
-    assert result.exit_code == 0, result.output
-    batch = file.read_text()
+    batch = (tmp_path / "job.sbatch").read_text()
     assert "export ENGINE_NODES=2\nexec bash" in batch and "launch/slurm/disaggregated.sbatch" in batch and "does not start" not in batch
-    assert "--placement.max_staleness=1 --algorithm.correction=tis" in batch
+    assert result.exit_code == 0 and "--placement.max_staleness=1 --algorithm.correction=tis" in batch
 
 
 @pytest.mark.parametrize("model", EXAMPLES)
