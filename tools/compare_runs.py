@@ -39,8 +39,6 @@ _SVG_STYLE = Path(plots.__file__).with_name("style.html.j2")
 
 
 class Run(NamedTuple):
-    """One run of the comparison."""
-
     variant: str
     seed: int
     folder: Path

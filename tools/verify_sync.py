@@ -92,8 +92,6 @@ def build_trainer_tensors(task: VerifyTask, rank: int) -> dict[str, torch.Tensor
 
 
 class InProcessEngine(EngineStub):
-    """All engine ranks in this process."""
-
     def __init__(self, shards: Mapping[int, Sequence[Shard]], contract: PrecisionContract) -> None:
         self.ranks = {rank: EngineRankStub(make_stored_tensors(own, contract.format_of)) for rank, own in shards.items()}
 
@@ -153,7 +151,6 @@ def sync_and_compare(task: VerifyTask, rank: int) -> Any:
 
 
 def write_dump(task: VerifyTask, engine: InProcessEngine, folder: Path) -> None:
-    """Write the checkpoint tensors and the tensors of every engine rank as safetensors."""
     folder.mkdir(parents=True, exist_ok=True)
     source = {name: make_hf_tensor(task, tensor) for name, tensor in task.model.tensors().items()}
     save_file(source, folder / "hf.safetensors", metadata={"format": "pt"})

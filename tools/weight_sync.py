@@ -165,8 +165,6 @@ def make_random_tensors(setup: BenchSetup, rank: int, fp8: bool) -> dict[str, to
 
 
 class BenchCases:
-    """All measured cases, by name."""
-
     def __init__(self, setup: BenchSetup, rank: int, pipes: Sequence[Connection]) -> None:
         self.setup, self._pipes = setup, pipes
         self.named_tensors = {fp8: make_random_tensors(setup, rank, fp8) for fp8 in setup.precisions()}

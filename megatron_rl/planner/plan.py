@@ -17,8 +17,6 @@ from megatron_rl.planner.search import CandidateEstimate, Planner, SearchResult
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """Options of the command line."""
-
     path: Path
     """The configuration file."""
     overrides: tuple[str, ...]
@@ -45,7 +43,6 @@ class Plan:
 
     @property
     def configured(self) -> bool:
-        """Whether `chosen` is the configured layout."""
         return self.refusal is None and _is_configured(self.job.config)
 
 
@@ -77,7 +74,6 @@ def _is_configured(config: Config) -> bool:
 
 
 def _estimate_configured(planner: Planner) -> CandidateEstimate:
-    """Return the estimate of the configured layout. Raise UserError if it does not work."""
     job, cluster = planner.job, planner.cluster
     candidate = Candidate.from_config(job.config)
     candidate.check_on(cluster, job)

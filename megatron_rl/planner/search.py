@@ -53,8 +53,6 @@ class CandidateEstimate:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """Result of a search."""
-
     ranked: list[CandidateEstimate]
     """The fastest candidates that fit, best first."""
     tried: int

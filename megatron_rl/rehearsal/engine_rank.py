@@ -36,7 +36,7 @@ class EngineRankReport:
     model: str
     """The engine's model class."""
     tensors: int
-    """Number of tensors that a sync fills, of `bytes`."""
+    """Number of tensors that a sync fills. `bytes` is their size."""
     bytes: int
     chunks: int
     """Number of chunks of a sync that were unpacked into these tensors."""

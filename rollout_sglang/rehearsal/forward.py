@@ -46,7 +46,7 @@ class ForwardRehearsal:
     fault: str = ""
     """The error that ended the passes (type, phase, line, message), a product in the wrong precision, or a wait in every layer; else ""."""
     captured: list[int] = field(default_factory=list)
-    """Batch sizes whose CUDA graphs were captured, of `capturable` in a run."""
+    """Batch sizes whose CUDA graphs were captured. A run captures `capturable` of them."""
     capturable: int = 0
     prefill_tokens: int = 0
     decode_requests: int = 0
