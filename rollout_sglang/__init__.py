@@ -28,8 +28,8 @@ class SGLangLauncher:
 
         return SGLangEngine(EngineLaunchSpec(config, model_path, log_dir, number, empty))
 
-    def rehearsal_command(self, module: str) -> list[str]:
-        return [sys.executable, "-m", f"rollout_sglang.rehearsal.{module}"]
+    def rehearsal_command(self) -> list[str]:
+        return [sys.executable, "-m", "rollout_sglang.rehearsal.rank"]
 
 
 launch = SGLangLauncher()  # the entry point `sglang` of the group `megatron_rl.rollout`

@@ -102,8 +102,6 @@ Samples = dict[Turn, list[float]]
 
 
 class Case(NamedTuple):
-    """A model and a precision mode."""
-
     family: str
     mode: str
     folder: Path

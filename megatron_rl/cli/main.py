@@ -115,8 +115,7 @@ def plan(
     json: Annotated[Path | None, typer.Option(help="JSON file for the plan.")] = None,
     sbatch: Annotated[Path | None, typer.Option(help="SLURM batch file that starts the plan.")] = None,
 ) -> None:
-    """Estimate memory, step time, block alignment and weight sync of a run on a cluster, and rank layouts. Needs no GPU, and of the model
-    only config.json."""
+    """Estimate memory, step time and weight sync of a run on a cluster, and rank layouts. Needs no GPU and only the model's config.json."""
     with expected_errors():
         loaded_config: Config = load_config(config, overrides or [])
         from megatron_rl.cli.plan import PlanOptions, run_plan

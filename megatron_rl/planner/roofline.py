@@ -59,16 +59,6 @@ class StepTime:
         return (self.generate + self.trainer if self.colocated else max(self.generate, self.trainer)) + self.sync
 
 
-def compare_reductions(job: Workload, candidate: Candidate, cluster: Cluster) -> dict[str, float]:
-    """Return the seconds of a step without its sync for each value of `precision.reduction`."""
-    config, seconds = job.config, {}
-    for reduction in ("tree", "fast"):
-        precision = config.precision.model_copy(update={"reduction": reduction})
-        other = replace(job, config=config.model_copy(update={"precision": precision}))
-        seconds[reduction] = estimate_step_time(other, candidate, cluster).step
-    return seconds
-
-
 def estimate_step_time(job: Workload, candidate: Candidate, cluster: Cluster) -> StepTime:
     """Return the seconds of all phases except the sync."""
     return replace(_estimate_trainer(job, candidate.trainer_only, cluster), generate=estimate_generation(job, candidate, cluster))

@@ -27,8 +27,6 @@ _ALWAYS_KNOWN = {torch.ops.aten.index.Tensor}
 """Operators whose masks, which make shapes depend on values, are resolved before."""
 _BY_OFFSET = {torch.ops.aten.as_strided.default}
 """Views whose storage offset is an argument."""
-
-
 _PLAIN = {int, float, bool, str, type(None), torch.dtype, torch.device, torch.memory_format, torch.layout}
 
 
@@ -58,7 +56,7 @@ class Known:
 
 
 _known: dict[Any, Known] = {}
-"""Results by operator and description of its arguments, for all ranks of a process."""
+"""Results by operator and description of its arguments."""
 
 
 def describe(value: Any, tensors: list[torch.Tensor]) -> Any:

@@ -187,9 +187,8 @@ class EngineLauncher(Protocol):
         `empty`, the folder has only config.json and the tokenizer, and the engine refuses requests until the first sync has filled and
         proved its weights."""
 
-    def rehearsal_command(self, module: str) -> list[str]:
-        """Return the command of a rehearsal without a GPU: `rank` rehearses engine ranks (`megatron_rl.rehearsal.engine_rank`),
-        `signatures` compares the rehearsed kernels with the installed libraries (`megatron_rl.rehearsal.signatures`)."""
+    def rehearsal_command(self) -> list[str]:
+        """Return the command that rehearses engine ranks without a GPU (`megatron_rl.rehearsal.engine_rank`)."""
 
 
 def find_engine_launcher(name: str) -> EngineLauncher:

@@ -134,7 +134,7 @@ def _run(folder: Path, name: str) -> Any:
     if plant:
         plant()
     with describe_job(config) as (arguments, chunks):
-        return asdict(run_rank(arguments, config, asdict(GPUS["h100"]), 0, chunks(0), True))
+        return run_rank(arguments, config, asdict(GPUS["h100"]), 0, chunks(0), True)
 
 
 def main(folder: Path, names: list[str]) -> None:

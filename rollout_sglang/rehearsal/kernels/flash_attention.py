@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from megatron_rl.rehearsal.device import value_of
-from rollout_sglang.rehearsal.kernels.match import Call
+from megatron_rl.rehearsal.kernels.match import Call
 
 _TYPES = "half|float8_e4m3fn"
 _LARGEST_HEAD = 256

@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron_rl.rehearsal.device import set_value, value_of
 from megatron_rl.rehearsal.kernels import RefusedKernelError
-from rollout_sglang.rehearsal.kernels.match import Call, Kernel
+from megatron_rl.rehearsal.kernels.match import Call, Kernel
 
 
 class _Module:

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from megatron_rl.rehearsal.fake_cuda import current_device
+from megatron_rl.rehearsal.kernels.match import HALF, Call
 from rollout_sglang.rehearsal.kernels import flash_attention
-from rollout_sglang.rehearsal.kernels.match import HALF, Call
 
 
 def install() -> None:

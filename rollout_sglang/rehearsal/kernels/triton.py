@@ -11,8 +11,8 @@ import torch.nn.functional as F
 
 from megatron_rl.rehearsal.device import set_value, value_of
 from megatron_rl.rehearsal.kernels import RefusedKernelError
+from megatron_rl.rehearsal.kernels.match import Call, Kernel
 from megatron_rl.rehearsal.kernels.triton import JitFunction, install_into
-from rollout_sglang.rehearsal.kernels.match import Call, Kernel
 
 Given = Mapping[str, Any]
 

@@ -9,9 +9,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from megatron_rl.rehearsal import collectives, fake_cuda, kernels
 from megatron_rl.rehearsal.device import FakeGpu
 from megatron_rl.rehearsal.kernels import RefusedKernelError
+from megatron_rl.rehearsal.kernels.match import Call
 from megatron_rl.rehearsal.recorder import Recorder
 from rollout_sglang.rehearsal.kernels import jit, triton
-from rollout_sglang.rehearsal.kernels.match import Call
 
 BF16 = torch.bfloat16
 

@@ -1,4 +1,4 @@
-"""Checks of tensors as SGLang's kernels make them (`sgl_kernel/tensor.h`), and kernels that are described by such checks."""
+"""Checks of the tensors of a kernel's call, and kernels that are described by such checks."""
 
 from __future__ import annotations
 

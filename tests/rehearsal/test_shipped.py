@@ -1,6 +1,6 @@
-"""The shipped configurations with several stages, and a dense one with four, run without GPUs and take the planned memory.
+"""The shipped configurations, and a dense one with four stages, run without GPUs and take the planned memory.
 
-The default tests rehearse the last rank, the long tests all kinds of ranks and the engines.
+The default tests rehearse the 8B with its engines and the last rank of others, the long tests all kinds of ranks and all engines.
 """
 
 from __future__ import annotations
@@ -34,10 +34,14 @@ def test_the_last_rank_runs_and_waits_once_a_layer_for_what_experts_get(last_ran
     assert {entry["group"] for entry in update["collectives"] if entry["kind"] == "all-to-all"} == EXCHANGES[name]
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(("name", "stages"), [("qwen3_30b_a3b", [1, 0]), ("qwen3_235b_a22b", [15, 0, 1])])
+LONG = [("qwen2_5_32b", [0]), ("qwen3_30b_a3b", [1, 0]), ("qwen3_235b_a22b", [15, 0, 1])]
+
+
+@pytest.mark.parametrize(("name", "stages"), [("qwen3_8b", [0]), *(pytest.param(*case, marks=pytest.mark.long) for case in LONG)])
 def test_all_kinds_of_ranks_and_engines_run(name, stages, tmp_path):
     found = rehearse_shipped(name, tmp_path)
     assert [rank["stage"] for rank in found["trainer"]] == stages and len(found["engine"]) == 2
     for rank in found["trainer"]:
         check_aims(rank)
+        waits = [wait["in_micro_batches"] for phase in rank["phases"] for wait in phase["host_waits"]]
+        assert stages != [0] or not any(waits), "a dense model's host waits for nothing within micro-batches"
