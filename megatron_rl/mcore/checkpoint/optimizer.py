@@ -189,8 +189,7 @@ def fill_in_place(sharded: Any) -> Any:
 
     def merge(parts: Any) -> torch.Tensor:
         is_filled = isinstance(parts, list) and parts[0].data_ptr() == sharded.data.data_ptr()
-        merged: torch.Tensor = sharded.data if is_filled else sharded.merge_fn(parts)
-        return merged
+        return sharded.data if is_filled else sharded.merge_fn(parts)
 
     return replace(sharded, merge_fn=merge)
 

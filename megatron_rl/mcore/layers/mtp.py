@@ -95,8 +95,7 @@ class LookaheadLayer(MultiTokenPredictionLayer):
 
     def _checkpointed_forward(self, forward_func: Any, hidden_states: Any, decoder_input: Any, **options: Any) -> torch.Tensor:
         """Replace Megatron's version, which saves all options as tensors; packed-sequence parameters are not tensors."""
-        result: torch.Tensor = tensor_parallel.checkpoint(partial(forward_func, **options), False, hidden_states, decoder_input)
-        return result
+        return tensor_parallel.checkpoint(partial(forward_func, **options), False, hidden_states, decoder_input)
 
 
 class LookaheadModel(GPTModel):

@@ -23,8 +23,7 @@ def exchange_heads(mixed: torch.Tensor, queries: int, dim: int, ranks: int, grou
         mixed: [..., (queries + 2) * dim / ranks], this rank's part of `queries` heads of `dim`, a key head and a value head.
         ranks: number of consecutive ranks of `group` that share the head group.
     """
-    result: torch.Tensor = _Exchange.apply(mixed, Cut(queries, dim, ranks, group.rank() % ranks), group)
-    return result
+    return _Exchange.apply(mixed, Cut(queries, dim, ranks, group.rank() % ranks), group)
 
 
 class Cut:

@@ -54,8 +54,7 @@ class _End(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, exchange: Exchange, start: Start) -> torch.Tensor:
         ctx.exchange, ctx.start, ctx.shape = exchange, start, x.shape
-        result: torch.Tensor = exchange.end()
-        return result
+        return exchange.end()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
@@ -65,14 +64,12 @@ class _End(torch.autograd.Function):
 
 def begin_exchange(x: torch.Tensor, exchange: Exchange, start: Start, shape: Sequence[int]) -> torch.Tensor:
     """Start to exchange x. Return a placeholder of `shape` for the result; x's gradient is awaited in the backward pass."""
-    result: torch.Tensor = _Begin.apply(x, exchange, start, shape)
-    return result
+    return _Begin.apply(x, exchange, start, shape)
 
 
 def end_exchange(x: torch.Tensor, exchange: Exchange, start: Start) -> torch.Tensor:
     """Wait for the exchange behind the placeholder x and return its result. `start` starts the gradient's exchange."""
-    result: torch.Tensor = _End.apply(x, exchange, start)
-    return result
+    return _End.apply(x, exchange, start)
 
 
 def exchange_rows(tensors: Sequence[torch.Tensor], sent: Sequence[int], received: Sequence[int], group: Any) -> list[torch.Tensor]:

@@ -66,5 +66,4 @@ class AbsorbedLinear(ColumnParallelLinear):
         return self.read_values(dtype)
 
     def read_values(self, dtype: torch.dtype) -> torch.Tensor:
-        values: torch.Tensor = take_weight(self.weight).to(dtype)
-        return values
+        return take_weight(self.weight).to(dtype)

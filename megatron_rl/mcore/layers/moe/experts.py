@@ -283,16 +283,14 @@ class EvenDispatcher(Dispatcher):
         experts]; they are sorted when they are spread to the experts."""
         self.as_received = self.num_local_experts > 1 and self.tp_size == 1 and self.experts.runs_grouped
         if not self.as_received:
-            found: tuple[torch.Tensor, ...] = super().dispatch_postprocess(global_input_tokens, global_probs)
-            return found
+            return super().dispatch_postprocess(global_input_tokens, global_probs)
         if self.shared_experts is not None:
             self.shared_experts.linear_fc1_forward_and_act(global_input_tokens)
         return global_input_tokens, self.num_global_tokens_per_local_expert, global_probs
 
     def combine_preprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Return the experts' outputs in the order in which tokens were received."""
-        result: torch.Tensor = hidden_states if self.as_received else super().combine_preprocess(hidden_states)
-        return result
+        return hidden_states if self.as_received else super().combine_preprocess(hidden_states)
 
     def combine_postprocess(self, permutated_local_input_tokens: torch.Tensor) -> torch.Tensor:
         """Return [s, b, h] of the weighted outputs [n k, h] of this rank's tokens, in the order of `dispatch_preprocess`."""
