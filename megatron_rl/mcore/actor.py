@@ -27,8 +27,7 @@ from megatron_rl.mcore.layers.mtp import Lookahead, copy_embedding
 from megatron_rl.mcore.names import ModelChunks, get_model_chunks, global_name, iter_modules
 from megatron_rl.mcore.optim.buckets import finish_gathers, start_gathers, wrap_chunks
 from megatron_rl.mcore.optim.master_slices import flatten_chained
-from megatron_rl.mcore.optim.offload import OptimizerOffloader
-from megatron_rl.mcore.optim.optimizer import LearningRateSchedule, build_optimizer
+from megatron_rl.mcore.optim.optimizer import LearningRateSchedule, OptimizerOffloader, build_optimizer
 from megatron_rl.mcore.optim.quantizing_optimizer import check_finite
 from megatron_rl.mcore.optim.step_response import StepResponse
 from megatron_rl.mcore.passes import reduce
@@ -225,7 +224,7 @@ class Actor(Policy):
         self.offloader = OptimizerOffloader(self._forward_chunks, self.optimizer, self._device)
 
     def offload_optimizer(self) -> None:
-        """Free the device memory that only `update` needs (`mcore.optim.offload`). No effect on a CPU."""
+        """Free the device memory that only `update` needs (`OptimizerOffloader`). No effect on a CPU."""
         if self._device.type != "cpu":
             free_frozen_operands(self.chunks)
             get_global_memory_buffer().buffer.clear()  # buffers in which Megatron's layers gather their inputs

@@ -190,7 +190,7 @@ def compare_with_baseline(architecture: dict[str, Any], on_gpu: bool) -> float:
     start_megatron(Layout(), seed=0)
     try:
         model = make_model(architecture, PrecisionConfig(mode="bf16", reduction="fast"))
-        plain = {} if on_gpu else {"layers_of": lambda config: build_decoder_spec(config, quantized=False), "fusions": {}}
+        plain = {} if on_gpu else {"layers_of": build_decoder_spec, "fusions": {}}
         baseline = build_baseline(architecture, **plain)
         copy_weights(baseline, model)
         samples = make_samples(512, length=128)

@@ -124,7 +124,7 @@ class _SlicedTensor:
     @torch.no_grad()
     def gather(self) -> torch.Tensor | None:
         """Return the whole tensor on its owner and None elsewhere; in host memory unless it is unsharded. Collective. Slices may be
-        offloaded to host memory (`mcore.optim.offload`), so pieces pass through the device one at a time."""
+        offloaded to host memory (`mcore.optim.optimizer`), so pieces pass through the device one at a time."""
         values, group = self.slice.values, self.slice.group
         if group.size() == 1:
             return self.allocate()

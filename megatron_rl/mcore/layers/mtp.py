@@ -36,7 +36,7 @@ from megatron_rl.mcore.layers.attention.core_attention import CoreAttention
 from megatron_rl.mcore.layers.linear.high_precision import PlainColumnParallelLinear
 from megatron_rl.mcore.layers.linear.output_layer import score_positions
 from megatron_rl.mcore.layers.norms import RMSNorm
-from megatron_rl.mcore.layers.spec import build_last_layer_spec
+from megatron_rl.mcore.layers.spec import build_layer_spec
 from megatron_rl.mcore.names import override
 from megatron_rl.mcore.passes.context_parallel import ContextShard
 from megatron_rl.mcore.passes.logprobs import ScoredPositions, Targets
@@ -104,12 +104,12 @@ class LookaheadModel(GPTModel):
 
     _lookahead = PerMicroBatch()
 
-    def __init__(self, quantized: bool, **options: Any) -> None:
+    def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self._embedding_copy: list[LanguageModelEmbedding] = []  # in a list, so that it is not a submodule that is saved or stepped
         if not self.post_process:
             return
-        self.mtp = MultiTokenPredictionBlock(self.config, _build_spec(self.config, quantized), self.vp_stage)
+        self.mtp = MultiTokenPredictionBlock(self.config, _build_spec(self.config), self.vp_stage)
         for parameter in self.mtp.parameters():
             parameter.shared = True  # excludes the parameter from Megatron's gradient norm
         for core in (module for module in self.mtp.modules() if isinstance(module, CoreAttention)):
@@ -119,7 +119,7 @@ class LookaheadModel(GPTModel):
             self._embedding_copy.append(copy.requires_grad_(False))
 
     def _postprocess(self, hidden_states: torch.Tensor, **options: Any) -> torch.Tensor:
-        result: torch.Tensor = super()._postprocess(hidden_states, **options)
+        result = super()._postprocess(hidden_states, **options)
         if self.post_process and self._lookahead is not None:
             self._predict(self._lookahead, hidden_states, options)
         return result
@@ -151,13 +151,13 @@ def copy_embedding(chunks: list[Any]) -> None:
     dist.broadcast(embedding.word_embeddings.weight.data, group=parallel_state.get_embedding_group(), group_src=0)
 
 
-def _build_spec(config: Any, quantized: bool) -> MultiTokenPredictionBlockSubmodules:
+def _build_spec(config: Any) -> MultiTokenPredictionBlockSubmodules:
     """Return the spec of the MTP block: decoder layers like the model's last ones, and a high-precision projection."""
     parts = MultiTokenPredictionLayerSubmodules(
         enorm=RMSNorm,
         hnorm=RMSNorm,
         eh_proj=PlainColumnParallelLinear,
-        transformer_layer=build_last_layer_spec(config, quantized),
+        transformer_layer=build_layer_spec(config, config.num_moe_experts),
         layer_norm=RMSNorm,
     )
     return MultiTokenPredictionBlockSubmodules([ModuleSpec(LookaheadLayer, submodules=parts)] * config.trained_mtp_layers)
