@@ -32,9 +32,8 @@ _CRITIC = "critic."  # prefix of the names of the critic's tensors
 
 
 class CheckpointWriter:
-    """Writes one checkpoint. The constructor returns once the tensors are copied; `finish` publishes the folder. Collective.
-
-    The constructor and `finish` raise RunError on every rank if writing fails; earlier checkpoints stay.
+    """Writes one checkpoint. The constructor returns once the tensors are copied; `finish` publishes the folder. Both are collective and
+    raise RunError on every rank if writing fails; earlier checkpoints stay.
 
     Args:
         source: Hugging Face folder of the model; its tokenizer and MTP layers are copied.
@@ -74,7 +73,10 @@ class CheckpointWriter:
             with errors_on_all_ranks():
                 # with LoRA, MTP layers are in the base model; trained ones are in `mcore/`
                 has_mtp_elsewhere = list_adapted_layers(model) or get_model_chunks(model)[0].config.trained_mtp_layers
-                copies = [] if has_mtp_elsewhere else [_open_copy(source, hf_config)]
+                try:
+                    copies = [] if has_mtp_elsewhere else [MTPCopy(source, hf_config, *get_rank_and_size())]
+                except UserError as error:  # the folder was valid when the run started
+                    raise RunError(str(error)) from None
             self._async_save = AsyncSave(self._temporary, sharded, live, [*copies, *files])
 
     def is_written(self) -> bool:
@@ -112,13 +114,6 @@ class CheckpointWriter:
         files |= checkpoints.checksum_files(self._temporary, others)
         checkpoints.write_state(self._temporary, {**self._state, "files": dict(sorted(files.items()))})
         checkpoints.publish(self._temporary, self.folder, self._keep)
-
-
-def _open_copy(source: Path, hf_config: dict[str, Any]) -> MTPCopy:
-    try:
-        return MTPCopy(source, hf_config, *get_rank_and_size())
-    except UserError as error:  # the folder was valid when the run started
-        raise RunError(str(error)) from None
 
 
 def _shard_for_save(model: ModelChunks, optimizer: Any, prefix: str = "") -> tuple[dict[str, Any], int | None, list[torch.Tensor]]:

@@ -146,9 +146,6 @@ class AddBeforeNorm(MegatronModule):
 
     _norm: tuple[RMSNorm, ...] = ()  # in a tuple, so that it is not a submodule
 
-    def __init__(self, config: TransformerConfig) -> None:
-        super().__init__(config)
-
     def forward(self, training: bool, fused: bool) -> AddFn:
         plain = get_bias_dropout_add(training, fused)
 
@@ -167,9 +164,8 @@ def connect_norms(model: GPTModel) -> None:
     layer ends with its own stream, so its last addition has no norm."""
     layers: list[Any] = list(model.decoder.layers)
     for number, layer in enumerate(layers):
-        layer.bias_dropout_add_exec_handler = (
-            nullcontext  # Megatron enables gradients even in no_grad passes, which would keep a graph of all layers
-        )
+        # Megatron enables gradients even in no_grad passes, which would keep a graph of all layers
+        layer.bias_dropout_add_exec_handler = nullcontext
         if isinstance(layer.self_attention, SelfAttention) and isinstance(layer.self_attention.linear_qkv, QuantizedColumnParallelLinear):
             layer.input_layernorm.fusion = NormFusion(layer.self_attention.linear_qkv)
         if isinstance(layer.mlp, MLP) and isinstance(layer.mlp.linear_fc1, QuantizedColumnParallelLinear) and not layer.recompute_mlp:

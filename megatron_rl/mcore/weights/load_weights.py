@@ -96,12 +96,9 @@ def _read_master(checkpoint: HFCheckpoint, shard: Shard, layer: QuantizedLinear,
 
 def _read_values(checkpoint: HFCheckpoint, shard: Shard, into: torch.Tensor, spread: MasterSpread | None) -> torch.Tensor:
     """Fill `into` [N, K] with a shard's values, or with the masters that `spread` draws for them, and return it."""
+    read = partial(spread.read, checkpoint) if spread else checkpoint.read_into
     for region in shard.regions:
-        part = view_rect(into, region.shard_rect)
-        if spread:
-            spread.read(checkpoint, region, part)
-        else:
-            checkpoint.read_into(region, part)
+        read(region, view_rect(into, region.shard_rect))
     return into
 
 

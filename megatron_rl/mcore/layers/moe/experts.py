@@ -51,7 +51,8 @@ class OutputWeightedExperts(SequentialMLP):
             return run_experts(permuted_local_hidden_states, permuted_probs, groups, *self._layers, gives_turn), None
         counts = tokens_per_expert.tolist()  # on the host already: the dispatcher waits for them once per layer
         tokens = permuted_local_hidden_states.split(counts)
-        y = torch.cat([_run_expert(mlp, x) for mlp, x in zip(self.local_experts, tokens, strict=True)])
+        pairs = zip(self.local_experts, tokens, strict=True)
+        y = torch.cat([batch_invariant.apply_with_min_rows(lambda rows, mlp=mlp: mlp(rows)[0], x) for mlp, x in pairs])
         if self.config.sums_by_tree and self.tp_group.size() > 1:
             y, added = self._sum_adapters(y, counts, permuted_local_hidden_states.dtype)
             return _WeightedSum.apply(y, permuted_probs, self.tp_group, permuted_local_hidden_states.dtype, added), None
@@ -111,11 +112,6 @@ def free_frozen_operands(model: ModelChunks) -> None:
         for linear in experts._grouped or ():
             if not any(layer.weight.requires_grad for layer in linear.layers):
                 linear.free_operand()
-
-
-def _run_expert(mlp: Any, x: torch.Tensor) -> torch.Tensor:
-    """Run one expert's MLP on any number of tokens."""
-    return batch_invariant.apply_with_min_rows(lambda rows: mlp(rows)[0], x)
 
 
 class _Weigh(torch.autograd.Function):
@@ -196,7 +192,7 @@ class MixtureOfExperts(MoELayer):
 
     def postprocess(self, output: torch.Tensor, shared_expert_output: torch.Tensor | None) -> torch.Tensor:
         """Return the layer's output and drop the dispatcher's references, which would keep the activations of a recomputed layer alive."""
-        result: torch.Tensor = super().postprocess(output, shared_expert_output)
+        result = super().postprocess(output, shared_expert_output)
         for name in ("probs", "routing_map", "reversed_local_input_permutation_mapping", "order"):
             setattr(self.token_dispatcher, name, None)
         return result
