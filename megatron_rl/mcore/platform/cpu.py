@@ -8,10 +8,12 @@ names the Megatron code that needs it. All patches of Megatron are here, except 
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.metadata
 import logging
 import sys
 import time
+from functools import partial
 from typing import Any
 
 import torch
@@ -125,20 +127,12 @@ def _patch_device_literals() -> None:
     from torch.utils import _device
 
     _device._device_constructors()  # caches the originals, which `with torch.device(...)` (used by transformers) knows by identity
+
+    def on_cpu(factory: Any, *args: Any, device: Any = None, pin_memory: bool = False, **kwargs: Any) -> Any:
+        return factory(*args, device=_CPU if str(device).startswith("cuda") else device, **kwargs)
+
     for name in ("tensor", "zeros", "ones"):
-        setattr(torch, name, _on_cpu(getattr(torch, name)))
-
-
-def _on_cpu(factory: Any) -> Any:
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        device = kwargs.get("device")
-        if device is not None and str(device).startswith("cuda"):
-            kwargs["device"] = _CPU
-        kwargs.pop("pin_memory", None)
-        return factory(*args, **kwargs)
-
-    wrapped.__name__ = factory.__name__
-    return wrapped
+        setattr(torch, name, functools.update_wrapper(partial(on_cpu, getattr(torch, name)), getattr(torch, name)))
 
 
 def _patch_tensor_methods() -> None:
@@ -214,29 +208,20 @@ def _patch_lone_replicas() -> None:
     # gradient and parameter buckets of a single replica: gloo would copy them, NCCL leaves them in place
     import megatron.core.distributed.param_and_grad_buffer as buffers
 
-    def skip_if_alone(collective: Any) -> Any:
-        def wrapped(*args: Any, group: Any, async_op: bool, **kwargs: Any) -> Any:
-            if group.size() > 1 or async_op:
-                return collective(*args, group=group, async_op=async_op, **kwargs)
-            return None
+    def skip_if_alone(collective: Any, *args: Any, group: Any, async_op: bool, **kwargs: Any) -> Any:
+        return collective(*args, group=group, async_op=async_op, **kwargs) if group.size() > 1 or async_op else None
 
-        return wrapped
-
-    buffers.dist_all_gather_func = skip_if_alone(buffers.dist_all_gather_func)
-    buffers.dist_reduce_scatter_func = skip_if_alone(buffers.dist_reduce_scatter_func)
+    for name in ("dist_all_gather_func", "dist_reduce_scatter_func"):
+        setattr(buffers, name, partial(skip_if_alone, getattr(buffers, name)))
 
 
 def _patch_linear_products() -> None:
     # forward products of unquantized linear layers: long BF16 sums depend on the number of rows
     import megatron.core.tensor_parallel.layers as layers
 
-    for function in (layers.LinearWithFrozenWeight, layers.LinearWithGradAccumulationAndAsyncCommunication):
-        function.forward = staticmethod(_with_invariant_matmuls(function.forward))
-
-
-def _with_invariant_matmuls(forward: Any) -> Any:
-    def wrapped(*args: Any) -> Any:
+    def multiply(forward: Any, *args: Any) -> Any:
         with InvariantMatmuls():
             return forward(*args)
 
-    return wrapped
+    for function in (layers.LinearWithFrozenWeight, layers.LinearWithGradAccumulationAndAsyncCommunication):
+        function.forward = staticmethod(partial(multiply, function.forward))

@@ -212,8 +212,7 @@ class ModelRouters:
 
     def __init__(self, chunks: list[GPTModel]) -> None:
         config = chunks[0].config
-        self.replay_enabled = False
-        self._chunks = chunks
+        self._chunks, self.replay_enabled = chunks, False
         self._stats: RoutingStats | None = None
         self._tp = config.tensor_model_parallel_size if config.sequence_parallel else 1
         self._replays = [[module.router_replay for module in chunk.modules() if isinstance(module, Router)] for chunk in chunks]
@@ -239,8 +238,7 @@ class ModelRouters:
         own_indices = self._select_own(token_indices)
         recorded = self._select_own(experts) if len(experts) else None
         batch = RoutedMicroBatch(own_indices, own_indices < 0, empty, recorded, self.replay_enabled, self._stats, known)
-        # MTP layers have no record
-        ahead = replace(batch, routed_experts=None, replay=False, stats=None, known=UNKNOWN)
+        ahead = replace(batch, routed_experts=None, replay=False, stats=None, known=UNKNOWN)  # MTP layers have no record
         batches = [batch if replay.router.layer_number <= self.shape.num_layers else ahead for replay in replays]
         for replay, own in zip(replays, batches, strict=True):
             replay.forward_batch = own
