@@ -6,8 +6,8 @@ The loss is the cross-entropy of the response tokens. Hidden state, embedding an
 `detach_encoder` and in AReaL: the policy's pass, loss and gradient are the same bits as without MTP. The gradient norm for clipping
 excludes MTP layers, and only the forward pass of a training step runs them.
 
-Megatron rolls tokens and labels itself and computes the loss inside the model. Here a `Lookahead` is built from the whole micro-batch
-beforehand, which needs no communication between context-parallel ranks, and logits only for response tokens.
+Megatron would roll tokens and labels itself. Here a `Lookahead` is built from the whole micro-batch beforehand, which needs no
+communication between context-parallel ranks, and logits only for response tokens.
 """
 
 from __future__ import annotations
@@ -82,12 +82,7 @@ class LookaheadLayer(MultiTokenPredictionLayer):
     """Megatron's MTP layer with given input tokens: `input_ids` [remaining layers, t / cp]."""
 
     def _get_embeddings(
-        self,
-        input_ids: torch.Tensor,
-        position_ids: torch.Tensor,
-        embedding: Any,
-        hidden_states: torch.Tensor,
-        packed_seq_params: Any = None,
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor, embedding: Any, hidden_states: torch.Tensor, **_: Any
     ) -> tuple[torch.Tensor, ...]:
         with torch.no_grad():
             embedded = embedding(input_ids=input_ids[:1], position_ids=position_ids)
@@ -125,12 +120,11 @@ class LookaheadModel(GPTModel):
         return result
 
     def _predict(self, ahead: Lookahead, hidden_states: torch.Tensor, options: dict[str, Any]) -> None:
-        kept = ("position_ids", "attention_mask", "rotary_pos_emb", "packed_seq_params")
         states = self.mtp(
             input_ids=ahead.tokens,
             hidden_states=hidden_states.detach().requires_grad_(),  # a recomputed layer has gradients only if its input requires one
             embedding=self._embedding_copy[0] if self._embedding_copy else self.embedding,
-            **{name: options[name] for name in kept},
+            **{name: options[name] for name in ("position_ids", "attention_mask", "rotary_pos_emb", "packed_seq_params")},
         )
         weight = self.output_layer.weight.detach()
         for state, scored, tokens in zip(states.chunk(1 + len(ahead.scored))[1:], ahead.scored, ahead.targets, strict=True):

@@ -105,17 +105,15 @@ class NormFusion:
         self._kept: tuple[torch.Tensor, Normed] | None = None
 
     def applies(self, norm: RMSNorm, x: torch.Tensor) -> bool:
-        """Return whether this pass fuses the norm of x. This requires a backend that can, no replaced forward pass
-        (`mcore.passes.engine_emulation`), and no hook that observes the result. Under sequence parallelism, ranks must gather bytes."""
+        """Return whether this pass fuses the norm of x. This requires a backend that can, and no hook that observes the result. Under
+        sequence parallelism, ranks must gather bytes."""
         layer, tokens = self.layer, x.shape[:-1].numel()
         gathers = layer.sequence_parallel and layer.tp_group.size() > 1
         return (
             is_fused(x)
             and x.dtype == norm.weight.dtype == torch.bfloat16
             and hasattr(layer.backend, "quantize_norm")
-            and layer.quantization_enabled
-            and "_forward_impl" not in vars(layer)
-            and not layer._forward_hooks
+            and layer.can_fuse
             and not norm._forward_hooks
             and (not gathers or (can_gather(layer.backend, tokens) and (tokens % BLOCK == 0 or not self._trains)))
         )

@@ -20,8 +20,6 @@ from parallel.adapters import ENGINE_FILE, is_adapter
 from parallel.model_geometry import ModelGeometry
 from parallel.shards import take_all
 
-_PREFIX, _WEIGHTS = "base_model.model.", "adapter_model.safetensors"
-
 
 def holds_adapters(folder: Path) -> bool:
     """Return whether a checkpoint holds adapters only."""
@@ -55,9 +53,20 @@ def export_adapters(folder: Path, output: Path) -> None:
     lora = read_settings(state)
     geometry = _read_geometry(folder, lora)
     tensors = _read_adapters(geometry, RunWeights(folder, geometry))
+    description = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": state["base"],
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "target_modules": sorted({name.split(".lora_")[0].rsplit(".", 1)[-1] for name in tensors}),
+        "inference_mode": True,
+    }
     with atomic_folder(output) as temporary:
-        write_file(temporary / _WEIGHTS, tensors)
-        (temporary / "adapter_config.json").write_text(json.dumps(_describe(lora, state["base"], list(tensors)), indent=2) + "\n")
+        write_file(temporary / "adapter_model.safetensors", tensors)
+        (temporary / "adapter_config.json").write_text(json.dumps(description, indent=2) + "\n")
 
 
 def _read_adapters(geometry: ModelGeometry, weights: RunWeights) -> dict[str, torch.Tensor]:
@@ -69,21 +78,7 @@ def _read_adapters(geometry: ModelGeometry, weights: RunWeights) -> dict[str, to
             if name.endswith(".lora_B"):
                 a = weights.read_values(by_name[name.removesuffix("B") + "A"].pieces[0])
                 for tensor in {piece.tensor for piece in up.pieces}:
-                    peft = _PREFIX + tensor.name
+                    peft = f"base_model.model.{tensor.name}"
                     tensors[peft.replace(".lora_B.", ".lora_A.")] = a.clone()
                     tensors[peft] = weights.read_values(take_all(tensor)).clone()
     return tensors
-
-
-def _describe(lora: LoraConfig, base: str, names: list[str]) -> dict[str, Any]:
-    return {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base,
-        "r": lora.rank,
-        "lora_alpha": lora.alpha,
-        "lora_dropout": 0.0,
-        "bias": "none",
-        "target_modules": sorted({name.split(".lora_")[0].rsplit(".", 1)[-1] for name in names}),
-        "inference_mode": True,
-    }

@@ -31,25 +31,16 @@ class PackedSelfAttention(SelfAttention):
 
     _rotation = PerMicroBatch()  # rotation of the current forward pass, if this class rotates instead of Megatron
 
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        attention_mask: Any,
-        *args: Any,
-        rotary_pos_emb: Any = None,
-        packed_seq_params: Any = None,
-        **options: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def forward(self, hidden_states: torch.Tensor, attention_mask: Any, *args: Any, **options: Any) -> tuple[torch.Tensor, Any]:
         """Return the output of Megatron's layer. On a GPU, packed rows are rotated here."""
-        if packed_seq_params is not None and rotary_pos_emb is not None and rope.rotates_rows(hidden_states):
-            angles, interleaved = rotary_pos_emb[:, 0, 0], self.config.rotary_interleaved  # Megatron's angles are repeated twice
+        row, repeated = options.get("packed_seq_params"), options.get("rotary_pos_emb")
+        if row is not None and repeated is not None and rope.rotates_rows(hidden_states):
+            angles, interleaved = repeated[:, 0, 0], self.config.rotary_interleaved  # Megatron's angles are repeated twice
             once = angles[:, ::2] if interleaved else angles[:, : angles.shape[1] // 2]
-            self._rotation = packed_seq_params.make_rotation(once, interleaved)
-            rotary_pos_emb = None
+            self._rotation = row.make_rotation(once, interleaved)
+            options["rotary_pos_emb"] = None
         try:
-            return super().forward(
-                hidden_states, attention_mask, *args, rotary_pos_emb=rotary_pos_emb, packed_seq_params=packed_seq_params, **options
-            )
+            return super().forward(hidden_states, attention_mask, *args, **options)
         finally:
             self._rotation = None
 

@@ -113,6 +113,11 @@ class QuantizedLinear(WeightLayer):
         self.scale, self.cached_operand = scale, None
 
     @property
+    def can_fuse(self) -> bool:
+        """Whether kernels may skip this layer's own pass: none replaces it (`mcore.passes.engine_emulation`), no hook observes it."""
+        return self.quantization_enabled and "_forward_impl" not in vars(self) and not self._forward_hooks  # type: ignore[attr-defined]
+
+    @property
     def backend(self) -> Backend:
         """The backend of the matrix products."""
         return make_backend(self.config.linear_backend, self.format)
@@ -204,16 +209,10 @@ class QuantizedReplicatedLinear(QuantizedLinear, ReplicatedLinear):
 
 
 def can_fuse_swiglu(first: Any, second: Any) -> bool:
-    """Return whether the second layer's quantization can compute the SwiGLU between two linear layers. This requires that there is no bias,
-    that the backend supports it, that no forward pass is replaced (`mcore.passes.engine_emulation`), and that no hook observes the
-    intermediate result."""
-    return (
-        isinstance(first, QuantizedColumnParallelLinear)
-        and isinstance(second, QuantizedRowParallelLinear)
-        and first.bias is None
-        and hasattr(second.backend, "quantize_swiglu")
-        and all(layer.quantization_enabled and "_forward_impl" not in vars(layer) and not layer._forward_hooks for layer in (first, second))
-    )
+    """Return whether the second layer's quantization can compute the SwiGLU between two linear layers. This requires that there is no bias
+    and that the backend supports it."""
+    pair = isinstance(first, QuantizedColumnParallelLinear) and isinstance(second, QuantizedRowParallelLinear) and first.bias is None
+    return pair and hasattr(second.backend, "quantize_swiglu") and first.can_fuse and second.can_fuse
 
 
 def find_quantized_layers(model: torch.nn.Module) -> dict[str, QuantizedLinear]:

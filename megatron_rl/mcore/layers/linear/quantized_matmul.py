@@ -69,13 +69,7 @@ class QuantizedMatmul(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        product: Product,
-        gate_up: torch.Tensor | None,
-        given: Operand | None,
-        *own: torch.Tensor,
+        ctx: Any, x: torch.Tensor, weight: Any, product: Product, gate_up: torch.Tensor | None, given: Operand | None, *own: torch.Tensor
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         layer, row_sum, columns = product.layer, product.row_sum, ctx.needs_input_grad[1]
         backend = layer.backend

@@ -52,7 +52,7 @@ class OutputWeightedExperts(SequentialMLP):
         counts = tokens_per_expert.tolist()  # on the host already: the dispatcher waits for them once per layer
         tokens = permuted_local_hidden_states.split(counts)
         pairs = zip(self.local_experts, tokens, strict=True)
-        y = torch.cat([batch_invariant.apply_with_min_rows(lambda rows, mlp=mlp: mlp(rows)[0], x) for mlp, x in pairs])
+        y = torch.cat([batch_invariant.apply_with_min_rows(lambda rows: mlp(rows)[0], x) for mlp, x in pairs])  # noqa: B023
         if self.config.sums_by_tree and self.tp_group.size() > 1:
             y, added = self._sum_adapters(y, counts, permuted_local_hidden_states.dtype)
             return _WeightedSum.apply(y, permuted_probs, self.tp_group, permuted_local_hidden_states.dtype, added), None

@@ -70,11 +70,8 @@ def have_grouped_products(layers: Sequence[Any]) -> bool:
 
 
 def can_group(layers: Sequence[Any]) -> bool:
-    """Return whether these layers of one shape can run as one. This requires grouped products, no replaced forward pass
-    (`mcore.passes.engine_emulation`), and no hook that observes a single output."""
-    return have_grouped_products(layers) and all(
-        layer.quantization_enabled and "_forward_impl" not in vars(layer) and not layer._forward_hooks for layer in layers
-    )
+    """Return whether these layers of one shape can run as one."""
+    return have_grouped_products(layers) and all(layer.can_fuse for layer in layers)
 
 
 def run_experts(
@@ -120,7 +117,7 @@ class _SecondLayers(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        activation: torch.Tensor,
+        activation: Any,
         gate_up: torch.Tensor,
         weights: torch.Tensor,
         groups: TokenGroups,

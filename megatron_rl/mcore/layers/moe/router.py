@@ -70,14 +70,7 @@ class Router(TopKRouter):
         return self.aux_loss_coeff if aux_loss_type == "aux_loss" else 0.0
 
     def attach_and_log_load_balancing_loss(
-        self,
-        activation: torch.Tensor,
-        aux_loss_coeff: float,
-        aux_loss: torch.Tensor,
-        aux_loss_name: str,
-        reduce_group: Any,
-        reduce_group_has_dp: bool = False,
-        valid_token_count: Any = None,
+        self, activation: torch.Tensor, aux_loss_coeff: float, aux_loss: torch.Tensor, aux_loss_name: str, reduce_group: Any, **_: Any
     ) -> torch.Tensor:
         """Attach each rank's part of the loss, times the number of the micro-batch's tokens. Megatron's `valid_token_count` is
         inconsistent: this rank's tokens without a mask, those of all tensor-parallel ranks with one."""
