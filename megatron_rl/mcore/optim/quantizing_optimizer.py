@@ -7,8 +7,6 @@ parameters. For E4M3 parameters, Adam steps the slice of the FP32 master as usua
     one all-reduce takes the maximum over replicas                4 bytes per block
     each replica quantizes its slices into the parameter buffer   the maxima determine the scales on all replicas
     Megatron's all-gather distributes the bytes                   1 byte per parameter
-
-A parameter costs 1 byte plus scales, 4 bytes of gradient buffer, and 12 bytes for master and moments divided over the replicas.
 """
 
 from collections.abc import Iterable

@@ -80,7 +80,10 @@ class StepResponse:
             new_engine, new_master = self._read(strip)
             moved, stepped = (new_engine - engine).abs_(), (new_master - master).abs_()
             of_strip = torch.stack([moved.sum(), (moved != 0).sum(), moved.new_full((), moved.numel()), stepped.sum()]).double()
-            sums += of_strip / _count_copies(strip.layer.weight) * (len(self._strips) / len(self._sample))
+            weight: Any = strip.layer.weight
+            is_cut = getattr(weight, "tensor_model_parallel", False) or not getattr(weight, "allreduce", True)
+            copies = 1 if is_cut else parallel_state.get_tensor_model_parallel_world_size()  # tensor-parallel ranks with the whole weight
+            sums += of_strip / copies * (len(self._strips) / len(self._sample))
         self._sample = []
         dist.all_reduce(sums)
         moved_sum, changed, values, stepped_sum = sums.tolist()
@@ -125,9 +128,3 @@ def _read_engine(strip: _Strip) -> torch.Tensor:
         return dequantize(quantize_rows(rows, format, layer.tp_group if layer.is_cut_by_columns else None), format)
     except ValueError:
         return torch.full_like(rows, torch.nan, dtype=torch.float32)
-
-
-def _count_copies(weight: Any) -> int:
-    """Return the number of tensor-parallel ranks that hold the whole weight."""
-    is_cut = getattr(weight, "tensor_model_parallel", False) or not getattr(weight, "allreduce", True)
-    return 1 if is_cut else parallel_state.get_tensor_model_parallel_world_size()

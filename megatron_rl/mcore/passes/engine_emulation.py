@@ -31,16 +31,9 @@ MatmulFn = Callable[[torch.Tensor, bool], torch.Tensor]
 def emulate_engine(
     model: ModelChunks, named_tensors: Mapping[str, torch.Tensor], format: TensorFormat, inputs: bool = True
 ) -> Iterator[int]:
-    """Context manager: forward passes multiply with the quantized weights of `named_tensors`. Without gradient.
-
-    Yields the number of replaced layers on this rank, 0 if the engine is not quantized. Under tensor parallelism, inputs are quantized in
-    the parts that a trainer rank holds.
-
-    Args:
-        named_tensors: the engine's tensors from `mcore.weights.load_weights.collect_named_tensors`.
-        format: `PrecisionContract.engine_format`.
-        inputs: quantize the layers' inputs like the engine; otherwise like the trainer.
-    """
+    """Context manager: forward passes multiply with the engine's quantized weights, `collect_named_tensors` in the engine's `format`, and
+    with `inputs` quantize the layers' inputs like the engine. Without gradient. Yields the number of replaced layers on this rank, 0 if the
+    engine is not quantized. Under tensor parallelism, inputs are quantized in the parts that a trainer rank holds."""
     with ExitStack() as restore, torch.no_grad():
         changed = 0
         for name, layer in find_weight_layers(model).items() if format.quantized else ():

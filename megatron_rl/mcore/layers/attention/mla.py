@@ -40,12 +40,7 @@ class LatentAttention(MLASelfAttention):
                 setattr(self, name, getattr(submodules, name)(built.input_size, built.output_size, config=config))
 
     def get_query_key_value_tensors(
-        self,
-        hidden_states: torch.Tensor,
-        key_value_states: Any = None,
-        position_ids: Any = None,
-        packed_seq_params: Any = None,
-        **more: Any,
+        self, hidden_states: torch.Tensor, key_value_states: Any = None, position_ids: Any = None, packed_seq_params: Any = None, **kw: Any
     ) -> tuple[torch.Tensor | None, ...]:
         """Return queries and keys [t, h, nope + rope] and values [t, h, v]. On a GPU, packed rows are rotated without waiting for the
         device."""

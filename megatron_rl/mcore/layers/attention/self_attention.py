@@ -51,7 +51,10 @@ class PackedSelfAttention(SelfAttention):
             mixed = self._project_shared_heads(hidden_states) if shares_heads else self.linear_qkv(hidden_states)[0]
             return tuple(part.unsqueeze(1) for part in self._split(mixed.squeeze(1), self._rotation))
         if shares_heads:
-            query, key, *others = self._split_shared_heads(hidden_states)
+            dim, heads = self.hidden_size_per_attention_head, self._project_shared_heads(hidden_states)
+            query, key, value = heads.unflatten(-1, (-1, dim)).split([heads.shape[-1] // dim - 2, 1, 1], 2)
+            query = query if self.q_layernorm is None else self.q_layernorm(query)
+            key, others = key if self.k_layernorm is None else self.k_layernorm(key), [value]
         else:
             query, key, *others = super().get_query_key_value_tensors(hidden_states, *args, **options)
         if self._rotation is None:
@@ -78,13 +81,6 @@ class PackedSelfAttention(SelfAttention):
         dim, ranks = self.hidden_size_per_attention_head, self.world_size // self.config.num_query_groups
         mixed, _ = self.linear_qkv(hidden_states)
         return exchange_heads(mixed, self.config.num_attention_heads // self.config.num_query_groups, dim, ranks, self.pg_collection.tp)
-
-    def _split_shared_heads(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return query [s, b, heads, d], key and value [s, b, 1, d] of a rank that shares its key-value head."""
-        dim, heads = self.hidden_size_per_attention_head, self._project_shared_heads(hidden_states)
-        query, key, value = heads.unflatten(-1, (-1, dim)).split([heads.shape[-1] // dim - 2, 1, 1], 2)
-        query = query if self.q_layernorm is None else self.q_layernorm(query)
-        return query, key if self.k_layernorm is None else self.k_layernorm(key), value
 
 
 def exchange_heads(mixed: torch.Tensor, queries: int, dim: int, ranks: int, group: Any) -> torch.Tensor:

@@ -61,11 +61,8 @@ class QuantizedMatmul(torch.autograd.Function):
 
     The backward pass keeps WGrad's operand of x, which is smaller than x if the backend quantizes it. Under sequence parallelism, each rank
     quantizes its own tokens and gathers bytes (`kernels.linear.gather`), again for WGrad, like Megatron. If that would differ from the
-    operand of the gathered x, x itself is kept and gathered. `own` is what to keep.
-
-    SwiGLU between two layers may be computed while its result is quantized (`GateUp`): the first layer returns (activation, gate_up), and
-    the second layer takes both. A norm may have quantized its result (`Normed`): x is then a placeholder and `given` its operand.
-    """
+    operand of the gathered x, x itself is kept and gathered. `own` holds the tensors to keep. For a layer that defers SwiGLU, the result is
+    the fields of `GateUp`. If a norm has quantized its result (`Normed`), x is a placeholder and `given` its operand."""
 
     @staticmethod
     def forward(

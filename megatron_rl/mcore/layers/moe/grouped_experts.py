@@ -116,13 +116,7 @@ class _SecondLayers(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        activation: Any,
-        gate_up: torch.Tensor,
-        weights: torch.Tensor,
-        groups: TokenGroups,
-        second: GroupedLinear,
-        *_: torch.Tensor,
+        ctx: Any, activation: Any, gate_up: torch.Tensor, weights: torch.Tensor, groups: TokenGroups, second: GroupedLinear, *_: Any
     ) -> torch.Tensor:
         operand = second.backend.quantize_swiglu(gate_up, None, groups, rows=True, columns=any(ctx.needs_input_grad[5:]))
         outputs = second.backend.fprop(operand, second.operand, groups)

@@ -217,13 +217,8 @@ class ModelRouters:
     def bind_micro_batch(
         self, chunk: Any, token_indices: torch.Tensor, experts: torch.Tensor, empty: bool = False, known: KnownRoutes = UNKNOWN
     ) -> Iterator[None]:
-        """Context manager: run one forward pass of this chunk (or its wrapper) on these positions.
-
-        Args:
-            token_indices, experts: this context-parallel rank's part of `MicroBatch.token_indices` [1, t] and `routed_experts`.
-            empty: the micro-batch holds no sample.
-            known: the result of `count_ahead`.
-        """
+        """Context manager: run one forward pass of this chunk (or its wrapper) on this context-parallel rank's part of
+        `MicroBatch.token_indices` [1, t] and `routed_experts`. `empty`: the micro-batch holds no sample."""
         if self.shape is None:
             yield
             return
