@@ -89,18 +89,13 @@ def install() -> None:
         return
     check_version()
     _installed = True
-    _patch_device_queries()
+    _patch_cuda()
     _patch_device_literals()
     _patch_tensor_methods()
-    _patch_rng()
-    _patch_moe()
-    _patch_latent_attention()
+    _patch_layers()
     _patch_uneven_collectives()
     _patch_lone_replicas()
     _patch_linear_products()
-
-
-def _nothing(*_: Any, **__: Any) -> None: ...
 
 
 def _define_missing_names() -> None:
@@ -113,13 +108,21 @@ def _define_missing_names() -> None:
         moe_utils.te_general_gemm = None
 
 
-def _patch_device_queries() -> None:
+def _patch_cuda() -> None:
     cuda: Any = torch.cuda
     cuda.current_device = lambda: _CPU  # rope, mappings, p2p and DDP buffers
-    cuda.synchronize = cuda.empty_cache = _nothing  # p2p_communication, dist_checkpointing
+    cuda.synchronize = cuda.empty_cache = lambda *_, **__: None  # p2p_communication, dist_checkpointing
     cuda.Stream = cuda.Event = _CpuStreamOrEvent  # side stream of the MoE dispatcher, overlapped DDP
     cuda.current_stream = cuda.default_stream = lambda *_: _CpuStreamOrEvent()
     cuda.stream = lambda _: contextlib.nullcontext()
+    # the RNG tracker (dropout, activation recomputation) keeps the states of the CPU generator
+    cuda.get_rng_state = lambda *_, **__: torch.get_rng_state()
+    cuda.set_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+    cuda.manual_seed = torch.manual_seed
+    import megatron.core.tensor_parallel.random as random
+
+    random._get_cuda_rng_state, random._set_cuda_rng_state = cuda.get_rng_state, cuda.set_rng_state
+    logging.getLogger(random.__name__).addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())
 
 
 def _patch_device_literals() -> None:
@@ -150,29 +153,12 @@ def _patch_tensor_methods() -> None:
     tensor.type = type_
 
 
-def _patch_rng() -> None:
-    # the RNG tracker (dropout, activation recomputation) keeps the states of the CPU generator
-    cuda: Any = torch.cuda
-    cuda.get_rng_state = lambda *_, **__: torch.get_rng_state()
-    cuda.set_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
-    cuda.manual_seed = torch.manual_seed
-    import megatron.core.tensor_parallel.random as random
-
-    random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
-    random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
-    logging.getLogger(random.__name__).addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())
-
-
-def _patch_moe() -> None:
+def _patch_layers() -> None:
+    import megatron.core.transformer.multi_latent_attention as latent
     from megatron.core.transformer.moe.router import TopKRouter
 
     # torch.compile of one sum of integers runs a C++ compiler for 7 s in every process
     TopKRouter._apply_expert_bias = TopKRouter._apply_expert_bias._torchdynamo_orig_callable
-
-
-def _patch_latent_attention() -> None:
-    import megatron.core.transformer.multi_latent_attention as latent
-
     if not isinstance(latent.TELinear, type):  # Megatron calls isinstance(..., TELinear) without Transformer Engine too
         latent.TELinear = type("TELinear", (torch.nn.Module,), {})
 

@@ -8,7 +8,6 @@ then the replicas gather the bytes (`mcore.optim.quantizing_optimizer`).
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -223,18 +222,6 @@ def find_quantized_layers(model: torch.nn.Module) -> dict[str, QuantizedLinear]:
 def list_quantized_layers(model: ModelChunks) -> list[QuantizedLinear]:
     """Return the quantized linear layers of all virtual pipeline stages."""
     return [layer for *_, layer in iter_modules(model, QuantizedLinear)]
-
-
-def fill_weights(model: torch.nn.Module, draw: Callable[[torch.Size, int], torch.Tensor]) -> None:
-    """Set every parameter to `draw(shape, number of the parameter)`. `draw` is called again for a master."""
-    layers = {id(layer.weight): layer for layer in find_quantized_layers(model).values()}
-    for number, parameter in enumerate(model.parameters()):
-        layer = layers.get(id(parameter))
-        if layer is None:
-            parameter.data.copy_(draw(parameter.shape, number))
-        else:
-            layer.quantize(draw(parameter.shape, number).to(parameter.device))
-            layer.start_master(partial(draw, parameter.shape, number))
 
 
 @contextmanager
