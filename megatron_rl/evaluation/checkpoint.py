@@ -18,8 +18,7 @@ from megatron_rl.hf.files import read_config
 from megatron_rl.hf.hub import fetch_model, pin_hub_model
 from megatron_rl.hf.read import find_checkpoint_format
 from megatron_rl.mcore.checkpoint.run_weights import read_state
-from megatron_rl.mcore.weights.adapter_export import read_settings, write_for_engine
-from megatron_rl.mcore.weights.export import convert
+from megatron_rl.mcore.weights.export import convert, read_settings, write_for_engine
 from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.preflight import EVAL_MODEL, Facts, Needs, check
 from megatron_rl.sync.plan import SyncPlan

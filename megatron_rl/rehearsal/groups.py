@@ -72,7 +72,6 @@ _OWNERS = {
     "megatron_rl/mcore/layers/moe/router.py Router.attach_and_log_load_balancing_loss": "tp*cp",
     "megatron_rl/mcore/layers/moe/router.py": "world",
     "megatron_rl/mcore/layers/linear/row_parallel.py": _CALLER,
-    "megatron_rl/mcore/layers/attention/shared_heads.py": "tp",
     "megatron_rl/mcore/layers/spec.py": _CALLER,
     "megatron_rl/mcore/layers/moe/token_counts.py": "etp*ep",
     "megatron_rl/mcore/passes/logprobs.py": "tp",

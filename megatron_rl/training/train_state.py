@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from megatron_rl.mcore.checkpoint.rng import capture_rng_state
+from megatron_rl.mcore.checkpoint.checkpointing import capture_rng_state
 
 if TYPE_CHECKING:  # loaded only by runs that replay groups
     from megatron_rl.batch.replay import KeptGroup

@@ -16,8 +16,8 @@ from megatron_rl.mcore.layers.linear.quantized_linear import list_quantized_laye
 from megatron_rl.mcore.names import global_name
 from megatron_rl.mcore.optim.master_slices import flatten_chained, iter_stepped
 from megatron_rl.mcore.passes.replicas import select_own
-from megatron_rl.mcore.weights.adapter_export import export_adapters
 from megatron_rl.mcore.weights.adapters import FrozenPolicy, list_adapted_layers
+from megatron_rl.mcore.weights.export import export_adapters
 from megatron_rl.mcore.weights.load_weights import global_parameters
 from parallel.adapters import NAMES
 from parallel.layout import Layout

@@ -8,6 +8,7 @@ import traceback
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -25,7 +26,7 @@ from megatron_rl.config import PrecisionConfig, TrainConfig
 from megatron_rl.hf.files import read_config
 from megatron_rl.mcore import model
 from megatron_rl.mcore.actor import Actor
-from megatron_rl.mcore.layers.linear.quantized_linear import fill_weights
+from megatron_rl.mcore.layers.linear.quantized_linear import find_quantized_layers
 from megatron_rl.mcore.layers.spec import build_decoder_spec
 from megatron_rl.mcore.model import build_model, start_megatron, stop_megatron
 from megatron_rl.mcore.names import get_model_chunks
@@ -124,7 +125,14 @@ def make_model(architecture: dict[str, Any], precision: PrecisionConfig) -> torc
             return torch.ones(shape, device=device)
         return torch.empty(shape, device=device).normal_(0.0, 0.02, generator=torch.Generator(device).manual_seed(number))
 
-    fill_weights(chunk, draw)
+    quantized = {id(layer.weight): layer for layer in find_quantized_layers(chunk).values()}
+    for number, parameter in enumerate(chunk.parameters()):
+        layer = quantized.get(id(parameter))
+        if layer is None:
+            parameter.data.copy_(draw(parameter.shape, number))
+        else:
+            layer.quantize(draw(parameter.shape, number).to(parameter.device))
+            layer.start_master(partial(draw, parameter.shape, number))
     return chunk
 
 
@@ -190,7 +198,7 @@ def compare_with_baseline(architecture: dict[str, Any], on_gpu: bool) -> float:
     start_megatron(Layout(), seed=0)
     try:
         model = make_model(architecture, PrecisionConfig(mode="bf16", reduction="fast"))
-        plain = {} if on_gpu else {"layers_of": lambda config: build_decoder_spec(config, quantized=False), "fusions": {}}
+        plain = {} if on_gpu else {"layers_of": build_decoder_spec, "fusions": {}}
         baseline = build_baseline(architecture, **plain)
         copy_weights(baseline, model)
         samples = make_samples(512, length=128)

@@ -12,7 +12,7 @@ from megatron.core.tensor_parallel import all_gather_last_dim_from_tensor_parall
 
 from megatron_rl.kernels.linear import make_backend
 from megatron_rl.kernels.linear.base import Operand
-from megatron_rl.mcore.layers.attention.shared_heads import exchange_heads
+from megatron_rl.mcore.layers.attention.self_attention import exchange_heads
 from megatron_rl.mcore.layers.linear import quantized_matmul
 from megatron_rl.mcore.layers.linear.quantized_linear import QuantizedRowParallelLinear
 from parallel.formats import FP8
