@@ -3,8 +3,6 @@
 Versions are read from package metadata. Only torch is imported, for its CUDA version.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import importlib.util

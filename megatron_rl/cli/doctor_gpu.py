@@ -4,8 +4,6 @@ The checks examine a `Machine`, so they can be tested on any machine; `find_pitf
 metadata. Only Transformer Engine is imported, in a separate process.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import os
 import re

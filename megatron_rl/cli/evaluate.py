@@ -6,8 +6,6 @@ DIR/eval.html                 a page with the tables
 DIR/checkpoint/, baseline/    engine logs
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import tempfile

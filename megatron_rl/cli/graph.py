@@ -1,7 +1,5 @@
 """The command `graph`: starts trainer and engine as a run would, reads and shows both precision graphs, and stops everything."""
 
-from __future__ import annotations
-
 import json
 import tempfile
 from contextlib import ExitStack

@@ -4,8 +4,6 @@ Each command imports its implementation only when it runs, so that `--help` and 
 print as one line to stderr. Exit codes: 2 for a user error, 3 for a failed run, 130 for Ctrl-C.
 """
 
-from __future__ import annotations
-
 import inspect
 import os
 import sys

@@ -1,7 +1,5 @@
 """The command `plan`: a dry run of a configuration on a cluster."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The command `rehearse`: some ranks of a run on a GPU without data."""
 
-from __future__ import annotations
-
 import json
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass

@@ -10,8 +10,6 @@ so its weight is scaled, and kept in float32 to avoid rounding; config.json's ep
 and of MLA's latent vectors) share that eps, where the change is negligible.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Files of a Hugging Face checkpoint folder other than weights: config.json, the weights' index and the tokenizer. No torch."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -5,8 +5,6 @@
 moves affects neither a run nor its resumption.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import sys

@@ -4,8 +4,6 @@ A copy in a run's checkpoint is byte-identical. In an export, weights of the MTP
 because config.json has one `quantization_config` for all layers; other tensors are byte-identical.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -5,8 +5,6 @@ The `quantization_config` of a quantized checkpoint, as published by DeepSeek an
 value = byte's value * scale of its 128x128 block. `precision.contract.QUANTIZED_ROLES` lists the quantized weights.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterable, Mapping

@@ -1,7 +1,5 @@
 """Loads the tokenizer of a checkpoint folder with transformers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase

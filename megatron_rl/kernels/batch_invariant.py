@@ -20,8 +20,6 @@ Norms, SwiGLU, rotary positions and log-softmax are computed row by row and are 
 DeepSeek-V3, differ in their last bit at the end of a tensor unless their number is a multiple of `SIGMOIDS`.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext

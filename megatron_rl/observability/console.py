@@ -3,8 +3,6 @@
 Each line is a rich `Text`: terminals show its colors, and log files get the plain text.
 """
 
-from __future__ import annotations
-
 import atexit
 from collections.abc import Mapping
 

@@ -1,7 +1,5 @@
 """Files and folders that readers never see half written."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -10,8 +10,6 @@ is waiting legitimately: all ranks wait for rank 0 while the engine generates. S
 torchrun or srun terminates the remaining ranks.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import json
 import os

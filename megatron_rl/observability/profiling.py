@@ -12,8 +12,6 @@ On a GPU every phase is an NVTX range, and a profiled step lies between cudaProf
 records the same steps. CUPTI serves one profiler at a time, so torch.profiler is off under nsys.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterator, Sequence

@@ -1,8 +1,6 @@
 """The log of one rank, RUN_DIR/ranks/rank_00000.log: warnings and errors of all libraries, the final error, and the stacks of the rank's
 threads if it crashed or the run hung. run.log has what concerns all ranks."""
 
-from __future__ import annotations
-
 import faulthandler
 import logging
 import os

@@ -4,8 +4,6 @@ A run of one process unwinds immediately. Ranks that wait for each other must st
 and all stop together at the loop's next `check_stop`. A second signal stops a rank immediately.
 """
 
-from __future__ import annotations
-
 import signal
 import sys
 from typing import Any

@@ -3,8 +3,6 @@
 The run's own record is metrics.jsonl. Each built-in tracker imports its library when it starts.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import time

@@ -1,7 +1,5 @@
 """Whether the log-probs of engine and trainer are guaranteed to be equal, bit for bit."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -8,8 +8,6 @@ in the order of operations of `per_token_quant_int8` of SGLang 0.5.23 (sglang/ke
 quantized by the same formula, once per sync. On a GPU, Triton's division may be off by one ulp; this one rounds correctly.
 """
 
-from __future__ import annotations
-
 import torch
 
 from megatron_rl.precision.quantized_weight import QuantizedWeight

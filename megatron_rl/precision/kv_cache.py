@@ -8,8 +8,6 @@ stores q and attends in units of the scales (`to_units`): it multiplies queries 
 values. Products and sums commute with powers of two, so its bits equal the trainer's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -14,8 +14,6 @@ Offsets are added to the bits of a float32, which is exact and stays in the cell
 docs/reference/precision.md has the mathematics and measurements.
 """
 
-from __future__ import annotations
-
 import hashlib
 
 import torch

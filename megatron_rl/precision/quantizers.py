@@ -1,7 +1,5 @@
 """Quantizers of weights by format: they convert a matrix to data and scales and back."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Number of threads of torch's CPU operators. Operators whose bits depend on it run in one thread, others in all."""
 
-from __future__ import annotations
-
 import functools
 import os
 from collections.abc import Callable, Iterator

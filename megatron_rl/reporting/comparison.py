@@ -1,7 +1,5 @@
 """The comparison of several runs: one HTML page in the style of the report, made from the runs' folders."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """eval.html: the page of one evaluation, in the style of the run's report."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Prints the tables of an evaluation on a terminal."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from rich import box

@@ -1,7 +1,5 @@
 """Formats `eval.json` for the terminal, the evaluation page, and the run's report."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path

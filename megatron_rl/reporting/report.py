@@ -4,8 +4,6 @@ The page loads nothing and runs no script, so it can be mailed or opened from a 
 says so. All text written by the model is escaped.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from datetime import datetime

@@ -6,8 +6,6 @@ decoding, and each log-prob is compared with the trainer's for the same token. B
 emptied is detected as well.
 """
 
-from __future__ import annotations
-
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Writes a run's checkpoints. If a checkpoint fails, training continues and older checkpoints stay."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

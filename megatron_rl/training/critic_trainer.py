@@ -4,8 +4,6 @@ steps on the policy's mini-batches.
 Both come before the policy's update. If trainer and engine share devices, only one of the two optimizers is on the device at a time.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from statistics import mean
 

@@ -1,7 +1,5 @@
 """Compares the live precision graphs of trainer and engine at every start of a run and writes them to its folder."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from pathlib import Path

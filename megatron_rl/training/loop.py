@@ -6,8 +6,6 @@
 Every rank runs the loop. The rollout worker, with its engines and reward workers, exists on rank 0 only.
 """
 
-from __future__ import annotations
-
 import time
 from dataclasses import replace
 

@@ -4,8 +4,6 @@
 token, d also contains the optimizer steps since it was sampled, so `staleness/` measures stale tokens separately.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 

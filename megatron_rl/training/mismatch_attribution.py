@@ -13,8 +13,6 @@ KL(engine || variant). In `fp8_unified`, both sides compute with the same blocks
 weights, and kv are 0.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 

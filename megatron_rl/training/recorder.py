@@ -1,7 +1,5 @@
 """What a run records while it runs: the seconds and memory of its phases, the rows of its log, and samples."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Chooses the checkpoint that a run resumes from. Does not import Megatron."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Starts and stops a run: process groups, models, engines, reward workers, and the log. Stops everything in reverse order."""
 
-from __future__ import annotations
-
 import shutil
 import sys
 from contextlib import ExitStack

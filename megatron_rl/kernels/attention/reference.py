@@ -4,8 +4,6 @@ All functions take query `[t, h, d]`, key `[t, g, d]` and value `[t, g, e]`, wit
 scale of None is 1 / sqrt(d). On a CPU, sequences of similar length are computed in one batch, with the bits that each has alone.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, cast

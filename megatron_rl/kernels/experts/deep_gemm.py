@@ -10,8 +10,6 @@ which costs a second copy besides the transposed one. Checked against sgl-deep-g
 both dimensions, groups without tokens are skipped, and WGrad is added to the result.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

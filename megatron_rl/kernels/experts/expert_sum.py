@@ -8,8 +8,6 @@ Additions are planned once from the chosen experts and then run on whole rows. A
 the order within a level does not matter.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

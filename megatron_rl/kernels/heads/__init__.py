@@ -1,7 +1,5 @@
 """Splitting, normalizing and rotating query and key heads."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -10,8 +10,6 @@ The tensor core sums 128 terms, then `sum += scale_a * scale_b * partial` in FP3
 `kernels.sums.triton` sums by the tree.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

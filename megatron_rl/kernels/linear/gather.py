@@ -4,8 +4,6 @@ Rows are quantized in groups along the features, so the gathered bytes equal tho
 groups of 128 tokens, so this also holds for them if every rank has a multiple of 128 tokens. One value costs 1 + 1/32 bytes instead of 2.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, Protocol, TypeGuard
 

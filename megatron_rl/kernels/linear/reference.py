@@ -5,8 +5,6 @@ FP32 sums. The operands are then BF16 numbers, which a CPU with AMX multiplies s
 `fprop` and the products of adapters, so their bits are equal.
 """
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 

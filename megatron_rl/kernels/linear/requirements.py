@@ -1,7 +1,5 @@
 """Requirements of each backend on machine and model, checked before anything heavy starts. Imports torch only for GPU backends."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

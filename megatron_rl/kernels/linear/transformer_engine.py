@@ -9,8 +9,6 @@ The quantizer is given the contract's epsilon and scale format explicitly. Trans
 defaults are class attributes that are fixed at import.
 """
 
-from __future__ import annotations
-
 from functools import cached_property
 from typing import Any
 

@@ -8,8 +8,6 @@ and tp 1, 2, 4 and 8 give the same bits. The method follows the tree-based invar
 A softmax over the vocabulary sums its exponentials in equal parts, whose number is a power of two, and adds the parts by the tree.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any

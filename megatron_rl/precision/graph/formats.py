@@ -1,7 +1,5 @@
 """Reads the precision of a live tensor from the tensor itself: its dtype and, if quantized, the shape and values of its scales."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 

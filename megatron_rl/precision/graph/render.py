@@ -1,7 +1,5 @@
 """Renders both precision graphs as tables, one per kind of layer with a row per tensor, for a terminal or as an SVG image."""
 
-from __future__ import annotations
-
 import io
 
 from rich.console import Console
