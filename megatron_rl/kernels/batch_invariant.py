@@ -35,22 +35,16 @@ from megatron_rl.precision.fp8 import append_zeros
 from megatron_rl.precision.threads import all_threads, single_threaded
 
 MIN_ROWS = 16
-MAX_ROWS = 32
-"""Most rows of a BF16 product with sums of at least `SPLIT_SUM` numbers."""
+MAX_ROWS = 32  # most rows of a BF16 product with sums of at least `SPLIT_SUM` numbers
 SPLIT_SUM = 481
 MIN_AMX_COLUMNS = 32
 """Fewest columns of an invariant FP32 product of BF16 numbers on a CPU with AMX; with up to 16, bits depend on the number of rows."""
-SIGMOIDS = 32
-"""Step of torch's vector loop; the rest of a tensor is computed by another formula."""
-KEYS_PER_PRODUCT = 32
-"""Keys that are summed in one product. Padding with zeros to a multiple of it changes no bit."""
-_MIN_SHARED_COLUMNS = 64
-"""Fewest columns per thread of a shared product; a single column has other bits."""
+SIGMOIDS = 32  # step of torch's vector loop; the rest of a tensor is computed by another formula
+KEYS_PER_PRODUCT = 32  # keys that are summed in one product. Padding with zeros to a multiple of it changes no bit.
+_MIN_SHARED_COLUMNS = 64  # fewest columns per thread of a shared product; a single column has other bits
 _QUERIES_PER_STEP = 64
-_SHARED_PRODUCT = 1 << 20
-"""Size of a weight from which threads share an FP32 product; below, starting threads costs more than it saves."""
-MAX_SCORES = 1 << 24
-"""Most attention scores in memory at a time."""
+_SHARED_PRODUCT = 1 << 20  # size of a weight from which threads share an FP32 product; below, starting threads costs more than it saves
+MAX_SCORES = 1 << 24  # most attention scores in memory at a time
 _backend: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
 
 

@@ -26,10 +26,8 @@ from megatron_rl.errors import RunError
 from megatron_rl.observability.files import replace_file
 from parallel.layout import format_numbers
 
-_MAX_INTERVAL = 30.0
-"""Maximum seconds between two writes of a rank's file."""
-_REPORT_SECONDS = 60.0
-"""Seconds that reporting a hang may take before the rank exits anyway."""
+_MAX_INTERVAL = 30.0  # maximum seconds between two writes of a rank's file
+_REPORT_SECONDS = 60.0  # seconds that reporting a hang may take before the rank exits anyway
 
 
 @dataclass(frozen=True)
@@ -41,14 +39,10 @@ class RankStatus:
     pid: int
     phase: str
     step: int
-    seconds: float
-    """Seconds in this phase when the file was written."""
-    limit: float
-    """Seconds after which something else ends the phase; they do not count as idle."""
-    noted: bool = False
-    """Whether the rank has dumped its stacks."""
-    last_seen: float = 0.0
-    """Time of the last write, in seconds by the file system's clock."""
+    seconds: float  # seconds in this phase when the file was written
+    limit: float  # seconds after which something else ends the phase; they do not count as idle
+    noted: bool = False  # whether the rank has dumped its stacks
+    last_seen: float = 0.0  # time of the last write, in seconds by the file system's clock
 
     @property
     def location(self) -> str:

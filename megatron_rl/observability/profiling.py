@@ -24,10 +24,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from megatron_rl.observability.files import replace_file
 
-_MICRO_BATCHES = 4
-"""Micro-batches recorded per phase."""
-_OPERATORS = 25
-"""Operators kept in the table."""
+_MICRO_BATCHES = 4  # micro-batches recorded per phase
+_OPERATORS = 25  # operators kept in the table
 _PHASE = "phase: "
 
 

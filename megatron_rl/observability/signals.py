@@ -11,10 +11,8 @@ from typing import Any
 from megatron_rl.distributed import gather_from_ranks, raise_on_all_ranks
 from megatron_rl.errors import RunError
 
-_signal_name = ""
-"""Name of the first signal received, or "" if there was none."""
-_EXIT_CODE = 128 + signal.SIGTERM
-"""Exit code for both signals. The run can be resumed from its checkpoint."""
+_signal_name = ""  # name of the first signal received, or "" if there was none
+_EXIT_CODE = 128 + signal.SIGTERM  # exit code for both signals. The run can be resumed from its checkpoint.
 
 
 class StopError(RunError):

@@ -14,10 +14,8 @@ from megatron_rl.errors import UserError
 from megatron_rl.metrics import group_by_panel
 from megatron_rl.plugs import TRACKERS
 
-_MLFLOW_BATCH = 100
-"""Parameters that MLflow accepts at once."""
-_MLFLOW_LENGTH = 6000
-"""Characters of a parameter that MLflow accepts."""
+_MLFLOW_BATCH = 100  # parameters that MLflow accepts at once
+_MLFLOW_LENGTH = 6000  # characters of a parameter that MLflow accepts
 
 
 class Tracker(Protocol):

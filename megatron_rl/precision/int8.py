@@ -14,8 +14,7 @@ from megatron_rl.precision.quantized_weight import QuantizedWeight
 
 INT8_MAX = 127.0
 _EPSILON = 1e-10
-_EXACT_COLUMNS = 1024
-"""FP32 sums of this many products of INT8 values are exact in any order, since 127 * 127 * 1024 < 2^24."""
+_EXACT_COLUMNS = 1024  # FP32 sums of this many products of INT8 values are exact in any order, since 127 * 127 * 1024 < 2^24
 
 
 def row_maxima(x: torch.Tensor) -> torch.Tensor:

@@ -16,8 +16,7 @@ from megatron_rl.precision.quantizers import QUANTIZERS
 from parallel.formats import TensorFormat
 
 _VALUES_IN_CACHE = 1 << 17
-_VALUES_ON_DEVICE = 1 << 24
-"""Values that are quantized at a time: on a CPU, they and their temporaries fit in a core's cache."""
+_VALUES_ON_DEVICE = 1 << 24  # values that are quantized at a time: on a CPU, they and their temporaries fit in a core's cache
 
 
 @dataclass(frozen=True)
@@ -72,10 +71,8 @@ class WeightSlice:
 @dataclass(frozen=True)
 class _Place:
     start: int
-    stop: int
-    """End of the rows in the slice."""
-    head: int
-    """Values of the first row that precede the slice."""
+    stop: int  # end of the rows in the slice
+    head: int  # values of the first row that precede the slice
 
 
 def make_scales(maxima: torch.Tensor, format: TensorFormat) -> tuple[torch.Tensor, torch.Tensor]:

@@ -8,8 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
-_thread_counts: list[int] = []
-"""Counts that open contexts restore, outermost first."""
+_thread_counts: list[int] = []  # counts that open contexts restore, outermost first
 
 
 def count_threads(processes: int) -> int:

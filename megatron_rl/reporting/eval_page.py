@@ -19,8 +19,7 @@ from megatron_rl.reporting.formatting import format_duration, format_toml, forma
 from megatron_rl.reporting.plots import render_curves
 from megatron_rl.reporting.report import SummaryTile, render_page
 
-_MAX_SAMPLES = 12
-"""Number of completions on the page."""
+_MAX_SAMPLES = 12  # number of completions on the page
 
 
 def write_page(folder: Path) -> Path:

@@ -7,10 +7,8 @@ from typing import Any
 
 from megatron_rl.reporting.formatting import format_value
 
-EstimateDict = dict[str, float | None]
-"""value, low, high; low and high are None without an interval."""
-Column = tuple[str, str, str]
-"""A column of estimates: title, kind, k."""
+EstimateDict = dict[str, float | None]  # value, low, high; low and high are None without an interval
+Column = tuple[str, str, str]  # a column of estimates: title, kind, k
 SCHEMA = 1
 
 

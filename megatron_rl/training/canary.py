@@ -29,8 +29,7 @@ from megatron_rl.rollout.engine import Engine
 from megatron_rl.types import Generation, SamplingParams
 from parallel.formats import TensorFormat
 
-TOKENS = 2
-"""Tokens per completion: one from prefill, one from decoding."""
+TOKENS = 2  # tokens per completion: one from prefill, one from decoding
 OTHER_KERNELS, OTHER_FORMATS = 1.0, 5.0
 """Bounds in nats for runs that do not promise exactness: the engine computes in the trainer's formats, or in other formats.
 docs/reference/sync.md explains the values."""
@@ -45,8 +44,7 @@ class _Answer:
     engine: int
     prompt: int
     logprobs_T: np.ndarray
-    sample: int
-    """Index of the sample with the same tokens. Engines that sampled the same tokens share a sample."""
+    sample: int  # index of the sample with the same tokens. Engines that sampled the same tokens share a sample.
 
 
 class Canary:
@@ -116,8 +114,7 @@ class Canary:
         return largest
 
 
-_EXACT_CPUS = ("AVX2", "AVX512")
-"""CPU capabilities, by PyTorch's names, for which `kernels.batch_invariant` was verified."""
+_EXACT_CPUS = ("AVX2", "AVX512")  # CPU capabilities, by PyTorch's names, for which `kernels.batch_invariant` was verified
 
 
 def promises_exactness(config: Config, hf_config: dict[str, Any]) -> bool:

@@ -13,8 +13,7 @@ from megatron_rl.precision.graph.graph import PrecisionGraph, describe_differenc
 from megatron_rl.precision.graph.render import draw_svg
 from megatron_rl.rollout.engine import Engine
 
-_MAX_SHOWN = 4
-"""Differences that the error lists."""
+_MAX_SHOWN = 4  # differences that the error lists
 
 
 @dataclass(frozen=True)

@@ -30,10 +30,8 @@ WITHOUT_REPLAY = (
     declare("mismatch/without_replay/abs_max", f"largest {_DIFFERENCE}, {_UNREPLAYED}", "nats"),
     declare("mismatch/without_replay/k3_kl", f"k3 estimate of KL(rollout || trainer), {_UNREPLAYED}", "nats"),
 )
-SAMPLE_BIN = 32
-"""Positions per bin of the mismatch in samples.jsonl."""
-_BOUNDS = torch.tensor([32 << power for power in range(26)])
-"""Positions at which responses are cut into bins for the metrics."""
+SAMPLE_BIN = 32  # positions per bin of the mismatch in samples.jsonl
+_BOUNDS = torch.tensor([32 << power for power in range(26)])  # positions at which responses are cut into bins for the metrics
 _POSITION = "at response positions from {} to twice that (before 32 for 0)"
 BY_POSITION = (
     declare("mismatch/position/{}/abs_mean", f"mean {_DIFFERENCE} {_POSITION}", "nats", "|Δ log p| by position (nats)", label="from {}"),

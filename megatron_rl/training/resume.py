@@ -29,8 +29,7 @@ class ResumePoint:
 
     folder: Path
     state: dict[str, Any]
-    damaged: dict[Path, str]
-    """Newer checkpoints that cannot be used, with the reason."""
+    damaged: dict[Path, str]  # newer checkpoints that cannot be used, with the reason
 
     def describe(self, layout: dict[str, int]) -> list[str]:
         """Return notices for the user, one line each."""

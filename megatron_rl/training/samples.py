@@ -35,26 +35,17 @@ MiniBatches = list[list[TrainingSample]]
 class StepSamples:
     """One rank's view of the samples of a step."""
 
-    mini_batches: MiniBatches
-    """This replica's samples, one list per optimizer step."""
-    count: int
-    """Number of samples of all replicas."""
-    tokens: int
-    """Tokens of all samples."""
-    sampled_tokens: int
-    """Tokens of all samples that the policy sampled."""
-    shown: list[int]
-    """Numbers of the samples that the report shows."""
-    metrics: dict[str, float]
-    """Metrics of the rollout."""
+    mini_batches: MiniBatches  # this replica's samples, one list per optimizer step
+    count: int  # number of samples of all replicas
+    tokens: int  # tokens of all samples
+    sampled_tokens: int  # tokens of all samples that the policy sampled
+    shown: list[int]  # numbers of the samples that the report shows
+    metrics: dict[str, float]  # metrics of the rollout
     rewards: list[float] = field(default_factory=list)
     """Rewards of all completions. This and the following fields are empty on ranks other than 0."""
-    excluded: list[bool] = field(default_factory=list)
-    """Whether each completion is excluded from the loss."""
-    lengths: list[int] = field(default_factory=list)
-    """Sampled tokens of each completion."""
-    rows: list[dict[str, Any]] = field(default_factory=list)
-    """Rows of the report for the `shown` samples."""
+    excluded: list[bool] = field(default_factory=list)  # whether each completion is excluded from the loss
+    lengths: list[int] = field(default_factory=list)  # sampled tokens of each completion
+    rows: list[dict[str, Any]] = field(default_factory=list)  # rows of the report for the `shown` samples
 
     @property
     def own(self) -> list[TrainingSample]:

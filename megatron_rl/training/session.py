@@ -58,8 +58,7 @@ from megatron_rl.training.train_state import TrainState
 from megatron_rl.versions import collect_versions
 from parallel.layout import Layout
 
-_COLLECTIVE_TIMEOUT_MINUTES = 24 * 60
-"""Timeout of collectives in a run with a watchdog, which ends a stuck run much earlier."""
+_COLLECTIVE_TIMEOUT_MINUTES = 24 * 60  # timeout of collectives in a run with a watchdog, which ends a stuck run much earlier
 
 
 class Session:

@@ -18,20 +18,15 @@ if TYPE_CHECKING:  # loaded only by runs that replay groups
 
 @dataclass(frozen=True)
 class TrainState:
-    version: int
-    """Policy version: the number of completed RL steps."""
+    version: int  # policy version: the number of completed RL steps
     optimizer_steps: int
     clip_bounds: tuple[float, float]
-    data: Callable[[], dict[str, Any]]
-    """Returns `ProblemStream.state_dict()` as of this version; {} on ranks other than 0."""
+    data: Callable[[], dict[str, Any]]  # returns `ProblemStream.state_dict()` as of this version; {} on ranks other than 0
     unrecorded: dict[str, float] | None = None
     """Metrics of this version's row, without those of its sync and evaluation, or None once the row is written."""
-    critic_steps: int = 0
-    """Optimizer steps of the critic."""
-    replay: tuple[KeptGroup, ...] = ()
-    """Groups kept for replay; empty on ranks other than 0. A checkpoint stores them in a separate file."""
-    rng_state: dict[str, Any] = field(default_factory=capture_rng_state)
-    """This rank's random number generators."""
+    critic_steps: int = 0  # optimizer steps of the critic
+    replay: tuple[KeptGroup, ...] = ()  # groups kept for replay; empty on ranks other than 0. A checkpoint stores them in a separate file.
+    rng_state: dict[str, Any] = field(default_factory=capture_rng_state)  # this rank's random number generators
 
     def to_dict(self) -> dict[str, Any]:
         """Return the contents of state.json, which rank 0 writes: everything except random number generators and groups."""

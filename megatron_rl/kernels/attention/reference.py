@@ -21,8 +21,7 @@ class LengthGroup:
 
     positions: torch.Tensor
     """int64 `[b, s]`: each token's position in the row; beyond the end of a sequence, the position of its first token."""
-    valid: torch.Tensor
-    """bool `[b, s]`: False beyond the end of a sequence."""
+    valid: torch.Tensor  # bool `[b, s]`: False beyond the end of a sequence
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         """Map `[t, h, d]` to `[b, h, s, d]`."""

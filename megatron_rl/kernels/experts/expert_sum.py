@@ -15,8 +15,7 @@ import torch
 
 from parallel.row_sums import halve
 
-_TILE = 1 << 20
-"""Numbers converted to FP32 at a time on a CPU."""
+_TILE = 1 << 20  # numbers converted to FP32 at a time on a CPU
 _GPU_TILE = 1 << 28
 
 

@@ -14,10 +14,8 @@ import triton.language as tl
 
 from megatron_rl.kernels.heads import Heads, Norms
 
-_TOKENS = 32
-"""Tokens of a program, which computes one head of each."""
-LAUNCH = {"num_warps": 4, "enable_fp_fusion": False}
-"""Multiply-adds are fused only where the kernel calls `tl.fma`."""
+_TOKENS = 32  # tokens of a program, which computes one head of each
+LAUNCH = {"num_warps": 4, "enable_fp_fusion": False}  # multiply-adds are fused only where the kernel calls `tl.fma`
 
 
 @triton.jit

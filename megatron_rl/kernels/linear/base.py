@@ -29,12 +29,9 @@ if TYPE_CHECKING:
 class Operand:
     """An activation or gradient `[T, K]` in a form that only its backend reads. A layer saves `columns` for the backward pass."""
 
-    tokens: int
-    """Number of tokens, T."""
-    rows: Tensors = ()
-    """Quantized along K, for FProp and DGrad; empty if not requested."""
-    columns: Tensors = ()
-    """Quantized along T, for WGrad; empty if not requested."""
+    tokens: int  # number of tokens, T
+    rows: Tensors = ()  # quantized along K, for FProp and DGrad; empty if not requested
+    columns: Tensors = ()  # quantized along T, for WGrad; empty if not requested
 
 
 class Backend(Protocol):

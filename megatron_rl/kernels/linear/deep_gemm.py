@@ -21,8 +21,7 @@ from megatron_rl.precision.quantized_weight import QuantizedWeight
 
 BLOCK_RECIPE = (1, 128, 128)
 GROUP_RECIPE = (1, 1, 128)
-_TMA_ALIGNMENT = 16
-"""Alignment in bytes of addresses that the tensor memory accelerator writes to."""
+_TMA_ALIGNMENT = 16  # alignment in bytes of addresses that the tensor memory accelerator writes to
 
 
 class DeepGemmWeight(NamedTuple):

@@ -27,8 +27,7 @@ from megatron_rl.kernels.quantize.triton import (
 from megatron_rl.precision.contract import AMAX_EPSILON, E4M3_MAX
 from parallel.formats import BLOCK
 
-_TOKENS = 16
-"""Tokens of a program, which accumulates its part of the gradient of the weight in registers."""
+_TOKENS = 16  # tokens of a program, which accumulates its part of the gradient of the weight in registers
 
 
 @triton.jit

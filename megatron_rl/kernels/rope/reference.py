@@ -24,11 +24,9 @@ def rotates_rows(x: torch.Tensor) -> bool:
 class Rotation:
     """The rotation of the tokens of a row, the same for all layers."""
 
-    cos: torch.Tensor
-    """float32 `[positions, pairs]`, like `sin`."""
+    cos: torch.Tensor  # float32 `[positions, pairs]`, like `sin`
     sin: torch.Tensor
-    positions: torch.Tensor
-    """int64 `[t]`: row of `cos` and `sin` for each token."""
+    positions: torch.Tensor  # int64 `[t]`: row of `cos` and `sin` for each token
     interleaved: bool
 
     @classmethod

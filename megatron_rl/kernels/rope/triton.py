@@ -6,8 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-LAUNCH = {"num_warps": 4, "enable_fp_fusion": False}
-"""Multiply-adds are fused only where the kernel calls `tl.fma`."""
+LAUNCH = {"num_warps": 4, "enable_fp_fusion": False}  # multiply-adds are fused only where the kernel calls `tl.fma`
 
 
 @triton.jit

@@ -20,10 +20,8 @@ from megatron_rl.kernels.batch_invariant import apply_with_min_rows, bf16_operan
 from parallel.row_sums import GATHERED_WHOLE, LEAF, halve
 
 MAX_VOCABULARY_PARTS = 64
-_TILE_ROWS, _TILE_COLUMNS = 512, 256
-"""Tile of a node's results that fits in the cache of a core."""
-_FEW_ROWS = 64
-"""With up to this many rows, columns are not tiled: reading the weight dominates the time of a decoded token."""
+_TILE_ROWS, _TILE_COLUMNS = 512, 256  # tile of a node's results that fits in the cache of a core
+_FEW_ROWS = 64  # with up to this many rows, columns are not tiled: reading the weight dominates the time of a decoded token
 
 
 def multiply(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -22,10 +22,8 @@ from parallel.formats import BLOCK
 from parallel.row_sums import GPU_TILE as TILE
 from parallel.row_sums import LEAF, list_merges
 
-GROUP = 12
-"""Row tiles that share a column tile in turn, so that its data stay in the GPU's cache."""
-LAUNCH = {"num_warps": 8, "num_stages": 3, "enable_fp_fusion": False}
-"""No fused multiply-add: a scaled leaf is rounded before it is added."""
+GROUP = 12  # row tiles that share a column tile in turn, so that its data stay in the GPU's cache
+LAUNCH = {"num_warps": 8, "num_stages": 3, "enable_fp_fusion": False}  # no fused multiply-add: a scaled leaf is rounded before it is added
 MAX_NODES, _ENOUGH_PROGRAMS = 8, 128
 
 

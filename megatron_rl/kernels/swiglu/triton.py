@@ -20,8 +20,7 @@ from megatron_rl.precision.contract import AMAX_EPSILON, E4M3_MAX
 from parallel.formats import BLOCK
 
 ROW_LAUNCH = {"num_warps": 4, "enable_fp_fusion": False}
-_COLUMNS = 1024
-"""Results per program."""
+_COLUMNS = 1024  # results per program
 
 
 @triton.jit

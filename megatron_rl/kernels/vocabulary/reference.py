@@ -20,8 +20,7 @@ class RowScores(NamedTuple):
     """Scores of each row, float32 `[n]`."""
 
     logprobs: torch.Tensor
-    log_sums: torch.Tensor
-    """Logarithm of the sum of the exponentials."""
+    log_sums: torch.Tensor  # logarithm of the sum of the exponentials
     entropies: torch.Tensor
 
 

@@ -10,8 +10,7 @@ import triton
 import triton.language as tl
 
 LAUNCH = {"num_warps": 8, "enable_fp_fusion": False}
-_COLUMNS = 4096
-"""Logits that a program loads at a time."""
+_COLUMNS = 4096  # logits that a program loads at a time
 
 
 @triton.jit
