@@ -29,8 +29,7 @@ from megatron_rl.observability.console import ProgressDisplay
 from megatron_rl.observability.files import make_unique_folder, replace_file
 from megatron_rl.observability.signals import install_signal_handlers
 from megatron_rl.preflight import EVAL, Facts, check
-from megatron_rl.reporting.eval_page import write_page
-from megatron_rl.reporting.eval_tables import print_results
+from megatron_rl.reporting.eval_page import print_results, write_page
 from megatron_rl.reporting.eval_text import SCHEMA
 from megatron_rl.rewards.scorer import Scorer
 from megatron_rl.rollout.engine_pool import start_engines

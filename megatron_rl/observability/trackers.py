@@ -6,10 +6,11 @@ The run's own record is metrics.jsonl. Each built-in tracker imports its library
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from megatron_rl.config.base import flatten
 from megatron_rl.errors import UserError
 from megatron_rl.metrics import group_by_panel
 from megatron_rl.plugs import TRACKERS
@@ -97,7 +98,7 @@ class MLflow:
         number = experiment.experiment_id if experiment else self._client.create_experiment(name)
         tags = {"folder": str(folder)} | ({} if resume_step is None else {"resumed_from_step": str(resume_step)})
         self._run = self._client.create_run(number, run_name=folder.name, tags=tags).info.run_id
-        parameters = [Param(field, str(value)[:_MLFLOW_LENGTH]) for field, value in _flatten(config)]
+        parameters = [Param(field, str(value)[:_MLFLOW_LENGTH]) for field, value in flatten(config).items()]
         for first in range(0, len(parameters), _MLFLOW_BATCH):
             self._client.log_batch(self._run, params=parameters[first : first + _MLFLOW_BATCH])
 
@@ -145,11 +146,3 @@ class Trackers:
 
 def _first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [""])[0]
-
-
-def _flatten(config: Mapping[str, Any], section: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in config.items():
-        if isinstance(value, Mapping):
-            yield from _flatten(value, f"{section}{name}.")
-        else:
-            yield f"{section}{name}", value

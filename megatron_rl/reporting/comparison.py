@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.config.base import flatten
 from megatron_rl.errors import UserError
 from megatron_rl.metrics import STEP_SECONDS, Declarations, MetricValue
 from megatron_rl.observability.files import replace_file
@@ -30,7 +31,7 @@ def write_comparison(run_dirs: Sequence[Path], output: Path | None) -> Path:
         tiles=_align_tiles(runs),
         warnings=[f"{name}: {warning}" for name, run in runs.items() for warning in run.warnings],
         pictures=[(plot, picture) for plot, picture in _draw_plots(runs) if picture],
-        settings=_find_differences({name: _flatten(run.run.get("config") or {}) for name, run in runs.items()}),
+        settings=_find_differences({name: flatten(run.run.get("config") or {}) for name, run in runs.items()}),
         versions=_find_differences({name: run.run.get("versions") or {} for name, run in runs.items()}),
     )
     path = output or Path(os.path.commonpath([folder.parent for folder in folders])) / "comparison.html"
@@ -101,11 +102,3 @@ def _find_differences(tables: Mapping[str, Mapping[str, Any]]) -> list[tuple[str
     keys = dict.fromkeys(key for table in tables.values() for key in table)
     values = {key: [str(table.get(key, "–")) for table in tables.values()] for key in keys}
     return [(key, of_all) for key, of_all in values.items() if len(set(of_all)) > 1]
-
-
-def _flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return a config as a flat mapping from dotted names to values."""
-    flat: dict[str, Any] = {}
-    for key, value in config.items():
-        flat |= _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return flat
