@@ -92,7 +92,8 @@ class HFCheckpoint:
             expected |= {tensor.name} if self._starts_at_0(tensor) else self._check_weight(tensor, self.find_format(tensor))
         expected |= self._check_mtp_layers(model)
         for name in sorted(found.keys() - expected):
-            if not self._is_ignored(name, model):
+            unused_head = (model.tied or model.value_head) and name == "lm_head.weight"
+            if not unused_head and not name.endswith("rotary_emb.inv_freq"):
                 rule = f"tensor {name} does not belong to the {model.family} model that config.json describes"
                 raise self._error(rule, "remove the tensor, or correct config.json")
 
@@ -152,10 +153,6 @@ class HFCheckpoint:
             what = "all weights of attention, MLP and experts, nothing else"
             return f"{self.format.name.upper()} must be {what}: use a checkpoint whose modules_to_not_convert say so, or a BF16 one"
         return "convert it"
-
-    def _is_ignored(self, name: str, model: ModelGeometry) -> bool:
-        unused_head = (model.tied or model.value_head) and name == "lm_head.weight"
-        return unused_head or name.endswith("rotary_emb.inv_freq")
 
     def check_scales(self, tensors: Iterable[HFTensor], wanted: TensorFormat | None) -> None:
         """Read the scales of the quantized tensors among `tensors`; in FP8 these are 1/16384 of the elements.

@@ -6,15 +6,9 @@ MKL uses different kernels for few rows and splits long sums by their length and
 AVX-512 machines and one with AVX2: with at least `MIN_ROWS` rows, sums of equal length and one thread, every row and column of a product
 has the same bits in any batch and at any position. With two threads, this held on one AVX-512 machine only.
 
-The attention of a decoded token has only a few rows, and how few rows give the bits of many depends on the machine. `_choose_scoring` finds
-the cheapest invariant method by trial, once per process.
-
 BF16 products on a CPU with AMX are an exception: with 33 rows or more, oneDNN splits sums of at least `SPLIT_SUM` numbers at places that
 depend on the number of rows, and about one result in 10,000 changes. They run in tiles of at most `MAX_ROWS` rows. A large batch then takes
 2 to 4 times as long as in one product; a decoded token takes no longer.
-
-FP32 products of BF16 numbers (`bf16_operands`), which AMX also computes, are invariant with at least `MIN_AMX_COLUMNS` columns. This was
-measured for sums of 128 to 4,096 numbers, 16 to 600 rows, and one or two threads.
 
 Norms, SwiGLU, rotary positions and log-softmax are computed row by row and are invariant. Sigmoids, which route tokens in GLM-4.5 and
 DeepSeek-V3, differ in their last bit at the end of a tensor unless their number is a multiple of `SIGMOIDS`.
@@ -38,7 +32,8 @@ MIN_ROWS = 16
 MAX_ROWS = 32  # most rows of a BF16 product with sums of at least `SPLIT_SUM` numbers
 SPLIT_SUM = 481
 MIN_AMX_COLUMNS = 32
-"""Fewest columns of an invariant FP32 product of BF16 numbers on a CPU with AMX; with up to 16, bits depend on the number of rows."""
+"""Fewest columns of an invariant FP32 product of BF16 numbers on a CPU with AMX; with up to 16, bits depend on the number of rows. Measured
+for sums of 128 to 4,096 numbers, 16 to 600 rows, and one or two threads."""
 SIGMOIDS = 32  # step of torch's vector loop; the rest of a tensor is computed by another formula
 KEYS_PER_PRODUCT = 32  # keys that are summed in one product. Padding with zeros to a multiple of it changes no bit.
 _MIN_SHARED_COLUMNS = 64  # fewest columns per thread of a shared product; a single column has other bits
@@ -229,7 +224,7 @@ class _Scoring:
 @functools.cache
 def _choose_scoring() -> _Scoring:
     """Return the cheapest method that gives few queries the bits of many on this machine: keys on the left with AVX-512, which reads them
-    once, or four rows with AVX2."""
+    once, or four rows with AVX2. How few rows give the bits of many depends on the machine, so it is found by trial."""
     with single_threaded():
         return next(scoring for scoring in (_Scoring(2, keys_left=True), _Scoring(4), _Scoring(MIN_ROWS)) if scoring.is_invariant())
 

@@ -123,7 +123,8 @@ class Trackers:
             try:
                 self._trackers[name] = TRACKERS.load(name)(folder, config, resume_step)
             except Exception as error:  # user code may raise anything
-                rule = f"does not start ({type(error).__name__}: {_first_line(error)})"
+                line = (str(error).strip().splitlines() or [""])[0]
+                rule = f"does not start ({type(error).__name__}: {line})"
                 missing = isinstance(error, ModuleNotFoundError) and error.name == name
                 fix = f"pip install {name}" if missing else "repair it"
                 raise UserError(TRACKERS.field, name, rule, f"{fix}, or remove it from the list") from None
@@ -142,7 +143,3 @@ class Trackers:
                 if name not in self._failed:
                     self._failed.add(name)
                     self._notify(f"tracker {name} failed, the run continues ({type(error).__name__}: {error})")
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [""])[0]

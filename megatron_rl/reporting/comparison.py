@@ -24,32 +24,22 @@ def write_comparison(run_dirs: Sequence[Path], output: Path | None) -> Path:
     folders = [folder.resolve() for folder in run_dirs]
     if twice := [str(folder) for number, folder in enumerate(folders) if folder in folders[:number]]:
         raise UserError("RUN_DIR", twice[0], "is named twice", "name each run once")
-    runs = dict(zip(_shorten(folders), map(read_facts, run_dirs), strict=True))
+    common = Path(os.path.commonpath([folder.parent for folder in folders]))
+    runs = {str(folder.relative_to(common)): read_facts(run_dir) for folder, run_dir in zip(folders, run_dirs, strict=True)}
     page = render_page(
         "comparison.html.j2",
         runs=runs,
-        tiles=_align_tiles(runs),
+        tiles=[(tiles[0].name, tiles) for tiles in zip(*(run.tiles for run in runs.values()), strict=True)],
         warnings=[f"{name}: {warning}" for name, run in runs.items() for warning in run.warnings],
         pictures=[(plot, picture) for plot, picture in _draw_plots(runs) if picture],
         settings=_find_differences({name: flatten(run.run.get("config") or {}) for name, run in runs.items()}),
         versions=_find_differences({name: run.run.get("versions") or {} for name, run in runs.items()}),
     )
-    path = output or Path(os.path.commonpath([folder.parent for folder in folders])) / "comparison.html"
+    path = output or common / "comparison.html"
     try:
         return replace_file(path, page)
     except OSError as error:
         raise UserError("--output", str(path), f"cannot be written ({error.strerror})", "name another file") from None
-
-
-def _shorten(folders: Sequence[Path]) -> list[str]:
-    """Return the paths relative to their common parent folder."""
-    common = os.path.commonpath([folder.parent for folder in folders])
-    return [str(folder.relative_to(common)) for folder in folders]
-
-
-def _align_tiles(runs: Mapping[str, RunFacts]) -> list[tuple[str, list[Any]]]:
-    """Return (name, tiles of all runs) for each tile."""
-    return [(tiles[0].name, list(tiles)) for tiles in zip(*(run.tiles for run in runs.values()), strict=True)]
 
 
 def _draw_plots(runs: Mapping[str, RunFacts]) -> list[tuple[Plot, str]]:

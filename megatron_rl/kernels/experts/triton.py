@@ -3,8 +3,6 @@
 The quantizing kernels replace several operators: they pack tokens into the bytes and scales that are sent, spread packed tokens to padded
 rows (`token_groups`), and weight and quantize gradients into such rows. Layouts, bytes and scales equal those of
 `kernels.quantize.triton`; a gradient is rounded before it is quantized. A packed token is int32 [K/4 + K/128]: K bytes, then its scales.
-
-Import this file inside functions: Triton comes with GPU builds of torch only.
 """
 
 from __future__ import annotations

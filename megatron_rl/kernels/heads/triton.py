@@ -1,7 +1,4 @@
-"""The Triton kernels of `kernels.heads.reference`.
-
-Import this file inside functions: Triton comes with GPU builds of torch only.
-"""
+"""The Triton kernels of `kernels.heads.reference`."""
 
 from __future__ import annotations
 

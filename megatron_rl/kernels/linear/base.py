@@ -1,11 +1,8 @@
 """The interface of the backends that compute the quantized products of the trainer's linear layers.
 
 A layer holds the FP32 master and its quantized blocks; a backend only multiplies. All backends use the bytes of the blocks unchanged, so
-the engine gets the weights that the trainer computes with. `emulated` is the reference. In FP8:
-
-    FProp   y  = Q_1x128(x)    . W^T      rows of x
-    DGrad   dx = Q_1x128(dy)   . W        rows of dy, the same blocks
-    WGrad   dW = Q_1x128(dy^T) . Q_128x1(x)   columns of both, FP32, added to the gradient buffer if there is one
+the engine gets the weights that the trainer computes with. `emulated` is the reference. `precision.contract` has the three products in FP8:
+FProp and DGrad read the rows of their `Operand`, WGrad the columns of both.
 """
 
 from __future__ import annotations

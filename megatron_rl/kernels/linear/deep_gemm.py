@@ -38,7 +38,8 @@ class DeepGemmBackend(GpuBackend):
 
     def prepare(self, blocks: QuantizedWeight, row_order: torch.Tensor | None) -> DeepGemmWeight:
         self.check_weight(blocks, row_order)
-        return DeepGemmWeight((blocks.data, blocks.scale), (_transposed(blocks.data), blocks.scale.t().contiguous()))
+        transposed = blocks.data.view(torch.uint8).t().contiguous().view(blocks.data.dtype)
+        return DeepGemmWeight((blocks.data, blocks.scale), (transposed, blocks.scale.t().contiguous()))
 
     def quantize(self, x: torch.Tensor, *, rows: bool, columns: bool) -> Operand:
         from megatron_rl.kernels.quantize.triton import quantize_activation
@@ -106,7 +107,3 @@ def _multiply(a: Operand, b: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
 def supports_inplace_add(buffer: torch.Tensor) -> bool:
     """Return whether the kernel can add to a gradient buffer in place; if not, torch does the same FP32 addition."""
     return buffer.dtype == torch.float32 and buffer.is_contiguous() and buffer.data_ptr() % _TMA_ALIGNMENT == 0
-
-
-def _transposed(data: torch.Tensor) -> torch.Tensor:
-    return data.view(torch.uint8).t().contiguous().view(data.dtype)

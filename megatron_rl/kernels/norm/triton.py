@@ -3,8 +3,6 @@
 Sum and result are rounded to the dtype of x, so bytes, scales and layouts equal those of `kernels.quantize.triton` for the result. The
 kernel that holds a whole token writes the rows. Columns need 128 tokens, too many for one program, so a second kernel computes them from
 the sum.
-
-Import this file inside functions: Triton comes with GPU builds of torch only.
 """
 
 from __future__ import annotations

@@ -4,8 +4,6 @@ Bytes and scales equal those of `precision.fp8`, in the layouts that block-scale
 
     rows      data [T, K], scales [T, K/128] with T contiguous, padded to 4 in memory (TMA requires 16-byte strides); or into given tensors
     columns   data [K, T'], scales [K, T'/128] with K contiguous; T' is T padded to 128 with zeros
-
-Import this file inside functions: Triton comes with GPU builds of torch only.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The Triton kernel of `kernels.rope.reference`. Import this file inside functions: Triton comes with GPU builds of torch only."""
+"""The Triton kernel of `kernels.rope.reference`."""
 
 from __future__ import annotations
 

@@ -6,8 +6,6 @@ level, held in registers: with tiles of 64 x 64, eight levels (32,768 numbers on
 depend on the number of tokens, so neither do the bits of a token. Work is split only at nodes of the tree, which changes no bit.
 
     reads of a program's operands   64 + 64 rows for 64 x 64 results: 32 FLOPs per BF16 byte, 64 per FP8 byte, from the GPU's cache
-
-Import this file inside functions: Triton comes with GPU builds of torch only.
 """
 
 from __future__ import annotations

@@ -2,8 +2,6 @@
 
 Values are rounded to the dtype of gate and up before they are quantized, so bytes and scales equal those of SwiGLU followed by
 `kernels.quantize.triton`, in the same layouts.
-
-Import this file inside functions: Triton comes with GPU builds of torch only.
 """
 
 from __future__ import annotations
