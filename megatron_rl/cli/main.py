@@ -213,7 +213,6 @@ def doctor() -> None:
 
 
 def main() -> None:
-    """Run the `megatron-rl` script."""
     put_programs_on_path()
     app(prog_name="megatron-rl")
 

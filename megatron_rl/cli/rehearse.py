@@ -19,8 +19,6 @@ from parallel.layout import Layout
 
 @dataclass(frozen=True)
 class RehearseOptions:
-    """Options of the command line."""
-
     nodes: int | None
     gpus_per_node: int
     gpu: str

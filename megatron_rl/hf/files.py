@@ -27,7 +27,6 @@ def read_config(folder: Path, field: str = "model.path") -> dict[str, Any]:
 
 
 def list_tokenizer_files(folder: Path) -> list[Path]:
-    """Return the files of a checkpoint folder that match `TOKENIZER_FILES`."""
     return sorted(file for name in TOKENIZER_FILES for file in folder.glob(name))
 
 

@@ -39,7 +39,6 @@ class MTPCopy:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the files that this rank writes."""
         return sum(self._sizes[name] for number in self._own for name in self._files[number])
 
     def write(self, to: Path) -> list[str]:

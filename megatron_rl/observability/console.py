@@ -76,7 +76,6 @@ class ProgressDisplay:
             self._bar.update(self._task, description=phase)
 
     def set_step(self, step: int) -> None:
-        """Move the bar to `step`."""
         if self._bar:
             self._bar.update(self._task, completed=step)
 

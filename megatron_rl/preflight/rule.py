@@ -98,8 +98,6 @@ class Facts:
 
 
 class Rule(NamedTuple):
-    """One check."""
-
     check: Callable[[Facts], None]  # raises UserError, or an InputError of `parallel`, if the configuration is refused
     needs: Needs
     correction: Mapping[str, object]  # overrides that make the check pass. The planner adds them to its suggestions.

@@ -123,5 +123,4 @@ def _make_table(title: str, numbers: list[str]) -> Table:
 
 
 def _break_lines(estimates: list[str]) -> list[str]:
-    """Put each interval below its value."""
     return [estimate.replace(" (", "\n(") for estimate in estimates]

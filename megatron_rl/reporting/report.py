@@ -134,7 +134,6 @@ def _state(run: dict[str, Any], rows: Rows) -> dict[str, str]:
 
 
 def _last_time(rows: Rows) -> float | None:
-    """Return the Unix time at which the last row was written."""
     return max(finite_values(rows, "unix_time"), default=None)
 
 
@@ -268,7 +267,6 @@ def _check_rows(rows: Rows, path: Path) -> None:
 
 
 def _read_text(path: Path) -> str:
-    """Return a file's text, or "" if the file does not exist."""
     return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
 
 

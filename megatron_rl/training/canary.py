@@ -39,8 +39,6 @@ LONGEST, LONGEST_ON_CPU = 160, 48
 
 @dataclass(frozen=True)
 class _Answer:
-    """One engine's completion of one prompt."""
-
     engine: int
     prompt: int
     logprobs_T: np.ndarray

@@ -53,6 +53,5 @@ class CriticTrainer:
         return {shown: mean(update[name] for update in updates) for name, shown in names.items()}
 
     def leave_device(self) -> None:
-        """Offload the critic's optimizer if trainer and engine share devices."""
         if self._config.placement.kind == "colocated":
             self.critic.offload_optimizer()

@@ -38,7 +38,6 @@ class GraphComparison:
         return {"differences": self.differences, "training": fold_to_json(self.training), "rollout": rollout}
 
     def group_rollout_graphs(self) -> dict[PrecisionGraph, list[int]]:
-        """Return graph -> engine ranks with this graph."""
         ranks_of: dict[PrecisionGraph, list[int]] = {}
         for rank, graph in enumerate(self.rollout):
             ranks_of.setdefault(graph, []).append(rank)

@@ -112,12 +112,10 @@ class PolicyTrainer:
                 self.actor.reload_optimizer()
 
     def leave_devices(self) -> None:
-        """Offload the optimizer before the sync."""
         if self._config.placement.kind == "colocated":
             self.actor.offload_optimizer()
 
     def share_samples(self, rollout: Rank0[RolloutBatch], step: int) -> StepSamples:
-        """See `training.samples.share_samples`."""
         return share_samples(rollout, step, self._config, self.engine_routing, self.actor.attention_length, self.replay)
 
     def compute_logprobs(self, step_samples: StepSamples) -> dict[str, float]:

@@ -49,7 +49,6 @@ class StepSamples:
 
     @property
     def own(self) -> list[TrainingSample]:
-        """This replica's samples of all mini-batches."""
         return [sample for mini_batch in self.mini_batches for sample in mini_batch]
 
 

@@ -51,5 +51,4 @@ class TokenGroups:
 
     @property
     def rows(self) -> int:
-        """Number of padded rows, T."""
         return len(self.experts)

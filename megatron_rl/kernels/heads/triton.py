@@ -17,7 +17,6 @@ LAUNCH = {"num_warps": 4, "enable_fp_fusion": False}  # multiply-adds are fused 
 
 @triton.jit
 def _load_pairs(source, first, second, inside):
-    """Return both numbers of each pair, float32."""
     return tl.load(source + first, mask=inside, other=0.0).to(tl.float32), tl.load(source + second, mask=inside, other=0.0).to(tl.float32)
 
 

@@ -87,6 +87,5 @@ class GpuBackend:
             raise RunError(f"{self.name} cannot multiply with a weight {list(blocks.data.shape)} whose blocks are cut or reordered")
 
     def check_input(self, x: torch.Tensor) -> None:
-        """Raise RunError if x is not BF16."""
         if str(x.dtype) != "torch.bfloat16":
             raise RunError(f"{self.name} supports only bf16, but was asked for {x.dtype}")

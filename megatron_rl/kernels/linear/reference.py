@@ -82,7 +82,6 @@ class DequantizedWeight:
         self._values: dict[torch.dtype, torch.Tensor] = {}
 
     def as_dtype(self, dtype: torch.dtype) -> torch.Tensor:
-        """Return the values `[N, K]`."""
         if dtype not in self._values:
             values, order = dequantize(self._blocks, self._format).to(dtype), self._row_order
             self._values[dtype] = values if order is None else torch.empty_like(values).index_copy_(0, order.to(values.device), values)

@@ -23,7 +23,6 @@ _COLUMNS = 1024  # results per program
 
 @triton.jit
 def _multiply(gate, up):
-    """Return silu(gate) up of float32 values."""
     return tl.div_rn(gate, 1.0 + tl.exp(-gate)) * up
 
 
