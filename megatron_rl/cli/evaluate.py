@@ -64,10 +64,8 @@ class EvalRequest:
 
 
 def evaluate(config: Config, request: EvalRequest) -> Path:
-    """Evaluate and return the folder with the results.
-
-    Raise UserError before an engine starts, or RunError if an engine fails. Completions scored until then remain in completions.jsonl.
-    """
+    """Evaluate and return the folder with the results. Raise UserError before an engine starts, or RunError if an engine fails. Completions
+    scored until then remain in completions.jsonl."""
     samples, sampling = config.eval.samples, config.to_eval_sampling()
     ks = request.list_ks(samples)
     if not config.data.eval:

@@ -234,10 +234,8 @@ def expected_errors() -> Iterator[None]:
 
 
 def run_script(*commands: Callable[..., None]) -> None:
-    """Run a tool's function as a command, or several functions as subcommands, and print expected errors as one line.
-
-    If a function has a parameter `context`, unknown options are passed in `context.args`; otherwise they are refused.
-    """
+    """Run a tool's function as a command, or several functions as subcommands, and print expected errors as one line. If a function has a
+    parameter `context`, unknown options are passed in `context.args`; otherwise they are refused."""
     script = typer.Typer(add_completion=False)
     for command in commands:
         takes_more = "context" in inspect.signature(command).parameters

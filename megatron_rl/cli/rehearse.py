@@ -27,11 +27,8 @@ class RehearseOptions:
 
 
 def run_rehearsal(config: Config, options: RehearseOptions) -> bool:
-    """Print the report and write it to a file if requested. Raise UserError for everything that `plan` refuses.
-
-    Return whether all ranks run, take the planned memory and wait in no layer, and the rehearsed kernels have the parameters of the
-    installed libraries.
-    """
+    """Print the report and write it to a file if requested. Raise UserError for everything that `plan` refuses. Return whether all ranks
+    run, take the planned memory and wait in no layer, and the rehearsed kernels have the parameters of the installed libraries."""
     config = pin_model(config)
     job = Workload.from_config(config, read_config(config.model.folder))
     candidate = Candidate.from_config(config)
@@ -70,10 +67,8 @@ def install_device() -> None:
 
 
 def choose_ranks(text: str | None, layout: Layout) -> list[int]:
-    """Return the ranks of a list such as `0,7,last`, by default the first rank of the last, first and second pipeline stage.
-
-    A rank of the last stage is always included and comes first, because only the last stage knows the loss.
-    """
+    """Return the ranks of a list such as `0,7,last`, by default the first rank of the last, first and second pipeline stage. A rank of the
+    last stage is always included and comes first, because only the last stage knows the loss."""
     width = layout.world_size // layout.pp
     last = (layout.pp - 1) * width
     if text is None:

@@ -187,9 +187,7 @@ class HFCheckpoint:
 
     def read_values(self, region: Region) -> torch.Tensor:
         """Return a region's rectangle of its tensor: [rows, cols], or [rows] for a vector, in the file's dtype, or float32 if quantized.
-
-        The rectangle may cut blocks. Raises UserError if a value is inf or NaN.
-        """
+        The rectangle may cut blocks. Raises UserError if a value is inf or NaN."""
         tensor, (row, col, rows, cols), *_ = region
         if self._starts_at_0(tensor):
             return torch.zeros(rows, cols)

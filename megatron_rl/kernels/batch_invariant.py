@@ -177,10 +177,7 @@ def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, last:
 
 def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
     """Return `attention` of few queries, already scaled, with the heads of a group stacked: `[b, g, heads * s, e]` of
-    `[b, g, heads * s, d]`.
-
-    Keys are summed in chunks of `KEYS_PER_PRODUCT`, in order. Chunks beyond the last key of a query add zero.
-    """
+    `[b, g, heads * s, d]`. Keys are summed in chunks of `KEYS_PER_PRODUCT`, in order. Chunks beyond the last key of a query add zero."""
     rows, scoring = query.shape[2], _choose_scoring()
     length = (int(last.max()) // KEYS_PER_PRODUCT + 1) * KEYS_PER_PRODUCT
     scores = scoring.score(append_zeros(query, -2, scoring.min_rows - rows), key[:, :, :length])

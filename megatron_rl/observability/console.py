@@ -26,9 +26,7 @@ def proof_verdict(metrics: Mapping[str, MetricValue]) -> tuple[str, bool]:
 
 def progress_line(metrics: Mapping[str, MetricValue], total_steps: int) -> Text:
     """Return the console line of a step: metrics that declare a `progress` format, in the order of the row, then seconds and the sync.
-
-    Values that are not finite (None) are marked.
-    """
+    Values that are not finite (None) are marked."""
     parts, phases = [Text(f"step {metrics['step']}/{total_steps or '?'}", "bold")], []
 
     def add(name: str, form: str, scale: float = 1) -> None:

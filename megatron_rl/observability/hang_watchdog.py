@@ -54,10 +54,8 @@ class RankStatus:
 
 
 class HangWatchdog:
-    """Watchdog of one rank. The run's threads call `enter_phase`; everything else happens in the watchdog's thread.
-
-    Stacks are written to `log`. On the reporting rank, `notify` receives the report.
-    """
+    """Watchdog of one rank. The run's threads call `enter_phase`; everything else happens in the watchdog's thread. Stacks are written to
+    `log`. On the reporting rank, `notify` receives the report."""
 
     def __init__(self, folder: Path, rank: int, size: int, stuck_after: float, log: IO[str], notify: Callable[[str], None]) -> None:
         self._folder, self._rank, self._size, self._stuck_after = folder, rank, size, stuck_after
@@ -181,12 +179,8 @@ def clear_rank_files(run: Path) -> None:
 
 
 def enter_phase(phase: str, step: int | None = None, limit: float = 0.0) -> None:
-    """Record that this rank enters a phase, which shows that the run is alive. Does nothing without a watchdog.
-
-    Args:
-        step: the current RL step, if it changes.
-        limit: seconds after which something else ends the phase; they do not count as idle.
-    """
+    """Record that this rank enters a phase, which shows that the run is alive. Does nothing without a watchdog. `step` is the current RL
+    step if it changes, and `limit` the seconds after which something else ends the phase, which do not count as idle."""
     if _watchdog is not None:
         _watchdog.enter_phase(phase, step, limit)
 

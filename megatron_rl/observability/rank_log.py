@@ -17,10 +17,8 @@ from megatron_rl.errors import MegatronRLError
 
 @contextmanager
 def rank_log(run: Path, rank: int, size: int) -> Iterator[IO[str]]:
-    """Context manager that opens the log for appending and also sends this process's warnings to it.
-
-    An exception that leaves the block is logged, with its traceback if it is a bug. A fatal signal logs the stacks of all threads.
-    """
+    """Context manager that opens the log for appending and also sends this process's warnings to it. An exception that leaves the block is
+    logged, with its traceback if it is a bug. A fatal signal logs the stacks of all threads."""
     folder = run / "ranks"
     folder.mkdir(exist_ok=True)
     with (folder / f"rank_{rank:05d}.log").open("a", encoding="utf-8", errors="backslashreplace", buffering=1) as file:

@@ -37,11 +37,8 @@ class RunLog:
     """Writes one run folder until `finish`."""
 
     def __init__(self, folder: Path, run: dict[str, Any], resume_step: int | None = None) -> None:
-        """Open the folder's files and start the trackers.
-
-        Args:
-            run: contents of run.json.
-            resume_step: last step that trackers keep, or None for a new run.
+        """Open the folder's files and start the trackers. `run` holds the contents of run.json, `resume_step` is the last step that
+        trackers keep, or None for a new run.
 
         Raises:
             UserError: another process still writes the folder, or a tracker does not start.
@@ -64,11 +61,8 @@ class RunLog:
 
     @classmethod
     def create(cls, parent: Path, config: dict[str, Any], versions: dict[str, str]) -> RunLog:
-        """Create `parent/YYYY-mm-dd_HH-MM-SS` and point `parent/latest` at it.
-
-        `config` is the whole config as plain data; `versions` maps package names to versions. Raises UserError("log.dir") if the folder
-        cannot be created.
-        """
+        """Create `parent/YYYY-mm-dd_HH-MM-SS` and point `parent/latest` at it. `config` is the whole config as plain data; `versions` maps
+        package names to versions. Raises UserError("log.dir") if the folder cannot be created."""
         started = datetime.now().astimezone()
         try:
             folder = make_unique_folder(parent, started.strftime("%Y-%m-%d_%H-%M-%S"))
@@ -189,10 +183,8 @@ def read_metrics(folder: Path) -> list[dict[str, MetricValue]]:
 
 
 def read_jsonl(path: Path) -> tuple[list[dict[str, Any]], str]:
-    """Return the rows of a JSONL file, and a warning if the last line was torn by a crash and skipped, or "".
-
-    Raises UserError("RUN_DIR") with file and line for damage anywhere else.
-    """
+    """Return the rows of a JSONL file, and a warning if the last line was torn by a crash and skipped, or "". Raises UserError("RUN_DIR")
+    with file and line for damage anywhere else."""
     try:
         lines = path.read_bytes().split(b"\n")
     except FileNotFoundError:

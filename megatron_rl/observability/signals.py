@@ -42,10 +42,8 @@ def check_stop() -> None:
 
 
 def prefer_stop_error(error: RunError) -> RunError:
-    """Return StopError if any rank has received a stop signal, else `error`, which all ranks have. Collective.
-
-    A cluster also signals the child processes of a rank, so a stop may first appear as a lost engine.
-    """
+    """Return StopError if any rank has received a stop signal, else `error`, which all ranks have. Collective. A cluster also signals the
+    child processes of a rank, so a stop may first appear as a lost engine."""
     return error if isinstance(error, StopError) else next(filter(None, gather_from_ranks(_stop_error())), error)
 
 

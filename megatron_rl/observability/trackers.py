@@ -58,10 +58,8 @@ class TensorBoard:
 
 
 class WandB:
-    """Weights & Biases, configured by its own variables (WANDB_API_KEY, WANDB_PROJECT, WANDB_MODE=offline).
-
-    A resumed run is a separate W&B run in the group of the first, because W&B cannot discard logged steps.
-    """
+    """Weights & Biases, configured by its own variables (WANDB_API_KEY, WANDB_PROJECT, WANDB_MODE=offline). A resumed run is a separate W&B
+    run in the group of the first, because W&B cannot discard logged steps."""
 
     def __init__(self, folder: Path, config: dict[str, Any], resume_step: int | None) -> None:
         import wandb
@@ -83,10 +81,8 @@ class WandB:
 
 
 class MLflow:
-    """MLflow (mlflow or mlflow-skinny), configured by its own variables (MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME).
-
-    A resumed run is a separate MLflow run, tagged with the step it was resumed from.
-    """
+    """MLflow (mlflow or mlflow-skinny), configured by its own variables (MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME). A resumed run is a
+    separate MLflow run, tagged with the step it was resumed from."""
 
     def __init__(self, folder: Path, config: dict[str, Any], resume_step: int | None) -> None:
         from mlflow.entities import Metric, Param

@@ -23,10 +23,8 @@ def row_maxima(x: torch.Tensor) -> torch.Tensor:
 
 
 def quantize_int8_weight(weight: torch.Tensor, amax: torch.Tensor | None = None) -> QuantizedWeight:
-    """Quantize `[N, K]` to INT8 with float32 scales `[N, 1]`. Raise ValueError for inf or NaN.
-
-    `amax` `[N, 1]` holds the maxima of the whole rows, if `weight` has only some of their columns.
-    """
+    """Quantize `[N, K]` to INT8 with float32 scales `[N, 1]`. Raise ValueError for inf or NaN. `amax` `[N, 1]` holds the maxima of the
+    whole rows, if `weight` has only some of their columns."""
     amax = row_maxima(weight) if amax is None else amax
     if not torch.isfinite(amax).all():
         raise ValueError("weight holds inf or NaN")
@@ -36,9 +34,7 @@ def quantize_int8_weight(weight: torch.Tensor, amax: torch.Tensor | None = None)
 
 def int8_matmul(x: torch.Tensor, values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """Return Q(x) . W^T `[..., N]` in the dtype of x `[..., K]`. Sums are exact, as in INT32 accumulation, and scaled once in FP32.
-
-    `values` float32 `[N, K]` holds INT8 numbers, `scale` is float32 `[N, 1]`.
-    """
+    `values` float32 `[N, K]` holds INT8 numbers, `scale` is float32 `[N, 1]`."""
     tokens, token_scale = _quantize_rows(x, row_maxima(x))
     parts = zip(tokens.split(_EXACT_COLUMNS, -1), values.split(_EXACT_COLUMNS, -1), strict=True)
     sums = [part @ columns.t() for part, columns in parts]

@@ -17,10 +17,8 @@ _MINUTES = "minutes since the run's first row"
 
 
 def write_comparison(run_dirs: Sequence[Path], output: Path | None) -> Path:
-    """Write the page that compares these runs and return its path: `output`, or comparison.html in their common parent folder.
-
-    The first run is the baseline. Raises UserError("RUN_DIR") for a folder without a readable run, or a folder named twice.
-    """
+    """Write the page that compares these runs and return its path: `output`, or comparison.html in their common parent folder. The first
+    run is the baseline. Raises UserError("RUN_DIR") for a folder without a readable run, or a folder named twice."""
     folders = [folder.resolve() for folder in run_dirs]
     if twice := [str(folder) for number, folder in enumerate(folders) if folder in folders[:number]]:
         raise UserError("RUN_DIR", twice[0], "is named twice", "name each run once")

@@ -54,10 +54,8 @@ class TrainState:
 
 
 class CheckpointManager:
-    """Writes the checkpoints of one run, one at a time. All methods are collective.
-
-    `saved` is the policy version that the run resumes from, or -1.
-    """
+    """Writes the checkpoints of one run, one at a time. All methods are collective. `saved` is the policy version that the run resumes
+    from, or -1."""
 
     def __init__(
         self,

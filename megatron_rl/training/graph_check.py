@@ -59,10 +59,8 @@ def write_critic_graph(model: Any, folder: Path) -> None:
 
 
 def check_graph(model: Any, engine: Rank0[Engine], contract: PrecisionContract, folder: Path) -> None:
-    """Write `folder/graph.json` and `folder/graph.svg`. Collective; `model` must be quantized.
-
-    Raise RunError with the differences if the trainer is quantized and the rollout is not a subgraph of the training's forward pass.
-    """
+    """Write `folder/graph.json` and `folder/graph.svg`. Collective; `model` must be quantized. Raise RunError with the differences if the
+    trainer is quantized and the rollout is not a subgraph of the training's forward pass."""
     training = read_training_graph(model)
 
     def check(engine: Engine) -> None:

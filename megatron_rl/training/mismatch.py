@@ -54,11 +54,7 @@ def measure_mismatch(
     samples: list[TrainingSample], names: tuple[str, ...] = MISMATCH, by_position: bool = False, combine: Combine = combine_alone
 ) -> dict[str, float]:
     """Return |d| and the k3 estimate of KL(engine || trainer) over all replicas' tokens of the trainer's own version, or {} without any.
-
-    Args:
-        samples: this replica's samples.
-        by_position: also return the mean |d| by position in the response.
-    """
+    `samples` are this replica's. With `by_position`, also return the mean |d| by position in the response."""
     difference, lags = _flatten(samples)
     current, totals, starts = difference[lags == 0], Totals(), [0, *_BOUNDS.tolist()]
     totals.add("abs", current.abs())
@@ -88,10 +84,8 @@ class MismatchBound:
         self._stops, self._notify, self._warned = settings.on_mismatch == "stop", notify, False
 
     def check(self, metrics: Mapping[str, float]) -> None:
-        """Check the metrics of a step, which are the same on every rank.
-
-        Raise RunError if the mismatch exceeds the bound; or, with `on_mismatch = "warn"`, warn once until it is below the bound again.
-        """
+        """Check the metrics of a step, which are the same on every rank. Raise RunError if the mismatch exceeds the bound; or, with
+        `on_mismatch = "warn"`, warn once until it is below the bound again."""
         largest = metrics.get(MISMATCH[1])
         if largest is None:  # no token of the trainer's version
             return

@@ -118,10 +118,8 @@ def _prepare(rollout: RolloutBatch, step: int, config: Config, routing: RoutingS
 
 
 def _split_rewards(rollout: RolloutBatch, config: Config) -> tuple[dict[str, list[float]], dict[str, float]]:
-    """Return the rewards of all completions and the weight of each reward function, by label.
-
-    A length penalty counts as one of weight 1. A completion without a verdict has a reward of 0 from each function.
-    """
+    """Return the rewards of all completions and the weight of each reward function, by label. A length penalty counts as one of weight 1. A
+    completion without a verdict has a reward of 0 from each function."""
     weights = {label: part.weight for label, part in config.reward.parts.items()}
     rewards = {label: [completion.reward.parts.get(label, 0.0) for completion in rollout.completions_B] for label in weights}
     if config.algorithm.overlong_share:

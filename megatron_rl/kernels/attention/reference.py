@@ -33,10 +33,8 @@ class LengthGroup:
 
 
 def group_by_length(lengths: list[int]) -> list[LengthGroup]:
-    """Group the sequences of a packed row by the number of key chunks (`KEYS_PER_PRODUCT`) that they need.
-
-    A group is as wide as its chunks, not as its longest sequence, so the gradients of a sequence do not depend on the other sequences.
-    """
+    """Group the sequences of a packed row by the number of key chunks (`KEYS_PER_PRODUCT`) that they need. A group is as wide as its
+    chunks, not as its longest sequence, so the gradients of a sequence do not depend on the other sequences."""
     starts = list(accumulate(lengths, initial=0))
     numbers_by_chunks: dict[int, list[int]] = {}
     for number, length in enumerate(lengths):

@@ -14,10 +14,8 @@ from parallel.formats import BLOCK
 
 @dataclass(frozen=True)
 class TokenGroups:
-    """Tables of n tokens in T padded rows, for kernels of grouped products and kernels that spread tokens.
-
-    They are built on the host, where the counts are known, and sent in one copy without waiting for the device.
-    """
+    """Tables of n tokens in T padded rows, for kernels of grouped products and kernels that spread tokens. They are built on the host,
+    where the counts are known, and sent in one copy without waiting for the device."""
 
     lengths: list[int]  # rows of each expert; multiples of 128, possibly 0
     places: torch.Tensor  # int64 `[n]`: row of each token

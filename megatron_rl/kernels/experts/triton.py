@@ -172,10 +172,8 @@ def quantize_weighed(
 
 
 def pack(x: torch.Tensor, order: torch.Tensor, scale_format: str) -> torch.Tensor:
-    """Quantize tokens x `[n, K]` and return them packed, int32 `[n k, K/4 + K/128]`, at the places `order` int64 `[n, k]`.
-
-    Raise ValueError if K is not a multiple of 128 or the shapes do not match.
-    """
+    """Quantize tokens x `[n, K]` and return them packed, int32 `[n k, K/4 + K/128]`, at the places `order` int64 `[n, k]`. Raise ValueError
+    if K is not a multiple of 128 or the shapes do not match."""
     (tokens, k), width = order.shape, x.shape[1]
     if width % BLOCK or len(x) != tokens:
         raise ValueError(

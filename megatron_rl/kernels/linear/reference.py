@@ -23,9 +23,7 @@ from parallel.formats import TensorFormat
 
 def value_dtype(x: torch.Tensor, scale_format: str) -> torch.dtype:
     """Return the dtype of the weight values to multiply x with: float32, or bfloat16 if that is exact and several times faster on a CPU.
-
-    E4M3 values times powers of two are exact in BF16, products are summed in FP32, and the result is rounded to BF16 anyway.
-    """
+    E4M3 values times powers of two are exact in BF16, products are summed in FP32, and the result is rounded to BF16 anyway."""
     exact = scale_format == "pow2" and x.dtype == torch.bfloat16 and x.device.type == "cpu"
     return torch.bfloat16 if exact else torch.float32
 

@@ -126,9 +126,7 @@ def quantize_norm(
     x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, scale_format: str, *, columns: bool, **multiples: int
 ) -> tuple[torch.Tensor, torch.Tensor, QuantizedPair, QuantizedPair | None]:
     """Return (total `[..., h]`, statistic float32 `[...]`, rows, columns or None) for x `[..., h]`; names as in `kernels.norm.reference`.
-
-    `multiples` are arguments of `allocate`. Raise ValueError if h is not a multiple of 128 or the shapes do not match.
-    """
+    `multiples` are arguments of `allocate`. Raise ValueError if h is not a multiple of 128 or the shapes do not match."""
     tokens, width = x.shape[:-1].numel(), x.shape[-1]
     if width % BLOCK or weight.shape != (width,) or (residual is not None and (residual.shape, residual.dtype) != (x.shape, x.dtype)):
         raise ValueError(f"x {list(x.shape)}: the width must be a multiple of {BLOCK}, and residual and weight must match x")

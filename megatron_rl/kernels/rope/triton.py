@@ -39,12 +39,8 @@ def rotate_token(
 def rotate(
     x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor, start: int, sign: float, interleaved: bool
 ) -> torch.Tensor:
-    """Return x `[t, heads, d]` with each head rotated from element `start` on, contiguous. Raise ValueError if shapes do not match.
-
-    Args:
-        cos, sin: float32 `[positions, pairs]`.
-        positions: `[t]`.
-    """
+    """Return x `[t, heads, d]` with each head rotated from element `start` on, contiguous. cos and sin are float32 `[positions, pairs]`,
+    positions are `[t]`. Raise ValueError if shapes do not match."""
     (tokens, heads, width), pairs = x.shape, cos.shape[1]
     if positions.shape != (tokens,) or cos.shape != sin.shape or start + 2 * pairs > width:
         raise ValueError(f"x {list(x.shape)}, tables {list(cos.shape)} and positions {list(positions.shape)} do not match")

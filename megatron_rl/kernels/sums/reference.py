@@ -25,10 +25,8 @@ _FEW_ROWS = 64  # with up to this many rows, columns are not tiled: reading the 
 
 
 def multiply(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Return x . W^T, float32 `[..., N]`, by the tree over this rank's leaves; x `[..., K]` and weight `[N, K]` in BF16 or float32.
-
-    The bits of a row do not depend on other rows, but differ between CPU and GPU.
-    """
+    """Return x . W^T, float32 `[..., N]`, by the tree over this rank's leaves; x `[..., K]` and weight `[N, K]` in BF16 or float32. The
+    bits of a row do not depend on other rows, but differ between CPU and GPU."""
     if x.is_cuda:
         from megatron_rl.kernels.sums.triton import multiply_nodes
 

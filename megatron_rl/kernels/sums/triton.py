@@ -89,12 +89,8 @@ def multiply_tile(
 def multiply_nodes(
     x: torch.Tensor, weight: torch.Tensor, x_scale: torch.Tensor | None = None, weight_scale: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return the nodes of x . W^T, float32 `[nodes, T, N]`, for `kernels.sums.reference.add`. Raise ValueError for other operands.
-
-    Args:
-        x, weight: `[T, K]` and `[N, K]` in BF16, float32 or E4M3.
-        x_scale, weight_scale: With E4M3, float32 `[T, K/128]` and `[N/128, K/128]` with any strides.
-    """
+    """Return the nodes of x . W^T, float32 `[nodes, T, N]`, for `kernels.sums.reference.add`; x `[T, K]` and weight `[N, K]` in BF16,
+    float32 or E4M3. E4M3 needs scales float32 `[T, K/128]` and `[N/128, K/128]` of any strides. Raise ValueError for other operands."""
     (tokens, width), features = x.shape, len(weight)
     scales = [scale for scale in (x_scale, weight_scale) if scale is not None]
     scaled, blocks = x.dtype == torch.float8_e4m3fn, -(-width // BLOCK)

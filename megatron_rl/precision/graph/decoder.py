@@ -184,11 +184,8 @@ class _Builder:
                 self.gradients[target] = operator.gradients
 
     def add_backward(self) -> None:
-        """Add the backward pass of every edge.
-
-        A linear layer A has two products: A.backward is DGrad, A.wgrad is WGrad. Other operators, and linear layers that are not trained,
-        have only A.backward.
-        """
+        """Add the backward pass of every edge. A linear layer A has two products: A.backward is DGrad, A.wgrad is WGrad. Other operators,
+        and linear layers that are not trained, have only A.backward."""
         for node in [node for node in self.nodes.values() if node.op != "weight"]:
             self.node(f"{node.name}.backward", "dgrad" if node.op in _LINEARS else "backward", node.count)
             gradients = self.gradients.get(node.name)
