@@ -8,7 +8,7 @@ FProp and DGrad read the rows of their `Operand`, WGrad the columns of both.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from megatron_rl.errors import RunError
 from parallel.formats import BLOCK
@@ -74,9 +74,14 @@ class NormBackend(Backend, Protocol):
 
 
 class GpuBackend:
-    """Base of the GPU backends: BF16 in and out, widths in multiples of 128, no reordered rows. Other inputs are refused."""
+    """Base of the GPU backends: BF16 in and out, widths in multiples of 128, no reordered rows. Other inputs are refused.
+
+    SwiGLU and norms are fused with quantization by the project's Triton kernels.
+    """
 
     name: str
+    multiples: ClassVar[dict[str, int]] = {}  # arguments of `kernels.quantize.triton.allocate`: padding of the tokens
+    gathers_bytes = True
 
     def __init__(self, format: TensorFormat) -> None:
         self.scale_format = format.scale_format
@@ -89,3 +94,23 @@ class GpuBackend:
     def check_input(self, x: torch.Tensor) -> None:
         if str(x.dtype) != "torch.bfloat16":
             raise RunError(f"{self.name} supports only bf16, but was asked for {x.dtype}")
+
+    def arrange(self, pair: tuple[torch.Tensor, torch.Tensor] | None) -> Tensors:
+        """Return quantized data and scales of the Triton kernels in the library's layout, or () if they were not requested."""
+        return pair or ()
+
+    def quantize_swiglu(self, gate_up: torch.Tensor, gradient: torch.Tensor | None, *, rows: bool, columns: bool) -> Operand:
+        from megatron_rl.kernels.swiglu.triton import quantize_swiglu
+
+        self.check_input(gate_up)
+        pairs = quantize_swiglu(gate_up, gradient, self.scale_format, rows=rows, columns=columns, **self.multiples)
+        return Operand(len(gate_up), *map(self.arrange, pairs))
+
+    def quantize_norm(
+        self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, *, columns: bool
+    ) -> tuple[torch.Tensor, torch.Tensor, Operand]:
+        from megatron_rl.kernels.norm.triton import quantize_norm
+
+        self.check_input(x)
+        total, statistic, *pairs = quantize_norm(x, residual, weight, eps, self.scale_format, columns=columns, **self.multiples)
+        return total, statistic, Operand(statistic.numel(), *map(self.arrange, pairs))

@@ -34,7 +34,6 @@ class DeepGemmWeight(NamedTuple):
 class DeepGemmBackend(GpuBackend):
     name = "deep_gemm"
     gathered_tokens = 1
-    gathers_bytes = True
 
     def prepare(self, blocks: QuantizedWeight, row_order: torch.Tensor | None) -> DeepGemmWeight:
         self.check_weight(blocks, row_order)
@@ -47,22 +46,6 @@ class DeepGemmBackend(GpuBackend):
         self.check_input(x)
         row_pair, column_pair = quantize_activation(x, self.scale_format, rows=rows, columns=columns)
         return Operand(x.shape[0], row_pair or (), column_pair or ())
-
-    def quantize_swiglu(self, gate_up: torch.Tensor, gradient: torch.Tensor | None, *, rows: bool, columns: bool) -> Operand:
-        from megatron_rl.kernels.swiglu.triton import quantize_swiglu
-
-        self.check_input(gate_up)
-        row_pair, column_pair = quantize_swiglu(gate_up, gradient, self.scale_format, rows=rows, columns=columns)
-        return Operand(len(gate_up), row_pair or (), column_pair or ())
-
-    def quantize_norm(
-        self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, *, columns: bool
-    ) -> tuple[torch.Tensor, torch.Tensor, Operand]:
-        from megatron_rl.kernels.norm.triton import quantize_norm
-
-        self.check_input(x)
-        total, statistic, rows, column_pair = quantize_norm(x, residual, weight, eps, self.scale_format, columns=columns)
-        return total, statistic, Operand(statistic.numel(), rows, column_pair or ())
 
     def start_gather(self, operand: Operand, group: Any) -> PendingOperand:
         tokens, of_rows = operand.tokens * group.size(), bool(operand.rows)
