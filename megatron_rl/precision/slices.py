@@ -4,8 +4,6 @@ A slice begins and ends anywhere, even within a row or a block. Each rank finds 
 over ranks gives the scale on every rank. Data and scales equal those of the whole weight, bit for bit.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 
