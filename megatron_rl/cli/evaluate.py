@@ -57,9 +57,8 @@ class EvalRequest:
             raise UserError("--at", self.at, "must be positive integers separated by commas", "write for example --at 1,8,64")
         ks = sorted(set(map(int, words)))
         if ks[-1] > samples:
-            raise UserError(
-                "--at", self.at, f"requires {ks[-1]} completions per problem, but there are {samples}", f"use --samples {ks[-1]} or more"
-            )
+            rule = f"requires {ks[-1]} completions per problem, but there are {samples}"
+            raise UserError("--at", self.at, rule, f"use --samples {ks[-1]} or more")
         return ks
 
 

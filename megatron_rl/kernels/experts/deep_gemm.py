@@ -101,10 +101,8 @@ class DeepGemmExperts:
 def _multiply(a: Operand, b: tuple[torch.Tensor, torch.Tensor], groups: TokenGroups) -> torch.Tensor:
     import deep_gemm
 
-    if BLOCK % deep_gemm.get_mk_alignment_for_contiguous_layout():
-        raise RunError(
-            f"DeepGEMM is set to groups of {deep_gemm.get_mk_alignment_for_contiguous_layout()} rows, but groups are padded to {BLOCK}"
-        )
+    if BLOCK % (rows := deep_gemm.get_mk_alignment_for_contiguous_layout()):
+        raise RunError(f"DeepGEMM is set to groups of {rows} rows, but groups are padded to {BLOCK}")
     product = torch.empty(a.tokens, b[0].shape[1], dtype=torch.bfloat16, device=b[0].device)
     if a.tokens:
         deep_gemm.m_grouped_fp8_gemm_nt_contiguous(a.rows, b, product, groups.experts, recipe=BLOCK_RECIPE)

@@ -80,7 +80,7 @@ class GpuBackend:
     """
 
     name: str
-    multiples: ClassVar[dict[str, int]] = {}  # arguments of `kernels.quantize.triton.allocate`: padding of the tokens
+    multiples: ClassVar[dict[str, Any]] = {}  # arguments of `kernels.quantize.triton.allocate`: padding of the tokens
     gathers_bytes = True
 
     def __init__(self, format: TensorFormat) -> None:

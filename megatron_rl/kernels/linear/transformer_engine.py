@@ -29,7 +29,7 @@ _TOKENS = 16
 class TransformerEngineBackend(GpuBackend):
     name = "transformer_engine"
     gathered_tokens = _TOKENS
-    multiples: ClassVar[dict[str, int]] = {"row_multiple": _TOKENS, "column_multiple": _TOKENS}
+    multiples: ClassVar[dict[str, Any]] = {"row_multiple": _TOKENS, "column_multiple": _TOKENS}
 
     def prepare(self, blocks: QuantizedWeight, row_order: torch.Tensor | None) -> Any:
         self.check_weight(blocks, row_order)

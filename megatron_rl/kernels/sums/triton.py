@@ -4,8 +4,6 @@ A program computes a tile of results, leaf after leaf. A leaf is a product of 12
 scales of its FP8 blocks. It is added to the nodes that wait for it (`parallel.row_sums.list_merges`). There is at most one such node per
 level, held in registers: with tiles of 64 x 64, eight levels (32,768 numbers on a rank) fit, and further levels are spilled. Tiles do not
 depend on the number of tokens, so neither do the bits of a token. Work is split only at nodes of the tree, which changes no bit.
-
-    reads of a program's operands   64 + 64 rows for 64 x 64 results: 32 FLOPs per BF16 byte, 64 per FP8 byte, from the GPU's cache
 """
 
 from __future__ import annotations
