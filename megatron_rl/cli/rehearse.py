@@ -1,7 +1,5 @@
 """The command `rehearse`: some ranks of a run on a GPU without data."""
 
-from __future__ import annotations
-
 import json
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -20,8 +18,6 @@ from parallel.layout import Layout
 
 @dataclass(frozen=True)
 class RehearseOptions:
-    """Options of the command line."""
-
     nodes: int | None
     gpus_per_node: int
     gpu: str
@@ -30,10 +26,8 @@ class RehearseOptions:
 
 
 def run_rehearsal(config: Config, options: RehearseOptions) -> bool:
-    """Print the report and write it to a file if requested. Raise UserError for everything that `plan` refuses.
-
-    Return whether all ranks run, take the planned memory and wait in no layer.
-    """
+    """Print the report and write it to a file if requested. Raise UserError for everything that `plan` refuses. Return whether all ranks
+    run, take the planned memory and wait in no layer."""
     config = pin_model(config)
     job = Workload.from_config(config, read_config(config.model.folder))
     candidate = Candidate.from_config(config)
@@ -69,10 +63,8 @@ def install_device() -> None:
 
 
 def choose_ranks(text: str | None, layout: Layout) -> list[int]:
-    """Return the ranks of a list such as `0,7,last`, by default the first rank of the last, first and second pipeline stage.
-
-    A rank of the last stage is always included and comes first, because only the last stage knows the loss.
-    """
+    """Return the ranks of a list such as `0,7,last`, by default the first rank of the last, first and second pipeline stage. A rank of the
+    last stage is always included and comes first, because only the last stage knows the loss."""
     width = layout.world_size // layout.pp
     last = (layout.pp - 1) * width
     if text is None:

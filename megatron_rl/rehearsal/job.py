@@ -45,9 +45,8 @@ from megatron_rl.rehearsal.fake_cuda import one_rank
 from megatron_rl.rehearsal.hf_headers import read_headers_only
 from megatron_rl.rehearsal.recorder import Phase, Recorder, find_line_of
 from megatron_rl.sync.plan import cut_into_chunks, plan_transfers
-from megatron_rl.training.checkpoint_manager import CheckpointManager
+from megatron_rl.training.checkpoint_manager import CheckpointManager, TrainState
 from megatron_rl.training.policies import load_actor, load_critic, load_reference, load_teacher
-from megatron_rl.training.train_state import TrainState
 from parallel.layout import EngineLayout, Layout
 from parallel.model_geometry import ModelGeometry
 from parallel.reshard import Transfer

@@ -42,7 +42,7 @@ from megatron_rl.observability.profiling import StepProfiler
 from megatron_rl.observability.rank_log import rank_log
 from megatron_rl.observability.signals import install_signal_handlers, prefer_stop_error
 from megatron_rl.rollout.worker import RolloutBatch
-from megatron_rl.training.checkpoint_manager import CheckpointManager
+from megatron_rl.training.checkpoint_manager import CheckpointManager, TrainState
 from megatron_rl.training.critic_trainer import CriticTrainer
 from megatron_rl.training.loop import Loop
 from megatron_rl.training.mismatch_attribution import MismatchAttribution
@@ -50,7 +50,6 @@ from megatron_rl.training.policies import load_critic, load_teacher
 from megatron_rl.training.policy_trainer import PolicyTrainer
 from megatron_rl.training.recorder import Recorder
 from megatron_rl.training.resume import choose_checkpoint, describe_layout
-from megatron_rl.training.train_state import TrainState
 from megatron_rl.types import Completion, Problem, Reward
 from parallel.layout import Layout
 from support.models import random_sequences
