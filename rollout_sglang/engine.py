@@ -21,11 +21,9 @@ from megatron_rl.precision.graph.graph import PrecisionGraph
 from megatron_rl.rollout.engine import Abort, EngineTensorSpec, ParsedToolCalls, Places
 from megatron_rl.types import Generation, SamplingParams
 from rollout_sglang.answers import make_sampling_params, parse_generation, read_kept_tokens, read_routed_experts
-from rollout_sglang.health_watch import HealthMonitor
-from rollout_sglang.launch_args import EngineLaunchSpec
-from rollout_sglang.launcher import EngineServer
-from rollout_sglang.rank_handler import FAILED, PREFIX
-from rollout_sglang.rank_requests import RankRequests
+from rollout_sglang.launch_args import EngineLaunchSpec, EngineServer
+from rollout_sglang.process import HealthMonitor
+from rollout_sglang.rank_handler import FAILED, PREFIX, RankRequests
 from rollout_sglang.request_gate import AnswersDroppedError, RequestGate
 
 _CACHE, _WEIGHTS, _GRAPHS = "kv_cache", "weights", "cuda_graph"  # SGLang's names of its memory

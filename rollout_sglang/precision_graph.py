@@ -99,7 +99,7 @@ class _Reader:
 
     def read_latent_attention(self, attention: Any) -> dict[str, Operator]:
         """Read MLA. SGLang computes w_kc and w_vc from the blocks of kv_b and multiplies with their unquantized values: always on a CPU
-        (`hooks.cpu_mla`), for decoded tokens on a GPU."""
+        (`hooks.cpu_kernels`), for decoded tokens on a GPU."""
         if getattr(attention, "use_deep_gemm_bmm", False):
             raise ValueError("the engine quantizes latents for DeepGEMM (SGLANG_USE_DEEPGEMM_BMM), which the trainer does not")
         operators = self.read_attention(attention)

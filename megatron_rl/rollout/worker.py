@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import threading
+import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron_rl.algorithm.length_penalty import compute_overlong_penalty
 from megatron_rl.config import Config
 from megatron_rl.data import ProblemStream
+from megatron_rl.errors import EngineLostError
 from megatron_rl.metrics import STEP_SECONDS, declare
 from megatron_rl.rewards.scorer import Scorer
 from megatron_rl.rollout.generation import Sampler
@@ -171,3 +175,70 @@ def _compute_group_accuracy(group: Sequence[Completion]) -> float:
     """Return the share of correct completions among those with a verdict, or 0 if there are none."""
     verdicts = [member.reward.correct for member in group if not member.reward.excluded]
     return sum(verdicts) / max(len(verdicts), 1)
+
+
+@dataclass
+class _Step:
+    """A step in progress."""
+
+    draw: StepDraw
+    rollout: Future[RolloutBatch]
+
+
+class AsyncRolloutWorker:
+    """A `RolloutWorker` that generates in background threads, on rank 0. All calls must come from a single thread."""
+
+    def __init__(self, worker: RolloutWorker, max_staleness: int, steps: int, stop_engine: Callable[[], None]) -> None:
+        """Args:
+        steps: The last version of the run, for which nothing is generated.
+        stop_engine: Makes running requests fail, see `close`.
+        """
+        self._worker, self._max_staleness, self._steps, self._stop_engine = worker, max_staleness, steps, stop_engine
+        self._threads = ThreadPoolExecutor(max_staleness + 1, thread_name_prefix="megatron-rl-rollout")  # one per step
+        self._pending: deque[_Step] = deque()
+
+    def begin(self, version: int) -> None:
+        """Start generating everything that the trainer may train on when it is at `version`."""
+        for step in self._pending:
+            if step.rollout.done() and isinstance(step.rollout.exception(), EngineLostError):
+                self._start(step)  # it failed while nobody waited, and a sync has replaced the engine since
+        newest = self._pending[-1].draw.version if self._pending else version - 1
+        for later in range(newest + 1, min(version + self._max_staleness, self._steps - 1) + 1):
+            self._pending.append(_Step(self._worker.draw(later), Future()))
+            self._start(self._pending[-1])
+
+    def collect(self, version: int) -> RolloutBatch:
+        """Return the groups for the trainer at `version`, and start generating the groups of later steps. `time/generate` is the time
+        waited here, `ahead/generate` and `ahead/reward` the time that sampling and scoring took. Raise the error of the generating
+        threads. After an EngineLostError, call `collect` again once the engines serve again."""
+        start = time.perf_counter()
+        self.begin(version)
+        step = self._pending[0]
+        assert step.draw.version == version, f"the groups for version {step.draw.version} are next, not those for {version}"
+        try:
+            rollout = step.rollout.result()
+        except EngineLostError:
+            wait([step.rollout for step in self._pending])  # they have ended or are lost too, so that one loss is recovered once
+            raise
+        self._pending.popleft()
+        sampling = rollout.sampling | self._worker.observe(rollout)  # here and in order, because the next draw may depend on it
+        return replace(rollout, sampling=sampling, seconds={WAIT: time.perf_counter() - start, **rollout.seconds})
+
+    def snapshot(self) -> Callable[[], dict[str, Any]]:
+        """Return a function that makes the state of the problem stream after the last collected groups. Groups generated ahead are lost
+        when the run stops."""
+        return self._worker.snapshot([step.draw for step in self._pending])
+
+    def evaluate(self, version: int) -> RolloutBatch:
+        """See `RolloutWorker.evaluate`. Generation ahead shares the engines meanwhile."""
+        return self._worker.evaluate(version)
+
+    def close(self) -> None:
+        """Abort running requests together with the engines, and wait for the threads to end."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._worker.close()
+        self._stop_engine()
+        self._threads.shutdown(wait=True)
+
+    def _start(self, step: _Step) -> None:
+        step.rollout = self._threads.submit(self._worker.collect, step.draw)

@@ -17,8 +17,7 @@ from megatron_rl.observability import hang_watchdog
 from megatron_rl.observability.signals import check_stop
 from megatron_rl.rollout.engine_pool import EnginePool
 from megatron_rl.sync.checks import check_live_engine
-from megatron_rl.sync.report import SyncReport
-from megatron_rl.sync.weight_sync import WeightSync
+from megatron_rl.sync.weight_sync import SyncReport, WeightSync
 
 T = TypeVar("T")
 

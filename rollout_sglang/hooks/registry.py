@@ -14,6 +14,7 @@ import torch
 KNOWN_VERSIONS = ("0.5.23",)
 
 _ATTENTION = "sglang.srt.layers.radix_attention.RadixAttention."
+_BACKEND_REGISTRY = "sglang.srt.models.deepseek_common.attention_backend_handler.AttentionBackendRegistry."
 _COLUMN_LINEAR = "sglang.srt.layers.linear.ColumnParallelLinear."
 _INT8_LINEAR = "sglang.srt.layers.quantization.w8a8_int8.W8A8Int8LinearMethod."
 _KV_POOLS = "sglang.srt.mem_cache.memory_pool."
@@ -74,7 +75,7 @@ def list_gpu_hooks() -> list[Hook]:
 
 def list_cpu_hooks() -> list[Hook]:
     """Return the hooks on code of SGLang that does not run on a CPU, or computes different bits than the trainer."""
-    from rollout_sglang.hooks import cpu_kernels, cpu_kv_cache, cpu_mla, cpu_moe, fp32_router, seeded_sampling, startup
+    from rollout_sglang.hooks import cpu_kernels, cpu_kv_cache, cpu_moe, fp32_router, seeded_sampling, startup
 
     return [
         ("sglang.srt.entrypoints.engine._set_envs_and_config", startup.fork_children, "AROUND"),
@@ -104,11 +105,15 @@ def list_cpu_hooks() -> list[Hook]:
         (_KV_POOLS + "MLATokenToKVPool.get_value_buffer", cpu_kv_cache.get_latents, "AROUND"),
         (_TORCH_ATTENTION + "_run_sdpa_forward_extend", cpu_kernels.run_extend_attention, "REPLACE"),
         (_TORCH_ATTENTION + "_run_sdpa_forward_decode", cpu_kernels.run_decode_attention, "REPLACE"),
-        ("sglang.srt.models.deepseek_common.attention_backend_handler.AttentionBackendRegistry.get_handler", cpu_mla.get_handler, "AROUND"),
-        (_LATENT_ATTENTION + "forward_absorb_prepare", cpu_mla.multiply_invariantly, "AROUND"),
-        (_LATENT_ATTENTION + "forward_absorb_core", cpu_mla.multiply_invariantly, "AROUND"),
-        ("sglang.srt.layers.rotary_embedding.factory.get_rope_wrapper", cpu_mla.get_rotary_embedding, "AROUND"),
-        ("sglang.srt.layers.quantization.fp8_utils.block_quant_to_tensor_quant", cpu_mla.dequantize_kv_b, "REPLACE"),
+        (
+            _BACKEND_REGISTRY + "get_handler",
+            cpu_kernels.get_handler,
+            "AROUND",
+        ),
+        (_LATENT_ATTENTION + "forward_absorb_prepare", cpu_kernels.multiply_invariantly, "AROUND"),
+        (_LATENT_ATTENTION + "forward_absorb_core", cpu_kernels.multiply_invariantly, "AROUND"),
+        ("sglang.srt.layers.rotary_embedding.factory.get_rope_wrapper", cpu_kernels.get_rotary_embedding, "AROUND"),
+        ("sglang.srt.layers.quantization.fp8_utils.block_quant_to_tensor_quant", cpu_kernels.dequantize_kv_b, "REPLACE"),
         ("sglang.srt.model_executor.model_runner.adjust_config_with_unaligned_cpu_tp", cpu_kernels.keep_heads, "REPLACE"),
         ("sglang.srt.mem_cache.pool_host.common._cuda_host_register", lambda *_, **__: None, "REPLACE"),
     ]

@@ -12,10 +12,9 @@ import torch
 from megatron_rl.precision.fp8 import dequantize_weight, quantize_weight
 from megatron_rl.precision.quantized_weight import QuantizedWeight
 from rollout_sglang import rank_handler
-from rollout_sglang.derived_tensors import ServedTensors
+from rollout_sglang.derived_tensors import ServedTensors, find_tensors
 from rollout_sglang.hooks import dequant_cache, kv_cache_scales
 from rollout_sglang.rank_handler import RankHandler, live_tensors
-from rollout_sglang.tensor_walk import find_tensors
 
 HEADS, KEYS, VALUES, LATENT = 2, 128, 256, 128
 
