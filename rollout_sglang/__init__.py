@@ -1,4 +1,4 @@
-"""All code that depends on SGLang: the launcher and client of engines, the code inside their processes, and the hooks on SGLang."""
+"""All code that depends on SGLang: launcher and client of engines, code inside their processes, and hooks on SGLang."""
 
 from __future__ import annotations
 

@@ -14,15 +14,11 @@ from safetensors.torch import save_file
 
 from megatron_rl.precision.graph.activation_hooks import ENGINE, attach_hooks, layer_hook_points
 
-MAX_RECORDED_BYTES = 1 << 30
-"""Most bytes that a scheduler process records; recording stops before it would exceed them."""
-
+MAX_RECORDED_BYTES = 1 << 30  # recording stops before it would exceed them
 HOOK_POINTS = (("embedding", None, "model.embed_tokens"), *layer_hook_points(ENGINE), ("norm", 1, "logits_processor"))
 
 
 class ActivationRecorder:
-    """Records the activations of one model with hooks."""
-
     def __init__(self, model: Any) -> None:
         self._passes: list[dict[str, torch.Tensor]] = []
         self._bytes = 0
@@ -43,11 +39,10 @@ class ActivationRecorder:
         self._record("logit_rows", lengths.long().cumsum(0) - 1)
 
     def _record(self, name: str, values: torch.Tensor) -> None:
-        if not self._handles:  # stopped within this pass
-            return
-        if self._bytes + values.nbytes > MAX_RECORDED_BYTES:
+        if self._handles and self._bytes + values.nbytes > MAX_RECORDED_BYTES:
             self.stop()
             self._passes.pop()  # the incomplete pass
+        if not self._handles:
             return
         record = self._passes[-1]
         rows = len(record["tokens"]) if "tokens" in record and name not in ("lm_head", "logit_rows") else len(values)

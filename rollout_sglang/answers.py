@@ -15,15 +15,8 @@ from megatron_rl.types import Generation, SamplingParams
 
 def make_sampling_params(sampling: SamplingParams) -> dict[str, Any]:
     """Return the sampling parameters of a request to SGLang."""
-    return {
-        "temperature": sampling.temperature,
-        "max_new_tokens": sampling.max_new_tokens,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-        "min_p": sampling.min_p,
-        "stop": list(sampling.stop),
-        "sampling_seed": sampling.seed,
-    }
+    names = ("temperature", "max_new_tokens", "top_p", "top_k", "min_p")
+    return {name: getattr(sampling, name) for name in names} | {"stop": list(sampling.stop), "sampling_seed": sampling.seed}
 
 
 def parse_generation(answer: dict[str, Any], mixed_versions: bool) -> Generation:
@@ -59,9 +52,8 @@ def read_kept_tokens(answer: dict[str, Any], generation: Generation) -> None:
 
 
 def read_routed_experts(answer: dict[str, Any], shape: RoutingShape, tokens: int) -> np.ndarray:
-    """Return the routing record (`megatron_rl.hf.routing_record`) of an answer with `tokens` tokens, including the prompt. SGLang keeps
-    the router's choice beside every slot of its KV cache, so cached prefixes have the routing of the request that computed them. It
-    writes int32 in base64, all layers of the model, row by row. Raise RunError if the size or an expert's number is wrong."""
+    """Return the routing record (`megatron_rl.hf.routing_record`) of an answer with `tokens` tokens, including the prompt. A cached prefix
+    has the routing of the request that computed it. Raise RunError if the size or an expert's number is wrong."""
     text = answer["meta_info"].get("routed_experts")
     if text is None:
         raise RunError("the engine answered without the requested routing (--enable-return-routed-experts)")

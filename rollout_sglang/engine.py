@@ -86,9 +86,7 @@ class SGLangEngine(RankRequests):
         response = self._request(path, body)
         if response.status_code == httpx.codes.INTERNAL_SERVER_ERROR and not self.server.processes.has_ended():
             return None  # some parsers raise on text without a call
-        if response.status_code != httpx.codes.OK:
-            raise self._make_refusal(path, response)
-        parsed = response.json()
+        parsed = self._read_answer(path, response)
         return ParsedToolCalls(parsed["normal_text"], [(call["name"], call["parameters"]) for call in parsed["calls"]])
 
     def answer_canary(self, prompts_B: Sequence[np.ndarray], sampling: SamplingParams) -> list[list[Generation]]:
@@ -104,7 +102,6 @@ class SGLangEngine(RankRequests):
         record_kept_tokens: list[bool],
         abort: Abort | None = None,
     ) -> list[dict[str, Any]]:
-        """Return SGLang's answers, including those of aborted requests. Raise AbortedError if `abort` has been requested already."""
         body = {
             "input_ids": [np.asarray(prompt).tolist() for prompt in prompts_B],
             "sampling_params": parameters,
@@ -115,16 +112,10 @@ class SGLangEngine(RankRequests):
         if abort is None:
             return self._post("/generate", body)
         requests = [uuid.uuid4().hex for _ in prompts_B]
-        with abort.calling(lambda: self._abort(requests)):
+        with abort.calling(lambda: [self._post("/abort_request", {"rid": request}) for request in requests]):
             return self._post("/generate", {**body, "rid": requests})
 
-    def _abort(self, requests: Sequence[str]) -> None:
-        """End requests by their ids. A request that has ended or that SGLang has not read yet is not affected."""
-        for request in requests:
-            self._post("/abort_request", {"rid": request})
-
     def _read(self, answer: dict[str, Any], prompt_tokens: int, mixed_versions: bool) -> Generation:
-        """Return a completion, with its routing if that is recorded."""
         generation = parse_generation(answer, mixed_versions)
         if self._routing is not None:
             tokens = prompt_tokens + len(generation.output_ids_T)
@@ -168,13 +159,10 @@ class SGLangEngine(RankRequests):
         else:
             self._gate.drain((lambda: self._post("/abort_request", {"abort_all": True})) if running == "restart" else None)
 
-    def _continue_generation(self) -> None:
+    def admit(self) -> None:
         if self._generation_paused:
             self._post("/continue_generation", {"torch_empty_cache": False})
             self._generation_paused = False
-
-    def admit(self) -> None:
-        self._continue_generation()
         self._health_monitor.resume()
         self._gate.refusal = ""
         self._gate.hold(closed=False)
@@ -187,20 +175,19 @@ class SGLangEngine(RankRequests):
         self._empty_caches()
         tags = [_CACHE, _GRAPHS, _WEIGHTS] if torch.cuda.is_available() else [_CACHE]
         allocated = [tag for tag in tags if tag not in self._released_tags]
-        if allocated and torch.cuda.is_available():
-            self._post("/release_memory_occupation", {"tags": allocated})
-        elif allocated:
-            self._ask_ranks({"verb": "release"})
+        self._change_memory("release", allocated)
         self._released_tags = tags
 
     def _resume_memory(self, *tags: str) -> None:
         """Allocate the released memory among `tags` again."""
-        released = [tag for tag in tags if tag in self._released_tags]
-        if released and torch.cuda.is_available():
-            self._post("/resume_memory_occupation", {"tags": released})
-        elif released:
-            self._ask_ranks({"verb": "restore"})
+        self._change_memory("resume", [tag for tag in tags if tag in self._released_tags])
         self._released_tags = [tag for tag in self._released_tags if tag not in tags]
+
+    def _change_memory(self, verb: str, tags: list[str]) -> None:
+        if tags and torch.cuda.is_available():
+            self._post(f"/{verb}_memory_occupation", {"tags": tags})
+        elif tags:
+            self._ask_ranks({"verb": verb})
 
     def get_memory_mb(self) -> float:
         return self.server.processes.get_memory_mb()
@@ -220,13 +207,12 @@ class SGLangEngine(RankRequests):
         self._resume_memory(_CACHE, _GRAPHS)
 
     def _empty_caches(self) -> None:
-        """Empty SGLang's caches, which requires that no request is running. Raise RunError if requests of another client keep running.
-        SGLang removes a request a moment after its answer. Retry here, because SGLang's own wait lasts up to a second longer
-        (--sleep-on-idle)."""
+        """Empty SGLang's caches. Raise RunError if requests of another client keep running. SGLang removes a request a moment after its
+        answer, and its own wait lasts up to a second longer (--sleep-on-idle), so retry here."""
         deadline = time.monotonic() + _IDLE_SECONDS
         while (response := self._request("/flush_cache", None)).status_code != httpx.codes.OK:
             if response.status_code != httpx.codes.BAD_REQUEST or time.monotonic() > deadline:
-                raise self._make_refusal("/flush_cache", response)
+                self._read_answer("/flush_cache", response)
             time.sleep(_IDLE_POLL_SECONDS)
 
     def stop(self, force: bool = False) -> None:
@@ -235,8 +221,8 @@ class SGLangEngine(RankRequests):
         self.server.stop(force)
 
     def _ping(self) -> None:
-        """Return when every rank has answered, which it does between two batches. Raise EngineLostError if a rank does not answer in
-        time or the process of a node has ended, for which other ranks might wait."""
+        """Return when every rank has answered, which it does between two batches. Raise EngineLostError if a rank is late or a node's
+        process has ended, for which other ranks might wait."""
         if self.server.processes.has_ended():
             raise self.server.make_error(f"the engine ended ({self.server.processes.describe_end()})", EngineLostError)
         self._ask_ranks({"verb": "ping"}, self._rollout.health_timeout)
@@ -258,13 +244,18 @@ class SGLangEngine(RankRequests):
 
     def _post(self, path: str, body: dict[str, Any] | None, seconds: float | None = None) -> Any:
         """Return the answer to one bounded request. Raise EngineLostError if the engine is gone or too slow, RunError if it refuses."""
-        response = self._request(path, body, seconds)
+        return self._read_answer(path, self._request(path, body, seconds))
+
+    def _read_answer(self, path: str, response: httpx.Response) -> Any:
+        """Return a response's content. For a refused request raise RunError, or EngineLostError if the engine is ending, for example
+        because a rank cannot reach another rank."""
         if response.status_code != httpx.codes.OK:
-            raise self._make_refusal(path, response)
+            error_class = EngineLostError if self.server.processes.wait_for_end(_EXIT_SECONDS) else RunError
+            message = f"the engine refused {path}: {response.status_code} {response.text[:500]}"
+            raise error_class(message, self.server.processes.log_tail())
         return response.json() if response.headers.get("content-type", "").startswith("application/json") else response.text
 
     def _request(self, path: str, body: dict[str, Any] | None, seconds: float | None = None) -> httpx.Response:
-        """Return the engine's response, whatever its status. Raise EngineLostError if the engine is gone or too slow."""
         seconds = seconds or self._rollout.request_timeout
         try:
             return self._http.post(path, json=body, timeout=seconds)
@@ -275,16 +266,8 @@ class SGLangEngine(RankRequests):
         raise self.server.make_error(message, EngineLostError)
 
     def _describe_state(self, error: Exception) -> str:
-        """Describe the state of the processes after `error`."""
         if self._hung:
             return f"it did not respond for {self._rollout.health_timeout:g} s (rollout.health_timeout) and was killed"
         if self.server.processes.wait_for_end(_EXIT_SECONDS):
             return f"its process ended with {self.server.processes.describe_end()}"
         return f"{type(error).__name__}; its process still runs"
-
-    def _make_refusal(self, path: str, response: httpx.Response) -> RunError:
-        """Return the error for a refused request: EngineLostError if the engine is ending, for example because a rank cannot reach
-        another rank."""
-        lost = self.server.processes.wait_for_end(_EXIT_SECONDS)
-        error_class = EngineLostError if lost else RunError
-        return error_class(f"the engine refused {path}: {response.status_code} {response.text[:500]}", self.server.processes.log_tail())

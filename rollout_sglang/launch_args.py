@@ -1,4 +1,4 @@
-"""Arguments, environment, ports and key of an engine's server processes, one on each of its nodes."""
+"""Start of an engine's server: arguments, environment, ports and key of its processes, one on each of its nodes."""
 
 from __future__ import annotations
 
@@ -39,16 +39,12 @@ from rollout_sglang.server_options import find_sglang_folder, make_arguments
 
 DISABLED_MODELS_VARIABLE = "SGLANG_DISABLED_MODEL_ARCHS"
 _PRECOMPILE = "SGLANG_JIT_DEEPGEMM_PRECOMPILE"
-"""By default, SGLang compiles DeepGEMM's kernels for 16,384 batch sizes before it is ready, which it says takes 10 to 20 minutes, longer
-than `rollout.start_timeout`. If this is off, each kernel is compiled at its first use, in seconds."""
-
+"""SGLang's default compiles DeepGEMM's kernels for 16,384 batch sizes before it is ready, which takes longer than `rollout.start_timeout`.
+If this is off, each kernel is compiled at its first use, in seconds."""
 _PREFILL_GRAPHS = {"cuda_graph_backend_prefill", "disable_prefill_cuda_graph", "disable_cuda_graph", "cuda_graph_config"}
-"""SGLang's arguments for CUDA graphs of prefill."""
 
 
 class LaunchedServer(NamedTuple):
-    """A started server."""
-
     process: EngineProcesses
     url: str
     api_key: str  # key that every request must carry
@@ -79,12 +75,10 @@ class EngineLaunchSpec:
             arguments += [*(["--load-format", "dummy"] if self.empty else []), *self.arguments]
             secret = {API_KEY_VARIABLE: key, LAUNCHER_VARIABLE: placement.launcher}
             environment = secret | make_environment(self.config, contract, placement) | leave_out_other_models(architectures)
-            processes.append(EngineProcess(arguments, environment, self._name_log(placement)))
+            name = f"engine{self.number}" * (rollout.engines > 1) or "engine"
+            log = self.log_dir / (f"{name}.node{placement.node}.log" if placement.node else f"{name}.log")
+            processes.append(EngineProcess(arguments, environment, log))
         return LaunchedServer(EngineProcesses(processes), f"http://{placements[0].host}:{port}", key)
-
-    def _name_log(self, placement: EnginePlacement) -> Path:
-        engine = f"engine{self.number}" if self.config.rollout.engines > 1 else "engine"
-        return self.log_dir / (f"{engine}.node{placement.node}.log" if placement.node else f"{engine}.log")
 
 
 def make_server_arguments(
@@ -162,15 +156,15 @@ def leave_out_other_models(architectures: Sequence[str]) -> dict[str, str]:
     """Return environment variables that keep SGLang from importing the files of other models, which takes 4 s of a core at every start.
     SGLang still imports the files that define these `architectures` (of config.json) and their drafts (`...NextN`, `...Eagle`). Empty if
     no file defines them; SGLang then reports the error itself."""
-    definitions = _find_definitions()
+    definitions = _find_model_files()
     needed = {file for name, files in definitions.items() if name.startswith(tuple(architectures)) for file in files}
     every = {file for files in definitions.values() for file in files}
     return {DISABLED_MODELS_VARIABLE: ",".join(sorted(every - needed))} if needed else {}
 
 
 @functools.cache
-def _find_definitions() -> dict[str, list[str]]:
-    """Return the files of SGLang's models that define each class, without importing them."""
+def _find_model_files() -> dict[str, list[str]]:
+    """Return the files of SGLang's models that define each class."""
     folder, definitions = find_sglang_folder(), dict[str, list[str]]()
     for file in sorted((folder / "srt" / "models").glob("*.py")) if folder else ():
         for name in re.findall(r"^class (\w+)", file.read_text(), re.MULTILINE):
@@ -179,8 +173,7 @@ def _find_definitions() -> dict[str, list[str]]:
 
 
 def _free_ports(placement: EnginePlacement, engines_on_node: int) -> tuple[int, int]:
-    """Return two ports below the range that Linux assigns by itself, so that nobody takes them before the engine binds them seconds
-    later."""
+    """Return two ports below the range that Linux assigns by itself, so that nobody takes them before the engine binds them."""
     step = 2 * engines_on_node
     while True:
         port = 20000 + secrets.randbelow(10000 // step) * step + 2 * placement.index
@@ -232,7 +225,6 @@ class EngineServer:
             raise
 
     def _wait_until_healthy(self) -> None:
-        """Return when `/health` answers, which needs no key."""
         seconds = self._rollout.start_timeout
         deadline = time.monotonic() + seconds
         with self.connect() as http:

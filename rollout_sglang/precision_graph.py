@@ -34,12 +34,8 @@ _NORMS = {"q_norm": "q_norm", "k_norm": "k_norm", "q_a_norm": "q_a_layernorm", "
 
 
 def read_rank_graph(runner: Any, activations: Mapping[str, str]) -> PrecisionGraph:
-    """Return the graph of the model that this rank serves. Raise ValueError for an unknown module.
-
-    Args:
-        runner: SGLang's ModelRunner, which holds the model, the attention backend and the cache.
-        activations: Maps a module's name to the format of its inputs.
-    """
+    """Return the graph of the model that SGLang's ModelRunner `runner` serves. Raise ValueError for an unknown module. `activations` maps a
+    module's name to the format of its inputs."""
     return decoder_graph(_Reader(runner, activations).read_decoder())
 
 
@@ -75,13 +71,17 @@ class _Reader:
         for name, module in (("attention.post_norm", "post_self_attn_layernorm"), ("mlp.post_norm", "post_mlp_layernorm")):
             if hasattr(layer, module):
                 operators[name] = self.read_norm(getattr(layer, module), self.hidden)
+        logits = None
+        if hasattr(mlp, "experts"):
+            method = type(getattr(mlp.gate, "quant_method", None)).__name__
+            logits = FP32 if method in ("NoneType", "Fp32RouterMethod") else unquantized_format(mlp.gate.weight)  # hooks.fp32_router
         return LayerPrecision(
             operators,
             self.read_residual(layer.input_layernorm),
             self.read_cache(attention),
             attention=type(self.runner.attn_backend).__name__,
             rope=_describe_rope(attention),
-            logits=self.read_logits(mlp.gate) if hasattr(mlp, "experts") else None,
+            logits=logits,
         )
 
     def read_residual(self, norm: Any) -> TensorPrecision:
@@ -133,10 +133,6 @@ class _Reader:
     def read_mlp(self, name: str, mlp: Any) -> dict[str, Operator]:
         return {f"{name}.gate_up": self.read_linear(mlp.gate_up_proj), f"{name}.down": self.read_linear(mlp.down_proj)}
 
-    def read_logits(self, gate: Any) -> TensorPrecision:
-        in_fp32 = not hasattr(gate, "quant_method") or type(gate.quant_method).__name__ == "Fp32RouterMethod"  # hooks.fp32_router
-        return FP32 if in_fp32 else unquantized_format(gate.weight)
-
     def read_experts(self, moe: Any) -> dict[str, Operator]:
         gate, shared, count = moe.gate, getattr(moe, "shared_experts", None), moe.gate.weight.shape[0]
         router = self.read_linear(gate) if hasattr(gate, "quant_method") else self.read_norm(gate, self.hidden)
@@ -148,12 +144,8 @@ class _Reader:
         }
 
     def read_linear(self, module: Any, x: TensorPrecision | None = None, name: str = "weight") -> Operator:
-        """Read a linear layer, an embedding, or one of the two matrices of all experts, `[experts, N, K]`.
-
-        Args:
-            x: Format of the input, if it differs from the hidden states.
-            name: Name of the weight in the module.
-        """
+        """Read a linear layer, an embedding, or one of the two matrices of all experts, `[experts, N, K]`. `x`: format of the input, if it
+        differs from the hidden states."""
         weight, method, path = getattr(module, name), type(module.quant_method).__name__, self.names[id(module)]
         scales = (getattr(module, f"{name}_{suffix}", None) for suffix in ("scale_inv", "scale"))
         scale: Any = next((scale for scale in scales if scale is not None), None)
@@ -171,7 +163,9 @@ class _Reader:
         elif weight.dtype == torch.int8:
             x, format, adapter = TensorPrecision(dtype, "token", "fp32"), channel_format(weight, scale), None
         else:
-            group = _activation_group_size(module.quant_method)
+            scheme = module.quant_method
+            blocks = getattr(scheme, "weight_block_size", None) or getattr(scheme.quant_config, "weight_block_size", None)
+            group = blocks[1] if blocks else None  # activations that share a scale, as SGLang tells its kernel
             x, format = TensorPrecision("e4m3", f"1x{group}" if group else "tensor", activation_scales), block_format(weight, scale)
         operator = Operator({"x": x, "weight": format}, f"{type(module).__name__}, {method}", by_tree=by_tree)
         return operator.with_inputs(bias=self.read_vector(module, "bias"), **dict.fromkeys(NAMES, adapter))
@@ -187,12 +181,6 @@ class _Reader:
             return None
         self.seen.add(id(tensor))
         return unquantized_format(tensor)
-
-
-def _activation_group_size(method: Any) -> int | None:
-    """Return how many activations share a scale: the block width that SGLang passes to its kernel, or None without blocks."""
-    block_size = getattr(method, "weight_block_size", None) or getattr(method.quant_config, "weight_block_size", None)
-    return block_size[1] if block_size else None
 
 
 def _describe_rope(attention: Any) -> str:

@@ -29,8 +29,8 @@ _TORCHRUN_PREFIXES = ("TORCHELASTIC_", "ROLE_")
 
 
 def _clean_environment() -> dict[str, str]:
-    """Return this process's environment without torchrun's variables, with which the engine would try to join the trainer's process
-    group, and without the launchers of all nodes. An engine gets its own launcher."""
+    """Return this process's environment without the launchers of all nodes and torchrun's variables, with which the engine would try to
+    join the trainer's process group."""
     removed = _TORCHRUN_NAMES | {LAUNCHER_VARIABLE}
     return {name: value for name, value in os.environ.items() if name not in removed and not name.startswith(_TORCHRUN_PREFIXES)}
 
@@ -52,9 +52,7 @@ class EngineProcess:
             )
         self._children: list[psutil.Process] = []
 
-    @property
-    def pid(self) -> int:
-        return self._process.pid
+        self.pid = self._process.pid
 
     def exit_code(self) -> int | None:
         """Return the exit code, or None while the process runs."""
@@ -150,11 +148,9 @@ class EngineProcesses:
         return sum(node.get_memory_mb() for node in self._nodes)
 
     def stop(self) -> None:
-        """See `EngineProcess.stop`. Runs on all nodes in parallel."""
         self._end(EngineProcess.stop)
 
     def kill(self) -> None:
-        """See `EngineProcess.kill`. Runs on all nodes in parallel."""
         self._end(EngineProcess.kill)
 
     def _end(self, end: Callable[[EngineProcess], None]) -> None:
@@ -199,7 +195,7 @@ _MAX_INTERVAL = 5.0
 
 class HealthMonitor:
     """Calls `ping` while the engine works, and `on_unresponsive` once if `ping` raises RunError, which it must after `seconds` without
-    an answer. A hang is noticed within twice `seconds`. Any number of threads may work at the same time; one additional thread pings."""
+    an answer. A hang is noticed within twice `seconds`. Any number of threads may work; one additional thread pings."""
 
     def __init__(self, ping: Callable[[], object], on_unresponsive: Callable[[], None], seconds: float) -> None:
         self._ping, self._on_unresponsive, self._interval = ping, on_unresponsive, min(seconds, _MAX_INTERVAL)

@@ -1,4 +1,4 @@
-"""Code inside the engine's scheduler process: receives bytes into live parameters, hashes them and describes them.
+"""Code inside the engine's scheduler process, and the requests to it: receives bytes into live parameters, hashes and describes them.
 
 Requests arrive at SGLang's `/weights_checker` endpoint, whose ModelRunner method `rollout_sglang.hooks.registry` wraps. An `action` that
 starts with `PREFIX` is ours and carries JSON. Every engine rank answers with a mapping of strings. Requests carry no pickles and no code.
@@ -16,7 +16,7 @@ starts with `PREFIX` is ours and carries JSON. Every engine rank answers with a 
     {"verb": "disconnect"}
     {"verb": "digest", "ranks": {"0": [[name, row, col, rows, cols], ...]}}   -> index: digest
     {"verb": "release"}                    frees the memory of the KV cache
-    {"verb": "restore"}                    allocates it again
+    {"verb": "resume"}                     allocates it again
     {"verb": "tap"}                        starts recording the outputs of operators (`rollout_sglang.activation_hooks`)
     {"verb": "untap", "folder": PATH}      -> "file": the recording
 """
@@ -54,8 +54,7 @@ PENDING = "pending"  # key of an answer of a rank that has not finished hashing
 class RankHandler:
     """Answers the requests to one engine rank. `runner` is SGLang's ModelRunner."""
 
-    _receiver: WeightReceiver | None = None
-    """Connection to the trainer. A new connection replaces it."""
+    _receiver: WeightReceiver | None = None  # connection to the trainer
     _recorder: ActivationRecorder | None = None
     _served: ServedTensors | None = None
 
@@ -85,14 +84,18 @@ class RankHandler:
                 return self._account(runner)
             case "release":
                 release_cache(runner.token_to_kv_pool)
-            case "restore":
+            case "resume":
                 restore_cache()
             case "tap":
                 if self._recorder is not None:
                     self._recorder.stop()
                 self._recorder = ActivationRecorder(model)
             case "untap":
-                return {"file": str(self._write_recording(Path(request["folder"]) / f"rank{rank}.safetensors"))}
+                file, recorder, self._recorder = Path(request["folder"]) / f"rank{rank}.safetensors", self._recorder, None
+                if recorder is None:
+                    raise ValueError("nothing is recorded: send tap first")
+                recorder.write(file)
+                return {"file": str(file)}
             case "connect" | "disconnect":
                 self._connect(request, rank, model)
             case "start":
@@ -105,14 +108,6 @@ class RankHandler:
             case verb:
                 raise ValueError(f"unknown verb {verb!r}")
         return {}
-
-    def _write_recording(self, file: Path) -> Path:
-        """Stop recording. Raise ValueError if nothing was recorded."""
-        recorder, self._recorder = self._recorder, None
-        if recorder is None:
-            raise ValueError("nothing is recorded: send tap first")
-        recorder.write(file)
-        return file
 
     def _connect(self, request: dict[str, Any], rank: int, model: torch.nn.Module) -> None:
         """Close this rank's connection to the trainer. For the verb `connect`, open a new one."""
@@ -166,9 +161,8 @@ def _number(digests: Sequence[str]) -> dict[str, str]:
 
 
 def live_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return the weights that a model serves from, by name and by rows. Weights that SGLang keeps transposed for a kernel (INT8 on a
-    GPU) are transposed back. Shared parameters appear once. SGLang's own scales of an FP8 KV cache, which are 1, are left out
-    (`hooks.kv_cache_scales`)."""
+    """Return the weights that a model serves from, by name. Weights that SGLang keeps transposed for a kernel (INT8 on a GPU) are
+    transposed back. Shared parameters appear once. SGLang's own scales of an FP8 KV cache are left out (`hooks.kv_cache_scales`)."""
     return {
         name: _by_rows(parameter.detach())
         for name, parameter in model.named_parameters()
@@ -183,9 +177,8 @@ def _by_rows(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def read_activation_formats(model: torch.nn.Module) -> dict[str, str]:
-    """Return how live linear layers and experts quantize activations, as `str(TensorFormat)`, such as "fp8 pow2" or "fp8 fp32". FP8
-    formats are read from the code that the layers run, with a description of the quantizer if it is not known. "int8 fp32" is the only
-    format of SGLang's INT8 layers."""
+    """Return how live linear layers and experts quantize activations, as `str(TensorFormat)`, such as "fp8 pow2" or "int8 fp32". FP8
+    formats are read from the code that the layers run, with a description of the quantizer if it is not known."""
     formats = {}
     for name, module in model.named_modules():
         method = getattr(module, "quant_method", None)
@@ -203,12 +196,8 @@ _released: dict[torch.UntypedStorage, int] = {}  # released storages and their s
 
 
 def release_cache(pool: Any) -> None:
-    """Free the memory of SGLang's KV cache `pool` on a CPU while the trainer runs. Its content is lost.
-
-    SGLang's own /release_memory_occupation needs torch_memory_saver, and thus CUDA. Here the storages are resized: the tensor objects stay
-    and their memory is returned to the system. Weights are kept, because torch cannot resize their memory. Raise ValueError for an unknown
-    kind of cache.
-    """
+    """Free the memory of SGLang's KV cache `pool` on a CPU, where SGLang's own way does not work. The tensor objects stay, with resized
+    storages. Weights are kept, because torch cannot resize their memory. Raise ValueError for an unknown kind of cache."""
     tensors = [tensor for name in _KV_BUFFERS for tensor in getattr(pool, name, None) or ()]
     if not tensors:
         raise ValueError(f"the KV cache {type(pool).__name__} has none of {', '.join(_KV_BUFFERS)}")
@@ -271,18 +260,14 @@ class RankRequests:
 
     def account_for_tensors(self) -> list[ServedReport]:
         answers = self._ask_ranks({"verb": "served"})
-        return [
-            ServedReport(wrong=rank["wrong"]) if "wrong" in rank else ServedReport(int(rank["derived"]), int(rank["constant"]))
-            for rank in answers
-        ]
+        return [ServedReport(wrong=rank["wrong"]) if "wrong" in rank else ServedReport(int(rank["derived"])) for rank in answers]
 
     def tap(self) -> None:
         """Start recording the outputs of operators on every rank."""
         self._ask_ranks({"verb": "tap"})
 
     def untap(self, folder: Path) -> list[Path]:
-        """Stop recording. Each rank writes its recording (`rollout_sglang.activation_hooks`) into this existing folder on the engine's
-        machine. Return the files."""
+        """Stop recording and return the files, which the ranks write into this folder on the engine's machine."""
         return [Path(answer["file"]) for answer in self._ask_ranks({"verb": "untap", "folder": str(folder)})]
 
 

@@ -42,9 +42,8 @@ class RequestGate:
             yield
             with self._changed:
                 if not self._changed.wait_for(lambda: not self.holding or self._drops > drops, self._timeout):
-                    raise RunError(
-                        f"an answer waited {self._timeout:g} s for the proof of the engine's new weights (rollout.request_timeout)"
-                    )
+                    wait = f"an answer waited {self._timeout:g} s for the proof of the engine's new weights"
+                    raise RunError(f"{wait} (rollout.request_timeout)")
                 if self._drops > drops:
                     raise AnswersDroppedError
         finally:
@@ -60,7 +59,10 @@ class RequestGate:
             self._drops += self.holding
             self._closed, self.holding = True, False
             self._changed.notify_all()
-        while not self._is_empty(_POLL_SECONDS):
+        while True:
+            with self._changed:
+                if self._changed.wait_for(lambda: self._inside == 0, _POLL_SECONDS):
+                    return
             if time.monotonic() > deadline:
                 self.open()
                 raise RunError(f"requests were still running after {self._timeout:g} s (rollout.request_timeout)")
@@ -78,7 +80,3 @@ class RequestGate:
         with self._changed:
             self._closed = self.holding = False
             self._changed.notify_all()
-
-    def _is_empty(self, seconds: float) -> bool:
-        with self._changed:
-            return self._changed.wait_for(lambda: self._inside == 0, seconds)

@@ -46,7 +46,6 @@ def run_scheduler(*args: Any, **kwargs: Any) -> Any:
 
 
 def run_detokenizer(*args: Any, **kwargs: Any) -> Any:
-    """Run SGLang's detokenizer process."""
     _die_with_server()
     from sglang.srt.managers.detokenizer_manager import run_detokenizer_process
 

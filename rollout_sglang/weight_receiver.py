@@ -24,11 +24,9 @@ _NOTHING = np.empty(0, np.uint8)
 
 
 class WeightReceiver:
-    """A connection to the trainer."""
-
     def __init__(self, link: Link, rank: int, chunks: Sequence[Chunk], live: Tensors, staged: bool) -> None:
-        """Start connecting. Raise ValueError, before anything is written, if the chunks do not fit the live tensors or the transport
-        cannot be imported."""
+        """Start connecting to the trainer. Raise ValueError, before anything is written, if the chunks do not fit the live tensors or the
+        transport cannot be imported."""
         transport = load_transport(link.transport)
         check_targets(make_target_packer(live, chunks), chunks)
         self._chunks, self._timeout = chunks, link.timeout
@@ -36,7 +34,8 @@ class WeightReceiver:
         self._device = next(iter(live.values())).device
         staging = {name: torch.empty_like(live[name]) for name in (self.names if staged else ())}
         self._staging = make_target_packer(staging, chunks) if staged else None
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="megatron-rl-sync", initializer=self._enter_device)
+        enter = (lambda: torch.cuda.set_device(self._device)) if self._device.type == "cuda" else None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="megatron-rl-sync", initializer=enter)
         self._inbox: Future[Inbox] = self._thread.submit(transport.make_inbox, link, link.first + rank, chunks)
         self._received: Future[list[str]] | None = None
         self._reread: Future[list[str]] | None = None
@@ -82,10 +81,6 @@ class WeightReceiver:
         self._thread.shutdown(wait=False)
         self._staging = None
 
-    def _enter_device(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)
-
     def _receive(self, packer: ChunkPacker, sent: Sequence[Chunk], hashing: bool) -> list[str]:
         inbox = self._inbox.result()
         digests = []
@@ -94,10 +89,12 @@ class WeightReceiver:
             with torch.inference_mode():
                 for chunk, part in zip(self._chunks, sent, strict=True):
                     flat = as_byte_matrix(inbox.receive(part)) if part.nbytes else _NOTHING
-                    if part.nbytes == chunk.nbytes:
-                        digests.append(packer.unpack(chunk.targets, flat, hashing))
-                    else:
-                        digests.append(packer.apply(chunk.targets, flat, chunk.nbytes, hashing))
+                    is_whole = part.nbytes == chunk.nbytes
+                    digests.append(
+                        packer.unpack(chunk.targets, flat, hashing)
+                        if is_whole
+                        else packer.apply(chunk.targets, flat, chunk.nbytes, hashing)
+                    )
                     if part.nbytes:
                         inbox.release(part)
             inbox.finish()

@@ -14,9 +14,9 @@ from megatron_rl.config import Config, RolloutConfig
 from megatron_rl.config.hosts import is_loopback
 
 LAUNCHER_VARIABLE = "MEGATRON_RL_ENGINE_LAUNCHER"
-"""Environment variable with the command prefixes that start an engine on another machine, such as `srun --nodelist=node2`. It has one line
-per entry of `rollout.hosts`, empty for this machine; see launch/slurm/common.sh. The command must end the engine on SIGTERM, pass the
-environment on, and see the same folders as this machine."""
+"""Environment variable with the command prefixes that start an engine on another machine, such as `srun --nodelist=node2`: one line per
+entry of `rollout.hosts`, empty for this machine (launch/slurm/common.sh). The command must end the engine on SIGTERM and pass the
+environment on."""
 
 
 @dataclass(frozen=True)
@@ -24,8 +24,7 @@ class EnginePlacement:
     """Placement of an engine's ranks on one of its nodes."""
 
     host: str = "127.0.0.1"  # address that the node listens on
-    launcher: str = ""
-    """Prefix of the launch command. Empty on this machine."""
+    launcher: str = ""  # prefix of the launch command, or empty on this machine
     index: int = 0  # index among the engines of the node, which take the node's devices in order
     node: int = 0  # index among the nodes of the engine
 

@@ -1,7 +1,6 @@
-"""Sampling and scoring of groups. A group holds the completions of one problem.
+"""Sampling and scoring of groups. A group holds the completions of one problem; it is its own request, scored as soon as it has ended.
 
-Each group is its own request, scored as soon as its completions have ended. Groups wait in one queue for room in the engines, so the group
-drawn first always begins first.
+Groups wait in one queue for room in the engines, so the group drawn first always begins first.
 """
 
 from __future__ import annotations
@@ -25,8 +24,7 @@ from megatron_rl.types import Completion, Problem, SamplingParams
 
 GENERATE = declare("ahead/generate", "sampling this step's completions, in the background", "seconds")
 REWARD = declare("ahead/reward", "scoring this step's completions, after the last one had been sampled", "seconds")
-_FILL = 1.25
-"""Completions in the engines per completion decoded at once. The surplus stands by."""
+_FILL = 1.25  # completions in the engines per completion decoded at once; the surplus stands by
 
 
 @dataclass(frozen=True)
@@ -49,8 +47,6 @@ class GroupJob:
 
 
 class GroupSampler:
-    """Samples and scores groups of completions in threads. `sampler` makes the completions of a group."""
-
     def __init__(self, config: Config, sampler: Sampler, rewards: Scorer) -> None:
         self._config, self._sampler, self._rewards = config, sampler, rewards
         self._threads = self.make_threads(config.rollout.group_size)
@@ -72,12 +68,8 @@ class GroupSampler:
         ended: dict[int, list[Completion]],
         threads: ThreadPoolExecutor | None = None,
     ) -> tuple[list[Completion], dict[str, float]]:
-        """Sample as many groups of the problems as `job` wants. Return their completions and the seconds of each phase.
-
-        Args:
-            ended: Finished groups by number. Groups that finish are added, even if others fail.
-            threads: Threads to run in instead of the shared ones.
-        """
+        """Sample as many groups of the problems as `job` wants. Return their completions and the seconds of each phase. `ended`: finished
+        groups by number, to which groups that finish are added, even if others fail. `threads`: used instead of the shared ones."""
         start = time.perf_counter()
         missing = [] if job.choose(ended) else [number for number in range(len(problems_P)) if number not in ended]
         aborts = {number: Abort() if job.wanted < len(problems_P) else None for number in missing}

@@ -26,14 +26,13 @@ def check(environment: Mapping[str, str], cuda: str | None) -> None:
             raise UserError(variable, setting, rule, 'unset it, or set placement.kind to "disaggregated"')
     if cuda is not None and find_cuda_runtime(cuda) is None:
         rule = f"releases an engine's memory with a library that needs {_name_runtime(cuda)}, which torch has not loaded"
-        raise UserError(
-            "placement.kind", "colocated", rule, 'install the pinned torch build (bash launch/install_gpu.sh), or set "disaggregated"'
-        )
+        fix = 'install the pinned torch build (bash launch/install_gpu.sh), or set "disaggregated"'
+        raise UserError("placement.kind", "colocated", rule, fix)
 
 
 def make_environment(environment: Mapping[str, str], cuda: str | None) -> dict[str, str]:
-    """Return the environment variables of a colocated engine. The library path includes the CUDA runtime of torch, which lies in a package
-    folder that the loader does not search, and releasing CUDA graphs is enabled."""
+    """Return the environment variables of a colocated engine. The library path includes torch's CUDA runtime, which the loader would not
+    find."""
     variables = {_GRAPHS: environment.get(_GRAPHS, "true")}
     if cuda is not None and (runtime := find_cuda_runtime(cuda)):
         folders = environment.get("LD_LIBRARY_PATH", "").split(os.pathsep)

@@ -47,16 +47,14 @@ class StepDraw:
     """The problems of one step, and the groups that have ended."""
 
     version: int  # policy version at which the trainer trains on them
-    rounds: list[dict[int, Problem]]
-    """Problems by position in the problem stream, for each round of dynamic sampling, or in a single round."""
-    owed: int
-    """Number of leading problems of the first round that were drawn for an earlier step. They are never aborted."""
+    rounds: list[dict[int, Problem]]  # problems by position in the problem stream, for each round of dynamic sampling
+    owed: int  # number of leading problems of the first round that were drawn for an earlier step; they are never aborted
     ended: dict[int, dict[int, list[Completion]]] = field(default_factory=dict)
     """Round -> group number -> scored completions, in order of ending."""
 
 
 class RolloutWorker:
-    """Samples and scores completions on rank 0. `sampler` makes the completions of a group."""
+    """Samples and scores completions on rank 0."""
 
     def __init__(self, config: Config, sampler: Sampler, stream: ProblemStream, held_out: list[Problem], rewards: Scorer) -> None:
         self._config, self._stream, self._held_out = config, stream, held_out
@@ -179,20 +177,27 @@ def _compute_group_accuracy(group: Sequence[Completion]) -> float:
 
 @dataclass
 class _Step:
-    """A step in progress."""
-
     draw: StepDraw
     rollout: Future[RolloutBatch]
 
 
 class AsyncRolloutWorker:
-    """A `RolloutWorker` that generates in background threads, on rank 0. All calls must come from a single thread."""
+    """A `RolloutWorker` that generates groups of later steps in background threads, a bounded number of versions ahead of the trainer.
+
+        trainer, max_staleness = 1 | train on 0 |   wait   | sync 1 | train on 1 | sync 2 | ...
+        groups in the engines      | ...........step 1..........->  | .....step 2.....    | ...
+                                                  step 2 begins ^ when the engines hold version 1; both run until step 1's last group ends
+
+    The groups of step v begin when the engines hold version v - max_staleness, so no token is older than that. With 0, only the proof of
+    the weights, an evaluation and a checkpoint run at the same time. Groups do not wait for those of earlier steps.
+
+    The trainer takes groups in the order in which they were drawn. The groups of a step therefore do not depend on their lengths, and every
+    problem is trained on once. If the engines are lost, finished groups are kept and the other groups are sampled again. All calls must come
+    from a single thread.
+    """
 
     def __init__(self, worker: RolloutWorker, max_staleness: int, steps: int, stop_engine: Callable[[], None]) -> None:
-        """Args:
-        steps: The last version of the run, for which nothing is generated.
-        stop_engine: Makes running requests fail, see `close`.
-        """
+        """`steps`: the last version of the run, for which nothing is generated. `stop_engine` makes running requests fail, see `close`."""
         self._worker, self._max_staleness, self._steps, self._stop_engine = worker, max_staleness, steps, stop_engine
         self._threads = ThreadPoolExecutor(max_staleness + 1, thread_name_prefix="megatron-rl-rollout")  # one per step
         self._pending: deque[_Step] = deque()

@@ -1,7 +1,7 @@
-"""SGLang's operators on a CPU with the trainer's bits, replacing its Triton kernels or wrapping its own code.
+"""SGLang's operators on a CPU with the trainer's bits: every operator calls the function that the trainer's forward pass calls.
 
-Every operator calls the function that the trainer's forward pass calls: `megatron_rl.kernels.linear.reference.fprop` and the functions of
-`megatron_rl.kernels.batch_invariant`. `rollout_sglang.hooks.cpu_moe` has the experts.
+`rollout_sglang.hooks.cpu_moe` has the experts. Multi-head latent attention (MLA) uses the absorbed form for prompts and decoded tokens:
+attention in the latent space, with w_kc and w_vc, which SGLang derives from kv_b_proj after loading and after every weight update.
 """
 
 from __future__ import annotations
@@ -68,14 +68,13 @@ def apply_int8_linear(self: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor
 
 
 def keep_heads(model_config: Any, load_config: Any, tp_size: int) -> Any:
-    """Replace `adjust_config_with_unaligned_cpu_tp`, which adds heads if there are fewer key-value heads than ranks. Ranks share a
-    key-value head instead, as on a GPU. Other sizes that do not fit are refused beforehand."""
+    """Replace `adjust_config_with_unaligned_cpu_tp`, which adds heads if there are fewer key-value heads than ranks. Ranks share a head
+    instead, as on a GPU."""
     return model_config
 
 
 def apply_plain_linear(self: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Replace `UnquantizedLinearMethod.apply` of routers and of linear layers in unquantized models. The bias is added to the rounded
-    product, as in Megatron."""
+    """Replace `UnquantizedLinearMethod.apply`. The bias is added to the rounded product, as in Megatron."""
     y = multiply_plain(x, layer.weight)
     return y if bias is None else y + bias
 
@@ -105,8 +104,8 @@ def apply_rms_norm(
 
 
 def sample(original: Callable[..., Any], self: Any, output: Any, sampling: Any, return_logprob: bool, *args: Any, **named: Any) -> Any:
-    """Wrap `Sampler.forward`: log-probs are the log-softmax of logits / temperature, summed by the trainer's tree. SGLang takes the
-    logarithm of a softmax. SGLang overwrites the logits in place, but computes log-probs from a copy if it is given one."""
+    """Wrap `Sampler.forward`: log-probs are the log-softmax of logits / temperature, summed by the trainer's tree. SGLang overwrites the
+    logits in place, but computes log-probs from a copy if it is given one."""
     if sampling.need_top_p_sampling or sampling.need_top_k_sampling or sampling.need_min_p_sampling:
         seeded_sampling.truncate(output.next_token_logits, sampling)
     if return_logprob and named.get("logprob_logits") is None:

@@ -1,7 +1,6 @@
 """Cache of the float values of quantized weights on a CPU, where dequantization costs as much as the product of a decoded token.
 
-The cache holds at most `MAX_CACHED_BYTES`, since experts can be many. It keeps the weights used first and dequantizes all other weights at
-every use. Evicting the oldest would never hit, because a model uses its layers cyclically.
+It keeps the weights used first. Evicting the oldest would never hit, because a model uses its layers cyclically.
 """
 
 from __future__ import annotations
@@ -37,9 +36,8 @@ def check_cache(is_proved: Callable[[torch.Tensor], bool]) -> int:
     bytes."""
     for values, data, make in _values.values():
         if not is_proved(data) or not torch.equal(values, make()):
-            raise ValueError(
-                f"the cached float values of a weight {list(data.shape)} are stale: they differ from those of the proved bytes"
-            )
+            cached = f"the cached float values of a weight {list(data.shape)}"
+            raise ValueError(f"{cached} are stale: they differ from those of the proved bytes")
     return len(_values)
 
 

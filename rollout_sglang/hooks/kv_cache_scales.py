@@ -20,9 +20,7 @@ import torch
 from megatron_rl.precision.kv_cache import to_units
 
 KV_VARIABLE = "MEGATRON_RL_KV"  # environment variable of the engine's processes with `precision.kv`
-BACKEND = "flashinfer"
-"""SGLang's attention backend on a GPU. Its FA3 backend also rounds queries to E4M3, and its Triton kernels round queries and
-probabilities."""
+BACKEND = "flashinfer"  # SGLang's attention backend on a GPU. FA3 and Triton also round queries or probabilities.
 _BACKENDS = ("FlashInferAttnBackend", "TorchNativeAttnBackend")
 _COPIES = ("k_scale", "v_scale", "k_scale_float", "v_scale_float")
 

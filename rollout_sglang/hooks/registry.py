@@ -32,7 +32,6 @@ def check_version() -> None:
 
 
 def _list_hooks() -> list[Hook]:
-    """Return all hooks for this machine."""
     from rollout_sglang import rank_handler
     from rollout_sglang.hooks import adapters, fp32_router, kv_cache_scales, scheduling, startup, tree_reduction
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,12 +20,11 @@ from rollout_sglang.hooks.adapters import read_settings
 from rollout_sglang.rank_handler import live_tensors
 
 NamedTensor = tuple[str, torch.Tensor]
-_SCALE = ".weight_scale_inv"
 
 
 def fork_children(original: Callable[..., Any], *args: Any) -> None:
-    """Wrap `_set_envs_and_config`: fork the schedulers and the detokenizer from the server. SGLang spawns new interpreters, as CUDA
-    needs them. Each would import torch and SGLang again, which takes 6 s of a core."""
+    """Wrap `_set_envs_and_config`: fork the schedulers and the detokenizer from the server. A spawned interpreter, as CUDA needs it, takes
+    6 s of a core for its imports."""
     original(*args)
     gc.freeze()  # no process needs to collect what has been imported
     multiprocessing.set_start_method("fork", force=True)
@@ -37,9 +36,8 @@ def skip_freezing(_: Any) -> None:
 
 
 def make_up_weights(original: Callable[..., Any], model: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
-    """Wrap `initialize_dummy_weights` of an engine that starts without weights: keep the values of all tensors that no sync replaces.
-    These are buffers and the scales of the KV cache. A positive scale would count as loaded, and kernels would multiply by it.
-    `kv_scales` are kept too, because they must be powers of two."""
+    """Wrap `initialize_dummy_weights` of an engine that starts without weights: keep the values of all tensors that no sync replaces, such
+    as SGLang's scales of the KV cache, by which kernels would multiply. `kv_scales` are kept too, because they must be powers of two."""
     filled = {tensor.data_ptr() for name, tensor in live_tensors(model).items() if not name.endswith(".kv_scales")}
     kept = [(tensor, tensor.clone()) for tensor in model.state_dict().values() if tensor.data_ptr() not in filled]
     original(model, *args, **kwargs)
@@ -48,9 +46,8 @@ def make_up_weights(original: Callable[..., Any], model: torch.nn.Module, *args:
 
 
 def keep_int8_layout(self: Any, layer: Any) -> None:
-    """Replace `W8A8Int8LinearMethod.process_weights_after_loading`, which transposes the weight at every call: after loading and at
-    every sync. Transpose the weight once, and only for the GPU kernel that needs it. On a CPU, where SGLang supports only AMX, keep [N,
-    K]."""
+    """Replace `W8A8Int8LinearMethod.process_weights_after_loading`, which transposes the weight after loading and at every sync. Transpose
+    it once, and only for the GPU kernel that needs it."""
     weight = layer.weight.detach()
     transposed = weight.t() if weight.is_cuda and weight.is_contiguous() else weight
     layer.weight = torch.nn.Parameter(transposed, requires_grad=False)
@@ -67,7 +64,7 @@ def load_block_scales(original: Callable[..., Any], model: Any, weights: Iterabl
 
     def without_scales() -> Iterator[NamedTensor]:
         for name, value in weights:
-            if name.endswith(_SCALE):
+            if name.endswith(".weight_scale_inv"):
                 scales.append((name, value))
             else:
                 yield name, value
@@ -84,8 +81,8 @@ def load_block_scales(original: Callable[..., Any], model: Any, weights: Iterabl
 
 
 def load_adapters(original: Callable[..., torch.nn.Module], self: Any, *, model_config: Any, **named: Any) -> torch.nn.Module:
-    """Wrap `DefaultModelLoader.load_model`: load each rank's part of the adapters from a file beside the model's. This serves engines
-    without a sync, as in `megatron-rl eval`. An engine that starts empty has a different loader."""
+    """Wrap `DefaultModelLoader.load_model`: load each rank's part of the adapters from a file beside the model's, for engines without a
+    sync, as in `megatron-rl eval`."""
     from safetensors import safe_open
     from sglang.srt.runtime_context import get_parallel
 
