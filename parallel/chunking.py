@@ -48,8 +48,8 @@ class Chunk:
 def make_chunks(transfers: Sequence[Transfer], limit: int, source: int | None = None) -> list[Chunk]:
     """Cut transfers into chunks. The chunks that share a buffer consist of whole rows and take at most `limit` bytes together.
 
-    The transfers must fill their target tensors without gaps, and be grouped by target rank. In the result engine ranks alternate, so that
-    they are filled side by side. With `source`, return only that trainer rank's chunks. Raises GeometryError if a row exceeds `limit`.
+    The transfers must fill their target tensors without gaps, and be grouped by target rank. In the result engine ranks alternate. With
+    `source`, return only that trainer rank's chunks. Raises GeometryError if a row exceeds `limit`.
     """
     by_tensor: dict[tuple[int, str], list[Transfer]] = defaultdict(list)
     for transfer in transfers:
@@ -79,28 +79,21 @@ def make_chunks(transfers: Sequence[Transfer], limit: int, source: int | None = 
                     nbytes = target_rect.rows * target_rect.cols * itemsize
                     pairs[turn, rank, transfer.source_rank].append((nbytes, (transfer.source, source_rect), (name, target_rect)))
             row, free = row + rows, free - rows * row_bytes
-    return _join(pairs)
+    joined = []  # one chunk of all pairs with the same (turn, engine rank, trainer rank), in this order
+    for (_, target, source_rank), chunk_pairs in sorted(pairs.items()):
+        sizes, sources, targets = zip(*chunk_pairs, strict=True)
+        joined.append(Chunk(source_rank, target, 0, sum(sizes), sources, targets))
+    return resize(joined, [chunk.nbytes for chunk in joined])
 
 
 def resize(chunks: Sequence[Chunk], sizes: Sequence[int]) -> list[Chunk]:
-    """Return the chunks of all ranks with other sizes, as for a sync of deltas."""
+    """Return the chunks of all ranks with these sizes and the offsets that follow from them."""
     sent: dict[int, int] = defaultdict(int)
     resized = []
     for chunk, nbytes in zip(chunks, sizes, strict=True):
         resized.append(replace(chunk, offset=sent[chunk.source], nbytes=nbytes))
         sent[chunk.source] += nbytes
     return resized
-
-
-def _join(pairs: dict[tuple[int, int, int], list[_Pair]]) -> list[Chunk]:
-    """Make one chunk of all pairs with the same (buffer of the engine rank, engine rank, trainer rank), in this order."""
-    sent: dict[int, int] = defaultdict(int)
-    chunks = []
-    for (_, target, source), chunk_pairs in sorted(pairs.items()):
-        sizes, sources, targets = zip(*chunk_pairs, strict=True)
-        chunks.append(Chunk(source, target, sent[source], sum(sizes), sources, targets))
-        sent[source] += sum(sizes)
-    return chunks
 
 
 def clip_transfer(transfer: Transfer, start_row: int, end_row: int) -> tuple[Rect, Rect] | None:

@@ -1,8 +1,7 @@
 """Number formats of stored tensors, and the precision modes built from them. No torch.
 
-Code that stores, moves or counts weights carries a `TensorFormat`, or a function from a weight's role to its format. A new format needs a
-row in `FORMATS` and `MODES`, a quantizer (`megatron_rl.precision.quantizers`) and a matrix product (`megatron_rl.kernels.linear`); see
-docs/extending.md.
+A new format needs a row in `FORMATS` and `MODES`, a quantizer (`megatron_rl.precision.quantizers`) and a matrix product
+(`megatron_rl.kernels.linear`); see docs/extending.md.
 """
 
 from __future__ import annotations

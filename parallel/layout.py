@@ -95,8 +95,7 @@ class EngineLayout(NamedTuple):
     nodes: int = 1  # nodes over which an engine's ranks are spread, in order
 
 
-@dataclass(frozen=True)
-class Coordinates:
+class Coordinates(NamedTuple):
     """A rank's index in each dimension of a layout. `ep`, `etp` and `edp` apply to expert weights."""
 
     tp: int = 0

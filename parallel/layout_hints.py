@@ -22,8 +22,7 @@ from parallel.shards import GeometryError, Shard
 
 def find_trainer_problem(model: ModelGeometry, layout: Layout, format_of: FormatOf) -> GeometryError | None:
     """Return why a training layout cannot work, or None if it can."""
-    layers, replica = keep_first_layers(model), keep_one_replica(layout)
-    return _find_problem(lambda: build_trainer_shards(layers, replica, format_of=format_of), format_of)
+    return _find_problem(lambda: build_trainer_shards(keep_first_layers(model), keep_one_replica(layout), format_of=format_of), format_of)
 
 
 def find_engine_problem(model: ModelGeometry, tp: int, ep: int, format_of: FormatOf) -> GeometryError | None:

@@ -54,44 +54,37 @@ def build_trainer_shards(model: ModelGeometry, layout: Layout, *, format_of: For
     return {rank: build_megatron_shards(model, layout, layout.coordinates(rank), format_of=format_of) for rank in ranks}
 
 
+@lru_cache(maxsize=1024)
 def compute_row_order(shard: Shard, format: TensorFormat) -> list[int] | None:
     """Return the row order in which a parameter is quantized, or None if it is the parameter's own: row i of the blocks is row `order[i]`.
 
     The blocks then are those of the rank's [q ; k ; v]. Quantize `weight[order]`, and undo the order with the inverse permutation.
     """
     reordered = reorder_for_quantization(shard, format)
-    if reordered is shard or reordered.regions == shard.regions:
+    if reordered.regions == shard.regions:
         return None
-    return _match_rows(shard, reordered)
-
-
-@lru_cache(maxsize=1024)
-def _match_rows(shard: Shard, reordered: Shard) -> list[int]:
-    row_of = {tensor_row: row for row, tensor_row in enumerate(_list_tensor_rows(shard))}
-    return [row_of[tensor_row] for tensor_row in _list_tensor_rows(reordered)]
-
-
-def _list_tensor_rows(shard: Shard) -> list[tuple[str, int]]:
-    """Return (tensor, row of the tensor) for every row of a shard without padding."""
-    return [(tensor.name, row) for tensor, rect, *_ in shard.regions for row in range(rect.row, rect.row + rect.rows)]
+    own, wanted = (
+        [(tensor.name, row) for tensor, rect, *_ in each.regions for row in range(rect.row, rect.row + rect.rows)]
+        for each in (shard, reordered)
+    )
+    row_of = {tensor_row: row for row, tensor_row in enumerate(own)}
+    return [row_of[tensor_row] for tensor_row in wanted]
 
 
 def check_layout(model: ModelGeometry, layout: Layout) -> None:
     """Raise GeometryError if a layout does not divide a model's heads, layers or experts."""
-    _must_divide("tp", layout.tp, model.heads, "num_attention_heads")
+    for name, size, length, what in (
+        ("tp", layout.tp, model.heads, "num_attention_heads"),
+        ("ep", layout.ep, model.experts.count if model.experts else layout.ep, "the number of experts"),
+    ):
+        if length % size:
+            raise GeometryError(f"train.layout.{name}", size, f"must divide {what} ({length})", f"use a divisor of {length}")
     if model.latent is None and max(model.kv_heads, layout.tp) % min(model.kv_heads, layout.tp):
         rule = f"must divide num_key_value_heads ({model.kv_heads}) or be a multiple of it"
         raise GeometryError("train.layout.tp", layout.tp, rule, f"use a divisor of {model.kv_heads}")
     check_stages(model.layers, layout)
-    if model.experts is not None:
-        _must_divide("ep", layout.ep, model.experts.count, "the number of experts")
-    elif layout.ep > 1:
+    if model.experts is None and layout.ep > 1:
         raise GeometryError("train.layout.ep", layout.ep, f"needs a model with experts, {model.family} has none", "set train.layout.ep = 1")
-
-
-def _must_divide(name: str, size: int, length: int, what: str) -> None:
-    if length % size:
-        raise GeometryError(f"train.layout.{name}", size, f"must divide {what} ({length})", f"use a divisor of {length}")
 
 
 @lru_cache(maxsize=1024)

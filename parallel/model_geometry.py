@@ -1,7 +1,4 @@
-"""A model as its family describes it (`parallel.families`): widths, what a forward pass computes, and every weight.
-
-`parallel.megatron_shards` and `parallel.sglang_shards` cut the weights for each rank.
-"""
+"""A model as its family describes it (`parallel.families`): widths, what a forward pass computes, and every weight."""
 
 from __future__ import annotations
 
@@ -62,14 +59,12 @@ class ModelGeometry:
     ffn: int
     vocab: int
     tied: bool = False  # whether the output layer shares the embedding's weight
-    tied_in_engine: bool = True
-    """With `tied`, whether SGLang's output layer shares the embedding too. If not, it is a parameter of its own."""
+    tied_in_engine: bool = True  # with `tied`, whether SGLang's output layer shares the embedding too
     norm_eps: float = 1e-6
     qkv_bias: bool = False
     qk_norm: bool = False  # whether q and k heads are normalized
     post_norms: bool = False  # whether the outputs of attention and MLP are normalized before they are added to the residual stream
-    kv_scales: bool = False
-    """Whether each layer has a scale for cached keys and one for cached values, as the precision contract says. No checkpoint has them."""
+    kv_scales: bool = False  # whether each layer has a scale for cached keys and one for cached values; no checkpoint has them
     rope: Rope = field(default_factory=Rope)
     experts: MoEGeometry | None = None
     latent: MLAGeometry | None = None
@@ -103,10 +98,8 @@ class ModelGeometry:
 
     @property
     def attention_length(self) -> float:
-        """Sequence length at which causal attention takes as many FLOPs as the products with weights.
-
-        A token takes 2 FLOPs per weight it meets, against s (d_qk + d_v) per head and layer at mean position s / 2.
-        """
+        """Sequence length at which causal attention takes as many FLOPs as the products with weights: a token takes 2 FLOPs per weight it
+        meets, against s (d_qk + d_v) per head and layer at mean position s / 2."""
         share = self.experts.top_k / self.experts.count if self.experts else 1.0
         weights = (weight for part in replace(self, trains_mtp=False).list_weights()[1:] for weight in part)
         met = sum(rect.rows * rect.cols * (1 if weight.expert is None else share) for weight in weights for _, rect, *_ in weight.pieces)

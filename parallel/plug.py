@@ -49,10 +49,8 @@ class Plug:
         return name
 
     def load(self, name: str) -> Any:
-        """Import the object of a name. Raise InputError if there is none, or if it does not take the arguments `takes`.
-
-        Modules are found on PYTHONPATH or in the working directory.
-        """
+        """Import the object of a name, also from the working directory. Raise InputError if there is none, or if it does not take the
+        arguments `takes`."""
         fix = f"use {self._list_choices()}, which Python can find on PYTHONPATH or in the working directory"
         module, _, attributes = self.builtin.get(name, name).partition(":")
         if not {"", os.getcwd()} & set(sys.path):

@@ -65,8 +65,7 @@ def reshard(
                 for region in shard.regions:
                     parts += [_Part(rank, home, shard, region, *cover) for cover in owners.cover(region, home, shard.name, rank)]
         formats = [format_of(part.shard.role) for part in parts]
-        owners_and_formats = zip(_choose_owners(parts, formats), formats, strict=True)
-        return [_make_transfer(part, *pair) for part, pair in zip(parts, owners_and_formats, strict=True)]
+        return list(map(_make_transfer, parts, _choose_owners(parts, formats), formats))
 
 
 def add_scale_transfers(transfers: Sequence[Transfer]) -> list[Transfer]:
@@ -189,7 +188,7 @@ class _Owners:
         cover = self._covers[name, wanted]
         if cover is None:  # sources overlap, so rectangles on the target's own device come first
             cover = _cover(wanted, sorted(self._by_tensor[name].items(), key=lambda rect_owners: home not in rect_owners[1]))
-        missing = wanted.rows * wanted.cols - _count_elements(cover)
+        missing = wanted.rows * wanted.cols - sum(rect.rows * rect.cols for rect, _ in cover)
         if missing:
             raise GeometryError(name, f"{missing} elements", f"no source holds what {target} of rank {rank} needs")
         return cover
@@ -197,13 +196,9 @@ class _Owners:
     def _cover_if_disjoint(self, name: str, wanted: Rect) -> list[_RectOwners] | None:
         """Return the parts of `wanted` that sources hold, or None if sources overlap: the choice then depends on the target's home."""
         available = list(self._by_tensor.get(name, {}).items())
-        overlaps = [(overlap, owners) for rect, owners in available if (overlap := _overlap(rect, wanted))]
+        overlaps = sum(overlap.rows * overlap.cols for rect, _ in available if (overlap := _overlap(rect, wanted)))
         cover = _cover(wanted, available)
-        return cover if _count_elements(cover) == _count_elements(overlaps) else None
-
-
-def _count_elements(rects: Iterable[_RectOwners]) -> int:
-    return sum(rect.rows * rect.cols for rect, _ in rects)
+        return cover if sum(rect.rows * rect.cols for rect, _ in cover) == overlaps else None
 
 
 def _cover(wanted: Rect, available: Sequence[_RectOwners]) -> list[_RectOwners]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from parallel.model_geometry import ModelGeometry
-from parallel.shards import GeometryError, Region, Shard, Weight, cut_vocabulary, cut_weight, split_rows, stack_regions
+from parallel.shards import GeometryError, Region, Shard, Weight, cut_vocabulary, cut_weight, split, stack_regions
 
 _VOCAB_PADDING = 64  # DEFAULT_VOCAB_PADDING_SIZE of vocab_parallel_embedding.py
 _FIELD = "rollout.tp"
@@ -28,10 +28,8 @@ def padded_vocabulary(vocab: int, tp: int) -> int:
 
 
 def build_sglang_shards(model: ModelGeometry, tp: int, rank: int, ep: int = 1) -> list[Shard]:
-    """Return all parameters of rank `rank` of an engine of `tp` ranks, `ep` of them expert parallel, under SGLang's names.
-
-    Raises GeometryError if the sizes do not fit the model.
-    """
+    """Return all parameters of rank `rank` of an engine of `tp` ranks, `ep` of them expert parallel, under SGLang's names. Raise GeometryError
+    if the sizes do not fit the model."""
     _check_sizes(model, tp, ep)
     return list(_shards(model, tp, rank, ep))
 
@@ -79,5 +77,5 @@ def _cut(weight: Weight, kv_heads: int, tp: int, rank: int, ep: int) -> list[Reg
         return cut_weight(weight, rank % (tp // ep), tp // ep, _FIELD)
     if weight.cut == "qkv":
         (q, *kv), parts = weight.pieces, min(tp, kv_heads)
-        return [split_rows(q, rank, tp, _FIELD), *(split_rows(x, rank * parts // tp, parts, _FIELD) for x in kv)]
+        return [split(q, "rows", rank, tp, _FIELD), *(split(x, "rows", rank * parts // tp, parts, _FIELD) for x in kv)]
     return cut_weight(weight, rank, tp, _FIELD)

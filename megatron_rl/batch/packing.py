@@ -16,8 +16,7 @@ from itertools import accumulate, pairwise
 
 VALUE_ROWS = 1024  # rows of FP32 hidden states that a value head computes at a time
 LOGITS_PER_CHUNK, LOGITS_PER_GPU_CHUNK = 1 << 25, 1 << 27
-"""Logits that a trainer rank holds at a time (`mcore.passes.logprobs`): 128 MiB in FP32 with FP32 copies on CPUs, 256 MiB in BF16 on GPUs.
-Every chunk reads the output layer's weight, and reads and writes its FP32 gradient."""
+"""Logits that a trainer rank holds at a time (`mcore.passes.logprobs`): 128 MiB in FP32 on CPUs, 256 MiB in BF16 on GPUs."""
 
 
 def round_up(number: int, multiple: int) -> int:

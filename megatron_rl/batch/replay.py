@@ -1,11 +1,8 @@
 """Replay buffer on rank 0: groups that later steps train on again.
 
-A group is kept as it was sampled: tokens, the sampling policy's log-probs, sampling masks, routing and advantages. The trainer treats a
-replayed group like a group that was sampled ahead of time (`placement.max_staleness`): importance ratios are computed against the policy
-that sampled it, and precision metrics do not count it.
-
-The buffer depends only on the steps trained so far. `groups` is never modified in place, so a checkpoint takes a snapshot at no cost, and a
-resumed run replays the same groups as an uninterrupted run.
+A group is kept as it was sampled. The trainer treats a replayed group like a group that was sampled ahead of time
+(`placement.max_staleness`): importance ratios are computed against the policy that sampled it, and precision metrics do not count it.
+`groups` is never modified in place, so a checkpoint takes a snapshot at no cost.
 """
 
 from __future__ import annotations
@@ -48,14 +45,9 @@ class KeptGroup:
 
     def at(self, version: int) -> list[TrainingSample]:
         """Return its samples with the version lags for a trainer at `version`."""
-        return [
-            replace(sample, version_lags=(sample.version_lags if len(sample.version_lags) else _no_lags(sample)) + (version - self.version))
-            for sample in self.samples
-        ]
-
-
-def _no_lags(sample: TrainingSample) -> torch.Tensor:
-    return torch.zeros(sample.sampled_count, dtype=torch.uint8)
+        none = (torch.zeros(sample.sampled_count, dtype=torch.uint8) for sample in self.samples)
+        lags = [sample.version_lags if len(sample.version_lags) else zeros for sample, zeros in zip(self.samples, none, strict=True)]
+        return [replace(sample, version_lags=lag + (version - self.version)) for sample, lag in zip(self.samples, lags, strict=True)]
 
 
 class ReplayBuffer:

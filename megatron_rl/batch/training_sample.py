@@ -25,7 +25,7 @@ class TrainingSample:
     advantage: float = 0.0  # advantage of every token, or the mean of `token_advantages`
     rollout_logprobs: torch.Tensor = field(default_factory=lambda: _EMPTY)  # log-probs under the engine that sampled the response
     old_logprobs: torch.Tensor = field(default_factory=lambda: _EMPTY)
-    """Log-probs under the trainer's version of the policy that sampled the response."""
+    """log-probs under the trainer's version of the policy that sampled the response"""
     reference_logprobs: torch.Tensor = field(default_factory=lambda: _EMPTY)  # log-probs under the frozen reference model
     importance_weights: torch.Tensor = field(default_factory=lambda: _EMPTY)
     """Weights that correct the policy loss for the engine (`algorithm.importance_weights`); empty means 1."""

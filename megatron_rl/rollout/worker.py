@@ -192,8 +192,8 @@ class AsyncRolloutWorker:
     the weights, an evaluation and a checkpoint run at the same time. Groups do not wait for those of earlier steps.
 
     The trainer takes groups in the order in which they were drawn. The groups of a step therefore do not depend on their lengths, and every
-    problem is trained on once. If the engines are lost, finished groups are kept and the other groups are sampled again. All calls must come
-    from a single thread.
+    problem is trained on once. If the engines are lost, finished groups are kept and the other groups are sampled again. All calls must
+    come from a single thread.
     """
 
     def __init__(self, worker: RolloutWorker, max_staleness: int, steps: int, stop_engine: Callable[[], None]) -> None:

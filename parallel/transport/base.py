@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class TransportSettings(Protocol):
-    """Settings of a transport: fields of the configuration's section `[sync]`."""
+    """Fields of the configuration's section `[sync]`."""
 
     @property
     def host(self) -> str: ...  # address of the first trainer rank's host
@@ -96,8 +96,6 @@ class Link:
 
 @dataclass(frozen=True)
 class Transport:
-    """Description of a transport."""
-
     module: str  # module with the classes `Outbox` and `Inbox`
     largest_chunk: int = 16 << 20
     """Bytes. On CPUs, chunks that stay in the cache between writer and reader are faster; GPUs need few launches."""
