@@ -12,12 +12,8 @@ from dataclasses import dataclass
 
 from parallel.shards import HFTensor, Weight, make_weight, take_rows
 
-TARGETS = {
-    "linear_qkv": "qkv_proj",
-    "linear_proj": "o_proj",
-    "linear_fc1": "gate_up_proj",
-    "linear_fc2": "down_proj",
-}  # as SGLang calls them
+TARGETS = {"linear_qkv": "qkv_proj", "linear_proj": "o_proj", "linear_fc1": "gate_up_proj", "linear_fc2": "down_proj"}
+"""Maps Megatron's layer names to SGLang's."""
 NAMES = ("lora_A", "lora_B")
 ENGINE_FILE = "adapters/adapters.safetensors"  # adapters in the folder of an engine without a trainer, under the names of their `HFTensor`s
 

@@ -95,7 +95,8 @@ class EngineLayout(NamedTuple):
     nodes: int = 1  # nodes over which an engine's ranks are spread, in order
 
 
-class Coordinates(NamedTuple):
+@dataclass(frozen=True)
+class Coordinates:
     """A rank's index in each dimension of a layout. `ep`, `etp` and `edp` apply to expert weights."""
 
     tp: int = 0

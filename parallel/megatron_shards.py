@@ -73,18 +73,17 @@ def compute_row_order(shard: Shard, format: TensorFormat) -> list[int] | None:
 
 def check_layout(model: ModelGeometry, layout: Layout) -> None:
     """Raise GeometryError if a layout does not divide a model's heads, layers or experts."""
-    for name, size, length, what in (
-        ("tp", layout.tp, model.heads, "num_attention_heads"),
-        ("ep", layout.ep, model.experts.count if model.experts else layout.ep, "the number of experts"),
-    ):
-        if length % size:
-            raise GeometryError(f"train.layout.{name}", size, f"must divide {what} ({length})", f"use a divisor of {length}")
+    if model.heads % layout.tp:
+        rule = f"must divide num_attention_heads ({model.heads})"
+        raise GeometryError("train.layout.tp", layout.tp, rule, f"use a divisor of {model.heads}")
     if model.latent is None and max(model.kv_heads, layout.tp) % min(model.kv_heads, layout.tp):
         rule = f"must divide num_key_value_heads ({model.kv_heads}) or be a multiple of it"
         raise GeometryError("train.layout.tp", layout.tp, rule, f"use a divisor of {model.kv_heads}")
     check_stages(model.layers, layout)
     if model.experts is None and layout.ep > 1:
         raise GeometryError("train.layout.ep", layout.ep, f"needs a model with experts, {model.family} has none", "set train.layout.ep = 1")
+    if model.experts is not None and (count := model.experts.count) % layout.ep:
+        raise GeometryError("train.layout.ep", layout.ep, f"must divide the number of experts ({count})", f"use a divisor of {count}")
 
 
 @lru_cache(maxsize=1024)

@@ -28,8 +28,8 @@ def padded_vocabulary(vocab: int, tp: int) -> int:
 
 
 def build_sglang_shards(model: ModelGeometry, tp: int, rank: int, ep: int = 1) -> list[Shard]:
-    """Return all parameters of rank `rank` of an engine of `tp` ranks, `ep` of them expert parallel, under SGLang's names. Raise GeometryError
-    if the sizes do not fit the model."""
+    """Return all parameters of rank `rank` of an engine of `tp` ranks, `ep` of them expert parallel, under SGLang's names. Raise
+    GeometryError if the sizes do not fit the model."""
     _check_sizes(model, tp, ep)
     return list(_shards(model, tp, rank, ep))
 
