@@ -96,11 +96,7 @@ class SGLangEngine(RankRequests):
         return [[self._read(answer, len(prompt), False) for answer, prompt in zip(answers, prompts_B, strict=True)]]
 
     def _ask(
-        self,
-        prompts_B: Sequence[np.ndarray],
-        parameters: list[dict[str, Any]],
-        record_kept_tokens: list[bool],
-        abort: Abort | None = None,
+        self, prompts_B: Sequence[np.ndarray], parameters: list[dict[str, Any]], record_kept_tokens: list[bool], abort: Abort | None = None
     ) -> list[dict[str, Any]]:
         body = {
             "input_ids": [np.asarray(prompt).tolist() for prompt in prompts_B],

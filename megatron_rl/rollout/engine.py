@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -154,6 +155,11 @@ class Engine(Protocol):
 
     def stop(self, force: bool = False) -> None:
         """Terminate the engine processes, sending SIGTERM first; with `force=True`, kill them immediately. Idempotent."""
+
+
+def hash_seed(*parts: object) -> int:
+    """Return a 63-bit sampling seed, a hash of the parts."""
+    return int.from_bytes(hashlib.sha256("/".join(map(str, parts)).encode()).digest()[:8], "big") >> 1
 
 
 def check_versions(generation: Generation, version: int, staleness: int) -> None:

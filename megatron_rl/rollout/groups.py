@@ -5,7 +5,6 @@ Groups wait in one queue for room in the engines, so the group drawn first alway
 
 from __future__ import annotations
 
-import hashlib
 import math
 import time
 from collections.abc import Iterable, Sequence
@@ -18,7 +17,7 @@ from megatron_rl.errors import EngineLostError
 from megatron_rl.metrics import declare
 from megatron_rl.observability import hang_watchdog
 from megatron_rl.rewards.scorer import Scorer
-from megatron_rl.rollout.engine import Abort
+from megatron_rl.rollout.engine import Abort, hash_seed
 from megatron_rl.rollout.generation import Sampler
 from megatron_rl.types import Completion, Problem, SamplingParams
 
@@ -62,11 +61,7 @@ class GroupSampler:
         return ThreadPoolExecutor(math.ceil(_FILL * most / group_size), thread_name_prefix="megatron-rl-group")
 
     def sample(
-        self,
-        problems_P: Sequence[Problem],
-        job: GroupJob,
-        ended: dict[int, list[Completion]],
-        threads: ThreadPoolExecutor | None = None,
+        self, problems_P: Sequence[Problem], job: GroupJob, ended: dict[int, list[Completion]], threads: ThreadPoolExecutor | None = None
     ) -> tuple[list[Completion], dict[str, float]]:
         """Sample as many groups of the problems as `job` wants. Return their completions and the seconds of each phase. `ended`: finished
         groups by number, to which groups that finish are added, even if others fail. `threads`: used instead of the shared ones."""
@@ -109,8 +104,8 @@ class GroupSampler:
 
 
 def derive_seed(run: int, version: int, purpose: str, index: int) -> int:
-    """Return the 63-bit sampling seed of one completion. A resumed run samples what the uninterrupted run would have sampled."""
-    return int.from_bytes(hashlib.sha256(f"{run}/{version}/{purpose}/{index}".encode()).digest()[:8], "big") >> 1
+    """Return the sampling seed of one completion. A resumed run samples what the uninterrupted run would have sampled."""
+    return hash_seed(run, version, purpose, index)
 
 
 def assign_rewards(completions_B: Sequence[Completion], rewards: Scorer) -> None:

@@ -200,8 +200,7 @@ def _read_failure(engine: Engine) -> tuple[str, bool]:
     return "", False
 
 
-MAX_DELTA_SHARE = 1 / 2
-"""`sync.delta = "auto"` sends deltas if they take at most this share of all bytes, because making deltas takes time as well."""
+MAX_DELTA_SHARE = 1 / 2  # `sync.delta = "auto"` sends deltas if they take at most this share of all bytes
 
 
 @dataclass(frozen=True)
@@ -214,7 +213,10 @@ class Changes:
 
 
 class DeltaBase:
-    """The bytes of one rank's chunks as the engines are assumed to hold them. Empty before the first sync."""
+    """The bytes of one rank's chunks as the engines are assumed to hold them, in host memory. Empty before the first sync.
+
+    Engines that get the same chunk share one copy. The proof hashes all live bytes on both sides, and a wrong base is discarded.
+    """
 
     def __init__(self) -> None:
         self._flats: dict[tuple[NamedRect, ...], np.ndarray] = {}

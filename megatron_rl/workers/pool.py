@@ -28,7 +28,7 @@ ResultT = TypeVar("ResultT")
 
 
 class _Call(Generic[ResultT]):
-    """The tasks of one call of `WorkerPool.run`."""
+    """A call of `WorkerPool.run`."""
 
     def __init__(self, count: int) -> None:
         self.count, self.failed = count, False
@@ -41,8 +41,6 @@ class _Call(Generic[ResultT]):
 
 @dataclass(frozen=True)
 class _Task(Generic[ResultT]):
-    """Task `number` of a call."""
-
     call: _Call[ResultT]
     number: int
     arguments: tuple[Any, ...]

@@ -141,7 +141,6 @@ def _make_buffers(nbytes: int, device: torch.device) -> list[torch.Tensor]:
 
 
 def _make_group(store: Any, rank: int, size: int, host: str, timeout: float, device: torch.device) -> Any:
-    """Return a process group once every member has joined."""
     if device.type == "cuda":
         return NcclGroup(store, rank, size, timeout)
     gloo: Any = dist.ProcessGroupGloo
@@ -149,7 +148,6 @@ def _make_group(store: Any, rank: int, size: int, host: str, timeout: float, dev
 
 
 def _abort(group: Any) -> None:
-    """Fail the transfers of a closed group. Those of gloo fail with the last reference to it."""
     if isinstance(group, NcclGroup):
         group.abort()
 
@@ -163,11 +161,8 @@ def _make_gloo_group(store: Any, rank: int, size: int, timeout: timedelta, devic
 
 @functools.cache
 def register_shared_gloo() -> str:
-    """Register a gloo backend whose groups share one event loop per process, and return its name for `init_process_group`.
-
-    torch gives every gloo group its own device, whose thread polls a hundred times a second. Megatron makes some twenty groups, so eight
-    ranks on one machine would wake 16,000 times a second. Groups that are made later inherit the backend.
-    """
+    """Register a gloo backend whose groups share one event loop per process, and return its name for `init_process_group`. With torch's
+    own, the threads of Megatron's twenty groups on eight ranks would wake 16,000 times a second. Groups that are made later inherit it."""
 
     @functools.cache
     def choose_devices() -> list[Any]:  # as torch does
@@ -184,10 +179,7 @@ def register_shared_gloo() -> str:
 
 def listening_store(host: str, seconds: float, port: int = 0) -> dist.TCPStore:
     """Start a TCPStore server that listens on `host` only, by default on a free port (`.port`). Raise OSError if it cannot be bound.
-
-    torch's own server listens on every interface, whatever its host is, and answers every client without authentication. `seconds` limits
-    the store's waits.
-    """
+    torch's own server listens on every interface, without authentication. `seconds` limits the store's waits."""
     family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     with socket.socket(family, socket.SOCK_STREAM) as listener:
         listener.bind(address)
@@ -216,7 +208,8 @@ _POLL_SECONDS = 0.001
 
 
 class NcclGroup:
-    """Point-to-point transfers over NCCL."""
+    """Point-to-point transfers over NCCL. A lost peer raises an error in the call that waits for it, as with gloo, so that another engine
+    can replace it; by default NCCL waits forever, and torch's watchdog ends the process. Not run on a GPU yet."""
 
     def __init__(self, store: Any, rank: int, size: int, timeout: float) -> None:
         """Wait until every member has joined, because NCCL would wait for a missing member forever. `timeout`: seconds, of every wait."""
@@ -246,8 +239,6 @@ class NcclGroup:
 
 
 class NcclTransfer:
-    """A transfer that was started on the GPU."""
-
     def __init__(self, group: Any, work: Any, timeout: float) -> None:
         self._group, self._work, self._timeout = group, work, timeout
 

@@ -74,11 +74,7 @@ def run_group_quantizer(
 
 
 def quantize_tokens(
-    x: torch.Tensor,
-    dtype: torch.dtype = torch.float8_e4m3fn,
-    *,
-    output_q: torch.Tensor | None = None,
-    output_s: torch.Tensor | None = None,
+    x: torch.Tensor, dtype: torch.dtype = torch.float8_e4m3fn, *, output_q: torch.Tensor | None = None, output_s: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Replace `sglang_per_token_quant_fp8`, which SGLang calls if one group is a whole token."""
     data = torch.empty_like(x, dtype=dtype) if output_q is None else output_q

@@ -104,11 +104,7 @@ def list_cpu_hooks() -> list[Hook]:
         (_KV_POOLS + "MLATokenToKVPool.get_value_buffer", cpu_kv_cache.get_latents, "AROUND"),
         (_TORCH_ATTENTION + "_run_sdpa_forward_extend", cpu_kernels.run_extend_attention, "REPLACE"),
         (_TORCH_ATTENTION + "_run_sdpa_forward_decode", cpu_kernels.run_decode_attention, "REPLACE"),
-        (
-            _BACKEND_REGISTRY + "get_handler",
-            cpu_kernels.get_handler,
-            "AROUND",
-        ),
+        (_BACKEND_REGISTRY + "get_handler", cpu_kernels.get_handler, "AROUND"),
         (_LATENT_ATTENTION + "forward_absorb_prepare", cpu_kernels.multiply_invariantly, "AROUND"),
         (_LATENT_ATTENTION + "forward_absorb_core", cpu_kernels.multiply_invariantly, "AROUND"),
         ("sglang.srt.layers.rotary_embedding.factory.get_rope_wrapper", cpu_kernels.get_rotary_embedding, "AROUND"),

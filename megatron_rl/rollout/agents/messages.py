@@ -5,6 +5,7 @@ Two messages are equal if their role, text, calls and names are. Fields without 
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -43,28 +44,23 @@ class RefusedError(Exception):
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A tool call. `arguments` is JSON as the policy wrote it."""
-
     id: str
     name: str
-    arguments: str
+    arguments: str  # JSON as the policy wrote it
 
     def to_openai(self) -> dict[str, Any]:
         return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
 
     def to_template(self) -> dict[str, Any]:
         """Return the form that chat templates expect, with the arguments as an object if they are valid JSON."""
-        try:
-            arguments = json.loads(self.arguments)
-        except ValueError:
-            arguments = self.arguments
-        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": arguments}}
+        call = self.to_openai()
+        with contextlib.suppress(ValueError):
+            call["function"]["arguments"] = json.loads(self.arguments)
+        return call
 
 
 @dataclass(frozen=True)
 class ConversationMessage:
-    """One message of a conversation."""
-
     role: str
     content: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
