@@ -1,9 +1,7 @@
-"""Chunks: the messages of a sync, each from one trainer rank to one engine rank and of bounded size. No torch.
-
-The rows of all engine tensors, in order, fill one buffer of bounded size after the other. A chunk is one trainer rank's share of one buffer
-of one engine rank. Its rectangles are packed one after the other, in row order and without gaps (`transport.pack`). Both sides handle
-their chunks in the order of the same list, so no two ranks wait for each other.
-"""
+"""Chunks: the messages of a sync, each from one trainer rank to one engine rank and of bounded size. No torch. The rows of all engine
+tensors, in order, fill one buffer of bounded size after the other. A chunk is one trainer rank's share of one buffer of one engine rank.
+Its rectangles are packed one after the other, in row order and without gaps (`transport.pack`). Both sides handle their chunks in the order
+of the same list, so no two ranks wait for each other."""
 
 from __future__ import annotations
 
@@ -23,9 +21,7 @@ _Pair = tuple[int, NamedRect, NamedRect]  # bytes, source rectangle and target r
 @dataclass(frozen=True)
 class Chunk:
     """Rectangles `sources` of trainer rank `source`'s tensors, which fill the rectangles `targets` of engine rank `target`'s tensors.
-
-    `offset` counts the bytes of the chunks that the same trainer rank sends before this chunk.
-    """
+    `offset` counts the bytes of the chunks that the same trainer rank sends before this chunk."""
 
     source: int
     target: int
@@ -46,11 +42,9 @@ class Chunk:
 
 @no_garbage_collection()
 def make_chunks(transfers: Sequence[Transfer], limit: int, source: int | None = None) -> list[Chunk]:
-    """Cut transfers into chunks. The chunks that share a buffer consist of whole rows and take at most `limit` bytes together.
-
-    The transfers must fill their target tensors without gaps, and be grouped by target rank. In the result engine ranks alternate. With
-    `source`, return only that trainer rank's chunks. Raises GeometryError if a row exceeds `limit`.
-    """
+    """Cut transfers into chunks. The chunks that share a buffer consist of whole rows and take at most `limit` bytes together. The
+    transfers must fill their target tensors without gaps, and be grouped by target rank. In the result engine ranks alternate. With
+    `source`, return only that trainer rank's chunks. Raises GeometryError if a row exceeds `limit`."""
     by_tensor: dict[tuple[int, str], list[Transfer]] = defaultdict(list)
     for transfer in transfers:
         by_tensor[transfer.target_rank, transfer.target].append(transfer)

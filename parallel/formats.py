@@ -1,8 +1,5 @@
-"""Number formats of stored tensors, and the precision modes built from them. No torch.
-
-A new format needs a row in `FORMATS` and `MODES`, a quantizer (`megatron_rl.precision.quantizers`) and a matrix product
-(`megatron_rl.kernels.linear`); see docs/extending.md.
-"""
+"""Number formats of stored tensors, and the precision modes built from them. No torch. A new format needs a row in `FORMATS` and `MODES`, a
+quantizer (`megatron_rl.precision.quantizers`) and a matrix product (`megatron_rl.kernels.linear`); see docs/extending.md."""
 
 from __future__ import annotations
 

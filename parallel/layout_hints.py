@@ -1,8 +1,6 @@
-"""Finds out whether a layout keeps quantized blocks whole, and if not, the nearest layouts that do.
-
-If the shards of both sides keep the checkpoint's blocks whole, every transfer consists of whole blocks, so trainer and engine are checked
-separately. Layers of the same kind are alike, so at most one dense layer and one layer with experts are checked.
-"""
+"""Finds out whether a layout keeps quantized blocks whole, and if not, the nearest layouts that do. If the shards of both sides keep the
+checkpoint's blocks whole, every transfer consists of whole blocks, so trainer and engine are checked separately. Layers of the same kind
+are alike, so at most one dense layer and one layer with experts are checked."""
 
 from __future__ import annotations
 

@@ -39,10 +39,8 @@ def padded_vocabulary(vocab: int, tp: int) -> int:
 def build_megatron_shards(
     model: ModelGeometry, layout: Layout, coordinates: Coordinates, *, format_of: FormatOf = lambda _: BF16
 ) -> list[Shard]:
-    """Return all parameters of the rank at `coordinates`. Raise GeometryError if the layout does not divide the model.
-
-    With `format_of`, rows are in the order in which the trainer quantizes them (see `compute_row_order`).
-    """
+    """Return all parameters of the rank at `coordinates`. Raise GeometryError if the layout does not divide the model. With `format_of`,
+    rows are in the order in which the trainer quantizes them (see `compute_row_order`)."""
     check_layout(model, layout)
     first_replica = Coordinates(tp=coordinates.tp, pp=coordinates.pp, ep=coordinates.ep, etp=coordinates.etp)  # shared by all replicas
     return list(_shards(model, layout, first_replica, format_of("attention_qkv")))
@@ -57,9 +55,7 @@ def build_trainer_shards(model: ModelGeometry, layout: Layout, *, format_of: For
 @lru_cache(maxsize=1024)
 def compute_row_order(shard: Shard, format: TensorFormat) -> list[int] | None:
     """Return the row order in which a parameter is quantized, or None if it is the parameter's own: row i of the blocks is row `order[i]`.
-
-    The blocks then are those of the rank's [q ; k ; v]. Quantize `weight[order]`, and undo the order with the inverse permutation.
-    """
+    The blocks then are those of the rank's [q ; k ; v]. Quantize `weight[order]`, and undo the order with the inverse permutation."""
     reordered = reorder_for_quantization(shard, format)
     if reordered.regions == shard.regions:
         return None

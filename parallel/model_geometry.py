@@ -108,9 +108,7 @@ class ModelGeometry:
 
     def list_weights(self, ep: int = 1, ep_rank: int = 0) -> tuple[tuple[Weight, ...], ...]:
         """Return three kinds of tuples, in order: the embedding; each layer's weights; the final norm, trained MTP layers and output layer.
-
-        With `ep` > 1, only the experts of the `ep_rank`-th of `ep` expert-parallel ranks are included.
-        """
+        With `ep` > 1, only the experts of the `ep_rank`-th of `ep` expert-parallel ranks are included."""
         return _list_weights(self) if ep == 1 else _keep_own_experts(self, ep, ep_rank)
 
     def tensors(self) -> dict[str, HFTensor]:

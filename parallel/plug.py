@@ -1,8 +1,6 @@
-"""Plugs: objects that a user can supply, named in the configuration by a built-in name or as `module:attribute`. No torch.
-
-A plug is checked twice: its name when the configuration is read, without any import (`Plug.check_name`), and the object itself before
-anything starts (`Plug.load`). docs/extending.md has a recipe for each.
-"""
+"""Plugs: objects that a user can supply, named in the configuration by a built-in name or as `module:attribute`. No torch. A plug is
+checked twice: its name when the configuration is read, without any import (`Plug.check_name`), and the object itself before anything starts
+(`Plug.load`). docs/extending.md has a recipe for each."""
 
 from __future__ import annotations
 

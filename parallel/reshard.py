@@ -1,9 +1,7 @@
-"""The reshard plan: which rectangle of which source shard fills which rectangle of which target shard.
-
-It is computed once from two lists of shards (`parallel.shards`), and used by every sync, by import and by export. A quantized tensor moves
-as whole blocks: its bytes and its scales, for FP8 at 1/128 of the coordinates. Nothing is requantized, so every edge of every region must
-lie on a block edge of its shard and of the checkpoint, or at a tensor's end. INT8 has one scale per row, so a row may be cut anywhere.
-"""
+"""The reshard plan: which rectangle of which source shard fills which rectangle of which target shard. It is computed once from two lists
+of shards (`parallel.shards`), and used by every sync, by import and by export. A quantized tensor moves as whole blocks: its bytes and its
+scales, for FP8 at 1/128 of the coordinates. Nothing is requantized, so every edge of every region must lie on a block edge of its shard and
+of the checkpoint, or at a tensor's end. INT8 has one scale per row, so a row may be cut anywhere."""
 
 from __future__ import annotations
 

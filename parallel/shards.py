@@ -1,9 +1,7 @@
-"""Vocabulary of the geometry: checkpoint tensors, rectangles of them, shards made of rectangles, and weights that ranks shard.
-
-All positions are in the coordinates of the Hugging Face tensor. A shard is a list of regions: a region is a rectangle of one HF tensor and
-its position in the shard. Trainer shards, engine shards and the checkpoint itself are all such lists, so import, export and sync are the
-same operation: intersect two lists (see `parallel.reshard`). One-dimensional tensors count as N x 1.
-"""
+"""Vocabulary of the geometry: checkpoint tensors, rectangles of them, shards made of rectangles, and weights that ranks shard. All
+positions are in the coordinates of the Hugging Face tensor. A shard is a list of regions: a region is a rectangle of one HF tensor and its
+position in the shard. Trainer shards, engine shards and the checkpoint itself are all such lists, so import, export and sync are the same
+operation: intersect two lists (see `parallel.reshard`). One-dimensional tensors count as N x 1."""
 
 from __future__ import annotations
 

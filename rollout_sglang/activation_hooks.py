@@ -1,8 +1,6 @@
-"""Records the outputs of the engine's operators inside a scheduler process, for the tokens that it serves. Off until requested.
-
-A recording is one file with a row per token in the order of serving: `requests` (SGLang's slot of the request), `positions` and `tokens`,
-int64 `[T]`; `logit_rows`, the rows of the tokens that have logits; and operator -> `[T, columns]`.
-"""
+"""Records the outputs of the engine's operators inside a scheduler process, for the tokens that it serves. Off until requested. A recording
+is one file with a row per token in the order of serving: `requests` (SGLang's slot of the request), `positions` and `tokens`, int64 `[T]`;
+`logit_rows`, the rows of the tokens that have logits; and operator -> `[T, columns]`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""Reads the rollout graph inside a scheduler process from the live SGLang model: weights, scales, and the methods that use them.
-
-A parameter that no known operator uses, or an unknown quantization method, is refused: an incomplete graph proves nothing.
-"""
+"""Reads the rollout graph inside a scheduler process from the live SGLang model: weights, scales, and the methods that use them. A
+parameter that no known operator uses, or an unknown quantization method, is refused: an incomplete graph proves nothing."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
 """The engine's process: `python -m rollout_sglang.server --parent PID --host ... --port ...` runs SGLang's HTTP server with verified hooks.
-
 SGLang kills its parent process when a scheduler crashes, so the server runs in its own process and never inside the trainer. Importing this
 module installs the stub modules. The scheduler and the detokenizer, which are spawned on a GPU and forked on a CPU, import it first,
-because the two functions passed to SGLang are defined here.
-"""
+because the two functions passed to SGLang are defined here."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""Engine side of a sync: receives chunks in a background thread, so that serving can continue, and hashes what was written.
-
-Unstaged, bytes are written directly into the live tensors, so nothing may be served meanwhile. Staged, they are written into a second copy
-of the weights, which `finish` copies over the live tensors at memory speed.
-"""
+"""Engine side of a sync: receives chunks in a background thread, so that serving can continue, and hashes what was written. Unstaged, bytes
+are written directly into the live tensors, so nothing may be served meanwhile. Staged, they are written into a second copy of the weights,
+which `finish` copies over the live tensors at memory speed."""
 
 from __future__ import annotations
 

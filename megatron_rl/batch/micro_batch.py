@@ -1,8 +1,5 @@
-"""Packed micro-batches for the forward pass: samples are concatenated in one row.
-
-Shape legend: `_A` sampled response tokens, [1, t] a row. Position i of a sample holds token i and its target, token i + 1. The last token
-of a sample has no target and takes no position.
-"""
+"""Packed micro-batches for the forward pass: samples are concatenated in one row. Shape legend: `_A` sampled response tokens, [1, t] a row.
+Position i of a sample holds token i and its target, token i + 1. The last token of a sample has no target and takes no position."""
 
 from __future__ import annotations
 

@@ -30,9 +30,7 @@ def compute_costs(lengths: Sequence[int], attention_length: float = math.inf) ->
 
 def deal(costs: Sequence[float], replicas: int) -> list[list[int]]:
     """Return the indices of each replica's sequences, ascending. The costs of two replicas differ by at most the costliest sequence.
-
-    Sequences are placed in order of falling cost, each on the replica with the lowest cost so far (Graham's LPT rule).
-    """
+    Sequences are placed in order of falling cost, each on the replica with the lowest cost so far (Graham's LPT rule)."""
     shares: list[list[int]] = [[] for _ in range(replicas)]
     loads = [(0.0, replica) for replica in range(replicas)]
     for index in sorted(range(len(costs)), key=lambda index: -costs[index]):
@@ -45,11 +43,9 @@ def deal(costs: Sequence[float], replicas: int) -> list[list[int]]:
 def pack(
     lengths: Sequence[int], max_tokens: int, multiple: int = 1, at_least: int = 0, costs: Sequence[float] | None = None
 ) -> list[list[int]]:
-    """Return the indices of `lengths` in bins of at most `max_tokens` tokens. A longer sequence gets its own bin.
-
-    The number of bins is a multiple of `multiple` and at least `at_least`; some bins may be empty. Sequences are placed in order of falling
-    cost (default: length), each into the cheapest bin that has room. The costliest bins come first.
-    """
+    """Return the indices of `lengths` in bins of at most `max_tokens` tokens. A longer sequence gets its own bin. The number of bins is a
+    multiple of `multiple` and at least `at_least`; some bins may be empty. Sequences are placed in order of falling cost (default: length),
+    each into the cheapest bin that has room. The costliest bins come first."""
     costs = lengths if costs is None else costs
     fewest, most = (round_up(number, multiple) for number in (at_least, max(len(lengths), at_least)))
     count = min(max(round_up(-(-sum(lengths) // max_tokens), multiple), fewest, multiple if lengths else 0), most)
@@ -59,11 +55,9 @@ def pack(
 
 
 def context_parallel_positions(lengths: list[int], rank: int, size: int) -> list[int]:
-    """Return the positions of a row that context-parallel rank `rank` of `size` computes. `lengths`: lengths of the row's sequences.
-
-    Every sequence is cut into 2 * size equal chunks, so its length must be a multiple of that. Rank r computes chunk r from the start and
-    chunk r from the end, which is the order that Megatron's rotary embedding of packed sequences expects.
-    """
+    """Return the positions of a row that context-parallel rank `rank` of `size` computes. `lengths`: lengths of the row's sequences. Every
+    sequence is cut into 2 * size equal chunks, so its length must be a multiple of that. Rank r computes chunk r from the start and chunk r
+    from the end, which is the order that Megatron's rotary embedding of packed sequences expects."""
     positions: list[int] = []
     for start, end in pairwise(accumulate(lengths, initial=0)):
         chunk = (end - start) // (2 * size)

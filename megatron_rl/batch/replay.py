@@ -1,9 +1,6 @@
-"""Replay buffer on rank 0: groups that later steps train on again.
-
-A group is kept as it was sampled. The trainer treats a replayed group like a group that was sampled ahead of time
-(`placement.max_staleness`): importance ratios are computed against the policy that sampled it, and precision metrics do not count it.
-`groups` is never modified in place, so a checkpoint takes a snapshot at no cost.
-"""
+"""Replay buffer on rank 0: groups that later steps train on again. A group is kept as it was sampled. The trainer treats a replayed group
+like a group that was sampled ahead of time (`placement.max_staleness`): importance ratios are computed against the policy that sampled it,
+and precision metrics do not count it. `groups` is never modified in place, so a checkpoint takes a snapshot at no cost."""
 
 from __future__ import annotations
 

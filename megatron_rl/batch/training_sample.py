@@ -14,11 +14,9 @@ _NO_MASK = torch.empty(0, dtype=torch.bool)
 
 @dataclass(eq=False)
 class TrainingSample:
-    """A prompt with its response, and per-token values of the A tokens that the policy sampled (float32 [A], or empty if unknown).
-
-    Tokens written by an environment are model input without such values and contribute no gradient. Token ids, int32, and the mask may be
-    passed as lists.
-    """
+    """A prompt with its response, and per-token values of the A tokens that the policy sampled (float32 [A], or empty if unknown). Tokens
+    written by an environment are model input without such values and contribute no gradient. Token ids, int32, and the mask may be passed
+    as lists."""
 
     prompt_ids: torch.Tensor
     response_ids: torch.Tensor

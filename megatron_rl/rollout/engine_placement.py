@@ -1,8 +1,6 @@
-"""Placement of engines: their nodes, devices and launch commands. Imports without torch.
-
-Engines are spread evenly over the nodes of `rollout.hosts`, in order: of four engines on two nodes, 0 and 1 run on the first. An engine
-that spans `rollout.nodes_per_engine` nodes has equally many ranks on each, and its rank 0 and HTTP server on the first.
-"""
+"""Placement of engines: their nodes, devices and launch commands. Imports without torch. Engines are spread evenly over the nodes of
+`rollout.hosts`, in order: of four engines on two nodes, 0 and 1 run on the first. An engine that spans `rollout.nodes_per_engine` nodes has
+equally many ranks on each, and its rank 0 and HTTP server on the first."""
 
 from __future__ import annotations
 

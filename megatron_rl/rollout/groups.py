@@ -1,7 +1,5 @@
 """Sampling and scoring of groups. A group holds the completions of one problem; it is its own request, scored as soon as it has ended.
-
-Groups wait in one queue for room in the engines, so the group drawn first always begins first.
-"""
+Groups wait in one queue for room in the engines, so the group drawn first always begins first."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
 """Syncs and sampling that survive the loss of engines: `megatron_rl.rollout.engine_pool` starts a new engine, which gets the same weights.
-
 Interrupted work is repeated. Sampling is a function of seed, policy version and position, and a repeated sync ends with the same bytes, so
-a run that lost engines ends with the same bits as a run that did not.
-"""
+a run that lost engines ends with the same bits as a run that did not."""
 
 from __future__ import annotations
 

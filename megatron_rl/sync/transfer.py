@@ -1,7 +1,5 @@
-"""The transfer of a sync: trainer ranks send chunks straight to the engine ranks, while the engine answers no request.
-
-Bytes are never dequantized, cast or quantized on the way. Memory overhead is two chunks per process (`parallel.transport.base`).
-"""
+"""The transfer of a sync: trainer ranks send chunks straight to the engine ranks, while the engine answers no request. Bytes are never
+dequantized, cast or quantized on the way. Memory overhead is two chunks per process (`parallel.transport.base`)."""
 
 from __future__ import annotations
 
@@ -213,10 +211,8 @@ class Changes:
 
 
 class DeltaBase:
-    """The bytes of one rank's chunks as the engines are assumed to hold them, in host memory. Empty before the first sync.
-
-    Engines that get the same chunk share one copy. The proof hashes all live bytes on both sides, and a wrong base is discarded.
-    """
+    """The bytes of one rank's chunks as the engines are assumed to hold them, in host memory. Empty before the first sync. Engines that get
+    the same chunk share one copy. The proof hashes all live bytes on both sides, and a wrong base is discarded."""
 
     def __init__(self) -> None:
         self._flats: dict[tuple[NamedRect, ...], np.ndarray] = {}

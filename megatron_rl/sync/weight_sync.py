@@ -156,10 +156,8 @@ class WeightSync:
     def _prove_before_serving(
         self, named_tensors: dict[str, torch.Tensor], version: int, transferred: Transferred
     ) -> tuple[Transferred, int]:
-        """Compare the digests of a transfer. If deltas were sent to an engine with another base, send everything and compare again.
-
-        Returns the last transfer, and 1 if the base was wrong, else 0.
-        """
+        """Compare the digests of a transfer. If deltas were sent to an engine with another base, send everything and compare again. Returns
+        the last transfer, and 1 if the base was wrong, else 0."""
         wrong_bases = 0
         try:
             self._proof.compare_digests(named_tensors, transferred.sent, transferred.arrived)

@@ -1,9 +1,7 @@
-"""Pool of worker processes. A task that hangs, crashes or exhausts memory fails alone.
-
-Each worker is a fresh interpreter with its own pipe. multiprocessing would import the caller's `__main__`, and with it torch and Megatron,
-into every worker, and its shared queues break when a worker is killed. Tasks travel in small chunks and results come back one by one, so a
-worker is always running its oldest unanswered task, and the time since its last answer is the time spent on that task.
-"""
+"""Pool of worker processes. A task that hangs, crashes or exhausts memory fails alone. Each worker is a fresh interpreter with its own
+pipe. multiprocessing would import the caller's `__main__`, and with it torch and Megatron, into every worker, and its shared queues break
+when a worker is killed. Tasks travel in small chunks and results come back one by one, so a worker is always running its oldest unanswered
+task, and the time since its last answer is the time spent on that task."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""Worker side of a pool: `python -m MODULE FD ARGUMENT MEMORY_MB PARENT_PID`, started by `megatron_rl.workers.pool`.
-
-A worker loads a handler, sends ("ready", "") or ("failed", reason), then receives lists of tasks and answers each task as soon as it is
-done. It ends when its pipe closes or its parent ends, even in the middle of a computation.
-"""
+"""Worker side of a pool: `python -m MODULE FD ARGUMENT MEMORY_MB PARENT_PID`, started by `megatron_rl.workers.pool`. A worker loads a
+handler, sends ("ready", "") or ("failed", reason), then receives lists of tasks and answers each task as soon as it is done. It ends when
+its pipe closes or its parent ends, even in the middle of a computation."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""Interface of a transport: a module with the classes `Outbox` and `Inbox`, and a `Transport` that describes it. No torch.
-
-Each trainer rank holds an `Outbox`, each engine rank an `Inbox`. They know no tensors: they hand out flat byte buffers, at most
-`CHUNKS_IN_FLIGHT` chunks at a time, which `transport.pack.ChunkPacker` fills and reads.
-"""
+"""Interface of a transport: a module with the classes `Outbox` and `Inbox`, and a `Transport` that describes it. No torch. Each trainer
+rank holds an `Outbox`, each engine rank an `Inbox`. They know no tensors: they hand out flat byte buffers, at most `CHUNKS_IN_FLIGHT`
+chunks at a time, which `transport.pack.ChunkPacker` fills and reads."""
 
 from __future__ import annotations
 

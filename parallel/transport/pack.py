@@ -65,10 +65,8 @@ class Difference(NamedTuple):
 
 
 class ChunkPacker:
-    """Named tensors as byte matrices, from and to which chunks are copied, and in which they are hashed. Made once per sync.
-
-    With `hashing`, the methods return the `Hash` of the rectangles' bytes, in order, as 32 hex digits; else an empty string.
-    """
+    """Named tensors as byte matrices, from and to which chunks are copied, and in which they are hashed. Made once per sync. With
+    `hashing`, the methods return the `Hash` of the rectangles' bytes, in order, as 32 hex digits; else an empty string."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], names: Iterable[str]) -> None:
         """Raises ValueError, naming the tensor, if one is missing or its rows are not contiguous."""

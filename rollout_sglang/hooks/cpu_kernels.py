@@ -1,8 +1,6 @@
 """SGLang's operators on a CPU with the trainer's bits: every operator calls the function that the trainer's forward pass calls.
-
 `rollout_sglang.hooks.cpu_moe` has the experts. Multi-head latent attention (MLA) uses the absorbed form for prompts and decoded tokens:
-attention in the latent space, with w_kc and w_vc, which SGLang derives from kv_b_proj after loading and after every weight update.
-"""
+attention in the latent space, with w_kc and w_vc, which SGLang derives from kv_b_proj after loading and after every weight update."""
 
 from __future__ import annotations
 

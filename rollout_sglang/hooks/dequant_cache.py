@@ -1,7 +1,5 @@
-"""Cache of the float values of quantized weights on a CPU, where dequantization costs as much as the product of a decoded token.
-
-It keeps the weights used first. Evicting the oldest would never hit, because a model uses its layers cyclically.
-"""
+"""Cache of the float values of quantized weights on a CPU, where dequantization costs as much as the product of a decoded token. It keeps
+the weights used first. Evicting the oldest would never hit, because a model uses its layers cyclically."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
-"""Sampling that depends only on a completion's seed and the token's position, not on the rest of the batch.
-
-SGLang uses seeds only in its deterministic mode, which needs its GPU kernels. On the CPU tier every request has a seed, its own or a random
-one. The sampled token is the first whose cumulative probability exceeds a number in [0, 1) hashed from seed and position. Tokens excluded
-by top_p, top_k and min_p are removed from the logits before, so that log-probs belong to the distribution that is sampled.
-"""
+"""Sampling that depends only on a completion's seed and the token's position, not on the rest of the batch. SGLang uses seeds only in its
+deterministic mode, which needs its GPU kernels. On the CPU tier every request has a seed, its own or a random one. The sampled token is the
+first whose cumulative probability exceeds a number in [0, 1) hashed from seed and position. Tokens excluded by top_p, top_k and min_p are
+removed from the logits before, so that log-probs belong to the distribution that is sampled."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
 """Row-parallel layers of the engine with the sums of the trainer: FP32 partial sums of the ranks, added by the tree of
-`megatron_rl.kernels.sums.reference` and rounded once.
-
-SGLang's all-reduce adds rounded partial sums, in an order that depends on the ranks. On a GPU, Triton kernels of this project replace
-SGLang's products. Shapes are static and nothing waits for the GPU, so CUDA graphs can capture the layers.
-"""
+`megatron_rl.kernels.sums.reference` and rounded once. SGLang's all-reduce adds rounded partial sums, in an order that depends on the ranks.
+On a GPU, Triton kernels of this project replace SGLang's products. Shapes are static and nothing waits for the GPU, so CUDA graphs can
+capture the layers."""
 
 from __future__ import annotations
 

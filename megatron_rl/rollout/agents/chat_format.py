@@ -1,7 +1,5 @@
-"""Conversion of messages to tokens with the tokenizer's chat template: a whole conversation, or what follows a response of the policy.
-
-What follows a response is rendered after a placeholder, which is then cut off, so sampled text is never tokenized again.
-"""
+"""Conversion of messages to tokens with the tokenizer's chat template: a whole conversation, or what follows a response of the policy. What
+follows a response is rendered after a placeholder, which is then cut off, so sampled text is never tokenized again."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""Requests of agents in one form for both of OpenAI's interfaces, and the checks that refuse a request. No torch, no HTTP.
-
-Two messages are equal if their role, text, calls and names are. Fields without a meaning to the policy are ignored.
-"""
+"""Requests of agents in one form for both of OpenAI's interfaces, and the checks that refuse a request. No torch, no HTTP. Two messages are
+equal if their role, text, calls and names are. Fields without a meaning to the policy are ignored."""
 
 from __future__ import annotations
 

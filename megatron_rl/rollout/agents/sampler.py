@@ -1,8 +1,6 @@
 """Sampling of completions by agents. Each agent works in its own process and calls the policy through the endpoint as often as it likes.
-
 Token in, token out: earlier responses of the policy go back to the engine as the ids that were sampled. An agent that fails, hangs or loops
-affects only its own episode. An error of the run, such as a lost engine, fails the group, which is then sampled again.
-"""
+affects only its own episode. An error of the run, such as a lost engine, fails the group, which is then sampled again."""
 
 from __future__ import annotations
 

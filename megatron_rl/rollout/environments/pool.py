@@ -1,7 +1,5 @@
-"""Environments in worker processes: the pool, and the worker (`python -m megatron_rl.rollout.environments.pool`).
-
-Environments travel pickled, so any worker can run any turn.
-"""
+"""Environments in worker processes: the pool, and the worker (`python -m megatron_rl.rollout.environments.pool`). Environments travel
+pickled, so any worker can run any turn."""
 
 from __future__ import annotations
 
