@@ -5,7 +5,7 @@ same tokens. Ranks are numbered across the pool: rank r of engine e is e * rollo
 
 When an engine is lost, the pool stops it, starts a successor at once, and sends its requests to the other engines. The successor serves
 nothing until a sync has filled and proved it. `wait_for_successors` waits for it, every sync call before that raises EngineLostError, and
-`admit` lets it serve (`megatron_rl.sync.recovery`).
+`admit` lets it serve (`megatron_rl.sync.weight_sync`).
 """
 
 from __future__ import annotations

@@ -11,9 +11,9 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -21,7 +21,11 @@ from megatron_rl.config.sync import SyncConfig
 from megatron_rl.distributed import Rank0
 from megatron_rl.errors import EngineLostError, RunError
 from megatron_rl.metrics import STEP_SECONDS, declare
+from megatron_rl.observability import hang_watchdog
+from megatron_rl.observability.signals import check_stop
 from megatron_rl.rollout.engine import Engine
+from megatron_rl.rollout.engine_pool import EnginePool
+from megatron_rl.sync.checks import check_live_engine
 from megatron_rl.sync.plan import SyncPlan
 from megatron_rl.sync.proof import ByteProof
 from megatron_rl.sync.transfer import Transferred, WeightTransfer
@@ -240,3 +244,53 @@ class SyncReport:
         rest = float(self.derived), self.canary, self.recovery_seconds, float(self.restarts), float(self.wrong_bases)
         metrics = dict(zip(_METRICS, (*counts, self.seconds - sum(proofs), *proofs, *rest), strict=True))
         return metrics if self.changed_share is None else metrics | {_CHANGED_SHARE: self.changed_share}
+
+
+T = TypeVar("T")
+
+
+class RecoveringWeightSync:
+    """A `WeightSync` that is repeated after the loss of an engine. Every trainer rank constructs one; all methods are collective."""
+
+    def __init__(self, sync: WeightSync, engines: Rank0[EnginePool], notify: Callable[[str], None]) -> None:
+        self._sync, self._engines, self._notify = sync, engines, notify
+        self._restarts, self._recovery_seconds = 0, 0.0
+
+    def run(self, version: int, meanwhile: Callable[[], None] = lambda: None) -> SyncReport:
+        """Run `WeightSync.run`. The report counts the engines lost since the last report. Raise RunError if no restart is left."""
+        report = self._sync_with_recovery(version, None, meanwhile)
+        report = replace(report, restarts=self._restarts, recovery_seconds=self._recovery_seconds)
+        self._restarts, self._recovery_seconds = 0, 0.0
+        return report
+
+    def run_with_recovery(self, version: int, work: Callable[[], T]) -> T:
+        """Return the result of `work`, which every rank calls; repeat it if engines, which hold `version`, are lost meanwhile."""
+        while True:
+            try:
+                return work()
+            except EngineLostError as error:
+                self._sync_with_recovery(version, error)
+
+    def _sync_with_recovery(self, version: int, loss: EngineLostError | None, meanwhile: Callable[[], None] = lambda: None) -> SyncReport:
+        lost_at: float | None = None
+        while True:
+            try:
+                if loss is not None:
+                    check_stop()  # a cluster sends its signal to engines as well
+                    hang_watchdog.enter_phase("restarting engines")
+                    lost_at = lost_at or time.perf_counter()
+                    self._replace_lost(loss)
+                report = self._sync.run(version, meanwhile=meanwhile)
+            except EngineLostError as error:
+                loss = error
+                continue
+            if lost_at is not None:
+                seconds = time.perf_counter() - lost_at
+                self._recovery_seconds += seconds
+                self._notify(f"engines serve policy version {version} again, proved, {seconds:.1f} s after the loss")
+            return report
+
+    def _replace_lost(self, loss: EngineLostError) -> None:
+        self._sync.close()
+        self._restarts += self._engines.run(lambda engines: engines.wait_for_successors(loss))
+        self._engines.run(lambda engines: check_live_engine(self._sync.plan, engines))

@@ -21,7 +21,7 @@ from megatron_rl.mcore.passes import reduce
 from megatron_rl.observability import hang_watchdog
 from megatron_rl.observability.signals import check_stop
 from megatron_rl.rollout.worker import AsyncRolloutWorker
-from megatron_rl.sync.recovery import RecoveringWeightSync
+from megatron_rl.sync.weight_sync import RecoveringWeightSync
 from megatron_rl.training.checkpoint_manager import CheckpointManager
 from megatron_rl.training.policy_trainer import PolicyTrainer
 from megatron_rl.training.recorder import Recorder
