@@ -1,7 +1,6 @@
-"""LoRA adapters: which layers have them, and the two low-rank weights that each adapter adds to the model. As in Megatron-Bridge, an
-adapter belongs to one of Megatron's linear layers: the layer's checkpoint tensors share one lora_A [rank, K], and each has its own rows of
-lora_B [N, rank]. If the layer's weight is cut by rows, so is lora_B; if by columns, so is lora_A. The other matrix is replicated. Each
-expert has its own adapters."""
+"""LoRA adapters: which layers have them, and the two low-rank weights that each adds. As in Megatron-Bridge, an adapter belongs to one of
+Megatron's linear layers: the layer's checkpoint tensors share one lora_A [rank, K], and each has its own rows of lora_B [N, rank]. If the
+layer's weight is cut by rows, so is lora_B; if by columns, so is lora_A. Each expert has its own adapters."""
 
 from __future__ import annotations
 

@@ -21,8 +21,7 @@ _MAY_BE_0 = ("first_stage_layers", "last_stage_layers")
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of the parallel dimensions. Example: Layout(tp=2, pp=2) needs a world size of 4. Raises GeometryError for a size that is not a
-    positive integer, or if the expert sizes do not fit the dense sizes."""
+    """Sizes of the parallel dimensions. Raises GeometryError for an invalid size, or if the expert sizes do not fit the dense sizes."""
 
     tp: int = 1  # tensor parallel
     pp: int = 1  # pipeline parallel

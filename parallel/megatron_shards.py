@@ -1,14 +1,8 @@
-"""How Megatron-Core shards a model: each rank's parameters as regions of the checkpoint.
-
-linear_qkv holds [q heads of g | k_g | v_g] for each query group g. Tensor-parallel ranks own equal ranges of these rows: whole groups, or
-parts of one if there are more ranks than groups. linear_fc1 is, per rank, [its rows of gate ; its rows of up]. linear_proj and linear_fc2
-are cut by columns. Norms, routers and MLA's down projections are replicated, as in Megatron's Transformer Engine spec. Experts are cut in
-the same way, by the layout's ep and etp. The model's family lists the weights.
-
-Names are those of Megatron's local modules (norms apart from the linear layers). Layers are numbered over the whole model, and so are
-experts: in `...experts.local_experts.E`, E counts over all experts, while Megatron counts from 0 on every expert-parallel rank.
-`mlp.router.expert_bias` is a buffer in Megatron; everything else is a parameter.
-"""
+"""How Megatron-Core shards a model: each rank's parameters as regions of the checkpoint. linear_qkv holds [q heads of g | k_g | v_g] for
+each query group g; ranks own equal ranges of these rows. linear_fc1 is, per rank, [its rows of gate ; its rows of up]. linear_proj and
+linear_fc2 are cut by columns. Norms, routers and MLA's down projections are replicated. Experts are cut in the same way, by the layout's ep
+and etp. Layers and experts are numbered over the whole model, while Megatron counts from 0 on every rank. `mlp.router.expert_bias` is a
+buffer in Megatron; everything else is a parameter."""
 
 from __future__ import annotations
 

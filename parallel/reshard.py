@@ -42,16 +42,10 @@ def reshard(
     format_of: FormatOf,
     homes: Mapping[int, int] | None = None,
 ) -> list[Transfer]:
-    """Return the transfers that fill every target region exactly once, without scales, ordered by target rank and parameter.
-
-    Args:
-        sources, targets: shards by rank. If several sources hold the same elements, the source on the target's own device is chosen, else a
-            source that sends few bytes to other devices.
-        homes: maps a target rank to the source rank on the same device. Defaults to equal numbers; empty if engines have their own devices.
-
-    Raises:
-        GeometryError: a region has no source, or cuts a block of its format.
-    """
+    """Return the transfers that fill every target region exactly once, without scales, ordered by target rank and parameter. Raise
+    GeometryError if a region has no source, or cuts a block of its format. If several sources hold the same elements, the source on the
+    target's own device is chosen, else one that sends few bytes to other devices. `homes` maps a target rank to the source rank on the same
+    device; it defaults to equal numbers, and is empty if engines have their own devices."""
     for side in (sources, targets):
         check_block_alignment(side, format_of)
     with no_garbage_collection():

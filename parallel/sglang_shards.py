@@ -1,14 +1,8 @@
-"""How SGLang 0.5.23 shards a model: each engine rank's parameters as regions of the checkpoint. Does not import SGLang.
-
-qkv_proj is [q ; k ; v] of the rank's heads, with replicated kv heads if there are more ranks than kv heads. gate_up_proj is [gate ; up].
-Experts are two tensors, w13_weight [E, 2I, H] = [gate ; up] each and w2_weight [E, H, I], stacked vertically here. With expert parallelism,
-tensor-parallel rank r holds the r // (tp / ep)-th group of experts, which is cut over tp / ep ranks. The vocabulary is padded to a multiple
-of 64; the padding belongs to no region and is never written.
-
-MLA: q_a and kv_a are one replicated tensor, fused_qkv_a_proj_with_mqa. SGLang also derives w_kc and w_vc from kv_b_proj in the model's
-post_load_weights, which runs again after every weight update. DeepSeek's shared experts are modules of their own, so the engine needs
---disable-shared-experts-fusion, and must not use an all-to-all backend that replicates them.
-"""
+"""How SGLang 0.5.23 shards a model: each engine rank's parameters as regions of the checkpoint. qkv_proj is [q ; k ; v] of the rank's
+heads, with replicated kv heads if there are more ranks than kv heads. gate_up_proj is [gate ; up]. Experts are two tensors, w13_weight [E,
+2I, H] = [gate ; up] each and w2_weight [E, H, I], stacked vertically here. With expert parallelism, tensor-parallel rank r holds the r //
+(tp / ep)-th group of experts, which is cut over tp / ep ranks. MLA's q_a and kv_a are one replicated tensor. DeepSeek's shared experts are
+modules of their own, so the engine needs --disable-shared-experts-fusion."""
 
 from __future__ import annotations
 

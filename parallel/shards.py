@@ -122,8 +122,7 @@ def split(whole: Region, cut: Cut, part: int, parts: int, field: str) -> Region:
 
 
 def find_misaligned_region(shard: Shard, format: TensorFormat) -> Region | None:
-    """Return the first region of a shard that does not begin on block edges of its tensor and of the shard, or end on block edges or at the
-    tensor's end. Return None if no block of the format is cut."""
+    """Return the first region of a shard that cuts a block of its format: one whose edges are not all block edges or the tensor's end."""
     if format.block is None:
         return None
     height, width = format.block[0], format.block[1] or 1  # a format with one scale per row may be cut at any column

@@ -1,6 +1,5 @@
 """Assigns layers to pipeline stages, as Megatron-Core does. The layout may set the sizes of the first and the last stage; the other stages
-share the remaining layers equally. Virtual stages cut each stage's layers into equal parts, in rounds: part 0 of every stage, then part 1
-of every stage."""
+share the remaining layers equally. Virtual stages cut each stage's layers into equal parts, in rounds over the stages."""
 
 from __future__ import annotations
 
@@ -46,9 +45,8 @@ def check_stages(layers: int, layout: Layout) -> None:
 
 @lru_cache(maxsize=4096)
 def balance_stages(layers: int, pp: int, vpp: int = 1, output_layer: float = 1.0) -> tuple[int, int] | None:
-    """Return the `first_stage_layers` and `last_stage_layers` that minimize the slowest stage's time, or None if there are none. The last
-    stage also computes the output layer, which takes as long as `output_layer` layers. Ties are broken in favor of equal stages, then of a
-    small first stage, which holds the embedding and the most activations."""
+    """Return the `first_stage_layers` and `last_stage_layers` that minimize the slowest stage's time, or None if there are none. The output
+    layer counts as `output_layer` layers of the last stage. Ties are broken in favor of equal stages, then of a small first stage."""
     if pp == 1:
         return (0, 0) if vpp == 1 else None
     fewest = -(-layers // (pp * vpp)) * vpp  # smallest possible size of the largest stage

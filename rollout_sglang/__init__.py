@@ -12,8 +12,7 @@ if TYPE_CHECKING:
 
 
 class SGLangLauncher:
-    """See `megatron_rl.rollout.engine.EngineLauncher`. Imports inside methods, because SGLang imports this package at start-up before
-    its stub modules are in place."""
+    """See `EngineLauncher`. Imports inside methods, because SGLang imports this package before its stub modules are in place."""
 
     def check(self, config: Config) -> None:
         from rollout_sglang.server_options import check, check_tool_parser

@@ -116,8 +116,7 @@ class ServedTensors:
 
 
 def find_unknown(model: torch.nn.Module, filled: Iterable[torch.Tensor]) -> list[str]:
-    """Describe the tensors that `ServedTensors.check` would refuse as unknown. Works for tensors without memory. `filled`: tensors that
-    a sync fills."""
+    """Describe the tensors that `ServedTensors.check` would refuse as unknown, even without memory. `filled`: tensors that a sync fills."""
     storages = {tensor.untyped_storage()._cdata for tensor in filled}
     return [
         _describe(found)

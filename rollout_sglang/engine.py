@@ -144,8 +144,7 @@ class SGLangEngine(RankRequests):
         return [PrecisionGraph.from_json(json.loads(rank["graph"])) for rank in self._ask_ranks({"verb": "graph"})]
 
     def pause(self, running: Running) -> None:
-        """See `Engine.pause`. For "continue", SGLang frees the KV cache of running requests and queues them. The new weights then
-        recompute the cache of their tokens."""
+        """See `Engine.pause`. For "continue", SGLang queues running requests; the new weights recompute the KV cache of their tokens."""
         if self._gate.holding and not self._generation_paused:
             running = "restart"  # requests sampled by unproved weights must not continue
         if running == "continue":
@@ -244,8 +243,7 @@ class SGLangEngine(RankRequests):
         return self._read_answer(path, self._request(path, body, seconds))
 
     def _read_answer(self, path: str, response: httpx.Response) -> Any:
-        """Return a response's content. For a refused request raise RunError, or EngineLostError if the engine is ending, for example
-        because a rank cannot reach another rank."""
+        """Return a response's content. Raise RunError if the request was refused, or EngineLostError if the engine is ending."""
         if response.status_code != httpx.codes.OK:
             error_class = EngineLostError if self.server.processes.wait_for_end(_EXIT_SECONDS) else RunError
             message = f"the engine refused {path}: {response.status_code} {response.text[:500]}"

@@ -153,9 +153,8 @@ def make_environment(config: Config, contract: PrecisionContract, placement: Eng
 
 
 def leave_out_other_models(architectures: Sequence[str]) -> dict[str, str]:
-    """Return environment variables that keep SGLang from importing the files of other models, which takes 4 s of a core at every start.
-    SGLang still imports the files that define these `architectures` (of config.json) and their drafts (`...NextN`, `...Eagle`). Empty if
-    no file defines them; SGLang then reports the error itself."""
+    """Return environment variables that keep SGLang from importing the files of other models, which takes 4 s of a core at every start, but
+    not of drafts of these `architectures` (`...NextN`, `...Eagle`). Empty if no file defines them; SGLang then reports the error."""
     definitions = _find_model_files()
     needed = {file for name, files in definitions.items() if name.startswith(tuple(architectures)) for file in files}
     every = {file for files in definitions.values() for file in files}

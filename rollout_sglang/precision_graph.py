@@ -32,8 +32,7 @@ _NORMS = {"q_norm": "q_norm", "k_norm": "k_norm", "q_a_norm": "q_a_layernorm", "
 
 
 def read_rank_graph(runner: Any, activations: Mapping[str, str]) -> PrecisionGraph:
-    """Return the graph of the model that SGLang's ModelRunner `runner` serves. Raise ValueError for an unknown module. `activations` maps a
-    module's name to the format of its inputs."""
+    """Return the graph of the model of SGLang's ModelRunner, or raise ValueError. `activations`: formats of the inputs by module."""
     return decoder_graph(_Reader(runner, activations).read_decoder())
 
 
@@ -96,8 +95,7 @@ class _Reader:
         return operators | {f"attention.{name}": self.read_norm(norm, self.hidden) for name, norm in norms.items()}
 
     def read_latent_attention(self, attention: Any) -> dict[str, Operator]:
-        """Read MLA. SGLang computes w_kc and w_vc from the blocks of kv_b and multiplies with their unquantized values: always on a CPU
-        (`hooks.cpu_kernels`), for decoded tokens on a GPU."""
+        """Read MLA. SGLang multiplies with unquantized w_kc and w_vc: always on a CPU, for decoded tokens on a GPU."""
         if getattr(attention, "use_deep_gemm_bmm", False):
             raise ValueError("the engine quantizes latents for DeepGEMM (SGLANG_USE_DEEPGEMM_BMM), which the trainer does not")
         operators = self.read_attention(attention)
@@ -142,8 +140,8 @@ class _Reader:
         }
 
     def read_linear(self, module: Any, x: TensorPrecision | None = None, name: str = "weight") -> Operator:
-        """Read a linear layer, an embedding, or one of the two matrices of all experts, `[experts, N, K]`. `x`: format of the input, if it
-        differs from the hidden states."""
+        """Read a linear layer, an embedding, or a matrix of all experts, `[experts, N, K]`. `x`: format of the input, if not the hidden
+        states'."""
         weight, method, path = getattr(module, name), type(module.quant_method).__name__, self.names[id(module)]
         scales = (getattr(module, f"{name}_{suffix}", None) for suffix in ("scale_inv", "scale"))
         scale: Any = next((scale for scale in scales if scale is not None), None)

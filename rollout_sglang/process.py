@@ -29,8 +29,8 @@ _TORCHRUN_PREFIXES = ("TORCHELASTIC_", "ROLE_")
 
 
 def _clean_environment() -> dict[str, str]:
-    """Return this process's environment without the launchers of all nodes and torchrun's variables, with which the engine would try to
-    join the trainer's process group."""
+    """Return this process's environment without torchrun's variables, with which an engine would join the trainer, and without
+    launchers."""
     removed = _TORCHRUN_NAMES | {LAUNCHER_VARIABLE}
     return {name: value for name, value in os.environ.items() if name not in removed and not name.startswith(_TORCHRUN_PREFIXES)}
 
@@ -80,8 +80,7 @@ class EngineProcess:
         self._end(psutil.Process.terminate)
 
     def kill(self) -> None:
-        """Kill the server and all its descendants immediately, even if they are stopped or stuck. A launcher gets SIGTERM, because
-        killing it would leave its engine running."""
+        """Kill the server and all its descendants immediately. A launcher gets SIGTERM; killing it would leave its engine running."""
         self._end(psutil.Process.terminate if self._has_launcher else _kill)
 
     def _end(self, end: Callable[[psutil.Process], None]) -> None:

@@ -17,9 +17,8 @@ class AnswersDroppedError(Exception):
 
 
 class RequestGate:
-    """Gate that generating threads pass through. Another thread closes and opens it. Initially open. No wait is longer than `timeout`
-    seconds. While the gate is holding, no thread can leave it, because its answer is not proved yet. If `refusal` is set, every request
-    is refused with this message immediately."""
+    """Gate that generating threads pass through, initially open. Another thread closes and opens it. No wait is longer than `timeout`
+    seconds. While it is holding, no thread can leave, because its answer is not proved yet. With `refusal`, every request is refused."""
 
     def __init__(self, timeout: float, refusal: str = "") -> None:
         self._timeout, self.refusal = timeout, refusal
@@ -29,8 +28,7 @@ class RequestGate:
 
     @contextmanager
     def passing(self) -> Iterator[None]:
-        """Enclose a request. Raise RunError if it is refused or the gate stays closed, and AnswersDroppedError if its answers must be
-        dropped."""
+        """Enclose a request. Raise RunError if it is refused or the gate stays closed, AnswersDroppedError if its answers are dropped."""
         if self.refusal:
             raise RunError(self.refusal)
         with self._changed:

@@ -1,6 +1,5 @@
-"""`[rollout.sglang]`: SGLang's own server arguments. Arguments that would break the precision contract, the proof or exactness are refused.
-Names, types and groups are parsed from SGLang's source (`sglang/srt/arg_groups/fields`) without importing it, so that a mistake is found
-before anything starts. Arguments that are unknown here are refused."""
+"""`[rollout.sglang]`: SGLang's own server arguments. Those that are unknown or would break the precision contract, the proof or exactness
+are refused. Names, types and groups are parsed from SGLang's source without importing it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
-"""Engine side of a sync: receives chunks in a background thread, so that serving can continue, and hashes what was written. Unstaged, bytes
-are written directly into the live tensors, so nothing may be served meanwhile. Staged, they are written into a second copy of the weights,
-which `finish` copies over the live tensors at memory speed."""
+"""Engine side of a sync: receives chunks in a background thread and hashes what was written. Unstaged, bytes are written into the live
+tensors, so nothing may be served meanwhile; staged, into a second copy, which `finish` copies over the live tensors."""
 
 from __future__ import annotations
 
@@ -23,8 +22,7 @@ _NOTHING = np.empty(0, np.uint8)
 
 class WeightReceiver:
     def __init__(self, link: Link, rank: int, chunks: Sequence[Chunk], live: Tensors, staged: bool) -> None:
-        """Start connecting to the trainer. Raise ValueError, before anything is written, if the chunks do not fit the live tensors or the
-        transport cannot be imported."""
+        """Start connecting to the trainer. Raise ValueError, before anything is written, if the chunks do not fit the live tensors."""
         transport = load_transport(link.transport)
         check_targets(make_target_packer(live, chunks), chunks)
         self._chunks, self._timeout = chunks, link.timeout
@@ -67,8 +65,7 @@ class WeightReceiver:
         self._reread = self._thread.submit(lambda: make_target_packer(live, self._chunks).hash_all(targets))
 
     def finish_rereading(self) -> list[str] | None:
-        """Return one digest per chunk, or None while the thread is still hashing. Raise the errors of the thread, or ValueError if
-        nothing was started."""
+        """Return one digest per chunk, or None while the thread is hashing. Raise its errors, or ValueError if nothing was started."""
         if self._reread is None:
             raise ValueError("no rereading was started")
         return self._reread.result() if self._reread.done() else None  # another rank may still hash, and this one is asked again

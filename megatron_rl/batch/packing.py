@@ -1,11 +1,6 @@
-"""Sequence packing: assigns sequences to data-parallel replicas and micro-batches, and token positions to context-parallel ranks.
-
-Replicas and micro-batches are balanced by cost. Products with weights grow with a sequence's length s, attention grows with its square:
-
-    cost(s) = s (1 + s / attention_length)
-
-in units of one token's products with weights. `ModelGeometry.attention_length` is the length at which both take equally long.
-"""
+"""Sequence packing: assigns sequences to data-parallel replicas and micro-batches, and token positions to context-parallel ranks. Both are
+balanced by cost, s (1 + s / `ModelGeometry.attention_length`) for a sequence of s tokens: products with weights grow with s, attention with
+its square."""
 
 from __future__ import annotations
 

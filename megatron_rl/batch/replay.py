@@ -57,8 +57,8 @@ class ReplayBuffer:
     def extend(
         self, mini_batches: Sequence[list[TrainingSample]], own: Iterable[Sequence[TrainingSample]], version: int
     ) -> dict[str, float]:
-        """Add kept groups to the mini-batches of the step at `version`, then keep those of its `own` groups that have nonzero advantages.
-        Return metrics."""
+        """Add kept groups to the mini-batches of the step at `version`, then keep its `own` groups with nonzero advantages. Return
+        metrics."""
         taken, numbers = self._take(version), count(sum(map(len, mini_batches)))
         sampled, replayed = sum(sample.sampled_count for each in mini_batches for sample in each), 0
         for index, group in enumerate(taken):

@@ -1,10 +1,6 @@
-"""Serializes training samples, which rank 0 sends to the replica that trains on them. Fields that the trainer computes are not included.
-
-    header      pickled: number of samples, and for each column its dtype, shape and length in every sample
-    columns     one after the other, each concatenated over all samples; wide dtypes first, so that every column is aligned
-
-A response token takes 8 bytes, plus 1 if it may be of an older version, plus layers x k (x 2 above 256 experts) for its routing.
-"""
+"""Serializes training samples, without fields that the trainer computes: rank 0 sends them to the replica that trains on them. A pickled
+header is followed by the columns, each concatenated over all samples; wide dtypes come first, so that every column is aligned. A response
+token takes 8 bytes, plus 1 if it may be of an older version, plus layers x k (x 2 above 256 experts) for its routing."""
 
 from __future__ import annotations
 

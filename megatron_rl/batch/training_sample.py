@@ -15,8 +15,7 @@ _NO_MASK = torch.empty(0, dtype=torch.bool)
 @dataclass(eq=False)
 class TrainingSample:
     """A prompt with its response, and per-token values of the A tokens that the policy sampled (float32 [A], or empty if unknown). Tokens
-    written by an environment are model input without such values and contribute no gradient. Token ids, int32, and the mask may be passed
-    as lists."""
+    of an environment are model input without such values. Token ids, int32, and the mask may be passed as lists."""
 
     prompt_ids: torch.Tensor
     response_ids: torch.Tensor
@@ -36,8 +35,8 @@ class TrainingSample:
     response_mask: torch.Tensor = field(default_factory=lambda: _NO_MASK)
     """bool, one per response token: False if an environment wrote the token. Empty if all were sampled."""
     routed_experts: torch.Tensor = field(default_factory=lambda: _EMPTY)
-    """Experts that forward passes replay (`hf.routing_record`), uint8 or int16 [length - 1, layers, k], or empty. All samples of a batch
-    have it, or none."""
+    """Experts that forward passes replay (`hf.routing_record`), uint8 or int16 [length - 1, layers, k], or empty for all samples of a
+    batch."""
     number: int = 0  # index among the samples of a step, over all replicas
     kept_tokens: KeptTokens | None = None
     """Tokens that each token was drawn from, over which log-probs are normalized; None means all tokens."""

@@ -89,8 +89,8 @@ class Engine(Protocol):
         Raise AbortedError soon after `abort` is requested."""
 
     def parse_tool_calls(self, text: str, tools: str, parser: str) -> ParsedToolCalls | None:
-        """Return the tool calls in a response, parsed by the engine's parser of that name, or None if the parser fails. `tools`: JSON as in
-        chat completions."""
+        """Return the tool calls that the parser of that name finds in a response, or None if it fails. `tools`: JSON as in chat
+        completions."""
 
     def describe_tensors(self) -> list[dict[str, EngineTensorSpec]]:
         """Return every weight that each engine rank serves from, by name."""
@@ -102,9 +102,8 @@ class Engine(Protocol):
         """Return the precision graph of each engine rank's live modules."""
 
     def connect(self, link: Link, chunks: Sequence[Chunk], staged: bool) -> None:
-        """Start connecting every engine rank to the trainer, to receive its share of `chunks` at every sync. If `staged`, weights are
-        received into a second copy, which `finish_receiving` copies over the live weights. Connection errors are raised by
-        `finish_receiving`."""
+        """Start connecting every engine rank to the trainer, to receive its share of `chunks` at every sync, into a second copy of the
+        weights if `staged`. Connection errors are raised by `finish_receiving`."""
 
     def disconnect(self) -> None:
         """Close the connection and free the second copy of the weights."""
@@ -114,8 +113,7 @@ class Engine(Protocol):
         "continue", a completion may hold tokens of several versions, listed in `Generation.versions_T`."""
 
     def admit(self) -> None:
-        """Sample with the current weights, but hold back the answers until `resume`. If another sync comes first, these answers are dropped
-        and sampled again."""
+        """Sample with the current weights, but hold back the answers until `resume`. If another sync comes first, sample them again."""
 
     def resume(self) -> None:
         """Release the answers held since `admit`, after the weights have been proved."""
@@ -177,9 +175,8 @@ class EngineLauncher(Protocol):
         """Raise UserError before anything starts if the configuration does not fit engines of this kind."""
 
     def __call__(self, config: Config, model_path: Path, log_dir: Path, number: int = 0, *, empty: bool = False) -> Engine:
-        """Start engine `number` of a run without waiting for it. The engine loads the Hugging Face checkpoint in `model_path`. With
-        `empty`, the folder has only config.json and the tokenizer, and the engine refuses requests until the first sync has filled and
-        proved its weights."""
+        """Start engine `number` of a run without waiting for it. It loads the Hugging Face checkpoint in `model_path`. With `empty`, the
+        folder has only config.json and the tokenizer, and the engine refuses requests until the first proved sync."""
 
     def rehearsal_command(self, module: str) -> list[str]:
         """Return the command of a rehearsal without a GPU (`megatron_rl.rehearsal`): of engine ranks (`rank`) or kernels (`signatures`)."""

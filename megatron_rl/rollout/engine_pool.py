@@ -1,12 +1,7 @@
-"""A pool of engines that acts as one engine and replaces lost engines.
-
-A request goes to the engine with the fewest outstanding completions. Tokens depend only on the completion's seed, so any engine gives the
-same tokens. Ranks are numbered across the pool: rank r of engine e is e * rollout.tp + r. A sync fills and proves all of them.
-
-When an engine is lost, the pool stops it, starts a successor at once, and sends its requests to the other engines. The successor serves
-nothing until a sync has filled and proved it. `wait_for_successors` waits for it, every sync call before that raises EngineLostError, and
-`admit` lets it serve (`megatron_rl.sync.weight_sync`).
-"""
+"""A pool of engines that acts as one engine and replaces lost engines. A request goes to the engine with the fewest outstanding
+completions; tokens depend only on the completion's seed. Rank r of engine e is numbered e * rollout.tp + r. When an engine is lost, the
+pool starts a successor and sends its requests to the other engines. The successor serves nothing until a sync has filled and proved it:
+every sync call before `wait_for_successors` raises EngineLostError, and `admit` lets it serve (`megatron_rl.sync.weight_sync`)."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
-"""Sampling of completions with one or more turns. The engine samples, the environment replies, and the engine continues. Token in, token
-out: only messages of the environment are tokenized; sampled text is never tokenized again, so the trainer scores the tokens that the engine
-drew. Single-turn completions are sampled in one engine call."""
+"""Sampling of completions with one or more turns: the engine samples, the environment replies, and the engine continues. Sampled text is
+never tokenized again, so the trainer scores the tokens that the engine drew."""
 
 from __future__ import annotations
 

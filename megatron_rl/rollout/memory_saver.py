@@ -1,6 +1,5 @@
-"""Requirements of SGLang's torch_memory_saver, which frees a colocated engine's memory on a GPU. It is a library in LD_PRELOAD. If it
-cannot be loaded, the loader only warns, and releasing memory has no effect. Derived from torch_memory_saver 0.0.10 and SGLang 0.5.23; not
-yet run on a GPU."""
+"""Requirements of SGLang's torch_memory_saver, which frees a colocated engine's memory on a GPU. It is a library in LD_PRELOAD: if it
+cannot be loaded, releasing memory has no effect. Derived from torch_memory_saver 0.0.10 and SGLang 0.5.23; not yet run on a GPU."""
 
 from __future__ import annotations
 
@@ -29,8 +28,7 @@ def check(environment: Mapping[str, str], cuda: str | None) -> None:
 
 
 def make_environment(environment: Mapping[str, str], cuda: str | None) -> dict[str, str]:
-    """Return the environment variables of a colocated engine. The library path includes torch's CUDA runtime, which the loader would not
-    find."""
+    """Return the environment variables of a colocated engine, with the folder of torch's CUDA runtime in the library path."""
     variables = {_GRAPHS: environment.get(_GRAPHS, "true")}
     if cuda is not None and (runtime := find_cuda_runtime(cuda)):
         folders = environment.get("LD_LIBRARY_PATH", "").split(os.pathsep)

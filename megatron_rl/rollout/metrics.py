@@ -44,8 +44,7 @@ _AGENT = (
 
 
 def compute_accuracies(completions: Sequence[Completion], overall: str, by_level: str, by_source: str) -> dict[str, float]:
-    """Return the share of correct completions, overall and per difficulty level. If there are several data sets, whose levels are not
-    comparable, return it per data set instead."""
+    """Return the share of correct completions, overall and per difficulty level, or per data set if there are several."""
     verdicts_by_part: dict[Any, list[bool]] = {}
     several = len({completion.problem.source for completion in completions}) > 1
     for completion in completions:

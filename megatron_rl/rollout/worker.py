@@ -62,8 +62,7 @@ class RolloutWorker:
         self._groups = GroupSampler(config, sampler, rewards)
 
     def snapshot(self, untrained: Iterable[StepDraw] = ()) -> Callable[[], dict[str, Any]]:
-        """Return a function that makes the state of the problem stream as if `untrained` had not been drawn. Sampling has no state, see
-        `megatron_rl.rollout.groups.derive_seed`."""
+        """Return a function that makes the state of the problem stream as if `untrained` had not been drawn. Sampling has no state."""
         with self._drawing:
             return self._stream.snapshot(position for draw in untrained for problems in draw.rounds for position in problems)
 
@@ -77,15 +76,10 @@ class RolloutWorker:
 
     def collect(self, draw: StepDraw) -> RolloutBatch:
         """Sample and score the groups of a step. Several threads may call it for different steps; groups are queued in order of the calls.
-
-        With dynamic sampling (DAPO, arXiv 2503.14476), a group whose completions all earn the same reward teaches nothing and is replaced
-        by a group of the next problem. Groups outside `accuracy_low` and `accuracy_high` (PRIME, arXiv 2502.01456) are replaced too. After
-        the last round, such groups fill the batch. Those with an unfitting accuracy are masked.
-
-        Raises:
-            RunError: A token was sampled by a version other than the step's and the `placement.max_staleness` versions before it.
-            EngineLostError: The engines were lost. `draw` keeps the groups that have ended, and another call samples the others.
-        """
+        With dynamic sampling (DAPO, arXiv 2503.14476), a group whose completions all earn the same reward, or whose accuracy is out of
+        range (PRIME, arXiv 2502.01456), is replaced by a group of the next problem. After the last round, such groups fill the batch. Raise
+        RunError if a token was sampled by an unexpected version. After an EngineLostError, `draw` keeps the groups that have ended, and
+        another call samples the others."""
         prompts, max_rounds = self._config.rollout.prompts_per_step, self._config.algorithm.dynamic_sampling_max_rounds
         if not max_rounds:
             return self._sample_round(draw, 0)
@@ -230,8 +224,7 @@ class AsyncRolloutWorker:
         return replace(rollout, sampling=sampling, seconds={WAIT: time.perf_counter() - start, **rollout.seconds})
 
     def snapshot(self) -> Callable[[], dict[str, Any]]:
-        """Return a function that makes the state of the problem stream after the last collected groups. Groups generated ahead are lost
-        when the run stops."""
+        """Return a function that makes the state of the problem stream after the last collected groups."""
         return self._worker.snapshot([step.draw for step in self._pending])
 
     def evaluate(self, version: int) -> RolloutBatch:

@@ -1,10 +1,7 @@
-"""Weight sync: the trainer's weights reach the live engine byte for byte, and every sync proves that they did.
-
-A sync goes through the phases of `Phase`. Every chunk is hashed on both sides: in the trainer's live tensors, and in the engine's tensors
-after they were written. The engine recomputes every tensor that it derived from the weights (`rollout_sglang.derived_tensors`) and answers
-a canary (`megatron_rl.training.canary`). On CPUs the engine already samples while weights are hashed and the canary is checked, but it
-returns no completion before both have passed.
-"""
+"""Weight sync: the trainer's weights reach the live engine byte for byte, and every sync proves that they did. Every chunk is hashed on
+both sides: in the trainer's live tensors, and in the engine's tensors after they were written. The engine recomputes every tensor that it
+derived from the weights (`rollout_sglang.derived_tensors`) and answers a canary (`megatron_rl.training.canary`). On CPUs it already samples
+meanwhile, but returns no completion before both have passed. If an engine is lost, sync and sampling are repeated with the same bits."""
 
 from __future__ import annotations
 
@@ -99,16 +96,9 @@ class WeightSync:
 
     def run(self, version: int, hashing: bool = True, meanwhile: Callable[[], None] = lambda: None) -> SyncReport:
         """Move the trainer's weights into the engine as policy version `version`, and prove them before the engine returns completions.
-
-        Args:
-            hashing: False skips the proof, only to measure what it costs.
-            meanwhile: called once the engine samples, to give it work during a deferred proof.
-
-        Raises:
-            RunError: a byte differs (the message names parameter, rank and first block) or the engine failed. The engine then returns no
-                completions anymore.
-            EngineLostError: an engine or the connection was lost. The same sync may be run again after `close`.
-        """
+        `meanwhile` is called once the engine samples. `hashing=False` skips the proof, only to measure what it costs. Raise RunError if a
+        byte differs or the engine failed; it then returns no completions anymore. Raise EngineLostError if an engine or the connection was
+        lost; the same sync may be run again after `close`."""
         clock = PhaseClock()
         named_tensors = self._read_named_tensors()
         self._transfer.open()
@@ -160,8 +150,8 @@ class WeightSync:
     def _prove_before_serving(
         self, named_tensors: dict[str, torch.Tensor], version: int, transferred: Transferred
     ) -> tuple[Transferred, int]:
-        """Compare the digests of a transfer. If deltas were sent to an engine with another base, send everything and compare again. Returns
-        the last transfer, and 1 if the base was wrong, else 0."""
+        """Compare the digests of a transfer. If deltas were sent to an engine with another base, send everything and compare again. Return
+        the last transfer, and 1 if the base was wrong."""
         wrong_bases = 0
         try:
             self._proof.compare_digests(named_tensors, transferred.sent, transferred.arrived)

@@ -48,16 +48,9 @@ class _Task(Generic[ResultT]):
 
 
 class WorkerPool(Generic[ResultT]):
-    """Distributes tasks to worker processes. A context manager; entering starts the workers without waiting for them.
-
-    A subclass sets `section`, its section of the configuration, and `module`, which the workers run and which calls
-    `megatron_rl.workers.process.serve`. It implements `make_failure`.
-
-    Args:
-        argument: Tells the workers which handler to load.
-        timeout: Seconds allowed for one task.
-        memory_mb: Address space of a worker in MiB.
-    """
+    """Distributes tasks to worker processes. A context manager; entering starts the workers without waiting for them. A subclass sets
+    `section`, its section of the configuration, and `module`, which the workers run and which calls `megatron_rl.workers.process.serve`
+    with `argument`. `timeout`: seconds allowed for one task. `memory_mb`: address space of a worker in MiB."""
 
     section: str
     module: str

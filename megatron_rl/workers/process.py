@@ -48,8 +48,7 @@ def ignore_signals_for_parent() -> None:
 
 
 def die_with_parent(parent_pid: int, signum: signal.Signals = signal.SIGKILL) -> None:
-    """Ask Linux to send `signum` to this process when the thread that started it ends, so that no process is orphaned. Prefer SIGKILL,
-    the only signal that also ends a stopped process."""
+    """Ask Linux to send `signum` to this process when the thread that started it ends. Only SIGKILL also ends a stopped process."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signum)
         if os.getppid() != parent_pid:  # the parent ended before the call

@@ -1,6 +1,5 @@
-"""Interface of a transport: a module with the classes `Outbox` and `Inbox`, and a `Transport` that describes it. No torch. Each trainer
-rank holds an `Outbox`, each engine rank an `Inbox`. They know no tensors: they hand out flat byte buffers, at most `CHUNKS_IN_FLIGHT`
-chunks at a time, which `transport.pack.ChunkPacker` fills and reads."""
+"""Interface of a transport: a module with the classes `Outbox`, for trainer ranks, and `Inbox`, for engine ranks, and a `Transport` that
+describes it. They hand out flat byte buffers, at most `CHUNKS_IN_FLIGHT` chunks at a time. No torch."""
 
 from __future__ import annotations
 

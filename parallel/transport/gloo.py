@@ -1,5 +1,5 @@
-"""The transport `process_group` over gloo, through host memory, for trainer and engines that share GPUs on several nodes. NCCL refuses a
-group that contains a GPU twice."""
+"""The transport `process_group` over gloo, through host memory, for trainer and engines that share GPUs: NCCL refuses the same GPU
+twice."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
-"""A torch process group of the sending trainer ranks and the engine ranks, made for the sync, with point-to-point transfers only. It uses
-NCCL if the tensors are on GPUs and gloo on CPUs. The group is a plain object, because trainer and engine each have a default group already.
-FP8 is sent as bytes."""
+"""A torch process group of the sending trainer ranks and the engine ranks, with point-to-point transfers only: NCCL if the tensors are on
+GPUs, gloo on CPUs. It is a plain object, because trainer and engine each have a default group already."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """LoRA in the engine: the policy's adapters as parameters of SGLang's linear layers, which every sync fills, with the trainer's products.
-SGLang's own LoRA multiplies request by request, so a token's bits depend on the batch, and keeps its adapters in a pool beside the model,
-which no sync proves."""
+With SGLang's own LoRA, a token's bits depend on the batch, and no sync proves the adapters."""
 
 from __future__ import annotations
 

@@ -66,8 +66,7 @@ def apply_int8_linear(self: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor
 
 
 def keep_heads(model_config: Any, load_config: Any, tp_size: int) -> Any:
-    """Replace `adjust_config_with_unaligned_cpu_tp`, which adds heads if there are fewer key-value heads than ranks. Ranks share a head
-    instead, as on a GPU."""
+    """Replace `adjust_config_with_unaligned_cpu_tp`: if there are fewer key-value heads than ranks, ranks share them, as on a GPU."""
     return model_config
 
 
@@ -228,7 +227,6 @@ class _InvariantHeadProducts(TorchFunctionMode):
 
 
 def multiply_invariantly(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Wrap `forward_absorb_prepare`, which multiplies queries by w_kc, and `forward_absorb_core`, which multiplies attended latents by
-    w_vc: use the trainer's operator."""
+    """Wrap `forward_absorb_prepare` and `forward_absorb_core`: multiply by w_kc and w_vc with the trainer's operator."""
     with _InvariantHeadProducts():
         return original(*args, **kwargs)

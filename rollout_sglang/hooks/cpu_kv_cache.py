@@ -1,7 +1,6 @@
-"""E4M3 KV cache of the engine on a CPU (`precision.kv`), where SGLang supports only Intel's own kernels. A slot's row holds the bytes and
-the scale of each head (`megatron_rl.precision.kv_cache.pack`). With latent attention (MLA), it holds those of the latent followed by those
-of its rotated positions. With scales per layer, it holds only bytes in the units of these scales (`hooks.kv_cache_scales`). SGLang's prefix
-tree, retraction and memory release handle slots and are unaffected."""
+"""E4M3 KV cache of the engine on a CPU (`precision.kv`). A slot's row holds the bytes and the scale of each head
+(`megatron_rl.precision.kv_cache.pack`); with latent attention (MLA), those of the latent followed by those of its rotated positions; with
+scales per layer, only bytes in the units of these scales (`hooks.kv_cache_scales`)."""
 
 from __future__ import annotations
 

@@ -41,14 +41,9 @@ def run_experts(
     up: ExpertLinear | None = None,
 ) -> torch.Tensor:
     """Return the tensor that SGLang adds up over ranks, `[T, H]` in the dtype of x `[T, H]`: this rank's part, or with `tree` the whole sum
-    on the first rank.
-
-    Args:
-        weights: Routing weights, float32 `[T, k]`.
-        experts: Chosen experts `[T, k]` in this rank's numbering, below `num_experts`, or -1 for another rank's expert.
-        down: Second layer. With `tree`, it returns float32 partial sums.
-        up: Adapters of `down`, whose h lies beside its results (`hooks.adapters.adapt_partial_sums`).
-    """
+    on the first rank. `weights`: float32 `[T, k]`. `experts`: chosen experts `[T, k]` in this rank's numbering, or -1 for another rank's
+    expert. With `tree`, `down` returns float32 partial sums, beside which those of its adapters lie for `up`
+    (`hooks.adapters.adapt_partial_sums`)."""
     chosen, choice = experts.flatten().long().sort(stable=True)
     chosen, choice = chosen[chosen >= 0], choice[chosen >= 0]
     tokens, counts = choice // experts.shape[1], torch.bincount(chosen, minlength=num_experts).tolist()

@@ -16,8 +16,7 @@ _cached_bytes = 0
 
 
 def get_float_weight(data: torch.Tensor, make: Make) -> torch.Tensor:
-    """Return the values `[N, K]` that `make` gives for the weight with these quantized bytes. A model must always ask for the same
-    values."""
+    """Return the values `[N, K]` that `make` gives for the weight with these bytes. A model must always ask for the same values."""
     global _cached_bytes
     cached = _values.get(data.data_ptr())
     if cached is not None:
@@ -30,7 +29,7 @@ def get_float_weight(data: torch.Tensor, make: Make) -> torch.Tensor:
 
 
 def check_cache(is_proved: Callable[[torch.Tensor], bool]) -> int:
-    """Recompute all values and compare. Return their number. Raise ValueError if values are stale or `is_proved` does not know their
+    """Recompute and compare all values. Return their number. Raise ValueError if any are stale, or `is_proved` does not know their
     bytes."""
     for values, data, make in _values.values():
         if not is_proved(data) or not torch.equal(values, make()):

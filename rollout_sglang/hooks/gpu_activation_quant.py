@@ -66,8 +66,7 @@ def run_group_quantizer(
     fuse_silu_and_mul: bool,
     masked_m: torch.Tensor | None,
 ) -> None:
-    """Replace `_run_per_token_group_quant_8bit_kernel`. `scale_ue8m0` may be False for pow2 scales, because SGLang does not set it for
-    all layers."""
+    """Replace `_run_per_token_group_quant_8bit_kernel`. SGLang does not set `scale_ue8m0` for all layers, so it may be False for pow2."""
     if (eps, fp8_min, fp8_max) != (AMAX_EPSILON, -E4M3_MAX, E4M3_MAX):
         raise NotImplementedError(f"blocks clamped at {eps} to {fp8_min} .. {fp8_max} are outside the precision contract")
     _check_and_quantize(x, x_q, x_s, group_size, scale_ue8m0, fuse_silu_and_mul or masked_m is not None)

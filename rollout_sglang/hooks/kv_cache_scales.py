@@ -1,12 +1,8 @@
-"""E4M3 KV cache with one scale for a layer's keys and one for its values (`precision.kv = "e4m3_per_layer"`), on a CPU and on a GPU.
-
-The scales are a parameter of each attention layer, `kv_scales`, which the sync fills. The layer attends in their units: keys and values are
+"""E4M3 KV cache with one scale for a layer's keys and one for its values (`precision.kv = "e4m3_per_layer"`), on a CPU and on a GPU. The
+scales are a parameter of each attention layer, `kv_scales`, which the sync fills. The layer attends in their units: keys and values are
 divided by them and rounded, queries are multiplied by the scale of the keys and outputs by the scale of the values. Scales are powers of
-two, so the bits equal those of attention to the dequantized values (`megatron_rl.precision.kv_cache`).
-
-SGLang's own `k_scale` and `v_scale` stay 1. Its kernels read a Python copy of them, which a CUDA graph keeps forever, whereas a parameter
-read by a graph follows each sync. SGLang also rounds without saturating, and its prefill reads unrounded keys and values of the prompt.
-"""
+two, so this is exact. SGLang's own `k_scale` and `v_scale` stay 1: its kernels read a Python copy of them, which a CUDA graph keeps
+forever."""
 
 from __future__ import annotations
 

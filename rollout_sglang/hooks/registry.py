@@ -1,6 +1,5 @@
-"""SGLang's general plug-in: registers every hook of this project by SGLang's private names. SGLang itself is not edited. The names were
-checked with the releases in `KNOWN_VERSIONS`. SGLang only logs a hook that cannot be applied. `verify` raises an error instead, so that an
-engine never serves with missing hooks."""
+"""SGLang's general plug-in: registers every hook of this project by SGLang's private names, which were checked with `KNOWN_VERSIONS`.
+SGLang only logs a hook that cannot be applied; `verify` raises, so that an engine never serves with missing hooks."""
 
 from __future__ import annotations
 

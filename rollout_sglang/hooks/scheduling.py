@@ -21,8 +21,7 @@ def add_request(original: Callable[..., Any], self: Any, req: Any, *args: Any, *
 
 
 def _list_started(adder: Any) -> set[bytes]:
-    """Return the prompts of this batch and of the running one. They are stored on the adder, which lives for one batch, so that each
-    request is examined once."""
+    """Return the prompts of this batch and of the running one. The adder lives for one batch and keeps them."""
     prompts, seen = getattr(adder, _STARTED, (None, 0))
     if prompts is None:
         prompts = {_key(req) for req in adder.running_batch.reqs if not req.output_ids}

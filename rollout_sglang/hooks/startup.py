@@ -23,16 +23,14 @@ NamedTensor = tuple[str, torch.Tensor]
 
 
 def fork_children(original: Callable[..., Any], *args: Any) -> None:
-    """Wrap `_set_envs_and_config`: fork the schedulers and the detokenizer from the server. A spawned interpreter, as CUDA needs it, takes
-    6 s of a core for its imports."""
+    """Wrap `_set_envs_and_config`: fork schedulers and detokenizer from the server. A spawned interpreter imports for 6 s of a core."""
     original(*args)
     gc.freeze()  # no process needs to collect what has been imported
     multiprocessing.set_start_method("fork", force=True)
 
 
 def skip_freezing(_: Any) -> None:
-    """Replace `_freeze_gc_after_server_warmup`, because `fork_children` froze the garbage collector already. The server may not listen
-    yet at this point, and SGLang would log that with a traceback."""
+    """Replace `_freeze_gc_after_server_warmup`: `fork_children` froze the garbage collector, and the server may not listen yet."""
 
 
 def make_up_weights(original: Callable[..., Any], model: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
@@ -55,9 +53,8 @@ def keep_int8_layout(self: Any, layer: Any) -> None:
 
 
 def load_block_scales(original: Callable[..., Any], model: Any, weights: Iterable[NamedTensor]) -> Any:
-    """Wrap `LlamaForCausalLM.load_weights`: load the block scales of FP8 checkpoints with SGLang's own table of names. SGLang 0.5.23
-    looks for them under another name, warns, and serves uninitialized scales. Raise KeyError for the scale of a weight that is not FP8
-    in the engine."""
+    """Wrap `LlamaForCausalLM.load_weights`: load the block scales of FP8 checkpoints, which SGLang 0.5.23 looks for under another name.
+    Raise KeyError for the scale of a weight that is not FP8 in the engine."""
     from sglang.srt.model_loader.auto_loader import LLAMA_STACKED_MAPPING
 
     scales: list[NamedTensor] = []
@@ -81,8 +78,7 @@ def load_block_scales(original: Callable[..., Any], model: Any, weights: Iterabl
 
 
 def load_adapters(original: Callable[..., torch.nn.Module], self: Any, *, model_config: Any, **named: Any) -> torch.nn.Module:
-    """Wrap `DefaultModelLoader.load_model`: load each rank's part of the adapters from a file beside the model's, for engines without a
-    sync, as in `megatron-rl eval`."""
+    """Wrap `DefaultModelLoader.load_model`: load the rank's part of the adapters, for engines without a sync, as in `megatron-rl eval`."""
     from safetensors import safe_open
     from sglang.srt.runtime_context import get_parallel
 

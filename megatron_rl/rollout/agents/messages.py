@@ -94,8 +94,7 @@ def read_chat_request(body: Any) -> PolicyRequest:
 
 
 def read_response_request(body: Any, earlier: Sequence[ConversationMessage] = ()) -> PolicyRequest:
-    """Parse a request to /v1/responses. Raise RefusedError if it is not supported. `earlier`: the conversation that
-    `previous_response_id` names."""
+    """Parse a request to /v1/responses, or raise RefusedError. `earlier`: the conversation that `previous_response_id` names."""
     _check_options(body)
     if body.get("stream"):
         raise RefusedError("stream: responses cannot be streamed here; use chat completions")
