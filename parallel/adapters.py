@@ -28,9 +28,11 @@ def is_adapter(name: str) -> bool:
     return name.endswith(NAMES)
 
 
-def add_adapters(weights: Iterable[Weight], adapters: AdapterGeometry) -> tuple[Weight, ...]:
+def add_adapters(weights: Iterable[Weight], adapters: AdapterGeometry | None) -> tuple[Weight, ...]:
     """Return a layer's weights followed by the weights of its adapters."""
     weights = tuple(weights)
+    if adapters is None:
+        return weights
     targeted = (weight for weight in weights if weight.megatron.split(".")[-2:] in [[target, "weight"] for target in adapters.targets])
     return weights + tuple(part for weight in targeted for part in _make_adapter(weight, adapters.rank))
 

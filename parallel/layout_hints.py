@@ -62,7 +62,8 @@ def add_layout_hints(
     """Return the error with the nearest working layouts at the start of its fix."""
     hints = []
     if find_trainer_problem(model, train, format_of):
-        layouts = [_format(layout, model) for layout in find_nearest_layouts(model, train, format_of)]
+        nearest_layouts = find_nearest_layouts(model, train, format_of)
+        layouts = [f"tp={near.tp}" + (f" ep={near.ep} etp={near.etp}" if model.experts else "") for near in nearest_layouts]
         hints.append(f"train layouts that work: {' or '.join(layouts) or 'none'}")
     if find_engine_problem(model, rollout.tp, rollout.ep, format_of):
         nearest = find_nearest_engines(model, rollout.tp, rollout.ep, format_of)
@@ -87,10 +88,6 @@ def keep_one_layer_per_kind(model: ModelGeometry) -> ModelGeometry:
         return replace(model, layers=1)
     dense = frozenset({0}) if model.experts.dense_layers else frozenset()
     return replace(model, layers=1 + len(dense), experts=replace(model.experts, dense_layers=dense))
-
-
-def _format(layout: Layout, model: ModelGeometry) -> str:
-    return f"tp={layout.tp}" + (f" ep={layout.ep} etp={layout.etp}" if model.experts else "")
 
 
 def _sort_by_distance(model: ModelGeometry, sizes: tuple[int, int, int]) -> list[tuple[int, int, int]]:

@@ -145,18 +145,13 @@ def _list_weights(model: ModelGeometry) -> tuple[tuple[Weight, ...], ...]:
     family = load_family(model.family)
     return (
         (make_weight(embedding, "embedding.word_embeddings.weight", "vocabulary"),),
-        *(_list_layer(model, layer) for layer in range(model.layers)),
+        *(add_adapters(family.list_layer(model, layer), model.adapters) for layer in range(model.layers)),
         (
             make_vector("model.norm.weight", model.hidden, "decoder.final_layernorm.weight"),
             *(weight for number in range(model.mtp_layers if model.trains_mtp else 0) for weight in family.list_mtp_layer(model, number)),
             output._replace(sglang="") if model.tied and model.tied_in_engine else output,
         ),
     )
-
-
-def _list_layer(model: ModelGeometry, layer: int) -> tuple[Weight, ...]:
-    weights = tuple(load_family(model.family).list_layer(model, layer))
-    return weights if model.adapters is None else add_adapters(weights, model.adapters)
 
 
 @lru_cache(maxsize=256)

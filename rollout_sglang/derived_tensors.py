@@ -28,6 +28,29 @@ from megatron_rl.precision.quantized_weight import QuantizedWeight
 from parallel.digest import Hash, as_byte_matrix, flat_bytes
 from rollout_sglang.hooks import dequant_cache
 
+CONSTANTS: dict[str, str] = {
+    "*cos_sin_cache": "rotary embedding",
+    "*.inv_freq": "rotary embedding",
+    "*.[kv]_scale": "SGLang's own scale of an FP8 KV cache, which is 1 (`hooks.kv_cache_scales`)",
+    "*._fused_[kv]_scale": "the same for SGLang's fused Qwen3 kernel",
+    "*.expert_mask_gpu": "which experts this rank has",
+    "*.local_expert_mapping": "which experts this rank has",
+    "*.ab_strides[12]": "CUTLASS's experts",
+    "*.c_strides[12]": "CUTLASS's experts",
+    "*.active_ranks*": "of a process group",
+}
+"""Pattern of a path -> description of the tensor."""
+SCRATCH: dict[str, str] = {
+    "*.quant_method.workspace": "CUTLASS's experts",
+    "*.quant_method.*_ptr*": "CUTLASS's experts",
+    "*.quant_method.expert_offsets": "CUTLASS's experts",
+    "*.quant_method.problem_sizes[12]": "CUTLASS's experts",
+    "*.ca_comm.*": "buffers of a process group",
+    "*.pynccl_comm.*": "buffers of a process group",
+}
+"""Pattern of a path -> description of the tensor's user."""
+_SEARCHED_PACKAGES = ("sglang.", "rollout_sglang.", "megatron_rl.", "parallel.", "types.", "__main__.")  # `types` has SimpleNamespace
+
 
 def _absorbed(part: int, attention: Any) -> torch.Tensor:
     """Return `w_kc` (part 0) or `w_vc` (part 1): MLA's kv_b_proj `[heads, head width, latent]` in the dtype that multiplies with it. With
@@ -59,27 +82,6 @@ DERIVED: dict[str, Callable[[Any], torch.Tensor]] = {
     "*.w_scale_v": partial(_absorbed_scale, 1),
 }
 """Pattern of a path -> function that recomputes the tensor from the module that holds it."""
-CONSTANTS: dict[str, str] = {
-    "*cos_sin_cache": "rotary embedding",
-    "*.inv_freq": "rotary embedding",
-    "*.[kv]_scale": "SGLang's own scale of an FP8 KV cache, which is 1 (`hooks.kv_cache_scales`)",
-    "*._fused_[kv]_scale": "the same for SGLang's fused Qwen3 kernel",
-    "*.expert_mask_gpu": "which experts this rank has",
-    "*.local_expert_mapping": "which experts this rank has",
-    "*.ab_strides[12]": "CUTLASS's experts",
-    "*.c_strides[12]": "CUTLASS's experts",
-    "*.active_ranks*": "of a process group",
-}
-"""Pattern of a path -> description of the tensor."""
-SCRATCH: dict[str, str] = {
-    "*.quant_method.workspace": "CUTLASS's experts",
-    "*.quant_method.*_ptr*": "CUTLASS's experts",
-    "*.quant_method.expert_offsets": "CUTLASS's experts",
-    "*.quant_method.problem_sizes[12]": "CUTLASS's experts",
-    "*.ca_comm.*": "buffers of a process group",
-    "*.pynccl_comm.*": "buffers of a process group",
-}
-"""Pattern of a path -> description of the tensor's user."""
 
 
 class ServedTensors:
@@ -163,9 +165,6 @@ def _fingerprint(tensor: torch.Tensor) -> str:
     values = Hash()
     values.update(as_byte_matrix(flat_bytes(tensor).view(1, -1)))
     return f"{tensor.dtype} {list(tensor.shape)} {values.hexdigest()}"
-
-
-_SEARCHED_PACKAGES = ("sglang.", "rollout_sglang.", "megatron_rl.", "parallel.", "types.", "__main__.")  # `types` has SimpleNamespace
 
 
 class FoundTensor(NamedTuple):

@@ -42,6 +42,8 @@ _PRECOMPILE = "SGLANG_JIT_DEEPGEMM_PRECOMPILE"
 """SGLang's default compiles DeepGEMM's kernels for 16,384 batch sizes before it is ready, which takes longer than `rollout.start_timeout`.
 If this is off, each kernel is compiled at its first use, in seconds."""
 _PREFILL_GRAPHS = {"cuda_graph_backend_prefill", "disable_prefill_cuda_graph", "disable_cuda_graph", "cuda_graph_config"}
+_POLL_SECONDS = 0.5
+_KEEP_ALIVE_SECONDS = 2.0  # idle connections are closed before SGLang closes them after 5 s, possibly while a request is on its way
 
 
 class LaunchedServer(NamedTuple):
@@ -185,10 +187,6 @@ def _free_ports(placement: EnginePlacement, engines_on_node: int) -> tuple[int, 
             if error.errno != errno.EADDRINUSE:
                 fix = "use 127.0.0.1 or an address of this machine"
                 raise UserError("rollout.hosts", placement.host, f"cannot be bound ({error})", fix) from None
-
-
-_POLL_SECONDS = 0.5
-_KEEP_ALIVE_SECONDS = 2.0  # idle connections are closed before SGLang closes them after 5 s, possibly while a request is on its way
 
 
 class EngineServer:

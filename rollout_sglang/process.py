@@ -26,6 +26,7 @@ _GRACE_SECONDS = 10.0
 _POLL_SECONDS = 0.05
 _TORCHRUN_NAMES = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 _TORCHRUN_PREFIXES = ("TORCHELASTIC_", "ROLE_")
+_MAX_INTERVAL = 5.0
 
 
 def _clean_environment() -> dict[str, str]:
@@ -187,9 +188,6 @@ def _is_tracker(process: psutil.Process) -> bool:
     with contextlib.suppress(psutil.Error):
         return "multiprocessing.resource_tracker" in " ".join(process.cmdline())
     return False
-
-
-_MAX_INTERVAL = 5.0
 
 
 class HealthMonitor:

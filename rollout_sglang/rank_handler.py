@@ -50,6 +50,11 @@ from rollout_sglang.weight_receiver import WeightReceiver
 PREFIX = "megatron_rl:"
 FAILED = "megatron_rl failed"  # key of an answer that holds why a rank failed
 PENDING = "pending"  # key of an answer of a rank that has not finished hashing
+_KV_BUFFERS = ("k_buffer", "v_buffer", "kv_buffer")  # of MHA, of MLA
+_released: dict[torch.UntypedStorage, int] = {}  # released storages and their sizes in bytes
+_FIRST_POLL_SECONDS, _LONGEST_POLL_SECONDS = 0.01, 0.5
+MAX_RECORDED_BYTES = 1 << 30  # recording stops before it would exceed them
+HOOK_POINTS = (("embedding", None, "model.embed_tokens"), *layer_hook_points(ENGINE), ("norm", 1, "logits_processor"))
 
 
 class RankHandler:
@@ -192,10 +197,6 @@ def read_activation_formats(model: torch.nn.Module) -> dict[str, str]:
     return formats
 
 
-_KV_BUFFERS = ("k_buffer", "v_buffer", "kv_buffer")  # of MHA, of MLA
-_released: dict[torch.UntypedStorage, int] = {}  # released storages and their sizes in bytes
-
-
 def release_cache(pool: Any) -> None:
     """Free the memory of SGLang's KV cache `pool` on a CPU, where SGLang's own way does not work. The tensor objects stay, with resized
     storages. Weights are kept, because torch cannot resize their memory. Raise ValueError for an unknown kind of cache."""
@@ -215,9 +216,6 @@ def restore_cache() -> None:
         storage, size = _released.popitem()
         storage.resize_(size)
         torch.empty(0, dtype=torch.uint8).set_(storage).zero_()
-
-
-_FIRST_POLL_SECONDS, _LONGEST_POLL_SECONDS = 0.01, 0.5
 
 
 class RankRequests:
@@ -274,10 +272,6 @@ class RankRequests:
 
 def _list_digests(answers: list[dict[str, str]]) -> dict[int, list[str]]:
     return {rank: [digests[str(index)] for index in range(len(digests))] for rank, digests in enumerate(answers)}
-
-
-MAX_RECORDED_BYTES = 1 << 30  # recording stops before it would exceed them
-HOOK_POINTS = (("embedding", None, "model.embed_tokens"), *layer_hook_points(ENGINE), ("norm", 1, "logits_processor"))
 
 
 class ActivationRecorder:

@@ -23,7 +23,8 @@ from parallel.shards import NamedRect
 from parallel.transport.base import Link
 
 
-class EngineTensorSpec(NamedTuple):
+@dataclass(frozen=True)
+class EngineTensorSpec:
     """A parameter in the running engine."""
 
     dtype: str  # torch's name, such as float8_e4m3fn

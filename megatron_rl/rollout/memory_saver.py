@@ -22,7 +22,7 @@ def check(environment: Mapping[str, str], cuda: str | None) -> None:
             rule = "keeps a colocated engine from releasing its memory: torch_memory_saver does not work with expandable segments"
             raise UserError(variable, setting, rule, 'unset it, or set placement.kind to "disaggregated"')
     if cuda is not None and find_cuda_runtime(cuda) is None:
-        rule = f"releases an engine's memory with a library that needs {_name_runtime(cuda)}, which torch has not loaded"
+        rule = f"releases an engine's memory with a library that needs libcudart.so.{cuda.partition('.')[0]}, which torch has not loaded"
         fix = 'install the pinned torch build (bash launch/install_gpu.sh), or set "disaggregated"'
         raise UserError("placement.kind", "colocated", rule, fix)
 
@@ -39,8 +39,4 @@ def make_environment(environment: Mapping[str, str], cuda: str | None) -> dict[s
 def find_cuda_runtime(cuda: str, maps: Path = Path("/proc/self/maps")) -> Path | None:
     """Return the CUDA runtime file that torch has loaded into this process, or None. `maps`: memory mappings of the process."""
     files = (Path(line.split(maxsplit=5)[5]) for line in maps.read_text().splitlines() if "/" in line)
-    return next((file for file in files if file.name.startswith(_name_runtime(cuda))), None)
-
-
-def _name_runtime(cuda: str) -> str:
-    return f"libcudart.so.{cuda.partition('.')[0]}"
+    return next((file for file in files if file.name.startswith(f"libcudart.so.{cuda.partition('.')[0]}")), None)

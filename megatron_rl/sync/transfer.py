@@ -29,6 +29,7 @@ from parallel.transport.pack import ChunkPacker, Difference, make_source_packer
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # the same in all containers of one machine
 
 T = TypeVar("T")
+MAX_DELTA_SHARE = 1 / 2  # `sync.delta = "auto"` sends deltas if they take at most this share of all bytes
 
 
 @dataclass(frozen=True)
@@ -196,9 +197,6 @@ def _read_failure(engine: Engine) -> tuple[str, bool]:
     except RunError as error:
         return str(error), isinstance(error, EngineLostError)
     return "", False
-
-
-MAX_DELTA_SHARE = 1 / 2  # `sync.delta = "auto"` sends deltas if they take at most this share of all bytes
 
 
 @dataclass(frozen=True)

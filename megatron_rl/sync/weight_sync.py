@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from enum import Enum, auto
 from typing import Protocol, TypeVar
 
 import torch
@@ -27,6 +27,25 @@ from megatron_rl.sync.plan import SyncPlan
 from megatron_rl.sync.proof import ByteProof
 from megatron_rl.sync.transfer import Transferred, WeightTransfer
 
+_SECONDS = "sync (seconds)"
+_METRICS = (
+    declare("sync/bytes", "bytes moved from trainer to engine", "bytes", "bytes moved"),
+    declare("sync/blocks", "blocks of quantized weights moved", "count"),
+    declare("sync/tensors", "tensors moved", "count"),
+    declare("sync/proved", "tensors whose hashes were equal on both sides", "count"),
+    declare("time/sync", "moving the weights to the engine", "seconds", STEP_SECONDS, _SECONDS),
+    declare("time/proof", "hashing the weights on both sides, and comparing the hashes", "seconds", STEP_SECONDS, _SECONDS),
+    declare("time/served", "recomputing and comparing the tensors that the engine derived from the weights", "seconds", STEP_SECONDS),
+    declare("time/canary", "a few tokens through every engine and the trainer, before any completion is returned", "seconds", STEP_SECONDS),
+    declare("sync/derived", "tensors derived by the engine that were recomputed and found equal", "count"),
+    declare("sync/canary", "largest |log p trainer - log p engine| of the canary's tokens", "nats"),
+    declare("time/recovery", "from the loss of an engine to the next proved sync", "seconds"),
+    declare("engine/restarts", "engines that replaced lost engines", "count"),
+    declare("sync/wrong_bases", "delta syncs that were repeated in full because the engine held other weights than assumed", "count"),
+)
+_CHANGED_SHARE = declare("sync/changed_share", "share of the bytes that changed since the last sync, if they were compared", "share")
+T = TypeVar("T")
+
 
 class Canary(Protocol):
     """Compares log-probs of a few fixed prompts between the engines and the trainer."""
@@ -38,32 +57,11 @@ class Canary(Protocol):
         """Return the largest difference; raise RunError if it is too large. `named_tensors`: this rank's live tensors. Collective."""
 
 
-class Phase(Enum):
-    """The phases of a sync, in order. A deferred proof is a second PROVE phase between SERVE and CANARY."""
-
-    PREPARE = auto()  # read the trainer's live tensors and connect to the engine
-    TRANSFER = auto()  # write them into the engine's live tensors
-    PROVE = auto()  # compare the digests of both sides
-    SERVE = auto()  # check the engine's derived tensors, then let the engine sample while it holds completions back
-    CANARY = auto()  # compare log-probs of a few prompts
-    COMMIT = auto()  # let the engine return completions
-
-
-class PhaseClock:
-    """Adds up the seconds spent in each phase."""
-
-    def __init__(self) -> None:
-        self._seconds: dict[Phase, float] = defaultdict(float)
-        self._phase, self._start = Phase.PREPARE, time.perf_counter()
-
-    def enter(self, phase: Phase) -> None:
-        now = time.perf_counter()
-        self._seconds[self._phase] += now - self._start
-        self._phase, self._start = phase, now
-
-    def stop(self) -> Mapping[Phase, float]:
-        self.enter(self._phase)
-        return self._seconds
+@contextmanager
+def _timed(seconds: dict[str, float], phase: str) -> Iterator[None]:
+    start = time.perf_counter()
+    yield
+    seconds[phase] += time.perf_counter() - start
 
 
 class WeightSync:
@@ -99,45 +97,36 @@ class WeightSync:
         `meanwhile` is called once the engine samples. `hashing=False` skips the proof, only to measure what it costs. Raise RunError if a
         byte differs or the engine failed; it then returns no completions anymore. Raise EngineLostError if an engine or the connection was
         lost; the same sync may be run again after `close`."""
-        clock = PhaseClock()
+        start, seconds = time.perf_counter(), defaultdict[str, float](float)
         named_tensors = self._read_named_tensors()
         self._transfer.open()
-
-        clock.enter(Phase.TRANSFER)
         prove_first = hashing and not self._defers_proof
         transferred, wrong_bases = self._transfer.run(named_tensors, version, hashing=prove_first), 0
-
-        clock.enter(Phase.PROVE)
-        if prove_first:
-            transferred, wrong_bases = self._prove_before_serving(named_tensors, version, transferred)
-
-        clock.enter(Phase.SERVE)
-        derived = self._check_derived_tensors() if hashing else 0
-        canary = self._canary if hashing else None
-        self._engine.run(lambda engine: self._serve(engine, canary, rereading=hashing and not prove_first))
-        meanwhile()
-
-        clock.enter(Phase.PROVE)
-        if hashing and not prove_first:
-            self._compare_with_reread(named_tensors, self._proof.hash_chunks(named_tensors))
-
-        clock.enter(Phase.CANARY)
-        difference = canary.check(self._engine, version, named_tensors) if canary else 0.0
-
-        clock.enter(Phase.COMMIT)
+        with _timed(seconds, "proof"):
+            if prove_first:
+                transferred, wrong_bases = self._prove_before_serving(named_tensors, version, transferred)
+        with _timed(seconds, "served"):  # the engine samples, but holds completions back
+            derived = self._check_derived_tensors() if hashing else 0
+            canary = self._canary if hashing else None
+            self._engine.run(lambda engine: self._serve(engine, canary, rereading=hashing and not prove_first))
+            meanwhile()
+        with _timed(seconds, "proof"):
+            if hashing and not prove_first:
+                self._compare_with_reread(named_tensors, self._proof.hash_chunks(named_tensors))
+        with _timed(seconds, "canary"):
+            difference = canary.check(self._engine, version, named_tensors) if canary else 0.0
         self._transfer.mark_proved(transferred)
         self._engine.run(lambda engine: engine.resume())
-        seconds = clock.stop()
         return SyncReport(
             **self._counts,
             bytes=transferred.nbytes,
             wrong_bases=wrong_bases,
             changed_share=transferred.changed_share,
             proved=self._counts["tensors"] if hashing else 0,
-            seconds=sum(seconds.values()),
-            proof_seconds=seconds[Phase.PROVE] + transferred.hash_seconds,
-            served_seconds=seconds[Phase.SERVE],
-            canary_seconds=seconds[Phase.CANARY],
+            seconds=time.perf_counter() - start,
+            proof_seconds=seconds["proof"] + transferred.hash_seconds,
+            served_seconds=seconds["served"],
+            canary_seconds=seconds["canary"],
             derived=derived,
             canary=difference,
         )
@@ -189,25 +178,6 @@ class WeightSync:
             canary.ask(engine)
 
 
-_SECONDS = "sync (seconds)"
-_METRICS = (
-    declare("sync/bytes", "bytes moved from trainer to engine", "bytes", "bytes moved"),
-    declare("sync/blocks", "blocks of quantized weights moved", "count"),
-    declare("sync/tensors", "tensors moved", "count"),
-    declare("sync/proved", "tensors whose hashes were equal on both sides", "count"),
-    declare("time/sync", "moving the weights to the engine", "seconds", STEP_SECONDS, _SECONDS),
-    declare("time/proof", "hashing the weights on both sides, and comparing the hashes", "seconds", STEP_SECONDS, _SECONDS),
-    declare("time/served", "recomputing and comparing the tensors that the engine derived from the weights", "seconds", STEP_SECONDS),
-    declare("time/canary", "a few tokens through every engine and the trainer, before any completion is returned", "seconds", STEP_SECONDS),
-    declare("sync/derived", "tensors derived by the engine that were recomputed and found equal", "count"),
-    declare("sync/canary", "largest |log p trainer - log p engine| of the canary's tokens", "nats"),
-    declare("time/recovery", "from the loss of an engine to the next proved sync", "seconds"),
-    declare("engine/restarts", "engines that replaced lost engines", "count"),
-    declare("sync/wrong_bases", "delta syncs that were repeated in full because the engine held other weights than assumed", "count"),
-)
-_CHANGED_SHARE = declare("sync/changed_share", "share of the bytes that changed since the last sync, if they were compared", "share")
-
-
 @dataclass(frozen=True)
 class SyncReport:
     """Result of one sync. A sync that is not proved raises an error instead."""
@@ -234,9 +204,6 @@ class SyncReport:
         rest = float(self.derived), self.canary, self.recovery_seconds, float(self.restarts), float(self.wrong_bases)
         metrics = dict(zip(_METRICS, (*counts, self.seconds - sum(proofs), *proofs, *rest), strict=True))
         return metrics if self.changed_share is None else metrics | {_CHANGED_SHARE: self.changed_share}
-
-
-T = TypeVar("T")
 
 
 class RecoveringWeightSync:

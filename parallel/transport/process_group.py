@@ -19,6 +19,9 @@ from parallel.chunking import CHUNKS_IN_FLIGHT, Chunk
 from parallel.transport import base
 
 _SHARED_GLOO = "gloo_one_loop"
+_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+_CLEAN_UP_ONLY = "2"  # torch's watchdog aborts the communicators of a failed group without ending the process
+_POLL_SECONDS = 0.001
 
 
 class Outbox(base.Outbox):
@@ -197,11 +200,6 @@ def find_local_address(host: str) -> str:
     with socket.socket(family, socket.SOCK_DGRAM) as datagram:
         datagram.connect(address)
         return datagram.getsockname()[0]
-
-
-_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-_CLEAN_UP_ONLY = "2"  # torch's watchdog aborts the communicators of a failed group without ending the process
-_POLL_SECONDS = 0.001
 
 
 class NcclGroup:

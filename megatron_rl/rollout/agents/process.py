@@ -130,7 +130,13 @@ class AgentProcess:
             how = f"signal {-code}" if code < 0 else f"exit code {code}"
             last_line = (tail.strip().splitlines() or [""])[-1][:500]
             return AgentResult(f"{how}: {last_line}" if last_line else how)
-        return _read_reward(reward) if self._config.own_reward else AgentResult()
+        if not self._config.own_reward:
+            return AgentResult()
+        try:
+            value = float(reward)
+        except ValueError:
+            return AgentResult(f"wrote {reward!r} instead of a reward, and agent.own_reward is on")
+        return AgentResult(reward=value) if math.isfinite(value) else AgentResult(f"gave itself a reward of {value}")
 
     def _watch(self) -> tuple[str, bool]:
         """Return the end of the agent's standard error, and whether the agent ended in time."""
@@ -149,11 +155,3 @@ class AgentProcess:
                 if not chunk:  # closed
                     poll.unregister(self._stderr)
         return tail.decode(errors="replace"), True
-
-
-def _read_reward(text: str) -> AgentResult:
-    try:
-        reward = float(text)
-    except ValueError:
-        return AgentResult(f"wrote {text!r} instead of a reward, and agent.own_reward is on")
-    return AgentResult(reward=reward) if math.isfinite(reward) else AgentResult(f"gave itself a reward of {reward}")
