@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from parallel.formats import BF16, FormatOf, TensorFormat
-from parallel.layout import Coordinates, Layout
+from parallel.layout import Coordinates, Layout, check_stages, list_stage_layers
 from parallel.model_geometry import ModelGeometry
 from parallel.shards import (
     GeometryError,
@@ -22,7 +22,6 @@ from parallel.shards import (
     stack_regions,
     take_rows,
 )
-from parallel.stages import check_stages, list_stage_layers
 
 
 def padded_vocabulary(vocab: int, tp: int) -> int:

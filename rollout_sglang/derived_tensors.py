@@ -31,7 +31,7 @@ from rollout_sglang.hooks import dequant_cache
 CONSTANTS: dict[str, str] = {
     "*cos_sin_cache": "rotary embedding",
     "*.inv_freq": "rotary embedding",
-    "*.[kv]_scale": "SGLang's own scale of an FP8 KV cache, which is 1 (`hooks.kv_cache_scales`)",
+    "*.[kv]_scale": "SGLang's own scale of an FP8 KV cache, which is 1 (`hooks.e4m3_cache`)",
     "*._fused_[kv]_scale": "the same for SGLang's fused Qwen3 kernel",
     "*.expert_mask_gpu": "which experts this rank has",
     "*.local_expert_mapping": "which experts this rank has",

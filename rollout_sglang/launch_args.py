@@ -32,7 +32,7 @@ from megatron_rl.rollout.engine_placement import (
     get_base_gpu_id,
     place_engine,
 )
-from rollout_sglang.hooks import adapters, gpu_activation_quant, kv_cache_scales, tree_reduction
+from rollout_sglang.hooks import adapters, e4m3_cache, gpu_activation_quant, tree_reduction
 from rollout_sglang.platform.activate import NAME as CPU_PLATFORM
 from rollout_sglang.process import API_KEY_VARIABLE, THREADS_VARIABLE, EngineProcess, EngineProcesses
 from rollout_sglang.server_options import find_sglang_folder, make_arguments
@@ -113,7 +113,7 @@ def make_server_arguments(
         options["quantization"] = contract.engine_format.engine_quantization
     if torch.cuda.is_available():
         if contract.scales_kv_by_layer:
-            options |= {"kv-cache-dtype": "fp8_e4m3", "attention-backend": kv_cache_scales.BACKEND}
+            options |= {"kv-cache-dtype": "fp8_e4m3", "attention-backend": e4m3_cache.BACKEND}
         options["base-gpu-id"] = get_base_gpu_id(config, placement)
         if config.placement.kind == "colocated":
             flags.append("enable-memory-saver")
@@ -129,7 +129,7 @@ def make_server_arguments(
 
 def make_environment(config: Config, contract: PrecisionContract, placement: EnginePlacement) -> dict[str, str]:
     rollout, colocated = config.rollout, config.placement.kind == "colocated"
-    contracted = {tree_reduction.REDUCTION_VARIABLE: "tree" if contract.sums_by_tree else "fast", kv_cache_scales.KV_VARIABLE: contract.kv}
+    contracted = {tree_reduction.REDUCTION_VARIABLE: "tree" if contract.sums_by_tree else "fast", e4m3_cache.KV_VARIABLE: contract.kv}
     if (lora := config.lora) is not None:
         contracted[adapters.LORA_VARIABLE] = adapters.describe(lora.rank, lora.scale, lora.targets)
     if torch.cuda.is_available():

@@ -13,18 +13,12 @@ from megatron_rl.precision.graph.decoder import DecoderPrecision, LayerPrecision
 from megatron_rl.precision.graph.formats import block_format, channel_format, dtype_name, scale_format, unquantized_format
 from megatron_rl.precision.graph.graph import PrecisionGraph, TensorPrecision
 from parallel.adapters import NAMES
-from rollout_sglang.hooks import cpu_kv_cache, kv_cache_scales, tree_reduction
+from rollout_sglang.hooks import e4m3_cache, tree_reduction
 
 FP32 = TensorPrecision("fp32")
 _KNOWN_METHODS = (
-    "Fp8LinearMethod",
-    "Fp8MoEMethod",
-    "UnquantizedLinearMethod",
-    "UnquantizedEmbeddingMethod",
-    "UnquantizedFusedMoEMethod",
-    "Fp32RouterMethod",
-    "W8A8Int8LinearMethod",
-    "W8A8Int8MoEMethod",
+    *("Fp8LinearMethod", "Fp8MoEMethod", "W8A8Int8LinearMethod", "W8A8Int8MoEMethod", "Fp32RouterMethod"),
+    *("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod"),
 )
 _LINEARS = {"qkv": "qkv_proj", "q_b": "q_b_proj", "kv_a": "kv_a_proj_with_mqa", "kv_b": "kv_b_proj", "output": "o_proj"}
 """Operator of an attention -> its module."""
@@ -112,9 +106,9 @@ class _Reader:
         return operators
 
     def read_cache(self, attention: Any) -> TensorPrecision:
-        """Return the format of keys and values in the cache. An FP8 cache has a scale for each row of a head (`hooks.cpu_kv_cache`), one
-        for a layer's keys and one for its values (`hooks.kv_cache_scales`), or SGLang's own scale."""
-        kv_cache_scales.check_backend(self.runner.attn_backend)
+        """Return the format of keys and values in the cache. An FP8 cache has a scale for each row of a head (`hooks.e4m3_cache`), one
+        for a layer's keys and one for its values (`hooks.e4m3_cache`), or SGLang's own scale."""
+        e4m3_cache.check_backend(self.runner.attn_backend)
         attentions = [attention.attn_mqa, attention.attn_mha] if hasattr(attention, "kv_b_proj") else [attention.attn]
         self.seen |= {id(scale) for core in attentions for scale in (core.k_scale, core.v_scale) if isinstance(scale, torch.Tensor)}
         pool = self.runner.token_to_kv_pool
@@ -124,7 +118,7 @@ class _Reader:
         if (scales := getattr(attentions[0], "kv_scales", None)) is not None:
             self.seen.add(id(scales))
             return TensorPrecision(dtype, "layer", scale_format(scales))
-        return TensorPrecision(dtype, "head", "pow2") if cpu_kv_cache.has_scales(pool) else TensorPrecision(dtype, "tensor", "fp32")
+        return TensorPrecision(dtype, "head", "pow2") if e4m3_cache.has_scales(pool) else TensorPrecision(dtype, "tensor", "fp32")
 
     def read_mlp(self, name: str, mlp: Any) -> dict[str, Operator]:
         return {f"{name}.gate_up": self.read_linear(mlp.gate_up_proj), f"{name}.down": self.read_linear(mlp.down_proj)}

@@ -44,7 +44,7 @@ from parallel.shards import NamedRect, Rect
 from parallel.transport.base import Link
 from rollout_sglang import precision_graph
 from rollout_sglang.derived_tensors import ServedTensors
-from rollout_sglang.hooks import dequant_cache, gpu_activation_quant, kv_cache_scales
+from rollout_sglang.hooks import dequant_cache, e4m3_cache, gpu_activation_quant
 from rollout_sglang.weight_receiver import WeightReceiver
 
 PREFIX = "megatron_rl:"
@@ -133,7 +133,7 @@ class RankHandler:
         assert self._served is not None
         live = live_tensors(runner.model)
         try:
-            kv_cache_scales.check_copies(runner.model)
+            e4m3_cache.check_copies(runner.model)
             counts = self._served.check(runner.model, {name: live[name] for name in receiver.names})
         except ValueError as error:
             return {"wrong": str(error)}
@@ -168,7 +168,7 @@ def _number(digests: Sequence[str]) -> dict[str, str]:
 
 def live_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return the weights that a model serves from, by name. Weights that SGLang keeps transposed for a kernel (INT8 on a GPU) are
-    transposed back. Shared parameters appear once. SGLang's own scales of an FP8 KV cache are left out (`hooks.kv_cache_scales`)."""
+    transposed back. Shared parameters appear once. SGLang's own scales of an FP8 KV cache are left out (`hooks.e4m3_cache`)."""
     return {
         name: _by_rows(parameter.detach())
         for name, parameter in model.named_parameters()

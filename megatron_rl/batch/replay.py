@@ -109,7 +109,9 @@ class ReplayFile:
         drawn_from = [sample.kept_tokens or KeptTokens(*[np.empty(0, np.int32)] * 2) for sample in samples]
         arrays: dict[str, Any] = {_KEPT_TOKENS[0]: [each.counts for each in drawn_from], _KEPT_TOKENS[1]: [each.ids for each in drawn_from]}
         arrays |= {name: [getattr(sample, name).numpy() for sample in samples] for name in _COLUMNS}
-        columns = {name: np.concatenate([part for part in parts if len(part)] or parts[:1]) for name, parts in arrays.items()}
+        columns: dict[str, Any] = {}
+        for name, parts in arrays.items():
+            columns[name] = np.concatenate([part for part in parts if len(part)] or parts[:1])
         columns |= {f"{name}.lengths": np.array([len(part) for part in parts]) for name, parts in arrays.items()}
         columns |= {name: np.array([getattr(sample, name) for sample in samples]) for name in _NUMBERS}
         columns["kept_tokens.known"] = np.array([sample.kept_tokens is not None for sample in samples])

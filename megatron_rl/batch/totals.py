@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 
 
-class _Total(NamedTuple):
+@dataclass(frozen=True)
+class _Total:
     count: int
     sum: float
     largest: float

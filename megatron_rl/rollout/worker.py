@@ -38,8 +38,7 @@ class RolloutBatch:
     seconds: dict[str, float] = field(default_factory=dict)
     discarded_B: list[Completion] = field(default_factory=list)
     """Completions that dynamic sampling left out. They took time and count in the metrics."""
-    sampling: dict[str, float] = field(default_factory=dict)
-    """Metrics of dynamic sampling and over-sampling. Empty if both are off."""
+    sampling: dict[str, float] = field(default_factory=dict)  # metrics of dynamic sampling and over-sampling; empty if both are off
 
 
 @dataclass(eq=False)

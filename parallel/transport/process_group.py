@@ -70,7 +70,8 @@ class Outbox(base.Outbox):
             torch.cuda.synchronize()
 
     def close(self) -> None:
-        _abort(self._group)
+        if isinstance(self._group, NcclGroup):  # transfers of gloo fail with the last reference to the group
+            self._group.abort()
         self._group = self._store = None
         self._sending.clear()
         self._buffers, self._packed = [], None
@@ -117,7 +118,8 @@ class Inbox(base.Inbox):
         self._posted = 0
 
     def close(self) -> None:
-        _abort(self._group)
+        if isinstance(self._group, NcclGroup):  # transfers of gloo fail with the last reference to the group
+            self._group.abort()
         self._group = None
         self._receiving.clear()
 
@@ -145,11 +147,6 @@ def _make_group(store: Any, rank: int, size: int, host: str, timeout: float, dev
         return NcclGroup(store, rank, size, timeout)
     gloo: Any = dist.ProcessGroupGloo
     return _make_gloo_group(store, rank, size, timedelta(seconds=timeout), [gloo.create_device(hostname=find_local_address(host))])
-
-
-def _abort(group: Any) -> None:
-    if isinstance(group, NcclGroup):
-        group.abort()
 
 
 def _make_gloo_group(store: Any, rank: int, size: int, timeout: timedelta, devices: list[Any]) -> Any:

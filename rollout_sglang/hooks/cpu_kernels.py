@@ -21,8 +21,8 @@ from megatron_rl.precision.int8 import int8_matmul
 from megatron_rl.precision.quantized_weight import QuantizedWeight
 from parallel.formats import BLOCK
 from rollout_sglang.hooks import seeded_sampling, tree_reduction
-from rollout_sglang.hooks.cpu_kv_cache import read_rows
 from rollout_sglang.hooks.dequant_cache import get_float_weight
+from rollout_sglang.hooks.e4m3_cache import read_rows
 
 
 def dispatch_block_fp8_linear(weight_block_size: list[int] | None = None, act_scale_ue8m0: bool = False) -> Callable[..., torch.Tensor]:

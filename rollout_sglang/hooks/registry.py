@@ -30,13 +30,13 @@ def check_version() -> None:
 
 def _list_hooks() -> list[Hook]:
     from rollout_sglang import rank_handler
-    from rollout_sglang.hooks import adapters, fp32_router, kv_cache_scales, scheduling, startup, tree_reduction
+    from rollout_sglang.hooks import adapters, e4m3_cache, fp32_router, scheduling, startup, tree_reduction
 
     hooks: list[Hook] = [
         ("sglang.srt.model_executor.model_runner.ModelRunner.check_weights", rank_handler.handle, "AROUND"),
         ("sglang.srt.layers.linear.RowParallelLinear.forward", tree_reduction.run_row_parallel, "AROUND"),
-        (_ATTENTION + "__init__", kv_cache_scales.add_scales, "AROUND"),
-        (_ATTENTION + "forward", kv_cache_scales.attend_in_units, "AROUND"),
+        (_ATTENTION + "__init__", e4m3_cache.add_scales, "AROUND"),
+        (_ATTENTION + "forward", e4m3_cache.attend_in_units, "AROUND"),
         ("sglang.srt.models.qwen3_moe.Qwen3MoeSparseMoeBlock.__init__", fp32_router.use_fp32_gate, "AROUND"),
         ("sglang.srt.models.glm4_moe.Glm4MoeGate.__init__", fp32_router.use_model_dtype, "AROUND"),
         ("sglang.srt.models.glm4_moe.Glm4MoeGate.forward", fp32_router.compute_gate_logits, "REPLACE"),
@@ -71,7 +71,7 @@ def list_gpu_hooks() -> list[Hook]:
 
 def list_cpu_hooks() -> list[Hook]:
     """Return the hooks on code of SGLang that does not run on a CPU, or computes different bits than the trainer."""
-    from rollout_sglang.hooks import cpu_kernels, cpu_kv_cache, cpu_moe, fp32_router, seeded_sampling, startup
+    from rollout_sglang.hooks import cpu_kernels, cpu_moe, e4m3_cache, fp32_router, seeded_sampling, startup
 
     return [
         ("sglang.srt.entrypoints.engine._set_envs_and_config", startup.fork_children, "AROUND"),
@@ -93,12 +93,12 @@ def list_cpu_hooks() -> list[Hook]:
         ("sglang.srt.models.glm4_moe.Glm4MoeSparseMoeBlock.__init__", cpu_moe.scale_routing_weights, "AROUND"),
         ("sglang.srt.models.deepseek_v2.DeepseekV2MoE.__init__", cpu_moe.scale_routing_weights, "AROUND"),
         ("sglang.srt.models.deepseek_v2.MoEGate.forward", fp32_router.compute_gate_logits, "REPLACE"),
-        (_KV_POOLS + "MHATokenToKVPool._create_buffers", cpu_kv_cache.create_buffers, "AROUND"),
-        (_KV_POOLS + "MHATokenToKVPool._kv_buffer_shapes", cpu_kv_cache.get_buffer_shapes, "AROUND"),
-        (_KV_POOLS + "MHATokenToKVPool.set_kv_buffer", cpu_kv_cache.set_keys_and_values, "AROUND"),
-        (_KV_POOLS + "MLATokenToKVPool._create_buffers", cpu_kv_cache.create_latent_buffers, "AROUND"),
-        (_KV_POOLS + "MLATokenToKVPool.set_kv_buffer", cpu_kv_cache.set_latents, "AROUND"),
-        (_KV_POOLS + "MLATokenToKVPool.get_value_buffer", cpu_kv_cache.get_latents, "AROUND"),
+        (_KV_POOLS + "MHATokenToKVPool._create_buffers", e4m3_cache.create_buffers, "AROUND"),
+        (_KV_POOLS + "MHATokenToKVPool._kv_buffer_shapes", e4m3_cache.get_buffer_shapes, "AROUND"),
+        (_KV_POOLS + "MHATokenToKVPool.set_kv_buffer", e4m3_cache.set_keys_and_values, "AROUND"),
+        (_KV_POOLS + "MLATokenToKVPool._create_buffers", e4m3_cache.create_latent_buffers, "AROUND"),
+        (_KV_POOLS + "MLATokenToKVPool.set_kv_buffer", e4m3_cache.set_latents, "AROUND"),
+        (_KV_POOLS + "MLATokenToKVPool.get_value_buffer", e4m3_cache.get_latents, "AROUND"),
         (_TORCH_ATTENTION + "_run_sdpa_forward_extend", cpu_kernels.run_extend_attention, "REPLACE"),
         (_TORCH_ATTENTION + "_run_sdpa_forward_decode", cpu_kernels.run_decode_attention, "REPLACE"),
         (_BACKEND_REGISTRY + "get_handler", cpu_kernels.get_handler, "AROUND"),

@@ -35,8 +35,7 @@ class Turn:
     parent: Turn | None
     messages: tuple[ConversationMessage, ...]  # the conversation, including the response
     tools: str
-    given_ids_T: np.ndarray
-    """Tokens between the parent's response and this one (int32). For the first turn, the whole prompt."""
+    given_ids_T: np.ndarray  # tokens between the parent's response and this one (int32); for the first turn, the whole prompt
     generation: Generation
     seed: int | None
 

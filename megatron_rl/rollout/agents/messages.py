@@ -77,8 +77,7 @@ class PolicyRequest:
     """A request for the policy's next message."""
 
     messages: tuple[ConversationMessage, ...]
-    tools: str = "[]"
-    """JSON as in chat completions. Tools are equal if their texts are."""
+    tools: str = "[]"  # JSON as in chat completions; tools are equal if their texts are
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
     calls_tools: bool = False  # whether the response is searched for tool calls
