@@ -20,8 +20,8 @@ _Pair = tuple[int, NamedRect, NamedRect]  # bytes, source rectangle and target r
 
 @dataclass(frozen=True)
 class Chunk:
-    """Rectangles `sources` of trainer rank `source`'s tensors, which fill the rectangles `targets` of engine rank `target`'s tensors.
-    `offset` counts the bytes of the chunks that the same trainer rank sends before this chunk."""
+    """Rectangles of a trainer rank's tensors, which fill rectangles of an engine rank's. `offset`: bytes that the trainer rank sends
+    before."""
 
     source: int
     target: int

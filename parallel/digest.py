@@ -53,8 +53,8 @@ def as_byte_matrix(values: torch.Tensor) -> ByteMatrix:
 
 
 class Hash:
-    """128-bit XXH3 hash of the bytes it is given; not cryptographic. For bytes on a GPU it hashes the sums that `digest_triton` computes
-    there, so both sides of a comparison must use the same kind of device."""
+    """128-bit XXH3 hash, not cryptographic; on a GPU of `digest_triton`'s sums, so both sides of a comparison need the same kind of
+    device."""
 
     def __init__(self) -> None:
         self._state = xxhash.xxh3_128()

@@ -98,8 +98,8 @@ class ModelGeometry:
 
     @property
     def attention_length(self) -> float:
-        """Sequence length at which causal attention takes as many FLOPs as the products with weights: a token takes 2 FLOPs per weight it
-        meets, against s (d_qk + d_v) per head and layer at mean position s / 2."""
+        """Sequence length at which causal attention, s (d_qk + d_v) per head and layer, takes as many FLOPs as the products with
+        weights."""
         share = self.experts.top_k / self.experts.count if self.experts else 1.0
         weights = (weight for part in replace(self, trains_mtp=False).list_weights()[1:] for weight in part)
         met = sum(rect.rows * rect.cols * (1 if weight.expert is None else share) for weight in weights for _, rect, *_ in weight.pieces)

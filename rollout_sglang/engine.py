@@ -217,8 +217,7 @@ class SGLangEngine(RankRequests):
         self.server.stop(force)
 
     def _ping(self) -> None:
-        """Return when every rank has answered, which it does between two batches. Raise EngineLostError if a rank is late or a node's
-        process has ended, for which other ranks might wait."""
+        """Return when every rank has answered. Raise EngineLostError if a rank is late or a node's process has ended."""
         if self.server.processes.has_ended():
             raise self.server.make_error(f"the engine ended ({self.server.processes.describe_end()})", EngineLostError)
         self._ask_ranks({"verb": "ping"}, self._rollout.health_timeout)
@@ -275,8 +274,7 @@ def make_sampling_params(sampling: SamplingParams) -> dict[str, Any]:
 
 
 def parse_generation(answer: dict[str, Any], mixed_versions: bool) -> Generation:
-    """Return the completion in an answer. Raise RunError if several policy versions sampled it and `mixed_versions` is False, or if a
-    log-prob is not finite."""
+    """Return the completion in an answer. Raise RunError for unexpected policy versions or a log-prob that is not finite."""
     meta = answer["meta_info"]
     spans = meta.get("weight_versions") or []
     versions = {span["version"] for span in spans} | {meta["weight_version"]}

@@ -39,8 +39,7 @@ from rollout_sglang.server_options import find_sglang_folder, make_arguments
 
 DISABLED_MODELS_VARIABLE = "SGLANG_DISABLED_MODEL_ARCHS"
 _PRECOMPILE = "SGLANG_JIT_DEEPGEMM_PRECOMPILE"
-"""SGLang's default compiles DeepGEMM's kernels for 16,384 batch sizes before it is ready, which takes longer than `rollout.start_timeout`.
-If this is off, each kernel is compiled at its first use, in seconds."""
+"""SGLang's default compiles DeepGEMM's kernels for 16,384 batch sizes at the start; if off, each is compiled at its first use."""
 _PREFILL_GRAPHS = {"cuda_graph_backend_prefill", "disable_prefill_cuda_graph", "disable_cuda_graph", "cuda_graph_config"}
 _POLL_SECONDS = 0.5
 _KEEP_ALIVE_SECONDS = 2.0  # idle connections are closed before SGLang closes them after 5 s, possibly while a request is on its way

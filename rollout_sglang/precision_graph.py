@@ -106,8 +106,8 @@ class _Reader:
         return operators
 
     def read_cache(self, attention: Any) -> TensorPrecision:
-        """Return the format of keys and values in the cache. An FP8 cache has a scale for each row of a head (`hooks.e4m3_cache`), one
-        for a layer's keys and one for its values (`hooks.e4m3_cache`), or SGLang's own scale."""
+        """Return the format of keys and values in the cache. An FP8 cache has scales by row or layer (`hooks.e4m3_cache`), or SGLang's
+        own."""
         e4m3_cache.check_backend(self.runner.attn_backend)
         attentions = [attention.attn_mqa, attention.attn_mha] if hasattr(attention, "kv_b_proj") else [attention.attn]
         self.seen |= {id(scale) for core in attentions for scale in (core.k_scale, core.v_scale) if isinstance(scale, torch.Tensor)}
@@ -134,8 +134,7 @@ class _Reader:
         }
 
     def read_linear(self, module: Any, x: TensorPrecision | None = None, name: str = "weight") -> Operator:
-        """Read a linear layer, an embedding, or a matrix of all experts, `[experts, N, K]`. `x`: format of the input, if not the hidden
-        states'."""
+        """Read a linear layer, an embedding, or a matrix `[experts, N, K]`. `x`: format of the input, if not the hidden states'."""
         weight, method, path = getattr(module, name), type(module.quant_method).__name__, self.names[id(module)]
         scales = (getattr(module, f"{name}_{suffix}", None) for suffix in ("scale_inv", "scale"))
         scale: Any = next((scale for scale in scales if scale is not None), None)

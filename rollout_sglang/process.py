@@ -30,8 +30,7 @@ _MAX_INTERVAL = 5.0
 
 
 def _clean_environment() -> dict[str, str]:
-    """Return this process's environment without torchrun's variables, with which an engine would join the trainer, and without
-    launchers."""
+    """Return this process's environment without torchrun's variables, with which an engine would join the trainer, and launchers."""
     removed = _TORCHRUN_NAMES | {LAUNCHER_VARIABLE}
     return {name: value for name, value in os.environ.items() if name not in removed and not name.startswith(_TORCHRUN_PREFIXES)}
 

@@ -50,8 +50,8 @@ class RequestGate:
                 self._changed.notify_all()
 
     def drain(self, on_wait: Callable[[], None] | None = None) -> None:
-        """Close the gate and wait until no request is inside. Call `on_wait` repeatedly while requests are inside. Held answers are
-        dropped. If a request stays inside, open the gate again and raise RunError."""
+        """Close the gate, drop held answers, and wait until no request is inside, calling `on_wait`. If one stays, open it and raise
+        RunError."""
         deadline = time.monotonic() + self._timeout
         with self._changed:
             self._drops += self.holding

@@ -57,7 +57,7 @@ class ReplayBuffer:
     def extend(
         self, mini_batches: Sequence[list[TrainingSample]], own: Iterable[Sequence[TrainingSample]], version: int
     ) -> dict[str, float]:
-        """Add kept groups to the mini-batches of the step at `version`, then keep its `own` groups with nonzero advantages. Return
+        """Add kept groups to the mini-batches of the step at `version`, then keep its `own` groups with nonzero advantages; return
         metrics."""
         taken, numbers = self._take(version), count(sum(map(len, mini_batches)))
         sampled, replayed = sum(sample.sampled_count for each in mini_batches for sample in each), 0

@@ -35,8 +35,7 @@ class TrainingSample:
     response_mask: torch.Tensor = field(default_factory=lambda: _NO_MASK)
     """bool, one per response token: False if an environment wrote the token. Empty if all were sampled."""
     routed_experts: torch.Tensor = field(default_factory=lambda: _EMPTY)
-    """Experts that forward passes replay (`hf.routing_record`), uint8 or int16 [length - 1, layers, k], or empty for all samples of a
-    batch."""
+    """Experts that forward passes replay (`hf.routing_record`), uint8 or int16 [length - 1, layers, k]; or empty for all samples."""
     number: int = 0  # index among the samples of a step, over all replicas
     kept_tokens: KeptTokens | None = None
     """Tokens that each token was drawn from, over which log-probs are normalized; None means all tokens."""

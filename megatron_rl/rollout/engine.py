@@ -90,8 +90,7 @@ class Engine(Protocol):
         Raise AbortedError soon after `abort` is requested."""
 
     def parse_tool_calls(self, text: str, tools: str, parser: str) -> ParsedToolCalls | None:
-        """Return the tool calls that the parser of that name finds in a response, or None if it fails. `tools`: JSON as in chat
-        completions."""
+        """Return the tool calls in a response, or None if the parser of that name fails. `tools`: JSON as in chat completions."""
 
     def describe_tensors(self) -> list[dict[str, EngineTensorSpec]]:
         """Return every weight that each engine rank serves from, by name."""

@@ -37,8 +37,7 @@ def place_engine(rollout: RolloutConfig, number: int) -> list[EnginePlacement]:
 
 
 def get_base_gpu_id(config: Config, placement: EnginePlacement) -> int:
-    """Return the engine's first device on this node, after those of earlier engines and of a trainer on this machine that does not
-    share."""
+    """Return the engine's first device on this node, after those of earlier engines and of a disaggregated trainer on this machine."""
     trainer_has_own = config.placement.kind == "disaggregated" and not placement.launcher
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE") or 1)  # without torchrun there is one rank
     return (ranks if trainer_has_own else 0) + placement.index * config.rollout.ranks_per_node

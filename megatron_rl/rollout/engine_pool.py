@@ -34,8 +34,7 @@ _SPLITS_PER_ENGINE = 4  # number of requests per engine into which a batch is sp
 def start_engines(
     config: Config, model_path: Path, log_dir: Path, notify: Callable[[str], None] = print, *, empty: bool = False
 ) -> EnginePool:
-    """Start all engines of a configuration in parallel and return when they are ready. Raise RunError if one fails. With `empty`,
-    engines start without weights, see `EngineLauncher`. The same holds for successors of lost engines."""
+    """Start all engines of a configuration and return when they are ready. Raise RunError if one fails. `empty`: see `EngineLauncher`."""
     launch = find_engine_launcher(config.rollout.engine)
     return EnginePool(config, lambda number: launch(config, model_path, log_dir, number, empty=empty), notify)
 

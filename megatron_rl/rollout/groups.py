@@ -1,5 +1,4 @@
-"""Sampling and scoring of groups. A group holds the completions of one problem; it is its own request, scored as soon as it has ended.
-Groups wait in one queue for room in the engines, so the group drawn first always begins first."""
+"""Sampling and scoring of groups: the completions of one problem. The group drawn first begins first and is scored when it has ended."""
 
 from __future__ import annotations
 

@@ -90,8 +90,7 @@ def apply_rms_norm(
     post_residual_addition: torch.Tensor | None = None,
     **named: Any,
 ) -> Any:
-    """Wrap `RMSNorm.forward_native`: round the sum with the residual stream to the stream's dtype before the norm, as Megatron does.
-    Return the normed x, and the new residual stream if a residual was given."""
+    """Wrap `RMSNorm.forward_native`: round the sum with the residual stream before the norm, as Megatron does."""
     wide_residual = self.override_orig_dtype or self.fp32_residual
     if wide_residual or self.cast_x_before_out_mul or self.variance_size_override or post_residual_addition is not None:
         return original(self, x, residual, post_residual_addition, **named)

@@ -100,8 +100,7 @@ def route_tokens_with_bias(
 
 
 def scale_routing_weights(original: Callable[..., Any], moe_layer: Any, *args: Any, **kwargs: Any) -> None:
-    """Wrap the constructors of GLM-4.5's and DeepSeek-V3's layers: multiply a token's weights by `routed_scaling_factor`, as Megatron
-    does. Without CUDA, SGLang multiplies the rounded sum of the experts' outputs instead."""
+    """Wrap constructors of GLM-4.5's and DeepSeek-V3's layers: scale a token's weights, as Megatron does, not the experts' rounded sum."""
     original(moe_layer, *args, **kwargs)
     moe_layer.topk.topk_config.apply_routed_scaling_factor_on_output = True
     moe_layer.routed_scaling_factor = 1.0

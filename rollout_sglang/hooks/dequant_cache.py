@@ -1,5 +1,4 @@
-"""Cache of the float values of quantized weights on a CPU, where dequantization costs as much as the product of a decoded token. It keeps
-the weights used first. Evicting the oldest would never hit, because a model uses its layers cyclically."""
+"""Cache of the float values of quantized weights on a CPU, those used first: evicting the oldest would never hit in cyclic use."""
 
 from __future__ import annotations
 
@@ -29,8 +28,7 @@ def get_float_weight(data: torch.Tensor, make: Make) -> torch.Tensor:
 
 
 def check_cache(is_proved: Callable[[torch.Tensor], bool]) -> int:
-    """Recompute and compare all values. Return their number. Raise ValueError if any are stale, or `is_proved` does not know their
-    bytes."""
+    """Recompute and compare all values. Return their number. Raise ValueError if any are stale or their bytes not proved."""
     for values, data, make in _values.values():
         if not is_proved(data) or not torch.equal(values, make()):
             cached = f"the cached float values of a weight {list(data.shape)}"

@@ -1,9 +1,9 @@
 """E4M3 KV cache of the engine (`precision.kv`), on a CPU and on a GPU.
 
-On a CPU, a slot's row holds the bytes and the scale of each head (`megatron_rl.precision.kv_cache.pack`); with latent attention (MLA), those
-of the latent followed by those of its rotated positions.
+On a CPU, a slot's row holds the bytes and the scale of each head (`megatron_rl.precision.kv_cache.pack`); with latent attention (MLA),
+those of the latent followed by those of its rotated positions.
 
-With "e4m3_per_layer", each attention layer has a parameter `kv_scales`, which the sync fills: one scale for its keys and one for its values.
+With "e4m3_per_layer", each attention layer has a parameter `kv_scales`, which the sync fills: a scale for its keys and one for its values.
 The layer attends in their units: keys and values are divided by them and rounded, queries are multiplied by the scale of the keys and
 outputs by the scale of the values. Scales are powers of two, so this is exact. SGLang's own `k_scale` and `v_scale` stay 1: its kernels
 read a Python copy of them, which a CUDA graph keeps forever.

@@ -45,8 +45,8 @@ def get_scale_format() -> str:
 
 @torch.library.custom_op("megatron_rl::quantize_activation", mutates_args=("data", "scale"))
 def quantize(x: torch.Tensor, data: torch.Tensor, scale: torch.Tensor) -> None:
-    """Write Q_1x128(x `[T, K]`) into `data` `[T, K]` and `scale` float32 `[T, K / 128]`. A custom operator, so that torch.compile does not
-    trace into it."""
+    """Write Q_1x128(x `[T, K]`) into `data` `[T, K]` and `scale` float32 `[T, K / 128]`; an operator into which torch.compile does not
+    trace."""
     scale_format = get_scale_format()
     from megatron_rl.kernels.quantize.triton import quantize_into
 

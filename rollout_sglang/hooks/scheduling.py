@@ -35,7 +35,7 @@ def _key(req: Any) -> bytes:
 
 
 def count_tail_tokens(self: Any, new_tokens: int) -> int:
-    """Replace `Req._stop_match_tail_len`: one token per byte of the longest stop string, plus the new tokens. SGLang searches as many of
-    the last tokens as the tokenizer uses for the stop string. A model may spell it with more, shorter tokens."""
+    """Replace `Req._stop_match_tail_len`: a token per byte of the longest stop string, which a model may spell with more tokens than
+    usual."""
     longest = max((len(text.encode()) for text in self.sampling_params.stop_strs), default=0)
     return min(longest + new_tokens, len(self.output_ids))

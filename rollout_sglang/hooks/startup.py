@@ -44,8 +44,7 @@ def make_up_weights(original: Callable[..., Any], model: torch.nn.Module, *args:
 
 
 def keep_int8_layout(self: Any, layer: Any) -> None:
-    """Replace `W8A8Int8LinearMethod.process_weights_after_loading`, which transposes the weight after loading and at every sync. Transpose
-    it once, and only for the GPU kernel that needs it."""
+    """Replace `W8A8Int8LinearMethod.process_weights_after_loading`: transpose the weight once, not at every sync, and only on a GPU."""
     weight = layer.weight.detach()
     transposed = weight.t() if weight.is_cuda and weight.is_contiguous() else weight
     layer.weight = torch.nn.Parameter(transposed, requires_grad=False)

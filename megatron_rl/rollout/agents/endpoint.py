@@ -1,5 +1,4 @@
-"""HTTP endpoint for agents: OpenAI's chat completions and responses in front of the engines, reachable from this machine only. The key of a
-request identifies its episode. `answer` runs in threads; the server's own thread only moves bytes."""
+"""HTTP endpoint for agents, reachable from this machine only: OpenAI's chat completions and responses in front of the engines."""
 
 from __future__ import annotations
 

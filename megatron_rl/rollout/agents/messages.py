@@ -1,5 +1,4 @@
-"""Requests of agents in one form for both of OpenAI's interfaces, and the checks that refuse a request. No torch, no HTTP. Two messages are
-equal if their role, text, calls and names are. Fields without a meaning to the policy are ignored."""
+"""Requests of agents in one form for both of OpenAI's interfaces, and the checks that refuse a request. No torch, no HTTP."""
 
 from __future__ import annotations
 
