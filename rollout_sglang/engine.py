@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import base64
 import json
+import threading
 import time
 import uuid
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import httpx
@@ -25,13 +26,13 @@ from megatron_rl.types import Generation, SamplingParams
 from rollout_sglang.launch_args import EngineLaunchSpec, EngineServer
 from rollout_sglang.process import HealthMonitor
 from rollout_sglang.rank_handler import FAILED, PREFIX, RankRequests
-from rollout_sglang.request_gate import AnswersDroppedError, RequestGate
 
 _CACHE, _WEIGHTS, _GRAPHS = "kv_cache", "weights", "cuda_graph"  # SGLang's names of its memory
 _IDLE_SECONDS = 10
 _IDLE_POLL_SECONDS = 0.01
 _EXIT_SECONDS = 2.0
 _NO_WEIGHTS = "the engine has no weights yet: it serves nothing before the first proved sync"
+_POLL_SECONDS = 0.05
 
 
 class SGLangEngine(RankRequests):
@@ -318,3 +319,71 @@ def read_routed_experts(answer: dict[str, Any], shape: RoutingShape, tokens: int
     if values.size and not 0 <= values.min() <= values.max() < shape.num_experts:  # check before the cast to a narrow dtype
         raise RunError(f"the engine's routing names experts {values.min()} to {values.max()} of {shape.num_experts}")
     return values.reshape(rows, shape.num_layers, shape.top_k).astype(shape.dtype)
+
+
+class AnswersDroppedError(Exception):
+    """The answers of a request were computed with weights that were never proved. The request must be repeated."""
+
+
+class RequestGate:
+    """Gate that generating threads pass through, initially open. Another thread closes and opens it. No wait is longer than `timeout`
+    seconds. While it is holding, no thread can leave, because its answer is not proved yet. With `refusal`, every request is refused."""
+
+    def __init__(self, timeout: float, refusal: str = "") -> None:
+        self._timeout, self.refusal = timeout, refusal
+        self._changed = threading.Condition()
+        self._closed, self._inside, self._drops = False, 0, 0
+        self.holding = False  # whether no request may leave
+
+    @contextmanager
+    def passing(self) -> Iterator[None]:
+        """Enclose a request. Raise RunError if it is refused or the gate stays closed, AnswersDroppedError if its answers are dropped."""
+        if self.refusal:
+            raise RunError(self.refusal)
+        with self._changed:
+            if not self._changed.wait_for(lambda: not self._closed, self._timeout):
+                raise RunError(f"the engine's weights were being changed for {self._timeout:g} s (rollout.request_timeout)")
+            self._inside += 1
+            drops = self._drops
+        try:
+            yield
+            with self._changed:
+                if not self._changed.wait_for(lambda: not self.holding or self._drops > drops, self._timeout):
+                    wait = f"an answer waited {self._timeout:g} s for the proof of the engine's new weights"
+                    raise RunError(f"{wait} (rollout.request_timeout)")
+                if self._drops > drops:
+                    raise AnswersDroppedError
+        finally:
+            with self._changed:
+                self._inside -= 1
+                self._changed.notify_all()
+
+    def drain(self, on_wait: Callable[[], None] | None = None) -> None:
+        """Close the gate, drop held answers, and wait until no request is inside, calling `on_wait`. If one stays, open it and raise
+        RunError."""
+        deadline = time.monotonic() + self._timeout
+        with self._changed:
+            self._drops += self.holding
+            self._closed, self.holding = True, False
+            self._changed.notify_all()
+        while True:
+            with self._changed:
+                if self._changed.wait_for(lambda: self._inside == 0, _POLL_SECONDS):
+                    return
+            if time.monotonic() > deadline:
+                self.open()
+                raise RunError(f"requests were still running after {self._timeout:g} s (rollout.request_timeout)")
+            if on_wait is not None:
+                on_wait()
+
+    def hold(self, closed: bool) -> None:
+        """Let no request out. If `closed`, let no request in either."""
+        with self._changed:
+            self._closed, self.holding = closed, True
+            self._changed.notify_all()
+
+    def open(self) -> None:
+        """Let requests in and out."""
+        with self._changed:
+            self._closed = self.holding = False
+            self._changed.notify_all()

@@ -43,9 +43,6 @@ class _Task(Generic[ResultT]):
     number: int
     arguments: tuple[Any, ...]
 
-    def end(self, result: ResultT) -> None:
-        self.call.results[self.number] = result
-
 
 class WorkerPool(Generic[ResultT]):
     """Distributes tasks to worker processes. A context manager; entering starts the workers without waiting for them. A subclass sets
@@ -168,7 +165,8 @@ class WorkerPool(Generic[ResultT]):
             self._replace(worker, worker.cause_of_death())
             return
         if worker.ready:
-            worker.tasks.popleft().end(message)
+            task = worker.tasks.popleft()
+            task.call.results[task.number] = message
             worker.deadline = time.monotonic() + self._timeout
             return
         state, reason = message
@@ -179,7 +177,8 @@ class WorkerPool(Generic[ResultT]):
     def _replace(self, worker: _Worker, reason: str) -> None:
         """Drop a worker. If there is a `reason`, its current task fails; its other tasks return to the front of the queue."""
         if worker.tasks and reason:
-            worker.tasks.popleft().end(self.make_failure(reason))
+            task = worker.tasks.popleft()
+            task.call.results[task.number] = self.make_failure(reason)
         with self._changed:
             self._waiting.extendleft(reversed(worker.tasks))
         self._failed_starts += not worker.ready
