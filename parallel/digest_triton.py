@@ -46,8 +46,7 @@ def sum_runs(words, sums, count, COLUMNS: tl.constexpr, RUN: tl.constexpr):
 
 
 def run_sums(flat: torch.Tensor) -> torch.Tensor:
-    """Return two sums for every 256 KiB of `flat`, uint8 [n], as int64 [runs, 2] on the same device. Trailing zeros do not change the sums,
-    so callers must hash n as well."""
+    """Return two sums for every 256 KiB of `flat`, uint8 [n], as int64 [runs, 2]. Trailing zeros do not change them, so hash n too."""
     if flat.numel() % WORD or flat.storage_offset() % WORD or flat.data_ptr() % WORD:
         flat = F.pad(flat, (0, -flat.numel() % WORD)).clone()
     words = flat.view(torch.int32)

@@ -1,7 +1,4 @@
-"""Building blocks of the model families: the weights of attention, latent attention, gated MLPs and experts.
-
-Each function takes two name prefixes: the checkpoint's, which SGLang shares, and Megatron's.
-"""
+"""Building blocks of the model families. Each function takes two name prefixes: the checkpoint's, which SGLang shares, and Megatron's."""
 
 from __future__ import annotations
 

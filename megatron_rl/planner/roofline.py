@@ -21,9 +21,8 @@ from megatron_rl.cost.operators import RankShapes, count_flops_per_token, count_
 from megatron_rl.cost.workload import MEAN_LENGTH_SHARE, Candidate, Workload
 from megatron_rl.precision.contract import QUANTIZED_ROLES
 from parallel.formats import BLOCK
-from parallel.layout import Layout
+from parallel.layout import Layout, count_stage_layers
 from parallel.row_sums import GATHERED_WHOLE, GPU_TILE, count_bytes_sent
-from parallel.stages import count_stage_layers
 
 DECODE_ALL_REDUCE_LATENCY = 20e-6
 """Seconds of an all-reduce of few tokens within an engine; each layer has two. An assumption."""

@@ -19,9 +19,8 @@ from megatron_rl.planner.memory_by_phase import PhaseMemory, add_ipc_contexts, e
 from megatron_rl.planner.roofline import StepTime, estimate_step_time, weigh_output_layer
 from megatron_rl.planner.sync_traffic import SyncTraffic, estimate_sync_traffic
 from megatron_rl.preflight import LAYOUTS, PLAN, Needs, find_mistakes
-from parallel.layout import Layout
+from parallel.layout import Layout, balance_stages, check_stages
 from parallel.shards import GeometryError
-from parallel.stages import balance_stages, check_stages
 
 _ENGINE_EIGHTHS = (1, 2, 4, 6)
 

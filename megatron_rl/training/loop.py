@@ -18,8 +18,8 @@ from megatron_rl.evaluation.held_out import compute_eval_metrics
 from megatron_rl.mcore.passes import reduce
 from megatron_rl.observability import hang_watchdog
 from megatron_rl.observability.signals import check_stop
-from megatron_rl.rollout.async_worker import AsyncRolloutWorker
-from megatron_rl.sync.recovery import RecoveringWeightSync
+from megatron_rl.rollout.worker import AsyncRolloutWorker
+from megatron_rl.sync.weight_sync import RecoveringWeightSync
 from megatron_rl.training.checkpoint_manager import CheckpointManager, TrainState
 from megatron_rl.training.policy_trainer import PolicyTrainer
 from megatron_rl.training.recorder import Recorder

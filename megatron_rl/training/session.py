@@ -35,14 +35,12 @@ from megatron_rl.precision.threads import count_threads
 from megatron_rl.preflight import check_on_rank_0
 from megatron_rl.reporting.report import headline, write_report
 from megatron_rl.rewards.scorer import Scorer
-from megatron_rl.rollout.async_worker import AsyncRolloutWorker
 from megatron_rl.rollout.engine_pool import EnginePool, start_engines
 from megatron_rl.rollout.generation import make_sampler, start_environments
-from megatron_rl.rollout.worker import RolloutWorker
+from megatron_rl.rollout.worker import AsyncRolloutWorker, RolloutWorker
 from megatron_rl.sync.checks import check_live_engine
 from megatron_rl.sync.plan import SyncPlan
-from megatron_rl.sync.recovery import RecoveringWeightSync
-from megatron_rl.sync.weight_sync import WeightSync
+from megatron_rl.sync.weight_sync import RecoveringWeightSync, WeightSync
 from megatron_rl.training.canary import make_canary, promises_exactness
 from megatron_rl.training.checkpoint_manager import CheckpointManager, TrainState
 from megatron_rl.training.critic_trainer import CriticTrainer

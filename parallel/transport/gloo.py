@@ -1,7 +1,4 @@
-"""The transport `process_group` over gloo, through host memory, for trainer and engines that share GPUs on several nodes.
-
-NCCL refuses a group that contains a GPU twice.
-"""
+"""The transport `process_group` over gloo, for trainer and engines on the same GPUs, which NCCL refuses."""
 
 from __future__ import annotations
 

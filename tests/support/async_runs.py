@@ -16,9 +16,8 @@ from megatron_rl.data import load_problems
 from megatron_rl.hf.tokenizer import load_tokenizer
 from megatron_rl.mcore.layers.linear.quantized_linear import find_quantized_layers
 from megatron_rl.rewards.scorer import Scorer
-from megatron_rl.rollout.async_worker import AsyncRolloutWorker
 from megatron_rl.rollout.generation import MultiTurnSampler
-from megatron_rl.rollout.worker import RolloutBatch, RolloutWorker, StepDraw
+from megatron_rl.rollout.worker import AsyncRolloutWorker, RolloutBatch, RolloutWorker, StepDraw
 from megatron_rl.types import Generation, Reward, SamplingParams
 from parallel.transport.pack import ChunkPacker
 from support.processes import until

@@ -19,7 +19,7 @@ from megatron_rl.config import Config
 from megatron_rl.distributed import Rank0, run_on_rank0
 from megatron_rl.errors import RunError
 from megatron_rl.rollout.engine_pool import EnginePool
-from megatron_rl.sync.recovery import RecoveringWeightSync
+from megatron_rl.sync.weight_sync import RecoveringWeightSync
 from parallel.transport.pack import ChunkPacker
 from rollout_sglang.engine import SGLangEngine
 from rollout_sglang.launch_args import EngineLaunchSpec

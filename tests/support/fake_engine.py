@@ -30,8 +30,7 @@ from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.precision.fp8 import quantize_weight
 from megatron_rl.rollout.engine_pool import EnginePool
 from megatron_rl.sync.plan import SyncPlan
-from megatron_rl.sync.recovery import RecoveringWeightSync
-from megatron_rl.sync.weight_sync import WeightSync
+from megatron_rl.sync.weight_sync import RecoveringWeightSync, WeightSync
 from megatron_rl.types import SamplingParams
 from megatron_rl.workers.process import die_with_parent
 from parallel.formats import FP8

@@ -41,8 +41,7 @@ from megatron_rl.rollout.environments.pool import EnvironmentPool
 from megatron_rl.rollout.generation import MultiTurnSampler
 from megatron_rl.sync.checks import check_live_engine
 from megatron_rl.sync.plan import SyncPlan
-from megatron_rl.sync.recovery import RecoveringWeightSync
-from megatron_rl.sync.weight_sync import WeightSync
+from megatron_rl.sync.weight_sync import RecoveringWeightSync, WeightSync
 from megatron_rl.training.canary import make_canary
 from megatron_rl.training.graph_check import GraphComparison, check_graph, read_training_graph
 from megatron_rl.types import Generation, Problem, SamplingParams

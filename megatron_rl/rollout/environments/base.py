@@ -27,8 +27,8 @@ from parallel.plug import InputError
 
 @dataclass(frozen=True)
 class Message:
-    """The environment's next text, tokenized as is. The environment must write the markers of a chat template itself. `error` describes
-    a mistake of the policy, such as an invalid call. It is counted and has no other effect."""
+    """The environment's next text, tokenized as is; it must contain the markers of a chat template itself. `error` describes a mistake of
+    the policy, such as an invalid call. It is counted and has no other effect."""
 
     text: str
     error: str = ""
@@ -56,8 +56,7 @@ class EnvironmentClass(Protocol):
 class Episode(Problem):
     """A problem and the state of its environment."""
 
-    state: bytes = b""
-    """The pickled environment. Empty before the first turn."""
+    state: bytes = b""  # the pickled environment; empty before the first turn
 
 
 @dataclass(frozen=True)

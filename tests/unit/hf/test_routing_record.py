@@ -18,7 +18,7 @@ from megatron_rl.hf.routing_record import RoutingShape, extend_routing_record
 from megatron_rl.rollout.worker import RolloutBatch
 from megatron_rl.training.samples import to_training_samples
 from megatron_rl.types import Completion, Problem
-from rollout_sglang.answers import read_routed_experts
+from rollout_sglang.engine import read_routed_experts
 
 SHAPE = RoutingShape(num_layers=3, moe_layers=(1, 2), num_experts=8, top_k=2)
 

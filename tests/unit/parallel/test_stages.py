@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 
 from megatron_rl.config import TrainConfig
 from megatron_rl.mcore.transformer_config import layout_options
-from parallel.layout import Layout
+from parallel.layout import Layout, balance_stages, check_stages, count_stage_layers, list_stage_layers
 from parallel.shards import GeometryError
-from parallel.stages import balance_stages, check_stages, count_stage_layers, list_stage_layers
 
 
 @st.composite

@@ -38,9 +38,8 @@ from parallel import row_sums
 from parallel.adapters import is_adapter
 from parallel.families import FAMILIES
 from parallel.formats import FP8
-from parallel.layout import Layout
+from parallel.layout import Layout, check_stages
 from parallel.model_geometry import ModelGeometry
-from parallel.stages import check_stages
 
 ROOT = Path(__file__).resolve().parents[3]
 EXAMPLES = {"Qwen3-8B": 1, "Qwen2.5-32B": 4, "Qwen3-30B-A3B": 2, "Qwen3-235B-A22B": 16}  # nodes

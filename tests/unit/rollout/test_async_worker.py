@@ -21,11 +21,10 @@ from megatron_rl.config import Config
 from megatron_rl.data import ProblemOrder, ProblemStream
 from megatron_rl.errors import AbortedError, EngineLostError, RunError, UserError
 from megatron_rl.preflight import Facts, Needs, check
-from megatron_rl.rollout.async_worker import AsyncRolloutWorker
 from megatron_rl.rollout.engine import Abort
 from megatron_rl.rollout.generation import MultiTurnSampler
 from megatron_rl.rollout.metrics import compute_rollout_metrics
-from megatron_rl.rollout.worker import RolloutBatch, RolloutWorker
+from megatron_rl.rollout.worker import AsyncRolloutWorker, RolloutBatch, RolloutWorker
 from megatron_rl.training.mismatch import bin_mismatch, measure_mismatch, measure_staleness
 from megatron_rl.training.samples import to_training_samples
 from megatron_rl.types import Completion, Generation, Problem, Reward, SamplingParams

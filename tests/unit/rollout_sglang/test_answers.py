@@ -7,7 +7,7 @@ import pytest
 
 from megatron_rl.errors import RunError
 from megatron_rl.types import Generation
-from rollout_sglang.answers import parse_generation, read_kept_tokens
+from rollout_sglang.engine import parse_generation, read_kept_tokens
 
 
 def answer(masks: list[list[int]]) -> dict:

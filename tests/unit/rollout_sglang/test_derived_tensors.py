@@ -12,10 +12,9 @@ import torch
 from megatron_rl.precision.fp8 import dequantize_weight, quantize_weight
 from megatron_rl.precision.quantized_weight import QuantizedWeight
 from rollout_sglang import rank_handler
-from rollout_sglang.derived_tensors import ServedTensors
-from rollout_sglang.hooks import dequant_cache, kv_cache_scales
+from rollout_sglang.derived_tensors import ServedTensors, find_tensors
+from rollout_sglang.hooks import dequant_cache, e4m3_cache
 from rollout_sglang.rank_handler import RankHandler, live_tensors
-from rollout_sglang.tensor_walk import find_tensors
 
 HEADS, KEYS, VALUES, LATENT = 2, 128, 256, 128
 
@@ -200,6 +199,6 @@ def test_the_rank_answers_with_what_is_wrong(monkeypatch):
     assert handler.answer({"verb": "served"}, 0, runner) == {"proved": "2", "derived": "2", "constant": "3"}
     model.write("fp8", seed=1)
     assert "attn.w_kc is stale" in handler.answer({"verb": "served"}, 0, runner)["wrong"]
-    monkeypatch.setattr(kv_cache_scales, "scales_by_layer", lambda: True)
+    monkeypatch.setattr(e4m3_cache, "scales_by_layer", lambda: True)
     model.attn.kv_scales, model.attn.k_scale_float = parameter(torch.ones(2)), 0.5
     assert handler.answer({"verb": "served"}, 0, runner)["wrong"].startswith("attn.k_scale_float is 0.5, not 1: kernels would multiply")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 from megatron_rl.errors import EngineLostError, RunError
-from rollout_sglang.health_watch import HealthMonitor
+from rollout_sglang.process import HealthMonitor
 
 
 def test_a_silent_engine_is_given_up_once():

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from megatron_rl.errors import RunError
-from rollout_sglang.request_gate import AnswersDroppedError, RequestGate
+from rollout_sglang.engine import AnswersDroppedError, RequestGate
 
 
 class Request(threading.Thread):

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.sync.delta import DeltaBase
+from megatron_rl.sync.transfer import DeltaBase
 from parallel.chunking import Chunk
 from parallel.shards import Rect
 from parallel.transport.pack import MAX_CHANGED_SHARE, ChunkPacker, decode_delta, encode_delta

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron_rl.kernels.batch_invariant import multiply_heads
-from rollout_sglang.hooks import cpu_kernels, cpu_mla
+from rollout_sglang.hooks import cpu_kernels
 
 
 def test_a_bias_is_added_to_the_rounded_product():
@@ -28,5 +28,5 @@ def test_both_products_of_the_absorbed_form_are_the_trainers():
         return torch.bmm(x.transpose(0, 1), weight.transpose(1, 2)).transpose(0, 1) @ factor * scale
 
     wanted = multiply_heads(x, weight)
-    assert torch.equal(cpu_mla.multiply_invariantly(forward, other, scale=2.0), wanted @ other * 2.0)
+    assert torch.equal(cpu_kernels.multiply_invariantly(forward, other, scale=2.0), wanted @ other * 2.0)
     assert torch.equal(out, wanted.flatten(1))

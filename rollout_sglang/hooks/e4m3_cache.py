@@ -1,8 +1,12 @@
-"""E4M3 KV cache of the engine on a CPU (`precision.kv`), where SGLang supports only Intel's own kernels.
+"""E4M3 KV cache of the engine (`precision.kv`), on a CPU and on a GPU.
 
-A slot's row holds the bytes and the scale of each head (`megatron_rl.precision.kv_cache.pack`). With latent attention (MLA), it holds those
-of the latent followed by those of its rotated positions. With scales per layer, it holds only bytes in the units of these scales
-(`hooks.kv_cache_scales`). SGLang's prefix tree, retraction and memory release handle slots and are unaffected.
+On a CPU, a slot's row holds the bytes and the scale of each head (`megatron_rl.precision.kv_cache.pack`); with latent attention (MLA),
+those of the latent followed by those of its rotated positions.
+
+With "e4m3_per_layer", each attention layer has a parameter `kv_scales`, which the sync fills: a scale for its keys and one for its values.
+The layer attends in their units: keys and values are divided by them and rounded, queries are multiplied by the scale of the keys and
+outputs by the scale of the values. Scales are powers of two, so this is exact. SGLang's own `k_scale` and `v_scale` stay 1: its kernels
+read a Python copy of them, which a CUDA graph keeps forever.
 """
 
 from __future__ import annotations
@@ -15,7 +19,52 @@ from typing import Any
 import torch
 
 from megatron_rl.precision import kv_cache
-from rollout_sglang.hooks.kv_cache_scales import KV_VARIABLE, scales_by_layer
+from megatron_rl.precision.kv_cache import to_units
+
+KV_VARIABLE = "MEGATRON_RL_KV"  # environment variable of the engine's processes with `precision.kv`
+BACKEND = "flashinfer"  # SGLang's attention backend on a GPU. FA3 and Triton also round queries or probabilities.
+_BACKENDS = ("FlashInferAttnBackend", "TorchNativeAttnBackend")
+_COPIES = ("k_scale", "v_scale", "k_scale_float", "v_scale_float")
+
+
+@functools.cache
+def scales_by_layer() -> bool:
+    """Return whether the engine of this process has `kv_scales`."""
+    return os.environ.get(KV_VARIABLE) == "e4m3_per_layer"
+
+
+def add_scales(original: Callable[..., None], self: Any, *args: Any, **named: Any) -> None:
+    """Wrap `RadixAttention.__init__`."""
+    original(self, *args, **named)
+    if scales_by_layer():
+        self.kv_scales = torch.nn.Parameter(torch.ones(2, dtype=torch.float32), requires_grad=False)
+
+
+def attend_in_units(
+    original: Callable[..., Any], self: Any, q: torch.Tensor, k: Any, v: Any, batch: Any, save_kv_cache: bool = True, **named: Any
+) -> Any:
+    """Wrap `RadixAttention.forward` for q `[tokens, heads * d]`, k and v `[tokens, kv heads * d]`."""
+    if not scales_by_layer():
+        return original(self, q, k, v, batch, save_kv_cache, **named)
+    if k is None or v is None or not save_kv_cache or named:
+        raise NotImplementedError(f"an E4M3 KV cache that is written elsewhere, or with {list(named)}, is not supported")
+    key_scale, value_scale = self.kv_scales.unbind()
+    return original(self, q * key_scale, to_units(k, key_scale), to_units(v, value_scale), batch) * value_scale
+
+
+def check_copies(model: torch.nn.Module) -> None:
+    """Raise ValueError, by name, if kernels would multiply by a scale of SGLang beside `kv_scales`."""
+    for path, module in model.named_modules() if scales_by_layer() else ():
+        for name in _COPIES if hasattr(module, "kv_scales") else ():
+            if (scale := getattr(module, name, None)) is not None and float(scale) != 1.0:
+                raise ValueError(f"{path}.{name} is {float(scale)}, not 1: kernels would multiply by it in addition to {path}.kv_scales")
+
+
+def check_backend(backend: Any) -> None:
+    """Raise ValueError if an attention backend rounds more than keys and values."""
+    name = type(backend).__name__
+    if scales_by_layer() and name not in _BACKENDS:
+        raise ValueError(f"SGLang's {name} is not known to leave queries and probabilities unquantized with an E4M3 cache")
 
 
 @functools.cache
