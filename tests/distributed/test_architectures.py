@@ -1,7 +1,5 @@
 """Every architecture of the trainer computes what Hugging Face transformers computes from the same checkpoint."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """inf and NaN are named and stop a step before anything of the policy changes."""
 
-from __future__ import annotations
-
 import pytest
 from support import trainer
 from support.models import FP8, FP32, random_sequences

@@ -1,8 +1,6 @@
 """Real Megatron models in many layouts: every rank has the coordinates and the named tensors of the geometry, with the checkpoint's own
 FP8 blocks."""
 
-from __future__ import annotations
-
 import pytest
 from support import megatron_models
 from support.families import cut_everything

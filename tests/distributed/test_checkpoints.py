@@ -1,7 +1,5 @@
 """A checkpoint that several ranks wrote is the same model in one process, and an incomplete checkpoint is refused."""
 
-from __future__ import annotations
-
 import json
 import shutil
 
@@ -26,7 +24,7 @@ CASES = {
 }
 
 
-def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+def as_bytes(tensor):
     return tensor.reshape(-1).view(torch.uint8)
 
 

@@ -1,7 +1,5 @@
 """A critic on Megatron's model has the numbers of transformers, and in every layout those of one process."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 
@@ -10,7 +8,6 @@ import torch
 from support import critics, transformers_reference
 from support.models import FP8, FP32, random_sequences
 
-from megatron_rl.batch.training_sample import TrainingSample
 from parallel.layout import Layout
 
 HEAD = re.compile(r"lm_head|value_head|logprobs|values")
@@ -28,7 +25,7 @@ LAYOUTS = {
 }
 
 
-def batches() -> list[list[TrainingSample]]:
+def batches():
     return [
         [replace(sample, reward=float(number % 3), advantage=0.0) for number, sample in enumerate(random_sequences(count, seed=seed))]
         for count, seed in ((7, 1), (5, 2))
@@ -51,7 +48,7 @@ def models(checkpoint, tied_checkpoint, model_folder, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def train_alone(worlds, models):
-    results: dict = {}
+    results = {}
 
     def get(name, precision):
         key = name, *precision.values()
@@ -93,7 +90,7 @@ LONG_CASES = [
 ]
 
 
-def name_case(case: tuple) -> str:
+def name_case(case):
     return "-".join([*case[:2], *case[2].values()])
 
 

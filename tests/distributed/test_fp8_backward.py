@@ -1,7 +1,5 @@
 """The backward pass of FP8 layers with Megatron's options: recomputation, gradient buffers, experts."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support import megatron_models, trainer
@@ -13,7 +11,7 @@ from megatron_rl.precision.fp8 import dequantize_weight, quantize_weight
 N, K = 256, 512
 
 
-def values(*shape: int, seed: int) -> torch.Tensor:
+def values(*shape, seed):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 

@@ -1,7 +1,5 @@
 """The FP8 layers in Megatron: the contract's three products with tensor- and sequence-parallel communication."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
@@ -11,7 +9,7 @@ from support.golden import slow_fp8
 S, B, N, K = 80, 2, 256, 512  # S * B tokens are no multiple of 128 on purpose
 
 
-def uneven(rows: int, cols: int, seed: int) -> np.ndarray:
+def uneven(rows, cols, seed):
     """Return float32 values whose blocks differ a lot in magnitude, so that a scale of the wrong block is noticed."""
     random = np.random.default_rng(seed)
     sizes = np.exp2(random.integers(-6, 6, (-(-rows // 32), -(-cols // 32))))

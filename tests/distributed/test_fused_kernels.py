@@ -1,7 +1,5 @@
 """The trainer's GPU paths, run on a CPU with stand-ins for the kernels, compute what separate operators compute."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support import fused_kernels, trainer
@@ -16,11 +14,11 @@ LAYERS, SPARSE, EXPERTS = 2, 1, 8
 BATCH = random_sequences(6, seed=1)
 
 
-def long(*case: object) -> object:
+def long(*case):
     return pytest.param(*case, marks=pytest.mark.long)
 
 
-def assert_gradients(gradients: dict, expected: dict, bound: float) -> None:
+def assert_gradients(gradients, expected, bound):
     """Assert that the relative distance of every gradient is within the bound."""
     for name, gradient in gradients.items():
         assert (gradient - expected[name]).norm() <= bound * expected[name].norm(), name

@@ -1,7 +1,5 @@
 """If a rank hangs in a collective, the other ranks report where all ranks are, and end. A signal to one rank stops all."""
 
-from __future__ import annotations
-
 import linecache
 import os
 import re

@@ -1,10 +1,5 @@
 """A Hugging Face checkpoint that is imported into a layout and exported again has the same bytes, FP8 blocks and scales included."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -23,7 +18,7 @@ from parallel.families import FAMILIES
 from parallel.formats import FP8
 from parallel.layout import Layout
 
-WIDTHS: dict[str, dict[str, Any]] = {
+WIDTHS = {
     "plain": {},
     "tied": {"tie_word_embeddings": True},
     "narrow": {"head_dim": 64, "num_attention_heads": 4, "num_key_value_heads": 4},  # blocks lie in another order than Megatron's rows
@@ -35,9 +30,9 @@ NAMES = sorted(f"decoder.layers.{layer}.{name}" for layer in range(2) for name i
 @pytest.fixture(scope="module")
 def fp8(tmp_path_factory):
     """`fp8(widths, scales)`: the FP8 checkpoint with these widths and scales, made once."""
-    made: dict[tuple[str, str], Path] = {}
+    made = {}
 
-    def get(widths: str, scales: str = "pow2") -> Path:
+    def get(widths, scales="pow2"):
         if (widths, scales) not in made:
             made[widths, scales] = make_fp8_checkpoint(tmp_path_factory.mktemp("fp8"), scales, num_hidden_layers=2, **WIDTHS[widths])
         return made[widths, scales]
@@ -45,11 +40,11 @@ def fp8(tmp_path_factory):
     return get
 
 
-def unified(scale_format: str = "pow2") -> dict[str, Any]:
+def unified(scale_format="pow2"):
     return {"mode": "fp8_unified", "scale_format": scale_format, "high": "bf16"}
 
 
-def dequantized(folder: Path) -> dict[str, torch.Tensor]:
+def dequantized(folder):
     """Return the float32 values of an FP8 checkpoint, from the definition of the format."""
     tensors = {}
     for name, tensor in read_weights(folder).items():
@@ -81,7 +76,7 @@ def test_an_fp8_checkpoint_comes_out_as_it_went_in(worlds, fp8, tmp_path, widths
     assert_dequantized(folder, ranks[0]["masters"])
 
 
-def assert_dequantized(folder: Path, masters: dict[str, torch.Tensor]) -> None:
+def assert_dequantized(folder, masters):
     expected = dequantized(folder)
     assert masters.keys() == expected.keys()
     assert [name for name in expected if not torch.equal(masters[name], expected[name])] == []

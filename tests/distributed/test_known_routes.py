@@ -1,9 +1,6 @@
 """If routers replay, ranks know before a pass how many tokens go where. The counts are Megatron's, and no bit changes."""
 
-from __future__ import annotations
-
 import shutil
-from typing import Any
 
 import pytest
 from support import fp8_checkpoints, routing, trainer
@@ -29,13 +26,13 @@ LONG = [
 ]
 
 
-def batches(model: str, layers: int) -> list:
+def batches(model, layers):
     """Return three batches. In the last, one replica has the only sample, the other only padding."""
     whole = [random_sequences(7, seed=1), random_sequences(6, seed=2), random_sequences(1, seed=3)]
     return [routing.with_random_routing(batch, *MODELS[model], layers) for batch in whole]
 
 
-def compare(worlds, run, layout: Layout, *args: Any) -> list[dict[str, Any]]:
+def compare(worlds, run, layout, *args):
     """Return the results of each rank with known routes, after comparing them with those of counted routes."""
     known, counted = (worlds(layout.world_size).call(routing.train_on_records, run, each, *args, layout) for each in (True, False))
     for ours, theirs in zip(known, counted, strict=True):

@@ -1,7 +1,5 @@
 """Replicas, pipeline stages and their combinations compute what one process computes, also if they cannot share the work evenly."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support import trainer
@@ -56,13 +54,13 @@ layer's gradients one in nine is another number then, and the norm of all differ
 four batches two do so with E4M3 keys and none with others, though what tips is no key: chance. Hence FP32 with E4M3 keys here."""
 
 
-def batches() -> list:
+def batches():
     """Return two batches of 7 and 5 samples. With 60 tokens per micro-batch one process packs the 7 as 2 + 2 + 3; two replicas pack 2
     and 1, 2 and 2. They pack the 5 as 1 and 1, 1 and 2."""
     return [random_sequences(7, seed=1), random_sequences(5, seed=2)]
 
 
-def without_padding(result: dict) -> list[dict[str, float]]:
+def without_padding(result):
     """Return a run's steps without the padding, which depends on the layout."""
     return [{name: value for name, value in step.items() if name != "tokens/padding"} for step in result["steps"]]
 
@@ -85,7 +83,7 @@ def folder_of(checkpoint, tied_checkpoint, model_folder):
 @pytest.fixture(scope="module")
 def train_alone(worlds):
     """`train_alone(checkpoint, precision)`: the results of one process, computed once."""
-    results: dict = {}
+    results = {}
 
     def get(folder, precision):
         key = folder, *precision.values()
@@ -162,7 +160,7 @@ def test_the_opposite_of_the_defaults(worlds, train_alone, checkpoint):
     assert_same_training(checkpoint, train_alone(checkpoint, FP32), result, TOLERANCE["fp32"])
 
 
-def assert_same_scales(expected: dict, of_ranks: list[dict], stages: int) -> None:
+def assert_same_scales(expected, of_ranks, stages):
     """Compare key-value scales. Tensor-parallel ranks compute them from different heads, replicas from different tokens."""
     assert {name for scales in of_ranks for name in scales} == expected.keys()
     for scales in of_ranks:
@@ -170,7 +168,7 @@ def assert_same_scales(expected: dict, of_ranks: list[dict], stages: int) -> Non
         assert all(torch.equal(values, expected[name]) and (values != 1).all() for name, values in scales.items())
 
 
-def assert_same_training(folder, expected: dict, result: dict, tolerance: float) -> None:
+def assert_same_training(folder, expected, result, tolerance):
     spread = expected["before"].std()
     assert spread > 0.1  # the batch tells policies apart
     assert (result["before"] - expected["before"]).abs().max() < tolerance * spread

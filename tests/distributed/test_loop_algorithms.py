@@ -1,7 +1,5 @@
 """Every algorithm through the real loop and a real FP8 trainer: it learns what is rewarded, and reports its metrics."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 
@@ -18,7 +16,7 @@ LEARNED = ("grpo", "gspo", "rloo", "clip_cov")
 """By default: a loss of each kind, and an advantage of its own."""
 
 
-def run(worlds, checkpoint, critic: dict | None = None, noise: float = 0.02, steps: int = STEPS, **algorithm: object) -> dict:
+def run(worlds, checkpoint, critic=None, noise=0.02, steps=STEPS, **algorithm):
     settings = {"updates_per_step": 2, **algorithm}
     call = partial(training_runs.run_loop, critic=critic)
     result = worlds(1).call(call, checkpoint, FP8, settings, steps, noise)[0]

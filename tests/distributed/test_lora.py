@@ -1,9 +1,6 @@
 """Training of adapters alone: their gradients, frozen weights, and the same results in any layout."""
 
-from __future__ import annotations
-
 import functools
-from pathlib import Path
 
 import pytest
 import torch
@@ -59,7 +56,7 @@ def test_gradient_is_the_slope_of_the_loss(worlds, checkpoint):
 
 ATTENTION, FC = ("linear_qkv", "linear_proj"), ("linear_fc1", "linear_fc2")
 FAST = {"reduction": "fast"}
-CASES: dict[str, tuple[str, Layout, dict[str, str]]] = {
+CASES = {
     "ep": ("qwen3_moe", Layout(dp=2, ep=2), {}),
     "ep, not etp": ("qwen3_moe", Layout(tp=2, ep=2, etp=1), {}),
     "etp": ("qwen3_moe", Layout(tp=2, etp=2), {}),
@@ -74,7 +71,7 @@ CASES: dict[str, tuple[str, Layout, dict[str, str]]] = {
 _LONG = ("replicas of experts", "pp, cp and ep")
 
 
-def targets(model: str) -> dict[str, object]:
+def targets(model):
     return LORA | {"targets": ATTENTION[model == "deepseek_v3" :] + FC}
 
 
@@ -83,7 +80,7 @@ def alone(worlds, model_folder):
     """`alone(model)`: its folder, batches, and the results of one process."""
 
     @functools.cache
-    def train(model: str) -> tuple[Path, list, dict]:
+    def train(model):
         folder, batches = model_folder(model), [random_sequences(4, 1), random_sequences(6, 2)]
         return folder, batches, worlds(1).call(lora.train_adapters, folder, FP32, targets(model), batches, Layout())[0]
 

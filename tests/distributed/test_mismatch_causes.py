@@ -1,7 +1,5 @@
 """The mismatch by cause: each planted cause appears only under its own name, and the causes add up to the total."""
 
-from __future__ import annotations
-
 import pytest
 from support import training_runs
 from support.models import FP8, FP32, random_sequences
@@ -12,7 +10,7 @@ SUMMED = ("mean", "k3")
 ROLLOUT = {mode: {"mode": mode, "high": "fp32"} for mode in ("fp8_rollout", "int8_rollout")}
 
 
-def attributed(world, checkpoint, precision: dict, fault: str = "") -> dict[str, float]:
+def attributed(world, checkpoint, precision, fault=""):
     """Return the mean absolute mismatch by cause. Every rank gets the same, and the causes add up to the total."""
     metrics, *others = world.call(training_runs.measure_causes, checkpoint, precision, random_sequences(8, 3), fault)
     assert all(other == metrics for other in others)

@@ -1,8 +1,6 @@
 """Training of layers for multi-token prediction: the loss of transformers, no effect on the policy, and the numbers of one process in
 every layout, through checkpoint, resume and export."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import replace
@@ -13,7 +11,6 @@ from support import trainer, transformers_reference
 from support.fp8_checkpoints import add_mtp_layer, find_changed
 from support.models import FP8, FP32, random_sequences, read_weights
 
-from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.hf.files import read_config
 from megatron_rl.hf.read import HFCheckpoint
 from megatron_rl.mcore.optim.step_response import CHANGED, RESPONSE
@@ -38,7 +35,7 @@ CASES = [
 ]
 
 
-def batches() -> list[list[TrainingSample]]:
+def batches():
     return [
         [replace(sample, advantage=float(number % 3) - 1) for number, sample in enumerate(random_sequences(count, seed=seed))]
         for count, seed in ((7, 1), (5, 2))
@@ -58,7 +55,7 @@ def models(model_folder, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def train_alone(worlds, models):
-    results: dict = {}
+    results = {}
 
     def get(name, precision, **train):
         key = name, *precision.values(), *train.items()

@@ -1,7 +1,5 @@
 """A number format end to end. The first of `CASES` is unknown to the source; this test adds its row, quantizer and product."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from pydantic import ValidationError
@@ -19,7 +17,7 @@ from megatron_rl.kernels.linear.requirements import find_missing
 from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.precision.quantizers import dequantize, quantize
 from parallel.digest import view_rect
-from parallel.formats import MODES, TensorFormat
+from parallel.formats import MODES
 from parallel.layout import EngineLayout, Layout
 from parallel.layout_hints import find_trainer_problem
 from parallel.model_geometry import ModelGeometry
@@ -39,7 +37,7 @@ def registered():
         yield
 
 
-def round_trip(x: torch.Tensor, format: TensorFormat) -> torch.Tensor:
+def round_trip(x, format):
     return dequantize(quantize(x, format), format)
 
 

@@ -1,7 +1,5 @@
 """Optimizer state in host memory between steps. On a CPU both sides are the host: the copies are real, and no bit may change."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -29,7 +27,7 @@ def test_training_and_checkpoints_are_the_same_with_the_state_away(worlds, check
         assert written[0] == written[1] and len(written[0]) > 0
 
 
-def assert_same_with_the_state_away(stays, away) -> None:
+def assert_same_with_the_state_away(stays, away):
     assert stays["gradients"][0] > 0 and away["gradients"] == [0, 0, 0]
     on_device, on_host = away["addresses"][0::2], away["addresses"][1::2]
     pairs = [pair for before, after in zip(on_device, on_host, strict=True) for pair in zip(before, after, strict=True)]

@@ -1,7 +1,5 @@
 """The output layer that scores a few rows at a time gives the log-probs of whole logits bit for bit, and their gradients."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support import trainer

@@ -1,7 +1,5 @@
 """Packed sequences have the log-probs and gradients that each sequence has alone, in every architecture."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support import trainer
@@ -13,10 +11,7 @@ BOUNDS = [1, 60, 10000]
 """Tokens of a micro-batch: every sequence alone, a few together, all in one row."""
 
 
-CASES = [
-    *((name, FP8) for name in FAMILIES),
-    *(pytest.param(name, FP32, marks=pytest.mark.long) for name in FAMILIES),
-]
+CASES = [*((name, FP8) for name in FAMILIES), *(pytest.param(name, FP32, marks=pytest.mark.long) for name in FAMILIES)]
 
 
 @pytest.mark.parametrize("name, precision", CASES)

@@ -1,7 +1,5 @@
 """tools/perplexity.py: every mode scores the same tokens, and the modes differ by as much as expected."""
 
-from __future__ import annotations
-
 import json
 import math
 import subprocess
@@ -17,7 +15,7 @@ pytestmark = pytest.mark.long
 TEXT = Path(trainer.__file__).parent / "held_out.txt"
 
 
-def run(*arguments: object) -> subprocess.CompletedProcess[str]:
+def run(*arguments):
     command = [sys.executable, str(ROOT / "tools" / "perplexity.py"), *map(str, arguments)]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900, check=False)
 

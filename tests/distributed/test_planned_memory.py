@@ -1,7 +1,5 @@
 """The planner's bytes match those of real Megatron models: lasting memory exactly, a layer's activations closely, the peak within 5 %."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from functools import partial
@@ -28,7 +26,7 @@ HELD = [
 LORA = {"rank": 8}
 
 
-def job_of(name: str, precision: dict[str, str], **sections: object) -> Workload:
+def job_of(name, precision, **sections):
     short = {"data": {"max_prompt_tokens": 100}, "rollout": {"max_new_tokens": 100}}
     config = Config.model_validate_json(json.dumps({"model": {"path": "x"}, "precision": precision, **short, **sections}))
     return Workload.from_config(config, ARCHITECTURES[name])
@@ -46,7 +44,7 @@ def test_what_every_rank_holds_with_adapters(worlds, tmp_path):
     check_bytes(worlds(4).call(megatron_models.count_bytes, folder, UNIFIED, layout, job.config.lora), job, layout)
 
 
-def check_bytes(ranks: list[dict[str, int]], job: Workload, layout: Layout) -> None:
+def check_bytes(ranks, job, layout):
     planned = [weights.count_trainer_memory(job, layout, layout.coordinates(rank).pp)._asdict() for rank in range(4)]
     for rank, (measured, expected) in enumerate(zip(ranks, planned, strict=True)):
         for part in ("gradients", "masters", "moments"):  # Megatron pads buffers, and cuts them anywhere

@@ -1,7 +1,5 @@
 """A resumed run computes, bit for bit, what an uninterrupted run computes. In another layout it starts from equal weights."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support import trainer, training_runs
@@ -28,11 +26,11 @@ def fp8_checkpoint(tmp_path_factory):
     return make_fp8_checkpoint(tmp_path_factory.mktemp("fp8"), num_hidden_layers=2)
 
 
-def without_times(rows: list[dict]) -> list[dict]:
+def without_times(rows):
     return [{name: value for name, value in row.items() if not name.startswith(("time/", "memory/"))} for row in rows]
 
 
-def assert_goes_on(world, checkpoint, tmp_path, precision, layout=None) -> None:
+def assert_goes_on(world, checkpoint, tmp_path, precision, layout=None):
     straight = world.call(training_runs.train_to, checkpoint, tmp_path / "straight", STEPS, precision, False, layout)
     first = world.call(training_runs.train_to, checkpoint, tmp_path / "run", 2, precision, False, layout)
     second = world.call(training_runs.train_to, checkpoint, tmp_path / "run", STEPS, precision, True, layout)
@@ -46,7 +44,7 @@ def assert_goes_on(world, checkpoint, tmp_path, precision, layout=None) -> None:
     assert [folder.name for folder in list_newest_first(tmp_path / "run")] == ["step_00004", "step_00003"]
 
 
-def assert_same_state(expected: dict, loaded: dict) -> None:
+def assert_same_state(expected, loaded):
     """Assert equal weights, and an equal next step."""
     assert all(torch.equal(scales, expected["scales"][name]) and (scales != 1).all() for name, scales in loaded["scales"].items())
     assert expected["masters"].keys() == loaded["masters"].keys()
@@ -122,7 +120,7 @@ def test_context_ranks_and_unequal_stages_load_into_one_process(worlds, deep, tm
 def test_a_critic_goes_on_bit_for_bit(worlds, checkpoint, tmp_path, layout):
     world, algorithm = worlds(layout.world_size), {"advantage": "gae", "lam": 0.9, "kl_in": "reward"}
 
-    def train(run: str, steps: int, go_on: bool = False) -> list[dict]:
+    def train(run, steps, go_on=False):
         return world.call(training_runs.train_to, checkpoint, tmp_path / run, steps, BF16, go_on, layout, "", algorithm)
 
     straight, first, second = train("straight", STEPS), train("run", 2), train("run", STEPS, True)
@@ -137,7 +135,7 @@ def test_a_critic_goes_on_bit_for_bit(worlds, checkpoint, tmp_path, layout):
 def test_a_run_that_replays_groups_goes_on_bit_for_bit_and_measures_no_precision_of_them(worlds, checkpoint, tmp_path):
     replay = {"prompts_per_step": 3, "max_replays": 2, "max_staleness": 2}
 
-    def train(run: str, steps: int, go_on: bool = False) -> list[dict]:
+    def train(run, steps, go_on=False):
         return worlds(2).call(training_runs.train_to, checkpoint, tmp_path / run, steps, BF16, go_on, Layout(dp=2), "", None, replay)
 
     straight, first, second = train("straight", STEPS), train("run", 2), train("run", STEPS, True)

@@ -1,7 +1,5 @@
 """What an engine gets from a trainer that has just loaded a checkpoint: the checkpoint's own blocks, at any tensor parallelism."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support import trainer
@@ -27,7 +25,7 @@ def test_one_rank_and_two_give_the_checkpoints_own_bytes(worlds, checkpoint, pre
         assert_the_checkpoints_own_bytes(tensors, read_weights(checkpoint), precision, 2 * 7)  # q k v o gate up down of two layers
 
 
-def assert_the_checkpoints_own_bytes(tensors: dict, weights: dict, precision: dict, count: int) -> None:
+def assert_the_checkpoints_own_bytes(tensors, weights, precision, count):
     contract = PrecisionContract.from_config(PrecisionConfig(**precision))
     format, high = (
         contract.engine_format,

@@ -1,7 +1,5 @@
 """Experts: routing that is recorded, replayed and balanced is the same in every layout."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support import routing
@@ -26,10 +24,7 @@ BATCH = random_sequences(7, seed=1)
 @pytest.fixture(scope="module")
 def folders(model_folder):
     layers = {"num_hidden_layers": 2}
-    return {
-        "qwen3_moe": model_folder("qwen3_moe", **layers, mlp_only_layers=[]),
-        "deepseek_v3": model_folder("deepseek_v3", **layers),
-    }
+    return {"qwen3_moe": model_folder("qwen3_moe", **layers, mlp_only_layers=[]), "deepseek_v3": model_folder("deepseek_v3", **layers)}
 
 
 ROUTED = {"qwen3_moe": routing.with_random_routing(BATCH, 4, 2), "deepseek_v3": routing.with_random_routing(BATCH, 8, 4)}
@@ -77,7 +72,7 @@ def test_replay_in_any_layout_equals_that_of_one_process(worlds, folders, alone,
     assert_same_masters(folders[name], expected["masters"], ranks[0]["masters"])
 
 
-def assert_same_masters(folder, expected: dict, masters: dict) -> None:
+def assert_same_masters(folder, expected, masters):
     start = read_weights(folder)
     for weight, value in expected.items():
         assert (value - masters[weight]).norm() <= 1e-3 * (value - start[weight]).norm(), weight
@@ -104,10 +99,7 @@ BALANCED = {
 
 @pytest.mark.parametrize(
     "name, layouts",
-    [
-        ("qwen3_moe", ["ep2", "tp2_ep2_etp2", "ep2_pp2"]),
-        pytest.param("deepseek_v3", ["tp2_etp1", "tp2_ep2_etp1"], marks=pytest.mark.long),
-    ],
+    [("qwen3_moe", ["ep2", "tp2_ep2_etp2", "ep2_pp2"]), pytest.param("deepseek_v3", ["tp2_etp1", "tp2_ep2_etp1"], marks=pytest.mark.long)],
 )
 def test_balancing_in_any_layout_equals_that_of_one_process(worlds, folders, name, layouts):
     expected = worlds(1).call(routing.scores, folders[name], BATCH, None, BALANCED[name])[0]

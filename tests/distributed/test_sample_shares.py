@@ -1,7 +1,5 @@
 """Replicas train only on their own samples, and samples, metrics and weights are those of one process."""
 
-from __future__ import annotations
-
 import pytest
 from support import trainer, training_runs
 from support.models import FP32
@@ -34,7 +32,7 @@ def test_fewer_samples_than_replicas(worlds):
 def test_the_loop_with_replicas_is_that_of_one_process(worlds, checkpoint, tmp_path, algorithm):
     """Corrections, calibrated clipping, the mismatch, and rloo's advantages with a KL term in the reward need all replicas' log-probs."""
 
-    def train(layout: Layout) -> tuple[list[dict], list[dict]]:
+    def train(layout):
         arguments = checkpoint, tmp_path / f"run{layout.world_size}", 2, FP32, False, layout, "", algorithm
         ranks = worlds(layout.world_size).call(training_runs.train_to, *arguments)
         keep = ("time/", "memory/", "tokens/padding", "precision/")

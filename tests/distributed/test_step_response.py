@@ -1,7 +1,5 @@
 """The response of an optimizer step, sampled in strips on every rank, is the response of the whole model, in every mode and layout."""
 
-from __future__ import annotations
-
 import pytest
 from safetensors.torch import save_file
 from support import trainer
@@ -22,7 +20,7 @@ def bf16_checkpoint(tmp_path_factory):
     return folder
 
 
-def responses(world, folder, precision, layout=None, train=STEP, *options) -> list[tuple[dict, dict]]:
+def responses(world, folder, precision, layout=None, train=STEP, *options):
     """Return the sampled and the whole response of each step. Every rank gets the same."""
     batches = [random_sequences(4, 1), random_sequences(4, 2)]
     first, *others = world.call(trainer.measure_response, folder, precision, train, batches, layout, *options)
@@ -57,7 +55,7 @@ def test_it_is_that_of_the_whole_model_and_about_1_for_random_weights(worlds, ch
         assert sampled[CHANGED] > 0.9 if precision["mode"] == "int8_rollout" else 0 < sampled[CHANGED] < 0.1
 
 
-def first_responses(world, folder, precision) -> list[dict]:
+def first_responses(world, folder, precision):
     """Return the first response with masters that are the checkpoint's numbers, and with masters spread over the intervals that round to
     them."""
     return [

@@ -1,19 +1,11 @@
 """Communication of tensor-parallel ranks: bytes and scales that each rank has quantized, and heads that ranks share."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support import tensor_parallel
 from support.tensor_parallel import DIM, TOKENS
 
-CASES = [
-    ("deep_gemm", 2, 512),
-    ("deep_gemm", 2, 10),
-    ("deep_gemm", 4, 268),
-    ("transformer_engine", 4, 512),
-    ("transformer_engine", 4, 320),
-]
+CASES = [("deep_gemm", 2, 512), ("deep_gemm", 2, 10), ("deep_gemm", 4, 268), ("transformer_engine", 4, 512), ("transformer_engine", 4, 320)]
 
 
 @pytest.mark.parametrize("scale_format", ["pow2", "fp32"])

@@ -1,7 +1,5 @@
 """The training graph of real Megatron models: the format of each tensor, with one and two ranks, and planted differences."""
 
-from __future__ import annotations
-
 from itertools import chain
 
 import pytest
@@ -19,7 +17,7 @@ LINEARS = {"attention.qkv", "attention.output", "mlp.gate_up", "mlp.down"}
 BF16 = {"mode": "bf16", "high": "bf16"}
 
 
-def formats(graph, phase: str, tensor: str) -> dict[str, TensorPrecision]:
+def formats(graph, phase, tensor):
     """Map each target to the precision of the tensor, in the model's only kind of layer."""
     _, (layers, part) = fold_layers(split_by_layer(graph))
     assert layers == (0, 1)
@@ -89,10 +87,7 @@ def test_tied_embeddings_have_the_same_operators(worlds, checkpoint, tied_checkp
             "weight scales",
             "layer 1: mlp.gate_up.weight -> mlp.gate_up (weight) is e4m3 128x128 pow2 in the rollout, e4m3 128x128 fp32 in training",
         ),
-        (
-            "activation scales",
-            "layers 0..1: mlp.swiglu -> mlp.down (x) is e4m3 1x128 pow2 in the rollout, e4m3 1x128 fp32 in training",
-        ),
+        ("activation scales", "layers 0..1: mlp.swiglu -> mlp.down (x) is e4m3 1x128 pow2 in the rollout, e4m3 1x128 fp32 in training"),
         ("high-precision layer", "layer 1: attention.core -> attention.output (x) is e4m3 1x128 pow2 in the rollout, fp32 in training"),
         ("fp8 head", "lm_head.weight -> lm_head (weight) is fp32 in the rollout, e4m3 128x128 pow2 in training"),
         ("dtype", "layer 1: input_norm.weight -> input_norm (weight) is fp32 in the rollout, fp16 in training"),

@@ -1,10 +1,6 @@
 """Two interleaved micro-batches have the bits of two sequential ones: log-probs, steps, weights, gradients of all kinds of layers."""
 
-from __future__ import annotations
-
 import shutil
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -38,7 +34,7 @@ LONG = [
 def compare(worlds):
     """`compare(run, ...)` runs a function with and without interleaving, and compares its results on every rank."""
 
-    def check(run: Callable[..., dict[str, Any]], layout: Layout, *args: Any, **train: Any) -> None:
+    def check(run, layout, *args, **train):
         in_turns, after_another = (
             worlds(layout.world_size).call(run, *(TRAIN | train | {"two_batch_overlap": mode} if arg is TRAIN else arg for arg in args))
             for mode in ("all", "off")
@@ -49,7 +45,7 @@ def compare(worlds):
     return check
 
 
-def batches() -> list:
+def batches():
     return [random_sequences(7, seed=1), random_sequences(6, seed=2)]
 
 

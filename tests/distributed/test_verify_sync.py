@@ -1,7 +1,5 @@
 """tools/verify_sync.py as a user runs it, and its dump as other code reads it."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -27,7 +25,7 @@ QWEN3 = {
 }
 
 
-def run(folder: Path, config: dict, *options: str) -> subprocess.CompletedProcess:
+def run(folder, config, *options):
     (folder / "config.json").write_text(json.dumps(config))
     command = [sys.executable, str(ROOT / "tools" / "verify_sync.py"), "--hf-config", str(folder), *options]
     return subprocess.run(command, capture_output=True, text=True, timeout=900, cwd=ROOT)

@@ -1,7 +1,5 @@
 """Runs of agents that fail at random: uninterrupted, with a killed engine, and stopped and resumed. Each counts every episode once."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 
@@ -24,7 +22,7 @@ BREAKING = {
 }
 
 
-def numbers(run: Path) -> list[dict]:
+def numbers(run):
     """Return the rows without measured values, and without those that depend on the order of requests."""
     measured = ("time", "second", "memory/", "restarts", "ahead/", "cached")
     return [{key: value for key, value in row.items() if not any(word in key for word in measured)} for row in read_rows(run)]

@@ -1,7 +1,5 @@
 """tools/compare_forward.py: on the CPU tier no operator differs, and the first operator that only the engine quantizes is found."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -25,14 +23,14 @@ def sparse_model(tmp_path_factory):
     return folder
 
 
-def compare(folder, *options: object):
+def compare(folder, *options):
     command = [sys.executable, ROOT / "tools" / "compare_forward.py", *options, "--json", folder / "result.json"]
     done = subprocess.run(command, cwd=ROOT, env=one_thread_environment(), capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr
     return json.loads((folder / "result.json").read_text()), done.stdout
 
 
-def assert_nothing_differs(result, layers: tuple[str, ...]) -> None:
+def assert_nothing_differs(result, layers):
     operators = result["operators"]
     assert list(operators) == ["embedding", *(f"layers.{number}.{op}" for number in (0, 1) for op in layers), "norm", "lm_head"]
     assert result["first_difference"] is None

@@ -1,7 +1,5 @@
 """Engines that break the contract or do not start end in one RunError with the log's tail, and leave no process."""
 
-from __future__ import annotations
-
 import shutil
 
 import pytest

@@ -1,11 +1,8 @@
 """A real engine whose ranks are on two nodes has the bits of an engine on one node, and is lost with either node. The nodes are two
 addresses of this machine, or this machine and a network namespace, which share neither an address nor memory."""
 
-from __future__ import annotations
-
 import os
 import subprocess
-from collections.abc import Iterator
 
 import pytest
 from support import trainer_engine
@@ -37,11 +34,11 @@ def on_one_node(new_world, checkpoint, tmp_path_factory):
     return world
 
 
-def generate(world, tokens: int = 24):
+def generate(world, tokens=24):
     return world.call(trainer_engine.generate_seeded, PROMPTS, tokens)[0]
 
 
-def train_and_sync(worlds, version: int, **settings):
+def train_and_sync(worlds, version, **settings):
     """Take one step and sync in every world."""
     for world in worlds:
         world.call(trainer_engine.train, random_sequences(8, seed=50 + version))
@@ -82,12 +79,12 @@ OWN, OTHER = "10.213.77.1", "10.213.77.2"
 
 
 @pytest.fixture(scope="module")
-def namespace() -> Iterator[str]:
+def namespace():
     """The launcher of a network namespace with the address OTHER, which reaches this machine as OWN."""
     name = f"mrl{os.getpid()}"
     own, other = f"{name}a", f"{name}b"
 
-    def ip(*words: str) -> None:
+    def ip(*words):
         subprocess.run(["ip", *words], check=True, capture_output=True)
 
     try:

@@ -1,8 +1,6 @@
 """Trainers and engines in different layouts, dense and with experts: a real SGLang, filled by syncs from a real Megatron model, has the
 trainer's log-probs bit for bit, and closely those of transformers' model on the same FP8 blocks."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support import engine_checks, trainer_engine, transformers_reference
@@ -25,7 +23,7 @@ def transformers_side(tmp_path_factory):
         yield world
 
 
-def assert_same_logprobs(world, folder, transformers_side, seed: int) -> None:
+def assert_same_logprobs(world, folder, transformers_side, seed):
     """Compare log-probs of the weights of `seed`, which are served as the version of that number."""
     generated = world.call(trainer_engine.generate, PROMPTS)[0]
     assert generated["versions"] == {seed}

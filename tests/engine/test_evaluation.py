@@ -1,17 +1,14 @@
 """The command `eval` with real engines: a run's checkpoint against a Hugging Face one, with every figure recomputed from the
 completions."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
-from pathlib import Path
 
 import pytest
 from support import training_runs
 from support.fp8_checkpoints import add_mtp_layer
 from support.models import write_model
-from support.processes import ROOT, Command, Done
+from support.processes import ROOT, Command
 
 from examples.arithmetic.config import DemoConfig
 from examples.arithmetic.task import Arithmetic
@@ -26,13 +23,13 @@ TASK = (f"--data.eval_size={PROBLEMS}", "--data.settings.levels=[2, 3]")
 SETTINGS = (*TASK, "--eval.temperature=1", "--rollout.max_new_tokens=16", "--rollout.max_running_requests=32")
 
 
-def evaluate(folder: Path, *arguments: object) -> Done:
+def evaluate(folder, *arguments):
     with Command(folder, "megatron_rl", "eval", QUICKSTART, *arguments, *SETTINGS) as command:
         return command.wait(1500)
 
 
 @pytest.fixture(scope="module")
-def run(new_world, tmp_path_factory) -> Path:
+def run(new_world, tmp_path_factory):
     """A run folder with the checkpoint of a model that solves some problems."""
     folder = tmp_path_factory.mktemp("evaluated")
     small = ["--architecture.num_hidden_layers=1", "--warm_start.steps=60", *TASK]
@@ -43,7 +40,7 @@ def run(new_world, tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def evaluated(run, checkpoint, tmp_path_factory) -> tuple[Done, dict, list[dict]]:
+def evaluated(run, checkpoint, tmp_path_factory):
     """The command's result, eval.json and the completions. The baseline has random weights."""
     saved = run / "checkpoints" / "step_00003"
     done = evaluate(tmp_path_factory.mktemp("eval"), "--checkpoint", saved, "--baseline", checkpoint, "--samples", SAMPLES)
@@ -70,7 +67,7 @@ def test_the_figures_are_those_of_the_completions(evaluated):
     for name, side in results["sides"].items():
         for line in side["table"]:
             selected = [row for row in rows if row["side"] == name and line["level"] in (None, row["level"])]
-            by_problem: dict[str, list[bool]] = {}
+            by_problem = {}
             for row in selected:
                 by_problem.setdefault(row["problem"], []).append(row["correct"])
             assert line["problems"] == len(by_problem)

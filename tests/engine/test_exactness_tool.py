@@ -1,7 +1,5 @@
 """tools/exactness.py as a user runs it: promised cells are 0, and the exit code says so."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,15 +1,11 @@
 """Runs that are stopped, lose their engine or a rank, compared with an uninterrupted run: the same rows and bytes if they go on, one
 line with the reason if they end, and no process left."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 import torch
 from support import train_command
 from support.models import make_checkpoint, read_weights
-from support.processes import ROOT, Command, Done
+from support.processes import ROOT, Command
 from support.train_command import TORCHRUN, finish, latest, read_json, read_rows, train
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(6000)]
@@ -36,12 +32,12 @@ MEASURED = {  # over LEARNING: twelve problems in epochs of what is solved at ti
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory) -> dict[str, Path]:
+def folders(tmp_path_factory):
     return {name: tmp_path_factory.mktemp(name) for name in ("straight", "stopped", "killed")}
 
 
 @pytest.fixture(scope="module")
-def runs(folders) -> dict[str, Done]:
+def runs(folders):
     """Results of three runs: uninterrupted, stopped after two steps and started again, and with an engine that is killed after the first
     step."""
     done = {"straight": finish(train(folders["straight"], LEARNING))}
@@ -56,7 +52,7 @@ def runs(folders) -> dict[str, Done]:
     return done
 
 
-def numbers(run: Path) -> list[dict]:
+def numbers(run):
     """Return the rows without measured values."""
     measured = ("time", "second", "memory/", "restarts", "ahead/", "cached_share")
     return [{key: value for key, value in row.items() if not any(word in key for word in measured)} for row in read_rows(run)]

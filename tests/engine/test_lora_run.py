@@ -1,7 +1,5 @@
 """`megatron-rl train` with adapters on two ranks and an engine of two, resumed by one process, and exported in PEFT's format."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,8 +1,6 @@
 """A high-precision trainer with an INT8 engine with experts: the engine serves what was quantized at the sync, and computes as the
 contract says. For FP8 see test_routing_replay.py."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

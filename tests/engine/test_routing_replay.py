@@ -1,8 +1,6 @@
 """A high-precision trainer with an FP8 engine with experts: the engine is proved, computes as the contract says, and records the experts
 of each token, which the trainer replays."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
@@ -32,7 +30,7 @@ def answered(world):
     return samples, same, cached, world.call(engine_checks.score, samples)[0]
 
 
-def distance(logprobs: dict, name: str) -> torch.Tensor:
+def distance(logprobs, name):
     return (logprobs[name] - logprobs["engine"]).abs()
 
 

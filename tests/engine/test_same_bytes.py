@@ -1,7 +1,5 @@
 """The engine serves the trainer's bytes after loading, after every sync and after export; one wrong byte anywhere is found and named."""
 
-from __future__ import annotations
-
 import json
 from string import ascii_lowercase
 
@@ -17,7 +15,7 @@ PROMPTS = [sample.prompt_ids.tolist() for sample in random_sequences(8, seed=11)
 WHOLE = 16 << 20
 
 
-def assert_same_logprobs(world, version: int) -> None:
+def assert_same_logprobs(world, version):
     generated = world.call(trainer_engine.generate, PROMPTS)[0]
     assert generated["versions"] == {version}
     assert len(generated["engine"]) >= 50

@@ -1,7 +1,5 @@
 """Sampling by a real engine: top_k, top_p and min_p depend only on the completion's seed, and stop strings end a response."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np
@@ -11,20 +9,20 @@ from support.models import random_sequences
 
 from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.hf.tokenizer import load_tokenizer
-from megatron_rl.types import Generation, SamplingParams
+from megatron_rl.types import SamplingParams
 
 PROMPTS = [sample.prompt_ids.tolist() for sample in random_sequences(8, seed=11)]
 TOKENS = 24
 
 
-def sample(world, *samplings: SamplingParams) -> list[list[Generation]]:
+def sample(world, *samplings):
     """Return the responses to all prompts for each way of sampling, all in one batch. Every prompt has its own seed."""
     asked = [replace(sampling, seed=seed) for sampling in samplings for seed in range(len(PROMPTS))]
     answers = world.call(trainer_engine.generate_with, PROMPTS * len(samplings), asked)[0]
     return [answers[start : start + len(PROMPTS)] for start in range(0, len(answers), len(PROMPTS))]
 
 
-def tokens(answers: list[Generation]) -> list[list[int]]:
+def tokens(answers):
     return [answer.output_ids_T.tolist() for answer in answers]
 
 

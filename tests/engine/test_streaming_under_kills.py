@@ -1,8 +1,6 @@
 """A run that samples two versions ahead and over-samples, with two real engines, while one engine, both, or the trainer are killed at
 random: every problem is trained on once, in order, and trainer and engines agree to the bit."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

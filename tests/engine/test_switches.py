@@ -1,7 +1,5 @@
 """Weight switches of a real engine under load, generation ahead of the trainer, and access to the engine."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support import async_runs, engine_checks, trainer_engine

@@ -31,7 +31,7 @@ class Runs(NamedTuple):
     finished: Done
 
 
-def mixture(folder: Path) -> dict[str, object]:
+def mixture(folder):
     """Return data of three kinds, with a warm start: GSM8K's rows (the published ones if available), MATH as Parquet, and generated
     problems."""
     lines = GSM8K
@@ -58,7 +58,7 @@ def mixture(folder: Path) -> dict[str, object]:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory) -> Runs:
+def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("train")
     changes = mixture(folder)
     two_ranks = {**changes, "train.layout.tp": 2, "train.two_batch_overlap": "all", "train.steps": 500}

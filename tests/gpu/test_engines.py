@@ -5,8 +5,6 @@ and engines on one device.
 A model of few layers spends more of a step on what FP8 does not speed up.
 """
 
-from __future__ import annotations
-
 import statistics
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -14,14 +12,7 @@ from types import SimpleNamespace
 import httpx
 import pytest
 import torch
-from support.policies import (
-    ACTOR_BYTES,
-    ARCHITECTURES,
-    ENGINE_BYTES,
-    REFERENCE_BYTES,
-    count_layers_that_fit,
-    stack_layers,
-)
+from support.policies import ACTOR_BYTES, ARCHITECTURES, ENGINE_BYTES, REFERENCE_BYTES, count_layers_that_fit, stack_layers
 from support.rl_steps import PHASES, StepSize, measure_decoding, measure_rl_steps, start_engines
 from support.timing import run_in_child
 
@@ -43,7 +34,7 @@ ROOM_FOR_32B = 120
 """GiB of a GPU that holds 32B engines in BF16 and FP8 at once. Jet-RL's speed of rollouts is of that size."""
 
 
-def find_size() -> str:
+def find_size():
     """Return the size whose engines fit on this GPU side by side."""
     if not torch.cuda.is_available() or torch.cuda.get_device_properties(0).total_memory < ROOM_FOR_32B * 2**30:
         return "8B"
@@ -59,7 +50,7 @@ class FakeEngine:
         return [SimpleNamespace(output_ids_T=[1] * sampling.max_new_tokens) for _ in prompts]
 
 
-def read_cache_gib(engine) -> float:
+def read_cache_gib(engine):
     """What SGLang says that its KV cache takes."""
     if not engine.server.url:
         return 0.0
@@ -89,9 +80,9 @@ def decoders(device, tmp_path):
 
 
 def test_speed_of_decoding(decoders, figures, subtests):
-    rates: dict[tuple[str, str], float] = {}
+    rates = {}
 
-    def measure() -> None:
+    def measure():
         """Take the median of two turns after one to warm up, for each case; engines take turns."""
         for case, (count, prompt) in CASES.items():
             turns = [{name: measure_decoding(engine, count, 96, prompt) for name, engine in decoders.items()} for _ in range(3)]

@@ -1,7 +1,5 @@
 """FlashAttention of packed sequences computes what one sequence after the other gives."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,8 +1,6 @@
 """Whole transformer layers with every back end: log-probs and gradients against `emulated`, then their speed against BF16, this
 project's and Megatron's own."""
 
-from __future__ import annotations
-
 import pytest
 from support.policies import (
     ACTOR_BYTES,
@@ -23,7 +21,7 @@ More than FP8 itself costs, and less than the 1 and more of a wrong scale or lay
 
 
 @pytest.fixture
-def child_backends(device: str) -> list[str]:
+def child_backends(device):
     """Back ends of a child, where there are no stand-ins: on a CPU `emulated` alone."""
     if device == "cpu":
         return ["emulated"]

@@ -1,8 +1,6 @@
 """The sync of an 8B model by CUDA IPC to another process on the same GPU: against a flat copy within the device and against gathering
 BF16, converting and quantizing anew; and the share that the proof takes of it. tools/weight_sync.py measures."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

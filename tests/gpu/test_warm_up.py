@@ -3,8 +3,6 @@
 Nothing is judged here but that it runs; what is not compiled in time is compiled at its first use.
 """
 
-from __future__ import annotations
-
 import pytest
 from support.rl_steps import measure_decoding
 from test_engines import BATCH_SIZES, start_decoders

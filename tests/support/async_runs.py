@@ -1,16 +1,12 @@
 """Generation ahead of the trainer, and weight switches under load; see `support.trainer_engine`."""
 
-from __future__ import annotations
-
 import threading
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
-from typing import Any
 from unittest import mock
 
 import torch
 
-from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.config import Config
 from megatron_rl.data import load_problems
 from megatron_rl.hf.tokenizer import load_tokenizer
@@ -18,7 +14,7 @@ from megatron_rl.mcore.layers.linear.quantized_linear import find_quantized_laye
 from megatron_rl.rewards.scorer import Scorer
 from megatron_rl.rollout.async_worker import AsyncRolloutWorker
 from megatron_rl.rollout.generation import MultiTurnSampler
-from megatron_rl.rollout.worker import RolloutBatch, RolloutWorker, StepDraw
+from megatron_rl.rollout.worker import RolloutWorker
 from megatron_rl.types import Generation, Reward, SamplingParams
 from parallel.transport.pack import ChunkPacker
 from support.processes import until
@@ -33,11 +29,11 @@ class RecordingWorker(RolloutWorker):
     """A rollout worker that keeps all completions in `batches`. Half of the responses are rewarded, so that the weights of a random
     model move."""
 
-    def __init__(self, *args: Any) -> None:
+    def __init__(self, *args):
         super().__init__(*args)
-        self.batches: list[tuple[int, list[Any]]] = []
+        self.batches = []
 
-    def collect(self, draw: StepDraw) -> RolloutBatch:
+    def collect(self, draw):
         rollout = super().collect(draw)
         for completion in rollout.completions_B:
             completion.reward = Reward(float(completion.output_ids_T.sum() % 2), False)
@@ -45,7 +41,7 @@ class RecordingWorker(RolloutWorker):
         return rollout
 
 
-def run_ahead(running: str, max_staleness: int, steps: int) -> dict[str, Any]:
+def run_ahead(running, max_staleness, steps):
     """Run the whole loop. Return its rows, and for every completion the version it was collected for and the version of each token."""
     served = current()
     config = Config.model_validate(
@@ -79,12 +75,12 @@ def run_ahead(running: str, max_staleness: int, steps: int) -> dict[str, Any]:
     return {"rows": log.rows, "token_versions": token_versions, "position": ahead.snapshot()(), "drawn": stream.state_dict()}
 
 
-def release_memory_and_take_it_back(version: int, prompts: list[list[int]]) -> dict[str, Any]:
+def release_memory_and_take_it_back(version, prompts):
     """Return the engine's MiB after a sync, after a release of its memory, and after the next sync; whether a request waited; and the
     proved tensors."""
     served, answered = current(), threading.Event()
 
-    def ask() -> None:
+    def ask():
         served.engines.generate(prompts, SamplingParams(1.0, 4))
         answered.set()
 
@@ -108,9 +104,7 @@ _THREADS = 4
 Answers = list[tuple[list[int], Generation]]
 
 
-def switch_under_load(
-    settings: dict[str, Any], first: int, switches: int, batch: list[TrainingSample], prompts: list[list[int]], tokens: int
-) -> dict[str, Any]:
+def switch_under_load(settings, first, switches, batch, prompts, tokens):
     """Keep four threads sampling while the policy is trained and synced as versions first, first + 1, ...
 
     Returns the reports of the syncs, the number of running requests when each sync began, the number of completions with tokens of several
@@ -119,12 +113,12 @@ def switch_under_load(
     served, stop, answers = current(), threading.Event(), Answers()
     weights, reports, running = {}, [], []
 
-    def ask(thread: int) -> None:
+    def ask(thread):
         mine = prompts[thread::_THREADS]
         while not stop.is_set():
             answers.extend(zip(mine, served.engines.generate(mine, SamplingParams(temperature=1.0, max_new_tokens=tokens)), strict=True))
 
-    def wait_for_answers(asking: list[Future[None]]) -> None:
+    def wait_for_answers(asking):
         goal = len(answers) + len(prompts)
         until(lambda: len(answers) >= goal or any(task.done() for task in asking), 300, "answers")
 
@@ -147,13 +141,13 @@ def switch_under_load(
     return {"reports": reports, "running": running, "mixed": mixed, "logprobs": compare_logprobs(weights, answers)}
 
 
-def copy_weights(model: Any) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+def copy_weights(model):
     """Return copies of the parameters, and of the scales of quantized ones."""
     scales = {name: layer.scale.clone() for name, layer in find_quantized_layers(model).items()}
     return {name: value.detach().clone() for name, value in model.named_parameters()}, scales
 
 
-def compare_logprobs(weights: dict[int, Any], answers: Answers) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+def compare_logprobs(weights, answers):
     """Return for each version the log-probs of its tokens by the engine, and by the trainer with that version's weights."""
     logprobs, model = {}, current().trainer.model
     versions = [
@@ -174,11 +168,11 @@ def compare_logprobs(weights: dict[int, Any], answers: Answers) -> dict[int, tup
     return logprobs
 
 
-def sync_with_wrong_byte(settings: dict[str, Any], version: int) -> None:
+def sync_with_wrong_byte(settings, version):
     """Run a sync whose chunks are changed after they were hashed. Propagates the error."""
     pack = ChunkPacker.pack
 
-    def pack_wrong(packer: ChunkPacker, named_rects: Any, flat: Any, hashing: bool) -> str:
+    def pack_wrong(packer, named_rects, flat, hashing):
         digest = pack(packer, named_rects, flat, hashing)
         flat[len(flat) // 2] ^= 1
         return digest
@@ -187,7 +181,7 @@ def sync_with_wrong_byte(settings: dict[str, Any], version: int) -> None:
         sync.run(version)
 
 
-def sync_that_breaks(settings: dict[str, Any], version: int) -> None:
+def sync_that_breaks(settings, version):
     """Run a sync whose trainer fails in the middle. Propagates the error."""
     with mock.patch.object(ChunkPacker, "pack", side_effect=OSError("out of memory, say")), current().weight_sync(MIB, settings) as sync:
         sync.run(version)

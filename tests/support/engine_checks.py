@@ -1,11 +1,7 @@
 """Checks of live engines: agents against the direct path, who may ask, and the record of routing. See `support.trainer_engine`."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import httpx
 import numpy as np
@@ -18,8 +14,7 @@ from megatron_rl.hf.routing_record import extend_routing_record
 from megatron_rl.hf.tokenizer import load_tokenizer
 from megatron_rl.mcore.passes.engine_emulation import emulate_engine
 from megatron_rl.rollout.agents.sampler import AgentSampler
-from megatron_rl.rollout.engine import Abort
-from megatron_rl.types import Generation, Problem, SamplingParams
+from megatron_rl.types import Problem, SamplingParams
 from support.agents import config
 from support.engine_faults import engine_family
 from support.trainer import Trainer
@@ -29,16 +24,16 @@ from support.trainer_engine import current, join_logprobs
 class Recorder:
     """Engines that record requests and answers."""
 
-    def __init__(self, engines: Any) -> None:
-        self.engines, self.asked = engines, list[tuple[np.ndarray, SamplingParams, Generation]]()
+    def __init__(self, engines):
+        self.engines, self.asked = engines, []
 
-    def generate(self, prompts: Sequence[np.ndarray], samplings: Sequence[SamplingParams], abort: Abort | None = None) -> list[Generation]:
+    def generate(self, prompts, samplings, abort=None):
         generations = self.engines.generate(prompts, samplings, abort)
         self.asked += zip(prompts, samplings, generations, strict=True)
         return generations
 
 
-def same(one: Generation, other: Generation) -> bool:
+def same(one, other):
     """Return whether two generations have the same bits: ids, log-probs, versions and experts."""
     names = ("output_ids_T", "logprobs_T", "versions_T", "routed_experts_T")
     arrays = [(getattr(one, name), getattr(other, name)) for name in names]
@@ -47,7 +42,7 @@ def same(one: Generation, other: Generation) -> bool:
     )
 
 
-def sample_by_agents(count: int, tokens: int, version: int) -> dict[str, Any]:
+def sample_by_agents(count, tokens, version):
     """Let `count` agents send three requests each, in conversations that branch after the first answer."""
     recorder, tokenizer = Recorder(current().engines), load_tokenizer(current().trainer.folder)
     tokenizer.chat_template = CHAT_TEMPLATE.read_text()
@@ -73,7 +68,7 @@ def sample_by_agents(count: int, tokens: int, version: int) -> dict[str, Any]:
     }
 
 
-def holds(conversation: Any, prompt: np.ndarray, _: SamplingParams, answer: Generation) -> bool:
+def holds(conversation, prompt, _, answer):
     """Return whether a conversation trains on an answer, after exactly the tokens of its prompt, with its log-probs."""
     start = len(prompt) - len(conversation.prompt_ids_T)
     place = slice(start, start + len(answer.output_ids_T))
@@ -86,7 +81,7 @@ def holds(conversation: Any, prompt: np.ndarray, _: SamplingParams, answer: Gene
     )
 
 
-def find_last(conversation: Any, prompts: Sequence[np.ndarray], answers: Sequence[Generation]) -> Generation:
+def find_last(conversation, prompts, answers):
     """Return the answer that a conversation ends with."""
     whole = [*conversation.prompt_ids_T, *conversation.output_ids_T]
     return next(answer for prompt, answer in zip(prompts, answers, strict=True) if [*prompt, *answer.output_ids_T] == whole)
@@ -98,16 +93,16 @@ ENDPOINTS = (
 )  # fmt: skip
 
 
-def ask_without_key() -> dict[str, list[int]]:
+def ask_without_key():
     """Return the statuses of endpoints, used by this project or not, without a key and with a wrong one."""
     url, wrong = current().engines.replicas[0].engine.server.url, {"Authorization": f"Bearer {'0' * 48}"}
     return {path: [httpx.post(url + path, json={}, headers=headers).status_code for headers in ({}, wrong)] for path in ENDPOINTS}
 
 
-def read_server_arguments(names: list[str]) -> dict[str, Any]:
+def read_server_arguments(names):
     """Return the first engine's server arguments of these names, as SGLang reports them."""
 
-    def read(engines: Any) -> dict[str, Any]:
+    def read(engines):
         engine = engines.replicas[0].engine
         answer = httpx.get(
             f"{engine.server.url}/server_info", headers={"Authorization": f"Bearer {engine.server.api_key}"}, timeout=60
@@ -117,7 +112,7 @@ def read_server_arguments(names: list[str]) -> dict[str, Any]:
     return current().rank0_engines.run(read)
 
 
-def find_exposed() -> dict[str, Any]:
+def find_exposed():
     """Return the addresses that the engines' processes listen on, the modes of their Unix sockets, and where a key can be read."""
     addresses, modes, readable = set(), set(), []
     for number, engine in enumerate(replica.engine for replica in current().engines.replicas):
@@ -137,7 +132,7 @@ ENVIRONMENT_IDS = [7, 8, 9]
 """What an environment says between two turns."""
 
 
-def generate_two_turns(prompts: list[list[int]], tokens: int = 12) -> tuple[list[TrainingSample], bool, int]:
+def generate_two_turns(prompts, tokens=12):
     """Return samples of two turns with the engine's log-probs and routing, whether each second record begins with the first, and how
     many tokens the second turns took from the prefix cache."""
     first = current().sample(prompts, tokens)
@@ -157,14 +152,14 @@ def generate_two_turns(prompts: list[list[int]], tokens: int = 12) -> tuple[list
     return samples, same, sum(turn.cached_tokens for turn in second)
 
 
-def score(samples: list[TrainingSample]) -> dict[str, Any]:
+def score(samples):
     """Return the log-probs of all sampled tokens by the engine, by the trainer with replay (`replay`) and without (`free`), and by the
     trainer's model with the engine's products without replay (`emulated`); and for the last three the share of tokens whose experts
     differ from the engine's."""
     trainer = current().trainer
     routing, results = trainer.actor.routing, {"engine": torch.cat([sample.rollout_logprobs for sample in samples])}
 
-    def compute(name: str) -> None:
+    def compute(name):
         with routing.collect_stats(samples) as stats:
             results[name] = current().compute_logprobs(samples)
         results[f"{name} differs"] = stats.gather_metrics()["router/differs"]
@@ -177,7 +172,7 @@ def score(samples: list[TrainingSample]) -> dict[str, Any]:
     return results
 
 
-def measure_dense_mismatch(checkpoint: Path, precision: dict[str, Any], samples: list[TrainingSample]) -> float:
+def measure_dense_mismatch(checkpoint, precision, samples):
     """Return the mean |difference| of log-probs between a dense model and the same model with its engine's products, which have the
     engine's bits."""
     trainer = Trainer(checkpoint, precision)

@@ -21,24 +21,24 @@ ROUTER = LATENT | {"hidden_size": 7168, "n_routed_experts": 256, "num_experts_pe
 TWO = ["--rollout.tp=2", "--rollout.engines=1", "--rollout.max_running_requests=16"]
 
 
-def _around_linear(change: Callable[[Any, Any, Any], Any]) -> None:
+def _around_linear(change):
     """Replace the computation of FP8 linear layers by `change(plain, layer, x)`."""
     from sglang.srt.layers.quantization.fp8 import Fp8LinearMethod
 
     plain = Fp8LinearMethod.apply
-    Fp8LinearMethod.apply = lambda self, layer, x, bias=None: change(lambda rows: plain(self, layer, rows, bias), layer, x)  # type: ignore[method-assign]
+    Fp8LinearMethod.apply = lambda self, layer, x, bias=None: change(lambda rows: plain(self, layer, rows, bias), layer, x)
 
 
-def wrong_dtype() -> None:
+def wrong_dtype():
     """RMSNorm receives FP32, which its kernel does not support."""
     _around_linear(lambda plain, layer, x: plain(x).float())
 
 
-def misaligned_weight() -> None:
+def misaligned_weight():
     """DeepGEMM receives a weight at an address that is not a multiple of 16."""
     import torch
 
-    def change(plain: Any, layer: Any, x: Any) -> Any:
+    def change(plain, layer, x):
         memory = torch.empty(layer.weight.numel() + 8, dtype=torch.float8_e4m3fn, device="cuda")
         layer._parameters["weight"] = torch.nn.Parameter(memory[8:].view(layer.weight.shape), requires_grad=False)
         return plain(x)
@@ -46,36 +46,36 @@ def misaligned_weight() -> None:
     _around_linear(change)
 
 
-def unknown_kernel() -> None:
+def unknown_kernel():
     """A library kernel without a shape function is called."""
     import sgl_kernel
 
     _around_linear(lambda plain, layer, x: sgl_kernel.gelu_quick(plain(x)))
 
 
-def wrong_precision() -> None:
+def wrong_precision():
     """A layer multiplies in BF16."""
     import torch
     from sglang.srt.layers.linear import RowParallelLinear
 
-    def change(plain: Any, layer: Any, x: Any) -> Any:
+    def change(plain, layer, x):
         name = getattr(layer, "prefix", "")
         return torch.nn.functional.linear(x, layer.weight.to(x.dtype)) if name.endswith("o_proj") else plain(x)
 
     _around_linear(change)
     start = RowParallelLinear.__init__
 
-    def init(self: Any, *args: Any, **named: Any) -> None:
+    def init(self, *args, **named):
         start(self, *args, **named)
         self.prefix = named.get("prefix", "")
 
-    RowParallelLinear.__init__ = init  # type: ignore[method-assign]
+    RowParallelLinear.__init__ = init
 
 
-def item_per_layer() -> None:
+def item_per_layer():
     import torch
 
-    def change(plain: Any, layer: Any, x: Any) -> Any:
+    def change(plain, layer, x):
         result = plain(x)
         if not torch.cuda.is_current_stream_capturing():
             result.sum().item()
@@ -84,8 +84,8 @@ def item_per_layer() -> None:
     _around_linear(change)
 
 
-def item_while_captured() -> None:
-    def change(plain: Any, layer: Any, x: Any) -> Any:
+def item_while_captured():
+    def change(plain, layer, x):
         result = plain(x)
         result.sum().item()
         return result
@@ -118,7 +118,7 @@ CASES = {
 }
 
 
-def _run(folder: Path, name: str) -> Any:
+def _run(folder, name):
     from dataclasses import asdict
 
     from megatron_rl.config import load_config
@@ -137,7 +137,7 @@ def _run(folder: Path, name: str) -> Any:
         return asdict(run_rank(arguments, config, asdict(GPUS["h100"]), 0, chunks(0), True))
 
 
-def main(folder: Path, names: list[str]) -> None:
+def main(folder, names):
     from rollout_sglang.rehearsal import rank as rehearsed_rank
 
     rehearsed_rank.install_gpu()

@@ -1,22 +1,18 @@
 """A tiny config.json of every family, for all tests that run over families. A new family needs one `_add` here and nothing else."""
 
-from __future__ import annotations
-
-from typing import Any
-
 from parallel.layout import Layout
 from parallel.model_geometry import ModelGeometry
 
 VOCABULARY = 384
-CLASSES: dict[str, str] = {}
+CLASSES = {}
 """Family -> its class in transformers."""
-ARCHITECTURES: dict[str, dict[str, Any]] = {}
+ARCHITECTURES = {}
 """What the trainer builds, and variants: widths whose FP8 blocks are whole at a tensor parallel size of 2, settings that matter within 40
 tokens."""
-ENGINE_ARCHITECTURES: dict[str, dict[str, Any]] = {}
+ENGINE_ARCHITECTURES = {}
 """What an engine on a CPU serves: as small as its FP8 blocks allow."""
 
-_COMMON: dict[str, Any] = {
+_COMMON = {
     "vocab_size": VOCABULARY,
     "hidden_size": 256,
     "intermediate_size": 256,
@@ -46,7 +42,7 @@ _SERVED = _COMMON | {
 }
 
 
-def _add(family: str, architecture: str, trained: dict[str, Any], served: dict[str, Any]) -> None:
+def _add(family, architecture, trained, served):
     """Add a family, by its class in transformers: `trained` overrides `_TRAINED`, `served` overrides `_SERVED`.
 
     `trained` sets the width of heads: `{"head_dim": 128}`, or `_HEADS_OF_64` if config.json has no `head_dim`. `served` sets
@@ -121,12 +117,7 @@ _add(
     _GLM4_MOE | {"num_experts_per_tok": 4},
     _GLM4_MOE | {"num_hidden_layers": 2, "num_experts_per_tok": 4, "num_nextn_predict_layers": 0},
 )
-ARCHITECTURES["glm4_moe_air"] = ARCHITECTURES["glm4_moe"] | {
-    "attention_bias": False,
-    "use_qk_norm": False,
-    "n_group": 4,
-    "topk_group": 2,
-}
+ARCHITECTURES["glm4_moe_air"] = ARCHITECTURES["glm4_moe"] | {"attention_bias": False, "use_qk_norm": False, "n_group": 4, "topk_group": 2}
 ARCHITECTURES["deepseek_direct_q"] = ARCHITECTURES["deepseek_v3"] | {
     "q_lora_rank": None,
     "rope_scaling": None,
@@ -135,7 +126,7 @@ ARCHITECTURES["deepseek_direct_q"] = ARCHITECTURES["deepseek_v3"] | {
 }
 
 
-def cut_everything(family: str) -> Layout:
+def cut_everything(family):
     """Return a layout of four ranks that is tensor and pipeline parallel, with experts spread over the tensor-parallel ranks."""
     moe = ModelGeometry.from_hf_config(ARCHITECTURES[family]).experts
     return Layout(tp=2, pp=2, ep=2, etp=1) if moe else Layout(tp=2, pp=2)

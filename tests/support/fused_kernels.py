@@ -1,13 +1,8 @@
 """A trainer with and without one of its GPU paths, run on a CPU. References and `fake_gpu_libraries` stand in for kernels and libraries."""
 
-from __future__ import annotations
-
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -15,7 +10,6 @@ import torch
 import torch.distributed as dist
 from megatron.core.models.common.embeddings import rope_utils
 
-from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.kernels.experts.deep_gemm import view_as_one
 from megatron_rl.kernels.experts.reference import scatter_tokens
 from megatron_rl.kernels.linear import make_backend
@@ -27,7 +21,6 @@ from megatron_rl.mcore.layers.attention import mla, self_attention
 from megatron_rl.mcore.layers.moe import experts
 from megatron_rl.mcore.passes.activation_hooks import record_activations
 from megatron_rl.mcore.precision_graph import read_rank_graph
-from parallel.layout import Layout
 from support import fake_gpu_libraries
 from support.trainer import STILL, Trainer, latent_attention, own
 
@@ -35,13 +28,13 @@ TRAIN = STILL | {"micro_batch_tokens": 1000}
 DEEP_GEMM = {"mode": "fp8_unified", "backend": "deep_gemm", "reduction": "fast"}
 
 
-def with_and_without(run: Callable[..., dict[str, Any]], *args: Any) -> list[dict[str, Any]]:
+def with_and_without(run, *args):
     """Return what `run` returns with the path, and without it."""
     return [run(*args, way) for way in (True, False)]
 
 
 @contextmanager
-def stand_ins() -> Iterator[pytest.MonkeyPatch]:
+def stand_ins():
     make_backend.cache_clear()
     with pytest.MonkeyPatch.context() as patch:
         fake_gpu_libraries.install(patch)
@@ -49,14 +42,14 @@ def stand_ins() -> Iterator[pytest.MonkeyPatch]:
     make_backend.cache_clear()
 
 
-def record(trainer: Trainer, batch: list[TrainingSample], ending: str) -> dict[str, int]:
+def record(trainer, batch, ending):
     """Return the widths of recorded activations whose names end so."""
     with record_activations(trainer.model) as seen:
         trainer.actor.compute_logprobs(batch[:1])
     return {name: tensor.shape[-1] for name, tensor in seen.items() if name.endswith(ending)}
 
 
-def quantize_swiglu(folder: Path, batch: list[TrainingSample], precision: dict[str, Any], recompute: str, fused: bool) -> dict[str, Any]:
+def quantize_swiglu(folder, batch, precision, recompute, fused):
     """SwiGLU quantized as it is computed: log-probs, gradients, calls of SwiGLU as a separate operator, recorded results."""
     calls = mock.Mock(side_effect=swiglu.swiglu)
     with stand_ins() as patch:
@@ -69,7 +62,7 @@ def quantize_swiglu(folder: Path, batch: list[TrainingSample], precision: dict[s
         return result | {"recorded": record(trainer, batch, "swiglu")}
 
 
-def quantize_norms(folder: Path, batch: list[TrainingSample], precision: dict[str, Any], recompute: str, fused: bool) -> dict[str, Any]:
+def quantize_norms(folder, batch, precision, recompute, fused):
     """Norms quantized as they are computed: log-probs, gradients, whether each call added a residual, recorded results, and how often
     log-probs quantized columns, which only WGrad needs (`in_vain`)."""
     with stand_ins() as patch:
@@ -77,20 +70,20 @@ def quantize_norms(folder: Path, batch: list[TrainingSample], precision: dict[st
         patch.setattr(actor, "count_row_multiple", lambda config, *_: 128 * config.tensor_model_parallel_size)
         kernels = []
         for module, name in (("norm.triton", "quantize_norm"), ("quantize.triton", "quantize_activation")):
-            library: Any = sys.modules[f"megatron_rl.kernels.{module}"]
+            library = sys.modules[f"megatron_rl.kernels.{module}"]
             kernels.append(mock.Mock(side_effect=getattr(library, name)))
             patch.setattr(library, name, kernels[-1])
         trainer = Trainer(folder, precision, TRAIN | {"recompute": recompute})
-        seen: dict[str, Any] = {}
+        seen = {}
 
-        def read_calls() -> None:
+        def read_calls():
             seen["in_vain"] = sum(call.kwargs["columns"] for kernel in kernels for call in kernel.call_args_list)
             seen["calls"] = [call.args[1] is not None for call in kernels[0].call_args_list]
 
         return trainer.differentiate(batch, read_calls) | seen | {"recorded": record(trainer, batch, "norm")}
 
 
-def rotate_heads(folder: Path, batch: list[TrainingSample], fused: bool) -> dict[str, Any]:
+def rotate_heads(folder, batch, fused):
     """Queries and keys made in one pass: log-probs, gradients, and the number of such passes."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rope, "rotates_rows", lambda _: True)
@@ -99,13 +92,13 @@ def rotate_heads(folder: Path, batch: list[TrainingSample], fused: bool) -> dict
         return Trainer(folder, {"mode": "bf16"}, TRAIN).differentiate(batch) | {"calls": split.call_count}
 
 
-def absorb_latents(folder: Path, precision: dict[str, Any], batch: list[TrainingSample], layout: Layout, absorbed: bool) -> dict[str, Any]:
+def absorb_latents(folder, precision, batch, layout, absorbed):
     """Latent attention in the absorbed form, or in the expanded one: log-probs and this rank's gradients."""
     with latent_attention(absorbed):
         return Trainer(folder, precision, STILL, layout=layout).differentiate(batch)
 
 
-def run_gpu_operators(folder: Path, precision: dict[str, Any], batch: list[TrainingSample], ours: bool) -> dict[str, Any]:
+def run_gpu_operators(folder, precision, batch, ours):
     """Rotary positions and SwiGLU by this project's operators for a GPU, or by Megatron's, whose rotation of packed rows waits for the
     device: log-probs and gradients in the expanded form of latent attention."""
     with latent_attention(absorbed=False), pytest.MonkeyPatch.context() as patch:
@@ -119,9 +112,9 @@ def run_gpu_operators(folder: Path, precision: dict[str, Any], batch: list[Train
         return trainer.differentiate(batch)
 
 
-def group_experts(folder: Path, batch: list[TrainingSample], recompute: str, grouped: bool) -> dict[str, Any]:
+def group_experts(folder, batch, recompute, grouped):
     """Experts in grouped products: log-probs before and after an update, its gradients, its calls of DeepGEMM, and the graph's words."""
-    calls: Counter[str] = Counter()
+    calls = Counter()
     with stand_ins() as patch:
         patch.setattr(swiglu, "is_fused", lambda: True)
         for name in ("fp8_gemm_nt", "m_grouped_fp8_gemm_nt_contiguous", "k_grouped_fp8_gemm_nt_contiguous"):
@@ -142,21 +135,21 @@ def group_experts(folder: Path, batch: list[TrainingSample], recompute: str, gro
         }
 
 
-def dispatch_packed(folder: Path, batch: list[TrainingSample], layout: Layout, packed: bool) -> dict[str, Any]:
+def dispatch_packed(folder, batch, layout, packed):
     """Ranks that exchange tokens as on a GPU, packed as bytes and scales, or in BF16: log-probs before and after an update, and the bytes
     by dtype that a log-prob pass (`scored`) and an update (`updated`) exchange."""
-    sent: Counter[str] = Counter()
+    sent = Counter()
     exchange = dist.all_to_all_single
 
-    def count(output: torch.Tensor, input: torch.Tensor, *args: Any, **options: Any) -> Any:
+    def count(output, input, *args, **options):
         sent[str(input.dtype).removeprefix("torch.")] += input.numel() * input.itemsize
         return exchange(output, input, *args, **options)
 
-    def take_sent() -> None:
+    def take_sent():
         result["scored"] = dict(sent)
         sent.clear()
 
-    result: dict[str, Any] = {}
+    result = {}
     with stand_ins() as patch:
         patch.setattr(experts, "counts_on_device", lambda: True)
         patch.setattr(dist, "all_to_all_single", count)

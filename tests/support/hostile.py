@@ -3,15 +3,13 @@
 This module imports only what they need, because a test counts the imports of a worker.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import signal
 import sys
 import time
 
-from megatron_rl.types import Problem, Reward
+from megatron_rl.types import Reward
 
 
 def reward(text, problem):
@@ -77,7 +75,7 @@ class Environment:
 class Speechless:
     """An environment without `step`."""
 
-    def __init__(self, problem: Problem) -> None: ...
+    def __init__(self, problem): ...
 
 
 class Deaf(Speechless):

@@ -1,14 +1,8 @@
 """Adapters on the ranks of a `World`: training, checkpoints, and gradients."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import torch
 
 from examples.arithmetic.supervised import negative_log_likelihood
-from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.config.lora import LoraConfig
 from megatron_rl.mcore.checkpoint.checkpointing import load_run_checkpoint
 from megatron_rl.mcore.checkpoint.run_weights import read_state
@@ -20,21 +14,12 @@ from megatron_rl.mcore.weights.adapter_export import export_adapters
 from megatron_rl.mcore.weights.adapters import FrozenPolicy, list_adapted_layers
 from megatron_rl.mcore.weights.load_weights import global_parameters
 from parallel.adapters import NAMES
-from parallel.layout import Layout
 from support.trainer import Trainer, compute_logprobs, own
 
 STEPS = {"learning_rate": 1e-2, "adam_eps": 1e-4}
 
 
-def train_adapters(
-    folder: Path,
-    precision: dict[str, Any],
-    lora: dict[str, Any],
-    batches: list[list[TrainingSample]],
-    layout: Layout | None = None,
-    to: Path | None = None,
-    train: dict[str, Any] | None = None,
-) -> dict[str, Any]:
+def train_adapters(folder, precision, lora, batches, layout=None, to=None, train=None):
     """Take a step with adapters on each batch, and write a checkpoint `to`.
 
     Returns the log-probs of the first batch with the frozen model, with new adapters and with trained ones; the trained adapters; and the
@@ -45,10 +30,10 @@ def train_adapters(
     before = {name: _raw(tensor) for name, tensor in global_parameters(model).items()}
     frozen = FrozenPolicy(model, 1.0, actor.micro_batch_tokens)
 
-    def score(policy: Any) -> torch.Tensor:
+    def score(policy):
         return torch.cat(compute_logprobs(policy, batches[0])[0])
 
-    result: dict[str, Any] = {"start": score(actor), "frozen": score(frozen)}
+    result = {"start": score(actor), "frozen": score(frozen)}
     result["steps"] = [actor.update(own(batch), negative_log_likelihood) for batch in batches]
     result |= {"trained": score(actor), "frozen again": score(frozen)}
     names = {name for name, tensor in global_parameters(model).items() if not torch.equal(_raw(tensor), before[name])}
@@ -67,27 +52,23 @@ def train_adapters(
     return result
 
 
-def score_checkpoint(
-    folder: Path, precision: dict[str, Any], lora: dict[str, Any], batch: list[TrainingSample], layout: Layout, checkpoint: Path
-) -> torch.Tensor:
+def score_checkpoint(folder, precision, lora, batch, layout, checkpoint):
     """Return the log-probs of a batch with a checkpoint's adapters, whatever layout wrote it."""
     loaded = Trainer(folder, precision, layout=layout, lora=LoraConfig(**lora))
     load_run_checkpoint(checkpoint, loaded.model, loaded.actor.optimizer, read_state(checkpoint, of_adapters=True)[0], same_layout=False)
     return torch.cat(compute_logprobs(loaded.actor, batch)[0])
 
 
-def export(checkpoint: Path, to: Path) -> None:
+def export(checkpoint, to):
     """Export adapters in a process of a world."""
     export_adapters(checkpoint, to)
 
 
-def _raw(tensor: torch.Tensor) -> torch.Tensor:
+def _raw(tensor):
     return tensor.detach().clone().view(torch.uint8)
 
 
-def measure_adapter_gradient(
-    folder: Path, precision: dict[str, Any], lora: dict[str, Any], batch: list[TrainingSample]
-) -> tuple[float, float]:
+def measure_adapter_gradient(folder, precision, lora, batch):
     """Return |g|^2 of the adapters' gradient of the mean loss, and the slope of the loss along g by finite differences. B is nonzero."""
     trained = Trainer(folder, precision, {"learning_rate": 1e-12, "clip_grad": 0.0}, lora=LoraConfig(**lora))
     parameters = [getattr(layer, each) for _, _, layer in list_adapted_layers(trained.model) for each in NAMES]
@@ -99,7 +80,7 @@ def measure_adapter_gradient(
     gradients = [parameter.main_grad.clone() for parameter in parameters]
     square = sum(float(gradient.double().square().sum()) for gradient in gradients)
 
-    def loss_at(step: float) -> float:
+    def loss_at(step):
         with torch.no_grad():
             for parameter, gradient in zip(parameters, gradients, strict=True):
                 parameter += step * gradient

@@ -1,11 +1,7 @@
 """Real Megatron models in any layout: their named tensors, their memory, and single FP8 layers."""
 
-from __future__ import annotations
-
 import gc
 from itertools import accumulate
-from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import torch
@@ -17,7 +13,6 @@ from torch.profiler import ProfilerActivity, profile
 
 from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.config import PrecisionConfig
-from megatron_rl.config.lora import LoraConfig
 from megatron_rl.hf.files import read_config
 from megatron_rl.mcore.checkpoint.optimizer import MOMENTS
 from megatron_rl.mcore.layers.linear.quantized_linear import (
@@ -36,15 +31,13 @@ from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.precision.fp8 import quantize_weight
 from parallel.digest import make_stored_tensors, raw_bytes, view_rect
 from parallel.formats import FP8
-from parallel.layout import Layout
 from parallel.megatron_shards import build_trainer_shards
 from parallel.model_geometry import ModelGeometry
 from parallel.reshard import get_scale_rect
-from parallel.shards import Rect, Shard
 from support.trainer import Trainer, latent_attention, negative_log_likelihood, start
 
 
-def load_model_chunks(folder: Path, contract: PrecisionContract, layout: Layout) -> list[Any]:
+def load_model_chunks(folder, contract, layout):
     """Return this rank's virtual pipeline stages, built, loaded and quantized."""
     start(layout)
     hf_config = read_config(folder)
@@ -53,7 +46,7 @@ def load_model_chunks(folder: Path, contract: PrecisionContract, layout: Layout)
     return chunks
 
 
-def compare_with_checkpoint(folder: Path, layout: Layout, precision: dict[str, Any]) -> dict[str, Any]:
+def compare_with_checkpoint(folder, layout, precision):
     """Compare this rank's named tensors with the checkpoint's own blocks.
 
     Returns this rank's `coordinates` by Megatron; names that are `missing`, `surplus` or `different`; the number of `scales` and of
@@ -84,11 +77,11 @@ def compare_with_checkpoint(folder: Path, layout: Layout, precision: dict[str, A
     }
 
 
-def _on_the_checkpoints_grid(folder: Path, shards: list[Shard], contract: PrecisionContract) -> dict[str, torch.Tensor]:
+def _on_the_checkpoints_grid(folder, shards, contract):
     """Quantize every tensor whole, then cut it by the geometry's regions. A trainer without FP8 has no FP32 master, so its values are
     rounded first."""
     high = getattr(torch, contract.high_format.dtype)
-    expected: dict[str, torch.Tensor] = {}
+    expected = {}
     with safe_open(folder / "model.safetensors", framework="pt") as file:
         for shard in shards:
             format = contract.format_of(shard.role)
@@ -109,15 +102,15 @@ def _on_the_checkpoints_grid(folder: Path, shards: list[Shard], contract: Precis
     return expected
 
 
-def _copy(target: torch.Tensor, at: Rect, source: torch.Tensor, of: Rect) -> None:
+def _copy(target, at, source, of):
     view_rect(target, at).copy_(view_rect(source, of))
 
 
-def _same_bytes(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+def _same_bytes(tensor, other):
     return tensor.dtype == other.dtype and tensor.shape == other.shape and bool((raw_bytes(tensor) == raw_bytes(other)).all())
 
 
-def count_bytes(folder: Path, precision: dict[str, Any], layout: Layout, lora: LoraConfig | None) -> dict[str, int]:
+def count_bytes(folder, precision, layout, lora):
     """Return the bytes of this rank's model, gradients and optimizer, by the names of `megatron_rl.planner.memory.RankMemory`."""
     actor = Trainer(folder, precision, layout=layout, lora=lora).actor
     chunks, parts, buffers = actor.chunks, flatten_chained(actor.optimizer), actor.offloader.gradient_buffers
@@ -135,7 +128,7 @@ def count_bytes(folder: Path, precision: dict[str, Any], layout: Layout, lora: L
     }
 
 
-def count_live_bytes(folder: Path, precision: dict[str, Any], layout: Layout, batch: list[TrainingSample]) -> dict[str, float]:
+def count_live_bytes(folder, precision, layout, batch):
     """Return the bytes per value of a quantized weight that all live tensors of a rank occupy, for a frozen model (`reference`) and for
     an actor after an optimizer step (`live`), and the bytes that its gathers received (`gathered`). Other weights and the emulation's
     operands are subtracted."""
@@ -164,14 +157,14 @@ def count_live_bytes(folder: Path, precision: dict[str, Any], layout: Layout, ba
     return {"reference": held / count, "live": (_count_storages() - before - others) / values, "gathered": moved / values}
 
 
-def _count_storages() -> int:
+def _count_storages():
     gc.collect()
     tensors = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
     storages = {storage.data_ptr(): storage.nbytes() for storage in (tensor.untyped_storage() for tensor in tensors)}
     return sum(storages.values())
 
 
-def count_saved_bytes(folder: Path, precision: dict[str, Any], layout: Layout, lengths: list[int]) -> list[int]:
+def count_saved_bytes(folder, precision, layout, lengths):
     """Return the bytes that the forward pass of each decoder layer keeps for the backward pass, without parameters, for one micro-batch
     of sequences with these lengths. Latent attention takes its form on a GPU, for which memory is planned."""
     with latent_attention(absorbed=False):
@@ -186,7 +179,7 @@ def count_saved_bytes(folder: Path, precision: dict[str, Any], layout: Layout, l
     return [tracker.bytes for tracker in trackers]
 
 
-def measure_peak(folder: Path, precision: dict[str, Any], layout: Layout, lengths: list[int], recompute: str) -> int:
+def measure_peak(folder, precision, layout, lengths, recompute):
     """Return the most bytes that a training pass over one micro-batch allocates on this rank, beyond what the rank holds before and
     after."""
     options = {"micro_batch_tokens": sum(lengths), "recompute": recompute}
@@ -204,37 +197,37 @@ def measure_peak(folder: Path, precision: dict[str, Any], layout: Layout, length
 class _SavedTensors:
     """Counts the storages that autograd saves between `begin` and `end`, each once."""
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, model):
         self._known = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
-        self._storages: dict[int, torch.Tensor] = {}  # alive, so that no address is used twice
+        self._storages = {}  # alive, so that no address is used twice
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._keep, lambda tensor: tensor)
 
-    def begin(self) -> None:
+    def begin(self):
         self._hooks.__enter__()
 
-    def end(self) -> None:
+    def end(self):
         self._hooks.__exit__(None, None, None)
 
     @property
-    def bytes(self) -> int:
+    def bytes(self):
         return sum(tensor.untyped_storage().nbytes() for tensor in self._storages.values())
 
-    def _keep(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _keep(self, tensor):
         address = tensor.untyped_storage().data_ptr()
         if address not in self._known:
             self._storages[address] = tensor
         return tensor
 
 
-def _router_buffers(chunk: torch.nn.Module) -> list[torch.Tensor]:
+def _router_buffers(chunk):
     return [tensor for name, tensor in chunk.named_buffers() if ".router." in name]
 
 
-def _bytes(tensors: Any) -> int:
+def _bytes(tensors):
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def build(kind: str, scale_format: str, sequence_parallel: bool, weight: torch.Tensor, **changes: Any) -> Any:
+def build(kind, scale_format, sequence_parallel, weight, **changes):
     """Return this rank's quantized layer of a "column" (N split over ranks) or "row" (K split) kind, with its slice of `weight` `[N,
     K]`."""
     start()
@@ -262,13 +255,13 @@ def build(kind: str, scale_format: str, sequence_parallel: bool, weight: torch.T
     return layer
 
 
-def accumulate_weight_gradient(sequence_parallel: bool, weight: torch.Tensor, x: torch.Tensor, dy: torch.Tensor) -> dict[str, torch.Tensor]:
+def accumulate_weight_gradient(sequence_parallel, weight, x, dy):
     """Return WGrad of a column-parallel layer on this rank: `once` for all tokens, x `[s, 1, K]` and dy `[s, 1, N]`, and `added` to a
     gradient buffer in two halves. Check Megatron's protocol: the buffer is used, its flag is set, and autograd gets no gradient."""
     layer = build("column", "pow2", sequence_parallel, weight)
     tp, rank = dist.get_world_size(), dist.get_rank()
 
-    def backward(x: torch.Tensor, dy: torch.Tensor) -> None:
+    def backward(x, dy):
         layer.weight.grad = None  # as DDP does
         own_tokens = x.chunk(tp)[rank] if sequence_parallel else x
         layer(own_tokens.clone().requires_grad_(True))[0].backward(dy.chunk(tp, dim=2)[rank].contiguous())
@@ -282,7 +275,7 @@ def accumulate_weight_gradient(sequence_parallel: bool, weight: torch.Tensor, x:
     return {"once": once, "added": layer.weight.main_grad}
 
 
-def run_expert(kind: str, weight: torch.Tensor, x: torch.Tensor, dy: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def run_expert(kind, weight, x, dy):
     """Return y, dx and dw of this rank's slice of an expert whose tokens the dispatcher has already exchanged: the layer itself must
     neither gather nor sum. x is `[T, K of the rank]`, dy is `[T, N of the rank]`."""
     layer = build(kind, "pow2", dist.get_world_size() > 1, weight, is_expert=True, skip_bias_add=True)
@@ -292,7 +285,7 @@ def run_expert(kind: str, weight: torch.Tensor, x: torch.Tensor, dy: torch.Tenso
     return y.detach(), x.grad, layer.weight.main_grad
 
 
-def run_layer(kind: str, scale_format: str, sequence_parallel: bool, weight: torch.Tensor, x: torch.Tensor, dy: torch.Tensor) -> Any:
+def run_layer(kind, scale_format, sequence_parallel, weight, x, dy):
     """Return FProp, DGrad and WGrad of the whole layer, assembled from all ranks on every rank: y `[s, b, N]`, dx `[s, b, K]`, dw `[N, K]`.
 
     `kind` is "column" (N split over ranks) or "row" (K split). `weight` `[N, K]`, `x` `[s, b, K]` and `dy` `[s, b, N]` belong to the whole
@@ -303,13 +296,13 @@ def run_layer(kind: str, scale_format: str, sequence_parallel: bool, weight: tor
     column = kind == "column"
     split, whole = (0, 1) if column else (1, 0)
 
-    def part(tensor: torch.Tensor, along_features: bool) -> torch.Tensor:
+    def part(tensor, along_features):
         """Return this rank's part of an activation: of its features, of its sequence under sequence parallelism, or all of it."""
         if along_features:
             return tensor.chunk(tp, dim=2)[rank].contiguous()
         return tensor.chunk(tp, dim=0)[rank].contiguous() if sequence_parallel else tensor
 
-    def joined(tensor: torch.Tensor, along_features: bool) -> torch.Tensor:
+    def joined(tensor, along_features):
         if not along_features and not sequence_parallel:
             return tensor
         return _gather(tensor, 2 if along_features else 0)
@@ -325,7 +318,7 @@ def run_layer(kind: str, scale_format: str, sequence_parallel: bool, weight: tor
     )
 
 
-def _gather(tensor: torch.Tensor, dim: int) -> torch.Tensor:
+def _gather(tensor, dim):
     parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, tensor.contiguous())
     return torch.cat(parts, dim)

@@ -1,10 +1,6 @@
 """Small random checkpoints of every architecture, and random samples for them."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -28,7 +24,7 @@ TENSORS = 3 + 4 + 4 * 2
 FP8 = {"mode": "fp8_unified", "high": "fp32"}
 
 
-def make_model(folder: Path, config: dict[str, Any], seed: int = 0) -> Path:
+def make_model(folder, config, seed=0):
     """Write a checkpoint of any architecture: FP32 weights, no tokenizer. Norms are near one, biases near zero."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
@@ -40,7 +36,7 @@ def make_model(folder: Path, config: dict[str, Any], seed: int = 0) -> Path:
     return folder
 
 
-def make_checkpoint(folder: Path, seed: int = 0, **widths: Any) -> Path:
+def make_checkpoint(folder, seed=0, **widths):
     """Write a checkpoint of FP32 weights with two heads of 128 and two key-value heads, so that it fits tensor parallelism of 2."""
     make_byte_tokenizer(folder)
     architecture = ArchitectureConfig(**{"num_hidden_layers": 1, "initializer_range": 0.05, "rope_theta": 100.0, **widths})
@@ -54,23 +50,23 @@ def make_checkpoint(folder: Path, seed: int = 0, **widths: Any) -> Path:
     return folder
 
 
-def read_weights(folder: Path) -> dict[str, torch.Tensor]:
+def read_weights(folder):
     return load_file(folder / "model.safetensors")
 
 
-def edit_config(folder: Path, change: dict[str, Any]) -> None:
+def edit_config(folder, change):
     """Overwrite fields of a checkpoint's config.json."""
     path = folder / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
 
 
-def random_sequences(count: int, seed: int, longest: int = 24) -> list[TrainingSample]:
+def random_sequences(count, seed, longest=24):
     """Return random samples of different lengths. Their old and reference log-probs vary around a uniform guess, so widely that some
     tokens are clipped on either side."""
     generator = torch.Generator().manual_seed(seed)
     ordinary = VOCABULARY - len(SPECIAL_TOKENS)
 
-    def ids(length: int) -> list[int]:
+    def ids(length):
         return torch.randint(0, ordinary, (length,), generator=generator).tolist()
 
     sequences = []
@@ -84,18 +80,15 @@ def random_sequences(count: int, seed: int, longest: int = 24) -> list[TrainingS
     return sequences
 
 
-def config_of(kind: str, contract: PrecisionContract, **changes: Any) -> dict[str, Any]:
+def config_of(kind, contract, **changes):
     """Return config.json of a tiny model; `changes` overwrite fields."""
-    config = {
-        **ENGINE_ARCHITECTURES[kind],
-        "torch_dtype": contract.high_format.dtype,
-    }
+    config = {**ENGINE_ARCHITECTURES[kind], "torch_dtype": contract.high_format.dtype}
     if quantization := contract.engine_format.quantization_config():
         config["quantization_config"] = quantization
     return {**config, **changes}
 
 
-def masters(config: dict[str, Any], seed: int = 0) -> dict[str, torch.Tensor]:
+def masters(config, seed=0):
     """Return random FP32 tensors by Hugging Face name. Vectors are around one, so that a forgotten norm is noticed."""
     tensors = make_random_tensors(config, seed)
     generator = torch.Generator().manual_seed(seed)
@@ -106,7 +99,7 @@ def masters(config: dict[str, Any], seed: int = 0) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def served(config: dict[str, Any], tensors: dict[str, torch.Tensor], contract: PrecisionContract) -> dict[str, torch.Tensor]:
+def served(config, tensors, contract):
     """Return an engine's checkpoint of these masters: FP8 roles as bytes and scales, the rest in the contract's dtypes."""
     checkpoint = {}
     for tensor in ModelGeometry.from_hf_config(config).tensors().values():
@@ -118,7 +111,7 @@ def served(config: dict[str, Any], tensors: dict[str, torch.Tensor], contract: P
     return checkpoint
 
 
-def write_model(folder: Path, kind: str, precision: dict[str, Any], seed: int = 0, **changes: Any) -> dict[str, Any]:
+def write_model(folder, kind, precision, seed=0, **changes):
     """Write an engine's checkpoint with a byte tokenizer. Return its config.json. `precision` is the section of a run's configuration."""
     contract = PrecisionContract.from_config(PrecisionConfig.model_validate(precision))
     folder.mkdir(parents=True, exist_ok=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -59,7 +59,7 @@ bucket_mb = 8
 
 
 @contextmanager
-def replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
+def replaced(owner, name, make):
     plain = owner.__dict__[name] if isinstance(owner, type) else getattr(owner, name)
     setattr(owner, name, make(plain))
     try:
@@ -68,13 +68,13 @@ def replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None
         setattr(owner, name, plain)
 
 
-def host_tensor_in_loss() -> Any:
+def host_tensor_in_loss():
     import torch
 
     from megatron_rl.algorithm.policy_loss import PolicyLoss
 
-    def make(plain: Any) -> Any:
-        def call(self: Any, logprobs: Any, batch: Any) -> Any:
+    def make(plain):
+        def call(self, logprobs, batch):
             return plain(self, logprobs * torch.ones(batch.tokens.shape), batch)
 
         return call
@@ -82,22 +82,22 @@ def host_tensor_in_loss() -> Any:
     return replaced(PolicyLoss, "__call__", make)
 
 
-def _in_attention(change: Callable[[Any], Any]) -> Any:
+def _in_attention(change):
     from megatron_rl.mcore.layers.attention.core_attention import CoreAttention
 
     return replaced(CoreAttention, "forward", lambda plain: lambda self, *args, **options: change(plain(self, *args, **options)))
 
 
-def item_per_layer() -> Any:
-    def read(result: Any) -> Any:
+def item_per_layer():
+    def read(result):
         result.sum().item()
         return result
 
     return _in_attention(read)
 
 
-def doubled_activation(times: int = 4) -> Any:
-    def widen(result: Any) -> Any:
+def doubled_activation(times=4):
+    def widen(result):
         for _ in range(times):  # each keeps its factors for the backward pass
             result = result * result.detach().clone()
         return result
@@ -105,30 +105,30 @@ def doubled_activation(times: int = 4) -> Any:
     return _in_attention(widen)
 
 
-def gather_in_wrong_group() -> Any:
+def gather_in_wrong_group():
     from megatron.core import parallel_state
 
     from megatron_rl.kernels.linear import gather
 
-    def make(plain: Any) -> Any:
+    def make(plain):
         return lambda x, group: plain(x, parallel_state.get_data_parallel_group())
 
     return replaced(gather, "gather_first", make)
 
 
-def gather_among_context_ranks() -> Any:
+def gather_among_context_ranks():
     """Activations are gathered in the context-parallel group, which has the size of the tensor-parallel group."""
     from megatron.core import parallel_state
 
     from megatron_rl.kernels.linear import gather
 
-    def make(plain: Any) -> Any:
+    def make(plain):
         return lambda x, group: plain(x, parallel_state.get_context_parallel_group())
 
     return replaced(gather, "gather_first", make)
 
 
-def context_in_tensor_ranks() -> Any:
+def context_in_tensor_ranks():
     """Queries are exchanged with ranks that hold other heads."""
     from dataclasses import replace
 
@@ -136,8 +136,8 @@ def context_in_tensor_ranks() -> Any:
 
     from megatron_rl.mcore.passes.context_parallel import ContextShard
 
-    def make(plain: Any) -> Any:
-        def shard(cls: Any, lengths: list[int]) -> Any:
+    def make(plain):
+        def shard(cls, lengths):
             return replace(plain.__func__(cls, lengths), group=parallel_state.get_tensor_model_parallel_group())
 
         return classmethod(shard)
@@ -145,13 +145,13 @@ def context_in_tensor_ranks() -> Any:
     return replaced(ContextShard, "for_this_rank", make)
 
 
-def tokens_among(get_group: str) -> Any:
+def tokens_among(get_group):
     """Tokens are sent to the ranks of a group of `parallel_state`."""
     from megatron.core import parallel_state
     from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
-    def make(plain: Any) -> Any:
-        def start(self: Any, *args: Any, **options: Any) -> None:
+    def make(plain):
+        def start(self, *args, **options):
             plain(self, *args, **options)
             self.ep_group = getattr(parallel_state, get_group)()
 
@@ -166,11 +166,11 @@ tokens_among_parts_of_experts = partial(tokens_among, "get_expert_tensor_paralle
 """Tokens are sent to the ranks that have other shards of the same experts."""
 
 
-def experts_among_replicas() -> Any:
+def experts_among_replicas():
     """Weights of experts are not marked as having other replicas."""
 
-    def make(plain: Any) -> Any:
-        def wrap(chunks: Any, train: Any) -> Any:
+    def make(plain):
+        def wrap(chunks, train):
             for weight in (weight for chunk in chunks for weight in chunk.parameters()):
                 weight.allreduce = True
             return plain(chunks, train)
@@ -182,13 +182,13 @@ def experts_among_replicas() -> Any:
     return replaced(actor, "wrap_chunks", make)
 
 
-def backward_among_experts_ranks() -> Any:
+def backward_among_experts_ranks():
     """Only the gradient of the output layer's gathered input is sent to ranks with other experts."""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import mappings
 
-    def make(plain: Any) -> Any:
-        def backward(ctx: Any, gradient: Any) -> Any:
+    def make(plain):
+        def backward(ctx, gradient):
             ctx.group = parallel_state.get_expert_model_parallel_group()
             return plain.__func__(ctx, gradient)
 
@@ -197,15 +197,15 @@ def backward_among_experts_ranks() -> Any:
     return replaced(mappings._GatherFromSequenceParallelRegion, "backward", make)
 
 
-def sum_from_unknown_line() -> Any:
+def sum_from_unknown_line():
     """A function that is not in the table all-reduces log-probs."""
     import torch.distributed as dist
     from megatron.core import parallel_state
 
     from megatron_rl.algorithm.policy_loss import PolicyLoss
 
-    def make(plain: Any) -> Any:
-        def call(self: Any, logprobs: Any, batch: Any) -> Any:
+    def make(plain):
+        def call(self, logprobs, batch):
             dist.all_reduce(logprobs.detach().clone(), group=parallel_state.get_tensor_model_parallel_group())
             return plain(self, logprobs, batch)
 
@@ -214,18 +214,18 @@ def sum_from_unknown_line() -> Any:
     return replaced(PolicyLoss, "__call__", make)
 
 
-def routes_counted_in_passes() -> Any:
+def routes_counted_in_passes():
     """Tokens of experts are not counted before a pass."""
     from megatron_rl.mcore.layers.moe.router import ModelRouters
 
     return replaced(ModelRouters, "count_ahead", lambda _: lambda self, batches: [{}] * len(batches))
 
 
-def refused_scales() -> Any:
+def refused_scales():
     from megatron_rl.kernels.linear.deep_gemm import DeepGemmBackend
 
-    def make(plain: Any) -> Any:
-        def prepare(self: Any, blocks: Any, row_order: Any) -> Any:
+    def make(plain):
+        def prepare(self, blocks, row_order):
             weight = plain(self, blocks, row_order)
             data, scale = weight.fprop
             return weight._replace(fprop=(data, scale[:-1]))
@@ -235,13 +235,13 @@ def refused_scales() -> Any:
     return replaced(DeepGemmBackend, "prepare", make)
 
 
-def module_without_a_share() -> Any:
+def module_without_a_share():
     """A module of the MLP has no `sharded_state_dict`, which Megatron calls for a checkpoint."""
     import torch
     from megatron.core.transformer.mlp import MLP
 
-    def make(plain: Any) -> Any:
-        def share(self: Any, *args: Any, **options: Any) -> Any:
+    def make(plain):
+        def share(self, *args, **options):
             self.activation_func = torch.nn.Identity()
             return plain(self, *args, **options)
 
@@ -250,13 +250,13 @@ def module_without_a_share() -> Any:
     return replaced(MLP, "sharded_state_dict", make)
 
 
-def part_at_another_place() -> Any:
+def part_at_another_place():
     """The first rank's columns of a weight are saved at the place of the second rank's."""
     from megatron.core.dist_checkpointing import ShardedTensor
     from megatron.core.tensor_parallel.layers import RowParallelLinear
 
-    def make(plain: Any) -> Any:
-        def share(self: Any, *args: Any, **options: Any) -> Any:
+    def make(plain):
+        def share(self, *args, **options):
             parts = plain(self, *args, **options)
             for part in (part for part in parts.values() if isinstance(part, ShardedTensor)):
                 offset = (*part.global_offset[:-1], part.local_shape[-1] - part.global_offset[-1])
@@ -398,7 +398,7 @@ CASES = {
 }
 
 
-def main(folder: Path, names: list[str]) -> None:
+def main(folder, names):
     from contextlib import nullcontext
 
     from megatron_rl.cli.rehearse import choose_ranks, install_device

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import torch
 
 from examples.arithmetic.byte_tokenizer import make_byte_tokenizer
 from megatron_rl.algorithm.policy_loss import PolicyLoss
 from megatron_rl.batch.training_sample import TrainingSample
-from megatron_rl.config import Config, PrecisionConfig
+from megatron_rl.config import Config
 from megatron_rl.config.algorithm import AlgorithmConfig
-from megatron_rl.config.sync import SyncConfig
 from megatron_rl.distributed import Rank0
 from megatron_rl.hf.tokenizer import load_tokenizer
 from megatron_rl.hf.write import describe_weights, write_all_but_weights
@@ -40,19 +36,13 @@ PHASES = ("rollout", "reference forward", "actor forward", "actor update", "sync
 
 
 @contextmanager
-def start_engines(
-    folder: Path,
-    architecture: dict[str, Any],
-    precisions: Mapping[str, PrecisionConfig],
-    rollout: Mapping[str, Any],
-    batch_sizes: Sequence[int],
-) -> Iterator[dict[str, SGLangEngine]]:
+def start_engines(folder, architecture, precisions, rollout, batch_sizes):
     """Context manager that starts an engine for each precision, on weights that SGLang makes up, and stops all at the end. The engines are
     not ready yet.
 
     CUDA graphs are captured only for decoding `batch_sizes` sequences; each takes seconds.
     """
-    arguments: tuple[str, ...] = ("--load-format", "dummy")
+    arguments = ("--load-format", "dummy")
     if torch.cuda.is_available():
         arguments += ("--cuda-graph-backend-prefill", "disabled", "--cuda-graph-bs-decode", *map(str, batch_sizes))
     with ExitStack() as stack:
@@ -66,7 +56,7 @@ def start_engines(
         yield engines
 
 
-def write_empty_checkpoint(folder: Path, architecture: dict[str, Any], precision: PrecisionConfig) -> Path:
+def write_empty_checkpoint(folder, architecture, precision):
     """Write a checkpoint's folder without weights; return it."""
     make_byte_tokenizer(folder)
     config = architecture | {"torch_dtype": FORMATS[precision.high].dtype, "eos_token_id": load_tokenizer(folder).eos_token_id}
@@ -74,15 +64,15 @@ def write_empty_checkpoint(folder: Path, architecture: dict[str, Any], precision
     return folder
 
 
-def make_prompts(count: int, length: int) -> list[list[int]]:
+def make_prompts(count, length):
     return [[(7 * index + position) % 250 for position in range(length)] for index in range(count)]
 
 
-def measure_decoding(engine: Any, batch_size: int, tokens: int, prompt_tokens: int = 32) -> float:
+def measure_decoding(engine, batch_size, tokens, prompt_tokens=32):
     """Return the tokens per second that an engine decodes with log-probs, after prompts of `prompt_tokens`: a request minus a request
     for a single token. Sequences end early only at the end token."""
 
-    def generate(count: int) -> tuple[int, float]:
+    def generate(count):
         start = time.perf_counter()
         answers = engine.generate(make_prompts(batch_size, prompt_tokens), SamplingParams(temperature=1.0, max_new_tokens=count))
         return sum(len(answer.output_ids_T) for answer in answers), time.perf_counter() - start
@@ -102,7 +92,7 @@ class StepSize:
 class RlRun:
     """An actor, a reference and a sync of one precision, with their engine."""
 
-    def __init__(self, architecture: dict[str, Any], precision: PrecisionConfig, engine: SGLangEngine, settings: SyncConfig) -> None:
+    def __init__(self, architecture, precision, engine, settings):
         contract = PrecisionContract.from_config(precision)
         self.actor, self.engine, self.version = make_actor(architecture, precision), engine, 0
         self.reference = Policy(freeze(make_model(architecture, precision)), 1.0, self.actor.micro_batch_tokens)
@@ -110,12 +100,12 @@ class RlRun:
         plan = SyncPlan.make(geometry, Layout(), (1, 1), contract, settings.chunk_bytes)
         self.sync = WeightSync(plan, Rank0(lambda: engine), lambda: collect_named_tensors(self.actor.model, shards, contract), settings)
 
-    def update_engine(self) -> int:
+    def update_engine(self):
         """Sync the actor's weights as the next version; return the tensors proved."""
         self.version += 1
         return self.sync.run(self.version).proved
 
-    def step(self, prompts: list[list[int]], new_tokens: int) -> tuple[dict[str, float], float]:
+    def step(self, prompts, new_tokens):
         """Run one RL step with made-up rewards; return the seconds by phase and the mean |log-prob of engine - of trainer|."""
         start = time.perf_counter()
         answers = self.engine.generate(prompts, SamplingParams(temperature=1.0, max_new_tokens=new_tokens))
@@ -125,11 +115,11 @@ class RlRun:
             for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True))
         ]
 
-        def score_reference() -> None:
+        def score_reference():
             for sample, logprobs in zip(samples, self.reference.compute_logprobs(samples)[0], strict=True):
                 sample.reference_logprobs = logprobs
 
-        def score_actor() -> None:
+        def score_actor():
             for sample, logprobs in zip(samples, self.actor.compute_logprobs(samples)[0], strict=True):
                 sample.old_logprobs = logprobs
 
@@ -141,19 +131,12 @@ class RlRun:
         return seconds | {"whole step": sum(seconds.values())}, float(differences.abs().mean())
 
 
-def measure_rl_steps(
-    folder: Path,
-    architecture: dict[str, Any],
-    precisions: Mapping[str, PrecisionConfig],
-    settings: SyncConfig,
-    rollout: Mapping[str, Any],
-    size: StepSize,
-) -> tuple[dict[str, int], dict[tuple[str, str], float], dict[str, float]]:
+def measure_rl_steps(folder, architecture, precisions, settings, rollout, size):
     """Return by precision: the tensors proved in the first sync; the median seconds of ("phase", precision); the mean |log-prob of engine
     - of trainer|. The precisions take turns, after one step to warm up; the trainers are built while the engines start."""
     prompts = make_prompts(size.prompts, size.prompt_tokens)
-    seconds: dict[tuple[str, str], list[float]] = {}
-    distances: dict[str, float] = {}
+    seconds = {}
+    distances = {}
     with start_engines(folder, architecture, precisions, rollout, (size.prompts,)) as engines:
         start_megatron(Layout(), seed=0)
         try:

@@ -3,35 +3,32 @@
 python -m support.shipped CONFIG,GPU,RANKS[,--FIELD=VALUE]...   prints one JSON object of configuration -> ranks' reports
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
 
 
-def rehearse_shipped(name: str, folder: Path, *options: str) -> dict[str, Any]:
+def rehearse_shipped(name, folder, *options):
     """Return the `--json` report of a rehearsal that must pass."""
     run_module("megatron_rl", "rehearse", f"configs/{name}.toml", "--json", str(folder / "found.json"), *options)
-    found: dict[str, Any] = json.loads((folder / "found.json").read_text())
+    found = json.loads((folder / "found.json").read_text())
     return found
 
 
-def rehearse_trainers(*jobs: str) -> dict[str, Any]:
+def rehearse_trainers(*jobs):
     """Return the reports that `main` prints."""
-    found: dict[str, Any] = json.loads(run_module("support.shipped", *jobs).splitlines()[-1])
+    found = json.loads(run_module("support.shipped", *jobs).splitlines()[-1])
     return found
 
 
-def check_aims(rank: dict[str, Any]) -> None:
+def check_aims(rank):
     """Check that phases move less than 1.5 times the least element-wise bytes, and expose less than 10 % of their bound."""
     for phase in rank["phases"]:
         if bound := phase["bound"]:
@@ -39,7 +36,7 @@ def check_aims(rank: dict[str, Any]) -> None:
             assert bound["seconds"]["exposed communication"] < 0.1 * bound["total_seconds"], phase["phase"]
 
 
-def run_module(*command: str, path: str = "") -> str:
+def run_module(*command, path=""):
     """Return the output of `python -m COMMAND` in a process of its own, because a rehearsal must start before torch is imported."""
     if not (shutil.which("g++") or shutil.which("clang++")):
         pytest.skip("no C++ compiler, which a rehearsal needs")
@@ -49,7 +46,7 @@ def run_module(*command: str, path: str = "") -> str:
     return done.stdout
 
 
-def main(jobs: list[str]) -> None:
+def main(jobs):
     from megatron_rl.cli.rehearse import choose_ranks, install_device
 
     install_device()

@@ -1,16 +1,11 @@
 """A Megatron trainer on the ranks of a `World`, and what tests ask of it."""
 
-from __future__ import annotations
-
 import copy
 import errno
 import gc
 import json
 import os
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import torch
@@ -21,19 +16,16 @@ from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_regi
 
 from examples.arithmetic.supervised import negative_log_likelihood
 from megatron_rl.algorithm.policy_loss import PolicyLoss
-from megatron_rl.batch.micro_batch import MicroBatch
 from megatron_rl.batch.packing import compute_costs, deal
 from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.config import PrecisionConfig, TrainConfig
 from megatron_rl.config.algorithm import AlgorithmConfig
-from megatron_rl.config.lora import LoraConfig
 from megatron_rl.distributed import is_rank0
 from megatron_rl.errors import RunError
-from megatron_rl.hf.align import Alignment
 from megatron_rl.hf.files import read_config
 from megatron_rl.hf.write import describe_weights, write_checkpoint
 from megatron_rl.kernels.sums import reference as tree
-from megatron_rl.mcore.actor import Actor, Policy
+from megatron_rl.mcore.actor import Actor
 from megatron_rl.mcore.checkpoint.checkpointing import CheckpointWriter, load_run_checkpoint
 from megatron_rl.mcore.checkpoint.optimizer import MOMENTS
 from megatron_rl.mcore.checkpoint.run_weights import RunWeights
@@ -66,28 +58,25 @@ from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.precision.quantized_weight import QuantizedWeight
 from megatron_rl.precision.quantizers import dequantize
 from parallel.digest import make_stored_tensors, view_rect
-from parallel.formats import FormatOf
 from parallel.layout import Coordinates, Layout
 from parallel.megatron_shards import build_megatron_shards, build_trainer_shards
 from parallel.model_geometry import ModelGeometry, with_trained_mtp
-from parallel.reshard import Transfer, add_scale_transfers, reshard
+from parallel.reshard import add_scale_transfers, reshard
 
 
-def gather_tensors(
-    named_tensors: dict[str, torch.Tensor], model: ModelGeometry, layout: Layout, format_of: FormatOf
-) -> dict[str, torch.Tensor]:
+def gather_tensors(named_tensors, model, layout, format_of):
     """Gather the checkpoint's tensors, in their formats, from every rank's `collect_named_tensors`. Return them on rank 0, and an empty
     dict on other ranks. Collective."""
     rank, world = dist.get_rank(), dist.get_world_size()
     sources = build_trainer_shards(model, layout, format_of=format_of)
     checkpoint_shards = model.build_checkpoint_shards()
-    own: list[tuple[Transfer, torch.Tensor]] = []
+    own = []
     for transfer in add_scale_transfers(reshard(sources, {0: checkpoint_shards}, format_of)):
         if transfer.source_rank == rank:
             values = view_rect(named_tensors[transfer.source], transfer.source_rect)
             values = values.clone(memory_format=torch.contiguous_format)  # of a view, pickle takes the whole buffer, a model's
             own.append((transfer, values.view(torch.uint8) if values.itemsize == 1 else values))  # gloo and pickle know no float8
-    gathered: list[Any] | None = [None] * world if rank == 0 else None
+    gathered = [None] * world if rank == 0 else None
     dist.gather_object(own, gathered)
     if gathered is None:
         return {}
@@ -98,10 +87,10 @@ def gather_tensors(
     return tensors
 
 
-def save_live(to: Path, trainer: Any) -> None:
+def save_live(to, trainer):
     """Write what an engine gets from a trainer as a Hugging Face checkpoint. Collective."""
     geometry = ModelGeometry.from_hf_config(trainer.hf_config)
-    contract: PrecisionContract = trainer.contract
+    contract = trainer.contract
     tensors = gather_tensors(trainer.collect_named_tensors(), geometry, trainer.layout, contract.format_of)
     if tensors:
         to.mkdir(parents=True)
@@ -117,15 +106,7 @@ STILL = {"learning_rate": 1e-12, "clip_grad": 0.0}
 class Trainer:
     """An actor of a checkpoint on this rank. Without a layout, all ranks are tensor-parallel."""
 
-    def __init__(
-        self,
-        folder: Path,
-        precision: dict[str, Any],
-        train: dict[str, Any] | None = None,
-        temperature: float = 1.0,
-        layout: Layout | None = None,
-        lora: LoraConfig | None = None,
-    ) -> None:
+    def __init__(self, folder, precision, train=None, temperature=1.0, layout=None, lora=None):
         self.layout = start(layout)
         self.folder, self.precision = folder, PrecisionConfig(**precision)
         self.hf_config = read_config(folder)
@@ -145,10 +126,10 @@ class Trainer:
         if spread:
             spread.spread_optimizer(self.actor.optimizer, self.shards, global_parameters(self.model))
 
-    def collect_named_tensors(self) -> dict[str, torch.Tensor]:
+    def collect_named_tensors(self):
         return collect_named_tensors(self.model, self.shards, self.contract)
 
-    def collect_tensors(self, fp8: bool) -> dict[str, torch.Tensor]:
+    def collect_tensors(self, fp8):
         """Return the whole model by Hugging Face name on rank 0: FP32 masters, or with `fp8` what an engine gets: blocks (as uint8) or
         INT8 channels, and scales."""
         contract = self.contract if fp8 else PrecisionContract.from_config(PrecisionConfig(mode="bf16", high="fp32"))
@@ -157,10 +138,10 @@ class Trainer:
         tensors = gather_tensors(named_tensors, geometry, self.layout, as_fp32.format_of)
         return {name: tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor for name, tensor in tensors.items()}
 
-    def collect_weights(self) -> dict[str, dict[str, torch.Tensor]]:
+    def collect_weights(self):
         return {"masters": self.collect_tensors(fp8=False), "blocks": self.collect_tensors(fp8=True)}
 
-    def collect_masters(self) -> dict[str, torch.Tensor]:
+    def collect_masters(self):
         """Return by Hugging Face name on rank 0 what Adam steps, in float32: the parameters, or their masters in the optimizer."""
         masters = {}
         stepped = (entry for part in flatten_chained(self.actor.optimizer) for entry in iter_stepped(part))
@@ -170,7 +151,7 @@ class Trainer:
         as_fp32 = PrecisionContract.from_config(PrecisionConfig(mode="bf16", high="fp32"))
         return gather_tensors(masters, ModelGeometry.from_hf_config(self.hf_config), self.layout, as_fp32.format_of)
 
-    def dump_bytes(self) -> dict[str, bytes]:
+    def dump_bytes(self):
         """Return the raw bytes of every parameter, FP8 block and master slice of this rank."""
         names = {id(parameter): name for name, parameter in global_parameters(self.model).items()}
         return {name: tensor.contiguous().view(torch.uint8).numpy().tobytes() for name, tensor in self.collect_named_tensors().items()} | {
@@ -179,14 +160,14 @@ class Trainer:
             for parameter, master in iter_stepped(part)
         }
 
-    def save(self, to: Path, step: int = 1, with_optimizer: bool = False, **state: Any) -> Path:
+    def save(self, to, step=1, with_optimizer=False, **state):
         """Write a run's checkpoint, by default of the weights alone."""
         state = {"step": step, "policy_version": step, "precision": self.precision.model_dump(mode="json"), **state}
         optimizer = self.actor.optimizer if with_optimizer else None
         CheckpointWriter(to, self.model, read_config(self.folder), self.folder, state, optimizer).finish()
         return to
 
-    def differentiate(self, batch: list[TrainingSample], between: Callable[[], object] = lambda: None) -> dict[str, Any]:
+    def differentiate(self, batch, between=lambda: None):
         """Return this replica's log-probs of a batch and the gradients of an update on it. `between` is called before the update."""
         share = own(batch)
         logprobs, _ = self.actor.compute_logprobs(batch if self.layout.dp == 1 else share)
@@ -196,12 +177,12 @@ class Trainer:
         return {"logprobs": torch.cat(logprobs), "gradients": gradients}
 
 
-def refuse_graph(layer: Any, _: Any, output: Any) -> None:
+def refuse_graph(layer, _, output):
     """Assert that a pass without gradient keeps no graph, which would hold the tensors of all layers."""
     assert torch.is_grad_enabled() or not output[0].requires_grad, f"layer {layer.layer_number}"
 
 
-def start(layout: Layout | None = None) -> Layout:
+def start(layout=None):
     """Join the process groups and create Megatron's, again if the layout differs from the current one. Return the layout."""
     layout = layout or Layout(tp=int(os.environ.get("WORLD_SIZE", "1")))
     if not _runs(layout):
@@ -211,25 +192,25 @@ def start(layout: Layout | None = None) -> Layout:
     return layout
 
 
-def own(samples: list[TrainingSample]) -> list[TrainingSample]:
+def own(samples):
     """Number the samples, which every rank has, and return this replica's share."""
     return select_own([replace(sample, number=number) for number, sample in enumerate(samples)])
 
 
-def gather(share: list[TrainingSample], values: list[Any]) -> list[Any]:
+def gather(share, values):
     """Return the values of all replicas' samples, in order. `values` belong to the `share` that `own` returned."""
     parts = reduce.gather_from_replicas({sample.number: value for sample, value in zip(share, values, strict=True)})
     return [value for _, value in sorted((entry for part in parts for entry in part.items()), key=lambda entry: entry[0])]
 
 
-def compute_logprobs(policy: Policy, samples: list[TrainingSample]) -> tuple[list[torch.Tensor], float]:
+def compute_logprobs(policy, samples):
     """Compute log-probs of samples that every rank has. Return those of all replicas on every rank."""
     share = own(samples)
     logprobs, entropy = policy.compute_logprobs(share)
     return gather(share, logprobs), entropy
 
 
-def leave_layout() -> None:
+def leave_layout():
     """Destroy Megatron's process groups. Megatron only forgets them, but each keeps two gloo threads, and a layout has dozens."""
     if not dist.is_initialized():
         return
@@ -240,7 +221,7 @@ def leave_layout() -> None:
             dist.destroy_process_group(group)
 
 
-def _runs(layout: Layout) -> bool:
+def _runs(layout):
     if not parallel_state.is_initialized() or layout.vpp != (parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1):
         return False
     return all(
@@ -255,32 +236,25 @@ def _runs(layout: Layout) -> bool:
     )
 
 
-def loaded(folder: Path, precision: dict[str, Any], layout: Layout | None = None) -> dict[str, torch.Tensor]:
+def loaded(folder, precision, layout=None):
     """Return what an engine gets (blocks, scales, the rest) of a checkpoint that was just loaded."""
     return Trainer(folder, precision, layout=layout).collect_tensors(fp8=True)
 
 
-def logits(folder: Path, precision: dict[str, Any], ids: list[list[int]]) -> torch.Tensor:
+def logits(folder, precision, ids):
     """Return this rank's slice of the vocabulary: float32 `[b, s, vocab / tp]`."""
     tokens, model = torch.tensor(ids), Trainer(folder, precision).model
     with torch.no_grad():
         return model(tokens, torch.arange(tokens.shape[1]).expand(tokens.shape).contiguous(), None).float()
 
 
-def text_logprobs(folder: Path, precision: dict[str, Any], documents: list[list[int]]) -> torch.Tensor:
+def text_logprobs(folder, precision, documents):
     """Return the log-probs of every token but the first of each document, packed into micro-batches as in a step."""
     samples = [TrainingSample(ids[:1], ids[1:]) for ids in documents]
     return torch.cat(Trainer(folder, precision).actor.compute_logprobs(samples)[0])
 
 
-def train_grpo(
-    folder: Path,
-    precision: dict[str, Any],
-    train: dict[str, Any],
-    batches: list[list[TrainingSample]],
-    layout: Layout | None = None,
-    kl_coef: float = 0.1,
-) -> dict[str, Any]:
+def train_grpo(folder, precision, train, batches, layout=None, kl_coef=0.1):
     """Train by GRPO with a KL term on every batch. Return log-probs before and after, metrics of the steps, and the weights on rank 0. The
     response of a step is computed from all weights."""
     with mock.patch.object(step_response, "_ELEMENTS", 1 << 30):
@@ -300,21 +274,14 @@ def train_grpo(
     }
 
 
-def measure_response(
-    folder: Path,
-    precision: dict[str, Any],
-    train: dict[str, Any],
-    batches: list[list[TrainingSample]],
-    layout: Layout | None = None,
-    elements: int = 1 << 30,
-) -> list[tuple[dict[str, float], dict[str, float]]]:
+def measure_response(folder, precision, train, batches, layout=None, elements=1 << 30):
     """Return for each step its response from a sample of `elements` values, and the response of the whole model's tensors. The latter is
     on rank 0 only, and requires that masters are FP32 parameters."""
     with mock.patch.object(step_response, "_ELEMENTS", elements), mock.patch.object(step_response, "_MIN_STRIPS", 1):
         trainer = Trainer(folder, precision, train, layout=layout)
     names, results = (step_response.RESPONSE, step_response.CHANGED), []
 
-    def read() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    def read():
         engine, format = trainer.collect_tensors(fp8=True), trainer.contract.engine_format
         blocks = {name: engine.get(format.scale_name(name)) for name in engine} if format.scale_suffix else {}
         data = {name: engine[name].view(getattr(torch, format.dtype)) for name, scale in blocks.items() if scale is not None}
@@ -333,7 +300,7 @@ def measure_response(
     return results
 
 
-def logprobs_without_fp8(folder: Path, precision: dict[str, Any], batch: list[TrainingSample]) -> dict[str, torch.Tensor]:
+def logprobs_without_fp8(folder, precision, batch):
     """Return the log-probs of all responses with the precision's quantization, without quantization, and with it again."""
     trainer = Trainer(folder, precision, layout=Layout(dp=int(os.environ.get("WORLD_SIZE", "1"))))
     logprobs = [torch.cat(compute_logprobs(trainer.actor, batch)[0])]
@@ -343,7 +310,7 @@ def logprobs_without_fp8(folder: Path, precision: dict[str, Any], batch: list[Tr
     return dict(zip(("with", "without", "again"), logprobs, strict=True))
 
 
-def learn_text(folder: Path, precision: dict[str, Any], train: dict[str, Any], batch: list[TrainingSample], steps: int) -> dict[str, Any]:
+def learn_text(folder, precision, train, batch, steps):
     """Take supervised steps on one batch. Return losses, dtypes of parameters and of masters, and how far each master moved."""
     trainer = Trainer(folder, precision, train)
     named = dict(trainer.model.named_parameters())
@@ -360,7 +327,7 @@ def learn_text(folder: Path, precision: dict[str, Any], train: dict[str, Any], b
     }
 
 
-def poison_weight(folder: Path, precision: dict[str, Any], name: str, layout: Layout | None = None) -> None:
+def poison_weight(folder, precision, name, layout=None):
     """Write a NaN into one master on every rank that holds it, then quantize. Propagates the error."""
     trainer = Trainer(folder, precision, layout=layout)
     layer = find_weight_layers(trainer.model).get(name)
@@ -369,7 +336,7 @@ def poison_weight(folder: Path, precision: dict[str, Any], name: str, layout: La
     requantize(trainer.actor.optimizer)
 
 
-def poison_rollout_weight(folder: Path, precision: dict[str, Any], name: str) -> None:
+def poison_rollout_weight(folder, precision, name):
     """Write an infinity into one parameter on rank 0, then collect what a sync sends. Propagates the error."""
     trainer = Trainer(folder, precision)
     if dist.get_rank() == 0:
@@ -377,9 +344,7 @@ def poison_rollout_weight(folder: Path, precision: dict[str, Any], name: str) ->
     trainer.collect_named_tensors()
 
 
-def poison_updates(
-    folder: Path, precision: dict[str, Any], batch: list[TrainingSample], faults: list[str], layout: Layout | None = None
-) -> dict[str, tuple[str, list[str]]]:
+def poison_updates(folder, precision, batch, faults, layout=None):
     """Run updates that are not finite, after a good one: in the "loss", only in the "gradient", or in an "activation". Return for each
     fault the error message and the names whose bytes changed."""
     trainer = Trainer(folder, precision, layout=layout)
@@ -399,12 +364,12 @@ def poison_updates(
     return results
 
 
-def _nan_loss(logprobs: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def _nan_loss(logprobs, batch):
     total, metrics = negative_log_likelihood(logprobs, batch)
     return total * float("nan"), metrics
 
 
-def _nan_gradient(logprobs: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def _nan_gradient(logprobs, batch):
     """Return a finite loss with a NaN gradient: sqrt has an infinite slope at 0, and inf * 0 is NaN."""
     total, metrics = negative_log_likelihood(logprobs, batch)
     return total + torch.sqrt(logprobs * 0).sum(), metrics
@@ -413,14 +378,7 @@ def _nan_gradient(logprobs: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tens
 _POISONED_LOSSES = {"loss": _nan_loss, "gradient": _nan_gradient}
 
 
-def save_checkpoint(
-    folder: Path,
-    precision: dict[str, Any],
-    batch: list[TrainingSample],
-    to: Path,
-    layout: Layout | None = None,
-    train: dict[str, Any] | None = None,
-) -> dict[str, dict[str, torch.Tensor]]:
+def save_checkpoint(folder, precision, batch, to, layout=None, train=None):
     """Take one step, then write a checkpoint, with the optimizer if `train` is given. Return the masters and blocks that it holds."""
     trainer = Trainer(folder, precision, train, layout=layout)
     trainer.actor.update(own(batch), negative_log_likelihood)
@@ -428,14 +386,14 @@ def save_checkpoint(
     return trainer.collect_weights()
 
 
-def resume_checkpoint(folder: Path, precision: dict[str, Any], run: Path, layout: Layout, train: dict[str, Any]) -> dict[str, Any]:
+def resume_checkpoint(folder, precision, run, layout, train):
     """Return the masters and blocks of a trainer that has loaded a run's checkpoint."""
     trainer = Trainer(folder, precision, train, layout=layout)
     load_run_checkpoint(run, trainer.model, trainer.actor.optimizer, json.loads((run / "state.json").read_bytes()), same_layout=False)
     return trainer.collect_weights()
 
 
-def export(checkpoint: Path, to: Path, precision: str, alignment: Alignment | None = None) -> Path:
+def export(checkpoint, to, precision, alignment=None):
     """Run the command `export` in a process without process groups."""
     stop_megatron()
     export_checkpoint(checkpoint, to, precision, alignment)
@@ -443,14 +401,12 @@ def export(checkpoint: Path, to: Path, precision: str, alignment: Alignment | No
     return to
 
 
-def latent_attention(absorbed: bool) -> Any:
+def latent_attention(absorbed):
     """Context manager in which models are built with the absorbed, or the expanded, form of latent attention."""
     return mock.patch.object(spec, "takes_absorbed_form", return_value=absorbed)
 
 
-def packed_and_alone(
-    folder: Path, precision: dict[str, Any], batch: list[TrainingSample], bounds: list[int]
-) -> tuple[torch.Tensor, list[dict[str, Any]]]:
+def packed_and_alone(folder, precision, batch, bounds):
     """Return the log-probs of each sample alone, as an unpacked row, and `Trainer.differentiate` for each bound of a micro-batch."""
     trainer, packed = Trainer(folder, precision, STILL), []
     for bound in bounds:
@@ -459,7 +415,7 @@ def packed_and_alone(
     return _unpacked(trainer, batch), packed
 
 
-def _unpacked(trainer: Trainer, batch: list[TrainingSample]) -> torch.Tensor:
+def _unpacked(trainer, batch):
     logprobs = []
     for sequence in batch:
         ids = sequence.ids.long().unsqueeze(0)
@@ -471,13 +427,13 @@ def _unpacked(trainer: Trainer, batch: list[TrainingSample]) -> torch.Tensor:
     return torch.cat(logprobs)
 
 
-def gradients(folder: Path, precision: dict[str, Any], recompute: str) -> dict[str, torch.Tensor]:
+def gradients(folder, precision, recompute):
     """Return this rank's gradients of an arbitrary loss under sequence parallelism. FP8 layers add theirs to a gradient buffer."""
     model = Trainer(folder, precision, {"recompute": recompute}).actor.model
     assert model.config.sequence_parallel
     for layer in find_quantized_layers(model).values():
         layer.weight.main_grad = torch.zeros(layer.weight.shape)
-    runs: list[int] = []
+    runs = []
     first = model.decoder.layers[0].mlp.linear_fc1
     first.register_forward_hook(lambda *_: runs.append(1))
     tokens = torch.randint(0, 256, (4, 48), generator=torch.Generator().manual_seed(3))
@@ -488,9 +444,7 @@ def gradients(folder: Path, precision: dict[str, Any], recompute: str) -> dict[s
     return {name: getattr(p, "main_grad", p.grad).clone() for name, p in model.named_parameters()}
 
 
-def train_with_offload(
-    folder: Path, to: Path, precision: dict[str, Any], batches: list[list[TrainingSample]], offload: bool, dp: int = 1
-) -> dict[str, Any]:
+def train_with_offload(folder, to, precision, batches, offload, dp=1):
     """Take steps, with the optimizer state offloaded between them if `offload`; compute log-probs and write a checkpoint in between.
     Return bytes of gradients, log-probs, addresses of the state before and after, and the bytes of the weights."""
     trainer = Trainer(folder, precision, {"learning_rate": 3e-3}, layout=Layout(dp=dp))
@@ -511,7 +465,7 @@ def train_with_offload(
     return {"gradients": gradients, "logprobs": torch.cat(logprobs), "addresses": addresses, "weights": trainer.dump_bytes()}
 
 
-def _addresses(optimizer: Any) -> list[int]:
+def _addresses(optimizer):
     """Return the data pointers of moments and separate masters."""
     addresses = []
     for part in flatten_chained(optimizer):
@@ -520,7 +474,7 @@ def _addresses(optimizer: Any) -> list[int]:
     return addresses
 
 
-def vocabulary_logprobs(hidden: torch.Tensor, weight: torch.Tensor, targets: scoring.Targets) -> dict[str, torch.Tensor]:
+def vocabulary_logprobs(hidden, weight, targets):
     """Return log-probs, entropies and gradients of an output layer whose vocabulary is split over ranks. The gradient of `hidden` is one
     term of a sum over ranks."""
     start()
@@ -532,9 +486,7 @@ def vocabulary_logprobs(hidden: torch.Tensor, weight: torch.Tensor, targets: sco
     return {"logprobs": logprobs.detach(), "scored": scored.detach(), "entropies": entropies.detach(), "hidden": dhidden, "weight": dweight}
 
 
-def scored_and_whole(
-    folder: Path, precision: dict[str, Any], batch: list[TrainingSample], temperature: float
-) -> list[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
+def scored_and_whole(folder, precision, batch, temperature):
     """Return the log-probs and gradient buffers of log-probs + 0.3 entropy of one micro-batch, from an output layer that scores a few
     rows at a time, and from whole logits of all ranks."""
     actor = Trainer(folder, precision, {"micro_batch_tokens": 10000}, temperature).actor
@@ -542,12 +494,12 @@ def scored_and_whole(
     scored = ScoredPositions.from_mask(row.mask)
     targets = scored.select_targets(row, ContextShard.for_this_rank(row.lengths), temperature)
 
-    def compute_from_whole_logits() -> tuple[torch.Tensor, ...]:
+    def compute_from_whole_logits():
         logits = targets.scale(actor.forward(row)[0, scored.index])
         kept, every = (tree.log_softmax(gather_from_tensor_model_parallel_region(part)) for part in (targets.keep(logits), logits))
         return kept.gather(-1, targets.tokens.unsqueeze(-1)).squeeze(-1), -(every.exp() * every).sum(-1)
 
-    def compute_in_chunks() -> tuple[torch.Tensor, ...]:
+    def compute_in_chunks():
         with score_positions(actor.chunks[0], scored.index, targets, with_entropy=True):
             return actor.forward(row)[0].unbind(-1)
 
@@ -565,17 +517,17 @@ def scored_and_whole(
 _FILE_BYTES = 1 << 17
 
 
-def convert_run(run: Path, to: Path, full_at: str = "") -> tuple[int, int]:
+def convert_run(run, to, full_at=""):
     """Export in the run's precision, in small files. Return the bytes of weights that this rank read, in total and of the largest.
     Writing a file whose name begins with `full_at` fails."""
     read, read_parameter, write = [], RunWeights._read, exports.write_file
 
-    def watch(self: RunWeights, *place: Any) -> torch.Tensor:
+    def watch(self, *place):
         tensor = read_parameter(self, *place)
         read.append(tensor.nbytes)
         return tensor
 
-    def write_or_fail(path: Path, *rest: Any) -> dict[str, int]:
+    def write_or_fail(path, *rest):
         if full_at and path.name.startswith(full_at):
             raise OSError(errno.ENOSPC, "No space left on device", str(path))
         return write(path, *rest)
@@ -586,13 +538,13 @@ def convert_run(run: Path, to: Path, full_at: str = "") -> tuple[int, int]:
     return sum(read), max(read)
 
 
-def largest_parameter(run: Path) -> int:
+def largest_parameter(run):
     """Return the bytes of the largest parameter of a run, in FP32."""
     model = ModelGeometry.from_hf_config(read_config(run / "hf"))
     return max(4 * shard.rows * shard.cols for shard in build_megatron_shards(model, Layout(), Coordinates()))
 
 
-def scatter(samples: list[TrainingSample], layout: Layout, piece_bytes: int) -> list[TrainingSample]:
+def scatter(samples, layout, piece_bytes):
     """Return this rank's share of samples that rank 0 has, sent in pieces of `piece_bytes`."""
     start(layout)
     shares = deal(compute_costs([sample.length for sample in samples]), layout.dp) if is_rank0() else []

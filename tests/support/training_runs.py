@@ -1,17 +1,14 @@
 """The training loop with a scripted rollout: runs that learn, resume, hang, or have a planted mismatch."""
 
-from __future__ import annotations
-
 import json
 import random
 import resource
 import signal
 import warnings
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 from unittest import mock
 
 import numpy as np
@@ -19,7 +16,6 @@ import torch
 import torch.distributed as dist
 
 from examples.arithmetic import warm_start
-from examples.arithmetic.config import DemoConfig
 from megatron_rl.algorithm.policy_loss import PolicyLoss
 from megatron_rl.batch.replay import read_groups
 from megatron_rl.batch.training_sample import TrainingSample
@@ -28,7 +24,7 @@ from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.data import ProblemOrder, ProblemStream
 from megatron_rl.distributed import Rank0
 from megatron_rl.errors import RunError
-from megatron_rl.mcore.actor import Actor, Critic, Policy
+from megatron_rl.mcore.actor import Policy
 from megatron_rl.mcore.checkpoint.checkpointing import load_run_checkpoint
 from megatron_rl.mcore.checkpoint.optimizer import MasterState, OptimizerState
 from megatron_rl.mcore.layers.linear.quantized_linear import find_quantized_layers
@@ -66,9 +62,7 @@ ENVIRONMENT_TOKENS = [13, 14]
 ROLLOUT = {"prompts_per_step": GROUPS, "group_size": SIZE, "max_new_tokens": 8}
 
 
-def make_completion(
-    problem: Problem, member: int, ids: tuple[Any, Any], logprobs: list[float], version: int, mask: np.ndarray | None = None
-) -> Completion:
+def make_completion(problem, member, ids, logprobs, version, mask=None):
     """Return a completion of prompt and response `ids`. Every second member of a group is rewarded."""
     prompt, response = (np.array(each, np.int32) for each in ids)
     reward = Reward(float(member % 2), bool(member % 2))
@@ -81,11 +75,11 @@ class ScriptedWorker:
     If `environment_logprob` is given, an environment speaks after the first token of each response; its tokens get this log-prob.
     """
 
-    def __init__(self, actor: Actor, noise: float, environment_logprob: float | None) -> None:
+    def __init__(self, actor, noise, environment_logprob):
         self.actor, self._noise, self._environment_logprob, self._source = actor, noise, environment_logprob, random.Random(0)
-        self.leads: list[float] = []
+        self.leads = []
 
-    def sequences(self) -> list[TrainingSample]:
+    def sequences(self):
         members = [(group, member) for group in range(GROUPS) for member in range(SIZE)]
         samples = [TrainingSample([5, 6 + group, 7], [GOOD if member % 2 else BAD] * (2 + member)) for group, member in members]
         for sequence in samples if self._environment_logprob is not None else []:
@@ -94,9 +88,9 @@ class ScriptedWorker:
             sequence.response_ids, sequence.response_mask = torch.cat([first, torch.tensor(ENVIRONMENT_TOKENS), *rest]), torch.tensor(mask)
         return samples
 
-    def begin(self, version: int) -> None: ...
+    def begin(self, version): ...
 
-    def collect(self, version: int) -> RolloutBatch:
+    def collect(self, version):
         completions = []
         for number, (sequence, values) in enumerate(zip(self.sequences(), self.actor.compute_logprobs(self.sequences())[0], strict=True)):
             logprobs = [value + self._source.gauss(0, self._noise) for value in values.tolist()]
@@ -109,10 +103,10 @@ class ScriptedWorker:
             completions.append(make_completion(Problem(str(number), "", ""), number, ids, logprobs, version, mask))
         return RolloutBatch(completions, {"ahead/generate": 1.0})
 
-    def snapshot(self) -> Callable[[], dict[str, Any]]:
+    def snapshot(self):
         return dict
 
-    def evaluate(self, version: int) -> RolloutBatch:
+    def evaluate(self, version):
         """Append to `leads` how much likelier good tokens are than bad ones, in nats."""
         logprobs = self.actor.compute_logprobs(self.sequences())[0]
         good, bad = (torch.cat([part for number, part in enumerate(logprobs) if number % 2 == which]).mean() for which in (1, 0))
@@ -123,15 +117,15 @@ class ScriptedWorker:
 class StreamedWorker:
     """A rollout worker that answers the problems of a real stream. Log-probs come from the process's random numbers, of all three kinds."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.stream = ProblemStream(ProblemOrder(lambda position: Problem(str(position), "", ""), "numbers"))
 
-    def snapshot(self) -> Callable[[], dict[str, Any]]:
+    def snapshot(self):
         return self.stream.snapshot()
 
-    def begin(self, version: int) -> None: ...
+    def begin(self, version): ...
 
-    def collect(self, version: int) -> RolloutBatch:
+    def collect(self, version):
         completions = []
         for problem in self.stream.next_batch(GROUPS):
             for member in range(SIZE):
@@ -140,61 +134,49 @@ class StreamedWorker:
                 completions.append(make_completion(problem, member, ids, logprobs, version))
         return RolloutBatch(completions, {"ahead/generate": 1.0})
 
-    def evaluate(self, version: int) -> RolloutBatch:
+    def evaluate(self, version):
         return RolloutBatch([])
 
 
 class NullSync:
     """A weight sync that does nothing."""
 
-    def run(self, version: int, meanwhile: Callable[[], None]) -> NullSync:
+    def run(self, version, meanwhile):
         meanwhile()
         return self
 
-    def run_with_recovery(self, version: int, work: Callable[[], T]) -> T:
+    def run_with_recovery(self, version, work):
         return work()
 
-    def metrics(self) -> dict[str, float]:
+    def metrics(self):
         return {}
 
 
 class NullCheckpointManager:
-    def write(self, mark: TrainState, last: bool) -> None: ...
-    def poll(self) -> None: ...
-    def wait(self) -> None: ...
+    def write(self, mark, last): ...
+    def poll(self): ...
+    def wait(self): ...
 
 
 class RecordingLog:
     """A run log that keeps its rows and samples in memory."""
 
-    def __init__(self) -> None:
-        self.rows: list[dict[str, float]] = []
-        self.samples_seen: list[dict[str, Any]] = []
+    def __init__(self):
+        self.rows = []
+        self.samples_seen = []
 
-    def set_phase(self, phase: str) -> None: ...
+    def set_phase(self, phase): ...
 
-    def write_step(self, metrics: dict[str, float]) -> None:
+    def write_step(self, metrics):
         with warnings.catch_warnings(action="error", category=UndeclaredMetricWarning):
             warn_undeclared(metrics)
         self.rows.append(metrics)
 
-    def write_samples(self, step: int, rows: list[dict[str, Any]]) -> None:
+    def write_samples(self, step, rows):
         self.samples_seen += rows
 
 
-def loop_of(
-    config: Config,
-    trainer: Trainer,
-    reference: Policy | None,
-    sync: Any,
-    worker: Any,
-    log: RecordingLog,
-    checkpoints: Any,
-    state: TrainState | None = None,
-    engines: Any = None,
-    critic: Critic | None = None,
-    teacher: Policy | None = None,
-) -> Loop:
+def loop_of(config, trainer, reference, sync, worker, log, checkpoints, state=None, engines=None, critic=None, teacher=None):
     """Return the loop around a trainer. Rank 0 has `worker`, `log` and `engines`."""
     causes = MismatchAttribution(trainer.actor, trainer.collect_named_tensors, trainer.contract.engine_format)
     on_rank0 = Rank0(lambda: engines or mock.Mock(get_memory_mb=lambda: 0.0, release_memory=lambda: None))
@@ -205,17 +187,17 @@ def loop_of(
 
 
 def run_loop(
-    folder: Path,
-    precision: dict[str, Any],
-    algorithm: dict[str, Any],
-    steps: int,
-    noise: float,
-    attribute_every: int = 0,
-    environment_logprob: float | None = None,
-    worker_class: type[ScriptedWorker] = ScriptedWorker,
-    critic: dict[str, Any] | None = None,
-    teacher: dict[str, Any] | None = None,
-) -> dict[str, Any]:
+    folder,
+    precision,
+    algorithm,
+    steps,
+    noise,
+    attribute_every=0,
+    environment_logprob=None,
+    worker_class=ScriptedWorker,
+    critic=None,
+    teacher=None,
+):
     """Run the loop with a scripted worker. Return the log's rows, the advantages of the last step's samples, and the worker's `leads`."""
     trainer = Trainer(folder, precision, {"learning_rate": 1e-3, "steps": steps})
     config = Config.model_validate(
@@ -232,14 +214,7 @@ def run_loop(
     return {"rows": log.rows, "advantages": [row["advantage"] for row in log.samples_seen[-GROUPS * SIZE :]], "leads": worker.leads}
 
 
-def config_of(
-    folder: Path,
-    steps: int,
-    precision: dict[str, Any],
-    every: int = 1,
-    algorithm: dict[str, Any] | None = None,
-    replay: dict[str, Any] | None = None,
-) -> Config:
+def config_of(folder, steps, precision, every=1, algorithm=None, replay=None):
     return Config.model_validate(
         {
             "model": {"path": folder}, "precision": precision, "train": {"steps": steps, "learning_rate": 3e-3, "warmup_steps": 6},
@@ -250,17 +225,7 @@ def config_of(
     )  # fmt: skip
 
 
-def train_to(
-    folder: Path,
-    run: Path,
-    steps: int,
-    precision: dict[str, Any],
-    go_on: bool = False,
-    layout: Layout | None = None,
-    broken: str = "",
-    algorithm: dict[str, Any] | None = None,
-    replay: dict[str, Any] | None = None,
-) -> dict[str, Any]:
+def train_to(folder, run, steps, precision, go_on=False, layout=None, broken="", algorithm=None, replay=None):
     """Run up to `steps`, new or from the newest whole checkpoint. Return the log's rows, the bytes that this rank holds, and messages.
 
     Args:
@@ -270,7 +235,7 @@ def train_to(
     layout = start(layout)
     config = config_of(folder, steps, precision, 0 if broken == "sync" else 1, algorithm, replay)
     trainer = Trainer(folder, precision, config.train.model_dump(mode="json"), layout=layout)
-    actor, worker, messages = trainer.actor, StreamedWorker(), list[str]()
+    actor, worker, messages = trainer.actor, StreamedWorker(), []
     critic = load_critic(config, layout, trainer.hf_config)
     of_critic = None if critic is None else (critic.model, critic.optimizer)
     # bounds that move back to the configured ones, half the way at every step
@@ -309,11 +274,11 @@ def train_to(
     return {"rows": log.rows, "samples": log.samples_seen, "bytes": held, "messages": messages}
 
 
-def break_at(owner: Any, name: str, condition: Callable[..., bool], line: str) -> None:
+def break_at(owner, name, condition, line):
     """Let a method raise a RunError instead of running when `condition` holds for its arguments."""
     method = getattr(owner, name)
 
-    def call(*args: Any) -> Any:
+    def call(*args):
         if condition(*args):
             raise RunError(line)
         return method(*args)
@@ -321,13 +286,13 @@ def break_at(owner: Any, name: str, condition: Callable[..., bool], line: str) -
     setattr(owner, name, call)
 
 
-def reference(trainer: Trainer) -> Policy:
+def reference(trainer):
     model = freeze(build_model(trainer.hf_config, trainer.layout, trainer.contract, trainer.train))
     load_checkpoint(model, trainer.folder, trainer.shards)
     return Policy(model, 1.0, 64)
 
 
-def dump_model(critic: Critic) -> dict[str, bytes]:
+def dump_model(critic):
     """Return the raw bytes of a critic's parameters, masters and moments that this rank holds."""
     parameters = {name: tensor.detach().view(torch.uint8) for name, tensor in global_parameters(critic.model).items()}
     masters = {f"master {name}": tensor.detach() for name, tensor in master_state(critic).local_tensors().items()}
@@ -335,12 +300,12 @@ def dump_model(critic: Critic) -> dict[str, bytes]:
     return tensors | {f"critic {name}": value for name, value in moments(critic).items()}
 
 
-def moments(actor: Actor) -> dict[str, bytes]:
+def moments(actor):
     """Return the raw bytes of Adam's moments and the masters of 16-bit weights that this rank holds."""
     return {name: tensor.detach().numpy().tobytes() for name, tensor in optimizer_state(actor).local_tensors().items()}
 
 
-def saved_and_loaded_state(folder: Path, precision: dict[str, Any], batch: list[TrainingSample], dp: int) -> tuple[Any, Any]:
+def saved_and_loaded_state(folder, precision, batch, dp):
     """Return what this replica puts into a checkpoint after one step, and again after it has loaded those values plus 1."""
     settings = {"clip_grad": 0.0, "adam_eps": 1e-4}  # clipped, the norm would be summed in another order
     actor = Trainer(folder, precision, settings, layout=Layout(dp=dp)).actor
@@ -351,22 +316,22 @@ def saved_and_loaded_state(folder: Path, precision: dict[str, Any], batch: list[
     return saved, copy_state(actor)
 
 
-def copy_state(actor: Actor) -> dict[str, torch.Tensor]:
+def copy_state(actor):
     """Return a copy of the FP32 tensors that this rank puts into a checkpoint."""
     sharded = optimizer_state(actor).sharded_for_save() | master_state(actor).sharded_for_save()
     return {name: tensor.data.detach().clone() for name, tensor in sharded.items()}
 
 
-def optimizer_state(actor: Actor) -> OptimizerState:
+def optimizer_state(actor):
     return OptimizerState(actor.optimizer, [chunk.sharded_state_dict() for chunk in actor.chunks])
 
 
-def master_state(actor: Actor) -> MasterState:
+def master_state(actor):
     layers = [layer for chunk in actor.chunks for layer in find_quantized_layers(chunk).values()]
     return MasterState(layers, [chunk.sharded_state_dict() for chunk in actor.chunks])
 
 
-def load_in(folder: Path, run: Path, precision: dict[str, Any], layout: Layout) -> dict[str, Any]:
+def load_in(folder, run, precision, layout):
     """Load a run's newest checkpoint. Return masters, key-value scales, remarks, and the masters after one more optimizer step."""
     trainer = Trainer(folder, precision, {"learning_rate": 1e-3}, layout=layout)
     saved, place = choose_checkpoint(run, 99), describe_layout(layout, trainer.train)
@@ -377,7 +342,7 @@ def load_in(folder: Path, run: Path, precision: dict[str, Any], layout: Layout) 
     return result | {"after": trainer.collect_tensors(fp8=False)}
 
 
-def adopted_after_loading(folder: Path, run: Path, precision: dict[str, Any], trained: bool) -> dict[str, Any]:
+def adopted_after_loading(folder, run, precision, trained):
     """Save the trainer of an FP8 checkpoint, after a step or before any, and load it into a fresh one. Return which layers of both still
     have the checkpoint's blocks (`adopted`), and the names of tensors that differ."""
     first, second = (Trainer(folder, precision) for _ in range(2))
@@ -394,9 +359,9 @@ def adopted_after_loading(folder: Path, run: Path, precision: dict[str, Any], tr
     return {"adopted": adopted, "different": [name for name, (one, two) in raw.items() if not torch.equal(one, two)]}
 
 
-def save_without_room(folder: Path, run: Path, precision: dict[str, Any], step: int) -> list[str]:
+def save_without_room(folder, run, precision, step):
     """Try to save while no file may exceed 64 KiB; return the messages."""
-    trainer, messages = Trainer(folder, precision), list[str]()
+    trainer, messages = Trainer(folder, precision), []
     config = config_of(folder, 99, precision)
     checkpoints = CheckpointManager(config, trainer.layout, run, trainer.actor, trainer.hf_config, messages.append, -1)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -409,7 +374,7 @@ def save_without_room(folder: Path, run: Path, precision: dict[str, Any], step: 
     return messages
 
 
-def train_with_watchdog(folder: Path, run: Path, precision: dict[str, Any], stuck_after: float) -> None:
+def train_with_watchdog(folder, run, precision, stuck_after):
     """Train forever. The watchdog's message is written to `run`/message."""
     start(layout := Layout(tp=2))
     run.mkdir(exist_ok=True)
@@ -421,7 +386,7 @@ def train_with_watchdog(folder: Path, run: Path, precision: dict[str, Any], stuc
         train_to(folder, run, 1_000_000, precision, layout=layout)
 
 
-def break_after_a_signal(rank: int) -> RunError:
+def break_after_a_signal(rank):
     """Return the error that ends a run that breaks on all ranks after `rank` got SIGUSR1."""
     start(Layout(tp=2))
     install_signal_handlers(alone=False)
@@ -433,7 +398,7 @@ def break_after_a_signal(rank: int) -> RunError:
 CHANGED = "linear_fc1.weight"
 
 
-def measure_causes(folder: Path, precision: dict[str, Any], batch: list[TrainingSample], fault: str = "") -> dict[str, float]:
+def measure_causes(folder, precision, batch, fault=""):
     """Return the metrics of the mismatch attribution.
 
     Args:
@@ -463,7 +428,7 @@ def measure_causes(folder: Path, precision: dict[str, Any], batch: list[Training
     return causes.finish()
 
 
-def make_run(config: DemoConfig, folder: Path, step: int) -> Path:
+def make_run(config, folder, step):
     """Make `config.model` and save it as the checkpoint of `step` in the run folder `folder`; return the checkpoint."""
     warm_start.make_model(config)
     trainer = Trainer(config.model.path, config.precision.model_dump(), layout=Layout())
