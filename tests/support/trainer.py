@@ -300,14 +300,6 @@ def measure_response(folder, precision, train, batches, layout=None, elements=1 
     return results
 
 
-def logprobs_without_fp8(folder, precision, batch):
-    """Return the log-probs of all responses with the precision's quantization, without quantization, and with it again."""
-    trainer = Trainer(folder, precision, layout=Layout(dp=int(os.environ.get("WORLD_SIZE", "1"))))
-    logprobs = [torch.cat(compute_logprobs(trainer.actor, batch)[0])]
-    with disable_quantization(trainer.model):
-        logprobs.append(torch.cat(compute_logprobs(trainer.actor, batch)[0]))
-    logprobs.append(torch.cat(compute_logprobs(trainer.actor, batch)[0]))
-    return dict(zip(("with", "without", "again"), logprobs, strict=True))
 
 
 def learn_text(folder, precision, train, batch, steps):
@@ -474,16 +466,6 @@ def _addresses(optimizer):
     return addresses
 
 
-def vocabulary_logprobs(hidden, weight, targets):
-    """Return log-probs, entropies and gradients of an output layer whose vocabulary is split over ranks. The gradient of `hidden` is one
-    term of a sum over ranks."""
-    start()
-    rank, ranks = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
-    part, hidden = (x.clone().requires_grad_() for x in (weight.chunk(ranks)[rank], hidden))
-    logprobs = scoring.token_logprobs(hidden, part, targets)
-    scored, entropies = scoring.score_tokens(hidden, part, targets)
-    dhidden, dweight = torch.autograd.grad(logprobs.sum(), (hidden, part))
-    return {"logprobs": logprobs.detach(), "scored": scored.detach(), "entropies": entropies.detach(), "hidden": dhidden, "weight": dweight}
 
 
 def scored_and_whole(folder, precision, batch, temperature):
