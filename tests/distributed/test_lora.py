@@ -8,10 +8,56 @@ from support import lora, transformers_reference
 from support.families import ARCHITECTURES
 from support.fp8_checkpoints import add_mtp_layer
 from support.models import FP8, FP32, make_model, random_sequences
+from support.trainer import Trainer, compute_logprobs
 
+from examples.arithmetic.supervised import negative_log_likelihood
+from megatron_rl.config.lora import LoraConfig
+from megatron_rl.mcore.checkpoint.checkpointing import load_run_checkpoint
+from megatron_rl.mcore.checkpoint.run_weights import read_state
+from megatron_rl.mcore.passes.replicas import select_own
+from megatron_rl.mcore.weights.adapter_export import export_adapters
+from megatron_rl.mcore.weights.adapters import list_adapted_layers
+from parallel.adapters import NAMES
 from parallel.layout import Layout
 
 LORA = {"rank": 8, "alpha": 16.0}
+
+
+def score_checkpoint(folder, precision, lora, batch, layout, checkpoint):
+    """Return the log-probs of a batch with a checkpoint's adapters, whatever layout wrote it."""
+    loaded = Trainer(folder, precision, layout=layout, lora=LoraConfig(**lora))
+    load_run_checkpoint(checkpoint, loaded.model, loaded.actor.optimizer, read_state(checkpoint, of_adapters=True)[0], same_layout=False)
+    return torch.cat(compute_logprobs(loaded.actor, batch)[0])
+
+
+def export(checkpoint, to):
+    """Export adapters in a process of a world."""
+    export_adapters(checkpoint, to)
+
+
+def measure_adapter_gradient(folder, precision, lora, batch):
+    """Return |g|^2 of the adapters' gradient of the mean loss, and the slope of the loss along g by finite differences. B is nonzero."""
+    trained = Trainer(folder, precision, {"learning_rate": 1e-12, "clip_grad": 0.0}, lora=LoraConfig(**lora))
+    parameters = [getattr(layer, each) for _, _, layer in list_adapted_layers(trained.model) for each in NAMES]
+    with torch.no_grad():
+        for number, parameter in enumerate(parameters):
+            parameter += 0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number))
+    own, actor = select_own(batch), trained.actor
+    actor.update(own, negative_log_likelihood)
+    gradients = [parameter.main_grad.clone() for parameter in parameters]
+    square = sum(float(gradient.double().square().sum()) for gradient in gradients)
+
+    def loss_at(step):
+        with torch.no_grad():
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter += step * gradient
+            loss = -torch.cat(actor.compute_logprobs(own)[0]).double().mean().item()
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter -= step * gradient
+        return loss
+
+    step = 1e-2 / square**0.5
+    return square, (loss_at(step) - loss_at(-step)) / (2 * step)
 
 
 @pytest.fixture(scope="module", params=["fp32", "fp8"])
@@ -50,7 +96,7 @@ def test_tensor_parallel_ranks_have_the_bits_of_one_process_and_learn_alike(runs
 
 
 def test_gradient_is_the_slope_of_the_loss(worlds, checkpoint):
-    ((square, slope),) = worlds(1).call(lora.measure_adapter_gradient, checkpoint, FP32, LORA, random_sequences(4, 1))
+    ((square, slope),) = worlds(1).call(measure_adapter_gradient, checkpoint, FP32, LORA, random_sequences(4, 1))
     assert square > 1e-6 and slope == pytest.approx(square, rel=0.02)
 
 
@@ -100,7 +146,7 @@ def test_every_layout_learns_what_one_process_does_which_has_the_bits_of_its_che
     assert (one["trained"] - first["trained"]).norm() < 1e-3 * (one["trained"] - one["start"]).norm()
     for step, same in zip(one["steps"], first["steps"], strict=True):
         assert step["grad_norm"] == pytest.approx(same["grad_norm"], rel=1e-4)
-    (again,) = worlds(1).call(lora.score_checkpoint, folder, precision, targets(model), batches[0], Layout(), run)
+    (again,) = worlds(1).call(score_checkpoint, folder, precision, targets(model), batches[0], Layout(), run)
     torch.testing.assert_close(first["trained"], again, rtol=0, atol=0 if exact else 1e-4)
 
 
@@ -125,7 +171,7 @@ def test_peft_loads_what_is_exported_and_computes_the_trainers_logprobs(worlds, 
     model, changes = PEFT[kind]
     folder, batch, run, adapters = model_folder(model, **changes), random_sequences(8, 0), tmp_path / "step_00001", tmp_path / "adapters"
     ((result),) = worlds(1).call(lora.train_adapters, folder, FP32, targets(model), [batch], Layout(), run)
-    worlds(1).call(lora.export, run, adapters)
+    worlds(1).call(export, run, adapters)
     samples = [(sample.prompt_ids.tolist(), sample.response_ids.tolist()) for sample in batch]
     ((plain, adapted),) = transformers_process.call(transformers_reference.peft_logprobs, folder, adapters, samples)
     assert (result["trained"] - result["start"]).abs().max() > 0.1

@@ -10,9 +10,11 @@ import torch
 from support import trainer, transformers_reference
 from support.fp8_checkpoints import add_mtp_layer, find_changed
 from support.models import FP8, FP32, random_sequences, read_weights
+from support.trainer import Trainer
 
 from megatron_rl.hf.files import read_config
 from megatron_rl.hf.read import HFCheckpoint
+from megatron_rl.mcore.checkpoint.checkpointing import load_run_checkpoint
 from megatron_rl.mcore.optim.step_response import CHANGED, RESPONSE
 from megatron_rl.mcore.weights.export import convert
 from parallel.layout import Layout
@@ -33,6 +35,13 @@ CASES = [
     for layout in LAYOUTS
     for name in (["deep"] if layout == "pp2_vpp2" else ["deepseek", "glm"])
 ]
+
+
+def resume_checkpoint(folder, precision, run, layout, train):
+    """Return the masters and blocks of a trainer that has loaded a run's checkpoint."""
+    trainer = Trainer(folder, precision, train, layout=layout)
+    load_run_checkpoint(run, trainer.model, trainer.actor.optimizer, json.loads((run / "state.json").read_bytes()), same_layout=False)
+    return trainer.collect_weights()
 
 
 def batches():
@@ -119,7 +128,7 @@ def test_they_go_through_checkpoint_resume_and_export(worlds, models, tmp_path):
     source, run = models["glm"], tmp_path / "run"
     saved = worlds(2).call(trainer.save_checkpoint, source, FP8, batches()[0], run, Layout(pp=2), TRAIN)[0]
     assert not (run / "mtp").exists() and "megatron_rl" not in json.dumps(read_config(run / "hf"))
-    loaded = worlds(2).call(trainer.resume_checkpoint, source, FP8, run, Layout(tp=2), TRAIN)[0]
+    loaded = worlds(2).call(resume_checkpoint, source, FP8, run, Layout(tp=2), TRAIN)[0]
     assert find_changed(saved["masters"], loaded["masters"]) == []
     convert(run, tmp_path / "export", {"mode": "fp8_unified"})
     exported, config = read_weights(tmp_path / "export"), read_config(tmp_path / "export")

@@ -5,15 +5,17 @@ import json
 from collections import Counter
 
 import pytest
-from support import training_runs
 from support.fp8_checkpoints import add_mtp_layer
 from support.models import write_model
 from support.processes import ROOT, Command
+from support.trainer import Trainer
 
+from examples.arithmetic import warm_start
 from examples.arithmetic.config import DemoConfig
 from examples.arithmetic.task import Arithmetic
 from megatron_rl.config import load_config
 from megatron_rl.reporting.report import write_report
+from parallel.layout import Layout
 
 pytestmark = pytest.mark.timeout(4000)
 
@@ -21,6 +23,16 @@ PROBLEMS, SAMPLES = 32, 8
 QUICKSTART = ROOT / "configs" / "quickstart.toml"
 TASK = (f"--data.eval_size={PROBLEMS}", "--data.settings.levels=[2, 3]")
 SETTINGS = (*TASK, "--eval.temperature=1", "--rollout.max_new_tokens=16", "--rollout.max_running_requests=32")
+
+
+def make_run(config, folder, step):
+    """Make `config.model` and save it as the checkpoint of `step` in the run folder `folder`; return the checkpoint."""
+    warm_start.make_model(config)
+    trainer = Trainer(config.model.path, config.precision.model_dump(), layout=Layout())
+    (folder / "checkpoints").mkdir(parents=True)
+    run = {"status": "finished", "reason": "", "started": None, "ended": None, "versions": {}, "config": {}}
+    (folder / "run.json").write_text(json.dumps(run))
+    return trainer.save(folder / "checkpoints" / f"step_{step:05d}", step)
 
 
 def evaluate(folder, *arguments):
@@ -35,7 +47,7 @@ def run(new_world, tmp_path_factory):
     small = ["--architecture.num_hidden_layers=1", "--warm_start.steps=60", *TASK]
     model = ROOT / "examples" / "arithmetic" / "quickstart.toml"
     config = load_config(QUICKSTART, [f"--model.path={folder / 'model'}", *small], root=DemoConfig, more=model)
-    new_world().call(training_runs.make_run, config, folder / "run", 3)
+    new_world().call(make_run, config, folder / "run", 3)
     return folder / "run"
 
 

@@ -10,12 +10,8 @@ from unittest import mock
 import httpx
 import psutil
 
-from megatron_rl.config import Config
 from megatron_rl.distributed import run_on_rank0
-from megatron_rl.errors import RunError
 from parallel.transport.pack import ChunkPacker
-from rollout_sglang.engine import SGLangEngine
-from rollout_sglang.launch_args import EngineLaunchSpec
 from support.processes import alive_after, family, until
 
 Faults = dict[int, str]
@@ -94,13 +90,3 @@ _FAULTS = {
     "hang last node": _hang_last_node,
     "cut requests": _cut_requests,
 }
-
-
-def fail_to_start(model, folder, start_timeout, *arguments):
-    """Start an engine that cannot start, with extra server `arguments`. Return the error message and its log tail."""
-    config = Config.model_validate({"model": {"path": model}, "rollout": {"max_total_tokens": 4096, "start_timeout": start_timeout}})
-    try:
-        SGLangEngine(EngineLaunchSpec(config, model, folder, arguments=arguments)).wait_until_ready()
-    except RunError as error:
-        return str(error), error.log_tail
-    raise AssertionError("the engine started")

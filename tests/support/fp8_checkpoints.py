@@ -9,7 +9,6 @@ from safetensors.torch import save_file
 from megatron_rl.hf.files import read_config
 from megatron_rl.precision.contract import QUANTIZED_ROLES
 from parallel.formats import FP8
-from parallel.layout import Layout
 from parallel.model_geometry import ModelGeometry
 from parallel.mtp_layers import list_mtp_tensors
 from parallel.shards import FP32_ROLES
@@ -56,12 +55,6 @@ def random_blocks(rows, cols, scales, generator):
     return (codes + sign).to(torch.uint8).view(torch.float8_e4m3fn), scale
 
 
-def different(folder, other):
-    """Return the names of tensors that differ between two checkpoints in presence, dtype, shape or any byte."""
-    tensors, others = read_weights(folder), read_weights(other)
-    return sorted({*find_changed(tensors, others), *find_changed(others, tensors)})
-
-
 def find_changed(tensors, others):
     """Return the names of `tensors` that are not in `others` byte for byte."""
 
@@ -85,52 +78,6 @@ def add_mtp_layer(folder, scales="", seed=7, layers=1):
     save_file(read_weights(folder) | tensors, folder / "model.safetensors", metadata={"format": "pt"})
     edit_config(folder, {"num_nextn_predict_layers": layers})
     return tensors
-
-
-def import_checkpoint(folder, precision, layout=None, to=None):
-    """Import a checkpoint, and write what an engine gets as a checkpoint `to`. Return which FP8 layers of this rank `adopted` the
-    checkpoint's blocks, and on rank 0 by Hugging Face name the parameters (`masters`), what Adam steps (`stepped`), and what an engine gets
-    (`served`).
-    """
-    from megatron_rl.mcore.layers.linear.quantized_linear import find_quantized_layers
-    from megatron_rl.mcore.optim.quantizing_optimizer import requantize
-    from support.trainer import Trainer, save_live
-
-    trainer = Trainer(folder, precision, layout=layout or Layout())
-    if to is not None:
-        requantize(trainer.actor.optimizer)  # again, though no step was taken
-        save_live(to, trainer)
-    return {
-        "adopted": [layer.adopted for layer in find_quantized_layers(trainer.model).values()],
-        "masters": trainer.collect_tensors(fp8=False),
-        "stepped": trainer.collect_masters() if "masters" in precision else {},
-        "served": trainer.collect_tensors(fp8=True),
-    }
-
-
-def step(folder, precision, batch, learning_rate):
-    """Take one optimizer step. Return names of FP8 layers: `all`, those that `kept` the checkpoint's blocks, and those whose blocks are the
-    `quantized` master."""
-    from megatron_rl.mcore.layers.linear.quantized_linear import find_quantized_layers, reorder_rows
-    from megatron_rl.precision.fp8 import quantize_weight
-    from support.trainer import Trainer, negative_log_likelihood
-
-    def same(one, two):
-        return all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(one, two, strict=True))
-
-    trainer = Trainer(folder, precision, {"learning_rate": learning_rate})
-    layers = find_quantized_layers(trainer.model)
-    first = {name: [part.clone() for part in layer.blocks] for name, layer in layers.items()}
-    trainer.actor.update(batch, negative_log_likelihood)
-    return {
-        "all": list(layers),
-        "kept": [name for name, layer in layers.items() if same(layer.blocks, first[name])],
-        "quantized": [
-            name
-            for name, layer in layers.items()
-            if same(layer.blocks, quantize_weight(reorder_rows(layer.gather_master(), layer.row_order), layer.format.scale_format))
-        ],
-    }
 
 
 def split(folder, files=2):

@@ -4,13 +4,9 @@ import torch
 
 from examples.arithmetic.supervised import negative_log_likelihood
 from megatron_rl.config.lora import LoraConfig
-from megatron_rl.mcore.checkpoint.checkpointing import load_run_checkpoint
-from megatron_rl.mcore.checkpoint.run_weights import read_state
 from megatron_rl.mcore.layers.linear.quantized_linear import list_quantized_layers
 from megatron_rl.mcore.names import global_name
 from megatron_rl.mcore.optim.master_slices import flatten_chained, iter_stepped
-from megatron_rl.mcore.passes.replicas import select_own
-from megatron_rl.mcore.weights.adapter_export import export_adapters
 from megatron_rl.mcore.weights.adapters import FrozenPolicy, list_adapted_layers
 from megatron_rl.mcore.weights.load_weights import global_parameters
 from parallel.adapters import NAMES
@@ -52,42 +48,5 @@ def train_adapters(folder, precision, lora, batches, layout=None, to=None, train
     return result
 
 
-def score_checkpoint(folder, precision, lora, batch, layout, checkpoint):
-    """Return the log-probs of a batch with a checkpoint's adapters, whatever layout wrote it."""
-    loaded = Trainer(folder, precision, layout=layout, lora=LoraConfig(**lora))
-    load_run_checkpoint(checkpoint, loaded.model, loaded.actor.optimizer, read_state(checkpoint, of_adapters=True)[0], same_layout=False)
-    return torch.cat(compute_logprobs(loaded.actor, batch)[0])
-
-
-def export(checkpoint, to):
-    """Export adapters in a process of a world."""
-    export_adapters(checkpoint, to)
-
-
 def _raw(tensor):
     return tensor.detach().clone().view(torch.uint8)
-
-
-def measure_adapter_gradient(folder, precision, lora, batch):
-    """Return |g|^2 of the adapters' gradient of the mean loss, and the slope of the loss along g by finite differences. B is nonzero."""
-    trained = Trainer(folder, precision, {"learning_rate": 1e-12, "clip_grad": 0.0}, lora=LoraConfig(**lora))
-    parameters = [getattr(layer, each) for _, _, layer in list_adapted_layers(trained.model) for each in NAMES]
-    with torch.no_grad():
-        for number, parameter in enumerate(parameters):
-            parameter += 0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number))
-    own, actor = select_own(batch), trained.actor
-    actor.update(own, negative_log_likelihood)
-    gradients = [parameter.main_grad.clone() for parameter in parameters]
-    square = sum(float(gradient.double().square().sum()) for gradient in gradients)
-
-    def loss_at(step):
-        with torch.no_grad():
-            for parameter, gradient in zip(parameters, gradients, strict=True):
-                parameter += step * gradient
-            loss = -torch.cat(actor.compute_logprobs(own)[0]).double().mean().item()
-            for parameter, gradient in zip(parameters, gradients, strict=True):
-                parameter -= step * gradient
-        return loss
-
-    step = 1e-2 / square**0.5
-    return square, (loss_at(step) - loss_at(-step)) / (2 * step)

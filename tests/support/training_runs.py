@@ -1,11 +1,7 @@
 """The training loop with a scripted rollout: runs that learn, resume, hang, or have a planted mismatch."""
 
-import json
 import random
-import resource
-import signal
 import warnings
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
@@ -15,12 +11,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from examples.arithmetic import warm_start
-from megatron_rl.algorithm.policy_loss import PolicyLoss
 from megatron_rl.batch.replay import read_groups
 from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.config import Config
-from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.data import ProblemOrder, ProblemStream
 from megatron_rl.distributed import Rank0
 from megatron_rl.errors import RunError
@@ -29,14 +22,9 @@ from megatron_rl.mcore.checkpoint.checkpointing import load_run_checkpoint
 from megatron_rl.mcore.checkpoint.optimizer import MasterState, OptimizerState
 from megatron_rl.mcore.layers.linear.quantized_linear import find_quantized_layers
 from megatron_rl.mcore.model import build_model, freeze
-from megatron_rl.mcore.passes.engine_emulation import emulate_cache, emulate_engine
-from megatron_rl.mcore.weights.cache_scales import collect_scales
 from megatron_rl.mcore.weights.load_weights import global_parameters, load_checkpoint
 from megatron_rl.metrics import UndeclaredMetricWarning, warn_undeclared
-from megatron_rl.observability import hang_watchdog
 from megatron_rl.observability.profiling import StepProfiler
-from megatron_rl.observability.rank_log import rank_log
-from megatron_rl.observability.signals import install_signal_handlers, prefer_stop_error
 from megatron_rl.rollout.worker import RolloutBatch
 from megatron_rl.training.checkpoint_manager import CheckpointManager
 from megatron_rl.training.critic_trainer import CriticTrainer
@@ -48,9 +36,7 @@ from megatron_rl.training.recorder import Recorder
 from megatron_rl.training.resume import choose_checkpoint, describe_layout
 from megatron_rl.training.train_state import TrainState
 from megatron_rl.types import Completion, Problem, Reward
-from parallel.layout import Layout
-from support.models import random_sequences
-from support.trainer import Trainer, negative_log_likelihood, own, start
+from support.trainer import Trainer, start
 
 T = TypeVar("T")
 
@@ -305,23 +291,6 @@ def moments(actor):
     return {name: tensor.detach().numpy().tobytes() for name, tensor in optimizer_state(actor).local_tensors().items()}
 
 
-def saved_and_loaded_state(folder, precision, batch, dp):
-    """Return what this replica puts into a checkpoint after one step, and again after it has loaded those values plus 1."""
-    settings = {"clip_grad": 0.0, "adam_eps": 1e-4}  # clipped, the norm would be summed in another order
-    actor = Trainer(folder, precision, settings, layout=Layout(dp=dp)).actor
-    actor.update(own(batch), negative_log_likelihood)
-    saved = copy_state(actor)
-    for state, names in ((optimizer_state(actor), ("exp_avg", "exp_avg_sq", "master")), (master_state(actor), ("weight",))):
-        state.load({name: tensor + 1 for name, tensor in saved.items() if name.startswith(names)})
-    return saved, copy_state(actor)
-
-
-def copy_state(actor):
-    """Return a copy of the FP32 tensors that this rank puts into a checkpoint."""
-    sharded = optimizer_state(actor).sharded_for_save() | master_state(actor).sharded_for_save()
-    return {name: tensor.data.detach().clone() for name, tensor in sharded.items()}
-
-
 def optimizer_state(actor):
     return OptimizerState(actor.optimizer, [chunk.sharded_state_dict() for chunk in actor.chunks])
 
@@ -329,110 +298,3 @@ def optimizer_state(actor):
 def master_state(actor):
     layers = [layer for chunk in actor.chunks for layer in find_quantized_layers(chunk).values()]
     return MasterState(layers, [chunk.sharded_state_dict() for chunk in actor.chunks])
-
-
-def load_in(folder, run, precision, layout):
-    """Load a run's newest checkpoint. Return masters, key-value scales, remarks, and the masters after one more optimizer step."""
-    trainer = Trainer(folder, precision, {"learning_rate": 1e-3}, layout=layout)
-    saved, place = choose_checkpoint(run, 99), describe_layout(layout, trainer.train)
-    load_run_checkpoint(saved.folder, trainer.model, trainer.actor.optimizer, saved.state, saved.matches_layout(place))
-    result = {"masters": trainer.collect_tensors(fp8=False), "scales": collect_scales(trainer.model), "remarks": saved.describe(place)}
-    trainer.actor.steps_done = saved.state["optimizer_steps"]
-    trainer.actor.update(own(random_sequences(4, seed=5)), negative_log_likelihood)
-    return result | {"after": trainer.collect_tensors(fp8=False)}
-
-
-def adopted_after_loading(folder, run, precision, trained):
-    """Save the trainer of an FP8 checkpoint, after a step or before any, and load it into a fresh one. Return which layers of both still
-    have the checkpoint's blocks (`adopted`), and the names of tensors that differ."""
-    first, second = (Trainer(folder, precision) for _ in range(2))
-    if trained:
-        first.actor.update(own(random_sequences(4, seed=5)), negative_log_likelihood)
-    config = config_of(folder, 99, precision)
-    state = TrainState(1, first.actor.steps_done, (0.8, 1.2), dict)
-    CheckpointManager(config, first.layout, run, first.actor, first.hf_config, print, -1).write(state, last=True)
-    saved = choose_checkpoint(run, 99)
-    load_run_checkpoint(saved.folder, second.model, second.actor.optimizer, saved.state, True)
-    adopted = [[layer.adopted for layer in find_quantized_layers(trainer.model).values()] for trainer in (first, second)]
-    before, after = first.collect_named_tensors(), second.collect_named_tensors()
-    raw = {name: (before[name].contiguous().view(torch.uint8), after[name].contiguous().view(torch.uint8)) for name in before}
-    return {"adopted": adopted, "different": [name for name, (one, two) in raw.items() if not torch.equal(one, two)]}
-
-
-def save_without_room(folder, run, precision, step):
-    """Try to save while no file may exceed 64 KiB; return the messages."""
-    trainer, messages = Trainer(folder, precision), []
-    config = config_of(folder, 99, precision)
-    checkpoints = CheckpointManager(config, trainer.layout, run, trainer.actor, trainer.hf_config, messages.append, -1)
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limits[1]))
-    try:
-        checkpoints.write(TrainState(step, trainer.actor.steps_done, (0.8, 1.2), dict), last=False)
-        checkpoints.wait()
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    return messages
-
-
-def train_with_watchdog(folder, run, precision, stuck_after):
-    """Train forever. The watchdog's message is written to `run`/message."""
-    start(layout := Layout(tp=2))
-    run.mkdir(exist_ok=True)
-    rank = dist.get_rank()
-    with (
-        rank_log(run, rank, 2) as log,
-        hang_watchdog.watch_for_hangs(run, rank, 2, stuck_after, log, lambda line: (run / "message").write_text(f"rank {rank}: {line}")),
-    ):
-        train_to(folder, run, 1_000_000, precision, layout=layout)
-
-
-def break_after_a_signal(rank):
-    """Return the error that ends a run that breaks on all ranks after `rank` got SIGUSR1."""
-    start(Layout(tp=2))
-    install_signal_handlers(alone=False)
-    if dist.get_rank() == rank:
-        signal.raise_signal(signal.SIGUSR1)
-    return prefer_stop_error(RunError("the engine is gone"))
-
-
-CHANGED = "linear_fc1.weight"
-
-
-def measure_causes(folder, precision, batch, fault=""):
-    """Return the metrics of the mismatch attribution.
-
-    Args:
-        fault: the engine computes slightly different log-probs ("kernels"), scales its inputs in the other format ("activations"), holds a
-            first scale that is twice as large ("weights") or caches in E4M3 ("kv"), or an optimizer step follows ("version").
-    """
-    trainer = Trainer(folder, precision)
-    actor, named_tensors, format = trainer.actor, trainer.collect_named_tensors(), trainer.contract.engine_format
-    if fault == "activations":
-        format = replace(format, scale_format={"pow2": "fp32", "fp32": "pow2"}[format.scale_format])
-    if fault == "weights":
-        name = next(name for name in named_tensors if f"{CHANGED}_scale" in name)
-        named_tensors[name] = named_tensors[name].clone()
-        named_tensors[name].view(-1)[0] *= 2
-    cached = emulate_cache(actor.model) if fault == "kv" else nullcontext()
-    with cached, emulate_engine(actor.model, named_tensors, format):
-        sampled = actor.compute_logprobs(batch)[0]
-    for answer, engine, trainers in zip(batch, sampled, actor.compute_logprobs(batch)[0], strict=True):
-        answer.rollout_logprobs = engine + 0.01 * torch.randn(engine.shape, generator=torch.Generator().manual_seed(0)) * (
-            fault == "kernels"
-        )
-        answer.old_logprobs = trainers
-    causes = MismatchAttribution(actor, lambda: named_tensors, format, fault == "kv")
-    causes.measure(batch)
-    if fault == "version":
-        actor.update(batch, PolicyLoss(AlgorithmConfig()))
-    return causes.finish()
-
-
-def make_run(config, folder, step):
-    """Make `config.model` and save it as the checkpoint of `step` in the run folder `folder`; return the checkpoint."""
-    warm_start.make_model(config)
-    trainer = Trainer(config.model.path, config.precision.model_dump(), layout=Layout())
-    (folder / "checkpoints").mkdir(parents=True)
-    run = {"status": "finished", "reason": "", "started": None, "ended": None, "versions": {}, "config": {}}
-    (folder / "run.json").write_text(json.dumps(run))
-    return trainer.save(folder / "checkpoints" / f"step_{step:05d}", step)
