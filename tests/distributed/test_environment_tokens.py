@@ -35,11 +35,7 @@ def test_log_probs_of_an_environments_tokens_change_nothing(worlds, checkpoint):
     algorithm = {"updates_per_step": 2, "kl_coef": 0.1, "correction": "tis", "calibrate_every": 1}
     arguments = training_runs.run_loop, checkpoint, FP8, algorithm, 2, 0.02, 1
     runs = [worlds(1).call(*arguments, logprob)[0] for logprob in (0.0, -9.0, None)]
-    first, second, alone = ([without_times(row) for row in run["rows"]] for run in runs)
+    first, second, alone = (training_runs.without_times(run["rows"]) for run in runs)
     assert first == second and runs[0]["advantages"] == runs[1]["advantages"]
     assert first != alone, "the policy reads what the environment says"
     assert (first[1]["length/mean"], first[1]["tokens/generated"]) == (3.5, 56), "lengths count what the policy sampled"
-
-
-def without_times(row):
-    return {name: value for name, value in row.items() if not name.startswith(("time/", "memory/"))}

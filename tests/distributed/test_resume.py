@@ -8,7 +8,7 @@ from support import trainer, training_runs
 from support.fp8_checkpoints import make_fp8_checkpoint
 from support.models import FP8, random_sequences
 from support.trainer import Trainer, negative_log_likelihood, own
-from support.training_runs import config_of, master_state, optimizer_state
+from support.training_runs import master_state, optimizer_state, resumable_config, without_times
 
 from megatron_rl.errors import UserError
 from megatron_rl.mcore.checkpoint.checkpointing import load_run_checkpoint
@@ -59,7 +59,7 @@ def adopted_after_loading(folder, run, precision, trained):
     first, second = (Trainer(folder, precision) for _ in range(2))
     if trained:
         first.actor.update(own(random_sequences(4, seed=5)), negative_log_likelihood)
-    config = config_of(folder, 99, precision)
+    config = resumable_config(folder, 99, precision)
     state = TrainState(1, first.actor.steps_done, (0.8, 1.2), dict)
     CheckpointManager(config, first.layout, run, first.actor, first.hf_config, print, -1).write(state, last=True)
     saved = choose_checkpoint(run, 99)
@@ -73,7 +73,7 @@ def adopted_after_loading(folder, run, precision, trained):
 def save_without_room(folder, run, precision, step):
     """Try to save while no file may exceed 64 KiB; return the messages."""
     trainer, messages = Trainer(folder, precision), []
-    config = config_of(folder, 99, precision)
+    config = resumable_config(folder, 99, precision)
     checkpoints = CheckpointManager(config, trainer.layout, run, trainer.actor, trainer.hf_config, messages.append, -1)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limits[1]))
@@ -93,10 +93,6 @@ def deep(model_folder):
 @pytest.fixture(scope="module")
 def fp8_checkpoint(tmp_path_factory):
     return make_fp8_checkpoint(tmp_path_factory.mktemp("fp8"), num_hidden_layers=2)
-
-
-def without_times(rows):
-    return [{name: value for name, value in row.items() if not name.startswith(("time/", "memory/"))} for row in rows]
 
 
 def assert_goes_on(world, checkpoint, tmp_path, precision, layout=None):

@@ -13,14 +13,12 @@ from megatron_rl.config import Config
 from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.distributed import is_rank0
 from megatron_rl.hf.files import read_config
-from megatron_rl.mcore.optim.master_slices import flatten_chained, iter_stepped
 from megatron_rl.mcore.passes import reduce
-from megatron_rl.mcore.weights.load_weights import global_parameters
 from megatron_rl.training.graph_check import read_training_graph
 from megatron_rl.training.policies import load_critic
 from parallel.layout import Layout
 from parallel.model_geometry import VALUE_HEAD
-from support.trainer import Trainer, gather, own, start
+from support.trainer import Trainer, gather, named_masters, own, start
 
 CLIPRANGE = 0.5
 
@@ -77,7 +75,5 @@ def train_critic(folder, precision, train, batches, layout=None, path=None):
 
 def _copy_masters(critic):
     """Return the masters of norms and of the value head, which every tensor-parallel rank holds whole."""
-    names = {id(parameter): name for name, parameter in global_parameters(critic.model).items()}
-    stepped = (entry for part in flatten_chained(critic.optimizer) for entry in iter_stepped(part))
-    gathered = {names[id(parameter)]: master.gather(parameter.shape) for parameter, master in stepped}
+    gathered = {name: master.gather(parameter.shape) for name, parameter, master in named_masters(critic)}
     return {name: values for name, values in gathered.items() if "norm" in name or name == "output_layer.weight"}

@@ -14,9 +14,6 @@ from megatron_rl.distributed import run_on_rank0
 from parallel.transport.pack import ChunkPacker
 from support.processes import alive_after, family, until
 
-Faults = dict[int, str]
-"""Number of an engine -> what happens to it."""
-
 
 def engine_family(engines, number):
     """Return an engine's servers and the processes below them, the first node's first."""
@@ -55,22 +52,12 @@ def sync_through(engines, sync, version, faults):
         return asdict(sync.run(version))
 
 
-def _kill(engines, number):
-    engine_family(engines, number)[0].kill()
+def _last_node(engines, number):
+    return family(engines.replicas[number].engine.server.processes.pids[-1])
 
 
-def _kill_last_node(engines, number):
-    psutil.Process(engines.replicas[number].engine.server.processes.pids[-1]).kill()
-
-
-def _hang_last_node(engines, number):
-    for process in family(engines.replicas[number].engine.server.processes.pids[-1]):
-        process.suspend()
-
-
-def _hang(engines, number):
-    """Suspend every process of the engine."""
-    for process in engine_family(engines, number):
+def _suspend(processes):
+    for process in processes:
         process.suspend()
 
 
@@ -84,9 +71,10 @@ def _cut_requests(engines, number):
 
 
 _FAULTS = {
-    "kill": _kill,
-    "kill last node": _kill_last_node,
-    "hang": _hang,
-    "hang last node": _hang_last_node,
+    "kill": lambda engines, number: engine_family(engines, number)[0].kill(),
+    "kill last node": lambda engines, number: _last_node(engines, number)[0].kill(),
+    "hang": lambda engines, number: _suspend(engine_family(engines, number)),
+    "hang last node": lambda engines, number: _suspend(_last_node(engines, number)),
     "cut requests": _cut_requests,
 }
+"""What happens to an engine. `faults` map numbers of engines to these names."""

@@ -6,11 +6,10 @@ from examples.arithmetic.supervised import negative_log_likelihood
 from megatron_rl.config.lora import LoraConfig
 from megatron_rl.mcore.layers.linear.quantized_linear import list_quantized_layers
 from megatron_rl.mcore.names import global_name
-from megatron_rl.mcore.optim.master_slices import flatten_chained, iter_stepped
 from megatron_rl.mcore.weights.adapters import FrozenPolicy, list_adapted_layers
 from megatron_rl.mcore.weights.load_weights import global_parameters
 from parallel.adapters import NAMES
-from support.trainer import Trainer, compute_logprobs, own
+from support.trainer import Trainer, compute_logprobs, named_masters, own
 
 STEPS = {"learning_rate": 1e-2, "adam_eps": 1e-4}
 
@@ -32,10 +31,8 @@ def train_adapters(folder, precision, lora, batches, layout=None, to=None, train
     result = {"start": score(actor), "frozen": score(frozen)}
     result["steps"] = [actor.update(own(batch), negative_log_likelihood) for batch in batches]
     result |= {"trained": score(actor), "frozen again": score(frozen)}
-    names = {name for name, tensor in global_parameters(model).items() if not torch.equal(_raw(tensor), before[name])}
-    stepped = {id(parameter) for part in flatten_chained(actor.optimizer) for parameter, _ in iter_stepped(part)}
-    result["changed"] = names
-    result["stepped"] = {name for name, parameter in global_parameters(model).items() if id(parameter) in stepped}
+    result["changed"] = {name for name, tensor in global_parameters(model).items() if not torch.equal(_raw(tensor), before[name])}
+    result["stepped"] = {name for name, *_ in named_masters(actor)}
     result["gradients"] = {name for name, parameter in global_parameters(model).items() if hasattr(parameter, "main_grad")}
     result["masters"] = [layer for layer in list_quantized_layers(model) if layer.master is not None]
     result["adapters"] = {

@@ -104,7 +104,7 @@ class RoutedWorker(ScriptedWorker):
 def loop(folder, replay):
     """Return the log of two steps in unified FP8 with a KL term, the second with an attribution."""
     algorithm = {"routing_replay": replay, "updates_per_step": 2, "kl_coef": 0.001}
-    return run_loop(folder, FP8, algorithm, steps=2, noise=0.0, attribute_every=2, worker_class=RoutedWorker)["rows"]
+    return run_loop(folder, FP8, algorithm, steps=2, noise=0.0, attribute_every=2, worker=RoutedWorker)["rows"]
 
 
 def _nothing(logprobs, batch):

@@ -104,22 +104,15 @@ class Trainer:
 
     def collect_masters(self):
         """Return by Hugging Face name on rank 0 what Adam steps, in float32: the parameters, or their masters in the optimizer."""
-        masters = {}
-        stepped = (entry for part in flatten_chained(self.actor.optimizer) for entry in iter_stepped(part))
-        names = {id(parameter): name for name, parameter in global_parameters(self.model).items()}
-        for parameter, master in stepped:
-            masters[names[id(parameter)]] = master.gather(parameter.shape)
+        masters = {name: master.gather(parameter.shape) for name, parameter, master in named_masters(self.actor)}
         as_fp32 = PrecisionContract.from_config(PrecisionConfig(mode="bf16", high="fp32"))
         return gather_tensors(masters, ModelGeometry.from_hf_config(self.hf_config), self.layout, as_fp32.format_of)
 
     def dump_bytes(self):
         """Return the raw bytes of every parameter, FP8 block and master slice of this rank."""
-        names = {id(parameter): name for name, parameter in global_parameters(self.model).items()}
-        return {name: tensor.contiguous().view(torch.uint8).numpy().tobytes() for name, tensor in self.collect_named_tensors().items()} | {
-            f"master {names[id(parameter)]}": master.values.detach().view(torch.uint8).numpy().tobytes()
-            for part in flatten_chained(self.actor.optimizer)
-            for parameter, master in iter_stepped(part)
-        }
+        masters = {f"master {name}": master.values.detach() for name, _, master in named_masters(self.actor)}
+        tensors = self.collect_named_tensors() | masters
+        return {name: tensor.contiguous().view(torch.uint8).numpy().tobytes() for name, tensor in tensors.items()}
 
     def save(self, to, step=1, with_optimizer=False, **state):
         """Write a run's checkpoint, by default of the weights alone."""
@@ -136,6 +129,13 @@ class Trainer:
         self.actor.update(share, negative_log_likelihood)
         gradients = {name: weight.main_grad.clone() for name, weight in self.model.named_parameters()}
         return {"logprobs": torch.cat(logprobs), "gradients": gradients}
+
+
+def named_masters(actor):
+    """Yield (name, parameter, master) of everything that the actor's optimizer steps."""
+    names = {id(parameter): name for name, parameter in global_parameters(actor.model).items()}
+    for parameter, master in (entry for part in flatten_chained(actor.optimizer) for entry in iter_stepped(part)):
+        yield names[id(parameter)], parameter, master
 
 
 def refuse_graph(layer, _, output):
@@ -183,18 +183,12 @@ def leave_layout():
 
 
 def _runs(layout):
-    if not parallel_state.is_initialized() or layout.vpp != (parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1):
+    if not parallel_state.is_initialized():
         return False
-    return all(
-        size == group.size()
-        for size, group in (
-            (layout.tp, parallel_state.get_tensor_model_parallel_group()),
-            (layout.pp, parallel_state.get_pipeline_model_parallel_group()),
-            (layout.cp, parallel_state.get_context_parallel_group()),
-            (layout.ep, parallel_state.get_expert_model_parallel_group()),
-            (layout.etp, parallel_state.get_expert_tensor_parallel_group()),
-        )
-    )
+    names = ("tensor_model", "pipeline_model", "context", "expert_model", "expert_tensor")
+    sizes = [getattr(parallel_state, f"get_{name}_parallel_group")().size() for name in names]
+    stages = parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1
+    return [*sizes, stages] == [layout.tp, layout.pp, layout.cp, layout.ep, layout.etp, layout.vpp]
 
 
 def logits(folder, precision, ids):
@@ -214,14 +208,8 @@ def train_grpo(folder, precision, train, batches, layout=None, kl_coef=0.1):
     with renew_scales(trainer.model):
         steps = [trainer.actor.update(own(batch), loss) for batch in batches]
     after, _ = compute_logprobs(trainer.actor, batches[0])
-    return {
-        "scales": collect_scales(trainer.model),
-        "before": torch.cat(before),
-        "entropy": entropy,
-        "steps": steps,
-        "after": torch.cat(after),
-        **trainer.collect_weights(),
-    }
+    result = {"before": torch.cat(before), "entropy": entropy, "steps": steps, "after": torch.cat(after)}
+    return {**result, "scales": collect_scales(trainer.model), **trainer.collect_weights()}
 
 
 def save_checkpoint(folder, precision, batch, to, layout=None, train=None):

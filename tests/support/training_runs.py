@@ -4,7 +4,6 @@ import random
 import warnings
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
 from unittest import mock
 
 import numpy as np
@@ -37,8 +36,6 @@ from megatron_rl.training.resume import choose_checkpoint, describe_layout
 from megatron_rl.training.train_state import TrainState
 from megatron_rl.types import Completion, Problem, Reward
 from support.trainer import Trainer, start
-
-T = TypeVar("T")
 
 GROUPS, SIZE = 4, 4
 GOOD, BAD = 11, 12
@@ -82,10 +79,8 @@ class ScriptedWorker:
             logprobs = [value + self._source.gauss(0, self._noise) for value in values.tolist()]
             if self._environment_logprob is not None:
                 logprobs[1:1] = [self._environment_logprob] * len(ENVIRONMENT_TOKENS)
-            ids, mask = (
-                (sequence.prompt_ids, sequence.response_ids),
-                sequence.response_mask.numpy() if len(sequence.response_mask) else None,
-            )
+            ids, mask = (sequence.prompt_ids, sequence.response_ids), sequence.response_mask
+            mask = mask.numpy() if len(mask) else None
             completions.append(make_completion(Problem(str(number), "", ""), number, ids, logprobs, version, mask))
         return RolloutBatch(completions, {"ahead/generate": 1.0})
 
@@ -172,43 +167,32 @@ def loop_of(config, trainer, reference, sync, worker, log, checkpoints, state=No
     return Loop(config, Rank0(lambda: worker), policy, sync, recorder, checkpoints, state)
 
 
-def run_loop(
-    folder,
-    precision,
-    algorithm,
-    steps,
-    noise,
-    attribute_every=0,
-    environment_logprob=None,
-    worker_class=ScriptedWorker,
-    critic=None,
-    teacher=None,
-):
+def run_loop(folder, precision, algorithm, steps, noise, attribute_every=0, environment_logprob=None, worker=ScriptedWorker, **sections):
     """Run the loop with a scripted worker. Return the log's rows, the advantages of the last step's samples, and the worker's `leads`."""
     trainer = Trainer(folder, precision, {"learning_rate": 1e-3, "steps": steps})
-    config = Config.model_validate(
-        {
-            "model": {"path": folder}, "precision": precision, "train": {"steps": steps}, "algorithm": algorithm, "data": {"eval_every": 1},
-            "rollout": ROLLOUT, "log": {"samples": GROUPS * SIZE, "attribute_every": attribute_every}, "critic": critic or {},
-            "teacher": teacher,
-        }
-    )  # fmt: skip
+    sections |= {"data": {"eval_every": 1}, "log": {"samples": GROUPS * SIZE, "attribute_every": attribute_every}}
+    config = config_of(folder, precision, train={"steps": steps}, algorithm=algorithm, **sections)
     policy = reference(trainer) if config.algorithm.kl_coef else None
-    log, worker = RecordingLog(), worker_class(trainer.actor, noise, environment_logprob)
+    log, worker = RecordingLog(), worker(trainer.actor, noise, environment_logprob)
     models = {"critic": load_critic(config, trainer.layout, trainer.hf_config), "teacher": load_teacher(config, trainer.layout)}
     loop_of(config, trainer, policy, NullSync(), worker, log, NullCheckpointManager(), **models).run()
     return {"rows": log.rows, "advantages": [row["advantage"] for row in log.samples_seen[-GROUPS * SIZE :]], "leads": worker.leads}
 
 
-def config_of(folder, steps, precision, every=1, algorithm=None, replay=None):
-    return Config.model_validate(
-        {
-            "model": {"path": folder}, "precision": precision, "train": {"steps": steps, "learning_rate": 3e-3, "warmup_steps": 6},
-            "algorithm": {"updates_per_step": 2, "calibrate_every": 1, "kl_coef": 0.01, "correction": "tis", **(algorithm or {})},
-            "critic": {"learning_rate": 3e-3} if (algorithm or {}).get("advantage") == "gae" else {},
-            "rollout": ROLLOUT, "checkpoint": {"every": every, "keep": 2}, "replay": replay,
-        }
-    )  # fmt: skip
+def without_times(rows):
+    return [{name: value for name, value in row.items() if not name.startswith(("time/", "memory/"))} for row in rows]
+
+
+def config_of(folder, precision, **sections):
+    return Config.model_validate({"model": {"path": folder}, "precision": precision, "rollout": ROLLOUT, **sections})
+
+
+def resumable_config(folder, steps, precision, every=1, algorithm=None, replay=None):
+    """Return the configuration of a run that checkpoints `every` so many steps."""
+    algorithm = {"updates_per_step": 2, "calibrate_every": 1, "kl_coef": 0.01, "correction": "tis", **(algorithm or {})}
+    critic = {"learning_rate": 3e-3} if algorithm.get("advantage") == "gae" else {}
+    train, checkpoint = {"steps": steps, "learning_rate": 3e-3, "warmup_steps": 6}, {"every": every, "keep": 2}
+    return config_of(folder, precision, train=train, algorithm=algorithm, critic=critic, checkpoint=checkpoint, replay=replay)
 
 
 def train_to(folder, run, steps, precision, go_on=False, layout=None, broken="", algorithm=None, replay=None):
@@ -219,7 +203,7 @@ def train_to(folder, run, steps, precision, go_on=False, layout=None, broken="",
             A last checkpoint is attempted afterwards.
     """
     layout = start(layout)
-    config = config_of(folder, steps, precision, 0 if broken == "sync" else 1, algorithm, replay)
+    config = resumable_config(folder, steps, precision, 0 if broken == "sync" else 1, algorithm, replay)
     trainer = Trainer(folder, precision, config.train.model_dump(mode="json"), layout=layout)
     actor, worker, messages = trainer.actor, StreamedWorker(), []
     critic = load_critic(config, layout, trainer.hf_config)
