@@ -3,21 +3,13 @@
 import pytest
 import torch
 from support import routing
+from support.families import parse_layout
 from support.models import random_sequences, read_weights
 
 from parallel.layout import Layout
 
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
-LAYOUTS = {
-    "tp2": Layout(tp=2),
-    "tp2_etp1": Layout(tp=2, etp=1),
-    "ep2": Layout(dp=2, ep=2),
-    "ep4": Layout(dp=4, ep=4),
-    "ep2_pp2": Layout(dp=2, ep=2, pp=2),
-    "tp2_ep2_etp1": Layout(tp=2, dp=2, ep=2, etp=1),
-    "tp2_ep2_etp2": Layout(tp=2, dp=2, ep=2, etp=2),
-}
 BATCH = random_sequences(7, seed=1)
 
 
@@ -51,13 +43,14 @@ def test_replay_takes_the_recorded_experts_and_nothing_else_changes(worlds, fold
         assert torch.equal(value, both["replayed"]["masters"][weight]), weight
 
 
-REPLAYED = [("qwen3_moe", "ep2_pp2"), ("qwen3_moe", "tp2_ep2_etp2"), ("deepseek_v3", "tp2_ep2_etp1")]
-LONG_REPLAYED = [*(("qwen3_moe", name) for name in ("tp2", "tp2_etp1", "ep2", "ep4", "tp2_ep2_etp1")), ("deepseek_v3", "ep2_pp2")]
+REPLAYED = [("qwen3_moe", "dp2 ep2 pp2"), ("qwen3_moe", "tp2 dp2 ep2 etp2"), ("deepseek_v3", "tp2 dp2 ep2 etp1")]
+LONG_REPLAYED = [*(("qwen3_moe", name) for name in ("tp2", "tp2 etp1", "dp2 ep2", "dp4 ep4", "tp2 dp2 ep2 etp1"))]
+LONG_REPLAYED += [("deepseek_v3", "dp2 ep2 pp2")]
 
 
 @pytest.mark.parametrize("name, layout", [*REPLAYED, *(pytest.param(*case, marks=pytest.mark.long) for case in LONG_REPLAYED)])
 def test_replay_in_any_layout_equals_that_of_one_process(worlds, folders, alone, name, layout):
-    sizes, expected = LAYOUTS[layout], alone[name]
+    sizes, expected = parse_layout(layout), alone[name]
     ranks = worlds(sizes.world_size).call(routing.scores, folders[name], ROUTED[name], sizes)
     for scores in ranks:
         for kind in ("metrics", "free_metrics"):
@@ -79,11 +72,11 @@ def assert_same_masters(folder, expected, masters):
 
 
 @pytest.mark.parametrize(
-    "layout, options", [(None, FULL), ("ep2_pp2", {"recompute_granularity": "selective", "recompute_modules": ["moe"]})]
+    "layout, options", [(None, FULL), ("dp2 ep2 pp2", {"recompute_granularity": "selective", "recompute_modules": ["moe"]})]
 )
 def test_recomputed_activations_are_those_of_the_same_experts(worlds, folders, layout, options):
     """This includes several micro-batches that wait for their backward pass in a pipeline."""
-    sizes = LAYOUTS[layout] if layout else Layout()
+    sizes = parse_layout(layout) if layout else Layout()
     args = folders["qwen3_moe"], ROUTED["qwen3_moe"], sizes, {"router_aux_loss": 0.5}
     kept, recomputed = (worlds(sizes.world_size).call(routing.scores, *args, recompute)[0] for recompute in (None, options))
     assert recomputed["step"]["grad_norm"] == pytest.approx(kept["step"]["grad_norm"], rel=1e-6)
@@ -99,14 +92,17 @@ BALANCED = {
 
 @pytest.mark.parametrize(
     "name, layouts",
-    [("qwen3_moe", ["ep2", "tp2_ep2_etp2", "ep2_pp2"]), pytest.param("deepseek_v3", ["tp2_etp1", "tp2_ep2_etp1"], marks=pytest.mark.long)],
+    [
+        ("qwen3_moe", ["dp2 ep2", "tp2 dp2 ep2 etp2", "dp2 ep2 pp2"]),
+        pytest.param("deepseek_v3", ["tp2 etp1", "tp2 dp2 ep2 etp1"], marks=pytest.mark.long),
+    ],
 )
 def test_balancing_in_any_layout_equals_that_of_one_process(worlds, folders, name, layouts):
     expected = worlds(1).call(routing.scores, folders[name], BATCH, None, BALANCED[name])[0]
     start = read_weights(folders[name])
     biases = [weight for weight in start if weight.endswith("correction_bias")]
     for layout in layouts:
-        sizes = LAYOUTS[layout]
+        sizes = parse_layout(layout)
         scores = worlds(sizes.world_size).call(routing.scores, folders[name], BATCH, sizes, BALANCED[name])[0]
         assert scores["step"]["grad_norm"] == pytest.approx(expected["step"]["grad_norm"], rel=1e-5)
         assert_same_masters(folders[name], expected["masters"], scores["masters"])

@@ -126,6 +126,11 @@ ARCHITECTURES["deepseek_direct_q"] = ARCHITECTURES["deepseek_v3"] | {
 }
 
 
+def parse_layout(name):
+    """Return the layout of a name such as "tp2 pp2"."""
+    return Layout(**{size.rstrip("0123456789"): int(size[-1]) for size in name.split()})
+
+
 def cut_everything(family):
     """Return a layout of four ranks that is tensor and pipeline parallel, with experts spread over the tensor-parallel ranks."""
     moe = ModelGeometry.from_hf_config(ARCHITECTURES[family]).experts
