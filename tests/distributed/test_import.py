@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 from support.families import ARCHITECTURES
 from support.fp8_checkpoints import find_changed, make_fp8_checkpoint, split, with_random_blocks
 from support.golden import slow_fp8
-from support.models import make_checkpoint, make_model, random_sequences, read_weights
+from support.models import make_bf16_checkpoint, make_model, random_sequences, read_weights
 from support.trainer import Trainer, gather_tensors, negative_log_likelihood
 
 from megatron_rl.errors import UserError
@@ -155,8 +155,7 @@ def test_these_checkpoints_are_not_what_our_quantizer_would_make(worlds, fp8, tm
 
 @pytest.mark.parametrize("layout", [Layout(), Layout(tp=2, pp=2)], ids=str)
 def test_a_bf16_checkpoint_comes_out_as_it_went_in(worlds, tmp_path, layout):
-    folder = make_checkpoint(tmp_path / "bf16", num_hidden_layers=2)
-    save_file({name: tensor.bfloat16() for name, tensor in read_weights(folder).items()}, folder / "model.safetensors")
+    folder = make_bf16_checkpoint(tmp_path / "bf16", num_hidden_layers=2)
     worlds(layout.world_size).call(import_checkpoint, folder, {"mode": "bf16", "high": "bf16"}, layout, tmp_path / "out")
     assert different(folder, tmp_path / "out") == []
 
@@ -189,9 +188,7 @@ def test_an_engine_beside_a_high_precision_trainer_gets_the_same_values(worlds, 
 
 @pytest.fixture(scope="module")
 def bf16(tmp_path_factory):
-    folder = make_checkpoint(tmp_path_factory.mktemp("bf16"), num_hidden_layers=2, tie_word_embeddings=True, **WIDTHS["narrow"])
-    save_file({name: tensor.bfloat16() for name, tensor in read_weights(folder).items()}, folder / "model.safetensors")
-    return folder
+    return make_bf16_checkpoint(tmp_path_factory.mktemp("bf16"), num_hidden_layers=2, tie_word_embeddings=True, **WIDTHS["narrow"])
 
 
 SPREAD = [

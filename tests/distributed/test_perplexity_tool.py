@@ -2,27 +2,20 @@
 
 import json
 import math
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from support import trainer
 from support.models import make_checkpoint
+from support.processes import run_tool
 
-ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.long
 TEXT = Path(trainer.__file__).parent / "held_out.txt"
 
 
-def run(*arguments):
-    command = [sys.executable, str(ROOT / "tools" / "perplexity.py"), *map(str, arguments)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900, check=False)
-
-
 def test_every_mode_scores_the_same_tokens(tmp_path):
     model, result = make_checkpoint(tmp_path / "model"), tmp_path / "rows.json"
-    done = run("--model", model, "--text", TEXT, "--tokens", 64, "--documents", 4, "--json", result)
+    done = run_tool("perplexity", "--model", model, "--text", TEXT, "--tokens", 64, "--documents", 4, "--json", result)
     assert done.returncode == 0, done.stderr
     rows = {(row["mode"], row["high"]): row for row in json.loads(result.read_text())}
     modes = ["bf16", "fp8_unified", "fp8_rollout", "int8_rollout"]
@@ -39,5 +32,5 @@ def test_every_mode_scores_the_same_tokens(tmp_path):
 
 
 def test_a_text_that_cannot_be_read_is_one_line(tmp_path):
-    done = run("--model", make_checkpoint(tmp_path / "model"), "--text", tmp_path / "absent.jsonl")
+    done = run_tool("perplexity", "--model", make_checkpoint(tmp_path / "model"), "--text", tmp_path / "absent.jsonl")
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and "--text = " in done.stderr and "cannot be read" in done.stderr

@@ -4,8 +4,7 @@ from unittest import mock
 
 import pytest
 import torch
-from safetensors.torch import save_file
-from support.models import FP8, FP32, make_checkpoint, random_sequences, read_weights
+from support.models import FP8, FP32, make_bf16_checkpoint, random_sequences
 from support.trainer import Trainer, own
 
 from examples.arithmetic.supervised import negative_log_likelihood
@@ -48,9 +47,7 @@ def measure_response(folder, precision, train, batches, layout=None, elements=1 
 
 @pytest.fixture(scope="module")
 def bf16_checkpoint(tmp_path_factory):
-    folder = make_checkpoint(tmp_path_factory.mktemp("bf16"))
-    save_file({name: tensor.bfloat16() for name, tensor in read_weights(folder).items()}, folder / "model.safetensors")
-    return folder
+    return make_bf16_checkpoint(tmp_path_factory.mktemp("bf16"))
 
 
 def responses(world, folder, precision, layout=None, train=STEP, *options):

@@ -1,12 +1,10 @@
 """tools/compare_forward.py: on the CPU tier no operator differs, and the first operator that only the engine quantizes is found."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 from support.models import write_model
-from support.processes import ROOT, one_thread_environment
+from support.processes import run_tool
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(3000)]
 
@@ -24,8 +22,7 @@ def sparse_model(tmp_path_factory):
 
 
 def compare(folder, *options):
-    command = [sys.executable, ROOT / "tools" / "compare_forward.py", *options, "--json", folder / "result.json"]
-    done = subprocess.run(command, cwd=ROOT, env=one_thread_environment(), capture_output=True, text=True, timeout=900)
+    done = run_tool("compare_forward", *options, "--json", folder / "result.json")
     assert done.returncode == 0, done.stderr
     return json.loads((folder / "result.json").read_text()), done.stdout
 

@@ -6,7 +6,7 @@ import torch
 from support import train_command
 from support.models import make_checkpoint, read_weights
 from support.processes import ROOT, Command
-from support.train_command import TORCHRUN, finish, latest, read_json, read_rows, train
+from support.train_command import TORCHRUN, finish, latest, read_json, read_numbers, read_rows, train
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(6000)]
 
@@ -52,18 +52,12 @@ def runs(folders):
     return done
 
 
-def numbers(run):
-    """Return the rows without measured values."""
-    measured = ("time", "second", "memory/", "restarts", "ahead/", "cached_share")
-    return [{key: value for key, value in row.items() if not any(word in key for word in measured)} for row in read_rows(run)]
-
-
 def test_the_rows_are_those_of_the_run_that_nothing_happened_to(runs, folders):
     assert {name: done.code for name, done in runs.items()} == {"straight": 0, "stopped": 143, "started again": 0, "killed": 0}, runs
     straight, stopped, killed = (latest(folders[name]) for name in ("straight", "stopped", "killed"))
     assert len(list(stopped.parent.glob("20*"))) == 1, "it goes on in its own folder"
-    rows = numbers(straight)
-    assert rows == numbers(stopped) == numbers(killed)
+    rows = read_numbers(straight)
+    assert rows == read_numbers(stopped) == read_numbers(killed)
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
     assert rows[4]["grad_norm"] > 0 and rows[4]["sync/proved"] == 15
     assert sum(row["reward/std"] > 0 for row in rows[1:]) >= 2
@@ -95,8 +89,8 @@ def test_a_trainer_that_is_killed_goes_on_with_the_problems_and_kept_groups_of_t
         assert train_command.end_by(train_command.kill_trainer, command).code == -9
     assert (done := finish(train(tmp_path / "killed", settings))).code == 0, done.err
     straight, killed = (latest(tmp_path / name) for name in ("straight", "killed"))
-    rows = numbers(straight)
-    assert rows == numbers(killed) and len(rows) == 10 and read_json(killed / "run.json")["resumed"]
+    rows = read_numbers(straight)
+    assert rows == read_numbers(killed) and len(rows) == 10 and read_json(killed / "run.json")["resumed"]
     assert read_rows(straight, "samples.jsonl") == read_rows(killed, "samples.jsonl")
     assert max(row["data/left_out_list_problems"] for row in rows[1:]) > 0 and max(row["replay/groups"] for row in rows[1:]) == 2
 

@@ -1,11 +1,8 @@
 """A run that samples two versions ahead and over-samples, with two real engines, while one engine, both, or the trainer are killed at
 random: every problem is trained on once, in order, and trainer and engines agree to the bit."""
 
-import subprocess
-import sys
-
 import pytest
-from support.processes import ROOT, one_thread_environment
+from support.processes import run_tool
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(6000)]
 
@@ -31,9 +28,8 @@ SETTINGS = {
 
 
 def test_no_sample_is_lost_or_counted_twice(tmp_path):
-    command = [sys.executable, str(ROOT / "tools" / "soak.py"), "--folder", str(tmp_path)]
-    command += ["--steps=16", "--kills=6", "--every=2", "--seed=2", *(f"--{name}={value}" for name, value in SETTINGS.items())]
-    done = subprocess.run(command, env=one_thread_environment(), capture_output=True, text=True, timeout=5000, check=False)
+    options = ["--steps=16", "--kills=6", "--every=2", "--seed=2", *(f"--{name}={value}" for name, value in SETTINGS.items())]
+    done = run_tool("soak", "--folder", tmp_path, *options, seconds=5000)
     console = tmp_path / "fired" / "console.log"
     assert done.returncode == 0, done.stdout + done.stderr + (console.read_text()[-3000:] if console.exists() else "")
     *kills, last = [line for line in done.stdout.splitlines() if line.startswith(("step", "every problem"))]

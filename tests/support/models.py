@@ -3,7 +3,7 @@
 import json
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from examples.arithmetic.byte_tokenizer import SPECIAL_TOKENS, make_byte_tokenizer
 from examples.arithmetic.config import ArchitectureConfig
@@ -47,6 +47,13 @@ def make_checkpoint(folder, seed=0, **widths):
         if tensor.dim() == 1:  # norms that are not all one, so that a forgotten one is noticed
             tensors[name] = 1 + 0.2 * torch.randn(tensor.shape, generator=generator)
     write_checkpoint(folder, config, tensors, None)
+    return folder
+
+
+def make_bf16_checkpoint(folder, **widths):
+    """Write a checkpoint of `make_checkpoint` in BF16."""
+    tensors = {name: tensor.bfloat16() for name, tensor in read_weights(make_checkpoint(folder, **widths)).items()}
+    save_file(tensors, folder / "model.safetensors")
     return folder
 
 

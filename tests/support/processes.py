@@ -81,6 +81,12 @@ class Command:
         return out, err
 
 
+def run_tool(name, *options, seconds=900):
+    """Run `tools/NAME.py` as a user does. Return its exit code and output."""
+    command = [sys.executable, ROOT / "tools" / f"{name}.py", *map(str, options)]
+    return subprocess.run(command, cwd=ROOT, env=one_thread_environment(), capture_output=True, text=True, timeout=seconds, check=False)
+
+
 def family(pid):
     """Return a process and all processes below it, or nothing if it has ended."""
     try:

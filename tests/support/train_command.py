@@ -71,6 +71,12 @@ def read_rows(run, name="metrics.jsonl"):
     return rows
 
 
+def read_numbers(run):
+    """Return the rows without measured values, and without values that depend on the order of requests."""
+    measured = ("time", "second", "memory/", "restarts", "ahead/", "cached")
+    return [{key: value for key, value in row.items() if not any(word in key for word in measured)} for row in read_rows(run)]
+
+
 def read_json(file):
     return json.loads(file.read_text())
 
