@@ -15,7 +15,6 @@ from megatron_rl.mcore.layers.linear.quantized_linear import find_quantized_laye
 from megatron_rl.mcore.optim.master_slices import flatten_chained, iter_stepped
 
 BF16 = {"mode": "fp8_unified", "high": "bf16"}
-
 TRAINED = ("qwen2", "qwen3_moe", "deepseek_v3")
 
 

@@ -30,8 +30,6 @@ CASES = {
     "deepseek_v3": Layout(tp=2),
     "glm4": Layout(tp=2),
 }
-
-
 _FILE_BYTES = 1 << 17
 
 

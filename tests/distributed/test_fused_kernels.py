@@ -30,11 +30,7 @@ from parallel.layout import Layout
 LAYERS, SPARSE, EXPERTS = 2, 1, 8
 """Layers, layers with experts, and experts of each of those."""
 BATCH = random_sequences(6, seed=1)
-
-
 TRAIN = STILL | {"micro_batch_tokens": 1000}
-
-
 DEEP_GEMM = {"mode": "fp8_unified", "backend": "deep_gemm", "reduction": "fast"}
 
 

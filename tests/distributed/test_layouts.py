@@ -11,7 +11,6 @@ from parallel.layout import Layout
 PLAIN = ("llama", "qwen2", "glm4", "deepseek_v3", "deepseek_direct_q", "qwen3_moe_raw_weights")
 TRAIN = {"micro_batch_tokens": 60, "adam_eps": 1e-4}
 """Adam's epsilon is far above rounding noise, so that the sign of a gradient that is almost zero is not a whole step."""
-
 SETTINGS = {"fp32": FP32, "fp8": FP8, "fp32_kv": FP32 | {"kv": "e4m3"}, "fp32_layer_kv": FP32 | {"kv": "e4m3_per_layer"}}
 TOLERANCE = {"fp32": 1e-5, "fp8": 5e-2, "fp32_kv": 5e-2, "fp32_layer_kv": 5e-2}
 """Relative. Sums in another order differ by 1e-6. In FP8 such a difference of the first step's gradient moves a few weights to the next

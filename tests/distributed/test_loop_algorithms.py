@@ -10,8 +10,6 @@ from support.models import FP8
 from megatron_rl.config.algorithm import PRESETS
 
 STEPS = 3
-
-
 LEARNED = ("grpo", "gspo", "rloo", "clip_cov")
 """By default: a loss of each kind, and an advantage of its own."""
 

@@ -16,8 +16,6 @@ from megatron_rl.training.mismatch_attribution import CAUSES, MismatchAttributio
 
 SUMMED = ("mean", "k3")
 ROLLOUT = {mode: {"mode": mode, "high": "fp32"} for mode in ("fp8_rollout", "int8_rollout")}
-
-
 CHANGED = "linear_fc1.weight"
 
 

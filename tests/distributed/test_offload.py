@@ -14,8 +14,6 @@ from megatron_rl.mcore.optim.master_slices import flatten_chained, iter_masters
 from parallel.layout import Layout
 
 BATCHES = [random_sequences(4, seed=seed) for seed in (41, 42, 43)]
-
-
 BF16 = {**FP8, "high": "bf16"}  # with FP32 masters of their own
 
 

@@ -11,8 +11,6 @@ from parallel.families import FAMILIES
 
 BOUNDS = [1, 60, 10000]
 """Tokens of a micro-batch: every sequence alone, a few together, all in one row."""
-
-
 CASES = [*((name, FP8) for name in FAMILIES), *(pytest.param(name, FP32, marks=pytest.mark.long) for name in FAMILIES)]
 
 

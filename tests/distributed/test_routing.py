@@ -9,7 +9,6 @@ from support.models import random_sequences, read_weights
 from parallel.layout import Layout
 
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-
 BATCH = random_sequences(7, seed=1)
 
 

@@ -7,7 +7,6 @@ from support.models import write_model
 from support.processes import run_tool
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(3000)]
-
 DENSE = ("input_norm", "attention.qkv", "attention.q_norm", "attention.k_norm", "attention.rope.q", "attention.rope.k", "attention.core")
 DENSE += ("attention.output", "post_attention_norm", "mlp.gate_up", "mlp.swiglu", "mlp.down", "mlp")
 LATENT = tuple(f"attention.{op}" for op in ("q_a", "q_a_norm", "q_b", "kv_a", "kv_a_norm", "rope.q", "rope.k")) + DENSE[6:]

@@ -11,7 +11,6 @@ from support.processes import alive_after, family
 from support.trainer_engine import TWO_NODES
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(6000)]
-
 PROMPTS = [sample.prompt_ids for sample in random_sequences(8, seed=51)]
 HEALTH = 30.0
 GROUP = {"transport": "process_group"}

@@ -18,7 +18,6 @@ from megatron_rl.reporting.report import write_report
 from parallel.layout import Layout
 
 pytestmark = pytest.mark.timeout(4000)
-
 PROBLEMS, SAMPLES = 32, 8
 QUICKSTART = ROOT / "configs" / "quickstart.toml"
 TASK = (f"--data.eval_size={PROBLEMS}", "--data.settings.levels=[2, 3]")

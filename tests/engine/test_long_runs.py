@@ -9,7 +9,6 @@ from support.processes import ROOT, Command
 from support.train_command import TORCHRUN, finish, latest, read_json, read_numbers, read_rows, train
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(6000)]
-
 LEARNING = {
     "warm_start.batch_size": 16,
     "warm_start.steps": 80,  # so that some answers earn something, and the weights move
@@ -20,8 +19,6 @@ LEARNING = {
     "checkpoint.keep": 2,
     "checkpoint.resume": "auto",
 }
-
-
 MEASURED = {  # over LEARNING: twelve problems in epochs of what is solved at times, easiest first, and groups trained on again
     "train.steps": 9,
     "data.train": '[{source = "examples.arithmetic.rows:list_problems", settings = {levels = [1], count = 12}, recheck_every = 3, '

@@ -11,7 +11,6 @@ from support.processes import alive_after, command_lines, family
 from megatron_rl.errors import RunError
 
 pytestmark = pytest.mark.long
-
 PRECISION = {"mode": "int8_rollout", "high": "fp32"}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
 TENSORS = 3 + 4 + 1 + 4 * 2  # embedding, last norm, lm_head; four norms; a router; four quantized weights with their scales

@@ -9,7 +9,6 @@ from support.models import FP8, TENSORS, random_sequences
 from support.processes import alive_after, but_trackers, family
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(6000)]
-
 PROMPTS = [sample.prompt_ids.tolist() for sample in random_sequences(16, seed=41)]
 HEALTH = 60.0
 SECTIONS = {"rollout": {"engines": 2, "health_timeout": HEALTH}}

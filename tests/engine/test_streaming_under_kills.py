@@ -5,26 +5,12 @@ import pytest
 from support.processes import run_tool
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(6000)]
-
 SETTINGS = {
-    "warm_start.steps": 80,
-    "warm_start.batch_size": 16,
-    "placement.kind": "disaggregated",
-    "placement.max_staleness": 2,
-    "algorithm.correction": "tis",
-    "rollout.engines": 2,
-    "rollout.over_sampling_prompts": 1,
-    "rollout.prompts_per_step": 6,
-    "rollout.group_size": 4,
-    "rollout.max_running_requests": 16,
-    "rollout.max_total_tokens": 4096,
-    "rollout.start_timeout": 900,
-    "rollout.request_timeout": 900,
-    "sync.running": "continue",
-    "data.eval_every": 100,
-    "data.eval_size": 8,
-    "reward.workers": 1,
-}
+    "warm_start.steps": 80, "warm_start.batch_size": 16, "placement.kind": "disaggregated", "placement.max_staleness": 2,
+    "algorithm.correction": "tis", "rollout.engines": 2, "rollout.over_sampling_prompts": 1, "rollout.prompts_per_step": 6,
+    "rollout.group_size": 4, "rollout.max_running_requests": 16, "rollout.max_total_tokens": 4096, "rollout.start_timeout": 900,
+    "rollout.request_timeout": 900, "sync.running": "continue", "data.eval_every": 100, "data.eval_size": 8, "reward.workers": 1,
+}  # fmt: skip
 
 
 def test_no_sample_is_lost_or_counted_twice(tmp_path):

@@ -17,9 +17,7 @@ from support.processes import ROOT, Command, Done
 from support.train_command import finish, read_json, read_rows
 
 pytestmark = pytest.mark.timeout(6000)
-
 GSM8K = ROOT.parent / "shared" / "data" / "gsm8k" / "train.jsonl"
-
 TASK = "examples.arithmetic.task:Arithmetic"
 
 

@@ -13,7 +13,6 @@ from support.train_command import TINY, make_model, read_rows
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(4000)]
-
 COLOCATED, DISAGGREGATED = (ROOT / "launch" / "slurm" / f"{kind}.sbatch" for kind in ("colocated", "disaggregated"))
 EACH_NODE = ("--ntasks-per-node=1", "--gpus-per-node=0", "--cpus-per-task=1", "--time=60", "--oversubscribe")
 CHANGES = {"train.layout.tp": 2, "train.steps": 20, "checkpoint.every": 1}  # ten seconds or more: the signal comes in the middle

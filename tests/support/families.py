@@ -11,16 +11,10 @@ ARCHITECTURES = {}
 tokens."""
 ENGINE_ARCHITECTURES = {}
 """What an engine on a CPU serves: as small as its FP8 blocks allow."""
-
 _COMMON = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 256,
-    "intermediate_size": 256,
-    "rms_norm_eps": 1e-6,
-    "hidden_act": "silu",
-    "initializer_range": 0.05,
-    "tie_word_embeddings": False,
-}
+    "vocab_size": VOCABULARY, "hidden_size": 256, "intermediate_size": 256, "rms_norm_eps": 1e-6, "hidden_act": "silu",
+    "initializer_range": 0.05, "tie_word_embeddings": False,
+}  # fmt: skip
 _TRAINED = _COMMON | {
     "num_hidden_layers": 4,
     "num_attention_heads": 4,
@@ -74,7 +68,6 @@ ARCHITECTURES["qwen3_moe_raw_weights"] = ARCHITECTURES["qwen3_moe"] | {
     "decoder_sparse_step": 2,
     "mlp_only_layers": [],
 }
-
 _DEEPSEEK = {
     "num_attention_heads": 4,
     "num_key_value_heads": 4,

@@ -96,7 +96,6 @@ def same_bits(got, expected):
 
 FloatArray = np.ndarray[tuple[int, ...], np.dtype[np.float32]]
 Scales = tuple[FloatArray, FloatArray]
-
 _ONE, _LARGEST, _EPSILON = np.float32(1), np.float32(448), np.float32(1e-10)
 _EXPONENT, _MANTISSA = np.uint32(0x7F800000), np.uint32(0x007FFFFF)
 

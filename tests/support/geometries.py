@@ -48,9 +48,7 @@ def _qwen3_moe(layers, hidden, heads, ffn, moe_ffn):
 
 _DEEPSEEK = {"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
 _DEEPSEEK |= {"n_routed_experts": 256, "moe_intermediate_size": 2048, "n_shared_experts": 1, "first_k_dense_replace": 3}
-
 _GLM = {"head_dim": 128, "attention_bias": True, "use_qk_norm": True, "n_routed_experts": 160, "moe_intermediate_size": 1536}
-
 PUBLISHED = {  # widths of the models' own config.json files
     "Llama-3.1-8B": dense_config("llama", 32, 4096, 32, 8, 14336, 128256),
     "Llama-3.1-70B": dense_config("llama", 80, 8192, 64, 8, 28672, 128256),

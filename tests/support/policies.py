@@ -82,7 +82,6 @@ ARCHITECTURES = {
 }
 """The config.json of each; the large ones are the published models', vocabulary included. DeepGEMM compiles a kernel for every shape, in
 seconds each: `small` has few shapes, and the others are those of test_speed_linears.py."""
-
 ACTOR_BYTES = 18
 """Bytes that an actor of one replica holds per value, in BF16 as in FP8: see `megatron_rl.planner.memory`, with the FP8 bytes twice."""
 REFERENCE_BYTES = {"bf16": 2, "fp8": 2}
