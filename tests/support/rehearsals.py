@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from support.families import ARCHITECTURES
+from support.shipped import rehearse_ranks
 
 TINY = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 1024, "intermediate_size": 2048, "head_dim": 128}
 TINY |= {"num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 8192, "max_position_embeddings": 8192}
@@ -124,18 +125,15 @@ TEACHERS = {"a teacher": WIDE}
 
 
 def main(folder, names):
-    from megatron_rl.cli.rehearse import choose_ranks, install_device
+    from megatron_rl.cli.rehearse import install_device
 
     install_device()
     from megatron_rl.config import load_config
     from megatron_rl.cost.hardware import Cluster
-    from megatron_rl.cost.workload import Workload
-    from megatron_rl.rehearsal.job import rehearse_rank
-    from megatron_rl.rehearsal.report import make_report
     from support import planted_faults
 
     (folder / "run.toml").write_text(CONFIG.format(folder=folder))
-    cluster, found = Cluster.from_options(1, 8, "h100"), {}
+    found = {}
     for name in names:
         (overrides, model), plant = CASES[name], getattr(planted_faults, name.rpartition(": ")[2], nullcontext)
         (folder / "config.json").write_text(json.dumps(model))
@@ -143,11 +141,8 @@ def main(folder, names):
             (folder / "teacher").mkdir()
             (folder / "teacher" / "config.json").write_text(json.dumps(TEACHERS[name]))
             overrides = [*overrides, f"--teacher.path={folder / 'teacher'}"]
-        config = load_config(folder / "run.toml", overrides)
-        job = Workload.from_config(config, model)
         with plant():
-            ranks = choose_ranks(None, config.train.layout.to_layout())
-            found[name] = [make_report(rehearse_rank(config, rank, cluster.gpu), job, cluster).as_json() for rank in ranks]
+            found[name] = rehearse_ranks(load_config(folder / "run.toml", overrides), model, Cluster.from_options(1, 8, "h100"))
     print(json.dumps(found))
 
 

@@ -46,22 +46,29 @@ def run_module(*command, path=""):
     return done.stdout
 
 
+def rehearse_ranks(config, model, cluster, ranks=None):
+    """Return the reports of trainer ranks, by default of all that differ. Call it after `install_device`."""
+    from megatron_rl.cli.rehearse import choose_ranks
+    from megatron_rl.cost.workload import Workload
+    from megatron_rl.rehearsal.job import rehearse_rank
+    from megatron_rl.rehearsal.report import make_report
+
+    job, numbers = Workload.from_config(config, model), choose_ranks(ranks, config.train.layout.to_layout())
+    return [make_report(rehearse_rank(config, rank, cluster.gpu), job, cluster).as_json() for rank in numbers]
+
+
 def main(jobs):
-    from megatron_rl.cli.rehearse import choose_ranks, install_device
+    from megatron_rl.cli.rehearse import install_device
 
     install_device()
     from megatron_rl.config import load_config
     from megatron_rl.cost.hardware import Cluster
-    from megatron_rl.cost.workload import Workload
     from megatron_rl.hf.files import read_config
-    from megatron_rl.rehearsal.job import rehearse_rank
-    from megatron_rl.rehearsal.report import make_report
 
     found = {}
     for name, gpu, ranks, *overrides in (job.split(",") for job in jobs):
-        config, cluster = load_config(ROOT / "configs" / f"{name}.toml", overrides), Cluster.from_options(16, 8, gpu)
-        job, numbers = Workload.from_config(config, read_config(config.model.folder)), choose_ranks(ranks, config.train.layout.to_layout())
-        found[name] = [make_report(rehearse_rank(config, rank, cluster.gpu), job, cluster).as_json() for rank in numbers]
+        config = load_config(ROOT / "configs" / f"{name}.toml", overrides)
+        found[name] = rehearse_ranks(config, read_config(config.model.folder), Cluster.from_options(16, 8, gpu), ranks)
     print(json.dumps(found))
 
 
