@@ -10,10 +10,17 @@ from support.models import FP8, TENSORS, random_sequences
 from support.processes import alive_after, family
 from support.trainer_engine import TWO_NODES
 
+from megatron_rl.rollout.engine_placement import LAUNCHER_VARIABLE
+
 pytestmark = [pytest.mark.long, pytest.mark.timeout(6000)]
 PROMPTS = [sample.prompt_ids for sample in random_sequences(8, seed=51)]
 HEALTH = 30.0
 GROUP = {"transport": "process_group"}
+
+
+def set_launchers(*lines):
+    """Set how the next `start` launches engines on their nodes."""
+    os.environ[LAUNCHER_VARIABLE] = "\n".join(lines)
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +111,7 @@ def namespace():
 @pytest.mark.parametrize("hosts", [("127.0.0.1", OTHER), (OTHER, "127.0.0.1")], ids=["server here", "server there"])
 def test_nodes_that_share_nothing_meet_and_are_filled(hosts, namespace, new_world, checkpoint, tmp_path):
     world = new_world()
-    world.call(trainer_engine.set_launchers, *(namespace if host == OTHER else "" for host in hosts))
+    world.call(set_launchers, *(namespace if host == OTHER else "" for host in hosts))
     sync = {**GROUP, "host": OWN}
     sections = {"rollout": {**TWO_NODES, "hosts": hosts}, "sync": sync}
     world.call(trainer_engine.start, checkpoint, tmp_path, FP8, sections)

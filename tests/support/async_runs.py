@@ -3,76 +3,13 @@
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
-from unittest import mock
 
 import torch
 
-from megatron_rl.config import Config
-from megatron_rl.data import load_problems
-from megatron_rl.hf.tokenizer import load_tokenizer
 from megatron_rl.mcore.layers.linear.quantized_linear import find_quantized_layers
-from megatron_rl.rewards.scorer import Scorer
-from megatron_rl.rollout.async_worker import AsyncRolloutWorker
-from megatron_rl.rollout.generation import MultiTurnSampler
-from megatron_rl.rollout.worker import RolloutWorker
-from megatron_rl.types import Generation, Reward, SamplingParams
-from parallel.transport.pack import ChunkPacker
+from megatron_rl.types import Generation, SamplingParams
 from support.processes import until
 from support.trainer_engine import MIB, current, join_logprobs, make_samples, train
-from support.training_runs import NullCheckpointManager, RecordingLog, loop_of
-
-TOKENS = 48
-TASK = "examples.arithmetic.task:Arithmetic"
-
-
-class RecordingWorker(RolloutWorker):
-    """A rollout worker that keeps all completions in `batches`. Half of the responses are rewarded, so that the weights of a random
-    model move."""
-
-    def __init__(self, *args):
-        super().__init__(*args)
-        self.batches = []
-
-    def collect(self, draw):
-        rollout = super().collect(draw)
-        for completion in rollout.completions_B:
-            completion.reward = Reward(float(completion.output_ids_T.sum() % 2), False)
-        self.batches.append((draw.version, rollout.completions_B))
-        return rollout
-
-
-def run_ahead(running, max_staleness, steps):
-    """Run the whole loop. Return its rows, and for every completion the version it was collected for and the version of each token."""
-    served = current()
-    config = Config.model_validate(
-        {
-            "model": {"path": served.trainer.folder},
-            "train": {"steps": steps},
-            "rollout": {"prompts_per_step": 4, "group_size": 4, "max_new_tokens": TOKENS},
-            "algorithm": {"correction": "tis"},
-            "placement": {"kind": "disaggregated", "max_staleness": max_staleness},
-            "sync": {"running": running, "transport": "shared_memory"},
-            "data": {"train": TASK, "eval": TASK, "settings": {"levels": (2,)}, "eval_size": 4, "eval_every": 100},
-            "reward": {"function": "examples.arithmetic.reward:reward", "workers": 1},
-        }
-    )
-    tokenizer = load_tokenizer(served.trainer.folder)
-    stream, held_out = load_problems(config, tokenizer)
-    log = RecordingLog()
-    settings = config.sync.model_dump()
-    with Scorer(config.reward, print) as scorer, served.recovering_sync(config.sync.chunk_bytes, settings) as sync:
-        worker = RecordingWorker(config, MultiTurnSampler(served.engines, tokenizer), stream, held_out, scorer)
-        ahead = AsyncRolloutWorker(worker, max_staleness, steps, lambda: None)
-        try:
-            loop_of(config, served.trainer, None, sync, ahead, log, NullCheckpointManager(), engines=served.engines).run()
-        finally:
-            ahead.close()
-    token_versions = [
-        (version, (version - completion.version_lags_T.astype(int)).tolist())
-        for version, completions in worker.batches
-        for completion in completions
-    ]
-    return {"rows": log.rows, "token_versions": token_versions, "position": ahead.snapshot()(), "drawn": stream.state_dict()}
 
 
 def release_memory_and_take_it_back(version, prompts):
@@ -166,22 +103,3 @@ def compare_logprobs(weights, answers):
         engine = join_logprobs(generations)
         logprobs[version] = engine[own], current().compute_logprobs(make_samples(prompts, generations))[own]
     return logprobs
-
-
-def sync_with_wrong_byte(settings, version):
-    """Run a sync whose chunks are changed after they were hashed. Propagates the error."""
-    pack = ChunkPacker.pack
-
-    def pack_wrong(packer, named_rects, flat, hashing):
-        digest = pack(packer, named_rects, flat, hashing)
-        flat[len(flat) // 2] ^= 1
-        return digest
-
-    with mock.patch.object(ChunkPacker, "pack", pack_wrong), current().weight_sync(MIB, settings) as sync:
-        sync.run(version)
-
-
-def sync_that_breaks(settings, version):
-    """Run a sync whose trainer fails in the middle. Propagates the error."""
-    with mock.patch.object(ChunkPacker, "pack", side_effect=OSError("out of memory, say")), current().weight_sync(MIB, settings) as sync:
-        sync.run(version)

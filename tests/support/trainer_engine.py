@@ -2,13 +2,9 @@
 
 import os
 import string
-import subprocess
 import sys
-import time
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -27,7 +23,6 @@ from megatron_rl.mcore.layers.linear.quantized_linear import find_quantized_laye
 from megatron_rl.mcore.passes.engine_emulation import emulate_engine
 from megatron_rl.mcore.weights.cache_scales import collect_scales, renew_scales
 from megatron_rl.mcore.weights.load_weights import load_checkpoint
-from megatron_rl.rollout.engine import Abort
 from megatron_rl.rollout.engine_placement import LAUNCHER_VARIABLE
 from megatron_rl.rollout.engine_pool import start_engines
 from megatron_rl.rollout.environments.base import Message
@@ -38,7 +33,7 @@ from megatron_rl.sync.plan import SyncPlan
 from megatron_rl.sync.recovery import RecoveringWeightSync
 from megatron_rl.sync.weight_sync import WeightSync
 from megatron_rl.training.canary import make_canary
-from megatron_rl.training.graph_check import GraphComparison, check_graph, read_training_graph
+from megatron_rl.training.graph_check import GraphComparison, read_training_graph
 from megatron_rl.types import Problem, SamplingParams
 from parallel.digest import view_rect
 from parallel.model_geometry import ModelGeometry
@@ -134,21 +129,11 @@ def current():
     return _current[0]
 
 
-def set_launchers(*lines):
-    """Set how the next `start` launches engines on their nodes."""
-    os.environ[LAUNCHER_VARIABLE] = "\n".join(lines)
-
-
 def break_transformer_engine(folder):
     """Let child processes find a Transformer Engine that cannot be imported, as when its libraries do not fit."""
     (folder / "transformer_engine").mkdir()
     (folder / "transformer_engine" / "__init__.py").write_text("raise FileNotFoundError('libtransformer_engine.so')")
     os.environ["PYTHONPATH"] = os.pathsep.join([str(folder), *sys.path])
-
-
-def import_in_child(module):
-    """Return the last line that a child process prints when it imports a module."""
-    return subprocess.run([sys.executable, "-c", f"import {module}"], capture_output=True, text=True).stderr.strip().rpartition("\n")[2]
 
 
 def start(*args):
@@ -234,45 +219,12 @@ def make_samples(prompts, generations):
     ]
 
 
-def compute_logprobs(samples):
-    """Return the trainer's log-probs."""
-    return current().compute_logprobs(samples)
-
-
 def generate_seeded(prompts, tokens, engine=None):
     """Return (tokens, log-probs, policy version) of every prompt, sampled with a seed of its own by all engines, or by one."""
     engines = current().engines
     source = engines if engine is None else engines.replicas[engine].engine
     generations = source.generate(prompts, [SamplingParams(1.0, tokens, seed) for seed in range(len(prompts))])
     return [(generation.output_ids_T.tolist(), generation.logprobs_T.tolist(), generation.policy_version) for generation in generations]
-
-
-def generate_with(prompts, samplings):
-    """Return responses to prompts that are each sampled with their own parameters."""
-    return current().engines.generate(prompts, samplings)
-
-
-def abort_generation(prompts, tokens):
-    """Abort a generation, later and later until SGLang has read the requests. Return its error, and (finish reason, tokens) of each of
-    SGLang's answers."""
-    engine, answers = current().engines.replicas[0].engine, []
-    ask = engine._ask
-
-    def recording(*arguments):
-        answers[:] = ask(*arguments)
-        return answers
-
-    with mock.patch.object(engine, "_ask", recording), ThreadPoolExecutor(1) as pool:
-        for attempt in range(20):
-            abort = Abort()
-            asking = pool.submit(current().engines.generate, prompts, SamplingParams(1.0, tokens), abort)
-            time.sleep(0.05 * 1.3**attempt)
-            abort.request()
-            error = repr(asking.exception())
-            ended = [(str(answer["meta_info"]["finish_reason"]["type"]), len(answer["output_ids"])) for answer in answers]
-            if any(reason == "abort" and count for reason, count in ended):
-                break
-    return error, ended
 
 
 def generate_with_faults(faults, version, prompts, tokens):
@@ -302,12 +254,6 @@ def take_messages():
     return messages
 
 
-def change_trainer(name, row, col):
-    """Flip the lowest bit of one element of the trainer, without telling the engine."""
-    element = current().trainer.collect_named_tensors()[name][row : row + 1, col : col + 1]
-    element.view(torch.uint8)[0, 0] ^= 1
-
-
 def change_engine(name, row, col):
     """Sync the trainer's weights with one wrong bit at an element of an engine parameter."""
     plan, tensors = current().plan(), dict(current().trainer.collect_named_tensors())
@@ -324,27 +270,6 @@ def change_engine(name, row, col):
 
 def _contains(rect, row, col):
     return rect.row <= row < rect.row + rect.rows and rect.col <= col < rect.col + rect.cols
-
-
-def save_run_checkpoint(to):
-    """Write a run's checkpoint of the current policy."""
-    return current().trainer.save(to)
-
-
-def read_masters():
-    """Return the FP32 masters by Hugging Face name."""
-    return current().trainer.collect_tensors(fp8=False)
-
-
-def restart_engines(model):
-    """Stop the engines and start new ones on another checkpoint."""
-    current().rank0_engines.run(lambda engines: engines.stop())
-    current().start_engines(model)
-
-
-def stop_twice():
-    current().engines.stop()
-    current().engines.stop()
 
 
 def generate_and_emulate(prompts, tokens=24):
@@ -407,17 +332,3 @@ def compare_graphs(plant=""):
     with plant_difference(trainer.model, plant):
         comparison = GraphComparison(read_training_graph(trainer.model).value, tuple(current().engines.read_graph()))
     return comparison.differences, comparison.training, comparison.rollout[0]
-
-
-def check_graphs(folder, plant=""):
-    """Compare the live graphs as at the start of a run."""
-    trainer = current().trainer
-    with plant_difference(trainer.model, plant):
-        check_graph(trainer.model, current().rank0_engines, trainer.contract, folder)
-
-
-def read_trainer_graph(folder, precision, plant="", only_on=None):
-    """Return the training graph of a checkpoint. A difference is planted on every rank, or only on rank `only_on`."""
-    model = Trainer(folder, precision).model
-    with plant_difference(model, plant if only_on in (None, dist.get_rank()) else ""):
-        return read_training_graph(model).run(lambda graph: graph)
