@@ -7,7 +7,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from safetensors import safe_open
 from support.families import cut_everything
-from support.megatron_models import load_model_chunks
+from support.trainer import load_model_chunks
 
 from megatron_rl.config import PrecisionConfig
 from megatron_rl.hf.files import read_config

@@ -3,9 +3,8 @@
 import pytest
 import torch
 import torch.distributed as dist
-from support.megatron_models import build
 from support.models import FP8
-from support.trainer import Trainer
+from support.trainer import Trainer, build_quantized_layer
 
 from megatron_rl.kernels.linear import reference as fp8_products
 from megatron_rl.mcore.layers.linear.quantized_linear import find_quantized_layers
@@ -17,7 +16,7 @@ N, K = 256, 512
 def accumulate_weight_gradient(sequence_parallel, weight, x, dy):
     """Return WGrad of a column-parallel layer on this rank: `once` for all tokens, x `[s, 1, K]` and dy `[s, 1, N]`, and `added` to a
     gradient buffer in two halves. Check Megatron's protocol: the buffer is used, its flag is set, and autograd gets no gradient."""
-    layer = build("column", "pow2", sequence_parallel, weight)
+    layer = build_quantized_layer("column", "pow2", sequence_parallel, weight)
     tp, rank = dist.get_world_size(), dist.get_rank()
 
     def backward(x, dy):
@@ -37,7 +36,7 @@ def accumulate_weight_gradient(sequence_parallel, weight, x, dy):
 def run_expert(kind, weight, x, dy):
     """Return y, dx and dw of this rank's slice of an expert whose tokens the dispatcher has already exchanged: the layer itself must
     neither gather nor sum. x is `[T, K of the rank]`, dy is `[T, N of the rank]`."""
-    layer = build(kind, "pow2", dist.get_world_size() > 1, weight, is_expert=True, skip_bias_add=True)
+    layer = build_quantized_layer(kind, "pow2", dist.get_world_size() > 1, weight, is_expert=True, skip_bias_add=True)
     x = x.clone().requires_grad_(True)
     y, _ = layer(x)
     y.backward(dy)

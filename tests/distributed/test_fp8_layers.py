@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.golden import slow_fp8
-from support.megatron_models import build
+from support.trainer import build_quantized_layer
 
 S, B, N, K = 80, 2, 256, 512  # S * B tokens are no multiple of 128 on purpose
 
@@ -16,7 +16,7 @@ def run_layer(kind, scale_format, sequence_parallel, weight, x, dy):
     `kind` is "column" (N split over ranks) or "row" (K split). `weight` `[N, K]`, `x` `[s, b, K]` and `dy` `[s, b, N]` belong to the whole
     layer.
     """
-    layer = build(kind, scale_format, sequence_parallel, weight)
+    layer = build_quantized_layer(kind, scale_format, sequence_parallel, weight)
     tp, rank = dist.get_world_size(), dist.get_rank()
     column = kind == "column"
     split, whole = (0, 1) if column else (1, 0)

@@ -4,7 +4,7 @@ import functools
 
 import pytest
 import torch
-from support import lora, transformers_reference
+from support import trainer, transformers_reference
 from support.families import ARCHITECTURES
 from support.fp8_checkpoints import add_mtp_layer
 from support.models import FP8, FP32, make_model, random_sequences
@@ -65,7 +65,7 @@ def runs(request, worlds, checkpoint):
     """Results of one process, and of two ranks, for the same checkpoint and batches."""
     precision = {"fp32": FP32, "fp8": FP8}[request.param]
     batches = [random_sequences(8, seed) for seed in range(3)]
-    return request.param, *(worlds(ranks).call(lora.train_adapters, checkpoint, precision, LORA, batches) for ranks in (1, 2))
+    return request.param, *(worlds(ranks).call(trainer.train_adapters, checkpoint, precision, LORA, batches) for ranks in (1, 2))
 
 
 def test_adapters_begin_at_zero_and_alone_are_stepped(runs):
@@ -128,7 +128,7 @@ def alone(worlds, model_folder):
     @functools.cache
     def train(model):
         folder, batches = model_folder(model), [random_sequences(4, 1), random_sequences(6, 2)]
-        return folder, batches, worlds(1).call(lora.train_adapters, folder, FP32, targets(model), batches, Layout())[0]
+        return folder, batches, worlds(1).call(trainer.train_adapters, folder, FP32, targets(model), batches, Layout())[0]
 
     return train
 
@@ -139,7 +139,7 @@ def test_every_layout_learns_what_one_process_does_which_has_the_bits_of_its_che
     folder, batches, one = alone(model)
     precision, exact = FP32 | changes, not changes
     first, *others = worlds(layout.world_size).call(
-        lora.train_adapters, folder, precision, targets(model), batches, layout, run := tmp_path / "run"
+        trainer.train_adapters, folder, precision, targets(model), batches, layout, run := tmp_path / "run"
     )
     assert torch.equal(one["start"], first["start"]) is exact
     assert one["stepped"] == set().union(*(each["changed"] for each in (first, *others)))
@@ -154,7 +154,7 @@ def test_every_layout_learns_what_one_process_does_which_has_the_bits_of_its_che
 def test_layers_that_are_recomputed_learn_the_same(worlds, model_folder, recompute):
     """With adapters on MLPs only, the input of the first layer needs no gradient."""
     run = model_folder("qwen3_moe"), FP32, LORA | {"targets": FC}, [random_sequences(4, 1), random_sequences(4, 2)], Layout(), None
-    kept, again = (worlds(1).call(lora.train_adapters, *run, {"recompute": how})[0] for how in ("none", recompute))
+    kept, again = (worlds(1).call(trainer.train_adapters, *run, {"recompute": how})[0] for how in ("none", recompute))
     assert kept["gradients"] == again["changed"] and torch.equal(kept["trained"], again["trained"])
 
 
@@ -170,7 +170,7 @@ def test_peft_loads_what_is_exported_and_computes_the_trainers_logprobs(worlds, 
     """transformers has one tensor of all experts, into which PEFT loads their adapters."""
     model, changes = PEFT[kind]
     folder, batch, run, adapters = model_folder(model, **changes), random_sequences(8, 0), tmp_path / "step_00001", tmp_path / "adapters"
-    ((result),) = worlds(1).call(lora.train_adapters, folder, FP32, targets(model), [batch], Layout(), run)
+    ((result),) = worlds(1).call(trainer.train_adapters, folder, FP32, targets(model), [batch], Layout(), run)
     worlds(1).call(export, run, adapters)
     samples = [(sample.prompt_ids.tolist(), sample.response_ids.tolist()) for sample in batch]
     ((plain, adapted),) = transformers_process.call(transformers_reference.peft_logprobs, folder, adapters, samples)
@@ -182,5 +182,5 @@ def test_peft_loads_what_is_exported_and_computes_the_trainers_logprobs(worlds, 
 def test_layers_for_multi_token_prediction_stay_with_the_base(worlds, tmp_path):
     folder, run = make_model(tmp_path / "model", ARCHITECTURES["deepseek_v3"]), tmp_path / "step_00001"
     add_mtp_layer(folder)
-    worlds(1).call(lora.train_adapters, folder, FP32, targets("deepseek_v3"), [random_sequences(2, 0)], Layout(), run)
+    worlds(1).call(trainer.train_adapters, folder, FP32, targets("deepseek_v3"), [random_sequences(2, 0)], Layout(), run)
     assert (run / "state.json").is_file() and not (run / "mtp").exists()

@@ -11,9 +11,8 @@ import pytest
 import torch
 from megatron.core.distributed import param_and_grad_buffer as buffers
 from support.families import ARCHITECTURES, cut_everything
-from support.megatron_models import load_model_chunks
 from support.models import FP8, make_model, random_sequences
-from support.trainer import Trainer, latent_attention, negative_log_likelihood
+from support.trainer import Trainer, latent_attention, load_model_chunks, negative_log_likelihood
 from torch.profiler import ProfilerActivity, profile
 
 from megatron_rl.batch.training_sample import TrainingSample

@@ -8,8 +8,7 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel import all_gather_last_dim_from_tensor_parallel_region, mappings
 from support import fake_gpu_libraries
 from support.fp8_reference import uneven
-from support.megatron_models import build
-from support.trainer import start
+from support.trainer import build_quantized_layer, start
 
 from megatron_rl.kernels.linear import make_backend
 from megatron_rl.kernels.linear.base import Operand
@@ -63,7 +62,7 @@ def run_layer(kind, backend, tokens, gathers):
         if not gathers:
             patch.setattr(quantized_matmul, "can_gather", lambda backend, tokens: False)
             patch.setattr(QuantizedRowParallelLinear, "choose_sum", lambda *_: None)
-        layer = build(kind, "pow2", True, weight)
+        layer = build_quantized_layer(kind, "pow2", True, weight)
         layer.config.linear_backend, layer.config.sums_by_tree = backend, False
         column = kind == "column"
         own = (x.chunk(tp)[rank] if column else x.chunk(tp, 1)[rank]).unsqueeze(1).clone().requires_grad_()

@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 import torch
-from support import critics, fp8_checkpoints, lora, trainer
+from support import critics, fp8_checkpoints, trainer
 from support.models import FP8, random_sequences
 from support.samples import assert_same
 
@@ -62,7 +62,7 @@ def test_passes_without_gradient_take_turns_where_layers_are_recomputed(compare,
 def test_adapters_have_gradients_of_their_own(compare, model_folder):
     layout, folder = Layout(tp=2, dp=2, ep=2, etp=1), model_folder("qwen3_moe", num_hidden_layers=2)
     adapters = {"rank": 8, "alpha": 16.0, "targets": ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")}
-    compare(lora.train_adapters, layout, folder, FP8, adapters, batches(), layout, None, TRAIN)
+    compare(trainer.train_adapters, layout, folder, FP8, adapters, batches(), layout, None, TRAIN)
 
 
 def test_a_critic(compare, checkpoint):

@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from support import async_runs, trainer_engine
+from support import engine_checks, trainer_engine
 from support.models import FP8, TENSORS, random_sequences
 
 pytestmark = pytest.mark.long
@@ -44,7 +44,7 @@ def test_requests_that_are_retracted_and_computed_again(world, folder):
 
 
 def test_a_cache_that_was_given_back(world):
-    results = world.call(async_runs.release_memory_and_take_it_back, 10, PROMPTS)[0]
+    results = world.call(engine_checks.release_memory_and_take_it_back, 10, PROMPTS)[0]
     assert results["waited"] and results["proved"] >= TENSORS  # scales of layers as well
     assert world.call(trainer_engine.sync, 13, 1 << 20, CANARY)[0]["canary"] == 0.0
     assert_exact(world, 13)
@@ -52,7 +52,7 @@ def test_a_cache_that_was_given_back(world):
 
 def test_completions_that_go_on_over_a_switch(world):
     batch, prompts = random_sequences(8, seed=53), PROMPTS[:8]
-    results = world.call(async_runs.switch_under_load, {"running": "continue", **CANARY}, 20, 3, batch, prompts, 48)[0]
+    results = world.call(engine_checks.switch_under_load, {"running": "continue", **CANARY}, 20, 3, batch, prompts, 48)[0]
     assert [report["canary"] for report in results["reports"]] == [0.0] * 3
     assert max(results["running"]) > 0 and results["mixed"] > 0 and set(results["logprobs"]) == {20, 21, 22, 23}
     for version, (engine, trainer) in results["logprobs"].items():

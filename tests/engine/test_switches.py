@@ -9,7 +9,7 @@ import httpx
 import psutil
 import pytest
 import torch
-from support import async_runs, trainer_engine
+from support import engine_checks, trainer_engine
 from support.engine_faults import engine_family
 from support.models import TENSORS, random_sequences
 from support.trainer_engine import MIB, current
@@ -64,7 +64,7 @@ def find_exposed():
     """Return the addresses that the engines' processes listen on, the modes of their Unix sockets, and where a key can be read."""
     addresses, modes, readable = set(), set(), []
     for number, engine in enumerate(replica.engine for replica in current().engines.replicas):
-        key = engine.api_key
+        key = engine.server.api_key
         assert len(key) == 48
         for process in engine_family(current().engines, number):
             if any(key in word for word in process.cmdline()):
@@ -151,7 +151,7 @@ def test_requests_that_run_during_syncs_belong_to_one_version_each(unified, name
     if name == "disk":
         settings["dir"] = tmp_path
     first = 1 + 10 * list(SETTINGS).index(name)
-    results = unified.call(async_runs.switch_under_load, settings, first, 2, BATCH, PROMPTS, TOKENS)[0]
+    results = unified.call(engine_checks.switch_under_load, settings, first, 2, BATCH, PROMPTS, TOKENS)[0]
     assert [report["proved"] for report in results["reports"]] == [TENSORS] * 2
     assert all(report["bytes"] > 0 and 0 < report["proof_seconds"] < report["seconds"] for report in results["reports"])
     assert max(results["running"]) > 0 and results["mixed"] == 0  # the question was put
@@ -166,7 +166,7 @@ def test_requests_that_run_during_syncs_belong_to_one_version_each(unified, name
 
 def test_completions_that_go_on_over_a_switch_have_the_log_probs_of_each_tokens_version(unified):
     """The new weights compute the old tokens again, so a token's log-prob depends only on its version, to the bit."""
-    results = unified.call(async_runs.switch_under_load, {"running": "continue"}, 1, 3, BATCH, PROMPTS, TOKENS)[0]
+    results = unified.call(engine_checks.switch_under_load, {"running": "continue"}, 1, 3, BATCH, PROMPTS, TOKENS)[0]
     assert [report["proved"] for report in results["reports"]] == [TENSORS] * 3
     assert max(results["running"]) > 0 and results["mixed"] > 0
     assert set(results["logprobs"]) == {1, 2, 3, 4}
@@ -215,7 +215,7 @@ def test_no_token_is_older_than_the_bound(unified, running, max_staleness):
 
 
 def test_who_waits_gives_its_memory_back_and_the_next_sync_fills_it(unified):
-    results = unified.call(async_runs.release_memory_and_take_it_back, 20, PROMPTS)[0]
+    results = unified.call(engine_checks.release_memory_and_take_it_back, 20, PROMPTS)[0]
     assert results["awake"] - results["released"] > 100, results
     assert results["again"] - results["released"] > 100, results
     assert results["waited"] and results["proved"] == TENSORS

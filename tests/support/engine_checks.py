@@ -1,4 +1,8 @@
-"""Checks of live engines: agents against the direct path, who may ask, and the record of routing. See `support.trainer_engine`."""
+"""Checks of the live engines of `support.trainer_engine`: agents against the direct path, and weight switches under load."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 
 import numpy as np
 import torch
@@ -6,10 +10,104 @@ import torch
 from examples.arithmetic.tool_agent import CHAT_TEMPLATE
 from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.hf.tokenizer import load_tokenizer
+from megatron_rl.mcore.layers.linear.quantized_linear import find_quantized_layers
 from megatron_rl.rollout.agents.sampler import AgentSampler
 from megatron_rl.types import Problem, SamplingParams
 from support.agents import config
-from support.trainer_engine import current
+from support.processes import until
+from support.trainer_engine import MIB, current, join_logprobs, make_samples, train
+
+
+def release_memory_and_take_it_back(version, prompts):
+    """Return the engine's MiB after a sync, after a release of its memory, and after the next sync; whether a request waited; and the
+    proved tensors."""
+    served, answered = current(), threading.Event()
+
+    def ask():
+        served.engines.generate(prompts, SamplingParams(1.0, 4))
+        answered.set()
+
+    with served.weight_sync() as sync:
+        sync.run(version)
+        served.engines.release_memory()
+        sync.run(version + 1)
+        awake = served.engines.get_memory_mb()
+        served.engines.release_memory()
+        served.engines.release_memory()
+        released = served.engines.get_memory_mb()
+        asking = threading.Thread(target=ask)
+        asking.start()
+        waited = not answered.wait(1.0)
+        report = sync.run(version + 2)
+        asking.join()
+        return {"awake": awake, "released": released, "again": served.engines.get_memory_mb(), "waited": waited, "proved": report.proved}
+
+
+_THREADS = 4
+
+
+def switch_under_load(settings, first, switches, batch, prompts, tokens):
+    """Keep four threads sampling while the policy is trained and synced as versions first, first + 1, ...
+
+    Returns the reports of the syncs, the number of running requests when each sync began, the number of completions with tokens of several
+    versions (`mixed`), and for each version the log-probs of its tokens by the engine and by the trainer of that version.
+    """
+    served, stop, answers = current(), threading.Event(), []
+    weights, reports, running = {}, [], []
+
+    def ask(thread):
+        mine = prompts[thread::_THREADS]
+        while not stop.is_set():
+            answers.extend(zip(mine, served.engines.generate(mine, SamplingParams(temperature=1.0, max_new_tokens=tokens)), strict=True))
+
+    def wait_for_answers(asking):
+        goal = len(answers) + len(prompts)
+        until(lambda: len(answers) >= goal or any(task.done() for task in asking), 300, "answers")
+
+    with served.weight_sync(MIB, settings) as sync, ThreadPoolExecutor(_THREADS) as pool:
+        sync.run(first)
+        asking = [pool.submit(ask, thread) for thread in range(_THREADS)]
+        try:
+            for version in range(first, first + switches + 1):
+                if version > first:
+                    running.append(sum(replica.outstanding for replica in served.engines.replicas))
+                    reports.append(asdict(sync.run(version)))
+                weights[version] = copy_weights(served.trainer.model)
+                wait_for_answers(asking)
+                train(batch)
+        finally:
+            stop.set()
+        for task in asking:
+            task.result()
+    mixed = sum(generation.versions_T is not None for _, generation in answers)
+    return {"reports": reports, "running": running, "mixed": mixed, "logprobs": compare_logprobs(weights, answers)}
+
+
+def copy_weights(model):
+    """Return copies of the parameters, and of the scales of quantized ones."""
+    scales = {name: layer.scale.clone() for name, layer in find_quantized_layers(model).items()}
+    return {name: value.detach().clone() for name, value in model.named_parameters()}, scales
+
+
+def compare_logprobs(weights, answers):
+    """Return for each version the log-probs of its tokens by the engine, and by the trainer with that version's weights."""
+    logprobs, model = {}, current().trainer.model
+    versions = [
+        [generation.policy_version] * len(generation.output_ids_T) if generation.versions_T is None else generation.versions_T.tolist()
+        for _, generation in answers
+    ]
+    for version in sorted(set().union(*versions)):
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.copy_(weights[version][0][name])
+        for name, layer in find_quantized_layers(model).items():
+            layer.set_scale(weights[version][1][name])
+        sampled = [(*answer, each) for answer, each in zip(answers, versions, strict=True) if version in each]
+        prompts, generations, token_versions = zip(*sampled, strict=True)
+        own = torch.tensor([number for each in token_versions for number in each]) == version
+        engine = join_logprobs(generations)
+        logprobs[version] = engine[own], current().compute_logprobs(make_samples(prompts, generations))[own]
+    return logprobs
 
 
 class Recorder:

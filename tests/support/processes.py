@@ -269,7 +269,7 @@ class WorldPool:
             world.close()
 
 
-_PRELOADED = ["pytest", "support.training_runs", "support.megatron_models", "support.transformers_reference"]
+_PRELOADED = ["pytest", "support.training_runs", "support.transformers_reference"]
 
 
 def _start_fork_server():

@@ -13,23 +13,32 @@ from examples.arithmetic.supervised import negative_log_likelihood
 from megatron_rl.algorithm.policy_loss import PolicyLoss
 from megatron_rl.config import PrecisionConfig, TrainConfig
 from megatron_rl.config.algorithm import AlgorithmConfig
+from megatron_rl.config.lora import LoraConfig
 from megatron_rl.hf.files import read_config
 from megatron_rl.mcore.actor import Actor
 from megatron_rl.mcore.checkpoint.checkpointing import CheckpointWriter
 from megatron_rl.mcore.layers import spec
+from megatron_rl.mcore.layers.linear.quantized_linear import (
+    QuantizedColumnParallelLinear,
+    QuantizedRowParallelLinear,
+    list_quantized_layers,
+)
 from megatron_rl.mcore.model import build_model, start_megatron, stop_megatron
-from megatron_rl.mcore.names import get_model_chunks
+from megatron_rl.mcore.names import get_model_chunks, global_name
 from megatron_rl.mcore.optim import step_response
 from megatron_rl.mcore.optim.master_slices import flatten_chained, iter_stepped
 from megatron_rl.mcore.passes import reduce
 from megatron_rl.mcore.passes.replicas import select_own
-from megatron_rl.mcore.weights.adapters import install_adapters
+from megatron_rl.mcore.transformer_config import QuantizedTransformerConfig
+from megatron_rl.mcore.weights.adapters import FrozenPolicy, install_adapters, list_adapted_layers
 from megatron_rl.mcore.weights.cache_scales import collect_scales, renew_scales
 from megatron_rl.mcore.weights.export import export_checkpoint
 from megatron_rl.mcore.weights.load_weights import build_rank_shards, collect_named_tensors, global_parameters, load_checkpoint
 from megatron_rl.mcore.weights.master_spread import MasterSpread
 from megatron_rl.precision.contract import PrecisionContract
+from parallel.adapters import NAMES
 from parallel.digest import make_stored_tensors, view_rect
+from parallel.formats import FP8
 from parallel.layout import Layout
 from parallel.megatron_shards import build_trainer_shards
 from parallel.model_geometry import ModelGeometry, with_trained_mtp
@@ -231,3 +240,75 @@ def export(checkpoint, to, precision, alignment=None):
 def latent_attention(absorbed):
     """Context manager in which models are built with the absorbed, or the expanded, form of latent attention."""
     return mock.patch.object(spec, "takes_absorbed_form", return_value=absorbed)
+
+
+def load_model_chunks(folder, contract, layout):
+    """Return this rank's virtual pipeline stages, built, loaded and quantized."""
+    start(layout)
+    hf_config = read_config(folder)
+    chunks = get_model_chunks(build_model(hf_config, layout, contract))
+    load_checkpoint(chunks, folder, build_rank_shards(hf_config, layout, dist.get_rank()))
+    return chunks
+
+
+def build_quantized_layer(kind, scale_format, sequence_parallel, weight, **changes):
+    """Return this rank's quantized layer of a "column" (N split over ranks) or "row" (K split) kind, with its slice of `weight` `[N,
+    K]`."""
+    start()
+    tp, rank = dist.get_world_size(), dist.get_rank()
+    config = QuantizedTransformerConfig(
+        num_layers=1,
+        hidden_size=weight.shape[1],
+        num_attention_heads=max(tp, 2),
+        add_bias_linear=False,
+        perform_initialization=False,
+        use_cpu_initialization=True,
+        tensor_model_parallel_size=tp,
+        sequence_parallel=sequence_parallel,
+        params_dtype=torch.float32,
+        gradient_accumulation_fusion=False,
+        linear_format=FP8.with_scales(scale_format),
+    )
+    options = dict(config=config, init_method=torch.nn.init.zeros_, bias=False) | {"skip_bias_add": False} | changes
+    column = kind == "column"
+    make = QuantizedColumnParallelLinear if column else QuantizedRowParallelLinear
+    layer = make(weight.shape[1], weight.shape[0], **options, **({"gather_output": False} if column else {"input_is_parallel": True}))
+    with torch.no_grad():
+        layer.quantize(weight.chunk(tp, dim=0 if column else 1)[rank])
+    layer.weight.main_grad = torch.zeros(layer.weight.shape)
+    return layer
+
+
+def train_adapters(folder, precision, lora, batches, layout=None, to=None, train=None):
+    """Take a step with adapters on each batch, and write a checkpoint `to`.
+
+    Returns the log-probs of the first batch with the frozen model, with new adapters and with trained ones; the trained adapters; and the
+    names of parameters that have a gradient, have a master, or changed.
+    """
+    trained = Trainer(folder, precision, {"learning_rate": 1e-2, "adam_eps": 1e-4, **(train or {})}, layout=layout, lora=LoraConfig(**lora))
+    actor, model = trained.actor, trained.model
+    before = {name: _raw(tensor) for name, tensor in global_parameters(model).items()}
+    frozen = FrozenPolicy(model, 1.0, actor.micro_batch_tokens)
+
+    def score(policy):
+        return torch.cat(compute_logprobs(policy, batches[0])[0])
+
+    result = {"start": score(actor), "frozen": score(frozen)}
+    result["steps"] = [actor.update(own(batch), negative_log_likelihood) for batch in batches]
+    result |= {"trained": score(actor), "frozen again": score(frozen)}
+    result["changed"] = {name for name, tensor in global_parameters(model).items() if not torch.equal(_raw(tensor), before[name])}
+    result["stepped"] = {name for name, *_ in named_masters(actor)}
+    result["gradients"] = {name for name, parameter in global_parameters(model).items() if hasattr(parameter, "main_grad")}
+    result["masters"] = [layer for layer in list_quantized_layers(model) if layer.master is not None]
+    result["adapters"] = {
+        f"{global_name(chunk, name)}.{each}": getattr(layer, each).detach().clone()
+        for chunk, name, layer in list_adapted_layers(model)
+        for each in NAMES
+    }
+    if to is not None:
+        trained.save(to, len(batches), with_optimizer=True, lora=lora, base=str(folder))
+    return result
+
+
+def _raw(tensor):
+    return tensor.detach().clone().view(torch.uint8)
