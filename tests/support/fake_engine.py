@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from unittest import mock
 
 import torch
@@ -107,20 +106,13 @@ class LightEngine:
         version, tensors = self.version, rank_handler.live_tensors(self.model)
         weights = sum(zlib.crc32(tensor.contiguous().view(torch.uint8).numpy()) for tensor in tensors.values())
         threading.Event().wait(_TOKEN_SECONDS * parameters[0]["max_new_tokens"])
-        return [
-            {
-                "meta_info": {
-                    "finish_reason": {"type": "length"},
-                    "weight_version": version,
-                    "cached_tokens": 0,
-                    "output_token_logprobs": [
-                        (-1.0, (weights ^ (request["sampling_seed"] * 7919 + position * 104729)) % 251)
-                        for position in range(request["max_new_tokens"])
-                    ],
-                }
-            }
-            for request in parameters
-        ]
+
+        def draw(request):
+            ids = (weights ^ (request["sampling_seed"] * 7919 + position * 104729) for position in range(request["max_new_tokens"]))
+            return [(-1.0, number % 251) for number in ids]
+
+        about = {"finish_reason": {"type": "length"}, "weight_version": version, "cached_tokens": 0}
+        return [{"meta_info": {**about, "output_token_logprobs": draw(request)}} for request in parameters]
 
 
 def serve(host, port):
@@ -171,16 +163,8 @@ class LightStart:
         return LaunchedServer(process, f"http://127.0.0.1:{port}", key)
 
 
-@dataclass
-class Run:
-    engines: Rank0[EnginePool]
-    recovering_sync: RecoveringWeightSync
-    messages: list[str]
-    named_tensors: dict[str, torch.Tensor]
-    shards: Any
-
-
-_current = []
+_run = SimpleNamespace()
+"""What `start` has created in this process."""
 
 
 def start(folder, engines, sync, health_timeout):
@@ -197,31 +181,30 @@ def start(folder, engines, sync, health_timeout):
     pool = Rank0(lambda: EnginePool(config, lambda number: SGLangEngine(LightStart(config, folder, number)), messages.append))
     plan = SyncPlan.make(MODEL, layout, EngineLayout(engines=engines), CONTRACT, settings.chunk_bytes)
     shards = build_trainer_shards(MODEL, layout, format_of=CONTRACT.format_of)[dist.get_rank()]
-    run = Run(pool, None, messages, make_random_tensors(shards, 0), shards)
-    weights = WeightSync(plan, pool, lambda: run.named_tensors, settings, notify=messages.append)
-    run.recovering_sync = RecoveringWeightSync(weights, pool, messages.append)
-    _current[:] = [run]
-    run.recovering_sync.run(1)
+    _run.engines, _run.messages, _run.named_tensors, _run.shards = pool, messages, make_random_tensors(shards, 0), shards
+    weights = WeightSync(plan, pool, lambda: _run.named_tensors, settings, notify=messages.append)
+    _run.recovering_sync = RecoveringWeightSync(weights, pool, messages.append)
+    _run.recovering_sync.run(1)
 
 
 def change(seed):
     """Replace the weights, as after an optimizer step."""
-    _current[0].named_tensors = make_random_tensors(_current[0].shards, seed)
+    _run.named_tensors = make_random_tensors(_run.shards, seed)
 
 
 def change_a_little(count):
     """Change `count` bytes of every tensor, as after a small optimizer step."""
-    for tensor in _current[0].named_tensors.values():
+    for tensor in _run.named_tensors.values():
         tensor.view(torch.uint8).view(-1)[:count] ^= 1
 
 
 def flip_a_byte(engine):
     """Change an engine's live weights without telling the trainer."""
-    _current[0].engines.run(lambda engines: engines.replicas[engine].engine._post("/flip", {}))
+    _run.engines.run(lambda engines: engines.replicas[engine].engine._post("/flip", {}))
 
 
 def sync_through(version, faults):
-    return strike_in_sync(_current[0].engines, _current[0].recovering_sync, version, faults)
+    return strike_in_sync(_run.engines, _run.recovering_sync, version, faults)
 
 
 def always_lose(version):
@@ -233,19 +216,19 @@ def always_lose(version):
         engine_family(engines, 0)[0].kill()
 
     with mock.patch.object(EnginePool, "start_receiving", start_and_kill):
-        _current[0].recovering_sync.run(version)
+        _run.recovering_sync.run(version)
 
 
 def sample_during_proof(version, wrong=False):
     """Run a sync while a thread asks for responses during its proof. Return whether it had them before the proof ended, and the
     responses. With `wrong`, the trainer does not hold what it has sent."""
-    run, finish = _current[0], SGLangEngine.finish_rereading
-    asking, had = threading.Thread(target=lambda: _answered.append(_answers(run.engines.value, 4, 5))), []
+    finish = SGLangEngine.finish_rereading
+    asking, had = threading.Thread(target=lambda: _answered.append(_answers(_run.engines.value, 4, 5))), []
 
     def begin():
         asking.start()
         if wrong:
-            next(tensor for name, tensor in run.named_tensors.items() if "linear" in name).view(torch.uint8)[0, 0] ^= 1
+            next(tensor for name, tensor in _run.named_tensors.items() if "linear" in name).view(torch.uint8)[0, 0] ^= 1
 
     def finish_late(engine):
         threading.Event().wait(20 * _TOKEN_SECONDS)  # the engine has sampled everything by now
@@ -254,7 +237,7 @@ def sample_during_proof(version, wrong=False):
 
     _answered.clear()
     with mock.patch.object(SGLangEngine, "finish_rereading", finish_late):
-        run.recovering_sync.run(version, begin)
+        _run.recovering_sync.run(version, begin)
     asking.join()
     return any(had), _answered[0]
 
@@ -273,7 +256,7 @@ def take_answers():
 
 def answers(count, tokens, engine=None):
     """Return (tokens, policy version) of `count` completions by all engines, or by one; the same on every rank."""
-    return _current[0].engines.run(lambda engines: _answers(engines, count, tokens, engine))
+    return _run.engines.run(lambda engines: _answers(engines, count, tokens, engine))
 
 
 def _answers(engines, count, tokens, engine=None):
@@ -284,16 +267,15 @@ def _answers(engines, count, tokens, engine=None):
 
 def answers_through(version, faults, count, tokens):
     """Return `answers` with faults; see `support.engine_faults.strike_while`. Ranks other than 0 return only the result."""
-    run = _current[0]
     if dist.get_rank():
-        return run.recovering_sync.run_with_recovery(version, lambda: run_on_rank0(lambda: None))
-    engines = run.engines.value
-    return strike_while(lambda: _answers(engines, count, tokens), engines, run.recovering_sync, version, faults)
+        return _run.recovering_sync.run_with_recovery(version, lambda: run_on_rank0(lambda: None))
+    engines = _run.engines.value
+    return strike_while(lambda: _answers(engines, count, tokens), engines, _run.recovering_sync, version, faults)
 
 
 def take_messages():
     """Return the messages to the user since the last call."""
-    messages, _current[0].messages[:] = list(_current[0].messages), []
+    messages, _run.messages[:] = list(_run.messages), []
     return messages
 
 
