@@ -31,14 +31,3 @@ def test_a_wrong_byte_is_named_and_what_was_sampled_with_it_is_dropped(world):
     world.call(fake_engine.sync_through, 4, {})
     answers = world.call(fake_engine.take_answers)[0]
     assert answers == world.call(fake_engine.answers, 4, 5)[0] and {version for _, version in answers} == {4}, "sampled anew"
-
-
-def test_a_users_own_transport_carries_weights_into_an_engine_that_finds_it_by_name(tmp_path):
-    with World(1, tmp_path / "world") as world:
-        world.call(fake_engine.start, tmp_path, 2, {"transport": "examples.plugs.tcp:TRANSPORT"}, 10.0, seconds=900.0)
-        first = world.call(fake_engine.answers, 4, 20)[0]
-        world.call(fake_engine.change, 2)
-        (report,) = world.call(fake_engine.sync_through, 2, {})
-        assert (report["proved"], report["restarts"]) == (report["tensors"], 0)
-        second = world.call(fake_engine.answers, 4, 20)[0]
-        assert {version for _, version in second} == {2} and [tokens for tokens, _ in first] != [tokens for tokens, _ in second]

@@ -1,5 +1,7 @@
 """Random training samples with any of their columns, and bitwise comparison of samples and of nested results."""
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 
@@ -8,6 +10,16 @@ from megatron_rl.types import KeptTokens
 
 _TENSORS = ("prompt_ids", "response_ids", "rollout_logprobs", "routed_experts", "version_lags", "response_mask")
 _NUMBERS = ("number", "advantage", "reward", "excluded", "loss_weight")
+
+
+def with_random_routing(batch, experts, top_k, layers=2):
+    """Return the batch with random routing."""
+    generator = torch.Generator().manual_seed(3)
+
+    def record(tokens):
+        return torch.rand(tokens - 1, layers, experts, generator=generator).topk(top_k).indices.byte()
+
+    return [replace(sequence, routed_experts=record(sequence.length)) for sequence in batch]
 
 
 def make_samples(shapes, with_columns=(), seed=0):

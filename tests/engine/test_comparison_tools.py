@@ -1,4 +1,4 @@
-"""tools/compare_forward.py: on the CPU tier no operator differs, and the first operator that only the engine quantizes is found."""
+"""tools/compare_forward.py finds the first operator that only the engine quantizes; tools/exactness.py reports that promised cells are 0."""
 
 import json
 
@@ -60,3 +60,18 @@ def test_the_first_difference_is_what_the_engine_alone_quantizes(tmp_path):
     assert result["operators"]["layers.0.input_norm"]["answer"]["differing"] == 0
     assert result["operators"]["layers.0.attention.qkv"]["answer"]["largest"] > 1e-3
     assert "The first difference is in layers.0.attention.qkv." in printed
+
+
+def test_every_cell_of_some_layouts_is_zero(tmp_path):
+    layouts = ["--train-tp", "1,2", "--pp", "1", "--cp", "2", "--ep", "1,2", "--rollout-tp", "2", "--rollout-ep", "1,2"]
+    choice = ["--families", "qwen2,deepseek_v3", "--modes", "fp8,fp8_kv", "--json", str(tmp_path / "cells.json")]
+    done = run_tool("exactness", *layouts, *choice, seconds=1800)
+    assert done.returncode == 0, done.stdout + done.stderr
+    cells = json.loads((tmp_path / "cells.json").read_text())
+    assert len(cells) == 2 * (2 * 1 + 4 * 2) and all(cell["largest"] == 0 and cell["tokens"] > 2000 for cell in cells)
+    assert f"{len(cells)} of {len(cells)} promised cells are exactly 0" in done.stdout
+
+
+def test_an_unknown_family_is_one_line(tmp_path):
+    done = run_tool("exactness", "--families", "mamba", seconds=300)
+    assert done.returncode == 2 and "--families = 'mamba': must be some of llama, " in done.stderr
