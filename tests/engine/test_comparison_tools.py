@@ -1,4 +1,4 @@
-"""tools/compare_forward.py finds the first operator that only the engine quantizes; tools/exactness.py reports that promised cells are 0."""
+"""tools/compare_forward.py finds what only the engine quantizes; tools/exactness.py reports that promised cells are 0."""
 
 import json
 
