@@ -1,5 +1,7 @@
 """A number format end to end. The first of `CASES` is unknown to the source; this test adds its row, quantizer and product."""
 
+from contextlib import closing
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -47,11 +49,8 @@ def sync_and_export(folder, layout, rollout, output, mode):
         trainer = Trainer(folder, {"mode": mode, "high": "fp32"}, layout=layout)
         plan = SyncPlan.make(ModelGeometry.from_hf_config(trainer.hf_config), layout, rollout, trainer.contract, 1 << 20)
         engine = Rank0(lambda: ReceivingEngine(plan))
-        sync = WeightSync(plan, engine, trainer.collect_named_tensors, SyncConfig(bucket_mb=2))
-        try:
+        with closing(WeightSync(plan, engine, trainer.collect_named_tensors, SyncConfig(bucket_mb=2))) as sync:
             report = sync.run(1)
-        finally:
-            sync.close()
         convert(trainer.save(folder.parent / "step_00001"), output, {})
         layer = next(layer for name, layer in find_quantized_layers(trainer.model).items() if name.endswith("fc2"))
         random = torch.Generator().manual_seed(dist.get_rank())

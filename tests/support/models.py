@@ -41,12 +41,7 @@ def make_checkpoint(folder, seed=0, **widths):
     make_byte_tokenizer(folder)
     architecture = ArchitectureConfig(**{"num_hidden_layers": 1, "initializer_range": 0.05, "rope_theta": 100.0, **widths})
     config = make_hf_config(architecture, load_tokenizer(folder).eos_token_id, "fp32")
-    tensors = make_random_tensors(config, seed)
-    generator = torch.Generator().manual_seed(seed)
-    for name, tensor in tensors.items():
-        if tensor.dim() == 1:  # norms that are not all one, so that a forgotten one is noticed
-            tensors[name] = 1 + 0.2 * torch.randn(tensor.shape, generator=generator)
-    write_checkpoint(folder, config, tensors, None)
+    write_checkpoint(folder, config, masters(config, seed), None)
     return folder
 
 

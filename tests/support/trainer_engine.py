@@ -3,7 +3,7 @@
 import os
 import string
 import sys
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict
 
 import torch
@@ -92,18 +92,13 @@ class TrainerAndEngines:
         geometry, engines = ModelGeometry.from_hf_config(self.trainer.hf_config), self.config.rollout.to_layout()
         return SyncPlan.make(geometry, self.trainer.layout, engines, self.trainer.contract, bucket_bytes)
 
-    @contextmanager
     def weight_sync(self, bucket_bytes=MIB, settings=None):
         """Context manager with a sync in buckets of at most `bucket_bytes`. `settings` replace the configuration's section; a canary
         runs if they ask for one."""
         config = SyncConfig.model_validate(settings) if settings else self.config.sync
         asked = self.config.model_copy(update={"sync": config})
         canary = make_canary(asked, self.trainer.actor, self.trainer.hf_config) if settings and "canary" in settings else None
-        sync = WeightSync(self.plan(bucket_bytes), self.rank0_engines, self.trainer.collect_named_tensors, config, canary)
-        try:
-            yield sync
-        finally:
-            sync.close()
+        return closing(WeightSync(self.plan(bucket_bytes), self.rank0_engines, self.trainer.collect_named_tensors, config, canary))
 
     @contextmanager
     def recovering_sync(self, bucket_bytes=MIB, settings=None):
@@ -261,11 +256,8 @@ def change_engine(name, row, col):
     wrong = tensors[transfer.source] = tensors[transfer.source].clone()
     place = Rect(transfer.source_rect.row + row - transfer.target_rect.row, transfer.source_rect.col + col - transfer.target_rect.col, 1, 1)
     view_rect(wrong, place).view(torch.uint8).view(-1)[0] ^= 1
-    weight_sync = WeightSync(plan, current().rank0_engines, lambda: tensors, SyncConfig())
-    try:
+    with closing(WeightSync(plan, current().rank0_engines, lambda: tensors, SyncConfig())) as weight_sync:
         weight_sync.run(0)
-    finally:
-        weight_sync.close()
 
 
 def _contains(rect, row, col):
