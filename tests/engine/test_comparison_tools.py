@@ -1,17 +1,12 @@
-"""tools/compare_forward.py: on the CPU tier no operator differs, and the first operator that only the engine quantizes is found."""
-
-from __future__ import annotations
+"""tools/compare_forward.py finds what only the engine quantizes; tools/exactness.py reports that promised cells are 0."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 from support.models import write_model
-from support.processes import ROOT, one_thread_environment
+from support.processes import run_tool
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(3000)]
-
 DENSE = ("input_norm", "attention.qkv", "attention.q_norm", "attention.k_norm", "attention.rope.q", "attention.rope.k", "attention.core")
 DENSE += ("attention.output", "post_attention_norm", "mlp.gate_up", "mlp.swiglu", "mlp.down", "mlp")
 LATENT = tuple(f"attention.{op}" for op in ("q_a", "q_a_norm", "q_b", "kv_a", "kv_a_norm", "rope.q", "rope.k")) + DENSE[6:]
@@ -25,14 +20,13 @@ def sparse_model(tmp_path_factory):
     return folder
 
 
-def compare(folder, *options: object):
-    command = [sys.executable, ROOT / "tools" / "compare_forward.py", *options, "--json", folder / "result.json"]
-    done = subprocess.run(command, cwd=ROOT, env=one_thread_environment(), capture_output=True, text=True, timeout=900)
+def compare(folder, *options):
+    done = run_tool("compare_forward", *options, "--json", folder / "result.json")
     assert done.returncode == 0, done.stderr
     return json.loads((folder / "result.json").read_text()), done.stdout
 
 
-def assert_nothing_differs(result, layers: tuple[str, ...]) -> None:
+def assert_nothing_differs(result, layers):
     operators = result["operators"]
     assert list(operators) == ["embedding", *(f"layers.{number}.{op}" for number in (0, 1) for op in layers), "norm", "lm_head"]
     assert result["first_difference"] is None
@@ -66,3 +60,18 @@ def test_the_first_difference_is_what_the_engine_alone_quantizes(tmp_path):
     assert result["operators"]["layers.0.input_norm"]["answer"]["differing"] == 0
     assert result["operators"]["layers.0.attention.qkv"]["answer"]["largest"] > 1e-3
     assert "The first difference is in layers.0.attention.qkv." in printed
+
+
+def test_every_cell_of_some_layouts_is_zero(tmp_path):
+    layouts = ["--train-tp", "1,2", "--pp", "1", "--cp", "2", "--ep", "1,2", "--rollout-tp", "2", "--rollout-ep", "1,2"]
+    choice = ["--families", "qwen2,deepseek_v3", "--modes", "fp8,fp8_kv", "--json", str(tmp_path / "cells.json")]
+    done = run_tool("exactness", *layouts, *choice, seconds=1800)
+    assert done.returncode == 0, done.stdout + done.stderr
+    cells = json.loads((tmp_path / "cells.json").read_text())
+    assert len(cells) == 2 * (2 * 1 + 4 * 2) and all(cell["largest"] == 0 and cell["tokens"] > 2000 for cell in cells)
+    assert f"{len(cells)} of {len(cells)} promised cells are exactly 0" in done.stdout
+
+
+def test_an_unknown_family_is_one_line(tmp_path):
+    done = run_tool("exactness", "--families", "mamba", seconds=300)
+    assert done.returncode == 2 and "--families = 'mamba': must be some of llama, " in done.stderr
