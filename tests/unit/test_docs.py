@@ -1,7 +1,5 @@
 """README and docs hold against the code: links, paths, commands, the table of models, and words that were retired."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Imports flow one way, and the heavy libraries stay in the files that may know them."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import os
@@ -129,11 +127,7 @@ def test_heavy_libraries_are_imported_when_needed():
     assert done.returncode == 0, done.stderr
 
 
-OPTIONAL = (
-    "megatron_rl.batch.replay",
-    "megatron_rl.rollout.agents.endpoint",
-    "megatron_rl.rollout.agents.runner",
-)
+OPTIONAL = ("megatron_rl.batch.replay", "megatron_rl.rollout.agents.endpoint", "megatron_rl.rollout.agents.runner")
 """Imported inside functions alone, so that a run without them does not load them."""
 NOT_FOR_ALL = ("aiohttp", "datasets", "fastapi", "mlflow", "openai", "peft", "starlette", "tensorboard", "uvicorn", "wandb")
 

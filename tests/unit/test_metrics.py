@@ -1,7 +1,5 @@
 """Metrics: every emitted metric is declared, every declaration is emitted, and readers use only declared names."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import re

@@ -1,7 +1,5 @@
 """Packed micro-batches: every response token is a target exactly once, at any micro-batch size."""
 
-from __future__ import annotations
-
 import torch
 from hypothesis import given
 from hypothesis import strategies as st

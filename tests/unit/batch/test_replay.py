@@ -1,7 +1,5 @@
 """Replay: which groups are trained on again, how often and how old, and that a resumed run replays the same groups."""
 
-from __future__ import annotations
-
 import random
 import re
 from dataclasses import fields

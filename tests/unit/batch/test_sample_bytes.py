@@ -1,7 +1,5 @@
 """Serialization of samples is lossless for any piece size; totals of parts equal totals of the whole."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

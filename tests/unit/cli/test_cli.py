@@ -1,7 +1,5 @@
 """The command line: exit codes, one line for each expected error, and a traceback only for bugs."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

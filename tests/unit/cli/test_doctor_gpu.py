@@ -1,7 +1,5 @@
 """Each known problem of a GPU installation is found, and a correct installation has none."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The command `eval` before an engine starts: refusals, and the preparation of each kind of checkpoint."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Configurations are read from a file and overrides, and each mistake is one line with field, value, rule and fix."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The section `[environment]` of a configuration, and what is refused before a start."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

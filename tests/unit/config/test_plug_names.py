@@ -1,7 +1,5 @@
 """The documentation covers all options and all built-in plugs."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import get_args

@@ -1,7 +1,5 @@
 """Widening a model so that shards consist of whole blocks: random widths and heads, published models, and refusals."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given

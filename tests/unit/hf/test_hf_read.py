@@ -1,7 +1,5 @@
 """Reading checkpoints: valid ones in every published form, and a one-line refusal that names the tensor or file for all others."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections import Counter

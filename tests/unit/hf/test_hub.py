@@ -1,7 +1,5 @@
 """Hub models from a local HTTP server: what is downloaded when, and a one-line message for every failure."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Routing records: shape, one-line refusals, joining of turns, and placement in micro-batches."""
 
-from __future__ import annotations
-
 import base64
 
 import numpy as np

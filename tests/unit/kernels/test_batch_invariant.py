@@ -1,7 +1,5 @@
 """What a token gives does not depend on its company, bit for bit; and it is the right number."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """A run that stands still says where each rank stands and ends; one in which any rank goes on does not."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import re

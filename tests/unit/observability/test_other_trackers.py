@@ -1,7 +1,5 @@
 """Weights & Biases and MLflow by their real packages, offline; a package that is missing is named before anything starts."""
 
-from __future__ import annotations
-
 import math
 import subprocess
 import sys

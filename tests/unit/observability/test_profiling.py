@@ -1,7 +1,5 @@
 """Profiles: only the steps and ranks that are named, the first micro-batches of a phase, a trace that can be read."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A rank's log gets warnings, and how the rank ended; the console keeps what it had."""
 
-from __future__ import annotations
-
 import logging
 import os
 import warnings

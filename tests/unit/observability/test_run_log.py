@@ -1,7 +1,5 @@
 """The run folder: what is written can be read back, also after a crash, and a run is finished only when it says so."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

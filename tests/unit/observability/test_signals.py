@@ -1,7 +1,5 @@
 """SIGTERM or SIGUSR1 ends a run of one process at once; of several ranks each notes it and all stop where the loop asks."""
 
-from __future__ import annotations
-
 import signal
 
 import pytest

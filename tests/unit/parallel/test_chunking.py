@@ -1,7 +1,5 @@
 """Chunks are bounded and complete, and deliver the same bytes as the transfers."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

@@ -1,7 +1,5 @@
 """The digest of bytes on a GPU: its kernel, run in Triton's interpreter, matches a plain loop, and every change changes the digest."""
 
-from __future__ import annotations
-
 import importlib.machinery
 import sys
 from types import ModuleType

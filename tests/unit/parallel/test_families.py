@@ -1,7 +1,5 @@
 """What every family reads from config.json, compared with transformers' models, and which settings it refuses."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Plugs are found by a built-in name or as module:attribute, and unsuitable objects are refused in one line."""
 
-from __future__ import annotations
-
 import pytest
 
 from parallel.plug import InputError, Plug

@@ -1,7 +1,5 @@
 """Published models: which tensor-parallel sizes keep FP8 blocks whole, and which sizes a refusal suggests."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

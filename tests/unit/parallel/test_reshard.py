@@ -1,7 +1,5 @@
 """The reshard plan on random models and layouts: executed on real arrays, its transfers produce the same shards as a direct cut."""
 
-from __future__ import annotations
-
 import re
 import time
 from collections import Counter

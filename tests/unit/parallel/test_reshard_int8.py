@@ -1,7 +1,5 @@
 """The reshard plan of INT8 weights: every byte and every row's scale moves exactly once, wherever rows and columns are cut."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """Layers of pipeline stages, compared with Megatron-Core's functions, and refusals."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import assume, given

@@ -1,7 +1,5 @@
 """The table of number formats: bytes, scale grids, names in files, and quantization_config."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Packing chunks: all bytes are covered once, hashes are computed from live memory, and unsuitable tensors are refused."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from dataclasses import replace

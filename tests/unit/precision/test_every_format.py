@@ -1,7 +1,5 @@
 """What holds for every quantized format: its quantizer, and its reference product."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """Which runs promise that the engine's log-probs are the trainer's."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

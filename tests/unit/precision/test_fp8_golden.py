@@ -4,8 +4,6 @@ The file holds bytes and scales of a weight and round trips of activations in bo
 arithmetic alone, so no library's random numbers are behind it.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from support.processes import ROOT

@@ -1,7 +1,5 @@
 """The reference quantizers against slow loops over blocks, with edge blocks cut short."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Block scales: exact powers of two, and where Transformer Engine and SGLang differ in FP32."""
 
-from __future__ import annotations
-
 from fractions import Fraction
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The INT8 quantizer and product against SGLang's formula, computed slowly value by value."""
 
-from __future__ import annotations
-
 import math
 from decimal import ROUND_HALF_UP, Decimal
 

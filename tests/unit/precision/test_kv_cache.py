@@ -1,7 +1,5 @@
 """Keys and values in E4M3: what an engine stores is what the trainer's attention reads."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given

@@ -1,7 +1,5 @@
 """Where masters begin: inside the cell of their number, evenly, with the blocks and the export of the number itself."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Slices of a master, cut anywhere, become the bytes and scales of the whole weight."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import pytest

@@ -1,7 +1,5 @@
 """How many threads there are for whom, and that a product which threads share has the bits of one."""
 
-from __future__ import annotations
-
 import os
 import threading
 

@@ -1,7 +1,5 @@
 """Before anything heavy starts, `train` refuses what cannot work: one line that names field, value, rule and fix, exit code 2."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 

@@ -1,7 +1,5 @@
 """Each preflight check fails for some mistake, and all commands that have what the check needs refuse it with the same line."""
 
-from __future__ import annotations
-
 import ast
 import json
 import shutil

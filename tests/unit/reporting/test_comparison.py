@@ -1,7 +1,5 @@
 """The page that compares runs: results side by side, what differs in their settings, a line for each run."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Asynchronous rollouts: when steps begin, what a stopped run keeps, and how stale tokens are reported."""
 
-from __future__ import annotations
-
 import json
 import math
 import threading

@@ -1,7 +1,5 @@
 """A pool of engines: distribution of requests, lost engines, restarts, and when a successor may serve."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 import time

@@ -1,7 +1,5 @@
 """Completions with several turns: the prompts of turns, where a completion ends, and failing environments."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

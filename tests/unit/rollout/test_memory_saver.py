@@ -1,7 +1,5 @@
 """Releasing a colocated engine's memory: torch_memory_saver's requirements are met, or the run is refused."""
 
-from __future__ import annotations
-
 import pytest
 
 from megatron_rl.errors import UserError

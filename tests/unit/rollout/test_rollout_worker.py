@@ -1,7 +1,5 @@
 """Metrics and sample rows of rollouts, and the choice of groups."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

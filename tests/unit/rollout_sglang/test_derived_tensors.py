@@ -1,7 +1,5 @@
 """Every tensor of a live model is found, and accounted for or refused by name."""
 
-from __future__ import annotations
-
 import functools
 from types import SimpleNamespace
 from typing import Any

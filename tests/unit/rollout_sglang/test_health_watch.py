@@ -1,7 +1,5 @@
 """The health monitor pings a working engine, and gives up on an engine that does not answer."""
 
-from __future__ import annotations
-
 import threading
 
 from megatron_rl.errors import EngineLostError, RunError

@@ -1,7 +1,5 @@
 """Arguments and environment of an engine's process on a GPU machine, tested without a GPU."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path

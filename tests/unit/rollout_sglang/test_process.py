@@ -1,7 +1,5 @@
 """Processes of an engine on several nodes: the engine ends with the first that ends, and no process is left over."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

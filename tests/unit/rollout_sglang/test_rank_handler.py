@@ -1,7 +1,5 @@
 """Live parameters as a sync sees them, recordings, and the released KV cache."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

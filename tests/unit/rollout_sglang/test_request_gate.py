@@ -1,7 +1,5 @@
 """The gate between generation and weight changes."""
 
-from __future__ import annotations
-
 import threading
 import time
 

@@ -1,7 +1,5 @@
 """The engine's process before it imports SGLang."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

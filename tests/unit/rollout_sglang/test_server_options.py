@@ -1,7 +1,5 @@
 """`[rollout.sglang]`: which arguments are allowed or refused. SGLang is not imported."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """Delta syncs over real transports and the engine's receivers: what is sent, what is proved, and wrong bases."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The sync plan, the checks of a live engine against it, and the errors after which a sync is repeated."""
 
-from __future__ import annotations
-
 import dataclasses
 from types import SimpleNamespace
 

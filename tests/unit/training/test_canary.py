@@ -1,7 +1,5 @@
 """The canary's comparison, over engines that answer what the test says; real ones: tests/engine/test_served.py."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import numpy as np
@@ -63,14 +61,8 @@ def test_engines_that_drew_the_same_tokens_cost_the_trainer_one_sample_a_prompt(
 @pytest.mark.parametrize(
     "token, line",
     [
-        (
-            0,
-            r"prompt 0 of 12 tokens, position 12 \(prefill\): log p is -1\.5 in the engine, -1 in the trainer; ",
-        ),
-        (
-            2,
-            r"prompt 0 of 12 tokens, position 14 \(decoding\): log p is -3\.5 .*; bound 0 \(sync\.canary_bound\)$",
-        ),
+        (0, r"prompt 0 of 12 tokens, position 12 \(prefill\): log p is -1\.5 in the engine, -1 in the trainer; "),
+        (2, r"prompt 0 of 12 tokens, position 14 \(decoding\): log p is -3\.5 .*; bound 0 \(sync\.canary_bound\)$"),
     ],
 )
 def test_a_difference_names_engine_prompt_position_and_phase(monkeypatch, token, line):

@@ -1,7 +1,5 @@
 """A step whose rollout disagrees with the trainer stops the run, or warns."""
 
-from __future__ import annotations
-
 import pytest
 
 from megatron_rl.config.sync import SyncConfig

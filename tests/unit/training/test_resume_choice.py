@@ -1,7 +1,5 @@
 """Which run goes on under which configuration, and what it says when it does."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

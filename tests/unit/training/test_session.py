@@ -1,7 +1,5 @@
 """In which order a run takes memory."""
 
-from __future__ import annotations
-
 import inspect
 from contextlib import ExitStack
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Attention of packed sequences is that of each alone, to the last bit on a CPU, and so is its gradient."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """The sum over a token's experts against a recursion over the tree, to the bit."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given

@@ -1,7 +1,5 @@
 """Tokens that go to their experts and back: the tables of padded rows, sums and gradients, and the kernels in Triton's interpreter."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

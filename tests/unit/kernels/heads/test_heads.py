@@ -1,7 +1,5 @@
 """Queries and keys in one pass: the values and gradients of split, norms and rotation, and the kernels in Triton's interpreter."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support.triton_kernels import call_in_interpreter, needs_triton

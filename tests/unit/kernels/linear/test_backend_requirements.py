@@ -1,7 +1,5 @@
 """A backend that cannot run is refused before anything starts, with what is missing and how to get it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What the GPU back ends hand to their libraries, checked by stand-ins for these, and that the products are the reference's."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support.fp8_reference import both_scale_formats, uneven_matrix

@@ -1,7 +1,5 @@
 """The three products of a linear layer against the contract's equations, computed slowly in float64."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from support.fp8_reference import both_scale_formats, uneven_matrix

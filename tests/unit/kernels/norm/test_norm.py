@@ -1,7 +1,5 @@
 """A norm that is quantized as it is computed has the bits of norm and quantizer one after the other, in Triton's interpreter."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support.fp8_reference import same_bits, uneven

@@ -1,7 +1,5 @@
 """The Triton kernel that quantizes activations gives the bytes and scales of the reference, in Triton's interpreter."""
 
-from __future__ import annotations
-
 import itertools
 import re
 

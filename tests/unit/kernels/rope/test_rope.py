@@ -1,7 +1,5 @@
 """Rotary positions in one pass: Megatron's rotation with the engine's rounding, and the kernel's bits in Triton's interpreter."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd

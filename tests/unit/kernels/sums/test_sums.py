@@ -1,7 +1,5 @@
 """Sums by the tree: the same bits for any number of ranks, and the Triton kernel in Triton's interpreter and compiled for Hopper."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """SwiGLU in one pass: rounding, gradients, and the kernels, plain and quantizing, in Triton's interpreter."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

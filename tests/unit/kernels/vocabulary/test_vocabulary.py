@@ -1,18 +1,10 @@
 """Log-probs over a vocabulary that ranks share: its parts put together, and the kernels' results in Triton's interpreter."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support.triton_kernels import call_in_interpreter, needs_triton
 
-from megatron_rl.kernels.vocabulary.reference import (
-    combine,
-    differentiate_,
-    differentiate_reference_,
-    summarize,
-    summarize_reference,
-)
+from megatron_rl.kernels.vocabulary.reference import combine, differentiate_, differentiate_reference_, summarize, summarize_reference
 
 ROWS, VOCABULARY = 5, 96
 

@@ -1,7 +1,5 @@
 """Deltas of chunks: encoding is lossless for any change, deltas are small, and a wrong base changes the digest."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

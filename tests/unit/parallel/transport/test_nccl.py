@@ -1,7 +1,5 @@
 """NCCL transfers over a fake ProcessGroupNCCL: a lost peer raises an error, and closing aborts the group."""
 
-from __future__ import annotations
-
 import os
 from enum import Enum
 from types import SimpleNamespace
@@ -19,7 +17,7 @@ CHUNKS = [Chunk(0, 0, 0, 64, (), ()), Chunk(0, 0, 64, 32, (), ())]
 
 
 class FakeWork:
-    def __init__(self, group: FakeNccl) -> None:
+    def __init__(self, group: "FakeNccl") -> None:
         self.group, self.ordered = group, False
 
     def is_completed(self) -> bool:

@@ -1,7 +1,5 @@
 """The precision graph without models: comparison, folding of layers, merging of ranks, and the formats read from tensors."""
 
-from __future__ import annotations
-
 import io
 import json
 import xml.etree.ElementTree as ElementTree

@@ -1,7 +1,5 @@
 """The endpoint as seen by the `openai` package: chat completions, responses, tools, streams, keys and refusals."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Iterator

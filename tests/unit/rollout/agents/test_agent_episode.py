@@ -1,7 +1,5 @@
 """The tree of turns of an episode: which tokens a request continues, where it branches, what is trained on, and where it ends."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from support.agents import END, PAIR, PROBLEM, ChatTokenizer, Policy, config
@@ -125,12 +123,7 @@ def test_every_token_has_its_version():
     [
         ({"max_calls": 2}, [("a",), ("b",), ("c",)], "agent.max_calls = 2 responses were given", "turns"),
         ({"max_tokens": 16}, [("a",), ("a", "aa", "b")], "the conversation of 19 tokens, 3 sampled, leaves no room", "length"),
-        (
-            {"budget": 3},
-            [("a",), ("a", "aa", "b")],
-            "leaves no room (agent.max_tokens = 4096, rollout.max_new_tokens = 3)",
-            "length",
-        ),
+        ({"budget": 3}, [("a",), ("a", "aa", "b")], "leaves no room (agent.max_tokens = 4096, rollout.max_new_tokens = 3)", "length"),
         ({"budget": 5}, [("a",), ("a", "aa", "b")], "", "length"),  # cut by the engine
         ({"max_tokens": 10}, [("a",)], "", "length"),
     ],

@@ -1,7 +1,5 @@
 """Agents in their own processes through the real endpoint: their requests become completions, and their failures affect only themselves."""
 
-from __future__ import annotations
-
 import os
 import sys
 import threading

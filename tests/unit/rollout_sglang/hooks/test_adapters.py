@@ -1,7 +1,5 @@
 """The engine's adapters: what experts add by either order of sums, and what a rank reads of a file."""
 
-from __future__ import annotations
-
 import json
 import sys
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """SGLang's operators on a CPU with the trainer's formulas."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import torch

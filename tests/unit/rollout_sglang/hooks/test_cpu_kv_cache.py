@@ -1,7 +1,5 @@
 """An E4M3 cache gives back what the trainer's attention reads."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """The engine's experts on a CPU compared with a slow loop over tokens and choices."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

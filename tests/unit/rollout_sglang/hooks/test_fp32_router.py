@@ -1,7 +1,5 @@
 """The engine's router computes in FP32, as the trainer's does: logits that BF16 cannot tell apart keep their order."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

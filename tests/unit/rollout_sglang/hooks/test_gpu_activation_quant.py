@@ -1,7 +1,5 @@
 """The contract's activation quantizer replaces SGLang's everywhere in the installed release, or the layer is refused."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import inspect

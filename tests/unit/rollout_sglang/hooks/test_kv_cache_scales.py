@@ -1,7 +1,5 @@
 """Attention layers with a scale for keys and one for values: what SGLang's own code gets of them, and what is refused."""
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 from types import SimpleNamespace

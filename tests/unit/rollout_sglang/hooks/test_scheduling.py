@@ -1,7 +1,5 @@
 """Hooks on SGLang's scheduler: shared prefill of prompts, and stop strings."""
 
-from __future__ import annotations
-
 import sys
 from array import array
 from types import SimpleNamespace

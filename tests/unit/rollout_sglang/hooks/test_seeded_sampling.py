@@ -1,7 +1,5 @@
 """Sampling depends only on seed and position, with the right frequencies."""
 
-from __future__ import annotations
-
 import ast
 import typing
 from importlib.util import find_spec

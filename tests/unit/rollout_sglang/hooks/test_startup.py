@@ -1,7 +1,5 @@
 """Hooks on SGLang's start: forked children, and dummy weights."""
 
-from __future__ import annotations
-
 import gc
 import multiprocessing
 

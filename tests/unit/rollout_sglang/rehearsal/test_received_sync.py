@@ -1,7 +1,5 @@
 """A sync without data: bytes that are not written, or are written twice, are reported."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pytest
@@ -20,10 +18,7 @@ def make_chunk(*targets: tuple[str, Rect]) -> Chunk:
 
 
 def live() -> dict[str, torch.Tensor]:
-    return {
-        "w": torch.empty(2, 3, 8, dtype=torch.bfloat16, device="meta"),
-        "s": torch.empty(4, dtype=torch.float32, device="meta"),
-    }
+    return {"w": torch.empty(2, 3, 8, dtype=torch.bfloat16, device="meta"), "s": torch.empty(4, dtype=torch.float32, device="meta")}
 
 
 def test_all_bytes_written_once():

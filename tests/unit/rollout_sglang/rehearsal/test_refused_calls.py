@@ -1,7 +1,5 @@
 """Shape functions of kernels accept what SGLang passes to them, and refuse what the libraries' sources refuse."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
