@@ -63,7 +63,7 @@ def test_a_replayed_group_is_unchanged_but_older():
     assert metrics == {"replay/groups": 1, "replay/kept": 0, "replay/share": 0.5, "replay/age": 2}
 
 
-def test_groups_and_members_without_a_gradient_are_not_kept():
+def test_groups_with_a_gradient_are_kept_newest_first_then_by_the_largest_spread():
     buffer, spread = ReplayBuffer(ReplayConfig(prompts_per_step=4)), group("a", [0.0, 1.0, 1.0])
     spread[2].masked = True
     excluded = group("b", [0.0, 1.0])
@@ -71,9 +71,6 @@ def test_groups_and_members_without_a_gradient_are_not_kept():
         sample.excluded = True
     step(buffer, 0, [spread, group("c", [1.0, 1.0]), excluded])
     assert [kept.samples for kept in buffer.groups] == [tuple(spread[:2])]
-
-
-def test_the_newest_groups_come_first_then_those_with_the_largest_spread():
     buffer = ReplayBuffer(ReplayConfig(prompts_per_step=1, buffer_size=3, max_replays=2))
     step(buffer, 0, [group("old", [0.0, 1.0]), group("older", [0.0, 1.0])])
     step(buffer, 1, [group("mild", [0.0, 0.5]), group("wide", [0.0, 1.0])])

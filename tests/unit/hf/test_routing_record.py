@@ -40,17 +40,14 @@ def _with(value: int) -> np.ndarray:
     return wrong
 
 
-@pytest.mark.parametrize(
-    "wrong, line",
-    [
-        (None, "completion 1 of 1 comes without the routing of its tokens"),
-        (record(4), r"shape \[3, 3, 2\] in uint8; its 5 tokens need \[4, 3, 2\] in uint8"),
-        (record(5)[..., :1], r"shape \[4, 3, 1\]"),
-        (record(5).astype(np.int16), "in int16; its 5 tokens need .* in uint8"),
-        (_with(8), "names expert 8 of 8"),
-        (_with(int(record(5)[2, 1, 1])), "sends a token to one expert twice"),
-    ],
-)
+@pytest.mark.parametrize("wrong, line", [
+    (None, "completion 1 of 1 comes without the routing of its tokens"),
+    (record(4), r"shape \[3, 3, 2\] in uint8; its 5 tokens need \[4, 3, 2\] in uint8"),
+    (record(5)[..., :1], r"shape \[4, 3, 1\]"),
+    (record(5).astype(np.int16), "in int16; its 5 tokens need .* in uint8"),
+    (_with(8), "names expert 8 of 8"),
+    (_with(int(record(5)[2, 1, 1])), "sends a token to one expert twice"),
+])  # fmt: skip
 def test_an_invalid_record_is_refused_in_one_line(wrong, line):
     SHAPE.check(record(5), 5, "a record that fits")
     columns = np.array([1, 2, 3]), np.array([4, 5]), np.array([-1.0, -1.0])

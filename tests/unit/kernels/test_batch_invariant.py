@@ -128,12 +128,6 @@ def test_a_prompt_and_decoded_tokens_attend_as_in_one_pass(threads, shape):
             assert torch.equal(decoded[sequence, :, 0], whole[sequence, :, row])
 
 
-def test_a_way_to_score_few_queries_that_changes_bits_is_found_out():
-    """On all CPUs known a single row is multiplied by another kernel than many."""
-    assert batch_invariant._choose_scoring().is_invariant()
-    assert not batch_invariant._Scoring(1).is_invariant()
-
-
 @pytest.mark.parametrize("shape", SHAPES)
 def test_no_tensor_has_the_scores_of_all_tokens(shape):
     inputs = [x.requires_grad_() for x in attention_inputs(*shape, batch=1, tokens=1024)]

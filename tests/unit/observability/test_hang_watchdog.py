@@ -85,7 +85,7 @@ def worlds(tmp_path_factory):
         process.join(10)
 
 
-def test_a_rank_that_is_held_is_named_and_the_others_end(worlds):
+def test_a_held_rank_is_named_one_rank_speaks_and_all_write_their_stacks(worlds):
     world = worlds["held"]
     assert world.exit_codes() == [3, None], "srun or torchrun ends the rank that is held"
     (line,) = world.lines()
@@ -94,15 +94,9 @@ def test_a_rank_that_is_held_is_named_and_the_others_end(worlds):
     assert line.endswith(f"(log.stuck_after); stacks: {world.folder}/ranks/rank_*.log")
     stacks = (world.folder / "ranks" / "rank_00000.log").read_text()
     assert "the run hangs; the threads of this rank:" in stacks and "in wait_for_another_rank" in stacks
-
-
-def test_the_first_rank_that_still_can_speaks(worlds):
     assert worlds["speaker held"].exit_codes() == [None, 3]
     (line,) = worlds["speaker held"].lines()
     assert line.startswith("rank 1 says the run hangs: rank 1: in train of step 1 for ")
-
-
-def test_all_ranks_write_their_stacks_and_one_speaks(worlds):
     world = worlds["all wait"]
     assert world.exit_codes() == [3, 3]
     (line,) = world.lines()

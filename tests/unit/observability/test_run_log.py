@@ -59,7 +59,7 @@ def test_a_run_declares_its_metrics_and_a_row_holds_no_others(log: RunLog):
     assert all(re.fullmatch(charts["correct, by level or set"][0], name) for name in ("eval/level_1", "eval/level_10"))
 
 
-def test_not_finite_stays_json_and_is_said(log: RunLog, capsys: pytest.CaptureFixture[str]):
+def test_a_value_that_is_not_finite_or_outside_its_range_is_reported(log: RunLog, capsys: pytest.CaptureFixture[str]):
     log.write_step({"step": 1, "loss/policy": math.nan, "grad_norm": math.inf, "reward/mean": 0.5})
     log.write_samples(1, [{"advantage": math.nan}])
     for line in [*(log.dir / "metrics.jsonl").open(), *(log.dir / "samples.jsonl").open()]:
@@ -67,9 +67,6 @@ def test_not_finite_stays_json_and_is_said(log: RunLog, capsys: pytest.CaptureFi
     row = read_metrics(log.dir)[0]
     assert (row["loss/policy"], row["grad_norm"], row["reward/mean"]) == (None, None, 0.5)
     assert "step 1: not finite: loss/policy, grad_norm" in capsys.readouterr().out
-
-
-def test_a_value_outside_its_range_is_warned_of_until_it_is_back(log: RunLog, capsys: pytest.CaptureFixture[str]):
     for step, response in enumerate((1.0, 215.0, 180.0, 1.1, 0.0, math.nan)):
         log.write_step({"step": step, "precision/response": response, "grad_norm": 1e9})
     warnings = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning:")]

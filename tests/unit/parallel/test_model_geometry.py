@@ -79,15 +79,12 @@ def test_sglang_pads_the_vocabulary_to_64_and_the_last_rank_holds_the_padding(tp
     assert (only_padding.rows, only_padding.regions[0].tensor_rect.rows) == (8, 0)
 
 
-@pytest.mark.parametrize(
-    "layers, layout, numbers",
-    [
-        (2, Layout(pp=2), [[0], [1]]),
-        (8, Layout(pp=2, vpp=2), [[0, 1, 4, 5], [2, 3, 6, 7]]),
-        (4, Layout(pp=2, first_stage_layers=3), [[0, 1, 2], [3]]),
-        (6, Layout(pp=2, vpp=2, last_stage_layers=4), [[0, 3], [1, 2, 4, 5]]),
-    ],
-)
+@pytest.mark.parametrize("layers, layout, numbers", [
+    (2, Layout(pp=2), [[0], [1]]),
+    (8, Layout(pp=2, vpp=2), [[0, 1, 4, 5], [2, 3, 6, 7]]),
+    (4, Layout(pp=2, first_stage_layers=3), [[0, 1, 2], [3]]),
+    (6, Layout(pp=2, vpp=2, last_stage_layers=4), [[0, 3], [1, 2, 4, 5]]),
+])  # fmt: skip
 def test_pipeline_stages_hold_their_layers_with_global_numbers(layers, layout, numbers):
     first, second = trainer(small_model(layers=layers), layout)
     assert [sorted({int(name.split(".")[2]) for name in names(stage) if "layers" in name}) for stage in (first, second)] == numbers
@@ -123,31 +120,28 @@ def test_coordinates_are_unique_and_data_parallel_ranks_hold_equal_shards():
 PARTLY_DENSE = replace(SMALL_MOE, layers=2, experts=replace(SMALL_MOE.experts, dense_layers=frozenset({1}), dense_in_engine=False))
 
 
-@pytest.mark.parametrize(
-    "refused, words",
-    [
-        (lambda: ModelGeometry.from_hf_config({"model_type": "gpt2"}), ["gpt2", ", ".join(FAMILIES)]),
-        (lambda: ModelGeometry.from_hf_config({}), ["model_type = None", "qwen3"]),
-        (lambda: trainer(small_model(), Layout(tp=3)), ["layout.tp = 3", "num_attention_heads (8)", "divisor of 8"]),
-        (lambda: trainer(small_model(heads=12), Layout(tp=6)), ["layout.tp = 6", "num_key_value_heads (4)", "divisor of 4"]),
-        (lambda: trainer(small_model(), Layout(pp=3)), ["layout.pp = 3", "num_hidden_layers (2)", "divisor of 2"]),
-        (lambda: trainer(small_model(layers=4), Layout(pp=2, vpp=4)), ["layout.vpp = 4", "of a pipeline stage (2)", "divisor of 2"]),
-        (lambda: trainer(small_model(), Layout(ep=2, dp=2)), ["layout.ep = 2", "qwen3 has none", "train.layout.ep = 1"]),
-        (lambda: trainer(SMALL_MOE, Layout(ep=3, dp=3)), ["layout.ep = 3", "the number of experts (4)", "divisor of 4"]),
-        (lambda: build_sglang_shards(SMALL_MOE, 4, 0, 3), ["rollout.ep = 3", "rollout.tp (4)", "divisor of 4"]),
-        (lambda: build_sglang_shards(SMALL_MOE, 8, 0, 8), ["rollout.ep = 8", "experts (4)", "divisor"]),
-        (lambda: build_sglang_shards(small_model(), 2, 0, 2), ["rollout.ep = 2", "qwen3 has none", "rollout.ep = 1"]),
-        (lambda: build_sglang_shards(PARTLY_DENSE, 1, 0), ["layers without experts = [1]", "every layer", "without dense layers"]),
-        (lambda: trainer(small_model(ffn=1025), Layout(tp=2)), ["layout.tp = 2", "1025 rows of model.layers.0.mlp.gate_proj", "smaller"]),
-        (lambda: build_sglang_shards(small_model(), 3, 0), ["rollout.tp = 3", "num_attention_heads (8)", "divisor of 8"]),
-        (lambda: build_sglang_shards(small_model(heads=12), 6, 0), ["rollout.tp = 6", "num_key_value_heads (4)", "multiple of it"]),
-        (lambda: Layout(tp=0), ["layout.tp = 0: must be a positive integer"]),
-        (lambda: Layout(dp=1.5), ["layout.dp = 1.5: must be a positive integer"]),  # type: ignore[arg-type]
-        (lambda: Layout(vpp=2), ["layout.vpp = 2: needs more than one pipeline stage"]),
-        (lambda: Layout(tp=4, ep=2), ["layout.ep = 2: ep * etp = 2 * 4 must divide tp * cp * dp = 4 * 1 * 1", "set train.layout.etp = 1"]),
-        (lambda: Layout(tp=4, etp=3), ["layout.etp = 3: must divide tp * cp * dp = 4"]),
-    ],
-)
+@pytest.mark.parametrize("refused, words", [
+    (lambda: ModelGeometry.from_hf_config({"model_type": "gpt2"}), ["gpt2", ", ".join(FAMILIES)]),
+    (lambda: ModelGeometry.from_hf_config({}), ["model_type = None", "qwen3"]),
+    (lambda: trainer(small_model(), Layout(tp=3)), ["layout.tp = 3", "num_attention_heads (8)", "divisor of 8"]),
+    (lambda: trainer(small_model(heads=12), Layout(tp=6)), ["layout.tp = 6", "num_key_value_heads (4)", "divisor of 4"]),
+    (lambda: trainer(small_model(), Layout(pp=3)), ["layout.pp = 3", "num_hidden_layers (2)", "divisor of 2"]),
+    (lambda: trainer(small_model(layers=4), Layout(pp=2, vpp=4)), ["layout.vpp = 4", "of a pipeline stage (2)", "divisor of 2"]),
+    (lambda: trainer(small_model(), Layout(ep=2, dp=2)), ["layout.ep = 2", "qwen3 has none", "train.layout.ep = 1"]),
+    (lambda: trainer(SMALL_MOE, Layout(ep=3, dp=3)), ["layout.ep = 3", "the number of experts (4)", "divisor of 4"]),
+    (lambda: build_sglang_shards(SMALL_MOE, 4, 0, 3), ["rollout.ep = 3", "rollout.tp (4)", "divisor of 4"]),
+    (lambda: build_sglang_shards(SMALL_MOE, 8, 0, 8), ["rollout.ep = 8", "experts (4)", "divisor"]),
+    (lambda: build_sglang_shards(small_model(), 2, 0, 2), ["rollout.ep = 2", "qwen3 has none", "rollout.ep = 1"]),
+    (lambda: build_sglang_shards(PARTLY_DENSE, 1, 0), ["layers without experts = [1]", "every layer", "without dense layers"]),
+    (lambda: trainer(small_model(ffn=1025), Layout(tp=2)), ["layout.tp = 2", "1025 rows of model.layers.0.mlp.gate_proj", "smaller"]),
+    (lambda: build_sglang_shards(small_model(), 3, 0), ["rollout.tp = 3", "num_attention_heads (8)", "divisor of 8"]),
+    (lambda: build_sglang_shards(small_model(heads=12), 6, 0), ["rollout.tp = 6", "num_key_value_heads (4)", "multiple of it"]),
+    (lambda: Layout(tp=0), ["layout.tp = 0: must be a positive integer"]),
+    (lambda: Layout(dp=1.5), ["layout.dp = 1.5: must be a positive integer"]),  # type: ignore[arg-type]
+    (lambda: Layout(vpp=2), ["layout.vpp = 2: needs more than one pipeline stage"]),
+    (lambda: Layout(tp=4, ep=2), ["layout.ep = 2: ep * etp = 2 * 4 must divide tp * cp * dp = 4 * 1 * 1", "set train.layout.etp = 1"]),
+    (lambda: Layout(tp=4, etp=3), ["layout.etp = 3: must divide tp * cp * dp = 4"]),
+])  # fmt: skip
 def test_impossible_layouts_are_refused_with_names_numbers_and_a_fix(refused, words):
     with pytest.raises(GeometryError) as caught:
         refused()

@@ -64,18 +64,15 @@ def test_balanced_stages_minimize_the_slowest_stage(layers, pp, vpp, output_laye
         assert sum(sizes_of(balanced)) == layers and min(sizes_of(balanced)) > 0
 
 
-@pytest.mark.parametrize(
-    "layers, pp, output_layer, sizes",
-    [
-        (94, 8, 1, [11, *[12] * 6, 11]),
-        (94, 8, 2.3, [*[12] * 7, 10]),
-        (94, 4, 1, [23, 24, 24, 23]),
-        (64, 4, 3.4, [17, 17, 17, 13]),
-        (61, 16, 1, [2, *[4] * 14, 3]),
-        (61, 2, 1, [31, 30]),
-        (5, 3, 1, [2, 2, 1]),
-    ],
-)
+@pytest.mark.parametrize("layers, pp, output_layer, sizes", [
+    (94, 8, 1, [11, *[12] * 6, 11]),
+    (94, 8, 2.3, [*[12] * 7, 10]),
+    (94, 4, 1, [23, 24, 24, 23]),
+    (64, 4, 3.4, [17, 17, 17, 13]),
+    (61, 16, 1, [2, *[4] * 14, 3]),
+    (61, 2, 1, [31, 30]),
+    (5, 3, 1, [2, 2, 1]),
+])  # fmt: skip
 def test_the_first_and_the_last_stage_are_smaller(layers, pp, output_layer, sizes):
     first, last = balance_stages(layers, pp, 1, output_layer) or (0, 0)
     assert count_stage_layers(layers, Layout(pp=pp, first_stage_layers=first, last_stage_layers=last)) == sizes
@@ -87,39 +84,25 @@ BALANCED = "use train.layout.first_stage_layers = 11 and train.layout.last_stage
 @pytest.mark.parametrize(
     "sizes, line",
     [
-        ({"pp": 8}, f"train.layout.pp = 8: must divide num_hidden_layers (94); use a divisor of 94, or {BALANCED[4:]}"),
-        ({"pp": 100}, "train.layout.pp = 100: must divide num_hidden_layers (94); use a divisor of 94"),
-        (
-            {"pp": 8, "first_stage_layers": 12},
-            f"train.layout.first_stage_layers = 12: leaves 82 of 94 layers, which 7 other stages cannot share equally; {BALANCED}",
-        ),
-        (
-            {"pp": 8, "first_stage_layers": 4, "last_stage_layers": 90},
-            "train.layout.first_stage_layers = 4: leaves 0 of 94 layers with train.layout.last_stage_layers = 90, which 6 other stages "
-            f"cannot share equally; {BALANCED}",
-        ),
-        (
-            {"pp": 2, "last_stage_layers": 94},
-            "train.layout.last_stage_layers = 94: leaves 0 of 94 layers, which 1 other stage cannot share equally; "
-            "use train.layout.last_stage_layers = 0",
-        ),
-        (
-            {"pp": 8, "vpp": 2, "first_stage_layers": 11, "last_stage_layers": 11},
-            "train.layout.vpp = 2: must divide the layers of a pipeline stage (11); use a divisor of 11",
-        ),
-        (
-            {"first_stage_layers": 2},
-            "train.layout.first_stage_layers = 2: needs more than one pipeline stage; set train.layout.pp above 1, or "
-            "train.layout.first_stage_layers = 0",
-        ),
-        (
-            {"pp": 2, "first_stage_layers": 40, "last_stage_layers": 54},
-            "train.layout.last_stage_layers = 54: is determined by train.layout.first_stage_layers if there are two stages; leave one out",
-        ),
-        ({"pp": 2, "last_stage_layers": -1}, "train.layout.last_stage_layers = -1: must be a positive integer, or 0"),
+        ({"pp": 8}, f"pp = 8: must divide num_hidden_layers (94); use a divisor of 94, or {BALANCED[4:]}"),
+        ({"pp": 100}, "pp = 100: must divide num_hidden_layers (94); use a divisor of 94"),
+        ({"pp": 8, "first_stage_layers": 12},
+         f"first_stage_layers = 12: leaves 82 of 94 layers, which 7 other stages cannot share equally; {BALANCED}"),
+        ({"pp": 8, "first_stage_layers": 4, "last_stage_layers": 90},
+         "first_stage_layers = 4: leaves 0 of 94 layers with train.layout.last_stage_layers = 90, which 6 other stages "
+         f"cannot share equally; {BALANCED}"),
+        ({"pp": 2, "last_stage_layers": 94},
+         "last_stage_layers = 94: leaves 0 of 94 layers, which 1 other stage cannot share equally; use train.layout.last_stage_layers = 0"),
+        ({"pp": 8, "vpp": 2, "first_stage_layers": 11, "last_stage_layers": 11},
+         "vpp = 2: must divide the layers of a pipeline stage (11); use a divisor of 11"),
+        ({"first_stage_layers": 2},
+         "first_stage_layers = 2: needs more than one pipeline stage; set train.layout.pp above 1, or train.layout.first_stage_layers = 0"),
+        ({"pp": 2, "first_stage_layers": 40, "last_stage_layers": 54},
+         "last_stage_layers = 54: is determined by train.layout.first_stage_layers if there are two stages; leave one out"),
+        ({"pp": 2, "last_stage_layers": -1}, "last_stage_layers = -1: must be a positive integer, or 0"),
     ],
-)
+)  # fmt: skip
 def test_sizes_that_do_not_fit_are_refused_in_one_line(sizes, line):
     with pytest.raises(GeometryError) as caught:
         check_stages(94, Layout(**sizes))
-    assert str(caught.value) == line
+    assert str(caught.value) == f"train.layout.{line}"

@@ -40,19 +40,16 @@ DENSE = small_model()
 
 
 @pytest.mark.parametrize("limit", [4096, 100_000, 1 << 30])
-@pytest.mark.parametrize(
-    "geometry, train, rollout",
-    [
-        (DENSE, Layout(), 1),
-        (DENSE, Layout(tp=2), 1),
-        (DENSE, Layout(), 2),
-        (DENSE, Layout(tp=2, pp=2), 2),
-        (DENSE, Layout(tp=4), 2),
-        (DENSE, Layout(dp=2), 2),
-        (SMALL_MOE, Layout(ep=2, dp=2), 1),
-        (SMALL_MOE, Layout(tp=2, ep=2, etp=1), 2),
-    ],
-)
+@pytest.mark.parametrize("geometry, train, rollout", [
+    (DENSE, Layout(), 1),
+    (DENSE, Layout(tp=2), 1),
+    (DENSE, Layout(), 2),
+    (DENSE, Layout(tp=2, pp=2), 2),
+    (DENSE, Layout(tp=4), 2),
+    (DENSE, Layout(dp=2), 2),
+    (SMALL_MOE, Layout(ep=2, dp=2), 1),
+    (SMALL_MOE, Layout(tp=2, ep=2, etp=1), 2),
+])  # fmt: skip
 def test_chunks_of_any_size_deliver_every_byte(geometry: ModelGeometry, train: Layout, rollout: int, limit: int):
     plan = SyncPlan.make(geometry, train, (rollout, 1), CONTRACT, limit)
     chunks = plan.chunks
@@ -123,16 +120,13 @@ def test_byte_matrices_are_writable_views():
         view_bytes(torch.zeros(3, 5).T)
 
 
-@pytest.mark.parametrize(
-    "place, nbytes, line",
-    [
-        (("x", Rect(0, 0, 1, 1)), 4, "there is no tensor x"),
-        (("w", Rect(2, 0, 2, 5)), 40, r"w: rows 2\.\.3 lie outside"),
-        (("w", Rect(-1, 0, 1, 5)), 20, r"w: rows -1\.\.-1 lie outside"),
-        (("w", Rect(0, 3, 3, 3)), 36, "w and its neighbors are 24 bytes in the engine, 36 are coming"),
-        (("w", Rect(0, 0, 3, 5)), 15, "w and its neighbors are 60 bytes in the engine, 15 are coming"),
-    ],
-)
+@pytest.mark.parametrize("place, nbytes, line", [
+    (("x", Rect(0, 0, 1, 1)), 4, "there is no tensor x"),
+    (("w", Rect(2, 0, 2, 5)), 40, r"w: rows 2\.\.3 lie outside"),
+    (("w", Rect(-1, 0, 1, 5)), 20, r"w: rows -1\.\.-1 lie outside"),
+    (("w", Rect(0, 3, 3, 3)), 36, "w and its neighbors are 24 bytes in the engine, 36 are coming"),
+    (("w", Rect(0, 0, 3, 5)), 15, "w and its neighbors are 60 bytes in the engine, 15 are coming"),
+])  # fmt: skip
 def test_a_chunk_that_does_not_fit_names_the_tensor(place, nbytes, line):
     chunk = Chunk(0, 0, 0, nbytes, (), (place,))
     with pytest.raises(ValueError, match=line):

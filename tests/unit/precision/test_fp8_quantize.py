@@ -22,16 +22,10 @@ def test_weights_are_quantized_block_by_block(scale_format, shape):
 
 
 @both_scale_formats
-def test_bf16_weights_are_quantized_as_their_values_and_inf_and_nan_refused(scale_format):
+def test_bf16_weights_are_quantized_as_their_values(scale_format):
     weight = uneven_matrix(130, 140).bfloat16()
     for tensor, expected in zip(quantize_weight(weight, scale_format), quantize_weight(weight.float(), scale_format), strict=True):
         assert torch.equal(tensor.view(torch.uint8), expected.view(torch.uint8))
-    for value in (float("nan"), float("inf"), float("-inf")):
-        for place in ((0, 0), (129, 140)):
-            weight = torch.ones(130, 141)
-            weight[place] = value
-            with pytest.raises(ValueError, match="inf or NaN"):
-                quantize_weight(weight, scale_format)
 
 
 def test_zero_blocks_have_zero_bytes_and_every_block_its_own_scale():
@@ -76,14 +70,11 @@ def _cast_there_and_back(values: torch.Tensor) -> torch.Tensor:
     return values.to(torch.float8_e4m3fn).float()
 
 
-def test_rounding_equals_the_cast_on_every_bf16_in_range():
+def test_rounding_equals_the_cast_on_every_bf16_in_range_and_the_definition_on_dense_samples():
     values = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).float()
     values = values[values.abs() <= 448]  # leaves inf and NaN out
     assert len(values) == 2 * (0x43E0 + 1)
     assert torch.equal(round_to_e4m3_(values.clone()), _cast_there_and_back(values))
-
-
-def test_rounding_equals_the_cast_and_the_definition_on_dense_samples():
     generator = torch.Generator().manual_seed(1)
     sizes = torch.exp2(torch.rand(200_000, generator=generator) * 30 - 21).clamp(max=448)
     values = torch.cat([sizes, -sizes, torch.linspace(-448, 448, 100_001), torch.linspace(-(2**-6), 2**-6, 100_001)])

@@ -1,6 +1,5 @@
 """The INT8 quantizer and product against SGLang's formula, computed slowly value by value."""
 
-import math
 from decimal import ROUND_HALF_UP, Decimal
 
 import numpy as np
@@ -44,17 +43,13 @@ def test_a_weight_is_quantized_as_sglangs_kernel_quantizes_rows(dtype):
     assert quantized.data.abs().amax(1).eq(127).all()  # the largest value of a row uses the whole range
 
 
-def test_ties_zeros_and_values_that_are_not_finite():
+def test_ties_and_zeros():
     """Ties go away from zero, values near a tie do not; a row whose largest value is 127 is only rounded."""
     weight = torch.tensor([[127.0, 0.5, 1.5, 2.5, -0.5, -2.5, 0.5 - 2**-25, 126.5, -0.0]])
     assert quantize_int8_weight(weight).data.tolist() == [[127, 1, 2, 3, -1, -3, 0, 127, 0]]
     quantized = quantize_int8_weight(torch.tensor([[0.0, 0.0], [1e-10, -4e-11], [1e-12, 0.0]]))  # below the epsilon
     assert quantized.data.tolist() == [[0, 0], [127, -51], [1, 0]]
     assert quantized.scale.flatten().eq(F(1e-10) / F(127)).all()
-    for value in (math.nan, math.inf, -math.inf):
-        weight[0, 2] = value
-        with pytest.raises(ValueError, match="inf or NaN"):
-            quantize_int8_weight(weight)
 
 
 def test_parts_of_rows_with_the_maxima_of_whole_rows_are_the_parts_of_the_whole():

@@ -17,7 +17,7 @@ from support.processes import until
 from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.config import Config
 from megatron_rl.data import ProblemOrder, ProblemStream
-from megatron_rl.errors import AbortedError, EngineLostError, RunError, UserError
+from megatron_rl.errors import AbortedError, EngineLostError, RunError
 from megatron_rl.preflight import Facts, Needs, check
 from megatron_rl.rollout.async_worker import AsyncRolloutWorker
 from megatron_rl.rollout.engine import Abort
@@ -247,9 +247,8 @@ class Engine:
         self.versions = list(versions)
 
     def generate(self, prompts_B, samplings, abort=None):
-        return [
-            Generation(np.array([97, 98]), np.array([-1.0, -2.0]), "stop", self.versions[-1], np.array(self.versions)) for _ in prompts_B
-        ]
+        sampled = np.array([97, 98]), np.array([-1.0, -2.0]), "stop", self.versions[-1], np.array(self.versions)
+        return [Generation(*sampled) for _ in prompts_B]
 
 
 def answer(engine: Engine, version: int, staleness: int) -> Completion:
@@ -306,22 +305,10 @@ def config(**sections: dict) -> Config:
     return Config.model_validate({"model": {"path": "m"}, **sections}, strict=False)
 
 
-ASYNC = {"kind": "disaggregated", "max_staleness": 1}
-
-
-@pytest.mark.parametrize(
-    "sections, line",
-    [
-        ({}, r'placement.max_staleness = 1: .*without a correction.*algorithm.correction = "tis"'),
-        ({"algorithm": {"correction": "tis"}, "log": {"attribute_every": 2}}, "log.attribute_every = 2: "),
-        ({"algorithm": {"correction": "tis", "routing_replay": "engine"}, "sync": {"running": "continue"}}, "algorithm.routing_replay = "),
-    ],
-)
-def test_stale_tokens_need_a_correction_and_have_no_single_cause(sections, line):
-    with pytest.raises(UserError, match=line):
-        check(Facts(config(placement=ASYNC, **sections)), Needs.TRAINER)
+def test_stale_tokens_may_be_trained_on_with_a_correction():
+    """Refusals: tests/unit/preflight/test_rules.py."""
     for algorithm in ({"correction": "tis"}, {"old_policy": "engine"}):
-        check(Facts(config(placement=ASYNC, algorithm=algorithm)), Needs.TRAINER)  # with one they may be trained on
+        check(Facts(config(placement={"kind": "disaggregated", "max_staleness": 1}, algorithm=algorithm)), Needs.TRAINER)
     check(Facts(config(log={"attribute_every": 2})), Needs.TRAINER)
     with pytest.raises(ValueError, match='needs kind = "disaggregated"'):  # who takes turns cannot run ahead
         config(placement={"max_staleness": 1})

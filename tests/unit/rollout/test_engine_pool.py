@@ -2,12 +2,12 @@
 
 import contextlib
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 import torch
+from support.processes import until
 
 from megatron_rl.config import Config
 from megatron_rl.distributed import to_run_error
@@ -114,19 +114,13 @@ def prompts(count: int) -> list[list[int]]:
     return [[number] for number in range(count)]
 
 
-def wait_until(reached) -> None:
-    deadline = time.monotonic() + 60
-    while not reached() and time.monotonic() < deadline:
-        time.sleep(0.01)
-
-
 def test_answers_come_in_order_and_the_work_is_shared(fleet):
     three = fleet(engines=3)
     for engine in three.started:
         engine.hold.clear()
     with ThreadPoolExecutor(1) as pool:
         answers = pool.submit(three.engines.generate, prompts(50), [GREEDY] * 50)
-        wait_until(lambda: sum(sum(engine.asked) for engine in three.started) >= 50)
+        until(lambda: sum(sum(engine.asked) for engine in three.started) >= 50, 60, "all prompts")
         assert sorted(sum(engine.asked) for engine in three.started) == [16, 16, 18]  # pieces of a group, which is eight
         for engine in three.started:
             engine.hold.set()
@@ -143,7 +137,7 @@ def test_an_engine_is_asked_for_no_more_than_it_decodes_at_once_and_the_other_ta
     slow.hold.clear()
     with ThreadPoolExecutor(1) as pool:
         answers = pool.submit(two.engines.generate, prompts(80), GREEDY)
-        wait_until(lambda: sum(quick.asked) >= 70)
+        until(lambda: sum(quick.asked) >= 70, 60, "the quick engine")
         assert (sum(slow.asked), sum(quick.asked)) == (10, 70)
         slow.hold.set()
         assert len(answers.result(60)) == 80

@@ -51,18 +51,12 @@ def test_a_cache_in_e4m3_has_the_attention_that_rounds_nothing_else(start):
     assert not {"--kv-cache-dtype", "--attention-backend"} & set(start()[0])
 
 
-def test_only_an_empty_engine_loads_no_weights(start):
+def test_only_an_empty_engine_loads_no_weights_cuda_graphs_stay_on_and_arguments_of_a_benchmark_come_last(start):
     assert "--load-format" not in start()[0] and start(empty=True)[0][-2:] == ["--load-format", "dummy"]
-
-
-def test_cuda_graphs_stay_on_and_arguments_of_a_benchmark_come_last(start):
     arguments, _ = start(kind="disaggregated", arguments=("--load-format", "dummy"))
     assert arguments[-2:] == ["--load-format", "dummy"]
     assert not any("cuda-graph" in argument for argument in arguments) and "--disable-overlap-schedule" not in arguments
-
-
-def test_an_engine_that_releases_its_memory_has_no_graphs_of_prefill_that_cannot_be_released(start):
-    option, value = "--cuda-graph-backend-prefill", "disabled"
+    option, value = "--cuda-graph-backend-prefill", "disabled"  # such graphs cannot be released
     assert (option, value) in pairwise(start()[0])
     arguments = start(rollout={"sglang": {"cuda_graph_backend_prefill": "full"}})[0]
     assert arguments.count(option) == 1 and (option, "full") in pairwise(arguments)
@@ -87,15 +81,8 @@ def test_only_an_engine_that_shares_devices_releases_its_memory(start, monkeypat
 
 FOLDER = Path(find_spec("sglang").origin).parent / "srt" / "models"
 FILES = {file.stem for file in FOLDER.glob("*.py")}
-OWN = {
-    "LlamaForCausalLM": "llama",
-    "Qwen2ForCausalLM": "qwen2",
-    "Qwen3ForCausalLM": "qwen3",
-    "Qwen3MoeForCausalLM": "qwen3_moe",
-    "Glm4ForCausalLM": "glm4",
-    "Glm4MoeForCausalLM": "glm4_moe",
-    "DeepseekV3ForCausalLM": "deepseek_v2",
-}
+OWN = {"Llama": "llama", "Qwen2": "qwen2", "Qwen3": "qwen3", "Qwen3Moe": "qwen3_moe", "Glm4": "glm4", "Glm4Moe": "glm4_moe"}
+OWN = {f"{name}ForCausalLM": file for name, file in {**OWN, "DeepseekV3": "deepseek_v2"}.items()}
 
 
 @pytest.mark.parametrize("architecture", OWN)
@@ -105,11 +92,7 @@ def test_the_file_that_defines_the_model_stays_and_the_others_are_left_out(archi
     for name in FILES - left_out - {OWN[architecture]}:
         text = (FOLDER / f"{name}.py").read_text()
         assert f"class {architecture}" in text or "\nclass " not in text, name
-
-
-@pytest.mark.parametrize("architectures", [[], ["UnknownForCausalLM"]])
-def test_for_a_model_that_no_file_defines_nothing_is_left_out(architectures):
-    assert leave_out_other_models(architectures) == {}
+    assert leave_out_other_models([]) == leave_out_other_models(["UnknownForCausalLM"]) == {}
 
 
 def test_the_cpu_platform_answers_only_when_it_is_chosen(monkeypatch):

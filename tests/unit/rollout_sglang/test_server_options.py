@@ -29,26 +29,23 @@ def test_what_large_models_need_passes():
     assert make_arguments({"extra_metric_labels": {"run": "a"}}) == ["--extra-metric-labels", '{"run": "a"}']
 
 
-@pytest.mark.parametrize(
-    ("options", "line"),
-    [
-        ({"quantization": "fp8"}, "rollout.sglang.quantization = 'fp8': is set by precision.mode; set precision.mode"),
-        ({"kv_cache_dtype": "fp8_e5m2"}, "is set by precision.kv"),
-        ({"attention_backend": "triton"}, "computes with a different kernel than the precision graph says; leave it out"),
-        ({"moe_runner_backend": "deep_gemm"}, "computes with a different kernel"),
-        ({"speculative_algorithm": "EAGLE"}, "samples proposals of another model, which nothing proves"),
-        ({"custom_weight_loader": ["m.f"]}, "sets the served model or its format"),
-        ({"enable_hierarchical_cache": True}, "keeps keys and values of older weights"),
-        ({"enable_dp_attention": True}, "places ranks or weights where the sync does not expect them"),
-        ({"enable_torch_compile": True}, "computes with a different kernel"),
-        ({"lora_paths": ["a"]}, "serves weights that no sync fills and proves"),
-        ({"mem_fraction": 0.8}, "is not a server argument of SGLang; did you mean mem_fraction_static?"),
-        ({"mem_fraction_static": "most"}, "must be of type float"),
-        ({"disable_cuda_graph": 1}, "must be of type bool"),
-        ({"max_prefill_tokens": True}, "must be of type int"),
-        ({"_swa_full_tokens_ratio_explicitly_set": True}, "is not a server argument of SGLang"),
-    ],
-)
+@pytest.mark.parametrize(("options", "line"), [
+    ({"quantization": "fp8"}, "rollout.sglang.quantization = 'fp8': is set by precision.mode; set precision.mode"),
+    ({"kv_cache_dtype": "fp8_e5m2"}, "is set by precision.kv"),
+    ({"attention_backend": "triton"}, "computes with a different kernel than the precision graph says; leave it out"),
+    ({"moe_runner_backend": "deep_gemm"}, "computes with a different kernel"),
+    ({"speculative_algorithm": "EAGLE"}, "samples proposals of another model, which nothing proves"),
+    ({"custom_weight_loader": ["m.f"]}, "sets the served model or its format"),
+    ({"enable_hierarchical_cache": True}, "keeps keys and values of older weights"),
+    ({"enable_dp_attention": True}, "places ranks or weights where the sync does not expect them"),
+    ({"enable_torch_compile": True}, "computes with a different kernel"),
+    ({"lora_paths": ["a"]}, "serves weights that no sync fills and proves"),
+    ({"mem_fraction": 0.8}, "is not a server argument of SGLang; did you mean mem_fraction_static?"),
+    ({"mem_fraction_static": "most"}, "must be of type float"),
+    ({"disable_cuda_graph": 1}, "must be of type bool"),
+    ({"max_prefill_tokens": True}, "must be of type int"),
+    ({"_swa_full_tokens_ratio_explicitly_set": True}, "is not a server argument of SGLang"),
+])  # fmt: skip
 def test_what_would_break_a_promise_is_refused_by_name(options, line):
     with pytest.raises(UserError) as refused:
         check(options)

@@ -15,8 +15,6 @@ from megatron_rl.sync.checks import check_live_engine, check_live_tensors
 from megatron_rl.sync.plan import SyncPlan, cut_into_chunks
 from megatron_rl.sync.transfer import WeightTransfer
 from parallel.layout import EngineLayout, Layout
-from parallel.model_geometry import ModelGeometry
-from parallel.shards import GeometryError
 from parallel.transport.base import Transport
 
 QKV = "model.layers.0.self_attn.qkv_proj.weight"
@@ -49,20 +47,17 @@ def live_engine(high: str = "bfloat16") -> list[dict[str, EngineTensorSpec]]:
     return [{name: EngineTensorSpec(*tensor) for name, tensor in tensors.items()} for _ in range(2)]
 
 
-@pytest.mark.parametrize(
-    "name, live, expected",
-    [
-        (QKV, None, FP8),
-        (QKV + "_scale_inv", None, "('float32', (8, 2))"),
-        ("model.layers.0.self_attn.qkv_proj.bias", ("bfloat16", (1024,)), "absent"),
-        (QKV, ("float8_e4m3fn", (512, 256)), FP8),
-        (QKV, ("bfloat16", (1024, 256)), FP8),
-        (QKV + "_scale_inv", ("bfloat16", (8, 2)), "('float32', (8, 2))"),
-        ("model.norm.weight", ("float32", (256,)), "('bfloat16', (256,))"),
-        ("model.norm.weight", ("bfloat16", (256, 1)), "('bfloat16', (256,))"),
-        ("lm_head.weight", ("float8_e4m3fn", (160, 256)), "('bfloat16', (160, 256))"),
-    ],
-)
+@pytest.mark.parametrize("name, live, expected", [
+    (QKV, None, FP8),
+    (QKV + "_scale_inv", None, "('float32', (8, 2))"),
+    ("model.layers.0.self_attn.qkv_proj.bias", ("bfloat16", (1024,)), "absent"),
+    (QKV, ("float8_e4m3fn", (512, 256)), FP8),
+    (QKV, ("bfloat16", (1024, 256)), FP8),
+    (QKV + "_scale_inv", ("bfloat16", (8, 2)), "('float32', (8, 2))"),
+    ("model.norm.weight", ("float32", (256,)), "('bfloat16', (256,))"),
+    ("model.norm.weight", ("bfloat16", (256, 1)), "('bfloat16', (256,))"),
+    ("lm_head.weight", ("float8_e4m3fn", (160, 256)), "('bfloat16', (160, 256))"),
+])  # fmt: skip
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_live_tensor_that_differs_is_named(rank, name, live, expected):
     engine = live_engine()
@@ -120,15 +115,12 @@ def test_an_int8_engine_passes_only_in_int8():
         check_live_tensors(make("int8_rollout"), live_engine())
 
 
-@pytest.mark.parametrize(
-    "mode, formats, line",
-    [
-        ("fp8_unified", {"a": "fp8 pow2", "b": "fp8 fp32"}, "b quantizes activations as fp8 fp32; .* says fp8 pow2"),
-        ("fp8_unified", {}, "no FP8 linear layer is live"),
-        ("int8_rollout", {"a": "int8 fp32", "b": "fp8 pow2"}, "b quantizes activations as fp8 pow2; .* says int8 fp32"),
-        ("int8_rollout", {}, "no INT8 linear layer is live"),
-    ],
-)
+@pytest.mark.parametrize("mode, formats, line", [
+    ("fp8_unified", {"a": "fp8 pow2", "b": "fp8 fp32"}, "b quantizes activations as fp8 fp32; .* says fp8 pow2"),
+    ("fp8_unified", {}, "no FP8 linear layer is live"),
+    ("int8_rollout", {"a": "int8 fp32", "b": "fp8 pow2"}, "b quantizes activations as fp8 pow2; .* says int8 fp32"),
+    ("int8_rollout", {}, "no INT8 linear layer is live"),
+])  # fmt: skip
 def test_an_engine_with_wrong_activation_formats_is_refused(mode, formats, line):
     check_live_engine(make(), FakeEngine({"a": "fp8 pow2", "b": "fp8 pow2"}))
     with pytest.raises(RunError, match=line):
@@ -152,12 +144,6 @@ def test_the_chunks_of_one_rank_are_those_of_the_plan():
     for rank in range(4):
         own = [chunk for chunk in plan.chunks if chunk.source == rank]
         assert own and cut_into_chunks(plan.transfers, 1 << 20, rank) == own
-
-
-def test_a_chunk_smaller_than_a_row_is_refused():
-    wide = ModelGeometry("qwen3", layers=1, hidden=(1 << 20) + 128, heads=1, kv_heads=1, head_dim=128, ffn=128, vocab=4, tied=True)
-    with pytest.raises(GeometryError, match=r"sync.bucket_mb = None: one row of .* is \d+ bytes, a chunk holds 1048576; raise it"):
-        SyncPlan.make(wide, Layout(), EngineLayout(), PrecisionContract.from_config(PrecisionConfig()), 1 << 20)
 
 
 @pytest.mark.parametrize("error, raised", [(KeyError("gone"), EngineLostError), (OSError("no memory"), RunError)])

@@ -58,13 +58,10 @@ def test_engines_that_drew_the_same_tokens_cost_the_trainer_one_sample_a_prompt(
     assert run(monkeypatch, {(1, 0): drawn}) == (0.0, 3)
 
 
-@pytest.mark.parametrize(
-    "token, line",
-    [
-        (0, r"prompt 0 of 12 tokens, position 12 \(prefill\): log p is -1\.5 in the engine, -1 in the trainer; "),
-        (2, r"prompt 0 of 12 tokens, position 14 \(decoding\): log p is -3\.5 .*; bound 0 \(sync\.canary_bound\)$"),
-    ],
-)
+@pytest.mark.parametrize("token, line", [
+    (0, r"prompt 0 of 12 tokens, position 12 \(prefill\): log p is -1\.5 in the engine, -1 in the trainer; "),
+    (2, r"prompt 0 of 12 tokens, position 14 \(decoding\): log p is -3\.5 .*; bound 0 \(sync\.canary_bound\)$"),
+])  # fmt: skip
 def test_a_difference_names_engine_prompt_position_and_phase(monkeypatch, token, line):
     answers = {(1, 0): {"logprobs_T": changed(token, -0.5)}}
     with pytest.raises(RunError, match=f"^the canary fails: engine 1, {line}"):
@@ -77,13 +74,10 @@ def test_a_number_that_is_none_is_a_difference_under_any_bound(monkeypatch):
         run(monkeypatch, {(0, 1): {"logprobs_T": changed(1, float("nan"))}}, bound=1e9)
 
 
-@pytest.mark.parametrize(
-    "change, line",
-    [
-        ({"policy_version": 6}, "the canary of policy version 7 fails: engine 1 answers with 4 tokens of policy version 6"),
-        ({"logprobs_T": LOGPROBS[:3]}, "the canary of policy version 7 fails: engine 1 answers with 3 tokens of policy version 7"),
-    ],
-)
+@pytest.mark.parametrize("change, line", [
+    ({"policy_version": 6}, "the canary of policy version 7 fails: engine 1 answers with 4 tokens of policy version 6"),
+    ({"logprobs_T": LOGPROBS[:3]}, "the canary of policy version 7 fails: engine 1 answers with 3 tokens of policy version 7"),
+])  # fmt: skip
 def test_an_answer_of_another_version_or_length_is_refused(monkeypatch, change, line):
     with pytest.raises(RunError, match=line):
         run(monkeypatch, {(1, 1): change})
@@ -98,17 +92,14 @@ def test_prompts_are_always_the_same_and_none_is_longer_than_the_run_takes():
     assert make_prompts(0, 50, 99, 0) == []
 
 
-@pytest.mark.parametrize(
-    "sections, bound",
-    [
-        ({}, 0.0),
-        ({"precision": {"mode": "fp8_rollout"}}, 0.0),  # through the trainer's model with the engine's products
-        ({"precision": {"mode": "fp8_rollout"}, "rollout": {"tp": 2}}, 5.0),
-        ({"precision": {"reduction": "fast"}, "rollout": {"tp": 2}}, 1.0),
-        ({"sync": {"canary_bound": 0.25}}, 0.25),
-        ({"sync": {"canary_bound": float("inf")}}, float("inf")),
-    ],
-)
+@pytest.mark.parametrize("sections, bound", [
+    ({}, 0.0),
+    ({"precision": {"mode": "fp8_rollout"}}, 0.0),  # through the trainer's model with the engine's products
+    ({"precision": {"mode": "fp8_rollout"}, "rollout": {"tp": 2}}, 5.0),
+    ({"precision": {"reduction": "fast"}, "rollout": {"tp": 2}}, 1.0),
+    ({"sync": {"canary_bound": 0.25}}, 0.25),
+    ({"sync": {"canary_bound": float("inf")}}, float("inf")),
+])  # fmt: skip
 def test_the_bound_is_what_the_run_promises_unless_it_is_given(tmp_path, monkeypatch, sections, bound):
     hf_config = {
         **{"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "vocab_size": 384, "hidden_size": 256, "intermediate_size": 256},

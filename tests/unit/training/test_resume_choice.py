@@ -47,16 +47,13 @@ def test_auto_takes_up_the_newest_run_that_is_not_finished(tmp_path):
             find_run_to_resume(config(tmp_path, str(tmp_path / name)))
 
 
-@pytest.mark.parametrize(
-    "section, field, value, before",
-    [
-        ("train", "learning_rate", 0.5, "1e-06"),
-        ("precision", "backend", "deep_gemm", "'emulated'"),
-        ("data", "seed", 3, "0"),
-        ("rollout", "temperature", 0.5, "1.0"),
-        ("algorithm", "kl_coef", 0.5, "0.0"),
-    ],
-)
+@pytest.mark.parametrize("section, field, value, before", [
+    ("train", "learning_rate", 0.5, "1e-06"),
+    ("precision", "backend", "deep_gemm", "'emulated'"),
+    ("data", "seed", 3, "0"),
+    ("rollout", "temperature", 0.5, "1.0"),
+    ("algorithm", "kl_coef", 0.5, "0.0"),
+])  # fmt: skip
 def test_what_decides_the_numbers_must_not_differ(tmp_path, section, field, value, before):
     make_run(tmp_path)
     with pytest.raises(

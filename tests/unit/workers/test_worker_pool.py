@@ -51,20 +51,17 @@ def test_rewards_come_in_the_order_of_the_samples():
         assert judged(pool, [], []) == []
 
 
-@pytest.mark.parametrize(
-    "text, error",
-    [
-        ("hang", "timeout after 0.5 s"),
-        ("hang in C", "timeout after 0.5 s"),
-        ("killed", "worker died (signal 9)"),
-        ("hard exit", "worker died (exit code 7)"),
-        ("raise", "ValueError: no verdict"),
-        ("exit", "SystemExit: 3"),
-        ("memory", "MemoryError: "),
-        ("wrong type", "TypeError: the reward function must return a Reward, not float"),
-        ("nan", "ValueError: the reward function returned nan"),
-    ],
-)
+@pytest.mark.parametrize("text, error", [
+    ("hang", "timeout after 0.5 s"),
+    ("hang in C", "timeout after 0.5 s"),
+    ("killed", "worker died (signal 9)"),
+    ("hard exit", "worker died (exit code 7)"),
+    ("raise", "ValueError: no verdict"),
+    ("exit", "SystemExit: 3"),
+    ("memory", "MemoryError: "),
+    ("wrong type", "TypeError: the reward function must return a Reward, not float"),
+    ("nan", "ValueError: the reward function returned nan"),
+])  # fmt: skip
 def test_a_bad_sample_costs_only_itself(text, error):
     problems = _problems(40)
     texts = [problem.answer for problem in problems]

@@ -79,16 +79,12 @@ def test_one_by_one_gives_the_same_numbers_and_flash_is_asked_for_them(shape, mo
     torch.testing.assert_close(packed_attention.flash_attention(*inputs, starts, max(LENGTHS), None), wanted, rtol=1e-5, atol=1e-5)
 
 
-def test_flash_fits_the_installed_operator():
+def test_flash_fits_the_installed_operator_and_copies_values_only_if_they_are_narrower(monkeypatch):
     """torch's own operator accepts the call; on the meta device it gives shapes alone."""
     shapes = ((20, 4, 192), (20, 2, 192), (20, 2, 128))
     query, key, value = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in shapes)
     output = packed_attention.flash_attention(query, key, value, torch.empty(3, dtype=torch.int32, device="meta"), 15, 0.1)
     assert output.shape == (20, 4, 128) and output.dtype is torch.bfloat16
-
-
-def test_values_are_copied_only_where_they_are_narrower(monkeypatch):
-    """On a GPU, where FlashAttention wants one width of all three."""
     passed = []
     monkeypatch.setattr(packed_attention, "varlen_attn", lambda q, k, v, *_, **__: passed.append(v) or v)
     query, key = torch.randn(6, 4, 32), torch.randn(6, 2, 32)

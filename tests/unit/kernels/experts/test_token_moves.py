@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import fake_gpu_libraries
 from support.fp8_reference import check_columns, check_rows, same_bits, uneven
-from support.triton_kernels import call_in_interpreter, needs_triton
+from support.triton_kernels import in_interpreter, needs_triton
 
 from megatron_rl.kernels.experts.reference import collect, scatter_tokens, sum_tokens, weigh
 from megatron_rl.kernels.experts.token_groups import TokenGroups
@@ -42,7 +42,8 @@ def test_each_is_the_others_gradient():
     assert torch.equal(x.grad, summed) and torch.equal(rows.grad, spread)
 
 
-def compare_with_the_references() -> None:
+@in_interpreter
+def test_the_kernels_give_the_references_bits():
     from megatron_rl.kernels.experts.triton import collect_rows, scatter, sum_rows
 
     order, places, weights = make_order(), torch.tensor([7, 0, 3]), torch.tensor([0.3, 1.7, 0.0])
@@ -57,20 +58,6 @@ def compare_with_the_references() -> None:
     exact = torch.arange(TOKENS * K * 64).view(TOKENS * K, 64).remainder(32).bfloat16()  # the interpreter truncates to BF16
     assert torch.equal(sum_rows(exact, order), sum_in_order(exact, order))
     assert sum_rows(torch.empty(0, 8), torch.empty(0, K, dtype=torch.int64)).shape == (0, 8)
-
-
-@needs_triton
-def test_the_kernels_give_the_references_bits():
-    call_in_interpreter(compare_with_the_references)
-
-
-@needs_triton
-def test_rows_that_do_not_fit_are_refused():
-    from megatron_rl.kernels.experts.triton import scatter, sum_rows
-
-    for function in (scatter, sum_rows):
-        with pytest.raises(ValueError, match="does not match"):
-            function(torch.zeros(4, 8), make_order())
 
 
 @given(st.integers(1, 9).flatmap(lambda experts: st.lists(st.lists(st.integers(0, 300), min_size=experts, max_size=experts), min_size=1)))
@@ -105,7 +92,8 @@ def test_tokens_lie_sorted_by_expert_then_by_the_rank_they_came_from():
     assert alone.lengths == groups.lengths and alone.places.tolist() == [0, 1, 2, 3, *range(128, 278)]
 
 
-def compare_with_one_kernel_after_the_other() -> None:
+@in_interpreter
+def test_bytes_and_scales_are_those_of_one_kernel_after_the_other():
     from megatron_rl.kernels.experts.triton import collect_rows, pack, quantize_weighed, spread_packed
     from megatron_rl.kernels.quantize.triton import quantize_activation
 
@@ -137,13 +125,12 @@ def compare_with_one_kernel_after_the_other() -> None:
 
 
 @needs_triton
-def test_bytes_and_scales_are_those_of_one_kernel_after_the_other():
-    call_in_interpreter(compare_with_one_kernel_after_the_other)
-
-
-@needs_triton
 def test_shapes_that_do_not_fit_are_refused():
-    from megatron_rl.kernels.experts.triton import pack, quantize_weighed, spread_packed
+    from megatron_rl.kernels.experts.triton import pack, quantize_weighed, scatter, spread_packed, sum_rows
+
+    for function in (scatter, sum_rows):
+        with pytest.raises(ValueError, match="does not match"):
+            function(torch.zeros(4, 8), make_order())
 
     for shape in ((5, 192), (4, 256)):
         with pytest.raises(ValueError, match="must have a row per token"):

@@ -7,14 +7,15 @@ import pytest
 import torch
 from support.fp8_reference import check_into, check_kernel, uneven
 from support.processes import call_in_fresh_process
-from support.triton_kernels import call_in_interpreter, compile_for_hopper, needs_triton
+from support.triton_kernels import compile_for_hopper, in_interpreter, needs_triton
 
 from megatron_rl.kernels.experts.token_groups import TokenGroups
 
 pytestmark = needs_triton
 
 
-def compare_with_the_reference() -> None:
+@in_interpreter
+def test_bytes_and_scales_are_the_references():
     shapes = (128, 128), (130, 256), (3, 128), (256, 384)
     for scale_format, dtype, (tokens, width) in itertools.product(("pow2", "fp32"), (torch.float32, torch.bfloat16), shapes):
         check_kernel(uneven(tokens, width, dtype), scale_format)
@@ -36,11 +37,6 @@ def compile_variants() -> list[str]:
         fixed = dict(POW2=pow2, ROWS=True, COLUMNS=columns, GROUPED=grouped, EPSILON=1e-10, LARGEST=448.0, TILE=128)
         compiled.append(compile_for_hopper(quantize_tile, LAUNCH, types, fixed, ("width", "padded_tokens"))[0])
     return compiled
-
-
-def test_bytes_and_scales_are_the_references():
-    """`check_kernel` and `check_into` assert."""
-    call_in_interpreter(compare_with_the_reference)
 
 
 def test_it_compiles_for_hopper_with_the_references_rounding(tmp_path):

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.processes import call_in_fresh_process
 from support.tree_sums import check_kernel
-from support.triton_kernels import call_in_interpreter, compile_for_hopper, needs_triton
+from support.triton_kernels import compile_for_hopper, in_interpreter, needs_triton
 
 from megatron_rl.kernels.linear.reference import fprop_by_tree
 from megatron_rl.kernels.sums import reference as tree
@@ -99,7 +99,8 @@ def test_leaves_one_after_the_other_build_the_tree(leaves):
     assert list_merges(2 * leaves)[:leaves] == list_merges(leaves), "programs that share a tree read one table"
 
 
-def compare_with_the_reference() -> None:
+@in_interpreter
+def test_the_kernels_sums_are_the_references():
     import numpy
     import triton.language as tl
     from triton.runtime import interpreter
@@ -132,12 +133,6 @@ def compile_variants() -> list[tuple[str, str]]:
         fixed = dict(SCALED=dtype != "bf16", WHOLE=True, LEVELS=8, TILE=TILE, GROUP=GROUP, LEAF=128, BLOCK=128)
         compiled.append(compile_for_hopper(multiply_tile, LAUNCH, types | {"merges": "*i32"}, fixed, ("features", "width")))
     return compiled
-
-
-@needs_triton
-def test_the_kernels_sums_are_the_references():
-    """`check_kernel` asserts."""
-    call_in_interpreter(compare_with_the_reference)
 
 
 @needs_triton

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.triton_kernels import call_in_interpreter, needs_triton
+from support.triton_kernels import in_interpreter
 
 from megatron_rl.kernels.vocabulary.reference import combine, differentiate_, differentiate_reference_, summarize, summarize_reference
 
@@ -35,7 +35,8 @@ def test_parts_of_the_vocabulary_give_what_the_whole_does(ranks, temperature):
     assert torch.allclose(torch.cat(parts, -1).double(), expected, atol=1e-5)
 
 
-def compare_with_the_reference() -> None:
+@in_interpreter
+def test_the_kernels_results_are_the_references():
     from megatron_rl.kernels.vocabulary import triton as kernels
 
     for vocabulary in (96, 5000):  # more than a program looks at together
@@ -50,8 +51,3 @@ def compare_with_the_reference() -> None:
                 kernels.differentiate_rows_(in_place[0], targets, log_sums, scaled, temperature)
                 differentiate_reference_(in_place[1], targets, log_sums, scaled, temperature)
                 assert torch.allclose(in_place[0].float(), in_place[1].float(), rtol=bound, atol=1e-6)
-
-
-@needs_triton
-def test_the_kernels_results_are_the_references():
-    call_in_interpreter(compare_with_the_reference)

@@ -26,15 +26,12 @@ def work(number: int, log: list, parts: int = 3):
     return run
 
 
-@pytest.mark.parametrize(
-    "parts, late, order",
-    [
-        ([3, 3], False, [(1, 0), (0, 0), (1, 1), (0, 1), (1, 2), (0, 2)]),
-        ([3, 3], True, [(1, 0), (1, 1), (0, 0), (1, 2), (0, 1), (0, 2)]),
-        ([2], True, [(0, 0), (0, 1)]),
-        ([1, 3], False, [(1, 0), (0, 0), (1, 1), (1, 2)]),
-    ],
-)
+@pytest.mark.parametrize("parts, late, order", [
+    ([3, 3], False, [(1, 0), (0, 0), (1, 1), (0, 1), (1, 2), (0, 2)]),
+    ([3, 3], True, [(1, 0), (1, 1), (0, 0), (1, 2), (0, 1), (0, 2)]),
+    ([2], True, [(0, 0), (0, 1)]),
+    ([1, 3], False, [(1, 0), (0, 0), (1, 1), (1, 2)]),
+])  # fmt: skip
 def test_the_last_pass_runs_first_and_results_keep_their_order(parts, late, order):
     log: list = []
     assert run_in_turns([work(number, log, count) for number, count in enumerate(parts)], late) == list(range(len(parts)))

@@ -83,13 +83,10 @@ def test_a_vectors_master_is_spread_too():
     assert torch.equal(master.bfloat16(), parameter) and len(master.unique()) > 60
 
 
-@pytest.mark.parametrize(
-    "mode, high, spreads",
-    [
-        *(("fp8_unified", "bf16", True), ("fp8_unified", "fp32", True), ("fp8_rollout", "fp32", True), ("int8_rollout", "fp32", True)),
-        *(("fp8_rollout", "bf16", False), ("bf16", "fp32", False), ("bf16", "bf16", False)),
-    ],
-)
+@pytest.mark.parametrize("mode, high, spreads", [
+    *(("fp8_unified", "bf16", True), ("fp8_unified", "fp32", True), ("fp8_rollout", "fp32", True), ("int8_rollout", "fp32", True)),
+    *(("fp8_rollout", "bf16", False), ("bf16", "fp32", False), ("bf16", "bf16", False)),
+])  # fmt: skip
 def test_parameters_that_only_the_engine_quantizes_are_spread(mode, high, spreads):
     contract = make_spread(mode=mode, high=high).contract
     assert contract.spreads_parameter("mlp_in") is spreads

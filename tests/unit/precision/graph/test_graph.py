@@ -212,16 +212,13 @@ def test_ranks_that_disagree_are_refused():
         merge_graphs([ROLLOUT, PrecisionGraph((Node("norm", "layer_norm"),), ())])
 
 
-@pytest.mark.parametrize(
-    "expected, shapes",
-    [
-        ("128x128", [((256, 512), (2, 4)), ((300, 200), (3, 2)), ((128, 64), (1, 1)), ((8, 256, 512), (8, 2, 4))]),  # edges, experts
-        ("64x64", [((256, 512), (4, 8))]),
-        ("1x128", [((256, 512), (256, 4))]),
-        ("1x512", [((256, 512), (256, 1))]),
-        ("tensor", [((256, 512), ()), ((256, 512), (3,))]),
-    ],
-)
+@pytest.mark.parametrize("expected, shapes", [
+    ("128x128", [((256, 512), (2, 4)), ((300, 200), (3, 2)), ((128, 64), (1, 1)), ((8, 256, 512), (8, 2, 4))]),  # edges, experts
+    ("64x64", [((256, 512), (4, 8))]),
+    ("1x128", [((256, 512), (256, 4))]),
+    ("1x512", [((256, 512), (256, 1))]),
+    ("tensor", [((256, 512), ()), ((256, 512), (3,))]),
+])  # fmt: skip
 def test_the_block_of_one_scale_is_read_from_the_shapes(expected, shapes):
     for data, scale in shapes:
         assert block_format(torch.empty(data, dtype=torch.float8_e4m3fn), torch.ones(scale)).granularity == expected
@@ -263,7 +260,7 @@ def test_formats_in_words():
     assert common_format([X, X]) == X and common_format([X, HIGH]) not in (X, HIGH)
 
 
-def test_the_drawing_is_well_formed_and_red_only_if_the_sides_differ():
+def test_the_drawing_and_the_tables_show_every_forward_edge_and_red_only_for_differences():
     counts = {"1 difference": PLANTED["scale format"][0], "2 differences": PLANTED["an extra quantized layer"][0], "": ROLLOUT}
     for count, rollout in counts.items():
         svg = draw_svg(TRAINING, rollout)
@@ -272,9 +269,6 @@ def test_the_drawing_is_well_formed_and_red_only_if_the_sides_differ():
         assert all(word in text for word in words) and "http" not in svg.replace("http://www.w3.org/2000/svg", "")
         assert (count in text and "is a subgraph" not in text) if count else "is a subgraph" in text
         assert ("#800000" in svg) == bool(count), "red"
-
-
-def test_the_tables_list_every_forward_edge_once():
     console = Console(record=True, width=200, file=io.StringIO())
     print_graphs(TRAINING, PLANTED["an extra quantized layer"][0], console)
     text = console.export_text()

@@ -118,16 +118,13 @@ def test_every_token_has_its_version():
         chat.ask("a")
 
 
-@pytest.mark.parametrize(
-    "settings, requests, refused, finish",
-    [
-        ({"max_calls": 2}, [("a",), ("b",), ("c",)], "agent.max_calls = 2 responses were given", "turns"),
-        ({"max_tokens": 16}, [("a",), ("a", "aa", "b")], "the conversation of 19 tokens, 3 sampled, leaves no room", "length"),
-        ({"budget": 3}, [("a",), ("a", "aa", "b")], "leaves no room (agent.max_tokens = 4096, rollout.max_new_tokens = 3)", "length"),
-        ({"budget": 5}, [("a",), ("a", "aa", "b")], "", "length"),  # cut by the engine
-        ({"max_tokens": 10}, [("a",)], "", "length"),
-    ],
-)
+@pytest.mark.parametrize("settings, requests, refused, finish", [
+    ({"max_calls": 2}, [("a",), ("b",), ("c",)], "agent.max_calls = 2 responses were given", "turns"),
+    ({"max_tokens": 16}, [("a",), ("a", "aa", "b")], "the conversation of 19 tokens, 3 sampled, leaves no room", "length"),
+    ({"budget": 3}, [("a",), ("a", "aa", "b")], "leaves no room (agent.max_tokens = 4096, rollout.max_new_tokens = 3)", "length"),
+    ({"budget": 5}, [("a",), ("a", "aa", "b")], "", "length"),  # cut by the engine
+    ({"max_tokens": 10}, [("a",)], "", "length"),
+])  # fmt: skip
 def test_limits_refuse_an_agent_which_is_then_cut_and_not_broken(settings, requests, refused, finish):
     chat = Conversation(**settings)
     for contents in requests[:-1] if refused else requests:

@@ -65,17 +65,14 @@ def test_what_is_replaced_takes_the_same_arguments(target, function, kind):
     assert sum(p.default is not p.empty for p in ours if p.kind is p.POSITIONAL_OR_KEYWORD) == len(theirs.defaults)
 
 
-@pytest.mark.parametrize(
-    "file, name, quantizers",
-    [
-        (LINEARS, "triton_w8a8_block_fp8_linear", {GROUPS, "per_token_group_quant_fp8"}),
-        (LINEARS, "deepgemm_w8a8_block_fp8_linear_with_fallback", {GROUPS}),
-        (LINEARS, "cutlass_w8a8_block_fp8_linear_with_fallback", {GROUPS + "_row_padded"}),
-        (KERNELS + "fp8_kernel.py", GROUPS, {RUN_GROUPS, "sglang_per_token_quant_fp8", "_per_token_group_quant_8bit_raw"}),
-        (KERNELS + "fp8_kernel.py", GROUPS + "_row_padded", {RUN_GROUPS, GROUPS}),
-        ("srt/layers/moe/moe_runner/triton_utils/fused_moe.py", "_fused_moe_kernel_sequence", {"per_token_group_quant"}),
-    ],
-)
+@pytest.mark.parametrize("file, name, quantizers", [
+    (LINEARS, "triton_w8a8_block_fp8_linear", {GROUPS, "per_token_group_quant_fp8"}),
+    (LINEARS, "deepgemm_w8a8_block_fp8_linear_with_fallback", {GROUPS}),
+    (LINEARS, "cutlass_w8a8_block_fp8_linear_with_fallback", {GROUPS + "_row_padded"}),
+    (KERNELS + "fp8_kernel.py", GROUPS, {RUN_GROUPS, "sglang_per_token_quant_fp8", "_per_token_group_quant_8bit_raw"}),
+    (KERNELS + "fp8_kernel.py", GROUPS + "_row_padded", {RUN_GROUPS, GROUPS}),
+    ("srt/layers/moe/moe_runner/triton_utils/fused_moe.py", "_fused_moe_kernel_sequence", {"per_token_group_quant"}),
+])  # fmt: skip
 def test_a_release_that_quantizes_elsewhere_is_noticed(file, name, quantizers):
     """`_per_token_group_quant_8bit_raw` is called only for dtypes other than E4M3, or if SGLang sees no CUDA."""
     assert quantizers_called_by(file, name) == quantizers
@@ -149,17 +146,14 @@ def layer_scale(dtype: torch.dtype = torch.float32, again: bool = False) -> torc
 TRITON = "triton_w8a8_block_fp8_linear"
 
 
-@pytest.mark.parametrize(
-    "method, scale, words",
-    [
-        (linear_method("fp8_blockscale_gemm_sm90"), layer_scale(), "fp8_blockscale_gemm_sm90's"),
-        (linear_method(TRITON, module="elsewhere"), layer_scale(), "triton_w8a8_block_fp8_linear's"),
-        (linear_method(TRITON, use_marlin=True), layer_scale(), "Marlin's or MXFP8's"),
-        (linear_method(TRITON, block_fp8_as_mxfp8=True), layer_scale(), "Marlin's or MXFP8's"),
-        (linear_method(TRITON), layer_scale(torch.int32), "packed ue8m0"),
-        (linear_method(TRITON), layer_scale(again=True), "packed ue8m0"),
-    ],
-)
+@pytest.mark.parametrize("method, scale, words", [
+    (linear_method("fp8_blockscale_gemm_sm90"), layer_scale(), "fp8_blockscale_gemm_sm90's"),
+    (linear_method(TRITON, module="elsewhere"), layer_scale(), "triton_w8a8_block_fp8_linear's"),
+    (linear_method(TRITON, use_marlin=True), layer_scale(), "Marlin's or MXFP8's"),
+    (linear_method(TRITON, block_fp8_as_mxfp8=True), layer_scale(), "Marlin's or MXFP8's"),
+    (linear_method(TRITON), layer_scale(torch.int32), "packed ue8m0"),
+    (linear_method(TRITON), layer_scale(again=True), "packed ue8m0"),
+])  # fmt: skip
 def test_a_live_layer_with_another_quantizer_says_so(monkeypatch, scale_format, method, scale, words):
     """`check_live_engine` refuses everything other than pow2 and fp32, with these words."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

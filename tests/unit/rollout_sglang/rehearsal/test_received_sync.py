@@ -25,17 +25,14 @@ def test_all_bytes_written_once():
     receive(live(), [make_chunk(LEFT), make_chunk(RIGHT, SCALES)])
 
 
-@pytest.mark.parametrize(
-    ("chunks", "fault"),
-    [
-        ([make_chunk(LEFT, RIGHT)], "s: a sync writes row 0, bytes 0..3 0 times"),
-        ([make_chunk(LEFT, SCALES)], "w: a sync writes row 0, bytes 6..15 0 times"),
-        ([make_chunk(LEFT, SCALES), make_chunk(("w", Rect(0, 3, 5, 5)))], "w: a sync writes row 5, bytes 6..15 0 times"),
-        ([make_chunk(LEFT, RIGHT), make_chunk(SCALES, ("w", Rect(2, 0, 1, 4)))], "w: a sync writes row 2, bytes 0..5 2 times"),
-        ([make_chunk(LEFT, RIGHT, ("s", Rect(0, 0, 5, 1)))], "s: rows 0..4 lie outside"),
-        ([make_chunk(LEFT, RIGHT, SCALES, ("gone", Rect(0, 0, 1, 1)))], "there is no tensor gone"),
-    ],
-)
+@pytest.mark.parametrize(("chunks", "fault"), [
+    ([make_chunk(LEFT, RIGHT)], "s: a sync writes row 0, bytes 0..3 0 times"),
+    ([make_chunk(LEFT, SCALES)], "w: a sync writes row 0, bytes 6..15 0 times"),
+    ([make_chunk(LEFT, SCALES), make_chunk(("w", Rect(0, 3, 5, 5)))], "w: a sync writes row 5, bytes 6..15 0 times"),
+    ([make_chunk(LEFT, RIGHT), make_chunk(SCALES, ("w", Rect(2, 0, 1, 4)))], "w: a sync writes row 2, bytes 0..5 2 times"),
+    ([make_chunk(LEFT, RIGHT, ("s", Rect(0, 0, 5, 1)))], "s: rows 0..4 lie outside"),
+    ([make_chunk(LEFT, RIGHT, SCALES, ("gone", Rect(0, 0, 1, 1)))], "there is no tensor gone"),
+])  # fmt: skip
 def test_a_fault_has_the_name_of_its_tensor(chunks: Sequence[Chunk], fault: str):
     with pytest.raises(ValueError, match=fault):
         receive(live(), chunks)

@@ -26,15 +26,12 @@ def gpu(monkeypatch):
         yield device
 
 
-@pytest.mark.parametrize(
-    ("rows", "dtype", "split", "told"),
-    [
-        (16, BF16, 2, ""),
-        (17, BF16, 2, "17 rows, compiled for 16"),
-        (16, torch.float16, 2, "is float16, not bfloat16"),
-        (16, BF16, 3, "in blocks of 3 columns"),
-    ],
-)
+@pytest.mark.parametrize(("rows", "dtype", "split", "told"), [
+    (16, BF16, 2, ""),
+    (17, BF16, 2, "17 rows, compiled for 16"),
+    (16, torch.float16, 2, "is float16, not bfloat16"),
+    (16, BF16, 3, "in blocks of 3 columns"),
+])  # fmt: skip
 def test_the_router_of_few_tokens(gpu, rows, dtype, split, told):
     n, k = 256, 7168
     run = jit._Module(("tiny_n_gemm", str(n), str(k), "16", str(split), "fp32", "1", "bf16")).run
@@ -48,15 +45,12 @@ def test_the_router_of_few_tokens(gpu, rows, dtype, split, told):
     assert told in str(refused.value)
 
 
-@pytest.mark.parametrize(
-    ("change", "told"),
-    [
-        ({"per_channel_quant": False}, "INT8 without a scale for each output"),
-        ({"a_scale_ptr": (16, 2)}, "a_scale_ptr is [16, 2]"),
-        ({"b_scale_ptr": (4, 512, 2)}, "b_scale_ptr is [4, 512, 2]"),
-        ({"b_ptr": (4, 512, 128)}, "b_ptr is [4, 512, 128]"),
-    ],
-)
+@pytest.mark.parametrize(("change", "told"), [
+    ({"per_channel_quant": False}, "INT8 without a scale for each output"),
+    ({"a_scale_ptr": (16, 2)}, "a_scale_ptr is [16, 2]"),
+    ({"b_scale_ptr": (4, 512, 2)}, "b_scale_ptr is [4, 512, 2]"),
+    ({"b_ptr": (4, 512, 128)}, "b_ptr is [4, 512, 128]"),
+])  # fmt: skip
 def test_experts_in_int8_refuse(gpu, change, told):
     shapes = {"a_ptr": (16, 256), "b_ptr": (4, 512, 256), "a_scale_ptr": (16, 1), "b_scale_ptr": (4, 512, 1)}
     given = {"use_int8_w8a8": True, "use_fp8_w8a8": False, "use_int8_w8a16": False, "per_channel_quant": True} | shapes | change
