@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from support.fp8_reference import random
 from support.largest_tensor import LargestTensor
 
 from megatron_rl.kernels import batch_invariant
@@ -17,10 +18,6 @@ def threads(request):
     torch.set_num_threads(request.param)
     yield request.param
     torch.set_num_threads(before)
-
-
-def random(*shape: int, seed: int) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def attention_inputs(heads: int, groups: int, width: int, values: int, batch: int = 3, tokens: int = 150):

@@ -28,20 +28,11 @@ def make(mode: str = "fp8_unified", high: str = "bf16", train: Layout | None = N
 
 def live_engine(high: str = "bfloat16") -> list[dict[str, EngineTensorSpec]]:
     """Return SGLang's tensors of `small_model()` at tp = 2, written by hand: 8 heads, 4 kv heads, hidden 256, ffn 1024, vocabulary 320."""
-    layer = {
-        "input_layernorm.weight": (high, (256,)),
-        "self_attn.qkv_proj.weight": ("float8_e4m3fn", (1024, 256)),
-        "self_attn.qkv_proj.weight_scale_inv": ("float32", (8, 2)),
-        "self_attn.q_norm.weight": (high, (128,)),
-        "self_attn.k_norm.weight": (high, (128,)),
-        "self_attn.o_proj.weight": ("float8_e4m3fn", (256, 512)),
-        "self_attn.o_proj.weight_scale_inv": ("float32", (2, 4)),
-        "post_attention_layernorm.weight": (high, (256,)),
-        "mlp.gate_up_proj.weight": ("float8_e4m3fn", (1024, 256)),
-        "mlp.gate_up_proj.weight_scale_inv": ("float32", (8, 2)),
-        "mlp.down_proj.weight": ("float8_e4m3fn", (256, 512)),
-        "mlp.down_proj.weight_scale_inv": ("float32", (2, 4)),
-    }
+    fp8 = {"self_attn.qkv_proj": (1024, 256), "self_attn.o_proj": (256, 512), "mlp.gate_up_proj": (1024, 256), "mlp.down_proj": (256, 512)}
+    layer = {f"{name}.weight": ("float8_e4m3fn", shape) for name, shape in fp8.items()}
+    layer |= {f"{name}.weight_scale_inv": ("float32", (rows // 128, cols // 128)) for name, (rows, cols) in fp8.items()}
+    layer |= {f"{name}_layernorm.weight": (high, (256,)) for name in ("input", "post_attention")}
+    layer |= {f"self_attn.{name}_norm.weight": (high, (128,)) for name in "qk"}
     tensors = {"model.embed_tokens.weight": (high, (160, 256)), "model.norm.weight": (high, (256,)), "lm_head.weight": (high, (160, 256))}
     tensors |= {f"model.layers.{index}.{name}": tensor for index in range(2) for name, tensor in layer.items()}
     return [{name: EngineTensorSpec(*tensor) for name, tensor in tensors.items()} for _ in range(2)]

@@ -10,7 +10,9 @@ import time
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+import psutil
 import pytest
+from support.processes import alive_after
 
 from megatron_rl.config.data import DataConfig, DataSourceConfig
 from megatron_rl.data.sets import read_problem_set
@@ -116,24 +118,11 @@ def test_a_busy_worker_dies_with_its_parent():
     receiver, parent_end = context.Pipe(duplex=False)
     parent = context.Process(target=keep_a_worker_busy, args=(parent_end,))
     parent.start()
-    pid = receiver.recv()
+    worker = psutil.Process(receiver.recv())
     time.sleep(0.3)
     parent.kill()
     parent.join(60)
-    assert _gone_within(pid, seconds=60)
-
-
-def _gone_within(pid: int, seconds: float) -> bool:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        try:
-            state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-        except (FileNotFoundError, ProcessLookupError):
-            return True
-        if state == "Z":  # dead; whether anyone reaps it depends on the machine's init
-            return True
-        time.sleep(0.05)
-    return False
+    assert alive_after([worker], 60) == []
 
 
 def test_workers_that_cannot_load_their_function_or_start_break_the_run(tmp_path, monkeypatch):

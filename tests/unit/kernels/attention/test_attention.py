@@ -4,16 +4,13 @@ import itertools
 
 import pytest
 import torch
+from support.fp8_reference import random
 
 from megatron_rl.kernels import batch_invariant
 from megatron_rl.kernels.attention import reference as packed_attention
 
 SHAPES = [(2, 2, 128, 128), (4, 2, 64, 64), (8, 1, 96, 64)]  # heads, key-value heads, width of q and k, width of v
 LENGTHS = [1, 5, 31, 32, 33, 64, 0, 70, 150, 40, 1]
-
-
-def random(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def row(heads: int, groups: int, width: int, values: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from support.fp8_reference import random
 from support.processes import call_in_fresh_process
 from support.tree_sums import check_kernel
 from support.triton_kernels import compile_for_hopper, in_interpreter, needs_triton
@@ -15,10 +16,6 @@ from megatron_rl.precision.fp8 import round_trip_1x128
 from parallel.row_sums import LEAF, halve, holds_node, list_merges
 
 DTYPES = [torch.float32, torch.bfloat16]
-
-
-def random(*shape: int, seed: int) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def cut(x: torch.Tensor, ranks: int) -> list[torch.Tensor]:

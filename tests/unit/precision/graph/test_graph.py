@@ -94,58 +94,48 @@ def every_layer(changed: LayerPrecision) -> PrecisionGraph:
     return decoder_graph(replace(decoder(), layers=dict.fromkeys(range(3), changed)))
 
 
+def differences(one: str, other: str, *edges: str) -> list[str]:
+    return [f"{edge} is {one} in the rollout, {other} in training" for edge in edges]
+
+
+KV = ("rope -> attention.core (k)", "qkv -> attention.core (v)")
 PLANTED = {
     "granularity": (
         changed(ROLLOUT, "layers.1.mlp.down", granularity="1x64"),
-        [
-            "layer 1: mlp.swiglu -> mlp.down (x) is e4m3 1x64 pow2 in the rollout, e4m3 1x128 pow2 in training",
-            "layer 1: mlp.down.weight -> mlp.down (weight) is e4m3 1x64 pow2 in the rollout, e4m3 128x128 pow2 in training",
-        ],
+        differences("e4m3 1x64 pow2", "e4m3 1x128 pow2", "layer 1: mlp.swiglu -> mlp.down (x)")
+        + differences("e4m3 1x64 pow2", "e4m3 128x128 pow2", "layer 1: mlp.down.weight -> mlp.down (weight)"),
     ),
     "scale format": (
         every_layer(layer(**{"mlp.gate_up": linear(False, replace(X, scale="fp32"))})),
-        ["layers 0..2: post_attention_norm -> mlp.gate_up (x) is e4m3 1x128 fp32 in the rollout, e4m3 1x128 pow2 in training"],
+        differences("e4m3 1x128 fp32", "e4m3 1x128 pow2", "layers 0..2: post_attention_norm -> mlp.gate_up (x)"),
     ),
     "an extra quantized layer": (
         decoder_graph(replace(decoder(), ends={**decoder().ends, "lm_head": linear(False)})),
-        [
-            "norm -> lm_head (x) is e4m3 1x128 pow2 in the rollout, bf16 in training",
-            "lm_head.weight -> lm_head (weight) is e4m3 128x128 pow2 in the rollout, bf16 in training",
-        ],
+        differences("e4m3 1x128 pow2", "bf16", "norm -> lm_head (x)")
+        + differences("e4m3 128x128 pow2", "bf16", "lm_head.weight -> lm_head (weight)"),
     ),
     "dtype": (
         changed(ROLLOUT, "layers.0.input_norm", dtype="fp32"),
-        [
-            "layer 0: input -> input_norm (x) is fp32 in the rollout, bf16 in training",
-            "layer 0: input_norm.weight -> input_norm (weight) is fp32 in the rollout, bf16 in training",
-        ],
+        differences("fp32", "bf16", "layer 0: input -> input_norm (x)", "layer 0: input_norm.weight -> input_norm (weight)"),
     ),
     "cache": (
         every_layer(replace(layer(), kv=TensorPrecision("e4m3", "tensor", "fp32"))),
-        [
-            "layers 0..2: attention.rope -> attention.core (k) is e4m3 tensor fp32 in the rollout, bf16 in training",
-            "layers 0..2: attention.qkv -> attention.core (v) is e4m3 tensor fp32 in the rollout, bf16 in training",
-        ],
+        differences("e4m3 tensor fp32", "bf16", *(f"layers 0..2: attention.{edge}" for edge in KV)),
     ),
-    "a missing layer": (decoder_graph(decoder(layers=2)), ["layer 2: input_norm is absent in the rollout, norm in training"]),
+    "a missing layer": (decoder_graph(decoder(layers=2)), differences("absent", "norm", "layer 2: input_norm")),
     "a bias": (
         every_layer(layer(**{"attention.qkv": linear(False).with_inputs(bias=HIGH)})),
-        ["layers 0..2: attention.qkv.bias is weight in the rollout, absent in training"],
+        differences("weight", "absent", "layers 0..2: attention.qkv.bias"),
     ),
-    "other experts": (
-        decoder_graph(decoder(experts=8)),
-        ["layers 0..2: mlp.experts.down is linear x8 in the rollout, absent in training"],
-    ),
-}  # fmt: skip
+    "other experts": (decoder_graph(decoder(experts=8)), differences("linear x8", "absent", "layers 0..2: mlp.experts.down")),
+}
 
 
 @pytest.mark.parametrize("plant", PLANTED)
 def test_a_planted_difference_is_named(plant):
     rollout, expected = PLANTED[plant]
     result = describe_differences(rollout, TRAINING)
-    assert set(expected) <= set(result)
-    if "absent" not in expected[0]:
-        assert result == expected
+    assert result == expected or ("absent" in expected[0] and set(expected) <= set(result))
 
 
 def latent_graph(trained: bool, absorbed: bool, read: TensorPrecision = HIGH) -> PrecisionGraph:
