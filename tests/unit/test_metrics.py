@@ -99,9 +99,14 @@ def test_readers_use_only_declared_names(file):
     assert not unknown, f"{file} reads {unknown}, which are not declared"
 
 
-def test_the_report_has_every_panel():
+def test_the_report_has_every_panel_and_the_longest_family_describes_its_members():
     panels = [panel.ylabel for plots in SECTIONS.values() for plot in plots for panel in plot.panels]
     assert sorted(panels) == sorted(group_by_panel(own_declarations()))
+    load = describe("memory/engine_train_mb")
+    assert (load.name, load.label, load.unit) == ("memory/engine_train_mb", "train", "MiB") and "“train”" in load.meaning
+    assert describe("memory/train_mb").panels == ("trainer (MiB)",)
+    assert describe("accuracy/source_a/b.c").meaning == "share of correct completions, set a/b.c"
+    assert describe("accuracy/level_") is describe("memory/train_gb") is describe("test/nothing") is None
 
 
 def test_invalid_declarations_are_refused(monkeypatch):
@@ -110,14 +115,6 @@ def test_invalid_declarations_are_refused(monkeypatch):
     for name, unit in (("test/mine", "number"), ("step", "number"), ("test/other", "parsec"), ("test/{}/{}", "number")):
         with pytest.raises(ValueError, match=f"metric {re.escape(name)} in {unit}"):
             declare(name, "what it means", unit)
-
-
-def test_the_longest_family_describes_its_members():
-    load = describe("memory/engine_train_mb")
-    assert (load.name, load.label, load.unit) == ("memory/engine_train_mb", "train", "MiB") and "“train”" in load.meaning
-    assert describe("memory/train_mb").panels == ("trainer (MiB)",)
-    assert describe("accuracy/source_a/b.c").meaning == "share of correct completions, set a/b.c"
-    assert describe("accuracy/level_") is describe("memory/train_gb") is describe("test/nothing") is None
 
 
 def test_each_undeclared_name_is_warned_of_once(recwarn):

@@ -78,12 +78,14 @@ def test_groups_with_a_gradient_are_kept_newest_first_then_by_the_largest_spread
     assert kept == [(1, 0.5, 0), (1, 0.25, 0), (0, 0.5, 1)]
 
 
-def test_whole_groups_are_spread_over_the_mini_batches():
+def test_whole_groups_are_spread_over_the_mini_batches_and_a_buffer_smaller_than_a_step_is_refused():
     buffer = ReplayBuffer(ReplayConfig(prompts_per_step=3))
     step(buffer, 0, [group(str(number), [0.0, 1.0]) for number in range(4)])
     mini_batches, _ = step(buffer, 1, [group(str(number), [1.0, 1.0]) for number in range(4)], updates=2)
     lags = [[sample.version_lags.tolist()[:1] for sample in mini_batch] for mini_batch in mini_batches]
     assert lags == [[[]] * 4 + [[1]] * 4, [[]] * 4 + [[1]] * 2]
+    with pytest.raises(ValueError, match=re.escape("buffer_size (2) must not be less than prompts_per_step (3)")):
+        ReplayConfig(prompts_per_step=3, buffer_size=2)
 
 
 class Run:
@@ -146,8 +148,3 @@ def test_a_file_holds_every_column(tmp_path):
         for loaded, original in zip(one.samples, two.samples, strict=True):
             assert content(loaded) == content(original)
     assert read[0].samples[0].routed_experts.dtype == torch.int16
-
-
-def test_a_buffer_smaller_than_a_step_is_refused():
-    with pytest.raises(ValueError, match=re.escape("buffer_size (2) must not be less than prompts_per_step (3)")):
-        ReplayConfig(prompts_per_step=3, buffer_size=2)

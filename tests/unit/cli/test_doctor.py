@@ -21,13 +21,19 @@ def pins(*names: str) -> dict[str, str]:
     return dict(re.findall(r"^([a-z0-9-]+)==([^+\s]+)", text, re.MULTILINE))
 
 
-def test_versions_match_the_requirements_and_pyproject():
+def test_the_pins_match_the_requirements_pyproject_the_engine_and_the_back_ends(monkeypatch):
     cpu, gpu = pins("-torch", "-common", ""), pins("-common", "-gpu")
     assert {name: cpu[name] for name in doctor.TESTED} == doctor.TESTED
     assert {name: gpu[name] for name in doctor.TESTED} == doctor.TESTED | doctor.GPU_PINNED
     assert set(doctor.NEEDED_PACKAGES) <= set(cpu) & set(gpu)
     (low, high) = re.search(r'requires-python = ">=3\.(\d+),<3\.(\d+)"', (ROOT / "pyproject.toml").read_text()).groups()
     assert [(3, minor) for minor in range(int(low), int(high))] == list(doctor.PYTHONS)
+    engine_pins = doctor_gpu.read_engine_pins()
+    assert set(engine_pins) == set(doctor_gpu.ENGINE_PINS)
+    assert {name: gpu_pins()[name] for name in engine_pins} == engine_pins
+    monkeypatch.setattr(requirements, "find_version", gpu_pins().get)
+    missing = [problem for backend in requirements.BACKENDS for problem, _ in requirements.find_missing(backend)]
+    assert not any("is not installed" in problem or "known versions" in problem for problem in missing), missing
 
 
 def test_this_machine_is_described_and_a_missing_package_is_an_error(monkeypatch):
@@ -57,11 +63,6 @@ def test_another_version_is_a_warning(monkeypatch, package, version, cuda, shown
     assert (row.name, row.found, row.status, row.advice.partition(",")[0]) == (package, shown, status, advice)
 
 
-def test_pitfalls_are_rows(monkeypatch):
-    monkeypatch.setenv("NVTE_FP8_BLOCK_SCALING_FP32_SCALES", "1")
-    assert ("NVTE_FP8_BLOCK_SCALING_FP32_SCALES", "warn") in [(fact.name, fact.status) for fact in doctor.inspect_pitfalls()]
-
-
 def test_apex_and_its_namesake_are_distinguished(monkeypatch, tmp_path):
     spec = ModuleSpec("apex", None, is_package=True)
     monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: spec)
@@ -71,7 +72,7 @@ def test_apex_and_its_namesake_are_distinguished(monkeypatch, tmp_path):
         assert doctor.inspect_apex().status == status and doctor.inspect_apex().found.startswith(start)
 
 
-def test_the_jobs_follow_the_machine(monkeypatch):
+def test_jobs_and_pitfalls_follow_the_machine(monkeypatch):
     def engine() -> str:
         return next(job.found for job in doctor.describe_jobs() if job.name == "engine's kernels")
 
@@ -80,6 +81,8 @@ def test_the_jobs_follow_the_machine(monkeypatch):
     monkeypatch.setattr(doctor, "find_gpu", lambda: "NVIDIA H200, 141 GB")
     monkeypatch.setattr(doctor, "find_cuda_build", lambda: "13.0")
     assert "CUDA kernels" in engine()
+    monkeypatch.setenv("NVTE_FP8_BLOCK_SCALING_FP32_SCALES", "1")
+    assert ("NVTE_FP8_BLOCK_SCALING_FP32_SCALES", "warn") in [(fact.name, fact.status) for fact in doctor.inspect_pitfalls()]
 
 
 def gpu_pins() -> dict[str, str]:
@@ -99,15 +102,6 @@ def test_the_pinned_installation_and_this_machine_have_no_problems(monkeypatch):
     assert doctor_gpu.find_pitfalls("13.0", "580.65.06") == []
     monkeypatch.setattr(doctor_gpu, "list_distributions", lambda: {"torch": "2.13.0", "sglang": "0.5.23"})
     assert doctor_gpu.find_pitfalls(None, None) == []
-
-
-def test_the_pins_match_the_engine_and_the_back_ends(monkeypatch):
-    engine_pins = doctor_gpu.read_engine_pins()
-    assert set(engine_pins) == set(doctor_gpu.ENGINE_PINS)
-    assert {name: gpu_pins()[name] for name in engine_pins} == engine_pins
-    monkeypatch.setattr(requirements, "find_version", gpu_pins().get)
-    missing = [problem for backend in requirements.BACKENDS for problem, _ in requirements.find_missing(backend)]
-    assert not any("is not installed" in problem or "known versions" in problem for problem in missing), missing
 
 
 VERSION, TORCH_PART, CU13 = "2.20.2", "transformer-engine-torch", "transformer-engine-cu13"
@@ -168,9 +162,15 @@ def test_each_problem_is_found(check):
         assert all(pitfall.fix for pitfall in pitfalls)
 
 
-def test_pins_are_read_from_requirements():
+def test_pins_and_the_release_of_the_compiler_are_read(tmp_path):
     lines = ["torch==2.14.1", "flashinfer_python[cu13]==0.7.2", "numpy", "torch==1; extra == 'old'", "openai==2.8.0"]
     assert doctor_gpu.parse_pins(lines) == ENGINE_PINS
+    nvcc = tmp_path / "bin" / "nvcc"
+    nvcc.parent.mkdir()
+    nvcc.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 12.9, V12.9.86'\n")
+    nvcc.chmod(0o755)
+    assert doctor_gpu.read_nvcc_release(str(tmp_path)) == doctor_gpu.read_nvcc_release(str(nvcc)) == "12.9"
+    assert doctor_gpu.read_nvcc_release(None) is None and doctor_gpu.read_nvcc_release(str(tmp_path / "no")) is None
 
 
 LOADING = "Traceback (most recent call last):\nImportError: /site/transformer_engine_torch.so: undefined symbol: "
@@ -189,12 +189,3 @@ def test_an_extension_built_for_another_torch_is_explained(monkeypatch):
     monkeypatch.setattr(doctor_gpu, "LOAD_STATEMENT", "raise ImportError('x.so: undefined symbol: _ZN3c10')")
     (pitfall,) = doctor_gpu.check_transformer_engine_import(machine)
     assert "another torch" in pitfall.found
-
-
-def test_the_release_of_the_compiler_is_read(tmp_path):
-    nvcc = tmp_path / "bin" / "nvcc"
-    nvcc.parent.mkdir()
-    nvcc.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 12.9, V12.9.86'\n")
-    nvcc.chmod(0o755)
-    assert doctor_gpu.read_nvcc_release(str(tmp_path)) == doctor_gpu.read_nvcc_release(str(nvcc)) == "12.9"
-    assert doctor_gpu.read_nvcc_release(None) is None and doctor_gpu.read_nvcc_release(str(tmp_path / "no")) is None

@@ -45,11 +45,15 @@ def mistake(load):
     return _mistake
 
 
-def test_values_come_from_the_file_or_defaults(load):
+def test_values_come_from_the_file_or_defaults_and_survive_a_round_trip_through_json(load):
     cfg = load(MODEL + "[train]\nsteps = 7\nlearning_rate = 1\n[data]\nsettings = {levels = [2, 3]}\n")
     assert cfg.model.path == Path("models/tiny")  # relative to the working directory
     assert (cfg.train.steps, cfg.train.learning_rate, cfg.rollout.group_size) == (7, 1.0, 8)
     assert cfg.data.settings == {"levels": [2, 3]} and cfg.environment is None
+    reward = RewardConfig(functions=(RewardFunctionConfig(name="math"), RewardFunctionConfig(name="exact")))
+    configs = [load_config(path, overrides) for path in (ROOT / "configs").glob("*.toml") for overrides in ([], ["--data.eval="])]
+    for config in [*configs, Config(model=ModelConfig(path=Path("m")), reward=reward)]:
+        assert Config.model_validate_json(json.dumps(config.model_dump(mode="json"))) == config
 
 
 @pytest.mark.parametrize(("overrides", "section", "key", "expected"), [
@@ -161,13 +165,6 @@ def test_missing_required_keys_toml_syntax_errors_and_unreadable_files(mistake, 
     (tmp_path / "binary.toml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(UserError, match="not a UTF-8 text file"):
         load_config(tmp_path / "binary.toml", [])
-
-
-def test_a_configuration_survives_a_round_trip_through_json(load):
-    reward = RewardConfig(functions=(RewardFunctionConfig(name="math"), RewardFunctionConfig(name="exact")))
-    configs = [load_config(path, overrides) for path in (ROOT / "configs").glob("*.toml") for overrides in ([], ["--data.eval="])]
-    for config in [*configs, Config(model=ModelConfig(path=Path("m")), reward=reward)]:
-        assert Config.model_validate_json(json.dumps(config.model_dump(mode="json"))) == config
 
 
 def test_hosts_are_addresses_of_single_interfaces(load, mistake):

@@ -116,12 +116,9 @@ def test_offline_names_the_file_missing_in_the_cache(hub, monkeypatch, tmp_path)
     assert refusal(pinned) == f"HF_HUB_OFFLINE is set, and model.safetensors is not in {tmp_path / 'cache'}; {fix}"
 
 
-def test_an_unreachable_hub_is_refused(model, tmp_path, monkeypatch):
+def test_an_unreachable_hub_is_refused_and_a_local_folder_returned_unchanged(model, tmp_path, monkeypatch):
     with serve_hub() as hub:
         pass
     hub.use(monkeypatch, tmp_path / "cache")
     assert re.match(rf"cannot be downloaded from {hub.url} \(.*refused.*\), and is not in the cache; check the network", refusal(NAME))
-
-
-def test_a_local_folder_is_returned_unchanged(model):
     assert pin_hub_model(model) == model == fetch_model(model, "--checkpoint") == ModelConfig(path=model).folder

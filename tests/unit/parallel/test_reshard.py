@@ -239,13 +239,17 @@ def test_a_boundary_that_cuts_blocks_is_refused(case, start, words):
     assert str(caught.value).startswith(f"model.layers.0.{start}") and words in str(caught.value) and caught.value.fix
 
 
-def test_heads_of_64_in_the_parameters_own_order_are_refused_in_fp8_and_moved_in_bf16():
+def test_heads_of_64_in_their_own_order_are_refused_in_fp8_and_so_is_a_region_without_a_source():
     """The k rows of a group would start inside a block of linear_qkv."""
     geometry = small_model(head_dim=64, heads=4, kv_heads=4)
     sources, targets = build_trainer_shards(geometry, Layout()), build_engine_shards(geometry, 1)
     with pytest.raises(GeometryError, match="model.layers.0.self_attn.q_proj.weight = rows 0..64, .* at its row 0"):
         reshard(sources, targets, as_fp8)
     assert reshard(sources, targets, as_bf16)
+    case = Case(small_model(), Layout(pp=2), 1)
+    line = "model.embed_tokens.weight = 76800 elements: no source holds what model.embed_tokens.weight of rank 0"
+    with pytest.raises(GeometryError, match=line):
+        reshard({1: source_shards(case)[1]}, target_shards(case), as_fp8)
 
 
 def test_a_partial_block_at_the_end_of_a_tensor_is_allowed():
@@ -255,13 +259,6 @@ def test_a_partial_block_at_the_end_of_a_tensor_is_allowed():
     expected = slow_cut.cut_all(target_shards(case), source)
     filled, _ = slow_cut.carry_out(plan_case(case), slow_cut.cut_all(source_shards(case), source), expected)
     slow_cut.assert_same(filled, expected)
-
-
-def test_a_region_without_a_source_is_refused():
-    case = Case(small_model(), Layout(pp=2), 1)
-    line = "model.embed_tokens.weight = 76800 elements: no source holds what model.embed_tokens.weight of rank 0"
-    with pytest.raises(GeometryError, match=line):
-        reshard({1: source_shards(case)[1]}, target_shards(case), as_fp8)
 
 
 def test_planning_qwen3_235b_from_128_to_64_ranks_takes_seconds():

@@ -113,14 +113,7 @@ def test_a_layout_that_cuts_fp8_blocks(workplace, monkeypatch, ranks, overrides)
         check_run(load_config(workplace / "run.toml", [*overrides, *settings]))
 
 
-def test_a_checkpoint_of_another_kind(workplace):
-    write_config(workplace, model_type="mamba")
-    assert refused() == f"config.json model_type = 'mamba': is not a supported model family; use one of {', '.join(FAMILIES)}"
-    write_config(workplace, head_dim="absent")
-    assert refused().startswith("config.json head_dim: is missing")
-
-
-def test_weights_that_are_not_those_of_the_config(workplace):
+def test_weights_that_are_not_those_of_the_config_and_a_model_of_another_kind(workplace):
     file = workplace / "model" / "model.safetensors"
     tensors = list_tensors(make_hf_config(ArchitectureConfig(), 0, "fp32"))
     write_sparse_safetensors(file, {**tensors, "model.layers.2.mlp.gate_proj.weight": ("F32", [512, 256])})
@@ -129,6 +122,10 @@ def test_weights_that_are_not_those_of_the_config(workplace):
     assert "tensor model.norm.weight is missing" in refused()
     file.unlink()
     assert refused() == "model.path = 'model': holds neither model.safetensors nor its index; name a folder with safetensors weights"
+    write_config(workplace, model_type="mamba")
+    assert refused() == f"config.json model_type = 'mamba': is not a supported model family; use one of {', '.join(FAMILIES)}"
+    write_config(workplace, head_dim="absent")
+    assert refused().startswith("config.json head_dim: is missing")
 
 
 def test_an_fp8_checkpoint_of_another_scale_format_or_with_a_broken_scale(workplace):

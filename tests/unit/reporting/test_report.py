@@ -173,14 +173,6 @@ def test_broken_run_is_shown_as_broken(tmp_path: Path):
     assert "finished" not in page.text[page.text.index("✗ broken", page.text.index("@media print")) :]
 
 
-def test_few_rows(tmp_path: Path):
-    synced = {"step": 0, "eval/accuracy": 0.4, "sync/tensors": 4, "sync/proved": 4, "sync/bytes": 0.0, "time/sync": 0.1}
-    for rows, drawings in (([], 0), ([synced], 3)):
-        page = Page(write_report(make_run(tmp_path, rows, "running")))
-        assert headline(rows) in page.text and "Not measured: " in page.text
-        assert page.tags.count("svg") == drawings
-
-
 def test_what_is_missing_of_a_run_is_said(tmp_path: Path):
     """A sync without its full proof, a value that is not finite, a torn line."""
     rows = full_rows()
@@ -226,7 +218,7 @@ def test_a_run_without_declarations_shows_its_values_and_says_what_is_left_out(t
     assert page.tags.count("svg") == 0 and "length/truncated" in page.text and "Held-out accuracy rose" in page.text
 
 
-def test_bad_folders(tmp_path: Path):
+def test_bad_folders_are_refused_and_few_rows_are_drawn(tmp_path: Path):
     with pytest.raises(UserError, match="RUN_DIR"):
         write_report(tmp_path / "absent")
     with pytest.raises(UserError, match=r"RUN_DIR.*run\.json"):
@@ -234,6 +226,11 @@ def test_bad_folders(tmp_path: Path):
     with pytest.raises(UserError, match="row 1 has a step that is not an integer"):
         write_report(make_run(tmp_path, [{"reward/mean": 1.0}]))
     assert not list(tmp_path.glob("report.html*"))
+    synced = {"step": 0, "eval/accuracy": 0.4, "sync/tensors": 4, "sync/proved": 4, "sync/bytes": 0.0, "time/sync": 0.1}
+    for rows, drawings in (([], 0), ([synced], 3)):
+        page = Page(write_report(make_run(tmp_path, rows, "running")))
+        assert headline(rows) in page.text and "Not measured: " in page.text
+        assert page.tags.count("svg") == drawings
 
 
 def test_many_levels_or_sets_have_labels_of_their_own_and_long_runs_stay_small():

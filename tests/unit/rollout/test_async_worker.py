@@ -178,17 +178,13 @@ def test_over_sampling_does_not_wait_for_the_slowest_until_it_was_aborted_once()
     assert run.sampling == [{"sampling/aborted": 1.0}] * 2
 
 
-def test_answers_that_end_early_are_scored_while_others_run():
+def test_answers_are_scored_and_the_next_groups_run_while_the_longest_answer_does():
     run = Run(0, 1)
     run.ahead.begin(0)  # problem 0 takes long, problem 1 does not
     until(lambda: run.scored == ["1"], 60, "what was begun")
     run.step(0)
     run.ahead.close()
     assert run.scored == ["1", "0"] and run.trained == [["0", "1"]]
-
-
-def test_the_next_steps_groups_run_while_the_longest_answer_of_this_step_does():
-    """A step barrier would leave the engine with a single completion."""
     run = Run(2, 9)
     run.ahead.begin(0)
     until(lambda: sorted(run.engine.ended) == [1, 2, 3, 4, 5], 60, "what was begun")

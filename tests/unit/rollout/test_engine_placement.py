@@ -56,16 +56,6 @@ def launchers(monkeypatch):
     return set_lines
 
 
-def test_engines_are_spread_evenly_in_order(launchers):
-    launchers("", "srun --nodelist=node2")
-    assert [place_engine(config().rollout, number) for number in range(4)] == [
-        [EnginePlacement("10.0.0.5", "", 0)],
-        [EnginePlacement("10.0.0.5", "", 1)],
-        [EnginePlacement("10.0.0.6", "srun --nodelist=node2", 0)],
-        [EnginePlacement("10.0.0.6", "srun --nodelist=node2", 1)],
-    ]
-
-
 def test_the_nodes_of_an_engine_meet_at_its_first(launchers, monkeypatch):
     """Four nodes: engines 0 and 1 run on the first two, 2 and 3 on the last two."""
     launchers("", "srun b", "srun c", "srun d")
@@ -101,11 +91,18 @@ def test_nodes_on_one_machine_share_its_cores(launchers, monkeypatch):
     assert nodes[0][0][nodes[0][0].index("--dist-init-addr") + 1].startswith("127.0.0.1:"), "no other machine is to reach it"
 
 
-def test_without_a_word_all_engines_are_on_this_machine(launchers):
+def test_engines_are_on_this_machine_by_default_and_are_spread_evenly_in_order(launchers):
     local = config(2, hosts=("127.0.0.1",), transport="shared_memory")
     check_devices(local)
     expected = [[EnginePlacement(index=index)] for index in range(2)]
     assert [place_engine(local.rollout, number) for number in range(2)] == expected
+    launchers("", "srun --nodelist=node2")
+    assert [place_engine(config().rollout, number) for number in range(4)] == [
+        [EnginePlacement("10.0.0.5", "", 0)],
+        [EnginePlacement("10.0.0.5", "", 1)],
+        [EnginePlacement("10.0.0.6", "srun --nodelist=node2", 0)],
+        [EnginePlacement("10.0.0.6", "srun --nodelist=node2", 1)],
+    ]
 
 
 def test_devices_are_counted_from_the_first_of_each_node(launchers, monkeypatch):
@@ -163,13 +160,10 @@ def maps(tmp_path):
     return tmp_path / "maps"
 
 
-def test_the_runtime_is_the_one_that_torch_has_loaded(maps):
+def test_an_engine_finds_the_runtime_that_torch_has_loaded_and_releases_graphs(maps, monkeypatch):
     assert str(memory_saver.find_cuda_runtime("13.0", maps)) == "/site/nvidia/cu13/lib/libcudart.so.13.0.96"
     assert str(memory_saver.find_cuda_runtime("12.9", maps).parent) == "/with a space"
     assert memory_saver.find_cuda_runtime("14.0", maps) is None and memory_saver.find_cuda_runtime("13.0") is None
-
-
-def test_an_engine_finds_the_runtime_and_releases_graphs(maps, monkeypatch):
     find = memory_saver.find_cuda_runtime
     monkeypatch.setattr(memory_saver, "find_cuda_runtime", lambda cuda: find(cuda, maps))
     variables = memory_saver.make_environment({"LD_LIBRARY_PATH": "/other:"}, "13.0")

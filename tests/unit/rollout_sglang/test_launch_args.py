@@ -49,12 +49,16 @@ def test_deep_gemm_is_not_compiled_beforehand_unless_the_user_says_so(start, mon
     assert start("fp8_unified")[1][PRECOMPILE] == "true"
 
 
-def test_a_cache_in_e4m3_has_the_attention_that_rounds_nothing_else(start):
+def test_caches_in_e4m3_have_the_attention_that_rounds_nothing_else_and_the_prefix_cache_is_on_by_default(start):
     arguments, environment = start(kv="e4m3_per_layer")
     assert environment["MEGATRON_RL_KV"] == "e4m3_per_layer"
     options = dict(pairwise(arguments))
     assert options["--kv-cache-dtype"] == "fp8_e4m3" and options["--attention-backend"] == "flashinfer"
     assert not {"--kv-cache-dtype", "--attention-backend"} & set(start()[0])
+    arguments, _ = start()
+    assert "--disable-radix-cache" not in arguments and "--chunked-prefill-size" not in arguments
+    arguments, _ = start(rollout={"enable_prefix_caching": False, "chunked_prefill_size": 512})
+    assert "--disable-radix-cache" in arguments and arguments[arguments.index("--chunked-prefill-size") + 1] == "512"
 
 
 def test_only_an_empty_engine_loads_no_weights_cuda_graphs_stay_on_and_arguments_of_a_benchmark_come_last(start):
@@ -66,13 +70,6 @@ def test_only_an_empty_engine_loads_no_weights_cuda_graphs_stay_on_and_arguments
     assert (option, value) in pairwise(start()[0])
     arguments = start(rollout={"sglang": {"cuda_graph_backend_prefill": "full"}})[0]
     assert arguments.count(option) == 1 and (option, "full") in pairwise(arguments)
-
-
-def test_the_prefix_cache_is_on_and_chunks_are_sglangs_unless_the_user_says_so(start):
-    arguments, _ = start()
-    assert "--disable-radix-cache" not in arguments and "--chunked-prefill-size" not in arguments
-    arguments, _ = start(rollout={"enable_prefix_caching": False, "chunked_prefill_size": 512})
-    assert "--disable-radix-cache" in arguments and arguments[arguments.index("--chunked-prefill-size") + 1] == "512"
 
 
 def test_only_an_engine_that_shares_devices_releases_its_memory(start, monkeypatch):

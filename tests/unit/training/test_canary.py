@@ -52,10 +52,12 @@ def changed(token: int, by: float) -> np.ndarray:
     return values
 
 
-def test_engines_that_drew_the_same_tokens_cost_the_trainer_one_sample_a_prompt(monkeypatch):
+def test_engines_that_drew_the_same_tokens_cost_one_sample_a_prompt_and_nan_is_a_difference(monkeypatch):
     assert run(monkeypatch) == (0.0, 2)
     drawn = {"output_ids_T": np.array([9, 8, 7, 6], np.int32)}
     assert run(monkeypatch, {(1, 0): drawn}) == (0.0, 3)
+    with pytest.raises(RunError, match="log p is nan in the engine"):
+        run(monkeypatch, {(0, 1): {"logprobs_T": changed(1, float("nan"))}}, bound=1e9)
 
 
 @pytest.mark.parametrize("token, line", [
@@ -67,11 +69,6 @@ def test_a_difference_names_engine_prompt_position_and_phase(monkeypatch, token,
     with pytest.raises(RunError, match=f"^the canary fails: engine 1, {line}"):
         run(monkeypatch, answers)
     assert run(monkeypatch, answers, bound=0.5) == (0.5, 2)
-
-
-def test_a_number_that_is_none_is_a_difference_under_any_bound(monkeypatch):
-    with pytest.raises(RunError, match="log p is nan in the engine"):
-        run(monkeypatch, {(0, 1): {"logprobs_T": changed(1, float("nan"))}}, bound=1e9)
 
 
 @pytest.mark.parametrize("change, line", [

@@ -44,13 +44,16 @@ def _problems(count: int) -> list[Problem]:
     return [Problem(str(index), "?", str(index)) for index in range(count)]
 
 
-def test_rewards_come_in_the_order_of_the_samples():
+def test_rewards_come_in_order_and_the_timeout_counts_for_each_sample_not_for_its_chunk():
     problems = _problems(300)
     texts = [f"#{problem.answer}" if index % 3 else "#-1" for index, problem in enumerate(problems)]
     with pool_of("examples.arithmetic.reward:reward", 3, 5.0) as pool:
         for _ in range(2):
             assert [reward.correct for reward in judged(pool, texts, problems)] == [bool(index % 3) for index in range(300)]
         assert judged(pool, [], []) == []
+    with pool_of(HOSTILE, 1, 1.5) as pool:
+        rewards = judged(pool, ["slow"] * 8, _problems(8))
+    assert [reward.error for reward in rewards] == [""] * 8
 
 
 @pytest.mark.parametrize("text, error", [
@@ -73,12 +76,6 @@ def test_a_bad_sample_costs_only_itself(text, error):
         assert rewards[5] == rewards[23] == Reward(0.0, False, error)
         assert [reward for number, reward in enumerate(rewards) if number not in (5, 23)] == [Reward(1.0, True)] * 38
         assert judged(pool, ["0"], problems[:1])[0].correct
-
-
-def test_the_timeout_counts_for_each_sample_not_for_its_chunk():
-    with pool_of(HOSTILE, 1, 1.5) as pool:
-        rewards = judged(pool, ["slow"] * 8, _problems(8))
-    assert [reward.error for reward in rewards] == [""] * 8
 
 
 def test_a_worker_imports_little_ignores_ctrl_c_and_costs_no_sample_if_it_is_killed_while_idle():

@@ -35,12 +35,15 @@ def test_every_number_of_ranks_and_rows_gives_the_same_bits(leaves, columns, dty
                 assert torch.equal(tree.add(parts), whole[:rows]), (rows, ranks)
 
 
-def test_quantized_inputs_too():
+def test_quantized_inputs_too_and_a_sum_of_few_numbers_is_one_leaf():
     x, weight = random(20, 4 * LEAF, seed=0), random(64, 4 * LEAF, seed=1).to(torch.bfloat16).float()
     whole = fprop_by_tree(x, weight, "pow2")
     assert torch.equal(fprop_by_tree(x, weight.bfloat16(), "pow2"), whole)  # as an engine keeps values
     torch.testing.assert_close(whole, round_trip_1x128(x, "pow2") @ weight.t(), rtol=1e-4, atol=1e-3)
     assert torch.equal(tree.add([fprop_by_tree(*parts, "pow2") for parts in zip(cut(x, 4), cut(weight, 4), strict=True)]), whole)
+    x, weight = random(16, 96, seed=0), random(40, 96, seed=1)
+    assert torch.equal(tree.multiply(x, weight), x @ weight.t())
+    assert not holds_node(96, 1) and not holds_node(3 * LEAF, 2) and not holds_node(3 * LEAF, 3) and holds_node(4 * LEAF, 4)
 
 
 @given(st.integers(1, 12), st.integers(0, 3))
@@ -54,12 +57,6 @@ def test_a_node_adds_its_halves(leaves, power):
 
     parts = [tree.add(list(part)) for part in values.chunk(2**power)]
     assert tree.add(parts) == add(values.tolist())
-
-
-def test_a_sum_of_few_numbers_is_one_leaf():
-    x, weight = random(16, 96, seed=0), random(40, 96, seed=1)
-    assert torch.equal(tree.multiply(x, weight), x @ weight.t())
-    assert not holds_node(96, 1) and not holds_node(3 * LEAF, 2) and not holds_node(3 * LEAF, 3) and holds_node(4 * LEAF, 4)
 
 
 @pytest.mark.parametrize("vocabulary", [151936 // 16, 4096, 1001])

@@ -105,16 +105,13 @@ def test_an_error_of_nccl_is_raised(link):
     assert not any(work.ordered for work in group.works)
 
 
-def test_error_handling_is_set_for_this_group_only(link, monkeypatch):
+def test_error_handling_is_set_for_this_group_only_and_waiting_for_a_missing_member_times_out(link, monkeypatch):
     group = link[0]._group._group
     assert group.handling == "2" and group.seconds == 0.2 and nccl._ERROR_HANDLING not in os.environ
     monkeypatch.setenv(nccl._ERROR_HANDLING, "1")
     store = dist.HashStore()
     nccl.NcclGroup(store, 0, 1, 0.2)
     assert os.environ[nccl._ERROR_HANDLING] == "1"
-
-
-def test_waiting_for_a_missing_member_times_out(monkeypatch):
     monkeypatch.setattr(dist, "ProcessGroupNCCL", FakeNccl, raising=False)
     with pytest.raises(RuntimeError):
         nccl.NcclGroup(dist.HashStore(), 0, 2, 0.05)

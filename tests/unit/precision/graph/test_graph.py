@@ -161,11 +161,14 @@ def test_latent_attention_shows_what_multiplies_with_kv_b(absorbed, weights):
     )
 
 
-def test_equal_layers_are_folded():
+def test_equal_layers_are_folded_and_formats_have_words():
     assert [numbers for numbers, _ in fold_layers(split_by_layer(TRAINING))] == [(), (0, 1, 2)]
     other = changed(decoder_graph(decoder(layers=5)), "layers.3.mlp.down", scale="fp32")
     assert [part["part"] for part in fold_to_json(other)] == ["model", "layers 0..2, 4", "layer 3"]
     assert format_title([7]) == "layer 7" and format_title([1, 2, 3, 5, 7, 8]) == "layers 1..3, 5, 7..8"
+    assert str(X) == "e4m3 1x128 pow2" and str(HIGH) == "bf16"
+    assert [str(unquantized_format(torch.empty(1, dtype=dtype))) for dtype in (torch.bfloat16, torch.int8)] == ["bf16", "int8"]
+    assert common_format([X, X]) == X and common_format([X, HIGH]) not in (X, HIGH)
 
 
 def test_graphs_are_whole_and_survive_json():
@@ -185,7 +188,7 @@ def test_graphs_are_whole_and_survive_json():
     assert len(describe_differences(PrecisionGraph((), ()), one_layer)) == len(one_layer.nodes)
 
 
-def test_pipeline_stages_make_the_whole_graph():
+def test_pipeline_stages_make_the_whole_graph_and_ranks_that_disagree_are_refused():
     whole = decoder(layers=4, trained=True)
     last_ends = {name: operator for name, operator in whole.ends.items() if name != "embedding"}
     first = replace(whole, layers={0: whole.layers[0], 1: whole.layers[1]}, ends={"embedding": whole.ends["embedding"]})
@@ -193,9 +196,6 @@ def test_pipeline_stages_make_the_whole_graph():
     result, expected = merge_graphs([decoder_graph(first), decoder_graph(last)]), decoder_graph(whole)
     assert set(result.nodes) == set(expected.nodes)
     assert set(result.edges) == set(expected.edges)
-
-
-def test_ranks_that_disagree_are_refused():
     with pytest.raises(RunError, match=r"layers.1.mlp.swiglu -> layers.1.mlp.down \(x\): e4m3 1x128 pow2 and e4m3 1x128 fp32"):
         merge_graphs([ROLLOUT, changed(ROLLOUT, "layers.1.mlp.down", scale="fp32")])
     with pytest.raises(RunError, match="norm: norm and layer_norm"):
@@ -242,12 +242,6 @@ def test_int8_weights_have_a_scale_per_channel():
     for other in (torch.ones(256, 3), torch.ones(100, 1), torch.ones(()), torch.ones(4, 256, 1)):
         with pytest.raises(ValueError, match="must have one scale per output channel"):
             channel_format(torch.zeros(256, 384, dtype=torch.int8), other)
-
-
-def test_formats_in_words():
-    assert str(X) == "e4m3 1x128 pow2" and str(HIGH) == "bf16"
-    assert [str(unquantized_format(torch.empty(1, dtype=dtype))) for dtype in (torch.bfloat16, torch.int8)] == ["bf16", "int8"]
-    assert common_format([X, X]) == X and common_format([X, HIGH]) not in (X, HIGH)
 
 
 def test_the_drawing_and_the_tables_show_every_forward_edge_and_red_only_for_differences():

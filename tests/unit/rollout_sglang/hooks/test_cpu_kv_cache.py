@@ -130,11 +130,15 @@ def test_the_cache_of_a_cpu_holds_units(attention):
         assert torch.equal(cpu_kv_cache.read_rows(buffer.view(pool.dtype), rows, 16).view(3, 2, 16), wanted)
 
 
-def test_a_cache_that_is_written_elsewhere_is_refused(attention):
+def test_a_cache_that_is_written_elsewhere_and_an_attention_that_rounds_queries_are_refused(attention):
     q = torch.ones(1, 4)
     for k, named in ((None, {}), (q, {"k_rope": q}), (q, {"save_kv_cache": False})):
         with pytest.raises(NotImplementedError, match="written elsewhere"):
             kv_cache_scales.attend_in_units(RadixAttention.forward, attention, q, k, q, None, **named)
+    kv_cache_scales.check_backend(type("FlashInferAttnBackend", (), {})())
+    for name in ("FlashAttentionBackend", "TritonAttnBackend", "FlashInferMLAAttnBackend"):
+        with pytest.raises(ValueError, match=f"SGLang's {name} is not known to leave queries"):
+            kv_cache_scales.check_backend(type(name, (), {})())
 
 
 @pytest.mark.parametrize("name, stale", [("k_scale_float", 0.5), ("v_scale_float", 2.0), ("v_scale", torch.tensor(0.25))])
@@ -147,13 +151,6 @@ def test_a_stale_copy_that_kernels_would_read_is_named(attention, name, stale):
         ValueError, match=rf"^attn\.{name} is {float(stale)}, not 1: kernels would multiply by it in addition to attn\.kv_scales$"
     ):
         kv_cache_scales.check_copies(model)
-
-
-def test_an_attention_that_rounds_queries_is_refused(attention):
-    kv_cache_scales.check_backend(type("FlashInferAttnBackend", (), {})())
-    for name in ("FlashAttentionBackend", "TritonAttnBackend", "FlashInferMLAAttnBackend"):
-        with pytest.raises(ValueError, match=f"SGLang's {name} is not known to leave queries"):
-            kv_cache_scales.check_backend(type(name, (), {})())
 
 
 @pytest.mark.parametrize("file, line", [

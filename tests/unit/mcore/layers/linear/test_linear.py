@@ -38,13 +38,10 @@ def test_only_quantized_columns_are_kept_and_nothing_if_the_weight_is_frozen(nam
     assert find_saved(name, torch.randn(T, K).bfloat16().requires_grad_(), learns=False) == []
 
 
-def test_the_reference_keeps_the_input_itself():
+def test_the_reference_keeps_the_input_itself_and_padding_copies_only_if_zeros_are_missing():
     x = torch.randn(T, K).bfloat16().requires_grad_()
     (saved,) = find_saved("emulated", x, learns=True)
     assert saved.data_ptr() == x.data_ptr()
-
-
-def test_padding_copies_only_where_zeros_are_missing():
     x = torch.randn(T, K)
     assert append_zeros(x, -2, 0) is x and append_zeros(x[:150], -2, 10).shape == (160, K)
 

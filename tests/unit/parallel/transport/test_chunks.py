@@ -1,4 +1,4 @@
-"""Packing chunks and their deltas: all bytes are covered once, encoding is lossless, and a wrong base changes the digest."""
+"""Chunks and their deltas: bounded and complete, every byte arrives once, encoding is lossless, and a wrong base changes the digest."""
 
 from __future__ import annotations
 
@@ -11,18 +11,22 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.geometries import SMALL_MOE, small_model
+from support.geometries import SMALL_MOE, plan_case, small_model, source_shards, target_shards
+from support.golden import slow_cut
+from support.golden.slow_cut import Case, as_fp8, cases
 
 from megatron_rl.config import PrecisionConfig
 from megatron_rl.config.sync import SyncConfig
 from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.sync.delta import DeltaBase
 from megatron_rl.sync.plan import SyncPlan
-from parallel.chunking import Chunk
+from parallel.chunking import Chunk, clip_transfer, make_chunks
 from parallel.digest import digest, digest_all, flat_bytes, make_stored_tensors, view_bytes
+from parallel.formats import BF16, FP8, TensorFormat
 from parallel.layout import Layout
 from parallel.megatron_shards import build_trainer_shards
 from parallel.model_geometry import ModelGeometry
+from parallel.reshard import Transfer, list_stored_tensors
 from parallel.shards import Rect, Shard
 from parallel.transport import TRANSPORTS
 from parallel.transport.pack import (
@@ -34,6 +38,67 @@ from parallel.transport.pack import (
     make_source_packer,
     make_target_packer,
 )
+
+
+def whole(name: str, rows: int, cols: int, format: TensorFormat) -> Transfer:
+    return Transfer(0, name, Rect(0, 0, rows, cols), 0, name, Rect(0, 0, rows, cols), format)
+
+
+@given(st.data())
+def test_every_row_of_every_tensor_lies_in_one_chunk_of_bounded_size(data):
+    itemsize = {FP8: 1, BF16: 2, FP8.scale: 4}
+    shape = st.tuples(st.integers(1, 40), st.integers(1, 12), st.sampled_from(list(itemsize)))
+    shapes = data.draw(st.lists(shape, min_size=1, max_size=8))
+    transfers = [whole(f"p{index}", *shape) for index, shape in enumerate(shapes)]
+    limit = data.draw(st.integers(48, 300))
+    rows: dict[str, list[int]] = {transfer.target: [] for transfer in transfers}
+    end = 0
+    for chunk in make_chunks(transfers, limit):
+        assert chunk.sources == chunk.targets and chunk.offset == end
+        end += chunk.nbytes
+        nbytes = 0
+        for name, rect in chunk.targets:
+            format, cols = next((transfer.format, transfer.target_rect.cols) for transfer in transfers if transfer.target == name)
+            assert rect.rows > 0 and (rect.col, rect.cols) == (0, cols)
+            nbytes += rect.rows * cols * itemsize[format]
+            rows[name] += range(rect.row, rect.row + rect.rows)
+        assert 0 < nbytes == chunk.nbytes <= limit
+    assert rows == {transfer.target: list(range(transfer.target_rect.rows)) for transfer in transfers}
+
+
+def test_a_row_larger_than_a_chunk_is_refused_and_transfers_are_clipped():
+    with pytest.raises(ValueError, match="one row of wide.weight is 1024 bytes, a chunk holds 1000"):
+        make_chunks([whole("wide.weight", 3, 512, BF16)], 1000)
+    assert len(make_chunks([whole("wide.weight", 3, 512, BF16)], 1024)) == 3
+    transfer = Transfer(0, "a", Rect(100, 7, 10, 5), 0, "b", Rect(10, 3, 10, 5), FP8)
+    assert clip_transfer(transfer, 0, 10) is clip_transfer(transfer, 20, 25) is None  # rows before the transfer; rows after it
+    for start, end, row, rows in ((0, 11, 0, 1), (12, 16, 2, 4), (18, 27, 8, 2)):
+        assert clip_transfer(transfer, start, end) == (Rect(100 + row, 7, rows, 5), Rect(10 + row, 3, rows, 5))
+
+
+def test_an_fp8_weight_is_stored_as_two_tensors_and_a_vector_as_one():
+    stored = list_stored_tensors(target_shards(Case(small_model(), Layout(), 1))[0], as_fp8)
+    assert stored["model.norm.weight"] == (BF16, (256,))
+    assert stored["model.layers.0.mlp.down_proj.weight"] == (FP8, (256, 1024))
+    assert stored["model.layers.0.mlp.down_proj.weight_scale_inv"] == (FP8.scale, (2, 8))
+
+
+@given(cases(), st.integers(1, 5))
+def test_tiny_chunks_deliver_the_same_bytes(case, times):
+    source = slow_cut.checkpoint(case.model)
+    sources = slow_cut.cut_all(source_shards(case), source)
+    expected = slow_cut.cut_all(target_shards(case), source)
+    assert all(list_stored_tensors(shards, as_fp8).keys() == expected[rank].keys() for rank, shards in target_shards(case).items())
+    engine = {rank: {name: np.zeros_like(array) for name, array in arrays.items()} for rank, arrays in expected.items()}
+    limit = 16 * times * max(array[0].nbytes for arrays in expected.values() for array in arrays.values())
+    chunks = make_chunks(plan_case(case), limit)  # most chunks end inside a parameter
+    assert len(chunks) > 1
+    for chunk in chunks:
+        assert chunk.nbytes <= limit
+        for (from_name, a), (to_name, b) in zip(chunk.sources, chunk.targets, strict=True):
+            values = sources[chunk.source][from_name][a.row : a.row + a.rows, a.col : a.col + a.cols]
+            engine[chunk.target][to_name][b.row : b.row + b.rows, b.col : b.col + b.cols] = values
+    slow_cut.assert_same(engine, expected)
 
 
 @given(st.integers(1, 300_000), st.data())
@@ -196,7 +261,7 @@ def test_one_wrong_byte_changes_the_digest():
         assert live.hash_seconds > 0
 
 
-def test_byte_matrices_are_writable_views():
+def test_byte_matrices_are_writable_views_and_a_single_value_of_any_stride_has_bytes():
     for tensor in (torch.zeros(3, dtype=torch.bfloat16), torch.zeros(3, 5), torch.zeros(4, 6, dtype=torch.float8_e4m3fn)):
         matrix = view_bytes(tensor)
         assert matrix.shape == (tensor.shape[0], tensor[0].numel() * tensor.element_size())
@@ -204,6 +269,11 @@ def test_byte_matrices_are_writable_views():
         assert tensor.view(torch.uint8).eq(1).all()
     with pytest.raises(ValueError, match="no contiguous rows"):
         view_bytes(torch.zeros(3, 5).T)
+    scales = torch.arange(8, dtype=torch.float32).view(2, 4).t()[2:3, :1]
+    assert scales.stride() == (1, 4) and scales.is_contiguous()
+    assert flat_bytes(scales.t()).view(torch.float32).tolist() == [2.0]
+    whole = Rect(0, 0, 1, 1)
+    assert digest_all({"scales": scales.t()}, [("scales", whole)]) == [digest(torch.tensor([[2.0]]), whole)]
 
 
 @pytest.mark.parametrize("place, nbytes, line", [
@@ -217,12 +287,3 @@ def test_a_chunk_that_does_not_fit_names_the_tensor(place, nbytes, line):
     chunk = Chunk(0, 0, 0, nbytes, (), (place,))
     with pytest.raises(ValueError, match=line):
         check_targets(make_target_packer({"w": torch.zeros(3, 5)}, [chunk]), [chunk])
-
-
-def test_a_single_value_of_any_stride_has_bytes():
-    """`contiguous()` returns the scale of one block of a transposed matrix unchanged, with any stride."""
-    scales = torch.arange(8, dtype=torch.float32).view(2, 4).t()[2:3, :1]
-    assert scales.stride() == (1, 4) and scales.is_contiguous()
-    assert flat_bytes(scales.t()).view(torch.float32).tolist() == [2.0]
-    whole = Rect(0, 0, 1, 1)
-    assert digest_all({"scales": scales.t()}, [("scales", whole)]) == [digest(torch.tensor([[2.0]]), whole)]
