@@ -1,4 +1,4 @@
-"""Imports flow one way, and the heavy libraries stay in the files that may know them."""
+"""Imports flow one way, and only the files that may import a heavy library do so."""
 
 import ast
 import functools
@@ -30,7 +30,7 @@ ORDER = [  # of what lies in megatron_rl: each imports only what stands before i
 ]
 ROOT_MODULES = 8
 PACKAGES_CHECK = ("tools/gpu_packages.py", "tools/hopper_kernels.py")
-"""Hold the libraries themselves against what is expected of them."""
+"""Tools that check the libraries themselves."""
 ONLY_IN = {
     "sglang": ("rollout_sglang/*", *PACKAGES_CHECK),
     "megatron": ("megatron_rl/mcore/*", "megatron_rl/rehearsal/*", *PACKAGES_CHECK),

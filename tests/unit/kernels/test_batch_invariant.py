@@ -1,4 +1,4 @@
-"""What a token gives does not depend on its company, bit for bit; and it is the right number."""
+"""A token's result does not depend on the other tokens of its batch, bit for bit, and it is correct."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""A run that stands still says where each rank stands and ends; one in which any rank goes on does not."""
+"""A run without progress reports where each rank is and ends. A run in which any rank makes progress does not."""
 
 import multiprocessing
 import os
@@ -23,7 +23,7 @@ SCENARIOS = {"held": (2, 1), "speaker held": (1, 1), "all wait": (1, 2), "one go
 
 
 def live(folder: Path, rank: int, phases: int, started: Barrier) -> None:
-    """A rank of a world of two: it goes through its phases, then waits for long."""
+    """Run one of two ranks: pass through its phases, then wait for a long time."""
 
     def write_line(line: str) -> None:
         with (folder / "lines").open("a") as file:
@@ -51,7 +51,7 @@ class World:
     held: BaseProcess | None = None
 
     def exit_codes(self) -> list[int | None]:
-        """None of a rank that is held."""
+        """Return the exit code of each rank, or None if the rank is suspended."""
         for process in self.ranks:
             process.join(0 if process is self.held else 60)
         return [process.exitcode for process in self.ranks]
@@ -68,7 +68,7 @@ class World:
 
 @pytest.fixture(scope="module")
 def worlds(tmp_path_factory):
-    """All scenarios at once, since they mostly wait: two have a rank that is held in its last phase."""
+    """Run all scenarios at once, since they mostly wait. Two of them have a rank that is suspended in its last phase."""
     spawn, worlds = multiprocessing.get_context("spawn"), {}
     for name, phases in SCENARIOS.items():
         folder = tmp_path_factory.mktemp("world")

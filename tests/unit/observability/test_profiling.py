@@ -1,4 +1,4 @@
-"""Profiles: only the steps and ranks that are named, the first micro-batches of a phase, a trace that can be read."""
+"""Profiles record only the configured steps and ranks, the first micro-batches of each phase, and a readable trace."""
 
 import gzip
 import json

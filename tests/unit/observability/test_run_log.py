@@ -106,7 +106,7 @@ def test_two_runs_in_one_second_and_latest(tmp_path: Path, capsys: pytest.Captur
 
 
 def break_run(parent: Path, reason: str, finished: bool = False) -> RunLog:
-    """A run that breaks after its first step, or after it had called itself finished."""
+    """Return a run that breaks after its first step, or after it was finished."""
     log = RunLog.create(parent, CONFIG, {})
     if finished:
         log.finish("finished")

@@ -27,7 +27,7 @@ def random(*shape: int) -> torch.Tensor:
 
 
 @every_format
-def test_an_element_is_as_near_as_its_blocks_maximum_lets_it(format):
+def test_an_element_is_as_close_as_its_blocks_maximum_allows(format):
     """Three mantissa bits round a number by 1/16 of it at most; edge blocks are partial."""
     weight = random(200, 300)
     blocks = quantize(weight, format)
@@ -40,7 +40,7 @@ def test_an_element_is_as_near_as_its_blocks_maximum_lets_it(format):
 
 @every_format
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_what_is_not_finite_is_refused(format, value):
+def test_values_that_are_not_finite_are_refused(format, value):
     weight = random(130, 257)
     weight[129, 256] = value  # in an edge block
     with pytest.raises(ValueError, match="weight holds inf or NaN"):
@@ -65,7 +65,7 @@ def small_strips(monkeypatch):
 def quantize_slices(
     weight: torch.Tensor, cuts: list[int], format: TensorFormat, order: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(data in the weight's own order, scales) made from the slices between `cuts`."""
+    """Return (data in the weight's order, scales) computed from the slices between `cuts`."""
     held = [(WeightSlice(*weight.shape, start, format, order), weight.view(-1)[start:end]) for start, end in pairwise(cuts)]
     scale, multipliers = make_scales(torch.stack([place.find_maxima(values) for place, values in held]).amax(0), format)
     data = torch.zeros(weight.numel(), dtype=getattr(torch, format.dtype))
@@ -77,7 +77,7 @@ def quantize_slices(
 @pytest.mark.parametrize("format", [FP8.with_scales("pow2"), FP8.with_scales("fp32"), toy_format.TOY], ids=str)
 @given(data=st.data())
 @settings(max_examples=40, deadline=None)
-def test_they_are_those_of_the_whole_wherever_it_is_cut(format, data):
+def test_slices_give_the_bytes_and_scales_of_the_whole_weight_wherever_it_is_cut(format, data):
     rows, cols = data.draw(st.integers(1, 300)), data.draw(st.integers(1, 300))
     cuts = [0, *sorted(data.draw(st.lists(st.integers(0, rows * cols), max_size=7))), rows * cols]
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
@@ -91,7 +91,7 @@ def test_they_are_those_of_the_whole_wherever_it_is_cut(format, data):
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_what_is_not_finite_shows_in_its_blocks_maximum_alone(value):
+def test_a_value_that_is_not_finite_shows_only_in_the_maximum_of_its_block(value):
     weight = torch.ones(200, 300)
     weight[130, 260] = value
     maxima = WeightSlice(200, 300, 0, FP8).find_maxima(weight.view(-1))

@@ -104,7 +104,7 @@ ALL_POSITIVE_BF16 = (torch.arange(1, 0x7F80, dtype=torch.int32) << 16).view(torc
 
 
 def around_the_edges() -> torch.Tensor:
-    """448 * 2^k, where one scale ends and the next begins, with their FP32 neighbors; and the same for 256 * 2^k."""
+    """Return 448 * 2^k, where one scale ends and the next begins, with their FP32 neighbors; and the same for 256 * 2^k."""
     edges = np.array([m * 2.0**k for m in (448, 256) for k in range(-40, 116)], np.float32)
     return torch.from_numpy(np.concatenate([np.nextafter(edges, np.float32(0)), edges, np.nextafter(edges, np.float32(np.inf))]))
 
@@ -145,7 +145,7 @@ def contract_scales(amax: np.ndarray, scale_format: str) -> tuple[np.ndarray, np
 
 
 def ulps(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Steps between positive FP32 values."""
+    """Return the number of FP32 steps between positive values."""
     return np.abs(a.view(np.int32).astype(np.int64) - b.view(np.int32))
 
 

@@ -14,7 +14,7 @@ F = np.float32
 
 
 def slow_row(row: np.ndarray) -> tuple[list[int], np.float32]:
-    """What `per_token_quant_int8` computes for one row, in its order of operations: (INT8 numbers, scale)."""
+    """Return (INT8 numbers, scale) of one row as `per_token_quant_int8` computes them, in its order of operations."""
     absmax = max(F(max(abs(float(value)) for value in row)), F(1e-10))
     inverse = F(127) / absmax
     # Decimal's HALF_UP is away from zero, and Decimal of a float is exact
@@ -27,7 +27,7 @@ def slow(matrix: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
 
 
 def uneven(rows: int, cols: int, seed: int) -> torch.Tensor:
-    """Random values whose rows have magnitudes from 2^-20 to 2^20."""
+    """Return random values whose rows have magnitudes from 2^-20 to 2^20."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(rows, cols, generator=generator) * torch.exp2(torch.randint(-20, 21, (rows, 1), generator=generator))
 

@@ -1,4 +1,4 @@
-"""Where masters begin: inside the cell of their number, evenly, with the blocks and the export of the number itself."""
+"""Initial master weights are evenly distributed within the rounding cell of their number, and keep its blocks and its export."""
 
 from itertools import pairwise
 
@@ -72,7 +72,7 @@ def test_masters_are_even_over_the_cell_also_where_its_lower_half_is_narrower(nu
 
 
 def tied_weights(rows: int, cols: int, seed: int) -> torch.Tensor:
-    """BF16 with padding of zeros, several maxima, and blocks of very different sizes."""
+    """Return BF16 weights with zero padding, several maxima, and blocks of very different sizes."""
     generator = torch.Generator().manual_seed(seed)
     weights = torch.randn(rows, cols, generator=generator) * torch.exp2(torch.randint(-12, 3, (rows, 1), generator=generator).float())
     weights[:, cols - cols // 8 :] = 0
@@ -92,7 +92,7 @@ def test_blocks_and_export_are_those_of_the_numbers(format, rows, cols, seed):
 
 
 def move(masters: torch.Tensor, format, step: float) -> tuple[float, float]:
-    """What Adam's first step changes: the share of the numbers, and their mean movement along it, in steps."""
+    """Return what Adam's first step changes: the share of numbers, and their mean movement in its direction, in steps."""
     steps = step * torch.randn(masters.shape, generator=torch.Generator().manual_seed(7)).sign()
     before, after = quantize(masters, format), quantize(masters + steps, format)
     flipped = (before.data.view(torch.uint8) != after.data.view(torch.uint8)).float().mean()

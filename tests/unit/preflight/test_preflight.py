@@ -45,7 +45,7 @@ def write_config(workplace, **changes: object) -> None:
 
 
 def refused(*overrides: str) -> str:
-    """The line that `train` prints; checks that it is one, and exit code 2."""
+    """Return the line that `train` prints, after asserting that it is a single line and that the exit code is 2."""
     result = CliRunner().invoke(app, ["train", "run.toml", *overrides])
     assert result.exit_code == 2, result.output
     assert result.stderr.startswith("megatron-rl: ") and result.stderr.count("\n") == 1 and result.stdout == ""

@@ -47,7 +47,7 @@ SECTION_COUNT = sum(map(len, SECTIONS.values()))
 
 @pytest.fixture(autouse=True)
 def render_once(monkeypatch):
-    """Plots of the same rows are drawn once: most pages here show the rows of `full_rows`."""
+    """Draw plots of the same rows only once, because most pages here show the rows of `full_rows`."""
     monkeypatch.setattr("megatron_rl.reporting.report.render_svg", lambda plot, rows: render(plot, json.dumps(rows)))
 
 
@@ -173,8 +173,8 @@ def test_broken_run_is_shown_as_broken(tmp_path: Path):
     assert "finished" not in page.text[page.text.index("✗ broken", page.text.index("@media print")) :]
 
 
-def test_what_is_missing_of_a_run_is_said(tmp_path: Path):
-    """A sync without its full proof, a value that is not finite, a torn line."""
+def test_the_report_says_what_is_missing(tmp_path: Path):
+    """The run has a sync without a full proof, a value that is not finite, and a torn line."""
     rows = full_rows()
     rows[1] |= {"loss/policy": None, "sync/proved": 3.0}
     run = make_run(tmp_path, rows)
@@ -208,7 +208,7 @@ def test_metrics_of_a_user_s_own_are_drawn_and_one_without_a_declaration_is_list
         write_report(run)
 
 
-def test_a_run_without_declarations_shows_its_values_and_says_what_is_left_out(tmp_path: Path):
+def test_a_run_without_declarations_shows_its_values_and_says_what_was_omitted(tmp_path: Path):
     run = make_run(tmp_path, full_rows())
     state = json.loads((run / "run.json").read_text())
     del state["metrics"]
@@ -258,7 +258,7 @@ def test_headlines_and_words():
 
 
 def make_runs(parent: Path, **config: object) -> list[Path]:
-    """Two runs of another learning rate; `config` are further fields of the second."""
+    """Return two runs with different learning rates. `config` holds further fields of the second."""
     runs = []
     for number, name in enumerate(("first", "second")):
         (parent / name).mkdir()

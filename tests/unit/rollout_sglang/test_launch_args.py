@@ -25,7 +25,7 @@ PRECOMPILE = "SGLANG_JIT_DEEPGEMM_PRECOMPILE"
 
 @pytest.fixture
 def start(monkeypatch):
-    """Arguments and environment of an engine's process on a GPU."""
+    """Return a function that starts an engine's process on a GPU and returns its arguments and environment."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.delenv(PRECOMPILE, raising=False)
     started: list[tuple[list[str], dict[str, str]]] = []

@@ -1,4 +1,4 @@
-"""The canary's comparison, over engines that answer what the test says; real ones: tests/engine/test_served.py."""
+"""The canary's comparison with scripted engines. Real engines: tests/engine/test_served.py."""
 
 from types import SimpleNamespace
 
@@ -18,7 +18,7 @@ LOGPROBS = np.array([-1.0, -2.0, -3.0, -4.0], np.float32)
 
 
 class Engines:
-    """Two engines; `answers[engine][prompt]` is what is different in one."""
+    """Two engines. `answers[engine, prompt]` holds the fields of an answer that differ."""
 
     def __init__(self, answers=None) -> None:
         self.answers = answers or {}
@@ -33,7 +33,7 @@ class Engines:
 
 
 def run(monkeypatch, answers=None, bound=0.0) -> tuple[float, int]:
-    """The largest difference, and how many samples the trainer was asked for."""
+    """Return the largest difference, and the number of samples that the trainer scored."""
     asked = []
 
     def score(actor, samples):

@@ -1,4 +1,4 @@
-"""Which run goes on under which configuration, and what it says when it does."""
+"""Which run is resumed under which configuration, and what it reports."""
 
 import json
 from pathlib import Path
@@ -32,7 +32,7 @@ def make_run(tmp_path: Path, steps: tuple[int, ...] = (2,), **sections: dict) ->
     return log
 
 
-def test_auto_takes_up_the_newest_run_that_is_not_finished(tmp_path):
+def test_auto_resumes_the_newest_run_that_is_not_finished(tmp_path):
     assert find_run_to_resume(config(tmp_path)) is None, "nothing ran yet"
     log = make_run(tmp_path)
     assert find_run_to_resume(config(tmp_path)) == log.dir.resolve()
@@ -54,7 +54,7 @@ def test_auto_takes_up_the_newest_run_that_is_not_finished(tmp_path):
     ("rollout", "temperature", 0.5, "1.0"),
     ("algorithm", "kl_coef", 0.5, "0.0"),
 ])  # fmt: skip
-def test_what_decides_the_numbers_must_not_differ(tmp_path, section, field, value, before):
+def test_settings_that_decide_the_numbers_must_not_differ(tmp_path, section, field, value, before):
     make_run(tmp_path)
     with pytest.raises(
         UserError, match=rf"^{section}.{field} = .*{value}.*: differs from the resumed run .*, which has {before}; restore the old value"

@@ -19,7 +19,7 @@ from parallel.layout import Layout
 
 @pytest.fixture
 def calls(monkeypatch) -> MagicMock:
-    """Everything that a session calls, of this project, in its order."""
+    """Record all calls of a session to this project, in order."""
     calls = MagicMock()
     calls.find_checkpoint_format.return_value = None
     calls.load_problems.return_value = None, None
@@ -36,7 +36,7 @@ def calls(monkeypatch) -> MagicMock:
 
 @pytest.mark.parametrize("kind", ["colocated", "disaggregated"])
 def test_engines_start_when_the_trainer_holds_what_it_holds_in_a_sync(calls, tmp_path, kind):
-    """On a shared GPU an engine fills what is free: the reference is there before, and what only an optimizer step needs is not."""
+    """On a shared GPU, an engine fills the free memory: by then the reference is loaded, and what only an optimizer step needs is not."""
     sections = {"model": {"path": Path("m")}, "algorithm": {"kl_coef": 0.1}, "placement": {"kind": kind}}
     run = session.Session.__new__(session.Session)
     run.config, run.layout, run.contract, run._resources = Config.model_validate(sections), Layout(), MagicMock(), ExitStack()

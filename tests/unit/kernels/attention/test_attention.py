@@ -1,4 +1,4 @@
-"""Attention of packed sequences is that of each alone, to the last bit on a CPU, and so is its gradient."""
+"""Attention over packed sequences gives each sequence the result that it has alone: the same bits on a CPU, and the same gradient."""
 
 import itertools
 
@@ -45,7 +45,7 @@ def test_company_changes_no_bit_of_a_gradient(shape):
     gradient = random(sum(LENGTHS), shape[0], shape[3], seed=9)
 
     def gradients(*cuts: int) -> tuple[torch.Tensor, ...]:
-        """Of rows that hold the sequences between two cuts each."""
+        """Return the gradients if the sequences are split into rows at `cuts`."""
         ends = [0, *cuts, len(LENGTHS)]
         rows = [LENGTHS[first:last] for first, last in itertools.pairwise(ends)]
         parts = zip(*(x.split([sum(lengths) for lengths in rows]) for x in inputs), rows, strict=True)
@@ -59,7 +59,7 @@ def test_company_changes_no_bit_of_a_gradient(shape):
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_one_by_one_gives_the_same_numbers_and_flash_is_asked_for_them(shape, monkeypatch):
-    """FlashAttention runs on a GPU only: a stand-in holds the call to its rules and computes from what it was given."""
+    """FlashAttention needs a GPU. A stand-in checks the arguments of the call and computes the result from them."""
 
     def stand_in(query, key, value, starts_q, starts_k, longest_q, longest_k, *, scale, window_size, enable_gqa):
         assert query.shape[-1] == key.shape[-1] == value.shape[-1]
@@ -77,7 +77,7 @@ def test_one_by_one_gives_the_same_numbers_and_flash_is_asked_for_them(shape, mo
 
 
 def test_flash_fits_the_installed_operator_and_copies_values_only_if_they_are_narrower(monkeypatch):
-    """torch's own operator accepts the call; on the meta device it gives shapes alone."""
+    """torch's operator accepts the call. On the meta device it returns only shapes."""
     shapes = ((20, 4, 192), (20, 2, 192), (20, 2, 128))
     query, key, value = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in shapes)
     output = packed_attention.flash_attention(query, key, value, torch.empty(3, dtype=torch.int32, device="meta"), 15, 0.1)

@@ -37,7 +37,7 @@ def sum_in_order(x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
     return total.to(x.dtype)
 
 
-def test_each_is_the_others_gradient():
+def test_scatter_and_sum_are_each_others_gradients():
     order, x, rows = make_order(), draw(TOKENS, 16).requires_grad_(), draw(TOKENS * K, 16).requires_grad_()
     spread, summed = scatter_tokens(x, order), sum_tokens(rows, order)
     assert all(torch.equal(spread[places], x) for places in order.unbind(1))
@@ -153,7 +153,7 @@ HIDDEN = 5
 
 
 def add_slowly(outputs: dict[int, torch.Tensor], first: int, count: int) -> torch.Tensor | None:
-    """The sum of the experts `first` to `first + count - 1` that there are, by the definition."""
+    """Return the sum over the experts from `first` to `first + count - 1` that have an output, by the definition."""
     if count == 1:
         return outputs.get(first)
     half = (count + 1) // 2
@@ -162,7 +162,7 @@ def add_slowly(outputs: dict[int, torch.Tensor], first: int, count: int) -> torc
 
 
 def draw_choices(num_experts: int, num_tokens: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Outputs [n, H] of many magnitudes, tokens [n] and experts [n] in a random order; some tokens have none."""
+    """Return outputs `[n, H]` of many magnitudes, and their tokens `[n]` and experts `[n]` in random order. Some tokens have no expert."""
     generator = torch.Generator().manual_seed(seed)
     tokens, experts = (
         (torch.rand(num_tokens, num_experts, generator=generator) < torch.rand(num_tokens, 1, generator=generator)).nonzero().t()

@@ -58,6 +58,6 @@ def test_the_kernels_results_are_the_references():
             assert a.dtype == b.dtype and torch.allclose(a.float(), b.float(), rtol=near.get("rtol", 1e-5), atol=5 * near["atol"])
 
 
-def test_heads_that_are_rotated_in_part_are_not_for_it():
+def test_heads_that_are_rotated_in_part_are_not_supported():
     rotation = make_heads(False).rotation
     assert can_rotate(rotation, DIM) and not can_rotate(rotation, 2 * DIM) and not can_rotate(rotation, 24)

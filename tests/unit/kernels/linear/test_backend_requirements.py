@@ -21,7 +21,7 @@ GPU_BACKENDS = ("transformer_engine", "deep_gemm")
 
 @pytest.fixture
 def hopper(monkeypatch):
-    """A machine on which every backend can run, as far as it can be asked."""
+    """Simulate a machine on which every backend can run."""
     monkeypatch.setattr(torch.version, "cuda", "12.9")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))

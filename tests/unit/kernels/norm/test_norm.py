@@ -80,7 +80,7 @@ def test_the_gradient_is_autograds():
 
 @needs_triton
 @pytest.mark.parametrize("width, residual, weight", [(200, None, 200), (256, (3, 256), 256), (256, None, 128)])
-def test_what_does_not_fit_is_refused(width, residual, weight):
+def test_shapes_that_do_not_fit_are_refused(width, residual, weight):
     from megatron_rl.kernels.norm.triton import quantize_norm
 
     with pytest.raises(ValueError, match="multiple of 128"):

@@ -27,7 +27,7 @@ def test_bytes_and_scales_are_the_references():
 
 
 def compile_variants() -> list[str]:
-    """PTX of three variants of the kernel."""
+    """Return the PTX of three variants of the kernel."""
     from megatron_rl.kernels.quantize.triton import LAUNCH, quantize_tile
 
     types = {"x": "*bf16", "row_data": "*u8", "column_data": "*u8", "sources": "*i32", "group_start": "*i64", "group_length": "*i64"}

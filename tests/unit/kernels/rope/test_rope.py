@@ -61,7 +61,7 @@ def test_the_kernels_results_are_the_references():
 
 
 def compile_kernel() -> tuple[str, str]:
-    """(PTX, the assembler's report) for the queries of Qwen3."""
+    """Return (PTX, report of the assembler) for the queries of Qwen3."""
     from megatron_rl.kernels.rope.triton import LAUNCH, rotate_token
 
     fixed = dict(START=0, WIDTH=128, PAIRS=64, INTERLEAVED=False, HEADS_TILE=32, PAIRS_TILE=64, WIDTH_TILE=128)

@@ -118,7 +118,7 @@ def test_the_kernels_sums_are_the_references():
 
 
 def compile_variants() -> list[tuple[str, str]]:
-    """(PTX, the assembler's report) of the kernel for FP8 and BF16, with the depth of the widest sums of 32B models at tp 1."""
+    """Return (PTX, report of the assembler) of the kernel for FP8 and BF16, with the depth of the widest sums of 32B models at tp 1."""
     from megatron_rl.kernels.sums.triton import GROUP, LAUNCH, TILE, multiply_tile
 
     compiled = []

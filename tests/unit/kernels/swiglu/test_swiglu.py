@@ -88,7 +88,7 @@ def test_rows_and_columns_are_padded_with_zeros_to_multiples_of_16_for_transform
 
 
 def compile_variants() -> list[tuple[str, str]]:
-    """(PTX, the assembler's report) of the kernel forward and backward."""
+    """Return (PTX, report of the assembler) of the kernel forward and backward."""
     from megatron_rl.kernels.swiglu.triton import TILE_LAUNCH, quantize_swiglu_tile
 
     types = {"gate_up": "*bf16", "gradient": "*bf16", "row_data": "*u8", "column_data": "*u8", "row_scale": "*fp32"}

@@ -10,7 +10,7 @@ ROWS, VOCABULARY = 5, 96
 
 
 def draw(dtype: torch.dtype, vocabulary: int = VOCABULARY) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits, and a target of each row."""
+    """Return logits, and a target for each row."""
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(ROWS, vocabulary, generator=generator) * 5
     return logits.to(dtype), torch.tensor([0, 1, vocabulary // 2, vocabulary - 2, vocabulary - 1])

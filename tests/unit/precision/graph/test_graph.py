@@ -63,7 +63,7 @@ ROLLOUT = decoder_graph(decoder())
 
 
 def changed(graph: PrecisionGraph, name: str, **change: str) -> PrecisionGraph:
-    """The graph with the edges into `name` changed."""
+    """Return the graph with the edges into `name` changed."""
     edges = (replace(edge, format=replace(edge.format, **change)) if edge.target == name else edge for edge in graph.edges)
     return PrecisionGraph(graph.nodes, tuple(edges))
 
@@ -90,7 +90,7 @@ def test_post_norms_stand_before_the_residual_stream():
 
 
 def every_layer(changed: LayerPrecision) -> PrecisionGraph:
-    """A rollout whose layers are all `changed`."""
+    """Return a rollout whose layers are all `changed`."""
     return decoder_graph(replace(decoder(), layers=dict.fromkeys(range(3), changed)))
 
 

@@ -69,7 +69,7 @@ def test_latents_and_positions(stores_e4m3):
     assert torch.equal(read(pool.get_key_buffer(5), 1, RANK + 1), torch.cat([latents, positions], -1))
 
 
-def test_without_it_sglang_stores_what_it_would():
+def test_without_e4m3_sglang_stores_what_it_would():
     calls = []
     pool = SimpleNamespace(dtype=torch.float32, kv_cache_dim=RANK + ROPE)
     cpu_kv_cache.create_latent_buffers(lambda pool: calls.append(pool.kv_cache_dim), pool)

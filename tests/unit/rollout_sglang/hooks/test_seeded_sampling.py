@@ -80,7 +80,7 @@ def test_the_kept_tokens_are_those_of_the_definition(seed, size, spread, top_p, 
     assert find_kept_tokens(probs, top_p, top_k, min_p).tolist() == kept_by_definition(probs.double().tolist(), top_p, top_k, min_p)
 
 
-def test_they_are_sglangs():
+def test_the_kept_tokens_are_those_of_sglang():
     """Compared with the installed source, except for tokens at the border, where SGLang's float32 sums round."""
     [package] = find_spec("sglang").submodule_search_locations
     functions = ast.parse(Path(package, "srt", "layers", "sampler.py").read_text()).body
