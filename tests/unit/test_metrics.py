@@ -75,7 +75,7 @@ def keys_written(tree: ast.Module) -> list[str]:
     return ["".join(str(part.value) if isinstance(part, ast.Constant) else "{}" for part in part_list) for part_list in parts]
 
 
-def test_every_declaration_is_emitted():
+def test_every_declaration_is_emitted_and_names_are_only_written_in_declarations():
     for file, tree in SOURCES.items():
         constants, names = find_declarations(tree)
         assert len(names) == sum(map(is_declare, ast.walk(tree))), f"{file}: call `declare` at top level, for a constant"
@@ -83,9 +83,6 @@ def test_every_declaration_is_emitted():
         module = ".".join(file.relative_to(ROOT).with_suffix("").parts)
         never = {name for name in constants if not any(name in find_emissions(user) for user in (file, *find_imports()[module, name]))}
         assert not never, f"{file} declares {never}, but nothing emits it"
-
-
-def test_names_are_only_written_in_declarations():
     for file, tree in SOURCES.items():
         literal = [key for key in keys_written(tree) if METRIC.fullmatch(key)]
         assert not literal, f"{file} emits {literal}, use a constant from `metrics.declare`"

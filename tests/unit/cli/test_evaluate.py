@@ -113,7 +113,7 @@ def test_errors_in_checkpoints_name_the_option(model, tmp_path):
         check_checkpoint(saved, "--baseline", config())
 
 
-def test_results_are_written_to_the_run_of_the_checkpoint(model, tmp_path):
+def test_results_are_written_to_the_run_of_the_checkpoint_for_these_values_of_k(model, tmp_path):
     run = tmp_path / "runs" / "one"
     saved = write_run_checkpoint(run / "checkpoints" / "step_00030", model)
     (run / "run.json").touch()
@@ -123,9 +123,6 @@ def test_results_are_written_to_the_run_of_the_checkpoint(model, tmp_path):
     logged = config().model_copy(update={"log": config().log.model_copy(update={"dir": tmp_path / "logs"})})
     published = check_checkpoint(model, "--checkpoint", config())
     assert evaluate.choose_output_folder(logged, EvalRequest(model), published) == tmp_path / "logs" / "eval" / model.name
-
-
-def test_the_values_of_k_to_report():
     assert [EvalRequest(Path()).list_ks(samples) for samples in (1, 4, 6)] == [[1], [1, 2, 4], [1, 2, 4, 6]]
     assert EvalRequest(Path(), at="8, 1,8").list_ks(8) == [1, 8]
     assert load_config(ROOT / "configs/quickstart.toml").data.eval  # evaluated by the tests above

@@ -55,7 +55,7 @@ def test_small_files_are_downloaded_first_and_nothing_twice(hub, model):
     assert fetch_model(pinned, "--checkpoint") == folder and not hub.requests
 
 
-def test_a_split_checkpoint_is_downloaded_by_its_index(hub, model, tmp_path):
+def test_a_split_checkpoint_is_downloaded_by_its_index_and_a_pinned_name_survives_a_moving_branch(hub, model, tmp_path):
     split = tmp_path / "split"
     split.mkdir()
     (split / "config.json").write_text("{}")
@@ -65,9 +65,6 @@ def test_a_split_checkpoint_is_downloaded_by_its_index(hub, model, tmp_path):
     hub.add("someone/split", split)
     folder = fetch_model(Path("hf:someone/split"), "--checkpoint")
     assert {file.name for file in folder.glob("*.safetensors")} == {"part-1.safetensors", "part-2.safetensors"}
-
-
-def test_a_pinned_name_survives_a_moving_branch(hub, model, tmp_path):
     first = pin_hub_model(NAME)
     other = tmp_path / "other"
     other.mkdir()

@@ -28,10 +28,14 @@ def record(tokens: int, seed: int = 0) -> np.ndarray:
     return result
 
 
-def test_the_shape_is_the_models():
+def test_the_shape_is_the_models_and_another_turn_keeps_the_known_experts():
     assert RoutingShape.from_hf_config(ARCHITECTURES["qwen3_moe"]) == RoutingShape(4, (0, 2, 3), 4, 2)
     assert RoutingShape.from_hf_config(ARCHITECTURES["deepseek_v3"]) == RoutingShape(4, (1, 2, 3), 8, 4)
     assert RoutingShape(1, (0,), 256, 8).dtype is np.uint8 and RoutingShape(1, (0,), 257, 8).dtype is np.int16
+    first, second = record(4, seed=1), record(9, seed=2)
+    joined = extend_routing_record(extend_routing_record(None, first), second)
+    assert (joined[:3] == first).all() and (joined[3:] == second[3:]).all() and len(joined) == 8
+    assert extend_routing_record(None, None) is None
 
 
 def _with(value: int) -> np.ndarray:
@@ -60,13 +64,6 @@ def test_an_invalid_record_is_refused_in_one_line(wrong, line):
     with pytest.raises(RunError, match=line) as raised:
         take()
     assert "\n" not in str(raised.value)
-
-
-def test_another_turn_keeps_the_known_experts():
-    first, second = record(4, seed=1), record(9, seed=2)
-    joined = extend_routing_record(extend_routing_record(None, first), second)
-    assert (joined[:3] == first).all() and (joined[3:] == second[3:]).all() and len(joined) == 8
-    assert extend_routing_record(None, None) is None
 
 
 LENGTHS = st.lists(st.tuples(st.integers(1, 6), st.integers(1, 6)), min_size=1, max_size=7)

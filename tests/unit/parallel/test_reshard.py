@@ -168,7 +168,7 @@ def quantize_to_arrays(name: str, weight: np.ndarray, scale_format: str) -> slow
     return {name: blocks.data.view(torch.uint8).numpy(), FP8.scale_name(name): blocks.scale.numpy()}
 
 
-def test_equal_parallelism_moves_nothing_across_ranks():
+def test_equal_parallelism_moves_nothing_across_ranks_and_overlapping_sources_prefer_the_own_rank():
     """The vocabulary needs no padding here. SGLang shifts the ranks' rows of a padded vocabulary."""
     moe, padded = small_model(family="qwen3_moe", experts=MoEGeometry(count=8, ffn=512), vocab=512), small_model(vocab=300)
     layouts = [Layout(tp=tp, dp=dp) for tp in (1, 2, 4) for dp in (1, 2)]
@@ -178,9 +178,6 @@ def test_equal_parallelism_moves_nothing_across_ranks():
     assert all(plan and all(transfer.source_rank == transfer.target_rank for transfer in plan) for plan in plans)
     crossing = {move.target for move in plan_case(Case(padded, Layout(tp=2), 2)) if move.source_rank != move.target_rank}
     assert crossing == {"model.embed_tokens.weight", "lm_head.weight"}
-
-
-def test_overlapping_sources_prefer_the_targets_own_rank():
     tensor = HFTensor("t", 10, 4, "norm")
     sources = {0: [Shard("whole", 10, 4, (take_all(tensor),))], 1: [stack_regions("middle", [take_rows(tensor, 3, 4)])]}
     plan = reshard(sources, {1: [Shard("target", 10, 4, (take_all(tensor),))]}, as_fp8)

@@ -43,15 +43,6 @@ def test_a_weight_is_quantized_as_sglangs_kernel_quantizes_rows(dtype):
     assert quantized.data.abs().amax(1).eq(127).all()  # the largest value of a row uses the whole range
 
 
-def test_ties_and_zeros():
-    """Ties go away from zero, values near a tie do not; a row whose largest value is 127 is only rounded."""
-    weight = torch.tensor([[127.0, 0.5, 1.5, 2.5, -0.5, -2.5, 0.5 - 2**-25, 126.5, -0.0]])
-    assert quantize_int8_weight(weight).data.tolist() == [[127, 1, 2, 3, -1, -3, 0, 127, 0]]
-    quantized = quantize_int8_weight(torch.tensor([[0.0, 0.0], [1e-10, -4e-11], [1e-12, 0.0]]))  # below the epsilon
-    assert quantized.data.tolist() == [[0, 0], [127, -51], [1, 0]]
-    assert quantized.scale.flatten().eq(F(1e-10) / F(127)).all()
-
-
 def test_parts_of_rows_with_the_maxima_of_whole_rows_are_the_parts_of_the_whole():
     weight = uneven(16, 96, 2)
     whole, amax = quantize_int8_weight(weight), row_maxima(weight)
@@ -69,7 +60,7 @@ def test_the_product_is_integer_sums_scaled_once(tokens, rows, cols, seed):
     assert np.array_equal(int8_matmul(x, weight.data.float(), weight.scale).numpy(), expected)
 
 
-def test_the_largest_sums_are_exact():
+def test_the_largest_sums_ties_and_zeros_are_exact():
     """5000 products of 127 * 127 and one of 1: FP32 would lose the last one, INT32 does not."""
     x, weight = torch.full((1, 5001), 127.0), torch.full((1, 5001), 127.0)
     x[0, 2500] = weight[0, 2500] = 1.0
@@ -79,3 +70,8 @@ def test_the_largest_sums_are_exact():
     for dtype in (torch.float32, torch.bfloat16):
         y = int8_matmul(x.expand(2, 3, 5001).to(dtype), quantized.data.float(), quantized.scale)
         assert y.shape == (2, 3, 1) and y.dtype == dtype, "the product keeps shape and dtype"
+    weight = torch.tensor([[127.0, 0.5, 1.5, 2.5, -0.5, -2.5, 0.5 - 2**-25, 126.5, -0.0]])
+    assert quantize_int8_weight(weight).data.tolist() == [[127, 1, 2, 3, -1, -3, 0, 127, 0]]
+    quantized = quantize_int8_weight(torch.tensor([[0.0, 0.0], [1e-10, -4e-11], [1e-12, 0.0]]))  # below the epsilon
+    assert quantized.data.tolist() == [[0, 0], [127, -51], [1, 0]]
+    assert quantized.scale.flatten().eq(F(1e-10) / F(127)).all()

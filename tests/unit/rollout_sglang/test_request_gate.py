@@ -56,9 +56,6 @@ def test_a_change_waits_for_running_requests_and_new_requests_wait_for_the_chang
     gate.open()
     waiting.join(5)
     assert order[2:] == ["late answered"]
-
-
-def test_on_wait_is_called_until_no_request_is_inside():
     gate, calls = RequestGate(10), []
     running = Request(gate, [])
     assert running.inside.wait(5)

@@ -61,13 +61,22 @@ def test_a_request_that_extends_an_answer_goes_on_from_the_very_tokens_that_were
     assert {sampling.seed for _, sampling in chat.policy.asked} == {11}, "one conversation has one seed, the episode's"
 
 
-def test_an_answer_without_its_end_gets_the_mark_of_it():
+def test_an_answer_without_its_end_gets_its_mark_and_every_token_has_its_version():
     chat = Conversation()
     assert chat.ask("a", max_tokens=1) == "a"
     chat.ask("a", "a", "b")
     assert text(np.array(chat.policy.asked[1][0])) == "<u>a~<a>a~<u>b~<a>"
     completion = chat.episode.finish("", None)
     assert completion.response_mask_T.tolist() == [True] + [False] * 9 + [True] * 3, "the mark was not sampled"
+    chat = Conversation(staleness=2)
+    chat.policy.version = 3
+    chat.ask("a")
+    chat.policy.version = 4
+    chat.ask("a", "aa", "b")
+    completion = chat.episode.finish("", None)
+    assert completion.version_lags_T[completion.response_mask_T].tolist() == [2, 2, 2, 1, 1, 1] and completion.policy_version == 4
+    with pytest.raises(RefusedError, match="has ended"):  # whoever still asks
+        chat.ask("a")
 
 
 def test_whatever_differs_from_the_history_begins_another_branch():
@@ -104,18 +113,6 @@ def test_the_longest_history_that_fits_is_gone_on_from_if_the_tools_are_the_same
     prompts = [text(np.array(prompt)) for prompt, _ in chat.policy.asked]
     assert prompts[2] == "[python]<u>a~<a>aa~<u>b~<a>bb~<u>c~<a>" and prompts[3] == "<u>a~<a>aa~<u>b~<a>"
     assert len(chat.episode.finish("", None).conversations) == 2
-
-
-def test_every_token_has_its_version():
-    chat = Conversation(staleness=2)
-    chat.policy.version = 3
-    chat.ask("a")
-    chat.policy.version = 4
-    chat.ask("a", "aa", "b")
-    completion = chat.episode.finish("", None)
-    assert completion.version_lags_T[completion.response_mask_T].tolist() == [2, 2, 2, 1, 1, 1] and completion.policy_version == 4
-    with pytest.raises(RefusedError, match="has ended"):  # whoever still asks
-        chat.ask("a")
 
 
 @pytest.mark.parametrize("settings, requests, refused, finish", [

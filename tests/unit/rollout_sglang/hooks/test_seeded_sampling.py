@@ -19,7 +19,7 @@ def probabilities(rows: int, columns: int) -> torch.Tensor:
     return torch.softmax(2 * torch.randn(rows, columns, generator=torch.Generator().manual_seed(0)), -1)
 
 
-def test_a_draw_does_not_depend_on_its_company():
+def test_a_draw_does_not_depend_on_its_company_and_frequencies_are_the_probabilities():
     probs, positions = probabilities(64, 300), torch.arange(64) * 3
     seeds = torch.tensor([derive_seed(0, 1, "train/0", index) for index in range(64)])
     tokens = sample_tokens(probs, seeds, positions)
@@ -28,9 +28,6 @@ def test_a_draw_does_not_depend_on_its_company():
         assert sample_tokens(probs[row : row + 1], seeds[row : row + 1], positions[row : row + 1])[0] == tokens[row]
     for other in (sample_tokens(probs, seeds, positions + 1), sample_tokens(probs, seeds + 1, positions)):
         assert not torch.equal(other, tokens)
-
-
-def test_frequencies_are_the_probabilities_and_what_has_none_is_never_drawn():
     probs, count = probabilities(1, 12), 40_000
     seeds = torch.tensor([derive_seed(0, 0, "train/0", index) for index in range(count // 40)]).repeat_interleave(40)
     tokens = sample_tokens(probs.expand(count, 12), seeds, torch.arange(count) % 40)
