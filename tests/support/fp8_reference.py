@@ -15,11 +15,6 @@ from parallel.digest import flat_bytes
 both_scale_formats = pytest.mark.parametrize("scale_format", ["pow2", "fp32"])
 
 
-def random(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Return normally distributed numbers: the same ones for the same seed."""
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
 def uneven_matrix(rows: int, cols: int, seed: int = 0) -> torch.Tensor:
     """Return float32 values whose magnitudes differ a lot between rows and columns, so that a wrong block is noticed; some are zero."""
     generator = torch.Generator().manual_seed(seed)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import importlib
 import importlib.machinery
 import os
 import subprocess
@@ -18,19 +16,9 @@ TRITON = importlib.machinery.PathFinder.find_spec("triton")  # not util.find_spe
 needs_triton = pytest.mark.skipif(TRITON is None, reason="Triton is not installed: GPU builds of torch bring it")
 
 
-def in_interpreter(test: Callable[[], None]) -> Callable[[], None]:
-    """Run a test in a process of its own with Triton's interpreter, which Triton chooses when it is first imported."""
-
-    @needs_triton
-    @functools.wraps(test)
-    def run() -> None:
-        call_in_fresh_process(_call_undecorated, test.__module__, test.__name__, TRITON_INTERPRET="1")
-
-    return run
-
-
-def _call_undecorated(module: str, name: str) -> None:
-    getattr(importlib.import_module(module), name).__wrapped__()
+def call_in_interpreter(function: Callable[[], None]) -> None:
+    """Call `function` in a process of its own, since Triton chooses its interpreter when it is first imported."""
+    call_in_fresh_process(function, TRITON_INTERPRET="1")
 
 
 def compile_for_hopper(

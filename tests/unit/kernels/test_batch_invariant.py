@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from support.fp8_reference import random
+from support.kernel_tests import random
 from support.largest_tensor import LargestTensor
 
 from megatron_rl.kernels import batch_invariant

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from support.fp8_reference import random
+from support.kernel_tests import random
 
 from megatron_rl.kernels import batch_invariant
 from megatron_rl.kernels.attention import reference as packed_attention

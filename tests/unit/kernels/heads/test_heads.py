@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.triton_kernels import in_interpreter
+from support.kernel_tests import in_interpreter
 
 from megatron_rl.kernels.heads import Heads
 from megatron_rl.kernels.heads.reference import can_rotate, differentiate_heads_reference, rotate_heads_reference, split_heads

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.triton_kernels import in_interpreter
+from support.kernel_tests import in_interpreter
 
 from megatron_rl.kernels.vocabulary.reference import combine, differentiate_, differentiate_reference_, summarize, summarize_reference
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 from support.families import ENGINE_ARCHITECTURES
-from support.fp8_reference import random
+from support.kernel_tests import random
 
 from megatron_rl.config.lora import LoraConfig
 from megatron_rl.kernels.linear.reference import project_down, project_up

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from support.fp8_reference import random
+from support.kernel_tests import random
 
 from megatron_rl.kernels.linear.reference import fprop
 from megatron_rl.precision.fp8 import dequantize_weight, quantize_weight
