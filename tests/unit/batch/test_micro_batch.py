@@ -1,7 +1,5 @@
 """Packed micro-batches: every response token is a target exactly once. Serialization of samples is lossless; totals of parts add up."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Doctor reports what is installed, untested versions, and problems of a GPU installation, and fails if the CPU tier cannot run."""
 
-from __future__ import annotations
-
 import re
 from importlib.machinery import ModuleSpec
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Configurations are read from a file and overrides, each mistake is one line, and the documentation covers all options and plugs."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

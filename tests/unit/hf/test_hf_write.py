@@ -1,7 +1,5 @@
 """Writing checkpoint folders: complete or absent, and readable by the standard libraries; an unusable tokenizer is refused."""
 
-from __future__ import annotations
-
 import json
 import os
 import stat

@@ -1,7 +1,5 @@
 """A rank's log, and the signals that end a run."""
 
-from __future__ import annotations
-
 import logging
 import os
 import signal

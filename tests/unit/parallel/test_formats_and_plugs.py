@@ -1,7 +1,5 @@
 """The table of number formats, and plugs: objects found by a built-in name or as module:attribute."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

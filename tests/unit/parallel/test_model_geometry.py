@@ -1,7 +1,5 @@
 """How trainer and engine shard a model, compared with numpy and Megatron-Core; and which layouts are refused."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The reshard plan on random models and layouts: its transfers, executed on real arrays, produce the same shards as a direct cut."""
 
-from __future__ import annotations
-
 import re
 import time
 from collections import Counter

@@ -1,7 +1,5 @@
 """FP8: the reference quantizers against slow loops over blocks, exact scales, and where Transformer Engine and SGLang differ."""
 
-from __future__ import annotations
-
 from fractions import Fraction
 
 import numpy as np

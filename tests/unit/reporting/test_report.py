@@ -1,7 +1,5 @@
 """The report and the comparison of runs: one page that loads nothing, escapes everything, and never shows an unfinished run as finished."""
 
-from __future__ import annotations
-
 import functools
 import json
 import math

@@ -1,7 +1,5 @@
 """Engines on several nodes: placement, launchers, devices and refusals; and the release of a colocated engine's memory."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Arguments and environment of an engine's process, and which arguments `[rollout.sglang]` may hold. SGLang is not imported."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from importlib.util import find_spec

@@ -1,7 +1,5 @@
 """The engine's process before it imports SGLang, and processes on several nodes: they end together, and none is left over."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

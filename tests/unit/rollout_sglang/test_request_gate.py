@@ -1,7 +1,5 @@
 """The gate between generation and weight changes, and the health monitor of an engine."""
 
-from __future__ import annotations
-
 import threading
 import time
 

@@ -1,7 +1,5 @@
 """In which order a run takes memory, and what it does about a rollout that disagrees with the trainer."""
 
-from __future__ import annotations
-
 import inspect
 from contextlib import ExitStack
 from pathlib import Path

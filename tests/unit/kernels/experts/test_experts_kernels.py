@@ -1,7 +1,5 @@
 """Tokens go to their experts and back: tables of padded rows, sums in a fixed order, gradients, and the kernels in Triton's interpreter."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

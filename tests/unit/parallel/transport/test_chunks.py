@@ -1,7 +1,5 @@
 """Chunks and their deltas: bounded and complete, every byte arrives once, encoding is lossless, and a wrong base changes the digest."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """E4M3 caches: each gives back what the trainer reads; attention layers with scales for keys and values, and what is refused."""
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """The engine's router in FP32, as the trainer's, and SGLang's operators on a CPU with the trainer's formulas."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

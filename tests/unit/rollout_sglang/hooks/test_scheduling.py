@@ -1,7 +1,5 @@
 """Hooks on SGLang's scheduler and its start: shared prefill, stop strings, forked children, and dummy weights."""
 
-from __future__ import annotations
-
 import gc
 import multiprocessing
 import sys

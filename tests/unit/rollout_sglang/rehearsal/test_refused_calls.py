@@ -1,7 +1,5 @@
 """Shape functions of kernels refuse what the libraries refuse; a sync without data reports bytes that are not written once."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pytest
