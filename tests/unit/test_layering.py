@@ -85,7 +85,7 @@ def module_name(file: Path) -> str:
 
 
 @pytest.mark.parametrize("package", MAY_IMPORT)
-def test_packages_and_libraries_are_imported_where_they_may_be(package):
+def test_packages_and_libraries_are_only_imported_where_allowed(package):
     for file in sorted((ROOT / package).rglob("*.py")):
         path, names = str(file.relative_to(ROOT)), {name.partition(".")[0] for name in imported_names(file)}
         assert names & OWN_PACKAGES <= MAY_IMPORT[package], f"{path} imports {names & OWN_PACKAGES - MAY_IMPORT[package]}"

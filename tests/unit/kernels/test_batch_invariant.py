@@ -134,7 +134,7 @@ def test_no_tensor_has_the_scores_of_all_tokens(shape):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_attention_is_that_of_torch_and_so_is_its_gradient(shape, monkeypatch):
+def test_attention_and_its_gradient_match_torch(shape, monkeypatch):
     inputs = [x.requires_grad_() for x in attention_inputs(*shape)]
     wanted = F.scaled_dot_product_attention(*inputs, is_causal=True, enable_gqa=True)
     output = batch_invariant.causal_attention(*inputs)

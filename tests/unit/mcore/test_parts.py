@@ -27,7 +27,7 @@ CUDA, CPU = torch.device("cuda"), torch.device("cpu")
     (2, 8192, CUDA, BF16, 2),
     (1, 8192, CUDA, FP8, 1),
 ])  # fmt: skip
-def test_rows_are_padded_where_it_pays(tp, tokens, device, format, multiple):
+def test_rows_are_padded_if_it_pays(tp, tokens, device, format, multiple):
     config = SimpleNamespace(sequence_parallel=tp > 1, tensor_model_parallel_size=tp, linear_format=format)
     assert count_row_multiple(config, tokens, device) == multiple
 

@@ -113,7 +113,7 @@ def test_a_rank_may_wait_long_for_one_that_goes_on(worlds):
     assert (world.folder / "reached0").exists() and not (world.folder / "reached1").exists() and not world.lines()
 
 
-def test_ranks_that_stand_together_are_named_together_and_what_cannot_be_read_is_no_status(tmp_path):
+def test_ranks_in_the_same_phase_are_named_together_and_unreadable_files_have_no_status(tmp_path):
     limited = RankStatus(0, "host", 1, "starting the engine", 0, seconds=100.0, limit=90.0, last_seen=50.0)
     assert limited.idle_seconds(now=55.0) == 15.0, "a limit of its own does not count"
     statuses = [RankStatus(rank, "host", 100 + rank, "sync" if rank == 3 else "train", 7, 60.0, 0.0, last_seen=1000.0) for rank in range(6)]

@@ -54,7 +54,7 @@ def own_handler():
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_run_of_one_process_unwinds_at_once_and_ranks_stop_where_the_loop_asks(number):
+def test_a_run_of_one_process_unwinds_at_once_and_ranks_stop_when_the_loop_checks(number):
     signals.install_signal_handlers(alone=True)
     with pytest.raises(SystemExit) as unwound:
         signal.raise_signal(number)
@@ -69,7 +69,7 @@ def test_a_run_of_one_process_unwinds_at_once_and_ranks_stop_where_the_loop_asks
         signal.raise_signal(number)
 
 
-def test_what_breaks_after_the_signal_is_the_stop():
+def test_errors_after_the_signal_are_reported_as_the_stop():
     signals.install_signal_handlers(alone=False)
     broken = RunError("the engine is gone")
     assert signals.prefer_stop_error(broken) is broken

@@ -116,7 +116,7 @@ def break_run(parent: Path, reason: str, finished: bool = False) -> RunLog:
     return log
 
 
-def test_what_ends_a_run_breaks_it_for_good_and_gives_its_reason(tmp_path: Path):
+def test_a_broken_run_stays_broken_and_gives_its_reason(tmp_path: Path):
     log = break_run(tmp_path, "engine died\nsignal 9")
     log.finish("finished")
     run = read_run(log.dir)

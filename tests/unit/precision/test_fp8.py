@@ -170,7 +170,7 @@ def test_fp32_scales_differ_in_known_fractions(formula, differing, largest, of_m
     assert np.count_nonzero(apart) / len(apart) == pytest.approx(of_mantissas, abs=1e-5)
 
 
-def test_what_is_clamped_differs_by_one_step_in_sglangs_kernel_alone():
+def test_clamped_scales_differ_by_one_step_only_in_sglangs_kernel():
     """A block of zeros: the stored FP32 scale, which multiplies nothing but zeros."""
     zero = np.zeros(1, np.float32)
     expected = library.transformer_engine_fp32(zero)[0]

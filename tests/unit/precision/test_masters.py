@@ -21,7 +21,7 @@ LEARNING_RATE = 2e-6
 
 @given(st.data())
 @settings(max_examples=50, deadline=None)
-def test_a_place_has_one_hash_whatever_rectangle_it_is_seen_in(data):
+def test_the_hash_of_a_place_does_not_depend_on_the_rectangle(data):
     whole = hash_places(1, "w", Rect(0, 0, 40, 30))
     row, col = data.draw(st.integers(0, 39)), data.draw(st.integers(0, 29))
     rect = Rect(row, col, data.draw(st.integers(1, 40 - row)), data.draw(st.integers(1, 30 - col)))
@@ -63,7 +63,7 @@ def test_a_float32_is_spread_where_it_is_a_bf16_number():
 
 
 @pytest.mark.parametrize("number, below, above", [(1.0, 2**-9, 2**-8), (1.5, 2**-8, 2**-8), (-1.0, 2**-8, 2**-9)])
-def test_masters_are_even_over_the_cell_also_where_its_lower_half_is_narrower(number, below, above):
+def test_masters_are_even_over_the_cell_even_if_its_lower_half_is_narrower(number, below, above):
     places = hash_places(0, "w", Rect(0, 0, 300, 300))
     masters = spread(torch.full(places.shape, number).bfloat16(), places)
     edges = torch.linspace(number - below, number + above, 7)
@@ -83,7 +83,7 @@ def tied_weights(rows: int, cols: int, seed: int) -> torch.Tensor:
 @pytest.mark.parametrize("format", FORMATS, ids=str)
 @given(rows=st.integers(1, 300), cols=st.integers(1, 300), seed=st.integers(0, 999))
 @settings(max_examples=15, deadline=None)
-def test_blocks_and_export_are_those_of_the_numbers(format, rows, cols, seed):
+def test_masters_keep_the_blocks_and_the_export_of_the_numbers(format, rows, cols, seed):
     weights = tied_weights(rows, cols, seed)
     masters = spread_within_blocks(weights, hash_places(seed, "w", Rect(0, 0, rows, cols)), format)
     expected, got = quantize(weights, format), quantize(masters, format)

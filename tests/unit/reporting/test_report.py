@@ -146,7 +146,7 @@ def test_the_page_loads_nothing_and_hostile_text_is_shown_not_obeyed(tmp_path: P
     assert " \\xd800 &amp;" in page.text
 
 
-def test_what_an_environment_wrote_is_marked(tmp_path: Path):
+def test_text_of_an_environment_is_marked(tmp_path: Path):
     row = sample(1, "<<1+1>>2#2") | {"dialogue": ["<<1+1>>", "2", "#2"], "finish_reason": "turns"}
     source = Page(write_report(make_run(tmp_path, full_rows(), samples=[row]))).source
     assert '<pre><span>&lt;&lt;1+1&gt;&gt;</span><span class="environment">2</span><span>#2</span></pre>' in source

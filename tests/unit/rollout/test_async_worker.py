@@ -109,7 +109,7 @@ class Run:
 
 
 @given(st.integers(0, 4), st.integers(1, 8), st.lists(st.integers(0, 3), min_size=8, max_size=8))
-def test_groups_are_trained_once_in_the_order_they_were_drawn_whatever_their_lengths_and_losses(max_staleness, steps, fails):
+def test_groups_are_trained_once_in_the_order_they_were_drawn_despite_lengths_and_lost_engines(max_staleness, steps, fails):
     """One problem in ten takes until the trainer waits for it. Other problems end earlier and do not overtake it."""
     run = Run(max_staleness, steps)
     for version in range(steps):
@@ -124,7 +124,7 @@ def test_groups_are_trained_once_in_the_order_they_were_drawn_whatever_their_len
 
 
 @given(st.integers(0, 3), st.integers(1, 6), st.integers(1, 6))
-def test_a_resumed_run_trains_on_what_the_first_one_had_not_and_on_nothing_else(max_staleness, first, second):
+def test_a_resumed_run_trains_exactly_on_the_problems_that_the_first_run_left(max_staleness, first, second):
     """Dynamic sampling draws the problems of its later rounds after those of the next steps."""
     run = Run(max_staleness, first + second, rounds=4)
     for version in range(first):
@@ -225,7 +225,7 @@ def test_a_loss_while_nobody_waits_is_made_good_by_the_next_sync():
     run.ahead.close()
 
 
-def test_the_trainer_says_what_it_waited_and_not_what_generation_took():
+def test_the_trainer_reports_how_long_it_waited_and_not_how_long_generation_took():
     run = Run(0, 1, rounds=1)
     run.engine.slow.set()
     rollout = run.ahead.collect(0)

@@ -143,7 +143,7 @@ def test_an_engine_is_asked_for_no_more_than_it_decodes_at_once_and_the_other_ta
         assert len(answers.result(60)) == 80
 
 
-def test_what_a_lost_engine_was_asked_for_is_sampled_by_the_others(fleet):
+def test_requests_of_a_lost_engine_are_sampled_by_the_others(fleet):
     two = fleet(engines=2)
     lost = two.started[0]
     lost.dead = True
@@ -170,7 +170,7 @@ def test_without_an_engine_left_generating_says_why(fleet):
     assert single.engines.wait_for_successors(error.value) == 1
 
 
-def test_who_is_left_gives_its_memory_back_and_a_loss_is_left_to_the_next_sync(fleet):
+def test_remaining_engines_release_their_memory_and_the_next_sync_reports_a_loss(fleet):
     three = fleet(engines=3)
     three.started[0].dead = True
     three.engines.generate(prompts(1), GREEDY)
@@ -230,7 +230,7 @@ def test_ranks_are_numbered_through(fleet):
     assert two.engines.read_activation_formats() == {"engine 0: layer": "pow2", "engine 1: layer": "pow2"}
 
 
-def test_what_torch_says_of_a_rank_that_is_gone_is_one_line():
+def test_torchs_errors_about_a_lost_rank_become_one_line():
     gloo = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:31289\nmore"
     line = "another trainer rank is gone ([/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer"
     assert str(to_run_error(RuntimeError(gloo))).startswith(line) and "\n" not in str(to_run_error(RuntimeError(gloo)))

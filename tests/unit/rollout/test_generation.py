@@ -110,7 +110,7 @@ def test_only_answers_that_go_on_are_sampled_again():
     (["a>", "b"], [say("1"), None], {"max_turns": 2}, "a>1b", "stop"),
     (["a>", "b>"], [say("1"), StepResult(error="timeout after 5 s")], {}, "a>1b>", "environment"),
 ])  # fmt: skip
-def test_where_an_answer_ends(turns, replies, limits, text, finish):
+def test_an_answer_ends_at_the_limits_or_when_the_environment_ends_it(turns, replies, limits, text, finish):
     (completion,), _, _ = converse([turns], [replies], **limits)
     assert (completion.text, completion.finish_reason) == (text, finish)
     assert len(completion.output_ids_T) == len(completion.logprobs_T) == len(completion.response_mask_T)
@@ -131,7 +131,7 @@ def test_without_an_environment_an_answer_is_one_turn():
     assert completion.sampled_count == 2 and "dialogue" not in build_sample_rows(1, [completion], 1)[0]
 
 
-def test_metrics_count_what_the_policy_sampled_and_rows_show_who_wrote_what():
+def test_metrics_count_sampled_tokens_and_rows_show_the_author_of_each_turn():
     result, _, _ = converse([["ab>", "c"], ["d>"]], [[say("?", "no number"), None], [StepResult(error="ValueError: no")]])
     metrics = compute_rollout_metrics(RolloutBatch(result, {"ahead/generate": 2.0}))
     expected = {

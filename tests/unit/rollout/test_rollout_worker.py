@@ -205,7 +205,7 @@ def test_dynamic_sampling_draws_as_many_groups_as_are_missing_and_ends_with_a_fu
     assert len(rewards.asked) == 2 and rollout.sampling == {} and not rollout.discarded_B
 
 
-def test_what_is_excluded_gives_a_group_no_signal():
+def test_excluded_completions_give_a_group_no_signal():
     worker, scripted = dynamic(1, {"0": EQUAL, "1": MIXED})
     scores = scripted.score
 

@@ -80,7 +80,7 @@ def check(served: ServedTensors, model: torch.nn.Module) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("kind, derived", [("fp8", 2), ("deep_gemm", 4), ("int8", 2), ("bf16", 2)])
-def test_what_was_made_of_proved_bytes_is_made_again_and_compared(kind, derived):
+def test_tensors_derived_from_proved_bytes_are_recomputed_and_compared(kind, derived):
     model = Model(kind)
     served = ServedTensors(model)
     assert check(served, model) == {"proved": 1 if kind == "bf16" else 2, "derived": derived, "constant": 3}
@@ -171,7 +171,7 @@ def test_float_values_that_were_kept_are_those_of_the_proved_bytes():
         dequant_cache.clear_cache()
 
 
-def test_the_rank_answers_with_what_is_wrong(monkeypatch):
+def test_the_rank_reports_wrong_tensors(monkeypatch):
     model, handler = Model(), RankHandler()
     cache = SimpleNamespace(size=64, available_size=lambda: 60)
     runner: Any = SimpleNamespace(model=model, token_to_kv_pool_allocator=cache)

@@ -115,7 +115,7 @@ USEFUL = {
 }
 
 
-def test_what_large_models_need_passes():
+def test_options_for_large_models_pass():
     check(USEFUL)
     graphs = ["--cuda-graph-bs-decode", "1", "2", "4"]
     assert make_arguments(USEFUL)[-7:] == [*graphs, "--disable-custom-all-reduce", "--watchdog-timeout", "600.0"]
@@ -140,7 +140,7 @@ def test_what_large_models_need_passes():
     ({"max_prefill_tokens": True}, "must be of type int"),
     ({"_swa_full_tokens_ratio_explicitly_set": True}, "is not a server argument of SGLang"),
 ])  # fmt: skip
-def test_what_would_break_a_promise_is_refused_by_name(options, line):
+def test_options_that_would_break_a_promise_are_refused_by_name(options, line):
     with pytest.raises(UserError) as refused:
         check(options)
     assert line in str(refused.value)

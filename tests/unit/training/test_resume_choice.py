@@ -76,7 +76,7 @@ def test_steps_layout_and_places_may_differ_but_not_the_version_of_the_project(t
         find_run_to_resume(config(tmp_path))
 
 
-def test_the_newest_whole_checkpoint_is_chosen_and_what_differs_is_said(tmp_path):
+def test_the_newest_whole_checkpoint_is_chosen_and_differences_are_reported(tmp_path):
     log = make_run(tmp_path, steps=(2, 4))
     (log.dir / "checkpoints" / "step_00004" / "state.json").write_text("{")
     checkpoint = choose_checkpoint(log.dir, 9)

@@ -33,7 +33,7 @@ def calls(monkeypatch) -> MagicMock:
 
 
 @pytest.mark.parametrize("kind", ["colocated", "disaggregated"])
-def test_engines_start_when_the_trainer_holds_what_it_holds_in_a_sync(calls, tmp_path, kind):
+def test_engines_start_when_the_trainer_holds_as_much_memory_as_in_a_sync(calls, tmp_path, kind):
     """On a shared GPU, an engine fills the free memory: by then the reference is loaded, and what only an optimizer step needs is not."""
     sections = {"model": {"path": Path("m")}, "algorithm": {"kl_coef": 0.1}, "placement": {"kind": kind}}
     run = session.Session.__new__(session.Session)
@@ -54,7 +54,7 @@ INF = float("inf")
     "given, exact, fine, too_much",
     [(None, True, 0.0, 1e-7), (None, False, 99.0, None), (0.5, True, 0.5, 0.6), (0.5, False, 0.5, float("nan")), (INF, True, 99.0, None)],
 )
-def test_the_bound_is_0_where_exactness_is_promised_and_else_what_is_given(given, exact, fine, too_much):
+def test_the_bound_is_0_if_exactness_is_promised_unless_it_is_given(given, exact, fine, too_much):
     bound = MismatchBound(SyncConfig(max_mismatch=given), exact, print)
     bound.check({MISMATCH[1]: fine})
     bound.check({})  # no token of the trainer's version

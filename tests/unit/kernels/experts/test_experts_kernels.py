@@ -97,7 +97,7 @@ def test_tokens_lie_sorted_by_expert_then_by_the_rank_they_came_from():
 
 
 @in_interpreter
-def test_bytes_and_scales_are_those_of_one_kernel_after_the_other():
+def test_bytes_and_scales_match_separate_kernels():
     from megatron_rl.kernels.experts.triton import collect_rows, pack, quantize_weighed, spread_packed
     from megatron_rl.kernels.quantize.triton import quantize_activation
 

@@ -93,7 +93,7 @@ def test_operands_that_a_kernel_cannot_handle_are_refused(name):
 
 
 @both_scale_formats
-def test_experts_in_one_grouped_product_are_those_one_by_one(scale_format):
+def test_a_grouped_product_matches_the_products_of_single_experts(scale_format):
     counts = [130, 0, 3, 256]
     groups = TokenGroups.from_counts(counts, "cpu")
     places = groups.places

@@ -17,7 +17,7 @@ def cut(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 @in_interpreter
-def test_bytes_and_scales_are_those_of_two_kernels():
+def test_bytes_and_scales_match_two_separate_kernels():
     from megatron_rl.kernels.norm.triton import quantize_norm
     from megatron_rl.kernels.quantize.triton import quantize_activation
 

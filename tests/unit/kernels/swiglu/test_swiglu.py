@@ -23,7 +23,7 @@ def draw(dtype: torch.dtype, *shape: int) -> torch.Tensor:
     return (torch.randn(*shape, generator=torch.Generator().manual_seed(0)) * 3).to(dtype)
 
 
-def test_it_is_rounded_once_keeps_its_input_alone_and_has_the_gradients_of_autograd():
+def test_swiglu_is_rounded_once_saves_only_its_input_and_has_the_gradients_of_autograd():
     x = draw(torch.bfloat16, 33, 1, 96).requires_grad_()
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
@@ -55,7 +55,7 @@ def test_the_kernels_results_are_the_references():
 
 
 @in_interpreter
-def test_bytes_and_scales_are_those_of_two_kernels():
+def test_bytes_and_scales_match_two_separate_kernels():
     from megatron_rl.kernels.quantize.triton import quantize_activation
     from megatron_rl.kernels.swiglu.triton import differentiate, multiply, quantize_swiglu
 

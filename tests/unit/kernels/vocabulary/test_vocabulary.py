@@ -18,7 +18,7 @@ def draw(dtype: torch.dtype, vocabulary: int = VOCABULARY) -> tuple[torch.Tensor
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_parts_of_the_vocabulary_give_what_the_whole_does(ranks, temperature):
+def test_parts_of_the_vocabulary_match_the_whole(ranks, temperature):
     logits, targets = draw(torch.float64)
     logits.requires_grad_()
     wanted = (logits / temperature).log_softmax(-1)

@@ -214,7 +214,7 @@ def test_the_block_of_one_scale_is_read_from_the_shapes(expected, shapes):
         assert block_format(torch.empty(data, dtype=torch.float8_e4m3fn), torch.ones(scale)).granularity == expected
 
 
-def test_a_block_is_that_of_the_format_with_these_dtypes(monkeypatch):
+def test_the_format_of_a_block_is_found_by_its_dtypes(monkeypatch):
     """Up to 32 columns, 1x32 and 1x128 blocks have grids of one shape."""
     monkeypatch.setitem(FORMATS, TOY.name, TOY)
     data, scale = torch.empty(256, 32, dtype=torch.float8_e4m3fn), torch.ones(256, 1)

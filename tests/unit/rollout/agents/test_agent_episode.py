@@ -79,7 +79,7 @@ def test_an_answer_without_its_end_gets_its_mark_and_every_token_has_its_version
         chat.ask("a")
 
 
-def test_whatever_differs_from_the_history_begins_another_branch():
+def test_a_request_that_differs_from_the_history_begins_another_branch():
     chat = Conversation()
     chat.ask("a")
     chat.ask("a", "aa", "b")

@@ -160,7 +160,7 @@ def test_a_stale_copy_that_kernels_would_read_is_named(attention, name, stale):
     ("srt/mem_cache/memory_pool.py", "cache_k = cache_k.to(self.dtype)"),
     ("srt/models/utils.py", "and pool.dtype == torch.bfloat16"),  # writes of keys and values by the rotary embedding's kernel
 ])  # fmt: skip
-def test_sglangs_sources_say_what_the_choice_of_a_backend_rests_on(file, line):
+def test_sglangs_sources_support_the_choice_of_a_backend(file, line):
     """FA3 and Triton quantize queries or probabilities, FlashInfer does not; a Python copy of the scale goes into graphs."""
     (root,) = importlib.util.find_spec("sglang").submodule_search_locations
     assert line in (Path(root) / file).read_text()

@@ -54,7 +54,7 @@ def quantizers_called_by(file: str, name: str) -> set[str]:
 @pytest.mark.parametrize(
     "target, function, kind", registry.list_gpu_hooks(), ids=lambda value: getattr(value, "__name__", str(value).rpartition(".")[2])
 )
-def test_what_is_replaced_takes_the_same_arguments(target, function, kind):
+def test_replacements_take_the_same_arguments(target, function, kind):
     module, _, name = target.removeprefix("sglang.").rpartition(".")
     theirs = functions_of(module.replace(".", "/") + ".py")[name].args
     ours = list(inspect.signature(function).parameters.values())
@@ -107,7 +107,7 @@ def test_every_layout_holds_the_references_bytes(scale_format):
     assert_quantized(*gpu_activation_quant.quantize_tokens(x), x, scale_format)
 
 
-def test_what_the_contract_does_not_know_is_refused(scale_format):
+def test_quantization_outside_the_contract_is_refused(scale_format):
     x = uneven(4, 256, torch.bfloat16)
     for options in ({"group_size": 64}, {"out_dtype": torch.int8}, {"output_s": torch.zeros(4, 1, dtype=torch.int32), "output_q": x}):
         with pytest.raises(NotImplementedError, match="outside the precision contract"):

@@ -67,7 +67,7 @@ def test_the_tail_holds_a_stop_string_of_one_byte_tokens():
     assert count_tail_tokens(request, 1) == 2
 
 
-def test_children_are_forked_whatever_sglang_asked_for():
+def test_children_are_forked_even_if_sglang_asks_for_spawn():
     before = multiprocessing.get_start_method(allow_none=True)
     try:
         fork_children(lambda method: multiprocessing.set_start_method(method, force=True), "spawn")

@@ -93,7 +93,7 @@ def test_the_kept_tokens_are_those_of_sglang():
         assert len(expected ^ set(find_kept_tokens(probs[row], 0.9, 40, 0.0).tolist())) <= 1
 
 
-def test_sglang_gets_what_was_kept_most_probable_first():
+def test_sglang_gets_the_kept_tokens_most_probable_first():
     probs = torch.tensor([[0.0, 0.25, 0.0, 0.75], [0.5, 0.0, 0.3, 0.2]])
     arguments = (None, None, None, False, torch.tensor([1, 2]), torch.tensor([0, 0]))
     tokens, weights, ids, drawn = sample_truncated(probs, *arguments, return_filtered_probs=True, max_top_k=3)
