@@ -11,9 +11,8 @@ from megatron_rl.config import Config
 from megatron_rl.errors import RunError
 from megatron_rl.mcore.actor import Actor, Critic
 from megatron_rl.mcore.checkpoint.async_save import OtherFiles
-from megatron_rl.mcore.checkpoint.checkpointing import CheckpointWriter
+from megatron_rl.mcore.checkpoint.checkpointing import CheckpointWriter, capture_rng_state
 from megatron_rl.mcore.checkpoint.folder import checkpoint_folder
-from megatron_rl.mcore.checkpoint.checkpointing import capture_rng_state
 from megatron_rl.training.resume import describe_layout
 from megatron_rl.versions import collect_versions
 from parallel.layout import Layout

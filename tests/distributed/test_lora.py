@@ -15,8 +15,8 @@ from megatron_rl.config.lora import LoraConfig
 from megatron_rl.mcore.checkpoint.checkpointing import load_run_checkpoint
 from megatron_rl.mcore.checkpoint.run_weights import read_state
 from megatron_rl.mcore.passes.replicas import select_own
-from megatron_rl.mcore.weights.export import export_adapters
 from megatron_rl.mcore.weights.adapters import list_adapted_layers
+from megatron_rl.mcore.weights.export import export_adapters
 from parallel.adapters import NAMES
 from parallel.layout import Layout
 

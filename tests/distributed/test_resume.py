@@ -15,9 +15,8 @@ from megatron_rl.mcore.checkpoint.checkpointing import load_run_checkpoint
 from megatron_rl.mcore.checkpoint.folder import list_newest_first
 from megatron_rl.mcore.layers.linear.quantized_linear import find_quantized_layers
 from megatron_rl.mcore.weights.cache_scales import collect_scales
-from megatron_rl.training.checkpoint_manager import CheckpointManager
+from megatron_rl.training.checkpoint_manager import CheckpointManager, TrainState
 from megatron_rl.training.resume import choose_checkpoint, describe_layout, find_newest_whole
-from megatron_rl.training.checkpoint_manager import TrainState
 from parallel.layout import Layout
 
 BF16 = {"mode": "fp8_unified", "high": "bf16"}

@@ -20,9 +20,8 @@ from megatron_rl.data import load_problems
 from megatron_rl.errors import RunError
 from megatron_rl.hf.tokenizer import load_tokenizer
 from megatron_rl.rewards.scorer import Scorer
-from megatron_rl.rollout.worker import AsyncRolloutWorker
 from megatron_rl.rollout.generation import MultiTurnSampler
-from megatron_rl.rollout.worker import RolloutWorker
+from megatron_rl.rollout.worker import AsyncRolloutWorker, RolloutWorker
 from megatron_rl.types import Reward
 from parallel.transport.pack import ChunkPacker
 

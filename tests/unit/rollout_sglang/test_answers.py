@@ -1,7 +1,5 @@
 """Kept tokens and policy versions in SGLang's answers."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """NCCL transfers over a fake ProcessGroupNCCL: a lost peer raises an error, and closing aborts the group."""
 
-from __future__ import annotations
-
 import os
 from enum import Enum
 from types import SimpleNamespace
@@ -19,7 +17,7 @@ CHUNKS = [Chunk(0, 0, 0, 64, (), ()), Chunk(0, 0, 64, 32, (), ())]
 
 
 class FakeWork:
-    def __init__(self, group: FakeNccl) -> None:
+    def __init__(self, group: "FakeNccl") -> None:
         self.group, self.ordered = group, False
 
     def is_completed(self) -> bool:
@@ -107,16 +105,13 @@ def test_an_error_of_nccl_is_raised(link):
     assert not any(work.ordered for work in group.works)
 
 
-def test_error_handling_is_set_for_this_group_only(link, monkeypatch):
+def test_error_handling_is_set_for_this_group_only_and_waiting_for_a_missing_member_times_out(link, monkeypatch):
     group = link[0]._group._group
     assert group.handling == "2" and group.seconds == 0.2 and process_group._ERROR_HANDLING not in os.environ
     monkeypatch.setenv(process_group._ERROR_HANDLING, "1")
     store = dist.HashStore()
     process_group.NcclGroup(store, 0, 1, 0.2)
     assert os.environ[process_group._ERROR_HANDLING] == "1"
-
-
-def test_waiting_for_a_missing_member_times_out(monkeypatch):
     monkeypatch.setattr(dist, "ProcessGroupNCCL", FakeNccl, raising=False)
     with pytest.raises(RuntimeError):
         process_group.NcclGroup(dist.HashStore(), 0, 2, 0.05)

@@ -1,6 +1,4 @@
-"""The table of number formats: bytes, scale grids, names in files, and quantization_config."""
-
-from __future__ import annotations
+"""The table of number formats, and plugs: objects found by a built-in name or as module:attribute."""
 
 import json
 
@@ -8,6 +6,7 @@ import pytest
 import torch
 
 from parallel.formats import BF16, FORMATS, FP8, FP32, INT8, MODES, TensorFormat
+from parallel.plug import InputError, Plug
 
 
 @pytest.mark.parametrize("format", [*FORMATS.values(), TensorFormat("e8m0", "float8_e8m0fnu"), TensorFormat("bytes", "uint8")], ids=str)
@@ -29,7 +28,7 @@ def test_scales_are_counted_by_the_grid_of_blocks():
     assert FP8.group_bytes == 1 + 4 / 128 and INT8.group_bytes == 1
 
 
-def test_quantization_config():
+def test_quantization_config_and_every_mode_is_made_of_rows_of_the_table():
     pow2 = FP8.with_scales("pow2")
     assert str(pow2) == "fp8 pow2" and pow2.with_scales("fp32") == pow2 and INT8.with_scales("pow2") == INT8
     config = '{"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128], '
@@ -38,8 +37,51 @@ def test_quantization_config():
     assert json.dumps(FP8.with_scales("fp32").quantization_config()) == config + "}"
     assert INT8.quantization_config() == {"quant_method": "w8a8_int8", "is_dynamic": True} and BF16.quantization_config() == {}
     assert [format.engine_quantization for format in (FP8, INT8, BF16)] == ["fp8", "w8a8_int8", None]
-
-
-def test_every_mode_is_made_of_rows_of_the_table():
     assert {side for mode in MODES.values() for side in mode} <= {None, *FORMATS.values()}
     assert len({hash(format) for format in FORMATS.values()}) == len(FORMATS)
+
+
+PLUG = Plug("section.field", {"join": "os.path:join"}, takes=("a", "b"))
+MODULE = """
+def two(a, b): return a + b
+def one(a): return a
+async def later(a, b): return a
+class Holder:
+    two = staticmethod(two)
+number = 3
+"""
+
+
+@pytest.fixture(autouse=True)
+def own_module(tmp_path, monkeypatch):
+    (tmp_path / "own_plugs.py").write_text(MODULE)
+    (tmp_path / "broken_plugs.py").write_text("1 / 0")
+    monkeypatch.chdir(tmp_path)
+
+
+def test_builtin_names_and_modules_in_the_working_directory_are_found():
+    assert PLUG.load("join")("a", "b") == "a/b"
+    assert PLUG.load("own_plugs:two")(1, 2) == PLUG.load("own_plugs:Holder.two")(1, 2) == 3
+    assert PLUG.check_name("own_plugs:two") == "own_plugs:two"
+
+
+@pytest.mark.parametrize("name, rule", [
+    ("jion", "must be one of join, or your own as module:attribute"),
+    ("own_plugs:three", "AttributeError"),
+    ("absent_plugs:two", "ModuleNotFoundError"),
+    ("broken_plugs:two", "ZeroDivisionError"),
+    ("own_plugs:one", "plain function of (a, b): too many positional arguments"),
+    ("own_plugs:later", "plain function of (a, b)"),
+    ("own_plugs:number", "plain function of (a, b)"),
+])  # fmt: skip
+def test_unsuitable_objects_are_refused_in_one_line(name, rule):
+    with pytest.raises(InputError) as caught:
+        PLUG.load(name)
+    assert (caught.value.field, caught.value.value) == ("section.field", name)
+    assert rule in caught.value.rule and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["jion", "a.b", ":x", "a:", "1a:b", "a b:c"])
+def test_a_name_of_another_form_is_refused_without_an_import(name):
+    with pytest.raises(ValueError, match="must be one of join"):
+        PLUG.check_name(name)

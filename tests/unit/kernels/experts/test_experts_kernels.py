@@ -1,6 +1,4 @@
-"""Tokens that go to their experts and back: the tables of padded rows, sums and gradients, and the kernels in Triton's interpreter."""
-
-from __future__ import annotations
+"""Tokens go to their experts and back: tables of padded rows, sums in a fixed order, gradients, and the kernels in Triton's interpreter."""
 
 import pytest
 import torch
@@ -8,10 +6,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import fake_gpu_libraries
 from support.fp8_reference import check_columns, check_rows, same_bits, uneven
-from support.triton_kernels import call_in_interpreter, needs_triton
+from support.kernel_tests import in_interpreter
+from support.triton_kernels import needs_triton
 
+from megatron_rl.kernels.experts import expert_sum
+from megatron_rl.kernels.experts.expert_sum import sum_experts
 from megatron_rl.kernels.experts.reference import collect, scatter_tokens, sum_tokens, weigh
 from megatron_rl.kernels.experts.token_groups import TokenGroups
+from megatron_rl.kernels.sums import reference as tree
 from parallel.formats import BLOCK
 
 TOKENS, K = 5, 3
@@ -34,7 +36,7 @@ def sum_in_order(x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
     return total.to(x.dtype)
 
 
-def test_each_is_the_others_gradient():
+def test_scatter_and_sum_are_each_others_gradients():
     order, x, rows = make_order(), draw(TOKENS, 16).requires_grad_(), draw(TOKENS * K, 16).requires_grad_()
     spread, summed = scatter_tokens(x, order), sum_tokens(rows, order)
     assert all(torch.equal(spread[places], x) for places in order.unbind(1))
@@ -44,7 +46,8 @@ def test_each_is_the_others_gradient():
     assert torch.equal(x.grad, summed) and torch.equal(rows.grad, spread)
 
 
-def compare_with_the_references() -> None:
+@in_interpreter
+def test_the_kernels_give_the_references_bits():
     from megatron_rl.kernels.experts.triton import collect_rows, scatter, sum_rows
 
     order, places, weights = make_order(), torch.tensor([7, 0, 3]), torch.tensor([0.3, 1.7, 0.0])
@@ -59,20 +62,6 @@ def compare_with_the_references() -> None:
     exact = torch.arange(TOKENS * K * 64).view(TOKENS * K, 64).remainder(32).bfloat16()  # the interpreter truncates to BF16
     assert torch.equal(sum_rows(exact, order), sum_in_order(exact, order))
     assert sum_rows(torch.empty(0, 8), torch.empty(0, K, dtype=torch.int64)).shape == (0, 8)
-
-
-@needs_triton
-def test_the_kernels_give_the_references_bits():
-    call_in_interpreter(compare_with_the_references)
-
-
-@needs_triton
-def test_rows_that_do_not_fit_are_refused():
-    from megatron_rl.kernels.experts.triton import scatter, sum_rows
-
-    for function in (scatter, sum_rows):
-        with pytest.raises(ValueError, match="does not match"):
-            function(torch.zeros(4, 8), make_order())
 
 
 @given(st.integers(1, 9).flatmap(lambda experts: st.lists(st.lists(st.integers(0, 300), min_size=experts, max_size=experts), min_size=1)))
@@ -107,7 +96,8 @@ def test_tokens_lie_sorted_by_expert_then_by_the_rank_they_came_from():
     assert alone.lengths == groups.lengths and alone.places.tolist() == [0, 1, 2, 3, *range(128, 278)]
 
 
-def compare_with_one_kernel_after_the_other() -> None:
+@in_interpreter
+def test_bytes_and_scales_match_separate_kernels():
     from megatron_rl.kernels.experts.triton import collect_rows, pack, quantize_weighed, spread_packed
     from megatron_rl.kernels.quantize.triton import quantize_activation
 
@@ -139,13 +129,12 @@ def compare_with_one_kernel_after_the_other() -> None:
 
 
 @needs_triton
-def test_bytes_and_scales_are_those_of_one_kernel_after_the_other():
-    call_in_interpreter(compare_with_one_kernel_after_the_other)
-
-
-@needs_triton
 def test_shapes_that_do_not_fit_are_refused():
-    from megatron_rl.kernels.experts.triton import pack, quantize_weighed, spread_packed
+    from megatron_rl.kernels.experts.triton import pack, quantize_weighed, scatter, spread_packed, sum_rows
+
+    for function in (scatter, sum_rows):
+        with pytest.raises(ValueError, match="does not match"):
+            function(torch.zeros(4, 8), make_order())
 
     for shape in ((5, 192), (4, 256)):
         with pytest.raises(ValueError, match="must have a row per token"):
@@ -157,3 +146,63 @@ def test_shapes_that_do_not_fit_are_refused():
     for shape in ((154, 65), (153, 66)):
         with pytest.raises(ValueError, match="do not match their groups"):
             spread_packed(torch.zeros(shape, dtype=torch.int32), groups)
+
+
+HIDDEN = 5
+
+
+def add_slowly(outputs: dict[int, torch.Tensor], first: int, count: int) -> torch.Tensor | None:
+    """Return the sum over the experts from `first` to `first + count - 1` that have an output, by the definition."""
+    if count == 1:
+        return outputs.get(first)
+    half = (count + 1) // 2
+    left, right = add_slowly(outputs, first, half), add_slowly(outputs, first + half, count - half)
+    return left + right if left is not None and right is not None else right if left is None else left
+
+
+def draw_choices(num_experts: int, num_tokens: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return outputs `[n, H]` of many magnitudes, and their tokens `[n]` and experts `[n]` in random order. Some tokens have no expert."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens, experts = (
+        (torch.rand(num_tokens, num_experts, generator=generator) < torch.rand(num_tokens, 1, generator=generator)).nonzero().t()
+    )
+    order = torch.randperm(len(tokens), generator=generator)
+    outputs = torch.randn(len(tokens), HIDDEN, generator=generator) * 2.0 ** torch.randint(-9, 9, (len(tokens), 1), generator=generator)
+    return outputs, tokens[order], experts[order]
+
+
+@given(st.integers(1, 40), st.integers(1, 6), st.integers(0, 999), st.sampled_from([1, 64, 1 << 20]))
+def test_any_choice_is_added_up_by_the_tree_over_all_experts(num_experts, num_tokens, seed, tile):
+    outputs, tokens, experts = draw_choices(num_experts, num_tokens, seed)
+    before = outputs.clone()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(expert_sum, "_TILE", tile)
+        summed = sum_experts(outputs, tokens, experts, num_tokens, num_experts, torch.float32)
+    assert torch.equal(outputs, before)
+    for token in range(num_tokens):
+        mine = {int(expert): outputs[i] for i, expert in enumerate(experts) if tokens[i] == token}
+        expected = add_slowly(mine, 0, num_experts)
+        assert torch.equal(summed[token], torch.zeros(HIDDEN) if expected is None else expected)
+        alone = tokens == token  # and without the other tokens
+        assert torch.equal(sum_experts(outputs[alone], tokens[alone] * 0, experts[alone], 1, num_experts, torch.float32)[0], summed[token])
+
+
+@given(st.integers(1, 9), st.sampled_from([1, 2, 4, 8]), st.integers(0, 999))
+def test_any_number_of_expert_parallel_ranks_gives_the_same_bits(experts_of_rank, ranks, seed):
+    outputs, tokens, experts = draw_choices(ranks * experts_of_rank, 5, seed)
+    whole = sum_experts(outputs, tokens, experts, 5, ranks * experts_of_rank, torch.float32)
+    parts = []
+    for rank in range(ranks):
+        mine = experts // experts_of_rank == rank
+        parts.append(sum_experts(outputs[mine], tokens[mine], experts[mine] % experts_of_rank, 5, experts_of_rank, torch.float32))
+    assert torch.equal(tree.add(parts), whole)
+
+
+def test_the_sum_is_rounded_once_and_its_gradient_is_every_outputs():
+    outputs, tokens, experts = draw_choices(16, 8, 1)
+    outputs = outputs.bfloat16().requires_grad_()
+    summed = sum_experts(outputs, tokens, experts, 8, 16, torch.bfloat16)
+    assert torch.equal(summed, sum_experts(outputs.detach(), tokens, experts, 8, 16, torch.float32).bfloat16())
+    weights = torch.randn(8, HIDDEN).bfloat16()
+    summed.backward(weights)
+    assert torch.equal(outputs.grad, weights[tokens])
