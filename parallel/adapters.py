@@ -2,8 +2,6 @@
 Megatron's linear layers: the layer's checkpoint tensors share one lora_A [rank, K], and each has its own rows of lora_B [N, rank]. If the
 layer's weight is cut by rows, so is lora_B; if by columns, so is lora_A. Each expert has its own adapters."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 

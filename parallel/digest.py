@@ -1,7 +1,5 @@
 """Access to rectangles of real tensors, for trainer and engine alike: views, raw bytes and digests."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor

@@ -10,8 +10,6 @@ never a multiple of 2^32. Integer sums do not depend on the order of additions. 
 This module imports Triton, which only GPU builds of torch include: import it inside functions.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 import triton

@@ -1,7 +1,5 @@
 """config.json as the model families read it. A field that is missing, invalid or unsupported is refused by name."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

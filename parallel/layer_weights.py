@@ -1,7 +1,5 @@
 """Building blocks of the model families. Each function takes two name prefixes: the checkpoint's, which SGLang shares, and Megatron's."""
 
-from __future__ import annotations
-
 from parallel.model_geometry import ModelGeometry
 from parallel.shards import HFTensor, Weight, make_vector, make_weight
 

@@ -2,8 +2,6 @@
 checkpoint's blocks whole, every transfer consists of whole blocks, so trainer and engine are checked separately. Layers of the same kind
 are alike, so at most one dense layer and one layer with experts are checked."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import replace

@@ -4,8 +4,6 @@ linear_fc2 are cut by columns. Norms, routers and MLA's down projections are rep
 and etp. Layers and experts are numbered over the whole model, while Megatron counts from 0 on every rank. `mlp.router.expert_bias` is a
 buffer in Megatron; everything else is a parameter."""
 
-from __future__ import annotations
-
 from functools import lru_cache
 
 from parallel.formats import BF16, FormatOf, TensorFormat

@@ -2,8 +2,6 @@
 after the other layers. Each is a decoder layer whose input is a projection of two normalized vectors: the hidden state of the layer before,
 and the embedding of the next token. They use the model's embedding and output layer, of which a checkpoint may hold copies."""
 
-from __future__ import annotations
-
 from parallel.layer_weights import pre_norm_layer
 from parallel.model_geometry import ModelGeometry
 from parallel.shards import HFTensor, Weight, make_vector, make_weight

@@ -1,8 +1,6 @@
 """Plugs: objects that a user can supply, named in the configuration by a built-in name or as `module:attribute`. The name is checked when
 the configuration is read (`Plug.check_name`), the object before anything starts (`Plug.load`). docs/extending.md has recipes. No torch."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import os

@@ -3,8 +3,6 @@ of shards (`parallel.shards`), and used by every sync, by import and by export. 
 scales, for FP8 at 1/128 of the coordinates. Nothing is requantized, so every edge of every region must lie on a block edge of its shard and
 of the checkpoint, or at a tensor's end. INT8 has one scale per row, so a row may be cut anywhere."""
 
-from __future__ import annotations
-
 import gc
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence

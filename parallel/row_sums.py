@@ -1,7 +1,5 @@
 """The order of row-parallel sums: a binary tree over blocks of 128 values, whose nodes tensor-parallel ranks hold. No torch."""
 
-from __future__ import annotations
-
 LEAF = 128  # values that one leaf sums: the width of a block
 GATHERED_WHOLE = 1 << 14  # largest number of results for which ranks send all partial sums to all ranks, which saves one message
 GPU_TILE = 64  # rows and columns of results that a program of `megatron_rl.kernels.sums.triton` computes

@@ -4,8 +4,6 @@ heads, with replicated kv heads if there are more ranks than kv heads. gate_up_p
 (tp / ep)-th group of experts, which is cut over tp / ep ranks. MLA's q_a and kv_a are one replicated tensor. DeepSeek's shared experts are
 modules of their own, so the engine needs --disable-shared-experts-fusion."""
 
-from __future__ import annotations
-
 from functools import lru_cache
 
 from parallel.model_geometry import ModelGeometry

@@ -1,7 +1,5 @@
 """HTTP client of an SGLang engine; implements `megatron_rl.rollout.engine.Engine`."""
 
-from __future__ import annotations
-
 import base64
 import json
 import threading

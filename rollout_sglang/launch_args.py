@@ -1,7 +1,5 @@
 """Start of an engine's server: arguments, environment, ports and key of its processes, one on each of its nodes."""
 
-from __future__ import annotations
-
 import errno
 import functools
 import os

@@ -1,8 +1,6 @@
 """Reads the rollout graph inside a scheduler process from the live SGLang model: weights, scales, and the methods that use them. A
 parameter that no known operator uses, or an unknown quantization method, is refused: an incomplete graph proves nothing."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Server processes of an engine, one on each of its nodes: starts, watches and ends them with all their descendants."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import subprocess

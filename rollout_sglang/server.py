@@ -2,8 +2,6 @@
 trainer, because SGLang kills its parent process when a scheduler crashes. Importing this module installs the stub modules. Scheduler and
 detokenizer import it first, because their functions are defined here."""
 
-from __future__ import annotations
-
 import argparse
 import multiprocessing.connection
 import os

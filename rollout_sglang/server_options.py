@@ -1,8 +1,6 @@
 """`[rollout.sglang]`: SGLang's own server arguments. Those that are unknown or would break the precision contract, the proof or exactness
 are refused. Names, types and groups are parsed from SGLang's source without importing it."""
 
-from __future__ import annotations
-
 import ast
 import json
 from collections.abc import Mapping

@@ -1,8 +1,6 @@
 """Engine side of a sync: receives chunks in a background thread and hashes what was written. Unstaged, bytes are written into the live
 tensors, so nothing may be served meanwhile; staged, into a second copy, which `finish` copies over the live tensors."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace

@@ -9,8 +9,6 @@ DIR` shows the curves of all runs. The table is printed in Markdown at the end. 
 accuracy are written to a file for a page such as the README.
 """
 
-from __future__ import annotations
-
 import itertools
 import subprocess
 import sys

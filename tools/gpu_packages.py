@@ -6,8 +6,6 @@
 The checks import, hook, compare, and compile real code. Nothing is computed.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import inspect

@@ -4,8 +4,6 @@ Each part is a separate pytest run. A warm-up, whose result does not count, firs
 processes share.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import re

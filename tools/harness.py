@@ -1,7 +1,5 @@
 """Shared code of the tools: worlds of trainer ranks, engine ranks without SGLang, random checkpoints, options, and JSON reports."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence

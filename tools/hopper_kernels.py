@@ -3,8 +3,6 @@
 Triton gets a driver that only names the target. A launch compiles the kernel for the actual arguments and does not run it.
 """
 
-from __future__ import annotations
-
 import ast
 import itertools
 import os

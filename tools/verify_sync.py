@@ -9,8 +9,6 @@ receiving code. Every received byte is compared with the result of quantizing th
 byte agrees, 1 if any byte differs, and 2 for bad input.
 """
 
-from __future__ import annotations
-
 import json
 import zlib
 from collections.abc import Iterator, Mapping, Sequence

@@ -8,8 +8,6 @@ Trainer ranks and engine ranks are processes with random weights in the real lay
 so that a busy machine slows all of them alike, and the table shows medians. On a GPU, where memory is short, BF16 is left out.
 """
 
-from __future__ import annotations
-
 import functools
 import multiprocessing
 import os

@@ -2,8 +2,6 @@
 log-probs over the same tokens, so both sides describe the distribution that was sampled from, in every precision mode and at every age of a
 token ("keep sampling mask": DeepSeek-V3.2, arXiv 2512.02556, section 3.1)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import chain
 

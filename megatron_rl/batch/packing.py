@@ -2,8 +2,6 @@
 balanced by cost, s (1 + s / `ModelGeometry.attention_length`) for a sequence of s tokens: products with weights grow with s, attention with
 its square."""
 
-from __future__ import annotations
-
 import heapq
 import math
 from collections.abc import Sequence

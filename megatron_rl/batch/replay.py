@@ -2,8 +2,6 @@
 like a group that was sampled ahead of time (`placement.max_staleness`): importance ratios are computed against the policy that sampled it,
 and precision metrics do not count it. `groups` is never modified in place, so a checkpoint takes a snapshot at no cost."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import count

@@ -2,8 +2,6 @@
 header is followed by the columns, each concatenated over all samples; wide dtypes come first, so that every column is aligned. A response
 token takes 8 bytes, plus 1 if it may be of an older version, plus layers x k (x 2 above 256 experts) for its routing."""
 
-from __future__ import annotations
-
 import math
 import pickle
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Training samples: a prompt, a sampled response, and per-token values. Shape legend: `_A` sampled response tokens."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import torch

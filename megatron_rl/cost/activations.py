@@ -1,7 +1,5 @@
 """Totals over a rank's operators: activations of training and scoring passes, and the least bytes that a pass or an update moves."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -11,8 +11,6 @@ products (attention counts as one) were fused: the fused kernel reads the output
 biases and statistics are not included.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ A folder that the engine can load is used as it is. Anything else is first conve
 FP8 blocks are the ones that the run's sync sent. LoRA adapters are served beside their base model, not merged, as in training.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

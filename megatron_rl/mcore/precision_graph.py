@@ -3,8 +3,6 @@
 A parameter that no known operator uses, or a module of an unknown class, is refused: an incomplete graph proves nothing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any

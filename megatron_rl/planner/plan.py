@@ -1,7 +1,5 @@
 """The dry run of a configuration on a cluster that `megatron-rl plan` prints."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any

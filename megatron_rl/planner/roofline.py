@@ -10,8 +10,6 @@ With `precision.reduction = "tree"`, row-parallel products of forward passes are
 send FP32 partial sums.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from functools import lru_cache
 

@@ -6,8 +6,6 @@ divide the remaining GPUs. The first and last stage get fewer layers if that bal
 is longer than a micro-batch, full recomputation if nothing else fits, and engines over several nodes if no engine of one node fits.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from collections.abc import Iterator

@@ -5,8 +5,6 @@ after all work that was queued before it. If kernels wait for an exchange, its r
 takes processors and memory bandwidth from the kernels that run beside it.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Megatron plans a save from the parts that all ranks name. A rehearsed rank is al
 tensor's grid once, so that Megatron's and torch's own checks run on the whole grid. `check_places` checks where this rank's parts lie.
 """
 
-from __future__ import annotations
-
 import io
 from collections import defaultdict
 from collections.abc import Iterable, Iterator

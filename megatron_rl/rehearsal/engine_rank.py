@@ -3,8 +3,6 @@
 The engine runs in a process of its own, with tensors that have a shape and no memory.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 from collections.abc import Mapping

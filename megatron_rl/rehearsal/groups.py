@@ -6,8 +6,6 @@ outer caller decides. In a backward pass autograd calls operators without their 
 (`record_owners`). A collective of a function that is not in the table is refused. Groups with the same ranks count as one.
 """
 
-from __future__ import annotations
-
 import functools
 import sys
 from collections.abc import Callable, Iterable

@@ -4,8 +4,6 @@ docs/guides/rehearse.md lists the phases. Samples fill micro-batches to the last
 shows everything a step does: one micro-batch more than the rank's stage has in flight, or twice as many if two micro-batches take turns.
 """
 
-from __future__ import annotations
-
 import functools
 import gc
 import tempfile

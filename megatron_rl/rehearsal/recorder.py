@@ -1,7 +1,5 @@
 """Records what a rehearsal does on one rank's device: memory, host waits, copies, collectives and work, by phase and by line of code."""
 
-from __future__ import annotations
-
 import functools
 import sys
 import traceback

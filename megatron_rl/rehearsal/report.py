@@ -1,7 +1,5 @@
 """Report of a rehearsal by rank: faults, memory against the plan, host waits, traffic, and lower bounds of a step."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any

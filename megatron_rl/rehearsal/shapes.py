@@ -4,8 +4,6 @@ FakeTensorMode takes 100 to 300 microseconds per operator, mostly for symbolic s
 not use. A rank of a large model runs half a million operators, of which a few thousand differ.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple

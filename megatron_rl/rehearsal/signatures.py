@@ -6,8 +6,6 @@ Libraries are imported. Transformer Engine is read from its source files, becaus
 source.
 """
 
-from __future__ import annotations
-
 import ast
 import inspect
 import pkgutil

@@ -1,7 +1,5 @@
 """Protocol of an inference engine. Implementations are registered in the entry-point group `megatron_rl.rollout`."""
 
-from __future__ import annotations
-
 import hashlib
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence

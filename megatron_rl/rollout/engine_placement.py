@@ -2,8 +2,6 @@
 `rollout.hosts`, in order: of four engines on two nodes, 0 and 1 run on the first. An engine that spans `rollout.nodes_per_engine` nodes has
 equally many ranks on each, and its rank 0 and HTTP server on the first."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass

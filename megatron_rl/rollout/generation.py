@@ -1,8 +1,6 @@
 """Sampling of completions with one or more turns: the engine samples, the environment replies, and the engine continues. Sampled text is
 never tokenized again, so the trainer scores the tokens that the engine drew."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Sampling and scoring of groups: the completions of one problem. The group drawn first begins first and is scored when it has ended."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Iterable, Sequence

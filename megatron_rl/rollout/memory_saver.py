@@ -1,8 +1,6 @@
 """Requirements of SGLang's torch_memory_saver, which frees a colocated engine's memory on a GPU. It is a library in LD_PRELOAD: if it
 cannot be loaded, releasing memory has no effect. Derived from torch_memory_saver 0.0.10 and SGLang 0.5.23; not yet run on a GPU."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from pathlib import Path

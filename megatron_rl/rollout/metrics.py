@@ -1,7 +1,5 @@
 """Metrics of sampled completions, and the sample rows of the report."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 

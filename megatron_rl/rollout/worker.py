@@ -1,7 +1,5 @@
 """Rollout worker on rank 0: draws problems, assembles batches of scored groups, and evaluates held-out problems."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections import deque

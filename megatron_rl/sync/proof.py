@@ -1,7 +1,5 @@
 """Compares the bytes of trainer and engine: chunk digests first, and if one differs, the digests of single blocks to name the block."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor

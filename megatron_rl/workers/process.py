@@ -2,8 +2,6 @@
 handler, sends ("ready", "") or ("failed", reason), then receives lists of tasks and answers each task as soon as it is done. It ends when
 its pipe closes or its parent ends, even in the middle of a computation."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os

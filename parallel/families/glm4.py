@@ -1,7 +1,5 @@
 """GLM-4-0414 and GLM-Z1: norms after attention and MLP too, one tensor for gate and up, rotary positions on half of each head, in pairs."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from parallel.hf_config import HFConfig

@@ -1,8 +1,6 @@
 """CUDA IPC: a ring of buffers in the sender's device memory, which engine ranks on the same host open by handle. Handles are sent over the
 ring's Unix socket as JSON. Devices are identified by UUID. It ran on one H200 (benchmarks/README.md)."""
 
-from __future__ import annotations
-
 import base64
 import json
 from typing import Any

@@ -1,8 +1,6 @@
 """Shared folder: one file per trainer rank and sync, and a manifest that is written last. An engine rank maps a file once its manifest
 exists, so it never reads an incomplete file. Works across hosts. The folder holds the bytes of one sync at a time."""
 
-from __future__ import annotations
-
 import json
 import mmap
 import os

@@ -1,7 +1,5 @@
 """The transport `process_group` over gloo, for trainer and engines on the same GPUs, which NCCL refuses."""
 
-from __future__ import annotations
-
 from parallel.transport import process_group
 
 

@@ -2,8 +2,6 @@
 ranks has a Unix socket, over which one byte says which buffer was filled or is free. The socket orders memory accesses, blocks without
 polling, and closes when the other process ends, so no process waits for a dead one. `cuda_ipc` allocates the ring elsewhere."""
 
-from __future__ import annotations
-
 import contextlib
 import mmap
 import os

@@ -1,8 +1,6 @@
 """LoRA in the engine: the policy's adapters as parameters of SGLang's linear layers, which every sync fills, with the trainer's products.
 With SGLang's own LoRA, a token's bits depend on the batch, and no sync proves the adapters."""
 
-from __future__ import annotations
-
 import functools
 import json
 import os

@@ -2,8 +2,6 @@
 `rollout_sglang.hooks.cpu_moe` has the experts. Multi-head latent attention (MLA) uses the absorbed form for prompts and decoded tokens:
 attention in the latent space, with w_kc and w_vc, which SGLang derives from kv_b_proj after loading and after every weight update."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

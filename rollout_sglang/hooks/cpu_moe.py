@@ -11,8 +11,6 @@ sum and all other ranks return zeros. Otherwise each rank adds its experts in as
 all-reduce adds up over ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Cache of the float values of quantized weights on a CPU, those used first: evicting the oldest would never hit in cyclic use."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

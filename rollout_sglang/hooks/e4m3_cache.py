@@ -9,8 +9,6 @@ outputs by the scale of the values. Scales are powers of two, so this is exact. 
 read a Python copy of them, which a CUDA graph keeps forever.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 from collections.abc import Callable

@@ -1,8 +1,6 @@
 """FP32 routers of mixture-of-experts layers, as in Megatron. SGLang rounds the logits of Qwen3-MoE to the model's dtype, and on a CPU also
 those of DeepSeek-V3. If BF16 rounds two logits to the same number, a different expert may be chosen."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -12,8 +12,6 @@ Other calls (packed scales, SwiGLU in the same kernel, other groups) raise. A la
 samples: `read_linear_scale_format` and `read_expert_scale_format` detect it from the live layer's code.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 from collections.abc import Callable

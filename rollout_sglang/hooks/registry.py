@@ -1,8 +1,6 @@
 """SGLang's general plug-in: registers every hook of this project by SGLang's private names, which were checked with `KNOWN_VERSIONS`.
 SGLang only logs a hook that cannot be applied; `verify` raises, so that an engine never serves with missing hooks."""
 
-from __future__ import annotations
-
 import importlib.metadata
 from typing import Any
 

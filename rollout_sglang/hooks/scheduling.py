@@ -1,7 +1,5 @@
 """Hooks on SGLang's scheduler: shared prefill of equal prompts, and stop strings."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

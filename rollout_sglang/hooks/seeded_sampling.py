@@ -3,8 +3,6 @@ deterministic mode, which needs its GPU kernels. On the CPU tier every request h
 first whose cumulative probability exceeds a number in [0, 1) hashed from seed and position. Tokens excluded by top_p, top_k and min_p are
 removed from the logits before, so that log-probs belong to the distribution that is sampled."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Hooks on SGLang's start: forked child processes on a CPU, and the weights and adapters that are loaded."""
 
-from __future__ import annotations
-
 import gc
 import multiprocessing
 from collections.abc import Callable, Iterable, Iterator

@@ -1,8 +1,6 @@
 """SGLang's platform plug-in for a plain CPU: no sgl_kernel, Triton or graphs, and emulated FP8 products. `rollout_sglang.launch_args`
 chooses it by `SGLANG_PLATFORM` on a machine without a GPU. Without this variable, SGLang would take it even on a GPU."""
 
-from __future__ import annotations
-
 import os
 
 NAME = "megatron_rl_cpu"

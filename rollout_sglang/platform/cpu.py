@@ -1,7 +1,5 @@
 """The platform class that `rollout_sglang.platform.activate` names, in a separate module because it imports SGLang."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -2,8 +2,6 @@
 Stubs are false and empty, and launching a kernel through one raises. `install()` must run before the first import of sglang in every
 process. It replaces no installed package; `replace` does so for rehearsals."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.machinery
 import importlib.util

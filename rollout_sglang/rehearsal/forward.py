@@ -3,8 +3,6 @@
 docs/guides/rehearse.md lists the passes. Both batches sample with log-probs, as a run's requests do.
 """
 
-from __future__ import annotations
-
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field

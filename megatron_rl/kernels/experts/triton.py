@@ -5,8 +5,6 @@ rows (`token_groups`), and weight and quantize gradients into such rows. Layouts
 `kernels.quantize.triton`; a gradient is rounded before it is quantized. A packed token is int32 [K/4 + K/128]: K bytes, then its scales.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

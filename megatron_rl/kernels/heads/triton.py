@@ -1,7 +1,5 @@
 """The Triton kernels of `kernels.heads.reference`."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -5,8 +5,6 @@ kernel that holds a whole token writes the rows. Columns need 128 tokens, too ma
 the sum.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -6,8 +6,6 @@ Bytes and scales equal those of `precision.fp8`, in the layouts that block-scale
     columns   data [K, T'], scales [K, T'/128] with K contiguous; T' is T padded to 128 with zeros
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """The Triton kernel of `kernels.rope.reference`."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

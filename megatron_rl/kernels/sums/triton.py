@@ -6,8 +6,6 @@ level, held in registers: with tiles of 64 x 64, eight levels (32,768 numbers on
 depend on the number of tokens, so neither do the bits of a token. Work is split only at nodes of the tree, which changes no bit.
 """
 
-from __future__ import annotations
-
 import functools
 
 import torch

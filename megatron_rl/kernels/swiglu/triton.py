@@ -4,8 +4,6 @@ Values are rounded to the dtype of gate and up before they are quantized, so byt
 `kernels.quantize.triton`, in the same layouts.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

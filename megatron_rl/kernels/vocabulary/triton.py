@@ -1,7 +1,5 @@
 """The Triton kernels of `kernels.vocabulary.reference`."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -1,7 +1,5 @@
 """DeepGEMM's matrix products as shape functions, with the checks of `csrc/apis/gemm.hpp` and `csrc/utils/layout.hpp` for sm_90."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType

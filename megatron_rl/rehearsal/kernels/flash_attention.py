@@ -1,8 +1,6 @@
 """FlashAttention 2 as torch's `varlen_attn` calls it, with the checks of `mha_varlen_fwd` and `mha_varlen_bwd` (flash_api.cpp) and the
 workspace of the backward pass."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Checks of the tensors of a kernel's call, and kernels that are described by such checks."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple

@@ -7,8 +7,6 @@ Megatron imports many more names. They can be imported, but not called.
     Adam               `pytorch/optimizers/fused_adam.py`
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib.abc
 import importlib.machinery

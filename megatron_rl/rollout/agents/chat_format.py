@@ -1,8 +1,6 @@
 """Conversion of messages to tokens with the tokenizer's chat template: a whole conversation, or what follows a response of the policy. What
 follows a response is rendered after a placeholder, which is then cut off, so sampled text is never tokenized again."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from typing import Any

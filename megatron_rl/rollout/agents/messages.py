@@ -1,7 +1,5 @@
 """Requests of agents in one form for both of OpenAI's interfaces, and the checks that refuse a request. No torch, no HTTP."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 from collections.abc import Iterable, Mapping, Sequence

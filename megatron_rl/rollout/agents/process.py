@@ -1,7 +1,5 @@
 """Agent processes: forked from a process that has imported the agent, watched without polling, and terminated together."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

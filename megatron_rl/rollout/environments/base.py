@@ -15,8 +15,6 @@ Objects live in worker processes (`megatron_rl.rollout.environments.pool`) and t
 dies affects only its own completion. Every worker imports this module, so it imports nothing heavy.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Protocol
 

@@ -1,8 +1,6 @@
 """FlashAttention 3 of sgl-kernel: the checks of `mha_fwd` and the size of its scheduler's metadata (sgl-flash-attn,
 `hopper/flash_api.cpp`). The workspace for splits of a long context is not counted."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """SGLang's kernels that are compiled at first use, with the checks of `sglang/kernels/jit/csrc`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Kernels that SGLang imports from sgl-kernel and FlashInfer, with the checks of their sources (`sgl-kernel/csrc`)."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Triton kernels of SGLang and of this project, which are looked up by name. Unknown kernels are refused."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any
