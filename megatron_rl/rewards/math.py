@@ -1,7 +1,9 @@
-"""Reward of mathematical word problems: exact comparison of integers first, math-verify for everything else.
+r"""Reward of mathematical word problems: the stated answer (`statements`) against the gold answer, by kind of the gold answer.
 
-Most gold answers of GSM8K and many of MATH are integers, and most completions state their answer in one of a few ways. Comparing these as
-text takes microseconds. math-verify handles fractions, expressions, sets and units by parsing both sides with SymPy.
+    numbers    exact fractions, with units, percents and powers of ten (`numbers`)
+    choices    letters, if the gold answer is one or more letters from A to J: "(B)", "B)", "option B"
+    words      equal words, such as `\text{Tuesday}`
+    the rest   math-verify, which parses both sides with SymPy
 
 Nothing here limits the time that SymPy takes. `RewardPool` does, by killing the worker.
 """
@@ -11,124 +13,141 @@ import logging
 import re
 from typing import Any
 
+from megatron_rl.rewards.numbers import Number, parse_number
+from megatron_rl.rewards.statements import HEDGE, Statement, find_statement, last_number, strip_wrapping
+from megatron_rl.rewards.thinking import DEFAULT_MARKERS, ThoughtMarkers, split_thought
 from megatron_rl.types import Problem, Reward
 
-_SEPARATOR = r"(?:,|\{,\}|\\[,!])+"  # 1,000  1{,}000  1\,000  1,\!000
-_INTEGER = rf"[-+]?(?:[0-9]{{1,3}}(?:{_SEPARATOR}[0-9]{{3}})+|[0-9]+)"
-_ONLY_AN_INTEGER = re.compile(rf"[\s*:=]*\$?(?:\\?\$)?\s*({_INTEGER})\s*\$?[\s.*!]*")
-_NUMBER = re.compile(rf"{_INTEGER}(?:\.[0-9]+)?")
-_ANSWER_IS = re.compile(r"answer is", re.IGNORECASE)
-_END_OF_SENTENCE = re.compile(r"\.\s|\n")
-_MAY_STAND_BEFORE = re.compile(r"(?:^|[\s=:>$])$")  # directly before a number that is not part of an expression
-_OPERATOR_BEFORE = re.compile(r"(?:[-+*/^_×÷·√(\[{,\\0-9]|\\[a-z]+|\b(?:sqrt|log|ln))\s*\$?$")
-_MATH_AFTER = re.compile(r"[-+*/^_×÷·=<>(){}\[\]\\%]|^\w|\b(?:[b-z]|pi|sqrt|percent)\b", re.IGNORECASE)  # "a" is an article
-_TAIL_CHARACTERS = 200
+_CHOICES = re.compile(r"\W*(?:\\text(?:bf)?\{)?\(?([A-J])\)?\}?(?:\s*(?:,|and|&)\s*\(?([A-J])\)?)*\W*")
+_LETTERS = re.compile(r"\W*[A-J](?:[\s,()&]+(?:and\s+)?\(?[A-J])*\W*")
+_LABEL = re.compile(r"\(([A-J])\)|^\W*([A-J])[).:](?=\s|$)")
+_WORDS = re.compile(r"[^\W\d_]{2,}(?:[\s-]+[^\W\d_]+)*")
+_TEXT = re.compile(r"\\(?:text|textbf|textrm|mathrm|mbox)\s*\{([^{}]*)\}")
+_ASSIGNED = re.compile(r"^(?:[A-Za-z]\w?(?:_\{?\w+\}?)?(?:\([^()=]*\))?|\\[a-zA-Z]+(?:\s+[A-Z]+)?|[A-Z]{2,3}|\([a-z](?:,\s*[a-z])*\))\s*=\s*(?=[^=]*$)")
+_EQUATION = re.compile(r"(?<![<>!\\])=(?!=)")
+_PROSE = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3,}(?![A-Za-z({])")
 
 
-def reward(text: str, problem: Problem) -> Reward:
-    """Return 1.0 if the final answer of `text` equals `problem.answer` (a number or LaTeX), else 0.0. Run it in a pool with a timeout,
-    because a hostile expression can take forever."""
-    verdict = compare_integers(text, problem.answer)
-    if verdict is None:
-        gold = _parsed_gold(problem.answer)
-        if not gold:
-            return Reward(0.0, False, error=f"the gold answer {problem.answer[:80]!r} could not be parsed")
-        verdict = _verify(gold, text)
-    return Reward(float(verdict), verdict)
-
-
-def compare_integers(text: str, gold: str) -> bool | None:
-    r"""Return whether `text` states the integer `gold` as its answer, or None if math-verify must decide.
-
-    The answer is in the last `\boxed{}`, or else after the last `####`, or else after the last "answer is". It decides if it is a single
-    integer. Without a stated answer, the text's last number decides if it equals `gold` and is not part of an expression.
-    """
-    expected = _only_integer(gold)
-    if expected is None:
-        return None
-    stated = _stated_answer(text)
-    if stated is not None:
-        answer = _only_integer(stated)
-        return None if answer is None else answer == expected
-    return True if _last_number(text) == expected else None
+def reward(text: str, problem: Problem, *, thinking: ThoughtMarkers | None = DEFAULT_MARKERS) -> Reward:
+    """Return 1.0 if the answer that `text` states last equals `problem.answer`, else 0.0. A thought between the markers `thinking` is not
+    part of the answer, and a completion that ends inside its thought has none. Run it in a pool with a timeout, because a hostile
+    expression can take forever."""
+    answer = split_thought(text, problem.prompt, thinking).answer
+    stated = None if answer is None else find_statement(answer)
+    if stated is None:
+        return Reward(0.0, False, answer="")
+    try:
+        correct = _equals(stated, problem.answer.strip())
+    except _UnreadableGoldError:
+        return Reward(0.0, False, error=f"the gold answer {problem.answer[:80]!r} could not be parsed")
+    return Reward(float(correct), correct, answer=canonical(stated))
 
 
 def final_answer(text: str) -> str | None:
-    """Return the answer that `text` states, as `compare_integers` finds it, or None. An integer is returned in canonical form, any other
-    answer without white space. If no answer is stated, return the text's last integer that is not part of an expression."""
-    stated = _stated_answer(text)
-    if stated is None:
-        return _last_number(text)
-    integer = _only_integer(stated) if len(stated) <= _TAIL_CHARACTERS else None  # the pattern takes n^2 steps for n blanks
-    return integer or "".join(stated.split()).rstrip(".") or None
+    """Return the answer that `text` states in canonical form, or None. The text is without its thought."""
+    stated = find_statement(text)
+    return canonical(stated) or None if stated else None
 
 
-def _stated_answer(text: str) -> str | None:
-    r"""Return the text in the last complete `\boxed{}`, after the last `####` or after the last "answer is", in this order."""
-    boxed = last_boxed(text)
-    if boxed is not None:
-        return boxed
-    _, marker, rest = text.rpartition("####")
-    if marker:
-        return rest.split("\n", 1)[0]
-    matches = list(_ANSWER_IS.finditer(text))
-    return _END_OF_SENTENCE.split(text[matches[-1].end() :], maxsplit=1)[0] if matches else None
+def canonical(stated: Statement) -> str:
+    """Return a text that is the same for different spellings of a number, and "" for an unreadable statement."""
+    number = _read_number(stated)
+    if number is not None:
+        return f"{number.value}{'%' * (number.unit == '%')}"
+    return "".join(strip_wrapping(stated.content).split()) if stated.explicit else ""
 
 
-def last_boxed(text: str) -> str | None:
-    r"""Return the content of the last `\boxed{}` of `text`, or None if there is none or its brace never closes."""
-    start = text.rfind(r"\boxed{")
-    if start < 0:
+class _UnreadableGoldError(Exception):
+    pass
+
+
+def _equals(stated: Statement, gold: str) -> bool:
+    content = strip_wrapping(stated.content)
+    if not content:
+        return False
+    if _CHOICES.fullmatch(gold):
+        return _read_choices(stated.content) == set(re.findall("[A-J]", _TEXT.sub(r"\1", gold)))
+    expected = parse_number(_without_label(gold))
+    if expected is not None:
+        number = _read_number(stated)
+        if number is not None:
+            return number.equals(expected)
+        return _is_formula(content, gold) and _verify(gold, content)
+    plain = _TEXT.sub(r"\1", gold).strip(" .$")
+    if _WORDS.fullmatch(plain):
+        return _begins_with_words(_TEXT.sub(r"\1", content), plain)
+    formulas = _MATH_PARTS.findall(content) if _PROSE.search(content) else []
+    return _is_formula(content, gold) and _verify(gold, "".join(formulas[-1]) if formulas else content)
+
+
+_MATH_PARTS = re.compile(r"\$([^$]+)\$|\\\((.+?)\\\)")
+
+
+def _read_number(stated: Statement) -> Number | None:
+    """Return the number of a statement: the whole content, the right-hand side of an assignment, or the number of a sentence."""
+    content = _without_label(_TEXT.sub(r" \1 ", strip_wrapping(stated.content)).strip())
+    content = re.sub(r"^(?:\\approx|≈|~|about|approximately|roughly|around|exactly|simply|just|only|a total of)\s*", "", content, flags=re.I)
+    number = parse_number(_ASSIGNED.sub("", content))
+    if number is not None or HEDGE.search(content):
+        return number
+    if (parts := _EQUATION.split(content)) and len(parts) > 1 and not re.search(r"[A-Za-z]", content):
+        return parse_number(parts[-1])
+    if not _PROSE.search(_TEXT.sub("", content)) and stated.explicit:
         return None
-    start += len(r"\boxed{")
-    depth = 1
-    for index in range(start, len(text)):
-        depth += {"{": 1, "}": -1}.get(text[index], 0)
-        if depth == 0:
-            return text[start:index]
-    return None
+    found = last_number(content)
+    return None if found is None else parse_number(found)
 
 
-def _only_integer(text: str) -> str | None:
-    """Return the integer that `text` consists of, without separators, plus sign or leading zeros, or None."""
-    match = _ONLY_AN_INTEGER.fullmatch(text)
-    return _canonical(match[1]) if match else None
+def _without_label(content: str) -> str:
+    """Return the content without the letter of a choice before a value: "(B) 72" is 72."""
+    return re.sub(r"^\(?[A-J]\)[\s:]*(?=\S)", "", content)
 
 
-def _canonical(integer: str) -> str:
-    digits = re.sub(r"[^0-9]", "", integer).lstrip("0") or "0"
-    return f"-{digits}" if integer.startswith("-") and digits != "0" else digits
+def _read_choices(content: str) -> set[str]:
+    """Return the letters of the choices that a statement names, or nothing if it hedges."""
+    content = _TEXT.sub(r"\1", content).strip("*` \n").replace("**", "")
+    content = re.sub(r"^(?:(?:the\s+)?(?:correct\s+)?(?:option|choice|answer)s?\s*(?:is|are|:)?\s*)+", "", content, flags=re.I)
+    if HEDGE.search(content):
+        return set()
+    if _LETTERS.fullmatch(content):
+        return set(re.findall("[A-J]", content))
+    return {next(filter(None, match)) for match in _LABEL.findall(content)}
 
 
-def _last_number(text: str) -> str | None:
-    """Return the last number of the text's last 200 characters in canonical form if it is an integer that is not part of an expression."""
-    tail = text[-_TAIL_CHARACTERS:]
-    matches = list(_NUMBER.finditer(tail))
-    if not matches:
-        return None
-    last = matches[-1]
-    before, after = tail[: last.start()], tail[last.end() :]
-    if "." in last[0] or not _MAY_STAND_BEFORE.search(before) or _OPERATOR_BEFORE.search(before) or _MATH_AFTER.search(after):
-        return None
-    return _canonical(last[0])
+def _begins_with_words(content: str, words: str) -> bool:
+    content, words = " ".join(content.casefold().split()), " ".join(words.casefold().split())
+    rest = content.removeprefix(words)
+    return content.startswith(words) and not re.match(r"\w|\s*(?:or|and|not)\b|[\s,]+\w+\s*\?", rest) and not HEDGE.search(content)
+
+
+def _is_formula(content: str, gold: str) -> bool:
+    """Return whether math-verify may compare the content: no sentence of words, no hedge, and no equation unless the gold answer is one.
+    math-verify would compare only the right-hand side of `3x = 42`."""
+    if HEDGE.search(content) or len(content) > 1000:
+        return False
+    if _EQUATION.search(content) and not _EQUATION.search(gold):
+        return bool(_ASSIGNED.match(content)) or not re.search(r"(?<![\\A-Za-z])[A-Za-z](?![A-Za-z])", content.split("=")[0])
+    return True
+
+
+def _verify(gold: str, content: str) -> bool:
+    expected, verify = _parsed_gold(gold), _math_verify()
+    if not expected:
+        raise _UnreadableGoldError
+    content = content if _EQUATION.search(gold) else _ASSIGNED.sub("", content)
+    return bool(verify.verify(expected, verify.parse(rf"\boxed{{{content}}}", parsing_timeout=None), timeout_seconds=None))
 
 
 @functools.lru_cache(maxsize=4096)
 def _parsed_gold(gold: str) -> list[Any]:
     r"""Parse the gold answer with math-verify. It is wrapped in `\boxed{}` because math-verify would overlook bare LaTeX."""
-    wrapped = gold if r"\boxed" in gold else rf"\boxed{{{gold}}}"
-    parsed: list[Any] = _math_verify().parse(wrapped, parsing_timeout=None)
+    parsed: list[Any] = _math_verify().parse(gold if r"\boxed" in gold else rf"\boxed{{{gold}}}", parsing_timeout=None)
     return parsed
-
-
-def _verify(gold: list[Any], text: str) -> bool:
-    math_verify = _math_verify()
-    return bool(math_verify.verify(gold, math_verify.parse(text, parsing_timeout=None), timeout_seconds=None))
 
 
 def prepare() -> None:
     """Load math-verify and its grammar, which takes seconds. A worker calls this before its first sample."""
-    _verify(_parsed_gold("1"), "$1$")
+    _verify("x", "x")
 
 
 @functools.cache

@@ -1,0 +1,95 @@
+r"""Reads numbers as they are written in answers: 1,080  -4  2.50  3/4  \frac{3}{4}  1\frac{1}{2}  2\times 10^{-5}  2e-05  60 km  20\%."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from fractions import Fraction
+
+_SEPARATOR = r"(?:,|\{,\}|\\[,!:; ])"
+_INTEGER = rf"(?:[0-9]{{1,3}}(?:{_SEPARATOR}{{1,2}}[0-9]{{3}})+(?![0-9])|[0-9]+)"
+_DECIMAL = rf"(?:{_INTEGER}(?:\.[0-9]+)?\.?|\.[0-9]+)"
+_POWER = r"(?:\s*(?:\\times|\\cdot|×|·|\*)\s*10\s*(?:\^|\*\*)\s*\{?\s*(?P<power>[-+]?[0-9]+)\s*\}?|[eE](?P<e>[-+]?[0-9]+))"
+_FRACTION = (
+    r"\\[dtc]?frac\s*(?:\{\s*(?P<top>-?[0-9]+)\s*\}\s*\{\s*(?P<bottom>[0-9]+)\s*\}|(?P<short>[0-9])\s*(?P<under>[0-9]))"
+    r"|(?P<over>[0-9]+)\s*/\s*(?P<below>[0-9]+)(?![0-9.,]?[0-9/])"
+)
+NUMBER = re.compile(
+    rf"(?P<sign>[-+]?)\s*(?:\\?[$€£¥])?\s*(?:(?:(?P<whole>[0-9]+)(?:\s*(?=\\)|\s+))?(?:{_FRACTION})|(?P<decimal>{_DECIMAL})(?:{_POWER})?)"
+)
+_PERCENT = re.compile(r"\\?%|\s*percent\b", re.IGNORECASE)
+_SCALES = {"hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12, "万": 10**4, "亿": 10**8}
+_SCALE = re.compile(rf"\s*({'|'.join(_SCALES)})s?(?![a-z])", re.IGNORECASE)
+_TEXT_COMMAND = re.compile(r"\\(?:text|textrm|textbf|mathrm|mathbf|mbox|rm|operatorname)\s*\{([^{}]*)\}")
+_DEGREES = re.compile(r"\s*(?:\^\s*\{?\s*\\(?:circ|degree)\s*\}?|°|\\degree)\s*[CF]?")
+_NO_UNIT = re.compile(r"\b(?:or|not|is|are|isn't|than|at|but|if|minus|plus|times|over|squared|cubed|factorial|mod|to)\b|[0-9?=<>≠≤≥±]", re.I)
+_UNIT = re.compile(r"(?:[^\W\d_]{2,}|(?<![^\W\d_])[mshgLlNJWVAKCFt])(?:[\s/.\-^{}'·*]|[^\W\d_])*")
+_LONGEST_UNIT = 60
+
+
+@dataclass(frozen=True)
+class Number:
+    """An exact number with its unit. `exact` is False for decimals that may be rounded."""
+
+    value: Fraction
+    unit: str = ""
+    """"%" or the unit in lowercase, without spaces and plural s."""
+    exact: bool = True
+
+    def equals(self, gold: Number) -> bool:
+        """Return whether the numbers are equal. A missing unit is equal to every unit, and 20 % equals 20 and 0.2. A decimal equals a
+        fraction that it represents with six significant digits."""
+        if self.unit and gold.unit and self.unit != gold.unit:
+            return False
+        scales = {Fraction(1), Fraction(1, 100)} if (self.unit == "%") != (gold.unit == "%") else {Fraction(1)}
+        values = {self.value * scale for scale in scales} if self.unit == "%" else {self.value / scale for scale in scales}
+        if self.exact == gold.exact:
+            return gold.value in values
+        return any(abs(value - gold.value) <= Fraction(1, 10**6) * max(abs(value), abs(gold.value)) for value in values)
+
+
+def parse_number(text: str) -> Number | None:
+    """Return the number that `text` consists of, with at most a unit after it, or None."""
+    text = _TEXT_COMMAND.sub(r" \1 ", text.strip())
+    match = NUMBER.match(text)
+    if match is None:
+        return None
+    value, rest = to_fraction(match), text[match.end() :]
+    if value is None:
+        return None
+    exact = match["decimal"] is None or "." not in match["decimal"].rstrip(".")
+    if (percent := _PERCENT.match(rest)) and not rest[percent.end() :].strip(" .$*"):
+        return Number(value, "%", exact)
+    if scale := _SCALE.match(rest):
+        value, rest = value * _SCALES[scale[1].lower()], rest[scale.end() :]
+    unit = _read_unit(rest)
+    return None if unit is None else Number(value, unit, exact)
+
+
+def to_fraction(match: re.Match[str]) -> Fraction | None:
+    """Return the value of a match of `NUMBER`, or None if its exponent is absurd or its denominator is 0."""
+    sign = -1 if match["sign"] == "-" else 1
+    if match["decimal"] is not None:
+        power = int(match["power"] or match["e"] or 0)
+        if abs(power) > 1000:
+            return None
+        plain = re.sub(r"[^0-9.]", "", match["decimal"]).rstrip(".")
+        return sign * Fraction(plain) * Fraction(10) ** power
+    top, bottom = next(
+        (match[a], match[b]) for a, b in (("top", "bottom"), ("short", "under"), ("over", "below")) if match[a] is not None
+    )
+    return sign * (int(match["whole"] or 0) + Fraction(int(top), int(bottom))) if int(bottom) else None
+
+
+def _read_unit(rest: str) -> str | None:
+    """Return the unit in the text after a number, "" if there is none, or None if the text is something else."""
+    rest = re.sub(r"\\[,;:! ]|~|\\left|\\right", " ", _DEGREES.sub("", rest, count=1)).strip(" .,;:*$`\n\t")
+    if not rest:
+        return ""
+    if len(rest) > _LONGEST_UNIT or _NO_UNIT.search(re.sub(r"\^\s*\{?[-0-9]+\}?", "", rest)):
+        return None
+    bare = re.sub(r"\^\s*\{?[-0-9]+\}?", "", rest)
+    if not _UNIT.fullmatch(bare) and not re.fullmatch(r"[\u4e00-\u9fff\u3040-\u30ff\uac00-\ud7a3]{1,6}", bare):
+        return None
+    unit = re.sub(r"[\s{}.]", "", rest).casefold()
+    return unit.removesuffix("s") if len(unit) > 3 else unit

@@ -1,0 +1,229 @@
+r"""Finds the answer that a text states. docs/guides/rewards.md documents the order of precedence.
+
+Explicit statements are `\boxed{}`, `<answer>`, `#### ` and sentences such as "The answer is 42." or "答案是 42". The one that begins last counts, and a
+correction after it replaces it ("... No, it is 43."). An explicit statement that cannot be read is an answer that cannot be read: nothing else
+in the text is used instead. Only a text without an explicit statement is read by its last sentence or formula.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+from megatron_rl.rewards.numbers import NUMBER
+
+_ASCII = {"−": "-", "﹣": "-", "－": "-", "：": ":", "，": ",", "。": ". ", "（": "(", "）": ")", "＝": "=", "？": "?", "！": "! ", "；": "; ", "\xa0": " "}
+_ASCII |= {chr(0xFF10 + digit): str(digit) for digit in range(10)} | {chr(0xFF21 + letter): chr(65 + letter) for letter in range(26)}
+_TRANSLATION = str.maketrans(_ASCII)
+
+_BE = r"(?:is|are|was|equals|becomes|(?:must|should|would|will)\s+be|comes\s+(?:out\s+)?to)\b"
+_STATEMENT = re.compile(
+    rf"""(?P<box>\\(?:boxed|fbox)\b)
+    | (?P<tag><answer>)
+    | (?P<hash>\#\#\#\#+(?!\#))
+    | (?P<phrase>
+        \b(?:answer|(?:correct|right|best)\s+(?:option|choice))s?\b[*_`\s]*(?:\((?:final|s)\)\s*)?(?:(?:to|for|of|here)\b[^.\n:=]{{0,100}}?)?
+          (?:\s*(?:{_BE}(?:\s*(?:therefore|thus|then|indeed|simply|just)\b,?)?|[:=])[*_`]*)+
+      | \b(?:i|we)\s+(?:choose|pick|select)\b(?:\s+(?:option|choice|answer))?
+      | 答案(?:应该|应当|应|就)?(?:是|为|等于|:)+ | (?:^|(?<=[\n\s]))答\s*: | 答えは | 정답은 | 답은
+      | \b(?:respuesta|réponse|antwort|risposta|resposta|ответ)\b(?:\s+\w+)?\s*(?:\b(?:es|est|ist|lautet)\b|[èé]\s|[:—-]\s)+
+      )
+    | (?P<named>(?P<what>[^\s.,:;]{{1,40}})\s+is\s+(?:the|our|my)\s+(?:final\s+|correct\s+|right\s+)?(?:answer|option|choice)\b)""",
+    re.IGNORECASE | re.VERBOSE,
+)
+_EVALUATION = re.compile(
+    r"\W*(?:correct|right|valid|reasonable|verified|confirmed|consistent|below|above|clear|obvious|given|as follows|found|obtained|wrong|incorrect"
+    r"|in the\b|one of\b|among\b|what\b|that\b)",
+    re.IGNORECASE,
+)
+_SENTENCE_END = re.compile(r"\.(?=\s|$)|</|(?<!\\)[;!](?=\s|$)|\n")
+_CHECKS = re.compile(r"\b(?:check|verify|confirm|simplify|express)\w*\W+(?:\w+\W+){0,2}$", re.IGNORECASE)
+_CLAUSE_END = re.compile(r"(?:,\s*|\s+)(?:because|since|as|so|which|where|hence|therefore)\b", re.IGNORECASE)
+_HEADING = re.compile(r"\s*(?:[^\W\d_]{3,}[:,]?\s+\S|$)")  # "#### Step 3"
+_LIST_ITEM = re.compile(r"\s*(?:[0-9]+[.)]|[-*•])\s")
+_NOT = re.compile(r"\s*(?:(?:definitely|certainly|actually)\s+)?(?:not\b|n't\b)[^.\n]*?(?:,|;|\bbut\b|\brather\b)\s*(?:(?:it|this|that)(?:'s|\s+is)\s+|but\s+|rather\s+)*")
+_NEGATION = re.compile(r"\s*(?:definitely\s+|certainly\s+)?(?:not|n't|unknown|unclear)\b", re.IGNORECASE)
+_RETRACTION = re.compile(
+    r"(?:^|[.!?\n;,—-]|\bbut\b)\s*(?:oh\s+|hmm,?\s+|but\s+|ah,?\s+)?(?:no\b(?=[,.:!\s]*(?:wait|it|that|the|sorry|actually|-?\\?\$?[0-9]))|wait\b|actually\b|sorry\b|oops\b|correction\b"
+    r"|scratch that\b|on second thought|i (?:made a mistake|was wrong|mean)\b|that(?:'s| is| was) (?:wrong|not right|incorrect)|let me (?:re|correct|fix))",
+    re.IGNORECASE,
+)
+_CONFIRMATION = re.compile(r"\b(?:correct|right|confirmed|confirms|checks out|holds|consistent|verified)\b", re.IGNORECASE)
+_REVISED = re.compile(
+    rf"(?:\b(?:it|this|that|result|total|value|make (?:it|that)|i mean|no|wait|sorry|actually|correction)\b\s*(?:'s\b|{_BE})?)\s*[,:]?\s*"
+    r"(?=[-+$\\(]*(?:[0-9]|frac|boxed))",
+    re.IGNORECASE,
+)
+HEDGE = re.compile(r"\b(?:or|either|maybe|perhaps|possibly|could|might|may|guess|between|not sure)\b|\?|或", re.IGNORECASE)
+_FORMULA = re.compile(r"\$\$(.+?)\$\$|\$([^$\n]+)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
+_BETWEEN = re.compile(r"[\s,;.$]*(?:\\?(?:text|quad|qquad)?\{?\s*(?:and|or|和|或)\s*\}?)?[\s,;$]*", re.IGNORECASE)
+_TAIL = 600
+"""Characters at the end of a text that are read if it has no explicit statement."""
+
+
+class Statement(NamedTuple):
+    """An answer as it was written. `explicit`: whether the text marks it as its answer."""
+
+    content: str
+    explicit: bool
+
+
+def find_statement(text: str) -> Statement | None:
+    """Return the answer that `text` states last, or None if it states nothing. The content may be unreadable or empty."""
+    text = re.sub(r"(?<![\w)])–(?=[0-9])", "-", text.translate(_TRANSLATION))
+    statements = [*_explicit_statements(text)]
+    if not statements:
+        return _implicit_statement(text[-_TAIL:])
+    content, end = statements[-1]
+    return Statement(_correct(content, text[end:]), True)
+
+
+def _explicit_statements(text: str) -> list[tuple[str, int]]:
+    """Return (content, its end in the text) of the explicit statements. Boxes next to each other are one statement, a list."""
+    found: list[tuple[str, int]] = []
+    last_box = -1  # end of the previous box
+    for match in _STATEMENT.finditer(text):
+        if match["box"]:
+            content, end = _read_box(text, match.end())
+            if found and last_box >= 0 and _BETWEEN.fullmatch(text, last_box, match.start()):
+                content = f"{found.pop()[0]}, {content}"
+            last_box = end
+        elif match["tag"]:
+            end = text.find("</answer>", match.end())
+            end = len(text) if end < 0 else end
+            content = text[match.end() : end]
+        elif match["hash"]:
+            content = _first_sentence(text[match.end() :].split("\n", 1)[0])
+            end = match.end() + len(content)
+            if _HEADING.match(content):
+                continue
+        elif match["named"]:
+            content, end = match["what"], match.end()
+            if box := re.search(r"\\(?:boxed|fbox)\b", content):
+                content, _ = _read_box(content, box.end())
+            elif not re.search(r"[0-9\\$]|^\W*[A-J]\W*$", content):
+                continue
+        else:
+            content, end = _read_phrase(text, match.start(), match.end())
+            if content is None:
+                continue
+        found.append((content, end))
+    return found
+
+
+def _read_box(text: str, start: int) -> tuple[str, int]:
+    """Return the content of a box and its end. A box that never closes is empty."""
+    bare = re.compile(r"\s+([^\s$.,{]+)").match(text, start)
+    if bare:
+        return bare[1], bare.end()
+    opening = re.compile(r"\s*\{").match(text, start)
+    depth = 0
+    for index in range(opening.end() if opening else len(text), len(text)):
+        if text[index] == "{":
+            depth += 1
+        elif text[index] == "}":
+            if not depth:
+                return text[opening.end() : index], index + 1  # type: ignore[union-attr]
+            depth -= 1
+    return "", len(text)
+
+
+def _read_phrase(text: str, phrase: int, start: int) -> tuple[str | None, int]:
+    """Return what follows a phrase such as "the answer is", up to the end of the sentence, and its end. Return None if the phrase is a heading
+    above a solution, or says something about an answer ("the answer is correct")."""
+    if _CHECKS.search(text, max(0, phrase - 60), phrase):
+        return None, start
+    opening = re.compile(r"[ \t*_`:]*(?:\n\s*)?(?:\\\[|\$\$)?\s*").match(text, start)
+    begin = opening.end() if opening else start
+    if "\n" in text[start:begin] and _LIST_ITEM.match(text, begin):
+        return None, start
+    content = _first_sentence(text[begin:])
+    if _EVALUATION.match(content) and not re.search(r"[0-9\\]", content):
+        return None, start
+    if text[start - 1] in ":*" and not _may_be_value(content) and not _NEGATION.match(content):
+        return None, start
+    return content, begin + len(content)
+
+
+def _first_sentence(text: str) -> str:
+    end = _SENTENCE_END.search(text)
+    return text[: end.start()] if end else text
+
+
+def _may_be_value(text: str) -> bool:
+    """Return whether a text may be an answer and not a sentence of words: it has a digit, a formula, or at most two words."""
+    return bool(re.search(r"[0-9\\$=^]", text)) or 0 < len(text.split()) <= 2
+
+
+def _correct(content: str, rest: str) -> str:
+    """Return the content of a statement after corrections: within it ("not 42, it is 43") and behind it ("No, it is 43")."""
+    if correction := _NOT.match(content):
+        content = content[correction.end() :]
+    elif _NEGATION.match(content):
+        return ""
+    retractions = [*_RETRACTION.finditer(rest)]
+    if not retractions:
+        return content
+    rest = rest[retractions[-1].start() :]
+    if revised := [*_REVISED.finditer(rest)]:
+        return _first_sentence(rest[revised[-1].end() :])
+    return content if _CONFIRMATION.search(rest) or not re.search(r"[0-9]", rest) else ""
+
+
+def _implicit_statement(tail: str) -> Statement | None:
+    """Return the last formula or number of a text without explicit statements. A sentence that hedges states nothing."""
+    sentences = [sentence for sentence in re.split(r"(?<![0-9])\.(?=\s)|(?<=[0-9])\.(?=\s|$)|[!?](?=\s)|\n\s*\n|(?<!\\)\n(?!\s*\\)", tail) if sentence.strip(" .*$")]
+    sentences = [sentence for sentence in sentences if re.search(r"[0-9$\\]", sentence)] or sentences[-1:]
+    if not sentences:
+        return None
+    sentence = sentences[-1]
+    if HEDGE.search(sentence):
+        return None
+    formulas = [*_FORMULA.finditer(sentence)]
+    if formulas:
+        return Statement(_join_formulas(sentence, formulas), False)
+    return Statement(sentence.strip(), False)
+
+
+def _join_formulas(sentence: str, formulas: list[re.Match[str]]) -> str:
+    """Return the last formula, with the formulas before it that only separators part from it."""
+    content, start = next(filter(None, formulas[-1].groups())), formulas[-1].start()
+    for formula in reversed(formulas[:-1]):
+        if not _BETWEEN.fullmatch(sentence, formula.end(), start):
+            break
+        content, start = f"{next(filter(None, formula.groups()))}, {content}", formula.start()
+    return content
+
+
+def strip_wrapping(content: str) -> str:
+    r"""Return the content without emphasis, dollar signs around it, trailing punctuation and reasons, and an inner box."""
+    content = content.strip().strip("*`_ ")
+    content = _CLAUSE_END.split(content, maxsplit=1)[0]
+    content = re.sub(r"^\s*(?:\\\(|\\\[|\$\$?)\s*(.*?)\s*(?:\\\)|\\\]|\$\$?)[\s.,*]*$", r"\1", content, flags=re.DOTALL)
+    return re.sub(r"(?:\\[\])]|[\s.,;:*`]|(?<!\d)!|\$\$)+$", "", content).lstrip("*` ")
+
+
+def last_number(sentence: str) -> str | None:
+    """Return the number that a sentence of words ends with, or the right-hand side of its last equation, or None if the number is part of an
+    expression, of a list, or negated."""
+    if "=" in sentence:
+        sentence = sentence[sentence.rfind("=") + 1 :]
+        matches = [*NUMBER.finditer(sentence)][:1]
+    else:
+        matches = [*NUMBER.finditer(sentence)]
+    if not matches:
+        return None
+    last = matches[-1]
+    before, after = sentence[: last.end() - len(last[0].lstrip())], sentence[last.end() :]
+    if last["sign"] and re.search(r"[\w)}\]]\s*$", before):
+        return None
+    if _PART_BEFORE.search(before) or _PART_AFTER.match(after) or _NEGATED.search(before):
+        return None
+    return last[0]
+
+
+_PART_BEFORE = re.compile(
+    r"[0-9A-Za-z\\]$|(?:[-+*/^_×÷·√(\[{]|\\[a-z]+|\b(?:sqrt|log|ln|than|least|most|to|over|under|below|above|vs)|[0-9]\s*(?:,|and|,\s*and))\s*\$?\s*$", re.IGNORECASE
+)
+_PART_AFTER = re.compile(r"\s*(?:[-+*/^_×÷·<>({\[\\]|[A-Za-z](?![A-Za-z])(?<!a)|(?:pi|sqrt|plus|minus|times)\b)|[A-Za-z0-9]", re.IGNORECASE)
+_NEGATED = re.compile(r"(?:\bnot|n't|≠)\W+(?:\w+\W+){0,3}$", re.IGNORECASE)
