@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from megatron_rl.plugs import DATA_FORMATS
-from megatron_rl.rewards.math import last_boxed
+from megatron_rl.rewards.statements import last_boxed
 from megatron_rl.types import ChatMessage
 
 _GROUPED_NUMBER = re.compile(r"[-+]?[0-9]{1,3}(,[0-9]{3})+(\.[0-9]+)?")

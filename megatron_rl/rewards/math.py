@@ -24,6 +24,7 @@ _LABEL = re.compile(r"\(([A-J])\)|^\W*([A-J])[).:](?=\s|$)")
 _WORDS = re.compile(r"[^\W\d_]{2,}(?:[\s-]+[^\W\d_]+)*")
 _TEXT = re.compile(r"\\(?:text|textbf|textrm|mathrm|mbox)\s*\{([^{}]*)\}")
 _ASSIGNED = re.compile(r"^(?:[A-Za-z]\w?(?:_\{?\w+\}?)?(?:\([^()=]*\))?|\\[a-zA-Z]+(?:\s+[A-Z]+)?|[A-Z]{2,3}|\([a-z](?:,\s*[a-z])*\))\s*=\s*(?=[^=]*$)")
+_RELATION = re.compile(r"[<>≤≥≠]|\\(?:l|g|n)(?:t|eq?)\b")
 _EQUATION = re.compile(r"(?<![<>!\\])=(?!=)")
 _PROSE = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3,}(?![A-Za-z({])")
 
@@ -123,7 +124,7 @@ def _begins_with_words(content: str, words: str) -> bool:
 def _is_formula(content: str, gold: str) -> bool:
     """Return whether math-verify may compare the content: no sentence of words, no hedge, and no equation unless the gold answer is one.
     math-verify would compare only the right-hand side of `3x = 42`."""
-    if HEDGE.search(content) or len(content) > 1000:
+    if HEDGE.search(content) or len(content) > 1000 or bool(_RELATION.search(content)) != bool(_RELATION.search(gold)):
         return False
     if _EQUATION.search(content) and not _EQUATION.search(gold):
         return bool(_ASSIGNED.match(content)) or not re.search(r"(?<![\\A-Za-z])[A-Za-z](?![A-Za-z])", content.split("=")[0])

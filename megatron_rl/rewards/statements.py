@@ -25,7 +25,7 @@ _STATEMENT = re.compile(
         \b(?:answer|(?:correct|right|best)\s+(?:option|choice))s?\b[*_`\s]*(?:\((?:final|s)\)\s*)?(?:(?:to|for|of|here)\b[^.\n:=]{{0,100}}?)?
           (?:\s*(?:{_BE}(?:\s*(?:therefore|thus|then|indeed|simply|just)\b,?)?|[:=])[*_`]*)+
       | \b(?:i|we)\s+(?:choose|pick|select)\b(?:\s+(?:option|choice|answer))?
-      | 答案(?:应该|应当|应|就)?(?:是|为|等于|:)+ | (?:^|(?<=[\n\s]))答\s*: | 答えは | 정답은 | 답은
+      | 答案(?:应该|应当|应|就)?(?:是|为|等于|:)+ | (?:答案|故|应)?选(?:择|项)?\s*:?\s*(?=\(?[A-J]) | (?:^|(?<=[\n\s]))答\s*: | 答えは | 정답은 | 답은
       | \b(?:respuesta|réponse|antwort|risposta|resposta|ответ)\b(?:\s+\w+)?\s*(?:\b(?:es|est|ist|lautet)\b|[èé]\s|[:—-]\s)+
       )
     | (?P<named>(?P<what>[^\s.,:;]{{1,40}})\s+is\s+(?:the|our|my)\s+(?:final\s+|correct\s+|right\s+)?(?:answer|option|choice)\b)""",
@@ -43,6 +43,7 @@ _HEADING = re.compile(r"\s*(?:[^\W\d_]{3,}[:,]?\s+\S|$)")  # "#### Step 3"
 _LIST_ITEM = re.compile(r"\s*(?:[0-9]+[.)]|[-*•])\s")
 _NOT = re.compile(r"\s*(?:(?:definitely|certainly|actually)\s+)?(?:not\b|n't\b)[^.\n]*?(?:,|;|\bbut\b|\brather\b)\s*(?:(?:it|this|that)(?:'s|\s+is)\s+|but\s+|rather\s+)*")
 _NEGATION = re.compile(r"\s*(?:definitely\s+|certainly\s+)?(?:not|n't|unknown|unclear)\b", re.IGNORECASE)
+_CONTRAST = re.compile(r"(?:,|\s+and|\s*\()?\s*\b(?:not|instead of|rather than)\b", re.IGNORECASE)
 _RETRACTION = re.compile(
     r"(?:^|[.!?\n;,—-]|\bbut\b)\s*(?:oh\s+|hmm,?\s+|but\s+|ah,?\s+)?(?:no\b(?=[,.:!\s]*(?:wait|it|that|the|sorry|actually|-?\\?\$?[0-9]))|wait\b|actually\b|sorry\b|oops\b|correction\b"
     r"|scratch that\b|on second thought|i (?:made a mistake|was wrong|mean)\b|that(?:'s| is| was) (?:wrong|not right|incorrect)|let me (?:re|correct|fix))",
@@ -78,6 +79,12 @@ def find_statement(text: str) -> Statement | None:
     return Statement(_correct(content, text[end:]), True)
 
 
+def last_boxed(text: str) -> str | None:
+    r"""Return the content of the last `\boxed{}` of `text`, or None if there is none, it is empty, or its brace never closes."""
+    start = text.rfind(r"\boxed{")
+    return None if start < 0 else _read_box(text, start + len(r"\boxed"))[0] or None
+
+
 def _explicit_statements(text: str) -> list[tuple[str, int]]:
     """Return (content, its end in the text) of the explicit statements. Boxes next to each other are one statement, a list."""
     found: list[tuple[str, int]] = []
@@ -86,12 +93,13 @@ def _explicit_statements(text: str) -> list[tuple[str, int]]:
         if match["box"]:
             content, end = _read_box(text, match.end())
             if found and last_box >= 0 and _BETWEEN.fullmatch(text, last_box, match.start()):
-                content = f"{found.pop()[0]}, {content}"
+                before, _ = found.pop()
+                content = f"{before}, {content}" if before.strip() and content.strip() else ""
             last_box = end
         elif match["tag"]:
-            end = text.find("</answer>", match.end())
-            end = len(text) if end < 0 else end
-            content = text[match.end() : end]
+            content, closed, _ = text[match.end() :].partition("</answer>")
+            content = content if closed else ""
+            end = match.end() + len(content)
         elif match["hash"]:
             content = _first_sentence(text[match.end() :].split("\n", 1)[0])
             end = match.end() + len(content)
@@ -156,11 +164,12 @@ def _may_be_value(text: str) -> bool:
 
 
 def _correct(content: str, rest: str) -> str:
-    """Return the content of a statement after corrections: within it ("not 42, it is 43") and behind it ("No, it is 43")."""
+    """Return the content of a statement after corrections: within it ("not 42, it is 43"; "43, not 42") and behind it ("No, it is 43")."""
     if correction := _NOT.match(content):
         content = content[correction.end() :]
     elif _NEGATION.match(content):
         return ""
+    content = _CONTRAST.split(content, maxsplit=1)[0] or content
     retractions = [*_RETRACTION.finditer(rest)]
     if not retractions:
         return content
@@ -198,7 +207,7 @@ def _join_formulas(sentence: str, formulas: list[re.Match[str]]) -> str:
 def strip_wrapping(content: str) -> str:
     r"""Return the content without emphasis, dollar signs around it, trailing punctuation and reasons, and an inner box."""
     content = content.strip().strip("*`_ ")
-    content = _CLAUSE_END.split(content, maxsplit=1)[0]
+    content = re.sub(r"\s+\([^()0-9\\$]{3,}\)\W*$", "", _CLAUSE_END.split(content, maxsplit=1)[0])
     content = re.sub(r"^\s*(?:\\\(|\\\[|\$\$?)\s*(.*?)\s*(?:\\\)|\\\]|\$\$?)[\s.,*]*$", r"\1", content, flags=re.DOTALL)
     return re.sub(r"(?:\\[\])]|[\s.,;:*`]|(?<!\d)!|\$\$)+$", "", content).lstrip("*` ")
 
@@ -223,7 +232,7 @@ def last_number(sentence: str) -> str | None:
 
 
 _PART_BEFORE = re.compile(
-    r"[0-9A-Za-z\\]$|(?:[-+*/^_×÷·√(\[{]|\\[a-z]+|\b(?:sqrt|log|ln|than|least|most|to|over|under|below|above|vs)|[0-9]\s*(?:,|and|,\s*and))\s*\$?\s*$", re.IGNORECASE
+    r"[0-9A-Za-z\\]$|(?:[-+*/^_×÷·√(\[{]|\\[a-z]+|\b(?:sqrt|log|ln|than|least|most|to|over|under|below|above|vs)|[0-9](?:\s*(?:,|and|,\s*and)|\s))\s*\$?\s*$", re.IGNORECASE
 )
-_PART_AFTER = re.compile(r"\s*(?:[-+*/^_×÷·<>({\[\\]|[A-Za-z](?![A-Za-z])(?<!a)|(?:pi|sqrt|plus|minus|times)\b)|[A-Za-z0-9]", re.IGNORECASE)
-_NEGATED = re.compile(r"(?:\bnot|n't|≠)\W+(?:\w+\W+){0,3}$", re.IGNORECASE)
+_PART_AFTER = re.compile(r"\s*(?:[-+*/^_×÷·<>({\[\\]|[A-Za-z](?![A-Za-z])(?<!a)|(?:pi|sqrt|plus|minus|times)\b)|[A-Za-z0-9]|\s+(?:is|are|was)(?:n't|\s+(?:not|wrong|incorrect|too)\b)", re.IGNORECASE)
+_NEGATED = re.compile(r"(?:\bnot|n't|≠|\bbut|\bexcept|\binstead of|\brather than)\W+(?:\w+\W+){0,3}$", re.IGNORECASE)
