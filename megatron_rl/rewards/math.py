@@ -23,9 +23,12 @@ _LETTERS = re.compile(r"\W*[A-J](?:[\s,()&]+(?:and\s+)?\(?[A-J])*\W*")
 _LABEL = re.compile(r"\(([A-J])\)|^\W*([A-J])[).:](?=\s|$)")
 _WORDS = re.compile(r"[^\W\d_]{2,}(?:[\s-]+[^\W\d_]+)*")
 _TEXT = re.compile(r"\\(?:text|textbf|textrm|mathrm|mbox)\s*\{([^{}]*)\}")
-_ASSIGNED = re.compile(r"^(?:[A-Za-z]\w?(?:_\{?\w+\}?)?(?:\([^()=]*\))?|\\[a-zA-Z]+(?:\s+[A-Z]+)?|[A-Z]{2,3}|\([a-z](?:,\s*[a-z])*\))\s*=\s*(?=[^=]*$)")
+_ASSIGNED = re.compile(
+    r"^(?:[A-Za-z]\w?(?:_\{?\w+\}?)?(?:\([^()=]*\))?|\\[a-zA-Z]+(?:\s+[A-Z]+)?|[A-Z]{2,3}|\([a-z](?:,\s*[a-z])*\))\s*=\s*(?=[^=]*$)"
+)
 _RELATION = re.compile(r"[<>≤≥≠]|\\(?:l|g|n)(?:t|eq?)\b")
 _EQUATION = re.compile(r"(?<![<>!\\])=(?!=)")
+_LONGEST_FORMULA = 500
 _PROSE = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3,}(?![A-Za-z({])")
 
 
@@ -87,7 +90,9 @@ _MATH_PARTS = re.compile(r"\$([^$]+)\$|\\\((.+?)\\\)")
 def _read_number(stated: Statement) -> Number | None:
     """Return the number of a statement: the whole content, the right-hand side of an assignment, or the number of a sentence."""
     content = _without_label(_TEXT.sub(r" \1 ", strip_wrapping(stated.content)).strip())
-    content = re.sub(r"^(?:\\approx|≈|~|about|approximately|roughly|around|exactly|simply|just|only|a total of)\s*", "", content, flags=re.I)
+    content = re.sub(
+        r"^(?:\\approx|≈|~|about|approximately|roughly|around|exactly|simply|just|only|a total of)\s*", "", content, flags=re.I
+    )
     number = parse_number(_ASSIGNED.sub("", content))
     if number is not None or HEDGE.search(content):
         return number
@@ -124,7 +129,13 @@ def _begins_with_words(content: str, words: str) -> bool:
 def _is_formula(content: str, gold: str) -> bool:
     """Return whether math-verify may compare the content: no sentence of words, no hedge, and no equation unless the gold answer is one.
     math-verify would compare only the right-hand side of `3x = 42`."""
-    if HEDGE.search(content) or len(content) > 1000 or bool(_RELATION.search(content)) != bool(_RELATION.search(gold)):
+    if HEDGE.search(content) or len(content) > _LONGEST_FORMULA or content.count("{") != content.count("}") or content.count("(") > 50:
+        return False
+    if (
+        bool(_RELATION.search(content)) != bool(_RELATION.search(gold))
+        or not re.search(r"[0-9\\]|^\W*\w{1,3}\W*$", content)
+        and parse_number(gold)
+    ):
         return False
     if _EQUATION.search(content) and not _EQUATION.search(gold):
         return bool(_ASSIGNED.match(content)) or not re.search(r"(?<![\\A-Za-z])[A-Za-z](?![A-Za-z])", content.split("=")[0])

@@ -22,7 +22,9 @@ _SCALES = {"hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9
 _SCALE = re.compile(rf"\s*({'|'.join(_SCALES)})s?(?![a-z])", re.IGNORECASE)
 _TEXT_COMMAND = re.compile(r"\\(?:text|textrm|textbf|mathrm|mathbf|mbox|rm|operatorname)\s*\{([^{}]*)\}")
 _DEGREES = re.compile(r"\s*(?:\^\s*\{?\s*\\(?:circ|degree)\s*\}?|°|\\degree)\s*[CF]?")
-_NO_UNIT = re.compile(r"\b(?:or|not|is|are|isn't|than|at|but|if|minus|plus|times|over|squared|cubed|factorial|mod|to)\b|[0-9?=<>≠≤≥±]", re.I)
+_NO_UNIT = re.compile(
+    r"\b(?:or|not|is|are|isn't|than|at|but|if|minus|plus|times|over|squared|cubed|factorial|mod|to)\b|[0-9?=<>≠≤≥±]", re.I
+)
 _UNIT = re.compile(r"(?:[^\W\d_]{2,}|(?<![^\W\d_])[mshgLlNJWVAKCFt])(?:[\s/.\-^{}'·*]|[^\W\d_])*")
 _LONGEST_UNIT = 60
 
@@ -75,9 +77,7 @@ def to_fraction(match: re.Match[str]) -> Fraction | None:
             return None
         plain = re.sub(r"[^0-9.]", "", match["decimal"]).rstrip(".")
         return sign * Fraction(plain) * Fraction(10) ** power
-    top, bottom = next(
-        (match[a], match[b]) for a, b in (("top", "bottom"), ("short", "under"), ("over", "below")) if match[a] is not None
-    )
+    top, bottom = next((match[a], match[b]) for a, b in (("top", "bottom"), ("short", "under"), ("over", "below")) if match[a] is not None)
     return sign * (int(match["whole"] or 0) + Fraction(int(top), int(bottom))) if int(bottom) else None
 
 

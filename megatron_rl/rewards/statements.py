@@ -12,7 +12,21 @@ from typing import NamedTuple
 
 from megatron_rl.rewards.numbers import NUMBER
 
-_ASCII = {"−": "-", "﹣": "-", "－": "-", "：": ":", "，": ",", "。": ". ", "（": "(", "）": ")", "＝": "=", "？": "?", "！": "! ", "；": "; ", "\xa0": " "}
+_ASCII = {
+    "−": "-",
+    "﹣": "-",
+    "－": "-",
+    "：": ":",
+    "，": ",",
+    "。": ". ",
+    "（": "(",
+    "）": ")",
+    "＝": "=",
+    "？": "?",
+    "！": "! ",
+    "；": "; ",
+    "\xa0": " ",
+}
 _ASCII |= {chr(0xFF10 + digit): str(digit) for digit in range(10)} | {chr(0xFF21 + letter): chr(65 + letter) for letter in range(26)}
 _TRANSLATION = str.maketrans(_ASCII)
 
@@ -41,7 +55,9 @@ _CHECKS = re.compile(r"\b(?:check|verify|confirm|simplify|express)\w*\W+(?:\w+\W
 _CLAUSE_END = re.compile(r"(?:,\s*|\s+)(?:because|since|as|so|which|where|hence|therefore)\b", re.IGNORECASE)
 _HEADING = re.compile(r"\s*(?:[^\W\d_]{3,}[:,]?\s+\S|$)")  # "#### Step 3"
 _LIST_ITEM = re.compile(r"\s*(?:[0-9]+[.)]|[-*•])\s")
-_NOT = re.compile(r"\s*(?:(?:definitely|certainly|actually)\s+)?(?:not\b|n't\b)[^.\n]*?(?:,|;|\bbut\b|\brather\b)\s*(?:(?:it|this|that)(?:'s|\s+is)\s+|but\s+|rather\s+)*")
+_NOT = re.compile(
+    r"\s*(?:(?:definitely|certainly|actually)\s+)?(?:not\b|n't\b)[^.\n]*?(?:,|;|\bbut\b|\brather\b)\s*(?:(?:it|this|that)(?:'s|\s+is)\s+|but\s+|rather\s+)*"
+)
 _NEGATION = re.compile(r"\s*(?:definitely\s+|certainly\s+)?(?:not|n't|unknown|unclear)\b", re.IGNORECASE)
 _CONTRAST = re.compile(r"(?:,|\s+and|\s*\()?\s*\b(?:not|instead of|rather than)\b", re.IGNORECASE)
 _RETRACTION = re.compile(
@@ -58,6 +74,8 @@ _REVISED = re.compile(
 HEDGE = re.compile(r"\b(?:or|either|maybe|perhaps|possibly|could|might|may|guess|between|not sure)\b|\?|或", re.IGNORECASE)
 _FORMULA = re.compile(r"\$\$(.+?)\$\$|\$([^$\n]+)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
 _BETWEEN = re.compile(r"[\s,;.$]*(?:\\?(?:text|quad|qquad)?\{?\s*(?:and|or|和|或)\s*\}?)?[\s,;$]*", re.IGNORECASE)
+_LONGEST, _MOST_BOXES = 20_000, 20
+"""Only this many characters at the end of an answer and this many boxes next to each other are read, so that no text takes seconds."""
 _TAIL = 600
 """Characters at the end of a text that are read if it has no explicit statement."""
 
@@ -71,12 +89,13 @@ class Statement(NamedTuple):
 
 def find_statement(text: str) -> Statement | None:
     """Return the answer that `text` states last, or None if it states nothing. The content may be unreadable or empty."""
-    text = re.sub(r"(?<![\w)])–(?=[0-9])", "-", text.translate(_TRANSLATION))
-    statements = [*_explicit_statements(text)]
-    if not statements:
-        return _implicit_statement(text[-_TAIL:])
-    content, end = statements[-1]
-    return Statement(_correct(content, text[end:]), True)
+    text = re.sub(r"(?<![\w)])–(?=[0-9])", "-", text[-_LONGEST:].translate(_TRANSLATION))
+    matches = [*_STATEMENT.finditer(text)]
+    for index in reversed(range(len(matches))):
+        if (read := _read_statement(text, matches, index)) is not None:
+            content, end = read
+            return Statement(_correct(content, text[end:]), True)
+    return _implicit_statement(text[-_TAIL:])
 
 
 def last_boxed(text: str) -> str | None:
@@ -85,38 +104,38 @@ def last_boxed(text: str) -> str | None:
     return None if start < 0 else _read_box(text, start + len(r"\boxed"))[0] or None
 
 
-def _explicit_statements(text: str) -> list[tuple[str, int]]:
-    """Return (content, its end in the text) of the explicit statements. Boxes next to each other are one statement, a list."""
-    found: list[tuple[str, int]] = []
-    last_box = -1  # end of the previous box
-    for match in _STATEMENT.finditer(text):
-        if match["box"]:
-            content, end = _read_box(text, match.end())
-            if found and last_box >= 0 and _BETWEEN.fullmatch(text, last_box, match.start()):
-                before, _ = found.pop()
-                content = f"{before}, {content}" if before.strip() and content.strip() else ""
-            last_box = end
-        elif match["tag"]:
-            content, closed, _ = text[match.end() :].partition("</answer>")
-            content = content if closed else ""
-            end = match.end() + len(content)
-        elif match["hash"]:
-            content = _first_sentence(text[match.end() :].split("\n", 1)[0])
-            end = match.end() + len(content)
-            if _HEADING.match(content):
-                continue
-        elif match["named"]:
-            content, end = match["what"], match.end()
-            if box := re.search(r"\\(?:boxed|fbox)\b", content):
-                content, _ = _read_box(content, box.end())
-            elif not re.search(r"[0-9\\$]|^\W*[A-J]\W*$", content):
-                continue
-        else:
-            content, end = _read_phrase(text, match.start(), match.end())
-            if content is None:
-                continue
-        found.append((content, end))
-    return found
+def _read_statement(text: str, matches: list[re.Match[str]], index: int) -> tuple[str, int] | None:
+    """Return (content, its end in the text) of a match of `_STATEMENT`, or None if it states nothing."""
+    match = matches[index]
+    if match["box"]:
+        return _read_boxes(text, matches[max(0, index - _MOST_BOXES) : index + 1])
+    if match["tag"]:
+        content, closed, _ = text[match.end() :].partition("</answer>")
+        return _unbox(content) if closed else "", match.end() + len(content)
+    if match["hash"]:
+        content = _first_sentence(text, match.end())
+        return None if _HEADING.match(content) else (content, match.end() + len(content))
+    if match["named"]:
+        content = _unbox(match["what"])
+        return (content, match.end()) if content != match["what"] or re.search(r"[0-9\\$]|^\W*[A-J]\W*$", content) else None
+    return _read_phrase(text, match.start(), match.end())
+
+
+def _read_boxes(text: str, matches: list[re.Match[str]]) -> tuple[str, int]:
+    """Return the content of the last box. Boxes before it that only separators part from it belong to it, as a list."""
+    content, last_end = _read_box(text, matches[-1].end())
+    start = matches[-1].start()
+    for match in reversed(matches[:-1]):
+        before, end = _read_box(text, match.end()) if match["box"] else ("", -1)
+        if end < 0 or end > start or not _BETWEEN.fullmatch(text, end, start):
+            break
+        content, start = f"{before}, {content}" if before.strip() and content.strip() else "", match.start()
+    return content, last_end
+
+
+def _unbox(content: str) -> str:
+    box = re.search(r"\\(?:boxed|fbox)\b", content)
+    return _read_box(content, box.end())[0] if box else content
 
 
 def _read_box(text: str, start: int) -> tuple[str, int]:
@@ -136,26 +155,26 @@ def _read_box(text: str, start: int) -> tuple[str, int]:
     return "", len(text)
 
 
-def _read_phrase(text: str, phrase: int, start: int) -> tuple[str | None, int]:
+def _read_phrase(text: str, phrase: int, start: int) -> tuple[str, int] | None:
     """Return what follows a phrase such as "the answer is", up to the end of the sentence, and its end. Return None if the phrase is a heading
     above a solution, or says something about an answer ("the answer is correct")."""
     if _CHECKS.search(text, max(0, phrase - 60), phrase):
-        return None, start
+        return None
     opening = re.compile(r"[ \t*_`:]*(?:\n\s*)?(?:\\\[|\$\$)?\s*").match(text, start)
     begin = opening.end() if opening else start
     if "\n" in text[start:begin] and _LIST_ITEM.match(text, begin):
-        return None, start
-    content = _first_sentence(text[begin:])
+        return None
+    content = _first_sentence(text, begin)
     if _EVALUATION.match(content) and not re.search(r"[0-9\\]", content):
-        return None, start
+        return None
     if text[start - 1] in ":*" and not _may_be_value(content) and not _NEGATION.match(content):
-        return None, start
+        return None
     return content, begin + len(content)
 
 
-def _first_sentence(text: str) -> str:
-    end = _SENTENCE_END.search(text)
-    return text[: end.start()] if end else text
+def _first_sentence(text: str, start: int = 0) -> str:
+    end = _SENTENCE_END.search(text, start)
+    return text[start : end.start() if end else len(text)]
 
 
 def _may_be_value(text: str) -> bool:
@@ -175,13 +194,17 @@ def _correct(content: str, rest: str) -> str:
         return content
     rest = rest[retractions[-1].start() :]
     if revised := [*_REVISED.finditer(rest)]:
-        return _first_sentence(rest[revised[-1].end() :])
+        return _first_sentence(rest, revised[-1].end())
     return content if _CONFIRMATION.search(rest) or not re.search(r"[0-9]", rest) else ""
 
 
 def _implicit_statement(tail: str) -> Statement | None:
     """Return the last formula or number of a text without explicit statements. A sentence that hedges states nothing."""
-    sentences = [sentence for sentence in re.split(r"(?<![0-9])\.(?=\s)|(?<=[0-9])\.(?=\s|$)|[!?](?=\s)|\n\s*\n|(?<!\\)\n(?!\s*\\)", tail) if sentence.strip(" .*$")]
+    sentences = [
+        sentence
+        for sentence in re.split(r"(?<![0-9])\.(?=\s)|(?<=[0-9])\.(?=\s|$)|[!?](?=\s)|\n\s*\n|(?<!\\)\n(?!\s*\\)", tail)
+        if sentence.strip(" .*$")
+    ]
     sentences = [sentence for sentence in sentences if re.search(r"[0-9$\\]", sentence)] or sentences[-1:]
     if not sentences:
         return None
@@ -232,7 +255,11 @@ def last_number(sentence: str) -> str | None:
 
 
 _PART_BEFORE = re.compile(
-    r"[0-9A-Za-z\\]$|(?:[-+*/^_×÷·√(\[{]|\\[a-z]+|\b(?:sqrt|log|ln|than|least|most|to|over|under|below|above|vs)|[0-9](?:\s*(?:,|and|,\s*and)|\s))\s*\$?\s*$", re.IGNORECASE
+    r"[0-9A-Za-z\\]$|(?:[-+*/^_×÷·√(\[{]|\\[a-z]+|\b(?:sqrt|log|ln|than|least|most|to|over|under|below|above|vs)|[0-9](?:\s*(?:,|and|,\s*and)|\s))\s*\$?\s*$",
+    re.IGNORECASE,
 )
-_PART_AFTER = re.compile(r"\s*(?:[-+*/^_×÷·<>({\[\\]|[A-Za-z](?![A-Za-z])(?<!a)|(?:pi|sqrt|plus|minus|times)\b)|[A-Za-z0-9]|\s+(?:is|are|was)(?:n't|\s+(?:not|wrong|incorrect|too)\b)", re.IGNORECASE)
+_PART_AFTER = re.compile(
+    r"\s*(?:[-+*/^_×÷·<>({\[\\]|[A-Za-z](?![A-Za-z])(?<!a)|(?:pi|sqrt|plus|minus|times)\b)|[A-Za-z0-9]|\s+(?:is|are|was)(?:n't|\s+(?:not|wrong|incorrect|too)\b)",
+    re.IGNORECASE,
+)
 _NEGATED = re.compile(r"(?:\bnot|n't|≠|\bbut|\bexcept|\binstead of|\brather than)\W+(?:\w+\W+){0,3}$", re.IGNORECASE)
