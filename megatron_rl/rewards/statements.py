@@ -107,6 +107,9 @@ def last_boxed(text: str) -> str | None:
 def _read_statement(text: str, matches: list[re.Match[str]], index: int) -> tuple[str, int] | None:
     """Return (content, its end in the text) of a match of `_STATEMENT`, or None if it states nothing."""
     match = matches[index]
+    box = next((before for before in range(index, -1, -1) if matches[before]["box"]), None)
+    if box is not None and box < index and _read_box(text, matches[box].end())[1] > match.end():
+        return _read_statement(text, matches, box)  # "answer" within a box
     if match["box"]:
         return _read_boxes(text, matches[max(0, index - _MOST_BOXES) : index + 1])
     if match["tag"]:
