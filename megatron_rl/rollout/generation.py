@@ -18,6 +18,7 @@ import numpy as np
 
 from megatron_rl.batch.kept_tokens import extend_kept_tokens
 from megatron_rl.config import Config
+from megatron_rl.hf.prompt_tokens import encode_prompt
 from megatron_rl.hf.routing_record import extend_routing_record
 from megatron_rl.observability import hang_watchdog
 from megatron_rl.rollout.engine import Abort, Engine, check_versions
@@ -57,10 +58,11 @@ class Sampler(Protocol):
 
 
 class MultiTurnSampler:
-    """Samples completions. `environments` is None if every completion has a single turn."""
+    """Samples completions. `environments` is None if every completion has a single turn. `chat`: whether prompts come from a chat template
+    (`data.chat`)."""
 
-    def __init__(self, engine: Engine, tokenizer: Any, environments: EnvironmentPool | None = None) -> None:
-        self._engine, self._tokenizer, self._environments = engine, tokenizer, environments
+    def __init__(self, engine: Engine, tokenizer: Any, environments: EnvironmentPool | None = None, chat: bool = False) -> None:
+        self._engine, self._tokenizer, self._environments, self._chat = engine, tokenizer, environments, chat
 
     def sample(
         self,
@@ -91,7 +93,8 @@ class MultiTurnSampler:
         """Do nothing. Running requests end with the engines."""
 
     def _start(self, problem: Problem, version: int) -> Completion:
-        return Completion(problem, self._encode(problem.prompt), np.empty(0, np.int32), np.empty(0, np.float32), "", version, "")
+        prompt_ids_T = np.array(encode_prompt(self._tokenizer, problem.prompt, self._chat), np.int32)
+        return Completion(problem, prompt_ids_T, np.empty(0, np.int32), np.empty(0, np.float32), "", version, "")
 
     def _converse(self, dialogue: _Dialogue) -> None:
         self._sample_turn([dialogue])
@@ -175,13 +178,13 @@ def check_chat_template(config: Config, tokenizer: Any) -> None:
     if config.agent is not None:
         from megatron_rl.rollout.agents.chat_format import ChatFormat
 
-        ChatFormat(tokenizer).check()
+        ChatFormat(tokenizer, config.data).check()
 
 
 def make_sampler(config: Config, engine: Engine, tokenizer: Any, environments: EnvironmentPool | None, resources: ExitStack) -> Sampler:
     """Return the sampler of a configuration. `resources` owns what it starts."""
     if config.agent is None:
-        return MultiTurnSampler(engine, tokenizer, environments)
+        return MultiTurnSampler(engine, tokenizer, environments, config.data.chat)
     from megatron_rl.rollout.agents.sampler import AgentSampler  # loads a web server
 
-    return resources.enter_context(AgentSampler(config.agent, engine, tokenizer))
+    return resources.enter_context(AgentSampler(config.agent, engine, tokenizer, config.data))

@@ -26,6 +26,7 @@ class ChatTokenizer:
     token `~`."""
 
     name_or_path, chat_template, all_special_ids = "letters", "yes", [ord(END)]
+    special_tokens_map: dict[str, str] = {}
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         assert not add_special_tokens
@@ -41,7 +42,9 @@ class ChatTokenizer:
         text = "".join(chr(token % PAIR) * (1 + token // PAIR) for token in ids)
         return text.replace(END, "") if skip_special_tokens else text
 
-    def apply_chat_template(self, chat: list[dict[str, Any]], tools: list[Any] | None, tokenize: bool, add_generation_prompt: bool) -> str:
+    def apply_chat_template(
+        self, chat: list[dict[str, Any]], tools: list[Any] | None, tokenize: bool, add_generation_prompt: bool, **options: Any
+    ) -> str:
         assert not tokenize and add_generation_prompt
         names = "".join(tool["function"]["name"] for tool in tools or ())
         parts = [f"[{names}]" if names else ""]

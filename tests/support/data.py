@@ -10,8 +10,16 @@ from megatron_rl.data import ProblemStream, load_problems
 from megatron_rl.types import Problem
 
 
-def count_bytes(prompts: list[str], add_special_tokens: bool) -> dict[str, list[list[int]]]:
-    return {"input_ids": [list(prompt.encode()) for prompt in prompts]}
+class ByteTokenizer:
+    """One token per byte and no special tokens."""
+
+    bos_token_id = eos_token_id = None
+
+    def __call__(self, prompts: list[str], add_special_tokens: bool) -> dict[str, list[list[int]]]:
+        return {"input_ids": [list(prompt.encode()) for prompt in prompts]}
+
+
+count_bytes = ByteTokenizer()
 
 
 def make_config(**data: object) -> Config:
