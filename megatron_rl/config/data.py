@@ -24,8 +24,8 @@ class ColumnsConfig(ConfigSection):
     """Column with a chat, used instead of `question`: a list of {role, content}, with tool_calls in messages of the assistant that call
     tools. Requires `data.chat`."""
     answer: str = ""
-    """Column with the gold answer: a text, a number, or a list or object, which becomes its JSON text. Optional with `messages`; the default
-    is the assistant's final message."""
+    """Column with the gold answer: a text, a number, or a list or object, which becomes its JSON text. Optional with `messages`; the
+    default is the assistant's final message."""
     tools: str = ""
     """Column with the tools for the chat template: a list of {type, function: {name, description, parameters}}, or that list as JSON text.
     Requires `data.chat`."""
@@ -154,14 +154,14 @@ class DataConfig(ConfigSection):
     settings: dict[str, Any] = Field(default_factory=dict)
     """Default keyword arguments of custom sources."""
     keep_columns: tuple[str, ...] | None = None
-    """Columns of a row that reach reward functions, environments and agents as `problem.columns`, or all if not set. Fewer columns need less
-    memory. Two rows are duplicates only if these columns are equal too."""
+    """Columns of a row that reach reward functions, environments and agents as `problem.columns`, or all if not set. Fewer columns need
+    less memory. Two rows are duplicates only if these columns are equal too."""
     max_left_out: float = Field(0.05, ge=0, le=1)
-    """Largest fraction of a set's rows that may be left out, because they repeat, are held out, have no gold answer, or have a prompt that is
-    too long. If more would be left out, the run is refused. 1 allows any number."""
+    """Largest fraction of a set's rows that may be left out because they repeat, are held out, have no gold answer, or have a prompt that
+    is too long. If more would be left out, the run is refused. 1 allows any number."""
     overlap: Literal["question", "row", "allow"] = "question"
     """Which training problems are left out because they are held out. `question`: those that ask the policy the same, letter by letter.
-    `row`: those whose answer and columns are equal too, for tasks whose prompt is the same and whose hidden answer differs. `allow`: none."""
+    `row`: those whose answer and columns are equal too, for tasks with one prompt and many hidden answers. `allow`: none."""
     prompt_template: str = "{question}"
     """Text around each question. Must contain `{question}`."""
     prompt_template_file: Path | None = None
@@ -170,8 +170,8 @@ class DataConfig(ConfigSection):
     """Whether to apply the tokenizer's chat template, with the templated question as the user message, up to the start of the assistant's
     response. Without it, the tokenizer adds its own special tokens, such as a BOS token, as in `tokenizer(prompt)`."""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Keys for the chat template, such as `{enable_thinking = false}` or `{reasoning_effort = "low"}`, for training, evaluation and agents. A
-    key that the template does not use is refused."""
+    """Keys for the chat template, such as `{enable_thinking = false}` or `{reasoning_effort = "low"}`, for training, evaluation and
+    agents. A key that the template does not use is refused."""
     date: datetime.date = Field(datetime.date(2026, 1, 1), strict=False)
     """The date that a chat template gets if it asks for today's. It is fixed, so that a run that is resumed on another day has the same
     prompts."""

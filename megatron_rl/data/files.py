@@ -75,11 +75,10 @@ def _read_parquet_rows(path: Path, field: str, keep: Sequence[str] | None) -> It
 
     try:
         table = pyarrow.parquet.ParquetFile(path).read()
-        kept, number = ArrowRows(table if keep is None else table.select([name for name in table.column_names if name in keep])), 0
-        for batch in table.to_batches(max_chunksize=_DECODED_ROWS):
-            for number, row in enumerate(batch.to_pylist(), start=number + 1):
-                columns = RowColumns(kept, number - 1)
-                yield number, row, columns
+        kept = ArrowRows(table if keep is None else table.select([name for name in table.column_names if name in keep]))
+        rows = (row for batch in table.to_batches(max_chunksize=_DECODED_ROWS) for row in batch.to_pylist())
+        for number, row in enumerate(rows, start=1):
+            yield number, row, RowColumns(kept, number - 1)
     except pyarrow.lib.ArrowException as error:
         reason = str(error).splitlines()[0][:200]
         raise UserError(field, str(path), f"is not a readable Parquet file ({reason})", SOURCE_FIX) from None

@@ -33,9 +33,10 @@ _CHECKED_POSITIONS = 64  # problems that a generator makes immediately, so that 
 def load_problems(cfg: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[ProblemStream, list[Problem]]:
     """Return the stream of training problems and the held-out problems, whose prompts are templated.
 
-    Held-out problems are in the order of `data.eval`, `data.eval_size` of each set, or all if it has fewer. Rows are left out if they have no
-    gold answer, if they equal an earlier row of the set or of an earlier training set in everything that reaches policy and judge, if they are
-    held out (`data.overlap`), or if their prompt has more than `data.max_prompt_tokens` tokens. Their numbers are logged with an example.
+    Held-out problems are in the order of `data.eval`, `data.eval_size` of each set, or all if it has fewer. Rows are left out if they have
+    no gold answer, if they equal an earlier row of the set or of an earlier training set in everything that reaches policy and judge, if
+    they are held out (`data.overlap`), or if their prompt has more than `data.max_prompt_tokens` tokens. Their numbers are logged with an
+    example.
 
     Raises:
         UserError: A file, source or template is invalid, a set has no problems left, or it loses more rows than `data.max_left_out` allows.

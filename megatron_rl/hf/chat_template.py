@@ -1,7 +1,7 @@
 """The tokenizer's chat template with everything it may ask for, so that a prompt is a function of its messages and the configuration.
 
-A template may ask for the date (`strftime_now`), which is `data.date` here and never the clock, and for keys such as `enable_thinking`, which
-come from `data.chat_template_kwargs`.
+A template may ask for the date (`strftime_now`), which is `data.date` here and never the clock, and for keys such as `enable_thinking`,
+which come from `data.chat_template_kwargs`.
 """
 
 from __future__ import annotations

@@ -25,8 +25,7 @@ class ChatTokenizer:
     """A tokenizer of letters. `<u>hello~<a>` is a user's message and the beginning of the policy's message, which ends with the special
     token `~`."""
 
-    name_or_path, chat_template, all_special_ids = "letters", "yes", [ord(END)]
-    special_tokens_map: dict[str, str] = {}
+    name_or_path, chat_template, all_special_ids, special_tokens_map = "letters", "yes", [ord(END)], {"eos_token": END}
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         assert not add_special_tokens

@@ -173,13 +173,13 @@ def test_settings_without_effect_are_refused(fields, line):
         ({"source": "examples.arithmetic.task:Arithmetic", "curriculum": "level"}, "generates problems without end, so it has no epochs"),
     ],
 )
-def test_data_that_do_not_match_the_settings_are_refused(tmp_path, write, fields, line):
+def test_data_that_do_not_match_the_settings_are_refused(model, write, fields, line):
     columns = {"question": "q", "answer": "a", "pass_rate": fields.pop("columns", "")}
     train = {"source": write({"q": "1?", "a": "1", "rate": 0.5, "text": "x"}), "columns": columns, **fields}
     if ":" in train["source"]:
         del train["columns"]
     with pytest.raises(UserError, match=line):
-        check_data(DataConfig.model_validate({"train": [train]}), tmp_path)
+        check_data(DataConfig.model_validate({"train": [train]}), model)
 
 
 def test_a_column_of_pass_rates_is_read(write):

@@ -67,7 +67,7 @@ def test_a_mixture_resumes_exactly_at_any_position(weights, position, more, batc
 def test_batches_do_not_change_the_order_and_epochs_are_shuffled_differently():
     whole, parts = mixed([5, 4], [2.0, 1.0]), mixed([5, 4], [2.0, 1.0])
     assert whole.next_batch(60) == [problem for size in (1, 9, 20, 30) for problem in parts.next_batch(size)]
-    order = shuffle_epochs(problems(50), 0)
+    order = shuffle_epochs(problems(50), 0, range(50))
     assert [order.at(n) for n in range(50)] != [order.at(n) for n in range(50, 100)]
 
 
