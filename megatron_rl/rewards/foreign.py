@@ -5,15 +5,15 @@
             returns a number, a tuple that begins with one, or a dict with `score` and optionally `acc` and `pred`
     TRL     f(completions, **columns), with `prompts` if it takes them, which takes and returns lists
 
-A function gets the columns of the row (`Problem.columns`). verl's `ground_truth` is `reward_model.ground_truth` or the column `ground_truth`,
-typed as in the file, or else the gold answer. TRL's completions are texts, or messages if the column `prompt` holds messages or the function
-fails on texts. A completion is correct if its reward is above 0, or as `acc` says.
+A function gets the columns of the row (`Problem.columns`). verl's `ground_truth` is `reward_model.ground_truth` or the column
+`ground_truth`, typed as in the file, or else the gold answer. TRL's completions are texts, or messages if the column `prompt` holds
+messages or the function fails on texts. A completion is correct if its reward is above 0, or as `acc` says.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from typing import Any
 
 from megatron_rl.types import Problem, Reward, RewardFunction
@@ -24,18 +24,18 @@ _VERL = ("data_source", "ground_truth", "extra_info")
 
 
 def adapt(name: str, function: Any) -> RewardFunction | None:
-    """Return the reward function of a function written for verl or TRL, or None if it is neither. Raise InputError if it requires an argument
-    that is not known here."""
+    """Return a function written for verl or TRL as a function of (text, problem), or None if it is neither. Raise InputError if it requires
+    an argument that cannot come from a row."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # not callable, or written in C
         return None
-    names = [each.name for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
+    names = {each.name: None for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)}
     takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters)
     required = {each.name for each in parameters if each.name in names and each.default is each.empty}
     if "completions" in names:
         _refuse(name, required & {"completion_ids", "prompt_ids", "trainer_state"})
-        return _TRLFunction(function, names, takes_any)
+        return _TRLFunction(function, required, None if takes_any else names.keys())
     if "ground_truths" in names and "solution_strs" in names:
         _refuse(name, required - _BATCHED.keys())
         return _VerlFunction(function, {each: _BATCHED[each] for each in names if each in _BATCHED}, batched=True)
@@ -66,7 +66,7 @@ class _VerlFunction:
             "data_source": columns.get("data_source", problem.source),
             "solution_str": text,
             "ground_truth": problem.answer if truth is None else truth,
-            "extra_info": columns.get("extra_info"),
+            "extra_info": columns.get("extra_info") or {},
         }
         given = {name: [values[value]] if self._batched else values[value] for name, value in self._arguments.items()}
         score = self._function(**given)
@@ -84,34 +84,33 @@ def _read_score(score: Any) -> Reward:
 
 
 class _TRLFunction:
-    def __init__(self, function: Callable[..., Any], names: list[str], takes_any: bool) -> None:
-        self._function, self._names, self._takes_any = function, names, takes_any
-        self._fails_on_texts = False
+    """`required`: arguments without a default. `takes`: names of all arguments, or None for any."""
+
+    def __init__(self, function: Callable[..., Any], required: Set[str], takes: Set[str] | None) -> None:
+        self._function, self._required, self._takes = function, required, takes
 
     def __call__(self, text: str, problem: Problem) -> Reward:
         prompt = problem.columns.get("prompt", problem.prompt)
-        if not isinstance(prompt, str) or self._fails_on_texts:
-            return self._call([{"role": "assistant", "content": text}], _as_messages(prompt), problem)
+        messages = [{"role": "assistant", "content": text}]
+        if not isinstance(prompt, str):
+            return self._call(messages, prompt, problem)
         try:
             return self._call(text, prompt, problem)
-        except TypeError:  # it looks for the content of a message in a text
-            reward = self._call([{"role": "assistant", "content": text}], _as_messages(prompt), problem)
-            self._fails_on_texts = True
-            return reward
+        except (TypeError, AttributeError, IndexError):  # it looks for the content of a message in a text
+            return self._call(messages, [{"role": "user", "content": prompt}], problem)
 
     def _call(self, completion: Any, prompt: Any, problem: Problem) -> Reward:
         columns = {"answer": problem.answer, **problem.columns}
-        columns = {name: value for name, value in columns.items() if name not in ("prompt", "completion")}
-        values = {"prompts": prompt, "completions": completion, **columns}
-        given = {name: [value] for name, value in values.items() if self._takes_any or name in self._names}
+        values = {**columns, "prompts": prompt, "completions": completion}
+        if missing := self._required - values.keys():
+            raise LookupError(f"the reward function needs the column {', '.join(sorted(missing))}; the row has {', '.join(columns)}")
+        given = {name: [value] for name, value in values.items() if self._takes is None or name in self._takes}
+        if self._takes is None:
+            given = {name: value for name, value in given.items() if name not in ("prompt", "completion")}  # as in TRL
         (score,) = self._function(**given)
         if score is None:
             raise ValueError("the reward function returned None: it does not apply to this problem")
         return make_reward(score)
-
-
-def _as_messages(prompt: Any) -> Any:
-    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
 
 
 def make_reward(score: Any) -> Reward:

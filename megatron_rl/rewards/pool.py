@@ -39,7 +39,7 @@ def _load_functions(functions_json: str) -> Callable[[str, Problem], list[Reward
 
 
 def call_reward_function(function: RewardFunction, text: str, problem: Problem) -> Reward:
-    """Call a reward function, which may also return a number. Return a Reward of 0 with an error if it raises or returns an invalid value."""
+    """Call a reward function, which may also return a number. Return a Reward of 0 with an error if it raises or returns anything else."""
     try:
         verdict = function(text, problem)
         if not isinstance(verdict, Reward):
