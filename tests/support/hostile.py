@@ -33,7 +33,7 @@ def reward(text, problem):
     if text == "memory":
         bytearray(2**36)
     if text == "wrong type":
-        return 1.0
+        return "right"
     if text == "nan":
         return Reward(float("nan"), True)
     if text == "modules":

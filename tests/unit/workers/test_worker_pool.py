@@ -61,7 +61,7 @@ def test_rewards_come_in_the_order_of_the_samples():
         ("raise", "ValueError: no verdict"),
         ("exit", "SystemExit: 3"),
         ("memory", "MemoryError: "),
-        ("wrong type", "TypeError: the reward function must return a Reward, not float"),
+        ("wrong type", "TypeError: the reward function must return a Reward or a number, not str"),
         ("nan", "ValueError: the reward function returned nan"),
     ],
 )
