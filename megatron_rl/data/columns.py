@@ -1,6 +1,6 @@
 """Columns of rows, kept for judges without a Python dict per sample.
 
-A `RowColumns` is a reference to a row, which is decoded at each access, and costs 48 bytes. The rows themselves cost:
+A `RowColumns` is a reference to a row, which is decoded at each access, and costs 80 bytes. The rows themselves cost:
 
     JSON and JSONL files    their JSON text, in one buffer, and 8 bytes per row
     Parquet files           their Arrow table

@@ -90,7 +90,7 @@ def test_a_row_costs_less_than_a_dict():
     size = tracemalloc.get_traced_memory()[0] / len(kept)
     tracemalloc.stop()
     text = len(json.dumps(dict(kept[-1])))
-    assert size < 1.2 * text + 8 + 48 + 24, size
+    assert size < 1.2 * text + 8 + 80 + 16, size
     assert kept[7]["answer"] == 7 and len(kept[7]) == 3 and "absent" not in kept[7]
 
 
