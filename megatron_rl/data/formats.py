@@ -31,6 +31,7 @@ _GROUPED_NUMBER = re.compile(r"[-+]?[0-9]{1,3}(,[0-9]{3})+(\.[0-9]+)?")
 _LEVEL = re.compile(r"(?:Level )?([0-9]+)(?:\.[0-9]+)?")
 _AIME_ANSWER = re.compile(r"\$?([0-9]{1,3})(?:\^\{?\\circ\}?)?\$?")  # one answer of 2025 is published as 336^\circ
 _HASHES = re.compile("(?<!#)####(?!#)")
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _CORRECT = "correct or remove this row"
 _LARGEST_EXPONENT = 308
 _EXACT_CHARACTERS = 16  # a float holds any number of 15 digits and a point
@@ -158,7 +159,7 @@ def read_text(value: Any, name: str) -> str:
     """Return the string in the field `name`. Raise RowError for other types, and for text that no tokenizer can encode."""
     if not isinstance(value, str):
         raise RowError(f"the field {name} must be a string, not {type(value).__name__}")
-    if any("\ud800" <= character <= "\udfff" for character in value):  # JSON escapes can produce lone surrogates
+    if _SURROGATE.search(value):  # JSON escapes can produce lone surrogates
         raise RowError(f"the field {name} contains a lone surrogate")
     return value
 

@@ -48,7 +48,7 @@ def read_set(source: DataSourceConfig, data: DataConfig, field: str) -> ProblemS
     Raises:
         UserError: The source cannot be read, a row is malformed, the format or columns are missing or do not match, or no problem is left.
     """
-    location, (format, reader) = source.source, _find_reader(source, data)
+    location, label, (format, reader) = source.source, source.label, _find_reader(source, data)
     found, keep = ProblemSet([], [], []), _find_kept(source, data)
     for number, content, columns in _read_rows(source, data, field):
         try:
@@ -62,7 +62,7 @@ def read_set(source: DataSourceConfig, data: DataConfig, field: str) -> ProblemS
                 found.unanswered.append(number)
                 continue
             optional = row.history, row.tools, row.pass_rate, columns
-            problem = Problem(f"{source.label}:{number}", row.question, row.gold, row.level, source.label, *optional)
+            problem = Problem(f"{label}:{number}", row.question, row.gold, row.level, label, *optional)
             assert isinstance(content, Mapping)  # otherwise `read_row` has raised
             found.keys.append(make_key(problem, select_columns(content, keep)))
             found.problems.append(problem)
