@@ -1,9 +1,5 @@
-"""Reads the rollout graph inside a scheduler process from the live SGLang model: weights, scales, and the methods that use them.
-
-A parameter that no known operator uses, or an unknown quantization method, is refused: an incomplete graph proves nothing.
-"""
-
-from __future__ import annotations
+"""Reads the rollout graph inside a scheduler process from the live SGLang model: weights, scales, and the methods that use them. A
+parameter that no known operator uses, or an unknown quantization method, is refused: an incomplete graph proves nothing."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -15,18 +11,12 @@ from megatron_rl.precision.graph.decoder import DecoderPrecision, LayerPrecision
 from megatron_rl.precision.graph.formats import block_format, channel_format, dtype_name, scale_format, unquantized_format
 from megatron_rl.precision.graph.graph import PrecisionGraph, TensorPrecision
 from parallel.adapters import NAMES
-from rollout_sglang.hooks import cpu_kv_cache, kv_cache_scales, tree_reduction
+from rollout_sglang.hooks import e4m3_cache, tree_reduction
 
 FP32 = TensorPrecision("fp32")
 _KNOWN_METHODS = (
-    "Fp8LinearMethod",
-    "Fp8MoEMethod",
-    "UnquantizedLinearMethod",
-    "UnquantizedEmbeddingMethod",
-    "UnquantizedFusedMoEMethod",
-    "Fp32RouterMethod",
-    "W8A8Int8LinearMethod",
-    "W8A8Int8MoEMethod",
+    *("Fp8LinearMethod", "Fp8MoEMethod", "W8A8Int8LinearMethod", "W8A8Int8MoEMethod", "Fp32RouterMethod"),
+    *("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod"),
 )
 _LINEARS = {"qkv": "qkv_proj", "q_b": "q_b_proj", "kv_a": "kv_a_proj_with_mqa", "kv_b": "kv_b_proj", "output": "o_proj"}
 """Operator of an attention -> its module."""
@@ -34,12 +24,7 @@ _NORMS = {"q_norm": "q_norm", "k_norm": "k_norm", "q_a_norm": "q_a_layernorm", "
 
 
 def read_rank_graph(runner: Any, activations: Mapping[str, str]) -> PrecisionGraph:
-    """Return the graph of the model that this rank serves. Raise ValueError for an unknown module.
-
-    Args:
-        runner: SGLang's ModelRunner, which holds the model, the attention backend and the cache.
-        activations: Maps a module's name to the format of its inputs.
-    """
+    """Return the graph of the model of SGLang's ModelRunner, or raise ValueError. `activations`: formats of the inputs by module."""
     return decoder_graph(_Reader(runner, activations).read_decoder())
 
 
@@ -75,13 +60,17 @@ class _Reader:
         for name, module in (("attention.post_norm", "post_self_attn_layernorm"), ("mlp.post_norm", "post_mlp_layernorm")):
             if hasattr(layer, module):
                 operators[name] = self.read_norm(getattr(layer, module), self.hidden)
+        logits = None
+        if hasattr(mlp, "experts"):
+            method = type(getattr(mlp.gate, "quant_method", None)).__name__
+            logits = FP32 if method in ("NoneType", "Fp32RouterMethod") else unquantized_format(mlp.gate.weight)  # hooks.fp32_router
         return LayerPrecision(
             operators,
             self.read_residual(layer.input_layernorm),
             self.read_cache(attention),
             attention=type(self.runner.attn_backend).__name__,
             rope=_describe_rope(attention),
-            logits=self.read_logits(mlp.gate) if hasattr(mlp, "experts") else None,
+            logits=logits,
         )
 
     def read_residual(self, norm: Any) -> TensorPrecision:
@@ -98,8 +87,7 @@ class _Reader:
         return operators | {f"attention.{name}": self.read_norm(norm, self.hidden) for name, norm in norms.items()}
 
     def read_latent_attention(self, attention: Any) -> dict[str, Operator]:
-        """Read MLA. SGLang computes w_kc and w_vc from the blocks of kv_b and multiplies with their unquantized values: always on a CPU
-        (`hooks.cpu_mla`), for decoded tokens on a GPU."""
+        """Read MLA. SGLang multiplies with unquantized w_kc and w_vc: always on a CPU, for decoded tokens on a GPU."""
         if getattr(attention, "use_deep_gemm_bmm", False):
             raise ValueError("the engine quantizes latents for DeepGEMM (SGLANG_USE_DEEPGEMM_BMM), which the trainer does not")
         operators = self.read_attention(attention)
@@ -116,9 +104,9 @@ class _Reader:
         return operators
 
     def read_cache(self, attention: Any) -> TensorPrecision:
-        """Return the format of keys and values in the cache. An FP8 cache has a scale for each row of a head (`hooks.cpu_kv_cache`), one
-        for a layer's keys and one for its values (`hooks.kv_cache_scales`), or SGLang's own scale."""
-        kv_cache_scales.check_backend(self.runner.attn_backend)
+        """Return the format of keys and values in the cache. An FP8 cache has scales by row or layer (`hooks.e4m3_cache`), or SGLang's
+        own."""
+        e4m3_cache.check_backend(self.runner.attn_backend)
         attentions = [attention.attn_mqa, attention.attn_mha] if hasattr(attention, "kv_b_proj") else [attention.attn]
         self.seen |= {id(scale) for core in attentions for scale in (core.k_scale, core.v_scale) if isinstance(scale, torch.Tensor)}
         pool = self.runner.token_to_kv_pool
@@ -128,14 +116,10 @@ class _Reader:
         if (scales := getattr(attentions[0], "kv_scales", None)) is not None:
             self.seen.add(id(scales))
             return TensorPrecision(dtype, "layer", scale_format(scales))
-        return TensorPrecision(dtype, "head", "pow2") if cpu_kv_cache.has_scales(pool) else TensorPrecision(dtype, "tensor", "fp32")
+        return TensorPrecision(dtype, "head", "pow2") if e4m3_cache.has_scales(pool) else TensorPrecision(dtype, "tensor", "fp32")
 
     def read_mlp(self, name: str, mlp: Any) -> dict[str, Operator]:
         return {f"{name}.gate_up": self.read_linear(mlp.gate_up_proj), f"{name}.down": self.read_linear(mlp.down_proj)}
-
-    def read_logits(self, gate: Any) -> TensorPrecision:
-        in_fp32 = not hasattr(gate, "quant_method") or type(gate.quant_method).__name__ == "Fp32RouterMethod"  # hooks.fp32_router
-        return FP32 if in_fp32 else unquantized_format(gate.weight)
 
     def read_experts(self, moe: Any) -> dict[str, Operator]:
         gate, shared, count = moe.gate, getattr(moe, "shared_experts", None), moe.gate.weight.shape[0]
@@ -148,12 +132,7 @@ class _Reader:
         }
 
     def read_linear(self, module: Any, x: TensorPrecision | None = None, name: str = "weight") -> Operator:
-        """Read a linear layer, an embedding, or one of the two matrices of all experts, `[experts, N, K]`.
-
-        Args:
-            x: Format of the input, if it differs from the hidden states.
-            name: Name of the weight in the module.
-        """
+        """Read a linear layer, an embedding, or a matrix `[experts, N, K]`. `x`: format of the input, if not the hidden states'."""
         weight, method, path = getattr(module, name), type(module.quant_method).__name__, self.names[id(module)]
         scales = (getattr(module, f"{name}_{suffix}", None) for suffix in ("scale_inv", "scale"))
         scale: Any = next((scale for scale in scales if scale is not None), None)
@@ -171,7 +150,9 @@ class _Reader:
         elif weight.dtype == torch.int8:
             x, format, adapter = TensorPrecision(dtype, "token", "fp32"), channel_format(weight, scale), None
         else:
-            group = _activation_group_size(module.quant_method)
+            scheme = module.quant_method
+            blocks = getattr(scheme, "weight_block_size", None) or getattr(scheme.quant_config, "weight_block_size", None)
+            group = blocks[1] if blocks else None  # activations that share a scale, as SGLang tells its kernel
             x, format = TensorPrecision("e4m3", f"1x{group}" if group else "tensor", activation_scales), block_format(weight, scale)
         operator = Operator({"x": x, "weight": format}, f"{type(module).__name__}, {method}", by_tree=by_tree)
         return operator.with_inputs(bias=self.read_vector(module, "bias"), **dict.fromkeys(NAMES, adapter))
@@ -187,12 +168,6 @@ class _Reader:
             return None
         self.seen.add(id(tensor))
         return unquantized_format(tensor)
-
-
-def _activation_group_size(method: Any) -> int | None:
-    """Return how many activations share a scale: the block width that SGLang passes to its kernel, or None without blocks."""
-    block_size = getattr(method, "weight_block_size", None) or getattr(method.quant_config, "weight_block_size", None)
-    return block_size[1] if block_size else None
 
 
 def _describe_rope(attention: Any) -> str:

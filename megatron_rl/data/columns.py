@@ -10,8 +10,6 @@ A `RowColumns` is a reference to a row, which is decoded at each access, and cos
 `data.keep_columns` reduces this to some columns. Pickling a `RowColumns` gives a plain dict, so workers get one.
 """
 
-from __future__ import annotations
-
 import json
 from array import array
 from collections.abc import Iterator, Mapping

@@ -11,8 +11,6 @@ files. A custom format is a function from a row to a `ProblemRow` (`RowReader`).
 no format (`data.columns`).
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import numbers

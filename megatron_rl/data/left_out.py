@@ -1,7 +1,5 @@
 """Counts the rows of a set that are left out, by reason, and refuses a set that loses more of them than the user allows."""
 
-from __future__ import annotations
-
 import logging
 import math
 

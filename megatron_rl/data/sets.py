@@ -1,7 +1,5 @@
 """Reads one set of problems from any source, by a format or by column names."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterator, Mapping

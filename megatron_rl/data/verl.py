@@ -9,8 +9,6 @@
 A list or an object in `ground_truth` becomes JSON text in `Problem.answer`. All columns reach judges as they are (`Problem.columns`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

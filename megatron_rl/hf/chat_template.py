@@ -4,8 +4,6 @@ A template may ask for the date (`strftime_now`), which is `data.date` here and 
 which come from `data.chat_template_kwargs`.
 """
 
-from __future__ import annotations
-
 import datetime
 import inspect
 from collections.abc import Mapping, Sequence

@@ -3,8 +3,6 @@
 A parameter that no known operator uses, or a module of an unknown class, is refused: an incomplete graph proves nothing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -32,16 +30,11 @@ from parallel.adapters import NAMES
 from parallel.mtp_layers import MEGATRON_PREFIX
 
 FP32 = TensorPrecision("fp32")
+# operators of an attention -> their modules
 _ATTENTION = {"q_norm": "q_layernorm", "k_norm": "k_layernorm"}
-"""Operator of an attention -> its module."""
 _LATENT_ATTENTION = {"q_a_norm": "q_layernorm", "kv_a_norm": "kv_layernorm"}
-_ATTENTION_LINEARS = {
-    "qkv": "linear_qkv",
-    "q_a": "linear_q_down_proj",
-    "kv_a": "linear_kv_down_proj",
-    "kv_b": "linear_kv_up_proj",
-    "output": "linear_proj",
-}
+_LATENT_LINEARS = {"q_a": "linear_q_down_proj", "kv_a": "linear_kv_down_proj", "kv_b": "linear_kv_up_proj"}
+_ATTENTION_LINEARS = {"qkv": "linear_qkv", **_LATENT_LINEARS, "output": "linear_proj"}
 
 
 def read_rank_graph(model: GPTModel | Sequence[GPTModel]) -> PrecisionGraph:

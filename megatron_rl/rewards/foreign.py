@@ -10,8 +10,6 @@ A function gets the columns of the row (`Problem.columns`). verl's `ground_truth
 messages or the function fails on texts. A completion is correct if its reward is above 0, or as `acc` says.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Mapping, Set
 from typing import Any

@@ -1,11 +1,6 @@
 """Checkpoints that many modules use."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 from support.families import ARCHITECTURES
@@ -14,21 +9,21 @@ from support.processes import World
 
 
 @pytest.fixture(scope="session")
-def checkpoint(tmp_path_factory) -> Path:
+def checkpoint(tmp_path_factory):
     return make_checkpoint(tmp_path_factory.mktemp("checkpoint"), num_hidden_layers=2)
 
 
 @pytest.fixture(scope="session")
-def tied_checkpoint(tmp_path_factory) -> Path:
+def tied_checkpoint(tmp_path_factory):
     return make_checkpoint(tmp_path_factory.mktemp("tied"), num_hidden_layers=2, tie_word_embeddings=True)
 
 
 @pytest.fixture(scope="session")
-def model_folder(tmp_path_factory) -> Callable[..., Path]:
+def model_folder(tmp_path_factory):
     """`model_folder(name, **changes)`: a random checkpoint of an architecture, written once. `changes` overwrite fields of config.json."""
-    folders: dict[str, Path] = {}
+    folders = {}
 
-    def get(name: str, **changes: Any) -> Path:
+    def get(name, **changes):
         key = json.dumps([name, changes])
         if key not in folders:
             folders[key] = make_model(tmp_path_factory.mktemp(name), ARCHITECTURES[name] | changes)

@@ -3,8 +3,6 @@
 The engines are `support.fake_engine`; tests/engine/test_several_engines.py has real ones.
 """
 
-from __future__ import annotations
-
 import pytest
 from support import fake_engine
 from support.processes import World, alive_after, family
@@ -26,11 +24,11 @@ def world(request, tmp_path_factory):
         yield world
 
 
-def answers(world, engine: int | None = None):
+def answers(world, engine=None):
     return world.call(fake_engine.answers, COUNT, TOKENS, engine)[0]
 
 
-def lines(world) -> str:
+def lines(world):
     return "\n".join(world.call(fake_engine.take_messages)[0])
 
 

@@ -1,7 +1,5 @@
 """Layers for multi-token prediction keep their bytes through training, a run's checkpoint and its export."""
 
-from __future__ import annotations
-
 import shutil
 
 import numpy as np

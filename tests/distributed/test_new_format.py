@@ -1,25 +1,34 @@
 """A number format end to end. The first of `CASES` is unknown to the source; this test adds its row, quantizer and product."""
 
-from __future__ import annotations
+from contextlib import closing
 
 import pytest
 import torch
+import torch.distributed as dist
 from pydantic import ValidationError
-from support import format_harness, toy_format
+from support import toy_format
 from support.geometries import PUBLISHED
 from support.models import read_weights
+from support.receiving_engine import ReceivingEngine
 from support.toy_format import MODE, TOY
+from support.trainer import Trainer
 
 from megatron_rl.config import Config, PrecisionConfig
+from megatron_rl.config.sync import SyncConfig
 from megatron_rl.cost import weights as weight_cost
 from megatron_rl.cost.workload import Workload
+from megatron_rl.distributed import Rank0
 from megatron_rl.hf.files import read_config
 from megatron_rl.hf.read import HFCheckpoint
 from megatron_rl.kernels.linear.requirements import find_missing
+from megatron_rl.mcore.layers.linear.quantized_linear import find_quantized_layers
+from megatron_rl.mcore.weights.export import convert
 from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.precision.quantizers import dequantize, quantize
+from megatron_rl.sync.plan import SyncPlan
+from megatron_rl.sync.weight_sync import WeightSync
 from parallel.digest import view_rect
-from parallel.formats import MODES, TensorFormat
+from parallel.formats import MODES
 from parallel.layout import EngineLayout, Layout
 from parallel.layout_hints import find_trainer_problem
 from parallel.model_geometry import ModelGeometry
@@ -33,20 +42,44 @@ every_format = pytest.mark.parametrize("format, mode", CASES, ids=[mode for _, m
 QWEN3_8B = {"rope_theta": 1e6, "max_position_embeddings": 40960, **PUBLISHED["Qwen3-8B"]}
 
 
+def sync_and_export(folder, layout, rollout, output, mode):
+    """Load a trainer in the mode, run one proved sync over shared memory, and export. Return the report, what the engine's ranks hold,
+    and the operands and results of a layer's three products."""
+    with toy_format.registered():
+        trainer = Trainer(folder, {"mode": mode, "high": "fp32"}, layout=layout)
+        plan = SyncPlan.make(ModelGeometry.from_hf_config(trainer.hf_config), layout, rollout, trainer.contract, 1 << 20)
+        engine = Rank0(lambda: ReceivingEngine(plan))
+        with closing(WeightSync(plan, engine, trainer.collect_named_tensors, SyncConfig(bucket_mb=2))) as sync:
+            report = sync.run(1)
+        convert(trainer.save(folder.parent / "step_00001"), output, {})
+        layer = next(layer for name, layer in find_quantized_layers(trainer.model).items() if name.endswith("fc2"))
+        random = torch.Generator().manual_seed(dist.get_rank())
+        x = torch.randn(8, 1, layer.weight.shape[1], generator=random, requires_grad=True)
+        layer.weight.main_grad = torch.zeros(layer.weight.shape)
+        y = layer(x)[0]
+        dy = torch.randn(y.shape, generator=random)
+        y.backward(dy)
+        served = []
+        engine.run_local(lambda held: served.append(held.tensors))
+        operands = {"x": x.detach().flatten(0, 1), "dy": dy.flatten(0, 1), "blocks": layer.blocks}
+        products = {"y": y.detach().flatten(0, 1), "dx": x.grad.flatten(0, 1), "dw": layer.weight.main_grad}
+        return {"report": report, "served": served, **operands, **products}
+
+
 @pytest.fixture(autouse=True)
 def registered():
     with toy_format.registered():
         yield
 
 
-def round_trip(x: torch.Tensor, format: TensorFormat) -> torch.Tensor:
+def round_trip(x, format):
     return dequantize(quantize(x, format), format)
 
 
 @every_format
 @pytest.mark.parametrize("layout, rollout", [(Layout(tp=2), EngineLayout(tp=1)), (Layout(pp=2), EngineLayout(tp=2))], ids=["tp", "pp"])
 def test_from_the_trainers_blocks_to_the_engine_and_an_export(worlds, checkpoint, tmp_path, layout, rollout, format, mode):
-    results = worlds(2).call(format_harness.sync_and_export, checkpoint, layout, rollout, tmp_path / "out", mode)
+    results = worlds(2).call(sync_and_export, checkpoint, layout, rollout, tmp_path / "out", mode)
     model, weights = ModelGeometry.from_hf_config(read_config(checkpoint)), read_weights(checkpoint)
     contract = PrecisionContract.from_config(PrecisionConfig(mode=mode, high="fp32"))
     assert results[0]["report"].proved == results[0]["report"].tensors > 0

@@ -1,11 +1,10 @@
 """What an engine gets from a trainer that has just loaded a checkpoint: the checkpoint's own blocks, at any tensor parallelism."""
 
-from __future__ import annotations
-
 import pytest
 import torch
-from support import trainer
+import torch.distributed as dist
 from support.models import FP8, make_checkpoint, read_weights
+from support.trainer import Trainer
 
 from megatron_rl.config import PrecisionConfig
 from megatron_rl.errors import RunError
@@ -19,15 +18,28 @@ PRECISIONS = [{"mode": mode, "high": high} for mode in ROLLOUT_MODES for high in
 PRECISIONS += [FP8, FP8 | {"scale_format": "fp32"}]
 
 
+def loaded(folder, precision, layout=None):
+    """Return what an engine gets (blocks, scales, the rest) of a checkpoint that was just loaded."""
+    return Trainer(folder, precision, layout=layout).collect_tensors(fp8=True)
+
+
+def poison_rollout_weight(folder, precision, name):
+    """Write an infinity into one parameter on rank 0, then collect what a sync sends. Propagates the error."""
+    trainer = Trainer(folder, precision)
+    if dist.get_rank() == 0:
+        dict(trainer.model.named_parameters())[name].data[3, 5] = float("inf")
+    trainer.collect_named_tensors()
+
+
 @pytest.mark.parametrize("precision", PRECISIONS, ids=lambda precision: "-".join(precision.values()))
 def test_one_rank_and_two_give_the_checkpoints_own_bytes(worlds, checkpoint, precision):
     """Two ranks split o_proj and down_proj by columns; an INT8 channel's scale still covers the whole row."""
     for world in (worlds(1), worlds(2)):
-        tensors = world.call(trainer.loaded, checkpoint, precision)[0]
+        tensors = world.call(loaded, checkpoint, precision)[0]
         assert_the_checkpoints_own_bytes(tensors, read_weights(checkpoint), precision, 2 * 7)  # q k v o gate up down of two layers
 
 
-def assert_the_checkpoints_own_bytes(tensors: dict, weights: dict, precision: dict, count: int) -> None:
+def assert_the_checkpoints_own_bytes(tensors, weights, precision, count):
     contract = PrecisionContract.from_config(PrecisionConfig(**precision))
     format, high = (
         contract.engine_format,
@@ -49,7 +61,7 @@ def test_int8_experts_are_the_checkpoints_own_bytes(worlds, tmp_path, layout):
     """Ranks with different experts compute maxima independently; ranks that split an expert share them."""
     folder = make_checkpoint(tmp_path, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=128)
     precision = {"mode": "int8_rollout", "high": "bf16"}
-    tensors = worlds(2).call(trainer.loaded, folder, precision, layout)[0]
+    tensors = worlds(2).call(loaded, folder, precision, layout)[0]
     assert_the_checkpoints_own_bytes(tensors, read_weights(folder), precision, 4 + 4 * 3)
 
 
@@ -59,4 +71,4 @@ def test_a_broken_weight_is_named_on_every_rank(worlds, checkpoint, mode, layer)
     """It is broken on rank 0 alone; linear_fc2's columns are split, so its INT8 ranks share their maxima."""
     name = f"decoder.layers.1.{layer}.weight"
     with pytest.raises(RunError, match=f"{name}: weight holds inf or NaN"):
-        worlds(2).call(trainer.poison_rollout_weight, checkpoint, {"mode": mode, "high": "fp32"}, name)
+        worlds(2).call(poison_rollout_weight, checkpoint, {"mode": mode, "high": "fp32"}, name)

@@ -1,14 +1,10 @@
 """Two interleaved micro-batches have the bits of two sequential ones: log-probs, steps, weights, gradients of all kinds of layers."""
 
-from __future__ import annotations
-
 import shutil
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-from support import critics, fp8_checkpoints, lora, trainer
+from support import critics, fp8_checkpoints, trainer
 from support.models import FP8, random_sequences
 from support.samples import assert_same
 
@@ -38,7 +34,7 @@ LONG = [
 def compare(worlds):
     """`compare(run, ...)` runs a function with and without interleaving, and compares its results on every rank."""
 
-    def check(run: Callable[..., dict[str, Any]], layout: Layout, *args: Any, **train: Any) -> None:
+    def check(run, layout, *args, **train):
         in_turns, after_another = (
             worlds(layout.world_size).call(run, *(TRAIN | train | {"two_batch_overlap": mode} if arg is TRAIN else arg for arg in args))
             for mode in ("all", "off")
@@ -49,7 +45,7 @@ def compare(worlds):
     return check
 
 
-def batches() -> list:
+def batches():
     return [random_sequences(7, seed=1), random_sequences(6, seed=2)]
 
 
@@ -66,7 +62,7 @@ def test_passes_without_gradient_take_turns_where_layers_are_recomputed(compare,
 def test_adapters_have_gradients_of_their_own(compare, model_folder):
     layout, folder = Layout(tp=2, dp=2, ep=2, etp=1), model_folder("qwen3_moe", num_hidden_layers=2)
     adapters = {"rank": 8, "alpha": 16.0, "targets": ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")}
-    compare(lora.train_adapters, layout, folder, FP8, adapters, batches(), layout, None, TRAIN)
+    compare(trainer.train_adapters, layout, folder, FP8, adapters, batches(), layout, None, TRAIN)
 
 
 def test_a_critic(compare, checkpoint):

@@ -1,23 +1,26 @@
 """A high-precision trainer with an INT8 engine with experts: the engine serves what was quantized at the sync, and computes as the
 contract says. For FP8 see test_routing_replay.py."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest
 from support import trainer_engine
 from support.models import make_checkpoint, random_sequences
 from support.processes import alive_after, command_lines, family
+from support.trainer_engine import current
 
 from megatron_rl.errors import RunError
 
 pytestmark = pytest.mark.long
-
 PRECISION = {"mode": "int8_rollout", "high": "fp32"}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
 TENSORS = 3 + 4 + 1 + 4 * 2  # embedding, last norm, lm_head; four norms; a router; four quantized weights with their scales
 PROMPTS = [sample.prompt_ids.tolist() for sample in random_sequences(8, seed=21)]
+
+
+def stop_twice():
+    current().engines.stop()
+    current().engines.stop()
 
 
 @pytest.fixture(scope="module")
@@ -76,5 +79,5 @@ def test_an_engine_killed_while_it_generates_is_an_error_at_once(world):
     line, tail = world.call(trainer_engine.generate_until_it_fails, PROMPTS)[0]
     assert "the engine does not answer /generate" in line and "engine.log" in line and "\n" not in line
     assert isinstance(tail, str)
-    world.call(trainer_engine.stop_twice)
+    world.call(stop_twice)
     assert command_lines(alive_after(engine, 60)) == {}

@@ -7,7 +7,6 @@ block's largest value at 1e-4: there the report counts the values that differ, a
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -25,14 +24,14 @@ REFERENCES: dict[str, Callable[[torch.Tensor, str], Quantized]]
 REFERENCES = {"1x128": quantize_1x128, "128x1": quantize_128x1, "128x128": quantize_weight}
 
 
-def ordinary(tokens: int, width: int) -> torch.Tensor:
+def ordinary(tokens, width):
     """Return bf16 normal values times 2^-6 to 2^6 by token, so that no two blocks share a scale by chance."""
     generator = torch.Generator().manual_seed(tokens + width)
     values = torch.randn(tokens, width, generator=generator)
     return (values * torch.exp2(torch.randint(-6, 7, (tokens, 1), generator=generator).float())).bfloat16()
 
 
-def extreme(tokens: int, width: int) -> torch.Tensor:
+def extreme(tokens, width):
     """Return bf16 values with blocks of zeros, below 1e-4 and of large values, and with exact ties between two E4M3 values."""
     values = uneven(tokens, width, torch.bfloat16)
     values[: tokens // 8] = 0.0
@@ -42,57 +41,57 @@ def extreme(tokens: int, width: int) -> torch.Tensor:
 VALUES = {"ordinary": ordinary, "extreme": extreme}
 
 
-def must_agree(library: str, scale_format: str, values: str) -> bool:
+def must_agree(library, scale_format, values):
     """Return whether a difference is a fault, not a known property of the library."""
     if library == "deep_gemm":
         return scale_format == "pow2" and values == "ordinary"
     return library != "sglang" or scale_format == "pow2"
 
 
-def kernel_rows(x: torch.Tensor, scale_format: str) -> Quantized:
+def kernel_rows(x, scale_format):
     from megatron_rl.kernels.quantize.triton import quantize_activation
 
     return quantize_activation(x, scale_format, rows=True, columns=False)[0]
 
 
-def kernel_columns(x: torch.Tensor, scale_format: str) -> Quantized:
+def kernel_columns(x, scale_format):
     from megatron_rl.kernels.quantize.triton import quantize_activation
 
     data, scale = quantize_activation(x, scale_format, rows=False, columns=True)[1]
     return data.view(torch.uint8).t()[: len(x)], scale.t()
 
 
-def transformer_engine_rows(x: torch.Tensor, scale_format: str) -> Quantized:
+def transformer_engine_rows(x, scale_format):
     data, scale = make_backend("transformer_engine", FP8.with_scales(scale_format)).quantize(x, rows=True, columns=False).rows
     return data[: len(x)], scale[:, : len(x)].t()
 
 
-def transformer_engine_columns(x: torch.Tensor, scale_format: str) -> Quantized:
+def transformer_engine_columns(x, scale_format):
     data, scale = make_backend("transformer_engine", FP8.with_scales(scale_format)).quantize(x, rows=False, columns=True).columns
     return data[:, : len(x)].t(), scale[:, : x.shape[1]]
 
 
-def transformer_engine_weight(x: torch.Tensor, scale_format: str) -> Quantized:
-    backend: Any = make_backend("transformer_engine", FP8.with_scales(scale_format))
+def transformer_engine_weight(x, scale_format):
+    backend = make_backend("transformer_engine", FP8.with_scales(scale_format))
     metadata = backend.weight_quantizer(x).get_metadata()  # the project itself quantizes weights by the reference only
     return metadata["rowwise_data"], metadata["rowwise_scale_inv"][:, : -(-x.shape[1] // 128)]
 
 
-def sglang_rows(x: torch.Tensor, scale_format: str) -> Quantized:
+def sglang_rows(x, scale_format):
     """SGLang's own kernel: in this process the engine's plug-in is not loaded."""
     kernel = pytest.importorskip("sglang.kernels.ops.quantization.fp8_kernel")
     return kernel.sglang_per_token_group_quant_fp8(x, 128, scale_ue8m0=scale_format == "pow2")
 
 
-def deep_gemm_rows(x: torch.Tensor, scale_format: str) -> Quantized:
+def deep_gemm_rows(x, scale_format):
     return pytest.importorskip("deep_gemm.utils.math").per_token_cast_to_fp8(x, use_ue8m0=scale_format == "pow2")
 
 
-def deep_gemm_weight(x: torch.Tensor, scale_format: str) -> Quantized:
+def deep_gemm_weight(x, scale_format):
     return pytest.importorskip("deep_gemm.utils.math").per_block_cast_to_fp8(x, use_ue8m0=scale_format == "pow2")
 
 
-QUANTIZERS: dict[tuple[str, str], Callable[[torch.Tensor, str], Quantized]] = {
+QUANTIZERS = {
     **{("reference on the device", granularity): function for granularity, function in REFERENCES.items()},
     ("our kernel", "1x128"): kernel_rows,
     ("our kernel", "128x1"): kernel_columns,
@@ -125,7 +124,7 @@ def test_bytes_and_scales_are_the_references(device, backends, scale_format, val
                 assert different_bytes == different_scales == 0, message
 
 
-def count_differences(values: torch.Tensor, expected: torch.Tensor) -> int:
+def count_differences(values, expected):
     assert values.shape == expected.shape and values.dtype == expected.dtype
     return int((values.contiguous().view(torch.uint8) != expected.contiguous().view(torch.uint8)).sum())
 

@@ -1,10 +1,6 @@
 """Shortened runs of `megatron-rl train` prove every tensor: a sync by CUDA IPC into a live engine; the quickstart in `fp8_unified`."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +11,7 @@ from megatron_rl.config import load_config
 from megatron_rl.kernels.linear import requirements
 from megatron_rl.preflight import check_run
 
-RUNS: dict[str, dict[str, Any]] = {
+RUNS = {
     "sync by CUDA IPC": {  # three policy versions
         "sync.transport": "cuda_ipc",
         "precision.high": "bf16",
@@ -47,7 +43,7 @@ RUNS: dict[str, dict[str, Any]] = {
 }
 
 
-def make_settings(name: str, folder: Path, backend: str) -> dict[str, Any]:
+def make_settings(name, folder, backend):
     return {
         **RUNS[name],
         "rollout.start_timeout": 280.0,
@@ -57,7 +53,7 @@ def make_settings(name: str, folder: Path, backend: str) -> dict[str, Any]:
     }
 
 
-def train(name: str, folder: Path, seconds: float = 100, **changes: Any) -> tuple[Path, str]:
+def train(name, folder, seconds=100, **changes):
     """Run it for at most `seconds` and return its folder and back end: for the quickstart the first one that a run accepts here."""
     backends = ("deep_gemm", "transformer_engine") if "quickstart" in name else ()
     backend = next((name for name in backends if not requirements.find_missing(name)), "emulated")

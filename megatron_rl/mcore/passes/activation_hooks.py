@@ -1,7 +1,5 @@
 """Records the outputs of the trainer's operators for a batch, with columns in the engine's order."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 

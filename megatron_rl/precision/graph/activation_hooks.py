@@ -3,8 +3,6 @@
 Trainer and engine name operators as the precision graph does, so their recordings can be compared.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable
 from typing import Any

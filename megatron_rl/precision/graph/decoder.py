@@ -15,8 +15,7 @@ from parallel.adapters import NAMES
 _PARAMETERS = ("weight", "bias", *NAMES)
 _LINEARS = ("linear", "tree_linear", "router", "lm_head", "value_head")
 _RESIDUAL = "mlp.residual"
-Table = dict[str, tuple[str, dict[str, list[str]]]]
-"""Operator -> (its kind, {input: operators that may produce it})."""
+Table = dict[str, tuple[str, dict[str, list[str]]]]  # operator -> (its kind, {input: operators that may produce it})
 
 
 def _parse(text: str) -> Table:
@@ -75,18 +74,12 @@ _LAST = _parse("""
 class Gradients:
     """Formats of the backward pass of an operator with a weight."""
 
-    dy: TensorPrecision
-    """dy in DGrad."""
-    weight: TensorPrecision
-    """W in DGrad."""
-    dy_wgrad: TensorPrecision
-    """dy^T in WGrad."""
-    x: TensorPrecision
-    """x in WGrad."""
-    grad: TensorPrecision
-    """Accumulated weight gradient."""
-    master: TensorPrecision
-    """Weight that the optimizer steps."""
+    dy: TensorPrecision  # dy in DGrad
+    weight: TensorPrecision  # W in DGrad
+    dy_wgrad: TensorPrecision  # dy^T in WGrad
+    x: TensorPrecision  # x in WGrad
+    grad: TensorPrecision  # accumulated weight gradient
+    master: TensorPrecision  # weight that the optimizer steps
     trained: tuple[str, ...] = ("weight", "bias")
     """Tensors that the optimizer steps: those of the adapter with LoRA; empty if the operator is frozen."""
 
@@ -98,10 +91,8 @@ class Operator:
     inputs: Mapping[str, TensorPrecision]
     detail: str = ""
     gradients: Gradients | None = None
-    by_tree: bool = False
-    """Whether a linear layer sums by the tree of the contract (`kernels.sums.reference`)."""
-    count: int = 1
-    """Number of equal experts."""
+    by_tree: bool = False  # whether a linear layer sums by the tree of the contract (`kernels.sums.reference`)
+    count: int = 1  # number of equal experts
 
     def with_inputs(self, **inputs: TensorPrecision | None) -> Operator:
         """Return the operator with some inputs replaced, added, or removed if None."""
@@ -114,18 +105,12 @@ class LayerPrecision:
     """One layer: its operators with weights, by the names of `_LAYER`, and the formats of the tensors between the others."""
 
     operators: Mapping[str, Operator]
-    residual: TensorPrecision
-    """The residual stream."""
-    kv: TensorPrecision
-    """Keys and values as the attention reads them; in a rollout, from the cache."""
-    attention: str = ""
-    """Implementation of the attention."""
-    rope: str = ""
-    """Where rotary positions are rounded."""
-    swiglu: str = ""
-    """Where SwiGLU is rounded."""
-    logits: TensorPrecision | None = None
-    """Logits of the router."""
+    residual: TensorPrecision  # the residual stream
+    kv: TensorPrecision  # keys and values as the attention reads them; in a rollout, from the cache
+    attention: str = ""  # implementation of the attention
+    rope: str = ""  # where rotary positions are rounded
+    swiglu: str = ""  # where SwiGLU is rounded
+    logits: TensorPrecision | None = None  # logits of the router
 
     def complete(self, hidden: TensorPrecision) -> dict[str, Operator]:
         """Return all operators, including those without weights."""
@@ -151,12 +136,9 @@ class LayerPrecision:
 class DecoderPrecision:
     """The part of the model on one rank. On a pipeline stage without embedding or output layer, `ends` lacks their operators."""
 
-    hidden: TensorPrecision
-    """Activations between operators."""
-    layers: Mapping[int, LayerPrecision]
-    """By number in the whole model."""
-    ends: Mapping[str, Operator]
-    """Operators outside of the layers, by the names of `_FIRST` and `_LAST`."""
+    hidden: TensorPrecision  # activations between operators
+    layers: Mapping[int, LayerPrecision]  # by number in the whole model
+    ends: Mapping[str, Operator]  # operators outside of the layers, by the names of `_FIRST` and `_LAST`
 
 
 def decoder_graph(model: DecoderPrecision) -> PrecisionGraph:
@@ -202,11 +184,8 @@ class _Builder:
                 self.gradients[target] = operator.gradients
 
     def add_backward(self) -> None:
-        """Add the backward pass of every edge.
-
-        A linear layer A has two products: A.backward is DGrad, A.wgrad is WGrad. Other operators, and linear layers that are not trained,
-        have only A.backward.
-        """
+        """Add the backward pass of every edge. A linear layer A has two products: A.backward is DGrad, A.wgrad is WGrad. Other operators,
+        and linear layers that are not trained, have only A.backward."""
         for node in [node for node in self.nodes.values() if node.op != "weight"]:
             self.node(f"{node.name}.backward", "dgrad" if node.op in _LINEARS else "backward", node.count)
             gradients = self.gradients.get(node.name)

@@ -1,7 +1,5 @@
 """Reads the precision of a live tensor from the tensor itself: its dtype and, if quantized, the shape and values of its scales."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 
@@ -54,10 +52,8 @@ def channel_format(data: torch.Tensor, scale: torch.Tensor) -> TensorPrecision:
 
 
 def scale_format(scale: torch.Tensor) -> str:
-    """Return "pow2" if every scale is a power of two, else "fp32"; the name of the dtype if scales are not float32.
-
-    Return "invalid" if any scale is not a positive number: SGLang fills scales with the lowest float until a checkpoint is loaded.
-    """
+    """Return "pow2" if every scale is a power of two, else "fp32"; the name of the dtype if scales are not float32. Return "invalid" if any
+    scale is not a positive number: SGLang fills scales with the lowest float until a checkpoint is loaded."""
     if scale.dtype != torch.float32:
         return dtype_name(scale.dtype)
     if not bool(((scale > 0) & torch.isfinite(scale)).all()):

@@ -72,7 +72,6 @@ class PrecisionGraph:
     edges: tuple[Edge, ...]
 
     def select_forward(self) -> PrecisionGraph:
-        """Return the part of the forward pass."""
         edges = tuple(edge for edge in self.edges if edge.phase == FORWARD)
         used = {name for edge in edges for name in (edge.source, edge.target)}
         return PrecisionGraph(tuple(node for node in self.nodes if node.name in used), edges)

@@ -1,7 +1,5 @@
 """Renders both precision graphs as tables, one per kind of layer with a row per tensor, for a terminal or as an SVG image."""
 
-from __future__ import annotations
-
 import io
 
 from rich.console import Console
@@ -9,15 +7,7 @@ from rich.table import Table
 from rich.terminal_theme import DEFAULT_TERMINAL_THEME
 from rich.text import Text
 
-from megatron_rl.precision.graph.graph import (
-    FORWARD,
-    Edge,
-    PrecisionGraph,
-    describe_differences,
-    fold_layers,
-    format_title,
-    split_by_layer,
-)
+from megatron_rl.precision.graph.graph import FORWARD, Edge, PrecisionGraph, describe_differences, fold_layers, format_title, split_by_layer
 
 _SVG_COLUMNS = 150
 _SVG = """<svg viewBox="0 0 {width} {height}" width="{width}" xmlns="http://www.w3.org/2000/svg">

@@ -1,7 +1,5 @@
 """Columns of rows: typed and shared, from every kind of source to every kind of judge, and what they cost."""
 
-from __future__ import annotations
-
 import copy
 import datetime
 import json

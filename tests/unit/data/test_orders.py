@@ -19,9 +19,8 @@ from megatron_rl.data.orders import DifficultyEpochs, order_by_difficulty, shuff
 from megatron_rl.data.sets import read_problem_set
 from megatron_rl.data.stream import ProblemStream, mix_orders
 from megatron_rl.errors import UserError
-from megatron_rl.rollout.async_worker import AsyncRolloutWorker
 from megatron_rl.rollout.generation import MultiTurnSampler
-from megatron_rl.rollout.worker import RolloutWorker
+from megatron_rl.rollout.worker import AsyncRolloutWorker, RolloutWorker
 from megatron_rl.types import Generation, Problem, Reward
 
 

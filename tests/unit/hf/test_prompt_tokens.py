@@ -1,7 +1,5 @@
 """Special tokens of prompts without a chat template, for tokenizers of base models, and the keys and the date of chat templates."""
 
-from __future__ import annotations
-
 import datetime
 import json
 import shutil

@@ -1,11 +1,10 @@
-"""Profiles: only the steps and ranks that are named, the first micro-batches of a phase, a trace that can be read."""
-
-from __future__ import annotations
+"""Profiles record only the configured steps and ranks, the first micro-batches of each phase, and a readable trace."""
 
 import gzip
 import json
 from pathlib import Path
 
+import pytest
 import torch
 
 from megatron_rl.observability.profiling import StepProfiler, begin_micro_batch
@@ -35,14 +34,10 @@ def test_the_first_micro_batches_of_each_phase_are_recorded(tmp_path: Path):
     assert {"phase: logprobs", "phase: train", "aten::mm"} <= {event.get("name") for event in events}
 
 
-def test_other_ranks_and_steps_write_nothing(tmp_path: Path):
+def test_other_ranks_and_steps_write_nothing_and_nsys_records_its_own_steps(tmp_path: Path, monkeypatch):
     run_steps(StepProfiler(tmp_path, 2, steps=[2], ranks=[0, 1]))
     run_steps(StepProfiler(tmp_path, 0, steps=[7], ranks=[0]))
     run_steps(StepProfiler(tmp_path, 0))
-    assert not list(tmp_path.iterdir())
-
-
-def test_where_nsys_runs_the_steps_are_its_own(tmp_path: Path, monkeypatch):
     monkeypatch.setenv("NSYS_PROFILING_SESSION_ID", "1")
     run_steps(StepProfiler(tmp_path, 0, steps=[2], ranks=[0]))
     assert not list(tmp_path.iterdir())
@@ -50,10 +45,7 @@ def test_where_nsys_runs_the_steps_are_its_own(tmp_path: Path, monkeypatch):
 
 def test_a_step_that_fails_leaves_no_profiler_running(tmp_path: Path):
     profiler = StepProfiler(tmp_path, 0, steps=[1, 2], ranks=[0])
-    try:
-        with profiler.step(1):
-            raise RuntimeError("the engine died")
-    except RuntimeError:
-        pass
+    with pytest.raises(RuntimeError), profiler.step(1):
+        raise RuntimeError("the engine died")
     run_steps(profiler)
     assert (tmp_path / "profile" / "step_00002_rank_00000.json").exists()

@@ -1,14 +1,14 @@
-"""A rank's log gets warnings, and how the rank ended; the console keeps what it had."""
-
-from __future__ import annotations
+"""A rank's log, and the signals that end a run."""
 
 import logging
 import os
+import signal
 import warnings
 
 import pytest
 
 from megatron_rl.errors import RunError
+from megatron_rl.observability import signals
 from megatron_rl.observability.rank_log import rank_log
 
 
@@ -42,3 +42,36 @@ def test_how_a_rank_ended(tmp_path):
     assert "ended: RunError: the engine is gone\n" in text(tmp_path)
     assert "Traceback" in text(tmp_path) and "ZeroDivisionError: a bug\n" in text(tmp_path)
     assert text(tmp_path).count("rank 3 of 8") == 2, "a run that goes on writes on"
+
+
+@pytest.fixture(autouse=True)
+def own_handler():
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    yield
+    signals.install_signal_handlers(alone=False)  # forgets the signal
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_run_of_one_process_unwinds_at_once_and_ranks_stop_when_the_loop_checks(number):
+    signals.install_signal_handlers(alone=True)
+    with pytest.raises(SystemExit) as unwound:
+        signal.raise_signal(number)
+    assert unwound.value.code == 143
+    signals.install_signal_handlers(alone=False)
+    signals.check_stop()
+    signal.raise_signal(number)
+    with pytest.raises(signals.StopError, match=f"stopped by {number.name}") as raised:
+        signals.check_stop()
+    assert raised.value.exit_code == 143
+    with pytest.raises(SystemExit):  # a second signal ends a rank at once
+        signal.raise_signal(number)
+
+
+def test_errors_after_the_signal_are_reported_as_the_stop():
+    signals.install_signal_handlers(alone=False)
+    broken = RunError("the engine is gone")
+    assert signals.prefer_stop_error(broken) is broken
+    signal.raise_signal(signal.SIGTERM)
+    assert str(signals.prefer_stop_error(broken)) == "stopped by SIGTERM"

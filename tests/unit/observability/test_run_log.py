@@ -1,10 +1,9 @@
-"""The run folder: what is written can be read back, also after a crash, and a run is finished only when it says so."""
-
-from __future__ import annotations
+"""The run folder: what is written can be read back, also after a crash; Weights & Biases and MLflow by their real packages, offline."""
 
 import json
 import math
 import re
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +16,7 @@ from megatron_rl.errors import UserError
 from megatron_rl.metrics import DECLARED, UndeclaredMetricWarning, group_by_panel, read_declarations
 from megatron_rl.observability.console import progress_line, proof_verdict
 from megatron_rl.observability.run_log import RunLog, read_jsonl, read_metrics, read_run
+from megatron_rl.observability.trackers import Trackers
 
 CONFIG = {"train": {"steps": 3}, "model": {"path": Path("models/tiny")}, "log": {"trackers": ["tensorboard"]}}
 
@@ -61,7 +61,7 @@ def test_a_run_declares_its_metrics_and_a_row_holds_no_others(log: RunLog):
     assert all(re.fullmatch(charts["correct, by level or set"][0], name) for name in ("eval/level_1", "eval/level_10"))
 
 
-def test_not_finite_stays_json_and_is_said(log: RunLog, capsys: pytest.CaptureFixture[str]):
+def test_a_value_that_is_not_finite_or_outside_its_range_is_reported(log: RunLog, capsys: pytest.CaptureFixture[str]):
     log.write_step({"step": 1, "loss/policy": math.nan, "grad_norm": math.inf, "reward/mean": 0.5})
     log.write_samples(1, [{"advantage": math.nan}])
     for line in [*(log.dir / "metrics.jsonl").open(), *(log.dir / "samples.jsonl").open()]:
@@ -69,9 +69,6 @@ def test_not_finite_stays_json_and_is_said(log: RunLog, capsys: pytest.CaptureFi
     row = read_metrics(log.dir)[0]
     assert (row["loss/policy"], row["grad_norm"], row["reward/mean"]) == (None, None, 0.5)
     assert "step 1: not finite: loss/policy, grad_norm" in capsys.readouterr().out
-
-
-def test_a_value_outside_its_range_is_warned_of_until_it_is_back(log: RunLog, capsys: pytest.CaptureFixture[str]):
     for step, response in enumerate((1.0, 215.0, 180.0, 1.1, 0.0, math.nan)):
         log.write_step({"step": step, "precision/response": response, "grad_norm": 1e9})
     warnings = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning:")]
@@ -109,7 +106,7 @@ def test_two_runs_in_one_second_and_latest(tmp_path: Path, capsys: pytest.Captur
 
 
 def break_run(parent: Path, reason: str, finished: bool = False) -> RunLog:
-    """A run that breaks after its first step, or after it had called itself finished."""
+    """Return a run that breaks after its first step, or after it was finished."""
     log = RunLog.create(parent, CONFIG, {})
     if finished:
         log.finish("finished")
@@ -119,7 +116,7 @@ def break_run(parent: Path, reason: str, finished: bool = False) -> RunLog:
     return log
 
 
-def test_what_ends_a_run_breaks_it_for_good_and_gives_its_reason(tmp_path: Path):
+def test_a_broken_run_stays_broken_and_gives_its_reason(tmp_path: Path):
     log = break_run(tmp_path, "engine died\nsignal 9")
     log.finish("finished")
     run = read_run(log.dir)
@@ -157,3 +154,64 @@ def test_progress_line_says_what_was_measured(log: RunLog, capsys: pytest.Captur
     phases = ("generate", "logprobs", "train", "sync", "proof", "served", "eval", "step")
     log.write_step({"step": 1, **{f"time/{phase}": 1.0 for phase in phases}})
     assert len(capsys.readouterr().out.splitlines()[-1]) > 80, "long lines are not broken in a log file"
+
+
+ROWS = [{"step": 0, "reward/mean": 0.25, "grad_norm": math.nan}, {"step": 1, "reward/mean": 0.5, "grad_norm": 2.0}]
+
+
+def config(tracker: str) -> dict:
+    return {"train": {"steps": 2, "layout": {"tp": 1}}, "model": {"path": Path("m")}, "log": {"trackers": [tracker]}}
+
+
+def write_run(folder: Path, tracker: str, status: str) -> RunLog:
+    log = RunLog.create(folder, config(tracker), {})
+    for row in ROWS:
+        log.write_step(row)
+    log.finish(status)
+    return log
+
+
+@pytest.fixture
+def mlflow_client(tmp_path, monkeypatch):
+    pytest.importorskip("mlflow", reason="mlflow or mlflow-skinny is not installed")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "mlruns").as_uri())
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    from mlflow.tracking import MlflowClient
+
+    return MlflowClient()
+
+
+@pytest.mark.parametrize(("status", "called"), [("finished", "FINISHED"), ("broken", "FAILED")])
+def test_mlflow_has_the_configuration_and_every_value(tmp_path, mlflow_client, status, called):
+    write_run(tmp_path, "mlflow", status)
+    (run,) = mlflow_client.search_runs([mlflow_client.get_experiment_by_name("megatron-rl").experiment_id])
+    assert run.info.status == called
+    assert run.data.params["train.layout.tp"] == "1" and run.data.params["model.path"] == "m"
+    history = mlflow_client.get_metric_history(run.info.run_id, "reward/mean")
+    assert [(metric.step, metric.value) for metric in history] == [(0, 0.25), (1, 0.5)]
+    assert math.isnan(mlflow_client.get_metric_history(run.info.run_id, "grad_norm")[0].value)
+
+
+def test_mlflow_tells_a_resumed_run_from_the_first(tmp_path, mlflow_client):
+    trackers = Trackers(pytest.fail)
+    trackers.start(["mlflow"], tmp_path, config("mlflow"), 7)
+    trackers.finish("finished")
+    (run,) = mlflow_client.search_runs([mlflow_client.get_experiment_by_name("megatron-rl").experiment_id])
+    assert run.data.tags["resumed_from_step"] == "7"
+
+
+def test_wandb_writes_every_step_offline(tmp_path, monkeypatch):
+    wandb = pytest.importorskip("wandb", reason="wandb is not installed")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    write_run(tmp_path, "wandb", "finished")
+    wandb.teardown()  # as at the end of a process: its service writes on for a while after a run has finished
+    (record,) = tmp_path.rglob("run-*.wandb")
+    written = record.read_bytes()  # protocol buffers, whose strings are plain
+    for text in (b"reward/mean", b"0.25", b"0.5", b"grad_norm", b"NaN", b'"steps"'):
+        assert text in written, text
+
+
+def test_a_missing_package_is_named(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(UserError, match=r"log.trackers = 'wandb': does not start .*; pip install wandb, or remove it from the list"):
+        Trackers(pytest.fail).start(["wandb"], tmp_path, config("wandb"), None)

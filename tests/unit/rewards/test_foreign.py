@@ -1,7 +1,5 @@
 """Reward functions with the signatures of verl and TRL, run as they stand on the columns of a row."""
 
-from __future__ import annotations
-
 import sys
 
 import numpy as np
