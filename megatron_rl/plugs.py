@@ -44,7 +44,10 @@ DATA_SOURCES = Plug("data.train", {})
 """Custom sources of problems (`megatron_rl.data.own_source`)."""
 
 DATA_FORMATS = Plug(
-    "data.format", {name: f"megatron_rl.data.formats:{name}" for name in ("gsm8k", "math", "deepmath", "aime")}, takes=("row",)
+    "data.format",
+    {name: f"megatron_rl.data.formats:{name}" for name in ("gsm8k", "math", "deepmath", "aime")}
+    | {"verl": "megatron_rl.data.verl:read_row"},
+    takes=("row",),
 )
 """Row formats (`megatron_rl.data.formats.RowReader`)."""
 

@@ -6,9 +6,14 @@ Suffixes of names give shapes: `_P` prompts of a step, `_G` members of a group, 
 
 from __future__ import annotations
 
+import base64
+import datetime
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from decimal import Decimal
 from typing import TYPE_CHECKING, Any, Protocol
+from uuid import UUID
 
 if TYPE_CHECKING:  # reward workers import this file and little else
     import numpy as np
@@ -29,6 +34,31 @@ class Problem:
     history: tuple[ChatMessage, ...] = ()  # messages before a bare question; empty once the template is applied
     tools: tuple[Mapping[str, Any], ...] = ()  # tools for the chat template; empty once the template is applied
     pass_rate: float | None = None  # fraction of correct answers according to the data, or None if unknown
+    columns: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    """The row that the problem was read from (`data.keep_columns`), typed as in the file. Empty for generated problems."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields as JSON values: NaN and infinities become null, and dates, decimals and bytes become text."""
+        return {name: as_json(value) for name, value in vars(self).items()}
+
+
+def as_json(value: Any) -> Any:
+    """Return a value of a row as JSON values; see `Problem.to_json`. Raise TypeError for other objects."""
+    if value is None or isinstance(value, str | int):
+        return value
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): as_json(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [as_json(item) for item in value]
+    if isinstance(value, bytes):
+        return base64.b64encode(value).decode()
+    if isinstance(value, datetime.date | datetime.time | datetime.timedelta | Decimal | UUID):
+        return str(value)
+    if hasattr(value, "tolist"):  # NumPy
+        return as_json(value.tolist())
+    raise TypeError(f"{type(value).__name__} cannot be written as JSON")
 
 
 @dataclass(frozen=True)

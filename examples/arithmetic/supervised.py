@@ -16,6 +16,7 @@ from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.data.prompt_template import make_prompt_formatter
 from megatron_rl.distributed import is_rank0, run_on_rank0
 from megatron_rl.hf.files import read_config
+from megatron_rl.hf.prompt_tokens import encode_prompt
 from megatron_rl.hf.tokenizer import load_tokenizer
 from megatron_rl.mcore.actor import TOTAL_LOSS, Actor
 from megatron_rl.mcore.checkpoint.checkpointing import CheckpointWriter
@@ -73,7 +74,7 @@ def _train(config: DemoConfig, actor: Actor, tokenizer: Any, levels: tuple[int, 
         examples = []
         for problem in map(task.train_problem, range(warm.batch_size)):
             text = format_prompt(problem.prompt) if config.agent is None else tool_agent.write_question(problem)
-            prompt = tokenizer.encode(text, add_special_tokens=False)
+            prompt = encode_prompt(tokenizer, text, chat=config.data.chat or config.agent is not None)
             examples.append(make_example(prompt, write_worked_answer(problem, warm, rng, demonstrate), tokenizer))
         metrics = actor.update(select_own(examples), negative_log_likelihood)
         if step % 50 == 0 or step == warm.steps:

@@ -1,5 +1,6 @@
 """The `[data]` section. See docs/guides/data.md."""
 
+import datetime
 from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -11,7 +12,7 @@ from megatron_rl.config.hub import HUB_PREFIX
 from megatron_rl.plugs import DATA_FORMATS, DATA_SOURCES
 
 FormatName = Annotated[str, AfterValidator(DATA_FORMATS.check_name)]
-"""`gsm8k`, `math`, `deepmath`, `aime`, or your own as `module:attribute`."""
+"""`gsm8k`, `math`, `deepmath`, `aime`, `verl`, or your own as `module:attribute`."""
 
 
 class ColumnsConfig(ConfigSection):
@@ -23,7 +24,8 @@ class ColumnsConfig(ConfigSection):
     """Column with a chat, used instead of `question`: a list of {role, content}, with tool_calls in messages of the assistant that call
     tools. Requires `data.chat`."""
     answer: str = ""
-    """Column with the gold answer, a text or a number. Optional with `messages`; the default is the assistant's final message."""
+    """Column with the gold answer: a text, a number, or a list or object, which becomes its JSON text. Optional with `messages`; the
+    default is the assistant's final message."""
     tools: str = ""
     """Column with the tools for the chat template: a list of {type, function: {name, description, parameters}}, or that list as JSON text.
     Requires `data.chat`."""
@@ -40,12 +42,6 @@ class ColumnsConfig(ConfigSection):
             raise ValueError("must set answer, because a question column has no gold answer")
         return self
 
-    @property
-    def needed(self) -> frozenset[str]:
-        """Names of the columns to read."""
-        names = filter(None, (self.question, self.messages, self.answer, self.tools, self.level, self.pass_rate))
-        return frozenset(column for name in names for column in (name, name.partition(".")[0]))
-
 
 class DataSourceConfig(ConfigSection):
     """One set of problems."""
@@ -59,6 +55,8 @@ class DataSourceConfig(ConfigSection):
     """Column names, used instead of `format`. Defaults to `data.columns` if `format` is not set either."""
     settings: dict[str, Any] | None = None
     """Keyword arguments of a custom source. Defaults to `data.settings`."""
+    keep_columns: tuple[str, ...] | None = None
+    """Columns of a row that reach judges. Defaults to `data.keep_columns`."""
     name: str = ""
     """Name of the set in metrics. Defaults to folder and file, hub name and split, or the lowercase attribute of a custom source."""
 
@@ -155,13 +153,28 @@ class DataConfig(ConfigSection):
     """Default column names of all sources, used instead of `format`."""
     settings: dict[str, Any] = Field(default_factory=dict)
     """Default keyword arguments of custom sources."""
+    keep_columns: tuple[str, ...] | None = None
+    """Columns of a row that reach reward functions, environments and agents as `problem.columns`, or all if not set. Fewer columns need
+    less memory. Two rows are duplicates only if these columns are equal too."""
+    max_left_out: float = Field(0.05, ge=0, le=1)
+    """Largest fraction of a set's rows that may be left out because they repeat, are held out, have no gold answer, or have a prompt that
+    is too long. If more would be left out, the run is refused. 1 allows any number."""
+    overlap: Literal["question", "row", "allow"] = "question"
+    """Which training problems are left out because they are held out. `question`: those that ask the policy the same, letter by letter.
+    `row`: those whose answer and columns are equal too, for tasks with one prompt and many hidden answers. `allow`: none."""
     prompt_template: str = "{question}"
     """Text around each question. Must contain `{question}`."""
     prompt_template_file: Path | None = None
     """UTF-8 text file with the template, used instead of `prompt_template`."""
     chat: bool = False
     """Whether to apply the tokenizer's chat template, with the templated question as the user message, up to the start of the assistant's
-    response."""
+    response. Without it, the tokenizer adds its own special tokens, such as a BOS token, as in `tokenizer(prompt)`."""
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Keys for the chat template, such as `{enable_thinking = false}` or `{reasoning_effort = "low"}`, for training, evaluation and
+    agents. A key that the template does not use is refused."""
+    date: datetime.date = Field(datetime.date(2026, 1, 1), strict=False)
+    """The date that a chat template gets if it asks for today's. It is fixed, so that a run that is resumed on another day has the same
+    prompts."""
     system_prompt: str = ""
     """System message for `chat`. It replaces a system message at the start of a row's `messages`. If empty, that message is kept."""
     max_prompt_tokens: int = Field(512, ge=1)

@@ -5,23 +5,29 @@ Files are JSONL (one object per line), JSON (one array of objects) or Parquet, r
 (HF_HUB_OFFLINE=1). The folder of a local clone can replace OWNER/NAME. Data sets that run code are refused.
 """
 
-from collections.abc import Container, Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron_rl.config.hub import HUB_PREFIX
+from megatron_rl.data.columns import ArrowRows, JsonRows, RowColumns
 from megatron_rl.data.formats import RowError, parse_json
 from megatron_rl.errors import UserError
 
 SOURCE_FIX = "use a JSONL, JSON or Parquet file, a hub data set as hf:OWNER/NAME:SPLIT, or your own source as module:attribute"
+_DECODED_ROWS = 1024  # rows of a Parquet file that are decoded at once
 
 
-def read_file_rows(path: Path, field: str, columns: Container[str] | None) -> Iterator[tuple[int, object]]:
-    """Yield (number, decoded row) for each row in file order. In JSONL, the number is the line's; blank lines are skipped.
+Row = tuple[int, object, Mapping[str, Any]]
+"""Number from 1, decoded row, and the columns of the row that are kept for judges."""
+
+
+def read_file_rows(path: Path, field: str, keep: Sequence[str] | None) -> Iterator[Row]:
+    """Yield the rows of a file in order. In JSONL, the number is the line's; blank lines are skipped.
 
     Args:
         field: configuration field that named the file.
-        columns: columns to read, or None for all.
+        keep: columns to keep for judges, or None for all.
 
     Raises:
         UserError: The file is missing or unreadable, or a row is not JSON.
@@ -30,11 +36,22 @@ def read_file_rows(path: Path, field: str, columns: Container[str] | None) -> It
         raise UserError(field, str(path), "is a folder" if path.is_dir() else "does not exist", SOURCE_FIX)
     try:
         if path.suffix == ".parquet":
-            yield from _read_parquet_rows(path, field, columns)
+            yield from _read_parquet_rows(path, field, keep)
             return
         content = path.read_bytes().removeprefix(b"\xef\xbb\xbf")
     except OSError as error:
         raise UserError(field, str(path), f"cannot be read ({error.strerror or error})", SOURCE_FIX) from None
+    kept = JsonRows()
+    for number, row in _parse_rows(content, path, field):
+        yield number, row, kept.append(select_columns(row, keep)) if isinstance(row, Mapping) else {}
+
+
+def select_columns(row: Mapping[str, Any], keep: Sequence[str] | None) -> Mapping[str, Any]:
+    """Return the columns of a row that `data.keep_columns` names. Columns that the row does not have are left out."""
+    return row if keep is None else {name: row[name] for name in keep if name in row}
+
+
+def _parse_rows(content: bytes, path: Path, field: str) -> Iterator[tuple[int, object]]:
     if path.suffix == ".json" and content.lstrip()[:1] == b"[":
         try:
             rows = parse_json(_decode(content))
@@ -50,19 +67,19 @@ def read_file_rows(path: Path, field: str, columns: Container[str] | None) -> It
             raise UserError(field, f"{path}:{number}", error.rule, error.fix) from None
 
 
-def _read_parquet_rows(path: Path, field: str, columns: Container[str] | None) -> Iterator[tuple[int, object]]:
-    """Yield the first row with all columns, so that an error can list them, and the other rows with `columns`: solutions can be long."""
+def _read_parquet_rows(path: Path, field: str, keep: Sequence[str] | None) -> Iterator[Row]:
     import pyarrow.lib  # takes tens of milliseconds, and most runs read no Parquet
     import pyarrow.parquet
 
     try:
-        file = pyarrow.parquet.ParquetFile(path)
-        rows = file.read(columns=[name for name in file.schema_arrow.names if columns is None or name in columns]).to_pylist()
-        rows[:1] = next(file.iter_batches(batch_size=1)).to_pylist() if rows else []
+        table = pyarrow.parquet.ParquetFile(path).read()
+        kept = ArrowRows(table if keep is None else table.select([name for name in table.column_names if name in keep]))
+        rows = (row for batch in table.to_batches(max_chunksize=_DECODED_ROWS) for row in batch.to_pylist())
+        for number, row in enumerate(rows, start=1):
+            yield number, row, RowColumns(kept, number - 1)
     except pyarrow.lib.ArrowException as error:
         reason = str(error).splitlines()[0][:200]
         raise UserError(field, str(path), f"is not a readable Parquet file ({reason})", SOURCE_FIX) from None
-    yield from enumerate(rows, start=1)
 
 
 def _decode(text: bytes) -> str:
@@ -72,8 +89,8 @@ def _decode(text: bytes) -> str:
         raise RowError(f"is not UTF-8 (byte {error.start + 1})") from None
 
 
-def read_hub_rows(source: str, field: str, columns: Container[str] | None) -> Iterator[tuple[int, object]]:
-    """Yield (number, row) for each row of the split: the first with all columns, the others with `columns`, or all columns if None.
+def read_hub_rows(source: str, field: str, keep: Sequence[str] | None) -> Iterator[Row]:
+    """Yield the rows of a split. See `read_file_rows` for `keep`.
 
     Raise UserError if the name is malformed or the data set, configuration or split cannot be loaded.
     """
@@ -82,9 +99,9 @@ def read_hub_rows(source: str, field: str, columns: Container[str] | None) -> It
         rule = "is not of the form hf:OWNER/NAME:SPLIT or hf:OWNER/NAME:CONFIG:SPLIT"
         raise UserError(field, source, rule, "write for example hf:openai/gsm8k:main:train")
     data_set = _load_data_set(source, name, rest[0] if len(rest) == 2 else None, rest[-1], field)
-    narrow = data_set.select_columns([name for name in data_set.column_names if columns is None or name in columns])
-    for number, row in enumerate(narrow, start=1):
-        yield number, data_set[0] if number == 1 else row
+    kept = data_set if keep is None else data_set.select_columns([name for name in data_set.column_names if name in keep])
+    for number, row in enumerate(data_set, start=1):
+        yield number, row, RowColumns(kept, number - 1)
 
 
 def _load_data_set(source: str, name: str, config: str | None, split: str, field: str) -> Any:

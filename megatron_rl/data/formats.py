@@ -4,27 +4,35 @@ r"""Formats of published data sets: their columns, and how the gold answer is wr
     math        problem, answer; or problem, solution with the answer in its last `\boxed{}`; level or difficulty
     deepmath    question, final_answer, difficulty; or prompt, ground_truth, difficulty
     aime        problem or question, answer or expected_answer: an integer from 0 to 999
+    verl        prompt (messages), reward_model.ground_truth; the module `verl` reads it
 
-Other columns are ignored. A row has no gold answer if its answer is null or blank, which occurs in published files. A custom format is a
-function from a row to a `ProblemRow` (`RowReader`). Rows that differ only in the names of their columns need no format (`data.columns`).
+Other columns only reach judges (`Problem.columns`). A row has no gold answer if its answer is null or blank, which occurs in published
+files. A custom format is a function from a row to a `ProblemRow` (`RowReader`). Rows that differ only in the names of their columns need
+no format (`data.columns`).
 """
 
 import contextlib
 import json
+import numbers
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from decimal import Decimal
+from fractions import Fraction
 from typing import Any, Protocol
 
 from megatron_rl.plugs import DATA_FORMATS
 from megatron_rl.rewards.statements import last_boxed
-from megatron_rl.types import ChatMessage
+from megatron_rl.types import ChatMessage, as_json
 
 _GROUPED_NUMBER = re.compile(r"[-+]?[0-9]{1,3}(,[0-9]{3})+(\.[0-9]+)?")
 _LEVEL = re.compile(r"(?:Level )?([0-9]+)(?:\.[0-9]+)?")
 _AIME_ANSWER = re.compile(r"\$?([0-9]{1,3})(?:\^\{?\\circ\}?)?\$?")  # one answer of 2025 is published as 336^\circ
 _HASHES = re.compile("(?<!#)####(?!#)")
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _CORRECT = "correct or remove this row"
+_LARGEST_EXPONENT = 308
+_EXACT_CHARACTERS = 16  # a float holds any number of 15 digits and a point
 
 
 class RowError(ValueError):
@@ -73,7 +81,7 @@ def read_row(row: object, format: str | None, read: RowReader | None) -> Problem
         if result.pass_rate is not None and not 0 <= result.pass_rate <= 1:
             raise TypeError(f"pass_rate = {result.pass_rate!r:.40}, not from 0 to 1")
         return result
-    except _ColumnError as missing:
+    except ColumnError as missing:
         fix = f"set {formats}" if (formats := _find_formats(row)) else _CORRECT
         raise RowError(f"format {format} needs the field {missing}, found {_list_columns(row)}", fix) from None
     except RowError as error:
@@ -85,8 +93,8 @@ def read_row(row: object, format: str | None, read: RowReader | None) -> Problem
         raise RowError(f"format {format} fails ({type(error).__name__}: {error})") from None
 
 
-class _ColumnError(Exception):
-    """Raised if a row does not have a column that a built-in format needs."""
+class ColumnError(Exception):
+    """Raised with the name if a row does not have a column that a built-in format needs."""
 
 
 @dataclass(frozen=True)
@@ -106,24 +114,38 @@ class _Reader:
         answer_column = next((name for name in self.answer if not is_blank(row.get(name))), None)
         gold = ""
         if answer_column:
-            gold = self.answer[answer_column](answer_column, read_text(row[answer_column], answer_column, numbers=True))
+            gold = self.answer[answer_column](answer_column, read_answer(row[answer_column], answer_column))
         return ProblemRow(question, gold, next((parse_level(row[name]) for name in self.level if name in row), 0))
 
 
 def _find_column(row: Mapping[str, Any], names: Iterable[str]) -> str:
-    """Return the first of `names` that the row has. Raise _ColumnError if it has none."""
+    """Return the first of `names` that the row has. Raise ColumnError if it has none."""
     for name in names:
         if name in row:
             return name
-    raise _ColumnError(" or ".join(names))
+    raise ColumnError(" or ".join(names))
 
 
 def parse_json(text: str, subject: str = "") -> Any:
     """Return the value of a JSON text. Raise RowError if it is invalid; `subject` begins the message."""
     try:
-        return json.loads(text)
+        return json.loads(text, parse_float=_parse_float)
     except (ValueError, RecursionError) as error:
         raise RowError(f"{subject}is not JSON ({error})") from None
+
+
+class _WrittenFloat(float):
+    """A number that a float may not hold exactly, which keeps its text."""
+
+    text: str
+
+
+def _parse_float(text: str) -> float:
+    if len(text) <= _EXACT_CHARACTERS and "e" not in text.lower():
+        return float(text)
+    number = _WrittenFloat(text)
+    number.text = text
+    return number
 
 
 def is_blank(value: Any) -> bool:
@@ -131,18 +153,35 @@ def is_blank(value: Any) -> bool:
     return value is None or (isinstance(value, str) and not value.strip())
 
 
-def read_text(value: Any, name: str, numbers: bool = False) -> str:
-    """Return the value of the field `name` as a string. With `numbers`, numbers are converted.
-
-    Raise RowError for other types, and for text that no tokenizer can encode.
-    """
-    if numbers and isinstance(value, int | float) and not isinstance(value, bool):
-        return str(value)
+def read_text(value: Any, name: str) -> str:
+    """Return the string in the field `name`. Raise RowError for other types, and for text that no tokenizer can encode."""
     if not isinstance(value, str):
         raise RowError(f"the field {name} must be a string, not {type(value).__name__}")
-    if any("\ud800" <= character <= "\udfff" for character in value):  # JSON escapes can produce lone surrogates
+    if _SURROGATE.search(value):  # JSON escapes can produce lone surrogates
         raise RowError(f"the field {name} contains a lone surrogate")
     return value
+
+
+def read_answer(value: Any, name: str, structured: bool = False) -> str:
+    """Return the gold answer in the field `name` as a string.
+
+    Integers, and floats without a fraction, become integers: pandas turns an integer column with a null into floats. Other floats become
+    decimals without an exponent, and keep every digit of the file. With `structured`, a list or an object becomes its JSON text.
+
+    Raises:
+        RowError: The value is NaN or infinite, or of another type.
+    """
+    if isinstance(value, numbers.Real | Decimal) and not isinstance(value, bool | Fraction):
+        number = Decimal(getattr(value, "text", None) or str(value))
+        if not number.is_finite() or number.adjusted() > _LARGEST_EXPONENT:
+            raise RowError(f"the field {name} must be a finite number, not {value}")
+        return str(int(number)) if number == number.to_integral_value() else f"{number:f}".rstrip("0")
+    if structured and isinstance(value, list | Mapping):
+        try:
+            return json.dumps(value, ensure_ascii=False, allow_nan=False, default=as_json)
+        except (TypeError, ValueError) as error:
+            raise RowError(f"the field {name} must hold JSON values ({error})") from None
+    return read_text(value, name)
 
 
 def read_pass_rate(value: object, name: str) -> float | None:
@@ -197,9 +236,6 @@ aime = _Reader(
     {"answer": _up_to_three_digits, "Answer": _up_to_three_digits, "expected_answer": _up_to_three_digits},
 )
 
-KNOWN_COLUMNS = frozenset(name for reader in (gsm8k, math, deepmath, aime) for name in (*reader.question, *reader.answer, *reader.level))
-"""All columns that built-in formats read."""
-
 
 def _list_columns(row: Mapping[str, Any]) -> str:
     return ", ".join(map(str, row)) or "none"
@@ -209,7 +245,7 @@ def _find_formats(row: Mapping[str, Any]) -> str:
     """Return the settings of the built-in formats that can read this row, or "" if none can."""
     formats = []
     for name in DATA_FORMATS.builtin:
-        with contextlib.suppress(RowError, _ColumnError):
+        with contextlib.suppress(RowError, ColumnError):
             if DATA_FORMATS.load(name)(row).gold:
                 formats.append(f'format = "{name}"')
     return " or ".join(formats)

@@ -42,8 +42,11 @@ def compute_fingerprint(*parts: object) -> str:
     return digest.hexdigest()[:16]
 
 
-def shuffle_epochs(problems: Sequence[Problem], seed: int | str) -> ProblemOrder:
-    """Return endless epochs over `problems`, which must not be empty. Each epoch is shuffled differently."""
+def shuffle_epochs(problems: Sequence[Problem], seed: int | str, identity: Sequence[object]) -> ProblemOrder:
+    """Return endless epochs over `problems`, which must not be empty. Each epoch is shuffled differently.
+
+    `identity`: plain values that determine the problems, for the fingerprint.
+    """
     orders: dict[int, list[int]] = {}  # only the current epoch
 
     def problem_at(position: int) -> Problem:
@@ -53,15 +56,15 @@ def shuffle_epochs(problems: Sequence[Problem], seed: int | str) -> ProblemOrder
             orders[epoch] = random.Random(f"{seed}/epoch/{epoch}").sample(range(len(problems)), len(problems))
         return problems[orders[epoch][index]]
 
-    return ProblemOrder(problem_at, compute_fingerprint(seed, *((problem.prompt, problem.answer) for problem in problems)))
+    return ProblemOrder(problem_at, compute_fingerprint(seed, *identity))
 
 
-def order_by_difficulty(problems: Sequence[Problem], source: TrainDataSourceConfig, seed: str) -> ProblemOrder:
-    """Return the order of `DifficultyEpochs`. Raise UserError like `check_difficulty`."""
+def order_by_difficulty(problems: Sequence[Problem], source: TrainDataSourceConfig, seed: str, identity: Sequence[object]) -> ProblemOrder:
+    """Return the order of `DifficultyEpochs`. See `shuffle_epochs` for `identity`. Raise UserError like `check_difficulty`."""
     epochs = DifficultyEpochs(problems, source, seed)
     settings = source.curriculum, source.pass_rate, source.pass_rate_low, source.pass_rate_high, source.recheck_every
-    facts = ((problem.prompt, problem.answer, problem.level, problem.pass_rate) for problem in problems)
-    return ProblemOrder(epochs.at, compute_fingerprint(seed, settings, *facts), epochs)
+    facts = ((problem.level, problem.pass_rate) for problem in problems)
+    return ProblemOrder(epochs.at, compute_fingerprint(seed, settings, *identity, *facts), epochs)
 
 
 class _Epoch(NamedTuple):

@@ -28,8 +28,8 @@ def make_prompt_formatter(data: DataConfig, tokenizer: PreTrainedTokenizerBase) 
     """Return a formatter whose only special tokens are those of the chat template.
 
     Raises:
-        UserError: The template file is invalid, or `data.chat` is set and the tokenizer has no chat template, or one that fails or leaves
-            out the system message or the question.
+        UserError: The template file is invalid, or `data.chat` is set and the tokenizer has no chat template, or one that fails, leaves out
+            the system message or the question, or does not use a key of `data.chat_template_kwargs`.
     """
     template = read_template(data)
 
@@ -40,20 +40,22 @@ def make_prompt_formatter(data: DataConfig, tokenizer: PreTrainedTokenizerBase) 
         return fill_template
     from jinja2 import TemplateError
 
+    from megatron_rl.hf.chat_template import ChatTemplate
+
     name = tokenizer.name_or_path
     if not tokenizer.chat_template:
         rule = f"the tokenizer of {name} has no chat template"
         raise UserError("data.chat", None, rule, "set it to false, or add chat_template.jinja to that folder")
+    chat_template = ChatTemplate(tokenizer, data)
+    chat_template.check()
 
     def apply_chat_template(question: str, history: Sequence[ChatMessage] = (), tools: Sequence[Mapping[str, Any]] = ()) -> str:
         if data.system_prompt:
             own = {"role": "system", "content": data.system_prompt}
             history = [own, *history[bool(history) and history[0]["role"] == "system" :]]
-        messages = [*map(dict, history), {"role": "user", "content": fill_template(question)}]
+        messages = [*history, {"role": "user", "content": fill_template(question)}]
         try:
-            prompt: str = tokenizer.apply_chat_template(
-                messages, tools=[*map(dict, tools)] or None, tokenize=False, add_generation_prompt=True
-            )
+            prompt = chat_template.render(messages, tools)
         except TemplateError as error:
             reason, roles = str(error).strip().splitlines()[0][:200], ", ".join(message["role"] for message in messages)
             rule = f"the chat template of {name} fails on messages of {roles} ({reason})"
@@ -74,6 +76,12 @@ def make_prompt_formatter(data: DataConfig, tokenizer: PreTrainedTokenizerBase) 
             "data.system_prompt", None, f"the chat template of {name} leaves it out", "put it into data.prompt_template instead"
         )
     return apply_chat_template
+
+
+def describe_format(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[object, ...]:
+    """Return everything apart from a row that decides the text of its prompt: plain values, none of which depends on the clock."""
+    chat = (tokenizer.chat_template, data.system_prompt, sorted(data.chat_template_kwargs.items()), data.date) if data.chat else ()
+    return read_template(data), *chat
 
 
 def read_template(data: DataConfig) -> str:

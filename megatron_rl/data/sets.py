@@ -1,22 +1,23 @@
 """Reads one set of problems from any source, by a format or by column names."""
 
-import logging
-from collections.abc import Container, Iterator, Mapping
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_rl.config.data import ColumnsConfig, DataConfig, DataSourceConfig
 from megatron_rl.config.hub import HUB_PREFIX
 from megatron_rl.data.chat import check_own_chat, read_tools, split_chat
-from megatron_rl.data.files import SOURCE_FIX, read_file_rows, read_hub_rows
+from megatron_rl.data.files import SOURCE_FIX, Row, read_file_rows, read_hub_rows, select_columns
 from megatron_rl.data.formats import (
-    KNOWN_COLUMNS,
     ProblemRow,
     RowError,
     RowReader,
     is_blank,
     parse_level,
+    read_answer,
     read_pass_rate,
     read_row,
     read_text,
@@ -24,26 +25,30 @@ from megatron_rl.data.formats import (
 from megatron_rl.data.own_source import read_own_rows
 from megatron_rl.errors import UserError, as_user_error
 from megatron_rl.plugs import DATA_FORMATS
-from megatron_rl.types import Problem
-
-_log = logging.getLogger(__name__)
+from megatron_rl.types import Problem, as_json
 
 
-def read_problem_set(source: DataSourceConfig, data: DataConfig, field: str, quiet: bool = False) -> list[Problem]:
-    """Return the problems of a set in their order. `prompt` is the bare question, and `source` the label of the set.
+class ProblemSet(NamedTuple):
+    """The problems of a set in their order. `prompt` is the bare question, and `source` the label of the set."""
 
-    Rows without a gold answer are dropped; their number is logged unless `quiet`.
+    problems: list[Problem]
+    keys: list[bytes]  # `make_key` of each problem
+    unanswered: list[int]  # numbers of the rows without a gold answer, which are left out
+
+
+def read_set(source: DataSourceConfig, data: DataConfig, field: str) -> ProblemSet:
+    """Read a set.
 
     Args:
-        data: provides the format or columns, and the settings, that `source` does not set.
+        data: provides the format or columns, the settings, and the columns to keep that `source` does not set.
         field: configuration field that named the set.
 
     Raises:
         UserError: The source cannot be read, a row is malformed, the format or columns are missing or do not match, or no problem is left.
     """
-    location, (format, reader, needed) = source.source, _find_reader(source, data)
-    problems, unanswered = [], []
-    for number, content in _read_rows(source, data, field, needed):
+    location, label, (format, reader) = source.source, source.label, _find_reader(source, data)
+    found, keep = ProblemSet([], [], []), _find_kept(source, data)
+    for number, content, columns in _read_rows(source, data, field):
         try:
             row = read_row(content, format, reader)
             if (row.history or row.tools) and not data.chat:
@@ -51,36 +56,73 @@ def read_problem_set(source: DataSourceConfig, data: DataConfig, field: str, qui
                 raise RowError(rule, "set data.chat = true")
             if format not in {*DATA_FORMATS.builtin, "columns"}:
                 check_own_chat(row.history, row.tools)
+            if not row.gold:
+                found.unanswered.append(number)
+                continue
+            optional = row.history, row.tools, row.pass_rate, columns
+            problem = Problem(f"{label}:{number}", row.question, row.gold, row.level, label, *optional)
+            assert isinstance(content, Mapping)  # otherwise `read_row` has raised
+            found.keys.append(make_key(problem, select_columns(content, keep)))
+            found.problems.append(problem)
         except RowError as error:
             raise UserError(field, f"{location}:{number}", error.rule, error.fix) from None
-        if row.gold:
-            optional = row.history, row.tools, row.pass_rate
-            problems.append(Problem(f"{source.label}:{number}", row.question, row.gold, row.level, source.label, *optional))
-        else:
-            unanswered.append(number)
-    if not problems:
-        raise UserError(field, location, "contains no problems" + (" with a gold answer" if unanswered else ""), SOURCE_FIX)
-    if unanswered and not quiet:
-        _log.warning("%s = %s: dropped %d rows without a gold answer, first row %d", field, location, len(unanswered), unanswered[0])
-    return problems
+    if not found.problems:
+        raise UserError(field, location, "contains no problems" + (" with a gold answer" if found.unanswered else ""), SOURCE_FIX)
+    return found
 
 
-def _find_reader(source: DataSourceConfig, data: DataConfig) -> tuple[str | None, RowReader | None, Container[str] | None]:
-    """Return the name of the format, its reader (None without a format), and the columns it needs (None for all)."""
+def read_problem_set(source: DataSourceConfig, data: DataConfig, field: str) -> list[Problem]:
+    """Return the problems of `read_set`."""
+    return read_set(source, data, field).problems
+
+
+def make_key(problem: Problem, columns: Mapping[str, Any]) -> bytes:
+    """Return a digest of everything about a problem that reaches policy and judge, except the name of its set. Equal rows have equal keys.
+
+    `columns`: those of the problem, decoded. Raise RowError if a column holds objects that are not data.
+    """
+    return _digest(problem.prompt, problem.history, problem.tools, problem.answer, columns)
+
+
+def make_question_key(problem: Problem, replaces_system: bool) -> bytes:
+    """Return a digest of the question as asked: with its tools and the messages before it, letter by letter.
+
+    `replaces_system`: whether another system message replaces that of the row.
+    """
+    history = problem.history[replaces_system and bool(problem.history) and problem.history[0]["role"] == "system" :]
+    return _digest(problem.prompt, history, problem.tools)
+
+
+def _digest(*parts: object) -> bytes:
+    try:
+        text = json.dumps(parts, sort_keys=True, default=as_json)
+    except (TypeError, ValueError) as error:
+        raise RowError(f"has a column that is not data ({error})", "leave it out by data.keep_columns") from None
+    return hashlib.blake2b(text.encode(), digest_size=16).digest()
+
+
+def _find_reader(source: DataSourceConfig, data: DataConfig) -> tuple[str | None, RowReader | None]:
+    """Return the name of the format and its reader, or None without a format."""
     has_own = source.format or source.columns
     format, columns = (source.format, source.columns) if has_own else (data.format, data.columns)
     if columns is not None:
-        return "columns", partial(read_columns, columns), columns.needed
+        return "columns", partial(read_columns, columns)
     with as_user_error():
-        return format, DATA_FORMATS.load(format) if format else None, KNOWN_COLUMNS if format in DATA_FORMATS.builtin else None
+        return format, DATA_FORMATS.load(format) if format else None
 
 
-def _read_rows(source: DataSourceConfig, data: DataConfig, field: str, needed: Container[str] | None) -> Iterator[tuple[int, object]]:
+def _find_kept(source: DataSourceConfig, data: DataConfig) -> tuple[str, ...] | None:
+    return data.keep_columns if source.keep_columns is None else source.keep_columns
+
+
+def _read_rows(source: DataSourceConfig, data: DataConfig, field: str) -> Iterator[Row]:
+    keep = _find_kept(source, data)
     if source.is_own:
-        return read_own_rows(source, data, field)
+        rows = read_own_rows(source, data, field)
+        return ((number, row, select_columns(row, keep) if isinstance(row, Mapping) else {}) for number, row in rows)
     if source.source.startswith(HUB_PREFIX):
-        return read_hub_rows(source.source, field, needed)
-    return read_file_rows(Path(source.source), field, needed)
+        return read_hub_rows(source.source, field, keep)
+    return read_file_rows(Path(source.source), field, keep)
 
 
 def read_columns(columns: ColumnsConfig, row: Mapping[str, Any]) -> ProblemRow:
@@ -96,7 +138,7 @@ def read_columns(columns: ColumnsConfig, row: Mapping[str, Any]) -> ProblemRow:
         raise RowError(f"the field {columns.messages or columns.question} is empty")
     if columns.answer:
         answer = _find(row, columns.answer, "answer")
-        reply = "" if is_blank(answer) else read_text(answer, columns.answer, numbers=True)
+        reply = "" if is_blank(answer) else read_answer(answer, columns.answer, structured=True)
     return ProblemRow(question, reply.strip(), level, history, tools, pass_rate)
 
 

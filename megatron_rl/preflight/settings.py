@@ -228,6 +228,14 @@ def agent_settings_are_valid(facts: Facts) -> None:
         raise UserError("agent.own_reward", True, rule, "leave one of them out")
 
 
+@rule(Needs(0))
+def chat_template_settings_apply(facts: Facts) -> None:
+    data = facts.config.data
+    if data.chat_template_kwargs and not data.chat and facts.config.agent is None:
+        rule = "only applies to a chat template, and neither data.chat nor [agent] uses one"
+        raise UserError("data.chat_template_kwargs", ", ".join(data.chat_template_kwargs), rule, "set data.chat = true, or remove it")
+
+
 @rule(Needs.TRAINER)
 def agent_advantages_depend_on_rewards(facts: Facts) -> None:
     if facts.config.agent is not None and facts.config.algorithm.has_late_advantages:

@@ -6,15 +6,22 @@ Every worker imports this module, so it imports nothing heavy. The training loop
 import functools
 import importlib
 from collections.abc import Mapping
+from dataclasses import replace
 
 from megatron_rl.plugs import REWARDS
+from megatron_rl.rewards import foreign
 from megatron_rl.types import RewardFunction
 
 
 def load_function(name: str, settings: Mapping[str, str] | None = None) -> RewardFunction:
-    """Return the reward function `name` with `settings` as keyword arguments. Raise InputError if it does not exist. Load the libraries
+    """Return the reward function `name` with `settings` as keyword arguments: built in, the user's own function of (text, problem), or one
+    written for verl or TRL (`rewards.foreign`). Raise InputError if it does not exist or takes other arguments. Load the libraries
     of a built-in function in advance, so that this does not count as a completion's time."""
-    function = REWARDS.load(name)
+    function = replace(REWARDS, takes=()).load(name)
+    if name not in REWARDS.builtin:
+        if adapted := foreign.adapt(name, function):
+            return adapted
+        REWARDS.check_call(name, function, REWARDS.takes)
     if name in REWARDS.builtin:
         getattr(importlib.import_module(function.__module__), "prepare", lambda: None)()
     return functools.partial(function, **settings) if settings else function

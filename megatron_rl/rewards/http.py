@@ -1,6 +1,6 @@
 """Rewards from a user's HTTP server. docs/guides/rewards.md describes the protocol, with an example server.
 
-    POST url   {"texts": [...], "problems": [{"id", "prompt", "answer", "level", "source"}, ...]}
+    POST url   {"texts": [...], "problems": [{"id", "prompt", "answer", "level", "source", "columns"}, ...]}
     200        {"rewards": [number or null, ...], "correct": [true, ...]}       `correct` is optional: by default a reward above 0
 
 The deadline applies to a whole request, so a server that sends a byte now and then delays nobody.
@@ -12,7 +12,6 @@ import math
 import os
 import threading
 from collections.abc import Sequence
-from dataclasses import asdict
 
 import httpx
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -88,9 +87,7 @@ class HttpRewardClient:
             await self._attempt(client, [], [])
 
     async def _attempt(self, client: httpx.AsyncClient, texts: Sequence[str], problems: Sequence[Problem]) -> list[Reward]:
-        body = json.dumps(
-            {"texts": list(texts), "problems": [asdict(problem) for problem in problems]}
-        )  # ASCII, so that lone surrogates pass
+        body = json.dumps({"texts": list(texts), "problems": [problem.to_json() for problem in problems]})  # ASCII passes lone surrogates
         try:
             async with asyncio.timeout(self._part.timeout):
                 response = await client.post(self._part.url, content=body)

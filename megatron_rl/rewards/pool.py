@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 
 from megatron_rl.rewards import load_function
+from megatron_rl.rewards.foreign import make_reward
 from megatron_rl.types import Problem, Reward, RewardFunction
 from megatron_rl.workers.pool import WorkerPool
 from megatron_rl.workers.process import describe_error, serve
@@ -36,11 +37,11 @@ def _load_functions(functions_json: str) -> Callable[[str, Problem], list[Reward
 
 
 def call_reward_function(function: RewardFunction, text: str, problem: Problem) -> Reward:
-    """Call a reward function. Return a Reward of 0 with an error if it raises or returns an invalid value."""
+    """Call a reward function, which may also return a number. Return a Reward of 0 with an error if it raises or returns anything else."""
     try:
         verdict = function(text, problem)
         if not isinstance(verdict, Reward):
-            raise TypeError(f"the reward function must return a Reward, not {type(verdict).__name__}")
+            verdict = make_reward(verdict)
         if not math.isfinite(verdict.value):
             raise ValueError(f"the reward function returned {verdict.value}")
         answer = None if verdict.answer is None else str(verdict.answer)

@@ -10,6 +10,7 @@ import numpy as np
 
 from megatron_rl.batch.kept_tokens import extend_kept_tokens
 from megatron_rl.config import Config
+from megatron_rl.hf.prompt_tokens import encode_prompt
 from megatron_rl.hf.routing_record import extend_routing_record
 from megatron_rl.observability import hang_watchdog
 from megatron_rl.rollout.engine import Abort, Engine, check_versions
@@ -44,10 +45,10 @@ class Sampler(Protocol):
 
 
 class MultiTurnSampler:
-    """Samples completions of one turn, or of several with `environments`."""
+    """Samples completions of one turn, or of several with `environments`. `chat`: whether a chat template wrote the prompts."""
 
-    def __init__(self, engine: Engine, tokenizer: Any, environments: EnvironmentPool | None = None) -> None:
-        self._engine, self._tokenizer, self._environments = engine, tokenizer, environments
+    def __init__(self, engine: Engine, tokenizer: Any, environments: EnvironmentPool | None = None, chat: bool = False) -> None:
+        self._engine, self._tokenizer, self._environments, self._chat = engine, tokenizer, environments, chat
 
     def sample(
         self, problems_B: list[Problem], samplings_B: list[SamplingParams], version: int, staleness: int = 0, abort: Abort | None = None
@@ -58,8 +59,8 @@ class MultiTurnSampler:
         pairs = zip(problems_B, samplings_B, strict=True)
         dialogues = []
         for problem, params in pairs:
-            nothing = np.empty(0, np.int32), np.empty(0, np.float32)
-            completion = Completion(problem, self._encode(problem.prompt), *nothing, "", version, "")
+            prompt_ids_T = np.array(encode_prompt(self._tokenizer, problem.prompt, self._chat), np.int32)
+            completion = Completion(problem, prompt_ids_T, np.empty(0, np.int32), np.empty(0, np.float32), "", version, "")
             dialogues.append(_Dialogue(completion, Episode(**vars(problem)), params, version, staleness, abort))
         if self._environments is None:
             self._sample_turn(dialogues)
@@ -154,13 +155,13 @@ def check_chat_template(config: Config, tokenizer: Any) -> None:
     if config.agent is not None:
         from megatron_rl.rollout.agents.chat_format import ChatFormat
 
-        ChatFormat(tokenizer).check()
+        ChatFormat(tokenizer, config.data).check()
 
 
 def make_sampler(config: Config, engine: Engine, tokenizer: Any, environments: EnvironmentPool | None, resources: ExitStack) -> Sampler:
     """Return the sampler of a configuration. `resources` owns what it starts."""
     if config.agent is None:
-        return MultiTurnSampler(engine, tokenizer, environments)
+        return MultiTurnSampler(engine, tokenizer, environments, config.data.chat)
     from megatron_rl.rollout.agents.sampler import AgentSampler  # loads a web server
 
-    return resources.enter_context(AgentSampler(config.agent, engine, tokenizer))
+    return resources.enter_context(AgentSampler(config.agent, engine, tokenizer, config.data))

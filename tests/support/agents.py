@@ -21,7 +21,7 @@ class ChatTokenizer:
     """A tokenizer of letters. `<u>hello~<a>` is a user's message and the beginning of the policy's message, which ends with the special
     token `~`."""
 
-    name_or_path, chat_template, all_special_ids = "letters", "yes", [ord(END)]
+    name_or_path, chat_template, all_special_ids, special_tokens_map = "letters", "yes", [ord(END)], {"eos_token": END}
 
     def encode(self, text, add_special_tokens):
         assert not add_special_tokens
@@ -37,7 +37,7 @@ class ChatTokenizer:
         text = "".join(chr(token % PAIR) * (1 + token // PAIR) for token in ids)
         return text.replace(END, "") if skip_special_tokens else text
 
-    def apply_chat_template(self, chat, tools, tokenize, add_generation_prompt):
+    def apply_chat_template(self, chat, tools, tokenize, add_generation_prompt, **options):
         assert not tokenize and add_generation_prompt
         names = "".join(tool["function"]["name"] for tool in tools or ())
         parts = [f"[{names}]" if names else ""]

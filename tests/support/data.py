@@ -7,8 +7,16 @@ from megatron_rl.config.data import DataConfig
 from megatron_rl.data import load_problems
 
 
-def count_bytes(prompts, add_special_tokens):
-    return {"input_ids": [list(prompt.encode()) for prompt in prompts]}
+class ByteTokenizer:
+    """One token per byte and no special tokens."""
+
+    bos_token_id = eos_token_id = None
+
+    def __call__(self, prompts, add_special_tokens):
+        return {"input_ids": [list(prompt.encode()) for prompt in prompts]}
+
+
+count_bytes = ByteTokenizer()
 
 
 def make_config(**data):

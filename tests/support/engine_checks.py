@@ -9,6 +9,7 @@ import torch
 
 from examples.arithmetic.tool_agent import CHAT_TEMPLATE
 from megatron_rl.batch.training_sample import TrainingSample
+from megatron_rl.config.data import DataConfig
 from megatron_rl.hf.tokenizer import load_tokenizer
 from megatron_rl.mcore.layers.linear.quantized_linear import find_quantized_layers
 from megatron_rl.rollout.agents.sampler import AgentSampler
@@ -137,7 +138,7 @@ def sample_by_agents(count, tokens, version):
     tokenizer.chat_template = CHAT_TEMPLATE.read_text()
     problems = [Problem(str(number), "branch", "") for number in range(count)]
     samplings = [SamplingParams(1.0, tokens, seed=number) for number in range(count)]
-    with AgentSampler(config(), recorder, tokenizer) as sampler:
+    with AgentSampler(config(), recorder, tokenizer, DataConfig()) as sampler:
         completions = sampler.sample(problems, samplings, version)
     prompts, asked, answers = zip(*recorder.asked, strict=True)
     direct = current().engines.generate(prompts, asked)

@@ -25,7 +25,7 @@ _MISDEEDS = {
     "hard exit": lambda: os._exit(7),
     "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "memory": lambda: bytearray(2**36),
-    "wrong type": lambda: 1.0,
+    "wrong type": lambda: "right",
     "nan": lambda: Reward(float("nan"), True),
     "modules": lambda: Reward(0.0, False, ",".join(sorted(sys.modules))),
     "pid": lambda: Reward(float(os.getpid()), True),

@@ -7,7 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from megatron_rl.config.data import DataConfig
 from megatron_rl.errors import UserError
+from megatron_rl.hf.chat_template import ChatTemplate
 from megatron_rl.rollout.agents.messages import ConversationMessage, RefusedError
 
 _PLACEHOLDER = "(what-the-policy-said)"
@@ -17,14 +19,16 @@ _QUESTION = ConversationMessage("user", "?")
 class ChatFormat:
     """Chat format of a tokenizer. Texts are tokenized without adding special tokens; ids are int32."""
 
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Any, data: DataConfig) -> None:
+        """`data`: `chat_template_kwargs` and `date`."""
+        self._tokenizer, self._template = tokenizer, ChatTemplate(tokenizer, data)
 
     def check(self) -> None:
         """Raise UserError if the tokenizer has no chat template, or a template that drops a response or what follows it."""
         name, fix = self._tokenizer.name_or_path, "correct it, or add chat_template.jinja to that folder"
         if not self._tokenizer.chat_template:
             raise UserError("agent", None, f"needs a chat template, and the tokenizer of {name} has none", fix)
+        self._template.check()
         try:
             kept = all("(more)" in self._render_rest([ConversationMessage(role, "(more)")], "[]") for role in ("user", "tool"))
             kept = kept and _QUESTION.content in self._render([_QUESTION], "[]")
@@ -65,10 +69,7 @@ class ChatFormat:
     def _render(self, messages: Sequence[ConversationMessage], tools: str) -> str:
         chat = [message.to_template() for message in messages]
         try:
-            text: str = self._tokenizer.apply_chat_template(
-                chat, tools=json.loads(tools) or None, tokenize=False, add_generation_prompt=True
-            )
+            return self._template.render(chat, json.loads(tools) or ())
         except Exception as error:  # a template can raise anything
             reason = str(error).strip().splitlines() or [type(error).__name__]
             raise RefusedError(f"the chat template fails on these messages ({reason[0][:200]})", code="invalid_value") from None
-        return text

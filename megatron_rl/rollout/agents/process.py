@@ -12,7 +12,6 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from typing import NamedTuple
 
 from megatron_rl.config.agent import AgentConfig
@@ -85,7 +84,7 @@ class AgentProcess:
         self._stderr, remote = os.pipe()
         try:
             with os.fdopen(os.dup(given), "wb") as file:
-                file.write(json.dumps(asdict(problem)).encode() + b"\n")
+                file.write(json.dumps(problem.to_json()).encode() + b"\n")
             os.lseek(given, 0, os.SEEK_SET)
             self._pid = server.ask(environment, [given, remote, self._reward])
             self._pid_fd = os.pidfd_open(self._pid)

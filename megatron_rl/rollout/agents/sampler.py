@@ -12,6 +12,7 @@ from contextlib import suppress
 from typing import Any
 
 from megatron_rl.config.agent import AgentConfig
+from megatron_rl.config.data import DataConfig
 from megatron_rl.errors import AbortedError, EngineLostError, RunError
 from megatron_rl.observability import hang_watchdog
 from megatron_rl.rollout.agents.chat_format import ChatFormat
@@ -29,9 +30,10 @@ _LOCAL = "127.0.0.1,localhost"
 class AgentSampler:
     """Samples completions with agents. A context manager that owns the endpoint."""
 
-    def __init__(self, config: AgentConfig, engine: Engine, tokenizer: Any) -> None:
+    def __init__(self, config: AgentConfig, engine: Engine, tokenizer: Any, data: DataConfig) -> None:
+        """`data`: settings of the chat template."""
         self._config, self._engine = config, engine
-        self._format = ChatFormat(tokenizer)
+        self._format = ChatFormat(tokenizer, data)
         self._endpoint = AgentEndpoint(self._answer, config.workers)
         self._room = threading.Semaphore(config.workers)
         self._lock, self._running, self._closed = threading.Lock(), set[AgentProcess](), False

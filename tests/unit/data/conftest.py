@@ -36,7 +36,9 @@ def load_prompts(model):
     """Check and load a training set and return its distinct prompts."""
 
     def load(train: object, **data: object) -> list[str]:
-        config = Config(model=ModelConfig(path=model), data=DataConfig.model_validate({"train": str(train), "chat": True, **data}))
+        config = Config(
+            model=ModelConfig(path=model), data=DataConfig.model_validate({"train": str(train), "chat": True, "max_left_out": 1.0, **data})
+        )
         check_data(config.data, model)
         drawn = load_problems(config, load_tokenizer(model))[0].next_batch(9)
         assert not any(problem.history or problem.tools for problem in drawn)

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.config.data import DataConfig, DataSourceConfig
-from megatron_rl.data.sets import read_problem_set
+from megatron_rl.data.sets import read_problem_set, read_set
 from megatron_rl.errors import UserError
 
 ROWS = [{"question": f"How many {{clips}} of {n}?", "answer": f"so\n#### 1,07{n}", "note": "x"} for n in range(3)]
@@ -105,10 +105,11 @@ def test_missing_invalid_and_empty_files_are_refused(tmp_path):
             read(write(tmp_path, content, name))
 
 
-def test_rows_without_a_gold_answer_are_dropped(tmp_path, caplog):
+def test_rows_without_a_gold_answer_are_left_out(tmp_path):
     rows = [ROWS[0], {"question": "q", "answer": None}, {"question": "q", "answer": " "}, {"question": "q", "answer": "12 ####"}, ROWS[1]]
-    assert len(read(write(tmp_path, "\n".join(map(json.dumps, rows)).encode()))) == 2
-    assert "dropped 3 rows without a gold answer, first row 2" in caplog.text
+    path = write(tmp_path, "\n".join(map(json.dumps, rows)).encode())
+    found = read_set(DataSourceConfig(source=str(path)), DataConfig(format="gsm8k"), "data.train")
+    assert (len(found.problems), found.unanswered) == (2, [2, 3, 4])
     with pytest.raises(UserError, match="contains no problems with a gold answer"):
         read(write(tmp_path, json.dumps(rows[1]).encode()))
 

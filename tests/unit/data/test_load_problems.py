@@ -16,7 +16,6 @@ from support import data as support
 from support.processes import call_in_fresh_process
 
 from megatron_rl.data import load_held_out
-from megatron_rl.data.loading import normalize_question
 from megatron_rl.errors import UserError
 
 SUMS = "examples.arithmetic.task:Arithmetic"
@@ -26,7 +25,7 @@ HUB_CARD = (
 )
 
 
-load = functools.partial(support.load, train=SUMS, eval=SUMS)
+load = functools.partial(support.load, train=SUMS, eval=SUMS, max_left_out=1.0)
 
 
 @pytest.fixture
@@ -63,15 +62,15 @@ def test_a_stream_resumes_exactly(jsonl, generated, eval_source):
     assert resumed.next_batch(25) == expected
 
 
-def test_training_problems_are_dropped_if_any_row_of_the_eval_file_has_them(jsonl, caplog):
-    """This includes other spellings, and rows whose prompts are too long."""
+def test_training_problems_are_left_out_if_any_row_of_the_eval_file_asks_the_same(jsonl, caplog):
+    """This includes rows whose answer differs or whose prompt is too long, and excludes other spellings, which may be the task."""
     long = "long" * 9
     train, held_out = jsonl("train", ["a", "How  many\nc?", "c", "d", long]), jsonl("eval", ["how many c? ", "x", "d", long])
     with caplog.at_level(logging.WARNING):
         stream, problems = load(train=train, eval=held_out, format="gsm8k", eval_size=1, max_prompt_tokens=20)
     assert len(problems) == 1 and problems[0].prompt in {"how many c? ", "x", "d"}
-    assert {problem.prompt for problem in stream.next_batch(20)} == {"a", "c"}
-    assert "dropped 3 problems" in caplog.text
+    assert {problem.prompt for problem in stream.next_batch(20)} == {"a", "How  many\nc?", "c"}
+    assert re.search(r"/train\): left out 2 of 5 rows: 2 are also in data.eval \(such as \S+/train:4, which is \S+/eval:3\)", caplog.text)
 
 
 def test_generated_train_avoids_an_eval_file(jsonl):
@@ -86,12 +85,12 @@ def test_long_prompts_are_dropped(jsonl, caplog):
         stream, problems = load(train=train, eval=held_out, format="gsm8k", max_prompt_tokens=8)
     assert {problem.prompt for problem in stream.next_batch(10)} == {"short", "tiny"}
     assert [problem.prompt for problem in problems] == ["s"]
-    for counts in ("1 of 3", "1 of 2"):
-        assert f": dropped {counts} problems with prompts over 8" in caplog.text
+    for counts, example in (("1 of 3", "train:2"), ("1 of 2", "eval:2")):
+        assert re.search(rf"left out {counts} rows: 1 have prompts over 8 tokens \(such as \S+/{example}\)", caplog.text)
     assert "fewer than data.eval_size" in caplog.text
 
 
-def test_sets_without_remaining_problems_are_refused(jsonl):
+def test_sets_without_remaining_problems_are_refused(jsonl, write):
     train = jsonl("train", ["question one", "question two"])
     with pytest.raises(UserError, match=r"data.max_prompt_tokens = 3: all 2 prompts of data.train \("):
         load(train=train, eval="", format="gsm8k", max_prompt_tokens=3)
@@ -101,19 +100,73 @@ def test_sets_without_remaining_problems_are_refused(jsonl):
         load(eval="", settings={"levels": [5, 6]}, max_prompt_tokens=12)
     with pytest.raises(UserError, match="data.train = .*also in data.eval"):
         load(train=train, eval=train, format="gsm8k")
-    again = jsonl("again", ["question two"])
+    again = write({"question": "question two", "answer": "#### 1"}, name="again.jsonl")
     with pytest.raises(UserError, match="data.train = .*again.jsonl': all of its problems are in an earlier set; remove it"):
         load(train=[{"source": train}, {"source": again}], format="gsm8k")
 
 
-def test_repeated_questions_are_dropped(jsonl, caplog):
-    first, second = jsonl("first", ["a", "b", "A "]), jsonl("second", ["b", "c", "a", "d"])
-    held_out = jsonl("eval", ["x", "y", "X"])
+def test_equal_rows_are_left_out(write, caplog):
+    """Rows are equal if prompt, answer and columns are, case and blanks included."""
+    row = lambda question, answer, **more: {"question": question, "answer": f"#### {answer}", **more}  # noqa: E731
+    first = write(row("a", 1), row("b", 1), row("A", 1), row("a ", 1), row("a", 2), row("a", 1, seed=3), row("a", 1), name="first.jsonl")
+    second, held_out = write(row("b", 1), row("c", 1), name="second.jsonl"), write(row("x", 1), row("X", 1), row("x", 1), name="eval.jsonl")
     stream, problems = load(train=[{"source": first}, {"source": second}], eval=held_out, format="gsm8k")
-    assert [problem.prompt for problem in problems] == ["x", "y"]
-    assert sorted(problem.prompt for problem in stream.next_batch(4)) == ["a", "b", "c", "d"]
-    for count, name in ((1, "first"), (2, "second"), (1, "eval")):
-        assert re.search(rf"/{name}\): dropped {count} problems with repeated questions", caplog.text)
+    assert [problem.prompt for problem in problems] == ["x", "X"]
+    drawn = {(problem.prompt, problem.answer, problem.columns.get("seed")) for problem in stream.next_batch(20)}
+    assert drawn == {
+        ("a", "1", None),
+        ("b", "1", None),
+        ("A", "1", None),
+        ("a ", "1", None),
+        ("a", "2", None),
+        ("a", "1", 3),
+        ("c", "1", None),
+    }
+    for name, count, example in (
+        ("first", "1 of 7", r"\S+first:7, which equals \S+first:1"),
+        ("second", "1 of 2", r"\S+, which equals \S+first:2"),
+    ):
+        assert re.search(rf"/{name}\): left out {count} rows: 1 equal an earlier row \(such as {example}\)", caplog.text)
+    assert re.search(r"/eval\): left out 1 of 3 rows: 1 equal an earlier row", caplog.text)
+
+
+def test_rows_with_one_prompt_and_hidden_answers_are_different_problems(write):
+    """Whether a held-out prompt is asked in training is the user's choice in such a game."""
+    game = [{"question": "Guess my number.", "answer": f"#### {number}"} for number in range(100)]
+    train, held_out = write(*game[10:], name="train.jsonl"), write(*game[:10], name="eval.jsonl")
+    alone, _ = load(train=train, eval="", format="gsm8k", max_left_out=0.0)
+    assert len({problem.answer for problem in alone.next_batch(90)}) == 90
+    with pytest.raises(UserError, match="all of its problems are also in data.eval"):
+        load(train=train, eval=held_out, format="gsm8k")
+    both = write(*game, name="both.jsonl")
+    stream, problems = load(train=both, eval=held_out, format="gsm8k", overlap="row", max_left_out=0.1)
+    assert not {problem.answer for problem in stream.next_batch(90)} & {problem.answer for problem in problems}
+    stream, _ = load(train=both, eval=held_out, format="gsm8k", overlap="allow", max_left_out=0.0)
+    assert len({problem.answer for problem in stream.next_batch(100)}) == 100
+
+
+def test_more_than_a_few_rows_are_only_left_out_if_the_user_says_so(jsonl, write):
+    questions = [f"q{number}" for number in range(90)]
+    rows = [{"question": question, "answer": "#### 1"} for question in [*questions, *questions[:10]]]
+    source = write(*rows)
+    with pytest.raises(UserError) as caught:
+        support.load(train=source, format="gsm8k")
+    line = str(caught.value)
+    assert line.startswith("data.max_left_out = 0.05: data.train (") and line.endswith("; set it to 0.1 if this is intended")
+    assert re.search(r"would lose 10.0 % of its 100 rows: 10 equal an earlier row \(such as \S+:91, which equals \S+:1\)", line)
+    support.load(train=source, format="gsm8k", max_left_out=0.1)
+    with pytest.raises(UserError, match='or data.overlap = "row" if equal questions with other answers are other problems$'):
+        support.load(train=jsonl("train", questions), eval=jsonl("eval", questions[:9]), format="gsm8k")
+    with pytest.raises(UserError, match=r"would lose 50.0 % of its 4 rows: 2 have no gold answer \(such as row 3\)"):
+        support.load(train=write(*rows[:2], *({**row, "answer": None} for row in rows[:2])), format="gsm8k")
+    with pytest.raises(UserError, match=r"would lose 33.3 % of its 3 rows: 1 have prompts over 8 tokens \(such as "):
+        support.load(train=jsonl("long", ["a", "b", "long" * 9]), format="gsm8k", max_prompt_tokens=8)
+
+
+def test_kept_columns_decide_which_rows_are_equal(write):
+    rows = write(*({"question": "q", "answer": "#### 1", "id": number, "seed": number % 2} for number in range(6)))
+    count = lambda **data: len({p.id for p in load(train=rows, eval="", format="gsm8k", **data)[0].next_batch(20)})  # noqa: E731
+    assert (count(), count(keep_columns=("seed",)), count(keep_columns=())) == (6, 2, 1)
 
 
 def test_a_mixture_of_generated_and_published_problems(jsonl):
@@ -178,17 +231,15 @@ def test_a_hub_that_cannot_be_reached_is_one_line(monkeypatch):
 
 @pytest.mark.skipif(not REAL.is_dir(), reason=f"the real data sets are not at {REAL}")
 def test_real_sets_are_mixed_without_overlap(caplog):
-    """MATH contains 285 questions of the DeepMATH sample, and a few questions repeat within a set."""
+    """Sets share questions, but no rows: their columns differ. No held-out question is trained on."""
     files = {"math": "math_train/math.json", "deepmath": "deepmath_sample/math_deepmath_deal.jsonl", "gsm8k": "gsm8k/train.jsonl"}
     train = [{"source": str(REAL / file), "format": format, "weight": 2 if format == "math" else 1} for format, file in files.items()]
     tests = {"math": "math500/test.jsonl", "aime": "aime24/test.jsonl"}
     held_out = [{"source": str(REAL / file), "format": format} for format, file in tests.items()]
-    stream, problems = load(train=train, eval=held_out, max_prompt_tokens=8192, eval_size=500)
+    stream, problems = support.load(train=train, eval=held_out, max_prompt_tokens=8192, eval_size=500)
     assert Counter(problem.source for problem in problems) == {"math500/test": 500, "aime24/test": 30}
     drawn = stream.next_batch(4 * 7473)
     assert Counter(problem.source for problem in drawn)["math_train/math"] == 2 * 7473
-    questions = {normalize_question(problem.prompt): problem.source for problem in drawn}
-    kept = {"math_train/math": 7470 - 1, "deepmath_sample/math_deepmath_deal": 4994 - 4 - 285, "gsm8k/train": 7473}
-    assert Counter(questions.values()) == kept and "dropped 289 problems with repeated questions" in caplog.text
-    assert not questions.keys() & {normalize_question(problem.prompt) for problem in problems}
-    assert len({problem.id for problem in drawn}) == len(questions)
+    assert not {problem.prompt for problem in drawn} & {problem.prompt for problem in problems}
+    counts = Counter({problem.id: problem.source for problem in drawn}.values())
+    assert counts["gsm8k/train"] == 7473 and 7400 < counts["math_train/math"] <= 7470

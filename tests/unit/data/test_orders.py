@@ -79,9 +79,9 @@ def make_stream() -> ProblemStream:
     """Return a stream of a set with measured pass rates, a set with a curriculum by level, and a shuffled set."""
     measured = settings(pass_rate="measured", pass_rate_low=0.1, pass_rate_high=0.9, curriculum="pass_rate", recheck_every=4)
     orders = [
-        order_by_difficulty(problems([None] * 7), measured, "0/s"),
-        order_by_difficulty(problems([None] * 5, "levels"), settings(name="levels", curriculum="level"), "0/levels"),
-        shuffle_epochs(problems([None] * 4, "plain"), "0/plain"),
+        order_by_difficulty(problems([None] * 7), measured, "0/s", ["s"]),
+        order_by_difficulty(problems([None] * 5, "levels"), settings(name="levels", curriculum="level"), "0/levels", ["levels"]),
+        shuffle_epochs(problems([None] * 4, "plain"), "0/plain", ["plain"]),
     ]
     return mix_orders(orders, [3.0, 1.0, 0.5])
 
@@ -142,7 +142,9 @@ def test_measured_rates_change_the_problems_drawn():
 
 
 def test_the_state_of_a_large_set_is_small():
-    stream = mix_orders([order_by_difficulty(problems([None] * 10_000), settings(pass_rate="measured", pass_rate_high=0.9), "0")], [1.0])
+    stream = mix_orders(
+        [order_by_difficulty(problems([None] * 10_000), settings(pass_rate="measured", pass_rate_high=0.9), "0", ["s"])], [1.0]
+    )
     stream.next_batch(35_000)
     assert len(json.dumps(stream.state_dict())) < 12 * 10_000
 
@@ -170,13 +172,13 @@ def test_settings_without_effect_are_refused(fields, line):
         ({"source": "examples.arithmetic.task:Arithmetic", "curriculum": "level"}, "generates problems without end, so it has no epochs"),
     ],
 )
-def test_data_that_do_not_match_the_settings_are_refused(tmp_path, write, fields, line):
+def test_data_that_do_not_match_the_settings_are_refused(model, write, fields, line):
     columns = {"question": "q", "answer": "a", "pass_rate": fields.pop("columns", "")}
     train = {"source": write({"q": "1?", "a": "1", "rate": 0.5, "text": "x"}), "columns": columns, **fields}
     if ":" in train["source"]:
         del train["columns"]
     with pytest.raises(UserError, match=line):
-        check_data(DataConfig.model_validate({"train": [train]}), tmp_path)
+        check_data(DataConfig.model_validate({"train": [train]}), model)
 
 
 def test_a_column_of_pass_rates_is_read(write):

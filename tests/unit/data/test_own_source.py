@@ -77,6 +77,7 @@ def test_rows_of_a_function_are_read_like_those_of_a_file():
         train=[{"source": "own_sources:rows", "settings": {"count": 5}, "name": "five"}],
         eval=[{"source": "own_sources:rows", "settings": {"count": 2}, "name": "two"}],
         format="gsm8k",
+        max_left_out=0.4,
     )
     assert [(problem.id, problem.answer) for problem in held_out] == [("two:1", "0"), ("two:2", "1")]
     assert sorted(problem.id for problem in stream.next_batch(3)) == ["five:3", "five:4", "five:5"]
@@ -98,9 +99,9 @@ def test_rows_of_a_function_are_read_like_those_of_a_file():
         ("data.train", "", {}, "is required for training; use a JSONL, JSON or Parquet file, a hub data set as hf:OWNER/NAME:SPLIT"),
     ],
 )
-def test_each_mistake_is_one_line(tmp_path, field, train, data, line):
+def test_each_mistake_is_one_line(model, field, train, data, line):
     with pytest.raises(UserError, match=f"^{re.escape(field)}.*: {re.escape(line)}") as caught:
-        check_data(DataConfig(**{"train": train, "format": "gsm8k", **data}), tmp_path)
+        check_data(DataConfig(**{"train": train, "format": "gsm8k", **data}), model)
     assert "\n" not in str(caught.value)
 
 

@@ -49,12 +49,12 @@ def test_the_template_is_plain_text_or_a_file(tokenizer, tmp_path):
     "content, wrong",
     [(b"no place", "does not contain {question}"), (b"\xff{question}", "it is not UTF-8"), (None, "No such file or directory")],
 )
-def test_an_invalid_template_file_is_refused(tokenizer, tmp_path, content, wrong):
+def test_an_invalid_template_file_is_refused(model, tmp_path, content, wrong):
     file = tmp_path / "ask.txt"
     if content is not None:
         file.write_bytes(content)
     with pytest.raises(UserError, match=f"data.prompt_template_file = .*{wrong}"):
-        check_data(DataConfig(prompt_template_file=file), tmp_path)
+        check_data(DataConfig(prompt_template_file=file, train="examples.arithmetic.task:Arithmetic"), model)
 
 
 def test_the_chat_contains_template_and_system_message(chat):

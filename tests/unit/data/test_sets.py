@@ -104,7 +104,7 @@ def test_the_same_question_after_other_messages_is_another_problem(model, write,
     (model / "chat_template.jinja").write_text(CHATML)
     again = {"role": "user", "content": "Again?"}
     rows = write(*({"chat": [{"role": "user", "content": text}, REPLY, again, REPLY]} for text in ("a", "b", " a ")))
-    assert len(load_prompts(rows, columns={"messages": "chat"})) == 2
+    assert len(load_prompts(rows, columns={"messages": "chat"})) == 3
 
 
 def test_messages_of_a_custom_format_need_a_chat_template(tmp_path, monkeypatch, write):

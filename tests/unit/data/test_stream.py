@@ -20,12 +20,14 @@ def problems(size: int, name: str = "") -> list[Problem]:
 
 
 def mixed(sizes: list[int], weights: list[float], seed: int = 0) -> ProblemStream:
-    return mix_orders([shuffle_epochs(problems(size, f"{index}:"), f"{seed}/{index}") for index, size in enumerate(sizes)], weights)
+    return mix_orders(
+        [shuffle_epochs(problems(size, f"{index}:"), f"{seed}/{index}", range(size)) for index, size in enumerate(sizes)], weights
+    )
 
 
 @given(st.integers(1, 12), st.integers(1, 7), st.integers(0, 100))
 def test_every_epoch_contains_every_problem_once(size, batch, seed):
-    stream = mix_orders([shuffle_epochs(problems(size), seed)], [1.0])
+    stream = mix_orders([shuffle_epochs(problems(size), seed, range(size))], [1.0])
     drawn = [problem for _ in range(-(-3 * size // batch)) for problem in stream.next_batch(batch)]
     for epoch in range(3):
         assert sorted(drawn[epoch * size : (epoch + 1) * size], key=problems(size).index) == problems(size)
@@ -65,7 +67,7 @@ def test_a_mixture_resumes_exactly_at_any_position(weights, position, more, batc
 def test_batches_do_not_change_the_order_and_epochs_are_shuffled_differently():
     whole, parts = mixed([5, 4], [2.0, 1.0]), mixed([5, 4], [2.0, 1.0])
     assert whole.next_batch(60) == [problem for size in (1, 9, 20, 30) for problem in parts.next_batch(size)]
-    order = shuffle_epochs(problems(50), 0)
+    order = shuffle_epochs(problems(50), 0, range(50))
     assert [order.at(n) for n in range(50)] != [order.at(n) for n in range(50, 100)]
 
 

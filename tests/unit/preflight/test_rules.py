@@ -218,6 +218,8 @@ MISTAKES = [
            settings.agent_settings_are_valid, "train eval plan", AGENT, "--environment.name=examples.arithmetic.calculator:Calculator"),
     refuse("data.chat = True: applies a chat template to the question, but the agent's endpoint already applies it to the agent's",
            settings.agent_settings_are_valid, "train eval plan", AGENT, "--data.chat=true"),
+    refuse("data.chat_template_kwargs = 'enable_thinking': only applies to a chat template, and neither data.chat nor [agent] uses one",
+           settings.chat_template_settings_apply, "train eval plan", "--data.chat_template_kwargs={enable_thinking = false}"),
     refuse("agent.own_reward = True: makes the agent return the reward, but [reward] sets a reward function; leave one of them out",
            settings.agent_settings_are_valid, "train eval plan", AGENT, "--agent.own_reward=true", "--reward.function=math"),
     refuse("algorithm.advantage = 'gae': computes advantages per sample, but an agent's episode may have several samples; use an",

@@ -83,7 +83,20 @@ def test_the_protocol(server, monkeypatch):
     assert headers["Authorization"] == "Bearer secret"
     assert (
         body["problems"]
-        == [{"id": "p", "prompt": "1+1=", "answer": "2", "level": 3, "source": "s", "history": [], "tools": [], "pass_rate": None}] * 2
+        == [
+            {
+                "id": "p",
+                "prompt": "1+1=",
+                "answer": "2",
+                "level": 3,
+                "source": "s",
+                "history": [],
+                "tools": [],
+                "pass_rate": None,
+                "columns": {},
+            }
+        ]
+        * 2
     )
     assert client(server, "/").score([], []) == []
 

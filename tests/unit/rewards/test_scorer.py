@@ -65,13 +65,14 @@ def test_a_mistake_is_one_line(load, text, line):
 def test_the_examples_of_the_documentation_are_right(load):
     blocks = re.findall(r"(?:^    .*\n|^\n(?=    ))+", DOCS.read_text(), re.MULTILINE)
     tables = [block.replace("\n    ", "\n").strip() for block in blocks if "[reward]" in block or "[[reward.functions]]" in block]
-    assert len(tables) == 6
+    assert len(tables) == 7
     judged = [table for table in tables if '"length"' not in table or '"math"' in table]
     assert [list(load(table).parts) for table in judged] == [
         ["math"],
         ["math", "format"],
         ["exact"],
         ["examples.plugs.contains_answer:reward"],
+        ["my_rewards:compute_score"],
         ["http"],
     ]
 

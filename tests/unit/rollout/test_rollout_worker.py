@@ -117,7 +117,7 @@ def make_worker(engine: FakeEngine, rewards: object, **sections: dict[str, objec
     config = Config.model_validate({"model": {"path": "m"}, "rollout": rollout, **sections}, strict=False)
     stream = ProblemStream(ProblemOrder(lambda position: Problem(str(position), f"q{position}", "x"), "fingerprint"))
     held_out = [Problem("held", "h", "x", level=level) for level in (1, 2)]
-    return RolloutWorker(config, MultiTurnSampler(engine, ChatTokenizer()), stream, held_out, rewards)
+    return RolloutWorker(config, MultiTurnSampler(engine, ChatTokenizer(), chat=True), stream, held_out, rewards)
 
 
 @pytest.fixture

@@ -64,7 +64,7 @@ def test_rewards_come_in_order_and_the_timeout_counts_for_each_sample_not_for_it
     ("raise", "ValueError: no verdict"),
     ("exit", "SystemExit: 3"),
     ("memory", "MemoryError: "),
-    ("wrong type", "TypeError: the reward function must return a Reward, not float"),
+    ("wrong type", "TypeError: the reward function must return a Reward or a number, not str"),
     ("nan", "ValueError: the reward function returned nan"),
 ])  # fmt: skip
 def test_a_bad_sample_costs_only_itself(text, error):

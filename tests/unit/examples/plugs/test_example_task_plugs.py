@@ -30,7 +30,11 @@ def read(tmp_path):
 
 
 def test_rows_of_a_csv_file_in_a_format_of_its_own(read):
-    problems = [Problem("read_csv:1", "5+3-6?", "2", 2, "read_csv"), Problem("read_csv:2", "1+1?", "2", 1, "read_csv")]
+    rows = {"question": "5+3-6?", "answer": "8,2#2"}, {"question": "1+1?", "answer": "#2"}
+    problems = [
+        Problem(f"read_csv:{number}", row["question"], "2", level, "read_csv", columns=row)
+        for number, level, row in ((1, 2, rows[0]), (2, 1, rows[1]))
+    ]
     assert read('question,answer\n5+3-6?,"8,2#2"\n1+1?,#2\n') == problems
     assert read("question;answer\n5+3-6?;8,2#2\n1+1?;#2\n", delimiter=";") == problems
 

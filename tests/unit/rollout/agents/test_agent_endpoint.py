@@ -9,6 +9,7 @@ import pytest
 from openai import OpenAI
 from support.agents import PROBLEM, ChatTokenizer, Policy, config
 
+from megatron_rl.config.data import DataConfig
 from megatron_rl.rollout.agents.chat_format import ChatFormat
 from megatron_rl.rollout.agents.episode import AgentEpisode
 from megatron_rl.rollout.agents.sampler import AgentSampler
@@ -24,7 +25,7 @@ class Desk:
     def __init__(self, sampler: AgentSampler, policy: Policy) -> None:
         self.sampler, self.policy = sampler, policy
         settings = sampler._config
-        self.episode = AgentEpisode(PROBLEM, SamplingParams(1.0, 99, seed=3), 5, 0, settings, ChatFormat(ChatTokenizer()))
+        self.episode = AgentEpisode(PROBLEM, SamplingParams(1.0, 99, seed=3), 5, 0, settings, ChatFormat(ChatTokenizer(), DataConfig()))
         self.key = sampler._endpoint.open(self.episode)
         self.client = OpenAI(base_url=sampler._endpoint.url, api_key=self.key, max_retries=0)
 
@@ -35,7 +36,7 @@ class Desk:
 @pytest.fixture(scope="module")
 def sampler() -> Iterator[tuple[AgentSampler, Policy]]:
     policy = Policy(lambda prompt: "")
-    with AgentSampler(config(tool_parser="letters"), policy, ChatTokenizer()) as sampler:
+    with AgentSampler(config(tool_parser="letters"), policy, ChatTokenizer(), DataConfig()) as sampler:
         yield sampler, policy
 
 

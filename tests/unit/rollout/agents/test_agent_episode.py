@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from support.agents import END, PAIR, PROBLEM, ChatTokenizer, Policy, config
 
+from megatron_rl.config.data import DataConfig
 from megatron_rl.errors import UserError
 from megatron_rl.rollout.agents.chat_format import ChatFormat
 from megatron_rl.rollout.agents.episode import AgentEpisode
@@ -23,7 +24,7 @@ class Conversation:
     def __init__(self, staleness: int = 0, budget: int = 99, **settings: int) -> None:
         self.policy = Policy(lambda prompt: prompt[-5] * 2)
         sampling = SamplingParams(1.0, budget, seed=11)
-        self.episode = AgentEpisode(PROBLEM, sampling, 5, staleness, config(**settings), ChatFormat(ChatTokenizer()))
+        self.episode = AgentEpisode(PROBLEM, sampling, 5, staleness, config(**settings), ChatFormat(ChatTokenizer(), DataConfig()))
 
     def ask(self, *contents: str, roles: str = "", **options: object) -> str:
         """Send messages of user and policy in turn, or of the roles `s`, `u`, `a` and `t`."""
@@ -177,7 +178,7 @@ def test_a_chat_template_that_loses_messages_is_refused():
     class Plain(ChatTokenizer):
         chat_template = None
 
-    ChatFormat(ChatTokenizer()).check()
+    ChatFormat(ChatTokenizer(), DataConfig()).check()
     for tokenizer, rule in ((Forgetful(), "leaves out messages"), (Strict(), "only users may speak"), (Plain(), "letters has none")):
         with pytest.raises(UserError, match=rule):
-            ChatFormat(tokenizer).check()
+            ChatFormat(tokenizer, DataConfig()).check()

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from support.agents import AGENTS, ChatTokenizer, Policy, config
 
+from megatron_rl.config.data import DataConfig
 from megatron_rl.errors import AbortedError, EngineLostError, RunError
 from megatron_rl.rollout.agents.sampler import AgentSampler
 from megatron_rl.rollout.engine import Abort
@@ -19,7 +20,7 @@ from megatron_rl.types import Completion, Problem, SamplingParams
 
 @contextmanager
 def sampler_of(policy: Any = None, **settings: Any) -> Iterator[AgentSampler]:
-    with AgentSampler(config(**settings), policy or Policy(lambda prompt: "xy"), ChatTokenizer()) as sampler:
+    with AgentSampler(config(**settings), policy or Policy(lambda prompt: "xy"), ChatTokenizer(), DataConfig()) as sampler:
         yield sampler
 
 

@@ -1,0 +1,38 @@
+"""Token ids of complete prompts, the same in policy, trainer, held-out sets and evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from megatron_rl.errors import UserError
+
+if TYPE_CHECKING:  # transformers takes seconds to import
+    from transformers import PreTrainedTokenizerBase
+
+
+def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str, chat: bool) -> list[int]:
+    """Return the token ids of a complete prompt.
+
+    With `chat`, a chat template has written all special tokens. Otherwise the tokenizer adds its own, such as the BOS token of Llama, Gemma
+    and DeepSeek, as `tokenizer(prompt)` does.
+    """
+    ids: list[int] = tokenizer.encode(prompt, add_special_tokens=not chat)
+    return ids
+
+
+def check_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str, ids: Sequence[int], chat: bool) -> None:
+    """Raise UserError if the ids of a prompt begin with two BOS tokens, or if the tokenizer has added its end token."""
+    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+    if bos is not None and list(ids[:2]) == [bos, bos]:
+        writers = "the chat template writes it twice" if chat else "the prompt's text begins with it, and the tokenizer adds another"
+        rule = f"a prompt begins with two BOS tokens {tokenizer.bos_token!r}, because {writers}: {prompt[:60]!r}"
+        fix = (
+            "correct the template or data.system_prompt"
+            if chat
+            else "remove it from the text, or set data.chat = true if rows are messages"
+        )
+        raise UserError("data.chat", chat, rule, fix)
+    if not chat and eos is not None and eos != bos and len(ids) and ids[-1] == eos and not prompt.endswith(str(tokenizer.eos_token)):
+        rule = f"the tokenizer of {tokenizer.name_or_path} ends every prompt with its end token {tokenizer.eos_token!r}"
+        raise UserError("model.path", None, rule, "set add_eos_token to false in tokenizer_config.json, or correct tokenizer.json")

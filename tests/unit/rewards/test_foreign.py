@@ -1,0 +1,133 @@
+"""Reward functions with the signatures of verl and TRL, run as they stand on the columns of a row."""
+
+import sys
+
+import numpy as np
+import pytest
+from support.data import make_config
+
+from megatron_rl.config.reward import RewardConfig
+from megatron_rl.data.sets import read_problem_set
+from megatron_rl.rewards import load_function
+from megatron_rl.rewards.pool import call_reward_function
+from megatron_rl.rewards.scorer import Scorer, check_rewards
+from megatron_rl.types import Problem
+from parallel.plug import InputError
+
+MODULE = """
+import numpy as np
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    right = solution_str == str(ground_truth["target"][0])
+    return {"score": 1.0 if right else -1.0, "acc": right, "pred": solution_str, "from": (data_source, extra_info["index"])}
+
+def short(solution_str, ground_truth, method="strict", format_score=0.1):
+    return 1 if solution_str == ground_truth else format_score * (method == "loose")
+
+def other_name(model_output, ground_truth):
+    return (model_output == ground_truth, "details")
+
+def batched(data_sources, solution_strs, ground_truths, extra_infos, **kwargs):
+    return [float(text == truth) for text, truth in zip(solution_strs, ground_truths, strict=True)]
+
+def with_tokenizer(solution_str, ground_truth, tokenizer): return 1.0
+
+def texts(prompts, completions, solution, **kwargs):
+    assert prompts == ["1+1?"] and kwargs == {"level": [3], "answer": ["2"]}, (prompts, kwargs)
+    return [float(completion == each) for completion, each in zip(completions, solution, strict=True)]
+
+def messages(completions, solution, **kwargs):
+    assert "prompt" not in kwargs
+    return [float(completion[0]["content"] == each) for completion, each in zip(completions, solution, strict=True)]
+
+def no_columns(completions): return [len(completion) for completion in completions]
+
+def skips(completions, **kwargs): return [None for _ in completions]
+
+def with_ids(completions, completion_ids): return [1.0]
+
+def flag(text, problem): return np.bool_(text == problem.answer)
+
+def number(text, problem): return np.float32(len(text) - 2)
+
+def words(text, problem): return "right"
+
+def nothing(text, problem): return None
+"""
+VERL = {
+    "data_source": "qa", "prompt": [{"role": "user", "content": "1+1?"}], "ability": "math",
+    "reward_model": {"style": "rule", "ground_truth": {"target": [2, "two"]}}, "extra_info": {"index": 7, "split": "train"},
+}  # fmt: skip
+TRL = {"prompt": "1+1?", "solution": "2", "level": 3, "answer": "2"}
+
+
+@pytest.fixture(autouse=True)
+def module(tmp_path, monkeypatch):
+    (tmp_path / "ported_rewards.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield
+    sys.modules.pop("ported_rewards", None)
+
+
+def judge(name: str, text: str, answer: str = "2", **columns: object):
+    return call_reward_function(load_function(f"ported_rewards:{name}"), text, Problem("p", "Q: 1+1?", answer, columns=columns))
+
+
+def test_a_verl_function_gets_the_typed_columns():
+    right, wrong = judge("compute_score", "2", **VERL), judge("compute_score", "3", **VERL)
+    assert (right.value, right.correct, right.answer, right.error) == (1.0, True, "2", "")
+    assert (wrong.value, wrong.correct, wrong.answer) == (-1.0, False, "3")
+
+
+def test_verl_functions_of_other_shapes():
+    """Without columns, the ground truth is the gold answer."""
+    for name in ("short", "other_name", "batched"):
+        assert judge(name, "2").value == 1.0 and judge(name, "2").correct
+        assert judge(name, "3").value == 0.0 and not judge(name, "3").correct
+        assert judge(name, "5", ground_truth="5").correct, "a column takes precedence"
+
+
+def test_trl_functions_get_lists_of_columns():
+    assert judge("texts", "2", **TRL).correct and not judge("texts", "3", **TRL).correct
+    for prompt in ("1+1?", [{"role": "user", "content": "1+1?"}]):
+        right, wrong = judge("messages", "2", **{**TRL, "prompt": prompt}), judge("messages", "3", **{**TRL, "prompt": prompt})
+        assert right.correct and not wrong.correct and not wrong.error
+    assert judge("no_columns", "abc", **TRL).value == 3.0
+    assert judge("messages", "2", question="1+1?").error == (
+        "LookupError: the reward function needs the column solution; the row has answer, question"
+    )
+    assert "returned None" in judge("skips", "2").error
+
+
+def test_a_function_may_return_a_number():
+    assert judge("flag", "2").correct and not judge("flag", "3").correct
+    assert [(judge("number", text).value, judge("number", text).correct) for text in ("abcd", "ab", "a")] == [
+        (2, True),
+        (0, False),
+        (-1, False),
+    ]
+    for name, kind in (("words", "str"), ("nothing", "NoneType")):
+        assert judge(name, "2").error == f"TypeError: the reward function must return a Reward or a number, not {kind}"
+
+
+@pytest.mark.parametrize("name, argument", [("with_tokenizer", "tokenizer"), ("with_ids", "completion_ids")])
+def test_arguments_that_no_row_has_are_refused(name, argument):
+    with pytest.raises(InputError, match=f"requires the argument {argument}, which no reward function gets"):
+        load_function(f"ported_rewards:{name}")
+
+
+def test_rows_of_verl_reach_the_function_in_a_worker(tmp_path):
+    import pyarrow
+    import pyarrow.parquet
+
+    pyarrow.parquet.write_table(
+        pyarrow.Table.from_pylist([{**VERL, "reward_model": {"ground_truth": {"target": ["2", "two"]}}}]), tmp_path / "a.parquet"
+    )
+    data = make_config(train=str(tmp_path / "a.parquet"), format="verl", chat=True).data
+    (problem,) = read_problem_set(data.train[0], data, "data.train")
+    config = RewardConfig(function="ported_rewards:compute_score", workers=1)
+    check_rewards(config)
+    with Scorer(config, print) as scorer:
+        rewards = scorer.score(["2", "3"], [problem] * 2, [1, 1])
+    assert [(reward.value, reward.correct, reward.error) for reward in rewards] == [(1.0, True, ""), (-1.0, False, "")]
+    assert np.isfinite(rewards[0].value)
