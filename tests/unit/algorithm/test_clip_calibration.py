@@ -1,7 +1,5 @@
 """Calibrated clipping: quantile and balance by counting in Python, damping, and which sequences and weights it measures."""
 
-from __future__ import annotations
-
 import math
 import random
 

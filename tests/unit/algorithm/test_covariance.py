@@ -1,7 +1,5 @@
 """The choice of tokens by covariance against plain loops in Python floats, whatever replica has which samples."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

@@ -1,8 +1,6 @@
 """On-policy distillation: each token's advantage, or term of the loss, against its formula in Python floats, alone and beside rewards, and
 what is measured."""
 
-from __future__ import annotations
-
 import math
 import random
 from pathlib import Path

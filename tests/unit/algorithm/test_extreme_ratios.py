@@ -1,7 +1,5 @@
 """Ratios as far from 1 as floats go: loss and gradient are finite, and the formula's; ordinary ones keep every bit that they had."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Corrections for the engine's mismatch: weights by the formulas token by token, who gets them, what is reported."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

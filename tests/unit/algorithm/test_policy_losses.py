@@ -3,8 +3,6 @@
 Nothing of megatron_rl.algorithm takes part in the expectations. Numbers are float64 on both sides, so that 1e-12 is rounding.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import random

@@ -1,7 +1,5 @@
 """What is made of rewards beside the group's mean and std: MaxRL and GDPO by loops over plain numbers, and what masked answers leave."""
 
-from __future__ import annotations
-
 import statistics
 
 import pytest

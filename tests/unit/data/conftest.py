@@ -1,7 +1,5 @@
 """A tokenizer with a chat template, and one that is fast to import."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """JSONL, JSON and Parquet files: equal rows give equal problems, and each mistake is one line."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

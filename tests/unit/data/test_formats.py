@@ -1,7 +1,5 @@
 """Formats of published data sets: one row of each, and the real files if they are available."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Prompts from template texts, template files and chat templates, and what is refused."""
 
-from __future__ import annotations
-
 import pytest
 
 from examples.arithmetic.byte_tokenizer import make_byte_tokenizer

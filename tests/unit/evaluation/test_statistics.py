@@ -1,7 +1,5 @@
 """Estimators of an evaluation against slow, independent computations: all sub-samples, all signs, and coverage by simulation."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from fractions import Fraction

@@ -1,7 +1,5 @@
 """The planner: formulas against values computed by hand, the shipped configurations, refusals, and the command's output."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """SGLang's model on Hopper has the tensors that a sync fills, and a model class that lacks some is reported."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The rehearsal of a tiny model agrees with the plan and finds planted faults."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,6 +1,4 @@
-"""Shape functions are compared with installed libraries: here with fake libraries that have other parameters."""
-
-from __future__ import annotations
+"""The pretended Hopper GPU without a driver, and shape functions compared with installed libraries."""
 
 import os
 import subprocess
@@ -10,7 +8,7 @@ from importlib.metadata import distributions
 import pytest
 from support.processes import ROOT
 
-from megatron_rl.rehearsal import signatures
+from megatron_rl.rehearsal import hopper, signatures
 from megatron_rl.rehearsal.kernels import transformer_engine
 
 DEEP_GEMM = """
@@ -59,3 +57,30 @@ def test_a_function_that_cannot_be_imported_is_read_from_its_file(tmp_path, monk
     file.write_text("")
     (line,) = signatures.compare(own)
     assert line.startswith(f"{GEMM} is not found")
+
+
+USER = "extern int cuInit(unsigned); extern int cublasCreate_v2(void *); int use(void) { return cuInit(0) + cublasCreate_v2(0); }"
+ASK = """
+import ctypes, sys
+from megatron_rl.rehearsal import hopper
+print(ctypes.CDLL(sys.argv[1], mode=ctypes.RTLD_GLOBAL).cuInit(0))
+count = ctypes.c_int()
+ctypes.CDLL(None).cudaGetDeviceCount(ctypes.byref(count))
+hopper.pretend(mem_get_info=lambda: (1, 2))
+import torch
+print(count.value, torch.cuda.get_device_capability("cuda:0"), torch.cuda.get_device_name(), torch.cuda.mem_get_info())
+"""
+
+
+def test_libraries_that_want_a_driver_are_loaded_without_one(tmp_path):
+    (tmp_path / "packages").mkdir()
+    hopper._compile(tmp_path / "libcuda.so.1", "int cuInit(unsigned flags) { return 0; }")
+    user = tmp_path / "packages" / "user.so"
+    command = ["gcc", "-x", "c", "-", "-shared", "-fPIC", "-o", str(user), "-x", "none", str(tmp_path / "libcuda.so.1")]
+    subprocess.run(command, input=USER, text=True, check=True)
+    (tmp_path / "packages" / "no_library.so").write_text("text")
+    assert hopper.find_driver_symbols(tmp_path / "packages") == {"cuInit"}
+    variables = hopper.build_stubs(tmp_path / "stubs", tmp_path / "packages")
+    environment = {**os.environ, **variables, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", ASK, "libcuda.so.1"], env=environment, capture_output=True, text=True)
+    assert done.stdout == "100\n1 (9, 0) NVIDIA H100 80GB HBM3 (1, 2)\n", done.stderr

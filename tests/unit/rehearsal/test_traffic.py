@@ -1,15 +1,15 @@
-"""Bytes that operators move, compared with a table made by hand, and bounds of a step."""
-
-from __future__ import annotations
+"""Bytes that operators move, compared with a table made by hand; bounds of a step; results without torch equal torch's."""
 
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_rl.cost.hardware import COMPUTE_EFFICIENCY, LINK_EFFICIENCY, Cluster
 from megatron_rl.rehearsal.bound import estimate_bound
 from megatron_rl.rehearsal.recorder import Recorder
+from megatron_rl.rehearsal.shapes import ShapeRunner, describe_call
 from megatron_rl.rehearsal.traffic import count_bytes, count_moved, name_kind
 
 aten = torch.ops.aten
@@ -118,3 +118,17 @@ def test_exchange_is_hidden_as_far_as_kernels_run_between_its_start_and_the_wait
     )
     assert bound.seconds["exposed communication"] == pytest.approx(3 * (exposed + 0.5))
     assert bound.hidden == pytest.approx(3 * (3 - exposed), abs=1e-9)
+
+
+aten = torch.ops.aten
+
+
+@pytest.mark.parametrize("args", [(0, 1, 3), (1, None, None), (1, -4, -1), (0, 3, 1), (-1, 2, 1 << 62), (1, 5, 9), (0, 9, 12)])
+def test_a_slice_is_where_torch_puts_it(args):
+    runner, whole = ShapeRunner(), FakeTensorMode().from_tensor(torch.empty(10, 14, dtype=torch.bfloat16))[2:8, 7:]
+    description, tensors = describe_call((whole, *args), {})
+    found, known = runner.run(aten.slice.Tensor, (whole, *args), {}, description, tensors)
+    expected = aten.slice.Tensor(torch.empty(10, 14, dtype=torch.bfloat16)[2:8, 7:], *args)
+    assert known is not None and (found.dtype, found.device) == (expected.dtype, expected.device)
+    assert (found.shape, found.stride()) == (expected.shape, expected.stride())
+    assert found.storage_offset() == expected.storage_offset() or not expected.numel()
