@@ -118,14 +118,6 @@ def test_without_correction_every_weight_is_one_also_with_the_engines_policy_as_
     assert all(torch.equal(sequence.old_logprobs, sequence.rollout_logprobs) for sequence in sequences)
 
 
-def test_micro_batches_carry_the_weights(sequences):
-    assign_corrections(sequences, AlgorithmConfig(correction="icepop"))
-    for batch in make_micro_batches(sequences, 10):
-        assert not (batch.importance_weights * (1 - batch.mask)).any()
-        for index, part in batch.split_by_sample(batch.importance_weights, sequences):
-            assert torch.equal(part, sequences[index].importance_weights)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_ratio_that_is_no_number_is_refused_by_name(kind, sequences):
     """NaN is neither below a lower bound nor above an upper one."""

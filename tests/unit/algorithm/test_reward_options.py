@@ -61,19 +61,6 @@ def test_rewards_are_split_by_function_a_penalty_is_one_and_no_verdict_earns_not
     assert weights == {"math": 2.0, "exact": 1.0, "overlong": 1.0}
 
 
-@pytest.mark.parametrize(
-    "rewards, expected",
-    [
-        ([1.0, 0.0, 0.0, 0.0], [3.0, -1.0, -1.0, -1.0]),
-        ([0.0] * 4, [0.0] * 4),
-        ([1.0] * 4, [0.0] * 4),
-        ([0.5, 0.5, 0.0, 0.0], [1.0, 1.0, -1.0, -1.0]),
-    ],
-)
-def test_max_rl_divides_by_the_groups_mean(rewards, expected):
-    assert compute_advantages(rewards, [False] * 4, AlgorithmConfig(name="max_rl"), 4) == expected
-
-
 def test_max_rl_has_no_meaning_for_rewards_below_zero():
     with pytest.raises(RunError, match="needs rewards of 0 or more"):
         compute_advantages([1.0, -1.0], [False] * 2, AlgorithmConfig(name="max_rl"), 2)
@@ -93,26 +80,12 @@ def test_a_masked_answer_leaves_the_loss_as_an_excluded_one_does(aggregate):
     assert [sample.loss_weight for sample in samples] == [0.0, 0.0]
 
 
-@pytest.mark.parametrize(
-    "given, rule",
-    [
-        ({"accuracy_low": 0.5, "accuracy_high": 0.5, "dynamic_sampling_max_rounds": 2}, "must be less than accuracy_high"),
-        ({"accuracy_low": 0.2}, "set dynamic_sampling_max_rounds"),
-        ({"advantage": "max_rl", "overlong_share": 0.2}, "needs rewards of 0 or more"),
-        ({"name": "rloo", "advantage": "max_rl", "kl_coef": 0.1}, "use kl_in = .loss."),
-        ({"name": "rloo", "multi_objective_aggregation": "normalize_then_sum", "kl_coef": 0.1}, "use kl_in = .loss."),
-    ],
-)
-def test_options_that_do_not_fit_are_refused(given, rule):
-    with pytest.raises(ValueError, match=rule):
-        AlgorithmConfig.model_validate(given)
-
-
 @pytest.mark.parametrize("kind", ADVANTAGES.builtin)
 @pytest.mark.parametrize("size", [2, 3, 7])
 def test_equal_rewards_have_no_sign(kind, size):
     """A mean of 0.1 rounds: -1.4e-11, which counted as negative in the metrics of clip and correction."""
-    assert compute_advantages([0.1] * 2 * size, [False] * 2 * size, AlgorithmConfig(advantage=kind), size) == [0.0] * 2 * size
+    for value in (0.1, 0.0, 1.0):
+        assert compute_advantages([value] * 2 * size, [False] * 2 * size, AlgorithmConfig(advantage=kind), size) == [0.0] * 2 * size
 
 
 def test_reinforce_pp_whitens_over_tokens_and_batch_std_over_completions():
