@@ -137,8 +137,16 @@ def kl_cov(config: AlgorithmConfig, logp: list[float], old: list[float], advanta
     return results
 
 
+def sapo(config: AlgorithmConfig, logp: list[float], old: list[float], advantage: float, fixed: list[float]) -> Formula:
+    """The example's formula."""
+    tau = config.loss_settings.get("tau_positive", 1.0) if advantage > 0 else config.loss_settings.get("tau_negative", 1.05)
+    ratios = [math.exp(new - before) for new, before in zip(logp, old, strict=True)]
+    return [(-4 / tau / (1 + math.exp(-tau * (ratio - 1))) * advantage, False) for ratio in ratios]
+
+
+SAPO = "examples.plugs.sapo:token_losses"
 FORMULAS = {"dppo_tv": dppo, "dppo_kl": dppo, "clip_cov": clip_cov, "kl_cov": kl_cov}
-FORMULAS |= {"ppo": ppo, "gspo": gspo, "gmpo": gmpo, "cispo": cispo}
+FORMULAS |= {"ppo": ppo, "gspo": gspo, "gmpo": gmpo, "cispo": cispo, SAPO: sapo}
 """`logp` are the log-probs; a weight that has no gradient is computed from `fixed`."""
 KL = {"k1": lambda d: -d, "k2": lambda d: d * d / 2, "k3": lambda d: math.exp(d) - d - 1}
 
@@ -171,10 +179,6 @@ def expected(config: AlgorithmConfig, sequences: list[TrainingSample], logprobs:
     return sum(map(sum, per_sequence)) / (len(per_sequence) * LONGEST)
 
 
-def in_float64(batch: MicroBatch) -> MicroBatch:
-    return dataclasses.replace(batch, **{name: getattr(batch, name).double() for name in FLOATS})
-
-
 def run(
     config: AlgorithmConfig, sequences: list[TrainingSample], logprobs: Tokens, most: int, elsewhere: float = -50.0
 ) -> tuple[float, list[list[float]], dict[str, float]]:
@@ -184,7 +188,7 @@ def run(
     tokens = sum(len(sequence.old_logprobs) for sequence in sequences)
     total, gradients, metrics = 0.0, [[]] * len(sequences), {}
     for batch in make_micro_batches(sequences, most):
-        batch = exact_weights(in_float64(batch), sequences)
+        batch = in_float64(batch, sequences)
         values = torch.full(batch.mask.shape, elsewhere, dtype=torch.float64)
         for index, places in iter_target_positions(batch, sequences):
             values[0, places] = torch.tensor(logprobs[index], dtype=torch.float64)
@@ -199,13 +203,13 @@ def run(
     return total, gradients, metrics
 
 
-def exact_weights(batch: MicroBatch, sequences: list[TrainingSample]) -> MicroBatch:
-    """The weights as Python floats hold them; the tensors of a batch are float32."""
-    exact = torch.zeros_like(batch.loss_weights)
+def in_float64(batch: MicroBatch, sequences: list[TrainingSample]) -> MicroBatch:
+    """With the weights as Python floats hold them; the tensors of a batch are float32."""
+    exact = torch.zeros(batch.loss_weights.shape, dtype=torch.float64)
     for index, places in iter_target_positions(batch, sequences):
         exact[0, places] = sequences[index].loss_weight
-    torch.testing.assert_close(batch.loss_weights, exact, rtol=1e-7, atol=0)
-    return dataclasses.replace(batch, loss_weights=exact)
+    torch.testing.assert_close(batch.loss_weights.double(), exact, rtol=1e-7, atol=0)
+    return dataclasses.replace(batch, **{name: getattr(batch, name).double() for name in FLOATS} | {"loss_weights": exact})
 
 
 CONFIGS = {
@@ -226,6 +230,8 @@ CONFIGS = {
     "dppo, divergence": {"name": "dppo", "loss": "dppo_kl", "clip_low": 0.02, "clip_high": 0.05},
     "clip_cov": {"loss": "clip_cov", "clip_high": 0.28},
     "kl_cov": {"loss": "kl_cov", "kl_cov_coef": 0.7, "aggregate": "sequence"},
+    "sapo": {"loss": SAPO},
+    "sapo, two taus": {"loss": SAPO, "loss_settings": {"tau_positive": 2.0, "tau_negative": 0.5}},
     "cispo, two bounds": {"name": "cispo", "clip_low": 0.2, "kl_coef": 0.1, "kl_estimator": "k1"},
 }
 each = pytest.mark.parametrize("settings", CONFIGS.values(), ids=CONFIGS)
@@ -260,7 +266,7 @@ def test_loss_and_gradient_are_the_papers_whatever_the_micro_batches(settings, s
                 by_token = FORMULAS[config.loss](config, logp, sequence.old_logprobs.tolist(), sequence.advantage, logp)
                 clipped += sum(touched for _, touched in by_token)
         assert metrics[name] == pytest.approx(clipped / sum(map(len, now)), rel=1e-12)
-    assert metrics["clip/positive"] + metrics["clip/negative"] > 0
+    assert (metrics["clip/positive"] + metrics["clip/negative"] > 0) == (config.loss != SAPO)
     dropped = [is_dropped(config, sequence, logp) for sequence, logp in zip(sequences, now, strict=True)]
     assert (0 < sum(dropped) < sum(s.advantage < 0 for s in sequences)) == (config.off_policy_mask_threshold is not None)
     count = sum(len(logp) for flag, logp in zip(dropped, now, strict=True) if flag)
@@ -268,7 +274,7 @@ def test_loss_and_gradient_are_the_papers_whatever_the_micro_batches(settings, s
 
 
 def test_every_loss_has_its_formula_here():
-    assert set(LOSSES.builtin) == set(FORMULAS) == {AlgorithmConfig(**settings).loss for settings in CONFIGS.values()}
+    assert {*LOSSES.builtin, SAPO} == set(FORMULAS) == {AlgorithmConfig(**settings).loss for settings in CONFIGS.values()}
 
 
 def test_what_is_no_answer_token_never_matters(sequences, now):

@@ -1,15 +1,129 @@
-"""Formats of published data sets: one row of each, and the real files if they are available."""
+"""Files in the formats of published data sets: equal problems, one line for each mistake, and the real files if they are there."""
 
 import json
 from collections import Counter
 from pathlib import Path
 
+import pyarrow
+import pyarrow.parquet
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from megatron_rl.config.data import DataConfig, DataSourceConfig
 from megatron_rl.data.formats import RowError, math, read_row
 from megatron_rl.data.sets import read_problem_set
+from megatron_rl.errors import UserError
 from megatron_rl.plugs import DATA_FORMATS
+
+ROWS = [{"question": f"How many {{clips}} of {n}?", "answer": f"so\n#### 1,07{n}", "note": "x"} for n in range(3)]
+GOOD = json.dumps(ROWS[0]).encode()
+
+
+def write(folder: Path, content: bytes, name: str = "train.jsonl") -> Path:
+    path = folder / "gsm8k" / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(content)
+    return path
+
+
+def read(path: Path, format: str | None = "gsm8k", name: str = ""):
+    return read_problem_set(DataSourceConfig(source=str(path), name=name), DataConfig(format=format), "data.train")
+
+
+def test_a_row_becomes_a_problem(tmp_path):
+    [problem] = read(write(tmp_path, b"\xef\xbb\xbf" + GOOD + b"\r\n\n"))
+    assert (problem.prompt, problem.answer) == ("How many {clips} of 0?", "1070")
+    assert (problem.id, problem.source, problem.level) == ("gsm8k/train:1", "gsm8k/train", 0)
+    named = DataSourceConfig(source=str(tmp_path / "gsm8k" / "train.jsonl"), name="sums", format="gsm8k")
+    [problem] = read_problem_set(named, DataConfig(format="math"), "data.eval")
+    assert (problem.id, problem.source) == ("sums:1", "sums"), "a set can have its own name and format"
+
+
+def test_all_kinds_of_files_give_the_same_problems(tmp_path):
+    lines = write(tmp_path, "\n".join(map(json.dumps, ROWS)).encode())
+    array = write(tmp_path, b" \n" + json.dumps(ROWS, indent=2).encode(), "train.json")
+    lines_in_json = write(tmp_path, lines.read_bytes(), "lines.json")
+    table = tmp_path / "gsm8k" / "train.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), table, row_group_size=2)
+    expected = read(lines, name="set")
+    assert len(expected) == 3
+    assert read(array, name="set") == read(lines_in_json, name="set") == read(table, name="set") == expected
+
+
+def test_errors_in_a_parquet_file_list_all_columns(tmp_path):
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"problem": ["1+1"], "answer": ["2"], "unread": ["x"], "level": ["Level 3"]}), path)
+    assert [(p.answer, p.level) for p in read(path, "math")] == [("2", 3)]
+    with pytest.raises(UserError, match="parquet:1.: format gsm8k needs the field question, found problem, answer, unread, level; set fo"):
+        read(path)
+
+
+@pytest.mark.parametrize(
+    "line, wrong",
+    [
+        (b'{"question": "q"', "is not JSON"),
+        (b"[" * 100_000, "is not JSON"),
+        (b"[1]", "must be a JSON object, not list"),
+        (b'{"question": "q"}', "format gsm8k needs the field answer, found question; correct or remove this row"),
+        (b'{"answer": "#### 1"}', "format gsm8k needs the field question, found answer"),
+        (b"{}", "found none"),
+        (b'{"question": 5, "answer": "#### 1"}', "the field question must be a string, not int"),
+        (b'{"question": null, "answer": "#### 1"}', "the field question must be a string, not NoneType"),
+        (b'{"question": "q", "answer": ["#### 1"]}', "the field answer must be a string, not list"),
+        (b'{"question": "q", "answer": true}', "the field answer must be a string, not bool"),
+        (b'{"question": " ", "answer": "#### 1"}', "the field question is empty"),
+        (b'{"question": "q", "answer": "12"}', 'has no #### before the gold answer; correct or remove this row, or set format = "aime"'),
+        (b'{"question": "\xff", "answer": "#### 1"}', "is not UTF-8"),
+        (b'{"question": "\\ud800", "answer": "#### 1"}', "lone surrogate"),
+    ],
+)
+def test_errors_name_the_malformed_line(tmp_path, line, wrong):
+    path = write(tmp_path, GOOD + b"\n\n" + line + b"\n" + GOOD)
+    with pytest.raises(UserError) as caught:
+        read(path)
+    message = str(caught.value)
+    assert message.startswith(f"data.train = '{path}:3': ") and wrong in message and "\n" not in message
+
+
+def test_a_missing_format_is_suggested(tmp_path):
+    with pytest.raises(UserError, match=r'needs a format; its fields are question, answer, note; set format = "gsm8k"$'):
+        read(write(tmp_path, GOOD), None)
+    with pytest.raises(UserError, match=r"its fields are x; set columns to the names of question and answer, e"):
+        read(write(tmp_path, b'{"x": 1}'), None)
+    with pytest.raises(UserError, match="train.json:2': must be a JSON object, not int"):
+        read(write(tmp_path, json.dumps([ROWS[0], 3]).encode(), "train.json"))
+
+
+def test_missing_invalid_and_empty_files_are_refused(tmp_path):
+    for name, wrong in (("absent.jsonl", "does not exist"), (".", "is a folder")):
+        with pytest.raises(UserError, match=f"data.train = .*{wrong}"):
+            read(tmp_path / name)
+    with pytest.raises(UserError, match=r"a.parquet': is not a readable Parquet file \(Parquet magic bytes not found"):
+        read(write(tmp_path, GOOD * 9, "a.parquet"))
+    for name, content in (("a.jsonl", b"\n \n"), ("a.json", b"[]"), ("a.json", b"")):
+        with pytest.raises(UserError, match="contains no problems"):
+            read(write(tmp_path, content, name))
+
+
+def test_rows_without_a_gold_answer_are_dropped(tmp_path, caplog):
+    rows = [ROWS[0], {"question": "q", "answer": None}, {"question": "q", "answer": " "}, {"question": "q", "answer": "12 ####"}, ROWS[1]]
+    assert len(read(write(tmp_path, "\n".join(map(json.dumps, rows)).encode()))) == 2
+    assert "dropped 3 rows without a gold answer, first row 2" in caplog.text
+    with pytest.raises(UserError, match="contains no problems with a gold answer"):
+        read(write(tmp_path, json.dumps(rows[1]).encode()))
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.binary() | st.text().map(str.encode) | st.dictionaries(st.text(), st.text()).map(json.dumps).map(str.encode),
+    st.sampled_from(["train.jsonl", "train.json", "train.parquet"]),
+    st.sampled_from(["gsm8k", "math", None]),
+)
+def test_all_content_is_refused_with_a_user_error(tmp_path, content, name, format):
+    with pytest.raises(UserError):  # no generated content has all fields
+        read(write(tmp_path, content, name), format)
+
 
 REAL = Path(__file__).resolve().parents[3].parent / "shared" / "data"
 MATH_SOLUTION = r"We have $\frac{1}{1} = \boxed{9}$ or rather $\boxed{\left( 3, \frac{\pi}{2} \right)}.$"

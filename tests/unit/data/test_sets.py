@@ -1,4 +1,4 @@
-"""Rows read by the names of their columns, with tools and tool calls, and the error for each mistake."""
+"""Rows read by the names of their columns, with tools and tool calls; prompts from templates; and the error for each mistake."""
 
 import json
 
@@ -9,11 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from examples.arithmetic.byte_tokenizer import make_byte_tokenizer
 from megatron_rl.config.data import ColumnsConfig, DataConfig
+from megatron_rl.data import check_data
 from megatron_rl.data.chat import check_own_chat, read_tools
 from megatron_rl.data.formats import RowError
+from megatron_rl.data.prompt_template import make_prompt_formatter
 from megatron_rl.data.sets import read_columns, read_problem_set
 from megatron_rl.errors import UserError
+from megatron_rl.hf.tokenizer import load_tokenizer
 
 CHATML = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
 STRICT = "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}" + CHATML
@@ -263,3 +267,83 @@ def test_any_tools_are_read_or_refused_with_one_line(value):
             refused = error.rule
         assert "\n" not in refused
         assert all(tool["function"]["name"].strip() for tool in read)
+
+
+CHATML_IM = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    make_byte_tokenizer(folder)
+    return load_tokenizer(folder)
+
+
+@pytest.fixture
+def chat(tokenizer):
+    """Return the prompt of a question with a chat template and fields of `DataConfig`."""
+    tokenizer = tokenizer.__class__(tokenizer_object=tokenizer.backend_tokenizer, eos_token=tokenizer.eos_token)
+    tokenizer.name_or_path = "some/model"
+
+    def ask(question: str, template: str | None = CHATML_IM, **data: object) -> str:
+        tokenizer.chat_template = template
+        return make_prompt_formatter(DataConfig(chat=True, **data), tokenizer)(question)
+
+    return ask
+
+
+def test_the_template_is_plain_text_or_a_file(tokenizer, tmp_path):
+    ask = make_prompt_formatter(DataConfig(prompt_template="Q: {question} {braces}\n\\boxed{}"), tokenizer)
+    assert ask("what is {x} in {question}?") == "Q: what is {x} in {question}? {braces}\n\\boxed{}"
+    file = tmp_path / "ask.txt"
+    file.write_text("Frage: {question}\nAntwort – ", encoding="utf-8")
+    assert make_prompt_formatter(DataConfig(prompt_template_file=file), tokenizer)("1+1?") == "Frage: 1+1?\nAntwort – "
+
+
+@pytest.mark.parametrize(
+    "content, wrong",
+    [(b"no place", "does not contain {question}"), (b"\xff{question}", "it is not UTF-8"), (None, "No such file or directory")],
+)
+def test_an_invalid_template_file_is_refused(tokenizer, tmp_path, content, wrong):
+    file = tmp_path / "ask.txt"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(UserError, match=f"data.prompt_template_file = .*{wrong}"):
+        check_data(DataConfig(prompt_template_file=file), tmp_path)
+
+
+def test_the_chat_contains_template_and_system_message(chat):
+    assert chat("1+1?") == "<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n"
+    result = chat("1+1?", prompt_template="{question} Put it into \\boxed{}.", system_prompt="Be brief.")
+    assert result.startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n1+1? Put it into \\boxed{}.<|im_end|>\n")
+
+
+@pytest.mark.parametrize(
+    "template, system_prompt, line",
+    [
+        (None, "", "data.chat: the tokenizer of some/model has no chat template; set it to false, or add chat_template.jinja to that fol"),
+        ("{{ messages[0].content }}", "Be brief.", "data.chat: the chat template of some/model leaves out the question"),
+        ("{{ messages[-1].content }}", "Be brief.", "data.system_prompt: the chat template of some/model leaves it out"),
+        (
+            "{{ raise_exception('No.') }}",
+            "Be brief.",
+            "data.chat: the chat template of some/model fails on messages of system, user (No.); ",
+        ),
+        ("{% if", "", "data.chat: the chat template of some/model fails on messages of user ("),
+    ],
+)
+def test_an_unusable_chat_template_is_refused(chat, template, system_prompt, line):
+    with pytest.raises(UserError) as caught:
+        chat("1+1?", template, system_prompt=system_prompt)
+    assert str(caught.value).startswith(line) and "\n" not in str(caught.value)
+
+
+def test_preflight_checks_the_chat_template_of_the_model(tmp_path):
+    make_byte_tokenizer(tmp_path)
+    with pytest.raises(UserError, match=f"data.chat: the tokenizer of {tmp_path} has no chat template"):
+        check_data(DataConfig(chat=True, train="examples.arithmetic.task:Arithmetic"), tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(CHATML_IM)
+    check_data(DataConfig(chat=True, train="examples.arithmetic.task:Arithmetic"), tmp_path)
