@@ -49,11 +49,8 @@ def test_each_reward_is_normalized_by_itself_then_their_sum_over_the_batch(size,
     result = normalize_then_sum({"math": MATH, "format": FORMAT}, weights, excluded, AlgorithmConfig(), size)
     expected = normalize_by_hand([(1.0, MATH), (0.25, FORMAT)], [not value for value in excluded], size)
     assert result == pytest.approx(expected, abs=1e-9)
-
-
-def test_equal_rewards_of_every_function_teach_nothing():
     equal = {"math": [0.1] * 6, "format": [0.3] * 6}
-    assert normalize_then_sum(equal, dict.fromkeys(equal, 1.0), [False] * 6, AlgorithmConfig(), 3) == [0.0] * 6
+    assert normalize_then_sum(equal, weights, excluded, AlgorithmConfig(), size) == [0.0] * 6
 
 
 def test_rewards_are_split_by_function_a_penalty_is_one_and_no_verdict_earns_nothing():
@@ -206,7 +203,6 @@ def test_tokens_of_an_environment_have_none():
 
 
 def test_metrics_are_of_all_replicas_and_bits_of_a_sample_its_own():
-    """Replicas' totals are joined; the same sample alone gets the same bits."""
     config, parts = TeacherConfig(path=Path("t")), []
     both, alone = [draw(1, 5), draw(2, 7)], [draw(1, 5)]
     whole = assign_distilled_advantages(both, config)

@@ -142,8 +142,7 @@ def samples() -> list[TrainingSample]:
 
 @pytest.mark.parametrize("aggregate", ["token", "sequence", "constant"])
 @pytest.mark.parametrize("max_tokens", [64, 6])
-def test_the_loss_is_the_clipped_squared_error_over_the_policys_tokens(aggregate, max_tokens):
-    """However the samples are packed."""
+def test_the_loss_is_the_clipped_squared_error_over_the_policys_tokens_however_packed(aggregate, max_tokens):
     batch, source = samples(), random.Random(5)
     assign_loss_weights(batch, aggregate, longest=8)
     tokens = sum(sample.sampled_count for sample in batch)

@@ -1,6 +1,7 @@
 """Every algorithm against its paper's formula, written here as loops over tokens in Python floats; gradients by finite differences.
 
-Nothing of megatron_rl.algorithm takes part in the expectations. Numbers are float64 on both sides, so that 1e-12 is rounding.
+Nothing of megatron_rl.algorithm takes part in the expectations. Numbers are float64 on both sides, so that 1e-12 is rounding. What cannot
+work is refused before anything starts.
 """
 
 import dataclasses
@@ -15,10 +16,12 @@ from support.micro_batches import iter_target_positions
 from megatron_rl.algorithm.advantages import compute_advantages, measure_kl
 from megatron_rl.algorithm.length_penalty import compute_overlong_penalty
 from megatron_rl.algorithm.loss_weights import assign_loss_weights
+from megatron_rl.algorithm.plug_check import check_algorithm
 from megatron_rl.algorithm.policy_loss import PolicyLoss
 from megatron_rl.batch.micro_batch import MicroBatch, make_micro_batches
 from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.config.algorithm import AlgorithmConfig
+from megatron_rl.errors import UserError
 from megatron_rl.plugs import ADVANTAGES, LOSSES
 
 LONGEST = 12
@@ -234,10 +237,9 @@ CONFIGS = {
     "sapo, two taus": {"loss": SAPO, "loss_settings": {"tau_positive": 2.0, "tau_negative": 0.5}},
     "cispo, two bounds": {"name": "cispo", "clip_low": 0.2, "kl_coef": 0.1, "kl_estimator": "k1"},
 }
-each = pytest.mark.parametrize("settings", CONFIGS.values(), ids=CONFIGS)
 
 
-@each
+@pytest.mark.parametrize("settings", CONFIGS.values(), ids=CONFIGS)
 def test_loss_and_gradient_are_the_papers_whatever_the_micro_batches(settings, sequences, now):
     """Central differences of step 1e-6 err by about 1e-12 in curvature and 1e-10 in rounding; sums in another order err by 1e-12."""
     config = AlgorithmConfig(**settings)
@@ -303,8 +305,6 @@ def test_an_answer_without_tokens_teaches_nothing(sequences, now):
 
 
 GROUPS = [[1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 1.0], [0.25, 0.0, 2.0, 0.5]]
-
-
 CENTRED = [[reward - fmean(group) for reward in group] for group in GROUPS]
 ALL_CENTRED = [value for values in CENTRED for value in values]
 BY_HAND = {
@@ -350,7 +350,6 @@ def test_excluded_sequences_leave_the_loss_as_if_they_were_not_there(sequences, 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 def test_kl_in_the_reward(estimator):
-    """Two groups of two; every number by hand in Python floats."""
     source = random.Random(1)
     sequences = []
     for reward in (1.0, 0.0, 0.0, 1.0):
@@ -411,3 +410,69 @@ def test_a_name_sets_defaults_and_fields_win(given, result):
 def test_pieces_that_do_not_fit_are_refused(given, rule):
     with pytest.raises(ValueError, match=rule):
         AlgorithmConfig.model_validate(given)
+
+
+OWN = """
+import torch
+from megatron_rl.algorithm.losses.ppo import token_losses
+
+def sentence(logprobs, batch, config, *, words): return token_losses(logprobs, batch, config)
+def scalar(logprobs, batch, config): return logprobs.sum(), logprobs > 0
+def numbers(logprobs, batch, config): return logprobs * batch.advantages, logprobs
+def constant(logprobs, batch, config): return logprobs.detach(), logprobs > 0
+def double(logprobs, batch, config): return logprobs.double(), logprobs > 0
+def no_number(logprobs, batch, config): return logprobs / (batch.mask * 0), logprobs > 0
+def flat(rewards, counted): return rewards.flatten()
+def all_members(rewards, counted): return rewards - rewards.mean(1, keepdim=True)
+def infinite(rewards, counted): return rewards / 0
+"""
+
+
+@pytest.mark.parametrize("name", [*LOSSES.builtin, SAPO])
+def test_every_loss_and_advantage_passes_its_trial(name):
+    for advantage in (*ADVANTAGES.builtin, "examples.plugs.group_median:group_median"):
+        check_algorithm(AlgorithmConfig(loss=name, advantage=advantage, kl_coef=0.1))
+
+
+@pytest.mark.parametrize(
+    "given, line",
+    [
+        (
+            {"loss": "absent_module:loss"},
+            r"algorithm.loss = 'absent_module:loss': cannot be imported \(ModuleNotFoundError.*; use one of ppo,",
+        ),
+        ({"loss_settings": {"tau": 1.0}}, "algorithm.loss = 'ppo': failed on a toy batch .*unexpected keyword argument 'tau'"),
+        ({"loss": SAPO, "loss_settings": {"tau_negative": 0.0}}, r"failed on a toy batch \(ValueError: tau_positive .* must be above 0"),
+        ({"loss": "own_algorithm:sentence"}, "missing 1 required keyword-only argument: 'words'"),
+        ({"loss": "own_algorithm:scalar"}, "must return .losses, clipped. of the log-probs' shape"),
+        ({"loss": "own_algorithm:numbers"}, "clipped as bool"),
+        ({"loss": "own_algorithm:constant"}, "RuntimeError: element 0 of tensors does not require grad"),
+        ({"loss": "own_algorithm:double"}, "losses in their dtype"),
+        ({"loss": "own_algorithm:no_number"}, "must return finite losses with finite gradients"),
+        ({"advantage": "own_algorithm:absent"}, "algorithm.advantage = 'own_algorithm:absent': cannot be imported .AttributeError"),
+        ({"advantage": "own_algorithm:sentence"}, "algorithm.advantage.*missing 1 required positional argument"),
+        ({"advantage": "own_algorithm:flat"}, "algorithm.advantage.*must return finite values of the rewards' shape"),
+        ({"advantage": "own_algorithm:all_members"}, "0 if counted is False"),
+        ({"advantage": "own_algorithm:infinite"}, "must return finite values"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_anything_starts(given, line, tmp_path, monkeypatch):
+    (tmp_path / "own_algorithm.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(UserError, match=line):
+        check_algorithm(AlgorithmConfig(**given))
+
+
+def test_settings_reach_a_loss_and_a_name_of_neither_form_is_refused_without_an_import(tmp_path, monkeypatch):
+    (tmp_path / "own_algorithm.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    check_algorithm(AlgorithmConfig(loss="own_algorithm:sentence", loss_settings={"words": 3}))
+    for field in ("loss", "advantage"):
+        with pytest.raises(ValueError, match="must be one of (ppo|group_std), .*, or your own as module:attribute"):
+            AlgorithmConfig(**{field: "grpo"})
+
+
+def test_group_median_leaves_out_who_is_excluded():
+    rewards = (1.0, 0.0, 0.25, 99.0, 1.0, 3.0, 2.0, 9.0)
+    config = AlgorithmConfig(advantage="examples.plugs.group_median:group_median")
+    assert compute_advantages(rewards, [reward > 50 for reward in rewards], config, 4) == [0.75, -0.25, 0.0, 0.0, -1.5, 0.5, -0.5, 6.5]

@@ -93,7 +93,6 @@ def test_repeated_questions_are_dropped(jsonl, caplog):
 
 
 def test_a_mixture_of_generated_and_published_problems(jsonl):
-    """Shares match the weights, held-out sets keep their order and names, no problem is in both, and the stream resumes."""
     train = [{"source": SUMS, "weight": 3}, {"source": jsonl("train", list("abcdef")), "format": "gsm8k", "name": "letters"}]
     sets = [{"source": jsonl("eval", list("fgh")), "format": "gsm8k", "name": "rest"}, {"source": SUMS, "name": "sums"}]
     fresh = lambda: load(train=train, eval=sets, eval_size=20, prompt_template="{question} {braces}?")  # noqa: E731

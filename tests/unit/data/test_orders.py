@@ -75,7 +75,6 @@ def test_an_epoch_without_problems_within_the_bounds_contains_all(caplog):
 
 
 def make_stream() -> ProblemStream:
-    """Return a stream of a set with measured pass rates, a set with a curriculum by level, and a shuffled set."""
     measured = settings(pass_rate="measured", pass_rate_low=0.1, pass_rate_high=0.9, curriculum="pass_rate", recheck_every=4)
     orders = [
         order_by_difficulty(problems([None] * 7), measured, "0/s"),
@@ -212,13 +211,6 @@ def test_every_set_is_within_one_problem_of_its_share_at_any_time(weights, posit
         counts[index] += 1
         for other, weight in enumerate(weights):
             assert abs(counts[other] - (position + 1) * weight / sum(weights)) < 1 + 1e-9
-
-
-def test_shares_converge_to_the_weights():
-    drawn = mixed([7, 50, 3], [3.0, 1.0, 0.5]).next_batch(9000)
-    shares = Counter(problem.id.split(":")[0] for problem in drawn)
-    assert shares == {"0": 6000, "1": 2000, "2": 1000}
-    assert Counter(Counter(problem.id for problem in drawn if problem.id[0] == "1").values()) == {40: 50}  # each set has its own epochs
 
 
 @given(WEIGHTS, st.integers(0, 200), st.integers(0, 30), st.integers(1, 30))

@@ -26,11 +26,6 @@ def outcome(text: str, correct: bool = False, error: str = "", finish: str = "st
     return Outcome(text, Reward(float(correct), correct, error), len(text), finish)
 
 
-def test_what_the_reward_function_read_is_the_vote_of_a_wrong_completion():
-    assert Outcome("#12", Reward(0.0, False, answer="3"), 3, "stop").answer(problem(1)) == "3"
-    assert Outcome("it is 12", Reward(0.0, False, answer=""), 8, "stop").answer(problem(1)) is None
-
-
 @pytest.mark.parametrize(
     "text, source, answer",
     [
@@ -48,7 +43,9 @@ def test_a_wrong_completion_votes_for_what_it_states_and_a_correct_one_for_the_g
     assert outcome(text, error="timeout after 5 s").answer(problem(1, source=source)) is None
 
 
-def test_a_tally_counts_votes_lengths_and_errors():
+def test_a_tally_counts_lengths_errors_and_votes_for_what_the_reward_function_read():
+    assert Outcome("#12", Reward(0.0, False, answer="3"), 3, "stop").answer(problem(1)) == "3"
+    assert Outcome("it is 12", Reward(0.0, False, answer=""), 8, "stop").answer(problem(1)) is None
     texts = [outcome("2", True), outcome("2=2", True), outcome("is 3"), outcome("a,", finish="length"), outcome("is 4", error="died")]
     result = Tally.of(problem(1), texts)
     assert (result.samples, result.correct, result.votes) == (5, 2, ((2, 2), (1, 0)))
@@ -184,7 +181,6 @@ def test_a_run_finds_its_evaluations_and_leaves_out_what_is_damaged(tmp_path):
 
 
 def answered(level: int, *answers: str) -> list[Completion]:
-    """Completions of a problem whose answer is 7."""
     problem = Problem(f"p{level}", "q", "7", level=level)
     return [Completion(problem, [1], [2], [0.0], "stop", 1, text, Reward(0.0, text == "7", answer=text)) for text in answers]
 

@@ -55,21 +55,15 @@ def test_an_operator_moves_what_its_kernel_reads_and_writes(func, args, nbytes):
     assert count_moved(func, args, {}, func(*args) if func is not aten.empty.memory_format else X) == nbytes
 
 
-def test_a_result_that_is_given_is_not_read():
+def test_a_given_result_is_not_read_attention_counts_once_and_an_expanded_tensor_has_the_bytes_of_its_storage():
     result = new(4, 8)
     assert count_moved(aten.mul.out, (X, new(4, 8)), {"out": result}, result) == 3 * 128
     assert count_moved(aten.mul.out, (X, new(4, 8)), {"out": X}, X) == 3 * 128
-
-
-def test_attention_counts_once():
-    """The kernel's shape function counts it (`rehearsal.kernels.flash_attention`)."""
+    assert count_bytes(ROW.expand(4, 8)) == 32 and count_bytes(new(0, 8)) == 0
     from torch.nn.attention import varlen  # noqa: F401 - registers the operators
 
+    # the kernel's shape function counts it (`rehearsal.kernels.flash_attention`)
     assert count_moved(torch.ops.torch_attn._varlen_attn_backward.default, (X, X), {}, X) == 0
-
-
-def test_an_expanded_tensor_has_the_bytes_of_its_storage():
-    assert count_bytes(ROW.expand(4, 8)) == 32 and count_bytes(new(0, 8)) == 0
 
 
 def test_kinds_follow_dtype_and_line():
@@ -79,9 +73,13 @@ def test_kinds_follow_dtype_and_line():
     assert name_kind("aten::add", "other", "megatron/core/distributed/param_and_grad_buffer.py:9") == "gradient buffers"
 
 
-def test_a_bound_multiplies_passes_alone_and_takes_the_link_that_a_group_has():
+def bound_phase(phase, micro_batches: int, nodes: int):
     job = SimpleNamespace(config=SimpleNamespace(algorithm=SimpleNamespace(updates_per_step=1)), has_reference=False)
-    cluster = Cluster.from_options(2, 8, "h100")
+    candidate = SimpleNamespace(train=SimpleNamespace(vpp=1), micro_batches=lambda _: micro_batches)
+    return estimate_bound(phase, job, candidate, Cluster.from_options(nodes, 8, "h100"))
+
+
+def test_a_bound_multiplies_passes_alone_and_takes_the_link_that_a_group_has():
     recorder = Recorder()
     phase = recorder.begin("update 2")
     phase.passes, recorder.in_pass = 2, True
@@ -92,7 +90,7 @@ def test_a_bound_multiplies_passes_alone_and_takes_the_link_that_a_group_has():
     recorder.in_pass = False
     recorder.work("other", 0, X, X, kernel="norm")
     recorder.collective("all-gather", "dp 2", 10**9, [0, 8])
-    bound = estimate_bound(phase, job, SimpleNamespace(train=SimpleNamespace(vpp=1), micro_batches=lambda _: 20), cluster)
+    bound = bound_phase(phase, micro_batches=20, nodes=2)
     assert bound.passes == 20
     assert bound.seconds["fp8 products"] == pytest.approx(10**13 / (1979e12 * COMPUTE_EFFICIENCY))
     assert bound.seconds["norms"] == pytest.approx(256 / (3.35e12 * LINK_EFFICIENCY))
@@ -103,7 +101,6 @@ def test_a_bound_multiplies_passes_alone_and_takes_the_link_that_a_group_has():
 @pytest.mark.parametrize("products, exposed", [(0, 3.0), (1, 2.0), (2, 1.0), (4, 0.0)])
 def test_exchange_is_hidden_as_far_as_kernels_run_between_its_start_and_the_wait(products, exposed):
     """Two exchanges of one and two seconds over one link, and a third that is waited for immediately."""
-    job = SimpleNamespace(config=SimpleNamespace(algorithm=SimpleNamespace(updates_per_step=1)), has_reference=False)
     recorder, second = Recorder(), 450e9 * LINK_EFFICIENCY
     phase = recorder.begin("update 2")
     phase.passes, recorder.in_pass = 1, True
@@ -113,9 +110,7 @@ def test_exchange_is_hidden_as_far_as_kernels_run_between_its_start_and_the_wait
         wait()
         wait()
     recorder.collective("send", "tp 2", second / 2, [0, 1])()
-    bound = estimate_bound(
-        phase, job, SimpleNamespace(train=SimpleNamespace(vpp=1), micro_batches=lambda _: 3), Cluster.from_options(1, 8, "h100")
-    )
+    bound = bound_phase(phase, micro_batches=3, nodes=1)
     assert bound.seconds["exposed communication"] == pytest.approx(3 * (exposed + 0.5))
     assert bound.hidden == pytest.approx(3 * (3 - exposed), abs=1e-9)
 

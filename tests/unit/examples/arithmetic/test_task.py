@@ -3,6 +3,7 @@
 import random
 import re
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -141,15 +142,9 @@ def test_worked_examples_call_the_calculator_and_are_right():
         assert reward(call + result + answer, problem).correct
 
 
-class Letters:
-    eos_token_id = 0
-
-    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        return [ord(letter) for letter in text]
-
-
 def test_a_worked_example_teaches_what_the_policy_writes():
-    example = supervised.make_example([7, 8], ["<<1>>", "12", "#1"], Letters())
+    letters = SimpleNamespace(eos_token_id=0, encode=lambda text, add_special_tokens: [*map(ord, text)])
+    example = supervised.make_example([7, 8], ["<<1>>", "12", "#1"], letters)
     assert example.response_ids.tolist() == [*map(ord, "<<1>>12#1"), 0]
     assert example.response_mask.tolist() == [True] * 5 + [False] * 2 + [True] * 3
 
@@ -166,13 +161,9 @@ def test_the_share_of_worked_examples_that_call():
 
 def test_the_agents_tool_computes_and_answers_malformed_calls():
     assert tool_agent.call_tool('{"expression": "5+3-6"}') == "2"
-    for arguments, reply in (
-        ("{", "JSONDecodeError: "),
-        ("{}", "KeyError: "),
-        ("[]", "TypeError: "),
-        ('{"expression": "x"}', "ValueError: "),
-    ):
+    refused = {"{": "JSONDecodeError: ", "{}": "KeyError: ", "[]": "TypeError: ", '{"expression": "x"}': "ValueError: "}
+    for arguments, reply in refused.items():
         assert tool_agent.call_tool(arguments).startswith(reply)
     assert tool_agent.call_tool('{"expression": 3}') == "expression must be a string"
-    call, reply, answer = tool_agent.calculator.write_demonstration(PROBLEM)
+    call, reply, answer = tool_agent.write_demonstration(PROBLEM)
     assert '{"expression": "5+3-6"}' in call and "\n2<" in reply and answer == "#2"
