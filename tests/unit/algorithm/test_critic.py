@@ -48,11 +48,6 @@ def test_gae_is_the_sum_of_its_definition(gamma, lam):
         assert returns[:3].tolist() == pytest.approx(rewards[:3].flip(0).cumsum(0).flip(0).tolist(), rel=1e-13)
 
 
-def test_of_no_samples_there_are_none():
-    assert [len(part) for part in estimate_advantages(*torch.empty(2, 0).double(), [], 1.0, 1.0)] == [0, 0]
-    assert assign_token_advantages([], GAE) == {"critic/values_mean": 0.0, "critic/returns_mean": 0.0}
-
-
 @pytest.mark.parametrize("kl_coef", [0.0, 0.05])
 def test_whitened_advantages_and_returns_of_ragged_answers(kl_coef):
     config = GAE.model_copy(update={"kl_coef": kl_coef, "kl_in": "reward", "kl_estimator": "k1"})
@@ -114,6 +109,8 @@ def test_a_samples_bits_do_not_depend_on_which_others_its_replica_has():
 
 
 def test_equal_returns_have_no_explained_variance_and_nothing_counted_is_all_zero():
+    assert [len(part) for part in estimate_advantages(*torch.empty(2, 0).double(), [], 1.0, 1.0)] == [0, 0]
+    assert assign_token_advantages([], GAE) == {"critic/values_mean": 0.0, "critic/returns_mean": 0.0}
     flat = [TrainingSample([1], [2, 2], reward=1.0, values=torch.tensor([0.2, 0.4]), loss_weight=weight) for weight in (1.0, 1.0)]
     metrics = assign_token_advantages(flat, AlgorithmConfig(advantage="gae"))
     assert "critic/explained_variance" not in metrics and metrics["critic/returns_mean"] == 1

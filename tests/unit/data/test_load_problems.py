@@ -24,8 +24,6 @@ REAL = Path(__file__).resolve().parents[3].parent / "shared" / "data"
 HUB_CARD = (
     "---\nconfigs:\n- config_name: main\n  data_files:\n  - {split: train, path: main/train-*}\n  - {split: test, path: main/test-*}\n---\n"
 )
-
-
 load = functools.partial(support.load, train=SUMS, eval=SUMS)
 
 

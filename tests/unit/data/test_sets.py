@@ -103,6 +103,10 @@ def test_messages_of_a_custom_format_need_a_chat_template(tmp_path, monkeypatch,
         ({"columns": {}}, "must set exactly one of question and messages"),
         ({"columns": {"question": "a", "messages": "b"}}, "must set exactly one of question and messages"),
         ({"columns": {"question": "a"}}, "must set answer"),
+        (
+            {"columns": {"question": "q", "answer": "a", "tools": "t"}},
+            "tools = 't' needs chat = true, because only a chat template uses tools",
+        ),
         ({"columns": {"messages": "a"}}, "columns.messages = 'a' needs chat = true"),
         ({"train": [{"source": "a", "columns": {"messages": "b"}}]}, "columns.messages = 'b' needs chat = true"),
         ({"columns": {"question": "a", "answer": "b"}, "format": "gsm8k"}, "format gsm8k and columns exclude each other"),
@@ -241,11 +245,6 @@ def test_tools_of_a_custom_format_are_checked():
     for history, tools, line in (((), [{"name": "add"}], "must have type = "), (CHAT[:4], [], "which is not one of the row's tools")):
         with pytest.raises(RowError, match=line):
             check_own_chat(history, tools)
-
-
-def test_tools_need_a_chat_template():
-    with pytest.raises(ValidationError, match="columns.tools = 'tools' needs chat = true, because only a chat template uses tools"):
-        DataConfig.model_validate({"columns": {"question": "q", "answer": "a", "tools": "tools"}})
 
 
 KEYS = st.sampled_from(["type", "function", "name", "parameters", "x"])

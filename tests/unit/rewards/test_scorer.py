@@ -90,7 +90,10 @@ def test_the_first_that_judges_the_answer_decides():
     assert list(config(FORMAT, MATH, FORMAT).parts) == ["format", "math", "format_2"]
 
 
-def test_the_sum_is_weighted_and_keeps_its_parts():
+def test_the_sum_is_weighted_and_keeps_its_parts_and_a_length_has_a_value():
+    for tokens, value in ((0, 1.0), (256, 1.0), (448, 0.75), (1024, 0.0), (5000, 0.0)):
+        assert compute_length_reward(tokens, 256, 1024) == pytest.approx(value)
+        assert compute_length_reward(tokens, 1024, 256) == pytest.approx(1 - value), "the other way round long answers are worth more"
     texts = ["so #### 5", "so 5", "so #### 6", "so #### 5"]
     with Scorer(config(FORMAT, MATH, LENGTH), print) as scorer:
         rewards = scorer.score(texts, problems("5", "5", "5", "5"), [10, 15, 10, 21])
@@ -102,12 +105,6 @@ def test_the_sum_is_weighted_and_keeps_its_parts():
     ]
     with Scorer(RewardConfig(function="exact", workers=1), print) as scorer:  # a single function has no parts
         assert scorer.score(["5", "6"], problems("5", "5"), [1, 1]) == [Reward(1.0, True), Reward(0.0, False)]
-
-
-def test_the_value_of_a_length():
-    for tokens, value in ((0, 1.0), (256, 1.0), (448, 0.75), (1024, 0.0), (5000, 0.0)):
-        assert compute_length_reward(tokens, 256, 1024) == pytest.approx(value)
-        assert compute_length_reward(tokens, 1024, 256) == pytest.approx(1 - value), "the other way round long answers are worth more"
 
 
 SLOW = {"name": "exact", "pattern": "((?:a+)+b)"}

@@ -98,8 +98,6 @@ def test_arithmetic_depends_on_the_last_integer_only(text, stated, gold):
 
 
 PROBLEM = Problem("arithmetic:5+3-6", "5+3-6      =", "2", 2, "arithmetic")
-
-
 REFUSED = [
     "", " ", "1+", "()", "1 2", "2**9", "9**9**9", "1/0", "1//0", "7/2", "1.5", "1e3", "0x10", "1_0", "True", "x", "print(1)", "1,2",
     "3(4)", "05", "1<2", "\x00", "9" * 16, "999999999*999999999", "(" * 64, "-" * 64, "1" + "+1" * 40, "１+１",

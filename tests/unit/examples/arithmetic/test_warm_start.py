@@ -67,10 +67,7 @@ def test_a_model_that_is_there_is_kept_if_it_is_the_same(tmp_path):
             ["--architecture.num_experts=2", "--architecture.num_experts_per_tok=4"],
             "architecture: num_experts (2) must be at least num_experts_per_tok (4)",
         ),
-        (
-            ["--architecture.num_attention_heads=3"],
-            "architecture: num_attention_heads (3) must be a multiple of num_key_value_heads (2)",
-        ),
+        (["--architecture.num_attention_heads=3"], "architecture: num_attention_heads (3) must be a multiple of num_key_value_heads (2)"),
         (["--model=none.toml"], "CONFIG = 'none.toml': does not exist; give a TOML file such as configs/quickstart.toml"),
         (["--model.path=."], "model.path = '.': exists but contains no config.json; remove it, or name another folder"),
         (["--data.settings.levels=[0]"], "data.settings.levels = [0]: must name at least one level, each 1 or more; use e.g. [1, 2, 3, 4]"),
@@ -78,10 +75,7 @@ def test_a_model_that_is_there_is_kept_if_it_is_the_same(tmp_path):
             ["--data.train=examples.plugs.csv_rows:read_csv", "--data.format=gsm8k", "--data.eval=", '--data.settings={path = "q.csv"}'],
             "warm_start.steps = 600: needs worked examples, which only examples.arithmetic.task:Arithmetic in data.train has",
         ),
-        (
-            ["--warm_start.tool_share=0.5"],
-            "warm_start.tool_share = 0.5: needs a tool, but the run has none; add [environment] with name =",
-        ),
+        (["--warm_start.tool_share=0.5"], "warm_start.tool_share = 0.5: needs a tool, but the run has none; add [environment] with name ="),
         (["--train.layout.tp=2"], "train.layout: needs 2 ranks (tp * cp * pp * dp), but this launch has 1; start with torchrun"),
     ],
 )
