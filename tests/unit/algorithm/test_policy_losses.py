@@ -141,7 +141,6 @@ def kl_cov(config: AlgorithmConfig, logp: list[float], old: list[float], advanta
 
 
 def sapo(config: AlgorithmConfig, logp: list[float], old: list[float], advantage: float, fixed: list[float]) -> Formula:
-    """The example's formula."""
     tau = config.loss_settings.get("tau_positive", 1.0) if advantage > 0 else config.loss_settings.get("tau_negative", 1.05)
     ratios = [math.exp(new - before) for new, before in zip(logp, old, strict=True)]
     return [(-4 / tau / (1 + math.exp(-tau * (ratio - 1))) * advantage, False) for ratio in ratios]

@@ -114,7 +114,6 @@ def few_layers(model: str, folder: Path, **changes: object) -> Path:
 
 @pytest.mark.long
 def test_experts_on_hopper_hold_what_a_sync_fills(tmp_path, tmp_path_factory, monkeypatch):
-    """With packages installed that need a driver."""
     monkeypatch.setenv("PYTHONPATH", driver_bound.install(tmp_path_factory.mktemp("packages")))
     overrides = [f"--model.path={few_layers('Qwen3-30B-A3B', tmp_path)}", "--train.layout.last_stage_layers=0"]
     config = load_config(CONFIGS / "qwen3_30b_a3b.toml", overrides)

@@ -25,7 +25,6 @@ NAMES = ("quickstart", "quickstart_moe", "quickstart_mtp", "calculator", "gsm8k"
 
 
 def run(*arguments: object) -> str:
-    """What the command prints when it succeeds."""
     done = CliRunner().invoke(app, list(map(str, arguments)))
     assert done.exit_code == 0, done.output
     return done.stdout
