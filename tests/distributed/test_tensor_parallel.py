@@ -21,7 +21,10 @@ def run_layer(kind, backend, tokens, scale_format, gathers):
     Megatron."""
     start()
     tp, rank = dist.get_world_size(), dist.get_rank()
-    weight, (x, dy) = torch.randn(256, 256, generator=torch.Generator().manual_seed(0)), (uneven(tokens, 256, torch.bfloat16) for _ in "xd")
+    weight, (x, dy) = (
+        torch.randn(128 * tp, 256, generator=torch.Generator().manual_seed(0)),
+        (uneven(tokens, 256, torch.bfloat16) for _ in "xd"),
+    )
     sent, gather = [], dist.all_gather_into_tensor
 
     def count(output, input, *args, **options):
