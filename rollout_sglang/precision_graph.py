@@ -10,7 +10,7 @@ import torch
 from megatron_rl.precision.graph.decoder import DecoderPrecision, LayerPrecision, Operator, decoder_graph
 from megatron_rl.precision.graph.formats import block_format, channel_format, dtype_name, scale_format, unquantized_format
 from megatron_rl.precision.graph.graph import PrecisionGraph, TensorPrecision
-from megatron_rl.precision.graph.reader import FP32, SGLANG, Reader
+from megatron_rl.precision.graph.reader import FP32, Reader
 from parallel.adapters import NAMES
 from rollout_sglang.hooks import e4m3_cache, tree_reduction
 
@@ -26,7 +26,7 @@ def read_rank_graph(runner: Any, activations: Mapping[str, str]) -> PrecisionGra
 
 
 class _Reader(Reader):
-    side = SGLANG
+    side = "sglang"
 
     def __init__(self, runner: Any, activations: Mapping[str, str]) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class _Reader(Reader):
             "lm_head": self.read_linear(model.lm_head, FP32 if fp32_head else unquantized_format(model.lm_head.weight)),
             "logprobs": Operator({"x": FP32 if fp32_head else self.hidden}),
         }
-        if (name := self.find_unread(model.named_parameters())) is not None:
+        if (name := self.find_unread(model)) is not None:
             raise ValueError(f"the precision graph has no operator that uses the engine's parameter {name}")
         return DecoderPrecision(self.hidden, layers, ends)
 

@@ -21,9 +21,8 @@ from megatron_rl.mcore.layers.linear.row_parallel import TreeRowParallelLinear
 from megatron_rl.precision.graph.decoder import DecoderPrecision, Gradients, LayerPrecision, Operator, decoder_graph
 from megatron_rl.precision.graph.formats import block_format, common_format, dtype_name, scale_format, unquantized_format
 from megatron_rl.precision.graph.graph import PrecisionGraph, TensorPrecision, merge_graphs
-from megatron_rl.precision.graph.reader import FP32, MEGATRON, Reader
+from megatron_rl.precision.graph.reader import FP32, Reader
 from parallel.adapters import NAMES
-from parallel.mtp_layers import MEGATRON_PREFIX
 
 
 def read_rank_graph(model: GPTModel | Sequence[GPTModel]) -> PrecisionGraph:
@@ -33,7 +32,7 @@ def read_rank_graph(model: GPTModel | Sequence[GPTModel]) -> PrecisionGraph:
 
 
 class _Reader(Reader):
-    side = MEGATRON
+    side = "megatron"
 
     def __init__(self, model: GPTModel) -> None:
         super().__init__()
@@ -54,8 +53,7 @@ class _Reader(Reader):
             else:
                 ends |= {"lm_head": self.read_lm_head(head), "logprobs": Operator({"x": self.hidden})}
         layers = {layer.layer_number - 1: self.read_layer(layer) for layer in model.decoder.layers}
-        shared = (each for each in model.named_parameters() if not each[0].startswith(MEGATRON_PREFIX))  # the engine lacks the others
-        if (name := self.find_unread(shared)) is not None:
+        if (name := self.find_unread(model)) is not None:
             raise RunError(f"the precision graph has no operator that uses the trainer's parameter {name}")
         return DecoderPrecision(self.hidden, layers, ends)
 
@@ -70,15 +68,10 @@ class _Reader(Reader):
             logits = TensorPrecision(mlp.router.config.moe_router_dtype or self.hidden.dtype)
             operators |= self.read_experts(mlp)
         first_linear = getattr(attention, "linear_qkv", None) or attention.linear_kv_down_proj
-        return LayerPrecision(
-            operators,
-            self.residual,
-            self.read_cache(attention.core_attention),
-            attention=type(attention.core_attention).__name__,
-            rope="FP32, rounded once" if rotates_rows(first_linear.weight) else "cos, sin and products rounded",
-            swiglu="FP32, rounded once" if layer.config.use_te_activation_func else "silu and product rounded",
-            logits=logits,
-        )
+        cache, core = self.read_cache(attention.core_attention), type(attention.core_attention).__name__
+        rope = "FP32, rounded once" if rotates_rows(first_linear.weight) else "cos, sin and products rounded"
+        swiglu = "FP32, rounded once" if layer.config.use_te_activation_func else "silu and product rounded"
+        return LayerPrecision(operators, self.residual, cache, core, rope, swiglu, logits)
 
     def read_residual(self, norm: Any) -> TensorPrecision:
         return self.residual

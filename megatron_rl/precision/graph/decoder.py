@@ -1,4 +1,4 @@
-"""The operators of a decoder-only model and how they are connected, the same for trainer and engine. Each side reads its live modules into a
+"""The operators of a decoder-only model and how they are connected, for trainer and engine. Each side reads its live modules into a
 `DecoderPrecision`. `decoder_graph` adds the edges of the forward pass, and those of the backward pass if the operators have gradients."""
 
 from __future__ import annotations
@@ -12,51 +12,58 @@ from parallel.adapters import NAMES
 _PARAMETERS = ("weight", "bias", *NAMES)
 _LINEARS = ("linear", "tree_linear", "router", "lm_head", "value_head")
 _RESIDUAL = "mlp.residual"
-Table = dict[str, tuple[str, dict[str, list[str]]]]  # operator -> (its kind, {input: operators that may produce it})
+Table = dict[str, tuple[str, dict[str, list[str]]]]  # operator -> (its kind, what follows it in the table)
 
 
 def _parse(text: str) -> Table:
-    """Parse lines "operator kind input=producer,producer"; the first of the producers that a layer has produces the input."""
+    """Parse lines "operator kind input=producer,producer"; the first of the producers that a layer has produces the input. `megatron` and
+    `sglang` name the modules that may be the operator, of which a layer has at most one."""
     rows = (line.split() for line in text.strip().splitlines())
-    pairs = ((name, kind, (part.split("=") for part in inputs)) for name, kind, *inputs in rows)
-    return {name: (kind, {tensor: producers.split(",") for tensor, producers in inputs}) for name, kind, inputs in pairs}
+    pairs = ((name, kind, (part.split("=") for part in rest)) for name, kind, *rest in rows)
+    return {name: (kind, {key: names.split(",") for key, names in rest}) for name, kind, rest in pairs}
 
 
 _FIRST: Table = {"embedding": ("embedding", {})}
-_LAYER = _parse("""
-    input_norm                 norm         x=input
-    attention.qkv              linear       x=input_norm
-    attention.q_norm           norm         x=attention.qkv
-    attention.k_norm           norm         x=attention.qkv
-    attention.q_a              linear       x=input_norm
-    attention.q_a_norm         norm         x=attention.q_a
-    attention.q_b              linear       x=attention.q_a_norm,input_norm
-    attention.kv_a             linear       x=input_norm
-    attention.kv_a_norm        norm         x=attention.kv_a
+LAYER = _parse("""
+    input_norm                 norm         x=input                megatron=input_layernorm sglang=input_layernorm
+    attention.qkv              linear       x=input_norm           megatron=self_attention.linear_qkv sglang=self_attn.qkv_proj
+    attention.q_norm           norm         x=attention.qkv        megatron=self_attention.q_layernorm sglang=self_attn.q_norm
+    attention.k_norm           norm         x=attention.qkv        megatron=self_attention.k_layernorm sglang=self_attn.k_norm
+    attention.q_a              linear       x=input_norm \
+                                            megatron=self_attention.linear_q_down_proj sglang=self_attn.fused_qkv_a_proj_with_mqa
+    attention.q_a_norm         norm         x=attention.q_a        sglang=self_attn.q_a_layernorm
+    attention.q_b              linear       x=attention.q_a_norm,input_norm \
+                                            megatron=self_attention.linear_q_up_proj,self_attention.linear_q_proj \
+                                            sglang=self_attn.q_b_proj,self_attn.q_proj
+    attention.kv_a             linear       x=input_norm           megatron=self_attention.linear_kv_down_proj \
+                                            sglang=self_attn.kv_a_proj_with_mqa,self_attn.fused_qkv_a_proj_with_mqa
+    attention.kv_a_norm        norm         x=attention.kv_a       megatron=self_attention.kv_layernorm sglang=self_attn.kv_a_layernorm
     attention.rope             rope         q=attention.q_norm,attention.q_b,attention.qkv k=attention.k_norm,attention.kv_a,attention.qkv
     attention.kv_b.k           linear       x=attention.q_b
-    attention.kv_b             linear       x=attention.kv_a_norm
-    attention.core             attention    q=attention.kv_b.k,attention.rope q_rope=attention.rope k_rope=attention.rope \
-                               k=attention.kv_b,attention.kv_a_norm,attention.rope v=attention.kv_b,attention.kv_a_norm,attention.qkv
+    attention.kv_b             linear       x=attention.kv_a_norm  megatron=self_attention.linear_kv_up_proj sglang=self_attn.kv_b_proj
+    attention.core             attention    q=attention.kv_b.k,attention.rope k=attention.kv_b,attention.kv_a_norm,attention.rope \
+                                            q_rope=attention.rope k_rope=attention.rope v=attention.kv_b,attention.kv_a_norm,attention.qkv
     attention.kv_b.v           linear       x=attention.core
-    attention.output           linear       x=attention.kv_b.v,attention.core
-    attention.post_norm        norm         x=attention.output
+    attention.output           linear       x=attention.kv_b.v,attention.core megatron=self_attention.linear_proj sglang=self_attn.o_proj
+    attention.post_norm        norm         x=attention.output     megatron=self_attn_bda.norm sglang=post_self_attn_layernorm
     attention.residual         add          residual=input x=attention.post_norm,attention.output
-    post_attention_norm        norm         x=attention.residual
-    mlp.gate_up                linear       x=post_attention_norm
+    post_attention_norm        norm         x=attention.residual   megatron=pre_mlp_layernorm sglang=post_attention_layernorm
+    mlp.gate_up                linear       x=post_attention_norm  megatron=mlp.linear_fc1 sglang=mlp.gate_up_proj
     mlp.swiglu                 swiglu       x=mlp.gate_up
-    mlp.down                   linear       x=mlp.swiglu
-    mlp.post_norm              norm         x=mlp.down
+    mlp.down                   linear       x=mlp.swiglu           megatron=mlp.linear_fc2 sglang=mlp.down_proj
+    mlp.post_norm              norm         x=mlp.down             megatron=mlp_bda.norm sglang=post_mlp_layernorm
     mlp.router                 router       x=post_attention_norm
     mlp.experts.gate_up        linear       x=post_attention_norm
     mlp.experts.swiglu         swiglu       x=mlp.experts.gate_up
     mlp.experts.down           linear       x=mlp.experts.swiglu
     mlp.experts.sum            weighted_sum x=mlp.experts.down logits=mlp.router
-    mlp.shared_experts.gate_up linear       x=post_attention_norm
+    mlp.shared_experts.gate_up linear       x=post_attention_norm \
+                                            megatron=mlp.shared_experts.linear_fc1 sglang=mlp.shared_experts.gate_up_proj
     mlp.shared_experts.swiglu  swiglu       x=mlp.shared_experts.gate_up
-    mlp.shared_experts.down    linear       x=mlp.shared_experts.swiglu
+    mlp.shared_experts.down    linear       x=mlp.shared_experts.swiglu \
+                                            megatron=mlp.shared_experts.linear_fc2 sglang=mlp.shared_experts.down_proj
     mlp.residual               add          residual=attention.residual x=mlp.post_norm,mlp.down,mlp.experts.sum \
-                               shared=mlp.shared_experts.down
+                                            shared=mlp.shared_experts.down
 """)
 _LAST = _parse("""
     norm                       norm          x=input
@@ -97,7 +104,7 @@ class Operator:
 
 @dataclass(frozen=True)
 class LayerPrecision:
-    """One layer: its operators with weights, by the names of `_LAYER`, and the formats of the tensors between the others."""
+    """One layer: its operators with weights, by the names of `LAYER`, and the formats of the tensors between the others."""
 
     operators: Mapping[str, Operator]
     residual: TensorPrecision  # the residual stream
@@ -139,7 +146,7 @@ def decoder_graph(model: DecoderPrecision) -> PrecisionGraph:
     builder.add(_FIRST, model.ends, "", "")
     for number, layer in sorted(model.layers.items()):
         source = f"layers.{number - 1}.{_RESIDUAL}" if number else "embedding"
-        builder.add(_LAYER, layer.complete(model.hidden), f"layers.{number}.", source)
+        builder.add(LAYER, layer.complete(model.hidden), f"layers.{number}.", source)
     builder.add(_LAST, model.ends, "", f"layers.{max(model.layers)}.{_RESIDUAL}" if model.layers else "embedding")
     if builder.gradients:
         builder.add_backward()

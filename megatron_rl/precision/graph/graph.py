@@ -128,7 +128,8 @@ def split_by_layer(graph: PrecisionGraph) -> dict[int | None, PrecisionGraph]:
         layer, _ = _split_name(edge.source if backward else edge.target)
         source, target = _name_within_layer(edge.source, layer), _name_within_layer(edge.target, layer)
         edges[layer].append(replace(edge, source=source, target=target))
-    return {layer: PrecisionGraph(tuple(nodes[layer]), tuple(edges[layer])) for layer in (None, *sorted(nodes.keys() - {None}))}
+    layers = sorted(layer for layer in nodes if layer is not None)
+    return {layer: PrecisionGraph(tuple(nodes[layer]), tuple(edges[layer])) for layer in (None, *layers)}
 
 
 def fold_layers(parts: Mapping[int | None, T]) -> list[tuple[tuple[int, ...], T]]:

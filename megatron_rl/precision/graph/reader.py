@@ -1,62 +1,35 @@
-"""What the readers of trainer and engine share: where each operator's module is, and which parameters they have read. A parameter that no
-known operator uses is refused: an incomplete graph proves nothing."""
+"""What the readers of trainer and engine share. A parameter that no known operator uses is refused: an incomplete graph proves nothing."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 
-from megatron_rl.precision.graph.decoder import Operator
+from megatron_rl.precision.graph.decoder import LAYER, Operator
 from megatron_rl.precision.graph.formats import unquantized_format
 from megatron_rl.precision.graph.graph import TensorPrecision
+from parallel.mtp_layers import MEGATRON_PREFIX
 
 FP32 = TensorPrecision("fp32")
-MEGATRON, SGLANG = 0, 1
-_MODULES = (  # (operator of a layer, Megatron's module, SGLang's module); of several rows, a model has one
-    ("input_norm", "input_layernorm", "input_layernorm"),
-    ("attention.qkv", "self_attention.linear_qkv", "self_attn.qkv_proj"),
-    ("attention.q_norm", "self_attention.q_layernorm", "self_attn.q_norm"),
-    ("attention.k_norm", "self_attention.k_layernorm", "self_attn.k_norm"),
-    ("attention.q_a", "self_attention.linear_q_down_proj", "self_attn.fused_qkv_a_proj_with_mqa"),
-    ("attention.q_a_norm", "", "self_attn.q_a_layernorm"),  # Megatron's is a `q_layernorm` too
-    ("attention.q_b", "self_attention.linear_q_up_proj", "self_attn.q_b_proj"),
-    ("attention.q_b", "self_attention.linear_q_proj", "self_attn.q_proj"),
-    ("attention.kv_a", "self_attention.linear_kv_down_proj", "self_attn.kv_a_proj_with_mqa"),
-    ("attention.kv_a", "", "self_attn.fused_qkv_a_proj_with_mqa"),
-    ("attention.kv_a_norm", "self_attention.kv_layernorm", "self_attn.kv_a_layernorm"),
-    ("attention.kv_b", "self_attention.linear_kv_up_proj", "self_attn.kv_b_proj"),
-    ("attention.output", "self_attention.linear_proj", "self_attn.o_proj"),
-    ("attention.post_norm", "self_attn_bda.norm", "post_self_attn_layernorm"),
-    ("post_attention_norm", "pre_mlp_layernorm", "post_attention_layernorm"),
-    ("mlp.gate_up", "mlp.linear_fc1", "mlp.gate_up_proj"),
-    ("mlp.down", "mlp.linear_fc2", "mlp.down_proj"),
-    ("mlp.shared_experts.gate_up", "mlp.shared_experts.linear_fc1", "mlp.shared_experts.gate_up_proj"),
-    ("mlp.shared_experts.down", "mlp.shared_experts.linear_fc2", "mlp.shared_experts.down_proj"),
-    ("mlp.post_norm", "mlp_bda.norm", "post_mlp_layernorm"),
-)
 
 
 class Reader(ABC):
     """Reads a model's operators and remembers the tensors that they use."""
 
-    side: int  # MEGATRON or SGLANG
+    side: str  # column of the table of operators that names this side's modules
     hidden: TensorPrecision  # activations between operators
 
     def __init__(self) -> None:
         self.seen: set[int] = set()
 
     def read_modules(self, layer: Any) -> dict[str, Operator]:
-        """Read those operators of `_MODULES` that the layer has."""
+        """Read those operators of a layer that are modules."""
         operators = {}
-        for name, *paths in _MODULES:
-            module = layer
-            for attribute in paths[self.side].split("."):
-                module = getattr(module, attribute, None)
-            if module is None or type(module).__name__ == "IdentityOp":  # Megatron's for a norm that the model lacks
-                continue
-            x = self.read_residual(module) if name in ("input_norm", "post_attention_norm") else None
-            operators[name] = self.read_weighted(module, x) if name.endswith("norm") else self.read_linear(module)
+        for name, (_, columns) in LAYER.items():
+            modules = (_find_module(layer, path) for path in columns.get(self.side, ()))
+            if (module := next((module for module in modules if module is not None), None)) is not None:
+                x = self.read_residual(module) if name in ("input_norm", "post_attention_norm") else None
+                operators[name] = self.read_weighted(module, x) if name.endswith("norm") else self.read_linear(module)
         return operators
 
     def read_weighted(self, module: Any, x: TensorPrecision | None = None, weight: Any = None) -> Operator:
@@ -80,6 +53,14 @@ class Reader(ABC):
     def read_residual(self, norm: Any) -> TensorPrecision:
         """Return the format of the residual stream that a norm reads."""
 
-    def find_unread(self, parameters: Iterable[tuple[str, torch.Tensor]]) -> str | None:
-        """Return the name of a parameter that no operator uses."""
-        return next((name for name, parameter in parameters if id(parameter) not in self.seen), None)
+    def find_unread(self, model: torch.nn.Module) -> str | None:
+        """Return the name of a parameter that no operator uses. The engine has no multi-token prediction."""
+        names = (name for name, parameter in model.named_parameters() if id(parameter) not in self.seen)
+        return next((name for name in names if not name.startswith(MEGATRON_PREFIX)), None)
+
+
+def _find_module(module: Any, path: str) -> Any:
+    """Return the module at a path, or None if there is none or Megatron's placeholder of a norm."""
+    for name in path.split("."):
+        module = getattr(module, name, None)
+    return None if type(module).__name__ == "IdentityOp" else module
