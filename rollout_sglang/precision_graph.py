@@ -44,8 +44,8 @@ class _Reader(Reader):
             "lm_head": self.read_linear(model.lm_head, FP32 if fp32_head else unquantized_format(model.lm_head.weight)),
             "logprobs": Operator({"x": FP32 if fp32_head else self.hidden}),
         }
-        if (name := self.find_unread(model)) is not None:
-            raise ValueError(f"the precision graph has no operator that uses the engine's parameter {name}")
+        if names := self.list_unread(model):
+            raise ValueError(f"the precision graph has no operator that uses the engine's parameter {names[0]}")
         return DecoderPrecision(self.hidden, layers, ends)
 
     def read_layer(self, layer: Any) -> LayerPrecision:
@@ -81,8 +81,8 @@ class _Reader(Reader):
         own."""
         e4m3_cache.check_backend(self.runner.attn_backend)
         attentions = [attention.attn_mqa, attention.attn_mha] if hasattr(attention, "kv_b_proj") else [attention.attn]
-        for core in attentions:
-            self.read_tensor(core.k_scale), self.read_tensor(core.v_scale)
+        for scale in (scale for core in attentions for scale in (core.k_scale, core.v_scale)):
+            self.read_tensor(scale)
         pool, scales = self.runner.token_to_kv_pool, getattr(attentions[0], "kv_scales", None)
         dtype = dtype_name(pool.dtype)
         if pool.dtype.itemsize > 1:

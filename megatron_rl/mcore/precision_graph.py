@@ -23,6 +23,7 @@ from megatron_rl.precision.graph.formats import block_format, common_format, dty
 from megatron_rl.precision.graph.graph import PrecisionGraph, TensorPrecision, merge_graphs
 from megatron_rl.precision.graph.reader import FP32, Reader
 from parallel.adapters import NAMES
+from parallel.mtp_layers import MEGATRON_PREFIX
 
 
 def read_rank_graph(model: GPTModel | Sequence[GPTModel]) -> PrecisionGraph:
@@ -53,8 +54,9 @@ class _Reader(Reader):
             else:
                 ends |= {"lm_head": self.read_lm_head(head), "logprobs": Operator({"x": self.hidden})}
         layers = {layer.layer_number - 1: self.read_layer(layer) for layer in model.decoder.layers}
-        if (name := self.find_unread(model)) is not None:
-            raise RunError(f"the precision graph has no operator that uses the trainer's parameter {name}")
+        for name in self.list_unread(model):
+            if not name.startswith(MEGATRON_PREFIX):  # the engine has no such layers
+                raise RunError(f"the precision graph has no operator that uses the trainer's parameter {name}")
         return DecoderPrecision(self.hidden, layers, ends)
 
     def read_layer(self, layer: Any) -> LayerPrecision:

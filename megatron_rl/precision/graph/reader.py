@@ -8,7 +8,6 @@ import torch
 from megatron_rl.precision.graph.decoder import LAYER, Operator
 from megatron_rl.precision.graph.formats import unquantized_format
 from megatron_rl.precision.graph.graph import TensorPrecision
-from parallel.mtp_layers import MEGATRON_PREFIX
 
 FP32 = TensorPrecision("fp32")
 
@@ -53,10 +52,9 @@ class Reader(ABC):
     def read_residual(self, norm: Any) -> TensorPrecision:
         """Return the format of the residual stream that a norm reads."""
 
-    def find_unread(self, model: torch.nn.Module) -> str | None:
-        """Return the name of a parameter that no operator uses. The engine has no multi-token prediction."""
-        names = (name for name, parameter in model.named_parameters() if id(parameter) not in self.seen)
-        return next((name for name in names if not name.startswith(MEGATRON_PREFIX)), None)
+    def list_unread(self, model: torch.nn.Module) -> list[str]:
+        """Return the names of the parameters that no operator uses."""
+        return [name for name, parameter in model.named_parameters() if id(parameter) not in self.seen]
 
 
 def _find_module(module: Any, path: str) -> Any:
