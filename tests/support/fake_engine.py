@@ -5,8 +5,6 @@ response are a function of seed, position and every byte of the weights, so wron
 the engine; the functions below `--- the trainer's side` run in the ranks of a `World`.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import secrets
