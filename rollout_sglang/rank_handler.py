@@ -35,7 +35,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from megatron_rl.precision.graph.activation_hooks import ENGINE, attach_hooks, layer_hook_points
+from megatron_rl.precision.activation_hooks import ENGINE, attach_hooks, layer_hook_points
 from megatron_rl.rollout.engine import Places, ServedReport
 from parallel.chunking import Chunk
 from parallel.digest import digest_all

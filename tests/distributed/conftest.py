@@ -37,3 +37,17 @@ def transformers_process(tmp_path_factory):
     """A process for transformers, which computes wrong numbers if Megatron's CPU patches are loaded."""
     with World(1, tmp_path_factory.mktemp("transformers")) as world:
         yield world
+
+
+@pytest.fixture(scope="module")
+def alone(worlds):
+    """`alone(run, ...)`: what a function returns on one process, computed once. Lists, which are batches, are not looked at."""
+    results = {}
+
+    def get(run, *args):
+        key = run.__name__, *(str(arg) for arg in args if not isinstance(arg, list))
+        if key not in results:
+            results[key] = worlds(1).call(run, *args)[0]
+        return results[key]
+
+    return get

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from support.models import FP8, FP32, random_sequences
 from support.trainer import Trainer, own
 
@@ -9,6 +10,7 @@ from examples.arithmetic.supervised import negative_log_likelihood
 from megatron_rl.errors import RunError
 from megatron_rl.mcore.optim.quantizing_optimizer import requantize
 from megatron_rl.mcore.weights.load_weights import find_weight_layers
+from parallel.formats import MODES
 from parallel.layout import Layout
 
 WEIGHT = "decoder.layers.1.mlp.linear_fc1.weight"
@@ -26,6 +28,14 @@ def poison_weight(folder, precision, name, layout=None):
     if layer is not None and layer.master.values.numel():
         layer.master.values.data[layer.master.values.numel() // 3] = float("nan")
     requantize(trainer.actor.optimizer)
+
+
+def poison_rollout_weight(folder, precision, name):
+    """Write an infinity into one parameter on rank 0, then collect what a sync sends. Propagates the error."""
+    trainer = Trainer(folder, precision)
+    if dist.get_rank() == 0:
+        dict(trainer.model.named_parameters())[name].data[3, 5] = float("inf")
+    trainer.collect_named_tensors()
 
 
 def poison_updates(folder, precision, batch, faults, layout=None):
@@ -66,6 +76,15 @@ _POISONED_LOSSES = {"loss": _nan_loss, "gradient": _nan_gradient}
 def test_a_nan_in_a_weight_is_named_on_every_rank(worlds, checkpoint, layout):
     with pytest.raises(RunError, match=f"{WEIGHT}: weight holds inf or NaN"):
         worlds(layout.world_size).call(poison_weight, checkpoint, FP8, WEIGHT, layout)
+
+
+@pytest.mark.parametrize("mode", [name for name, mode in MODES.items() if mode.engine and not mode.trainer])
+@pytest.mark.parametrize("layer", ["mlp.linear_fc1", "mlp.linear_fc2"])
+def test_a_weight_that_is_broken_for_the_engine_is_named_on_every_rank(worlds, checkpoint, mode, layer):
+    """It is broken on rank 0 alone; linear_fc2's columns are split, so its INT8 ranks share their maxima."""
+    name = f"decoder.layers.1.{layer}.weight"
+    with pytest.raises(RunError, match=f"{name}: weight holds inf or NaN"):
+        worlds(2).call(poison_rollout_weight, checkpoint, {"mode": mode, "high": "fp32"}, name)
 
 
 @pytest.mark.parametrize(

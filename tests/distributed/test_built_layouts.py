@@ -14,10 +14,10 @@ from megatron_rl.hf.files import read_config
 from megatron_rl.mcore.layers.linear.quantized_linear import find_quantized_layers
 from megatron_rl.mcore.weights.load_weights import build_rank_shards, collect_named_tensors
 from megatron_rl.precision.contract import PrecisionContract
-from megatron_rl.precision.fp8 import quantize_weight
+from megatron_rl.precision.quantizers import quantize
 from parallel.digest import make_stored_tensors, raw_bytes, view_rect
 from parallel.families import FAMILIES
-from parallel.formats import FP8
+from parallel.formats import MODES
 from parallel.layout import Layout
 from parallel.megatron_shards import build_trainer_shards
 from parallel.model_geometry import ModelGeometry
@@ -25,6 +25,8 @@ from parallel.reshard import get_scale_rect
 
 UNIFIED, ROLLOUT = {"mode": "fp8_unified", "high": "bf16"}, {"mode": "fp8_rollout", "high": "bf16"}
 BF16, FP32_SCALES = {"mode": "bf16", "high": "fp32"}, UNIFIED | {"scale_format": "fp32"}
+ONLY_ENGINE = [name for name, mode in MODES.items() if mode.engine and not mode.trainer]
+INT8 = {"mode": "int8_rollout", "high": "bf16"}
 CASES = [
     *((name, cut_everything(name), UNIFIED) for name in FAMILIES),
     ("qwen3", Layout(pp=2, vpp=2, dp=2), FP32_SCALES),
@@ -37,6 +39,10 @@ CASES = [
     ("qwen3_moe", Layout(tp=2, pp=2, vpp=2, ep=2, etp=1), FP32_SCALES),
     ("deepseek_v3", Layout(pp=4), ROLLOUT),
     ("deepseek_direct_q", Layout(tp=4, ep=2, etp=2), BF16),
+    # two ranks split o_proj and down_proj by columns; an INT8 channel's scale still covers the whole row
+    *(("qwen3", Layout(tp=2, dp=2), {"mode": mode, "high": high}) for mode in ONLY_ENGINE for high in ("fp32", "bf16")),
+    ("qwen3_moe", Layout(tp=2, ep=2, etp=1, dp=2), INT8),  # ranks with different experts compute maxima independently
+    ("qwen3_moe", Layout(tp=2, etp=2, dp=2), INT8),  # ranks that split an expert share them
 ]
 LONG_CASES = [
     ("llama", Layout(tp=2, dp=2), UNIFIED),
@@ -75,7 +81,7 @@ def compare_with_checkpoint(folder, layout, precision):
         "missing": sorted(expected.keys() - tensors.keys()),
         "surplus": sorted(tensors.keys() - expected.keys()),
         "different": [name for name in expected.keys() & tensors.keys() if not _same_bytes(tensors[name], expected[name])],
-        "scales": sum(name.endswith("_scale_inv") for name in expected),
+        "scales": sum(name.endswith(("_scale", "_scale_inv")) for name in expected),
         "fp8_layers": sum(len(find_quantized_layers(chunk)) for chunk in chunks),
         "computed": sum(layer.cached_operand is not None for chunk in chunks for layer in find_quantized_layers(chunk).values()),
     }
@@ -93,10 +99,10 @@ def _on_the_checkpoints_grid(folder, shards, contract):
             for region in shard.regions:
                 value = file.get_tensor(region.tensor.name)
                 if format.quantized:
-                    grid = quantize_weight(value if contract.trainer_format.quantized else value.to(high), contract.scale_format)
+                    grid = quantize(value if contract.trainer_format.quantized else value.to(high), format)
                     _copy(expected[shard.name], region.shard_rect, grid.data, region.tensor_rect)
                     _copy(
-                        expected[FP8.scale_name(shard.name)],
+                        expected[format.scale_name(shard.name)],
                         get_scale_rect(region.shard_rect, format),
                         grid.scale,
                         get_scale_rect(region.tensor_rect, format),

@@ -37,15 +37,10 @@ def models(checkpoint, tied_checkpoint, model_folder, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def train_alone(worlds, models):
-    results = {}
-
+def train_alone(alone, models):
     def get(name, precision):
-        key = name, *precision.values()
-        if key not in results:
-            folder, path = models[name]
-            results[key] = worlds(1).call(critics.train_critic, folder, precision, TRAIN, batches(), Layout(), path)[0]
-        return results[key]
+        folder, path = models[name]
+        return alone(critics.train_critic, folder, precision, TRAIN, batches(), Layout(), path)
 
     return get
 

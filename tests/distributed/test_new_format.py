@@ -1,4 +1,4 @@
-"""A number format end to end. The first of `CASES` is unknown to the source; this test adds its row, quantizer and product."""
+"""A number format end to end. It is unknown to the source; this test adds its row, quantizer and product."""
 
 from contextlib import closing
 
@@ -36,17 +36,14 @@ from parallel.reshard import get_scale_rect
 from parallel.sglang_shards import build_engine_shards
 from parallel.shards import take_all
 
-CASES = [(TOY, MODE)]
-"""(format, mode in which the trainer computes with it)."""
-every_format = pytest.mark.parametrize("format, mode", CASES, ids=[mode for _, mode in CASES])
 QWEN3_8B = {"rope_theta": 1e6, "max_position_embeddings": 40960, **PUBLISHED["Qwen3-8B"]}
 
 
-def sync_and_export(folder, layout, rollout, output, mode):
-    """Load a trainer in the mode, run one proved sync over shared memory, and export. Return the report, what the engine's ranks hold,
+def sync_and_export(folder, layout, rollout, output):
+    """Load a trainer in the format, run one proved sync over shared memory, and export. Return the report, what the engine's ranks hold,
     and the operands and results of a layer's three products."""
     with toy_format.registered():
-        trainer = Trainer(folder, {"mode": mode, "high": "fp32"}, layout=layout)
+        trainer = Trainer(folder, {"mode": MODE, "high": "fp32"}, layout=layout)
         plan = SyncPlan.make(ModelGeometry.from_hf_config(trainer.hf_config), layout, rollout, trainer.contract, 1 << 20)
         engine = Rank0(lambda: ReceivingEngine(plan))
         with closing(WeightSync(plan, engine, trainer.collect_named_tensors, SyncConfig(bucket_mb=2))) as sync:
@@ -72,16 +69,15 @@ def registered():
         yield
 
 
-def round_trip(x, format):
-    return dequantize(quantize(x, format), format)
+def round_trip(x):
+    return dequantize(quantize(x, TOY), TOY)
 
 
-@every_format
 @pytest.mark.parametrize("layout, rollout", [(Layout(tp=2), EngineLayout(tp=1)), (Layout(pp=2), EngineLayout(tp=2))], ids=["tp", "pp"])
-def test_from_the_trainers_blocks_to_the_engine_and_an_export(worlds, checkpoint, tmp_path, layout, rollout, format, mode):
-    results = worlds(2).call(sync_and_export, checkpoint, layout, rollout, tmp_path / "out", mode)
+def test_from_the_trainers_blocks_to_the_engine_and_an_export(worlds, checkpoint, tmp_path, layout, rollout):
+    results = worlds(2).call(sync_and_export, checkpoint, layout, rollout, tmp_path / "out")
     model, weights = ModelGeometry.from_hf_config(read_config(checkpoint)), read_weights(checkpoint)
-    contract = PrecisionContract.from_config(PrecisionConfig(mode=mode, high="fp32"))
+    contract = PrecisionContract.from_config(PrecisionConfig(mode=MODE, high="fp32"))
     assert results[0]["report"].proved == results[0]["report"].tensors > 0
 
     # the engine holds the blocks of the checkpoint's own grid
@@ -89,8 +85,8 @@ def test_from_the_trainers_blocks_to_the_engine_and_an_export(worlds, checkpoint
         for shard, region in ((each, region) for each in shards for region in each.regions):
             tensors, whole = results[0]["served"][0][rank], weights[region.tensor.name]
             if contract.format_of(shard.role).quantized:
-                blocks, scales = quantize(whole, format), tensors[format.scale_name(shard.name)]
-                held, expected = (get_scale_rect(rect, format) for rect in (region.shard_rect, region.tensor_rect))
+                blocks, scales = quantize(whole, TOY), tensors[TOY.scale_name(shard.name)]
+                held, expected = (get_scale_rect(rect, TOY) for rect in (region.shard_rect, region.tensor_rect))
                 assert torch.equal(view_rect(scales, held), view_rect(blocks.scale, expected)), shard.name
                 whole = blocks.data
             values = view_rect(tensors[shard.name], region.shard_rect), view_rect(whole, region.tensor_rect)
@@ -102,27 +98,26 @@ def test_from_the_trainers_blocks_to_the_engine_and_an_export(worlds, checkpoint
     exported = HFCheckpoint(tmp_path / "out", config)
     exported.check(model)
     for name, tensor in model.tensors().items():
-        expected = round_trip(weights[name], format) if contract.format_of(tensor.role).quantized else weights[name]
+        expected = round_trip(weights[name]) if contract.format_of(tensor.role).quantized else weights[name]
         assert torch.equal(exported.read_values(take_all(tensor)), expected), name
 
     # a layer computed with its own blocks; tensor-parallel ranks hold columns, get their tokens of the sum, and all tokens' gradients
-    values = [dequantize(result["blocks"], format) for result in results]
-    products = [round_trip(result["x"], format) @ value.t() for result, value in zip(results, values, strict=True)]
+    values = [dequantize(result["blocks"], TOY) for result in results]
+    products = [round_trip(result["x"]) @ value.t() for result, value in zip(results, values, strict=True)]
     gradients = [result["dy"] for result in results]
     if layout.tp == 2:
         products, gradients = sum(products).chunk(2), [torch.cat(gradients)] * 2
     for result, value, y, dy in zip(results, values, products, gradients, strict=True):
         torch.testing.assert_close(result["y"], y)
-        torch.testing.assert_close(result["dx"], round_trip(dy, format) @ value)
-        torch.testing.assert_close(result["dw"], round_trip(dy.t(), format) @ round_trip(result["x"].t(), format).t())
+        torch.testing.assert_close(result["dx"], round_trip(dy) @ value)
+        torch.testing.assert_close(result["dw"], round_trip(dy.t()) @ round_trip(result["x"].t()).t())
 
 
-@every_format
-def test_the_planner_counts_its_bytes(format, mode):
-    table = {"model": {"path": "x"}, "precision": {"mode": mode}}
+def test_the_planner_counts_its_bytes():
+    table = {"model": {"path": "x"}, "precision": {"mode": MODE}}
     job = Workload.from_config(Config.model_validate(table, strict=False), QWEN3_8B)
     shapes = {(4096, 4096): 2, (1024, 4096): 2, (12288, 4096): 3}  # q and o; k and v; gate, up and down
-    held = sum(count * format.count_bytes(shape) for shape, count in shapes.items())
+    held = sum(count * TOY.count_bytes(shape) for shape, count in shapes.items())
     assert weight_cost.count_trainer_memory(job, Layout(), 0).blocks == 36 * held
 
 

@@ -36,7 +36,6 @@ HELD = [
     ("qwen2", Layout(tp=2, pp=2), BF16),  # tied: the last stage has an embedding of its own
     ("qwen3_moe", Layout(tp=2, ep=2, etp=1, dp=2), BF16),
 ]
-LORA = {"rank": 8}
 
 
 def count_bytes(folder, precision, layout, lora):
@@ -100,12 +99,26 @@ def count_saved_bytes(folder, precision, layout, lengths):
         actor = Trainer(folder, precision, {"micro_batch_tokens": sum(lengths)}, layout=layout).actor
     sequences = [TrainingSample([1] * length, [2]) for length in lengths]
     (batch,) = actor.make_micro_batches(sequences)
-    trackers = [_SavedTensors(actor.model) for _ in actor.model.decoder.layers]
-    for layer, tracker in zip(actor.model.decoder.layers, trackers, strict=True):
-        layer.register_forward_pre_hook(lambda *_, tracker=tracker: tracker.begin())
-        layer.register_forward_hook(lambda *_, tracker=tracker: tracker.end())
+    known = {tensor.untyped_storage().data_ptr() for tensor in (*actor.model.parameters(), *actor.model.buffers())}
+    saved = [_watch_saved_tensors(layer, known) for layer in actor.model.decoder.layers]
     actor.forward(batch)
-    return [tracker.bytes for tracker in trackers]
+    return [sum(tensor.untyped_storage().nbytes() for tensor in tensors.values()) for tensors in saved]
+
+
+def _watch_saved_tensors(layer, known):
+    """Return a tensor of every storage that autograd will save in a layer's forward pass, by address, without the known ones. They stay
+    alive, so that no address is used twice."""
+    storages = {}
+
+    def keep(tensor):
+        if tensor.untyped_storage().data_ptr() not in known:
+            storages[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+    layer.register_forward_pre_hook(lambda *_: hooks.__enter__())
+    layer.register_forward_hook(lambda *_: hooks.__exit__(None, None, None))
+    return storages
 
 
 def measure_peak(folder, precision, layout, lengths, recompute):
@@ -123,31 +136,6 @@ def measure_peak(folder, precision, layout, lengths, recompute):
     return max(accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
 
 
-class _SavedTensors:
-    """Counts the storages that autograd saves between `begin` and `end`, each once."""
-
-    def __init__(self, model):
-        self._known = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
-        self._storages = {}  # alive, so that no address is used twice
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._keep, lambda tensor: tensor)
-
-    def begin(self):
-        self._hooks.__enter__()
-
-    def end(self):
-        self._hooks.__exit__(None, None, None)
-
-    @property
-    def bytes(self):
-        return sum(tensor.untyped_storage().nbytes() for tensor in self._storages.values())
-
-    def _keep(self, tensor):
-        address = tensor.untyped_storage().data_ptr()
-        if address not in self._known:
-            self._storages[address] = tensor
-        return tensor
-
-
 def _router_buffers(chunk):
     return [tensor for name, tensor in chunk.named_buffers() if ".router." in name]
 
@@ -162,19 +150,14 @@ def job_of(name, precision, **sections):
     return Workload.from_config(config, ARCHITECTURES[name])
 
 
-@pytest.mark.parametrize("name, layout, precision", HELD, ids=[f"{name}-{layout}" for name, layout, _ in HELD])
-def test_what_every_rank_holds(worlds, tmp_path, name, layout, precision):
-    folder = make_model(tmp_path / name, ARCHITECTURES[name])
-    check_bytes(worlds(4).call(count_bytes, folder, precision, layout, None), job_of(name, precision), layout)
-
-
-def test_what_every_rank_holds_with_adapters(worlds, tmp_path):
-    folder, layout = make_model(tmp_path / "model", ARCHITECTURES["qwen3_moe"]), Layout(tp=2, ep=2, etp=1, dp=2)
-    job = job_of("qwen3_moe", UNIFIED, lora=LORA)
-    check_bytes(worlds(4).call(count_bytes, folder, UNIFIED, layout, job.config.lora), job, layout)
-
-
-def check_bytes(ranks, job, layout):
+@pytest.mark.parametrize(
+    "name, layout, precision, lora",
+    [*((*case, {}) for case in HELD), ("qwen3_moe", Layout(tp=2, ep=2, etp=1, dp=2), UNIFIED, {"lora": {"rank": 8}})],
+    ids=str,
+)
+def test_what_every_rank_holds(worlds, tmp_path, name, layout, precision, lora):
+    job = job_of(name, precision, **lora)
+    ranks = worlds(4).call(count_bytes, make_model(tmp_path / name, ARCHITECTURES[name]), precision, layout, job.config.lora)
     planned = [weights.count_trainer_memory(job, layout, layout.coordinates(rank).pp)._asdict() for rank in range(4)]
     for rank, (measured, expected) in enumerate(zip(ranks, planned, strict=True)):
         for part in ("gradients", "masters", "moments"):  # Megatron pads buffers, and cuts them anywhere

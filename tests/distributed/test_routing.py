@@ -1,8 +1,6 @@
 """Experts: routing that is recorded, replayed and balanced is the same in every layout."""
 
-import functools
 from dataclasses import replace
-from unittest import mock
 
 import pytest
 import torch
@@ -13,22 +11,16 @@ from support.trainer import Trainer, gather, negative_log_likelihood, own
 from support.training_runs import ScriptedWorker, run_loop
 
 from megatron_rl.errors import RunError
-from megatron_rl.mcore import model as models
 from megatron_rl.mcore.layers.moe.router import Router
-from parallel.layout import Layout
 
-FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 BATCH = random_sequences(7, seed=1)
-
-
 TRAIN = {"micro_batch_tokens": 60, "adam_eps": 1e-4}
 
 
-def train_once(folder, batch, layout, train=None, options=None):
+def train_once(folder, batch, layout, train=None):
     """Return log-probs, metrics and records of routers that follow a batch's records and of free ones, and metrics and weights of one
-    step. `options` are additional options of Megatron."""
-    with mock.patch.object(models, "QuantizedTransformerConfig", functools.partial(models.QuantizedTransformerConfig, **(options or {}))):
-        trainer = Trainer(folder, FP32, {**TRAIN, **(train or {})}, layout=layout)
+    step."""
+    trainer = Trainer(folder, FP32, {**TRAIN, **(train or {})}, layout=layout)
     routing, results = trainer.actor.routing, {}
     share = own(batch)
     with routing.collect_stats(share, keep=True) as watch:
@@ -125,14 +117,9 @@ def folders(model_folder):
 ROUTED = {"qwen3_moe": with_random_routing(BATCH, 4, 2), "deepseek_v3": with_random_routing(BATCH, 8, 4)}
 
 
-@pytest.fixture(scope="module")
-def alone(worlds, folders):
-    return {name: worlds(1).call(train_once, folder, ROUTED[name], None)[0] for name, folder in folders.items()}
-
-
 @pytest.mark.parametrize("name", ROUTED)
 def test_replay_takes_the_recorded_experts_and_nothing_else_changes(worlds, folders, alone, name):
-    scores, layers = alone[name], slice(0 if name == "qwen3_moe" else 1, 2)
+    scores, layers = alone(train_once, folders[name], ROUTED[name], None), slice(0 if name == "qwen3_moe" else 1, 2)
     for sequence, record in zip(ROUTED[name], scores["records"], strict=True):
         assert torch.equal(record[:, layers], sequence.routed_experts[:, layers])
     assert (scores["logprobs"] - scores["free"]).abs().mean() > 1e-2
@@ -153,7 +140,7 @@ LONG_REPLAYED += [("deepseek_v3", "dp2 ep2 pp2")]
 
 @pytest.mark.parametrize("name, layout", [*REPLAYED, *(pytest.param(*case, marks=pytest.mark.long) for case in LONG_REPLAYED)])
 def test_replay_in_any_layout_equals_that_of_one_process(worlds, folders, alone, name, layout):
-    sizes, expected = parse_layout(layout), alone[name]
+    sizes, expected = parse_layout(layout), alone(train_once, folders[name], ROUTED[name], None)
     ranks = worlds(sizes.world_size).call(train_once, folders[name], ROUTED[name], sizes)
     for scores in ranks:
         for kind in ("metrics", "free_metrics"):
@@ -174,19 +161,6 @@ def assert_same_masters(folder, expected, masters):
         assert (value - masters[weight]).norm() <= 1e-3 * (value - start[weight]).norm(), weight
 
 
-@pytest.mark.parametrize(
-    "layout, options", [(None, FULL), ("dp2 ep2 pp2", {"recompute_granularity": "selective", "recompute_modules": ["moe"]})]
-)
-def test_recomputed_activations_are_those_of_the_same_experts(worlds, folders, layout, options):
-    """This includes several micro-batches that wait for their backward pass in a pipeline."""
-    sizes = parse_layout(layout) if layout else Layout()
-    args = folders["qwen3_moe"], ROUTED["qwen3_moe"], sizes, {"router_aux_loss": 0.5}
-    kept, recomputed = (worlds(sizes.world_size).call(train_once, *args, recompute)[0] for recompute in (None, options))
-    assert recomputed["step"]["grad_norm"] == pytest.approx(kept["step"]["grad_norm"], rel=1e-6)
-    for weight, value in kept["masters"].items():
-        torch.testing.assert_close(recomputed["masters"][weight], value, rtol=0, atol=1e-6)
-
-
 BALANCED = {
     "qwen3_moe": {"router_aux_loss": 0.5, "micro_batch_tokens": 1},  # the loss is a micro-batch's: every sequence is one, in any layout
     "deepseek_v3": {"router_aux_loss": 0.5, "micro_batch_tokens": 1, "router_bias_rate": 0.01},
@@ -200,8 +174,8 @@ BALANCED = {
         pytest.param("deepseek_v3", ["tp2 etp1", "tp2 dp2 ep2 etp1"], marks=pytest.mark.long),
     ],
 )
-def test_balancing_in_any_layout_equals_that_of_one_process(worlds, folders, name, layouts):
-    expected = worlds(1).call(train_once, folders[name], BATCH, None, BALANCED[name])[0]
+def test_balancing_in_any_layout_equals_that_of_one_process(worlds, folders, alone, name, layouts):
+    expected = alone(train_once, folders[name], BATCH, None, BALANCED[name])
     start = read_weights(folders[name])
     biases = [weight for weight in start if weight.endswith("correction_bias")]
     for layout in layouts:

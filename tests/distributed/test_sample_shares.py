@@ -17,31 +17,25 @@ from parallel.layout import Layout
 ALL = ("mask", "experts", "kept", "lags")
 
 
-def scatter(samples, layout, piece_bytes):
-    """Return this rank's share of samples that rank 0 has, sent in pieces of `piece_bytes`."""
+def scatter(samples, layout):
+    """Return this rank's share of samples that rank 0 has, sent in small pieces."""
     start(layout)
     shares = deal(compute_costs([sample.length for sample in samples]), layout.dp) if is_rank0() else []
-    with mock.patch.object(replicas, "PIECE_BYTES", piece_bytes):
+    with mock.patch.object(replicas, "PIECE_BYTES", 1000 if len(samples) > 1 else 64):
         own = replicas.scatter_samples([[samples[index] for index in share] for share in shares])
     return copy.deepcopy(own)  # a tensor that goes to another process leaves its memory, where NumPy still looks for kept tokens
 
 
-@pytest.mark.parametrize("layout", [Layout(tp=2, dp=2), Layout(pp=2, dp=2)], ids=["tp2", "pp2"])
-def test_ranks_of_a_replica_have_its_samples_and_no_others(worlds, layout):
-    samples = make_samples([(1 + number % 4, 3 * number % 11) for number in range(7)], ALL)
-    results = worlds(4).call(scatter, samples, layout, 1000)
+@pytest.mark.parametrize("count, layout", [(7, Layout(tp=2, dp=2)), (7, Layout(pp=2, dp=2)), (1, Layout(dp=2))])
+def test_ranks_of_a_replica_have_its_samples_and_no_others(worlds, count, layout):
+    """Also if a replica has none."""
+    samples = make_samples([(1 + number % 4, 3 * number % 11 + 4 * (count == 1)) for number in range(count)], ALL)
+    results = worlds(layout.world_size).call(scatter, samples, layout)
     numbers = [[sample.number for sample in result] for result in results]
     shares = sorted({tuple(share) for share in numbers})
-    assert len(shares) == 2 and sorted(sum(shares, ())) == list(range(7)) and numbers.count(list(shares[0])) == 2
+    assert len(shares) == 2 and sorted(sum(shares, ())) == list(range(count)) and numbers.count(list(shares[0])) * 2 == layout.world_size
     for result, share in zip(results, numbers, strict=True):
         assert_equal_samples(result, [samples[number] for number in share])
-
-
-def test_fewer_samples_than_replicas(worlds):
-    (sample,) = samples = make_samples([(3, 4)], ALL)
-    first, second = worlds(2).call(scatter, samples, Layout(dp=2), 64)
-    assert_equal_samples(first, [sample])
-    assert second == []
 
 
 @pytest.mark.parametrize("algorithm", [{}, {"name": "rloo", "updates_per_step": 1, "calibrate_every": 0}], ids=["grpo", "rloo"])

@@ -10,45 +10,21 @@ from support import fake_gpu_libraries
 from support.fp8_reference import uneven
 from support.trainer import build_quantized_layer, start
 
-from megatron_rl.kernels.linear import make_backend
-from megatron_rl.kernels.linear.base import Operand
 from megatron_rl.mcore.layers.attention.self_attention import exchange_heads
 from megatron_rl.mcore.layers.linear import quantized_matmul
 from megatron_rl.mcore.layers.linear.quantized_linear import QuantizedRowParallelLinear
-from parallel.formats import FP8
-
-CASES = [("deep_gemm", 2, 512), ("deep_gemm", 2, 10), ("deep_gemm", 4, 268), ("transformer_engine", 4, 512), ("transformer_engine", 4, 320)]
 
 
-def compare(name, tokens, width, scale_format):
-    """Return whether gathered rows and columns equal those of all tokens: bytes, scales and strides."""
-    start()
-    x, rank, group = uneven(tokens, width, torch.bfloat16), dist.get_rank(), dist.group.WORLD
-    result = {}
-    with pytest.MonkeyPatch.context() as patch:
-        fake_gpu_libraries.install(patch)
-        backend = make_backend(name, FP8.with_scales(scale_format))
-        own, whole = (backend.quantize(part, rows=True, columns=True) for part in (x.chunk(dist.get_world_size())[rank], x))
-        gathered = backend.start_gather(Operand(own.tokens, rows=own.rows), group)()
-        result["rows"] = gathered.tokens == tokens and _same(gathered.rows, whole.rows)
-        if own.tokens % 128 == 0:
-            gathered = backend.start_gather(Operand(own.tokens, columns=own.columns), group)()
-            result["columns"] = gathered.tokens == tokens and _same(gathered.columns, whole.columns)
-    return result
-
-
-def _same(pair, other):
-    data = torch.equal(pair[0].view(torch.uint8), other[0].view(torch.uint8)) and pair[0].stride() == other[0].stride()
-    return data and torch.equal(pair[1], other[1]) and pair[1].stride() == other[1].stride()
-
-
-def run_layer(kind, backend, tokens, gathers):
+def run_layer(kind, backend, tokens, scale_format, gathers):
     """Return a layer's results under sequence parallelism, with plain sums, and the bytes that this rank contributes to all-gathers.
     With `gathers`, operands are gathered; otherwise activations, which every rank quantizes, and a "row" layer's gradients by
     Megatron."""
     start()
     tp, rank = dist.get_world_size(), dist.get_rank()
-    weight, (x, dy) = torch.randn(256, 256, generator=torch.Generator().manual_seed(0)), (uneven(tokens, 256, torch.bfloat16) for _ in "xd")
+    weight, (x, dy) = (
+        torch.randn(128 * tp, 256, generator=torch.Generator().manual_seed(0)),
+        (uneven(tokens, 256, torch.bfloat16) for _ in "xd"),
+    )
     sent, gather = [], dist.all_gather_into_tensor
 
     def count(output, input, *args, **options):
@@ -62,7 +38,7 @@ def run_layer(kind, backend, tokens, gathers):
         if not gathers:
             patch.setattr(quantized_matmul, "can_gather", lambda backend, tokens: False)
             patch.setattr(QuantizedRowParallelLinear, "choose_sum", lambda *_: None)
-        layer = build_quantized_layer(kind, "pow2", True, weight)
+        layer = build_quantized_layer(kind, scale_format, True, weight)
         layer.config.linear_backend, layer.config.sums_by_tree = backend, False
         column = kind == "column"
         own = (x.chunk(tp)[rank] if column else x.chunk(tp, 1)[rank]).unsqueeze(1).clone().requires_grad_()
@@ -71,8 +47,8 @@ def run_layer(kind, backend, tokens, gathers):
     return {"y": y.detach(), "dx": own.grad, "dw": layer.weight.main_grad, "sent": sum(sent)}
 
 
-def with_and_without(kind, backend, tokens):
-    return [run_layer(kind, backend, tokens, gathers) for gathers in (True, False)]
+def with_and_without(*case):
+    return [run_layer(*case, gathers) for gathers in (True, False)]
 
 
 DIM, TOKENS = 8, 5
@@ -105,36 +81,30 @@ def exchanged_and_gathered(groups, queries):
     return results
 
 
-@pytest.mark.parametrize("scale_format", ["pow2", "fp32"])
-@pytest.mark.parametrize("backend, tp, tokens", CASES)
-def test_gathered_bytes_are_those_of_the_gathered_row(worlds, backend, tp, tokens, scale_format):
-    for found in worlds(tp).call(compare, backend, tokens, 384, scale_format):
-        assert found == {"rows": True, "columns": True} if tokens % (128 * tp) == 0 else found == {"rows": True}
+CASES = [
+    *(("column", backend, 2, tokens) for backend in ("deep_gemm", "transformer_engine", "emulated") for tokens in (512, 192, 200)),
+    *(("column", backend, 4, tokens) for backend, tokens in (("deep_gemm", 268), ("transformer_engine", 512), ("transformer_engine", 320))),
+    ("column", "deep_gemm", 2, 10),
+    *(("row", backend, 2, 512) for backend in ("deep_gemm", "transformer_engine", "emulated")),
+    ("row", "transformer_engine", 2, 192),
+]
 
 
-@pytest.mark.parametrize("backend", ["deep_gemm", "transformer_engine", "emulated"])
-@pytest.mark.parametrize("tokens", [512, 192, 200])
-def test_a_layers_bits_stay_and_half_the_bytes_travel(worlds, backend, tokens):
-    for gathered, whole in worlds(2).call(with_and_without, "column", backend, tokens):
-        assert all(torch.equal(gathered[name], whole[name]) for name in ("y", "dx", "dw"))
-        share = gathered["sent"] / whole["sent"]
-        if backend == "emulated" or (backend == "transformer_engine" and tokens == 200):  # 100 tokens are not 16s
-            assert share == 1
-        elif tokens % 256 == 0:  # columns, too, are quantized in whole groups on every rank
-            assert share == (1 + 4 / 128) / 2
-        else:
-            assert share == (2 + 1 + 4 / 128) / 4
-
-
-@pytest.mark.parametrize(
-    "backend, tokens", [("deep_gemm", 512), ("transformer_engine", 512), ("transformer_engine", 192), ("emulated", 512)]
-)
-def test_gradients_of_row_parallel_layers_are_gathered_as_bytes(worlds, backend, tokens):
-    """They have the bits of Megatron's layer, which gathers BF16: DGrad's rows and WGrad's columns together are as many bytes."""
-    for gathered, whole in worlds(2).call(with_and_without, "row", backend, tokens):
-        assert all(torch.equal(gathered[name], whole[name]) for name in ("y", "dx", "dw"))
-        as_bytes = backend != "emulated" and tokens % 256 == 0  # columns are quantized in whole groups on every rank
-        assert gathered["sent"] == whole["sent"] * (1 + 4 / 128 if as_bytes else 1)
+@pytest.mark.parametrize("kind, backend, tp, tokens", CASES)
+def test_a_layers_bits_stay_and_half_the_bytes_travel(worlds, kind, backend, tp, tokens):
+    """Gradients of row-parallel layers have the bits of Megatron's layer, which gathers BF16: DGrad's rows and WGrad's columns together
+    are as many bytes."""
+    for scale_format in ("pow2", "fp32"):
+        for gathered, whole in worlds(tp).call(with_and_without, kind, backend, tokens, scale_format):
+            assert all(torch.equal(gathered[name], whole[name]) for name in ("y", "dx", "dw"))
+            share = gathered["sent"] / whole["sent"]
+            whole_groups = tokens % (128 * tp) == 0  # columns, too, are quantized in whole groups on every rank
+            if backend == "emulated" or (backend == "transformer_engine" and tokens == 200):  # 100 tokens are not 16s
+                assert share == 1
+            elif kind == "row":
+                assert share == (1 + 4 / 128 if whole_groups else 1)
+            else:
+                assert share == ((1 + 4 / 128) / 2 if whole_groups else (2 + 1 + 4 / 128) / 4)
 
 
 @pytest.mark.parametrize("tp, groups, queries", [(2, 1, 4), (4, 2, 16), (4, 1, 4), (4, 1, 8)])

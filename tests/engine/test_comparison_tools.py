@@ -13,45 +13,29 @@ LATENT = tuple(f"attention.{op}" for op in ("q_a", "q_a_norm", "q_b", "kv_a", "k
 SPARSE = tuple(op for op in DENSE if not op.startswith("mlp.") or op == "mlp")
 
 
-@pytest.fixture(scope="module")
-def sparse_model(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("model") / "qwen3_moe"
-    write_model(folder, "qwen3_moe", {"mode": "bf16", "high": "bf16"})
-    return folder
-
-
 def compare(folder, *options):
     done = run_tool("compare_forward", *options, "--json", folder / "result.json")
     assert done.returncode == 0, done.stderr
     return json.loads((folder / "result.json").read_text()), done.stdout
 
 
-def assert_nothing_differs(result, layers):
+@pytest.mark.parametrize(
+    "family, changes, layers",
+    [("", {}, DENSE), ("qwen3_moe", {}, SPARSE), ("deepseek_v3", {"first_k_dense_replace": 2}, LATENT)],
+)
+def test_no_operator_differs_in_bf16(family, changes, layers, tmp_path):
+    """Unless both routers compute in FP32, they choose different experts."""
+    model = tmp_path / "model"
+    if family:
+        write_model(model, family, {"mode": "bf16", "high": "bf16"}, **changes)
+    result, printed = compare(tmp_path, *(("--model", model) if family else ()), "--high", "bf16")
     operators = result["operators"]
     assert list(operators) == ["embedding", *(f"layers.{number}.{op}" for number in (0, 1) for op in layers), "norm", "lm_head"]
     assert result["first_difference"] is None
     assert all(size["differing"] == size["ulps"] == size["largest"] == 0 for parts in operators.values() for size in parts.values())
     assert all(parts["answer"]["tokens"] > 100 and parts["prompt"]["tokens"] >= 12 for parts in operators.values())
     assert result["logprobs"]["tokens"] > 100 and result["logprobs"]["exact"] == 1.0
-
-
-def test_no_operator_differs_in_a_dense_model_in_bf16(tmp_path):
-    result, printed = compare(tmp_path, "--high", "bf16")
-    assert_nothing_differs(result, DENSE)
     assert "No operator differs." in printed
-
-
-def test_no_operator_differs_with_experts(tmp_path, sparse_model):
-    """Uses bf16: unless both routers compute in FP32, they choose different experts."""
-    result, _ = compare(tmp_path, "--model", sparse_model, "--high", "bf16")
-    assert_nothing_differs(result, SPARSE)
-
-
-def test_no_operator_differs_in_latent_attention(tmp_path):
-    model = tmp_path / "model"
-    write_model(model, "deepseek_v3", {"mode": "bf16", "high": "bf16"}, first_k_dense_replace=2)
-    result, _ = compare(tmp_path, "--model", model, "--high", "bf16")
-    assert_nothing_differs(result, LATENT)
 
 
 def test_the_first_difference_is_what_the_engine_alone_quantizes(tmp_path):

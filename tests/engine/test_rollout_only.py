@@ -7,7 +7,6 @@ import pytest
 from support import trainer_engine
 from support.models import make_checkpoint, random_sequences
 from support.processes import alive_after, command_lines, family
-from support.trainer_engine import current
 
 from megatron_rl.errors import RunError
 
@@ -16,11 +15,6 @@ PRECISION = {"mode": "int8_rollout", "high": "fp32"}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
 TENSORS = 3 + 4 + 1 + 4 * 2  # embedding, last norm, lm_head; four norms; a router; four quantized weights with their scales
 PROMPTS = [sample.prompt_ids.tolist() for sample in random_sequences(8, seed=21)]
-
-
-def stop_twice():
-    current().engines.stop()
-    current().engines.stop()
 
 
 @pytest.fixture(scope="module")
@@ -79,5 +73,6 @@ def test_an_engine_killed_while_it_generates_is_an_error_at_once(world):
     line, tail = world.call(trainer_engine.generate_until_it_fails, PROMPTS)[0]
     assert "the engine does not answer /generate" in line and "engine.log" in line and "\n" not in line
     assert isinstance(tail, str)
-    world.call(stop_twice)
+    for _ in range(2):
+        world.call(trainer_engine.ask, "engines.stop")
     assert command_lines(alive_after(engine, 60)) == {}

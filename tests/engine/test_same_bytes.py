@@ -24,16 +24,6 @@ def change_trainer(name, row, col):
     element.view(torch.uint8)[0, 0] ^= 1
 
 
-def save_run_checkpoint(to):
-    """Write a run's checkpoint of the current policy."""
-    return current().trainer.save(to)
-
-
-def read_masters():
-    """Return the FP32 masters by Hugging Face name."""
-    return current().trainer.collect_tensors(fp8=False)
-
-
 def restart_engines(model):
     """Stop the engines and start new ones on another checkpoint."""
     current().rank0_engines.run(lambda engines: engines.stop())
@@ -163,8 +153,8 @@ def test_one_bit_changed_on_either_side_is_named_and_mended(unified):
 def test_an_exported_fp8_checkpoint_gives_a_fresh_engine_the_same_bytes(unified, new_world, tmp_path):
     """While it starts, the BF16 export of the same checkpoint is compared with the masters rounded once, and loaded by transformers."""
     other = new_world()
-    saved = unified.call(save_run_checkpoint, tmp_path / "step_00001")[0]
-    masters = unified.call(read_masters)[0]
+    saved = unified.call(trainer_engine.ask, "trainer.save", tmp_path / "step_00001")[0]
+    masters = unified.call(trainer_engine.ask, "trainer.collect_tensors", False)[0]
     fp8 = other.call(trainer.export, saved, tmp_path / "fp8", "fp8")[0]
     unified.send(restart_engines, fp8)
     bf16 = other.call(trainer.export, saved, tmp_path / "bf16", "bf16")[0]

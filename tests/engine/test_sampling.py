@@ -20,16 +20,6 @@ PROMPTS = [sample.prompt_ids.tolist() for sample in random_sequences(8, seed=11)
 TOKENS = 24
 
 
-def compute_logprobs(samples):
-    """Return the trainer's log-probs."""
-    return current().compute_logprobs(samples)
-
-
-def generate_with(prompts, samplings):
-    """Return responses to prompts that are each sampled with their own parameters."""
-    return current().engines.generate(prompts, samplings)
-
-
 def abort_generation(prompts, tokens):
     """Abort a generation, later and later until SGLang has read the requests. Return its error, and (finish reason, tokens) of each of
     SGLang's answers."""
@@ -56,7 +46,7 @@ def abort_generation(prompts, tokens):
 def sample(world, *samplings):
     """Return the responses to all prompts for each way of sampling, all in one batch. Every prompt has its own seed."""
     asked = [replace(sampling, seed=seed) for sampling in samplings for seed in range(len(PROMPTS))]
-    answers = world.call(generate_with, PROMPTS * len(samplings), asked)[0]
+    answers = world.call(trainer_engine.ask, "engines.generate", PROMPTS * len(samplings), asked)[0]
     return [answers[start : start + len(PROMPTS)] for start in range(0, len(answers), len(PROMPTS))]
 
 
@@ -95,7 +85,7 @@ def test_log_probs_are_those_of_the_distribution_sampled_from_on_both_sides(unif
     assert len(counts) == len(cut["engine"]) >= 50 and counts.max() <= 200 and len(set(counts.tolist())) > 3
     assert torch.equal(cut["engine"], cut["trainer"])
     samples = [TrainingSample(prompt, answer) for prompt, answer in cut["samples"]]
-    whole = unified.call(compute_logprobs, samples)[0]
+    whole = unified.call(trainer_engine.ask, "compute_logprobs", samples)[0]
     mass = (whole - cut["engine"]).exp()  # that the kept tokens hold of the whole distribution
     assert mass.min() > 0.4999 and mass.median() < 0.6
 
@@ -111,8 +101,8 @@ def test_an_answer_ends_with_the_token_that_completes_a_stop_string_and_keeps_it
             continue
         found, ended = found + 1, replace(plain, seed=seed, stop=("never written", texts[place]))
         for params in (ended, replace(ended, max_new_tokens=place + 3)):  # ended by both at once, it is not truncated
-            [stopped] = unified.call(generate_with, [PROMPTS[seed]], [params])[0]
+            [stopped] = unified.call(trainer_engine.ask, "engines.generate", [PROMPTS[seed]], [params])[0]
             assert (stopped.output_ids_T.tolist(), stopped.finish_reason) == (answer[: place + 3], "stop")
-        [cut] = unified.call(generate_with, [PROMPTS[seed]], [replace(ended, max_new_tokens=place + 2)])[0]
+        [cut] = unified.call(trainer_engine.ask, "engines.generate", [PROMPTS[seed]], [replace(ended, max_new_tokens=place + 2)])[0]
         assert (cut.output_ids_T.tolist(), cut.finish_reason) == (answer[: place + 2], "length")
     assert found, "the weights are random, and those that earlier tests left"

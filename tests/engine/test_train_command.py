@@ -1,8 +1,6 @@
 """`megatron-rl train` end to end: two ranks under torchrun whose engine is killed and replaced, a stop, and one rank that goes on to the
 end; the run's files, and its export."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

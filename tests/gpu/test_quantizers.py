@@ -1,12 +1,9 @@
 """Every library's quantizer against the project's reference, bit by bit: E4M3 bytes and FP32 scales, in both scale formats.
 
-The reference has Transformer Engine's formula. SGLang and DeepGEMM round FP32 scales in another order, and DeepGEMM's helpers clamp a
-block's largest value at 1e-4: there the report counts the values that differ, and only a shape that differs is a fault.
+test_backends.py has this project's kernel and what back ends quantize. The reference has Transformer Engine's formula. SGLang and DeepGEMM
+round FP32 scales in another order, and DeepGEMM's helpers clamp a block's largest value at 1e-4: there the report counts the values that
+differ, and only a shape that differs is a fault.
 """
-
-from __future__ import annotations
-
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -18,9 +15,6 @@ from megatron_rl.kernels.linear import make_backend
 from megatron_rl.precision.fp8 import quantize_1x128, quantize_128x1, quantize_weight, round_trip_1x128, round_trip_128x1
 from parallel.formats import FP8
 
-Quantized = tuple[torch.Tensor, torch.Tensor]
-"""E4M3 or uint8 data and float32 scales, in the reference's shapes."""
-REFERENCES: dict[str, Callable[[torch.Tensor, str], Quantized]]
 REFERENCES = {"1x128": quantize_1x128, "128x1": quantize_128x1, "128x128": quantize_weight}
 
 
@@ -48,29 +42,6 @@ def must_agree(library, scale_format, values):
     return library != "sglang" or scale_format == "pow2"
 
 
-def kernel_rows(x, scale_format):
-    from megatron_rl.kernels.quantize.triton import quantize_activation
-
-    return quantize_activation(x, scale_format, rows=True, columns=False)[0]
-
-
-def kernel_columns(x, scale_format):
-    from megatron_rl.kernels.quantize.triton import quantize_activation
-
-    data, scale = quantize_activation(x, scale_format, rows=False, columns=True)[1]
-    return data.view(torch.uint8).t()[: len(x)], scale.t()
-
-
-def transformer_engine_rows(x, scale_format):
-    data, scale = make_backend("transformer_engine", FP8.with_scales(scale_format)).quantize(x, rows=True, columns=False).rows
-    return data[: len(x)], scale[:, : len(x)].t()
-
-
-def transformer_engine_columns(x, scale_format):
-    data, scale = make_backend("transformer_engine", FP8.with_scales(scale_format)).quantize(x, rows=False, columns=True).columns
-    return data[:, : len(x)].t(), scale[:, : x.shape[1]]
-
-
 def transformer_engine_weight(x, scale_format):
     backend = make_backend("transformer_engine", FP8.with_scales(scale_format))
     metadata = backend.weight_quantizer(x).get_metadata()  # the project itself quantizes weights by the reference only
@@ -93,10 +64,6 @@ def deep_gemm_weight(x, scale_format):
 
 QUANTIZERS = {
     **{("reference on the device", granularity): function for granularity, function in REFERENCES.items()},
-    ("our kernel", "1x128"): kernel_rows,
-    ("our kernel", "128x1"): kernel_columns,
-    ("transformer_engine", "1x128"): transformer_engine_rows,
-    ("transformer_engine", "128x1"): transformer_engine_columns,
     ("transformer_engine", "128x128"): transformer_engine_weight,
     ("sglang", "1x128"): sglang_rows,
     ("deep_gemm", "1x128"): deep_gemm_rows,

@@ -13,9 +13,6 @@ from megatron_rl.preflight import check_run
 
 RUNS = {
     "sync by CUDA IPC": {  # three policy versions
-        "sync.transport": "cuda_ipc",
-        "precision.high": "bf16",
-        "precision.reduction": "fast",
         "architecture.hidden_size": 1024,
         "architecture.intermediate_size": 3072,
         "architecture.num_hidden_layers": 4,
@@ -24,19 +21,10 @@ RUNS = {
         "train.steps": 2,
         "data.eval_size": 16,
     },
-    "quickstart in fp8_unified": {
-        "precision.mode": "fp8_unified",
-        "precision.high": "bf16",
-        "precision.reduction": "fast",
-        "sync.transport": "cuda_ipc",
-        "warm_start.steps": 150,
-        "train.steps": 5,
-    },
+    "quickstart in fp8_unified": {"precision.mode": "fp8_unified", "warm_start.steps": 150, "train.steps": 5},
     "quickstart with sums by the tree": {
         "precision.mode": "fp8_unified",
-        "precision.high": "bf16",
         "precision.reduction": "tree",
-        "sync.transport": "cuda_ipc",
         "warm_start.steps": 0,
         "train.steps": 2,
     },
@@ -44,13 +32,8 @@ RUNS = {
 
 
 def make_settings(name, folder, backend):
-    return {
-        **RUNS[name],
-        "rollout.start_timeout": 280.0,
-        "precision.backend": backend,
-        "model.path": folder / "model",
-        "log.dir": folder / "runs",
-    }
+    settings = {"precision.high": "bf16", "precision.reduction": "fast", "sync.transport": "cuda_ipc", "rollout.start_timeout": 280.0}
+    return settings | RUNS[name] | {"precision.backend": backend, "model.path": folder / "model", "log.dir": folder / "runs"}
 
 
 def train(name, folder, seconds=100, **changes):

@@ -88,24 +88,3 @@ def test_speed_of_sums_by_the_tree(device, backends, figures, shape, tokens):
     for (case, order), value in seconds.items():
         rates = {"tflop_per_s": 2e-12 * tokens * n * k / value, "of_fast": value / seconds[case, "fast"]}
         figures.add(f"{shape}, {tokens} tokens, {case}, {order}", seconds=value, **rates)
-
-
-def test_speed_of_the_weights_quantizer(device, figures):
-    """As it runs and compiled, against a copy that moves as many bytes: four of a value are read, one is written. Compiling it would pay
-    only if the bytes stay the same."""
-    (n, k), repeat = (SHAPES["8B fc1"], 10) if device == "cuda" else ((256, 128), 1)
-    master = torch.randn(n, k, device=device) * 0.02
-    quantize_compiled = torch.compile(quantize_weight, backend="inductor" if device == "cuda" else "eager")
-    moved = torch.empty(n * k * 5 // 2, dtype=torch.uint8, device=device)
-    cases = {
-        "as it runs": lambda: quantize_weight(master, "pow2"),
-        "by torch.compile": lambda: quantize_compiled(master, "pow2"),
-        "a copy": lambda: moved.clone(),
-    }
-    pairs = zip(quantize_weight(master, "pow2"), quantize_compiled(master, "pow2"), strict=True)
-    same = all(torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8)) for a, b in pairs)
-    seconds = figures.measure(time_in_turns, (cases, repeat), {"timer": time_kernels})
-    for case, value in seconds.items():
-        figures.add(f"quantizing a weight, {case}", seconds=value, of_a_copys_speed=seconds["a copy"] / value)
-    figures.add("quantizing a weight, by torch.compile: the same bytes", same=same)
-    assert same or device == "cuda"  # on a GPU it is a finding, not a fault: nothing is compiled in a run

@@ -3,8 +3,6 @@
 The default tests rehearse the 8B with its engines and the last rank of others, the long tests all kinds of ranks and all engines.
 """
 
-from __future__ import annotations
-
 import pytest
 from support.shipped import check_aims, rehearse_shipped, rehearse_trainers
 

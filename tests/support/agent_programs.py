@@ -28,11 +28,9 @@ def ask(problem):
     """Do what the problem's prompt says."""
     said = post([{"role": "user", "content": problem.prompt}], max_tokens=12)
     match problem.prompt:
-        case "hang":
+        case "hang" | "leave":
             subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-            time.sleep(600)
-        case "leave":
-            subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+            time.sleep(600 if problem.prompt == "hang" else 0)
         case "raise":
             raise KeyError("no such thing")
         case "reward":

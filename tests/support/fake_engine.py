@@ -5,8 +5,6 @@ response are a function of seed, position and every byte of the weights, so wron
 the engine; the functions below `--- the trainer's side` run in the ranks of a `World`.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import secrets
@@ -41,7 +39,7 @@ from rollout_sglang import rank_handler
 from rollout_sglang.engine import SGLangEngine
 from rollout_sglang.launch_args import LaunchedServer
 from rollout_sglang.process import API_KEY_VARIABLE, EngineProcess, EngineProcesses
-from support.engine_faults import engine_family, strike_while
+from support.engine_faults import strike_while
 from support.engine_faults import sync_through as strike_in_sync
 from support.processes import free_port
 
@@ -204,18 +202,6 @@ def flip_a_byte(engine):
 
 def sync_through(version, faults):
     return strike_in_sync(_run.engines, _run.recovering_sync, version, faults)
-
-
-def always_lose(version):
-    """Run a sync that kills engine 0 every time it starts. Propagates the error."""
-    start_receiving = EnginePool.start_receiving
-
-    def start_and_kill(engines, *args):
-        start_receiving(engines, *args)
-        engine_family(engines, 0)[0].kill()
-
-    with mock.patch.object(EnginePool, "start_receiving", start_and_kill):
-        _run.recovering_sync.run(version)
 
 
 def sample_during_proof(version, wrong=False):

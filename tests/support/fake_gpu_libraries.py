@@ -18,7 +18,6 @@ from megatron_rl.kernels.swiglu import reference as swiglu
 from megatron_rl.precision.fp8 import quantize_1x128, quantize_128x1
 from support.tree_sums import dequantize
 
-Pair = tuple[torch.Tensor, torch.Tensor]
 _TENSOR, _EXTENSION = "transformer_engine.pytorch.tensor", "transformer_engine_torch"
 
 

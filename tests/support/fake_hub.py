@@ -38,8 +38,7 @@ class FakeHub:
 
 def _make_handler(hub):
     class Handler(BaseHTTPRequestHandler):
-        def log_message(self, *_):
-            pass
+        def log_message(self, *_): ...
 
         def do_HEAD(self):
             self.do_GET()

@@ -1,7 +1,5 @@
 """Policies of a few random layers for tests/gpu, and the BF16 model that Megatron builds on a GPU to compare them with."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 

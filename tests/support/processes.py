@@ -1,7 +1,5 @@
 """Processes of tests: worlds of gloo ranks that run functions on request, and commands that end with all their children."""
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import multiprocessing
@@ -308,10 +306,5 @@ def _serve(pipe, log, environment):
             answer = (None, traceback.format_exc())
         pipe.send(answer)
         del args, answer
-        _give_memory_back()
-
-
-def _give_memory_back():
-    """Return freed memory to the system. What glibc keeps of the models of a dozen waiting ranks adds up to gigabytes."""
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)  # what glibc keeps of the models of a dozen waiting ranks adds up to gigabytes

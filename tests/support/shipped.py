@@ -18,14 +18,12 @@ ROOT = Path(__file__).parents[2]
 def rehearse_shipped(name, folder, *options):
     """Return the `--json` report of a rehearsal that must pass."""
     run_module("megatron_rl", "rehearse", f"configs/{name}.toml", "--json", str(folder / "found.json"), *options)
-    found = json.loads((folder / "found.json").read_text())
-    return found
+    return json.loads((folder / "found.json").read_text())
 
 
 def rehearse_trainers(*jobs):
     """Return the reports that `main` prints."""
-    found = json.loads(run_module("support.shipped", *jobs).splitlines()[-1])
-    return found
+    return json.loads(run_module("support.shipped", *jobs).splitlines()[-1])
 
 
 def check_aims(rank):

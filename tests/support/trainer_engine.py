@@ -5,6 +5,7 @@ import string
 import sys
 from contextlib import closing, contextmanager
 from dataclasses import asdict
+from operator import attrgetter
 
 import torch
 import torch.distributed as dist
@@ -121,6 +122,11 @@ _current = []
 def current():
     """Return what `start` has created in this process."""
     return _current[0]
+
+
+def ask(path, *args):
+    """Call a method of what `start` has created, by its path, such as "engines.stop"."""
+    return attrgetter(path)(current())(*args)
 
 
 def break_transformer_engine(folder):
@@ -251,16 +257,13 @@ def take_messages():
 def change_engine(name, row, col):
     """Sync the trainer's weights with one wrong bit at an element of an engine parameter."""
     plan, tensors = current().plan(), dict(current().trainer.collect_named_tensors())
-    transfer = next(transfer for transfer in plan.transfers if transfer.target == name and _contains(transfer.target_rect, row, col))
+    candidates = ((transfer, transfer.target_rect) for transfer in plan.transfers if transfer.target == name)
+    transfer = next(each for each, r in candidates if 0 <= row - r.row < r.rows and 0 <= col - r.col < r.cols)
     wrong = tensors[transfer.source] = tensors[transfer.source].clone()
     place = Rect(transfer.source_rect.row + row - transfer.target_rect.row, transfer.source_rect.col + col - transfer.target_rect.col, 1, 1)
     view_rect(wrong, place).view(torch.uint8).view(-1)[0] ^= 1
     with closing(WeightSync(plan, current().rank0_engines, lambda: tensors, SyncConfig())) as weight_sync:
         weight_sync.run(0)
-
-
-def _contains(rect, row, col):
-    return rect.row <= row < rect.row + rect.rows and rect.col <= col < rect.col + rect.cols
 
 
 def generate_and_emulate(prompts, tokens=24):

@@ -4,8 +4,6 @@ import torch
 
 from megatron_rl.kernels.sums import reference as tree
 
-Pair = tuple[torch.Tensor, torch.Tensor]
-
 
 def dequantize(x, weight):
     """Return float32 `[T, K]` and `[N, K]` of data with scales `[T, K / 128]` and `[N / 128, K / 128]`."""

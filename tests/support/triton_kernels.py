@@ -1,4 +1,4 @@
-"""Helpers for tests of Triton kernels: Triton's interpreter, and compilation for Hopper, which needs no GPU."""
+"""Helpers for tests of Triton kernels: whether there is Triton, and compilation for Hopper, which needs no GPU."""
 
 import importlib.machinery
 import os
@@ -6,15 +6,8 @@ import subprocess
 
 import pytest
 
-from support.processes import call_in_fresh_process
-
 TRITON = importlib.machinery.PathFinder.find_spec("triton")  # not util.find_spec, which finds SGLang's stub modules
 needs_triton = pytest.mark.skipif(TRITON is None, reason="Triton is not installed: GPU builds of torch bring it")
-
-
-def call_in_interpreter(function):
-    """Call `function` in a process of its own, since Triton chooses its interpreter when it is first imported."""
-    call_in_fresh_process(function, TRITON_INTERPRET="1")
 
 
 def compile_for_hopper(kernel, launch, types, fixed, multiples):

@@ -6,7 +6,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 from megatron.core.models.gpt import GPTModel
 
-from megatron_rl.precision.graph.activation_hooks import TRAINER, attach_hooks, layer_hook_points
+from megatron_rl.precision.activation_hooks import TRAINER, attach_hooks, layer_hook_points
 
 HOOK_POINTS = (
     ("embedding", None, "embedding"),

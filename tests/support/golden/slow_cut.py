@@ -1,8 +1,6 @@
 """Models of small random widths as numpy arrays, and shards cut from them element by element: the expected results of a plan's
 transfers."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 

@@ -1,7 +1,5 @@
 """The least element-wise bytes of models, compared with sums by hand, operator by operator."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,8 +1,6 @@
 """launch/quickstart.sh runs two commands; setup.sh and install_gpu.sh refuse an unfit machine in one line before they write anything;
 requirements-gpu.txt pins what requirements-gpu.in names."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,4 +1,4 @@
-"""The run folder: what is written can be read back, also after a crash; Weights & Biases and MLflow by their real packages, offline."""
+"""The run folder: what is written can be read back, also after a crash; trackers: Weights & Biases, MLflow, the example, and what fails."""
 
 import json
 import math
@@ -18,7 +18,12 @@ from megatron_rl.observability.console import progress_line, proof_verdict
 from megatron_rl.observability.run_log import RunLog, read_jsonl, read_metrics, read_run
 from megatron_rl.observability.trackers import Trackers
 
-CONFIG = {"train": {"steps": 3}, "model": {"path": Path("models/tiny")}, "log": {"trackers": ["tensorboard"]}}
+
+def config(*trackers: str) -> dict:
+    return {"train": {"steps": 3, "layout": {"tp": 1}}, "model": {"path": Path("models/tiny")}, "log": {"trackers": list(trackers)}}
+
+
+CONFIG = config("tensorboard")
 
 
 @pytest.fixture
@@ -105,25 +110,17 @@ def test_two_runs_in_one_second_and_latest(tmp_path: Path, capsys: pytest.Captur
         RunLog.create(tmp_path / "file", CONFIG, {})
 
 
-def break_run(parent: Path, reason: str, finished: bool = False) -> RunLog:
-    """Return a run that breaks after its first step, or after it was finished."""
-    log = RunLog.create(parent, CONFIG, {})
-    if finished:
-        log.finish("finished")
-    else:
-        log.write_step({"step": 0})
-    log.finish("broken", reason)
-    return log
-
-
 def test_a_broken_run_stays_broken_and_gives_its_reason(tmp_path: Path):
-    log = break_run(tmp_path, "engine died\nsignal 9")
+    log, late = (RunLog.create(tmp_path, CONFIG, {}) for _ in range(2))
+    log.write_step({"step": 0})
+    log.finish("broken", "engine died\nsignal 9")
     log.finish("finished")
     run = read_run(log.dir)
     assert (run["status"], run["reason"]) == ("broken", "engine died\nsignal 9")
     assert "run broken: engine died | signal 9" in (log.dir / "run.log").read_text()
     assert not (log.dir / "run.json.tmp").exists()
-    late = break_run(tmp_path, "checkpoint not written", finished=True)
+    late.finish("finished")
+    late.finish("broken", "checkpoint not written")
     assert read_run(late.dir)["status"] == "broken", "also after it was finished"
 
 
@@ -159,10 +156,6 @@ def test_progress_line_says_what_was_measured(log: RunLog, capsys: pytest.Captur
 ROWS = [{"step": 0, "reward/mean": 0.25, "grad_norm": math.nan}, {"step": 1, "reward/mean": 0.5, "grad_norm": 2.0}]
 
 
-def config(tracker: str) -> dict:
-    return {"train": {"steps": 2, "layout": {"tp": 1}}, "model": {"path": Path("m")}, "log": {"trackers": [tracker]}}
-
-
 def write_run(folder: Path, tracker: str, status: str) -> RunLog:
     log = RunLog.create(folder, config(tracker), {})
     for row in ROWS:
@@ -186,18 +179,14 @@ def test_mlflow_has_the_configuration_and_every_value(tmp_path, mlflow_client, s
     write_run(tmp_path, "mlflow", status)
     (run,) = mlflow_client.search_runs([mlflow_client.get_experiment_by_name("megatron-rl").experiment_id])
     assert run.info.status == called
-    assert run.data.params["train.layout.tp"] == "1" and run.data.params["model.path"] == "m"
+    assert run.data.params["train.layout.tp"] == "1" and run.data.params["model.path"] == "models/tiny"
     history = mlflow_client.get_metric_history(run.info.run_id, "reward/mean")
     assert [(metric.step, metric.value) for metric in history] == [(0, 0.25), (1, 0.5)]
     assert math.isnan(mlflow_client.get_metric_history(run.info.run_id, "grad_norm")[0].value)
-
-
-def test_mlflow_tells_a_resumed_run_from_the_first(tmp_path, mlflow_client):
     trackers = Trackers(pytest.fail)
     trackers.start(["mlflow"], tmp_path, config("mlflow"), 7)
     trackers.finish("finished")
-    (run,) = mlflow_client.search_runs([mlflow_client.get_experiment_by_name("megatron-rl").experiment_id])
-    assert run.data.tags["resumed_from_step"] == "7"
+    assert {each.data.tags.get("resumed_from_step") for each in mlflow_client.search_runs([run.info.experiment_id])} == {None, "7"}
 
 
 def test_wandb_writes_every_step_offline(tmp_path, monkeypatch):
@@ -215,3 +204,60 @@ def test_a_missing_package_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(UserError, match=r"log.trackers = 'wandb': does not start .*; pip install wandb, or remove it from the list"):
         Trackers(pytest.fail).start(["wandb"], tmp_path, config("wandb"), None)
+
+
+CSV = "examples.plugs.csv_tracker:CsvTracker"
+OWN = """
+calls = []
+
+class Fails:
+    def __init__(self, folder, config, resume_step): calls.append(("start", folder.name, config["train"], resume_step))
+    def log(self, row, step): raise OSError(f"no network at {step}")
+    def finish(self, status): calls.append(status); raise OSError("still none")
+
+class Absent:
+    def __init__(self, folder, config, resume_step): raise PermissionError("no key")
+"""
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    (tmp_path / "own_trackers.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+def test_every_value_is_a_line_and_a_resumed_run_forgets_later_steps(tmp_path):
+    log = RunLog.create(tmp_path, config(CSV), {})
+    for step in range(3):
+        log.write_step({"step": step, "reward/mean": step / 2, "grad_norm": float("nan")})
+    log.finish("broken", "a reason")
+    again = RunLog.reopen(log.dir, config(CSV), {}, 1)
+    again.write_step({"step": 2, "reward/mean": 7.0})
+    again.finish("finished")
+    lines = (log.dir / "metrics.csv").read_text().split()
+    expected = "step,metric,value 0,reward/mean,0.0 0,grad_norm,nan 1,reward/mean,0.5 1,grad_norm,nan 2,reward/mean,7.0"
+    assert lines == expected.split()
+    assert not (log.dir / "tensorboard").exists()
+
+
+def test_a_tracker_that_fails_is_named_once_and_the_run_goes_on(tmp_path, own, capsys):
+    log = RunLog.create(tmp_path / "runs", config("own_trackers:Fails", CSV), {})
+    for step in (1, 2):
+        log.write_step({"step": step, "reward/mean": 0.5})
+    log.finish("finished")
+    told = [line for line in capsys.readouterr().out.splitlines() if "Fails" in line]
+    assert told == ["tracker own_trackers:Fails failed, the run continues (OSError: no network at 1)"]
+    assert len(read_metrics(log.dir)) == 2 and len((log.dir / "metrics.csv").read_text().split()) == 3
+    assert read_run(log.dir)["status"] == "finished"
+    import own_trackers
+
+    assert own_trackers.calls == [("start", log.dir.name, {"steps": 3, "layout": {"tp": 1}}, None), "finished"]
+
+
+def test_a_tracker_that_does_not_start_ends_the_run_before_anything_else_has(tmp_path: Path, own):
+    line = r"log.trackers = 'own_trackers:Absent': does not start \(PermissionError: no key\); repair it, or remove it from the list"
+    with pytest.raises(UserError, match=line):
+        RunLog.create(tmp_path / "runs", config(CSV, "own_trackers:Absent"), {})
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert read_run(folder)["status"] == "broken" and "own_trackers:Absent" in read_run(folder)["reason"]
+    RunLog.reopen(folder, config(CSV), {}, 0).finish("finished")  # its lock is free again

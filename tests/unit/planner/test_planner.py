@@ -1,7 +1,5 @@
 """The planner: formulas against values computed by hand, the shipped configurations, refusals, and the command's output."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess
@@ -30,7 +28,6 @@ from megatron_rl.kernels.linear.transformer_engine import pad_scales
 from megatron_rl.planner import memory_by_phase, roofline
 from megatron_rl.planner.search import Planner
 from megatron_rl.planner.sync_traffic import estimate_sync_traffic
-from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.precision.fp8 import quantize_weight
 from megatron_rl.preflight import LAYOUTS, PLAN, Facts, Needs, check
 from megatron_rl.sync.plan import SyncPlan
@@ -133,19 +130,15 @@ def test_a_trained_mtp_layer_is_the_last_stages():
     assert with_mtp - without > 2 * model.vocab * model.hidden
 
 
-def test_the_engine_holds_what_the_sync_plan_writes():
-    """On one rank every byte of data and scales. 151936 rows need no vocabulary padding."""
-    model, workload = replace(published_model("Qwen3-8B"), layers=2), job()
-    plan = SyncPlan.make(model, Layout(), (1, 1), PrecisionContract.from_config(workload.config.precision), 1 << 28)
-    assert weights.count_engine_weights(replace(workload, model=model), 1, 1) == sum(transfer.nbytes for transfer in plan.transfers)
-    rollout = job(precision={"mode": "fp8_rollout"})  # there a sync makes the blocks
+def test_a_sync_to_an_fp8_rollout_makes_the_blocks():
+    rollout = job(precision={"mode": "fp8_rollout"})
     assert weights.count_sync_quantization(rollout, Candidate(Layout()), 0) == weights.count_trainer_memory(job(), Layout(), 0).blocks
     assert weights.count_sync_quantization(job(), Candidate(Layout()), 0) == 0
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_is_planned_as_trainer_and_engine_hold_it(family):
-    """Four layers, with and without experts. A vocabulary of 384 rows needs no padding."""
+    """On one rank every byte of data and scales: four layers, with and without experts. A vocabulary of 384 rows needs no padding."""
     changes = {"mlp_only_layers": []} if "mlp_only_layers" in ARCHITECTURES[family] else {}
     model = ModelGeometry.from_hf_config(ARCHITECTURES[family] | changes)
     workload = replace(job(), model=model)
@@ -298,33 +291,25 @@ def test_a_gpu_whose_memory_others_open_by_cuda_ipc_holds_a_context_of_each():
     assert estimate.sync.readers >= 1 and {gpu.gpus for gpu in estimate.memory if "IPC contexts" in gpu.parts} == {"trainer"}
 
 
-def test_shared_gpus_hold_by_turns():
-    shared, apart = Candidate(Layout(tp=8), 8, 1, 1), Candidate(Layout(tp=4), 4, 1, 1, "disaggregated")
-    parts = {phase.phase: phase.parts for phase in memory_by_phase.estimate_phase_memory(job(), shared)}
-    assert "KV cache" in parts["generate"] and "KV cache" not in parts["train"]
-    assert "optimizer" in parts["train"] and "optimizer" not in parts["generate"]
-    assert {phase.gpus for phase in memory_by_phase.estimate_phase_memory(job(), apart)} == {"trainer", "engine"}
-    assert memory_by_phase.count_offloaded_bytes(job(), shared) == weights.count_trainer_memory(job(), shared.train, 0).optimizer
-
-
-def test_a_critic_has_a_phase_of_its_own_and_shares_the_device_by_turns():
+def test_shared_gpus_hold_by_turns_and_a_critic_has_a_phase_of_its_own():
     shared, apart = Candidate(Layout(tp=8), 8, 1, 1), Candidate(Layout(tp=4), 4, 1, 1, "disaggregated")
     plain, ppo = job(), job(algorithm={"name": "ppo"})
     held = weights.count_trainer_memory(ppo.critic, shared.train, 0)
-    vocabulary = 2 * 151936 // 8 * 4096
-    assert held.weights == weights.count_trainer_memory(plain, shared.train, 0).weights - vocabulary + 2 * 4096
-    parts = {phase.phase: phase.parts for phase in memory_by_phase.estimate_phase_memory(ppo, shared)}
+    policy, vocabulary = weights.count_trainer_memory(plain, shared.train, 0), 2 * 151936 // 8 * 4096
+    assert held.weights == policy.weights - vocabulary + 2 * 4096
+    without, parts = ({phase.phase: phase.parts for phase in memory_by_phase.estimate_phase_memory(each, shared)} for each in (plain, ppo))
+    assert "KV cache" in without["generate"] and "KV cache" not in without["train"]
+    assert "optimizer" in without["train"] and "optimizer" not in without["generate"]
     assert [*parts] == ["generate", "logprobs", "critic", "train", "sync", "resume"]
     assert "activations" not in parts["resume"] and parts["resume"]["optimizer"] == parts["train"]["optimizer"]
     assert parts["resume"]["critic"] == held.weights + held.blocks + held.gradients + held.optimizer
     assert parts["generate"]["critic"] == parts["train"]["critic"] == held.weights + held.blocks
     assert parts["critic"]["critic"] == held.model + held.gradients + held.optimizer
     assert "optimizer" in parts["train"] and not {"optimizer", "gradients"} & {*parts["critic"], *parts["logprobs"]}
-    assert {name: size for name, size in parts["train"].items() if name != "critic"} == next(
-        phase.parts for phase in memory_by_phase.estimate_phase_memory(plain, shared) if phase.phase == "train"
-    )
-    both = weights.count_trainer_memory(plain, shared.train, 0).optimizer + held.optimizer
-    assert memory_by_phase.count_offloaded_bytes(ppo, shared) == both
+    assert {name: size for name, size in parts["train"].items() if name != "critic"} == without["train"]
+    assert memory_by_phase.count_offloaded_bytes(plain, shared) == policy.optimizer
+    assert memory_by_phase.count_offloaded_bytes(ppo, shared) == policy.optimizer + held.optimizer
+    assert {phase.gpus for phase in memory_by_phase.estimate_phase_memory(plain, apart)} == {"trainer", "engine"}
     of_trainer = [phase.parts for phase in memory_by_phase.estimate_phase_memory(ppo, apart) if phase.gpus == "trainer"]
     assert all({"optimizer", "gradients"} <= phase.keys() for phase in of_trainer)
     seconds = [roofline.estimate_step_time(each, shared, NODE) for each in (plain, ppo)]

@@ -1,7 +1,5 @@
 """tools/compare_runs.py: finished runs are read instead of repeated, and the table and the plot show each of them."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The check of the GPU packages, as far as it goes without them: it knows all kernels, and refuses what it cannot use."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

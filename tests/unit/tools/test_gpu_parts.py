@@ -1,7 +1,5 @@
 """tools/gpu_parts.py with a fake pytest and a fake clock: no test is left out, and limits hold."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import subprocess

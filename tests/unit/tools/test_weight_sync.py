@@ -1,7 +1,5 @@
 """tools/weight_sync.py runs, writes its report, and refuses bad input."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

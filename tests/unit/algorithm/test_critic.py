@@ -1,8 +1,8 @@
-"""GAE against its definition as a double sum in plain Python, on ragged answers of several turns; whitening; the KL term per token."""
-
-from __future__ import annotations
+"""The critic's side of PPO: GAE against its definition as a double sum in plain Python, whitening and the KL term per token; the value loss
+against plain arithmetic and finite differences."""
 
 import math
+import random
 import statistics
 from collections.abc import Iterator
 
@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from megatron_rl.algorithm.gae import assign_token_advantages, estimate_advantages
+from megatron_rl.algorithm.loss_weights import assign_loss_weights
+from megatron_rl.algorithm.value_loss import ValueLoss
 from megatron_rl.batch.micro_batch import make_micro_batches
 from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.config.algorithm import AlgorithmConfig
@@ -44,11 +46,6 @@ def test_gae_is_the_sum_of_its_definition(gamma, lam):
     assert torch.equal(returns, advantages + values)
     if lam == gamma == 1:  # what is left of the reward, less the value
         assert returns[:3].tolist() == pytest.approx(rewards[:3].flip(0).cumsum(0).flip(0).tolist(), rel=1e-13)
-
-
-def test_of_no_samples_there_are_none():
-    assert [len(part) for part in estimate_advantages(*torch.empty(2, 0).double(), [], 1.0, 1.0)] == [0, 0]
-    assert assign_token_advantages([], GAE) == {"critic/values_mean": 0.0, "critic/returns_mean": 0.0}
 
 
 @pytest.mark.parametrize("kl_coef", [0.0, 0.05])
@@ -112,9 +109,72 @@ def test_a_samples_bits_do_not_depend_on_which_others_its_replica_has():
 
 
 def test_equal_returns_have_no_explained_variance_and_nothing_counted_is_all_zero():
+    assert [len(part) for part in estimate_advantages(*torch.empty(2, 0).double(), [], 1.0, 1.0)] == [0, 0]
+    assert assign_token_advantages([], GAE) == {"critic/values_mean": 0.0, "critic/returns_mean": 0.0}
     flat = [TrainingSample([1], [2, 2], reward=1.0, values=torch.tensor([0.2, 0.4]), loss_weight=weight) for weight in (1.0, 1.0)]
     metrics = assign_token_advantages(flat, AlgorithmConfig(advantage="gae"))
     assert "critic/explained_variance" not in metrics and metrics["critic/returns_mean"] == 1
     assert flat[0].token_advantages.tolist() == pytest.approx([math.sqrt(0.75), -math.sqrt(0.75)], rel=1e-6)
     masked = [draw(3, 1, loss_weight=0.0, masked=True)]
     assert assign_token_advantages(masked, GAE)["critic/values_mean"] == 0 and not masked[0].token_advantages.any()
+
+
+CLIP = 0.3
+
+
+def samples() -> list[TrainingSample]:
+    source = random.Random(3)
+    masks = [[True] * 4, [True], [True, False, False, True, True], [True] * 3]
+    made = [
+        TrainingSample(
+            [1, 2], [3] * len(mask), response_mask=mask if not all(mask) else [],
+            values=torch.tensor([source.uniform(-1, 1) for _ in range(sum(mask))]),
+            returns=torch.tensor([source.uniform(-2, 2) for _ in range(sum(mask))]),
+        )
+        for mask in masks
+    ]  # fmt: skip
+    made[3].excluded = True
+    return made
+
+
+@pytest.mark.parametrize("aggregate", ["token", "sequence", "constant"])
+@pytest.mark.parametrize("max_tokens", [64, 6])
+def test_the_loss_is_the_clipped_squared_error_over_the_policys_tokens_however_packed(aggregate, max_tokens):
+    batch, source = samples(), random.Random(5)
+    assign_loss_weights(batch, aggregate, longest=8)
+    tokens = sum(sample.sampled_count for sample in batch)
+    values = [[source.uniform(-2, 2) for _ in range(sample.sampled_count)] for sample in batch]
+    expected, clipped, losses = 0.0, 0, list[list[float]]()
+    for sample, of_sample in zip(batch, values, strict=True):
+        losses.append([])
+        for value, old, target in zip(of_sample, sample.values.tolist(), sample.returns.tolist(), strict=True):
+            bounded = min(max(value, old - CLIP), old + CLIP)
+            plain, other = (value - target) ** 2, (bounded - target) ** 2
+            losses[-1].append(0.5 * max(plain, other))
+            clipped += other > plain
+    counted = losses[:3]
+    expected = {
+        "token": sum(map(sum, counted)) / sum(map(len, counted)),
+        "sequence": sum(sum(part) / len(part) for part in counted) / 3,
+        "constant": sum(map(sum, counted)) / (3 * 8),
+    }[aggregate]
+    total, touched = 0.0, 0.0
+    for row in make_micro_batches(batch, max_tokens):
+        predicted = torch.full_like(row.mask, math.nan)  # elsewhere anything may stand
+        for index, places in row.split_by_sample(torch.arange(row.mask.numel()).view(1, -1), batch):
+            predicted[0, places] = torch.tensor(values[index])
+        loss, metrics = ValueLoss(CLIP)(predicted, row)
+        total, touched = total + float(loss), touched + float(metrics["critic/clip_fraction"])
+    assert total / tokens == pytest.approx(expected, rel=1e-6)
+    assert touched == clipped > 2
+
+
+def test_gradients_are_those_of_finite_differences():
+    batch = samples()
+    (row,) = make_micro_batches(batch, 64)
+    for name in ("mask", "values", "returns", "loss_weights"):
+        setattr(row, name, getattr(row, name).double())
+    values = (torch.rand(row.mask.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64) * 4 - 2).requires_grad_()
+    assert torch.autograd.gradcheck(lambda x: ValueLoss(CLIP)(x, row)[0], (values,))
+    ValueLoss(CLIP)(values, row)[0].backward()
+    assert not values.grad[row.mask == 0].any() and values.grad[row.mask == 1].count_nonzero() >= 3
