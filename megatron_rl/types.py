@@ -110,6 +110,8 @@ class Completion:
     policy_version: int
     text: str
     reward: Reward = field(default_factory=lambda: Reward(0.0, False))
+    answer_text: str | None = ""  # `text` without the thought, or None if the thought is unfinished
+    thought: str = ""  # what the policy thought (`reward.thinking`)
     masked: bool = False  # excluded from the loss, but its reward counts in its group
     length_penalty: float = 0.0  # added to the reward, 0 or negative
     response_mask_T: np.ndarray | None = None  # bool, False for tokens of the environment, or None if all tokens are sampled

@@ -82,7 +82,7 @@ def evaluate(config: Config, request: EvalRequest) -> Path:
         raise UserError("data.eval", config.data.eval, "contains no problems", "use another file")
     folder = choose_output_folder(config, request, checkpoints["checkpoint"])
     started = _now()
-    tallies, seconds = _sample(config, sampling, checkpoints, problems, folder)
+    tallies, seconds = _sample(config, sampling, checkpoints, problems, folder, tokenizer.chat_template)
     results = {
         "schema": SCHEMA,
         "started": started,
@@ -127,7 +127,12 @@ def choose_output_folder(config: Config, request: EvalRequest, checkpoint: EvalC
 
 
 def _sample(
-    config: Config, sampling: SamplingParams, checkpoints: dict[str, EvalCheckpoint], problems: list[Problem], folder: Path
+    config: Config,
+    sampling: SamplingParams,
+    checkpoints: dict[str, EvalCheckpoint],
+    problems: list[Problem],
+    folder: Path,
+    chat_template: str | None,
 ) -> tuple[dict[str, list[Tally]], dict[str, float]]:
     """Return the tallies of all problems and the duration of sampling and scoring in seconds, by checkpoint."""
     install_signal_handlers(alone=True)  # SIGTERM unwinds the stack, which stops the engine
@@ -139,7 +144,7 @@ def _sample(
         temporary = tempfile.TemporaryDirectory(prefix=".models-", dir=folder, ignore_cleanup_errors=True)  # the checkpoints are large
         converted = Path(resources.enter_context(temporary))
         models = {name: checkpoint.prepare(config, converted / name) for name, checkpoint in checkpoints.items()}
-        scorer = resources.enter_context(Scorer(config.reward, display.print_line))
+        scorer = resources.enter_context(Scorer(config.reward, display.print_line, chat_template))
         environments = start_environments(config, resources)
         file = resources.enter_context((folder / "completions.jsonl").open("a", encoding="utf-8"))
         chunk = config.rollout.max_running_requests * config.rollout.engines

@@ -73,6 +73,10 @@ class RewardConfig(ConfigSection):
     functions: tuple[RewardFunctionConfig, ...] | None = Field(None, min_length=1)
     """Reward functions, used instead of `function`: several, or one with settings. The first that judges the answer (not `format` or
     `length`) decides which completions are correct."""
+    thinking: Literal["auto", "none"] | tuple[str, str] = "auto"
+    """Texts that begin and end a thought, such as `["<think>", "</think>"]`. Built-in functions and votes judge what follows the thought; a
+    completion that ends inside its thought earns nothing. `auto`: the markers of the chat template, `<think>` and `</think>` if it has none.
+    `none`: the whole completion is the answer."""
     on_error: Literal["zero", "exclude", "stop"] = "zero"
     """What happens to a completion that cannot be scored. `zero`: its reward is 0. `exclude`: it is excluded from training and from its
     group's mean. `stop`: the run ends."""

@@ -24,10 +24,12 @@ class Outcome:
     reward: Reward
     tokens: int
     finish_reason: str
+    answer_text: str | None = ""
+    """The text without its thought, or None if the thought is unfinished."""
 
     @classmethod
     def of(cls, completion: Completion) -> Outcome:
-        return cls(completion.text, completion.reward, completion.sampled_count, completion.finish_reason)
+        return cls(completion.text, completion.reward, completion.sampled_count, completion.finish_reason, completion.answer_text)
 
     def answer(self, problem: Problem) -> str | None:
         """Return the answer that the completion votes for, or None if it has no vote.
@@ -37,9 +39,9 @@ class Outcome:
         """
         if self.reward.correct:
             return problem.answer
-        if self.reward.error:
+        if self.reward.error or self.answer_text is None:
             return None
-        return math.final_answer(self.text) if self.reward.answer is None else self.reward.answer or None
+        return math.final_answer(self.answer_text) if self.reward.answer is None else self.reward.answer or None
 
 
 @dataclass(frozen=True)

@@ -7,13 +7,14 @@ import functools
 import importlib
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from megatron_rl.plugs import REWARDS
 from megatron_rl.rewards import foreign
 from megatron_rl.types import RewardFunction
 
 
-def load_function(name: str, settings: Mapping[str, str] | None = None) -> RewardFunction:
+def load_function(name: str, settings: Mapping[str, Any] | None = None) -> RewardFunction:
     """Return the reward function `name` with `settings` as keyword arguments: built in, the user's own function of (text, problem), or one
     written for verl or TRL (`rewards.foreign`). Raise InputError if it does not exist or takes other arguments. Load the libraries
     of a built-in function in advance, so that this does not count as a completion's time."""

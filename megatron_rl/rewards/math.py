@@ -133,8 +133,8 @@ def _is_formula(content: str, gold: str) -> bool:
         return False
     if (
         bool(_RELATION.search(content)) != bool(_RELATION.search(gold))
-        or not re.search(r"[0-9\\]|^\W*\w{1,3}\W*$", content)
-        and parse_number(gold)
+        or (not re.search(r"[0-9\\]|^\W*\w{1,3}\W*$", content)
+        and parse_number(gold))
     ):
         return False
     if _EQUATION.search(content) and not _EQUATION.search(gold):

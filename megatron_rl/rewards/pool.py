@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from megatron_rl.rewards import load_function
 from megatron_rl.rewards.foreign import make_reward
@@ -10,7 +11,7 @@ from megatron_rl.types import Problem, Reward, RewardFunction
 from megatron_rl.workers.pool import WorkerPool
 from megatron_rl.workers.process import describe_error, serve
 
-RewardFunctionSpec = tuple[str, Mapping[str, str]]  # name and settings of a reward function, as for `megatron_rl.rewards.load_function`
+RewardFunctionSpec = tuple[str, Mapping[str, Any]]  # name and settings of a reward function, as for `megatron_rl.rewards.load_function`
 
 
 class RewardPool(WorkerPool[list[Reward]]):

@@ -18,6 +18,7 @@ from megatron_rl.errors import RunError, UserError
 from megatron_rl.plugs import REWARDS
 from megatron_rl.rewards.http import HttpRewardClient
 from megatron_rl.rewards.pool import RewardFunctionSpec, RewardPool
+from megatron_rl.rewards.thinking import Response, ThoughtMarkers, find_markers, split_thought
 from megatron_rl.types import Problem, Reward
 
 _MOST_REASONS = 3
@@ -25,12 +26,15 @@ _MOST_REASONS = 3
 
 class Scorer:
     """Scores completions as configured. A context manager that owns the worker processes; entering starts them without waiting for them.
-    `notify` receives how many completions of a call got no verdict, and why."""
+    `notify` receives how many completions of a call got no verdict, and why. `chat_template` is the tokenizer's, for `reward.thinking`."""
 
-    def __init__(self, config: RewardConfig, notify: Callable[[str], None]) -> None:
+    def __init__(self, config: RewardConfig, notify: Callable[[str], None], chat_template: str | None = None) -> None:
+        self._thinking = _find_thinking(config, chat_template)
         self._config, self._notify, self._parts, self._correctness_label = config, notify, config.parts, config.correctness_label
         self._local = [label for label, part in self._parts.items() if part.name not in ("http", "length")]
-        self._pool = RewardPool([_function(self._parts[label]) for label in self._local], config.workers, config.timeout, config.memory_mb)
+        self._pool = RewardPool(
+            [_function(self._parts[label], self._thinking) for label in self._local], config.workers, config.timeout, config.memory_mb
+        )
         self._servers = {label: HttpRewardClient(part) for label, part in self._parts.items() if part.name == "http"}
 
     def __enter__(self) -> Scorer:
@@ -68,6 +72,10 @@ class Scorer:
             if error:
                 rewards_B[number] = Reward(0.0, False, error=error)
         return self._apply_on_error(rewards_B, problems_B)
+
+    def split(self, text: str, problem: Problem) -> Response:
+        """Return a completion's answer, which is what built-in functions judge, and its thought."""
+        return split_thought(text, problem.prompt, self._thinking)
 
     def _judge(self, texts_B: Sequence[str], problems_B: Sequence[Problem], lengths_B: Sequence[int]) -> list[Reward]:
         """Return the verdicts of the functions."""
@@ -125,12 +133,19 @@ def check_rewards(config: RewardConfig) -> None:
             HttpRewardClient(part).check()
         elif REWARDS.is_own(part.name):
             try:
-                with RewardPool([_function(part)], 1, config.timeout, config.memory_mb) as pool:
+                with RewardPool([_function(part, None)], 1, config.timeout, config.memory_mb) as pool:
                     pool.wait_until_ready()
             except RunError as error:
                 fix = "the function is searched on Python's path and in the working directory"
                 raise UserError("reward.functions" if config.functions else "reward.function", part.name, str(error), fix) from None
 
 
-def _function(part: RewardFunctionConfig) -> RewardFunctionSpec:
-    return part.name, {"pattern": part.pattern} if part.pattern else {}
+def _find_thinking(config: RewardConfig, chat_template: str | None) -> ThoughtMarkers | None:
+    if config.thinking == "none":
+        return None
+    return find_markers(chat_template) if config.thinking == "auto" else config.thinking
+
+
+def _function(part: RewardFunctionConfig, thinking: ThoughtMarkers | None) -> RewardFunctionSpec:
+    settings = {"thinking": thinking} if part.name in ("math", "exact") else {}
+    return part.name, settings | ({"pattern": part.pattern} if part.pattern else {})

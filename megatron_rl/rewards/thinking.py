@@ -6,7 +6,9 @@ Only what follows the thought is judged. A model that learned otherwise would ea
 from __future__ import annotations
 
 import re
-from typing import NamedTuple
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Any, NamedTuple
 
 ThoughtMarkers = tuple[str, str]
 """Texts that begin and end a thought."""
@@ -52,3 +54,16 @@ def split_thought(text: str, prompt: str = "", markers: ThoughtMarkers | None = 
         thinking = not match[1]
     (thoughts if thinking else answers).append(text[position:])
     return Response(None if thinking else "".join(answers), "".join(thoughts))
+
+
+def decode_completion(tokenizer: Any, ids: Sequence[int]) -> str:
+    """Return the text of token ids without special tokens, except for the markers of thoughts, which are special tokens in some tokenizers."""
+    markers = {tokenizer.convert_tokens_to_ids(marker): marker for marker in find_markers(getattr(tokenizer, "chat_template", None))}
+    kept = markers.keys() & set(getattr(tokenizer, "all_special_ids", ()))
+    if kept.isdisjoint(ids):
+        text: str = tokenizer.decode(ids, skip_special_tokens=True)
+        return text
+    runs = [(marked, [*run]) for marked, run in groupby(ids, kept.__contains__)]
+    return "".join(
+        "".join(map(markers.__getitem__, run)) if marked else tokenizer.decode(run, skip_special_tokens=True) for marked, run in runs
+    )

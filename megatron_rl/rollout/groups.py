@@ -115,3 +115,4 @@ def assign_rewards(completions_B: Sequence[Completion], rewards: Scorer) -> None
     )
     for completion, reward in zip(completions_B, rewards_B, strict=True):
         completion.reward = reward
+        completion.answer_text, completion.thought = rewards.split(completion.text, completion.problem)

@@ -22,6 +22,8 @@ _ACCURACIES = (
 _LENGTH_MEAN = declare("length/mean", "mean length of a completion, in sampled tokens", "number", "length (tokens)")
 _LENGTH_MAX = declare("length/max", "longest completion, in sampled tokens", "count", "length (tokens)", label="longest")
 _TRUNCATED = declare("length/truncated", "share of completions cut at the length limit", "share", "cut at the limit")
+_THOUGHT = declare("length/thought_share", "mean share of a completion's characters in its thought", "share", "thought")
+_UNFINISHED = declare("length/unfinished_thoughts", "share of completions that end inside their thought", "share", "cut at the limit")
 _TOKENS = declare("tokens/generated", "tokens generated", "count")
 _SPEED = declare("tokens/per_second", "tokens per second of generation", "count", "tokens per second", progress="{:,.0f} tokens/s")
 _CACHED = declare("tokens/cached_share", "share of the prompts' tokens, of all turns, that came from the engines' prefix cache", "share")
@@ -70,6 +72,7 @@ def compute_rollout_metrics(rollout: RolloutBatch) -> dict[str, float]:
         _LENGTH_MEAN: sum(lengths) / count,
         _LENGTH_MAX: float(max(lengths)),
         _TRUNCATED: _count(completions, lambda completion: completion.finish_reason == "length") / count,
+        **_thought_metrics(completions),
         _TOKENS: float(sum(lengths)),
         _SPEED: sum(lengths) / rollout.seconds[GENERATE],
         _CACHED: sum(completion.cached_tokens for completion in completions) / (sum(item.prompt_tokens for item in completions) or 1),
@@ -86,6 +89,15 @@ def _count(completions: Sequence[Completion], condition: Callable[[Completion], 
 def _reward_parts(completions: Sequence[Completion]) -> dict[str, float]:
     parts = [completion.reward.parts for completion in completions if completion.reward.parts]
     return {_REWARD_PART.format(label): sum(part[label] for part in parts) / len(parts) for label in (parts[0] if parts else {})}
+
+
+def _thought_metrics(completions: Sequence[Completion]) -> dict[str, float]:
+    """Return the share of thoughts and of unfinished ones. Empty if no completion has a thought."""
+    if not any(completion.thought for completion in completions):
+        return {}
+    shares = [len(completion.thought) / max(len(completion.text), 1) for completion in completions]
+    unfinished = _count(completions, lambda completion: completion.answer_text is None)
+    return {_THOUGHT: sum(shares) / len(shares), _UNFINISHED: unfinished / len(completions)}
 
 
 def _environment_metrics(completions: Sequence[Completion]) -> dict[str, float]:
@@ -124,6 +136,7 @@ def build_sample_rows(step: int, completions: Sequence[Completion], count: int) 
             "problem": (problem := completion.problem).id,
             "versions": _find_versions(step - 1, completion),
             **{"level": problem.level, "prompt": problem.prompt, "completion": completion.text, "answer": problem.answer},
+            **({"thought": completion.thought, "response": completion.answer_text or ""} if completion.thought else {}),
             **{"reward": (reward := completion.reward).value, "correct": reward.correct, "parts": reward.parts},
             **{"finish_reason": completion.finish_reason, "error": reward.error},
             **({"dialogue": completion.dialogue} if completion.dialogue else {}),

@@ -172,7 +172,7 @@ class Session:
         stream, held_out = load_problems(config, tokenizer)
         if state is not None:
             stream.load_state_dict(state.data())
-        scorer = self._resources.enter_context(Scorer(config.reward, self.notify))
+        scorer = self._resources.enter_context(Scorer(config.reward, self.notify, tokenizer.chat_template))
         environments = start_environments(config, self._resources)
         self.notify(f"starting the engines: {config.rollout.engines}")
         hang_watchdog.enter_phase("starting the engines", limit=config.rollout.start_timeout)
