@@ -75,7 +75,7 @@ class RewardConfig(ConfigSection):
     `length`) decides which completions are correct."""
     thinking: Literal["auto", "none"] | tuple[str, str] = "auto"
     """Texts that begin and end a thought, such as `["<think>", "</think>"]`. Built-in functions and votes judge what follows the thought; a
-    completion that ends inside its thought earns nothing. `auto`: the markers of the chat template, `<think>` and `</think>` if it has none.
+    completion that ends inside its thought earns nothing. `auto`: the markers of the chat template, or `<think>` and `</think>`.
     `none`: the whole completion is the answer."""
     on_error: Literal["zero", "exclude", "stop"] = "zero"
     """What happens to a completion that cannot be scored. `zero`: its reward is 0. `exclude`: it is excluded from training and from its

@@ -131,10 +131,8 @@ def _is_formula(content: str, gold: str) -> bool:
     math-verify would compare only the right-hand side of `3x = 42`."""
     if HEDGE.search(content) or len(content) > _LONGEST_FORMULA or content.count("{") != content.count("}") or content.count("(") > 50:
         return False
-    if (
-        bool(_RELATION.search(content)) != bool(_RELATION.search(gold))
-        or (not re.search(r"[0-9\\]|^\W*\w{1,3}\W*$", content)
-        and parse_number(gold))
+    if bool(_RELATION.search(content)) != bool(_RELATION.search(gold)) or (
+        not re.search(r"[0-9\\]|^\W*\w{1,3}\W*$", content) and parse_number(gold)
     ):
         return False
     if _EQUATION.search(content) and not _EQUATION.search(gold):

@@ -1,8 +1,8 @@
 r"""Finds the answer that a text states. docs/guides/rewards.md documents the order of precedence.
 
-Explicit statements are `\boxed{}`, `<answer>`, `#### ` and sentences such as "The answer is 42." or "答案是 42". The one that begins last counts, and a
-correction after it replaces it ("... No, it is 43."). An explicit statement that cannot be read is an answer that cannot be read: nothing else
-in the text is used instead. Only a text without an explicit statement is read by its last sentence or formula.
+Explicit statements are `\boxed{}`, `<answer>`, `#### ` and sentences such as "The answer is 42." or "答案是 42". The one that begins last
+counts, and a correction after it replaces it ("... No, it is 43."). An explicit statement that cannot be read is an answer that cannot be
+read: nothing else in the text is used instead. Only a text without an explicit statement is read by its last sentence or formula.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ _STATEMENT = re.compile(
     re.IGNORECASE | re.VERBOSE,
 )
 _EVALUATION = re.compile(
-    r"\W*(?:correct|right|valid|reasonable|verified|confirmed|consistent|below|above|clear|obvious|given|as follows|found|obtained|wrong|incorrect"
-    r"|in the\b|one of\b|among\b|what\b|that\b)",
+    r"\W*(?:correct|right|valid|reasonable|verified|confirmed|consistent|below|above|clear|obvious|given|as follows|found|obtained|wrong"
+    r"|incorrect|in the\b|one of\b|among\b|what\b|that\b)",
     re.IGNORECASE,
 )
 _SENTENCE_END = re.compile(r"\.(?=\s|$)|</|(?<!\\)[;!](?=\s|$)|\n")
@@ -56,13 +56,16 @@ _CLAUSE_END = re.compile(r"(?:,\s*|\s+)(?:because|since|as|so|which|where|hence|
 _HEADING = re.compile(r"\s*(?:[^\W\d_]{3,}[:,]?\s+\S|$)")  # "#### Step 3"
 _LIST_ITEM = re.compile(r"\s*(?:[0-9]+[.)]|[-*•])\s")
 _NOT = re.compile(
-    r"\s*(?:(?:definitely|certainly|actually)\s+)?(?:not\b|n't\b)[^.\n]*?(?:,|;|\bbut\b|\brather\b)\s*(?:(?:it|this|that)(?:'s|\s+is)\s+|but\s+|rather\s+)*"
+    r"\s*(?:(?:definitely|certainly|actually)\s+)?(?:not\b|n't\b)[^.\n]*?(?:,|;|\bbut\b|\brather\b)\s*"
+    r"(?:(?:it|this|that)(?:'s|\s+is)\s+|but\s+|rather\s+)*",
+    re.IGNORECASE,
 )
 _NEGATION = re.compile(r"\s*(?:definitely\s+|certainly\s+)?(?:not|n't|unknown|unclear)\b", re.IGNORECASE)
 _CONTRAST = re.compile(r"(?:,|\s+and|\s*\()?\s*\b(?:not|instead of|rather than)\b", re.IGNORECASE)
 _RETRACTION = re.compile(
-    r"(?:^|[.!?\n;,—-]|\bbut\b)\s*(?:oh\s+|hmm,?\s+|but\s+|ah,?\s+)?(?:no\b(?=[,.:!\s]*(?:wait|it|that|the|sorry|actually|-?\\?\$?[0-9]))|wait\b|actually\b|sorry\b|oops\b|correction\b"
-    r"|scratch that\b|on second thought|i (?:made a mistake|was wrong|mean)\b|that(?:'s| is| was) (?:wrong|not right|incorrect)|let me (?:re|correct|fix))",
+    r"(?:^|[.!?\n;,—-]|\bbut\b)\s*(?:oh\s+|hmm,?\s+|but\s+|ah,?\s+)?"
+    r"(?:no\b(?=[,.:!\s]*(?:wait|it|that|the|sorry|actually|-?\\?\$?[0-9]))"
+    r"|wait\b|actually\b|sorry\b|oops\b|correction\b|scratch that\b|on second thought|i (?:made a mistake|was wrong|mean)\b|that(?:'s| is| was) (?:wrong|not right|incorrect)|let me (?:re|correct|fix))",
     re.IGNORECASE,
 )
 _CONFIRMATION = re.compile(r"\b(?:correct|right|confirmed|confirms|checks out|holds|consistent|verified)\b", re.IGNORECASE)
@@ -159,8 +162,8 @@ def _read_box(text: str, start: int) -> tuple[str, int]:
 
 
 def _read_phrase(text: str, phrase: int, start: int) -> tuple[str, int] | None:
-    """Return what follows a phrase such as "the answer is", up to the end of the sentence, and its end. Return None if the phrase is a heading
-    above a solution, or says something about an answer ("the answer is correct")."""
+    """Return what follows a phrase such as "the answer is", up to the end of the sentence, and its end. Return None if the phrase is a
+    heading above a solution, or says something about an answer ("the answer is correct")."""
     if _CHECKS.search(text, max(0, phrase - 60), phrase):
         return None
     opening = re.compile(r"[ \t*_`:]*(?:\n\s*)?(?:\\\[|\$\$)?\s*").match(text, start)
@@ -239,8 +242,8 @@ def strip_wrapping(content: str) -> str:
 
 
 def last_number(sentence: str) -> str | None:
-    """Return the number that a sentence of words ends with, or the right-hand side of its last equation, or None if the number is part of an
-    expression, of a list, or negated."""
+    """Return the number that a sentence of words ends with, or the right-hand side of its last equation. Return None if the number is part
+    of an expression or of a list, or is negated."""
     if "=" in sentence:
         sentence = sentence[sentence.rfind("=") + 1 :]
         matches = [*NUMBER.finditer(sentence)][:1]

@@ -57,7 +57,7 @@ def split_thought(text: str, prompt: str = "", markers: ThoughtMarkers | None = 
 
 
 def decode_completion(tokenizer: Any, ids: Sequence[int]) -> str:
-    """Return the text of token ids without special tokens, except for the markers of thoughts, which are special tokens in some tokenizers."""
+    """Return the text of token ids without special tokens. Markers of thoughts are kept, even if they are special tokens."""
     markers = {tokenizer.convert_tokens_to_ids(marker): marker for marker in find_markers(getattr(tokenizer, "chat_template", None))}
     kept = markers.keys() & set(getattr(tokenizer, "all_special_ids", ()))
     if kept.isdisjoint(ids):

@@ -13,6 +13,7 @@ from megatron_rl.config import Config
 from megatron_rl.hf.prompt_tokens import encode_prompt
 from megatron_rl.hf.routing_record import extend_routing_record
 from megatron_rl.observability import hang_watchdog
+from megatron_rl.rewards.thinking import decode_completion
 from megatron_rl.rollout.engine import Abort, Engine, check_versions
 from megatron_rl.rollout.environments.base import Episode
 from megatron_rl.rollout.environments.pool import EnvironmentPool
@@ -138,7 +139,7 @@ class MultiTurnSampler:
         return np.array(self._tokenizer.encode(text, add_special_tokens=False), np.int32)
 
     def _decode(self, ids: np.ndarray) -> str:
-        return self._tokenizer.decode(ids.tolist(), skip_special_tokens=True)
+        return decode_completion(self._tokenizer, ids.tolist())
 
 
 def _extend(known: np.ndarray | None, more: np.ndarray) -> np.ndarray:
