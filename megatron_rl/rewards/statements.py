@@ -39,7 +39,8 @@ _STATEMENT = re.compile(
         \b(?:answer|(?:correct|right|best)\s+(?:option|choice))s?\b[*_`\s]*(?:\((?:final|s)\)\s*)?(?:(?:to|for|of|here)\b[^.\n:=]{{0,100}}?)?
           (?:\s*(?:{_BE}(?:\s*(?:therefore|thus|then|indeed|simply|just)\b,?)?|[:=])[*_`]*)+
       | \b(?:i|we)\s+(?:choose|pick|select)\b(?:\s+(?:option|choice|answer))?
-      | 答案(?:应该|应当|应|就)?(?:是|为|等于|:)+ | (?:答案|故|应)?选(?:择|项)?\s*:?\s*(?=\(?[A-J]) | (?:^|(?<=[\n\s]))答\s*: | 答えは | 정답은 | 답은
+      | 答案(?:应该|应当|应|就)?(?:是|为|等于|:)+ | (?:答案|故|应)?选(?:择|项)?\s*:?\s*(?=\(?[A-J])
+      | (?:^|(?<=[\n\s]))答\s*: | 答えは | 정답은 | 답은
       | \b(?:respuesta|réponse|antwort|risposta|resposta|ответ)\b(?:\s+\w+)?\s*(?:\b(?:es|est|ist|lautet)\b|[èé]\s|[:—-]\s)+
       )
     | (?P<named>(?P<what>[^\s.,:;]{{1,40}})\s+is\s+(?:the|our|my)\s+(?:final\s+|correct\s+|right\s+)?(?:answer|option|choice)\b)""",
@@ -65,7 +66,8 @@ _CONTRAST = re.compile(r"(?:,|\s+and|\s*\()?\s*\b(?:not|instead of|rather than)\
 _RETRACTION = re.compile(
     r"(?:^|[.!?\n;,—-]|\bbut\b)\s*(?:oh\s+|hmm,?\s+|but\s+|ah,?\s+)?"
     r"(?:no\b(?=[,.:!\s]*(?:wait|it|that|the|sorry|actually|-?\\?\$?[0-9]))"
-    r"|wait\b|actually\b|sorry\b|oops\b|correction\b|scratch that\b|on second thought|i (?:made a mistake|was wrong|mean)\b|that(?:'s| is| was) (?:wrong|not right|incorrect)|let me (?:re|correct|fix))",
+    r"|wait\b|actually\b|sorry\b|oops\b|correction\b|scratch that\b|on second thought|i (?:made a mistake|was wrong|mean)\b"
+    r"|that(?:'s| is| was) (?:wrong|not right|incorrect)|let me (?:re|correct|fix))",
     re.IGNORECASE,
 )
 _CONFIRMATION = re.compile(r"\b(?:correct|right|confirmed|confirms|checks out|holds|consistent|verified)\b", re.IGNORECASE)

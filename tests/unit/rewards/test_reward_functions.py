@@ -2,6 +2,8 @@
 
 import json
 import random
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from megatron_rl.config.data import DataConfig, DataSourceConfig
 from megatron_rl.data.sets import read_problem_set
 from megatron_rl.rewards import load_function, match
 from megatron_rl.rewards import math as math_reward
+from megatron_rl.rewards.thinking import find_markers, split_thought
 from megatron_rl.types import Problem, Reward
 from parallel.plug import InputError
 
@@ -23,50 +26,81 @@ def _problem(answer: str) -> Problem:
     return Problem("p", "?", answer)
 
 
-@pytest.mark.parametrize(
-    "verdict, text, gold",
-    [
-        (True, r"so \boxed{72}", "72"),
-        (True, r"\boxed{1} and then \boxed{1,\!080}", "1080"),
-        (True, "... = 72\n#### 1,080", "1080"),
-        (True, "The answer is **72**. Then 3 more words.", "72"),
-        (True, r"Thus the answer is $\$5$.", "5"),
-        (True, "She sold 48 + 24 = 72 clips in a day.", "72"),
-        (True, "-0012", "-12"),
-        (False, r"72 or \boxed{73}", "72"),
-        (False, "72\n#### 73", "72"),
-        (False, "the answer is 73. No, 72", "72"),
-        (False, "#### -5", "5"),
-    ],
-)
-def test_the_fast_path_decides_between_integers_and_leaves_expressions_to_math_verify(verdict, text, gold):
-    assert math_reward.compare_integers(text, gold) is verdict
-    expressions = ["x = 3/5", "3 + 5", "it is 5x", "sqrt 5", "5 pi", r"\frac{3}{5}", "the answer is 10 or 5", r"\boxed{2.5 \cdot 2}"]
-    for expression in [*expressions, "5.5", "2^5"]:
-        assert math_reward.compare_integers(expression, "5") is None
+def _read_graded() -> Iterator[tuple[str, str, bool]]:
+    """Yield (gold answer, answer, whether it is right) of graded_answers.txt."""
+    gold = ""
+    for line in (Path(__file__).parent / "graded_answers.txt").read_text().splitlines():
+        if line.startswith("["):
+            gold = line[1 : line.rindex("]")]
+        elif line[:2] in ("+ ", "- "):
+            yield gold, line[2:] if r"\neq" in line else line[2:].replace(r"\n", "\n"), line[0] == "+"
+
+
+def test_graded_answers_have_no_false_positive_and_hardly_a_false_negative():
+    graded = [*_read_graded()]
+    assert len(graded) > 500
+    verdicts = [math_reward.reward(text, _problem(gold)) for gold, text, _ in graded]
+    wrong = [case for case, verdict in zip(graded, verdicts, strict=True) if verdict.error or verdict.correct != case[2]]
+    assert not [case for case in wrong if not case[2]], "wrong answers that are paid"
+    assert len(wrong) < 0.02 * sum(right for _, _, right in graded), wrong
+    for (gold, text, right), verdict in zip(graded, verdicts, strict=True):
+        if right and gold == "42":  # votes of one number are one vote, and every paid answer is also read
+            assert verdict.answer == "42" or math_reward.reward(rf"\boxed{{{verdict.answer}}}", _problem(gold)).correct, text
 
 
 @given(st.integers(-(10**12), 10**12), st.integers(-(10**12), 10**12))
-def test_the_fast_path_compares_values(stated, gold):
+def test_integers_compare_by_value(stated, gold):
     for text in (rf"\boxed{{{stated:,}}}", f"#### {stated}", f"The answer is {stated}."):
-        assert math_reward.compare_integers(text, str(gold)) == (stated == gold)
+        assert math_reward.reward(text, _problem(str(gold))).correct == (stated == gold)
+
+
+@given(st.decimals(-(10**6), 10**6, places=4), st.decimals(-(10**6), 10**6, places=4), st.sampled_from(["f", "e", "E"]))
+def test_decimals_compare_by_value_in_any_notation(stated, gold, notation):
+    text = rf"\boxed{{{stated:.12{notation}}}}"
+    assert math_reward.reward(text, _problem(f"{gold:f}")).correct == (stated == gold)
 
 
 @pytest.mark.parametrize(
-    "text, gold, correct",
+    "text, prompt, answer, thought",
     [
-        (r"\boxed{\frac{1}{2}}", "0.5", True),
-        (r"\boxed{72.0}", "72", True),
-        (r"\boxed{\left(3, \frac{\pi}{2}\right)}", r"\left( 3, \frac{\pi}{2} \right)", True),
-        (r"\boxed{x^2+2x+1}", "(x+1)^2", True),
-        (r"\boxed{\frac{1}{3}}", r"\frac{1}{2}", False),
-        ("no idea", r"\frac{1}{2}", False),
-        ("", "72", False),
-        (r"\boxed{", "72", False),
+        ("<think>a</think>b", "", "b", "a"),
+        ("a</think>b", "", "b", "a"),
+        ("a</think>b", "Q<think>\n", "b", "a"),
+        ("<think>a", "", None, "a"),
+        ("a", "Q<think>\n", None, "a"),
+        ("x<think>a</think>y<think>b</think>z", "", "xyz", "ab"),
+        ("b<think>c", "", None, "c"),
+        ("b", "", "b", ""),
+        ("", "", "", ""),
     ],
 )
-def test_math_verify_decides_the_rest(text, gold, correct):
-    assert math_reward.reward(text, _problem(gold)) == Reward(float(correct), correct)
+def test_an_answer_is_what_follows_the_thought(text, prompt, answer, thought):
+    assert split_thought(text, prompt) == (answer, thought)
+    other = (text.replace("<think>", "[THINK]").replace("</think>", "[/THINK]"), prompt.replace("<think>", "[THINK]"))
+    assert split_thought(*other, find_markers("{{ '[THINK]' }}{{ x.split('[/THINK]') }}")) == (answer, thought)
+    assert split_thought(text, prompt, None) == (text, "")
+
+
+@pytest.mark.parametrize("function", [math_reward.reward, match.match_answer])
+def test_thoughts_are_not_paid(function):
+    assert function("<think>6</think>5", _problem("5")).correct and not function("<think>5</think>6", _problem("5")).correct
+    assert not function("<think>5", _problem("5")).correct and not function("5", Problem("p", "?<think>", "5")).correct
+    assert function("<think>5", _problem("5"), thinking=None).correct == (function is math_reward.reward)
+
+
+def test_hostile_texts_take_no_time():
+    for text in (
+        "the answer is " * 9000,
+        r"\boxed{" * 20000,
+        "#### " * 20000,
+        "1," * 30000,
+        "{" * 50000,
+        "no, wait " * 20000,
+        "</think>" * 20000,
+    ):
+        start = time.process_time()
+        assert not math_reward.reward(text, _problem("5")).correct
+        assert time.process_time() - start < 5, text[:20]
 
 
 @pytest.mark.parametrize(
@@ -84,7 +118,7 @@ def test_math_verify_decides_the_rest(text, gold, correct):
 )
 def test_exact_compares_word_for_word(text, pattern, correct):
     settings = {"pattern": pattern} if pattern else {}
-    assert match.match_answer(text, _problem("Paris"), **settings) == Reward(float(correct), correct)
+    assert match.match_answer(text, _problem("Paris"), **settings).correct == correct
 
 
 @pytest.mark.parametrize(
@@ -130,7 +164,6 @@ def test_real_gsm8k_golds_verify_and_another_problems_gold_does_not():
     assert _correct(texts, others) == sum(gold == other for gold, other in zip(golds, others, strict=True))
     for problem in problems[:50]:  # through math-verify too
         text = rf"so \boxed{{\frac{{{2 * int(problem.answer)}}}{{2}}}}"
-        assert math_reward.compare_integers(text, problem.answer) is None
         assert math_reward.reward(text, problem).correct
 
 
