@@ -232,7 +232,7 @@ CONFIGS = {
     "dppo, divergence": {"name": "dppo", "loss": "dppo_kl", "clip_low": 0.02, "clip_high": 0.05},
     "clip_cov": {"loss": "clip_cov", "clip_high": 0.28},
     "kl_cov": {"loss": "kl_cov", "kl_cov_coef": 0.7, "aggregate": "sequence"},
-    "sapo": {"loss": SAPO},
+    "sapo": {"loss": SAPO, "loss_settings": {"tau_negative": 4.0}},
     "sapo, two taus": {"loss": SAPO, "loss_settings": {"tau_positive": 2.0, "tau_negative": 0.5}},
     "cispo, two bounds": {"name": "cispo", "clip_low": 0.2, "kl_coef": 0.1, "kl_estimator": "k1"},
 }
