@@ -124,6 +124,7 @@ class Completion:
     cached_tokens: int = 0  # of `prompt_tokens`, from the prefix cache
     version_lags_T: np.ndarray | None = None  # uint8: number of policy versions since each token was sampled, or None for all 0
     branches: list[Completion] = field(default_factory=list)  # other conversations of an agent, with the same reward
+    shared_count: int = 0  # number of sampled tokens that this conversation shares with an earlier one, which trains on them
     calls: int | None = None  # number of an agent's requests that were answered, or None without an agent
     own_reward: float | None = None  # reward that an agent returned, or None
 
@@ -136,6 +137,11 @@ class Completion:
     def total_sampled(self) -> int:
         """Number of sampled tokens in this conversation and its branches."""
         return self.sampled_count + sum(branch.sampled_count for branch in self.branches)
+
+    @property
+    def longest_sampled(self) -> int:
+        """Number of sampled tokens in the longest conversation, which `rollout.max_new_tokens` limits."""
+        return max(each.sampled_count + each.shared_count for each in (self, *self.branches))
 
     @property
     def sampled_count(self) -> int:

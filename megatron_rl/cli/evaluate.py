@@ -31,11 +31,11 @@ from megatron_rl.observability.signals import install_signal_handlers
 from megatron_rl.preflight import EVAL, Facts, check
 from megatron_rl.reporting.eval_page import print_results, write_page
 from megatron_rl.reporting.eval_text import SCHEMA
-from megatron_rl.rewards.scorer import Scorer
+from megatron_rl.rewards.scorer import Scorer, check_rewards, check_verdicts
 from megatron_rl.rollout.engine_pool import start_engines
-from megatron_rl.rollout.generation import check_chat_template, make_sampler, start_environments
+from megatron_rl.rollout.generation import check_chat_template, check_turns, make_sampler, start_environments
 from megatron_rl.sync.checks import check_live_engine
-from megatron_rl.types import Problem, SamplingParams
+from megatron_rl.types import Problem, Reward, SamplingParams
 from megatron_rl.versions import collect_versions
 
 
@@ -80,6 +80,8 @@ def evaluate(config: Config, request: EvalRequest) -> Path:
     problems = load_held_out(config, tokenizer)
     if not problems:
         raise UserError("data.eval", config.data.eval, "contains no problems", "use another file")
+    check_rewards(config.reward, problems)
+    check_turns(config, tokenizer, problems)
     folder = choose_output_folder(config, request, checkpoints["checkpoint"])
     started = _now()
     tallies, seconds = _sample(config, sampling, checkpoints, problems, folder, tokenizer.chat_template)
@@ -150,11 +152,12 @@ def _sample(
         chunk = config.rollout.max_running_requests * config.rollout.engines
         tallies: dict[str, list[Tally]] = {}
         seconds: dict[str, float] = {}
-        done = 0
+        done, rewards = 0, list[Reward]()
 
         def record(name: str, scored: Any) -> None:
             nonlocal done
             append_completions(file, name, scored)
+            rewards.extend(outcome.reward for _, _, outcome in scored)
             done += len(scored)
             display.set_step(done)
 
@@ -171,7 +174,9 @@ def _sample(
                 start, tokenizer = time.perf_counter(), load_tokenizer(checkpoint.tokenizer)
                 with ExitStack() as own:
                     sampler = make_sampler(config, engine, tokenizer, environments, own)
+                    rewards.clear()
                     tallies[name] = sample(sampler, scorer, problems, samples, sampling, config.train.seed, chunk, partial(record, name))
+                    check_verdicts(rewards, config.reward)
                 seconds[name] = time.perf_counter() - start
                 display.print_line(f"{name}: {total} completions in {seconds[name]:.1f} s")
             finally:

@@ -80,10 +80,14 @@ class RewardConfig(ConfigSection):
     on_error: Literal["zero", "exclude", "stop"] = "zero"
     """What happens to a completion that cannot be scored. `zero`: its reward is 0. `exclude`: it is excluded from training and from its
     group's mean. `stop`: the run ends."""
+    max_error_share: float = Field(0.5, ge=0, le=1)
+    """Maximum share of the completions of a step, or of an evaluation, that may be without a verdict because a function, server, environment
+    or agent failed. Above it, and if no completion has a verdict, the run ends."""
     workers: int = Field(2, ge=1)
     """Number of worker processes."""
     timeout: float = Field(5.0, gt=0)
-    """Time limit in seconds for one completion, all functions together. After that the worker is replaced and `on_error` applies."""
+    """Time limit in seconds for one completion, all functions together. After that the worker is replaced and `on_error` applies. The first
+    completion of a worker may take 120 s, because many functions load something then."""
     memory_mb: int = Field(4096, ge=256)
     """Address-space limit of one worker in MiB."""
 

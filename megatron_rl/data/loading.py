@@ -27,6 +27,7 @@ if TYPE_CHECKING:  # transformers takes seconds to import
     from transformers import PreTrainedTokenizerBase
 
 _log = logging.getLogger(__name__)
+_FIRST_PROBLEMS = 3  # problems of each training set that user code is tried on
 _CHECKED_POSITIONS = 64  # problems that a generator makes immediately, so that an unusable generator fails before the run
 
 
@@ -51,17 +52,18 @@ def load_held_out(cfg: Config, tokenizer: PreTrainedTokenizerBase) -> list[Probl
     return _Loader(cfg.data, tokenizer).read_held_out()
 
 
-def check_data(data: DataConfig, model: Path) -> None:
-    """Load all problems once, so that errors are raised before a long startup. `model`: checkpoint folder with the tokenizer."""
+def check_data(data: DataConfig, model: Path) -> list[Problem]:
+    """Load all problems once, so that errors are raised before a long startup. Return the first problems of each training set and the
+    held-out problems. `model`: checkpoint folder with the tokenizer."""
     from megatron_rl.hf.tokenizer import load_tokenizer
 
     read_template(data)
     if not data.train:
         raise UserError("data.train", None, "is required for training", SOURCE_FIX)
     loader = _Loader(data, load_tokenizer(model), quiet=True)
-    loader.read_held_out()
-    for source in data.train:
-        loader.order(source)
+    held_out = loader.read_held_out()
+    orders = [loader.order(source) for source in data.train]
+    return [*(order.at(position) for order in orders for position in range(_FIRST_PROBLEMS)), *held_out]
 
 
 def _uses_difficulty(source: DataSourceConfig) -> TypeGuard[TrainDataSourceConfig]:

@@ -300,15 +300,19 @@ class Actor(Policy):
         return f"; the first module with inf or NaN in its output is {name}" if name else ""
 
     def _check_gradients_finite(self) -> None:
-        """Raise RunError on every rank if any gradient holds inf or NaN; the message names the parameter. The sum of each gradient buffer
-        is checked first. It may overflow although all gradients are finite, so each gradient is checked next."""
-        buffers = [buffer for chunk in self._forward_chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
-        finite = bool(torch.stack([buffer.grad_data.sum() for buffer in buffers]).isfinite().all())
+        """Raise RunError on every rank if a gradient holds inf or NaN, and name the parameter, or if the norm of all gradients overflows.
+        Megatron would clip such gradients to 0."""
+        self.optimizer.prepare_grads()
+        norm = float(self.optimizer.get_grad_norm())  # the same on all ranks
+        if math.isfinite(norm):
+            return
         parameters = ((chunk, *named) for chunk in self.chunks for named in chunk.named_parameters())
         nonfinite = (global_name(chunk, name) for chunk, name, parameter in parameters if not bool(parameter.main_grad.isfinite().all()))
-        bad = "" if finite else next(nonfinite, "")
-        error = RunError(f"the gradient of {bad} holds inf or NaN in optimizer step {self.steps_done + 1}") if bad else None
-        raise_on_all_ranks(error)
+        bad, step = next(nonfinite, ""), self.steps_done + 1
+        raise_on_all_ranks(RunError(f"the gradient of {bad} holds inf or NaN in optimizer step {step}") if bad else None)
+        raise RunError(
+            f"the norm of the gradient is {norm} in optimizer step {step}, although all gradients are finite: they are too large"
+        )
 
 
 class Critic(Actor):

@@ -56,17 +56,25 @@ def tokenizer_can_be_loaded(facts: Facts) -> None:
 
 @rule(Needs.TASK | Needs.TRAINER)
 def problems_can_be_read(facts: Facts) -> None:
-    """Not needed by `eval`, which reads its problems immediately after the checks."""
-    from megatron_rl.data import check_data
-
-    check_data(facts.config.data, facts.config.model.folder)
+    """Not needed by `eval`, which reads its problems immediately after the checks, and then calls the plugs on them."""
+    facts.problems  # noqa: B018 - raises if they cannot be read
 
 
 @rule(Needs.TASK)
 def rewards_can_be_computed(facts: Facts) -> None:
     from megatron_rl.rewards.scorer import check_rewards
 
-    check_rewards(facts.config.reward)
+    check_rewards(facts.config.reward, facts.problems)
+
+
+@rule(Needs.TASK | Needs.TRAINER)
+def turns_can_be_taken(facts: Facts) -> None:
+    """Not needed by `eval`, see `problems_can_be_read`."""
+    if facts.config.environment is not None or facts.config.agent is not None:
+        from megatron_rl.hf.tokenizer import load_tokenizer
+        from megatron_rl.rollout.generation import check_turns
+
+        check_turns(facts.config, load_tokenizer(facts.config.model.folder), facts.problems)
 
 
 @rule(Needs.TASK | Needs.TRAINER)

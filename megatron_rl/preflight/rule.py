@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Flag, auto
 from functools import cached_property
@@ -24,6 +24,7 @@ from parallel.shards import GeometryError
 
 if TYPE_CHECKING:  # imports torch
     from megatron_rl.hf.read import HFCheckpoint
+    from megatron_rl.types import Problem
 
 
 class Needs(Flag):
@@ -83,6 +84,13 @@ class Facts:
         from megatron_rl.hf.read import HFCheckpoint
 
         return HFCheckpoint(find_model_folder(self.path), self.hf_config, self.option)
+
+    @cached_property
+    def problems(self) -> Sequence[Problem]:
+        """The first problems of each training set, and the held-out problems. Empty without a model, whose tokenizer they need."""
+        from megatron_rl.data import check_data
+
+        return check_data(self.config.data, self.config.model.folder) if self.path != Path() else ()
 
     @cached_property
     def contract(self) -> PrecisionContract:

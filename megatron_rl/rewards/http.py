@@ -47,14 +47,6 @@ class HttpRewardClient:
                 raise UserError("reward.functions.token_env", part.token_env, rule, f"export {part.token_env}=...")
             self._headers["Authorization"] = f"Bearer {token}"
 
-    def check(self) -> None:
-        """Post an empty batch once. Raise UserError if the server does not answer correctly."""
-        try:
-            asyncio.run(self._attempt_alone())
-        except _RequestError as error:
-            fix = "start the server, or correct the address or the token"
-            raise UserError("reward.functions.url", self._part.url, f"the reward server fails on an empty batch: {error}", fix) from None
-
     def score(self, texts_B: Sequence[str], problems_B: Sequence[Problem]) -> list[Reward]:
         """Return one reward per completion, in order. It has an error if the server gave none. Thread-safe; call it outside of any event
         loop."""
@@ -81,10 +73,6 @@ class HttpRewardClient:
                     return [Reward(0.0, False, error=str(error))] * len(texts)
             await asyncio.sleep(pause)
             pause, retries_left = min(2 * pause, _LONGEST_PAUSE), retries_left - 1
-
-    async def _attempt_alone(self) -> None:
-        async with self._client() as client:
-            await self._attempt(client, [], [])
 
     async def _attempt(self, client: httpx.AsyncClient, texts: Sequence[str], problems: Sequence[Problem]) -> list[Reward]:
         body = json.dumps({"texts": list(texts), "problems": [problem.to_json() for problem in problems]})  # ASCII passes lone surrogates

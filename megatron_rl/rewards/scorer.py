@@ -20,6 +20,8 @@ from megatron_rl.rewards.http import HttpRewardClient
 from megatron_rl.rewards.pool import RewardFunctionSpec, RewardPool
 from megatron_rl.rewards.thinking import Response, ThoughtMarkers, find_markers, split_thought
 from megatron_rl.types import Problem, Reward
+from megatron_rl.workers.pool import START_TIMEOUT
+from megatron_rl.workers.trial import find_failure
 
 _MOST_REASONS = 3
 
@@ -125,19 +127,36 @@ def compute_length_reward(tokens: int, full: int, zero: int) -> float:
     return min(max((zero - tokens) / (zero - full), 0.0), 1.0)
 
 
-def check_rewards(config: RewardConfig) -> None:
-    """Check before a run that the user's own functions load in a worker within its limits, and that servers answer. Raise UserError if
-    not. Built-in functions need no check."""
+def check_rewards(config: RewardConfig, problems: Sequence[Problem] = ()) -> None:
+    """Check before a run that the user's own functions load in a worker within its limits, and that these functions and servers judge a
+    completion of the first problem of each set. Raise UserError if not. Built-in functions need no check."""
     for part in config.parts.values():
         if part.name == "http":
-            HttpRewardClient(part).check()
+            client = HttpRewardClient(part.model_copy(update={"timeout": max(part.timeout, START_TIMEOUT), "retries": 0}))
+            if failure := find_failure(lambda text, problem, of=client: of.score([text], [problem])[0].error, problems):
+                fix = "start the server, or correct the address, the token, or the server"
+                raise UserError("reward.functions.url", part.url, f"the reward server {failure}", fix)
         elif REWARDS.is_own(part.name):
+            field = "reward.functions" if config.functions else "reward.function"
             try:
                 with RewardPool([_function(part, None)], 1, config.timeout, config.memory_mb) as pool:
                     pool.wait_until_ready()
+                    failure = find_failure(lambda text, problem, of=pool: of.score([text], [problem])[0][0].error, problems)
             except RunError as error:
                 fix = "the function is searched on Python's path and in the working directory"
-                raise UserError("reward.functions" if config.functions else "reward.function", part.name, str(error), fix) from None
+                raise UserError(field, part.name, str(error), fix) from None
+            if failure:
+                raise UserError(field, part.name, failure, "correct it; see docs/guides/rewards.md")
+
+
+def check_verdicts(rewards_B: Sequence[Reward], config: RewardConfig) -> None:
+    """Raise RunError if no completion has a verdict, or if more than `reward.max_error_share` of them have none."""
+    errors = Counter(reward.error for reward in rewards_B if reward.error)
+    failed, total = errors.total(), len(rewards_B)
+    if failed and (failed == total or failed > config.max_error_share * total):
+        allowed = "" if failed == total else f", and reward.max_error_share is {config.max_error_share:g}"
+        ((error, count),) = errors.most_common(1)
+        raise RunError(f"{failed} of {total} completions got no verdict{allowed}; the most frequent reason: {error} ({count})")
 
 
 def _find_thinking(config: RewardConfig, chat_template: str | None) -> ThoughtMarkers | None:

@@ -1,6 +1,7 @@
 """Sampling of completions with one or more turns: the engine samples, the environment replies, and the engine continues. Sampled text is
 never tokenized again, so the trainer scores the tokens that the engine drew."""
 
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -16,7 +17,7 @@ from megatron_rl.observability import hang_watchdog
 from megatron_rl.rewards.thinking import decode_completion
 from megatron_rl.rollout.engine import Abort, Engine, check_versions
 from megatron_rl.rollout.environments.base import Episode
-from megatron_rl.rollout.environments.pool import EnvironmentPool
+from megatron_rl.rollout.environments.pool import EnvironmentPool, check_environment
 from megatron_rl.types import Completion, Problem, SamplingParams
 
 
@@ -157,6 +158,16 @@ def check_chat_template(config: Config, tokenizer: Any) -> None:
         from megatron_rl.rollout.agents.chat_format import ChatFormat
 
         ChatFormat(tokenizer, config.data).check()
+
+
+def check_turns(config: Config, tokenizer: Any, problems: Sequence[Problem]) -> None:
+    """Try the environment or the agent on the first problems of each set. Raise UserError if it fails, whatever the policy responds."""
+    if config.environment is not None:
+        check_environment(config.environment, problems)
+    if config.agent is not None:
+        from megatron_rl.rollout.agents.trial import check_agent
+
+        check_agent(config.agent, config, tokenizer, problems)
 
 
 def make_sampler(config: Config, engine: Engine, tokenizer: Any, environments: EnvironmentPool | None, resources: ExitStack) -> Sampler:

@@ -13,7 +13,8 @@ from megatron_rl.config import Config
 from megatron_rl.data import ProblemStream
 from megatron_rl.errors import EngineLostError
 from megatron_rl.metrics import STEP_SECONDS, declare
-from megatron_rl.rewards.scorer import Scorer
+from megatron_rl.rewards.scorer import Scorer, check_verdicts
+from megatron_rl.rollout.constant_rewards import ConstantRewards
 from megatron_rl.rollout.generation import Sampler
 from megatron_rl.rollout.groups import GroupJob, GroupSampler
 from megatron_rl.types import Completion, Problem
@@ -53,8 +54,18 @@ class StepDraw:
 class RolloutWorker:
     """Samples and scores completions on rank 0."""
 
-    def __init__(self, config: Config, sampler: Sampler, stream: ProblemStream, held_out: list[Problem], rewards: Scorer) -> None:
+    def __init__(
+        self,
+        config: Config,
+        sampler: Sampler,
+        stream: ProblemStream,
+        held_out: list[Problem],
+        rewards: Scorer,
+        notify: Callable[[str], None] = print,
+    ) -> None:
+        """`notify` receives warnings."""
         self._config, self._stream, self._held_out = config, stream, held_out
+        self._constant_rewards = ConstantRewards(config, notify)
         self._drawing = threading.Lock()
         self._groups = GroupSampler(config, sampler, rewards)
 
@@ -76,7 +87,12 @@ class RolloutWorker:
         With dynamic sampling (DAPO, arXiv 2503.14476), a group whose completions all earn the same reward, or whose accuracy is out of
         range (PRIME, arXiv 2502.01456), is replaced by a group of the next problem. After the last round, such groups fill the batch. Raise
         RunError if a token was sampled by an unexpected version. After an EngineLostError, `draw` keeps the groups that have ended, and
-        another call samples the others."""
+        another call samples the others. Raise RunError if too many completions have no verdict (`reward.max_error_share`)."""
+        rollout = self._collect(draw)
+        check_verdicts([completion.reward for completion in (*rollout.completions_B, *rollout.discarded_B)], self._config.reward)
+        return rollout
+
+    def _collect(self, draw: StepDraw) -> RolloutBatch:
         prompts, max_rounds = self._config.rollout.prompts_per_step, self._config.algorithm.dynamic_sampling_max_rounds
         if not max_rounds:
             return self._sample_round(draw, 0)
@@ -115,7 +131,7 @@ class RolloutWorker:
         for completion in rollout.completions_B:
             completion.masked = algorithm.mask_truncated_completions and completion.finish_reason == "length"
             completion.length_penalty = compute_overlong_penalty(
-                completion.total_sampled, max_tokens, algorithm.overlong_share, algorithm.overlong_penalty
+                completion.longest_sampled, max_tokens, algorithm.overlong_share, algorithm.overlong_penalty
             )
         return rollout
 
@@ -129,8 +145,10 @@ class RolloutWorker:
             draw.rounds[0] = kept
         return len(aborted)
 
-    def observe(self, rollout: RolloutBatch) -> dict[str, float]:
-        """Report the pass rates of a step's groups to the problem stream. Return metrics of the problems that the stream leaves out."""
+    def observe(self, rollout: RolloutBatch, version: int) -> dict[str, float]:
+        """Report the pass rates of a step's groups to the problem stream. Return metrics of the problems that the stream leaves out. Warn
+        about rewards without a signal in the first steps."""
+        self._constant_rewards.observe(version, (*rollout.completions_B, *rollout.discarded_B))
         rates = dict[str, float]()
         for members in (rollout.completions_B, rollout.discarded_B) if self._stream.measures else ():
             for group in self._split_groups(members):
@@ -144,7 +162,9 @@ class RolloutWorker:
         """Return `eval.samples` scored completions of every held-out problem, with the completions of a problem adjacent."""
         job = GroupJob(version, "eval", self._config.eval.samples, self._config.to_eval_sampling(), len(self._held_out))
         with self._groups.make_threads(job.size) as threads:  # separate threads, so that groups sampled ahead do not delay it
-            return RolloutBatch(*self._groups.sample(self._held_out, job, {}, threads))
+            rollout = RolloutBatch(*self._groups.sample(self._held_out, job, {}, threads))
+        check_verdicts([completion.reward for completion in rollout.completions_B], self._config.reward)
+        return rollout
 
     def close(self) -> None:
         """Begin no further group."""
@@ -217,7 +237,7 @@ class AsyncRolloutWorker:
             wait([step.rollout for step in self._pending])  # they have ended or are lost too, so that one loss is recovered once
             raise
         self._pending.popleft()
-        sampling = rollout.sampling | self._worker.observe(rollout)  # here and in order, because the next draw may depend on it
+        sampling = rollout.sampling | self._worker.observe(rollout, version)  # here and in order, because the next draw may depend on it
         return replace(rollout, sampling=sampling, seconds={WAIT: time.perf_counter() - start, **rollout.seconds})
 
     def snapshot(self) -> Callable[[], dict[str, Any]]:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from megatron_rl.algorithm.advantages import compute_advantages
+from megatron_rl.algorithm.length_penalty import center_lone_penalties
 from megatron_rl.algorithm.loss_weights import assign_loss_weights
 from megatron_rl.algorithm.multi_objective import normalize_then_sum
 from megatron_rl.batch.packing import compute_costs, deal
@@ -99,6 +100,7 @@ def _prepare(rollout: RolloutBatch, step: int, config: Config, routing: RoutingS
             advantages = normalize_then_sum(*_split_rewards(rollout, config), excluded, algorithm, group_size, lengths)
         else:
             advantages = compute_advantages(rewards, excluded, algorithm, group_size, lengths)
+        advantages = center_lone_penalties(advantages, completions, group_size)
         for sample, owner in zip(own, owners, strict=True):
             sample.advantage = advantages[owner]
     mini_batches = _split(rollout, own, owners, algorithm.updates_per_step)

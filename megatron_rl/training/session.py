@@ -181,7 +181,7 @@ class Session:
         engines = start_engines(config, model, self.folder, self.notify, empty=True)
         self._resources.callback(engines.stop)
         sampler = make_sampler(config, engines, tokenizer, environments, self._resources)
-        worker = RolloutWorker(config, sampler, stream, held_out, scorer)
+        worker = RolloutWorker(config, sampler, stream, held_out, scorer, self.notify)
         ahead = AsyncRolloutWorker(worker, config.placement.max_staleness, config.train.steps, engines.stop)
         self._resources.callback(ahead.close)
         return engines, ahead

@@ -19,7 +19,7 @@ from typing import Any, Generic, Self, TypeVar
 from megatron_rl.errors import RunError
 
 LARGEST_CHUNK = 16  # maximum number of tasks sent to a worker at once
-START_TIMEOUT = 120.0  # seconds a worker may take to load its handler
+START_TIMEOUT = 120.0  # seconds a worker may take to load its handler, and again for its first task, in which many functions load something
 MOST_FAILED_STARTS = 3  # number of consecutive failed starts per worker after which the run ends
 
 ResultT = TypeVar("ResultT")
@@ -47,7 +47,7 @@ class _Task(Generic[ResultT]):
 class WorkerPool(Generic[ResultT]):
     """Distributes tasks to worker processes. A context manager; entering starts the workers without waiting for them. A subclass sets
     `section`, its section of the configuration, and `module`, which the workers run and which calls `megatron_rl.workers.process.serve`
-    with `argument`. `timeout`: seconds allowed for one task. `memory_mb`: address space of a worker in MiB."""
+    with `argument`. `timeout`: seconds allowed for one task, except a worker's first. `memory_mb`: address space of a worker in MiB."""
 
     section: str
     module: str
@@ -58,6 +58,7 @@ class WorkerPool(Generic[ResultT]):
 
     def __init__(self, argument: str, workers: int, timeout: float, memory_mb: int) -> None:
         self._argument, self._count, self._timeout, self._memory_mb = argument, workers, timeout, memory_mb
+        self._first_timeout, self._slowest_first = max(timeout, START_TIMEOUT), 0.0  # limit and longest duration of first tasks
         self._workers: list[_Worker] = []
         self._failed_starts = 0
         self._waiting: deque[_Task[ResultT]] = deque()  # tasks not yet sent to a worker
@@ -140,7 +141,7 @@ class WorkerPool(Generic[ResultT]):
             with self._changed:
                 size = min(LARGEST_CHUNK, -(-len(self._waiting) // (2 * self._count)))
                 chunk = [self._waiting.popleft() for _ in range(size)]
-            if chunk and not worker.send(chunk, self._timeout):
+            if chunk and not worker.send(chunk, self._timeout if worker.has_answered else self._first_timeout):
                 self._replace(worker, "")  # it died while idle, so no task is at fault
 
     def _collect(self) -> None:
@@ -156,7 +157,9 @@ class WorkerPool(Generic[ResultT]):
             if worker.channel in answering:
                 self._receive(worker)
             elif time.monotonic() > worker.deadline and not worker.channel.poll():
-                self._replace(worker, f"timeout after {self._timeout:g} s" if worker.ready else f"not ready after {START_TIMEOUT:g} s")
+                if worker.ready and not worker.has_answered:  # the task probably hangs; many that hang must not take this long each
+                    self._first_timeout = max(self._timeout, 2 * self._slowest_first, self._first_timeout / 2)
+                self._replace(worker, f"{'timeout' if worker.ready else 'not ready'} after {worker.limit:g} s")
 
     def _receive(self, worker: _Worker) -> None:
         try:
@@ -167,7 +170,10 @@ class WorkerPool(Generic[ResultT]):
         if worker.ready:
             task = worker.tasks.popleft()
             task.call.results[task.number] = message
-            worker.deadline = time.monotonic() + self._timeout
+            if not worker.has_answered:
+                worker.has_answered = True
+                self._slowest_first = max(self._slowest_first, time.monotonic() - worker.deadline + worker.limit)
+            worker.expect_answer(self._timeout)
             return
         state, reason = message
         if state != "ready":
@@ -201,14 +207,18 @@ class _Worker:
             env=os.environ | {"PYTHONPATH": os.pathsep.join(search_path), "OMP_NUM_THREADS": "1"},
         )
         remote.close()
-        self.ready = False
+        self.ready = self.has_answered = False
         self.tasks: deque[_Task[Any]] = deque()
-        self.deadline = time.monotonic() + START_TIMEOUT
+        self.expect_answer(START_TIMEOUT)
+
+    def expect_answer(self, limit: float) -> None:
+        """Set the deadline of the next message to `limit` seconds from now."""
+        self.limit, self.deadline = limit, time.monotonic() + limit
 
     def send(self, chunk: list[_Task[Any]], timeout: float) -> bool:
         """Send tasks to this idle worker. Return False if its process is gone."""
         self.tasks.extend(chunk)
-        self.deadline = time.monotonic() + timeout
+        self.expect_answer(timeout)
         try:
             self.channel.send([task.arguments for task in chunk])
         except OSError:

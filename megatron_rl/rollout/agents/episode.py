@@ -208,6 +208,7 @@ class AgentEpisode:
             append(generation.output_ids_T, generation.logprobs_T if is_new else None, versions_T if is_new else None)
             routed = extend_routing_record(routed, generation.routed_experts_T)
             kept = extend_kept_tokens(kept, generation.kept_tokens) if is_new else kept
+        shared = sum(len(turn.generation.output_ids_T) for turn in path if turn in trained)
         trained.update(path)
         last = path[-1] if path else None
         return Completion(
@@ -223,4 +224,5 @@ class AgentEpisode:
             routed_experts_T=routed,
             kept_tokens=kept,
             version_lags_T=np.concatenate(lags) if last and self.staleness else None,
+            shared_count=shared,
         )

@@ -68,11 +68,7 @@ class AgentSampler:
             for problem, sampling in zip(problems_B, samplings_B, strict=True)
         ]
         with ThreadPoolExecutor(max(len(episodes), 1), thread_name_prefix="megatron-rl-agent") as threads:
-            completions = list(threads.map(self._run, episodes))
-        errors = [completion.environment_error for completion in completions if completion.environment_error]
-        if errors:
-            _log.warning("agents failed in %d of %d episodes: %s", len(errors), len(completions), errors[0])
-        return completions
+            return list(threads.map(self._run, episodes))
 
     def _run(self, episode: AgentEpisode) -> Completion:
         with self._room, episode.abort.calling(lambda: episode.kill()):

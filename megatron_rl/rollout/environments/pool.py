@@ -8,9 +8,12 @@ import pickle
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from megatron_rl.errors import RunError, UserError
 from megatron_rl.rollout.environments.base import EnvironmentClass, Episode, Message, StepResult, load_environment
+from megatron_rl.types import Problem
 from megatron_rl.workers.pool import WorkerPool
 from megatron_rl.workers.process import describe_error, serve
+from megatron_rl.workers.trial import find_failure
 
 if TYPE_CHECKING:  # a worker does not load pydantic
     from megatron_rl.config.environment import EnvironmentConfig
@@ -40,16 +43,31 @@ class EnvironmentPool(WorkerPool[StepResult]):
         return replies
 
 
+def check_environment(config: EnvironmentConfig, problems: Sequence[Problem]) -> None:
+    """Take a turn of the environment on the first problem of each set. Raise UserError if it fails, whatever the policy says."""
+    with EnvironmentPool(config.model_copy(update={"workers": 1})) as pool:
+
+        def call(text: str, problem: Problem) -> str:
+            (reply,) = pool.run([(text + "".join(pool.stop[:1]), Episode(**vars(problem)))])
+            return reply.error
+
+        try:
+            failure = find_failure(call, problems)
+        except RunError as error:
+            failure = str(error)
+    if failure:
+        raise UserError("environment.name", config.name, failure, "correct it; see docs/guides/environments.md")
+
+
 def run_step(environment: EnvironmentClass, text: str, episode: Episode) -> StepResult:
     """Return the environment's reply to one turn. An exception or a return value of the wrong type becomes a StepResult with an error."""
     try:
         current = pickle.loads(episode.state) if episode.state else environment(episode)
         message = current.step(text)
-        if message is None:
-            return StepResult()
-        if not isinstance(message, Message):
+        if message is not None and not isinstance(message, Message):
             raise TypeError(f"step must return a Message or None, not {type(message).__name__}")
-        return StepResult(Message(message.text, message.error), state=pickle.dumps(current))
+        state = pickle.dumps(current)  # also if no turn follows, so that an environment that cannot be pickled fails on its first turn
+        return StepResult() if message is None else StepResult(Message(message.text, message.error), state=state)
     except BaseException as error:  # as for rewards, no exception may end the worker
         return StepResult(error=describe_error(error))
 
