@@ -81,8 +81,8 @@ class RewardConfig(ConfigSection):
     """What happens to a completion that cannot be scored. `zero`: its reward is 0. `exclude`: it is excluded from training and from its
     group's mean. `stop`: the run ends."""
     max_error_share: float = Field(0.5, ge=0, le=1)
-    """Maximum share of the completions of a step, or of an evaluation, that may be without a verdict because a function, server, environment
-    or agent failed. Above it, and if no completion has a verdict, the run ends."""
+    """Maximum share of a step's or an evaluation's completions without a verdict, because a function, server, environment or agent failed.
+    Above it, or if no completion has a verdict, the run ends."""
     workers: int = Field(2, ge=1)
     """Number of worker processes."""
     timeout: float = Field(5.0, gt=0)

@@ -18,7 +18,8 @@ _CHANGEABLE_FIELDS = (
     "rollout.nodes_per_engine", "rollout.hosts", "rollout.max_running_requests", "rollout.max_total_tokens", "rollout.start_timeout",
     "rollout.enable_prefix_caching", "rollout.chunked_prefill_size",
     "rollout.request_timeout", "rollout.health_timeout", "rollout.max_restarts", "placement.kind",
-    "data.eval_every", "eval", "reward.max_error_share", "reward.workers", "reward.timeout", "reward.memory_mb", "sync", "checkpoint", "log",
+    "data.eval_every", "eval", "reward.max_error_share", "reward.workers", "reward.timeout", "reward.memory_mb",
+    "sync", "checkpoint", "log",
 )  # fmt: skip
 """Fields that may change: they do not affect results, or the run prints a notice (a layout changes the order of sums)."""
 

@@ -130,23 +130,30 @@ def compute_length_reward(tokens: int, full: int, zero: int) -> float:
 def check_rewards(config: RewardConfig, problems: Sequence[Problem] = ()) -> None:
     """Check before a run that the user's own functions load in a worker within its limits, and that these functions and servers judge a
     completion of the first problem of each set. Raise UserError if not. Built-in functions need no check."""
+    field = "reward.functions" if config.functions else "reward.function"
     for part in config.parts.values():
         if part.name == "http":
-            client = HttpRewardClient(part.model_copy(update={"timeout": max(part.timeout, START_TIMEOUT), "retries": 0}))
-            if failure := find_failure(lambda text, problem, of=client: of.score([text], [problem])[0].error, problems):
-                fix = "start the server, or correct the address, the token, or the server"
-                raise UserError("reward.functions.url", part.url, f"the reward server {failure}", fix)
+            _check_server(part, problems)
         elif REWARDS.is_own(part.name):
-            field = "reward.functions" if config.functions else "reward.function"
-            try:
-                with RewardPool([_function(part, None)], 1, config.timeout, config.memory_mb) as pool:
-                    pool.wait_until_ready()
-                    failure = find_failure(lambda text, problem, of=pool: of.score([text], [problem])[0][0].error, problems)
-            except RunError as error:
-                fix = "the function is searched on Python's path and in the working directory"
-                raise UserError(field, part.name, str(error), fix) from None
-            if failure:
-                raise UserError(field, part.name, failure, "correct it; see docs/guides/rewards.md")
+            with RewardPool([_function(part, None)], 1, config.timeout, config.memory_mb) as pool:
+                _check_own(pool, field, part.name, problems)
+
+
+def _check_server(part: RewardFunctionConfig, problems: Sequence[Problem]) -> None:
+    client = HttpRewardClient(part.model_copy(update={"timeout": max(part.timeout, START_TIMEOUT), "retries": 0}))
+    if failure := find_failure(lambda text, problem: client.score([text], [problem])[0].error, problems):
+        fix = "start the server, or correct the address, the token, or the server"
+        raise UserError("reward.functions.url", part.url, f"the reward server {failure}", fix)
+
+
+def _check_own(pool: RewardPool, field: str, name: str, problems: Sequence[Problem]) -> None:
+    try:
+        pool.wait_until_ready()
+        failure, fix = find_failure(lambda text, problem: pool.score([text], [problem])[0][0].error, problems), "correct it"
+    except RunError as error:
+        failure, fix = str(error), "the function is searched on Python's path and in the working directory"
+    if failure:
+        raise UserError(field, name, failure, fix)
 
 
 def check_verdicts(rewards_B: Sequence[Reward], config: RewardConfig) -> None:

@@ -1,8 +1,7 @@
 """Trial calls of user code before a run. What fails on every call would otherwise be charged to the policy."""
 
-import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 from megatron_rl.types import Problem
 from megatron_rl.workers.pool import START_TIMEOUT
@@ -11,25 +10,25 @@ _ROWS = 3  # number of problems of each set that are tried before the user code 
 
 
 def find_failure(call: Callable[[str, Problem], str], problems: Sequence[Problem]) -> str:
-    """Call user code on the first problems of each set until a call succeeds. Return "" or, if all calls of a set fail, a description of the
-    failure. `call(text, problem)` returns why it failed, or "". The text is one that a policy might write."""
-    for of_set in _group_by_set(problems):
-        start, first_error = time.monotonic(), ""
-        for problem, text in ((problem, text) for problem in of_set[:_ROWS] for text in _write_texts(problem)):
+    """Call user code on the first problems of each set until a call succeeds. Return "", or a description of the failure if all calls of
+    a set fail. `call(text, problem)` returns why the user code failed on a text that a policy might write, or ""."""
+    by_set: dict[str, list[Problem]] = {}
+    for problem in problems:
+        by_set.setdefault(problem.source, []).append(problem)
+    return next(filter(None, (_find_failure_of_set(call, of_set[:_ROWS]) for of_set in by_set.values())), "")
+
+
+def _find_failure_of_set(call: Callable[[str, Problem], str], problems: Sequence[Problem]) -> str:
+    first_error, start = "", time.monotonic()
+    for problem in problems:
+        for text in _write_texts(problem):
             error = call(text, problem)
             if not error:
-                break
+                return ""
             first_error = first_error or error
-            if time.monotonic() - start > START_TIMEOUT:
+            if time.monotonic() - start > START_TIMEOUT:  # the others would take as long
                 return f"fails on the problem {problem.id} ({first_error})"
-        else:
-            return f"fails on every completion of the first problems of a set, such as {of_set[0].id} ({first_error})"
-    return ""
-
-
-def _group_by_set(problems: Sequence[Problem]) -> Iterator[list[Problem]]:
-    for _, of_set in itertools.groupby(sorted(problems, key=lambda problem: problem.source), lambda problem: problem.source):
-        yield [*of_set]
+    return f"fails on the first problems of a set, such as {problems[0].id} ({first_error})"
 
 
 def _write_texts(problem: Problem) -> tuple[str, ...]:
