@@ -44,7 +44,7 @@ def reward(text: str, problem: Problem, *, thinking: ThoughtMarkers | None = DEF
         correct = _equals(stated, problem.answer.strip())
     except _UnreadableGoldError:
         return Reward(0.0, False, error=f"the gold answer {problem.answer[:80]!r} could not be parsed")
-    return Reward(float(correct), correct, answer=canonical(stated))
+    return Reward(float(correct), correct, answer=canonical(stated) or problem.answer.strip() * correct)
 
 
 def final_answer(text: str) -> str | None:

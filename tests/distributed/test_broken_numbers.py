@@ -17,6 +17,7 @@ WEIGHT = "decoder.layers.1.mlp.linear_fc1.weight"
 LINES = {
     "loss": "the loss of optimizer step 2 is nan",
     "gradient": "holds inf or NaN in optimizer step 2",
+    "norm": "the norm of the gradient is inf in optimizer step 2, although all gradients are finite",
     "activation": "the first module with inf or NaN in its output is decoder.layers.1.mlp.linear_fc1",
 }
 
@@ -39,8 +40,8 @@ def poison_rollout_weight(folder, precision, name):
 
 
 def poison_updates(folder, precision, batch, faults, layout=None):
-    """Run updates that are not finite, after a good one: in the "loss", only in the "gradient", or in an "activation". Return for each
-    fault the error message and the names whose bytes changed."""
+    """Run updates that are not finite, after a good one: in the "loss", only in the "gradient" or its "norm", or in an "activation".
+    Return for each fault the error message and the names whose bytes changed."""
     trainer = Trainer(folder, precision, layout=layout)
     trainer.actor.update(own(batch), negative_log_likelihood)
     before, results = trainer.dump_bytes(), {}
@@ -69,7 +70,13 @@ def _nan_gradient(logprobs, batch):
     return total + torch.sqrt(logprobs * 0).sum(), metrics
 
 
-_POISONED_LOSSES = {"loss": _nan_loss, "gradient": _nan_gradient}
+def _huge_gradient(logprobs, batch):
+    """Return a finite loss with a finite gradient whose norm overflows in FP32."""
+    total, metrics = negative_log_likelihood(logprobs, batch)
+    return total * 1e25, metrics
+
+
+_POISONED_LOSSES = {"loss": _nan_loss, "gradient": _nan_gradient, "norm": _huge_gradient}
 
 
 @pytest.mark.parametrize("layout", [Layout(), Layout(tp=2), Layout(pp=2)], ids=str)

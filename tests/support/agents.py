@@ -37,6 +37,9 @@ class ChatTokenizer:
         text = "".join(chr(token % PAIR) * (1 + token // PAIR) for token in ids)
         return text.replace(END, "") if skip_special_tokens else text
 
+    def convert_tokens_to_ids(self, token):
+        return None
+
     def apply_chat_template(self, chat, tools, tokenize, add_generation_prompt, **options):
         assert not tokenize and add_generation_prompt
         names = "".join(tool["function"]["name"] for tool in tools or ())

@@ -5,6 +5,7 @@ import random
 import statistics
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,13 +17,14 @@ from megatron_rl.algorithm.policy_loss import PolicyLoss
 from megatron_rl.batch.micro_batch import make_micro_batches
 from megatron_rl.batch.totals import Totals
 from megatron_rl.batch.training_sample import TrainingSample
+from megatron_rl.config import Config
 from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.config.reward import RewardConfig
 from megatron_rl.config.teacher import TeacherConfig
 from megatron_rl.errors import RunError
 from megatron_rl.plugs import ADVANTAGES
 from megatron_rl.rollout.worker import RolloutBatch
-from megatron_rl.training.samples import _split_rewards
+from megatron_rl.training.samples import _prepare, _split_rewards
 from megatron_rl.types import Completion, Problem, Reward
 
 MATH, FORMAT = [1.0, 0.0, 0.0, 1.0, 0.0, 0.0], [0.5, 0.5, 0.0, 1.0, 1.0, 1.0]
@@ -65,6 +67,46 @@ def test_rewards_are_split_by_function_a_penalty_is_one_and_no_verdict_earns_not
     rewards, weights = _split_rewards(RolloutBatch(completions), Sections)
     assert rewards == {"math": [1.0, 0.0], "exact": [0.5, 0.0], "overlong": [-0.25, -0.25]}
     assert weights == {"math": 2.0, "exact": 1.0, "overlong": 1.0}
+
+
+def _prepare_group(rewards: list[float], penalties: list[float], **algorithm: object) -> list[float]:
+    """Return the advantages of a group as the trainer gets them."""
+    sections = {"model": {"path": "m"}, "rollout": {"group_size": len(rewards), "prompts_per_step": 1}, "algorithm": algorithm}
+    functions = {"functions": [{"name": "math"}, {"name": "exact", "weight": 0.0}]}
+    config = Config.model_validate({**sections, "reward": functions}, strict=False)
+    empty = np.empty(0, np.int32)
+    members = [
+        Completion(Problem("0", "", ""), empty, np.array([1], np.int32), np.array([-1.0]), "stop", 0, "", length_penalty=penalty)
+        for penalty in penalties
+    ]
+    for member, reward in zip(members, rewards, strict=True):
+        member.reward = Reward(reward, reward > 0, parts={"math": reward, "exact": 0.0})
+    members[-1].reward.excluded = math.isnan(rewards[-1])
+    (batch,) = _prepare(RolloutBatch(members, {"ahead/generate": 1.0}), 1, config, None, None).mini_batches
+    return [sample.advantage for sample in batch]
+
+
+@pytest.mark.parametrize("settings", [{"advantage": kind} for kind in (*ADVANTAGES.builtin, "gdpo") if kind != "max_rl"])
+def test_a_penalty_alone_is_not_divided_by_its_own_deviation(settings):
+    """One answer with 0.025 of penalty among seven without had the advantage -2.47, like a wrong answer among seven right ones."""
+    if settings["advantage"] == "gdpo":
+        settings = {"multi_objective_aggregation": "normalize_then_sum"}
+    settings = {"name": "dapo", "overlong_share": 0.2, **settings}
+    penalties = [-0.025, *[0.0] * 7]
+    for reward in (0.0, 1.0):
+        expected = [penalty - statistics.fmean(penalties) for penalty in penalties]
+        assert _prepare_group([reward] * 8, penalties, **settings) == pytest.approx(expected, abs=1e-12)
+    assert _prepare_group([1.0] * 8, [-0.025] * 8, **settings) == [0.0] * 8
+    wrong_and_long = _prepare_group([0.0, *[1.0] * 7], penalties, **settings)
+    assert wrong_and_long[0] < -0.8, "beside rewards that differ, penalties count as in DAPO"
+
+
+def test_a_penalty_alone_in_numbers():
+    by_hand = (-0.025 * 7 / 8) / (statistics.stdev([-0.025, *[0.0] * 7]) + 1e-6)
+    assert by_hand == pytest.approx(-2.47, abs=0.01)
+    group = [1.0] * 7, [-0.025, *[0.0] * 6]
+    excluded = _prepare_group([*group[0], math.nan], [*group[1], -0.5], name="dapo")
+    assert excluded == pytest.approx([-0.025 * 6 / 7, *[0.025 / 7] * 6, 0.0], abs=1e-12), "who has no verdict does not count"
 
 
 def test_max_rl_has_no_meaning_for_rewards_below_zero():

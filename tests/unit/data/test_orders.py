@@ -19,6 +19,7 @@ from megatron_rl.data.orders import DifficultyEpochs, order_by_difficulty, shuff
 from megatron_rl.data.sets import read_problem_set
 from megatron_rl.data.stream import ProblemStream, mix_orders
 from megatron_rl.errors import UserError
+from megatron_rl.rewards.thinking import Response
 from megatron_rl.rollout.generation import MultiTurnSampler
 from megatron_rl.rollout.worker import AsyncRolloutWorker, RolloutWorker
 from megatron_rl.types import Generation, Problem, Reward
@@ -97,12 +98,16 @@ class Run:
         if state is not None:
             stream.load_state_dict(json.loads(json.dumps(state)))
         self.version = 0
-        tokenizer = SimpleNamespace(encode=lambda text, add_special_tokens: [int(text)], decode=lambda ids, skip_special_tokens: "")
+        encode = lambda text, add_special_tokens: [int(text)]  # noqa: E731
+        tokenizer = SimpleNamespace(encode=encode, decode=lambda ids, skip_special_tokens: "", convert_tokens_to_ids=lambda token: None)
         worker = RolloutWorker(config, MultiTurnSampler(self, tokenizer), stream, [], self)  # type: ignore[arg-type]
         self.worker = AsyncRolloutWorker(worker, staleness, steps, lambda: None)
 
     def generate(self, prompts_B, samplings, abort=None):
         return [Generation(np.array([97]), np.array([-1.0]), "stop", self.version) for _ in prompts_B]
+
+    def split(self, text, problem):
+        return Response(text, "")
 
     def score(self, texts, problems, lengths, broken):
         rng = random.Random(problems[0].id)

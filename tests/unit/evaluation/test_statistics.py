@@ -22,6 +22,7 @@ from megatron_rl.evaluation.tallies import Outcome, Tally, build_table, compare_
 from megatron_rl.metrics import describe
 from megatron_rl.reporting.eval_page import write_page
 from megatron_rl.reporting.eval_text import format_points, format_sampling, list_columns, summarize, summarize_evaluations
+from megatron_rl.rewards.thinking import Response
 from megatron_rl.rollout.generation import MultiTurnSampler
 from megatron_rl.rollout.worker import RolloutBatch
 from megatron_rl.types import Completion, Generation, Problem, Reward, SamplingParams
@@ -232,6 +233,12 @@ class Letters:
                 result.append(Generation(self.encode(f"{prompt} #### {self.seen.get(prompt, 0)}", False), [], "stop", 0))
                 self.seen[prompt] = self.seen.get(prompt, 0) + 1
             return result
+
+    def split(self, text, problem):
+        return Response(text, "")
+
+    def convert_tokens_to_ids(self, token):
+        return None
 
     def score(self, texts, problems, lengths, broken):
         return [Reward(float(text.endswith(" 1")), text.endswith(" 1")) for text in texts]

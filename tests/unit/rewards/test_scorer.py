@@ -88,13 +88,13 @@ def test_the_sum_is_weighted_and_keeps_its_parts():
     with Scorer(config(FORMAT, MATH, LENGTH), print) as scorer:
         rewards = scorer.score(texts, problems("5", "5", "5", "5"), [10, 15, 10, 21])
     assert rewards == [
-        Reward(1.75, True, parts={"format": 1.0, "math": 1.0, "length": 1.0}),
-        Reward(1.25, True, parts={"format": 0.0, "math": 1.0, "length": 0.5}),
-        Reward(0.25, False, parts={"format": 1.0, "math": 0.0, "length": 0.0}),
-        Reward(1.25, True, parts={"format": 1.0, "math": 1.0, "length": 0.0}),
+        Reward(1.75, True, parts={"format": 1.0, "math": 1.0, "length": 1.0}, answer="5"),
+        Reward(1.25, True, parts={"format": 0.0, "math": 1.0, "length": 0.5}, answer="5"),
+        Reward(0.25, False, parts={"format": 1.0, "math": 0.0, "length": 0.0}, answer="6"),
+        Reward(1.25, True, parts={"format": 1.0, "math": 1.0, "length": 0.0}, answer="5"),
     ]
     with Scorer(RewardConfig(function="exact", workers=1), print) as scorer:  # a single function has no parts
-        assert scorer.score(["5", "6"], problems("5", "5"), [1, 1]) == [Reward(1.0, True), Reward(0.0, False)]
+        assert scorer.score(["5", "6"], problems("5", "5"), [1, 1]) == [Reward(1.0, True, answer="5"), Reward(0.0, False, answer="6")]
 
 
 def test_the_value_of_a_length():
@@ -118,7 +118,7 @@ def test_what_a_completion_without_a_verdict_gets(on_error):
             with pytest.raises(RunError, match="a completion of problem p1 got no verdict .format, exact: timeout after 0.5 s., and"):
                 scorer.score(texts, golds, [1, 1, 1], ["", "", hung])
         else:
-            whole = Reward(1.25, True, parts={"format": 1.0, "exact": 1.0})
+            whole = Reward(1.25, True, parts={"format": 1.0, "exact": 1.0}, answer="aab")
             failed = [Reward(0.0, False, error, excluded=on_error == "exclude") for error in (late, hung)]
             assert scorer.score(texts, golds, [1, 1, 1], ["", "", hung]) == [whole, *failed]
     assert messages == [f"2 of 3 completions got no verdict: {late} (1); {hung} (1)"]

@@ -19,6 +19,7 @@ from megatron_rl.config import Config
 from megatron_rl.data import ProblemOrder, ProblemStream
 from megatron_rl.errors import AbortedError, EngineLostError, RunError
 from megatron_rl.preflight import Facts, Needs, check
+from megatron_rl.rewards.thinking import Response
 from megatron_rl.rollout.engine import Abort
 from megatron_rl.rollout.generation import MultiTurnSampler
 from megatron_rl.rollout.metrics import compute_rollout_metrics
@@ -61,6 +62,10 @@ class Lengths:
         return [Generation(np.array([97, 98]), np.array([-1.0, -2.0]), "stop", versions[1], versions) for _ in prompts_B]
 
 
+def tokenizer_of(encode):
+    return SimpleNamespace(encode=encode, decode=lambda ids, skip_special_tokens: "", convert_tokens_to_ids=lambda token: None)
+
+
 class Run:
     """A trainer of groups of two problems with four completions each, in a run that may lose its engine or be stopped."""
 
@@ -72,13 +77,16 @@ class Run:
         if state is not None:
             stream.load_state_dict(json.loads(json.dumps(state)))
         self.engine = Lengths()
-        tokenizer = SimpleNamespace(encode=lambda text, add_special_tokens: [int(text)], decode=lambda ids, skip_special_tokens: "")
+        tokenizer = tokenizer_of(lambda text, add_special_tokens: [int(text)])
         self.scored: list[str] = []
         worker = RolloutWorker(changed, MultiTurnSampler(self.engine, tokenizer), stream, [], self)  # type: ignore[arg-type]
         self.ahead = AsyncRolloutWorker(worker, max_staleness, steps, self.engine.slow.set)
         self.trained: list[list[str]] = []
         self.sampling: list[dict[str, float]] = []
         self.ages: list[int] = []
+
+    def split(self, text, problem):
+        return Response(text, "")
 
     def score(self, texts, problems, lengths, broken):
         """Give every third problem equal rewards."""
@@ -247,7 +255,7 @@ class Engine:
 
 
 def answer(engine: Engine, version: int, staleness: int) -> Completion:
-    tokenizer = SimpleNamespace(encode=lambda text, add_special_tokens: [65], decode=lambda ids, skip_special_tokens: "")
+    tokenizer = tokenizer_of(lambda text, add_special_tokens: [65])
     return MultiTurnSampler(engine, tokenizer).sample([Problem("0", "A", "")], [SamplingParams(1.0, 9)], version, staleness)[0]  # type: ignore[arg-type]
 
 

@@ -1,6 +1,7 @@
 """Metrics and sample rows of rollouts, and the choice of groups."""
 
 import json
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -10,6 +11,8 @@ from support.agents import ChatTokenizer
 from megatron_rl.config import Config
 from megatron_rl.data import ProblemOrder, ProblemStream
 from megatron_rl.errors import RunError
+from megatron_rl.rewards.thinking import Response
+from megatron_rl.rollout.constant_rewards import ConstantRewards
 from megatron_rl.rollout.generation import MultiTurnSampler
 from megatron_rl.rollout.metrics import build_sample_rows, compute_accuracies, compute_rollout_metrics
 from megatron_rl.rollout.worker import RolloutBatch, RolloutWorker
@@ -107,6 +110,9 @@ class FakeEngine:
 class FakeRewards:
     """Rewards only the first completion of each group of four."""
 
+    def split(self, text, problem):
+        return Response(text, "")
+
     def score(self, texts, problems, lengths, broken):
         assert len(texts) == len(problems) and lengths == [1] * len(texts)
         return [Reward(float(text == "a"), text == "a") for text in texts]
@@ -163,7 +169,7 @@ def test_held_out_problems_are_sampled_by_settings_of_their_own(engine):
     assert replace(engine.sampling[-1], seed=None) == SamplingParams(1.0, 7, None, ("\n",), min_p=0.1)
 
 
-class Scripted:
+class Scripted(FakeRewards):
     """Returns scripted rewards of each problem's group, one per completion."""
 
     def __init__(self, groups: dict[str, list[float]]) -> None:
@@ -252,3 +258,67 @@ def test_length_penalties_stay_beside_the_reward_and_give_no_signal():
     assert rollout.sampling["sampling/without_signal"] == 2
     assert compute_rollout_metrics(rollout)["reward/overlong"] == -0.75
     assert {member.score for member in rollout.completions_B} == {0.25}
+
+
+class Failing(FakeRewards):
+    """Gives the first `failed` completions of each problem's group no verdict."""
+
+    def __init__(self, failed: int) -> None:
+        self.failed = failed
+
+    def score(self, texts, problems, lengths, broken):
+        return [Reward(0.0, False, "" if number % 4 >= self.failed else "KeyError: 'x'") for number in range(len(texts))]
+
+
+@pytest.mark.parametrize("failed, limit, line", [
+    (0, 0.0, ""), (2, 0.5, ""), (3, 0.75, ""), (1, 0.2, "2 of 8 completions got no verdict, and reward.max_error_share is 0.2; the most"),
+    (3, 0.5, "6 of 8 completions got no verdict, and reward.max_error_share is 0.5; the most frequent reason: KeyError: 'x' (6)"),
+    (4, 1.0, "8 of 8 completions got no verdict; the most frequent reason: KeyError: 'x' (8)"),
+])  # fmt: skip
+def test_a_run_ends_if_too_many_completions_have_no_verdict(failed, limit, line):
+    worker = make_worker(FakeEngine(), Failing(failed), reward={"max_error_share": limit}, eval={"samples": 4})
+    for collect in (lambda: worker.collect(worker.draw(5)), lambda: worker.evaluate(5)):
+        if not line:
+            collect()
+        else:
+            with pytest.raises(RunError, match=re.escape(line)):
+                collect()
+
+
+def test_a_reward_with_one_value_in_the_first_steps_is_named_once():
+    lines: list[str] = []
+    functions = [{"name": "math"}, {"name": "format", "pattern": "x"}]
+    for sections, made in (
+        ({"reward": {"functions": functions}}, lambda value: Reward(value, False, parts={"math": value, "format": 0.0})),
+        ({"agent": {"name": "a:b", "own_reward": True}}, lambda value: Reward(0.25, True)),
+        ({}, lambda value: Reward(value, False)),
+    ):
+        constant = ConstantRewards(Config.model_validate({"model": {"path": "m"}, **sections}, strict=False), lines.append)
+        for version in range(5):
+            members = [completion(0, False), completion(0, False), completion(0, False, error="timed out")]
+            members[0].reward, members[1].reward = made(0.0), made(float(version == 1))
+            constant.observe(version, members)
+    start, end = "warning: the reward", "for all 6 completions of the first 3 steps, so nothing was learned from it; compare samples.jsonl"
+    assert [line.rpartition(" with")[0] for line in lines] == [f"{start} format was 0 {end}", f"{start} agent.own_reward was 0.25 {end}"]
+    resumed = ConstantRewards(Config.model_validate({"model": {"path": "m"}}, strict=False), lines.append)
+    for version in range(1, 5):
+        resumed.observe(version, [completion(0, False)] * 4)
+    assert len(lines) == 2
+
+
+def test_the_length_penalty_of_an_episode_is_that_of_its_longest_conversation():
+    """As an agent's, with conversations of 6 and of 5 sampled tokens, 2 of which they share. The limit is 10 tokens."""
+    worker = make_worker(FakeEngine(), FakeRewards(), rollout={"max_new_tokens": 10}, algorithm={"overlong_share": 0.5})
+    sample = worker._groups.sample
+
+    def sample_episodes(*arguments):
+        completions, seconds = sample(*arguments)
+        for member in completions:
+            member.output_ids_T = [1] * 6
+            branch = completion(0, False, length=3)
+            branch.shared_count, member.branches = 2, [branch]
+        return completions, seconds
+
+    worker._groups.sample = sample_episodes
+    members = worker.collect(worker.draw(5)).completions_B
+    assert {member.length_penalty for member in members} == {-0.2} and members[0].total_sampled == 9

@@ -6,6 +6,7 @@ from support.agents import END, PAIR, PROBLEM, ChatTokenizer, Policy, config
 
 from megatron_rl.config.data import DataConfig
 from megatron_rl.errors import UserError
+from megatron_rl.rewards.thinking import Response
 from megatron_rl.rollout.agents.chat_format import ChatFormat
 from megatron_rl.rollout.agents.episode import AgentEpisode
 from megatron_rl.rollout.agents.messages import PolicyRequest, RefusedError, read_chat_request
@@ -100,6 +101,7 @@ def test_a_request_that_differs_from_the_history_begins_another_branch():
     ]
     assert len({sampling.seed for _, sampling in chat.policy.asked}) == 5, "every conversation has a seed"
     assert completion.calls == 7 and completion.total_sampled == 7 * 3, "no sampled token is trained twice, and none is left out"
+    assert completion.longest_sampled == 9, "the turn that the longest conversation shares counts in it"
     shared = completion.branches[3]
     assert shared.sampled_count == 6 and not shared.response_mask_T[:3].any(), "its first turn is trained in another sample"
     assert len(shared.kept_tokens.counts) == 6 and len(shared.routed_experts_T) == len(shared.prompt_ids_T) + len(shared.output_ids_T) - 1
@@ -143,6 +145,9 @@ def test_conversations_of_an_episode_share_its_reward_and_an_agent_that_asked_no
     completions = [chat.episode.finish("", None), mute.episode.finish("timeout after 3 s", None)]
 
     class Rewards:
+        def split(self, text, problem):
+            return Response(text, "")
+
         def score(self, texts, problems, lengths, broken):
             assert (texts, lengths, broken) == (["bb", ""], [6, 0], ["", "agent: timeout after 3 s"])
             return [Reward(0.25, False), Reward(0.0, False, error=broken[1])]
