@@ -10,6 +10,7 @@ from support.train_command import finish, latest, read_numbers, read_rows, train
 pytestmark = [pytest.mark.long, pytest.mark.timeout(6000)]
 BREAKING = {
     "agent.name": "support.agent_programs:break_at_random", "agent.tool_parser": "", "reward.function": "support.agent_programs:judge",
+    "reward.max_error_share": 1.0,
     "rollout.max_new_tokens": 32, "train.steps": 4, "data.eval_every": 2, "log.samples": 8, "checkpoint.every": 1,
     "checkpoint.resume": "auto",
 }  # fmt: skip

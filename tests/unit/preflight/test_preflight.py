@@ -151,3 +151,56 @@ def test_a_malformed_line_of_data_is_named(workplace):
     (workplace / "bad.jsonl").write_text('{"question": "1+1?", "answer": "#### 2"}\n{"question": "2+2?"}\n')
     line = refused("--data.train=bad.jsonl", "--data.format=gsm8k", "--data.eval=")
     assert line == "data.train = 'bad.jsonl:2': format gsm8k needs the field answer, found question; correct or remove this row"
+
+
+PLUGS = """
+import time
+from megatron_rl.rollout.environments.base import Message
+
+loaded = False
+
+def text(text, problem): return "right"
+def none(text, problem): return None
+def raises(text, problem): return text[problem.answer]
+def number(text, problem): return 1.0 if problem.answer in text else 0
+def loads(text, problem):
+    global loaded
+    loaded or time.sleep(1)
+    loaded = True
+    return 0.5
+def strict(text, problem): return text.split("<answer>")[1] == problem.answer
+def by_column(completions, solution, **kwargs): return [1.0] * len(completions)
+
+class Environment:
+    stop = ("</call>",)
+    def __init__(self, problem): self.open = (each for each in "ab")
+    def step(self, text): return None
+
+class Answering(Environment):
+    def __init__(self, problem): self.answer = problem.answer
+    def step(self, text): return Message(self.answer) if text.endswith("</call>") else text.missing
+"""
+
+
+def test_plugs_are_called_once_on_a_row_before_anything_starts(workplace):
+    """Each of these would fail on every completion, which would be charged to the policy."""
+    (workplace / "own.py").write_text(PLUGS)
+    rule = "fails on the first problems of a set, such as arith-"
+    for name, error in (
+        ("text", "TypeError: the reward function must return a Reward or a number, not str"),
+        ("none", "TypeError: the reward function must return a Reward or a number, not NoneType"),
+        ("raises", "TypeError: string indices must be integers, not 'str'"),
+        ("by_column", "LookupError: the reward function needs the column solution; the row has answer"),
+    ):
+        for option in (f"--reward.function=own:{name}", f'--reward.functions=[{{name = "math"}}, {{name = "own:{name}"}}]'):
+            line = refused(option)
+            assert line.startswith(f"reward.function{'s' * ('functions' in option)} = 'own:{name}': {rule}") and error in line, line
+    line = refused("--environment.name=own:Environment", "--environment.max_tokens=8")
+    assert line.startswith(f"environment.name = 'own:Environment': {rule}") and "cannot pickle" in line
+    for options in (
+        ["--reward.function=own:number"],
+        ["--reward.function=own:strict"],  # some completions have no verdict, not all
+        ["--reward.function=own:loads", "--reward.timeout=0.4"],
+        ["--environment.name=own:Answering", "--environment.max_tokens=8"],
+    ):
+        check_run(load_config(workplace / "run.toml", ["--log.stuck_after=0", "--rollout.max_new_tokens=64", *options]))

@@ -47,6 +47,7 @@ class Misbehaving(BaseHTTPRequestHandler):
         answers = {
             "/garbage": "<html>", "/few": '{"rewards": [1.0]}', "/text": json.dumps({"rewards": ["1"] * count}),
             "/other": '{"scores": []}', "/partly": '{"rewards": [1.0, null, NaN, -1, 1e999]}',
+            "/null": json.dumps({"rewards": [None] * count}),
             "/few-correct": json.dumps({"rewards": [1.0] * count, "correct": []}),
         }  # fmt: skip
         body = answers.get(self.path, json.dumps({"rewards": [0.5] * count})).encode()
@@ -142,8 +143,28 @@ def test_nobody_there():
             rewards = scorer.score(TEXTS, PROBLEMS, [1] * 5)
         assert all(reward.excluded and reward.error.startswith("ConnectError: ") for reward in rewards)
         assert len(messages) == 1
-        with pytest.raises(UserError, match=r"reward.functions.url = .* fails on an empty batch: ConnectError.*; start the server"):
-            check_rewards(RewardConfig(functions=(part,)))
+        with pytest.raises(
+            UserError, match=r"reward.functions.url = .* fails on the first problems of a set, such as p .ConnectError.*; start"
+        ):
+            check_rewards(RewardConfig(functions=(part,)), PROBLEMS)
+
+
+def test_a_server_is_tried_on_a_row_and_may_be_slow_at_its_first_request(server):
+    def check(path: str) -> None:
+        part = RewardFunctionConfig(name="http", url=f"http://127.0.0.1:{server.server_port}{path}", timeout=0.2)
+        check_rewards(RewardConfig(functions=(part,)), [*PROBLEMS, Problem("q", "?", "3", source="t")])
+
+    check("/")
+    assert [(body["texts"][0].endswith("#### 2"), body["problems"][0]["id"]) for _, body in server.seen] == [(True, "p"), (False, "q")]
+    threading.Timer(0.5, server.released.set).start()
+    check("/hang")
+    for path, error in (
+        ("/broken", "HTTP status 500"),
+        ("/text", "unusable answer: rewards.0"),
+        ("/null", "the server gave the reward null"),
+    ):
+        with pytest.raises(UserError, match=f"the reward server fails on the first problems of a set, such as p .{error}"):
+            check(path)
 
 
 @pytest.mark.parametrize("token", ["", "two\nlines", "ключ"])
@@ -169,7 +190,7 @@ def test_the_documentations_server_beside_a_function_in_a_worker(tmp_path):
         url = f"http://127.0.0.1:{running.servers[0].sockets[0].getsockname()[1]}/score"
         form = RewardFunctionConfig(name="format", pattern="so.*", weight=0.5)
         config = RewardConfig(functions=(RewardFunctionConfig(name="http", url=url), form), workers=1)
-        check_rewards(config)
+        check_rewards(config, PROBLEMS)
         with Scorer(config, print) as scorer:
             rewards = scorer.score(TEXTS, PROBLEMS, [1] * 5)
     finally:

@@ -1,6 +1,7 @@
 """Agents in their own processes through the real endpoint: their requests become completions, and their failures affect only themselves."""
 
 import os
+import re
 import sys
 import threading
 from collections.abc import Iterator
@@ -11,9 +12,11 @@ from typing import Any
 import pytest
 from support.agents import AGENTS, ChatTokenizer, Policy, config
 
+from megatron_rl.config import Config
 from megatron_rl.config.data import DataConfig
-from megatron_rl.errors import AbortedError, EngineLostError, RunError
+from megatron_rl.errors import AbortedError, EngineLostError, RunError, UserError
 from megatron_rl.rollout.agents.sampler import AgentSampler
+from megatron_rl.rollout.agents.trial import check_agent
 from megatron_rl.rollout.engine import Abort
 from megatron_rl.types import Completion, Problem, SamplingParams
 
@@ -136,3 +139,26 @@ def test_an_error_of_the_runs_is_not_the_agents():
 
     with sampler_of(Lost(lambda prompt: "")) as sampler, pytest.raises(EngineLostError, match="gone"):
         sample(sampler, "a")
+
+
+def test_an_agent_that_fails_whatever_the_policy_says_is_refused_before_a_run():
+    def check(prompts: list[str], **settings: Any) -> None:
+        agent = {"name": f"{AGENTS}:ask", "timeout": 5, **settings}
+        run = Config.model_validate({"model": {"path": "m"}, "agent": agent}, strict=False)
+        check_agent(run.agent, run, ChatTokenizer(), [Problem(str(number), prompt, "5") for number, prompt in enumerate(prompts)])
+
+    check(["a"])
+    check(["raise", "a"])
+    check(["reward"], own_reward=True)
+    for prompts, settings, line in (
+        (
+            ["raise"] * 4,
+            {},
+            "agent.name = 'support.agent_programs:ask': fails on the first problems of a set, such as 0 (exit code 1: KeyError",
+        ),
+        (["a"], {"own_reward": True}, "(wrote '' instead of a reward, and agent.own_reward is on); correct it"),
+        (["a"], {"name": f"{AGENTS}:judge_nothing"}, "(it ended without a request to the policy); correct it"),
+        (["a"], {"name": f"{AGENTS}:end_server"}, "agent.name = 'support.agent_programs:end_server': fails on the first problems of a set"),
+    ):
+        with pytest.raises(UserError, match=re.escape(line)):
+            check(prompts, **settings)
