@@ -151,11 +151,7 @@ def test_an_agent_that_fails_whatever_the_policy_says_is_refused_before_a_run():
     check(["raise", "a"])
     check(["reward"], own_reward=True)
     for prompts, settings, line in (
-        (
-            ["raise"] * 4,
-            {},
-            "agent.name = 'support.agent_programs:ask': fails on the first problems of a set, such as 0 (exit code 1: KeyError",
-        ),
+        (["raise"] * 4, {}, f"agent.name = '{AGENTS}:ask': fails on the first problems of a set, such as 0 (exit code 1: KeyError"),
         (["a"], {"own_reward": True}, "(wrote '' instead of a reward, and agent.own_reward is on); correct it"),
         (["a"], {"name": f"{AGENTS}:judge_nothing"}, "(it ended without a request to the policy); correct it"),
         (["a"], {"name": f"{AGENTS}:end_server"}, "agent.name = 'support.agent_programs:end_server': fails on the first problems of a set"),
