@@ -163,7 +163,8 @@ def check_verdicts(rewards_B: Sequence[Reward], config: RewardConfig) -> None:
     if failed and (failed == total or failed > config.max_error_share * total):
         allowed = "" if failed == total else f", and reward.max_error_share is {config.max_error_share:g}"
         ((error, count),) = errors.most_common(1)
-        raise RunError(f"{failed} of {total} completions got no verdict{allowed}; the most frequent reason: {error} ({count})")
+        reason = " ".join(error.split())
+        raise RunError(f"{failed} of {total} completions got no verdict{allowed}; the most frequent reason: {reason} ({count})")
 
 
 def _find_thinking(config: RewardConfig, chat_template: str | None) -> ThoughtMarkers | None:

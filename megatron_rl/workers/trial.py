@@ -25,7 +25,7 @@ def _find_failure_of_set(call: Callable[[str, Problem], str], problems: Sequence
             error = call(text, problem)
             if not error:
                 return ""
-            first_error = first_error or error
+            first_error = first_error or " ".join(error.split())
             if time.monotonic() - start > START_TIMEOUT:  # the others would take as long
                 return f"fails on the problem {problem.id} ({first_error})"
     return f"fails on the first problems of a set, such as {problems[0].id} ({first_error})"

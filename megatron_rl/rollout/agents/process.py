@@ -78,7 +78,7 @@ class AgentProcess:
 
     def __init__(self, config: AgentConfig, server: AgentServer, environment: Mapping[str, str], problem: Problem) -> None:
         """Start the agent. Raise ServerEndedError if its server has ended."""
-        self._config, self._server, self._deadline = config, server, time.monotonic() + config.timeout
+        self._config, self._server = config, server
         self._lock, self._reaped = threading.Lock(), False
         self._reward, given = (os.memfd_create(name) for name in ("megatron-rl-reward", "megatron-rl-problem"))
         self._stderr, remote = os.pipe()
@@ -88,6 +88,7 @@ class AgentProcess:
             os.lseek(given, 0, os.SEEK_SET)
             self._pid = server.ask(environment, [given, remote, self._reward])
             self._pid_fd = os.pidfd_open(self._pid)
+            self._deadline = time.monotonic() + config.timeout  # the server has imported the agent by now
         except (ServerEndedError, OSError):  # a fork of a server that has just ended
             os.close(self._stderr)
             os.close(self._reward)
