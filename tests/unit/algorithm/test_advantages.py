@@ -80,8 +80,8 @@ def _prepare_group(rewards: list[float], penalties: list[float], **algorithm: ob
         for penalty in penalties
     ]
     for member, reward in zip(members, rewards, strict=True):
-        member.reward = Reward(reward, reward > 0, parts={"math": reward, "exact": 0.0})
-    members[-1].reward.excluded = math.isnan(rewards[-1])
+        failed = Reward(0.0, False, error="timed out", excluded=True)
+        member.reward = failed if math.isnan(reward) else Reward(reward, reward > 0, parts={"math": reward, "exact": 0.0})
     (batch,) = _prepare(RolloutBatch(members, {"ahead/generate": 1.0}), 1, config, None, None).mini_batches
     return [sample.advantage for sample in batch]
 

@@ -185,7 +185,7 @@ class Answering(Environment):
 def test_plugs_are_called_once_on_a_row_before_anything_starts(workplace):
     """Each of these would fail on every completion, which would be charged to the policy."""
     (workplace / "own.py").write_text(PLUGS)
-    rule = "fails on the first problems of a set, such as arith-"
+    rule = "fails on the first problems of a set, such as arithmetic:"
     for name, error in (
         ("text", "TypeError: the reward function must return a Reward or a number, not str"),
         ("none", "TypeError: the reward function must return a Reward or a number, not NoneType"),

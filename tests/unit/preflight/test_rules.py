@@ -347,7 +347,7 @@ MISTAKES = [
            files.weights_can_be_fetched, "train eval", f"--model.path={ON_HUB}", checkpoint=ON_HUB, scene=keep_no_weights_offline),
     refuse("reward.function = 'json:nothing': ",
            files.rewards_can_be_computed, "train eval", "--reward.function=json:nothing"),
-    refuse("environment.name = 'own_environment:Broken': fails on the first problems of a set, such as arith-",
+    refuse("environment.name = 'own_environment:Broken': fails on the first problems of a set, such as arithmetic:",
            files.turns_can_be_taken, "train", "--environment.name=own_environment:Broken", "--environment.max_tokens=8",
            scene=lambda _: Path("own_environment.py").write_text("class Broken:\n def __init__(self, problem): ...\n"
                                                                  " def step(self, text): return text.rows")),
