@@ -20,6 +20,7 @@ class EnvironmentConfig(ConfigSection):
     workers: int = Field(2, ge=1)
     """Number of worker processes."""
     timeout: float = Field(5.0, gt=0)
-    """Time limit for one message in seconds. After that the worker is replaced, the response ends, and `reward.on_error` applies."""
+    """Time limit for one message in seconds. After that the worker is replaced, the response ends, and `reward.on_error` applies. The first
+    message of a worker may take 120 s."""
     memory_mb: int = Field(4096, ge=256)
     """Address-space limit of one worker in MiB."""
