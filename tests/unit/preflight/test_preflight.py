@@ -195,7 +195,7 @@ def test_plugs_are_called_once_on_a_row_before_anything_starts(workplace):
         for option in (f"--reward.function=own:{name}", f'--reward.functions=[{{name = "math"}}, {{name = "own:{name}"}}]'):
             line = refused(option)
             assert line.startswith(f"reward.function{'s' * ('functions' in option)} = 'own:{name}': {rule}") and error in line, line
-    line = refused("--environment.name=own:Environment", "--environment.max_tokens=8")
+    line = refused("--environment.name=own:Environment", "--environment.max_tokens=8", "--rollout.max_new_tokens=64")
     assert line.startswith(f"environment.name = 'own:Environment': {rule}") and "cannot pickle" in line
     for options in (
         ["--reward.function=own:number"],
