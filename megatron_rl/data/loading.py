@@ -41,9 +41,7 @@ def load_problems(cfg: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[Prob
     Raises:
         UserError: A file, source or template is invalid, a set has no problems left, or it loses more rows than `data.max_left_out` allows.
     """
-    loader = _Loader(cfg.data, tokenizer)
-    scored = loader.read_held_out()
-    return mix_orders([loader.order(source) for source in cfg.data.train], [source.weight for source in cfg.data.train]), scored
+    return _Loader(cfg.data, tokenizer).read()
 
 
 def load_held_out(cfg: Config, tokenizer: PreTrainedTokenizerBase) -> list[Problem]:
@@ -51,17 +49,14 @@ def load_held_out(cfg: Config, tokenizer: PreTrainedTokenizerBase) -> list[Probl
     return _Loader(cfg.data, tokenizer).read_held_out()
 
 
-def check_data(data: DataConfig, model: Path) -> None:
+def check_data(data: DataConfig, model: Path) -> ProblemStream:
     """Load all problems once, so that errors are raised before a long startup. `model`: checkpoint folder with the tokenizer."""
     from megatron_rl.hf.tokenizer import load_tokenizer
 
     read_template(data)
     if not data.train:
         raise UserError("data.train", None, "is required for training", SOURCE_FIX)
-    loader = _Loader(data, load_tokenizer(model), quiet=True)
-    loader.read_held_out()
-    for source in data.train:
-        loader.order(source)
+    return _Loader(data, load_tokenizer(model), quiet=True).read()[0]
 
 
 def _uses_difficulty(source: DataSourceConfig) -> TypeGuard[TrainDataSourceConfig]:
@@ -108,6 +103,11 @@ class _Loader:
         self._format = describe_format(data, tokenizer)
         self._reserved: dict[bytes, str] = {}  # overlap key and id of each held-out problem
         self._seen: dict[bytes, str] = {}  # row key and id of each training problem
+
+    def read(self) -> tuple[ProblemStream, list[Problem]]:
+        """Return the stream of training problems and the held-out problems to score."""
+        scored, sources = self.read_held_out(), self._data.train
+        return mix_orders([self.order(source) for source in sources], [source.weight for source in sources]), scored
 
     def read_held_out(self) -> list[Problem]:
         """Return the held-out problems to score."""

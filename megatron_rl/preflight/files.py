@@ -57,9 +57,7 @@ def tokenizer_can_be_loaded(facts: Facts) -> None:
 @rule(Needs.TASK | Needs.TRAINER)
 def problems_can_be_read(facts: Facts) -> None:
     """Not needed by `eval`, which reads its problems immediately after the checks."""
-    from megatron_rl.data import check_data
-
-    check_data(facts.config.data, facts.config.model.folder)
+    facts.problems.next_batch(1)
 
 
 @rule(Needs.TASK)

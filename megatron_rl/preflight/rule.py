@@ -23,6 +23,7 @@ from parallel.plug import InputError
 from parallel.shards import GeometryError
 
 if TYPE_CHECKING:  # imports torch
+    from megatron_rl.data import ProblemStream
     from megatron_rl.hf.read import HFCheckpoint
 
 
@@ -83,6 +84,13 @@ class Facts:
         from megatron_rl.hf.read import HFCheckpoint
 
         return HFCheckpoint(find_model_folder(self.path), self.hf_config, self.option)
+
+    @cached_property
+    def problems(self) -> ProblemStream:
+        """The training problems. Reads all data."""
+        from megatron_rl.data import check_data
+
+        return check_data(self.config.data, self.config.model.folder)
 
     @cached_property
     def contract(self) -> PrecisionContract:

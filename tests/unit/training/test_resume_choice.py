@@ -104,11 +104,11 @@ def test_the_log_goes_on_after_the_checkpoints_step(tmp_path):
         log.write_step({"step": step, "policy_version": step, "reward/mean": 0.5})
         log.write_samples(step, [{"prompt": str(step)}])
     with pytest.raises(UserError, match="is still being written by another process"):
-        RunLog.reopen(log.dir, {}, collect_versions(), 2)
+        RunLog.reopen(log.dir, {}, collect_versions(), {}, 2)
     log.finish("broken", "a reason")
     with (log.dir / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "rew')
-    again = RunLog.reopen(log.dir, {"train": {"steps": 5}, "log": {"trackers": ["tensorboard"]}}, collect_versions(), 2)
+    again = RunLog.reopen(log.dir, {"train": {"steps": 5}, "log": {"trackers": ["tensorboard"]}}, collect_versions(), {}, 2)
     again.write_step({"step": 3, "policy_version": 3, "reward/mean": 0.25})
     again.finish("finished")
     assert [(row["step"], row["reward/mean"]) for row in read_metrics(log.dir)] == [(0, 0.5), (1, 0.5), (2, 0.5), (3, 0.25)]
@@ -126,7 +126,7 @@ def test_a_row_that_was_being_written_as_its_step_was_saved_is_written_again(tmp
         log.write_step({"step": step, "policy_version": step, "reward/mean": 0.5})
         log.write_samples(step, [{"prompt": str(step)}])
     log.finish("broken", "a reason")
-    again = RunLog.reopen(log.dir, {"train": {"steps": 5}}, collect_versions(), 2, last_row=1)
+    again = RunLog.reopen(log.dir, {"train": {"steps": 5}}, collect_versions(), {}, 2, last_row=1)
     again.write_step({"step": 2, "policy_version": 2, "reward/mean": 0.5})
     again.finish("finished")
     assert [row["step"] for row in read_metrics(log.dir)] == [0, 1, 2]
