@@ -117,7 +117,7 @@ def test_a_run_that_resumes_with_less_memory_has_the_same_bits_or_differs_in_rou
     layout, saving = Layout(tp=2), {"recompute": "full", "overlap_grad_reduce": False, "overlap_param_gather": False}
 
     def train(run, steps, go_on=False, changes=None):
-        return worlds(2).call(training_runs.train_to, checkpoint, tmp_path / run, steps, BF16, go_on, layout, changes=changes)
+        return worlds(2).call(training_runs.train_to, checkpoint, tmp_path / run, steps, BF16, go_on, layout, "", None, None, changes)
 
     straight, _ = train("straight", 3), train("run", 2)
     for run, changes in {"same": saving, "overlapped": {"two_batch_overlap": "all"}, "rounded": {"micro_batch_tokens": 16}}.items():
