@@ -78,18 +78,17 @@ class ProblemStream:
         parts = {epochs.label: epochs.snapshot(int(first * share) - 1) for epochs, share in self._shares.items()}
         return lambda: {**state, "epochs": {label: make() for label, make in parts.items()}}
 
-    def load_state_dict(self, state: dict[str, Any], may_differ: bool = False) -> None:
-        """Continue from a saved state. If it comes from a stream of other data, raise UserError, or keep only its position with
-        `may_differ`."""
+    def load_state_dict(self, state: dict[str, Any], may_differ: bool = False) -> bool:
+        """Continue from a saved state. If it comes from a stream of other data, raise UserError, or with `may_differ`, keep only its
+        position and return False."""
         same = state["fingerprint"] == self.fingerprint
         if not same and not may_differ:
             rule = "the checkpoint was trained on other problems or in another order"
             raise UserError("data", None, rule, "resume with the same data section and the same files")
         self._position, self._left_out = int(state["position"]), list(state.get("left_out", ()))
-        if not same:
-            return
-        for epochs in self._shares:
+        for epochs in self._shares if same else ():
             epochs.load_state_dict(state["epochs"][epochs.label])
+        return same
 
 
 def mix_orders(orders: Sequence[ProblemOrder], weights: Sequence[float]) -> ProblemStream:

@@ -40,27 +40,30 @@ class ResumedRun:
 
     def describe_changes(self) -> list[dict[str, Any]]:
         """Return the entries for run.json of all changes but those of [checkpoint] and [log]."""
-        changes = {name: values for name, values in self.changes.items() if not name.startswith(("checkpoint.", "log."))}
-        rows = {name: find_row(name) for name in changes}
         return [
-            {"field": name, "before": before, "after": after, "moves": row.reason if (row := rows[name]) else ""}
-            for name, (before, after) in changes.items()
+            {"field": name, "before": before, "after": after, "moves": row.reason if (row := find_row(name)) else ""}
+            for name, (before, after) in self.changes.items()
+            if not name.startswith(("checkpoint.", "log."))
         ]
 
+    @property
     def may_have_other_problems(self) -> bool:
-        """Return whether all changes that decide the problems are named, and at least one is."""
-        names = [name for name in self.changes if name.startswith("data.") and _may_change(name) is EQUAL]
-        return all(map(self.is_named, names)) and any(name.startswith("data.") for name in self.config.checkpoint.allow_changes)
+        """Whether all changes that decide the problems are named, and at least one is. A named field may have changed earlier."""
+        return not self._unnamed_data and any(name.startswith("data.") for name in self.config.checkpoint.allow_changes)
+
+    @property
+    def _unnamed_data(self) -> list[str]:
+        changed = (name for name in self.changes if name.startswith("data.") and _may_change(name) is EQUAL)
+        return [name for name in changed if not self.is_named(name)]
 
     def check_problems(self, fingerprint: str) -> None:
         """Raise UserError if the newest checkpoint was trained on other problems, unless the change is named."""
         states = (_read_state(folder) for folder in checkpoints.list_newest_first(self.folder))
         saved = next((state["data"].get("fingerprint") for state in states if state.get("data")), fingerprint)
-        if saved == fingerprint or self.may_have_other_problems():
+        if saved == fingerprint or self.may_have_other_problems:
             return
-        changed = [name for name in self.changes if name.startswith("data.") and _may_change(name) is EQUAL and not self.is_named(name)]
-        if changed:
-            raise self.refuse(changed[0], "the problems or their order are others than those of its checkpoint")
+        if self._unnamed_data:
+            raise self.refuse(self._unnamed_data[0], "the problems or their order are others than those of its checkpoint")
         rule, fix = "are others than those of the resumed run, although the fields are equal", "restore the files, or allow the change"
         raise UserError("data", None, f"the problems or their order {rule}", f"{fix}: {_ALLOW} = {_add(self.config, 'data.train.source')}")
 

@@ -117,6 +117,7 @@ def test_what_decides_no_result_may_change(runs, changed, sections):
     ("replay", {"replay": {"prompts_per_step": 2}}),
     ("teacher", {"teacher": {"path": "m"}}),
     ("sync.running", {"sync": {"running": "restart"}}),
+    ("data.date", {"data": {"date": "2026-02-02"}}),  # an agent's template may ask for it
 ])  # fmt: skip
 def test_what_decides_results_may_change_if_it_is_named(runs, field, sections):
     runs.start()
