@@ -179,9 +179,8 @@ class Session:
         config = self.config
         tokenizer = load_tokenizer(config.model.folder)
         stream, held_out = load_problems(config, tokenizer)
-        if state is not None:
-            if not stream.load_state_dict(state.data(), self.resumed is not None and self.resumed.may_have_other_problems):
-                self.notify("the problems or their order are others than the checkpoint's: they are drawn from the same position on")
+        if state is not None and not stream.load_state_dict(state.data(), bool(self.resumed and self.resumed.may_have_other_problems)):
+            self.notify("the problems or their order are others than the checkpoint's: they are drawn from the same position on")
         scorer = self._resources.enter_context(Scorer(config.reward, self.notify, tokenizer.chat_template))
         environments = start_environments(config, self._resources)
         self.notify(f"starting the engines: {config.rollout.engines}")
