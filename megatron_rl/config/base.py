@@ -13,8 +13,10 @@ class ConfigSection(BaseModel):
 
 
 def flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested tables as one dictionary with keys such as "section.key"."""
+    """Return nested tables as one dictionary with keys such as "section.key", and "section.key.0.name" for a list of tables."""
     flat: dict[str, Any] = {}
     for key, value in table.items():
+        if isinstance(value, list | tuple) and value and all(isinstance(item, Mapping) for item in value):
+            value = {str(index): item for index, item in enumerate(value)}
         flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
     return flat

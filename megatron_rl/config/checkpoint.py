@@ -1,5 +1,7 @@
 """The `[checkpoint]` section. See docs/guides/checkpoints.md."""
 
+from typing import Annotated
+
 from pydantic import Field
 
 from megatron_rl.config.base import ConfigSection
@@ -15,3 +17,6 @@ class CheckpointConfig(ConfigSection):
     resume: str = "never"
     """`never` starts a new run. `auto` resumes the latest run under `log.dir` unless it is finished, or starts a new run if there is none.
     Any other value is the folder of the run to resume, finished or not."""
+    allow_changes: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    """Fields that decide results and may still differ from the resumed run, such as `["rollout.max_new_tokens"]`. Weights, optimizer,
+    reference, step, and position in the data are kept. See docs/reference/resume.md."""

@@ -42,9 +42,7 @@ def load_problems(cfg: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[Prob
     Raises:
         UserError: A file, source or template is invalid, a set has no problems left, or it loses more rows than `data.max_left_out` allows.
     """
-    loader = _Loader(cfg.data, tokenizer)
-    scored = loader.read_held_out()
-    return mix_orders([loader.order(source) for source in cfg.data.train], [source.weight for source in cfg.data.train]), scored
+    return _Loader(cfg.data, tokenizer).read()
 
 
 def load_held_out(cfg: Config, tokenizer: PreTrainedTokenizerBase) -> list[Problem]:
@@ -52,9 +50,9 @@ def load_held_out(cfg: Config, tokenizer: PreTrainedTokenizerBase) -> list[Probl
     return _Loader(cfg.data, tokenizer).read_held_out()
 
 
-def check_data(data: DataConfig, model: Path) -> list[Problem]:
-    """Load all problems once, so that errors are raised before a long startup. Return the first problems of each training set and the
-    held-out problems. `model`: checkpoint folder with the tokenizer."""
+def check_data(data: DataConfig, model: Path) -> tuple[ProblemStream, list[Problem]]:
+    """Load all problems once, so that errors are raised before a long startup. Return the training problems, and the first problems of each
+    training set with the held-out problems. `model`: checkpoint folder with the tokenizer."""
     from megatron_rl.hf.tokenizer import load_tokenizer
 
     read_template(data)
@@ -63,7 +61,8 @@ def check_data(data: DataConfig, model: Path) -> list[Problem]:
     loader = _Loader(data, load_tokenizer(model), quiet=True)
     held_out = loader.read_held_out()
     orders = [loader.order(source) for source in data.train]
-    return [*(order.at(position) for order in orders for position in range(_FIRST_PROBLEMS)), *held_out]
+    first = [order.at(position) for order in orders for position in range(_FIRST_PROBLEMS)]
+    return mix_orders(orders, [source.weight for source in data.train]), [*first, *held_out]
 
 
 def _uses_difficulty(source: DataSourceConfig) -> TypeGuard[TrainDataSourceConfig]:
@@ -110,6 +109,11 @@ class _Loader:
         self._format = describe_format(data, tokenizer)
         self._reserved: dict[bytes, str] = {}  # overlap key and id of each held-out problem
         self._seen: dict[bytes, str] = {}  # row key and id of each training problem
+
+    def read(self) -> tuple[ProblemStream, list[Problem]]:
+        """Return the stream of training problems and the held-out problems to score."""
+        scored, sources = self.read_held_out(), self._data.train
+        return mix_orders([self.order(source) for source in sources], [source.weight for source in sources]), scored
 
     def read_held_out(self) -> list[Problem]:
         """Return the held-out problems to score."""

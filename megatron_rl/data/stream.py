@@ -27,6 +27,11 @@ class ProblemStream:
         first, self._position = self._position, self._position + n - len(again)
         return {position: self._order.at(position) for position in (*again, *range(first, self._position))}
 
+    @property
+    def fingerprint(self) -> str:
+        """Identifies the problems and their order."""
+        return self._order.fingerprint
+
     def next_batch(self, n: int) -> list[Problem]:
         """Return the next `n` problems."""
         return [*self.draw(n).values()]
@@ -64,7 +69,7 @@ class ProblemStream:
         position, left_out = self._position, sorted([*self._left_out, *untrained])
         while left_out and left_out[-1] == position - 1:
             position = left_out.pop()
-        state: dict[str, Any] = {"position": position, "fingerprint": self._order.fingerprint}
+        state: dict[str, Any] = {"position": position, "fingerprint": self.fingerprint}
         if left_out:
             state["left_out"] = left_out
         if not self._shares:
@@ -73,14 +78,17 @@ class ProblemStream:
         parts = {epochs.label: epochs.snapshot(int(first * share) - 1) for epochs, share in self._shares.items()}
         return lambda: {**state, "epochs": {label: make() for label, make in parts.items()}}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a saved state. Raise UserError if it comes from a stream of other data."""
-        if state["fingerprint"] != self._order.fingerprint:
+    def load_state_dict(self, state: dict[str, Any], may_differ: bool = False) -> bool:
+        """Continue from a saved state. If it comes from a stream of other data, raise UserError, or with `may_differ`, keep only its
+        position and return False."""
+        same = state["fingerprint"] == self.fingerprint
+        if not same and not may_differ:
             rule = "the checkpoint was trained on other problems or in another order"
             raise UserError("data", None, rule, "resume with the same data section and the same files")
         self._position, self._left_out = int(state["position"]), list(state.get("left_out", ()))
-        for epochs in self._shares:
+        for epochs in self._shares if same else ():
             epochs.load_state_dict(state["epochs"][epochs.label])
+        return same
 
 
 def mix_orders(orders: Sequence[ProblemOrder], weights: Sequence[float]) -> ProblemStream:

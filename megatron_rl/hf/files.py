@@ -30,6 +30,11 @@ def list_tokenizer_files(folder: Path) -> list[Path]:
     return sorted(file for name in TOKENIZER_FILES for file in folder.glob(name))
 
 
+def list_model_files(folder: Path) -> list[Path]:
+    """Return the files that decide what a model computes: config.json, tokenizer, and weights."""
+    return [folder / "config.json", *list_tokenizer_files(folder), *sorted(folder.glob("*.safetensors"))]
+
+
 def read_index(folder: Path, field: str) -> dict[str, str]:
     """Return {tensor: file name}, or {} if there is no index. Raise UserError, naming `field`, for a damaged index."""
     path = folder / INDEX

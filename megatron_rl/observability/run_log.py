@@ -58,16 +58,22 @@ class RunLog:
             raise
 
     @classmethod
-    def create(cls, parent: Path, config: dict[str, Any], versions: dict[str, str]) -> Self:
+    def create(cls, parent: Path, config: dict[str, Any], versions: dict[str, str], models: Mapping[str, str] | None = None) -> Self:
         """Create `parent/YYYY-mm-dd_HH-MM-SS` and point `parent/latest` at it. `config` is the whole config as plain data; `versions` maps
-        package names to versions. Raises UserError("log.dir") if the folder cannot be created."""
+        package names to versions, and `models` the fields of models to hashes. Raises UserError("log.dir") if the folder cannot be
+        created."""
         started = datetime.now().astimezone()
         try:
             folder = make_unique_folder(parent, started.strftime("%Y-%m-%d_%H-%M-%S"))
         except OSError as error:
             rule = f"cannot create the run's folder ({error.strerror})"
             raise UserError("log.dir", str(parent), rule, "name a folder you can write to") from None
-        run = {"status": "running", "reason": "", "started": started.isoformat(timespec="seconds"), **_describe_launch(config, versions)}
+        run = {
+            "status": "running",
+            "reason": "",
+            "started": started.isoformat(timespec="seconds"),
+            **_describe_launch(config, versions, models),
+        }
         log = cls(folder, run)
         log.write_event(f"run folder: {folder}")
         try:
@@ -77,15 +83,25 @@ class RunLog:
         return log
 
     @classmethod
-    def reopen(cls, folder: Path, config: dict[str, Any], versions: dict[str, str], step: int, last_row: int | None = None) -> Self:
+    def reopen(
+        cls,
+        folder: Path,
+        config: dict[str, Any],
+        versions: dict[str, str],
+        models: Mapping[str, str],
+        step: int,
+        last_row: int | None = None,
+        changes: Sequence[Mapping[str, Any]] = (),
+    ) -> Self:
         """Reopen the folder of a stopped run and discard what was recorded after `step`, and rows after `last_row`.
 
-        `last_row` is `step - 1` if the run stopped before it wrote the row of the checkpoint's step. Raises UserError if another process
-        still writes the folder, or if it cannot be written.
+        `last_row` is `step - 1` if the run stopped before it wrote the row of the checkpoint's step. `changes` are the fields that have
+        changed. Raises UserError if another process still writes the folder, or if it cannot be written.
         """
         last_row = step if last_row is None else last_row
-        run = read_run(folder) | _describe_launch(config, versions)
-        run["resumed"] = [*run.get("resumed", []), {"step": step, "at": datetime.now().astimezone().isoformat(timespec="seconds")}]
+        run = read_run(folder) | _describe_launch(config, versions, models)
+        at = datetime.now().astimezone().isoformat(timespec="seconds")
+        run["resumed"] = [*run.get("resumed", []), {"step": step, "at": at, "changes": changes}]
         try:
             log = cls(folder, run, resume_step=last_row)
             _truncate_after(folder / "metrics.jsonl", last_row)
@@ -204,10 +220,10 @@ def read_jsonl(path: Path) -> tuple[list[dict[str, Any]], str]:
     return rows, ""
 
 
-def _describe_launch(config: dict[str, Any], versions: dict[str, str]) -> dict[str, Any]:
+def _describe_launch(config: dict[str, Any], versions: dict[str, str], models: Mapping[str, str] | None) -> dict[str, Any]:
     """Return the entries of run.json that describe a start or a resumption by this process."""
     process = {"argv": sys.argv, "host": socket.gethostname(), "pid": os.getpid()}
-    return {"status": "running", "reason": "", "ended": None, **process, "versions": versions, "config": config}
+    return {"status": "running", "reason": "", "ended": None, **process, "versions": versions, "models": models or {}, "config": config}
 
 
 def _open_log(folder: Path) -> IO[str]:

@@ -64,7 +64,7 @@ def problems_can_be_read(facts: Facts) -> None:
 def rewards_can_be_computed(facts: Facts) -> None:
     from megatron_rl.rewards.scorer import check_rewards
 
-    check_rewards(facts.config.reward, facts.problems)
+    check_rewards(facts.config.reward, facts.first_problems)
 
 
 @rule(Needs.TASK | Needs.TRAINER)
@@ -74,7 +74,7 @@ def turns_can_be_taken(facts: Facts) -> None:
         from megatron_rl.hf.tokenizer import load_tokenizer
         from megatron_rl.rollout.generation import check_turns
 
-        check_turns(facts.config, load_tokenizer(facts.config.model.folder), facts.problems)
+        check_turns(facts.config, load_tokenizer(facts.config.model.folder), facts.first_problems)
 
 
 @rule(Needs.TASK | Needs.TRAINER)

@@ -23,6 +23,7 @@ from parallel.plug import InputError
 from parallel.shards import GeometryError
 
 if TYPE_CHECKING:  # imports torch
+    from megatron_rl.data import ProblemStream
     from megatron_rl.hf.read import HFCheckpoint
     from megatron_rl.types import Problem
 
@@ -86,11 +87,20 @@ class Facts:
         return HFCheckpoint(find_model_folder(self.path), self.hf_config, self.option)
 
     @cached_property
-    def problems(self) -> Sequence[Problem]:
-        """The first problems of each training set, and the held-out problems. Empty without a model, whose tokenizer they need."""
+    def _data(self) -> tuple[ProblemStream, list[Problem]]:
         from megatron_rl.data import check_data
 
-        return check_data(self.config.data, self.config.model.folder) if self.path != Path() else ()
+        return check_data(self.config.data, self.config.model.folder)
+
+    @property
+    def problems(self) -> ProblemStream:
+        """The training problems. Reads all data."""
+        return self._data[0]
+
+    @property
+    def first_problems(self) -> Sequence[Problem]:
+        """The first problems of each training set, and the held-out problems. Empty without a model, whose tokenizer they need."""
+        return self._data[1] if self.path != Path() else ()
 
     @cached_property
     def contract(self) -> PrecisionContract:

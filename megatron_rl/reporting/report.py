@@ -83,6 +83,7 @@ def write_report(run_dir: Path) -> Path:
         **_draw_plots(rows, declared),
         profiles=_read_profiles(run_dir / "profile"),
         causes=_list_causes(rows),
+        changes=[{"step": part["step"], **change} for part in run.get("resumed", ()) for change in part.get("changes", ())],
         evaluations=summarize_evaluations(run_dir),
         metrics=_list_metrics(rows, declared),
         samples=_choose_samples(samples),

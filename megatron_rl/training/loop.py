@@ -41,7 +41,8 @@ class Loop:
         self._config, self._worker, self._trainer, self._sync = config, worker, trainer, sync
         self._recorder, self._checkpoints = recorder, checkpoints
         if resumed is not None:
-            trainer.clip.bounds = resumed.clip_bounds
+            if config.algorithm.calibrate_every:
+                trainer.clip.bounds = resumed.clip_bounds
             if trainer.replay is not None:
                 trainer.replay.groups = resumed.replay
         self._state = self._snapshot(0, {}) if resumed is None else self._snapshot(resumed.version, resumed.unrecorded)

@@ -1,17 +1,23 @@
-"""Chooses the checkpoint that a run resumes from. Does not import Megatron."""
+"""Chooses the checkpoint that a run resumes from, and compares the models that it reads. Does not import Megatron."""
 
+import hashlib
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import xxhash
 
 from megatron_rl.config import Config, TrainConfig
 from megatron_rl.distributed import errors_on_all_ranks, gather_from_ranks, get_rank_and_size, run_on_rank0
 from megatron_rl.errors import UserError
+from megatron_rl.hf.files import list_model_files, read_config
 from megatron_rl.mcore.checkpoint import folder as checkpoints
-from megatron_rl.preflight.resumed_run import find_run_to_resume
+from megatron_rl.preflight.resumed_run import ResumedRun, find_run_to_resume
 from megatron_rl.versions import collect_versions
 from parallel.layout import Layout
+
+_MODELS = {"model.path", "teacher.path", "critic.path"}
 
 
 def describe_layout(layout: Layout, train: TrainConfig) -> dict[str, int]:
@@ -47,10 +53,51 @@ class ResumePoint:
         return self.state.get("layout") == layout
 
 
-def find_resume_point(config: Config) -> ResumePoint | None:
-    """Return the checkpoint that `checkpoint.resume` selects, or None for a new run. Collective. Raises as `choose_checkpoint` does."""
+def find_resume_point(config: Config) -> tuple[ResumedRun, ResumePoint] | None:
+    """Return the run that `checkpoint.resume` selects and its checkpoint, or None for a new run. Collective. Raises as `choose_checkpoint`
+    does, and UserError if a model has moved and is another one."""
     run = run_on_rank0(lambda: find_run_to_resume(config))
-    return None if run is None else choose_checkpoint(run, config.train.steps)
+    if run is None:
+        return None
+    point = choose_checkpoint(run.folder, config.train.steps)
+    models = hash_models(config) if _MODELS & run.changes.keys() or not run.models else run.models
+    for field in sorted(_MODELS & run.changes.keys()):
+        if not run.is_named(field) and (field not in run.models or models.get(field) != run.models[field]):
+            raise run.refuse(field, "its files are others" if field in run.models else "the run has no hashes of its files")
+    if "model.path" in run.changes:
+        _check_architecture(config, point.folder)
+    return replace(run, models=models), point
+
+
+def hash_models(config: Config) -> dict[str, str]:
+    """Return a hash of every model that the run reads, by field. Collective: the ranks divide the files among them and read every byte."""
+    folders = {"model.path": config.model.folder}
+    if config.teacher is not None:
+        folders["teacher.path"] = config.teacher.path
+    if config.algorithm.has_critic and config.critic.path is not None:
+        folders["critic.path"] = config.critic.path
+    rank, size = get_rank_and_size()
+    files = [(field, file) for field, folder in folders.items() for file in list_model_files(folder)]
+    hashes: dict[str, dict[str, str]] = {field: {} for field in folders}
+    with errors_on_all_ranks():
+        for field, file in files[rank::size]:
+            try:
+                with file.open("rb") as opened:
+                    hashes[field][file.name] = hashlib.file_digest(opened, xxhash.xxh3_128).hexdigest()
+            except OSError as error:
+                raise UserError(field, str(file), f"cannot be read ({error.strerror})", "check its permissions") from None
+    for part in gather_from_ranks(hashes):
+        for field in folders:
+            hashes[field] |= part[field]
+    return {field: xxhash.xxh3_128_hexdigest(json.dumps(hashes[field], sort_keys=True).encode()) for field in folders}
+
+
+def _check_architecture(config: Config, checkpoint: Path) -> None:
+    """Raise UserError if another model does not fit the checkpoint."""
+    saved, given = (config.make_trained_geometry(read_config(folder)) for folder in (checkpoint / "hf", config.model.folder))
+    if saved != given:
+        rule = f"has another architecture than {checkpoint}"
+        raise UserError("model.path", str(config.model.path), rule, "give a model of the same architecture, or start a new run")
 
 
 def choose_checkpoint(run: Path, steps: int) -> ResumePoint:

@@ -33,6 +33,7 @@ from megatron_rl.observability.signals import install_signal_handlers, prefer_st
 from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.precision.threads import count_threads
 from megatron_rl.preflight import check_on_rank_0
+from megatron_rl.preflight.resumed_run import ResumedRun
 from megatron_rl.reporting.report import headline, write_report
 from megatron_rl.rewards.scorer import Scorer
 from megatron_rl.rollout.engine_pool import EnginePool, start_engines
@@ -51,7 +52,7 @@ from megatron_rl.training.mismatch_attribution import MismatchAttribution
 from megatron_rl.training.policies import load_actor, load_critic, load_reference, load_teacher
 from megatron_rl.training.policy_trainer import PolicyTrainer
 from megatron_rl.training.recorder import Recorder
-from megatron_rl.training.resume import describe_layout, find_resume_point
+from megatron_rl.training.resume import ResumePoint, describe_layout, find_resume_point, hash_models
 from megatron_rl.versions import collect_versions
 from parallel.layout import Layout
 
@@ -68,8 +69,13 @@ class Session:
         run_on_rank0(lambda: check_on_rank_0(config))
         with errors_on_all_ranks():  # rank 0 has fetched the weights; nodes with separate caches fetch them too
             fetch_weights(config.model.path)
-        self.resume_point = find_resume_point(config)
-        self.log = Rank0(self._open_log)
+        self.resumed: ResumedRun | None = None
+        self.resume_point: ResumePoint | None = None
+        if found := find_resume_point(config):
+            self.resumed, self.resume_point = found
+            self.config = self.resumed.config
+        models = self.resumed.models if self.resumed else hash_models(config)
+        self.log = Rank0(lambda: self._open_log(models))
         self.folder = self.log.run(lambda log: log.dir)
         self._start_watchdog()
 
@@ -80,16 +86,19 @@ class Session:
         if not torch.cuda.is_available():
             torch.set_num_threads(count_threads(self.layout.world_size))
 
-    def _open_log(self) -> RunLog:
-        """Create the run's folder, or reopen the folder of the resumed run. Rank 0 only."""
-        launch = self.config.model_dump(mode="json"), collect_versions()
-        if self.resume_point is None:
+    def _open_log(self, models: dict[str, str]) -> RunLog:
+        """Create the run's folder, or reopen the folder of the resumed run. `models`: their hashes. Rank 0 only."""
+        launch = self.config.model_dump(mode="json"), collect_versions(), models
+        if self.resumed is None or self.resume_point is None:
             return RunLog.create(self.config.log.dir, *launch)
         folder = self.resume_point.folder.parents[1]
         step, is_recorded = self.resume_point.state["step"], self.resume_point.state["unrecorded"] is None
-        log = RunLog.reopen(folder, *launch, step, step if is_recorded else step - 1)
+        changes = self.resumed.describe_changes()
+        log = RunLog.reopen(folder, *launch, step, step if is_recorded else step - 1, changes)
         for line in self.resume_point.describe(describe_layout(self.layout, self.config.train)):
             log.write_event(line)
+        for change in changes:
+            log.write_event("from step {step} on, {field} is {after!r} instead of {before!r}. {moves}".format(step=step + 1, **change))
         for damaged in self.resume_point.damaged:
             set_aside(damaged)
         shutil.rmtree(folder / "engine_model", ignore_errors=True)
@@ -170,8 +179,8 @@ class Session:
         config = self.config
         tokenizer = load_tokenizer(config.model.folder)
         stream, held_out = load_problems(config, tokenizer)
-        if state is not None:
-            stream.load_state_dict(state.data())
+        if state is not None and not stream.load_state_dict(state.data(), bool(self.resumed and self.resumed.may_have_other_problems)):
+            self.notify("the problems or their order are others than the checkpoint's: they are drawn from the same position on")
         scorer = self._resources.enter_context(Scorer(config.reward, self.notify, tokenizer.chat_template))
         environments = start_environments(config, self._resources)
         self.notify(f"starting the engines: {config.rollout.engines}")

@@ -1,6 +1,7 @@
 """A resumed run computes, bit for bit, what an uninterrupted run computes. In another layout it starts from equal weights."""
 
 import resource
+import shutil
 
 import pytest
 import torch
@@ -109,6 +110,28 @@ def assert_same_state(expected, loaded):
 def test_a_run_of_one_rank_goes_on_bit_for_bit(worlds, checkpoint, tmp_path, precision):
     rows, _ = assert_goes_on(worlds(1), checkpoint, tmp_path, precision)
     assert 0.7 < rows[2]["clip/bound_low"] < rows[3]["clip/bound_low"] < 0.8, "calibrated bounds move in both parts"
+
+
+def test_a_run_that_resumes_with_less_memory_has_the_same_bits_or_differs_in_rounding(worlds, checkpoint, tmp_path):
+    """As docs/reference/resume.md says: recomputation and overlap change no bit, smaller micro-batches change the order of sums."""
+    layout, saving = Layout(tp=2), {"recompute": "full", "overlap_grad_reduce": False, "overlap_param_gather": False}
+
+    def train(run, steps, go_on=False, changes=None):
+        return worlds(2).call(training_runs.train_to, checkpoint, tmp_path / run, steps, BF16, go_on, layout, "", None, None, changes)
+
+    straight, _ = train("straight", 3), train("run", 2)
+    for run, changes in {"same": saving, "overlapped": {"two_batch_overlap": "all"}, "rounded": {"micro_batch_tokens": 16}}.items():
+        shutil.copytree(tmp_path / "run", tmp_path / run)
+        resumed = train(run, 3, True, changes)
+        different = [
+            name
+            for whole, part in zip(straight, resumed, strict=True)
+            for name in whole["bytes"]
+            if whole["bytes"][name] != part["bytes"][name]
+        ]
+        assert bool(different) == (run == "rounded")
+        expected, row = (rank[0]["rows"][-1] for rank in (straight, resumed))
+        assert row["step"] == 3 and row["grad_norm"] == pytest.approx(expected["grad_norm"], rel=0.02)
 
 
 @pytest.mark.parametrize(

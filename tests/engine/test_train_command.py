@@ -3,6 +3,7 @@ end; the run's files, and its export."""
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,12 +25,14 @@ class Runs(NamedTuple):
     stopped: Done
     stopped_at: int
     """Steps that the stopped run has rows of."""
+    refused: Done
     finished: Done
 
 
 def mixture(folder):
     """Return data of three kinds, with a warm start: GSM8K's rows (the published ones if available), MATH as Parquet, and generated
     problems."""
+    folder.mkdir(exist_ok=True)
     lines = GSM8K
     if not GSM8K.is_file():
         lines = folder / "train.jsonl"
@@ -66,8 +69,14 @@ def runs(tmp_path_factory):
         stopped = train_command.end_by(train_command.terminate, command)
     run = train_command.latest(folder)
     stopped_at = read_rows(run)[-1]["step"]
-    finished = finish(train_command.train(folder, {**changes, "train.steps": stopped_at + 2}, config="gsm8k"))
-    return Runs(run.resolve(), stopped, stopped_at, finished)
+    moved = folder / "moved"
+    shutil.copytree(folder / "model", moved / "model")
+    changes |= mixture(moved) | {"model.path": moved / "model", "train.steps": stopped_at + 2, "train.micro_batch_tokens": 512}
+    changes["rollout.max_new_tokens"] = 12
+    refused = finish(train_command.train(folder, changes, config="gsm8k"))
+    changes["checkpoint.allow_changes"] = '["rollout.max_new_tokens"]'
+    finished = finish(train_command.train(folder, changes, config="gsm8k"))
+    return Runs(run.resolve(), stopped, stopped_at, refused, finished)
 
 
 def test_a_stop_leaves_a_checkpoint_from_which_another_layout_goes_on_in_the_same_folder(runs):
@@ -80,6 +89,18 @@ def test_a_stop_leaves_a_checkpoint_from_which_another_layout_goes_on_in_the_sam
     assert "resuming from" in log and "resuming from" in runs.finished.out + runs.finished.err
     assert "it was written with another train.layout" in log
     assert len(list((runs.run / "tensorboard").glob("events.out.tfevents.*"))) == 2
+
+
+def test_the_second_part_has_longer_answers_and_files_that_have_moved_and_says_so(runs):
+    line = "rollout.max_new_tokens = 12: differs from the resumed run "
+    assert runs.refused.code == 2 and line in runs.refused.err and len(runs.refused.err.splitlines()) == 1, runs.refused.err
+    changes = {each["field"]: (each["before"], each["after"]) for each in read_json(runs.run / "run.json")["resumed"][0]["changes"]}
+    assert changes["rollout.max_new_tokens"] == (8, 12) and changes["train.micro_batch_tokens"] == (1024, 512)
+    assert {"model.path", "data.eval.0.source", "train.layout.tp", "train.steps"} <= changes.keys()
+    assert f"from step {runs.stopped_at + 1} on, rollout.max_new_tokens is 12 instead of 8. " in (runs.run / "run.log").read_text()
+    assert "Changes at resume" in (runs.run / "report.html").read_text()
+    rows = read_rows(runs.run)
+    assert rows[runs.stopped_at]["length/max"] <= 8 < rows[-1]["length/max"], "the model is random and rarely stops"
 
 
 def test_the_engine_that_was_killed_is_replaced(runs):

@@ -186,15 +186,15 @@ def config_of(folder, precision, **sections):
     return Config.model_validate({"model": {"path": folder}, "precision": precision, "rollout": ROLLOUT, **sections})
 
 
-def resumable_config(folder, steps, precision, every=1, algorithm=None, replay=None):
-    """Return the configuration of a run that checkpoints `every` so many steps."""
+def resumable_config(folder, steps, precision, every=1, algorithm=None, replay=None, changes=None):
+    """Return the configuration of a run that checkpoints `every` so many steps. `changes`: of the section [train]."""
     algorithm = {"updates_per_step": 2, "calibrate_every": 1, "kl_coef": 0.01, "correction": "tis", **(algorithm or {})}
     critic = {"learning_rate": 3e-3} if algorithm.get("advantage") == "gae" else {}
-    train, checkpoint = {"steps": steps, "learning_rate": 3e-3, "warmup_steps": 6}, {"every": every, "keep": 2}
+    train, checkpoint = {"steps": steps, "learning_rate": 3e-3, "warmup_steps": 6, **(changes or {})}, {"every": every, "keep": 2}
     return config_of(folder, precision, train=train, algorithm=algorithm, critic=critic, checkpoint=checkpoint, replay=replay)
 
 
-def train_to(folder, run, steps, precision, go_on=False, layout=None, broken="", algorithm=None, replay=None):
+def train_to(folder, run, steps, precision, go_on=False, layout=None, broken="", algorithm=None, replay=None, changes=None):
     """Run up to `steps`, new or from the newest whole checkpoint. Return the log's rows, the bytes that this rank holds, and messages.
 
     Args:
@@ -202,7 +202,7 @@ def train_to(folder, run, steps, precision, go_on=False, layout=None, broken="",
             A last checkpoint is attempted afterwards.
     """
     layout = start(layout)
-    config = resumable_config(folder, steps, precision, 0 if broken == "sync" else 1, algorithm, replay)
+    config = resumable_config(folder, steps, precision, 0 if broken == "sync" else 1, algorithm, replay, changes)
     trainer = Trainer(folder, precision, config.train.model_dump(mode="json"), layout=layout)
     actor, worker, messages = trainer.actor, StreamedWorker(), []
     critic = load_critic(config, layout, trainer.hf_config)

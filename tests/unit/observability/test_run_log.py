@@ -231,7 +231,7 @@ def test_every_value_is_a_line_and_a_resumed_run_forgets_later_steps(tmp_path):
     for step in range(3):
         log.write_step({"step": step, "reward/mean": step / 2, "grad_norm": float("nan")})
     log.finish("broken", "a reason")
-    again = RunLog.reopen(log.dir, config(CSV), {}, 1)
+    again = RunLog.reopen(log.dir, config(CSV), {}, {}, 1)
     again.write_step({"step": 2, "reward/mean": 7.0})
     again.finish("finished")
     lines = (log.dir / "metrics.csv").read_text().split()
@@ -260,4 +260,4 @@ def test_a_tracker_that_does_not_start_ends_the_run_before_anything_else_has(tmp
         RunLog.create(tmp_path / "runs", config(CSV, "own_trackers:Absent"), {})
     (folder,) = (tmp_path / "runs").iterdir()
     assert read_run(folder)["status"] == "broken" and "own_trackers:Absent" in read_run(folder)["reason"]
-    RunLog.reopen(folder, config(CSV), {}, 0).finish("finished")  # its lock is free again
+    RunLog.reopen(folder, config(CSV), {}, {}, 0).finish("finished")  # its lock is free again

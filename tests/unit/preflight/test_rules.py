@@ -355,6 +355,8 @@ MISTAKES = [
            files.trackers_can_be_loaded, "train", '--log.trackers=["tensorboard", "json:loads"]'),
     refuse("checkpoint.resume = 'model': has no checkpoints/step_NNNNN; give the folder of a run that wrote a checkpoint, or use auto",
            resumed_run.resumed_run_has_the_same_settings, "train", "--checkpoint.resume=model"),
+    refuse("checkpoint.allow_changes = 'rollout.max_new_token': is not a field of the configuration; did you mean rollout.max_new_tokens?",
+           resumed_run.allowed_changes_are_fields, "train plan", '--checkpoint.allow_changes=["rollout.max_new_token"]'),
 ]
 # fmt: on
 

@@ -133,6 +133,16 @@ def test_a_whole_page_with_evaluations_and_the_precision_graph(tmp_path: Path):
     assert all(target.startswith("#") for target in page.loads), page.loads
 
 
+def test_changes_at_resume_are_listed(tmp_path: Path):
+    run = make_run(tmp_path, full_rows())
+    change = {"field": "rollout.stop", "before": [], "after": [HOSTILE], "moves": "Changes the distribution."}
+    state = json.loads((run / "run.json").read_text()) | {"resumed": [{"step": 1}, {"step": 7, "changes": [change]}]}
+    (run / "run.json").write_text(json.dumps(state))
+    page = Page(write_report(run))
+    assert "Changes at resume" in page.text and "rollout.stop" in page.text and "Changes the distribution." in page.text
+    assert "script" not in page.tags and not page.handlers
+
+
 def test_the_page_loads_nothing_and_hostile_text_is_shown_not_obeyed(tmp_path: Path):
     run = make_run(tmp_path, full_rows(), "broken", HOSTILE, [sample(1, HOSTILE)])
     (run / "run.log").write_text(HOSTILE, errors="replace")
