@@ -25,6 +25,7 @@ _LETTERS = re.compile(r"\W*[A-J](?:[\s,()&]+(?:and\s+)?\(?[A-J])*\W*")
 _LABEL = re.compile(r"\(([A-J])\)|^\W*([A-J])[).:](?=\s|$)")
 _WORDS = re.compile(r"[^\W\d_]{2,}(?:[\s-]+[^\W\d_]+)*")
 _TEXT = re.compile(r"\\(?:text|textbf|textrm|mathrm|mbox)\s*\{([^{}]*)\}")
+_EMPHASIS = re.compile(r"(?<!\w)\*\*(?=\S)|(?<=\S)\*\*(?!\w)")
 _ASSIGNED = re.compile(
     r"^(?:[A-Za-z]\w?(?:_\{?\w+\}?)?(?:\([^()=]*\))?|\\[a-zA-Z]+(?:\s+[A-Z]+)?|[A-Z]{2,3}|\([a-z](?:,\s*[a-z])*\))\s*=\s*(?=[^=]*$)"
 )
@@ -101,6 +102,7 @@ _MATH_PARTS = re.compile(r"\$([^$]+)\$|\\\((.+?)\\\)")
 def _read_number(stated: Statement) -> Number | None:
     """Return the number of a statement: the whole content, the right-hand side of an assignment, or the number of a sentence."""
     content = _without_label(_TEXT.sub(r" \1 ", strip_wrapping(stated.content)).strip())
+    content = _EMPHASIS.sub("", content)
     content = re.sub(
         r"^(?:\\approx|≈|~|about|approximately|roughly|around|exactly|simply|just|only|a total of)\s*", "", content, flags=re.I
     )

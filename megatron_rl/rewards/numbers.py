@@ -40,14 +40,13 @@ class Number:
 
     def equals(self, gold: Number) -> bool:
         """Return whether the numbers are equal. A missing unit is equal to every unit, and 20 % equals 20 and 0.2. A decimal equals a
-        fraction that it represents with six significant digits."""
+        fraction that it represents with six significant digits, and a decimal that a rounding error of a float separates from it."""
         if self.unit and gold.unit and self.unit != gold.unit:
             return False
         scales = {Fraction(1), Fraction(1, 100)} if (self.unit == "%") != (gold.unit == "%") else {Fraction(1)}
         values = {self.value * scale for scale in scales} if self.unit == "%" else {self.value / scale for scale in scales}
-        if self.exact == gold.exact:
-            return gold.value in values
-        return any(abs(value - gold.value) <= Fraction(1, 10**6) * max(abs(value), abs(gold.value)) for value in values)
+        tolerance = Fraction(1, 10**6) if self.exact != gold.exact else Fraction(0 if self.exact else 1, 10**14)
+        return any(abs(value - gold.value) <= tolerance * max(abs(value), abs(gold.value)) for value in values)
 
 
 def parse_number(text: str) -> Number | None:
