@@ -104,7 +104,7 @@ class AlgorithmConfig(ConfigSection):
     """Weight of the entropy bonus: the entropy of the full distribution at each sampled token is subtracted from the loss."""
     aggregate: Literal["token", "sequence", "constant"] = "token"
     """Loss aggregation. `token`: mean over all response tokens. `sequence`: mean of the sequences' token means. `constant`: sum over tokens
-    divided by sequences * `rollout.max_new_tokens`."""
+    divided by sequences * `rollout.max_new_tokens`, whose scale does not depend on the sampled lengths: the policy gradient."""
 
     kl_coef: float = Field(0.0, ge=0)
     """Weight of the KL divergence from the reference model. With 0, no reference model is loaded."""

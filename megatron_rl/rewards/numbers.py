@@ -17,6 +17,7 @@ _FRACTION = (
 NUMBER = re.compile(
     rf"(?P<sign>[-+]?)\s*(?:\\?[$€£¥])?\s*(?:(?:(?P<whole>[0-9]+)(?:\s*(?=\\)|\s+))?(?:{_FRACTION})|(?P<decimal>{_DECIMAL})(?:{_POWER})?)"
 )
+_BARE_POWER = re.compile(r"^([-+]?\s*)10\s*(\^|\*\*)")
 _PERCENT = re.compile(r"\\?%|\s*percent\b", re.IGNORECASE)
 _SCALES = {"hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12, "万": 10**4, "亿": 10**8}
 _SCALE = re.compile(rf"\s*({'|'.join(_SCALES)})s?(?![a-z])", re.IGNORECASE)
@@ -51,7 +52,7 @@ class Number:
 
 def parse_number(text: str) -> Number | None:
     """Return the number that `text` consists of, with at most a unit after it, or None."""
-    text = _TEXT_COMMAND.sub(r" \1 ", text.strip())
+    text = _BARE_POWER.sub(r"\g<1>1*10\2", _TEXT_COMMAND.sub(r" \1 ", text.strip()))
     match = NUMBER.match(text)
     if match is None:
         return None

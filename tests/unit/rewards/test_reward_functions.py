@@ -114,7 +114,14 @@ def test_hostile_texts_take_no_time():
 
 
 @pytest.mark.parametrize(
-    "gold, text, correct", [("0.30000000000000004", "0.3", True), ("0.1", "0.1000001", False), ("1e-05", "0.00001", True)]
+    "gold, text, correct",
+    [
+        ("0.30000000000000004", "0.3", True),
+        ("0.1", "0.1000001", False),
+        ("1e-05", "0.00001", True),
+        ("0.0000001", "10^-7", True),
+        ("1000000", "10^{6}", True),
+    ],
 )
 def test_decimals_are_compared_as_numbers(gold, text, correct):
     assert math_reward.reward(rf"\boxed{{{text}}}", _problem(gold)).correct == correct
