@@ -2,10 +2,18 @@
 
     d = log p_reference - log p_policy
     k1 = -d                 unbiased, can be negative
-    k2 = d^2 / 2            biased, never negative; its gradient is the gradient of the KL
+    k2 = d^2 / 2            biased, never negative
     k3 = exp(d) - d - 1     unbiased, never negative; d at most 10
 
-As a loss, the gradient of k1 has expectation zero, so k1 belongs in the reward.
+An unbiased value does not imply an unbiased gradient. For tokens sampled by the current policy p, with r the reference, the expected
+gradient of each use is:
+
+    in the loss                            k1: 0                  k2: of KL(p || r)      k3: of KL(r || p)
+    in the loss, kl_bias_correction        k1: of KL(p || r)      k2: of no KL           k3: of KL(p || r)
+    in the reward                          k1: of KL(p || r)      k2, k3: of no KL, and for some p it points away from r
+
+In the loss, this is each token's KL at the sampled prefix; in the reward, it is the KL of whole completions. `config.algorithm` refuses the
+uses without the gradient of a KL.
 """
 
 from collections.abc import Callable

@@ -4,6 +4,7 @@ The name of an algorithm is a preset: it changes the defaults of other fields, a
 """
 
 from collections import ChainMap
+from collections.abc import Callable
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
@@ -14,14 +15,14 @@ from megatron_rl.plugs import ADVANTAGES, LOSSES
 PRESETS: dict[str, dict[str, Any]] = {
     "grpo": {},
     "dr_grpo": {"advantage": "group_mean", "aggregate": "constant"},
-    "rloo": {"advantage": "leave_one_out", "aggregate": "constant", "kl_estimator": "k1", "kl_in": "reward"},
+    "rloo": {"advantage": "leave_one_out", "aggregate": "constant", "kl_in": "reward"},
     "reinforce_pp": {"advantage": "token_std", "kl_estimator": "k2"},
     "dapo": {"clip_high": 0.28, "dynamic_sampling_max_rounds": 10, "overlong_share": 0.2},
     "gspo": {"loss": "gspo", "aggregate": "sequence", "clip_low": 3e-4, "clip_high": 4e-4},
     "gmpo": {"loss": "gmpo", "aggregate": "sequence", "clip_low": 0.4, "clip_high": 0.4},
     "cispo": {"loss": "cispo", "clip_low": 1.0, "clip_high": 0.28},
     "max_rl": {"advantage": "max_rl"},
-    "ppo": {"advantage": "gae", "kl_estimator": "k1", "kl_in": "reward"},
+    "ppo": {"advantage": "gae", "kl_in": "reward"},
     "dppo": {"loss": "dppo_tv"},
 }
 """Defaults that each algorithm name changes."""
@@ -56,13 +57,15 @@ class AlgorithmConfig(ConfigSection):
     name: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "dapo", "gspo", "gmpo", "cispo", "max_rl", "dppo", "ppo"] = "grpo"
     """Preset. `PRESETS` above lists the defaults that each name changes."""
     updates_per_step: int = Field(1, ge=1)
-    """Optimizer steps per rollout. The batch is split into this many parts."""
+    """Optimizer steps per rollout. The batch is split into this many parts. With 1 and `old_policy = "trainer"`, every ratio is 1, so
+    nothing is clipped."""
 
     advantage: Annotated[str, AfterValidator(_check_advantage)] = "group_std"
     """Advantage estimator. `group_std`: reward minus the group's mean, divided by the group's standard deviation. `group_mean`: reward
-    minus the group's mean. `leave_one_out`: reward minus the mean of the other members. `token_std`: whitened over the batch's tokens.
-    `batch_std`: divided by the batch's standard deviation. `max_rl`: divided by the group's mean, for rewards of 0 or more. `gae`: one
-    advantage per token, computed by a critic (see [critic]). Or your own as `module:attribute`."""
+    minus the group's mean. `leave_one_out`: reward minus the mean of the other members; unbiased, while `group_mean` is smaller by a factor
+    of (n - 1) / n. `token_std`: whitened over the batch's tokens. `batch_std`: divided by the batch's standard deviation. `max_rl`: divided
+    by the group's mean, for rewards of 0 or more. `gae`: one advantage per token, computed by a critic (see [critic]). Or your own as
+    `module:attribute`."""
     gamma: float = Field(1.0, gt=0, le=1)
     """Discount factor of `gae`."""
     lam: float = Field(1.0, ge=0, le=1)
@@ -96,25 +99,31 @@ class AlgorithmConfig(ConfigSection):
     clip_cov_high: float = 5.0
     """`clip_cov`: maximum covariance of a selected token."""
     kl_cov_coef: float = Field(1.0, ge=0)
-    """`kl_cov`: weight of |log p - old log p| of the selected tokens."""
+    """`kl_cov`: weight of |log p - old log p| of the selected tokens. Needs ratios other than 1, like `off_policy_mask_threshold`."""
     entropy_coef: float = Field(0.0, ge=0)
     """Weight of the entropy bonus: the entropy of the full distribution at each sampled token is subtracted from the loss."""
     aggregate: Literal["token", "sequence", "constant"] = "token"
     """Loss aggregation. `token`: mean over all response tokens. `sequence`: mean of the sequences' token means. `constant`: sum over tokens
-    divided by sequences * `rollout.max_new_tokens`."""
+    divided by sequences * `rollout.max_new_tokens`, whose scale does not depend on the sampled lengths: the policy gradient."""
 
     kl_coef: float = Field(0.0, ge=0)
     """Weight of the KL divergence from the reference model. With 0, no reference model is loaded."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """KL estimator per token. With d = log p_reference - log p: k1 = -d, k2 = d^2 / 2, k3 = exp(d) - d - 1."""
+    """KL estimator per token. With d = log p_reference - log p: k1 = -d, k2 = d^2 / 2, k3 = exp(d) - d - 1. On tokens that the policy
+    itself sampled, k2 in the loss has the expected gradient of KL(policy || reference), and k3 that of KL(reference || policy). With
+    `kl_bias_correction`, k1 and k3 have the former. In the reward, only k1 has the gradient of a KL divergence, and it is the default.
+    Other combinations are refused."""
     kl_bias_correction: bool = False
-    """Whether to multiply each token's KL estimate in the loss by its ratio p / p_old, with gradient. This makes the estimate unbiased for
-    the current policy (DeepSeek-V3.2)."""
+    """Whether to multiply each token's KL estimate (k1 or k3) in the loss by its ratio p / p_old, with gradient. The estimate and its
+    gradient are then unbiased for the current policy if p_old sampled the tokens (DeepSeek-V3.2)."""
     kl_in: Literal["loss", "reward"] = "loss"
-    """`loss`: a separate differentiable term. `reward`: the sum over a completion's tokens is subtracted from its reward."""
+    """`loss`: a separate differentiable term, in which a token only counts its own KL. `reward`: the sum over a completion's tokens is
+    subtracted from its reward, so a token also counts the KL of later tokens. Not with `group_std`, which would divide kl_coef out of
+    groups with equal rewards."""
 
     off_policy_mask_threshold: float | None = Field(None, gt=0)
-    """Mask the policy loss of completions with a negative advantage whose mean of old_logp - logp exceeds this value (DeepSeek-V3.2)."""
+    """Mask the policy loss of tokens with a negative advantage in completions whose mean of old_logp - logp exceeds this value
+    (DeepSeek-V3.2). A ratio can only differ from 1 with `updates_per_step` above 1 or `old_policy = "engine"`."""
 
     dynamic_sampling_max_rounds: int = Field(0, ge=0)
     """Maximum number of sampling rounds to fill the batch with groups whose rewards differ. 0 uses all groups."""
@@ -128,14 +137,15 @@ class AlgorithmConfig(ConfigSection):
     overlong_share: float = Field(0.0, ge=0, lt=1)
     """Final fraction of `rollout.max_new_tokens` over which the reward decreases with length. 0 disables the penalty."""
     overlong_penalty: float = Field(1.0, gt=0)
-    """Reward subtracted from a completion of maximum length."""
+    """Reward subtracted from a completion of maximum length. With `normalize_then_sum`, the weight of the normalized penalty."""
 
     old_policy: Literal["trainer", "engine"] = "trainer"
     """Whose log-probs of the sampled tokens are the denominator of the importance ratio. With `engine`, a single ratio covers both the
     trainer-engine mismatch and the update."""
     correction: Annotated[tuple[Correction, ...], BeforeValidator(_as_corrections)] = ()
     """Corrections of the trainer-engine mismatch, as a name or a list of compatible names whose weights are multiplied. Each weights a
-    token's loss by q = p_trainer / p_engine, both before the update. `tis`, `sequence_tis`: min(q, cap) of the token or the sequence.
+    token's loss by q = p_trainer / p_engine, both before the update. `tis`, `sequence_tis`: min(q, cap) of the token or the sequence;
+    below the cap, `sequence_tis` is unbiased, and `tis` leaves the distribution of the preceding tokens the engine's.
     `icepop`: q within the bounds, otherwise 0. `geometric_mask`, `sequence_mask`: 1 if the sequence's geometric mean or product of q is
     within the bounds, otherwise 0. `token_veto`: 0 if any q in the sequence is below `correction_veto`, otherwise 1. `none`: 1."""
     correction_cap: float = Field(2.0, gt=1)
@@ -160,6 +170,11 @@ class AlgorithmConfig(ConfigSection):
         return self.advantage == GAE
 
     @property
+    def has_ratios(self) -> bool:
+        """Whether ratios may differ from 1. A step's first update starts from the trainer's own log-probs."""
+        return self.updates_per_step > 1 or self.old_policy == "engine"
+
+    @property
     def has_late_advantages(self) -> bool:
         """Whether advantages depend on the trainer's log-probs or values."""
         return self.kl_in_reward or self.has_critic
@@ -171,30 +186,49 @@ class AlgorithmConfig(ConfigSection):
             return fields
         given = _as_corrections(fields.get("correction", ()))
         bounds = [_CORRECTION_DEFAULTS.get(str(name), {}) for name in (given if isinstance(given, tuple) else ())]
-        return {**PRESETS.get(str(fields.get("name")), {}), **dict(ChainMap(*bounds)), **fields}
+        merged = {**PRESETS.get(str(fields.get("name")), {}), **dict(ChainMap(*bounds)), **fields}
+        return {**merged, "kl_estimator": "k1", **fields} if merged.get("kl_in") == "reward" else merged
+
+    @model_validator(mode="after")
+    def _has_effect(self) -> Self:
+        preset = PRESETS[self.name]
+        for field, (is_used, users) in _USERS.items():
+            value, default = getattr(self, field), preset.get(field, type(self).model_fields[field].default)
+            if value != default and not is_used(self):
+                raise ValueError(f"{field} = {value} has no effect, because it only applies to {users}; leave it out")
+        if self.loss == "kl_cov" and not self.has_ratios:
+            raise ValueError(f"loss kl_cov only differs from an unclipped loss with {_RATIOS}")
+        return self
+
+    @model_validator(mode="after")
+    def _kl_has_its_gradient(self) -> Self:
+        """Each rule is the expectation of the term's gradient: tests/unit/algorithm/test_expected_gradients.py."""
+        kl, in_reward, corrected = self.kl_estimator, self.kl_in == "reward", self.kl_bias_correction
+        if in_reward and kl != "k1":
+            raise ValueError(f'kl_estimator {kl} in the reward may push away from the reference; use k1, or kl_in = "loss"')
+        if not in_reward and kl == "k1" and not corrected:
+            raise ValueError('kl_estimator k1 in the loss has a gradient of mean 0; use k2 or k3, kl_bias_correction, or kl_in = "reward"')
+        if not in_reward and kl == "k2" and corrected:
+            raise ValueError("kl_bias_correction needs an unbiased kl_estimator, and k2 is biased; use k1 or k3, or leave it out")
+        if self.kl_in_reward and self.advantage == "group_std":
+            rule = "divides by the group's standard deviation, which would divide out kl_coef if rewards are equal"
+            raise ValueError(f'advantage group_std {rule}; with kl_in = "reward" use leave_one_out, group_mean, batch_std or token_std')
+        return self
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
-        if self.dual_clip is not None and self.loss != "ppo":
-            raise ValueError(f"dual_clip only applies to loss ppo, not to {self.loss}; leave it out")
         if self.dual_clip is not None and self.dual_clip <= 1 + self.clip_high:
             raise ValueError(f"dual_clip ({self.dual_clip}) must be greater than 1 + clip_high ({1 + self.clip_high})")
-        if self.kl_bias_correction and (self.kl_in != "loss" or not self.kl_coef):
-            raise ValueError('kl_bias_correction applies to the KL term of the loss; set kl_coef above 0 and kl_in = "loss"')
         if self.calibrate_every and (self.loss != "ppo" or self.updates_per_step < 2):
             raise ValueError("calibrate_every needs loss ppo and updates_per_step >= 2, because all ratios are 1 before the first update")
         if self.clip_cov_low >= self.clip_cov_high:
             raise ValueError(f"clip_cov_low ({self.clip_cov_low}) must be less than clip_cov_high ({self.clip_cov_high})")
         if self.accuracy_low >= self.accuracy_high:
             raise ValueError(f"accuracy_low ({self.accuracy_low}) must be less than accuracy_high ({self.accuracy_high})")
-        if (self.accuracy_low, self.accuracy_high) != (0.0, 1.0) and not self.dynamic_sampling_max_rounds:
-            raise ValueError("accuracy_low and accuracy_high only apply to dynamic sampling; set dynamic_sampling_max_rounds")
         if self.advantage == "max_rl" and self.overlong_share:
             raise ValueError("advantage max_rl needs rewards of 0 or more, and overlong_share subtracts from rewards; leave it out")
         if self.kl_in_reward and (self.advantage == "max_rl" or self.multi_objective_aggregation == "normalize_then_sum"):
             raise ValueError('kl_in = "reward" changes rewards that max_rl and normalize_then_sum need unchanged; use kl_in = "loss"')
-        if not self.has_critic and (self.gamma, self.lam) != (1.0, 1.0):
-            raise ValueError("gamma and lam only apply to advantage gae; leave them out")
         if self.has_critic and self.multi_objective_aggregation == "normalize_then_sum":
             raise ValueError("normalize_then_sum needs advantages per group, and gae computes them per token; use sum_then_normalize")
         if self.has_critic and self.loss == "gmpo":
@@ -206,3 +240,40 @@ class AlgorithmConfig(ConfigSection):
             if len(several := [name for name in self.correction if name in kinds]) > 1:
                 raise ValueError(f"corrections {' and '.join(several)} {reason}; keep only one of them")
         return self
+
+
+def _needs_loss(*names: str) -> Callable[[AlgorithmConfig], bool]:
+    """A custom loss may read any field."""
+    return lambda config: config.loss in names or ":" in config.loss
+
+
+def _needs_correction(*names: str) -> Callable[[AlgorithmConfig], bool]:
+    return lambda config: bool({*names} & {*config.correction})
+
+
+def _needs_kl(config: AlgorithmConfig) -> bool:
+    """An explicit `kl_coef = 0` turns the term off, and its settings may stay."""
+    return config.kl_coef > 0 or "kl_coef" in config.model_fields_set
+
+
+_RATIOS = 'updates_per_step above 1 or old_policy = "engine"'
+_BOUNDED = ("icepop", "geometric_mask", "sequence_mask")
+_USERS: dict[str, tuple[Callable[[AlgorithmConfig], bool], str]] = {
+    **dict.fromkeys(("gamma", "lam"), (lambda config: config.has_critic, "advantage gae")),
+    "advantage_std": (lambda config: config.advantage == "group_std", "advantage group_std"),
+    **dict.fromkeys(("clip_low", "clip_high"), (lambda config: config.loss != "kl_cov", "losses other than kl_cov")),
+    "dual_clip": (lambda config: config.loss == "ppo" and config.has_ratios, f"loss ppo with {_RATIOS}"),
+    "cov_ratio": (_needs_loss("clip_cov", "kl_cov"), "loss clip_cov and kl_cov"),
+    **dict.fromkeys(("clip_cov_low", "clip_cov_high"), (_needs_loss("clip_cov"), "loss clip_cov")),
+    "kl_cov_coef": (_needs_loss("kl_cov"), "loss kl_cov"),
+    "kl_in": (_needs_kl, "kl_coef above 0"),
+    "kl_estimator": (lambda config: _needs_kl(config) or config.kl_in == "reward", "kl_coef above 0"),  # k1 is the default in the reward
+    "kl_bias_correction": (lambda config: _needs_kl(config) and config.kl_in == "loss", 'kl_coef above 0 with kl_in = "loss"'),
+    "off_policy_mask_threshold": (lambda config: config.has_ratios, _RATIOS),
+    **dict.fromkeys(("accuracy_low", "accuracy_high"), (lambda config: config.dynamic_sampling_max_rounds > 0, "dynamic sampling")),
+    "overlong_penalty": (lambda config: config.overlong_share > 0, "overlong_share above 0"),
+    "correction_cap": (_needs_correction("tis", "sequence_tis"), "correction tis and sequence_tis"),
+    **dict.fromkeys(("correction_low", "correction_high"), (_needs_correction(*_BOUNDED), f"correction {', '.join(_BOUNDED)}")),
+    "correction_veto": (_needs_correction("token_veto"), "correction token_veto"),
+}
+"""Fields that only some settings use: when, and the rule in words. A value other than the preset's is refused elsewhere."""

@@ -22,7 +22,8 @@ class CriticConfig(ConfigSection):
     critic_warmup: int = Field(0, ge=0)
     """RL steps at the start of the run in which only the critic is trained."""
     cliprange_value: float = Field(0.5, gt=0)
-    """Value clipping range in units of the reward. A token's value loss stops decreasing once an RL step has moved its value further."""
+    """Value clipping range in units of the reward. A token's value loss stops decreasing once an RL step has moved its value further, which
+    can only happen with `algorithm.updates_per_step` above 1."""
 
     def to_train(self, train: TrainConfig) -> TrainConfig:
         """Return `train` with the critic's optimizer settings."""

@@ -15,13 +15,14 @@ class TeacherConfig(ConfigSection):
     path: Path
     """Folder of the teacher's checkpoint."""
     kl_coef: float = Field(1.0, gt=0)
-    """Weight of each sampled token's reverse KL divergence, which is added to its advantage or to the loss."""
+    """Weight of each sampled token's KL divergence from the teacher, which is subtracted from its advantage or added to the loss."""
     kl_in: Literal["advantage", "loss"] = "advantage"
     """`advantage`: add log p_teacher - log p, computed before the step's updates, to each token's advantage. `loss`: add a separate
     differentiable loss term."""
     kl_estimator: Literal["k2", "k3"] = "k2"
-    """KL estimator per token for `kl_in = "loss"`. With d = log p_teacher - log p: k2 = d^2 / 2, k3 = exp(d) - d - 1. The estimator
-    k1 = -d is not offered, because its gradient has mean 0."""
+    """KL estimator per token for `kl_in = "loss"`. With d = log p_teacher - log p: k2 = d^2 / 2, whose expected gradient is that of
+    KL(policy || teacher), as with `kl_in = "advantage"`; k3 = exp(d) - d - 1, whose expected gradient is that of KL(teacher || policy). The
+    estimator k1 = -d is not offered, because its gradient has mean 0."""
     reward_coef: float = Field(1.0, ge=0)
     """Weight of the advantage computed from rewards. With 0, the run only distills, and rewards are measured but not trained on."""
 

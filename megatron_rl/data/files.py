@@ -9,6 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from megatron_rl.config.hub import HUB_PREFIX
 from megatron_rl.data.columns import ArrowRows, JsonRows, RowColumns
 from megatron_rl.data.formats import RowError, parse_json
@@ -75,11 +77,17 @@ def _read_parquet_rows(path: Path, field: str, keep: Sequence[str] | None) -> It
         table = pyarrow.parquet.ParquetFile(path).read()
         kept = ArrowRows(table if keep is None else table.select([name for name in table.column_names if name in keep]))
         rows = (row for batch in table.to_batches(max_chunksize=_DECODED_ROWS) for row in batch.to_pylist())
+        single = [each.name for each in table.schema if each.type == pyarrow.float32()]
         for number, row in enumerate(rows, start=1):
-            yield number, row, RowColumns(kept, number - 1)
+            yield number, _shorten_floats(row, single), RowColumns(kept, number - 1)
     except pyarrow.lib.ArrowException as error:
         reason = str(error).splitlines()[0][:200]
         raise UserError(field, str(path), f"is not a readable Parquet file ({reason})", SOURCE_FIX) from None
+
+
+def _shorten_floats(row: dict[str, Any], columns: Sequence[str]) -> dict[str, Any]:
+    """Return the row with the shortest decimals that its float32 columns hold: 0.1, not 0.10000000149011612."""
+    return row | {name: float(str(np.float32(row[name]))) for name in columns if row[name] is not None}
 
 
 def _decode(text: bytes) -> str:
@@ -100,8 +108,9 @@ def read_hub_rows(source: str, field: str, keep: Sequence[str] | None) -> Iterat
         raise UserError(field, source, rule, "write for example hf:openai/gsm8k:main:train")
     data_set = _load_data_set(source, name, rest[0] if len(rest) == 2 else None, rest[-1], field)
     kept = data_set if keep is None else data_set.select_columns([name for name in data_set.column_names if name in keep])
+    single = [name for name, feature in data_set.features.items() if getattr(feature, "dtype", "") == "float32"]
     for number, row in enumerate(data_set, start=1):
-        yield number, row, RowColumns(kept, number - 1)
+        yield number, _shorten_floats(row, single), RowColumns(kept, number - 1)
 
 
 def _load_data_set(source: str, name: str, config: str | None, split: str, field: str) -> Any:

@@ -17,7 +17,7 @@ import numbers
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from decimal import Decimal
+from decimal import Decimal, InvalidOperation
 from fractions import Fraction
 from typing import Any, Protocol
 
@@ -31,7 +31,7 @@ _AIME_ANSWER = re.compile(r"\$?([0-9]{1,3})(?:\^\{?\\circ\}?)?\$?")  # one answe
 _HASHES = re.compile("(?<!#)####(?!#)")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _CORRECT = "correct or remove this row"
-_LARGEST_EXPONENT = 308
+_SMALLEST_EXPONENT, _LARGEST_EXPONENT = -1000, 308
 _EXACT_CHARACTERS = 16  # a float holds any number of 15 digits and a point
 
 
@@ -169,12 +169,16 @@ def read_answer(value: Any, name: str, structured: bool = False) -> str:
     decimals without an exponent, and keep every digit of the file. With `structured`, a list or an object becomes its JSON text.
 
     Raises:
-        RowError: The value is NaN or infinite, or of another type.
+        RowError: The value is NaN, infinite, larger than any float, or of another type.
     """
     if isinstance(value, numbers.Real | Decimal) and not isinstance(value, bool | Fraction):
-        number = Decimal(getattr(value, "text", None) or str(value))
-        if not number.is_finite() or number.adjusted() > _LARGEST_EXPONENT:
-            raise RowError(f"the field {name} must be a finite number, not {value}")
+        text = getattr(value, "text", None) or str(value)
+        try:
+            number = Decimal(text)
+        except InvalidOperation:  # an exponent of twenty digits
+            number = Decimal("nan")
+        if not number.is_finite() or (number and not _SMALLEST_EXPONENT <= number.adjusted() <= _LARGEST_EXPONENT):
+            raise RowError(f"the field {name} must be a finite number, not {text:.40}")
         return str(int(number)) if number == number.to_integral_value() else f"{number:f}".rstrip("0")
     if structured and isinstance(value, list | Mapping):
         try:

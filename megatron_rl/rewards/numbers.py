@@ -17,6 +17,7 @@ _FRACTION = (
 NUMBER = re.compile(
     rf"(?P<sign>[-+]?)\s*(?:\\?[$€£¥])?\s*(?:(?:(?P<whole>[0-9]+)(?:\s*(?=\\)|\s+))?(?:{_FRACTION})|(?P<decimal>{_DECIMAL})(?:{_POWER})?)"
 )
+_BARE_POWER = re.compile(r"^([-+]?\s*)10\s*(\^|\*\*)")
 _PERCENT = re.compile(r"\\?%|\s*percent\b", re.IGNORECASE)
 _SCALES = {"hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12, "万": 10**4, "亿": 10**8}
 _SCALE = re.compile(rf"\s*({'|'.join(_SCALES)})s?(?![a-z])", re.IGNORECASE)
@@ -40,19 +41,18 @@ class Number:
 
     def equals(self, gold: Number) -> bool:
         """Return whether the numbers are equal. A missing unit is equal to every unit, and 20 % equals 20 and 0.2. A decimal equals a
-        fraction that it represents with six significant digits."""
+        fraction that it represents with six significant digits, and a decimal that a rounding error of a float separates from it."""
         if self.unit and gold.unit and self.unit != gold.unit:
             return False
         scales = {Fraction(1), Fraction(1, 100)} if (self.unit == "%") != (gold.unit == "%") else {Fraction(1)}
         values = {self.value * scale for scale in scales} if self.unit == "%" else {self.value / scale for scale in scales}
-        if self.exact == gold.exact:
-            return gold.value in values
-        return any(abs(value - gold.value) <= Fraction(1, 10**6) * max(abs(value), abs(gold.value)) for value in values)
+        tolerance = Fraction(1, 10**6) if self.exact != gold.exact else Fraction(0 if self.exact else 1, 10**14)
+        return any(abs(value - gold.value) <= tolerance * max(abs(value), abs(gold.value)) for value in values)
 
 
 def parse_number(text: str) -> Number | None:
     """Return the number that `text` consists of, with at most a unit after it, or None."""
-    text = _TEXT_COMMAND.sub(r" \1 ", text.strip())
+    text = _BARE_POWER.sub(r"\g<1>1*10\2", _TEXT_COMMAND.sub(r" \1 ", text.strip()))
     match = NUMBER.match(text)
     if match is None:
         return None

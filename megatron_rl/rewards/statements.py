@@ -7,6 +7,7 @@ read: nothing else in the text is used instead. Only a text without an explicit 
 
 from __future__ import annotations
 
+import functools
 import re
 from typing import NamedTuple
 
@@ -43,7 +44,8 @@ _STATEMENT = re.compile(
       | (?:^|(?<=[\n\s]))答\s*: | 答えは | 정답은 | 답은
       | \b(?:respuesta|réponse|antwort|risposta|resposta|ответ)\b(?:\s+\w+)?\s*(?:\b(?:es|est|ist|lautet)\b|[èé]\s|[:—-]\s)+
       )
-    | (?P<named>(?P<what>[^\s.,:;]{{1,40}})\s+is\s+(?:the|our|my)\s+(?:final\s+|correct\s+|right\s+)?(?:answer|option|choice)\b)""",
+    | (?P<named>(?<![^\s.,:;])(?P<what>[^\s.,:;]{{1,100}})
+          \s+is\s+(?:the|our|my)\s+(?:final\s+|correct\s+|right\s+)?(?:answer|option|choice)\b)""",
     re.IGNORECASE | re.VERBOSE,
 )
 _EVALUATION = re.compile(
@@ -79,8 +81,9 @@ _REVISED = re.compile(
 HEDGE = re.compile(r"\b(?:or|either|maybe|perhaps|possibly|could|might|may|guess|between|not sure)\b|\?|或", re.IGNORECASE)
 _FORMULA = re.compile(r"\$\$(.+?)\$\$|\$([^$\n]+)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
 _BETWEEN = re.compile(r"[\s,;.$]*(?:\\?(?:text|quad|qquad)?\{?\s*(?:and|or|和|或)\s*\}?)?[\s,;$]*", re.IGNORECASE)
-_LONGEST, _MOST_BOXES = 20_000, 20
-"""Only this many characters at the end of an answer and this many boxes next to each other are read, so that no text takes seconds."""
+_LONGEST, _LONGEST_STATEMENT, _MOST_STATEMENTS, _MOST_BOXES = 20_000, 2000, 100, 20
+"""Only this many characters at the end of a text, characters of a statement, statements from the end, and neighboring boxes are read, so
+that no text takes long."""
 _TAIL = 600
 """Characters at the end of a text that are read if it has no explicit statement."""
 
@@ -95,7 +98,7 @@ class Statement(NamedTuple):
 def find_statement(text: str) -> Statement | None:
     """Return the answer that `text` states last, or None if it states nothing. The content may be unreadable or empty."""
     text = re.sub(r"(?<![\w)])–(?=[0-9])", "-", text[-_LONGEST:].translate(_TRANSLATION))
-    matches = [*_STATEMENT.finditer(text)]
+    matches = [*_STATEMENT.finditer(text)][-_MOST_STATEMENTS:]
     for index in reversed(range(len(matches))):
         if (read := _read_statement(text, matches, index)) is not None:
             content, end = read
@@ -119,7 +122,7 @@ def _read_statement(text: str, matches: list[re.Match[str]], index: int) -> tupl
         return _read_boxes(text, matches[max(0, index - _MOST_BOXES) : index + 1])
     if match["tag"]:
         content, closed, _ = text[match.end() :].partition("</answer>")
-        return _unbox(content) if closed else "", match.end() + len(content)
+        return _unbox(content) if closed and len(content) <= _LONGEST_STATEMENT else "", match.end() + len(content)
     if match["hash"]:
         content = _first_sentence(text, match.end())
         return None if _HEADING.match(content) else (content, match.end() + len(content))
@@ -147,20 +150,27 @@ def _unbox(content: str) -> str:
 
 
 def _read_box(text: str, start: int) -> tuple[str, int]:
-    """Return the content of a box and its end. A box that never closes is empty."""
+    """Return the content of a box and its end. A box that never closes, or is too long, is empty."""
     bare = re.compile(r"\s+([^\s$.,{]+)").match(text, start)
     if bare:
         return bare[1], bare.end()
     opening = re.compile(r"\s*\{").match(text, start)
-    depth = 0
-    for index in range(opening.end() if opening else len(text), len(text)):
-        if text[index] == "{":
-            depth += 1
-        elif text[index] == "}":
-            if not depth:
-                return text[opening.end() : index], index + 1  # type: ignore[union-attr]
-            depth -= 1
-    return "", len(text)
+    end = _match_braces(text).get(opening.end()) if opening else None
+    if opening is None or end is None:
+        return "", len(text)
+    return text[opening.end() : end] if end - opening.end() <= _LONGEST_STATEMENT else "", end + 1
+
+
+@functools.lru_cache(maxsize=2)
+def _match_braces(text: str) -> dict[int, int]:
+    """Return the index of each closing brace by the index after its opening brace."""
+    opened, closings = list[int](), dict[int, int]()
+    for brace in re.finditer("[{}]", text):
+        if brace[0] == "{":
+            opened.append(brace.end())
+        elif opened:
+            closings[opened.pop()] = brace.start()
+    return closings
 
 
 def _read_phrase(text: str, phrase: int, start: int) -> tuple[str, int] | None:
@@ -181,8 +191,9 @@ def _read_phrase(text: str, phrase: int, start: int) -> tuple[str, int] | None:
 
 
 def _first_sentence(text: str, start: int = 0) -> str:
-    end = _SENTENCE_END.search(text, start)
-    return text[start : end.start() if end else len(text)]
+    text = text[start : start + _LONGEST_STATEMENT]
+    end = _SENTENCE_END.search(text)
+    return text[: end.start() if end else len(text)]
 
 
 def _may_be_value(text: str) -> bool:

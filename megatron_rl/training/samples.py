@@ -120,12 +120,13 @@ def _prepare(rollout: RolloutBatch, step: int, config: Config, routing: RoutingS
 
 
 def _split_rewards(rollout: RolloutBatch, config: Config) -> tuple[dict[str, list[float]], dict[str, float]]:
-    """Return the rewards of all completions and the weight of each reward function, by label. A length penalty counts as one of weight 1. A
-    completion without a verdict has a reward of 0 from each function."""
+    """Return the rewards of all completions and the weight of each reward function, by label. A length penalty counts as one, from -1 to 0,
+    whose weight is `overlong_penalty`. A completion without a verdict has a reward of 0 from each function."""
     weights = {label: part.weight for label, part in config.reward.parts.items()}
     rewards = {label: [completion.reward.parts.get(label, 0.0) for completion in rollout.completions_B] for label in weights}
     if config.algorithm.overlong_share:
-        weights["overlong"], rewards["overlong"] = 1.0, [completion.length_penalty for completion in rollout.completions_B]
+        weights["overlong"] = config.algorithm.overlong_penalty
+        rewards["overlong"] = [completion.length_penalty / weights["overlong"] for completion in rollout.completions_B]
     return rewards, weights
 
 

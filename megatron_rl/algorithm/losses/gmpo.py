@@ -4,7 +4,8 @@
     loss = -exp(mean over the response tokens of c_t) A
 
 The bounds apply to the logarithm: the paper's clip(rho, e^-0.4, e^0.4) is `clip_low = clip_high = 0.4`. Every token of the sequence carries
-this loss, so `aggregate = "sequence"` gives the paper's mean over sequences. A micro-batch holds whole sequences.
+this loss, so `aggregate = "sequence"` gives the paper's mean over sequences. A micro-batch holds whole sequences. A token's loss only has
+the gradient of its own c_t, T times as large: the sum over the sequence is the same, and a correction weights its own token's gradient.
 """
 
 import torch
@@ -19,4 +20,5 @@ def token_losses(logprobs: torch.Tensor, batch: MicroBatch, config: AlgorithmCon
     advantage, log_ratio = batch.advantages, logprobs - batch.old_logprobs
     high, low = (log_ratio > config.clip_high) & (advantage > 0), (log_ratio < -config.clip_low) & (advantage < 0)
     bounded = log_ratio.masked_fill(high, config.clip_high).masked_fill(low, -config.clip_low)
-    return -exp_log_ratio(batch.average_by_sample(bounded)) * advantage, high | low
+    mean = batch.average_by_sample(bounded.detach())
+    return -exp_log_ratio(mean + (bounded - bounded.detach())) * advantage, high | low

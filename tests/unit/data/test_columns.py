@@ -135,15 +135,37 @@ def test_numbers_of_a_file_keep_their_digits(tmp_path):
     golds = ["3.14159265358979323846", f"0.{'0' * 399}1", "12345678901234567890.5", "602000000000000000000000", "72", "0.30000000000000004"]
     (tmp_path / "a.jsonl").write_text("".join(f'{{"q": "?", "a": {text}}}\n' for text in texts))
     assert [problem.answer for problem in read(str(tmp_path / "a.jsonl"))] == golds
-    for text in ("NaN", "Infinity", "1e400", "1e999999999"):
+    for text in ("NaN", "Infinity", "-Infinity", "1e400", "1e999999999", "1e-999999999", "1e99999999999999999999"):
         (tmp_path / "b.jsonl").write_text(f'{{"q": "?", "a": 1}}\n{{"q": "?", "a": {text}}}\n')
-        with pytest.raises(UserError, match=r"b.jsonl:2': the field a must be a finite number, not (nan|inf)"):
+        with pytest.raises(UserError, match=r"b.jsonl:2': the field a must be a finite number, not (nan|inf|-inf|1e)"):
             read(str(tmp_path / "b.jsonl"))
 
 
-def test_an_integer_column_that_pandas_has_turned_into_floats(tmp_path):
-    pyarrow.parquet.write_table(pyarrow.table({"q": ["1?", "2?"], "a": pyarrow.array([72.0, None])}), tmp_path / "a.parquet")
-    assert [problem.answer for problem in read(str(tmp_path / "a.parquet"))] == ["72"]
+@pytest.mark.parametrize(
+    "column, golds",
+    [
+        (pyarrow.array([72.0, None]), ["72"]),
+        (pyarrow.array([0.1, 3e-7, 16777216.0, None], pyarrow.float32()), ["0.1", "0.0000003", "16777216"]),
+        (pyarrow.array([0.1, 1e-300, 1e22]), ["0.1", f"0.{'0' * 299}1", "1" + "0" * 22]),
+        (pyarrow.array([2**63 - 1, -5]), ["9223372036854775807", "-5"]),
+        (pyarrow.array([2**64 - 1], pyarrow.uint64()), ["18446744073709551615"]),
+        (pyarrow.array([Decimal("0.10"), Decimal("72.00")]), ["0.1", "72"]),
+        (pyarrow.array(["1e-05", "NaN", "0.10"]), ["1e-05", "NaN", "0.10"]),
+        (pyarrow.array(["7", "8"]).dictionary_encode(), ["7", "8"]),
+    ],
+)
+def test_numbers_of_a_parquet_column(tmp_path, column, golds):
+    """pandas turns an integer column with a null into floats."""
+    pyarrow.parquet.write_table(pyarrow.table({"q": [f"{n}?" for n in range(len(column))], "a": column}), tmp_path / "a.parquet")
+    assert [problem.answer for problem in read(str(tmp_path / "a.parquet"))] == golds
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("type", [pyarrow.float32(), pyarrow.float64()])
+def test_a_parquet_column_without_a_number_is_refused(tmp_path, value, type):
+    pyarrow.parquet.write_table(pyarrow.table({"q": ["1?", "2?"], "a": pyarrow.array([1.5, value], type)}), tmp_path / "a.parquet")
+    with pytest.raises(UserError, match=f"a.parquet:2': the field a must be a finite number, not {value}"):
+        read(str(tmp_path / "a.parquet"))
 
 
 def test_rows_of_verl(write):

@@ -88,19 +88,43 @@ def test_thoughts_are_not_paid(function):
     assert function("<think>5", _problem("5"), thinking=None).correct == (function is math_reward.reward)
 
 
+REPEATED = (
+    *("the answer is ", "The answer is correct. ", "x is the answer ", "answer: ", "not 4, ", "no, wait ", "No, it is 6. "),
+    *(r"\boxed{", r"\boxed{1}", r"\frac{1}{", "{", "}", "(", "$", "$1$ ", "1,", "1", "-", "*", "=", " ", "\n"),
+    *("check the answer: ", "<answer>", "</think>", "#### ", "选"),
+)
+COSTLY = (
+    *("9^{9^{9^{9}}}", "10^{10^{10}}", "(9^9)^{999999}", "2^" * 50 + "2", "1000000!", "((9!)!)!", r"\binom{1000000}{500000}"),
+    *("(x+y+z)^{99}", "(" * 49 + "1" + ")" * 49, r"\sqrt{" * 60 + "2" + "}" * 60, r"\int_0^1 e^{x^{x^x}} dx", "|" * 100, "1+" * 240 + "1"),
+)
+
+
 def test_hostile_texts_take_no_time():
-    for text in (
-        "the answer is " * 9000,
-        r"\boxed{" * 20000,
-        "#### " * 20000,
-        "1," * 30000,
-        "{" * 50000,
-        "no, wait " * 20000,
-        "</think>" * 20000,
-    ):
-        start = time.process_time()
-        assert not math_reward.reward(text, _problem("5")).correct
-        assert time.process_time() - start < 5, text[:20]
+    """About 20 ms for 100 KB; the first formula of a kind takes SymPy more."""
+    math_reward.prepare()
+    hostile = [text * (100_000 // len(text)) for text in REPEATED] + [rf"\boxed{{{formula}}}" for formula in COSTLY]
+    hostile += [r"\boxed{" + "the answer is correct " * 5000, "The answer is 4" + " because" * 10_000, "a" * 100_000 + " is the answer"]
+    for text in hostile:
+        for gold in ("5", "x+1"):
+            start = time.process_time()
+            assert not math_reward.reward(text, _problem(gold)).correct
+            assert time.process_time() - start < 1, text[:20]
+    assert math_reward.reward(r"\boxed{9^{9^{9^{9}}}}", _problem("9^{9^{9^{9}}}")).correct
+    assert math_reward.reward(r"\boxed{(\frac{1}{2})^{10}}", _problem(r"\frac{1}{1024}")).correct
+
+
+@pytest.mark.parametrize(
+    "gold, text, correct",
+    [
+        ("0.30000000000000004", "0.3", True),
+        ("0.1", "0.1000001", False),
+        ("1e-05", "0.00001", True),
+        ("0.0000001", "10^-7", True),
+        ("1000000", "10^{6}", True),
+    ],
+)
+def test_decimals_are_compared_as_numbers(gold, text, correct):
+    assert math_reward.reward(rf"\boxed{{{text}}}", _problem(gold)).correct == correct
 
 
 @pytest.mark.parametrize(
