@@ -8,9 +8,10 @@ import pickle
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from megatron_rl.rollout.environments.base import EnvironmentClass, Episode, Message, StepResult, load_environment
+from megatron_rl.rollout.environments.base import EnvironmentClass, Message, StepResult, load_environment, takes_stop
+from megatron_rl.types import Episode
 from megatron_rl.workers.pool import WorkerPool
-from megatron_rl.workers.process import describe_error, serve
+from megatron_rl.workers.process import describe_error, seed_libraries, serve
 
 if TYPE_CHECKING:  # a worker does not load pydantic
     from megatron_rl.config.environment import EnvironmentConfig
@@ -31,20 +32,21 @@ class EnvironmentPool(WorkerPool[StepResult]):
     def make_failure(self, reason: str) -> StepResult:
         return StepResult(error=reason)
 
-    def step(self, texts_B: Sequence[str], episodes_B: Sequence[Episode]) -> list[StepResult]:
-        """Return the environment's reply to each turn. Thread-safe."""
-        replies = self.run(list(zip(texts_B, episodes_B, strict=True)))
+    def step(self, turns_B: Sequence[tuple[str, str]], episodes_B: Sequence[Episode]) -> list[StepResult]:
+        """Return the environment's reply to each turn, which is a text and the stop text that ended it, or "". Thread-safe."""
+        replies = self.run(list(zip(turns_B, episodes_B, strict=True)))
         errors = [reply.error for reply in replies if reply.error]
         if errors:
             _log.warning("environment %s failed in %d of %d completions: %s", self.config.name, len(errors), len(replies), errors[0])
         return replies
 
 
-def run_step(environment: EnvironmentClass, text: str, episode: Episode) -> StepResult:
+def run_step(environment: EnvironmentClass, turn: tuple[str, str], episode: Episode) -> StepResult:
     """Return the environment's reply to one turn. An exception or a return value of the wrong type becomes a StepResult with an error."""
     try:
+        seed_libraries(episode.seed, episode.turn)  # in every turn, because any worker can run any turn
         current = pickle.loads(episode.state) if episode.state else environment(episode)
-        message = current.step(text)
+        message = current.step(*turn) if takes_stop(environment) else current.step(turn[0])
         if message is None:
             return StepResult()
         if not isinstance(message, Message):
