@@ -1,5 +1,7 @@
 """Completions with several turns: the prompts of turns, where a completion ends, and failing environments."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -12,10 +14,10 @@ from megatron_rl.rollout.engine import cut_at_stop
 from megatron_rl.rollout.environments.base import Message, StepResult, load_environment
 from megatron_rl.rollout.environments.pool import EnvironmentPool
 from megatron_rl.rollout.generation import MultiTurnSampler
-from megatron_rl.rollout.metrics import build_sample_rows, compute_rollout_metrics
+from megatron_rl.rollout.metrics import build_sample_rows, compute_equal_excess, compute_rollout_metrics
 from megatron_rl.rollout.worker import RolloutBatch
 from megatron_rl.training.samples import to_training_samples
-from megatron_rl.types import Episode, Generation, Problem, SamplingParams
+from megatron_rl.types import Completion, Episode, Generation, Problem, SamplingParams
 from parallel.plug import InputError
 
 VERSION = 5
@@ -157,6 +159,26 @@ def test_metrics_count_sampled_tokens_and_rows_show_the_author_of_each_turn():
     assert [row["dialogue"] for row in build_sample_rows(1, result, 2)] == [["ab>", "?", "c"], ["d>"]]
 
 
+def test_engines_that_draw_the_same_numbers_are_noticed_and_answers_that_are_likely_to_be_equal_are_not():
+    def groups(prob: float, draw, count: int = 16, size: int = 8) -> list[Completion]:
+        """Groups of one-token answers, each of which has this probability."""
+        problems = [Problem(f"p{number}", "", "") for number in range(count)]
+        logprobs = np.array([math.log(prob)], np.float32)
+        prompt = np.array([1], np.int32)
+        return [
+            Completion(problem, prompt, np.array([draw(number, member)], np.int32), logprobs, "stop", 1, "")
+            for number, problem in enumerate(problems)
+            for member in range(size)
+        ]
+
+    source = np.random.default_rng(0)
+    assert (
+        abs(compute_equal_excess(groups(1 / 5, lambda *_: source.integers(5)))) < 4 and compute_equal_excess(groups(1.0, lambda *_: 3)) == 0
+    )
+    assert compute_equal_excess(groups(1e-6, lambda number, member: number * 9 + member % 4)) > 10, "four numbers, twice"
+    assert compute_equal_excess(groups(1e-6, lambda number, member: number * 9 + member)) == pytest.approx(0, abs=0.01)
+
+
 def test_the_trainer_never_reads_a_log_prob_of_the_environment():
     result, _, _ = converse([["ab>", "c"]], [[say("12"), None]])
     result[0].logprobs_T[3:5] = float("nan")
@@ -178,6 +200,7 @@ def test_a_broken_environment_costs_its_own_answer_only(caplog):
         assert errors == ["", late, "", late, died, "KeyError", *["TypeError"] * 3, "UnicodeEncodeError", "", "", "ValueError"]
         assert [reply.message and reply.message.text for reply in replies if not reply.error] == ["one", "two", None, "three"]
         again = [Episode("0", "", "", state=replies[0].state), Episode("2", "", "", state=replies[2].state)]
+        heard = pool.step([("a", ""), ("b", "")], again)
         assert [reply.message.text for reply in pool.step([("a", ""), ("b", "")], again)] == ["one+a", "two+b"], (
             "it went on in another process"
         )
