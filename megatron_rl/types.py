@@ -42,6 +42,16 @@ class Problem:
         return {name: as_json(value) for name, value in vars(self).items()}
 
 
+@dataclass(frozen=True)
+class Episode(Problem):
+    """A problem with which an environment or an agent begins an episode, and what travels between the turns of an environment."""
+
+    seed: int = 0
+    """Seed of the completion, from which the random numbers of Python, NumPy and torch are seeded: a resumed run repeats the episode."""
+    turn: int = 0  # number of turns that the environment has answered
+    state: bytes = b""  # the pickled environment; empty before the first turn
+
+
 def as_json(value: Any) -> Any:
     """Return a value of a row as JSON values; see `Problem.to_json`. Raise TypeError for other objects."""
     if value is None or isinstance(value, str | int):

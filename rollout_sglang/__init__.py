@@ -21,11 +21,11 @@ class SGLangLauncher:
         if config.agent is not None and config.agent.tool_parser:
             check_tool_parser(config.agent.tool_parser)
 
-    def __call__(self, config: Config, model_path: Path, log_dir: Path, number: int = 0, *, empty: bool = False) -> Engine:
+    def __call__(self, config: Config, model_path: Path, log_dir: Path, number: int = 0, *, empty: bool = False, seed: int = 0) -> Engine:
         from rollout_sglang.engine import SGLangEngine
         from rollout_sglang.launch_args import EngineLaunchSpec
 
-        return SGLangEngine(EngineLaunchSpec(config, model_path, log_dir, number, empty))
+        return SGLangEngine(EngineLaunchSpec(config, model_path, log_dir, number, empty, seed))
 
     def rehearsal_command(self) -> list[str]:
         return [sys.executable, "-m", "rollout_sglang.rehearsal.rank"]

@@ -59,6 +59,7 @@ class EngineLaunchSpec:
     number: int = 0
     empty: bool = False
     """Start with dummy weights. Nothing is served before a sync has replaced them."""
+    seed: int = 0  # of the engine's own random numbers
     arguments: tuple[str, ...] = ()  # additional SGLang arguments, for benchmarks
 
     def start_process(self) -> LaunchedServer:
@@ -70,7 +71,7 @@ class EngineLaunchSpec:
         meeting = f"{find_meeting_host(placements, self.config.sync.host)}:{meeting_port}"
         processes = []
         for placement in placements:
-            arguments = make_server_arguments(self.config, contract, self.model_path, port, placement, meeting)
+            arguments = make_server_arguments(self.config, contract, self.model_path, port, placement, meeting, self.seed)
             arguments += [*(["--load-format", "dummy"] if self.empty else []), *self.arguments]
             secret = {API_KEY_VARIABLE: key, LAUNCHER_VARIABLE: placement.launcher}
             environment = secret | make_environment(self.config, contract, placement) | leave_out_other_models(architectures)
@@ -81,7 +82,7 @@ class EngineLaunchSpec:
 
 
 def make_server_arguments(
-    config: Config, contract: PrecisionContract, model_path: Path, port: int, placement: EnginePlacement, meeting: str
+    config: Config, contract: PrecisionContract, model_path: Path, port: int, placement: EnginePlacement, meeting: str, seed: int = 0
 ) -> list[str]:
     """Return the server's command-line arguments. `meeting`: address at which the ranks of several nodes find each other."""
     rollout = config.rollout
@@ -94,7 +95,7 @@ def make_server_arguments(
         "ep-size": rollout.ep,
         "max-running-requests": rollout.max_running_requests,
         "max-total-tokens": rollout.max_total_tokens,
-        "random-seed": config.train.seed,
+        "random-seed": seed,
         "weight-version": "0",
         "log-level": "warning",
     }

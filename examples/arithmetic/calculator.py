@@ -18,7 +18,7 @@ ENVIRONMENT = "examples.arithmetic.calculator:Calculator"
 MAX_EXPRESSION_LENGTH = 64
 MAX_ABS_VALUE = 10**15
 """Limit of every intermediate result. It also bounds the time of a multiplication."""
-_CALL = re.compile(r"<<([^<>]*)>>\s*$")
+_CALL = re.compile(r"<<([^<>]*)>>$")
 _ALPHABET = re.compile(r"[0-9+\-*/() ]+")
 _OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add,
@@ -35,8 +35,8 @@ class Calculator:
 
     def __init__(self, problem: Problem) -> None: ...
 
-    def step(self, text: str) -> Message | None:
-        call = _CALL.search(text)
+    def step(self, text: str, stop: str) -> Message | None:
+        call = _CALL.search(text) if stop else None
         if call is None:
             return None
         try:
@@ -82,6 +82,6 @@ def _apply_operator(kind: ast.operator, left: int, right: int) -> int:
 def write_demonstration(problem: Problem) -> list[str]:
     """Return the turns of a correct answer: the policy's call, the calculator's result, the policy's answer."""
     call = f"<<{problem.id.partition(':')[2]}>>"
-    result = Calculator(problem).step(call)
+    result = Calculator(problem).step(call, ">>")
     assert result is not None and not result.error
     return [call, result.text, f"#{problem.answer}"]

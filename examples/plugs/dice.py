@@ -5,17 +5,17 @@ name = "examples.plugs.dice:Dice"
 """
 
 from megatron_rl.rollout.environments.base import Message
-from megatron_rl.types import Problem
+from megatron_rl.types import Episode
 
 
 class Dice:
     stop = ("</roll>",)  # ends a turn; the engine's end token always ends one
 
-    def __init__(self, problem: Problem) -> None:  # one object per response
+    def __init__(self, problem: Episode) -> None:  # one object per response
         self.left = 3
 
-    def step(self, text: str) -> Message | None:  # what the policy wrote in this turn
-        if not text.endswith("</roll>"):
+    def step(self, text: str, stop: str) -> Message | None:  # what the policy wrote in this turn, and the stop text that ended it
+        if not stop:
             return None  # the response is complete
         self.left -= 1
         return Message("4") if self.left >= 0 else Message("no roll is left", error="too many rolls")

@@ -21,6 +21,29 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str, chat: bool) -
     return ids
 
 
+_ANCHORS = ("\n", ".", "a", "0")
+
+
+def encode_continuation(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Return the token ids of a text that follows other tokens, such as an environment's message, without special tokens.
+
+    Tokenizers of SentencePiece's kind put a blank before a text. It would stand between the policy's tokens and this text, so the text is
+    encoded behind an anchor whose tokens are then cut off.
+    """
+    ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
+    if not text or _encode_behind(tokenizer, "\n", "a") == tokenizer.encode("a", add_special_tokens=False):
+        return ids
+    behind = (_encode_behind(tokenizer, anchor, text) for anchor in _ANCHORS)
+    return next((found for found in behind if found is not None), ids)
+
+
+def _encode_behind(tokenizer: PreTrainedTokenizerBase, anchor: str, text: str) -> list[int] | None:
+    """Return the ids of a text behind an anchor, or None if a token spans both."""
+    before: list[int] = tokenizer.encode(anchor, add_special_tokens=False)
+    whole: list[int] = tokenizer.encode(anchor + text, add_special_tokens=False)
+    return whole[len(before) :] if whole[: len(before)] == before else None
+
+
 def check_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str, ids: Sequence[int], chat: bool) -> None:
     """Raise UserError if the ids of a prompt begin with two BOS tokens, or if the tokenizer has added its end token."""
     bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id

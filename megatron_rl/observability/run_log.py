@@ -116,6 +116,11 @@ class RunLog:
         self._display.print_line(text)
         self._write_log(text)
 
+    def record_launch(self, **facts: object) -> None:
+        """Add facts about this launch to run.json."""
+        self._run |= facts
+        self._write_run()
+
     def set_phase(self, phase: str) -> None:
         """Show the current phase ("generate", "train", ...) on a terminal."""
         self._display.set_phase(phase)

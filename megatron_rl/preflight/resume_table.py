@@ -93,7 +93,7 @@ TABLE = (
     Row("reward", "function thinking on_error", NAMED, "Changes rewards."),
     Row("reward.functions", "name weight pattern full_tokens zero_tokens", NAMED, "Changes rewards."),
     Row("reward.functions", "url token_env batch_size timeout retries", FREELY, "Says where a reward server is and how it is asked."),
-    Row("reward", "workers timeout memory_mb", FREELY, _LIMITS),
+    Row("reward", "workers timeout memory_mb max_error_share", FREELY, _LIMITS),
     Row("environment", "name max_turns max_tokens", NAMED, "Changes what the environment does."),
     Row("environment", "workers timeout memory_mb", FREELY, _LIMITS),
     Row("agent", "name command tool_parser max_calls max_tokens own_reward", NAMED, "Changes what the agent does."),

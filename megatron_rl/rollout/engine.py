@@ -158,6 +158,18 @@ def hash_seed(*parts: object) -> int:
     return int.from_bytes(hashlib.sha256("/".join(map(str, parts)).encode()).digest()[:8], "big") >> 1
 
 
+def derive_engine_seed(run: int, number: int, version: int, start: int) -> int:
+    """Return the 31-bit seed of an engine's own random numbers.
+
+    Args:
+        run: `train.seed`.
+        number: The engine.
+        version: The policy version with which the run started or was resumed.
+        start: How often this engine was started before in this launch.
+    """
+    return hash_seed(run, "engine", number, version, start) >> 32
+
+
 def check_versions(generation: Generation, version: int, staleness: int) -> None:
     """Raise RunError if a token was sampled by a version outside of `version - staleness` to `version`."""
     sampled_by = {generation.policy_version, *([] if generation.versions_T is None else np.unique(generation.versions_T).tolist())}
@@ -166,15 +178,29 @@ def check_versions(generation: Generation, version: int, staleness: int) -> None
         raise RunError(f"a completion was sampled by policy version {min(unexpected)}, {expected}")
 
 
+def cut_at_stop(text: str, stops: Sequence[str]) -> tuple[str, str]:
+    """Return a turn's text up to the end of the stop text that ended it, and that stop text, or the whole text and "".
+
+    A stop text ends a turn at the token that completes it, which may hold more text: the token `>\\n` completes the stop text `>`. The
+    token stays in the sample as the engine drew it.
+    """
+    ends = [(text.find(stop) + len(stop), -len(stop), stop) for stop in stops if stop in text]
+    if not ends:
+        return text, ""
+    end, _, stop = min(ends)
+    return text[:end], stop
+
+
 class EngineLauncher(Protocol):
     """Starts engines. Implemented by the object of the entry point."""
 
     def check(self, config: Config) -> None:
         """Raise UserError before anything starts if the configuration does not fit engines of this kind."""
 
-    def __call__(self, config: Config, model_path: Path, log_dir: Path, number: int = 0, *, empty: bool = False) -> Engine:
+    def __call__(self, config: Config, model_path: Path, log_dir: Path, number: int = 0, *, empty: bool = False, seed: int = 0) -> Engine:
         """Start engine `number` of a run without waiting for it. It loads the Hugging Face checkpoint in `model_path`. With `empty`, the
-        folder has only config.json and the tokenizer, and the engine refuses requests until the first proved sync."""
+        folder has only config.json and the tokenizer, and the engine refuses requests until the first proved sync. `seed` (31 bits): of
+        the engine's own random numbers, which sample where a request's seed is not used."""
 
     def rehearsal_command(self) -> list[str]:
         """Return the command that rehearses engine ranks without a GPU (`megatron_rl.rehearsal.engine_rank`)."""

@@ -12,6 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
+from types import MappingProxyType
 from typing import TypeVar
 
 import numpy as np
@@ -20,7 +21,16 @@ from megatron_rl.config import Config
 from megatron_rl.config.sync import Running
 from megatron_rl.errors import EngineLostError, RunError
 from megatron_rl.precision.graph.graph import PrecisionGraph
-from megatron_rl.rollout.engine import Abort, Engine, EngineTensorSpec, ParsedToolCalls, Places, ServedReport, find_engine_launcher
+from megatron_rl.rollout.engine import (
+    Abort,
+    Engine,
+    EngineTensorSpec,
+    ParsedToolCalls,
+    Places,
+    ServedReport,
+    derive_engine_seed,
+    find_engine_launcher,
+)
 from megatron_rl.types import Generation, SamplingParams
 from parallel.chunking import Chunk
 from parallel.shards import NamedRect
@@ -32,11 +42,20 @@ _SPLITS_PER_ENGINE = 4  # number of requests per engine into which a batch is sp
 
 
 def start_engines(
-    config: Config, model_path: Path, log_dir: Path, notify: Callable[[str], None] = print, *, empty: bool = False
+    config: Config, model_path: Path, log_dir: Path, notify: Callable[[str], None] = print, *, empty: bool = False, version: int = 0
 ) -> EnginePool:
-    """Start all engines of a configuration and return when they are ready. Raise RunError if one fails. `empty`: see `EngineLauncher`."""
-    launch = find_engine_launcher(config.rollout.engine)
-    return EnginePool(config, lambda number: launch(config, model_path, log_dir, number, empty=empty), notify)
+    """Start all engines of a configuration and return when they are ready. Raise RunError if one fails. `empty`: see `EngineLauncher`.
+    `version`: the policy version with which the run goes on."""
+    launch, seeds = find_engine_launcher(config.rollout.engine), dict[int, list[int]]()
+
+    def start(number: int) -> Engine:
+        known = seeds.setdefault(number, [])
+        known.append(derive_engine_seed(config.train.seed, number, version, len(known)))
+        return launch(config, model_path, log_dir, number, empty=empty, seed=known[-1])
+
+    pool = EnginePool(config, start, notify)
+    pool.seeds = seeds
+    return pool
 
 
 @dataclass(eq=False)
@@ -53,6 +72,9 @@ class Replica:
 
 class EnginePool:
     """Implements `megatron_rl.rollout.engine.Engine`. Methods without a docstring do what the protocol says on all engines."""
+
+    seeds: Mapping[int, Sequence[int]] = MappingProxyType({})
+    """Seeds of each engine's own random numbers, one for each time that it was started."""
 
     def __init__(self, config: Config, start: Callable[[int], Engine], notify: Callable[[str], None]) -> None:
         self._settings, self._start, self._notify = config.rollout, start, notify

@@ -11,14 +11,13 @@ import numpy as np
 
 from megatron_rl.batch.kept_tokens import extend_kept_tokens
 from megatron_rl.config import Config
-from megatron_rl.hf.prompt_tokens import encode_prompt
+from megatron_rl.hf.prompt_tokens import encode_continuation, encode_prompt
 from megatron_rl.hf.routing_record import extend_routing_record
 from megatron_rl.observability import hang_watchdog
 from megatron_rl.rewards.thinking import decode_completion
-from megatron_rl.rollout.engine import Abort, Engine, check_versions
-from megatron_rl.rollout.environments.base import Episode
+from megatron_rl.rollout.engine import Abort, Engine, check_versions, cut_at_stop
 from megatron_rl.rollout.environments.pool import EnvironmentPool, check_environment
-from megatron_rl.types import Completion, Problem, SamplingParams
+from megatron_rl.types import Completion, Episode, Problem, SamplingParams
 
 
 @dataclass
@@ -63,7 +62,7 @@ class MultiTurnSampler:
         for problem, params in pairs:
             prompt_ids_T = np.array(encode_prompt(self._tokenizer, problem.prompt, self._chat), np.int32)
             completion = Completion(problem, prompt_ids_T, np.empty(0, np.int32), np.empty(0, np.float32), "", version, "")
-            dialogues.append(_Dialogue(completion, Episode(**vars(problem)), params, version, staleness, abort))
+            dialogues.append(_Dialogue(completion, Episode(**vars(problem), seed=params.seed or 0), params, version, staleness, abort))
         if self._environments is None:
             self._sample_turn(dialogues)
         else:
@@ -106,13 +105,14 @@ class MultiTurnSampler:
         completion, limits = dialogue.completion, self._environments.config
         if completion.finish_reason != "stop":
             return False
-        (reply,) = self._environments.step([completion.dialogue[-1]], [dialogue.episode])
+        turn = cut_at_stop(completion.dialogue[-1], dialogue.sampling.stop)
+        (reply,) = self._environments.step([turn], [dialogue.episode])
         if reply.error:
             completion.environment_error, completion.finish_reason = reply.error, "environment"
         if reply.message is None:
             return False
         completion.tool_errors += bool(reply.message.error)
-        ids = self._encode(reply.message.text)
+        ids = np.array(encode_continuation(self._tokenizer, reply.message.text), np.int32)
         environment_tokens = len(completion.output_ids_T) - completion.sampled_count
         if completion.num_turns == limits.max_turns:
             completion.finish_reason = "turns"
@@ -120,7 +120,7 @@ class MultiTurnSampler:
         if completion.sampled_count >= dialogue.sampling.max_new_tokens or environment_tokens + len(ids) > limits.max_tokens:
             completion.finish_reason = "length"
             return False
-        dialogue.episode = replace(dialogue.episode, state=reply.state)
+        dialogue.episode = replace(dialogue.episode, turn=completion.num_turns, state=reply.state)
         self._append_tokens(dialogue, ids, None)
         return True
 
@@ -135,9 +135,6 @@ class MultiTurnSampler:
         if self._environments is not None:
             completion.response_mask_T = _extend(completion.response_mask_T, np.full(count, logprobs is not None))
             completion.dialogue.append(self._decode(ids))
-
-    def _encode(self, text: str) -> np.ndarray:
-        return np.array(self._tokenizer.encode(text, add_special_tokens=False), np.int32)
 
     def _decode(self, ids: np.ndarray) -> str:
         return decode_completion(self._tokenizer, ids.tolist())

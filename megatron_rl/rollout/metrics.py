@@ -1,5 +1,7 @@
 """Metrics of sampled completions, and the sample rows of the report."""
 
+import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -24,6 +26,13 @@ _LENGTH_MAX = declare("length/max", "longest completion, in sampled tokens", "co
 _TRUNCATED = declare("length/truncated", "share of completions cut at the length limit", "share", "cut at the limit")
 _THOUGHT = declare("length/thought_share", "mean share of a completion's characters in its thought", "share", "thought")
 _UNFINISHED = declare("length/unfinished_thoughts", "share of completions that end inside their thought", "share", "cut at the limit")
+_SAME_NUMBERS = "engines that draw the same random numbers (engine_seeds in run.json)"
+_EQUAL = declare(
+    "groups/equal_excess",
+    "pairs of equal completions in a group beyond those expected by chance, in standard deviations",
+    expected=(-math.inf, 10.0),
+    causes=("", _SAME_NUMBERS),
+)
 _TOKENS = declare("tokens/generated", "tokens generated", "count")
 _SPEED = declare("tokens/per_second", "tokens per second of generation", "count", "tokens per second", progress="{:,.0f} tokens/s")
 _CACHED = declare("tokens/cached_share", "share of the prompts' tokens, of all turns, that came from the engines' prefix cache", "share")
@@ -73,6 +82,7 @@ def compute_rollout_metrics(rollout: RolloutBatch) -> dict[str, float]:
         _LENGTH_MAX: float(max(lengths)),
         _TRUNCATED: _count(completions, lambda completion: completion.finish_reason == "length") / count,
         **_thought_metrics(completions),
+        _EQUAL: compute_equal_excess(completions),
         _TOKENS: float(sum(lengths)),
         _SPEED: sum(lengths) / rollout.seconds[GENERATE],
         _CACHED: sum(completion.cached_tokens for completion in completions) / (sum(item.prompt_tokens for item in completions) or 1),
@@ -98,6 +108,24 @@ def _thought_metrics(completions: Sequence[Completion]) -> dict[str, float]:
     shares = [len(completion.thought) / max(len(completion.text), 1) for completion in completions]
     unfinished = _count(completions, lambda completion: completion.answer_text is None)
     return {_THOUGHT: sum(shares) / len(shares), _UNFINISHED: unfinished / len(completions)}
+
+
+def compute_equal_excess(completions: Sequence[Completion]) -> float:
+    """Return by how many standard deviations the number of equal pairs in groups exceeds the number expected of independent draws.
+
+    Two independent draws are equal with probability sum_x p(x)^2, of which the mean of p over the members of a group is an unbiased
+    estimate. The number of such rare events has about its mean as variance; 1 is added, so that one pair is no alarm.
+    """
+    groups: dict[int, list[Completion]] = {}
+    for completion in completions:
+        groups.setdefault(id(completion.problem), []).append(completion)
+    equal = expected = 0.0
+    for members in groups.values():
+        counts = Counter(completion.output_ids_T.tobytes() for completion in members).values()
+        equal += sum(count * (count - 1) / 2 for count in counts)
+        likelihood = sum(math.exp(min(float(completion.logprobs_T.sum()), 0.0)) for completion in members)
+        expected += (len(members) - 1) / 2 * likelihood
+    return (equal - expected) / math.sqrt(expected + 1)
 
 
 def _environment_metrics(completions: Sequence[Completion]) -> dict[str, float]:

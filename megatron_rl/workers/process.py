@@ -5,6 +5,7 @@ its pipe closes or its parent ends, even in the middle of a computation."""
 import contextlib
 import ctypes
 import os
+import random
 import resource
 import signal
 import sys
@@ -33,6 +34,16 @@ def serve(load: Callable[[str], Callable[..., object]]) -> None:
         while True:
             for task in channel.recv():
                 channel.send(handle(*task))
+
+
+def seed_libraries(*parts: int) -> None:
+    """Seed the global random numbers of Python and, if they are imported, of NumPy and torch, from these numbers."""
+    random.seed("/".join(map(str, parts)))
+    for_numpy, for_torch = random.getrandbits(32), random.getrandbits(63)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(for_numpy)
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.manual_seed(for_torch)
 
 
 def describe_error(error: BaseException) -> str:

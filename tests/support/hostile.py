@@ -81,3 +81,21 @@ class Deaf(Speechless):
 
 class Unstoppable(Environment):
     stop = ">"  # must be a tuple
+
+
+class Drawing:
+    """Replies with what it draws from global random numbers, and with what it is told."""
+
+    stop = (">",)
+
+    def __init__(self, problem):
+        self.seed = problem.seed
+
+    def step(self, text, stop):
+        import random
+
+        import numpy as np
+
+        from megatron_rl.rollout.environments.base import Message
+
+        return Message(f"{random.random()} {np.random.rand()}, seed {self.seed}, stop {stop}")

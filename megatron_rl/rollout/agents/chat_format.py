@@ -10,6 +10,7 @@ import numpy as np
 from megatron_rl.config.data import DataConfig
 from megatron_rl.errors import UserError
 from megatron_rl.hf.chat_template import ChatTemplate
+from megatron_rl.hf.prompt_tokens import encode_continuation
 from megatron_rl.rollout.agents.messages import ConversationMessage, RefusedError
 
 _PLACEHOLDER = "(what-the-policy-said)"
@@ -52,7 +53,8 @@ class ChatFormat:
         token of the response if the policy has not sampled it. Raise RefusedError if the template fails."""
         rest = self._render_rest(messages, tools)
         last = self.split_end(answer_ids_T)[1]
-        return self.encode(rest.removeprefix(self.decode(last, False)) if len(last) else rest)
+        rest = rest.removeprefix(self.decode(last, False)) if len(last) else rest
+        return np.array(encode_continuation(self._tokenizer, rest), np.int32)
 
     def split_end(self, answer_ids_T: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return a response's tokens without its end token, and the end token if there is one."""

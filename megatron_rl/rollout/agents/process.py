@@ -76,7 +76,7 @@ class AgentServer:
 class AgentProcess:
     """One agent working on one problem, in its own session. It ends with its server, which ends with this process."""
 
-    def __init__(self, config: AgentConfig, server: AgentServer, environment: Mapping[str, str], problem: Problem) -> None:
+    def __init__(self, config: AgentConfig, server: AgentServer, environment: Mapping[str, str], problem: Problem, seed: int) -> None:
         """Start the agent. Raise ServerEndedError if its server has ended."""
         self._config, self._server = config, server
         self._lock, self._reaped = threading.Lock(), False
@@ -84,7 +84,7 @@ class AgentProcess:
         self._stderr, remote = os.pipe()
         try:
             with os.fdopen(os.dup(given), "wb") as file:
-                file.write(json.dumps(problem.to_json()).encode() + b"\n")
+                file.write(json.dumps(problem.to_json() | {"seed": seed}).encode() + b"\n")
             os.lseek(given, 0, os.SEEK_SET)
             self._pid = server.ask(environment, [given, remote, self._reward])
             self._pid_fd = os.pidfd_open(self._pid)

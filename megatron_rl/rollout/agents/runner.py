@@ -15,8 +15,8 @@ import sys
 from collections.abc import Callable
 
 from megatron_rl.plugs import AGENTS
-from megatron_rl.types import Problem
-from megatron_rl.workers.process import die_with_parent, ignore_signals_for_parent, limit_memory
+from megatron_rl.types import Episode
+from megatron_rl.workers.process import die_with_parent, ignore_signals_for_parent, limit_memory, seed_libraries
 
 REWARD_VARIABLE = "MEGATRON_RL_REWARD"
 MOST_BYTES = 1 << 16  # maximum size of a message in bytes
@@ -28,7 +28,9 @@ def load_function(name: str) -> Callable[[], None]:
     function = AGENTS.load(name)
 
     def run() -> None:
-        reward = function(Problem(**json.loads(sys.stdin.readline())))
+        episode = Episode(**json.loads(sys.stdin.readline()))
+        seed_libraries(episode.seed)  # a fork has the random numbers of the process that it was forked from
+        reward = function(episode)
         if reward is not None:
             with open(os.environ[REWARD_VARIABLE], "w", encoding="ascii") as file:
                 file.write(repr(float(reward)))

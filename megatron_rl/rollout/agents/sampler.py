@@ -7,6 +7,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
@@ -20,7 +21,7 @@ from megatron_rl.rollout.agents.endpoint import AgentEndpoint
 from megatron_rl.rollout.agents.episode import AgentEpisode, Turn
 from megatron_rl.rollout.agents.messages import PolicyRequest
 from megatron_rl.rollout.agents.process import AgentProcess, AgentServer, ServerEndedError
-from megatron_rl.rollout.engine import Abort, Engine, check_versions
+from megatron_rl.rollout.engine import Abort, Engine, check_versions, cut_at_stop
 from megatron_rl.types import Completion, Generation, Problem, SamplingParams
 
 _log = logging.getLogger(__name__)
@@ -96,19 +97,19 @@ class AgentSampler:
         with self._lock:
             if self._closed:
                 raise EngineLostError("the agents were ended")
-            process = self._fork(environment, episode.problem)
+            process = self._fork(environment, episode)
             self._running.add(process)
         episode.kill = process.kill
         if episode.abort.requested or episode.failure:  # `kill` was not set yet at that time
             process.kill()
         return process
 
-    def _fork(self, environment: dict[str, str], problem: Problem) -> AgentProcess:
+    def _fork(self, environment: dict[str, str], episode: AgentEpisode) -> AgentProcess:
         for _ in range(2):  # the server may have been killed, for example when memory ran out
             if self._server is None or self._server.ended:
                 self._server = AgentServer(self._config)
             with suppress(ServerEndedError):
-                return AgentProcess(self._config, self._server, environment, problem)
+                return AgentProcess(self._config, self._server, environment, episode.problem, episode.sampling.seed or 0)
         what = self._config.name or " ".join(self._config.command or ())
         raise RunError(f"no agent {what} can be started: the process that agents are forked from ends immediately; its error is above")
 
@@ -122,18 +123,22 @@ class AgentSampler:
         hang_watchdog.enter_phase("generate")
         (generation,) = self._engine.generate([planned.prompt_ids_T], [planned.sampling], episode.abort)
         check_versions(generation, episode.version, episode.staleness)
-        content, calls, malformed = self._read(generation, request)
+        content, calls, malformed = self._read(generation, request, planned.sampling.stop)
         return episode.add(planned, generation, content, calls, malformed)
 
-    def _read(self, generation: Generation, request: PolicyRequest) -> tuple[str, list[tuple[str, str]], bool]:
-        """Return the text of a response, its tool calls, and whether it tried to call a tool incorrectly."""
+    def _read(self, generation: Generation, request: PolicyRequest, stops: Sequence[str]) -> tuple[str, list[tuple[str, str]], bool]:
+        """Return the text of a response before the stop text that ended it, its tool calls, and whether it tried to call a tool
+        incorrectly."""
+
+        def decode(skip_special_tokens: bool) -> str:
+            text, stop = cut_at_stop(self._format.decode(ids_T, skip_special_tokens), stops)
+            return text.removesuffix(stop)
+
         ids_T, _ = self._format.split_end(generation.output_ids_T)
-        text = self._format.decode(ids_T)
-        for stop in request.stop:  # the tokens of the stop text stay in the sample
-            text = text.partition(stop)[0]
+        text = decode(skip_special_tokens=True)
         if not (request.calls_tools and self._config.tool_parser):
             return text, [], False
-        whole = self._format.decode(ids_T, skip_special_tokens=False)
+        whole = decode(skip_special_tokens=False)
         parsed = self._engine.parse_tool_calls(whole, request.tools, self._config.tool_parser)
         if parsed is None:
             return text, [], True

@@ -6,20 +6,21 @@ the next message, or None to end the completion:
     class Echo:
         stop = ("</say>",)
 
-        def __init__(self, problem: Problem) -> None: ...
+        def __init__(self, problem: Episode) -> None: ...
 
-        def step(self, text: str) -> Message | None:
-            return Message(text.upper()) if text.endswith("</say>") else None
+        def step(self, text: str, stop: str) -> Message | None:
+            return Message(text.upper()) if stop == "</say>" else None
 
 Objects live in worker processes (`megatron_rl.rollout.environments.pool`) and travel between them pickled, so an environment that hangs or
 dies affects only its own completion. Every worker imports this module, so it imports nothing heavy.
 """
 
+import inspect
 from dataclasses import dataclass
 from typing import Protocol
 
 from megatron_rl.plugs import ENVIRONMENTS
-from megatron_rl.types import Problem
+from megatron_rl.types import Episode
 from parallel.plug import InputError
 
 
@@ -40,21 +41,18 @@ class Message:
 class Environment(Protocol):
     """The environment of one completion. Must be picklable."""
 
-    def step(self, text: str) -> Message | None:
-        """Return the reply to `text`, one turn without special tokens, or None to end the completion. May raise (`reward.on_error`)."""
+    def step(self, text: str, stop: str) -> Message | None:
+        """Return the reply to one turn, or None to end the completion. May raise (`reward.on_error`).
+
+        `text` is without special tokens, and ends with the stop text if one ended the turn. `stop`: that stop text, or "" if the end token
+        ended the turn. The argument may be left out of the definition.
+        """
 
 
 class EnvironmentClass(Protocol):
     """The class named by `environment.name`. Its optional attribute `stop` is a tuple of texts that end a turn, like the end token."""
 
-    def __call__(self, problem: Problem) -> Environment: ...
-
-
-@dataclass(frozen=True)
-class Episode(Problem):
-    """A problem and the state of its environment."""
-
-    state: bytes = b""  # the pickled environment; empty before the first turn
+    def __call__(self, problem: Episode) -> Environment: ...
 
 
 @dataclass(frozen=True)
@@ -66,10 +64,16 @@ class StepResult:
     state: bytes = b""
 
 
+def takes_stop(environment: EnvironmentClass) -> bool:
+    """Return whether the environment's `step` takes the stop text."""
+    return "stop" in inspect.signature(environment.step).parameters  # type: ignore[attr-defined]
+
+
 def load_environment(name: str) -> EnvironmentClass:
     """Return the class named by `environment.name`. Raise InputError if it does not exist or has no valid `step`."""
     environment: EnvironmentClass = ENVIRONMENTS.load(name)
-    ENVIRONMENTS.check_call(name, getattr(environment, "step", None), ("self", "text"), "its step")
+    takes = ("self", "text", "stop") if hasattr(environment, "step") and takes_stop(environment) else ("self", "text")
+    ENVIRONMENTS.check_call(name, getattr(environment, "step", None), takes, "its step")
     stop = getattr(environment, "stop", ())
     if not isinstance(stop, tuple) or not all(isinstance(text, str) and text for text in stop):
         raise InputError("environment.name", name, f"its stop ({stop!r}) must be a tuple of texts", 'write e.g. stop = (">>",)')

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from megatron_rl.errors import RunError, UserError
-from megatron_rl.rollout.environments.base import EnvironmentClass, Episode, Message, StepResult, load_environment
-from megatron_rl.types import Problem
+from megatron_rl.rollout.environments.base import EnvironmentClass, Message, StepResult, load_environment, takes_stop
+from megatron_rl.types import Episode, Problem
 from megatron_rl.workers.pool import WorkerPool
-from megatron_rl.workers.process import describe_error, serve
+from megatron_rl.workers.process import describe_error, seed_libraries, serve
 from megatron_rl.workers.trial import find_failure
 
 if TYPE_CHECKING:  # a worker does not load pydantic
@@ -34,9 +34,9 @@ class EnvironmentPool(WorkerPool[StepResult]):
     def make_failure(self, reason: str) -> StepResult:
         return StepResult(error=reason)
 
-    def step(self, texts_B: Sequence[str], episodes_B: Sequence[Episode]) -> list[StepResult]:
-        """Return the environment's reply to each turn. Thread-safe."""
-        replies = self.run(list(zip(texts_B, episodes_B, strict=True)))
+    def step(self, turns_B: Sequence[tuple[str, str]], episodes_B: Sequence[Episode]) -> list[StepResult]:
+        """Return the environment's reply to each turn, which is a text and the stop text that ended it, or "". Thread-safe."""
+        replies = self.run(list(zip(turns_B, episodes_B, strict=True)))
         errors = [reply.error for reply in replies if reply.error]
         if errors:
             _log.warning("environment %s failed in %d of %d completions: %s", self.config.name, len(errors), len(replies), errors[0])
@@ -46,9 +46,10 @@ class EnvironmentPool(WorkerPool[StepResult]):
 def check_environment(config: EnvironmentConfig, problems: Sequence[Problem]) -> None:
     """Take a turn of the environment on the first problem of each set. Raise UserError if it fails, whatever the policy says."""
     with EnvironmentPool(config.model_copy(update={"workers": 1})) as pool:
+        stop = "".join(pool.stop[:1])
 
         def call(text: str, problem: Problem) -> str:
-            (reply,) = pool.run([(text + "".join(pool.stop[:1]), Episode(**vars(problem)))])
+            (reply,) = pool.run([((text + stop, stop), Episode(**vars(problem)))])
             return reply.error
 
         try:
@@ -59,11 +60,12 @@ def check_environment(config: EnvironmentConfig, problems: Sequence[Problem]) ->
         raise UserError("environment.name", config.name, failure, "correct it; see docs/guides/environments.md")
 
 
-def run_step(environment: EnvironmentClass, text: str, episode: Episode) -> StepResult:
+def run_step(environment: EnvironmentClass, turn: tuple[str, str], episode: Episode) -> StepResult:
     """Return the environment's reply to one turn. An exception or a return value of the wrong type becomes a StepResult with an error."""
     try:
+        seed_libraries(episode.seed, episode.turn)  # in every turn, because any worker can run any turn
         current = pickle.loads(episode.state) if episode.state else environment(episode)
-        message = current.step(text)
+        message = current.step(*turn) if takes_stop(environment) else current.step(turn[0])
         if message is not None and not isinstance(message, Message):
             raise TypeError(f"step must return a Message or None, not {type(message).__name__}")
         state = pickle.dumps(current)  # also if no turn follows, so that an environment that cannot be pickled fails on its first turn

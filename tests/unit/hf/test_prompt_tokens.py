@@ -6,7 +6,9 @@ import shutil
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
+from transformers import PreTrainedTokenizerFast
 
 from examples.arithmetic.byte_tokenizer import make_byte_tokenizer
 from megatron_rl.config import Config
@@ -14,7 +16,7 @@ from megatron_rl.config.data import DataConfig
 from megatron_rl.data import check_data, load_held_out, load_problems
 from megatron_rl.errors import UserError
 from megatron_rl.hf.chat_template import ChatTemplate
-from megatron_rl.hf.prompt_tokens import encode_prompt
+from megatron_rl.hf.prompt_tokens import encode_continuation, encode_prompt
 from megatron_rl.hf.tokenizer import load_tokenizer
 from megatron_rl.rollout.generation import MultiTurnSampler
 from megatron_rl.types import Generation, SamplingParams
@@ -184,3 +186,25 @@ def test_another_template_or_row_is_other_data(make_model, rows):
             load_problems(make_config(folder, rows(), chat=True, **changes), tokenizer)[0].load_state_dict(state)
     with pytest.raises(UserError, match="other problems"):
         load_problems(make_config(folder, rows("1+1 ?"), chat=True), tokenizer)[0].load_state_dict(state)
+
+
+@pytest.mark.parametrize("scheme", ["first", "always"])
+def test_text_that_continues_has_no_blank_of_a_beginning(scheme):
+    """Metaspace is what Llama 2, Mistral and Gemma write for SentencePiece. A byte tokenizer puts no blank."""
+    letters = {letter: number for number, letter in enumerate("\u2581\n.a0bc[]<>2")}
+    blank = Tokenizer(
+        models.BPE(vocab=letters | {"\u2581a": 20, "\u2581\n": 21, "\n\n": 22}, merges=[("\u2581", "a"), ("\u2581", "\n"), ("\n", "\n")])
+    )
+    blank.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
+    blank.decoder = decoders.Metaspace(prepend_scheme=scheme)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=blank)
+    ids = [letters[letter] for letter in "\u2581abc2\n"]
+    assert encode_prompt(tokenizer, "abc", chat=True) == [20, *ids[2:4]] and encode_continuation(tokenizer, "abc") == ids[1:4]
+    assert encode_continuation(tokenizer, "2") == [letters["2"]] and encode_continuation(tokenizer, " a") == [20]
+    assert encode_continuation(tokenizer, "\n\nb") == [22, letters["b"]] and encode_continuation(tokenizer, "") == []
+
+
+def test_other_tokenizers_encode_what_continues_as_they_do(make_model):
+    tokenizer = load_tokenizer(make_model("BOS $A"))
+    for text in ("2", " 2", "\n\n", "<a>b", "a"):
+        assert encode_continuation(tokenizer, text) == tokenizer.encode(text, add_special_tokens=False)

@@ -1,6 +1,7 @@
 """A pool of engines: distribution of requests, lost engines, restarts, and when a successor may serve."""
 
 import contextlib
+import itertools
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -12,7 +13,7 @@ from support.processes import until
 from megatron_rl.config import Config
 from megatron_rl.distributed import to_run_error
 from megatron_rl.errors import EngineLostError, RunError
-from megatron_rl.rollout.engine import ServedReport
+from megatron_rl.rollout.engine import ServedReport, derive_engine_seed
 from megatron_rl.rollout.engine_pool import EnginePool
 from megatron_rl.types import Generation, SamplingParams
 from parallel.chunking import Chunk
@@ -241,3 +242,8 @@ def test_torchs_errors_about_a_lost_rank_become_one_line():
     gpu = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.10 GiB"
     assert "(it needs 2.00 GiB more); lower" in str(to_run_error(torch.OutOfMemoryError(gpu)))
     assert to_run_error(RuntimeError("shape mismatch")) is None and to_run_error(EngineLostError("an engine")) is None
+
+
+def test_every_start_of_an_engine_has_a_seed_of_its_own_which_a_resumed_run_does_not_repeat():
+    seeds = [derive_engine_seed(*parts) for parts in itertools.product((0, 1), (0, 1), (0, 7), (0, 1))]
+    assert len(set(seeds)) == len(seeds) and all(0 <= seed < 1 << 31 for seed in seeds)

@@ -1,5 +1,7 @@
 """Completions with several turns: the prompts of turns, where a completion ends, and failing environments."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -8,13 +10,14 @@ from support.agents import PAIR, ChatTokenizer
 from megatron_rl.batch.kept_tokens import make_kept_tokens
 from megatron_rl.config.environment import EnvironmentConfig
 from megatron_rl.errors import RunError
-from megatron_rl.rollout.environments.base import Episode, Message, StepResult, load_environment
+from megatron_rl.rollout.engine import cut_at_stop
+from megatron_rl.rollout.environments.base import Message, StepResult, load_environment
 from megatron_rl.rollout.environments.pool import EnvironmentPool
 from megatron_rl.rollout.generation import MultiTurnSampler
-from megatron_rl.rollout.metrics import build_sample_rows, compute_rollout_metrics
+from megatron_rl.rollout.metrics import build_sample_rows, compute_equal_excess, compute_rollout_metrics
 from megatron_rl.rollout.worker import RolloutBatch
 from megatron_rl.training.samples import to_training_samples
-from megatron_rl.types import Generation, Problem, SamplingParams
+from megatron_rl.types import Completion, Episode, Generation, Problem, SamplingParams
 from parallel.plug import InputError
 
 VERSION = 5
@@ -53,8 +56,8 @@ class Scripted:
         self.config = EnvironmentConfig(name="tests:scripted", **limits)
         self._replies, self.calls = [list(script) for script in replies], []
 
-    def step(self, texts, episodes):
-        self.calls.append(list(zip((episode.id for episode in episodes), texts, (episode.state for episode in episodes), strict=True)))
+    def step(self, turns, episodes):
+        self.calls += [(episode.id, *turn, episode.turn, episode.state) for turn, episode in zip(turns, episodes, strict=True)]
         return [self._replies[int(episode.id)].pop(0) or StepResult() for episode in episodes]
 
 
@@ -86,7 +89,20 @@ def test_a_turn_goes_on_from_the_very_tokens_that_were_sampled():
     assert completion.kept_tokens.ids.reshape(6, 2)[:, 0].tolist() == [a, a, stop, b, stop, ord("c")]
     assert completion.dialogue == ["aa>", "bb", "b>", "d", "c"] and completion.text == "aa>bbb>dc"
     assert (completion.num_turns, completion.sampled_count, completion.finish_reason) == (3, 6, "stop")
-    assert scripted.calls == [[("0", "aa>", b"")], [("0", "b>", b"1")], [("0", "c", b"")]]
+    assert scripted.calls == [("0", "aa>", ">", 0, b""), ("0", "b>", ">", 1, b"1"), ("0", "c", "", 2, b"")]
+
+
+def test_a_turn_ends_at_the_stop_text_for_the_environment_and_keeps_its_tokens():
+    """One token may hold the stop text and more, such as `>` and a line break."""
+    script = [ord("a"), ord(">") + PAIR]
+    (completion,), _, scripted = converse([[script, "c"]], [[say("2"), None]])
+    assert scripted.calls[0][1:3] == ("a>", ">") and completion.output_ids_T.tolist()[:2] == script and completion.text == "a>>2c"
+    cases = {
+        ("so 3#5", ("#",)): ("so 3#", "#"), ("a</b>\n", (">", "</b>")): ("a</b>", "</b>"), ("x", ("#",)): ("x", ""), ("", ()): ("", ""),
+        ("a;b>c", (">", ";b")): ("a;b", ";b"), ("##", ("#", "##")): ("#", "#"),
+    }  # fmt: skip
+    for (text, stops), expected in cases.items():
+        assert cut_at_stop(text, stops) == expected
 
 
 def test_only_answers_that_go_on_are_sampled_again():
@@ -143,6 +159,26 @@ def test_metrics_count_sampled_tokens_and_rows_show_the_author_of_each_turn():
     assert [row["dialogue"] for row in build_sample_rows(1, result, 2)] == [["ab>", "?", "c"], ["d>"]]
 
 
+def test_engines_that_draw_the_same_numbers_are_noticed_and_answers_that_are_likely_to_be_equal_are_not():
+    def groups(prob: float, draw, count: int = 16, size: int = 8) -> list[Completion]:
+        """Groups of one-token answers, each of which has this probability."""
+        problems = [Problem(f"p{number}", "", "") for number in range(count)]
+        logprobs = np.array([math.log(prob)], np.float32)
+        prompt = np.array([1], np.int32)
+        return [
+            Completion(problem, prompt, np.array([draw(number, member)], np.int32), logprobs, "stop", 1, "")
+            for number, problem in enumerate(problems)
+            for member in range(size)
+        ]
+
+    source = np.random.default_rng(0)
+    assert (
+        abs(compute_equal_excess(groups(1 / 5, lambda *_: source.integers(5)))) < 4 and compute_equal_excess(groups(1.0, lambda *_: 3)) == 0
+    )
+    assert compute_equal_excess(groups(1e-6, lambda number, member: number * 9 + member % 4)) > 10, "four numbers, twice"
+    assert compute_equal_excess(groups(1e-6, lambda number, member: number * 9 + member)) == pytest.approx(0, abs=0.01)
+
+
 def test_the_trainer_never_reads_a_log_prob_of_the_environment():
     result, _, _ = converse([["ab>", "c"]], [[say("12"), None]])
     result[0].logprobs_T[3:5] = float("nan")
@@ -158,14 +194,22 @@ def test_a_broken_environment_costs_its_own_answer_only(caplog):
     episodes = [Episode(str(number), "", "") for number in range(len(texts))]
     with EnvironmentPool(EnvironmentConfig(name="support.hostile:Environment", workers=1, timeout=0.5)) as pool:
         assert pool.stop == (">",)
-        replies = pool.step([*texts, "four"], [*episodes, Episode("none", "", "no object")])
+        replies = pool.step([(text, "") for text in [*texts, "four"]], [*episodes, Episode("none", "", "no object")])
         errors = [reply.error.partition(":")[0] for reply in replies]
         late, died = "timeout after 0.5 s", "worker died (exit code 7)"
         assert errors == ["", late, "", late, died, "KeyError", *["TypeError"] * 3, "UnicodeEncodeError", "", "", "ValueError"]
         assert [reply.message and reply.message.text for reply in replies if not reply.error] == ["one", "two", None, "three"]
         again = [Episode("0", "", "", state=replies[0].state), Episode("2", "", "", state=replies[2].state)]
-        assert [reply.message.text for reply in pool.step(["a", "b"], again)] == ["one+a", "two+b"], "it went on in another process"
+        heard = pool.step([("a", ""), ("b", "")], again)
+        assert [reply.message.text for reply in heard] == ["one+a", "two+b"], "it went on in another process"
     assert "failed in 9 of 13 completions: timeout after 0.5 s" in caplog.text
+
+
+def test_an_episode_draws_from_its_seed_in_every_process():
+    with EnvironmentPool(EnvironmentConfig(name="support.hostile:Drawing", workers=2)) as pool:
+        episodes = [Episode("p", "?", "", seed=seed, turn=turn) for seed, turn in [(3, 0), (3, 0), (3, 1), (4, 0)]]
+        first, again, later, other = (reply.message.text for reply in pool.step([("", ">")] * 4, episodes))
+    assert first == again and len({first, later, other}) == 3 and first.endswith("seed 3, stop >")
 
 
 def test_a_bad_name_is_refused_before_anything_starts():

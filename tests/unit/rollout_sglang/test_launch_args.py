@@ -53,6 +53,7 @@ def test_caches_in_e4m3_have_the_attention_that_rounds_nothing_else_and_the_pref
     options = dict(pairwise(arguments))
     assert options["--kv-cache-dtype"] == "fp8_e4m3" and options["--attention-backend"] == "flashinfer"
     assert not {"--kv-cache-dtype", "--attention-backend"} & set(start()[0])
+    assert dict(pairwise(start(seed=7)[0]))["--random-seed"] == "7"
     arguments, _ = start()
     assert "--disable-radix-cache" not in arguments and "--chunked-prefill-size" not in arguments
     arguments, _ = start(rollout={"enable_prefix_caching": False, "chunked_prefill_size": 512})

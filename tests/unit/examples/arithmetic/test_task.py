@@ -15,6 +15,7 @@ from examples.arithmetic.config import WarmStartConfig
 from examples.arithmetic.reward import reward
 from examples.arithmetic.task import HELD_OUT_ONE_IN, Arithmetic, is_held_out, write_demonstration
 from megatron_rl.errors import UserError
+from megatron_rl.rollout.engine import cut_at_stop
 from megatron_rl.rollout.environments.base import Message
 from megatron_rl.types import Problem, Reward
 
@@ -119,7 +120,7 @@ def test_values_and_refusals():
         ("so <<1+1>> and <<12*3>>", "36"),
         ("<<12*3>>\n", "36"),
         ("#2", None),
-        ("<<1+1>>2#2", None),
+        ("<<1+1>>2#2", "2"),
         ("1+1>>", None),
         ("<<1<<2+2>>", "4"),
         ("<<>>", "?"),
@@ -127,7 +128,7 @@ def test_values_and_refusals():
     ],
 )
 def test_a_turn_that_ends_with_a_call_is_answered(text, reply):
-    message = Calculator(PROBLEM).step(text)
+    message = Calculator(PROBLEM).step(*cut_at_stop(text, Calculator.stop))
     assert (message and message.text) == reply
     assert message is None or bool(message.error) == (reply == "?")
 
@@ -136,7 +137,7 @@ def test_worked_examples_call_the_calculator_and_are_right():
     assert calculator.write_demonstration(PROBLEM) == ["<<5+3-6>>", "2", "#2"]
     for problem in map(Arithmetic(0).train_problem, range(40)):
         call, result, answer = calculator.write_demonstration(problem)
-        assert Calculator(problem).step(call) == Message(result)
+        assert Calculator(problem).step(call, ">>") == Message(result)
         assert reward(call + result + answer, problem).correct
 
 

@@ -9,9 +9,9 @@ from megatron_rl.data.sets import read_problem_set
 from megatron_rl.errors import UserError
 from megatron_rl.rewards import load_function
 from megatron_rl.rewards.pool import call_reward_function
-from megatron_rl.rollout.environments.base import Episode, Message, StepResult, load_environment
+from megatron_rl.rollout.environments.base import Message, StepResult, load_environment
 from megatron_rl.rollout.environments.pool import run_step
-from megatron_rl.types import Problem, Reward
+from megatron_rl.types import Episode, Problem, Reward
 
 ROOT = Path(__file__).parents[4]
 
@@ -56,10 +56,10 @@ def test_the_dice_can_be_rolled_three_times():
     dice, episode = load_environment("examples.plugs.dice:Dice"), Episode("p", "?", "")
     results = []
     for _ in range(4):
-        results.append(run_step(dice, "<roll></roll>", episode))
+        results.append(run_step(dice, ("<roll></roll>", "</roll>"), episode))
         episode = Episode("p", "?", "", state=results[-1].state)
     assert [result.message for result in results] == [*[Message("4")] * 3, Message("no roll is left", "too many rolls")]
-    assert run_step(dice, "it was 4", episode) == StepResult()
+    assert run_step(dice, ("it was 4", ""), episode) == StepResult()
 
 
 @pytest.mark.parametrize("example, page", [("contains_answer", "rewards"), ("dice", "environments")])

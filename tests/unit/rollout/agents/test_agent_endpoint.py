@@ -84,7 +84,7 @@ def test_a_call_that_cannot_be_read_is_text_and_counted(desk, said):
 
 
 def test_a_stop_text_ends_what_the_agent_sees_and_not_what_is_trained_on(desk):
-    desk.policy.reply = lambda prompt: "xSTOPy"
+    desk.policy.reply = lambda prompt: "xSTOPy"  # the last token holds more than the stop text
     assert desk.say(USER, stop="STOP").choices[0].message.content == "x"
     assert desk.policy.asked[0][1].stop == ("STOP",) and desk.episode.finish("", None).sampled_count == 7
 

@@ -73,6 +73,8 @@ def test_an_agent_that_hangs_is_ended_with_all_its_processes(sessions):
 
 def test_an_agent_may_give_its_own_reward_or_be_a_program():
     with sampler_of(own_reward=True) as sampler:
+        drawn = [completion.own_reward or 0.0 for prompts in (("draw", "draw"), ("draw",)) for completion in sample(sampler, *prompts)]
+        assert drawn[0] == drawn[2] < 1 < drawn[1] and drawn[1] % 1 != drawn[0], "a fork's random numbers are those of its seed"
         given, missing = sample(sampler, "reward", "a")
     assert (given.own_reward, given.environment_error) == (0.5, "")
     assert missing.own_reward is None and missing.environment_error == "wrote '' instead of a reward, and agent.own_reward is on"
