@@ -65,7 +65,8 @@ def run_step(environment: EnvironmentClass, turn: tuple[str, str], episode: Epis
     try:
         seed_libraries(episode.seed, episode.turn)  # in every turn, because any worker can run any turn
         current = pickle.loads(episode.state) if episode.state else environment(episode)
-        message = current.step(*turn) if takes_stop(environment) else current.step(turn[0])
+        arguments = turn if takes_stop(environment) else turn[:1]
+        message = current.step(*arguments)
         if message is not None and not isinstance(message, Message):
             raise TypeError(f"step must return a Message or None, not {type(message).__name__}")
         state = pickle.dumps(current)  # also if no turn follows, so that an environment that cannot be pickled fails on its first turn
