@@ -155,7 +155,6 @@ def test_your_own_function_is_found_in_the_working_directory_and_checked_beforeh
         check_rewards(config(MATH, {"name": "my_modul:reward"}))
 
 
-DOCS = Path(__file__).resolve().parents[3] / "docs" / "guides" / "rewards.md"
 PROBLEMS = [Problem("p", "1+1=", "2", level=3, source="s")] * 5
 TEXTS = ["so 2", "so 3", "2", "\ud800 2", "5"]
 
@@ -416,6 +415,7 @@ def test_real_gsm8k_golds_verify_and_another_problems_gold_does_not():
         assert math_reward.reward(text, problem).correct
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not MATH_500.is_file(), reason=f"the MATH-500 file is not at {MATH_500}")
 def test_real_math500_golds_verify_and_shuffled_ones_fail():
     rows = [json.loads(line) for line in MATH_500.read_text().splitlines()]
