@@ -12,7 +12,7 @@ import pytest
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 from megatron.core.tensor_parallel import layers
-from support.policies import (
+from policies import (
     ACTOR_BYTES,
     ARCHITECTURES,
     count_layers_that_fit,
@@ -23,7 +23,7 @@ from support.policies import (
     sum_negative_logprobs,
     to_actor,
 )
-from support.timing import run_in_child, time_in_turns
+from timing import run_in_child, time_in_turns
 
 from megatron_rl.config import PrecisionConfig
 from megatron_rl.kernels.linear import requirements
