@@ -5,6 +5,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+import numpy as np
+
 from megatron_rl.metrics import declare
 from megatron_rl.rollout.groups import GENERATE
 from megatron_rl.rollout.worker import RolloutBatch
@@ -121,9 +123,9 @@ def compute_equal_excess(completions: Sequence[Completion]) -> float:
         groups.setdefault(id(completion.problem), []).append(completion)
     equal = expected = 0.0
     for members in groups.values():
-        counts = Counter(completion.output_ids_T.tobytes() for completion in members).values()
+        counts = Counter(np.asarray(completion.output_ids_T).tobytes() for completion in members).values()
         equal += sum(count * (count - 1) / 2 for count in counts)
-        likelihood = sum(math.exp(min(float(completion.logprobs_T.sum()), 0.0)) for completion in members)
+        likelihood = sum(math.exp(min(float(np.sum(completion.logprobs_T)), 0.0)) for completion in members)
         expected += (len(members) - 1) / 2 * likelihood
     return (equal - expected) / math.sqrt(expected + 1)
 

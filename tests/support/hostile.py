@@ -94,8 +94,6 @@ class Drawing:
     def step(self, text, stop):
         import random
 
-        import numpy as np
-
         from megatron_rl.rollout.environments.base import Message
 
-        return Message(f"{random.random()} {np.random.rand()}, seed {self.seed}, stop {stop}")
+        return Message(f"{random.random()}, seed {self.seed}, stop {stop}")

@@ -150,7 +150,7 @@ def problem(number: int, level: int = 1, source: str = "arithmetic", answer: str
 
 
 def outcome(text: str, correct: bool = False, error: str = "", finish: str = "stop") -> Outcome:
-    return Outcome(text, Reward(float(correct), correct, error), len(text), finish)
+    return Outcome(text, Reward(float(correct), correct, error), len(text), finish, answer_text=text)
 
 
 @pytest.mark.parametrize(
