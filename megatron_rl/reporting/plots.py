@@ -241,7 +241,7 @@ SECTIONS: dict[str, tuple[Plot, ...]] = {
              "Easy levels should rise first. A level that stays at 0 % earns no reward, so nothing is learned from it."),
         Plot("Reward", (Panel("reward", draw=_draw_reward),),
              "The mean should rise. When the band closes, all completions score alike and there is little left to learn from."),
-        Plot("Completion length", (Panel("length (tokens)", zero=True), Panel("cut at the limit", "share")),
+        Plot("Completion length", (Panel("length (tokens)", zero=True), Panel("thought", "share"), Panel("cut at the limit", "share")),
              "Lengths may grow. If the share of cut completions grows too, the length limit is too tight."),
     ),
     "Precision: trainer against engine": (

@@ -158,7 +158,7 @@ def outcome(text: str, correct: bool = False, error: str = "", finish: str = "st
     [
         ("# Solution\nThe answer is 1,080.", "gsm8k", "1080"),
         ("#### 7", "gsm8k", "7"),
-        (r"so \boxed{ \frac{1}{2} }", "math", r"\frac{1}{2}"),
+        (r"so \boxed{ \frac{1}{2} }", "math", "1/2"),
         ("it is 12", "math", "12"),
         ("who knows", "math", None),
         (r"\boxed{}", "math", None),
