@@ -52,8 +52,8 @@ def test_metrics_of_a_step():
     expected = {
         "reward/mean": 0.625, "reward/std": ((0.375**2 + 0.125**2 + 0.625**2 + 0.375**2) / 4) ** 0.5, "reward/errors": 1,
         "reward/overlong": 0, "accuracy/train": 0.5, "accuracy/level_1": 0.5, "accuracy/level_2": 0.5, "length/mean": 5, "length/max": 8,
-        "length/truncated": 0.5, "groups/equal_excess": 0, "tokens/generated": 20, "tokens/per_second": 5, "tokens/cached_share": 0, "ahead/generate": 4,
-        "ahead/reward": 1,
+        "length/truncated": 0.5, "groups/equal_excess": 0, "tokens/generated": 20, "tokens/per_second": 5, "tokens/cached_share": 0,
+        "ahead/generate": 4, "ahead/reward": 1,
     }  # fmt: skip
     assert metrics == pytest.approx(expected)
 
