@@ -32,7 +32,7 @@ _SAME_NUMBERS = "engines that draw the same random numbers (engine_seeds in run.
 _EQUAL = declare(
     "groups/equal_excess",
     "pairs of equal completions in a group beyond those expected by chance, in standard deviations",
-    expected=(-math.inf, 10.0),
+    expected=(0.0, 10.0),
     causes=("", _SAME_NUMBERS),
 )
 _TOKENS = declare("tokens/generated", "tokens generated", "count")
@@ -113,7 +113,7 @@ def _thought_metrics(completions: Sequence[Completion]) -> dict[str, float]:
 
 
 def compute_equal_excess(completions: Sequence[Completion]) -> float:
-    """Return by how many standard deviations the number of equal pairs in groups exceeds the number expected of independent draws.
+    """Return by how many standard deviations the number of equal pairs in groups exceeds the number expected of independent draws, or 0.
 
     Two independent draws are equal with probability sum_x p(x)^2, of which the mean of p over the members of a group is an unbiased
     estimate. The number of such rare events has about its mean as variance; 1 is added, so that one pair is no alarm.
@@ -127,7 +127,7 @@ def compute_equal_excess(completions: Sequence[Completion]) -> float:
         equal += sum(count * (count - 1) / 2 for count in counts)
         likelihood = sum(math.exp(min(float(np.sum(completion.logprobs_T)), 0.0)) for completion in members)
         expected += (len(members) - 1) / 2 * likelihood
-    return (equal - expected) / math.sqrt(expected + 1)
+    return max(0.0, equal - expected) / math.sqrt(expected + 1)
 
 
 def _environment_metrics(completions: Sequence[Completion]) -> dict[str, float]:
