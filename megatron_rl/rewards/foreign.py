@@ -215,7 +215,8 @@ def make_reward(score: Any) -> Reward:
     value = score.item() if hasattr(score, "item") else score
     if not isinstance(value, numbers.Real | Decimal):
         raise TypeError(f"the reward function must return a Reward or a number, not {type(score).__name__}")
-    return Reward(float(value), value > 0)
+    number = float(value)
+    return Reward(number, number > 0)
 
 
 def wait_for(result: Any) -> Any:
