@@ -88,8 +88,8 @@ class RewardConfig(ConfigSection):
     workers: int = Field(2, ge=1)
     """Number of worker processes."""
     timeout: float = Field(5.0, gt=0)
-    """Time limit in seconds for one completion, all functions together. After that the worker is replaced and `on_error` applies. The first
-    completion of a worker may take 120 s, because many functions load something then."""
+    """Time limit in seconds for one completion, all functions together. After that the worker is replaced and `on_error` applies. The
+    first completion of each data set in a worker may take 120 s, because many functions load something then."""
     memory_mb: int = Field(4096, ge=256)
     """Address-space limit of one worker in MiB."""
 

@@ -54,7 +54,7 @@ Values = Callable[[str, Problem, Sample], Mapping[str, Any]]
 
 def adapt(name: str, function: Any) -> "ForeignFunction | None":
     """Return a function written for verl, TRL or verifiers, or None if it is another one. Raise InputError if it requires an argument
-    that nothing provides."""
+    that nothing provides, or names none."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # not callable, or written in C
@@ -62,6 +62,9 @@ def adapt(name: str, function: Any) -> "ForeignFunction | None":
     names = [each.name for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
     required = {each.name for each in parameters if each.name in names and each.default is each.empty}
     takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters)
+    if not names:
+        rule = "names none of its arguments, so that nobody knows what it takes"
+        raise InputError("reward.function", name, rule, "name them; a decorator keeps the names with functools.wraps")
     if not {"completions", "completion_ids"}.isdisjoint(names):
         _refuse(name, required & _UNKNOWN)
         return _TRLFunction(function, names, required, takes_any)

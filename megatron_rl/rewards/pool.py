@@ -27,6 +27,10 @@ class RewardPool(WorkerPool[list[Reward]]):
     def make_failure(self, reason: str) -> list[Reward]:
         return [Reward(0.0, False, error=reason)] * len(self._functions)
 
+    def find_kind(self, text: str, problem: Problem, sample: Sample) -> object:
+        """Return the data set, since functions of several sets, as verl's, load something for each."""
+        return problem.source, problem.columns.get("data_source")
+
     def score(self, texts_B: Sequence[str], problems_B: Sequence[Problem], samples_B: Sequence[Sample] | None = None) -> list[list[Reward]]:
         """Return the rewards of the texts, in order. See `WorkerPool.run`."""
         return self.run(list(zip(texts_B, problems_B, samples_B or [Sample()] * len(texts_B), strict=True)))

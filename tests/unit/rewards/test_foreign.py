@@ -85,6 +85,8 @@ def turns(completion, state): return sum(message["role"] == "assistant" for mess
 
 def with_parser(parser, completion): return 1.0
 
+def hidden(*args, **kwargs): return short(*args, **kwargs)
+
 class Unprintable(Exception):
     def __str__(self): raise ValueError
 
@@ -192,6 +194,8 @@ def test_a_function_may_return_a_number():
 def test_arguments_that_no_row_has_are_refused(name, argument):
     with pytest.raises(InputError, match=f"requires the argument {argument}, which no reward function gets"):
         load_function(f"ported_rewards:{name}")
+    with pytest.raises(InputError, match="names none of its arguments"):
+        load_function("ported_rewards:hidden")
 
 
 def test_rows_of_verl_reach_the_function_in_a_worker(tmp_path):
