@@ -48,10 +48,6 @@ class Sample:
         return (len(self.dialogue) or 1) + 1
 
 
-Values = Callable[[str, Problem, Sample], Mapping[str, Any]]
-"""Returns the values of all arguments that a function may take."""
-
-
 def adapt(name: str, function: Any) -> "ForeignFunction | None":
     """Return a function written for verl, TRL or verifiers, or None if it is another one. Raise InputError if it requires an argument
     that nothing provides, or names none."""
@@ -74,7 +70,7 @@ def adapt(name: str, function: Any) -> "ForeignFunction | None":
     if "problem" in names:
         return None
     if not {"solution_str", "ground_truth"}.isdisjoint(names):
-        text = "solution_str" if "solution_str" in names else next((each for each in names if each not in _VERL), "")
+        text = "solution_str" if "solution_str" in names else next((each for each in names if each not in _VERL), "solution_str")
         _refuse(name, required - {text, *_VERL})
         return _VerlFunction(function, names, required, takes_any, text)
     if not {"completion", "answer", "state"}.isdisjoint(names):
@@ -108,6 +104,8 @@ class ForeignFunction:
         """Call the function with the arguments that it takes of `values`, and those that it requires of `more`."""
         given = {name: value for name, value in (more or {}).items() if name in self.required}
         given |= {name: value for name, value in values.items() if self.takes_any or name in self.names}
+        if isinstance(self.function, functools.partial):  # settings take precedence
+            given = {name: value for name, value in given.items() if name not in self.function.keywords}
         if missing := self.required - given.keys():
             columns = ", ".join({"answer": None, **problem.columns})
             raise LookupError(f"the reward function needs the column {', '.join(sorted(missing))}; the row has {columns}")

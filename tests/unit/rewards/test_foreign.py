@@ -42,6 +42,8 @@ def without_truth(solution_str, extra_info=None): return extra_info["index"]
 
 def with_settings(solution_str, ground_truth, *, factor): return factor
 
+def with_level(completions, level, **kwargs): return [level]
+
 def with_tokenizer(solution_str, ground_truth, tokenizer): return 1.0
 
 def texts(prompts, completions, solution, **kwargs):
@@ -220,6 +222,8 @@ def test_settings_are_keyword_arguments():
     config = RewardConfig.model_validate({"functions": (part,), "workers": 1})
     with Scorer(config, print) as scorer:
         assert scorer.score(["2"], [Problem("p", "?", "2")], [1]) == [Reward(3.0, True)]
+    level = load_function("ported_rewards:with_level", {"level": 7})
+    assert call_reward_function(level, "2", Problem("p", "?", "2", columns={"level": 3})).value == 7, "not the column"
     for settings, line in (({}, "requires the argument factor"), ({"factor": 1, "other": 2}, "unexpected keyword argument 'other'")):
         wrong = config.model_copy(update={"functions": (config.functions[0].model_copy(update={"settings": settings}),)})
         with pytest.raises(UserError, match=line):
