@@ -1,5 +1,6 @@
 """The project's expected errors, which print as one line without a traceback. All other exceptions are bugs and keep their traceback."""
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -24,7 +25,8 @@ class UserError(MegatronRLError):
     def __init__(self, field: str, value: object, rule: str, fix: str = "") -> None:
         self.field, self.value, self.rule, self.fix = field, value, rule, fix
         shown = "" if value is None else f" = {value!r}" if isinstance(value, str) else f" = {value}"
-        super().__init__(f"{field}{shown}: {rule}" + (f"; {fix}" if fix else ""))
+        text = f"{field}{shown}: {rule}" + (f"; {fix}" if fix else "")
+        super().__init__(re.sub(r"\s*\n\s*", " ", text))  # messages of libraries may have several lines
 
     def __reduce__(self) -> tuple[object, ...]:  # errors are pickled between ranks
         return UserError, (self.field, self.value, self.rule, self.fix)

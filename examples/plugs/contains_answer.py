@@ -1,12 +1,13 @@
 """A reward function: the answer must occur somewhere in the completion.
 
-[reward]
-function = "examples.plugs.contains_answer:reward"
+[[reward.functions]]
+name = "examples.plugs.contains_answer:reward"
+settings = {wrong = -0.2}
 """
 
 from megatron_rl.types import Problem, Reward
 
 
-def reward(text: str, problem: Problem) -> Reward:
+def reward(text: str, problem: Problem, wrong: float = -0.1) -> Reward:
     right = problem.answer in text
-    return Reward(value=1.0 if right else -0.1, correct=right)
+    return Reward(value=1.0 if right else wrong, correct=right)

@@ -197,6 +197,8 @@ class DataConfig(ConfigSection):
     @model_validator(mode="after")
     def _columns(self) -> Self:
         _check_one_format(self.format, self.columns)
+        if not self.chat and "verl" in {self.format, *(each.format for each in (*self.train, *self.eval))}:
+            raise ValueError('format = "verl" needs chat = true, because only a chat template uses roles')
         for columns in filter(None, (self.columns, *(each.columns for each in (*self.train, *self.eval)))):
             if columns.messages and not self.chat:
                 raise ValueError(f"columns.messages = {columns.messages!r} needs chat = true, because only a chat template uses roles")

@@ -5,7 +5,7 @@ from collections import Counter
 from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, Field, SerializerFunctionWrapHandler, field_validator, model_serializer, model_validator
+from pydantic import AfterValidator, Field, JsonValue, SerializerFunctionWrapHandler, field_validator, model_serializer, model_validator
 
 from megatron_rl.config.base import ConfigSection
 from megatron_rl.plugs import REWARDS
@@ -27,6 +27,8 @@ class RewardFunctionConfig(ConfigSection):
     """`math`, `exact`, `format`, `length`, `http`, or your own Python function as `module:attribute`."""
     weight: float = 1.0
     """Weight of this function in the sum. 0 only records its value."""
+    settings: dict[str, JsonValue] = Field(default_factory=dict)
+    """Your own function: keyword arguments for every call, as verl's `reward_kwargs`."""
     pattern: str = Field("", min_length=1)
     """`format`: regular expression that must match the whole completion. `exact`: regular expression whose last match contains the answer,
     in its first group if it has one. A dot also matches line breaks."""
@@ -86,8 +88,8 @@ class RewardConfig(ConfigSection):
     workers: int = Field(2, ge=1)
     """Number of worker processes."""
     timeout: float = Field(5.0, gt=0)
-    """Time limit in seconds for one completion, all functions together. After that the worker is replaced and `on_error` applies. The first
-    completion of a worker may take 120 s, because many functions load something then."""
+    """Time limit in seconds for one completion, all functions together. After that the worker is replaced and `on_error` applies. The
+    first completion of each data set in a worker may take 120 s, because many functions load something then."""
     memory_mb: int = Field(4096, ge=256)
     """Address-space limit of one worker in MiB."""
 
@@ -117,16 +119,17 @@ class RewardConfig(ConfigSection):
         return parts
 
     @property
-    def correctness_label(self) -> str:
-        """Label of the function that decides what is correct; `format` only if no other function judges the answer."""
-        labels = sorted(self.parts, key=lambda label: {"format": 1, "length": 2}.get(self.parts[label].name, 0))  # stable
-        return labels[0]
+    def judges(self) -> list[str]:
+        """Labels of the functions, of which the first that applies to a problem decides what is correct: `format` after those that judge
+        the answer."""
+        labels = [label for label, part in self.parts.items() if part.name != "length"]
+        return sorted(labels, key=lambda label: self.parts[label].name == "format")  # stable
 
 
 def _check_settings(name: str, given: set[str]) -> None:
     if missing := [setting for setting in _REQUIRED.get(name, ()) if setting not in given]:
         raise ValueError(f"{name} needs {' and '.join(missing)}, in a table [[reward.functions]]")
-    if foreign := sorted(given - {"name", "weight", *_SETTINGS.get(name, ())}):
+    if foreign := sorted(given - {"name", "weight", *(("settings",) if REWARDS.is_own(name) else _SETTINGS.get(name, ()))}):
         raise ValueError(f"{name} has no setting {', '.join(foreign)}")
 
 

@@ -5,6 +5,7 @@ Files are JSONL (one object per line), JSON (one array of objects) or Parquet, r
 (HF_HUB_OFFLINE=1). The folder of a local clone can replace OWNER/NAME. Data sets that run code are refused.
 """
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -77,17 +78,34 @@ def _read_parquet_rows(path: Path, field: str, keep: Sequence[str] | None) -> It
         table = pyarrow.parquet.ParquetFile(path).read()
         kept = ArrowRows(table if keep is None else table.select([name for name in table.column_names if name in keep]))
         rows = (row for batch in table.to_batches(max_chunksize=_DECODED_ROWS) for row in batch.to_pylist())
-        single = [each.name for each in table.schema if each.type == pyarrow.float32()]
-        for number, row in enumerate(rows, start=1):
-            yield number, _shorten_floats(row, single), RowColumns(kept, number - 1)
+        for number, row in enumerate(map(_FloatShortener(table.schema), rows), start=1):
+            yield number, row, RowColumns(kept, number - 1)
     except pyarrow.lib.ArrowException as error:
         reason = str(error).splitlines()[0][:200]
         raise UserError(field, str(path), f"is not a readable Parquet file ({reason})", SOURCE_FIX) from None
 
 
-def _shorten_floats(row: dict[str, Any], columns: Sequence[str]) -> dict[str, Any]:
-    """Return the row with the shortest decimals that its float32 columns hold: 0.1, not 0.10000000149011612."""
-    return row | {name: float(str(np.float32(row[name]))) for name in columns if row[name] is not None}
+class _FloatShortener:
+    """Returns a row with the shortest decimals that its 16-bit and 32-bit floats hold: 0.1, not 0.10000000149011612."""
+
+    def __init__(self, schema: Any) -> None:
+        """`schema`: Arrow schema of the rows."""
+        self._columns = {each.name: each.type for each in schema if re.search(r"\b(float|halffloat)\b", str(each.type))}
+
+    def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
+        return row | {name: _shorten(row[name], type) for name, type in self._columns.items()} if self._columns else row
+
+
+def _shorten(value: Any, type: Any) -> Any:
+    """`type`: Arrow type of the value."""
+    if isinstance(value, float):
+        narrow = {"float": np.float32, "halffloat": np.float16}.get(str(getattr(type, "value_type", type)))  # a dictionary has values
+        return float(str(narrow(value))) if narrow else value
+    if isinstance(value, dict):
+        return {each.name: _shorten(value[each.name], each.type) for each in type}
+    if isinstance(value, list) and hasattr(type, "value_type"):
+        return [_shorten(item, type.value_type) for item in value]
+    return value
 
 
 def _decode(text: bytes) -> str:
@@ -108,9 +126,8 @@ def read_hub_rows(source: str, field: str, keep: Sequence[str] | None) -> Iterat
         raise UserError(field, source, rule, "write for example hf:openai/gsm8k:main:train")
     data_set = _load_data_set(source, name, rest[0] if len(rest) == 2 else None, rest[-1], field)
     kept = data_set if keep is None else data_set.select_columns([name for name in data_set.column_names if name in keep])
-    single = [name for name, feature in data_set.features.items() if getattr(feature, "dtype", "") == "float32"]
-    for number, row in enumerate(data_set, start=1):
-        yield number, _shorten_floats(row, single), RowColumns(kept, number - 1)
+    for number, row in enumerate(map(_FloatShortener(data_set.features.arrow_schema), data_set), start=1):
+        yield number, row, RowColumns(kept, number - 1)
 
 
 def _load_data_set(source: str, name: str, config: str | None, split: str, field: str) -> Any:

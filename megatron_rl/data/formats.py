@@ -169,7 +169,7 @@ def read_answer(value: Any, name: str, structured: bool = False) -> str:
     decimals without an exponent, and keep every digit of the file. With `structured`, a list or an object becomes its JSON text.
 
     Raises:
-        RowError: The value is NaN, infinite, larger than any float, or of another type.
+        RowError: The value is NaN, infinite, larger than any float, of another type, or a text that no tokenizer can encode.
     """
     if isinstance(value, numbers.Real | Decimal) and not isinstance(value, bool | Fraction):
         text = getattr(value, "text", None) or str(value)
@@ -182,7 +182,7 @@ def read_answer(value: Any, name: str, structured: bool = False) -> str:
         return str(int(number)) if number == number.to_integral_value() else f"{number:f}".rstrip("0")
     if structured and isinstance(value, list | Mapping):
         try:
-            return json.dumps(value, ensure_ascii=False, allow_nan=False, default=as_json)
+            value = json.dumps(value, ensure_ascii=False, allow_nan=False, default=as_json)
         except (TypeError, ValueError) as error:
             raise RowError(f"the field {name} must hold JSON values ({error})") from None
     return read_text(value, name)

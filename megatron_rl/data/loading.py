@@ -153,7 +153,8 @@ class _Loader:
             check_difficulty(found.problems, source)
         problems, keys = self._drop_held_out(found, left_out)
         if not problems:
-            raise UserError("data.train", source.source, "all of its problems are also in data.eval", "use different files")
+            fix = 'use different files, or set data.overlap = "row" if equal questions with other answers are other problems'
+            raise UserError("data.train", source.source, "all of its questions are also in data.eval", fix)
         problems, keys = _drop_repeated(problems, keys, self._seen, left_out)
         if not problems:
             raise UserError("data.train", source.source, "all of its problems are in an earlier set", "remove it")

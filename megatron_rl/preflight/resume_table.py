@@ -91,7 +91,7 @@ TABLE = (
     Row("data", "max_left_out", FREELY, "Only decides whether a start is refused."),
     Row("eval", "samples temperature top_p top_k min_p", FREELY, _EVALUATION),
     Row("reward", "function thinking on_error", NAMED, "Changes rewards."),
-    Row("reward.functions", "name weight pattern full_tokens zero_tokens", NAMED, "Changes rewards."),
+    Row("reward.functions", "name weight settings pattern full_tokens zero_tokens", NAMED, "Changes rewards."),
     Row("reward.functions", "url token_env batch_size timeout retries", FREELY, "Says where a reward server is and how it is asked."),
     Row("reward", "workers timeout memory_mb max_error_share", FREELY, _LIMITS),
     Row("environment", "name max_turns max_tokens", NAMED, "Changes what the environment does."),

@@ -14,15 +14,16 @@ from megatron_rl.rewards import foreign
 from megatron_rl.types import RewardFunction
 
 
-def load_function(name: str, settings: Mapping[str, Any] | None = None) -> RewardFunction:
+def load_function(name: str, settings: Mapping[str, Any] | None = None) -> RewardFunction | foreign.ForeignFunction:
     """Return the reward function `name` with `settings` as keyword arguments: built in, the user's own function of (text, problem), or one
-    written for verl or TRL (`rewards.foreign`). Raise InputError if it does not exist or takes other arguments. Load the libraries
-    of a built-in function in advance, so that this does not count as a completion's time."""
-    function = replace(REWARDS, takes=()).load(name)
+    written for verl, TRL or verifiers (`rewards.foreign`). Raise InputError if it does not exist or takes other arguments. Load the
+    libraries of a built-in function in advance, so that this does not count as a completion's time."""
+    loaded = replace(REWARDS, takes=()).load(name)
+    function = functools.partial(loaded, **settings) if settings and callable(loaded) else loaded
     if name not in REWARDS.builtin:
         if adapted := foreign.adapt(name, function):
             return adapted
         REWARDS.check_call(name, function, REWARDS.takes)
     if name in REWARDS.builtin:
-        getattr(importlib.import_module(function.__module__), "prepare", lambda: None)()
-    return functools.partial(function, **settings) if settings else function
+        getattr(importlib.import_module(loaded.__module__), "prepare", lambda: None)()
+    return function

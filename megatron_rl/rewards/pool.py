@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from megatron_rl.rewards import load_function
-from megatron_rl.rewards.foreign import make_reward
+from megatron_rl.rewards.foreign import ForeignFunction, Sample, make_reward
 from megatron_rl.types import Problem, Reward, RewardFunction
 from megatron_rl.workers.pool import WorkerPool
 from megatron_rl.workers.process import describe_error, serve
@@ -27,20 +27,29 @@ class RewardPool(WorkerPool[list[Reward]]):
     def make_failure(self, reason: str) -> list[Reward]:
         return [Reward(0.0, False, error=reason)] * len(self._functions)
 
-    def score(self, texts_B: Sequence[str], problems_B: Sequence[Problem]) -> list[list[Reward]]:
+    def find_kind(self, text: str, problem: Problem, sample: Sample) -> object:
+        """Return the data set, since functions of several sets, as verl's, load something for each."""
+        return problem.source, problem.columns.get("data_source")
+
+    def score(self, texts_B: Sequence[str], problems_B: Sequence[Problem], samples_B: Sequence[Sample] | None = None) -> list[list[Reward]]:
         """Return the rewards of the texts, in order. See `WorkerPool.run`."""
-        return self.run(list(zip(texts_B, problems_B, strict=True)))
+        return self.run(list(zip(texts_B, problems_B, samples_B or [Sample()] * len(texts_B), strict=True)))
 
 
-def _load_functions(functions_json: str) -> Callable[[str, Problem], list[Reward]]:
+def _load_functions(functions_json: str) -> Callable[[str, Problem, Sample], list[Reward]]:
     functions = [load_function(name, settings) for name, settings in json.loads(functions_json)]
-    return lambda text, problem: [call_reward_function(function, text, problem) for function in functions]
+    return lambda text, problem, sample: [call_reward_function(function, text, problem, sample) for function in functions]
 
 
-def call_reward_function(function: RewardFunction, text: str, problem: Problem) -> Reward:
+def call_reward_function(
+    function: RewardFunction | ForeignFunction,
+    text: str,
+    problem: Problem,
+    sample: Sample = Sample(),  # noqa: B008 (it is frozen)
+) -> Reward:
     """Call a reward function, which may also return a number. Return a Reward of 0 with an error if it raises or returns anything else."""
     try:
-        verdict = function(text, problem)
+        verdict = function(text, problem, sample) if isinstance(function, ForeignFunction) else function(text, problem)
         if not isinstance(verdict, Reward):
             verdict = make_reward(verdict)
         if not math.isfinite(verdict.value):

@@ -16,6 +16,7 @@ from dataclasses import replace
 from megatron_rl.config.reward import RewardConfig, RewardFunctionConfig
 from megatron_rl.errors import RunError, UserError
 from megatron_rl.plugs import REWARDS
+from megatron_rl.rewards.foreign import DOES_NOT_APPLY, Sample
 from megatron_rl.rewards.http import HttpRewardClient
 from megatron_rl.rewards.pool import RewardFunctionSpec, RewardPool
 from megatron_rl.rewards.thinking import Response, ThoughtMarkers, find_markers, split_thought
@@ -32,7 +33,7 @@ class Scorer:
 
     def __init__(self, config: RewardConfig, notify: Callable[[str], None], chat_template: str | None = None) -> None:
         self._thinking = _find_thinking(config, chat_template)
-        self._config, self._notify, self._parts, self._correctness_label = config, notify, config.parts, config.correctness_label
+        self._config, self._notify, self._parts, self._judges = config, notify, config.parts, config.judges
         self._local = [label for label, part in self._parts.items() if part.name not in ("http", "length")]
         self._pool = RewardPool(
             [_function(self._parts[label], self._thinking) for label in self._local], config.workers, config.timeout, config.memory_mb
@@ -54,6 +55,7 @@ class Scorer:
         lengths_B: Sequence[int],
         broken_B: Sequence[str] | None = None,
         own_B: Sequence[float | None] | None = None,
+        samples_B: Sequence[Sample] | None = None,
     ) -> list[Reward]:
         """Return the rewards of completions in order, with `parts` if there are several functions. Thread-safe.
 
@@ -65,9 +67,11 @@ class Scorer:
             lengths_B: Their lengths in tokens.
             broken_B: Why a completion can have no verdict, or "".
             own_B: Rewards that agents gave themselves, used instead of all functions. Correct if above 0.
+            samples_B: What functions of other libraries may ask about the completions.
         """
         if own_B is None:
-            rewards_B = self._judge(texts_B, problems_B, lengths_B)
+            has_own = any(REWARDS.is_own(self._parts[label].name) for label in self._local)
+            rewards_B = self._judge(texts_B, problems_B, lengths_B, samples_B if has_own else None)
         else:
             rewards_B = [Reward(value or 0.0, (value or 0.0) > 0) for value in own_B]
         for number, error in enumerate(broken_B or ()):
@@ -79,11 +83,13 @@ class Scorer:
         """Return a completion's answer, which is what built-in functions judge, and its thought."""
         return split_thought(text, problem.prompt, self._thinking)
 
-    def _judge(self, texts_B: Sequence[str], problems_B: Sequence[Problem], lengths_B: Sequence[int]) -> list[Reward]:
+    def _judge(
+        self, texts_B: Sequence[str], problems_B: Sequence[Problem], lengths_B: Sequence[int], samples_B: Sequence[Sample] | None
+    ) -> list[Reward]:
         """Return the verdicts of the functions."""
         verdicts_B: list[dict[str, Reward]] = [{} for _ in texts_B]
         if self._local:
-            for verdicts, rewards in zip(verdicts_B, self._pool.score(texts_B, problems_B), strict=True):
+            for verdicts, rewards in zip(verdicts_B, self._pool.score(texts_B, problems_B, samples_B), strict=True):
                 verdicts.update(zip(self._local, rewards, strict=True))
         for label, server in self._servers.items():
             for verdicts, reward in zip(verdicts_B, server.score(texts_B, problems_B), strict=True):
@@ -91,19 +97,21 @@ class Scorer:
         return [self._sum(verdicts, length) for verdicts, length in zip(verdicts_B, lengths_B, strict=True)]
 
     def _sum(self, verdicts: Mapping[str, Reward], tokens: int) -> Reward:
+        verdicts = {label: verdict for label, verdict in verdicts.items() if verdict.error != DOES_NOT_APPLY} or verdicts
         if errors := {label: verdict.error for label, verdict in verdicts.items() if verdict.error}:
             error = next(iter(errors.values()))
             labels = [label for label in errors if errors[label] == error]
             return Reward(0.0, False, error=error if len(self._parts) == 1 else f"{', '.join(labels)}: {error}")
-        judge = verdicts[self._correctness_label]
+        judge = verdicts[next(label for label in self._judges if label in verdicts)]
         values = {
             label: judge.correct * compute_length_reward(tokens, part.full_tokens, part.zero_tokens)
             if part.name == "length"
             else verdicts[label].value
             for label, part in self._parts.items()
+            if part.name == "length" or label in verdicts
         }
-        total = sum(part.weight * values[label] for label, part in self._parts.items())
-        return Reward(total, judge.correct, parts=values if len(values) > 1 else {}, answer=judge.answer)
+        total = sum(self._parts[label].weight * value for label, value in values.items())
+        return Reward(total, judge.correct, parts=values if len(self._parts) > 1 else {}, answer=judge.answer)
 
     def _apply_on_error(self, rewards: list[Reward], problems_B: Sequence[Problem]) -> list[Reward]:
         """Report the completions without a verdict, and treat them as `reward.on_error` says."""
@@ -136,7 +144,7 @@ def check_rewards(config: RewardConfig, problems: Sequence[Problem] = ()) -> Non
             _check_server(part, problems)
         elif REWARDS.is_own(part.name):
             with RewardPool([_function(part, None)], 1, config.timeout, config.memory_mb) as pool:
-                _check_own(pool, field, part.name, problems)
+                _check_own(pool, field, part.name, problems, DOES_NOT_APPLY if len(config.parts) > 1 else "")
 
 
 def _check_server(part: RewardFunctionConfig, problems: Sequence[Problem]) -> None:
@@ -146,10 +154,16 @@ def _check_server(part: RewardFunctionConfig, problems: Sequence[Problem]) -> No
         raise UserError("reward.functions.url", part.url, f"the reward server {failure}", fix)
 
 
-def _check_own(pool: RewardPool, field: str, name: str, problems: Sequence[Problem]) -> None:
+def _check_own(pool: RewardPool, field: str, name: str, problems: Sequence[Problem], allowed: str) -> None:
+    """`allowed`: an error that is none."""
+
+    def call(text: str, problem: Problem) -> str:
+        error = pool.score([text], [problem], [Sample(text.encode(errors="replace"))])[0][0].error
+        return "" if error == allowed else error
+
     try:
         pool.wait_until_ready()
-        failure, fix = find_failure(lambda text, problem: pool.score([text], [problem])[0][0].error, problems), "correct it"
+        failure, fix = find_failure(call, problems), "correct it"
     except RunError as error:
         failure, fix = str(error), "the function is searched on Python's path and in the working directory"
     if failure:
@@ -174,5 +188,5 @@ def _find_thinking(config: RewardConfig, chat_template: str | None) -> ThoughtMa
 
 
 def _function(part: RewardFunctionConfig, thinking: ThoughtMarkers | None) -> RewardFunctionSpec:
-    settings = {"thinking": thinking} if part.name in ("math", "exact") else {}
+    settings = {"thinking": thinking} if part.name in ("math", "exact") else part.settings
     return part.name, settings | ({"pattern": part.pattern} if part.pattern else {})

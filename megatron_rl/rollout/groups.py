@@ -11,6 +11,7 @@ from megatron_rl.config import Config
 from megatron_rl.errors import EngineLostError
 from megatron_rl.metrics import declare
 from megatron_rl.observability import hang_watchdog
+from megatron_rl.rewards.foreign import Sample
 from megatron_rl.rewards.scorer import Scorer
 from megatron_rl.rollout.engine import Abort, hash_seed
 from megatron_rl.rollout.generation import Sampler
@@ -111,7 +112,8 @@ def assign_rewards(completions_B: Sequence[Completion], rewards: Scorer) -> None
         [completion.problem for completion in completions_B],
         [completion.total_sampled for completion in completions_B],
         [completion.environment_error and f"{completion.finish_reason}: {completion.environment_error}" for completion in completions_B],
-        *([own_B] if any(own is not None for own in own_B) else []),
+        own_B if any(own is not None for own in own_B) else None,
+        [Sample(completion.output_ids_T.tolist(), completion.dialogue) for completion in completions_B],
     )
     for completion, reward in zip(completions_B, rewards_B, strict=True):
         completion.reward = reward

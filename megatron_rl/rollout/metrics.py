@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any, TypeVar
 
 import numpy as np
@@ -100,7 +101,8 @@ def _count(completions: Sequence[Completion], condition: Callable[[Completion], 
 
 def _reward_parts(completions: Sequence[Completion]) -> dict[str, float]:
     parts = [completion.reward.parts for completion in completions if completion.reward.parts]
-    return {_REWARD_PART.format(label): sum(part[label] for part in parts) / len(parts) for label in (parts[0] if parts else {})}
+    values = {label: [part[label] for part in parts if label in part] for label in dict.fromkeys(chain(*parts))}
+    return {_REWARD_PART.format(label): sum(each) / len(each) for label, each in values.items()}
 
 
 def _thought_metrics(completions: Sequence[Completion]) -> dict[str, float]:

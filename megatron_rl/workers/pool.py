@@ -19,7 +19,7 @@ from typing import Any, Generic, Self, TypeVar
 from megatron_rl.errors import RunError
 
 LARGEST_CHUNK = 16  # maximum number of tasks sent to a worker at once
-START_TIMEOUT = 120.0  # seconds a worker may take to load its handler, and again for its first task, in which many functions load something
+START_TIMEOUT = 120.0  # seconds a worker may take to load its handler, and again for its first task of a kind: many functions load then
 MOST_FAILED_STARTS = 3  # number of consecutive failed starts per worker after which the run ends
 
 ResultT = TypeVar("ResultT")
@@ -42,12 +42,14 @@ class _Task(Generic[ResultT]):
     call: _Call[ResultT]
     number: int
     arguments: tuple[Any, ...]
+    kind: object
 
 
 class WorkerPool(Generic[ResultT]):
     """Distributes tasks to worker processes. A context manager; entering starts the workers without waiting for them. A subclass sets
     `section`, its section of the configuration, and `module`, which the workers run and which calls `megatron_rl.workers.process.serve`
-    with `argument`. `timeout`: seconds allowed for one task, except a worker's first. `memory_mb`: address space of a worker in MiB."""
+    with `argument`. `timeout`: seconds allowed for one task, except a worker's first of a kind. `memory_mb`: address space of a worker in
+    MiB."""
 
     section: str
     module: str
@@ -55,6 +57,10 @@ class WorkerPool(Generic[ResultT]):
     def make_failure(self, reason: str) -> ResultT:
         """Return the result of a task that has no answer."""
         raise NotImplementedError
+
+    def find_kind(self, *arguments: Any) -> object:
+        """Return the kind of a task, for each of which a handler may have to load something."""
+        return None
 
     def __init__(self, argument: str, workers: int, timeout: float, memory_mb: int) -> None:
         self._argument, self._count, self._timeout, self._memory_mb = argument, workers, timeout, memory_mb
@@ -90,7 +96,7 @@ class WorkerPool(Generic[ResultT]):
         if the workers cannot be started."""
         call = _Call[ResultT](len(tasks))
         with self._changed:
-            self._waiting.extend(_Task(call, number, arguments) for number, arguments in enumerate(tasks))
+            self._waiting.extend(_Task(call, number, each, self.find_kind(*each)) for number, each in enumerate(tasks))
             if self._driven:
                 self._wake.send(None)  # the driving thread may have an idle worker
         while self._may_drive(call):
@@ -141,8 +147,11 @@ class WorkerPool(Generic[ResultT]):
             with self._changed:
                 size = min(LARGEST_CHUNK, -(-len(self._waiting) // (2 * self._count)))
                 chunk = [self._waiting.popleft() for _ in range(size)]
-            if chunk and not worker.send(chunk, self._timeout if worker.has_answered else self._first_timeout):
+            if chunk and not worker.send(chunk, self._find_limit(worker, chunk[0])):
                 self._replace(worker, "")  # it died while idle, so no task is at fault
+
+    def _find_limit(self, worker: _Worker, task: _Task[ResultT]) -> float:
+        return self._timeout if task.kind in worker.known else self._first_timeout
 
     def _collect(self) -> None:
         """Wait for the next answer or deadline, take all answers that have arrived, and replace late workers."""
@@ -157,7 +166,9 @@ class WorkerPool(Generic[ResultT]):
             if worker.channel in answering:
                 self._receive(worker)
             elif time.monotonic() > worker.deadline and not worker.channel.poll():
-                if worker.ready and not worker.has_answered:  # the task probably hangs; many that hang must not take this long each
+                if (
+                    worker.ready and worker.tasks[0].kind not in worker.known
+                ):  # the task probably hangs; many that hang must not take this long each
                     self._first_timeout = max(self._timeout, 2 * self._slowest_first, self._first_timeout / 2)
                 self._replace(worker, f"{'timeout' if worker.ready else 'not ready'} after {worker.limit:g} s")
 
@@ -170,10 +181,11 @@ class WorkerPool(Generic[ResultT]):
         if worker.ready:
             task = worker.tasks.popleft()
             task.call.results[task.number] = message
-            if not worker.has_answered:
-                worker.has_answered = True
+            if task.kind not in worker.known:
+                worker.known.add(task.kind)
                 self._slowest_first = max(self._slowest_first, time.monotonic() - worker.deadline + worker.limit)
-            worker.expect_answer(self._timeout)
+            if worker.tasks:
+                worker.expect_answer(self._find_limit(worker, worker.tasks[0]))
             return
         state, reason = message
         if state != "ready":
@@ -207,7 +219,8 @@ class _Worker:
             env=os.environ | {"PYTHONPATH": os.pathsep.join(search_path), "OMP_NUM_THREADS": "1"},
         )
         remote.close()
-        self.ready = self.has_answered = False
+        self.ready = False
+        self.known = set[object]()  # kinds of the tasks that it has answered
         self.tasks: deque[_Task[Any]] = deque()
         self.expect_answer(START_TIMEOUT)
 

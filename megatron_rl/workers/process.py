@@ -47,7 +47,11 @@ def seed_libraries(*parts: int) -> None:
 
 
 def describe_error(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"[:500]
+    """Return type and message of any exception, also of one whose message cannot be written."""
+    try:
+        return f"{type(error).__name__}: {error}"[:500].encode(errors="replace").decode()
+    except Exception:
+        return f"{type(error).__name__}: its message cannot be written"
 
 
 def ignore_signals_for_parent() -> None:

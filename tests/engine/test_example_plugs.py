@@ -1,4 +1,4 @@
-"""A run with the user's own loss, advantages, transport and tracker, with a real engine."""
+"""A run with the user's own loss, advantages, reward, transport and tracker, with a real engine."""
 
 import pytest
 from support import train_command
@@ -8,6 +8,7 @@ PLUGS = {
     "algorithm.loss": "examples.plugs.sapo:token_losses",
     "algorithm.loss_settings.tau_negative": 1.1,
     "algorithm.advantage": "examples.plugs.group_median:group_median",
+    "reward": '{functions = [{name = "examples.plugs.contains_answer:reward", settings = {wrong = -0.2}}]}',
     "sync.transport": "examples.plugs.tcp:TRANSPORT",
     "log.trackers": '["examples.plugs.csv_tracker:CsvTracker"]',
 }
@@ -20,6 +21,7 @@ def test_a_run_with_plugs_of_ones_own(tmp_path):
     assert done.code == 0, done.err
     run = train_command.latest(tmp_path)
     rows = read_rows(run)
+    assert all(row["reward/mean"] == pytest.approx(1.2 * row["accuracy/train"] - 0.2) for row in rows[1:])
     assert [row["sync/proved"] == row["sync/tensors"] > 0 for row in rows] == [True] * 3
     lines = [line.split(",") for line in (run / "metrics.csv").read_text().splitlines()[1:]]
     recorded = {(int(step), name): float(value) for step, name, value in lines}

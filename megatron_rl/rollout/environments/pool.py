@@ -6,6 +6,7 @@ import functools
 import logging
 import pickle
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from megatron_rl.errors import RunError, UserError
@@ -44,12 +45,16 @@ class EnvironmentPool(WorkerPool[StepResult]):
 
 
 def check_environment(config: EnvironmentConfig, problems: Sequence[Problem]) -> None:
-    """Take a turn of the environment on the first problem of each set. Raise UserError if it fails, whatever the policy says."""
+    """Take two turns of the environment on the first problem of each set, since it is unpickled for the second. Raise UserError if they
+    fail, whatever the policy says."""
     with EnvironmentPool(config.model_copy(update={"workers": 1})) as pool:
         stop = "".join(pool.stop[:1])
 
         def call(text: str, problem: Problem) -> str:
-            (reply,) = pool.run([((text + stop, stop), Episode(**vars(problem)))])
+            turn, episode = (text + stop, stop), Episode(**vars(problem))
+            (reply,) = pool.run([(turn, episode)])
+            if reply.message:
+                (reply,) = pool.run([(turn, replace(episode, turn=1, state=reply.state))])
             return reply.error
 
         try:

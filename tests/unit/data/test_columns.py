@@ -122,6 +122,7 @@ def test_a_gold_answer_is_read_as_written(value, gold):
         (True, "the field a must be a string, not bool; "),
         ([float("nan")], "the field a must hold JSON values (Out of range float values"),
         ([object()], "the field a must hold JSON values (object cannot be written"),
+        (["\ud800"], "the field a contains a lone surrogate"),
     ],
 )
 def test_a_gold_answer_that_cannot_be_read_is_refused(value, line):
@@ -152,8 +153,12 @@ def test_numbers_of_a_file_keep_their_digits(tmp_path):
         (pyarrow.array([Decimal("0.10"), Decimal("72.00")]), ["0.1", "72"]),
         (pyarrow.array(["1e-05", "NaN", "0.10"]), ["1e-05", "NaN", "0.10"]),
         (pyarrow.array(["7", "8"]).dictionary_encode(), ["7", "8"]),
+        (pyarrow.array([0.1, None], pyarrow.float16()), ["0.1"]),
+        (pyarrow.array([0.1, 0.2], pyarrow.float32()).dictionary_encode(), ["0.1", "0.2"]),
+        (pyarrow.array([{"b": [0.1], "c": None}], pyarrow.struct({"b": pyarrow.list_(pyarrow.float32()), "c": pyarrow.float32()})),
+         ['{"b": [0.1], "c": null}']),
     ],
-)
+)  # fmt: skip
 def test_numbers_of_a_parquet_column(tmp_path, column, golds):
     """pandas turns an integer column with a null into floats."""
     pyarrow.parquet.write_table(pyarrow.table({"q": [f"{n}?" for n in range(len(column))], "a": column}), tmp_path / "a.parquet")

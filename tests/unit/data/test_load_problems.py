@@ -136,7 +136,7 @@ def test_rows_with_one_prompt_and_hidden_answers_are_different_problems(write):
     train, held_out = write(*game[10:], name="train.jsonl"), write(*game[:10], name="eval.jsonl")
     alone, _ = load(train=train, eval="", format="gsm8k", max_left_out=0.0)
     assert len({problem.answer for problem in alone.next_batch(90)}) == 90
-    with pytest.raises(UserError, match="all of its problems are also in data.eval"):
+    with pytest.raises(UserError, match='all of its questions are also in data.eval; .* data.overlap = "row"'):
         load(train=train, eval=held_out, format="gsm8k")
     both = write(*game, name="both.jsonl")
     stream, problems = load(train=both, eval=held_out, format="gsm8k", overlap="row", max_left_out=0.1)

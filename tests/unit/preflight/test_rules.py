@@ -349,8 +349,9 @@ MISTAKES = [
            files.rewards_can_be_computed, "train eval", "--reward.function=json:nothing"),
     refuse("environment.name = 'own_environment:Broken': fails on the first problems of a set, such as arithmetic:",
            files.turns_can_be_taken, "train", "--environment.name=own_environment:Broken", "--environment.max_tokens=8",
-           scene=lambda _: Path("own_environment.py").write_text("class Broken:\n def __init__(self, problem): ...\n"
-                                                                 " def step(self, text): return text.rows")),
+           scene=lambda _: Path("own_environment.py").write_text(  # from the second turn on
+               "from megatron_rl.rollout.environments.base import Message\nclass Broken:\n def __init__(self, problem): self.turns = 0\n"
+               " def step(self, text):\n  self.turns += 1\n  return Message('?') if self.turns == 1 else text.rows")),
     refuse("log.trackers = 'json:loads': must be a plain function of (folder, config, resume_step): too many positional arguments; see",
            files.trackers_can_be_loaded, "train", '--log.trackers=["tensorboard", "json:loads"]'),
     refuse("checkpoint.resume = 'model': has no checkpoints/step_NNNNN; give the folder of a run that wrote a checkpoint, or use auto",

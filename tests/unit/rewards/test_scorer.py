@@ -78,8 +78,8 @@ def test_the_examples_of_the_documentation_are_right(load):
 
 
 def test_the_first_that_judges_the_answer_decides():
-    assert config(FORMAT, LENGTH, MATH, {"name": "exact"}).correctness_label == "math"
-    assert config(LENGTH, FORMAT).correctness_label == "format"
+    assert config(FORMAT, LENGTH, MATH, {"name": "exact"}).judges[0] == "math"
+    assert config(LENGTH, FORMAT).judges == ["format"]
     assert list(config(FORMAT, MATH, FORMAT).parts) == ["format", "math", "format_2"]
 
 

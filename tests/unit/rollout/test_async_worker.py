@@ -88,7 +88,7 @@ class Run:
     def split(self, text, problem):
         return Response(text, "")
 
-    def score(self, texts, problems, lengths, broken):
+    def score(self, texts, problems, lengths, broken, *_):
         """Give every third problem equal rewards."""
         self.scored.append(problems[0].id)
         return [Reward(float(member % 2 and int(problems[0].id) % 3 > 0), False) for member in range(len(problems))]

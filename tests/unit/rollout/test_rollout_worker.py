@@ -112,7 +112,7 @@ class FakeRewards:
     def split(self, text, problem):
         return Response(text, "")
 
-    def score(self, texts, problems, lengths, broken):
+    def score(self, texts, problems, lengths, broken, *_):
         assert len(texts) == len(problems) and lengths == [1] * len(texts)
         return [Reward(float(text == "a"), text == "a") for text in texts]
 
@@ -166,7 +166,7 @@ class Scripted(FakeRewards):
     def __init__(self, groups: dict[str, list[float]]) -> None:
         self.groups, self.asked = groups, []
 
-    def score(self, texts, problems, lengths, broken):
+    def score(self, texts, problems, lengths, broken, *_):
         self.asked.append(problems[0].id)
         return [Reward(self.groups.get(problem.id, [0.0] * 4)[index % 4], False) for index, problem in enumerate(problems)]
 
@@ -248,7 +248,7 @@ class Failing(FakeRewards):
     def __init__(self, failed: int) -> None:
         self.failed = failed
 
-    def score(self, texts, problems, lengths, broken):
+    def score(self, texts, problems, lengths, broken, *_):
         return [Reward(0.0, False, "" if number % 4 >= self.failed else "KeyError: 'x'") for number in range(len(texts))]
 
 

@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 import time
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -152,16 +153,16 @@ def test_real_gsm8k_golds_verify_in_the_pool():
 
 
 def test_the_first_task_of_each_worker_may_take_as_long_as_a_start(tmp_path, monkeypatch):
-    """Each worker loads something in its first call, which takes longer than the timeout. A worker that dies loads it again."""
+    """A worker loads something in its first call for each set, which takes longer than the timeout. One that dies loads it again."""
     (tmp_path / "loading_reward.py").write_text(
-        "import os, time\nloaded = False\ndef reward(text, problem):\n    global loaded\n    loaded or time.sleep(1.2)\n"
-        "    loaded = True\n    if text == 'die': os._exit(7)\n    if text == 'hang': time.sleep(99)\n    return 1.0\n"
+        "import os, time\nloaded = set()\ndef reward(text, problem):\n    problem.source in loaded or time.sleep(1.2)\n"
+        "    loaded.add(problem.source)\n    if text == 'die': os._exit(7)\n    if text == 'hang': time.sleep(99)\n    return 1.0\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     texts = ["a"] * 20
     texts[4], texts[12] = "die", "hang"
     with pool_of("loading_reward:reward", 2, 0.6) as pool:
-        rewards = judged(pool, texts, _problems(20))
+        rewards = judged(pool, texts, [replace(problem, source="ab"[number > 15]) for number, problem in enumerate(_problems(20))])
     assert {number: reward.error for number, reward in enumerate(rewards) if reward.error} == {
         4: "worker died (exit code 7)",
         12: "timeout after 0.6 s",

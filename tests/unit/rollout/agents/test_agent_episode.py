@@ -148,7 +148,7 @@ def test_conversations_of_an_episode_share_its_reward_and_an_agent_that_asked_no
         def split(self, text, problem):
             return Response(text, "")
 
-        def score(self, texts, problems, lengths, broken):
+        def score(self, texts, problems, lengths, broken, *_):
             assert (texts, lengths, broken) == (["bb", ""], [6, 0], ["", "agent: timeout after 3 s"])
             return [Reward(0.25, False), Reward(0.0, False, error=broken[1])]
 
