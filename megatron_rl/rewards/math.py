@@ -36,7 +36,7 @@ _EMPHASIS = re.compile(r"(?<!\w)\*\*(?=\S)|(?<=\S)\*\*(?!\w)")
 _ASSIGNED = re.compile(
     r"^(?:[A-Za-z]\w?(?:_\{?\w+\}?)?(?:\([^()=]*\))?|\\[a-zA-Z]+(?:\s+[A-Z]+)?|[A-Z]{2,3}|\([a-z](?:,\s*[a-z])*\))\s*=\s*(?=[^=]*$)"
 )
-_RELATION = re.compile(r"[<>≤≥≠]|\\(?:l|g|n)(?:t|eq?)\b")
+_RELATION = re.compile(r"[<>≤≥≠]|\\(?:(?:l|g|n)(?:t|eq?)|equiv|pmod|bmod)\b|[0-9]\s*:\s*[0-9]")
 _UNFINISHED = re.compile(r"^[^=]*[0-9)]\s*[-+*×÷]\s*[(0-9][^=]*$")
 _DETAIL = re.compile(r"(?:\s+(?!(?:and|or|than|by|of|to|times|plus|minus|over|mod)\b)[^\W\d_]+){1,5}\s*")
 _ELLIPSIS = re.compile(r"\\[lc]?dots|\.\.|…")
@@ -90,10 +90,18 @@ def _read_vote(stated: Statement, gold: str) -> str:
     """Return the canonical form of an answer to a problem with the gold answer `gold`, or "" if it states none of this kind."""
     if _CHOICES.fullmatch(gold):
         return ",".join(sorted(_read_choices(stated.content)))
-    if (vote := canonical(stated)) or parse_number(gold):
-        return vote
-    content = _TEXT.sub(r"\1", strip_wrapping(stated.content))
-    return "".join(content.casefold().split()) if len(content) <= _LONGEST_VOTE and not HEDGE.search(content) else ""
+    if parse_number(_without_label(gold)):
+        return canonical(stated)
+    content = _TEXT.sub(r"\1", strip_wrapping(stated.content)).replace("**", "").casefold()
+    if not stated.explicit and (len(content) > _LONGEST_VOTE or HEDGE.search(content)):
+        return ""
+    content = _ASSIGNED.sub("", _read_list(content))
+    if number := parse_number(content):
+        return str(number.value)
+    content = re.sub(r"^\\?\{(.*?)\\?\}$", r"\1", "".join(content.split()))
+    if _WORDS.fullmatch(_TEXT.sub(r"\1", gold)):
+        return content.partition(",")[0]
+    return ",".join(sorted(content.split(","))) if "," in gold and content[:1] not in "([" else content
 
 
 class _UnreadableGoldError(Exception):
@@ -166,7 +174,7 @@ def _without_label(content: str) -> str:
 def _read_choices(content: str) -> set[str]:
     """Return the letters of the choices that a statement names, or nothing if it hedges."""
     content = _CJK_END.sub("", _TEXT.sub(r"\1", content).strip("*` \n").replace("**", ""))
-    content = re.sub(r"^(?:(?:so|thus|hence|therefore)\b,?\s*)?(?:(?:the\s+)?(?:correct\s+)?(?:option|choice|answer)s?\s*(?:is|are|:)?\s*)+", "", content, flags=re.I)
+    content = re.sub(r"^(?:(?:so|thus|hence|therefore)\b,?\s*)?(?:(?:the\s+)?(?:correct\s+)?(?:option|choice|answer)s?\s*(?:is|are|:)?\s*)*", "", content, flags=re.I)
     content = CLAUSE_END.split(content, maxsplit=1)[0]
     if HEDGE.search(content):
         return set()

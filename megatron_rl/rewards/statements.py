@@ -14,10 +14,10 @@ from typing import NamedTuple
 from megatron_rl.rewards.numbers import NUMBER
 from megatron_rl.rewards.spellings import normalize, translate
 
-_BE = r"(?:(?:is|are|was)(?:(?=n't)|\b)|equals|becomes|(?:must|should|would|will)\s+be|comes\s+(?:out\s+)?to)(?:(?=n't)|\b)"
+_BE = r"(?:(?:is|are|was)(?:(?=n't)|\b)|equals|becomes|(?:must|should|would|will)\s+be|(?:comes|works)\s+(?:out\s+)?to)(?:(?=n't)|\b)"
 _STATEMENT = re.compile(
     rf"""(?P<box>\\(?:boxed|fbox)\b)
-    | (?P<tag><answer>)
+    | (?P<tag><(?:final_)?answer>|<\|begin_of_box\|>)
     | (?P<hash>\#\#\#\#+(?!\#))
     | (?P<phrase>
         \b(?:answer|ans|(?:correct|right|best)\s+(?:option|choice))s?\b["*_`\s]*(?:\((?:final|s)\)\s*)?(?:(?:to|for|of|here)\b[^.\n:=]{{0,100}}?)?
@@ -36,8 +36,8 @@ _EVALUATION = re.compile(
     re.IGNORECASE,
 )
 _SENTENCE_END = re.compile(r"\.(?=\s|$)|</|(?<!\\)(?:;|!+)(?=\s|$)|\n")
-_CLOSING_TAG = re.compile("</answer>", re.IGNORECASE)
-_CHECKS = re.compile(r"\b(?:check|verify|confirm|simplify|express|suppos|assum|guess|imagin|if\b|(?:alternative|another|different|other|wrong|incorrect|plausible|tempting)\b)\w*\W+(?:\w+\W+){0,2}$", re.IGNORECASE)
+_CLOSING_TAG = re.compile(r"</(?:final_)?answer>|<\|end_of_box\|>", re.IGNORECASE)
+_CHECKS = re.compile(r"\b(?:check|verify|confirm|simplify|express|suppos|assum|guess|imagin|if\b)\w*[^\w.!?\n]+(?:\w+[^\w.!?\n]+){0,2}$|\b(?:alternative|another|different|other|wrong|incorrect|plausible|tempting)\s+$", re.IGNORECASE)
 _DOUBTS = re.compile(
     r"\b(?:whether|unsure|unclear|doubt|not (?:sure|certain|clear|true)|(?:don't|do not|can't|cannot) (?:know|think|believe|say)|(?:impossible|unlikely)|(?:nobody|someone|some|others?|they|one) (?:\w+ )?(?:says?|thinks?|claims?))\b,?\s+(?:\w+\s+){0,3}$", re.IGNORECASE
 )
@@ -245,12 +245,13 @@ def _join_formulas(sentence: str, formulas: list[re.Match[str]]) -> str:
     return content
 
 
+_SPACES = re.compile(r"^(?:\\[,;:! ]\s*)+|(?:\\[,;:! ]\s*)+$|(?<=\S)\\$")
 _REMARK = re.compile(r"(?<=[\w.$%])\s+\((?!mod\b)(?:[^()0-9\\$]{3,}|[^()\\]*\b[A-Za-z]{3,}\b[^()\\]*)\)\W*$")
 
 
 def strip_wrapping(content: str) -> str:
     r"""Return the content without emphasis, dollar signs around it, trailing punctuation and reasons, and an inner box."""
-    content = content.strip().strip("*`_\" ")
+    content = _SPACES.sub("", content.strip().strip("*`_\" "))
     if content.count("}") > content.count("{"):  # {"answer": 42}
         content = content.rstrip('} \n"')
     content = _REMARK.sub(lambda match: match[0] if HEDGE.search(match[0]) else "", CLAUSE_END.split(content, maxsplit=1)[0])
@@ -283,7 +284,7 @@ _PART_BEFORE = re.compile(
     re.IGNORECASE,
 )
 _PART_AFTER = re.compile(
-    r"\s*(?:[-+*/^_×÷·<>({\[\\]|:[0-9]|[A-Za-z](?![A-Za-z])(?<!a)|(?:pi|sqrt|plus|minus|times|mod|modulo|choose|factorial|squared|cubed)\b)|[A-Za-z0-9]|\s+(?:is|are|was)(?:n't|\s+(?:not|wrong|incorrect|too)\b)",
+    r"\s*(?:[-+*/^_×÷·<>({\[\\]|:[0-9]|(?:,|and\b)\s*[-$\\(]*[0-9]|[A-Za-z](?![A-Za-z])(?<!a)|(?:pi|sqrt|plus|minus|times|mod|modulo|choose|factorial|squared|cubed)\b)|[A-Za-z0-9]|\s+(?:is|are|was)(?:n't|\s+(?:not|wrong|incorrect|too)\b)",
     re.IGNORECASE,
 )
 _NEGATED = re.compile(r"(?:不是|并非)\s*$|(?:\bnot|\bno way|\bnever|n't|≠|\bbut|\bexcept|\binstead of|\brather than)\W+(?:\w+\W+){0,3}$", re.IGNORECASE)
