@@ -174,7 +174,12 @@ def _without_label(content: str) -> str:
 def _read_choices(content: str) -> set[str]:
     """Return the letters of the choices that a statement names, or nothing if it hedges."""
     content = _CJK_END.sub("", _TEXT.sub(r"\1", content).strip("*` \n").replace("**", ""))
-    content = re.sub(r"^(?:(?:so|thus|hence|therefore)\b,?\s*)?(?:(?:the\s+)?(?:correct\s+)?(?:option|choice|answer)s?\s*(?:is|are|:)?\s*)*", "", content, flags=re.I)
+    content = re.sub(
+        r"^(?:(?:so|thus|hence|therefore)\b,?\s*)?(?:(?:the\s+)?(?:correct\s+)?(?:option|choice|answer)s?\s*(?:is|are|:)?\s*)*",
+        "",
+        content,
+        flags=re.I,
+    )
     content = CLAUSE_END.split(content, maxsplit=1)[0]
     if HEDGE.search(content):
         return set()
@@ -215,7 +220,7 @@ def _is_formula(content: str, gold: str) -> bool:
     math-verify would compare only the right-hand side of `3x = 42`."""
     if HEDGE.search(content) or content.count("{") != content.count("}") or not _is_affordable(content, gold):
         return False
-    if _ELLIPSIS.search(content) and not _ELLIPSIS.search(gold) or any(map(_SAYS_MORE.search, _TEXT.findall(content))):
+    if (_ELLIPSIS.search(content) and not _ELLIPSIS.search(gold)) or any(map(_SAYS_MORE.search, _TEXT.findall(content))):
         return False
     if (not any(map(_INTERVAL.match, (gold, content))) and bool(_RELATION.search(content)) != bool(_RELATION.search(gold))) or (
         not re.search(r"[0-9\\]|^\W*\w{1,3}\W*$", content) and parse_number(gold)
@@ -245,7 +250,11 @@ def _verify(gold: str, content: str) -> bool:
     if not expected:
         raise _UnreadableGoldError
     content = content if _EQUATION.search(gold) else _ASSIGNED.sub("", content)
-    return bool(verify.verify(expected, verify.parse(rf"\boxed{{{content}}}", parsing_timeout=None), timeout_seconds=None, allow_set_relation_comp=True))
+    return bool(
+        verify.verify(
+            expected, verify.parse(rf"\boxed{{{content}}}", parsing_timeout=None), timeout_seconds=None, allow_set_relation_comp=True
+        )
+    )
 
 
 @functools.lru_cache(maxsize=4096)

@@ -28,12 +28,32 @@ _NO_UNIT = re.compile(
 )
 _UNIT = re.compile(r"(?:[^\W\d_]{2,}|(?<![^\W\d_])[mshgLlNJWVAKCFt])(?:[\s/.\-^{}'·*]|[^\W\d_])*")
 _LONGEST_UNIT = 60
-_UNITS_IN_WORDS = (
-    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen nineteen"
-).split()
-_TENS_IN_WORDS = "twenty thirty forty fifty sixty seventy eighty ninety".split()
+_UNITS_IN_WORDS = [
+    "zero",
+    "one",
+    "two",
+    "three",
+    "four",
+    "five",
+    "six",
+    "seven",
+    "eight",
+    "nine",
+    "ten",
+    "eleven",
+    "twelve",
+    "thirteen",
+    "fourteen",
+    "fifteen",
+    "sixteen",
+    "seventeen",
+    "eighteen",
+    "nineteen",
+]
+_TENS_IN_WORDS = ["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"]
 _IN_WORDS = re.compile(
-    rf"(?:({'|'.join(_TENS_IN_WORDS)})(?:[\s-]+({'|'.join(_UNITS_IN_WORDS[1:10])}))?|({'|'.join(_UNITS_IN_WORDS)}))(?=(?:\s+[^\W\d_]+)?[\s.]*$)",
+    rf"(?:({'|'.join(_TENS_IN_WORDS)})(?:[\s-]+({'|'.join(_UNITS_IN_WORDS[1:10])}))?|({'|'.join(_UNITS_IN_WORDS)}))"
+    r"(?=(?:\s+[^\W\d_]+)?[\s.]*$)",
     re.IGNORECASE,
 )
 
@@ -80,7 +100,9 @@ def parse_number(text: str) -> Number | None:
 
 def _words_to_digits(match: re.Match[str]) -> str:
     tens, ones, below_twenty = (word.lower() if word else "" for word in match.groups())
-    return str(10 * (_TENS_IN_WORDS.index(tens) + 2) + _UNITS_IN_WORDS.index(ones or "zero") if tens else _UNITS_IN_WORDS.index(below_twenty))
+    return str(
+        10 * (_TENS_IN_WORDS.index(tens) + 2) + _UNITS_IN_WORDS.index(ones or "zero") if tens else _UNITS_IN_WORDS.index(below_twenty)
+    )
 
 
 def to_fraction(match: re.Match[str]) -> Fraction | None:

@@ -2,15 +2,16 @@
 
 import re
 import unicodedata
+from collections.abc import Callable
 
-_PUNCTUATION = {"−": "-", "﹣": "-", "‑": "-", "‐": "-", "。": ". ", "！": "! ", "；": "; ", "、": ", ", "，": ", "}  # noqa: RUF001
-_PUNCTUATION |= {space: " " for space in "\xa0\u2009\u202f\u3000"} | {"’": "'", "∞": r"\infty ", "∪": r"\cup ", "π": r"\pi "}  # noqa: RUF001
+_PUNCTUATION = {"−": "-", "﹣": "-", "‑": "-", "‐": "-", "。": ". ", "！": "! ", "；": "; ", "、": ", ", "，": ", "}
+_PUNCTUATION |= {space: " " for space in "\xa0\u2009\u202f\u3000"} | {"’": "'", "∞": r"\infty ", "∪": r"\cup ", "π": r"\pi "}
 _WIDE = {chr(code): chr(code - 0xFEE0) for code in range(0xFF01, 0xFF5F)}  # ＡＳＣＩＩ
 _TRANSLATION = str.maketrans(_WIDE | _PUNCTUATION)
 _SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺", "0123456789-+")
 _FRACTIONS = "½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞"
-_REWRITES = [
-    (re.compile(r"(?<![\w)])[–—](?=[0-9])"), "-"),  # noqa: RUF001
+_REWRITES: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
+    (re.compile(r"(?<![\w)])[–—](?=[0-9])"), "-"),
     (re.compile(rf"(?<=[0-9])(?=[{_FRACTIONS}])"), " "),
     (re.compile(f"[{_FRACTIONS}]"), lambda match: unicodedata.normalize("NFKC", match[0]).replace("⁄", "/")),
     (re.compile("[⁻⁺]?[⁰¹²³⁴-⁹]+"), lambda match: f"^{{{match[0].translate(_SUPERSCRIPTS)}}}"),
@@ -28,7 +29,7 @@ def normalize(text: str) -> str:
     """Return `text` with the punctuation, digits, fractions, and superscripts of Unicode as ASCII and LaTeX."""
     text = text.translate(_TRANSLATION)
     for pattern, replacement in _REWRITES:
-        text = pattern.sub(replacement, text)  # type: ignore[arg-type]
+        text = pattern.sub(replacement, text)
     return text
 
 
@@ -38,17 +39,17 @@ _KIND = r"(?:\s+(?:final\w*|correct\w*|corrett\w|exacte?|définitive|definitiv\w
 _TRANSLATIONS = [
     (rf"\b(?:ist|lautet|est|es|è)\s+(?:die|la|a)\s+(?:\w+\s+)?{_NOUN}{_KIND}\b(?:\s*:)?", "the answer is"),
     (rf"\b{_NOUN}{_KIND}\s+(?:à|a|al|de|du|del|della|auf|zu|zur|на)\b", "answer to"),
-    (rf"\b{_NOUN}{_KIND}\s*[—–-]\s", "answer: "),  # noqa: RUF001
+    (rf"\b{_NOUN}{_KIND}\s*[—–-]\s", "answer: "),
     (rf"\b{_NOUN}{_KIND}\b", "answer"),
     (r"\b(?:n'est|no\s+es|non\s+è|não\s+é)(?:\s+pas)?\b|\b(?:ist|lautet)\s+nicht\b|\bне\b", "is not"),
     (r"\b(?:nicht|pas)\b", "not"),
     (r"\bc'est\b", "it is"),
     (r"\b(?:ist|lautet|beträgt|est|es|è|é|será|sería|serait|является|равен|равна|будет)\b", "is"),
-    (r"\b(?:sondern|mais|sino|ma)\b|(?<=, )а\b", "but"),  # noqa: RUF001
+    (r"\b(?:sondern|mais|sino|ma)\b|(?<=, )а\b", "but"),
     (r"\b(?:oder|ou|или|либо)\b|(?<=\s)o(?=\s+[0-9$\\(A-J])", "or"),
     (r"\b(?:vielleicht|möglicherweise|wahrscheinlich|peut-être|quizás?|tal vez|возможно|может)\b", "maybe"),
     (r"\b(?:zwischen|entre|между)\b", "between"),
-    (r"\b(?:nein|non|нет|нет)\b", "no"),
+    (r"\b(?:nein|non|нет)\b", "no"),
     (r"\b(?:warte|moment|attends|attendez|espera|подождите|стоп)\b", "wait"),
     (r"\b(?:es|это)\b", "it"),
     (r"\b(?:la|die|le)\s+(?=\(?[A-J]\b)", ""),

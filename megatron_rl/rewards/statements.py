@@ -37,9 +37,15 @@ _EVALUATION = re.compile(
 )
 _SENTENCE_END = re.compile(r"\.(?=\s|$)|</|(?<!\\)(?:;|!+)(?=\s|$)|\n")
 _CLOSING_TAG = re.compile(r"</(?:final_)?answer>|<\|end_of_box\|>", re.IGNORECASE)
-_CHECKS = re.compile(r"\b(?:check|verify|confirm|simplify|express|suppos|assum|guess|imagin|if\b)\w*[^\w.!?\n]+(?:\w+[^\w.!?\n]+){0,2}$|\b(?:alternative|another|different|other|wrong|incorrect|plausible|tempting)\s+$", re.IGNORECASE)
+_CHECKS = re.compile(
+    r"\b(?:check|verify|confirm|simplify|express|suppos|assum|guess|imagin|if\b)\w*[^\w.!?\n]+(?:\w+[^\w.!?\n]+){0,2}$"
+    r"|\b(?:alternative|another|different|other|wrong|incorrect|plausible|tempting)\s+$",
+    re.IGNORECASE,
+)
 _DOUBTS = re.compile(
-    r"\b(?:whether|unsure|unclear|doubt|not (?:sure|certain|clear|true)|(?:don't|do not|can't|cannot) (?:know|think|believe|say)|(?:impossible|unlikely)|(?:nobody|someone|some|others?|they|one) (?:\w+ )?(?:says?|thinks?|claims?))\b,?\s+(?:\w+\s+){0,3}$", re.IGNORECASE
+    r"\b(?:whether|unsure|unclear|doubt|not (?:sure|certain|clear|true)|(?:do not|don't|cannot|can't) (?:know|think|believe|say)"
+    r"|impossible|unlikely|(?:nobody|someone|some|others?|they|one) (?:\w+ )?(?:says?|thinks?|claims?))\b,?\s+(?:\w+\s+){0,3}$",
+    re.IGNORECASE,
 )
 CLAUSE_END = re.compile(r"(?:,\s*|\s+)(?:because|since|as(?!\s+well)|so|which|where|hence|therefore)\b", re.IGNORECASE)
 _HEADING = re.compile(r"\s*(?:[^\W\d_]{3,}[:,]?\s+\S|$)")  # "#### Step 3"
@@ -64,8 +70,16 @@ _REVISED = re.compile(
     r"(?=[-+$\\(*]*(?:[0-9]|frac|boxed)|[$(*]*(?-i:[A-J])\b(?! [a-z]))",
     re.IGNORECASE,
 )
-HEDGE = re.compile(r"\b(?:or|either|maybe|perhaps|possibly|could|might|(?-i:may)|may be|guess|suppose|assume|between|not sure|for example|such as|like(?=\s+\$?[0-9])|somewhere|at (?:most|least)|also (?:work|possible|valid|correct|right|true))\b|\be\.g\.|\?|或", re.IGNORECASE)
-_GIVES_UP = re.compile(r"\b(?:don't know|do not know|cannot|can't|unable|impossible|give up|no idea|not (?:sure|certain)|unknown)\b", re.IGNORECASE)
+HEDGE = re.compile(
+    r"\b(?:or|either|maybe|perhaps|possibly|could|might|(?-i:may)|may be|guess|suppose|assume|between|not sure|for example|such as"
+    r"|like(?=\s+\$?[0-9])|somewhere|at (?:most|least)|also (?:work|possible|valid|correct|right|true))\b|\be\.g\.|\?|或",
+    re.IGNORECASE,
+)
+_GIVES_UP = re.compile(
+    r"\b(?:(?:do not|don't) know|(?:cannot|can't|unable to) (?:answer|determine|find|go|say|solve|tell)|give up|no idea"
+    r"|not (?:sure|certain))\b",
+    re.IGNORECASE,
+)
 _OPTION = re.compile(r"\W*([A-J])[).:]\s")
 _BOLD_NUMBER = re.compile(r"\*\*([^*\n]*[0-9][^*\n]*)\*\*")
 _FORMULA = re.compile(r"\$\$(.+?)\$\$|(?<!\\)\$([^$\n]+)(?<!\\)\$(?![0-9])|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
@@ -118,7 +132,9 @@ def _read_statement(text: str, matches: list[re.Match[str]], index: int) -> tupl
         return None if _HEADING.match(content) else (content, match.end() + len(content))
     if match["named"]:
         content = _unbox(match["what"])
-        return (content, match.end()) if content != match["what"] or re.search(r"[0-9\\$]|^\W*[A-J]\W*$", content) else None
+        letters = r"^\W*[A-J]\W*$"
+        stated = content != match["what"] or re.search(letters if match["fits"] else rf"[0-9\\$]|{letters}", content)
+        return (content, match.end()) if stated else None
     return _read_phrase(text, match.start(), match.end())
 
 
@@ -224,8 +240,8 @@ def _implicit_statement(tail: str) -> Statement | None:
     sentence = sentences[last]
     if HEDGE.search(sentence):
         return None
-    labels = [_OPTION.match(option) for option in sentences[:last][-1:] + [sentence]]
-    if len(labels) > 1 and all(labels) and ord(labels[0][1]) + 1 == ord(labels[1][1]):  # type: ignore[index]
+    option, before = _OPTION.match(sentence), _OPTION.match("".join(sentences[:last][-1:]))
+    if option and before and ord(before[1]) + 1 == ord(option[1]):
         return None  # the options of a choice
     formulas = [*_FORMULA.finditer(sentence)]
     if not formulas and len(bold := _BOLD_NUMBER.findall(sentence)) == 1 and "=" not in sentence:
@@ -251,7 +267,7 @@ _REMARK = re.compile(r"(?<=[\w.$%])\s+\((?!mod\b)(?:[^()0-9\\$]{3,}|[^()\\]*\b[A
 
 def strip_wrapping(content: str) -> str:
     r"""Return the content without emphasis, dollar signs around it, trailing punctuation and reasons, and an inner box."""
-    content = _SPACES.sub("", content.strip().strip("*`_\" "))
+    content = _SPACES.sub("", content.strip().strip('*`_" '))
     if content.count("}") > content.count("{"):  # {"answer": 42}
         content = content.rstrip('} \n"')
     content = _REMARK.sub(lambda match: match[0] if HEDGE.search(match[0]) else "", CLAUSE_END.split(content, maxsplit=1)[0])
@@ -280,11 +296,18 @@ def last_number(sentence: str) -> str | None:
 
 
 _PART_BEFORE = re.compile(
-    r"[0-9A-Za-z\\]$|(?:[-+*/^_×÷·√(\[{]|\\[a-z]+|\b(?:sqrt|log|ln|than|least|most|to|over|under|below|above|vs|step|question|problem|exercise|example|chapter|section|page|part|case|number|no|twice|double|triple|half|half\s+of|almost|nearly|mod|modulo|times|plus|minus|choose)|[0-9](?:\s*(?:[,:]|and|,\s*and)|\s))\s*\$?\s*$",
+    r"[0-9A-Za-z\\]$|(?:[-+*/^_×÷·√(\[{]|\\[a-z]+|\b(?:sqrt|log|ln|than|least|most|to|over|under|below|above|vs|step|question|problem"
+    r"|exercise|example|chapter|section|page|part|case|number|no|twice|double|triple|half|half\s+of|almost|nearly|mod|modulo|times|plus"
+    r"|minus|choose)|[0-9](?:\s*(?:[,:]|and|,\s*and)|\s))\s*\$?\s*$",
     re.IGNORECASE,
 )
 _PART_AFTER = re.compile(
-    r"\s*(?:[-+*/^_×÷·<>({\[\\]|:[0-9]|(?:,|and\b)\s*[-$\\(]*[0-9]|[A-Za-z](?![A-Za-z])(?<!a)|(?:pi|sqrt|plus|minus|times|mod|modulo|choose|factorial|squared|cubed)\b)|[A-Za-z0-9]|\s+(?:is|are|was)(?:n't|\s+(?:not|wrong|incorrect|too)\b)",
+    r"\s*(?:[-+*/^_×÷·<>({\[\\]|:[0-9]|(?:,|and\b)\s*[-$\\(]*[0-9]|[A-Za-z](?![A-Za-z])(?<!a)"
+    r"|(?:pi|sqrt|plus|minus|times|mod|modulo|choose|factorial|squared|cubed)\b)|[A-Za-z0-9]"
+    r"|\s+(?:is|are|was)(?:n't|\s+(?:not|wrong|incorrect|impossible|false|too)\b)",
     re.IGNORECASE,
 )
-_NEGATED = re.compile(r"(?:不是|并非)\s*$|(?:\bnot|\bno way|\bnever|n't|≠|\bbut|\bexcept|\binstead of|\brather than)\W+(?:\w+\W+){0,3}$", re.IGNORECASE)
+_NEGATED = re.compile(
+    r"(?:不是|并非)\s*$|(?:\bnot|\bno way|\bnever|\bcannot|n't|≠|\bbut|\bexcept|\binstead of|\brather than)\W+(?:\w+\W+){0,3}$",
+    re.IGNORECASE,
+)

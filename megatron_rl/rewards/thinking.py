@@ -74,4 +74,6 @@ def decode_completion(tokenizer: Any, ids: Sequence[int], markers: ThoughtMarker
         text: str = tokenizer.decode(ids, skip_special_tokens=True)
         return text
     runs = [(marked, [*run]) for marked, run in groupby(ids, kept.__contains__)]
-    return "".join("".join(map(kept.__getitem__, run)) if marked else tokenizer.decode(run, skip_special_tokens=True) for marked, run in runs)
+    return "".join(
+        "".join(map(kept.__getitem__, run)) if marked else tokenizer.decode(run, skip_special_tokens=True) for marked, run in runs
+    )

@@ -124,6 +124,7 @@ REPEATED = (
     *("the answer is ", "The answer is correct. ", "x is the answer ", "answer: ", "not 4, ", "no, wait ", "No, it is 6. "),
     *(r"\boxed{", r"\boxed{1}", r"\frac{1}{", "{", "}", "(", "$", "$1$ ", "1,", "1", "-", "*", "=", " ", "\n"),
     *("check the answer: ", "<answer>", "</think>", "#### ", "选"),
+    *("die Antwort ist nicht ", "答えは", "x = 1 or ", "**1** ", "a (abc ", "√(", "A. ", "twenty-one "),
 )
 COSTLY = (
     *("9^{9^{9^{9}}}", "10^{10^{10}}", "(9^9)^{999999}", "2^" * 50 + "2", "1000000!", "((9!)!)!", r"\binom{1000000}{500000}"),
