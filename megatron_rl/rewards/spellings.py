@@ -49,7 +49,7 @@ _TRANSLATIONS = [
     (r"\b(?:oder|ou|или|либо)\b|(?<=\s)o(?=\s+[0-9$\\(A-J])", "or"),
     (r"\b(?:vielleicht|möglicherweise|wahrscheinlich|peut-être|quizás?|tal vez|возможно|может)\b", "maybe"),
     (r"\b(?:zwischen|entre|между)\b", "between"),
-    (r"\b(?:nein|non|нет)\b", "no"),
+    (r"\b(?:nein|non|нет)\b(?=\s*[,:.!])", "no"),
     (r"\b(?:warte|moment|attends|attendez|espera|подождите|стоп)\b", "wait"),
     (r"\b(?:es|это)\b", "it"),
     (r"\b(?:la|die|le)\s+(?=\(?[A-J]\b)", ""),
