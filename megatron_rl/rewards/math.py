@@ -83,7 +83,7 @@ def canonical(stated: Statement) -> str:
     number = _read_number(stated)
     if number is not None:
         return f"{number.value}{'%' * (number.unit == '%')}"
-    return "".join(strip_wrapping(stated.content).split()) if stated.explicit else ""
+    return "".join(strip_wrapping(stated).split()) if stated.explicit else ""
 
 
 def _read_vote(stated: Statement, gold: str) -> str:
@@ -92,7 +92,7 @@ def _read_vote(stated: Statement, gold: str) -> str:
         return ",".join(sorted(_read_choices(stated.content)))
     if parse_number(_without_label(gold)):
         return canonical(stated)
-    content = _TEXT.sub(r"\1", strip_wrapping(stated.content)).replace("**", "").casefold()
+    content = _TEXT.sub(r"\1", strip_wrapping(stated)).replace("**", "").casefold()
     if not stated.explicit and (len(content) > _LONGEST_VOTE or HEDGE.search(content)):
         return ""
     content = _ASSIGNED.sub("", _read_list(content))
@@ -109,7 +109,7 @@ class _UnreadableGoldError(Exception):
 
 
 def _equals(stated: Statement, gold: str) -> bool:
-    content = strip_wrapping(stated.content)
+    content = strip_wrapping(stated)
     if not content:
         return False
     if _CHOICES.fullmatch(gold):
@@ -136,7 +136,7 @@ _MATH_PARTS = re.compile(r"\$([^$]+)\$|\\\((.+?)\\\)")
 
 def _read_number(stated: Statement) -> Number | None:
     """Return the number of a statement: the whole content, the right-hand side of an assignment, or the number of a sentence."""
-    content = _without_label(_TEXT.sub(r" \1 ", strip_wrapping(stated.content)).strip())
+    content = _without_label(_TEXT.sub(r" \1 ", strip_wrapping(stated)).strip())
     content = _EMPHASIS.sub("", content)
     content = re.sub(
         r"^(?:\\approx|≈|~|about|approximately|roughly|around|exactly|simply|just|only|a total of)\s*", "", content, flags=re.I

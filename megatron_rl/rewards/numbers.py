@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from fractions import Fraction
 
-_SEPARATOR = r"(?:,|\{,\}|\\[,!:; ])"
+_SEPARATOR = r"(?:,|\{,\}|\\[,:; ]|\\! ?)"
 _INTEGER = rf"(?:[0-9]{{1,3}}(?:(?:{_SEPARATOR}{{1,2}}[0-9]{{3}})+|(?: [0-9]{{3}})+)(?![0-9])|[0-9]+)"
 _DECIMAL = rf"(?:{_INTEGER}(?:\.[0-9]+)?\.?|\.[0-9]+)"
 _POWER = r"(?:\s*(?:\\times|\\cdot|×|·|\*)\s*10\s*(?:\^|\*\*)\s*\{?\s*(?P<power>[-+]?[0-9]+)\s*\}?|[eE](?P<e>[-+]?[0-9]+))"

@@ -17,6 +17,7 @@ _REWRITES: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = 
     (re.compile("[⁻⁺]?[⁰¹²³⁴-⁹]+"), lambda match: f"^{{{match[0].translate(_SUPERSCRIPTS)}}}"),
     (re.compile(r"√\s*(?:([0-9]+|[a-z](?![a-z]))|\(([^()]*)\))"), lambda match: rf"\sqrt{{{match[1] or match[2]}}}"),
     (re.compile(r"\{:\}"), ":"),
+    (re.compile(r"<<[^<>\n]{0,100}>>"), ""),  # the calculations in GSM8K's solutions
     (re.compile("[\U0001f300-\U0001faff\u2600-\u27bf\ufe0f\u20e3]"), ""),
     (re.compile(r"<(b|strong|em|u)>([^<\n]{0,200})</\1>"), r"\2"),
     (re.compile(r"\b([ap])\.\s?m\b\.?", re.IGNORECASE), r"\1m"),

@@ -48,6 +48,7 @@ _DOUBTS = re.compile(
     re.IGNORECASE,
 )
 CLAUSE_END = re.compile(r"(?:,\s*|\s+)(?:because|since|as(?!\s+well)|so|which|where|hence|therefore)\b", re.IGNORECASE)
+_REASON = re.compile(r"(?:,\s*|\s+)(?:because|since|where)\b", re.IGNORECASE)
 _HEADING = re.compile(r"\s*(?:[^\W\d_]{3,}[:,]?\s+\S|$)")  # "#### Step 3"
 _LIST_ITEM = re.compile(r"\s*(?:[0-9]+[.)]|[-*•])\s")
 _NOT = re.compile(
@@ -71,8 +72,8 @@ _REVISED = re.compile(
     re.IGNORECASE,
 )
 HEDGE = re.compile(
-    r"\b(?:or|either|maybe|perhaps|possibly|could|might|(?-i:may)|may be|guess|suppose|assume|between|not sure|for example|such as"
-    r"|like(?=\s+\$?[0-9])|somewhere|at (?:most|least)|also (?:work|possible|valid|correct|right|true))\b|\be\.g\.|\?|或",
+    r"\b(?:or|either|maybe|perhaps|possibly|could|might|(?-i:may)|may be|guess|suppose|assume|not sure|for example|such as"
+    r"|between(?=\s+[-$\\]*[0-9])|like(?=\s+\$?[0-9])|somewhere|at (?:most|least)|also (?:work|possible|valid|correct|right|true))\b|\be\.g\.|\?|或",
     re.IGNORECASE,
 )
 _GIVES_UP = re.compile(
@@ -265,12 +266,13 @@ _SPACES = re.compile(r"^(?:\\[,;:! ]\s*)+|(?:\\[,;:! ]\s*)+$|(?<=\S)\\$")
 _REMARK = re.compile(r"(?<=[\w.$%])\s+\((?!mod\b)(?:[^()0-9\\$]{3,}|[^()\\]*\b[A-Za-z]{3,}\b[^()\\]*)\)\W*$")
 
 
-def strip_wrapping(content: str) -> str:
-    r"""Return the content without emphasis, dollar signs around it, trailing punctuation and reasons, and an inner box."""
+def strip_wrapping(stated: Statement) -> str:
+    r"""Return the content without emphasis, dollar signs around it, trailing punctuation, and reasons."""
+    content, clause_end = stated.content, CLAUSE_END if stated.explicit else _REASON
     content = _SPACES.sub("", content.strip().strip('*`_" '))
     if content.count("}") > content.count("{"):  # {"answer": 42}
         content = content.rstrip('} \n"')
-    content = _REMARK.sub(lambda match: match[0] if HEDGE.search(match[0]) else "", CLAUSE_END.split(content, maxsplit=1)[0])
+    content = _REMARK.sub(lambda match: match[0] if HEDGE.search(match[0]) else "", clause_end.split(content, maxsplit=1)[0])
     content = re.sub(r"^\s*(?:\\\(|\\\[|\$\$?)\s*(.*?)\s*(?:\\\)|\\\]|\$\$?)[\s.,*]*$", r"\1", content, flags=re.DOTALL)
     return re.sub(r"(?:\\[\])]|[\s.,;:*`]|(?<!\d)!|\$\$)+$", "", content).lstrip("*` ")
 
@@ -288,7 +290,7 @@ def last_number(sentence: str) -> str | None:
         return None
     last = matches[-1]
     before, after = sentence[: last.end() - len(last[0].lstrip())], sentence[last.end() :]
-    if last["sign"] and re.search(r"[\w)}\]]\s*$", before):
+    if last["sign"] and re.search(r"(?:[0-9)}\]]\s*|\w|\b[A-Za-z]\s+)$", before):
         return None
     if _PART_BEFORE.search(before) or _PART_AFTER.match(after) or _NEGATED.search(before):
         return None
@@ -302,8 +304,8 @@ _PART_BEFORE = re.compile(
     re.IGNORECASE,
 )
 _PART_AFTER = re.compile(
-    r"\s*(?:[-+*/^_×÷·<>({\[\\]|:[0-9]|(?:,|and\b)\s*[-$\\(]*[0-9]|[A-Za-z](?![A-Za-z])(?<!a)"
-    r"|(?:pi|sqrt|plus|minus|times|mod|modulo|choose|factorial|squared|cubed)\b)|[A-Za-z0-9]"
+    r"\s*(?:[-+*^_×÷·<>({\[\\]|/(?![a-z]{2})|:[0-9]|(?:,|and\b)\s*[-$\\(]*[0-9]|[A-Za-z](?![A-Za-z])(?<!a)"
+    r"|(?:pi|sqrt|mod|modulo|choose|factorial|squared|cubed)\b|(?:plus|minus|times)\s+[-$\\(]*(?:[0-9]|[b-z]\b))|[A-Za-z0-9]"
     r"|\s+(?:is|are|was)(?:n't|\s+(?:not|wrong|incorrect|impossible|false|too)\b)",
     re.IGNORECASE,
 )
