@@ -72,8 +72,8 @@ _REVISED = re.compile(
     re.IGNORECASE,
 )
 HEDGE = re.compile(
-    r"\b(?:or|either|maybe|perhaps|possibly|could|might|(?-i:may)|may be|guess|suppose|assume|not sure|for example|such as"
-    r"|between(?=\s+[-$\\]*[0-9])|like(?=\s+\$?[0-9])|somewhere|at (?:most|least)|also (?:work|possible|valid|correct|right|true))\b|\be\.g\.|\?|或",
+    r"\b(?:or|either|maybe|perhaps|possibly|could|might|(?-i:may)|may be|guess|suppose|assume|not sure|for example|such as|somewhere"
+    r"|between(?=\s+[-$\\]*[0-9])|like(?=\s+\$?[0-9])|at (?:most|least)|also (?:work|possible|valid|correct|right|true))\b|\be\.g\.|\?|或",
     re.IGNORECASE,
 )
 _GIVES_UP = re.compile(
