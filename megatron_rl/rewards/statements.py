@@ -298,18 +298,18 @@ def last_number(sentence: str) -> str | None:
 
 
 _PART_BEFORE = re.compile(
-    r"[0-9A-Za-z\\]$|(?:[-+*/^_×÷·√(\[{]|\\[a-z]+|\b(?:sqrt|log|ln|than|least|most|to|over|under|below|above|vs|step|question|problem"
+    r"[0-9A-Za-z\\]$|(?:[-+*/^_×÷·√(\[{<>≤≥≠]|\\[a-z]+|\b(?:sqrt|log|ln|than|least|most|to|over|under|below|above|vs|step|question|problem"
     r"|exercise|example|chapter|section|page|part|case|number|no|twice|double|triple|half|half\s+of|almost|nearly|mod|modulo|times|plus"
     r"|minus|choose)|[0-9](?:\s*(?:[,:]|and|,\s*and)|\s))\s*\$?\s*$",
     re.IGNORECASE,
 )
 _PART_AFTER = re.compile(
     r"\s*(?:[-+*^_×÷·<>({\[\\]|/(?![a-z]{2})|:[0-9]|(?:,|and\b)\s*[-$\\(]*[0-9]|[A-Za-z](?![A-Za-z])(?<!a)"
-    r"|(?:pi|sqrt|mod|modulo|choose|factorial|squared|cubed)\b|(?:plus|minus|times)\s+[-$\\(]*(?:[0-9]|[b-z]\b))|[A-Za-z0-9]"
+    r"|(?:pi|sqrt|mod|modulo|choose|factorial|squared|cubed)\b|(?:plus|minus|times)\s+[-$\\(]*(?:[0-9]|[b-z]\b))|(?:st|nd|rd|th)\b|[A-Za-z](?![A-Za-z])|[0-9]"
     r"|\s+(?:is|are|was)(?:n't|\s+(?:not|wrong|incorrect|impossible|false|too)\b)",
     re.IGNORECASE,
 )
 _NEGATED = re.compile(
-    r"(?:不是|并非)\s*$|(?:\bnot|\bno way|\bnever|\bcannot|n't|≠|\bbut|\bexcept|\binstead of|\brather than)\W+(?:\w+\W+){0,3}$",
+    r"(?:不是|并非)\s*$|(?:\b(?:not|no way|never|cannot|but|except|instead of|rather than|nicht|pas|не)|n't|≠)\W+(?:\w+\W+){0,3}$",
     re.IGNORECASE,
 )
