@@ -298,7 +298,7 @@ def last_number(sentence: str) -> str | None:
 
 
 _PART_BEFORE = re.compile(
-    r"[0-9A-Za-z\\]$|(?:[-+*/^_×÷·√(\[{<>≤≥≠]|\\[a-z]+|\b(?:sqrt|log|ln|than|least|most|to|over|under|below|above|vs|step|question|problem"
+    r"[0-9A-Za-z\\]$|(?:[-+*/^_×÷·√(\[{≤≥≠]|\w\s+[<>]|\\[a-z]+|\b(?:sqrt|log|ln|than|least|most|to|over|under|below|above|vs|step|question|problem"
     r"|exercise|example|chapter|section|page|part|case|number|no|twice|double|triple|half|half\s+of|almost|nearly|mod|modulo|times|plus"
     r"|minus|choose)|[0-9](?:\s*(?:[,:]|and|,\s*and)|\s))\s*\$?\s*$",
     re.IGNORECASE,
