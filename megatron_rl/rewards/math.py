@@ -15,22 +15,35 @@ import re
 from itertools import accumulate
 from typing import Any
 
-from megatron_rl.rewards.numbers import Number, parse_number
-from megatron_rl.rewards.statements import HEDGE, Statement, find_statement, last_number, strip_wrapping
+from megatron_rl.rewards.numbers import NUMBER, Number, parse_number
+from megatron_rl.rewards.spellings import normalize
+from megatron_rl.rewards.statements import CLAUSE_END, HEDGE, Statement, find_statement, last_number, strip_wrapping
 from megatron_rl.rewards.thinking import DEFAULT_MARKERS, ThoughtMarkers, split_thought
 from megatron_rl.types import Problem, Reward
 
 _CHOICES = re.compile(r"\W*(?:\\text(?:bf)?\{)?\(?([A-J])\)?\}?(?:\s*(?:,|and|&)\s*\(?([A-J])\)?)*\W*")
+_TIME = r"\b([0-9]{1,2}):([0-9]{2})\s*(am|pm|AM|PM)?\b"
+_ASSIGNMENT = re.compile(r"[\s$]*([a-z])\s*=\s*([^=]+?)[\s$.]*")
+_AND = re.compile(r"[,;]\s*(?:and|or)\b|[,;]|\\text\s*\{\s*(?:and|or)\s*\}|\b(?:and|or)\b|\\(?:quad|lor|vee)\b")
+_DECIMAL_COMMA = re.compile(r"^([-+]?\s*[0-9]{1,3}(?:\.[0-9]{3})+|[-+]?\s*[0-9]+),([0-9]{1,2})(?![0-9,.])(.*)$")
+_THOUSANDS_DOTS = re.compile(r"^([-+]?\s*[0-9]{1,3}(?:\.[0-9]{3}){2,})(?![0-9.])")
 _LETTERS = re.compile(r"\W*[A-J](?:[\s,()&]+(?:and\s+)?\(?[A-J])*\W*")
-_LABEL = re.compile(r"\(([A-J])\)|^\W*([A-J])[).:](?=\s|$)")
+_LABEL = re.compile(r"\(([A-J])\)|^\W*([A-J])(?:[).:](?=\s|$)|\s+\()")
+_CJK_END = re.compile(r"[\u3040-\u30ff\u4e00-\u9fff\uac00-\ud7af\s.]+$")
 _WORDS = re.compile(r"[^\W\d_]{2,}(?:[\s-]+[^\W\d_]+)*")
 _TEXT = re.compile(r"\\(?:text|textbf|textrm|mathrm|mbox)\s*\{([^{}]*)\}")
 _EMPHASIS = re.compile(r"(?<!\w)\*\*(?=\S)|(?<=\S)\*\*(?!\w)")
 _ASSIGNED = re.compile(
     r"^(?:[A-Za-z]\w?(?:_\{?\w+\}?)?(?:\([^()=]*\))?|\\[a-zA-Z]+(?:\s+[A-Z]+)?|[A-Z]{2,3}|\([a-z](?:,\s*[a-z])*\))\s*=\s*(?=[^=]*$)"
 )
-_RELATION = re.compile(r"[<>≤≥≠]|\\(?:l|g|n)(?:t|eq?)\b")
+_RELATION = re.compile(r"[<>≤≥≠]|\\(?:(?:l|g|n)(?:t|eq?)|equiv|pmod|bmod)\b|[0-9]\s*:\s*[0-9]")
+_UNFINISHED = re.compile(r"^[^=]*[0-9)]\s*[-+*×÷]\s*[(0-9][^=]*$")
+_DETAIL = re.compile(r"(?:\s+(?!(?:and|or|than|by|of|to|times|plus|minus|over|mod)\b)[^\W\d_]+){1,5}\s*")
+_ELLIPSIS = re.compile(r"\\[lc]?dots|\.\.|…")
+_SAYS_MORE = re.compile(r"\b(?:not|wrong|is|are|isn't|but|than|incorrect|except|most|least|any|all|every|between)\b", re.IGNORECASE)
+_INTERVAL = re.compile(r"\s*(?:[a-z]\s*\\in\b\s*)?(?:\\left)?\s*[(\[]")
 _EQUATION = re.compile(r"(?<![<>!\\])=(?!=)")
+_LONGEST_VOTE = 60
 _LONGEST_FORMULA, _DEEPEST_FORMULA = 500, 6
 _COSTLY = {
     "power": re.compile(r"\^\s*\{?\s*[-+(]*[0-9]{5}|[0-9)}]\s*\^\s*[{(\s]*[0-9]+[)}\s]*\^"),
@@ -41,7 +54,7 @@ _COSTLY = {
     "bars": re.compile(r"(?:\|[^|]*){9}"),
 }
 """Operations that take SymPy seconds or more."""
-_PROSE = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3,}(?![A-Za-z({])")
+_PROSE = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3,}(?![A-Za-z({])|[\u0400-\u04ff\u3040-\u30ff\u4e00-\u9fff\uac00-\ud7af]{2}")
 
 
 def reward(text: str, problem: Problem, *, thinking: ThoughtMarkers | None = DEFAULT_MARKERS) -> Reward:
@@ -53,10 +66,10 @@ def reward(text: str, problem: Problem, *, thinking: ThoughtMarkers | None = DEF
     if stated is None:
         return Reward(0.0, False, answer="")
     try:
-        correct = _equals(stated, problem.answer.strip())
+        correct = _equals(stated, normalize(problem.answer).strip())
     except _UnreadableGoldError:
         return Reward(0.0, False, error=f"the gold answer {problem.answer[:80]!r} could not be parsed")
-    return Reward(float(correct), correct, answer=canonical(stated) or problem.answer.strip() * correct)
+    return Reward(float(correct), correct, answer=_read_vote(stated, problem.answer.strip()) or problem.answer.strip() * correct)
 
 
 def final_answer(text: str) -> str | None:
@@ -70,7 +83,25 @@ def canonical(stated: Statement) -> str:
     number = _read_number(stated)
     if number is not None:
         return f"{number.value}{'%' * (number.unit == '%')}"
-    return "".join(strip_wrapping(stated.content).split()) if stated.explicit else ""
+    return "".join(strip_wrapping(stated).split()) if stated.explicit else ""
+
+
+def _read_vote(stated: Statement, gold: str) -> str:
+    """Return the canonical form of an answer to a problem with the gold answer `gold`, or "" if it states none of this kind."""
+    if _CHOICES.fullmatch(gold):
+        return ",".join(sorted(_read_choices(stated.content)))
+    if parse_number(_without_label(gold)):
+        return canonical(stated)
+    content = _TEXT.sub(r"\1", strip_wrapping(stated)).replace("**", "").casefold()
+    if not stated.explicit and (len(content) > _LONGEST_VOTE or HEDGE.search(content)):
+        return ""
+    content = _ASSIGNED.sub("", _read_list(content))
+    if number := parse_number(content):
+        return str(number.value)
+    content = re.sub(r"^\\?\{(.*?)\\?\}$", r"\1", "".join(content.split()))
+    if _WORDS.fullmatch(_TEXT.sub(r"\1", gold)):
+        return content.partition(",")[0]
+    return ",".join(sorted(content.split(","))) if "," in gold and content[:1] not in "([" else content
 
 
 class _UnreadableGoldError(Exception):
@@ -78,21 +109,25 @@ class _UnreadableGoldError(Exception):
 
 
 def _equals(stated: Statement, gold: str) -> bool:
-    content = strip_wrapping(stated.content)
+    content = strip_wrapping(stated)
     if not content:
         return False
     if _CHOICES.fullmatch(gold):
         return _read_choices(stated.content) == set(re.findall("[A-J]", _TEXT.sub(r"\1", gold)))
+    if re.fullmatch(_TIME, gold):
+        return _read_times(content) == _read_times(gold)
     expected = parse_number(_without_label(gold))
     if expected is not None:
         number = _read_number(stated)
         if number is not None:
             return number.equals(expected)
-        return _is_formula(content, gold) and _verify(gold, content)
+        return (stated.explicit or not _UNFINISHED.search(content)) and _is_formula(content, gold) and _verify(gold, content)
     plain = _TEXT.sub(r"\1", gold).strip(" .$")
     if _WORDS.fullmatch(plain):
-        return _begins_with_words(_TEXT.sub(r"\1", content), plain)
+        return _states_words(_TEXT.sub(r"\1", content).replace("**", ""), plain, stated.explicit)
     formulas = _MATH_PARTS.findall(content) if _PROSE.search(content) else []
+    if "," in gold:
+        content = _AND.sub(",", _read_list(content))
     return _is_formula(content, gold) and _verify(gold, "".join(formulas[-1]) if formulas else content)
 
 
@@ -101,20 +136,34 @@ _MATH_PARTS = re.compile(r"\$([^$]+)\$|\\\((.+?)\\\)")
 
 def _read_number(stated: Statement) -> Number | None:
     """Return the number of a statement: the whole content, the right-hand side of an assignment, or the number of a sentence."""
-    content = _without_label(_TEXT.sub(r" \1 ", strip_wrapping(stated.content)).strip())
+    content = _without_label(_TEXT.sub(r" \1 ", strip_wrapping(stated)).strip())
     content = _EMPHASIS.sub("", content)
     content = re.sub(
         r"^(?:\\approx|≈|~|about|approximately|roughly|around|exactly|simply|just|only|a total of)\s*", "", content, flags=re.I
     )
+    content = _DECIMAL_COMMA.sub(lambda match: f"{match[1].replace('.', '')}.{match[2]}{match[3]}", content)
+    content = _THOUSANDS_DOTS.sub(lambda match: match[1].replace(".", ""), content)
     number = parse_number(_ASSIGNED.sub("", content))
-    if number is not None or HEDGE.search(content):
+    if HEDGE.search(content):
+        return None
+    if number is not None:
         return number
     if (parts := _EQUATION.split(content)) and len(parts) > 1 and not re.search(r"[A-Za-z]", content):
         return parse_number(parts[-1])
     if not _PROSE.search(_TEXT.sub("", content)) and stated.explicit:
         return None
-    found = last_number(content)
+    found = last_number(_before_detail(content) if stated.explicit else content)
     return None if found is None else parse_number(found)
+
+
+def _before_detail(content: str) -> str:
+    """Return a sentence that begins with a number up to its next number: "29 marbles after 3 days". Return "" if it has several numbers
+    otherwise."""
+    matches = [*NUMBER.finditer(content)]
+    if len(matches) < 2 or "=" in content:
+        return content
+    between = content[matches[0].end() : matches[1].start()]
+    return content[: matches[1].start()] if not content[: matches[0].start()].strip() and _DETAIL.fullmatch(between) else ""
 
 
 def _without_label(content: str) -> str:
@@ -124,8 +173,14 @@ def _without_label(content: str) -> str:
 
 def _read_choices(content: str) -> set[str]:
     """Return the letters of the choices that a statement names, or nothing if it hedges."""
-    content = _TEXT.sub(r"\1", content).strip("*` \n").replace("**", "")
-    content = re.sub(r"^(?:(?:the\s+)?(?:correct\s+)?(?:option|choice|answer)s?\s*(?:is|are|:)?\s*)+", "", content, flags=re.I)
+    content = _CJK_END.sub("", _TEXT.sub(r"\1", content).strip("*` \n").replace("**", ""))
+    content = re.sub(
+        r"^(?:(?:so|thus|hence|therefore)\b,?\s*)?(?:(?:the\s+)?(?:correct\s+)?(?:option|choice|answer)s?\s*(?:is|are|:)?\s*)*",
+        "",
+        content,
+        flags=re.I,
+    )
+    content = CLAUSE_END.split(content, maxsplit=1)[0]
     if HEDGE.search(content):
         return set()
     if _LETTERS.fullmatch(content):
@@ -133,10 +188,31 @@ def _read_choices(content: str) -> set[str]:
     return {next(filter(None, match)) for match in _LABEL.findall(content)}
 
 
-def _begins_with_words(content: str, words: str) -> bool:
+def _read_times(content: str) -> set[tuple[int, str]]:
+    """Return the times of day in a text as minutes, with am or pm."""
+    times = re.findall(_TIME, _TEXT.sub(r" \1 ", content))
+    return {(60 * int(hours) + int(minutes), half.lower()) for hours, minutes, half in times}
+
+
+def _read_list(content: str) -> str:
+    r"""Return `x = 1 \text{ or } x = 2` as the list `1, 2`, and `x = 1, y = 2` as the tuple `(1, 2)`."""
+    parts = [_ASSIGNMENT.fullmatch(part) for part in _AND.split(content) if part.strip()]
+    names = [part[1] for part in parts if part]
+    if len(parts) < 2 or len(names) < len(parts) or (1 < len(set(names)) != len(names)):
+        return content
+    values = ", ".join(part[2] for part in parts if part)
+    return values if len(set(names)) == 1 else f"({values})"
+
+
+def _states_words(content: str, words: str, explicit: bool) -> bool:
+    """Return whether an explicit statement begins with the words, or a sentence consists of or ends with them, such as "It is Friday."."""
     content, words = " ".join(content.casefold().split()), " ".join(words.casefold().split())
+    if HEDGE.search(content):
+        return False
+    if not explicit and (last := re.fullmatch(rf"(.*\b(?:is|are|was|were|on)\s+)(?:(?:an?|the)\s+)?{re.escape(words)}\W*", content)):
+        return not re.search(r"\b(?:not|never)\b|n't", last[1])
     rest = content.removeprefix(words)
-    return content.startswith(words) and not re.match(r"\w|\s*(?:or|and|not)\b|[\s,]+\w+\s*\?", rest) and not HEDGE.search(content)
+    return content.startswith(words) and not re.match(r"\w|\s*(?:or|and|not)\b|[\s,]+\w+\s*\?" if explicit else r"\w|\s+\w", rest)
 
 
 def _is_formula(content: str, gold: str) -> bool:
@@ -144,7 +220,9 @@ def _is_formula(content: str, gold: str) -> bool:
     math-verify would compare only the right-hand side of `3x = 42`."""
     if HEDGE.search(content) or content.count("{") != content.count("}") or not _is_affordable(content, gold):
         return False
-    if bool(_RELATION.search(content)) != bool(_RELATION.search(gold)) or (
+    if (_ELLIPSIS.search(content) and not _ELLIPSIS.search(gold)) or any(map(_SAYS_MORE.search, _TEXT.findall(content))):
+        return False
+    if (not any(map(_INTERVAL.match, (gold, content))) and bool(_RELATION.search(content)) != bool(_RELATION.search(gold))) or (
         not re.search(r"[0-9\\]|^\W*\w{1,3}\W*$", content) and parse_number(gold)
     ):
         return False
@@ -172,7 +250,11 @@ def _verify(gold: str, content: str) -> bool:
     if not expected:
         raise _UnreadableGoldError
     content = content if _EQUATION.search(gold) else _ASSIGNED.sub("", content)
-    return bool(verify.verify(expected, verify.parse(rf"\boxed{{{content}}}", parsing_timeout=None), timeout_seconds=None))
+    return bool(
+        verify.verify(
+            expected, verify.parse(rf"\boxed{{{content}}}", parsing_timeout=None), timeout_seconds=None, allow_set_relation_comp=True
+        )
+    )
 
 
 @functools.lru_cache(maxsize=4096)

@@ -6,8 +6,8 @@ import re
 from dataclasses import dataclass
 from fractions import Fraction
 
-_SEPARATOR = r"(?:,|\{,\}|\\[,!:; ])"
-_INTEGER = rf"(?:[0-9]{{1,3}}(?:{_SEPARATOR}{{1,2}}[0-9]{{3}})+(?![0-9])|[0-9]+)"
+_SEPARATOR = r"(?:,|\{,\}|\\[,:; ]|\\! ?)"
+_INTEGER = rf"(?:[0-9]{{1,3}}(?:(?:{_SEPARATOR}{{1,2}}[0-9]{{3}})+|(?: [0-9]{{3}})+)(?![0-9])|[0-9]+)"
 _DECIMAL = rf"(?:{_INTEGER}(?:\.[0-9]+)?\.?|\.[0-9]+)"
 _POWER = r"(?:\s*(?:\\times|\\cdot|×|·|\*)\s*10\s*(?:\^|\*\*)\s*\{?\s*(?P<power>[-+]?[0-9]+)\s*\}?|[eE](?P<e>[-+]?[0-9]+))"
 _FRACTION = (
@@ -15,10 +15,10 @@ _FRACTION = (
     r"|(?P<over>[0-9]+)\s*/\s*(?P<below>[0-9]+)(?![0-9.,]?[0-9/])"
 )
 NUMBER = re.compile(
-    rf"(?P<sign>[-+]?)\s*(?:\\?[$€£¥])?\s*(?:(?:(?P<whole>[0-9]+)(?:\s*(?=\\)|\s+))?(?:{_FRACTION})|(?P<decimal>{_DECIMAL})(?:{_POWER})?)"
+    rf"(?P<sign>[-+]?)\s*(?:(?:US|CA|AU|HK)?\\?[$€£¥₹]|Rs\.?)?\s*(?:(?:(?P<whole>[0-9]+)(?:\s*(?=\\)|\s+))?(?:{_FRACTION})|(?P<decimal>{_DECIMAL})(?:{_POWER})?)"
 )
 _BARE_POWER = re.compile(r"^([-+]?\s*)10\s*(\^|\*\*)")
-_PERCENT = re.compile(r"\\?%|\s*percent\b", re.IGNORECASE)
+_PERCENT = re.compile(r"\\?%|\s*per\s?cent\b", re.IGNORECASE)
 _SCALES = {"hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12, "万": 10**4, "亿": 10**8}
 _SCALE = re.compile(rf"\s*({'|'.join(_SCALES)})s?(?![a-z])", re.IGNORECASE)
 _TEXT_COMMAND = re.compile(r"\\(?:text|textrm|textbf|mathrm|mathbf|mbox|rm|operatorname)\s*\{([^{}]*)\}")
@@ -28,6 +28,34 @@ _NO_UNIT = re.compile(
 )
 _UNIT = re.compile(r"(?:[^\W\d_]{2,}|(?<![^\W\d_])[mshgLlNJWVAKCFt])(?:[\s/.\-^{}'·*]|[^\W\d_])*")
 _LONGEST_UNIT = 60
+_UNITS_IN_WORDS = [
+    "zero",
+    "one",
+    "two",
+    "three",
+    "four",
+    "five",
+    "six",
+    "seven",
+    "eight",
+    "nine",
+    "ten",
+    "eleven",
+    "twelve",
+    "thirteen",
+    "fourteen",
+    "fifteen",
+    "sixteen",
+    "seventeen",
+    "eighteen",
+    "nineteen",
+]
+_TENS_IN_WORDS = ["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"]
+_IN_WORDS = re.compile(
+    rf"(?:({'|'.join(_TENS_IN_WORDS)})(?:[\s-]+({'|'.join(_UNITS_IN_WORDS[1:10])}))?|({'|'.join(_UNITS_IN_WORDS)}))"
+    r"(?=(?:\s+[^\W\d_]+)?[\s.]*$)",
+    re.IGNORECASE,
+)
 
 
 @dataclass(frozen=True)
@@ -52,7 +80,9 @@ class Number:
 
 def parse_number(text: str) -> Number | None:
     """Return the number that `text` consists of, with at most a unit after it, or None."""
-    text = _BARE_POWER.sub(r"\g<1>1*10\2", _TEXT_COMMAND.sub(r" \1 ", text.strip()))
+    text = _BARE_POWER.sub(r"\g<1>1*10\2", _TEXT_COMMAND.sub(r" \1 ", text.strip())).strip()
+    if words := _IN_WORDS.match(text):
+        text = _words_to_digits(words) + text[words.end() :]
     match = NUMBER.match(text)
     if match is None:
         return None
@@ -66,6 +96,13 @@ def parse_number(text: str) -> Number | None:
         value, rest = value * _SCALES[scale[1].lower()], rest[scale.end() :]
     unit = _read_unit(rest)
     return None if unit is None else Number(value, unit, exact)
+
+
+def _words_to_digits(match: re.Match[str]) -> str:
+    tens, ones, below_twenty = (word.lower() if word else "" for word in match.groups())
+    return str(
+        10 * (_TENS_IN_WORDS.index(tens) + 2) + _UNITS_IN_WORDS.index(ones or "zero") if tens else _UNITS_IN_WORDS.index(below_twenty)
+    )
 
 
 def to_fraction(match: re.Match[str]) -> Fraction | None:
@@ -83,7 +120,7 @@ def to_fraction(match: re.Match[str]) -> Fraction | None:
 
 def _read_unit(rest: str) -> str | None:
     """Return the unit in the text after a number, "" if there is none, or None if the text is something else."""
-    rest = re.sub(r"\\[,;:! ]|~|\\left|\\right", " ", _DEGREES.sub("", rest, count=1)).strip(" .,;:*$`\n\t")
+    rest = re.sub(r"\\[,;:! ]|~|\\left|\\right", " ", _DEGREES.sub("", rest, count=1)).strip(" .,;:*$€£¥₹`\n\t")
     if not rest:
         return ""
     if len(rest) > _LONGEST_UNIT or _NO_UNIT.search(re.sub(r"\^\s*\{?[-0-9]+\}?", "", rest)):

@@ -12,40 +12,22 @@ import re
 from typing import NamedTuple
 
 from megatron_rl.rewards.numbers import NUMBER
+from megatron_rl.rewards.spellings import normalize, translate
 
-_ASCII = {
-    "−": "-",
-    "﹣": "-",
-    "－": "-",
-    "：": ":",
-    "，": ",",
-    "。": ". ",
-    "（": "(",
-    "）": ")",
-    "＝": "=",
-    "？": "?",
-    "！": "! ",
-    "；": "; ",
-    "\xa0": " ",
-}
-_ASCII |= {chr(0xFF10 + digit): str(digit) for digit in range(10)} | {chr(0xFF21 + letter): chr(65 + letter) for letter in range(26)}
-_TRANSLATION = str.maketrans(_ASCII)
-
-_BE = r"(?:is|are|was|equals|becomes|(?:must|should|would|will)\s+be|comes\s+(?:out\s+)?to)\b"
+_BE = r"(?:(?:is|are|was)(?:(?=n't)|\b)|equals|becomes|(?:must|should|would|will)\s+be|(?:comes|works)\s+(?:out\s+)?to)(?:(?=n't)|\b)"
 _STATEMENT = re.compile(
     rf"""(?P<box>\\(?:boxed|fbox)\b)
-    | (?P<tag><answer>)
+    | (?P<tag><(?:final_)?answer>|<\|begin_of_box\|>)
     | (?P<hash>\#\#\#\#+(?!\#))
     | (?P<phrase>
-        \b(?:answer|(?:correct|right|best)\s+(?:option|choice))s?\b[*_`\s]*(?:\((?:final|s)\)\s*)?(?:(?:to|for|of|here)\b[^.\n:=]{{0,100}}?)?
-          (?:\s*(?:{_BE}(?:\s*(?:therefore|thus|then|indeed|simply|just)\b,?)?|[:=])[*_`]*)+
-      | \b(?:i|we)\s+(?:choose|pick|select)\b(?:\s+(?:option|choice|answer))?
-      | 答案(?:应该|应当|应|就)?(?:是|为|等于|:)+ | (?:答案|故|应)?选(?:择|项)?\s*:?\s*(?=\(?[A-J])
-      | (?:^|(?<=[\n\s]))答\s*: | 答えは | 정답은 | 답은
-      | \b(?:respuesta|réponse|antwort|risposta|resposta|ответ)\b(?:\s+\w+)?\s*(?:\b(?:es|est|ist|lautet)\b|[èé]\s|[:—-]\s)+
+        \b(?:answer|ans|(?:correct|right|best)\s+(?:option|choice))s?\b["*_`\s]*(?:\((?:final|s)\)\s*)?(?:(?:to|for|of|here)\b[^.\n:=]{{0,100}}?)?
+          (?:\s*(?:{_BE}(?:\s*(?:therefore|thus|then|indeed|simply|just)\b,?)?|[:=])["*_`]*)+
+      | \b(?:i|we)(?:'ll|'d)?\s+(?:would\s+|will\s+)?(?:choose|pick|select|go\s+with)\b(?:\s+(?:option|choice|answer))?
+      | 答案(?:应该|应当|应|就)?(?:是|为|等于|:)+ | (?:答案|故|应)?选(?:择|项)?(?:是|为|:)*\s*(?=\(?[A-J])
+      | (?:^|(?<=[\n\s]))(?:答|答え)\s*: | (?:答え|正解|解答)は | 정답은 | 답은
       )
     | (?P<named>(?<![^\s.,:;])(?P<what>[^\s.,:;]{{1,100}})
-          \s+is\s+(?:the|our|my)\s+(?:final\s+|correct\s+|right\s+)?(?:answer|option|choice)\b)""",
+          \s+is\s+(?:(?:the|our|my)\s+(?:final\s+|correct\s+|right\s+)?(?:answer|option|choice)|(?P<fits>correct|right))\b)""",
     re.IGNORECASE | re.VERBOSE,
 )
 _EVALUATION = re.compile(
@@ -53,17 +35,28 @@ _EVALUATION = re.compile(
     r"|incorrect|in the\b|one of\b|among\b|what\b|that\b)",
     re.IGNORECASE,
 )
-_SENTENCE_END = re.compile(r"\.(?=\s|$)|</|(?<!\\)[;!](?=\s|$)|\n")
-_CHECKS = re.compile(r"\b(?:check|verify|confirm|simplify|express)\w*\W+(?:\w+\W+){0,2}$", re.IGNORECASE)
-_CLAUSE_END = re.compile(r"(?:,\s*|\s+)(?:because|since|as|so|which|where|hence|therefore)\b", re.IGNORECASE)
+_SENTENCE_END = re.compile(r"\.(?=\s|$)|</|(?<!\\)(?:;|!+)(?=\s|$)|\n")
+_CLOSING_TAG = re.compile(r"</(?:final_)?answer>|<\|end_of_box\|>", re.IGNORECASE)
+_CHECKS = re.compile(
+    r"\b(?:check|verify|confirm|simplify|express|suppos|assum|guess|imagin|if\b)\w*[^\w.!?\n]+(?:\w+[^\w.!?\n]+){0,2}$"
+    r"|\b(?:alternative|another|different|other|wrong|incorrect|plausible|tempting)\s+$",
+    re.IGNORECASE,
+)
+_DOUBTS = re.compile(
+    r"\b(?:whether|unsure|unclear|doubt|not (?:sure|certain|clear|true)|(?:do not|don't|cannot|can't) (?:know|think|believe|say)"
+    r"|impossible|unlikely|(?:nobody|someone|some|others?|they|one) (?:\w+ )?(?:says?|thinks?|claims?))\b,?\s+(?:\w+\s+){0,3}$",
+    re.IGNORECASE,
+)
+CLAUSE_END = re.compile(r"(?:,\s*|\s+)(?:because|since|as(?!\s+well)|so|which|where|hence|therefore)\b", re.IGNORECASE)
+_REASON = re.compile(r"(?:,\s*|\s+)(?:because|since|where)\b", re.IGNORECASE)
 _HEADING = re.compile(r"\s*(?:[^\W\d_]{3,}[:,]?\s+\S|$)")  # "#### Step 3"
 _LIST_ITEM = re.compile(r"\s*(?:[0-9]+[.)]|[-*•])\s")
 _NOT = re.compile(
-    r"\s*(?:(?:definitely|certainly|actually)\s+)?(?:not\b|n't\b)[^.\n]*?(?:,|;|\bbut\b|\brather\b)\s*"
+    r"\s*(?:(?:definitely|certainly|actually)\s+)?(?:not\b|n't\b|never\b)[^.\n]*?(?:,|;|\bbut\b|\brather\b)\s*"
     r"(?:(?:it|this|that)(?:'s|\s+is)\s+|but\s+|rather\s+)*",
     re.IGNORECASE,
 )
-_NEGATION = re.compile(r"\s*(?:definitely\s+|certainly\s+)?(?:not|n't|unknown|unclear)\b", re.IGNORECASE)
+_NEGATION = re.compile(r"\s*(?:definitely\s+|certainly\s+)?(?:not|n't|never|anything but|everything but|unknown|unclear)\b", re.IGNORECASE)
 _CONTRAST = re.compile(r"(?:,|\s+and|\s*\()?\s*\b(?:not|instead of|rather than)\b", re.IGNORECASE)
 _RETRACTION = re.compile(
     r"(?:^|[.!?\n;,—-]|\bbut\b)\s*(?:oh\s+|hmm,?\s+|but\s+|ah,?\s+)?"
@@ -75,12 +68,23 @@ _RETRACTION = re.compile(
 _CONFIRMATION = re.compile(r"\b(?:correct|right|confirmed|confirms|checks out|holds|consistent|verified)\b", re.IGNORECASE)
 _REVISED = re.compile(
     rf"(?:\b(?:it|this|that|result|total|value|make (?:it|that)|i mean|no|wait|sorry|actually|correction)\b\s*(?:'s\b|{_BE})?)\s*[,:]?\s*"
-    r"(?=[-+$\\(]*(?:[0-9]|frac|boxed))",
+    r"(?=[-+$\\(*]*(?:[0-9]|frac|boxed)|[$(*]*(?-i:[A-J])\b(?! [a-z]))",
     re.IGNORECASE,
 )
-HEDGE = re.compile(r"\b(?:or|either|maybe|perhaps|possibly|could|might|may|guess|between|not sure)\b|\?|或", re.IGNORECASE)
-_FORMULA = re.compile(r"\$\$(.+?)\$\$|\$([^$\n]+)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
-_BETWEEN = re.compile(r"[\s,;.$]*(?:\\?(?:text|quad|qquad)?\{?\s*(?:and|or|和|或)\s*\}?)?[\s,;$]*", re.IGNORECASE)
+HEDGE = re.compile(
+    r"\b(?:or|either|maybe|perhaps|possibly|could|might|(?-i:may)|may be|guess|suppose|assume|not sure|for example|such as|somewhere"
+    r"|between(?=\s+[-$\\]*[0-9])|like(?=\s+\$?[0-9])|at (?:most|least)|also (?:work|possible|valid|correct|right|true))\b|\be\.g\.|\?|或",
+    re.IGNORECASE,
+)
+_GIVES_UP = re.compile(
+    r"\b(?:(?:do not|don't) know|(?:cannot|can't|unable to) (?:answer|determine|find|go|say|solve|tell)|give up|no idea"
+    r"|not (?:sure|certain))\b",
+    re.IGNORECASE,
+)
+_OPTION = re.compile(r"\W*([A-J])[).:]\s")
+_BOLD_NUMBER = re.compile(r"\*\*([^*\n]*[0-9][^*\n]*)\*\*")
+_FORMULA = re.compile(r"\$\$(.+?)\$\$|(?<!\\)\$([^$\n]+)(?<!\\)\$(?![0-9])|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
+_BETWEEN = re.compile(r"[\s,;.$]*(?:\\?(?:text|quad|qquad)?\{?\s*(?:and|or|和|或)\s*\}?)?[\s,;$]*(?:[a-z]\s*=\s*)?", re.IGNORECASE)
 _LONGEST, _LONGEST_STATEMENT, _MOST_STATEMENTS, _MOST_BOXES = 20_000, 2000, 100, 20
 """Only this many characters at the end of a text, characters of a statement, statements from the end, and neighboring boxes are read, so
 that no text takes long."""
@@ -97,7 +101,7 @@ class Statement(NamedTuple):
 
 def find_statement(text: str) -> Statement | None:
     """Return the answer that `text` states last, or None if it states nothing. The content may be unreadable or empty."""
-    text = re.sub(r"(?<![\w)])–(?=[0-9])", "-", text[-_LONGEST:].translate(_TRANSLATION))
+    text = translate(normalize(text[-_LONGEST:]))
     matches = [*_STATEMENT.finditer(text)][-_MOST_STATEMENTS:]
     for index in reversed(range(len(matches))):
         if (read := _read_statement(text, matches, index)) is not None:
@@ -121,14 +125,17 @@ def _read_statement(text: str, matches: list[re.Match[str]], index: int) -> tupl
     if match["box"]:
         return _read_boxes(text, matches[max(0, index - _MOST_BOXES) : index + 1])
     if match["tag"]:
-        content, closed, _ = text[match.end() :].partition("</answer>")
-        return _unbox(content) if closed and len(content) <= _LONGEST_STATEMENT else "", match.end() + len(content)
+        closing = _CLOSING_TAG.search(text, match.end())
+        content = text[match.end() : closing.start() if closing else len(text)]
+        return _unbox(content) if closing and len(content) <= _LONGEST_STATEMENT else "", match.end() + len(content)
     if match["hash"]:
         content = _first_sentence(text, match.end())
         return None if _HEADING.match(content) else (content, match.end() + len(content))
     if match["named"]:
         content = _unbox(match["what"])
-        return (content, match.end()) if content != match["what"] or re.search(r"[0-9\\$]|^\W*[A-J]\W*$", content) else None
+        letters = r"^\W*[A-J]\W*$"
+        stated = content != match["what"] or re.search(letters if match["fits"] else rf"[0-9\\$]|{letters}", content)
+        return (content, match.end()) if stated else None
     return _read_phrase(text, match.start(), match.end())
 
 
@@ -178,6 +185,8 @@ def _read_phrase(text: str, phrase: int, start: int) -> tuple[str, int] | None:
     heading above a solution, or says something about an answer ("the answer is correct")."""
     if _CHECKS.search(text, max(0, phrase - 60), phrase):
         return None
+    if _DOUBTS.search(text, max(0, phrase - 60), phrase):
+        return "", start
     opening = re.compile(r"[ \t*_`:]*(?:\n\s*)?(?:\\\[|\$\$)?\s*").match(text, start)
     begin = opening.end() if opening else start
     if "\n" in text[start:begin] and _LIST_ITEM.match(text, begin):
@@ -208,29 +217,36 @@ def _correct(content: str, rest: str) -> str:
     elif _NEGATION.match(content):
         return ""
     content = _CONTRAST.split(content, maxsplit=1)[0] or content
+    if (retraction := _RETRACTION.search(content, 1)) and re.search("[0-9]", content[: retraction.start()]):
+        content, rest = content[: retraction.start()], f"{content[retraction.start() :]}. {rest}"
     retractions = [*_RETRACTION.finditer(rest)]
     if not retractions:
         return content
     rest = rest[retractions[-1].start() :]
     if revised := [*_REVISED.finditer(rest)]:
         return _first_sentence(rest, revised[-1].end())
-    return content if _CONFIRMATION.search(rest) or not re.search(r"[0-9]", rest) else ""
+    return content if _CONFIRMATION.search(rest) or not re.search(r"[0-9]|\b(?:wrong|incorrect|not right|mistake)\b", rest) else ""
 
 
 def _implicit_statement(tail: str) -> Statement | None:
     """Return the last formula or number of a text without explicit statements. A sentence that hedges states nothing."""
     sentences = [
         sentence
-        for sentence in re.split(r"(?<![0-9])\.(?=\s)|(?<=[0-9])\.(?=\s|$)|[!?](?=\s)|\n\s*\n|(?<!\\)\n(?!\s*\\)", tail)
+        for sentence in re.split(r"(?<![0-9])(?<!\b[A-J])\.(?=\s)|(?<=[0-9])\.(?=\s|$)|[!?](?=\s)|\n\s*\n|(?<!\\)\n(?!\s*\\)", tail)
         if sentence.strip(" .*$")
     ]
-    sentences = [sentence for sentence in sentences if re.search(r"[0-9$\\]", sentence)] or sentences[-1:]
-    if not sentences:
+    last = next((index for index in reversed(range(len(sentences))) if re.search(r"[0-9$\\]", sentences[index])), -1)
+    if not sentences or _GIVES_UP.search(" ".join(sentences[last:])):
         return None
-    sentence = sentences[-1]
+    sentence = sentences[last]
     if HEDGE.search(sentence):
         return None
+    option, before = _OPTION.match(sentence), _OPTION.match("".join(sentences[:last][-1:]))
+    if option and before and ord(before[1]) + 1 == ord(option[1]):
+        return None  # the options of a choice
     formulas = [*_FORMULA.finditer(sentence)]
+    if not formulas and len(bold := _BOLD_NUMBER.findall(sentence)) == 1 and "=" not in sentence:
+        return Statement(bold[0], False)
     if formulas:
         return Statement(_join_formulas(sentence, formulas), False)
     return Statement(sentence.strip(), False)
@@ -246,10 +262,17 @@ def _join_formulas(sentence: str, formulas: list[re.Match[str]]) -> str:
     return content
 
 
-def strip_wrapping(content: str) -> str:
-    r"""Return the content without emphasis, dollar signs around it, trailing punctuation and reasons, and an inner box."""
-    content = content.strip().strip("*`_ ")
-    content = re.sub(r"\s+\([^()0-9\\$]{3,}\)\W*$", "", _CLAUSE_END.split(content, maxsplit=1)[0])
+_SPACES = re.compile(r"^(?:\\[,;:! ]\s*)+|(?:\\[,;:! ]\s*)+$|(?<=\S)\\$")
+_REMARK = re.compile(r"(?<=[\w.$%])\s+\((?!mod\b)(?:[^()0-9\\$]{3,}|[^()\\]*\b[A-Za-z]{3,}\b[^()\\]*)\)\W*$")
+
+
+def strip_wrapping(stated: Statement) -> str:
+    r"""Return the content without emphasis, dollar signs around it, trailing punctuation, and reasons."""
+    content, clause_end = stated.content, CLAUSE_END if stated.explicit else _REASON
+    content = _SPACES.sub("", content.strip().strip('*`_" '))
+    if content.count("}") > content.count("{"):  # {"answer": 42}
+        content = content.rstrip('} \n"')
+    content = _REMARK.sub(lambda match: match[0] if HEDGE.search(match[0]) else "", clause_end.split(content, maxsplit=1)[0])
     content = re.sub(r"^\s*(?:\\\(|\\\[|\$\$?)\s*(.*?)\s*(?:\\\)|\\\]|\$\$?)[\s.,*]*$", r"\1", content, flags=re.DOTALL)
     return re.sub(r"(?:\\[\])]|[\s.,;:*`]|(?<!\d)!|\$\$)+$", "", content).lstrip("*` ")
 
@@ -257,6 +280,7 @@ def strip_wrapping(content: str) -> str:
 def last_number(sentence: str) -> str | None:
     """Return the number that a sentence of words ends with, or the right-hand side of its last equation. Return None if the number is part
     of an expression or of a list, or is negated."""
+    sentence = re.sub(r"(?<=\w)\s+\([^()]*[-+*/×÷=][^()]*\)\W*$", "", sentence)  # "42 apples (40 + 2)"
     if "=" in sentence:
         sentence = sentence[sentence.rfind("=") + 1 :]
         matches = [*NUMBER.finditer(sentence)][:1]
@@ -266,7 +290,7 @@ def last_number(sentence: str) -> str | None:
         return None
     last = matches[-1]
     before, after = sentence[: last.end() - len(last[0].lstrip())], sentence[last.end() :]
-    if last["sign"] and re.search(r"[\w)}\]]\s*$", before):
+    if last["sign"] and re.search(r"(?:[0-9)}\]]\s*|\w|\b[A-Za-z]\s+)$", before):
         return None
     if _PART_BEFORE.search(before) or _PART_AFTER.match(after) or _NEGATED.search(before):
         return None
@@ -274,11 +298,18 @@ def last_number(sentence: str) -> str | None:
 
 
 _PART_BEFORE = re.compile(
-    r"[0-9A-Za-z\\]$|(?:[-+*/^_×÷·√(\[{]|\\[a-z]+|\b(?:sqrt|log|ln|than|least|most|to|over|under|below|above|vs)|[0-9](?:\s*(?:,|and|,\s*and)|\s))\s*\$?\s*$",
+    r"[0-9A-Za-z\\]$|(?:[-+*/^_×÷·√(\[{≤≥≠]|\w\s+[<>]|\\[a-z]+|\b(?:sqrt|log|ln|than|least|most|to|over|under|below|above|vs|step|question|problem"
+    r"|exercise|example|chapter|section|page|part|case|number|no|twice|double|triple|half|half\s+of|almost|nearly|mod|modulo|times|plus"
+    r"|minus|choose)|[0-9](?:\s*(?:[,:]|and|,\s*and)|\s))\s*\$?\s*$",
     re.IGNORECASE,
 )
 _PART_AFTER = re.compile(
-    r"\s*(?:[-+*/^_×÷·<>({\[\\]|[A-Za-z](?![A-Za-z])(?<!a)|(?:pi|sqrt|plus|minus|times)\b)|[A-Za-z0-9]|\s+(?:is|are|was)(?:n't|\s+(?:not|wrong|incorrect|too)\b)",
+    r"\s*(?:[-+*^_×÷·<>({\[\\]|/(?![a-z]{2})|:[0-9]|(?:,|and\b)\s*[-$\\(]*[0-9]|[A-Za-z](?![A-Za-z])(?<!a)"
+    r"|(?:pi|sqrt|mod|modulo|choose|factorial|squared|cubed)\b|(?:plus|minus|times)\s+[-$\\(]*(?:[0-9]|[b-z]\b))|(?:st|nd|rd|th)\b|[A-Za-z](?![A-Za-z])|[0-9]"
+    r"|\s+(?:is|are|was)(?:n't|\s+(?:not|wrong|incorrect|impossible|false|too)\b)",
     re.IGNORECASE,
 )
-_NEGATED = re.compile(r"(?:\bnot|n't|≠|\bbut|\bexcept|\binstead of|\brather than)\W+(?:\w+\W+){0,3}$", re.IGNORECASE)
+_NEGATED = re.compile(
+    r"(?:不是|并非)\s*$|(?:\b(?:not|no way|never|cannot|but|except|instead of|rather than|nicht|pas|не)|n't|≠)\W+(?:\w+\W+){0,3}$",
+    re.IGNORECASE,
+)

@@ -13,6 +13,11 @@ from typing import Any, NamedTuple
 ThoughtMarkers = tuple[str, str]
 """Texts that begin and end a thought."""
 DEFAULT_MARKERS: ThoughtMarkers = ("<think>", "</think>")
+_OTHER_MARKERS: tuple[ThoughtMarkers, ...] = (
+    ("<|channel|>analysis<|message|>", "<|channel|>final<|message|>"),  # gpt-oss: all channels up to the final one are thought
+    ("<|START_THINKING|>", "<|END_THINKING|>"),  # Command A Reasoning
+    ("◁think▷", "◁/think▷"),  # Kimi-VL
+)
 _END_IN_TEMPLATE = re.compile(r"(<|\[)/((?:\w+:)?\w*(?:think|thought|reason)\w*)(>|\])", re.IGNORECASE)
 
 
@@ -25,7 +30,11 @@ class Response(NamedTuple):
 
 def find_markers(chat_template: str | None) -> ThoughtMarkers:
     """Return the markers that a chat template handles, such as `[THINK]` and `[/THINK]`. Return `DEFAULT_MARKERS` if it handles none."""
-    match = _END_IN_TEMPLATE.search(chat_template or "")
+    template = chat_template or ""
+    for markers in _OTHER_MARKERS:
+        if all(marker in template for marker in markers):
+            return markers
+    match = _END_IN_TEMPLATE.search(template)
     return (f"{match[1]}{match[2]}{match[3]}", match[0]) if match else DEFAULT_MARKERS
 
 
@@ -56,14 +65,15 @@ def split_thought(text: str, prompt: str = "", markers: ThoughtMarkers | None = 
     return Response(None if thinking else "".join(answers), "".join(thoughts))
 
 
-def decode_completion(tokenizer: Any, ids: Sequence[int]) -> str:
-    """Return the text of token ids without special tokens. Markers of thoughts are kept, even if they are special tokens."""
-    markers = {tokenizer.convert_tokens_to_ids(marker): marker for marker in find_markers(getattr(tokenizer, "chat_template", None))}
-    kept = markers.keys() & set(getattr(tokenizer, "all_special_ids", ()))
-    if kept.isdisjoint(ids):
+def decode_completion(tokenizer: Any, ids: Sequence[int], markers: ThoughtMarkers | None = None) -> str:
+    """Return the text of token ids without special tokens, except those that mark thoughts. `markers`: None for the chat template's own."""
+    marks = "\n".join(markers or find_markers(getattr(tokenizer, "chat_template", None)))
+    special = zip(getattr(tokenizer, "all_special_ids", ()), getattr(tokenizer, "all_special_tokens", ()), strict=False)
+    kept = {number: token for number, token in special if token in marks}
+    if kept.keys().isdisjoint(ids):
         text: str = tokenizer.decode(ids, skip_special_tokens=True)
         return text
     runs = [(marked, [*run]) for marked, run in groupby(ids, kept.__contains__)]
     return "".join(
-        "".join(map(markers.__getitem__, run)) if marked else tokenizer.decode(run, skip_special_tokens=True) for marked, run in runs
+        "".join(map(kept.__getitem__, run)) if marked else tokenizer.decode(run, skip_special_tokens=True) for marked, run in runs
     )

@@ -14,7 +14,7 @@ from megatron_rl.config import Config
 from megatron_rl.hf.prompt_tokens import encode_continuation, encode_prompt
 from megatron_rl.hf.routing_record import extend_routing_record
 from megatron_rl.observability import hang_watchdog
-from megatron_rl.rewards.thinking import decode_completion
+from megatron_rl.rewards.thinking import ThoughtMarkers, decode_completion
 from megatron_rl.rollout.engine import Abort, Engine, check_versions, cut_at_stop
 from megatron_rl.rollout.environments.pool import EnvironmentPool, check_environment
 from megatron_rl.types import Completion, Episode, Problem, SamplingParams
@@ -46,10 +46,18 @@ class Sampler(Protocol):
 
 
 class MultiTurnSampler:
-    """Samples completions of one turn, or of several with `environments`. `chat`: whether a chat template wrote the prompts."""
+    """Samples completions of one turn, or of several with `environments`. `chat`: whether a chat template wrote the prompts. `markers`:
+    the markers of thoughts, or None for the chat template's own."""
 
-    def __init__(self, engine: Engine, tokenizer: Any, environments: EnvironmentPool | None = None, chat: bool = False) -> None:
-        self._engine, self._tokenizer, self._environments, self._chat = engine, tokenizer, environments, chat
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: Any,
+        environments: EnvironmentPool | None = None,
+        chat: bool = False,
+        markers: ThoughtMarkers | None = None,
+    ) -> None:
+        self._engine, self._tokenizer, self._environments, self._chat, self._markers = engine, tokenizer, environments, chat, markers
 
     def sample(
         self, problems_B: list[Problem], samplings_B: list[SamplingParams], version: int, staleness: int = 0, abort: Abort | None = None
@@ -137,7 +145,7 @@ class MultiTurnSampler:
             completion.dialogue.append(self._decode(ids))
 
     def _decode(self, ids: np.ndarray) -> str:
-        return decode_completion(self._tokenizer, ids.tolist())
+        return decode_completion(self._tokenizer, ids.tolist(), self._markers)
 
 
 def _extend(known: np.ndarray | None, more: np.ndarray) -> np.ndarray:
@@ -170,7 +178,8 @@ def check_turns(config: Config, tokenizer: Any, problems: Sequence[Problem]) -> 
 def make_sampler(config: Config, engine: Engine, tokenizer: Any, environments: EnvironmentPool | None, resources: ExitStack) -> Sampler:
     """Return the sampler of a configuration. `resources` owns what it starts."""
     if config.agent is None:
-        return MultiTurnSampler(engine, tokenizer, environments, config.data.chat)
+        thinking = config.reward.thinking
+        return MultiTurnSampler(engine, tokenizer, environments, config.data.chat, None if isinstance(thinking, str) else thinking)
     from megatron_rl.rollout.agents.sampler import AgentSampler  # loads a web server
 
     return resources.enter_context(AgentSampler(config.agent, engine, tokenizer, config.data))

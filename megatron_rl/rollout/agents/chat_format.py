@@ -11,6 +11,7 @@ from megatron_rl.config.data import DataConfig
 from megatron_rl.errors import UserError
 from megatron_rl.hf.chat_template import ChatTemplate
 from megatron_rl.hf.prompt_tokens import encode_continuation
+from megatron_rl.rewards.thinking import decode_completion, find_markers
 from megatron_rl.rollout.agents.messages import ConversationMessage, RefusedError
 
 _PLACEHOLDER = "(what-the-policy-said)"
@@ -42,7 +43,15 @@ class ChatFormat:
         return np.array(self._tokenizer.encode(text, add_special_tokens=False), np.int32)
 
     def decode(self, ids: np.ndarray, skip_special_tokens: bool = True) -> str:
-        return self._tokenizer.decode(ids.tolist(), skip_special_tokens=skip_special_tokens)
+        """Return the text of tokens. The markers of thoughts are never skipped."""
+        if skip_special_tokens:
+            return decode_completion(self._tokenizer, ids.tolist())
+        return self._tokenizer.decode(ids.tolist(), skip_special_tokens=False)
+
+    def opened_thought(self, prompt_ids_T: np.ndarray) -> str:
+        """Return the marker of a thought that the template has opened at the end of a prompt, or ""."""
+        start, _ = find_markers(self._tokenizer.chat_template)
+        return start if self.decode(prompt_ids_T[-64:]).rstrip().endswith(start) else ""
 
     def encode_start(self, messages: Sequence[ConversationMessage], tools: str) -> np.ndarray:
         """Return the tokens of a whole conversation up to where the policy begins to respond. Raise RefusedError if the template fails."""

@@ -218,7 +218,7 @@ class AgentEpisode:
             np.concatenate(logprobs),
             last.generation.finish_reason if last else "",
             last.generation.policy_version if last else self.version,
-            last.messages[-1].content if last else "",
+            self._format.opened_thought(last.given_ids_T) + last.messages[-1].content if last else "",
             response_mask_T=np.concatenate(mask),
             dialogue=dialogue,
             routed_experts_T=routed,

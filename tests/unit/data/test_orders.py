@@ -99,7 +99,7 @@ class Run:
             stream.load_state_dict(json.loads(json.dumps(state)))
         self.version = 0
         encode = lambda text, add_special_tokens: [int(text)]  # noqa: E731
-        tokenizer = SimpleNamespace(encode=encode, decode=lambda ids, skip_special_tokens: "", convert_tokens_to_ids=lambda token: None)
+        tokenizer = SimpleNamespace(encode=encode, decode=lambda ids, skip_special_tokens: "")
         worker = RolloutWorker(config, MultiTurnSampler(self, tokenizer), stream, [], self)  # type: ignore[arg-type]
         self.worker = AsyncRolloutWorker(worker, staleness, steps, lambda: None)
 

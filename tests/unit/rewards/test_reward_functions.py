@@ -5,6 +5,7 @@ import random
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -14,7 +15,7 @@ from megatron_rl.config.data import DataConfig, DataSourceConfig
 from megatron_rl.data.sets import read_problem_set
 from megatron_rl.rewards import load_function, match
 from megatron_rl.rewards import math as math_reward
-from megatron_rl.rewards.thinking import find_markers, split_thought
+from megatron_rl.rewards.thinking import decode_completion, find_markers, split_thought
 from megatron_rl.types import Problem, Reward
 from parallel.plug import InputError
 
@@ -46,6 +47,21 @@ def test_graded_answers_have_no_false_positive_and_hardly_a_false_negative():
     for (gold, text, right), verdict in zip(graded, verdicts, strict=True):
         if right and gold == "42":  # votes of one number are one vote, and every paid answer is also read
             assert verdict.answer == "42" or math_reward.reward(rf"\boxed{{{verdict.answer}}}", _problem(gold)).correct, text
+
+
+@pytest.mark.parametrize(
+    "gold, texts, vote",
+    [
+        ("B", ["A", "**A**", "The answer is (A) London.", r"\boxed{\text{A}}"], "A"),
+        ("Yes", ["No, it is not.", "The answer is no.", r"\boxed{\text{No}}"], "no"),
+        (r"2\sqrt{3}", [r"So $x = \sqrt{6}$.", r"\boxed{\sqrt{6}}"], r"\sqrt{6}"),
+        ("1,2", [r"\boxed{3, 1}", r"\boxed{x=1, x=3}", r"\boxed{\{1,3\}}"], "1,3"),
+        ("42", ["**43**", "The answer is 43 apples.", "So 43.0"], "43"),
+        ("B", ["I don't know.", "A or C"], ""),
+    ],
+)
+def test_spellings_of_a_wrong_answer_are_one_vote(gold, texts, vote):
+    assert [math_reward.reward(text, _problem(gold)).answer for text in texts] == [vote] * len(texts)
 
 
 @given(st.integers(-(10**12), 10**12), st.integers(-(10**12), 10**12))
@@ -81,6 +97,22 @@ def test_an_answer_is_what_follows_the_thought(text, prompt, answer, thought):
     assert split_thought(text, prompt, None) == (text, "")
 
 
+@pytest.mark.parametrize("special", [False, True])
+def test_markers_of_several_tokens_are_found_and_kept(special):
+    template = "<|start|>assistant<|channel|>analysis<|message|>{{ thought }}<|end|><|start|>assistant<|channel|>final<|message|>"
+    words = ["<|channel|>", "analysis", "<|message|>", "5", "<|end|>", "<|start|>", "assistant", "final", "6", "<|return|>"]
+    tokenizer = SimpleNamespace(chat_template=template, all_special_ids=[], all_special_tokens=[])
+    if special:
+        tokenizer.all_special_ids = [number for number, word in enumerate(words) if "|" in word]
+        tokenizer.all_special_tokens = [word for word in words if "|" in word]
+    tokenizer.decode = lambda ids, skip_special_tokens: "".join(words[i] for i in ids if i not in tokenizer.all_special_ids)
+    markers = find_markers(template)
+    thought = [0, 1, 2, 3, 4, 5, 6]
+    assert split_thought(decode_completion(tokenizer, thought), "", markers).answer is None
+    answer = split_thought(decode_completion(tokenizer, [*thought, 0, 7, 2, 8]), "", markers).answer
+    assert answer == "6"
+
+
 @pytest.mark.parametrize("function", [math_reward.reward, match.match_answer])
 def test_thoughts_are_not_paid(function):
     assert function("<think>6</think>5", _problem("5")).correct and not function("<think>5</think>6", _problem("5")).correct
@@ -92,6 +124,7 @@ REPEATED = (
     *("the answer is ", "The answer is correct. ", "x is the answer ", "answer: ", "not 4, ", "no, wait ", "No, it is 6. "),
     *(r"\boxed{", r"\boxed{1}", r"\frac{1}{", "{", "}", "(", "$", "$1$ ", "1,", "1", "-", "*", "=", " ", "\n"),
     *("check the answer: ", "<answer>", "</think>", "#### ", "选"),
+    *("die Antwort ist nicht ", "答えは", "x = 1 or ", "**1** ", "a (abc ", "√(", "A. ", "twenty-one "),
 )
 COSTLY = (
     *("9^{9^{9^{9}}}", "10^{10^{10}}", "(9^9)^{999999}", "2^" * 50 + "2", "1000000!", "((9!)!)!", r"\binom{1000000}{500000}"),

@@ -63,7 +63,7 @@ class Lengths:
 
 
 def tokenizer_of(encode):
-    return SimpleNamespace(encode=encode, decode=lambda ids, skip_special_tokens: "", convert_tokens_to_ids=lambda token: None)
+    return SimpleNamespace(encode=encode, decode=lambda ids, skip_special_tokens: "")
 
 
 class Run:

@@ -63,6 +63,13 @@ def test_a_request_that_extends_an_answer_goes_on_from_the_very_tokens_that_were
     assert {sampling.seed for _, sampling in chat.policy.asked} == {11}, "one conversation has one seed, the episode's"
 
 
+def test_a_thought_that_the_template_opens_is_marked_in_the_text(monkeypatch):
+    monkeypatch.setattr("megatron_rl.rollout.agents.chat_format.find_markers", lambda template: ("<a>", "</a>"))
+    chat = Conversation()
+    chat.ask("a")
+    assert chat.episode.finish("", None).text == "<a>aa"
+
+
 def test_an_answer_without_its_end_gets_its_mark_and_every_token_has_its_version():
     chat = Conversation()
     assert chat.ask("a", max_tokens=1) == "a"

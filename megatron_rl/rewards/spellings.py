@@ -1,0 +1,74 @@
+"""Rewrites the typography of answers as ASCII and LaTeX, so that the readers of `statements`, `numbers`, and `math` know one spelling."""
+
+import re
+import unicodedata
+from collections.abc import Callable
+
+_PUNCTUATION = {"−": "-", "﹣": "-", "‑": "-", "‐": "-", "。": ". ", "！": "! ", "；": "; ", "、": ", ", "，": ", "}
+_PUNCTUATION |= {space: " " for space in "\xa0\u2009\u202f\u3000"} | {"’": "'", "∞": r"\infty ", "∪": r"\cup ", "π": r"\pi "}
+_WIDE = {chr(code): chr(code - 0xFEE0) for code in range(0xFF01, 0xFF5F)}  # ＡＳＣＩＩ
+_TRANSLATION = str.maketrans(_WIDE | _PUNCTUATION)
+_SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺", "0123456789-+")
+_FRACTIONS = "½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞"
+_REWRITES: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
+    (re.compile(r"(?<![\w)])[–—](?=[0-9])"), "-"),
+    (re.compile(rf"(?<=[0-9])(?=[{_FRACTIONS}])"), " "),
+    (re.compile(f"[{_FRACTIONS}]"), lambda match: unicodedata.normalize("NFKC", match[0]).replace("⁄", "/")),
+    (re.compile("[⁻⁺]?[⁰¹²³⁴-⁹]+"), lambda match: f"^{{{match[0].translate(_SUPERSCRIPTS)}}}"),
+    (re.compile(r"√\s*(?:([0-9]+|[a-z](?![a-z]))|\(([^()]*)\))"), lambda match: rf"\sqrt{{{match[1] or match[2]}}}"),
+    (re.compile(r"\{:\}"), ":"),
+    (re.compile(r"<<[^<>\n]{0,100}>>"), ""),  # the calculations in GSM8K's solutions
+    (re.compile("[\U0001f300-\U0001faff\u2600-\u27bf\ufe0f\u20e3]"), ""),
+    (re.compile(r"<(b|strong|em|u)>([^<\n]{0,200})</\1>"), r"\2"),
+    (re.compile(r"\b([ap])\.\s?m\b\.?", re.IGNORECASE), r"\1m"),
+    (re.compile(r"\b(?:minus|negative)\s+(?=\$?[0-9\\])", re.IGNORECASE), "-"),
+    (re.compile(r"\\(?:text)?color(?:box)?\s*\{\w*\}"), ""),
+]
+
+
+def normalize(text: str) -> str:
+    """Return `text` with the punctuation, digits, fractions, and superscripts of Unicode as ASCII and LaTeX."""
+    text = text.translate(_TRANSLATION)
+    for pattern, replacement in _REWRITES:
+        text = pattern.sub(replacement, text)
+    return text
+
+
+_NOUN = r"(?:antwort|lösung|réponse|respuesta|risposta|resposta|ответ)"
+_FOREIGN = re.compile(rf"\b{_NOUN}|答|답은|选|正解")
+_KIND = r"(?:\s+(?:final\w*|correct\w*|corrett\w|exacte?|définitive|definitiv\w))?"
+_TRANSLATIONS = [
+    (rf"\b(?:ist|lautet|est|es|è)\s+(?:die|la|a)\s+(?:\w+\s+)?{_NOUN}{_KIND}\b(?:\s*:)?", "the answer is"),
+    (rf"\b{_NOUN}{_KIND}\s+(?:à|a|al|de|du|del|della|auf|zu|zur|на)\b", "answer to"),
+    (rf"\b{_NOUN}{_KIND}\s*[—–-]\s", "answer: "),
+    (rf"\b{_NOUN}{_KIND}\b", "answer"),
+    (r"\b(?:n'est|no\s+es|non\s+è|não\s+é)(?:\s+pas)?\b|\b(?:ist|lautet)\s+nicht\b|\bне\b", "is not"),
+    (r"\b(?:nicht|pas)\b", "not"),
+    (r"\bc'est\b", "it is"),
+    (r"\b(?:ist|lautet|beträgt|est|es|è|é|será|sería|serait|является|равен|равна|будет)\b", "is"),
+    (r"\b(?:sondern|mais|sino|ma)\b|(?<=, )а\b", "but"),
+    (r"\b(?:oder|ou|или|либо)\b|(?<=\s)o(?=\s+[0-9$\\(A-J])", "or"),
+    (r"\b(?:vielleicht|möglicherweise|wahrscheinlich|peut-être|quizás?|tal vez|возможно|может)\b", "maybe"),
+    (r"\b(?:zwischen|entre|между)\b", "between"),
+    (r"\b(?:nein|non|нет)\b(?=\s*[,:.!])", "no"),
+    (r"\b(?:warte|moment|attends|attendez|espera|подождите|стоп)\b", "wait"),
+    (r"\b(?:es|это)\b", "it"),
+    (r"\b(?:la|die|le)\s+(?=\(?[A-J]\b)", ""),
+    (r"\b(?:weil|denn|porque|parce que|car|так как|потому что)\b", "because"),
+    (r"答案[^,.\n]{0,4}不是|(?:正解|答え)は(?=[^。\n]{0,40}?(?:ではなく|では?あり?ま?せん|ではない|じゃな))", " the answer is not "),
+    (r"답은(?=[^.\n]{0,40}?아[니닙])", "the answer is not "),
+    (r"또는|아니면", " or "),
+    (r"(?:ではなく|而是|,\s*(?:应该|应)?是(?=\s*[-0-9$\\A-J]))、?", ", but "),
+    (r"(?<=[0-9$}A-J)])\s*(?:或者?|还是|か(?:または)?)\s*(?=[-0-9$\\A-J(]|$)", " or "),
+    (r"(?:^|(?<=[\s.,!?]))(?:不对|错了|等等|いいえ|いや|待って)", "wait, "),
+    (r"也许|可能|大概|かもしれ|たぶん", " maybe "),
+]
+_COMPILED = [(re.compile(pattern, re.IGNORECASE), replacement) for pattern, replacement in _TRANSLATIONS]
+
+
+def translate(text: str) -> str:
+    """Return `text` with the words of some languages that state, deny, or correct an answer in English, if it has a word for "answer"."""
+    if _FOREIGN.search(text.casefold()):
+        for pattern, replacement in _COMPILED:
+            text = pattern.sub(replacement, text)
+    return text
