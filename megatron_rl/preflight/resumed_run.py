@@ -14,7 +14,7 @@ from megatron_rl.config.errors import find_nearest_field
 from megatron_rl.errors import UserError
 from megatron_rl.mcore.checkpoint import folder as checkpoints
 from megatron_rl.observability.run_log import read_run
-from megatron_rl.preflight.resume_table import EQUAL, FIELDS, NAMED, NEVER, find_row, is_named
+from megatron_rl.preflight.resume_table import EQUAL, FIELDS, FREELY, NAMED, NEVER, find_row, is_named
 from megatron_rl.preflight.rule import Facts, Needs, rule
 
 _ALLOW = "checkpoint.allow_changes"
@@ -40,16 +40,14 @@ class ResumedRun:
 
     def describe_changes(self) -> list[dict[str, Any]]:
         """Return the entries for run.json of all changes but those of [checkpoint] and [log]."""
-        return [
-            {"field": name, "before": before, "after": after, "moves": row.reason if (row := find_row(name)) else ""}
-            for name, (before, after) in self.changes.items()
-            if not name.startswith(("checkpoint.", "log."))
-        ]
+        shown = {name: values for name, values in self.changes.items() if not name.startswith(("checkpoint.", "log."))}
+        return [describe_change(name, *values) for name, values in shown.items()]
 
     @property
     def may_have_other_problems(self) -> bool:
         """Whether all changes that decide the problems are named, and at least one is. A named field may have changed earlier."""
-        return not self._unnamed_data and any(name.startswith("data.") for name in self.config.checkpoint.allow_changes)
+        named = [name for name in self.config.checkpoint.allow_changes if name.startswith("data.") and _may_change(name) is not FREELY]
+        return bool(named) and not self._unnamed_data
 
     @property
     def _unnamed_data(self) -> list[str]:
@@ -86,6 +84,11 @@ def allowed_changes_are_fields(facts: Facts) -> None:
             raise UserError(_ALLOW, name, "is not a field of the configuration", fix)
         if rows[0].may_change is NEVER:
             raise UserError(_ALLOW, name, f"cannot change: {rows[0].reason.rstrip('.')}", "start a new run")
+
+
+def describe_change(field: str, before: object, after: object) -> dict[str, Any]:
+    """Return the entry of run.json for a change."""
+    return {"field": field, "before": before, "after": after, "moves": row.reason if (row := find_row(field)) else ""}
 
 
 def find_run_to_resume(config: Config) -> ResumedRun | None:
