@@ -172,8 +172,10 @@ def _check_changes(run: ResumedRun, saved: Config) -> None:
 def _refuse_stretched_decay(run: ResumedRun, before: Any, after: Any) -> UserError:
     train = run.config.train
     rule = f"moves the end of the learning rate's {train.decay_style} decay from optimizer step {before} to {after}"
-    keep = before[0] if isinstance(before, tuple) else before
-    fix = f"set train.decay_steps = {keep} to keep it (the rate then stays at {train.min_learning_rate:g}), or allow the change: "
+    ends = before if isinstance(before, tuple) else (before,)
+    fix = f"set train.decay_steps = {ends[0]} to keep it (the rate then stays at {train.min_learning_rate:g}), or allow the change: "
+    if len(set(ends)) > 1:  # one field cannot keep two ends
+        fix = f"set train.decay_steps = {ends[0]}, where the critic's decay then ends, too, and allow the change: "
     name = next((name for name in ("train.steps", "algorithm.updates_per_step") if name in run.changes), "critic.critic_warmup")
     return UserError(name, run.changes[name][1], rule, f"{fix}{_ALLOW} = {_add(run.config, 'train.decay_steps')}")
 
