@@ -17,7 +17,7 @@ from megatron_rl.observability.run_log import RunLog, read_run
 from megatron_rl.preflight.resume_table import FIELDS, TABLE, is_named
 from megatron_rl.preflight.resumed_run import allowed_changes_are_fields, find_run_to_resume, resumed_run_has_the_same_settings
 from megatron_rl.preflight.rule import Facts
-from megatron_rl.training.resume import find_resume_point, hash_models
+from megatron_rl.training.resume import find_resume_point, hash_code, hash_models
 
 PAGE = Path(__file__).parents[3] / "docs" / "reference" / "resume.md"
 COSINE, LINEAR = ({"steps": 4, "decay_style": style} for style in ("cosine", "linear"))
@@ -247,6 +247,16 @@ def test_other_files_of_a_model_at_the_same_path_are_seen(runs, tmp_path):
     with pytest.raises(UserError, match=r"model.path = 'files \w+': differs .* which has 'files \w+': its files are others; .*model.path"):
         runs.resume()
     assert runs.resume(("model.path",)) == ["model.path"]
+
+
+def test_the_code_of_a_plug_has_a_hash(runs, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    hashes = []
+    for reward in ("1.0", "2.0"):
+        (tmp_path / "rewards_of_this_test.py").write_text(f"def reward(text, problem): return {reward}")
+        functions = [{"name": "exact"}, {"name": "rewards_of_this_test:reward"}, {"name": "missing:reward"}]
+        hashes.append(hash_code(runs.config(reward={"functions": functions})))
+    assert hashes[0].keys() == hashes[1].keys() == {"reward.functions.1.name"} and hashes[0] != hashes[1]
 
 
 def test_a_run_without_hashes_moves_only_if_it_is_named(runs, tmp_path):
