@@ -242,7 +242,7 @@ def read_jsonl(path: Path) -> tuple[list[dict[str, Any]], str]:
 
 def _describe_launch(config: dict[str, Any], versions: dict[str, str], models: Mapping[str, str] | None) -> dict[str, Any]:
     """Return the entries of run.json that describe a start or a resumption by this process."""
-    process = {"argv": sys.argv, "host": socket.gethostname(), "pid": os.getpid()}
+    process = {"argv": sys.argv, "cwd": os.getcwd(), "host": socket.gethostname(), "pid": os.getpid()}
     return {"status": "running", "reason": "", "ended": None, **process, "versions": versions, "models": models or {}, "config": config}
 
 

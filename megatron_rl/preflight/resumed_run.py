@@ -107,9 +107,9 @@ def find_run_to_resume(config: Config) -> ResumedRun | None:
             fix = "give the folder of a run that wrote a checkpoint, or use auto"
             raise UserError("checkpoint.resume", resume, "has no checkpoints/step_NNNNN", fix)
     folder = folder.resolve()
-    saved = _saved_config(folder)
-    config = _keep_names(config, saved)
-    run = ResumedRun(folder, config, _find_changes(config, saved), read_run(folder).get("models") or {})
+    saved, facts = _saved_config(folder), read_run(folder)
+    config = _keep_names(config, saved, Path(facts.get("cwd", "")))
+    run = ResumedRun(folder, config, _find_changes(config, saved), facts.get("models") or {})
     _check_changes(run, saved)
     return run
 
@@ -125,15 +125,17 @@ def _saved_config(run: Path) -> Config:
         raise UserError("checkpoint.resume", str(run), rule, "resume with the version that wrote it, or start a new run") from None
 
 
-def _keep_names(config: Config, saved: Config) -> Config:
-    """Return `config` with the saved names of data sets whose files have moved, because their order is drawn from their names."""
+def _keep_names(config: Config, saved: Config, cwd: Path) -> Config:
+    """Return `config` with the saved names of data sets whose files have moved, because their order is drawn from their names. `cwd`: the
+    working directory of the run."""
     names = {}
     for field in ("train", "eval"):
         new, old = getattr(config.data, field), getattr(saved.data, field)
         if len(new) == len(old) and not is_named(f"data.{field}.source", config.checkpoint.allow_changes):
             pairs = zip(new, old, strict=True)
             names[field] = tuple(
-                one if one.name or one.label == other.label else one.model_copy(update={"name": other.label}) for one, other in pairs
+                one if one.name or one.label == (label := other.label_in(cwd)) else one.model_copy(update={"name": label})
+                for one, other in pairs
             )
     return config.model_copy(update={"data": config.data.model_copy(update=names)})
 

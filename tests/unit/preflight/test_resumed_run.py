@@ -198,6 +198,15 @@ def test_files_of_problems_may_move_if_rows_and_order_are_equal(runs, rows, tmp_
     assert runs.resume(("data.train.source",)) == ["data.train.0.source"]
 
 
+def test_another_working_directory_changes_no_order(runs, rows, tmp_path, monkeypatch):
+    monkeypatch.chdir(rows.parent)
+    runs.rows = Path(rows.name)
+    runs.start()
+    monkeypatch.chdir(shutil.copytree(rows.parent, tmp_path / "second"))
+    assert runs.resume() == ["data.train.0.name"]
+    assert find_run_to_resume(runs.config()).config.data.train[0].label == "first/train"
+
+
 def test_problems_that_differ_are_refused_until_the_field_is_named(runs, rows):
     runs.start()
     with pytest.raises(UserError, match=r"data.seed = 3: .* which has 0: the problems or their order are others"):
