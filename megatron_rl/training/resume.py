@@ -66,7 +66,8 @@ def find_resume_point(config: Config) -> tuple[ResumedRun, ResumePoint] | None:
     for field, after in models.items():
         before = run.models.get(field)
         if before not in (None, after) and field not in run.changes:  # other files at the same path
-            run = replace(run, changes={**run.changes, field: (f"files {before}", f"files {after}")})
+            path = flatten(config.model_dump(mode="json"))[field]
+            run = replace(run, changes={**run.changes, field: (f"{path} with hash {before}", f"{path} with hash {after}")})
         if field in run.changes and before != after and not run.is_named(field):
             raise run.refuse(field, "the run has no hashes of its files" if before is None else "its files are others")
     if "model.path" in run.changes:

@@ -253,7 +253,7 @@ def test_other_files_of_a_model_at_the_same_path_are_seen(runs, tmp_path):
     runs.model = Path(shutil.copytree(runs.model, tmp_path / "model"))
     runs.start()
     (runs.model / "tokenizer_config.json").write_text("{}")
-    with pytest.raises(UserError, match=r"model.path = 'files \w+': differs .* which has 'files \w+': its files are others; .*model.path"):
+    with pytest.raises(UserError, match=r"model.path = '/.*/model with hash \w+': differs .*: its files are others; .*model.path"):
         runs.resume()
     assert runs.resume(("model.path",)) == ["model.path"]
 
