@@ -79,6 +79,10 @@ class DataSourceConfig(ConfigSection):
     @property
     def label(self) -> str:
         """`name`, or a name derived from `source`: data/gsm8k/test.jsonl and hf:openai/gsm8k:test both become gsm8k/test."""
+        return self.label_in(Path())
+
+    def label_in(self, folder: Path) -> str:
+        """Return the label that the set has in a working directory."""
         if self.name:
             return self.name
         if self.is_own:
@@ -86,7 +90,7 @@ class DataSourceConfig(ConfigSection):
         if self.source.startswith(HUB_PREFIX):
             repository, *rest = self.source.removeprefix(HUB_PREFIX).split(":")
             return "/".join([Path(repository).name, *rest])
-        path = Path(self.source).absolute()
+        path = (folder / self.source).absolute()
         return f"{path.parent.name}/{path.stem}"
 
 

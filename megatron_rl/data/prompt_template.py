@@ -80,7 +80,9 @@ def make_prompt_formatter(data: DataConfig, tokenizer: PreTrainedTokenizerBase) 
 
 def describe_format(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[object, ...]:
     """Return everything apart from a row that decides the text of its prompt: plain values, none of which depends on the clock."""
-    chat = (tokenizer.chat_template, data.system_prompt, sorted(data.chat_template_kwargs.items()), data.date) if data.chat else ()
+    chat = (
+        (tokenizer.chat_template, data.system_prompt, sorted(data.chat_template_kwargs.items()), data.date.isoformat()) if data.chat else ()
+    )
     return read_template(data), *chat
 
 

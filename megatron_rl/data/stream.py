@@ -78,9 +78,9 @@ class ProblemStream:
         parts = {epochs.label: epochs.snapshot(int(first * share) - 1) for epochs, share in self._shares.items()}
         return lambda: {**state, "epochs": {label: make() for label, make in parts.items()}}
 
-    def load_state_dict(self, state: dict[str, Any], may_differ: bool = False) -> bool:
+    def load_state_dict(self, state: dict[str, Any], may_differ: bool = False) -> None:
         """Continue from a saved state. If it comes from a stream of other data, raise UserError, or with `may_differ`, keep only its
-        position and return False."""
+        position."""
         same = state["fingerprint"] == self.fingerprint
         if not same and not may_differ:
             rule = "the checkpoint was trained on other problems or in another order"
@@ -88,7 +88,6 @@ class ProblemStream:
         self._position, self._left_out = int(state["position"]), list(state.get("left_out", ()))
         for epochs in self._shares if same else ():
             epochs.load_state_dict(state["epochs"][epochs.label])
-        return same
 
 
 def mix_orders(orders: Sequence[ProblemOrder], weights: Sequence[float]) -> ProblemStream:

@@ -91,17 +91,16 @@ class RunLog:
         models: Mapping[str, str],
         step: int,
         last_row: int | None = None,
-        changes: Sequence[Mapping[str, Any]] = (),
     ) -> Self:
         """Reopen the folder of a stopped run and discard what was recorded after `step`, and rows after `last_row`.
 
-        `last_row` is `step - 1` if the run stopped before it wrote the row of the checkpoint's step. `changes` are the fields that have
-        changed. Raises UserError if another process still writes the folder, or if it cannot be written.
+        `last_row` is `step - 1` if the run stopped before it wrote the row of the checkpoint's step. Raises UserError if another process
+        still writes the folder, or if it cannot be written.
         """
         last_row = step if last_row is None else last_row
         run = read_run(folder) | _describe_launch(config, versions, models)
         at = datetime.now().astimezone().isoformat(timespec="seconds")
-        run["resumed"] = [*run.get("resumed", []), {"step": step, "at": at, "changes": changes}]
+        run["resumed"] = [*run.get("resumed", []), {"step": step, "at": at, "changes": []}]
         try:
             log = cls(folder, run, resume_step=last_row)
             _truncate_after(folder / "metrics.jsonl", last_row)
@@ -120,6 +119,22 @@ class RunLog:
         """Add facts about this launch to run.json."""
         self._run |= facts
         self._write_run()
+
+    def record_changes(self, changes: Sequence[Mapping[str, Any]]) -> None:
+        """Write what has changed in a resumed run to run.json and run.log. `changes`: those of `ResumedRun.describe_changes`."""
+        resumed = self._run["resumed"][-1]
+        resumed["changes"] += changes
+        self._write_run()
+        for change in changes:
+            self.write_event(
+                "from step {step} on, {field} is {after!r} instead of {before!r}. {moves}".format(step=resumed["step"] + 1, **change)
+            )
+
+    def record_contents(self, fingerprints: Mapping[str, str]) -> dict[str, tuple[str, str]]:
+        """Write the fingerprints of what fields name to run.json. Return those that differ from before: the value before and after."""
+        known: Mapping[str, str] = self._run.get("contents", {})
+        self.record_launch(contents=fingerprints)
+        return {field: (known[field], now) for field, now in fingerprints.items() if known.get(field, now) != now}
 
     def set_phase(self, phase: str) -> None:
         """Show the current phase ("generate", "train", ...) on a terminal."""
@@ -227,7 +242,7 @@ def read_jsonl(path: Path) -> tuple[list[dict[str, Any]], str]:
 
 def _describe_launch(config: dict[str, Any], versions: dict[str, str], models: Mapping[str, str] | None) -> dict[str, Any]:
     """Return the entries of run.json that describe a start or a resumption by this process."""
-    process = {"argv": sys.argv, "host": socket.gethostname(), "pid": os.getpid()}
+    process = {"argv": sys.argv, "cwd": os.getcwd(), "host": socket.gethostname(), "pid": os.getpid()}
     return {"status": "running", "reason": "", "ended": None, **process, "versions": versions, "models": models or {}, "config": config}
 
 

@@ -14,7 +14,7 @@ from megatron_rl.config.errors import find_nearest_field
 from megatron_rl.errors import UserError
 from megatron_rl.mcore.checkpoint import folder as checkpoints
 from megatron_rl.observability.run_log import read_run
-from megatron_rl.preflight.resume_table import EQUAL, FIELDS, NAMED, NEVER, find_row, is_named
+from megatron_rl.preflight.resume_table import EQUAL, FIELDS, FREELY, NAMED, NEVER, find_row, is_named
 from megatron_rl.preflight.rule import Facts, Needs, rule
 
 _ALLOW = "checkpoint.allow_changes"
@@ -40,16 +40,14 @@ class ResumedRun:
 
     def describe_changes(self) -> list[dict[str, Any]]:
         """Return the entries for run.json of all changes but those of [checkpoint] and [log]."""
-        return [
-            {"field": name, "before": before, "after": after, "moves": row.reason if (row := find_row(name)) else ""}
-            for name, (before, after) in self.changes.items()
-            if not name.startswith(("checkpoint.", "log."))
-        ]
+        shown = {name: values for name, values in self.changes.items() if not name.startswith(("checkpoint.", "log."))}
+        return [describe_change(name, *values) for name, values in shown.items()]
 
     @property
     def may_have_other_problems(self) -> bool:
         """Whether all changes that decide the problems are named, and at least one is. A named field may have changed earlier."""
-        return not self._unnamed_data and any(name.startswith("data.") for name in self.config.checkpoint.allow_changes)
+        named = [name for name in self.config.checkpoint.allow_changes if name.startswith("data.") and _may_change(name) is not FREELY]
+        return bool(named) and not self._unnamed_data
 
     @property
     def _unnamed_data(self) -> list[str]:
@@ -88,6 +86,11 @@ def allowed_changes_are_fields(facts: Facts) -> None:
             raise UserError(_ALLOW, name, f"cannot change: {rows[0].reason.rstrip('.')}", "start a new run")
 
 
+def describe_change(field: str, before: object, after: object) -> dict[str, Any]:
+    """Return the entry of run.json for a change."""
+    return {"field": field, "before": before, "after": after, "moves": row.reason if (row := find_row(field)) else ""}
+
+
 def find_run_to_resume(config: Config) -> ResumedRun | None:
     """Return the run to resume, or None for a new run. Raise UserError if a setting has changed that must not. Models and problems are not
     compared here (`check_problems`, `training.resume`)."""
@@ -104,9 +107,9 @@ def find_run_to_resume(config: Config) -> ResumedRun | None:
             fix = "give the folder of a run that wrote a checkpoint, or use auto"
             raise UserError("checkpoint.resume", resume, "has no checkpoints/step_NNNNN", fix)
     folder = folder.resolve()
-    saved = _saved_config(folder)
-    config = _keep_names(config, saved)
-    run = ResumedRun(folder, config, _find_changes(config, saved), read_run(folder).get("models") or {})
+    saved, facts = _saved_config(folder), read_run(folder)
+    config = _keep_names(config, saved, Path(facts.get("cwd", "")))
+    run = ResumedRun(folder, config, _find_changes(config, saved), facts.get("models") or {})
     _check_changes(run, saved)
     return run
 
@@ -122,15 +125,17 @@ def _saved_config(run: Path) -> Config:
         raise UserError("checkpoint.resume", str(run), rule, "resume with the version that wrote it, or start a new run") from None
 
 
-def _keep_names(config: Config, saved: Config) -> Config:
-    """Return `config` with the saved names of data sets whose files have moved, because their order is drawn from their names."""
+def _keep_names(config: Config, saved: Config, cwd: Path) -> Config:
+    """Return `config` with the saved names of data sets whose files have moved, because their order is drawn from their names. `cwd`: the
+    working directory of the run."""
     names = {}
     for field in ("train", "eval"):
         new, old = getattr(config.data, field), getattr(saved.data, field)
         if len(new) == len(old) and not is_named(f"data.{field}.source", config.checkpoint.allow_changes):
             pairs = zip(new, old, strict=True)
             names[field] = tuple(
-                one if one.name or one.label == other.label else one.model_copy(update={"name": other.label}) for one, other in pairs
+                one if one.name or one.label == (label := other.label_in(cwd)) else one.model_copy(update={"name": label})
+                for one, other in pairs
             )
     return config.model_copy(update={"data": config.data.model_copy(update=names)})
 
@@ -169,8 +174,10 @@ def _check_changes(run: ResumedRun, saved: Config) -> None:
 def _refuse_stretched_decay(run: ResumedRun, before: Any, after: Any) -> UserError:
     train = run.config.train
     rule = f"moves the end of the learning rate's {train.decay_style} decay from optimizer step {before} to {after}"
-    keep = before[0] if isinstance(before, tuple) else before
-    fix = f"set train.decay_steps = {keep} to keep it (the rate then stays at {train.min_learning_rate:g}), or allow the change: "
+    ends = before if isinstance(before, tuple) else (before,)
+    fix = f"set train.decay_steps = {ends[0]} to keep it (the rate then stays at {train.min_learning_rate:g}), or allow the change: "
+    if len(set(ends)) > 1:  # one field cannot keep two ends
+        fix = f"set train.decay_steps = {ends[0]}, where the critic's decay then ends, too, and allow the change: "
     name = next((name for name in ("train.steps", "algorithm.updates_per_step") if name in run.changes), "critic.critic_warmup")
     return UserError(name, run.changes[name][1], rule, f"{fix}{_ALLOW} = {_add(run.config, 'train.decay_steps')}")
 

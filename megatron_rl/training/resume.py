@@ -2,22 +2,24 @@
 
 import hashlib
 import json
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
 from megatron_rl.config import Config, TrainConfig
+from megatron_rl.config.base import flatten
 from megatron_rl.distributed import errors_on_all_ranks, gather_from_ranks, get_rank_and_size, run_on_rank0
 from megatron_rl.errors import UserError
 from megatron_rl.hf.files import list_model_files, read_config
 from megatron_rl.mcore.checkpoint import folder as checkpoints
+from megatron_rl.plugs import REWARDS
 from megatron_rl.preflight.resumed_run import ResumedRun, find_run_to_resume
 from megatron_rl.versions import collect_versions
 from parallel.layout import Layout
-
-_MODELS = {"model.path", "teacher.path", "critic.path"}
 
 
 def describe_layout(layout: Layout, train: TrainConfig) -> dict[str, int]:
@@ -55,15 +57,19 @@ class ResumePoint:
 
 def find_resume_point(config: Config) -> tuple[ResumedRun, ResumePoint] | None:
     """Return the run that `checkpoint.resume` selects and its checkpoint, or None for a new run. Collective. Raises as `choose_checkpoint`
-    does, and UserError if a model has moved and is another one."""
+    does, and UserError if a model has other files."""
     run = run_on_rank0(lambda: find_run_to_resume(config))
     if run is None:
         return None
     point = choose_checkpoint(run.folder, config.train.steps)
-    models = hash_models(config) if _MODELS & run.changes.keys() or not run.models else run.models
-    for field in sorted(_MODELS & run.changes.keys()):
-        if not run.is_named(field) and (field not in run.models or models.get(field) != run.models[field]):
-            raise run.refuse(field, "its files are others" if field in run.models else "the run has no hashes of its files")
+    models = hash_models(config)
+    for field, after in models.items():
+        before = run.models.get(field)
+        if before not in (None, after) and field not in run.changes:  # other files at the same path
+            path = flatten(config.model_dump(mode="json"))[field]
+            run = replace(run, changes={**run.changes, field: (f"{path} with hash {before}", f"{path} with hash {after}")})
+        if field in run.changes and before != after and not run.is_named(field):
+            raise run.refuse(field, "the run has no hashes of its files" if before is None else "its files are others")
     if "model.path" in run.changes:
         _check_architecture(config, point.folder)
     return replace(run, models=models), point
@@ -90,6 +96,18 @@ def hash_models(config: Config) -> dict[str, str]:
         for field in folders:
             hashes[field] |= part[field]
     return {field: xxhash.xxh3_128_hexdigest(json.dumps(hashes[field], sort_keys=True).encode()) for field in folders}
+
+
+def hash_code(config: Config) -> dict[str, str]:
+    """Return a hash of the file of every plug of the user's own, by field. What such a file imports is not part of it."""
+    hashes = {}
+    for field, name in flatten(config.model_dump(mode="json", exclude={"log"})).items():
+        if isinstance(name, str) and REWARDS.is_own(name):  # a name of one kind has the form of all
+            with suppress(ImportError, OSError, ValueError):
+                spec = find_spec(name.partition(":")[0])
+                if spec is not None and spec.has_location and spec.origin:
+                    hashes[field] = xxhash.xxh3_128_hexdigest(Path(spec.origin).read_bytes())
+    return hashes
 
 
 def _check_architecture(config: Config, checkpoint: Path) -> None:

@@ -2,6 +2,7 @@
 
 import shutil
 import sys
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -12,7 +13,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.config import Config
-from megatron_rl.data import load_problems
+from megatron_rl.data import ProblemStream, load_problems
+from megatron_rl.data.orders import compute_fingerprint
 from megatron_rl.distributed import Rank0, errors_on_all_ranks, get_rank, raise_on_all_ranks, run_on_rank0, to_run_error
 from megatron_rl.errors import MegatronRLError, RunError, UserError
 from megatron_rl.hf.files import read_config
@@ -33,7 +35,7 @@ from megatron_rl.observability.signals import install_signal_handlers, prefer_st
 from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.precision.threads import count_threads
 from megatron_rl.preflight import check_on_rank_0
-from megatron_rl.preflight.resumed_run import ResumedRun
+from megatron_rl.preflight.resumed_run import ResumedRun, describe_change
 from megatron_rl.reporting.report import headline, write_report
 from megatron_rl.rewards.scorer import Scorer
 from megatron_rl.rollout.engine_pool import EnginePool, start_engines
@@ -52,7 +54,8 @@ from megatron_rl.training.mismatch_attribution import MismatchAttribution
 from megatron_rl.training.policies import load_actor, load_critic, load_reference, load_teacher
 from megatron_rl.training.policy_trainer import PolicyTrainer
 from megatron_rl.training.recorder import Recorder
-from megatron_rl.training.resume import ResumePoint, describe_layout, find_resume_point, hash_models
+from megatron_rl.training.resume import ResumePoint, describe_layout, find_resume_point, hash_code, hash_models
+from megatron_rl.types import Problem
 from megatron_rl.versions import collect_versions
 from parallel.layout import Layout
 
@@ -93,12 +96,10 @@ class Session:
             return RunLog.create(self.config.log.dir, *launch)
         folder = self.resume_point.folder.parents[1]
         step, is_recorded = self.resume_point.state["step"], self.resume_point.state["unrecorded"] is None
-        changes = self.resumed.describe_changes()
-        log = RunLog.reopen(folder, *launch, step, step if is_recorded else step - 1, changes)
+        log = RunLog.reopen(folder, *launch, step, step if is_recorded else step - 1)
         for line in self.resume_point.describe(describe_layout(self.layout, self.config.train)):
             log.write_event(line)
-        for change in changes:
-            log.write_event("from step {step} on, {field} is {after!r} instead of {before!r}. {moves}".format(step=step + 1, **change))
+        log.record_changes(self.resumed.describe_changes())
         for damaged in self.resume_point.damaged:
             set_aside(damaged)
         shutil.rmtree(folder / "engine_model", ignore_errors=True)
@@ -179,8 +180,9 @@ class Session:
         config = self.config
         tokenizer = load_tokenizer(config.model.folder)
         stream, held_out = load_problems(config, tokenizer)
-        if state is not None and not stream.load_state_dict(state.data(), bool(self.resumed and self.resumed.may_have_other_problems)):
-            self.notify("the problems or their order are others than the checkpoint's: they are drawn from the same position on")
+        if state is not None:
+            stream.load_state_dict(state.data(), bool(self.resumed and self.resumed.may_have_other_problems))
+        self._record_contents(stream, held_out)
         scorer = self._resources.enter_context(Scorer(config.reward, self.notify, tokenizer.chat_template))
         environments = start_environments(config, self._resources)
         self.notify(f"starting the engines: {config.rollout.engines}")
@@ -195,6 +197,15 @@ class Session:
         ahead = AsyncRolloutWorker(worker, config.placement.max_staleness, config.train.steps, engines.stop)
         self._resources.callback(ahead.close)
         return engines, ahead
+
+    def _record_contents(self, stream: ProblemStream, held_out: Sequence[Problem]) -> None:
+        """Write the fingerprints of what the configuration names to run.json, and what differs in a resumed run. Rank 0 only."""
+        scored = compute_fingerprint(*(problem.to_json() for problem in held_out))
+        problems = {"data.train.source": f"problems {stream.fingerprint}", "data.eval.source": f"problems {scored}"}
+        code = {field: f"code {value}" for field, value in hash_code(self.config).items()}
+        log = self.log.value
+        if others := log.record_contents(problems | code):
+            log.record_changes([describe_change(field, *values) for field, values in others.items()])
 
     def run(self) -> Path:
         """Train, write checkpoints and the report, and return the run's folder. A run that breaks is marked and keeps its files."""

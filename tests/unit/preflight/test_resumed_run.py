@@ -17,10 +17,11 @@ from megatron_rl.observability.run_log import RunLog, read_run
 from megatron_rl.preflight.resume_table import FIELDS, TABLE, is_named
 from megatron_rl.preflight.resumed_run import allowed_changes_are_fields, find_run_to_resume, resumed_run_has_the_same_settings
 from megatron_rl.preflight.rule import Facts
-from megatron_rl.training.resume import find_resume_point, hash_models
+from megatron_rl.training.resume import find_resume_point, hash_code, hash_models
 
 PAGE = Path(__file__).parents[3] / "docs" / "reference" / "resume.md"
 COSINE, LINEAR = ({"steps": 4, "decay_style": style} for style in ("cosine", "linear"))
+WSD = {"steps": 4, "decay_style": "WSD", "wsd_decay_steps": 2}
 PPO = {"name": "ppo"}
 
 
@@ -156,17 +157,20 @@ def test_only_fields_that_can_change_are_named(runs, name, line):
     ({"train": COSINE}, {"train": {**COSINE, "steps": 9}}, "train.steps = 9", "4 to 9"),
     ({"train": COSINE}, {"train": {**COSINE, "steps": 3}}, "train.steps = 3", "4 to 3"),
     ({"train": LINEAR}, {"train": {**LINEAR, "steps": 9}}, "train.steps = 9", "4 to 9"),
+    ({"train": WSD}, {"train": {**WSD, "steps": 9}}, "train.steps = 9", "4 to 9"),
     ({"train": COSINE, "algorithm": PPO, "critic": {"critic_warmup": 1}},
      {"train": {**COSINE, "steps": 9}, "algorithm": PPO, "critic": {"critic_warmup": 1}}, "train.steps = 9", r"\(3, 4\) to \(8, 9\)"),
 ])  # fmt: skip
 def test_a_decay_of_the_learning_rate_does_not_move_silently(runs, first, longer, field, end):
     runs.start(**first)
     with pytest.raises(
-        UserError, match=rf"^{field}: moves the end of the .* decay from optimizer step {end}; set train.decay_steps = [34] "
+        UserError, match=rf"^{field}: moves the end of the .* decay from optimizer step {end}; set train.decay_steps = [34][ ,]"
     ):
         runs.resume(**longer)
     assert "train.decay_steps" in runs.resume(("train.decay_steps",), **longer)
-    if "critic" not in first:
+    if "critic" in first:  # its decay had another end
+        assert "train.decay_steps" in runs.resume(("train.decay_steps",), **{**longer, "train": {**longer["train"], "decay_steps": 3}})
+    else:
         kept = {**longer["train"], "decay_steps": 4}
         assert runs.resume(**{**longer, "train": kept}) == ["train.steps"], "the decay ends where it did"
         with pytest.raises(UserError, match=r"train.decay_steps = 6: differs from the resumed run .*, which has 4"):
@@ -194,6 +198,15 @@ def test_files_of_problems_may_move_if_rows_and_order_are_equal(runs, rows, tmp_
     assert runs.resume(("data.train.source",)) == ["data.train.0.source"]
 
 
+def test_another_working_directory_changes_no_order(runs, rows, tmp_path, monkeypatch):
+    monkeypatch.chdir(rows.parent)
+    runs.rows = Path(rows.name)
+    runs.start()
+    monkeypatch.chdir(shutil.copytree(rows.parent, tmp_path / "second"))
+    assert runs.resume() == ["data.train.0.name"]
+    assert find_run_to_resume(runs.config()).config.data.train[0].label == "first/train"
+
+
 def test_problems_that_differ_are_refused_until_the_field_is_named(runs, rows):
     runs.start()
     with pytest.raises(UserError, match=r"data.seed = 3: .* which has 0: the problems or their order are others"):
@@ -202,8 +215,10 @@ def test_problems_that_differ_are_refused_until_the_field_is_named(runs, rows):
         runs.resume(("data.seed",), data={"seed": 3, "prompt_template": "Q: {question}"})
     assert runs.resume(("data.seed", "data.prompt_template"), data={"seed": 3, "prompt_template": "Q: {question}"})
     rows.write_text(rows.read_text().replace("7 + 1", "7+1"))
-    with pytest.raises(UserError, match=r"data: .* although the fields are equal; restore the files, or allow the change"):
-        runs.resume()
+    for irrelevant in ((), ("data.eval_every",)):
+        with pytest.raises(UserError, match=r"data: .* although the fields are equal; restore the files, or allow the change"):
+            runs.resume(irrelevant)
+    assert runs.resume(("data.train",)) == []
 
 
 def test_other_problems_are_drawn_from_the_same_position(runs):
@@ -232,6 +247,25 @@ def test_a_model_may_move_if_its_files_are_equal(runs, tmp_path):
     (runs.model / "config.json").write_text(json.dumps({**edited, "num_hidden_layers": 9}))
     with pytest.raises(UserError, match=r"model.path = .*: has another architecture than .*step_00002"):
         runs.resume(("model.path",))
+
+
+def test_other_files_of_a_model_at_the_same_path_are_seen(runs, tmp_path):
+    runs.model = Path(shutil.copytree(runs.model, tmp_path / "model"))
+    runs.start()
+    (runs.model / "tokenizer_config.json").write_text("{}")
+    with pytest.raises(UserError, match=r"model.path = '/.*/model with hash \w+': differs .*: its files are others; .*model.path"):
+        runs.resume()
+    assert runs.resume(("model.path",)) == ["model.path"]
+
+
+def test_the_code_of_a_plug_has_a_hash(runs, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    hashes = []
+    for reward in ("1.0", "2.0"):
+        (tmp_path / "rewards_of_this_test.py").write_text(f"def reward(text, problem): return {reward}")
+        functions = [{"name": "exact"}, {"name": "rewards_of_this_test:reward"}, {"name": "missing:reward"}]
+        hashes.append(hash_code(runs.config(reward={"functions": functions})))
+    assert hashes[0].keys() == hashes[1].keys() == {"reward.functions.1.name"} and hashes[0] != hashes[1]
 
 
 def test_a_run_without_hashes_moves_only_if_it_is_named(runs, tmp_path):

@@ -109,17 +109,21 @@ def test_the_log_goes_on_after_the_checkpoints_step(tmp_path):
         log.write_samples(step, [{"prompt": str(step)}])
     with pytest.raises(UserError, match="is still being written by another process"):
         RunLog.reopen(log.dir, {}, collect_versions(), {}, 2)
+    log.record_contents({"data.eval.source": "a"})
     log.finish("broken", "a reason")
     with (log.dir / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "rew')
     again = RunLog.reopen(log.dir, {"train": {"steps": 5}, "log": {"trackers": ["tensorboard"]}}, collect_versions(), {}, 2)
+    assert again.record_contents({"data.eval.source": "b", "reward.function": "c"}) == {"data.eval.source": ("a", "b")}
+    again.record_changes([{"field": "data.eval.source", "before": "a", "after": "b", "moves": "Evaluations."}])
     again.write_step({"step": 3, "policy_version": 3, "reward/mean": 0.25})
     again.finish("finished")
     assert [(row["step"], row["reward/mean"]) for row in read_metrics(log.dir)] == [(0, 0.5), (1, 0.5), (2, 0.5), (3, 0.25)]
     assert [row["step"] for row in read_jsonl(log.dir / "samples.jsonl")[0]] == [0, 1, 2]
     run = read_run(log.dir)
     assert (run["status"], run["reason"], run["config"]["train"]["steps"]) == ("finished", "", 5)
-    assert [part["step"] for part in run["resumed"]] == [2]
+    assert [(part["step"], [change["field"] for change in part["changes"]]) for part in run["resumed"]] == [(2, ["data.eval.source"])]
+    assert "from step 3 on, data.eval.source is 'b' instead of 'a'. Evaluations." in (log.dir / "run.log").read_text()
     events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator").EventAccumulator(str(log.dir / "tensorboard"))
     assert [(event.step, event.value) for event in events.Reload().Scalars("reward/mean")] == [(0, 0.5), (1, 0.5), (2, 0.5), (3, 0.25)]
 

@@ -20,7 +20,7 @@ def calls(monkeypatch) -> MagicMock:
     """Record all calls of a session to this project, in order."""
     calls = MagicMock()
     calls.find_checkpoint_format.return_value = None
-    calls.load_problems.return_value = None, None
+    calls.load_problems.return_value = MagicMock(), []
     calls.load_actor.return_value = calls.actor, []
     calls.load_critic.return_value = calls.critic
     for name, value in list(vars(session).items()):
