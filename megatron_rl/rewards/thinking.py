@@ -6,7 +6,7 @@ Only what follows the thought is judged. A model that learned otherwise would ea
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -23,9 +23,10 @@ class Response(NamedTuple):
     thought: str
 
 
-def find_markers(chat_template: str | None) -> ThoughtMarkers:
+def find_markers(chat_template: str | Mapping[str, str] | None) -> ThoughtMarkers:
     """Return the markers that a chat template handles, such as `[THINK]` and `[/THINK]`. Return `DEFAULT_MARKERS` if it handles none."""
-    match = _END_IN_TEMPLATE.search(chat_template or "")
+    texts = chat_template.values() if isinstance(chat_template, Mapping) else [chat_template or ""]
+    match = _END_IN_TEMPLATE.search("\n".join(texts))
     return (f"{match[1]}{match[2]}{match[3]}", match[0]) if match else DEFAULT_MARKERS
 
 
@@ -56,14 +57,18 @@ def split_thought(text: str, prompt: str = "", markers: ThoughtMarkers | None = 
     return Response(None if thinking else "".join(answers), "".join(thoughts))
 
 
-def decode_completion(tokenizer: Any, ids: Sequence[int]) -> str:
-    """Return the text of token ids without special tokens. Markers of thoughts are kept, even if they are special tokens."""
-    markers = {tokenizer.convert_tokens_to_ids(marker): marker for marker in find_markers(getattr(tokenizer, "chat_template", None))}
-    kept = markers.keys() & set(getattr(tokenizer, "all_special_ids", ()))
-    if kept.isdisjoint(ids):
-        text: str = tokenizer.decode(ids, skip_special_tokens=True)
-        return text
-    runs = [(marked, [*run]) for marked, run in groupby(ids, kept.__contains__)]
-    return "".join(
-        "".join(map(markers.__getitem__, run)) if marked else tokenizer.decode(run, skip_special_tokens=True) for marked, run in runs
-    )
+def decode_completion(tokenizer: Any, ids: Sequence[int], kept: Collection[str] = ()) -> str:
+    """Return the text of token ids that follow other tokens, without special tokens except markers of thoughts and the texts `kept`."""
+    names = (*find_markers(getattr(tokenizer, "chat_template", None)), *kept)
+    known = {tokenizer.convert_tokens_to_ids(name): name for name in names}
+    known.pop(getattr(tokenizer, "unk_token_id", None), None)
+    hidden = {number: name for number, name in known.items() if number in ids and not tokenizer.decode([number], skip_special_tokens=True)}
+    runs = [(is_hidden, [*run]) for is_hidden, run in groupby(ids, hidden.__contains__)]
+    return "".join("".join(map(hidden.__getitem__, run)) if is_hidden else _decode_behind(tokenizer, run) for is_hidden, run in runs)
+
+
+def _decode_behind(tokenizer: Any, ids: Sequence[int]) -> str:
+    """Return the text of token ids without special tokens, decoded behind a digit that is then cut off: tokenizers of SentencePiece's kind
+    drop a blank at the beginning."""
+    text: str = tokenizer.decode([*tokenizer.encode("0", add_special_tokens=False)[-1:], *ids], skip_special_tokens=True)
+    return text[1:] if text.startswith("0") else tokenizer.decode(ids, skip_special_tokens=True)
