@@ -29,11 +29,11 @@ def load_tokenizer(folder: Path, field: str = "model.path") -> PreTrainedTokeniz
     if tokenizer.eos_token_id is None:
         raise UserError(field, str(folder), "its tokenizer has no end token", "set eos_token in tokenizer_config.json")
     file = folder / "tokenizer.json"
-    if tokenizer.decode(ids).strip() != _PROBE and file.is_file():
-        # for some classes, transformers takes only the vocabulary from tokenizer.json: a byte-level one then loses all blanks
-        if Tokenizer.from_file(str(file)).encode(_PROBE, add_special_tokens=False).ids != ids:
-            rule = f"transformers reads its tokenizer.json as {type(tokenizer).__name__}, which encodes other tokens than the file says"
-            raise UserError(field, str(folder), rule, 'set "tokenizer_class" to "PreTrainedTokenizerFast" in tokenizer_config.json')
+    # for some classes, transformers takes only the vocabulary from tokenizer.json: a byte-level one then loses all blanks
+    loses = tokenizer.decode(ids).strip() != _PROBE and file.is_file()
+    if loses and Tokenizer.from_file(str(file)).encode(_PROBE, add_special_tokens=False).ids != ids:
+        rule = f"transformers reads its tokenizer.json as {type(tokenizer).__name__}, which encodes other tokens than the file says"
+        raise UserError(field, str(folder), rule, 'set "tokenizer_class" to "PreTrainedTokenizerFast" in tokenizer_config.json')
     _add_bos(tokenizer, folder / "tokenizer_config.json")
     return tokenizer
 

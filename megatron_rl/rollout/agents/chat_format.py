@@ -39,7 +39,7 @@ class ChatFormat:
             raise UserError("agent", None, f"cannot use the chat template of {name} ({error})", fix) from None
         if not kept:
             raise UserError("agent", None, f"cannot use the chat template of {name}, which leaves out messages", fix)
-        check_prompt(self._tokenizer, start, self.encode(start), chat=True)
+        check_prompt(self._tokenizer, start, self.encode(start).tolist(), chat=True)
 
     def encode(self, text: str) -> np.ndarray:
         return np.array(self._tokenizer.encode(text, add_special_tokens=False), np.int32)
