@@ -24,13 +24,20 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str, chat: bool) -
 _ANCHORS = ("\n", ".", "a", "0")
 
 
-def encode_continuation(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+def encode_continuation(tokenizer: PreTrainedTokenizerBase, text: str, before: int | None = None) -> list[int]:
     """Return the token ids of a text that follows other tokens, such as an environment's message, without special tokens.
 
     Tokenizers of SentencePiece's kind put a blank before a text. It would stand between the policy's tokens and this text, so the text is
     encoded behind an anchor whose tokens are then cut off.
+
+    Args:
+        before: The last of the other tokens. Some tokenizers put a blank behind an added token, such as the end token, which is then the
+            anchor.
     """
     ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
+    added = tokenizer.added_tokens_decoder.get(before) if text and before is not None else None
+    if added is not None and (found := _encode_behind(tokenizer, added.content, text)) is not None:
+        return found
     if not text or _encode_behind(tokenizer, "\n", "a") == tokenizer.encode("a", add_special_tokens=False):
         return ids
     behind = (_encode_behind(tokenizer, anchor, text) for anchor in _ANCHORS)
@@ -45,17 +52,22 @@ def _encode_behind(tokenizer: PreTrainedTokenizerBase, anchor: str, text: str) -
 
 
 def check_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str, ids: Sequence[int], chat: bool) -> None:
-    """Raise UserError if the ids of a prompt begin with two BOS tokens, or if the tokenizer has added its end token."""
-    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
-    if bos is not None and list(ids[:2]) == [bos, bos]:
-        writers = "the chat template writes it twice" if chat else "the prompt's text begins with it, and the tokenizer adds another"
-        rule = f"a prompt begins with two BOS tokens {tokenizer.bos_token!r}, because {writers}: {prompt[:60]!r}"
-        fix = (
-            "correct the template or data.system_prompt"
-            if chat
-            else "remove it from the text, or set data.chat = true if rows are messages"
-        )
-        raise UserError("data.chat", chat, rule, fix)
-    if not chat and eos is not None and eos != bos and len(ids) and ids[-1] == eos and not prompt.endswith(str(tokenizer.eos_token)):
+    """Raise UserError if a prompt begins twice with special tokens such as BOS, or if the tokenizer has added its end token."""
+    for size in (1, 2):  # GLM's prompts begin with two tokens, [gMASK] and <sop>
+        begin = [*ids[:size]]
+        if begin == [*ids[size : 2 * size]] and (text := _decode_special(tokenizer, begin)):
+            writers = "the chat template writes it twice" if chat else "the prompt's text begins with it, and the tokenizer adds another"
+            rule = f"a prompt begins with two BOS tokens {text!r}, because {writers}: {prompt[:60]!r}"
+            fix = "remove it from the text, or set data.chat = true if rows are messages"
+            raise UserError("data.chat", chat, rule, "correct the template or data.system_prompt" if chat else fix)
+    if chat or not len(ids):
+        return
+    eos, is_lone_bos = tokenizer.eos_token_id, len(ids) == 1 and ids[0] == tokenizer.bos_token_id
+    if ids[-1] == eos and not is_lone_bos and not prompt.endswith(str(tokenizer.eos_token)):
         rule = f"the tokenizer of {tokenizer.name_or_path} ends every prompt with its end token {tokenizer.eos_token!r}"
-        raise UserError("model.path", None, rule, "set add_eos_token to false in tokenizer_config.json, or correct tokenizer.json")
+        raise UserError("model.path", None, rule, "correct the post_processor in tokenizer.json")
+
+
+def _decode_special(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
+    """Return the text of special tokens, or "" if there are others among them."""
+    return "" if tokenizer.decode(ids, skip_special_tokens=True) else str(tokenizer.decode(ids, skip_special_tokens=False))

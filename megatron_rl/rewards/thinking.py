@@ -6,7 +6,8 @@ Only what follows the thought is judged. A model that learned otherwise would ea
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -28,9 +29,9 @@ class Response(NamedTuple):
     thought: str
 
 
-def find_markers(chat_template: str | None) -> ThoughtMarkers:
+def find_markers(chat_template: str | Mapping[str, str] | None) -> ThoughtMarkers:
     """Return the markers that a chat template handles, such as `[THINK]` and `[/THINK]`. Return `DEFAULT_MARKERS` if it handles none."""
-    template = chat_template or ""
+    template = "\n".join(chat_template.values()) if isinstance(chat_template, Mapping) else chat_template or ""
     for markers in _OTHER_MARKERS:
         if all(marker in template for marker in markers):
             return markers
@@ -65,15 +66,23 @@ def split_thought(text: str, prompt: str = "", markers: ThoughtMarkers | None = 
     return Response(None if thinking else "".join(answers), "".join(thoughts))
 
 
-def decode_completion(tokenizer: Any, ids: Sequence[int], markers: ThoughtMarkers | None = None) -> str:
-    """Return the text of token ids without special tokens, except those that mark thoughts. `markers`: None for the chat template's own."""
-    marks = "\n".join(markers or find_markers(getattr(tokenizer, "chat_template", None)))
-    special = zip(getattr(tokenizer, "all_special_ids", ()), getattr(tokenizer, "all_special_tokens", ()), strict=False)
-    kept = {number: token for number, token in special if token in marks}
-    if kept.keys().isdisjoint(ids):
-        text: str = tokenizer.decode(ids, skip_special_tokens=True)
-        return text
-    runs = [(marked, [*run]) for marked, run in groupby(ids, kept.__contains__)]
-    return "".join(
-        "".join(map(kept.__getitem__, run)) if marked else tokenizer.decode(run, skip_special_tokens=True) for marked, run in runs
-    )
+def decode_completion(tokenizer: Any, ids: Sequence[int], markers: ThoughtMarkers | None = None, stop: Sequence[str] = ()) -> str:
+    """Return the text of token ids that follow other tokens, without special tokens, except those that mark thoughts or are in stop texts.
+    `markers`: None for the chat template's own."""
+    names = "\n".join((*(markers or find_markers(getattr(tokenizer, "chat_template", None))), *stop))
+    kept = {number: token for number, token in _list_special_tokens(tokenizer).items() if token in names}
+    runs = [(is_kept, [*run]) for is_kept, run in groupby(ids, kept.__contains__)]
+    return "".join("".join(map(kept.__getitem__, run)) if is_kept else _decode_behind(tokenizer, run) for is_kept, run in runs)
+
+
+@lru_cache(maxsize=16)
+def _list_special_tokens(tokenizer: Any) -> dict[int, str]:
+    """Return the tokens that decoding can skip."""
+    return {number: str(token) for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+
+
+def _decode_behind(tokenizer: Any, ids: Sequence[int]) -> str:
+    """Return the text of token ids without special tokens, decoded behind a digit that is then cut off: tokenizers of SentencePiece's kind
+    drop a blank at the beginning."""
+    text: str = tokenizer.decode([*tokenizer.encode("0", add_special_tokens=False)[-1:], *ids], skip_special_tokens=True)
+    return text[1:] if text.startswith("0") else tokenizer.decode(ids, skip_special_tokens=True)

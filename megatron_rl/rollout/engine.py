@@ -164,7 +164,7 @@ def derive_engine_seed(run: int, number: int, version: int, start: int) -> int:
     Args:
         run: `train.seed`.
         number: The engine.
-        version: The policy version with which the run started or was resumed.
+        version: The policy version at the start of the engine.
         start: How often this engine was started before in this launch.
     """
     return hash_seed(run, "engine", number, version, start) >> 32

@@ -48,12 +48,12 @@ def start_engines(
     `version`: the policy version with which the run goes on."""
     launch, seeds = find_engine_launcher(config.rollout.engine), dict[int, list[int]]()
 
-    def start(number: int) -> Engine:
+    def start(number: int, version: int) -> Engine:
         known = seeds.setdefault(number, [])
         known.append(derive_engine_seed(config.train.seed, number, version, len(known)))
         return launch(config, model_path, log_dir, number, empty=empty, seed=known[-1])
 
-    pool = EnginePool(config, start, notify)
+    pool = EnginePool(config, start, notify, version)
     pool.seeds = seeds
     return pool
 
@@ -76,10 +76,11 @@ class EnginePool:
     seeds: Mapping[int, Sequence[int]] = MappingProxyType({})
     """Seeds of each engine's own random numbers, one for each time that it was started."""
 
-    def __init__(self, config: Config, start: Callable[[int], Engine], notify: Callable[[str], None]) -> None:
+    def __init__(self, config: Config, start: Callable[[int, int], Engine], notify: Callable[[str], None], version: int = 0) -> None:
+        """`start`: starts the engine of a number at a policy version, which is first `version`."""
         self._settings, self._start, self._notify = config.rollout, start, notify
         self._changed = threading.Condition()
-        self._version = self._restarts = 0
+        self._version, self._restarts = version, 0
         self._stopped = False
         self._graphs: list[list[PrecisionGraph]] = []
         # Linux kills an engine when the thread that started it ends (`rollout_sglang.server`), so one long-lived thread starts all
@@ -89,7 +90,7 @@ class EnginePool:
         self.replicas: list[Replica] = []
         try:
             for number in range(self._settings.engines):
-                self.replicas.append(Replica(number, self._starter.submit(start, number).result()))
+                self.replicas.append(Replica(number, self._starter.submit(start, number, version).result()))
             for replica in self.replicas:
                 replica.engine.wait_until_ready()
         except BaseException:
@@ -157,7 +158,7 @@ class EnginePool:
 
         def start_successor() -> Engine:
             engine.stop(force=True)
-            return self._start(replica.number)
+            return self._start(replica.number, self._version)
 
         with self._changed:
             if replica.engine is not engine or replica.lost is not None or self._stopped:

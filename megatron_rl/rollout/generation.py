@@ -77,7 +77,8 @@ class MultiTurnSampler:
             with ThreadPoolExecutor(max(len(dialogues), 1), thread_name_prefix="megatron-rl-dialogue") as threads:
                 list(threads.map(self._converse, dialogues))
         for dialogue in dialogues:
-            dialogue.completion.text = self._decode(dialogue.completion.output_ids_T)
+            *earlier, last = dialogue.completion.dialogue or [self._decode(dialogue, dialogue.completion.output_ids_T)]
+            dialogue.completion.text = "".join([*earlier, cut_at_stop(last, dialogue.sampling.stop)[0]])
         return [dialogue.completion for dialogue in dialogues]
 
     def close(self) -> None:
@@ -120,7 +121,8 @@ class MultiTurnSampler:
         if reply.message is None:
             return False
         completion.tool_errors += bool(reply.message.error)
-        ids = np.array(encode_continuation(self._tokenizer, reply.message.text), np.int32)
+        last = int(completion.output_ids_T[-1]) if len(completion.output_ids_T) else None
+        ids = np.array(encode_continuation(self._tokenizer, reply.message.text, last), np.int32)
         environment_tokens = len(completion.output_ids_T) - completion.sampled_count
         if completion.num_turns == limits.max_turns:
             completion.finish_reason = "turns"
@@ -142,10 +144,10 @@ class MultiTurnSampler:
             completion.version_lags_T = _extend(completion.version_lags_T, lags.astype(np.uint8))
         if self._environments is not None:
             completion.response_mask_T = _extend(completion.response_mask_T, np.full(count, logprobs is not None))
-            completion.dialogue.append(self._decode(ids))
+            completion.dialogue.append(self._decode(dialogue, ids))
 
-    def _decode(self, ids: np.ndarray) -> str:
-        return decode_completion(self._tokenizer, ids.tolist(), self._markers)
+    def _decode(self, dialogue: _Dialogue, ids: np.ndarray) -> str:
+        return decode_completion(self._tokenizer, ids.tolist(), self._markers, dialogue.sampling.stop)
 
 
 def _extend(known: np.ndarray | None, more: np.ndarray) -> np.ndarray:

@@ -9,8 +9,12 @@ import random
 import resource
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
 from multiprocessing.connection import Connection
+from types import ModuleType
+from typing import Any
 
 from parallel.plug import InputError
 
@@ -36,14 +40,37 @@ def serve(load: Callable[[str], Callable[..., object]]) -> None:
                 channel.send(handle(*task))
 
 
+_seeders: dict[str, Callable[[Any], object]] = {}
+"""What seeds a library that is not imported yet."""
+
+
+class _SeedAtImport(MetaPathFinder):
+    """Seeds a library when it is imported."""
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        seed = _seeders.pop(name, None)
+        spec = PathFinder.find_spec(name, path, target) if seed else None
+        if seed and spec and (loader := spec.loader):
+            execute = loader.exec_module
+
+            def run(module: ModuleType) -> None:
+                execute(module)
+                seed(module)
+
+            loader.exec_module = run  # type: ignore[method-assign]
+        return spec
+
+
 def seed_libraries(*parts: int) -> None:
-    """Seed the global random numbers of Python and, if they are imported, of NumPy and torch, from these numbers."""
+    """Seed the global random numbers of Python, NumPy and torch from these numbers. A library that is not imported yet is seeded when it
+    is."""
     random.seed("/".join(map(str, parts)))
     for_numpy, for_torch = random.getrandbits(32), random.getrandbits(63)
-    if (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.seed(for_numpy)
-    if (torch := sys.modules.get("torch")) is not None:
-        torch.manual_seed(for_torch)
+    _seeders.update(numpy=lambda numpy: numpy.random.seed(for_numpy), torch=lambda torch: torch.manual_seed(for_torch))
+    for name in _seeders.keys() & sys.modules.keys():
+        _seeders.pop(name)(sys.modules[name])
+    if not any(isinstance(finder, _SeedAtImport) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _SeedAtImport())
 
 
 def describe_error(error: BaseException) -> str:

@@ -3,6 +3,7 @@
 import json
 import threading
 from dataclasses import replace
+from typing import ClassVar
 
 import numpy as np
 
@@ -21,6 +22,7 @@ class ChatTokenizer:
     """A tokenizer of letters. `<u>hello~<a>` is a user's message and the beginning of the policy's message, which ends with the special
     token `~`."""
 
+    added_tokens_decoder: ClassVar[dict] = {}
     name_or_path, chat_template, all_special_ids, special_tokens_map = "letters", "yes", [ord(END)], {"eos_token": END}
 
     def encode(self, text, add_special_tokens):

@@ -175,7 +175,7 @@ def start(folder, engines, sync, health_timeout):
     layout, messages = Layout(tp=dist.get_world_size()), []
     settings = SyncConfig.model_validate({"bucket_mb": 1, "timeout": 60.0, "delta": "auto", **sync}, strict=False)
     config = Config.model_validate({"model": {"path": folder}, "rollout": {"engines": engines, "health_timeout": health_timeout}})
-    pool = Rank0(lambda: EnginePool(config, lambda number: SGLangEngine(LightStart(config, folder, number)), messages.append))
+    pool = Rank0(lambda: EnginePool(config, lambda number, version: SGLangEngine(LightStart(config, folder, number)), messages.append))
     plan = SyncPlan.make(MODEL, layout, EngineLayout(engines=engines), CONTRACT, settings.chunk_bytes)
     shards = build_trainer_shards(MODEL, layout, format_of=CONTRACT.format_of)[dist.get_rank()]
     _run.engines, _run.messages, _run.named_tensors, _run.shards = pool, messages, make_random_tensors(shards, 0), shards

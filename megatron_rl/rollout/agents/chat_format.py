@@ -10,7 +10,7 @@ import numpy as np
 from megatron_rl.config.data import DataConfig
 from megatron_rl.errors import UserError
 from megatron_rl.hf.chat_template import ChatTemplate
-from megatron_rl.hf.prompt_tokens import encode_continuation
+from megatron_rl.hf.prompt_tokens import check_prompt, encode_continuation
 from megatron_rl.rewards.thinking import decode_completion, find_markers
 from megatron_rl.rollout.agents.messages import ConversationMessage, RefusedError
 
@@ -33,19 +33,23 @@ class ChatFormat:
         self._template.check()
         try:
             kept = all("(more)" in self._render_rest([ConversationMessage(role, "(more)")], "[]") for role in ("user", "tool"))
-            kept = kept and _QUESTION.content in self._render([_QUESTION], "[]")
+            start = self._render([_QUESTION], "[]")
+            kept = kept and _QUESTION.content in start
         except RefusedError as error:
             raise UserError("agent", None, f"cannot use the chat template of {name} ({error})", fix) from None
         if not kept:
             raise UserError("agent", None, f"cannot use the chat template of {name}, which leaves out messages", fix)
+        check_prompt(self._tokenizer, start, self.encode(start).tolist(), chat=True)
 
     def encode(self, text: str) -> np.ndarray:
         return np.array(self._tokenizer.encode(text, add_special_tokens=False), np.int32)
 
-    def decode(self, ids: np.ndarray, skip_special_tokens: bool = True) -> str:
-        """Return the text of tokens. The markers of thoughts are never skipped."""
-        if skip_special_tokens:
-            return decode_completion(self._tokenizer, ids.tolist())
+    def decode(self, ids: np.ndarray, stop: Sequence[str] = ()) -> str:
+        """See `decode_completion`."""
+        return decode_completion(self._tokenizer, ids.tolist(), stop=stop)
+
+    def decode_all(self, ids: np.ndarray) -> str:
+        """Return the text with all special tokens."""
         return self._tokenizer.decode(ids.tolist(), skip_special_tokens=False)
 
     def opened_thought(self, prompt_ids_T: np.ndarray) -> str:
@@ -62,8 +66,8 @@ class ChatFormat:
         token of the response if the policy has not sampled it. Raise RefusedError if the template fails."""
         rest = self._render_rest(messages, tools)
         last = self.split_end(answer_ids_T)[1]
-        rest = rest.removeprefix(self.decode(last, False)) if len(last) else rest
-        return np.array(encode_continuation(self._tokenizer, rest), np.int32)
+        rest = rest.removeprefix(self.decode_all(last)) if len(last) else rest
+        return np.array(encode_continuation(self._tokenizer, rest, int(last[0]) if len(last) else None), np.int32)
 
     def split_end(self, answer_ids_T: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return a response's tokens without its end token, and the end token if there is one."""

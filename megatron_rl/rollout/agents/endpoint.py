@@ -122,12 +122,15 @@ def _describe_completion(turn: Turn, number: int, model: str) -> dict[str, Any]:
     if said.tool_calls:
         message["tool_calls"] = [call.to_openai() for call in said.tool_calls]
     finish = "tool_calls" if said.tool_calls else turn.generation.finish_reason
+    ended = bool(sampled) and turn.generation.finish_reason == "stop"
+    matched = turn.stop or (int(turn.generation.output_ids_T[-1]) if ended else None)  # as SGLang answers: the stop text or the end token
+    choice = {"index": 0, "message": message, "finish_reason": finish, "matched_stop": matched, "logprobs": None}
     return {
         "id": f"chatcmpl-{number}",
         "object": "chat.completion",
         "created": int(time.time()),
         "model": model,
-        "choices": [{"index": 0, "message": message, "finish_reason": finish, "logprobs": None}],
+        "choices": [choice],
         "usage": {"prompt_tokens": before, "completion_tokens": sampled, "total_tokens": before + sampled},
     }
 
@@ -139,9 +142,10 @@ def _stream(completion: dict[str, Any]) -> Response:
     if "tool_calls" in delta:
         delta["tool_calls"] = [{"index": index, **call} for index, call in enumerate(delta["tool_calls"])]
     common = {name: completion[name] for name in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
+    end = {name: choice[name] for name in ("finish_reason", "matched_stop")}
     chunks = [
         {**common, "choices": [{"index": 0, "delta": delta, "finish_reason": None}]},
-        {**common, "choices": [{"index": 0, "delta": {}, "finish_reason": choice["finish_reason"]}], "usage": completion["usage"]},
+        {**common, "choices": [{"index": 0, "delta": {}, **end}], "usage": completion["usage"]},
     ]
     lines = [f"data: {json.dumps(chunk)}\n\n" for chunk in chunks] + ["data: [DONE]\n\n"]
     return StreamingResponse(iter(lines), media_type="text/event-stream")

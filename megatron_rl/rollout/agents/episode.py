@@ -38,6 +38,7 @@ class Turn:
     given_ids_T: np.ndarray  # tokens between the parent's response and this one (int32); for the first turn, the whole prompt
     generation: Generation
     seed: int | None
+    stop: str = ""  # the stop text that ended the response, or "" if the end token or the limit did
 
     @property
     def path(self) -> list[Turn]:
@@ -111,15 +112,18 @@ class AgentEpisode:
             sampling = replace(self.sampling, seed=seed, stop=stop, max_new_tokens=most)
             return PlannedTurn(request, parent, given_ids_T, prompt_ids_T, sampling)
 
-    def add(self, planned: PlannedTurn, generation: Generation, content: str, calls: list[tuple[str, str]], malformed: bool) -> Turn:
-        """Record a response and return its turn. `calls`: names and arguments of tools. `malformed`: whether a call was malformed."""
+    def add(
+        self, planned: PlannedTurn, generation: Generation, content: str, calls: list[tuple[str, str]], malformed: bool, stop: str = ""
+    ) -> Turn:
+        """Record a response and return its turn. `calls`: names and arguments of tools. `malformed`: whether a call was malformed. `stop`:
+        see `Turn`."""
         with self._lock:
             if self._ended:
                 raise RefusedError("this episode has ended", 401, "invalid_api_key")
             number = sum(len(turn.messages[-1].tool_calls) for turn in self._turns)
             named = tuple(ToolCall(f"call{number + index:05d}", *call) for index, call in enumerate(calls))
             messages = (*planned.request.messages, ConversationMessage("assistant", content, named))
-            turn = Turn(planned.parent, messages, planned.request.tools, planned.given_ids_T, generation, planned.sampling.seed)
+            turn = Turn(planned.parent, messages, planned.request.tools, planned.given_ids_T, generation, planned.sampling.seed, stop)
             self._turns.append(turn)
             self._tool_errors += malformed
             return turn

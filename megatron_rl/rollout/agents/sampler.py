@@ -123,22 +123,20 @@ class AgentSampler:
         hang_watchdog.enter_phase("generate")
         (generation,) = self._engine.generate([planned.prompt_ids_T], [planned.sampling], episode.abort)
         check_versions(generation, episode.version, episode.staleness)
-        content, calls, malformed = self._read(generation, request, planned.sampling.stop)
-        return episode.add(planned, generation, content, calls, malformed)
+        text, stop = cut_at_stop(self._format.decode(generation.output_ids_T, planned.sampling.stop), planned.sampling.stop)
+        content, calls, malformed = self._read(generation, request, text.removesuffix(stop), planned.sampling.stop)
+        return episode.add(planned, generation, content, calls, malformed, stop)
 
-    def _read(self, generation: Generation, request: PolicyRequest, stops: Sequence[str]) -> tuple[str, list[tuple[str, str]], bool]:
-        """Return the text of a response before the stop text that ended it, its tool calls, and whether it tried to call a tool
-        incorrectly."""
-
-        def decode(skip_special_tokens: bool) -> str:
-            text, stop = cut_at_stop(self._format.decode(ids_T, skip_special_tokens), stops)
-            return text.removesuffix(stop)
-
-        ids_T, _ = self._format.split_end(generation.output_ids_T)
-        text = decode(skip_special_tokens=True)
+    def _read(
+        self, generation: Generation, request: PolicyRequest, text: str, stops: Sequence[str]
+    ) -> tuple[str, list[tuple[str, str]], bool]:
+        """Return the text of a response without its tool calls, the calls, and whether it tried to call a tool incorrectly. `text`: the
+        response before the stop text that ended it."""
         if not (request.calls_tools and self._config.tool_parser):
             return text, [], False
-        whole = decode(skip_special_tokens=False)
+        ids_T, _ = self._format.split_end(generation.output_ids_T)
+        whole, stop = cut_at_stop(self._format.decode_all(ids_T), stops)
+        whole = whole.removesuffix(stop)
         parsed = self._engine.parse_tool_calls(whole, request.tools, self._config.tool_parser)
         if parsed is None:
             return text, [], True

@@ -18,6 +18,7 @@ from megatron_rl.errors import UserError
 from megatron_rl.hf.chat_template import ChatTemplate
 from megatron_rl.hf.prompt_tokens import encode_continuation, encode_prompt
 from megatron_rl.hf.tokenizer import load_tokenizer
+from megatron_rl.rewards.thinking import decode_completion
 from megatron_rl.rollout.generation import MultiTurnSampler
 from megatron_rl.types import Generation, SamplingParams
 
@@ -202,6 +203,28 @@ def test_text_that_continues_has_no_blank_of_a_beginning(scheme):
     assert encode_prompt(tokenizer, "abc", chat=True) == [20, *ids[2:4]] and encode_continuation(tokenizer, "abc") == ids[1:4]
     assert encode_continuation(tokenizer, "2") == [letters["2"]] and encode_continuation(tokenizer, " a") == [20]
     assert encode_continuation(tokenizer, "\n\nb") == [22, letters["b"]] and encode_continuation(tokenizer, "") == []
+    assert decode_completion(tokenizer, [20, letters["b"]]) == " ab"
+    tokenizer.add_special_tokens({"eos_token": "<e>"})
+    end, *rest = tokenizer.encode("<e>abc", add_special_tokens=False)
+    assert encode_continuation(tokenizer, "abc", end) == rest and (rest[0] == 20) == (scheme == "always")
+
+
+def test_what_tokenizer_json_and_its_settings_say_is_what_is_loaded(make_model):
+    """Beside a tokenizer.json, transformers 5 ignores `add_bos_token`, and Llama's class takes only the vocabulary from it."""
+    folder = make_model("$A")
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"add_bos_token": True}))
+    tokenizer = load_tokenizer(folder)
+    assert encode_prompt(tokenizer, "1", chat=False) == [tokenizer.bos_token_id, ord("1") - 33] == tokenizer("1")["input_ids"]
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"tokenizer_class": "LlamaTokenizerFast"}))
+    with pytest.raises(UserError, match="as LlamaTokenizer, which encodes other tokens than the file says; set .tokenizer_class"):
+        load_tokenizer(folder)
+
+
+def test_a_stop_text_may_be_a_special_token(make_model):
+    tokenizer = load_tokenizer(make_model("$A"))
+    ids = tokenizer.encode(f" a{BOS}", add_special_tokens=False)
+    assert decode_completion(tokenizer, ids) == " a" and decode_completion(tokenizer, ids, (BOS,)) == f" a{BOS}"
 
 
 def test_other_tokenizers_encode_what_continues_as_they_do(make_model):

@@ -5,11 +5,12 @@ import random
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import AddedToken
 
 from megatron_rl.config.data import DataConfig, DataSourceConfig
 from megatron_rl.data.sets import read_problem_set
@@ -101,11 +102,11 @@ def test_an_answer_is_what_follows_the_thought(text, prompt, answer, thought):
 def test_markers_of_several_tokens_are_found_and_kept(special):
     template = "<|start|>assistant<|channel|>analysis<|message|>{{ thought }}<|end|><|start|>assistant<|channel|>final<|message|>"
     words = ["<|channel|>", "analysis", "<|message|>", "5", "<|end|>", "<|start|>", "assistant", "final", "6", "<|return|>"]
-    tokenizer = SimpleNamespace(chat_template=template, all_special_ids=[], all_special_tokens=[])
+    tokenizer = mock.Mock(chat_template=template, added_tokens_decoder={})
     if special:
-        tokenizer.all_special_ids = [number for number, word in enumerate(words) if "|" in word]
-        tokenizer.all_special_tokens = [word for word in words if "|" in word]
-    tokenizer.decode = lambda ids, skip_special_tokens: "".join(words[i] for i in ids if i not in tokenizer.all_special_ids)
+        tokenizer.added_tokens_decoder = {number: AddedToken(word, special=True) for number, word in enumerate(words) if "|" in word}
+    tokenizer.encode.return_value = []
+    tokenizer.decode = lambda ids, skip_special_tokens: "".join(words[i] for i in ids if i not in tokenizer.added_tokens_decoder)
     markers = find_markers(template)
     thought = [0, 1, 2, 3, 4, 5, 6]
     assert split_thought(decode_completion(tokenizer, thought), "", markers).answer is None

@@ -82,7 +82,7 @@ class Fleet:
         config = Config.model_validate({"model": {"path": "x"}, "rollout": rollout}, strict=False)
         self.engines = EnginePool(config, self.start, self.messages.append)
 
-    def start(self, number: int) -> Scripted:
+    def start(self, number: int, version: int) -> Scripted:
         self.threads.add(threading.get_ident())
         self.started.append(Scripted(number))
         self.started[-1].dead = len(self.started) - 1 in self._broken

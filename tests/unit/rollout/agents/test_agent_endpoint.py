@@ -51,6 +51,7 @@ def test_chat_completions(desk):
     answer = desk.say(USER)
     choice = answer.choices[0]
     assert (choice.message.content, choice.message.role, choice.finish_reason, answer.model) == ("aa", "assistant", "stop", "any")
+    assert choice.matched_stop == ord("~"), "the end token"
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens, answer.usage.total_tokens) == (8, 3, 11)
     again = desk.say(USER, choice.message, {"role": "user", "content": [{"type": "text", "text": "b"}]}, max_tokens=2)
     assert (again.choices[0].message.content, again.choices[0].finish_reason) == ("bb", "length")
@@ -85,7 +86,8 @@ def test_a_call_that_cannot_be_read_is_text_and_counted(desk, said):
 
 def test_a_stop_text_ends_what_the_agent_sees_and_not_what_is_trained_on(desk):
     desk.policy.reply = lambda prompt: "xSTOPy"  # the last token holds more than the stop text
-    assert desk.say(USER, stop="STOP").choices[0].message.content == "x"
+    choice = desk.say(USER, stop="STOP").choices[0]
+    assert (choice.message.content, choice.matched_stop) == ("x", "STOP")
     assert desk.policy.asked[0][1].stop == ("STOP",) and desk.episode.finish("", None).sampled_count == 7
 
 
