@@ -15,6 +15,9 @@ class ByteTokenizer:
     def __call__(self, prompts, add_special_tokens):
         return {"input_ids": [list(prompt.encode()) for prompt in prompts]}
 
+    def decode(self, ids, skip_special_tokens):
+        return bytes(ids).decode(errors="replace")
+
 
 count_bytes = ByteTokenizer()
 

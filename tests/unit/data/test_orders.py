@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -99,7 +99,7 @@ class Run:
             stream.load_state_dict(json.loads(json.dumps(state)))
         self.version = 0
         encode = lambda text, add_special_tokens: [int(text)]  # noqa: E731
-        tokenizer = SimpleNamespace(encode=encode, decode=lambda ids, skip_special_tokens: "")
+        tokenizer = mock.Mock(encode=encode, decode=lambda ids, skip_special_tokens: "", chat_template=None, added_tokens_decoder={})
         worker = RolloutWorker(config, MultiTurnSampler(self, tokenizer), stream, [], self)  # type: ignore[arg-type]
         self.worker = AsyncRolloutWorker(worker, staleness, steps, lambda: None)
 

@@ -8,6 +8,7 @@ from collections import Counter
 from fractions import Fraction
 from itertools import combinations, product
 from math import comb
+from types import MappingProxyType
 
 import numpy as np
 import pytest
@@ -213,6 +214,8 @@ def test_a_comparison_pairs_the_problems():
 
 class Letters:
     """A tokenizer of letters, an engine that answers each prompt with ` #### ` and how often it was asked before, rewards for "1"."""
+
+    chat_template, added_tokens_decoder = None, MappingProxyType({})
 
     def __init__(self, failing: str = "") -> None:
         self.seen: dict[str, int] = {}

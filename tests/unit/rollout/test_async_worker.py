@@ -5,7 +5,7 @@ import math
 import threading
 import time
 from collections import Counter
-from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -63,7 +63,7 @@ class Lengths:
 
 
 def tokenizer_of(encode):
-    return SimpleNamespace(encode=encode, decode=lambda ids, skip_special_tokens: "")
+    return mock.Mock(encode=encode, decode=lambda ids, skip_special_tokens: "", chat_template=None, added_tokens_decoder={})
 
 
 class Run:
