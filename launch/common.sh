@@ -1,5 +1,5 @@
-# Shared by launch/setup.sh and launch/install_gpu.sh, which source it after they set `root`, `venv` and `program` and define
-# `print_dependencies`, which prints what an installation depends on.
+# Functions for launch/setup.sh, launch/install_gpu.sh and tools/gpu_packages.sh. Before sourcing this file, they set `root`, `venv`, and
+# `program`, and define `print_dependencies`, which prints everything that an installation depends on.
 stamp="$venv/.megatron-rl-installed"
 
 fail() {
@@ -11,12 +11,12 @@ is_installed() {
   [ -x "$venv/bin/python" ] && [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$(print_dependencies)" ]
 }
 
-# is_usable_python PYTHON: is it 3.11 or 3.12, with the modules that make a virtual environment?
+# is_usable_python PYTHON: succeed if it is 3.11 or 3.12 with the modules that make a virtual environment.
 is_usable_python() {
   "$1" -c 'import sys, venv, ensurepip; sys.exit((3, 11) > sys.version_info[:2] or sys.version_info[:2] > (3, 12))' >/dev/null 2>&1
 }
 
-# find_python HOW_TO_INSTALL CANDIDATE...: print $PYTHON where it is set, else the first usable candidate.
+# find_python HOW_TO_INSTALL CANDIDATE...: print $PYTHON if it is set, else the first usable candidate.
 find_python() {
   local how_to_install=$1 candidate
   shift
@@ -30,25 +30,25 @@ find_python() {
   fail "no Python 3.11 or 3.12 with the venv module on PATH; install one ($how_to_install) or set PYTHON"
 }
 
-# Was the virtual environment made in this folder? Its pyvenv.cfg says how.
+# Succeed if the virtual environment was made in this folder, according to its pyvenv.cfg.
 was_made_here() {
   case "$(sed -n 's/^command = //p' "$venv/pyvenv.cfg" 2>/dev/null)" in *" $venv") ;; *) return 1 ;; esac
 }
 
-# check_disk MB FIX: fail where less disk is free, counting what an earlier installation occupies.
+# check_disk MB FIX: fail if less disk space is free, including the space of an earlier installation.
 check_disk() {
   local need=$1 free used=0
   free=$(df -Pm "$root" | awk 'NR == 2 { print $4 }')
   if [ -d "$venv" ]; then used=$(du -sm "$venv" | cut -f1); fi
-  [ "$((free + used))" -ge "$need" ] || fail "only $free MB free at $root: an installation asks for $((need - used)) MB$2"
+  [ "$((free + used))" -ge "$need" ] || fail "only $free MB free at $root: an installation needs $((need - used)) MB$2"
 }
 
-# lock SCRIPT: concurrent installations wait for each other.
+# lock SCRIPT: let concurrent installations wait for each other.
 lock() {
   exec 9<"$1"
   flock 9
 }
 
 pip() {
-  "$venv/bin/python" -m pip --disable-pip-version-check "$@" || fail "pip failed (its message is above); run this again to go on from here"
+  "$venv/bin/python" -m pip --disable-pip-version-check "$@" || fail "pip failed (see its message above); run this script again to continue"
 }

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Make .venv-gpu in the repository's root with the pinned packages of the GPU tier: torch for CUDA 13, SGLang with its kernels, DeepGEMM,
-# Megatron-Core, Transformer Engine (its torch extension is built here, from source), and this project (editable). See docs/guides/gpu.md.
-#   bash launch/install_gpu.sh --check       # print what would be installed and what this machine lacks; changes nothing
+# Install the GPU tier into .venv-gpu: torch for CUDA 13, SGLang with its kernels, DeepGEMM, Megatron-Core, Transformer Engine (whose torch
+# extension is built from source), and this project (editable), with pinned versions. See docs/guides/gpu.md.
+#   bash launch/install_gpu.sh --check       # print what would be installed and what this machine lacks, without changes
 #   PYTHON=/path/to/python3.12               use this interpreter (default: the first usable one on PATH)
-#   MEGATRON_RL_MIN_DISK_MB=30000            required disk: an estimate, the installation was never measured
-#   MAX_JOBS=8                               concurrent compilers; each takes a few GB of memory
-# Exit code 2 and one line where Python, the C++ compiler or the disk does not suffice. Also installs without a GPU, as in a container's build.
+#   MEGATRON_RL_MIN_DISK_MB=30000            required disk space (an estimate)
+#   MAX_JOBS=8                               concurrent compilers; each needs a few GB of memory
+# Exit code 2 with one line if Python, the C++ compiler, or the disk space is insufficient. Needs no GPU, for example in a container build.
 set -euo pipefail
 
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)
@@ -18,7 +18,6 @@ print_pin() {
   sed -n "s/^$1==//p" "$common" "$pins"
 }
 
-# An installation depends on these files and on the folder.
 print_dependencies() {
   (cd "$root" && sha256sum launch/requirements-common.txt launch/requirements-gpu.txt launch/install_gpu.sh launch/common.sh pyproject.toml && pwd -P)
 }
@@ -35,7 +34,7 @@ check_machine() {
   check_disk "${MEGATRON_RL_MIN_DISK_MB:-30000}" ""
 }
 
-# Print the compiler that DeepGEMM calls while it runs, and its CUDA version.
+# Print the compiler that DeepGEMM uses at run time, and its CUDA version.
 print_nvcc() {
   local nvcc
   nvcc=${CUDA_HOME:+$CUDA_HOME/bin/nvcc}
@@ -55,15 +54,15 @@ print_check() {
   echo "python: $python"
   echo "compiler: $(command -v "${CXX:-g++}" || echo "none; install g++")"
   echo "nvcc: $(print_nvcc)"
-  echo "GPU: $(nvidia-smi --query-gpu=name,driver_version --format=csv,noheader 2>/dev/null || echo "none seen; CUDA 13 wants driver 580 or newer")"
+  echo "GPU: $(nvidia-smi --query-gpu=name,driver_version --format=csv,noheader 2>/dev/null || echo "none found; CUDA 13 needs driver 580 or newer")"
   echo "disk: $(df -Pm "$root" | awk 'NR == 2 { print $4 }') MB free"
-  if is_installed; then echo "state: installed"; else echo "state: not installed, or from other pins"; fi
+  if is_installed; then echo "state: installed"; else echo "state: not installed, or installed with other pins"; fi
 }
 
 case "${1:-}" in
   --check) print_check; exit 0 ;;
   "") ;;
-  *) fail "$1: is no option; there is --check" ;;
+  *) fail "$1: is no option; the only option is --check" ;;
 esac
 
 is_installed && exit 0
@@ -76,11 +75,11 @@ echo "megatron-rl install_gpu: installing into $venv (this happens once)"
 was_made_here || "$python" -m venv --clear "$venv"
 rm -f "$stamp"
 pip -q install --no-deps -r "$pins"
-# Built against the torch above and the headers that came with it; its set-up would otherwise look for a ready wheel on GitHub.
+# Build against the torch installed above and its headers; otherwise its setup looks for a prebuilt wheel on GitHub.
 NVTE_BUILD_USE_NVIDIA_WHEELS=1 NVTE_PYTORCH_FORCE_BUILD=TRUE MAX_JOBS=${MAX_JOBS:-8} \
   pip -q install --no-deps --no-build-isolation --no-cache-dir --force-reinstall "transformer-engine-torch==$(print_pin transformer-engine)"
 pip -q install --no-deps --no-build-isolation -e "$root"
 print_dependencies >"$stamp"
 echo "megatron-rl install_gpu: done. nvcc: $(print_nvcc)"
-echo "  .venv-gpu/bin/megatron-rl doctor      # what is there, and the known pitfalls"
-echo "  bash tools/gpu_check.sh               # checks, then measures; 25 minutes at most"
+echo "  .venv-gpu/bin/megatron-rl doctor      # installed versions and known pitfalls"
+echo "  bash tools/gpu_check.sh               # checks and measures, in at most 25 minutes"

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Make .venv in the repository's root with pinned packages: torch's CPU build, Megatron-Core, SGLang, and this project (editable).
-# A second call finds the stamp of a finished installation and returns at once; an unfinished one is continued. Needs no GPU.
+# Install the CPU tier into .venv: torch's CPU build, Megatron-Core, SGLang, and this project (editable), with pinned versions.
+# Returns at once if the installation is complete, and continues an incomplete one.
 #   PYTHON=/path/to/python3.11     use this interpreter (default: the first usable one on PATH)
-#   MEGATRON_RL_MIN_DISK_MB=4000   required disk; .venv takes 2.1 GB of it, pip's cache and unpacking the rest
-# Exit code 2 and one line where Python or the disk does not suffice.
+#   MEGATRON_RL_MIN_DISK_MB=4000   required disk space: 2.1 GB for .venv, the rest for pip
+# Exit code 2 with one line if Python or the disk space is insufficient.
 set -euo pipefail
 
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)
@@ -11,36 +11,36 @@ venv="$root/.venv"
 program=setup
 . "$root/launch/common.sh"
 
-# An installation depends on these files and on the folder (a venv that was moved or copied belongs to its old folder).
+# The folder is included because a virtual environment does not work after it is moved or copied.
 print_dependencies() {
   (cd "$root" && sha256sum launch/requirements-torch.txt launch/requirements-common.txt launch/requirements.txt launch/requirements-peft.txt launch/setup.sh launch/common.sh pyproject.toml && pwd -P)
 }
 
-# Can the present virtual environment be completed? Otherwise it is made anew.
+# Succeed if the existing virtual environment can be completed. Otherwise it is made from scratch.
 is_usable_venv() {
   was_made_here && is_usable_python "$venv/bin/python" && "$venv/bin/python" -m pip --version >/dev/null 2>&1
 }
 
-# compile_packages CORES PACKAGE...: compile what every run imports (0: on all cores); Python compiles the rest when it is first imported.
+# compile_packages CORES PACKAGE...: compile packages that every run imports (0: all cores). Python compiles the others on first import.
 compile_packages() {
   local cores=$1 site
   shift
   site=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
-  (cd "$site" && "$venv/bin/python" -m compileall -qq -j "$cores" -x '/(tests?|testing)/|transformers/models/' "$@") 9>&- || true # some files are templates
+  (cd "$site" && "$venv/bin/python" -m compileall -qq -j "$cores" -x '/(tests?|testing)/|transformers/models/' "$@") 9>&- || true # ignore templates, which are no valid Python
 }
 
 is_installed && exit 0
 lock "${BASH_SOURCE[0]}"
 is_installed && exit 0
-[ ! -L "$venv" ] || fail "$venv is a link, and an installation would empty what it points to; remove the link"
+[ ! -L "$venv" ] || fail "$venv is a link, and an installation would empty its target; remove the link"
 
 python=$(find_python "Debian, Ubuntu: apt install python3.11 python3.11-venv" python3.11 python3.12 python3 python)
 check_disk "${MEGATRON_RL_MIN_DISK_MB:-4000}" "; free some, or move the clone"
 echo "megatron-rl setup: installing into $venv (a few minutes; this happens once)"
 is_usable_venv || "$python" -m venv --clear "$venv"
 rm -f "$stamp"
-pip -qq --retries 1 install --no-compile --no-deps -r "$root/launch/requirements-torch.txt" # a closed network may lack its index and still have the build
-compile_packages 1 torch & # pip uses one core
+pip -qq --retries 1 install --no-compile --no-deps -r "$root/launch/requirements-torch.txt" # one retry: a closed network may have no PyTorch index but a cached wheel
+compile_packages 1 torch & # while pip uses the other core
 pip -qq install --no-compile --no-deps -r "$root/launch/requirements.txt"
 pip -qq install --no-compile --no-deps --upgrade --target "$venv/peft" -r "$root/launch/requirements-peft.txt"
 pip -qq install --no-deps --no-build-isolation -e "$root"

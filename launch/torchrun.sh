@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The quickstart's job with the trainer on two ranks of this machine, tensor parallel: the same losses as one process.
-# Arguments go to `megatron-rl train`. NPROC ranks (default 2), which is also train.layout.tp here.
+# Quickstart with a tensor-parallel trainer on NPROC ranks of this machine (default 2). The losses equal those of one process.
+# Arguments are passed to `megatron-rl train`.
 set -euo pipefail
 
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)

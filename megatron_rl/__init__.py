@@ -1,6 +1,6 @@
-"""megatron-rl: reinforcement learning whose trainer and rollout engine compute one FP8 precision flow.
+"""megatron-rl: reinforcement learning in one FP8 precision flow for trainer and inference engine.
 
-Importing this package costs nothing: no torch, no Megatron, no SGLang.
+Importing this package does not import torch, Megatron or SGLang.
 """
 
 import os
@@ -9,11 +9,11 @@ import parallel
 
 __version__ = "0.1.0"
 
-# All are read when torch is loaded. Threads that spin while they wait starve what runs beside them; those that sleep at once wake too late
-# for small operators: 22 s for a step that takes 14 s with these spins of some 0.1 ms.
+# These variables are read when torch is loaded. Waiting threads that spin slow down other processes, and threads that sleep immediately
+# wake too late for small operators: a step takes 22 s instead of 14 s. This spin count is about 0.1 ms.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("GOMP_SPINCOUNT", "3000")
-# Of kernels made for one shape each, oneDNN keeps 1,024, about 1 MB each: micro-batches of ever new lengths filled gigabytes.
+# By default, oneDNN caches 1,024 kernels of about 1 MB, one for each shape. Micro-batches of varying lengths then fill gigabytes.
 os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "16")
 
 if getattr(parallel, "PROJECT", None) != "megatron-rl":

@@ -1,4 +1,4 @@
-"""`python -m megatron_rl`: the same program as the `megatron-rl` script, as torchrun wants it."""
+"""Run the `megatron-rl` script as `python -m megatron_rl`, for example under torchrun."""
 
 from megatron_rl.cli.main import main
 

@@ -1,4 +1,4 @@
-"""Work that only rank 0 does: its result or its error reaches every rank, so that none waits for a dead one."""
+"""Collective helpers: run work on rank 0 and hand its result or error to every rank, so that no rank waits for a dead one."""
 
 from __future__ import annotations
 
@@ -16,40 +16,43 @@ import torch.distributed as dist
 
 from megatron_rl.errors import MegatronRLError, RunError, as_run_error
 
-_LONGEST_WAIT = datetime.timedelta(hours=1)
-"""Of a rank for what rank 0 does before the start."""
+_STORE_TIMEOUT = datetime.timedelta(hours=1)  # longest time that a rank waits for rank 0's work before the process group exists
 
 T = TypeVar("T")
 ObjectT = TypeVar("ObjectT", covariant=True)
 
 
 def get_rank() -> int:
-    """Return this process's rank; 0 in a world of one process."""
-    return dist.get_rank() if dist.is_initialized() else 0
+    """Return this process's rank, or 0 without a process group."""
+    return get_rank_and_size()[0]
+
+
+def get_rank_and_size() -> tuple[int, int]:
+    """Return this rank and the number of ranks, or (0, 1) without a process group."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
 def is_rank0() -> bool:
-    """Return whether this is rank 0; True in a world of one process as well."""
     return get_rank() == 0
 
 
 def run_on_rank0(call: Callable[[], T]) -> T:
-    """Run `call` on rank 0 and return its (picklable) result on every rank; an expected error is raised on every rank. Collective."""
+    """Run `call` on rank 0, and return its picklable result or raise its `MegatronRLError` on every rank. Collective."""
     outcome: list[object] = [None, None]
     if is_rank0():
         try:
             outcome[0] = call()
         except MegatronRLError as error:
             outcome[1] = error
-    if dist.is_initialized() and dist.get_world_size() > 1:
+    if get_rank_and_size()[1] > 1:
         dist.broadcast_object_list(outcome, src=0)
     if isinstance(outcome[1], MegatronRLError):
         raise outcome[1]
-    return outcome[0]  # type: ignore[return-value]
+    return cast(T, outcome[0])
 
 
 def write_on_rank0(work: Callable[[], T]) -> T:
-    """`run_on_rank0` of what touches the disk: its OSError becomes a RunError. Collective."""
+    """Like `run_on_rank0`, for work that writes to disk: an OSError is raised as a RunError. Collective."""
 
     def attempt() -> T:
         with as_run_error():
@@ -59,15 +62,20 @@ def write_on_rank0(work: Callable[[], T]) -> T:
 
 
 def share_before_start(key: str, call: Callable[[], T], store: dist.Store | None = None) -> T:
-    """`run_on_rank0` of a launch whose process group is not there yet: through the launcher's store, on which the group is built later.
+    """Like `run_on_rank0`, but works before the process group exists. Raise RunError if a rank is gone.
 
-    `key` names the result, once a launch; `store`: another than the launcher's. Raise RunError where a rank is gone.
+    Args:
+        key: names the result; may be used once per launch.
+        store: replaces the launcher's store, on which the process group is built later.
     """
     store = store or _open_launch_store()
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     try:
         if rank == 0:
-            outcome = _try(call)
+            try:
+                outcome: object = call()
+            except MegatronRLError as error:
+                outcome = error
             store.set(key, pickle.dumps(outcome).hex())
             store.wait([f"{key}/read/{other}" for other in range(1, size)])  # the store may end with this process
         else:
@@ -82,48 +90,40 @@ def share_before_start(key: str, call: Callable[[], T], store: dist.Store | None
 
 @functools.cache
 def _open_launch_store() -> dist.Store:
-    """Return the store of MASTER_ADDR and MASTER_PORT. It stays open: the process group opens the same one."""
-    store, _, _ = next(dist.rendezvous("env://", timeout=_LONGEST_WAIT))
+    """Connect to the store at MASTER_ADDR and MASTER_PORT. It stays open, because the process group opens the same store."""
+    store, _, _ = next(dist.rendezvous("env://", timeout=_STORE_TIMEOUT))
     return dist.PrefixStore("megatron-rl", store)
 
 
-def _try(call: Callable[[], T]) -> T | MegatronRLError:
-    try:
-        return call()
-    except MegatronRLError as error:
-        return error
-
-
 class Rank0(Generic[ObjectT]):
-    """An object that exists on rank 0 only, such as the engines or the run's log; every rank holds the `Rank0`."""
+    """A handle, held by every rank, of an object that exists on rank 0 only, such as the engines or the run's log."""
 
     def __init__(self, make: Callable[[], ObjectT]) -> None:
-        """Make the object on rank 0; an expected error of `make` is raised on every rank. Collective."""
+        """Make the object on rank 0. A `MegatronRLError` of `make` is raised on every rank. Collective."""
         self._objects: list[ObjectT] = []
         run_on_rank0(lambda: self._objects.append(make()))
 
     @property
     def value(self) -> ObjectT:
-        """The object, for code that only rank 0 runs. Raises LookupError on other ranks."""
+        """The object. Raises LookupError on ranks other than 0."""
         return self._objects[0]
 
+    def take(self) -> ObjectT:
+        """Return the object and release it, so that its memory can be freed. Raises IndexError on other ranks than 0."""
+        return self._objects.pop()
+
     def run(self, call: Callable[[ObjectT], T]) -> T:
-        """Return the (picklable) result of `call(object)` on every rank; an expected error is raised on every rank. Collective."""
+        """Run `call(object)` on rank 0, and return its picklable result or raise its error on every rank. Collective."""
         return run_on_rank0(lambda: call(self.value))
 
-    def tell(self, call: Callable[[ObjectT], object]) -> None:
-        """Do `call(object)` on rank 0, which no other rank waits for; an error is raised there alone."""
+    def run_local(self, call: Callable[[ObjectT], object]) -> None:
+        """Run `call(object)` on rank 0. Other ranks return at once, and an error is raised on rank 0 only."""
         for held in self._objects:
             call(held)
 
 
-def get_rank_and_size() -> tuple[int, int]:
-    """Return this rank and the number of ranks; (0, 1) where there is no process group."""
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-
-
 def gather_from_ranks(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """Return the (picklable) value of every rank, or every one of `group`, in order. Collective."""
+    """Return the picklable values of all ranks, or of all ranks of `group`, in rank order. Collective."""
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return [value]
     values: list[T | None] = [None] * dist.get_world_size(group)
@@ -132,7 +132,7 @@ def gather_from_ranks(value: T, group: dist.ProcessGroup | None = None) -> list[
 
 
 def raise_on_all_ranks(error: MegatronRLError | None) -> None:
-    """Raise the first rank's error on all ranks; each rank passes its own error, or None. Collective."""
+    """Raise the error of the first rank that passes one on all ranks. Collective."""
     for rank_error in gather_from_ranks(error):
         if rank_error is not None:
             raise rank_error
@@ -140,7 +140,7 @@ def raise_on_all_ranks(error: MegatronRLError | None) -> None:
 
 @contextmanager
 def errors_on_all_ranks() -> Iterator[None]:
-    """Run the block on every rank; raise the first rank's expected error on all of them. Collective."""
+    """Context manager that raises the first rank's `MegatronRLError` of the block on all ranks. Collective."""
     caught = None
     try:
         yield
@@ -150,12 +150,12 @@ def errors_on_all_ranks() -> Iterator[None]:
 
 
 def to_run_error(error: BaseException) -> RunError | None:
-    """Return the error to show if `error` is how torch reports that another rank is gone, or that memory is short; None for any other."""
+    """Translate torch's errors for a lost rank or missing memory into the error to show. Return None for other errors."""
     line = str(error).strip().partition("\n")[0]
     if isinstance(error, torch.OutOfMemoryError | MemoryError) or (isinstance(error, RuntimeError) and "can't allocate memory" in line):
         asked = re.search(r"allocate ([\d.]+ \w+)", line)
-        fix = "lower train.micro_batch_tokens, recompute, or cut the model over more ranks: see megatron-rl plan"
-        return RunError(f"rank {get_rank()} is out of memory{f', which lacks {asked[1]}' if asked else ''}; {fix}")
+        fix = "lower train.micro_batch_tokens, use recompute, or shard the model over more ranks: see megatron-rl plan"
+        return RunError(f"rank {get_rank()} is out of memory{f' (it needs {asked[1]} more)' if asked else ''}; {fix}")
     if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error)):
-        return RunError(f"another trainer rank is gone ({line}); checkpoint.resume=auto goes on from the last checkpoint")
+        return RunError(f"another trainer rank is gone ({line}); checkpoint.resume=auto continues from the last checkpoint")
     return None

@@ -1,8 +1,4 @@
-"""The project's exceptions: one family, two exit codes.
-
-`UserError` is a mistake in what the user gave (exit code 2); `RunError` is a run that broke (exit code 3), and `EngineLostError` one that a
-new engine may repair. Both print as one line without a traceback; every other exception is a bug and keeps its traceback.
-"""
+"""The project's expected errors, which print as one line without a traceback. All other exceptions are bugs and keep their traceback."""
 
 from __future__ import annotations
 
@@ -13,13 +9,13 @@ from parallel.plug import InputError
 
 
 class MegatronRLError(Exception):
-    """Base of all expected errors. `exit_code` is what the command line returns."""
+    """Base class of expected errors. `exit_code` is the exit code of the command line."""
 
     exit_code = 1
 
 
 class UserError(MegatronRLError):
-    """Bad input: names the field, the value, the rule it breaks and the fix, in one line.
+    """Raised for invalid user input, with the field, its value, what is wrong, and the fix.
 
     Example: ``UserError("train.layout.tp", 3, "must divide num_key_value_heads (2)", "use 1 or 2")`` prints as
     ``train.layout.tp = 3: must divide num_key_value_heads (2); use 1 or 2``.
@@ -32,12 +28,12 @@ class UserError(MegatronRLError):
         shown = "" if value is None else f" = {value!r}" if isinstance(value, str) else f" = {value}"
         super().__init__(f"{field}{shown}: {rule}" + (f"; {fix}" if fix else ""))
 
-    def __reduce__(self) -> tuple[object, ...]:  # errors travel between ranks
+    def __reduce__(self) -> tuple[object, ...]:  # errors are pickled between ranks
         return UserError, (self.field, self.value, self.rule, self.fix)
 
 
 class RunError(MegatronRLError):
-    """A run that broke after it had started: what was written stays, and `log_tail` shows the failed part's last lines."""
+    """Raised if a started run fails. Files written so far remain. `log_tail` contains the last log lines of the failed process."""
 
     exit_code = 3
 
@@ -47,16 +43,16 @@ class RunError(MegatronRLError):
 
 
 class EngineLostError(RunError):
-    """An engine, or the connection to one, was lost. The call can be repeated with an engine that takes its place."""
+    """Raised if an engine or the connection to it is lost. The call can be repeated with a replacement engine."""
 
 
 class AbortedError(Exception):
-    """The caller's own `Abort` ended a call: nobody waits for its result."""
+    """Raised if a call is ended by the caller's own `Abort`, so its result is not needed."""
 
 
 @contextmanager
 def as_run_error() -> Iterator[None]:
-    """Turn an OSError, such as that of a full disk, into a RunError."""
+    """Convert an OSError, such as a full disk, to a RunError."""
     try:
         yield
     except OSError as error:
@@ -65,7 +61,7 @@ def as_run_error() -> Iterator[None]:
 
 @contextmanager
 def as_user_error() -> Iterator[None]:
-    """Turn an InputError of `parallel` into a UserError."""
+    """Convert an InputError of `parallel` to a UserError."""
     try:
         yield
     except InputError as error:

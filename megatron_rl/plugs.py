@@ -1,6 +1,6 @@
-"""What a user may bring of their own, and the field that names it (docs/extending.md). Every worker imports this: nothing heavy here.
+"""All kinds of plugs, with the configuration fields that name them (docs/extending.md). Transports are in `parallel.transport.TRANSPORTS`.
 
-One more is `parallel.transport.TRANSPORTS`, which the engine's process finds by itself.
+Every worker imports this module, so it must stay light.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ LOSSES = Plug(
     {name: f"megatron_rl.algorithm.losses.{name}:token_losses" for name in ("ppo", "gspo", "cispo", "gmpo", "clip_cov", "kl_cov")}
     | {f"dppo_{name}": f"megatron_rl.algorithm.losses.dppo:{name}_losses" for name in ("tv", "kl")},
 )
-"""Losses, `megatron_rl.algorithm.policy_loss.TokenLossFunction`."""
+"""Losses (`megatron_rl.algorithm.policy_loss.TokenLossFunction`)."""
 
 ADVANTAGES = Plug(
     "algorithm.advantage",
@@ -21,7 +21,7 @@ ADVANTAGES = Plug(
         for name in ("group_std", "group_mean", "leave_one_out", "token_std", "batch_std", "max_rl")
     },
 )
-"""Advantages, `megatron_rl.algorithm.advantages.AdvantageFunction`."""
+"""Advantages (`megatron_rl.algorithm.advantages.AdvantageFunction`)."""
 
 REWARDS = Plug(
     "reward.function",
@@ -34,29 +34,29 @@ REWARDS = Plug(
     },
     takes=("text", "problem"),
 )
-"""Reward functions, `megatron_rl.types.RewardFunction`; `length` and `http` are called by `rewards.scorer` in their own way."""
+"""Reward functions (`megatron_rl.types.RewardFunction`). `rewards.scorer` calls `length` and `http` differently."""
 
 ENVIRONMENTS = Plug("environment.name", {}, takes=("problem",))
-"""Environments, `megatron_rl.rollout.environments.base.EnvironmentClass`."""
+"""Environments (`megatron_rl.rollout.environments.base.EnvironmentClass`)."""
 
 AGENTS = Plug("agent.name", {}, takes=("problem",))
-"""Agents: functions of a problem, which run in processes of their own (`megatron_rl.rollout.agents`)."""
+"""Agents: functions of a problem that run in separate processes (`megatron_rl.rollout.agents`)."""
 
 DATA_SOURCES = Plug("data.train", {})
-"""Problems that are neither in a file nor on the hub, `megatron_rl.data.own_source`."""
+"""Custom sources of problems (`megatron_rl.data.own_source`)."""
 
 DATA_FORMATS = Plug(
     "data.format", {name: f"megatron_rl.data.formats:{name}" for name in ("gsm8k", "math", "deepmath", "aime")}, takes=("row",)
 )
-"""How a row becomes a question with a gold answer, `megatron_rl.data.formats.RowReader`."""
+"""Row formats (`megatron_rl.data.formats.RowReader`)."""
 
 TRACKERS = Plug(
     "log.trackers",
     {
-        "tensorboard": "megatron_rl.observability.tensorboard:TensorBoard",
-        "wandb": "megatron_rl.observability.wandb_tracker:WandB",
-        "mlflow": "megatron_rl.observability.mlflow_tracker:MLflow",
+        "tensorboard": "megatron_rl.observability.trackers:TensorBoard",
+        "wandb": "megatron_rl.observability.trackers:WandB",
+        "mlflow": "megatron_rl.observability.trackers:MLflow",
     },
     takes=("folder", "config", "resume_step"),
 )
-"""Trackers, `megatron_rl.observability.trackers.Tracker`."""
+"""Trackers (`megatron_rl.observability.trackers.Tracker`)."""

@@ -1,4 +1,4 @@
-"""What is installed: versions of the packages that decide a run's numbers, for run.json and the report; programs that packages bring."""
+"""Versions and programs of installed packages."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ _PACKAGES = ("megatron-rl", "torch", "megatron-core", "sglang", "transformers", 
 
 
 def collect_versions() -> dict[str, str]:
-    """Return name -> version of Python and of every listed package that is installed."""
+    """Return the versions of Python and of the installed packages that affect the numerics of a run."""
     return {"python": platform.python_version()} | {package: version for package in _PACKAGES if (version := find_version(package))}
 
 
 def find_version(package: str) -> str | None:
-    """Return the installed version of a package, None without one."""
+    """Return the installed version of a package, or None if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -25,8 +25,7 @@ def find_version(package: str) -> str | None:
 
 
 def put_programs_on_path() -> None:
-    """Let this process and its children find the programs that packages installed beside the interpreter, whether or not its environment
-    was activated: SGLang and flashinfer build kernels with a bare `ninja`."""
+    """Add the interpreter's folder to PATH for this process and its children, because SGLang and FlashInfer run `ninja`."""
     folder, folders = str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath).split(os.pathsep)
     if folder not in folders:
         os.environ["PATH"] = os.pathsep.join([folder, *folders])

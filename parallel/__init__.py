@@ -1,3 +1,3 @@
-"""Layouts, block geometry, the reshard plan and its proof. Knows neither the RL loop nor SGLang; no heavy imports here."""
+"""Parallel layouts, block geometry, the reshard plan and its transports. Independent of the RL loop and SGLang; no heavy imports here."""
 
 PROJECT = "megatron-rl"  # `parallel` is a common name: megatron_rl/__init__.py refuses a package without this mark

@@ -1,9 +1,8 @@
-"""Chunks: what one trainer rank sends to one engine rank in one go, a bounded number of bytes. No torch.
+"""Chunks: the messages of a sync, each from one trainer rank to one engine rank and of bounded size. No torch.
 
-The rows of all engine tensors, in order, fill one buffer of bounded size after the other; what one trainer rank contributes to one
-buffer of one engine rank is a chunk. Its rectangles lie one after the other, each in row order, without gaps:
-`transport.pack` packs, unpacks and hashes them so. Both sides go through their chunks in the order of one list, so each knows which
-comes next and no two ranks wait for each other.
+The rows of all engine tensors, in order, fill one buffer of bounded size after the other. A chunk is one trainer rank's share of one buffer
+of one engine rank. Its rectangles are packed one after the other, in row order and without gaps (`transport.pack`). Both sides handle
+their chunks in the order of the same list, so no two ranks wait for each other.
 """
 
 from __future__ import annotations
@@ -16,15 +15,16 @@ from typing import Any
 from parallel.reshard import Transfer, no_garbage_collection
 from parallel.shards import GeometryError, NamedRect, Rect
 
-CHUNKS_IN_FLIGHT = 2
-"""Chunks of a sync that a rank holds at a time: one is filled while the other is read."""
+CHUNKS_IN_FLIGHT = 2  # chunks that a rank holds at a time during a sync: one is filled while the other is read
+
+_Pair = tuple[int, NamedRect, NamedRect]  # bytes, source rectangle and target rectangle of one part of a chunk
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """`sources` are rectangles of trainer rank `source`'s tensors, `targets` those of engine rank `target`'s tensors that they fill.
+    """Rectangles `sources` of trainer rank `source`'s tensors, which fill the rectangles `targets` of engine rank `target`'s tensors.
 
-    `offset` counts the bytes of the chunks that the same trainer rank sends before this one.
+    `offset` counts the bytes of the chunks that the same trainer rank sends before this chunk.
     """
 
     source: int
@@ -35,7 +35,7 @@ class Chunk:
     targets: tuple[NamedRect, ...]
 
     def to_json(self) -> list[Any]:
-        """Return what the engine rank must know of it."""
+        """Return the fields that the engine rank needs."""
         return [self.source, self.offset, self.nbytes, [[name, *rect] for name, rect in self.targets]]
 
     @classmethod
@@ -46,18 +46,17 @@ class Chunk:
 
 @no_garbage_collection()
 def make_chunks(transfers: Sequence[Transfer], limit: int, source: int | None = None) -> list[Chunk]:
-    """Cut transfers into chunks; whole rows of all chunks that share a buffer are at most `limit` bytes.
+    """Cut transfers into chunks. The chunks that share a buffer consist of whole rows and take at most `limit` bytes together.
 
-    The transfers must fill their target tensors without gaps and name the target ranks one after the other. Engine ranks alternate in
-    the result, so that they are filled side by side. With `source`, returns the chunks of that trainer rank alone. Raises GeometryError
-    where a single row is larger than `limit`.
+    The transfers must fill their target tensors without gaps, and be grouped by target rank. In the result engine ranks alternate, so that
+    they are filled side by side. With `source`, return only that trainer rank's chunks. Raises GeometryError if a row exceeds `limit`.
     """
     by_tensor: dict[tuple[int, str], list[Transfer]] = defaultdict(list)
     for transfer in transfers:
         by_tensor[transfer.target_rank, transfer.target].append(transfer)
     buffer, free = 0, limit
     first_buffer: dict[int, int] = {}
-    pairs: dict[tuple[int, int, int], list[tuple[int, NamedRect, NamedRect]]] = defaultdict(list)
+    pairs: dict[tuple[int, int, int], list[_Pair]] = defaultdict(list)
     previous_rank = -1
     for (rank, name), tensor_transfers in by_tensor.items():
         if rank != previous_rank:
@@ -84,7 +83,7 @@ def make_chunks(transfers: Sequence[Transfer], limit: int, source: int | None = 
 
 
 def resize(chunks: Sequence[Chunk], sizes: Sequence[int]) -> list[Chunk]:
-    """Return all ranks' chunks with so many bytes each instead, as a delta of them is sent."""
+    """Return the chunks of all ranks with other sizes, as for a sync of deltas."""
     sent: dict[int, int] = defaultdict(int)
     resized = []
     for chunk, nbytes in zip(chunks, sizes, strict=True):
@@ -93,8 +92,8 @@ def resize(chunks: Sequence[Chunk], sizes: Sequence[int]) -> list[Chunk]:
     return resized
 
 
-def _join(pairs: dict[tuple[int, int, int], list[tuple[int, NamedRect, NamedRect]]]) -> list[Chunk]:
-    """Make a chunk of all pairs of rectangles with the same (turn of the engine rank, engine rank, trainer rank), in this order."""
+def _join(pairs: dict[tuple[int, int, int], list[_Pair]]) -> list[Chunk]:
+    """Make one chunk of all pairs with the same (buffer of the engine rank, engine rank, trainer rank), in this order."""
     sent: dict[int, int] = defaultdict(int)
     chunks = []
     for (_, target, source), chunk_pairs in sorted(pairs.items()):
@@ -105,10 +104,10 @@ def _join(pairs: dict[tuple[int, int, int], list[tuple[int, NamedRect, NamedRect
 
 
 def clip_transfer(transfer: Transfer, start_row: int, end_row: int) -> tuple[Rect, Rect] | None:
-    """Return (source rectangle, target rectangle) of a transfer's part in rows [start_row, end_row) of its target, None without one."""
+    """Return the source and target rectangle of a transfer's part in target rows [start_row, end_row), or None if there is no such part."""
     source, target = transfer.source_rect, transfer.target_rect
     first, last = max(target.row, start_row), min(target.row + target.rows, end_row)
-    if last - first == target.rows:  # of the millions of a large plan, nearly all
+    if last - first == target.rows:  # fast path for nearly all of a large plan's millions of transfers
         return source, target
     if first >= last:
         return None

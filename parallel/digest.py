@@ -1,4 +1,4 @@
-"""Rectangles of real tensors: a view, its raw bytes, its digest. Trainer and engine both access memory through these functions."""
+"""Access to rectangles of real tensors, for trainer and engine alike: views, raw bytes and digests."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from parallel.reshard import list_stored_tensors
 from parallel.shards import NamedRect, Rect, Shard
 
 ByteMatrix: TypeAlias = Any
-"""uint8 [rows, bytes of a row]: numpy on the CPU, a tensor elsewhere. Slicing and assigning are the same for both."""
+"""uint8 [rows, bytes of a row]: a numpy array on the CPU, else a tensor. Both support the same slicing and assignment."""
 
 
 def make_stored_tensors(shards: Iterable[Shard], format_of: FormatOf) -> dict[str, torch.Tensor]:
-    """Allocate, filled with zeros, the tensors that store some shards: values and scales by name."""
+    """Allocate zero-filled tensors that store some shards: values and scales, by name."""
     stored = list_stored_tensors(shards, format_of)
     return {name: torch.zeros(shape, dtype=getattr(torch, format.dtype)) for name, (format, shape) in stored.items()}
 
 
 def view_rect(tensor: torch.Tensor, rect: Rect) -> torch.Tensor:
-    """Return the view of a rectangle; a one-dimensional tensor counts as N x 1, stacked matrices [E, R, C] as E * R x C."""
+    """Return a view of a rectangle. A one-dimensional tensor counts as N x 1, stacked matrices [E, R, C] count as E * R x C."""
     if tensor.dim() == 3:
         tensor = tensor.view(-1, tensor.shape[2])  # a view or an error, never a copy
     if tensor.dim() == 1:
@@ -35,36 +35,39 @@ def view_rect(tensor: torch.Tensor, rect: Rect) -> torch.Tensor:
 
 
 def view_bytes(tensor: torch.Tensor) -> ByteMatrix:
-    """Return the tensor's bytes as uint8 [rows, cols * itemsize], a view: writing to it writes to the tensor.
+    """Return a writable view of the tensor's bytes as uint8 [rows, cols * itemsize].
 
-    On the CPU it is a numpy array, whose slices cost a tenth of a tensor's. Raises ValueError where a row's values are not contiguous,
-    or (RuntimeError) stacked matrices do not lie one below the other.
+    The result is a numpy array on the CPU, because slicing it costs a tenth of slicing a tensor. Raises ValueError if the values of a row
+    are not contiguous, and RuntimeError if stacked matrices are not contiguous.
     """
     matrix = tensor.detach()
     if matrix.dim() == 1:
         matrix = matrix.unsqueeze(1)
     elif matrix.dim() == 3:
-        matrix = matrix.view(-1, matrix.shape[2])  # stacked matrices, as in `view_rect`; a view or an error, never a copy
+        matrix = matrix.view(-1, matrix.shape[2])
     if matrix.dim() != 2 or (matrix.shape[1] > 1 and matrix.stride(1) != 1):
-        raise ValueError(f"a tensor of shape {list(tensor.shape)} and strides {list(tensor.stride())} has no rows of bytes")
+        raise ValueError(f"a tensor of shape {list(tensor.shape)} and strides {list(tensor.stride())} has no contiguous rows")
     return as_byte_matrix(matrix.view(torch.uint8))
 
 
 def as_byte_matrix(values: torch.Tensor) -> ByteMatrix:
-    """Return uint8 values, a flat buffer or a matrix, in the same form, without a copy."""
+    """Return a uint8 tensor, flat or a matrix, as numpy array on the CPU and as tensor elsewhere, without a copy."""
     return values.numpy() if values.device.type == "cpu" else values
 
 
 class Hash:
-    """128 bits of XXH3 over the bytes it is given. Of bytes on a GPU it hashes the sums that `digest_triton` computes there: another
-    digest than the host's of the same bytes, so both sides must hold them on the same kind of device."""
+    """128-bit XXH3 hash of the bytes it is given; not cryptographic.
+
+    For bytes on a GPU it hashes the sums that `digest_triton` computes there. The digest then differs from the CPU's digest of the same
+    bytes, so both sides of a comparison must use the same kind of device.
+    """
 
     def __init__(self) -> None:
         self._state = xxhash.xxh3_128()
         self._pending: list[torch.Tensor] = []
 
     def update(self, matrix: ByteMatrix) -> None:
-        """Add uint8 [rows, bytes of a row]. On a GPU this only starts the work, on the current stream."""
+        """Add uint8 [rows, bytes of a row]. On a GPU this only launches the work on the current stream."""
         if isinstance(matrix, np.ndarray):
             self._state.update(np.ascontiguousarray(matrix).data)
             return
@@ -74,7 +77,7 @@ class Hash:
         self._pending.append(run_sums(matrix.contiguous().view(-1)))
 
     def hexdigest(self) -> str:
-        """Return 32 hex digits; on a GPU, wait for the work there."""
+        """Return 32 hex digits. Waits for the GPU's work."""
         if self._pending:
             self._state.update(torch.cat(self._pending).cpu().numpy().data)
             self._pending.clear()
@@ -82,28 +85,26 @@ class Hash:
 
 
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor's bytes in row order, uint8 [numel * itemsize] on its device; shares memory if the tensor is contiguous.
-
-    `contiguous()` keeps the strides of a tensor with one element, whatever they are, and `view(torch.uint8)` refuses a stride other than 1.
-    """
+    """Return the tensor's bytes in row order as uint8 [numel * itemsize] on its device. Shares memory if the tensor is contiguous."""
     values = tensor.detach().contiguous()
+    # as_strided, because contiguous() keeps any stride of a one-element tensor, which view(torch.uint8) refuses
     return values.as_strided((values.numel(),), (1,)).view(torch.uint8)
 
 
 def raw_bytes(tensor: torch.Tensor) -> np.ndarray:
-    """Return the tensor's bytes as uint8 [numel * itemsize]; shares memory where the tensor is contiguous and on the CPU."""
+    """Return `flat_bytes` on the CPU as a numpy array."""
     return flat_bytes(tensor).cpu().numpy()
 
 
 def digest(tensor: torch.Tensor, rect: Rect) -> str:
-    """Return the `Hash` of a rectangle's raw bytes in row order. Detects corruption; it is no cryptographic hash."""
+    """Return the `Hash` of a rectangle's raw bytes in row order."""
     return _start_hash(tensor, rect).hexdigest()
 
 
 def digest_all(tensors: Mapping[str, torch.Tensor], named_rects: Sequence[NamedRect]) -> list[str]:
-    """Return the `digest` of every rectangle, in order. On the host, uses all cores this process may use: XXH3 releases the GIL."""
+    """Return the `digest` of every rectangle, in order. On the CPU it uses all cores of this process: XXH3 releases the GIL."""
     if any(tensor.is_cuda for tensor in tensors.values()):
-        hashes = [_start_hash(tensors[name], rect) for name, rect in named_rects]  # starts all work before it waits for the first
+        hashes = [_start_hash(tensors[name], rect) for name, rect in named_rects]  # launches all work before waiting for the first
         return [each.hexdigest() for each in hashes]
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         return list(pool.map(lambda named_rect: digest(tensors[named_rect[0]], named_rect[1]), named_rects))

@@ -1,13 +1,13 @@
-"""One Triton kernel that sums bytes on the GPU, so that the digest of a gigabyte copies only some kilobytes to the host.
+"""Triton kernel that sums bytes on the GPU, so that hashing a gigabyte copies only a few kilobytes to the host.
 
-Words of 32 bits, 1024 at a time in 1024 columns. Along its column a run of 64 words is a polynomial mod 2^64:
+Words of 32 bits are read 1024 at a time, in 1024 columns. Along its column, a run of 64 words is a polynomial mod 2^64:
 
-    c = sum over j of word_j * STEP^(63 - j)        and of a run        (sum of c_i * KEY_i, sum of c_i * KEY_(1024 + i)) mod 2^64
+    c = sum over j of word_j * STEP^(63 - j)        and a run has the sums        (sum of c_i * KEY_i, sum of c_i * KEY_(1024 + i)) mod 2^64
 
-Every factor is odd, so one wrong word always changes both sums; so do two swapped words, as no power of STEP minus another is a multiple
-of 2^32. Sums of integers do not depend on the order in which threads add. Detects corruption; it is no cryptographic hash.
+Every factor is odd, so one wrong word always changes both sums. So do two swapped words, because the difference of two powers of STEP is
+never a multiple of 2^32. Integer sums do not depend on the order of additions. The sums detect corruption; they are not cryptographic.
 
-This file imports Triton, which only GPU builds of torch include: import it inside functions.
+This module imports Triton, which only GPU builds of torch include: import it inside functions.
 """
 
 from __future__ import annotations
@@ -18,13 +18,12 @@ import triton
 import triton.language as tl
 
 COLUMNS, RUN = 1024, 64
-WORD = 4
-"""Bytes."""
+WORD = 4  # bytes
 
 
 @triton.jit
 def _odd_key(number):
-    """int64, odd: SplitMix64 of a number (Steele, Lea, Flood 2014)."""
+    """Return an odd int64: the SplitMix64 hash of a number (Steele, Lea, Flood 2014)."""
     z = (number + 1) * -7046029254386353131
     z = (z ^ ((z >> 30) & 0x3FFFFFFFF)) * -4658895280553007687
     z = (z ^ ((z >> 27) & 0x1FFFFFFFFF)) * -7723592293110705685
@@ -33,7 +32,7 @@ def _odd_key(number):
 
 @triton.jit
 def sum_runs(words, sums, count, COLUMNS: tl.constexpr, RUN: tl.constexpr):
-    """One program per run of COLUMNS * RUN words; beyond `count` words are zero."""
+    """Sum one run of COLUMNS * RUN words per program. Words beyond `count` are zero."""
     run = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, COLUMNS)
     column_sums = tl.zeros([COLUMNS], tl.int64)
@@ -47,8 +46,8 @@ def sum_runs(words, sums, count, COLUMNS: tl.constexpr, RUN: tl.constexpr):
 
 
 def run_sums(flat: torch.Tensor) -> torch.Tensor:
-    """Return int64 [runs, 2] on the device of `flat`, uint8 [n]: two sums for every 256 KiB. Zeros after the last byte do not change them,
-    so hash n as well."""
+    """Return two sums for every 256 KiB of `flat`, uint8 [n], as int64 [runs, 2] on the same device. Trailing zeros do not change the sums,
+    so callers must hash n as well."""
     if flat.numel() % WORD or flat.storage_offset() % WORD or flat.data_ptr() % WORD:
         flat = F.pad(flat, (0, -flat.numel() % WORD)).clone()
     words = flat.view(torch.int32)

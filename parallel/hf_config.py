@@ -1,4 +1,4 @@
-"""A config.json as the families read it: field by field, and refused by name where a field is missing, impossible or not built."""
+"""config.json as the model families read it. A field that is missing, invalid or unsupported is refused by name."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from parallel.shards import GeometryError
 
 _CORRECT = "correct the model's config.json"
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""The values that Megatron's RotaryEmbedding has as constants; all Llama 3 models have them."""
+"""Values that are constants in Megatron's RotaryEmbedding. All Llama 3 models use them."""
 
 
 @dataclass(frozen=True)
 class Yarn:
-    """YaRN (arXiv 2309.00071) as DeepSeek-V3 uses it, with its correction of the softmax scale. Fields have Megatron's names."""
+    """YaRN (arXiv 2309.00071) as DeepSeek-V3 uses it, with a corrected softmax scale. Fields have Megatron's names."""
 
     rotary_scaling_factor: float
     original_max_position_embeddings: int
@@ -27,19 +27,17 @@ class Yarn:
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary positions: the base, and at most one way of stretching it to longer texts."""
+    """Rotary position embedding: its base, and at most one method of extending it to longer contexts."""
 
     theta: float = 10000.0
-    share: float = 1.0
-    """Part of a head's width that is rotated; its first elements."""
-    interleaved: bool = False
-    """Rotated by neighbouring pairs, otherwise by the two halves of that part. MLA's is always by pairs."""
+    share: float = 1.0  # share of a head's width that is rotated, starting at its first element
+    interleaved: bool = False  # rotate pairs of neighbors instead of pairs from the two halves. MLA always rotates pairs of neighbors.
     llama3_factor: float | None = None
     yarn: Yarn | None = None
 
 
 class HFConfig:
-    """The fields of a config.json. `defaults`: values that a family gives to fields that are absent."""
+    """The fields of a config.json. `defaults` are a family's values for absent fields."""
 
     def __init__(self, fields: Mapping[str, Any], **defaults: Any) -> None:
         self.fields = {**defaults, **fields}
@@ -48,7 +46,7 @@ class HFConfig:
         return self.fields.get(name, default)
 
     def require(self, **supported: object) -> None:
-        """Raise GeometryError for a field that is there with another value than the one that the trainer computes."""
+        """Raise GeometryError for a field that is present with a value other than the one that the trainer supports."""
         for name, value in supported.items():
             if self.get(name) not in (None, value):
                 raise refuse(name, self.get(name), value)
@@ -63,14 +61,14 @@ class HFConfig:
         return value
 
     def number(self, name: str, what: str = "") -> float:
-        """Return a field that must be a positive number; `what` precedes its name in an error."""
+        """Return a field that must be a positive number. `what` precedes its name in error messages."""
         value = self.get(name)
         if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
             raise GeometryError(f"config.json {what}{name}", value, "must be a positive number", _CORRECT)
         return float(value)
 
     def widths(self) -> dict[str, Any]:
-        """Return the fields of a ModelGeometry that nearly every family has."""
+        """Return the fields of `ModelGeometry` that nearly every family shares."""
         heads, kv_heads = self.size("num_attention_heads"), self.size("num_key_value_heads")
         if heads % kv_heads:
             rule = f"must be a multiple of num_key_value_heads ({kv_heads})"
@@ -88,19 +86,21 @@ class HFConfig:
         }
 
     def head_dim(self) -> int:
-        """Return `head_dim`, or where it is absent the hidden width by the number of heads."""
+        """Return `head_dim`, which defaults to the hidden width divided by the number of heads."""
         if self.get("head_dim") is not None:
             return self.size("head_dim")
         hidden, heads = self.size("hidden_size"), self.size("num_attention_heads")
         if hidden % heads:
-            rule = f"is missing, and hidden_size ({hidden}) is no multiple of {heads} heads"
+            rule = f"is missing, and hidden_size ({hidden}) is not a multiple of {heads} heads"
             raise GeometryError("config.json head_dim", None, rule, _CORRECT)
         return hidden // heads
 
     def rope(self, *stretches: str, share: float = 1.0) -> Rope:
-        """Read rotary positions, from `rope_parameters` or, as older files have them, from `rope_theta` and `rope_scaling`.
+        """Read rotary positions from `rope_parameters`, or in older files from `rope_theta` and `rope_scaling`.
 
-        `stretches`: ways of stretching that the family has, of `llama3` and `yarn`. `share`: the part of a head that must be rotated.
+        Args:
+            stretches: context extensions that the family supports: "llama3", "yarn".
+            share: the only supported share of a head that is rotated.
         """
         settings = HFConfig(self.get("rope_parameters") or self.get("rope_scaling") or {})
         theta = (self.get("rope_parameters") or {}).get("rope_theta", self.get("rope_theta"))
@@ -121,9 +121,9 @@ class HFConfig:
 
 
 def refuse(name: str, value: object, supported: object) -> GeometryError:
-    """Return the error for a setting that the trainer does not compute."""
-    computed = "it only where it is absent" if supported is None else supported
-    return GeometryError(f"config.json {name}", value, f"is not built in the trainer, which computes {computed}", "use another model")
+    """Return the error for a setting that the trainer does not support."""
+    what = "only models without it" if supported is None else f"only {supported}"
+    return GeometryError(f"config.json {name}", value, f"is not supported by the trainer, which supports {what}", "use another model")
 
 
 def _read_llama3(settings: HFConfig) -> float:
@@ -140,6 +140,6 @@ def _read_yarn(settings: HFConfig) -> Yarn:
         int(settings.number("original_max_position_embeddings", "yarn rope ")),
         beta_fast=float(settings.get("beta_fast") or 32),
         beta_slow=float(settings.get("beta_slow") or 1),
-        mscale=settings.number("mscale", "yarn rope "),  # without the two, libraries disagree on what they default to
+        mscale=settings.number("mscale", "yarn rope "),  # required, because libraries disagree on the defaults
         mscale_all_dim=settings.number("mscale_all_dim", "yarn rope "),
     )

@@ -1,17 +1,16 @@
-"""What the weights of a layer are made of: attention, latent attention, gated MLPs, experts. Families put their layers together of these.
+"""Building blocks of the model families: the weights of attention, latent attention, gated MLPs and experts.
 
-Each takes the prefixes of its names in the checkpoint (which are SGLang's too) and in Megatron.
+Each function takes two name prefixes: the checkpoint's, which SGLang shares, and Megatron's.
 """
 
 from __future__ import annotations
 
 from parallel.model_geometry import ModelGeometry
-from parallel.shards import HFTensor
-from parallel.weights import Weight, make_vector, make_weight
+from parallel.shards import HFTensor, Weight, make_vector, make_weight
 
 
 def pre_norm_layer(model: ModelGeometry, layer: int) -> list[Weight]:
-    """Return the layer that nearly every family has: a norm before the attention, a norm before the MLP or the experts."""
+    """Return the decoder layer that nearly every family has: a norm before the attention, and a norm before the MLP or the experts."""
     hf, megatron = f"model.layers.{layer}.", f"decoder.layers.{layer}."
     attend = list_attention if model.latent is None else list_latent_attention
     mlp = (hf + "mlp.", megatron + "mlp.")
@@ -24,7 +23,7 @@ def pre_norm_layer(model: ModelGeometry, layer: int) -> list[Weight]:
 
 
 def list_attention(model: ModelGeometry, hf: str, megatron: str) -> list[Weight]:
-    """Return grouped-query attention, with what `qkv_bias`, `qk_norm` and `kv_scales` say."""
+    """Return grouped-query attention, with biases, norms and KV-cache scales as the model has them."""
     kv = model.kv_heads * model.head_dim
     rows = {"q": model.heads * model.head_dim, "k": kv, "v": kv}
     qkv = [HFTensor(f"{hf}{part}_proj.weight", size, model.hidden, "attention_qkv") for part, size in rows.items()]
@@ -41,7 +40,7 @@ def list_attention(model: ModelGeometry, hf: str, megatron: str) -> list[Weight]
 
 
 def list_latent_attention(model: ModelGeometry, hf: str, megatron: str) -> list[Weight]:
-    """Return multi-latent attention. SGLang keeps both down projections, where there are two, as one parameter."""
+    """Return multi-latent attention. If there are two down projections, SGLang keeps them as one parameter."""
     assert model.latent is not None
     mla, q_width, down = model.latent, model.heads * model.head_dim, ""
     if mla.q_rank:
@@ -69,7 +68,6 @@ def list_latent_attention(model: ModelGeometry, hf: str, megatron: str) -> list[
 
 
 def list_mlp(model: ModelGeometry, hf: str, megatron: str, ffn: int) -> list[Weight]:
-    """Return a gated MLP of width `ffn`."""
     gate_up = [HFTensor(f"{hf}{half}_proj.weight", ffn, model.hidden, "mlp_in") for half in ("gate", "up")]
     down = HFTensor(hf + "down_proj.weight", model.hidden, ffn, "mlp_out")
     return [
@@ -79,7 +77,7 @@ def list_mlp(model: ModelGeometry, hf: str, megatron: str, ffn: int) -> list[Wei
 
 
 def list_experts(model: ModelGeometry, hf: str, megatron: str) -> list[Weight]:
-    """Return a router, its experts, and the MLP that all tokens share. SGLang stacks the experts in two parameters."""
+    """Return a router, its experts and the shared experts. SGLang stacks the experts in two parameters."""
     assert model.experts is not None
     moe = model.experts
     router = HFTensor(hf + "gate.weight", moe.count, model.hidden, "router")

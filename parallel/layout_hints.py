@@ -1,12 +1,13 @@
-"""Which layouts work: whether one side's shards keep quantised blocks whole, and if not, the nearest sizes that do.
+"""Finds out whether a layout keeps quantized blocks whole, and if not, the nearest layouts that do.
 
-A transfer between two shards that both keep the checkpoint's blocks whole consists of whole blocks, so trainer and engine are checked
-separately; and layers of one kind are alike, so at most one dense layer and one with experts are checked.
+If the shards of both sides keep the checkpoint's blocks whole, every transfer consists of whole blocks, so trainer and engine are checked
+separately. Layers of the same kind are alike, so at most one dense layer and one layer with experts are checked.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import islice
 
@@ -16,43 +17,43 @@ from parallel.megatron_shards import build_trainer_shards
 from parallel.model_geometry import ModelGeometry
 from parallel.reshard import check_block_alignment
 from parallel.sglang_shards import build_engine_shards
-from parallel.shards import GeometryError
+from parallel.shards import GeometryError, Shard
 
 
 def find_trainer_problem(model: ModelGeometry, layout: Layout, format_of: FormatOf) -> GeometryError | None:
-    """Return why a training layout cannot work, None where it can."""
-    try:
-        shards = build_trainer_shards(keep_first_layers(model), keep_one_replica(layout), format_of=format_of)
-        check_block_alignment(shards, format_of)
-    except GeometryError as error:
-        return error
-    return None
+    """Return why a training layout cannot work, or None if it can."""
+    layers, replica = keep_first_layers(model), keep_one_replica(layout)
+    return _find_problem(lambda: build_trainer_shards(layers, replica, format_of=format_of), format_of)
 
 
 def find_engine_problem(model: ModelGeometry, tp: int, ep: int, format_of: FormatOf) -> GeometryError | None:
-    """Return why an engine of `tp` ranks, `ep` of them expert parallel, cannot work; None where it can."""
+    """Return why an engine of `tp` ranks, `ep` of them expert parallel, cannot work, or None if it can."""
+    return _find_problem(lambda: build_engine_shards(keep_first_layers(model), tp, ep), format_of)
+
+
+def _find_problem(build: Callable[[], dict[int, list[Shard]]], format_of: FormatOf) -> GeometryError | None:
     try:
-        check_block_alignment(build_engine_shards(keep_first_layers(model), tp, ep), format_of)
+        check_block_alignment(build(), format_of)
     except GeometryError as error:
         return error
     return None
 
 
 def find_nearest_layouts(model: ModelGeometry, layout: Layout, format_of: FormatOf, count: int = 2) -> list[Layout]:
-    """Return the working training layouts with sizes nearest to `layout`'s, best first; those on the same number of ranks come first."""
-    stage_ranks = layout.tp * layout.dp  # context parallelism apart
+    """Return the `count` working training layouts nearest to `layout`. Layouts with the same number of ranks come first."""
+    stage_ranks = layout.tp * layout.dp  # without context parallelism
     candidates = []
     for tp, etp, ep in _sort_by_distance(model, (layout.tp, layout.etp, layout.ep)):
         fewest = math.lcm(tp, etp * ep)
         ranks = stage_ranks if stage_ranks % fewest == 0 else fewest
         candidates.append(replace(layout, tp=tp, etp=etp, ep=ep, dp=ranks // tp))
-    candidates.sort(key=lambda candidate: candidate.world_size != layout.world_size)  # stable: keeps the order of distance
+    candidates.sort(key=lambda candidate: candidate.world_size != layout.world_size)  # stable, so it keeps the order of distance
     working = (candidate for candidate in candidates if find_trainer_problem(model, candidate, format_of) is None)
     return list(islice(working, count))
 
 
 def find_nearest_engines(model: ModelGeometry, tp: int, ep: int, format_of: FormatOf, count: int = 2) -> list[tuple[int, int]]:
-    """Return the working (tp, ep) of an engine that are nearest to the given ones, best first."""
+    """Return the `count` working (tp, ep) of an engine that are nearest to the given sizes."""
     sizes = _sort_by_distance(model, (tp, tp // math.gcd(tp, ep), ep))
     candidates = [(near_tp, near_ep) for near_tp, near_etp, near_ep in sizes if near_tp == near_etp * near_ep]
     return list(islice((candidate for candidate in candidates if find_engine_problem(model, *candidate, format_of) is None), count))
@@ -61,7 +62,7 @@ def find_nearest_engines(model: ModelGeometry, tp: int, ep: int, format_of: Form
 def add_layout_hints(
     error: GeometryError, model: ModelGeometry, train: Layout, rollout: EngineLayout, format_of: FormatOf
 ) -> GeometryError:
-    """Return the same error with the nearest layouts that work at the start of its fix."""
+    """Return the error with the nearest working layouts at the start of its fix."""
     hints = []
     if find_trainer_problem(model, train, format_of):
         layouts = [_format(layout, model) for layout in find_nearest_layouts(model, train, format_of)]
@@ -74,18 +75,17 @@ def add_layout_hints(
 
 
 def keep_first_layers(model: ModelGeometry) -> ModelGeometry:
-    """Return the model up to the first layer of the last of its kinds: every kind of layer, under its own number."""
+    """Return the shortest prefix of the model that contains every kind of layer."""
     with_experts = [model.has_experts(layer) for layer in range(model.layers)]
     return replace(model, layers=1 + max(with_experts.index(kind) for kind in set(with_experts)))
 
 
 def keep_one_replica(layout: Layout) -> Layout:
-    """Return the layout with one pipeline stage and as few replicas as its experts allow: the same shards, each fewer times."""
+    """Return the layout with one pipeline stage and as few replicas as possible. It has the same shards, each fewer times."""
     return replace(layout.one_stage, cp=1, dp=math.lcm(layout.tp, layout.ep * layout.etp) // layout.tp)
 
 
 def keep_one_layer_per_kind(model: ModelGeometry) -> ModelGeometry:
-    """Return the model with only one layer of each kind that it has."""
     if model.experts is None:
         return replace(model, layers=1)
     dense = frozenset({0}) if model.experts.dense_layers else frozenset()
@@ -97,7 +97,7 @@ def _format(layout: Layout, model: ModelGeometry) -> str:
 
 
 def _sort_by_distance(model: ModelGeometry, sizes: tuple[int, int, int]) -> list[tuple[int, int, int]]:
-    """Return (tp, expert tp, ep) made of divisors of heads, expert width and expert count, nearest to `sizes` first."""
+    """Return all (tp, expert tp, ep) made of divisors of heads and expert count, nearest to `sizes` first."""
     tps = _divisors(model.heads)
     if model.experts is None:
         candidates = [(tp, tp, 1) for tp in tps]

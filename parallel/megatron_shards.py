@@ -1,13 +1,13 @@
 """How Megatron-Core shards a model: each rank's parameters as regions of the checkpoint.
 
-linear_qkv holds, per query group g, [the q heads of g | k_g | v_g]; tensor-parallel ranks own equal ranges of these rows: whole groups,
-or parts of one where there are more ranks than groups. linear_fc1 is, per rank, [its rows of gate ; its rows of up]. linear_proj and
-linear_fc2 are split by columns. Norms, routers and MLA's down projections are replicated, the last as in Megatron's Transformer Engine
-spec. Experts are split in the same way, by the layout's ep and etp. Which weights there are says the model's family.
+linear_qkv holds [q heads of g | k_g | v_g] for each query group g. Tensor-parallel ranks own equal ranges of these rows: whole groups, or
+parts of one if there are more ranks than groups. linear_fc1 is, per rank, [its rows of gate ; its rows of up]. linear_proj and linear_fc2
+are cut by columns. Norms, routers and MLA's down projections are replicated, as in Megatron's Transformer Engine spec. Experts are cut in
+the same way, by the layout's ep and etp. The model's family lists the weights.
 
-Names are those of Megatron's local modules (norms apart from the linear layers), with layers numbered over the whole model. So are
-experts: `...experts.local_experts.E` has E over all experts, where Megatron itself counts from 0 on every expert-parallel rank.
-`mlp.router.expert_bias` is a buffer in Megatron, everything else a parameter.
+Names are those of Megatron's local modules (norms apart from the linear layers). Layers are numbered over the whole model, and so are
+experts: in `...experts.local_experts.E`, E counts over all experts, while Megatron counts from 0 on every expert-parallel rank.
+`mlp.router.expert_bias` is a buffer in Megatron; everything else is a parameter.
 """
 
 from __future__ import annotations
@@ -17,26 +17,34 @@ from functools import lru_cache
 from parallel.formats import BF16, FormatOf, TensorFormat
 from parallel.layout import Coordinates, Layout
 from parallel.model_geometry import ModelGeometry
-from parallel.shards import GeometryError, Region, Shard, find_misaligned_region, stack_regions, take_rows
+from parallel.shards import (
+    GeometryError,
+    Region,
+    Shard,
+    Weight,
+    cut_vocabulary,
+    cut_weight,
+    find_misaligned_region,
+    stack_regions,
+    take_rows,
+)
 from parallel.stages import check_stages, list_stage_layers
-from parallel.weights import Weight, cut_vocabulary, cut_weight
 
 
 def padded_vocabulary(vocab: int, tp: int) -> int:
-    """Return the rows of Megatron's embedding: `vocab` rounded up to a multiple of `tp`. Padding belongs to no region."""
+    """Return the rows of Megatron's embedding: `vocab` rounded up to a multiple of `tp`."""
     return -(-vocab // tp) * tp
 
 
 def build_megatron_shards(
     model: ModelGeometry, layout: Layout, coordinates: Coordinates, *, format_of: FormatOf = lambda _: BF16
 ) -> list[Shard]:
-    """Return all parameters of the rank at `coordinates`. Raise GeometryError where the layout does not divide the model.
+    """Return all parameters of the rank at `coordinates`. Raise GeometryError if the layout does not divide the model.
 
-    With `format_of`, rows are in the order in which the trainer must quantise them; it differs from the parameter's own where that would
-    cut blocks (see `compute_row_order`).
+    With `format_of`, rows are in the order in which the trainer quantizes them (see `compute_row_order`).
     """
     check_layout(model, layout)
-    first_replica = Coordinates(tp=coordinates.tp, pp=coordinates.pp, ep=coordinates.ep, etp=coordinates.etp)  # replicas share one list
+    first_replica = Coordinates(tp=coordinates.tp, pp=coordinates.pp, ep=coordinates.ep, etp=coordinates.etp)  # shared by all replicas
     return list(_shards(model, layout, first_replica, format_of("attention_qkv")))
 
 
@@ -47,10 +55,9 @@ def build_trainer_shards(model: ModelGeometry, layout: Layout, *, format_of: For
 
 
 def compute_row_order(shard: Shard, format: TensorFormat) -> list[int] | None:
-    """Return the order in which a parameter must be quantised: row i of its blocks is row `order[i]` of the parameter.
+    """Return the row order in which a parameter is quantized, or None if it is the parameter's own: row i of the blocks is row `order[i]`.
 
-    None where the parameter's own order is right. Otherwise the blocks are those of [q ; k ; v] of the rank: quantise `weight[order]`,
-    and undo the order with the inverse permutation.
+    The blocks then are those of the rank's [q ; k ; v]. Quantize `weight[order]`, and undo the order with the inverse permutation.
     """
     reordered = reorder_for_quantization(shard, format)
     if reordered is shard or reordered.regions == shard.regions:
@@ -65,12 +72,12 @@ def _match_rows(shard: Shard, reordered: Shard) -> list[int]:
 
 
 def _list_tensor_rows(shard: Shard) -> list[tuple[str, int]]:
-    """Return (tensor, row of it) for every row of a shard that has no padding."""
+    """Return (tensor, row of the tensor) for every row of a shard without padding."""
     return [(tensor.name, row) for tensor, rect, *_ in shard.regions for row in range(rect.row, rect.row + rect.rows)]
 
 
 def check_layout(model: ModelGeometry, layout: Layout) -> None:
-    """Raise GeometryError where a layout does not divide a model's heads, layers or experts."""
+    """Raise GeometryError if a layout does not divide a model's heads, layers or experts."""
     _must_divide("tp", layout.tp, model.heads, "num_attention_heads")
     if model.latent is None and max(model.kv_heads, layout.tp) % min(model.kv_heads, layout.tp):
         rule = f"must divide num_key_value_heads ({model.kv_heads}) or be a multiple of it"
@@ -94,7 +101,7 @@ def _shards(model: ModelGeometry, layout: Layout, coordinates: Coordinates, qkv:
     weights = list(embedding) if first_stage else []
     for layer in list_stage_layers(model.layers, layout, coordinates.pp):
         weights += layers[layer]
-    if last_stage:  # which keeps its own copy of a tied embedding
+    if last_stage:  # keeps its own copy of a tied embedding
         weights += last[:-1] if first_stage and model.tied else last
     return tuple(reorder_for_quantization(_cut(weight, model, layout, coordinates), qkv) for weight in weights)
 
@@ -112,7 +119,7 @@ def _cut(weight: Weight, model: ModelGeometry, layout: Layout, coordinates: Coor
 
 
 def _cut_groups(qkv: tuple[Region, ...], model: ModelGeometry, part: int, tp: int) -> list[Region]:
-    """Return a rank's range of rows of all query groups, which lie one below the other."""
+    """Return a rank's range of rows of all query groups, which are stacked vertically."""
     group_rows = [model.heads // model.kv_heads * model.head_dim, model.head_dim, model.head_dim]  # of q, k, v
     size = model.kv_heads * sum(group_rows)
     if size % tp:
@@ -131,7 +138,7 @@ def _cut_groups(qkv: tuple[Region, ...], model: ModelGeometry, part: int, tp: in
 
 
 def reorder_for_quantization(shard: Shard, format: TensorFormat) -> Shard:
-    """Return the shard as the trainer quantises it: [q ; k ; v] where the interleaved order would cut blocks, else the shard itself."""
+    """Return the shard as [q ; k ; v] if quantizing the interleaved order would cut blocks, else unchanged."""
     if not shard.name.endswith("linear_qkv.weight") or find_misaligned_region(shard, format) is None:
         return shard
     tensors = [region.tensor for region in shard.regions]  # q, k and v, or one tensor that stacks them

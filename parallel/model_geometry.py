@@ -1,7 +1,6 @@
 """A model as its family describes it (`parallel.families`): widths, what a forward pass computes, and every weight.
 
-`parallel.megatron_shards` and `parallel.sglang_shards` say which parts of the weights each rank holds, in the vocabulary of
-`parallel.shards`.
+`parallel.megatron_shards` and `parallel.sglang_shards` cut the weights for each rank.
 """
 
 from __future__ import annotations
@@ -15,50 +14,38 @@ from typing import Any
 from parallel.adapters import AdapterGeometry, add_adapters
 from parallel.families import load_family
 from parallel.hf_config import HFConfig, Rope
-from parallel.shards import HFTensor, Shard, take_all
-from parallel.weights import Weight, make_vector, make_weight
+from parallel.shards import HFTensor, Shard, Weight, make_vector, make_weight, take_all
 
-VALUE_HEAD = "score.weight"
-"""Of transformers' models for classification, with one label."""
+VALUE_HEAD = "score.weight"  # name of the value head in transformers' classification models with one label
 _CRITIC, _TRAINS_MTP = "megatron_rl_critic", "megatron_rl_trains_mtp"
 
 
 @dataclass(frozen=True)
 class MoEGeometry:
-    """A mixture of experts: `count` MLPs of width `ffn`, and shared ones of total width `shared_ffn` (0: none)."""
+    """A mixture of `count` experts of width `ffn`, and shared experts of total width `shared_ffn` (0: none)."""
 
     count: int
     ffn: int
     shared_ffn: int = 0
-    dense_layers: frozenset[int] = frozenset()
-    """Layers that have a plain MLP instead."""
-    dense_in_engine: bool = True
-    """SGLang builds these too; otherwise it gives every layer experts."""
-    correction_bias: bool = False
-    """The router adds a learnt bias when it chooses."""
-    top_k: int = 1
-    """Experts of a token."""
-    sigmoid: bool = False
-    """Scores are sigmoids of the logits; otherwise a softmax over all experts."""
-    normalized: bool = True
-    """The chosen experts' weights add up to `scale`."""
+    dense_layers: frozenset[int] = frozenset()  # layers that have a plain MLP instead
+    dense_in_engine: bool = True  # whether SGLang builds dense layers. If not, it gives every layer experts.
+    correction_bias: bool = False  # whether the router adds a learned bias when it chooses experts
+    top_k: int = 1  # experts per token
+    sigmoid: bool = False  # whether scores are sigmoids of the logits instead of a softmax over all experts
+    normalized: bool = True  # whether the chosen experts' weights add up to `scale`
     scale: float = 1.0
-    groups: int = 1
-    """Experts form this many equal groups, of which a token may use `groups_used`."""
+    groups: int = 1  # number of equal groups of experts, of which a token may use `groups_used`
     groups_used: int = 1
 
 
 @dataclass(frozen=True)
 class MLAGeometry:
-    """Multi-latent attention (MLA): queries and keys/values through low-rank projections."""
+    """Multi-latent attention (MLA): queries, keys and values through low-rank projections."""
 
-    q_rank: int
-    """0: queries are projected directly."""
+    q_rank: int  # rank of the query projection (`q_lora_rank`); 0 means queries are projected directly
     kv_rank: int
-    nope_dim: int
-    """Width of a query or key head without position."""
-    rope_dim: int
-    """Width of its part with rotary position; the key's is shared by all heads."""
+    nope_dim: int  # width of the part of a query or key head without rotary position
+    rope_dim: int  # width of the part with rotary position; all key heads share it
     v_dim: int
 
 
@@ -66,45 +53,35 @@ class MLAGeometry:
 class ModelGeometry:
     """A decoder-only model, read from a Hugging Face config.json."""
 
-    family: str
-    """`model_type` of the config.json, and the name of the module in `parallel.families`."""
+    family: str  # `model_type` of config.json, and name of the module in `parallel.families`
     layers: int
     hidden: int
     heads: int
     kv_heads: int
-    head_dim: int
-    """Width of a query head; with `latent` its parts with and without position together."""
+    head_dim: int  # width of a query head; with `latent` the sum of `nope_dim` and `rope_dim`
     ffn: int
     vocab: int
-    tied: bool = False
-    """The output layer shares the embedding's weight."""
+    tied: bool = False  # whether the output layer shares the embedding's weight
     tied_in_engine: bool = True
-    """With `tied`, SGLang's output layer is the embedding itself; otherwise a parameter of its own."""
+    """With `tied`, whether SGLang's output layer shares the embedding too. If not, it is a parameter of its own."""
     norm_eps: float = 1e-6
     qkv_bias: bool = False
-    qk_norm: bool = False
-    """q and k heads are normalised."""
-    post_norms: bool = False
-    """What attention and MLP add to the residual stream is normalised too."""
+    qk_norm: bool = False  # whether q and k heads are normalized
+    post_norms: bool = False  # whether the outputs of attention and MLP are normalized before they are added to the residual stream
     kv_scales: bool = False
-    """Each layer has a scale of its keys and one of its values in the cache: two more numbers, in trainer and engine but in no
-    checkpoint. No config.json says so, but the precision contract."""
+    """Whether each layer has a scale for cached keys and one for cached values, as the precision contract says. No checkpoint has them."""
     rope: Rope = field(default_factory=Rope)
     experts: MoEGeometry | None = None
     latent: MLAGeometry | None = None
-    value_head: bool = False
-    """A critic: a value in the place of logits (`as_critic`)."""
+    value_head: bool = False  # whether the model is a critic, with a value head instead of the output layer (`as_critic`)
     mtp_layers: int = 0
-    """Layers for multi-token prediction that a checkpoint may hold behind the others: kept as they are (`megatron_rl.hf.mtp_layers`),
-    unless a run trains them."""
-    trains_mtp: bool = False
-    """These layers are built and trained, as weights of the last pipeline stage (`with_trained_mtp`)."""
-    adapters: AdapterGeometry | None = None
-    """LoRA: weights beside those of the checkpoint. No config.json says so, but the section `[lora]`."""
+    """Layers for multi-token prediction in the checkpoint. A run that does not train them copies them (`megatron_rl.hf.mtp_layers`)."""
+    trains_mtp: bool = False  # whether these layers are trained, as part of the last pipeline stage (`with_trained_mtp`)
+    adapters: AdapterGeometry | None = None  # LoRA adapters, from the configuration's section `[lora]`
 
     @classmethod
     def from_hf_config(cls, config: Mapping[str, Any]) -> ModelGeometry:
-        """Read a config.json. Raise GeometryError for an unknown family, a missing field, or what the trainer does not compute."""
+        """Read a config.json. Raise GeometryError for an unknown family, a missing field, or an unsupported setting."""
         model: ModelGeometry = load_family(config.get("model_type")).read(HFConfig(config))
         if config.get(_TRAINS_MTP):
             return replace(model, trains_mtp=model.mtp_layers > 0)
@@ -112,7 +89,7 @@ class ModelGeometry:
 
     @property
     def row_parallel_widths(self) -> dict[str, int]:
-        """The numbers that a row-parallel layer sums, by the layer's name in checkpoints; without experts, which other ranks share."""
+        """Number of values that each row-parallel layer sums, by the layer's name in checkpoints; without routed experts."""
         value_dim = self.latent.v_dim if self.latent else self.head_dim
         widths = {"self_attn.o_proj": self.heads * value_dim}
         if self.experts is None or self.experts.dense_layers:
@@ -126,9 +103,9 @@ class ModelGeometry:
 
     @property
     def attention_length(self) -> float:
-        """The length of a sequence whose causal attention takes as many FLOPs as its products with weights.
+        """Sequence length at which causal attention takes as many FLOPs as the products with weights.
 
-        2 for each weight that a token meets, against s (d_qk + d_v) for each head of a layer at mean position s / 2.
+        A token takes 2 FLOPs per weight it meets, against s (d_qk + d_v) per head and layer at mean position s / 2.
         """
         share = self.experts.top_k / self.experts.count if self.experts else 1.0
         weights = (weight for part in replace(self, trains_mtp=False).list_weights()[1:] for weight in part)
@@ -137,16 +114,18 @@ class ModelGeometry:
         return 2 * met / (self.layers * self.heads * (self.head_dim + value_dim))
 
     def list_weights(self, ep: int = 1, ep_rank: int = 0) -> tuple[tuple[Weight, ...], ...]:
-        """Return the embedding, each layer's weights, and last the final norm, layers for multi-token prediction that are trained, and the
-        output layer; of the experts only those of the `ep_rank`-th of `ep` expert-parallel ranks."""
+        """Return three kinds of tuples, in order: the embedding; each layer's weights; the final norm, trained MTP layers and output layer.
+
+        With `ep` > 1, only the experts of the `ep_rank`-th of `ep` expert-parallel ranks are included.
+        """
         return _list_weights(self) if ep == 1 else _keep_own_experts(self, ep, ep_rank)
 
     def tensors(self) -> dict[str, HFTensor]:
-        """Return every tensor of the checkpoint by its Hugging Face name; the same dictionary at each call, not to be changed."""
+        """Return every tensor of the checkpoint by its Hugging Face name, as a shared dictionary that must not be changed."""
         return _list_tensors(self)
 
     def is_mtp_tensor(self, name: str) -> bool:
-        """Return whether a name of a checkpoint is one of a layer for multi-token prediction."""
+        """Return whether a checkpoint name belongs to a layer for multi-token prediction."""
         layer = re.match(r"model\.layers\.(\d+)\.", name)
         return layer is not None and self.layers <= int(layer[1]) < self.layers + self.mtp_layers
 
@@ -156,12 +135,12 @@ class ModelGeometry:
 
 
 def as_critic(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config.json that describes the same decoder with a value head: `VALUE_HEAD` in the place of the output layer."""
+    """Return a config.json that describes the same decoder with a value head (`VALUE_HEAD`) instead of the output layer."""
     return {**config, _CRITIC: True}
 
 
 def with_trained_mtp(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config.json that describes the same model with its layers for multi-token prediction among the weights that are trained."""
+    """Return a config.json that describes the same model with trained layers for multi-token prediction."""
     return {**config, _TRAINS_MTP: True}
 
 

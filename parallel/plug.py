@@ -1,7 +1,7 @@
-"""Plugs: what a user may bring of their own, named in the configuration by a built-in name or as `module:attribute`. No torch.
+"""Plugs: objects that a user can supply, named in the configuration by a built-in name or as `module:attribute`. No torch.
 
-A plug's field is checked twice: its form when the configuration is read, without any import (`Plug.check_name`), and the object itself
-before anything starts (`Plug.load`). docs/extending.md has a recipe for each.
+A plug is checked twice: its name when the configuration is read, without any import (`Plug.check_name`), and the object itself before
+anything starts (`Plug.load`). docs/extending.md has a recipe for each.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _OWN = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 
 class InputError(ValueError):
-    """Something of the user's that cannot be used. The fields are those of `megatron_rl.errors.UserError`, which it becomes."""
+    """Raised for unusable user input. It becomes a `megatron_rl.errors.UserError` with the same fields."""
 
     def __init__(self, field: str, value: object, rule: str, fix: str = "") -> None:
         self.field, self.value, self.rule, self.fix = field, value, rule, fix
@@ -30,33 +30,30 @@ class InputError(ValueError):
 class Plug:
     """One kind of plug."""
 
-    field: str
-    """The configuration's field that names it."""
-    builtin: Mapping[str, str]
-    """Built-in names, and the `module:attribute` of each."""
+    field: str  # name of the configuration field
+    builtin: Mapping[str, str]  # maps built-in names to their `module:attribute`
     takes: tuple[str, ...] = ()
-    """What it is called with, by position; empty where its user checks the object further. Built-in objects may differ."""
+    """Positional arguments of a call, or empty if the caller checks the object further. Built-in objects are not checked."""
 
     def _list_choices(self, *more: str) -> str:
         return f"one of {', '.join([*self.builtin, *more])}, or " * bool(self.builtin) + "your own as module:attribute"
 
     def is_own(self, name: str) -> bool:
-        """Return whether a name is not built in and of the form `module:attribute`."""
+        """Return whether a name is not built in and has the form `module:attribute`."""
         return name not in self.builtin and _OWN.fullmatch(name) is not None
 
     def check_name(self, name: str, *more: str) -> str:
-        """Return the name. Raise ValueError where it is neither built in nor of the form `module:attribute`; `more`: what else the field
-        may say."""
+        """Return the name. Raise ValueError if it is neither built in nor of the form `module:attribute`. `more`: other allowed names."""
         if name not in self.builtin and not self.is_own(name):
             raise ValueError(f"must be {self._list_choices(*more)}")
         return name
 
     def load(self, name: str) -> Any:
-        """Import what a name stands for. Raise InputError where there is none, or where it does not take `takes`.
+        """Import the object of a name. Raise InputError if there is none, or if it does not take the arguments `takes`.
 
         Modules are found on PYTHONPATH or in the working directory.
         """
-        fix = f"use {self._list_choices()}, where Python finds it (PYTHONPATH, or the working directory)"
+        fix = f"use {self._list_choices()}, which Python can find on PYTHONPATH or in the working directory"
         module, _, attributes = self.builtin.get(name, name).partition(":")
         if not {"", os.getcwd()} & set(sys.path):
             sys.path.append(os.getcwd())
@@ -65,14 +62,14 @@ class Plug:
             loaded = importlib.import_module(module)
             for attribute in attributes.split("."):
                 loaded = getattr(loaded, attribute)
-        except Exception as error:  # whatever the module raises on import
+        except Exception as error:  # the imported module may raise anything
             raise InputError(self.field, name, f"cannot be imported ({type(error).__name__}: {error})", fix) from None
         if self.takes and name not in self.builtin:
             self.check_call(name, loaded, self.takes)
         return loaded
 
     def check_call(self, name: str, function: object, takes: tuple[str, ...], what: str = "") -> None:
-        """Raise InputError where the function, `what` of the object that `name` stands for, does not take so many arguments."""
+        """Raise InputError if a function, which is `what` of the object called `name`, does not take these positional arguments."""
         rule = f"{what} must be a plain function of ({', '.join(takes)})".strip()
         if not callable(function) or inspect.iscoroutinefunction(function):
             raise InputError(self.field, name, rule, "see docs/extending.md")
@@ -80,5 +77,5 @@ class Plug:
             inspect.signature(function).bind(*takes)
         except TypeError as error:
             raise InputError(self.field, name, f"{rule}: {error}", "see docs/extending.md") from None
-        except ValueError:  # some functions written in C tell no signature
+        except ValueError:  # some functions written in C have no signature
             return

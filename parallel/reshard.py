@@ -1,9 +1,8 @@
 """The reshard plan: which rectangle of which source shard fills which rectangle of which target shard.
 
-Computed once from two lists of shards in Hugging Face coordinates (`parallel.shards`); used by every sync, by import and by export.
-A quantised tensor moves as whole blocks of its format: its bytes and, for FP8 at 1/128 of the coordinates, its scales. Nothing is
-quantised again, so every edge of every region must lie on a block edge of its shard and of the checkpoint, or at a tensor's end. An INT8
-tensor has a scale per row, of the whole row wherever the row is cut, so it may be cut anywhere.
+It is computed once from two lists of shards (`parallel.shards`), and used by every sync, by import and by export. A quantized tensor moves
+as whole blocks: its bytes and its scales, for FP8 at 1/128 of the coordinates. Nothing is requantized, so every edge of every region must
+lie on a block edge of its shard and of the checkpoint, or at a tensor's end. INT8 has one scale per row, so a row may be cut anywhere.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from parallel.shards import GeometryError, Rect, Region, Shard, find_misaligned_
 
 
 class Transfer(NamedTuple):
-    """`source_rect` of `source` on rank `source_rank` fills `target_rect`, of equal size, of `target` on rank `target_rank`."""
+    """`source_rect` of `source` on rank `source_rank` fills `target_rect`, which has the same size, of `target` on rank `target_rank`."""
 
     source_rank: int
     source: str
@@ -28,8 +27,7 @@ class Transfer(NamedTuple):
     target: str
     target_rect: Rect
     format: TensorFormat
-    tensor: str = ""
-    """The Hugging Face tensor whose values move; scales belong to their weight's."""
+    tensor: str = ""  # Hugging Face tensor whose values move; for scales, the tensor of their weight
 
     @property
     def of_scales(self) -> bool:
@@ -46,13 +44,15 @@ def reshard(
     format_of: FormatOf,
     homes: Mapping[int, int] | None = None,
 ) -> list[Transfer]:
-    """Return the transfers that fill every target region exactly once, ordered by target rank and parameter, without scales.
+    """Return the transfers that fill every target region exactly once, without scales, ordered by target rank and parameter.
 
-    `sources` and `targets` map a rank to its shards. Where several sources hold the same elements, the one on the target's own device
-    is chosen; else one that sends few bytes to other devices. `homes` maps a target rank to the source rank on its device, by default
-    the one of the same number; empty where engines have devices of their own. `add_scale_transfers` adds the scales.
+    Args:
+        sources, targets: shards by rank. If several sources hold the same elements, the source on the target's own device is chosen, else a
+            source that sends few bytes to other devices.
+        homes: maps a target rank to the source rank on the same device. Defaults to equal numbers; empty if engines have their own devices.
 
-    Raises GeometryError when a region has no source or cuts a block of its format.
+    Raises:
+        GeometryError: a region has no source, or cuts a block of its format.
     """
     for side in (sources, targets):
         check_block_alignment(side, format_of)
@@ -70,10 +70,10 @@ def reshard(
 
 
 def add_scale_transfers(transfers: Sequence[Transfer]) -> list[Transfer]:
-    """Return the transfers with those of scales: one after each quantised transfer; where whole rows share a scale, one for all
-    transfers that fill the same rows of a target, after the one that starts at its first column."""
+    """Insert a transfer of scales after each quantized transfer. If whole rows share a scale, insert it only after the transfer that starts
+    at the first column of the target rows."""
     result = []
-    scale_names: dict[str, str] = {}  # every name once in memory
+    scale_names: dict[str, str] = {}  # keeps every name only once in memory
     with no_garbage_collection():
         for transfer in transfers:
             result.append(transfer)
@@ -88,14 +88,14 @@ def add_scale_transfers(transfers: Sequence[Transfer]) -> list[Transfer]:
 
 
 def get_scale_rect(rect: Rect, format: TensorFormat) -> Rect:
-    """Return the rectangle of scales that belongs to a rectangle of quantised elements."""
+    """Return the rectangle of scales that belongs to a rectangle of quantized elements."""
     assert format.block is not None
     height, width = format.block
     return Rect(rect.row // height, rect.col // width if width else 0, *format.scale_grid(rect.rows, rect.cols))
 
 
 def list_stored_tensors(shards: Iterable[Shard], format_of: FormatOf) -> dict[str, tuple[TensorFormat, tuple[int, ...]]]:
-    """Return name -> (format, shape) of the tensors that store some shards; a quantised one is stored as its bytes and its scales."""
+    """Return {name: (format, shape)} of the tensors that store some shards. A quantized shard is stored as its bytes and its scales."""
     tensors: dict[str, tuple[TensorFormat, tuple[int, ...]]] = {}
     for shard in shards:
         format = format_of(shard.role)
@@ -106,8 +106,8 @@ def list_stored_tensors(shards: Iterable[Shard], format_of: FormatOf) -> dict[st
 
 
 def check_block_alignment(side: Mapping[int, Sequence[Shard]], format_of: FormatOf) -> None:
-    """Raise GeometryError for the first shard that cuts a quantised block of the checkpoint, or of itself."""
-    checked: set[int] = set()  # replicas are the same objects
+    """Raise GeometryError for the first shard that cuts a quantized block of the checkpoint, or of itself."""
+    checked: set[int] = set()  # replicas share their shard objects
     for shards in side.values():
         for shard in shards:
             format = format_of(shard.role)
@@ -126,21 +126,19 @@ def check_block_alignment(side: Mapping[int, Sequence[Shard]], format_of: Format
 
 
 class _Owner(NamedTuple):
-    """A source shard that holds a rectangle of a checkpoint's tensor."""
+    """A source shard that holds a rectangle of a checkpoint tensor."""
 
     rank: int
     name: str
-    row_offset: int
-    """Added to a row of the checkpoint's tensor gives the row of the shard; columns likewise."""
+    row_offset: int  # offset from a row of the checkpoint tensor to a row of the shard; `col_offset` likewise
     col_offset: int
 
 
-_RectOwners = tuple[Rect, dict[int, _Owner]]
-"""A rectangle of a checkpoint's tensor, and by rank the source shards that hold it."""
+_RectOwners = tuple[Rect, dict[int, _Owner]]  # a rectangle of a checkpoint tensor, and the source shards that hold it, by rank
 
 
 class _Part(NamedTuple):
-    """A rectangle of a checkpoint's tensor that a target shard needs, and the source shards that hold it."""
+    """A rectangle of a checkpoint tensor that a target shard needs, and the source shards that hold it."""
 
     rank: int
     home: int
@@ -151,7 +149,7 @@ class _Part(NamedTuple):
 
 
 def _choose_owners(parts: Sequence[_Part], formats: Sequence[TensorFormat]) -> list[_Owner]:
-    """Choose a source for every part. Those with few owners come first, and large before small, so that loads even out."""
+    """Choose a source for every part: parts with few owners first, and large parts before small ones, to balance the load."""
     sizes = [part.rect.rows * part.rect.cols * format.element_bytes for part, format in zip(parts, formats, strict=True)]
     chosen: list[_Owner | None] = [part.owners.get(part.home) for part in parts]
     sent: dict[int, int] = defaultdict(int)
@@ -172,7 +170,7 @@ def _make_transfer(part: _Part, owner: _Owner, format: TensorFormat) -> Transfer
 
 
 class _Owners:
-    """Which source shards hold which rectangles of which tensors."""
+    """Index of the source shards by checkpoint tensor and rectangle."""
 
     def __init__(self, sources: Mapping[int, Sequence[Shard]]) -> None:
         self._by_tensor: dict[str, dict[Rect, dict[int, _Owner]]] = {}
@@ -184,12 +182,12 @@ class _Owners:
                     owners.setdefault(rank, _Owner(rank, shard.name, row - rect.row, col - rect.col))
 
     def cover(self, region: Region, home: int, target: str, rank: int) -> list[_RectOwners]:
-        """Return disjoint rectangles that make up a region, each with its owners. Raises GeometryError where elements have no owner."""
+        """Return disjoint rectangles that make up a region, with their owners. Raise GeometryError if elements have no owner."""
         name, wanted = region.tensor.name, region.tensor_rect
         if (name, wanted) not in self._covers:
             self._covers[name, wanted] = self._cover_if_disjoint(name, wanted)
         cover = self._covers[name, wanted]
-        if cover is None:  # sources overlap each other: the home's own rectangles first
+        if cover is None:  # sources overlap, so rectangles on the target's own device come first
             cover = _cover(wanted, sorted(self._by_tensor[name].items(), key=lambda rect_owners: home not in rect_owners[1]))
         missing = wanted.rows * wanted.cols - _count_elements(cover)
         if missing:
@@ -197,7 +195,7 @@ class _Owners:
         return cover
 
     def _cover_if_disjoint(self, name: str, wanted: Rect) -> list[_RectOwners] | None:
-        """Return the parts of `wanted` that sources hold; None where sources overlap, as the choice then depends on the target's home."""
+        """Return the parts of `wanted` that sources hold, or None if sources overlap: the choice then depends on the target's home."""
         available = list(self._by_tensor.get(name, {}).items())
         overlaps = [(overlap, owners) for rect, owners in available if (overlap := _overlap(rect, wanted))]
         cover = _cover(wanted, available)
@@ -209,7 +207,7 @@ def _count_elements(rects: Iterable[_RectOwners]) -> int:
 
 
 def _cover(wanted: Rect, available: Sequence[_RectOwners]) -> list[_RectOwners]:
-    """Cover `wanted` with the available rectangles, in order, none of it twice; elements that none of them holds stay uncovered."""
+    """Cover `wanted` with the available rectangles, in order and without overlap. Elements without an owner stay uncovered."""
     cover, uncovered = [], [wanted] if wanted.rows and wanted.cols else []
     for rect, owners in available:
         remaining: list[Rect] = []
@@ -233,7 +231,7 @@ def _overlap(a: Rect, b: Rect) -> Rect | None:
 
 
 def _subtract(rect: Rect, hole: Rect) -> list[Rect]:
-    """Return the rectangles around a hole in a rectangle: above, below, left and right of it."""
+    """Return the rectangles around a hole in a rectangle: above, below, left and right."""
     below, right = hole.row + hole.rows, hole.col + hole.cols
     parts = [
         Rect(rect.row, rect.col, hole.row - rect.row, rect.cols),
@@ -246,7 +244,7 @@ def _subtract(rect: Rect, hole: Rect) -> list[Rect]:
 
 @contextmanager
 def no_garbage_collection() -> Iterator[None]:
-    """Turn off Python's cycle collector, which would look at a big plan's millions of tuples again and again."""
+    """Turn off Python's cycle collector, which would scan a large plan's millions of tuples again and again."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

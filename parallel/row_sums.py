@@ -1,48 +1,42 @@
-"""The order of row-parallel sums: a binary tree over blocks of 128 numbers, whose nodes are what tensor-parallel ranks hold. No torch.
+"""The order of row-parallel sums: a binary tree over blocks of 128 values, whose nodes tensor-parallel ranks hold. No torch.
 
-`megatron_rl.precision.ops.tree` computes them.
+`megatron_rl.kernels.sums.reference` computes such sums.
 """
 
 from __future__ import annotations
 
-LEAF = 128
-"""Numbers of a row that one leaf sums: a block of the contract."""
-GATHERED_WHOLE = 1 << 14
-"""Results up to which ranks send all their partial sums to all: one message for two."""
-GPU_TILE = 64
-"""Rows and columns of results that a program of `megatron_rl.precision.ops.tree_triton` computes."""
+LEAF = 128  # values that one leaf sums: the width of a block
+GATHERED_WHOLE = 1 << 14  # largest number of results for which ranks send all partial sums to all ranks, which saves one message
+GPU_TILE = 64  # rows and columns of results that a program of `megatron_rl.kernels.sums.triton` computes
 
 
 def halve(leaves: int) -> int:
-    """Return how many of a node's leaves its first half has."""
+    """Return the number of leaves in the first half of a node."""
     return (leaves + 1) // 2
 
 
 def holds_node(width: int, ranks: int) -> bool:
-    """Return whether each of so many ranks holds a node of a sum over `width` numbers."""
+    """Return whether each of `ranks` ranks holds a whole node of a sum over `width` values."""
     return width % (LEAF * ranks) == 0 and ranks & (ranks - 1) == 0
 
 
 def count_bytes_sent(ranks: int, dtype_bytes: int, scattered: bool, by_tree: bool = True) -> float:
-    """Return the bytes that each of a group's ranks sends for one result that all of them get, or, `scattered`, one of them.
+    """Return the bytes that each rank sends for one result, which all ranks get, or, if `scattered`, one rank.
 
-    By the tree, FP32 partial sums to the rank that adds them (an all-to-all), and the rounded sum to all (an all-gather). Otherwise by a
-    ring's reduce-scatter, or all-reduce, of partial sums that are rounded to the dtype.
+    The tree sends FP32 partial sums to the rank that adds them (all-to-all), and the rounded sum to all ranks (all-gather). Without it, a
+    ring reduce-scatter or all-reduce sends partial sums that are rounded to the dtype.
     """
     return (ranks - 1) / ranks * ((4 if by_tree else dtype_bytes) + (0 if scattered else dtype_bytes))
 
 
-def list_merges(leaves: int) -> list[tuple[int, int]]:
-    """Return for each leaf, in order, (its level, level of the node that it completes): what to do with one leaf after the other.
+def list_merges(leaves: int, level: int | None = None) -> list[tuple[int, int]]:
+    """Return (level of the leaf, level of the node that it completes) for each leaf in order: the order of additions.
 
-    The root's level is ceil(log2(leaves)), so a leaf's is 0 or 1. At most one node of each level waits for its second half: a leaf's sum is
-    added to those that wait at its level and above, up to the level that it completes, and waits there.
+    The root's `level` is ceil(log2(leaves)), so a leaf's level is 0 or 1. At most one node of each level waits for its second half: a
+    leaf's sum is added to the waiting nodes at its level and above, up to the level that it completes, and waits there.
     """
-    return _list_merges(leaves, (leaves - 1).bit_length())
-
-
-def _list_merges(leaves: int, level: int) -> list[tuple[int, int]]:
+    level = (leaves - 1).bit_length() if level is None else level
     if leaves == 1:
         return [(level, level)]
-    merges = _list_merges(halve(leaves), level - 1) + _list_merges(leaves - halve(leaves), level - 1)
+    merges = list_merges(halve(leaves), level - 1) + list_merges(leaves - halve(leaves), level - 1)
     return [*merges[:-1], (merges[-1][0], level)]

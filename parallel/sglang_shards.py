@@ -1,13 +1,13 @@
-"""How SGLang 0.5.23 cuts a model: each engine rank's parameters as regions of the checkpoint. Knows names and shapes, imports no SGLang.
+"""How SGLang 0.5.23 shards a model: each engine rank's parameters as regions of the checkpoint. Does not import SGLang.
 
-qkv_proj is [q ; k ; v] of the rank's heads (a kv head is replicated when there are more ranks than kv heads), gate_up_proj is
-[gate ; up]. Experts lie in two tensors, w13_weight [E, 2I, H] = [gate ; up] each and w2_weight [E, H, I], here with their E matrices
-one below the other. With expert parallelism, rank r of tp holds the r // (tp / ep)-th group of experts, split tensor-parallel by the rest.
-The vocabulary is padded to a multiple of 64: the padding is no region of the checkpoint and is never written.
+qkv_proj is [q ; k ; v] of the rank's heads, with replicated kv heads if there are more ranks than kv heads. gate_up_proj is [gate ; up].
+Experts are two tensors, w13_weight [E, 2I, H] = [gate ; up] each and w2_weight [E, H, I], stacked vertically here. With expert parallelism,
+tensor-parallel rank r holds the r // (tp / ep)-th group of experts, which is cut over tp / ep ranks. The vocabulary is padded to a multiple
+of 64; the padding belongs to no region and is never written.
 
-MLA: q_a and kv_a are one replicated tensor, fused_qkv_a_proj_with_mqa. SGLang also keeps w_kc and w_vc, made from kv_b_proj by the
-model's post_load_weights, which runs again when SGLang's weight update ends. DeepSeek's shared experts are modules of their
-own: run the engine with --disable-shared-experts-fusion, and no all-to-all backend that replicates them.
+MLA: q_a and kv_a are one replicated tensor, fused_qkv_a_proj_with_mqa. SGLang also derives w_kc and w_vc from kv_b_proj in the model's
+post_load_weights, which runs again after every weight update. DeepSeek's shared experts are modules of their own, so the engine needs
+--disable-shared-experts-fusion, and must not use an all-to-all backend that replicates them.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from parallel.model_geometry import ModelGeometry
-from parallel.shards import GeometryError, Region, Shard, split_rows, stack_regions
-from parallel.weights import Weight, cut_vocabulary, cut_weight
+from parallel.shards import GeometryError, Region, Shard, Weight, cut_vocabulary, cut_weight, split_rows, stack_regions
 
 _VOCAB_PADDING = 64  # DEFAULT_VOCAB_PADDING_SIZE of vocab_parallel_embedding.py
 _FIELD = "rollout.tp"
@@ -29,16 +28,16 @@ def padded_vocabulary(vocab: int, tp: int) -> int:
 
 
 def build_sglang_shards(model: ModelGeometry, tp: int, rank: int, ep: int = 1) -> list[Shard]:
-    """Return all parameters of rank `rank` of an engine of `tp` ranks, `ep` of them expert parallel, by SGLang's parameter names.
+    """Return all parameters of rank `rank` of an engine of `tp` ranks, `ep` of them expert parallel, under SGLang's names.
 
-    Raises GeometryError where the sizes do not fit the model.
+    Raises GeometryError if the sizes do not fit the model.
     """
     _check_sizes(model, tp, ep)
     return list(_shards(model, tp, rank, ep))
 
 
 def build_engine_shards(model: ModelGeometry, tp: int, ep: int = 1, engines: int = 1) -> dict[int, list[Shard]]:
-    """Return `build_sglang_shards` of every rank of several equal engines; rank r of engine e has number e * tp + r."""
+    """Return `build_sglang_shards` of all ranks of identical engines. Rank r of engine e has number e * tp + r."""
     return {rank: build_sglang_shards(model, tp, rank % tp, ep) for rank in range(engines * tp)}
 
 
@@ -50,7 +49,7 @@ def _check_sizes(model: ModelGeometry, tp: int, ep: int) -> None:
     if tp % ep:
         raise GeometryError("rollout.ep", ep, f"must divide rollout.tp ({tp})", f"use a divisor of {tp}")
     if model.experts is not None and model.experts.dense_layers and not model.experts.dense_in_engine:
-        rule = f"SGLang gives every layer of a {model.family} model experts, and would serve these with weights that nobody wrote"
+        rule = f"SGLang gives every layer of a {model.family} model experts, and would serve these layers with uninitialized weights"
         raise GeometryError("layers without experts", sorted(model.experts.dense_layers), rule, "use a model without dense layers")
     if model.experts is None and ep > 1:
         raise GeometryError("rollout.ep", ep, f"needs a model with experts, {model.family} has none", "set rollout.ep = 1")
@@ -62,7 +61,7 @@ def _check_sizes(model: ModelGeometry, tp: int, ep: int) -> None:
 def _shards(model: ModelGeometry, tp: int, rank: int, ep: int) -> tuple[Shard, ...]:
     shards = []
     for weights in model.list_weights(ep, rank // (tp // ep)):
-        stacks: dict[str, list[Weight]] = {}  # weights of one name lie one below the other
+        stacks: dict[str, list[Weight]] = {}  # weights with the same name are stacked vertically
         for weight in weights:
             stacks.setdefault(weight.sglang, []).append(weight)
         stacks.pop("", None)

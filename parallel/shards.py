@@ -1,24 +1,25 @@
-"""The vocabulary of the geometry: a tensor of the checkpoint, a rectangle of it, and a shard made of such rectangles.
+"""Vocabulary of the geometry: checkpoint tensors, rectangles of them, shards made of rectangles, and weights that ranks shard.
 
-All positions are in the coordinates of the Hugging Face tensor: a shard is a list of regions, each a rectangle of one HF tensor that
-lies at some row and column of the shard. Trainer shards, engine shards and the checkpoint itself are all such lists, so import, export
-and sync are one operation: intersect two lists (see `parallel.reshard`). One-dimensional tensors count as N x 1.
+All positions are in the coordinates of the Hugging Face tensor. A shard is a list of regions: a region is a rectangle of one HF tensor and
+its position in the shard. Trainer shards, engine shards and the checkpoint itself are all such lists, so import, export and sync are the
+same operation: intersect two lists (see `parallel.reshard`). One-dimensional tensors count as N x 1.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from parallel.formats import TensorFormat
 from parallel.plug import InputError
 
 FP32_ROLES = frozenset({"router_bias", "kv_scales"})
-"""Roles that are FP32 everywhere, in checkpoint, trainer and engine: a rounded correction bias would change the routing."""
+"""Roles stored as FP32 in checkpoint, trainer and engine. A rounded correction bias would change the routing."""
 
 
 class GeometryError(InputError):
-    """A model that cannot be sharded as asked."""
+    """Raised for a model that cannot be sharded as requested."""
 
 
 class Rect(NamedTuple):
@@ -30,28 +31,26 @@ class Rect(NamedTuple):
     cols: int
 
 
-NamedRect = tuple[str, Rect]
-"""A rectangle of a named tensor."""
+NamedRect = tuple[str, Rect]  # a rectangle of a named tensor
 
 
 @dataclass(frozen=True, slots=True)
 class HFTensor:
     """A tensor of the checkpoint.
 
-    `role` decides its precision: attention_qkv, attention_output, mlp_in, mlp_out, norm, bias, router, router_bias, embedding or
-    lm_head, value_head, kv_scales, lora. Experts have the roles mlp_in and mlp_out like any other MLP.
+    `role` decides its precision: attention_qkv, attention_output, mlp_in, mlp_out (experts included), norm, bias, router, router_bias,
+    embedding, lm_head, value_head, kv_scales, lora or mtp_projection.
     """
 
     name: str
     rows: int
     cols: int
     role: str
-    vector: bool = False
-    """One-dimensional in the checkpoint and in every shard."""
+    vector: bool = False  # one-dimensional in the checkpoint and in every shard
 
 
 class Region(NamedTuple):
-    """The rectangle `tensor_rect` of tensor `tensor`; its first element lies at (`shard_row`, `shard_col`) of a shard."""
+    """The rectangle `tensor_rect` of `tensor`. Its first element lies at (`shard_row`, `shard_col`) of a shard."""
 
     tensor: HFTensor
     tensor_rect: Rect
@@ -60,20 +59,19 @@ class Region(NamedTuple):
 
     @property
     def shard_rect(self) -> Rect:
-        """The rectangle of the shard that holds the region."""
+        """The region's rectangle in coordinates of the shard."""
         return Rect(self.shard_row, self.shard_col, self.tensor_rect.rows, self.tensor_rect.cols)
 
 
 @dataclass(frozen=True)
 class Shard:
-    """One parameter as one rank holds it. Example: q, k and v stacked in `qkv_proj.weight`, three regions."""
+    """One parameter as one rank holds it. Example: `qkv_proj.weight` stacks q, k and v as three regions."""
 
     name: str
     rows: int
     cols: int
     regions: tuple[Region, ...]
-    experts: int = 0
-    """Above 0 the live tensor is [experts, rows / experts, cols]; here its experts' matrices lie one below the other."""
+    experts: int = 0  # if above 0, the live tensor is [experts, rows / experts, cols]; the shard stacks the experts' matrices vertically
 
     @property
     def role(self) -> str:
@@ -91,22 +89,21 @@ class Shard:
         return (self.experts, self.rows // self.experts, self.cols) if self.experts else (self.rows, self.cols)
 
     def scale_shape(self, format: TensorFormat) -> tuple[int, ...]:
-        """Return the shape of the live scales in a quantised format; () in another."""
+        """Return the shape of the live scales, or () if the format is not quantized."""
         return (*self.shape[:-2], *format.scale_grid(self.shape[-2], self.cols)) if format.quantized else ()
 
 
 def take_all(tensor: HFTensor) -> Region:
-    """Return the region that is a whole tensor."""
-    return Region(tensor, Rect(0, 0, tensor.rows, tensor.cols))
+    return take_rows(tensor, 0, tensor.rows)
 
 
 def take_rows(tensor: HFTensor, row: int, rows: int) -> Region:
-    """Return rows [row, row + rows) of a tensor."""
+    """Return rows [row, row + rows) of a tensor as a region."""
     return Region(tensor, Rect(row, 0, rows, tensor.cols))
 
 
 def stack_regions(name: str, regions: list[Region], experts: int = 0) -> Shard:
-    """Return a shard of regions with equal columns, one below the other; neighbours that continue each other become one region."""
+    """Stack regions of equal width vertically. Regions that continue each other in their tensor are merged."""
     stacked: list[Region] = []
     row = 0
     for tensor, rect, *_ in regions:
@@ -120,14 +117,14 @@ def stack_regions(name: str, regions: list[Region], experts: int = 0) -> Shard:
 
 
 def split_rows(whole: Region, part: int, parts: int, field: str) -> Region:
-    """Return the `part`-th of `parts` equal ranges of rows. Raise GeometryError, naming `field`, when `parts` does not divide them."""
+    """Return the `part`-th of `parts` equal row ranges. Raise GeometryError, naming `field`, if `parts` does not divide the rows."""
     tensor, (row, col, rows, cols), _, _ = whole
     size = _divide(tensor, "rows", rows, parts, field)
     return Region(tensor, Rect(row + part * size, col, size, cols))
 
 
 def split_cols(whole: Region, part: int, parts: int, field: str) -> Region:
-    """Return the `part`-th of `parts` equal ranges of columns. Raise GeometryError, naming `field`, when `parts` does not divide them."""
+    """Return the `part`-th of `parts` equal column ranges. Raise GeometryError as `split_rows` does."""
     tensor, (row, col, rows, cols), _, _ = whole
     size = _divide(tensor, "columns", cols, parts, field)
     return Region(tensor, Rect(row, col + part * size, rows, size))
@@ -140,14 +137,13 @@ def _divide(tensor: HFTensor, what: str, length: int, parts: int, field: str) ->
 
 
 def find_misaligned_region(shard: Shard, format: TensorFormat) -> Region | None:
-    """Return the first region of a shard that cuts a block of its format, None where there is none.
+    """Return the first region of a shard that cuts a block of its format, or None.
 
-    A region cuts no block when it begins on block edges of both its tensor and the shard, and ends on block edges or at the tensor's end.
-    Where a scale belongs to a whole row, the row may be cut anywhere.
+    A region cuts no block if it begins on block edges of its tensor and of the shard, and ends on block edges or at the tensor's end.
     """
     if format.block is None:
         return None
-    height, width = format.block[0], format.block[1] or 1
+    height, width = format.block[0], format.block[1] or 1  # a format with one scale per row may be cut at any column
     for region in shard.regions:
         tensor, (row, col, rows, cols) = region.tensor, region.tensor_rect
         if row % height or region.shard_row % height or col % width or region.shard_col % width:
@@ -155,3 +151,44 @@ def find_misaligned_region(shard: Shard, format: TensorFormat) -> Region | None:
         if (rows % height and row + rows != tensor.rows) or (cols % width and col + cols != tensor.cols):
             return region
     return None
+
+
+Cut = Literal["whole", "rows", "cols", "qkv", "vocabulary"]
+"""How tensor-parallel ranks shard a weight. whole: replicated. rows, cols: equal parts of each piece, where gate and up are two pieces.
+qkv: by heads, in an order that differs between trainer and engine. vocabulary: by rows, with padding."""
+
+
+class Weight(NamedTuple):
+    """One parameter of Megatron's. Weights with the same SGLang name are stacked vertically into one SGLang parameter."""
+
+    pieces: tuple[Region, ...]  # rectangles of checkpoint tensors, stacked vertically
+    megatron: str
+    sglang: str  # SGLang's parameter name, or empty if SGLang has no such parameter
+    cut: Cut
+    expert: int | None = None  # number of the expert that owns the weight
+
+
+def make_weight(tensors: HFTensor | Sequence[HFTensor], megatron: str, cut: Cut, sglang: str = "", expert: int | None = None) -> Weight:
+    """Return a weight made of whole tensors. SGLang's name defaults to the checkpoint's."""
+    tensors = [tensors] if isinstance(tensors, HFTensor) else tensors
+    return Weight(tuple(map(take_all, tensors)), megatron, sglang or tensors[0].name, cut, expert)
+
+
+def make_vector(name: str, length: int, megatron: str, role: str = "norm") -> Weight:
+    """Return a one-dimensional weight that is replicated on every rank."""
+    return make_weight(HFTensor(name, length, 1, role, vector=True), megatron, "whole")
+
+
+def cut_weight(weight: Weight, part: int, parts: int, field: str) -> list[Region]:
+    """Return the share of the `part`-th of `parts` ranks in a weight with cut "whole", "rows" or "cols". Raise as `split_rows` does."""
+    if weight.cut == "whole":
+        return list(weight.pieces)
+    split = split_rows if weight.cut == "rows" else split_cols
+    return [split(piece, part, parts, field) for piece in weight.pieces]
+
+
+def cut_vocabulary(name: str, weight: Weight, padded_rows: int, part: int, parts: int) -> Shard:
+    """Return a rank's shard of an embedding with `padded_rows` over all ranks. Padding at its end belongs to no region."""
+    tensor, rows = weight.pieces[0].tensor, padded_rows // parts
+    first = min(part * rows, tensor.rows)
+    return Shard(name, rows, tensor.cols, (take_rows(tensor, first, min(first + rows, tensor.rows) - first),))

@@ -1,7 +1,7 @@
-"""Which layers a pipeline stage has, as in Megatron-Core.
+"""Assigns layers to pipeline stages, as Megatron-Core does.
 
-The first and the last stage have as many as the layout says; all others, and these where it says nothing, share the rest equally. Virtual
-stages cut each stage's layers into equal parts and follow each other in rounds: part 0 of every stage, then part 1 of every stage.
+The layout may set the sizes of the first and the last stage; the other stages share the remaining layers equally. Virtual stages cut each
+stage's layers into equal parts, in rounds: part 0 of every stage, then part 1 of every stage.
 """
 
 from __future__ import annotations
@@ -14,14 +14,13 @@ from parallel.shards import GeometryError
 
 
 def list_stage_layers(layers: int, layout: Layout, stage: int) -> list[int]:
-    """Return the layers of a pipeline stage, by global number."""
+    """Return the global numbers of a pipeline stage's layers."""
     parts = [size // layout.vpp for size in count_stage_layers(layers, layout)]
     starts = [part * sum(parts) + sum(parts[:stage]) for part in range(layout.vpp)]
     return [layer for start in starts for layer in range(start, start + parts[stage])]
 
 
 def count_stage_layers(layers: int, layout: Layout) -> list[int]:
-    """Return how many layers each stage has."""
     first, last = layout.first_stage_layers, layout.last_stage_layers
     share = (layers - first - last) // _count_equal_stages(layout)
     middle = [share] * (layout.pp - 2)
@@ -29,7 +28,7 @@ def count_stage_layers(layers: int, layout: Layout) -> list[int]:
 
 
 def check_stages(layers: int, layout: Layout) -> None:
-    """Raise GeometryError where the stages that are given no number, or the parts of any, cannot have equally many layers."""
+    """Raise GeometryError if stages without a given size, or the virtual stages of any stage, cannot have equally many layers."""
     given = {name: size for name in ("first_stage_layers", "last_stage_layers") if (size := getattr(layout, name))}
     rest, equal = layers - sum(given.values()), _count_equal_stages(layout)
     if rest % equal or rest <= 0:
@@ -49,14 +48,14 @@ def check_stages(layers: int, layout: Layout) -> None:
 
 @lru_cache(maxsize=4096)
 def balance_stages(layers: int, pp: int, vpp: int = 1, output_layer: float = 1.0) -> tuple[int, int] | None:
-    """Return the `first_stage_layers` and `last_stage_layers` with which the slowest stage is fastest, None where nothing shares them out.
+    """Return the `first_stage_layers` and `last_stage_layers` that minimize the slowest stage's time, or None if there are none.
 
-    The last stage computes the output layer too, which takes as long as `output_layer` layers. Among equals, stages are most equal, and the
-    first, which holds the embedding and the most activations, is smallest.
+    The last stage also computes the output layer, which takes as long as `output_layer` layers. Ties are broken in favor of equal stages,
+    then of a small first stage, which holds the embedding and the most activations.
     """
     if pp == 1:
         return (0, 0) if vpp == 1 else None
-    fewest = -(-layers // (pp * vpp)) * vpp  # of the largest stage
+    fewest = -(-layers // (pp * vpp)) * vpp  # smallest possible size of the largest stage
     splits = [
         (max(share, last + output_layer), share, first, last)
         for share in range(fewest, fewest + math.ceil(output_layer) + 1, vpp)
@@ -70,11 +69,11 @@ def balance_stages(layers: int, pp: int, vpp: int = 1, output_layer: float = 1.0
 
 
 def _count_equal_stages(layout: Layout) -> int:
-    """Return how many stages share equally what the first and the last one leave."""
+    """Return the number of stages without a given size."""
     return layout.pp - (layout.first_stage_layers > 0) - (layout.last_stage_layers > 0)
 
 
 def _suggest(layers: int, layout: Layout) -> str:
-    """Return settings in place of the given ones that share the layers out; "" where none are given and none are known."""
+    """Return working settings to use instead of the given ones, or "" if there are none."""
     sizes = zip(("first_stage_layers", "last_stage_layers"), balance_stages(layers, layout.pp, layout.vpp) or (0, 0), strict=True)
     return " and ".join(f"train.layout.{name} = {size}" for name, size in sizes if size or getattr(layout, name))

@@ -1,7 +1,8 @@
-"""All code that depends on SGLang: engine processes, their client, the code inside them, and the hooks on SGLang."""
+"""All code that depends on SGLang: the launcher and client of engines, the code inside their processes, and the hooks on SGLang."""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,8 +12,8 @@ if TYPE_CHECKING:
 
 
 class SGLangLauncher:
-    """See `megatron_rl.rollout.engine.EngineLauncher`. Imports late, because SGLang imports this package at start-up, before its stub
-    modules are in place."""
+    """See `megatron_rl.rollout.engine.EngineLauncher`. Imports inside methods, because SGLang imports this package at start-up before
+    its stub modules are in place."""
 
     def check(self, config: Config) -> None:
         from rollout_sglang.server_options import check, check_tool_parser
@@ -27,6 +28,8 @@ class SGLangLauncher:
 
         return SGLangEngine(EngineLaunchSpec(config, model_path, log_dir, number, empty))
 
+    def rehearsal_command(self, module: str) -> list[str]:
+        return [sys.executable, "-m", f"rollout_sglang.rehearsal.{module}"]
 
-launch = SGLangLauncher()
-"""The entry point `sglang` of the group `megatron_rl.rollout`."""
+
+launch = SGLangLauncher()  # the entry point `sglang` of the group `megatron_rl.rollout`

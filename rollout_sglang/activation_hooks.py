@@ -1,7 +1,7 @@
-"""Record, inside a scheduler process, the outputs of the engine's operators for the tokens that it serves. Off until requested.
+"""Records the outputs of the engine's operators inside a scheduler process, for the tokens that it serves. Off until requested.
 
-A recording is written into one file, token by token in the order of serving: `requests` (SGLang's slot of the request), `positions` and
-`tokens` int64 [T]; `logit_rows`, the tokens that have logits; and operator -> [T, columns].
+A recording is one file with a row per token in the order of serving: `requests` (SGLang's slot of the request), `positions` and `tokens`,
+int64 `[T]`; `logit_rows`, the rows of the tokens that have logits; and operator -> `[T, columns]`.
 """
 
 from __future__ import annotations
@@ -12,35 +12,16 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from megatron_rl.precision.graph.activation_hooks import HookPoint, attach_hooks, layer_hook_points
+from megatron_rl.precision.graph.activation_hooks import ENGINE, attach_hooks, layer_hook_points
 
 MAX_RECORDED_BYTES = 1 << 30
-"""Bytes that a scheduler process keeps at most; it stops recording before it exceeds them."""
+"""Most bytes that a scheduler process records; recording stops before it would exceed them."""
 
-_LAYER_MODULES = {
-    "qkv": "self_attn.qkv_proj",
-    "q_norm": "self_attn.q_norm",
-    "k_norm": "self_attn.k_norm",
-    "q_a_norm": "self_attn.q_a_layernorm",
-    "q_b": "self_attn.q_b_proj",
-    "kv_a_norm": "self_attn.kv_a_layernorm",
-    "attention": "self_attn.attn",
-    "latent_attention": "self_attn.attn_mqa",
-    "output": "self_attn.o_proj",
-    "router": "mlp.gate",
-    "gate_up": "mlp.gate_up_proj",
-    "down": "mlp.down_proj",
-    "mlp": "mlp",
-}
-HOOK_POINTS = (
-    HookPoint("model.embed_tokens", "embedding"),
-    *layer_hook_points("model.layers.*.", _LAYER_MODULES),
-    HookPoint("logits_processor", "norm", argument=1),
-)
+HOOK_POINTS = (("embedding", None, "model.embed_tokens"), *layer_hook_points(ENGINE), ("norm", 1, "logits_processor"))
 
 
 class ActivationRecorder:
-    """Records one model's activations by hooks."""
+    """Records the activations of one model with hooks."""
 
     def __init__(self, model: Any) -> None:
         self._passes: list[dict[str, torch.Tensor]] = []
@@ -52,7 +33,7 @@ class ActivationRecorder:
         ]
 
     def _begin(self, _: Any, inputs: tuple[Any, ...]) -> None:
-        """Record which tokens of which requests a forward pass serves."""
+        """Record the tokens of a forward pass, with their requests and positions."""
         tokens, positions, batch = inputs[:3]
         lengths = torch.ones_like(batch.req_pool_indices) if batch.forward_mode.is_decode() else batch.extend_seq_lens
         self._passes.append({})
@@ -66,7 +47,7 @@ class ActivationRecorder:
             return
         if self._bytes + values.nbytes > MAX_RECORDED_BYTES:
             self.stop()
-            self._passes.pop()  # an incomplete pass is of no use
+            self._passes.pop()  # the incomplete pass
             return
         record = self._passes[-1]
         rows = len(record["tokens"]) if "tokens" in record and name not in ("lm_head", "logit_rows") else len(values)
@@ -79,7 +60,7 @@ class ActivationRecorder:
         self._handles = []
 
     def write(self, file: Path) -> None:
-        """Stop, and write the recording. Raise FileExistsError."""
+        """Stop recording and write `file`. Raise FileExistsError if it exists."""
         self.stop()
         if file.exists():
             raise FileExistsError(file)

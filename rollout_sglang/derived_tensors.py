@@ -1,14 +1,14 @@
-"""Account for every tensor that an engine rank can compute with, after a sync has proved bytes and before anything is served.
+"""Check of every tensor that an engine rank can compute with, after a sync has proved bytes and before anything is served.
 
-A tensor is one of these; any other is refused by name:
+A tensor belongs to one of these kinds; any other tensor is refused by name:
 
     proved      it lies in memory that the sync filled and hashed
-    derived     `DERIVED`: made from proved bytes, made again here by the contract's formulas, and compared bit by bit
-    constant    `CONSTANTS`: never changes; its digest is the one of the engine's start
-    scratch     `SCRATCH`: written before it is read, at every use
+    derived     `DERIVED`: derived from proved bytes, recomputed here by the contract's formulas and compared bitwise
+    constant    `CONSTANTS`: it never changes; its digest equals that of the engine's start
+    scratch     `SCRATCH`: it is written before it is read, at every use
 
-A new family that keeps another tensor needs one line in one of these tables. No tensor may move: a captured CUDA graph reads where it lay
-when it was captured.
+A new model family that keeps another tensor needs one line in one of these tables. No tensor may move, because a captured CUDA graph reads
+the address at which it lay when it was captured.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Callable, Iterable, Mapping
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,15 +27,12 @@ from parallel.digest import Hash, as_byte_matrix, flat_bytes
 from rollout_sglang.hooks import dequant_cache
 from rollout_sglang.tensor_walk import FoundTensor, find_tensors
 
-Derive = Callable[[Any], torch.Tensor]
-"""The module that keeps a tensor -> what the tensor must be."""
+Derive = Callable[[Any], torch.Tensor]  # recomputes a tensor from the module that holds it
 
 
 def _unfold_kv_b(attention: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the key's and the value's part of MLA's kv_b_proj, [heads, width of a head, latent], in the dtype that multiplies with them.
-
-    INT8 as in SGLang's `post_load_weights`: BF16 values, each times its row's scale in BF16.
-    """
+    """Return the key and value parts of MLA's kv_b_proj, `[heads, head width, latent]`, in the dtype that multiplies with them. INT8 as
+    in SGLang's `post_load_weights`: BF16 values, each multiplied by its row's scale in BF16."""
     layer = attention.kv_b_proj
     weight = layer.weight.detach()
     if weight.dtype == torch.float8_e4m3fn:
@@ -49,48 +47,42 @@ def _split_heads(rows: torch.Tensor, keys: int, values: int) -> tuple[torch.Tens
     return key_part, value_part
 
 
-def _absorbed(part: int) -> Derive:
-    """`w_kc` (part 0) and `w_vc` (part 1). With DeepGEMM's products they are the FP8 bytes, their scales in `w_scale_k` and `w_scale_v`."""
-
-    def derive(attention: Any) -> torch.Tensor:
-        if getattr(attention, "use_deep_gemm_bmm", False):
-            layer = attention.kv_b_proj
-            tensor = _split_heads(layer.weight.detach(), attention.qk_nope_head_dim, attention.v_head_dim)[part]
-            return tensor if part else tensor.transpose(1, 2)
-        tensor = _unfold_kv_b(attention)[part]
-        return tensor.transpose(1, 2) if part else tensor
-
-    return derive
+def _absorbed(part: int, attention: Any) -> torch.Tensor:
+    """Return `w_kc` (part 0) or `w_vc` (part 1). With DeepGEMM's products they hold FP8 bytes, with scales in `w_scale_k` and
+    `w_scale_v`."""
+    deep_gemm = getattr(attention, "use_deep_gemm_bmm", False)
+    if deep_gemm:
+        parts = _split_heads(attention.kv_b_proj.weight.detach(), attention.qk_nope_head_dim, attention.v_head_dim)
+    else:
+        parts = _unfold_kv_b(attention)
+    return parts[part].transpose(1, 2) if bool(part) != deep_gemm else parts[part]
 
 
-def _absorbed_scale(part: int) -> Derive:
-    def derive(attention: Any) -> torch.Tensor:
-        scale = attention.kv_b_proj.weight_scale_inv.detach()
-        tensor = _split_heads(scale, attention.qk_nope_head_dim // 128, attention.v_head_dim // 128)[part]
-        return tensor if part else tensor.transpose(1, 2)
-
-    return derive
+def _absorbed_scale(part: int, attention: Any) -> torch.Tensor:
+    scale = attention.kv_b_proj.weight_scale_inv.detach()
+    tensor = _split_heads(scale, attention.qk_nope_head_dim // 128, attention.v_head_dim // 128)[part]
+    return tensor if part else tensor.transpose(1, 2)
 
 
 DERIVED: dict[str, Derive] = {
-    "*.w_kc": _absorbed(0),
-    "*.w_vc": _absorbed(1),
-    "*.w_scale_k": _absorbed_scale(0),
-    "*.w_scale_v": _absorbed_scale(1),
+    "*.w_kc": partial(_absorbed, 0),
+    "*.w_vc": partial(_absorbed, 1),
+    "*.w_scale_k": partial(_absorbed_scale, 0),
+    "*.w_scale_v": partial(_absorbed_scale, 1),
 }
-"""Pattern of a path -> how it is made."""
+"""Pattern of a path -> function that recomputes the tensor."""
 CONSTANTS: dict[str, str] = {
     "*cos_sin_cache": "rotary embedding",
     "*.inv_freq": "rotary embedding",
-    "*.[kv]_scale": "SGLang's own of a KV cache in FP8: 1 (`hooks.kv_cache_scales`)",
-    "*._fused_[kv]_scale": "the same, of SGLang's fused Qwen3 kernel",
+    "*.[kv]_scale": "SGLang's own scale of an FP8 KV cache, which is 1 (`hooks.kv_cache_scales`)",
+    "*._fused_[kv]_scale": "the same for SGLang's fused Qwen3 kernel",
     "*.expert_mask_gpu": "which experts this rank has",
     "*.local_expert_mapping": "which experts this rank has",
     "*.ab_strides[12]": "CUTLASS's experts",
     "*.c_strides[12]": "CUTLASS's experts",
     "*.active_ranks*": "of a process group",
 }
-"""Pattern of a path -> what it is."""
+"""Pattern of a path -> description of the tensor."""
 SCRATCH: dict[str, str] = {
     "*.quant_method.workspace": "CUTLASS's experts",
     "*.quant_method.*_ptr*": "CUTLASS's experts",
@@ -99,11 +91,11 @@ SCRATCH: dict[str, str] = {
     "*.ca_comm.*": "buffers of a process group",
     "*.pynccl_comm.*": "buffers of a process group",
 }
-"""Pattern of a path -> whose it is."""
+"""Pattern of a path -> description of the tensor's user."""
 
 
 class ServedTensors:
-    """One rank's account. Made when the engine is up, before its first sync."""
+    """Record of one rank's tensors, made when the engine is up and before its first sync."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         found = list(find_tensors(model))
@@ -111,10 +103,8 @@ class ServedTensors:
         self._constants = {each.path: _fingerprint(each.tensor) for each in found if _matches(each.path, CONSTANTS)}
 
     def check(self, model: torch.nn.Module, proved: Mapping[str, torch.Tensor]) -> dict[str, int]:
-        """Return how many tensors were found of each kind. Raise ValueError, by name, for the first that is not what it must be.
-
-        `proved`: the live tensors whose bytes the sync has proved.
-        """
+        """Return the number of tensors of each kind. Raise ValueError, by name, for the first tensor that fails its check. `proved`: the
+        live tensors whose bytes the sync has proved."""
         memory, counts = ProvedMemory(proved), {"proved": 0, "derived": 0, "constant": 0}
         for found in find_tensors(model):
             if not found.tensor.numel() or _matches(found.path, SCRATCH):
@@ -128,7 +118,7 @@ class ServedTensors:
             elif _matches(found.path, CONSTANTS):
                 kind, fingerprint = "constant", _fingerprint(found.tensor)
                 if self._constants.setdefault(found.path, fingerprint) != fingerprint:
-                    raise ValueError(f"{found.path} is a constant, and has changed since the engine started")
+                    raise ValueError(f"{found.path} is a constant, but has changed since the engine started")
             else:
                 raise ValueError(f"{_describe(found)} is neither filled by the sync nor known to rollout_sglang/derived_tensors.py")
             counts[kind] += 1
@@ -137,11 +127,12 @@ class ServedTensors:
 
     def _check_address(self, found: FoundTensor) -> None:
         if self._addresses.setdefault(found.path, found.tensor.data_ptr()) != found.tensor.data_ptr():
-            raise ValueError(f"{found.path} has moved in memory since the engine started: CUDA graphs read its old place")
+            raise ValueError(f"{found.path} has moved in memory since the engine started: CUDA graphs read its old address")
 
 
 def find_unknown(model: torch.nn.Module, filled: Iterable[torch.Tensor]) -> list[str]:
-    """Describe what `ServedTensors.check` would refuse as unknown, of a model whose tensors may have no memory. `filled`: by a sync."""
+    """Describe the tensors that `ServedTensors.check` would refuse as unknown. Works for tensors without memory. `filled`: tensors that
+    a sync fills."""
     storages = {tensor.untyped_storage()._cdata for tensor in filled}
     return [
         _describe(found)
@@ -153,20 +144,20 @@ def find_unknown(model: torch.nn.Module, filled: Iterable[torch.Tensor]) -> list
 
 
 class ProvedMemory:
-    """The places in memory that proved tensors take up."""
+    """The memory ranges of proved tensors."""
 
     def __init__(self, proved: Mapping[str, torch.Tensor]) -> None:
         self._spans = sorted(_span(tensor) for tensor in proved.values() if tensor.numel())
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Return whether all of a tensor lies within one of them."""
+        """Return whether a tensor lies completely within one of the ranges."""
         first, end = _span(tensor)
         place = bisect.bisect_right(self._spans, (first, float("inf"))) - 1
         return place >= 0 and self._spans[place][0] <= first and end <= self._spans[place][1]
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, float]:
-    """Return a tensor's first byte, and the first behind it."""
+    """Return the address of a tensor's first byte, and the address after its last byte."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
 
@@ -176,18 +167,18 @@ def _describe(found: FoundTensor) -> str:
 
 
 def _matches(path: str, rules: Mapping[str, Any]) -> Any:
-    """Return what the first fitting rule says, None if none fits."""
+    """Return the value of the first matching rule, or None if no rule matches."""
     return next((value for pattern, value in rules.items() if fnmatchcase(path, pattern)), None)
 
 
 def _compare(found: FoundTensor, expected: torch.Tensor) -> None:
     actual = found.tensor.detach()
     if (actual.dtype, actual.shape) != (expected.dtype, expected.shape):
-        raise ValueError(f"{found.path} is {actual.dtype} {list(actual.shape)}, made again {expected.dtype} {list(expected.shape)}")
+        raise ValueError(f"{found.path} is {actual.dtype} {list(actual.shape)}, recomputed {expected.dtype} {list(expected.shape)}")
     wrong = (flat_bytes(actual) != flat_bytes(expected)).view(actual.numel(), -1).any(1)
     if wrong.any():
         raise ValueError(
-            f"{found.path} is stale: {int(wrong.sum())} of its {actual.numel()} values are not those made from the proved bytes"
+            f"{found.path} is stale: {int(wrong.sum())} of its {actual.numel()} values differ from those computed from the proved bytes"
         )
 
 

@@ -1,4 +1,4 @@
-"""Detect an engine that hangs: while it works, ping it periodically."""
+"""Health monitor: pings an engine periodically while it works, to detect that it hangs."""
 
 from __future__ import annotations
 
@@ -12,10 +12,8 @@ _MAX_INTERVAL = 5.0
 
 
 class HealthMonitor:
-    """Calls `ping` while the engine works, and `on_unresponsive` once if `ping` raises RunError, as it must after `seconds` without answer.
-
-    A hang is noticed within twice `seconds`. Any number of threads may work at a time; one more thread pings.
-    """
+    """Calls `ping` while the engine works, and `on_unresponsive` once if `ping` raises RunError, which it must after `seconds` without
+    an answer. A hang is noticed within twice `seconds`. Any number of threads may work at the same time; one additional thread pings."""
 
     def __init__(self, ping: Callable[[], object], on_unresponsive: Callable[[], None], seconds: float) -> None:
         self._ping, self._on_unresponsive, self._interval = ping, on_unresponsive, min(seconds, _MAX_INTERVAL)
@@ -39,7 +37,7 @@ class HealthMonitor:
                     self._stop_event.set()
 
     def suspend(self) -> None:
-        """Stop pinging until `resume`: the engine's next answers may take long."""
+        """Stop pinging until `resume`, because the engine's next answers may take long."""
         with self._lock:
             self._suspended = True
             self._stop_event.set()

@@ -1,11 +1,14 @@
-"""Start an engine's processes, one on each of its nodes: their arguments, environment, ports and key."""
+"""Arguments, environment, ports and key of an engine's server processes, one on each of its nodes."""
 
 from __future__ import annotations
 
 import errno
+import functools
 import os
+import re
 import secrets
 import socket
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +19,7 @@ from megatron_rl.config import Config
 from megatron_rl.errors import UserError
 from megatron_rl.hf.files import read_config
 from megatron_rl.precision.contract import PrecisionContract
-from megatron_rl.precision.ops.threads import count_threads
+from megatron_rl.precision.threads import count_threads
 from megatron_rl.rollout import memory_saver
 from megatron_rl.rollout.engine_placement import (
     LAUNCHER_VARIABLE,
@@ -27,17 +30,17 @@ from megatron_rl.rollout.engine_placement import (
     place_engine,
 )
 from rollout_sglang.hooks import adapters, gpu_activation_quant, kv_cache_scales, tree_reduction
-from rollout_sglang.model_files import leave_out_other_models
 from rollout_sglang.platform.activate import NAME as CPU_PLATFORM
 from rollout_sglang.process import API_KEY_VARIABLE, THREADS_VARIABLE, EngineProcess, EngineProcesses
-from rollout_sglang.server_options import make_arguments
+from rollout_sglang.server_options import find_sglang_folder, make_arguments
 
+DISABLED_MODELS_VARIABLE = "SGLANG_DISABLED_MODEL_ARCHS"
 _PRECOMPILE = "SGLANG_JIT_DEEPGEMM_PRECOMPILE"
-"""By default SGLang compiles DeepGEMM's kernels for 16,384 batch sizes before it is ready, by its own words in 10 to 20 minutes, longer
-than `rollout.start_timeout`. Switched off, each kernel is compiled at its first use, in seconds."""
+"""By default, SGLang compiles DeepGEMM's kernels for 16,384 batch sizes before it is ready, which it says takes 10 to 20 minutes, longer
+than `rollout.start_timeout`. If this is off, each kernel is compiled at its first use, in seconds."""
 
 _PREFILL_GRAPHS = {"cuda_graph_backend_prefill", "disable_prefill_cuda_graph", "disable_cuda_graph", "cuda_graph_config"}
-"""Arguments of SGLang by which a user decides of CUDA graphs of prefill."""
+"""SGLang's arguments for CUDA graphs of prefill."""
 
 
 class LaunchedServer(NamedTuple):
@@ -45,25 +48,23 @@ class LaunchedServer(NamedTuple):
 
     process: EngineProcesses
     url: str
-    api_key: str
-    """Every request must carry it."""
+    api_key: str  # key that every request must carry
 
 
 @dataclass(frozen=True)
 class EngineLaunchSpec:
-    """Everything needed to start engine `number` of a run; every start uses a new port and key."""
+    """Everything needed to start engine `number` of a run. Every start uses new ports and a new key."""
 
     config: Config
     model_path: Path
     log_dir: Path
     number: int = 0
     empty: bool = False
-    """Start without weights: SGLang makes some up, and nothing is served before a sync has replaced them."""
-    arguments: tuple[str, ...] = ()
-    """More arguments of SGLang, for benchmarks."""
+    """Start with dummy weights. Nothing is served before a sync has replaced them."""
+    arguments: tuple[str, ...] = ()  # additional SGLang arguments, for benchmarks
 
     def start_process(self) -> LaunchedServer:
-        """Start the server without waiting for it, on all its nodes. Raise UserError if the first cannot be bound."""
+        """Start the server on all its nodes without waiting for it. Raise UserError if the address of the first node cannot be bound."""
         rollout, contract = self.config.rollout, PrecisionContract.from_config(self.config.precision)
         placements = place_engine(rollout, self.number)
         architectures = read_config(self.model_path).get("architectures") or ()
@@ -86,7 +87,7 @@ class EngineLaunchSpec:
 def make_server_arguments(
     config: Config, contract: PrecisionContract, model_path: Path, port: int, placement: EnginePlacement, meeting: str
 ) -> list[str]:
-    """`meeting`: where the ranks of several nodes find each other."""
+    """Return the server's command-line arguments. `meeting`: address at which the ranks of several nodes find each other."""
     rollout = config.rollout
     options: dict[str, Any] = {
         "host": placement.host,
@@ -117,10 +118,10 @@ def make_server_arguments(
         options["base-gpu-id"] = get_base_gpu_id(config, placement)
         if config.placement.kind == "colocated":
             flags.append("enable-memory-saver")
-            if not _PREFILL_GRAPHS & rollout.sglang.keys():  # SGLang's default for prefill, breakable graphs, cannot be released
+            if not _PREFILL_GRAPHS & rollout.sglang.keys():  # SGLang's default, breakable graphs, cannot be released
                 options["cuda-graph-backend-prefill"] = "disabled"
     else:
-        # the cache's size is max-total-tokens; SGLang's own estimate compares the free memory of a machine that other programs use too
+        # the cache size is max-total-tokens; SGLang's own estimate relies on free memory, which other programs use too
         options |= {"device": "cpu", "attention-backend": "torch_native", "mem-fraction-static": 0.9}
         flags.append("disable-overlap-schedule")
     words = [part for name, value in options.items() for part in (f"--{name}", str(value))] + [f"--{flag}" for flag in flags]
@@ -146,22 +147,42 @@ def make_environment(config: Config, contract: PrecisionContract, placement: Eng
         "SGLANG_CPU_OMP_THREADS_BIND": "|".join(str((first + rank) % cores) for rank in range(rollout.ranks_per_node)),
         **interface,
         **contracted,
-        # glibc would give every large tensor's pages back, and the next one fault them in again, half of a long product's time;
-        # `memory_release` gives them back
+        # glibc would return the pages of every large tensor, and the next tensor would fault them in again, half the time of a long
+        # product; `rank_handler.release_cache` returns them
         "MALLOC_MMAP_MAX_": "0",
         "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
-        "TORCHDYNAMO_DISABLE": "1",  # there is nothing to compile for, and its guards fail on the stub of Triton
+        "TORCHDYNAMO_DISABLE": "1",  # there is nothing to compile for, and its guards fail on the Triton stub
     }
 
 
+def leave_out_other_models(architectures: Sequence[str]) -> dict[str, str]:
+    """Return environment variables that keep SGLang from importing the files of other models, which takes 4 s of a core at every start.
+    SGLang still imports the files that define these `architectures` (of config.json) and their drafts (`...NextN`, `...Eagle`). Empty if
+    no file defines them; SGLang then reports the error itself."""
+    definitions = _find_definitions()
+    needed = {file for name, files in definitions.items() if name.startswith(tuple(architectures)) for file in files}
+    every = {file for files in definitions.values() for file in files}
+    return {DISABLED_MODELS_VARIABLE: ",".join(sorted(every - needed))} if needed else {}
+
+
+@functools.cache
+def _find_definitions() -> dict[str, list[str]]:
+    """Return the files of SGLang's models that define each class, without importing them."""
+    folder, definitions = find_sglang_folder(), dict[str, list[str]]()
+    for file in sorted((folder / "srt" / "models").glob("*.py")) if folder else ():
+        for name in re.findall(r"^class (\w+)", file.read_text(), re.MULTILINE):
+            definitions.setdefault(name, []).append(file.stem)
+    return definitions
+
+
 def _free_ports(placement: EnginePlacement, engines_on_node: int) -> tuple[int, int]:
-    """Return two ports below those that Linux hands out by itself: an engine binds them seconds later, and until then nobody is given
-    them."""
+    """Return two ports below the range that Linux assigns by itself, so that nobody takes them before the engine binds them seconds
+    later."""
     step = 2 * engines_on_node
     while True:
         port = 20000 + secrets.randbelow(10000 // step) * step + 2 * placement.index
         try:
-            if not placement.launcher:  # elsewhere a taken port fails the start; engines of one node never choose the same
+            if not placement.launcher:  # on other nodes, a taken port fails the start; engines of one node never choose the same port
                 for each in (port, port + 1):
                     socket.create_server((placement.host, each)).close()
             return port, port + 1

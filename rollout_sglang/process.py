@@ -1,4 +1,4 @@
-"""Start, watch and end the server processes of an engine, one on each of its nodes, with all their descendants."""
+"""Server processes of an engine, one on each of its nodes: starts, watches and ends them with all their descendants."""
 
 from __future__ import annotations
 
@@ -16,9 +16,8 @@ import psutil
 from megatron_rl.rollout.engine_placement import LAUNCHER_VARIABLE
 
 API_KEY_VARIABLE = "MEGATRON_RL_ENGINE_KEY"
-"""Carries the run's API key: everybody on a machine can read command lines, but not environments."""
-THREADS_VARIABLE = "MEGATRON_RL_ENGINE_THREADS"
-"""Carries how many threads each of an engine's scheduler processes has on a CPU."""
+"""Environment variable with the API key. Command lines are readable by all users of a machine, environments are not."""
+THREADS_VARIABLE = "MEGATRON_RL_ENGINE_THREADS"  # environment variable with the number of threads of each scheduler process on a CPU
 _TAIL_LINES = 25
 _GRACE_SECONDS = 10.0
 _POLL_SECONDS = 0.05
@@ -27,14 +26,14 @@ _TORCHRUN_PREFIXES = ("TORCHELASTIC_", "ROLE_")
 
 
 def _clean_environment() -> dict[str, str]:
-    """Return this process's environment without torchrun's variables, with which the engine would wait to join the trainer's process
-    group, and without the launchers of all nodes, as an engine gets its own."""
+    """Return this process's environment without torchrun's variables, with which the engine would try to join the trainer's process
+    group, and without the launchers of all nodes. An engine gets its own launcher."""
     removed = _TORCHRUN_NAMES | {LAUNCHER_VARIABLE}
     return {name: value for name, value in os.environ.items() if name not in removed and not name.startswith(_TORCHRUN_PREFIXES)}
 
 
 class EngineProcess:
-    """One server process in a session of its own; its output goes to `log`."""
+    """One server process in its own session. Its output goes to `log`."""
 
     def __init__(self, arguments: list[str], environment: dict[str, str], log: Path, module: str = "rollout_sglang.server") -> None:
         self.log = log
@@ -55,40 +54,37 @@ class EngineProcess:
         return self._process.pid
 
     def exit_code(self) -> int | None:
-        """Return the exit code, None while the process runs."""
+        """Return the exit code, or None while the process runs."""
         return self._process.poll()
 
     def remember_children(self) -> None:
-        """Note all descendants, so that they can be ended even if the server dies first."""
+        """Record all descendants, so that they can be ended even if the server dies first."""
         with contextlib.suppress(psutil.Error):
             self._children = psutil.Process(self.pid).children(recursive=True)
 
     def get_memory_mb(self) -> float:
-        """Return the MiB resident in all processes together; pages that they share count in each."""
+        """Return the resident MiB of all processes together. Shared pages count in each process."""
         with contextlib.suppress(psutil.Error):
             server = psutil.Process(self.pid)
             return sum(process.memory_info().rss for process in (server, *server.children(recursive=True))) / 2**20
         return 0.0
 
     def log_tail(self) -> str:
-        """Return the last lines of the log."""
         with contextlib.suppress(OSError):
             return "\n".join(self.log.read_text(errors="replace").splitlines()[-_TAIL_LINES:])
         return ""
 
     def stop(self) -> None:
-        """End all descendants by SIGTERM, and by SIGKILL those that still run after the grace period; the server ends with them."""
+        """Send SIGTERM to all descendants, and SIGKILL to those still running after the grace period. The server ends with them."""
         self._end(psutil.Process.terminate)
 
     def kill(self) -> None:
-        """End the server and all its descendants at once: for processes that may be stopped or stuck.
-
-        Stop a launcher by SIGTERM even so: killed, it would leave its engine running.
-        """
+        """Kill the server and all its descendants immediately, even if they are stopped or stuck. A launcher gets SIGTERM, because
+        killing it would leave its engine running."""
         self._end(psutil.Process.terminate if self._has_launcher else _kill)
 
     def _end(self, end: Callable[[psutil.Process], None]) -> None:
-        """Call `end` with each process, wait until they have ended, and kill those that do not in time."""
+        """Call `end` with each process, wait until they have ended, and kill those that do not end in time."""
         if self.exit_code() is None:
             self.remember_children()
         processes = list(self._children)
@@ -97,7 +93,7 @@ class EngineProcess:
         for process in processes:
             with contextlib.suppress(psutil.Error):
                 end(process)
-        if not self._has_launcher:  # a server would wait 5 s, to examine the schedulers that ended
+        if not self._has_launcher:  # a server would wait 5 s to examine the ended schedulers
             _wait_for_end([process for process in self._children if not _is_tracker(process)])
             self._process.kill()
         for process in _wait_for_end(processes):
@@ -108,7 +104,7 @@ class EngineProcess:
 
 
 class EngineProcesses:
-    """The server processes of one engine, that of its first node first. The engine is lost with the first of them that ends."""
+    """The server processes of one engine, starting with its first node. The engine is lost when any of them ends."""
 
     def __init__(self, nodes: Sequence[EngineProcess]) -> None:
         self._nodes = nodes
@@ -120,7 +116,7 @@ class EngineProcesses:
 
     @property
     def log(self) -> Path:
-        """Of the process that ended first, or of the first node."""
+        """Log of the process that ended first, or of the first node."""
         return (self._find_ended() or self._nodes)[0].log
 
     def has_ended(self) -> bool:
@@ -128,19 +124,19 @@ class EngineProcesses:
         return bool(self._find_ended())
 
     def wait_for_end(self, seconds: float) -> bool:
-        """Return whether any of the processes ends within `seconds`, or has ended."""
+        """Return whether any of the processes has ended or ends within `seconds`."""
         deadline = time.monotonic() + seconds
         while not self.has_ended() and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS)
         return self.has_ended()
 
     def describe_end(self) -> str:
-        """Return how those processes ended that did so first, such as "exit code -9"."""
+        """Describe how the processes that ended first ended, such as "exit code -9"."""
         many = len(self._nodes) > 1
         return ", ".join(f"exit code {node.exit_code()}" + f" on node {self._nodes.index(node)}" * many for node in self._find_ended())
 
     def log_tail(self) -> str:
-        """Return the last lines of the log of each process that ended first, or of the first node's."""
+        """Return the last lines of the log of each process that ended first, or of the first node."""
         return "\n".join(node.log_tail() for node in self._find_ended() or self._nodes[:1])
 
     def remember_children(self) -> None:
@@ -151,26 +147,26 @@ class EngineProcesses:
         return sum(node.get_memory_mb() for node in self._nodes)
 
     def stop(self) -> None:
-        """See `EngineProcess.stop`; all nodes at a time."""
+        """See `EngineProcess.stop`. Runs on all nodes in parallel."""
         self._end(EngineProcess.stop)
 
     def kill(self) -> None:
-        """See `EngineProcess.kill`; all nodes at a time."""
+        """See `EngineProcess.kill`. Runs on all nodes in parallel."""
         self._end(EngineProcess.kill)
 
     def _end(self, end: Callable[[EngineProcess], None]) -> None:
-        self._find_ended()  # those that are ended here are no failures
+        self._find_ended()  # processes ended below are not failures
         with ThreadPoolExecutor(len(self._nodes)) as threads:
             list(threads.map(end, self._nodes))
 
     def _find_ended(self) -> list[EngineProcess]:
-        """Return the processes that had ended when one was first seen to have ended."""
+        """Return the processes that had ended when an end was first noticed."""
         self._ended = self._ended or [node for node in self._nodes if node.exit_code() is not None]
         return self._ended
 
 
 def _wait_for_end(processes: list[psutil.Process]) -> list[psutil.Process]:
-    """Wait for the grace period at most. Return those that still run; one that its parent has not asked for has ended."""
+    """Wait for at most the grace period. Return the processes that still run; a zombie has ended."""
     deadline = time.monotonic() + _GRACE_SECONDS
     while (running := [process for process in processes if _runs(process)]) and time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)
@@ -189,7 +185,7 @@ def _kill(process: psutil.Process) -> None:
 
 
 def _is_tracker(process: psutil.Process) -> bool:
-    """Is it one of Python's resource trackers, which end by themselves once they have cleaned up /dev/shm?"""
+    """Return whether this is a resource tracker of Python, which ends by itself once it has cleaned up /dev/shm."""
     with contextlib.suppress(psutil.Error):
         return "multiprocessing.resource_tracker" in " ".join(process.cmdline())
     return False

@@ -1,4 +1,4 @@
-"""The requests of a sync to the code inside every engine rank (`rollout_sglang.rank_handler`), whichever way they travel there."""
+"""Requests of a sync to the code inside every engine rank (`rollout_sglang.rank_handler`), independent of how they are transferred."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _FIRST_POLL_SECONDS, _LONGEST_POLL_SECONDS = 0.01, 0.5
 
 
 class RankRequests:
-    """The sync methods of `megatron_rl.rollout.engine.Engine`; a subclass implements how a request reaches the ranks."""
+    """The sync methods of `megatron_rl.rollout.engine.Engine`. A subclass implements the transfer of requests to the ranks."""
 
     def _ask_ranks(self, request: dict[str, Any]) -> list[dict[str, str]]:
         """Send a request to every engine rank and return their answers in rank order. Raise RunError if a rank failed."""
@@ -48,7 +48,7 @@ class RankRequests:
             answers = self._ask_ranks({"verb": "reread digests"})
             if not any(PENDING in answer for answer in answers):
                 return _list_digests(answers)
-            time.sleep(seconds)  # requests that run share the engine's time with these
+            time.sleep(seconds)  # running requests share the engine's time with these polls
             seconds = min(2 * seconds, _LONGEST_POLL_SECONDS)
 
     def digest_rects(self, rects_by_rank: Mapping[int, Sequence[NamedRect]]) -> dict[int, list[str]]:
@@ -64,11 +64,11 @@ class RankRequests:
         ]
 
     def tap(self) -> None:
-        """Let every rank record its operators' outputs from now on."""
+        """Start recording the outputs of operators on every rank."""
         self._ask_ranks({"verb": "tap"})
 
     def untap(self, folder: Path) -> list[Path]:
-        """Stop recording; each rank writes its recording (`rollout_sglang.activation_hooks`) into this existing folder of the engine's
+        """Stop recording. Each rank writes its recording (`rollout_sglang.activation_hooks`) into this existing folder on the engine's
         machine. Return the files."""
         return [Path(answer["file"]) for answer in self._ask_ranks({"verb": "untap", "folder": str(folder)})]
 

@@ -1,4 +1,4 @@
-"""Keep generation and weight changes apart: a change waits until no request runs, and new requests wait until it is over."""
+"""Request gate: separates generation from weight changes. A change waits until no request runs; new requests wait until it is over."""
 
 from __future__ import annotations
 
@@ -13,27 +13,24 @@ _POLL_SECONDS = 0.05
 
 
 class AnswersDroppedError(Exception):
-    """The answers of a request were computed with weights that were never proved: ask again."""
+    """The answers of a request were computed with weights that were never proved. The request must be repeated."""
 
 
 class RequestGate:
-    """Starts open. Threads that generate pass through it; one thread closes and opens it. No wait is longer than `timeout` seconds.
-
-    Whoever is inside while it holds does not leave before it opens: what he has got is not proved yet.
-
-    While `refusal` says something, it is what every request is refused with at once.
-    """
+    """Gate that generating threads pass through. Another thread closes and opens it. Initially open. No wait is longer than `timeout`
+    seconds. While the gate is holding, no thread can leave it, because its answer is not proved yet. If `refusal` is set, every request
+    is refused with this message immediately."""
 
     def __init__(self, timeout: float, refusal: str = "") -> None:
         self._timeout, self.refusal = timeout, refusal
         self._changed = threading.Condition()
         self._closed, self._inside, self._drops = False, 0, 0
-        self.holding = False
-        """Whether no one gets out."""
+        self.holding = False  # whether no request may leave
 
     @contextmanager
     def passing(self) -> Iterator[None]:
-        """Enclose a request. Raise RunError if it is refused or the gate stays closed, AnswersDroppedError for answers to be dropped."""
+        """Enclose a request. Raise RunError if it is refused or the gate stays closed, and AnswersDroppedError if its answers must be
+        dropped."""
         if self.refusal:
             raise RunError(self.refusal)
         with self._changed:
@@ -56,10 +53,8 @@ class RequestGate:
                 self._changed.notify_all()
 
     def drain(self, on_wait: Callable[[], None] | None = None) -> None:
-        """Close the gate and wait until no request is inside; call `on_wait` repeatedly while one is. What was held is dropped.
-
-        If a request stays inside, open the gate again and raise RunError.
-        """
+        """Close the gate and wait until no request is inside. Call `on_wait` repeatedly while requests are inside. Held answers are
+        dropped. If a request stays inside, open the gate again and raise RunError."""
         deadline = time.monotonic() + self._timeout
         with self._changed:
             self._drops += self.holding
@@ -73,13 +68,13 @@ class RequestGate:
                 on_wait()
 
     def hold(self, closed: bool) -> None:
-        """Let no request out; with `closed` none in either."""
+        """Let no request out. If `closed`, let no request in either."""
         with self._changed:
             self._closed, self.holding = closed, True
             self._changed.notify_all()
 
     def open(self) -> None:
-        """Let requests in, and out."""
+        """Let requests in and out."""
         with self._changed:
             self._closed = self.holding = False
             self._changed.notify_all()

@@ -1,14 +1,13 @@
-"""The engine's process: `python -m rollout_sglang.server --parent ... --host ... --port ...`, SGLang's HTTP server with our hooks verified.
+"""The engine's process: `python -m rollout_sglang.server --parent PID --host ... --port ...` runs SGLang's HTTP server with verified hooks.
 
-SGLang ends its parent process when a scheduler crashes, so the server runs in a process of its own, never inside the trainer.
-Importing this module installs the stub modules. Scheduler and detokenizer, which a GPU's server spawns and a CPU's forks, import it first,
+SGLang kills its parent process when a scheduler crashes, so the server runs in its own process and never inside the trainer. Importing this
+module installs the stub modules. The scheduler and the detokenizer, which are spawned on a GPU and forked on a CPU, import it first,
 because the two functions passed to SGLang are defined here.
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
 import multiprocessing.connection
 import os
 import shlex
@@ -20,6 +19,7 @@ import psutil
 
 from megatron_rl.rollout.engine_placement import LAUNCHER_VARIABLE
 from megatron_rl.versions import put_programs_on_path
+from megatron_rl.workers.process import die_with_parent
 from rollout_sglang import process
 from rollout_sglang.platform import stub_modules
 
@@ -28,8 +28,7 @@ if __name__ == "__mp_main__":  # a child that a GPU's server spawned
     stub_modules.block_megatron()
 
 _RENDEZVOUS_SECONDS = 600.0
-_NO_PARENT = 0
-"""Parent of an engine that a launcher started, and which ends with the launcher."""
+_NO_PARENT = 0  # parent id of an engine that a launcher started and that ends with the launcher
 
 
 def run_scheduler(*args: Any, **kwargs: Any) -> Any:
@@ -37,7 +36,7 @@ def run_scheduler(*args: Any, **kwargs: Any) -> Any:
     _die_with_server()
     from sglang.srt.managers.scheduler import run_scheduler_process
 
-    from megatron_rl.precision.ops.threads import lend_threads
+    from megatron_rl.precision.threads import lend_threads
     from rollout_sglang.hooks import registry
 
     registry.verify()
@@ -54,35 +53,25 @@ def run_detokenizer(*args: Any, **kwargs: Any) -> Any:
     return run_detokenizer_process(*args, **kwargs)
 
 
-def die_with_parent(parent: int, signum: signal.Signals = signal.SIGKILL) -> None:
-    """Let Linux send `signum` to this process when the thread that started it ends, for whatever reason, so that no engine is orphaned.
-
-    Prefer SIGKILL, the only signal that ends a stopped process.
-    """
-    ctypes.CDLL(None, use_errno=True).prctl(1, signum)  # PR_SET_PDEATHSIG
-    if os.getppid() != parent:  # it ended before the call
-        os.kill(os.getpid(), signum)
-
-
 def _die_with_server() -> None:
-    """End this child with the server, which may have ended already: SGLang asks for it later, and does not look."""
+    """End this child when the server ends, which may have happened already. SGLang also requests this, but later and without checking."""
     server = multiprocessing.parent_process()
     assert server is not None and server.pid is not None
     die_with_parent(server.pid)
 
 
 def main(arguments: list[str]) -> None:
-    """Serve until a signal ends the process. `arguments`: `--parent PID` first, then SGLang's arguments."""
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # a cluster warns every process by it; only the trainer reacts
+    """Serve until a signal ends the process. `arguments`: `--parent PID` followed by SGLang's arguments."""
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # a cluster's warning to every process; only the trainer reacts
     launcher = os.environ.pop(LAUNCHER_VARIABLE, "")
     if (parent := int(arguments[1])) != _NO_PARENT:
         die_with_parent(parent, signal.SIGTERM if launcher else signal.SIGKILL)
-    if launcher:  # it replaces this process, and ends the engine on SIGTERM
+    if launcher:  # it replaces this process and ends the engine on SIGTERM
         command = [*shlex.split(launcher), sys.executable, "-m", "rollout_sglang.server", "--parent", str(_NO_PARENT), *arguments[2:]]
         os.execvp(command[0], command)
     put_programs_on_path()
     stub_modules.block_megatron()
-    os.umask(0o077)  # SGLang's processes talk over Unix sockets in the temporary folder
+    os.umask(0o077)  # SGLang's processes communicate through Unix sockets in the temporary folder
     from rollout_sglang.hooks import registry
 
     registry.verify()
@@ -101,10 +90,11 @@ def main(arguments: list[str]) -> None:
 
 
 def _meet_ranks(arguments: list[str]) -> tuple[Any, list[str]]:
-    """Return the store in which the ranks find each other, to be kept, or None where another node has it, and SGLang's arguments for it."""
-    from parallel.transport.store import find_local_address, listening_store
+    """Set up the store in which the ranks find each other. Return the store, or None if another node has it, and SGLang's arguments for
+    it. The caller must keep the store alive."""
+    from parallel.transport.process_group import find_local_address, listening_store
 
-    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # a store of the ranks' own would listen everywhere
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # a store created by the ranks would listen on all addresses
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--host")
     parser.add_argument("--node-rank", type=int, default=0)
@@ -113,10 +103,10 @@ def _meet_ranks(arguments: list[str]) -> tuple[Any, list[str]]:
     if not options.dist_init_addr:
         store = listening_store(options.host, _RENDEZVOUS_SECONDS)
         return store, ["--nccl-port", str(store.port)]
-    # SGLang would wait for rank 0's word on SIGTERM, and the launcher's end must be this process's; see `_wait_for_schedulers`
+    # SGLang would wait for rank 0 on SIGTERM, but this process must end with its launcher, see `_wait_for_schedulers`
     os.environ["SGLANG_BLOCK_NONZERO_RANK_CHILDREN"] = "0"
     host, _, port = options.dist_init_addr.rpartition(":")
-    address = os.environ["SGLANG_HOST_IP"] = find_local_address(host)  # SGLang would take that of any interface
+    address = os.environ["SGLANG_HOST_IP"] = find_local_address(host)  # SGLang would take the address of any interface
     for name, entries in psutil.net_if_addrs().items():
         if address in [entry.address for entry in entries]:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
@@ -124,7 +114,7 @@ def _meet_ranks(arguments: list[str]) -> tuple[Any, list[str]]:
 
 
 def _wait_for_schedulers() -> None:
-    """Wait until one of this node's schedulers ends, then end this process, and so the others."""
+    """Wait until one of this node's schedulers ends, then end this process and thereby the other schedulers."""
     multiprocessing.connection.wait([scheduler.sentinel for scheduler in multiprocessing.active_children()])
     os._exit(1)
 

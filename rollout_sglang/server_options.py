@@ -1,7 +1,7 @@
-"""`[rollout.sglang]`: SGLang's own server arguments, of which those that would break the contract, the proof or the bits are refused.
+"""`[rollout.sglang]`: SGLang's own server arguments. Arguments that would break the precision contract, the proof or exactness are refused.
 
-Names, types and groups are read from SGLang's source (`sglang/srt/arg_groups/fields`), which is neither imported nor run: so a mistake is
-found before anything starts. What this table does not know is refused.
+Names, types and groups are parsed from SGLang's source (`sglang/srt/arg_groups/fields`) without importing it, so that a mistake is found
+before anything starts. Arguments that are unknown here are refused.
 """
 
 from __future__ import annotations
@@ -19,47 +19,47 @@ from typing import Any
 from megatron_rl.errors import UserError
 
 FIELD = "rollout.sglang"
-_PASSES = ""
-_OTHER_KERNELS = "computes with another kernel than the precision graph says"
+_ALLOWED = ""
+_OTHER_KERNELS = "computes with a different kernel than the precision graph says"
 _OTHER_WEIGHTS = "serves weights that no sync fills and proves"
-_OTHER_RANKS = "places ranks or weights where the sync does not look for them"
-_OLD_WEIGHTS = "keeps keys and values of older weights where a sync does not drop them"
-_NEVER_TRIED = "was never tried with this project's hooks"
+_OTHER_RANKS = "places ranks or weights where the sync does not expect them"
+_OLD_WEIGHTS = "keeps keys and values of older weights that a sync does not drop"
+_UNTESTED = "has not been tested with the hooks of this project"
 GROUPS = {
-    "Schedule": _PASSES,
+    "Schedule": _ALLOWED,
     "Memory": _OLD_WEIGHTS,
-    "ExecGraph": _PASSES,
-    "ExecComm": _PASSES,
-    "Observability": _PASSES,
-    "Model": "says what is served and in which format, which [model] and [precision] do",
+    "ExecGraph": _ALLOWED,
+    "ExecComm": _ALLOWED,
+    "Observability": _ALLOWED,
+    "Model": "sets the served model or its format, which [model] and [precision] do",
     "ExecKernel": _OTHER_KERNELS,
     "ExecMoe": _OTHER_KERNELS,
     "ExecDeterministic": _OTHER_KERNELS,
-    "ExecMamba": "is for layers that the trainer does not have",
+    "ExecMamba": "is for layers that the trainer does not support",
     "ExecDllm": "is for models that do not sample token by token",
-    "ExecFeatures": _NEVER_TRIED,
-    "ExecOverlap": _NEVER_TRIED,
+    "ExecFeatures": _UNTESTED,
+    "ExecOverlap": _UNTESTED,
     "ExecOffload": _OTHER_RANKS,
     "Parallel": _OTHER_RANKS,
-    "Device": "is decided by where the engine runs",
-    "Disagg": "splits prefill and decoding over servers, of which the sync knows one",
-    "Spec": "samples by another model's proposals, which nothing proves",
+    "Device": "is determined by the machine that the engine runs on",
+    "Disagg": "splits prefill and decoding over several servers, but the sync knows only one",
+    "Spec": "samples proposals of another model, which nothing proves",
     "Lora": _OTHER_WEIGHTS,
-    "Mm": "is for other inputs than text",
-    "Serving": "is of no use to a run, which talks to the engine in tokens",
+    "Mm": "is for inputs other than text",
+    "Serving": "has no use in a run, which exchanges tokens with the engine",
 }
-"""SGLang's groups of arguments: why they are refused."""
+"""SGLang's groups of arguments, with the reason why they are refused."""
 EXCEPTIONS = {
-    **dict.fromkeys(("watchdog_timeout", "soft_watchdog_timeout", "numa_node", "gc_threshold"), _PASSES),
-    **dict.fromkeys(("nccl_port", "dist_timeout", "context_length", "stream_interval", "batch_notify_size"), _PASSES),
+    **dict.fromkeys(("watchdog_timeout", "soft_watchdog_timeout", "numa_node", "gc_threshold"), _ALLOWED),
+    **dict.fromkeys(("nccl_port", "dist_timeout", "context_length", "stream_interval", "batch_notify_size"), _ALLOWED),
     **dict.fromkeys(("enable_torch_compile", "enable_torch_compile_debug_mode", "torch_compile_max_bs"), _OTHER_KERNELS),
     **dict.fromkeys(("boundary_reduction", "enable_quant_communications", "enable_flashinfer_allreduce_fusion"), _OTHER_KERNELS),
     **dict.fromkeys(("flashinfer_allreduce_fusion_backend", "enable_aiter_allreduce_fusion"), _OTHER_KERNELS),
-    **dict.fromkeys(("radix_eviction_policy", "radix_eviction_policy_config"), _PASSES),
-    **dict.fromkeys(("page_size", "enable_mixed_chunk", "swa_full_tokens_ratio", "c128_page_size"), _NEVER_TRIED),
-    **dict.fromkeys(("forward_hooks", "debug_tensor_dump_output_folder", "debug_tensor_dump_input_file"), _NEVER_TRIED),
+    **dict.fromkeys(("radix_eviction_policy", "radix_eviction_policy_config"), _ALLOWED),
+    **dict.fromkeys(("page_size", "enable_mixed_chunk", "swa_full_tokens_ratio", "c128_page_size"), _UNTESTED),
+    **dict.fromkeys(("forward_hooks", "debug_tensor_dump_output_folder", "debug_tensor_dump_input_file"), _UNTESTED),
 }
-"""Arguments that are treated otherwise than their group."""
+"""Arguments that are treated differently from their group."""
 SET_BY = {
     "model_path": "model.path",
     "dtype": "precision.high",
@@ -83,21 +83,26 @@ _TYPES: dict[str, tuple[type, ...]] = {"bool": (bool,), "int": (int,), "float": 
 
 @dataclass(frozen=True)
 class ServerArgument:
-    """An argument as SGLang's source declares it."""
+    """An argument as declared in SGLang's source."""
 
     group: str
-    types: frozenset[str]
-    """Names in its annotation."""
+    types: frozenset[str]  # names in its annotation
+
+
+def find_sglang_folder() -> Path | None:
+    """Return the folder of SGLang's package, without importing it, or None if it is not installed."""
+    found = find_spec("sglang")
+    return Path(found.submodule_search_locations[0]) if found and found.submodule_search_locations else None
 
 
 @cache
 def read_arguments() -> Mapping[str, ServerArgument]:
-    """Return SGLang's arguments by name; none where SGLang is not installed."""
-    found = find_spec("sglang")
-    if found is None or not found.submodule_search_locations:
+    """Return SGLang's arguments by name. Empty if SGLang is not installed."""
+    folder = find_sglang_folder()
+    if folder is None:
         return {}
     arguments = {}
-    for path in sorted((Path(found.submodule_search_locations[0]) / "srt" / "arg_groups" / "fields").glob("*.py")):
+    for path in sorted((folder / "srt" / "arg_groups" / "fields").glob("*.py")):
         for group in (node for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef)):
             for line in group.body:
                 if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name) and isinstance(line.annotation, ast.Subscript):
@@ -109,19 +114,19 @@ def read_arguments() -> Mapping[str, ServerArgument]:
 
 
 def check(options: Mapping[str, Any]) -> None:
-    """Raise UserError for the first argument that SGLang does not have, that breaks a promise, or whose value is of another type."""
+    """Raise UserError for the first argument that SGLang does not have, that is refused, or whose value has the wrong type."""
     known = read_arguments()
     for name, value in options.items():
         field = f"{FIELD}.{name}"
         if name in SET_BY:
-            raise UserError(field, value, f"is what {SET_BY[name]} says", f"set {SET_BY[name]}")
+            raise UserError(field, value, f"is set by {SET_BY[name]}", f"set {SET_BY[name]}")
         if not known:
-            continue  # the machine that has engines will say
+            continue  # the machine that runs the engines checks this
         if name not in known or name.startswith("_"):
             near = get_close_matches(name, known, 1)
-            raise UserError(field, value, "is no server argument of SGLang", f"did you mean {near[0]}?" if near else "leave it out")
+            raise UserError(field, value, "is not a server argument of SGLang", f"did you mean {near[0]}?" if near else "leave it out")
         argument = known[name]
-        if reason := EXCEPTIONS.get(name, GROUPS.get(argument.group, "is of a kind that this project does not know")):
+        if reason := EXCEPTIONS.get(name, GROUPS.get(argument.group, "is of a kind that is unknown to this project")):
             raise UserError(field, value, reason, "leave it out")
         wanted = [kind for kind in _TYPES if kind in argument.types]
         if wanted and not any(isinstance(value, _TYPES[kind]) and (kind == "bool") == isinstance(value, bool) for kind in wanted):
@@ -129,22 +134,22 @@ def check(options: Mapping[str, Any]) -> None:
 
 
 def check_tool_parser(name: str) -> None:
-    """Raise UserError where SGLang has no parser of that name; its source is read, not run."""
-    found = find_spec("sglang")
-    if found is None or not found.submodule_search_locations:
-        return  # the machine that has engines will say
-    source = Path(found.submodule_search_locations[0]) / "srt" / "function_call" / "function_call_parser.py"
+    """Raise UserError if SGLang has no tool parser of that name, according to its source."""
+    folder = find_sglang_folder()
+    if folder is None:
+        return  # the machine that runs the engines checks this
+    source = folder / "srt" / "function_call" / "function_call_parser.py"
     tables = [
         node for node in ast.walk(ast.parse(source.read_text())) if isinstance(node, ast.AnnAssign) and isinstance(node.value, ast.Dict)
     ]
     table = next(node.value for node in tables if isinstance(node.target, ast.Name) and node.target.id == "ToolCallParserEnum")
     known = [key.value for key in table.keys if isinstance(key, ast.Constant)]  # type: ignore[union-attr]
     if name not in known:
-        raise UserError("agent.tool_parser", name, "is no tool parser of SGLang", f"use one of {', '.join(sorted(map(str, known)))}")
+        raise UserError("agent.tool_parser", name, "is not a tool parser of SGLang", f"use one of {', '.join(sorted(map(str, known)))}")
 
 
 def make_arguments(options: Mapping[str, Any]) -> list[str]:
-    """Return the options as SGLang's command line has them. A flag that is false is left out."""
+    """Return the options as arguments of SGLang's command line. False flags are omitted."""
     words = []
     for name, value in options.items():
         flag = f"--{name.replace('_', '-')}"

@@ -1,4 +1,4 @@
-"""Find every tensor that a live model can compute with, wherever it is kept: in a module, its quantization method, a cache, a closure."""
+"""Search for every tensor that a live model can compute with, whether in a module, a quantization method, a cache or a closure."""
 
 from __future__ import annotations
 
@@ -10,24 +10,22 @@ from typing import Any, NamedTuple
 import torch
 
 _OWN_PACKAGES = ("sglang.", "rollout_sglang.", "megatron_rl.", "parallel.", "types.", "__main__.")
-"""Objects of these packages are looked into; `types`: SimpleNamespace."""
+"""Packages whose objects are searched. `types` is for SimpleNamespace."""
 
 
 class FoundTensor(NamedTuple):
-    """A tensor, with the first way that leads to it."""
+    """A tensor, with the first path that leads to it."""
 
-    path: str
-    """Such as `model.layers.0.self_attn.w_kc`."""
+    path: str  # path such as `model.layers.0.self_attn.w_kc`
     tensor: torch.Tensor
-    owner: torch.nn.Module
-    """The module in which it was found."""
+    owner: torch.nn.Module  # the module that holds the tensor
 
 
 def find_tensors(model: torch.nn.Module) -> Iterator[FoundTensor]:
-    """Yield every tensor below `model` once: parameters, buffers, plain attributes, those of quantization methods and other objects of the
-    engine, of tensors themselves, and what lists, dictionaries, partial functions and closures hold."""
+    """Yield every tensor below `model` once: parameters, buffers, plain attributes, and the contents of quantization methods, other
+    engine objects, tensors, containers, partial functions and closures."""
     seen: set[int] = set()
-    keep: list[Any] = []  # so that no id is used twice
+    keep: list[Any] = []  # so that no id is reused
     pending: list[tuple[str, Any, torch.nn.Module]] = [("", model, model)]
     while pending:
         path, value, owner = pending.pop()
@@ -43,7 +41,7 @@ def find_tensors(model: torch.nn.Module) -> Iterator[FoundTensor]:
 
 
 def _list_children(value: Any) -> list[tuple[str, Any]]:
-    """Return what an object holds, by name."""
+    """Return the contents of an object by name."""
     if isinstance(value, torch.nn.Module):
         own = {name: child for name, child in vars(value).items() if name not in ("_parameters", "_buffers", "_modules")}
         return list({**value._parameters, **value._buffers, **value._modules, **own}.items())
@@ -57,25 +55,13 @@ def _list_children(value: Any) -> list[tuple[str, Any]]:
         return [("self", value.__self__)]
     if isinstance(value, types.FunctionType):
         cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
-        return [(name, cell.cell_contents) for name, cell in cells if _is_filled(cell)]
+        return [(name, cell.cell_contents) for name, cell in cells if cell != types.CellType()]  # not empty
     if isinstance(value, torch.Tensor) or f"{type(value).__module__}.".startswith(_OWN_PACKAGES):
         return [*getattr(value, "__dict__", {}).items(), *_list_slots(value)]
     return []
 
 
 def _list_slots(value: Any) -> list[tuple[str, Any]]:
-    names = [
-        name for cls in type(value).__mro__ for name in _as_tuple(vars(cls).get("__slots__", ())) if not isinstance(value, torch.Tensor)
-    ]
+    slots = [vars(cls).get("__slots__", ()) for cls in type(value).__mro__ if not isinstance(value, torch.Tensor)]
+    names = [name for each in slots for name in ((each,) if isinstance(each, str) else each)]
     return [(name, getattr(value, name)) for name in names if hasattr(value, name)]
-
-
-def _as_tuple(slots: Any) -> tuple[str, ...]:
-    return (slots,) if isinstance(slots, str) else tuple(slots)
-
-
-def _is_filled(cell: types.CellType) -> bool:
-    try:
-        return cell.cell_contents is not ...
-    except ValueError:
-        return False

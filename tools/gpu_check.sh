@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# Check the GPU tier on this machine, then measure it: tests/gpu in parts, in 25 minutes. What passed is not run again.
-#   bash tools/gpu_check.sh                                # what did not pass yet
-#   bash tools/gpu_check.sh --quick                        # what needs no engine, in 5 minutes
+# Check and measure the GPU tier on this machine: run tests/gpu in parts, in at most 25 minutes. Parts that passed are not run again.
+#   bash tools/gpu_check.sh                                # parts that have not passed yet
+#   bash tools/gpu_check.sh --quick                        # parts that need no engine, in 5 minutes
 #   bash tools/gpu_check.sh --list                         # the parts, and which passed
-#   bash tools/gpu_check.sh kernels speed-sync --again     # these parts, also if they passed
-#   bash tools/gpu_check.sh kernels -- -k backends         # what follows -- goes to pytest
-#   PYTHON=python3 OUT=DIR bash tools/gpu_check.sh         # another interpreter than .venv-gpu's or .venv's, another folder than benchmarks/
-# Writes OUT/<gpu>-<date>/<part>.xml (JUnit: every check) and .json (pytest-benchmark: every figure). Compiled kernels, and what passed, are
-# kept in $SGLANG_CACHE_DIR, by default ~/.cache/megatron-rl-kernels.
-# Exit code 0: all passed; 1: something is not as it should be; 2: no GPU, or a wrong option; 124: the time was up: run it again to go on.
+#   bash tools/gpu_check.sh kernels speed-sync --again     # these parts, even if they passed
+#   bash tools/gpu_check.sh kernels -- -k backends         # pass the options after -- to pytest
+#   PYTHON=python3 OUT=DIR bash tools/gpu_check.sh         # use another interpreter than that of .venv-gpu or .venv, and another folder than benchmarks/
+# Writes OUT/<gpu>-<date>/<part>.xml (JUnit: every check) and .json (pytest-benchmark: every figure). Compiled kernels and the record of passed
+# parts are kept in $SGLANG_CACHE_DIR (default: ~/.cache/megatron-rl-kernels).
+# Exit code 0: all parts passed; 1: a part failed; 2: no GPU or a wrong option; 124: out of time, run it again to continue.
 set -euo pipefail
 
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)
@@ -19,7 +19,7 @@ for candidate in .venv-gpu/bin/python .venv/bin/python python3; do
 done
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
 gpu=$("${python:-python3}" -c 'import torch; print(torch.cuda.get_device_name())' 2>/dev/null) || {
-  echo "gpu_check: no NVIDIA GPU that torch sees; megatron-rl doctor says what is missing" >&2
+  echo "gpu_check: no NVIDIA GPU that torch can use; megatron-rl doctor shows what is missing" >&2
   exit 2
 }
-exec "$python" tools/checks/gpu_parts.py "$gpu" "$@"
+exec "$python" tools/gpu_parts.py "$gpu" "$@"

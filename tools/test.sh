@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Set up, then lint, check formats and types, and run the tests that need no GPU.
-#   --all   also the tests marked `long`: a real SLURM, kills, soaks, eight ranks, full matrices. Comes first.
+# Install if needed, lint, check formatting and types, and run the tests that need no GPU.
+#   --all   also run the tests marked `long`: a real SLURM, kills, eight ranks, full matrices. Must be the first argument.
 # Other arguments go to pytest: bash tools/test.sh tests/unit -k config
 set -euo pipefail
 
@@ -15,10 +15,10 @@ $python -m ruff check .
 $python -m ruff format --check --quiet . || { echo "not formatted: run $python -m ruff format ." >&2; exit 1; }
 types=$(mktemp)
 trap 'kill $mypy 2>/dev/null || true; rm -f "$types"' EXIT
-$python -m mypy >"$types" 2>&1 & # one core for a minute: beside the tests, which often wait
+$python -m mypy >"$types" 2>&1 & # takes one core for a minute; runs beside the tests, which often wait
 mypy=$!
 status=0
-$python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "$selection" "$@" || status=$? # files with engines come before the short ones; a file stays on one worker
+$python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "$selection" "$@" || status=$? # testpaths puts files with engines first; each file stays on one worker
 wait $mypy || status=$?
 cat "$types"
 exit $status

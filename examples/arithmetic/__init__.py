@@ -1,5 +1,1 @@
-"""The demo: a small model, made here, learns multi-step arithmetic by reinforcement learning, with a calculator where one is configured.
-
-All of it is named in configurations as a user's own would be: `task` is a data source, `reward` a reward, `calculator` an environment.
-`warm_start` makes the model beforehand.
-"""
+"""The demo: a small model learns multi-step arithmetic by RL. `warm_start` makes the model; the other modules are plugs."""

@@ -1,7 +1,4 @@
-"""A byte-level tokenizer: one entry per byte and three special tokens, 259 in all.
-
-It encodes any text, learns nothing and needs no download: right for a model made from scratch.
-"""
+"""A byte-level tokenizer with one token per byte and three special tokens. It needs no training and no download."""
 
 from __future__ import annotations
 
@@ -15,11 +12,7 @@ SPECIAL_TOKENS = (END_OF_TEXT, "<|im_start|>", "<|im_end|>")
 
 
 def make_byte_tokenizer(folder: Path) -> None:
-    """Write the byte-level tokenizer's files into `folder` (made when absent).
-
-    Ids 0..255 are bytes (in the order of the byte-level alphabet's characters), 256 is `<|endoftext|>` (end and padding),
-    257 `<|im_start|>`, 258 `<|im_end|>`.
-    """
+    """Write the tokenizer's files into `folder`. Ids 0 to 255 are bytes; the special tokens follow."""
     symbols = sorted(pre_tokenizers.ByteLevel.alphabet())
     byte_level = Tokenizer(models.BPE(vocab={symbol: index for index, symbol in enumerate(symbols)}, merges=[]))
     byte_level.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

@@ -1,9 +1,9 @@
-"""An environment: the policy writes `<<5+3-6>>`, the calculator continues with `2`. Also demonstrations of its use.
+"""An environment: the policy writes `<<5+3-6>>` and the calculator continues with `2`. Also has worked examples for the warm start.
 
     [environment]
     name = "examples.arithmetic.calculator:Calculator"
 
-Integers only, with + - * / // and brackets. No code is executed: the expression is parsed, and its syntax tree evaluated.
+It supports integers, + - * / //, and parentheses. Expressions are parsed and their syntax trees evaluated; no code is executed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megatron_rl.types import Problem
 ENVIRONMENT = "examples.arithmetic.calculator:Calculator"
 MAX_EXPRESSION_LENGTH = 64
 MAX_ABS_VALUE = 10**15
-"""Limit of every intermediate result, which also bounds the time of a product."""
+"""Limit of every intermediate result. It also bounds the time of a multiplication."""
 _CALL = re.compile(r"<<([^<>]*)>>\s*$")
 _ALPHABET = re.compile(r"[0-9+\-*/() ]+")
 _OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
@@ -31,7 +31,7 @@ _OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
 
 
 class Calculator:
-    """Replies to a turn that ends with a call by its result, or by `?` if it has none. Any other turn ends the completion."""
+    """Replies to a turn that ends with a call, with the result or with `?`. Any other turn ends the completion."""
 
     stop = (">>",)
 
@@ -48,12 +48,12 @@ class Calculator:
 
 
 def evaluate_expression(expression: str) -> int:
-    """Return the value of an expression such as `12*(3-1)`. Raise ValueError if it has none, is no integer, or is too large."""
+    """Return the value of an expression such as `12*(3-1)`. Raise ValueError if it is invalid, not an integer, or too large."""
     if len(expression) > MAX_EXPRESSION_LENGTH or not _ALPHABET.fullmatch(expression):
         raise ValueError(f"needs 1 to {MAX_EXPRESSION_LENGTH} digits, operators and brackets")
     try:
         return _evaluate_node(ast.parse(expression.strip(), mode="eval").body)
-    except (SyntaxError, ZeroDivisionError, MemoryError) as error:  # MemoryError: brackets nested too deep for Python's parser
+    except (SyntaxError, ZeroDivisionError, MemoryError) as error:  # MemoryError: nested too deeply for the parser
         raise ValueError(f"{type(error).__name__} in {expression}") from None
 
 
@@ -82,7 +82,7 @@ def _apply_operator(kind: ast.operator, left: int, right: int) -> int:
 
 
 def write_demonstration(problem: Problem) -> list[str]:
-    """Return the turns of a correct answer to a generated problem: the policy's call, the calculator's result, the policy's answer."""
+    """Return the turns of a correct answer: the policy's call, the calculator's result, the policy's answer."""
     call = f"<<{problem.id.partition(':')[2]}>>"
     result = Calculator(problem).step(call)
     assert result is not None and not result.error

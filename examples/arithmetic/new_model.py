@@ -1,4 +1,4 @@
-"""A new model of the Qwen3 or the GLM-4.5 architecture: its config.json, random weights and a byte-level tokenizer."""
+"""A new Qwen3, Qwen3-MoE, or GLM-4.5 model: config.json, random weights, and a byte-level tokenizer."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ _NEXT_LAYERS = "num_nextn_predict_layers"
 
 
 def make_hf_config(architecture: ArchitectureConfig, eos_token_id: int, high: str) -> dict[str, Any]:
-    """Return the config.json of a Qwen3 model with the given widths, of a Qwen3-MoE one where it has experts, or of a GLM-4.5 where it has
-    layers for multi-token prediction."""
+    """Return the config.json of a Qwen3 model, of a Qwen3-MoE if it has experts, or of a GLM-4.5 if it has layers for MTP."""
     return {
         "architectures": ["Qwen3MoeForCausalLM" if architecture.num_experts else "Qwen3ForCausalLM"],
         "model_type": "qwen3_moe" if architecture.num_experts else "qwen3",
@@ -46,7 +45,7 @@ def make_hf_config(architecture: ArchitectureConfig, eos_token_id: int, high: st
 
 
 def _expert_fields(architecture: ArchitectureConfig) -> dict[str, Any]:
-    """Return the fields of the experts: every layer has them, and the chosen ones' weights add up to one, as in Qwen3-30B-A3B."""
+    """Return the fields for experts in every layer, with normalized routing weights as in Qwen3-30B-A3B."""
     return {
         **architecture.model_dump(include=_EXPERT_FIELDS),
         "norm_topk_prob": True,
@@ -57,7 +56,7 @@ def _expert_fields(architecture: ArchitectureConfig) -> dict[str, Any]:
 
 
 def _glm_fields(architecture: ArchitectureConfig) -> dict[str, Any]:
-    """Return the fields in which a GLM-4.5 differs from a Qwen3-MoE model."""
+    """Return the fields of a GLM-4.5 that differ from a Qwen3-MoE model."""
     return {
         "architectures": ["Glm4MoeForCausalLM"],
         "model_type": "glm4_moe",
@@ -74,7 +73,7 @@ def _glm_fields(architecture: ArchitectureConfig) -> dict[str, Any]:
 
 
 def make_random_tensors(config: dict[str, Any], seed: int) -> dict[str, torch.Tensor]:
-    """Return fresh float32 weights: vectors are one, everything else is N(0, initializer_range)."""
+    """Return random float32 weights: vectors are ones, matrices are N(0, initializer_range)."""
     generator = torch.Generator().manual_seed(seed)
     return {
         tensor.name: torch.ones(tensor.rows)
@@ -85,7 +84,7 @@ def make_random_tensors(config: dict[str, Any], seed: int) -> dict[str, torch.Te
 
 
 def make_random_checkpoint(folder: Path, architecture: ArchitectureConfig, seed: int) -> None:
-    """Write a checkpoint with random FP32 weights and the byte-level tokenizer into `folder` (made when absent)."""
+    """Write a checkpoint with random FP32 weights and the byte-level tokenizer into `folder`."""
     make_byte_tokenizer(folder)
     hf_config = make_hf_config(architecture, load_tokenizer(folder).eos_token_id, "fp32")
     write_checkpoint(folder, hf_config, make_random_tensors(with_trained_mtp(hf_config), seed), None)

@@ -1,4 +1,4 @@
-"""A reward function: the integer after the last `#` must be the answer, and nothing may follow it.
+"""A reward function: the completion must end with `#` and the right integer.
 
 [reward]
 function = "examples.arithmetic.reward:reward"
@@ -14,7 +14,7 @@ _INTEGER = re.compile(r"-?[0-9]{1,18}")
 
 
 def reward(text: str, problem: Problem) -> Reward:
-    """Return 1.0 for an exactly right answer, else 0.0. Example: `57+8=65,65-3=62#62` for the answer 62."""
+    """Return 1.0 for a correct answer, else 0.0. Example: `57+8=65,65-3=62#62` for the answer 62."""
     _, marker, last = text.rpartition("#")
     answer = str(int(last)) if marker and _INTEGER.fullmatch(last) else ""
     correct = answer == str(int(problem.answer))

@@ -1,4 +1,4 @@
-"""A data source that lists problems: `count` distinct ones of the train side of `task`, so that runs pass through them several times.
+"""A data source: a list of `count` distinct training problems of `task`, for runs of several epochs.
 
 [[data.train]]
 source = "examples.arithmetic.rows:list_problems"
@@ -16,7 +16,7 @@ from examples.arithmetic.task import Arithmetic
 
 
 def list_problems(levels: Sequence[int], count: int) -> Iterator[dict[str, Any]]:
-    """Yield rows. Raise UserError for levels that have too few problems."""
+    """Yield rows. Raise UserError if the levels have too few problems."""
     task, seen = Arithmetic(0, levels), set[str]()
     for position in itertools.count():
         if len(seen) == count:

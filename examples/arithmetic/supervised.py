@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from examples.arithmetic import calculator, tool_calls
+from examples.arithmetic import calculator, tool_agent
 from examples.arithmetic.config import DemoConfig, WarmStartConfig
 from examples.arithmetic.task import Arithmetic, write_demonstration
 from megatron_rl.batch.micro_batch import MicroBatch
@@ -20,25 +20,27 @@ from megatron_rl.distributed import is_rank0, run_on_rank0
 from megatron_rl.hf.files import read_config
 from megatron_rl.hf.tokenizer import load_tokenizer
 from megatron_rl.mcore.actor import TOTAL_LOSS, Actor
-from megatron_rl.mcore.checkpoint.write import CheckpointWriter
-from megatron_rl.mcore.export import convert
-from megatron_rl.mcore.load_weights import build_rank_shards, load_checkpoint
+from megatron_rl.mcore.checkpoint.checkpointing import CheckpointWriter
 from megatron_rl.mcore.model import build_model, start_megatron, stop_megatron
-from megatron_rl.mcore.replicas import select_own
+from megatron_rl.mcore.passes.replicas import select_own
+from megatron_rl.mcore.weights.export import convert
+from megatron_rl.mcore.weights.load_weights import build_rank_shards, load_checkpoint
 from megatron_rl.precision.contract import PrecisionContract
-from megatron_rl.precision.ops.threads import count_threads
+from megatron_rl.precision.threads import count_threads
 from megatron_rl.preflight import check_on_rank_0
 from megatron_rl.types import Problem
 from parallel.layout import Layout
 from parallel.model_geometry import with_trained_mtp
 
 _MASTERS = {"mode": "bf16", "high": "fp32"}
-"""Precision of the checkpoint that is written: nothing quantized, FP32."""
+"""Precision of the written checkpoint: FP32, nothing quantized."""
 
 
 def train_and_save(config: DemoConfig, layout: Layout, levels: tuple[int, ...], target: Path, notify: Callable[[str], None]) -> None:
-    """Train the checkpoint at `model.path` on problems of `levels`, and write the result to `target`. Collective. Raise UserError for what
-    only rank 0 checks."""
+    """Train the checkpoint at `model.path` on problems of `levels` and write the result to `target`. Collective.
+
+    Raise UserError if a check that only rank 0 makes fails.
+    """
     start_megatron(layout, config.train.seed)
     try:
         run_on_rank0(lambda: check_on_rank_0(config))
@@ -67,12 +69,12 @@ def train_and_save(config: DemoConfig, layout: Layout, levels: tuple[int, ...], 
 def _train(config: DemoConfig, actor: Actor, tokenizer: Any, levels: tuple[int, ...], notify: Callable[[str], None]) -> None:
     warm = config.warm_start
     rng, format_prompt = random.Random(warm.seed), make_prompt_formatter(config.data, tokenizer)
-    demonstrate = calculator.write_demonstration if config.agent is None else tool_calls.write_demonstration
+    demonstrate = calculator.write_demonstration if config.agent is None else tool_agent.write_demonstration
     for step in range(1, warm.steps + 1):
         task = Arithmetic(warm.seed * 1_000_003 + step, levels)
         examples = []
         for problem in map(task.train_problem, range(warm.batch_size)):
-            text = format_prompt(problem.prompt) if config.agent is None else tool_calls.write_question(problem)
+            text = format_prompt(problem.prompt) if config.agent is None else tool_agent.write_question(problem)
             prompt = tokenizer.encode(text, add_special_tokens=False)
             examples.append(make_example(prompt, write_worked_answer(problem, warm, rng, demonstrate), tokenizer))
         metrics = actor.update(select_own(examples), negative_log_likelihood)
@@ -86,14 +88,14 @@ def write_worked_answer(
     rng: random.Random,
     demonstrate: Callable[[Problem], list[str]] = calculator.write_demonstration,
 ) -> list[str]:
-    """Return a worked answer: texts of the policy and of its tool in turn. `demonstrate` writes the tool's use."""
+    """Return a worked answer as alternating texts of the policy and of its tool. `demonstrate` writes the examples that call the tool."""
     if warm.tool_share and rng.random() < warm.tool_share:
         return demonstrate(problem)
     return [write_demonstration(problem, rng, warm.step_by_step_share)]
 
 
 def make_example(prompt: list[int], turns: list[str], tokenizer: Any) -> TrainingSample:
-    """Join the turns; the tool's, every second one, are read but not learnt."""
+    """Join the turns. Every second turn is the tool's and is masked in the loss."""
     ids = [tokenizer.encode(turn, add_special_tokens=False) for turn in turns]
     ids[-1] = [*ids[-1], tokenizer.eos_token_id]
     mask = [number % 2 == 0 for number, turn_ids in enumerate(ids) for _ in turn_ids]
@@ -102,5 +104,5 @@ def make_example(prompt: list[int], turns: list[str], tokenizer: Any) -> Trainin
 
 
 def negative_log_likelihood(logprobs: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Return the summed loss of supervised training, and no metrics."""
+    """Return the summed supervised loss and no metrics."""
     return -(logprobs * batch.mask).sum(), {}

@@ -1,18 +1,16 @@
-"""A data source that generates problems: a chain of additions and subtractions, easy to verify and graded in difficulty.
+"""A data source that generates problems: chains of additions and subtractions of graded difficulty.
 
     [data]
     train = "examples.arithmetic.task:Arithmetic"
     eval = "examples.arithmetic.task:Arithmetic"
     settings = {levels = [2, 3, 4, 5]}
 
-A problem of level n starts with a digit and applies n operations, + or - with a digit 1..9, from left to right; every intermediate
-result is a digit again. The question of level 2 `5+3-6=` has two kinds of worked examples: step by step, every intermediate result
-(`8,2#2`), and a guess (`#2`), which is off by one two times in three: however long a model learns from them, guessing pays less. The
-answer follows the `#`. Questions are padded to the width of the highest level, and a step takes as many characters in the answer as in
-the question: so each step stands at a fixed distance from its operation, which a model of two layers learns to read within a minute on a
-CPU.
+A problem of level n starts with a digit and adds or subtracts n digits; every intermediate result is a digit. The level-2 question
+`5+3-6=` has two kinds of worked examples: step by step, with every intermediate result (`8,2#2`), and a guess (`#2`) that is off by one two
+times in three. The answer follows the `#`. Questions are padded to the width of the highest level, and each step has as many characters in
+the answer as in the question, so that a model of two layers can learn the task within a minute on a CPU.
 
-Train and held-out questions never overlap: a hash of the question's expression decides on which side it is, whatever the seed.
+Training and held-out questions never overlap: a hash of the expression decides, whatever the seed.
 """
 
 from __future__ import annotations
@@ -30,27 +28,26 @@ from megatron_rl.types import Problem
 
 SOURCE = "examples.arithmetic.task:Arithmetic"
 HELD_OUT_ONE_IN = 8
-"""One question in this many is held out."""
 ENUMERATED_LEVELS = 3
-"""Up to this level all questions are listed (90, 810 and 7,290); above it they are drawn, from more than anyone scores."""
+"""Up to this level, all questions are listed (90, 810, and 7,290). Questions of higher levels are drawn at random."""
 MOST_DRAWN_PER_LEVEL = 4_000
-"""Most held-out questions of a level that is drawn; the sparsest, level 4, has about twice as many."""
+"""Maximum number of held-out questions of a drawn level. Level 4 has about twice as many."""
 MOST_REDRAWS = 1_000
 
 
 class Arithmetic:
-    """Problems of `levels`, which take turns; a level named twice gets twice the share. Raise UserError for bad levels."""
+    """Problems of alternating `levels`. A level listed twice is drawn twice as often."""
 
     def __init__(self, seed: int, levels: Sequence[int] = (2, 3, 4, 5)) -> None:
         if not levels or not all(isinstance(level, int) for level in levels) or min(levels) < 1:
             raise UserError("data.settings.levels", list(levels), "must name at least one level, each 1 or more", "use e.g. [1, 2, 3, 4]")
         self.seed, self.levels = seed, tuple(levels)
         self.width = 1 + 2 * max(levels)
-        """Characters of a question before its `=`, padding included."""
+        """Characters of a question before the `=`, including padding."""
         self.fingerprint = (self.levels, seed)
 
     def train_problem(self, position: int, accept: Callable[[Problem], bool] = lambda _: True) -> Problem:
-        """Return the first draw on the train side that `accept` accepts. Raise UserError when it refuses all of many draws."""
+        """Return the first training problem that `accept` accepts. Raise UserError if it rejects `MOST_REDRAWS` problems."""
         level = self.levels[position % len(self.levels)]
         rng = random.Random(f"{self.seed}/train/{position}")
         for _ in range(MOST_REDRAWS):
@@ -61,25 +58,25 @@ class Arithmetic:
         raise UserError("data.settings.levels", list(self.levels), rule, "raise data.max_prompt_tokens or change the levels")
 
     def held_out(self, count: int) -> list[Problem]:
-        """Return distinct questions. Raise UserError when there are not so many."""
+        """Return distinct questions. Raise UserError if there are too few."""
         cycle = [self.levels[index % len(self.levels)] for index in range(count)]
         rng = random.Random(f"{self.seed}/eval")
         drawn = {level: iter(_distinct_held_out(level, needed, rng)) for level, needed in sorted(Counter(cycle).items())}
         return [self._problem(next(drawn[level]), level) for level in cycle]
 
     def _problem(self, expression: str, level: int) -> Problem:
-        """Return the problem; its id holds the bare expression: unique, equal in every run, and read by `write_demonstration`."""
+        """Return the problem. Its id contains the unpadded expression, which `write_demonstration` reads."""
         answer = sum(int(term) for term in re.findall(r"[+-]?\d+", expression))
         return Problem(f"arithmetic:{expression}", expression.ljust(self.width) + "=", str(answer), level)
 
 
 def is_held_out(expression: str) -> bool:
-    """Return whether a question is held out; depends on its bare expression only, such as `5+3-6`."""
+    """Return whether an unpadded expression such as `5+3-6` is held out."""
     return int.from_bytes(hashlib.sha256(expression.encode()).digest()[:8], "big") % HELD_OUT_ONE_IN == 0
 
 
 def write_demonstration(problem: Problem, rng: random.Random, step_by_step_share: float) -> str:
-    """Return a worked answer, without end token: step by step with probability `step_by_step_share`, else a guess."""
+    """Return a worked answer: step by step with probability `step_by_step_share`, else a guess."""
     if rng.random() >= step_by_step_share:
         return f"#{min(max(int(problem.answer) + rng.choice((-1, 0, 1)), 0), 9)}"
     start, *changes = re.findall(r"^\d|[+-]\d", problem.id.removeprefix("arithmetic:"))
@@ -88,7 +85,7 @@ def write_demonstration(problem: Problem, rng: random.Random, step_by_step_share
 
 
 def _operations(value: int) -> list[int]:
-    """Return the signed digits that keep `value` in 0..9."""
+    """Return the signed digits that keep `value` between 0 and 9."""
     return [change for change in range(-value, 10 - value) if change]
 
 
@@ -103,7 +100,7 @@ def _draw_expression(rng: random.Random, level: int) -> str:
 
 @functools.cache
 def _listed_held_out(level: int) -> tuple[str, ...]:
-    """Return every held-out expression of one level in a fixed order."""
+    """Return all held-out expressions of a level in a fixed order."""
     chains = [(str(start), start) for start in range(10)]
     for _ in range(level):
         chains = [(f"{text}{change:+d}", value + change) for text, value in chains for change in _operations(value)]
@@ -111,7 +108,7 @@ def _listed_held_out(level: int) -> tuple[str, ...]:
 
 
 def _distinct_held_out(level: int, count: int, rng: random.Random) -> list[str]:
-    """Return `count` distinct held-out expressions of one level in random order."""
+    """Return `count` distinct held-out expressions of a level in random order."""
     listed = _listed_held_out(level) if level <= ENUMERATED_LEVELS else None
     available = MOST_DRAWN_PER_LEVEL if listed is None else len(listed)
     if count > available:

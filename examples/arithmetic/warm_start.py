@@ -1,10 +1,10 @@
-"""The warm start: makes the model that a run trains, from random weights by supervised training on worked examples.
+"""Warm start: make the model that a run trains, by supervised training of random weights on worked examples.
 
     python -m examples.arithmetic.warm_start configs/quickstart.toml [--model FILE] [--section.key=value ...]
 
-The trainer, layout and precision are those of the run. A second file, by default examples/arithmetic/quickstart.toml, has the sections
-`[architecture]` and `[warm_start]`. The result is a Hugging Face checkpoint of FP32 masters at `model.path`; its folder appears when it is
-whole, and one that is there already is left as it is.
+Trainer, layout, and precision are those of the run. A second file, by default examples/arithmetic/quickstart.toml, has the sections
+`[architecture]` and `[warm_start]`. The result is a Hugging Face checkpoint with FP32 weights at `model.path`. The folder appears when it
+is complete, and an existing model is kept.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import typer
 from examples.arithmetic.calculator import ENVIRONMENT
 from examples.arithmetic.config import DemoConfig
 from examples.arithmetic.task import SOURCE, Arithmetic
-from examples.arithmetic.tool_calls import AGENT, CHAT_TEMPLATE
+from examples.arithmetic.tool_agent import AGENT, CHAT_TEMPLATE
 from megatron_rl.cli.main import ConfigFile, Overrides, expected_errors
 from megatron_rl.config import load_config
 from megatron_rl.config.hub import HubModel
@@ -29,39 +29,45 @@ from megatron_rl.hf.files import read_config
 from parallel.model_geometry import ModelGeometry
 
 _ABSENT = ("num_experts", "num_nextn_predict_layers")
-"""What the config.json of a model without them does not name."""
+"""Fields that the config.json of a model without them does not have."""
 
 
 def main(
     config: ConfigFile,
     overrides: Overrides = None,
-    model: Annotated[Path | None, typer.Option(help="[architecture] and [warm_start]; default: the file here named as CONFIG.")] = None,
+    model: Annotated[
+        Path | None, typer.Option(help="File with [architecture] and [warm_start]; default: the one named like CONFIG.")
+    ] = None,
 ) -> None:
-    """Make the model that the run of CONFIG trains, in this process or under torchrun. One that is there already is kept."""
+    """Make the model that the run of CONFIG trains, in this process or under torchrun. An existing model is kept."""
     with expected_errors():
         file = model or Path(__file__).with_name(config.name)
         given = model is not None or file.is_file()
         demo = load_config(config, overrides or [], root=DemoConfig, more=file if given else None)
         if not (demo.model.path / "config.json").is_file():
             if not given:
-                raise UserError("--model", None, f"is required, for there is no {file}", "name a file with [architecture] and [warm_start]")
+                raise UserError(
+                    "--model", None, f"is required, because {file} does not exist", "name a file with [architecture] and [warm_start]"
+                )
             make_model(demo)
             return
         if given:
             _check_same_model(demo)
-        _notify(f"warm start: {demo.model.path} is there already")
+        _notify(f"warm start: {demo.model.path} exists already")
 
 
 def make_model(config: DemoConfig) -> None:
-    """Write the checkpoint at `model.path`. Collective. Raise UserError, before anything heavy starts, for what no run allows.
+    """Write the checkpoint at `model.path`. Collective. Raise UserError for a bad configuration before anything heavy starts.
 
-    Every rank makes the random weights for itself: they are the same, and ranks may be on several machines.
+    Each rank makes the same random weights, since ranks may be on several machines.
     """
     if HubModel.parse(config.model.path):
-        raise UserError("model.path", str(config.model.path), "is on the hub, and a warm start makes a model", "name a new folder")
+        raise UserError("model.path", str(config.model.path), "is on the hub, but the warm start makes a new model", "name a new folder")
     if config.model.path.exists():
-        raise UserError("model.path", str(config.model.path), "exists but holds no config.json", "remove it, or name another folder")
-    from examples.arithmetic.new_model import make_random_checkpoint  # a mistyped configuration, or a model that is there, costs no torch
+        raise UserError("model.path", str(config.model.path), "exists but contains no config.json", "remove it, or name another folder")
+    from examples.arithmetic.new_model import (
+        make_random_checkpoint,
+    )  # heavy imports come after the cheap checks
     from examples.arithmetic.supervised import train_and_save
     from megatron_rl.preflight import check_run
 
@@ -76,24 +82,24 @@ def make_model(config: DemoConfig) -> None:
 
 
 def find_levels(config: DemoConfig) -> tuple[int, ...]:
-    """Return the levels of the worked examples, those of the first generated set in `data.train`; none where no example is asked for.
+    """Return the levels of the worked examples: those of the first generated set in `data.train`. Empty if `warm_start.steps` is 0.
 
-    Raise UserError where there is no such set, or where the examples do not fit the run's environment or agent.
+    Raise UserError if there is no such set, or if examples call a tool that the run does not have.
     """
     warm, tools = config.warm_start, {section.name for section in (config.environment, config.agent) if section is not None}
     if warm.tool_share and not tools & {ENVIRONMENT, AGENT}:
-        rule = "shows calls of a tool, which the run does not have"
+        rule = "needs a tool, but the run has none"
         raise UserError("warm_start.tool_share", warm.tool_share, rule, f'add [environment] with name = "{ENVIRONMENT}", or an agent')
     if not warm.steps:
         return ()
     for source in config.data.train:
         if source.source == SOURCE:
             return Arithmetic(warm.seed, **(config.data.settings if source.settings is None else source.settings)).levels
-    raise UserError("warm_start.steps", warm.steps, f"needs worked examples, which exist for {SOURCE} in data.train only", "set it to 0")
+    raise UserError("warm_start.steps", warm.steps, f"needs worked examples, which only {SOURCE} in data.train has", "set it to 0")
 
 
 def _check_same_model(config: DemoConfig) -> None:
-    """Raise UserError for widths that differ from the checkpoint made earlier, which is kept: they would be ignored silently."""
+    """Raise UserError if the settings differ from the existing checkpoint, which is kept."""
     hf_config = read_config(config.model.path)
     with as_user_error():
         geometry = ModelGeometry.from_hf_config(hf_config)

@@ -1,4 +1,4 @@
-"""A reward function: the answer occurs somewhere in the completion.
+"""A reward function: the answer must occur somewhere in the completion.
 
 [reward]
 function = "examples.plugs.contains_answer:reward"

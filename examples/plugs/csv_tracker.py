@@ -1,4 +1,4 @@
-"""A tracker: the run folder's metrics.csv, a line for each value of each step, which any spreadsheet reads.
+"""A tracker: writes metrics.csv to the run folder, one line per step and metric.
 
 [log]
 trackers = ["tensorboard", "examples.plugs.csv_tracker:CsvTracker"]

@@ -1,4 +1,4 @@
-"""An advantage: r_i - median(r) of the group, which one outlier among the rewards does not move.
+"""An advantage: r_i - median(r) of the group. A single outlier does not shift the median.
 
 [algorithm]
 advantage = "examples.plugs.group_median:group_median"
@@ -10,6 +10,6 @@ import torch
 
 
 def group_median(rewards: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
-    """Return float64 [groups, members] of rewards float64 and of bool [groups, members], False for a member that is left out."""
+    """Return advantages from float64 rewards, both of shape [groups, members]. `counted` is False for excluded members."""
     median = rewards.masked_fill(~counted, torch.nan).nanquantile(0.5, dim=1, keepdim=True)
     return (rewards - median).masked_fill(~counted, 0.0)

@@ -1,4 +1,4 @@
-"""A data format: `question`, and `answer`, a worked solution that ends in `#62`.
+"""A data format: rows with `question` and with `answer`, a worked solution that ends in `#62`.
 
 [data]
 format = "examples.plugs.hash_format:read_row"
@@ -13,7 +13,7 @@ from megatron_rl.data.formats import ProblemRow, RowError
 
 
 def read_row(row: Mapping[str, Any]) -> ProblemRow:
-    """Return question, gold answer, and as level the steps of the solution. Raise RowError for a row without a gold answer."""
+    """Return the question, the gold answer, and the number of solution steps as level. Raise RowError if there is no gold answer."""
     solution, marker, gold = row["answer"].rpartition("#")
     if not marker:
         raise RowError("the field answer has no # before the gold answer")

@@ -1,10 +1,10 @@
-"""A transport: every trainer rank listens on a TCP socket, every engine rank connects, and chunks follow one another as plain bytes.
+"""A transport: trainer ranks listen on TCP sockets, engine ranks connect, and chunks are sent as plain bytes.
 
     [sync]
     transport = "examples.plugs.tcp:TRANSPORT"
 
-The engine's process imports this file as well, from PYTHONPATH or its working directory, which is the run's. Nothing is encrypted and
-nobody asks who connects: for a private network only.
+The engine process also imports this file, from PYTHONPATH or from the run's working directory. There is no encryption and no
+authentication: use it only in a private network.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Outbox(base.Outbox):
         return self._buffer[: chunk.nbytes]
 
     def send(self, chunk: Chunk) -> None:
-        self._peers[chunk.target].sendall(self._buffer[: chunk.nbytes].numpy().data)  # returns when the buffer is free
+        self._peers[chunk.target].sendall(self._buffer[: chunk.nbytes].numpy().data)  # returns once the buffer may be reused
 
     def close(self) -> None:
         for end in (*self._peers.values(), self._listener):
@@ -69,7 +69,7 @@ class Inbox(base.Inbox):
 
 
 def _read_into(peer: socket.socket, buffer: Any) -> None:
-    """Fill the buffer. Raise ConnectionError when the other side is gone, TimeoutError when it is silent; both are OSErrors."""
+    """Fill the buffer. Raise ConnectionError if the peer closes the connection, or TimeoutError if it stays silent."""
     unread = memoryview(buffer)
     while unread:
         count = peer.recv_into(unread)

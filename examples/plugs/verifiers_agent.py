@@ -1,14 +1,14 @@
-"""An environment of the `verifiers` package as an agent, in an interpreter of its own, for its requirements are not this project's.
+"""An environment of the `verifiers` package as an agent, in a separate virtual environment because the requirements differ.
 
     python -m venv verifiers && verifiers/bin/pip install verifiers==0.1.14
 
     [agent]
-    command = ["verifiers/bin/python", "examples/plugs/verifiers_agent.py", "examples.plugs.verifiers_arithmetic", "{}"]
+    command = ["verifiers/bin/python", "examples/plugs/verifiers_agent.py", "ENVIRONMENT", "{}"]
     tool_parser = "qwen25"
     own_reward = true
 
-The words after the file are the environment as `verifiers.load_environment` names it, and its arguments as JSON. Questions and answers are
-those of the run's data; tools, turns and reward are the environment's.
+ENVIRONMENT is a name that `verifiers.load_environment` knows, followed by its arguments as JSON. Questions and answers come from the run's
+data; tools, turns, and reward come from the environment.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ sys.path.append(os.getcwd())
 
 
 async def solve(problem: dict[str, str], environment: str, arguments: dict[str, object]) -> float:
-    """Let the environment ask the policy, and return its reward."""
+    """Let the environment query the policy and return the environment's reward."""
     loaded = verifiers.load_environment(environment, **arguments)
     question = [{"role": "user", "content": problem["prompt"]}]
     row = {"prompt": question, "answer": problem["answer"], "example_id": 0, "info": {}}

@@ -1,1 +1,1 @@
-"""A task for a pre-trained model: word problems of one step, in plain English, to be answered in a short sentence."""
+"""A task for a pre-trained model: one-step word problems, answered in a short sentence."""

@@ -1,14 +1,14 @@
-"""A data source that generates word problems: one addition, subtraction or multiplication of small numbers, told as a story.
+"""A data source that generates word problems: an addition, subtraction, or multiplication of small numbers, told as a story.
 
     [data]
     train = "examples.word_problems.task:WordProblems"
     eval = "examples.word_problems.task:WordProblems"
 
-`Mia has 7 shells and buys 5 more. How many shells does Mia have now?` The answer is a number; the reward `math` finds it in a sentence.
-Levels 1, 2 and 3 (addition, subtraction, multiplication) take turns. Before the question the chat shows one worked example.
+Example: `Mia has 7 shells and buys 5 more. How many shells does Mia have now?` The reward `math` finds the number in the response. Levels
+1, 2, and 3 (addition, subtraction, multiplication) alternate. The chat shows one worked example before each question.
 
-What is held out are calculations, not wordings: one in `HELD_OUT_ONE_IN` is in no question to train on, whatever the seed, the story or
-the order of its numbers. So a held-out question cannot be answered by heart.
+One calculation in `HELD_OUT_ONE_IN` is held out: it occurs in no training question, whatever the seed, the story, or the order of its
+numbers, so a held-out question cannot be answered from memory.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from megatron_rl.errors import UserError
 from megatron_rl.types import Problem
 
 HELD_OUT_ONE_IN = 5
-"""One calculation in this many is held out."""
 MOST_REDRAWS = 1_000
 NAMES = ("Anna", "Ben", "Ella", "Emma", "Jack", "Leo", "Mia", "Nora", "Omar", "Paul", "Ruth", "Tom")
 THINGS = ("apples", "books", "cards", "coins", "cookies", "eggs", "flowers", "marbles", "oranges", "shells", "stamps", "toys")
@@ -45,17 +44,17 @@ STORIES = {
         "{a} friends have {b} {things} each. How many {things} do they have together?",
     ),
 }
-"""Operation -> stories; `a` comes before `b` in the calculation."""
+"""Operation -> stories. The calculation is `a` operation `b`."""
 LEVELS = tuple(STORIES)
 EXAMPLE = (
     {"role": "user", "content": "Sue has 3 pens and buys 4 more. How many pens does Sue have now?"},
     {"role": "assistant", "content": "3 + 4 = 7"},
 )
-"""What stands before every question in the chat: a small model takes up the short form."""
+"""Chat before every question. A small model adopts the short form of the answer."""
 
 
 class WordProblems:
-    """Problems whose terms and factors are 2 to `largest`. Raise UserError where that is too small to hold calculations out."""
+    """Problems with terms and factors from 2 to `largest`."""
 
     def __init__(self, seed: int, largest: int = 10) -> None:
         if not isinstance(largest, int) or not 5 <= largest <= 100:
@@ -64,7 +63,7 @@ class WordProblems:
         self.fingerprint = (largest, seed)
 
     def train_problem(self, position: int, accept: Callable[[Problem], bool] = lambda _: True) -> Problem:
-        """Return the first draw with a calculation to train on that `accept` accepts. Raise UserError when it refuses all of many draws."""
+        """Return the first training problem that `accept` accepts. Raise UserError if it rejects `MOST_REDRAWS` problems."""
         draws = self._draw(random.Random(f"{self.seed}/train/{position}"), position, held_out=False)
         for _ in range(MOST_REDRAWS):
             if accept(problem := next(draws)):
@@ -72,7 +71,7 @@ class WordProblems:
         raise UserError("data.max_prompt_tokens", None, f"none of {MOST_REDRAWS} word problems is short enough", "raise it")
 
     def held_out(self, count: int) -> list[Problem]:
-        """Return distinct questions. Raise UserError where so many are not found."""
+        """Return distinct questions. Raise UserError if there are too few."""
         rng = random.Random(f"{self.seed}/eval")
         draws = [self._draw(rng, position, held_out=True) for position in range(len(LEVELS))]
         problems: dict[str, Problem] = {}  # a dict keeps the order of the draws
@@ -81,10 +80,10 @@ class WordProblems:
                 return list(problems.values())
             problem = next(draws[len(problems) % len(LEVELS)])
             problems.setdefault(problem.id, problem)
-        raise UserError("data.eval_size", count, "is more than there are held-out word problems", "lower it or raise data.settings.largest")
+        raise UserError("data.eval_size", count, "exceeds the number of held-out word problems", "lower it or raise data.settings.largest")
 
     def _draw(self, rng: random.Random, position: int, held_out: bool) -> Iterator[Problem]:
-        """Yield problems of the level whose turn it is, on one side, without end."""
+        """Yield training or held-out problems of the level at this position, endlessly."""
         level = position % len(LEVELS)
         while True:
             a, b = rng.randint(2, self.largest), rng.randint(2, self.largest)
@@ -95,7 +94,7 @@ class WordProblems:
 
 
 def is_held_out(operation: str, a: int, b: int) -> bool:
-    """Return whether a calculation is held out; for + and * the order of the numbers does not matter."""
+    """Return whether a calculation is held out. For + and * the order of the numbers does not matter."""
     low, high = (a, b) if operation == "-" else sorted((a, b))
     return hashlib.sha256(f"{low}{operation}{high}".encode()).digest()[0] % HELD_OUT_ONE_IN == 0
 

@@ -1,1 +1,1 @@
-"""How rewards become advantages, and log-probs become a loss: one piece a file, composed by the configuration."""
+"""Advantages from rewards, and losses from log-probs: one piece per file, combined by the config."""

@@ -1,15 +1,15 @@
-"""Advantages of completions from the rewards of their group (the completions of one prompt), one number per completion.
+"""Computes advantages, one number per completion, from the rewards of its group (the completions of one prompt).
 
     group_std      (r_i - mean(r)) / (std(r) + 1e-6)                GRPO, arXiv 2402.03300; `advantage_std`
     group_mean      r_i - mean(r)                                   Dr. GRPO, arXiv 2503.20783
-    leave_one_out   r_i - mean of the others' r                     RLOO, arXiv 2402.14740
+    leave_one_out   r_i - mean(r of the others)                     RLOO, arXiv 2402.14740
     token_std      (c_i - m) / sqrt(v + 1e-8), c_i = r_i - mean(r)  REINFORCE++ with baseline, arXiv 2501.03262, as its authors compute it
-    batch_std      (r_i - mean(r)) / (std over the batch + 1e-6)    the same with each completion counted once; std of r_i - mean(r)
-    max_rl         (r_i - mean(r)) / mean(r), 0 where all are 0     MaxRL, arXiv 2602.02710
+    batch_std      (r_i - mean(r)) / (std over the batch + 1e-6)    the same, but each completion counts once
+    max_rl         (r_i - mean(r)) / mean(r), 0 if all are 0        MaxRL, arXiv 2602.02710
 
-m and v are mean and sample variance of c over all tokens: a completion counts as often as it has tokens. Equal rewards, and a completion
-left alone in its group, get 0 exactly; of token_std c_i = 0. With `kl_in = "reward"`, r_i is the completion's reward minus kl_coef times
-the KL estimate summed over its tokens. Shape suffixes: `_P` prompts, `_G` members of a group.
+m and v are the mean and sample variance of c over all tokens, so a completion counts as often as it has tokens. Groups with equal rewards,
+and groups with a single counted completion, get exactly 0 (c_i = 0 in token_std). With `kl_in = "reward"`, r_i is the reward minus kl_coef
+times the KL estimate summed over the completion's tokens. Shape suffixes: `_P` prompts, `_G` members of a group.
 """
 
 from __future__ import annotations
@@ -29,22 +29,27 @@ _EPSILON = 1e-6
 
 
 class AdvantageFunction(Protocol):
-    """What `algorithm.advantage` names."""
+    """The interface of an advantage function (`algorithm.advantage`)."""
 
     def __call__(self, rewards: torch.Tensor, counted: torch.Tensor, /, **settings: Any) -> torch.Tensor:
-        """Return float64 [P, G]. `rewards` float64 [P, G]; `counted` bool [P, G], False for an excluded completion, which gets 0 and does
-        not count in its group. Only built-ins get `settings`."""
+        """Return the advantages, float64 [P, G].
+
+        Args:
+            rewards: float64 [P, G].
+            counted: bool [P, G], False for an excluded completion, which gets 0 and does not count in its group.
+            settings: passed to built-in functions only.
+        """
 
 
 def group_mean(rewards: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
     centered = counted * (rewards - (counted * rewards).sum(1, keepdim=True) / _members(counted))
     largest = rewards.masked_fill(~counted, -torch.inf).amax(1, keepdim=True)
     smallest = rewards.masked_fill(~counted, torch.inf).amin(1, keepdim=True)
-    return centered.masked_fill(largest == smallest, 0.0)  # a mean rounds: equal rewards would have a sign
+    return centered.masked_fill(largest == smallest, 0.0)  # the mean is rounded, so equal rewards would not give exactly 0
 
 
 def group_std(rewards: torch.Tensor, counted: torch.Tensor, std: str = "sample") -> torch.Tensor:
-    """`std`: "sample" divides squares by members - 1, "population" by members."""
+    """Divide by the standard deviation: `std` is "sample" (members - 1) or "population" (members)."""
     centered, members = group_mean(rewards, counted), _members(counted)
     divisor = (members - 1).clamp(min=1) if std == "sample" else members
     return centered / ((centered.square().sum(1, keepdim=True) / divisor).sqrt() + _EPSILON)
@@ -52,7 +57,7 @@ def group_std(rewards: torch.Tensor, counted: torch.Tensor, std: str = "sample")
 
 def leave_one_out(rewards: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
     members = _members(counted)
-    return group_mean(rewards, counted) * members / (members - 1).clamp(min=1)  # r - mean of the others' = (r - mean) n / (n - 1)
+    return group_mean(rewards, counted) * members / (members - 1).clamp(min=1)  # r - mean(r of the others) = (r - mean) n / (n - 1)
 
 
 def batch_std(rewards: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
@@ -61,7 +66,7 @@ def batch_std(rewards: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
 
 
 def token_std(rewards: torch.Tensor, counted: torch.Tensor, lengths: torch.Tensor | None = None) -> torch.Tensor:
-    """`lengths`: float64 [P, G], sampled tokens of each completion; 1 where not given."""
+    """Normalize over tokens. `lengths` are the sampled tokens of each completion, float64 [P, G]; 1 by default."""
     centered, tokens = group_mean(rewards, counted), counted * (torch.ones_like(rewards) if lengths is None else lengths)
     total = tokens.sum().clamp(min=1)
     shifted = centered - (tokens * centered).sum() / total
@@ -70,9 +75,9 @@ def token_std(rewards: torch.Tensor, counted: torch.Tensor, lengths: torch.Tenso
 
 
 def max_rl(rewards: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
-    """Raise RunError for a reward below 0: the mean stands for the share of right answers."""
+    """Divide by the group's mean. Raise RunError for a negative reward: the mean must be a share of correct answers."""
     if (rewards * counted < 0).any():
-        raise RunError("a reward is below 0, and algorithm.advantage max_rl divides by the group's mean: it needs rewards of 0 or more")
+        raise RunError("a reward is below 0, but algorithm.advantage = max_rl divides by the group's mean and needs rewards of 0 or more")
     means = (counted * rewards).sum(1, keepdim=True) / _members(counted)
     return group_mean(rewards, counted) / means.masked_fill(means == 0, 1.0)
 
@@ -84,7 +89,7 @@ def _members(counted: torch.Tensor) -> torch.Tensor:
 def compute_advantages(
     rewards: Sequence[float], excluded: Sequence[bool], config: AlgorithmConfig, group_size: int, lengths: Sequence[int] | None = None
 ) -> list[float]:
-    """Return the advantages of all samples of a step, groups side by side. `lengths`: sampled tokens of each, which token_std counts."""
+    """Return the advantages of all completions of a step, group after group. `lengths` are their sampled tokens, used by token_std."""
     counted = torch.tensor(excluded).logical_not().view(-1, group_size)
     advantages: AdvantageFunction = ADVANTAGES.load(config.advantage)
     settings: dict[str, Any] = {}
@@ -96,6 +101,5 @@ def compute_advantages(
 
 
 def measure_kl(sample: TrainingSample, config: AlgorithmConfig) -> float:
-    """Return the KL estimate summed over a sample's tokens, which `kl_in = "reward"` takes from its reward times `kl_coef`. Needs old and
-    reference log-probs."""
+    """Return the KL estimate summed over a sample's tokens. Needs old and reference log-probs."""
     return float(KL_ESTIMATORS[config.kl_estimator](sample.reference_logprobs - sample.old_logprobs).sum())

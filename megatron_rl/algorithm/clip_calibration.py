@@ -1,16 +1,16 @@
-"""Calibrated clipping (arXiv 2609.22870): move PPO's bounds so that they clip in FP8 what they would clip without it.
+"""Calibrated clipping (arXiv 2609.22870): moves PPO's bounds so that they clip in FP8 the same tokens as without FP8.
 
-Quantisation noise in both factors of a ratio pushes tokens below 1 - low that the exact ratio would keep; for A < 0 their gradient is
-lost, and bad answers go unpunished. r are the ratios in FP8, R those of a forward pass with the masters, [l, h] the
-configured bounds, w the mismatch correction and p the engine's probability of a token:
+Quantization noise in both factors of a ratio pushes tokens below 1 - low that the exact ratio would keep. For A < 0 their gradient is lost,
+so bad responses are not penalized. With r the ratios in FP8, R the ratios of a forward pass with the master weights, [l, h] the configured
+bounds, w the mismatch correction, and p the engine's probability of a token:
 
     1.  L: share of {r <= L} = share of {R <= l}, both among tokens with A < 0
     2.  H: balance(r, L, H) = balance(R, l, h), where
         balance(x, low, high) = |sum over A > 0 of w p x A [x < high]| / |sum over A < 0 of w p x A [x > low]|
-    3.  each bound moves half the way to its target, at most 0.05 (L) or 0.1 (H)
+    3.  each bound moves halfway to its target, by at most 0.05 (L) or 0.1 (H)
 
-L and H are searched on a grid of 0.02 within [0.5, 0.9] and [1.2, 2.0], and at the configured bound. Of equally good values the one
-next to the configured bound is taken, so without noise nothing moves.
+L and H are searched on a grid of 0.02 within [0.5, 0.9] and [1.2, 2.0], and at the configured bound. Ties go to the value nearest to the
+configured bound, so nothing moves without noise.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from megatron_rl.config.algorithm import AlgorithmConfig
 
 Bounds = tuple[float, float]
 LogprobFunction = Callable[[list[TrainingSample], bool], list[torch.Tensor]]
-"""(samples, quantized) -> log-probs of each sample's answer tokens under the current weights."""
+"""(samples, quantized) -> log-probs of each sample's response tokens under the current weights."""
 AddUp = Callable[[Sequence[float]], list[float]]
-"""Sums of numbers over replicas; collective (`mcore.reduce.sum_over_replicas`)."""
+"""Sums numbers over replicas; collective (`mcore.passes.reduce.sum_over_replicas`)."""
 
 _LOW_GRID = [0.5 + 0.02 * step for step in range(21)]
 _HIGH_GRID = [1.2 + 0.02 * step for step in range(41)]
@@ -37,7 +37,7 @@ _LARGEST_MOVE = (0.05, 0.1)
 
 @dataclass(frozen=True)
 class CalibrationTokens:
-    """Inputs of the calibration: float tensors [N] over answer tokens."""
+    """Inputs of the calibration: float tensors [N] over response tokens."""
 
     quantized: torch.Tensor
     """Ratios as the loss sees them."""
@@ -45,12 +45,14 @@ class CalibrationTokens:
     """Ratios without FP8."""
     advantages: torch.Tensor
     weights: torch.Tensor
-    """w p: the correction times the engine's probability."""
+    """w p of the formulas: the correction times the engine's probability."""
 
 
 def find_target_bounds(tokens: CalibrationTokens, reference: Bounds, add_up: AddUp = list) -> Bounds:
-    """Return (L, H) of the formulas; the reference bounds where no advantage is positive or none negative. `tokens`: this replica's; all
-    that is needed of them are sums, one for each value of the grids."""
+    """Return (L, H) of the formulas, or the reference bounds if no advantage is positive or none is negative.
+
+    `tokens` are this replica's. Replicas exchange only sums, one per value of the grids.
+    """
     lows, highs = [*_LOW_GRID, reference[0]], [*_HIGH_GRID, reference[1]]
     negative, positive = tokens.advantages < 0, tokens.advantages > 0
     exact, quantized = ((tokens.weights * ratios * tokens.advantages).double() for ratios in (tokens.exact, tokens.quantized))
@@ -72,19 +74,21 @@ def find_target_bounds(tokens: CalibrationTokens, reference: Bounds, add_up: Add
 
 
 def move_bounds(bounds: Bounds, target: Bounds) -> Bounds:
-    """Move `bounds` half the way to `target`, by at most `_LARGEST_MOVE`."""
+    """Move `bounds` halfway to `target`, by at most `_LARGEST_MOVE`."""
     steps = [min(max((to - start) / 2, -largest), largest) for start, to, largest in zip(bounds, target, _LARGEST_MOVE, strict=True)]
     return bounds[0] + steps[0], bounds[1] + steps[1]
 
 
 def _nearest(measures: dict[float, float], target: float, reference: float) -> float:
-    """Return the bound whose measure is nearest to `target`; of equals (up to rounding) the one nearest to the reference bound."""
+    """Return the bound whose measure is nearest to `target`. Ties, up to rounding, go to the bound nearest to the reference."""
     return min(measures, key=lambda bound: (round(abs(measures[bound] - target), 12), abs(bound - reference)))
 
 
 class ClipCalibration:
-    """The bounds over a run. Call `begin` before a step's first update and `end` before its last, both on this replica's samples of the
-    last."""
+    """Tracks the bounds over a run.
+
+    Call `begin` before a step's first update and `end` before its last update, both with this replica's samples of the last update.
+    """
 
     def __init__(self, config: AlgorithmConfig, logprobs: LogprobFunction, add_up: AddUp = list) -> None:
         self._config, self._logprobs, self._add_up = config, logprobs, add_up
@@ -93,7 +97,7 @@ class ClipCalibration:
 
     @property
     def config(self) -> AlgorithmConfig:
-        """The algorithm with the current bounds."""
+        """The algorithm's config with the current bounds."""
         if self.bounds == self._reference:
             return self._config
         return self._config.model_copy(update={"clip_low": 1 - self.bounds[0], "clip_high": self.bounds[1] - 1})

@@ -1,13 +1,12 @@
-"""On-policy distillation: the policy samples, a teacher says of each token how much likelier it finds it.
+"""On-policy distillation: the policy samples, and a teacher scores each token.
 
     A_t = reward_coef A_t + kl_coef (log p_teacher(t) - log p(t))
 
-or, with `kl_in = "loss"`, A_t = reward_coef A_t, and `policy_loss` adds kl_coef times an estimate of the KL with a gradient of its own.
+With `kl_in = "loss"`, A_t = reward_coef A_t instead, and `policy_loss` adds kl_coef times a KL estimate with its own gradient.
 
-Both log-probs are of the trainer, in the advantage before the step's updates, at the temperature and over the tokens that the engine drew
-from. The mean of log p - log p_teacher over the policy's tokens estimates the reverse KL, KL(policy || teacher), per token. What follows a
-token does not count for it (a discount of 0), as at https://thinkingmachineslab.com/blog/on-policy-distillation and in slime. Nothing is
-normalised: a token's bits do not depend on the others.
+Both log-probs are computed by the trainer before the step's updates, with the rollout's temperature and token filter. The mean of
+log p - log p_teacher over the policy's tokens estimates the reverse KL, KL(policy || teacher), per token. Later tokens do not count (a
+discount of 0), as in https://thinkingmachineslab.com/blog/on-policy-distillation and slime. Nothing is normalized.
 """
 
 from __future__ import annotations
@@ -20,14 +19,16 @@ from megatron_rl.metrics import declare
 _KL = declare(
     "teacher/kl", "estimate of KL(policy || teacher) per token, before the step's updates", "nats", "KL to the teacher (nats per token)"
 )
-_LARGEST = declare("teacher/kl_max", "largest log p - log p of the teacher of a token", "nats")
+_LARGEST = declare("teacher/kl_max", "largest log p - log p_teacher of a token", "nats")
 
 
 def assign_distilled_advantages(
     samples: list[TrainingSample], config: TeacherConfig | None, combine: Combine = combine_alone
 ) -> dict[str, float]:
-    """Weigh the advantages of this replica's samples, once they have those of the rewards, and add the teacher's part where it goes into
-    them; return metrics of all replicas. Needs `old_logprobs` and `teacher_logprobs`. Collective. Without a teacher do nothing."""
+    """Scale the reward advantages of this replica's samples, add the teacher's part, and return metrics over all replicas. Collective.
+
+    Needs `old_logprobs` and `teacher_logprobs`. Without a teacher, do nothing and return {}.
+    """
     if config is None:
         return {}
     totals = Totals()

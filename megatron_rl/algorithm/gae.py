@@ -1,15 +1,14 @@
-"""Advantages of PPO with a critic: generalized advantage estimation (GAE, arXiv 1506.02438), token by token.
+"""Advantages of PPO with a critic, per token: generalized advantage estimation (GAE, arXiv 1506.02438).
 
     delta_t = r_t + gamma V_(t+1) - V_t      A_t = delta_t + gamma lam A_(t+1)      R_t = A_t + V_t
 
-V_t is the critic's value of all that stands before sampled token t, R_t the return that it learns to predict, 0 both behind the last token.
-Tokens that an environment wrote take no part: behind a policy's token comes its next one, whatever was written in between. r_t is 0 but for
-the last token, which has the completion's reward; with `kl_in = "reward"` kl_coef times each token's KL estimate is taken from its r_t. An
-answer that was cut at `rollout.max_new_tokens` ends there like any other: nothing is added for what might have followed (as in verl and
-TRL).
+V_t is the critic's value of the sequence before sampled token t, and R_t the return that the critic learns to predict; both are 0 after the
+last token. Tokens written by an environment are skipped. r_t is the completion's reward at the last token and 0 before; with
+`kl_in = "reward"`, kl_coef times each token's KL estimate is subtracted. A response that was cut at `rollout.max_new_tokens` ends there:
+nothing is bootstrapped (as in verl and TRL).
 
-Then A is whitened over the tokens of the step that train: (A - m) / sqrt(v + 1e-8), v the sample variance. All in float64. A sum over
-samples is one over numbers of each sample in the order of the step, so the bits do not depend on which replica has which sample.
+A is then whitened over the step's trained tokens: (A - m) / sqrt(v + 1e-8), with v the sample variance. All numbers are float64. Sums run
+over samples in the order of the step, so the bits do not depend on which replica has which sample.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.metrics import declare
 
-KL = declare("reward/kl", "KL estimate against the reference per token, taken from the reward", "nats")
+KL = declare("reward/kl", "KL estimate against the reference per token, subtracted from the reward", "nats")
 _EXPLAINED = declare(
     "critic/explained_variance",
     "1 - variance of (return - value) / variance of the return, over the step's tokens, before the critic's update",
@@ -37,19 +36,21 @@ _MEANS = (
 )
 
 SumSamples = Callable[[torch.Tensor], torch.Tensor]
-"""Sums of the rows float64 [own samples, k] of all replicas in the order of the step, [k]; collective (`mcore.reduce.sum_samples`)."""
+"""Sums rows float64 [own samples, k] over all replicas, in the order of the step, to [k]; collective (`passes.reduce.sum_samples`)."""
 
 
 def sum_alone(rows: torch.Tensor) -> torch.Tensor:
-    """The `SumSamples` of a single replica."""
+    """`SumSamples` of a single replica."""
     return rows.sum(0)
 
 
 def estimate_advantages(
     rewards: torch.Tensor, values: torch.Tensor, lengths: Sequence[int], gamma: float, lam: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (advantages, returns) of samples end to end, of `lengths` tokens each; all float64 [sum of lengths]. Of a sample alone they
-    have the same bits."""
+    """Return (advantages, returns) of concatenated samples of `lengths` tokens each; all float64 [sum of lengths].
+
+    A sample's result has the same bits as if it were computed alone.
+    """
     counts = torch.tensor(lengths, dtype=torch.long)
     owner = torch.repeat_interleave(torch.arange(len(lengths)), counts)
     ends = counts.cumsum(0)
@@ -66,7 +67,7 @@ def estimate_advantages(
 
 
 def compute_token_rewards(sample: TrainingSample, config: AlgorithmConfig) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (r, KL estimates that were taken from it) of a sample's tokens, float64 [A] each."""
+    """Return (r, the KL estimates subtracted from it) of a sample's tokens, float64 [A] each."""
     kl = torch.zeros(sample.sampled_count, dtype=torch.float64)
     if config.kl_in_reward:
         kl = KL_ESTIMATORS[config.kl_estimator](sample.reference_logprobs - sample.old_logprobs).double()
@@ -78,10 +79,10 @@ def compute_token_rewards(sample: TrainingSample, config: AlgorithmConfig) -> tu
 def assign_token_advantages(
     samples: list[TrainingSample], config: AlgorithmConfig, sum_samples: SumSamples = sum_alone
 ) -> dict[str, float]:
-    """Set the advantages and `returns` of this replica's samples from their `values`; return metrics of all replicas' samples. Needs old
-    and reference log-probs where the KL term is in the reward. Collective.
+    """Set advantages and `returns` of this replica's samples from their `values`, and return metrics over all replicas. Collective.
 
-    Samples without weight in the loss (excluded or masked) get advantages of 0, and nothing counts them.
+    Needs old and reference log-probs if the KL term is part of the reward. Samples without weight in the loss (excluded or masked) get
+    advantages of 0 and do not count.
     """
     lengths = [sample.sampled_count for sample in samples]
     parts = [compute_token_rewards(sample, config) for sample in samples]

@@ -1,17 +1,17 @@
-"""Importance weights that correct for an engine sampling from a slightly different policy than the trainer's, in any precision mode.
+"""Importance weights that correct for an engine that samples from a slightly different policy than the trainer's.
 
-    q_t = p_trainer / p_engine of a sampled token, the same weights, before the update:  exp(old_t - rollout_t)
+    q_t = p_trainer / p_engine of a sampled token under the same weights, before the update: exp(old_t - rollout_t)
 
     tis              min(q_t, C)                                  Yao et al., https://fengyao.notion.site/off-policy-rl
     sequence_tis     min(product of q_t, C) on every token        the same on the sequence's ratio
-    icepop           q_t where low <= q_t <= high, else 0         IcePop (Ring-1T, arXiv 2510.18855)
-    geometric_mask   1 where low <= (product of q_t)^(1/T) <= high, else 0, the whole sequence
+    icepop           q_t if low <= q_t <= high, else 0            IcePop (Ring-1T, arXiv 2510.18855)
+    geometric_mask   1 if low <= (product of q_t)^(1/T) <= high, else 0, for the whole sequence
                                                                   https://richardli.xyz/post/rl-collapse-part3
-    sequence_mask    1 where low <= product of q_t <= high, else 0, the whole sequence                        the same
-    token_veto       0 where any q_t < correction_veto, else 1, the whole sequence                            the same
+    sequence_mask    1 if low <= product of q_t <= high, else 0, for the whole sequence             the same
+    token_veto       0 if any q_t < correction_veto, else 1, for the whole sequence                 the same
 
-Several multiply: `["geometric_mask", "tis"]` drops what the engine drifted on and caps the rest.
-Weights are data: no gradient flows through them. Masked tokens still count in the divisor of the mean, as in the formulas.
+Several corrections multiply: `["geometric_mask", "tis"]` drops sequences that drifted and caps the remaining tokens. No gradient flows
+through the weights. Masked tokens still count in the divisor of the mean, as in the formulas.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _NAN = "tokens without a ratio"
 
 
 def compute_correction(log_ratio: torch.Tensor, config: AlgorithmConfig) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (weights [A], bool [A]: capped or masked) of one answer from log q, float32 [A]: the product of all corrections."""
+    """Return (weights [A], whether capped or masked bool [A]) of one response from log q, float32 [A]: the product of all corrections."""
     weights, touched = torch.ones_like(log_ratio), torch.zeros_like(log_ratio, dtype=torch.bool)
     for name in config.correction:
         factor, outside = _correct(name, log_ratio, config)
@@ -65,17 +65,17 @@ _warned = set[str]()
 
 
 def _warn_of_small_weights(name: str, mean: float) -> None:
-    """Warn once a process."""
+    """Warn once per process."""
     if not _warned:
         _warned.add(name)
-        _log.warning("correction sequence_tis: the mean weight of %s advantages is %.2g; it falls with length", name, mean)
+        _log.warning("correction sequence_tis: the mean weight of %s advantages is %.2g; it falls with the length of responses", name, mean)
 
 
 def assign_corrections(samples: list[TrainingSample], config: AlgorithmConfig, combine: Combine = combine_alone) -> dict[str, float]:
-    """Set `importance_weights` of a replica's samples and return weight statistics by sign of advantage, of all replicas.
+    """Set `importance_weights` of this replica's samples and return statistics by sign of the advantage, over all replicas.
 
-    Needs old (trainer) and rollout (engine) log-probs and advantages. With `old_policy = "engine"`, first replaces the old log-probs
-    by the engine's. Raise RunError, on all replicas, for a ratio that is NaN: it lies outside no bounds and would pass every mask.
+    Needs old (trainer) and rollout (engine) log-probs and advantages. With `old_policy = "engine"`, the engine's log-probs replace the old
+    ones first. Raise RunError on all replicas for a NaN ratio, which every mask would let through.
     """
     if config.old_policy == "engine":
         for sample in samples:

@@ -1,13 +1,13 @@
-"""Soft overlong penalty (DAPO, arXiv 2503.14476, eq. 13): it grows linearly over the last part of the length budget.
+"""Soft overlong penalty (DAPO, arXiv 2503.14476, eq. 13), which grows linearly over the last part of the length budget.
 
-L = longest answer, C = share * L:   0 for |y| <= L - C,   (L - C - |y|) / C * penalty beyond,   -penalty at |y| = L
+L = longest response, C = share * L:   0 for |y| <= L - C,   (L - C - |y|) / C * penalty beyond,   -penalty at |y| = L
 """
 
 from __future__ import annotations
 
 
 def compute_overlong_penalty(length: int, longest: int, share: float, penalty: float) -> float:
-    """Return the term added to the reward of an answer of `length` tokens, between -penalty and 0."""
+    """Return the term added to the reward of a response of `length` tokens, between -penalty and 0."""
     buffer = share * longest
     if not buffer:
         return 0.0

@@ -1,4 +1,4 @@
-"""Advantages of several reward functions, each normalized by itself (GDPO, arXiv 2601.05242, section 3), so that none drowns in another.
+"""Combines the advantages of several reward functions, each normalized separately (GDPO, arXiv 2601.05242, section 3).
 
     A_i = sum over reward functions k of  weight_k advantage(r_k)_i,    then (A_i - mean) / (std + 1e-6) over the batch
 
@@ -25,12 +25,15 @@ def normalize_then_sum(
     group_size: int,
     lengths: Sequence[int] | None = None,
 ) -> list[float]:
-    """Return the advantages of all samples of a step, groups side by side. `rewards`: of each function, by label, one of every sample."""
+    """Return the advantages of all samples of a step, group after group.
+
+    `rewards` maps each function's label to its rewards of all samples, and `weights` to its weight.
+    """
     parts = [weights[label] * _tensor(compute_advantages(rewards[label], excluded, config, group_size, lengths)) for label in rewards]
     total, counted = torch.stack(parts).sum(0), torch.tensor(excluded).logical_not()
     members = counted.sum().clamp(min=1)
     mean = (counted * total).sum() / members
-    centered = counted * (total - mean).masked_fill(torch.maximum(total.abs(), mean.abs()) < 1e-12, 0.0)  # rounding has no sign
+    centered = counted * (total - mean).masked_fill(torch.maximum(total.abs(), mean.abs()) < 1e-12, 0.0)  # rounding errors are not a signal
     std = (centered.square().sum() / members).sqrt()
     return (centered / (std + _EPSILON)).tolist()
 

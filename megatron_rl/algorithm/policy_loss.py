@@ -1,11 +1,11 @@
-"""The policy loss: a loss per token, weighted for aggregation and correction, plus KL terms and less an entropy bonus.
+"""The policy loss: a loss per token, weighted for aggregation and correction, plus KL terms and minus an entropy bonus.
 
-    loss = sum over answer tokens of  weight_t (correction_t policy_t + kl_coef kl_t - entropy_coef entropy_t)
+    loss = sum over response tokens of  weight_t (correction_t policy_t + kl_coef kl_t - entropy_coef entropy_t)
 
-kl_t is that to the reference, and a teacher with `kl_in = "loss"` adds its own with its own weight.
+kl_t is the KL estimate against the reference. A teacher with `kl_in = "loss"` adds its own term.
 
-This is a sum; the trainer divides it by the number of answer tokens of the whole optimizer step. `weight_t` (see `loss_weights`) turns
-that into any other mean. It is set before the step is cut into micro-batches, so the cut does not change the loss.
+The trainer divides this sum by the number of response tokens of the whole optimizer step. `weight_t` (see `loss_weights`) turns the result
+into any other mean. It is set before the step is cut into micro-batches, so the cut does not change the loss.
 """
 
 from __future__ import annotations
@@ -42,23 +42,25 @@ _CLIPPED = declare(
     "tokens clipped",
     label="{} advantage",
     expected=(0.0, 0.3),
-    causes=("", "too many or too large updates a step, or bounds too narrow: cispo caps at 1 + clip_high, TRL's epsilon_high is the cap"),
+    causes=("", "too many or too large updates per step, or bounds too narrow: cispo caps at 1 + clip_high, TRL's epsilon_high is the cap"),
 )
 
 
 class TokenLossFunction(Protocol):
-    """What `algorithm.loss` names."""
+    """The interface of a policy loss (`algorithm.loss`)."""
 
     def __call__(self, logprobs: torch.Tensor, batch: MicroBatch, config: AlgorithmConfig, /, **settings: Any) -> tuple[torch.Tensor, ...]:
-        """Return (losses, [1, t] with gradient in the log-probs' dtype; clipped, bool [1, t], of which the log counts the answer tokens).
+        """Return (losses, clipped): losses [1, t] with gradient, in the log-probs' dtype, and the clipped tokens, bool [1, t].
 
-        `logprobs`: of the current policy, float32 [1, t] with gradient, 0 where `batch.mask` is 0; `settings`: `algorithm.loss_settings`.
+        Args:
+            logprobs: of the current policy, float32 [1, t] with gradient; 0 if `batch.mask` is 0.
+            settings: `algorithm.loss_settings`.
         """
 
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """The loss of `algorithm.loss`, with the teacher's term where it has one."""
+    """The policy loss of a config, with the teacher's term if `teacher` is given."""
 
     config: AlgorithmConfig
     teacher: TeacherConfig | None = None
@@ -70,16 +72,18 @@ class PolicyLoss:
 
     @property
     def with_entropy(self) -> bool:
-        """Whether it is to be called with entropies."""
+        """Whether the loss must be called with entropies."""
         return self.config.entropy_coef > 0
 
     def __call__(
         self, logprobs: torch.Tensor, batch: MicroBatch, entropies: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Return (sum of weighted token losses, sums of metrics). `logprobs`, and `entropies` where `with_entropy`: float32 [1, t] with
-        gradient, aligned with `batch.targets`."""
+        """Return (sum of weighted token losses, sums of metrics).
+
+        `logprobs`, and `entropies` if `with_entropy`, are float32 [1, t] with gradient, aligned with `batch.targets`.
+        """
         mask, config = batch.mask, self.config
-        logprobs = logprobs.masked_fill(mask == 0, 0.0)  # elsewhere exp() may overflow, and inf * 0 is NaN
+        logprobs = logprobs.masked_fill(mask == 0, 0.0)  # masked positions could overflow exp(), and inf * 0 is NaN
         losses, clipped = self._token_losses(logprobs, batch, config, **config.loss_settings)
         sums: dict[str, torch.Tensor] = {}
         if config.off_policy_mask_threshold is not None:
@@ -89,7 +93,7 @@ class PolicyLoss:
         loss = (losses * batch.importance_weights * batch.loss_weights).sum()
         sums[_POLICY] = loss.detach()
         for name, of_sign in (("positive", batch.advantages > 0), ("negative", batch.advantages < 0)):
-            sums[_CLIPPED.format(name)] = (clipped & of_sign).to(mask.dtype).mul(mask).sum()  # the trainer makes shares of all tokens
+            sums[_CLIPPED.format(name)] = (clipped & of_sign).to(mask.dtype).mul(mask).sum()  # the trainer divides by the number of tokens
         if config.kl_coef and config.kl_in == "loss":
             estimates = KL_ESTIMATORS[config.kl_estimator](batch.reference_logprobs - logprobs)
             if config.kl_bias_correction:
@@ -108,6 +112,8 @@ class PolicyLoss:
         return loss, sums
 
     def _find_off_policy(self, logprobs: torch.Tensor, batch: MicroBatch, threshold: float) -> torch.Tensor:
-        """Return bool [1, t]: positions of completions that the policy has left, by DeepSeek-V3.2 (arXiv 2512.02556, section 3.1):
-        A < 0, and the mean over the answer's tokens of old_logp - logp above `threshold`."""
+        """Return bool [1, t], True for tokens of off-policy sequences as in DeepSeek-V3.2 (arXiv 2512.02556, section 3.1).
+
+        A sequence is off-policy if A < 0 and the mean of old_logp - logp over its response tokens exceeds `threshold`.
+        """
         return (batch.average_by_sample(batch.old_logprobs - logprobs) > threshold) & (batch.advantages < 0)

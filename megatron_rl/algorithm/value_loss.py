@@ -1,9 +1,9 @@
-"""The critic's loss: how far its values are from the returns, clipped as PPO's (verl and TRL have the same).
+"""The critic's loss: the squared error of its values, clipped as in PPO, verl, and TRL.
 
-    loss = sum over answer tokens of  weight_t max((V_t - R_t)^2, (clip(V_t, V_old_t - c, V_old_t + c) - R_t)^2) / 2
+    loss = sum over response tokens of  weight_t max((V_t - R_t)^2, (clip(V_t, V_old_t - c, V_old_t + c) - R_t)^2) / 2
 
-V_old are the values before the step's updates, R the returns (`algorithm.gae`), c is `critic.cliprange_value`. The weights are those of the
-policy loss (`loss_weights`), so both are means over the same tokens.
+V_old are the values before the step's updates, R the returns (`algorithm.gae`), and c is `critic.cliprange_value`. The weights are those of
+the policy loss (`loss_weights`), so both losses are means over the same tokens.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ _CLIPPED = declare("critic/clip_fraction", "share of tokens whose value loss the
 
 @dataclass(frozen=True)
 class ValueLoss:
+    """The critic's loss with clip range c."""
+
     cliprange: float
-    """c of the formula."""
 
     def __call__(self, values: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Return (sum of weighted token losses, sums of metrics). `values` float32 [1, t], aligned with `batch.targets`."""

@@ -1,1 +1,1 @@
-"""Sampled answers as training samples, and their packed micro-batches."""
+"""Training samples, and how they are packed, sent and replayed."""

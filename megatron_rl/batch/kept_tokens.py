@@ -1,7 +1,7 @@
-"""The tokens that each sampled token was drawn from, where top_p, top_k or min_p leave some out.
+"""Sampling masks: the tokens that each sampled token was drawn from, if top_p, top_k or min_p excluded some.
 
-The trainer takes its log-probs over the same tokens, so that both sides speak of the distribution that was sampled from, in every
-precision mode and at every age of a token ("keep sampling mask": DeepSeek-V3.2, arXiv 2512.02556, section 3.1).
+The trainer normalizes its log-probs over the same tokens, so both sides describe the distribution that was sampled from, in every precision
+mode and at every age of a token ("keep sampling mask": DeepSeek-V3.2, arXiv 2512.02556, section 3.1).
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ def make_kept_tokens(ids_by_token: Sequence[Sequence[int]]) -> KeptTokens:
 
 
 def holds_tokens(kept: KeptTokens, tokens: np.ndarray) -> bool:
-    """Return whether each of A tokens is among those that it was drawn from."""
+    """Return whether each of A tokens is among the tokens that it was drawn from."""
     owners = np.arange(len(tokens)).repeat(kept.counts)
     return bool(np.bincount(owners[kept.ids == tokens[owners]], minlength=len(tokens)).all())
 
 
 def extend_kept_tokens(known: KeptTokens | None, more: KeptTokens | None) -> KeptTokens | None:
-    """Return those of all turns after another turn."""
+    """Return the tokens of all turns after another turn."""
     if known is None or more is None:
         return more
     return KeptTokens(np.concatenate([known.counts, more.counts]), np.concatenate([known.ids, more.ids]))
 
 
 def pad_kept_tokens(kept: KeptTokens, width: int) -> torch.Tensor:
-    """Return int32 [A, width], -1 where there are fewer."""
+    """Return the kept ids as int32 [A, width], padded with -1."""
     padded = np.full((len(kept.counts), width), -1, np.int32)
     padded[np.arange(width) < kept.counts[:, None]] = kept.ids
     return torch.from_numpy(padded)

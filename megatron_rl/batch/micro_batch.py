@@ -1,6 +1,6 @@
-"""Packed micro-batches for the forward pass: samples laid end to end in one row.
+"""Packed micro-batches for the forward pass: samples are concatenated in one row.
 
-Shape legend: `_A` sampled answer tokens, [1, t] a row. Position i of a sample holds token i and its target, token i + 1; the last token
+Shape legend: `_A` sampled response tokens, [1, t] a row. Position i of a sample holds token i and its target, token i + 1. The last token
 of a sample has no target and takes no position.
 """
 
@@ -17,8 +17,8 @@ import torch
 from megatron_rl.batch.kept_tokens import pad_kept_tokens
 from megatron_rl.batch.packing import compute_costs, pack, round_up
 from megatron_rl.batch.training_sample import TrainingSample
-from megatron_rl.precision.ops.batch_invariant import MIN_ROWS
-from megatron_rl.precision.ops.device_copy import copy_to_device
+from megatron_rl.kernels.batch_invariant import MIN_ROWS
+from megatron_rl.kernels.device_copy import copy_to_device
 
 _EMPTY = torch.empty(0)
 _OPTIONAL_FIELDS = ("values", "returns", "teacher_logprobs")
@@ -29,75 +29,63 @@ _FLOAT_FIELDS = ("mask", "advantages", "old_logprobs", "reference_logprobs", "lo
 class MicroBatch:
     """One packed row of samples: tensors [1, t], one position per token. Attention must respect `lengths`."""
 
-    sample_indices: list[int]
-    """Index of each packed sample in the list of samples, in order."""
-    lengths: list[int]
-    """Positions of each packed sample, with its padding. Padding at the end of the row counts as one more sample."""
-    padding: int
-    """Number of positions without a token."""
+    sample_indices: list[int]  # indices of the packed samples in the list of samples, in order
+    lengths: list[int]  # positions of each packed sample, including its padding. Padding at the end of the row counts as one more sample.
+    padding: int  # number of positions without a token
     tokens: torch.Tensor
     targets: torch.Tensor
-    positions: torch.Tensor
-    """Position within the sample, for the rotary embedding."""
-    mask: torch.Tensor
-    """1.0 where the target is a sampled answer token, else 0."""
+    positions: torch.Tensor  # position within the sample, for rotary embeddings
+    mask: torch.Tensor  # 1.0 if the target is a sampled response token, else 0
     advantages: torch.Tensor
     old_logprobs: torch.Tensor
     reference_logprobs: torch.Tensor
-    loss_weights: torch.Tensor
-    """The sample's loss weight where `mask` is 1, else 0."""
-    importance_weights: torch.Tensor
-    """The token's correction where `mask` is 1, else 0."""
-    high_covariance: torch.Tensor
-    """1.0 for tokens chosen by `algorithm.covariance`, else 0."""
-    token_indices: torch.Tensor
-    """int64: index of the position among those of all the replica's samples; -1 for padding."""
-    routed_experts: torch.Tensor
-    """Recorded experts [1, t, layers, k]; empty for none."""
+    loss_weights: torch.Tensor  # the sample's loss weight if `mask` is 1, else 0
+    importance_weights: torch.Tensor  # the token's importance weight if `mask` is 1, else 0
+    high_covariance: torch.Tensor  # 1.0 for tokens chosen by `algorithm.covariance`, else 0
+    token_indices: torch.Tensor  # int64 index of the position among the positions of all of the replica's samples; -1 for padding
+    routed_experts: torch.Tensor  # recorded experts [1, t, layers, k], or empty
     kept_tokens: torch.Tensor
-    """Tokens that the log-probs are taken over, int32 [1, t, most], -1 where there are fewer; none for all. Empty for all everywhere."""
-    values: torch.Tensor
-    """The critic's values before the step's updates, 0 where `mask` is 0; empty without a critic, as are `returns`."""
+    """Tokens over which log-probs are normalized, int32 [1, t, n], padded with -1; all -1 means all tokens. Empty if no position has a
+    mask."""
+    values: torch.Tensor  # the critic's values before the step's updates, 0 if `mask` is 0. Empty without a critic, like `returns`.
     returns: torch.Tensor
-    teacher_logprobs: torch.Tensor
-    """Empty without a teacher."""
+    teacher_logprobs: torch.Tensor  # empty without a teacher
 
     def to(self, device: torch.device) -> MicroBatch:
-        """Return a copy with every tensor on `device`."""
         tensors = {name: value for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
         moved: dict[str, Any] = {name: copy_to_device(value, device) for name, value in tensors.items()}
         return replace(self, **moved)
 
     def shift(self, row: torch.Tensor, by: int) -> torch.Tensor:
-        """Return, at every position, what `row` has so many positions later in the same sample, 0 at its end; [1, t] to [1, t], on the
-        host."""
+        """Return, at every position, the value of `row` that is `by` positions later in the same sample, or 0 past its end: [1, t], on the
+        CPU."""
         owner = torch.repeat_interleave(torch.arange(len(self.lengths)), torch.tensor(self.lengths))
         kept = row[:, by:] * (owner[by:] == owner[: len(owner) - by])
         return torch.nn.functional.pad(kept, (0, by))
 
     def find_targets(self, samples: list[TrainingSample]) -> torch.Tensor:
-        """Return the places in the row of the sampled tokens' predictions, sample after sample, int64 [A of all], on the host."""
+        """Return the positions in the row that predict sampled tokens, sample after sample, int64, on the CPU."""
         starts = accumulate(self.lengths, initial=0)
         places = [start + samples[index].target_positions for index, start in zip(self.sample_indices, starts, strict=False)]
         return torch.cat(places) if places else torch.empty(0, dtype=torch.long)
 
     def split_by_sample(self, values: torch.Tensor, samples: list[TrainingSample]) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield (index of the sample, values [A] of its sampled tokens); `values` [1, t] is aligned with `targets`."""
+        """Yield (index of the sample, values [A] of its sampled tokens). `values` [1, t] is aligned with `targets`."""
         for index, start in zip(self.sample_indices, accumulate(self.lengths, initial=0), strict=False):
             yield index, values[0, start + samples[index].target_positions]
 
     def sum_by_sample(self, values: torch.Tensor) -> torch.Tensor:
-        """Return, at every position, the sum of `values` over the targets of its sample; [1, t] to [1, t], with gradient."""
+        """Return, at every position, the sum of `values` over the targets of its sample. [1, t] to [1, t], differentiable."""
         owner, (sums,) = self._sum_samples(values)
         return sums[owner].unsqueeze(0)
 
     def average_by_sample(self, values: torch.Tensor) -> torch.Tensor:
-        """Return, at every position, the mean of `values` over the targets of its sample; [1, t] to [1, t], with gradient."""
+        """Return, at every position, the mean of `values` over the targets of its sample. [1, t] to [1, t], differentiable."""
         owner, (sums, counts) = self._sum_samples(values, torch.ones_like(values))
         return (sums / counts.clamp(min=1))[owner].unsqueeze(0)
 
     def _sum_samples(self, *values: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Return the number of each position's sample, int64 [t], and the samples' sums of each `values` over their targets."""
+        """Return the number of each position's sample, int64 [t], and for each of `values` the samples' sums over their targets."""
         owner = torch.repeat_interleave(torch.arange(len(self.lengths)), torch.tensor(self.lengths))
         owner = copy_to_device(owner, self.mask.device)
         zeros = values[0].new_zeros(len(self.lengths))
@@ -105,7 +93,7 @@ class MicroBatch:
 
 
 class MicroBatches:
-    """Micro-batches of a list of samples. Each is packed when it is asked for, so that only those in use take memory."""
+    """The micro-batches of a list of samples, packed on access, so that only those in use take memory."""
 
     def __init__(
         self,
@@ -116,12 +104,11 @@ class MicroBatches:
         min_length: int,
         padding_experts: torch.Tensor,
     ) -> None:
-        """`rows`: indices of the samples in each; `lengths`: positions of each sample, with its padding; see `make_micro_batches`."""
+        """`rows`: indices of each row's samples. `lengths`: positions of each sample with padding. See `make_micro_batches`."""
         self._samples, self._rows, self._lengths, self._padding_experts = samples, rows, lengths, padding_experts
         self._has = {name: any(len(getattr(sample, name)) for sample in samples) for name in _OPTIONAL_FIELDS}
         filled = [sum(lengths[index] for index in row) for row in rows]
-        self.widths = [max(round_up(width, multiple), min_length) for width in filled]
-        """Positions of each."""
+        self.widths = [max(round_up(width, multiple), min_length) for width in filled]  # positions of each micro-batch
         self._tails = [width - used for width, used in zip(self.widths, filled, strict=True)]
         self._first_indices = list(accumulate((sample.length - 1 for sample in samples), initial=0))
 
@@ -137,12 +124,12 @@ class MicroBatches:
         return bool(len(self._padding_experts))
 
     def list_lengths(self, number: int) -> list[int]:
-        """Return `MicroBatch.lengths` of one."""
+        """Return `MicroBatch.lengths` of a micro-batch."""
         tail = self._tails[number]
         return [self._lengths[index] for index in self._rows[number]] + [tail] * bool(tail)
 
     def pack_records(self, number: int, layers: slice = slice(None)) -> torch.Tensor:
-        """Return `MicroBatch.routed_experts` of one, of some layers."""
+        """Return `MicroBatch.routed_experts` of a micro-batch, for some layers."""
         if not self.has_records:
             return _EMPTY
         lengths, padding = self.list_lengths(number), self._padding_experts[layers]
@@ -184,15 +171,9 @@ class MicroBatches:
             row.importance_weights[sampled] = sample.importance_weights if len(sample.importance_weights) else 1.0
             if sample.kept_tokens is not None and most_kept:
                 row.kept_tokens[sampled] = pad_kept_tokens(sample.kept_tokens, most_kept)
-            if len(sample.high_covariance):
-                row.high_covariance[sampled] = sample.high_covariance.float()
-            if len(sample.old_logprobs):
-                row.old_logprobs[sampled] = sample.old_logprobs
-            if len(sample.reference_logprobs):
-                row.reference_logprobs[sampled] = sample.reference_logprobs
-            for name in _OPTIONAL_FIELDS:
+            for name in ("old_logprobs", "reference_logprobs", "high_covariance", *_OPTIONAL_FIELDS):
                 if len(values := getattr(sample, name)):
-                    getattr(row, name)[sampled] = values
+                    getattr(row, name)[sampled] = values.float()
         return row
 
 
@@ -206,19 +187,19 @@ def make_micro_batches(
     attention_length: float = math.inf,
     padding_experts: torch.Tensor = _EMPTY,
 ) -> MicroBatches:
-    """Return micro-batches of at most `max_tokens` positions, of about equal cost (`packing`); a longer sample gets one of its own.
+    """Return micro-batches of at most `max_tokens` positions and about equal cost (`packing`). A longer sample gets its own micro-batch.
 
-    A micro-batch is padded to a multiple of `multiple` positions and to at least `MIN_ROWS`. `agree` is given the number of micro-batches
-    and returns that of the data-parallel replica that needs most: every replica makes so many, since expert-parallel ranks must take every
-    step together. One without a sample holds only padding.
-
-    `cp_size` context-parallel ranks share the positions of every sample, which is padded to a multiple of 2 * `cp_size`
-    (`mcore.context_parallel`), and compute at most `max_tokens` each. The number of micro-batches is a multiple of `vpp_group`.
-
-    `padding_experts` [layers, k]: experts of positions without a token, where the micro-batches have the samples' records; else empty.
+    Args:
+        multiple: a micro-batch is padded to a multiple of this many positions, and to at least `MIN_ROWS`.
+        cp_size: context-parallel ranks that share the positions of every sample, which is padded to a multiple of 2 * `cp_size`
+            (`mcore.passes.context_parallel`). Each rank computes at most `max_tokens` positions.
+        vpp_group: the number of micro-batches is a multiple of this.
+        agree: maps this replica's number of micro-batches to the largest number of all data-parallel replicas. Every replica makes as many,
+            because expert-parallel ranks must take every step together. Additional micro-batches hold only padding.
+        padding_experts: [layers, k] experts of positions without a token, or empty if the samples have no routing records.
     """
     if any(not len(sample.prompt_ids) for sample in samples):
-        raise ValueError("a sequence has no prompt token, so nothing predicts its first answer token")
+        raise ValueError("a sequence has no prompt token, so nothing predicts its first response token")
     chunks = 2 * cp_size if cp_size > 1 else 1
     lengths = [round_up(sample.length - 1, chunks) for sample in samples]
     costs = compute_costs(lengths, attention_length)

@@ -1,11 +1,10 @@
-"""Sequence packing: which replica trains on a sequence, which sequences share a micro-batch, and which positions of it a context-parallel
-rank computes.
+"""Sequence packing: assigns sequences to data-parallel replicas and micro-batches, and token positions to context-parallel ranks.
 
-Replicas and bins are balanced by cost: products with weights grow with a sequence's length s, attention with its square.
+Replicas and micro-batches are balanced by cost. Products with weights grow with a sequence's length s, attention grows with its square:
 
     cost(s) = s (1 + s / attention_length)
 
-in units of one token's products; `ModelGeometry.attention_length` is the length at which both take as long.
+in units of one token's products with weights. `ModelGeometry.attention_length` is the length at which both take equally long.
 """
 
 from __future__ import annotations
@@ -15,27 +14,25 @@ import math
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
-VALUE_ROWS = 1024
-"""Rows of hidden numbers that a value head has in FP32 at a time."""
+VALUE_ROWS = 1024  # rows of FP32 hidden states that a value head computes at a time
 LOGITS_PER_CHUNK, LOGITS_PER_GPU_CHUNK = 1 << 25, 1 << 27
-"""Logits that a trainer's rank holds at a time (`mcore.logprobs`): 128 MiB in FP32, with FP32 copies; on a GPU 256 MiB in BF16, without.
+"""Logits that a trainer rank holds at a time (`mcore.passes.logprobs`): 128 MiB in FP32 with FP32 copies on CPUs, 256 MiB in BF16 on GPUs.
 Every chunk reads the output layer's weight, and reads and writes its FP32 gradient."""
 
 
 def round_up(number: int, multiple: int) -> int:
-    """Return the next multiple of `multiple` that is at least `number`."""
+    """Return the smallest multiple of `multiple` that is at least `number`."""
     return -(-number // multiple) * multiple
 
 
 def compute_costs(lengths: Sequence[int], attention_length: float = math.inf) -> list[float]:
-    """Return the costs of sequences."""
     return [length * (1 + length / attention_length) for length in lengths]
 
 
 def deal(costs: Sequence[float], replicas: int) -> list[list[int]]:
-    """Return the indices of each replica's sequences, ascending. Two replicas' costs differ by the costliest sequence at most.
+    """Return the indices of each replica's sequences, ascending. The costs of two replicas differ by at most the costliest sequence.
 
-    The costliest are placed first, each on the replica with the least to do (Graham's LPT rule).
+    Sequences are placed in order of falling cost, each on the replica with the lowest cost so far (Graham's LPT rule).
     """
     shares: list[list[int]] = [[] for _ in range(replicas)]
     loads = [(0.0, replica) for replica in range(replicas)]
@@ -49,25 +46,24 @@ def deal(costs: Sequence[float], replicas: int) -> list[list[int]]:
 def pack(
     lengths: Sequence[int], max_tokens: int, multiple: int = 1, at_least: int = 0, costs: Sequence[float] | None = None
 ) -> list[list[int]]:
-    """Return indices of `lengths` in bins of at most `max_tokens` tokens; a longer sequence gets a bin of its own.
+    """Return the indices of `lengths` in bins of at most `max_tokens` tokens. A longer sequence gets its own bin.
 
-    The number of bins is a multiple of `multiple` that is not below `at_least`. The costliest come first. Bins are alike: the costliest
-    sequences are placed first, each into the cheapest bin with room for it. Bins left without a sequence are empty. `costs`: the lengths
-    themselves if None.
+    The number of bins is a multiple of `multiple` and at least `at_least`; some bins may be empty. Sequences are placed in order of falling
+    cost (default: length), each into the cheapest bin that has room. The costliest bins come first.
     """
     costs = lengths if costs is None else costs
-    least, most = (round_up(number, multiple) for number in (at_least, max(len(lengths), at_least)))
-    count = min(max(round_up(-(-sum(lengths) // max_tokens), multiple), least, multiple if lengths else 0), most)
+    fewest, most = (round_up(number, multiple) for number in (at_least, max(len(lengths), at_least)))
+    count = min(max(round_up(-(-sum(lengths) // max_tokens), multiple), fewest, multiple if lengths else 0), most)
     while (bins := _fill(lengths, costs, count, max_tokens)) is None:
-        count = min(count + round_up(max(count // 8, 1), multiple), most)  # an eighth more: few tries, however many sequences
+        count = min(count + round_up(max(count // 8, 1), multiple), most)  # grow by an eighth, so that few tries are needed
     return [members for _, members in sorted(bins, key=lambda filled: -filled[0])]
 
 
 def context_parallel_positions(lengths: list[int], rank: int, size: int) -> list[int]:
-    """Return the positions of a row that rank `rank` of `size` context-parallel ranks computes; `lengths` are those of its sequences.
+    """Return the positions of a row that context-parallel rank `rank` of `size` computes. `lengths`: lengths of the row's sequences.
 
-    Every sequence is cut into 2 * size equal chunks, so its length must be a multiple of that; rank r computes chunk r from the start
-    and chunk r from the end. This is Megatron's order, which its rotary embedding of packed sequences relies on.
+    Every sequence is cut into 2 * size equal chunks, so its length must be a multiple of that. Rank r computes chunk r from the start and
+    chunk r from the end, which is the order that Megatron's rotary embedding of packed sequences expects.
     """
     positions: list[int] = []
     for start, end in pairwise(accumulate(lengths, initial=0)):
@@ -78,7 +74,7 @@ def context_parallel_positions(lengths: list[int], rank: int, size: int) -> list
 
 
 def _fill(lengths: Sequence[int], costs: Sequence[float], count: int, max_tokens: int) -> list[tuple[float, list[int]]] | None:
-    """Return (cost, indices) of `count` bins; None where some sequence finds no room."""
+    """Return (cost, indices) of `count` bins, or None if a sequence does not fit."""
     bins: list[list[int]] = [[] for _ in range(count)]
     tokens, final_costs, shortest = [0] * count, [0.0] * count, min(lengths, default=0)
     open_bins: list[tuple[float, int]] = [(0.0, number) for number in range(count)]
@@ -93,6 +89,6 @@ def _fill(lengths: Sequence[int], costs: Sequence[float], count: int, max_tokens
         tokens[number] += lengths[index]
         final_costs[number] = cost + costs[index]
         for filled in (*full, (final_costs[number], number)):
-            if tokens[filled[1]] + shortest <= max_tokens:  # no other is ever looked at again
+            if tokens[filled[1]] + shortest <= max_tokens:  # full bins are never looked at again
                 heapq.heappush(open_bins, filled)
     return list(zip(final_costs, bins, strict=True))

@@ -1,11 +1,11 @@
-"""Groups that later steps train on again, in a bounded buffer on rank 0.
+"""Replay buffer on rank 0: groups that later steps train on again.
 
-A group is kept as it was sampled: tokens, the log-probs of the policy that sampled them, the tokens each was drawn from, routing,
-advantages. When it comes back, its tokens are as many versions older. So it is treated as any group that was sampled ahead of the trainer
-(`placement.max_staleness`): ratios are against the policy that sampled, and no measure of precision counts it.
+A group is kept as it was sampled: tokens, the sampling policy's log-probs, sampling masks, routing and advantages. The trainer treats a
+replayed group like a group that was sampled ahead of time (`placement.max_staleness`): importance ratios are computed against the policy
+that sampled it, and precision metrics do not count it.
 
-What is kept follows from the steps trained on, and from nothing else. `groups` is never changed in place: a checkpoint takes it as it
-stands, at no cost, and a resumed run replays what the uninterrupted one would have.
+The buffer depends only on the steps trained so far. `groups` is never modified in place, so a checkpoint takes a snapshot at no cost, and a
+resumed run replays the same groups as an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from megatron_rl.types import KeptTokens
 _METRICS = (
     declare("replay/groups", "kept groups that the step trained on again", "count", "groups", label="trained on again"),
     declare("replay/kept", "groups in the buffer after the step", "count", "groups", label="kept"),
-    declare("replay/share", "share of the step's tokens that are of kept groups", "share", "share of the tokens", label="replayed"),
-    declare("replay/age", "mean age of the groups trained on again, in steps since the first time", "number", "age (steps)"),
+    declare("replay/share", "share of the step's tokens from replayed groups", "share", "share of the tokens", label="replayed"),
+    declare("replay/age", "mean age of replayed groups, in steps since they were first trained on", "number", "age (steps)"),
 )
 _FILE = "replay.npz"
 _COLUMNS = ("prompt_ids", "response_ids", "rollout_logprobs", "version_lags", "response_mask", "routed_experts")
@@ -38,19 +38,16 @@ _KEPT_TOKENS = ("kept_tokens.counts", "kept_tokens.ids")
 
 @dataclass(frozen=True)
 class KeptGroup:
-    """A group as it was first trained on, without members that give no gradient."""
+    """A group as it was first trained on, without members that contribute no gradient."""
 
     samples: tuple[TrainingSample, ...]
-    version: int
-    """Of the trainer, then."""
-    oldest: int
-    """Version of its oldest token."""
-    spread: float
-    """Standard deviation of its rewards."""
+    version: int  # the trainer's policy version when the group was first trained on
+    oldest: int  # policy version of its oldest token
+    spread: float  # standard deviation of its rewards
     replays: int = 0
 
     def at(self, version: int) -> list[TrainingSample]:
-        """Return its samples as the trainer at `version` has them."""
+        """Return its samples with the version lags for a trainer at `version`."""
         return [
             replace(sample, version_lags=(sample.version_lags if len(sample.version_lags) else _no_lags(sample)) + (version - self.version))
             for sample in self.samples
@@ -62,7 +59,7 @@ def _no_lags(sample: TrainingSample) -> torch.Tensor:
 
 
 class ReplayBuffer:
-    """The groups kept, newest first, and of one step's those whose rewards differ most."""
+    """Keeps the newest groups. Among the groups of one step it prefers those whose rewards differ most."""
 
     def __init__(self, settings: ReplayConfig) -> None:
         self._settings = settings
@@ -71,8 +68,8 @@ class ReplayBuffer:
     def extend(
         self, mini_batches: Sequence[list[TrainingSample]], own: Iterable[Sequence[TrainingSample]], version: int
     ) -> dict[str, float]:
-        """Extend the mini-batches of the step at `version` by kept groups, each in one of them, then keep of its `own` groups those that
-        teach something; return metrics."""
+        """Add kept groups to the mini-batches of the step at `version`, then keep those of its `own` groups that have nonzero advantages.
+        Return metrics."""
         taken, numbers = self._take(version), count(sum(map(len, mini_batches)))
         sampled, replayed = sum(sample.sampled_count for each in mini_batches for sample in each), 0
         for index, group in enumerate(taken):
@@ -104,7 +101,7 @@ class ReplayBuffer:
 
 
 class ReplayFile:
-    """Kept groups as a checkpoint's file `replay.npz`; there is none of no groups. Arrays alone: reading it runs no code."""
+    """The buffer's groups as a checkpoint's file `replay.npz`, which holds only arrays. Without groups there is no file."""
 
     def __init__(self, groups: Sequence[KeptGroup]) -> None:
         self._groups = groups
@@ -116,7 +113,7 @@ class ReplayFile:
         return drawn_from + sum(getattr(sample, name).nbytes for sample in samples for name in _COLUMNS)
 
     def write(self, to: Path) -> list[str]:
-        """Write the file into a checkpoint's folder; return its name. Raise OSError."""
+        """Write the file into a checkpoint's folder. Return its name. Raise OSError."""
         if not self._groups:
             return []
         samples = [sample for group in self._groups for sample in group.samples]
@@ -136,7 +133,7 @@ class ReplayFile:
 
 
 def read_groups(checkpoint: Path) -> tuple[KeptGroup, ...]:
-    """Return the groups that a checkpoint keeps."""
+    """Return the groups stored in a checkpoint."""
     if not (checkpoint / _FILE).is_file():
         return ()
     with np.load(checkpoint / _FILE) as file:

@@ -1,10 +1,9 @@
-"""Training samples as bytes, as rank 0 sends them to the replica that trains on them: what the rollout knows, not yet what the trainer
-computes.
+"""Serializes training samples, which rank 0 sends to the replica that trains on them. Fields that the trainer computes are not included.
 
-    header      pickled: how many samples, and of each column its dtype, its shape and its length in every sample
-    columns     one after the other, each that of all samples end to end; wide dtypes first, so that every column is aligned
+    header      pickled: number of samples, and for each column its dtype, shape and length in every sample
+    columns     one after the other, each concatenated over all samples; wide dtypes first, so that every column is aligned
 
-An answer's token takes 8 bytes, 9 where it may be of an older version, and layers x k (x 2 above 256 experts) more with its routing.
+A response token takes 8 bytes, plus 1 if it may be of an older version, plus layers x k (x 2 above 256 experts) for its routing.
 """
 
 from __future__ import annotations
@@ -29,8 +28,7 @@ _ALIGNMENT = 16
 class _Column:
     dtype: torch.dtype
     row_shape: tuple[int, ...]
-    lengths: np.ndarray
-    """int32 [samples]."""
+    lengths: np.ndarray  # int32 [samples]
 
     @property
     def row_bytes(self) -> int:
@@ -43,14 +41,13 @@ class _Column:
 
 @dataclass(frozen=True)
 class _Header:
-    numbers: dict[str, np.ndarray]
-    """Numbers of each sample, by the field's name."""
+    numbers: dict[str, np.ndarray]  # values of scalar fields, one per sample, by field name
     has_kept_tokens: np.ndarray
     columns: list[_Column]
 
 
 class SampleBytes:
-    """Samples ready to be sent; nothing is copied before `iterate`."""
+    """Samples ready to be sent. Nothing is copied before `iterate`."""
 
     def __init__(self, samples: list[TrainingSample]) -> None:
         parts = [[getattr(sample, name) for sample in samples] for name in _COLUMNS]
@@ -65,11 +62,10 @@ class SampleBytes:
         pickled = pickle.dumps(header)
         self._head = len(pickled).to_bytes(8, "little") + pickled
         self._head += bytes(round_up(len(self._head), _ALIGNMENT) - len(self._head))
-        self.total = len(self._head) + sum(column.bytes for column in header.columns)
-        """Bytes."""
+        self.total = len(self._head) + sum(column.bytes for column in header.columns)  # total number of bytes
 
     def iterate(self, piece_bytes: int) -> Iterator[torch.Tensor]:
-        """Yield the bytes in pieces, uint8 [`piece_bytes`] or, at the end, fewer; a piece is overwritten by the next."""
+        """Yield the bytes in pieces, uint8 [`piece_bytes`], the last may be shorter. Every piece reuses the same memory."""
         piece, filled = torch.empty(min(piece_bytes, self.total), dtype=torch.uint8), 0
         for part in self._iterate_parts():
             while len(part):
@@ -91,7 +87,7 @@ class SampleBytes:
 
 
 def read_samples(data: torch.Tensor) -> list[TrainingSample]:
-    """Return the samples of all bytes, uint8; their columns are views of `data`."""
+    """Return the samples in `data`, uint8 with all bytes. Their columns are views of `data`."""
     length = int.from_bytes(bytes(data[:8].numpy()), "little")
     header: _Header = pickle.loads(bytes(data[8 : 8 + length].numpy()))
     start, parts = round_up(8 + length, _ALIGNMENT), []
@@ -119,5 +115,5 @@ def read_samples(data: torch.Tensor) -> list[TrainingSample]:
 def _describe(parts: list[torch.Tensor]) -> _Column:
     kinds = {(part.dtype, tuple(part.shape[1:])) for part in parts if part.numel()} or {(torch.uint8, ())}
     if len(kinds) > 1:
-        raise ValueError(f"samples disagree on what a column holds: {kinds}")
+        raise ValueError(f"samples disagree on the dtype or shape of a column: {kinds}")
     return _Column(*kinds.pop(), np.array([len(part) for part in parts], np.int32))

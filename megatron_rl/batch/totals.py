@@ -1,6 +1,6 @@
-"""Counts, sums and largest of tokens' values, which data-parallel replicas add up: each has the tokens of its own samples.
+"""Counts, sums and maxima of per-token values, combined over data-parallel replicas.
 
-Sums are FP64: how samples are dealt out to replicas changes no more than their last bits.
+Sums are FP64, so the assignment of samples to replicas changes only their last bits.
 """
 
 from __future__ import annotations
@@ -20,14 +20,11 @@ class _Total:
 
 
 class Totals:
-    """Totals by name."""
-
     def __init__(self) -> None:
         self._by_name: dict[str, _Total] = {}
 
     @classmethod
     def merge(cls, parts: Iterable[Totals]) -> Totals:
-        """Return the totals of all parts."""
         merged = cls()
         for part in parts:
             for name, total in part._by_name.items():
@@ -41,25 +38,24 @@ class Totals:
 
     def _add(self, name: str, total: _Total) -> None:
         known = self._by_name.get(name, _Total(0, 0.0, total.largest))
-        largest = known.largest if known.largest > total.largest or math.isnan(known.largest) else total.largest  # NaN stays
+        largest = known.largest if known.largest > total.largest or math.isnan(known.largest) else total.largest  # keeps NaN
         self._by_name[name] = _Total(known.count + total.count, known.sum + total.sum, largest)
 
     def count(self, name: str) -> int:
         return self._by_name[name].count if name in self._by_name else 0
 
     def mean(self, name: str) -> float:
-        """Return 0 of no values."""
+        """Return the mean, or 0 without values."""
         return self._by_name[name].sum / self._by_name[name].count if name in self._by_name else 0.0
 
     def largest(self, name: str) -> float:
-        """Return 0 of no values."""
+        """Return the maximum, or 0 without values."""
         return self._by_name[name].largest if name in self._by_name else 0.0
 
 
-Combine = Callable[[Totals], Totals]
-"""Returns the totals of all replicas from those of this one; collective (`mcore.reduce.combine`)."""
+Combine = Callable[[Totals], Totals]  # combines this replica's totals with all others'; collective (`mcore.passes.reduce.combine`)
 
 
 def combine_alone(totals: Totals) -> Totals:
-    """The `Combine` of a single replica."""
+    """Return the totals unchanged: the `Combine` of a single replica."""
     return totals

@@ -1,4 +1,4 @@
-"""A sampled answer as the trainer learns from it. Shape legend: `_A` sampled answer tokens."""
+"""Training samples: a prompt, a sampled response, and per-token values. Shape legend: `_A` sampled response tokens."""
 
 from __future__ import annotations
 
@@ -14,53 +14,42 @@ _NO_MASK = torch.empty(0, dtype=torch.bool)
 
 @dataclass(eq=False)
 class TrainingSample:
-    """A prompt with its answer, and per-token values of the A tokens that the policy sampled (float32 [A], empty where unknown).
+    """A prompt with its response, and per-token values of the A tokens that the policy sampled (float32 [A], or empty if unknown).
 
-    Tokens that an environment wrote are input to the model but have no such values, and nothing is learned from them. Token ids, int32, and
-    the mask may be given as lists.
+    Tokens written by an environment are model input without such values and contribute no gradient. Token ids, int32, and the mask may be
+    passed as lists.
     """
 
     prompt_ids: torch.Tensor
     response_ids: torch.Tensor
-    advantage: float = 0.0
-    """Of every token; with `token_advantages` their mean."""
-    rollout_logprobs: torch.Tensor = field(default_factory=lambda: _EMPTY)
-    """Log-probs under the engine that sampled the answer."""
+    advantage: float = 0.0  # advantage of every token, or the mean of `token_advantages`
+    rollout_logprobs: torch.Tensor = field(default_factory=lambda: _EMPTY)  # log-probs under the engine that sampled the response
     old_logprobs: torch.Tensor = field(default_factory=lambda: _EMPTY)
-    """Log-probs under the trainer's policy that sampled the answer."""
-    reference_logprobs: torch.Tensor = field(default_factory=lambda: _EMPTY)
-    """Log-probs under the frozen reference."""
+    """Log-probs under the trainer's version of the policy that sampled the response."""
+    reference_logprobs: torch.Tensor = field(default_factory=lambda: _EMPTY)  # log-probs under the frozen reference model
     importance_weights: torch.Tensor = field(default_factory=lambda: _EMPTY)
-    """Weights of the policy term that correct for the engine (`algorithm.importance_weights`); empty for 1."""
+    """Weights that correct the policy loss for the engine (`algorithm.importance_weights`); empty means 1."""
     high_covariance: torch.Tensor = field(default_factory=lambda: _NO_MASK)
-    """bool [A]: tokens chosen by `algorithm.covariance`; empty for none."""
-    reward: float = 0.0
-    """Reward of the answer, before any KL term."""
-    excluded: bool = False
-    """The answer has no reward: it contributes no gradient and no mean counts it."""
-    masked: bool = False
-    """The answer contributes no gradient and no mean of the loss counts it; its reward counts in its group."""
-    loss_weight: float = 1.0
-    """Weight of each sampled token in the loss; 1 everywhere is the mean over tokens (`algorithm.aggregate`)."""
+    """bool [A]: tokens selected by `algorithm.covariance`; empty means none."""
+    reward: float = 0.0  # reward of the response, before any KL term
+    excluded: bool = False  # the response has no reward. It contributes no gradient and is not counted in any mean.
+    masked: bool = False  # the response contributes no gradient and is not counted in means of the loss. Its reward counts in its group.
+    loss_weight: float = 1.0  # weight of each sampled token in the loss (`algorithm.aggregate`); 1 for all samples is the mean over tokens
     response_mask: torch.Tensor = field(default_factory=lambda: _NO_MASK)
-    """bool: for each answer token, False where an environment wrote it; empty where all were sampled."""
+    """bool, one per response token: False if an environment wrote the token. Empty if all were sampled."""
     routed_experts: torch.Tensor = field(default_factory=lambda: _EMPTY)
-    """Experts that the forward passes replay (`hf.routing_record`), uint8 or int16 [length - 1, layers, k]; empty for none. Either all
-    samples of a batch have it or none."""
-    number: int = 0
-    """Its place among the samples of a step, of all replicas."""
+    """Experts that forward passes replay (`hf.routing_record`), uint8 or int16 [length - 1, layers, k], or empty. All samples of a batch
+    have it, or none."""
+    number: int = 0  # index among the samples of a step, over all replicas
     kept_tokens: KeptTokens | None = None
-    """The tokens that each was drawn from, which log-probs are taken over; None for all."""
+    """Tokens that each token was drawn from, over which log-probs are normalized; None means all tokens."""
     token_advantages: torch.Tensor = field(default_factory=lambda: _EMPTY)
-    """Advantages of the tokens where they differ (`algorithm.gae`, `algorithm.distillation`)."""
-    values: torch.Tensor = field(default_factory=lambda: _EMPTY)
-    """The critic's value before each token, before the step's updates."""
-    returns: torch.Tensor = field(default_factory=lambda: _EMPTY)
-    """What the critic learns to predict of each token."""
+    """Advantages of single tokens, if they differ (`algorithm.gae`, `algorithm.distillation`)."""
+    values: torch.Tensor = field(default_factory=lambda: _EMPTY)  # the critic's value before each token, computed before the step's updates
+    returns: torch.Tensor = field(default_factory=lambda: _EMPTY)  # the critic's regression targets
     version_lags: torch.Tensor = field(default_factory=lambda: _EMPTY)
-    """Policy versions between the sampling policy and the trainer's, uint8 [A]; empty for 0."""
-    teacher_logprobs: torch.Tensor = field(default_factory=lambda: _EMPTY)
-    """Log-probs under the teacher."""
+    """Number of policy versions between sampling and training, uint8 [A]; empty means 0."""
+    teacher_logprobs: torch.Tensor = field(default_factory=lambda: _EMPTY)  # log-probs under the teacher model
 
     def __post_init__(self) -> None:
         self.prompt_ids, self.response_ids = (torch.as_tensor(ids, dtype=torch.int32) for ids in (self.prompt_ids, self.response_ids))
@@ -77,16 +66,16 @@ class TrainingSample:
 
     @property
     def sampled_count(self) -> int:
-        """A."""
+        """Number of sampled tokens, A."""
         return int(self.response_mask.sum()) if len(self.response_mask) else len(self.response_ids)
 
     @property
     def advantages(self) -> torch.Tensor:
-        """The advantage of every sampled token, float32 [A]."""
+        """Advantages of the sampled tokens, float32 [A]."""
         return self.token_advantages if len(self.token_advantages) else torch.full((self.sampled_count,), self.advantage)
 
     @property
     def target_positions(self) -> torch.Tensor:
-        """The positions whose targets are the sampled tokens, int64 [A]: position t predicts token t + 1."""
+        """Positions that predict the sampled tokens, int64 [A]: position t predicts token t + 1."""
         positions = torch.arange(len(self.prompt_ids) - 1, self.length - 1)
         return positions[self.response_mask] if len(self.response_mask) else positions

@@ -1,1 +1,1 @@
-"""The command line: `main` has the commands, every other module what one of them does."""
+"""The command line: `main` defines the commands, and each other module implements one of them."""

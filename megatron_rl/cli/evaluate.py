@@ -1,9 +1,9 @@
 """The command `eval`: samples and scores completions of one or two checkpoints, with one engine at a time and no trainer.
 
-DIR/eval.json          everything counted and computed (docs/guides/evaluation.md)
-DIR/completions.jsonl  every completion, written as it is scored
-DIR/eval.html          the tables as a page
-DIR/checkpoint/, baseline/    the engines' logs
+DIR/eval.json                 all results (docs/guides/evaluation.md)
+DIR/completions.jsonl         all completions, written as they are scored
+DIR/eval.html                 a page with the tables
+DIR/checkpoint/, baseline/    engine logs
 """
 
 from __future__ import annotations
@@ -36,45 +36,47 @@ from megatron_rl.reporting.eval_tables import print_results
 from megatron_rl.reporting.eval_text import SCHEMA
 from megatron_rl.rewards.scorer import Scorer
 from megatron_rl.rollout.engine_pool import start_engines
-from megatron_rl.rollout.sampler import check_chat_template, make_sampler, start_environments
-from megatron_rl.sync.engine_check import check_live_engine
+from megatron_rl.rollout.generation import check_chat_template, make_sampler, start_environments
+from megatron_rl.sync.checks import check_live_engine
 from megatron_rl.types import Problem, SamplingParams
 from megatron_rl.versions import collect_versions
 
 
 @dataclass(frozen=True)
 class EvalRequest:
-    """What the command line asks for. `at`: the k of pass@k and maj@k, None for powers of two; `output` None: `choose_output_folder`."""
+    """Options of the command line."""
 
     checkpoint: Path
     baseline: Path | None = None
-    at: str | None = None
-    output: Path | None = None
+    at: str | None = None  # values of k for pass@k and maj@k, or None for powers of two
+    output: Path | None = None  # None uses the default of `choose_output_folder`
 
     def list_ks(self, samples: int) -> list[int]:
-        """Return the k to report of `samples` completions per problem, ascending. Raises UserError for those that do not fit."""
+        """Return the values of k to report for `samples` completions per problem, ascending. Raise UserError for invalid values."""
         if self.at is None:
             return powers_of_two(samples)
         words = [word.strip() for word in self.at.split(",")]
         if not all(word.isascii() and word.isdigit() and int(word) for word in words):
-            raise UserError("--at", self.at, "must be whole numbers above 0, with commas between them", "write e.g. --at 1,8,64")
+            raise UserError("--at", self.at, "must be positive integers separated by commas", "write for example --at 1,8,64")
         ks = sorted(set(map(int, words)))
         if ks[-1] > samples:
-            raise UserError("--at", self.at, f"asks for pass@{ks[-1]} of {samples} completions", f"use --samples {ks[-1]} or more")
+            raise UserError(
+                "--at", self.at, f"requires {ks[-1]} completions per problem, but there are {samples}", f"use --samples {ks[-1]} or more"
+            )
         return ks
 
 
 def evaluate(config: Config, request: EvalRequest) -> Path:
-    """Evaluate and return the folder of the results.
+    """Evaluate and return the folder with the results.
 
-    Raises UserError before an engine starts, RunError if one fails; completions that were scored by then stay in completions.jsonl.
+    Raise UserError before an engine starts, or RunError if an engine fails. Completions scored until then remain in completions.jsonl.
     """
     samples, sampling = config.eval.samples, config.to_eval_sampling()
     ks = request.list_ks(samples)
     if not config.data.eval:
-        raise UserError("data.eval", None, "is empty, so there is nothing to evaluate", "name held-out problems")
+        raise UserError("data.eval", None, "is empty, so there is nothing to evaluate", "set it to held-out problems")
     if request.output is not None and request.output.exists() and (not request.output.is_dir() or any(request.output.iterdir())):
-        raise UserError("--output", str(request.output), "exists already and is no empty folder", "name a new folder")
+        raise UserError("--output", str(request.output), "exists and is not an empty folder", "use a new folder")
     check(Facts.here(config), EVAL)
     checkpoints = {"checkpoint": check_checkpoint(request.checkpoint, "--checkpoint", config)}
     if request.baseline is not None:
@@ -83,15 +85,14 @@ def evaluate(config: Config, request: EvalRequest) -> Path:
     check_chat_template(config, tokenizer)
     problems = load_held_out(config, tokenizer)
     if not problems:
-        raise UserError("data.eval", config.data.eval, "holds no problems", "name another file")
+        raise UserError("data.eval", config.data.eval, "contains no problems", "use another file")
     folder = choose_output_folder(config, request, checkpoints["checkpoint"])
-    started = datetime.now().astimezone().isoformat(timespec="seconds")
+    started = _now()
     tallies, seconds = _sample(config, sampling, checkpoints, problems, folder)
-    ended = datetime.now().astimezone().isoformat(timespec="seconds")
     results = {
         "schema": SCHEMA,
         "started": started,
-        "ended": ended,
+        "ended": _now(),
         "argv": sys.argv,
         "versions": collect_versions(),
         "config": config.model_dump(mode="json"),
@@ -116,29 +117,32 @@ def evaluate(config: Config, request: EvalRequest) -> Path:
     return folder
 
 
+def _now() -> str:
+    return datetime.now().astimezone().isoformat(timespec="seconds")
+
+
 def choose_output_folder(config: Config, request: EvalRequest, checkpoint: EvalCheckpoint) -> Path:
-    """Make and return the folder of the results: --output; else RUN_DIR/eval/step_N for a run's checkpoint; LOG.DIR/eval/NAME."""
+    """Create and return the folder for the results: --output, RUN_DIR/eval/step_N for a run's checkpoint, or LOG.DIR/eval/NAME."""
     try:
         if request.output is not None:
             request.output.mkdir(parents=True, exist_ok=True)
             return request.output
         return make_unique_folder((checkpoint.run_dir or config.log.dir) / "eval", request.checkpoint.resolve().name)
     except OSError as error:
-        raise UserError("--output", None, f"the folder cannot be made ({error})", "name a folder you can write to") from None
+        raise UserError("--output", None, f"the folder cannot be created ({error})", "use a folder that you can write to") from None
 
 
 def _sample(
     config: Config, sampling: SamplingParams, checkpoints: dict[str, EvalCheckpoint], problems: list[Problem], folder: Path
 ) -> tuple[dict[str, list[Tally]], dict[str, float]]:
-    """Return, for each checkpoint, the tallies of all problems and the seconds that sampling and scoring took."""
-    install_signal_handlers(alone=True)  # SIGTERM unwinds, so that the engine is ended
-    samples = config.eval.samples
-    total = len(problems) * samples
+    """Return the tallies of all problems and the duration of sampling and scoring in seconds, by checkpoint."""
+    install_signal_handlers(alone=True)  # SIGTERM unwinds the stack, which stops the engine
+    samples, total = config.eval.samples, len(problems) * config.eval.samples
     with ExitStack() as resources:
         display = ProgressDisplay(len(checkpoints) * total)
         resources.callback(display.close)
         display.print_line(f"results: {folder}")
-        temporary = tempfile.TemporaryDirectory(prefix=".models-", dir=folder, ignore_cleanup_errors=True)  # as large as the checkpoints
+        temporary = tempfile.TemporaryDirectory(prefix=".models-", dir=folder, ignore_cleanup_errors=True)  # the checkpoints are large
         converted = Path(resources.enter_context(temporary))
         models = {name: checkpoint.prepare(config, converted / name) for name, checkpoint in checkpoints.items()}
         scorer = resources.enter_context(Scorer(config.reward, display.print_line))
@@ -155,12 +159,12 @@ def _sample(
             done += len(scored)
             display.set_step(done)
 
-        # a lost engine's successor would serve after a sync, and there is none
-        without_restarts = config.model_copy(update={"rollout": config.rollout.model_copy(update={"max_restarts": 0})})
+        # a restarted engine would wait for a weight sync, which never happens here
+        rollout = config.rollout.model_copy(update={"max_restarts": 0})
         for name, checkpoint in checkpoints.items():
             display.set_phase(f"{name}: engine")
             (folder / name).mkdir()
-            own_config = without_restarts.model_copy(update={"lora": checkpoint.lora})
+            own_config = config.model_copy(update={"rollout": rollout, "lora": checkpoint.lora})
             engine = start_engines(own_config, models[name], folder / name, display.print_line)
             try:
                 check_live_engine(checkpoint.plan, engine)

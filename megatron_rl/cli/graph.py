@@ -1,4 +1,4 @@
-"""The command `graph`: start trainer and engine as a run would, read both graphs, show them, and stop everything again."""
+"""The command `graph`: starts trainer and engine as a run would, reads and shows both precision graphs, and stops everything."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ from megatron_rl.hf.files import read_config
 from megatron_rl.hf.hub import fetch_weights
 from megatron_rl.hf.write import describe_weights, write_all_but_weights
 from megatron_rl.mcore.actor import Actor
-from megatron_rl.mcore.load_weights import build_rank_shards, load_checkpoint
 from megatron_rl.mcore.model import build_model, start_megatron, stop_megatron
+from megatron_rl.mcore.weights.load_weights import build_rank_shards, load_checkpoint
 from megatron_rl.observability.signals import install_signal_handlers
 from megatron_rl.precision.contract import PrecisionContract
-from megatron_rl.precision.graph.svg import draw_svg
-from megatron_rl.precision.graph.tables import print_graphs
+from megatron_rl.precision.graph.render import draw_svg, print_graphs
 from megatron_rl.preflight import GRAPH, check_on_rank_0, check_run, pin_model
 from megatron_rl.rollout.engine import find_engine_launcher
 from megatron_rl.training.graph_check import GraphComparison, read_training_graph
@@ -27,13 +26,13 @@ from parallel.layout import Layout
 
 
 def show_graph(config: Config, svg: Path | None, json_file: Path | None) -> bool:
-    """Print both graphs and their differences; return whether there are none. Under torchrun every rank calls it.
+    """Print both graphs and their differences. Return True if there are no differences. Under torchrun, every rank calls this.
 
-    Raise UserError before anything heavy starts, RunError where trainer or engine cannot be started or read.
+    Raise UserError before anything heavy starts, RunError if trainer or engine cannot be started or read.
     """
     for option, file in (("--svg", svg), ("--json", json_file)):
         if file is not None and not file.absolute().parent.is_dir():
-            raise UserError(option, str(file), "is in a folder that does not exist", "make it, or name another file")
+            raise UserError(option, str(file), "is in a folder that does not exist", "create the folder or name another file")
     config = pin_model(config)
     layout = check_run(config, GRAPH)
     with ExitStack() as resources:
@@ -43,7 +42,7 @@ def show_graph(config: Config, svg: Path | None, json_file: Path | None) -> bool
 
 def _read(config: Config, layout: Layout, resources: ExitStack) -> Rank0[GraphComparison]:
     """Return both live graphs."""
-    install_signal_handlers(alone=True)  # SIGTERM unwinds, so that the engine is ended
+    install_signal_handlers(alone=True)  # SIGTERM unwinds the stack, which stops the engine
     start_megatron(layout, config.train.seed)
     resources.callback(stop_megatron)
     run_on_rank0(lambda: check_on_rank_0(config, GRAPH))
@@ -82,5 +81,5 @@ def _report(comparison: GraphComparison, svg: Path | None, json_file: Path | Non
     if not differences:
         print("The rollout's graph is a subgraph of the training's forward pass.")
         return True
-    print("The rollout's graph is NO subgraph of the training's forward pass:", *differences, sep="\n  ")
+    print("The rollout's graph is NOT a subgraph of the training's forward pass:", *differences, sep="\n  ")
     return False

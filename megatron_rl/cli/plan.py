@@ -3,30 +3,52 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
+
+from jinja2 import Environment, StrictUndefined
 
 from megatron_rl.config import Config
 from megatron_rl.errors import UserError
-from megatron_rl.planner.plan import PlanOptions, as_json, make_plan
-from megatron_rl.planner.sbatch import render_sbatch
+from megatron_rl.planner.plan import Plan, PlanOptions, as_json, make_plan
 from megatron_rl.planner.tables import print_plan
 from megatron_rl.preflight import pin_model
 
+_TEMPLATE = Path(__file__).parents[2] / "launch" / "slurm" / "plan.sbatch.j2"
+
 
 def run_plan(config: Config, options: PlanOptions) -> None:
-    """Print the plan and write the files that were asked for.
+    """Print the plan and write the requested files.
 
-    Raise UserError where nothing fits, before anything is printed; where only the configured layout does not work, after the plan of
-    the best one.
+    Raise UserError before anything is printed if no layout fits, or after the best layout's plan if only the configured layout fails.
     """
     plan = make_plan(pin_model(config), options)
     print_plan(plan)
     if options.json is not None:
         _write(options.json, json.dumps(as_json(plan), indent=2) + "\n", "--json")
     if options.sbatch is not None:
-        _write(options.sbatch, render_sbatch(plan, options), "--sbatch")
+        _write(options.sbatch, _render_sbatch(plan, options), "--sbatch")
     if plan.refusal is not None:
         raise plan.refusal
+
+
+def _render_sbatch(plan: Plan, options: PlanOptions) -> str:
+    """Return a batch file that calls launch/slurm/PLACEMENT.sbatch with the plan's layouts. Raise UserError without a checkout."""
+    if not _TEMPLATE.is_file():
+        raise UserError("--sbatch", None, f"needs {_TEMPLATE}", "run it from a checkout of the project")
+    candidate, cluster = plan.chosen.candidate, plan.cluster
+    template = Environment(undefined=StrictUndefined, keep_trailing_newline=True, trim_blocks=True).from_string(_TEMPLATE.read_text())
+    return template.render(
+        name=plan.job.config.model.name,
+        cluster=cluster,
+        ranks_per_node=min(candidate.train.world_size, cluster.gpus_per_node),
+        placement=candidate.placement,
+        layout=candidate.describe(),
+        engines=candidate.describe_engines(),
+        engine_nodes=candidate.engine_nodes(cluster),
+        problem=candidate.find_launch_problem(plan.job, cluster),
+        arguments=shlex.join((str(options.path), *options.overrides, *candidate.overrides(plan.job.config))),
+    )
 
 
 def _write(path: Path, text: str, option: str) -> None:

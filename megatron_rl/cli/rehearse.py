@@ -1,4 +1,4 @@
-"""The command `rehearse`: some ranks of a run, on a GPU without data."""
+"""The command `rehearse`: some ranks of a run on a GPU without data."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.config import Config
+from megatron_rl.cost.hardware import Cluster
+from megatron_rl.cost.weights import count_engine_weights
+from megatron_rl.cost.workload import Candidate, Workload
 from megatron_rl.errors import UserError
 from megatron_rl.hf.files import read_config
-from megatron_rl.planner.candidate import Candidate, Workload
-from megatron_rl.planner.hardware import Cluster
-from megatron_rl.planner.memory import count_engine_weights
-from megatron_rl.preflight import LAYOUTS, PLAN, check, pin_model
+from megatron_rl.preflight import pin_model
+from megatron_rl.rollout.engine import find_engine_launcher
 from parallel.layout import Layout
 
 
 @dataclass(frozen=True)
 class RehearseOptions:
-    """The options of the command line."""
+    """Options of the command line."""
 
     nodes: int | None
     gpus_per_node: int
@@ -30,24 +31,19 @@ class RehearseOptions:
 
 
 def run_rehearsal(config: Config, options: RehearseOptions) -> bool:
-    """Print the report and write it; return whether all ranks run and take the memory that the plan says, and the kernels are called as the
-    libraries have them that are installed. Raise UserError for what `plan` refuses, too."""
+    """Print the report and write it to a file if requested. Raise UserError for everything that `plan` refuses.
+
+    Return whether all ranks run, take the planned memory and wait in no layer, and the rehearsed kernels have the parameters of the
+    installed libraries.
+    """
     config = pin_model(config)
     job = Workload.from_config(config, read_config(config.model.folder))
     candidate = Candidate.from_config(config)
-    nodes = options.nodes if options.nodes is not None else -(-candidate.gpus // max(options.gpus_per_node, 1))
-    cluster = Cluster.from_options(nodes, options.gpus_per_node, options.gpu)
-    check(candidate.facts(job, cluster), PLAN | LAYOUTS, about=LAYOUTS)
-    if candidate.gpus > cluster.gpus:
-        raise UserError("train.layout", None, f"needs {candidate.gpus} GPUs, {cluster} have {cluster.gpus}", "give more --nodes")
+    cluster = Cluster.from_options(options.nodes, options.gpus_per_node, options.gpu, candidate.gpus)
+    candidate.check_on(cluster, job)
     ranks = choose_ranks(options.ranks, candidate.train)
+    install_device()
 
-    from megatron_rl.rehearsal.no_device import load
-
-    load()
-    from megatron_rl.rehearsal import fake_cuda
-
-    fake_cuda.install()
     from megatron_rl.rehearsal.engine_rank import rehearse_engine
     from megatron_rl.rehearsal.job import rehearse_rank
     from megatron_rl.rehearsal.report import make_report, print_report
@@ -56,7 +52,7 @@ def run_rehearsal(config: Config, options: RehearseOptions) -> bool:
     with ThreadPoolExecutor(1) as thread:
         planned = count_engine_weights(job, candidate.rollout_tp, candidate.rollout_ep)
         in_engine = thread.submit(rehearse_engine, config, planned, cluster.gpu)
-        in_libraries = thread.submit(compare_installed)
+        in_libraries = thread.submit(compare_installed, find_engine_launcher(config.rollout.engine).rehearsal_command("signatures"))
         reports = [make_report(rehearse_rank(config, rank, cluster.gpu), job, cluster) for rank in ranks]
         engine, differing = in_engine.result(), in_libraries.result()
     print_report(reports, engine, differing)
@@ -67,9 +63,21 @@ def run_rehearsal(config: Config, options: RehearseOptions) -> bool:
     return not differing and all(report.passes for report in reports) and all(report.passes for report in engine)
 
 
+def install_device() -> None:
+    """Make this process behave as if it had a GPU and a trainer's libraries, before torch is imported."""
+    from megatron_rl.rehearsal.device_guard import load
+
+    load()
+    from megatron_rl.rehearsal import fake_cuda
+
+    fake_cuda.install()
+
+
 def choose_ranks(text: str | None, layout: Layout) -> list[int]:
-    """Return the ranks that `text` names, such as `0,7,last`; by default the first of every kind of pipeline stage: last, first, second.
-    One of the last stage comes first, since it alone knows the loss."""
+    """Return the ranks of a list such as `0,7,last`, by default the first rank of the last, first and second pipeline stage.
+
+    A rank of the last stage is always included and comes first, because only the last stage knows the loss.
+    """
     width = layout.world_size // layout.pp
     last = (layout.pp - 1) * width
     if text is None:
@@ -78,7 +86,8 @@ def choose_ranks(text: str | None, layout: Layout) -> list[int]:
     for word in text.split(","):
         number = str(layout.world_size - 1) if word.strip() == "last" else word.strip()
         if not number.isdigit() or int(number) >= layout.world_size:
-            raise UserError("--ranks", text, f"{word!r} is no rank of {layout.world_size}", "give numbers from 0, and last, as in 0,7,last")
+            rule = f"{word!r} is not one of the {layout.world_size} ranks"
+            raise UserError("--ranks", text, rule, "give numbers from 0, or last, as in 0,7,last")
         ranks.append(int(number))
     in_order = sorted(dict.fromkeys(ranks), key=lambda rank: rank < last)
     return in_order if in_order[0] >= last else [last, *in_order]

@@ -1,7 +1,7 @@
-"""The configuration: TOML in, validated pydantic models out, one file a section. Imports without torch.
+"""Configuration of a run: reads TOML into validated pydantic models, one file per section. Does not import torch.
 
-Every field carries its documentation below it. Unknown keys are errors that suggest the nearest name. A bad value raises
-`UserError` with one line: the field, the value, the rule and the fix.
+Each field is documented by the string below it. An unknown key is an error that suggests the nearest known name. An invalid value raises
+`UserError` with one line: field, value, what is wrong, and what to do.
 """
 
 from megatron_rl.config.loading import load_config

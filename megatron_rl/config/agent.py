@@ -1,8 +1,6 @@
-"""The section `[agent]`: a program that asks the policy over HTTP; see docs/guides/agents.md. Imports without torch."""
+"""The `[agent]` section. See docs/guides/agents.md."""
 
-from __future__ import annotations
-
-from typing import Annotated
+from typing import Annotated, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -11,29 +9,29 @@ from megatron_rl.plugs import AGENTS
 
 
 class AgentConfig(ConfigSection):
-    """A program that works on each problem and asks the policy through an OpenAI-compatible endpoint, as often as it likes."""
+    """A program that works on each problem and calls the policy through an OpenAI-compatible endpoint as often as it needs."""
 
     name: Annotated[str, AfterValidator(AGENTS.check_name)] | None = None
-    """A function of your own as `module:attribute`, called with the problem; `examples.arithmetic.python_agent:solve` is one."""
+    """Agent function as `module:attribute`, called with the problem. Example: `examples.arithmetic.tool_agent:solve`."""
     command: tuple[str, ...] | None = Field(None, min_length=1)
-    """Instead of `name`: a program with its arguments, which reads the problem as one line of JSON from its standard input."""
+    """Agent program with its arguments, used instead of `name`. It reads the problem from standard input as one line of JSON."""
     tool_parser: str = ""
-    """How the policy writes its calls of tools, by SGLang's name of the format (`qwen25`); none are read where this is empty."""
+    """SGLang's name for the format of the policy's tool calls, such as `qwen25`. If empty, tool calls are not parsed."""
     max_calls: int = Field(16, ge=1)
-    """Answers of the policy in one episode, all conversations together; one samples at most rollout.max_new_tokens."""
+    """Maximum number of policy responses in one episode, over all its conversations. Each has at most `rollout.max_new_tokens` tokens."""
     max_tokens: int = Field(4096, ge=2)
-    """Tokens of one conversation, the policy's and all others'."""
+    """Maximum number of tokens in one conversation, including tokens that the policy did not write."""
     own_reward: bool = False
-    """The agent says what its episode earned; no reward function is called."""
+    """Whether the agent returns the reward of its episode. If true, no reward function is called."""
     workers: int = Field(32, ge=1)
-    """Episodes that run at once, each in a process of its own."""
+    """Number of episodes that run at the same time, each in its own process."""
     timeout: float = Field(300.0, gt=0)
-    """Seconds for one episode; then its processes are ended, and it gets what `reward.on_error` says."""
+    """Time limit for one episode in seconds. After that its processes are terminated and `reward.on_error` applies."""
     memory_mb: int = Field(4096, ge=256)
-    """Address-space limit of an agent's process in MiB."""
+    """Address-space limit of an agent process in MiB."""
 
     @model_validator(mode="after")
-    def _is_named_once(self) -> AgentConfig:
+    def _is_named_once(self) -> Self:
         if (self.name is None) == (self.command is None):
-            raise ValueError("must name one of name and command")
+            raise ValueError("must set exactly one of name and command")
         return self

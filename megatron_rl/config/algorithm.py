@@ -1,14 +1,10 @@
-"""The section `[algorithm]`: independent pieces, and names that set them together. Formulas and sources are in
-docs/reference/algorithms.md.
+"""The `[algorithm]` section. Formulas and sources are in docs/reference/algorithms.md.
 
-An algorithm's name is a preset: it gives defaults to other fields, and each of them can still be set by itself.
-Imports without torch.
+The name of an algorithm is a preset: it changes the defaults of other fields, and each of them can still be set separately.
 """
 
-from __future__ import annotations
-
 from collections import ChainMap
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
@@ -28,125 +24,132 @@ PRESETS: dict[str, dict[str, Any]] = {
     "ppo": {"advantage": "gae", "kl_estimator": "k1", "kl_in": "reward"},
     "dppo": {"loss": "dppo_tv"},
 }
-"""The defaults below that an algorithm's name changes."""
+"""Defaults that each algorithm name changes."""
 
 _CORRECTION_DEFAULTS = {
     "geometric_mask": {"correction_low": 0.99, "correction_high": 1.01},
     "sequence_mask": {"correction_low": 0.5, "correction_high": 2.0},
 }
-"""A mean over tokens varies far less than a single token, so its bounds are tighter."""
+"""Default bounds by correction. The geometric mean over tokens varies far less than a single token's ratio, so its bounds are tighter."""
 _EXCLUSIVE_CORRECTIONS = {
-    "weigh tokens, and weights do not multiply": {"tis", "sequence_tis", "icepop"},
-    "share correction_low and correction_high": {"icepop", "geometric_mask", "sequence_mask"},
+    "all weight tokens, and their weights must not be multiplied": {"tis", "sequence_tis", "icepop"},
+    "all use correction_low and correction_high": {"icepop", "geometric_mask", "sequence_mask"},
 }
 GAE = "gae"
 Correction = Literal["tis", "sequence_tis", "icepop", "geometric_mask", "sequence_mask", "token_veto"]
 
 
 def _as_corrections(value: Any) -> Any:
-    """Return a tuple of names; a name alone may be given as it is, and "none" for none."""
+    """Return a tuple of correction names. A single name may be given as a string, and "none" means no correction."""
     names = [value] if isinstance(value, str) else value
     return tuple(name for name in names if name != "none") if isinstance(names, list | tuple) else value
 
 
 def _check_advantage(name: str) -> str:
-    """Those of groups are plugs; `gae` is of tokens, by a critic."""
+    """Accept `gae`, which is computed by a critic and is therefore not a plug, and the names of plugs."""
     return name if name == GAE else ADVANTAGES.check_name(name, GAE)
 
 
 class AlgorithmConfig(ConfigSection):
-    """How rewards become advantages, and log-probs a loss. Every field can be set, whatever the name says."""
+    """How rewards become advantages and log-probs become a loss. Every field can be set, whatever the preset."""
 
     name: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "dapo", "gspo", "gmpo", "cispo", "max_rl", "dppo", "ppo"] = "grpo"
-    """The preset; see PRESETS above for what each name sets."""
+    """Preset. `PRESETS` above lists the defaults that each name changes."""
     updates_per_step: int = Field(1, ge=1)
-    """Optimizer steps per rollout; the batch is cut into that many parts."""
+    """Optimizer steps per rollout. The batch is split into this many parts."""
 
     advantage: Annotated[str, AfterValidator(_check_advantage)] = "group_std"
-    """Reward less the group's mean, over the group's std (`group_std`), as it is (`group_mean`), against the others' mean
-    (`leave_one_out`), whitened over the batch's tokens (`token_std`), over the batch's std (`batch_std`) or over the group's mean
-    (`max_rl`, for rewards of 0 or more); or your own as module:attribute. `gae`: of each token, by a critic, see [critic]."""
+    """Advantage estimator. `group_std`: reward minus the group's mean, divided by the group's standard deviation. `group_mean`: reward
+    minus the group's mean. `leave_one_out`: reward minus the mean of the other members. `token_std`: whitened over the batch's tokens.
+    `batch_std`: divided by the batch's standard deviation. `max_rl`: divided by the group's mean, for rewards of 0 or more. `gae`: one
+    advantage per token, computed by a critic (see [critic]). Or your own as `module:attribute`."""
     gamma: float = Field(1.0, gt=0, le=1)
-    """gae: discount of what follows a token."""
+    """Discount factor of `gae`."""
     lam: float = Field(1.0, ge=0, le=1)
-    """gae: 1 trusts rewards alone (no bias, more variance), 0 the critic alone."""
+    """Lambda of `gae`. 1 only uses rewards (no bias, high variance); 0 only trusts the critic."""
     advantage_std: Literal["sample", "population"] = "sample"
-    """group_std: the squares of n members divided by n - 1, as in verl, slime and TRL; or by n."""
+    """Standard deviation in `group_std`: `sample` divides by n - 1, like verl, slime and TRL; `population` divides by n."""
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
-    """Several reward functions: advantages of their weighted sum; or the weighted sum of the advantages of each, normalized over the batch
-    (GDPO)."""
+    """With several reward functions: compute advantages of the weighted sum of rewards, or sum the weighted advantages of each function
+    and normalize over the batch (GDPO)."""
     loss: Annotated[str, AfterValidator(LOSSES.check_name)] = "ppo"
-    """`ppo`: clipped ratio per token. `gspo`: clipped ratio per sequence. `gmpo`: geometric mean of clipped ratios. `cispo`: clipped weight
-    that keeps every gradient. `dppo_tv`, `dppo_kl`: bound on how far a probability moves. `clip_cov`, `kl_cov`: spare or restrain
-    tokens that lower the entropy most. Or your own as module:attribute."""
+    """Policy loss. `ppo`: clipped importance ratio per token. `gspo`: clipped ratio per sequence. `gmpo`: geometric mean of clipped ratios.
+    `cispo`: clipped weight that keeps the gradient of every token. `dppo_tv`, `dppo_kl`: limit on the change of a token's probability.
+    `clip_cov`, `kl_cov`: exclude or regularize the tokens that reduce entropy most. Or your own as `module:attribute`."""
     loss_settings: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of the loss, for one of your own."""
+    """Keyword arguments of a custom loss."""
     clip_low: float = Field(0.2, gt=0, le=1)
-    """The ratio's lower bound is 1 - clip_low; 1 leaves it open. gmpo: the lower bound of its logarithm is -clip_low. dppo:
-    the largest divergence of a token of negative advantage; 0.2 for tv and 0.05 for kl are common."""
+    """Lower clipping range: the ratio is at least 1 - clip_low, and 1 means no lower bound. `gmpo`: the log ratio is at least -clip_low.
+    `dppo`: maximum divergence of a token with a negative advantage; 0.2 for `dppo_tv` and 0.05 for `dppo_kl` are common."""
     clip_high: float = Field(0.2, gt=0)
-    """The ratio's upper bound is 1 + clip_high. gmpo: that of its logarithm is clip_high. dppo: as clip_low, of positive advantage."""
+    """Upper clipping range: the ratio is at most 1 + clip_high. `gmpo`: the log ratio is at most clip_high. `dppo`: maximum divergence of a
+    token with a positive advantage."""
     dual_clip: float | None = Field(None, gt=1)
-    """ppo: bounds the loss of a negative advantage A at -dual_clip * A, however large the ratio. Absent: unbounded."""
+    """Dual-clip PPO: the loss of a negative advantage A is at most -dual_clip * A, however large the ratio. Unbounded by default."""
     calibrate_every: int = Field(0, ge=0)
-    """ppo with a quantized trainer: RL steps between calibrations of both bounds against a forward pass without; 0 leaves them as set."""
+    """RL steps between calibrations of both `ppo` bounds if the trainer quantizes. A calibration compares ratios with those of an
+    unquantized forward pass. 0 keeps the bounds as set."""
     cov_ratio: float = Field(2e-4, gt=0, le=1)
-    """clip_cov, kl_cov: share of a step's tokens that is chosen by the covariance of log-prob and advantage."""
+    """`clip_cov`, `kl_cov`: fraction of a step's tokens to select by the covariance of log-prob and advantage."""
     clip_cov_low: float = 1.0
-    """clip_cov: tokens of a covariance below this are not chosen."""
+    """`clip_cov`: minimum covariance of a selected token."""
     clip_cov_high: float = 5.0
-    """clip_cov: nor those above this."""
+    """`clip_cov`: maximum covariance of a selected token."""
     kl_cov_coef: float = Field(1.0, ge=0)
-    """kl_cov: weight of |log p - old log p| of the chosen tokens."""
+    """`kl_cov`: weight of |log p - old log p| of the selected tokens."""
     entropy_coef: float = Field(0.0, ge=0)
-    """Weight of the entropy bonus: the entropy of the whole distribution at each sampled token, with gradient, is taken from the loss."""
+    """Weight of the entropy bonus: the entropy of the full distribution at each sampled token is subtracted from the loss."""
     aggregate: Literal["token", "sequence", "constant"] = "token"
-    """Mean over all answer tokens; mean of the sequences' means; or sum over tokens / (sequences * rollout.max_new_tokens)."""
+    """Loss aggregation. `token`: mean over all response tokens. `sequence`: mean of the sequences' token means. `constant`: sum over tokens
+    divided by sequences * `rollout.max_new_tokens`."""
 
     kl_coef: float = Field(0.0, ge=0)
-    """Weight of the KL estimate against the reference model; 0 runs without a reference model."""
+    """Weight of the KL divergence from the reference model. With 0, no reference model is loaded."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """Per token, d = log p_reference - log p: k1 = -d, k2 = d^2 / 2, k3 = exp(d) - d - 1."""
+    """KL estimator per token. With d = log p_reference - log p: k1 = -d, k2 = d^2 / 2, k3 = exp(d) - d - 1."""
     kl_bias_correction: bool = False
-    """kl_in loss: weigh each token's estimate by its ratio p / p_old, with gradient: unbiased for the present policy (DeepSeek-V3.2)."""
+    """Whether to multiply each token's KL estimate in the loss by its ratio p / p_old, with gradient. This makes the estimate unbiased for
+    the current policy (DeepSeek-V3.2)."""
     kl_in: Literal["loss", "reward"] = "loss"
-    """`loss`: a term of its own, with gradient. `reward`: taken from a completion's reward, summed over its tokens."""
+    """`loss`: a separate differentiable term. `reward`: the sum over a completion's tokens is subtracted from its reward."""
 
     off_policy_mask_threshold: float | None = Field(None, gt=0)
-    """Drop the policy loss of a completion of negative advantage whose mean of old_logp - logp is above this (DeepSeek-V3.2)."""
+    """Mask the policy loss of completions with a negative advantage whose mean of old_logp - logp exceeds this value (DeepSeek-V3.2)."""
 
     dynamic_sampling_max_rounds: int = Field(0, ge=0)
-    """Rounds of sampling to fill the batch with groups whose rewards differ; 0 takes every group."""
+    """Maximum number of sampling rounds to fill the batch with groups whose rewards differ. 0 uses all groups."""
     accuracy_low: float = Field(0.0, ge=0, lt=1)
-    """Dynamic sampling takes groups whose share of correct answers is at least this."""
+    """Dynamic sampling: minimum fraction of correct responses in a group."""
     accuracy_high: float = Field(1.0, gt=0, le=1)
-    """And at most this. Groups outside that fill the batch after the last round train nothing."""
+    """Dynamic sampling: maximum fraction of correct responses in a group. Groups outside of the bounds that fill up the batch after the
+    last round are not trained on."""
     mask_truncated_completions: bool = False
-    """Answers cut at rollout.max_new_tokens give no gradient; their rewards count in their group."""
+    """Whether to mask the loss of completions cut off at `rollout.max_new_tokens`. Their rewards still count in their group."""
     overlong_share: float = Field(0.0, ge=0, lt=1)
-    """Last share of rollout.max_new_tokens over which the reward falls with length; 0 turns it off."""
+    """Final fraction of `rollout.max_new_tokens` over which the reward decreases with length. 0 disables the penalty."""
     overlong_penalty: float = Field(1.0, gt=0)
-    """Reward that a completion of full length loses."""
+    """Reward subtracted from a completion of maximum length."""
 
     old_policy: Literal["trainer", "engine"] = "trainer"
-    """Whose log-probs of the sampled tokens are the ratio's denominator. `engine`: one ratio spans mismatch and update together."""
+    """Whose log-probs of the sampled tokens are the denominator of the importance ratio. With `engine`, a single ratio covers both the
+    trainer-engine mismatch and the update."""
     correction: Annotated[tuple[Correction, ...], BeforeValidator(_as_corrections)] = ()
-    """Weight of a token's loss from q = p_trainer / p_engine, both before the update: `tis`, `sequence_tis`: min(q, cap) of the token or of
-    the sequence. `icepop`: q where it lies within the bounds, else 0. `geometric_mask`, `sequence_mask`: 1 where the sequence's geometric
-    mean or product of q lies within the bounds, else 0. `token_veto`: 0 for a sequence with any q below `correction_veto`, else 1. Or
-    several that fit together, as a list: their product. `none`: 1."""
+    """Corrections of the trainer-engine mismatch, as a name or a list of compatible names whose weights are multiplied. Each weights a
+    token's loss by q = p_trainer / p_engine, both before the update. `tis`, `sequence_tis`: min(q, cap) of the token or the sequence.
+    `icepop`: q within the bounds, otherwise 0. `geometric_mask`, `sequence_mask`: 1 if the sequence's geometric mean or product of q is
+    within the bounds, otherwise 0. `token_veto`: 0 if any q in the sequence is below `correction_veto`, otherwise 1. `none`: 1."""
     correction_cap: float = Field(2.0, gt=1)
-    """tis, sequence_tis: the largest weight."""
+    """`tis`, `sequence_tis`: maximum weight."""
     correction_low: float = Field(0.5, gt=0, lt=1)
-    """icepop, geometric_mask, sequence_mask: the lower bound. geometric_mask: 0.99 where it is not given."""
+    """`icepop`, `geometric_mask`, `sequence_mask`: lower bound. The default for `geometric_mask` is 0.99."""
     correction_high: float = Field(5.0, gt=1)
-    """The same: the upper bound. geometric_mask: 1.01 where it is not given; sequence_mask: 2."""
+    """`icepop`, `geometric_mask`, `sequence_mask`: upper bound. The default is 1.01 for `geometric_mask` and 2 for `sequence_mask`."""
     correction_veto: float = Field(1e-4, gt=0, lt=1)
-    """token_veto: the smallest q that a token may have."""
+    """`token_veto`: minimum q of a token."""
 
     routing_replay: Literal["none", "trainer", "engine"] = "none"
-    """Whose choice of experts the training's forward passes take: each its own; `trainer` (R2): that of the pass that computed the old
-    log-probs; `engine` (R3): the engine's when it sampled, in that pass as well. See docs/guides/moe.md."""
+    """Whose expert choices the training forward passes use. `none`: each pass chooses. `trainer` (R2): those of the pass that computed the
+    old log-probs. `engine` (R3): those of the engine during sampling, also for the old log-probs. See docs/guides/moe.md."""
 
     @property
     def kl_in_reward(self) -> bool:
@@ -158,7 +161,7 @@ class AlgorithmConfig(ConfigSection):
 
     @property
     def has_late_advantages(self) -> bool:
-        """Whether advantages wait for log-probs or values."""
+        """Whether advantages depend on the trainer's log-probs or values."""
         return self.kl_in_reward or self.has_critic
 
     @model_validator(mode="before")
@@ -171,35 +174,35 @@ class AlgorithmConfig(ConfigSection):
         return {**PRESETS.get(str(fields.get("name")), {}), **dict(ChainMap(*bounds)), **fields}
 
     @model_validator(mode="after")
-    def _fits_together(self) -> AlgorithmConfig:
+    def _fits_together(self) -> Self:
         if self.dual_clip is not None and self.loss != "ppo":
-            raise ValueError(f"dual_clip belongs to loss ppo, not to {self.loss}: leave it out")
+            raise ValueError(f"dual_clip only applies to loss ppo, not to {self.loss}; leave it out")
         if self.dual_clip is not None and self.dual_clip <= 1 + self.clip_high:
-            raise ValueError(f"dual_clip ({self.dual_clip}) must be larger than 1 + clip_high ({1 + self.clip_high})")
+            raise ValueError(f"dual_clip ({self.dual_clip}) must be greater than 1 + clip_high ({1 + self.clip_high})")
         if self.kl_bias_correction and (self.kl_in != "loss" or not self.kl_coef):
-            raise ValueError("kl_bias_correction weighs the KL term of the loss: set kl_coef, and kl_in loss")
+            raise ValueError('kl_bias_correction applies to the KL term of the loss; set kl_coef above 0 and kl_in = "loss"')
         if self.calibrate_every and (self.loss != "ppo" or self.updates_per_step < 2):
-            raise ValueError("calibrate_every needs loss ppo and updates_per_step of 2 or more: before the first update all ratios are 1")
+            raise ValueError("calibrate_every needs loss ppo and updates_per_step >= 2, because all ratios are 1 before the first update")
         if self.clip_cov_low >= self.clip_cov_high:
-            raise ValueError(f"clip_cov_low ({self.clip_cov_low}) must be below clip_cov_high ({self.clip_cov_high})")
+            raise ValueError(f"clip_cov_low ({self.clip_cov_low}) must be less than clip_cov_high ({self.clip_cov_high})")
         if self.accuracy_low >= self.accuracy_high:
-            raise ValueError(f"accuracy_low ({self.accuracy_low}) must be below accuracy_high ({self.accuracy_high})")
+            raise ValueError(f"accuracy_low ({self.accuracy_low}) must be less than accuracy_high ({self.accuracy_high})")
         if (self.accuracy_low, self.accuracy_high) != (0.0, 1.0) and not self.dynamic_sampling_max_rounds:
-            raise ValueError("accuracy_low and accuracy_high choose groups of dynamic sampling: set dynamic_sampling_max_rounds")
+            raise ValueError("accuracy_low and accuracy_high only apply to dynamic sampling; set dynamic_sampling_max_rounds")
         if self.advantage == "max_rl" and self.overlong_share:
-            raise ValueError("advantage max_rl needs rewards of 0 or more, and overlong_share takes from them: leave it out")
+            raise ValueError("advantage max_rl needs rewards of 0 or more, and overlong_share subtracts from rewards; leave it out")
         if self.kl_in_reward and (self.advantage == "max_rl" or self.multi_objective_aggregation == "normalize_then_sum"):
-            raise ValueError("kl_in reward does not fit max_rl and normalize_then_sum, which look at the rewards as given: use kl_in loss")
+            raise ValueError('kl_in = "reward" changes rewards that max_rl and normalize_then_sum need unchanged; use kl_in = "loss"')
         if not self.has_critic and (self.gamma, self.lam) != (1.0, 1.0):
-            raise ValueError("gamma and lam belong to advantage gae: leave them out")
+            raise ValueError("gamma and lam only apply to advantage gae; leave them out")
         if self.has_critic and self.multi_objective_aggregation == "normalize_then_sum":
-            raise ValueError("normalize_then_sum makes advantages of groups, and gae those of tokens: use sum_then_normalize")
+            raise ValueError("normalize_then_sum needs advantages per group, and gae computes them per token; use sum_then_normalize")
         if self.has_critic and self.loss == "gmpo":
-            raise ValueError("loss gmpo has one advantage for a completion, and gae one for each token: use ppo, gspo or cispo")
+            raise ValueError("loss gmpo needs one advantage per completion, and gae computes one per token; use ppo, gspo or cispo")
         if self.correction and self.old_policy == "engine":
             names = " and ".join(self.correction)
-            raise ValueError(f"correction {names} needs old_policy trainer: with engine the ratio holds the mismatch already")
+            raise ValueError(f'correction {names} needs old_policy = "trainer", because with "engine" the ratio already has the mismatch')
         for reason, kinds in _EXCLUSIVE_CORRECTIONS.items():
             if len(several := [name for name in self.correction if name in kinds]) > 1:
-                raise ValueError(f"correction {' and '.join(several)} {reason}: keep one of them")
+                raise ValueError(f"corrections {' and '.join(several)} {reason}; keep only one of them")
         return self

@@ -1,6 +1,4 @@
-"""The section `[checkpoint]`: what a run leaves behind, and which run goes on. Imports without torch."""
-
-from __future__ import annotations
+"""The `[checkpoint]` section. See docs/guides/checkpoints.md."""
 
 from pydantic import Field
 
@@ -8,12 +6,12 @@ from megatron_rl.config.base import ConfigSection
 
 
 class CheckpointConfig(ConfigSection):
-    """What a run leaves behind."""
+    """When checkpoints are written, and which run is resumed."""
 
     every: int = Field(0, ge=0)
-    """RL steps between checkpoints; 0: one at the end only."""
+    """RL steps between checkpoints. 0 writes one checkpoint, at the end of the run."""
     keep: int = Field(3, ge=0)
-    """The newest checkpoints that stay; 0: all."""
+    """Number of most recent checkpoints to keep. 0 keeps all checkpoints."""
     resume: str = "never"
-    """`never`: a new run. `auto`: the newest run under log.dir goes on in its folder unless it is finished; where there is none, a new one.
-    Else the folder of the run that goes on, finished or not. See docs/guides/checkpoints.md."""
+    """`never` starts a new run. `auto` resumes the latest run under `log.dir` unless it is finished, or starts a new run if there is none.
+    Any other value is the folder of the run to resume, finished or not."""

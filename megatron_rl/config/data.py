@@ -1,10 +1,8 @@
-"""The section `[data]`: where problems come from and how they are asked. Imports without torch. See docs/guides/data.md."""
-
-from __future__ import annotations
+"""The `[data]` section. See docs/guides/data.md."""
 
 from collections import Counter
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
@@ -13,37 +11,38 @@ from megatron_rl.config.hub import HUB_PREFIX
 from megatron_rl.plugs import DATA_FORMATS, DATA_SOURCES
 
 FormatName = Annotated[str, AfterValidator(DATA_FORMATS.check_name)]
-"""`gsm8k`, `math`, `deepmath`, `aime`, or your own as module:attribute."""
+"""`gsm8k`, `math`, `deepmath`, `aime`, or your own as `module:attribute`."""
 
 
 class ColumnsConfig(ConfigSection):
-    """Names of the columns of a row; `a.b` is the field b of the column a."""
+    """Column names of a data set. `a.b` is the field b of the column a."""
 
     question: str = ""
-    """A text."""
+    """Column with the question as text."""
     messages: str = ""
-    """Instead of `question`, a chat: a list of {role, content}, with tool_calls where the assistant called tools. Needs `data.chat`."""
+    """Column with a chat, used instead of `question`: a list of {role, content}, with tool_calls in messages of the assistant that call
+    tools. Requires `data.chat`."""
     answer: str = ""
-    """The gold answer, a text or a number; with `messages` it may be left out: then it is what the assistant says last."""
+    """Column with the gold answer, a text or a number. Optional with `messages`; the default is the assistant's final message."""
     tools: str = ""
-    """The tools that the chat template tells the policy of: a list of {type, function: {name, description, parameters}}, or its JSON text.
-    Needs `data.chat`."""
+    """Column with the tools for the chat template: a list of {type, function: {name, description, parameters}}, or that list as JSON text.
+    Requires `data.chat`."""
     level: str = ""
-    """Difficulty; none where it is empty."""
+    """Column with the difficulty level. Optional."""
     pass_rate: str = ""
-    """Share of correct answers, of some model, from 0 to 1; null where it is not known."""
+    """Column with the fraction of correct answers by some model, from 0 to 1, or null if unknown. Optional."""
 
     @model_validator(mode="after")
-    def _name_question_and_answer(self) -> ColumnsConfig:
+    def _name_question_and_answer(self) -> Self:
         if bool(self.question) == bool(self.messages):
-            raise ValueError("must name one of question and messages")
+            raise ValueError("must set exactly one of question and messages")
         if self.question and not self.answer:
-            raise ValueError("must name the answer's column, for a question has none")
+            raise ValueError("must set answer, because a question column has no gold answer")
         return self
 
     @property
     def needed(self) -> frozenset[str]:
-        """Columns that hold what is named."""
+        """Names of the columns to read."""
         names = filter(None, (self.question, self.messages, self.answer, self.tools, self.level, self.pass_rate))
         return frozenset(column for name in names for column in (name, name.partition(".")[0]))
 
@@ -52,37 +51,36 @@ class DataSourceConfig(ConfigSection):
     """One set of problems."""
 
     source: str = Field(min_length=1)
-    """The path of a JSONL, JSON or Parquet file, `hf:OWNER/NAME[@REVISION][:CONFIG]:SPLIT` from the hub, or your own as
+    """Path of a JSONL, JSON or Parquet file, a data set on the hub as `hf:OWNER/NAME[@REVISION][:CONFIG]:SPLIT`, or your own source as
     `module:attribute`."""
     format: FormatName | None = None
-    """Format of the rows; `data.format` where neither this nor `columns` is given."""
+    """Row format. Defaults to `data.format` if `columns` is not set either."""
     columns: ColumnsConfig | None = None
-    """Instead of a format, the names of the rows' columns; `data.columns` where neither is given."""
+    """Column names, used instead of `format`. Defaults to `data.columns` if `format` is not set either."""
     settings: dict[str, Any] | None = None
-    """Keyword arguments of a source of your own; `data.settings` where it is not given."""
+    """Keyword arguments of a custom source. Defaults to `data.settings`."""
     name: str = ""
-    """The set's name in metrics; where it is not given the folder and file, the name on the hub and the split, or the attribute in lower
-    case."""
+    """Name of the set in metrics. Defaults to folder and file, hub name and split, or the lowercase attribute of a custom source."""
 
     @model_validator(mode="after")
-    def _takes_settings(self) -> DataSourceConfig:
+    def _takes_settings(self) -> Self:
         if self.settings is not None and not self.is_own:
-            raise ValueError(f"settings are for a source of your own, which {self.source!r} is not")
+            raise ValueError(f"settings only apply to a custom source (module:attribute), and {self.source!r} is not one")
         return self
 
     @model_validator(mode="after")
-    def _has_one_format(self) -> DataSourceConfig:
+    def _has_one_format(self) -> Self:
         _check_one_format(self.format, self.columns)
         return self
 
     @property
     def is_own(self) -> bool:
-        """Whether this is the user's own function or class."""
+        """Whether the source is the user's own function or class."""
         return DATA_SOURCES.is_own(self.source) and not self.source.startswith(HUB_PREFIX)
 
     @property
     def label(self) -> str:
-        """`name`, or one derived from `source`: data/gsm8k/test.jsonl and hf:openai/gsm8k:test are both gsm8k/test."""
+        """`name`, or a name derived from `source`: data/gsm8k/test.jsonl and hf:openai/gsm8k:test both become gsm8k/test."""
         if self.name:
             return self.name
         if self.is_own:
@@ -96,24 +94,25 @@ class DataSourceConfig(ConfigSection):
 
 def _check_one_format(format: str | None, columns: ColumnsConfig | None) -> None:
     if format is not None and columns is not None:
-        raise ValueError(f"format {format} and columns exclude each other: leave one out")
+        raise ValueError(f"format {format} and columns exclude each other; leave one of them out")
 
 
 class TrainDataSourceConfig(DataSourceConfig):
-    """One set of a mixture to train on."""
+    """One set of a training mixture."""
 
     weight: float = Field(1.0, ge=1e-6, le=1e6)
-    """Share of this set in the stream, in proportion to the others' weights."""
+    """Share of this set in the stream, relative to the weights of the other sets."""
     curriculum: Literal["none", "level", "pass_rate"] = "none"
-    """Each epoch begins with the problems of the lowest level, or of the highest pass rate."""
+    """Order within each epoch: shuffled, lowest level first, or highest pass rate first."""
     pass_rate: Literal["column", "measured"] = "column"
-    """A problem's pass rate: that of `columns.pass_rate`; or, once the run has asked it, the share of correct answers in its last group."""
+    """Source of a problem's pass rate: `columns.pass_rate`, or the fraction of correct responses in its most recent group of this run."""
     pass_rate_low: float = Field(0.0, ge=0, lt=1)
-    """An epoch leaves out problems of lower pass rates than this; not those whose rate is unknown."""
+    """Minimum pass rate of the problems in an epoch. Problems with an unknown pass rate are always included."""
     pass_rate_high: float = Field(1.0, gt=0, le=1)
-    """And those of higher ones."""
+    """Maximum pass rate of the problems in an epoch."""
     recheck_every: int = Field(0, ge=0)
-    """measured: every so many epochs one has all problems, as their rates may have changed; 0: what is left out stays out."""
+    """Period in epochs at which an epoch contains all problems, because measured pass rates may have changed. With 0, excluded problems
+    stay excluded."""
 
     @property
     def filters(self) -> bool:
@@ -124,18 +123,18 @@ class TrainDataSourceConfig(DataSourceConfig):
         return self.filters or self.curriculum == "pass_rate"
 
     @model_validator(mode="after")
-    def _difficulty(self) -> TrainDataSourceConfig:
+    def _difficulty(self) -> Self:
         if self.pass_rate_low >= self.pass_rate_high:
-            raise ValueError(f"pass_rate_low ({self.pass_rate_low}) must be below pass_rate_high ({self.pass_rate_high})")
+            raise ValueError(f"pass_rate_low ({self.pass_rate_low}) must be less than pass_rate_high ({self.pass_rate_high})")
         if self.pass_rate == "measured" and not self.needs_pass_rates:
-            raise ValueError('nothing uses the pass rate that is measured: set pass_rate_low, pass_rate_high or curriculum = "pass_rate"')
+            raise ValueError('the measured pass rate is not used; set pass_rate_low, pass_rate_high or curriculum = "pass_rate"')
         if self.recheck_every and not (self.filters and self.pass_rate == "measured"):
-            raise ValueError('recheck_every asks what a measured pass rate left out: set pass_rate = "measured" and a bound')
+            raise ValueError('recheck_every only applies to a filter by measured pass rates; set pass_rate = "measured" and a bound')
         return self
 
 
 def _as_tables(value: Any) -> Any:
-    """Turn a plain text into one source, an empty one into none."""
+    """Convert a string to one source, and an empty string to no sources."""
     if isinstance(value, str):
         return ({"source": value},) if value else ()
     if not isinstance(value, list | tuple):
@@ -144,58 +143,60 @@ def _as_tables(value: Any) -> Any:
 
 
 class DataConfig(ConfigSection):
-    """Where problems come from."""
+    """Which problems are used and how they are asked."""
 
     train: Annotated[tuple[TrainDataSourceConfig, ...], BeforeValidator(_as_tables)] = ()
-    """A `source` in one text, or several as tables `[[data.train]]` with their weights. Only training needs it."""
+    """Training problems: one `source` as a string, or several as tables `[[data.train]]` with weights. Required for training."""
     eval: Annotated[tuple[DataSourceConfig, ...], BeforeValidator(_as_tables)] = ()
-    """Held-out sets, as `train`; an empty text for no evaluation. `train` loses every question that one of them holds."""
+    """Held-out sets, in the same form as `train`; an empty string disables evaluation. Their questions are removed from `train`."""
     format: FormatName | None = None
-    """Format of rows where the source names none; generated problems need none."""
+    """Default row format of all sources. Sources that generate problems need no format."""
     columns: ColumnsConfig | None = None
-    """Instead of a format, the names of the rows' columns, where the source names none."""
+    """Default column names of all sources, used instead of `format`."""
     settings: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of sources of your own that name none."""
+    """Default keyword arguments of custom sources."""
     prompt_template: str = "{question}"
-    """Text around each question; must hold `{question}`."""
+    """Text around each question. Must contain `{question}`."""
     prompt_template_file: Path | None = None
-    """A UTF-8 text file that is the template instead."""
+    """UTF-8 text file with the template, used instead of `prompt_template`."""
     chat: bool = False
-    """The templated question is the user's message in the tokenizer's chat template, which ends where the assistant begins."""
+    """Whether to apply the tokenizer's chat template, with the templated question as the user message, up to the start of the assistant's
+    response."""
     system_prompt: str = ""
-    """chat: the system's message before it, in place of one that a row's `messages` begin with; empty for theirs, or none."""
+    """System message for `chat`. It replaces a system message at the start of a row's `messages`. If empty, that message is kept."""
     max_prompt_tokens: int = Field(512, ge=1)
-    """Longer problems are left out, counted and logged."""
+    """Maximum prompt length in tokens. Problems with longer prompts are dropped, and their number is logged."""
     eval_size: int = Field(128, ge=1)
-    """Problems of each held-out set that an evaluation scores."""
+    """Number of problems of each held-out set to evaluate."""
     eval_every: int = Field(5, ge=1)
-    """RL steps between evaluations; the first (step 0) and the last step are always evaluated."""
+    """RL steps between evaluations. The initial policy (step 0) and the last step are always evaluated."""
     seed: int = 0
+    """Random seed of the problems' order and of the evaluated subset."""
 
     @model_validator(mode="after")
-    def _sets_have_names_of_their_own(self) -> DataConfig:
+    def _sets_have_names_of_their_own(self) -> Self:
         for field, sources in (("train", self.train), ("eval", self.eval)):
             for label, count in Counter(source.label for source in sources).items():
                 if count > 1:
-                    raise ValueError(f"{count} sets of {field} are called {label!r}: give each a name of its own")
+                    raise ValueError(f"{count} sets of {field} have the name {label!r}; set a unique name for each")
         return self
 
     @model_validator(mode="after")
-    def _columns(self) -> DataConfig:
+    def _columns(self) -> Self:
         _check_one_format(self.format, self.columns)
         for columns in filter(None, (self.columns, *(each.columns for each in (*self.train, *self.eval)))):
             if columns.messages and not self.chat:
-                raise ValueError(f"columns.messages = {columns.messages!r} needs chat = true: roles have no place outside a chat template")
+                raise ValueError(f"columns.messages = {columns.messages!r} needs chat = true, because only a chat template uses roles")
             if columns.tools and not self.chat:
-                raise ValueError(f"columns.tools = {columns.tools!r} needs chat = true: tools have no place outside a chat template")
+                raise ValueError(f"columns.tools = {columns.tools!r} needs chat = true, because only a chat template uses tools")
         return self
 
     @model_validator(mode="after")
-    def _template(self) -> DataConfig:
+    def _template(self) -> Self:
         if "{question}" not in self.prompt_template:
-            raise ValueError(f"prompt_template {self.prompt_template!r} must hold {{question}}")
+            raise ValueError(f"prompt_template {self.prompt_template!r} must contain {{question}}")
         if self.prompt_template_file and "prompt_template" in self.model_fields_set:
-            raise ValueError("prompt_template and prompt_template_file exclude each other: leave one out")
+            raise ValueError("prompt_template and prompt_template_file exclude each other; leave one of them out")
         if self.system_prompt and not self.chat:
-            raise ValueError("system_prompt needs chat = true: without a chat template there is no place for it")
+            raise ValueError("system_prompt needs chat = true, because only a chat template uses a system message")
         return self

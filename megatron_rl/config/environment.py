@@ -1,6 +1,4 @@
-"""The section `[environment]`: who answers the policy between its turns; see docs/guides/environments.md. Imports without torch."""
-
-from __future__ import annotations
+"""The `[environment]` section. See docs/guides/environments.md."""
 
 from typing import Annotated
 
@@ -11,17 +9,17 @@ from megatron_rl.plugs import ENVIRONMENTS
 
 
 class EnvironmentConfig(ConfigSection):
-    """What the policy talks to while it answers. Without this section an answer is one turn."""
+    """The environment that replies to the policy between its turns. Without this section, a response is a single turn."""
 
     name: Annotated[str, AfterValidator(ENVIRONMENTS.check_name)]
-    """A class of your own as `module:attribute`; `examples.arithmetic.calculator:Calculator` is one."""
+    """Environment class as `module:attribute`. Example: `examples.arithmetic.calculator:Calculator`."""
     max_turns: int = Field(4, ge=2)
-    """Turns of the policy in one answer; together they sample at most rollout.max_new_tokens."""
+    """Maximum number of policy turns in one response. All turns together have at most `rollout.max_new_tokens` tokens."""
     max_tokens: int = Field(512, ge=1)
-    """Tokens that the environment may add to one answer; they are never trained on."""
+    """Maximum number of tokens that the environment adds to one response. These tokens are never trained on."""
     workers: int = Field(2, ge=1)
-    """Worker processes."""
+    """Number of worker processes."""
     timeout: float = Field(5.0, gt=0)
-    """Seconds for one message; then the worker is replaced, and the answer ends and gets what `reward.on_error` says."""
+    """Time limit for one message in seconds. After that the worker is replaced, the response ends, and `reward.on_error` applies."""
     memory_mb: int = Field(4096, ge=256)
     """Address-space limit of one worker in MiB."""

@@ -1,9 +1,4 @@
-"""Turn a pydantic `ValidationError` into one line: the field, the value, the rule and the fix.
-
-Works on any tree of pydantic models.
-"""
-
-from __future__ import annotations
+"""Conversion of pydantic's `ValidationError` into a `UserError` of one line. Works for any tree of pydantic models."""
 
 import difflib
 import json
@@ -30,19 +25,19 @@ _RULES = {
 
 
 def to_user_error(error: ValidationError, root: type[BaseModel]) -> UserError:
-    """Return the first error as a `UserError`; unknown keys go first, since a misspelled key also makes the right one missing."""
+    """Return the first error as a `UserError`. Unknown keys come first, because a misspelled key is often also reported as missing."""
     first, *others = sorted(error.errors(include_url=False), key=lambda detail: detail["type"] != "extra_forbidden")
     path = ".".join(str(part) for part in first["loc"]) or "config"
-    is_table = first["type"] == "missing" or isinstance(first["input"], dict)  # the input is then the whole table around the field
+    is_table = first["type"] == "missing" or isinstance(first["input"], dict)  # then the input is the whole table
     more = f" ({len(others)} more {'error' if len(others) == 1 else 'errors'} after this one)" if others else ""
     rule = _RULES.get(first["type"], first["msg"].removeprefix("Value error, ").replace("Input should be", "must be"))
     return UserError(path, None if is_table else first["input"], rule, (_fix(first, path, root) + more).strip())
 
 
 def find_section(path: str, root: type[BaseModel]) -> type[BaseModel] | None:
-    """Return the model at a dotted path, None where the path ends at a plain field or nowhere. `""` is the root itself.
+    """Return the model at a dotted path, or None if there is no section at this path. `""` is the root.
 
-    Numbers of tables in a list are skipped: `data.train.0` is the model of every table in `data.train`.
+    Indices into lists are skipped: `data.train.0` returns the model of all tables in `data.train`.
     """
     model: type[BaseModel] | None = root
     for part in _names(path):
@@ -52,28 +47,27 @@ def find_section(path: str, root: type[BaseModel]) -> type[BaseModel] | None:
 
 
 def find_field(path: str, root: type[BaseModel]) -> FieldInfo | None:
-    """Return the field at a dotted path, None where there is none."""
+    """Return the field at a dotted path, or None if it does not exist."""
     parent, _, name = path.rpartition(".")
     section = find_section(parent, root)
     return section.model_fields.get(name) if section else None
 
 
 def find_nearest_field(path: str, root: type[BaseModel]) -> str | None:
-    """Return the existing dotted path most like `path`: in the same section first, then by its last name, below the same top section or
-    anywhere, outer sections first."""
+    """Return the known path most similar to `path`, or None. Search its section first, then its top-level section, then all sections."""
     parent, _, name = ".".join(_names(path)).rpartition(".")
     fields = sorted(_paths(root), key=lambda field: field.count("."), reverse=True)
     siblings = [field for field in fields if field.rpartition(".")[0] == parent]
     same_section = [field for field in fields if field.partition(".")[0] == parent.partition(".")[0]]
     for candidates, cutoff in ((siblings, 0.6), (same_section, 0.8), (fields, 0.8)):
-        names = {field.rpartition(".")[2]: field for field in candidates}  # of equal names the outermost, coming last, stays
+        names = {field.rpartition(".")[2]: field for field in candidates}  # of equal names the outermost comes last and is kept
         if close := difflib.get_close_matches(name, names, n=1, cutoff=cutoff):
             return names[close[0]]
     return None
 
 
 def _names(path: str) -> list[str]:
-    """Return the parts of a dotted path without the numbers of tables in a list."""
+    """Return the parts of a dotted path without indices into lists."""
     return [part for part in path.split(".") if part and not part.isdigit()]
 
 
@@ -99,7 +93,7 @@ def _fix(detail: ErrorDetails, path: str, root: type[BaseModel]) -> str:
 
 
 def _default(path: str, root: type[BaseModel]) -> str:
-    """Return the default value as a hint; "" where there is no plain one."""
+    """Return a hint with the default value, or "" if the field has no simple default."""
     info = find_field(path, root)
     is_plain = info is not None and isinstance(info.default, (str, int, float, tuple, Path))
     return f"the default is {json.dumps(info.default, default=str)}" if info and is_plain else ""
@@ -107,7 +101,7 @@ def _default(path: str, root: type[BaseModel]) -> str:
 
 def _suggest_addition(path: str, root: type[BaseModel]) -> str:
     section = find_section(path, root)
-    if section is None:  # a plain field
+    if section is None:  # a field, not a section
         parent, _, name = path.rpartition(".")
         return f"add `{name} = ...` under [{parent}]"
     required = [name for name, info in section.model_fields.items() if info.is_required()]

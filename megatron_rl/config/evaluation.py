@@ -1,6 +1,6 @@
-"""The section `[eval]`: how held-out problems are answered, during training and by the command `eval`. Imports without torch."""
+"""The `[eval]` section. See docs/guides/evaluation.md."""
 
-from __future__ import annotations
+from typing import Self
 
 from pydantic import Field, model_validator
 
@@ -8,22 +8,25 @@ from megatron_rl.config.base import ConfigSection
 from megatron_rl.config.rollout import MinP, TopK, TopP
 
 MOST_SAMPLES = 1024
-"""Completions per problem for which maj@k stays within float64: binomials up to C(1024, 512)."""
+"""Maximum number of completions per problem. It keeps the binomials of maj@k, up to C(1024, 512), within float64."""
 
 
 class EvalConfig(ConfigSection):
-    """Sampling of held-out problems; what is not given is as in `[rollout]`. See docs/guides/evaluation.md."""
+    """Sampling of held-out problems, during training and by the `eval` command. Fields that are not set default to [rollout]."""
 
     samples: int = Field(1, ge=1, le=MOST_SAMPLES)
-    """Completions per problem."""
+    """Number of completions per problem."""
     temperature: float | None = Field(None, ge=0)
-    """0: always the most probable token."""
+    """Sampling temperature. 0 always takes the most probable token."""
     top_p: TopP | None = None
+    """See `rollout.top_p`."""
     top_k: TopK | None = None
+    """See `rollout.top_k`."""
     min_p: MinP | None = None
+    """See `rollout.min_p`."""
 
     @model_validator(mode="after")
-    def _draws_differ(self) -> EvalConfig:
+    def _draws_differ(self) -> Self:
         if self.temperature == 0 and self.samples > 1:
-            raise ValueError(f"asks for {self.samples} samples that temperature 0 makes all the same: set samples to 1")
+            raise ValueError(f"the {self.samples} samples of a problem would be identical at temperature 0; set samples = 1")
         return self

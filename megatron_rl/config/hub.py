@@ -1,4 +1,4 @@
-"""Names on the Hugging Face hub: a model is `hf:OWNER/NAME[@REVISION]`. Imports without torch."""
+"""Names of models on the Hugging Face hub: `hf:OWNER/NAME[@REVISION]`."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from typing import NamedTuple
 from megatron_rl.errors import UserError
 
 HUB_PREFIX = "hf:"
-"""Prefix of what is on the hub."""
+"""Prefix of names of models and data sets on the hub."""
 
 _MODEL = re.compile(r"hf:([\w.-]+/[\w.-]+)(?:@(\S+))?", re.ASCII)
 
 
 class HubModel(NamedTuple):
-    """A model on the hub. `revision`: a branch, a tag or a commit; None for the default branch."""
+    """A model on the hub. `revision` is a branch, tag or commit, or None for the default branch."""
 
     repository: str
     revision: str | None
 
     @classmethod
     def parse(cls, path: Path) -> HubModel | None:
-        """Return the model that a path names, None for a local folder. Raise ValueError for a name of another shape."""
+        """Return the hub model that `path` names, or None if it is a local folder. Raise ValueError if the name is malformed."""
         if not str(path).startswith(HUB_PREFIX):
             return None
         match = _MODEL.fullmatch(str(path))
@@ -32,17 +32,17 @@ class HubModel(NamedTuple):
 
     @property
     def name(self) -> str:
-        """NAME."""
+        """The NAME part."""
         return self.repository.partition("/")[2]
 
 
 def find_model_folder(path: Path) -> Path:
-    """Return a model's folder: `path` itself, or the cache's folder of a model of the hub. Asks no network; raise UserError for a model
-    that `hf.hub.pin_model` has not put there."""
+    """Return the local folder of a model: `path` itself, or the folder of a hub model in the cache. Does not access the network. Raise
+    UserError if `hf.hub.pin_hub_model` has not downloaded the hub model."""
     model = HubModel.parse(path)
     if model is None:
         return path
-    from huggingface_hub import try_to_load_from_cache  # most runs need none of it
+    from huggingface_hub import try_to_load_from_cache  # not needed by most runs
 
     file = try_to_load_from_cache(model.repository, "config.json", revision=model.revision)
     if not isinstance(file, str):

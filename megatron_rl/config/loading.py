@@ -1,6 +1,4 @@
-"""Read a configuration: TOML and command-line overrides in, a validated `Config` out. Imports without torch."""
-
-from __future__ import annotations
+"""Loading of a configuration from TOML and command-line overrides."""
 
 import json
 import re
@@ -26,20 +24,20 @@ def load_config(
     root: type[ConfigT] = Config,  # type: ignore[assignment]
     more: Path | None = None,
 ) -> ConfigT:
-    """Read a TOML file, apply `--section.key=value` overrides, validate. Relative paths in it are relative to the working directory.
+    """Read a TOML file, apply `--section.key=value` overrides, and validate the result.
 
-    `root` may be a configuration with further sections, and `more` a second file that has them. Raise UserError: file missing or
-    unreadable, TOML syntax (file and line), unknown key, wrong type or value.
+    Relative paths in the file are relative to the working directory. `root` may be a configuration with additional sections, and `more` a
+    second file with these sections. Raise UserError if the file cannot be read, is not valid TOML, or has an unknown key or a bad value.
     """
     table = apply_overrides(_read_toml(path) | (_read_toml(more) if more else {}), overrides)
-    try:  # JSON, as in it a string may become a Path and a list a tuple although the models are strict
+    try:  # from JSON even a strict model accepts a string as Path and a list as tuple
         return root.model_validate_json(json.dumps(table, default=str))
     except ValidationError as error:
         raise to_user_error(error, root) from None
 
 
 def apply_overrides(table: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """Return a copy of `table` with `--section.key=value` or `--section.key value` set; the value is TOML, or else a plain string.
+    """Return a copy of `table` with `--section.key=value` or `--section.key value` applied. A value that is not TOML is a plain string.
 
     Example: ``apply_overrides({}, ["--train.steps=3", "--log.dir", "a"])`` gives ``{"train": {"steps": 3}, "log": {"dir": "a"}}``.
     """
@@ -62,7 +60,7 @@ def _read_toml(path: Path) -> dict[str, Any]:
     except tomllib.TOMLDecodeError as error:
         message = str(error)
         position = re.search(r" \(at line (\d+), column (\d+)\)$", message)
-        line = int(position[1]) if position else text.count("\n") + 1  # "at end of document" carries no number
+        line = int(position[1]) if position else text.count("\n") + 1  # "at end of document" has no line number
         raise UserError(f"{path}, line {line}", None, f"not valid TOML: {message[: position.start()] if position else message}") from None
     except UnicodeDecodeError:
         raise UserError("CONFIG", str(path), "is not a UTF-8 text file", "give a TOML file such as configs/quickstart.toml") from None
@@ -90,7 +88,7 @@ def _override_value(path: str, text: str) -> Any:
     except tomllib.TOMLDecodeError:
         return text
     if len(parsed) > 1 or (not isinstance(parsed["value"], str) and _is_text(path)):
-        return text  # the folder --log.dir=2026 is text although it parses as a number
+        return text  # --log.dir=2026 is a folder although it parses as a number
     return parsed["value"]
 
 

@@ -1,6 +1,4 @@
-"""The section `[log]`: where a run writes. Imports without torch."""
-
-from __future__ import annotations
+"""The `[log]` section. See docs/guides/observing.md."""
 
 from pathlib import Path
 from typing import Annotated
@@ -12,20 +10,21 @@ from megatron_rl.plugs import TRACKERS
 
 
 class LogConfig(ConfigSection):
-    """Where a run writes."""
+    """What a run records and where."""
 
     dir: Path = Path("runs/default")
-    """Parent folder; every run makes a folder of its own in it."""
+    """Parent folder of run folders. Each run creates its own folder in it."""
     trackers: tuple[Annotated[str, AfterValidator(TRACKERS.check_name)], ...] = ("tensorboard",)
-    """What gets the rows of metrics.jsonl as well: `tensorboard`, `wandb`, `mlflow`, or your own as module:attribute."""
+    """Trackers that also receive the rows of metrics.jsonl: `tensorboard`, `wandb`, `mlflow`, or your own as `module:attribute`."""
     samples: int = Field(8, ge=0)
-    """Completions kept per step for the report."""
+    """Number of completions per step to keep for the report."""
     attribute_every: int = Field(0, ge=0)
-    """RL steps between attributions of the mismatch to its causes, at three forward passes each (docs/reference/precision.md); 0: never."""
+    """RL steps between attributions of the trainer-engine mismatch to its causes. Each costs three forward passes. 0 disables them.
+    See docs/reference/precision.md."""
     profile_steps: tuple[Annotated[int, Field(ge=1)], ...] = ()
-    """Steps of which a Chrome trace and a table of operators are written into RUN_DIR/profile (docs/guides/observing.md)."""
+    """RL steps to profile. A Chrome trace and a table of operators are written to RUN_DIR/profile for each of them."""
     profile_ranks: tuple[Annotated[int, Field(ge=0)], ...] = (0,)
-    """Ranks that are profiled in these steps."""
+    """Ranks to profile in these steps."""
     stuck_after: float = Field(1800.0, ge=0)
-    """Seconds without any rank entering another phase after which a run says where each rank stands and ends; 0: never
-    (docs/guides/slurm.md)."""
+    """Hang timeout in seconds. If no rank enters a new phase for this long, the run reports where each rank is and stops. 0 disables the
+    check. See docs/guides/slurm.md."""

@@ -1,6 +1,4 @@
-"""The section `[model]`: the policy. Imports without torch."""
-
-from __future__ import annotations
+"""The `[model]` section."""
 
 from pathlib import Path
 from typing import Annotated
@@ -20,15 +18,15 @@ class ModelConfig(ConfigSection):
     """The policy to train."""
 
     path: Annotated[Path, AfterValidator(_check_name)]
-    """Folder of a Hugging Face checkpoint (config.json, safetensors, tokenizer), or `hf:OWNER/NAME[@REVISION]` from the hub."""
+    """Folder of a Hugging Face checkpoint (config.json, safetensors, tokenizer), or `hf:OWNER/NAME[@REVISION]` for a model on the hub."""
 
     @property
     def folder(self) -> Path:
-        """The checkpoint's folder; of a model of the hub, the cache's, once `preflight.pin_model` has put it there."""
+        """Local folder of the checkpoint. For a hub model this is its cache folder, after `preflight.pin_model` has downloaded it."""
         return find_model_folder(self.path)
 
     @property
     def name(self) -> str:
-        """What to call the model in titles and names."""
+        """Display name of the model."""
         model = HubModel.parse(self.path)
         return model.name if model else self.path.name

@@ -1,8 +1,6 @@
-"""The section `[placement]`: whether engine and trainer share devices, and how far generation may run ahead. Imports without torch."""
+"""The `[placement]` section. See docs/guides/placement.md."""
 
-from __future__ import annotations
-
-from typing import Literal
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -10,16 +8,17 @@ from megatron_rl.config.base import ConfigSection
 
 
 class PlacementConfig(ConfigSection):
-    """Where engine and trainer run, and whether they wait for each other. See docs/guides/placement.md."""
+    """Whether the engines and the trainer share devices, and how far generation may run ahead of training."""
 
     kind: Literal["colocated", "disaggregated"] = "colocated"
-    """`colocated`: on the same devices, in turns; who waits gives its memory back. `disaggregated`: each on devices of its own."""
+    """`colocated`: engines and trainer take turns on the same devices, and the idle side releases its memory. `disaggregated`: they have
+    separate devices."""
     max_staleness: int = Field(0, ge=0, le=255)
-    """disaggregated: how many policy versions older than the policy that it trains a token may be. 0: generation and training take turns;
-    from 1 on, generation goes on while the trainer trains."""
+    """Maximum age of a token in policy versions when it is trained on. With 0, generation and training take turns. Values above 0 need
+    `disaggregated`: generation then continues while the trainer trains."""
 
     @model_validator(mode="after")
-    def _fits_together(self) -> PlacementConfig:
+    def _fits_together(self) -> Self:
         if self.max_staleness and self.kind == "colocated":
-            raise ValueError('max_staleness above 0 generates while training, which kind "colocated" rules out: set kind "disaggregated"')
+            raise ValueError('max_staleness above 0 generates during training and needs kind = "disaggregated"')
         return self

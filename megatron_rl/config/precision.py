@@ -1,6 +1,4 @@
-"""The section `[precision]`: the mode and its formats; see docs/reference/precision.md. Imports without torch."""
-
-from __future__ import annotations
+"""The `[precision]` section. See docs/reference/precision.md."""
 
 from typing import Literal
 
@@ -12,27 +10,27 @@ from parallel.formats import MODES
 
 
 class PrecisionConfig(ConfigSection):
-    """The precision flow of trainer and engine. See docs/reference/precision.md."""
+    """Numeric formats of the trainer and the engine."""
 
     mode: str = "fp8_unified"
-    """`fp8_unified`: trainer and engine compute with the same FP8 blocks (Jet-RL). `fp8_rollout`, `int8_rollout` (FlashRL): the trainer
-    computes in `high`, the engine with weights quantised at each sync. `bf16`: both in `high`."""
+    """`fp8_unified`: the trainer and the engine compute with the same FP8 blocks (Jet-RL). `fp8_rollout`, `int8_rollout` (FlashRL): the
+    trainer computes in `high`, and the engine's weights are quantized at each sync. `bf16`: both compute in `high`."""
     scale_format: Literal["pow2", "fp32"] = "pow2"
-    """Scales of FP8 blocks; a format with scales of its own keeps them. `pow2` is exact on both sides."""
+    """Format of FP8 block scales: powers of two, which are applied exactly, or any FP32 number. Other formats have their own scales."""
     backend: Literal["emulated", "transformer_engine", "deep_gemm"] = "emulated"
-    """Who computes the trainer's quantized products. `emulated` runs on any device and is the reference."""
+    """Library for the trainer's quantized matrix products. `emulated` runs on any device and is the reference."""
     high: Literal["bf16", "fp32"] = "bf16"
-    """The dtype of everything that is not quantized, the same on both sides. `fp32` is the faster one on a CPU."""
+    """Dtype of everything that is not quantized, in the trainer and the engine. `fp32` is faster on a CPU."""
     reduction: Literal["tree", "fast"] = "tree"
-    """Order of a row-parallel layer's sums. `tree`: a fixed one, the same bits for every tp of trainer and engine. `fast`: that of the
-    library and of the number of ranks."""
+    """Summation order of row-parallel layers. `tree`: a fixed order, bitwise identical for every tensor-parallel size of the trainer and
+    the engine. `fast`: the order that the library and the number of ranks imply."""
     kv: Literal["high", "e4m3", "e4m3_per_layer"] = "high"
-    """Keys and values in the engine's cache, and as the trainer's attention reads them. `e4m3`: a byte each, with a power-of-two scale per
-    token and head; CPU only. `e4m3_per_layer`: one scale for a layer's keys and one for its values, chosen anew for each policy version.
-    Modes that quantize the engine alone keep the trainer's in `high`."""
+    """Format of keys and values in the engine's cache and in the trainer's attention. `e4m3`: one byte each, with a power-of-two scale per
+    token and head; CPU only. `e4m3_per_layer`: one scale for the keys and one for the values of a layer, updated with each policy
+    version. Modes that only quantize the engine keep the trainer's keys and values in `high`."""
     masters: Literal["spread", "stored"] = "spread"
-    """Where FP32 masters begin that are finer than the policy's copy of the weight. `spread`: drawn, by `train.seed` and place, from the
-    values that the checkpoint's number stands for, so that the copy follows from the first step. `stored`: the number itself."""
+    """Initial FP32 master weights if they are finer than the policy's weight format. `spread`: drawn from the values that round to the
+    checkpoint's number, by `train.seed` and position, so that weights change from the first step on. `stored`: the number itself."""
 
     @field_validator("mode")
     @classmethod

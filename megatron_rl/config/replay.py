@@ -1,6 +1,6 @@
-"""The section `[replay]`: groups that are trained on again. Imports without torch."""
+"""The `[replay]` section. See docs/guides/replay.md."""
 
-from __future__ import annotations
+from typing import Self
 
 from pydantic import Field, model_validator
 
@@ -8,20 +8,20 @@ from megatron_rl.config.base import ConfigSection
 
 
 class ReplayConfig(ConfigSection):
-    """Groups whose rewards differ are kept, and later steps train on them again, beside the groups that they sample. Off without the
-    section. See docs/guides/replay.md."""
+    """Replay buffer for groups with different rewards. Later steps train on them again, in addition to newly sampled groups. Replay is
+    disabled if this section is absent."""
 
     prompts_per_step: int = Field(ge=1)
-    """Kept groups that a step trains on, at most, beside its own `rollout.prompts_per_step`."""
+    """Maximum number of replayed groups per step, in addition to the step's own `rollout.prompts_per_step`."""
     max_staleness: int = Field(4, ge=1, le=255)
-    """Policy versions between a group's oldest token and the trainer, after which it is forgotten."""
+    """Maximum age of a group's oldest token in policy versions. Older groups are discarded."""
     max_replays: int = Field(1, ge=1)
-    """How often a group is trained on again."""
+    """Maximum number of times that a group is replayed."""
     buffer_size: int = Field(256, ge=1)
-    """Groups kept, on rank 0, at most: beyond that the oldest are forgotten."""
+    """Maximum number of groups in the buffer, which is kept on rank 0. The oldest groups are discarded first."""
 
     @model_validator(mode="after")
-    def _fits_together(self) -> ReplayConfig:
+    def _fits_together(self) -> Self:
         if self.buffer_size < self.prompts_per_step:
-            raise ValueError(f"buffer_size ({self.buffer_size}) must not be below prompts_per_step ({self.prompts_per_step})")
+            raise ValueError(f"buffer_size ({self.buffer_size}) must not be less than prompts_per_step ({self.prompts_per_step})")
         return self

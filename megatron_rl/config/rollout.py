@@ -1,6 +1,4 @@
-"""The section `[rollout]`: engines and sampling. Imports without torch."""
-
-from __future__ import annotations
+"""The `[rollout]` section: engines and sampling."""
 
 from typing import Annotated, Any
 
@@ -23,75 +21,81 @@ def _as_tuple(value: Any) -> Any:
 
 
 MOST_KEPT = 4096
-"""Tokens that an engine tells of a sampled token, at most: SGLang's --sampling-mask-max-tokens."""
+"""Maximum number of candidate tokens that an engine reports per sampled token (SGLang's --sampling-mask-max-tokens)."""
 TopP = Annotated[float, Field(gt=0, le=1)]
 TopK = Annotated[int, AfterValidator(_check_top_k)]
 MinP = Annotated[float, Field(ge=0, lt=1)]
 
 
 class RolloutConfig(ConfigSection):
-    """The rollout engine and how it samples."""
+    """The inference engines and how they sample."""
 
     engine: str = "sglang"
     """Name of the engine's entry point in the group `megatron_rl.rollout`."""
     engines: int = Field(1, ge=1)
-    """Engines, each on `tp` devices of its own; a request goes to the one with the least to do."""
+    """Number of engines, each on its own `tp` devices. A request goes to the engine with the lowest load."""
     tp: int = Field(1, ge=1)
-    """Tensor parallel ranks of each engine."""
+    """Tensor-parallel size of each engine."""
     ep: int = Field(1, ge=1)
-    """Ranks among them that share the experts of a mixture-of-experts model; divides `tp`."""
+    """Expert-parallel size of each engine for mixture-of-experts models. Must divide `tp`."""
     nodes_per_engine: int = Field(1, ge=1)
-    """Nodes that the ranks of each engine lie over, as many on each; divides `tp` and the number of `hosts`. See docs/guides/slurm.md."""
+    """Number of nodes that each engine's ranks are evenly spread over. Must divide `tp` and the number of `hosts`. See
+    docs/guides/slurm.md."""
     prompts_per_step: int = Field(32, ge=1)
+    """Number of prompts per RL step."""
     over_sampling_prompts: int = Field(0, ge=0)
-    """Prompts sampled beyond `prompts_per_step`: once enough groups have ended, the slowest are aborted. The next step samples them again,
-    and does not abort them again, so no problem is left out."""
+    """Additional prompts to sample per step. Once `prompts_per_step` groups are complete, the slowest groups are aborted. The next step
+    samples them again and does not abort them again, so no problem is skipped."""
     group_size: int = Field(8, ge=1)
-    """Completions per prompt; 1 for advantages that compare none (`gae`)."""
+    """Number of completions per prompt. 1 is only possible if the advantage does not compare completions, as with `gae`."""
     temperature: float = Field(1.0, gt=0)
+    """Sampling temperature, which divides the logits."""
     top_p: TopP = 1.0
-    """Draw from the fewest most probable tokens that hold this share of the probability; 1: from all."""
+    """Sample from the smallest set of most probable tokens with at least this total probability. 1 samples from all tokens."""
     top_k: TopK = -1
-    """Draw from this many most probable tokens; -1: from all. Training with `top_p` or `min_p` needs it: the trainer is told the tokens."""
+    """Sample from this many most probable tokens; -1 samples from all. Training with `top_p` or `min_p` requires it, because the engine
+    reports the candidate tokens to the trainer."""
     min_p: MinP = 0.0
-    """Draw from tokens that are at least this share as probable as the most probable one."""
+    """Sample from tokens whose probability is at least this fraction of the highest probability."""
     stop: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(_as_tuple)] = Field((), max_length=32)
-    """A text, or several, that end an answer, as its end token does. The tokens that spell them stay in the answer, and are trained."""
+    """One or more strings that end a response, like the end token. The tokens of the string stay in the response and are trained on."""
     max_new_tokens: int = Field(512, ge=1)
+    """Maximum number of tokens in one response."""
     max_running_requests: int = Field(256, ge=1)
-    """Sequences that an engine decodes at once."""
+    """Maximum number of sequences that an engine decodes at the same time."""
     max_total_tokens: int = Field(65536, ge=256)
-    """Tokens that an engine's KV cache holds."""
+    """Capacity of an engine's KV cache in tokens."""
     enable_prefix_caching: bool = True
-    """Keep keys and values of prompts and answers for later requests that begin with the same tokens, until the next sync."""
+    """Whether to keep the KV cache of prompts and responses for later requests with the same prefix, until the next sync."""
     chunked_prefill_size: int | None = Field(None, ge=1)
-    """Prompt tokens that an engine computes in one batch, at most; a longer prompt takes several. None: as SGLang chooses."""
+    """Maximum number of prompt tokens that an engine computes in one batch. Longer prompts are split. Defaults to SGLang's choice."""
     sglang: dict[str, Any] = Field(default_factory=dict)
-    """More of SGLang's own server arguments, by name: `mem_fraction_static = 0.8`. Those that would break a promise are refused."""
+    """Additional SGLang server arguments by name, such as `mem_fraction_static = 0.8`. Arguments that would break exactness or conflict
+    with other fields are refused."""
     hosts: tuple[Host, ...] = Field(("127.0.0.1",), min_length=1)
-    """The nodes that engines run on, as many on each: for each the address of the one interface that its engines listen on, this machine's
-    own or one of a private network. See docs/guides/slurm.md and docs/guides/security.md."""
+    """Nodes with engines, which are evenly spread over them. Each entry is the address of the network interface that the node's engines
+    listen on, either loopback or in a private network. See docs/guides/slurm.md and docs/guides/security.md."""
     start_timeout: float = Field(300.0, gt=0)
-    """Seconds an engine may take to become healthy."""
+    """Seconds that an engine may take to start."""
     request_timeout: float = Field(600.0, gt=0)
-    """Seconds one generate call or one sync call may take."""
+    """Seconds that one generation or sync request may take."""
     health_timeout: float = Field(60.0, gt=0)
-    """Seconds an engine at work may leave a question unanswered; it then counts as hung and is ended."""
+    """Seconds that a busy engine may leave a health check unanswered. After that it is considered hung and terminated."""
     max_restarts: int = Field(3, ge=0)
-    """How often, between one policy version and the next, engines that were lost are started anew; 0: the first loss ends the run."""
+    """Maximum number of engine restarts between two policy versions. With 0, the first engine failure ends the run."""
 
     @property
     def engines_per_node(self) -> int:
-        """Engines that have ranks on a node."""
+        """Number of engines with ranks on a node."""
         return self.engines * self.nodes_per_engine // len(self.hosts)
 
     @property
     def ranks_per_node(self) -> int:
-        """Ranks that an engine has on each of its nodes."""
+        """Number of ranks of an engine on each of its nodes."""
         return self.tp // self.nodes_per_engine
 
     def to_sampling(self) -> SamplingParams:
-        """Return how completions to train on are sampled."""
+        """Return the sampling options of completions for training."""
         names = ("temperature", "max_new_tokens", "stop", "top_p", "top_k", "min_p")
         return SamplingParams(**{name: getattr(self, name) for name in names}, record_kept_tokens=self.top_k != -1)
 

@@ -1,6 +1,4 @@
-"""The whole configuration of a run, section by section. Imports without torch."""
-
-from __future__ import annotations
+"""The configuration of a whole run."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -30,7 +28,7 @@ from parallel.model_geometry import ModelGeometry
 
 
 class Config(ConfigSection):
-    """A whole run."""
+    """The configuration of a run: one field per section of the TOML file. Only [model] is required."""
 
     model: ModelConfig
     precision: PrecisionConfig = PrecisionConfig()
@@ -53,33 +51,33 @@ class Config(ConfigSection):
 
     @property
     def optimizer_steps(self) -> int:
-        """The policy's optimizer steps in the whole run."""
+        """Number of the policy's optimizer steps in the whole run."""
         warmup = self.critic.critic_warmup if self.algorithm.has_critic else 0
         return (self.train.steps - warmup) * self.algorithm.updates_per_step
 
     @property
     def critic_train(self) -> TrainConfig:
-        """[train] as the critic's optimizer has it."""
+        """The [train] section with the critic's optimizer settings."""
         return self.critic.to_train(self.train).decay_over(self.train.steps * self.algorithm.updates_per_step)
 
     @property
     def longest_sequence(self) -> int:
-        """Tokens of the longest prompt and the longest answer, an environment's messages included; of an agent's longest conversation."""
+        """Maximum number of tokens in a sequence: prompt, response and environment messages, or an agent's conversation."""
         if self.agent:
             return self.agent.max_tokens
         messages = self.environment.max_tokens if self.environment else 0
         return self.data.max_prompt_tokens + self.rollout.max_new_tokens + messages
 
     def make_geometry(self, hf_config: Mapping[str, Any]) -> ModelGeometry:
-        """Return the policy of a config.json, with its adapters where there are any. Raise GeometryError for what the trainer does not
-        compute."""
+        """Return the geometry of the policy for a config.json, including adapters. Raise GeometryError if the trainer does not support the
+        model."""
         model = ModelGeometry.from_hf_config(hf_config)
         return model if self.lora is None else self.lora.adapt(model)
 
     def make_trained_geometry(self, hf_config: Mapping[str, Any]) -> ModelGeometry:
-        """Return `make_geometry` with the layers for multi-token prediction that are trained, which are in no sync."""
+        """Return `make_geometry` plus the trained multi-token prediction layers, which are not part of a sync."""
         return replace(self.make_geometry(hf_config), trains_mtp=self.train.mtp_loss_scaling_factor > 0)
 
     def to_eval_sampling(self) -> SamplingParams:
-        """Return how completions of held-out problems are sampled."""
+        """Return the sampling options for held-out problems."""
         return replace(self.rollout.to_sampling(), record_kept_tokens=False, **self.eval.model_dump(exclude={"samples"}, exclude_none=True))

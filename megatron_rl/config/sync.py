@@ -1,6 +1,4 @@
-"""The section `[sync]`: how weights travel to the engine. Imports without torch."""
-
-from __future__ import annotations
+"""The `[sync]` section. See docs/reference/sync.md."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -18,47 +16,50 @@ Running = Literal["finish", "restart", "continue"]
 
 
 class SyncConfig(ConfigSection):
-    """Moving weights from the actor to the engine. See docs/reference/sync.md."""
+    """Weight sync from the trainer to the engines."""
 
     transport: Annotated[str, AfterValidator(TRANSPORTS.check_name)] = "shared_memory"
-    """`shared_memory`: one host, CPUs. `process_group`: any hosts, NCCL on GPUs and gloo on CPUs. `gloo`: any hosts, through the host's
-    memory, also where trainer and engines share GPUs. `cuda_ipc`: one host with CUDA. `disk`: a shared folder, CPUs. Or your own as
-    module:attribute."""
+    """`shared_memory`: one host, CPUs. `process_group`: any hosts, NCCL on GPUs and gloo on CPUs. `gloo`: any hosts, through host memory,
+    even if trainer and engines share GPUs. `cuda_ipc`: one host with CUDA. `disk`: a shared folder, CPUs. Or your own as
+    `module:attribute`."""
     bucket_mb: int = Field(256, ge=1)
-    """Most extra memory in MiB that a sync uses in one process, trainer or engine."""
+    """Maximum additional memory in MiB that a sync uses in one trainer or engine process."""
     staged: bool = False
-    """Transfer into a second copy of the weights in the engine while it goes on serving, so that only a local copy stops it."""
+    """Whether to transfer into a second copy of the weights while the engine keeps serving. The engine then only pauses for a local copy,
+    but needs twice the memory for weights."""
     running: Running = "finish"
-    """Completions that run when the weights switch: wait until they are finished, throw them away and sample them anew, or keep their
-    tokens and let the new weights go on from there."""
+    """What happens to unfinished completions when the weights change. `finish`: wait for them. `restart`: discard them and sample them
+    again. `continue`: keep their tokens and continue with the new weights."""
     proof: Literal["streamed", "reread"] = "reread"
-    """`streamed`: both sides hash chunk by chunk, the engine out of its live weights as it writes. `reread`: when all is done; on CPUs,
-    without deltas, while the engine samples already and holds its answers back."""
+    """When the hashes that prove a sync are computed. `streamed`: chunk by chunk, from the engine's weights while they are written.
+    `reread`: after the sync. On CPUs without deltas, the engine already samples meanwhile and holds its responses back."""
     delta: Literal["auto", "on", "off"] = "off"
-    """Send only the bytes that differ from those that the last sync proved; all bytes are proved all the same. Needs a copy of what the
-    trainer sends in its hosts' memory; on CPUs. `auto`: not within one host, and not in a sync where it would save less than half."""
+    """Whether to send only the bytes that changed since the last proved sync. All bytes are still proved. CPU only, and needs a copy of the
+    sent weights in the trainer's host memory. `auto`: only between hosts, and only for syncs in which it saves at least half."""
     canary: int = Field(2, ge=0)
-    """Prompts that every engine answers first after a sync, for the trainer to compare before other answers are given; 0: none."""
+    """Number of prompts that each engine answers first after a sync. The trainer compares their log-probs before it accepts other
+    responses. 0 disables the canary."""
     canary_bound: float | None = Field(None, ge=0, allow_inf_nan=True)
-    """Largest |log p trainer - log p engine| of a canary's token, in nats; more ends the run. Default: 0 where the run promises exactness,
-    else 1, or 5 where the engine alone is quantized; inf: only reported."""
+    """Maximum |log p trainer - log p engine| of a canary token in nats. A larger value ends the run; `inf` only reports it. Defaults to 0
+    if the run guarantees exactness, otherwise to 5 if only the engine is quantized, and to 1 in all other cases."""
     max_mismatch: float | None = Field(None, ge=0, allow_inf_nan=True)
-    """Largest `mismatch/abs_max` of a step, in nats. Default: 0 where the run promises exactness, else inf."""
+    """Maximum `mismatch/abs_max` of a step in nats. Defaults to 0 if the run guarantees exactness, otherwise to `inf`."""
     on_mismatch: Literal["stop", "warn"] = "stop"
-    """What a step does that has more: end the run before it learns from it, or warn in run.log, once until it is back."""
+    """What happens if a step exceeds `max_mismatch`. `stop`: end the run before it trains on the step. `warn`: write one warning to run.log
+    until the mismatch is back within the bound."""
     host: Host = "127.0.0.1"
-    """process_group, gloo: address of the first trainer rank's host, where all ranks meet."""
+    """`process_group`, `gloo`: address of the first trainer rank's host, which all ranks connect to."""
     dir: Path | None = None
-    """disk: the folder."""
+    """`disk`: the shared folder."""
     timeout: float = Field(600.0, gt=0)
-    """Seconds one side waits for the other."""
+    """Seconds that the trainer and the engines wait for each other."""
 
     @property
     def chunk_bytes(self) -> int:
-        """Largest chunk that is sent in one go."""
+        """Maximum size of a chunk in bytes."""
         return min((self.bucket_mb << 20) // CHUNKS_IN_FLIGHT, self.load_transport().largest_chunk)
 
     def load_transport(self) -> Transport:
-        """Return what `transport` names. Raises UserError where it cannot be imported."""
+        """Return the transport. Raise UserError if it cannot be imported."""
         with as_user_error():
             return load_transport(self.transport)

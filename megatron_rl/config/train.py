@@ -1,8 +1,6 @@
-"""The section `[train]`: layout, optimizer, micro-batches. Imports without torch."""
+"""The `[train]` section: layout, optimizer and micro-batches."""
 
-from __future__ import annotations
-
-from typing import Literal
+from typing import Literal, Self
 
 from pydantic import Field
 
@@ -12,91 +10,104 @@ from parallel.layout import Layout
 
 
 class LayoutConfig(ConfigSection):
-    """How the trainer's ranks share model and tokens. tp * cp * pp * dp is the number of ranks."""
+    """How the model and the tokens are sharded over the trainer's ranks. The number of ranks is tp * cp * pp * dp."""
 
     tp: int = Field(1, ge=1)
-    """Tensor parallel ranks."""
+    """Tensor-parallel size."""
     sequence_parallel: bool = True
-    """Tensor parallel ranks share the tokens, too, where each token is computed by itself (norms, residuals)."""
+    """Whether tensor-parallel ranks also shard the tokens in operations on single tokens, such as norms and residual additions."""
     pp: int = Field(1, ge=1)
-    """Pipeline stages."""
+    """Number of pipeline stages."""
     vpp: int = Field(1, ge=1)
-    """Parts of every pipeline stage, which take turns (the interleaved schedule): a smaller bubble, more messages."""
+    """Number of virtual stages per pipeline stage (interleaved schedule). More reduce the bubble but need more communication."""
     first_stage_layers: int = Field(0, ge=0)
-    """Layers of the first pipeline stage; 0: as many as all other stages that are given no number."""
+    """Number of layers in the first pipeline stage. 0 divides the remaining layers evenly among stages without a number."""
     last_stage_layers: int = Field(0, ge=0)
-    """Layers of the last pipeline stage, which has the output layer too; 0: as many as all others that are given no number."""
+    """Number of layers in the last pipeline stage, which also has the output layer. 0 divides layers evenly, as above."""
     cp: int = Field(1, ge=1)
-    """Context parallel ranks, which share the tokens of every sequence; tp * cp divides the attention heads."""
+    """Context-parallel size: ranks that share the tokens of each sequence. tp * cp must divide the number of attention heads."""
     ep: int = Field(1, ge=1)
-    """Ranks that share the experts of a mixture-of-experts model; ep * etp divides tp * dp."""
+    """Expert-parallel size for mixture-of-experts models. ep * etp must divide tp * cp * dp."""
     etp: int | None = Field(None, ge=1)
-    """Tensor parallel ranks within an expert; as many as `tp` where it is not given."""
+    """Tensor-parallel size within an expert. Defaults to `tp`."""
     dp: int = Field(1, ge=1)
-    """Data parallel replicas."""
+    """Number of data-parallel replicas."""
 
     @property
     def ranks(self) -> int:
         return self.tp * self.cp * self.pp * self.dp
 
     def to_layout(self) -> Layout:
-        """Return the sizes as a `Layout`. Raise UserError where they are none."""
+        """Return the sizes as a `Layout`. Raise UserError if they are inconsistent."""
         with as_user_error():
             return Layout(**{**self.model_dump(exclude={"sequence_parallel"}), "etp": self.etp or 0})
 
 
 class TrainConfig(ConfigSection):
-    """The optimizer and how a batch is cut."""
+    """The optimizer and how a batch is split."""
 
     layout: LayoutConfig = LayoutConfig()
+    """Parallel layout of the trainer."""
     overlap_grad_reduce: bool = True
-    """Replicas sum gradients bucket by bucket while the backward pass goes on."""
+    """Whether gradients are reduced bucket by bucket during the backward pass."""
     overlap_param_gather: bool = True
-    """Replicas gather the stepped weights bucket by bucket while the next forward pass goes on."""
+    """Whether updated weights are gathered bucket by bucket during the next forward pass."""
     two_batch_overlap: Literal["off", "logprobs", "all"] = "off"
-    """Two micro-batches take turns: while one waits for tensor- or expert-parallel ranks, the other computes. In log-probs alone, or in
-    optimizer steps too, which then keep the activations of both, unless they recompute any. The numbers stay the same."""
+    """Whether two micro-batches alternate, so that one computes while the other waits for tensor- or expert-parallel communication.
+    `logprobs`: only in log-prob passes. `all`: also in optimizer steps, which then keep the activations of both micro-batches and cannot
+    recompute activations. Results do not change."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """Activations that the backward pass computes anew instead of keeping them: logits and those within MLPs and experts (`selective`), or
-    logits and all within a layer (`full`). A CPU always computes logits anew."""
+    """Activations that the backward pass recomputes to save memory. `selective`: logits and those within MLPs and experts. `full`: logits
+    and all within a layer. On a CPU, logits are always recomputed."""
     learning_rate: float = Field(1e-6, gt=0)
     """Peak learning rate of Adam, reached after `warmup_steps`."""
     warmup_steps: int = Field(0, ge=0)
-    """Optimizer steps of a linear warm-up."""
+    """Optimizer steps of linear learning-rate warm-up."""
     decay_style: Literal["constant", "linear", "cosine", "WSD"] = "constant"
-    """How the learning rate falls to `min_learning_rate` after the warm-up; `WSD`: it stays, and falls over the last `wsd_decay_steps`."""
+    """How the learning rate decays to `min_learning_rate` after the warm-up. `WSD`: it stays constant until the last `wsd_decay_steps`."""
     decay_steps: int = Field(0, ge=0)
-    """Optimizer steps after which it has fallen, the warm-up included; 0: all of the run."""
+    """Optimizer steps until the decay ends, including the warm-up. 0 means the whole run."""
     wsd_decay_steps: int = Field(0, ge=0)
-    """Optimizer steps of the fall of `WSD`, which is linear."""
+    """Optimizer steps of the final linear decay of `WSD`."""
     min_learning_rate: float = Field(0.0, ge=0)
+    """Learning rate after the decay."""
     adam_beta1: float = Field(0.9, ge=0, lt=1)
+    """Adam's decay rate of the first moment."""
     adam_beta2: float = Field(0.95, ge=0, lt=1)
+    """Adam's decay rate of the second moment."""
     adam_eps: float = Field(1e-8, gt=0)
+    """Adam's epsilon, added to the denominator."""
     weight_decay: float = Field(0.0, ge=0)
+    """Decoupled weight decay."""
     clip_grad: float = Field(1.0, ge=0)
-    """Largest gradient norm; 0 turns clipping off."""
+    """Maximum gradient norm. 0 disables clipping."""
     router_aux_loss: float = Field(0.0, ge=0)
-    """Weight of Megatron's load-balancing loss of experts, per token and layer; 0 turns it off. See docs/guides/moe.md."""
+    """Weight of Megatron's load-balancing loss for experts, per token and layer. 0 disables it. See docs/guides/moe.md."""
     router_bias_rate: float = Field(0.0, ge=0)
-    """What an optimizer step adds to or takes from a router's correction bias (DeepSeek-V3), which balances load without a loss."""
+    """Step size of the router's correction bias, which balances expert load without a loss (DeepSeek-V3). It is added or subtracted in
+    each optimizer step."""
     mtp_loss_scaling_factor: float = Field(0.0, ge=0)
-    """Weight of the loss of a model's layers for multi-token prediction, which these alone learn from; 0: they are kept as they came. 0.1
-    and 0.2 are common. See docs/guides/checkpoints.md."""
+    """Weight of the loss of a model's multi-token prediction layers; only these layers learn from it. 0 keeps them unchanged. 0.1 and 0.2
+    are common. See docs/guides/checkpoints.md."""
     micro_batch_tokens: int = Field(8192, ge=1)
-    """Tokens per forward pass of one rank, most: sequences are laid end to end up to it. A longer sequence has a pass of its own. Context
-    parallel ranks lay up to cp times as many."""
+    """Maximum number of tokens per micro-batch of one rank, in which sequences are packed. A longer sequence gets its own micro-batch.
+    Context-parallel ranks pack up to cp times as many tokens."""
     steps: int = Field(30, ge=1)
-    """RL steps (policy versions) of the run."""
+    """Number of RL steps, which is also the number of policy versions."""
     seed: int = 0
+    """Random seed of the trainer and of sampling."""
 
     def count_at_once(self, layout: Layout, quantized: bool, trains: bool) -> int:
-        """Return how many micro-batches take turns in a pass: two where they may, and exchange anything meanwhile. `quantized`: the linear
-        layers are; others are Megatron's, which wait for tensor-parallel ranks. `trains`: the pass has a gradient."""
+        """Return how many micro-batches alternate in a pass: 2 if this is allowed and the pass communicates, otherwise 1.
+
+        Args:
+            quantized: whether linear layers are quantized. Other linear layers are Megatron's, which wait for tensor-parallel ranks.
+            trains: whether the pass computes gradients.
+        """
         exchanges = layout.ep > 1 or (quantized and layout.tp > 1 and self.layout.sequence_parallel)
         wanted = self.two_batch_overlap == "all" and self.recompute == "none" if trains else self.two_batch_overlap != "off"
         return 2 if exchanges and wanted else 1
 
-    def decay_over(self, optimizer_steps: int) -> TrainConfig:
-        """Return this with `decay_steps` filled in for a run of so many steps."""
+    def decay_over(self, optimizer_steps: int) -> Self:
+        """Return this configuration with `decay_steps` set for a run of `optimizer_steps` steps."""
         return self.model_copy(update={"decay_steps": self.decay_steps or optimizer_steps})

@@ -1,1 +1,1 @@
-"""The command `eval`: many completions per held-out problem, scored, with the statistics that such a sample allows."""
+"""The `eval` command: samples and scores several completions per held-out problem and computes their statistics."""

@@ -1,11 +1,12 @@
-"""Metrics of the evaluations during training."""
+"""Metrics of evaluations during training."""
 
 from __future__ import annotations
 
 from megatron_rl.evaluation.statistics import majority_at_k, pass_at_k
 from megatron_rl.evaluation.tallies import Outcome, Tally
 from megatron_rl.metrics import STEP_SECONDS, declare
-from megatron_rl.rollout.worker import RolloutBatch, compute_accuracies
+from megatron_rl.rollout.metrics import compute_accuracies
+from megatron_rl.rollout.worker import RolloutBatch
 
 _HELD_OUT, _PARTS = "[bold green]held-out {:.1%}", "correct, by level or set"
 _ACCURACIES = (
@@ -20,15 +21,18 @@ _ACCURACIES = (
     declare("eval/level_{}", "held-out accuracy, level {}", "share", _PARTS, label="level {}"),
     declare("eval/source_{}", "held-out accuracy, set {}", "share", _PARTS, label="{}"),
 )
-_PASS = declare("eval/pass@{}", "share of held-out problems of whose {} completions one is correct", "share", "correct", label="pass@{}")
+_PASS = declare("eval/pass@{}", "share of held-out problems with a correct completion among {}", "share", "correct", label="pass@{}")
 _MAJORITY = declare(
-    "eval/maj@{}", "share of held-out problems whose most frequent of {} answers is correct", "share", "correct", label="maj@{}"
+    "eval/maj@{}", "share of held-out problems whose most frequent answer of {} completions is correct", "share", "correct", label="maj@{}"
 )
 _SECONDS = declare("time/eval", "the evaluation on the held-out problems", "seconds", STEP_SECONDS)
 
 
 def compute_eval_metrics(rollout: RolloutBatch, samples: int) -> dict[str, float]:
-    """Return the accuracies of `samples` completions per held-out problem, side by side, and pass@ and maj@ of several; {} of none."""
+    """Return accuracies, and pass@k and maj@k if `samples` > 1, or {} without completions.
+
+    The rollout has `samples` completions per held-out problem, one problem after the other.
+    """
     completions = rollout.completions_B
     if not completions:
         return {}

@@ -1,4 +1,4 @@
-"""Samples completions from a live engine in chunks, scores each chunk and writes it to the disk before it looks at the next."""
+"""Samples completions from a live engine in chunks. Each chunk is scored and written to disk before the next one."""
 
 from __future__ import annotations
 
@@ -14,20 +14,22 @@ from typing import IO
 from megatron_rl.evaluation.tallies import Outcome, Tally
 from megatron_rl.rewards.scorer import Scorer
 from megatron_rl.rollout.generation import Sampler
-from megatron_rl.rollout.worker import assign_rewards, derive_seed
+from megatron_rl.rollout.groups import assign_rewards, derive_seed
 from megatron_rl.types import Completion, Problem, SamplingParams
 
 _CHUNKS_IN_ENGINE = 2
-"""One that the engine decodes, and one for the places that become free."""
+"""One chunk that the engine is decoding, and one to fill slots as they become free."""
 _VERSION = 0
-"""Of the engine's weights, which never change."""
+"""Policy version of the engine's weights, which never change."""
 _Job = tuple[int, int]
-"""(index of the problem, number of the completion among the problem's)."""
+"""(index of the problem, number of the completion within the problem)."""
 
 
 def append_completions(file: IO[str], side: str, scored: Sequence[tuple[Problem, int, Outcome]]) -> None:
-    """Write lines of `completions.jsonl`, one a completion; they are on the disk when this returns. `scored`: (problem, number of the
-    completion among the problem's, completion)."""
+    """Append one line per completion to `completions.jsonl` and flush them to disk.
+
+    `scored` holds (problem, number of the completion within the problem, scored completion).
+    """
     for problem, sample, outcome in scored:
         row = {
             "side": side,
@@ -44,7 +46,7 @@ def append_completions(file: IO[str], side: str, scored: Sequence[tuple[Problem,
             "finish_reason": outcome.finish_reason,
             "error": outcome.reward.error,
         }
-        file.write(json.dumps(row) + "\n")  # ASCII: a completion may hold half a surrogate pair
+        file.write(json.dumps(row) + "\n")  # ASCII, because a completion may contain half a surrogate pair
     file.flush()
     os.fsync(file.fileno())
 
@@ -59,9 +61,9 @@ def sample(
     chunk: int,
     record: Callable[[Sequence[tuple[Problem, int, Outcome]]], None],
 ) -> list[Tally]:
-    """Sample `samples` completions of every problem, `chunk` completions at a time, and return one tally per problem, in order.
+    """Sample `samples` completions of every problem, `chunk` at a time, and return one tally per problem, in order.
 
-    `record` is called with each chunk as soon as it is scored. Raises RunError if engine or reward workers fail.
+    `record` is called with each chunk as soon as it is scored. Raises RunError if the engine or the reward workers fail.
     """
     jobs = [(index, number) for index in range(len(problems)) for number in range(samples)]
     chunks = (jobs[start : start + chunk] for start in range(0, len(jobs), chunk))
@@ -86,7 +88,7 @@ def sample(
 def _generate_ahead(
     generate: Callable[[list[_Job]], list[Completion]], chunks: Iterator[list[_Job]]
 ) -> Iterator[tuple[list[_Job], list[Completion]]]:
-    """Yield (chunk, its completions) in order, while the engine works on the next ones."""
+    """Yield (chunk, its completions) in order while the engine works on the next chunks."""
     threads = ThreadPoolExecutor(_CHUNKS_IN_ENGINE)
     pending: deque[tuple[list[_Job], Future[list[Completion]]]] = deque()
     try:
@@ -98,4 +100,4 @@ def _generate_ahead(
             jobs, future = pending.popleft()
             yield jobs, future.result()
     finally:
-        threads.shutdown(wait=False, cancel_futures=True)  # after an error the engine is ended, and with it what still runs
+        threads.shutdown(wait=False, cancel_futures=True)  # after an error, stopping the engine ends the running requests

@@ -1,8 +1,8 @@
-"""Estimators of an evaluation with their confidence intervals. Pure: counts in, numbers out.
+"""Estimators for evaluations, with confidence intervals. Pure functions of counts.
 
-A problem is one draw from all problems of its kind, and its K completions share it. So intervals are clustered by problem: they come
-from the spread *between* problems (E. Miller, "Adding Error Bars to Evals", arXiv 2411.00640), never from counting all completions
-as if they were independent.
+A problem is one draw from all problems of its kind, and its K completions share it. Intervals are therefore clustered by problem: they come
+from the spread *between* problems (E. Miller, "Adding Error Bars to Evals", arXiv 2411.00640), not from treating all completions as
+independent.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ CONFIDENCE = 0.95
 _Z = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
 _FEWEST_PAIRS = 4
 _ADDED = 0.25
-"""Problems added at 0 and at 1: the fewest with which the simulations of the tests cover 95 % for 5 problems and more."""
+"""Pseudo-problems added at 0 and at 1: the smallest number whose intervals cover 95 % in simulations with 5 or more problems."""
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A value and its interval at `CONFIDENCE`; `low` and `high` are None if the data allow none."""
+    """A value and its interval at `CONFIDENCE`. `low` and `high` are None if the data do not allow an interval."""
 
     value: float
     low: float | None
@@ -36,19 +36,18 @@ def powers_of_two(most: int) -> list[int]:
 
 
 def pass_at_k(correct: int, samples: int, k: int) -> float:
-    """Return the unbiased estimate that one of k completions is correct: 1 - C(n-c, k) / C(n, k) (Chen et al. 2021, arXiv 2107.03374)."""
+    """Return the unbiased estimate of pass@k, 1 - C(n-c, k) / C(n, k) (Chen et al. 2021, arXiv 2107.03374)."""
     return 1 - comb(samples - correct, k) / comb(samples, k)
 
 
 def majority_at_k(votes: Sequence[tuple[int, int]], samples: int, ks: Sequence[int]) -> list[float]:
-    """Return the expected maj@k of one problem for each k: the share of all C(samples, k) sub-samples that vote for a correct one.
+    """Return the expected maj@k of one problem for each k: the share of all C(samples, k) subsets that vote for a correct answer.
 
-    `votes` holds one (completions, correct ones among them) per answer. Completions without an answer (the rest of `samples`) have no
-    vote; a sub-sample without any vote is wrong. Answers that tie win equally often. An answer whose completions were not all judged
-    alike counts by their share.
+    `votes` holds (completions, correct completions) per answer. Completions without an answer (the rest of `samples`) do not vote; a subset
+    without votes is wrong. Tied answers win equally often. If only some completions of an answer are correct, it counts by their share.
 
-    Exact, by generating functions: let the answer in question get j votes. The others' factor is sum_i C(n, i) x^i over i <= j, with y for
-    i = j; the coefficient of x^(k-j) y^t counts sub-samples in which t others tie, of which 1 / (t+1) are won.
+    The result is exact, by generating functions. Let the answer get j votes. Each other answer contributes sum_i C(n, i) x^i over i <= j,
+    with a factor y for i = j. The coefficient of x^(k-j) y^t counts subsets in which t others tie, of which 1 / (t+1) are won.
     """
     shares = np.zeros(len(ks))
     without_vote = samples - sum(count for count, _ in votes)
@@ -56,16 +55,16 @@ def majority_at_k(votes: Sequence[tuple[int, int]], samples: int, ks: Sequence[i
         if correct:
             others = [other for other_index, (other, _) in enumerate(votes) if other_index != index]
             shares += correct / count * _win_share(count, others, without_vote, samples, ks)
-    return np.minimum(shares, 1.0).tolist()  # sums of ratios of binomials round
+    return np.minimum(shares, 1.0).tolist()  # rounding could exceed 1
 
 
 def _win_share(count: int, others: Sequence[int], without_vote: int, samples: int, ks: Sequence[int]) -> np.ndarray:
-    """Return the share of the sub-samples of each size k that an answer with `count` votes wins: float64 [len(ks)]."""
+    """Return, for each k, the share of subsets of size k that an answer with `count` votes wins, float64 [len(ks)]."""
     ways = np.zeros(len(ks))
-    for drawn in range(1, count + 1):  # votes of the answer in the sub-sample
+    for drawn in range(1, count + 1):  # votes for the answer in the subset
         rest = samples - drawn
-        harmless = without_vote + sum(other for other in others if other < drawn)  # too few to win or to tie, however many are drawn
-        table = np.zeros((rest // drawn + 1, rest + 1))  # [others that tie, votes of all others]
+        harmless = without_vote + sum(other for other in others if other < drawn)  # these can neither win nor tie
+        table = np.zeros((rest // drawn + 1, rest + 1))  # [tied answers, votes for all other answers]
         table[0] = [comb(harmless, votes) for votes in range(rest + 1)]
         for other in (other for other in others if other >= drawn):
             next_table = np.zeros_like(table)
@@ -81,11 +80,10 @@ def _win_share(count: int, others: Sequence[int], without_vote: int, samples: in
 def estimate_mean(values: Sequence[float], samples: int) -> Estimate:
     """Return the mean over problems of values in 0..1, each from `samples` completions, with Wilson's interval for n_eff independent draws.
 
-    n_eff = n m (1 - m) / s^2, from the spread s^2 between problems, is the number of coin tosses that are as uncertain (Kish's effective
-    sample size; with Wilson's interval: Franco et al. 2019, J. Survey Stat. Methodol. 7), kept between n and n * samples. For m and s^2 in
-    it a quarter of a problem with 0 and one with 1 are added: problems that hardly differ, near 0 and 1 above all, do not prove that none
-    does, and n_eff goes to n there. The quantile is Student's with n - 1 degrees of freedom, as s^2 is estimated. One completion each
-    gives Wilson's own interval.
+    n_eff = n m (1 - m) / s^2, with s^2 the variance between problems, is Kish's effective sample size (Franco et al. 2019, J. Survey Stat.
+    Methodol. 7), clamped to n..n * samples. A quarter of a pseudo-problem is added at 0 and at 1 when m and s^2 are
+    computed, because problems that hardly differ, especially near 0 and 1, do not prove that none differs. The quantile is Student's with
+    n - 1 degrees of freedom, because s^2 is estimated. With one completion per problem this is Wilson's interval.
     """
     count, mean = len(values), fmean(values)
     effective, quantile = float(count), _Z
@@ -106,7 +104,7 @@ def estimate_mean(values: Sequence[float], samples: int) -> Estimate:
 def estimate_difference(differences: Sequence[float]) -> Estimate:
     """Return the mean of paired differences, one per problem, with Student's interval (arXiv 2411.00640, section 4).
 
-    There is no interval for fewer than four problems, nor if all differ alike.
+    There is no interval for fewer than four problems, or if all differences are equal.
     """
     count, mean = len(differences), fmean(differences)
     spread = variance(differences) if count >= _FEWEST_PAIRS else 0.0
@@ -117,8 +115,8 @@ def estimate_difference(differences: Sequence[float]) -> Estimate:
 
 
 def _student_quantile(freedom: int) -> float:
-    """Return Student's quantile at `CONFIDENCE`, two-sided: exact for one and two degrees of freedom, Abramowitz and Stegun 26.7.5 for
-    more, within 1 %."""
+    """Return Student's two-sided quantile at `CONFIDENCE`: exact for one and two degrees of freedom, within 1 % for more (Abramowitz and
+    Stegun 26.7.5)."""
     if freedom <= 2:
         return tan(pi * CONFIDENCE / 2) if freedom == 1 else CONFIDENCE * sqrt(2 / (1 - CONFIDENCE**2))
     z = _Z
@@ -127,18 +125,17 @@ def _student_quantile(freedom: int) -> float:
 
 
 def sign_flip_p_value(differences: Sequence[int]) -> float:
-    """Return the two-sided p-value of Fisher's randomisation test of paired differences: the share of all 2^n choices of signs whose sum is
-    at least as far from 0 as the observed sum.
+    """Return the two-sided p-value of Fisher's randomization test of paired differences.
 
-    `differences` are whole numbers (correct completions of one checkpoint less those of the other, per problem), so all choices are counted
-    exactly, by adding one problem after the other to the distribution of the sum. 1.0 where nothing differs. With one completion
-    per problem it is McNemar's exact test.
+    This is the share of all 2^n choices of signs whose sum is at least as far from 0 as the observed sum, or 1.0 if nothing differs.
+    `differences` are integers (correct completions of one checkpoint minus those of the other, per problem), so the distribution of the sum
+    is computed exactly, one problem at a time. With one completion per problem this is McNemar's exact test.
     """
     sizes = [abs(difference) for difference in differences if difference]
     observed, largest = abs(sum(differences)), sum(sizes)
-    probability = np.zeros(2 * largest + 1)  # of each sum, -largest..largest
+    probability = np.zeros(2 * largest + 1)  # of the sums -largest..largest
     probability[largest] = 1.0
     for size in sizes:
-        probability = (np.roll(probability, size) + np.roll(probability, -size)) / 2  # nothing wraps around: sums so far are small enough
+        probability = (np.roll(probability, size) + np.roll(probability, -size)) / 2  # the sums so far are too small to wrap around
     sums = np.abs(np.arange(-largest, largest + 1))
     return min(1.0, float(probability[sums >= observed].sum()))

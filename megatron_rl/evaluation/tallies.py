@@ -1,6 +1,6 @@
-"""Turns completions into one tally per problem, and tallies into tables by data set and level.
+"""Counts completions in one tally per problem, and turns tallies into tables by data set and level.
 
-A tally holds counts, so every figure of a table can be computed from `eval.json` again; nothing here touches an engine.
+A tally holds only counts, so every figure of a table can be recomputed from `eval.json`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megatron_rl.types import Completion, Problem, Reward
 
 @dataclass(frozen=True)
 class Outcome:
-    """One completion, scored."""
+    """A scored completion."""
 
     text: str
     reward: Reward
@@ -30,10 +30,10 @@ class Outcome:
         return cls(completion.text, completion.reward, completion.sampled_count, completion.finish_reason)
 
     def answer(self, problem: Problem) -> str | None:
-        """Return the answer that the completion votes for; None if it has no vote.
+        """Return the answer that the completion votes for, or None if it has no vote.
 
-        All that the reward calls correct state the same answer, however they spell it: the gold. Others are told apart by what the
-        reward function read; where it does not say, by what `rewards.math.final_answer` finds.
+        All correct completions vote for the gold answer, however they spell it. Others vote for the answer that the reward function
+        extracted, or, if it does not report one, for what `rewards.math.final_answer` finds.
         """
         if self.reward.correct:
             return problem.answer
@@ -44,7 +44,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Tally:
-    """All completions of one problem, counted. `votes`: (completions, correct ones among them) of each answer, most frequent first."""
+    """Counts over the completions of one problem. `votes` holds (completions, correct completions) per answer, most frequent first."""
 
     id: str
     source: str
@@ -53,7 +53,7 @@ class Tally:
     correct: int
     votes: tuple[tuple[int, int], ...]
     reward: float
-    """Sum over the completions."""
+    """Sum of the rewards of all completions."""
     tokens: tuple[int, ...]
     truncated: int
     errors: int
@@ -78,13 +78,15 @@ class Tally:
 
 
 TableGroup = tuple[str | None, int | None]
-"""(data set, level) of a table row; None stands for all of them."""
+"""(data set, level) of a table row; None means all."""
 _Values = dict[str, list[float]]
 
 
 def group_tallies(tallies: Sequence[Tally]) -> dict[TableGroup, list[int]]:
-    """Return the groups of a table, each with the indices of its problems: all; each data set if there are several; each level of a data
-    set that has several."""
+    """Return the groups of a table with the indices of their problems.
+
+    The groups are: all problems; each data set, if there are several; and each level of a data set with several levels.
+    """
     groups: dict[TableGroup, list[int]] = {(None, None): list(range(len(tallies)))}
     sources = sorted({tally.source for tally in tallies})
     for source in sources:
@@ -98,7 +100,7 @@ def group_tallies(tallies: Sequence[Tally]) -> dict[TableGroup, list[int]]:
 
 
 def build_table(tallies: Sequence[Tally], ks: Sequence[int]) -> list[dict[str, Any]]:
-    """Return a row per group: `mean` (mean@K), `pass` and `maj` by k as text, each {value, low, high}; and figures of the completions."""
+    """Return a row per group with `mean` (mean@K), `pass` and `maj` by k, each as {value, low, high}, and figures of the completions."""
     values, samples = _compute_scores(tallies, ks), tallies[0].samples
     return [
         {
@@ -111,8 +113,10 @@ def build_table(tallies: Sequence[Tally], ks: Sequence[int]) -> list[dict[str, A
 
 
 def compare_tallies(tallies: Sequence[Tally], baseline: Sequence[Tally], ks: Sequence[int]) -> list[dict[str, Any]]:
-    """Return a row per group: differences, checkpoint less baseline, with their intervals, as in `build_table`; `p` of the mean; on how
-    many problems the checkpoint was `better` and `worse`. Both must hold the same problems in the same order."""
+    """Return a row per group with the differences checkpoint - baseline and their intervals, as in `build_table`.
+
+    `p` is the p-value of the mean; `better` and `worse` count problems. Both sides must have the same problems in the same order.
+    """
     if [tally.id for tally in tallies] != [tally.id for tally in baseline]:
         raise AssertionError("the two sides were asked different problems")
     scores, baseline_scores = _compute_scores(tallies, ks), _compute_scores(baseline, ks)
@@ -131,7 +135,7 @@ def compare_tallies(tallies: Sequence[Tally], baseline: Sequence[Tally], ks: Seq
 
 
 def _compute_scores(tallies: Sequence[Tally], ks: Sequence[int]) -> _Values:
-    """Return `mean`, `pass:k` and `maj:k` of every problem."""
+    """Return the values `mean`, `pass:k`, and `maj:k` of every problem."""
     majorities = [majority_at_k(tally.votes, tally.samples, ks) for tally in tallies]
     scores = {"mean": [tally.correct / tally.samples for tally in tallies]}
     scores |= {f"pass:{k}": [pass_at_k(tally.correct, tally.samples, k) for tally in tallies] for k in ks}
@@ -139,7 +143,7 @@ def _compute_scores(tallies: Sequence[Tally], ks: Sequence[int]) -> _Values:
 
 
 def _estimate_row(values: _Values, members: list[int], estimate: Callable[[list[float]], Estimate]) -> dict[str, Any]:
-    """Return the estimates over the problems `members`, in the form of a table row."""
+    """Return the estimates over the problems `members` as a table row."""
     row: dict[str, Any] = {"mean": {}, "pass": {}, "maj": {}}
     for name, scores in values.items():
         kind, _, k = name.partition(":")

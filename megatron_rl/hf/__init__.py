@@ -1,1 +1,1 @@
-"""Hugging Face checkpoints and configurations: read, write, and what they say of a model."""
+"""Hugging Face checkpoints: reading, writing, and what their config.json says."""

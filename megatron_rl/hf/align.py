@@ -1,16 +1,13 @@
-"""The same function in wider matrices, so that ranks cut them at whole blocks: rows and columns of zeros are added, whole groups of heads
-among them.
+"""Widens a model without changing its function, so that ranks cut its matrices at whole blocks: adds rows and columns of zeros.
 
-A group of heads is a key-value head with the query heads that use it; all of its weights are zero, so no head that was there changes its
-group, and what the new ones attend to is zero. Whatever is added is zero and has a zero gradient: in each product of forward and backward
-pass one factor is zero. It stays zero in training.
-
-RMSNorm takes its mean over the wider vector: with h elements in h',
+Attention heads are added in whole groups: a key-value head with its query heads, all of whose weights are zero. Added values are zero, have
+zero gradients (one factor of every product is zero) and stay zero in training. RMSNorm averages over the wider vector. With h elements in
+h',
 
     x / sqrt(sum(x^2) / h + eps) * w  =  x / sqrt(sum(x^2) / h' + eps * h / h') * w * sqrt(h / h')
 
-so its weight is scaled, and kept in float32, for BF16 would round it; config.json's eps is scaled too. Norms whose width stays (of q and k
-heads, of MLA's latent vectors) share that eps: there it is changed by the same factor, and negligible.
+so its weight is scaled, and kept in float32 to avoid rounding; config.json's eps is scaled too. Norms of unchanged width (of q and k heads
+and of MLA's latent vectors) share that eps, where the change is negligible.
 """
 
 from __future__ import annotations
@@ -32,38 +29,35 @@ from parallel.shards import GeometryError, HFTensor, Region
 
 
 class Alignment(NamedTuple):
-    """What widths are to be multiples of."""
+    """Block size and rank counts to which widths are aligned."""
 
-    block: int
-    """Rows and columns of a block."""
-    tp: int = 1
-    """Ranks that cut attention, MLPs and shared experts."""
-    etp: int = 0
-    """Ranks that cut an expert; 0 becomes tp."""
+    block: int  # rows and columns of a block
+    tp: int = 1  # ranks that shard attention, MLPs and shared experts
+    etp: int = 0  # ranks that shard an expert; 0 means `tp`
 
 
 def align_config(hf_config: Mapping[str, Any], alignment: Alignment) -> dict[str, Any]:
-    """Return the config.json of the narrowest such model; an equal one where all widths fit already.
+    """Return the config.json of the narrowest aligned model. It is equal if all widths are aligned already.
 
-    Raises GeometryError where the family refuses the model, or `tp` does not divide the vocabulary.
+    Raises GeometryError if the family refuses the model, or `tp` does not divide the vocabulary.
     """
     block, tp, etp = alignment.block, alignment.tp, alignment.etp or alignment.tp
     model = ModelGeometry.from_hf_config(hf_config)
     if model.vocab % tp:
-        rule = f"must divide vocab_size ({model.vocab}), which stays: rows of zeros would take part in the softmax"
+        rule = f"must divide vocab_size ({model.vocab}), which cannot be padded: rows of zeros would take part in the softmax"
         raise GeometryError("--tensor-parallel", tp, rule, "use a divisor of it")
     if model.experts is None and etp != tp:
         raise GeometryError("--expert-tensor-parallel", etp, f"needs a model with experts, {model.family} has none", "leave it out")
     config = {**hf_config, "intermediate_size": _round_up(model.ffn, block * tp)}
     if model.experts is not None:
-        shared = model.experts.shared_ffn // model.experts.ffn  # so many times as wide, and cut by tp
+        shared = model.experts.shared_ffn // model.experts.ffn  # shared experts are this many times as wide, and sharded over tp
         config["moe_intermediate_size"] = _round_up(model.experts.ffn, math.lcm(block * etp, block * tp // math.gcd(block * tp, shared)))
     if model.latent is None:
         config["head_dim"] = model.head_dim
     elif model.latent.q_rank:
         config["q_lora_rank"] = _round_up(model.latent.q_rank, block)
     config |= _add_groups(model, config, block, tp)
-    divided = model.hidden % model.heads == 0  # stays so: transformers demands it of Llama
+    divided = model.hidden % model.heads == 0  # must stay true: transformers requires it of Llama
     hidden = _round_up(model.hidden, math.lcm(block, config["num_attention_heads"] if divided else 1))
     if hidden != model.hidden:
         config |= {"hidden_size": hidden, "rms_norm_eps": model.norm_eps * model.hidden / hidden}
@@ -71,13 +65,13 @@ def align_config(hf_config: Mapping[str, Any], alignment: Alignment) -> dict[str
 
 
 def _add_groups(model: ModelGeometry, config: Mapping[str, Any], block: int, tp: int) -> dict[str, int]:
-    """Return the fewest heads of trainer and engine whose rows no rank cuts within a block."""
+    """Return the fewest heads with which no rank of trainer or engine cuts a block."""
     per_group, blocks = model.heads // model.kv_heads, replace(FP8, block=(block, block))
 
     def format_of(role: str) -> TensorFormat:
         return blocks if role in QUANTIZED_ROLES else BF16
 
-    for groups in range(model.kv_heads, model.kv_heads + block * tp):  # among which is a multiple of block * tp
+    for groups in range(model.kv_heads, model.kv_heads + block * tp):  # a multiple of block * tp is among them
         heads = {"num_attention_heads": groups * per_group, "num_key_value_heads": groups}
         attention = replace(ModelGeometry.from_hf_config({**config, **heads}), experts=None, layers=1)
         if not (find_trainer_problem(attention, Layout(tp=tp), format_of) or find_engine_problem(attention, tp, 1, format_of)):
@@ -97,12 +91,11 @@ def is_scaled(tensor: HFTensor, wide: ModelGeometry) -> bool:
 def widen(
     read: Callable[[Region], torch.Tensor], model: ModelGeometry, wide: ModelGeometry, names: Iterable[str] | None = None
 ) -> Iterator[tuple[HFTensor, torch.Tensor]]:
-    """Yield the tensors of `wide`, all or those of `names`, one after the other, with those of `model`: [rows, cols], or [rows] for a
-    vector, in their dtype.
+    """Yield the tensors of `wide`, all or only `names`, filled from `model`: [rows, cols], or [rows] for a vector.
 
-    Scaled weights of norms are float32. `read` returns a region of a tensor of `model`.
+    They keep their dtype, except that scaled norm weights are float32. `read` returns a region of a tensor of `model`.
     """
-    pieces: dict[str, dict[Region, Region]] = {}  # of each tensor; a tied one belongs to two weights
+    pieces: dict[str, dict[Region, Region]] = {}  # by tensor; a tied tensor belongs to two weights
     for narrow_part, wide_part in zip(model.list_weights(), wide.list_weights(), strict=True):
         for narrow_weight, wide_weight in zip(narrow_part, wide_part, strict=True):
             for piece, place in zip(narrow_weight.pieces, wide_weight.pieces, strict=True):

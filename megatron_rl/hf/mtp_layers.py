@@ -1,9 +1,7 @@
-"""Layers for multi-token prediction (MTP) that a model came with. They are not trained, but kept: every checkpoint of a run has a copy of
-them, and every export holds them.
+"""Layers for multi-token prediction (MTP) of a model that does not train them: every checkpoint and every export of a run keeps a copy.
 
-They lie behind the other layers, each a decoder layer with norms, a projection, an embedding and an output layer of its own. A copy in a
-run's checkpoint is byte for byte. So is one in an export, but for the weights of the decoder layers where the result quantises such weights
-otherwise than they are stored: config.json has one `quantization_config` for all layers, so they are converted as the other layers are.
+A copy in a run's checkpoint is byte-identical. In an export, weights of the MTP decoder layers are converted if the other layers are,
+because config.json has one `quantization_config` for all layers; other tensors are byte-identical.
 """
 
 from __future__ import annotations
@@ -23,15 +21,14 @@ from parallel.model_geometry import ModelGeometry
 from parallel.mtp_layers import list_mtp_tensors
 from parallel.shards import take_all
 
-MTP_FOLDER = "mtp"
-"""In a run's checkpoint: the safetensors files of these layers, and their index where they are several."""
+MTP_FOLDER = "mtp"  # folder in a run's checkpoint for the safetensors files of MTP layers, with an index if there are several files
 
 
 class MTPCopy:
-    """The copy of these layers in a run's checkpoint, of which this rank, the `rank`-th of `world`, writes a share of the files.
+    """Writes the copy of the MTP layers into a run's checkpoint. Rank `rank` of `world` writes a share of the files.
 
-    Every rank makes one, with no message between them. It reads headers, and then the tensors of its own files, one file after the other;
-    of a model without such layers there is nothing to copy. Raises UserError for a folder `source` that cannot be read.
+    Every rank constructs one; no communication is needed. Only headers and the tensors of this rank's files are read, one file after the
+    other. Raises UserError if the checkpoint folder `source` cannot be read.
     """
 
     def __init__(self, source: Path, hf_config: Mapping[str, Any], rank: int, world: int, file_bytes: int = FILE_BYTES) -> None:
@@ -44,11 +41,11 @@ class MTPCopy:
 
     @property
     def nbytes(self) -> int:
-        """Of the files that this rank writes."""
+        """Bytes of the files that this rank writes."""
         return sum(self._sizes[name] for number in self._own for name in self._files[number])
 
     def write(self, to: Path) -> list[str]:
-        """Write this rank's files into the folder `MTP_FOLDER` of a run's checkpoint `to`; return their paths in it. Raise OSError."""
+        """Write this rank's files into `MTP_FOLDER` of the checkpoint `to`. Return their paths relative to `to`. Raise OSError."""
         if not self._files:
             return []
         (folder := to / MTP_FOLDER).mkdir(exist_ok=True)
@@ -62,7 +59,7 @@ class MTPCopy:
 
 
 class MTPLayers:
-    """The layers that a checkpoint holds, to be exported."""
+    """The MTP layers of a checkpoint, for an export."""
 
     def __init__(self, checkpoint: HFCheckpoint, model: ModelGeometry) -> None:
         self._checkpoint, self._stored = checkpoint, checkpoint.list_mtp_tensors(model)
@@ -74,7 +71,7 @@ class MTPLayers:
         return format.scale_name(name) if format else ""
 
     def count_bytes(self, contract: PrecisionContract) -> dict[str, int]:
-        """Return the bytes of every tensor in an export of this contract, its scales included."""
+        """Return the bytes of every tensor, with its scales, in an export with this contract."""
         result = {name: size for name, size in self._stored.items() if name not in self._scales.values()}
         for name in result:
             if (format := self._find_conversion(name, contract)) is not None:
@@ -84,7 +81,8 @@ class MTPLayers:
         return result
 
     def read(self, name: str, contract: PrecisionContract) -> dict[str, torch.Tensor]:
-        """Return a tensor, and its scales, as an export of this contract stores them. Raise UserError for a converted inf or NaN."""
+        """Return a tensor and its scales as an export with this contract stores them. Raise UserError if a converted value is not
+        finite."""
         if (format := self._find_conversion(name, contract)) is None:
             names = (name, self._scales[name]) if name in self._scales else (name,)
             return {stored: self._checkpoint.read_stored(stored) for stored in names}
@@ -93,7 +91,7 @@ class MTPLayers:
         return store(name, value, format)
 
     def _find_conversion(self, name: str, contract: PrecisionContract) -> TensorFormat | None:
-        """Return the format that a tensor must be converted to, None where its bytes stay."""
+        """Return the format to convert a tensor to, or None if its bytes are kept."""
         tensor = self._tensors.get(name)
         if tensor is None:
             return None

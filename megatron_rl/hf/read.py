@@ -1,9 +1,8 @@
-"""Read the weights of a Hugging Face checkpoint: check their names against its config.json, then read rectangle by rectangle.
+"""Reads weights of a Hugging Face checkpoint: checks their names against config.json, then reads rectangles.
 
-A quantised checkpoint, as DeepSeek and Qwen publish them in FP8 and as `export` writes them, says so in config.json's
-`quantization_config`, which names a row of `parallel.formats.FORMATS`. In FP8 its linear weights `X` are float8_e4m3fn [N, K] beside
-`X_scale_inv` [ceil(N/128), ceil(K/128)], float32 or (Qwen) bfloat16, which float32 holds exactly; value = byte's value * scale of its
-128x128 block. Which weights these are is `precision.contract.QUANTIZED_ROLES`.
+The `quantization_config` of a quantized checkpoint, as published by DeepSeek and Qwen or written by `export`, selects a row of
+`parallel.formats.FORMATS`. An FP8 weight `X` is float8_e4m3fn [N, K], and `X_scale_inv` [ceil(N/128), ceil(K/128)] is float32 or bfloat16;
+value = byte's value * scale of its 128x128 block. `precision.contract.QUANTIZED_ROLES` lists the quantized weights.
 """
 
 from __future__ import annotations
@@ -30,12 +29,11 @@ from parallel.reshard import get_scale_rect
 from parallel.shards import HFTensor, Rect, Region
 
 _HIGH = ("BF16", "F16", "F32")
-_STRIP = 1 << 22
-"""Elements to read or to look at in one go."""
+_STRIP = 1 << 22  # elements to read or check at a time
 
 
 def find_checkpoint_format(hf_config: Mapping[str, Any]) -> TensorFormat | None:
-    """Return the format of the quantised weights that a config.json describes, None for none. Raise UserError for an unknown one."""
+    """Return the format of the quantized weights that config.json describes, or None. Raise UserError for an unsupported format."""
     quantization = hf_config.get("quantization_config")
     if quantization is None:
         return None
@@ -50,26 +48,26 @@ def find_checkpoint_format(hf_config: Mapping[str, Any]) -> TensorFormat | None:
     for name, supported in find_differences(format).items():
         if name == "quant_method":
             supported = " or ".join(dict.fromkeys(str(format.engine_quantization) for format in known))
-        rule, fix = f"is not read, only {supported} is", "give a BF16 checkpoint, or one with FP8 weights in blocks of 128x128"
+        rule, fix = f"is not supported, only {supported} is", "use a BF16 checkpoint, or one with FP8 weights in blocks of 128x128"
         raise UserError(f"config.json quantization_config.{name}", str(settings.get(name)), rule, fix)
     return format.with_scales("pow2" if settings.get("scale_fmt") == "ue8m0" else "fp32")
 
 
 class HFCheckpoint:
-    """The tensors of a checkpoint folder, one safetensors file or several with an index; a file is opened when something is read from it.
+    """The tensors of a checkpoint folder: one safetensors file, or several with an index. Files are opened lazily.
 
-    Raises UserError, naming `field`, for files that are missing, damaged or not as the index says. Values are read in the file's dtype.
-    Before anything is read, one process calls `check`: it ensures that every tensor is there.
+    Raises UserError, naming `field`, if files are missing, damaged or differ from the index. Values are read in the file's dtype. One
+    process must call `check` before anything is read.
     """
 
     def __init__(self, folder: Path, hf_config: Mapping[str, Any], field: str = "model.path") -> None:
         self.folder, self.field = folder, field
         self.format = find_checkpoint_format(hf_config)
-        """Of the weights of `QUANTIZED_ROLES`, where they are quantised."""
+        """Format of the weights listed in `QUANTIZED_ROLES`, or None if the checkpoint is not quantized."""
         self._open: dict[Path, Any] = {}
         index = read_index(folder, field)
         if not index and not (folder / SINGLE).is_file():
-            raise UserError(field, str(folder), f"holds neither {SINGLE} nor its index", "give a folder with safetensors weights")
+            raise UserError(field, str(folder), f"holds neither {SINGLE} nor its index", "name a folder with safetensors weights")
         single = folder / SINGLE
         self._file_of = {name: folder / file for name, file in index.items()} or dict.fromkeys(self._open_file(single).keys(), single)
 
@@ -78,17 +76,17 @@ class HFCheckpoint:
             try:
                 self._open[path] = safe_open(path, framework="pt")
             except (SafetensorError, OSError) as error:
-                fix = "the file is missing, truncated or no safetensors file"
+                fix = "the file is missing, truncated or not a safetensors file"
                 raise UserError(self.field, str(path), f"cannot be read ({error})", fix) from None
         return self._open[path]
 
     def check(self, model: ModelGeometry) -> None:
-        """Read the headers of all files, and compare names, shapes and dtypes with what config.json says.
+        """Read the headers of all files, and compare names, shapes and dtypes with config.json.
 
-        Raises UserError naming the file that is missing or torn, or the first tensor that is missing, has another shape or dtype, or
-        belongs to no such model. Ignores `lm_head.weight` beside tied embeddings or a value head, and rotary frequencies. A value head may
-        be missing: it is then read as 0. So may the layers for multi-token prediction, whole, or their copies of other weights; in a
-        quantised checkpoint they may be in high precision.
+        Raises UserError for the first file that is missing or damaged, or the first tensor that is missing, unexpected or of the wrong
+        shape or dtype. Ignores rotary frequencies, and `lm_head.weight` if the model is tied or has a value head. A missing value head is
+        read as zeros. MTP layers may be missing as a whole, may lack copies of other weights, and may be unquantized in a quantized
+        checkpoint.
         """
         found = self._check_files()
         expected = set()
@@ -97,7 +95,7 @@ class HFCheckpoint:
         expected |= self._check_mtp_layers(model)
         for name in sorted(found.keys() - expected):
             if not self._is_ignored(name, model):
-                rule = f"tensor {name} belongs to no {model.family} model of this config.json"
+                rule = f"tensor {name} does not belong to the {model.family} model that config.json describes"
                 raise self._error(rule, "remove the tensor, or correct config.json")
 
     def _check_mtp_layers(self, model: ModelGeometry) -> set[str]:
@@ -113,7 +111,7 @@ class HFCheckpoint:
         return expected
 
     def _check_weight(self, tensor: HFTensor, format: TensorFormat | None) -> set[str]:
-        """Check a tensor, quantised or not, and return its name and that of its scales."""
+        """Check a tensor and its scales. Return their names."""
         dtypes = (format.safetensors_dtype,) if format else _HIGH
         self._check_tensor(tensor.name, [tensor.rows] if tensor.vector else [tensor.rows, tensor.cols], dtypes)
         if format is None:
@@ -124,7 +122,7 @@ class HFCheckpoint:
         return {tensor.name, name}
 
     def _check_files(self) -> dict[str, Path]:
-        """Return tensor -> file, as the files' headers say; it is what the index says."""
+        """Return {tensor: file} from the files' headers. Raise UserError if it differs from the index."""
         found: dict[str, Path] = {}
         for path in sorted(set(self._file_of.values())):
             if not path.is_file():
@@ -135,7 +133,7 @@ class HFCheckpoint:
                 found[name] = path
         for name, path in self._file_of.items():
             if found.get(name) != path:
-                rule = f"{INDEX} says that {path.name} holds {name}, which it does not"
+                rule = f"{INDEX} says that {path.name} holds {name}, but it does not"
                 raise self._error(rule, "the download is incomplete or mixed up")
         return found
 
@@ -154,7 +152,7 @@ class HFCheckpoint:
             return "config.json has no quantization_config: restore it" if dtype in quantized else "convert it"
         if quantized & set(wanted) or (dtype in quantized and wanted == _HIGH):
             what = "all weights of attention, MLP and experts, nothing else"
-            return f"{self.format.name.upper()} are {what}: give a checkpoint whose modules_to_not_convert say so, or a BF16 one"
+            return f"{self.format.name.upper()} must be {what}: use a checkpoint whose modules_to_not_convert say so, or a BF16 one"
         return "convert it"
 
     def _is_ignored(self, name: str, model: ModelGeometry) -> bool:
@@ -162,10 +160,10 @@ class HFCheckpoint:
         return unused_head or name.endswith("rotary_emb.inv_freq")
 
     def check_scales(self, tensors: Iterable[HFTensor], wanted: TensorFormat | None) -> None:
-        """Read the scales of those `tensors` that are quantised, in FP8 1/16384 of their elements.
+        """Read the scales of the quantized tensors among `tensors`; in FP8 these are 1/16384 of the elements.
 
-        Raises UserError by name where a scale is not positive or makes the largest value overflow, or, where the trainer's format `wanted`
-        has scales "pow2", is no power of two. (Powers of two pass as "fp32" scales; the activations' format is the run's own.)
+        Raises UserError if a scale is not positive, makes the largest value overflow, or is not a power of two although the trainer's
+        format `wanted` has "pow2" scales. Powers of two are accepted as "fp32" scales.
         """
         for tensor in tensors:
             if (format := self.find_format(tensor)) is None:
@@ -177,11 +175,11 @@ class HFCheckpoint:
                 raise self._error(f"tensor {name} holds a scale that is inf, NaN or not positive", "the checkpoint is damaged")
             if wanted is not None and wanted.scale_format == "pow2" and not (torch.frexp(scale).mantissa == 0.5).all():
                 to_bf16 = f"megatron-rl export --checkpoint {self.folder} --output DIR --precision bf16"
-                fix = f'set precision.scale_format = "fp32", or dequantise the checkpoint: {to_bf16}'
-                raise self._error(f'tensor {name} holds scales that are no powers of two, precision.scale_format is "pow2"', fix)
+                fix = f'set precision.scale_format = "fp32", or dequantize the checkpoint: {to_bf16}'
+                raise self._error(f'tensor {name} holds scales that are not powers of two, precision.scale_format is "pow2"', fix)
 
     def list_mtp_tensors(self, model: ModelGeometry) -> dict[str, int]:
-        """Return the stored tensors of the layers for multi-token prediction, scales among them: name -> bytes. Reads headers only."""
+        """Return {name: bytes} of the stored tensors of MTP layers, including scales. Reads only headers."""
         return {name: self._count_bytes(name) for name in sorted(self._file_of) if model.is_mtp_tensor(name)}
 
     def _count_bytes(self, name: str) -> int:
@@ -190,20 +188,19 @@ class HFCheckpoint:
         return math.prod(view.get_shape()) * (int(bits[0]) // 8 if bits else 1)
 
     def read_stored(self, name: str) -> torch.Tensor:
-        """Return a whole tensor as it is stored."""
         return self._open_file(self._file_of[name]).get_tensor(name)
 
     def read_values(self, region: Region) -> torch.Tensor:
-        """Return the region's rectangle of its tensor: [rows, cols], or [rows] for a vector, in the file's dtype; float32 where quantised.
+        """Return a region's rectangle of its tensor: [rows, cols], or [rows] for a vector, in the file's dtype, or float32 if quantized.
 
-        Any rectangle, whole blocks or not. Raises UserError where a value is inf or NaN.
+        The rectangle may cut blocks. Raises UserError if a value is inf or NaN.
         """
         tensor, (row, col, rows, cols), *_ = region
         if self._starts_at_0(tensor):
             return torch.zeros(rows, cols)
         format, view = self.find_format(tensor), self._slice(tensor.name)
         if format is not None and format.block is not None:
-            above, left = row % format.block[0], col % (format.block[1] or 1)  # what of the first blocks lies outside
+            above, left = row % format.block[0], col % (format.block[1] or 1)  # part of the first blocks outside the rectangle
             whole = Rect(row - above, col - left, above + rows, left + cols)
             value = dequantize(self._read_blocks(tensor, format, whole), format)[above:, left:]
         else:
@@ -212,7 +209,7 @@ class HFCheckpoint:
         return value
 
     def read_into(self, region: Region, into: torch.Tensor) -> None:
-        """Fill `into` with a region's `read_values`, some rows of blocks at a time."""
+        """Copy a region's `read_values` into `into`, some rows of blocks at a time."""
         tensor, rect, *_ = region
         step, end = max(_STRIP // rect.cols // BLOCK, 1) * BLOCK, rect.row + rect.rows
         edges = [rect.row, *range(rect.row - rect.row % step + step, end, step), end]
@@ -221,7 +218,7 @@ class HFCheckpoint:
             into[first - rect.row : last - rect.row].copy_(self.read_values(part))
 
     def read_blocks(self, region: Region) -> QuantizedWeight:
-        """Return the bytes and scales of a region of whole blocks, never requantised. Raise UserError where a byte is NaN."""
+        """Return the bytes and scales of a region of whole blocks. Raise UserError if a byte is NaN."""
         format = self.find_format(region.tensor)
         assert format is not None
         blocks = self._read_blocks(region.tensor, format, region.tensor_rect)
@@ -236,7 +233,7 @@ class HFCheckpoint:
         return QuantizedWeight(parts[0], parts[1].to(getattr(torch, format.scale_dtype)))
 
     def find_format(self, tensor: HFTensor) -> TensorFormat | None:
-        """Return the format in which the checkpoint stores `tensor` quantised, None where it does not."""
+        """Return the format in which the checkpoint stores `tensor` quantized, or None."""
         return self.format if tensor.role in QUANTIZED_ROLES else None
 
     def _starts_at_0(self, tensor: HFTensor) -> bool:

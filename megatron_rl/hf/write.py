@@ -1,4 +1,4 @@
-"""Write Hugging Face checkpoints: config.json, safetensors, tokenizer; a folder is whole or absent. Imports without torch."""
+"""Writes Hugging Face checkpoints: config.json, safetensors files and tokenizer. No torch at import."""
 
 from __future__ import annotations
 
@@ -17,13 +17,12 @@ from megatron_rl.precision.contract import PrecisionContract
 if TYPE_CHECKING:
     import torch
 
-FILE_BYTES = 1 << 30
-"""Of a safetensors file, where its tensors are not larger: what a rank holds while it writes."""
+FILE_BYTES = 1 << 30  # largest size of a safetensors file with several tensors: a writing rank holds one file in memory
 
 
 @contextmanager
 def atomic_folder(folder: Path) -> Iterator[Path]:
-    """Yield a temporary folder that becomes `folder` when the block ends well, and vanishes when it raises."""
+    """Context manager that yields a temporary folder, and renames it to `folder` on success or removes it on error."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     try:
@@ -36,15 +35,15 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
 
 
 def describe_weights(hf_config: Mapping[str, Any], contract: PrecisionContract) -> dict[str, Any]:
-    """Return the config.json of the same model with weights as the contract's engine has them."""
+    """Return the config.json of the same model with weights in the formats of the contract's engine."""
     config = {name: value for name, value in hf_config.items() if name not in ("dtype", "quantization_config")}
     quantization = contract.engine_format.quantization_config()
     return config | {"torch_dtype": contract.high_format.dtype} | ({"quantization_config": quantization} if quantization else {})
 
 
 def write_all_but_weights(folder: Path, config: Mapping[str, Any], tokenizer_from: Path | None) -> None:
-    """Write config.json into an existing folder, and copy the tokenizer's files from another checkpoint: what an engine needs to start
-    without weights."""
+    """Write config.json into an existing folder and copy the tokenizer files, which is all that an engine needs to start without
+    weights."""
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     for file in list_tokenizer_files(tokenizer_from) if tokenizer_from else ():
         shutil.copy(file, folder / file.name)
@@ -53,7 +52,7 @@ def write_all_but_weights(folder: Path, config: Mapping[str, Any], tokenizer_fro
 def write_checkpoint(
     folder: Path, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], tokenizer_from: Path | None, file_bytes: int = FILE_BYTES
 ) -> None:
-    """Write tensors, by name, into an existing folder, and what `write_all_but_weights` does."""
+    """Write named tensors, config.json and tokenizer files into an existing folder."""
     write_all_but_weights(folder, config, tokenizer_from)
     files = cut_into_files({name: tensor.nbytes for name, tensor in tensors.items()}, file_bytes)
     numbered = ((folder / name_file(number, len(files)), names) for number, names in enumerate(files))
@@ -61,7 +60,7 @@ def write_checkpoint(
 
 
 def cut_into_files(sizes: Mapping[str, int], file_bytes: int = FILE_BYTES) -> list[list[str]]:
-    """Return the names of each file's tensors, in the order of `sizes` (bytes by name). A file has at most `file_bytes`, or one tensor."""
+    """Return the tensor names of each file, in the order of `sizes` (bytes by name). A file has at most `file_bytes`, or one tensor."""
     files: list[list[str]] = [[]]
     total = 0
     for name, size in sizes.items():
@@ -74,12 +73,11 @@ def cut_into_files(sizes: Mapping[str, int], file_bytes: int = FILE_BYTES) -> li
 
 
 def name_file(number: int, count: int) -> str:
-    """Return the name of the `number`-th of `count` files."""
     return SINGLE if count == 1 else f"model-{number + 1:05}-of-{count:05}.safetensors"
 
 
 def write_file(path: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    """Write one safetensors file and return its tensors' bytes by name. Raise OSError, naming it, where the disk refuses."""
+    """Write a safetensors file. Return the bytes of its tensors by name. Raise OSError, naming the file, if writing fails."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
@@ -91,7 +89,7 @@ def write_file(path: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, int
 
 
 def write_index(folder: Path, files: Sequence[Mapping[str, int]]) -> None:
-    """Write the index of several files, given the bytes of their tensors by name."""
+    """Write the index of several files, given the bytes of each file's tensors by name. A single file needs no index."""
     if len(files) > 1:
         weight_map = {name: name_file(number, len(files)) for number, sizes in enumerate(files) for name in sizes}
         index = {"metadata": {"total_size": sum(sum(sizes.values()) for sizes in files)}, "weight_map": weight_map}

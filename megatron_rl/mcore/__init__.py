@@ -1,18 +1,18 @@
-"""Everything that knows Megatron-Core: the CPU platform, the layers, the model, the optimizer, the checkpoints."""
+"""The Megatron-Core side: CPU platform, layers, model, optimizer and checkpoints."""
 
 import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-# On import Megatron warns several times that Transformer Engine and apex are missing; `megatron-rl doctor` says it once, with the cure.
+# Megatron warns several times on import that Transformer Engine and apex are missing. `megatron-rl doctor` reports this once, with the fix.
 warnings.filterwarnings("ignore", module=r"megatron\.core")
 
 
 @contextmanager
 def wandb_hidden() -> Iterator[None]:
-    """Import Megatron in here as where wandb is not installed: it would import it, a second on every rank, and a run logs by its own
-    trackers (`log.trackers`)."""
+    """Context manager that hides wandb from Megatron's imports. Megatron would import wandb, which takes a second on every rank and is not
+    needed."""
     if "wandb" in sys.modules:
         yield
         return

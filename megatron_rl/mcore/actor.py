@@ -1,18 +1,14 @@
-"""The policy in training and the frozen reference: forward passes, optimizer steps, and the FP8 blocks that every step produces."""
-
-from __future__ import annotations
+"""The trained policy, the frozen reference and the critic: forward passes and optimizer steps on a Megatron model."""
 
 import math
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, islice
 from typing import Any
 
 import torch
-from megatron.core.distributed import finalize_model_grads
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.parallel_state import get_global_memory_buffer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import unwrap_model
@@ -20,56 +16,45 @@ from megatron.core.utils import unwrap_model
 from megatron_rl.batch.micro_batch import MicroBatch, MicroBatches, make_micro_batches
 from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.config import TrainConfig
-from megatron_rl.distributed import raise_on_all_ranks
+from megatron_rl.distributed import gather_from_ranks, raise_on_all_ranks
 from megatron_rl.errors import RunError
-from megatron_rl.mcore import nan_finder, reduce
-from megatron_rl.mcore.buckets import finish_gathers, start_gathers, wrap_chunks
-from megatron_rl.mcore.checkpoint.optimizer import flatten_chained
-from megatron_rl.mcore.context_parallel import ContextShard
-from megatron_rl.mcore.layers.experts import free_frozen_operands
+from megatron_rl.kernels.device_copy import copy_to_device
+from megatron_rl.mcore.layers.linear.output_layer import score_positions
+from megatron_rl.mcore.layers.moe.experts import free_frozen_operands
+from megatron_rl.mcore.layers.moe.router import ModelRouters
+from megatron_rl.mcore.layers.moe.token_counts import UNKNOWN, KnownRoutes
 from megatron_rl.mcore.layers.mtp import Lookahead, copy_embedding
-from megatron_rl.mcore.layers.output_layer import score_positions
-from megatron_rl.mcore.layers.quantized_linear import find_quantized_layers
-from megatron_rl.mcore.layers.router import ModelRouters
-from megatron_rl.mcore.layers.token_counts import UNKNOWN, KnownRoutes
-from megatron_rl.mcore.learning_rate import LearningRateSchedule
-from megatron_rl.mcore.names import ModelChunks, get_model_chunks, global_name
-from megatron_rl.mcore.offload import OptimizerOffloader
-from megatron_rl.mcore.packed_sequences import make_packed_params
-from megatron_rl.mcore.pipeline import make_stage_options, split_input
-from megatron_rl.mcore.quantizing_optimizer import check_finite
-from megatron_rl.mcore.scored_positions import ScoredPositions
-from megatron_rl.mcore.step_response import StepResponse
-from megatron_rl.mcore.two_batch import run_in_turns
+from megatron_rl.mcore.names import ModelChunks, get_model_chunks, global_name, iter_modules
+from megatron_rl.mcore.optim.buckets import finish_gathers, start_gathers, wrap_chunks
+from megatron_rl.mcore.optim.master_slices import flatten_chained
+from megatron_rl.mcore.optim.offload import OptimizerOffloader
+from megatron_rl.mcore.optim.optimizer import LearningRateSchedule, build_optimizer
+from megatron_rl.mcore.optim.quantizing_optimizer import check_finite
+from megatron_rl.mcore.optim.step_response import StepResponse
+from megatron_rl.mcore.passes import reduce
+from megatron_rl.mcore.passes.context_parallel import ContextShard
+from megatron_rl.mcore.passes.logprobs import ScoredPositions
+from megatron_rl.mcore.passes.packed_sequences import make_packed_params
+from megatron_rl.mcore.passes.pipeline import make_stage_options, split_input
+from megatron_rl.mcore.passes.two_batch import run_in_turns
 from megatron_rl.metrics import declare
 from megatron_rl.observability import profiling
-from megatron_rl.precision.ops.device_copy import copy_to_device
 from parallel.formats import BLOCK
 
 Loss = Callable[..., tuple[torch.Tensor, dict[str, torch.Tensor]]]
-"""(log-probs [1, t], micro-batch) -> (sum of token losses, sums of metrics); one that has `with_entropy` gets entropies [1, t] as well."""
-TOTAL_LOSS, _POSITIONS = "loss/total", "tokens/places"
-"""Added up by `Actor.update`; no metrics of a row."""
-_PADDING = declare("tokens/padding", "share of the places in micro-batches that hold no token", "share")
-MTP_LOSS = declare(
-    "loss/mtp",
-    "cross-entropy of the layers for multi-token prediction, per answer token",
-    "nats",
-    "MTP loss (nats per token)",
-    label="loss",
-)
+"""Maps (log-probs [1, t], micro-batch) to (sum of token losses, sums of metrics). Also gets entropies [1, t] if it has `with_entropy`."""
+TOTAL_LOSS, _POSITIONS = "loss/total", "tokens/places"  # keys of sums that `Actor.update` consumes; they are not reported as metrics
+_PADDING = declare("tokens/padding", "share of micro-batch positions without a token", "share")
+MTP_LOSS = declare("loss/mtp", "cross-entropy of the MTP layers per response token", "nats", "MTP loss (nats per token)", label="loss")
 GRAD_NORM = declare("grad_norm", "norm of the gradient before clipping", "number", "norm before clipping", label="norm")
 LEARNING_RATE = declare("learning_rate", "learning rate", "small")
-_GATHERED = 16
-"""Tokens of which every back end gathers multiples."""
+_GATHERED = 16  # every backend can gather multiples of this many tokens
 
 
 def count_row_multiple(config: Any, micro_batch_tokens: int, device: torch.device) -> int:
-    """Return what a micro-batch's positions are a multiple of: under sequence parallelism ranks take equal parts of every row.
-
-    On a GPU these have whole groups of tokens, if that pads less than a 24th of a row: ranks then gather WGrad's operands as bytes, too.
-    FProp's and DGrad's need an eighth of that.
-    """
+    """Return the number that micro-batch lengths must be a multiple of. Sequence-parallel ranks take equal parts of every row. On a GPU,
+    each rank gets whole quantization blocks of tokens if that pads less than 1/24 of a row: ranks can then also gather the WGrad operands
+    as bytes. Gathering the FProp and DGrad operands as bytes needs 1/8 of that."""
     if not config.sequence_parallel:
         return 1
     ranks, gathers = config.tensor_model_parallel_size, device.type == "cuda" and config.linear_format.quantized
@@ -79,19 +64,17 @@ def count_row_multiple(config: Any, micro_batch_tokens: int, device: torch.devic
 
 @dataclass(frozen=True)
 class _Row:
-    """A micro-batch on this rank."""
+    """A micro-batch as this rank sees it."""
 
     batch: MicroBatch
     shard: ContextShard
     scored: ScoredPositions
-    ahead: list[Lookahead]
-    """One, or none."""
-    known: KnownRoutes
-    """Of experts' tokens."""
+    ahead: list[Lookahead]  # holds at most one element; empty if no MTP layers are run
+    known: KnownRoutes  # expert token counts that are known before the pass
 
 
 class Policy:
-    """A Megatron model that computes log-probs. The reference is a plain `Policy`; the policy in training is an `Actor`."""
+    """A Megatron model that computes log-probs. The reference is a plain `Policy`; the trained policy is an `Actor`."""
 
     def __init__(self, model: ModelChunks, temperature: float, micro_batch_tokens: int) -> None:
         self.model, self.temperature, self.micro_batch_tokens = model, temperature, micro_batch_tokens
@@ -100,11 +83,15 @@ class Policy:
         self._forward_chunks: list[Any] = list(self.chunks)
         self._device = next(self.chunks[0].parameters()).device
 
-    def compute_logprobs(self, samples: list[TrainingSample]) -> tuple[list[torch.Tensor], float]:
-        """Return (log-probs of each sample's sampled tokens float32 [A], mean entropy in nats per answer token); no gradient.
+    @property
+    def attention_length(self) -> float:
+        """Sequence length at which attention costs as much as the linear layers (`ModelGeometry.attention_length`)."""
+        return float(self.chunks[0].config.attention_length)
 
-        Collective: every rank passes its replica's samples, and gets their log-probs and the entropy of those of all replicas.
-        """
+    def compute_logprobs(self, samples: list[TrainingSample]) -> tuple[list[torch.Tensor], float]:
+        """Return (log-probs of each sample's sampled tokens, float32 [A]; mean entropy in nats per response token), without gradient.
+        Collective: every rank passes the samples of its replica. The log-probs are those of the replica; the entropy is over all
+        replicas."""
         lengths = [sample.sampled_count for sample in samples]
         logprobs = torch.zeros(sum(lengths), device=self._device)
         firsts = list(accumulate(lengths, initial=0))
@@ -113,7 +100,7 @@ class Policy:
         def collect(scores: torch.Tensor, batch: MicroBatch, shard: ContextShard, scored: ScoredPositions) -> torch.Tensor:
             row, entropies = (shard.gather_row(scored.restore(values)) for values in scores.unbind(-1))
             own = [torch.arange(firsts[index], firsts[index + 1]) for index in batch.sample_indices]
-            if own:  # by indices from the host, which nothing waits for
+            if own:  # indices come from the host, so nothing waits for the device
                 places, targets = (copy_to_device(x, self._device) for x in (torch.cat(own), batch.find_targets(samples)))
                 logprobs.index_copy_(0, places, row[0].index_select(0, targets))
             entropy_and_tokens.add_(torch.stack([(entropies * batch.mask).sum(), batch.mask.sum()]))
@@ -127,26 +114,27 @@ class Policy:
         return list(logprobs.cpu().split(lengths)), entropy / max(tokens, 1)
 
     def make_micro_batches(self, samples: list[TrainingSample], at_once: int = 1) -> MicroBatches:
-        """Pack this replica's samples into as many micro-batches as the other replicas make; `at_once` take turns. Collective."""
+        """Pack this replica's samples into micro-batches, the same number on every replica. `at_once` micro-batches take turns.
+        Collective."""
         config = self.chunks[0].config
         return make_micro_batches(
             samples,
             self.micro_batch_tokens,
             multiple=count_row_multiple(config, self.micro_batch_tokens, self._device),
             cp_size=config.context_parallel_size,
-            vpp_group=config.pipeline_model_parallel_size * at_once if len(self.chunks) > 1 else 1,  # virtual stages take turns in rounds
+            vpp_group=config.pipeline_model_parallel_size * at_once if len(self.chunks) > 1 else 1,  # interleaved stages need whole rounds
             agree=reduce.max_over_replicas,
             attention_length=config.attention_length,
             padding_experts=self.routing.agree_on_padding(samples),
         )
 
     def forward(self, batch: MicroBatch) -> torch.Tensor:
-        """Return this rank's logits [1, t, vocab / tp] of a micro-batch, without a pipeline schedule (pp = 1)."""
+        """Return this rank's logits [1, t, vocab / tp] of a micro-batch without a pipeline schedule (pp = 1)."""
         return self._forward(self._forward_chunks[0], batch, ContextShard.for_this_rank(batch.lengths).to(self._device))
 
     def _forward(self, chunk: Any, batch: MicroBatch, shard: ContextShard, known: KnownRoutes = UNKNOWN) -> torch.Tensor:
-        """Return a stage's output for this rank's positions of a micro-batch; on the last stage logits [1, t / cp, vocab / tp], or what
-        `score_positions` says."""
+        """Return a stage's output for this rank's positions: on the last stage logits [1, t / cp, vocab / tp] or scores
+        (`score_positions`)."""
         positions = shard.select(batch.positions)
         packed_params = make_packed_params(batch.lengths, shard, positions)
         experts = shard.select(batch.routed_experts) if len(batch.routed_experts) else batch.routed_experts
@@ -161,11 +149,14 @@ class Policy:
         with_entropy: bool = True,
         mtp_layers: int = 0,
     ) -> None:
-        """Run Megatron's schedule once over this replica's micro-batches; `loss` maps log-probs [1, n], or `with_entropy` those
-        and entropies [1, n, 2], the micro-batch, this rank's shard of it, and the n positions of the shard that are scored, to a sum over
-        its tokens. With `mtp_layers` that many layers for multi-token prediction run too, and it also gets their `Lookahead`.
+        """Run Megatron's schedule once over this replica's micro-batches.
 
-        `loss` is called on the last pipeline stage only. Gradients are those of the sum over all replicas, divided by all answer tokens.
+        Gradients are those of the loss summed over all replicas, divided by the number of response tokens.
+
+        Args:
+            loss: maps (log-probs [1, n] or, `with_entropy`, log-probs and entropies [1, n, 2]; micro-batch; this rank's shard; scored
+                positions; the `Lookahead` if `mtp_layers`) to a sum over tokens. Called on the last pipeline stage only.
+            mtp_layers: number of multi-token prediction layers to run.
         """
         at_once = self.chunks[0].config.at_once[not forward_only]
         batches = self.make_micro_batches(samples, at_once)
@@ -175,8 +166,10 @@ class Policy:
         def prepare(batch: MicroBatch, known: KnownRoutes) -> _Row:
             profiling.begin_micro_batch()
             shard = ContextShard.for_this_rank(batch.lengths)
-            scored = ScoredPositions.of(shard.select(batch.mask)).to(self._device)  # counted on the CPU: nothing waits for the device
-            ahead = [Lookahead.of(batch, shard, mtp_layers).to(self._device)] if mtp_layers else []
+            scored = ScoredPositions.from_mask(shard.select(batch.mask)).to(
+                self._device
+            )  # on the CPU, so that counting does not wait for the device
+            ahead = [Lookahead.from_micro_batch(batch, shard, mtp_layers).to(self._device)] if mtp_layers else []
             return _Row(batch.to(self._device), shard.to(self._device), scored, ahead, known)
 
         def forward(chunk: Any, row: _Row, stage_input: torch.Tensor | None) -> torch.Tensor:
@@ -194,7 +187,7 @@ class Policy:
             inputs = split_input(model, [row.batch.tokens.numel() for row in rows])
             passes = [partial(forward, chunk, row, stage_input) for row, stage_input in zip(rows, inputs, strict=True)]
             outputs = run_in_turns(passes, model.config.sequence_parallel) if at_once > 1 else [passes[0]()]
-            model.set_input_tensor(None)  # it would be held, with its gradient, until the next micro-batch
+            model.set_input_tensor(None)  # otherwise Megatron keeps the input and its gradient until the next micro-batch
 
             def sum_losses(outputs: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, dict]:
                 losses = [loss(scores, row.batch, row.shard, row.scored, *row.ahead) for scores, row in zip(outputs, rows, strict=True)]
@@ -216,7 +209,7 @@ class Policy:
 
 
 class Actor(Policy):
-    """The policy in training: Adam on FP32 masters by Megatron's distributed optimizer, which quantizes FP8 blocks after every step."""
+    """The trained policy: Adam on FP32 masters in Megatron's distributed optimizer, which quantizes the FP8 blocks after every step."""
 
     def __init__(self, model: ModelChunks, train: TrainConfig, temperature: float) -> None:
         super().__init__(model, temperature, train.micro_batch_tokens)
@@ -224,42 +217,18 @@ class Actor(Policy):
         self._train = train
         self.routing.replay_enabled = True
         config = self.chunks[0].config
-        config.moe_router_bias_update_rate = train.router_bias_rate
         self._mtp_layers: int = config.trained_mtp_layers
         self._forward_chunks = wrap_chunks(self.chunks, train)
-        config.finalize_model_grads_func = finalize_model_grads
-        self.optimizer = get_megatron_optimizer(
-            OptimizerConfig(
-                optimizer="adam",
-                lr=train.learning_rate,
-                min_lr=train.min_learning_rate,
-                weight_decay=train.weight_decay,
-                adam_beta1=train.adam_beta1,
-                adam_beta2=train.adam_beta2,
-                adam_eps=train.adam_eps,
-                clip_grad=train.clip_grad,
-                bf16=config.bf16,
-                params_dtype=config.params_dtype,
-                use_distributed_optimizer=True,
-            ),
-            self._forward_chunks,
-            use_gloo_process_groups=False,
-        )
-        layers = {
-            global_name(chunk, f"{name}.weight"): layer for chunk in self.chunks for name, layer in find_quantized_layers(chunk).items()
-        }
-        for part in flatten_chained(self.optimizer):
-            part.take_layers(layers)
+        self.optimizer = build_optimizer(self._forward_chunks, train)
         self.learning_rate: Callable[[int], float] = LearningRateSchedule(self.optimizer, train)
-        """Maps the number of optimizer steps done to the learning rate of the next."""
         self.response = StepResponse(self.chunks, self.optimizer)
         self.offloader = OptimizerOffloader(self._forward_chunks, self.optimizer, self._device)
 
     def offload_optimizer(self) -> None:
-        """Free device memory that only `update` needs; does nothing on a CPU. See `mcore.offload`."""
+        """Free the device memory that only `update` needs (`mcore.optim.offload`). No effect on a CPU."""
         if self._device.type != "cpu":
             free_frozen_operands(self.chunks)
-            get_global_memory_buffer().buffer.clear()  # in which Megatron's layers gather their input
+            get_global_memory_buffer().buffer.clear()  # buffers in which Megatron's layers gather their inputs
             self.offloader.offload()
 
     def reload_optimizer(self) -> None:
@@ -267,18 +236,14 @@ class Actor(Policy):
         self.offloader.reload()
 
     def update(self, samples: list[TrainingSample], loss: Loss) -> dict[str, float]:
-        """Take one optimizer step on the samples of all replicas. Return `grad_norm`, `learning_rate`, `tokens/padding` (the share of
-        micro-batch positions without a token), the step's response (`mcore.step_response`) and the loss's metrics as means over answer
-        tokens.
-
-        Collective: every rank passes its replica's samples, and gets the same result. Raise RunError where the loss or the gradient is not
-        finite; the weights are then unchanged.
-        """
+        """Take one optimizer step on the samples of all replicas; return its metrics, the same on all ranks. The loss's metrics are means
+        over response tokens. Collective: every rank passes the samples of its replica. Raise RunError if the loss or the gradient is not
+        finite; the weights are then unchanged."""
         own_tokens, own_places = (sum(counts) for counts in ([s.sampled_count for s in samples], [s.length - 1 for s in samples]))
         sampled_tokens, all_tokens = reduce.sum_over_replicas(own_tokens, own_places)
         tokens = max(sampled_tokens, 1)
-        # every router weighs its loss by all tokens, and Megatron divides the gradient by the sampled ones
-        self.chunks[0].config.moe_aux_loss_coeff = self._train.router_aux_loss * tokens / all_tokens
+        # each router weights its loss by all tokens, but Megatron divides the gradient by the sampled tokens
+        self.routing.set_aux_loss_coeff(self._train.router_aux_loss * tokens / all_tokens)
         for chunk in self._forward_chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -290,8 +255,10 @@ class Actor(Policy):
                 cause = self._find_nonfinite_activation(samples)
                 raise RunError(f"the loss of optimizer step {self.steps_done + 1} is {means[TOTAL_LOSS]}{cause}")
             self._check_gradients_finite()
-        learning_rate = self._set_learning_rate()
-        self.steps_done += 1  # before the step begins: one that breaks off leaves weights of no known version
+        learning_rate = self.learning_rate(self.steps_done)
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+        self.steps_done += 1  # incremented first: a step that fails midway leaves weights of no known version
         self.response.begin(self.steps_done)
         _, grad_norm, _ = self.optimizer.step()
         check_finite(flatten_chained(self.optimizer))
@@ -299,7 +266,7 @@ class Actor(Policy):
         return {**means, _PADDING: padding, GRAD_NORM: float(grad_norm), LEARNING_RATE: learning_rate, **self.response.end()}
 
     def _accumulate_gradients(self, samples: list[TrainingSample], loss: Loss) -> dict[str, float]:
-        """Run forward and backward passes of all samples; return sums of the loss's metrics over all ranks."""
+        """Run forward and backward passes of all samples; return the loss's metrics summed over all ranks."""
         sums: dict[str, Any] = {}
 
         with_entropy, factor = getattr(loss, "with_entropy", False), self._train.mtp_loss_scaling_factor
@@ -324,18 +291,26 @@ class Actor(Policy):
         return reduce.sum_by_name(sums)
 
     def _find_nonfinite_activation(self, samples: list[TrainingSample]) -> str:
-        """Return the part of an error message that names the first module whose output holds inf or NaN, "" for none. Collective; one more
-        forward pass."""
-        with torch.no_grad(), nan_finder.record_nonfinite_modules(self.model) as names:
+        """Return the part of an error message that names the first module with inf or NaN in its output, or "". Runs a forward pass.
+        Collective."""
+        names: list[str] = []
+
+        def check_output(name: str, _: Any, __: Any, output: Any) -> None:
+            tensors = output if isinstance(output, tuple) else (output,)
+            if any(isinstance(x, torch.Tensor) and x.is_floating_point() and not bool(torch.isfinite(x).all()) for x in tensors):
+                names.append(name)
+
+        with torch.no_grad(), ExitStack() as hooks:
+            for chunk, name, module in iter_modules(self.model):
+                if name and not isinstance(module, torch.nn.ModuleList):
+                    hooks.enter_context(module.register_forward_hook(partial(check_output, global_name(chunk, name))))
             self._run(samples, lambda scores, *_: scores.new_zeros(()), forward_only=True)
-        name = nan_finder.first_across_ranks(names)
-        return f"; the first tensor that holds inf or NaN is what {name} gives" if name else ""
+        name = next(filter(None, gather_from_ranks(names[0] if names else "")), "")  # earlier pipeline stages have lower ranks
+        return f"; the first module with inf or NaN in its output is {name}" if name else ""
 
     def _check_gradients_finite(self) -> None:
-        """Raise RunError on every rank where any gradient holds inf or NaN, naming it on the rank that holds it.
-
-        The sum of a whole gradient buffer shows it in one pass, and may overflow by itself: then each gradient is looked at.
-        """
+        """Raise RunError on every rank if any gradient holds inf or NaN; the message names the parameter. The sum of each gradient buffer
+        is checked first. It may overflow although all gradients are finite, so each gradient is checked next."""
         buffers = [buffer for chunk in self._forward_chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
         finite = bool(torch.stack([buffer.grad_data.sum() for buffer in buffers]).isfinite().all())
         parameters = ((chunk, *named) for chunk in self.chunks for named in chunk.named_parameters())
@@ -344,9 +319,19 @@ class Actor(Policy):
         error = RunError(f"the gradient of {bad} holds inf or NaN in optimizer step {self.steps_done + 1}") if bad else None
         raise_on_all_ranks(error)
 
-    def _set_learning_rate(self) -> float:
-        """Set and return the learning rate of the next optimizer step."""
-        rate = self.learning_rate(self.steps_done)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        return rate
+
+class Critic(Actor):
+    """The critic of PPO: an actor whose output layer is a `ValueHead`. Trains like the policy; no engine ever receives it.
+
+    Args:
+        model: built from `parallel.model_geometry.as_critic`.
+        train: the result of `CriticConfig.to_train`.
+    """
+
+    def __init__(self, model: ModelChunks, train: TrainConfig) -> None:
+        super().__init__(model, train, temperature=1.0)
+        self.routing.replay_enabled = False  # the recorded experts are the policy's
+
+    def compute_values(self, samples: list[TrainingSample]) -> list[torch.Tensor]:
+        """Return the value before each sampled token of this replica's samples, float32 [A] each, without gradient. Collective."""
+        return self.compute_logprobs(samples)[0]

@@ -1,22 +1,41 @@
-"""Global names: Megatron counts layers from 0 in every pipeline stage, and experts on every expert-parallel rank; these names do not."""
+"""The modules of a rank's model chunks, and their global names: layers and experts are numbered over the whole model."""
 
-from __future__ import annotations
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeAlias
 
-from typing import TypeAlias
-
+import torch
 from megatron.core.models.gpt import GPTModel
 
-ModelChunks: TypeAlias = GPTModel | list[GPTModel]
-"""A rank's model, or its virtual pipeline stages."""
+ModelChunks: TypeAlias = GPTModel | list[GPTModel]  # a rank's model, or the list of its virtual pipeline stages
 
 
 def get_model_chunks(model: ModelChunks) -> list[GPTModel]:
-    """Return a rank's virtual pipeline stages, or its only model."""
+    """Return the virtual pipeline stages of a rank, or its only model, as a list."""
     return model if isinstance(model, list) else [model]
 
 
+def iter_modules(model: ModelChunks, kind: type = torch.nn.Module) -> Iterator[tuple[GPTModel, str, Any]]:
+    """Yield (chunk, name, module) of all modules of class `kind`."""
+    for chunk in get_model_chunks(model):
+        yield from ((chunk, name, module) for name, module in chunk.named_modules() if isinstance(module, kind))
+
+
+@contextmanager
+def override(objects: Iterable[Any], name: str, value: Any) -> Iterator[None]:
+    """Context manager that sets an attribute of each object and restores it on exit."""
+    saved = [(each, getattr(each, name)) for each in objects]
+    for each, _ in saved:
+        setattr(each, name, value)
+    try:
+        yield
+    finally:
+        for each, before in saved:
+            setattr(each, name, before)
+
+
 def global_name(model: GPTModel, name: str) -> str:
-    """Return the name of a parameter or module of this rank, with layers and experts numbered over the whole model."""
+    """Return the global name of a parameter or module of this rank."""
     parts = name.split(".")
     if parts[1:2] == ["layers"]:
         layer = model.get_submodule(".".join(parts[:3]))

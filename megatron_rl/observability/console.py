@@ -1,6 +1,6 @@
-"""The console of a run: one line per step, and on a terminal a progress bar below.
+"""Console output of a run: one line per step, and a progress bar on a terminal.
 
-The line is built once, as a rich `Text`: a terminal gets its colours, a log file its plain characters.
+Each line is a rich `Text`: terminals show its colors, and log files get the plain text.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megatron_rl.metrics import STEP_SECONDS, MetricValue, describe
 
 
 def proof_verdict(metrics: Mapping[str, MetricValue]) -> tuple[str, bool]:
-    """Return the verdict on a row's sync, and whether it is good: ("28/28 tensors, proof ok", True); ("", True) for no sync."""
+    """Return the verdict on a row's sync and whether it is good, e.g. ("28/28 tensors, proof ok", True), or ("", True) without a sync."""
     tensors, proved = metrics.get("sync/tensors"), metrics.get("sync/proved")
     if tensors is None:
         return "", True
@@ -27,8 +27,10 @@ def proof_verdict(metrics: Mapping[str, MetricValue]) -> tuple[str, bool]:
 
 
 def progress_line(metrics: Mapping[str, MetricValue], total_steps: int) -> Text:
-    """Return one step in one line: what its metrics declare for it, in the order of the row, then the seconds and the sync. A value that is
-    not finite (None) is shown as such."""
+    """Return the console line of a step: metrics that declare a `progress` format, in the order of the row, then seconds and the sync.
+
+    Values that are not finite (None) are marked.
+    """
     parts, phases = [Text(f"step {metrics['step']}/{total_steps or '?'}", "bold")], []
 
     def add(name: str, form: str, scale: float = 1) -> None:
@@ -49,7 +51,7 @@ def progress_line(metrics: Mapping[str, MetricValue], total_steps: int) -> Text:
 
 
 class ProgressDisplay:
-    """Prints lines. On a terminal a bar stays below them: the phase, steps, time elapsed and left."""
+    """Prints lines. On a terminal, a progress bar below them shows phase, steps, and times."""
 
     def __init__(self, total_steps: int) -> None:
         self._console = Console(highlight=False, markup=False, emoji=False)
@@ -57,21 +59,21 @@ class ProgressDisplay:
         if self._console.is_terminal:
             phase = TextColumn("{task.description}", markup=False)
             columns = (phase, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-            # Output of others (engine, libraries) goes past rich untouched: a bar that swallows it would hide errors.
+            # Other output (engine, libraries) must bypass rich, or the bar could hide errors.
             self._bar = Progress(*columns, console=self._console, redirect_stdout=False, redirect_stderr=False, transient=True)
             self._task = self._bar.add_task("starting", total=total_steps or None)
             self._bar.start()
-            atexit.register(self.close)  # gives the cursor back however the program ends
+            atexit.register(self.close)  # restores the cursor however the program ends
 
     def print_line(self, text: Text | str) -> None:
-        """Print one line, never broken at 80 columns if the output is a file. What the console cannot write is escaped."""
+        """Print one line without wrapping it. Characters that the console cannot encode are escaped."""
         if isinstance(text, str):
             text = text.encode(self._console.encoding, "backslashreplace").decode(self._console.encoding)
         self._console.print(text, soft_wrap=True)
         self._console.file.flush()
 
     def set_phase(self, phase: str) -> None:
-        """Show the phase on the bar, if there is one."""
+        """Show the phase on the progress bar, if any."""
         if self._bar:
             self._bar.update(self._task, description=phase)
 
@@ -81,7 +83,7 @@ class ProgressDisplay:
             self._bar.update(self._task, completed=step)
 
     def close(self) -> None:
-        """Remove the bar. May be called twice."""
+        """Remove the progress bar. Idempotent."""
         if self._bar:
             self._bar.stop()
             self._bar = None

@@ -1,4 +1,4 @@
-"""Files and folders that readers never see half made."""
+"""Files and folders that readers never see half written."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from pathlib import Path
 
 
 def replace_file(path: Path, text: str, durable: bool = False) -> Path:
-    """Write a hidden file beside `path` and move it there, so that a reader sees the old text or the new one; return `path`.
+    """Replace the text of a file atomically, so that readers see either the old or the new text, and return `path`.
 
-    Characters that UTF-8 refuses (half a surrogate pair) become "?". `durable`: on the disk when this returns.
+    Characters that UTF-8 cannot encode (half a surrogate pair) become "?". With `durable`, the text is on disk when this returns.
     """
     hidden = path.with_name(f".{path.name}.tmp")
     with hidden.open("w", encoding="utf-8", errors="replace") as file:
@@ -22,7 +22,7 @@ def replace_file(path: Path, text: str, durable: bool = False) -> Path:
 
 
 def make_unique_folder(parent: Path, name: str) -> Path:
-    """Make and return a folder that was not there: `name`, or `name-2`, `name-3`, ... where it is taken."""
+    """Create and return a new folder: `name`, or `name-2`, `name-3`, ... if the name is taken."""
     parent.mkdir(parents=True, exist_ok=True)
     number = 1
     while True:

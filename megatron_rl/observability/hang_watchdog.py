@@ -1,13 +1,13 @@
-"""Ends a run that hangs, after naming the phase that each of its ranks is in. Needs no torch.
+"""Watchdog that stops a hung run after reporting the phase of each rank. Does not import torch.
 
-    RUN_DIR/ranks/rank_00001.json   the phase of rank 1 and the seconds in it; the file's age tells when rank 1 was last seen
-    RUN_DIR/ranks/rank_00001.log    what rank 1 logged, and the stacks of its threads if the run hung (rank_log.py)
-    RUN_DIR/ranks/stuck             exists once a rank finds that the run hangs; in the end it holds the line about all ranks
+    RUN_DIR/ranks/rank_00001.json   phase of rank 1 and the seconds in it; the file's age tells when rank 1 was last seen
+    RUN_DIR/ranks/rank_00001.log    log of rank 1, with the stacks of its threads if the run hung (rank_log.py)
+    RUN_DIR/ranks/stuck             created when a rank finds that the run hangs; finally contains the report
 
-A rank writes its file when it enters a phase, and a thread of it does so every few seconds. A rank alone cannot tell whether it waits
-rightly: all ranks wait for rank 0 while the engine generates. So a run hangs when no rank at all has entered a phase for
-`log.stuck_after` seconds. Then every rank that can dumps the stacks of its threads, the first of these reports for all, and they end with
-exit code 3. What is left of the run then, such as a stopped rank, torchrun or srun ends.
+Each rank writes its file when it enters a phase, and a background thread writes it every few seconds. A single rank cannot tell whether it
+is waiting legitimately: all ranks wait for rank 0 while the engine generates. So the run counts as hung if no rank has entered a phase for
+`log.stuck_after` seconds. Then every responsive rank dumps the stacks of its threads, the first of them reports, and they exit with code 3.
+torchrun or srun terminates the remaining ranks.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from megatron_rl.observability.files import replace_file
 from parallel.layout import format_numbers
 
 _MAX_INTERVAL = 30.0
-"""Most seconds between two writes of a rank's file."""
+"""Maximum seconds between two writes of a rank's file."""
 _REPORT_SECONDS = 60.0
-"""Seconds that the report of a hang may take before its rank ends all the same."""
+"""Seconds that reporting a hang may take before the rank exits anyway."""
 
 
 @dataclass(frozen=True)
 class RankStatus:
-    """What the file of a rank says."""
+    """Contents of a rank's file."""
 
     rank: int
     host: str
@@ -44,27 +44,27 @@ class RankStatus:
     phase: str
     step: int
     seconds: float
-    """In that phase, when the file was written."""
+    """Seconds in this phase when the file was written."""
     limit: float
-    """Seconds after which the phase ends by itself; they do not count."""
+    """Seconds after which something else ends the phase; they do not count as idle."""
     noted: bool = False
-    """Its stacks are in its log."""
+    """Whether the rank has dumped its stacks."""
     last_seen: float = 0.0
-    """When the file was written, in seconds of the file system's clock."""
+    """Time of the last write, in seconds by the file system's clock."""
 
     @property
     def location(self) -> str:
         return f"{self.phase} of step {self.step}" if self.step else self.phase
 
     def idle_seconds(self, now: float) -> float:
-        """Return the seconds without a new phase that count, at `now` of the file system's clock."""
+        """Return the idle seconds without a new phase, at time `now` by the file system's clock."""
         return self.seconds + now - self.last_seen - self.limit
 
 
 class HangWatchdog:
-    """Watchdog of one rank: the run's own threads call `enter_phase`, all else happens in the watchdog's thread.
+    """Watchdog of one rank. The run's threads call `enter_phase`; everything else happens in the watchdog's thread.
 
-    The stacks go to `log`. On the one rank that reports, `notify` gets the line about all ranks.
+    Stacks are written to `log`. On the reporting rank, `notify` receives the report.
     """
 
     def __init__(self, folder: Path, rank: int, size: int, stuck_after: float, log: IO[str], notify: Callable[[str], None]) -> None:
@@ -81,12 +81,12 @@ class HangWatchdog:
         """See the module's `enter_phase`."""
         with self._lock:
             self._limit, self._since = limit, time.monotonic()
-            if threading.current_thread() is threading.main_thread():  # other threads show that the run goes on, not where it is
+            if threading.current_thread() is threading.main_thread():  # other threads only show that the run is alive
                 self._phase, self._step = phase, self._step if step is None else step
         self._write_status()
 
     def close(self) -> None:
-        """End the watchdog, but not while it reports a hang."""
+        """Stop the watchdog, after a report that is in progress."""
         self._closed.set()
         self._thread.join(2 * _REPORT_SECONDS)
 
@@ -95,7 +95,7 @@ class HangWatchdog:
         while not self._closed.wait(self._interval):
             now = time.monotonic()
             suspended, last_check = now - last_check - 2 * self._interval, now
-            if suspended > 0:  # this process, or its machine, did not run: SLURM suspends whole jobs
+            if suspended > 0:  # the process was suspended, for example by SLURM
                 with self._lock:
                     self._since += suspended
             self._write_status()
@@ -103,7 +103,7 @@ class HangWatchdog:
                 self._abort()
 
     def _write_status(self) -> None:
-        """Replace this rank's file. A disk that refuses costs the status, not the run."""
+        """Replace this rank's file. A failing disk does not stop the run."""
         with self._lock, suppress(OSError):
             place = {"rank": self._rank, "host": socket.gethostname(), "pid": os.getpid(), "phase": self._phase, "step": self._step}
             seconds = round(time.monotonic() - self._since, 3)
@@ -117,37 +117,36 @@ class HangWatchdog:
         return bool(statuses) and all(status.idle_seconds(now) >= self._stuck_after for status in statuses)
 
     def _read_statuses(self) -> tuple[float, list[RankStatus]]:
-        """Return (the file system's time, statuses of all ranks that wrote one); (0, []) if this rank's own file, which tells the time,
-        cannot be read."""
+        """Return the file system's time and the statuses of all ranks, or (0, []) if this rank's own file is unreadable."""
         own = read_rank_status(self._folder, self._rank)
         statuses = [read_rank_status(self._folder, rank) for rank in range(self._size)]
         return (own.last_seen, [status for status in statuses if status]) if own else (0.0, [])
 
     def _abort(self) -> None:
-        """Dump the stacks, report, and end this process whatever happens in here."""
+        """Dump the stacks, report, and exit, whatever happens."""
         faulthandler.dump_traceback_later(_REPORT_SECONDS + 4 * self._interval, exit=True, file=self._log)
         try:
-            (self._folder / "stuck").touch()  # all other ranks abort as well
+            (self._folder / "stuck").touch()  # makes all other ranks abort too
             self._dump_stacks()
             self._report()
         finally:
             os._exit(RunError.exit_code)
 
     def _dump_stacks(self) -> None:
-        """Write the stacks of this rank's threads, and wait for those of all ranks that are not silent."""
-        print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} the run stands still; the threads of this rank:", file=self._log, flush=True)
+        """Dump the stacks of this rank's threads, and wait until all responsive ranks have done so."""
+        print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} the run hangs; the threads of this rank:", file=self._log, flush=True)
         faulthandler.dump_traceback(self._log)
         self._stacks_dumped = True
         self._wait(self._all_stacks_dumped, 3 * self._interval)
 
     def _report(self) -> None:
-        """Report the statuses of all ranks on the first rank that is not silent; wait for this report on the others."""
+        """Report the statuses of all ranks on the first responsive rank, and wait for the report on the others."""
         stuck = self._folder / "stuck"
         now, statuses = self._read_statuses()
         if self._rank != min(status.rank for status in statuses if not self._is_silent(status, now)):
             return self._wait(lambda: stuck.stat().st_size > 0, _REPORT_SECONDS)
         line = f"{describe_ranks(statuses, now, self._is_silent)}; no rank entered a phase for {self._stuck_after:g} s (log.stuck_after)"
-        self._notify(f"the run stands still: {line}; stacks: {self._folder}/rank_*.log")
+        self._notify(f"the run hangs: {line}; stacks: {self._folder}/rank_*.log")
         stuck.write_text(f"{line}\n")
 
     def _all_stacks_dumped(self) -> bool:
@@ -158,7 +157,7 @@ class HangWatchdog:
         return now - status.last_seen > 3 * self._interval
 
     def _wait(self, condition: Callable[[], bool], seconds: float) -> None:
-        """Wait for a condition, at most for `seconds`; go on writing this rank's file meanwhile."""
+        """Wait up to `seconds` for a condition while still writing this rank's file."""
         deadline = time.monotonic() + seconds
         while not condition() and time.monotonic() < deadline:
             time.sleep(self._interval / 4)
@@ -170,7 +169,7 @@ _watchdog: HangWatchdog | None = None
 
 @contextmanager
 def watch_for_hangs(run: Path, rank: int, size: int, stuck_after: float, log: IO[str], notify: Callable[[str], None]) -> Iterator[None]:
-    """Watch rank `rank` of `size` of the run in that folder; not if `stuck_after` is 0. See `HangWatchdog`."""
+    """Context manager that watches rank `rank` of `size`; disabled if `stuck_after` is 0. See `HangWatchdog`."""
     global _watchdog
     if not stuck_after:
         yield
@@ -184,31 +183,33 @@ def watch_for_hangs(run: Path, rank: int, size: int, stuck_after: float, log: IO
 
 
 def clear_rank_files(run: Path) -> None:
-    """Remove the ranks' files of a run that is resumed, before any rank watches; their logs stay."""
+    """Remove the ranks' files of a resumed run before any watchdog starts. Logs stay."""
     for file in [*(run / "ranks").glob("rank_*.json"), run / "ranks" / "stuck"]:
         file.unlink(missing_ok=True)
 
 
 def enter_phase(phase: str, step: int | None = None, limit: float = 0.0) -> None:
-    """Record that this rank enters a phase, so that the run does not hang; without effect while no watchdog runs.
+    """Record that this rank enters a phase, which shows that the run is alive. Does nothing without a watchdog.
 
-    `step`: the RL step from now on. `limit`: seconds after which something else ends the phase; they do not count.
+    Args:
+        step: the current RL step, if it changes.
+        limit: seconds after which something else ends the phase; they do not count as idle.
     """
     if _watchdog is not None:
         _watchdog.enter_phase(phase, step, limit)
 
 
 def read_rank_status(folder: Path, rank: int) -> RankStatus | None:
-    """Return the newest status of a rank; None if it has written none."""
+    """Return the newest status of a rank, or None if there is none."""
     try:
-        with _status_file(folder, rank).open() as file:  # opened before its time is read: NFS then asks the server
+        with _status_file(folder, rank).open() as file:  # opening the file first makes NFS refresh its attributes
             return RankStatus(**json.load(file), last_seen=os.fstat(file.fileno()).st_mtime)
     except (OSError, ValueError, TypeError):
         return None
 
 
 def describe_ranks(statuses: Sequence[RankStatus], now: float, is_silent: Callable[[RankStatus, float], bool]) -> str:
-    """Return one line on where the ranks are: those in one location together, silent ones each by itself."""
+    """Return one line about the ranks' locations: responsive ranks grouped by location, then each silent rank."""
     by_location: dict[str, list[RankStatus]] = {}
     for status in statuses:
         if not is_silent(status, now):
@@ -220,7 +221,7 @@ def describe_ranks(statuses: Sequence[RankStatus], now: float, is_silent: Callab
     ]
     parts += [
         f"rank {status.rank}: in {status.location}, not heard for {now - status.last_seen:.0f} s "
-        f"(process {status.pid} on {status.host}: held, or gone)"
+        f"(process {status.pid} on {status.host}: suspended or dead)"
         for status in statuses
         if is_silent(status, now)
     ]

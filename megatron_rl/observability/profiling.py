@@ -1,15 +1,15 @@
-"""Profiles of the steps that `log.profile_steps` names, on the ranks of `log.profile_ranks`, by torch.profiler.
+"""Profiles the steps of `log.profile_steps` on the ranks of `log.profile_ranks` with torch.profiler.
 
     RUN_DIR/profile/step_00003_rank_00000.trace.json.gz   a Chrome trace, for Perfetto (ui.perfetto.dev)
-    RUN_DIR/profile/step_00003_rank_00000.json            its operators that took longest, which the report shows
+    RUN_DIR/profile/step_00003_rank_00000.json            the operators that took longest, which the report shows
 
-Of each phase the first micro-batches are recorded: a step of a large run has thousands, all alike, and the memory of its host has an end.
+Only the first micro-batches of each phase are recorded, because the trace of a large step would not fit into memory.
 
-On a GPU every phase is an NVTX range, at a microsecond each, and a profiled step lies between cudaProfilerStart and Stop. So
+On a GPU every phase is an NVTX range, and a profiled step lies between cudaProfilerStart and cudaProfilerStop. So
 
     nsys profile --capture-range=cudaProfilerApi --capture-range-end=repeat megatron-rl train CONFIG --log.profile_steps=[3]
 
-records the same steps. CUPTI serves one profiler at a time: where nsys runs, torch.profiler does not.
+records the same steps. CUPTI serves one profiler at a time, so torch.profiler is off under nsys.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from megatron_rl.observability.files import replace_file
 
 _MICRO_BATCHES = 4
-"""Recorded of each phase. With pipeline stages as many are under way before the first gradient comes back."""
+"""Micro-batches recorded per phase."""
 _OPERATORS = 25
-"""Kept in the table."""
+"""Operators kept in the table."""
 _PHASE = "phase: "
 
 
 def runs_under_nsys() -> bool:
-    """Tell whether Nsight Systems started this process: it sets this variable for what it starts."""
+    """Return whether this process runs under Nsight Systems, which sets this variable."""
     return "NSYS_PROFILING_SESSION_ID" in os.environ
 
 
 class StepProfiler:
-    """Profiles of one rank, which `ranks` names or not; without `steps` only NVTX ranges are left of it."""
+    """Profiles one rank, if `ranks` contains it. Without `steps`, only NVTX ranges remain."""
 
     def __init__(self, run: Path, rank: int, steps: Sequence[int] = (), ranks: Sequence[int] = ()) -> None:
         self._folder, self._rank = run / "profile", rank
@@ -50,7 +50,7 @@ class StepProfiler:
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
-        """Profile what runs within, if `step` is one to profile, and write its files."""
+        """Context manager that profiles the enclosed step if it is in `steps`, and writes its files."""
         global _active
         if step not in self._steps:
             yield
@@ -60,7 +60,7 @@ class StepProfiler:
                 torch.cuda.profiler.start()
                 parts.callback(torch.cuda.profiler.stop)
             if not runs_under_nsys():
-                # Shapes and stacks would cost more than what they show; operators of all steps' phases are kept until the end.
+                # acc_events keeps the operators of all phases until the end of the step
                 self._profile = parts.enter_context(profile(activities=self._activities(), acc_events=True))
                 self._recording, _active = True, self
             try:
@@ -72,7 +72,7 @@ class StepProfiler:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Mark a phase: an NVTX range on a GPU, a range of the trace in a profiled step."""
+        """Context manager that marks a phase: an NVTX range on a GPU, and a range of the trace in a profiled step."""
         with ExitStack() as ranges:
             if self._on_gpu:
                 ranges.enter_context(torch.cuda.nvtx.range(name))
@@ -108,13 +108,13 @@ _active: StepProfiler | None = None
 
 
 def begin_micro_batch() -> None:
-    """Count a micro-batch of this phase in a profiled step; without effect in others."""
+    """Count a micro-batch of the current phase. Does nothing outside profiled steps."""
     if _active is not None:
         _active.begin_micro_batch()
 
 
 def _list_operators(recorded: profile) -> list[dict[str, Any]]:
-    """Return the operators with most own time, on the device or else on the host: name, calls, own milliseconds on both."""
+    """Return the operators with the most self time: name, calls, and self milliseconds on device and host."""
     events = [event for event in recorded.key_averages() if not event.key.startswith(_PHASE)]
     events.sort(key=lambda event: (-event.self_device_time_total, -event.self_cpu_time_total))
     return [

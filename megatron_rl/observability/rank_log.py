@@ -1,5 +1,5 @@
-"""The log of one rank, RUN_DIR/ranks/rank_00000.log: warnings and errors of every library, the error it ended with, and the stacks of its
-threads if it crashed or the run hung. What all ranks have in common is in run.log."""
+"""The log of one rank, RUN_DIR/ranks/rank_00000.log: warnings and errors of all libraries, the final error, and the stacks of the rank's
+threads if it crashed or the run hung. run.log has what concerns all ranks."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from megatron_rl.errors import MegatronRLError
 
 @contextmanager
 def rank_log(run: Path, rank: int, size: int) -> Iterator[IO[str]]:
-    """Open the log for appending and send this process's warnings to it as well.
+    """Context manager that opens the log for appending and also sends this process's warnings to it.
 
-    An exception that leaves the `with` statement is written, a bug with its traceback; a fatal signal with the stacks of all threads.
+    An exception that leaves the block is logged, with its traceback if it is a bug. A fatal signal logs the stacks of all threads.
     """
     folder = run / "ranks"
     folder.mkdir(exist_ok=True)
@@ -44,7 +44,7 @@ def rank_log(run: Path, rank: int, size: int) -> Iterator[IO[str]]:
 
 
 def _add_handlers(file: IO[str]) -> list[logging.Handler]:
-    """Log warnings to the file and to where they went before: without handlers, logging writes them to stderr by its last resort."""
+    """Log warnings to the file in addition to their previous destination, which is stderr if no handler was installed."""
     root, file_handler = logging.getLogger(), logging.StreamHandler(file)
     file_handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     file_handler.setLevel(logging.WARNING)

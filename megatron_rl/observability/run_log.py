@@ -1,16 +1,16 @@
 """The run folder: what a run writes about itself, and how to read it back.
 
-    run.json        what was started, with which configuration and versions, how it ended, and the declarations of its metrics
+    run.json        command, config, versions, final status, and the declarations of its metrics
     metrics.jsonl   one JSON object per step; flat keys such as "reward/mean", numbers as values
     samples.jsonl   some completions of each step
-    run.log         the lines that the console showed
-    tensorboard/    the metrics again, for TensorBoard, unless log.trackers leaves it out
-    checkpoints/    see docs/guides/checkpoints.md; a resumed run writes on in the same folder
-    ranks/          a log and the phase of each rank (megatron_rl.observability.rank_log, megatron_rl.observability.hang_watchdog)
+    run.log         the lines shown on the console
+    tensorboard/    the metrics for TensorBoard, unless log.trackers omits it
+    checkpoints/    see docs/guides/checkpoints.md; a resumed run continues in the same folder
+    ranks/          a log and the phase of each rank (`rank_log`, `hang_watchdog`)
     graph.json, graph.svg    the precision graphs of trainer and engine (megatron_rl.training.graph_check)
 
-A crash may come at any moment, so each metrics line is on the disk before the next step starts, and a run counts as finished only
-when `run.json` says so. A metric that was not measured is absent; one that is NaN or infinite is `null`, for JSON has no NaN.
+A crash can happen at any moment, so each metrics line is on disk before the next step starts, and a run counts as finished only if
+`run.json` says so. A metric that was not measured is absent. A metric that is NaN or infinite is `null`, because JSON has no NaN.
 """
 
 from __future__ import annotations
@@ -34,18 +34,26 @@ from megatron_rl.observability.trackers import Trackers
 
 
 class RunLog:
-    """Writes one run folder, up to `finish`."""
+    """Writes one run folder until `finish`."""
 
     def __init__(self, folder: Path, run: dict[str, Any], resume_step: int | None = None) -> None:
-        """`run`: run.json; `resume_step`: the last step that trackers are to keep. Raises UserError for a folder that another process still
-        writes, or a tracker that does not start; OSError for a folder that cannot be written."""
+        """Open the folder's files and start the trackers.
+
+        Args:
+            run: contents of run.json.
+            resume_step: last step that trackers keep, or None for a new run.
+
+        Raises:
+            UserError: another process still writes the folder, or a tracker does not start.
+            OSError: the folder cannot be written.
+        """
         self.dir = folder
         self._run = run
         self._total_steps = int(run["config"].get("train", {}).get("steps", 0))
         self._files = {"run.log": _open_log(folder)}
         self._files |= {name: (folder / name).open("a") for name in ("metrics.jsonl", "samples.jsonl")}
         self._write_run()
-        self._unexpected: Set[str] = set()  # metrics that the last row had outside their range: each is warned of once until it is back
+        self._unexpected: Set[str] = set()  # metrics outside their expected range in the last row; each is reported once until it returns
         self._display = ProgressDisplay(self._total_steps)
         self._trackers = Trackers(self.write_event)
         try:
@@ -56,32 +64,32 @@ class RunLog:
 
     @classmethod
     def create(cls, parent: Path, config: dict[str, Any], versions: dict[str, str]) -> RunLog:
-        """Make `parent/YYYY-mm-dd_HH-MM-SS` and point `parent/latest` at it.
+        """Create `parent/YYYY-mm-dd_HH-MM-SS` and point `parent/latest` at it.
 
-        `config` is the whole configuration as plain data, `versions` maps a package to its version.
-        Raises UserError("log.dir") if the folder cannot be made.
+        `config` is the whole config as plain data; `versions` maps package names to versions. Raises UserError("log.dir") if the folder
+        cannot be created.
         """
         started = datetime.now().astimezone()
         try:
             folder = make_unique_folder(parent, started.strftime("%Y-%m-%d_%H-%M-%S"))
         except OSError as error:
-            rule = f"cannot make the run's folder ({error.strerror})"
+            rule = f"cannot create the run's folder ({error.strerror})"
             raise UserError("log.dir", str(parent), rule, "name a folder you can write to") from None
         run = {"status": "running", "reason": "", "started": started.isoformat(timespec="seconds"), **_describe_launch(config, versions)}
         log = cls(folder, run)
         log.write_event(f"run folder: {folder}")
         try:
             _point_latest(parent, folder.name)
-        except OSError as error:  # a file system without links, or a real folder of that name: the run goes on without it
+        except OSError as error:  # no symbolic links here, or a real folder has that name: continue without the link
             log.write_event(f"no link {parent / 'latest'}: {error.strerror}")
         return log
 
     @classmethod
     def reopen(cls, folder: Path, config: dict[str, Any], versions: dict[str, str], step: int, last_row: int | None = None) -> RunLog:
-        """Go on in the folder of a run that stopped, as if nothing had been recorded after `step`, and no row after `last_row`: a run may
-        be stopped while it writes the row of the step that it saves, which is then written again.
+        """Reopen the folder of a stopped run and discard what was recorded after `step`, and rows after `last_row`.
 
-        Raises UserError("checkpoint.resume") if another process still writes it, or it cannot be written.
+        `last_row` is `step - 1` if the run stopped before it wrote the row of the checkpoint's step. Raises UserError if another process
+        still writes the folder, or if it cannot be written.
         """
         last_row = step if last_row is None else last_row
         run = read_run(folder) | _describe_launch(config, versions)
@@ -95,17 +103,17 @@ class RunLog:
         return log
 
     def write_event(self, text: str) -> None:
-        """Print one line and write it, with the time, to run.log. Line breaks become " | "."""
+        """Print one line and write it to run.log with the time. Line breaks become " | "."""
         text = " | ".join(text.splitlines())
         self._display.print_line(text)
         self._write_log(text)
 
     def set_phase(self, phase: str) -> None:
-        """Show on a terminal what the run is doing ("generate", "train", ...); written nowhere."""
+        """Show the current phase ("generate", "train", ...) on a terminal."""
         self._display.set_phase(phase)
 
     def write_step(self, metrics: Mapping[str, float]) -> None:
-        """Record one step. `metrics` must hold "step"; the row also gets "unix_time", the second it was written."""
+        """Record one step. `metrics` must contain "step"; "unix_time", the time of the write in seconds, is added."""
         warn_undeclared(metrics)
         row: dict[str, MetricValue] = {key: _json_number(key, value) for key, value in metrics.items()}
         row["unix_time"] = round(datetime.now().timestamp(), 3)
@@ -124,12 +132,11 @@ class RunLog:
         self._unexpected = unexpected.keys()
 
     def write_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Record completions of a step: problem (its id), versions (of the oldest and newest token), level, prompt, completion, answer,
-        reward, correct, advantage, finish_reason, error, mismatch (`training.mismatch.bin_mismatch`)."""
+        """Record completions of a step, as `rollout.worker.build_sample_rows` makes them."""
         self._append("samples.jsonl", [{"step": step, **row} for row in rows])
 
     def finish(self, status: Literal["finished", "broken"], reason: str = "") -> None:
-        """End the run in run.json and close all files. A broken run stays broken: a later "finished" changes nothing."""
+        """Write the final status to run.json and close all files. A run marked as broken stays broken."""
         if self._run["status"] == "broken" or self._run["status"] == status:
             return
         self._run.update(status=status, reason=reason, ended=datetime.now().astimezone().isoformat(timespec="seconds"))
@@ -158,10 +165,10 @@ class RunLog:
 
 
 def read_run(folder: Path) -> dict[str, Any]:
-    """Return run.json of a run. Raises UserError("RUN_DIR") if `folder` is no run folder or run.json is damaged."""
+    """Return run.json of a run. Raises UserError("RUN_DIR") if `folder` is not a run folder or run.json is damaged."""
     fix = "name the folder of one run, such as runs/quickstart/latest"
     if not folder.is_dir():
-        raise UserError("RUN_DIR", str(folder), "is no folder", fix)
+        raise UserError("RUN_DIR", str(folder), "is not a folder", fix)
     try:
         run = json.loads((folder / "run.json").read_bytes())
     except OSError as error:
@@ -169,12 +176,12 @@ def read_run(folder: Path) -> dict[str, Any]:
     except ValueError as error:
         raise UserError("RUN_DIR", str(folder), f"run.json is damaged ({error})", fix) from None
     if not isinstance(run, dict) or run.get("status") not in ("running", "finished", "broken"):
-        raise UserError("RUN_DIR", str(folder), "run.json has no status running, finished or broken", fix)
+        raise UserError("RUN_DIR", str(folder), "run.json has no status of running, finished, or broken", fix)
     return run
 
 
 def read_metrics(folder: Path) -> list[dict[str, MetricValue]]:
-    """Return the rows of metrics.jsonl, oldest first; [] before the first step. A torn last line is left out, with a warning on stderr."""
+    """Return the rows of metrics.jsonl, oldest first. A torn last line is skipped, with a warning on stderr."""
     rows, warning = read_jsonl(folder / "metrics.jsonl")
     if warning:
         print(warning, file=sys.stderr)
@@ -182,7 +189,7 @@ def read_metrics(folder: Path) -> list[dict[str, MetricValue]]:
 
 
 def read_jsonl(path: Path) -> tuple[list[dict[str, Any]], str]:
-    """Return the rows of a JSONL file, and a warning ("" for none) if its last line was torn by a crash and left out.
+    """Return the rows of a JSONL file, and a warning if the last line was torn by a crash and skipped, or "".
 
     Raises UserError("RUN_DIR") with file and line for damage anywhere else.
     """
@@ -198,24 +205,24 @@ def read_jsonl(path: Path) -> tuple[list[dict[str, Any]], str]:
         try:
             row = json.loads(line)
             if not isinstance(row, dict):
-                raise ValueError("no JSON object")
+                raise ValueError("not a JSON object")
         except ValueError:
             if number == numbered_lines[-1][0]:
-                return rows, f"{path.name}: the last line (line {number}) is torn and was left out"
-            raise UserError("RUN_DIR", str(path), f"line {number} is no JSON object", "restore the file or remove the line") from None
+                return rows, f"{path.name}: the last line (line {number}) is torn and was skipped"
+            raise UserError("RUN_DIR", str(path), f"line {number} is not a JSON object", "restore the file or remove the line") from None
         rows.append(row)
     return rows, ""
 
 
 def _describe_launch(config: dict[str, Any], versions: dict[str, str]) -> dict[str, Any]:
-    """Return what run.json says of a run that this process starts or resumes."""
+    """Return the entries of run.json that describe a start or a resumption by this process."""
     process = {"argv": sys.argv, "host": socket.gethostname(), "pid": os.getpid()}
     return {"status": "running", "reason": "", "ended": None, **process, "versions": versions, "config": config}
 
 
 def _open_log(folder: Path) -> IO[str]:
-    """Return run.log, which locks the folder until it is closed or this process ends in any way; some file systems have no locks."""
-    # A completion may hold half a surrogate pair, which UTF-8 refuses; a log line is no reason to stop a run.
+    """Open run.log, whose lock guards the folder until the file is closed or the process ends. Some file systems have no locks."""
+    # A completion may contain half a surrogate pair, which UTF-8 cannot encode.
     file = (folder / "run.log").open("a", encoding="utf-8", errors="backslashreplace")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -228,7 +235,7 @@ def _open_log(folder: Path) -> IO[str]:
 
 
 def _truncate_after(path: Path, step: int) -> None:
-    """Cut off every line from the first one of a later step on, and a torn last line."""
+    """Remove all lines from the first one of a later step, and a torn last line."""
     end = 0
     with path.open("rb+") as file:
         for line in file:
@@ -251,7 +258,7 @@ def _json_number(key: str, value: float) -> MetricValue:
 
 
 def _replace_non_finite(value: Any) -> Any:
-    """Return the same data with None for every float that JSON cannot hold."""
+    """Return the data with None for every float that JSON cannot represent."""
     if isinstance(value, Mapping):
         return {str(key): _replace_non_finite(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -260,12 +267,12 @@ def _replace_non_finite(value: Any) -> Any:
 
 
 def _to_json_value(value: Any) -> Any:
-    """Convert what json cannot write itself: scalars of torch and numpy to numbers, all else (paths) to text."""
+    """Convert scalars of torch and numpy to numbers, and everything else, such as paths, to text."""
     return _replace_non_finite(value.item()) if hasattr(value, "item") else str(value)
 
 
 def _point_latest(parent: Path, name: str) -> None:
-    """Replace the link in one move, so that it always points at some run."""
+    """Replace the link atomically, so that it always points at a run."""
     temporary = parent / f".latest-{name}"
     temporary.symlink_to(name)
     try:

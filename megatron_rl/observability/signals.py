@@ -1,7 +1,7 @@
-"""SIGTERM, which a cluster sends before it kills, and SIGUSR1, its earlier warning: the run writes a checkpoint and ends its engines.
+"""Handles SIGTERM, which clusters send before they kill a job, and SIGUSR1, their earlier warning: the run writes a checkpoint and stops.
 
-A run of one process unwinds at once. Ranks that wait for each other must stop at the same place: each only notes the signal, and all stop
-together at the loop's next `check_stop`. A second signal ends a rank at once.
+A run of one process unwinds immediately. Ranks that wait for each other must stop at the same place, so each rank only records the signal,
+and all stop together at the loop's next `check_stop`. A second signal stops a rank immediately.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from megatron_rl.distributed import gather_from_ranks, raise_on_all_ranks
 from megatron_rl.errors import RunError
 
 _signal_name = ""
-"""The first signal received; "" for none."""
+"""Name of the first signal received, or "" if there was none."""
 _EXIT_CODE = 128 + signal.SIGTERM
-"""For either signal: the run may go on from its checkpoint."""
+"""Exit code for both signals. The run can be resumed from its checkpoint."""
 
 
 class StopError(RunError):
-    """Raised on every rank when one was asked to stop."""
+    """Raised on all ranks when any rank receives a stop signal."""
 
     exit_code = _EXIT_CODE
 
 
 def install_signal_handlers(alone: bool) -> None:
-    """Handle both signals from now on; `alone`: this process may unwind at once, since no other rank waits for it."""
+    """Install the handlers. `alone` says that no other rank waits for this process, so it may unwind immediately."""
     global _signal_name
     _signal_name = ""
 
@@ -41,14 +41,14 @@ def install_signal_handlers(alone: bool) -> None:
 
 
 def check_stop() -> None:
-    """Raise StopError on every rank if any was asked to stop. Collective."""
+    """Raise StopError on all ranks if any rank has received a stop signal. Collective."""
     raise_on_all_ranks(_stop_error())
 
 
 def prefer_stop_error(error: RunError) -> RunError:
-    """Return what ends the run: StopError if any rank was asked to stop, else `error`, which all ranks have. Collective.
+    """Return StopError if any rank has received a stop signal, else `error`, which all ranks have. Collective.
 
-    A cluster signals the processes below a rank as well, so a stop may show first as a lost engine.
+    A cluster also signals the child processes of a rank, so a stop may first appear as a lost engine.
     """
     return error if isinstance(error, StopError) else next(filter(None, gather_from_ranks(_stop_error())), error)
 

@@ -1,46 +1,135 @@
-"""Trackers: what shows a run's metrics elsewhere, such as TensorBoard. The run's own record is metrics.jsonl. Rank 0 only."""
+"""Trackers, which show a run's metrics elsewhere: TensorBoard, Weights & Biases, MLflow, or a user's own. Rank 0 only.
+
+The run's own record is metrics.jsonl. Each built-in tracker imports its library when it starts.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from megatron_rl.errors import UserError
+from megatron_rl.metrics import group_by_panel
 from megatron_rl.plugs import TRACKERS
+
+_MLFLOW_BATCH = 100
+"""Parameters that MLflow accepts at once."""
+_MLFLOW_LENGTH = 6000
+"""Characters of a parameter that MLflow accepts."""
 
 
 class Tracker(Protocol):
-    """What `log.trackers` names. After an error in `log` or `finish`, which is told once, the run goes on and so do its calls."""
+    """The interface of a tracker (`log.trackers`). An error in `log` or `finish` is reported once and does not stop the run."""
 
     def __init__(self, folder: Path, config: dict[str, Any], resume_step: int | None) -> None:
-        """Start: the run's folder and whole configuration; in a resumed run its last step, after which all is to be forgotten, else None.
-        Whatever it raises ends the run before anything else has started."""
+        """Start tracking. Any exception stops the run before anything else starts.
+
+        Args:
+            folder: the run's folder.
+            config: the whole config as plain data.
+            resume_step: last step of the resumed run, after which everything is to be discarded, or None for a new run.
+        """
 
     def log(self, row: Mapping[str, float], step: int) -> None:
-        """Record a step's metrics, NaN and infinities among them."""
+        """Record the metrics of a step, which may include NaN and infinities."""
 
     def finish(self, status: str) -> None:
-        """End; "finished" or "broken"."""
+        """Stop tracking. `status` is "finished" or "broken"."""
+
+
+class TensorBoard:
+    """Writes scalars to the run folder's `tensorboard/`, with the metrics' panels as custom scalars."""
+
+    def __init__(self, folder: Path, config: dict[str, Any], resume_step: int | None) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer: Any = SummaryWriter(str(folder / "tensorboard"), purge_step=None if resume_step is None else resume_step + 1)
+        panels = {panel: ["Multiline", [metric.pattern for metric in metrics]] for panel, metrics in group_by_panel().items()}
+        self._writer.add_custom_scalars({"megatron-rl": panels})
+
+    def log(self, row: Mapping[str, float], step: int) -> None:
+        for name, value in row.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def finish(self, status: str) -> None:
+        self._writer.close()
+
+
+class WandB:
+    """Weights & Biases, configured by its own variables (WANDB_API_KEY, WANDB_PROJECT, WANDB_MODE=offline).
+
+    A resumed run is a separate W&B run in the group of the first, because W&B cannot discard logged steps.
+    """
+
+    def __init__(self, folder: Path, config: dict[str, Any], resume_step: int | None) -> None:
+        import wandb
+
+        self._run: Any = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", "megatron-rl"),
+            group=folder.name,
+            name=folder.name if resume_step is None else f"{folder.name} from {resume_step}",
+            dir=folder,
+            config=json.loads(json.dumps(config, default=str)),
+            settings=wandb.Settings(console="off", silent=True),
+        )
+
+    def log(self, row: Mapping[str, float], step: int) -> None:
+        self._run.log(dict(row), step=step)
+
+    def finish(self, status: str) -> None:
+        self._run.finish(exit_code=0 if status == "finished" else 1)
+
+
+class MLflow:
+    """MLflow (mlflow or mlflow-skinny), configured by its own variables (MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME).
+
+    A resumed run is a separate MLflow run, tagged with the step it was resumed from.
+    """
+
+    def __init__(self, folder: Path, config: dict[str, Any], resume_step: int | None) -> None:
+        from mlflow.entities import Metric, Param
+        from mlflow.tracking import MlflowClient
+
+        self._client, self._metric = MlflowClient(), Metric
+        name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "megatron-rl")
+        experiment = self._client.get_experiment_by_name(name)
+        number = experiment.experiment_id if experiment else self._client.create_experiment(name)
+        tags = {"folder": str(folder)} | ({} if resume_step is None else {"resumed_from_step": str(resume_step)})
+        self._run = self._client.create_run(number, run_name=folder.name, tags=tags).info.run_id
+        parameters = [Param(field, str(value)[:_MLFLOW_LENGTH]) for field, value in _flatten(config)]
+        for first in range(0, len(parameters), _MLFLOW_BATCH):
+            self._client.log_batch(self._run, params=parameters[first : first + _MLFLOW_BATCH])
+
+    def log(self, row: Mapping[str, float], step: int) -> None:
+        now = int(time.time() * 1e3)
+        self._client.log_batch(self._run, metrics=[self._metric(name, value, now, step) for name, value in row.items()])
+
+    def finish(self, status: str) -> None:
+        self._client.set_terminated(self._run, "FINISHED" if status == "finished" else "FAILED")
 
 
 class Trackers:
-    """The trackers of a run. `say` tells the user a line."""
+    """All trackers of a run. `notify` shows a line to the user."""
 
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self._say, self._failed = say, set[str]()
+    def __init__(self, notify: Callable[[str], None]) -> None:
+        self._notify, self._failed = notify, set[str]()
         self._trackers: dict[str, Tracker] = {}
 
     def start(self, names: Sequence[str], folder: Path, config: dict[str, Any], resume_step: int | None) -> None:
-        """Raise UserError for one that does not start."""
+        """Start all trackers. Raise UserError if one does not start."""
         for name in names:
             try:
                 self._trackers[name] = TRACKERS.load(name)(folder, config, resume_step)
-            except Exception as error:  # whatever it raises
+            except Exception as error:  # user code may raise anything
                 rule = f"does not start ({type(error).__name__}: {_first_line(error)})"
                 missing = isinstance(error, ModuleNotFoundError) and error.name == name
                 fix = f"pip install {name}" if missing else "repair it"
-                raise UserError(TRACKERS.field, name, rule, f"{fix}, or leave it out") from None
+                raise UserError(TRACKERS.field, name, rule, f"{fix}, or remove it from the list") from None
 
     def log(self, row: Mapping[str, float], step: int) -> None:
         self._call_all(lambda tracker: tracker.log(row, step))
@@ -52,11 +141,19 @@ class Trackers:
         for name, tracker in self._trackers.items():
             try:
                 call(tracker)
-            except Exception as error:  # its rows are in metrics.jsonl as well: no reason to stop a run
+            except Exception as error:  # metrics.jsonl has the rows too, so this does not stop the run
                 if name not in self._failed:
                     self._failed.add(name)
-                    self._say(f"tracker {name} failed, the run goes on ({type(error).__name__}: {error})")
+                    self._notify(f"tracker {name} failed, the run continues ({type(error).__name__}: {error})")
 
 
 def _first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [""])[0]
+
+
+def _flatten(config: Mapping[str, Any], section: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in config.items():
+        if isinstance(value, Mapping):
+            yield from _flatten(value, f"{section}{name}.")
+        else:
+            yield f"{section}{name}", value

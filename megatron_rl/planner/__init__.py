@@ -1,1 +1,1 @@
-"""`megatron-rl plan`: what a run would hold, move and wait for on a cluster, from the model's config.json alone. No torch."""
+"""`megatron-rl plan`: estimates memory, traffic and time of a run on a cluster from the model's config.json alone, without torch."""

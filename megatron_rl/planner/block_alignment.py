@@ -1,4 +1,4 @@
-"""Every kind of tensor in the trainer's and the engine's layout: shapes, precision, and whether each quantized block is whole."""
+"""Shapes and precision of every kind of parameter in the trainer's and the engine's layout, and whether any quantized block is cut."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from megatron_rl.planner.candidate import Candidate, Workload
+from megatron_rl.cost.workload import Candidate, Workload
 from parallel.formats import TensorFormat
 from parallel.layout_hints import keep_one_layer_per_kind
 from parallel.megatron_shards import build_trainer_shards
@@ -17,21 +17,21 @@ from parallel.shards import Shard, find_misaligned_region
 
 @dataclass(frozen=True)
 class ParameterAlignment:
-    """One kind of parameter of trainer or engine; layers and experts of one kind are alike."""
+    """One kind of parameter of the trainer or the engine. Layers and experts of one kind are equal."""
 
     side: str
     name: str
     shape: tuple[int, ...]
-    """On one rank."""
+    """Shape on one rank."""
     format: str
     scales: tuple[int, ...]
-    """Empty where it is not quantized."""
+    """Shape of the scales, empty if the parameter is not quantized."""
     cut: str
-    """The first region that cuts a block; "" where all are whole."""
+    """The first region that cuts a block, or "" if all blocks are whole."""
 
 
 def check_alignment(job: Workload, candidate: Candidate) -> list[ParameterAlignment]:
-    """Return both sides' parameters. Raise GeometryError where a layout does not divide the model."""
+    """Return the parameters of both sides. Raise GeometryError if a layout does not divide the model."""
     model, format_of = keep_one_layer_per_kind(job.model), job.contract.format_of
     trainer = build_trainer_shards(model, candidate.train.one_stage, format_of=format_of).values()
     engine = build_engine_shards(model, candidate.rollout_tp, candidate.rollout_ep).values()

@@ -1,9 +1,8 @@
 """Memory of each kind of GPU in each phase of an RL step.
 
-Colocated, trainer and engine take turns: while the engine generates and during a sync, masters and moments are in host memory and the
-gradients' memory is released; while the trainer works, the engine's weights and KV cache are released. With a critic its optimizer is on
-the device for its update, then the policy's for that, never both. Disaggregated, each side keeps everything. The largest GPU of a phase
-decides: pipeline stages differ.
+Colocated, trainer and engine take turns. While the engine generates and during a sync, masters and moments are offloaded and the gradients'
+memory is released; while the trainer works, the engine's weights and KV cache are released. A critic's optimizer and the policy's optimizer
+are on the device in turn. Disaggregated, each side keeps everything. Pipeline stages differ, so the GPU that needs the most decides.
 """
 
 from __future__ import annotations
@@ -11,27 +10,28 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from megatron_rl.planner import activation_memory, memory
-from megatron_rl.planner.candidate import Candidate, Workload
-from megatron_rl.planner.hardware import GIB, MIB, Cluster
+from megatron_rl.cost import activations, weights
+from megatron_rl.cost.hardware import GIB, MIB, Cluster
+from megatron_rl.cost.workload import Candidate, Workload
 
 CUDA_CONTEXT_BYTES = GIB
-"""Of each process: CUDA's context, kernels, NCCL's buffers. An assumption; the log of a run has measured values."""
+"""Bytes of CUDA's context, kernels and NCCL's buffers of each process. An assumption; the log of a run has measured values."""
 _IPC_CONTEXT_BYTES = GIB // 2
-"""On a GPU of the trainer, for each process that opens its memory from another GPU: a CUDA context without NCCL. An assumption."""
+"""Bytes on a trainer GPU for each process that opens its memory from another GPU: a CUDA context without NCCL. An assumption."""
 RESERVED_SHARE = 0.05
-"""Share of a GPU left to the allocator's fragmentation. An assumption."""
+"""Share of a GPU left free for fragmentation of the allocator. An assumption."""
 _PREFILL_CHUNK = 8192
 """Prompt tokens that SGLang 0.5.23 computes at once on GPUs of 60 GB and more."""
 
 PHASES = ("generate", "logprobs", "critic", "train", "sync", "resume")
-"""Where there is a critic, `critic`: its optimizer steps, before the policy's; and `resume`: a checkpoint is loaded, frozen models not yet.
-Without one a train phase needs more than that. `checkpoint`, which `count_trainer_parts` knows too, needs what generating needs."""
+"""Phases of a plan. `critic` is the critic's optimizer steps, before the policy's; `resume` loads a checkpoint, before frozen models are
+loaded. Both exist only with a critic; without one, `train` needs more than `resume`. `count_trainer_parts` also knows `checkpoint`, which
+needs as much as `generate`."""
 
 
 @dataclass(frozen=True)
 class PhaseMemory:
-    """Bytes, by part, on the fullest GPU of one kind in one phase."""
+    """Bytes by part on the fullest GPU of one kind in one phase."""
 
     phase: str
     gpus: str
@@ -50,7 +50,7 @@ def engine_workspace(tp: int) -> int:
 
 
 def estimate_phase_memory(job: Workload, candidate: Candidate) -> list[PhaseMemory]:
-    """Return the fullest GPU of every phase: of all GPUs where trainer and engine share them, else of either side."""
+    """Return the fullest GPU in every phase; if trainer and engine have their own GPUs, the fullest of each side."""
     phases = []
     for phase in PHASES:
         if phase in ("critic", "resume") and job.critic is None:
@@ -65,8 +65,7 @@ def estimate_phase_memory(job: Workload, candidate: Candidate) -> list[PhaseMemo
 
 
 def add_ipc_contexts(memory: tuple[PhaseMemory, ...], readers: int) -> tuple[PhaseMemory, ...]:
-    """Add what `readers`, engine ranks on other GPUs, hold on a GPU of the trainer whose memory they have opened by CUDA IPC: from the
-    first sync on, in all phases."""
+    """Add the contexts of `readers` engine ranks on other GPUs that open a trainer GPU's memory by CUDA IPC, from the first sync on."""
     contexts = {"IPC contexts": float(readers * _IPC_CONTEXT_BYTES)}
     return tuple(each if each.gpus == "engine" else replace(each, parts=each.parts | contexts) for each in memory)
 
@@ -78,71 +77,64 @@ def _fullest_stage(job: Workload, candidate: Candidate, phase: str) -> dict[str,
 
 
 def count_trainer_parts(job: Workload, candidate: Candidate, stage: int, phase: str) -> dict[str, float]:
-    """Return the bytes, by part, of a trainer rank of a pipeline stage in a phase."""
-    rank = memory.count_trainer_memory(job, candidate.train, stage)
+    """Return the bytes by part on a trainer rank of a pipeline stage in a phase."""
+    rank = weights.count_trainer_memory(job, candidate.train, stage)
     resumes = phase == "resume"
-    # a step's new blocks have no operands until the next forward pass
+    # operands of a step's new blocks are made by the next forward pass
     computes = phase in ("logprobs", "critic", "train") or (job.trains_adapters and not candidate.colocated and not resumes)
     parts: dict[str, float] = {"weights": rank.weights, "quantized": rank.blocks + (rank.operands if computes else 0)}
-    if _has_optimizer(job, candidate, phase):
+    # colocated, the optimizer returns for the policy's update; without a critic already when the engine has released its memory
+    if not candidate.colocated or phase in ("train", "resume") or (phase == "logprobs" and job.critic is None):
         parts |= {"gradients": rank.gradients, "optimizer": rank.optimizer}
-    has_reference = job.has_reference and not (job.trains_adapters or resumes)  # frozen: no gradients
-    parts["reference"] = memory.count_trainer_memory(job.scored, candidate.train, stage).model if has_reference else 0
+    has_reference = job.has_reference and not (job.trains_adapters or resumes)
+    parts["reference"] = weights.count_trainer_memory(job.scored, candidate.train, stage).model if has_reference else 0
     if job.teacher is not None and not resumes:
-        parts["teacher"] = memory.count_trainer_memory(job.teacher, candidate.train, stage).model
+        parts["teacher"] = weights.count_trainer_memory(job.teacher, candidate.train, stage).model
     if job.critic is not None:
-        critic = memory.count_trainer_memory(job.critic, candidate.train, stage)
+        critic = weights.count_trainer_memory(job.critic, candidate.train, stage)
         parts["critic"] = critic.model if phase == "critic" else critic.weights + critic.blocks
         if phase in ("critic", "resume") or not candidate.colocated:
             parts["critic"] += critic.gradients + critic.optimizer
     if phase in ("critic", "train"):
         trained = job if job.critic is None or phase == "train" else job.critic
-        activations = activation_memory.count_training_activations(trained, candidate, stage)
-        parts["activations"] = activations.kept + activations.working
+        training = activations.count_training_activations(trained, candidate, stage)
+        parts["activations"] = training.kept + training.working
     if phase == "logprobs":
-        parts["activations"] = max(
-            activation_memory.count_logprob_activations(each, candidate, stage) for each in (job, job.teacher) if each is not None
-        )
+        scored = [each for each in (job, job.teacher) if each is not None]
+        parts["activations"] = max(activations.count_logprob_activations(each, candidate, stage) for each in scored)
     if phase == "sync":
-        parts["sync"] = memory.count_sync_quantization(job, candidate, stage) + (job.config.sync.bucket_mb << 20)
+        parts["sync"] = weights.count_sync_quantization(job, candidate, stage) + (job.config.sync.bucket_mb << 20)
     return parts | {"context": CUDA_CONTEXT_BYTES}
-
-
-def _has_optimizer(job: Workload, candidate: Candidate, phase: str) -> bool:
-    """Return whether gradients, masters and moments of the policy are on the device: colocated, they come for its update after a critic's,
-    and without one when the engine has released its memory. A run that resumes loads both."""
-    return not candidate.colocated or phase in ("train", "resume") or (phase == "logprobs" and job.critic is None)
 
 
 def _engine_parts(job: Workload, candidate: Candidate, phase: str) -> dict[str, float]:
     parts: dict[str, float] = {"context": CUDA_CONTEXT_BYTES}
     if phase == "resume" or (candidate.colocated and phase in ("logprobs", "critic", "train")):
         return parts
-    weights = memory.count_engine_weights(job, candidate.rollout_tp, candidate.rollout_ep)
-    parts["engine weights"] = weights
+    held = weights.count_engine_weights(job, candidate.rollout_tp, candidate.rollout_ep)
+    parts["engine weights"] = held
     if phase == "sync":
-        parts["sync"] = (weights if job.config.sync.staged else 0) + (job.config.sync.bucket_mb << 20)
-    return parts | {"KV cache": memory.count_kv_cache(job, candidate), "workspace": engine_workspace(candidate.rollout_tp)}
+        parts["sync"] = (held if job.config.sync.staged else 0) + (job.config.sync.bucket_mb << 20)
+    return parts | {"KV cache": weights.count_kv_cache(job, candidate), "workspace": engine_workspace(candidate.rollout_tp)}
 
 
 def count_offloaded_bytes(job: Workload, candidate: Candidate) -> int:
-    """Return the host bytes of one trainer rank's masters and moments, those of the critic too, while the engine generates; 0 where the
-    device keeps them."""
+    """Return the host bytes of a trainer rank's offloaded masters and moments, including the critic's. 0 if the device keeps them."""
     if not candidate.colocated:
         return 0
     trained = [each for each in (job, job.critic) if each is not None]
     stages = candidate.extreme_stages
-    return max(sum(memory.count_trainer_memory(each, candidate.train, stage).optimizer for each in trained) for stage in stages)
+    return max(sum(weights.count_trainer_memory(each, candidate.train, stage).optimizer for each in trained) for stage in stages)
 
 
 def count_sample_bytes(job: Workload) -> int:
-    """Return the host bytes of a step's samples, all of the greatest length, as rank 0 holds and sends them (`batch.sample_bytes`); every
-    other rank holds its replica's."""
+    """Return the host bytes of a step's samples of the greatest length on rank 0, which sends them (`batch.sample_bytes`). Every other rank
+    holds those of its replica."""
     return job.trained_sequences * _count_longest_sample(job)
 
 
 def count_kept_bytes(job: Workload) -> int:
-    """Return the host bytes of the groups that rank 0 keeps to train on again, all of the greatest length; 0 without [replay]."""
+    """Return the host bytes of the groups of the greatest length that rank 0 keeps for replay, 0 without [replay]."""
     replay = job.config.replay
     return 0 if replay is None else replay.buffer_size * job.config.rollout.group_size * _count_longest_sample(job)
 

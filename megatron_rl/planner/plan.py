@@ -1,4 +1,4 @@
-"""The dry run of a configuration on a cluster: what `megatron-rl plan` shows."""
+"""The dry run of a configuration on a cluster that `megatron-rl plan` prints."""
 
 from __future__ import annotations
 
@@ -7,43 +7,42 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.config import Config
+from megatron_rl.cost.hardware import GIB, Cluster
+from megatron_rl.cost.workload import Candidate, Workload
 from megatron_rl.errors import UserError
 from megatron_rl.hf.files import read_config
 from megatron_rl.planner import block_alignment
-from megatron_rl.planner.candidate import Candidate, Workload
-from megatron_rl.planner.hardware import GIB, Cluster
 from megatron_rl.planner.memory_by_phase import count_offloaded_bytes, count_sample_bytes, usable_bytes
 from megatron_rl.planner.roofline import compare_reductions
 from megatron_rl.planner.search import CandidateEstimate, Planner, SearchResult, explain_rank
-from megatron_rl.preflight import LAYOUTS, PLAN, check
 
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """The options of the command line."""
+    """Options of the command line."""
 
     path: Path
-    """The configuration's file."""
+    """The configuration file."""
     overrides: tuple[str, ...]
     nodes: int | None
-    """None: as many as the configured layout needs."""
+    """Number of nodes, or None for as many as the configured layout needs."""
     gpus_per_node: int
     gpu: str
     top: int
-    """Layouts to show."""
+    """Number of layouts to print."""
     json: Path | None
     sbatch: Path | None
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A plan. `chosen` is the configured layout where one is configured and works, else the best."""
+    """A plan. `chosen` is the configured layout if it is set and works, else the best one."""
 
     job: Workload
     cluster: Cluster
     chosen: CandidateEstimate
     refusal: UserError | None
-    """Why the configured layout does not work."""
+    """Why the configured layout does not work, or None."""
     search: SearchResult
 
     @property
@@ -53,10 +52,9 @@ class Plan:
 
 
 def make_plan(config: Config, options: PlanOptions) -> Plan:
-    """Plan the run from config.json alone: no process, no torch, no weights. Raise UserError where nothing works."""
+    """Plan the run from config.json alone, without torch or weights. Raise UserError if no layout works."""
     job = Workload.from_config(config, read_config(config.model.folder))
-    nodes = options.nodes if options.nodes is not None else -(-config.train.layout.ranks // max(options.gpus_per_node, 1))
-    cluster = Cluster.from_options(nodes, options.gpus_per_node, options.gpu)
+    cluster = Cluster.from_options(options.nodes, options.gpus_per_node, options.gpu, config.train.layout.ranks)
     planner = Planner(job, cluster)
     chosen = refusal = None
     if _is_configured(config):
@@ -66,7 +64,7 @@ def make_plan(config: Config, options: PlanOptions) -> Plan:
             refusal = error
     search = planner.search(max(options.top, 1))
     if chosen is None:
-        if not search.ranked:  # a mistake that no other layout mends
+        if not search.ranked:  # no other layout helps either
             raise refusal if refusal is not None and search.closest is None else _nothing_fits(cluster, search)
         chosen = search.ranked[0]
         if refusal is not None:
@@ -76,17 +74,15 @@ def make_plan(config: Config, options: PlanOptions) -> Plan:
 
 
 def _is_configured(config: Config) -> bool:
-    """Return whether the configuration sets the trainer's layout; if not, the plan proposes one."""
+    """Return whether the configuration sets the trainer's layout. If not, the plan proposes one."""
     return "layout" in config.train.model_fields_set
 
 
 def _estimate_configured(planner: Planner) -> CandidateEstimate:
-    """Return the estimate of the configured layout. Raise UserError where it does not work."""
+    """Return the estimate of the configured layout. Raise UserError if it does not work."""
     job, cluster = planner.job, planner.cluster
     candidate = Candidate.from_config(job.config)
-    check(candidate.facts(job, cluster), PLAN | LAYOUTS, about=LAYOUTS)
-    if candidate.gpus > cluster.gpus:
-        raise UserError("train.layout", None, f"needs {candidate.gpus} GPUs, {cluster} have {cluster.gpus}", "give more --nodes")
+    candidate.check_on(cluster, job)
     estimate = planner.with_sync(planner.estimate(candidate))
     if not estimate.fits:
         peak = estimate.fullest
@@ -106,7 +102,7 @@ def _nothing_fits(cluster: Cluster, search: SearchResult) -> UserError:
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
-    """Return the whole plan; bytes and seconds as numbers."""
+    """Return the whole plan with bytes and seconds as numbers."""
     config, ranked = plan.job.config, plan.search.ranked
     return {
         "cluster": asdict(plan.cluster),

@@ -1,10 +1,9 @@
-"""Try every sensible placement of a run on a cluster, drop what cannot work or does not fit, rank the rest by seconds per step.
+"""Search over placements of a run on a cluster: drops those that do not work or do not fit, and ranks the rest by seconds per step.
 
 Colocated candidates use all GPUs for both sides; disaggregated ones give an eighth, a quarter, half or three quarters of them to engines.
-Tensor parallel sizes stay within a node; pipeline, expert and data parallel sizes are all that the rest allows, with one, two or four
-virtual stages. The first and the last stage have fewer layers where that makes all stages take about as long. Context parallelism is tried
-where a sequence is longer than a micro-batch, full recomputation where nothing else fits, and engines over several nodes where no engine
-of one node fits.
+Tensor parallel sizes stay within a node. Pipeline (with one, two or four virtual stages), expert and data parallel sizes are all that
+divide the remaining GPUs. The first and last stage get fewer layers if that balances the stages. Context parallelism is tried if a sequence
+is longer than a micro-batch, full recomputation if nothing else fits, and engines over several nodes if no engine of one node fits.
 """
 
 from __future__ import annotations
@@ -14,8 +13,8 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from megatron_rl.planner.candidate import Candidate, Placement, Workload
-from megatron_rl.planner.hardware import GIB, Cluster
+from megatron_rl.cost.hardware import GIB, Cluster
+from megatron_rl.cost.workload import Candidate, Placement, Workload
 from megatron_rl.planner.memory_by_phase import PhaseMemory, add_ipc_contexts, estimate_phase_memory, usable_bytes
 from megatron_rl.planner.roofline import StepTime, estimate_step_time, weigh_output_layer
 from megatron_rl.planner.sync_traffic import SyncTraffic, estimate_sync_traffic
@@ -29,12 +28,12 @@ _ENGINE_EIGHTHS = (1, 2, 4, 6)
 
 @dataclass(frozen=True)
 class CandidateEstimate:
-    """A candidate, with what it needs and takes."""
+    """A candidate with its memory, its seconds per step and, once estimated, its sync traffic."""
 
     candidate: Candidate
     memory: tuple[PhaseMemory, ...]
     spare: float
-    """Bytes left on the fullest GPU; negative where it does not fit."""
+    """Bytes left on the fullest GPU; negative if the candidate does not fit."""
     seconds: StepTime
     sync: SyncTraffic | None = None
 
@@ -54,24 +53,26 @@ class CandidateEstimate:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """`ranked`: the fastest that fit, best first. `dropped`: how many of `tried` were left out, by reason. `closest`: of those that are
-    only too large, the one that lacks least."""
+    """Result of a search."""
 
     ranked: list[CandidateEstimate]
+    """The fastest candidates that fit, best first."""
     tried: int
     dropped: Counter[str]
+    """Number of rejected candidates by reason."""
     closest: CandidateEstimate | None
+    """The candidate that lacks the least memory, among those that are valid but too large."""
 
 
 class Planner:
-    """Estimates candidates of one workload on one cluster; layouts that cut the model alike are validated once."""
+    """Estimates candidates of one workload on one cluster. Layouts that shard the model in the same way are validated once."""
 
     def __init__(self, job: Workload, cluster: Cluster) -> None:
         self.job, self.cluster = job, cluster
         self._layout_errors: dict[tuple[int, ...], bool] = {}
 
     def estimate(self, candidate: Candidate) -> CandidateEstimate:
-        """Return memory and seconds, without the sync. Raise GeometryError where a layout does not divide the model."""
+        """Return memory and seconds without the sync. Raise GeometryError if a layout does not divide the model."""
         if self.job.teacher is not None:
             check_stages(self.job.teacher.model.layers, candidate.train)
         memory = tuple(estimate_phase_memory(self.job, candidate))
@@ -81,7 +82,7 @@ class Planner:
         return usable_bytes(self.cluster) - max(gpu.total for gpu in memory)
 
     def with_sync(self, estimate: CandidateEstimate) -> CandidateEstimate:
-        """Add the sync: its traffic, its seconds, and what CUDA IPC takes."""
+        """Add the sync's traffic and seconds, and the memory of CUDA IPC."""
         traffic, memory = estimate_sync_traffic(self.job, estimate.candidate, self.cluster), estimate.memory
         if self.job.config.sync.transport == "cuda_ipc":
             memory = add_ipc_contexts(memory, traffic.readers)
@@ -89,9 +90,9 @@ class Planner:
         return replace(estimate, memory=memory, spare=self._count_spare(memory), sync=traffic, seconds=seconds)
 
     def search(self, count: int) -> SearchResult:
-        """Return the `count` fastest, each training layout once, with its best engines.
+        """Return the `count` fastest candidates, one per training layout, with its best engines.
 
-        Only those get an estimate of the sync, which is a second beside minutes.
+        Only these get an estimate of the sync, because a sync takes a second and a step takes minutes.
         """
         tried, dropped = 0, Counter[str]()
         fitting: dict[tuple[Layout, Placement], CandidateEstimate] = {}
@@ -140,7 +141,7 @@ class Planner:
                     yield Candidate(layout, *rollout, placement, nodes_per_engine=nodes_per_engine)
 
     def _rollouts(self, gpus: int, nodes_per_engine: int) -> Iterator[tuple[int, int, int]]:
-        """Yield (tp, ep, engines) that use these GPUs: of an engine on one node, or on all GPUs of several."""
+        """Yield (tp, ep, engines) that use these GPUs, with engines on one node or on all GPUs of several nodes."""
         node = self.cluster.gpus_per_node
         sizes = [tp for tp in _powers(node) if node % tp == 0] if nodes_per_engine == 1 else [node * nodes_per_engine]
         for tp in sizes:
@@ -159,7 +160,7 @@ class Planner:
                             yield from self._interleaved(layout)
 
     def _context_sizes(self, gpus: int) -> list[int]:
-        """Return context parallel sizes; above 1 only where one sequence is longer than a micro-batch: elsewhere it only adds traffic."""
+        """Return context parallel sizes. Sizes above 1 only help if one sequence is longer than a micro-batch."""
         needed = self.job.config.longest_sequence / self.job.config.train.micro_batch_tokens
         return [cp for cp in _powers(gpus) if cp < 2 * needed] if needed > 1 else [1]
 
@@ -174,8 +175,8 @@ class Planner:
                     yield replace(layout, ep=ep, etp=etp)
 
     def _interleaved(self, layout: Layout) -> Iterator[Layout]:
-        """Yield the layout with one, two and four virtual stages (a smaller bubble for more activations), of as many layers as let all
-        stages take about as long."""
+        """Yield the layout with one, two and four virtual stages, which trade activation memory for a smaller bubble, with balanced
+        stages."""
         output_layer = weigh_output_layer(self.job, layout, self.cluster) if layout.pp > 1 else 0.0
         for vpp in (1, 2, 4) if layout.pp > 1 else (1,):
             if (balanced := balance_stages(self.job.model.layers, layout.pp, vpp, output_layer)) is not None:
@@ -183,7 +184,7 @@ class Planner:
 
 
 def _rank_key(estimate: CandidateEstimate) -> tuple[float, float]:
-    """Sorts the fastest first, among equals the one with most memory to spare."""
+    """Sort by seconds per step, then by free memory."""
     return estimate.seconds.step, -estimate.spare
 
 
@@ -196,7 +197,7 @@ def _divisors(length: int) -> list[int]:
 
 
 def explain_rank(estimate: CandidateEstimate, best: CandidateEstimate) -> str:
-    """Return why a candidate has its rank: where the best spends its time, or what another loses and gains against the best."""
+    """Return why a candidate has its rank: the phase that dominates the best one, or the differences from the best one."""
     seconds, by_phase = estimate.seconds, estimate.seconds_by_phase
     if estimate is best:
         phase = max(by_phase, key=lambda phase: by_phase[phase])

@@ -1,4 +1,4 @@
-"""The plan's tables on a terminal."""
+"""Prints a plan as tables on a terminal."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from megatron_rl.cost.hardware import COMPUTE_EFFICIENCY, GIB, LINK_EFFICIENCY, NETWORK_BANDWIDTH, Cluster
+from megatron_rl.cost.workload import MEAN_LENGTH_SHARE, Workload
 from megatron_rl.planner import block_alignment
-from megatron_rl.planner.candidate import MEAN_LENGTH_SHARE, Workload
-from megatron_rl.planner.hardware import GIB, LINK_EFFICIENCY, NETWORK_BANDWIDTH, Cluster
 from megatron_rl.planner.memory_by_phase import count_kept_bytes, count_offloaded_bytes, count_sample_bytes, usable_bytes
-from megatron_rl.planner.roofline import COMPUTE_EFFICIENCY, compare_reductions
+from megatron_rl.planner.roofline import compare_reductions
 from megatron_rl.planner.search import CandidateEstimate, SearchResult, explain_rank
 from megatron_rl.reporting.formatting import format_bytes
 from parallel.adapters import is_adapter
@@ -25,7 +25,7 @@ _WIDTH = 120
 
 
 def print_plan(plan: Plan) -> None:
-    """Print everything, 120 columns wide where the output is no terminal."""
+    """Print the plan, 120 columns wide if the output is not a terminal."""
     console = Console(highlight=False, markup=False, emoji=False)
     if not console.is_terminal:
         console.width = _WIDTH

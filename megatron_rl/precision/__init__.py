@@ -1,1 +1,1 @@
-"""The precision contract, the quantizers, the FP8 products and the precision graph."""
+"""The precision contract, quantizers and precision graph."""

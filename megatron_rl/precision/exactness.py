@@ -1,4 +1,4 @@
-"""Whether a run promises that its engine's log-probs are the trainer's, bit for bit."""
+"""Whether the log-probs of engine and trainer are guaranteed to be equal, bit for bit."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from parallel.model_geometry import ModelGeometry
 
 
 def list_inexact(config: Config, hf_config: Mapping[str, Any], on_gpu: bool) -> list[str]:
-    """Return the reasons why |Δ log p| of the trainer's own tokens may differ from 0, [] where it must not.
+    """Return the reasons why |Δ log p| between engine and trainer may differ from 0. Empty if it must be 0.
 
-    `on_gpu`: trainer and engine run on GPUs, as they do where there are any.
+    `on_gpu`: whether trainer and engine run on GPUs.
     """
     contract, model = PrecisionContract.from_config(config.precision), ModelGeometry.from_hf_config(hf_config)
     layout, engine = config.train.layout, config.rollout

@@ -1,20 +1,21 @@
-"""The reference quantizer: E4M3 values with one FP32 scale per 1x128, 128x1 or 128x128 block.
+"""The reference FP8 quantizer: E4M3 values with one FP32 scale per 1x128, 128x1 or 128x128 block.
 
 A block with largest magnitude `amax` gets a scale s (stored as `scale_inv` by Transformer Engine and SGLang: value = q * s):
 
     pow2   s = 2^ceil(log2(amax / 448))           exact in both libraries
-    fp32   s = 1 / fl(448 / amax)                 Transformer Engine's order of operations (recipe_common.cuh)
+    fp32   s = 1 / fl(448 / amax)                 the order of operations of Transformer Engine (recipe_common.cuh)
 
-and q = e4m3(x / s), rounded to nearest even. `amax` is at least `AMAX_EPSILON`.
+The value is q = e4m3(x / s), rounded to nearest even. `amax` is at least `AMAX_EPSILON`.
 """
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
 from megatron_rl.precision.contract import AMAX_EPSILON, E4M3_MAX
-from megatron_rl.precision.ops.batch_invariant import all_threads, append_zeros
 from megatron_rl.precision.quantized_weight import QuantizedWeight, expand_scales
+from megatron_rl.precision.threads import all_threads
 from parallel.formats import BLOCK, FP8
 
 _MANTISSA_CARRY = 0x1FFFFF  # added to FP32 bits, carries into the exponent exactly when the mantissa exceeds 1.75 (448 = 1.75 * 2^8)
@@ -25,8 +26,13 @@ _VALUES_IN_CACHE = 1 << 17
 _SMALLEST_BINADE = (127 - 6) << 23  # exponent bits of 2^-6, E4M3's smallest normal number
 
 
+def append_zeros(x: torch.Tensor, dim: int, count: int) -> torch.Tensor:
+    """Append `count` zeros along `dim`, which is negative. Return x itself if count <= 0, where F.pad would copy."""
+    return F.pad(x, (0, 0) * (-1 - dim) + (0, count)) if count > 0 else x
+
+
 def compute_scales(amax: torch.Tensor, scale_format: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (scale, 1/scale) in float32 for block maxima `amax` (float32, any shape)."""
+    """Return (scale, 1 / scale) in float32 for block maxima `amax`, float32 of any shape."""
     amax = amax.clamp_min(AMAX_EPSILON)
     if scale_format == "pow2":
         bits = ((amax.view(torch.int32) + _MANTISSA_CARRY) & _EXPONENT_MASK) - _EIGHT_BINADES
@@ -37,7 +43,7 @@ def compute_scales(amax: torch.Tensor, scale_format: str) -> tuple[torch.Tensor,
 
 
 def quantize_weight(weight: torch.Tensor, scale_format: str) -> QuantizedWeight:
-    """Quantize [N, K] to E4M3 with float32 scales of 128x128 blocks; edge blocks may be partial. Raise ValueError for inf or NaN."""
+    """Quantize `[N, K]` to E4M3 with float32 scales of 128x128 blocks; edge blocks may be partial. Raise ValueError for inf or NaN."""
     rows, cols = weight.shape
     padded = append_zeros(append_zeros(weight.float(), -1, -cols % BLOCK), -2, -rows % BLOCK)
     tiles = padded.view(padded.shape[0] // BLOCK, BLOCK, padded.shape[1] // BLOCK, BLOCK)
@@ -50,12 +56,12 @@ def quantize_weight(weight: torch.Tensor, scale_format: str) -> QuantizedWeight:
 
 
 def dequantize_weight(blocks: QuantizedWeight) -> torch.Tensor:
-    """Return float32 [N, K]: data * scale of its block."""
+    """Return float32 `[N, K]`: data times the scale of its block."""
     return blocks.data.float() * expand_scales(blocks.scale, FP8, *blocks.data.shape)
 
 
 def quantize_1x128(x: torch.Tensor, scale_format: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the bytes of Q_1x128(x): (float8_e4m3fn [T, K], float32 scales [T, ceil(K/128)]) of x [T, K], any K."""
+    """Return Q_1x128(x) of x `[T, K]`, any K, as (float8_e4m3fn `[T, K]`, float32 scales `[T, ceil(K/128)]`)."""
     groups = append_zeros(x.float(), -1, -x.shape[1] % BLOCK).unflatten(1, (-1, BLOCK))
     scale, inverse = compute_scales(groups.abs().amax(2), scale_format)
     data = (groups * inverse[..., None]).flatten(1)[:, : x.shape[1]].to(torch.float8_e4m3fn)
@@ -63,35 +69,35 @@ def quantize_1x128(x: torch.Tensor, scale_format: str) -> tuple[torch.Tensor, to
 
 
 def quantize_128x1(x: torch.Tensor, scale_format: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the bytes of Q_128x1(x): (float8_e4m3fn [T, K], float32 scales [ceil(T/128), K]) of x [T, K], any T."""
+    """Return Q_128x1(x) of x `[T, K]`, any T, as (float8_e4m3fn `[T, K]`, float32 scales `[ceil(T/128), K]`)."""
     data, scale = quantize_1x128(x.t(), scale_format)
     return data.t().contiguous(), scale.t().contiguous()
 
 
 def round_trip_1x128(x: torch.Tensor, scale_format: str) -> torch.Tensor:
-    """Return the float32 values of Q_1x128(x), groups of 128 along the last dimension; x [..., K], any K."""
+    """Return the float32 values of Q_1x128(x), with groups of 128 along the last dimension of x `[..., K]`, any K."""
     length = x.shape[-1]
     groups = append_zeros(x.reshape(-1, length), -1, -length % BLOCK).unflatten(-1, (-1, BLOCK))
     return _round_trip(groups, -1, scale_format).flatten(-2)[..., :length].reshape(x.shape)
 
 
 def round_trip_128x1(x: torch.Tensor, scale_format: str) -> torch.Tensor:
-    """Return the float32 values of Q_128x1(x), groups of 128 along the first dimension; x [T, K], any T."""
+    """Return the float32 values of Q_128x1(x), with groups of 128 along the first dimension of x `[T, K]`, any T."""
     length = x.shape[0]
     groups = append_zeros(x, -2, -length % BLOCK).unflatten(0, (-1, BLOCK))
     return _round_trip(groups, 1, scale_format).flatten(0, 1)[:length]
 
 
 def round_trip_rows(x: torch.Tensor, scale_format: str) -> torch.Tensor:
-    """Return the float32 values of x [T, H, K] with one scale for each of its rows of K numbers."""
+    """Return the float32 values of x `[T, H, K]` quantized with one scale per row of K numbers."""
     return _round_trip(x, -1, scale_format)
 
 
 def round_to_e4m3_(values: torch.Tensor) -> torch.Tensor:
-    """Round float32 `values`, |value| <= 448, in place to the nearest E4M3 number, ties to even: the same as casting to E4M3 and back.
+    """Round float32 `values` of magnitude at most 448 in place to the nearest E4M3 number, ties to even, like a cast to E4M3 and back.
 
-    Adding and subtracting 1.5 * 2^23 quanta makes FP32 addition round at that quantum: 2^-3 of the value's binade, or 2^-9 for
-    subnormals (below 2^-6). Several times faster on a CPU than torch's float8 casts.
+    Adding and subtracting 1.5 * 2^23 quanta makes FP32 addition round to that quantum: 2^-3 of the value's binade, or 2^-9 for subnormals
+    (below 2^-6). This is several times faster on a CPU than torch's float8 casts.
     """
     binade = (values.view(torch.int32) & _EXPONENT_MASK).clamp_(min=_SMALLEST_BINADE)
     magic = binade.add_(_MAGIC).view(torch.float32)
@@ -99,10 +105,10 @@ def round_to_e4m3_(values: torch.Tensor) -> torch.Tensor:
 
 
 def _round_trip(groups: torch.Tensor, dim: int, scale_format: str) -> torch.Tensor:
-    """Return the float32 values of 3-dimensional `groups` along `dim`; on a CPU in parts that stay in a core's cache."""
+    """Return the quantized float32 values of 3-dimensional `groups` along `dim`; on a CPU, in parts that fit in a core's cache."""
     values = torch.empty_like(groups, dtype=torch.float32)
     rows = len(groups) if groups.is_cuda else max(1, _VALUES_IN_CACHE // max(groups[:1].numel(), 1))
-    with all_threads():  # every operation is exact or rounds once
+    with all_threads():  # the bits do not depend on threads: every operation is exact or rounds once
         for part, into in zip(groups.split(rows), values.split(rows), strict=True):
             scale, inverse = compute_scales(part.abs().amax(dim, keepdim=True).float(), scale_format)
             round_to_e4m3_(torch.mul(part, inverse, out=into)).mul_(scale)

@@ -1,4 +1,4 @@
-"""The quantizers of weights, by format: how a high-precision matrix becomes data and scales, and what these stand for."""
+"""Quantizers of weights by format: they convert a matrix to data and scales and back."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from megatron_rl.precision.quantized_weight import QuantizedWeight, expand_scale
 from parallel.formats import TensorFormat
 
 MaxOverRanks = Callable[[torch.Tensor], torch.Tensor]
-"""Maxima of parts of rows, float32 [N, 1] -> those of the whole rows, whose other columns other ranks hold. Collective."""
+"""Maps maxima of parts of rows, float32 `[N, 1]`, to maxima of whole rows, whose other columns are on other ranks. Collective."""
 
 
 class Quantizer(NamedTuple):
-    """What one format needs."""
+    """The functions of one format."""
 
     quantize: Callable[[torch.Tensor, TensorFormat, MaxOverRanks], QuantizedWeight]
-    """(weight [N, K], format, max_over_ranks) -> its blocks; edge blocks may be partial. Raises ValueError for inf or NaN. Where whole rows
-    share a scale, it calls `max_over_ranks` on what it finds in its columns, whatever the values are."""
+    """(weight `[N, K]`, format, max_over_ranks) -> blocks; edge blocks may be partial. Raises ValueError for inf or NaN. If whole rows
+    share a scale, it always calls `max_over_ranks` on the maxima of its columns."""
     read_scales: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.float
-    """Scales -> the float32 numbers that they stand for."""
+    """Converts stored scales to float32 numbers."""
     scale: Callable[[torch.Tensor, TensorFormat], tuple[torch.Tensor, torch.Tensor]] | None = None
-    """(block maxima float32, format) -> (scales as stored, numbers that values are multiplied by before they are cast to the format's
-    dtype); needed where the trainer computes in the format (`precision.slices`)."""
+    """(block maxima float32, format) -> (scales as stored, multipliers of the values before they are cast to the dtype of the format).
+    Needed if the trainer computes in the format (`precision.slices`)."""
 
 
 QUANTIZERS = {
@@ -39,18 +39,18 @@ QUANTIZERS = {
 
 
 def quantize(weight: torch.Tensor, format: TensorFormat, max_over_ranks: MaxOverRanks = lambda amax: amax) -> QuantizedWeight:
-    """Quantize [N, K] in any float dtype; `max_over_ranks` where `weight` holds some columns only. Raise ValueError for inf or NaN."""
+    """Quantize `[N, K]` of any float dtype. Pass `max_over_ranks` if `weight` has only some columns. Raise ValueError for inf or NaN."""
     return QUANTIZERS[format.name].quantize(weight, format, max_over_ranks)
 
 
 def dequantize(weight: QuantizedWeight, format: TensorFormat) -> torch.Tensor:
-    """Return float32 [N, K]."""
+    """Return float32 `[N, K]`."""
     scale = QUANTIZERS[format.name].read_scales(weight.scale)
     return weight.data.float() * expand_scales(scale, format, *weight.data.shape)
 
 
 def store(name: str, value: torch.Tensor, format: TensorFormat) -> dict[str, torch.Tensor]:
-    """Return a whole tensor of a checkpoint, by name, as `format` stores it; a quantised one as its data and its scales."""
+    """Return `{name: tensor}` of a checkpoint tensor as stored in `format`; a quantized tensor has an entry for its scales."""
     if not format.quantized:
         return {name: value.to(getattr(torch, format.dtype))}
     data, scale = quantize(value, format)

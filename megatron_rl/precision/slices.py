@@ -1,7 +1,7 @@
-"""Quantizing a weight of which every rank holds a flat slice of the master: block maxima are agreed first, then each quantizes its part.
+"""Quantization of a weight whose master is sharded in flat slices: ranks agree on block maxima, then each quantizes its slice.
 
-A slice begins and ends anywhere, within a row or a block. Its rank finds the largest magnitude of the part that it holds of each block; the
-maximum over ranks is the block's; the scales follow from it on every rank. So data and scales are those of the whole weight, bit for bit.
+A slice begins and ends anywhere, even within a row or a block. Each rank finds the largest magnitude of its part of each block; the maximum
+over ranks gives the scale on every rank. Data and scales equal those of the whole weight, bit for bit.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_rl.precision.ops.batch_invariant import append_zeros
+from megatron_rl.precision.fp8 import append_zeros
 from megatron_rl.precision.quantizers import QUANTIZERS
 from parallel.formats import TensorFormat
 
 _VALUES_IN_CACHE = 1 << 17
 _VALUES_ON_DEVICE = 1 << 24
-"""Values that are quantized at a time: they, and their temporaries, fit into a core's cache, or are enough for a GPU."""
+"""Values that are quantized at a time: on a CPU, they and their temporaries fit in a core's cache."""
 
 
 @dataclass(frozen=True)
 class WeightSlice:
-    """The flat slice of a weight [rows, cols] that begins at element `start`; `row_order` as in `WeightLayer`, on the device
-    of the values."""
+    """The flat slice of a weight `[rows, cols]` that begins at element `start`. `row_order` is that of the layer, on the device of the
+    values."""
 
     rows: int
     cols: int
@@ -32,8 +32,8 @@ class WeightSlice:
     row_order: torch.Tensor | None = None
 
     def find_maxima(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the largest magnitudes of each block's part in the slice: float32, one per block of the whole weight, 0 where it holds
-        nothing of one, inf where that holds inf or NaN. `values` float32 [n]."""
+        """Return the largest magnitude of each block's part in the slice `values` float32 `[n]`: float32, one per block of the whole
+        weight; 0 for a block outside of the slice, inf for inf or NaN."""
         assert self.format.block is not None
         maxima = values.new_zeros(self.format.scale_grid(self.rows, self.cols))
         for blocks, tiles, _ in self._split(values):
@@ -42,14 +42,15 @@ class WeightSlice:
         return maxima
 
     def quantize(self, values: torch.Tensor, multipliers: torch.Tensor, into: torch.Tensor) -> None:
-        """Write the data of the slice to `into` [n], in the format's dtype; `multipliers` float32, one per block (`Quantizer.scale`)."""
+        """Write the data of the slice to `into` `[n]`, in the dtype of the format. `multipliers` (`Quantizer.scale`) float32, one per
+        block."""
         for blocks, tiles, place in self._split(values):
             data = (tiles * multipliers[blocks].unsqueeze(-1)).flatten(1)[:, : self.cols].reshape(-1)
             into[place.start : place.stop].copy_(data[place.head : place.head + place.stop - place.start])
 
     def _split(self, values: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor, _Place]]:
-        """Yield some rows at a time: the blocks' rows that they lie in, int64 [r]; their values, 0 beyond the slice, [r, blocks, width];
-        and what of them is in the slice."""
+        """Yield a few rows at a time: the row of blocks of each row, int64 `[r]`; their values `[r, blocks, width]`, 0 outside of the
+        slice; and their place in the slice."""
         assert self.format.block is not None
         height, width = self.format.block[0], self.format.block[1] or self.cols
         place_of_row = _invert(self.row_order, self.rows, values.device)
@@ -72,19 +73,19 @@ class WeightSlice:
 class _Place:
     start: int
     stop: int
-    """Of the slice."""
+    """End of the rows in the slice."""
     head: int
-    """Values before it in its first row."""
+    """Values of the first row that precede the slice."""
 
 
 def make_scales(maxima: torch.Tensor, format: TensorFormat) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (scales as the format stores them, multipliers of the values) for the maxima of blocks, of any shape."""
+    """Return (scales as stored, multipliers of the values) for block maxima of any shape."""
     scale = QUANTIZERS[format.name].scale
     assert scale is not None
     return scale(maxima, format)
 
 
 def _invert(order: torch.Tensor | None, rows: int, device: torch.device) -> torch.Tensor:
-    """Return the place of each row in quantized order, int64 [rows]."""
+    """Return the place of each row in quantized order, int64 `[rows]`."""
     places = torch.arange(rows, device=device)
     return places if order is None else torch.empty_like(places).index_copy_(0, order, places)

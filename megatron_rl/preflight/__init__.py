@@ -1,20 +1,16 @@
-"""The preflight: every rule that needs no process, in one list, for all commands. Imports without torch.
+"""Preflight: all checks that need no running process, in one list that is shared by all commands. Does not import torch.
 
-A rule is a function with the decorator `rule`, which says what the rule is about (`Needs`) and puts it into `RULES`. It raises UserError,
-so field, value, rule and fix are written once, and every command that knows what a rule needs refuses the same mistake with the same
-line. Rules on the fields of one section alone are pydantic's, in `megatron_rl.config`.
+A check is a function with the decorator `rule`, which states what the check needs (`Needs`) and appends it to `RULES`. It raises UserError
+(field, value, rule, fix), so all commands that have what the check needs refuse a mistake with the same line. Checks on the fields of a
+single section are pydantic validators in `megatron_rl.config`.
 
-    settings   the configuration alone
-    layouts    model, trainer's and engines' layouts, launch
-    machine    what this machine and its nodes have
-    files      weights, problems, the user's own code; `teacher`: all of the teacher's; `resumed_run`: the run that goes on
-
-`pin_model` comes before them, for a model of the hub.
+    settings     the configuration alone
+    layouts      model, trainer layout, engine layout, number of ranks
+    machine      devices and libraries of this machine and its nodes
+    files        weights, data and user code; `teacher`: the teacher; `resumed_run`: the run to resume
 """
 
-from megatron_rl.preflight import settings, layouts, machine, files, teacher, resumed_run  # noqa: I001 - in the order in which rules are checked
-from megatron_rl.preflight.hub_model import pin_model
+from megatron_rl.preflight import settings, layouts, machine, files, teacher, resumed_run  # noqa: I001 - the order of the checks
 from megatron_rl.preflight.rule import (
-    EVAL, EVAL_MODEL, GRAPH, LAYOUTS, PLAN, RULES, TRAIN, Facts, Needs, check, check_on_rank_0, check_run,
-    find_mistakes,
+    EVAL, EVAL_MODEL, GRAPH, LAYOUTS, PLAN, RULES, TRAIN, Facts, Needs, check, check_on_rank_0, check_run, find_mistakes, pin_model,
 )  # fmt: skip

@@ -1,6 +1,4 @@
-"""Rules that open files, import the user's code or start workers. Heavy modules are imported inside: `plan` has no use for them."""
-
-from __future__ import annotations
+"""Checks that read files, import user code or start workers. Heavy modules are imported inside, because `plan` does not need them."""
 
 import shutil
 from dataclasses import replace
@@ -28,28 +26,29 @@ def agent_can_be_loaded(facts: Facts) -> None:
     if agent.name is not None:
         AGENTS.load(agent.name)
     elif agent.command is not None and shutil.which(agent.command[0]) is None:
-        raise UserError("agent.command", agent.command[0], "is no program that can be run here", "give its path, or add it to PATH")
+        rule = "is not an executable program on this machine"
+        raise UserError("agent.command", agent.command[0], rule, "give its path, or add its folder to PATH")
 
 
 @rule(Needs.TASK | Needs.TRAINER)
-def agents_can_chat(facts: Facts) -> None:
+def agent_has_a_chat_template(facts: Facts) -> None:
     if facts.config.agent is not None:
         from megatron_rl.hf.tokenizer import load_tokenizer
-        from megatron_rl.rollout.sampler import check_chat_template
+        from megatron_rl.rollout.generation import check_chat_template
 
         check_chat_template(facts.config, load_tokenizer(facts.config.model.folder))
 
 
 @rule(Needs.TRAINER | Needs.PLUGS)
 def loss_and_advantage_can_be_computed(facts: Facts) -> None:
-    from megatron_rl.algorithm.trial import try_algorithm
+    from megatron_rl.algorithm.plug_check import check_algorithm
 
-    try_algorithm(facts.config.algorithm)
+    check_algorithm(facts.config.algorithm)
 
 
 @rule(Needs.TASK | Needs.TRAINER)
 def tokenizer_can_be_loaded(facts: Facts) -> None:
-    """`eval`, which has no trainer, loads its checkpoints' right afterwards."""
+    """Not needed by `eval`, which loads the tokenizers of its checkpoints immediately after the checks."""
     from megatron_rl.hf.tokenizer import load_tokenizer
 
     load_tokenizer(facts.config.model.folder)
@@ -57,7 +56,7 @@ def tokenizer_can_be_loaded(facts: Facts) -> None:
 
 @rule(Needs.TASK | Needs.TRAINER)
 def problems_can_be_read(facts: Facts) -> None:
-    """`eval`, which has no trainer, reads them right afterwards in any case."""
+    """Not needed by `eval`, which reads its problems immediately after the checks."""
     from megatron_rl.data import check_data
 
     check_data(facts.config.data, facts.config.model.folder)
@@ -77,22 +76,22 @@ def trackers_can_be_loaded(facts: Facts) -> None:
 
 
 @rule(Needs.WEIGHTS | Needs.MODEL)
-def weights_can_be_had(facts: Facts) -> None:
-    """Of a model of the hub; after what needs none of them, for they are hundreds of gigabytes of a large model."""
+def weights_can_be_fetched(facts: Facts) -> None:
+    """Download a hub model. This follows all checks without weights, because a large model has hundreds of gigabytes."""
     from megatron_rl.hf.hub import fetch_weights
 
     fetch_weights(facts.path, facts.option)
 
 
 @rule(Needs.WEIGHTS | Needs.MODEL)
-def tensors_are_those_of_the_model(facts: Facts) -> None:
-    """Names, shapes and dtypes, from the files' headers; the weights are read at loading."""
+def tensors_match_the_model(facts: Facts) -> None:
+    """Check names, shapes and dtypes, which are in the headers of the files."""
     facts.checkpoint.check(facts.model)
 
 
 @rule(Needs.WEIGHTS | Needs.MODEL | Needs.TRAINER)
-def mtp_layers_that_are_trained_are_whole(facts: Facts) -> None:
-    """Those that are only kept may be missing, or in high precision beside quantized weights."""
+def mtp_tensors_are_complete(facts: Facts) -> None:
+    """Only required if the multi-token prediction layers are trained. Otherwise they may be missing or not quantized."""
     if facts.config.train.mtp_loss_scaling_factor:
         model = replace(facts.model, trains_mtp=True)
         facts.checkpoint.check(model)
@@ -100,8 +99,8 @@ def mtp_layers_that_are_trained_are_whole(facts: Facts) -> None:
 
 
 @rule(Needs.WEIGHTS | Needs.MODEL | Needs.TRAINER)
-def tensors_are_those_of_the_critic(facts: Facts) -> None:
-    """The same of `critic.path`, which may have a value head."""
+def tensors_match_the_critic(facts: Facts) -> None:
+    """Like `tensors_match_the_model`, for `critic.path`, which may have a value head."""
     from megatron_rl.hf.read import HFCheckpoint
 
     path = facts.config.critic.path
@@ -113,5 +112,5 @@ def tensors_are_those_of_the_critic(facts: Facts) -> None:
 
 
 @rule(Needs.WEIGHTS | Needs.MODEL | Needs.TRAINER)
-def scales_are_those_of_the_contract(facts: Facts) -> None:
+def scales_match_the_precision(facts: Facts) -> None:
     facts.checkpoint.check_scales(facts.model.tensors().values(), facts.contract.trainer_format)

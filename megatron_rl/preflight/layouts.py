@@ -1,12 +1,10 @@
-"""Rules on how settings, layouts and model fit together. The planner asks those about layouts of every layout that it tries."""
-
-from __future__ import annotations
+"""Checks of settings and layouts against the model. The planner runs the layout checks for each layout that it considers."""
 
 import math
 from pathlib import Path
 
 from megatron_rl.errors import UserError
-from megatron_rl.precision.backends import requirements
+from megatron_rl.kernels.linear import requirements
 from megatron_rl.preflight.rule import Facts, Needs, rule
 from megatron_rl.sync.plan import SyncPlan
 from parallel.layout_hints import find_engine_problem, find_trainer_problem, keep_first_layers, keep_one_replica
@@ -16,42 +14,42 @@ from parallel.shards import GeometryError
 
 
 @rule(Needs.LAYOUT | Needs.LAUNCH)
-def ranks_are_those_of_the_layout(facts: Facts) -> None:
+def launch_has_the_layouts_ranks(facts: Facts) -> None:
     needed = facts.layout.world_size
     if needed != facts.ranks:
-        rule = f"needs {needed} ranks (tp * cp * pp * dp), this launch has {facts.ranks}"
+        rule = f"needs {needed} ranks (tp * cp * pp * dp), but this launch has {facts.ranks}"
         raise UserError("train.layout", None, rule, f"start with torchrun --nproc-per-node {needed}, or change train.layout")
 
 
 @rule(Needs.LAYOUT)
-def profiled_ranks_are_there(facts: Facts) -> None:
+def profiled_ranks_exist(facts: Facts) -> None:
     size, log = facts.layout.world_size, facts.config.log
     if log.profile_steps and (missing := [rank for rank in log.profile_ranks if rank >= size]):
-        raise UserError("log.profile_ranks", missing[0], f"is no rank of train.layout, which has {size}", f"name ranks below {size}")
+        raise UserError("log.profile_ranks", missing[0], f"must be less than the number of ranks in train.layout ({size})", "lower it")
 
 
 @rule(Needs.ENGINE)
-def nodes_have_as_many_ranks_of_an_engine(facts: Facts) -> None:
+def nodes_share_an_engine_evenly(facts: Facts) -> None:
     tp, nodes = facts.engine.tp, facts.engine.nodes
     if tp % nodes:
         raise UserError("rollout.nodes_per_engine", nodes, f"must divide rollout.tp ({tp})", "change one of them")
 
 
 @rule(Needs.ENGINE | Needs.LAUNCH)
-def nodes_have_as_many_engines(facts: Facts) -> None:
+def nodes_share_the_engines_evenly(facts: Facts) -> None:
     engines, nodes, per_engine = facts.engine.engines, facts.engine_nodes, facts.engine.nodes
     if nodes % per_engine:
         rule = f"must divide the number of nodes with engines ({nodes})"
-        raise UserError("rollout.nodes_per_engine", per_engine, rule, "change it, or give other nodes")
+        raise UserError("rollout.nodes_per_engine", per_engine, rule, "change it, or use another number of nodes")
     if engines % (groups := nodes // per_engine):
-        of = f" / rollout.nodes_per_engine = {nodes} / {per_engine}" if per_engine > 1 else f" ({nodes})"
-        rule = f"must be a multiple of the nodes with engines{of}, for each runs as many"
-        raise UserError("rollout.engines", engines, rule, f"use {-(-engines // groups) * groups}, or other nodes")
+        number = f"{nodes} nodes / rollout.nodes_per_engine = {per_engine}" if per_engine > 1 else str(nodes)
+        rule = f"must be a multiple of the nodes with engines ({number}), because all run the same number of engines"
+        raise UserError("rollout.engines", engines, rule, f"use {-(-engines // groups) * groups}, or another number of nodes")
 
 
 @rule(Needs.MODEL)
-def model_is_of_a_known_family(facts: Facts) -> None:
-    facts.model  # noqa: B018 - its family refuses what is not built
+def model_family_is_known(facts: Facts) -> None:
+    facts.model  # noqa: B018 - raises for an unsupported model
 
 
 @rule(Needs.MODEL)
@@ -62,54 +60,54 @@ def longest_sequence_fits(facts: Facts) -> None:
         raise UserError("agent.max_tokens", config.agent.max_tokens, f"exceeds the model's {limit} positions", "lower it")
     if longest > limit:
         environment = f" and environment.max_tokens ({config.environment.max_tokens})" if config.environment else ""
-        rule = f"with data.max_prompt_tokens ({config.data.max_prompt_tokens}){environment} exceeds the model's {limit} positions"
+        rule = f"plus data.max_prompt_tokens ({config.data.max_prompt_tokens}){environment} exceeds the model's {limit} positions"
         raise UserError("rollout.max_new_tokens", config.rollout.max_new_tokens, rule, "lower one of them")
 
 
 @rule(Needs.MODEL | Needs.TRAINER)
-def settings_of_experts_have_experts(facts: Facts) -> None:
-    """They would be ignored silently."""
+def expert_settings_have_experts(facts: Facts) -> None:
+    """Without experts, these settings would be ignored silently."""
     train, replay, experts, family = facts.config.train, facts.config.algorithm.routing_replay, facts.model.experts, facts.model.family
     rates = {"train.router_aux_loss": train.router_aux_loss, "train.router_bias_rate": train.router_bias_rate}
     for field, value in {**rates, "algorithm.routing_replay": "" if replay == "none" else replay}.items():
         if value and experts is None:
-            raise UserError(field, value, f"needs a model with experts, {family} has none", "leave it out")
+            raise UserError(field, value, f"needs a model with experts, but {family} has none", "leave it out")
     if train.router_bias_rate and experts is not None and not experts.correction_bias:
-        rule = f"needs routers with a correction bias, {family} has none"
+        rule = f"needs routers with a correction bias, but {family} has none"
         raise UserError("train.router_bias_rate", train.router_bias_rate, rule, "use train.router_aux_loss")
 
 
 @rule(Needs.MODEL | Needs.LAYOUT)
-def megatron_builds_the_model(facts: Facts) -> None:
+def megatron_supports_the_layout(facts: Facts) -> None:
     layout, model = facts.layout, facts.model
     if model.vocab % layout.tp:  # padded rows would take part in the softmax
         raise UserError("train.layout.tp", layout.tp, f"must divide vocab_size ({model.vocab})", "use a divisor of it")
-    if layout.cp > 1 and model.heads % (layout.tp * layout.cp):  # a rank computes attention for some heads of all tokens
+    if layout.cp > 1 and model.heads % (layout.tp * layout.cp):  # a rank computes attention for some heads and all tokens
         rule = f"tp * cp = {layout.tp} * {layout.cp} must divide num_attention_heads ({model.heads})"
-        raise UserError("train.layout.cp", layout.cp, rule, "use a smaller one")
+        raise UserError("train.layout.cp", layout.cp, rule, "use a smaller size")
     if model.experts is not None and layout.tp > 1 and not facts.config.train.layout.sequence_parallel:
-        rule = f"is what Megatron's experts need where tp is {layout.tp}"
+        rule = f"is not supported for experts with tp = {layout.tp}, because Megatron requires sequence parallelism"
         raise UserError("train.layout.sequence_parallel", False, rule, "leave it out")
     if model.experts is None and layout.etp != layout.tp:  # it would be ignored silently
-        raise UserError("train.layout.etp", layout.etp, f"needs a model with experts, {model.family} has none", "leave it out")
+        raise UserError("train.layout.etp", layout.etp, f"needs a model with experts, but {model.family} has none", "leave it out")
 
 
 @rule(Needs.MODEL | Needs.LAYOUT)
-def trainer_divides_the_model(facts: Facts) -> None:
-    """By heads, layers and experts, and no block of a quantized weight is cut."""
+def trainer_can_shard_the_model(facts: Facts) -> None:
+    """Heads, layers and experts must be divisible, and no shard boundary may cut a block of a quantized weight."""
     if error := find_trainer_problem(facts.model, facts.layout, facts.contract.format_of):
-        raise _name_export(error, facts)
-    check_layout(facts.model, facts.layout)  # pipeline stages too
+        raise _suggest_export(error, facts)
+    check_layout(facts.model, facts.layout)  # also checks the pipeline stages
 
 
 @rule(Needs.MODEL | Needs.ENGINE)
-def engine_divides_the_model(facts: Facts) -> None:
+def engine_can_shard_the_model(facts: Facts) -> None:
     if error := find_engine_problem(facts.model, facts.engine.tp, facts.engine.ep, facts.contract.format_of):
-        raise _name_export(error, facts)
+        raise _suggest_export(error, facts)
 
 
-def _name_export(error: GeometryError, facts: Facts) -> GeometryError:
-    """Return the same error with the command that makes the model fit, where wider matrices are what it needs."""
+def _suggest_export(error: GeometryError, facts: Facts) -> GeometryError:
+    """Return the error. If padded matrices would solve it, add the `export` command that pads them."""
     block = facts.contract.engine_format.block
     if block is None or error.field.split(".")[-1] in ("pp", "vpp", "ep"):
         return error
@@ -123,8 +121,8 @@ def _name_export(error: GeometryError, facts: Facts) -> GeometryError:
 
 
 @rule(Needs.MODEL | Needs.LAYOUT | Needs.ENGINE)
-def ranks_hold_whole_leaves(facts: Facts) -> None:
-    """Of every row-parallel layer's sum, which the tree adds up in the same order for any number of ranks."""
+def ranks_hold_whole_subtrees(facts: Facts) -> None:
+    """The tree reduction adds up a row-parallel sum in the same order for any number of ranks if each rank holds a whole subtree."""
     if not facts.contract.sums_by_tree:
         return
     model, trainer, engine = facts.model, facts.layout, facts.engine
@@ -135,31 +133,31 @@ def ranks_hold_whole_leaves(facts: Facts) -> None:
         sums += [("train.layout.etp", trainer.etp, *expert), ("rollout.tp / rollout.ep", engine.tp // engine.ep, *expert)]
     for field, ranks, name, width in sums:
         if ranks > 1 and not holds_node(width, ranks):
-            rule = f"with precision.reduction = 'tree' must be a power of two that cuts {name} ({width} numbers) into multiples of {LEAF}"
-            raise UserError(field, ranks, rule, "use another, wider matrices (export --align 128), or precision.reduction = 'fast'")
+            rule = f"with precision.reduction = 'tree' must be a power of two that divides {name} (width {width}) into multiples of {LEAF}"
+            raise UserError(field, ranks, rule, "use another size, wider matrices (export --align 128), or precision.reduction = 'fast'")
 
 
 @rule(Needs.TRAINER | Needs.MODEL | Needs.NODE)
-def experts_on_gpus_are_not_summed_by_the_tree(facts: Facts) -> None:
-    """The graphs of trainer and engine would differ."""
+def gpu_experts_do_not_use_the_tree(facts: Facts) -> None:
+    """The precision graphs of the trainer and the engine would differ."""
     if facts.node_gpus and facts.contract.sums_by_tree and facts.model.experts is not None:
-        rule = "is not built for experts on a GPU: SGLang's kernels for them add up in an order of their own"
+        rule = "is not supported for experts on a GPU, because SGLang's kernels for experts sum in another order"
         raise UserError("precision.reduction", "tree", rule, "use fast")
 
 
 @rule(Needs.MODEL)
-def engine_serves_the_model_in_this_precision(facts: Facts) -> None:
+def engine_can_quantize_latent_attention(facts: Facts) -> None:
     format = facts.contract.engine_format
     if facts.model.latent is not None and not format.serves_latent_attention:
         name = format.name.upper()
-        rule = f"is not built for latent attention (MLA): SGLang absorbs an {name} kv_b_proj with values and scales rounded to BF16"
+        rule = f"is not supported for latent attention (MLA), because SGLang absorbs an {name} kv_b_proj with values and scales in BF16"
         raise UserError("precision.mode", facts.contract.mode, rule, "use fp8_rollout")
 
 
 @rule(Needs.MODEL)
-def keys_and_values_can_have_a_scale_each(facts: Facts) -> None:
+def attention_supports_kv_scales_by_layer(facts: Facts) -> None:
     if facts.model.latent is not None and facts.contract.scales_kv_by_layer:
-        rule = "is not built for latent attention (MLA): its cache holds neither, and SGLang's kernels for one in E4M3 round queries"
+        rule = "is not supported for latent attention (MLA): its cache has no keys and values, and SGLang's E4M3 kernels round queries"
         raise UserError("precision.kv", facts.contract.kv, rule, "use high, or e4m3 on a CPU")
 
 

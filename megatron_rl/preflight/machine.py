@@ -1,12 +1,10 @@
-"""Rules on what this machine, and the nodes like it, can run. Torch is imported inside: `plan` checks some of them without it."""
-
-from __future__ import annotations
+"""Checks of what this machine and nodes like it can run. Torch is only imported inside, because `plan` runs some of them without it."""
 
 import os
 
 from megatron_rl.config.hosts import is_loopback
 from megatron_rl.errors import UserError
-from megatron_rl.precision.backends import requirements
+from megatron_rl.kernels.linear import requirements
 from megatron_rl.preflight.rule import Facts, Needs, rule
 from megatron_rl.rollout import memory_saver
 from megatron_rl.rollout.engine import find_engine_launcher
@@ -24,7 +22,7 @@ def backend_runs_here(facts: Facts) -> None:
 
 @rule(Needs.TRAINER | Needs.MACHINE)
 def transport_works_here(facts: Facts) -> None:
-    from megatron_rl.sync.transport_check import check_transport
+    from megatron_rl.sync.checks import check_transport
 
     check_transport(facts.config.sync, shared=facts.config.placement.kind == "colocated")
 
@@ -32,66 +30,65 @@ def transport_works_here(facts: Facts) -> None:
 @rule(Needs.ENGINE | Needs.NODE)
 def engine_fits_on_a_node(facts: Facts) -> None:
     tp, nodes, gpus = facts.engine.tp, facts.engine.nodes, facts.node_gpus
+    capacity = f"{gpus} GPUs per node * rollout.nodes_per_engine = {gpus * nodes} GPUs"
     if 0 < gpus < tp // nodes:
-        rule = f"is more than {gpus} GPUs of a node * rollout.nodes_per_engine = {gpus * nodes}"
-        raise UserError("rollout.tp", tp, rule, "lower it, or raise rollout.nodes_per_engine")
+        raise UserError("rollout.tp", tp, f"exceeds {capacity}", "lower it, or raise rollout.nodes_per_engine")
     if nodes > 1 and tp // nodes < gpus:
-        rule = f"leaves some of {gpus} GPUs of a node * rollout.nodes_per_engine = {gpus * nodes} unused"
-        raise UserError("rollout.tp", tp, rule, "raise it, or lower rollout.nodes_per_engine")
+        raise UserError("rollout.tp", tp, f"does not use all of {capacity}", "raise it, or lower rollout.nodes_per_engine")
 
 
 @rule(Needs.ENGINE | Needs.NODE | Needs.MACHINE)
 def engines_fit_on_their_nodes(facts: Facts) -> None:
-    """A node is assumed to be like this machine."""
+    """All nodes are assumed to be like this machine."""
     rollout, gpus = facts.config.rollout, facts.node_gpus
     trainer_gpus = get_base_gpu_id(facts.config, place_engine(rollout, 0)[0])
     if 0 < gpus < trainer_gpus + rollout.engines_per_node * rollout.ranks_per_node:
         share = f" / {len(rollout.hosts)} nodes" if len(rollout.hosts) > 1 else ""
-        needed = f"{rollout.engines_per_node} * {rollout.ranks_per_node} GPUs of a machine (rollout.engines{share} * rollout.tp)"
-        beside = f" beside the trainer's {trainer_gpus}" if trainer_gpus else ""
-        raise UserError("rollout.engines", rollout.engines, f"needs {needed}{beside}, this one has {gpus}", "lower one of them")
+        needed = f"{rollout.engines_per_node} * {rollout.ranks_per_node} GPUs per node (rollout.engines{share} * rollout.tp)"
+        beside = f" in addition to the trainer's {trainer_gpus}" if trainer_gpus else ""
+        raise UserError("rollout.engines", rollout.engines, f"needs {needed}{beside}, but this machine has {gpus}", "lower one of them")
 
 
 @rule(Needs.ENGINE | Needs.NODE)
-def engine_has_a_scale_for_each_token_and_head(facts: Facts) -> None:
+def kv_scales_by_token_run_on_a_cpu(facts: Facts) -> None:
     if facts.contract.kv == "e4m3" and facts.node_gpus:
-        rule = "is built for CPUs only: SGLang's kernels on a GPU read no scale for each token and head"
+        rule = "only runs on CPUs, because SGLang's GPU kernels do not read a scale per token and head"
         raise UserError("precision.kv", facts.contract.kv, rule, "use e4m3_per_layer")
 
 
 @rule(Needs.ENGINE | Needs.MACHINE)
-def engine_takes_its_options(facts: Facts) -> None:
+def engine_accepts_its_options(facts: Facts) -> None:
     find_engine_launcher(facts.config.rollout.engine).check(facts.config)
 
 
 @rule(Needs.ENGINE | Needs.MACHINE)
-def nodes_have_launchers_of_their_own(facts: Facts) -> None:
+def nodes_have_separate_launchers(facts: Facts) -> None:
     hosts = facts.config.rollout.hosts
     launchers = list_launchers()[: len(hosts)]
     if len(launchers) < len(hosts):
-        rule = f"names {len(hosts)} nodes, {LAUNCHER_VARIABLE} has words for {len(launchers)} of them"
-        raise UserError("rollout.hosts", list(hosts), rule, "start with launch/slurm, or give the variable a line for each node")
+        rule = f"names {len(hosts)} nodes, but {LAUNCHER_VARIABLE} has launchers for {len(launchers)}"
+        raise UserError("rollout.hosts", list(hosts), rule, "start with launch/slurm, or set one line in the variable for each node")
     if repeated := [line for line in launchers if launchers.count(line) > 1]:
         where = f"by {repeated[0]!r}" if repeated[0] else "on this machine"
         rule = f"starts the engines of two nodes {where}, on the same devices"
-        raise UserError(LAUNCHER_VARIABLE, None, rule, "give it a line of its own for each of rollout.hosts")
+        raise UserError(LAUNCHER_VARIABLE, None, rule, "set a different line for each entry of rollout.hosts")
 
 
 @rule(Needs.ENGINE | Needs.MACHINE)
-def nodes_of_an_engine_reach_its_first(facts: Facts) -> None:
+def nodes_reach_the_engines_first_node(facts: Facts) -> None:
     rollout, host = facts.config.rollout, facts.config.sync.host
     engines = (place_engine(rollout, number) for number in range(rollout.engines))
     if any(is_loopback(find_meeting_host(engine, host)) and not is_loopback(node.host) for engine in engines for node in engine):
-        rule = f"is this machine alone, and an engine's ranks on {rollout.nodes_per_engine} nodes are to meet there"
-        raise UserError("sync.host", host, rule, "give the address by which other nodes reach this one")
+        rule = f"is only reachable from this machine, but an engine's ranks on {rollout.nodes_per_engine} nodes must connect to it"
+        raise UserError("sync.host", host, rule, "give an address of this machine that the other nodes can reach")
 
 
 @rule(Needs.TRAINER | Needs.MACHINE)
 def transport_reaches_the_engines(facts: Facts) -> None:
     if any(list_launchers()[: len(facts.config.rollout.hosts)]):
-        from megatron_rl.sync.transport_check import check_one_host
+        from megatron_rl.sync.checks import check_one_host
 
-        check_one_host(facts.config.sync, f"{LAUNCHER_VARIABLE} starts engines on others")
+        check_one_host(facts.config.sync, f"{LAUNCHER_VARIABLE} starts engines on other hosts")
 
 
 @rule(Needs.ENGINE | Needs.NODE | Needs.MACHINE)

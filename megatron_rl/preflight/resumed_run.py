@@ -1,6 +1,4 @@
-"""Which run goes on, and whether this configuration may: what decided its numbers must be as it was."""
-
-from __future__ import annotations
+"""Choice of the run to resume. Settings that affect its results must not have changed."""
 
 import json
 from pathlib import Path
@@ -22,19 +20,16 @@ _CHANGEABLE_FIELDS = (
     "rollout.request_timeout", "rollout.health_timeout", "rollout.max_restarts", "placement.kind",
     "data.eval_every", "eval", "reward.workers", "reward.timeout", "reward.memory_mb", "sync", "checkpoint", "log",
 )  # fmt: skip
-"""Fields that may differ: they decide no number, or a notice says that they do (a layout changes the order of sums)."""
+"""Fields that may change: they do not affect results, or the run prints a notice (a layout changes the order of sums)."""
 
 
 @rule(Needs.TASK | Needs.TRAINER)
-def resumed_run_had_these_settings(facts: Facts) -> None:
+def resumed_run_has_the_same_settings(facts: Facts) -> None:
     find_run_to_resume(facts.config)
 
 
 def find_run_to_resume(config: Config) -> Path | None:
-    """Return the folder of the run to resume, None for a new run; see `checkpoint.resume`.
-
-    Raises UserError, naming the field, if another value of it decided that run's numbers.
-    """
+    """Return the folder of the run to resume, or None for a new run. Raise UserError if a setting that affects results has changed."""
     resume = config.checkpoint.resume
     if resume == "never":
         return None
@@ -45,35 +40,35 @@ def find_run_to_resume(config: Config) -> Path | None:
     else:
         folder = Path(resume)
         if not checkpoints.list_newest_first(folder):
-            fix = "give the folder of a run that wrote a checkpoint, or set it to auto"
-            raise UserError("checkpoint.resume", resume, "holds no checkpoints/step_NNNNN", fix)
+            fix = "give the folder of a run that wrote a checkpoint, or use auto"
+            raise UserError("checkpoint.resume", resume, "has no checkpoints/step_NNNNN", fix)
     folder = folder.resolve()
     _check_same_settings(config, _saved_config(folder), folder)
     return folder
 
 
 def _saved_config(run: Path) -> Config:
-    """Return the run's configuration; fields added since get their defaults."""
+    """Return the configuration of a run. Fields that did not exist yet get their defaults."""
     try:
         saved = read_run(run).get("config") or {}
-        saved.get("train", {}).pop("distributed_optimizer", None)  # decided where Adam's state was
+        saved.get("train", {}).pop("distributed_optimizer", None)  # old runs have it; it only placed Adam's state
         return Config.model_validate_json(json.dumps(saved))
     except ValidationError:
-        rule = "its configuration is none that this version of the project knows"
-        raise UserError("checkpoint.resume", str(run), rule, "go on with the version that wrote it, or start a new run") from None
+        rule = "has a configuration that this version of megatron-rl does not support"
+        raise UserError("checkpoint.resume", str(run), rule, "resume with the version that wrote it, or start a new run") from None
 
 
 def _check_same_settings(config: Config, saved: Config, run: Path) -> None:
     saved_values, values = (_flatten(each.model_dump(mode="json")) for each in (saved, config))
-    for name in {**values, **saved_values}:  # a section that only the saved one has counts, too
+    for name in {**values, **saved_values}:  # includes sections that only the saved run has
         value = values.get(name)
         if value != saved_values.get(name) and not any(name == field or name.startswith(f"{field}.") for field in _CHANGEABLE_FIELDS):
-            fix = "set it back, or start a new run with checkpoint.resume=never"
-            raise UserError(name, value, f"the run that goes on, {run}, has {saved_values.get(name)!r}", fix)
+            fix = "restore the old value, or start a new run with checkpoint.resume=never"
+            raise UserError(name, value, f"differs from the resumed run {run}, which has {saved_values.get(name)!r}", fix)
 
 
 def _flatten(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return "section.key" -> value."""
+    """Return a flat dictionary with keys such as "section.key"."""
     values: dict[str, Any] = {}
     for key, value in table.items():
         values |= _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}

@@ -1,4 +1,4 @@
-"""What a rule is, what it may look at, and how the rules are run. Imports without torch."""
+"""Definition of a preflight check, of what it may look at, and of how checks are run."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_rl.config import Config
-from megatron_rl.config.hub import find_model_folder
+from megatron_rl.config.hub import HubModel, find_model_folder
 from megatron_rl.errors import UserError, as_user_error
 from megatron_rl.hf.files import read_config
+from megatron_rl.hf.hub import pin_hub_model
 from megatron_rl.precision.contract import PrecisionContract
 from parallel.layout import EngineLayout, Layout
 from parallel.layout_hints import add_layout_hints
@@ -26,47 +27,47 @@ if TYPE_CHECKING:  # imports torch
 
 
 class Needs(Flag):
-    """What a rule is about, and so what a command must know to check it."""
+    """What a command must know to run a check."""
 
-    TRAINER = auto()  # there is a trainer, of model.path: eval has none
-    MODEL = auto()  # the model's config.json
-    LAYOUT = auto()  # the trainer's layout
-    ENGINE = auto()  # the engines' layout
-    LAUNCH = auto()  # how many ranks were started, and how many nodes have engines
-    NODE = auto()  # the GPUs of a node
-    MACHINE = auto()  # this process: its environment, libraries and devices
-    PLUGS = auto()  # the user's modules may be imported
-    TASK = auto()  # problems are asked, scored and logged; on rank 0, as it reads files and starts workers
-    WEIGHTS = auto()  # the checkpoint's files; on rank 0, as it reads all headers
+    TRAINER = auto()  # there is a trainer that trains model.path
+    MODEL = auto()  # config.json of the model
+    LAYOUT = auto()  # layout of the trainer
+    ENGINE = auto()  # layout of the engines
+    LAUNCH = auto()  # number of started ranks and of nodes with engines
+    NODE = auto()  # GPUs of a node
+    MACHINE = auto()  # environment, libraries and devices of this process
+    PLUGS = auto()  # user modules may be imported
+    TASK = auto()  # problems, rewards and trackers; rank 0 only, because it reads files and starts workers
+    WEIGHTS = auto()  # files of the checkpoint; rank 0 only, because it reads all headers
 
 
 RANK_0 = Needs.TASK | Needs.WEIGHTS
 TRAIN = ~Needs(0)
 GRAPH = ~Needs.TASK
 PLAN = Needs.TRAINER | Needs.MODEL
-LAYOUTS = Needs.LAYOUT | Needs.ENGINE | Needs.NODE  # of each layout that is planned
+LAYOUTS = Needs.LAYOUT | Needs.ENGINE | Needs.NODE  # checked for each planned layout
 EVAL = Needs.ENGINE | Needs.LAUNCH | Needs.NODE | Needs.MACHINE | Needs.PLUGS | Needs.TASK
-EVAL_MODEL = Needs.MODEL | Needs.ENGINE  # of each model that is evaluated
+EVAL_MODEL = Needs.MODEL | Needs.ENGINE  # checked for each evaluated model
 
 
 @dataclass(frozen=True, eq=False)
 class Facts:
-    """What rules look at."""
+    """What checks may look at."""
 
     config: Config
-    hf_config: Mapping[str, Any] = field(default_factory=dict)  # the model's config.json
-    path: Path = Path()  # the model: its folder, or its pinned name on the hub
-    option: str = "model.path"  # the field or option that names it
-    geometry: ModelGeometry | None = None  # the model; None: that of hf_config
-    trainer: Layout | None = None  # None: the configured one
-    rollout: EngineLayout | None = None  # None: the configured one
-    ranks: int = 1  # of the trainer, as started
-    engine_nodes: int = 1  # over which engines are spread
-    node_gpus: int = 0  # 0: a node has only its CPU
+    hf_config: Mapping[str, Any] = field(default_factory=dict)  # config.json of the model
+    path: Path = Path()  # folder of the model, or its pinned name on the hub
+    option: str = "model.path"  # field or option that names the model
+    geometry: ModelGeometry | None = None  # None: read from hf_config
+    trainer: Layout | None = None  # None: the configured layout
+    rollout: EngineLayout | None = None  # None: the configured layout
+    ranks: int = 1  # number of started trainer ranks
+    engine_nodes: int = 1  # number of nodes with engines
+    node_gpus: int = 0  # 0: nodes without GPUs
 
     @classmethod
     def here(cls, config: Config, **model: Any) -> Facts:
-        """Return the facts of this process, a rank of a run or an evaluation. `model`: fields that say which, by default none."""
+        """Return the facts of this process. `model` sets fields that describe the model; by default there is no model."""
         import torch
 
         gpus, ranks = torch.cuda.device_count() if torch.cuda.is_available() else 0, int(os.environ.get("WORLD_SIZE", "1"))
@@ -78,7 +79,7 @@ class Facts:
 
     @cached_property
     def checkpoint(self) -> HFCheckpoint:
-        """The weights' files; opening them reads their headers."""
+        """The checkpoint of the model. Opening it reads the headers of its files."""
         from megatron_rl.hf.read import HFCheckpoint
 
         return HFCheckpoint(find_model_folder(self.path), self.hf_config, self.option)
@@ -97,19 +98,21 @@ class Facts:
 
 
 class Rule(NamedTuple):
+    """One check."""
+
     check: Callable[[Facts], None]
-    """Raises UserError, or an InputError of `parallel`, where the rule is broken."""
+    """Raises UserError, or an InputError of `parallel`, if the configuration is refused."""
     needs: Needs
     correction: Mapping[str, object]
-    """Overrides with which it holds, which the planner adds to what it suggests."""
+    """Overrides that make the check pass. The planner adds them to its suggestions."""
 
 
 RULES: list[Rule] = []
-"""All rules, in the order in which they are checked."""
+"""All checks in the order in which they run."""
 
 
 def rule(needs: Needs, correction: Mapping[str, object] | None = None) -> Callable[[Callable[[Facts], None]], Callable[[Facts], None]]:
-    """Put a function into the list of rules."""
+    """Return a decorator that appends a function to `RULES`."""
 
     def add(check: Callable[[Facts], None]) -> Callable[[Facts], None]:
         RULES.append(Rule(check, needs, correction or {}))
@@ -119,7 +122,7 @@ def rule(needs: Needs, correction: Mapping[str, object] | None = None) -> Callab
 
 
 def find_mistakes(facts: Facts, known: Needs, about: Needs | None = None) -> Iterator[tuple[Rule, UserError | InputError]]:
-    """Yield the rules that are broken, each with its error. `about`: only rules that need one of these."""
+    """Run the checks that need only `known` (and any of `about`, if given), and yield each that fails with its error."""
     for each in RULES:
         if each.needs in known and (about is None or each.needs & about):
             try:
@@ -129,7 +132,7 @@ def find_mistakes(facts: Facts, known: Needs, about: Needs | None = None) -> Ite
 
 
 def check(facts: Facts, known: Needs, about: Needs | None = None) -> None:
-    """Raise UserError for the first mistake. One of the layouts names those that work, which takes a search."""
+    """Raise UserError for the first mistake. If the mistake is in a layout, search for layouts that work and name them."""
     for _, error in find_mistakes(facts, known, about):
         with as_user_error():
             if isinstance(error, GeometryError):
@@ -138,15 +141,32 @@ def check(facts: Facts, known: Needs, about: Needs | None = None) -> None:
 
 
 def check_run(config: Config, known: Needs = TRAIN) -> Layout:
-    """Check the run that this process is a rank of, and return the trainer's layout. Raise UserError. No collective: of several ranks,
-    none checks what takes long; that is left to `check_on_rank_0`."""
+    """Check the run of this process and return the trainer's layout. Raise UserError for a mistake. Not collective. With several ranks,
+    slow checks are left to `check_on_rank_0`."""
     facts = Facts.here(config, hf_config=read_config(config.model.folder), path=config.model.path)
     check(facts, known if facts.ranks == 1 else known & ~RANK_0)
     return facts.layout
 
 
 def check_on_rank_0(config: Config, known: Needs = TRAIN) -> None:
-    """Check what `check_run` left out; to be called on rank 0 alone, once its UserError reaches the other ranks."""
+    """Run the checks that `check_run` skips. Call this on rank 0 only, once its UserError can be sent to the other ranks."""
     facts = Facts.here(config, hf_config=read_config(config.model.folder), path=config.model.path)
     if facts.ranks > 1:
         check(facts, known, about=RANK_0)
+
+
+def pin_model(config: Config) -> Config:
+    """Return the configuration with a hub model pinned to a commit, after downloading its config.json and tokenizer to this machine.
+
+    A configuration with a local model is returned unchanged. Collective if several ranks were started; call this before the process group
+    exists, and before any check. Raise UserError on all ranks if the model is not available.
+    """
+    if HubModel.parse(config.model.path) is None:
+        return config
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        path = pin_hub_model(config.model.path)
+    else:
+        from megatron_rl.distributed import share_before_start  # imports torch, which `plan` does not need
+
+        path = pin_hub_model(share_before_start("model.path", lambda: pin_hub_model(config.model.path)))
+    return config.model_copy(update={"model": config.model.model_copy(update={"path": path})})

@@ -1,1 +1,1 @@
-"""`megatron-rl rehearse`: the trainer's GPU program, run rank by rank on tensors without data, to find what would fail, fill or wait."""
+"""`megatron-rl rehearse`: runs the trainer's GPU program rank by rank on tensors without data, to find errors, memory use and waits."""

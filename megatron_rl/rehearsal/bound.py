@@ -1,8 +1,8 @@
-"""Seconds that a real step's work takes at least, by kind: a rehearsed pass times its micro-batches, at the planner's rates.
+"""Lower bounds of a real step's phases: seconds by kind of work at the rates of `cost.hardware`, and bytes of element-wise kernels.
 
-Which exchange within passes is hidden follows from their timeline: kernels run one after the other; so does exchange over one kind of link,
-each once all is done that was queued before it; where kernels wait for an exchange, what is left of it is exposed. Not counted: an exchange
-takes some of the GPU's processors, and of its memory's bandwidth, from the kernels beside it.
+A replay of a pass's timeline decides how much exchange is hidden. Kernels run in order. Exchanges over one kind of link run in order, each
+after all work that was queued before it. If kernels wait for an exchange, its remaining time is exposed. Not modeled: an exchange also
+takes processors and memory bandwidth from the kernels that run beside it.
 """
 
 from __future__ import annotations
@@ -12,35 +12,32 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_rl.planner.candidate import Candidate, Workload
-from megatron_rl.planner.hardware import LINK_EFFICIENCY, NETWORK_BANDWIDTH, Cluster
-from megatron_rl.planner.roofline import COMPUTE_EFFICIENCY
-from megatron_rl.rehearsal.recorder import Phase, Stretch
+from megatron_rl.cost.activations import count_least_bytes_in_pass, count_least_bytes_per_update
+from megatron_rl.cost.hardware import Cluster, Gpu
+from megatron_rl.cost.workload import Candidate, Workload
+from megatron_rl.rehearsal.recorder import Phase, Segment
 
 _REPLICAS = ("dp ", "dp*cp ", "edp ")
-"""Groups whose exchange within a pass happens once a step: gradients in its last backward pass, weights in the first pass after it."""
+"""Groups that exchange once per step within passes: gradients in the last backward pass, weights in the first forward pass."""
 _HIDDEN = (*_REPLICAS, "pp ")
-"""Groups whose exchange within a pass goes on beside computation: those, and messages between stages."""
-
+"""Groups whose exchange within passes overlaps with computation."""
 _NOT_ELEMENTWISE = ("products", "attention", "communication's copies", "sync")
-"""Kinds of bytes."""
 
 
 @dataclass(frozen=True)
 class Bound:
-    """A phase of a real step on one rank."""
+    """Lower bound of a phase of a real step on one rank."""
 
     passes: float
     """Forward passes over a micro-batch."""
     seconds: dict[str, float]
-    """By kind, those that nothing hides: `products` and attention by dtype as the longer of arithmetic and memory, others by memory, and
-    `exposed communication`."""
+    """Seconds by kind of work, and `exposed communication`. Products and attention take the longer of arithmetic and memory."""
     hidden: float
-    """Seconds of communication beside computation."""
+    """Seconds of communication that overlaps with computation."""
     elementwise: float
-    """Bytes that kernels move which are no products, attention, or copies for communication and syncs."""
+    """Bytes moved by kernels other than products, attention, and copies for communication and syncs."""
     kernels: float
-    """That the host launches."""
+    """Kernels that the host launches."""
 
     @property
     def total(self) -> float:
@@ -52,35 +49,31 @@ class Bound:
 
 
 def estimate_bound(phase: Phase, job: Workload, candidate: Candidate, cluster: Cluster) -> Bound | None:
-    """Return the bound of an optimizer step, of a critic's with its values, or of the log-probs of all samples by actor, reference and
-    teacher; None for other phases.
+    """Return the bound of an optimizer step (a critic's with its values) or of all log-probs; None for phases without passes.
 
-    What runs within passes is multiplied by the step's micro-batches over the rehearsed ones; all else, and what replicas exchange, happens
-    once. Products take the longer of FLOPs / (rate * COMPUTE_EFFICIENCY) and bytes / (HBM * LINK_EFFICIENCY); attention's FLOPs are among
-    the BF16 products'. A rank of a group of n sends (n - 1) / n of a tensor, twice of an all-reduce, over NVLink where the group is within
-    a node, else over its adapter.
+    Work within passes is multiplied by the step's micro-batches over the rehearsed ones. Other work, and the replicas' exchange, happens
+    once.
     """
     if not phase.passes:
         return None
     passes = candidate.micro_batches(job)
     if phase.name.startswith("logprobs"):
         passes *= job.config.algorithm.updates_per_step * job.scoring_passes
-    if phase.name.startswith("critic"):  # values, then the optimizer step: both rehearsed
+    if phase.name.startswith("critic"):  # the phase contains values and the optimizer step
         passes *= 2
-    factor = passes * candidate.train.vpp / phase.passes  # of a micro-batch every virtual stage has one
-    hbm, rates = cluster.gpu.hbm * LINK_EFFICIENCY, {"fp8": cluster.gpu.fp8, "bf16": cluster.gpu.bf16, "fp32": cluster.gpu.bf16 / 2}
+    factor = passes * candidate.train.vpp / phase.passes  # every virtual stage has a pass over each micro-batch
     moved: defaultdict[str, float] = defaultdict(float)
     for (kind, _), count in phase.moved.items():
         moved[kind] += count
     for kind, count in phase.moved_in_passes.items():
         moved[kind] += (factor - 1) * count
-    flops = {dtype: phase.flops[dtype] + (factor - 1) * phase.flops_in_passes[dtype] for dtype in rates}
-    seconds = _count_kernel_seconds(moved, flops, hbm, rates)
+    flops = {dtype: phase.flops[dtype] + (factor - 1) * phase.flops_in_passes[dtype] for dtype in phase.flops}
+    seconds = _count_kernel_seconds(moved, flops, cluster.gpu)
     elementwise = sum(count for kind, count in moved.items() if not kind.endswith(_NOT_ELEMENTWISE))
-    exposed = sum(factor * waited for waited in _replay(phase.timeline, cluster, hbm, rates))
+    exposed = sum(factor * waited for waited in _replay(phase.timeline, cluster))
     hidden = -exposed
     for (group, first, last, within), nbytes in phase.sent.items():
-        time = nbytes / _bandwidth(cluster, first, last)
+        time = nbytes / cluster.link_bandwidth(first, last)
         hidden += (1 if group.startswith(_REPLICAS) else factor) * time if within else 0
         exposed += 0 if within else time
     seconds["exposed communication"] = exposed
@@ -88,38 +81,39 @@ def estimate_bound(phase: Phase, job: Workload, candidate: Candidate, cluster: C
     return Bound(passes, dict(sorted(seconds.items(), key=lambda entry: -entry[1])), hidden, elementwise, kernels)
 
 
-_Counts = Mapping[str, float]
+def count_least_bytes(phase: Phase, bound: Bound, job: Workload, candidate: Candidate, stage: int) -> float | None:
+    """Return the least bytes that element-wise kernels of a real step's phase can move; None if no formula exists, as for a critic."""
+    if phase.name.startswith("critic") or (phase.name.startswith("logprobs") and job.teacher is not None):
+        return None
+    trains = phase.name.startswith("update")
+    in_pass = count_least_bytes_in_pass(job, candidate, stage, trains)
+    once = count_least_bytes_per_update(job, candidate, stage) if trains else 0.0
+    return None if in_pass is None else bound.passes * in_pass + once
 
 
-def _count_kernel_seconds(moved: _Counts, flops: _Counts, hbm: float, rates: _Counts) -> dict[str, float]:
-    """Return the seconds of kernels by kind: of bytes by kind and FLOPs by dtype."""
-    seconds = {kind: count / hbm for kind, count in moved.items()}
-    for dtype, rate in rates.items():
-        if flops.get(dtype):
+def _count_kernel_seconds(moved: Mapping[str, float], flops: Mapping[str, float], gpu: Gpu) -> dict[str, float]:
+    """Return the seconds of kernels by kind."""
+    seconds = {kind: gpu.memory_seconds(count) for kind, count in moved.items()}
+    for dtype, count in flops.items():
+        if count and dtype in gpu.rates:
             kind = f"{dtype} products"
-            seconds[kind] = max(seconds.get(kind, 0.0), flops[dtype] / (rate * COMPUTE_EFFICIENCY))
+            seconds[kind] = max(seconds.get(kind, 0.0), gpu.product_seconds({dtype: count}))
     return seconds
 
 
-def _bandwidth(cluster: Cluster, first: int, last: int) -> float:
-    """Return the bytes per second that a rank sends within a group from a first to a last rank."""
-    within_node = cluster.node_of(first) == cluster.node_of(last)
-    return (cluster.gpu.nvlink if within_node else NETWORK_BANDWIDTH) * LINK_EFFICIENCY
-
-
-def _replay(timeline: Iterable[Stretch], cluster: Cluster, hbm: float, rates: _Counts) -> Iterator[float]:
-    """Yield the seconds of each wait of kernels for an exchange. Exchange of `_HIDDEN` groups is left out."""
+def _replay(timeline: Iterable[Segment], cluster: Cluster) -> Iterator[float]:
+    """Yield the seconds of each wait of kernels for an exchange, except in `_HIDDEN` groups."""
     now = 0.0
     free: defaultdict[float, float] = defaultdict(float)
     ends: dict[int, float] = {}
-    for stretch in timeline:
-        now += sum(_count_kernel_seconds(stretch.moved, stretch.flops, hbm, rates).values())
-        if stretch.sent is None:
-            end = ends.pop(stretch.exchange, now)
+    for segment in timeline:
+        now += sum(_count_kernel_seconds(segment.moved, segment.flops, cluster.gpu).values())
+        if segment.sent is None:
+            end = ends.pop(segment.exchange, now)
             yield max(0.0, end - now)
             now = max(now, end)
-        elif not stretch.sent[0].startswith(_HIDDEN):
-            _, first, last, nbytes = stretch.sent
-            link = _bandwidth(cluster, first, last)
-            free[link] = ends[stretch.exchange] = max(now, free[link]) + nbytes / link
+        elif not segment.sent[0].startswith(_HIDDEN):
+            _, first, last, nbytes = segment.sent
+            link = cluster.link_bandwidth(first, last)
+            free[link] = ends[segment.exchange] = max(now, free[link]) + nbytes / link
     yield max([0.0, *(end - now for end in ends.values())])

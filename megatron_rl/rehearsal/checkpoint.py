@@ -1,10 +1,10 @@
-"""A rank's part of a checkpoint, saved and loaded again by the run's own functions; only bytes of files are neither written nor read.
+"""Saves and loads a rank's part of a checkpoint with the run's own functions, except for the bytes of the files.
 
-Megatron plans a save from the parts that all ranks name. A rank alone has its own, so two things take the place of the others' words:
+Megatron plans a save from the parts that all ranks name. A rehearsed rank is alone, so the contributions of other ranks are derived:
 
-- Every part that this rank names must lie where `parallel.megatron_shards` says that the rank's weights lie (`check_places`), which the
-  sync and the export count on, too; and of every weight that it has, it must name a part, or leave it to a replica that holds more of it.
-- The others then name, once each, what is left of every tensor's grid: Megatron's and torch's own checks run over that.
+- Every part of this rank must lie where `parallel.megatron_shards` places the rank's weights (`check_places`), as syncs and exports expect.
+  Every weight of the rank must have a part, unless a replica saves it.
+- The other ranks contribute each remaining cell of every tensor's grid once. Megatron's and torch's own checks then run on the whole grid.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
@@ -34,9 +33,10 @@ from torch.futures import Future
 from megatron_rl.distributed import get_rank, is_rank0
 from megatron_rl.mcore.checkpoint import async_save
 from megatron_rl.mcore.checkpoint.async_save import AsyncSave
-from megatron_rl.mcore.checkpoint.load import find_stored
+from megatron_rl.mcore.checkpoint.run_weights import find_stored
+from megatron_rl.rehearsal.collectives import answer_for_others
 from megatron_rl.rehearsal.device import FakeGpu
-from megatron_rl.rehearsal.objects import others_say
+from megatron_rl.rehearsal.replacing import replaced
 from parallel.layout import Coordinates, Layout
 from parallel.megatron_shards import build_megatron_shards
 from parallel.model_geometry import ModelGeometry
@@ -44,28 +44,28 @@ from parallel.shards import Region, Shard
 
 
 class MisplacedPartError(RuntimeError):
-    """A checkpoint would not hold a rank's weights where other layouts look for them."""
+    """A checkpoint would not hold a rank's weights at the place where other layouts expect them."""
 
 
 @dataclass
 class RehearsedFiles:
-    """What a checkpoint's files would hold, without their bytes."""
+    """The files of a checkpoint without the bytes of tensors."""
 
     gpu: FakeGpu
     geometry: ModelGeometry
     layout: Layout
     texts: dict[str, bytes] = field(default_factory=dict)
-    """Objects that are no tensors, by name."""
+    """Serialized objects other than tensors, by name."""
     nbytes: int = 0
-    """That this rank writes."""
+    """Bytes that this rank writes."""
     _plan: SavePlan = field(default_factory=lambda: SavePlan([]))
     _results: list[WriteResult] = field(default_factory=list)
     _rest: list[WriteItem] = field(default_factory=list)
-    """What other ranks write."""
+    """Items that other ranks write."""
 
     @contextmanager
-    def in_place_of_disk(self) -> Iterator[None]:
-        """Within the context a checkpoint is saved to, and loaded from, here."""
+    def replace_disk(self) -> Iterator[None]:
+        """Context manager in which checkpoints are saved to and loaded from this object."""
         files = self
 
         def write(self: AsyncSave, buckets: list[Any], _: Any, results: Any) -> None:
@@ -76,15 +76,15 @@ class RehearsedFiles:
             return files._read(plan, planner)
 
         with (
-            others_say(self._answer),
-            mock.patch.object(AsyncSave, "_write", write),
-            mock.patch.object(async_save, "check_room"),  # this machine's disk is not the job's
-            mock.patch.object(FileSystemReader, "read_data", read),
+            answer_for_others(self._answer),
+            replaced(AsyncSave, "_write", write),
+            replaced(async_save, "check_room", lambda *_: None),  # this machine's disk is not the job's
+            replaced(FileSystemReader, "read_data", read),
         ):
             yield
 
     def complete_as_rank0(self, folder: Path) -> None:
-        """Write into `folder` what rank 0 adds to a checkpoint, where this is another rank."""
+        """Write the files that rank 0 adds to a checkpoint into `folder`, unless this rank is rank 0."""
         if not is_rank0():
             _, metadata = MCoreSavePlanner(flatten_state_dict=False).create_global_plan([self._plan, self._plan_rest()])
             FileSystemWriter(folder).finish(metadata, [self._results, self._write_rest()])
@@ -92,6 +92,7 @@ class RehearsedFiles:
             save_config(CheckpointingConfig("torch_dist", 1), str(folder))
 
     def _answer(self, said: Any) -> tuple[Any, Any] | None:
+        """Return the objects of other ranks for this rank's object; see `answer_for_others`."""
         if isinstance(said, SavePlan):
             self._plan = said
             return self._plan_rest(), SavePlan([])
@@ -104,7 +105,7 @@ class RehearsedFiles:
             for part in said:
                 if isinstance(part, ShardedObject) and not is_main_replica(part.replica_id):
                     torch.save([part.data], text := io.BytesIO())
-                    self.texts[part.unique_key] = text.getvalue()  # as the replica that writes it has it
+                    self.texts[part.unique_key] = text.getvalue()  # the replica that writes it has the same
             return rest, []
         if isinstance(said[0], WriteResult):
             self._results = said
@@ -112,7 +113,7 @@ class RehearsedFiles:
         return None
 
     def _write(self, buckets: list[Any], results: Any) -> dict[str, dict[str, Any]]:
-        """Do what Megatron's writing function does, but for the bytes of tensors. In a thread, without torch's operators."""
+        """Do the work of Megatron's writing function without the bytes of tensors. Runs in a thread, without torch operators."""
         written: dict[int, list[WriteResult]] = {}
         files: dict[str, dict[str, Any]] = {}
         for number, (_, name, (texts, tensors)) in enumerate(buckets):
@@ -130,16 +131,17 @@ class RehearsedFiles:
         return files
 
     def _plan_rest(self) -> SavePlan:
-        """Return what the other ranks write, as torch plans it."""
+        """Return torch's plan of what the other ranks write."""
         return SavePlan(self._rest)
 
     def _write_rest(self) -> list[WriteResult]:
         return [WriteResult(item.index, 0, _StorageInfo("__other.distcp", 0, 0)) for item in self._rest]
 
     def _read(self, plan: LoadPlan, planner: Any) -> Future:
-        """Do what torch's reader does: a stored part comes to the host, and what is asked of it is copied."""
+        """Do the work of torch's reader: load a stored part to the host, and copy the requested region."""
         stored = planner.metadata.state_dict_metadata
-        sizes = {fqn: {chunk.offsets: chunk.sizes for chunk in stored[fqn].chunks} for fqn in _list_tensors(plan)}
+        tensors = {request.storage_index.fqn for request in plan.items if request.type != LoadItemType.BYTE_IO}
+        sizes = {fqn: {chunk.offsets: chunk.sizes for chunk in stored[fqn].chunks} for fqn in tensors}
         for request in plan.items:
             index = request.storage_index
             if request.type == LoadItemType.BYTE_IO:
@@ -154,10 +156,6 @@ class RehearsedFiles:
         done: Future = Future()
         done.set_result(None)
         return done
-
-
-def _list_tensors(plan: LoadPlan) -> set[str]:
-    return {request.storage_index.fqn for request in plan.items if request.type != LoadItemType.BYTE_IO}
 
 
 def _iter_rest(own: Iterable[Any]) -> Iterator[Any]:
@@ -187,8 +185,8 @@ def _plan_part(part: ShardedTensor | ShardedObject) -> WriteItem:
 
 
 def check_places(parts: Iterable[Any], geometry: ModelGeometry, layout: Layout, rank: int) -> None:
-    """Raise MisplacedPartError where a part of a weight, of its master or of a moment lies elsewhere in its whole tensor than the layout
-    says, or a weight has none though no replica could have it."""
+    """Raise MisplacedPartError if a part of a weight, master or moment is not at its place in the whole tensor, or if a weight that no
+    replica has would not be saved."""
     by_place: dict[tuple[str, str, tuple[int, ...]], list[ShardedTensor]] = defaultdict(list)
     for part in parts:
         if isinstance(part, ShardedTensor):
@@ -216,13 +214,15 @@ def _split_kind(key: str) -> tuple[str, str]:
 
 
 def _check_place(parts: list[ShardedTensor], shard: Shard, whole: Shard) -> None:
-    """`parts` lie one below the other in the shard."""
+    """Check the parts of a shard, which are consecutive rows."""
     row = 0
     for part in parts:
         (rows, cols), (first_row, first_col) = (_as_matrix(each, part.prepend_axis_num, pad) for each, pad in _shape_and_place(part))
         total = _as_matrix(part.global_shape, part.prepend_axis_num, 1)
         if total[1] != whole.cols or (total[0] != whole.rows and not part.allow_shape_mismatch) or cols != shard.cols:
-            raise MisplacedPartError(f"{part.key}: {list(total)} of which {[rows, cols]}; {[whole.rows, whole.cols]} would be whole")
+            raise MisplacedPartError(
+                f"{part.key}: {list(total)} with a part of {[rows, cols]}; the whole tensor is {[whole.rows, whole.cols]}"
+            )
         for region in shard.regions:
             low, high = max(row, region.shard_row), min(row + rows, region.shard_row + region.tensor_rect.rows)
             if low < high:
@@ -243,13 +243,13 @@ def _shape_and_place(part: ShardedTensor) -> tuple[tuple[Any, int], tuple[Any, i
 
 
 def _as_matrix(sizes: Any, prepended: int, pad: int) -> tuple[int, int]:
-    """Return rows and columns of a shape or a place, of a vector too."""
+    """Return rows and columns of a shape or an offset. Vectors are padded with `pad`."""
     own = tuple(sizes[prepended:])
     return own if len(own) == 2 else (own[0], pad)
 
 
 def _find_in(whole: Shard, region: Region) -> tuple[int, int]:
-    """Return row and column of the whole parameter at which a region begins."""
+    """Return the row and column of the whole parameter at which a region begins."""
     tensor, (row, col, *_), *_ = region
     for each in whole.regions:
         rect = each.tensor_rect

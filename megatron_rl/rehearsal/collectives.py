@@ -1,8 +1,13 @@
-"""The collectives of a rank whose peers do not exist: checked as NCCL checks them, counted, and answered as if all ranks had the same."""
+"""Collectives of a rank whose peers do not exist: checked as NCCL checks them, recorded, and answered as if all ranks had the same data.
+
+Python objects are exchanged in the same way, with two exceptions. Only the last pipeline stage knows the loss, and in a checkpoint every
+rank names other parts (`answer_for_others`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,7 +16,13 @@ from torch._C._distributed_c10d import FakeWork, ProcessGroup
 
 from megatron_rl.rehearsal.device import FakeGpu, set_value, value_of
 from megatron_rl.rehearsal.groups import RefusedCollectiveError, check_group, name_group
+from megatron_rl.rehearsal.recorder import Recorder, find_line
 from megatron_rl.rehearsal.traffic import count_bytes
+
+host_groups: set[ProcessGroup] = set()
+"""Groups that exchange host tensors."""
+_reduce_operations: list[Any] = [dist.ReduceOp.SUM]
+"""The operation of the current all-reduce, which is not visible in its arguments."""
 
 
 def communicate(gpu: FakeGpu, func: Any, args: tuple) -> Any:
@@ -28,8 +39,7 @@ def communicate(gpu: FakeGpu, func: Any, args: tuple) -> Any:
             raise RefusedCollectiveError(f"{kind} of a tensor {list(tensor.shape)} that is not contiguous")
     if dist.get_rank() not in ranks:
         raise RefusedCollectiveError(f"{kind} in a group of ranks {ranks}, which rank {dist.get_rank()} is not in")
-    name, nbytes = name_group(group), sum(map(count_bytes, tensors))
-    wait = gpu.recorder.collective(kind, name, nbytes, ranks)
+    wait = gpu.recorder.collective(kind, name_group(group), sum(map(count_bytes, tensors)), ranks)
     check_group(kind, group)
     if kind == "barrier":
         gpu.recorder.wait("barrier")
@@ -39,14 +49,14 @@ def communicate(gpu: FakeGpu, func: Any, args: tuple) -> Any:
 
 
 class _Work(dist.Work):
-    """Tells when it is waited for, and is done at once."""
+    """A collective that is done at once. Reports when it is waited for."""
 
-    def __init__(self, tell: Callable[[], None]) -> None:
+    def __init__(self, on_wait: Callable[[], None]) -> None:
         super().__init__()
-        self._tell = tell
+        self._on_wait = on_wait
 
     def wait(self, *_: Any) -> bool:
-        self._tell()
+        self._on_wait()
         return True
 
     def get_future(self) -> Any:
@@ -54,39 +64,19 @@ class _Work(dist.Work):
 
 
 _works: list[_Work] = []
-"""Kept, because torch forgets which class a work has when Python lets go of it."""
-host_groups: set[ProcessGroup] = set()
-"""Groups that exchange tensors of the host. Each answers as if all ranks had the same."""
-
-
-def world() -> ProcessGroup:
-    """Return the group of all ranks."""
-    assert dist.group.WORLD is not None
-    return dist.group.WORLD
-
-
-operation: list[Any] = [dist.ReduceOp.SUM]
-"""What the all-reduce under way does, which its operator does not tell."""
+"""Keeps works alive: torch forgets their class once Python drops its last reference."""
 
 Answer = tuple[Any, str, ProcessGroup, list[torch.Tensor]]
-"""(what the operator returns beside its work, kind, group, tensors that are sent or received)"""
+"""(result of the operator in addition to its work, kind, group, tensors that are sent or received)"""
 
 
 def _all_reduce(args: tuple) -> Answer:
     tensors, group = args[0], ProcessGroup.unbox(args[1])
-    if operation[-1] == dist.ReduceOp.SUM:
+    if _reduce_operations[-1] == dist.ReduceOp.SUM:
         for tensor in tensors:
             if (value := value_of(tensor)) is not None:
                 value.mul_(group.size())
     return tensors, "all-reduce", group, list(tensors)
-
-
-def _reduce(args: tuple) -> Answer:
-    return None, "reduce", ProcessGroup.unbox(args[1]), list(args[0])
-
-
-def _broadcast(args: tuple) -> Answer:
-    return args[0], "broadcast", ProcessGroup.unbox(args[1]), list(args[0])
 
 
 def _all_gather(args: tuple) -> Answer:
@@ -110,7 +100,7 @@ def _check_parts(kind: str, whole: torch.Tensor, part: torch.Tensor, group: Proc
         raise RefusedCollectiveError(f"{kind} in {name_group(group)}: {rule}")
 
 
-def _coalesced(single: Callable[[tuple], Answer], swapped: bool) -> Callable[[tuple], Answer]:
+def _coalesced(single: Callable[[tuple], Answer]) -> Callable[[tuple], Answer]:
     def answer(args: tuple) -> Answer:
         found = [single((out, into, args[2])) for out, into in zip(args[0], args[1], strict=True)]
         return None, found[0][1], found[0][2], [tensor for *_, tensors in found for tensor in tensors]
@@ -130,9 +120,8 @@ def _all_gather_list(args: tuple) -> Answer:
 def _reduce_scatter_list(args: tuple) -> Answer:
     (own,), parts, group = args[0], args[1][0], ProcessGroup.unbox(args[2])
     if len(parts) != group.size() or parts[group.rank()].shape != own.shape:
-        raise RefusedCollectiveError(
-            f"reduce-scatter in {name_group(group)}: parts {[list(part.shape) for part in parts]}, own {list(own.shape)}"
-        )
+        shapes = f"parts {[list(part.shape) for part in parts]}, own {list(own.shape)}"
+        raise RefusedCollectiveError(f"reduce-scatter in {name_group(group)}: {shapes}")
     set_value(own, None)
     return args[0], "reduce-scatter", group, list(parts)
 
@@ -159,23 +148,100 @@ def _message(kind: str) -> Callable[[tuple], Answer]:
     return answer
 
 
-def _barrier(args: tuple) -> Answer:
-    return None, "barrier", ProcessGroup.unbox(args[1]), []
-
-
 _CALLS: dict[str, Callable[[tuple], Answer]] = {
     "allreduce": _all_reduce,
     "allreduce_coalesced": lambda args: (None, *_all_reduce(args)[1:]),
-    "reduce": _reduce,
-    "broadcast": _broadcast,
+    "reduce": lambda args: (None, "reduce", ProcessGroup.unbox(args[1]), list(args[0])),
+    "broadcast": lambda args: (args[0], "broadcast", ProcessGroup.unbox(args[1]), list(args[0])),
     "_allgather_base": _all_gather,
     "_reduce_scatter_base": _reduce_scatter,
-    "allgather_into_tensor_coalesced": _coalesced(_all_gather, False),
-    "reduce_scatter_tensor_coalesced": _coalesced(_reduce_scatter, True),
+    "allgather_into_tensor_coalesced": _coalesced(_all_gather),
+    "reduce_scatter_tensor_coalesced": _coalesced(_reduce_scatter),
     "allgather": _all_gather_list,
     "reduce_scatter": _reduce_scatter_list,
     "alltoall_base": _all_to_all,
     "send": _message("send"),
     "recv": _message("receive"),
-    "barrier": _barrier,
+    "barrier": lambda args: (None, "barrier", ProcessGroup.unbox(args[1]), []),
 }
+
+_sent_by_last_stage: dict[str, list[Any]] = {}
+"""Line -> objects that a rank of the last pipeline stage, rehearsed earlier, sent to the other ranks."""
+_answers: list[Callable[[Any], Any]] = []
+_last_gathered: list[Any] = [None]
+
+
+@contextmanager
+def answer_for_others(answer: Callable[[Any], tuple[Any, Any] | None]) -> Iterator[None]:
+    """Context manager that decides what other ranks contribute to an exchange of objects.
+
+    For this rank's object, `answer` returns the object of one other rank and the object of each remaining rank, or None if all are equal.
+    """
+    _answers.append(answer)
+    try:
+        yield
+    finally:
+        _answers.pop()
+
+
+def install(recorder: Callable[[], Recorder]) -> None:
+    """Replace `all_reduce`, to note its operation, and the exchange of objects in torch.distributed."""
+    plain_all_reduce = dist.all_reduce
+
+    def all_reduce(tensor: Any, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
+        _reduce_operations.append(op)
+        try:
+            return plain_all_reduce(tensor, op, group, async_op)
+        finally:
+            _reduce_operations.pop()
+
+    def record(kind: str, group: Any) -> str:
+        """Record an exchange of objects, and return the group's name."""
+        group = group if group is not None else dist.group.WORLD
+        recorder().collective(kind, name_group(group), 0)
+        check_group(kind, group)
+        recorder().wait(kind)
+        return name_group(group)
+
+    def all_gather_object(object_list: list, obj: Any, group: Any = None) -> None:
+        name, size = record("all-gather of objects", group), len(object_list)
+        object_list[:] = _ask_all(obj, size, dist.get_rank(group))
+        if size > 1 and name.startswith("pp "):
+            sent = _sent_by_last_stage.setdefault(find_line(), [])
+            if dist.get_rank(group) == size - 1:
+                sent.append(obj)
+            elif sent:
+                object_list[-1] = sent[0]
+
+    def gather_object(obj: Any, object_gather_list: list | None = None, dst: Any = None, group: Any = None, **_: Any) -> None:
+        record("gather of objects", group)
+        _last_gathered[0] = obj
+        gathered = _ask_all(obj, dist.get_world_size(group), dist.get_rank(group))
+        if object_gather_list is not None:
+            object_gather_list[:] = gathered
+
+    def scatter_object_list(
+        scatter_object_output_list: list, scatter_object_input_list: list | None = None, src: Any = None, group: Any = None, **_: Any
+    ) -> None:
+        record("scatter of objects", group)
+        sent = scatter_object_input_list  # a save plan returns unchanged from rank 0
+        scatter_object_output_list[0] = _last_gathered[0] if sent is None else sent[dist.get_rank(group)]
+
+    def broadcast_object_list(object_list: list, *_: Any, group: Any = None, **__: Any) -> None:
+        record("broadcast of objects", group)
+
+    for function in (all_reduce, all_gather_object, gather_object, scatter_object_list, broadcast_object_list):
+        for module in (dist, dist.distributed_c10d):
+            setattr(module, function.__name__, function)
+
+
+def _ask_all(obj: Any, size: int, own: int) -> list[Any]:
+    """Return the objects of all ranks."""
+    answer = next((found for ask in _answers if (found := ask(obj)) is not None), None)
+    if answer is None:
+        return [obj] * size
+    other, rest = answer
+    objects = [rest] * size
+    objects[(own + 1) % size] = other
+    objects[own] = obj
+    return objects

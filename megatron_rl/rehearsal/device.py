@@ -1,12 +1,11 @@
-"""A GPU whose tensors have a shape, a dtype, strides and a size, and no data.
+"""A GPU whose tensors have shape, dtype, strides and size, but no data.
 
-Host tensors stay real. An operator that touches a device tensor runs on torch's FakeTensors, which refuse what CUDA refuses: devices and
-dtypes that do not go together, shapes that do not fit. So what the host decides from its own numbers (micro-batches, lengths, places) it
-decides as in the real job.
+Host tensors are real, so everything that the host decides from its own values (micro-batches, lengths, offsets) is decided as in a run.
+Operators on device tensors run on torch's FakeTensors, which refuse what CUDA refuses: mixed devices, unsupported dtypes, wrong shapes.
 
-Some device tensors have numbers that are known all the same: a table of lengths that the host sent, and what follows from it. They carry
-these as a *value*, a host tensor on which the same operators run. What is asked of unknown numbers gets the answer of a healthy run: sums
-are finite, nothing is broken, no mask selects anything, and routers spread their tokens evenly.
+Some device tensors have known values, such as a table of lengths that the host sent, and tensors computed from it. They carry a *value*, a
+host tensor on which the same operators run. Queries of unknown values get the answer of a healthy run: sums are finite, no mask selects
+anything, and routers spread their tokens evenly.
 """
 
 from __future__ import annotations
@@ -26,27 +25,27 @@ aten = torch.ops.aten
 _DEVICE = torch.ops.prim.device.default
 _CUDA = torch.device("cuda", 0)
 _HOST = torch.device("cpu")
-_KNOWN_NUMBERS = 1 << 20
-"""Values are followed up to so many numbers. Host tensors of more have no data either."""
+_MAX_KNOWN = 1 << 20
+"""Largest number of elements of a known value. Larger host tensors have no data either."""
 
 
 def value_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return the known numbers of a tensor, on the host; None for unknown ones."""
+    """Return the known values of a tensor as a host tensor, or None if they are unknown."""
     if isinstance(tensor, FakeTensor):
         return getattr(tensor, "known_value", None)
     return tensor
 
 
 def set_value(tensor: Any, value: torch.Tensor | None) -> None:
-    """Attach known numbers to a device tensor, or forget them."""
-    if value is not None and value.numel() <= _KNOWN_NUMBERS:
+    """Attach known values to a device tensor, or remove them if `value` is None."""
+    if value is not None and value.numel() <= _MAX_KNOWN:
         tensor.known_value = value
     elif hasattr(tensor, "known_value"):
         del tensor.known_value
 
 
 def plausible_value(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the known numbers of a tensor, or in their place 1 for floats and 0 for others."""
+    """Return the known values of a tensor; if unknown, ones for floating-point tensors and zeros for others."""
     known = value_of(tensor)
     if known is not None:
         return known
@@ -54,17 +53,17 @@ def plausible_value(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class FakeGpu(TorchDispatchMode):
-    """Within the context, tensors of device `cuda` have no data. `recorder` is told of all that happens on the device."""
+    """Context manager in which tensors of device `cuda` have no data. `recorder` records everything that happens on the device."""
 
     def __init__(self, recorder: Recorder, communicate: Callable[[FakeGpu, Any, tuple], Any]) -> None:
-        """`communicate` answers the operators of `torch.ops.c10d`."""
+        """Args: communicate: answers the operators of `torch.ops.c10d`."""
         super().__init__()
         self.recorder, self._communicate = recorder, communicate
         self.shapes = ShapeRunner()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # there is no compiler to hide from
+        return False  # nothing is compiled
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if func is _DEVICE and type(args[0]) is FakeTensor:
@@ -83,13 +82,13 @@ class FakeGpu(TorchDispatchMode):
         handler = _HANDLERS.get(func)
         if handler is None:
             out, known = self._run(func, args, kwargs, description, tensors)
-        else:  # may run other operators
+        else:
             out, known = handler(self, func, args, kwargs), None
         self.recorder.operator(func, args, kwargs, tensors, out, known)
         return out
 
     def run(self, func: Any, args: tuple, kwargs: dict) -> Any:
-        """Run an operator on shapes, and on the numbers that are known."""
+        """Run an operator on shapes and on known values."""
         return self._run(func, args, kwargs, *describe_call(args, kwargs))[0]
 
     def _run(self, func: Any, args: tuple, kwargs: dict, description: Any, inputs: list[torch.Tensor]) -> tuple[Any, Known | None]:
@@ -102,9 +101,9 @@ class FakeGpu(TorchDispatchMode):
         return out, found
 
     def _follow(self, func: Any, args: tuple, kwargs: dict, known: bool, out: Any) -> None:
-        """Give results their numbers; `known` are those of all inputs."""
+        """Compute the known values of results. `known`: whether the values of all inputs are known."""
         results = [tensor for tensor in _iter_tensors((out,), {}) if type(tensor) is FakeTensor]
-        small = all(tensor.numel() <= _KNOWN_NUMBERS for tensor in results)
+        small = all(tensor.numel() <= _MAX_KNOWN for tensor in results)
         if small and known:
             values = func(*_map(args, value_of), **_map({k: ("cpu" if k == "device" else v) for k, v in kwargs.items()}, value_of))
             found = list(_iter_tensors((values,), {}))
@@ -118,19 +117,19 @@ class FakeGpu(TorchDispatchMode):
                 set_value(result, None)
 
     def to_host(self, tensor: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Return a device tensor's copy on the host."""
-        if tensor.numel() <= _KNOWN_NUMBERS:
+        """Return a copy of a device tensor on the host."""
+        if tensor.numel() <= _MAX_KNOWN:
             return plausible_value(tensor).to(dtype or tensor.dtype, copy=True)
         return self.make_host(list(tensor.shape), dtype or tensor.dtype)
 
     def make_host(self, shape: list[int], dtype: torch.dtype) -> torch.Tensor:
-        """Return a host tensor without data: of a file too large to read."""
+        """Return a host tensor without data, for tensors that are too large to be real."""
         tensor = self._empty(tuple(shape), dtype, _HOST)
         self.recorder.hold_on_host(tensor)
         return tensor
 
     def _make_empty_on_host(self, func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
-        large = torch.device(kwargs.get("device") or "cpu") == _HOST and prod(args[0]) > _KNOWN_NUMBERS
+        large = torch.device(kwargs.get("device") or "cpu") == _HOST and prod(args[0]) > _MAX_KNOWN
         return self.make_host(args[0], kwargs.get("dtype") or torch.get_default_dtype()) if large else func(*args, **kwargs)
 
     def make(self, shape: Any, dtype: torch.dtype, value: torch.Tensor | None = None) -> Any:
@@ -169,7 +168,7 @@ def _on_cuda(tensor: Any) -> bool:
     return isinstance(tensor, torch.Tensor) and tensor.device.type == "cuda"
 
 
-# Operators whose result depends on numbers, or that copy between host and device.
+# Operators whose result depends on values, or that copy between host and device.
 
 
 def _read_scalar(gpu: FakeGpu, func: Any, args: tuple, kwargs: dict) -> Any:
@@ -186,9 +185,9 @@ def _copy_to(gpu: FakeGpu, func: Any, args: tuple, kwargs: dict) -> Any:
         return gpu.run(func, args, kwargs)
     waits = not kwargs.get("non_blocking", False)
     if _is_cuda(device):
-        gpu.recorder.copy_to_device(source, waits and not source.is_pinned())
+        gpu.recorder.copy("to device", source)
         return gpu.run(func, args, kwargs)
-    gpu.recorder.copy_to_host(source, waits)
+    gpu.recorder.copy("to host", source, waits)
     return gpu.to_host(source, kwargs.get("dtype"))
 
 
@@ -198,9 +197,9 @@ def _copy_into(gpu: FakeGpu, func: Any, args: tuple, kwargs: dict) -> Any:
         return gpu.run(aten.fill_.Scalar, (target, source), {})
     waits = not (args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
     if _on_cuda(target) and not _on_cuda(source):
-        gpu.recorder.copy_to_device(source, waits)
+        gpu.recorder.copy("to device", source)
     elif _on_cuda(source) and not _on_cuda(target):
-        gpu.recorder.copy_to_host(source, waits)
+        gpu.recorder.copy("to host", source, waits)
         if not isinstance(target, FakeTensor):
             return target.copy_(plausible_value(source))
     return gpu.run(func, args, kwargs)
@@ -213,13 +212,15 @@ def _find_nonzero(gpu: FakeGpu, func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _resolve_masks(gpu: FakeGpu, indices: Any) -> list[Any]:
-    """Replace masks by the places that they select."""
+    """Replace masks by the indices that they select."""
     resolved: list[Any] = []
     for index in indices:
         if index is not None and index.dtype in (torch.bool, torch.uint8):
             if _on_cuda(index):
                 gpu.recorder.wait("mask")
-                resolved += _find_places(gpu, index)
+                known = value_of(index)
+                found = torch.zeros(0, index.dim(), dtype=torch.long) if known is None else known.nonzero()
+                resolved += [gpu.make((len(found),), torch.long, places) for places in found.unbind(1)]
             else:
                 resolved += index.nonzero().unbind(1)
         else:
@@ -227,19 +228,14 @@ def _resolve_masks(gpu: FakeGpu, indices: Any) -> list[Any]:
     return resolved
 
 
-def _find_places(gpu: FakeGpu, mask: Any) -> list[Any]:
-    known = value_of(mask)
-    found = torch.zeros(0, mask.dim(), dtype=torch.long) if known is None else known.nonzero()
-    return [gpu.make((len(found),), torch.long, places) for places in found.unbind(1)]
-
-
 def _index(gpu: FakeGpu, func: Any, args: tuple, kwargs: dict) -> Any:
-    _refuse_devices(args[0], args[1])
+    if not _on_cuda(args[0]) and any(_on_cuda(index) for index in args[1]):
+        raise RuntimeError(f"indices should be either on {args[0].device} or on the same device as the indexed tensor")
     return gpu.run(func, (args[0], _resolve_masks(gpu, args[1]), *args[2:]), kwargs)
 
 
 def _put(gpu: FakeGpu, func: Any, args: tuple, kwargs: dict) -> Any:
-    """`x[mask] = 0.0` fills under the mask, which no host waits for (`canDispatchToMaskedFill` in ATen's TensorAdvancedIndexing.cpp)."""
+    """`x[mask] = 0.0` becomes a masked fill, for which the host does not wait (`canDispatchToMaskedFill` in ATen)."""
     target, indices, value = args[:3]
     accumulates = args[3] if len(args) > 3 else kwargs.get("accumulate", False)
     (before, mask), *others = [(place, index) for place, index in enumerate(indices) if index is not None]
@@ -249,11 +245,6 @@ def _put(gpu: FakeGpu, func: Any, args: tuple, kwargs: dict) -> Any:
     wide = mask[(...,) + (None,) * (target.dim() - mask.dim() - before)]
     fill = aten.masked_fill_.Scalar if func is aten.index_put_.default else aten.masked_fill.Scalar
     return gpu.run(fill, (target, wide, value.item()), {})
-
-
-def _refuse_devices(indexed: torch.Tensor, indices: Any) -> None:
-    if not _on_cuda(indexed) and any(_on_cuda(index) for index in indices):
-        raise RuntimeError(f"indices should be either on {indexed.device} or on the same device as the indexed tensor")
 
 
 def _select_masked(gpu: FakeGpu, func: Any, args: tuple, kwargs: dict) -> Any:
@@ -289,17 +280,9 @@ def _count(gpu: FakeGpu, func: Any, args: tuple, kwargs: dict) -> Any:
     return gpu.make(values.shape, values.dtype, values)
 
 
-def _nothing(gpu: FakeGpu, func: Any, args: tuple, kwargs: dict) -> Any:
-    return args[0] if func._schema.returns else None
-
-
 def _make_host(gpu: FakeGpu, func: Any, args: tuple, kwargs: dict) -> Any:
-    """`empty_like` and others that may be asked for pinned memory, which shapes do not know."""
+    """Run `empty_like` and similar operators without `pin_memory`, which the meta device does not support."""
     return gpu.run(func, args, {name: value for name, value in kwargs.items() if name != "pin_memory"})
-
-
-def _is_pinned(gpu: FakeGpu, func: Any, args: tuple, kwargs: dict) -> bool:
-    return not _on_cuda(args[0])
 
 
 _HANDLERS: dict[Any, Callable[..., Any]] = {
@@ -315,15 +298,15 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     aten.repeat_interleave.Tensor: _repeat,
     aten.equal.default: _equal,
     aten.bincount.default: _count,
-    aten.record_stream.default: _nothing,
+    aten.record_stream.default: lambda gpu, func, args, kwargs: None,
     aten.empty_like.default: _make_host,
     aten.zeros_like.default: _make_host,
-    aten.is_pinned.default: _is_pinned,
+    aten.is_pinned.default: lambda gpu, func, args, kwargs: not _on_cuda(args[0]),
 }
 
 
 def add_handler(operator: Any, handler: Callable[..., Any]) -> None:
-    """Let `handler(gpu, operator, args, kwargs)` run an operator."""
+    """Register `handler(gpu, operator, args, kwargs)` to run an operator."""
     _HANDLERS[operator] = handler
 
 
@@ -331,12 +314,12 @@ _LIBRARIES: dict[str, Callable[[str], Callable[..., Any]]] = {}
 
 
 def add_library(namespace: str, find: Callable[[str], Callable[..., Any]]) -> None:
-    """Let custom operators of a namespace run the Python that `find` returns for their name."""
+    """Register custom operators of a namespace, which run the Python function that `find` returns for their name."""
     _LIBRARIES[namespace] = find
 
 
 def _spread_evenly(args: tuple, result: Any) -> torch.Tensor | None:
-    """Choose k of n as routers should: all equally often."""
+    """Choose k of n experts evenly."""
     if result.dtype is not torch.int64 or result.dim() != 2:
         return None
     rows, k = result.shape
@@ -344,7 +327,7 @@ def _spread_evenly(args: tuple, result: Any) -> torch.Tensor | None:
 
 
 def _count_evenly(args: tuple, result: Any) -> torch.Tensor | None:
-    """Add ones [rows, n] to integers [rows, places] as routers should send tokens: all places get equally many."""
+    """Add ones [rows, n] to counts [rows, experts] evenly."""
     if result.dtype.is_floating_point or result.dim() != 2:
         return None
     added, places = args[2].shape[1], result.shape[1]
@@ -366,7 +349,7 @@ _HEALTHY: dict[Any, Callable[[tuple, Any], torch.Tensor | None]] = {
     aten.new_full.default: _fill(lambda args: args[2]),
 }
 _NO_VALUES = {
-    aten.bitwise_xor.Tensor,  # of hashes: by which nobody decides anything
+    aten.bitwise_xor.Tensor,  # of hashes, which decide nothing
     aten.empty.memory_format,
     aten.empty_like.default,
     aten.new_empty.default,

@@ -1,7 +1,7 @@
-"""All that stands in for torch, CUDA and NCCL where there is no GPU, in this one file: `install` once in a process that then rehearses.
+"""Makes a process without a GPU behave as if torch, CUDA and NCCL had one Hopper GPU. Call `install` once; it cannot be undone.
 
-Tensors, operators and collectives are `device.FakeGpu`'s and `collectives`'; the libraries' kernels are in `kernels/`. The project's own
-code and Megatron's run as they are.
+Tensors and operators are in `device`, collectives in `collectives`, library kernels in `kernels/`. The project's code and Megatron run
+unchanged.
 """
 
 from __future__ import annotations
@@ -16,30 +16,30 @@ import torch.distributed as dist
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from megatron_rl.planner.hardware import Gpu
-from megatron_rl.rehearsal import collectives, groups, hopper, objects
+from megatron_rl.cost.hardware import Gpu
+from megatron_rl.rehearsal import collectives, groups, hopper, kernels
 from megatron_rl.rehearsal.device import FakeGpu, plausible_value
 from megatron_rl.rehearsal.hopper import PROPERTIES
-from megatron_rl.rehearsal.kernels import deep_gemm, flash_attention, torch_cuda, transformer_engine, triton
 from megatron_rl.rehearsal.recorder import Recorder
 
 _current: list[FakeGpu] = []
 _FOR_INFERENCE = ("flashinfer", "flash_mla")
-"""What Megatron imports for inference where it is installed, which asks for a driver: here it is not."""
+"""Packages that Megatron imports for inference if they are installed, and whose import needs a driver. Hidden from this process."""
 
 
 def current_device() -> FakeGpu:
-    """Return the device of the rank that is rehearsed now."""
+    """Return the device of the current rank."""
     return _current[-1]
 
 
 def recorder() -> Recorder:
+    """Return the recorder of the current rank."""
     return current_device().recorder
 
 
 @contextlib.contextmanager
 def one_rank(rank: int, world: int, gpu: Gpu, recorder: Recorder | None = None) -> Iterator[FakeGpu]:
-    """Be rank `rank` of `world` on an empty GPU within the context, with its process group. `recorder`: of another kind."""
+    """Context manager that makes this process rank `rank` of `world`, with a process group and an empty GPU."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     device = FakeGpu(recorder or Recorder(), collectives.communicate)
@@ -59,7 +59,7 @@ def one_rank(rank: int, world: int, gpu: Gpu, recorder: Recorder | None = None) 
 
 
 class _Stream:
-    """A stream or an event. What it says about time is nothing."""
+    """A stream or an event without timing."""
 
     cuda_stream = 0
     device = torch.device("cuda", 0)
@@ -89,37 +89,39 @@ class _Stream:
 
 
 def _do_not_compile(function: Any = None, **_: Any) -> Any:
-    """Leave a function as it is: what a compiler would fuse counts as single operators."""
+    """Return the function unchanged. Operators that a compiler would fuse are counted one by one."""
     return function if function is not None else lambda function: function
 
 
-def _nothing(*_: Any, **__: Any) -> None: ...
+def _ignore(*_: Any, **__: Any) -> None: ...
 
 
 def install() -> None:
-    """Make this process believe in one Hopper GPU and in a trainer's libraries, of which none need be installed. There is no way back."""
+    """Install the device and the libraries of a trainer, whether they are installed or not. Idempotent."""
     if getattr(install, "done", False):
         return
+    from megatron_rl.rehearsal.kernels import deep_gemm, flash_attention, torch_cuda, transformer_engine, triton
+
     install.done = True  # type: ignore[attr-defined]
     install_device()
-    sys.modules.update(dict.fromkeys(_FOR_INFERENCE))  # type: ignore[arg-type] # as `importlib` documents it
+    sys.modules.update(dict.fromkeys(_FOR_INFERENCE))  # type: ignore[arg-type] # None blocks an import
     for library in (torch_cuda, flash_attention, transformer_engine, deep_gemm, triton):
-        library.install(recorder)
+        library.install()
     _replace_random()
-    groups.note_owners()
+    groups.record_owners()
 
 
 def install_device() -> None:
-    """Make this process believe in one Hopper GPU, and in no library but torch."""
+    """Install the device, without any library but torch."""
     torch._C._ensureCUDADeviceGuardSet()
     torch_fakes: Any = fake_tensor
-    torch_fakes.init_gpu_context = _nothing
-    torch_fakes.CONSTANT_NUMEL_LIMIT = -1  # `device` follows numbers itself
+    torch_fakes.init_gpu_context = _ignore
+    torch_fakes.CONSTANT_NUMEL_LIMIT = -1  # `device` tracks known values itself
     torch.compile = _do_not_compile  # type: ignore[assignment]
     _replace_queries()
     _replace_tensor_methods()
-    _replace_all_reduce()
-    objects.install(recorder)
+    collectives.install(recorder)
+    kernels.set_recorder(recorder)
 
 
 def _replace_queries() -> None:
@@ -145,15 +147,15 @@ def _replace_random() -> None:
 
     cuda: Any = torch.cuda
     cuda.get_rng_state = random._get_cuda_rng_state = lambda *_, **__: torch.zeros(16, dtype=torch.uint8)
-    cuda.set_rng_state = random._set_cuda_rng_state = _nothing
-    cuda.manual_seed = cuda.manual_seed_all = _nothing
+    cuda.set_rng_state = random._set_cuda_rng_state = _ignore
+    cuda.manual_seed = cuda.manual_seed_all = _ignore
 
 
 def _replace_tensor_methods() -> None:
     fake: Any = FakeTensor
     fake.tolist = lambda self: (self.cpu() if self.device.type == "cuda" else plausible_value(self)).tolist()
     fake.data_ptr = _address
-    fake.record_stream = _nothing
+    fake.record_stream = _ignore
     plain_data: Any = torch.Tensor.data
     fake.data = property(plain_data.__get__, _set_data)
     storage: Any = torch.UntypedStorage
@@ -174,24 +176,24 @@ def _replace_tensor_methods() -> None:
     plain_pin = tensor.pin_memory
     tensor.pin_memory = lambda self, *_: self if _current else plain_pin(self)
     group: Any = dist.ProcessGroup
-    group.set_timeout = _nothing
+    group.set_timeout = _ignore
 
 
 def _address(tensor: Any) -> int:
-    """Return an address as the allocator aligns it, which two views of one storage share as they would."""
+    """Return an address with the allocator's alignment. Views of one storage have consistent addresses."""
     return (tensor.untyped_storage()._cdata << 9) + tensor.storage_offset() * tensor.itemsize
 
 
 def _set_data(tensor: Any, value: Any) -> None:
-    """Give a tensor another's storage, which may lie on another device."""
+    """Give a tensor the storage of another tensor, which may be on another device."""
     torch.Tensor.data.__set__(tensor, value)  # type: ignore[attr-defined]
     if isinstance(value, FakeTensor):
         tensor.fake_device = value.fake_device
 
 
 def _move_module(self: Any, *_: Any) -> Any:
-    """Move a module's tensors to the device. Parameters are replaced, as a tensor without data cannot take the place of one with data; what
-    they are tagged with goes along."""
+    """Move a module's tensors to the device. Parameters are replaced with their attributes, because a tensor without data cannot replace
+    the data of a real one."""
     moved: dict[int, Any] = {}
     for module in self.modules():
         for name, parameter in module._parameters.items():
@@ -205,18 +207,3 @@ def _move_module(self: Any, *_: Any) -> Any:
             if buffer is not None and buffer.device.type != "cuda":
                 module._buffers[name] = buffer.to("cuda")
     return self
-
-
-def _replace_all_reduce() -> None:
-    """Keep what it does where the operator, which is not told, finds it."""
-    module: Any = dist
-    plain = dist.all_reduce
-
-    def all_reduce(tensor: Any, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
-        collectives.operation.append(op)
-        try:
-            return plain(tensor, op, group, async_op)
-        finally:
-            collectives.operation.pop()
-
-    module.all_reduce = module.distributed_c10d.all_reduce = all_reduce

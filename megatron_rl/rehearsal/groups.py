@@ -1,9 +1,9 @@
-"""Megatron's process groups by name, and which of them a collective may run in.
+"""Names of Megatron's process groups, and the check that a collective runs in the right group.
 
-Groups of one size take the same tensors, so sizes do not show that a collective runs in the wrong one. Its caller does. `_OWNERS` says of
-each function what it exchanges in; a function that is given a group says `_CALLER`, and the next caller outward is asked. In a backward
-pass, where autograd calls an operator and no layer, the callers of its forward pass are asked (`note_owners`). So one function decides, the
-innermost that knows, and a collective of one that is not in the table is refused. Groups go by their ranks: two of the same ranks are one.
+Two groups of equal size accept the same tensors, so sizes do not reveal that a collective runs in the wrong group. `_OWNERS` therefore
+lists the groups in which each function communicates. A function that receives its group as an argument is listed as `_CALLER`, and the next
+outer caller decides. In a backward pass autograd calls operators without their layers, so the callers of the forward pass decide
+(`record_owners`). A collective of a function that is not in the table is refused. Groups with the same ranks count as one.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from megatron_rl.rehearsal.recorder import find_name
 
 
 class RefusedCollectiveError(RuntimeError):
-    """NCCL would refuse this call or wait for ever, or the ranks would exchange what is not the same."""
+    """NCCL would refuse this call or hang, or the ranks would exchange unrelated data."""
 
 
-_CALLER = "that of its caller"
-_REPLICAS = "edp of experts' weights, dp*cp of others"
+_CALLER = "its caller's group"
+_REPLICAS = "edp for weights of experts, dp*cp for other weights"
 _OWNERS = {
     "megatron/core/dist_checkpointing/": "world",
     "megatron/core/distributed/finalize_model_grads.py _allreduce_non_tensor_model_parallel_grads": "tp",
@@ -36,7 +36,7 @@ _OWNERS = {
     "megatron/core/distributed/param_and_grad_buffer.py": _REPLICAS,
     "megatron/core/models/common/embeddings/language_model_embedding.py": "tp",
     "megatron/core/optimizer/": "world",
-    "megatron/core/pipeline_parallel/p2p_communication.py": "pp world",  # the world where a pipeline has two stages
+    "megatron/core/pipeline_parallel/p2p_communication.py": "pp world",  # the world if a pipeline has two stages
     "megatron/core/tensor_parallel/": _CALLER,
     "megatron/core/tensor_parallel/cross_entropy.py": "tp",
     "megatron/core/tensor_parallel/layers.py VocabParallelEmbedding": "tp",
@@ -51,56 +51,57 @@ _OWNERS = {
     "megatron/core/transformer/multi_token_prediction.py": "tp",
     "megatron/core/transformer/transformer_layer.py": "tp",
     "megatron_rl/distributed.py": "world pp dp",
-    "megatron_rl/mcore/adapters.py": _CALLER,
-    "megatron_rl/mcore/cache_scales.py": "world",
+    "megatron_rl/mcore/weights/adapters.py": _CALLER,
+    "megatron_rl/mcore/weights/cache_scales.py": "world",
     "megatron_rl/mcore/checkpoint/optimizer.py": _REPLICAS,
-    "megatron_rl/mcore/context_parallel.py": "cp",
-    "megatron_rl/mcore/layers/attention.py": "tp",
-    "megatron_rl/mcore/layers/exchange.py": _CALLER,
-    "megatron_rl/mcore/layers/experts.py": "etp",
-    "megatron_rl/mcore/layers/experts.py Dispatcher.token_dispatch": "ep",
-    "megatron_rl/mcore/layers/experts.py Dispatcher.token_combine": "ep",
-    "megatron_rl/mcore/layers/master.py": _CALLER,
-    "megatron_rl/mcore/layers/mla.py": "tp",
+    "megatron_rl/mcore/passes/context_parallel.py": "cp",
+    "megatron_rl/mcore/layers/attention/core_attention.py": _CALLER,
+    "megatron_rl/mcore/layers/attention/self_attention.py": "tp",
+    "megatron_rl/mcore/layers/linear/exchange.py": _CALLER,
+    "megatron_rl/mcore/layers/moe/experts.py": "etp",
+    "megatron_rl/mcore/layers/moe/experts.py Dispatcher.token_dispatch": "ep",
+    "megatron_rl/mcore/layers/moe/experts.py Dispatcher.token_combine": "ep",
+    "megatron_rl/mcore/layers/attention/mla.py": "tp",
     "megatron_rl/mcore/layers/mtp.py": "tp",
     "megatron_rl/mcore/layers/mtp.py copy_embedding": "embedding",
-    "megatron_rl/mcore/layers/output_layer.py": "tp",
-    "megatron_rl/mcore/layers/plain.py": _CALLER,
-    "megatron_rl/mcore/layers/quantized_linear.py": _CALLER,
-    "megatron_rl/mcore/layers/quantized_linear.py QuantizedLinear.gather_master": _REPLICAS,
-    "megatron_rl/mcore/layers/quantized_matmul.py": _CALLER,
-    "megatron_rl/mcore/layers/router.py Router.attach_and_log_load_balancing_loss": "tp*cp",
-    "megatron_rl/mcore/layers/router.py": "world",
-    "megatron_rl/mcore/layers/row_parallel.py": _CALLER,
-    "megatron_rl/mcore/layers/shared_heads.py": "tp",
+    "megatron_rl/mcore/layers/linear/output_layer.py": "tp",
+    "megatron_rl/mcore/layers/linear/high_precision.py": _CALLER,
+    "megatron_rl/mcore/layers/linear/quantized_linear.py": _CALLER,
+    "megatron_rl/mcore/layers/linear/quantized_linear.py QuantizedLinear.gather_master": _REPLICAS,
+    "megatron_rl/mcore/layers/linear/quantized_matmul.py": _CALLER,
+    "megatron_rl/mcore/layers/moe/router.py Router.attach_and_log_load_balancing_loss": "tp*cp",
+    "megatron_rl/mcore/layers/moe/router.py": "world",
+    "megatron_rl/mcore/layers/linear/row_parallel.py": _CALLER,
+    "megatron_rl/mcore/layers/attention/shared_heads.py": "tp",
     "megatron_rl/mcore/layers/spec.py": _CALLER,
-    "megatron_rl/mcore/layers/token_counts.py": "etp*ep",
-    "megatron_rl/mcore/layers/value_head.py": "tp",
-    "megatron_rl/mcore/logprobs.py": "tp",
-    "megatron_rl/mcore/quantizing_optimizer.py QuantizingOptimizer": _REPLICAS,
-    "megatron_rl/mcore/quantizing_optimizer.py": "world",
-    "megatron_rl/mcore/reduce.py": "dp",
-    "megatron_rl/mcore/reduce.py sum_by_name": "pp dp",
-    "megatron_rl/mcore/reduce.py sum_values": "pp dp",
-    "megatron_rl/mcore/reduce.py sum_stages": "pp",
-    "megatron_rl/mcore/reduce.py sum_replica": "tp*cp",
-    "megatron_rl/mcore/rollout_weights.py": "tp",
-    "megatron_rl/mcore/step_response.py": "world",
+    "megatron_rl/mcore/layers/moe/token_counts.py": "etp*ep",
+    "megatron_rl/mcore/passes/logprobs.py": "tp",
+    "megatron_rl/mcore/optim/master_slices.py": _CALLER,
+    "megatron_rl/mcore/optim/quantizing_optimizer.py QuantizingOptimizer": _REPLICAS,
+    "megatron_rl/mcore/optim/quantizing_optimizer.py": "world",
+    "megatron_rl/mcore/passes/reduce.py": "dp",
+    "megatron_rl/mcore/passes/reduce.py sum_by_name": "pp dp",
+    "megatron_rl/mcore/passes/reduce.py sum_values": "pp dp",
+    "megatron_rl/mcore/passes/reduce.py sum_stages": "pp",
+    "megatron_rl/mcore/passes/reduce.py sum_replica": "tp*cp",
+    "megatron_rl/mcore/weights/load_weights.py": "tp",
+    "megatron_rl/mcore/optim/step_response.py": "world",
+    "megatron_rl/kernels/": _CALLER,
     "megatron_rl/precision/": _CALLER,
 }
-"""File, or file and function -> the groups in which it exchanges; the longest name counts."""
+"""File, or file and function -> groups in which it communicates. The longest matching name counts."""
 
 
 class _Owner(NamedTuple):
-    """The function that decides about a collective's group."""
+    """The function that decides a collective's group."""
 
     function: str
     groups: tuple[str, ...]
-    """Empty where it is not in the table."""
+    """Allowed groups. Empty if the function is not in the table."""
 
 
 def check_group(kind: str, group: ProcessGroup) -> None:
-    """Raise RefusedCollectiveError where a collective runs in another group than its owner's, or its owner is not in the table."""
+    """Raise RefusedCollectiveError if a collective does not run in a group of its owner, or its owner is not in the table."""
     names = find_names(group)
     if names == [_ENGINE]:
         return
@@ -112,8 +113,8 @@ def check_group(kind: str, group: ProcessGroup) -> None:
         raise RefusedCollectiveError(f"{kind} in {name_group(group)}: {owner.function} exchanges in {' or '.join(owner.groups)} alone")
 
 
-def note_owners() -> None:
-    """Let every operator with a backward pass know the owner of its forward pass, and every weight its name in the model."""
+def record_owners() -> None:
+    """Record the owner of the forward pass on every autograd operator, and the name in the model on every weight."""
     function: Any = torch.autograd.Function
     plain = function.apply.__func__
 
@@ -122,19 +123,19 @@ def note_owners() -> None:
         for value in result if isinstance(result, tuple) else (result,):
             node = getattr(value, "grad_fn", None)
             if isinstance(node, cls._backward_cls):
-                node.metadata[_NOTE] = _find_owner(sys._getframe(1))
+                node.metadata[_METADATA_KEY] = _find_owner(sys._getframe(1))
                 break
         return result
 
     function.apply = classmethod(apply)
-    _note_names()
+    _record_names()
 
 
-_NOTE = "owner of its collectives"
+_METADATA_KEY = "owner of collectives"
 
 
-def _note_names() -> None:
-    """A part of a checkpoint has its weight's name as its `key`; let a weight have it too."""
+def _record_names() -> None:
+    """Give every weight its name as `key`, which parts of a checkpoint have too."""
     from megatron.core.distributed import DistributedDataParallel
 
     replicas: Any = DistributedDataParallel
@@ -149,7 +150,7 @@ def _note_names() -> None:
 
 
 def _find_owner(frame: Any) -> _Owner | None:
-    """Return who decides about what the lines from `frame` outward exchange; None where those are torch's alone."""
+    """Return the innermost owner among the callers from `frame` outward, or None if only torch is among them."""
     while frame is not None and frame.f_code.co_name != "_engine_run_backward":
         said = _look_up(frame.f_code)
         if said is not None and said.groups == (_REPLICAS,) and "self" in frame.f_locals:
@@ -158,12 +159,12 @@ def _find_owner(frame: Any) -> _Owner | None:
             return said
         frame = frame.f_back
     node: Any = torch._C._current_autograd_node()
-    return None if node is None else node.metadata.get(_NOTE)
+    return None if node is None else node.metadata.get(_METADATA_KEY)
 
 
 @functools.cache
 def _look_up(code: CodeType) -> _Owner | None:
-    """Return what the table says of a function; None of one that is not ours."""
+    """Return the table's entry of a function, or None for functions of other packages."""
     file = find_name(code)
     if not file:
         return None
@@ -174,12 +175,12 @@ def _look_up(code: CodeType) -> _Owner | None:
 
 
 def _find_replicas(function: str, of: Any) -> _Owner:
-    """Return the group of replicas of the weights that an object is about: buckets, an optimizer, a layer, or one weight's state."""
+    """Return the replicas' group for the weights of an object: buckets, an optimizer, a layer, or the state of one weight."""
     parts: Iterable[Any] = getattr(of, "buckets", None) or getattr(of, "buffers", None) or ()
     weights = [weight for part in parts for weight in part.params] or [of.weight]
     experts = {".experts." in weight.key for weight in weights}
     if len(experts) > 1:
-        raise RefusedCollectiveError(f"{function} exchanges weights of experts together with others, which have other replicas")
+        raise RefusedCollectiveError(f"{function} exchanges weights of experts together with other weights, which have other replicas")
     return _Owner(function, ("edp",) if experts.pop() else ("dp*cp",))
 
 
@@ -187,13 +188,13 @@ _ENGINE = "engine"
 
 
 def name_group(group: ProcessGroup) -> str:
-    """Return Megatron's name of a group with its size, such as `tp 4`."""
+    """Return Megatron's name and the size of a group, such as `tp 4`."""
     return f"{find_names(group)[0]} {group.size()}"
 
 
 def find_names(group: ProcessGroup) -> list[str]:
-    """Return Megatron's names of a group, its own first, then those of others of the same ranks."""
-    if sys.modules.get("megatron") is None:  # an engine has no other group than that of its ranks
+    """Return Megatron's names of a group, followed by the names of groups with the same ranks."""
+    if sys.modules.get("megatron") is None:  # all ranks of an engine form its only group
         return [_ENGINE]
     from megatron.core import parallel_state as state
 

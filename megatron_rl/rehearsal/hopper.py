@@ -1,8 +1,8 @@
-"""One Hopper GPU on a machine without a GPU, as far as asking goes: nothing can be computed.
+"""Answers queries about the GPU as if this machine had one Hopper GPU. Nothing can be computed.
 
-`pretend` changes torch's answers in this process: a rehearsal adds its own to them, and what imports the GPU packages needs no more.
-Compiled libraries ask the driver and the CUDA runtime themselves: `build_stubs` makes a libcuda.so.1 whose every function fails, so that
-they can be loaded, and a library to preload that says that there is a device.
+`pretend` replaces the query functions of `torch.cuda` in this process. Compiled libraries query the driver and the CUDA runtime themselves,
+so `build_stubs` compiles a libcuda.so.1 whose functions all fail, which lets the libraries load, and a library to preload that reports one
+device.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PROPERTIES = SimpleNamespace(
     gcnArchName="",
     is_integrated=False,
 )
-"""What torch.cuda.get_device_properties says; a rehearsal sets name and memory."""
+"""Result of torch.cuda.get_device_properties. A rehearsal sets name and memory."""
 _ANSWERS: dict[str, Any] = {
     "is_available": True,
     "is_initialized": True,
@@ -41,7 +41,7 @@ _ANSWERS: dict[str, Any] = {
     "get_device_properties": PROPERTIES,
     **dict.fromkeys(("init", "_lazy_init", "set_device", "synchronize", "empty_cache", "reset_peak_memory_stats")),
 }
-"""Function of torch.cuda -> what it returns, whatever it is asked."""
+"""Function of torch.cuda -> its result for any arguments."""
 _NO_DEVICE = 100
 """CUDA_ERROR_NO_DEVICE."""
 _RUNTIME_ANSWERS = """
@@ -61,7 +61,7 @@ int cudaFree(void *pointer) { return 0; }
 
 
 def pretend(**functions: Any) -> None:
-    """Let torch.cuda answer as with one Hopper GPU. `functions`: of torch.cuda, in place of the answers here or beside them."""
+    """Make torch.cuda answer as with one Hopper GPU. `functions` are further functions of torch.cuda, or replace those here."""
     import torch
 
     total = PROPERTIES.total_memory
@@ -73,7 +73,7 @@ def pretend(**functions: Any) -> None:
 
 
 def build_stubs(folder: Path, packages: Path) -> dict[str, str]:
-    """Compile the two libraries into `folder`, for what lies below `packages`; return the environment in which they are loaded."""
+    """Compile both libraries into `folder` for the libraries below `packages`. Return the environment variables that load them."""
     folder.mkdir(parents=True, exist_ok=True)
     driver, runtime = folder / "libcuda.so.1", folder / "libcudart_answers.so"
     symbols = find_driver_symbols(packages)
@@ -84,15 +84,15 @@ def build_stubs(folder: Path, packages: Path) -> dict[str, str]:
 
 
 def find_driver_symbols(packages: Path) -> set[str]:
-    """Return the driver's functions that libraries below a folder name."""
+    """Return the driver functions that libraries below a folder import."""
     symbols = set[str]()
-    for library in _find_users_of_the_driver(packages):
+    for library in _find_driver_users(packages):
         listed = subprocess.run(["nm", "-D", "--undefined-only", str(library)], capture_output=True, text=True, check=True).stdout
         symbols |= set(re.findall(r"\bU (cu[A-Z]\w*)", listed))
     return {symbol for symbol in symbols if not re.match(r"cu(blas|dnn|rand|solver|sparse|fft|file)", symbol)}
 
 
-def _find_users_of_the_driver(packages: Path) -> Iterator[Path]:
+def _find_driver_users(packages: Path) -> Iterator[Path]:
     libraries = [file for file in packages.rglob("*.so*") if file.is_file() and file.open("rb").read(4) == b"\x7fELF"]
     for library in libraries:
         if "libcuda.so.1" in subprocess.run(["readelf", "-d", str(library)], capture_output=True, text=True, check=True).stdout:

@@ -1,20 +1,20 @@
-"""One rank's part of a run, by the run's own functions: from the checkpoint to two optimizer steps, a sync's chunks, a save and a resume.
+"""Runs one rank's part of a run with the run's own functions, from the checkpoint to two optimizer steps, a sync, a save and a resume.
 
-    build        start_megatron's groups, the model, its weights, the optimizer and its masters; reference and teacher
+    build        process groups, model, weights, optimizer and masters; reference and teacher
     logprobs     actor, reference and teacher over the samples
-    critic 1     the critic's values and its first optimizer step, where there is one
+    critic 1     the critic's values and first optimizer step, if there is a critic
     update 1     the first optimizer step, which allocates Adam's moments
-    off-load     what only an optimizer step needs goes to the host, where trainer and engine share a GPU
+    off-load     the optimizer's state moves to the host, if trainer and engine share a GPU
     sync         this rank's chunks are packed and hashed
-    checkpoint   the run's state is saved, all but the bytes of files (`rehearsal.checkpoint`)
-    restore      the optimizer comes back
-    logprobs 2   the same, with all that a later step holds
+    checkpoint   the run's state is saved, except for the bytes of files (`rehearsal.checkpoint`)
+    restore      the optimizer's state returns
+    logprobs 2   log-probs again, with everything that a later step holds
     critic 2     the critic's next values and optimizer step
     update 2     the next optimizer step
-    resume       what was saved is loaded, as a run loads it: without frozen models, with a critic's optimizer beside the policy's
+    resume       the checkpoint is loaded as in a run: without frozen models, with both optimizers on the device
 
-Samples fill micro-batches to the last token, as `plan` reckons, and are as few as show all that a step does: one micro-batch more than the
-rank's stage has under way at a time; twice as many where two take turns.
+Samples fill micro-batches to the last token, as `plan` assumes. Their number is the smallest that shows everything a step does: one
+micro-batch more than the rank's stage has in flight, or twice as many if two micro-batches take turns.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -36,28 +35,27 @@ from megatron_rl.algorithm.policy_loss import PolicyLoss
 from megatron_rl.algorithm.value_loss import ValueLoss
 from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.config import Config
+from megatron_rl.cost.hardware import Gpu
+from megatron_rl.cost.workload import MEAN_LENGTH_SHARE
 from megatron_rl.distributed import is_rank0
 from megatron_rl.hf.files import read_config
-from megatron_rl.mcore.actor import Actor, Policy
+from megatron_rl.mcore.actor import Actor, Critic, Policy
+from megatron_rl.mcore.checkpoint.checkpointing import load_run_checkpoint
 from megatron_rl.mcore.checkpoint.folder import checkpoint_folder, unfinished_folder
-from megatron_rl.mcore.checkpoint.write import load_run_checkpoint
-from megatron_rl.mcore.critic import Critic
-from megatron_rl.mcore.layers.experts import free_frozen_operands
-from megatron_rl.mcore.layers.grouped_experts import GroupedLinear
-from megatron_rl.mcore.layers.quantized_linear import QuantizedLinear
-from megatron_rl.mcore.layers.router import RoutedMicroBatch, RoutingReplay
-from megatron_rl.mcore.load_weights import collect_named_tensors
+from megatron_rl.mcore.layers.linear.quantized_linear import QuantizedLinear
+from megatron_rl.mcore.layers.moe.experts import free_frozen_operands
+from megatron_rl.mcore.layers.moe.grouped_experts import GroupedLinear
+from megatron_rl.mcore.layers.moe.router import RoutedMicroBatch, RoutingReplay
 from megatron_rl.mcore.model import start_megatron, stop_megatron
+from megatron_rl.mcore.weights.load_weights import collect_named_tensors
 from megatron_rl.observability import profiling
-from megatron_rl.planner.candidate import MEAN_LENGTH_SHARE
-from megatron_rl.planner.hardware import Gpu
 from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.rehearsal.checkpoint import RehearsedFiles
 from megatron_rl.rehearsal.device import FakeGpu
 from megatron_rl.rehearsal.fake_cuda import one_rank
-from megatron_rl.rehearsal.headers import read_headers_alone
+from megatron_rl.rehearsal.hf_headers import read_headers_only
 from megatron_rl.rehearsal.recorder import Phase, Recorder, find_line_of
-from megatron_rl.rehearsal.repeats import run_once_by_shapes
+from megatron_rl.rehearsal.replacing import replaced
 from megatron_rl.sync.plan import cut_into_chunks, plan_transfers
 from megatron_rl.training.checkpoint_manager import CheckpointManager
 from megatron_rl.training.policies import load_actor, load_critic, load_reference, load_teacher
@@ -70,12 +68,12 @@ from parallel.transport.pack import make_source_packer
 
 
 class RankRehearsal:
-    """What one rank did, phase by phase, and the fault that it stopped at, if any."""
+    """The phases of one rank, and the fault that ended it, if any."""
 
     def __init__(self, rank: int, recorder: Recorder) -> None:
         self.rank, self._recorder = rank, recorder
         self.fault = ""
-        """Kind and message of the error, with its line; "" for none."""
+        """Type, phase, line and message of the error, or ""."""
 
     @property
     def phases(self) -> list[Phase]:
@@ -83,15 +81,16 @@ class RankRehearsal:
 
 
 def rehearse_rank(config: Config, rank: int, gpu: Gpu) -> RankRehearsal:
-    """Run rank `rank`. A fault of the program ends the rank, and is in the result."""
+    """Run rank `rank`. An error of the program ends the rank and is part of the result."""
     layout = config.train.layout.to_layout()
     with one_rank(rank, layout.world_size, gpu) as device, tempfile.TemporaryDirectory() as scratch:
         rehearsal = RankRehearsal(rank, device.recorder)
         try:
-            with _observe_passes(device.recorder), run_once_by_shapes(device):
+            with _observe_passes(device.recorder):
                 _run(config, layout, device, Path(scratch))
         except Exception as error:
-            rehearsal.fault = f"{type(error).__name__} in phase {device.recorder.phase.name} at {find_line_of(error)}: {_first_line(error)}"
+            message = (str(error).strip().splitlines() or [""])[0]
+            rehearsal.fault = f"{type(error).__name__} in phase {device.recorder.phase.name} at {find_line_of(error)}: {message}"
             rehearsal.error = error  # type: ignore[attr-defined]
         finally:
             gc.unfreeze()
@@ -101,8 +100,8 @@ def rehearse_rank(config: Config, rank: int, gpu: Gpu) -> RankRehearsal:
 
 @contextmanager
 def _observe_passes(recorder: Recorder) -> Iterator[None]:
-    """Within the context the recorder knows what happens within micro-batches' passes, and counts them. What makes blocks ready for a
-    backend belongs to none: the first pass after an optimizer step does it for all."""
+    """Context manager in which the recorder knows when a micro-batch's pass runs, and counts passes. Preparing operands for a backend
+    belongs to no pass, because only the first pass after an optimizer step does it."""
 
     def observe(function: Any, in_pass: bool, passes: int = 0) -> Any:
         def run(*args: Any, **options: Any) -> Any:
@@ -124,23 +123,19 @@ def _observe_passes(recorder: Recorder) -> Iterator[None]:
 
     with ExitStack() as patches:
         for name in ("forward_step", "backward_step"):
-            patches.enter_context(mock.patch.object(schedules, name, observe(getattr(schedules, name), True)))
-        patches.enter_context(mock.patch.object(profiling, "begin_micro_batch", observe(profiling.begin_micro_batch, True, 1)))
-        patches.enter_context(mock.patch.object(RoutingReplay, "begin", begin_router))
+            patches.enter_context(replaced(schedules, name, observe(getattr(schedules, name), True)))
+        patches.enter_context(replaced(profiling, "begin_micro_batch", observe(profiling.begin_micro_batch, True, 1)))
+        patches.enter_context(replaced(RoutingReplay, "begin", begin_router))
         for owner in (QuantizedLinear, GroupedLinear):
-            patches.enter_context(mock.patch.object(owner, "operand", property(observe(vars(owner)["operand"].fget, False))))
+            patches.enter_context(replaced(owner, "operand", property(observe(vars(owner)["operand"].fget, False))))
         yield
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [""])[0]
 
 
 def _run(config: Config, layout: Layout, gpu: FakeGpu, scratch: Path) -> None:
     begin, hf_config = gpu.recorder.begin, read_config(config.model.folder)
     begin("build")
     start_megatron(layout, config.train.seed)
-    with read_headers_alone(gpu, config.model.folder, scratch) as folder:
+    with read_headers_only(gpu, config.model.folder, scratch) as folder:
         config = config.model_copy(update={"model": config.model.model_copy(update={"path": folder})})
         actor, shards = load_actor(config, layout, hf_config)
         reference = load_reference(config, layout, hf_config, actor)
@@ -167,7 +162,7 @@ def _run(config: Config, layout: Layout, gpu: FakeGpu, scratch: Path) -> None:
     _pack_chunks(config, layout, actor, shards, hf_config)
     begin("checkpoint")
     files = RehearsedFiles(gpu, config.make_trained_geometry(hf_config), layout)
-    with files.in_place_of_disk():
+    with files.replace_disk():
         saved = _save(config, layout, actor, critic, hf_config, scratch)
         files.complete_as_rank0(saved / "mcore")
     gpu.recorder.phase.written = files.nbytes
@@ -182,14 +177,14 @@ def _run(config: Config, layout: Layout, gpu: FakeGpu, scratch: Path) -> None:
     _give_records(samples, actor, replay != "none")
     begin("update 2")
     actor.update(samples, loss)
-    del reference, teacher, policy  # a run resumes before it loads frozen models, and before it computes
+    del reference, teacher, policy  # a run resumes before it loads frozen models and before it computes
     free_frozen_operands(actor.chunks)
     gc.unfreeze()
     gc.collect()
     begin("resume")
     if critic is not None:
         critic.reload_optimizer()
-    with files.in_place_of_disk():
+    with files.replace_disk():
         of_critic = None if critic is None else (critic.model, critic.optimizer)
         load_run_checkpoint(saved, actor.model, actor.optimizer, {"adam_step": 1, "critic_adam_step": 1}, True, of_critic)
     gpu.recorder.end()
@@ -199,12 +194,12 @@ def _load_teacher(config: Config, layout: Layout, gpu: FakeGpu, scratch: Path) -
     if config.teacher is None:
         return None
     scratch.mkdir()
-    with read_headers_alone(gpu, config.teacher.path, scratch) as folder:
+    with read_headers_only(gpu, config.teacher.path, scratch) as folder:
         return load_teacher(config.model_copy(update={"teacher": config.teacher.model_copy(update={"path": folder})}), layout)
 
 
 def _train_critic(config: Config, actor: Actor, critic: Critic | None, samples: list[TrainingSample], gpu: FakeGpu, phase: str) -> None:
-    """Compute values and take an optimizer step, as `training.critic_trainer` does; nothing without a critic."""
+    """Compute values and take an optimizer step, as `training.critic_trainer` does. Do nothing without a critic."""
     if critic is None:
         return
     colocated = config.placement.kind == "colocated"
@@ -222,7 +217,7 @@ def _train_critic(config: Config, actor: Actor, critic: Critic | None, samples: 
 
 
 def _save(config: Config, layout: Layout, actor: Actor, critic: Critic | None, hf_config: dict[str, Any], run: Path) -> Path:
-    """Save the first step's policy as the loop does; return the folder that holds it, which rank 0 alone renames."""
+    """Save the first step's policy as the training loop does, and return its folder, which only rank 0 renames."""
     manager = CheckpointManager(config, layout, run, actor, hf_config, lambda _: None, -1, critic)
     critic_steps = 0 if critic is None else critic.steps_done
     manager.write(TrainState(1, actor.steps_done, (0.0, 0.0), dict, critic_steps=critic_steps), last=True)
@@ -231,25 +226,25 @@ def _save(config: Config, layout: Layout, actor: Actor, critic: Critic | None, h
 
 
 def _pack_chunks(config: Config, layout: Layout, actor: Actor, shards: list[Shard], hf_config: dict[str, Any]) -> None:
-    """Pack and hash this rank's chunks as a sync does, into buffers as large as `sync.bucket_mb` allows."""
+    """Pack and hash this rank's chunks as a sync does, in buffers of `sync.bucket_mb`."""
     contract = PrecisionContract.from_config(config.precision)
     transfers = _plan_transfers(layout, config.rollout.to_layout(), contract, config.make_geometry(hf_config))
-    gc.freeze()  # they are millions of tuples, which Python's collector would look at again and again
+    gc.freeze()  # millions of tuples, which would slow down every garbage collection
     own = cut_into_chunks(transfers, config.sync.chunk_bytes, dist.get_rank())
     packer = make_source_packer(collect_named_tensors(actor.model, shards, contract), own, dist.get_rank())
     ring = torch.empty(config.sync.bucket_mb << 20, dtype=torch.uint8, device="cuda")
-    for sources, nbytes in {chunk.sources: chunk.nbytes for chunk in own}.items():  # engines that get the same bytes hash them once
+    for sources, nbytes in {chunk.sources: chunk.nbytes for chunk in own}.items():  # bytes that several engines receive are hashed once
         packer.pack(sources, ring[:nbytes], True)
 
 
 @functools.lru_cache(maxsize=1)
 def _plan_transfers(layout: Layout, rollout: EngineLayout, contract: PrecisionContract, geometry: ModelGeometry) -> list[Transfer]:
-    """Return the sync's transfers, which are the same for all ranks."""
+    """Return the transfers of a sync, which are the same for all ranks."""
     return plan_transfers(geometry, layout, rollout, contract)[0]
 
 
 def _give_records(samples: list[TrainingSample], actor: Actor, known: bool) -> None:
-    """Give samples, of equal length, a record of experts that are chosen equally often, if `known`; else none."""
+    """Give samples of equal length a record of evenly chosen experts if `known`, else no record."""
     shape, record = actor.routing.shape, torch.empty(0)
     if known and shape is not None:
         chosen = torch.arange((samples[0].length - 1) * shape.top_k).view(-1, 1, shape.top_k) % shape.num_experts
@@ -259,18 +254,17 @@ def _give_records(samples: list[TrainingSample], actor: Actor, known: bool) -> N
 
 
 def make_samples(config: Config, layout: Layout, rank: int, at_once: int) -> list[TrainingSample]:
-    """Return the samples of a rank's replica: of equal length near the mean, as many as fill the micro-batches, the largest that a run
-    can have.
+    """Return the samples of a rank's replica, of equal length near the mean, which fill the largest micro-batches that a run can have.
 
-    Prompts are of one token: log-probs of all positions take the most memory.
+    Prompts have one token, because log-probs of all positions take the most memory.
     """
     room, longest = config.train.micro_batch_tokens * layout.cp, config.longest_sequence
-    count = round(room / (MEAN_LENGTH_SHARE * longest)) if room >= longest else 1  # a longer one has a pass of its own
+    count = round(room / (MEAN_LENGTH_SHARE * longest)) if room >= longest else 1  # a longer sequence has a pass of its own
     chunks = 2 * layout.cp  # a sequence is padded to a multiple of them
     positions = max(room, longest) // count // chunks * chunks
     micro_batches = layout.pp - layout.coordinates(rank).pp + 1
     if layout.vpp > 1:
-        micro_batches = 2 * layout.pp  # it must be a multiple
+        micro_batches = 2 * layout.pp  # Megatron requires a multiple of pp
     micro_batches *= at_once
-    prompt, answer = torch.ones(1, dtype=torch.int32), torch.full((positions,), 2)  # the last token takes no position
+    prompt, answer = torch.ones(1, dtype=torch.int32), torch.full((positions,), 2)  # the last token has no position
     return [TrainingSample(prompt, answer, advantage=1.0, number=number) for number in range(count * micro_batches)]

@@ -1,4 +1,4 @@
-"""What a rehearsal observes: memory, waits of the host, copies, collectives and work, by phase and by line of code."""
+"""Records what a rehearsal does on one rank's device: memory, host waits, copies, collectives and work, by phase and by line of code."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ import torch
 from megatron_rl.rehearsal.shapes import Known
 from megatron_rl.rehearsal.traffic import count_bytes, count_moved, name_kind
 
-_ROUND = 512
-"""Bytes that the caching allocator rounds every allocation up to."""
+_ALLOCATION = 512
+"""Bytes to a multiple of which the caching allocator rounds every allocation."""
+_PACKAGES = ("megatron/core/", "megatron_rl/", "parallel/", "rollout_sglang/", "sglang/")
+_REHEARSAL = ("/megatron_rl/rehearsal/", "/rollout_sglang/rehearsal/")
 
 
 def find_line() -> str:
-    """Return file and line of the innermost frame that is the project's, Megatron's or SGLang's."""
+    """Return file and line of the innermost frame in the project, Megatron or SGLang."""
     frame: Any = sys._getframe(1)
     while frame is not None:
         name = find_name(frame.f_code)
@@ -33,31 +35,24 @@ def find_line() -> str:
 
 @functools.cache
 def find_name(code: CodeType) -> str:
-    """Return the short name of the file of our code; "" of other code."""
-    return shorten(code.co_filename) if _is_ours(code.co_filename) else ""
+    """Return the short file name of code of the project, Megatron or SGLang, or "" for other code."""
+    name = code.co_filename
+    ours = any(f"/{package}" in name for package in _PACKAGES) and not any(part in name for part in _REHEARSAL)
+    return shorten(name) if ours else ""
 
 
 def find_line_of(error: BaseException) -> str:
-    """Return the innermost line of the project's, Megatron's or SGLang's code in an error's traceback."""
+    """Return the innermost line of the project, Megatron or SGLang in an error's traceback."""
     line, trace = "?", error.__traceback__
     while trace is not None:
-        name = trace.tb_frame.f_code.co_filename
-        if _is_ours(name):
-            line = f"{shorten(name)}:{trace.tb_lineno}"
+        if name := find_name(trace.tb_frame.f_code):
+            line = f"{name}:{trace.tb_lineno}"
         trace = trace.tb_next
     return line
 
 
-_PACKAGES = ("megatron/core/", "megatron_rl/", "parallel/", "rollout_sglang/", "sglang/")
-_REHEARSAL = ("/megatron_rl/rehearsal/", "/rollout_sglang/rehears")
-
-
-def _is_ours(name: str) -> bool:
-    return any(f"/{package}" in name for package in _PACKAGES) and not any(part in name for part in _REHEARSAL)
-
-
 def shorten(name: str) -> str:
-    """Return a file's name from its package on."""
+    """Return a file name relative to the parent of its package."""
     for package in _PACKAGES:
         at = name.rfind("/" + package)
         if at >= 0:
@@ -67,41 +62,41 @@ def shorten(name: str) -> str:
 
 @dataclass
 class Peak:
-    """The most bytes of a phase, and the operator that reached it."""
+    """Peak memory of a phase and the operator that reached it."""
 
     nbytes: int = 0
     at: str = ""
     line: str = ""
     by_line: dict[str, int] = field(default_factory=dict)
-    """Bytes that were held then, by the line that allocated them."""
+    """Bytes held at the peak, by the line that allocated them."""
 
 
 @dataclass
-class Stretch:
-    """What kernels do within passes up to an exchange that begins, or is waited for."""
+class Segment:
+    """Work of kernels within passes up to the start of an exchange, or up to the wait for one."""
 
     moved: Counter = field(default_factory=Counter)
-    """Kind -> bytes."""
+    """Bytes by kind."""
     flops: Counter = field(default_factory=Counter)
-    """By kind of product."""
+    """FLOPs by dtype."""
     exchange: int = 0
-    """Its number in the phase."""
+    """The exchange's number in the phase."""
     sent: tuple[str, int, int, float] | None = None
-    """Of one that begins: (group, its first rank, its last rank, bytes that this rank sends); None of one that is waited for."""
+    """(group, first rank of the group, last rank, bytes that this rank sends) of the exchange that starts, or None for a wait."""
 
 
 @dataclass
 class Phase:
-    """What one phase of the job did on a rank."""
+    """What one phase of the job does on a rank. "In passes" means within a micro-batch's forward or backward pass."""
 
     name: str
     held: int = 0
-    """Bytes on the device when it began."""
+    """Device memory when the phase begins, in bytes."""
     left: int = 0
-    """Bytes when it ended."""
+    """Device memory when the phase ends, in bytes."""
     peak: Peak = field(default_factory=Peak)
     host_peak: int = 0
-    """The most bytes of host memory that held copies of tensors at a time."""
+    """Peak of the host memory that holds copies of tensors, in bytes."""
     written: int = 0
     """Bytes that this rank writes into a checkpoint."""
     operators: int = 0
@@ -109,26 +104,25 @@ class Phase:
     moved: Counter = field(default_factory=Counter)
     """(kind, line) -> bytes that kernels read and write."""
     moved_in_passes: Counter = field(default_factory=Counter)
-    """Kind -> those of them within a micro-batch's forward or backward pass."""
+    """Kind -> bytes that kernels read and write in passes."""
     flops: Counter = field(default_factory=Counter)
-    """By kind of product: `fp8`, `bf16`, `fp32`."""
+    """FLOPs of matrix products by dtype: `fp8`, `bf16`, `fp32`."""
     flops_in_passes: Counter = field(default_factory=Counter)
     waits: Counter = field(default_factory=Counter)
-    """(kind, line) -> how often the host waits for the device."""
+    """(kind, line) -> number of times that the host waits for the device."""
     waits_in_passes: Counter = field(default_factory=Counter)
-    """Those of them within a micro-batch's forward or backward pass."""
     copies: Counter = field(default_factory=Counter)
     """(direction, line) -> bytes."""
     collectives: dict[tuple[str, str, str], list[int]] = field(default_factory=lambda: defaultdict(lambda: [0, 0]))
     """(kind, group, line) -> [calls, bytes of the whole tensor]."""
     sent: dict[tuple[str, int, int, bool], float] = field(default_factory=lambda: defaultdict(float))
-    """(group, its first rank, its last rank, whether within a pass) -> bytes that this rank sends."""
-    timeline: list[Stretch] = field(default_factory=list)
-    """Of the passes, in the order in which they are queued on the device."""
+    """(group, first rank of the group, last rank, whether in a pass) -> bytes that this rank sends."""
+    timeline: list[Segment] = field(default_factory=list)
+    """Segments of the passes in the order in which they are queued on the device."""
     passes: int = 0
     """Forward passes over a micro-batch."""
     choices: int = 0
-    """How often a router chose experts in them, and replayed no record."""
+    """Number of times in these passes that a router chose experts instead of replaying a record."""
 
     @property
     def traffic(self) -> int:
@@ -137,7 +131,7 @@ class Phase:
 
 
 class Recorder:
-    """Adds up what happens on one rank's device."""
+    """Accumulates the events of one rank's device."""
 
     def __init__(self) -> None:
         self.phases: list[Phase] = []
@@ -149,14 +143,14 @@ class Recorder:
         self._watched: dict[int, weakref.ref] = {}
         self._by_line: Counter[str] = Counter()
         self._at_peak = False
-        self._stretch = Stretch()
+        self._segment = Segment()
 
     def begin(self, name: str) -> Phase:
-        """End the phase under way and begin the next."""
+        """End the current phase and begin the next."""
         self.end()
         self.phase = Phase(name, held=self.now, peak=Peak(self.now, "what the phase before left"), host_peak=self._on_host)
         self.phases.append(self.phase)
-        self._stretch = Stretch()
+        self._segment = Segment()
         return self.phase
 
     def end(self) -> None:
@@ -165,7 +159,7 @@ class Recorder:
         self._note_peak()
 
     def operator(self, func: Any, args: tuple, kwargs: dict, inputs: list[torch.Tensor], out: Any, known: Known | None = None) -> None:
-        """An operator ran; `inputs` are the tensors in its arguments, `known` what is known of it."""
+        """Record an operator. `inputs` are the tensors in its arguments, `known` its cached description if there is one."""
         for tensor in out if isinstance(out, list | tuple) else (out,):
             if isinstance(tensor, torch.Tensor):
                 self.hold(tensor, func) if tensor.device.type == "cuda" else self.hold_on_host(tensor)
@@ -177,8 +171,17 @@ class Recorder:
             moved = known.moved
         if moved:
             name = func._schema.name
-            self._move(name, _kind(_factors(args)[0].dtype) if name in _PRODUCTS else "other", moved)
-            self._count_flops(func, args)
+            if name in _PRODUCTS:  # `out=` is not among the positional arguments, and a dtype may follow the factors
+                a, b = [value for value in args if isinstance(value, torch.Tensor)][-2:]
+                self._move(name, _dtype_kind(a.dtype), moved)
+                self._multiply(_dtype_kind(a.dtype), 2 * a.numel() * b.shape[-1])
+            else:
+                self._move(name, "other", moved)
+
+    def work(self, kind: str, flops: int, *tensors: torch.Tensor, kernel: str = "") -> None:
+        """Record a library kernel that reads and writes these tensors."""
+        self._multiply(kind, flops)
+        self._move(kernel, kind, sum(map(count_bytes, tensors)))
 
     def _move(self, name: str, dtype: str, nbytes: int) -> None:
         self.phase.operators += 1
@@ -188,58 +191,26 @@ class Recorder:
         if self.in_pass:
             self.phase.operators_in_passes += 1
             self.phase.moved_in_passes[kind] += nbytes
-            self._stretch.moved[kind] += nbytes
+            self._segment.moved[kind] += nbytes
 
-    def hold(self, tensor: torch.Tensor, what: Any, line: str = "") -> bool:
-        """Count a tensor's memory until it is freed; return whether it is new. `line`: that allocates it, by default the one that runs."""
+    def _multiply(self, kind: str, flops: int) -> None:
+        self.phase.flops[kind] += flops
+        if self.in_pass:
+            self.phase.flops_in_passes[kind] += flops
+            self._segment.flops[kind] += flops
+
+    def hold(self, tensor: torch.Tensor, what: Any) -> None:
+        """Count a tensor's memory until it is freed. `what` allocates it."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._allocations or not storage.nbytes():
-            return False
+            return
         self._watch(storage, self._resize, key, 0)
-        self._allocations[key] = 0, line or find_line()
+        self._allocations[key] = 0, find_line()
         self._resize(key, storage.nbytes(), tensor, what)
-        return True
-
-    def line_of(self, tensor: torch.Tensor) -> str:
-        """Return the line that allocated a tensor's memory."""
-        return self._allocations[tensor.untyped_storage()._cdata][1]
-
-    def observe(self, run: Callable[[], Any]) -> tuple[Any, Phase]:
-        """Run something outside of passes and without collectives. Return its result, and what it did for `repeat`; its peaks are what it
-        added to what was held."""
-        self._note_peak()
-        whole, held, by_line, on_host = self.phase, self.now, self._by_line.copy(), self._on_host
-        self.phase = own = Phase(whole.name, held=held, peak=Peak(held), host_peak=on_host)
-        try:
-            result = run()
-        finally:
-            self._note_peak()
-            self.phase = whole
-        assert not self.in_pass and not own.collectives, "what runs in passes, or talks to other ranks, has an order"
-        own.peak.nbytes, own.host_peak = own.peak.nbytes - held, own.host_peak - on_host
-        own.peak.by_line = {line: nbytes - by_line[line] for line, nbytes in own.peak.by_line.items() if nbytes != by_line[line]}
-        self._add(own, held, by_line, on_host)
-        return result, own
-
-    def repeat(self, work: Phase) -> None:
-        """The same ran once more; its results are still to be held."""
-        self._note_peak()
-        self._add(work, self.now, self._by_line, self._on_host)
-
-    def _add(self, work: Phase, held: int, by_line: Counter[str], on_host: int) -> None:
-        phase = self.phase
-        phase.operators += work.operators
-        for name in ("moved", "flops", "waits", "copies"):
-            getattr(phase, name).update(getattr(work, name))
-        phase.host_peak = max(phase.host_peak, on_host + work.host_peak)
-        if held + work.peak.nbytes > phase.peak.nbytes:
-            lines = by_line.copy()
-            lines.update(work.peak.by_line)
-            phase.peak = Peak(held + work.peak.nbytes, work.peak.at, work.peak.line, dict(lines))
 
     def _note_peak(self) -> None:
-        """Note what is held, if that is the phase's peak."""
+        """Store the memory by line if the current state is the phase's peak."""
         if self._at_peak:
             self.phase.peak.by_line, self._at_peak = dict(self._by_line), False
 
@@ -253,7 +224,7 @@ class Recorder:
             self._watch(storage, self._free_on_host, storage._cdata, storage.nbytes())
 
     def _watch(self, storage: Any, freed: Callable[..., None], *args: Any) -> None:
-        """Call `freed(*args)` when a storage is freed. A weak reference of its own: `weakref.finalize` takes five times as long."""
+        """Call `freed(*args)` when a storage is freed. Plain weak references, because `weakref.finalize` is five times slower."""
 
         def free(reference: weakref.ref) -> None:
             del self._watched[id(reference)]
@@ -267,7 +238,7 @@ class Recorder:
         self._on_host -= nbytes
 
     def resize(self, storage: Any, nbytes: int) -> None:
-        """A storage has another size now."""
+        """Record a storage's new size."""
         if storage._cdata in self._allocations and nbytes:
             self._resize(storage._cdata, nbytes, None, "resize")
         elif storage._cdata in self._allocations:
@@ -276,7 +247,7 @@ class Recorder:
 
     def _resize(self, key: int, nbytes: int, tensor: Any = None, what: Any = "") -> None:
         before, line = self._allocations[key]
-        nbytes = -(-nbytes // _ROUND) * _ROUND
+        nbytes = -(-nbytes // _ALLOCATION) * _ALLOCATION
         if nbytes < before:
             self._note_peak()
         if nbytes:
@@ -289,42 +260,26 @@ class Recorder:
             shape = "" if tensor is None else f" {list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
             self.phase.peak, self._at_peak = Peak(self.now, f"{what}{shape}", find_line()), True
 
-    def work(self, kind: str, flops: int, *tensors: torch.Tensor, kernel: str = "") -> None:
-        """A kernel of a library ran that reads and writes these tensors."""
-        self._calculate(kind, flops)
-        self._move(kernel, kind, sum(map(count_bytes, tensors)))
-
-    def _count_flops(self, func: Any, args: tuple) -> None:
-        if func._schema.name in _PRODUCTS:
-            a, b = _factors(args)
-            self._calculate(_kind(a.dtype), 2 * a.numel() * b.shape[-1])
-
-    def _calculate(self, kind: str, flops: int) -> None:
-        self.phase.flops[kind] += flops
-        if self.in_pass:
-            self.phase.flops_in_passes[kind] += flops
-            self._stretch.flops[kind] += flops
-
     def wait(self, kind: str) -> None:
-        """The host waits for the device."""
+        """Record that the host waits for the device."""
         line = find_line()
         self.phase.waits[kind, line] += 1
         if self.in_pass:
             self.phase.waits_in_passes[kind, line] += 1
 
-    def copy_to_host(self, tensor: torch.Tensor, waits: bool) -> None:
-        line = find_line()
-        self.phase.copies["to host", line] += count_bytes(tensor)
+    def copy(self, direction: str, tensor: torch.Tensor, waits: bool = False) -> None:
+        """Record a copy `to host` or `to device`, and whether the host waits for the device."""
+        self.phase.copies[direction, find_line()] += count_bytes(tensor)
         if waits:
-            self.wait("copy to host")
-
-    def copy_to_device(self, tensor: torch.Tensor, waits: bool) -> None:
-        """`waits`: from memory that is not pinned, which the host waits for until it is staged."""
-        self.phase.copies["to device", find_line()] += count_bytes(tensor)
+            self.wait(f"copy {direction}")
 
     def collective(self, kind: str, group: str, nbytes: int, ranks: Sequence[int] = ()) -> Callable[[], None]:
-        """Return what to call when the device waits for it. `nbytes`: of the whole tensor; `ranks`: of the group, none where the exchange
-        is the host's own."""
+        """Record a collective, and return a function to call when the device waits for it.
+
+        Args:
+            nbytes: size of the whole tensor.
+            ranks: ranks of the group; empty for an exchange between hosts.
+        """
         entry = self.phase.collectives[kind, group, find_line()]
         entry[0] += 1
         entry[1] += nbytes
@@ -336,13 +291,13 @@ class Recorder:
         if not self.in_pass:
             return lambda: None
         phase, number = self.phase, len(self.phase.timeline)
-        self._end_stretch(number, (group, min(ranks), max(ranks), share * nbytes))
-        return lambda: self._end_stretch(number) if self.phase is phase else None
+        self._end_segment(number, (group, min(ranks), max(ranks), share * nbytes))
+        return lambda: self._end_segment(number) if self.phase is phase else None
 
-    def _end_stretch(self, exchange: int, sent: tuple[str, int, int, float] | None = None) -> None:
-        self._stretch.exchange, self._stretch.sent = exchange, sent
-        self.phase.timeline.append(self._stretch)
-        self._stretch = Stretch()
+    def _end_segment(self, exchange: int, sent: tuple[str, int, int, float] | None = None) -> None:
+        self._segment.exchange, self._segment.sent = exchange, sent
+        self.phase.timeline.append(self._segment)
+        self._segment = Segment()
 
 
 def _share_memory(tensors: list[torch.Tensor]) -> bool:
@@ -352,10 +307,5 @@ def _share_memory(tensors: list[torch.Tensor]) -> bool:
 _PRODUCTS = ("aten::mm", "aten::addmm", "aten::addmm_", "aten::bmm", "aten::baddbmm")
 
 
-def _factors(args: tuple) -> list[torch.Tensor]:
-    """Return the two factors among a product's positional arguments; `out=` is none of them, and a dtype may follow them."""
-    return [value for value in args if isinstance(value, torch.Tensor)][-2:]
-
-
-def _kind(dtype: torch.dtype) -> str:
+def _dtype_kind(dtype: torch.dtype) -> str:
     return {torch.bfloat16: "bf16", torch.float16: "bf16", torch.float32: "fp32"}.get(dtype, "fp8")

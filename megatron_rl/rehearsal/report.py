@@ -1,4 +1,4 @@
-"""What a rehearsal found, rank by rank: faults, memory against the plan, waits of the host, traffic, seconds of roofline."""
+"""Report of a rehearsal by rank: faults, memory against the plan, host waits, traffic, and lower bounds of a step."""
 
 from __future__ import annotations
 
@@ -10,15 +10,13 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from megatron_rl.planner.candidate import Candidate, Workload
-from megatron_rl.planner.hardware import GIB, LINK_EFFICIENCY, Cluster
-from megatron_rl.planner.memory import count_layer_kinds
+from megatron_rl.cost.hardware import GIB, Cluster
+from megatron_rl.cost.weights import count_layer_kinds
+from megatron_rl.cost.workload import Candidate, Workload
 from megatron_rl.planner.memory_by_phase import CUDA_CONTEXT_BYTES, count_trainer_parts
-from megatron_rl.planner.roofline import COMPUTE_EFFICIENCY
-from megatron_rl.rehearsal.bound import Bound, estimate_bound
+from megatron_rl.rehearsal.bound import Bound, count_least_bytes, estimate_bound
 from megatron_rl.rehearsal.engine_rank import TOLERANCE, EngineRankReport
 from megatron_rl.rehearsal.job import RankRehearsal
-from megatron_rl.rehearsal.least import count_least_in_pass, count_least_per_update
 from megatron_rl.rehearsal.recorder import Phase
 
 PLANNED = {
@@ -29,10 +27,11 @@ PLANNED = {
     "update 2": "train",
     "resume": "resume",
 }
-"""The rehearsal's phases, in which everything is allocated, and the plan's."""
-_MAY_WAIT = "megatron_rl/mcore/layers/token_counts.py"
-"""An all-to-all of experts' tokens must know on the host how many go where: once a layer whose router replays no record."""
+"""Maps phases of the rehearsal in which everything is allocated to phases of the plan."""
+_MAY_WAIT = "megatron_rl/mcore/layers/moe/token_counts.py"
+"""The host must know how many tokens an all-to-all of experts sends where: one wait per layer whose router does not replay a record."""
 _LINES = 12
+_WIDTH = 120
 
 
 @dataclass(frozen=True)
@@ -41,13 +40,13 @@ class PhaseReport:
 
     phase: Phase
     planned: float | None
-    """Bytes of the plan, without the CUDA context; None where it has no such phase."""
+    """Planned bytes without the CUDA context, or None if the plan has no such phase."""
     seconds: dict[str, float]
-    """Of roofline: products, and bytes that operators read and write."""
+    """Roofline seconds of matrix products, and of the bytes that operators read and write."""
     bound: Bound | None
-    """Of a real step; None for phases without passes."""
+    """Lower bound of a real step, or None for phases without passes."""
     least: float | None
-    """Bytes that its element-wise kernels must move at least (`rehearsal.least`)."""
+    """Least bytes that element-wise kernels can move, or None if unknown."""
 
     @property
     def difference(self) -> float | None:
@@ -64,14 +63,14 @@ class PhaseReport:
             "held_bytes": phase.held,
             "peak_bytes": peak.nbytes,
             "peak_at": {"operator": peak.at, "line": peak.line},
-            "peak_by_line": _largest(peak.by_line),
+            "peak_by_line": {line: nbytes for line, nbytes in Counter(peak.by_line).most_common(_LINES) if nbytes},
             "left_bytes": phase.left,
             "host_peak_bytes": phase.host_peak,
             "written_bytes": phase.written,
             "planned_bytes": self.planned,
             "operators": phase.operators,
             "operator_bytes": phase.traffic,
-            "bytes_by_kind": sum_by_kind(phase),
+            "bytes_by_kind": _sum_by_kind(phase),
             "bytes_by_line": [{"kind": kind, "line": line, "bytes": count} for (kind, line), count in phase.moved.most_common()],
             "flops": dict(phase.flops),
             "seconds": self.seconds,
@@ -92,13 +91,12 @@ class PhaseReport:
 
 @dataclass(frozen=True)
 class RankReport:
-    """One rank."""
+    """One trainer rank."""
 
     rank: int
     stage: int
     fault: str
     layers: int
-    """Of this rank."""
     phases: list[PhaseReport]
 
     @property
@@ -107,8 +105,8 @@ class RankReport:
 
     @property
     def waits_per_layer(self) -> dict[str, int]:
-        """Lines in which the host waits for the device in every layer of every micro-batch, with their waits in one of them. A wait for
-        what a record says counts in any layer."""
+        """Lines in which the host waits in every layer of every micro-batch, with the number of waits per layer. If routers replay a
+        record, a single wait for token counts is reported too."""
         found: dict[str, int] = {}
         for phase in (each.phase for each in self.phases):
             for (kind, line), count in phase.waits_in_passes.items():
@@ -118,15 +116,8 @@ class RankReport:
         return found
 
     def as_json(self) -> dict[str, Any]:
-        phases = [phase.as_json() for phase in self.phases]
-        return {
-            "rank": self.rank,
-            "stage": self.stage,
-            "fault": self.fault,
-            "waits_per_layer": self.waits_per_layer,
-            "passes": self.passes,
-            "phases": phases,
-        }
+        names = ("rank", "stage", "fault", "waits_per_layer", "passes")
+        return {name: getattr(self, name) for name in names} | {"phases": [phase.as_json() for phase in self.phases]}
 
 
 def make_report(rehearsal: RankRehearsal, job: Workload, cluster: Cluster) -> RankReport:
@@ -139,48 +130,26 @@ def make_report(rehearsal: RankRehearsal, job: Workload, cluster: Cluster) -> Ra
         if phase.name in PLANNED and not rehearsal.fault:
             planned = sum(count_trainer_parts(job, candidate, stage, PLANNED[phase.name]).values()) - CUDA_CONTEXT_BYTES
         bound = estimate_bound(phase, job, candidate, cluster)
-        least = count_least(phase, bound, job, candidate, stage) if bound else None
-        phases.append(PhaseReport(phase, planned, estimate_seconds(phase, cluster), bound, least))
+        least = count_least_bytes(phase, bound, job, candidate, stage) if bound else None
+        seconds = {"products": cluster.gpu.product_seconds(phase.flops), "memory": cluster.gpu.memory_seconds(phase.traffic)}
+        phases.append(PhaseReport(phase, planned, seconds, bound, least))
     layers = sum(count_layer_kinds(job.model, candidate.train, stage))
     return RankReport(rehearsal.rank, stage, rehearsal.fault, layers, phases)
 
 
-def count_least(phase: Phase, bound: Bound, job: Workload, candidate: Candidate, stage: int) -> float | None:
-    """Return the least element-wise bytes of a real step's phase; None where there is no figure, as for a critic or
-    a teacher's log-probs."""
-    if phase.name.startswith("critic") or (phase.name.startswith("logprobs") and job.teacher is not None):
-        return None
-    trains = phase.name.startswith("update")
-    in_pass = count_least_in_pass(job, candidate, stage, trains)
-    once = count_least_per_update(job, candidate, stage) if trains else 0.0
-    return None if in_pass is None else bound.passes * in_pass + once
-
-
-def estimate_seconds(phase: Phase, cluster: Cluster) -> dict[str, float]:
-    """Return the seconds that a phase's products take at the planner's share of the peak rate, and those of all bytes that operators read
-    and write at its share of the memory's bandwidth."""
-    rates = {"fp8": cluster.gpu.fp8, "bf16": cluster.gpu.bf16, "fp32": cluster.gpu.bf16 / 2}
-    products = sum(count / (rates[kind] * COMPUTE_EFFICIENCY) for kind, count in phase.flops.items() if kind in rates)
-    return {"products": products, "memory": phase.traffic / (cluster.gpu.hbm * LINK_EFFICIENCY)}
-
-
-def sum_by_kind(phase: Phase) -> dict[str, int]:
-    """Return the bytes that kernels read and write by what they are for, most first."""
+def _sum_by_kind(phase: Phase) -> dict[str, int]:
+    """Return the bytes that kernels read and write by kind, largest first."""
     sums: Counter[str] = Counter()
     for (kind, _), count in phase.moved.items():
         sums[kind] += count
     return dict(sums.most_common())
 
 
-def _largest(by_line: dict[str, int]) -> dict[str, int]:
-    return {line: nbytes for line, nbytes in Counter(by_line).most_common(_LINES) if nbytes}
-
-
 def print_report(reports: list[RankReport], engine: list[EngineRankReport], differing: list[str] | None) -> None:
-    """Print all ranks; of collectives and waits the phases that a step repeats. `differing`: see `signatures.compare_installed`."""
+    """Print all ranks, with details of the phases that a step repeats. `differing`: see `signatures.compare_installed`."""
     console = Console(highlight=False, markup=False, emoji=False)
     if not console.is_terminal:
-        console.width = 120
+        console.width = _WIDTH
     for report in reports:
         console.print(f"\nRank {report.rank}, pipeline stage {report.stage}")
         if report.fault:
@@ -188,23 +157,23 @@ def print_report(reports: list[RankReport], engine: list[EngineRankReport], diff
         for line, count in report.waits_per_layer.items():
             console.print(f"WAITS in every layer, {count} a micro-batch: {line}", soft_wrap=True)
         console.print(_memory(report))
-        for phase in report.phases:
-            if phase.phase.passes and phase.phase.name in PLANNED:
-                console.print(_moved(phase.phase))
-                console.print(_waits(phase.phase))
-                console.print(_collectives(phase.phase))
-                if phase.bound:
-                    console.print(_bound(phase.phase.name, phase.bound))
-                    if phase.least:
-                        ratio = phase.bound.elementwise / phase.least
-                        console.print(f"{phase.phase.name}: element-wise kernels move {ratio:.2f} times the least possible bytes.\n")
-    for found in engine:
-        if found.fault:
-            console.print(f"FAULT: {found.fault}", soft_wrap=True)
+        for each in report.phases:
+            if each.phase.passes and each.phase.name in PLANNED:
+                for table in (_moved(each.phase), _waits(each.phase), _collectives(each.phase)):
+                    console.print(table)
+                if each.bound:
+                    console.print(_bound(each.phase.name, each.bound))
+                    if each.least:
+                        ratio = each.bound.elementwise / each.least
+                        console.print(f"{each.phase.name}: element-wise kernels move {ratio:.2f} times the least possible bytes.\n")
+    for line in (found.fault for found in engine if found.fault):
+        console.print(f"FAULT: {line}", soft_wrap=True)
     console.print(_engine(engine))
     for found in engine:
         if found.forward:
             console.print(_passes(found, found.forward))
+    if not any(found.forward for found in engine):
+        console.print("The engine's forward passes were not rehearsed: FlashInfer's attention is not supported.")
     for line in differing or ():
         console.print(f"FAULT: {line}", soft_wrap=True)
     if differing is not None:
@@ -224,9 +193,9 @@ def _memory(report: RankReport) -> Table:
         phase, planned = each.phase, each.planned
         differs = "" if each.difference is None else f"{each.difference:+.1%}" + ("" if each.agrees else " !")
         gib = [f"{phase.held / GIB:.2f}", f"{phase.peak.nbytes / GIB:.2f}", "" if planned is None else f"{planned / GIB:.2f}"]
-        gib += [differs, f"{phase.host_peak / GIB:.2f}"]
         times = [f"{each.seconds[name]:.3g}" for name in ("products", "memory")]
-        table.add_row(phase.name, *gib, f"{phase.peak.at} {phase.peak.line}", str(phase.operators), *times)
+        at = f"{phase.peak.at} {phase.peak.line}"
+        table.add_row(phase.name, *gib, differs, f"{phase.host_peak / GIB:.2f}", at, str(phase.operators), *times)
     return table
 
 
@@ -247,22 +216,14 @@ def _passes(rank: EngineRankReport, forward: dict[str, Any]) -> Table:
     for each in forward["phases"]:
         seconds = [f"{each['seconds'][name]:.3g}" for name in ("products", "memory", "exchange")]
         at, waits = each["peak_at"], sum(wait["count"] for wait in each["host_waits"])
-        table.add_row(
-            each["phase"],
-            f"{each['activation_bytes'] / GIB:.2f}",
-            f"{at['operator']} {at['line']}",
-            str(each["operators"]),
-            *seconds,
-            str(waits),
-        )
+        size = f"{each['activation_bytes'] / GIB:.2f}"
+        table.add_row(each["phase"], size, f"{at['operator']} {at['line']}", str(each["operators"]), *seconds, str(waits))
     return table
 
 
 def _waits(phase: Phase) -> Table:
-    within = sum(phase.waits_in_passes.values())
-    title = (
-        f"{phase.name}: the host waits {sum(phase.waits.values())} times for the device, {within} of them in {phase.passes} micro-batches"
-    )
+    total, within = sum(phase.waits.values()), sum(phase.waits_in_passes.values())
+    title = f"{phase.name}: the host waits {total} times for the device, {within} of them in {phase.passes} micro-batches"
     table = _table(title, ["times", "in micro-batches", "for", "line"])
     for (kind, line), count in phase.waits.most_common(_LINES):
         table.add_row(str(count), str(phase.waits_in_passes[kind, line] or ""), kind, line)
@@ -271,7 +232,7 @@ def _waits(phase: Phase) -> Table:
 
 def _moved(phase: Phase) -> Table:
     table = _table(f"{phase.name}: bytes that kernels read and write", ["kind", "GiB", "most of it at line", "of it GiB"])
-    for kind, nbytes in sum_by_kind(phase).items():
+    for kind, nbytes in _sum_by_kind(phase).items():
         most, line = max((count, line) for (of, line), count in phase.moved.items() if of == kind)
         table.add_row(kind, f"{nbytes / GIB:.2f}", line, f"{most / GIB:.2f}")
     return table
@@ -290,10 +251,8 @@ def _collectives(phase: Phase) -> Table:
 
 def _bound(name: str, bound: Bound) -> Table:
     each = f"{bound.kernels:.3g} kernels, {1e6 * bound.total / bound.kernels:.3g} us each"
-    title = (
-        f"{name}: bound of a real step, {bound.passes} passes: {bound.total:.3g} s ({each}), {bound.hidden:.2g} s of communication hidden"
-    )
-    table = _table(title, ["kind", "seconds", "share"])
+    times = f"{bound.total:.3g} s ({each}), {bound.hidden:.2g} s of communication hidden"
+    table = _table(f"{name}: bound of a real step, {bound.passes} passes: {times}", ["kind", "seconds", "share"])
     for kind, seconds in bound.seconds.items():
         table.add_row(kind, f"{seconds:.3g}", f"{seconds / bound.total:.1%}")
     return table

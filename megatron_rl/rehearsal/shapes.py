@@ -1,7 +1,7 @@
-"""Operators on tensors without data: torch's FakeTensors say once what comes of some shapes, and it is made again from that.
+"""Runs operators on tensors without data: torch's FakeTensors decide the result once per set of shapes, and a cache repeats it.
 
-A FakeTensorMode takes 100 to 300 microseconds an operator, most of it for what a rehearsal does not have: symbolic sizes, sparse layouts,
-constants. A rank of a large model has half a million operators and a few thousand different ones.
+FakeTensorMode takes 100 to 300 microseconds per operator, mostly for symbolic sizes, sparse layouts and constants, which a rehearsal does
+not use. A rank of a large model runs half a million operators, of which a few thousand differ.
 """
 
 from __future__ import annotations
@@ -17,52 +17,52 @@ _META = torch.device("meta")
 _WITHOUT_DEFAULT = ("constant", "real_tensor", "pytype", "dispatch_keys")
 _MEMOS = ("nonzero_memo", "item_memo", "unique_memo", "unique_consecutive_memo", "nested_int_memo")
 for _name in (*_WITHOUT_DEFAULT, *(f"_{memo}{kind}" for memo in _MEMOS for kind in ("", "_vc", "_epoch"))):
-    setattr(FakeTensor, _name, None)  # what FakeTensor's constructor sets tensor by tensor
+    setattr(FakeTensor, _name, None)  # defaults that FakeTensor's constructor would set on each tensor
 _CHANGES_OR_ASKS = {
     torch.Tag.data_dependent_output,
     torch.Tag.dynamic_output_shape,
     torch.Tag.inplace_view,  # changes its input's shape
 }
 _ALWAYS_KNOWN = {torch.ops.aten.index.Tensor}
-"""Masks, which make its shape depend on numbers, are resolved before."""
+"""Operators whose masks, which make shapes depend on values, are resolved before."""
 _BY_OFFSET = {torch.ops.aten.as_strided.default}
-"""Views whose place in the storage is an argument."""
+"""Views whose storage offset is an argument."""
 
 
 _PLAIN = {int, float, bool, str, type(None), torch.dtype, torch.device, torch.memory_format, torch.layout}
 
 
 class _Made(NamedTuple):
-    """A tensor that an operator returned."""
+    """A tensor returned by an operator."""
 
     shape: torch.Size
     stride: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
     source: int | None
-    """The input whose storage it shares; None for a new one."""
+    """Index of the input whose storage the tensor shares, or None."""
     offset: int
-    """Bytes from that input's first number to its own."""
+    """Bytes from the first element of that input to the first element of the tensor."""
 
 
 @dataclass(slots=True)
 class Known:
-    """What an operator makes of arguments that look like these."""
+    """Cached result of an operator for one description of its arguments."""
 
     sequence: type | None
-    """That it returns; None for a single output."""
+    """Type of the returned sequence, or None for a single output."""
     outputs: list[_Made | int | None]
-    """What was made, the place of the input that it is, or None."""
+    """For each output a new tensor, the index of the input that is returned, or None."""
     moved: int | None = None
-    """Bytes that its kernel reads and writes where no two arguments share memory (`recorder`); None where not counted yet."""
+    """Bytes that the kernel reads and writes if no arguments share memory, or None if not counted yet."""
 
 
 _known: dict[Any, Known] = {}
-"""By operator and description of its arguments, for all ranks of a process."""
+"""Results by operator and description of its arguments, for all ranks of a process."""
 
 
 def describe(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """Return all of an argument that a result's shape can depend on, hashable; add the tensors in it to `tensors`."""
+    """Return a hashable description of everything in an argument that can affect a result's shape. Append its tensors to `tensors`."""
     kind = type(value)
     if kind is FakeTensor:
         tensors.append(value)
@@ -76,20 +76,21 @@ def describe(value: Any, tensors: list[torch.Tensor]) -> Any:
 
 
 def describe_call(args: tuple, kwargs: dict) -> tuple[Any, list[torch.Tensor]]:
-    """Return the description of all arguments, and the tensors in them."""
+    """Return the description of all arguments and the tensors in them."""
     tensors: list[torch.Tensor] = []
     return (describe(args, tensors), describe(tuple(kwargs.items()), tensors) if kwargs else None), tensors
 
 
 class ShapeRunner:
-    """Runs operators for their results' shapes."""
+    """Runs operators to get the shapes of their results."""
 
     def __init__(self) -> None:
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.mode.cache_enabled = False
 
     def run(self, func: Any, args: tuple, kwargs: dict, description: Any, tensors: list[torch.Tensor]) -> tuple[Any, Known | None]:
-        """Return what `func` does, without data, and what is known of it. Raise what it raises for these devices, dtypes and shapes."""
+        """Return the result of `func` without data, and its cache entry if there is one. Raise the errors that `func` raises for these
+        arguments."""
         key = id(func), description, torch.get_default_dtype()
         found = _known.get(key)
         if found is None:
@@ -114,7 +115,7 @@ class ShapeRunner:
         return self.wrap(torch.empty(0, dtype=dtype, device=_META).set_(of.untyped_storage(), start, shape, stride), device)
 
     def wrap(self, meta: torch.Tensor, device: torch.device) -> Any:
-        """Return a tensor of `device` in a meta tensor's storage."""
+        """Return a tensor of `device` with a meta tensor's storage."""
         tensor: Any = torch.Tensor._make_subclass(FakeTensor, meta, False, dispatch_device=True, device_for_backend_keys=device)
         torch._C._set_throw_on_mutable_data_ptr(tensor)
         tensor._fake_device, tensor.fake_mode = device, self.mode
@@ -122,7 +123,7 @@ class ShapeRunner:
 
     def _ask(self, func: Any, args: tuple, kwargs: dict, key: Any, tensors: list[torch.Tensor]) -> Any:
         fakes = args
-        if not any(type(tensor) is FakeTensor for tensor in tensors):  # torch would compute with host tensors alone
+        if not any(type(tensor) is FakeTensor for tensor in tensors):  # torch would compute host tensors for real
             fakes = tuple(self.mode.from_tensor(value) if isinstance(value, torch.Tensor) else value for value in args)
         out = self.mode.dispatch(func, (), fakes, kwargs)
         if func in _ALWAYS_KNOWN or (_CHANGES_OR_ASKS.isdisjoint(func.tags) and func not in _BY_OFFSET):
@@ -134,7 +135,7 @@ class ShapeRunner:
 
 
 def _slice(tensor: Any, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> _Made | None:
-    """Return what `tensor[start:end]` is, which loops over a buffer ask for at ever new places; None where torch is to answer."""
+    """Return `tensor[start:end]`, which loops over buffers request at many offsets, or None if torch must decide."""
     if step != 1 or not -tensor.dim() <= dim < tensor.dim():
         return None
     dim %= tensor.dim()
@@ -145,7 +146,7 @@ def _slice(tensor: Any, dim: int = 0, start: int | None = None, end: int | None 
 
 
 _VIEWS: dict[Any, Callable[..., _Made | None]] = {torch.ops.aten.slice.Tensor: _slice}
-"""Operators whose results follow from a line of arithmetic."""
+"""Operators whose results are computed here."""
 
 
 def _find_origin(output: Any, tensors: list[Any]) -> _Made | int | str | None:

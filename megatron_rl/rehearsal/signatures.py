@@ -1,9 +1,9 @@
-"""Holds the kernels' functions of shapes against the libraries that they stand for, where those are installed.
+"""Compares the shape functions that stand in for library kernels with the installed libraries.
 
-Each file of kernels has a table `STANDS_FOR`: name of a library's function -> its function of shapes. The same parameters must be at the
-same places. A library may have more of them, with defaults; a function of shapes may take those as `**others`. Libraries are imported,
-behind a pretended Hopper GPU where there is no driver, but for Transformer Engine, whose import needs an extension that is built from
-source: its functions are read from their files.
+Each kernel file has a table `STANDS_FOR` that maps the name of a library function to its shape function. Both must have the same parameters
+at the same positions. The library may have additional parameters with defaults, and a shape function may accept those as `**others`.
+Libraries are imported, behind a pretended Hopper GPU if there is no driver. Transformer Engine is read from its source files, because
+importing it requires an extension that is built from source.
 """
 
 from __future__ import annotations
@@ -14,21 +14,20 @@ import inspect
 import os
 import pkgutil
 import subprocess
-import sys
 import sysconfig
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
 LIBRARIES = ("deep_gemm", "transformer_engine", "sgl_kernel", "flashinfer")
-_IN_SOURCE = "transformer_engine"
+_READ_FROM_SOURCE = "transformer_engine"
 _DRIVER = "libcuda.so.1"
 
 
-def compare_installed() -> list[str] | None:
-    """Return what differs, a line each, as a process of its own finds it; None where no library is installed."""
+def compare_installed(command: Sequence[str]) -> list[str] | None:
+    """Return the differences, one line each, that a process with this command finds; None if no library is installed."""
     if not any(map(is_installed, LIBRARIES)):
         return None
     with tempfile.TemporaryDirectory() as folder:
@@ -37,7 +36,6 @@ def compare_installed() -> list[str] | None:
             from megatron_rl.rehearsal.hopper import build_stubs
 
             environment |= build_stubs(Path(folder), Path(sysconfig.get_paths()["purelib"]))
-        command = [sys.executable, "-m", "rollout_sglang.rehearsed_signatures"]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode and not done.stdout:
         return [f"the installed libraries cannot be compared: {(done.stderr.strip().splitlines() or [''])[-1]}"]
@@ -53,23 +51,25 @@ def _has_driver() -> bool:
 
 
 def is_installed(library: str) -> bool:
-    return PathFinder.find_spec(library) is not None  # whatever this process has in its place
+    """Return whether a library is installed, regardless of what this process imported in its place."""
+    return PathFinder.find_spec(library) is not None
 
 
 def compare(stands_for: Mapping[str, Callable[..., Any]]) -> list[str]:
-    """Return what differs, a line each, with library, function and parameter; of the libraries that are installed."""
+    """Return the differences from installed libraries, one line each, with library, function and parameter."""
     found: list[str] = []
     for name, ours in stands_for.items():
         if is_installed(name.partition(".")[0]):
             try:
-                found += _differences(name, inspect.signature(ours), inspect.signature(_find(name)))
+                theirs: Callable[..., Any] = _read(name.split(".")) if name.startswith(_READ_FROM_SOURCE) else pkgutil.resolve_name(name)
+                found += _list_differences(name, inspect.signature(ours), inspect.signature(theirs))
             except (ImportError, AttributeError, OSError, StopIteration) as error:
                 found.append(f"{name} is not found: {type(error).__name__}: {error}")
     return found
 
 
-def _differences(name: str, ours: inspect.Signature, theirs: inspect.Signature) -> Iterable[str]:
-    """`theirs` of a function in C++ may be `*args, **kwargs`, which says nothing."""
+def _list_differences(name: str, ours: inspect.Signature, theirs: inspect.Signature) -> Iterable[str]:
+    """Yield the differences. A C++ function with the signature `*args, **kwargs` reveals nothing."""
     known = theirs.parameters
     if any(each.kind is each.VAR_POSITIONAL for each in known.values()):
         return
@@ -86,13 +86,8 @@ def _differences(name: str, ours: inspect.Signature, theirs: inspect.Signature) 
             yield f"{name} needs a parameter {parameter.name}, which the rehearsal does not know"
 
 
-def _find(name: str) -> Callable[..., Any]:
-    """Return an installed function, or of one that is read from source an empty one with its parameters."""
-    found: Callable[..., Any] = _read(name.split(".")) if name.startswith(_IN_SOURCE) else pkgutil.resolve_name(name)
-    return found
-
-
 def _read(path: list[str]) -> Callable[..., Any]:
+    """Return an empty function with the parameters of a function in a source file."""
     spec = PathFinder.find_spec(path[0])
     assert spec is not None and spec.origin is not None
     file, rest = Path(spec.origin).parent, path[1:]
@@ -107,6 +102,6 @@ def _read(path: list[str]) -> Callable[..., Any]:
     node.args.defaults = [ast.Constant(None) for _ in node.args.defaults]
     node.args.kw_defaults = [default and ast.Constant(None) for default in node.args.kw_defaults]
     node.body, node.decorator_list, node.returns, names = [ast.Pass()], [], None, dict[str, Any]()
-    exec(compile(ast.fix_missing_locations(ast.Module([node], [])), str(file), "exec"), names)  # its parameters alone are left
+    exec(compile(ast.fix_missing_locations(ast.Module([node], [])), str(file), "exec"), names)
     found: Callable[..., Any] = names[node.name]
     return found

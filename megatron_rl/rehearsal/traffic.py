@@ -1,4 +1,4 @@
-"""Bytes that an operator moves on a GPU, each tensor at its real size: what a kernel reads and writes, once each."""
+"""Bytes that an operator reads and writes on a GPU, counting each tensor once at its real size."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _WRITE_ROWS = (
 def count_moved(func: Any, args: tuple, kwargs: dict, out: Any) -> int:
     """Return the bytes of device memory that an operator's kernel reads and writes.
 
-    Inputs are read once and outputs written once; a tensor that is changed in place is both. Views, queries and allocations move nothing.
-    Of a table whose rows are picked or filled, those rows count and the indices; copies and fills do not read what they overwrite, nor does
-    any operator read `out`.
+    Inputs are read once and outputs are written once; tensors changed in place are both. Views, queries and allocations move nothing. If
+    rows of a table are selected or filled, only these rows and the indices count. Copies and fills do not read the overwritten tensor, and
+    no operator reads `out`.
     """
     name = func._schema.name
-    if func.is_view or name in _ASK_OR_ALLOCATE or name.startswith("torch_attn::"):  # attention's kernel counts itself
+    if func.is_view or name in _ASK_OR_ALLOCATE or name.startswith("torch_attn::"):  # counted by the shape function of the kernel
         return 0
     inputs = list(_iter_on_device((*args, *(value for argument, value in kwargs.items() if argument != "out"))))
     outputs = list(_iter_on_device((out,)))
@@ -60,7 +60,7 @@ def count_moved(func: Any, args: tuple, kwargs: dict, out: Any) -> int:
 
 
 def count_bytes(tensor: torch.Tensor) -> int:
-    """Return the bytes of a tensor's distinct numbers: those of an expanded dimension count once."""
+    """Return the bytes of a tensor's distinct elements. Expanded dimensions count once."""
     count = tensor.itemsize
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         count *= size if stride or not size else 1
@@ -83,9 +83,11 @@ def _iter_on_device(values: Iterable[Any]) -> Iterator[torch.Tensor]:
 
 @functools.cache
 def name_kind(operator: str, dtype: str, line: str) -> str:
-    """Return what an operator's bytes are for: a product by dtype, or by the line of code that asks for it."""
+    """Return the kind of an operator's work, from the dtype of a product or from the line of code that calls the operator."""
     if operator == "norm":
         return "norms"
+    if operator in _QUANTIZING_KERNELS:
+        return "quantization"
     if dtype in ("fp8", "bf16", "fp32"):
         return "attention" if "attention" in operator else f"{dtype} products"
     return next((kind for part, kind in _BY_LINE if part in line), "other element-wise")
@@ -94,14 +96,21 @@ def name_kind(operator: str, dtype: str, line: str) -> str:
 _BY_LINE = (
     ("logprobs", "log-probs"), ("vocabulary", "log-probs"), ("digest", "sync"), ("fused_bias_dropout", "residual add"),
     ("cross_entropy", "log-probs"), ("policy_loss", "log-probs"),
-    ("quantizing_optimizer", "optimizer"), ("layers/master", "optimizer"), ("optimizer", "optimizer"), ("clip_grads", "optimizer"),
+    ("quantizing_optimizer", "optimizer"), ("mcore/optim/master_slices", "optimizer"),
+    ("optimizer", "optimizer"), ("clip_grads", "optimizer"),
     ("core/distributed/", "gradient buffers"), ("gradient", "gradient buffers"), ("buckets", "gradient buffers"),
     ("parallel/transport", "sync"), ("hash", "sync"),
-    ("tensor_parallel/mappings", "communication's copies"), ("backends/gather", "communication's copies"),
+    ("tensor_parallel/mappings", "communication's copies"), ("kernels/linear/gather", "communication's copies"),
     ("token_dispatcher", "communication's copies"), ("row_sums", "communication's copies"), ("p2p", "communication's copies"),
-    ("quant", "quantization"), ("precision/backends", "quantization"), ("precision/slices", "quantization"),
-    ("ops/heads", "queries and keys"),
+    ("quant", "quantization"), ("kernels/linear", "quantization"), ("precision/slices", "quantization"),
+    ("kernels/experts/deep_gemm", "quantization"),
+    ("kernels/heads/", "queries and keys"),
     ("norm", "norms"), ("rope", "rope"), ("rotary", "rope"), ("swiglu", "SwiGLU"), ("activation", "SwiGLU"),
     ("attention", "attention"), ("residual", "residual add"), ("transformer_layer", "residual add"),
 )  # fmt: skip
-"""Part of a line's file -> kind; the first that fits."""
+"""Part of a line's file -> kind. The first match counts."""
+_QUANTIZING_KERNELS = (
+    *("normalize_row", "quantize_normed_tile", "quantize_swiglu_tile"),
+    *("quantize_weighed_tile", "pack_token", "spread_packed_row"),
+)
+"""Triton kernels that quantize, in files with kernels that do not."""

@@ -1,1 +1,1 @@
-"""What a person reads: the report page, plots and the tables of an evaluation."""
+"""Pages and tables for people: the run's report, comparisons, and evaluations."""

@@ -1,4 +1,4 @@
-"""The comparison of several runs: one HTML page in the style of the report, made from their folders alone."""
+"""The comparison of several runs: one HTML page in the style of the report, made from the runs' folders."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ _MINUTES = "minutes since the run's first row"
 
 
 def write_comparison(run_dirs: Sequence[Path], output: Path | None) -> Path:
-    """Write the page of these runs, the first of them the baseline, and return its path: `output`, or comparison.html in the folder that
-    they have in common. Raise UserError("RUN_DIR") for a folder that holds no readable run or is named twice."""
+    """Write the page that compares these runs and return its path: `output`, or comparison.html in their common parent folder.
+
+    The first run is the baseline. Raises UserError("RUN_DIR") for a folder without a readable run, or a folder named twice.
+    """
     folders = [folder.resolve() for folder in run_dirs]
     if twice := [str(folder) for number, folder in enumerate(folders) if folder in folders[:number]]:
         raise UserError("RUN_DIR", twice[0], "is named twice", "name each run once")
@@ -41,18 +43,18 @@ def write_comparison(run_dirs: Sequence[Path], output: Path | None) -> Path:
 
 
 def _shorten(folders: Sequence[Path]) -> list[str]:
-    """Return the paths without the folders that all have in common."""
+    """Return the paths relative to their common parent folder."""
     common = os.path.commonpath([folder.parent for folder in folders])
     return [str(folder.relative_to(common)) for folder in folders]
 
 
 def _align_tiles(runs: Mapping[str, RunFacts]) -> list[tuple[str, list[Any]]]:
-    """Return the tiles of all runs by their name."""
+    """Return (name, tiles of all runs) for each tile."""
     return [(tiles[0].name, list(tiles)) for tiles in zip(*(run.tiles for run in runs.values()), strict=True)]
 
 
 def _draw_plots(runs: Mapping[str, RunFacts]) -> list[tuple[Plot, str]]:
-    """Return the report's plots with one line for each run instead of one for each metric; held-out accuracy comes over time as well."""
+    """Return the report's plots with one line per run instead of one per metric, plus held-out accuracy over time."""
     rows = [{f"{number}:{key}": value for key, value in row.items()} | {"step": row["step"]} for number, row in _number_rows(runs)]
     plots = {metric: _compare(plot, panel, metric, runs) for plot, panel, metric in _choose_metrics(runs)}
     pictures = [(plot, render_svg(plot, rows)) for plot in plots.values()]
@@ -60,8 +62,7 @@ def _draw_plots(runs: Mapping[str, RunFacts]) -> list[tuple[Plot, str]]:
 
 
 def _choose_metrics(runs: Mapping[str, RunFacts]) -> list[tuple[Plot, Panel, str]]:
-    """Return one metric for each of the report's panels: the first that a run has, no member of a family, since panels begin with what
-    matters most; of accuracies that on held-out problems, of the phases their sum."""
+    """Return one metric per panel of the report: the panel's first metric that a run has, held-out accuracy, or the seconds of a step."""
     known: Declarations = {name: metric for run in reversed(list(runs.values())) for name, metric in run.declared.items()}
     names = dict.fromkeys(key for run in runs.values() for row in sorted(run.rows, key=len, reverse=True) for key in row)
     panels = [(plot, panel) for plots in SECTIONS.values() for plot in plots for panel in plot.panels]
@@ -82,14 +83,14 @@ def _compare(plot: Plot, panel: Panel, metric: str, runs: Mapping[str, RunFacts]
 
 
 def _draw_over_time(plots: Sequence[Plot], runs: Mapping[str, RunFacts]) -> list[tuple[Plot, str]]:
-    """Return the plots over the minutes of each run, which rows of an old version do not know."""
+    """Return the plots over the minutes of each run, or nothing for rows of old versions, which have no times."""
     starts = [min((row["unix_time"] for row in run.rows if row.get("unix_time")), default=0.0) for run in runs.values()]
     rows: list[dict[str, MetricValue]] = [
         {f"{number}:{key}": value for key, value in row.items()} | {"step": (row["unix_time"] - starts[number]) / 60}
         for number, row in _number_rows(runs)
         if row.get("unix_time")
     ]
-    timed = [Plot(f"{plot.title} over time", plot.panels, "What counts at the end: the same in less time.") for plot in plots]
+    timed = [Plot(f"{plot.title} over time", plot.panels, "The same result in less time is better.") for plot in plots]
     return [(plot, render_svg(plot, rows, _MINUTES)) for plot in timed] if rows else []
 
 
@@ -98,14 +99,14 @@ def _number_rows(runs: Mapping[str, RunFacts]) -> list[tuple[int, Any]]:
 
 
 def _find_differences(tables: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, list[str]]]:
-    """Return the keys whose values are not the same in all tables, with the values; "–" where a table lacks one."""
+    """Return the keys whose values differ between tables, with all values; "–" for a missing value."""
     keys = dict.fromkeys(key for table in tables.values() for key in table)
     values = {key: [str(table.get(key, "–")) for table in tables.values()] for key in keys}
     return [(key, of_all) for key, of_all in values.items() if len(set(of_all)) > 1]
 
 
 def _flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return a configuration as its fields' dotted names and values."""
+    """Return a config as a flat mapping from dotted names to values."""
     flat: dict[str, Any] = {}
     for key, value in config.items():
         flat |= _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}

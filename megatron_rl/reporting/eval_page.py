@@ -1,4 +1,4 @@
-"""eval.html: one page about one evaluation, in the style of the run's report, made from its folder alone."""
+"""eval.html: the page of one evaluation, in the style of the run's report."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from megatron_rl.reporting.plots import render_curves
 from megatron_rl.reporting.report import SummaryTile, render_page
 
 _MAX_SAMPLES = 12
-"""Completions on the page."""
+"""Number of completions on the page."""
 
 
 def write_page(folder: Path) -> Path:
-    """Write `folder/eval.html` from its eval.json and completions.jsonl; return its path."""
+    """Write `folder/eval.html` from eval.json and completions.jsonl, and return its path."""
     results = json.loads((folder / "eval.json").read_text())
     rows, _ = read_jsonl(folder / "completions.jsonl")
     columns = list_columns(results)
@@ -66,7 +66,7 @@ def _make_tiles(results: dict[str, Any]) -> list[SummaryTile]:
         *tiles,
         SummaryTile("Length", f"{format_value(tokens['mean'], 'number')} tokens", lengths),
         SummaryTile("Cut off", format_value(overall["truncated"], "share"), limit),
-        SummaryTile("Without verdict", f"{errors}", "completions; they count as wrong", good=not errors),
+        SummaryTile("Without verdict", f"{errors}", "completions without a verdict count as wrong", good=not errors),
         SummaryTile("Time", format_duration(side["seconds"]), work),
     ]
 
@@ -81,7 +81,7 @@ def _draw_curves(results: dict[str, Any]) -> str:
         for kind in ("pass", "maj"):
             label = f"{kind}@k" + (f", {name}" if len(results["sides"]) > 1 else "")
             curves[label] = [side["table"][0][kind][str(k)] for k in ks]
-    return render_curves("pass@k and maj@k", "k, completions that may be tried", ks, curves)
+    return render_curves("pass@k and maj@k", "k (completions per problem)", ks, curves)
 
 
 def _spread(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

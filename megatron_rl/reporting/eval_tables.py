@@ -15,7 +15,7 @@ _MANY_CUT = 0.1
 
 
 def print_results(results: dict[str, Any]) -> None:
-    """Print a table for each side and one for the comparison; of pass@k and maj@k the largest k only."""
+    """Print a table per side and one for the comparison, with the largest k of pass@k and maj@k."""
     console = Console(highlight=False, markup=False, emoji=False)
     columns = list_widest_columns(results)
     titles = [title for title, _, _ in columns]
@@ -25,11 +25,11 @@ def print_results(results: dict[str, Any]) -> None:
             table.add_row(line["name"], line["problems"], *_break_lines(line["estimates"]), line["tokens"], line["truncated"])
         console.print(table)
         if errors := side["table"][0]["errors"]:
-            console.print(f"{errors} completions had no verdict and count as wrong; see error in completions.jsonl", soft_wrap=True)
+            console.print(f"{errors} completions had no verdict and count as wrong; see `error` in completions.jsonl", soft_wrap=True)
         if (cut := side["table"][0]["truncated"]) > _MANY_CUT:
             console.print(f"{format_value(cut, 'share')} of the completions were cut: rollout.max_new_tokens is too low", soft_wrap=True)
     if results["comparison"]:
-        table = _make_table("checkpoint less baseline, in points", [*titles, "p", "up", "down"])
+        table = _make_table("checkpoint - baseline, in points", [*titles, "p", "up", "down"])
         for line in (format_difference(row, columns) for row in results["comparison"]):
             table.add_row(line["name"], *_break_lines(line["estimates"]), line["p"], line["better"], line["worse"])
         console.print(table)
@@ -37,7 +37,7 @@ def print_results(results: dict[str, Any]) -> None:
 
 
 def _make_table(title: str, numbers: list[str]) -> Table:
-    """Return a table with columns of numbers behind one of names, which alone may be broken: it fits into 80 columns."""
+    """Return a table with a column of names, which may wrap, and columns of numbers, so that it fits into 80 columns."""
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("problems of")
     for heading in numbers:

@@ -1,4 +1,4 @@
-"""Puts `eval.json` into words, for terminal, page and the run's report."""
+"""Formats `eval.json` for the terminal, the evaluation page, and the run's report."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from megatron_rl.reporting.formatting import format_value
 
 EstimateDict = dict[str, float | None]
-"""value, low, high; the last two are None without an interval."""
+"""value, low, high; low and high are None without an interval."""
 Column = tuple[str, str, str]
 """A column of estimates: title, kind, k."""
 SCHEMA = 1
@@ -34,7 +34,7 @@ def format_p_value(p: float) -> str:
 
 
 def format_sampling(sampling: dict[str, Any]) -> str:
-    """Return how completions were sampled: "4 completions per problem at temperature 0.6, top_p 0.95"."""
+    """Return how completions were sampled, e.g. "4 completions per problem at temperature 0.6, top_p 0.95"."""
     count = f"{sampling['samples']} completion{'s' * (sampling['samples'] > 1)} per problem"
     if not sampling["temperature"]:
         return f"{count}, always the most probable token"
@@ -43,26 +43,26 @@ def format_sampling(sampling: dict[str, Any]) -> str:
 
 
 def format_group(row: dict[str, Any]) -> str:
-    """Return which problems a table row is about."""
+    """Return the name of a table row's problems."""
     if row["source"] is None:
         return "all"
     return row["source"] if row["level"] is None else f"{row['source']}, level {row['level']}"
 
 
 def list_columns(results: dict[str, Any]) -> list[Column]:
-    """Return the columns of estimates. pass@1, maj@1 and, where all completions vote, maj@2 are mean@K itself."""
+    """Return the columns of estimates, without pass@1, maj@1, and maj@2, which equal mean@K (maj@2 if all completions vote)."""
     columns = [(f"mean@{results['sampling']['samples']}", "mean", "")]
     columns += [(f"pass@{k}", "pass", str(k)) for k in results["ks"] if k > 1]
     return columns + [(f"maj@{k}", "maj", str(k)) for k in results["ks"] if k > 2]
 
 
 def list_widest_columns(results: dict[str, Any]) -> list[Column]:
-    """Return those of `list_columns` with the largest k of each kind."""
+    """Return the columns with the largest k of each kind."""
     return list({kind: (title, kind, k) for title, kind, k in list_columns(results)}.values())
 
 
 def format_estimates(row: dict[str, Any], columns: Sequence[Column], form: Callable[[EstimateDict], str] = format_interval) -> list[str]:
-    """Return a table row's estimates in these columns as text."""
+    """Return a table row's estimates as text."""
     return [form(row[kind][k] if k else row[kind]) for _, kind, k in columns]
 
 
@@ -99,7 +99,7 @@ def summarize(results: dict[str, Any]) -> str:
 
 
 def summarize_evaluations(run_dir: Path) -> list[dict[str, str]]:
-    """Return a table row for each evaluation in `run_dir/eval`, by RL step, without unfinished and damaged ones."""
+    """Return a table row for each complete evaluation in `run_dir/eval`, ordered by RL step."""
     evaluations = []
     for path in sorted(run_dir.glob("eval/*/eval.json")):
         try:

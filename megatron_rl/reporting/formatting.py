@@ -1,4 +1,4 @@
-"""How the pages write numbers, sizes, times, configurations and foreign text."""
+"""Formats numbers, sizes, times, configs, and untrusted text for the pages."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def format_duration(seconds: float) -> str:
 
 
 def format_toml(config: dict[str, object], prefix: str = "") -> str:
-    """Return a configuration as TOML sections, for reading: what was not set is a comment; values are written as in JSON."""
+    """Return a config as TOML sections for reading: values are written as JSON, and fields that are not set become comments."""
 
     def line(key: str, value: object) -> str:
         return f"# {key} is not set" if value is None else f"{key} = {json.dumps(value, ensure_ascii=False, default=str)}"

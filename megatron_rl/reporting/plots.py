@@ -1,7 +1,7 @@
-"""The report's plots: each is a small SVG drawing without scripts, colours or fonts of its own.
+"""The report's plots, drawn by matplotlib as small inline SVGs.
 
-Every colour drawn here is a stand-in that becomes one of the page's CSS variables, so that one drawing is legible on a light and on a dark
-page. Series differ in marker and dash as well as in colour.
+Every color drawn here is a placeholder that is replaced by a CSS variable of the page, so a plot is legible on light and on dark pages.
+Series differ in marker and dash as well as in color.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from typing import TYPE_CHECKING, Any
 from megatron_rl.metrics import STEP_SECONDS, Declarations, Metric, MetricValue, describe, group_by_panel
 from megatron_rl.reporting.formatting import format_bytes
 
-if TYPE_CHECKING:  # matplotlib is imported where something is drawn: of a run's ranks one draws, at its end
+if TYPE_CHECKING:  # matplotlib is imported only by the rank that draws
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 Rows = Sequence[dict[str, MetricValue]]
 
-# Stand-in -> CSS colour. The page defines --s1.. for light and dark after Okabe and Ito's palette for colour-blind readers.
+# Placeholder -> CSS color. The page defines --s1.. for light and dark after Okabe and Ito's palette for color-blind readers.
 _INK, _GRID, _PAPER = "#010101", "#020202", "#030303"
 _SERIES = [f"#0000{10 + number:02d}" for number in range(8)]
 _CSS = {_INK: "var(--ink)", _GRID: "var(--grid)", _PAPER: "var(--card)"}
-_CSS |= {stand_in: f"var(--s{number})" for number, stand_in in enumerate(_SERIES, 1)}
+_CSS |= {placeholder: f"var(--s{number})" for number, placeholder in enumerate(_SERIES, 1)}
 _MARKERS = "osD^vPX*"
-_MARKED = 60  # a line of more points than this has no markers
+_MARKED = 60  # lines with more points have no markers
 _DASHES = ["-", "--", ":", "-.", "-", "--", ":", "-."]
 _STYLE = {
     "svg.fonttype": "none", "svg.hashsalt": "megatron-rl", "font.size": 9, "axes.titlesize": 9, "text.color": _INK, "axes.labelcolor": _INK,
@@ -41,19 +41,19 @@ _STYLE = {
 
 @dataclass(frozen=True)
 class Panel:
-    """One pair of axes. Metrics that declare its label are its series; `draw` replaces the lines where a plot is of another kind."""
+    """One pair of axes. Its series are the metrics that declare its label. `draw` replaces the default line plot."""
 
     ylabel: str
-    kind: str = "number"  # "number" | "share" (0..1 shown in percent) | "bytes" | "log"
+    kind: str = "number"  # "number" | "share" (0..1, shown in percent) | "bytes" | "log"
     zero: bool = False  # the axis starts at 0
-    legend: bool = False  # a legend even for one series
+    legend: bool = False  # show a legend even for a single series
     draw: Callable[[Axes, Rows, Panel], None] | None = None
     series: tuple[tuple[str, str], ...] = ()  # (metric, label)
 
 
 @dataclass(frozen=True)
 class Plot:
-    """One card of the report: a title, one sentence on what to look for, and one or two panels over the same steps."""
+    """One card of the report: a title, a caption that says what to look for, and one or more panels over the same steps."""
 
     title: str
     panels: tuple[Panel, ...]
@@ -61,8 +61,10 @@ class Plot:
 
 
 def fill_sections(rows: Rows, declared: Declarations) -> dict[str, list[Plot]]:
-    """Return the plots of `SECTIONS` with the series that the rows' metrics declare, in the order of the fullest row; and one plot for each
-    panel that only a declaration knows. Without any declaration there is no plot."""
+    """Return the plots of `SECTIONS` with the series that the rows' metrics declare, in the order of the row with the most metrics.
+
+    Panels that are not in `SECTIONS` are added as plots of their own. Without declarations there are no plots.
+    """
     names = dict.fromkeys(name for row in sorted(rows, key=len, reverse=True) for name in row)
     metrics = [metric for name in names if (metric := describe(name, declared))]
 
@@ -83,12 +85,12 @@ def _make_plot(panel: str, metrics: Sequence[Metric]) -> Plot:
 
 
 def finite_values(rows: Rows, key: str) -> list[float]:
-    """Return the values of a metric in the rows that have one; not finite ones (None) are left out."""
+    """Return the finite values of a metric; rows without a value, or with None, are skipped."""
     return [value for row in rows if (value := row.get(key)) is not None]
 
 
 def render_svg(plot: Plot, rows: Rows, xlabel: str = "step") -> str:
-    """Return the plot as an inline `<svg>` element; "" without any series. `rows` hold values of every series, over their "step"."""
+    """Return the plot as an inline `<svg>` element, or "" if it has no series. The x axis is the rows' "step"."""
     panels = [panel for panel in plot.panels if panel.series]
     if not panels:
         return ""
@@ -107,9 +109,9 @@ def render_svg(plot: Plot, rows: Rows, xlabel: str = "step") -> str:
 
 
 def render_curves(title: str, xlabel: str, xs: Sequence[float], curves: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
-    """Return shares over numbers `xs` that double, each in the band of its interval, as an inline `<svg>` element.
+    """Return curves of shares over `xs` on a log2 axis, with confidence bands, as an inline `<svg>` element.
 
-    `curves`: label -> an estimate {value, low, high} for each of `xs`.
+    `curves` maps a label to one estimate {value, low, high} per element of `xs`.
     """
 
     def draw(figure: Figure) -> None:
@@ -128,8 +130,7 @@ def render_curves(title: str, xlabel: str, xs: Sequence[float], curves: Mapping[
 
 
 def _render(draw: Callable[[Figure], None], title: str) -> str:
-    """Draw a figure and return it as an `<svg>` element of the page: no XML head, no metadata, a name for screen readers, the page's
-    colours and font."""
+    """Draw a figure and return it as an inline `<svg>` with the page's colors and font, a label for screen readers, and no metadata."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -145,8 +146,8 @@ def _render(draw: Callable[[Figure], None], title: str) -> str:
     svg = re.sub(r"font: (\S+) [^;\"]*", r"font-size: \1", svg)
     svg = re.sub(r"font-family: [^;\"]*;? ?", "", svg)
     svg = svg.replace('role="img"', f'role="img" aria-label="{escape(title)}"', 1)
-    for stand_in, css in _CSS.items():
-        svg = svg.replace(stand_in, css)
+    for placeholder, css in _CSS.items():
+        svg = svg.replace(placeholder, css)
     return svg.replace("#000000", "var(--ink)")
 
 
@@ -154,7 +155,7 @@ def _draw_lines(ax: Axes, rows: Rows, panel: Panel) -> None:
     for number, (key, label) in enumerate(panel.series):
         points = [(float(row["step"] or 0), row[key]) for row in rows if key in row]
         steps, values = [step for step, _ in points], [math.nan if value is None else float(value) for _, value in points]
-        # The ninth line has the color of the first, and other dashes.
+        # The ninth line reuses the first color with another dash.
         color, dash = number % len(_SERIES), (number + number // len(_SERIES)) % len(_DASHES)
         style: dict[str, Any] = {"color": _SERIES[color], "linestyle": _DASHES[dash], "label": label}
         if len(points) <= _MARKED:
@@ -168,7 +169,7 @@ def _draw_lines(ax: Axes, rows: Rows, panel: Panel) -> None:
     if panel.kind == "log" and positive:
         if min(finite) > 0:
             ax.set_yscale("log")
-        else:  # an exact 0 (or a negative estimate) has no place on a log axis: it is linear below the smallest positive value
+        else:  # 0 and negative values: linear below the smallest positive value
             ax.set_yscale("symlog", linthresh=min(positive))
     if panel.legend or len(ax.get_lines()) > 1:
         _add_legend(ax)
@@ -176,7 +177,7 @@ def _draw_lines(ax: Axes, rows: Rows, panel: Panel) -> None:
 
 def _add_legend(ax: Axes) -> None:
     longest = max((len(label) for label in ax.get_legend_handles_labels()[1]), default=0)
-    columns = max(1, min(4, int(410 / (43 + 4.8 * longest))))  # points: the figure's width; a line with its gap, and a letter
+    columns = max(1, min(4, int(410 / (43 + 4.8 * longest))))  # in points: figure width; line and gap; one letter
     ax.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=columns, borderaxespad=0.2, handlelength=2.4, columnspacing=1.4)
 
 
@@ -217,7 +218,7 @@ def _draw_reward(ax: Axes, rows: Rows, panel: Panel) -> None:
 
 
 def _draw_phases(ax: Axes, rows: Rows, panel: Panel) -> None:
-    """Draw the seconds of each phase of each step as a stack; "other" is the rest of the whole step."""
+    """Draw the seconds of each phase as stacked bars per step; "other" is the rest of the step."""
     first = min(int(row["step"] or 0) for row in rows)
     count = max(int(row["step"] or 0) for row in rows) - first + 1
     edges = [first - 0.5 + number for number in range(count + 1)]
@@ -239,70 +240,70 @@ def _draw_phases(ax: Axes, rows: Rows, panel: Panel) -> None:
 SECTIONS: dict[str, tuple[Plot, ...]] = {
     "Learning": (
         Plot("Accuracy", (Panel("correct", "share"),),
-             "Held-out accuracy should rise with training accuracy; a gap that widens means that the policy learns its problems by heart."),
+             "Held-out accuracy should rise with training accuracy; a widening gap means that the policy memorizes its problems."),
         Plot("Held-out accuracy by level or set", (Panel("correct, by level or set", "share"),),
-             "Easy levels should rise first; a level that stays at 0 % earns no reward and so teaches nothing."),
+             "Easy levels should rise first. A level that stays at 0 % earns no reward, so nothing is learned from it."),
         Plot("Reward", (Panel("reward", draw=_draw_reward),),
-             "The mean should rise; when the band closes, all completions score alike and there is little left to learn from."),
+             "The mean should rise. When the band closes, all completions score alike and there is little left to learn from."),
         Plot("Completion length", (Panel("length (tokens)", zero=True), Panel("cut at the limit", "share")),
-             "Lengths may grow, but a share of cut completions that grows with them means that the length limit is too tight."),
+             "Lengths may grow. If the share of cut completions grows too, the length limit is too tight."),
     ),
     "Precision: trainer against engine": (
         Plot("Mismatch of log-probabilities", (Panel("|Δ log p| (nats)", "log"), Panel("KL (nats per token)", "log", legend=True)),
-             "All lines should stay flat and low (the axes are logarithmic); a climb means that the engine samples from another policy."),
-        Plot("Mismatch by position in the answer", (Panel("|Δ log p| by position (nats)", "log"),),
-             "Each line has the tokens of an answer from a position to twice that; a fan that opens is a mismatch that grows along it."),
+             "All lines should stay flat and low (logarithmic axes). A rise means that the engine samples from another policy."),
+        Plot("Mismatch by position in the response", (Panel("|Δ log p| by position (nats)", "log"),),
+             "Each line covers response positions from n to 2n. Lines that spread out show a mismatch that grows along the response."),
         Plot("Mismatch by cause", (Panel("|Δ log p| by cause (nats)", "log"),),
-             "Each line but the total is one change on the way from the engine's log-probs to the trainer's; look into the highest."),
+             "Each line except the total is one difference between the engine's and the trainer's computation; start with the highest."),
         Plot("Response of the quantized weights",
              (Panel("engine's weights moved / masters moved", "log", legend=True), Panel("values changed", "share")),
-             "Should stay near 1: far above, a small step of the masters is a leap of the policy; near 0, the policy stands still."),
+             "Should stay near 1. Far above 1, a small step of the masters changes the policy a lot; near 0, the policy does not move."),
         Plot("Age of the tokens", (Panel("age (policy versions)", zero=True),),
-             "How far generation is ahead of training: never above placement.max_staleness; older tokens need more correction."),
+             "How far generation is ahead of training, at most placement.max_staleness. Older tokens need more correction."),
         Plot("Weight sync", (Panel("bytes moved", "bytes", zero=True), Panel("sync (seconds)", zero=True)),
-             "Bytes should be the same at every sync; the proof should cost little beside the sync itself."),
+             "Bytes should be the same at every sync, and the proof should cost little compared with the sync."),
     ),
     "Experts": (
         Plot("Load of the experts", (Panel("most / mean"), Panel("choices dropped", zero=True, legend=True)),
-             "1 is an even load; a climb means that few experts do most of the work and the others learn little."),
+             "1 is an even load. A rise means that few experts do most of the work and the others learn little."),
         Plot("Entropy of the routers", (Panel("router entropy (nats per token)", zero=True),),
-             "A slow decline is normal; near 0 the choice of experts is fixed, and small differences no longer change it."),
+             "A slow decline is normal. Near 0, the choice of experts is fixed."),
         Plot("Routing: trainer against engine", (Panel("tokens sent elsewhere", "share", legend=True),),
-             "Tokens that the trainer would send to other experts; replay takes the engine's choice for them and lowers the mismatch."),
+             "Tokens that the trainer would send to other experts. Routing replay uses the engine's choice and lowers the mismatch."),
     ),
     "Policy update": (
         Plot("Clipped tokens by sign of the advantage", (Panel("tokens clipped", "share"), Panel("calibrated bounds")),
-             "A few percent is usual; many more on one side means that steps are too long in that direction."),
+             "A few percent is normal. Many more on one side means that steps in that direction are too large."),
         Plot("Weights of mismatch correction", (Panel("mean weight"), Panel("touched", "share")),
-             "Means should stay near 1 and few tokens be capped or masked; otherwise the engine has drifted away from the trainer."),
+             "Means should stay near 1, with few tokens capped or masked. Otherwise the engine has drifted from the trainer."),
         Plot("Entropy", (Panel("entropy (nats per token)", zero=True),),
-             "A slow decline is normal; a fall to 0 means that the policy has stopped exploring."),
+             "A slow decline is normal. A fall to 0 means that the policy has stopped exploring."),
         Plot("Change of the policy", (Panel("|Δ log p| of the step's own update (nats)", "log"),),
-             "What a step changes on its own tokens: level from the first step on, and well above the mismatch."),
+             "How much a step changes its own tokens. Should be level from the first step, and well above the mismatch."),
         Plot("Distance to the teacher", (Panel("KL to the teacher (nats per token)", zero=True),),
-             "Should fall; where it stays level, the policy does not follow, or samples what the teacher has never seen."),
+             "Should fall. If it stays level, the policy does not follow, or samples text that the teacher has never seen."),
         Plot("Gradient norm", (Panel("norm before clipping", zero=True),),
-             "Spikes are steps that the gradient clipping had to tame; look for what was sampled there."),
+             "Spikes were clipped. Look at what was sampled in these steps."),
         Plot("Losses", (Panel("policy loss"), Panel("KL term")),
-             "The policy loss hovers around 0 by design and says little on its own; the KL term grows as the policy leaves its reference."),
+             "The policy loss stays around 0 by design and says little. The KL term grows as the policy moves away from its reference."),
         Plot("Groups trained on again",
              (Panel("groups", zero=True), Panel("share of the tokens", "share"), Panel("age (steps)", zero=True)),
-             "Kept groups should not crowd out new ones: a share that grows, or old groups, mean that the policy learns from what it was."),
+             "Replayed groups should not crowd out new ones. A growing share, or old groups, mean training on stale data."),
         Plot("Loss of multi-token prediction", (Panel("MTP loss (nats per token)", zero=True),),
-             "A layer that follows the policy keeps it low; it rises where the policy learns to write otherwise."),
+             "Low if the layer follows the policy. Rises when the policy learns to write differently."),
     ),
     "Critic": (
         Plot("Values and returns", (Panel("values and returns"), Panel("explained variance of returns")),
-             "Values should follow the returns; an explained variance below 0 means that the critic is worse than a constant."),
+             "Values should follow the returns. An explained variance below 0 means that the critic is worse than a constant."),
         Plot("Value loss", (Panel("value loss", zero=True), Panel("values clipped", "share")),
-             "Should fall at first; many clipped values mean that the critic moves faster than critic.cliprange_value lets it."),
+             "Should fall at first. Many clipped values mean that the critic moves faster than critic.cliprange_value allows."),
     ),
     "Speed": (
         Plot("Time by phase", (Panel(STEP_SECONDS, zero=True, draw=_draw_phases),),
-             "The tallest colour is what to speed up first; a step that stands out has an evaluation or a stall in it."),
+             "Speed up the tallest color first. A step that stands out contains an evaluation or a stall."),
         Plot("Memory by phase", (Panel("trainer (MiB)", zero=True), Panel("engine, or device (MiB)", zero=True)),
-             "On shared devices each side should be small while the other has its turn; a line that climbs from step to step is a leak."),
+             "On shared devices, each side should be small while the other works. A line that rises from step to step is a leak."),
         Plot("Generation speed", (Panel("tokens per second", zero=True),),
-             "Should stay level for equal lengths; a decline means longer completions or an engine short of memory."),
+             "Should stay level for equal lengths. A decline means longer completions or an engine short of memory."),
     ),
 }  # fmt: skip

@@ -1,7 +1,7 @@
-"""The report: one HTML page about a run, made from its folder alone (run.json, metrics.jsonl, samples.jsonl, run.log).
+"""The report: one self-contained HTML page about a run, made from the files in its folder.
 
-The page holds everything it shows, loads nothing and runs no script, so it can be mailed, or opened from a disk years later.
-A run is called finished only if run.json says so; all text of the model is escaped.
+The page loads nothing and runs no script, so it can be mailed or opened from a disk years later. A run is called finished only if run.json
+says so. All text written by the model is escaped.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from megatron_rl.reporting.plots import Rows, fill_sections, finite_values, rend
 
 CAUSE_LABELS = {
     "kernels": "other kernels",
-    "activations": "quantised activations",
-    "weights": "quantised weights",
-    "kv": "quantised keys and values",
+    "activations": "quantized activations",
+    "weights": "quantized weights",
+    "kv": "quantized keys and values",
     "version": "newer weights",
     "total": "engine to newest weights",
 }
-"""How the pages call the causes of the mismatch; see `megatron_rl.training.mismatch_attribution`."""
+"""Labels of the causes of the mismatch; see `megatron_rl.training.mismatch_attribution`."""
 _LOG_LINES = 20
-_UNDECLARED = "run.json does not say what the metrics mean (an earlier version wrote it), so they are listed without words and not drawn"
+_UNDECLARED = "run.json has no metric declarations (an older version wrote it), so metrics are listed without descriptions and not plotted"
 
 
 @dataclass(frozen=True)
 class SummaryTile:
-    """One tile at the top of the page; one that is not `good` is marked as a problem."""
+    """One tile at the top of the page. A tile that is not `good` is marked as a problem."""
 
     name: str
     value: str
@@ -49,10 +49,9 @@ class SummaryTile:
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What the pages say of a run."""
+    """What the pages show about a run. `run` holds the contents of run.json."""
 
     run: dict[str, Any]
-    """run.json."""
     rows: list[dict[str, Any]]
     declared: Declarations
     state: dict[str, str]
@@ -61,7 +60,7 @@ class RunFacts:
 
 
 def read_facts(run_dir: Path) -> RunFacts:
-    """Read run.json and metrics.jsonl. Raise UserError("RUN_DIR") if `run_dir` holds no readable run."""
+    """Read run.json and metrics.jsonl. Raise UserError("RUN_DIR") if `run_dir` has no readable run."""
     run = read_run(run_dir)
     declared = read_declarations(run)
     rows, warning = read_jsonl(run_dir / "metrics.jsonl")
@@ -72,7 +71,7 @@ def read_facts(run_dir: Path) -> RunFacts:
 
 
 def write_report(run_dir: Path) -> Path:
-    """Write `run_dir/report.html` and return its path. Raises UserError("RUN_DIR") if `run_dir` holds no readable run."""
+    """Write `run_dir/report.html` and return its path. Raises UserError("RUN_DIR") if `run_dir` has no readable run."""
     facts = read_facts(run_dir)
     run, rows, declared = facts.run, facts.rows, facts.declared
     samples, samples_warning = read_jsonl(run_dir / "samples.jsonl")
@@ -104,7 +103,7 @@ def write_report(run_dir: Path) -> Path:
 
 
 def headline(rows: Rows) -> str:
-    """Return the run in one sentence, with its numbers."""
+    """Return one sentence with the run's result."""
     scores = [(int(row["step"] or 0), score) for row in rows if (score := row.get("eval/accuracy")) is not None]
     if not rows:
         return "No step was recorded."
@@ -119,7 +118,7 @@ def headline(rows: Rows) -> str:
 
 
 def _state(run: dict[str, Any], rows: Rows) -> dict[str, str]:
-    """Return how the run ended: `status` for the page's style, `word` for the mark, `prefix` of the headline, `sentence` for the reader."""
+    """Return how the run ended: `status` (the CSS class), `word` (the badge), `prefix` of the headline, and `sentence`."""
     planned, done = (run.get("config") or {}).get("train", {}).get("steps"), int(rows[-1]["step"] or 0) if rows else 0
     progress = f"step {done} of {planned}" if planned else f"step {done}"
     if run["status"] == "broken":
@@ -128,7 +127,7 @@ def _state(run: dict[str, Any], rows: Rows) -> dict[str, str]:
     if run["status"] == "running":
         last_time = _last_time(rows)
         last_row = f"; its last row was written on {_format_time(last_time)}" if last_time else ""
-        sentence = f"The run has not finished: it is at {progress}, still going on or ended without a word{last_row}."
+        sentence = f"The run has not finished: it is at {progress}, still running or killed{last_row}."
         return {"status": "running", "word": "… not finished", "prefix": f"Not finished, {progress}. ", "sentence": sentence}
     if planned and done < planned:
         sentence = f"run.json says finished, but the last row is {progress}."
@@ -152,7 +151,7 @@ def _accuracy_tile(rows: Rows) -> SummaryTile:
 
 
 def _proof_tile(rows: Rows) -> SummaryTile:
-    """Tell whether every recorded sync was proved: as many equal hashes as tensors."""
+    """Return whether every recorded sync was proved, with as many equal hashes as tensors."""
     name, syncs = "Sync proof", [row for row in rows if row.get("sync/tensors") is not None]
     if not syncs:
         return SummaryTile(name, "–", "no sync was recorded")
@@ -204,8 +203,7 @@ def _warn_not_finite(rows: Rows) -> list[str]:
 
 
 def _draw_plots(rows: Rows, declared: Declarations) -> dict[str, Any]:
-    """Return `sections`: title -> [(plot, svg)]; `missing`: the titles of plots that the rows have nothing for; `phase_shares`: how time is
-    spent, in words: "generate 52 %, train 30 %"."""
+    """Return `sections` (title -> [(plot, svg)]), `missing` (titles of plots without data), and `phase_shares` ("generate 52 %, ...")."""
     pictures = {title: [(plot, render_svg(plot, rows)) for plot in plots] for title, plots in fill_sections(rows, declared).items()}
     panels = [panel for plots in pictures.values() for plot, _ in plots for panel in plot.panels if panel.ylabel == STEP_SECONDS]
     seconds = {label: sum(finite_values(rows, name)) for panel in panels for name, label in panel.series}
@@ -218,7 +216,7 @@ def _draw_plots(rows: Rows, declared: Declarations) -> dict[str, Any]:
 
 
 def _list_metrics(rows: Rows, declared: Declarations) -> list[dict[str, str]]:
-    """Return one table row per metric: its last value and the step of it, its first value and its range."""
+    """Return one table row per metric: first value, last value with its step, and range."""
     table = []
     for key in sorted({key for row in rows for key in row if key not in ROW_KEYS}):
         metric = describe(key, declared) or Metric(key, "")
@@ -233,7 +231,7 @@ def _list_metrics(rows: Rows, declared: Declarations) -> list[dict[str, str]]:
 
 
 def _read_profiles(folder: Path) -> list[dict[str, Any]]:
-    """Return what `observability.profiling` wrote of each profiled step and rank, with the trace's file; operators' numbers as text."""
+    """Return the tables of `observability.profiling` for each profiled step and rank, formatted, with the file of the trace."""
     profiles = []
     for path in sorted(folder.glob("*.json")):
         found = json.loads(path.read_bytes())
@@ -243,7 +241,7 @@ def _read_profiles(folder: Path) -> list[dict[str, Any]]:
 
 
 def _list_causes(rows: Rows) -> dict[str, Any]:
-    """Return the last attribution of the mismatch: its step, and four numbers for each cause and the total; {} if there is none."""
+    """Return the last attribution of the mismatch: its step, and four numbers per cause and for the total; {} if there is none."""
     measured = [row for row in rows if "mismatch/cause/total/mean" in row]
     if not measured:
         return {}
@@ -258,7 +256,7 @@ def _list_causes(rows: Rows) -> dict[str, Any]:
 
 
 def _choose_samples(samples: list[dict[str, Any]]) -> list[tuple[int, list[dict[str, Any]]]]:
-    """Return the samples of the first, the middle and the last step that has some, each ordered by level."""
+    """Return the samples of the first, the middle, and the last step with samples, ordered by level."""
     steps = sorted({int(row["step"]) for row in samples if isinstance(row.get("step"), (int, float))})
     chosen = sorted({steps[0], steps[(len(steps) - 1) // 2], steps[-1]}) if steps else []
     return [(step, sorted((row for row in samples if row.get("step") == step), key=lambda row: row.get("level") or 0)) for step in chosen]
@@ -267,12 +265,12 @@ def _choose_samples(samples: list[dict[str, Any]]) -> list[tuple[int, list[dict[
 def _check_rows(rows: Rows, path: Path) -> None:
     for number, row in enumerate(rows, 1):
         if not isinstance(row.get("step"), int) or any(not isinstance(value, (int, float, type(None))) for value in row.values()):
-            rule = f"row {number} has no whole number as step, or a value that is no number"
+            rule = f"row {number} has a step that is not an integer, or a value that is not a number"
             raise UserError("RUN_DIR", str(path), rule, "restore the file")
 
 
 def _read_text(path: Path) -> str:
-    """Return a file's text; "" for one that the run ended before."""
+    """Return a file's text, or "" if the file does not exist."""
     return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
 
 
@@ -285,7 +283,7 @@ def _format_time(unix_time: float) -> str:
 
 
 def render_page(template: str, **values: Any) -> str:
-    """Fill a page's template. Everything is escaped but the plots, which hold no text of the run."""
+    """Render a page's template. Everything is escaped except the plots, which contain no text from the run."""
     folder = FileSystemLoader(Path(__file__).parent)
     pages = Environment(loader=folder, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     pages.filters.update(

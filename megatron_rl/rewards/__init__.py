@@ -1,6 +1,6 @@
 """Rewards: functions that judge one completion, the worker processes that run them, and their weighted sum (docs/guides/rewards.md).
 
-This file imports nothing heavy, because every worker imports it. `megatron_rl.rewards.scorer.Scorer` is what the loop uses.
+Every worker imports this module, so it imports nothing heavy. The training loop uses `megatron_rl.rewards.scorer.Scorer`.
 """
 
 from __future__ import annotations
@@ -14,10 +14,8 @@ from megatron_rl.types import RewardFunction
 
 
 def load_function(name: str, settings: Mapping[str, str] | None = None) -> RewardFunction:
-    """Return the reward function `name`, with `settings` as keyword arguments. Raise InputError where there is none.
-
-    Load what a built-in function needs, so that no sample's time is spent on it.
-    """
+    """Return the reward function `name` with `settings` as keyword arguments. Raise InputError if it does not exist. Load the libraries
+    of a built-in function in advance, so that this does not count as a completion's time."""
     function = REWARDS.load(name)
     if name in REWARDS.builtin:
         getattr(importlib.import_module(function.__module__), "prepare", lambda: None)()

@@ -1,9 +1,9 @@
-"""Rewards from an HTTP server of the user's. The protocol, with an example server, is in docs/guides/rewards.md.
+"""Rewards from a user's HTTP server. docs/guides/rewards.md describes the protocol, with an example server.
 
     POST url   {"texts": [...], "problems": [{"id", "prompt", "answer", "level", "source"}, ...]}
-    200        {"rewards": [number or null, ...], "correct": [true, ...]}       `correct` may be left out: a reward above 0
+    200        {"rewards": [number or null, ...], "correct": [true, ...]}       `correct` is optional: by default a reward above 0
 
-A request as a whole has a deadline, so a server that sends a byte now and then delays nobody.
+The deadline applies to a whole request, so a server that sends a byte now and then delays nobody.
 """
 
 from __future__ import annotations
@@ -23,11 +23,10 @@ from megatron_rl.config.reward import RewardFunctionConfig
 from megatron_rl.errors import UserError
 from megatron_rl.types import Problem, Reward
 
-_MOST_REQUESTS = 8
-"""Concurrent requests."""
+_MOST_REQUESTS = 8  # maximum number of concurrent requests
 _RETRYABLE_STATUS = {429, 502, 503, 504}
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 8.0
-"""Seconds before the first retry; each further pause is twice as long."""
+"""Seconds before the first retry. Each further pause is twice as long."""
 
 
 class _Answer(BaseModel):
@@ -38,11 +37,11 @@ class _Answer(BaseModel):
 
 
 class HttpRewardClient:
-    """The client of one server. Raises UserError where its token is missing."""
+    """Client of one server. Raise UserError if its token is missing."""
 
     def __init__(self, part: RewardFunctionConfig) -> None:
         self._part, self._tls = part, httpx.create_ssl_context()  # loading certificates takes 0.1 s
-        self._calls = threading.Semaphore(_MOST_REQUESTS)  # of threads, mostly of one request each
+        self._calls = threading.Semaphore(_MOST_REQUESTS)  # limits threads, which mostly send one request each
         self._headers = {"Content-Type": "application/json"}
         if part.token_env:
             token = os.environ.get(part.token_env, "").strip()
@@ -52,7 +51,7 @@ class HttpRewardClient:
             self._headers["Authorization"] = f"Bearer {token}"
 
     def check(self) -> None:
-        """Post an empty batch once. Raise UserError where the server does not answer it as it should."""
+        """Post an empty batch once. Raise UserError if the server does not answer correctly."""
         try:
             asyncio.run(self._attempt_alone())
         except _RequestError as error:
@@ -60,8 +59,8 @@ class HttpRewardClient:
             raise UserError("reward.functions.url", self._part.url, f"the reward server fails on an empty batch: {error}", fix) from None
 
     def score(self, texts_B: Sequence[str], problems_B: Sequence[Problem]) -> list[Reward]:
-        """Return one reward per completion, in their order; with an error where the server gave none. Call it outside any event loop;
-        several threads may."""
+        """Return one reward per completion, in order. It has an error if the server gave none. Thread-safe; call it outside of any event
+        loop."""
         with self._calls:
             return asyncio.run(self._score(texts_B, problems_B))
 
@@ -91,8 +90,9 @@ class HttpRewardClient:
             await self._attempt(client, [], [])
 
     async def _attempt(self, client: httpx.AsyncClient, texts: Sequence[str], problems: Sequence[Problem]) -> list[Reward]:
-        """Send one request. Raise _RequestError."""
-        body = json.dumps({"texts": list(texts), "problems": [asdict(problem) for problem in problems]})  # ASCII: takes lone surrogates
+        body = json.dumps(
+            {"texts": list(texts), "problems": [asdict(problem) for problem in problems]}
+        )  # ASCII, so that lone surrogates pass
         try:
             async with asyncio.timeout(self._part.timeout):
                 response = await client.post(self._part.url, content=body)
@@ -106,11 +106,11 @@ class HttpRewardClient:
         return _parse_rewards(response.content, len(texts))
 
     def _client(self) -> httpx.AsyncClient:
-        return httpx.AsyncClient(headers=self._headers, verify=self._tls, timeout=None)  # `_attempt` has the deadline
+        return httpx.AsyncClient(headers=self._headers, verify=self._tls, timeout=None)  # `_attempt` sets the deadline
 
 
 class _RequestError(Exception):
-    """Why a request has no usable answer; `retryable`: whether another attempt may help."""
+    """A request without a usable answer. `retryable`: whether another attempt may help."""
 
     def __init__(self, reason: str, retryable: bool) -> None:
         super().__init__(reason)

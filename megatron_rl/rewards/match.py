@@ -1,4 +1,4 @@
-"""Rewards by plain comparison: the answer word for word, and the form of the completion."""
+"""Rewards by plain comparison of the answer and of the completion's format."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ from megatron_rl.types import Problem, Reward
 
 
 def match_answer(text: str, problem: Problem, *, pattern: str = "") -> Reward:
-    """Return 1.0 when the answer in `text` equals `problem.answer`, white space at the ends aside, else 0.0.
-
-    The answer is the whole text, or with `pattern` its last match: the first group where there is one. Without a match: 0.0.
-    """
+    """Return 1.0 if the answer in `text` equals `problem.answer`, else 0.0. Surrounding white space is ignored. The answer is the whole
+    text. With `pattern`, it is the last match, or the first group of that match if there is one."""
     answer = text
     if pattern:
         matches = list(re.finditer(pattern, text, re.DOTALL))
@@ -23,6 +21,6 @@ def match_answer(text: str, problem: Problem, *, pattern: str = "") -> Reward:
 
 
 def match_format(text: str, problem: Problem, *, pattern: str) -> Reward:
-    """Return 1.0 when `pattern` matches all of `text`, white space at the ends aside, else 0.0."""
+    """Return 1.0 if `pattern` matches all of `text`, ignoring surrounding white space, else 0.0."""
     matches = re.fullmatch(pattern, text.strip(), re.DOTALL) is not None
     return Reward(float(matches), matches)

@@ -1,9 +1,9 @@
-r"""The reward of mathematical word problems: exact comparison of integers first, math-verify for the rest.
+"""Reward of mathematical word problems: exact comparison of integers first, math-verify for everything else.
 
-Most gold answers of GSM8K and many of MATH are integers, and most completions state theirs in one of a few ways; comparing those as
-text costs microseconds. Fractions, expressions, sets, units go to math-verify, which parses both sides with SymPy.
+Most gold answers of GSM8K and many of MATH are integers, and most completions state their answer in one of a few ways. Comparing these as
+text takes microseconds. math-verify handles fractions, expressions, sets and units by parsing both sides with SymPy.
 
-Nothing here bounds the time that SymPy takes: `RewardPool` does, by killing the worker.
+Nothing here limits the time that SymPy takes. `RewardPool` does, by killing the worker.
 """
 
 from __future__ import annotations
@@ -21,17 +21,15 @@ _ONLY_AN_INTEGER = re.compile(rf"[\s*:=]*\$?(?:\\?\$)?\s*({_INTEGER})\s*\$?[\s.*
 _NUMBER = re.compile(rf"{_INTEGER}(?:\.[0-9]+)?")
 _ANSWER_IS = re.compile(r"answer is", re.IGNORECASE)
 _END_OF_SENTENCE = re.compile(r"\.\s|\n")
-_MAY_STAND_BEFORE = re.compile(r"(?:^|[\s=:>$])$")  # directly before a number that stands for itself
+_MAY_STAND_BEFORE = re.compile(r"(?:^|[\s=:>$])$")  # directly before a number that is not part of an expression
 _OPERATOR_BEFORE = re.compile(r"(?:[-+*/^_×÷·√(\[{,\\0-9]|\\[a-z]+|\b(?:sqrt|log|ln))\s*\$?$")
 _MATH_AFTER = re.compile(r"[-+*/^_×÷·=<>(){}\[\]\\%]|^\w|\b(?:[b-z]|pi|sqrt|percent)\b", re.IGNORECASE)  # "a" is an article
 _TAIL_CHARACTERS = 200
 
 
 def reward(text: str, problem: Problem) -> Reward:
-    """Return 1.0 when the final answer of `text` equals `problem.answer` (a number or LaTeX), else 0.0.
-
-    Run it in a pool with a timeout: a hostile expression can take for ever.
-    """
+    """Return 1.0 if the final answer of `text` equals `problem.answer` (a number or LaTeX), else 0.0. Run it in a pool with a timeout,
+    because a hostile expression can take forever."""
     verdict = compare_integers(text, problem.answer)
     if verdict is None:
         gold = _parsed_gold(problem.answer)
@@ -42,10 +40,10 @@ def reward(text: str, problem: Problem) -> Reward:
 
 
 def compare_integers(text: str, gold: str) -> bool | None:
-    r"""Return True or False when `gold` is an integer and `text` states its answer plainly; None where math-verify has to decide.
+    r"""Return whether `text` states the integer `gold` as its answer, or None if math-verify must decide.
 
-    The answer is in the last `\boxed{}`, else after the last `####`, else after the last "answer is"; it decides when it is one integer
-    and nothing more. Else the text's last number decides when it is right and no part of an expression.
+    The answer is in the last `\boxed{}`, or else after the last `####`, or else after the last "answer is". It decides if it is a single
+    integer. Without a stated answer, the text's last number decides if it equals `gold` and is not part of an expression.
     """
     expected = _only_integer(gold)
     if expected is None:
@@ -58,12 +56,12 @@ def compare_integers(text: str, gold: str) -> bool | None:
 
 
 def final_answer(text: str) -> str | None:
-    """Return the answer that `text` states, as `compare_integers` looks for it: an integer in canonical spelling, anything else as written
-    without blanks; where none is stated, the text's last integer that stands for itself. None where there is neither."""
+    """Return the answer that `text` states, as `compare_integers` finds it, or None. An integer is returned in canonical form, any other
+    answer without white space. If no answer is stated, return the text's last integer that is not part of an expression."""
     stated = _stated_answer(text)
     if stated is None:
         return _last_number(text)
-    integer = _only_integer(stated) if len(stated) <= _TAIL_CHARACTERS else None  # the pattern takes n^2 steps on n blanks
+    integer = _only_integer(stated) if len(stated) <= _TAIL_CHARACTERS else None  # the pattern takes n^2 steps for n blanks
     return integer or "".join(stated.split()).rstrip(".") or None
 
 
@@ -80,7 +78,7 @@ def _stated_answer(text: str) -> str | None:
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Return the content of the last `\boxed{}` of `text`; None where there is none, or its brace never closes."""
+    r"""Return the content of the last `\boxed{}` of `text`, or None if there is none or its brace never closes."""
     start = text.rfind(r"\boxed{")
     if start < 0:
         return None
@@ -94,7 +92,7 @@ def last_boxed(text: str) -> str | None:
 
 
 def _only_integer(text: str) -> str | None:
-    """Return the integer that `text` consists of in canonical spelling: no separators, plus sign or leading zeros."""
+    """Return the integer that `text` consists of, without separators, plus sign or leading zeros, or None."""
     match = _ONLY_AN_INTEGER.fullmatch(text)
     return _canonical(match[1]) if match else None
 
@@ -105,7 +103,7 @@ def _canonical(integer: str) -> str:
 
 
 def _last_number(text: str) -> str | None:
-    """Return the last number of the text's last 200 characters when it is an integer that stands for itself, in canonical spelling."""
+    """Return the last number of the text's last 200 characters in canonical form if it is an integer that is not part of an expression."""
     tail = text[-_TAIL_CHARACTERS:]
     matches = list(_NUMBER.finditer(tail))
     if not matches:
@@ -119,7 +117,7 @@ def _last_number(text: str) -> str | None:
 
 @functools.lru_cache(maxsize=4096)
 def _parsed_gold(gold: str) -> list[Any]:
-    r"""Parse the gold answer with math-verify, which would overlook bare LaTeX: it is wrapped in `\boxed{}`."""
+    r"""Parse the gold answer with math-verify. It is wrapped in `\boxed{}` because math-verify would overlook bare LaTeX."""
     wrapped = gold if r"\boxed" in gold else rf"\boxed{{{gold}}}"
     parsed: list[Any] = _math_verify().parse(wrapped, parsing_timeout=None)
     return parsed
@@ -131,13 +129,14 @@ def _verify(gold: list[Any], text: str) -> bool:
 
 
 def prepare() -> None:
-    """Load math-verify and its grammar, which takes seconds: a worker calls this before its first sample."""
+    """Load math-verify and its grammar, which takes seconds. A worker calls this before its first sample."""
     _verify(_parsed_gold("1"), "$1$")
 
 
 @functools.cache
 def _math_verify() -> Any:
-    """Import the library when first needed. Its own timeouts are off (the pool's cover more), and so is its warning about that."""
+    """Import the library on first use. Its own timeouts are off, because the pool's timeout covers more, and so is its warning about
+    that."""
     import math_verify
 
     logging.getLogger("math_verify").setLevel(logging.ERROR)

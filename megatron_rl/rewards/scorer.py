@@ -1,10 +1,10 @@
-"""The reward of a completion: a weighted sum of functions, each computed where it is safe or cheap.
+"""Reward of a completion: a weighted sum of functions.
 
-    in worker processes   whatever runs code on a completion: math, patterns, your own functions   (worker_pool.py)
-    on a server           functions named `http`                                                    (http.py)
+    in worker processes   functions that run code on a completion: math, patterns, your own functions   (pool.py)
+    on a server           functions named `http`                                                         (http.py)
     in this process       length
 
-A completion on which any of them fails has no verdict at all: a sum without one of its terms would be a wrong reward.
+If any function fails on a completion, the completion has no verdict, since a sum without one of its terms would be a wrong reward.
 """
 
 from __future__ import annotations
@@ -17,17 +17,15 @@ from megatron_rl.config.reward import RewardConfig, RewardFunctionConfig
 from megatron_rl.errors import RunError, UserError
 from megatron_rl.plugs import REWARDS
 from megatron_rl.rewards.http import HttpRewardClient
-from megatron_rl.rewards.worker_pool import RewardFunctionSpec, RewardPool
+from megatron_rl.rewards.pool import RewardFunctionSpec, RewardPool
 from megatron_rl.types import Problem, Reward
 
 _MOST_REASONS = 3
 
 
 class Scorer:
-    """Scores completions as configured; use it as a context manager, which owns the worker processes.
-
-    `notify` is told how many completions of a call got no verdict, and why. Entering starts the workers without waiting for them.
-    """
+    """Scores completions as configured. A context manager that owns the worker processes; entering starts them without waiting for them.
+    `notify` receives how many completions of a call got no verdict, and why."""
 
     def __init__(self, config: RewardConfig, notify: Callable[[str], None]) -> None:
         self._config, self._notify, self._parts, self._correctness_label = config, notify, config.parts, config.correctness_label
@@ -51,12 +49,16 @@ class Scorer:
         broken_B: Sequence[str] | None = None,
         own_B: Sequence[float | None] | None = None,
     ) -> list[Reward]:
-        """Return the rewards of the completions `texts_B` of `lengths_B` tokens, in their order; with `parts` where functions are several.
+        """Return the rewards of completions in order, with `parts` if there are several functions. Thread-safe.
 
-        A completion without a verdict has an `error` and gets what `reward.on_error` says; `broken_B` holds for each completion why there
-        can be no verdict, "" where there can; `own_B` what agents
-        gave themselves, in place of all functions: correct where it is above 0. Raise RunError where `reward.on_error` is `stop`, and when
-        workers cannot be started. May be called by several threads.
+        A completion without a verdict has an `error` and is treated as `reward.on_error` says. Raise RunError if `reward.on_error` is
+        `stop`, or if workers cannot be started.
+
+        Args:
+            texts_B: The completions.
+            lengths_B: Their lengths in tokens.
+            broken_B: Why a completion can have no verdict, or "".
+            own_B: Rewards that agents gave themselves, used instead of all functions. Correct if above 0.
         """
         if own_B is None:
             rewards_B = self._judge(texts_B, problems_B, lengths_B)
@@ -68,7 +70,7 @@ class Scorer:
         return self._apply_on_error(rewards_B, problems_B)
 
     def _judge(self, texts_B: Sequence[str], problems_B: Sequence[Problem], lengths_B: Sequence[int]) -> list[Reward]:
-        """Return what the functions say."""
+        """Return the verdicts of the functions."""
         verdicts_B: list[dict[str, Reward]] = [{} for _ in texts_B]
         if self._local:
             for verdicts, rewards in zip(verdicts_B, self._pool.score(texts_B, problems_B), strict=True):
@@ -110,18 +112,14 @@ class Scorer:
 
 
 def compute_length_reward(tokens: int, full: int, zero: int) -> float:
-    """Return 1 at `full` tokens, 0 at `zero` tokens, linear in between and constant outside: clip((zero - n) / (zero - full), 0, 1).
-
-    LCPO-Max (arXiv 2503.04697) gives this to correct answers, with full, zero = target -+ 0.5 / alpha.
-    """
+    """Return clip((zero - tokens) / (zero - full), 0, 1): 1 up to `full` tokens, 0 from `zero` tokens on, linear in between. LCPO-Max
+    (arXiv 2503.04697) gives this to correct answers, with full, zero = target -+ 0.5 / alpha."""
     return min(max((zero - tokens) / (zero - full), 0.0), 1.0)
 
 
 def check_rewards(config: RewardConfig) -> None:
-    """Check before a run that the user's own functions load in a worker, within its limits, and that servers answer.
-
-    Raise UserError where not. Built-in functions need no check.
-    """
+    """Check before a run that the user's own functions load in a worker within its limits, and that servers answer. Raise UserError if
+    not. Built-in functions need no check."""
     for part in config.parts.values():
         if part.name == "http":
             HttpRewardClient(part).check()
@@ -130,7 +128,7 @@ def check_rewards(config: RewardConfig) -> None:
                 with RewardPool([_function(part)], 1, config.timeout, config.memory_mb) as pool:
                     pool.wait_until_ready()
             except RunError as error:
-                fix = "it is looked for where Python looks, and in the working directory"
+                fix = "the function is searched on Python's path and in the working directory"
                 raise UserError("reward.functions" if config.functions else "reward.function", part.name, str(error), fix) from None
 
 

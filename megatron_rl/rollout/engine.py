@@ -1,4 +1,4 @@
-"""The protocol of a rollout engine. Implementations register under the entry-point group `megatron_rl.rollout`."""
+"""Protocol of an inference engine. Implementations are registered in the entry-point group `megatron_rl.rollout`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import numpy as np
 
 from megatron_rl.config import Config
 from megatron_rl.config.sync import Running
-from megatron_rl.errors import AbortedError, UserError
+from megatron_rl.errors import AbortedError, RunError, UserError
 from megatron_rl.precision.graph.graph import PrecisionGraph
 from megatron_rl.types import Generation, SamplingParams
 from parallel.chunking import Chunk
@@ -24,7 +24,7 @@ from parallel.transport.base import Link
 
 @dataclass(frozen=True)
 class EngineTensorSpec:
-    """Dtype and shape of a parameter in the running engine. `dtype` is torch's name, such as float8_e4m3fn."""
+    """Dtype and shape of a parameter in the running engine. `dtype` is a name of torch, such as float8_e4m3fn."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -32,18 +32,17 @@ class EngineTensorSpec:
 
 @dataclass(frozen=True)
 class ServedReport:
-    """What one engine rank says of the tensors that it computes with, all of which it has looked for."""
+    """One engine rank's report on all tensors that it computes with."""
 
     derived: int = 0
-    """Made from what the last sync wrote: made again, and the same bit by bit."""
-    constant: int = 0
-    """The same as when the engine started."""
+    """Number of tensors derived from weights of the last sync. They were recomputed and are bitwise equal."""
+    constant: int = 0  # number of tensors that have not changed since the engine started
     wrong: str = ""
-    """The first that is neither, nor among those that the sync wrote, and why; or what else must not be served."""
+    """The first tensor that is neither synced, derived nor constant, and why, or another reason why the rank must not serve."""
 
 
 class Abort:
-    """Lets one thread end the requests of others, those to come as well."""
+    """Lets one thread end the current and future requests of other threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -56,7 +55,7 @@ class Abort:
 
     @contextmanager
     def calling(self, end: Callable[[], None]) -> Iterator[None]:
-        """Enclose a request that `end` ends. Raise AbortedError if the abort is requested already."""
+        """Enclose a request, which calling `end` ends. Raise AbortedError if the abort has been requested already."""
         with self._lock:
             if self._requested:
                 raise AbortedError
@@ -68,7 +67,6 @@ class Abort:
                 self._running.discard(end)
 
     def request(self) -> None:
-        """End all requests."""
         with self._lock:
             self._requested, running = True, list(self._running)
         for end in running:
@@ -77,119 +75,121 @@ class Abort:
 
 @dataclass(frozen=True)
 class ParsedToolCalls:
-    """What a tool parser reads in an answer."""
+    """Tool calls parsed from a response."""
 
-    text: str
-    """The answer without its calls."""
-    calls: list[tuple[str, str]]
-    """Name and arguments, which are JSON, of each call."""
+    text: str  # the response without its calls
+    calls: list[tuple[str, str]]  # name and JSON arguments of each call
 
 
 Places = Mapping[int, Sequence[tuple[int, int]]]
-"""Engine rank -> (offset, bytes) of what is sent of each of its chunks, as in `parallel.chunking.Chunk`."""
+"""Engine rank -> (offset, bytes) of the transferred part of each of its chunks, as in `parallel.chunking.Chunk`."""
 
 
 class Engine(Protocol):
-    """An engine. Every call is bounded in time and raises RunError with the engine's log tail if the engine fails, EngineLostError if
-    another engine can replace it."""
+    """An inference engine. Every call is bounded in time. It raises RunError with the tail of the engine's log if the engine fails, or
+    EngineLostError if another engine can replace it."""
 
     def wait_until_ready(self) -> None:
-        """Return when the engine is up, with its initial weights as version 0. If it does not come up, end it and raise RunError."""
+        """Wait until the engine is up, with its initial weights as version 0. If it does not come up, stop it and raise RunError."""
 
     def generate(
         self, prompts_B: Sequence[np.ndarray], sampling: SamplingParams | Sequence[SamplingParams], abort: Abort | None = None
     ) -> list[Generation]:
-        """Return one completion per prompt (token ids, int32), in order. `sampling`: one for all prompts, or one for each.
-
-        Raise AbortedError, soon, once `abort` is requested.
-        """
+        """Return one completion per prompt (int32 token ids), in order. `sampling` applies to all prompts or has one entry per prompt.
+        Raise AbortedError soon after `abort` is requested."""
 
     def parse_tool_calls(self, text: str, tools: str, parser: str) -> ParsedToolCalls | None:
-        """Return the calls of tools in an answer, by the engine's own parser of that name; None where it fails on the text. `tools`: JSON,
-        as in chat completions."""
+        """Return the tool calls in a response, parsed by the engine's parser of that name, or None if the parser fails. `tools`: JSON as in
+        chat completions."""
 
     def describe_tensors(self) -> list[dict[str, EngineTensorSpec]]:
-        """Return, per engine rank, every weight it serves from, by name."""
+        """Return every weight that each engine rank serves from, by name."""
 
     def read_activation_formats(self) -> dict[str, str]:
-        """Return, for every live FP8 linear layer, the format of its activation scales ("pow2" or "fp32")."""
+        """Return the format of the activation scales ("pow2" or "fp32") of every live FP8 linear layer."""
 
     def read_graph(self) -> list[PrecisionGraph]:
-        """Return, per engine rank, the precision graph of its live modules."""
+        """Return the precision graph of each engine rank's live modules."""
 
     def connect(self, link: Link, chunks: Sequence[Chunk], staged: bool) -> None:
-        """Start connecting every engine rank to the trainer, to receive its share of `chunks` at every sync.
-
-        `staged`: receive into a second copy of the weights, which `finish_receiving` copies over the live ones. Errors of the
-        connection are raised by `finish_receiving`.
-        """
+        """Start connecting every engine rank to the trainer, to receive its share of `chunks` at every sync. If `staged`, weights are
+        received into a second copy, which `finish_receiving` copies over the live weights. Connection errors are raised by
+        `finish_receiving`."""
 
     def disconnect(self) -> None:
-        """Close the connection and free the second copy."""
+        """Close the connection and free the second copy of the weights."""
 
     def pause(self, running: Running) -> None:
-        """Hold new requests and return when no token is being sampled. `running` decides about running completions (`sync.running`).
-
-        Only with "continue" may a completion hold tokens of several versions; `Generation.versions_T` lists them.
-        """
+        """Hold new requests and return when no token is being sampled. `running` (`sync.running`) decides about running completions.
+        Only with "continue" may a completion hold tokens of several versions, listed in `Generation.versions_T`."""
 
     def admit(self) -> None:
-        """Let requests in and sample with the weights as they are, but give no answer before `resume`; where another sync comes first,
-        such answers are dropped and sampled again."""
+        """Accept requests and sample with the current weights, but hold back the answers until `resume`. If another sync comes first, these
+        answers are dropped and sampled again."""
 
     def resume(self) -> None:
-        """Give answers, after `admit`: what was moved is proved."""
+        """Release the answers held since `admit`, after the weights have been proved."""
 
     def release_memory(self) -> None:
-        """Free the KV cache, and the weights where possible. The next sync allocates them again; until then nothing is served."""
+        """Free the KV cache, and the weights if possible. The next sync allocates them again; until then nothing is served."""
 
     def get_memory_mb(self) -> float:
-        """Return the host memory of its processes in MiB."""
+        """Return the host memory of the engine's processes in MiB."""
 
     def begin_sync(self) -> None:
-        """Open a change of the live weights, between `pause` and `resume`."""
+        """Begin a change of the live weights, between `pause` and `resume`."""
 
     def start_receiving(self, hashing: bool, places: Places | None = None) -> None:
-        """Let the engine ranks start to receive, in the background. `places`: where a sync sends deltas of chunks."""
+        """Start receiving weights on the engine ranks in the background. `places`: chunk offsets for delta syncs."""
 
     def finish_receiving(self, hashing: bool) -> dict[int, list[str]]:
-        """Return when the live weights hold all bytes. With `hashing`, return per rank one digest per chunk, of the live weights."""
+        """Wait until the live weights hold all bytes. With `hashing`, return one digest of the live weights per chunk, by rank."""
 
     def start_rereading(self) -> None:
-        """Begin to hash what the live weights hold now, in the background."""
+        """Start hashing the live weights in the background."""
 
     def finish_rereading(self) -> dict[int, list[str]]:
-        """Return when that is done: per rank one digest per chunk."""
+        """Wait for `start_rereading`. Return one digest per chunk, by rank."""
 
     def end_sync(self, version: int) -> None:
-        """Close the change; completions carry this policy version from now on."""
+        """End the change of weights. Completions carry this policy version from now on."""
 
     def digest_rects(self, rects_by_rank: Mapping[int, Sequence[NamedRect]]) -> dict[int, list[str]]:
-        """Return, per rank, the digests (`parallel.digest.digest`) of rectangles of live tensors, in the order given."""
+        """Return the digests (`parallel.digest.digest`) of rectangles of live tensors by rank, in the given order."""
 
     def account_for_tensors(self) -> list[ServedReport]:
-        """Return, per engine rank, whether all that it would serve follows from what the last sync wrote. Between `end_sync` and
+        """Return, per engine rank, whether everything that it would serve follows from the last sync. Call it between `end_sync` and
         `admit`."""
 
     def answer_canary(self, prompts_B: Sequence[np.ndarray], sampling: SamplingParams) -> list[list[Generation]]:
-        """Return, per engine, a completion of each prompt, of exactly `max_new_tokens` tokens. Between `admit` and `resume`."""
+        """Return, per engine, one completion of exactly `max_new_tokens` tokens for each prompt. Call it between `admit` and `resume`."""
 
     def stop(self, force: bool = False) -> None:
-        """End the engine's processes: by SIGTERM first, or at once with `force`. Safe to call twice."""
+        """Terminate the engine processes, sending SIGTERM first; with `force=True`, kill them immediately. Idempotent."""
+
+
+def check_versions(generation: Generation, version: int, staleness: int) -> None:
+    """Raise RunError if a token was sampled by a version outside of `version - staleness` to `version`."""
+    sampled_by = {generation.policy_version, *([] if generation.versions_T is None else np.unique(generation.versions_T).tolist())}
+    if unexpected := sampled_by - set(range(version - staleness, version + 1)):
+        expected = f"the trainer holds version {version}" + (f" and takes {version - staleness} and newer" if staleness else "")
+        raise RunError(f"a completion was sampled by policy version {min(unexpected)}, {expected}")
 
 
 class EngineLauncher(Protocol):
-    """The entry point's object."""
+    """Starts engines. Implemented by the object of the entry point."""
 
     def check(self, config: Config) -> None:
-        """Raise UserError for what engines of this kind cannot be told, before anything starts."""
+        """Raise UserError before anything starts if the configuration does not fit engines of this kind."""
 
     def __call__(self, config: Config, model_path: Path, log_dir: Path, number: int = 0, *, empty: bool = False) -> Engine:
-        """Start engine `number` of a run without waiting for it.
+        """Start engine `number` of a run without waiting for it. The engine loads the Hugging Face checkpoint in `model_path`. With
+        `empty`, the folder has only config.json and the tokenizer, and the engine refuses requests until the first sync has filled and
+        proved its weights."""
 
-        It loads the Hugging Face checkpoint in `model_path`; with `empty`, only config.json and tokenizer are there, and it refuses
-        requests until the first sync has filled and proved its weights.
-        """
+    def rehearsal_command(self, module: str) -> list[str]:
+        """Return the command of a rehearsal without a GPU: `rank` rehearses engine ranks (`megatron_rl.rehearsal.engine_rank`),
+        `signatures` compares the rehearsed kernels with the installed libraries (`megatron_rl.rehearsal.signatures`)."""
 
 
 def find_engine_launcher(name: str) -> EngineLauncher:

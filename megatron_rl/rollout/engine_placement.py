@@ -1,7 +1,7 @@
-"""Where each engine runs: its nodes, how it is started there, and its devices. Imports without torch.
+"""Placement of engines: their nodes, devices and launch commands. Imports without torch.
 
-Engines are spread evenly over the nodes of `rollout.hosts`, in order: of four engines on two nodes, 0 and 1 run on the first. An engine of
-`rollout.nodes_per_engine` nodes has as many of its ranks on each: rank 0, and the HTTP server, on the first.
+Engines are spread evenly over the nodes of `rollout.hosts`, in order: of four engines on two nodes, 0 and 1 run on the first. An engine
+that spans `rollout.nodes_per_engine` nodes has equally many ranks on each, and its rank 0 and HTTP server on the first.
 """
 
 from __future__ import annotations
@@ -14,27 +14,24 @@ from megatron_rl.config import Config, RolloutConfig
 from megatron_rl.config.hosts import is_loopback
 
 LAUNCHER_VARIABLE = "MEGATRON_RL_ENGINE_LAUNCHER"
-"""Command prefixes that start an engine on another machine, such as `srun --nodelist=node2`: one line for each of `rollout.hosts`, empty
-for this machine; see launch/slurm/common.sh. The prefix must end the engine on SIGTERM, pass the environment on, and see the same
-folders as this machine."""
+"""Environment variable with the command prefixes that start an engine on another machine, such as `srun --nodelist=node2`. It has one line
+per entry of `rollout.hosts`, empty for this machine; see launch/slurm/common.sh. The command must end the engine on SIGTERM, pass the
+environment on, and see the same folders as this machine."""
 
 
 @dataclass(frozen=True)
 class EnginePlacement:
-    """Where an engine's ranks on one of its nodes run."""
+    """Placement of an engine's ranks on one of its nodes."""
 
-    host: str = "127.0.0.1"
-    """Address it listens on."""
+    host: str = "127.0.0.1"  # address that the node listens on
     launcher: str = ""
-    """Prefix of its command; empty on this machine."""
-    index: int = 0
-    """Its number among the engines of its node, which take the node's devices in order."""
-    node: int = 0
-    """The node's number among those of the engine."""
+    """Prefix of the launch command. Empty on this machine."""
+    index: int = 0  # index among the engines of the node, which take the node's devices in order
+    node: int = 0  # index among the nodes of the engine
 
 
 def place_engine(rollout: RolloutConfig, number: int) -> list[EnginePlacement]:
-    """Return the placements of engine `number`, one for each of its nodes; a successor gets the same."""
+    """Return the placement of engine `number` on each of its nodes. A successor of a lost engine gets the same placement."""
     group, index = divmod(number, rollout.engines_per_node)
     first, launchers = group * rollout.nodes_per_engine, list_launchers()
     launchers += [""] * (len(rollout.hosts) - len(launchers))
@@ -43,25 +40,25 @@ def place_engine(rollout: RolloutConfig, number: int) -> list[EnginePlacement]:
 
 
 def get_base_gpu_id(config: Config, placement: EnginePlacement) -> int:
-    """Return the first of the engine's devices on this node: after those of earlier engines, and after the trainer's if the trainer is on
-    this machine and does not share devices."""
+    """Return the engine's first device on this node. It follows the devices of earlier engines, and those of the trainer if the trainer
+    runs on this machine and does not share devices."""
     trainer_has_own = config.placement.kind == "disaggregated" and not placement.launcher
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE") or 1)  # without torchrun there is one rank
     return (ranks if trainer_has_own else 0) + placement.index * config.rollout.ranks_per_node
 
 
 def find_meeting_host(placements: Sequence[EnginePlacement], own_host: str) -> str:
-    """Return the address at which all ranks of an engine reach its first node. `own_host`: of this machine, for other nodes."""
+    """Return the address at which all ranks of an engine reach its first node. `own_host`: address of this machine for other nodes."""
     first, *others = (placement.host for placement in placements)
     return own_host if is_loopback(first) and not all(map(is_loopback, others)) else first
 
 
 def count_ranks_on_machine(rollout: RolloutConfig, placement: EnginePlacement) -> int:
-    """Return how many engine ranks share the cores of this node's machine. Nodes with loopback addresses are all this machine."""
+    """Return how many engine ranks share the cores of this node's machine. All nodes with loopback addresses are this machine."""
     loopbacks = sum(map(is_loopback, rollout.hosts))
     return rollout.engines_per_node * rollout.ranks_per_node * (loopbacks if is_loopback(placement.host) else 1)
 
 
 def list_launchers() -> list[str]:
-    """Return the lines of LAUNCHER_VARIABLE; one empty line where it is not set."""
+    """Return the lines of LAUNCHER_VARIABLE, or one empty line if it is not set."""
     return [line.strip() for line in os.environ.get(LAUNCHER_VARIABLE, "").split("\n")]

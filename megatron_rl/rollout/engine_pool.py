@@ -1,11 +1,11 @@
-"""A pool of engines that looks like one engine, and replaces those that are lost.
+"""A pool of engines that acts as one engine and replaces lost engines.
 
-A request goes to the engine with the fewest outstanding completions. Draws are a function of the completion's seed, so any engine gives
-the same tokens. Ranks are numbered across the pool: rank r of engine e is e * rollout.tp + r, and a sync fills and proves all of them.
+A request goes to the engine with the fewest outstanding completions. Tokens depend only on the completion's seed, so any engine gives the
+same tokens. Ranks are numbered across the pool: rank r of engine e is e * rollout.tp + r. A sync fills and proves all of them.
 
-When an engine is lost, the pool ends it, starts a successor at once, and sends its requests to the other engines. The successor starts as
-the first ones did, so it serves nothing until a sync has filled and proved it: `wait_for_successors` waits for it, every call of a sync
-raises EngineLostError before that, and `admit` lets it serve (`megatron_rl.sync.recovery`).
+When an engine is lost, the pool stops it, starts a successor at once, and sends its requests to the other engines. The successor serves
+nothing until a sync has filled and proved it. `wait_for_successors` waits for it, every sync call before that raises EngineLostError, and
+`admit` lets it serve (`megatron_rl.sync.recovery`).
 """
 
 from __future__ import annotations
@@ -32,41 +32,32 @@ from parallel.transport.base import Link
 
 T = TypeVar("T")
 
-_SPLITS_PER_ENGINE = 4
-"""Requests per engine that a batch is cut into, so that a fast engine takes over work from a slow one."""
+_SPLITS_PER_ENGINE = 4  # number of requests per engine into which a batch is split, so that fast engines take over work from slow ones
 
 
 def start_engines(
     config: Config, model_path: Path, log_dir: Path, notify: Callable[[str], None] = print, *, empty: bool = False
 ) -> EnginePool:
-    """Start all engines of a configuration side by side and return when they are ready. Raise RunError if one fails.
-
-    `empty`: without weights, see `EngineLauncher`; so do the successors of lost ones.
-    """
+    """Start all engines of a configuration in parallel and return when they are ready. Raise RunError if one fails. With `empty`,
+    engines start without weights, see `EngineLauncher`. The same holds for successors of lost engines."""
     launch = find_engine_launcher(config.rollout.engine)
     return EnginePool(config, lambda number: launch(config, model_path, log_dir, number, empty=empty), notify)
 
 
 @dataclass(eq=False)
 class Replica:
-    """One slot of the pool: the engine in it, or why there is none. While `lost` is set, `serving` is False.
-
-    A lost engine stays until its successor takes its place.
-    """
+    """One slot of the pool. If `lost` is set, `serving` is False, and the lost engine stays until its successor takes its place."""
 
     number: int
     engine: Engine
     serving: bool = True
-    outstanding: int = 0
-    """Completions requested and not yet returned."""
-    lost: EngineLostError | None = None
-    """Why the engine is gone; None while it lives."""
-    successor: Future[Engine] | None = None
-    """The engine that will replace it; None if no restart is left."""
+    outstanding: int = 0  # number of completions requested and not yet returned
+    lost: EngineLostError | None = None  # why the engine was lost, or None while it is alive
+    successor: Future[Engine] | None = None  # the engine that will replace the lost one, or None if no restart is left
 
 
 class EnginePool:
-    """Implements `megatron_rl.rollout.engine.Engine`; methods without a docstring do what that protocol says, on all engines."""
+    """Implements `megatron_rl.rollout.engine.Engine`. Methods without a docstring do what the protocol says on all engines."""
 
     def __init__(self, config: Config, start: Callable[[int], Engine], notify: Callable[[str], None]) -> None:
         self._settings, self._start, self._notify = config.rollout, start, notify
@@ -74,9 +65,9 @@ class EnginePool:
         self._version = self._restarts = 0
         self._stopped = False
         self._graphs: list[list[PrecisionGraph]] = []
-        # Linux ends an engine with the thread that started it (`rollout_sglang.server`): one long-lived thread starts all
+        # Linux kills an engine when the thread that started it ends (`rollout_sglang.server`), so one long-lived thread starts all
         self._starter = ThreadPoolExecutor(1, thread_name_prefix="megatron-rl-engines")
-        # twice as many threads as engines: a canary is answered while another call goes to all of them
+        # twice as many threads as engines, because a canary is answered while another call goes to all engines
         self._executor = ThreadPoolExecutor(2 * self._settings.engines, thread_name_prefix="megatron-rl-engine")
         self.replicas: list[Replica] = []
         try:
@@ -91,10 +82,10 @@ class EnginePool:
     def generate(
         self, prompts_B: Sequence[np.ndarray], sampling: SamplingParams | Sequence[SamplingParams], abort: Abort | None = None
     ) -> list[Generation]:
-        """See `Engine.generate`. Requests of a lost engine go to the others; raise EngineLostError if none is left."""
+        """See `Engine.generate`. Requests of a lost engine go to the other engines. Raise EngineLostError if none is left."""
         samplings = [sampling] * len(prompts_B) if isinstance(sampling, SamplingParams) else sampling
         count, engines = len(prompts_B), len(self.replicas)
-        # a group stays whole: its members share the cache of their prompt
+        # groups are not split, because their completions share the cached prompt
         size = count if engines == 1 else max(-(-count // (_SPLITS_PER_ENGINE * engines)), self._settings.group_size)
         slices = [slice(start, start + size) for start in range(0, count, max(size, 1))]
         if len(slices) <= 1:
@@ -113,7 +104,7 @@ class EnginePool:
         return self._ask(0, lambda engine: engine.parse_tool_calls(text, tools, parser))
 
     def _ask(self, count: int, call: Callable[[Engine], T]) -> T:
-        """Return what one of the engines answers to a request of `count` completions; if it is lost, another one is asked."""
+        """Return one engine's answer to a request of `count` completions. If that engine is lost, ask another one."""
         while True:
             replica, engine = self._acquire_engine(count)
             try:
@@ -126,7 +117,7 @@ class EnginePool:
                     self._changed.notify_all()
 
     def _acquire_engine(self, count: int) -> tuple[Replica, Engine]:
-        """Wait until an engine has room for `count` more completions (or is idle), and return the one with the fewest outstanding."""
+        """Wait until an engine is idle or has room for `count` more completions. Return the one with the fewest outstanding completions."""
         timeout, limit = self._settings.request_timeout, self._settings.max_running_requests
 
         def has_room() -> bool:
@@ -144,7 +135,7 @@ class EnginePool:
             return replica, replica.engine
 
     def _mark_lost(self, replica: Replica, engine: Engine, error: EngineLostError) -> None:
-        """Record a loss, once, and start a successor if a restart is left."""
+        """Record a loss once, and start a successor if a restart is left."""
         with self._changed:
             if replica.engine is not engine or replica.lost is not None or self._stopped:
                 return
@@ -160,11 +151,8 @@ class EnginePool:
         return self._start(number)
 
     def wait_for_successors(self, reason: EngineLostError) -> int:
-        """Wait until every lost engine has a successor, which serves from the next `resume` on. Return the number of lost engines.
-
-        Raise RunError if `rollout.max_restarts` is used up (a lost connection counts too), or if a successor has another precision
-        graph.
-        """
+        """Wait until every lost engine has a successor, which serves after the next `admit`. Return the number of lost engines. Raise
+        RunError if `rollout.max_restarts` is used up (a lost connection counts too) or if a successor has a different precision graph."""
         lost = [replica for replica in self.replicas if replica.lost is not None]
         if not lost:
             self._restarts += 1
@@ -190,17 +178,17 @@ class EnginePool:
             self._mark_lost(replica, successor, EngineLostError(str(error), error.log_tail))
             return
         if graph is not None and graph != self._graphs[replica.number]:
-            raise RunError(f"engine {replica.number} has another precision graph than the one whose place it took ({reason})")
+            raise RunError(f"engine {replica.number} has a different precision graph than the engine that it replaced ({reason})")
         replica.lost = None
 
     def wait_until_ready(self) -> None:
-        """Return at once: `__init__` has waited."""
+        """Return immediately, because `__init__` has waited."""
 
     def describe_tensors(self) -> list[dict[str, EngineTensorSpec]]:
         return [rank for ranks in self._call_all(lambda _, engine: engine.describe_tensors()) for rank in ranks]
 
     def read_activation_formats(self) -> dict[str, str]:
-        """See `Engine.read_activation_formats`; with several engines, names begin with the engine's number."""
+        """See `Engine.read_activation_formats`. With several engines, names begin with the engine's number."""
         formats_by_engine = self._call_all(lambda _, engine: engine.read_activation_formats())
         if len(formats_by_engine) == 1:
             return formats_by_engine[0]
@@ -212,8 +200,8 @@ class EnginePool:
 
     def connect(self, link: Link, chunks: Sequence[Chunk], staged: bool) -> None:
         def connect(number: int, engine: Engine) -> None:
-            first = self._first_rank(number)
-            own_chunks = [replace(chunk, target=chunk.target - first) for chunk in chunks if self._owner_of_rank(chunk.target) == number]
+            first = number * self._settings.tp
+            own_chunks = [replace(chunk, target=chunk.target - first) for chunk in chunks if chunk.target // self._settings.tp == number]
             engine.connect(replace(link, first=first), own_chunks, staged)
 
         self._call_all(connect)
@@ -221,7 +209,7 @@ class EnginePool:
     def disconnect(self) -> None:
         for replica in self.replicas:
             if replica.lost is None:
-                with contextlib.suppress(RunError):  # an engine that is gone holds nothing
+                with contextlib.suppress(RunError):  # a lost engine holds nothing
                     replica.engine.disconnect()
 
     def pause(self, running: Running) -> None:
@@ -238,7 +226,7 @@ class EnginePool:
             self._changed.notify_all()
 
     def release_memory(self) -> None:
-        """See `Engine.release_memory`; engines that are lost, before or on the way, have nothing to release."""
+        """See `Engine.release_memory`. Lost engines have nothing to release."""
         survivors = [replica for replica in self.replicas if replica.lost is None]
         for error in self._call(survivors, lambda _, engine: engine.release_memory())[1]:
             if not isinstance(error, EngineLostError):
@@ -295,7 +283,7 @@ class EnginePool:
             threads.shutdown(wait=False)
 
     def _call_all(self, call: Callable[[int, Engine], T]) -> list[T]:
-        """Call `call(number, engine)` for every engine in parallel and return the results. Raise EngineLostError if one is lost."""
+        """Call `call(number, engine)` for every engine in parallel and return the results. Raise EngineLostError if an engine is lost."""
         for replica in self.replicas:
             if replica.lost is not None:
                 raise replica.lost
@@ -305,7 +293,7 @@ class EnginePool:
         return results
 
     def _call(self, replicas: Sequence[Replica], call: Callable[[int, Engine], T]) -> tuple[list[T], list[RunError]]:
-        """Return (results, errors) of parallel calls. Record losses; they come first among the errors."""
+        """Return the results and errors of parallel calls, losses first among the errors. Record losses."""
         engines = [(replica, replica.engine) for replica in replicas]
         running = [self._executor.submit(call, replica.number, engine) for replica, engine in engines]
         results, errors = list[T](), list[RunError]()
@@ -319,18 +307,13 @@ class EnginePool:
                 errors.append(error)
         return results, errors
 
-    def _first_rank(self, number: int) -> int:
-        return number * self._settings.tp
-
-    def _owner_of_rank(self, rank: int) -> int:
-        return rank // self._settings.tp
-
     def _select_ranks(self, by_rank: Mapping[int, T], number: int) -> dict[int, T]:
-        """Return what belongs to an engine's ranks, by its own numbers of them."""
-        return {rank - self._first_rank(number): value for rank, value in by_rank.items() if self._owner_of_rank(rank) == number}
+        """Return the entries of an engine's ranks, numbered within the engine."""
+        tp = self._settings.tp
+        return {rank % tp: value for rank, value in by_rank.items() if rank // tp == number}
 
     def _merge_by_rank(self, by_engine: Sequence[Mapping[int, T]]) -> dict[int, T]:
-        return {self._first_rank(number) + rank: value for number, ranks in enumerate(by_engine) for rank, value in ranks.items()}
+        return {number * self._settings.tp + rank: value for number, ranks in enumerate(by_engine) for rank, value in ranks.items()}
 
 
 def _describe_restart_limit(reason: RunError, limit: int) -> str:

@@ -1,28 +1,29 @@
-"""Sample completions of one turn or many: the engine samples, the environment replies, the engine continues from exactly those tokens.
+"""Sampling of completions with one or more turns. The engine samples, the environment replies, and the engine continues.
 
-Token in, token out: a turn's prompt is the ids of everything before it, as sampled. Only the environment's message is tokenized, by
-itself; sampled text is never tokenized again, so the trainer scores the very tokens that the engine drew.
+Token in, token out: the prompt of a turn consists of the exact token ids before it. Only messages of the environment are tokenized; sampled
+text is never tokenized again, so the trainer scores the tokens that the engine drew.
 
-Completions of one turn are one call of the engine. In an environment each takes its turns by itself: none waits for another one's turn.
+Single-turn completions are sampled in one engine call. With an environment, each completion takes its turns independently.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
 
 from megatron_rl.batch.kept_tokens import extend_kept_tokens
-from megatron_rl.errors import RunError
+from megatron_rl.config import Config
 from megatron_rl.hf.routing_record import extend_routing_record
 from megatron_rl.observability import hang_watchdog
-from megatron_rl.rollout.engine import Abort, Engine
-from megatron_rl.rollout.environment_pool import EnvironmentPool
-from megatron_rl.rollout.environments.base import Episode, StepResult
-from megatron_rl.types import Completion, Generation, Problem, SamplingParams
+from megatron_rl.rollout.engine import Abort, Engine, check_versions
+from megatron_rl.rollout.environments.base import Episode
+from megatron_rl.rollout.environments.pool import EnvironmentPool
+from megatron_rl.types import Completion, Problem, SamplingParams
 
 
 @dataclass
@@ -32,15 +33,13 @@ class _Dialogue:
     completion: Completion
     episode: Episode
     sampling: SamplingParams
-    version: int
-    """That it is collected for."""
-    staleness: int
-    """Versions before it that may sample as well."""
+    version: int  # policy version for which it is collected
+    staleness: int  # number of preceding versions that may also sample it
     abort: Abort | None
 
 
 class Sampler(Protocol):
-    """What makes completions of problems."""
+    """Makes completions of problems."""
 
     def sample(
         self,
@@ -50,18 +49,15 @@ class Sampler(Protocol):
         staleness: int = 0,
         abort: Abort | None = None,
     ) -> list[Completion]:
-        """Return one completion per problem, in order, not yet scored. Several threads may call.
-
-        Raise RunError if a token was sampled by another policy version than `version` or the `staleness` versions before it,
-        AbortedError once `abort` is requested.
-        """
+        """Return one unscored completion per problem, in order. Thread-safe. Raise RunError if a token was sampled by a policy version
+        other than `version` or the `staleness` versions before it, and AbortedError once `abort` is requested."""
 
     def close(self) -> None:
-        """Begin nothing more, and end what would not end with the engines."""
+        """Begin no further completion, and terminate whatever does not end with the engines."""
 
 
 class MultiTurnSampler:
-    """Samples completions. `environments` is None if every completion is one turn."""
+    """Samples completions. `environments` is None if every completion has a single turn."""
 
     def __init__(self, engine: Engine, tokenizer: Any, environments: EnvironmentPool | None = None) -> None:
         self._engine, self._tokenizer, self._environments = engine, tokenizer, environments
@@ -74,7 +70,7 @@ class MultiTurnSampler:
         staleness: int = 0,
         abort: Abort | None = None,
     ) -> list[Completion]:
-        """See `Sampler.sample`. `max_new_tokens` bounds all turns of a completion together."""
+        """See `Sampler.sample`. `max_new_tokens` limits all turns of a completion together."""
         if self._environments is not None:
             samplings_B = [replace(params, stop=params.stop + self._environments.stop) for params in samplings_B]
         pairs = zip(problems_B, samplings_B, strict=True)
@@ -92,13 +88,12 @@ class MultiTurnSampler:
         return [dialogue.completion for dialogue in dialogues]
 
     def close(self) -> None:
-        """Do nothing: what runs, ends with the engines."""
+        """Do nothing. Running requests end with the engines."""
 
     def _start(self, problem: Problem, version: int) -> Completion:
         return Completion(problem, self._encode(problem.prompt), np.empty(0, np.int32), np.empty(0, np.float32), "", version, "")
 
     def _converse(self, dialogue: _Dialogue) -> None:
-        """Sample all turns of a dialogue."""
         self._sample_turn([dialogue])
         while self._step_environment(dialogue):
             self._sample_turn([dialogue])
@@ -123,17 +118,12 @@ class MultiTurnSampler:
             completion.cached_tokens += generation.cached_tokens
 
     def _step_environment(self, dialogue: _Dialogue) -> bool:
-        """Append the environment's reply; return whether a turn follows it."""
-        assert self._environments is not None
-        if dialogue.completion.finish_reason != "stop":
-            return False
-        (reply,) = self._environments.step([dialogue.completion.dialogue[-1]], [dialogue.episode])
-        return self._apply_reply(dialogue, reply)
-
-    def _apply_reply(self, dialogue: _Dialogue, reply: StepResult) -> bool:
-        """Append the reply and return True, or return False if no turn can follow it."""
+        """Append the environment's reply. Return whether another turn follows."""
         assert self._environments is not None
         completion, limits = dialogue.completion, self._environments.config
+        if completion.finish_reason != "stop":
+            return False
+        (reply,) = self._environments.step([completion.dialogue[-1]], [dialogue.episode])
         if reply.error:
             completion.environment_error, completion.finish_reason = reply.error, "environment"
         if reply.message is None:
@@ -152,7 +142,8 @@ class MultiTurnSampler:
         return True
 
     def _append_tokens(self, dialogue: _Dialogue, ids: np.ndarray, logprobs: np.ndarray | None, versions: np.ndarray | None = None) -> None:
-        """Append tokens of the policy, or without log-probs of the environment. `versions`: None where the newest sampled all."""
+        """Append tokens of the policy, or of the environment if `logprobs` is None. `versions` is None if the newest version sampled all of
+        them."""
         completion, count = dialogue.completion, len(ids)
         completion.output_ids_T = np.concatenate([completion.output_ids_T, ids])
         completion.logprobs_T = np.concatenate([completion.logprobs_T, np.zeros(count, np.float32) if logprobs is None else logprobs])
@@ -174,9 +165,23 @@ def _extend(known: np.ndarray | None, more: np.ndarray) -> np.ndarray:
     return more if known is None else np.concatenate([known, more])
 
 
-def check_versions(generation: Generation, version: int, staleness: int) -> None:
-    """Raise RunError if another version than these sampled a token."""
-    sampled_by = {generation.policy_version, *([] if generation.versions_T is None else np.unique(generation.versions_T).tolist())}
-    if unexpected := sampled_by - set(range(version - staleness, version + 1)):
-        expected = f"the trainer holds version {version}" + (f" and takes {version - staleness} and newer" if staleness else "")
-        raise RunError(f"a completion was sampled by policy version {min(unexpected)}, {expected}")
+def start_environments(config: Config, resources: ExitStack) -> EnvironmentPool | None:
+    """Start the environment workers without waiting for them, or return None without environments. `resources` owns the workers."""
+    return None if config.environment is None else resources.enter_context(EnvironmentPool(config.environment))
+
+
+def check_chat_template(config: Config, tokenizer: Any) -> None:
+    """Raise UserError if the run has agents that cannot use the tokenizer's chat template."""
+    if config.agent is not None:
+        from megatron_rl.rollout.agents.chat_format import ChatFormat
+
+        ChatFormat(tokenizer).check()
+
+
+def make_sampler(config: Config, engine: Engine, tokenizer: Any, environments: EnvironmentPool | None, resources: ExitStack) -> Sampler:
+    """Return the sampler of a configuration. `resources` owns what it starts."""
+    if config.agent is None:
+        return MultiTurnSampler(engine, tokenizer, environments)
+    from megatron_rl.rollout.agents.sampler import AgentSampler  # loads a web server
+
+    return resources.enter_context(AgentSampler(config.agent, engine, tokenizer))

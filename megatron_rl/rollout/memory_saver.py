@@ -1,7 +1,7 @@
-"""What SGLang's torch_memory_saver, which frees a colocated engine's memory on a GPU, needs of the processes that it is preloaded into.
+"""Requirements of SGLang's torch_memory_saver, which frees a colocated engine's memory on a GPU.
 
-It is a library in LD_PRELOAD, and the loader only warns where it cannot resolve it: then every release is answered and nothing is freed.
-Read from torch_memory_saver 0.0.10 and SGLang 0.5.23; not run on a GPU yet.
+It is a library in LD_PRELOAD. If it cannot be loaded, the loader only warns, and releasing memory has no effect. Derived from
+torch_memory_saver 0.0.10 and SGLang 0.5.23; not yet run on a GPU.
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ from megatron_rl.errors import UserError
 
 _ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _GRAPHS = "SGLANG_MEMORY_SAVER_CUDA_GRAPH"
-"""Without it SGLang captures CUDA graphs outside of the library, and releasing "cuda_graph" frees nothing."""
+"""SGLang captures CUDA graphs outside of the library unless this variable is set, and releasing "cuda_graph" then frees nothing."""
 
 
 def check(environment: Mapping[str, str], cuda: str | None) -> None:
-    """Raise UserError where an engine's memory would not be released. `cuda`: what torch is built for; None for a CPU build."""
+    """Raise UserError if an engine's memory would not be released. `cuda`: CUDA version of the torch build, or None for a CPU build."""
     for variable in _ALLOCATOR_VARIABLES:
         setting = environment.get(variable, "")
         if "expandable_segments:true" in setting.replace(" ", "").lower():
             rule = "keeps a colocated engine from releasing its memory: torch_memory_saver does not work with expandable segments"
             raise UserError(variable, setting, rule, 'unset it, or set placement.kind to "disaggregated"')
     if cuda is not None and find_cuda_runtime(cuda) is None:
-        rule = f"releases an engine's memory by a library that needs {_name_runtime(cuda)}, and torch has loaded none"
+        rule = f"releases an engine's memory with a library that needs {_name_runtime(cuda)}, which torch has not loaded"
         raise UserError(
-            "placement.kind", "colocated", rule, 'install torch\'s pinned build (bash launch/install_gpu.sh), or set "disaggregated"'
+            "placement.kind", "colocated", rule, 'install the pinned torch build (bash launch/install_gpu.sh), or set "disaggregated"'
         )
 
 
 def make_environment(environment: Mapping[str, str], cuda: str | None) -> dict[str, str]:
-    """Return the variables of a colocated engine's process: the loader's path leads to the CUDA runtime that torch itself uses, which
-    lies in a package's folder that the loader does not search, and CUDA graphs are released too."""
+    """Return the environment variables of a colocated engine. The library path includes the CUDA runtime of torch, which lies in a package
+    folder that the loader does not search, and releasing CUDA graphs is enabled."""
     variables = {_GRAPHS: environment.get(_GRAPHS, "true")}
     if cuda is not None and (runtime := find_cuda_runtime(cuda)):
         folders = environment.get("LD_LIBRARY_PATH", "").split(os.pathsep)
@@ -42,7 +42,7 @@ def make_environment(environment: Mapping[str, str], cuda: str | None) -> dict[s
 
 
 def find_cuda_runtime(cuda: str, maps: Path = Path("/proc/self/maps")) -> Path | None:
-    """Return the file of the CUDA runtime that this process has loaded with torch, None where it has none. `maps`: what it has mapped."""
+    """Return the CUDA runtime file that torch has loaded into this process, or None. `maps`: memory mappings of the process."""
     files = (Path(line.split(maxsplit=5)[5]) for line in maps.read_text().splitlines() if "/" in line)
     return next((file for file in files if file.name.startswith(_name_runtime(cuda))), None)
 

@@ -1,1 +1,1 @@
-"""Moving weights from actor to engines, with the proof."""
+"""Weight sync from the trainer to the inference engines, with a proof that every byte arrived."""

@@ -1,4 +1,4 @@
-"""What a sync moves: planned once from the model, the layouts and the precision contract. No torch."""
+"""The plan of all syncs of a run, computed once from the model, the layouts and the precision contract. No torch."""
 
 from __future__ import annotations
 
@@ -18,35 +18,33 @@ from parallel.shards import Shard
 
 @dataclass(frozen=True)
 class SyncPlan:
-    """All that a sync needs to know beforehand; the same on every rank."""
+    """What every sync moves; the same on every rank."""
 
     transfers: tuple[Transfer, ...]
-    chunks: tuple[Chunk, ...]
-    """What of the transfers is sent in one go, in the order in which every rank goes through them."""
-    targets: dict[int, list[Shard]]
-    """Engine rank -> its shards."""
+    chunks: tuple[Chunk, ...]  # the transfers cut into messages, in the order in which every rank handles them
+    targets: dict[int, list[Shard]]  # shards by engine rank
     contract: PrecisionContract
 
     @classmethod
     def make(cls, model: ModelGeometry, train: Layout, rollout: EngineLayout, contract: PrecisionContract, chunk_bytes: int) -> SyncPlan:
-        """Plan trainer -> engines, whose ranks are numbered consecutively.
+        """Plan syncs from trainer ranks to engine ranks, which are numbered consecutively.
 
-        Raises GeometryError where the layouts do not fit the model or cut blocks, or where a row of a tensor exceeds `chunk_bytes`.
+        Raises GeometryError if the layouts do not fit the model or cut blocks, or if a row of a tensor is larger than `chunk_bytes`.
         """
         transfers, targets = plan_transfers(model, train, rollout, contract)
         return cls(tuple(transfers), tuple(cut_into_chunks(transfers, chunk_bytes)), targets, contract)
 
     @property
     def frozen(self) -> frozenset[int]:
-        """The numbers of the chunks that no optimizer steps: all but the adapters', where there are any."""
-        own = {number for number, chunk in enumerate(self.chunks) if is_adapter(chunk.sources[0][0])}
-        return frozenset(range(len(self.chunks))) - own if own else frozenset()
+        """Numbers of the chunks that training does not change: with adapters, all chunks of the base model. Empty without adapters."""
+        trained = {number for number, chunk in enumerate(self.chunks) if is_adapter(chunk.sources[0][0])}
+        return frozenset(range(len(self.chunks))) - trained if trained else frozenset()
 
 
 def plan_transfers(
     model: ModelGeometry, train: Layout, rollout: EngineLayout, contract: PrecisionContract
 ) -> tuple[list[Transfer], dict[int, list[Shard]]]:
-    """Return all transfers, and the engine ranks' shards. Raises GeometryError as `SyncPlan.make`."""
+    """Return all transfers, and the shards by engine rank. Raise GeometryError as `SyncPlan.make` does."""
     model = replace(model, kv_scales=contract.scales_kv_by_layer)
     sources = build_trainer_shards(model, train, format_of=contract.format_of)
     targets = build_engine_shards(model, *rollout[:3])
@@ -54,10 +52,10 @@ def plan_transfers(
 
 
 def cut_into_chunks(transfers: Sequence[Transfer], chunk_bytes: int, source: int | None = None) -> list[Chunk]:
-    """Return the chunks, of all trainer ranks or of one. Raises GeometryError as `make_chunks`."""
+    """Return the chunks of all trainer ranks, or of rank `source` only. Raise GeometryError as `make_chunks` does."""
     base = [transfer for transfer in transfers if not is_adapter(transfer.source)]
     chunks = make_chunks(base, chunk_bytes, source)
-    if len(base) < len(transfers):  # adapters in chunks of their own: a sync sends these alone
+    if len(base) < len(transfers):  # adapters get chunks of their own, because only adapters are sent after the first sync
         chunks += make_chunks([transfer for transfer in transfers if is_adapter(transfer.source)], chunk_bytes, source)
         chunks = resize(chunks, [chunk.nbytes for chunk in chunks])
     return chunks

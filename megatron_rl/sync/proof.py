@@ -1,4 +1,4 @@
-"""Compare the bytes of trainer and engine: chunk by chunk by their digests, and where one differs block by block, to name it."""
+"""Compares the bytes of trainer and engine: chunk digests first, and if one differs, the digests of single blocks to name the block."""
 
 from __future__ import annotations
 
@@ -21,34 +21,31 @@ from parallel.transport.pack import make_source_packer
 
 
 class ByteProof:
-    """Compares over a plan. `named_tensors` are this rank's live tensors; all methods are collective."""
+    """Compares the bytes that a plan moves. `named_tensors` are this rank's live tensors; all methods are collective."""
 
     def __init__(self, plan: SyncPlan, engine: Rank0[Engine]) -> None:
         self.plan, self._engine, self._rank = plan, engine, dist.get_rank()
 
     def hash_chunks(self, named_tensors: dict[str, torch.Tensor]) -> dict[int, str]:
-        """Return the digests of all ranks' chunks, by number, of the live tensors as they are now."""
-        own_chunks = {number: chunk for number, chunk in enumerate(self.plan.chunks) if chunk.source == self._rank}
-        sources = {chunk.sources: list[int]() for chunk in own_chunks.values()}  # the same bytes may go to several engines
-        for number, chunk in own_chunks.items():
-            sources[chunk.sources].append(number)
-        digests = make_source_packer(named_tensors, self.plan.chunks, self._rank).hash_all(list(sources))
-        own = {number: digest for numbers, digest in zip(sources.values(), digests, strict=True) for number in numbers}
+        """Return the digests of all ranks' chunks, by chunk number, computed from the live tensors as they are now."""
+        numbers_of: dict[tuple[NamedRect, ...], list[int]] = defaultdict(list)  # several engines may get the same bytes
+        for number, chunk in enumerate(self.plan.chunks):
+            if chunk.source == self._rank:
+                numbers_of[chunk.sources].append(number)
+        digests = make_source_packer(named_tensors, self.plan.chunks, self._rank).hash_all(list(numbers_of))
+        own = {number: digest for numbers, digest in zip(numbers_of.values(), digests, strict=True) for number in numbers}
         return {number: digest for rank in gather_from_ranks(own) for number, digest in rank.items()}
 
     def compare_digests(self, named_tensors: dict[str, torch.Tensor], sent: dict[int, str], arrived: dict[int, list[str]]) -> None:
-        """Raise RunError where a chunk's digest in the engine is not that of the trainer's live tensors."""
+        """Raise RunError if the digest of a chunk in the engine differs from the trainer's. The error names the first block."""
         next_digest = {rank: iter(digests) for rank, digests in arrived.items()}
         for number, chunk in enumerate(self.plan.chunks):
             if next(next_digest[chunk.target]) != sent[number]:
-                self.compare_transfers(named_tensors)  # finds the block and raises
+                self.compare_transfers(named_tensors)
                 raise RunError(f"the sync is not proved: {chunk.targets[0][0]} of engine rank {chunk.target} differed for a while")
 
     def compare_transfers(self, named_tensors: dict[str, torch.Tensor]) -> None:
-        """Compare the digests of every transfer at its source and at its target, both sides at once.
-
-        Raises RunError at the first difference, naming parameter, rank and first block.
-        """
+        """Hash every transfer on both sides at once, and raise RunError for the first difference, naming parameter, rank and block."""
         transfers = self.plan.transfers
         with ThreadPoolExecutor(1) as pool:
             on_engine = Rank0(lambda: pool.submit(_digest_on_engine, self._engine.value, transfers))
@@ -62,7 +59,7 @@ class ByteProof:
                 self._raise_difference(named_tensors, transfer)
 
     def _raise_difference(self, named_tensors: dict[str, torch.Tensor], transfer: Transfer) -> None:
-        """Raise RunError for the first block of a transfer that differs: its blocks are hashed one by one on both sides."""
+        """Hash a transfer block by block on both sides, and raise RunError for the first block that differs."""
         blocks = _split_into_blocks(transfer)
         expected: list[list[str]] = [[]]
         if self._rank == transfer.source_rank:
@@ -83,7 +80,7 @@ class ByteProof:
 
 
 def _digest_on_engine(engine: Engine, transfers: Sequence[Transfer]) -> list[str]:
-    """Return the engine's digest of every transfer's target rectangle, in the order of the transfers."""
+    """Return the engine's digests of all transfers' target rectangles, in the order of the transfers."""
     named_rects: dict[int, list[NamedRect]] = defaultdict(list)
     for transfer in transfers:
         named_rects[transfer.target_rank].append((transfer.target, transfer.target_rect))
@@ -92,7 +89,7 @@ def _digest_on_engine(engine: Engine, transfers: Sequence[Transfer]) -> list[str
 
 
 def _split_into_blocks(transfer: Transfer) -> list[Rect]:
-    """Cut a transfer into its format's blocks (scales: single values; what is not quantized: tiles), in coordinates of its corner."""
+    """Return a transfer's blocks relative to its corner: single values for scales, tiles of `BLOCK` for unquantized tensors."""
     rect = transfer.target_rect
     rows, cols = (1, 1) if transfer.of_scales else transfer.format.block or (BLOCK, BLOCK)
     cols = cols or rect.cols

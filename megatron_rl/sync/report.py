@@ -1,4 +1,4 @@
-"""What one sync did, and its metrics."""
+"""The report of a sync, and its metrics."""
 
 from __future__ import annotations
 
@@ -13,47 +13,36 @@ _METRICS = (
     declare("sync/tensors", "tensors moved", "count"),
     declare("sync/proved", "tensors whose hashes were equal on both sides", "count"),
     declare("time/sync", "moving the weights to the engine", "seconds", STEP_SECONDS, _SECONDS),
-    declare("time/proof", "hashing the weights on both sides, and comparing", "seconds", STEP_SECONDS, _SECONDS),
-    declare("time/served", "making anew, and comparing, what the engine made of the weights", "seconds", STEP_SECONDS),
-    declare("time/canary", "a few tokens through every engine and the trainer, before anything is served", "seconds", STEP_SECONDS),
-    declare("sync/derived", "tensors that the engine made of others, made anew and found equal", "count"),
+    declare("time/proof", "hashing the weights on both sides, and comparing the hashes", "seconds", STEP_SECONDS, _SECONDS),
+    declare("time/served", "recomputing and comparing the tensors that the engine derived from the weights", "seconds", STEP_SECONDS),
+    declare("time/canary", "a few tokens through every engine and the trainer, before any completion is returned", "seconds", STEP_SECONDS),
+    declare("sync/derived", "tensors derived by the engine that were recomputed and found equal", "count"),
     declare("sync/canary", "largest |log p trainer - log p engine| of the canary's tokens", "nats"),
     declare("time/recovery", "from the loss of an engine to the next proved sync", "seconds"),
-    declare("engine/restarts", "engines that took the place of lost ones", "count"),
-    declare("sync/wrong_bases", "syncs of which the engine did not hold what was not sent, so that all was sent after all", "count"),
+    declare("engine/restarts", "engines that replaced lost engines", "count"),
+    declare("sync/wrong_bases", "delta syncs that were repeated in full because the engine held other weights than assumed", "count"),
 )
-_CHANGED_SHARE = declare("sync/changed_share", "bytes that differ from those of the sync before, where they were compared", "share")
+_CHANGED_SHARE = declare("sync/changed_share", "share of the bytes that changed since the last sync, if they were compared", "share")
 
 
 @dataclass(frozen=True)
 class SyncReport:
-    """What one sync did."""
+    """Result of one sync. A sync that is not proved raises an error instead."""
 
-    bytes: int
-    """Sent; with `sync.delta` fewer than the weights have."""
-    blocks: int
-    """Scales moved: one for a block of a quantized weight, or for a row."""
-    tensors: int
-    """Engine tensors written; scales count."""
-    proved: int
-    """Engine tensors whose bytes all had equal digests on both sides; otherwise the sync would have raised."""
-    seconds: float
-    """In all, the proof included."""
+    bytes: int  # bytes sent; with `sync.delta` fewer than the weights have
+    blocks: int  # scales moved: one per block or row of a quantized weight
+    tensors: int  # engine tensors written, including scales
+    proved: int  # engine tensors whose bytes had equal digests on both sides
+    seconds: float  # total duration, including the proof
     proof_seconds: float
-    served_seconds: float = 0.0
-    canary_seconds: float = 0.0
-    derived: int = 0
-    """Engine tensors made of those, made anew and found equal."""
-    canary: float = 0.0
-    """Largest |log p trainer - log p engine| of the canary's tokens."""
-    restarts: int = 0
-    """Engines that replaced lost ones since the previous sync."""
-    recovery_seconds: float = 0.0
-    """Spent on replacing engines and repeating syncs."""
-    wrong_bases: int = 0
-    """1 where the engine did not hold what the sync before proved; everything was then sent."""
-    changed_share: float | None = None
-    """Bytes that differ from those of the sync before, where they were compared."""
+    served_seconds: float
+    canary_seconds: float
+    derived: int  # tensors derived by the engine that were recomputed and found equal
+    canary: float  # largest |log p trainer - log p engine| of the canary's tokens
+    wrong_bases: int  # 1 if the engine did not hold the weights of the last sync, so that everything was sent
+    changed_share: float | None  # share of the bytes that changed since the last sync, or None if they were not compared
+    restarts: int = 0  # engines that replaced lost engines since the last report
+    recovery_seconds: float = 0.0  # seconds spent on replacing engines and repeating syncs
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics by their names in the run log."""

@@ -1,9 +1,9 @@
-"""The canary: a few fixed prompts through every engine after a sync, before it answers, and through the trainer's own forward pass.
+"""The canary: compares log-probs of a few fixed prompts between every engine and the trainer, after each sync and before the engine serves.
 
-Equal bytes do not say that an engine computes with them: decoding may run on a copy, and a cache may hold keys and values of the weights
-before. So each engine reads the same prompts after every sync and goes on for a few tokens. The first token's log-prob comes of prefill,
-the others of decoding; every one is compared with the trainer's for the same tokens. As the prompts stay the same, a prefix cache that was
-not emptied gives itself away.
+Equal bytes do not prove that an engine computes with them: decoding may use a copy, and a cache may hold keys and values of the previous
+weights. So after every sync each engine completes the same prompts with a few tokens. The first token comes from prefill, the others from
+decoding, and each log-prob is compared with the trainer's for the same token. Because the prompts never change, a prefix cache that was not
+emptied is detected as well.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ import torch
 from megatron_rl.batch.packing import compute_costs, deal
 from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.config import Config
-from megatron_rl.distributed import Rank0
+from megatron_rl.distributed import Rank0, is_rank0
 from megatron_rl.errors import RunError
-from megatron_rl.mcore import reduce
 from megatron_rl.mcore.actor import Actor
-from megatron_rl.mcore.engine_emulation import emulate_engine
-from megatron_rl.mcore.replicas import count_replicas, scatter_samples
+from megatron_rl.mcore.passes import reduce
+from megatron_rl.mcore.passes.engine_emulation import emulate_engine
+from megatron_rl.mcore.passes.replicas import count_replicas, scatter_samples
 from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.precision.exactness import list_inexact
 from megatron_rl.rollout.engine import Engine
@@ -32,23 +32,23 @@ from megatron_rl.types import Generation, SamplingParams
 from parallel.formats import TensorFormat
 
 TOKENS = 2
-"""Tokens that follow a prompt: one of prefill, one of decoding."""
+"""Tokens per completion: one from prefill, one from decoding."""
 OTHER_KERNELS, OTHER_FORMATS = 1.0, 5.0
-"""Bounds in nats of runs that promise no exactness, whose engine computes in the trainer's formats or in others. Where they come from:
-docs/reference/sync.md."""
+"""Bounds in nats for runs that do not promise exactness: the engine computes in the trainer's formats, or in other formats.
+docs/reference/sync.md explains the values."""
 LONGEST, LONGEST_ON_CPU = 160, 48
-"""Tokens of the first prompt, if the run's sequences may be so long: more than a page of the KV cache, 128 at most and 1 on a CPU."""
+"""Tokens of the first prompt, unless the run's sequences are shorter. It exceeds a page of the KV cache: up to 128 tokens, 1 on a CPU."""
 
 
 @dataclass(frozen=True)
 class _Answer:
-    """Of rank 0."""
+    """One engine's completion of one prompt."""
 
     engine: int
     prompt: int
     logprobs_T: np.ndarray
     sample: int
-    """Number of the sample that has its tokens; engines that drew the same share one."""
+    """Index of the sample with the same tokens. Engines that sampled the same tokens share a sample."""
 
 
 class Canary:
@@ -57,31 +57,39 @@ class Canary:
     def __init__(
         self, actor: Actor, prompts_B: list[np.ndarray], sampling: SamplingParams, bound: float, emulated: TensorFormat | None = None
     ) -> None:
-        """`bound`: of |log p trainer - log p engine|, in nats. `emulated`: the engine's format, where the trainer is to multiply as an
-        engine that alone is quantized (`mcore.engine_emulation`)."""
+        """Create the canary.
+
+        Args:
+            bound: largest allowed |log p trainer - log p engine|, in nats.
+            emulated: the engine's format if only the engine is quantized and the trainer emulates it (`mcore.passes.engine_emulation`).
+        """
         self._actor, self._prompts_B, self._sampling, self._bound, self._emulated = actor, prompts_B, sampling, bound, emulated
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="megatron-rl-canary")
         self._answers: Future[list[list[Generation]]] | None = None
 
     def ask(self, engines: Engine) -> None:
-        """Begin to ask every engine, in a thread. Rank 0."""
+        """Send the prompts to every engine in a background thread. Rank 0."""
         self._answers = self._thread.submit(engines.answer_canary, self._prompts_B, self._sampling)
 
     def check(self, engines: Rank0[Engine], version: int, named_tensors: dict[str, torch.Tensor]) -> float:
-        """Return the largest difference in what was asked. `named_tensors`: this rank's, as given to the engines. Collective.
+        """Wait for the engines' answers and return the largest difference. Collective.
 
-        Raise RunError, which names engine, prompt and position, for the first difference above the bound, or for an engine of another
-        policy version.
+        Args:
+            named_tensors: this rank's weights as they were synced to the engines.
+
+        Raises:
+            RunError: a difference exceeds the bound, with engine, prompt, and position; or an engine has another policy version.
         """
-        answers, samples = list[_Answer](), list[TrainingSample]()
-        engines.run(lambda _: self._read(version, answers, samples))
+        read = Rank0(lambda: self._read(version))
+        answers, samples = read.value if is_rank0() else ([], [])
         with nullcontext() if self._emulated is None else emulate_engine(self._actor.model, named_tensors, self._emulated):
             logprobs = _score(self._actor, samples)
         return engines.run(lambda _: self._compare(answers, logprobs))
 
-    def _read(self, version: int, answers: list[_Answer], samples: list[TrainingSample]) -> None:
-        """Fill in the engines' answers, and each different one as a sample. Rank 0."""
-        assert self._answers is not None, "nothing was asked"
+    def _read(self, version: int) -> tuple[list[_Answer], list[TrainingSample]]:
+        """Return the engines' answers and their distinct completions as samples. Rank 0."""
+        assert self._answers is not None, "`ask` was not called"
+        answers, samples = list[_Answer](), list[TrainingSample]()
         numbers: dict[tuple[int, bytes], int] = {}
         for engine, generations in enumerate(self._answers.result()):
             for prompt, generation in enumerate(generations):
@@ -92,6 +100,7 @@ class Canary:
                 if number == len(samples):
                     samples.append(_make_sample(self._prompts_B[prompt], generation, number))
                 answers.append(_Answer(engine, prompt, generation.logprobs_T, number))
+        return answers, samples
 
     def _compare(self, answers: list[_Answer], logprobs: dict[int, torch.Tensor]) -> float:
         largest = 0.0
@@ -109,17 +118,17 @@ class Canary:
         return largest
 
 
-_MEASURED = ("AVX2", "AVX512")
-"""CPUs on which `precision.ops.batch_invariant` was measured, as torch calls them."""
+_EXACT_CPUS = ("AVX2", "AVX512")
+"""CPU capabilities, by PyTorch's names, for which `kernels.batch_invariant` was verified."""
 
 
 def promises_exactness(config: Config, hf_config: dict[str, Any]) -> bool:
-    """Return whether engine and trainer of this run agree to the bit on this machine."""
-    return torch.backends.cpu.get_cpu_capability() in _MEASURED and not list_inexact(config, hf_config, torch.cuda.is_available())
+    """Return whether engine and trainer of this run give the same bits on this machine."""
+    return torch.backends.cpu.get_cpu_capability() in _EXACT_CPUS and not list_inexact(config, hf_config, torch.cuda.is_available())
 
 
 def make_canary(config: Config, actor: Actor, hf_config: dict[str, Any]) -> Canary | None:
-    """Return the canary that `config.sync` asks for; None for none."""
+    """Return the canary, or None if `sync.canary` is 0."""
     contract, emulated = PrecisionContract.from_config(config.precision), _find_emulated(config, hf_config)
     bound = config.sync.canary_bound
     if bound is None:
@@ -133,8 +142,10 @@ def make_canary(config: Config, actor: Actor, hf_config: dict[str, Any]) -> Cana
 
 
 def _find_emulated(config: Config, hf_config: dict[str, Any]) -> TensorFormat | None:
-    """Return the format of an engine that alone is quantized, if the trainer can multiply as it does, to the bit: with one process each,
-    where all else agrees to the bit."""
+    """Return the engine's format if only the engine is quantized and the trainer can emulate it bit for bit, or None.
+
+    That requires one process on each side, and a run that would be exact without quantization.
+    """
     contract = PrecisionContract.from_config(config.precision)
     if contract.trainer_format.quantized or not contract.engine_format.quantized or contract.engine_alone_quantizes_kv:
         return None
@@ -144,7 +155,7 @@ def _find_emulated(config: Config, hf_config: dict[str, Any]) -> TensorFormat | 
 
 
 def make_prompts(count: int, vocabulary: int, longest: int, seed: int) -> list[np.ndarray]:
-    """Return random token ids, int32, always the same: one prompt of `longest` tokens, and short ones."""
+    """Return `count` prompts of random token ids, int32, that depend on `seed` only: one of `longest` tokens, then short ones."""
     random, lengths = np.random.default_rng(seed), [longest, *(min(3 + 4 * number, longest) for number in range(1, count))]
     return [random.integers(0, vocabulary, length, np.int32) for length in lengths[:count]]
 
@@ -157,7 +168,7 @@ def _make_sample(prompt: np.ndarray, generation: Generation, number: int) -> Tra
 
 
 def _score(actor: Actor, samples: list[TrainingSample]) -> dict[int, torch.Tensor]:
-    """Return the trainer's log-probs of rank 0's samples, by number. Each is computed on one replica. Collective."""
+    """Return the trainer's log-probs of rank 0's samples, by number. Each sample is scored by one replica. Collective."""
     shares = deal(compute_costs([sample.length for sample in samples]), count_replicas()) if samples else []
     own = scatter_samples([[samples[index] for index in share] for share in shares])
     logprobs = actor.compute_logprobs(own)[0]

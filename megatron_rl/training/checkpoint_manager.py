@@ -1,4 +1,4 @@
-"""When a run's checkpoints are written, and what happens if that fails: training goes on, and older checkpoints stay."""
+"""Writes a run's checkpoints. If a checkpoint fails, training continues and older checkpoints stay."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from typing import Any
 
 from megatron_rl.config import Config
 from megatron_rl.errors import RunError
-from megatron_rl.mcore.actor import Actor
+from megatron_rl.mcore.actor import Actor, Critic
 from megatron_rl.mcore.checkpoint.async_save import OtherFiles
+from megatron_rl.mcore.checkpoint.checkpointing import CheckpointWriter
 from megatron_rl.mcore.checkpoint.folder import checkpoint_folder
-from megatron_rl.mcore.checkpoint.write import CheckpointWriter
-from megatron_rl.mcore.critic import Critic
 from megatron_rl.training.resume import describe_layout
 from megatron_rl.training.train_state import TrainState
 from megatron_rl.versions import collect_versions
@@ -20,7 +19,10 @@ from parallel.layout import Layout
 
 
 class CheckpointManager:
-    """Writes the checkpoints of one run, one at a time; `saved`: the version that it resumes from, or -1. All methods are collective."""
+    """Writes the checkpoints of one run, one at a time. All methods are collective.
+
+    `saved` is the policy version that the run resumes from, or -1.
+    """
 
     def __init__(
         self,
@@ -37,11 +39,16 @@ class CheckpointManager:
         self._critic = critic
         self._writer: CheckpointWriter | None = None
         self._newest_version = saved
-        """Of the newest checkpoint, complete or being written; -1 for none."""
+        """Policy version of the newest checkpoint, complete or in progress, or -1."""
 
     def write(self, state: TrainState, last: bool) -> None:
-        """Copy a policy, unless it is saved, and begin to write it. Wait for the `last` checkpoint, and raise RunError if it fails; notify
-        of the failure of any other one. Raise RunError between the optimizer steps of two versions, from where no run could go on."""
+        """Start writing a checkpoint unless this version is saved already.
+
+        The `last` checkpoint is waited for, and its failure raises RunError; the failure of any other checkpoint is only reported.
+
+        Raises:
+            RunError: also if the weights are between two policy versions, because no run could resume from there.
+        """
         self.wait()
         critic_steps = state.critic_steps if self._critic is None else self._critic.steps_done
         if (self._actor.steps_done, critic_steps) != (state.optimizer_steps, state.critic_steps):
@@ -55,22 +62,22 @@ class CheckpointManager:
         except RunError as error:
             if last:
                 raise RunError(f"no checkpoint of step {state.version}: {error}") from None
-            self._notify(f"no checkpoint of step {state.version}: {error}; the run goes on")
+            self._notify(f"no checkpoint of step {state.version}: {error}; the run continues")
 
     def poll(self) -> None:
-        """Between two steps: complete the checkpoint that is being written, if all its bytes are."""
+        """Complete the checkpoint in progress if all its bytes are written. Called between two steps."""
         if self._writer is not None and self._writer.is_written():
             self.wait()
 
     def wait(self) -> None:
-        """Wait for the checkpoint that is being written and complete it; notify of its failure."""
+        """Wait for the checkpoint in progress and complete it; report its failure."""
         if self._writer is None:
             return
         name = self._writer.folder.name
         try:
             self._finish(self._writer)
         except RunError as error:
-            self._notify(f"no checkpoint {name}: {error}; the run goes on")
+            self._notify(f"no checkpoint {name}: {error}; the run continues")
 
     def _begin(self, state: TrainState) -> CheckpointWriter:
         saved = {
@@ -87,7 +94,7 @@ class CheckpointManager:
         return CheckpointWriter(folder, actor.model, self._hf_config, tokenizer, saved, actor.optimizer, rng, keep, critic, files)
 
     def _finish(self, writer: CheckpointWriter) -> None:
-        """Complete a checkpoint; if that fails, there is none of its version."""
+        """Complete a checkpoint. If that fails, its version counts as not saved."""
         version = self._newest_version
         self._writer, self._newest_version = None, -1
         writer.finish()
@@ -96,7 +103,7 @@ class CheckpointManager:
 
 
 def _make_files(state: TrainState) -> list[OtherFiles]:
-    """Return what this rank writes beside tensors: of the groups to train on again, if there are any."""
+    """Return the files that this rank writes besides tensors: the groups kept for replay, if any."""
     if not state.replay:
         return []
     from megatron_rl.batch.replay import ReplayFile

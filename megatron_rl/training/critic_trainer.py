@@ -1,10 +1,7 @@
-"""The critic's side of a step: values of the policy's tokens and their advantages, then the critic's optimizer steps.
+"""The critic's part of a step: values of the policy's tokens, their advantages and returns (`algorithm.gae`), then the critic's optimizer
+steps on the policy's mini-batches.
 
-    values      the critic before its update -> advantages and returns (`algorithm.gae`), each replica's of its own samples
-    critic      as many optimizer steps as the policy's, on the same mini-batches
-
-Both come before the policy's update. Where trainer and engine share devices, what only an optimizer step needs is on the device for the
-critic's update, then for the policy's, never for both.
+Both come before the policy's update. If trainer and engine share devices, only one of the two optimizers is on the device at a time.
 """
 
 from __future__ import annotations
@@ -16,10 +13,9 @@ from megatron_rl.algorithm.gae import assign_token_advantages
 from megatron_rl.algorithm.value_loss import ValueLoss
 from megatron_rl.config import Config
 from megatron_rl.errors import RunError
-from megatron_rl.mcore import reduce
-from megatron_rl.mcore.actor import GRAD_NORM, LEARNING_RATE
-from megatron_rl.mcore.cache_scales import renew_scales
-from megatron_rl.mcore.critic import Critic
+from megatron_rl.mcore.actor import GRAD_NORM, LEARNING_RATE, Critic
+from megatron_rl.mcore.passes import reduce
+from megatron_rl.mcore.weights.cache_scales import renew_scales
 from megatron_rl.metrics import declare
 from megatron_rl.training.samples import StepSamples
 
@@ -32,14 +28,14 @@ _OWN_NAMES = {
 
 
 class CriticTrainer:
-    """Trains `critic`. Methods are collective: every rank passes its replica's samples."""
+    """Trains `critic`. All methods are collective: every rank passes its replica's samples."""
 
     def __init__(self, config: Config, critic: Critic) -> None:
         self.critic, self._config = critic, config
         self._loss = ValueLoss(config.critic.cliprange_value)
 
     def assign_advantages(self, samples: StepSamples) -> dict[str, float]:
-        """Set values, returns and advantages; return their metrics. Needs the log-probs where the KL term is in the reward."""
+        """Set values, returns, and advantages, and return their metrics. Needs log-probs if the KL term is part of the reward."""
         own = samples.own
         for sample, values in zip(own, self.critic.compute_values(own), strict=True):
             sample.values = values
@@ -47,7 +43,7 @@ class CriticTrainer:
         return assign_token_advantages(own, self._config.algorithm, add_up)
 
     def update(self, samples: StepSamples) -> dict[str, float]:
-        """Take the critic's optimizer steps; return means over them."""
+        """Run the critic's optimizer steps and return means over them."""
         self.critic.reload_optimizer()
         try:
             with renew_scales(self.critic.model):
@@ -59,6 +55,6 @@ class CriticTrainer:
         return {shown: mean(update[name] for update in updates) for name, shown in names.items()}
 
     def leave_device(self) -> None:
-        """Offload the optimizer where others need the memory."""
+        """Offload the critic's optimizer if trainer and engine share devices."""
         if self._config.placement.kind == "colocated":
             self.critic.offload_optimizer()

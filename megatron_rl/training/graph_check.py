@@ -1,4 +1,4 @@
-"""Compares the live precision graphs of trainer and engine at every start of a run, and writes them to its folder."""
+"""Compares the live precision graphs of trainer and engine at every start of a run and writes them to its folder."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from megatron_rl.errors import RunError
 from megatron_rl.mcore.precision_graph import read_rank_graph
 from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.precision.graph.graph import PrecisionGraph, describe_differences, fold_to_json, merge_graphs
-from megatron_rl.precision.graph.svg import draw_svg
+from megatron_rl.precision.graph.render import draw_svg
 from megatron_rl.rollout.engine import Engine
 
-_SHOWN = 4
+_MAX_SHOWN = 4
+"""Differences that the error lists."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class GraphComparison:
 
     @property
     def differences(self) -> list[str]:
-        """One line each; the engine rank is named where not all ranks differ alike."""
+        """One line per difference, with the engine rank if only some ranks have it."""
         ranks_of: dict[str, list[int]] = {}
         for rank, graph in enumerate(self.rollout):
             for line in describe_differences(graph, self.training):
@@ -35,12 +36,12 @@ class GraphComparison:
         return [line if len(ranks) == len(self.rollout) else f"engine rank {ranks[0]}: {line}" for line, ranks in ranks_of.items()]
 
     def to_json(self) -> dict[str, Any]:
-        """Return the comparison as JSON; equal layers and equal rollout ranks are folded into one."""
+        """Return the comparison as plain data, with one entry for equal layers and equal engine ranks."""
         rollout = [{"ranks": ranks, "graph": fold_to_json(graph)} for graph, ranks in self.group_rollout_graphs().items()]
         return {"differences": self.differences, "training": fold_to_json(self.training), "rollout": rollout}
 
     def group_rollout_graphs(self) -> dict[PrecisionGraph, list[int]]:
-        """Return graph -> engine ranks that have it."""
+        """Return graph -> engine ranks with this graph."""
         ranks_of: dict[PrecisionGraph, list[int]] = {}
         for rank, graph in enumerate(self.rollout):
             ranks_of.setdefault(graph, []).append(rank)
@@ -48,8 +49,8 @@ class GraphComparison:
 
 
 def read_training_graph(model: Any) -> Rank0[PrecisionGraph]:
-    """Return the graph of the whole trainer. Collective; raises RunError on every rank if a rank cannot read its graph, or two ranks have
-    different edges for one part."""
+    """Return the graph of the whole trainer. Collective. Raise RunError on every rank if a rank cannot read its graph or two ranks
+    disagree."""
     with errors_on_all_ranks():
         rank_graph = read_rank_graph(model)
     rank_graphs = gather_from_ranks(rank_graph)
@@ -57,14 +58,14 @@ def read_training_graph(model: Any) -> Rank0[PrecisionGraph]:
 
 
 def write_critic_graph(model: Any, folder: Path) -> None:
-    """Write a critic's graph, which no engine has, to `folder/graph_critic.json`. Collective."""
-    read_training_graph(model).tell(lambda graph: (folder / "graph_critic.json").write_text(json.dumps(fold_to_json(graph), indent=1)))
+    """Write the graph of a critic, which the engine does not have, to `folder/graph_critic.json`. Collective."""
+    read_training_graph(model).run_local(lambda graph: (folder / "graph_critic.json").write_text(json.dumps(fold_to_json(graph), indent=1)))
 
 
 def check_graph(model: Any, engine: Rank0[Engine], contract: PrecisionContract, folder: Path) -> None:
     """Write `folder/graph.json` and `folder/graph.svg`. Collective; `model` must be quantized.
 
-    Raises RunError with the edges that differ if the rollout is no subgraph of the training's forward pass in unified FP8.
+    Raise RunError with the differences if the trainer is quantized and the rollout is not a subgraph of the training's forward pass.
     """
     training = read_training_graph(model)
 
@@ -73,7 +74,7 @@ def check_graph(model: Any, engine: Rank0[Engine], contract: PrecisionContract, 
         (folder / "graph.json").write_text(json.dumps(comparison.to_json(), indent=1))
         (folder / "graph.svg").write_text(draw_svg(comparison.training, comparison.rollout[0]))
         if contract.trainer_format.quantized and (lines := comparison.differences):
-            more = f"; and {len(lines) - _SHOWN} more, see {folder / 'graph.json'}" if len(lines) > _SHOWN else ""
-            raise RunError(f"the rollout is no subgraph of the training: {'; '.join(lines[:_SHOWN])}{more}")
+            more = f"; and {len(lines) - _MAX_SHOWN} more, see {folder / 'graph.json'}" if len(lines) > _MAX_SHOWN else ""
+            raise RunError(f"the rollout is not a subgraph of the training graph: {'; '.join(lines[:_MAX_SHOWN])}{more}")
 
     engine.run(check)

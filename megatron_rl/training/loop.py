@@ -1,29 +1,26 @@
-"""The loop, on one page.
+"""The training loop.
 
-    prompts -> engine generates groups -> rewards -> advantages -> each replica gets its samples -> log-probs of actor, reference, teacher
-            -> corrections -> policy loss -> optimizer steps -> blocks quantized once -> sync + proof -> next policy version
+    prompts -> engine generates groups -> rewards -> advantages -> replicas get their samples -> log-probs of actor, reference, teacher
+            -> corrections -> policy loss -> optimizer steps -> weights quantized once -> sync and proof -> next policy version
 
-Every rank runs it; the rollout worker, and with it engines and rewards, exists on rank 0 only.
+Every rank runs the loop. The rollout worker, with its engines and reward workers, exists on rank 0 only.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 from megatron_rl.algorithm.covariance import mark_high_covariance
 from megatron_rl.algorithm.distillation import assign_distilled_advantages
 from megatron_rl.algorithm.importance_weights import assign_corrections
 from megatron_rl.config import Config
-from megatron_rl.distributed import Rank0
+from megatron_rl.distributed import Rank0, is_rank0, run_on_rank0
 from megatron_rl.evaluation.held_out import compute_eval_metrics
-from megatron_rl.mcore import reduce
+from megatron_rl.mcore.passes import reduce
 from megatron_rl.observability import hang_watchdog
 from megatron_rl.observability.signals import check_stop
 from megatron_rl.rollout.async_worker import AsyncRolloutWorker
-from megatron_rl.rollout.worker import RolloutBatch
 from megatron_rl.sync.recovery import RecoveringWeightSync
 from megatron_rl.training.checkpoint_manager import CheckpointManager
 from megatron_rl.training.policy_trainer import PolicyTrainer
@@ -32,7 +29,7 @@ from megatron_rl.training.train_state import TrainState
 
 
 class Loop:
-    """One training run. With `resumed` it goes on from that state, in which worker, model and optimizer are already."""
+    """One training run. If `resumed` is given, the worker, the model, and the optimizer already hold that state."""
 
     def __init__(
         self,
@@ -46,7 +43,6 @@ class Loop:
     ) -> None:
         self._config, self._worker, self._trainer, self._sync = config, worker, trainer, sync
         self._recorder, self._checkpoints = recorder, checkpoints
-        self._next_row: dict[str, float] = {}  # measured after a step's row was written
         if resumed is not None:
             trainer.clip.bounds = resumed.clip_bounds
             if trainer.replay is not None:
@@ -54,7 +50,7 @@ class Loop:
         self._state = self._snapshot(0, {}) if resumed is None else self._snapshot(resumed.version, resumed.unrecorded)
 
     def run(self) -> None:
-        """Run all steps that are left, after a first sync that gives the engine the starting policy under its version, 0 in a new run."""
+        """Sync the starting policy to the engines, then run all remaining steps."""
         first, steps, every = self._state.version, self._config.train.steps, self._config.checkpoint.every
         hang_watchdog.enter_phase("sync", first)
         sync_metrics = self._run_sync(first)
@@ -68,71 +64,71 @@ class Loop:
                 metrics = self._step(step)
             metrics |= self._evaluate(step)
             self._write_row(metrics, time.perf_counter() - start)
-            with self._recorder.phase("checkpoint", self._next_row):
+            with self._recorder.phase("checkpoint"):
                 self._checkpoints.poll()
                 if step == steps or (every and step % every == 0):
                     self.save(last=step == steps)
 
     def save(self, last: bool) -> None:
-        """Write a checkpoint of the newest policy, unless it is written already; see `CheckpointManager.write`. Collective."""
+        """Write a checkpoint of the newest policy unless it exists; see `CheckpointManager.write`. Collective."""
         self._checkpoints.write(self._state, last)
 
     def _step(self, step: int) -> dict[str, float]:
-        """Take one step, from prompts to a proved sync; return its metrics."""
+        """Run one step, from prompts to a proved sync, and return its metrics."""
         config, trainer, phase, version = self._config, self._trainer, self._recorder.phase, step - 1
         with phase("generate"):
-            rollouts: list[RolloutBatch] = []  # of rank 0, which keeps the completions
-            self._sync.run_with_recovery(version, lambda: rollouts.append(self._worker.value.collect(version)))
+            rollout = self._sync.run_with_recovery(version, lambda: Rank0(lambda: self._worker.value.collect(version)))
         trainer.take_devices()
-        metrics = dict(self._next_row)
-        with phase("share", metrics):
-            samples = trainer.share_samples(rollouts, step)
-        metrics |= samples.metrics
-        with phase("logprobs", metrics):
+        with phase("share"):
+            samples = trainer.share_samples(rollout, step)
+        metrics = dict(samples.metrics)
+        with phase("logprobs"):
             metrics |= trainer.compute_logprobs(samples)
         attribute = config.log.attribute_every and step % config.log.attribute_every == 0
         if attribute:
-            with phase("attribute", metrics):
+            with phase("attribute"):
                 trainer.attribution.measure(samples.own)
             metrics |= trainer.measure_without_replay(samples)
         metrics |= trainer.assign_late_advantages(samples)
         if trainer.critic is not None:
-            with phase("values", metrics):
+            with phase("values"):
                 metrics |= trainer.critic.assign_advantages(samples)
         metrics |= assign_distilled_advantages(samples.own, config.teacher, reduce.combine)
         metrics |= assign_corrections(samples.own, config.algorithm, reduce.combine)
         metrics |= mark_high_covariance(samples.own, config.algorithm, version, reduce.combine, reduce.gather_from_replicas)
         check_stop()
         if trainer.critic is not None:
-            with phase("critic", metrics):
+            with phase("critic"):
                 metrics |= trainer.critic.update(samples)
-        with phase("train", metrics):
+        with phase("train"):
             metrics |= trainer.update(samples, version)
         if attribute:
             metrics |= trainer.attribution.finish()
         self._recorder.write_samples(step, samples)
         trainer.leave_devices()
-        self._state = self._snapshot(step, metrics)
+        self._state = self._snapshot(step, metrics | self._recorder.seconds)
         with phase("sync"):
             return metrics | self._run_sync(step)
 
     def _run_sync(self, version: int) -> dict[str, float]:
-        """Bring the engines to `version`; while that is proved they sample what the next step trains on."""
-        return self._sync.run(version, lambda: self._worker.tell(lambda worker: worker.begin(version))).metrics()
+        """Sync the engines to `version`. They sample for the next step while the weights are being proved."""
+        return self._sync.run(version, lambda: self._worker.run_local(lambda worker: worker.begin(version))).metrics()
 
     def _evaluate(self, step: int) -> dict[str, float]:
         if step % self._config.data.eval_every and step != self._config.train.steps:
             return {}
         hang_watchdog.enter_phase("eval")
-        samples = self._config.eval.samples
-        return self._sync.run_with_recovery(step, lambda: compute_eval_metrics(self._worker.value.evaluate(step), samples))
+
+        def evaluate() -> dict[str, float]:
+            return compute_eval_metrics(self._worker.value.evaluate(step), self._config.eval.samples)
+
+        return self._sync.run_with_recovery(step, lambda: run_on_rank0(evaluate))
 
     def _snapshot(self, version: int, unrecorded: dict[str, float] | None) -> TrainState:
-        data: list[Callable[[], dict[str, Any]]] = []
-        self._worker.tell(lambda worker: data.append(worker.snapshot()))
         trainer = self._trainer
         critic_steps = 0 if trainer.critic is None else trainer.critic.critic.steps_done
-        replay, make_data = () if trainer.replay is None else trainer.replay.groups, data[0] if data else dict
+        replay = () if trainer.replay is None else trainer.replay.groups
+        make_data = self._worker.value.snapshot() if is_rank0() else dict
         return TrainState(version, trainer.actor.steps_done, trainer.clip.bounds, make_data, unrecorded, critic_steps, replay)
 
     def _write_row(self, metrics: dict[str, float], seconds: float | None = None) -> None:

@@ -1,7 +1,7 @@
-"""Metrics of how the engine's log-probs differ from the trainer's: by precision for tokens of its own version, by staleness for older ones.
+"""Metrics of the difference d between the trainer's and the engine's log-probs.
 
-The difference d = trainer - engine of a stale token holds the optimizer steps since it was sampled. It says nothing about precision, so
-it never counts in `mismatch/`, which shows that trainer and engine are the same policy.
+`mismatch/` covers tokens sampled by the trainer's own policy version and shows whether trainer and engine are the same policy. For a stale
+token, d also contains the optimizer steps since it was sampled, so `staleness/` measures stale tokens separately.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megatron_rl.config.sync import SyncConfig
 from megatron_rl.errors import RunError
 from megatron_rl.metrics import declare
 
-_DIFFERENCE, _PANEL, _UNREPLAYED = "|log p trainer - log p engine|", "|Δ log p| (nats)", "had the trainer not replayed the routing"
+_DIFFERENCE, _PANEL, _UNREPLAYED = "|log p trainer - log p engine|", "|Δ log p| (nats)", "without routing replay"
 _MEAN = f"mean {_DIFFERENCE} over the tokens of the trainer's version"
 MISMATCH = (
     declare("mismatch/abs_mean", _MEAN, "nats", _PANEL, label="mean over tokens", progress="[cyan]mismatch mean {:.1e}"),
@@ -33,20 +33,20 @@ WITHOUT_REPLAY = (
     declare("mismatch/without_replay/k3_kl", f"k3 estimate of KL(rollout || trainer), {_UNREPLAYED}", "nats"),
 )
 SAMPLE_BIN = 32
-"""Tokens of an answer that a row of samples.jsonl takes together."""
+"""Positions per bin of the mismatch in samples.jsonl."""
 _BOUNDS = torch.tensor([32 << power for power in range(26)])
-"""Answers are cut into bins at these positions, for the metrics."""
-_POSITION = "positions of the answer from {} to twice that; before 32 for 0"
+"""Positions at which responses are cut into bins for the metrics."""
+_POSITION = "at response positions from {} to twice that (before 32 for 0)"
 BY_POSITION = (
-    declare("mismatch/position/{}/abs_mean", f"mean {_DIFFERENCE}, {_POSITION}", "nats", "|Δ log p| by position (nats)", label="from {}"),
-    declare("mismatch/position/{}/tokens", f"sampled tokens, {_POSITION}", "count"),
+    declare("mismatch/position/{}/abs_mean", f"mean {_DIFFERENCE} {_POSITION}", "nats", "|Δ log p| by position (nats)", label="from {}"),
+    declare("mismatch/position/{}/tokens", f"sampled tokens {_POSITION}", "count"),
 )
 _AGE = "age (policy versions)"
 AGES = (
     declare("staleness/mean", "mean age of a sampled token, in policy versions", "number", _AGE),
     declare("staleness/max", "age of the oldest sampled token, in policy versions", "count", _AGE, label="oldest"),
-    declare("staleness/share", "share of the tokens that an older version sampled", "share"),
-    declare("staleness/mixed", "share of completions that several versions sampled", "share"),
+    declare("staleness/share", "share of tokens that an older version sampled", "share"),
+    declare("staleness/mixed", "share of completions sampled by several versions", "share"),
 )
 STALE_MISMATCH = (
     declare("staleness/abs_mean", f"mean {_DIFFERENCE} over the stale tokens", "nats"),
@@ -57,15 +57,19 @@ STALE_MISMATCH = (
 def measure_mismatch(
     samples: list[TrainingSample], names: tuple[str, ...] = MISMATCH, by_position: bool = False, combine: Combine = combine_alone
 ) -> dict[str, float]:
-    """Return |d| and the k3 estimate of KL(engine || trainer) over all replicas' tokens of the trainer's own version, and with
-    `by_position` the mean |d| along the answers; {} if there are none. `samples`: this replica's."""
+    """Return |d| and the k3 estimate of KL(engine || trainer) over all replicas' tokens of the trainer's own version, or {} without any.
+
+    Args:
+        samples: this replica's samples.
+        by_position: also return the mean |d| by position in the response.
+    """
     difference, lags = _flatten(samples)
     current, totals, starts = difference[lags == 0], Totals(), [0, *_BOUNDS.tolist()]
     totals.add("abs", current.abs())
     totals.add("k3", k3(current))
     if by_position and len(current):
         bins = torch.bucketize(torch.cat([_positions(sample) for sample in samples])[lags == 0], _BOUNDS, right=True)
-        for number in bins.unique().tolist():  # bins double in length, so there are few however long the answers
+        for number in bins.unique().tolist():  # bins double in length, so long responses add few
             totals.add(BY_POSITION[0].format(starts[number]), current[bins == number].abs())
     totals = combine(totals)
     if not totals.count("abs"):
@@ -79,17 +83,19 @@ def measure_mismatch(
 
 
 class MismatchBound:
-    """Stops a run, or warns, whose rollout disagrees with the trainer more than `sync.max_mismatch` allows."""
+    """Stops the run, or warns, if the mismatch exceeds `sync.max_mismatch`."""
 
     def __init__(self, settings: SyncConfig, exact: bool, notify: Callable[[str], None]) -> None:
-        """`exact`: the run promises that trainer and engine agree to the bit."""
+        """Create the bound. `exact` says that the run promises identical bits, so the default bound is 0."""
         bound = settings.max_mismatch
         self._bound = bound if bound is not None else 0.0 if exact else math.inf
         self._stops, self._notify, self._warned = settings.on_mismatch == "stop", notify, False
 
     def check(self, metrics: Mapping[str, float]) -> None:
-        """Look at the metrics of a step, the same on every rank. Raise RunError for a mismatch above the bound, or warn once until it is
-        back."""
+        """Check the metrics of a step, which are the same on every rank.
+
+        Raise RunError if the mismatch exceeds the bound; or, with `on_mismatch = "warn"`, warn once until it is below the bound again.
+        """
         largest = metrics.get(MISMATCH[1])
         if largest is None:  # no token of the trainer's version
             return
@@ -103,7 +109,7 @@ class MismatchBound:
 
 
 def bin_mismatch(sample: TrainingSample) -> list[tuple[int, float]]:
-    """Return (sampled tokens of the trainer's own version, their mean |d|) of every `SAMPLE_BIN` positions of an answer."""
+    """Return (sampled tokens of the trainer's own version, their mean |d|) for every `SAMPLE_BIN` positions of a response."""
     difference, lags = _flatten([sample])
     bins, current = _positions(sample) // SAMPLE_BIN, lags == 0
     counts, sums = bins[current].bincount(), bins[current].bincount(difference[current].abs().double())
@@ -111,13 +117,13 @@ def bin_mismatch(sample: TrainingSample) -> list[tuple[int, float]]:
 
 
 def _positions(sample: TrainingSample) -> torch.Tensor:
-    """Return the positions of the sampled tokens in the answer, int64 [A]."""
+    """Return the positions of the sampled tokens in the response, int64 [A]."""
     return sample.target_positions - (len(sample.prompt_ids) - 1)
 
 
 def measure_staleness(samples: list[TrainingSample], combine: Combine = combine_alone) -> dict[str, float]:
-    """Return the tokens' ages in policy versions, the share of stale tokens with their |d| and k3, and the share of completions of several
-    versions, of all replicas."""
+    """Return, over all replicas, the tokens' ages in policy versions, the share of stale tokens with their |d| and k3, and the share of
+    completions that several versions sampled."""
     (difference, lags), totals = _flatten(samples), Totals()
     totals.add("lag", lags)
     totals.add("stale", lags > 0)

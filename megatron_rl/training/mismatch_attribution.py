@@ -1,16 +1,16 @@
-"""Which cause makes trainer and engine disagree: log-probs of the same tokens, each computed with one change from the one before.
+"""Attributes the mismatch to its causes: log-probs of the same tokens are computed in variants that differ in one thing at a time.
 
-    engine        what the engine returned when it sampled
-      kernels     the trainer's model with the engine's weights and the engine's quantized inputs: other kernels, other order of sums
-      activations the same weights, inputs in the trainer's precision
-      weights     the trainer's own weights: what quantizing them for the engine changes
-      kv          keys and values as the trainer's attention reads them: what the engine's cache changes (`precision.kv`)
-      version     the newest weights, after the optimizer steps on these tokens: what one version of age changes
+    engine        the log-probs that the engine returned
+      kernels     the trainer's kernels with the engine's weights and quantized inputs
+      activations inputs in the trainer's precision
+      weights     the trainer's weights instead of those quantized for the engine
+      kv          keys and values as the trainer's attention reads them instead of the engine's cache (`precision.kv`)
+      version     the weights after this step's optimizer steps
     newest
 
-The differences d of neighbors add up to the whole, token by token, so their means do; so do the rises of the k3 estimate of
-KL(engine || variant). In `fp8_unified` trainer and engine compute with the same blocks, inputs, keys and values: the causes activations,
-weights and kv are 0.
+The differences of neighboring variants add up to the total, token by token. So do their means, and the increases of the k3 estimate of
+KL(engine || variant). In `fp8_unified`, both sides compute with the same blocks, inputs, keys, and values, so the causes activations,
+weights, and kv are 0.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ import torch
 from megatron_rl.algorithm.kl import k3
 from megatron_rl.batch.totals import Combine, Totals, combine_alone
 from megatron_rl.batch.training_sample import TrainingSample
-from megatron_rl.mcore import reduce
 from megatron_rl.mcore.actor import Policy
-from megatron_rl.mcore.engine_emulation import emulate_cache, emulate_engine
+from megatron_rl.mcore.passes import reduce
+from megatron_rl.mcore.passes.engine_emulation import emulate_cache, emulate_engine
 from megatron_rl.metrics import declare
 from parallel.formats import TensorFormat
 
@@ -37,7 +37,7 @@ _K3 = declare("mismatch/cause/{}/k3", "what the cause “{}” adds to the k3 es
 
 
 class MismatchAttribution:
-    """Attributes the mismatch of one policy. Call `measure` before its weights change, then `finish` when they have. Collective."""
+    """Attributes the mismatch of one policy. Call `measure` before the optimizer steps and `finish` after them. Collective."""
 
     def __init__(
         self,
@@ -46,16 +46,22 @@ class MismatchAttribution:
         engine_format: TensorFormat,
         engine_alone_quantizes_kv: bool = False,
     ) -> None:
-        """`read_named_tensors` returns the weights as the engine has them (`mcore.load_weights.collect_named_tensors`); `engine_format`
-        and `engine_alone_quantizes_kv` are those of `PrecisionContract`."""
+        """Create the attribution.
+
+        Args:
+            read_named_tensors: returns the weights as the engine has them (`collect_named_tensors`).
+            engine_format, engine_alone_quantizes_kv: as in `PrecisionContract`.
+        """
         self._policy, self._read_named_tensors, self._format = policy, read_named_tensors, engine_format
         self._emulates_cache = engine_alone_quantizes_kv
         self._samples: list[TrainingSample] = []
         self._variants: list[torch.Tensor] = []
 
     def measure(self, samples: list[TrainingSample]) -> None:
-        """Compute all variants of the version that sampled, by two forward passes, or three where the engine's cache differs. `samples`:
-        this replica's; `rollout_logprobs` and `old_logprobs` must be set."""
+        """Compute the variants of the policy version that sampled: two forward passes, or three if the engine's cache differs.
+
+        `samples` are this replica's and must have `rollout_logprobs` and `old_logprobs`.
+        """
         named_tensors = self._read_named_tensors()
         self._samples = samples
         self._variants = [_join([sample.rollout_logprobs for sample in samples])]
@@ -68,7 +74,7 @@ class MismatchAttribution:
         self._variants.append(own)
 
     def finish(self) -> dict[str, float]:
-        """Compute the last variant, by one forward pass, and return the metrics of all, over all replicas; see `attribute_mismatch`."""
+        """Compute the last variant with one forward pass and return the metrics over all replicas; see `attribute_mismatch`."""
         return attribute_mismatch([*self._variants, self._compute_logprobs()], reduce.combine)
 
     def _compute_logprobs(self) -> torch.Tensor:
@@ -80,10 +86,13 @@ def _join(logprobs_B: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def attribute_mismatch(variants: Sequence[torch.Tensor], combine: Combine = combine_alone) -> dict[str, float]:
-    """Return metrics `mismatch/cause/CAUSE/WHAT` of the variants' log-probs, float32 [tokens] each: one variant more than causes.
+    """Return metrics `mismatch/cause/CAUSE/WHAT`.
 
-    WHAT: `abs_mean` and `abs_max` of |d|; `mean` of d; `k3`, by how much the estimate of KL(engine || variant) rises. The CAUSE `total`
-    spans all variants; its `mean` and `k3` are the sums of those of the causes.
+    WHAT is `abs_mean` or `abs_max` of |d|, `mean` of d, or `k3`, the increase of the estimate of KL(engine || variant). The CAUSE `total`
+    spans all variants; its `mean` and `k3` are the sums over the causes.
+
+    Args:
+        variants: log-probs float32 [tokens] of each variant, one more than there are causes.
     """
     logprobs = [variant.double() for variant in variants]
     steps = [*((cause, index, index + 1) for index, cause in enumerate(CAUSES)), ("total", 0, len(CAUSES))]

@@ -1,4 +1,4 @@
-"""The models of a run on one rank, from a checkpoint's weights to the optimizer's masters: actor, frozen reference and teacher, critic."""
+"""Loads the models of a run on one rank: actor, reference, teacher, and critic."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ import torch
 from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.config import Config
 from megatron_rl.hf.files import read_config
-from megatron_rl.mcore.actor import Actor, Policy
-from megatron_rl.mcore.adapters import FrozenPolicy, install_adapters
-from megatron_rl.mcore.cache_scales import renew_scales
-from megatron_rl.mcore.critic import Critic
-from megatron_rl.mcore.load_weights import build_rank_shards, global_parameters, load_checkpoint
-from megatron_rl.mcore.master_spread import MasterSpread
+from megatron_rl.mcore.actor import Actor, Critic, Policy
 from megatron_rl.mcore.model import build_model, freeze
 from megatron_rl.mcore.names import ModelChunks
+from megatron_rl.mcore.weights.adapters import FrozenPolicy, install_adapters
+from megatron_rl.mcore.weights.cache_scales import renew_scales
+from megatron_rl.mcore.weights.load_weights import build_rank_shards, global_parameters, load_checkpoint
+from megatron_rl.mcore.weights.master_spread import MasterSpread
 from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.training.canary import LONGEST, make_prompts
 from parallel.layout import Layout
@@ -27,7 +26,7 @@ from parallel.shards import Shard
 
 
 def load_actor(config: Config, layout: Layout, hf_config: Mapping[str, Any]) -> tuple[Actor, list[Shard]]:
-    """Return the policy in training and this rank's shards of what an engine gets of it. Collective."""
+    """Return the policy in training and this rank's shards of the weights that engines receive. Collective."""
     trains_mtp = config.train.mtp_loss_scaling_factor > 0
     trained = with_trained_mtp(hf_config) if trains_mtp else dict(hf_config)
     shards = build_rank_shards(trained, layout)
@@ -42,14 +41,14 @@ def load_actor(config: Config, layout: Layout, hf_config: Mapping[str, Any]) -> 
 
 
 def load_reference(config: Config, layout: Layout, hf_config: Mapping[str, Any], actor: Actor) -> Policy | None:
-    """Return the frozen starting policy, in the same precision, or the actor without its adapters; None without a KL term. Collective."""
+    """Return the reference policy, or None without a KL term. With LoRA, it is the actor without its adapters. Collective."""
     if config.algorithm.kl_coef and config.lora is not None:
         return FrozenPolicy(actor.model, config.rollout.temperature, config.train.micro_batch_tokens)
     return _load_frozen(config, layout, hf_config, config.model.folder) if config.algorithm.kl_coef else None
 
 
 def load_teacher(config: Config, layout: Layout) -> Policy | None:
-    """Return the frozen teacher, in the same precision; None without one. Collective."""
+    """Return the frozen teacher, or None without a [teacher] section. Collective."""
     if config.teacher is None:
         return None
     return _load_frozen(config, layout, read_config(config.teacher.path, "teacher.path"), config.teacher.path)
@@ -63,7 +62,7 @@ def _load_frozen(config: Config, layout: Layout, hf_config: Mapping[str, Any], f
 
 
 def load_critic(config: Config, layout: Layout, hf_config: Mapping[str, Any]) -> Critic | None:
-    """Return the critic, in the same precision; None where `algorithm.advantage` needs none. Collective."""
+    """Return the critic, or None if `algorithm.advantage` does not need one. Collective."""
     if not config.algorithm.has_critic:
         return None
     hf_config = as_critic(hf_config)
@@ -80,13 +79,13 @@ def _load(
     config: Config, layout: Layout, hf_config: Mapping[str, Any], shards: list[Shard], folder: Path, critic: bool = False
 ) -> ModelChunks:
     model = build_model(hf_config, layout, PrecisionContract.from_config(config.precision), config.train)
-    spread = None if config.lora is not None else MasterSpread.from_config(config)  # frozen weights are the checkpoint's
+    spread = None if config.lora is not None else MasterSpread.from_config(config)  # LoRA: frozen weights stay as in the checkpoint
     load_checkpoint(model, folder, shards, spread, critic)
     return model
 
 
 def _choose_scales(config: Config, policy: Policy, hf_config: Mapping[str, Any]) -> None:
-    """Give a starting policy its scales of keys and values (`mcore.cache_scales`), by a forward pass over random tokens."""
+    """Choose the first scales of keys and values (`mcore.weights.cache_scales`) with a forward pass over random tokens."""
     if PrecisionContract.from_config(config.precision).scales_kv_by_layer:
         prompts = make_prompts(8, hf_config["vocab_size"], min(config.longest_sequence, LONGEST), config.train.seed)
         samples = [TrainingSample(torch.from_numpy(ids[:-1]), torch.from_numpy(ids[-1:])) for ids in prompts]

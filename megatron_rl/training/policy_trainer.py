@@ -1,12 +1,8 @@
-"""The trainer's side of a step: log-probs under actor and reference, the causes of the mismatch, the policy update.
+"""The trainer's part of a step: log-probs under actor and reference, the mismatch and its causes, and the policy update.
 
-On shared devices trainer and engine take turns with the memory:
-
-    colocated       generate (engine) -> log-probs, train (trainer) -> sync (both) -> generate ...
-    disaggregated   each keeps its memory
-
-The engine releases its KV cache (on a GPU its weights as well) after generation and takes it again at the sync, which fills the weights.
-Before the sync the trainer offloads to host memory what only an optimizer step needs; on a CPU it is there already.
+If trainer and engine share devices (`placement.kind = "colocated"`), they take turns with the memory: the engine releases its KV cache, and
+on a GPU its weights, after generation and allocates them again at the sync. Before the sync, the trainer offloads the optimizer's state to
+host memory.
 """
 
 from __future__ import annotations
@@ -26,11 +22,11 @@ from megatron_rl.batch.totals import Totals
 from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.config import Config
 from megatron_rl.distributed import Rank0, run_on_rank0
-from megatron_rl.mcore import reduce
 from megatron_rl.mcore.actor import TOTAL_LOSS, Actor, Policy
-from megatron_rl.mcore.cache_scales import renew_scales
-from megatron_rl.mcore.layers.quantized_linear import disable_quantization
-from megatron_rl.mcore.layers.router import DIFFERS
+from megatron_rl.mcore.layers.linear.quantized_linear import disable_quantization
+from megatron_rl.mcore.layers.moe.router import DIFFERS
+from megatron_rl.mcore.passes import reduce
+from megatron_rl.mcore.weights.cache_scales import renew_scales
 from megatron_rl.metrics import declare
 from megatron_rl.rollout.engine import Engine
 from megatron_rl.rollout.worker import RolloutBatch
@@ -39,45 +35,51 @@ from megatron_rl.training.mismatch import WITHOUT_REPLAY, MismatchBound, measure
 from megatron_rl.training.mismatch_attribution import MismatchAttribution
 from megatron_rl.training.samples import StepSamples, share_samples
 
-if TYPE_CHECKING:  # loaded where a run replays
+if TYPE_CHECKING:  # loaded only by runs that replay groups
     from megatron_rl.batch.replay import ReplayBuffer
 
 _ENTROPY = declare("entropy", "mean entropy of the policy per token", "nats", "entropy (nats per token)")
 _DIFFERS_WITHOUT_REPLAY = declare(
-    "router/differs_without_replay", "the same, had no layer before replayed the routing", "share", "tokens sent elsewhere", label="without"
+    "router/differs_without_replay",
+    "the same, if no earlier layer had replayed the routing",
+    "share",
+    "tokens sent elsewhere",
+    label="without",
 )
 _BOUNDS = (
     declare("clip/bound_low", "calibrated lower bound of the ratio", "number", "calibrated bounds", label="lower"),
     declare("clip/bound_high", "calibrated upper bound of the ratio", "number", "calibrated bounds", label="upper"),
 )
-_STILL = "a learning rate too small for the weights' precision, advantages that are all 0, or see precision/response"
-_LEAP = "a learning rate too large, too many updates a step, or see precision/response"
-_MOVED = "|Δ log p| of the step's own update (nats)"
-CHANGE = (
+_TOO_SMALL = "a learning rate too small for the weights' precision, advantages that are all 0, or see precision/response"
+_TOO_LARGE = "a learning rate too large, too many updates per step, or see precision/response"
+_UPDATE_PANEL = "|Δ log p| of the step's own update (nats)"
+_UPDATE_SIZE = (
     declare(
         "update/abs_mean",
         "mean |log p after the step's updates - log p before| over a sample of its tokens",
         "nats",
-        _MOVED,
+        _UPDATE_PANEL,
         label="mean over tokens",
         expected=(1e-6, 0.2),
-        causes=(_STILL, _LEAP),
+        causes=(_TOO_SMALL, _TOO_LARGE),
     ),
     declare(
         "update/abs_max",
         "largest |log p after the step's updates - log p before| of a token of that sample",
         "nats",
-        _MOVED,
+        _UPDATE_PANEL,
         label="largest",
     ),
 )
-"""The range: below 1e-6 a log-prob in FP32 is at its rounding error, so nothing was learned; above 0.2 the average token has left the
-range of ratios that PPO's clip of 0.2 trusts, after a single step."""
+"""How far a step moved the log-probs. Below 1e-6, a log-prob in FP32 is within its rounding error, so nothing was learned. Above 0.2, the
+average token has left the range of ratios that PPO's clip of 0.2 trusts after a single step."""
 
 
 class PolicyTrainer:
-    """Trains `actor`; `reference` is None if algorithm.kl_coef is 0, `teacher` without a section [teacher]. Methods are collective: every
-    rank passes its replica's samples."""
+    """Trains `actor`. `reference` is None if `algorithm.kl_coef` is 0, and `teacher` is None without a [teacher] section.
+
+    All methods are collective: every rank passes its replica's samples.
+    """
 
     def __init__(
         self,
@@ -94,7 +96,7 @@ class PolicyTrainer:
         self.actor, self.attribution, self.critic = actor, attribution, critic
         self.clip = ClipCalibration(config.algorithm, self._current_logprobs, lambda sums: reduce.sum_over_replicas(*sums))
         self.engine_routing = actor.routing.shape if config.algorithm.routing_replay == "engine" else None
-        """What the engine's routing must fit, if it is replayed."""
+        """Shape of the engine's routing records, or None if they are not replayed."""
         self._config, self._reference, self._teacher, self._engines = config, reference, teacher, engines
         self.replay: ReplayBuffer | None = None
         if config.replay is not None:
@@ -103,24 +105,26 @@ class PolicyTrainer:
             self.replay = ReplayBuffer(config.replay)
 
     def take_devices(self) -> None:
-        """Release the engine's memory after generation, until the next sync, and reload the optimizer, unless the critic's is first."""
+        """Release the engine's memory until the next sync, and reload the optimizer unless the critic trains first."""
         if self._config.placement.kind == "colocated":
             self._engines.run(lambda engines: engines.release_memory())
             if self.critic is None:
                 self.actor.reload_optimizer()
 
     def leave_devices(self) -> None:
-        """Offload the optimizer after its step, before the sync."""
+        """Offload the optimizer before the sync."""
         if self._config.placement.kind == "colocated":
             self.actor.offload_optimizer()
 
-    def share_samples(self, rollouts: list[RolloutBatch], step: int) -> StepSamples:
+    def share_samples(self, rollout: Rank0[RolloutBatch], step: int) -> StepSamples:
         """See `training.samples.share_samples`."""
-        return share_samples(rollouts, step, self._config, self.engine_routing, self.actor.chunks[0].config.attention_length, self.replay)
+        return share_samples(rollout, step, self._config, self.engine_routing, self.actor.attention_length, self.replay)
 
     def compute_logprobs(self, step_samples: StepSamples) -> dict[str, float]:
-        """Set the log-probs of the actor, the reference and the teacher, and the routing to replay if it is the actor's own; return
-        entropy, mismatch and metrics of the routers. Raise RunError for a mismatch that the configuration forbids."""
+        """Set the log-probs of actor, reference, and teacher, and the actor's own routing if it is to be replayed.
+
+        Return entropy, mismatch, staleness, and the routers' metrics. Raise RunError for a mismatch that the configuration forbids.
+        """
         samples = step_samples.own
         replay_own = self._config.algorithm.routing_replay == "trainer"
         with self.actor.routing.collect_stats(samples, keep=replay_own) as routing:
@@ -133,7 +137,7 @@ class PolicyTrainer:
             for sample, logprobs in zip(samples, self._reference.compute_logprobs(samples)[0], strict=True):
                 sample.reference_logprobs = logprobs
         if self._teacher is not None:
-            with self._teacher.routing.disable_replay():  # the records are of the policy's experts
+            with self._teacher.routing.disable_replay():  # the records name the policy's experts
                 for sample, logprobs in zip(samples, self._teacher.compute_logprobs(samples)[0], strict=True):
                     sample.teacher_logprobs = logprobs
         stale = self._config.placement.max_staleness or self._config.replay is not None
@@ -144,8 +148,10 @@ class PolicyTrainer:
         return {_ENTROPY: entropy, **mismatch, **staleness, **routing.gather_metrics()}
 
     def assign_late_advantages(self, samples: StepSamples) -> dict[str, float]:
-        """Set the advantages that wait for log-probs, those with the KL term in the reward, and return its metric; else {}. Those by a
-        critic it sets itself."""
+        """Set the advantages if the KL term is part of the reward, which needs log-probs, and return its metric; else return {}.
+
+        A critic sets its advantages itself.
+        """
         algorithm = self._config.algorithm
         if not algorithm.kl_in_reward or algorithm.has_critic:
             return {}
@@ -162,8 +168,10 @@ class PolicyTrainer:
         return {KL: sum(kl) / max(samples.sampled_tokens, 1)}
 
     def measure_without_replay(self, step_samples: StepSamples) -> dict[str, float]:
-        """Return the mismatch without the replay of the engine's routing, and how many tokens then go to other experts; {} if it is not
-        replayed. One forward pass."""
+        """Return the mismatch without routing replay, and the share of tokens that then go to other experts; {} if nothing is replayed.
+
+        Costs one forward pass.
+        """
         if self.engine_routing is None:
             return {}
         samples = step_samples.own
@@ -174,8 +182,11 @@ class PolicyTrainer:
         return mismatch | {_DIFFERS_WITHOUT_REPLAY: routing.gather_metrics()[DIFFERS]}
 
     def update(self, samples: StepSamples, version: int) -> dict[str, float]:
-        """Take the `updates_per_step` optimizer steps from `version` to the next, each on its mini-batch of whole groups; return means over
-        them, and how far all of them moved the log-probs. None while the critic alone learns."""
+        """Run the optimizer steps from `version` to the next, one per mini-batch.
+
+        Return means over these steps, and how far all of them moved the log-probs. While only the critic learns (`critic.critic_warmup`),
+        do nothing and return {}.
+        """
         algorithm, updates = self._config.algorithm, []
         if self.critic is not None and version < self._config.critic.critic_warmup:
             return {}
@@ -195,19 +206,22 @@ class PolicyTrainer:
         return means | bounds | self._measure_change(samples)
 
     def _measure_change(self, samples: StepSamples) -> dict[str, float]:
-        """Return how far the step moved the log-probs of its tokens, measured on every n-th sample: about an eighth of them, and one
-        micro-batch of each replica at most. Of the step's forward and backward passes that is about a thirtieth."""
+        """Return how far the step moved the log-probs of its tokens.
+
+        Measured on every n-th sample: about an eighth of them, and at most one micro-batch per replica. This costs about a thirtieth of the
+        step's forward and backward passes.
+        """
         layout, totals = self._config.train.layout, Totals()
         every = max(8, samples.tokens // (layout.dp * layout.cp * self.actor.micro_batch_tokens))
         chosen = [sample for sample in samples.own if sample.number % every == 0]
         for logprobs, sample in zip(self.actor.compute_logprobs(chosen)[0], chosen, strict=True):
             moved = (logprobs - sample.old_logprobs).abs()
-            if self._config.algorithm.old_policy == "engine" and len(sample.version_lags):  # a stale token's old log-prob is of its version
+            if self._config.algorithm.old_policy == "engine" and len(sample.version_lags):  # a stale token has its own version's log-prob
                 moved = moved[sample.version_lags == 0]
             totals.add("change", moved)
         totals = reduce.combine(totals)
         change = totals.mean("change"), totals.largest("change")
-        return dict(zip(CHANGE, change, strict=True)) if totals.count("change") else {}
+        return dict(zip(_UPDATE_SIZE, change, strict=True)) if totals.count("change") else {}
 
     def _current_logprobs(self, samples: list[TrainingSample], quantized: bool) -> list[torch.Tensor]:
         with nullcontext() if quantized else disable_quantization(self.actor.model):

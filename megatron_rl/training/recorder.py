@@ -1,4 +1,4 @@
-"""What a run records while it runs: its phases with their seconds and memory, the rows of its log, and samples."""
+"""What a run records while it runs: the seconds and memory of its phases, the rows of its log, and samples."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import psutil
 import torch
 
 from megatron_rl.distributed import Rank0, gather_from_ranks
-from megatron_rl.mcore import reduce
+from megatron_rl.mcore.passes import reduce
 from megatron_rl.metrics import STEP_SECONDS, declare
 from megatron_rl.observability import hang_watchdog
 from megatron_rl.observability.profiling import StepProfiler
@@ -25,11 +25,11 @@ _STEP = declare("time/step", "the whole step", "seconds")
 _SECONDS = {
     "share": declare("time/share", "giving every replica its samples", "seconds", STEP_SECONDS),
     "logprobs": declare("time/logprobs", "forward passes of actor and reference", "seconds", STEP_SECONDS),
-    "attribute": declare("time/attribute", "forward passes that find the causes of the mismatch", "seconds", STEP_SECONDS),
+    "attribute": declare("time/attribute", "forward passes that attribute the mismatch to its causes", "seconds", STEP_SECONDS),
     "values": declare("time/values", "the critic's forward passes and the advantages", "seconds", STEP_SECONDS),
     "critic": declare("time/critic", "the critic's optimizer steps", "seconds", STEP_SECONDS),
     "train": declare("time/train", "the optimizer steps", "seconds", STEP_SECONDS),
-    "checkpoint": declare("time/checkpoint", "writing a checkpoint after the step before", "seconds"),
+    "checkpoint": declare("time/checkpoint", "writing a checkpoint after the previous step", "seconds"),
 }
 _OTHERS = "engine, or device (MiB)"
 _TRAINER, _ENGINE, _DEVICE = (
@@ -40,16 +40,18 @@ _TRAINER, _ENGINE, _DEVICE = (
 
 
 class Recorder:
-    """Writes to `log`: rows of metrics, and some completions of each step. Marks phases in the profiles of `profiler`."""
+    """Writes rows of metrics and some completions of each step to `log`, and marks phases in the profiles of `profiler`."""
 
     def __init__(self, log: Rank0[RunLog], engines: Rank0[Engine], profiler: StepProfiler) -> None:
         self._log, self._engines, self.profiler = log, engines, profiler
+        self.seconds: dict[str, float] = {}
+        """Seconds of the phases since the last row, by metric."""
         self._memory: dict[str, float] = {}
 
     @contextmanager
-    def phase(self, name: str, metrics: dict[str, float] | None = None) -> Iterator[None]:
-        """Show a phase on the progress bar and to the watchdog, and measure its memory; set its metric in `metrics` to its seconds."""
-        self._log.tell(lambda log: log.set_phase(name))
+    def phase(self, name: str) -> Iterator[None]:
+        """Context manager that reports a phase to the progress bar and the watchdog, and records its seconds and memory."""
+        self._log.run_local(lambda log: log.set_phase(name))
         hang_watchdog.enter_phase(name)
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
@@ -57,34 +59,39 @@ class Recorder:
         with self.profiler.phase(name):
             yield
         self._measure_memory(name)
-        if metrics is not None:
-            metrics[_SECONDS[name]] = time.perf_counter() - start
+        if name in _SECONDS:
+            self.seconds[_SECONDS[name]] = time.perf_counter() - start
 
     def write_row(self, version: int, metrics: dict[str, float], seconds: float | None) -> None:
-        """Write the row of a policy version, whose step took `seconds`, with the memory of all phases since the last row. Collective."""
-        row = {"step": version, _VERSION: version, **metrics}
+        """Write the row of a policy version, with the seconds and memory of all phases since the last row. Collective.
+
+        Args:
+            seconds: duration of the whole step, or None if no step was run.
+        """
+        row = {"step": version, _VERSION: version, **metrics, **self.seconds}
+        self.seconds = {}
         if seconds is not None:
             row[_STEP] = seconds
         memory_by_rank, self._memory = gather_from_ranks(self._memory), {}
-        for name in memory_by_rank[0]:  # the engine's stands there alone
+        for name in memory_by_rank[0]:  # the engine's memory is on rank 0 only
             row[name] = max(memory[name] for memory in memory_by_rank if name in memory)
-        self._log.tell(lambda log: log.write_step(row))
+        self._log.run_local(lambda log: log.write_step(row))
 
     def write_samples(self, step: int, samples: StepSamples) -> None:
-        """Write the completions that the report shows, with what the replicas that have their samples know of them. Collective."""
+        """Write the completions that the report shows, with their advantages and mismatch. Collective."""
         shown = set(samples.shown)
         own = {sample.number: (sample.advantage, bin_mismatch(sample)) for sample in samples.own if sample.number in shown}
         of_all = reduce.merge_replicas(own)
         for number, row in zip(samples.shown, samples.rows, strict=False):
             row["advantage"], row["mismatch"] = of_all[number]
-        self._log.tell(lambda log: log.write_samples(step, samples.rows))
+        self._log.run_local(lambda log: log.write_samples(step, samples.rows))
 
     def _measure_memory(self, phase: str) -> None:
-        """Record the memory held in a phase, in MiB: on a GPU its peak, on a CPU what is held at its end."""
+        """Record the memory of a phase in MiB: the peak on a GPU, the memory held at the end on a CPU."""
         if torch.cuda.is_available():
             free, total = torch.cuda.mem_get_info()
             self._memory[_DEVICE.format(phase)] = (total - free) / _MIB
             self._memory[_TRAINER.format(phase)] = torch.cuda.max_memory_allocated() / _MIB
         else:
             self._memory[_TRAINER.format(phase)] = psutil.Process().memory_info().rss / _MIB
-            self._engines.tell(lambda engines: self._memory.update({_ENGINE.format(phase): engines.get_memory_mb()}))
+            self._engines.run_local(lambda engines: self._memory.update({_ENGINE.format(phase): engines.get_memory_mb()}))

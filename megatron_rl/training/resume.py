@@ -1,4 +1,4 @@
-"""From which checkpoint a run goes on. Needs no Megatron."""
+"""Chooses the checkpoint that a run resumes from. Does not import Megatron."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from parallel.layout import Layout
 
 
 def describe_layout(layout: Layout, train: TrainConfig) -> dict[str, int]:
-    """Return how ranks share the work, for state.json: all that decides the order of sums."""
+    """Return the layout for state.json: everything that determines the order of sums."""
     return {
-        **{name: size for name, size in asdict(layout).items() if size},  # earlier checkpoints knew equal stages only
+        **{name: size for name, size in asdict(layout).items() if size},  # older checkpoints lack fields that are 0
         "sequence_parallel": int(layout.tp > 1 and train.layout.sequence_parallel),
-        "distributed_optimizer": int(layout.dp * layout.cp > 1),  # always; earlier checkpoints say so, too
+        "distributed_optimizer": int(layout.dp * layout.cp > 1),  # kept for older checkpoints
     }
 
 
@@ -32,18 +32,18 @@ class ResumePoint:
     folder: Path
     state: dict[str, Any]
     damaged: dict[Path, str]
-    """Newer checkpoints -> what is wrong with them."""
+    """Newer checkpoints that cannot be used, with the reason."""
 
     def describe(self, layout: dict[str, int]) -> list[str]:
-        """Return the notices for the user, one line each."""
-        lines = [f"{damaged.name} is not whole: {reason}; the checkpoint before it is used" for damaged, reason in self.damaged.items()]
-        lines.append(f"going on from {self.folder}, step {self.state['step']}")
+        """Return notices for the user, one line each."""
+        lines = [f"{damaged.name} is incomplete: {reason}; the previous checkpoint is used" for damaged, reason in self.damaged.items()]
+        lines.append(f"resuming from {self.folder}, step {self.state['step']}")
         if not self.matches_layout(layout):
-            lines.append("another train.layout wrote it: sums are added in another order, so the numbers differ in rounding")
+            lines.append("it was written with another train.layout: sums are added in another order, so results differ in rounding")
         saved = self.state.get("versions", {})
         changed = [f"{name} {saved.get(name)} -> {version}" for name, version in collect_versions().items() if saved.get(name) != version]
         if changed:
-            lines.append(f"other versions wrote it, so numbers may differ: {', '.join(changed)}")
+            lines.append(f"it was written with other package versions, so results may differ: {', '.join(changed)}")
         return lines
 
     def matches_layout(self, layout: dict[str, int]) -> bool:
@@ -51,20 +51,25 @@ class ResumePoint:
 
 
 def find_resume_point(config: Config) -> ResumePoint | None:
-    """Return where `checkpoint.resume` lets the run go on, None for a new run. Collective. Raise UserError as `choose_checkpoint` does."""
+    """Return the checkpoint that `checkpoint.resume` selects, or None for a new run. Collective. Raises as `choose_checkpoint` does."""
     run = run_on_rank0(lambda: find_run_to_resume(config))
     return None if run is None else choose_checkpoint(run, config.train.steps)
 
 
 def choose_checkpoint(run: Path, steps: int) -> ResumePoint:
-    """Return the newest whole checkpoint of a run. Collective. Raise UserError if none is whole, or if it leaves none of `steps` to do."""
+    """Return the newest complete checkpoint of a run. Collective.
+
+    Raises UserError if no checkpoint is complete, or if the newest one has reached `steps`.
+    """
     folder, damaged = find_newest_whole(run)
     return run_on_rank0(lambda: _make_resume_point(run, folder, damaged, steps))
 
 
 def find_newest_whole(run: Path) -> tuple[Path | None, dict[Path, str]]:
-    """Return (the newest complete checkpoint of a run, what is wrong with those that are newer). Collective: the ranks share its files, of
-    which every byte is read. Raise UserError where a rank does not see them."""
+    """Return the newest complete checkpoint of a run, and the newer ones with what is wrong with them. Collective.
+
+    The ranks divide the files among them and read every byte. Raises UserError if a rank cannot see the files.
+    """
     torn: dict[Path, str] = {}
     for folder in run_on_rank0(lambda: checkpoints.list_newest_first(run)):
         with errors_on_all_ranks():
@@ -82,10 +87,10 @@ def _make_resume_point(run: Path, folder: Path | None, damaged: dict[Path, str],
     if folder is None:
         reasons = "; ".join(f"{checkpoint.name}: {reason}" for checkpoint, reason in damaged.items())
         fix = "start a new run with checkpoint.resume=never"
-        raise UserError("checkpoint.resume", str(run), f"holds no whole checkpoint ({reasons})", fix)
+        raise UserError("checkpoint.resume", str(run), f"holds no complete checkpoint ({reasons})", fix)
     state = json.loads((folder / "state.json").read_bytes())
     if state["step"] >= steps:
-        raise UserError("train.steps", steps, f"{folder} is at step {state['step']} already", "raise it, or start a new run")
+        raise UserError("train.steps", steps, f"{folder} is already at step {state['step']}", "raise it, or start a new run")
     if "adam_step" not in state:
-        raise UserError("checkpoint.resume", str(run), f"{folder.name} holds weights alone", "start a new run from its export")
+        raise UserError("checkpoint.resume", str(run), f"{folder.name} holds only weights", "start a new run from its export")
     return ResumePoint(folder, state, damaged)

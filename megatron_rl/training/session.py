@@ -1,4 +1,4 @@
-"""Starts and ends a run: process groups, models, engine, reward workers, log. Built in order, ended in reverse order."""
+"""Starts and stops a run: process groups, models, engines, reward workers, and the log. Stops everything in reverse order."""
 
 from __future__ import annotations
 
@@ -22,27 +22,26 @@ from megatron_rl.hf.hub import fetch_weights
 from megatron_rl.hf.read import find_checkpoint_format
 from megatron_rl.hf.tokenizer import load_tokenizer
 from megatron_rl.hf.write import describe_weights, write_all_but_weights
-from megatron_rl.mcore.actor import Actor
+from megatron_rl.mcore.actor import Actor, Critic
+from megatron_rl.mcore.checkpoint.checkpointing import load_run_checkpoint
 from megatron_rl.mcore.checkpoint.folder import set_aside
-from megatron_rl.mcore.checkpoint.write import load_run_checkpoint
-from megatron_rl.mcore.critic import Critic
-from megatron_rl.mcore.load_weights import collect_named_tensors
 from megatron_rl.mcore.model import start_megatron, stop_megatron
+from megatron_rl.mcore.weights.load_weights import collect_named_tensors
 from megatron_rl.observability import hang_watchdog
 from megatron_rl.observability.profiling import StepProfiler
 from megatron_rl.observability.rank_log import rank_log
 from megatron_rl.observability.run_log import RunLog, read_metrics
 from megatron_rl.observability.signals import install_signal_handlers, prefer_stop_error
 from megatron_rl.precision.contract import PrecisionContract
-from megatron_rl.precision.ops.threads import count_threads
+from megatron_rl.precision.threads import count_threads
 from megatron_rl.preflight import check_on_rank_0
 from megatron_rl.reporting.report import headline, write_report
 from megatron_rl.rewards.scorer import Scorer
 from megatron_rl.rollout.async_worker import AsyncRolloutWorker
 from megatron_rl.rollout.engine_pool import EnginePool, start_engines
-from megatron_rl.rollout.sampler import make_sampler, start_environments
+from megatron_rl.rollout.generation import make_sampler, start_environments
 from megatron_rl.rollout.worker import RolloutWorker
-from megatron_rl.sync.engine_check import check_live_engine
+from megatron_rl.sync.checks import check_live_engine
 from megatron_rl.sync.plan import SyncPlan
 from megatron_rl.sync.recovery import RecoveringWeightSync
 from megatron_rl.sync.weight_sync import WeightSync
@@ -62,7 +61,7 @@ from megatron_rl.versions import collect_versions
 from parallel.layout import Layout
 
 _COLLECTIVE_TIMEOUT_MINUTES = 24 * 60
-"""Of collectives in a run with a watchdog, which ends the run long before."""
+"""Timeout of collectives in a run with a watchdog, which ends a stuck run much earlier."""
 
 
 class Session:
@@ -73,7 +72,7 @@ class Session:
         self.contract = PrecisionContract.from_config(config.precision)
         self._start_processes()
         run_on_rank0(lambda: check_on_rank_0(config))
-        with errors_on_all_ranks():  # rank 0 has fetched them: only nodes with caches of their own do it again
+        with errors_on_all_ranks():  # rank 0 has fetched the weights; nodes with separate caches fetch them too
             fetch_weights(config.model.path)
         self.resume_point = find_resume_point(config)
         self.log = Rank0(self._open_log)
@@ -88,7 +87,7 @@ class Session:
             torch.set_num_threads(count_threads(self.layout.world_size))
 
     def _open_log(self) -> RunLog:
-        """Create the run's folder, or reopen that of the resumed run. Rank 0 only."""
+        """Create the run's folder, or reopen the folder of the resumed run. Rank 0 only."""
         launch = self.config.model_dump(mode="json"), collect_versions()
         if self.resume_point is None:
             return RunLog.create(self.config.log.dir, *launch)
@@ -104,22 +103,22 @@ class Session:
         return log
 
     def _start_watchdog(self) -> None:
-        """Open this rank's log and watch for hangs. Raises UserError if some rank does not see the run's folder."""
+        """Open this rank's log and start the watchdog. Raises UserError if a rank cannot see the run's folder."""
         rank, size, settings = dist.get_rank(), self.layout.world_size, self.config.log
-        rule = f"rank {rank} does not see the run's folder"
+        rule = f"rank {rank} cannot see the run's folder"
         invisible = UserError("log.dir", str(settings.dir), rule, "name a folder that all nodes share")
         raise_on_all_ranks(None if self.folder.is_dir() else invisible)
         log = self._resources.enter_context(rank_log(self.folder, rank, size))
         self._resources.enter_context(hang_watchdog.watch_for_hangs(self.folder, rank, size, settings.stuck_after, log, self._report_hang))
 
     def _build_loop(self) -> Loop:
-        """Load the model, start the engines without weights, and check that both compute the same; the first sync fills the engines."""
+        """Load the models, start the engines without weights, and compare the precision graphs. The first sync fills the engines."""
         config, layout, contract = self.config, self.layout, self.contract
         hang_watchdog.enter_phase("loading the model")
         hf_config = read_config(config.model.folder)
         stored = find_checkpoint_format(hf_config)
         if stored is not None and stored.name != contract.trainer_format.name:
-            self.notify(f"the checkpoint is {stored.name.upper()}, the trainer is not: it starts from the dequantised weights")
+            self.notify(f"the checkpoint is {stored.name.upper()}, the trainer is not: it starts from the dequantized weights")
         actor, shards = load_actor(config, layout, hf_config)
         critic = load_critic(config, layout, hf_config)
         state = self._load_checkpoint(actor, critic)
@@ -127,7 +126,7 @@ class Session:
         hang_watchdog.enter_phase("loading the frozen models")
         reference, teacher = load_reference(config, layout, hf_config, actor), load_teacher(config, layout)
         if config.placement.kind == "colocated":
-            actor.offload_optimizer()  # as in every sync: the engines find on a shared GPU what the trainer holds in a sync, and no more
+            actor.offload_optimizer()  # as in every sync, so that engines find the same free memory
             if critic is not None:
                 critic.offload_optimizer()
 
@@ -142,7 +141,7 @@ class Session:
         check_graph(actor.model, engines, contract, self.folder)
         if critic is not None:
             write_critic_graph(critic.model, self.folder)
-        self.notify(f"engines up: {config.rollout.engines}; they serve nothing before the first proved sync")
+        self.notify(f"engines up: {config.rollout.engines}; they serve after the first proved sync")
 
         attribution = MismatchAttribution(actor, read_named_tensors, contract.engine_format, contract.engine_alone_quantizes_kv)
         bound = MismatchBound(config.sync, promises_exactness(config, hf_config), self.notify)
@@ -156,7 +155,7 @@ class Session:
         return Loop(config, worker, trainer, recovering_sync, recorder, checkpoints, state)
 
     def _load_checkpoint(self, actor: Actor, critic: Critic | None) -> TrainState | None:
-        """Load the checkpoint of a resumed run; return None in a new run."""
+        """Load the checkpoint of a resumed run and return its state, or None for a new run."""
         if self.resume_point is None:
             return None
         state = TrainState.from_dict(self.resume_point.state)
@@ -173,7 +172,7 @@ class Session:
         return state
 
     def _start_rollout(self, hf_config: dict[str, Any], state: TrainState | None) -> tuple[EnginePool, AsyncRolloutWorker]:
-        """Load the problems, start reward workers and engines. Rank 0 only."""
+        """Load the problems and start reward workers and engines. Rank 0 only."""
         config = self.config
         tokenizer = load_tokenizer(config.model.folder)
         stream, held_out = load_problems(config, tokenizer)
@@ -194,7 +193,7 @@ class Session:
         return engines, ahead
 
     def run(self) -> Path:
-        """Train, write checkpoints and report, and return the run's folder. A run that breaks is marked so and keeps what it wrote."""
+        """Train, write checkpoints and the report, and return the run's folder. A run that breaks is marked and keeps its files."""
         loop = None
         try:
             loop = self._build_loop()
@@ -202,7 +201,7 @@ class Session:
         except BaseException as raised:
             error = to_run_error(raised) or raised
             if loop is not None:
-                if isinstance(raised, RunError):  # every rank is here: the loop raises RunErrors on all of them
+                if isinstance(raised, RunError):  # the loop raises a RunError on all ranks
                     error = prefer_stop_error(raised)
                 if isinstance(raised, RunError) or self.layout.world_size == 1:
                     self._try_checkpoint(loop)
@@ -210,39 +209,41 @@ class Session:
             if error is not raised:
                 raise error from raised
             raise
-        self.log.tell(lambda log: log.write_event(headline(read_metrics(self.folder))))
+        self.log.run_local(lambda log: log.write_event(headline(read_metrics(self.folder))))
         self._close_log("finished")
         return self.folder
 
     def notify(self, text: str) -> None:
-        """Write one line to the console and run.log; nothing on other ranks than 0."""
-        self.log.tell(lambda log: log.write_event(text))
+        """Write one line to the console and run.log. Does nothing on ranks other than 0."""
+        self.log.run_local(lambda log: log.write_event(text))
 
     def _try_checkpoint(self, loop: Loop) -> None:
         hang_watchdog.enter_phase("checkpoint")
         try:
             loop.save(last=True)
-        except Exception as error:  # the run's own error is the one to report
+        except Exception as error:  # report the run's own error, not this one
             self.notify(f"no last checkpoint: {error}")
 
     def _report_hang(self, line: str) -> None:
-        """Called in the watchdog's thread."""
+        """Mark the run as broken. Called in the watchdog's thread."""
         print(f"megatron-rl [rank {dist.get_rank()}]: {line}", file=sys.stderr, flush=True)
         self._close_log("broken", line)
 
     def _close_log(self, status: Literal["finished", "broken"], reason: str = "") -> None:
-        """End the log and write the report; an error in here never hides the run's own error."""
-        self.log.tell(lambda log: log.finish(status, reason))
+        """Finish the log and write the report. An error here never hides the run's own error."""
+        self.log.run_local(lambda log: log.finish(status, reason))
         try:
-            self.log.tell(lambda log: write_report(log.dir))
+            self.log.run_local(lambda log: write_report(log.dir))
         except Exception as error:
             print(f"megatron-rl: no report: {error}", file=sys.stderr)
 
 
 def run_session(config: Config, layout: Layout) -> Path:
-    """Train as configured and return the run's folder; end everything afterwards. Under torchrun every rank calls it.
+    """Train as configured, stop everything, and return the run's folder. Under torchrun, every rank calls this.
 
-    Raises UserError for what `preflight.check_run` cannot know, RunError when the run breaks; that keeps its log and a last checkpoint.
+    Raises:
+        UserError: a mistake in the input that `preflight.check_run` could not detect.
+        RunError: the run broke. Its log and a last checkpoint remain.
     """
     with ExitStack() as resources:
         return Session(config, layout, resources).run()

@@ -1,12 +1,10 @@
-"""Model families, one a file: everything that is known of an architecture. A module's name is the `model_type` of its config.json.
+"""Model families: one module per architecture, named after the `model_type` of its config.json. A family has these functions:
 
-A family has these functions:
-
-    read(config: HFConfig) -> ModelGeometry             what config.json says; refuses what the trainer does not compute
+    read(config: HFConfig) -> ModelGeometry             reads config.json; refuses settings that the trainer does not support
     list_layer(model, layer: int) -> list[Weight]       a layer's weights, in the order of the checkpoint (`parallel.layer_weights`)
-    list_mtp_layer(model, number: int)                  where there are layers for multi-token prediction: those of the `number`-th
+    list_mtp_layer(model, number: int)                  weights of the `number`-th layer for multi-token prediction, if there are any
 
-To add one, add its file here and a row to `tests/support/families.py`.
+To add a family, add its module here and a row to `tests/support/families.py`.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ FAMILIES = tuple(sorted(module.name for module in pkgutil.iter_modules(__path__)
 
 
 def load_family(model_type: object) -> Any:
-    """Return the module of a family. Raise GeometryError where there is none."""
+    """Return the module of a family. Raise GeometryError if there is none."""
     if model_type not in FAMILIES:
-        raise GeometryError("config.json model_type", model_type, "is no model family known here", f"use one of {', '.join(FAMILIES)}")
+        raise GeometryError("config.json model_type", model_type, "is not a supported model family", f"use one of {', '.join(FAMILIES)}")
     return importlib.import_module(f"{__name__}.{model_type}")

@@ -1,4 +1,4 @@
-"""DeepSeek-V3 (arXiv 2412.19437): multi-latent attention, rotary positions stretched by YaRN, the first layers dense, then experts."""
+"""DeepSeek-V3 (arXiv 2412.19437): multi-latent attention, rotary positions extended by YaRN, a few dense layers, then experts."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ list_layer, list_mtp_layer = pre_norm_layer, mtp_layers.list_mtp_layer
 
 
 def read(config: HFConfig) -> ModelGeometry:
-    every_head_its_own = config.fields | {"num_key_value_heads": config.get("num_attention_heads")}
-    config = HFConfig(every_head_its_own, num_experts_per_tok=8, n_group=8, topk_group=4, routed_scaling_factor=2.5, moe_layer_freq=1)
+    multi_head = config.fields | {"num_key_value_heads": config.get("num_attention_heads")}
+    config = HFConfig(multi_head, num_experts_per_tok=8, n_group=8, topk_group=4, routed_scaling_factor=2.5, moe_layer_freq=1)
     config.require(hidden_act="silu", attention_bias=False, mlp_bias=False, use_sliding_window=False, rope_interleave=True)
     latent = MLAGeometry(
         q_rank=0 if config.get("q_lora_rank", "missing") is None else config.size("q_lora_rank"),
@@ -32,7 +32,7 @@ def read(config: HFConfig) -> ModelGeometry:
 
 
 def read_experts(config: HFConfig, moe_step: int = 1) -> MoEGeometry:
-    """Read routing as in section 2.1.2: sigmoid scores, a bias for the choice only, a choice limited to some groups, shared experts."""
+    """Read routing as in section 2.1.2: sigmoid scores, a bias that only affects the choice, group-limited choice, shared experts."""
     config.require(scoring_func="sigmoid", topk_method="noaux_tc", norm_topk_prob=True)
     top_k, groups, used = config.size("num_experts_per_tok"), config.size("n_group"), config.size("topk_group")
     if top_k == 1:

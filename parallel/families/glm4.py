@@ -1,5 +1,5 @@
-"""GLM-4 (GLM-4-0414, GLM-Z1): what attention and MLP add is normed too, gate and up are one tensor of the checkpoint, and half of each head
-is rotated, in pairs of neighbours."""
+"""GLM-4 (GLM-4-0414, GLM-Z1): norms after attention and MLP too, gate and up as one checkpoint tensor, rotary positions on half of each
+head, in pairs of neighbors."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from dataclasses import replace
 from parallel.hf_config import HFConfig
 from parallel.layer_weights import list_attention
 from parallel.model_geometry import ModelGeometry
-from parallel.shards import HFTensor, take_rows
-from parallel.weights import Weight, make_vector, make_weight
+from parallel.shards import HFTensor, Weight, make_vector, make_weight, take_rows
 
 
 def read(config: HFConfig) -> ModelGeometry:

@@ -1,6 +1,6 @@
-"""GLM-4.5 and 4.6: grouped-query attention, of which half of each head is rotated, and DeepSeek's experts behind a few dense layers.
+"""GLM-4.5 and 4.6: grouped-query attention with rotary positions on half of each head, and DeepSeek's experts after a few dense layers.
 
-config.json says whether q, k and v have biases, and whether heads of q and k are normalised: GLM-4.5 does, GLM-4.5-Air does not.
+config.json says whether q, k and v have biases, and whether q and k heads are normalized (GLM-4.5: yes, GLM-4.5-Air: no).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from parallel.model_geometry import ModelGeometry
 
 list_layer, list_mtp_layer = pre_norm_layer, mtp_layers.list_mtp_layer
 
-_DEFAULTS = {  # those of transformers
+_DEFAULTS = {  # as in transformers
     **{"rms_norm_eps": 1e-5, "num_nextn_predict_layers": 1, "first_k_dense_replace": 1, "n_shared_experts": 1},
     **{"num_experts_per_tok": 8, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0},
 }

@@ -1,4 +1,4 @@
-"""Llama 2 and 3. Rotary positions may be stretched as in Llama 3.1."""
+"""Llama 2 and 3, including the extended rotary positions of Llama 3.1."""
 
 from __future__ import annotations
 

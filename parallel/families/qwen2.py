@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5: biases of q, k and v, which config.json does not mention."""
+"""Qwen2 and Qwen2.5: q, k and v have biases, which config.json does not mention."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Qwen3: heads of q and k are normalised, and as wide as `head_dim` says."""
+"""Qwen3: q and k heads are normalized, and `head_dim` is required."""
 
 from __future__ import annotations
 

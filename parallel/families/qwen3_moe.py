@@ -1,4 +1,4 @@
-"""Qwen3-MoE: Qwen3 with experts, chosen by a softmax over all of them; a few layers may have one MLP instead."""
+"""Qwen3-MoE: Qwen3 with experts, chosen by a softmax over all experts; some layers may have a plain MLP instead."""
 
 from __future__ import annotations
 

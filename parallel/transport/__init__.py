@@ -1,4 +1,4 @@
-"""Transports: how chunks of weights get from trainer ranks to engine ranks, one a file (docs/reference/sync.md). No torch."""
+"""Transports: how chunks of weights get from trainer ranks to engine ranks, one module each (docs/reference/sync.md). No torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TRANSPORTS = Plug(
 
 
 def load_transport(name: str) -> Transport:
-    """Return what `sync.transport` names. Raise InputError where that is no Transport."""
+    """Return the transport that `sync.transport` names. Raise InputError if the object is not a `Transport`."""
     transport = TRANSPORTS.load(name)
     if not isinstance(transport, Transport):
         rule = f"must be a parallel.transport.base.Transport, not a {type(transport).__name__}"

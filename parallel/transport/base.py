@@ -1,7 +1,7 @@
-"""The interface of a transport: a module with two classes, `Outbox` and `Inbox`, and a `Transport` that says what they need. No torch.
+"""Interface of a transport: a module with the classes `Outbox` and `Inbox`, and a `Transport` that describes it. No torch.
 
-A trainer rank holds an `Outbox`, an engine rank an `Inbox`. Neither knows tensors; they hand out flat buffers of bytes, never more
-than `CHUNKS_IN_FLIGHT` chunks at a time, which `transport.pack.ChunkPacker` fills and reads.
+Each trainer rank holds an `Outbox`, each engine rank an `Inbox`. They know no tensors: they hand out flat byte buffers, at most
+`CHUNKS_IN_FLIGHT` chunks at a time, which `transport.pack.ChunkPacker` fills and reads.
 """
 
 from __future__ import annotations
@@ -19,109 +19,94 @@ if TYPE_CHECKING:
 
 
 class TransportSettings(Protocol):
-    """The settings of a transport; the configuration's section `[sync]` has these fields."""
+    """Settings of a transport: fields of the configuration's section `[sync]`."""
 
     @property
-    def host(self) -> str:
-        """Address of the first trainer rank's host."""
-
+    def host(self) -> str: ...  # address of the first trainer rank's host
     @property
-    def dir(self) -> Path | None:
-        """The shared folder; set where the transport `needs_dir`."""
-
+    def dir(self) -> Path | None: ...  # shared folder; set if the transport `needs_dir`
     @property
-    def timeout(self) -> float:
-        """Seconds that one side waits for the other."""
+    def timeout(self) -> float: ...  # longest wait of one side for the other, in seconds
 
 
 class Outbox:
-    """A trainer rank's half. All waits end by `sync.timeout`, with one of the transport's `lost_errors`."""
+    """A trainer rank's half. Every wait ends after `sync.timeout` with one of the transport's `lost_errors`."""
 
-    address: Any = None
-    """Where engine ranks and other trainer ranks find it; JSON."""
+    address: Any = None  # address for engine ranks and other trainer ranks, as JSON
 
     def __init__(self, settings: TransportSettings, rank: int, chunks: Sequence[Chunk]) -> None:
-        """`chunks` are those of all ranks."""
+        """`chunks` are the chunks of all ranks."""
 
     def open(self, addresses: Mapping[int, Any]) -> None:
-        """Wait until the engine ranks are connected. `addresses` holds every trainer rank's."""
+        """Wait until the engine ranks are connected. `addresses`: the address of every trainer rank."""
 
     def start(self, chunks: Sequence[Chunk]) -> None:
-        """Begin a sync of these chunks of all ranks: those of the connection, or some of them, in their order and with fewer bytes."""
+        """Start a sync of all ranks' chunks, or of some of them in the same order and with fewer bytes."""
 
     def buffer(self, chunk: Chunk) -> torch.Tensor:
-        """Return uint8 [chunk.nbytes], free to be written."""
+        """Return a free buffer, uint8 [chunk.nbytes]."""
         raise NotImplementedError
 
     def send(self, chunk: Chunk) -> None:
-        """Send the buffer that was handed out last."""
+        """Send the buffer that was returned last."""
         raise NotImplementedError
 
     def finish(self) -> None:
-        """Wait until the engine has taken all chunks of this sync, or can take them without the sender."""
+        """Wait until the engine has read all chunks of this sync, or can read them without the sender."""
 
     def close(self) -> None:
-        """Free everything; an engine rank that still waits fails at once where the transport can signal it. Safe to call twice."""
+        """Free all resources. Waiting engine ranks fail at once if the transport can signal it. Idempotent."""
 
 
 class Inbox:
     """An engine rank's half."""
 
     def __init__(self, link: Link, rank: int, chunks: Sequence[Chunk]) -> None:
-        """`rank` will receive `chunks`. Raise OSError or RuntimeError without a trainer."""
+        """Connect engine rank `rank`, which will receive `chunks`. Raise OSError or RuntimeError if no trainer answers."""
 
     def start(self, chunks: Sequence[Chunk]) -> None:
-        """Begin a sync of these chunks to this rank, as `Outbox.start`."""
+        """Start a sync of these chunks to this rank, as `Outbox.start` does."""
 
     def receive(self, chunk: Chunk) -> torch.Tensor:
         """Wait for a chunk and return it, uint8 [chunk.nbytes], valid until `release`."""
         raise NotImplementedError
 
     def release(self, chunk: Chunk) -> None:
-        """Allow the chunk's buffer to be used again."""
+        """Allow the chunk's buffer to be reused."""
 
     def finish(self) -> None:
-        """End a sync, all of whose chunks are read."""
+        """End a sync whose chunks have all been read."""
 
     def close(self) -> None:
-        """Free everything; safe to call twice."""
+        """Free all resources. Idempotent."""
 
 
 @dataclass(frozen=True)
 class Link:
-    """What an engine rank needs to build its inbox; travels as JSON."""
+    """What an engine rank needs to build its inbox; sent as JSON."""
 
-    transport: str
-    """As `sync.transport` names it, so that the engine's process finds a user's own."""
+    transport: str  # value of `sync.transport`, so that the engine's process finds a user's own transport
     addresses: dict[str, Any]
     sources: list[int]
     targets: list[int]
-    largest: int
-    """Bytes of the largest chunk."""
-    timeout: float
-    """Seconds."""
-    first: int = 0
-    """Number of this engine's first rank; `targets` are numbered over all engines."""
+    largest: int  # bytes of the largest chunk
+    timeout: float  # seconds
+    first: int = 0  # number of this engine's first rank; `targets` are numbered over all engines
 
 
 @dataclass(frozen=True)
 class Transport:
-    """What `sync.transport` names."""
+    """Description of a transport."""
 
-    module: str
-    """Holds the classes `Outbox` and `Inbox`."""
+    module: str  # module with the classes `Outbox` and `Inbox`
     largest_chunk: int = 16 << 20
-    """Bytes. On a CPU, what stays in the cache between writer and reader moves faster; a GPU wants few launches."""
-    devices: tuple[str, ...] = ("cpu", "cuda")
-    """Where the weights may be."""
-    shares_gpus: bool = True
-    """Works where trainer and engine are on the same GPU."""
-    one_host: bool = False
-    """Works only where trainer and engines are on one host."""
-    needs_dir: bool = False
-    """Works only with `sync.dir`."""
+    """Bytes. On CPUs, chunks that stay in the cache between writer and reader are faster; GPUs need few launches."""
+    devices: tuple[str, ...] = ("cpu", "cuda")  # devices of the weights that it supports
+    shares_gpus: bool = True  # whether trainer and engine may be on the same GPU
+    one_host: bool = False  # whether trainer and engines must be on one host
+    needs_dir: bool = False  # whether `sync.dir` must be set
     lost_errors: tuple[type[Exception], ...] = (OSError,)
-    """What an outbox raises where the connection is lost; the sync is then repeated with another engine."""
+    """Errors that an outbox raises for a lost connection. The sync is then repeated with another engine."""
 
     def make_outbox(self, settings: TransportSettings, rank: int, chunks: Sequence[Chunk]) -> Outbox:
         return importlib.import_module(self.module).Outbox(settings, rank, chunks)

@@ -1,7 +1,7 @@
-"""CUDA IPC: a ring in the sender's device memory that engine ranks on the same host open by handle. No byte passes through the CPU.
+"""CUDA IPC: a ring of buffers in the sender's device memory, which engine ranks on the same host open by handle.
 
-The handles go over the ring's Unix socket as JSON, in torch's own form (`torch.multiprocessing.reductions`). A device is identified by
-its UUID, because processes number devices differently. Not run on any machine yet: see docs/reference/sync.md.
+Handles are sent over the ring's Unix socket as JSON, in the form of `torch.multiprocessing.reductions`. A device is identified by its UUID,
+because processes number devices differently. It ran on one H200 (benchmarks/README.md).
 """
 
 from __future__ import annotations
@@ -13,22 +13,13 @@ from typing import Any
 import torch
 from torch.multiprocessing import reductions
 
-from parallel.transport.ring import RingInbox, RingOutbox
+from parallel.transport import shared_memory
 
-HANDLE_FIELDS = (
-    "device",
-    "handle",
-    "storage_bytes",
-    "storage_offset",
-    "reference_handle",
-    "reference_offset",
-    "event_handle",
-    "event_needed",
-)
-"""Of `untyped_storage()._share_cuda_()`, in its order."""
+_MEMORY, _EVENT = ("handle", "storage_bytes", "storage_offset"), ("reference_handle", "reference_offset", "event_handle", "event_needed")
+HANDLE_FIELDS = ("device", *_MEMORY, *_EVENT)  # names for the result of `untyped_storage()._share_cuda_()`, in order
 
 
-class Outbox(RingOutbox):
+class Outbox(shared_memory.Outbox):
     def make_ring(self, nbytes: int) -> tuple[torch.Tensor, list[int], bytes]:
         device = torch.cuda.current_device()
         ring = torch.empty(nbytes, dtype=torch.uint8, device=torch.device("cuda", device))
@@ -39,34 +30,21 @@ class Outbox(RingOutbox):
         torch.cuda.current_stream().synchronize()
 
 
-class Inbox(RingInbox):
+class Inbox(shared_memory.Inbox):
     def open_ring(self, descriptors: list[int], description: bytes, nbytes: int) -> torch.Tensor:
         shared, uuid = decode(description)
         uuids = [str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count())]
-        return reductions.rebuild_cuda_tensor(
-            torch.Tensor,
-            torch.Size([nbytes]),
-            (1,),
-            0,
-            torch.UntypedStorage,
-            torch.uint8,
-            device_index(uuid, uuids),
-            shared["handle"],
-            shared["storage_bytes"],
-            shared["storage_offset"],
-            False,
-            shared["reference_handle"],
-            shared["reference_offset"],
-            shared["event_handle"],
-            shared["event_needed"],
-        )
+        memory, event = ([shared[name] for name in names] for names in (_MEMORY, _EVENT))
+        kind = torch.Tensor, torch.Size([nbytes]), (1,), 0, torch.UntypedStorage, torch.uint8
+        arguments: list[Any] = [*kind, device_index(uuid, uuids), *memory, False, *event]
+        return reductions.rebuild_cuda_tensor(*arguments)
 
     def settle(self) -> None:
         torch.cuda.current_stream().synchronize()
 
 
 def encode(shared: dict[str, Any], uuid: str) -> bytes:
-    """Return handles and sizes as JSON, bytes as base64."""
+    """Return handles and sizes as JSON, with bytes as base64."""
     fields = {name: {"base64": base64.b64encode(value).decode()} if isinstance(value, bytes) else value for name, value in shared.items()}
     return json.dumps({"shared": fields, "uuid": uuid}).encode()
 
@@ -79,7 +57,7 @@ def decode(description: bytes) -> tuple[dict[str, Any], str]:
 
 
 def device_index(uuid: str, uuids: list[str]) -> int:
-    """Return this process's number of a device. Raise OSError where it is not visible."""
+    """Return this process's number of a device. Raise OSError if the device is not visible."""
     if uuid not in uuids:
         raise OSError(f"the engine does not see the trainer's device {uuid}; cuda_ipc needs it in CUDA_VISIBLE_DEVICES")
     return uuids.index(uuid)

@@ -1,7 +1,7 @@
-"""A folder that trainer and engine share: one file per trainer rank and sync, and a manifest that is written last.
+"""Shared folder: one file per trainer rank and sync, and a manifest that is written last.
 
-An engine rank maps a file once its manifest exists, so it never reads an incomplete one. Works across hosts; the folder holds one
-sync's bytes at a time.
+An engine rank maps a file once its manifest exists, so it never reads an incomplete file. Works across hosts. The folder holds the bytes of
+one sync at a time.
 """
 
 from __future__ import annotations
@@ -25,23 +25,22 @@ _POLL_SECONDS = 0.01
 
 class Outbox(base.Outbox):
     def __init__(self, settings: base.TransportSettings, rank: int, chunks: Sequence[Chunk]) -> None:
-        assert settings.dir is not None  # check_transport made sure
+        assert settings.dir is not None  # ensured by check_transport
         settings.dir.mkdir(parents=True, exist_ok=True)
-        self._rank, self._total = rank, 0
+        self._rank, self._total, self._sync = rank, 0, 0
         self._buffer = torch.empty(max((chunk.nbytes for chunk in chunks if chunk.source == rank), default=0), dtype=torch.uint8)
         self._stem = settings.dir.resolve() / f"sync-{secrets.token_hex(4)}-rank{rank}"
         self.address = str(self._stem)
         self._file: BinaryIO | None = None
-        self._round = 0
 
     def start(self, chunks: Sequence[Chunk]) -> None:
-        self._round += 1
+        self._sync += 1
         self._total = sum(chunk.nbytes for chunk in chunks if chunk.source == self._rank)
 
     def buffer(self, chunk: Chunk) -> torch.Tensor:
         if self._file is None:
-            self._remove_old()
-            self._file = open(_data_path(self._stem, self._round), "wb", buffering=0)  # noqa: SIM115 - closed in finish
+            self._remove_files()  # the engine has read earlier syncs, or never will
+            self._file = open(_path(self._stem, self._sync, "bin"), "wb", buffering=0)  # noqa: SIM115 - closed in finish
         return self._buffer[: chunk.nbytes]
 
     def send(self, chunk: Chunk) -> None:
@@ -58,27 +57,26 @@ class Outbox(base.Outbox):
         self._file = None
         unfinished = self._stem.with_suffix(".tmp")
         unfinished.write_text(json.dumps({"bytes": self._total}))
-        os.replace(unfinished, _manifest_path(self._stem, self._round))
+        os.replace(unfinished, _path(self._stem, self._sync, "json"))
 
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
             self._file = None
-        self._remove_old()
+        self._remove_files()
 
-    def _remove_old(self) -> None:
-        """Remove the files of earlier syncs, which the engine has read or never will."""
+    def _remove_files(self) -> None:
         for path in self._stem.parent.glob(f"{self._stem.name}*"):
             path.unlink(missing_ok=True)
 
 
 class Inbox(base.Inbox):
     def __init__(self, link: base.Link, rank: int, chunks: Sequence[Chunk]) -> None:
-        self._link, self._round = link, 0
+        self._link, self._sync = link, 0
         self._files: dict[int, torch.Tensor] = {}
 
     def start(self, chunks: Sequence[Chunk]) -> None:
-        self._round += 1
+        self._sync += 1
 
     def receive(self, chunk: Chunk) -> torch.Tensor:
         if chunk.source not in self._files:
@@ -92,7 +90,7 @@ class Inbox(base.Inbox):
         self._files.clear()
 
     def _map(self, stem: Path) -> torch.Tensor:
-        data, manifest = _data_path(stem, self._round), _manifest_path(stem, self._round)
+        data, manifest = _path(stem, self._sync, "bin"), _path(stem, self._sync, "json")
         deadline = time.monotonic() + self._link.timeout
         while not manifest.exists():
             if time.monotonic() > deadline:
@@ -102,13 +100,10 @@ class Inbox(base.Inbox):
         if expected != actual:
             raise OSError(f"{data} holds {actual} bytes, its manifest says {expected}")
         with open(data, "rb") as file:
-            # a private map: torch requires writable memory, though nothing is written
+            # copy-on-write, because torch requires writable memory; nothing is written
             return torch.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY), dtype=torch.uint8)
 
 
-def _data_path(stem: Path, sync_round: int) -> Path:
-    return stem.with_name(f"{stem.name}-{sync_round}.bin")
-
-
-def _manifest_path(stem: Path, sync_round: int) -> Path:
-    return stem.with_name(f"{stem.name}-{sync_round}.json")
+def _path(stem: Path, sync: int, suffix: str) -> Path:
+    """Return the path of a sync's data (.bin) or manifest (.json)."""
+    return stem.with_name(f"{stem.name}-{sync}.{suffix}")

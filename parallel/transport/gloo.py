@@ -1,6 +1,6 @@
-"""`process_group` by gloo, through the host's memory wherever the weights are.
+"""The transport `process_group` over gloo, through host memory, for trainer and engines that share GPUs on several nodes.
 
-For trainer and engines that share GPUs on several nodes: NCCL refuses a group that contains a GPU twice.
+NCCL refuses a group that contains a GPU twice.
 """
 
 from __future__ import annotations

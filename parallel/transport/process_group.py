@@ -1,11 +1,14 @@
-"""A torch process group of the trainer ranks that send and the engine ranks, made for the sync: point-to-point only.
+"""A torch process group of the sending trainer ranks and the engine ranks, made for the sync, with point-to-point transfers only.
 
-NCCL where the tensors are on GPUs, gloo on CPUs. The group is a plain object, as trainer and engine each have a default group already.
-FP8 travels as bytes.
+It uses NCCL if the tensors are on GPUs and gloo on CPUs. The group is a plain object, because trainer and engine each have a default group
+already. FP8 is sent as bytes.
 """
 
 from __future__ import annotations
 
+import functools
+import os
+import socket
 from collections import deque
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
@@ -15,23 +18,21 @@ import torch
 import torch.distributed as dist
 
 from parallel.chunking import CHUNKS_IN_FLIGHT, Chunk
-from parallel.transport import base, gloo_backend
+from parallel.transport import base
 from parallel.transport.nccl import NcclGroup
-from parallel.transport.store import find_local_address, listening_store
+
+_SHARED_GLOO = "gloo_one_loop"
 
 
 class Outbox(base.Outbox):
-    on_device = True
-    """Send from the GPU's memory where there is one; else a chunk is packed there and copied to the host in one go."""
+    on_device = True  # send from GPU memory if there is a GPU. If False, chunks are packed on the GPU and copied to the host as a whole.
 
     def __init__(self, settings: base.TransportSettings, rank: int, chunks: Sequence[Chunk]) -> None:
         self._rank, self._timeout, self._host = rank, settings.timeout, settings.host
         self._sources = sorted({chunk.source for chunk in chunks})
         self._targets = sorted({chunk.target for chunk in chunks})
         self._size = max(chunk.nbytes for chunk in chunks)
-        self._store: Any = None
-        if rank == self._sources[0]:
-            self._store = listening_store(self._host, self._timeout)
+        self._store: Any = listening_store(self._host, self._timeout) if rank == self._sources[0] else None
         self.address = [self._host, self._store.port] if self._store is not None else None
         self._group: Any = None
         self._buffers: list[torch.Tensor] = []
@@ -69,7 +70,7 @@ class Outbox(base.Outbox):
             torch.cuda.synchronize()
 
     def close(self) -> None:
-        _end(self._group)
+        _abort(self._group)
         self._group = self._store = None
         self._sending.clear()
         self._buffers, self._packed = [], None
@@ -83,7 +84,7 @@ class Outbox(base.Outbox):
 
 
 class Inbox(base.Inbox):
-    """Receives are posted ahead, as many as there are buffers."""
+    """Posts as many receives ahead as there are buffers."""
 
     on_device = True
 
@@ -116,7 +117,7 @@ class Inbox(base.Inbox):
         self._posted = 0
 
     def close(self) -> None:
-        _end(self._group)
+        _abort(self._group)
         self._group = None
         self._receiving.clear()
 
@@ -126,33 +127,84 @@ class Inbox(base.Inbox):
         self._posted += 1
 
 
-def _connect_to_store(address: Any, timeout: float) -> Any:
-    host, port = address
-    return dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout))
-
-
 def buffer_device(on_device: bool) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if on_device and torch.cuda.is_available() else torch.device("cpu")
 
 
 def make_gpu_buffer(nbytes: int) -> torch.Tensor | None:
-    """Return a buffer in the GPU's memory; None where there is no GPU."""
+    """Return a buffer in GPU memory, or None without a GPU."""
     return torch.empty(nbytes, dtype=torch.uint8, device="cuda") if torch.cuda.is_available() else None
-
-
-def _make_group(store: Any, rank: int, size: int, host: str, timeout: float, device: torch.device) -> Any:
-    """Make the process group; returns when every member has joined."""
-    if device.type == "cuda":
-        return NcclGroup(store, rank, size, timeout)
-    gloo: Any = dist.ProcessGroupGloo
-    return gloo_backend.group(store, rank, size, timedelta(seconds=timeout), [gloo.create_device(hostname=find_local_address(host))])
-
-
-def _end(group: Any) -> None:
-    """Fail the transfers of a group that is closed; gloo's fail with its last reference."""
-    if isinstance(group, NcclGroup):
-        group.abort()
 
 
 def _make_buffers(nbytes: int, device: torch.device) -> list[torch.Tensor]:
     return [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(CHUNKS_IN_FLIGHT)]
+
+
+def _make_group(store: Any, rank: int, size: int, host: str, timeout: float, device: torch.device) -> Any:
+    """Return a process group once every member has joined."""
+    if device.type == "cuda":
+        return NcclGroup(store, rank, size, timeout)
+    gloo: Any = dist.ProcessGroupGloo
+    return _make_gloo_group(store, rank, size, timedelta(seconds=timeout), [gloo.create_device(hostname=find_local_address(host))])
+
+
+def _abort(group: Any) -> None:
+    """Fail the transfers of a closed group. Those of gloo fail with the last reference to it."""
+    if isinstance(group, NcclGroup):
+        group.abort()
+
+
+def _make_gloo_group(store: Any, rank: int, size: int, timeout: timedelta, devices: list[Any]) -> Any:
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
+    options._devices, options._timeout = devices, timeout
+    return gloo(store, rank, size, options)
+
+
+@functools.cache
+def register_shared_gloo() -> str:
+    """Register a gloo backend whose groups share one event loop per process, and return its name for `init_process_group`.
+
+    torch gives every gloo group its own device, whose thread polls a hundred times a second. Megatron makes some twenty groups, so eight
+    ranks on one machine would wake 16,000 times a second. Groups that are made later inherit the backend.
+    """
+
+    @functools.cache
+    def choose_devices() -> list[Any]:  # as torch does
+        gloo: Any = dist.ProcessGroupGloo
+        names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+        return [gloo.create_device(interface=name) for name in names] or [gloo.create_default_device()]
+
+    def make(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+        return _make_gloo_group(store, rank, size, timeout, choose_devices())
+
+    dist.Backend.register_backend(_SHARED_GLOO, make, devices=["cpu"])
+    return _SHARED_GLOO
+
+
+def listening_store(host: str, seconds: float, port: int = 0) -> dist.TCPStore:
+    """Start a TCPStore server that listens on `host` only, by default on a free port (`.port`). Raise OSError if it cannot be bound.
+
+    torch's own server listens on every interface, whatever its host is, and answers every client without authentication. `seconds` limits
+    the store's waits.
+    """
+    family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    with socket.socket(family, socket.SOCK_STREAM) as listener:
+        listener.bind(address)
+        listener.listen()
+        port, descriptor = listener.getsockname()[1], listener.detach()  # the store owns the socket from here on
+    wait = timedelta(seconds=seconds)
+    return dist.TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=wait, master_listen_fd=descriptor)
+
+
+def _connect_to_store(address: Any, timeout: float) -> Any:
+    host, port = address
+    return dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout))
+
+
+def find_local_address(host: str) -> str:
+    """Return this machine's address on the route to `host`, without sending anything. Raise OSError if there is no route."""
+    family, *_, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as datagram:
+        datagram.connect(address)
+        return datagram.getsockname()[0]

@@ -1,8 +1,8 @@
-"""LoRA in the engine: a policy's adapters as parameters of SGLang's linear layers, which every sync fills, and the trainer's product.
+"""LoRA in the engine: the policy's adapters as parameters of SGLang's linear layers, which every sync fills, with the trainer's products.
 
-SGLang's own LoRA serves many adapters to many requests: it keeps them in a pool beside the model, and multiplies request by request, so
-that a token's bits depend on the batch. Here there is one adapter, the policy's; it is proved like any weight, and a layer adds what the
-trainer's layer adds, by the same functions (`megatron_rl.precision.ops.low_rank`).
+SGLang's own LoRA serves many adapters to many requests. It keeps them in a pool beside the model and multiplies request by request, so a
+token's bits depend on the batch. Here the policy has one adapter, which is proved like any weight, and a layer adds what the trainer's
+layer adds, by the same functions (`megatron_rl.kernels.linear.reference`).
 """
 
 from __future__ import annotations
@@ -15,24 +15,22 @@ from typing import Any
 
 import torch
 
-from megatron_rl.precision.ops import tree
-from megatron_rl.precision.ops.low_rank import project_down, project_up
+from megatron_rl.kernels.linear.reference import project_down, project_up
+from megatron_rl.kernels.sums import reference as tree
 from parallel.adapters import NAMES, TARGETS
 
-ExpertLinear = Callable[[torch.Tensor, int], torch.Tensor]
-"""An expert's linear layer: (x [T, K], expert) -> [T, N] in x's dtype."""
-LORA_VARIABLE = "MEGATRON_RL_LORA"
-"""Carries `describe`; `rollout_sglang.launch_args` sets it for the engine's processes."""
+ExpertLinear = Callable[[torch.Tensor, int], torch.Tensor]  # linear layer of an expert: (x `[T, K]`, expert) -> `[T, N]` in x's dtype
+LORA_VARIABLE = "MEGATRON_RL_LORA"  # environment variable of the engine's processes with the result of `describe`
 
 
 def describe(rank: int, scale: float, targets: Sequence[str]) -> str:
-    """Return what the engine's processes must know; `targets`: Megatron's names of layers."""
+    """Return the adapter settings of the engine's processes. `targets`: Megatron's names of layers."""
     return json.dumps({"rank": rank, "scale": scale, "targets": targets, "layers": [TARGETS[target] for target in targets]})
 
 
 @functools.cache
 def read_settings() -> dict[str, Any]:
-    """Return what `describe` was given; {} for an engine without adapters."""
+    """Return the adapter settings, or {} for an engine without adapters."""
     return json.loads(os.environ.get(LORA_VARIABLE, "{}"))
 
 
@@ -59,15 +57,15 @@ def _add_parameters(layer: Any, prefix: str, columns: int, rows: int) -> None:
 
 
 def _get_shapes(rank: int, columns: int, rows: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Return those of A and B."""
+    """Return the shapes of A and B."""
     return (rank, columns), (rows, rank)
 
 
 def add_to_experts(original: Callable[..., None], self: Any, *args: Any, **named: Any) -> None:
-    """Wrap `FusedMoE.__init__`: adapters [E, ...] of this rank's E experts, with a prefix like the weights they belong to."""
+    """Wrap `FusedMoE.__init__`: add adapters `[E, ...]` of this rank's E experts, with the prefix of the weights they belong to."""
     original(self, *args, **named)
     if torch.cuda.is_available() and {"gate_up_proj", "down_proj"} & set(read_settings()["layers"]):
-        raise NotImplementedError("an engine on a GPU computes all experts in one kernel, which adds no adapters")
+        raise NotImplementedError("adapters of experts are not supported on a GPU, where one kernel computes all experts")
     settings, experts, hidden, ffn = read_settings(), self.num_local_experts, self.hidden_size, self.intermediate_size_per_partition
     for name, layer, columns, rows in (("w13", "gate_up_proj", hidden, 2 * ffn), ("w2", "down_proj", ffn, hidden)):
         if layer in settings["layers"]:
@@ -77,17 +75,17 @@ def add_to_experts(original: Callable[..., None], self: Any, *args: Any, **named
 
 
 def run_column_parallel(original: Callable[..., Any], self: Any, input_: torch.Tensor) -> Any:
-    """Wrap `ColumnParallelLinear.forward`: x [T, K] -> (y [T, N / tp], bias that was not added)."""
+    """Wrap `ColumnParallelLinear.forward`: x `[T, K]` -> (y `[T, N / tp]`, bias that was not added)."""
     y, bias = original(self, input_)
     if not self.has_adapter:
         return y, bias
     if self.gather_output or not isinstance(input_, torch.Tensor):
-        raise NotImplementedError("an adapter of a layer whose output is gathered, or whose input SGLang has quantized before")
+        raise NotImplementedError("an adapter of a layer whose output is gathered, or whose input SGLang has already quantized")
     return y + project_up(project_down(input_, self.lora_A), self.lora_B, read_settings()["scale"]), bias
 
 
 def adapt_experts(layer: Any, name: str, linear: ExpertLinear) -> ExpertLinear:
-    """Return a layer of an engine's experts, `w13` or `w2`, with its adapters, if it has some."""
+    """Return a layer of an engine's experts, `w13` or `w2`, with its adapters if it has any."""
     down, up = _get_experts_adapters(layer, name)
     if down is None:
         return linear
@@ -95,8 +93,8 @@ def adapt_experts(layer: Any, name: str, linear: ExpertLinear) -> ExpertLinear:
 
 
 def adapt_partial_sums(layer: Any, linear: ExpertLinear) -> tuple[ExpertLinear, ExpertLinear | None]:
-    """Return the second layer where it gives float32 partial sums, with those of its adapters beside them, [T, N + rank]; and what makes of
-    the latter's sums [T, rank] what an adapter adds [T, N]: None without adapters."""
+    """Return the second layer of experts with the float32 partial sums of its adapters beside its own, `[T, N + rank]`. Also return the
+    function that turns the sums of the adapters `[T, rank]` into what they add, `[T, N]`, or None without adapters."""
     down, up = _get_experts_adapters(layer, "w2")
     if down is None:
         return linear, None
@@ -111,14 +109,14 @@ def _get_experts_adapters(layer: Any, name: str) -> Any:
 
 
 def add_to_row_sum(layer: Any, x: torch.Tensor, y: torch.Tensor, add_over_ranks: Callable[..., torch.Tensor]) -> torch.Tensor:
-    """Return y [T, N] of a row-parallel layer, summed over the ranks, with what its adapter adds; x [T, K / tp]."""
+    """Add the adapter's part to y `[T, N]` of a row-parallel layer, which has been summed over the ranks. x: `[T, K / tp]`."""
     h = add_over_ranks(tree.multiply(x, layer.lora_A), layer.tp_group, x.dtype)
     return y + project_up(h, layer.lora_B, read_settings()["scale"])
 
 
 def add_to_rounded_sum(layer: Any, x: torch.Tensor, y: torch.Tensor, summed_later: bool) -> torch.Tensor:
-    """Return the same of a layer whose rounded parts SGLang adds up: before, or `summed_later`, with this rank's part of what the adapter
-    adds."""
+    """Add the adapter's part to y of a row-parallel layer whose rounded parts SGLang adds up. SGLang has already done so, or, if
+    `summed_later`, does so later; then add this rank's part."""
     h = project_down(x, layer.lora_A)
     if not summed_later and layer.tp_group.world_size > 1:
         h = layer.tp_group.all_reduce(h)

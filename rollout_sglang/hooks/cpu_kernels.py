@@ -1,7 +1,7 @@
-"""SGLang's operators on a CPU, with the trainer's bits: in place of its Triton kernels, or around its own code.
+"""SGLang's operators on a CPU with the trainer's bits, replacing its Triton kernels or wrapping its own code.
 
-Every operator calls the function that the trainer's forward pass calls: `megatron_rl.precision.fp8_products.fprop` and those of
-`megatron_rl.precision.ops.batch_invariant`. Experts: `rollout_sglang.hooks.cpu_moe`.
+Every operator calls the function that the trainer's forward pass calls: `megatron_rl.kernels.linear.reference.fprop` and the functions of
+`megatron_rl.kernels.batch_invariant`. `rollout_sglang.hooks.cpu_moe` has the experts.
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
+from megatron_rl.kernels import batch_invariant
+from megatron_rl.kernels.linear.reference import fprop, fprop_by_tree, value_dtype
+from megatron_rl.kernels.sums import reference as tree
 from megatron_rl.precision.fp8 import dequantize_weight
-from megatron_rl.precision.fp8_products import fprop, fprop_by_tree, value_dtype
-from megatron_rl.precision.ops import batch_invariant, tree
+from megatron_rl.precision.int8 import int8_matmul
 from megatron_rl.precision.quantized_weight import QuantizedWeight
 from parallel.formats import BLOCK
 from rollout_sglang.hooks import seeded_sampling, tree_reduction
@@ -25,8 +27,8 @@ from rollout_sglang.hooks.dequant_cache import get_float_weight
 
 
 def dispatch_block_fp8_linear(weight_block_size: list[int] | None = None, act_scale_ue8m0: bool = False) -> Callable[..., torch.Tensor]:
-    """Replace SGLang's `dispatch_w8a8_block_fp8_linear`, which drops `act_scale_ue8m0` for 128x128 blocks unless DeepGEMM runs them:
-    the engine would then quantise activations with fp32 scales although its checkpoint says pow2."""
+    """Replace `dispatch_w8a8_block_fp8_linear`, which ignores `act_scale_ue8m0` for 128x128 blocks unless DeepGEMM runs them. The engine
+    would then quantize activations with fp32 scales although its checkpoint says pow2."""
     return functools.partial(apply_block_fp8_linear, act_scale_ue8m0=act_scale_ue8m0)
 
 
@@ -40,33 +42,39 @@ def apply_block_fp8_linear(
     act_scale_ue8m0: bool = False,
     weight_bf16: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Replace SGLang's `triton_w8a8_block_fp8_linear`, same arguments. Return [..., N] of input [..., K] and weight E4M3 [N, K]."""
+    """Replace `triton_w8a8_block_fp8_linear`: input `[..., K]` and weight E4M3 `[N, K]` -> `[..., N]`."""
     if block_size != [BLOCK, BLOCK] or input_scale is not None:
-        raise NotImplementedError(f"block size {block_size} or an input quantised beforehand is outside the precision contract")
+        raise NotImplementedError(f"block size {block_size} or an already quantized input is outside the precision contract")
     y = multiply_block_fp8(input, QuantizedWeight(weight, weight_scale), "pow2" if act_scale_ue8m0 else "fp32")
     return y if bias is None else y + bias
 
 
 def multiply_block_fp8(x: torch.Tensor, weight: QuantizedWeight, scale_format: str) -> torch.Tensor:
-    """Return [..., N] of x [..., K], quantised with scales of this format, and a weight [N, K] in blocks."""
+    """Return `[..., N]` of x `[..., K]`, quantized with scales of this format, and a block-quantized weight `[N, K]`."""
     values = get_float_weight(weight.data, lambda: dequantize_weight(weight).to(value_dtype(x, scale_format)))
     return (fprop_by_tree if tree_reduction.wants_partial_sums() else fprop)(x, values, scale_format)
 
 
 def multiply_plain(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Return [..., N] of x [..., K] and a weight [N, K] that is not quantised."""
+    """Return `[..., N]` of x `[..., K]` and an unquantized weight `[N, K]`."""
     return tree.multiply(x, weight) if tree_reduction.wants_partial_sums() else batch_invariant.invariant_matmul(x, weight)
 
 
+def apply_int8_linear(self: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """Replace `W8A8Int8LinearMethod.apply`: x `[..., K]` -> `[..., N]`."""
+    y = int8_matmul(x, get_float_weight(layer.weight, layer.weight.float), layer.weight_scale)
+    return y if bias is None else y + bias
+
+
 def keep_heads(model_config: Any, load_config: Any, tp_size: int) -> Any:
-    """Replace `adjust_config_with_unaligned_cpu_tp`, which adds heads where there are fewer key-value heads than ranks. Ranks share a
-    key-value head then, as on a GPU; other sizes that do not fit are refused beforehand."""
+    """Replace `adjust_config_with_unaligned_cpu_tp`, which adds heads if there are fewer key-value heads than ranks. Ranks share a
+    key-value head instead, as on a GPU. Other sizes that do not fit are refused beforehand."""
     return model_config
 
 
 def apply_plain_linear(self: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Replace `UnquantizedLinearMethod.apply`: routers, and every linear layer of a model that is not quantised. A bias is added to the
-    rounded product, as Megatron does."""
+    """Replace `UnquantizedLinearMethod.apply` of routers and of linear layers in unquantized models. The bias is added to the rounded
+    product, as in Megatron."""
     y = multiply_plain(x, layer.weight)
     return y if bias is None else y + bias
 
@@ -86,7 +94,7 @@ def apply_rms_norm(
     **named: Any,
 ) -> Any:
     """Wrap `RMSNorm.forward_native`: round the sum with the residual stream to the stream's dtype before the norm, as Megatron does.
-    Return the normed x, and the new residual stream if one was given."""
+    Return the normed x, and the new residual stream if a residual was given."""
     wide_residual = self.override_orig_dtype or self.fp32_residual
     if wide_residual or self.cast_x_before_out_mul or self.variance_size_override or post_residual_addition is not None:
         return original(self, x, residual, post_residual_addition, **named)
@@ -96,24 +104,21 @@ def apply_rms_norm(
 
 
 def sample(original: Callable[..., Any], self: Any, output: Any, sampling: Any, return_logprob: bool, *args: Any, **named: Any) -> Any:
-    """Wrap `Sampler.forward`: log-probs are the log-softmax of logits / temperature, whose sum goes by the trainer's tree, where SGLang
-    takes the logarithm of a softmax.
-
-    SGLang overwrites the logits in place, but makes log-probs of a copy if it is given one.
-    """
+    """Wrap `Sampler.forward`: log-probs are the log-softmax of logits / temperature, summed by the trainer's tree. SGLang takes the
+    logarithm of a softmax. SGLang overwrites the logits in place, but computes log-probs from a copy if it is given one."""
     if sampling.need_top_p_sampling or sampling.need_top_k_sampling or sampling.need_min_p_sampling:
         seeded_sampling.truncate(output.next_token_logits, sampling)
     if return_logprob and named.get("logprob_logits") is None:
         named["logprob_logits"] = output.next_token_logits.clone()
     with _TreeLogSoftmax():
         tokens = original(self, output, sampling, return_logprob, *args, **named)
-    if output.sampling_mask_output is not None:  # SGLang takes these, too, from probabilities
+    if output.sampling_mask_output is not None:  # SGLang computes these from probabilities too
         output.sampling_mask_output.selected_logprobs = output.next_token_logprobs[sampling.sampling_mask_batch_indices]
     return tokens
 
 
 class _TreeLogSoftmax(TorchFunctionMode):
-    """Within the context, `F.log_softmax` of logits is `tree.log_softmax`."""
+    """Context manager in which `F.log_softmax` of logits is `tree.log_softmax`."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return tree.log_softmax(args[0]) if function is F.log_softmax else function(*args, **(kwargs or {}))
@@ -135,8 +140,8 @@ def run_extend_attention(
     sliding_window_size: int | None = None,
     **_: bool,
 ) -> torch.Tensor:
-    """Compute the attention of prompts, request by request. query [tokens, heads, d] holds the requests one after the other; the rest as
-    in `run_decode_attention`. Of a request's `seq_lens` tokens the first `extend_prefix_lens` were cached before."""
+    """Compute the attention of prompts, request by request. query `[tokens, heads, d]` holds the requests one after the other. The first
+    `extend_prefix_lens` of a request's `seq_lens` tokens are cached. See `run_decode_attention` for the other arguments."""
     _refuse_special(encoder_lens, sliding_window_size)
     start = 0
     requests = (values.tolist() for values in (req_pool_indices, seq_lens, extend_prefix_lens, extend_seq_lens))
@@ -162,10 +167,8 @@ def run_decode_attention(
     sliding_window_size: int | None = None,
     **_: bool,
 ) -> torch.Tensor:
-    """Compute the attention of one decoded token per request, all requests in one padded batch.
-
-    query [requests, heads, d]; caches [slots, kv heads, d]; row r of `req_to_token` lists the slots of request r's tokens.
-    """
+    """Compute the attention of one decoded token per request, with all requests in one padded batch. query: `[requests, heads, d]`;
+    caches: `[slots, kv heads, d]`; row r of `req_to_token` lists the slots of request r's tokens."""
     _refuse_special(encoder_lens, sliding_window_size)
     longest = int(seq_lens.max())
     visible = torch.arange(longest, device=query.device)[None, :] < seq_lens[:, None]
@@ -182,12 +185,10 @@ def _refuse_special(encoder_lens: torch.Tensor | None, sliding_window_size: int 
 def _attention(
     query: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slots: torch.Tensor, last: torch.Tensor, scale: float | None
 ) -> torch.Tensor:
-    """Return `batch_invariant.attention` [b, h, s, e] of query [b, h, s, d] over the cache's `slots` [b, t].
-
-    Slot 0, which holds no token, fills up the last product of keys: padding keys and values themselves would copy them.
-    """
+    """Return `batch_invariant.attention` `[b, h, s, e]` of query `[b, h, s, d]` over the cache's `slots` `[b, t]`. Slot 0, which holds
+    no token, pads the last product of keys. Padding the keys and values themselves would copy them."""
     heads = k_cache.shape[1]
     slots = F.pad(slots, (0, -slots.shape[1] % batch_invariant.KEYS_PER_PRODUCT))
-    rows = (slots.long() * heads)[:, None, :] + torch.arange(heads)[:, None]  # of the cache as [slots * heads, d]
+    rows = (slots.long() * heads)[:, None, :] + torch.arange(heads)[:, None]  # in the cache seen as [slots * heads, d]
     keys, values = (read_rows(cache, rows.flatten(), v_cache.shape[-1]).view(*rows.shape, -1) for cache in (k_cache, v_cache))
     return batch_invariant.attention(query, keys, values, last, query.shape[-1] ** -0.5 if scale is None else scale)

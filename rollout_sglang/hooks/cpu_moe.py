@@ -1,15 +1,16 @@
-"""A mixture of experts on a CPU, in place of SGLang's Triton kernels and of its own CPU path, which has no expert parallelism:
+"""Mixture of experts on a CPU, replacing SGLang's Triton kernels and its CPU path, which has no expert parallelism:
 
     y = sum over the chosen experts e of  p_e * (silu(x G_e^T) * (x U_e^T)) D_e^T
 
-w13 [E, 2I, H] holds [G ; U] of every expert of this rank, w2 [E, H, I] holds D. An expert's output is rounded to x's dtype, weighted and
-rounded again, as in SGLang's GPU kernels and in Megatron. FP8 experts run `megatron_rl.precision.fp8_products` twice, as two linear layers
-would, INT8 experts `megatron_rl.precision.int8.int8_matmul`: tokens are quantised before w13, and again before w2.
+w13 `[E, 2I, H]` holds [G ; U] of every expert of this rank, w2 `[E, H, I]` holds D. An expert's output is rounded to x's dtype, weighted
+and rounded again, as in SGLang's GPU kernels and in Megatron. FP8 experts run `megatron_rl.kernels.linear.reference` twice, like two linear
+layers, and INT8 experts `megatron_rl.precision.int8.int8_matmul`: tokens are quantized before w13 and again before w2.
 
-With `precision.reduction = "tree"`, the ranks that cut an expert (SGLang's moe_tp) first add their float32 parts of its output, then those
-that share the experts (moe_ep) their float32 sums, both by the trainer's trees (`ops.tree`, `ops.expert_sum`). SGLang all-reduces later,
-together with shared experts: the first rank returns the sum and the others zeros. Else each rank adds its experts in ascending order, in
-float32, and rounds once; the sum over ranks is SGLang's all-reduce.
+With `precision.reduction = "tree"`, ranks that shard an expert (SGLang's moe_tp) first add their float32 parts of its output. Then ranks
+that share the experts (moe_ep) add their float32 sums. Both use the trainer's trees (`kernels.sums.reference`,
+`kernels.experts.expert_sum`). SGLang all-reduces later, together with shared experts, so the first rank returns the sum and all other ranks
+return zeros. Otherwise each rank adds its experts in ascending order in float32 and rounds once, and SGLang's all-reduce adds up over
+ranks.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from megatron_rl.kernels.batch_invariant import InvariantRouting
+from megatron_rl.kernels.experts.expert_sum import sum_experts
 from megatron_rl.precision import int8
-from megatron_rl.precision.ops.batch_invariant import InvariantRouting
-from megatron_rl.precision.ops.expert_sum import sum_experts
 from megatron_rl.precision.quantized_weight import QuantizedWeight
 from parallel.formats import BLOCK
 from rollout_sglang.hooks import adapters, gpu_activation_quant, tree_reduction
@@ -41,11 +42,14 @@ def run_experts(
     tree: bool,
     up: ExpertLinear | None = None,
 ) -> torch.Tensor:
-    """Return what SGLang is to add up over ranks, [T, H] in the dtype of x [T, H]: this rank's part of the sum, or with `tree`, where
-    `down` gives float32 partial sums, the whole sum on the first rank.
+    """Return the tensor that SGLang adds up over ranks, `[T, H]` in the dtype of x `[T, H]`: this rank's part, or with `tree` the whole sum
+    on the first rank.
 
-    `weights` float32 [T, k] and `experts` [T, k] come from the router; experts by this rank's numbers, below `num_experts`, -1 for another
-    rank's expert. `up`: `down`'s adapters, whose h lies beside its results (`hooks.adapters.adapt_partial_sums`).
+    Args:
+        weights: Routing weights, float32 `[T, k]`.
+        experts: Chosen experts `[T, k]` in this rank's numbering, below `num_experts`, or -1 for another rank's expert.
+        down: Second layer. With `tree`, it returns float32 partial sums.
+        up: Adapters of `down`, whose h lies beside its results (`hooks.adapters.adapt_partial_sums`).
     """
     chosen, choice = experts.flatten().long().sort(stable=True)
     chosen, choice = chosen[chosen >= 0], choice[chosen >= 0]
@@ -73,8 +77,8 @@ def _gate(both: torch.Tensor) -> torch.Tensor:
 def route_tokens(
     original: Callable[..., Any], hidden_states: torch.Tensor, gating_output: torch.Tensor, topk: int, renormalize: bool, **named: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Wrap `fused_topk_native`; return (weights float32 [T, k], experts [T, k]). Weights that add up to one are the softmax over the
-    chosen experts, as in Megatron; SGLang divides those of the softmax over all experts by their sum."""
+    """Wrap `fused_topk_native`; return (weights float32 `[T, k]`, experts `[T, k]`). Renormalized weights are the softmax over the
+    chosen experts, as in Megatron. SGLang divides the softmax over all experts by the sum over the chosen ones."""
     if not renormalize or named.get("correction_bias") is not None or named.get("scoring_func", "softmax") != "softmax":
         return original(hidden_states, gating_output, topk, renormalize, **named)
     scores, experts = gating_output.float().topk(topk, dim=-1)
@@ -92,8 +96,8 @@ def route_tokens_with_bias(
     apply_routed_scaling_factor_on_output: bool = False,
     **named: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Wrap `biased_grouped_topk_impl`, sigmoid routing; return as `route_tokens` does. Like Megatron, add up the chosen scores in the order
-    of the choice, best first; SGLang leaves that order open, and with it the last bit of the weights."""
+    """Wrap `biased_grouped_topk_impl`, sigmoid routing; return as `route_tokens` does. Like Megatron, add up the chosen scores in the
+    order of choice, best first. SGLang leaves this order open, and with it the last bit of the weights."""
     with InvariantRouting():
         weights, experts = original(hidden_states, gating_output, correction_bias, topk, False, *groups, **named)
     order = (weights + correction_bias[experts.long()]).argsort(-1, descending=True)
@@ -104,8 +108,8 @@ def route_tokens_with_bias(
 
 
 def scale_routing_weights(original: Callable[..., Any], moe_layer: Any, *args: Any, **kwargs: Any) -> None:
-    """Wrap GLM-4.5's and DeepSeek-V3's constructors: multiply a token's weights with `routed_scaling_factor`, as Megatron does.
-    Off CUDA, SGLang multiplies the rounded sum of the experts' outputs instead."""
+    """Wrap the constructors of GLM-4.5's and DeepSeek-V3's layers: multiply a token's weights by `routed_scaling_factor`, as Megatron
+    does. Without CUDA, SGLang multiplies the rounded sum of the experts' outputs instead."""
     original(moe_layer, *args, **kwargs)
     moe_layer.topk.topk_config.apply_routed_scaling_factor_on_output = True
     moe_layer.routed_scaling_factor = 1.0
@@ -125,7 +129,7 @@ def apply_block_fp8(self: Any, layer: Any, dispatch_output: Any) -> Any:
 
 
 def apply_int8(self: Any, layer: Any, dispatch_output: Any) -> Any:
-    """Replace `W8A8Int8MoEMethod.apply`: w13_weight int8 [E, 2I, H] with w13_weight_scale float32 [E, 2I, 1], w2 likewise."""
+    """Replace `W8A8Int8MoEMethod.apply`: w13_weight int8 `[E, 2I, H]` with w13_weight_scale float32 `[E, 2I, 1]`, and w2 likewise."""
 
     def linear(weight: torch.Tensor, scale: torch.Tensor) -> ExpertLinear:
         return lambda x, expert: int8.int8_matmul(x, get_float_weight(weight[expert], weight[expert].float), scale[expert])
@@ -146,7 +150,7 @@ def apply_unquantized(self: Any, layer: Any, dispatch_output: Any) -> Any:
 def _apply_experts(method: Any, layer: Any, dispatch_output: Any, gate_up: ExpertLinear, down: ExpertLinear) -> Any:
     config = method.moe_runner_config
     swiglu = config.activation == "silu" and config.is_gated and not config.apply_router_weight_on_input and not config.no_combine
-    with_bias = getattr(method, "with_bias", False)  # SGLang's INT8 method has no such attribute
+    with_bias = getattr(method, "with_bias", False)  # SGLang's INT8 method lacks this attribute
     if not swiglu or with_bias or any(value is not None for value in (config.gemm1_alpha, config.swiglu_limit)):
         raise NotImplementedError("experts other than silu(gate) * up without bias are not supported on the CPU tier")
     routing, by_tree = dispatch_output.topk_output, tree_reduction.sums_by_tree()

@@ -1,6 +1,9 @@
-"""The router of a mixture of experts in FP32, as Megatron computes it (`moe_router_dtype = "fp32"`): logits are products of FP32 values and
-stay FP32. SGLang rounds those of Qwen3-MoE to the model's dtype, and on a CPU those of DeepSeek-V3 as well; on a GPU its kernels for
-DeepSeek-V3 give FP32. GLM-4-MoE's logits are FP32 everywhere. Two logits that BF16 rounds to the same number may choose another expert."""
+"""FP32 routers of mixture-of-experts layers, as Megatron computes them (`moe_router_dtype = "fp32"`).
+
+Logits are products of FP32 values and stay FP32. SGLang rounds the logits of Qwen3-MoE to the model's dtype, and on a CPU also those of
+DeepSeek-V3; on a GPU its kernels for DeepSeek-V3 give FP32. GLM-4-MoE's logits are always FP32. If BF16 rounds two logits to the same
+number, a different expert may be chosen.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +13,16 @@ from typing import Any
 
 import torch
 
-from megatron_rl.precision.ops.batch_invariant import invariant_matmul
+from megatron_rl.kernels.batch_invariant import invariant_matmul
 
 
 def compute_router_logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Return float32 [T, experts] of x [T, H] and weight [experts, H] in any float dtype."""
+    """Return float32 logits `[T, experts]` of x `[T, H]` and weight `[experts, H]` in any float dtype."""
     return invariant_matmul(x.float(), weight.float())
 
 
 def use_fp32_gate(original: Callable[..., Any], moe_layer: Any, *args: Any, **kwargs: Any) -> None:
-    """Wrap `Qwen3MoeSparseMoeBlock.__init__`: let its gate compute `compute_router_logits`."""
+    """Wrap `Qwen3MoeSparseMoeBlock.__init__`: let the gate use `compute_router_logits`."""
     original(moe_layer, *args, **kwargs)
     method_name = type(moe_layer.gate.quant_method).__name__
     if method_name != "UnquantizedLinearMethod":
@@ -28,19 +31,19 @@ def use_fp32_gate(original: Callable[..., Any], moe_layer: Any, *args: Any, **kw
 
 
 def use_model_dtype(original: Callable[..., Any], gate: Any, *args: Any, **kwargs: Any) -> None:
-    """Wrap `Glm4MoeGate.__init__`: keep the weight in the model's dtype, that of checkpoint and trainer. SGLang widens it to FP32."""
+    """Wrap `Glm4MoeGate.__init__`: keep the weight in the model's dtype, as in the checkpoint and the trainer. SGLang widens it to FP32."""
     original(gate, *args, **kwargs)
     gate.weight = torch.nn.Parameter(gate.weight.to(torch.get_default_dtype()))
 
 
 def compute_gate_logits(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """Replace DeepSeek-V3's `MoEGate.forward` and `Glm4MoeGate.forward`."""
+    """Replace `MoEGate.forward` of DeepSeek-V3 and `Glm4MoeGate.forward`."""
     return compute_router_logits(hidden_states, self.weight)
 
 
 @functools.cache
 def _make_router_method() -> type:
-    """Return the class of the gate's method. Import late: SGLang finds its plug-ins before it can be imported."""
+    """Return the class of the gate's method. Imports inside the function, because SGLang finds its plug-ins before it can be imported."""
     from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 
     class Fp32RouterMethod(UnquantizedLinearMethod):

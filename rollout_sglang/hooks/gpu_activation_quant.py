@@ -1,15 +1,15 @@
-"""Activation quantisation of the engine on an NVIDIA GPU: the contract's quantiser in place of SGLang's, which makes other scales.
+"""Activation quantization of the engine on an NVIDIA GPU, with the contract's quantizer instead of SGLang's, which computes other scales.
 
-SGLang's kernels make FP32 scales by another formula than the trainer's, and powers of two only where DeepGEMM runs a dense layer. All
-block-FP8 layers of a release in `registry.KNOWN_VERSIONS` call one of three functions on Hopper, replaced here
+SGLang's kernels compute FP32 scales by a different formula than the trainer, and powers of two only where DeepGEMM runs a dense layer. On
+Hopper, all block-FP8 layers of a release in `registry.KNOWN_VERSIONS` call one of three functions, which are replaced here
 (`dispatch_block_linear` chooses the layout of their scales):
 
     fp8_kernel._run_per_token_group_quant_8bit_kernel   dense layers in Triton, DeepGEMM and CUTLASS; experts in Triton
-    fp8_kernel.sglang_per_token_quant_fp8               the same, if an input has 128 features: its one group is the whole token
+    fp8_kernel.sglang_per_token_quant_fp8               the same for inputs with 128 features, whose one group is the whole token
     per_token_group_quant.per_token_group_quant         experts in Triton, if their second layer loads its input by TMA
 
-Calls for anything else (packed scales, SwiGLU in the same kernel, other groups) raise. A layer that calls another quantiser is refused
-before a run samples: `read_linear_scale_format` and `read_expert_scale_format` read it from the live layer's code.
+Other calls (packed scales, SwiGLU in the same kernel, other groups) raise. A layer that calls another quantizer is refused before a run
+samples: `read_linear_scale_format` and `read_expert_scale_format` detect it from the live layer's code.
 """
 
 from __future__ import annotations
@@ -24,24 +24,23 @@ import torch
 from megatron_rl.precision.contract import AMAX_EPSILON, E4M3_MAX
 from parallel.formats import BLOCK
 
-SCALE_FORMAT_VARIABLE = "MEGATRON_RL_SCALE_FORMAT"
-"""Carries `precision.scale_format`; `rollout_sglang.launch_args` sets it for the engine's processes."""
+SCALE_FORMAT_VARIABLE = "MEGATRON_RL_SCALE_FORMAT"  # environment variable of the engine's processes with `precision.scale_format`
 
 DENSE_FUNCTIONS = (
     "triton_w8a8_block_fp8_linear",
     "deepgemm_w8a8_block_fp8_linear_with_fallback",
     "cutlass_w8a8_block_fp8_linear_with_fallback",
 )
-"""Functions of SGLang's fp8_utils that quantise only by the functions named above."""
+"""Functions of SGLang's fp8_utils that quantize only with the functions named above."""
 _DENSE_MODULE = "sglang.srt.layers.quantization.fp8_utils"
 
 
 @functools.cache
 def get_scale_format() -> str:
-    """Return the scale format of this process's quantiser, "pow2" or "fp32". Raise RuntimeError if the engine was started without one."""
+    """Return the scale format of this process's quantizer, "pow2" or "fp32". Raise RuntimeError if the engine was started without one."""
     scale_format = os.environ.get(SCALE_FORMAT_VARIABLE)
     if scale_format not in ("pow2", "fp32"):
-        raise RuntimeError(f"{SCALE_FORMAT_VARIABLE} is {scale_format!r}: an engine that quantises activations needs pow2 or fp32")
+        raise RuntimeError(f"{SCALE_FORMAT_VARIABLE} is {scale_format!r}: an engine that quantizes activations needs pow2 or fp32")
     return scale_format
 
 
@@ -49,11 +48,15 @@ def get_scale_format() -> str:
 def quantize(x: torch.Tensor, data: torch.Tensor, scale: torch.Tensor) -> None:
     """Write Q_1x128(x), with scales in `get_scale_format()`, into `data` and `scale`.
 
-    x [T, K] in bf16, fp16 or float32, data E4M3 [T, K], scale float32 [T, K/128] with any strides. A custom operator, so that torch.compile
-    does not trace into it.
+    A custom operator, so that torch.compile does not trace into it.
+
+    Args:
+        x: `[T, K]`, bf16, fp16 or float32.
+        data: `[T, K]`, E4M3.
+        scale: `[T, K / 128]`, float32, with any strides.
     """
     scale_format = get_scale_format()
-    from megatron_rl.precision.backends.triton_quantize import quantize_into
+    from megatron_rl.kernels.quantize.triton import quantize_into
 
     quantize_into(x, data, scale, scale_format)
 
@@ -71,8 +74,8 @@ def run_group_quantizer(
     fuse_silu_and_mul: bool,
     masked_m: torch.Tensor | None,
 ) -> None:
-    """Replace `_run_per_token_group_quant_8bit_kernel`, same arguments. `scale_ue8m0` may be false although the contract says pow2: SGLang
-    does not set it for all its layers."""
+    """Replace `_run_per_token_group_quant_8bit_kernel`. `scale_ue8m0` may be False for pow2 scales, because SGLang does not set it for
+    all layers."""
     if (eps, fp8_min, fp8_max) != (AMAX_EPSILON, -E4M3_MAX, E4M3_MAX):
         raise NotImplementedError(f"blocks clamped at {eps} to {fp8_min} .. {fp8_max} are outside the precision contract")
     _check_and_quantize(x, x_q, x_s, group_size, scale_ue8m0, fuse_silu_and_mul or masked_m is not None)
@@ -108,12 +111,12 @@ def quantize_groups(
     num_valid_tokens: int = 0,
     silu_and_mul_mode: str = "legacy",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Replace `per_token_group_quant`, same arguments. Quantise rows of padding too, which SGLang's kernel may skip."""
+    """Replace `per_token_group_quant`. Also quantizes padding rows, which SGLang's kernel may skip."""
     tokens, width = input.shape[0], input.shape[-1]
     data = torch.empty_like(input, dtype=out_dtype or torch.float8_e4m3fn) if output_q is None else output_q
     if output_s is not None:
         scale = output_s
-    elif column_major_scales:  # T contiguous, its stride padded to the 16 bytes that TMA needs
+    elif column_major_scales:  # T contiguous, with its stride padded to the 16 bytes that TMA needs
         scale = input.new_empty(width // BLOCK, -(-tokens // 4) * 4, dtype=torch.float32).t()[:tokens]
     else:
         scale = input.new_empty(tokens, width // BLOCK, dtype=torch.float32)
@@ -123,8 +126,9 @@ def quantize_groups(
 def dispatch_block_linear(
     original: Callable[..., Callable[..., torch.Tensor]], weight_block_size: list[int] | None = None, act_scale_ue8m0: bool = False
 ) -> Callable[..., torch.Tensor]:
-    """Wrap `dispatch_w8a8_block_fp8_linear` so that SGLang never hears of `act_scale_ue8m0`: on Hopper it lays such scales out by rows,
-    which DeepGEMM transposes before every product; other scales it lays out as DeepGEMM reads them. Their values are ours either way."""
+    """Wrap `dispatch_w8a8_block_fp8_linear`: hide `act_scale_ue8m0` from SGLang. On Hopper, SGLang would lay out such scales by rows,
+    which DeepGEMM transposes before every product. Other scales have the layout that DeepGEMM reads. Their values are the contract's
+    either way."""
     _check_scale_format(act_scale_ue8m0)
     return original(weight_block_size, False)
 
@@ -132,27 +136,25 @@ def dispatch_block_linear(
 def _check_and_quantize(
     x: torch.Tensor, data: torch.Tensor, scale: torch.Tensor, group: int, ue8m0: bool, fused: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise and return (data, scale). Raise NotImplementedError for a quantisation outside the precision contract."""
+    """Quantize and return (data, scale). Raise NotImplementedError for a quantization outside the precision contract."""
     if group != BLOCK or x.dim() != 2 or data.dtype != torch.float8_e4m3fn:
         raise NotImplementedError(f"{list(x.shape)} in {data.dtype} groups of {group} is outside the precision contract")
     if fused or scale.dtype != torch.float32:
-        raise NotImplementedError("SwiGLU and quantising in one kernel, and packed scales, are outside the precision contract")
+        raise NotImplementedError("SwiGLU and quantization in one kernel, and packed scales, are outside the precision contract")
     _check_scale_format(ue8m0)
     quantize(x, data, scale)
     return data, scale
 
 
 def _check_scale_format(ue8m0: bool) -> None:
-    """Raise NotImplementedError where the checkpoint asks for other scales than the contract."""
+    """Raise NotImplementedError if the checkpoint asks for other scales than the contract."""
     if ue8m0 and get_scale_format() != "pow2":
-        raise NotImplementedError(f"the checkpoint asks for power-of-two scales, precision.scale_format is {get_scale_format()}")
+        raise NotImplementedError(f"the checkpoint asks for power-of-two scales, but precision.scale_format is {get_scale_format()}")
 
 
 def read_linear_scale_format(method: Any, layer: Any) -> str:
-    """Return the format of the scales that a live layer quantises its input with; `method` is its `Fp8LinearMethod`.
-
-    It is "pow2" or "fp32" if the quantiser is the contract's, otherwise a description of the quantiser that runs instead.
-    """
+    """Return the scale format ("pow2" or "fp32") with which a live layer with this `Fp8LinearMethod` quantizes its input. If the
+    quantizer is not the contract's, return a description of the quantizer that runs instead."""
     function = method.w8a8_block_fp8_linear
     if not torch.cuda.is_available():
         return "pow2" if getattr(function, "keywords", {}).get("act_scale_ue8m0", False) else "fp32"  # cpu_kernels.apply_block_fp8_linear
@@ -165,7 +167,7 @@ def read_linear_scale_format(method: Any, layer: Any) -> str:
 
 
 def read_expert_scale_format(method: Any, layer: Any) -> str:
-    """Return the same for a live layer of experts with an `Fp8MoEMethod`."""
+    """Return the scale format of a live layer of experts with this `Fp8MoEMethod`, see `read_linear_scale_format`."""
     if not torch.cuda.is_available():
         return "pow2" if method.quant_config.scale_fmt == "ue8m0" else "fp32"  # cpu_moe.apply_block_fp8
     backend = method.get_moe_runner_backend(layer)
@@ -175,10 +177,10 @@ def read_expert_scale_format(method: Any, layer: Any) -> str:
 
 
 def _read_scale_format(*scales: torch.Tensor) -> str:
-    """Return `get_scale_format()`, or a description of the quantiser on other GPUs than Hopper: on Blackwell SGLang quantises the weights
-    again and packs their scales, on AMD GPUs it calls other quantisers."""
+    """Return `get_scale_format()`, or a description of the quantizer on GPUs other than Hopper. On Blackwell, SGLang requantizes the
+    weights and packs their scales. On AMD GPUs it calls other quantizers."""
     if torch.version.hip is not None:
         return "an AMD GPU's"
     if any(scale.dtype != torch.float32 or getattr(scale, "format_ue8m0", False) for scale in scales):
-        return "packed ue8m0 (its weights were quantised again)"
+        return "packed ue8m0 (its weights were requantized)"
     return get_scale_format()

@@ -1,7 +1,7 @@
-"""SGLang's general plug-in: every hook this project needs, by SGLang's private names. Nothing of SGLang is edited.
+"""SGLang's general plug-in: registers every hook of this project by SGLang's private names. SGLang itself is not edited.
 
-The names were checked with the releases in `KNOWN_VERSIONS`. SGLang only logs a hook that fails to apply; `verify` turns that into an
-error, so that an engine never serves half hooked.
+The names were checked with the releases in `KNOWN_VERSIONS`. SGLang only logs a hook that cannot be applied. `verify` raises an error
+instead, so that an engine never serves with missing hooks.
 """
 
 from __future__ import annotations
@@ -20,31 +20,20 @@ _KV_POOLS = "sglang.srt.mem_cache.memory_pool."
 _LATENT_ATTENTION = "sglang.srt.models.deepseek_common.attention_forward_methods.forward_mla.DeepseekMLAForwardMixin."
 _TORCH_ATTENTION = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend."
 
-Hook = tuple[str, Any, str]
-"""(target, function, hook type)."""
+Hook = tuple[str, Any, str]  # (target, function, hook type)
 
 
 def check_version() -> None:
-    """Raise RuntimeError for a release of SGLang whose private names were not checked."""
+    """Raise RuntimeError if the private names of the installed SGLang release were not checked."""
     version = importlib.metadata.version("sglang")
     if version not in KNOWN_VERSIONS:
-        raise RuntimeError(f"sglang {version} is not known to work here; known: {', '.join(KNOWN_VERSIONS)}")
+        raise RuntimeError(f"sglang {version} is not a supported version; supported: {', '.join(KNOWN_VERSIONS)}")
 
 
 def _list_hooks() -> list[Hook]:
     """Return all hooks for this machine."""
     from rollout_sglang import rank_handler
-    from rollout_sglang.hooks import (
-        adapters,
-        empty_start,
-        fp32_router,
-        int8_linear,
-        kv_cache_scales,
-        llama_block_scales,
-        shared_prompts,
-        stop_strings,
-        tree_reduction,
-    )
+    from rollout_sglang.hooks import adapters, fp32_router, kv_cache_scales, scheduling, startup, tree_reduction
 
     hooks: list[Hook] = [
         ("sglang.srt.model_executor.model_runner.ModelRunner.check_weights", rank_handler.handle, "AROUND"),
@@ -54,27 +43,25 @@ def _list_hooks() -> list[Hook]:
         ("sglang.srt.models.qwen3_moe.Qwen3MoeSparseMoeBlock.__init__", fp32_router.use_fp32_gate, "AROUND"),
         ("sglang.srt.models.glm4_moe.Glm4MoeGate.__init__", fp32_router.use_model_dtype, "AROUND"),
         ("sglang.srt.models.glm4_moe.Glm4MoeGate.forward", fp32_router.compute_gate_logits, "REPLACE"),
-        ("sglang.srt.models.llama.LlamaForCausalLM.load_weights", llama_block_scales.load_block_scales, "AROUND"),
-        ("sglang.srt.model_loader.loader.initialize_dummy_weights", empty_start.make_up_weights, "AROUND"),
-        (_INT8_LINEAR + "process_weights_after_loading", int8_linear.keep_layout, "REPLACE"),
-        ("sglang.srt.managers.schedule_batch.Req._stop_match_tail_len", stop_strings.count_tail_tokens, "REPLACE"),
-        ("sglang.srt.managers.schedule_policy.PrefillAdder.add_one_req", shared_prompts.add_request, "AROUND"),
+        ("sglang.srt.models.llama.LlamaForCausalLM.load_weights", startup.load_block_scales, "AROUND"),
+        ("sglang.srt.model_loader.loader.initialize_dummy_weights", startup.make_up_weights, "AROUND"),
+        (_INT8_LINEAR + "process_weights_after_loading", startup.keep_int8_layout, "REPLACE"),
+        ("sglang.srt.managers.schedule_batch.Req._stop_match_tail_len", scheduling.count_tail_tokens, "REPLACE"),
+        ("sglang.srt.managers.schedule_policy.PrefillAdder.add_one_req", scheduling.add_request, "AROUND"),
     ]
     if adapters.read_settings():
-        from rollout_sglang.hooks import adapter_files
-
         hooks += [
             (_COLUMN_LINEAR + "_initialize_partition", adapters.add_to_column_layer, "AROUND"),
             (_COLUMN_LINEAR + "forward", adapters.run_column_parallel, "AROUND"),
             ("sglang.srt.layers.linear.RowParallelLinear.__init__", adapters.add_to_row_layer, "AROUND"),
             ("sglang.srt.layers.moe.fused_moe_triton.layer.FusedMoE.__init__", adapters.add_to_experts, "AROUND"),
-            ("sglang.srt.model_loader.loader.DefaultModelLoader.load_model", adapter_files.load_adapters, "AROUND"),
+            ("sglang.srt.model_loader.loader.DefaultModelLoader.load_model", startup.load_adapters, "AROUND"),
         ]
     return hooks + (list_gpu_hooks() if torch.cuda.is_available() else list_cpu_hooks())
 
 
 def list_gpu_hooks() -> list[Hook]:
-    """Return the hooks on what SGLang computes on a GPU otherwise than the precision contract says."""
+    """Return the hooks on GPU code of SGLang that does not follow the precision contract."""
     from rollout_sglang.hooks import gpu_activation_quant as quant
 
     return [
@@ -86,14 +73,14 @@ def list_gpu_hooks() -> list[Hook]:
 
 
 def list_cpu_hooks() -> list[Hook]:
-    """Return the hooks on what SGLang cannot compute on a CPU, or computes with other bits than the trainer."""
-    from rollout_sglang.hooks import cpu_kernels, cpu_kv_cache, cpu_mla, cpu_moe, forked_start, fp32_router, int8_linear, seeded_sampling
+    """Return the hooks on code of SGLang that does not run on a CPU, or computes different bits than the trainer."""
+    from rollout_sglang.hooks import cpu_kernels, cpu_kv_cache, cpu_mla, cpu_moe, fp32_router, seeded_sampling, startup
 
     return [
-        ("sglang.srt.entrypoints.engine._set_envs_and_config", forked_start.fork_children, "AROUND"),
-        ("sglang.srt.entrypoints.http_server._freeze_gc_after_server_warmup", forked_start.skip_freezing, "REPLACE"),
+        ("sglang.srt.entrypoints.engine._set_envs_and_config", startup.fork_children, "AROUND"),
+        ("sglang.srt.entrypoints.http_server._freeze_gc_after_server_warmup", startup.skip_freezing, "REPLACE"),
         ("sglang.srt.layers.quantization.fp8_utils.dispatch_w8a8_block_fp8_linear", cpu_kernels.dispatch_block_fp8_linear, "REPLACE"),
-        (_INT8_LINEAR + "apply", int8_linear.apply, "REPLACE"),
+        (_INT8_LINEAR + "apply", cpu_kernels.apply_int8_linear, "REPLACE"),
         ("sglang.srt.layers.quantization.unquant.UnquantizedFusedMoEMethod.apply", cpu_moe.apply_unquantized, "REPLACE"),
         ("sglang.srt.layers.quantization.fp8.Fp8MoEMethod.apply", cpu_moe.apply_block_fp8, "REPLACE"),
         ("sglang.srt.layers.quantization.w8a8_int8.W8A8Int8MoEMethod.apply", cpu_moe.apply_int8, "REPLACE"),
@@ -128,7 +115,7 @@ def list_cpu_hooks() -> list[Hook]:
 
 
 def register() -> None:
-    """Register the hooks in this process: the entry point of the group `sglang.srt.plugins`."""
+    """Register the hooks in this process. This is the entry point of the group `sglang.srt.plugins`."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     check_version()
@@ -137,7 +124,7 @@ def register() -> None:
 
 
 def verify() -> None:
-    """Load SGLang's plug-ins. Raise RuntimeError, by name, for a hook that was not applied."""
+    """Load SGLang's plug-ins. Raise RuntimeError, by name, for hooks that were not applied."""
     from sglang.srt.plugins import load_plugins
     from sglang.srt.plugins.hook_registry import HookRegistry
 

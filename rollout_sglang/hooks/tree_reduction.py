@@ -1,5 +1,9 @@
-"""Row-parallel layers of the engine with the trainer's sums: FP32 partial sums of each rank, added by the tree of
-`megatron_rl.precision.ops.tree`, and rounded once. SGLang's all-reduce adds rounded ones, in an order that depends on the ranks."""
+"""Row-parallel layers of the engine with the sums of the trainer.
+
+FP32 partial sums of the ranks are added by the tree of `megatron_rl.kernels.sums.reference` and rounded once. SGLang's all-reduce adds
+rounded partial sums, in an order that depends on the ranks. On a GPU, Triton kernels of this project replace SGLang's products, and
+SGLang's own collectives replace its all-reduce. Shapes are static and nothing waits for the GPU, so CUDA graphs can capture the layers.
+"""
 
 from __future__ import annotations
 
@@ -11,32 +15,30 @@ from typing import Any
 
 import torch
 
-from megatron_rl.precision.ops import tree
-from rollout_sglang.hooks import adapters, gpu_tree
+from megatron_rl.kernels.sums import reference as tree
+from rollout_sglang.hooks import adapters, gpu_activation_quant
 
-REDUCTION_VARIABLE = "MEGATRON_RL_REDUCTION"
-"""Carries `precision.reduction`; `rollout_sglang.launch_args` sets it for the engine's processes."""
+REDUCTION_VARIABLE = "MEGATRON_RL_REDUCTION"  # environment variable of the engine's processes with `precision.reduction`
 _LINEAR_METHODS, _EXPERT_METHODS = ("UnquantizedLinearMethod", "Fp8LinearMethod"), ("UnquantizedFusedMoEMethod", "Fp8MoEMethod")
-"""SGLang's methods whose products, replaced in `cpu_kernels` and `cpu_moe`, give partial sums within `partial_sums`; on a GPU `gpu_tree`
-multiplies for those of linear layers."""
+"""SGLang's methods whose products can give partial sums: with `partial_sums` on a CPU, by `multiply_on_gpu` for linear layers on a GPU."""
 _partial = False
 
 
 @functools.cache
 def sums_by_tree() -> bool:
-    """Return whether this process's engine adds up by the tree."""
+    """Return whether the engine of this process sums by the tree."""
     return os.environ.get(REDUCTION_VARIABLE) == "tree"
 
 
 def is_summed_by_tree(method: Any) -> bool:
-    """Return whether a row-parallel layer with this method of SGLang's, or an expert's second one, sums by the tree."""
+    """Return whether a row-parallel layer with this SGLang method, or an expert's second layer, sums by the tree."""
     methods = _LINEAR_METHODS if torch.cuda.is_available() else _LINEAR_METHODS + _EXPERT_METHODS
     return sums_by_tree() and type(method).__name__ in methods
 
 
 @contextmanager
 def partial_sums() -> Iterator[None]:
-    """Within the context, products give float32 sums by the tree, not rounded and without a bias."""
+    """Context manager in which products return float32 sums by the tree, not rounded and without a bias."""
     global _partial
     _partial = True
     try:
@@ -57,11 +59,8 @@ def run_row_parallel(
     forward_batch: Any = None,
     output_tensor: torch.Tensor | None = None,
 ) -> Any:
-    """Wrap `RowParallelLinear.forward`: x [T, K / tp] -> (y [T, N], bias that was not added).
-
-    Where SGLang itself adds up later, together with other layers, the first rank returns the sum and the others zeros, which it adds
-    exactly.
-    """
+    """Wrap `RowParallelLinear.forward`: x `[T, K / tp]` -> (y `[T, N]`, bias that was not added). If SGLang adds up later, together with
+    other layers, the first rank returns the sum and all other ranks return zeros, so that SGLang's sum is exact."""
     from sglang.srt.layers.moe.utils import should_skip_mlp_all_reduce
 
     by_tree, has_adapter = is_summed_by_tree(self.quant_method), getattr(self, "has_adapter", False)
@@ -74,7 +73,7 @@ def run_row_parallel(
         y, bias = original(self, input_, skip_all_reduce, forward_batch)
         return adapters.add_to_rounded_sum(self, input_, y, summed_later), bias
     if torch.cuda.is_available():
-        partial = gpu_tree.multiply(self, input_)
+        partial = multiply_on_gpu(self, input_)
     else:
         with partial_sums():
             partial = self.quant_method.apply(self, input_, bias=None)
@@ -88,16 +87,43 @@ def run_row_parallel(
     return y, self.bias if self.skip_bias_add else None
 
 
+def multiply_on_gpu(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    """Return this rank's float32 sums `[T, N]` for x `[T, K / tp]`, which is quantized by the contract if the layer's weight is.
+    `gpu_activation_quant.read_linear_scale_format` has refused layers whose weight or scales SGLang holds in another form."""
+    if not isinstance(x, torch.Tensor):
+        raise NotImplementedError("a row-parallel layer whose input SGLang has already quantized is outside the precision contract")
+    if type(layer.quant_method).__name__ == "UnquantizedLinearMethod":
+        return tree.multiply(x, layer.weight)
+    rows = gpu_activation_quant.quantize_groups(x.contiguous(), column_major_scales=True)
+    return tree.multiply_blocks(rows, (layer.weight, layer.weight_scale_inv))
+
+
+class CapturedGroup:
+    """Adapts a group of SGLang to the group and the `torch.distributed` module that `tree.reduce` takes."""
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+
+    def size(self) -> int:
+        return self._group.world_size
+
+    def all_gather_into_tensor(self, output: torch.Tensor, input: torch.Tensor, group: CapturedGroup) -> None:
+        self._group.all_gather_into_tensor(output, input)
+
+    def all_to_all_single(self, output: torch.Tensor, input: torch.Tensor, group: CapturedGroup) -> None:
+        self._group.all_to_all_single(output, input)
+
+
 def add_over_ranks(partial: torch.Tensor, group: Any, dtype: torch.dtype) -> torch.Tensor:
-    """Return the sum of float32 [T, N] over the ranks of one of SGLang's groups, in `dtype`."""
+    """Return the sum of float32 `[T, N]` over the ranks of an SGLang group, in `dtype`."""
     if group.world_size == 1 or not len(partial):
         return partial.to(dtype)
     if torch.cuda.is_available():
-        captured = gpu_tree.CapturedGroup(group)
+        captured = CapturedGroup(group)
         return tree.reduce(partial, captured, dtype, captured)
     return tree.reduce(partial, group.device_group, dtype)
 
 
 def keep_on_first_rank(y: torch.Tensor, group: Any) -> torch.Tensor:
-    """Return y on a group's first rank, zeros on the others: a later sum over the ranks gives y."""
+    """Return y on the group's first rank and zeros on all other ranks, so that a later sum over the ranks gives y."""
     return y if group.rank_in_group == 0 else torch.zeros_like(y)

@@ -1,1 +1,1 @@
-"""SGLang on a CPU: its platform class and stub modules for GPU packages."""
+"""SGLang on a CPU: its platform class, and stub modules for GPU packages."""

@@ -1,4 +1,4 @@
-"""The platform class that `rollout_sglang.platform.activate` names (a module of its own, because it imports SGLang)."""
+"""The platform class that `rollout_sglang.platform.activate` names, in a separate module because it imports SGLang."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from parallel.formats import SERVED_METHODS
 
 
 class CpuPlatform(CpuDeviceMixin, SRTPlatform):
-    """Pure-torch CPU platform, without Triton and graphs as SGLang's base class has it."""
+    """Pure PyTorch CPU platform without Triton and graphs, which SGLang's base class uses."""
 
     _enum = PlatformEnum.OOT
     supported_quantization = list(SERVED_METHODS)  # noqa: RUF012 - SGLang's own declaration style
@@ -26,8 +26,8 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
         return "eager"
 
     def empty_cache(self) -> None:
-        """Do nothing: there is no device memory to free. SGLang's own method collects Python's garbage, which takes 0.4 s at every flush
-        of the caches, twice in a sync."""
+        """Do nothing, since there is no device memory to free. SGLang's method collects garbage, which takes 0.4 s at every cache flush,
+        twice per sync."""
 
     def get_quantization_config(self, quantization: str) -> Any:
         return _configs().get(quantization)
@@ -35,8 +35,8 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
 
 @functools.cache
 def _configs() -> dict[str, type]:
-    """Return SGLang's configurations of `SERVED_METHODS` with float32 activations allowed, which are faster than bf16 on a CPU. Import
-    late: importing SGLang's classes needs the platform."""
+    """Return SGLang's quantization configurations with float32 activations allowed, which are faster than BF16 on a CPU. Imports inside
+    the function, because importing SGLang's classes needs the platform."""
     from sglang.srt.layers.quantization import QUANTIZATION_METHODS
 
     class AnyFloat:

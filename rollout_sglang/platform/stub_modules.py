@@ -1,8 +1,8 @@
-"""Stub modules for `triton` and `torchvision`, so that SGLang imports on a machine that has neither.
+"""Stub modules for `triton` and `torchvision`, so that SGLang can be imported on a machine without them.
 
-A CPU engine uses neither, but SGLang imports both unconditionally. Every attribute of a stub is a stub too; stubs are false and empty, and
-launching a kernel through one raises. `install()` must run before the first import of sglang, in every process; it replaces no installed
-package, which `replace` does for a rehearsal. `block_megatron` keeps out what an engine must not depend on.
+A CPU engine uses neither package, but SGLang imports both unconditionally. Every attribute of a stub is a stub too. Stubs are false and
+empty, and launching a kernel through one raises. `install()` must run before the first import of sglang in every process. It replaces no
+installed package; `replace` does so for rehearsals.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class _Base(metaclass=_ClassMeta):
 
 
 class _StubModule(types.ModuleType):
-    """A module whose every attribute is a stub: a class if its name is capitalized, else a module."""
+    """A module whose every attribute is a stub: a class if its name is capitalized, otherwise a module."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -72,7 +72,7 @@ class _StubModule(types.ModuleType):
 
 
 class _StubImporter:
-    """Finds and loads the stubs of `packages` and of everything below them."""
+    """Finds and loads the stubs of `packages` and their submodules."""
 
     def __init__(self, packages: tuple[str, ...]) -> None:
         self.packages = packages
@@ -88,18 +88,18 @@ class _StubImporter:
 
 
 def install(*more: str) -> None:
-    """Install a finder that imports stubs of those packages, and of `more`, that are missing."""
+    """Install a finder of stubs for packages that are missing, including `more`."""
     missing = tuple(name for name in (*_NAMES, *more) if name not in sys.modules and importlib.util.find_spec(name) is None)
     if missing:
         sys.meta_path.append(_StubImporter(missing))
 
 
 def replace(*packages: str) -> None:
-    """Install a finder that imports stubs of packages, installed or not. None of them may be imported yet."""
+    """Install a finder of stubs for packages, whether or not they are installed. None of them may be imported yet."""
     sys.meta_path.insert(0, _StubImporter(packages))
 
 
 def block_megatron() -> None:
-    """Let `import megatron` raise ModuleNotFoundError in this process, an engine's. SGLang's dumper imports Megatron where it is installed,
-    and with it Transformer Engine, which an engine does not use and whose other errors nobody there expects."""
+    """Make `import megatron` raise ModuleNotFoundError in this process, an engine's. SGLang's dumper imports Megatron if it is
+    installed, and with it Transformer Engine, which an engine does not use and whose import can fail with other errors."""
     sys.modules["megatron"] = None  # type: ignore[assignment] # as `importlib` documents it

@@ -1,4 +1,4 @@
-"""Checkpoints that many modules start from."""
+"""Checkpoints that many modules use."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def tied_checkpoint(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory) -> Callable[..., Path]:
-    """`model_folder(name, **changes)`: a random checkpoint of an architecture, written once; `changes` overwrite fields of config.json."""
+    """`model_folder(name, **changes)`: a random checkpoint of an architecture, written once. `changes` overwrite fields of config.json."""
     folders: dict[str, Path] = {}
 
     def get(name: str, **changes: Any) -> Path:
@@ -39,6 +39,6 @@ def model_folder(tmp_path_factory) -> Callable[..., Path]:
 
 @pytest.fixture(scope="module")
 def transformers_process(tmp_path_factory):
-    """A process for transformers, which gives wrong numbers beside Megatron's CPU patches."""
+    """A process for transformers, which computes wrong numbers if Megatron's CPU patches are loaded."""
     with World(1, tmp_path_factory.mktemp("transformers")) as world:
         yield world

@@ -1,4 +1,4 @@
-"""Every architecture the trainer builds computes what Hugging Face transformers computes from the same checkpoint."""
+"""Every architecture of the trainer computes what Hugging Face transformers computes from the same checkpoint."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_logits_equal_transformers(folder, worlds, transformers_process):
 
 
 def test_logprobs_of_a_text_equal_transformers(folder, worlds, transformers_process):
-    """In FP32 up to the order of sums. In BF16 no farther from FP32 than transformers in BF16 is, up to a half."""
+    """FP32 differs only by the order of sums. BF16 is at most 1.5 times as far from FP32 as transformers' BF16 is."""
     text = (Path(trainer.__file__).parent / "held_out.txt").read_bytes()
     documents = [list(text[start : start + 90]) for start in range(0, len(text), 90)]  # the byte tokenizer's ids
     reference, rounded = (

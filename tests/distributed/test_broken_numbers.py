@@ -1,4 +1,4 @@
-"""inf and NaN stop a step, by name, before anything of the policy has changed."""
+"""inf and NaN are named and stop a step before anything of the policy changes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ WEIGHT = "decoder.layers.1.mlp.linear_fc1.weight"
 LINES = {
     "loss": "the loss of optimizer step 2 is nan",
     "gradient": "holds inf or NaN in optimizer step 2",
-    "activation": "the first tensor that holds inf or NaN is what decoder.layers.1.mlp.linear_fc1 gives",
+    "activation": "the first module with inf or NaN in its output is decoder.layers.1.mlp.linear_fc1",
 }
 
 

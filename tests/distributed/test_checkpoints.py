@@ -1,4 +1,4 @@
-"""A checkpoint that several ranks wrote is the same model in one process; what is no whole checkpoint is refused."""
+"""A checkpoint that several ranks wrote is the same model in one process, and an incomplete checkpoint is refused."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import shutil
 
 import pytest
 import torch
-from support import export_runs, trainer
+from support import trainer
 from support.models import FP8, random_sequences, read_weights
 
 from megatron_rl.errors import RunError, UserError
-from megatron_rl.mcore.checkpoint.load import read_state
-from megatron_rl.mcore.export import convert
+from megatron_rl.mcore.checkpoint.run_weights import read_state
+from megatron_rl.mcore.weights.export import convert
 from parallel.layout import Layout
 
 # Sequence parallelism, which experts need, cuts the batch's width: it is even with this seed.
@@ -44,19 +44,19 @@ def test_one_process_reads_the_same_masters_and_blocks(worlds, checkpoint, tied_
 
 
 def test_ranks_share_an_export_of_the_same_files_and_end_together_where_one_cannot_write(worlds, model_folder, tmp_path):
-    """Nobody reads what is for another's files, or holds more than the parameter that a tensor comes from."""
+    """No rank reads weights of other ranks' files, or holds more than one parameter at a time."""
     run = tmp_path / "step_00001"
     worlds(4).call(trainer.save_checkpoint, model_folder("qwen3_moe"), FP8, random_sequences(4, EVEN), run, Layout(dp=2, ep=2, pp=2))
-    alone, shared = ([*worlds(size).call(export_runs.convert, run, tmp_path / str(size))] for size in (1, 2))
+    alone, shared = ([*worlds(size).call(trainer.convert_run, run, tmp_path / str(size))] for size in (1, 2))
     files = {file.name: file.read_bytes() for file in (tmp_path / "1").iterdir()}
     assert files == {file.name: file.read_bytes() for file in (tmp_path / "2").iterdir()} and len(files) > 8
     assert sum(read for read, _ in shared) < 1.1 * alone[0][0] and max(read for read, _ in shared) < 0.6 * alone[0][0]
-    assert max(largest for _, largest in (*alone, *shared)) <= export_runs.largest_parameter(run)
+    assert max(largest for _, largest in (*alone, *shared)) <= trainer.largest_parameter(run)
     with pytest.raises(RunError, match=r"^No space left on device \(.*/model-00004-of-\d+\.safetensors\)$"):
-        worlds(2).call(export_runs.convert, run, tmp_path / "full", "model-00004")
+        worlds(2).call(trainer.convert_run, run, tmp_path / "full", "model-00004")
     (run / "mcore" / ".metadata").unlink()
     with pytest.raises(UserError, match=r"step_00001': is damaged: mcore/\.metadata cannot be read"):
-        worlds(2).call(export_runs.convert, run, tmp_path / "torn")
+        worlds(2).call(trainer.convert_run, run, tmp_path / "torn")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "2", "step_00001"]
 
 

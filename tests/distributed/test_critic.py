@@ -1,4 +1,4 @@
-"""A critic on Megatron's model: the numbers of transformers, and in every layout those of one process."""
+"""A critic on Megatron's model has the numbers of transformers, and in every layout those of one process."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def batches() -> list[list[TrainingSample]]:
 
 @pytest.fixture(scope="module")
 def models(checkpoint, tied_checkpoint, model_folder, tmp_path_factory):
-    """Name -> (the policy's checkpoint, the critic's, with a value head that is not 0)."""
+    """Maps a name to the policy's checkpoint and the critic's, whose value head is nonzero."""
     folders = {
         "untied": checkpoint,
         "tied": tied_checkpoint,

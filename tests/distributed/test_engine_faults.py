@@ -1,6 +1,6 @@
-"""Engines that die, hang or lose their connection, under one and two trainer ranks: the same answers and weights as if nothing had been.
+"""Engines that die, hang or lose their connection, with one and two trainer ranks: responses and weights are the same as without faults.
 
-The engines are light ones (`support.fake_engine`); tests/engine/test_several_engines.py has real ones.
+The engines are `support.fake_engine`; tests/engine/test_several_engines.py has real ones.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def test_all_engines_answer_alike_and_only_new_weights_change_that(world):
 
 
 def test_only_what_changed_is_sent_and_a_wrong_base_is_answered_with_everything(world, request):
-    """Within one host, through shared memory, everything is sent (`sync.delta = "auto"`)."""
+    """Within one host, through shared memory, everything is always sent (`sync.delta = "auto"`)."""
     deltas = "gloo" in request.node.callspec.id
     reports = []
     for version, seed, flipped in ((10, 7, None), (11, None, None), (12, None, 1), (13, None, None)):
@@ -59,11 +59,11 @@ def test_only_what_changed_is_sent_and_a_wrong_base_is_answered_with_everything(
     other, little, wrong, again = reports
     assert other["bytes"] == wrong["bytes"] and [report["wrong_bases"] for report in reports] == [0, 0, int(deltas), 0]
     told = lines(world)
-    base_line = "an engine did not hold what the sync before proved, everything is sent: the sync is not proved: "
+    base_line = "an engine did not hold the weights of the last proved sync, so all weights are sent: the sync is not proved: "
     if deltas:
         assert little["bytes"] == again["bytes"] < other["bytes"] // 100 and 0 < little["changed_share"] == again["changed_share"] < 0.01
         assert other["changed_share"] > 0.5 and told.count(base_line) == 1 and " of engine rank 1 differs from " in told
-        assert told.count("sync.delta = auto: what changed is sent; 0.0") == told.count("sync.delta = auto: everything is sent; 9") == 1
+        assert told.count("sync.delta = auto: sending what changed; 0.0") == told.count("sync.delta = auto: sending everything; 9") == 1
     else:
         assert {report["bytes"] for report in reports} == {other["bytes"]} and other["changed_share"] is None and "base" not in told
 
@@ -76,17 +76,17 @@ def test_an_engine_that_is_lost_in_a_sync_is_replaced_and_the_sync_is_proved(wor
     assert {(report["proved"], report["restarts"]) for report in reports} == {(reports[0]["tensors"], 1)}
     messages = lines(world)
     assert "engine 1 is lost" in messages and f"engines serve policy version {version} again, proved" in messages
-    assert fault == "kill" or f"silent for {HEALTH:g} s, rollout.health_timeout" in messages
+    assert fault == "kill" or f"it did not respond for {HEALTH:g} s (rollout.health_timeout) and was killed" in messages
     both, first, second = (answers(world, engine) for engine in (None, 0, 1))
     assert both == first == second and {served for _, served in both} == {version}
 
 
 def test_what_was_sampled_when_all_engines_are_lost_is_sampled_anew(world):
-    """One is killed, one hangs."""
+    """One engine is killed, the other hangs."""
     expected = answers(world)
     results = world.call(fake_engine.answers_through, 4, {0: "kill", 1: "hang"}, COUNT, TOKENS, seconds=START)
     assert results[0] == {"result": expected, "left": []} and all(other == expected for other in results[1:])
-    assert f"silent for {HEALTH:g} s, rollout.health_timeout" in lines(world)
+    assert f"it did not respond for {HEALTH:g} s (rollout.health_timeout) and was killed" in lines(world)
     assert answers(world, 0) == answers(world, 1) == expected
 
 
@@ -106,7 +106,7 @@ def test_the_other_engine_takes_over_from_one_whose_connection_breaks(world):
 
 @pytest.mark.long
 def test_more_losses_than_allowed_end_the_run_with_one_line(world):
-    """Each sync loses engine 0 at its third chunk, restarts included."""
+    """Each sync, also after a restart, loses engine 0 at its third chunk."""
     world.call(fake_engine.change, 6)
     with pytest.raises(RunError, match=r"no more restarts in this step \(rollout.max_restarts = 3\)$") as error:
         world.call(fake_engine.always_lose, 6, seconds=START)
@@ -114,7 +114,7 @@ def test_more_losses_than_allowed_end_the_run_with_one_line(world):
 
 
 def test_engines_end_with_rank_0_also_those_that_hang(world):
-    """Last, for nothing is left afterwards."""
+    """This is the last test, because nothing is left after it."""
     trainer, *engines = family(world.pid())
     assert engines
     for process in engines:

@@ -1,4 +1,4 @@
-"""What an environment wrote is read by the policy and is nothing else, in the real trainer and in the real loop."""
+"""Tokens of an environment are read by the policy, but not trained on, in the real trainer and in the real loop."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_rl.batch.training_sample import TrainingSample
 
 
 def dialogues(count: int, seed: int) -> list[TrainingSample]:
-    """Random answers of which an environment wrote some stretches."""
+    """Return random responses with stretches written by an environment."""
     source, sequences = random.Random(seed), random_sequences(count, seed)
     for sequence in sequences:
         known = torch.tensor([source.random() < 0.7 for _ in sequence.response_ids])
@@ -24,7 +24,7 @@ def dialogues(count: int, seed: int) -> list[TrainingSample]:
 
 
 def test_one_step_is_that_of_the_sampled_tokens_alone(worlds, transformers_process, checkpoint):
-    """Loss, entropy and gradient by transformers' model, token by token; sums in another order differ by 1e-6."""
+    """Loss, entropy and gradient match transformers' model, token by token, up to the order of sums."""
     batch = dialogues(6, seed=5)
     assert 0.5 < sum(sequence.sampled_count for sequence in batch) / sum(len(sequence.response_ids) for sequence in batch) < 0.9
     result = worlds(1).call(trainer.train_grpo, checkpoint, FP32, {}, [batch])[0]
@@ -35,7 +35,7 @@ def test_one_step_is_that_of_the_sampled_tokens_alone(worlds, transformers_proce
 
 
 def test_log_probs_of_an_environments_tokens_change_nothing(worlds, checkpoint):
-    """No loss, no metric and no weight, in steps that read log-probs wherever the loop can."""
+    """They change no loss, metric or weight, in steps that read log-probs wherever the loop can."""
     algorithm = {"updates_per_step": 2, "kl_coef": 0.1, "correction": "tis", "calibrate_every": 1}
     arguments = training_runs.run_loop, checkpoint, FP8, algorithm, 2, 0.02, 1
     runs = [worlds(1).call(*arguments, logprob)[0] for logprob in (0.0, -9.0, None)]

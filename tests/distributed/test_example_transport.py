@@ -1,4 +1,4 @@
-"""A transport of the user's own carries weights into an engine's process, which finds it by its name."""
+"""A user's own transport carries weights into an engine's process, which finds the transport by its name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The FP8 layers' backward pass under Megatron's options: recomputation, gradient buffers, experts."""
+"""The backward pass of FP8 layers with Megatron's options: recomputation, gradient buffers, experts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from support import megatron_models, trainer
 from support.models import FP8
 
-from megatron_rl.precision import fp8_products
+from megatron_rl.kernels.linear import reference as fp8_products
 from megatron_rl.precision.fp8 import dequantize_weight, quantize_weight
 
 N, K = 256, 512
@@ -19,7 +19,7 @@ def values(*shape: int, seed: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("high", ["fp32", "bf16"])
 def test_recomputed_activations_give_the_same_gradients(worlds, checkpoint, high):
-    """Bit for bit: the same forward pass runs twice on the same blocks."""
+    """They are equal bit for bit: the same forward pass runs twice on the same blocks."""
     ways = ("none", "selective", "full")
     for rank, (kept, *others) in enumerate(
         zip(*(worlds(2).call(trainer.gradients, checkpoint, {**FP8, "high": high}, way) for way in ways), strict=True)
@@ -31,7 +31,7 @@ def test_recomputed_activations_give_the_same_gradients(worlds, checkpoint, high
 
 @pytest.mark.parametrize("ranks, sequence_parallel", [(1, False), (2, False), (2, True)])
 def test_two_micro_batches_add_up_to_one(worlds, ranks, sequence_parallel):
-    """256 tokens cut at 128, where WGrad's groups of tokens are cut anyway: what differs is the order of FP32 sums."""
+    """256 tokens are split at 128, a boundary of WGrad's groups, so that only the order of FP32 sums differs."""
     weight, x, dy = values(N, K, seed=1), values(256, 1, K, seed=2), values(256, 1, N, seed=3)
     results = worlds(ranks).call(megatron_models.accumulate_weight_gradient, sequence_parallel, weight, x, dy)
     for result in results:
@@ -42,7 +42,7 @@ def test_two_micro_batches_add_up_to_one(worlds, ranks, sequence_parallel):
 @pytest.mark.parametrize("tokens", [140, 0])
 @pytest.mark.parametrize("kind", ["column", "row"])
 def test_an_experts_layer_leaves_communication_to_the_dispatcher(worlds, kind, tokens):
-    """Each rank's results are the products of its own part alone, also under sequence parallelism, and with no tokens."""
+    """Each rank returns the products of its own slice, also under sequence parallelism, and without tokens."""
     weight = values(N, K, seed=4)
     n, k = (N // 2, K) if kind == "column" else (N, K // 2)
     x, dy = values(tokens, k, seed=5), values(tokens, n, seed=6)

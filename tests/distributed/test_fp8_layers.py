@@ -1,4 +1,4 @@
-"""The FP8 layers inside Megatron: the three products of the contract through tensor- and sequence-parallel communication."""
+"""The FP8 layers in Megatron: the contract's three products with tensor- and sequence-parallel communication."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ S, B, N, K = 80, 2, 256, 512  # S * B tokens are no multiple of 128 on purpose
 
 
 def uneven(rows: int, cols: int, seed: int) -> np.ndarray:
-    """float32 values whose blocks have very different sizes, so that a scale taken from the wrong block shows."""
+    """Return float32 values whose blocks differ a lot in magnitude, so that a scale of the wrong block is noticed."""
     random = np.random.default_rng(seed)
     sizes = np.exp2(random.integers(-6, 6, (-(-rows // 32), -(-cols // 32))))
     return (random.standard_normal((rows, cols)) * np.kron(sizes, np.ones((32, 32)))[:rows, :cols]).astype(np.float32)
@@ -25,7 +25,7 @@ def operands():
 
 @pytest.fixture(scope="module", params=["pow2", "fp32"])
 def expected(request, operands):
-    """(scale format, left and right operand of each product in float64), quantised by the slow definitions."""
+    """(scale format, float64 operands of each product), quantized by the slow definitions."""
     weight, x, dy = operands
     form = request.param
     codes, scales = slow_fp8.quantize_matrix(weight, form)
@@ -48,5 +48,5 @@ def test_products_are_those_of_the_contract(worlds, operands, expected, kind, ra
     for rank, results in enumerate(worlds(ranks).call(megatron_models.run_layer, *arguments)):
         for (name, (left, right)), got in zip(products.items(), results, strict=True):
             error = np.abs(got.double().numpy().reshape(left.shape[0], right.shape[1]) - left @ right)
-            # FP32 sums in any order; one wrongly quantised element would be 2^-4 of a term
+            # FP32 sums in any order; one wrongly quantized element would be 2^-4 of a term
             assert (error <= 1e-6 * (np.abs(left) @ np.abs(right)) + 1e-30).all(), f"rank {rank}: {name} is off by {error.max()}"

@@ -1,4 +1,4 @@
-"""A rank that is held stops the others in a collective: they say where all stand, and end. A signal to one rank stops all."""
+"""If a rank hangs in a collective, the other ranks report where all ranks are, and end. A signal to one rank stops all."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_a_held_rank_ends_the_run_that_says_where_each_rank_stands(checkpoint, t
         assert alive_after([psutil.Process(world.pid(0))], 600) == []
     message = (run / "message").read_text()
     place = r"in (generate|share|logprobs|attribute|train|checkpoint|sync|eval|the start) of step \d+"
-    line = rf"rank 0: the run stands still: rank 0: {place} for \d+ s; rank 1: {place}, not heard for \d+ s \(process "
+    line = rf"rank 0: the run hangs: rank 0: {place} for \d+ s; rank 1: {place}, not heard for \d+ s \(process "
     assert re.match(line, message), message
     stacks = (run / "ranks" / "rank_00000.log").read_text()
     loop = stacks[: stacks.index("training/loop.py")].rpartition("hread 0x")[2]  # the stack of the thread that trains, innermost first

@@ -1,4 +1,4 @@
-"""A Hugging Face checkpoint imported into a layout and exported again is the same bytes, FP8 blocks with their scales included."""
+"""A Hugging Face checkpoint that is imported into a layout and exported again has the same bytes, FP8 blocks and scales included."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
-from support import fp8_checkpoints
 from support.families import ARCHITECTURES
-from support.fp8_checkpoints import different, make_fp8_checkpoint, split, with_random_blocks
+from support.fp8_checkpoints import different, import_checkpoint, make_fp8_checkpoint, split, step, with_random_blocks
 from support.golden import slow_fp8
 from support.models import make_checkpoint, make_model, random_sequences, read_weights
 
@@ -24,7 +23,6 @@ from parallel.families import FAMILIES
 from parallel.formats import FP8
 from parallel.layout import Layout
 
-LAYOUTS = [Layout(), Layout(tp=2), Layout(pp=2), Layout(tp=2, pp=2)]
 WIDTHS: dict[str, dict[str, Any]] = {
     "plain": {},
     "tied": {"tie_word_embeddings": True},
@@ -36,7 +34,7 @@ NAMES = sorted(f"decoder.layers.{layer}.{name}" for layer in range(2) for name i
 
 @pytest.fixture(scope="module")
 def fp8(tmp_path_factory):
-    """Makes the FP8 checkpoint of some widths and scales, once each."""
+    """`fp8(widths, scales)`: the FP8 checkpoint with these widths and scales, made once."""
     made: dict[tuple[str, str], Path] = {}
 
     def get(widths: str, scales: str = "pow2") -> Path:
@@ -52,7 +50,7 @@ def unified(scale_format: str = "pow2") -> dict[str, Any]:
 
 
 def dequantized(folder: Path) -> dict[str, torch.Tensor]:
-    """float32 values of an FP8 checkpoint, from the definition of the format."""
+    """Return the float32 values of an FP8 checkpoint, from the definition of the format."""
     tensors = {}
     for name, tensor in read_weights(folder).items():
         if tensor.dtype == torch.float8_e4m3fn:
@@ -65,16 +63,22 @@ def dequantized(folder: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-@pytest.mark.parametrize("widths, scales", [("plain", "pow2"), ("tied", "fp32"), ("narrow", "fp32"), ("narrow", "pow2")])
-def test_an_fp8_checkpoint_comes_out_as_it_went_in(worlds, fp8, tmp_path, layout, widths, scales):
-    """Its masters are the dequantised values."""
+CASES = [
+    *(("plain", "pow2", layout) for layout in (Layout(), Layout(tp=2), Layout(pp=2), Layout(tp=2, pp=2))),
+    *(("tied", "fp32", layout) for layout in (Layout(), Layout(pp=2))),
+    *(("narrow", scales, Layout(tp=2, pp=2)) for scales in ("pow2", "fp32")),
+]
+
+
+@pytest.mark.parametrize("widths, scales, layout", CASES, ids=str)
+def test_an_fp8_checkpoint_comes_out_as_it_went_in(worlds, fp8, tmp_path, widths, scales, layout):
+    """Its masters are the dequantized values."""
     folder = fp8(widths, scales)
-    ranks = worlds(layout.world_size).call(fp8_checkpoints.import_and_export, folder, unified(scales), tmp_path / "out", layout)
-    assert all(adopted == layers > 0 for adopted, layers, _ in ranks)
+    ranks = worlds(layout.world_size).call(import_checkpoint, folder, unified(scales), layout, tmp_path / "out")
+    assert all(rank["adopted"] and all(rank["adopted"]) for rank in ranks)
     assert different(folder, tmp_path / "out") == []
     assert len(read_weights(folder)) == 3 + 2 * (4 + 2 * 7) - (widths == "tied")
-    assert_dequantized(folder, ranks[0][2])
+    assert_dequantized(folder, ranks[0]["masters"])
 
 
 def assert_dequantized(folder: Path, masters: dict[str, torch.Tensor]) -> None:
@@ -83,11 +87,11 @@ def assert_dequantized(folder: Path, masters: dict[str, torch.Tensor]) -> None:
     assert [name for name in expected if not torch.equal(masters[name], expected[name])] == []
 
 
-def test_these_checkpoints_are_not_what_our_quantiser_would_make(worlds, fp8, tmp_path):
-    """The tests above can fail: quantising the dequantised values again changes bytes and scales of every weight."""
+def test_these_checkpoints_are_not_what_our_quantizer_would_make(worlds, fp8, tmp_path):
+    """The test above can fail: quantizing the dequantized values again changes bytes and scales of every weight."""
     folder, again = fp8("plain"), tmp_path / "again"
     write_checkpoint(tmp_path, {**read_config(folder), "quantization_config": None}, dequantized(folder), folder)
-    worlds(1).call(fp8_checkpoints.import_and_export, tmp_path, unified(), again)
+    worlds(1).call(import_checkpoint, tmp_path, unified(), None, again)
     wrong = different(folder, again)
     assert {f"model.layers.0.{name}" for name in ("self_attn.q_proj.weight", "mlp.down_proj.weight_scale_inv")} <= set(wrong)
     assert len(wrong) == 2 * 2 * 7
@@ -97,27 +101,29 @@ def test_these_checkpoints_are_not_what_our_quantiser_would_make(worlds, fp8, tm
 def test_a_bf16_checkpoint_comes_out_as_it_went_in(worlds, tmp_path, layout):
     folder = make_checkpoint(tmp_path / "bf16", num_hidden_layers=2)
     save_file({name: tensor.bfloat16() for name, tensor in read_weights(folder).items()}, folder / "model.safetensors")
-    worlds(layout.world_size).call(fp8_checkpoints.import_and_export, folder, {"mode": "bf16", "high": "bf16"}, tmp_path / "out", layout)
+    worlds(layout.world_size).call(import_checkpoint, folder, {"mode": "bf16", "high": "bf16"}, layout, tmp_path / "out")
     assert different(folder, tmp_path / "out") == []
 
 
-def test_several_files_with_an_index_are_the_same_checkpoint(worlds, fp8, tmp_path):
-    whole, parts = fp8("plain"), make_fp8_checkpoint(tmp_path / "parts", num_hidden_layers=2)
-    worlds(2).call(fp8_checkpoints.import_and_export, split(parts, 3), unified(), tmp_path / "out")
-    assert different(whole, tmp_path / "out") == []
+def test_several_files_and_scales_in_bfloat16_are_the_same_checkpoint(worlds, fp8, tmp_path):
+    parts = make_fp8_checkpoint(tmp_path / "parts", num_hidden_layers=2)
+    weights = {name: tensor.bfloat16() if name.endswith("_scale_inv") else tensor for name, tensor in read_weights(parts).items()}
+    save_file(weights, parts / "model.safetensors")
+    worlds(2).call(import_checkpoint, split(parts, 3), unified(), Layout(tp=2), tmp_path / "out")
+    assert different(fp8("plain"), tmp_path / "out") == []
 
 
 @pytest.mark.parametrize("layout", [Layout(), Layout(tp=2)], ids=str)
 @pytest.mark.parametrize("precision", [{"mode": "bf16", "high": "fp32"}, {"mode": "fp8_rollout", "high": "fp32"}])
 def test_a_trainer_without_fp8_starts_from_the_dequantized_values(worlds, fp8, layout, precision):
     folder = fp8("narrow")
-    assert_dequantized(folder, worlds(layout.world_size).call(fp8_checkpoints.masters, folder, precision, layout)[0])
+    assert_dequantized(folder, worlds(layout.world_size).call(import_checkpoint, folder, precision, layout)[0]["masters"])
 
 
 def test_an_engine_beside_a_high_precision_trainer_gets_the_same_values(worlds, fp8, tmp_path):
-    """`fp8_rollout` quantises what the trainer holds: with pow2 scales other bytes where a block was not filled, but the same values."""
+    """`fp8_rollout` quantizes what the trainer holds. With pow2 scales some blocks get other bytes, but the same values."""
     folder = fp8("plain")
-    worlds(1).call(fp8_checkpoints.import_and_export, folder, {"mode": "fp8_rollout", "high": "bf16"}, tmp_path / "out")
+    worlds(1).call(import_checkpoint, folder, {"mode": "fp8_rollout", "high": "bf16"}, None, tmp_path / "out")
     served, expected = read_weights(tmp_path / "out"), dequantized(folder)
     assert different(folder, tmp_path / "out") != []
     for name, values in expected.items():
@@ -141,32 +147,34 @@ SPREAD = [
 
 @pytest.mark.parametrize("precision, layout", SPREAD, ids=str)
 def test_masters_are_the_same_in_any_layout_and_round_to_the_checkpoint(worlds, bf16, precision, layout):
-    stored = read_weights(bf16)
-    masters, served, exported = worlds(layout.world_size).call(fp8_checkpoints.spread_masters, bf16, precision, layout)[0]
-    masters_of_one, *_ = worlds(1).call(fp8_checkpoints.spread_masters, bf16, precision)[0]
-    _, served_naively, _ = worlds(1).call(fp8_checkpoints.spread_masters, bf16, {**precision, "masters": "stored"})[0]
-    assert masters.keys() == masters_of_one.keys() == stored.keys() == exported.keys()
+    stored, spread = read_weights(bf16), precision | {"masters": "spread"}
+    result = worlds(layout.world_size).call(import_checkpoint, bf16, spread, layout)[0]
+    alone = worlds(1).call(import_checkpoint, bf16, spread)[0]
+    plain = worlds(1).call(import_checkpoint, bf16, precision | {"masters": "stored"})[0]
+    masters = result["stepped"]
+    assert masters.keys() == alone["stepped"].keys() == stored.keys() == result["masters"].keys()
     for name, values in stored.items():
-        assert torch.equal(masters[name], masters_of_one[name]), name
-        assert torch.equal(masters[name].bfloat16(), values) and torch.equal(exported[name], values), name
+        assert torch.equal(masters[name], alone["stepped"][name]), name
+        assert torch.equal(masters[name].bfloat16(), values) and torch.equal(result["masters"][name].bfloat16(), values), name
         coarser = precision["high"] == "bf16" or name.endswith("_proj.weight")
         assert (float((masters[name] == values.float()).float().mean()) < 0.02) is coarser, name
-    assert [name for name in served_naively if not torch.equal(served[name], served_naively[name])] == []
+    assert [name for name, tensor in plain["served"].items() if not torch.equal(result["served"][name], tensor)] == []
 
 
 @pytest.mark.parametrize("layout", [Layout(), Layout(tp=2)], ids=str)
 def test_masters_of_an_fp8_checkpoint_are_the_same_in_any_layout_and_leave_its_blocks(worlds, fp8, layout):
-    precision, folder = unified(), fp8("narrow")
-    masters, served, _ = worlds(layout.world_size).call(fp8_checkpoints.spread_masters, folder, precision, layout)[0]
-    masters_of_one, *_ = worlds(1).call(fp8_checkpoints.spread_masters, folder, precision)[0]
-    assert [name for name in masters_of_one if not torch.equal(masters[name], masters_of_one[name])] == []
+    precision, folder = unified() | {"masters": "spread"}, fp8("narrow")
+    result = worlds(layout.world_size).call(import_checkpoint, folder, precision, layout)[0]
+    alone = worlds(1).call(import_checkpoint, folder, precision)[0]["stepped"]
+    assert [name for name in alone if not torch.equal(result["stepped"][name], alone[name])] == []
     for name, tensor in read_weights(folder).items():
-        assert torch.equal(served[name], tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor.float()), name
+        expected = tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor.float()
+        assert torch.equal(result["served"][name], expected), name
 
 
 @pytest.mark.parametrize("size, widths", [(1, "plain"), (2, "narrow")])
-def test_the_first_optimizer_step_quantises_anew(worlds, fp8, size, widths):
-    for layers in worlds(size).call(fp8_checkpoints.step, fp8(widths), unified(), random_sequences(4, seed=2), 1e-3):
+def test_the_first_optimizer_step_quantizes_again(worlds, fp8, size, widths):
+    for layers in worlds(size).call(step, fp8(widths), unified(), random_sequences(4, seed=2), 1e-3):
         assert sorted(layers["all"]) == NAMES == sorted(layers["quantized"])
         assert layers["kept"] == []
 
@@ -177,20 +185,12 @@ def test_a_broken_value_on_one_rank_stops_every_rank(worlds, tmp_path):
     weights["model.layers.0.mlp.gate_proj.weight"].view(torch.uint8)[300, 3] = 0xFF  # rank 1 holds rows 256 to 511
     save_file(weights, folder / "model.safetensors")
     with pytest.raises(UserError, match=r"tensor model\.layers\.0\.mlp\.gate_proj\.weight holds inf or NaN"):
-        worlds(2).call(fp8_checkpoints.masters, folder, unified())
+        worlds(2).call(import_checkpoint, folder, unified(), Layout(tp=2))
 
 
 def test_scales_that_are_no_powers_of_two_need_another_scale_format(worlds, fp8):
-    with pytest.raises(UserError, match=r"tensor \S+\.weight_scale_inv holds scales that are no powers of two.*scale_format = .fp32"):
-        worlds(1).call(fp8_checkpoints.masters, fp8("plain", "fp32"), unified("pow2"))
-
-
-def test_scales_in_bfloat16_are_those_in_float32(worlds, fp8, tmp_path):
-    folder, expected = make_fp8_checkpoint(tmp_path / "bf16", num_hidden_layers=2), fp8("plain")
-    weights = {name: tensor.bfloat16() if name.endswith("_scale_inv") else tensor for name, tensor in read_weights(folder).items()}
-    save_file(weights, folder / "model.safetensors")
-    worlds(1).call(fp8_checkpoints.import_and_export, folder, unified(), tmp_path / "out")
-    assert different(expected, tmp_path / "out") == []
+    with pytest.raises(UserError, match=r"tensor \S+\.weight_scale_inv holds scales that are not powers of two.*scale_format = .fp32"):
+        worlds(1).call(import_checkpoint, fp8("plain", "fp32"), unified("pow2"))
 
 
 ANY_MODEL = [
@@ -205,6 +205,6 @@ ANY_MODEL = [
 @pytest.mark.parametrize("architecture, layout", ANY_MODEL)
 def test_every_architecture_comes_out_as_it_went_in(worlds, tmp_path, architecture, layout):
     folder = with_random_blocks(make_model(tmp_path / "model", ARCHITECTURES[architecture]), "pow2", seed=3)
-    ranks = worlds(layout.world_size).call(fp8_checkpoints.import_and_export, folder, unified(), tmp_path / "out", layout)
-    assert all(adopted == layers > 0 for adopted, layers, _ in ranks)
+    ranks = worlds(layout.world_size).call(import_checkpoint, folder, unified(), layout, tmp_path / "out")
+    assert all(rank["adopted"] and all(rank["adopted"]) for rank in ranks)
     assert different(folder, tmp_path / "out") == []

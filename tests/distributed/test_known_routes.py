@@ -1,4 +1,4 @@
-"""Where routers replay, ranks know before a pass how many tokens go where: Megatron's counts, and every bit is as without."""
+"""If routers replay, ranks know before a pass how many tokens go where. The counts are Megatron's, and no bit changes."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import shutil
 from typing import Any
 
 import pytest
-from support import mtp, mtp_training, routing, trainer
+from support import fp8_checkpoints, routing, trainer
 from support.models import FP8, random_sequences
-from support.same_bits import assert_same
+from support.samples import assert_same
 
 from parallel.layout import Layout
 
@@ -30,13 +30,13 @@ LONG = [
 
 
 def batches(model: str, layers: int) -> list:
-    """Of the last one replica has all, the other padding alone."""
+    """Return three batches. In the last, one replica has the only sample, the other only padding."""
     whole = [random_sequences(7, seed=1), random_sequences(6, seed=2), random_sequences(1, seed=3)]
     return [routing.with_random_routing(batch, *MODELS[model], layers) for batch in whole]
 
 
 def compare(worlds, run, layout: Layout, *args: Any) -> list[dict[str, Any]]:
-    """Return what each rank gives where routes are known, after the same where they are not."""
+    """Return the results of each rank with known routes, after comparing them with those of counted routes."""
     known, counted = (worlds(layout.world_size).call(routing.train_on_records, run, each, *args, layout) for each in (True, False))
     for ours, theirs in zip(known, counted, strict=True):
         assert_same(ours["results"], theirs["results"])
@@ -55,7 +55,7 @@ def test_no_layer_counts_and_no_bit_changes(worlds, model_folder, layout, model,
 @pytest.mark.long
 def test_layers_for_multi_token_prediction_have_no_record_and_count(worlds, model_folder, tmp_path):
     folder = shutil.copytree(model_folder("glm4_moe_air", num_hidden_layers=2), tmp_path / "model")
-    mtp.add_mtp_layer(folder)
+    fp8_checkpoints.add_mtp_layer(folder)
     layout, train = Layout(tp=2, dp=2, ep=2, etp=1), TURNS | {"mtp_loss_scaling_factor": 0.3}
-    for rank in compare(worlds, mtp_training.train, layout, folder, FP8, train, batches("glm4_moe", 2)[:2]):
+    for rank in compare(worlds, trainer.train_grpo, layout, folder, FP8, train, batches("glm4_moe", 2)[:2]):
         assert rank["free"] > 0

@@ -1,4 +1,4 @@
-"""Every algorithm through the real loop and a real FP8 trainer: it learns what is rewarded, and reports what it did."""
+"""Every algorithm through the real loop and a real FP8 trainer: it learns what is rewarded, and reports its metrics."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def run(worlds, checkpoint, critic: dict | None = None, noise: float = 0.02, ste
     "name", [name if name in LEARNED else pytest.param(name, marks=pytest.mark.long) for name in PRESETS if name != "ppo"]
 )
 def test_an_algorithm_makes_rewarded_answers_likelier(worlds, checkpoint, name):
-    """Steps of 1e-3 by Adam move a random model by far more than 0.1 nats; a wrong sign would move it the other way."""
+    """Adam's steps of 1e-3 move a random model by far more than 0.1 nats. A wrong sign would move it the other way."""
     result = run(worlds, checkpoint, name=name, kl_coef=0.001)
     assert result["leads"][-1] > result["leads"][0] + 0.1
     assert all((advantage > 0) == bool(number % 2) for number, advantage in enumerate(result["advantages"]))
@@ -38,7 +38,7 @@ def test_an_algorithm_makes_rewarded_answers_likelier(worlds, checkpoint, name):
 
 
 def test_a_critic_learns_returns_and_its_advantages_make_rewarded_answers_likelier(worlds, checkpoint):
-    """It learns alone at first, while the policy's bits stay, then before each of the policy's updates."""
+    """The critic first trains alone, without changing the policy, then before each update of the policy."""
     result = run(worlds, checkpoint, {"learning_rate": 3e-3, "critic_warmup": 3}, steps=6, name="ppo", kl_coef=0.001, lam=0.95)
     first, *rows = result["rows"]
     leads = result["leads"]
@@ -66,7 +66,7 @@ def test_corrections_are_reported(worlds, checkpoint, correction):
 
 
 def test_the_engines_log_probs_as_the_old_ones_clip_what_the_engine_got_wrong(worlds, checkpoint):
-    """Noise of 0.5 nats is outside of the clip before the first update already."""
+    """Noise of 0.5 nats is outside of the clip range before the first update."""
     trainer, engine = (run(worlds, checkpoint, noise=0.5, updates_per_step=1, old_policy=old)["rows"][-1] for old in ("trainer", "engine"))
     assert trainer["clip/positive"] + trainer["clip/negative"] == 0
     assert engine["clip/positive"] + engine["clip/negative"] > 0.1
@@ -81,7 +81,8 @@ def test_calibrated_bounds_move_every_so_many_steps(worlds, checkpoint):
 
 @pytest.mark.parametrize("kl_in", ["advantage", "loss"])
 def test_a_policy_learns_what_its_teacher_knows(worlds, checkpoint, model_folder, kl_in):
-    """Without rewards; the teacher is another model, of another family. In any layout it is the reference's code: see test_layouts.py."""
+    """There are no rewards, and the teacher is of another family. For other layouts see test_layouts.py: the reference uses the same
+    code."""
     call = partial(training_runs.run_loop, teacher={"path": model_folder("qwen3_moe"), "reward_coef": 0.0, "kl_in": kl_in})
     rows = worlds(1).call(call, checkpoint, FP8, {"updates_per_step": 2}, STEPS, 0.0)[0]["rows"][1:]
     assert all(math.isfinite(value) for row in rows for value in row.values())

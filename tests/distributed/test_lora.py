@@ -1,4 +1,4 @@
-"""Adapters alone train: their gradients, what is frozen, and that tensor-parallel ranks compute and learn what one process does."""
+"""Training of adapters alone: their gradients, frozen weights, and the same results in any layout."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 import torch
 from support import lora, transformers_reference
 from support.families import ARCHITECTURES
+from support.fp8_checkpoints import add_mtp_layer
 from support.models import FP8, FP32, make_model, random_sequences
-from support.mtp import add_mtp_layer
 
 from parallel.layout import Layout
 
@@ -19,7 +19,7 @@ LORA = {"rank": 8, "alpha": 16.0}
 
 @pytest.fixture(scope="module", params=["fp32", "fp8"])
 def runs(request, worlds, checkpoint):
-    """Results of one process, and of the ranks of two, for the same checkpoint and batches."""
+    """Results of one process, and of two ranks, for the same checkpoint and batches."""
     precision = {"fp32": FP32, "fp8": FP8}[request.param]
     batches = [random_sequences(8, seed) for seed in range(3)]
     return request.param, *(worlds(ranks).call(lora.train_adapters, checkpoint, precision, LORA, batches) for ranks in (1, 2))
@@ -80,7 +80,7 @@ def targets(model: str) -> dict[str, object]:
 
 @pytest.fixture(scope="module")
 def alone(worlds, model_folder):
-    """`alone(model)`: its folder, batches, and what one process makes of them."""
+    """`alone(model)`: its folder, batches, and the results of one process."""
 
     @functools.cache
     def train(model: str) -> tuple[Path, list, dict]:
@@ -109,7 +109,7 @@ def test_every_layout_learns_what_one_process_does_which_has_the_bits_of_its_che
 
 @pytest.mark.parametrize("recompute", ["full", "selective"])
 def test_layers_that_are_recomputed_learn_the_same(worlds, model_folder, recompute):
-    """Adapters on MLPs alone: the input of the first layer's needs no gradient."""
+    """With adapters on MLPs only, the input of the first layer needs no gradient."""
     run = model_folder("qwen3_moe"), FP32, LORA | {"targets": FC}, [random_sequences(4, 1), random_sequences(4, 2)], Layout(), None
     kept, again = (worlds(1).call(lora.train_adapters, *run, {"recompute": how})[0] for how in ("none", recompute))
     assert kept["gradients"] == again["changed"] and torch.equal(kept["trained"], again["trained"])
@@ -124,7 +124,7 @@ PEFT = {
 
 @pytest.mark.parametrize("kind", PEFT)
 def test_peft_loads_what_is_exported_and_computes_the_trainers_logprobs(worlds, transformers_process, model_folder, tmp_path, kind):
-    """transformers has one tensor of all experts: PEFT loads their adapters into that."""
+    """transformers has one tensor of all experts, into which PEFT loads their adapters."""
     model, changes = PEFT[kind]
     folder, batch, run, adapters = model_folder(model, **changes), random_sequences(8, 0), tmp_path / "step_00001", tmp_path / "adapters"
     ((result),) = worlds(1).call(lora.train_adapters, folder, FP32, targets(model), [batch], Layout(), run)

@@ -1,4 +1,4 @@
-"""The mismatch attributed by cause: each planted cause shows in its own rung and in no other, and the rungs add up to the whole."""
+"""The mismatch by cause: each planted cause appears only under its own name, and the causes add up to the total."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ROLLOUT = {mode: {"mode": mode, "high": "fp32"} for mode in ("fp8_rollout", "int
 
 
 def attributed(world, checkpoint, precision: dict, fault: str = "") -> dict[str, float]:
-    """|d| by cause. Every rank gets the same, and the causes add up to the total: float64 sums of a few hundred tokens."""
+    """Return the mean absolute mismatch by cause. Every rank gets the same, and the causes add up to the total."""
     metrics, *others = world.call(training_runs.measure_causes, checkpoint, precision, random_sequences(8, 3), fault)
     assert all(other == metrics for other in others)
     for what in SUMMED:
@@ -24,7 +24,7 @@ def attributed(world, checkpoint, precision: dict, fault: str = "") -> dict[str,
 
 @pytest.mark.parametrize("fault, scale_format", [*((cause, "pow2") for cause in CAUSES), ("activations", "fp32")])
 def test_in_unified_fp8_a_planted_cause_is_found_in_its_rung(worlds, checkpoint, fault, scale_format):
-    """All others are exactly 0: the same bytes, the same products, the same order of sums."""
+    """All other causes are exactly 0: same bytes, same products, same order of sums."""
     shares = attributed(worlds(1), checkpoint, FP8 | {"scale_format": scale_format}, fault)
     assert {cause for cause in CAUSES if shares[cause]} == {fault}
     assert shares[fault] == shares["total"] > 1e-3
@@ -37,21 +37,21 @@ def test_one_precision_flow_has_nothing_to_attribute(worlds, checkpoint, precisi
 
 
 @pytest.mark.parametrize("mode", ROLLOUT)
-def test_a_quantised_engine_differs_by_its_weights_and_by_its_inputs(worlds, checkpoint, mode):
+def test_a_quantized_engine_differs_by_its_weights_and_by_its_inputs(worlds, checkpoint, mode):
     for world in (worlds(1), worlds(2)):
         shares = attributed(world, checkpoint, ROLLOUT[mode])
         assert shares["kernels"] == shares["version"] == 0
         assert shares["activations"] > 1e-3 and shares["weights"] > 1e-3
 
 
-def test_a_changed_weight_and_a_version_are_found_beside_the_quantisation(worlds, checkpoint):
+def test_a_changed_weight_and_a_version_are_found_beside_the_quantization(worlds, checkpoint):
     plain = attributed(worlds(1), checkpoint, ROLLOUT["fp8_rollout"])
     weights, version = (attributed(worlds(1), checkpoint, ROLLOUT["fp8_rollout"], fault) for fault in ("weights", "version"))
     assert weights["weights"] > 1.2 * plain["weights"] and weights["version"] == weights["kernels"] == 0
     assert version["version"] > 1e-3 and [version[name] for name in CAUSES[:3]] == [plain[name] for name in CAUSES[:3]]
 
 
-def test_the_cache_of_an_engine_that_alone_is_quantised_is_found_with_its_scales_per_layer(worlds, checkpoint):
+def test_the_cache_of_an_engine_that_alone_is_quantized_is_found_with_its_scales_per_layer(worlds, checkpoint):
     shares = attributed(worlds(1), checkpoint, ROLLOUT["fp8_rollout"] | {"kv": "e4m3_per_layer"}, "kv")
     assert shares["kernels"] == shares["version"] == 0 and shares["kv"] > 1e-4
 

@@ -1,5 +1,4 @@
-"""A number format goes end to end. The first of `CASES` is unknown to the source: one row, one quantizer and one product, added by the
-test alone. Others take a trainer's inputs in groups as wide as a block, quantized as a weight is."""
+"""A number format end to end. The first of `CASES` is unknown to the source; this test adds its row, quantizer and product."""
 
 from __future__ import annotations
 
@@ -12,11 +11,11 @@ from support.models import read_weights
 from support.toy_format import MODE, TOY
 
 from megatron_rl.config import Config, PrecisionConfig
+from megatron_rl.cost import weights as weight_cost
+from megatron_rl.cost.workload import Workload
 from megatron_rl.hf.files import read_config
 from megatron_rl.hf.read import HFCheckpoint
-from megatron_rl.planner import memory
-from megatron_rl.planner.candidate import Workload
-from megatron_rl.precision.backends.requirements import find_missing
+from megatron_rl.kernels.linear.requirements import find_missing
 from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.precision.quantizers import dequantize, quantize
 from parallel.digest import view_rect
@@ -89,9 +88,9 @@ def test_from_the_trainers_blocks_to_the_engine_and_an_export(worlds, checkpoint
 def test_the_planner_counts_its_bytes(format, mode):
     table = {"model": {"path": "x"}, "precision": {"mode": mode}}
     job = Workload.from_config(Config.model_validate(table, strict=False), QWEN3_8B)
-    weights = {(4096, 4096): 2, (1024, 4096): 2, (12288, 4096): 3}  # q and o; k and v; gate, up and down
-    held = sum(count * format.count_bytes(shape) for shape, count in weights.items())
-    assert memory.count_trainer_memory(job, Layout(), 0).blocks == 36 * held
+    shapes = {(4096, 4096): 2, (1024, 4096): 2, (12288, 4096): 3}  # q and o; k and v; gate, up and down
+    held = sum(count * format.count_bytes(shape) for shape, count in shapes.items())
+    assert weight_cost.count_trainer_memory(job, Layout(), 0).blocks == 36 * held
 
 
 def test_bytes_of_a_format():
@@ -99,7 +98,7 @@ def test_bytes_of_a_format():
 
 
 def test_what_fp8_refuses_is_cut_where_its_blocks_allow():
-    """192 rows of an MLP on every rank are no whole blocks of 128 rows."""
+    """192 rows of an MLP on every rank are not whole blocks of 128 rows."""
     model = ModelGeometry.from_hf_config(QWEN3_8B | {"intermediate_size": 384})
     modes = {mode: PrecisionContract.from_config(PrecisionConfig(mode=mode)) for mode in (MODE, "fp8_unified")}
     problems = {mode: find_trainer_problem(model, Layout(tp=2), contract.format_of) for mode, contract in modes.items()}

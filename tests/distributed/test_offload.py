@@ -1,4 +1,4 @@
-"""Optimizer state that waits in host memory between steps. On a CPU both sides are the host: the copies are real, and no bit may change."""
+"""Optimizer state in host memory between steps. On a CPU both sides are the host: the copies are real, and no bit may change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The output layer that scores a few rows at a time gives what whole logits give: the bits of log-probs, and the gradients."""
+"""The output layer that scores a few rows at a time gives the log-probs of whole logits bit for bit, and their gradients."""
 
 from __future__ import annotations
 

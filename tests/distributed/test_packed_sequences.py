@@ -1,4 +1,4 @@
-"""Packed sequences compute what each computes alone, in every architecture: the same log-probs, the same gradients."""
+"""Packed sequences have the log-probs and gradients that each sequence has alone, in every architecture."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def test_packed_equals_alone(worlds, model_folder, name, precision):
     args = model_folder(name, **experts), precision, random_sequences(5, seed=2), BOUNDS  # with seed 1 one of qwen2's tips over
     alone, packed = worlds(1).call(trainer.packed_and_alone, *args)[0]
     assert alone.std() > 0.1
-    expected = packed[0][1]
-    for logprobs, gradients in packed:
-        assert torch.equal(logprobs, alone) if precision is FP8 else (logprobs - alone).abs().max() < 1e-5
-        for weight, gradient in gradients.items():
+    expected = packed[0]["gradients"]
+    for result in packed:
+        assert torch.equal(result["logprobs"], alone) if precision is FP8 else (result["logprobs"] - alone).abs().max() < 1e-5
+        for weight, gradient in result["gradients"].items():
             assert (gradient - expected[weight]).norm() <= 1e-5 * expected[weight].norm(), weight

@@ -1,4 +1,4 @@
-"""The tool that tells what precision costs: each way to compute scores the same tokens, and those that differ do so by as much."""
+"""tools/perplexity.py: every mode scores the same tokens, and the modes differ by as much as expected."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TEXT = Path(trainer.__file__).parent / "held_out.txt"
 
 
 def run(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "tools" / "checks" / "perplexity.py"), *map(str, arguments)]
+    command = [sys.executable, str(ROOT / "tools" / "perplexity.py"), *map(str, arguments)]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900, check=False)
 
 

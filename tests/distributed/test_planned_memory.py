@@ -1,4 +1,4 @@
-"""The planner's bytes against those of real Megatron models: what lasts exactly, what a layer keeps nearly, the peak within 5 %."""
+"""The planner's bytes match those of real Megatron models: lasting memory exactly, a layer's activations closely, the peak within 5 %."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from support.families import ARCHITECTURES, cut_everything
 from support.models import FP8, make_model, random_sequences
 
 from megatron_rl.config import Config
-from megatron_rl.planner import activation_memory, memory
-from megatron_rl.planner.candidate import Candidate, Workload
+from megatron_rl.cost import activations, operators, weights
+from megatron_rl.cost.workload import Candidate, Workload
 from parallel.families import FAMILIES
 from parallel.layout import Layout
 
@@ -47,7 +47,7 @@ def test_what_every_rank_holds_with_adapters(worlds, tmp_path):
 
 
 def check_bytes(ranks: list[dict[str, int]], job: Workload, layout: Layout) -> None:
-    planned = [memory.count_trainer_memory(job, layout, layout.coordinates(rank).pp)._asdict() for rank in range(4)]
+    planned = [weights.count_trainer_memory(job, layout, layout.coordinates(rank).pp)._asdict() for rank in range(4)]
     for rank, (measured, expected) in enumerate(zip(ranks, planned, strict=True)):
         for part in ("gradients", "masters", "moments"):  # Megatron pads buffers, and cuts them anywhere
             assert measured.pop(part) == pytest.approx(expected[part], rel=2e-3), (rank, part)
@@ -56,7 +56,7 @@ def check_bytes(ranks: list[dict[str, int]], job: Workload, layout: Layout) -> N
 
 @pytest.mark.parametrize("dp", [2, pytest.param(4, marks=pytest.mark.long), pytest.param(8, marks=pytest.mark.long)])
 def test_what_a_value_of_a_quantized_weight_occupies_and_moves(worlds, checkpoint, dp):
-    """Data and scales, the gradient, and a share of master and moments; no rank has anything else. The gather moves bytes."""
+    """A rank holds data and scales, the gradient, and its share of master and moments, and nothing else. The gather moves bytes."""
     ranks = worlds(dp).call(megatron_models.count_live_bytes, checkpoint, FP8, Layout(dp=dp), random_sequences(2 * dp, seed=1))
     for rank, measured in enumerate(ranks):
         assert measured["reference"] == pytest.approx(1 + 4 / 128**2, rel=0.02), rank  # and 12 KB of buffers beside a million weights
@@ -80,9 +80,9 @@ def test_what_a_layer_keeps_for_the_backward_pass(worlds, tmp_path, name, layout
     folder = make_model(tmp_path / name, ARCHITECTURES[name])
     ranks = worlds(2).call(megatron_models.count_saved_bytes, folder, precision, layout, lengths)
     job = job_of(name, precision)
-    inputs = activation_memory.FormulaInputs(job, layout, sum(lengths), cpu=True)
+    inputs = operators.RankShapes(job, layout, sum(lengths), cpu=True)
     for layer, measured in enumerate(zip(*ranks, strict=True)):
-        expected = activation_memory.count_layer_activations(inputs, job.model.has_experts(layer))
+        expected = activations.count_layer_activations(inputs, job.model.has_experts(layer))
         assert sum(measured) / len(ranks) == pytest.approx(expected, rel=tolerance), layer
 
 
@@ -100,7 +100,7 @@ def test_the_peak_of_a_training_pass(worlds, tmp_path, monkeypatch, name, precis
     folder = make_model(tmp_path / name, ARCHITECTURES[name])
     (measured,) = worlds(1).call(megatron_models.measure_peak, folder, precision, Layout(), lengths, recompute)
     job = job_of(name, precision)
-    monkeypatch.setattr(activation_memory, "FormulaInputs", partial(activation_memory.FormulaInputs, cpu=True))
+    monkeypatch.setattr(activations, "RankShapes", partial(operators.RankShapes, cpu=True))
     monkeypatch.setattr(Workload, "tokens_per_rank", lambda *_: sum(lengths))
-    planned = activation_memory.count_training_activations(job, Candidate(Layout(), recompute=recompute), 0)
+    planned = activations.count_training_activations(job, Candidate(Layout(), recompute=recompute), 0)
     assert planned.kept + planned.working == pytest.approx(measured, rel=0.05)

@@ -1,6 +1,7 @@
-"""What rank 0 alone checks is every rank's mistake: all end with the same line and exit code, so that no batch job starts again for it.
+"""A mistake that only rank 0 checks ends all ranks with the same message and exit code, so that no batch job starts again.
 
-The model is on a hub, which the ranks ask once before they have a process group."""
+The model is on a hub, which the ranks ask once before they have a process group.
+"""
 
 from __future__ import annotations
 

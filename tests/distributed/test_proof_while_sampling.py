@@ -1,4 +1,4 @@
-"""The engine samples while its new weights are proved, and answers only after; of weights that are not proved nobody sees a token."""
+"""The engine samples while its new weights are proved, but answers only after the proof. No token of unproved weights is returned."""
 
 from __future__ import annotations
 

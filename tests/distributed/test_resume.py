@@ -1,4 +1,4 @@
-"""A run that stops and goes on computes, bit for bit, what it would have computed; in another layout it starts from equal weights."""
+"""A resumed run computes, bit for bit, what an uninterrupted run computes. In another layout it starts from equal weights."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def assert_goes_on(world, checkpoint, tmp_path, precision, layout=None) -> None:
 
 
 def assert_same_state(expected: dict, loaded: dict) -> None:
-    """Equal weights, and what the next step makes of them."""
+    """Assert equal weights, and an equal next step."""
     assert all(torch.equal(scales, expected["scales"][name]) and (scales != 1).all() for name, scales in loaded["scales"].items())
     assert expected["masters"].keys() == loaded["masters"].keys()
     assert [name for name in expected["masters"] if not torch.equal(loaded["masters"][name], expected["masters"][name])] == []
@@ -68,7 +68,7 @@ def test_a_run_of_two_ranks_goes_on_bit_for_bit_and_any_layout_loads_it(worlds, 
     for layout in (Layout(), Layout(pp=2), Layout(dp=2)):
         loaded = worlds(layout.world_size).call(training_runs.load_in, checkpoint, run, LAYER_KV, layout)[0]
         assert_same_state(expected, loaded)
-        assert [line for line in loaded["remarks"] if line.startswith("another train.layout")], loaded["remarks"]
+        assert [line for line in loaded["remarks"] if line.startswith("it was written with another train.layout")], loaded["remarks"]
     assert not [line for line in expected["remarks"] if line.startswith("another")]
 
 
@@ -81,12 +81,12 @@ def test_replicas_that_share_the_optimizer_go_on_bit_for_bit_and_any_layout_load
     for other in (Layout(), Layout(tp=2)):
         loaded = worlds(other.world_size).call(training_runs.load_in, checkpoint, run, FP8, other)[0]
         assert_same_state(expected, loaded)
-        assert [line for line in loaded["remarks"] if line.startswith("another train.layout")], loaded["remarks"]
+        assert [line for line in loaded["remarks"] if line.startswith("it was written with another train.layout")], loaded["remarks"]
 
 
 @pytest.mark.parametrize("precision", [FP8, BF16], ids=["fp32", "bf16"])
 def test_what_replicas_share_of_the_optimizer_is_what_each_would_have(worlds, checkpoint, precision):
-    """BF16: 16-bit weights with FP32 masters, and FP8 ones, in one optimizer."""
+    """In BF16 one optimizer has 16-bit weights with FP32 masters, and FP8 weights."""
     batch = random_sequences(4, seed=5)
     (first, loaded), (second, loaded_too) = worlds(2).call(training_runs.saved_and_loaded_state, checkpoint, precision, batch, 2)
     whole = worlds(1).call(training_runs.saved_and_loaded_state, checkpoint, precision, batch, 1)[0][0]
@@ -174,7 +174,7 @@ def test_a_torn_checkpoint_is_refused_and_the_one_before_used(worlds, checkpoint
     with data.open("rb+") as file:
         file.truncate(data.stat().st_size // 2)
     again = worlds(1).call(training_runs.train_to, checkpoint, tmp_path, 3, FP8, True)[0]
-    assert [line for line in again["messages"] if line.startswith(f"step_00003 is not whole: mcore/{data.name} has ")]
+    assert [line for line in again["messages"] if line.startswith(f"step_00003 is incomplete: mcore/{data.name} has ")]
     assert again["rows"][-1]["step"] == 3 and again["bytes"] == straight["bytes"]
     assert find_newest_whole(tmp_path) == (torn, {}), "the new one took the torn one's place"
 
@@ -200,7 +200,7 @@ def test_what_breaks_within_an_optimizer_step_is_not_kept(worlds, checkpoint, tm
 def test_a_disk_that_is_full_costs_the_new_checkpoint_only(worlds, checkpoint, tmp_path):
     worlds(1).call(training_runs.train_to, checkpoint, tmp_path, 1, FP8)
     (line,) = worlds(1).call(training_runs.save_without_room, checkpoint, tmp_path, FP8, 2)[0]
-    assert line.startswith("no checkpoint step_00002: rank 0: ") and "File too large" in line and line.endswith("; the run goes on")
+    assert line.startswith("no checkpoint step_00002: rank 0: ") and "File too large" in line and line.endswith("; the run continues")
     assert find_newest_whole(tmp_path) == (tmp_path / "checkpoints" / "step_00001", {})
 
 
@@ -215,5 +215,5 @@ def test_a_checkpoint_of_weights_alone_is_exported_but_no_run_goes_on_from_it(wo
     folder = tmp_path / "checkpoints" / "step_00001"
     folder.parent.mkdir()
     worlds(1).call(trainer.save_checkpoint, checkpoint, FP8, random_sequences(4, seed=1), folder)
-    with pytest.raises(UserError, match="step_00001 holds weights alone"):
+    with pytest.raises(UserError, match="step_00001 holds only weights"):
         choose_checkpoint(tmp_path, 4)

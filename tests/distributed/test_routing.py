@@ -1,4 +1,4 @@
-"""Experts: routing that is watched, replayed and balanced, in every layout as in one process."""
+"""Experts: routing that is recorded, replayed and balanced is the same in every layout."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def assert_same_masters(folder, expected: dict, masters: dict) -> None:
     "layout, options", [(None, FULL), ("ep2_pp2", {"recompute_granularity": "selective", "recompute_modules": ["moe"]})]
 )
 def test_recomputed_activations_are_those_of_the_same_experts(worlds, folders, layout, options):
-    """Also where several micro-batches wait for their backward pass, in a pipeline."""
+    """This includes several micro-batches that wait for their backward pass in a pipeline."""
     sizes = LAYOUTS[layout] if layout else Layout()
     args = folders["qwen3_moe"], ROUTED["qwen3_moe"], sizes, {"router_aux_loss": 0.5}
     kept, recomputed = (worlds(sizes.world_size).call(routing.scores, *args, recompute)[0] for recompute in (None, options))
@@ -142,7 +142,8 @@ def test_a_broken_step_leaves_the_biases_as_they_were(worlds, folders):
 
 @pytest.mark.parametrize("replay", ["none", "engine", pytest.param("trainer", marks=pytest.mark.long)])
 def test_the_loop_replays_what_it_is_told_to(worlds, folders, replay):
-    """The scripted engine's log-probs are those of the trainer's own choice, so its other choice for one token shows as a mismatch."""
+    """The scripted engine has the log-probs of the trainer's own routing, so replaying its different experts for one token is a
+    mismatch."""
     first, second = worlds(1).call(routing.loop, folders["qwen3_moe"], replay)[0][1:]
     for row in (first, second):
         assert row["router/dropped"] == 0 and 1 <= row["router/load_mean"] <= row["router/load_max"]

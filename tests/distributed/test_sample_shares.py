@@ -1,9 +1,9 @@
-"""Replicas train on their own samples alone, and the run is that of one process: every sample, metric and weight."""
+"""Replicas train only on their own samples, and samples, metrics and weights are those of one process."""
 
 from __future__ import annotations
 
 import pytest
-from support import sample_shares, training_runs
+from support import trainer, training_runs
 from support.models import FP32
 from support.samples import assert_equal_samples, make_samples
 
@@ -15,7 +15,7 @@ ALL = ("mask", "experts", "kept", "lags")
 @pytest.mark.parametrize("layout", [Layout(tp=2, dp=2), Layout(pp=2, dp=2)], ids=["tp2", "pp2"])
 def test_ranks_of_a_replica_have_its_samples_and_no_others(worlds, layout):
     samples = make_samples([(1 + number % 4, 3 * number % 11) for number in range(7)], ALL)
-    results = worlds(4).call(sample_shares.scatter, samples, layout, 1000)
+    results = worlds(4).call(trainer.scatter, samples, layout, 1000)
     numbers = [[sample.number for sample in result] for result in results]
     shares = sorted({tuple(share) for share in numbers})
     assert len(shares) == 2 and sorted(sum(shares, ())) == list(range(7)) and numbers.count(list(shares[0])) == 2
@@ -25,14 +25,14 @@ def test_ranks_of_a_replica_have_its_samples_and_no_others(worlds, layout):
 
 def test_fewer_samples_than_replicas(worlds):
     (sample,) = samples = make_samples([(3, 4)], ALL)
-    first, second = worlds(2).call(sample_shares.scatter, samples, Layout(dp=2), 64)
+    first, second = worlds(2).call(trainer.scatter, samples, Layout(dp=2), 64)
     assert_equal_samples(first, [sample])
     assert second == []
 
 
 @pytest.mark.parametrize("algorithm", [{}, {"name": "rloo", "updates_per_step": 1, "calibrate_every": 0}], ids=["grpo", "rloo"])
 def test_the_loop_with_replicas_is_that_of_one_process(worlds, checkpoint, tmp_path, algorithm):
-    """Corrections, calibrated clipping, the mismatch, and rloo's advantages, with a KL term in the reward, need all replicas' log-probs."""
+    """Corrections, calibrated clipping, the mismatch, and rloo's advantages with a KL term in the reward need all replicas' log-probs."""
 
     def train(layout: Layout) -> tuple[list[dict], list[dict]]:
         arguments = checkpoint, tmp_path / f"run{layout.world_size}", 2, FP32, False, layout, "", algorithm

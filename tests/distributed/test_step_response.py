@@ -1,4 +1,4 @@
-"""The response of an optimizer step: sampled strip by strip on every rank, it is that of the whole model, in every mode and layout."""
+"""The response of an optimizer step, sampled in strips on every rank, is the response of the whole model, in every mode and layout."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from safetensors.torch import save_file
 from support import trainer
 from support.models import FP8, FP32, make_checkpoint, random_sequences, read_weights
 
-from megatron_rl.mcore.export import export_checkpoint
-from megatron_rl.mcore.step_response import CHANGED, RESPONSE
+from megatron_rl.mcore.optim.step_response import CHANGED, RESPONSE
+from megatron_rl.mcore.weights.export import export_checkpoint
 from parallel.layout import Layout
 
 STEP = {"learning_rate": 1e-4}
@@ -23,7 +23,7 @@ def bf16_checkpoint(tmp_path_factory):
 
 
 def responses(world, folder, precision, layout=None, train=STEP, *options) -> list[tuple[dict, dict]]:
-    """Every rank gets the same."""
+    """Return the sampled and the whole response of each step. Every rank gets the same."""
     batches = [random_sequences(4, 1), random_sequences(4, 2)]
     first, *others = world.call(trainer.measure_response, folder, precision, train, batches, layout, *options)
     assert all([sampled for sampled, _ in other] == [sampled for sampled, _ in first] for other in others)
@@ -58,7 +58,8 @@ def test_it_is_that_of_the_whole_model_and_about_1_for_random_weights(worlds, ch
 
 
 def first_responses(world, folder, precision) -> list[dict]:
-    """Of masters that are the checkpoint's numbers, and of those that are spread over what these stand for."""
+    """Return the first response with masters that are the checkpoint's numbers, and with masters spread over the intervals that round to
+    them."""
     return [
         responses(world, folder, {**precision, "masters": masters}, Layout(), {"learning_rate": 1e-6})[0][0]
         for masters in ("stored", "spread")
@@ -67,7 +68,7 @@ def first_responses(world, folder, precision) -> list[dict]:
 
 @pytest.mark.parametrize("precision", [FP8, ROLLOUT["fp8_rollout"]], ids=lambda precision: precision["mode"])
 def test_masters_on_ties_show_in_the_first_step_and_spread_ones_do_not(worlds, bf16_checkpoint, precision):
-    """A BF16 weight in 16 lies on a tie of E4M3, and a step of 1e-6 takes half of these a whole cell away."""
+    """One BF16 weight in 16 is on a tie of E4M3, and a step of 1e-6 moves half of these by a whole E4M3 step."""
     stored, spread = first_responses(worlds(1), bf16_checkpoint, precision)
     assert stored[RESPONSE] > 10 and stored[CHANGED] > 0.02
     assert 0.5 < spread[RESPONSE] < 2 and spread[CHANGED] < 0.002
@@ -75,7 +76,7 @@ def test_masters_on_ties_show_in_the_first_step_and_spread_ones_do_not(worlds, b
 
 @pytest.mark.parametrize("mode", ["bf16", "fp8_rollout", "fp8_unified"])
 def test_masters_in_the_middle_of_their_cells_stand_still_and_spread_ones_do_not(worlds, bf16_checkpoint, tmp_path, mode):
-    """Of BF16 parameters, and of an FP8 checkpoint's blocks."""
+    """This holds for BF16 parameters, and for an FP8 checkpoint's blocks."""
     folder = bf16_checkpoint
     if mode == "fp8_unified":
         export_checkpoint(folder, folder := tmp_path / "fp8", "fp8")
@@ -90,7 +91,7 @@ def test_a_sample_of_the_weights_is_near_the_whole(worlds, checkpoint):
 
 @pytest.mark.parametrize("mode", ["bf16", "fp8_rollout"])
 def test_masters_of_bf16_weights_count_once_wherever_they_are(worlds, checkpoint, mode):
-    """Replicas hold a slice each; one process all of them."""
+    """Replicas hold a slice each, one process holds all."""
     precision = {"mode": mode, "high": "bf16"}
     sliced, whole = (
         [sampled for sampled, _ in responses(worlds(dp), checkpoint, precision, Layout(dp=dp), {**STEP, "adam_eps": 1e-4})] for dp in (2, 1)

@@ -1,74 +1,65 @@
-"""Two tensor-parallel ranks compute what one process computes; blocks are those of the checkpoint."""
+"""Communication of tensor-parallel ranks: bytes and scales that each rank has quantized, and heads that ranks share."""
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
-from support import trainer
-from support.golden import slow_fp8
-from support.models import FP8, FP32, random_sequences, read_weights
+from support import tensor_parallel
+from support.tensor_parallel import DIM, TOKENS
 
-from parallel import formats
-
-SMOOTH = {"adam_eps": 1e-4}
-"""Far above rounding noise: Adam then does not turn the sign of a gradient that is almost zero into a whole step."""
-
-TOLERANCE = {"fp32": 1e-5, "fp8": 3e-2}
-"""Relative. Sums in another order differ by 1e-6. In FP8 such a difference can move a value over the edge between two E4M3 numbers:
-that element then changes by 2^-3 of itself. Few do, and none may do so for steps on end (then FP8 agrees to 1e-6 as well), but a
-flipped weight changes every token after it: a loss by about 1 %, the path of a weight by 2 %."""
-
-
-@pytest.fixture(scope="module", params=["fp32", "fp8"])
-def trained(request, worlds, checkpoint):
-    """(tolerance, results of one process, results of rank 0 of two) for the same checkpoint and the same recorded batches."""
-    precision = {"fp32": FP32, "fp8": FP8}[request.param]
-    batches = [random_sequences(8, seed) for seed in range(3)]
-    alone, together = (world.call(trainer.train_grpo, checkpoint, precision, SMOOTH, batches)[0] for world in (worlds(1), worlds(2)))
-    return TOLERANCE[request.param], alone, together
-
-
-def test_logprobs_before_training(trained):
-    tolerance, alone, together = trained
-    spread = alone["before"].std()
-    assert spread > 0.1  # the batch tells policies difference
-    assert (alone["before"] - together["before"]).abs().max() < tolerance * spread
-    assert alone["entropy"] == pytest.approx(together["entropy"], rel=tolerance)
-
-
-def test_losses_clip_counts_and_gradient_norms_of_every_step(trained):
-    tolerance, alone, together = trained
-    assert any(step["clip/positive"] > 0 for step in alone["steps"]) and any(step["clip/negative"] > 0 for step in alone["steps"])
-    for a, b in zip(alone["steps"], together["steps"], strict=True):
-        assert {"grad_norm", "loss/total", "loss/policy", "loss/kl"} <= a.keys()
-        for step in (a, b):
-            del step["tokens/padding"]  # sequence parallelism pads rows
-        assert a == pytest.approx(b, rel=tolerance, abs=tolerance)
-
-
-def test_masters_and_logprobs_after_training(trained, checkpoint):
-    tolerance, alone, together = trained
-    start = read_weights(checkpoint)
-    assert alone["masters"].keys() == together["masters"].keys() == start.keys()
-    for name, weight in alone["masters"].items():
-        change = weight - start[name]
-        assert change.abs().max() > 1e-3, f"{name} was not trained"
-        difference = weight - together["masters"][name]
-        assert difference.norm() < 3 * tolerance * change.norm(), f"{name}: the ranks took another path"
-    assert (alone["after"] - together["after"]).abs().mean() < tolerance * (alone["after"] - alone["before"]).abs().mean()
+CASES = [
+    ("deep_gemm", 2, 512),
+    ("deep_gemm", 2, 10),
+    ("deep_gemm", 4, 268),
+    ("transformer_engine", 4, 512),
+    ("transformer_engine", 4, 320),
+]
 
 
 @pytest.mark.parametrize("scale_format", ["pow2", "fp32"])
-def test_blocks_after_loading_are_those_of_the_checkpoints_own_grid(worlds, checkpoint, scale_format):
-    weights = read_weights(checkpoint)
-    loaded = [world.call(trainer.loaded, checkpoint, {**FP8, "scale_format": scale_format})[0] for world in (worlds(1), worlds(2))]
-    quantized = [name for name in weights if formats.FP8.scale_name(name) in loaded[0]]
-    assert len(quantized) == 2 * 7  # q k v o gate up down of two layers
-    for name in quantized:
-        codes, scales = slow_fp8.quantize_matrix(weights[name].numpy(), scale_format)
-        for tensors in loaded:
-            assert np.array_equal(tensors[name].numpy(), codes), name
-            assert np.array_equal(tensors[formats.FP8.scale_name(name)].numpy().view(np.uint32), scales.view(np.uint32)), name
-    for name in weights.keys() - set(quantized):
-        assert all(torch.equal(tensors[name], weights[name]) for tensors in loaded), name
+@pytest.mark.parametrize("backend, tp, tokens", CASES)
+def test_gathered_bytes_are_those_of_the_gathered_row(worlds, backend, tp, tokens, scale_format):
+    for found in worlds(tp).call(tensor_parallel.compare, backend, tokens, 384, scale_format):
+        assert found == {"rows": True, "columns": True} if tokens % (128 * tp) == 0 else found == {"rows": True}
+
+
+@pytest.mark.parametrize("backend", ["deep_gemm", "transformer_engine", "emulated"])
+@pytest.mark.parametrize("tokens", [512, 192, 200])
+def test_a_layers_bits_stay_and_half_the_bytes_travel(worlds, backend, tokens):
+    for gathered, whole in worlds(2).call(tensor_parallel.with_and_without, "column", backend, tokens):
+        assert all(torch.equal(gathered[name], whole[name]) for name in ("y", "dx", "dw"))
+        share = gathered["sent"] / whole["sent"]
+        if backend == "emulated" or (backend == "transformer_engine" and tokens == 200):  # 100 tokens are not 16s
+            assert share == 1
+        elif tokens % 256 == 0:  # columns, too, are quantized in whole groups on every rank
+            assert share == (1 + 4 / 128) / 2
+        else:
+            assert share == (2 + 1 + 4 / 128) / 4
+
+
+@pytest.mark.parametrize(
+    "backend, tokens", [("deep_gemm", 512), ("transformer_engine", 512), ("transformer_engine", 192), ("emulated", 512)]
+)
+def test_gradients_of_row_parallel_layers_are_gathered_as_bytes(worlds, backend, tokens):
+    """They have the bits of Megatron's layer, which gathers BF16: DGrad's rows and WGrad's columns together are as many bytes."""
+    for gathered, whole in worlds(2).call(tensor_parallel.with_and_without, "row", backend, tokens):
+        assert all(torch.equal(gathered[name], whole[name]) for name in ("y", "dx", "dw"))
+        as_bytes = backend != "emulated" and tokens % 256 == 0  # columns are quantized in whole groups on every rank
+        assert gathered["sent"] == whole["sent"] * (1 + 4 / 128 if as_bytes else 1)
+
+
+@pytest.mark.parametrize("tp, groups, queries", [(2, 1, 4), (4, 2, 16), (4, 1, 4), (4, 1, 8)])
+def test_heads_and_gradients_are_those_of_megatrons_gather(worlds, tp, groups, queries):
+    results = worlds(tp).call(tensor_parallel.exchanged_and_gathered, groups, queries)
+    for exchanged, gathered in results:
+        assert torch.equal(exchanged["y"], gathered["y"])
+        if tp == 2 * groups:  # of two addends
+            assert torch.equal(exchanged["dx"], gathered["dx"])
+        else:  # Megatron rounds after every addition
+            assert torch.allclose(exchanged["dx"], gathered["dx"], rtol=2**-6, atol=2**-5)
+        assert (exchanged["dx"] != 0).float().mean() > 0.99
+    ranks = tp // groups
+    own = [sum(exchanged["sent"]) for exchanged, _ in results]
+    # forward and backward: keys and values for the other ranks of the head, and queries that lie with another
+    assert sum(own) < 2 * groups * TOKENS * DIM * (2 * (ranks - 1) + queries)
+    assert sum(own) < 2 * tp * (tp - 1) * TOKENS * (queries + 2) * DIM // ranks

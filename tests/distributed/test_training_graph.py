@@ -1,4 +1,4 @@
-"""The training graph read from real Megatron models: what it says of each tensor, at one and two ranks, and planted differences."""
+"""The training graph of real Megatron models: the format of each tensor, with one and two ranks, and planted differences."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BF16 = {"mode": "bf16", "high": "bf16"}
 
 
 def formats(graph, phase: str, tensor: str) -> dict[str, TensorPrecision]:
-    """Target -> precision of that tensor, in the one kind of layer that the model has."""
+    """Map each target to the precision of the tensor, in the model's only kind of layer."""
     _, (layers, part) = fold_layers(split_by_layer(graph))
     assert layers == (0, 1)
     return {edge.target: edge.format for edge in part.edges if edge.phase == phase and edge.tensor == tensor}
@@ -50,7 +50,7 @@ def test_unified_fp8_as_the_contract_says(worlds, checkpoint, scale):
     assert {edge.format for edge in graph.edges if edge.tensor in ("grad", "master")} == {TensorPrecision("fp32")}
 
 
-def test_in_bf16_no_tensor_is_quantised(worlds, checkpoint):
+def test_in_bf16_no_tensor_is_quantized(worlds, checkpoint):
     graph = worlds(1).call(trainer_engine.read_trainer_graph, checkpoint, BF16)[0]
     assert {edge.format for edge in graph.select_forward().edges} == {TensorPrecision("bf16")}
     assert {edge.format for edge in graph.edges if edge.tensor in ("grad", "master")} == {TensorPrecision("fp32")}
@@ -110,5 +110,5 @@ def test_ranks_that_differ_are_an_error_on_all_of_them(worlds, checkpoint):
 
 
 def test_a_parameter_that_no_known_operator_uses_is_refused(worlds, checkpoint):
-    with pytest.raises(RunError, match="knows no operator of the trainer that uses decoder.layers.1.mlp.extra"):
+    with pytest.raises(RunError, match="has no operator that uses the trainer's parameter decoder.layers.1.mlp.extra"):
         worlds(1).call(trainer_engine.read_trainer_graph, checkpoint, FP8, "unknown parameter")

@@ -1,4 +1,4 @@
-"""Two micro-batches that take turns have the bits of one after the other: log-probs, steps, weights, gradients of all kinds of layers."""
+"""Two interleaved micro-batches have the bits of two sequential ones: log-probs, steps, weights, gradients of all kinds of layers."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from support import critics, lora, mtp, mtp_training, trainer
+from support import critics, fp8_checkpoints, lora, trainer
 from support.models import FP8, random_sequences
-from support.same_bits import assert_same
+from support.samples import assert_same
 
 from parallel.layout import Layout
 
@@ -36,7 +36,7 @@ LONG = [
 
 @pytest.fixture(scope="module")
 def compare(worlds):
-    """Run a function with and without turns, and compare what it gives on every rank."""
+    """`compare(run, ...)` runs a function with and without interleaving, and compares its results on every rank."""
 
     def check(run: Callable[..., dict[str, Any]], layout: Layout, *args: Any, **train: Any) -> None:
         in_turns, after_another = (
@@ -75,13 +75,13 @@ def test_a_critic(compare, checkpoint):
 
 def test_layers_for_multi_token_prediction(compare, model_folder, tmp_path):
     folder = shutil.copytree(model_folder("glm4_moe_air", num_hidden_layers=2), tmp_path / "model")
-    mtp.add_mtp_layer(folder)
+    fp8_checkpoints.add_mtp_layer(folder)
     layout = Layout(tp=2, dp=2, ep=2, etp=1)
-    compare(mtp_training.train, layout, folder, FP8, TRAIN, batches(), layout, mtp_loss_scaling_factor=0.3)
+    compare(trainer.train_grpo, layout, folder, FP8, TRAIN, batches(), layout, mtp_loss_scaling_factor=0.3)
 
 
 def test_a_tied_embedding_adds_its_two_gradients_in_another_order(worlds, model_folder):
-    """Of output layer and embedding, of one micro-batch after the other or of both."""
+    """The gradients of output layer and embedding are added after one micro-batch, or after both."""
     folder = model_folder("qwen2", num_hidden_layers=2)
     in_turns, after_another = (
         worlds(2).call(trainer.train_grpo, folder, FAST, TRAIN | {"two_batch_overlap": mode}, batches(), Layout(tp=2))[0]

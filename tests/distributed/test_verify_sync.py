@@ -1,4 +1,4 @@
-"""tools/checks/verify_sync.py as a user runs it, and its dump read by other code."""
+"""tools/verify_sync.py as a user runs it, and its dump as other code reads it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ QWEN3 = {
 
 def run(folder: Path, config: dict, *options: str) -> subprocess.CompletedProcess:
     (folder / "config.json").write_text(json.dumps(config))
-    command = [sys.executable, str(ROOT / "tools" / "checks" / "verify_sync.py"), "--hf-config", str(folder), *options]
+    command = [sys.executable, str(ROOT / "tools" / "verify_sync.py"), "--hf-config", str(folder), *options]
     return subprocess.run(command, capture_output=True, text=True, timeout=900, cwd=ROOT)
 
 
@@ -71,7 +71,7 @@ def test_head_dim_64_on_the_canonical_grid(tmp_path):
 )
 def test_bad_input_is_one_line_and_exit_code_2(tmp_path, config, options, words):
     done = run(tmp_path, config, *options)
-    assert done.returncode == 2 and done.stderr.count("\n") == 1 and done.stderr.startswith("verify_sync: ")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and done.stderr.startswith("megatron-rl: ")
     for word in words:
         assert word in done.stderr
 
@@ -79,7 +79,7 @@ def test_bad_input_is_one_line_and_exit_code_2(tmp_path, config, options, words)
 WORK = """
 import sys, time
 sys.path.insert(0, sys.argv[1])
-import verify_sync
+import harness
 
 def work(rank):
     print("started", flush=True)
@@ -91,8 +91,8 @@ def work(rank):
     return "done"
 
 if __name__ == "__main__":
-    verify_sync._IDLE_SECONDS = 3
-    print(verify_sync.run_on_ranks(work, 1), flush=True)
+    harness._IDLE_SECONDS = 3
+    print(harness.run_on_ranks(work, 1), flush=True)
 """
 
 
@@ -100,7 +100,7 @@ if __name__ == "__main__":
 @pytest.mark.parametrize("kind, seconds, paused, result", [("compute", 6, 0, "done"), ("wait", 2, 6, "done"), ("wait", 60, 0, "RunError")])
 def test_only_ranks_that_compute_nothing_are_ended(tmp_path, kind, seconds, paused, result):
     (tmp_path / "work.py").write_text(WORK)
-    command = [sys.executable, str(tmp_path / "work.py"), str(ROOT / "tools" / "checks"), kind, str(seconds)]
+    command = [sys.executable, str(tmp_path / "work.py"), str(ROOT / "tools"), kind, str(seconds)]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT, start_new_session=True
     ) as process:

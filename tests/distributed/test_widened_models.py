@@ -1,4 +1,4 @@
-"""What `export --align` writes computes what the narrow checkpoint does, in every family, and its zeros stay zero in training."""
+"""What `export --align` writes computes what the narrow checkpoint computes, in every family, and its zeros stay zero in training."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from support.models import FP8, FP32, make_model, random_sequences, read_weights
 from megatron_rl.errors import UserError
 from megatron_rl.hf.align import Alignment, widen
 from megatron_rl.hf.files import read_config
-from megatron_rl.mcore.export import convert
+from megatron_rl.mcore.weights.export import convert
 from parallel.digest import view_rect
 from parallel.model_geometry import ModelGeometry
 
@@ -32,7 +32,7 @@ def pair(request, tmp_path_factory):
 
 
 def test_the_function_is_the_same(pair, worlds, transformers_process):
-    """By transformers and by the trainer, up to the order of sums in FP32."""
+    """The results of transformers and of the trainer are equal up to the order of sums in FP32."""
     ids = torch.randint(0, 384, (3, 40), generator=torch.Generator().manual_seed(5)).tolist()
     expected, wide = (transformers_process.call(transformers_reference.logits, folder, ids)[0].log_softmax(-1) for folder in pair)
     assert expected.std() > 0.1
@@ -42,7 +42,7 @@ def test_the_function_is_the_same(pair, worlds, transformers_process):
 
 
 def test_what_was_added_stays_zero_in_training(pair, worlds):
-    """In unified FP8, on two ranks, for which the narrow model has no whole blocks."""
+    """Two ranks train in unified FP8, for which the narrow model has no whole blocks."""
     narrow, wide = (ModelGeometry.from_hf_config(read_config(folder)) for folder in pair)
     batches = [random_sequences(4, EVEN), random_sequences(4, EVEN)]
     trained = worlds(2).call(trainer.train_grpo, pair[1], FP8, {"learning_rate": 1e-3}, batches)[0]["masters"]
@@ -63,5 +63,5 @@ def test_a_runs_checkpoint_is_widened_as_its_plain_export_is(worlds, tmp_path):
     expected, result = read_weights(tmp_path / "widened"), read_weights(tmp_path / "wide")
     assert result.keys() == expected.keys() and all(torch.equal(result[name], expected[name]) for name in expected)
     assert read_config(tmp_path / "wide") == read_config(tmp_path / "widened")
-    with pytest.raises(UserError, match="--align = 128: widens no blocks that a run made; use --precision bf16"):
+    with pytest.raises(UserError, match="--align = 128: cannot widen quantized blocks of a run; use --precision bf16"):
         worlds(1).call(trainer.export, tmp_path / "step_00001", tmp_path / "fp8", "fp8", Alignment(128))

@@ -1,4 +1,4 @@
-"""Real engines, each started once by a worker and handed out to all tests that ask for the same launch."""
+"""Real engines, each started once by a worker and shared by all tests that ask for the same launch."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ def checkpoint(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def new_world(tmp_path_factory) -> Iterator[Callable[[], World]]:
-    """Makes worlds of one process each; all are ended, with their engines, after the module."""
+    """`new_world()`: a new world of one process. All end, with their engines, after the module."""
     with ExitStack() as worlds:
         yield lambda: worlds.enter_context(World(1, tmp_path_factory.mktemp("world")))
 
 
 @pytest.fixture(scope="session")
 def launched(tmp_path_factory) -> Iterator[Callable[..., World]]:
-    """Starts a trainer and its engines, `launched(checkpoint, precision, sections)`, or gives those of an earlier test, synced again
-    as policy version 0. Nobody ends what it was given: others may ask for it."""
+    """`launched(checkpoint, precision, sections)`: a trainer and its engines, started or shared with earlier tests and then synced again
+    as policy version 0. Tests must not end them."""
     worlds: dict[str, World] = {}
 
     def launch(checkpoint: Path, precision: dict[str, Any], sections: dict[str, Any] | None = None) -> World:
@@ -47,5 +47,5 @@ def launched(tmp_path_factory) -> Iterator[Callable[..., World]]:
 
 @pytest.fixture(scope="module")
 def unified(launched, checkpoint) -> World:
-    """A trainer and its engine in unified FP8, one layer. Tests leave them proved."""
+    """A trainer and its engine in unified FP8, with one layer. Tests leave them proved."""
     return launched(checkpoint, FP8)

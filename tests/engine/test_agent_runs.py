@@ -1,4 +1,4 @@
-"""A run of agents that break at random, one whose engine is killed and one that is stopped: every episode is counted once in each."""
+"""Runs of agents that fail at random: uninterrupted, with a killed engine, and stopped and resumed. Each counts every episode once."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BREAKING = {
 
 
 def numbers(run: Path) -> list[dict]:
-    """Rows without what is measured, or depends on who asked first."""
+    """Return the rows without measured values, and without those that depend on the order of requests."""
     measured = ("time", "second", "memory/", "restarts", "ahead/", "cached")
     return [{key: value for key, value in row.items() if not any(word in key for word in measured)} for row in read_rows(run)]
 
@@ -35,13 +35,13 @@ def test_no_episode_is_lost_or_counted_twice(tmp_path, monkeypatch):
     folders = {name: tmp_path / name for name in ("straight", "killed", "stopped")}
     for folder in folders.values():
         folder.mkdir()
-    codes = [finish(train(folders["straight"], BREAKING, config="python_agent")).code]
+    codes = [finish(train(folders["straight"], BREAKING, config="tool_agent")).code]
     for name, strike in (("killed", train_command.kill_engine), ("stopped", train_command.terminate)):
-        with train(folders[name], BREAKING, config="python_agent") as command:
+        with train(folders[name], BREAKING, config="tool_agent") as command:
             train_command.wait_for_rows(command, folders[name], 2)
             strike(command)
             codes.append(command.wait(train_command.LONG).code)
-    codes.append(finish(train(folders["stopped"], BREAKING, config="python_agent")).code)
+    codes.append(finish(train(folders["stopped"], BREAKING, config="tool_agent")).code)
     assert codes == [0, 0, 143, 0]
     straight, killed, stopped = (latest(folder) for folder in folders.values())
     rows = numbers(straight)

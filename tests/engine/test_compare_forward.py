@@ -1,12 +1,14 @@
-"""The tool that compares trainer and engine, operator by operator: on the CPU tier nothing differs; what is made to differ is found."""
+"""tools/compare_forward.py: on the CPU tier no operator differs, and the first operator that only the engine quantizes is found."""
 
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 import pytest
 from support.models import write_model
-from support.processes import Command
+from support.processes import ROOT, one_thread_environment
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(3000)]
 
@@ -24,10 +26,10 @@ def sparse_model(tmp_path_factory):
 
 
 def compare(folder, *options: object):
-    with Command(folder, "tools.checks.compare_forward", *options, "--json", folder / "result.json") as command:
-        done = command.wait(900)
-    assert done.code == 0, done.err
-    return json.loads((folder / "result.json").read_text()), done.out
+    command = [sys.executable, ROOT / "tools" / "compare_forward.py", *options, "--json", folder / "result.json"]
+    done = subprocess.run(command, cwd=ROOT, env=one_thread_environment(), capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr
+    return json.loads((folder / "result.json").read_text()), done.stdout
 
 
 def assert_nothing_differs(result, layers: tuple[str, ...]) -> None:
@@ -46,7 +48,7 @@ def test_no_operator_differs_in_a_dense_model_in_bf16(tmp_path):
 
 
 def test_no_operator_differs_with_experts(tmp_path, sparse_model):
-    """In bf16, where a router in anything but FP32 on both sides would choose other experts."""
+    """Uses bf16: unless both routers compute in FP32, they choose different experts."""
     result, _ = compare(tmp_path, "--model", sparse_model, "--high", "bf16")
     assert_nothing_differs(result, SPARSE)
 

@@ -1,5 +1,5 @@
-"""Keys and values in E4M3 on a live engine whose cache is too small for the batch, is given back, and outlives a switch of weights: every
-log-prob stays the trainer's, to the bit."""
+"""E4M3 keys and values in a live engine whose cache is too small for the batch, is released, and survives a switch of weights: every
+log-prob has the trainer's bits."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module", params=["e4m3", "e4m3_per_layer"])
 def world(request, new_world, checkpoint, folder) -> World:
-    """Half of 16 answers of 100 tokens fit into the cache."""
+    """An engine whose cache holds half of 16 responses of 100 tokens."""
     world = new_world()
     (folder / request.param).mkdir()
     world.call(

@@ -1,4 +1,4 @@
-"""Engines that break the contract or do not start: one RunError with the log's tail, and nothing left running."""
+"""Engines that break the contract or do not start end in one RunError with the log's tail, and leave no process."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from support.models import FP8, edit_config, make_checkpoint, random_sequences
 from support.processes import family, until
 
 from megatron_rl.errors import RunError
-from megatron_rl.mcore.export import convert
+from megatron_rl.mcore.weights.export import convert
 
 PROMPTS = [sample.prompt_ids.tolist() for sample in random_sequences(4, seed=1)]
 
 
 @pytest.mark.long
 def test_engines_that_cannot_start(new_world, checkpoint, tmp_path):
-    """All at once, as each costs SGLang's import: weights that are none, an unknown argument, and a time-out that is too short."""
+    """Invalid weights, an unknown argument, and a short timeout, all at once because each imports SGLang."""
     no_model = tmp_path / "no_model"
     shutil.copytree(checkpoint, no_model)
     (no_model / "model.safetensors").write_bytes(b"no tensors")
@@ -39,14 +39,14 @@ def test_engines_that_cannot_start(new_world, checkpoint, tmp_path):
 
 @pytest.mark.long
 def test_an_engine_with_other_activation_scales_is_refused_and_its_graph_says_where_it_differs(new_world, tmp_path):
-    """Its checkpoint has no "scale_fmt": same bytes, activations in fp32 scales."""
+    """Its checkpoint has no "scale_fmt": the bytes are the same, but activations have fp32 scales."""
     world, trained = new_world(), make_checkpoint(tmp_path / "trained")
     convert(trained, model := tmp_path / "model", FP8)
     quantization = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
     edit_config(model, {"quantization_config": {**quantization, "modules_to_not_convert": ["lm_head"]}})
     world.call(trainer_engine.start, trained, tmp_path, FP8, None, None, model)
     world.call(trainer_engine.prove)  # the weights alone do not show it
-    line = r"breaks the precision contract: .*_proj quantises activations as fp8 fp32; precision.mode fp8_unified says fp8 pow2"
+    line = r"breaks the precision contract: .*_proj quantizes activations as fp8 fp32; precision.mode fp8_unified says fp8 pow2"
     with pytest.raises(RunError, match=line):
         world.call(trainer_engine.check_live)
     generated = world.call(trainer_engine.generate, PROMPTS)[0]

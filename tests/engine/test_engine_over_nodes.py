@@ -1,5 +1,5 @@
-"""A real engine whose ranks lie over two nodes: the bits of an engine on one node, and lost with either node. The nodes are two addresses
-of this machine, or this machine and a network namespace, which share neither an address nor memory."""
+"""A real engine whose ranks are on two nodes has the bits of an engine on one node, and is lost with either node. The nodes are two
+addresses of this machine, or this machine and a network namespace, which share neither an address nor memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ GROUP = {"transport": "process_group"}
 
 @pytest.fixture(scope="module")
 def world(new_world, checkpoint, tmp_path_factory):
-    """A trainer and an engine over two nodes. The tests of this module share them in order; each leaves them proved."""
+    """A trainer and an engine on two nodes. The tests of this module share them in order; each leaves them proved."""
     world = new_world()
     rollout = {**TWO_NODES, "health_timeout": HEALTH}
     world.call(trainer_engine.start, checkpoint, tmp_path_factory.mktemp("nodes"), FP8, {"rollout": rollout})
@@ -42,7 +42,7 @@ def generate(world, tokens: int = 24):
 
 
 def train_and_sync(worlds, version: int, **settings):
-    """One step and a sync of every world."""
+    """Take one step and sync in every world."""
     for world in worlds:
         world.call(trainer_engine.train, random_sequences(8, seed=50 + version))
         report = world.call(trainer_engine.sync, version, 64 << 10, {**GROUP, **settings})[0]
@@ -58,7 +58,7 @@ def test_two_nodes_give_the_bits_of_one_before_and_after_syncs(world, on_one_nod
 
 
 def test_an_engine_that_loses_a_node_is_replaced_on_all_its_nodes(world, on_one_node):
-    """One is killed in a sync, then one stands still while the engine samples."""
+    """One node is killed in a sync, then one hangs while the engine samples."""
     for each in (world, on_one_node):
         each.call(trainer_engine.train, random_sequences(8, seed=53))
     report = world.call(trainer_engine.sync_with_faults, {0: "kill last node"}, 3, GROUP)[0]
@@ -69,7 +69,7 @@ def test_an_engine_that_loses_a_node_is_replaced_on_all_its_nodes(world, on_one_
     results = world.call(trainer_engine.generate_with_faults, {0: "hang last node"}, 3, PROMPTS, 100)[0]
     assert results == {"result": expected, "left": []}
     lines = [line for line in world.call(trainer_engine.take_messages)[0] if line.startswith("engine 0 is lost: ")]
-    assert len(lines) == 2 and "exit code -9 on node 1" in lines[0] and f"silent for {HEALTH:g} s" in lines[1], lines
+    assert len(lines) == 2 and "exit code -9 on node 1" in lines[0] and f"did not respond for {HEALTH:g} s" in lines[1], lines
 
 
 def test_all_nodes_end_with_the_trainer(world):

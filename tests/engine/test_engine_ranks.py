@@ -1,11 +1,11 @@
-"""Trainers and engines in different layouts, dense and with experts: a real SGLang filled by syncs from a real Megatron model, whose
-log-probs are the trainer's, bit for bit, and those of transformers' own model on the same FP8 tiles."""
+"""Trainers and engines in different layouts, dense and with experts: a real SGLang, filled by syncs from a real Megatron model, has the
+trainer's log-probs bit for bit, and closely those of transformers' model on the same FP8 blocks."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from support import engine_access, trainer_engine, transformers_reference
+from support import engine_checks, trainer_engine, transformers_reference
 from support.models import FP8, random_sequences
 from support.processes import World
 from support.trainer_engine import TWO_NODES
@@ -26,7 +26,7 @@ def transformers_side(tmp_path_factory):
 
 
 def assert_same_logprobs(world, folder, transformers_side, seed: int) -> None:
-    """Weights of a seed are served as the version of that number."""
+    """Compare log-probs of the weights of `seed`, which are served as the version of that number."""
     generated = world.call(trainer_engine.generate, PROMPTS)[0]
     assert generated["versions"] == {seed}
     config = read_config(folder / "model")
@@ -56,7 +56,7 @@ def test_an_engine_that_is_empty_or_has_loaded_is_filled_by_a_sync(kind, layout,
         world.call(trainer_engine.start_architecture, kind, tmp_path, FP8, layout, rollout, empty)
         world.call(trainer_engine.check_live)
         asked = rollout.get("sglang", {})
-        assert world.call(engine_access.read_server_arguments, list(asked))[0] == asked
+        assert world.call(engine_checks.read_server_arguments, list(asked))[0] == asked
         if empty:
             with pytest.raises(RunError, match="the engine has no weights yet: it serves nothing before the first proved sync"):
                 world.call(trainer_engine.generate, PROMPTS)

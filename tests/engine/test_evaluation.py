@@ -1,4 +1,5 @@
-"""The command `eval` with real engines: a run's checkpoint against a Hugging Face one, and every figure once more from the completions."""
+"""The command `eval` with real engines: a run's checkpoint against a Hugging Face one, with every figure recomputed from the
+completions."""
 
 from __future__ import annotations
 
@@ -8,8 +9,8 @@ from pathlib import Path
 
 import pytest
 from support import training_runs
+from support.fp8_checkpoints import add_mtp_layer
 from support.models import write_model
-from support.mtp import add_mtp_layer
 from support.processes import ROOT, Command, Done
 
 from examples.arithmetic.config import DemoConfig
@@ -32,7 +33,7 @@ def evaluate(folder: Path, *arguments: object) -> Done:
 
 @pytest.fixture(scope="module")
 def run(new_world, tmp_path_factory) -> Path:
-    """A run folder with the checkpoint of a model that gets some problems right."""
+    """A run folder with the checkpoint of a model that solves some problems."""
     folder = tmp_path_factory.mktemp("evaluated")
     small = ["--architecture.num_hidden_layers=1", "--warm_start.steps=60", *TASK]
     model = ROOT / "examples" / "arithmetic" / "quickstart.toml"
@@ -43,7 +44,7 @@ def run(new_world, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def evaluated(run, checkpoint, tmp_path_factory) -> tuple[Done, dict, list[dict]]:
-    """How the command ended, eval.json and the completions. The baseline has random weights."""
+    """The command's result, eval.json and the completions. The baseline has random weights."""
     saved = run / "checkpoints" / "step_00003"
     done = evaluate(tmp_path_factory.mktemp("eval"), "--checkpoint", saved, "--baseline", checkpoint, "--samples", SAMPLES)
     assert done.code == 0, done.err
@@ -87,7 +88,7 @@ def test_a_model_that_learned_something_is_above_random_weights(evaluated):
     overall = results["comparison"][0]
     assert 0 <= baseline < checkpoint < 1
     assert overall["mean"]["value"] == pytest.approx(checkpoint - baseline) and overall["p"] < 0.05
-    assert "points above the baseline's" in done.out and "checkpoint less baseline" in done.out
+    assert "points above the baseline's" in done.out and "checkpoint - baseline" in done.out
 
 
 def test_page_and_report_show_it(evaluated, run):
@@ -97,7 +98,7 @@ def test_page_and_report_show_it(evaluated, run):
 
 @pytest.mark.long
 def test_greedy_twice_is_the_same(run, tmp_path):
-    """As its own baseline, a Hugging Face folder in BF16 mode: what the engine answers greedily does not depend on the batch."""
+    """The model is its own baseline, in BF16 mode: greedy responses do not depend on the batch."""
     model = run.parent / "model"
     arguments = ("--checkpoint", model, "--baseline", model, "--output", tmp_path / "out")
     arguments += ("--greedy", "--samples", 1, "--precision.mode=bf16")
@@ -115,7 +116,7 @@ def test_greedy_twice_is_the_same(run, tmp_path):
 @pytest.mark.long
 @pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
 def test_an_engine_samples_the_same_with_and_without_layers_for_multi_token_prediction(family, tmp_path):
-    """As exports hold them, in FP8; what SGLang loads of a model with such layers is the rest."""
+    """The layers are stored in FP8, as in exports. SGLang loads the rest of such a model."""
     for name in ("with", "without"):
         write_model(tmp_path / name, family, {"mode": "fp8_unified"})
     add_mtp_layer(tmp_path / "with", "pow2")

@@ -1,4 +1,4 @@
-"""A run with a loss, advantages, a transport and a tracker of the user's own, by a real engine."""
+"""A run with the user's own loss, advantages, transport and tracker, with a real engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every model family, on one rank of each side: the live engine gives the trainer's log-probs, to the bit, and its graph."""
+"""Every model family on one rank of each side: the live engine has the trainer's log-probs, to the bit, and its graph."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SHORT = [("glm4_moe", "fp8_layer_kv")]  # other tests have engines of the other 
 
 
 def count_tensors(family: str, precision: dict[str, str]) -> int:
-    """The weights and scales of an engine of one rank."""
+    """Return the number of weights and scales of an engine of one rank."""
     contract = PrecisionContract.from_config(PrecisionConfig(**precision))
     model = replace(ModelGeometry.from_hf_config(ENGINE_ARCHITECTURES[family]), kv_scales=contract.scales_kv_by_layer)
     return len(list_stored_tensors(build_sglang_shards(model, 1, 0), contract.format_of))

@@ -1,5 +1,5 @@
-"""Runs that are stopped, whose engine is killed or that lose a rank, beside one that nothing happens to: the same rows and bytes where they
-go on, one line that says why where they end, and nothing left running."""
+"""Runs that are stopped, lose their engine or a rank, compared with an uninterrupted run: the same rows and bytes if they go on, one
+line with the reason if they end, and no process left."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def folders(tmp_path_factory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def runs(folders) -> dict[str, Done]:
-    """How the commands ended: one that nothing happens to, one that is stopped after two steps and started again, and one whose engine is
-    killed after the first step."""
+    """Results of three runs: uninterrupted, stopped after two steps and started again, and with an engine that is killed after the first
+    step."""
     done = {"straight": finish(train(folders["straight"], LEARNING))}
     with train(folders["stopped"], LEARNING) as command:
         train_command.wait_for_rows(command, folders["stopped"], 3)
@@ -57,7 +57,7 @@ def runs(folders) -> dict[str, Done]:
 
 
 def numbers(run: Path) -> list[dict]:
-    """Rows without what is measured."""
+    """Return the rows without measured values."""
     measured = ("time", "second", "memory/", "restarts", "ahead/", "cached_share")
     return [{key: value for key, value in row.items() if not any(word in key for word in measured)} for row in read_rows(run)]
 

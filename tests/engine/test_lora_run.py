@@ -1,4 +1,4 @@
-"""`megatron-rl train` with adapters on two ranks and an engine of two, resumed by one process, and the export in PEFT's format."""
+"""`megatron-rl train` with adapters on two ranks and an engine of two, resumed by one process, and exported in PEFT's format."""
 
 from __future__ import annotations
 

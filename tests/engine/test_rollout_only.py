@@ -1,5 +1,5 @@
-"""A trainer in high precision with an INT8 engine with experts: it serves what was quantized at the sync, and computes as the contract
-says. FP8: test_routing_replay.py."""
+"""A high-precision trainer with an INT8 engine with experts: the engine serves what was quantized at the sync, and computes as the
+contract says. For FP8 see test_routing_replay.py."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PROMPTS = [sample.prompt_ids.tolist() for sample in random_sequences(8, seed=21)
 
 @pytest.fixture(scope="module")
 def world(new_world, tmp_path_factory):
-    """The tests share the engine in order; each leaves it proved."""
+    """A trainer and its engine. The tests share them in order; each leaves them proved."""
     world, checkpoint = new_world(), make_checkpoint(tmp_path_factory.mktemp("experts"), **EXPERTS)
     world.call(trainer_engine.start, checkpoint, tmp_path_factory.mktemp("engine"), PRECISION)
     return world
@@ -70,7 +70,7 @@ def test_one_bit_changed_in_the_engine_is_named_and_the_next_sync_mends_it(world
 
 
 def test_an_engine_killed_while_it_generates_is_an_error_at_once(world):
-    """Last, for the engine is gone afterwards."""
+    """This is the last test, because the engine is gone after it."""
     engine = family(world.pid())[1:]
     threading.Timer(2.0, engine[0].kill).start()
     line, tail = world.call(trainer_engine.generate_until_it_fails, PROMPTS)[0]

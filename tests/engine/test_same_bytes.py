@@ -1,4 +1,4 @@
-"""The engine serves the trainer's bytes: after loading, after every sync, after export; one wrong byte anywhere is found and named."""
+"""The engine serves the trainer's bytes after loading, after every sync and after export; one wrong byte anywhere is found and named."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from string import ascii_lowercase
 
 import pytest
 import torch
-from support import agent_engine, trainer, trainer_engine, transformers_reference
+from support import engine_checks, trainer, trainer_engine, transformers_reference
 from support.models import TENSORS, random_sequences, read_weights
 
 from megatron_rl.errors import RunError
-from rollout_sglang.hooks.shared_prompts import MIN_SHARED
+from rollout_sglang.hooks.scheduling import MIN_SHARED
 
 PROMPTS = [sample.prompt_ids.tolist() for sample in random_sequences(8, seed=11)]
 WHOLE = 16 << 20
@@ -37,12 +37,12 @@ def test_what_was_just_started_passes_all_checks_and_the_live_graphs_are_alike(u
     written = json.loads((tmp_path / "graph.json").read_text())
     assert written["differences"] == [] and [part["part"] for part in written["training"]] == ["model", "layer 0"]
     line = r"mlp.down.weight -> mlp.down \(weight\) is e4m3 128x128 pow2 in the rollout, e4m3 64x64 pow2 in training"
-    with pytest.raises(RunError, match=rf"no subgraph of the training: layer 0: .*{line}"):
+    with pytest.raises(RunError, match=rf"not a subgraph of the training graph: layer 0: .*{line}"):
         unified.call(trainer_engine.check_graphs, tmp_path, "granularity")
 
 
 def test_answers_of_several_turns_are_those_tokens_for_the_trainer_too(unified):
-    """Every turn's log-probs are what one forward pass over the whole answer gives, to the bit; every token is one that was sampled."""
+    """Every turn's log-probs have the bits of one forward pass over the whole response, and every token is the one that was sampled."""
     answers = unified.call(trainer_engine.converse, [f"{number}+1=" for number in range(12)], 0, 40, 4)[0]
     dialogues = [parts for parts in answers["parts"] if len(parts) > 1]
     assert len(dialogues) >= 6 and {len(parts) for parts in dialogues} & {5, 7}, answers["parts"]
@@ -56,15 +56,16 @@ def test_answers_of_several_turns_are_those_tokens_for_the_trainer_too(unified):
 
 
 def test_what_agents_ask_through_the_endpoint_is_what_the_direct_path_gives(unified):
-    """Agents in processes of their own ask over HTTP and edit their history; a random model says much that no tokenizer would write so."""
-    agents = unified.call(agent_engine.sample_by_agents, 6, 40, 0)[0]
+    """Agents in their own processes ask over HTTP and edit their history. A random model writes much that no tokenizer would encode that
+    way."""
+    agents = unified.call(engine_checks.sample_by_agents, 6, 40, 0)[0]
     assert agents["errors"] == [""] * 6 and agents["conversations"] == 12 and agents["versions"] == {0}
     assert all(agents["same"]) and len(agents["same"]) == 18 and all(agents["held"]) and agents["sampled"] == 0
     assert len(agents["engine"]) >= 100 and torch.equal(agents["engine"], agents["trainer"])
 
 
 def test_cached_tokens_and_chunks_of_a_prompt_change_no_bit(unified):
-    """Groups whose members share their prompt, of one token up to more than a chunk and a product of keys; then the next turn."""
+    """Groups share prompts of one token up to more than a chunk and a block of keys; then comes the next turn."""
     generator = torch.Generator().manual_seed(13)
     prompts = [torch.randint(0, 256, (length,), generator=generator).tolist() for length in (1, 2, 17, 33, 40, 41, 150)]
     groups = [prompt for prompt in prompts for _ in range(4)]
@@ -130,7 +131,7 @@ def test_one_bit_changed_on_either_side_is_named_and_mended(unified):
 
 @pytest.mark.long
 def test_an_exported_fp8_checkpoint_gives_a_fresh_engine_the_same_bytes(unified, new_world, tmp_path):
-    """While it starts: the BF16 export of the same checkpoint is the masters rounded once, and transformers loads it."""
+    """While it starts, the BF16 export of the same checkpoint is compared with the masters rounded once, and loaded by transformers."""
     other = new_world()
     saved = unified.call(trainer_engine.save_run_checkpoint, tmp_path / "step_00001")[0]
     masters = unified.call(trainer_engine.read_masters)[0]

@@ -1,4 +1,5 @@
-"""Right bytes that a real engine does not serve: each fault is found before a request is answered, named, and mended by the next sync."""
+"""Correct bytes that a real engine does not serve: each fault is found and named before a request is answered, and fixed by the next
+sync."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ PROMPTS = [sample.prompt_ids.tolist() for sample in random_sequences(6, seed=31)
 CANARY = {"canary": 2}
 FAULTS = {
     "post-load hook": r"^the sync is not proved: engine rank 0: model\.layers\.0\.self_attn\.w_kc is stale: \d+ of its 65536 values",
-    "float values": r"^the sync is not proved: engine rank 0: the float values kept of a weight \[\d+, \d+\] are stale",
-    "cache": r"^the sync is not proved: engine rank 0: the KV cache was not flushed: it holds \d+ tokens of the weights before$",
+    "float values": r"^the sync is not proved: engine rank 0: the cached float values of a weight \[\d+, \d+\] are stale",
+    "cache": r"^the sync is not proved: engine rank 0: the KV cache was not flushed: it holds \d+ tokens of the previous weights$",
     "hidden cache": r"^the canary fails: engine 0, prompt 0 of 48 tokens, position 48 \(prefill\): log p is -[\d.]+ in the engine, "
     r"-[\d.]+ in the trainer; bound 0 \(sync\.canary_bound\)$",
     "decoding": r"^the canary fails: engine 0, prompt 0 of 48 tokens, position 49 \(decoding\): log p is",

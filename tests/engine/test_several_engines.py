@@ -1,6 +1,6 @@
-"""Two real engines behind one interface: the same completions as one gives, both proved at every sync, and losses that change no bit.
+"""Two real engines behind one interface have the completions of one, are proved at every sync, and losses change no bit.
 
-More losses, of lighter engines: tests/distributed/test_engine_faults.py.
+More losses, of fake engines, are in tests/distributed/test_engine_faults.py.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def test_two_engines_give_the_bits_of_one_before_and_after_a_sync(world):
 
 
 def test_engines_that_are_lost_in_a_sync_are_replaced_and_the_sync_is_proved(world):
-    """One hangs, one is killed."""
+    """One engine hangs, the other is killed."""
     world.call(trainer_engine.train, random_sequences(8, seed=43))
     report = world.call(trainer_engine.sync_with_faults, {0: "hang", 1: "kill"}, 2, {"canary": 2})[0]
     assert (report["proved"], report["tensors"], report["restarts"]) == (2 * TENSORS, 2 * TENSORS, 2)
@@ -54,13 +54,15 @@ def test_engines_that_are_lost_in_a_sync_are_replaced_and_the_sync_is_proved(wor
     assert report["recovery_seconds"] > 1
     lines = world.call(trainer_engine.take_messages)[0]
     assert any(line.startswith("engine 1 is lost: ") and "its process ended with exit code -9" in line for line in lines), lines
-    assert any("engine 0 is lost: " in line and f"silent for {HEALTH:g} s, rollout.health_timeout" in line for line in lines), lines
+    assert any(
+        "engine 0 is lost: " in line and f"it did not respond for {HEALTH:g} s (rollout.health_timeout)" in line for line in lines
+    ), lines
     assert any("engines serve policy version 2 again, proved" in line for line in lines), lines
     assert_alike(world, 2)
 
 
 def test_the_other_engine_takes_over_from_one_whose_connection_breaks_and_all_end_with_the_trainer(world):
-    """Last, for nothing is left afterwards: the trainer is killed while its engines stand still, one of them just starting."""
+    """This is the last test, because nothing is left after it: the trainer is killed while its engines hang, one of them just starting."""
     expected = generate(world, 100)
     results = world.call(trainer_engine.generate_with_faults, {0: "cut requests"}, 2, PROMPTS, 100)[0]
     assert results["result"] == expected

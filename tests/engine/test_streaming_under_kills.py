@@ -1,5 +1,5 @@
-"""A run that samples two versions ahead of its trainer and over-samples, with two real engines, under random kills of one engine, of both
-and of the trainer: every problem is trained on once, in order, and trainer and engines agree to the bit."""
+"""A run that samples two versions ahead and over-samples, with two real engines, while one engine, both, or the trainer are killed at
+random: every problem is trained on once, in order, and trainer and engines agree to the bit."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SETTINGS = {
 
 
 def test_no_sample_is_lost_or_counted_twice(tmp_path):
-    command = [sys.executable, str(ROOT / "tools" / "checks" / "soak.py"), "--folder", str(tmp_path)]
+    command = [sys.executable, str(ROOT / "tools" / "soak.py"), "--folder", str(tmp_path)]
     command += ["--steps=16", "--kills=6", "--every=2", "--seed=2", *(f"--{name}={value}" for name, value in SETTINGS.items())]
     done = subprocess.run(command, env=one_thread_environment(), capture_output=True, text=True, timeout=5000, check=False)
     console = tmp_path / "fired" / "console.log"

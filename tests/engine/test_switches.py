@@ -1,10 +1,10 @@
-"""Weight switches of a real engine under load, generation ahead of the trainer, and who may ask the engine at all."""
+"""Weight switches of a real engine under load, generation ahead of the trainer, and access to the engine."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from support import async_runs, engine_access, trainer_engine
+from support import async_runs, engine_checks, trainer_engine
 from support.models import TENSORS, random_sequences
 
 from megatron_rl.errors import RunError
@@ -43,7 +43,7 @@ def test_requests_that_run_during_syncs_belong_to_one_version_each(unified, name
 
 
 def test_completions_that_go_on_over_a_switch_have_the_log_probs_of_each_tokens_version(unified):
-    """The new weights read the old tokens anew, so a token's log-prob is that of its version alone, to the bit."""
+    """The new weights compute the old tokens again, so a token's log-prob depends only on its version, to the bit."""
     results = unified.call(async_runs.switch_under_load, {"running": "continue"}, 1, 3, BATCH, PROMPTS, TOKENS)[0]
     assert [report["proved"] for report in results["reports"]] == [TENSORS] * 3
     assert max(results["running"]) > 0 and results["mixed"] > 0
@@ -53,8 +53,8 @@ def test_completions_that_go_on_over_a_switch_have_the_log_probs_of_each_tokens_
 
 
 def test_an_engine_serves_beside_a_transformer_engine_that_cannot_be_imported(unified):
-    """SGLang imports Megatron for its dumper, and Megatron Transformer Engine, where they are installed; every engine of `launched` has
-    such a one."""
+    """SGLang imports Megatron for its dumper, and Megatron imports Transformer Engine if it is installed. Every engine of `launched` has
+    a broken one."""
     assert unified.call(trainer_engine.import_in_child, "transformer_engine")[0] == "FileNotFoundError: libtransformer_engine.so"
     assert unified.call(trainer_engine.sync, 80)[0]["proved"] == TENSORS
 
@@ -102,7 +102,7 @@ def test_who_waits_gives_its_memory_back_and_the_next_sync_fills_it(unified):
 
 
 def test_nobody_without_the_key_is_answered_and_nothing_listens_on_other_interfaces(unified):
-    statuses = unified.call(engine_access.ask_without_key)[0]
+    statuses = unified.call(engine_checks.ask_without_key)[0]
     assert len(statuses) == 11 and set(map(tuple, statuses.values())) == {(401, 401)}, statuses
-    exposed = unified.call(engine_access.find_exposed)[0]
+    exposed = unified.call(engine_checks.find_exposed)[0]
     assert exposed["addresses"] == {"127.0.0.1"} and exposed["modes"] <= {0} and exposed["readable"] == [], exposed

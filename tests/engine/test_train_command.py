@@ -1,5 +1,5 @@
-"""`megatron-rl train` from end to end: two ranks under torchrun whose engine is killed and replaced, a stop, and one rank that goes on to
-the end; what the run leaves behind, and its export."""
+"""`megatron-rl train` end to end: two ranks under torchrun whose engine is killed and replaced, a stop, and one rank that goes on to the
+end; the run's files, and its export."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ class Runs(NamedTuple):
 
 
 def mixture(folder: Path) -> dict[str, object]:
-    """Data of three kinds: GSM8K's rows (the published ones where they are there), MATH's as Parquet, generated; a warm start."""
+    """Return data of three kinds, with a warm start: GSM8K's rows (the published ones if available), MATH as Parquet, and generated
+    problems."""
     lines = GSM8K
     if not GSM8K.is_file():
         lines = folder / "train.jsonl"
@@ -80,8 +81,8 @@ def test_a_stop_leaves_a_checkpoint_from_which_another_layout_goes_on_in_the_sam
     assert len(list(runs.run.parent.glob("20*"))) == 1
     log = (runs.run / "run.log").read_text()
     assert "run broken: stopped by SIGTERM" in log
-    assert "going on from" in log and "going on from" in runs.finished.out + runs.finished.err
-    assert "another train.layout wrote it" in log
+    assert "resuming from" in log and "resuming from" in runs.finished.out + runs.finished.err
+    assert "it was written with another train.layout" in log
     assert len(list((runs.run / "tensorboard").glob("events.out.tfevents.*"))) == 2
 
 
@@ -113,7 +114,7 @@ def test_the_run_leaves_everything_behind(runs):
 
 
 def test_a_mixture_of_data_sets_is_drawn_by_weight_and_scored(runs):
-    """Weights 3 and 1 give 3 and 1 of 4 problems; both held-out sets are told apart."""
+    """With weights 3 and 1, four problems are 3 and 1. Both held-out sets have their own metrics."""
     rows, samples = read_rows(runs.run), read_rows(runs.run, "samples.jsonl")
     assert all(row["reward/errors"] == 0 and row["reward/mean"] >= 0 for row in rows[1:])
     assert {"eval/source_math", "eval/source_arithmetic"} <= rows[0].keys() and {"accuracy/source_published"} <= rows[1].keys()
@@ -123,7 +124,7 @@ def test_a_mixture_of_data_sets_is_drawn_by_weight_and_scored(runs):
 
 
 def test_on_shared_devices_the_engine_has_its_cache_in_its_own_turn_only(runs):
-    """64 MiB for each of keys and values, written once a sync has given them back."""
+    """The cache takes 64 MiB each for keys and values."""
     row = read_rows(runs.run)[-1]
     assert row["memory/engine_generate_mb"] - row["memory/engine_train_mb"] > 100, row
     assert row["memory/engine_sync_mb"] - row["memory/engine_train_mb"] > 100, row
@@ -146,7 +147,7 @@ def test_a_wrong_world_size_is_one_line_before_anything_starts(tmp_path):
     done = finish(train_command.train(tmp_path, {"train.layout.tp": 2}))
     assert done.code == 2
     assert done.err.splitlines() == [
-        "megatron-rl: train.layout: needs 2 ranks (tp * cp * pp * dp), this launch has 1; "
+        "megatron-rl: train.layout: needs 2 ranks (tp * cp * pp * dp), but this launch has 1; "
         "start with torchrun --nproc-per-node 2, or change train.layout"
     ]
     assert not (tmp_path / "runs").exists()

@@ -15,7 +15,7 @@ import pytest
 import torch
 from support import fake_gpu_libraries
 
-from megatron_rl.precision.backends import make_backend, requirements
+from megatron_rl.kernels.linear import make_backend, requirements
 
 TO_BEAT = {"actor update of 8B": 1.54, "reference forward of 8B": 1.80, "rollout of 32B": 1.33, "sync": 0.80}
 """Speed over BF16 that Jet-RL reports for a model of that size (arXiv 2601.14243); of the sync, the share of a device copy's speed."""

@@ -8,12 +8,12 @@ import pytest
 import torch
 from support.fp8_reference import check_columns, check_kernel, check_rows, uneven
 
-from megatron_rl.precision.backends import make_backend, requirements
-from megatron_rl.precision.backends.base import Backend
-from megatron_rl.precision.backends.deep_gemm_experts import DeepGemmExperts
-from megatron_rl.precision.backends.token_groups import TokenGroups
+from megatron_rl.kernels.experts.deep_gemm import DeepGemmExperts
+from megatron_rl.kernels.experts.reference import collect
+from megatron_rl.kernels.experts.token_groups import TokenGroups
+from megatron_rl.kernels.linear import make_backend, requirements
+from megatron_rl.kernels.linear.base import Backend
 from megatron_rl.precision.fp8 import quantize_1x128, quantize_128x1, quantize_weight
-from megatron_rl.precision.ops.token_rows import collect
 from megatron_rl.precision.quantized_weight import QuantizedWeight
 from parallel.formats import FP8
 
@@ -131,7 +131,7 @@ def test_weight_gradients_are_added_in_place(device, backends, subtests):
 
 
 def test_grouped_products_are_those_of_each_expert(device, backends, scale_format):
-    """The same sums within an expert, though tiles may differ: bf16 results may be neighbours, 2^-7 apart at most."""
+    """The same sums within an expert, though tiles may differ: bf16 results may be neighbors, 2^-7 apart at most."""
     if "deep_gemm" not in backends:
         pytest.skip(f"deep_gemm: {requirements.find_missing('deep_gemm')}")
     counts, n, k = [130, 0, 3, 700], 512, 256

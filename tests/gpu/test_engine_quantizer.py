@@ -1,4 +1,4 @@
-"""The engine's quantiser on a GPU: the contract's bytes in every layout, and SGLang's own kernel, whose formula has a name in the tests."""
+"""The engine's quantizer on a GPU: the contract's bytes in every layout, and SGLang's own kernel, whose formula has a name in the tests."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_every_layout_holds_the_references_bytes(scale_format, compiled):
             assert same_bits((data, scale), quantize_1x128(x, scale_format))
 
 
-def test_a_captured_graph_quantises_anew(scale_format):
+def test_a_captured_graph_quantizes_anew(scale_format):
     """As an engine decodes: the launch is recorded once, and replayed on other values."""
     x = uneven(64, 512, torch.bfloat16, "cuda")
     data, scale = engine_layouts(x)[0]

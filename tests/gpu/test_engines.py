@@ -27,7 +27,7 @@ from support.timing import run_in_child
 
 from megatron_rl.config import PrecisionConfig
 from megatron_rl.config.sync import SyncConfig
-from megatron_rl.precision.backends import requirements
+from megatron_rl.kernels.linear import requirements
 
 PRECISIONS = {
     "bf16": PrecisionConfig(mode="bf16", reduction="fast"),
@@ -53,7 +53,7 @@ def find_size() -> str:
 class FakeEngine:
     """Answers every prompt with as many tokens as asked for."""
 
-    url = api_key = ""
+    server = SimpleNamespace(url="")
 
     def generate(self, prompts, sampling, abort=None):
         return [SimpleNamespace(output_ids_T=[1] * sampling.max_new_tokens) for _ in prompts]
@@ -61,9 +61,9 @@ class FakeEngine:
 
 def read_cache_gib(engine) -> float:
     """What SGLang says that its KV cache takes."""
-    if not engine.url:
+    if not engine.server.url:
         return 0.0
-    answer = httpx.get(f"{engine.url}/server_info", headers={"Authorization": f"Bearer {engine.api_key}"}, timeout=30)
+    answer = httpx.get(f"{engine.server.url}/server_info", headers={"Authorization": f"Bearer {engine.server.api_key}"}, timeout=30)
     return answer.json()["internal_states"][0]["memory_usage"]["kvcache"]
 
 

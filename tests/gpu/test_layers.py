@@ -15,7 +15,7 @@ from support.policies import (
 )
 from support.timing import run_in_child
 
-from megatron_rl.precision.backends import requirements
+from megatron_rl.kernels.linear import requirements
 
 FURTHEST = 0.1
 """Sums in another order make single activations round to the neighboring E4M3 value, 2^-4 of themselves away, so results differ a little.

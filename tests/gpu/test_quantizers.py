@@ -14,8 +14,8 @@ import torch
 from support import fake_gpu_libraries
 from support.fp8_reference import uneven
 
-from megatron_rl.precision.backends import make_backend
-from megatron_rl.precision.backends.token_groups import TokenGroups
+from megatron_rl.kernels.experts.token_groups import TokenGroups
+from megatron_rl.kernels.linear import make_backend
 from megatron_rl.precision.fp8 import quantize_1x128, quantize_128x1, quantize_weight, round_trip_1x128, round_trip_128x1
 from parallel.formats import FP8
 
@@ -50,13 +50,13 @@ def must_agree(library: str, scale_format: str, values: str) -> bool:
 
 
 def kernel_rows(x: torch.Tensor, scale_format: str) -> Quantized:
-    from megatron_rl.precision.backends.triton_quantize import quantize_activation
+    from megatron_rl.kernels.quantize.triton import quantize_activation
 
     return quantize_activation(x, scale_format, rows=True, columns=False)[0]
 
 
 def kernel_columns(x: torch.Tensor, scale_format: str) -> Quantized:
-    from megatron_rl.precision.backends.triton_quantize import quantize_activation
+    from megatron_rl.kernels.quantize.triton import quantize_activation
 
     data, scale = quantize_activation(x, scale_format, rows=False, columns=True)[1]
     return data.view(torch.uint8).t()[: len(x)], scale.t()
@@ -142,8 +142,8 @@ def test_activations_round_to_the_same_values_on_the_device(device, scale_format
 def test_a_norm_that_quantizes_has_the_bits_of_one_kernel_after_the_other(device, scale_format, adds):
     if device == "cpu":
         pytest.skip("the stand-in is one kernel after the other")
-    from megatron_rl.precision.backends.triton_norm import quantize_norm
-    from megatron_rl.precision.backends.triton_quantize import quantize_activation
+    from megatron_rl.kernels.norm.triton import quantize_norm
+    from megatron_rl.kernels.quantize.triton import quantize_activation
 
     x, residual, weight = ordinary(1000, 4096).to(device), extreme(1000, 4096).to(device), ordinary(1, 4096)[0].to(device)
     total, statistic, *found = quantize_norm(x, residual if adds else None, weight, 1e-6, scale_format, columns=True)
@@ -158,9 +158,9 @@ def test_a_norm_that_quantizes_has_the_bits_of_one_kernel_after_the_other(device
 def test_what_goes_to_experts_has_the_bits_of_one_kernel_after_the_other(device, scale_format):
     if device == "cpu":
         pytest.skip("the stand-ins are one kernel after the other")
-    from megatron_rl.precision.backends.triton_quantize import quantize_activation
-    from megatron_rl.precision.backends.triton_spread import pack, quantize_weighed, spread_packed
-    from megatron_rl.precision.ops.token_rows import collect, scatter_tokens, sum_tokens, weigh
+    from megatron_rl.kernels.experts.reference import collect, scatter_tokens, sum_tokens, weigh
+    from megatron_rl.kernels.experts.triton import pack, quantize_weighed, spread_packed
+    from megatron_rl.kernels.quantize.triton import quantize_activation
 
     groups, weights = TokenGroups.from_counts(torch.tensor([[300, 0, 3], [41, 0, 400]]), device), torch.rand(744, device=device)
     x, outputs = extreme(744, 2048).to(device), ordinary(groups.rows, 2048).to(device)

@@ -12,7 +12,7 @@ from support.processes import Command
 from support.train_command import make_model
 
 from megatron_rl.config import load_config
-from megatron_rl.precision.backends import requirements
+from megatron_rl.kernels.linear import requirements
 from megatron_rl.preflight import check_run
 
 RUNS: dict[str, dict[str, Any]] = {

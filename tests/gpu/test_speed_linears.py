@@ -10,9 +10,9 @@ import torch
 from support.policies import ARCHITECTURES
 from support.timing import time_in_turns, time_kernels
 
-from megatron_rl.precision.backends import make_backend
+from megatron_rl.kernels.linear import make_backend
+from megatron_rl.kernels.sums import reference as tree
 from megatron_rl.precision.fp8 import quantize_weight
-from megatron_rl.precision.ops import tree
 from parallel.formats import FP8
 from parallel.model_geometry import ModelGeometry
 

@@ -1,5 +1,5 @@
 """The sync of an 8B model by CUDA IPC to another process on the same GPU: against a flat copy within the device and against gathering
-BF16, converting and quantizing anew; and the share that the proof takes of it. tools/bench/weight_sync.py measures."""
+BF16, converting and quantizing anew; and the share that the proof takes of it. tools/weight_sync.py measures."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ON_CPU = ["--model=tiny", "--transports=shared_memory", "--bucket-mb=8,4", "--re
 
 def test_speed_of_the_sync(device, figures, tmp_path):
     options = [*(ON_GPU if device == "cuda" else ON_CPU), "--train=tp=1", f"--json={tmp_path / 'report.json'}"]
-    command = [sys.executable, str(ROOT / "tools" / "bench" / "weight_sync.py"), *options]
+    command = [sys.executable, str(ROOT / "tools" / "weight_sync.py"), *options]
     done = figures.measure(
         subprocess.run, (command,), {"capture_output": True, "text": True, "check": False, "env": one_thread_environment()}
     )

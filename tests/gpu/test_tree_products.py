@@ -9,9 +9,9 @@ import torch
 from support.fp8_reference import uneven
 from support.tree_sums import check_kernel
 
-from megatron_rl.precision.backends import make_backend
+from megatron_rl.kernels.linear import make_backend
+from megatron_rl.kernels.sums import reference as tree
 from megatron_rl.precision.fp8 import quantize_weight
-from megatron_rl.precision.ops import tree
 from parallel.formats import FP8
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]

@@ -1,4 +1,4 @@
-"""The shipped configurations of dense models run on GPUs that are not there, engines too, and take the memory that `plan` says."""
+"""The shipped configurations of dense models, with their engines, run without GPUs and take the planned memory."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""The shipped configurations of several stages, and a dense one cut into four, run on GPUs that are not there, experts too, and take the
-memory that `plan` says: the last rank by default, the others and engines among the long tests."""
+"""The shipped configurations with several stages, and a dense one with four, run without GPUs and take the planned memory.
+
+The default tests rehearse the last rank, the long tests all kinds of ranks and the engines.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +9,11 @@ import pytest
 from support.shipped import check_aims, rehearse_shipped, rehearse_trainers
 
 STAGES = "--train.layout.pp=4,--train.layout.last_stage_layers=13,--train.layout.dp=1"
-COUNTS = "megatron_rl/mcore/layers/token_counts.py"
+COUNTS = "megatron_rl/mcore/layers/moe/token_counts.py"
 LAYERS = {"qwen2_5_32b": 0, "qwen3_30b_a3b": 22, "qwen3_235b_a22b": 4}
-"""Layers with experts of the last stage."""
+"""Number of layers with experts on the last stage."""
 EXCHANGES = {"qwen2_5_32b": set(), "qwen3_30b_a3b": {"ep 8"}, "qwen3_235b_a22b": {"ep 8", "tp 8"}}
-"""Tokens; and heads, where ranks share a key-value head."""
+"""Groups of all-to-alls: tokens of experts, and heads if ranks share a key-value head."""
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""launch/slurm against a real SLURM of three nodes on this machine: Debian's packages, unpacked, not installed (support/slurm.py)."""
+"""launch/slurm with a real SLURM of three nodes on this machine: Debian's packages, unpacked but not installed (support/slurm.py)."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def cluster(tmp_path_factory):
 
 @pytest.fixture(scope="module", autouse=True)
 def quickstarts(cluster, tmp_path_factory) -> Iterator[dict[str, Future[Job]]]:
-    """The quickstart in both placements, one after the other, while the tests with stand-ins go on."""
+    """The quickstart in both placements, one after the other, while the tests with stand-ins run."""
     with ThreadPoolExecutor(1) as pool:
         runs = {"colocated": stopped_and_started_again, "disaggregated": with_an_engine_elsewhere}
         yield {name: pool.submit(run, cluster, tmp_path_factory.mktemp(name)) for name, run in runs.items()}
@@ -62,7 +62,7 @@ def quickstarts(cluster, tmp_path_factory) -> Iterator[dict[str, Future[Job]]]:
 
 
 class Job:
-    """A script submitted for the first nodes of the cluster from `folder`, which gets all its files."""
+    """A script submitted for the first nodes of the cluster, with all its files in `folder`."""
 
     def __init__(
         self, cluster: Cluster, folder: Path, *arguments: object, script: Path = COLOCATED, nodes: int = 2, **variables: str
@@ -77,7 +77,7 @@ class Job:
         return self.cluster.job(self.id)
 
     def wait(self, seconds: float) -> str:
-        """How the job ended: its state and exit code."""
+        """Return the state and exit code that the job ends with."""
         ends = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
         until(lambda: self.state()["JobState"] in ends, seconds, f"the end of the job\n{self.texts()}")
         return f"{self.state()['JobState']} {self.state()['ExitCode'].partition(':')[0]}"
@@ -95,7 +95,7 @@ class Job:
 
 @pytest.fixture
 def stand_in(cluster, tmp_path):
-    """Submits a job whose ranks are stand-ins that end with `codes`, start after start."""
+    """`stand_in(*codes)` submits a job whose ranks are stand-ins that end with these exit codes, one for each start."""
     python = tmp_path / "python"
     python.write_text(STAND_IN)
     python.chmod(0o755)
@@ -155,7 +155,8 @@ def read_report(log: Path) -> dict[str, Any]:
 
 
 def assert_engines(job: Job, nodes: list[str]) -> None:
-    """Engines 0, 1, ... reported these nodes and counted their devices node by node. `support.slurm_trainer` has seen them end."""
+    """Assert the nodes that engines 0, 1, ... reported, and that they counted their devices node by node. `support.slurm_trainer` has
+    seen them end."""
     reports = [read_report(job.folder / f"engine{number}.log") for number in range(len(nodes))]
     assert [(report["node"], report["host"]) for report in reports] == [(node, "127.0.0.1") for node in nodes]
     cores = os.cpu_count() or 1
@@ -169,7 +170,7 @@ def test_a_job_that_is_warned_stops_and_starts_itself_again(stand_in, cluster):
     cluster.run("scancel", "--batch", "--signal=USR1", job.id)  # as --signal=B:USR1@300 does
     assert job.wait(900) == "COMPLETED 0", job.texts()
     assert [len(starts(job, rank)) for rank in range(2)] == [2, 2]
-    assert "stopped as asked; starting the job again" in job.printed() and "start 2, ranks on" in job.printed()
+    assert "stopped by a signal; starting the job again" in job.printed() and "start 2, ranks on" in job.printed()
 
 
 def test_a_job_that_slurm_requeues_goes_on(stand_in, cluster):
@@ -256,7 +257,7 @@ def test_the_quickstart_trains_on_two_nodes_is_stopped_starts_again_and_goes_on(
     state = json.loads((run / "run.json").read_text())
     assert state["status"] == "finished" and len(state["resumed"]) == 1 and state["resumed"][0]["step"] >= 1
     assert "run broken: stopped by SIGUSR1" in (run / "run.log").read_text() and len(list(run.parent.glob("20*"))) == 1
-    assert "stopped as asked; starting the job again" in job.printed()
+    assert "stopped by a signal; starting the job again" in job.printed()
     assert "step 20/20" in job.rank(0).read_text() and job.rank(1).exists()
     for rank in range(2):
         assert (run / "ranks" / f"rank_0000{rank}.log").read_text().count(f"rank {rank} of 2: process ") == 2

@@ -1,4 +1,4 @@
-"""Agents for tests, by the standard library alone: they start fast."""
+"""Agents for tests that use only the standard library, so they start fast."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron_rl.types import Problem, Reward
 
 
 def post(messages: list[dict[str, Any]], **options: Any) -> str:
-    """What the policy says."""
+    """Return the policy's answer."""
     request = urllib.request.Request(
         environ["OPENAI_BASE_URL"] + "/chat/completions",
         json.dumps({"messages": messages, **options}).encode(),
@@ -28,7 +28,7 @@ def post(messages: list[dict[str, Any]], **options: Any) -> str:
 
 
 def ask(problem: Problem) -> float | None:
-    """Does what the problem's question says."""
+    """Do what the problem's prompt says."""
     said = post([{"role": "user", "content": problem.prompt}], max_tokens=12)
     match problem.prompt:
         case "hang":
@@ -52,7 +52,7 @@ def ask(problem: Problem) -> float | None:
 
 
 def break_at_random(problem: Problem) -> None:
-    """Asks twice, and breaks in one of two ways, or not: by what the policy says."""
+    """Ask twice, and fail in one of two ways, or not at all, depending on the policy's first answer."""
     said = post([{"role": "user", "content": problem.prompt}], max_tokens=6)
     match sha256(said.encode()).digest()[0] % 4:
         case 0:
@@ -63,18 +63,18 @@ def break_at_random(problem: Problem) -> None:
 
 
 def judge(text: str, problem: Problem) -> Reward:
-    """A reward that a random model earns as well."""
+    """Return a reward that a random model earns too."""
     value = sha256(text.encode()).digest()[0] / 255
     return Reward(value, value > 0.5)
 
 
 def end_server(problem: Problem) -> None:
-    """Ends what it was forked from."""
+    """Kill the server that this process was forked from."""
     kill(getppid(), SIGKILL)
 
 
 def main() -> None:
-    """As a program."""
+    """Run an agent as a program."""
     problem = json.loads(sys.stdin.readline())
     post([{"role": "user", "content": problem["prompt"]}])
     with open(environ["MEGATRON_RL_REWARD"], "w") as file:

@@ -1,4 +1,4 @@
-"""A policy of letters for tests of agents: its tokenizer with a chat template, and an engine that says what it is told to."""
+"""A policy over letters for tests of agents: a tokenizer with a chat template, and an engine whose answers a test defines."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ AGENTS = "support.agent_programs"
 
 
 class ChatTokenizer:
-    """`<u>hello~<a>` is a user's message, and the beginning of the policy's, which ends with the special token `~`."""
+    """A tokenizer of letters. `<u>hello~<a>` is a user's message and the beginning of the policy's message, which ends with the special
+    token `~`."""
 
     name_or_path, chat_template, all_special_ids = "letters", "yes", [ord(END)]
 
@@ -52,7 +53,7 @@ class ChatTokenizer:
 
 
 class Policy:
-    """Says what `reply` makes of the text of a prompt, a token a letter, cut at the limit; remembers all prompts."""
+    """An engine that answers a prompt with `reply(text)`, one token per letter, up to the token limit. It records all prompts."""
 
     version = 5
 
@@ -74,7 +75,7 @@ class Policy:
         return [replace(generation, kept_tokens=make_kept_tokens([[token, 1] for token in ids.tolist()]))]
 
     def parse_tool_calls(self, text: str, tools: str, parser: str) -> ParsedToolCalls | None:
-        """`so!python:1+1` calls python with the expression; a `!` alone is a wrong call, and `!!` breaks the parser."""
+        """Parse `so!python:1+1` as a call of python with the expression. A `!` alone is an invalid call, and `!!` breaks the parser."""
         assert parser == "letters" and json.loads(tools)[0]["function"]["name"] == "python"
         before, mark, call = text.partition("!")
         name, colon, expression = call.partition(":")

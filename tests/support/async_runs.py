@@ -14,7 +14,7 @@ from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.config import Config
 from megatron_rl.data import load_problems
 from megatron_rl.hf.tokenizer import load_tokenizer
-from megatron_rl.mcore.layers.quantized_linear import find_quantized_layers
+from megatron_rl.mcore.layers.linear.quantized_linear import find_quantized_layers
 from megatron_rl.rewards.scorer import Scorer
 from megatron_rl.rollout.async_worker import AsyncRolloutWorker
 from megatron_rl.rollout.generation import MultiTurnSampler
@@ -30,7 +30,8 @@ TASK = "examples.arithmetic.task:Arithmetic"
 
 
 class RecordingWorker(RolloutWorker):
-    """Keeps all completions, in `batches`. A random model earns nothing: here half of all answers do, so that the weights move."""
+    """A rollout worker that keeps all completions in `batches`. Half of the responses are rewarded, so that the weights of a random
+    model move."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -45,7 +46,7 @@ class RecordingWorker(RolloutWorker):
 
 
 def run_ahead(running: str, max_staleness: int, steps: int) -> dict[str, Any]:
-    """A whole run of the loop: rows, and (version it was made for, versions of each token) of every completion."""
+    """Run the whole loop. Return its rows, and for every completion the version it was collected for and the version of each token."""
     served = current()
     config = Config.model_validate(
         {
@@ -79,7 +80,8 @@ def run_ahead(running: str, max_staleness: int, steps: int) -> dict[str, Any]:
 
 
 def release_memory_and_take_it_back(version: int, prompts: list[list[int]]) -> dict[str, Any]:
-    """MiB of the engine after a sync, which leaves its cache written, released, and after the next sync; whether a request waited."""
+    """Return the engine's MiB after a sync, after a release of its memory, and after the next sync; whether a request waited; and the
+    proved tensors."""
     served, answered = current(), threading.Event()
 
     def ask() -> None:
@@ -109,10 +111,10 @@ Answers = list[tuple[list[int], Generation]]
 def switch_under_load(
     settings: dict[str, Any], first: int, switches: int, batch: list[TrainingSample], prompts: list[list[int]], tokens: int
 ) -> dict[str, Any]:
-    """Four threads ask all the time, while the policy is trained and synced as versions first, first + 1, ...
+    """Keep four threads sampling while the policy is trained and synced as versions first, first + 1, ...
 
-    Returns the syncs' reports, how many requests were running when each sync began, how many completions hold tokens of several
-    versions, and for each version the engine's log-probs and those of the trainer that held it, of all tokens sampled by it.
+    Returns the reports of the syncs, the number of running requests when each sync began, the number of completions with tokens of several
+    versions (`mixed`), and for each version the log-probs of its tokens by the engine and by the trainer of that version.
     """
     served, stop, answers = current(), threading.Event(), Answers()
     weights, reports, running = {}, [], []
@@ -146,13 +148,13 @@ def switch_under_load(
 
 
 def copy_weights(model: Any) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Parameters, and scales of those that are quantized."""
+    """Return copies of the parameters, and of the scales of quantized ones."""
     scales = {name: layer.scale.clone() for name, layer in find_quantized_layers(model).items()}
     return {name: value.detach().clone() for name, value in model.named_parameters()}, scales
 
 
 def compare_logprobs(weights: dict[int, Any], answers: Answers) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
-    """version -> (engine's, trainer's) log-probs of its tokens, with the trainer put back to that version."""
+    """Return for each version the log-probs of its tokens by the engine, and by the trainer with that version's weights."""
     logprobs, model = {}, current().trainer.model
     versions = [
         [generation.policy_version] * len(generation.output_ids_T) if generation.versions_T is None else generation.versions_T.tolist()
@@ -173,7 +175,7 @@ def compare_logprobs(weights: dict[int, Any], answers: Answers) -> dict[int, tup
 
 
 def sync_with_wrong_byte(settings: dict[str, Any], version: int) -> None:
-    """A sync whose chunks are changed on their way, after they were hashed. Raises what it raises."""
+    """Run a sync whose chunks are changed after they were hashed. Propagates the error."""
     pack = ChunkPacker.pack
 
     def pack_wrong(packer: ChunkPacker, named_rects: Any, flat: Any, hashing: bool) -> str:
@@ -186,6 +188,6 @@ def sync_with_wrong_byte(settings: dict[str, Any], version: int) -> None:
 
 
 def sync_that_breaks(settings: dict[str, Any], version: int) -> None:
-    """A sync whose trainer fails in the middle. Raises what it raises."""
+    """Run a sync whose trainer fails in the middle. Propagates the error."""
     with mock.patch.object(ChunkPacker, "pack", side_effect=OSError("out of memory, say")), current().weight_sync(MIB, settings) as sync:
         sync.run(version)

@@ -1,4 +1,4 @@
-"""A critic on the rank of a `World`: values, advantages and optimizer steps in any layout, and a checkpoint that has a value head."""
+"""A critic on the ranks of a `World`: values, advantages and optimizer steps in any layout, and checkpoints with a value head."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from megatron_rl.config import Config
 from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.distributed import is_rank0
 from megatron_rl.hf.files import read_config
-from megatron_rl.mcore import reduce
-from megatron_rl.mcore.checkpoint.optimizer import flatten_chained, iter_stepped
-from megatron_rl.mcore.critic import Critic
-from megatron_rl.mcore.load_weights import global_parameters
+from megatron_rl.mcore.actor import Critic
+from megatron_rl.mcore.optim.master_slices import flatten_chained, iter_stepped
+from megatron_rl.mcore.passes import reduce
+from megatron_rl.mcore.weights.load_weights import global_parameters
 from megatron_rl.precision.graph.graph import PrecisionGraph
 from megatron_rl.training.graph_check import read_training_graph
 from megatron_rl.training.policies import load_critic
@@ -33,14 +33,14 @@ CLIPRANGE = 0.5
 
 
 def read_graphs(folder: Path, precision: dict[str, Any], layout: Layout) -> tuple[PrecisionGraph, PrecisionGraph] | None:
-    """The whole precision graphs of the policy and of the critic, on rank 0."""
+    """Return the whole precision graphs of the policy and of the critic, on rank 0."""
     critic, policy = make_critic(folder, precision, {}, layout), Trainer(folder, precision, layout=layout)
     graphs = [read_training_graph(trained) for trained in (policy.model, critic.model)]
     return (graphs[0].value, graphs[1].value) if is_rank0() else None
 
 
 def make_value_model(folder: Path, policy: Path, seed: int = 0) -> Path:
-    """Writes a copy of a policy's checkpoint with a value head in the place of its output layer."""
+    """Write a copy of a policy's checkpoint with a value head instead of its output layer."""
     shutil.copytree(policy, folder)
     tensors = load_file(folder / "model.safetensors")
     tensors.pop("lm_head.weight", None)
@@ -51,7 +51,7 @@ def make_value_model(folder: Path, policy: Path, seed: int = 0) -> Path:
 
 
 def make_critic(folder: Path, precision: dict[str, Any], train: dict[str, Any], layout: Layout, path: Path | None = None) -> Critic:
-    """The critic of a run of the policy in `folder`; `path`: its own checkpoint."""
+    """Return the critic of a run of the policy in `folder`, loaded from `path` if given."""
     start(layout)
     settings = {
         "model": {"path": str(folder)}, "precision": precision, "train": train, "algorithm": {"name": "ppo"},
@@ -70,7 +70,8 @@ def train_critic(
     layout: Layout | None = None,
     path: Path | None = None,
 ) -> dict[str, Any]:
-    """Of the first batch values, advantages, returns and their metrics; a step on every batch; values of the first batch afterwards."""
+    """Take a step on every batch. Return values, advantages, returns and their metrics for the first batch before the steps, and its
+    values after them."""
     critic = make_critic(folder, precision, train, layout or Layout(), path)
     config, steps, first = AlgorithmConfig(name="ppo", gamma=0.99, lam=0.95), [], {}
     for batch in batches:
@@ -89,7 +90,7 @@ def train_critic(
 
 
 def _copy_masters(critic: Critic) -> dict[str, torch.Tensor]:
-    """Norms' and the value head's masters, which every tensor-parallel rank has whole."""
+    """Return the masters of norms and of the value head, which every tensor-parallel rank holds whole."""
     names = {id(parameter): name for name, parameter in global_parameters(critic.model).items()}
     stepped = (entry for part in flatten_chained(critic.optimizer) for entry in iter_stepped(part))
     gathered = {names[id(parameter)]: master.gather(parameter.shape) for parameter, master in stepped}

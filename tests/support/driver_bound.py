@@ -1,4 +1,4 @@
-"""Stand-ins for the packages of a GPU's environment, whose import loads CUDA's driver: an OSError where there is none."""
+"""Fake GPU packages whose import loads the CUDA driver, and so raises OSError on a machine without one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ PACKAGES = ("flashinfer", "flash_mla", "sgl_kernel", "deep_gemm", "transformer_e
 
 
 def install(folder: Path) -> str:
-    """Write them below a folder; return it, for PYTHONPATH."""
+    """Write the packages into a folder, and return its path for PYTHONPATH."""
     for name in PACKAGES:
         (folder / name).mkdir()
         (folder / name / "__init__.py").write_text('import ctypes\n\nctypes.CDLL("no-driver/libcuda.so.1")\n')

@@ -1,4 +1,4 @@
-"""Faults of engines, real and fake: kills, hangs, broken connections, starts that fail."""
+"""Faults of real and fake engines: kills, hangs, broken connections, failed starts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import httpx
 import psutil
 
 from megatron_rl.config import Config
-from megatron_rl.distributed import Rank0
+from megatron_rl.distributed import Rank0, run_on_rank0
 from megatron_rl.errors import RunError
 from megatron_rl.rollout.engine_pool import EnginePool
 from megatron_rl.sync.recovery import RecoveringWeightSync
@@ -30,13 +30,13 @@ Faults = dict[int, str]
 
 
 def engine_family(engines: EnginePool, number: int) -> list[psutil.Process]:
-    """An engine's servers and what runs below them, that of its first node first."""
-    return [process for pid in engines.replicas[number].engine.process.pids for process in family(pid)]
+    """Return an engine's servers and the processes below them, the first node's first."""
+    return [process for pid in engines.replicas[number].engine.server.processes.pids for process in family(pid)]
 
 
 def strike_while(work: Callable[[], Any], engines: EnginePool, sync: RecoveringWeightSync, version: int, faults: Faults) -> dict[str, Any]:
-    """Rank 0's `work`, done as the loop does it, with faults in engines once they are at work: {"result": its result, "left": pids of
-    the lost engines' processes that still run}."""
+    """Do rank 0's `work` as the loop does, with faults in engines once they are busy. Return the `result`, and the pids of the lost
+    engines' processes that still run (`left`)."""
     processes = [process for number in faults for process in engine_family(engines, number)]
 
     def strike() -> None:
@@ -47,19 +47,19 @@ def strike_while(work: Callable[[], Any], engines: EnginePool, sync: RecoveringW
 
     striking = threading.Thread(target=strike)
     striking.start()
-    result = sync.run_with_recovery(version, work)
+    result = sync.run_with_recovery(version, lambda: run_on_rank0(work))
     striking.join()
     return {"result": result, "left": [process.pid for process in alive_after(processes, 10)]}
 
 
 def sync_through(engines: Rank0[EnginePool], sync: RecoveringWeightSync, version: int, faults: Faults) -> dict[str, Any]:
-    """A sync with faults in engines while the third chunk of rank 0 is packed; collective."""
+    """Run a sync with faults in engines while rank 0 packs the third chunk. Collective."""
     pack, calls = ChunkPacker.pack, []
 
     def strike_and_pack(packer: ChunkPacker, *args: Any) -> str:
         calls.append(1)
         if len(calls) == 3:
-            engines.tell(lambda engines: [_FAULTS[fault](engines, number) for number, fault in faults.items()])
+            engines.run_local(lambda engines: [_FAULTS[fault](engines, number) for number, fault in faults.items()])
         return pack(packer, *args)
 
     with mock.patch.object(ChunkPacker, "pack", strike_and_pack):
@@ -71,23 +71,23 @@ def _kill(engines: EnginePool, number: int) -> None:
 
 
 def _kill_last_node(engines: EnginePool, number: int) -> None:
-    psutil.Process(engines.replicas[number].engine.process.pids[-1]).kill()
+    psutil.Process(engines.replicas[number].engine.server.processes.pids[-1]).kill()
 
 
 def _hang_last_node(engines: EnginePool, number: int) -> None:
-    for process in family(engines.replicas[number].engine.process.pids[-1]):
+    for process in family(engines.replicas[number].engine.server.processes.pids[-1]):
         process.suspend()
 
 
 def _hang(engines: EnginePool, number: int) -> None:
-    """Every process of the engine stands still."""
+    """Suspend every process of the engine."""
     for process in engine_family(engines, number):
         process.suspend()
 
 
 def _cut_requests(engines: EnginePool, number: int) -> None:
-    """The connections over which the engine is asked end under way."""
-    port = httpx.URL(engines.replicas[number].engine.url).port
+    """Shut down the connections of requests to the engine."""
+    port = httpx.URL(engines.replicas[number].engine.server.url).port
     for connection in psutil.Process().net_connections("tcp"):
         if connection.raddr and connection.raddr.port == port:
             with socket.socket(fileno=os.dup(connection.fd)) as client:
@@ -104,7 +104,7 @@ _FAULTS: dict[str, Callable[[EnginePool, int], None]] = {
 
 
 def fail_to_start(model: Path, folder: Path, start_timeout: float, *arguments: str) -> tuple[str, str]:
-    """Start an engine that cannot start, with more server `arguments`: (the error's line, its log tail)."""
+    """Start an engine that cannot start, with extra server `arguments`. Return the error message and its log tail."""
     config = Config.model_validate({"model": {"path": model}, "rollout": {"max_total_tokens": 4096, "start_timeout": start_timeout}})
     try:
         SGLangEngine(EngineLaunchSpec(config, model, folder, arguments=arguments)).wait_until_ready()

@@ -1,4 +1,4 @@
-"""Rehearses engines of small models, as they are and with planted faults, in a process of its own; prints one JSON object of case -> rank.
+"""Rehearses engines of small models, with and without planted faults. Prints a JSON object of case -> rank.
 
 python -m support.engine_rehearsals FOLDER CASE...
 """
@@ -17,12 +17,12 @@ from support.rehearsals import CONFIG, EXPERTS, TINY
 
 LATENT = ARCHITECTURES["deepseek_v3"] | {"architectures": ["DeepseekV3ForCausalLM"], "kv_lora_rank": 512}
 ROUTER = LATENT | {"hidden_size": 7168, "n_routed_experts": 256, "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4}
-"""DeepSeek-V3's own."""
+"""DeepSeek-V3 with its router."""
 TWO = ["--rollout.tp=2", "--rollout.engines=1", "--rollout.max_running_requests=16"]
 
 
 def _around_linear(change: Callable[[Any, Any, Any], Any]) -> None:
-    """Let `change(plain, layer, x)` compute the FP8 layers of a row of a module."""
+    """Replace the computation of FP8 linear layers by `change(plain, layer, x)`."""
     from sglang.srt.layers.quantization.fp8 import Fp8LinearMethod
 
     plain = Fp8LinearMethod.apply
@@ -30,12 +30,12 @@ def _around_linear(change: Callable[[Any, Any, Any], Any]) -> None:
 
 
 def wrong_dtype() -> None:
-    """RMSNorm gets FP32, which its kernel does not know."""
+    """RMSNorm receives FP32, which its kernel does not support."""
     _around_linear(lambda plain, layer, x: plain(x).float())
 
 
 def misaligned_weight() -> None:
-    """DeepGEMM gets a weight that begins at eight bytes."""
+    """DeepGEMM receives a weight at an address that is not a multiple of 16."""
     import torch
 
     def change(plain: Any, layer: Any, x: Any) -> Any:
@@ -47,14 +47,14 @@ def misaligned_weight() -> None:
 
 
 def unknown_kernel() -> None:
-    """A kernel of a library that the rehearsal does not have."""
+    """A library kernel without a shape function is called."""
     import sgl_kernel
 
     _around_linear(lambda plain, layer, x: sgl_kernel.gelu_quick(plain(x)))
 
 
 def wrong_precision() -> None:
-    """A layer multiplies with its values in BF16."""
+    """A layer multiplies in BF16."""
     import torch
     from sglang.srt.layers.linear import RowParallelLinear
 
@@ -109,7 +109,6 @@ CASES = {
     "latent": Case(TWO, model=LATENT),
     "router": Case(TWO, model=ROUTER),
     "int8 experts": Case([*TWO, "--rollout.ep=2", "--precision.mode=int8_rollout"], model=EXPERTS | {"num_hidden_layers": 2}),
-    "e4m3 cache": Case([*TWO, "--precision.kv=e4m3_per_layer"], model=TINY | {"num_hidden_layers": 4}),
     "wrong_dtype": Case(TWO, wrong_dtype),
     "misaligned_weight": Case(TWO, misaligned_weight),
     "unknown_kernel": Case(TWO, unknown_kernel),
@@ -123,8 +122,8 @@ def _run(folder: Path, name: str) -> Any:
     from dataclasses import asdict
 
     from megatron_rl.config import load_config
-    from megatron_rl.planner.hardware import GPUS
-    from rollout_sglang.rehearsed_rank import describe_job, run_rank
+    from megatron_rl.cost.hardware import GPUS
+    from rollout_sglang.rehearsal.rank import describe_job, run_rank
 
     overrides, plant, model = CASES[name]
     own = folder / name.replace(" ", "_")
@@ -139,9 +138,9 @@ def _run(folder: Path, name: str) -> Any:
 
 
 def main(folder: Path, names: list[str]) -> None:
-    from rollout_sglang import rehearsed_rank
+    from rollout_sglang.rehearsal import rank as rehearsed_rank
 
-    rehearsed_rank.believe_in_a_gpu()
+    rehearsed_rank.install_gpu()
     rehearsed_rank.import_sglang()
     answer, sys.stdout = sys.stdout, sys.stderr
     with multiprocessing.get_context("fork").Pool(2, maxtasksperchild=1) as pool:

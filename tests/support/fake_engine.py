@@ -1,8 +1,8 @@
-"""Engines without SGLang, which start in seconds: a process with the same HTTP interface around the project's own code for weights.
+"""Engines without SGLang, which start in seconds: a process with SGLang's HTTP interface around this project's own code for weights.
 
-The trainer's side is the real one (client, restarts, sync, transports, proof), over random tensors instead of a model. An answer's tokens
-are a function of seed, position and every byte of the weights, so wrong weights do not go unseen. `python -m support.fake_engine` is the
-engine; the functions below `--- the trainer's side` run in the ranks of a `World`.
+The trainer's side is the real one (client, restarts, sync, transports, proof), with random tensors instead of a model. The tokens of a
+response are a function of seed, position and every byte of the weights, so wrong weights are noticed. `python -m support.fake_engine` is
+the engine; the functions below `--- the trainer's side` run in the ranks of a `World`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from megatron_rl.config import Config, PrecisionConfig
 from megatron_rl.config.sync import SyncConfig
-from megatron_rl.distributed import Rank0
+from megatron_rl.distributed import Rank0, run_on_rank0
 from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.precision.fp8 import quantize_weight
 from megatron_rl.rollout.engine_pool import EnginePool
@@ -33,6 +33,7 @@ from megatron_rl.sync.plan import SyncPlan
 from megatron_rl.sync.recovery import RecoveringWeightSync
 from megatron_rl.sync.weight_sync import WeightSync
 from megatron_rl.types import SamplingParams
+from megatron_rl.workers.process import die_with_parent
 from parallel.formats import FP8
 from parallel.layout import EngineLayout, Layout
 from parallel.megatron_shards import build_trainer_shards
@@ -43,7 +44,6 @@ from rollout_sglang import rank_handler
 from rollout_sglang.engine import SGLangEngine
 from rollout_sglang.launch_args import LaunchedServer
 from rollout_sglang.process import API_KEY_VARIABLE, EngineProcess, EngineProcesses
-from rollout_sglang.server import die_with_parent
 from support.engine_faults import Faults, engine_family, strike_while
 from support.engine_faults import sync_through as strike_in_sync
 from support.processes import free_port
@@ -54,7 +54,7 @@ _TOKEN_SECONDS = 0.02
 
 
 def make_random_tensors(shards: list[Shard], seed: int) -> dict[str, torch.Tensor]:
-    """BF16 tensors, and FP8 weights with scales for the roles that have them."""
+    """Return BF16 tensors, and FP8 weights with scales for the quantized roles."""
     generator, tensors = torch.Generator().manual_seed(seed), {}
     for shard in shards:
         value = torch.empty(shard.shape, dtype=torch.bfloat16).normal_(generator=generator)
@@ -66,7 +66,7 @@ def make_random_tensors(shards: list[Shard], seed: int) -> dict[str, torch.Tenso
 
 
 class TensorsAsModel(torch.nn.Module):
-    """Parameters under SGLang's names, which hold dots."""
+    """A module whose parameters have SGLang's names, which contain dots."""
 
     def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class TensorsAsModel(torch.nn.Module):
 
 
 class LightEngine:
-    """What a scheduler process holds and does."""
+    """The state and the requests of a scheduler process."""
 
     def __init__(self) -> None:
         self.version = "0"
@@ -157,7 +157,7 @@ def serve(host: str, port: int) -> None:
 
 @dataclass(frozen=True)
 class LightStart:
-    """In place of `rollout_sglang.launch_args.EngineLaunchSpec`."""
+    """A replacement for `rollout_sglang.launch_args.EngineLaunchSpec`."""
 
     config: Config
     folder: Path
@@ -185,7 +185,7 @@ _current: list[Run] = []
 
 
 def start(folder: Path, engines: int, sync: dict[str, Any], health_timeout: float) -> None:
-    """Trainer ranks (as many as the world has, tensor parallel), and engines below rank 0, synced as version 1."""
+    """Start tensor-parallel trainer ranks, as many as the world has, and engines below rank 0, synced as version 1."""
     torch.set_num_threads(1)
     if "RANK" in os.environ:
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
@@ -206,18 +206,18 @@ def start(folder: Path, engines: int, sync: dict[str, Any], health_timeout: floa
 
 
 def change(seed: int) -> None:
-    """Other weights, as after an optimizer step."""
+    """Replace the weights, as after an optimizer step."""
     _current[0].named_tensors = make_random_tensors(_current[0].shards, seed)
 
 
 def change_a_little(count: int) -> None:
-    """So many bytes of every tensor, as after a small optimizer step."""
+    """Change `count` bytes of every tensor, as after a small optimizer step."""
     for tensor in _current[0].named_tensors.values():
         tensor.view(torch.uint8).view(-1)[:count] ^= 1
 
 
 def flip_a_byte(engine: int) -> None:
-    """Of an engine's live weights, behind the trainer's back."""
+    """Change an engine's live weights without telling the trainer."""
     _current[0].engines.run(lambda engines: engines.replicas[engine].engine._post("/flip", {}))
 
 
@@ -226,7 +226,7 @@ def sync_through(version: int, faults: Faults) -> dict[str, Any]:
 
 
 def always_lose(version: int) -> None:
-    """A sync that kills engine 0 as often as it is begun. Raises what it raises."""
+    """Run a sync that kills engine 0 every time it starts. Propagates the error."""
     start_receiving = EnginePool.start_receiving
 
     def start_and_kill(engines: EnginePool, *args: Any) -> None:
@@ -238,8 +238,8 @@ def always_lose(version: int) -> None:
 
 
 def sample_during_proof(version: int, wrong: bool = False) -> tuple[bool, Any]:
-    """A sync during whose proof a thread asks for answers: (whether it had them before all was proved, the answers). `wrong`: what the
-    trainer holds is not what it has sent."""
+    """Run a sync while a thread asks for responses during its proof. Return whether it had them before the proof ended, and the
+    responses. With `wrong`, the trainer does not hold what it has sent."""
     run, finish = _current[0], SGLangEngine.finish_rereading
     asking, had = threading.Thread(target=lambda: _answered.append(_answers(run.engines.value, 4, 5))), []
 
@@ -264,7 +264,7 @@ _answered: list[Any] = []
 
 
 def take_answers() -> Any:
-    """What `sample_during_proof` was answered in the end; nothing if it still waits."""
+    """Return the responses to the request of `sample_during_proof`, or nothing if it still waits."""
     for _ in range(100):
         if _answered:
             break
@@ -273,7 +273,7 @@ def take_answers() -> Any:
 
 
 def answers(count: int, tokens: int, engine: int | None = None) -> Any:
-    """(tokens, policy version) of so many completions, of all engines or one of them; the same on every rank."""
+    """Return (tokens, policy version) of `count` completions by all engines, or by one; the same on every rank."""
     return _current[0].engines.run(lambda engines: _answers(engines, count, tokens, engine))
 
 
@@ -284,16 +284,16 @@ def _answers(engines: EnginePool, count: int, tokens: int, engine: int | None = 
 
 
 def answers_through(version: int, faults: Faults, count: int, tokens: int) -> Any:
-    """`answers` with faults; see `support.engine_faults.strike_while`. On other ranks than 0 only the result."""
+    """Return `answers` with faults; see `support.engine_faults.strike_while`. Ranks other than 0 return only the result."""
     run = _current[0]
     if dist.get_rank():
-        return run.recovering_sync.run_with_recovery(version, lambda: None)
+        return run.recovering_sync.run_with_recovery(version, lambda: run_on_rank0(lambda: None))
     engines = run.engines.value
     return strike_while(lambda: _answers(engines, count, tokens), engines, run.recovering_sync, version, faults)
 
 
 def take_messages() -> list[str]:
-    """What the user was told since the last call."""
+    """Return the messages to the user since the last call."""
     messages, _current[0].messages[:] = list(_current[0].messages), []
     return messages
 

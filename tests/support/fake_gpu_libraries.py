@@ -1,7 +1,8 @@
-"""Stand-ins for DeepGEMM and Transformer Engine that check every shape, dtype and stride the real ones check, then multiply slowly.
+"""Stand-ins for DeepGEMM and Transformer Engine that check every shape, dtype and stride that the real libraries check, then multiply
+slowly.
 
-`install` puts them, and the reference quantiser in place of the Triton kernel, where the back ends import the real ones. They test what
-is handed over, not the kernels: those are tested by tests/gpu.
+`install` puts them, and references of the Triton kernels, where the back ends import the real ones. They test what is passed to the
+kernels. The kernels themselves are tested by tests/gpu.
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ from typing import Any
 
 import torch
 
+from megatron_rl.kernels import batch_invariant
+from megatron_rl.kernels.experts.reference import scatter_tokens, weigh
+from megatron_rl.kernels.sums import reference as tree
+from megatron_rl.kernels.swiglu import reference as swiglu
 from megatron_rl.precision.fp8 import quantize_1x128, quantize_128x1
-from megatron_rl.precision.ops import batch_invariant, swiglu, tree
-from megatron_rl.precision.ops.token_rows import scatter_tokens, weigh
 from support.tree_sums import dequantize
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -28,11 +31,11 @@ def install(monkeypatch: Any) -> None:
         vars(fake).update(members)
         monkeypatch.setitem(sys.modules, name, fake)
 
-    module("megatron_rl.precision.backends.triton_quantize", quantize_activation=quantize_activation, quantize_into=quantize_into)
-    module("megatron_rl.precision.backends.triton_swiglu", quantize_swiglu=quantize_swiglu)
-    module("megatron_rl.precision.backends.triton_spread", pack=pack, quantize_weighed=quantize_weighed, spread_packed=spread_packed)
-    module("megatron_rl.precision.backends.triton_norm", quantize_norm=quantize_norm)
-    module("megatron_rl.precision.ops.tree_triton", multiply_nodes=multiply_nodes)
+    module("megatron_rl.kernels.quantize.triton", quantize_activation=quantize_activation, quantize_into=quantize_into)
+    module("megatron_rl.kernels.swiglu.triton", quantize_swiglu=quantize_swiglu)
+    module("megatron_rl.kernels.experts.triton", pack=pack, quantize_weighed=quantize_weighed, spread_packed=spread_packed)
+    module("megatron_rl.kernels.norm.triton", quantize_norm=quantize_norm)
+    module("megatron_rl.kernels.sums.triton", multiply_nodes=multiply_nodes)
     module(
         "deep_gemm",
         fp8_gemm_nt=fp8_gemm_nt,
@@ -44,7 +47,7 @@ def install(monkeypatch: Any) -> None:
     members: dict[str, dict[str, Any]] = {
         **{name: {"__path__": []} for name in packages},
         f"{_TENSOR}.float8_blockwise_tensor": {"Float8BlockQuantizer": Quantizer},
-        f"{_TENSOR}.storage.float8_blockwise_tensor_storage": {"Float8BlockwiseQTensorStorage": Quantised},
+        f"{_TENSOR}.storage.float8_blockwise_tensor_storage": {"Float8BlockwiseQTensorStorage": Quantized},
         "transformer_engine.pytorch.cpp_extensions": {"general_gemm": general_gemm},
     }
     for name in (*members, _EXTENSION):
@@ -54,8 +57,8 @@ def install(monkeypatch: Any) -> None:
 
 
 class TransformerEngineFinder:
-    """Finds the stand-in's modules. As in the real one, `transformer_engine_torch` can be found by nobody: importing
-    `transformer_engine.pytorch` loads the extension from its own folder and lays it into sys.modules."""
+    """A finder of the stand-in's modules. As with the real package, `transformer_engine_torch` cannot be found: importing
+    `transformer_engine.pytorch` loads the extension from its own folder and puts it into sys.modules."""
 
     def __init__(self, members: dict[str, dict[str, Any]]) -> None:
         self._members = members
@@ -76,7 +79,7 @@ class TransformerEngineFinder:
 
 
 def quantize_activation(x: torch.Tensor, scale_format: str, *, rows: bool, columns: bool, groups: Any = None) -> Any:
-    """The kernel's results and layouts, from the reference quantiser."""
+    """Return the kernel's results and layouts, from the reference quantizer."""
     return _quantize_rows(x if groups is None else spread(x, groups), scale_format, rows=rows, columns=columns, groups=groups)
 
 
@@ -98,14 +101,14 @@ def _quantize_rows(x: torch.Tensor, scale_format: str, *, rows: bool, columns: b
 
 
 def spread(x: torch.Tensor, groups: Any) -> torch.Tensor:
-    """[n, h] -> [T, h], padding zero."""
+    """Spread `[n, h]` to `[T, h]`; padding is zero."""
     return x.new_zeros(groups.rows, x.shape[1]).index_copy_(0, groups.places, x)
 
 
 def quantize_weighed(
     gradient: torch.Tensor, outputs: torch.Tensor, weights: torch.Tensor, groups: Any, scale_format: str, *, columns: bool
 ) -> Any:
-    """The kernel's results and layouts, from operators one after the other."""
+    """Return the kernel's results and layouts, from separate operators."""
     of_rows, of_columns = quantize_activation(weigh(gradient, weights), scale_format, rows=True, columns=columns, groups=groups)
     return of_rows, of_columns, (gradient.float() * outputs[groups.places]).sum(-1)
 
@@ -133,7 +136,7 @@ def quantize_swiglu(
     row_multiple: int = 1,
     column_multiple: int = 128,
 ) -> Any:
-    """The kernel's results and layouts, from the references one after the other."""
+    """Return the kernel's results and layouts, from the references."""
     result = swiglu.multiply_reference(gate_up) if gradient is None else swiglu.differentiate_reference(gate_up, gradient)
     return _quantize_padded(result, scale_format, rows, columns, groups, row_multiple, column_multiple)
 
@@ -149,7 +152,7 @@ def quantize_norm(
     row_multiple: int = 1,
     column_multiple: int = 128,
 ) -> Any:
-    """The kernels' results and layouts, from the operators of a CPU one after the other."""
+    """Return the kernel's results and layouts, from the CPU operators."""
     total = x if residual is None else x + residual
     normed, statistic = batch_invariant.rms_norm(total, weight, eps), torch.rsqrt(total.float().square().mean(-1) + eps)
     return total, statistic, *_quantize_padded(normed.flatten(0, -2), scale_format, True, columns, None, row_multiple, column_multiple)
@@ -169,7 +172,7 @@ def _quantize_padded(
 
 
 def quantize_into(x: torch.Tensor, data: torch.Tensor, scale: torch.Tensor, scale_format: str) -> None:
-    """The kernel's bytes and scales, into the caller's tensors."""
+    """Write the kernel's bytes and scales into the caller's tensors."""
     for target, values in zip((data, scale), quantize_1x128(x, scale_format), strict=True):
         target.copy_(values)
 
@@ -177,7 +180,7 @@ def quantize_into(x: torch.Tensor, data: torch.Tensor, scale: torch.Tensor, scal
 def multiply_nodes(
     x: torch.Tensor, weight: torch.Tensor, x_scale: torch.Tensor | None = None, weight_scale: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The kernel's sums, as one node."""
+    """Return the kernel's sums as one node."""
     assert x.dtype == weight.dtype and weight.is_contiguous()
     if x_scale is not None and weight_scale is not None:
         assert x.dtype == torch.float8_e4m3fn and x_scale.shape[0] == len(x) and weight_scale.shape[0] == -(-len(weight) // 128)
@@ -187,7 +190,7 @@ def multiply_nodes(
 
 
 def _values(operand: Pair, recipe: tuple[int, int]) -> torch.Tensor:
-    """float32 [mn, k] of data [mn, k] with scales [mn / recipe[0], k / 128], after DeepGEMM's checks of both."""
+    """Return float32 `[mn, k]` of data `[mn, k]` with scales `[mn / recipe[0], k / 128]`, after DeepGEMM's checks of both."""
     data, scale = operand
     mn, k = data.shape
     assert data.dtype == torch.float8_e4m3fn and scale.dtype == torch.float32 and data.is_contiguous()
@@ -236,14 +239,14 @@ def k_grouped_fp8_gemm_nt_contiguous(a: Pair, b: Pair, d: torch.Tensor, ks: list
         before += k
 
 
-class Quantised(SimpleNamespace):
-    """Float8BlockwiseQTensorStorage."""
+class Quantized(SimpleNamespace):
+    """A stand-in for Float8BlockwiseQTensorStorage."""
 
     def get_metadata(self) -> dict[str, Any]:
         return vars(self)
 
     def values(self, side: str) -> torch.Tensor:
-        """float32 of the side's matrix as it is stored: the contraction innermost."""
+        """Return one side's matrix as float32, as it is stored: the contraction is innermost."""
         data, scale = vars(self)[f"{side}_data"], vars(self)[f"{side}_scale_inv"]
         mn, k = data.shape
         assert data.dtype == torch.uint8 and data.is_contiguous() and scale.is_contiguous() and k % 16 == 0
@@ -257,7 +260,7 @@ class Quantised(SimpleNamespace):
 
 
 class Quantizer:
-    """Float8BlockQuantizer."""
+    """A stand-in for Float8BlockQuantizer."""
 
     def __init__(
         self, dtype: Any, *, rowwise: bool, columnwise: bool, amax_epsilon: float, force_pow_2_scales: bool, block_scaling_dim: int
@@ -269,7 +272,7 @@ class Quantizer:
     def set_usage(self, *, rowwise: bool, columnwise: bool) -> None:
         self.rowwise, self.columnwise = rowwise, columnwise
 
-    def __call__(self, x: torch.Tensor) -> Quantised:
+    def __call__(self, x: torch.Tensor) -> Quantized:
         assert self.block_scaling_dim == 1 and x.is_contiguous()
         sides = dict.fromkeys(("rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv"))
         pad = lambda scale: torch.nn.functional.pad(scale, (0, -scale.shape[1] % 4)).contiguous()  # noqa: E731
@@ -279,12 +282,12 @@ class Quantizer:
         if self.columnwise:
             data, scale = quantize_128x1(x, self.scale_format)
             sides |= {"columnwise_data": data.view(torch.uint8).t().contiguous(), "columnwise_scale_inv": pad(scale)}
-        return Quantised(**sides, fp8_dtype=self.dtype, quantizer=self, is_2D_scaled=False)
+        return Quantized(**sides, fp8_dtype=self.dtype, quantizer=self, is_2D_scaled=False)
 
 
 def general_gemm(
-    A: Quantised,
-    B: Quantised,
+    A: Quantized,
+    B: Quantized,
     out_dtype: torch.dtype,
     layout: str,
     use_split_accumulator: bool,

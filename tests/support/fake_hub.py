@@ -1,4 +1,4 @@
-"""A hub on this machine: a real HTTP server that answers as huggingface.co does, as far as `snapshot_download` asks."""
+"""A hub on this machine: an HTTP server that answers the requests of `snapshot_download` as huggingface.co does."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 
 
 class FakeHub:
-    """Models by name, each a folder whose branch `main` is `commits[name]`. `requests`: "METHOD path" of all that was asked."""
+    """Models by name. Each is a folder whose branch `main` is `commits[name]`. `requests` lists all requests as "METHOD path"."""
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -25,20 +25,20 @@ class FakeHub:
         self.requests: list[str] = []
 
     def add(self, name: str, folder: Path, gated: bool = False) -> str:
-        """Put a model there, or another commit of one; returns the commit."""
+        """Add a model, or another commit of a model. Return the commit."""
         self.models[name], self.commits[name] = folder, hashlib.sha1(f"{name}{folder}".encode()).hexdigest()
         self.gated |= {name} if gated else set()
         return self.commits[name]
 
     def use(self, patch: pytest.MonkeyPatch, cache: Path) -> None:
-        """Make huggingface_hub ask this hub, with `cache`."""
+        """Make huggingface_hub use this hub and this cache."""
         patch.setattr("huggingface_hub.constants.ENDPOINT", self.url)
         patch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", self.url + "/{repo_id}/resolve/{revision}/{filename}")
         patch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
 
     @property
     def downloads(self) -> list[str]:
-        """Names of the files whose content was sent."""
+        """The names of the files that were downloaded."""
         return [request.rpartition("/")[2] for request in self.requests if request.startswith("GET") and "/resolve/" in request]
 
 
@@ -95,7 +95,7 @@ def _make_handler(hub: FakeHub) -> type[BaseHTTPRequestHandler]:
 
 @contextmanager
 def serve_hub() -> Iterator[FakeHub]:
-    """A hub without models, until the block ends."""
+    """Context manager with a hub that has no models yet."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler)
     hub = FakeHub(f"http://127.0.0.1:{server.server_port}")
     server.RequestHandlerClass = _make_handler(hub)

@@ -1,4 +1,4 @@
-"""A tiny config.json of every family, for all tests that run over families. A new family needs one `_add` here, and nothing else."""
+"""A tiny config.json of every family, for all tests that run over families. A new family needs one `_add` here and nothing else."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ _SERVED = _COMMON | {
 
 
 def _add(family: str, architecture: str, trained: dict[str, Any], served: dict[str, Any]) -> None:
-    """Add a family, by its class in transformers: `trained` over `_TRAINED`, `served` over `_SERVED`.
+    """Add a family, by its class in transformers: `trained` overrides `_TRAINED`, `served` overrides `_SERVED`.
 
-    `trained` says how wide heads are: `{"head_dim": 128}`, or `_HEADS_OF_64` where config.json has no `head_dim`. `served` gives
-    `architectures` where SGLang's class has another name.
+    `trained` sets the width of heads: `{"head_dim": 128}`, or `_HEADS_OF_64` if config.json has no `head_dim`. `served` sets
+    `architectures` if SGLang's class has another name.
     """
     CLASSES[family] = architecture
     ARCHITECTURES[family] = _TRAINED | {"model_type": family} | trained
@@ -136,6 +136,6 @@ ARCHITECTURES["deepseek_direct_q"] = ARCHITECTURES["deepseek_v3"] | {
 
 
 def cut_everything(family: str) -> Layout:
-    """A layout of four ranks: tensor and pipeline parallel, experts over the tensor-parallel ranks."""
+    """Return a layout of four ranks that is tensor and pipeline parallel, with experts spread over the tensor-parallel ranks."""
     moe = ModelGeometry.from_hf_config(ARCHITECTURES[family]).experts
     return Layout(tp=2, pp=2, ep=2, etp=1) if moe else Layout(tp=2, pp=2)

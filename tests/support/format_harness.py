@@ -1,4 +1,4 @@
-"""What a test of a number format needs: a trainer, an engine's receivers (`support.receiving_engine`) and an export."""
+"""A trainer, an engine's receivers (`support.receiving_engine`) and an export, for a test of a number format."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ import torch.distributed as dist
 
 from megatron_rl.config.sync import SyncConfig
 from megatron_rl.distributed import Rank0
-from megatron_rl.mcore.checkpoint.write import CheckpointWriter
-from megatron_rl.mcore.export import convert
-from megatron_rl.mcore.layers.quantized_linear import find_quantized_layers
+from megatron_rl.mcore.layers.linear.quantized_linear import find_quantized_layers
+from megatron_rl.mcore.weights.export import convert
 from megatron_rl.sync.plan import SyncPlan
 from megatron_rl.sync.weight_sync import WeightSync
 from parallel.layout import EngineLayout, Layout
@@ -23,8 +22,8 @@ from support.trainer import Trainer
 
 
 def sync_and_export(folder: Path, layout: Layout, rollout: EngineLayout, output: Path, mode: str) -> dict[str, Any]:
-    """In a rank: build and load a trainer in the mode, run one proved sync over shared memory, export. Returns the report, what the
-    engine's ranks hold, and the operands and results of a layer's three products."""
+    """Load a trainer in the mode, run one proved sync over shared memory, and export. Return the report, what the engine's ranks hold,
+    and the operands and results of a layer's three products."""
     with toy_format.registered():
         trainer = Trainer(folder, {"mode": mode, "high": "fp32"}, layout=layout)
         plan = SyncPlan.make(ModelGeometry.from_hf_config(trainer.hf_config), layout, rollout, trainer.contract, 1 << 20)
@@ -34,9 +33,7 @@ def sync_and_export(folder: Path, layout: Layout, rollout: EngineLayout, output:
             report = sync.run(1)
         finally:
             sync.close()
-        state = {"step": 1, "precision": trainer.precision.model_dump(mode="json")}
-        CheckpointWriter(folder.parent / "step_00001", trainer.model, trainer.hf_config, folder, state).finish()
-        convert(folder.parent / "step_00001", output, {})
+        convert(trainer.save(folder.parent / "step_00001"), output, {})
         layer = next(layer for name, layer in find_quantized_layers(trainer.model).items() if name.endswith("fc2"))
         random = torch.Generator().manual_seed(dist.get_rank())
         x = torch.randn(8, 1, layer.weight.shape[1], generator=random, requires_grad=True)
@@ -45,7 +42,7 @@ def sync_and_export(folder: Path, layout: Layout, rollout: EngineLayout, output:
         dy = torch.randn(y.shape, generator=random)
         y.backward(dy)
         served: list[dict[int, dict[str, torch.Tensor]]] = []
-        engine.tell(lambda held: served.append(held.tensors))
+        engine.run_local(lambda held: served.append(held.tensors))
         operands = {"x": x.detach().flatten(0, 1), "dy": dy.flatten(0, 1), "blocks": layer.blocks}
         products = {"y": y.detach().flatten(0, 1), "dx": x.grad.flatten(0, 1), "dw": layer.weight.main_grad}
         return {"report": report, "served": served, **operands, **products}

@@ -1,4 +1,4 @@
-"""FP8 checkpoints, quantised independently of the code under test, and large ones that hold no data."""
+"""FP8 checkpoints with random blocks, made without the code under test, and large ones without data."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from megatron_rl.precision.contract import QUANTIZED_ROLES
 from parallel.formats import FP8
 from parallel.layout import Layout
 from parallel.model_geometry import ModelGeometry
+from parallel.mtp_layers import list_mtp_tensors
 from parallel.shards import FP32_ROLES
 from support.models import edit_config, make_checkpoint, read_weights
 
@@ -24,15 +25,15 @@ SETTINGS = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"
 
 
 def make_fp8_checkpoint(folder: Path, scales: str = "pow2", seed: int = 0, **widths: Any) -> Path:
-    """`with_random_blocks` of `make_checkpoint`."""
+    """Write a checkpoint of `make_checkpoint` with random blocks."""
     return with_random_blocks(make_checkpoint(folder, seed, **widths), scales, seed + 1)
 
 
 def with_random_blocks(folder: Path, scales: str, seed: int) -> Path:
-    """Makes a checkpoint an FP8 one: random E4M3 bytes, NaN apart, with random scales, "pow2" or "fp32"; everything else becomes BF16.
+    """Turn a checkpoint into an FP8 one: random E4M3 bytes without NaN, with random scales, "pow2" or "fp32"; the rest becomes BF16.
 
-    In every other block the largest magnitude is 224 or less, so that quantising its values again would give other bytes; in the first
-    block of a weight all bytes are zero.
+    Every other block has magnitudes of at most 224, so quantizing its values again would give other bytes. The first block of a weight is
+    zero.
     """
     tensors = {name: tensor.bfloat16() for name, tensor in read_weights(folder).items()}
     generator = torch.Generator().manual_seed(seed)
@@ -47,7 +48,7 @@ def with_random_blocks(folder: Path, scales: str, seed: int) -> Path:
 
 
 def random_blocks(rows: int, cols: int, scales: str, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """float8_e4m3fn [rows, cols] and float32 scales that make values of at most 0.22."""
+    """Return float8_e4m3fn [rows, cols] and float32 scales; values are at most 0.22."""
     codes = torch.randint(0, 127, (rows, cols), generator=generator)  # 126 is 448, 127 NaN
     low = codes.clamp(max=118)  # 224
     grid = torch.arange(-(-rows // 128))[:, None] + torch.arange(-(-cols // 128))
@@ -62,57 +63,61 @@ def random_blocks(rows: int, cols: int, scales: str, generator: torch.Generator)
 
 
 def different(folder: Path, other: Path) -> list[str]:
-    """Names of tensors that are not the same in both checkpoints: absent, of another dtype or shape, or one byte apart."""
-    tensors, other_tensors = read_weights(folder), read_weights(other)
-
-    def same(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
-        alike = a is not None and b is not None and (a.dtype, a.shape) == (b.dtype, b.shape)
-        return alike and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
-
-    return sorted(name for name in tensors.keys() | other_tensors.keys() if not same(tensors.get(name), other_tensors.get(name)))
+    """Return the names of tensors that differ between two checkpoints in presence, dtype, shape or any byte."""
+    tensors, others = read_weights(folder), read_weights(other)
+    return sorted({*find_changed(tensors, others), *find_changed(others, tensors)})
 
 
-def _trainer(folder: Path, precision: dict[str, Any], layout: Layout | None) -> Any:
-    from support.trainer import Trainer
+def find_changed(tensors: Mapping[str, torch.Tensor], others: Mapping[str, torch.Tensor]) -> list[str]:
+    """Return the names of `tensors` that are not in `others` byte for byte."""
 
-    return Trainer(folder, precision, **({"layout": layout} if layout else {}))
+    def same(a: torch.Tensor, b: torch.Tensor | None) -> bool:
+        return b is not None and (a.dtype, a.shape) == (b.dtype, b.shape) and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
-
-def import_and_export(
-    folder: Path, precision: dict[str, Any], to: Path, layout: Layout | None = None
-) -> tuple[int, int, dict[str, torch.Tensor]]:
-    """Import a checkpoint, export it as it is. Return how many FP8 layers adopted blocks, how many there are, and rank 0's masters."""
-    from megatron_rl.mcore.layers.quantized_linear import find_quantized_layers
-    from megatron_rl.mcore.quantizing_optimizer import requantize
-    from support.gathered import save_live
-
-    trainer = _trainer(folder, precision, layout)
-    requantize(trainer.actor.optimizer)  # once more: no step was made
-    save_live(to, trainer)
-    layers = find_quantized_layers(trainer.model).values()
-    return sum(layer.adopted for layer in layers), len(layers), trainer.collect_tensors(fp8=False)
+    return [name for name, tensor in tensors.items() if not same(tensor, others.get(name))]
 
 
-def masters(folder: Path, precision: dict[str, Any], layout: Layout | None = None) -> dict[str, torch.Tensor]:
-    """What the trainer starts from, under Hugging Face names, on rank 0: float32, whatever the parameters' dtype."""
-    return _trainer(folder, precision, layout).collect_tensors(fp8=False)
+def add_mtp_layer(folder: Path, scales: str = "", seed: int = 7, layers: int = 1) -> dict[str, torch.Tensor]:
+    """Add layers for multi-token prediction to a checkpoint, as DeepSeek and GLM publish them: random BF16 numbers, or random FP8 blocks
+    with `scales` for the decoder's weights. Return their tensors."""
+    model = ModelGeometry.from_hf_config(read_config(folder) | {"num_nextn_predict_layers": layers})
+    generator, tensors = torch.Generator().manual_seed(seed), dict[str, torch.Tensor]()
+    for name, tensor in list_mtp_tensors(model).items():
+        if scales and tensor.role in QUANTIZED_ROLES:
+            tensors[name], tensors[FP8.scale_name(name)] = random_blocks(tensor.rows, tensor.cols, scales, generator)
+        else:
+            value = torch.randn((tensor.rows,) if tensor.vector else (tensor.rows, tensor.cols), generator=generator) / 50
+            tensors[name] = value if tensor.role in FP32_ROLES else value.bfloat16()
+    save_file(read_weights(folder) | tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    edit_config(folder, {"num_nextn_predict_layers": layers})
+    return tensors
 
 
-def spread_masters(
-    folder: Path, precision: dict[str, Any], layout: Layout | None = None
-) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """On rank 0: what Adam steps, what the engine gets, and the parameters in BF16 as `export` writes them."""
-    from support.trainer import Trainer
+def import_checkpoint(folder: Path, precision: dict[str, Any], layout: Layout | None = None, to: Path | None = None) -> dict[str, Any]:
+    """Import a checkpoint, and write what an engine gets as a checkpoint `to`. Return which FP8 layers of this rank `adopted` the
+    checkpoint's blocks, and on rank 0 by Hugging Face name the parameters (`masters`), what Adam steps (`stepped`), and what an engine gets
+    (`served`).
+    """
+    from megatron_rl.mcore.layers.linear.quantized_linear import find_quantized_layers
+    from megatron_rl.mcore.optim.quantizing_optimizer import requantize
+    from support.trainer import Trainer, save_live
 
-    trainer = Trainer(folder, {"masters": "spread", **precision}, layout=layout)
-    parameters = {name: tensor.bfloat16() for name, tensor in trainer.collect_tensors(fp8=False).items()}
-    return trainer.collect_masters(), trainer.collect_tensors(fp8=True), parameters
+    trainer = Trainer(folder, precision, layout=layout or Layout())
+    if to is not None:
+        requantize(trainer.actor.optimizer)  # again, though no step was taken
+        save_live(to, trainer)
+    return {
+        "adopted": [layer.adopted for layer in find_quantized_layers(trainer.model).values()],
+        "masters": trainer.collect_tensors(fp8=False),
+        "stepped": trainer.collect_masters() if "masters" in precision else {},
+        "served": trainer.collect_tensors(fp8=True),
+    }
 
 
 def step(folder: Path, precision: dict[str, Any], batch: list[TrainingSample], learning_rate: float) -> dict[str, list[str]]:
-    """One optimizer step. Names of FP8 layers: all, those whose blocks still are the checkpoint's, and those whose blocks are the
-    quantised master."""
-    from megatron_rl.mcore.layers.quantized_linear import find_quantized_layers, reorder_rows
+    """Take one optimizer step. Return names of FP8 layers: `all`, those that `kept` the checkpoint's blocks, and those whose blocks are the
+    `quantized` master."""
+    from megatron_rl.mcore.layers.linear.quantized_linear import find_quantized_layers, reorder_rows
     from megatron_rl.precision.fp8 import quantize_weight
     from support.trainer import Trainer, negative_log_likelihood
 
@@ -135,7 +140,7 @@ def step(folder: Path, precision: dict[str, Any], batch: list[TrainingSample], l
 
 
 def split(folder: Path, files: int = 2) -> Path:
-    """Cuts model.safetensors into several files with an index."""
+    """Split model.safetensors into several files with an index."""
     tensors = read_weights(folder)
     names = sorted(tensors)
     weight_map = {name: f"model-{place % files:05d}.safetensors" for place, name in enumerate(names)}
@@ -150,7 +155,7 @@ _BYTES = {"F32": 4, "BF16": 2, "F8_E4M3": 1, "I32": 4}
 
 
 def write_sparse_safetensors(path: Path, tensors: Mapping[str, tuple[str, list[int]]]) -> None:
-    """A safetensors file of `tensors`: name -> (dtype as safetensors calls it, shape)."""
+    """Write a safetensors file without data. `tensors` maps names to (dtype as safetensors calls it, shape)."""
     header, end = {}, 0
     for name, (dtype, shape) in tensors.items():
         size = _BYTES[dtype]
@@ -165,6 +170,6 @@ def write_sparse_safetensors(path: Path, tensors: Mapping[str, tuple[str, list[i
 
 
 def list_tensors(config: dict[str, Any], dtype: str = "F32") -> dict[str, tuple[str, list[int]]]:
-    """Every tensor of a config.json, all of one dtype."""
+    """Return every tensor of a config.json, all with one dtype."""
     tensors = ModelGeometry.from_hf_config(config).tensors().values()
     return {tensor.name: (dtype, [tensor.rows] if tensor.vector else [tensor.rows, tensor.cols]) for tensor in tensors}

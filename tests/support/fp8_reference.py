@@ -1,4 +1,4 @@
-"""Independent references of FP8 numerics: plain loops, other libraries' formulas."""
+"""Independent references of FP8 numerics: plain loops and the formulas of other libraries."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_rl.precision.backends.token_groups import TokenGroups
+from megatron_rl.kernels.experts.token_groups import TokenGroups
 from megatron_rl.precision.fp8 import quantize_1x128, quantize_128x1
 from parallel.digest import flat_bytes
 
@@ -16,7 +16,7 @@ both_scale_formats = pytest.mark.parametrize("scale_format", ["pow2", "fp32"])
 
 
 def uneven_matrix(rows: int, cols: int, seed: int = 0) -> torch.Tensor:
-    """float32 values whose size differs a lot from row to row and column to column, so that a wrong block shows; some are zero."""
+    """Return float32 values whose magnitudes differ a lot between rows and columns, so that a wrong block is noticed; some are zero."""
     generator = torch.Generator().manual_seed(seed)
     values = torch.randn(rows, cols, generator=generator)
     values *= torch.exp(torch.randn(rows, 1, generator=generator)) * torch.exp(torch.randn(cols, generator=generator) * 2)
@@ -24,7 +24,8 @@ def uneven_matrix(rows: int, cols: int, seed: int = 0) -> torch.Tensor:
 
 
 def uneven(tokens: int, width: int, dtype: torch.dtype, device: str = "cpu") -> torch.Tensor:
-    """[tokens, width]: sizes from 2^-20 to 2^20, so that a scale of the wrong block shows; zeros of both signs, exact rounding ties."""
+    """Return `[tokens, width]` values with magnitudes from 2^-20 to 2^20, so that a scale of the wrong block is noticed, zeros of both
+    signs, and exact rounding ties."""
     generator = torch.Generator().manual_seed(tokens + width)
     values = torch.randn(tokens, width, generator=generator)
     values *= torch.exp2(torch.randint(-20, 20, (tokens, 1), generator=generator).float())
@@ -35,8 +36,8 @@ def uneven(tokens: int, width: int, dtype: torch.dtype, device: str = "cpu") -> 
 
 
 def check_kernel(x: torch.Tensor, scale_format: str, groups: Sequence[int] | None = None) -> None:
-    """`quantize_activation` of x: bytes, scales and layouts; asking for one half gives the same half."""
-    from megatron_rl.precision.backends.triton_quantize import quantize_activation
+    """Check bytes, scales and layouts of `quantize_activation(x)`, and that asking for one half gives the same half."""
+    from megatron_rl.kernels.quantize.triton import quantize_activation
 
     table = None if groups is None else TokenGroups.from_counts(groups, x.device)
     rows, columns = quantize_activation(x, scale_format, rows=True, columns=True, groups=table)
@@ -50,8 +51,8 @@ def check_kernel(x: torch.Tensor, scale_format: str, groups: Sequence[int] | Non
 
 
 def check_into(x: torch.Tensor, scale_format: str) -> None:
-    """`quantize_into` of x: bytes and scales, for the layouts that an engine's kernels ask for; nothing else is written."""
-    from megatron_rl.precision.backends.triton_quantize import quantize_into
+    """Check bytes and scales of `quantize_into(x)` in the layouts that an engine's kernels ask for, and that nothing else is written."""
+    from megatron_rl.kernels.quantize.triton import quantize_into
 
     for data, scale in engine_layouts(x):
         quantize_into(x, data, scale, scale_format)
@@ -59,7 +60,7 @@ def check_into(x: torch.Tensor, scale_format: str) -> None:
 
 
 def engine_layouts(x: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Empty E4M3 data [T, K] with float32 scales [T, K/128]: by rows, by columns, by columns aligned for TMA."""
+    """Return empty E4M3 data `[T, K]` with float32 scales `[T, K/128]`: by rows, by columns, and by columns aligned for TMA."""
     tokens, groups = x.shape[0], x.shape[1] // 128
     scales = [
         x.new_full((tokens, groups), -1, dtype=torch.float32),
@@ -70,13 +71,13 @@ def engine_layouts(x: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def check_rows(rows: tuple[torch.Tensor, torch.Tensor], x: torch.Tensor, scale_format: str) -> None:
-    """Data [T, K] and scales [T, K/128] of Q_1x128(x), T contiguous and its stride a multiple of 4."""
+    """Check data `[T, K]` and scales `[T, K/128]` of Q_1x128(x): T is contiguous, with a stride that is a multiple of 4."""
     assert same_bits(rows, quantize_1x128(x, scale_format))
     assert not len(x) or (rows[0].is_contiguous() and rows[1].stride() == (1, -(-len(x) // 4) * 4))
 
 
 def check_columns(columns: tuple[torch.Tensor, torch.Tensor], x: torch.Tensor, scale_format: str) -> None:
-    """Data [K, T'] and scales [K, T'/128] of Q_128x1(x) transposed; the tokens added to T are zeros."""
+    """Check data `[K, T']` and scales `[K, T'/128]` of Q_128x1(x), transposed. The tokens added to T are zeros."""
     data, scale = quantize_128x1(x, scale_format)
     padding = columns[0].shape[1] - len(x)
     assert 0 <= padding < 128 and not columns[0][:, len(x) :].view(torch.uint8).any()
@@ -93,7 +94,7 @@ def _part(columns, x, groups, index):
 
 
 def same_bits(got: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...]) -> bool:
-    """Equal shapes and equal bits."""
+    """Return whether shapes and bits are equal."""
     return all(a.shape == b.shape and torch.equal(flat_bytes(a), flat_bytes(b)) for a, b in zip(got, expected, strict=True))
 
 
@@ -124,7 +125,8 @@ def sglang_cuda_fp32(amax: FloatArray) -> Scales:
 
 
 def sglang_cuda_pow2(amax: FloatArray) -> Scales:
-    """The same files' ue8m0 branch, `cast_to_ue8m0` and `fast_log2_ceil`: that scale's exponent, one more where its mantissa is not 0."""
+    """The ue8m0 branch of the same files, `cast_to_ue8m0` and `fast_log2_ceil`: the exponent of that scale, plus one if its mantissa is
+    not 0."""
     bits = sglang_cuda_fp32(amax)[0].view(np.uint32)
     exponent = (bits >> np.uint32(23)) + ((bits & _MANTISSA) != 0)
     return _power(exponent), _power(254 - exponent)
@@ -145,7 +147,7 @@ _STEP = np.uint64(6364136223846793005)
 
 
 def run_sums(flat: torch.Tensor) -> torch.Tensor:
-    """int64 [runs, 2] of uint8 [n]."""
+    """Return int64 `[runs, 2]` of uint8 `[n]`."""
     raw = flat.numpy().tobytes()
     words = np.frombuffer(raw + bytes(-len(raw) % 4), dtype="<u4").astype(np.uint64)
     words = np.concatenate([words, np.zeros(-len(words) % (COLUMNS * RUN), dtype=np.uint64)]).reshape(-1, RUN, COLUMNS)
@@ -158,7 +160,7 @@ def run_sums(flat: torch.Tensor) -> torch.Tensor:
 
 
 def _key(number: int) -> int:
-    """SplitMix64, made odd."""
+    """Return an odd SplitMix64 number."""
     z = (number + 1) * 0x9E3779B97F4A7C15 % 2**64
     z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 % 2**64
     z = (z ^ z >> 27) * 0x94D049BB133111EB % 2**64

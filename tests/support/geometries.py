@@ -1,4 +1,4 @@
-"""Geometries that several tests cut: one with small widths, the published models, and the plan of a random case of `slow_cut.cases`."""
+"""Geometries that several tests shard: a small one, the published models, and the plan of a random case of `slow_cut.cases`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HIDDEN, HEADS, KV_HEADS, HEAD_DIM, FFN, VOCAB = 256, 8, 4, 128, 1024, 300
 
 
 def small_model(**changes: object) -> ModelGeometry:
-    """A Qwen3 of two layers, with `changes` to its fields."""
+    """Return a Qwen3 of two layers, with `changes` to its fields."""
     widths = {"hidden": HIDDEN, "heads": HEADS, "kv_heads": KV_HEADS, "head_dim": HEAD_DIM, "ffn": FFN, "vocab": VOCAB}
     return ModelGeometry(**{"family": "qwen3", "layers": 2, **widths, "qk_norm": True, **changes})
 
@@ -34,7 +34,7 @@ def target_shards(case: Case) -> dict[int, list[Shard]]:
 
 
 def plan_case(case: Case, format_of: FormatOf = as_fp8) -> list[Transfer]:
-    """The transfers from the case's trainer to its engines."""
+    """Return the transfers from the case's trainer to its engines."""
     return add_scale_transfers(reshard(source_shards(case), target_shards(case), format_of))
 
 
@@ -42,7 +42,7 @@ _WIDTHS = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_v
 
 
 def dense_config(family: str, *widths: int, **more: object) -> dict[str, Any]:
-    """The fields of a dense model's config.json that give its shapes; `widths` are those of _WIDTHS."""
+    """Return the shape fields of a dense model's config.json; `widths` are those of _WIDTHS."""
     return {"model_type": family, "rope_theta": 1e6, **dict(zip(_WIDTHS, widths, strict=True)), **more}
 
 
@@ -76,7 +76,7 @@ PUBLISHED = {  # widths of the models' own config.json files
 
 
 def filled_rows(shard: Shard) -> int:
-    """Rows that hold regions; what lies below is padding."""
+    """Return the number of rows that hold regions; the rows below are padding."""
     return max(region.shard_row + region.tensor_rect.rows for region in shard.regions)
 
 

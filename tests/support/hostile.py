@@ -1,6 +1,6 @@
-"""A reward function and environments that misbehave in every way a text asks for; workers load them by name.
+"""A reward function and environments that misbehave as a text asks; workers load them by name.
 
-This module imports no more than they need, for a test counts what a worker imports.
+This module imports only what they need, because a test counts the imports of a worker.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Environment:
 
 
 class Speechless:
-    """Has no `step`."""
+    """An environment without `step`."""
 
     def __init__(self, problem: Problem) -> None: ...
 

@@ -1,4 +1,4 @@
-"""How many numbers the largest tensor has that operators make; views, and what is written in place, do not count."""
+"""The number of elements of the largest tensor that operators allocate. Views and in-place writes do not count."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class LargestTensor(TorchDispatchMode):
-    """Sets `numel` to that of the largest tensor that an operator of torch gives within the context."""
+    """Context manager that sets `numel` to the size of the largest tensor that an operator of torch returns."""
 
     numel = 0
 

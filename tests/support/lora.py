@@ -1,4 +1,4 @@
-"""Adapters on the rank of a `World`: how they train, what a checkpoint of them holds, and what PEFT computes with them."""
+"""Adapters on the ranks of a `World`: training, checkpoints, and gradients."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import torch
 from examples.arithmetic.supervised import negative_log_likelihood
 from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.config.lora import LoraConfig
-from megatron_rl.mcore.adapter_export import export_adapters
-from megatron_rl.mcore.adapters import FrozenPolicy, list_adapted_layers
-from megatron_rl.mcore.checkpoint.load import read_state
-from megatron_rl.mcore.checkpoint.optimizer import flatten_chained, iter_stepped
-from megatron_rl.mcore.checkpoint.write import CheckpointWriter, load_run_checkpoint
-from megatron_rl.mcore.layers.quantized_linear import list_quantized_layers
-from megatron_rl.mcore.load_weights import global_parameters
+from megatron_rl.mcore.checkpoint.checkpointing import load_run_checkpoint
+from megatron_rl.mcore.checkpoint.run_weights import read_state
+from megatron_rl.mcore.layers.linear.quantized_linear import list_quantized_layers
 from megatron_rl.mcore.names import global_name
-from megatron_rl.mcore.replicas import select_own
+from megatron_rl.mcore.optim.master_slices import flatten_chained, iter_stepped
+from megatron_rl.mcore.passes.replicas import select_own
+from megatron_rl.mcore.weights.adapter_export import export_adapters
+from megatron_rl.mcore.weights.adapters import FrozenPolicy, list_adapted_layers
+from megatron_rl.mcore.weights.load_weights import global_parameters
 from parallel.adapters import NAMES
 from parallel.layout import Layout
 from support.trainer import Trainer, compute_logprobs, own
@@ -35,9 +35,11 @@ def train_adapters(
     to: Path | None = None,
     train: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Take a step with adapters on each batch, and write a checkpoint `to`. Return the log-probs of the first with the frozen model, with
-    adapters that are not trained, and with those that are; the trained adapters; and what else of the model there is a gradient, a master
-    or a change of."""
+    """Take a step with adapters on each batch, and write a checkpoint `to`.
+
+    Returns the log-probs of the first batch with the frozen model, with new adapters and with trained ones; the trained adapters; and the
+    names of parameters that have a gradient, have a master, or changed.
+    """
     trained = Trainer(folder, precision, {**STEPS, **(train or {})}, layout=layout, lora=LoraConfig(**lora))
     actor, model = trained.actor, trained.model
     before = {name: _raw(tensor) for name, tensor in global_parameters(model).items()}
@@ -61,22 +63,21 @@ def train_adapters(
         for each in NAMES
     }
     if to is not None:
-        state = {"step": len(batches), "precision": trained.precision.model_dump(mode="json"), "lora": lora, "base": str(folder)}
-        CheckpointWriter(to, model, trained.hf_config, folder, state, actor.optimizer).finish()
+        trained.save(to, len(batches), with_optimizer=True, lora=lora, base=str(folder))
     return result
 
 
 def score_checkpoint(
     folder: Path, precision: dict[str, Any], lora: dict[str, Any], batch: list[TrainingSample], layout: Layout, checkpoint: Path
 ) -> torch.Tensor:
-    """Return the log-probs of a batch with adapters of a checkpoint, whatever layout wrote it."""
+    """Return the log-probs of a batch with a checkpoint's adapters, whatever layout wrote it."""
     loaded = Trainer(folder, precision, layout=layout, lora=LoraConfig(**lora))
     load_run_checkpoint(checkpoint, loaded.model, loaded.actor.optimizer, read_state(checkpoint, of_adapters=True)[0], same_layout=False)
     return torch.cat(compute_logprobs(loaded.actor, batch)[0])
 
 
 def export(checkpoint: Path, to: Path) -> None:
-    """In the process of a world: the tests' own imports no Megatron."""
+    """Export adapters in a process of a world."""
     export_adapters(checkpoint, to)
 
 
@@ -87,7 +88,7 @@ def _raw(tensor: torch.Tensor) -> torch.Tensor:
 def measure_adapter_gradient(
     folder: Path, precision: dict[str, Any], lora: dict[str, Any], batch: list[TrainingSample]
 ) -> tuple[float, float]:
-    """Return |g|^2 of the adapters' gradient of the mean loss, and the loss's slope along g by differences. B is not zero."""
+    """Return |g|^2 of the adapters' gradient of the mean loss, and the slope of the loss along g by finite differences. B is nonzero."""
     trained = Trainer(folder, precision, {"learning_rate": 1e-12, "clip_grad": 0.0}, lora=LoraConfig(**lora))
     parameters = [getattr(layer, each) for _, _, layer in list_adapted_layers(trained.model) for each in NAMES]
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Real Megatron models in any layout: their named tensors, their memory, single FP8 layers."""
+"""Real Megatron models in any layout: their named tensors, their memory, and single FP8 layers."""
 
 from __future__ import annotations
 
@@ -10,26 +10,28 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.distributed import param_and_grad_buffer as buffers
 from safetensors import safe_open
 from torch.profiler import ProfilerActivity, profile
 
 from megatron_rl.batch.training_sample import TrainingSample
-from megatron_rl.config import PrecisionConfig, TrainConfig
+from megatron_rl.config import PrecisionConfig
 from megatron_rl.config.lora import LoraConfig
 from megatron_rl.hf.files import read_config
-from megatron_rl.mcore.actor import Actor
-from megatron_rl.mcore.checkpoint.optimizer import MOMENTS, flatten_chained, iter_masters
-from megatron_rl.mcore.layers.quantized_linear import (
+from megatron_rl.mcore.checkpoint.optimizer import MOMENTS
+from megatron_rl.mcore.layers.linear.quantized_linear import (
     QuantizedColumnParallelLinear,
     QuantizedRowParallelLinear,
     find_quantized_layers,
 )
-from megatron_rl.mcore.load_weights import build_rank_shards, collect_named_tensors, load_checkpoint
-from megatron_rl.mcore.model import QuantizedTransformerConfig, build_model, start_megatron
+from megatron_rl.mcore.model import build_model
 from megatron_rl.mcore.names import get_model_chunks
-from megatron_rl.mcore.quantizing_optimizer import is_quantized
-from megatron_rl.mcore.replicas import select_own
+from megatron_rl.mcore.optim.master_slices import flatten_chained, iter_masters
+from megatron_rl.mcore.optim.quantizing_optimizer import is_quantized
+from megatron_rl.mcore.passes.replicas import select_own
+from megatron_rl.mcore.transformer_config import QuantizedTransformerConfig
+from megatron_rl.mcore.weights.load_weights import build_rank_shards, collect_named_tensors, load_checkpoint
 from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.precision.fp8 import quantize_weight
 from parallel.digest import make_stored_tensors, raw_bytes, view_rect
@@ -39,37 +41,12 @@ from parallel.megatron_shards import build_trainer_shards
 from parallel.model_geometry import ModelGeometry
 from parallel.reshard import get_scale_rect
 from parallel.shards import Rect, Shard
-from support.gathered import gather_tensors
-from support.trainer import TRAIN, Trainer, latent_attention, leave_layout, negative_log_likelihood, start
-
-
-def restart_megatron(layout: Layout) -> None:
-    """Makes Megatron's groups anew; the processes stay."""
-    leave_layout()
-    start_megatron(layout, seed=0)
-    torch.set_num_threads(1)
-
-
-def train(folder: Path, layout: Layout, batches: list[list[TrainingSample]]) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
-    """Supervised steps in FP32: what each step returned, and on rank 0 the weights afterwards under Hugging Face names.
-
-    Adam's epsilon is far above rounding noise, so that a gradient that is almost zero is not turned into a whole step.
-    """
-    restart_megatron(layout)
-    hf_config, contract = read_config(folder), PrecisionContract.from_config(PrecisionConfig(mode="bf16", high="fp32"))
-    shards = build_rank_shards(hf_config, layout, dist.get_rank())
-    model = build_model(hf_config, layout, contract)
-    load_checkpoint(model, folder, shards)
-    actor = Actor(model, TrainConfig(**TRAIN, adam_eps=1e-4), temperature=1.0)
-    steps = [actor.update(select_own(batch), negative_log_likelihood) for batch in batches]
-    assert not torch._dynamo.utils.counters["frames"], "a trainer on a CPU compiles nothing"
-    geometry = ModelGeometry.from_hf_config(hf_config)
-    return steps, gather_tensors(collect_named_tensors(model, shards, contract), geometry, layout, contract.format_of)
+from support.trainer import Trainer, latent_attention, negative_log_likelihood, start
 
 
 def load_model_chunks(folder: Path, contract: PrecisionContract, layout: Layout) -> list[Any]:
-    """This rank's virtual pipeline stages, built, loaded and quantised."""
-    restart_megatron(layout)
+    """Return this rank's virtual pipeline stages, built, loaded and quantized."""
+    start(layout)
     hf_config = read_config(folder)
     chunks = get_model_chunks(build_model(hf_config, layout, contract))
     load_checkpoint(chunks, folder, build_rank_shards(hf_config, layout, dist.get_rank()))
@@ -77,17 +54,27 @@ def load_model_chunks(folder: Path, contract: PrecisionContract, layout: Layout)
 
 
 def compare_with_checkpoint(folder: Path, layout: Layout, precision: dict[str, Any]) -> dict[str, Any]:
-    """Builds, loads and quantises this rank's part, then holds its named_tensors against the checkpoint's own grid.
+    """Compare this rank's named tensors with the checkpoint's own blocks.
 
-    Returns `missing` and `surplus` names, the names that are `different`, and how many tensors there are of each kind; `computed` FP8
-    layers hold dequantised values already.
+    Returns this rank's `coordinates` by Megatron; names that are `missing`, `surplus` or `different`; the number of `scales` and of
+    `fp8_layers`, and of FP8 layers that hold dequantized values already (`computed`).
     """
     hf_config, contract = read_config(folder), PrecisionContract.from_config(PrecisionConfig(**precision))
     chunks = load_model_chunks(folder, contract, layout)
     shards = build_trainer_shards(ModelGeometry.from_hf_config(hf_config), layout, format_of=contract.format_of)[dist.get_rank()]
     tensors = collect_named_tensors(chunks, build_rank_shards(hf_config, layout, dist.get_rank()), contract)
     expected = _on_the_checkpoints_grid(folder, shards, contract)
+    ranks = {
+        "tp": parallel_state.get_tensor_model_parallel_rank(),
+        "cp": parallel_state.get_context_parallel_rank(),
+        "dp": parallel_state.get_data_parallel_rank(),
+        "pp": parallel_state.get_pipeline_model_parallel_rank(),
+        "ep": parallel_state.get_expert_model_parallel_rank(),
+        "etp": parallel_state.get_expert_tensor_parallel_rank(),
+        "edp": parallel_state.get_expert_data_parallel_rank(),
+    }
     return {
+        "coordinates": ranks,
         "missing": sorted(expected.keys() - tensors.keys()),
         "surplus": sorted(tensors.keys() - expected.keys()),
         "different": [name for name in expected.keys() & tensors.keys() if not _same_bytes(tensors[name], expected[name])],
@@ -98,7 +85,8 @@ def compare_with_checkpoint(folder: Path, layout: Layout, precision: dict[str, A
 
 
 def _on_the_checkpoints_grid(folder: Path, shards: list[Shard], contract: PrecisionContract) -> dict[str, torch.Tensor]:
-    """Every tensor quantised whole, then cut by the geometry's regions. A trainer without FP8 has no FP32 master: it rounds first."""
+    """Quantize every tensor whole, then cut it by the geometry's regions. A trainer without FP8 has no FP32 master, so its values are
+    rounded first."""
     high = getattr(torch, contract.high_format.dtype)
     expected: dict[str, torch.Tensor] = {}
     with safe_open(folder / "model.safetensors", framework="pt") as file:
@@ -130,7 +118,7 @@ def _same_bytes(tensor: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def count_bytes(folder: Path, precision: dict[str, Any], layout: Layout, lora: LoraConfig | None) -> dict[str, int]:
-    """Bytes of this rank's model, gradients and optimizer, by the names of `megatron_rl.planner.memory.RankMemory`."""
+    """Return the bytes of this rank's model, gradients and optimizer, by the names of `megatron_rl.planner.memory.RankMemory`."""
     actor = Trainer(folder, precision, layout=layout, lora=lora).actor
     chunks, parts, buffers = actor.chunks, flatten_chained(actor.optimizer), actor.offloader.gradient_buffers
     for part in parts:
@@ -148,8 +136,9 @@ def count_bytes(folder: Path, precision: dict[str, Any], layout: Layout, lora: L
 
 
 def count_live_bytes(folder: Path, precision: dict[str, Any], layout: Layout, batch: list[TrainingSample]) -> dict[str, float]:
-    """What all living tensors of a rank occupy, of a frozen model, and of an actor after an optimizer step: bytes for each value of a
-    quantized weight, those of other weights and the emulation's operands taken off. And the bytes that its gathers received."""
+    """Return the bytes per value of a quantized weight that all live tensors of a rank occupy, for a frozen model (`reference`) and for
+    an actor after an optimizer step (`live`), and the bytes that its gathers received (`gathered`). Other weights and the emulation's
+    operands are subtracted."""
     before = _count_storages()
     reference = load_model_chunks(folder, PrecisionContract.from_config(PrecisionConfig(**precision)), layout)
     held, count = (
@@ -183,8 +172,8 @@ def _count_storages() -> int:
 
 
 def count_saved_bytes(folder: Path, precision: dict[str, Any], layout: Layout, lengths: list[int]) -> list[int]:
-    """Bytes that the forward pass of each decoder layer keeps for the backward pass; parameters apart. One micro-batch of sequences
-    with `lengths` places. Latent attention takes its form of a GPU, for which memory is planned."""
+    """Return the bytes that the forward pass of each decoder layer keeps for the backward pass, without parameters, for one micro-batch
+    of sequences with these lengths. Latent attention takes its form on a GPU, for which memory is planned."""
     with latent_attention(absorbed=False):
         actor = Trainer(folder, precision, {"micro_batch_tokens": sum(lengths)}, layout=layout).actor
     sequences = [TrainingSample([1] * length, [2]) for length in lengths]
@@ -198,7 +187,8 @@ def count_saved_bytes(folder: Path, precision: dict[str, Any], layout: Layout, l
 
 
 def measure_peak(folder: Path, precision: dict[str, Any], layout: Layout, lengths: list[int], recompute: str) -> int:
-    """The most bytes that a training pass over one micro-batch allocates on this rank, beside what the rank holds before and after it."""
+    """Return the most bytes that a training pass over one micro-batch allocates on this rank, beyond what the rank holds before and
+    after."""
     options = {"micro_batch_tokens": sum(lengths), "recompute": recompute}
     with latent_attention(absorbed=False):
         actor = Trainer(folder, precision, options, layout=layout).actor
@@ -212,7 +202,7 @@ def measure_peak(folder: Path, precision: dict[str, Any], layout: Layout, length
 
 
 class _SavedTensors:
-    """The storages that autograd keeps between `begin` and `end`, each counted once."""
+    """Counts the storages that autograd saves between `begin` and `end`, each once."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._known = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
@@ -245,7 +235,8 @@ def _bytes(tensors: Any) -> int:
 
 
 def build(kind: str, scale_format: str, sequence_parallel: bool, weight: torch.Tensor, **changes: Any) -> Any:
-    """This rank's layer of a "column" (N split over ranks) or "row" (K split) kind, with its part of weight [N, K], quantised."""
+    """Return this rank's quantized layer of a "column" (N split over ranks) or "row" (K split) kind, with its slice of `weight` `[N,
+    K]`."""
     start()
     tp, rank = dist.get_world_size(), dist.get_rank()
     config = QuantizedTransformerConfig(
@@ -272,8 +263,8 @@ def build(kind: str, scale_format: str, sequence_parallel: bool, weight: torch.T
 
 
 def accumulate_weight_gradient(sequence_parallel: bool, weight: torch.Tensor, x: torch.Tensor, dy: torch.Tensor) -> dict[str, torch.Tensor]:
-    """WGrad of a column-parallel layer on this rank: "once" of all tokens, x [s, 1, K] and dy [s, 1, N], and "added" to a gradient
-    buffer in two halves. Checks Megatron's protocol: the buffer is used, its flag set, and what autograd gets is no gradient."""
+    """Return WGrad of a column-parallel layer on this rank: `once` for all tokens, x `[s, 1, K]` and dy `[s, 1, N]`, and `added` to a
+    gradient buffer in two halves. Check Megatron's protocol: the buffer is used, its flag is set, and autograd gets no gradient."""
     layer = build("column", "pow2", sequence_parallel, weight)
     tp, rank = dist.get_world_size(), dist.get_rank()
 
@@ -292,8 +283,8 @@ def accumulate_weight_gradient(sequence_parallel: bool, weight: torch.Tensor, x:
 
 
 def run_expert(kind: str, weight: torch.Tensor, x: torch.Tensor, dy: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """y, dx and dw of this rank's part of an expert, whose tokens the dispatcher has exchanged already: the layer itself must neither
-    gather nor sum. x [T, K of the rank], dy [T, N of the rank]; the results are this rank's."""
+    """Return y, dx and dw of this rank's slice of an expert whose tokens the dispatcher has already exchanged: the layer itself must
+    neither gather nor sum. x is `[T, K of the rank]`, dy is `[T, N of the rank]`."""
     layer = build(kind, "pow2", dist.get_world_size() > 1, weight, is_expert=True, skip_bias_add=True)
     x = x.clone().requires_grad_(True)
     y, _ = layer(x)
@@ -302,9 +293,10 @@ def run_expert(kind: str, weight: torch.Tensor, x: torch.Tensor, dy: torch.Tenso
 
 
 def run_layer(kind: str, scale_format: str, sequence_parallel: bool, weight: torch.Tensor, x: torch.Tensor, dy: torch.Tensor) -> Any:
-    """FProp, DGrad and WGrad of the whole layer, put together from all ranks: y [s, b, N], dx [s, b, K], dw [N, K], on every rank.
+    """Return FProp, DGrad and WGrad of the whole layer, assembled from all ranks on every rank: y `[s, b, N]`, dx `[s, b, K]`, dw `[N, K]`.
 
-    `kind`: "column" (N split over ranks) or "row" (K split). weight [N, K], x [s, b, K], dy [s, b, N] are those of the whole layer.
+    `kind` is "column" (N split over ranks) or "row" (K split). `weight` `[N, K]`, `x` `[s, b, K]` and `dy` `[s, b, N]` belong to the whole
+    layer.
     """
     layer = build(kind, scale_format, sequence_parallel, weight)
     tp, rank = dist.get_world_size(), dist.get_rank()
@@ -312,7 +304,7 @@ def run_layer(kind: str, scale_format: str, sequence_parallel: bool, weight: tor
     split, whole = (0, 1) if column else (1, 0)
 
     def part(tensor: torch.Tensor, along_features: bool) -> torch.Tensor:
-        """This rank's part of an activation: of its features, or of its sequence under sequence parallelism, or all of it."""
+        """Return this rank's part of an activation: of its features, of its sequence under sequence parallelism, or all of it."""
         if along_features:
             return tensor.chunk(tp, dim=2)[rank].contiguous()
         return tensor.chunk(tp, dim=0)[rank].contiguous() if sequence_parallel else tensor

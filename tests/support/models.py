@@ -1,4 +1,4 @@
-"""Small checkpoints of every architecture, made from scratch, and random samples for them."""
+"""Small random checkpoints of every architecture, and random samples for them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FP8 = {"mode": "fp8_unified", "high": "fp32"}
 
 
 def make_model(folder: Path, config: dict[str, Any], seed: int = 0) -> Path:
-    """Writes a checkpoint of any architecture: FP32 weights, without a tokenizer. Norms are near one, biases near zero."""
+    """Write a checkpoint of any architecture: FP32 weights, no tokenizer. Norms are near one, biases near zero."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for tensor in ModelGeometry.from_hf_config(config).tensors().values():
@@ -41,7 +41,7 @@ def make_model(folder: Path, config: dict[str, Any], seed: int = 0) -> Path:
 
 
 def make_checkpoint(folder: Path, seed: int = 0, **widths: Any) -> Path:
-    """Writes a checkpoint of FP32 weights; two heads of 128 and two kv heads, so that tensor parallelism of 2 fits."""
+    """Write a checkpoint of FP32 weights with two heads of 128 and two key-value heads, so that it fits tensor parallelism of 2."""
     make_byte_tokenizer(folder)
     architecture = ArchitectureConfig(**{"num_hidden_layers": 1, "initializer_range": 0.05, "rope_theta": 100.0, **widths})
     config = make_hf_config(architecture, load_tokenizer(folder).eos_token_id, "fp32")
@@ -59,14 +59,14 @@ def read_weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def edit_config(folder: Path, change: dict[str, Any]) -> None:
-    """Overwrites fields of a checkpoint's config.json."""
+    """Overwrite fields of a checkpoint's config.json."""
     path = folder / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
 
 
 def random_sequences(count: int, seed: int, longest: int = 24) -> list[TrainingSample]:
-    """Prompts and answers of different lengths. Advantages, old and reference log-probs are made up around those of a uniform
-    guess, spread so far that some tokens are clipped on either side."""
+    """Return random samples of different lengths. Their old and reference log-probs vary around a uniform guess, so widely that some
+    tokens are clipped on either side."""
     generator = torch.Generator().manual_seed(seed)
     ordinary = VOCABULARY - len(SPECIAL_TOKENS)
 
@@ -85,7 +85,7 @@ def random_sequences(count: int, seed: int, longest: int = 24) -> list[TrainingS
 
 
 def config_of(kind: str, contract: PrecisionContract, **changes: Any) -> dict[str, Any]:
-    """config.json of a tiny model; `changes` overwrite fields."""
+    """Return config.json of a tiny model; `changes` overwrite fields."""
     config = {
         **ENGINE_ARCHITECTURES[kind],
         "torch_dtype": contract.high_format.dtype,
@@ -96,7 +96,7 @@ def config_of(kind: str, contract: PrecisionContract, **changes: Any) -> dict[st
 
 
 def masters(config: dict[str, Any], seed: int = 0) -> dict[str, torch.Tensor]:
-    """Random FP32 tensors of a model by their Hugging Face names; vectors are around one, so that a forgotten norm is noticed."""
+    """Return random FP32 tensors by Hugging Face name. Vectors are around one, so that a forgotten norm is noticed."""
     tensors = make_random_tensors(config, seed)
     generator = torch.Generator().manual_seed(seed)
     for name, tensor in tensors.items():
@@ -107,7 +107,7 @@ def masters(config: dict[str, Any], seed: int = 0) -> dict[str, torch.Tensor]:
 
 
 def served(config: dict[str, Any], tensors: dict[str, torch.Tensor], contract: PrecisionContract) -> dict[str, torch.Tensor]:
-    """What a checkpoint for the engine holds of these masters: FP8 roles as bytes and scales, the rest in the contract's dtypes."""
+    """Return an engine's checkpoint of these masters: FP8 roles as bytes and scales, the rest in the contract's dtypes."""
     checkpoint = {}
     for tensor in ModelGeometry.from_hf_config(config).tensors().values():
         value, format = tensors[tensor.name], contract.format_of(tensor.role)
@@ -119,7 +119,7 @@ def served(config: dict[str, Any], tensors: dict[str, torch.Tensor], contract: P
 
 
 def write_model(folder: Path, kind: str, precision: dict[str, Any], seed: int = 0, **changes: Any) -> dict[str, Any]:
-    """Writes such a checkpoint with a byte tokenizer; returns its config.json. `precision` as in a run's configuration."""
+    """Write an engine's checkpoint with a byte tokenizer. Return its config.json. `precision` is the section of a run's configuration."""
     contract = PrecisionContract.from_config(PrecisionConfig.model_validate(precision))
     folder.mkdir(parents=True, exist_ok=True)
     make_byte_tokenizer(folder)

@@ -1,4 +1,4 @@
-"""Differences of precision planted into a live Megatron model, for the comparison of graphs to find."""
+"""Differences of precision planted into a live Megatron model, which the comparison of graphs must find."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from megatron_rl.mcore.layers.quantized_linear import find_quantized_layers
+from megatron_rl.mcore.layers.linear.quantized_linear import find_quantized_layers
 from parallel.formats import FP8
 
 
 @contextmanager
 def plant_difference(model: Any, plant: str) -> Iterator[None]:
-    """Change one thing of a live model for a while; "" changes nothing."""
+    """Context manager that changes one thing of a live model; "" changes nothing."""
     undo = _PLANTS[plant](model) if plant else lambda: None
     try:
         yield
@@ -29,7 +29,7 @@ def _set(owner: Any, name: str, value: Any) -> Callable[[], None]:
 
 
 def _smaller_blocks(model: Any) -> Callable[[], None]:
-    """Scale fc2 of the last layer by tiles of 64x64."""
+    """Scale fc2 of the last layer by blocks of 64x64."""
     layer = model.decoder.layers[-1].mlp.linear_fc2
     scale = layer.blocks.scale.repeat_interleave(2, 0).repeat_interleave(2, 1)
     return _set(layer, "scale", scale)
@@ -48,13 +48,13 @@ def _activation_scales(model: Any) -> Callable[[], None]:
 
 
 def _high_precision_layer(model: Any) -> Callable[[], None]:
-    """The output projection of the last layer loses its blocks: the engine then quantises a layer more than the trainer."""
+    """Remove the blocks of the last layer's output projection, so that the engine quantizes one layer more than the trainer."""
     layer = model.decoder.layers[-1].self_attention.linear_proj
     return _set(layer, "__class__", type(type(layer).__name__, (type(layer),), {"blocks": None, "__module__": type(layer).__module__}))
 
 
 def _fp8_head(model: Any) -> Callable[[], None]:
-    """The trainer quantises a layer more than the engine."""
+    """Quantize the output layer, so that the trainer quantizes one layer more than the engine."""
     head, example = model.output_layer, model.decoder.layers[-1].mlp.linear_fc2
     rows, cols = head.weight.shape
     blocks = example.blocks._replace(

@@ -1,6 +1,6 @@
-"""The engine's process with faults that keep right weights from being served. `python -m support.planted_server` is the engine.
+"""The engine's process with faults that keep correct weights from being served: `python -m support.planted_server`.
 
-The file that `FAULT_FILE` names holds the fault's name, now and then another: nothing while it is absent.
+The file that `FILE_VARIABLE` names holds the name of the current fault; without the file there is none.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ FILE_VARIABLE = "MEGATRON_RL_TEST_FAULT_FILE"
 
 
 def set_fault(file: Path, name: str = "") -> None:
-    """Let the engine fail in this way from now on; "" mends it."""
+    """Let the engine fail in this way from now on; "" ends the fault."""
     file.write_text(name) if name else file.unlink(missing_ok=True)
 
 
@@ -36,7 +36,7 @@ def _is_planted(name: str) -> bool:
 
 
 def skip_post_load(original: Callable[..., Any], *args: Any, **named: Any) -> None:
-    """w_kc and w_vc stay as they were."""
+    """Leave w_kc and w_vc unchanged."""
     if not _is_planted("post-load hook"):
         original(*args, **named)
 
@@ -47,19 +47,19 @@ def keep_float_values(original: Callable[[], None]) -> None:
 
 
 def keep_cache(original: Callable[..., bool], *args: Any, **named: Any) -> bool:
-    """Say that the KV cache was flushed."""
+    """Claim that the KV cache was flushed."""
     return _is_planted("cache") or _is_planted("hidden cache") or original(*args, **named)
 
 
 def hide_cache(original: Callable[..., Any], handler: Any, runner: Any) -> Any:
-    """Say besides that it is empty."""
+    """Claim also that the cache is empty."""
     empty = SimpleNamespace(size=0, available_size=int)
     hidden = SimpleNamespace(model=runner.model, token_to_kv_pool_allocator=empty)
     return original(handler, hidden if _is_planted("hidden cache") else runner)
 
 
 def decode_with_old_weights(original: Callable[..., Any], runner: Any, batch: Any, *args: Any, **named: Any) -> Any:
-    """Prefill computes with the weights that a sync wrote, decoding with those of the version before, of one norm."""
+    """Let prefill compute with the weights that a sync wrote, but decoding with the previous weights of one norm."""
     weight = runner.model.model.norm.weight
     if not _is_planted("decoding"):
         runner.old_norm = weight.detach().clone()
@@ -74,7 +74,7 @@ def decode_with_old_weights(original: Callable[..., Any], runner: Any, batch: An
 
 
 def plant() -> None:
-    """Put the faults into this process, from which SGLang's are forked."""
+    """Install the faults in this process, which SGLang's processes are forked from."""
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.model_executor.model_runner import ModelRunner
     from sglang.srt.models.deepseek_common.deepseek_weight_loader import DeepseekV2WeightLoaderMixin

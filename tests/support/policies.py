@@ -1,4 +1,4 @@
-"""Policies of a few random layers, for the tests of tests/gpu that compute with whole layers; run in a child of their own."""
+"""Policies of a few random layers for tests/gpu, and the BF16 model that Megatron builds on a GPU to compare them with."""
 
 from __future__ import annotations
 
@@ -6,19 +6,26 @@ import gc
 import statistics
 import traceback
 from collections import defaultdict
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+from megatron.core.tensor_parallel import layers
+from megatron.core.transformer import TransformerConfig
 
 from examples.arithmetic.config import ArchitectureConfig
 from examples.arithmetic.new_model import make_hf_config
 from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.config import PrecisionConfig, TrainConfig
 from megatron_rl.hf.files import read_config
+from megatron_rl.mcore import model
 from megatron_rl.mcore.actor import Actor
-from megatron_rl.mcore.layers.quantized_linear import fill_weights
+from megatron_rl.mcore.layers.linear.quantized_linear import fill_weights
 from megatron_rl.mcore.layers.spec import build_decoder_spec
 from megatron_rl.mcore.model import build_model, start_megatron, stop_megatron
 from megatron_rl.mcore.names import get_model_chunks
@@ -26,8 +33,45 @@ from megatron_rl.precision.contract import PrecisionContract
 from parallel.formats import FORMATS
 from parallel.layout import Layout
 from parallel.model_geometry import ModelGeometry
-from support.megatron_baseline import CASE, build_baseline, copy_weights
 from support.timing import time_in_turns
+
+CASE = "bf16, Megatron with Transformer Engine"
+FUSIONS = {
+    "apply_rope_fusion": True,
+    "use_te_activation_func": True,
+    "gradient_accumulation_fusion": True,  # Transformer Engine's own; Megatron's layers would want apex for it
+}
+
+
+def transformer_engine_layers(config: TransformerConfig) -> Any:
+    return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm, use_te_activation_func=True)
+
+
+def build_baseline(
+    hf_config: dict[str, Any], layers_of: Callable[[Any], Any] = transformer_engine_layers, fusions: dict[str, bool] = FUSIONS
+) -> GPTModel:
+    """Return a dense model on one rank without weights. Megatron must be started; the defaults need a GPU."""
+    contract, plain = PrecisionContract.from_config(PrecisionConfig(mode="bf16", reduction="fast")), model.build_transformer_config
+    with (
+        patch.object(layers, "_grad_accum_fusion_available", True),  # asked by the output layer, whose own forward pass is not used
+        patch.object(model, "build_transformer_config", lambda *arguments: replace(plain(*arguments), **fusions)),
+        patch.object(model, "build_decoder_spec", lambda config, **_: layers_of(config)),
+    ):
+        built: Any = model.build_model(hf_config, Layout(), contract)
+    return built
+
+
+def copy_weights(baseline: GPTModel, source: GPTModel) -> None:
+    """Give a baseline the weights of the project's BF16 model. Norms, which have other names in Transformer Engine's layers, become one,
+    as in `make_model`."""
+    weights = dict(source.named_parameters())
+    with torch.no_grad():
+        for name, parameter in baseline.named_parameters():
+            if parameter.dim() == 1 and name not in weights:
+                parameter.fill_(1.0)
+            else:
+                parameter.copy_(weights[name])
+
 
 _MODELS = Path(__file__).parents[2] / "configs" / "models"
 
@@ -52,16 +96,15 @@ ENGINE_BYTES = {"bf16": 2, "fp8": 1, "int8": 1}
 
 
 def stack_layers(size: str, layers: int, **changes: object) -> dict[str, Any]:
-    """Return the config.json of the model with so many layers."""
+    """Return the config.json of the model with `layers` layers."""
     return ARCHITECTURES[size] | {"num_hidden_layers": layers} | changes
 
 
 def count_layers_that_fit(architecture: dict[str, Any], memory_gib: float, bytes_per_value: int, tokens: int) -> int:
-    """Return the layers, 1 to all, that fit where each value of a weight takes `bytes_per_value` and one model at a time computes with
-    `tokens`.
+    """Return how many layers, from 1 to all, fit if each weight takes `bytes_per_value` and one model at a time computes with `tokens`.
 
-    Activations kept for the backward pass are the larger ones, in two bytes, with half as much again for the others. A quarter of the
-    memory is left for all else: CUDA's contexts, KV caches, what an optimizer step needs for a moment.
+    Activations kept for the backward pass are counted with two bytes, plus half as much for small ones. A quarter of the memory is left for
+    CUDA contexts, KV caches and temporary buffers of an optimizer step.
     """
     model = ModelGeometry.from_hf_config(architecture)
     widths = model.head_dim * (2 * model.heads + 2 * model.kv_heads) + 3 * model.ffn
@@ -95,7 +138,7 @@ def to_actor(model: torch.nn.Module, tokens: int = 8192) -> Actor:
 
 
 def make_samples(tokens: int, length: int) -> list[TrainingSample]:
-    """Return samples of `length` random tokens, half of each an answer; `tokens` in all."""
+    """Return samples of `length` random tokens, half of each a response; `tokens` in all."""
     generators = [torch.Generator().manual_seed(seed) for seed in range(max(tokens // length, 1))]
     ids = [torch.randint(0, 250, (length,), generator=generator).tolist() for generator in generators]
     return [TrainingSample(tokens[: length // 2], tokens[length // 2 :]) for tokens in ids]
@@ -136,7 +179,7 @@ def compare_with_emulated(backends: list[str], size: str, tokens: int) -> dict[t
 
 
 def relative_l2(values: torch.Tensor, expected: torch.Tensor) -> float:
-    """Return the norm of the difference over the norm of `expected`; 0 where both are zero, inf where only `expected` is."""
+    """Return the norm of the difference over the norm of `expected`: 0 if both are zero, inf if only `expected` is."""
     norm, distance = float(expected.double().norm()), float((values.double() - expected.double()).norm())
     return distance / norm if norm else (float("inf") if distance else 0.0)
 
@@ -159,7 +202,7 @@ def compare_with_baseline(architecture: dict[str, Any], on_gpu: bool) -> float:
 
 @dataclass(frozen=True)
 class PolicyTiming:
-    """What `time_policies` measures: models of both depths, and samples of each length in micro-batches of `tokens`."""
+    """Parameters of `time_policies`: the depths of the models, and the lengths of samples in micro-batches of `tokens`."""
 
     size: str
     depths: tuple[int, int]

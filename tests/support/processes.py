@@ -1,4 +1,4 @@
-"""Processes of tests: worlds of gloo ranks that run functions on call, and commands that end with all they started."""
+"""Processes of tests: worlds of gloo ranks that run functions on request, and commands that end with all their children."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ROOT = Path(__file__).parents[2]
 
 @dataclass
 class Done:
-    """How a command ended."""
+    """Exit code and output of a command that has ended."""
 
     code: int
     out: str
@@ -39,13 +39,13 @@ class Done:
 
 
 def one_thread_environment() -> dict[str, str]:
-    """The environment of a process that shares two cores with others; without the ranks of a torchrun around pytest."""
+    """Return the environment of a process that shares two cores with others, without the rank variables of a torchrun around pytest."""
     inherited = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
     return {**inherited, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "COLUMNS": "400"}
 
 
 class Command:
-    """A running Python command, `python -m ARGUMENTS`; ended with everything below it at the end of the `with` block."""
+    """A running command `python -m ARGUMENTS`. Leaving the `with` block ends it with all processes below it."""
 
     def __init__(self, folder: Path, *arguments: object) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -69,7 +69,7 @@ class Command:
         self._process.wait(timeout=10)
 
     def wait(self, seconds: float) -> Done:
-        """Raises AssertionError, with what was printed, when the command does not end in time."""
+        """Wait for the end. Raise AssertionError with the output if the command does not end in time."""
         try:
             code = self._process.wait(timeout=seconds)
         except subprocess.TimeoutExpired:
@@ -85,7 +85,7 @@ class Command:
 
 
 def family(pid: int) -> list[psutil.Process]:
-    """A process and everything below it; empty when it is gone."""
+    """Return a process and all processes below it, or nothing if it has ended."""
     try:
         process = psutil.Process(pid)
         return [process, *process.children(recursive=True)]
@@ -94,7 +94,7 @@ def family(pid: int) -> list[psutil.Process]:
 
 
 def command_lines(processes: Iterable[psutil.Process]) -> dict[psutil.Process, list[str]]:
-    """Each process with its command line; without those that are gone, zombies among them."""
+    """Return the command line of each process. Processes that have ended, including zombies, are left out."""
     lines = {}
     for process in processes:
         with suppress(psutil.Error):
@@ -103,20 +103,20 @@ def command_lines(processes: Iterable[psutil.Process]) -> dict[psutil.Process, l
 
 
 def end(processes: Iterable[psutil.Process]) -> None:
-    """Kills processes that may be gone already, but see `but_trackers`."""
+    """Kill processes, which may have ended already. Resource trackers are left out, see `but_trackers`."""
     for process in but_trackers(processes):
         with suppress(psutil.Error):
             process.kill()
 
 
 def but_trackers(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
-    """Without Python's resource trackers, which end with the others, after they have cleaned up /dev/shm."""
+    """Return the processes without Python's resource trackers, which clean up /dev/shm and then end with the other processes."""
     lines = command_lines(processes)
     return [process for process, words in lines.items() if not any("multiprocessing.resource_tracker" in word for word in words)]
 
 
 def alive_after(processes: Iterable[psutil.Process], seconds: float) -> list[psutil.Process]:
-    """Those that still run after at most `seconds`. A zombie does not run; psutil knows a reused pid from the old process."""
+    """Return the processes that still run after at most `seconds`. A zombie does not count as running."""
     deadline = time.monotonic() + seconds
     while (alive := [process for process in processes if _runs(process)]) and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -131,7 +131,7 @@ def _runs(process: psutil.Process) -> bool:
 
 
 def until(condition: Callable[[], bool], seconds: float, what: str) -> None:
-    """Waits for a condition. Raises AssertionError naming `what` when it does not come true in time."""
+    """Wait for a condition. Raise AssertionError with `what` if it does not become true in time."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"{what}: not within {seconds} s"
@@ -139,7 +139,7 @@ def until(condition: Callable[[], bool], seconds: float, what: str) -> None:
 
 
 def call_in_fresh_process(function: Callable[..., Any], *arguments: Any, **environment: str) -> Any:
-    """Return `function(*arguments)` of a new interpreter that starts with these variables set. Raises what it raises."""
+    """Return `function(*arguments)`, called in a new interpreter with these environment variables. Propagates its errors."""
     with mock.patch.dict(os.environ, environment), ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         return pool.submit(function, *arguments).result()
 
@@ -156,10 +156,10 @@ _GRACE = 60.0
 
 
 class World:
-    """`size` ranks, as torchrun would start them; a world of one has no torchrun around it. Close it, or use `with`.
+    """`size` ranks, as torchrun would start them; a world of one rank has no torchrun environment. Close it, or use `with`.
 
-    Ranks are forked from a server that has imported torch, Megatron and the support modules once, so that a rank starts in
-    milliseconds and shares their memory.
+    Ranks are forked from a server that has imported torch, Megatron and the support modules once, so a rank starts in milliseconds and
+    shares their memory.
     """
 
     def __init__(self, size: int, folder: Path) -> None:
@@ -188,30 +188,29 @@ class World:
         return self._ranks[rank].pid or 0
 
     def family(self) -> list[psutil.Process]:
-        """All ranks and everything below them."""
+        """Return all ranks and all processes below them."""
         return [process for rank in range(len(self._ranks)) for process in family(self.pid(rank))]
 
     def is_alive(self) -> bool:
         return all(process.is_alive() for process in self._ranks)
 
     def call(self, function: Callable[..., Any], *args: Any, seconds: float = 900) -> list[Any]:
-        """Run a module's function on every rank; return the ranks' results.
+        """Run a function of a module on every rank; return the ranks' results.
 
-        An expected error (MegatronRLError) that every rank raised is raised here. Anything else that goes wrong, a wait of more than
-        `seconds` included, is an AssertionError that shows what the ranks raised and printed. A world whose ranks may wait for each
-        other then is ended.
+        A MegatronRLError that every rank raised is raised here. Any other failure, including a wait of more than `seconds`, is an
+        AssertionError that shows what the ranks raised and printed. It closes the world if ranks may still wait for each other.
         """
         self.send(function, *args)
         return self.receive(seconds)
 
     def send(self, function: Callable[..., Any], *args: Any) -> None:
-        """The first half of `call`, for worlds that work at the same time."""
+        """Start a `call` without waiting, for worlds that work at the same time."""
         for pipe in self._pipes:
             with suppress(ConnectionError):  # a rank that ended: `receive` reports it
                 pipe.send((function, args))
 
     def receive(self, seconds: float) -> list[Any]:
-        """The second half of `call`."""
+        """Wait for the results of `send`."""
         answers = self._collect_answers(seconds)
         errors = [error for _, error in answers]
         if all(isinstance(error, MegatronRLError) for error in errors):
@@ -225,7 +224,7 @@ class World:
         return [result for result, _ in answers]
 
     def close(self) -> None:
-        """End the ranks and everything below them."""
+        """End the ranks and all processes below them."""
         processes = self.family()
         end(processes)
         alive_after(processes, 30)
@@ -233,7 +232,7 @@ class World:
             pipe.close()
 
     def _collect_answers(self, seconds: float) -> list[tuple[Any, Any]]:
-        """Every rank's (result, error), waited for until `seconds` are over, or `_GRACE` after the first error."""
+        """Return every rank's (result, error). Wait at most `seconds`, or `_GRACE` after the first error."""
         answers: list[tuple[Any, Any]] = [(None, _NO_ANSWER)] * len(self._pipes)
         waiting = {pipe: rank for rank, pipe in enumerate(self._pipes) if not pipe.closed}
         deadline = time.monotonic() + seconds
@@ -248,7 +247,7 @@ class World:
 
 
 class WorldPool:
-    """Hands out one world of each size, made when it is first asked for, and made anew when a failure has ended it."""
+    """A pool with one world of each size, created on first use and again after a failure has closed it."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -271,7 +270,7 @@ _PRELOADED = ["support.training_runs", "support.megatron_models", "support.trans
 
 
 def _start_fork_server() -> None:
-    """The server reads its environment once: what it imports must be found, and may start one thread."""
+    """Start the fork server. It reads its environment once, so its path must hold what it imports, and it may start one thread."""
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), str(ROOT / "tools"), os.environ.get("PYTHONPATH", "")])
     multiprocessing.set_forkserver_preload(_PRELOADED)
     with mock.patch.dict(os.environ, one_thread_environment() | {"PYTHONPATH": path}):
@@ -286,7 +285,7 @@ def _rank_environment(rank: int, size: int, port: int) -> dict[str, str]:
 
 
 def _serve(pipe: Connection, log: Path, environment: dict[str, str]) -> None:
-    """A rank's life: run what is asked, answer (result, error), until the pipe closes."""
+    """Run a rank: call the requested functions and answer (result, error) until the pipe closes."""
     gc.freeze()  # what the server has imported lives as long as the rank: no collection looks through half a million objects
     os.environ.clear()
     os.environ.update(environment)
@@ -310,6 +309,6 @@ def _serve(pipe: Connection, log: Path, environment: dict[str, str]) -> None:
 
 
 def _give_memory_back() -> None:
-    """What glibc keeps of the models of a dozen waiting ranks adds up to gigabytes."""
+    """Return freed memory to the system. What glibc keeps of the models of a dozen waiting ranks adds up to gigabytes."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)

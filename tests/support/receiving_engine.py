@@ -1,4 +1,4 @@
-"""An engine that only receives weights, in the test's own process: no SGLang, no model."""
+"""An engine that only receives weights, in the test's own process, without SGLang or a model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rollout_sglang.weight_receiver import WeightReceiver
 
 
 class ReceivingEngine:
-    """The engine that `WeightSync` talks to: tensors of every engine rank in this process, filled by the engine's own receivers."""
+    """An engine for `WeightSync`: tensors of every engine rank in this process, filled by the engine's own receivers."""
 
     def __init__(self, plan: SyncPlan) -> None:
         self.tensors = {rank: make_stored_tensors(shards, plan.contract.format_of) for rank, shards in plan.targets.items()}

@@ -1,4 +1,4 @@
-"""Real SGLang engines side by side on one device, and RL steps of several precisions in turns, for tests/gpu/test_engines.py."""
+"""Several real SGLang engines on one device, and RL steps of several precisions in turns, for tests/gpu/test_engines.py."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from megatron_rl.distributed import Rank0
 from megatron_rl.hf.tokenizer import load_tokenizer
 from megatron_rl.hf.write import describe_weights, write_all_but_weights
 from megatron_rl.mcore.actor import Policy
-from megatron_rl.mcore.load_weights import build_rank_shards, collect_named_tensors
 from megatron_rl.mcore.model import freeze, start_megatron, stop_megatron
+from megatron_rl.mcore.weights.load_weights import build_rank_shards, collect_named_tensors
 from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.sync.plan import SyncPlan
 from megatron_rl.sync.weight_sync import WeightSync
@@ -47,9 +47,10 @@ def start_engines(
     rollout: Mapping[str, Any],
     batch_sizes: Sequence[int],
 ) -> Iterator[dict[str, SGLangEngine]]:
-    """Start an engine for each precision, on weights that SGLang makes up; none is ready yet, and all are stopped afterwards.
+    """Context manager that starts an engine for each precision, on weights that SGLang makes up, and stops all at the end. The engines are
+    not ready yet.
 
-    CUDA graphs are captured for decoding `batch_sizes` sequences and no others, which takes seconds each.
+    CUDA graphs are captured only for decoding `batch_sizes` sequences; each takes seconds.
     """
     arguments: tuple[str, ...] = ("--load-format", "dummy")
     if torch.cuda.is_available():
@@ -66,7 +67,7 @@ def start_engines(
 
 
 def write_empty_checkpoint(folder: Path, architecture: dict[str, Any], precision: PrecisionConfig) -> Path:
-    """Write a checkpoint's folder without weights and return it."""
+    """Write a checkpoint's folder without weights; return it."""
     make_byte_tokenizer(folder)
     config = architecture | {"torch_dtype": FORMATS[precision.high].dtype, "eos_token_id": load_tokenizer(folder).eos_token_id}
     write_all_but_weights(folder, describe_weights(config, PrecisionContract.from_config(precision)), None)
@@ -78,8 +79,8 @@ def make_prompts(count: int, length: int) -> list[list[int]]:
 
 
 def measure_decoding(engine: Any, batch_size: int, tokens: int, prompt_tokens: int = 32) -> float:
-    """Return the tokens that an engine decodes per second, with log-probs, after prompts of `prompt_tokens`: a call by HTTP less one that
-    asks for a single token. Sequences end early only where they draw the end token."""
+    """Return the tokens per second that an engine decodes with log-probs, after prompts of `prompt_tokens`: a request minus a request
+    for a single token. Sequences end early only at the end token."""
 
     def generate(count: int) -> tuple[int, float]:
         start = time.perf_counter()
@@ -99,7 +100,7 @@ class StepSize:
 
 
 class RlRun:
-    """Actor, reference and sync of one precision, in front of its engine."""
+    """An actor, a reference and a sync of one precision, with their engine."""
 
     def __init__(self, architecture: dict[str, Any], precision: PrecisionConfig, engine: SGLangEngine, settings: SyncConfig) -> None:
         contract = PrecisionContract.from_config(precision)

@@ -1,4 +1,4 @@
-"""Routing of experts: hand-made router cases and replays of a recorded routing."""
+"""Routing of experts: statistics, replay and balancing."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from megatron_rl.batch.micro_batch import MicroBatch
 from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.errors import RunError
 from megatron_rl.mcore import model as models
-from megatron_rl.mcore.layers.experts import Dispatcher
-from megatron_rl.mcore.layers.router import ModelRouters, Router
+from megatron_rl.mcore.layers.moe.experts import Dispatcher
+from megatron_rl.mcore.layers.moe.router import ModelRouters, Router
 from megatron_rl.rollout.worker import RolloutBatch
 from parallel.layout import Layout
 from support.models import FP8, FP32
@@ -35,8 +35,8 @@ def scores(
     train: dict[str, Any] | None = None,
     options: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """What routers do with a batch, as it says and freely, and one step on it: log-probs, metrics, records, and the weights after it.
-    `options`: of Megatron, in addition."""
+    """Return log-probs, metrics and records of routers that follow a batch's records and of free ones, and metrics and weights of one
+    step. `options` are additional options of Megatron."""
     with mock.patch.object(models, "QuantizedTransformerConfig", functools.partial(models.QuantizedTransformerConfig, **(options or {}))):
         trainer = Trainer(folder, FP32, {**TRAIN, **(train or {})}, layout=layout)
     routing, results = trainer.actor.routing, {}
@@ -52,14 +52,14 @@ def scores(
 
 
 def own_routing(folder: Path, batch: list[TrainingSample]) -> dict[str, Any]:
-    """A step on the batch as it is, and one from the same start with the record of its own routing."""
+    """Take a step on a batch as it is, and from the same start a step with the records of its own routing."""
     plain = scores(folder, batch, None)
     routed = [replace(sequence, routed_experts=record) for sequence, record in zip(batch, plain["records"], strict=True)]
     return {"plain": plain, "replayed": scores(folder, routed, None)}
 
 
 def balance(folder: Path, batch: list[TrainingSample], train: dict[str, Any], steps: int) -> list[dict[str, float]]:
-    """Steps that learn nothing but to balance: what the routers did before each."""
+    """Take steps whose only loss is the balancing. Return the routers' metrics before each."""
     trainer, metrics = Trainer(folder, FP32, {"micro_batch_tokens": 60, **train}), []
     for _ in range(steps):
         with trainer.actor.routing.collect_stats(batch) as watch:
@@ -70,7 +70,7 @@ def balance(folder: Path, batch: list[TrainingSample], train: dict[str, Any], st
 
 
 def balance_gradient(folder: Path, batch: list[TrainingSample], weight: float) -> dict[str, torch.Tensor]:
-    """The gradient of the last layer's router under the load-balancing loss alone, and the same from its formula."""
+    """Return the gradient of the last layer's router under the load-balancing loss alone, and the same gradient from the formula."""
     trainer = Trainer(folder, FP32, {"micro_batch_tokens": 60, "router_aux_loss": weight, "clip_grad": 0.0, "learning_rate": 1e-9})
     router = [module for module in trainer.model.modules() if isinstance(module, Router)][-1]
     seen: list[torch.Tensor] = []
@@ -90,7 +90,7 @@ def balance_gradient(folder: Path, batch: list[TrainingSample], weight: float) -
 
 
 def break_a_step(folder: Path, batch: list[TrainingSample]) -> tuple[str, float]:
-    """A step that would move the correction biases, but whose loss is NaN: (what was raised, the most that a bias moved)."""
+    """Take a step that would move the correction biases, but has a NaN loss. Return the error and the largest change of a bias."""
     trainer = Trainer(folder, FP32, {**TRAIN, "router_bias_rate": 0.01})
     routers = [module for module in trainer.model.modules() if isinstance(module, Router)]
     before = [router.expert_bias.clone() for router in routers]
@@ -103,7 +103,8 @@ def break_a_step(folder: Path, batch: list[TrainingSample]) -> tuple[str, float]
 
 
 class RoutedWorker(ScriptedWorker):
-    """The same with the engine's routing: the trainer's own, but the first token of every sequence goes to the next experts."""
+    """A scripted worker with an engine's routing: the trainer's own, except that the first token of every sequence goes to the next
+    experts."""
 
     def collect(self, version: int) -> RolloutBatch:
         rollout, sequences, routing = super().collect(version), self.sequences(), self.actor.routing
@@ -116,7 +117,7 @@ class RoutedWorker(ScriptedWorker):
 
 
 def loop(folder: Path, replay: str) -> list[dict[str, float]]:
-    """The log of two steps in unified FP8 with a KL term, the second with an attribution."""
+    """Return the log of two steps in unified FP8 with a KL term, the second with an attribution."""
     algorithm = {"routing_replay": replay, "updates_per_step": 2, "kl_coef": 0.001}
     return run_loop(folder, FP8, algorithm, steps=2, noise=0.0, attribute_every=2, worker_class=RoutedWorker)["rows"]
 
@@ -126,7 +127,7 @@ def _nothing(logprobs: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, d
 
 
 def with_random_routing(batch: list[TrainingSample], experts: int, top_k: int, layers: int = 2) -> list[TrainingSample]:
-    """The batch with a routing that no router would choose."""
+    """Return the batch with random routing."""
     generator = torch.Generator().manual_seed(3)
 
     def record(tokens: int) -> torch.Tensor:
@@ -136,8 +137,8 @@ def with_random_routing(batch: list[TrainingSample], experts: int, top_k: int, l
 
 
 def train_on_records(run: Callable[..., dict[str, Any]], known: bool, *args: Any) -> dict[str, Any]:
-    """What `run` gives, and in how many passes of a layer tokens were counted in the pass; `known`: not where routers replay, and what is
-    known must be what Megatron counts."""
+    """Return the results of `run`, and the number of layer passes that counted tokens themselves (`free`). With `known`, replaying
+    routers know the counts ahead, and the counts must be Megatron's."""
     plain, free = MoEAlltoAllTokenDispatcher.preprocess, 0
     names = ["input_splits", "output_splits", "output_splits_tp", "num_out_tokens"]
 

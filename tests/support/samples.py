@@ -1,8 +1,9 @@
-"""Made-up training samples with any of their columns, and what makes two of them equal."""
+"""Random training samples with any of their columns, and bitwise comparison of samples and of nested results."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Sequence, Set
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,8 +16,8 @@ _NUMBERS = ("number", "advantage", "reward", "excluded", "loss_weight")
 
 
 def make_samples(shapes: Sequence[tuple[int, int]], with_columns: Collection[str] = (), seed: int = 0) -> list[TrainingSample]:
-    """Samples of (tokens of the prompt, of the answer). `with_columns`: of "mask", "experts" or "wide experts", "kept" (of every second
-    sample), "lags"."""
+    """Return samples with (prompt, response) lengths `shapes`. `with_columns` names columns: "mask", "experts" or "wide experts", "kept"
+    (for every second sample), "lags"."""
     source = np.random.default_rng(seed)
 
     def draw(bound: int, dtype: type, *shape: int) -> torch.Tensor:
@@ -46,7 +47,7 @@ def make_samples(shapes: Sequence[tuple[int, int]], with_columns: Collection[str
 
 
 def assert_equal_samples(actual: Sequence[TrainingSample], expected: Sequence[TrainingSample]) -> None:
-    """All that is sent: values, dtypes and shapes; what is empty may have any dtype."""
+    """Compare everything that is sent: values, dtypes and shapes. Empty columns may have any dtype."""
     assert len(actual) == len(expected)
     for one, other in zip(actual, expected, strict=True):
         assert [getattr(one, name) for name in _NUMBERS] == [getattr(other, name) for name in _NUMBERS]
@@ -56,3 +57,18 @@ def assert_equal_samples(actual: Sequence[TrainingSample], expected: Sequence[Tr
         assert (one.kept_tokens is None) == (other.kept_tokens is None)
         if one.kept_tokens is not None and other.kept_tokens is not None:
             assert (one.kept_tokens.counts == other.kept_tokens.counts).all() and (one.kept_tokens.ids == other.kept_tokens.ids).all()
+
+
+def assert_same(ours: Any, theirs: Any, unlike: Set[str] = frozenset(), name: str = "") -> None:
+    """Compare nested dictionaries, lists, tensors and numbers. Entries with keys in `unlike` may differ."""
+    if isinstance(theirs, dict):
+        assert ours.keys() == theirs.keys()
+        for key in theirs.keys() - unlike:
+            assert_same(ours[key], theirs[key], unlike, f"{name} {key}")
+    elif isinstance(theirs, list):
+        for number, (one, other) in enumerate(zip(ours, theirs, strict=True)):
+            assert_same(one, other, unlike, f"{name} {number}")
+    elif isinstance(theirs, torch.Tensor):
+        assert torch.equal(ours, theirs), name
+    else:
+        assert ours == theirs, name

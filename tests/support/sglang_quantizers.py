@@ -1,7 +1,7 @@
-"""SGLang's own GPU code for block FP8, run as far as its matrix products with our hooks applied: `python -m support.sglang_quantizers`.
+"""SGLang's own GPU code for block FP8 with this project's hooks, run up to its matrix products: `python -m support.sglang_quantizers`.
 
-In place of Triton's kernel stands the reference quantiser, and in place of every product one that keeps its operands. What is tested is
-that each path of SGLang comes to our quantiser, with which layouts. A process of its own, since hooks change SGLang for good.
+The reference quantizer replaces Triton's kernel, and functions that keep their operands replace the products. This tests that each path of
+SGLang reaches our quantizer, and with which layouts. It needs its own process, because hooks change SGLang permanently.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SIZES = ((5, 384), (130, 256), (3, 128), (1, 512))
 
 
 class Setting:
-    """pytest's monkeypatch, without the undoing."""
+    """pytest's monkeypatch without undo."""
 
     setattr = staticmethod(setattr)
 
@@ -33,7 +33,7 @@ class Setting:
 
 
 def check(x: torch.Tensor, data: torch.Tensor, scale: torch.Tensor) -> None:
-    """The contract's bytes and scales, padded rows being zeros."""
+    """Check for the contract's bytes and scales; padded rows are zeros."""
     wanted, scales = quantize_1x128(x, gpu_activation_quant.get_scale_format())
     assert torch.equal(data[: len(x)].view(torch.uint8), wanted.view(torch.uint8))
     assert torch.equal(scale[: len(x)], scales)
@@ -41,7 +41,7 @@ def check(x: torch.Tensor, data: torch.Tensor, scale: torch.Tensor) -> None:
 
 
 def check_quantizers(kernels: Any, groups: Any) -> None:
-    """SGLang's entry points to its quantiser, in every layout that they are asked for."""
+    """Check SGLang's entry points to its quantizer in every requested layout."""
     column, aligned = {"column_major_scales": True}, {"column_major_scales": True, "scale_tma_aligned": True}
     for tokens, width in SIZES:
         x = uneven(tokens, width, torch.bfloat16)
@@ -56,8 +56,7 @@ def check_quantizers(kernels: Any, groups: Any) -> None:
 
 
 def check_dense(linears: Any, kernels: Any) -> None:
-    """The three functions that `activations.read_linear_scale_format` accepts; the last two fall back on Triton's where a shape does not
-    suit them."""
+    """Check the functions that `activations.read_linear_scale_format` accepts. The last two fall back to Triton's for unsuitable shapes."""
     operands: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def product(x: Any, weight: Any, scale: Any, *_: Any, **__: Any) -> torch.Tensor:
@@ -82,7 +81,7 @@ def check_dense(linears: Any, kernels: Any) -> None:
 
 
 def check_layout(linears: Any, method: Any) -> None:
-    """Scales of a dense layer lie as DeepGEMM reads them, tokens innermost, also where the checkpoint says ue8m0."""
+    """Check that scales of a dense layer have DeepGEMM's layout, tokens innermost, even if the checkpoint says ue8m0."""
     kept: list[torch.Tensor] = []
 
     def product(x: Any, weight: Any, scale: Any, *_: Any, **__: Any) -> torch.Tensor:
@@ -98,7 +97,7 @@ def check_layout(linears: Any, method: Any) -> None:
 
 
 def check_experts(experts: Any) -> None:
-    """Both layers of experts in Triton."""
+    """Check both layers of experts in Triton."""
     kept: list[Any] = []
 
     class Kernel:

@@ -1,4 +1,4 @@
-"""Rehearse configurations of the project: by the command that users call, or some trainer ranks of several in one process.
+"""Rehearses configurations of the project, with the command that users call or as selected trainer ranks in one process.
 
 python -m support.shipped CONFIG,GPU,RANKS[,--FIELD=VALUE]...   prints one JSON object of configuration -> ranks' reports
 """
@@ -19,47 +19,44 @@ ROOT = Path(__file__).parents[2]
 
 
 def rehearse_shipped(name: str, folder: Path, *options: str) -> dict[str, Any]:
-    """Return what `--json` writes of a rehearsal that must pass."""
-    _run("megatron_rl", "rehearse", f"configs/{name}.toml", "--json", str(folder / "found.json"), *options)
+    """Return the `--json` report of a rehearsal that must pass."""
+    run_module("megatron_rl", "rehearse", f"configs/{name}.toml", "--json", str(folder / "found.json"), *options)
     found: dict[str, Any] = json.loads((folder / "found.json").read_text())
     return found
 
 
 def rehearse_trainers(*jobs: str) -> dict[str, Any]:
-    """Return the reports of `main`."""
-    found: dict[str, Any] = json.loads(_run("support.shipped", *jobs).splitlines()[-1])
+    """Return the reports that `main` prints."""
+    found: dict[str, Any] = json.loads(run_module("support.shipped", *jobs).splitlines()[-1])
     return found
 
 
 def check_aims(rank: dict[str, Any]) -> None:
-    """Phases of a step move at most half as much again as the least element-wise bytes, and expose less than a tenth of their bound."""
+    """Check that phases move less than 1.5 times the least element-wise bytes, and expose less than 10 % of their bound."""
     for phase in rank["phases"]:
         if bound := phase["bound"]:
             assert 1 < bound["elementwise_bytes"] / phase["least_elementwise_bytes"] < 1.5, phase["phase"]
             assert bound["seconds"]["exposed communication"] < 0.1 * bound["total_seconds"], phase["phase"]
 
 
-def _run(*command: str) -> str:
+def run_module(*command: str, path: str = "") -> str:
+    """Return the output of `python -m COMMAND` in a process of its own, because a rehearsal must start before torch is imported."""
     if not (shutil.which("g++") or shutil.which("clang++")):
         pytest.skip("no C++ compiler, which a rehearsal needs")
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests"), *filter(None, [path])])}
     done = subprocess.run([sys.executable, "-m", *command], cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout
 
 
 def main(jobs: list[str]) -> None:
-    from megatron_rl.rehearsal.no_device import load
+    from megatron_rl.cli.rehearse import choose_ranks, install_device
 
-    load()
-    from megatron_rl.rehearsal import fake_cuda
-
-    fake_cuda.install()
-    from megatron_rl.cli.rehearse import choose_ranks
+    install_device()
     from megatron_rl.config import load_config
+    from megatron_rl.cost.hardware import Cluster
+    from megatron_rl.cost.workload import Workload
     from megatron_rl.hf.files import read_config
-    from megatron_rl.planner.candidate import Workload
-    from megatron_rl.planner.hardware import Cluster
     from megatron_rl.rehearsal.job import rehearse_rank
     from megatron_rl.rehearsal.report import make_report
 

@@ -1,7 +1,7 @@
-"""A SLURM of our own: Debian's packages, unpacked into a folder, with a controller and some node daemons on this machine.
+"""A SLURM for tests: Debian's packages, unpacked into a folder, with a controller and node daemons on this machine.
 
-Nothing is installed: no package script runs, and a SLURM that this machine has is not looked at. All daemons listen on ports and in folders
-of their own, and are ended by their pids.
+Nothing is installed, no package script runs, and an installed SLURM is not touched. The daemons have their own ports and folders, and are
+ended by pid.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ _LIBRARIES = "usr/lib/x86_64-linux-gnu"
 
 
 class NoSlurmError(Exception):
-    """Why there is no SLURM here."""
+    """The reason why SLURM is not available."""
 
 
 def unpack_slurm(folder: Path) -> Path:
-    """Fetches Debian's SLURM, and what it needs that is not installed, and unpacks it: the folder to take for /. Raises NoSlurmError."""
+    """Download Debian's SLURM and its missing dependencies, and unpack them. Return the folder that replaces /. Raise NoSlurmError on
+    failure."""
     if not all(map(shutil.which, ("apt-get", "dpkg-deb"))):
         raise NoSlurmError("there is no apt-get here")
     archives, root = folder / "archives", folder / "root"
@@ -49,7 +50,7 @@ def unpack_slurm(folder: Path) -> Path:
 
 
 class Cluster:
-    """`size` nodes node1, node2, ...; use it in a `with` block. `run` is for sbatch, scontrol, ..."""
+    """A cluster of nodes node1, node2, ...; use it in a `with` block. `run` runs sbatch, scontrol and the like."""
 
     def __init__(self, root: Path, folder: Path, size: int) -> None:
         self._root, self.folder, self._size = root, folder, size
@@ -75,22 +76,22 @@ class Cluster:
         self.close()
 
     def run(self, *words: object, seconds: float = 90, env: dict[str, str] | None = None) -> str:
-        """A client's command; its output. Raises AssertionError where it fails."""
+        """Run a client's command; return its output. Raise AssertionError if it fails."""
         environment = {**os.environ, **self.env, **(env or {})}
         done = subprocess.run(list(map(str, words)), env=environment, cwd=self.folder, capture_output=True, text=True, timeout=seconds)
         assert done.returncode == 0, f"{words}: {done.stdout}{done.stderr}{self.logs()}"
         return done.stdout.strip()
 
     def job(self, number: str) -> dict[str, str]:
-        """What the controller knows of a job."""
+        """Return the controller's record of a job."""
         return dict(part.split("=", 1) for part in self.run("scontrol", "--oneliner", "show", "job", number).split() if "=" in part)
 
     def logs(self) -> str:
-        """The ends of the daemons' logs."""
+        """Return the ends of the daemons' logs."""
         return "\n".join(f"--- {log.name}\n{log.read_text(errors='replace')[-1500:]}" for log in sorted(self.folder.glob("*.log")))
 
     def close(self) -> None:
-        """Ends the daemons, and what runs of the jobs, which is below no daemon."""
+        """End the daemons, and processes of jobs, which have no daemon as parent."""
         end(process for daemon in self._daemons for process in family(daemon.pid))
         for daemon in self._daemons:
             daemon.wait(timeout=10)
@@ -98,7 +99,7 @@ class Cluster:
         assert alive_after([process for process in psutil.process_iter() if self._is_ours(process)], 10) == []
 
     def _is_ours(self, process: psutil.Process) -> bool:
-        """Whether it is one of our programs (slurmstepd overwrites its environment), or was given our slurm.conf."""
+        """Return whether a process is one of our programs (slurmstepd overwrites its environment), or was given our slurm.conf."""
         try:
             return process.exe().startswith(f"{self._root}/") or process.environ().get("SLURM_CONF") == self.env["SLURM_CONF"]
         except psutil.Error:

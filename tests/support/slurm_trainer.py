@@ -1,7 +1,8 @@
-"""Stands in for the trainer of a batch job: starts the engines of its configuration where they belong, and ends them as engines that hang.
+"""A stand-in for the trainer of a batch job: it starts the engines of its configuration where they belong, and ends them although they
+hang.
 
-`python -m support.slurm_trainer`, then the trainer's own arguments. The engines are stand-ins too: where SGLang would start, they write to
-their logs where they are and with which settings, and then ignore every signal that can be ignored.
+`python -m support.slurm_trainer`, followed by the trainer's arguments. The engines are stand-ins too: instead of starting SGLang they write
+their node and settings to their logs, and then ignore every signal that can be ignored.
 """
 
 from __future__ import annotations

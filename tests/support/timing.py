@@ -1,4 +1,4 @@
-"""Timing of cases in turns, so that what slows one slows the others, and children that compute what pytest's own process should not."""
+"""Timing of cases in turns, so that a slow phase of the machine affects all of them, and functions run in a child process."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def time_call(call: Callable[[], object]) -> float:
 
 
 def time_kernels(call: Callable[[], object]) -> float:
-    """Return the seconds that the device computes; without a GPU as `time_call`."""
+    """Return the seconds that the device computes; without a GPU, the same as `time_call`."""
     if not torch.cuda.is_available():
         return time_call(call)
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -55,7 +55,7 @@ def _synchronize() -> None:
 
 
 def run_in_child(function: Callable[..., Any], *arguments: Any, seconds: float = 900) -> Any:
-    """Return `function(*arguments)` of a new process, which is ended with all that it started. Raise what it raises."""
+    """Return `function(*arguments)`, called in a new process, which is ended with all its children. Propagates its errors."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()  # the child needs the memory

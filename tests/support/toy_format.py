@@ -1,6 +1,6 @@
-"""A number format that the source does not know, like MXFP8: E4M3 values, one power-of-two scale (its exponent, a byte) per 1x32 block.
+"""A number format unknown to the source, like MXFP8: E4M3 values with one power-of-two scale (its exponent, a byte) per 1x32 block.
 
-All that a new format takes: a row with its mode, a quantizer, a product. `registered` adds them for a test.
+This is all that a new format takes: a row with its mode, a quantizer and a product. `registered` adds them for a test.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ from unittest import mock
 
 import torch
 
-from megatron_rl.precision.backends import PRODUCTS, make_backend
-from megatron_rl.precision.backends.base import Operand
-from megatron_rl.precision.backends.emulated import DequantizedWeight
-from megatron_rl.precision.ops import tree
-from megatron_rl.precision.ops.batch_invariant import append_zeros, invariant_matmul
+from megatron_rl.kernels.batch_invariant import invariant_matmul
+from megatron_rl.kernels.linear import PRODUCTS, make_backend
+from megatron_rl.kernels.linear.base import Operand
+from megatron_rl.kernels.linear.reference import DequantizedWeight
+from megatron_rl.kernels.sums import reference as tree
+from megatron_rl.precision.fp8 import append_zeros
 from megatron_rl.precision.quantized_weight import QuantizedWeight
 from megatron_rl.precision.quantizers import QUANTIZERS, Quantizer, dequantize, quantize
 from parallel.formats import FORMATS, MODES, Mode, TensorFormat
@@ -55,7 +56,7 @@ def read_exponents(scale: torch.Tensor) -> torch.Tensor:
 
 
 def round_trip(x: torch.Tensor) -> torch.Tensor:
-    """The float32 values of x quantised in groups along its last dimension."""
+    """Return the float32 values of x quantized in groups along its last dimension."""
     return dequantize(quantize(x, TOY), TOY)
 
 
@@ -85,7 +86,7 @@ class ToyProduct:
 
 @contextmanager
 def registered() -> Iterator[None]:
-    """Within the context, the format is one like any other: one row, one quantizer, one product."""
+    """Context manager in which the format is registered like any other: one row, one quantizer, one product."""
     additions: list[tuple[Mapping[Any, Any], dict[Any, Any]]] = [
         (FORMATS, {TOY.name: TOY}),
         (MODES, {MODE: Mode(trainer=TOY, engine=TOY)}),

@@ -1,4 +1,4 @@
-"""`megatron-rl train` as a command on a tiny model, what it leaves behind, and strikes at it while it runs."""
+"""The command `megatron-rl train` on a tiny model, its results, and signals that hit it while it runs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import psutil
 
 from examples.arithmetic.config import DemoConfig
 from examples.arithmetic.new_model import make_random_checkpoint
-from examples.arithmetic.tool_calls import CHAT_TEMPLATE
+from examples.arithmetic.tool_agent import CHAT_TEMPLATE
 from megatron_rl.config import load_config
 from megatron_rl.metrics import ROW_KEYS, describe, read_declarations
 from support.processes import ROOT, Command, Done, alive_after, command_lines, end, family, until
@@ -38,13 +38,13 @@ LONG = 1500.0
 
 
 def train(folder: Path, changes: dict[str, Any] | None = None, *, launcher: tuple = (), config: str = "quickstart") -> Command:
-    """Start the command; `changes` of the configuration over `TINY`, a model made from random numbers, its folders in `folder`."""
+    """Start the command on a random model in `folder`. `changes` of the configuration override `TINY`."""
     settings = {**TINY, "model.path": folder / "model", "log.dir": folder / "runs", **(changes or {})}
     return Command(folder, *launcher, "megatron_rl", "train", *make_model(folder, settings, launcher, config))
 
 
 def make_model(folder: Path, settings: dict[str, Any], launcher: tuple = (), config: str = "quickstart") -> list[object]:
-    """Make the model of `settings` where there is none, by the warm start's command where it learns; return the arguments of `train`."""
+    """Make the model of `settings` unless it exists, with the warm start's command if that takes steps. Return the arguments of `train`."""
     files = [ROOT / "configs" / f"{config}.toml", ROOT / "examples" / "arithmetic" / f"{config}.toml"]
     overrides = [f"--{name}={value}" for name, value in settings.items()]
     demo = load_config(files[0], overrides, root=DemoConfig, more=files[1])
@@ -64,7 +64,7 @@ def finish(command: Command, seconds: float = LONG) -> Done:
 
 
 def latest(folder: Path) -> Path:
-    """The newest run of `train` with that folder."""
+    """Return the newest run of `train` with this folder."""
     return folder / "runs" / "latest"
 
 
@@ -81,14 +81,14 @@ def read_json(file: Path) -> dict:
 
 
 def wait_for_rows(command: Command, folder: Path, count: int) -> None:
-    """Wait until a run has written that many rows, or ended."""
+    """Wait until a run has written `count` rows. Raise AssertionError if it ends first."""
     metrics = latest(folder) / "metrics.jsonl"
     until(lambda: command.ended() or (metrics.is_file() and len(metrics.read_text().splitlines()) >= count), LONG, f"{count} rows")
     assert not command.ended(), command.wait(1)
 
 
 def end_by(strike: Callable[[Command], None], command: Command) -> Done:
-    """How a command ends after a strike. Raises AssertionError when any process of it is left."""
+    """Return how a command ends after `strike`. Raise AssertionError if any of its processes is left."""
     processes = family(command.pid)
     strike(command)
     done = command.wait(300)

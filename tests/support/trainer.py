@@ -1,10 +1,13 @@
-"""A Megatron actor on the rank of a `World`, and what tests ask of it."""
+"""A Megatron trainer on the ranks of a `World`, and what tests ask of it."""
 
 from __future__ import annotations
 
+import copy
+import errno
 import gc
+import json
 import os
-from contextlib import ExitStack
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,51 +17,105 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import parallel_state
-from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
 from examples.arithmetic.supervised import negative_log_likelihood
 from megatron_rl.algorithm.policy_loss import PolicyLoss
 from megatron_rl.batch.micro_batch import MicroBatch
+from megatron_rl.batch.packing import compute_costs, deal
 from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.config import PrecisionConfig, TrainConfig
 from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.config.lora import LoraConfig
+from megatron_rl.distributed import is_rank0
 from megatron_rl.errors import RunError
 from megatron_rl.hf.align import Alignment
 from megatron_rl.hf.files import read_config
-from megatron_rl.mcore import logprobs as scoring
-from megatron_rl.mcore import reduce, step_response
+from megatron_rl.hf.write import describe_weights, write_checkpoint
+from megatron_rl.kernels.sums import reference as tree
 from megatron_rl.mcore.actor import Actor, Policy
-from megatron_rl.mcore.adapters import install_adapters
-from megatron_rl.mcore.cache_scales import collect_scales, renew_scales
-from megatron_rl.mcore.checkpoint.optimizer import MOMENTS, flatten_chained, iter_masters, iter_stepped
-from megatron_rl.mcore.checkpoint.write import CheckpointWriter
-from megatron_rl.mcore.context_parallel import ContextShard
-from megatron_rl.mcore.export import export_checkpoint
-from megatron_rl.mcore.layers import mla, spec
-from megatron_rl.mcore.layers.output_layer import score_positions
-from megatron_rl.mcore.layers.quantized_linear import disable_quantization, find_quantized_layers
-from megatron_rl.mcore.load_weights import build_rank_shards, collect_named_tensors, find_weight_layers, global_parameters, load_checkpoint
-from megatron_rl.mcore.master_spread import MasterSpread
+from megatron_rl.mcore.checkpoint.checkpointing import CheckpointWriter, load_run_checkpoint
+from megatron_rl.mcore.checkpoint.optimizer import MOMENTS
+from megatron_rl.mcore.checkpoint.run_weights import RunWeights
+from megatron_rl.mcore.layers import spec
+from megatron_rl.mcore.layers.linear.output_layer import score_positions
+from megatron_rl.mcore.layers.linear.quantized_linear import disable_quantization, find_quantized_layers
 from megatron_rl.mcore.model import build_model, start_megatron, stop_megatron
 from megatron_rl.mcore.names import get_model_chunks
-from megatron_rl.mcore.quantizing_optimizer import requantize
-from megatron_rl.mcore.replicas import select_own
-from megatron_rl.mcore.scored_positions import ScoredPositions
+from megatron_rl.mcore.optim import step_response
+from megatron_rl.mcore.optim.master_slices import flatten_chained, iter_masters, iter_stepped
+from megatron_rl.mcore.optim.quantizing_optimizer import requantize
+from megatron_rl.mcore.passes import logprobs as scoring
+from megatron_rl.mcore.passes import reduce, replicas
+from megatron_rl.mcore.passes.context_parallel import ContextShard
+from megatron_rl.mcore.passes.logprobs import ScoredPositions
+from megatron_rl.mcore.passes.replicas import select_own
+from megatron_rl.mcore.weights import export as exports
+from megatron_rl.mcore.weights.adapters import install_adapters
+from megatron_rl.mcore.weights.cache_scales import collect_scales, renew_scales
+from megatron_rl.mcore.weights.export import export_checkpoint
+from megatron_rl.mcore.weights.load_weights import (
+    build_rank_shards,
+    collect_named_tensors,
+    find_weight_layers,
+    global_parameters,
+    load_checkpoint,
+)
+from megatron_rl.mcore.weights.master_spread import MasterSpread
 from megatron_rl.precision.contract import PrecisionContract
-from megatron_rl.precision.ops import rope, swiglu, tree
 from megatron_rl.precision.quantized_weight import QuantizedWeight
 from megatron_rl.precision.quantizers import dequantize
-from parallel.layout import Layout
+from parallel.digest import make_stored_tensors, view_rect
+from parallel.formats import FormatOf
+from parallel.layout import Coordinates, Layout
+from parallel.megatron_shards import build_megatron_shards, build_trainer_shards
 from parallel.model_geometry import ModelGeometry, with_trained_mtp
-from support.gathered import gather_tensors
+from parallel.reshard import Transfer, add_scale_transfers, reshard
+
+
+def gather_tensors(
+    named_tensors: dict[str, torch.Tensor], model: ModelGeometry, layout: Layout, format_of: FormatOf
+) -> dict[str, torch.Tensor]:
+    """Gather the checkpoint's tensors, in their formats, from every rank's `collect_named_tensors`. Return them on rank 0, and an empty
+    dict on other ranks. Collective."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    sources = build_trainer_shards(model, layout, format_of=format_of)
+    checkpoint_shards = model.build_checkpoint_shards()
+    own: list[tuple[Transfer, torch.Tensor]] = []
+    for transfer in add_scale_transfers(reshard(sources, {0: checkpoint_shards}, format_of)):
+        if transfer.source_rank == rank:
+            values = view_rect(named_tensors[transfer.source], transfer.source_rect)
+            values = values.clone(memory_format=torch.contiguous_format)  # of a view, pickle takes the whole buffer, a model's
+            own.append((transfer, values.view(torch.uint8) if values.itemsize == 1 else values))  # gloo and pickle know no float8
+    gathered: list[Any] | None = [None] * world if rank == 0 else None
+    dist.gather_object(own, gathered)
+    if gathered is None:
+        return {}
+    tensors = make_stored_tensors(checkpoint_shards, format_of)
+    for transfer, values in (pair for pairs in gathered for pair in pairs):
+        target = view_rect(tensors[transfer.target], transfer.target_rect)
+        target.copy_(values.view(target.dtype) if values.itemsize == 1 else values)
+    return tensors
+
+
+def save_live(to: Path, trainer: Any) -> None:
+    """Write what an engine gets from a trainer as a Hugging Face checkpoint. Collective."""
+    geometry = ModelGeometry.from_hf_config(trainer.hf_config)
+    contract: PrecisionContract = trainer.contract
+    tensors = gather_tensors(trainer.collect_named_tensors(), geometry, trainer.layout, contract.format_of)
+    if tensors:
+        to.mkdir(parents=True)
+        write_checkpoint(to, describe_weights(trainer.hf_config, contract), tensors, trainer.folder)
+    dist.barrier()
+
 
 TRAIN = {"learning_rate": 1e-3, "micro_batch_tokens": 100}
+STILL = {"learning_rate": 1e-12, "clip_grad": 0.0}
+"""Settings of `train` whose updates compute gradients but change no weight."""
 
 
 class Trainer:
-    """An actor of a checkpoint on this rank; without a layout, the world's size is its tensor parallel size."""
+    """An actor of a checkpoint on this rank. Without a layout, all ranks are tensor-parallel."""
 
     def __init__(
         self,
@@ -92,16 +149,19 @@ class Trainer:
         return collect_named_tensors(self.model, self.shards, self.contract)
 
     def collect_tensors(self, fp8: bool) -> dict[str, torch.Tensor]:
-        """The whole model under Hugging Face names, on rank 0: FP32 masters, or with `fp8` what the engine gets: blocks (bytes as uint8),
-        or INT8 channels, and scales."""
+        """Return the whole model by Hugging Face name on rank 0: FP32 masters, or with `fp8` what an engine gets: blocks (as uint8) or
+        INT8 channels, and scales."""
         contract = self.contract if fp8 else PrecisionContract.from_config(PrecisionConfig(mode="bf16", high="fp32"))
         geometry = ModelGeometry.from_hf_config(self.hf_config)
         named_tensors, as_fp32 = collect_named_tensors(self.model, self.shards, contract), replace(contract, high="fp32")
         tensors = gather_tensors(named_tensors, geometry, self.layout, as_fp32.format_of)
         return {name: tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor for name, tensor in tensors.items()}
 
+    def collect_weights(self) -> dict[str, dict[str, torch.Tensor]]:
+        return {"masters": self.collect_tensors(fp8=False), "blocks": self.collect_tensors(fp8=True)}
+
     def collect_masters(self) -> dict[str, torch.Tensor]:
-        """The same of what Adam steps, float32: parameters, or the optimizer's masters of them."""
+        """Return by Hugging Face name on rank 0 what Adam steps, in float32: the parameters, or their masters in the optimizer."""
         masters = {}
         stepped = (entry for part in flatten_chained(self.actor.optimizer) for entry in iter_stepped(part))
         names = {id(parameter): name for name, parameter in global_parameters(self.model).items()}
@@ -111,7 +171,7 @@ class Trainer:
         return gather_tensors(masters, ModelGeometry.from_hf_config(self.hf_config), self.layout, as_fp32.format_of)
 
     def dump_bytes(self) -> dict[str, bytes]:
-        """Every parameter, FP8 block and slice of a master of this rank, raw."""
+        """Return the raw bytes of every parameter, FP8 block and master slice of this rank."""
         names = {id(parameter): name for name, parameter in global_parameters(self.model).items()}
         return {name: tensor.contiguous().view(torch.uint8).numpy().tobytes() for name, tensor in self.collect_named_tensors().items()} | {
             f"master {names[id(parameter)]}": master.values.detach().view(torch.uint8).numpy().tobytes()
@@ -119,14 +179,30 @@ class Trainer:
             for parameter, master in iter_stepped(part)
         }
 
+    def save(self, to: Path, step: int = 1, with_optimizer: bool = False, **state: Any) -> Path:
+        """Write a run's checkpoint, by default of the weights alone."""
+        state = {"step": step, "policy_version": step, "precision": self.precision.model_dump(mode="json"), **state}
+        optimizer = self.actor.optimizer if with_optimizer else None
+        CheckpointWriter(to, self.model, read_config(self.folder), self.folder, state, optimizer).finish()
+        return to
+
+    def differentiate(self, batch: list[TrainingSample], between: Callable[[], object] = lambda: None) -> dict[str, Any]:
+        """Return this replica's log-probs of a batch and the gradients of an update on it. `between` is called before the update."""
+        share = own(batch)
+        logprobs, _ = self.actor.compute_logprobs(batch if self.layout.dp == 1 else share)
+        between()
+        self.actor.update(share, negative_log_likelihood)
+        gradients = {name: weight.main_grad.clone() for name, weight in self.model.named_parameters()}
+        return {"logprobs": torch.cat(logprobs), "gradients": gradients}
+
 
 def refuse_graph(layer: Any, _: Any, output: Any) -> None:
-    """A pass without gradient keeps no graph, which would hold all layers' tensors, also where a pipeline's message has a gradient."""
+    """Assert that a pass without gradient keeps no graph, which would hold the tensors of all layers."""
     assert torch.is_grad_enabled() or not output[0].requires_grad, f"layer {layer.layer_number}"
 
 
 def start(layout: Layout | None = None) -> Layout:
-    """Joins the process groups and makes Megatron's, anew where they are another layout's; returns the layout."""
+    """Join the process groups and create Megatron's, again if the layout differs from the current one. Return the layout."""
     layout = layout or Layout(tp=int(os.environ.get("WORLD_SIZE", "1")))
     if not _runs(layout):
         leave_layout()
@@ -136,25 +212,25 @@ def start(layout: Layout | None = None) -> Layout:
 
 
 def own(samples: list[TrainingSample]) -> list[TrainingSample]:
-    """This replica's share of samples that every rank has; they are numbered."""
+    """Number the samples, which every rank has, and return this replica's share."""
     return select_own([replace(sample, number=number) for number, sample in enumerate(samples)])
 
 
 def gather(share: list[TrainingSample], values: list[Any]) -> list[Any]:
-    """Values of the samples of `own`, to those of all replicas."""
+    """Return the values of all replicas' samples, in order. `values` belong to the `share` that `own` returned."""
     parts = reduce.gather_from_replicas({sample.number: value for sample, value in zip(share, values, strict=True)})
     return [value for _, value in sorted((entry for part in parts for entry in part.items()), key=lambda entry: entry[0])]
 
 
 def compute_logprobs(policy: Policy, samples: list[TrainingSample]) -> tuple[list[torch.Tensor], float]:
-    """`Policy.compute_logprobs` of samples that every rank has: on each of them those of all replicas."""
+    """Compute log-probs of samples that every rank has. Return those of all replicas on every rank."""
     share = own(samples)
     logprobs, entropy = policy.compute_logprobs(share)
     return gather(share, logprobs), entropy
 
 
 def leave_layout() -> None:
-    """Ends Megatron's groups, which Megatron itself only forgets: each keeps two threads of gloo, and a layout has dozens."""
+    """Destroy Megatron's process groups. Megatron only forgets them, but each keeps two gloo threads, and a layout has dozens."""
     if not dist.is_initialized():
         return
     parallel_state.destroy_model_parallel()
@@ -180,30 +256,36 @@ def _runs(layout: Layout) -> bool:
 
 
 def loaded(folder: Path, precision: dict[str, Any], layout: Layout | None = None) -> dict[str, torch.Tensor]:
-    """The engine's view (blocks, scales, the rest) of a checkpoint that was just loaded."""
+    """Return what an engine gets (blocks, scales, the rest) of a checkpoint that was just loaded."""
     return Trainer(folder, precision, layout=layout).collect_tensors(fp8=True)
 
 
 def logits(folder: Path, precision: dict[str, Any], ids: list[list[int]]) -> torch.Tensor:
-    """This rank's part of the vocabulary: float32 [b, s, vocab / tp]."""
+    """Return this rank's slice of the vocabulary: float32 `[b, s, vocab / tp]`."""
     tokens, model = torch.tensor(ids), Trainer(folder, precision).model
     with torch.no_grad():
         return model(tokens, torch.arange(tokens.shape[1]).expand(tokens.shape).contiguous(), None).float()
 
 
 def text_logprobs(folder: Path, precision: dict[str, Any], documents: list[list[int]]) -> torch.Tensor:
-    """Log-probs of every token but a document's first, as a step computes them: packed into micro-batches."""
+    """Return the log-probs of every token but the first of each document, packed into micro-batches as in a step."""
     samples = [TrainingSample(ids[:1], ids[1:]) for ids in documents]
     return torch.cat(Trainer(folder, precision).actor.compute_logprobs(samples)[0])
 
 
 def train_grpo(
-    folder: Path, precision: dict[str, Any], train: dict[str, Any], batches: list[list[TrainingSample]], layout: Layout | None = None
+    folder: Path,
+    precision: dict[str, Any],
+    train: dict[str, Any],
+    batches: list[list[TrainingSample]],
+    layout: Layout | None = None,
+    kl_coef: float = 0.1,
 ) -> dict[str, Any]:
-    """Log-probs before, GRPO with a KL term on every batch, log-probs and masters after; responses are those of all weights."""
+    """Train by GRPO with a KL term on every batch. Return log-probs before and after, metrics of the steps, and the weights on rank 0. The
+    response of a step is computed from all weights."""
     with mock.patch.object(step_response, "_ELEMENTS", 1 << 30):
         trainer = Trainer(folder, precision, train, layout=layout)
-    loss = PolicyLoss(AlgorithmConfig(kl_coef=0.1))
+    loss = PolicyLoss(AlgorithmConfig(kl_coef=kl_coef))
     before, entropy = compute_logprobs(trainer.actor, batches[0])
     with renew_scales(trainer.model):
         steps = [trainer.actor.update(own(batch), loss) for batch in batches]
@@ -214,7 +296,7 @@ def train_grpo(
         "entropy": entropy,
         "steps": steps,
         "after": torch.cat(after),
-        "masters": trainer.collect_tensors(fp8=False),
+        **trainer.collect_weights(),
     }
 
 
@@ -226,9 +308,9 @@ def measure_response(
     layout: Layout | None = None,
     elements: int = 1 << 30,
 ) -> list[tuple[dict[str, float], dict[str, float]]]:
-    """For each step, (its response from a sample of `elements` values, that of the whole model's tensors); the latter on rank 0 only, and
-    only where masters are FP32 parameters."""
-    with mock.patch.object(step_response, "_ELEMENTS", elements), mock.patch.object(step_response, "_LEAST", 1):
+    """Return for each step its response from a sample of `elements` values, and the response of the whole model's tensors. The latter is
+    on rank 0 only, and requires that masters are FP32 parameters."""
+    with mock.patch.object(step_response, "_ELEMENTS", elements), mock.patch.object(step_response, "_MIN_STRIPS", 1):
         trainer = Trainer(folder, precision, train, layout=layout)
     names, results = (step_response.RESPONSE, step_response.CHANGED), []
 
@@ -252,7 +334,7 @@ def measure_response(
 
 
 def logprobs_without_fp8(folder: Path, precision: dict[str, Any], batch: list[TrainingSample]) -> dict[str, torch.Tensor]:
-    """Log-probs of all answers as the precision says, without FP8, and as the precision says again."""
+    """Return the log-probs of all responses with the precision's quantization, without quantization, and with it again."""
     trainer = Trainer(folder, precision, layout=Layout(dp=int(os.environ.get("WORLD_SIZE", "1"))))
     logprobs = [torch.cat(compute_logprobs(trainer.actor, batch)[0])]
     with disable_quantization(trainer.model):
@@ -262,7 +344,7 @@ def logprobs_without_fp8(folder: Path, precision: dict[str, Any], batch: list[Tr
 
 
 def learn_text(folder: Path, precision: dict[str, Any], train: dict[str, Any], batch: list[TrainingSample], steps: int) -> dict[str, Any]:
-    """Supervised steps on one batch: losses, dtypes of the parameters and of their masters, and how far each master moved."""
+    """Take supervised steps on one batch. Return losses, dtypes of parameters and of masters, and how far each master moved."""
     trainer = Trainer(folder, precision, train)
     named = dict(trainer.model.named_parameters())
     stepped = {id(parameter): master for part in flatten_chained(trainer.actor.optimizer) for parameter, master in iter_stepped(part)}
@@ -279,7 +361,7 @@ def learn_text(folder: Path, precision: dict[str, Any], train: dict[str, Any], b
 
 
 def poison_weight(folder: Path, precision: dict[str, Any], name: str, layout: Layout | None = None) -> None:
-    """Writes a NaN into one master on every rank that holds it, then quantises. Raises what that raises."""
+    """Write a NaN into one master on every rank that holds it, then quantize. Propagates the error."""
     trainer = Trainer(folder, precision, layout=layout)
     layer = find_weight_layers(trainer.model).get(name)
     if layer is not None and layer.master.values.numel():
@@ -288,19 +370,18 @@ def poison_weight(folder: Path, precision: dict[str, Any], name: str, layout: La
 
 
 def poison_rollout_weight(folder: Path, precision: dict[str, Any], name: str) -> None:
-    """Writes an infinity into one parameter on rank 0, then makes what a sync sends. Raises what that raises."""
+    """Write an infinity into one parameter on rank 0, then collect what a sync sends. Propagates the error."""
     trainer = Trainer(folder, precision)
-    with torch.no_grad():
-        if dist.get_rank() == 0:
-            dict(trainer.model.named_parameters())[name][3, 5] = float("inf")
+    if dist.get_rank() == 0:
+        dict(trainer.model.named_parameters())[name].data[3, 5] = float("inf")
     trainer.collect_named_tensors()
 
 
 def poison_updates(
     folder: Path, precision: dict[str, Any], batch: list[TrainingSample], faults: list[str], layout: Layout | None = None
 ) -> dict[str, tuple[str, list[str]]]:
-    """Updates whose "loss", whose "gradient" alone or an "activation" of which is not finite, after a good one, so that the state is not
-    the initial one: fault -> (message of the error, names whose bytes changed)."""
+    """Run updates that are not finite, after a good one: in the "loss", only in the "gradient", or in an "activation". Return for each
+    fault the error message and the names whose bytes changed."""
     trainer = Trainer(folder, precision, layout=layout)
     trainer.actor.update(own(batch), negative_log_likelihood)
     before, results = trainer.dump_bytes(), {}
@@ -324,7 +405,7 @@ def _nan_loss(logprobs: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, 
 
 
 def _nan_gradient(logprobs: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """sqrt has an infinite slope at 0, and inf * 0 is NaN: the value is finite, the gradient is not."""
+    """Return a finite loss with a NaN gradient: sqrt has an infinite slope at 0, and inf * 0 is NaN."""
     total, metrics = negative_log_likelihood(logprobs, batch)
     return total + torch.sqrt(logprobs * 0).sum(), metrics
 
@@ -333,79 +414,49 @@ _POISONED_LOSSES = {"loss": _nan_loss, "gradient": _nan_gradient}
 
 
 def save_checkpoint(
-    folder: Path, precision: dict[str, Any], batch: list[TrainingSample], to: Path, layout: Layout | None = None
+    folder: Path,
+    precision: dict[str, Any],
+    batch: list[TrainingSample],
+    to: Path,
+    layout: Layout | None = None,
+    train: dict[str, Any] | None = None,
 ) -> dict[str, dict[str, torch.Tensor]]:
-    """One step, then a checkpoint; returns masters and blocks as they were saved."""
-    trainer = Trainer(folder, precision, layout=layout)
+    """Take one step, then write a checkpoint, with the optimizer if `train` is given. Return the masters and blocks that it holds."""
+    trainer = Trainer(folder, precision, train, layout=layout)
     trainer.actor.update(own(batch), negative_log_likelihood)
-    state = {"step": 1, "policy_version": 1, "precision": trainer.precision.model_dump(mode="json")}
-    CheckpointWriter(to, trainer.model, trainer.hf_config, folder, state).finish()
-    return {"masters": trainer.collect_tensors(fp8=False), "blocks": trainer.collect_tensors(fp8=True)}
+    trainer.save(to, with_optimizer=train is not None)
+    return trainer.collect_weights()
+
+
+def resume_checkpoint(folder: Path, precision: dict[str, Any], run: Path, layout: Layout, train: dict[str, Any]) -> dict[str, Any]:
+    """Return the masters and blocks of a trainer that has loaded a run's checkpoint."""
+    trainer = Trainer(folder, precision, train, layout=layout)
+    load_run_checkpoint(run, trainer.model, trainer.actor.optimizer, json.loads((run / "state.json").read_bytes()), same_layout=False)
+    return trainer.collect_weights()
 
 
 def export(checkpoint: Path, to: Path, precision: str, alignment: Alignment | None = None) -> Path:
-    """The command `export`, in a process that is in no world yet."""
+    """Run the command `export` in a process without process groups."""
     stop_megatron()
     export_checkpoint(checkpoint, to, precision, alignment)
     stop_megatron()
     return to
 
 
-def packed_and_alone(
-    folder: Path, precision: dict[str, Any], batch: list[TrainingSample], bounds: list[int]
-) -> tuple[torch.Tensor, list[tuple[torch.Tensor, dict[str, torch.Tensor]]]]:
-    """(log-probs of each sample alone, in the [1, s] form that is not packed; log-probs and gradients of micro-batches of each bound).
-    A learning rate of 1e-12 changes no weight."""
-    trainer = Trainer(folder, precision, {"learning_rate": 1e-12, "clip_grad": 0.0})
-    packed = []
-    for bound in bounds:
-        trainer.actor.micro_batch_tokens = bound
-        logprobs, _ = trainer.actor.compute_logprobs(batch)
-        trainer.actor.update(own(batch), negative_log_likelihood)
-        packed.append((torch.cat(logprobs), {name: weight.main_grad.clone() for name, weight in trainer.model.named_parameters()}))
-    return _unpacked(trainer, batch), packed
-
-
 def latent_attention(absorbed: bool) -> Any:
-    """Models built within the context take this form."""
+    """Context manager in which models are built with the absorbed, or the expanded, form of latent attention."""
     return mock.patch.object(spec, "takes_absorbed_form", return_value=absorbed)
 
 
-def forms_of_attention(
-    folder: Path, precision: dict[str, Any], batch: list[TrainingSample], layout: Layout
-) -> list[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
-    """Log-probs and this rank's gradients with latent attention in the absorbed form, and in the expanded one."""
-    results = []
-    for absorbed in (True, False):
-        with latent_attention(absorbed):
-            trainer = Trainer(folder, precision, {"learning_rate": 1e-12, "clip_grad": 0.0}, layout=layout)
-        logprobs, _ = trainer.actor.compute_logprobs(batch)
-        trainer.actor.update(own(batch), negative_log_likelihood)
-        results.append((torch.cat(logprobs), {name: weight.main_grad.clone() for name, weight in trainer.model.named_parameters()}))
-    return results
-
-
-def both_kinds_of_operators(
-    folder: Path, precision: dict[str, Any], batch: list[TrainingSample]
-) -> list[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
-    """Log-probs and gradients in the expanded form, with Megatron's rotation of packed rows and SwiGLU, and with those for a GPU, where
-    Megatron's rotation, which waits for the device, is not called."""
-    results = []
-    for ours in (False, True):
-        with ExitStack() as patches:
-            patches.enter_context(latent_attention(absorbed=False))
-            if ours:
-                for module in (rope, mla):
-                    patches.enter_context(mock.patch.object(module, "rotates_rows", return_value=True))
-                patches.enter_context(mock.patch.object(swiglu, "is_fused", return_value=True))
-                patches.enter_context(mock.patch.object(rope_utils, "_apply_rotary_pos_emb_thd", side_effect=AssertionError("waits")))
-            trainer = Trainer(folder, precision, {"learning_rate": 1e-12, "clip_grad": 0.0})
-            logprobs, _ = trainer.actor.compute_logprobs(batch)
-            trainer.actor.update(own(batch), negative_log_likelihood)
-            fused = [module for module in trainer.model.modules() if isinstance(module, spec.SwiGLU)]
-            assert bool(fused) == ours
-        results.append((torch.cat(logprobs), {name: weight.main_grad.clone() for name, weight in trainer.model.named_parameters()}))
-    return results
+def packed_and_alone(
+    folder: Path, precision: dict[str, Any], batch: list[TrainingSample], bounds: list[int]
+) -> tuple[torch.Tensor, list[dict[str, Any]]]:
+    """Return the log-probs of each sample alone, as an unpacked row, and `Trainer.differentiate` for each bound of a micro-batch."""
+    trainer, packed = Trainer(folder, precision, STILL), []
+    for bound in bounds:
+        trainer.actor.micro_batch_tokens = bound
+        packed.append(trainer.differentiate(batch))
+    return _unpacked(trainer, batch), packed
 
 
 def _unpacked(trainer: Trainer, batch: list[TrainingSample]) -> torch.Tensor:
@@ -421,7 +472,7 @@ def _unpacked(trainer: Trainer, batch: list[TrainingSample]) -> torch.Tensor:
 
 
 def gradients(folder: Path, precision: dict[str, Any], recompute: str) -> dict[str, torch.Tensor]:
-    """This rank's gradients of one made-up loss under sequence parallelism; FP8 layers add theirs to a gradient buffer."""
+    """Return this rank's gradients of an arbitrary loss under sequence parallelism. FP8 layers add theirs to a gradient buffer."""
     model = Trainer(folder, precision, {"recompute": recompute}).actor.model
     assert model.config.sequence_parallel
     for layer in find_quantized_layers(model).values():
@@ -440,8 +491,8 @@ def gradients(folder: Path, precision: dict[str, Any], recompute: str) -> dict[s
 def train_with_offload(
     folder: Path, to: Path, precision: dict[str, Any], batches: list[list[TrainingSample]], offload: bool, dp: int = 1
 ) -> dict[str, Any]:
-    """Steps with the optimizer state offloaded between them, where `offload`, and log-probs and a checkpoint in between. Return bytes of
-    gradients, log-probs, addresses of the state before and after, and the bytes of the weights."""
+    """Take steps, with the optimizer state offloaded between them if `offload`; compute log-probs and write a checkpoint in between.
+    Return bytes of gradients, log-probs, addresses of the state before and after, and the bytes of the weights."""
     trainer = Trainer(folder, precision, {"learning_rate": 3e-3}, layout=Layout(dp=dp))
     actor, offloader = trainer.actor, trainer.actor.offloader
     gradients, logprobs, addresses = [], [], []
@@ -456,13 +507,12 @@ def train_with_offload(
         addresses.append(_addresses(actor.optimizer))
         gradients.append(sum(buffer.grad_data.untyped_storage().nbytes() for buffer in offloader.gradient_buffers))
         logprobs.append(torch.cat(compute_logprobs(actor, batch)[0]))
-        state = {"step": number, "precision": trainer.precision.model_dump(mode="json")}
-        CheckpointWriter(to / f"step_{number:05d}", trainer.model, trainer.hf_config, folder, state, actor.optimizer).finish()
+        trainer.save(to / f"step_{number:05d}", number, with_optimizer=True)
     return {"gradients": gradients, "logprobs": torch.cat(logprobs), "addresses": addresses, "weights": trainer.dump_bytes()}
 
 
 def _addresses(optimizer: Any) -> list[int]:
-    """Data pointers of moments and separate masters."""
+    """Return the data pointers of moments and separate masters."""
     addresses = []
     for part in flatten_chained(optimizer):
         addresses += [state[kind].data_ptr() for state in part.optimizer.state.values() for kind in MOMENTS]
@@ -471,7 +521,8 @@ def _addresses(optimizer: Any) -> list[int]:
 
 
 def vocabulary_logprobs(hidden: torch.Tensor, weight: torch.Tensor, targets: scoring.Targets) -> dict[str, torch.Tensor]:
-    """Log-probs, entropies and gradients of an output layer whose vocabulary all ranks share; `hidden`'s is a part of a sum."""
+    """Return log-probs, entropies and gradients of an output layer whose vocabulary is split over ranks. The gradient of `hidden` is one
+    term of a sum over ranks."""
     start()
     rank, ranks = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
     part, hidden = (x.clone().requires_grad_() for x in (weight.chunk(ranks)[rank], hidden))
@@ -484,11 +535,11 @@ def vocabulary_logprobs(hidden: torch.Tensor, weight: torch.Tensor, targets: sco
 def scored_and_whole(
     folder: Path, precision: dict[str, Any], batch: list[TrainingSample], temperature: float
 ) -> list[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
-    """(log-probs, gradient buffers of log-probs + 0.3 entropy) of one micro-batch of an actor whose output layer scores a few rows at a
-    time, and the same from whole logits, of all ranks."""
+    """Return the log-probs and gradient buffers of log-probs + 0.3 entropy of one micro-batch, from an output layer that scores a few
+    rows at a time, and from whole logits of all ranks."""
     actor = Trainer(folder, precision, {"micro_batch_tokens": 10000}, temperature).actor
     (row,) = actor.make_micro_batches(batch)
-    scored = ScoredPositions.of(row.mask)
+    scored = ScoredPositions.from_mask(row.mask)
     targets = scored.select_targets(row, ContextShard.for_this_rank(row.lengths), temperature)
 
     def compute_from_whole_logits() -> tuple[torch.Tensor, ...]:
@@ -509,3 +560,42 @@ def scored_and_whole(
         gradients = {name: weight.main_grad.clone() for name, weight in actor.chunks[0].named_parameters()}
         results.append((logprobs.detach(), gradients))
     return results
+
+
+_FILE_BYTES = 1 << 17
+
+
+def convert_run(run: Path, to: Path, full_at: str = "") -> tuple[int, int]:
+    """Export in the run's precision, in small files. Return the bytes of weights that this rank read, in total and of the largest.
+    Writing a file whose name begins with `full_at` fails."""
+    read, read_parameter, write = [], RunWeights._read, exports.write_file
+
+    def watch(self: RunWeights, *place: Any) -> torch.Tensor:
+        tensor = read_parameter(self, *place)
+        read.append(tensor.nbytes)
+        return tensor
+
+    def write_or_fail(path: Path, *rest: Any) -> dict[str, int]:
+        if full_at and path.name.startswith(full_at):
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        return write(path, *rest)
+
+    start(Layout(dp=int(os.environ.get("WORLD_SIZE", "1"))))
+    with mock.patch.object(RunWeights, "_read", watch), mock.patch.object(exports, "write_file", write_or_fail):
+        exports.convert(run, to, {}, file_bytes=_FILE_BYTES)
+    return sum(read), max(read)
+
+
+def largest_parameter(run: Path) -> int:
+    """Return the bytes of the largest parameter of a run, in FP32."""
+    model = ModelGeometry.from_hf_config(read_config(run / "hf"))
+    return max(4 * shard.rows * shard.cols for shard in build_megatron_shards(model, Layout(), Coordinates()))
+
+
+def scatter(samples: list[TrainingSample], layout: Layout, piece_bytes: int) -> list[TrainingSample]:
+    """Return this rank's share of samples that rank 0 has, sent in pieces of `piece_bytes`."""
+    start(layout)
+    shares = deal(compute_costs([sample.length for sample in samples]), layout.dp) if is_rank0() else []
+    with mock.patch.object(replicas, "PIECE_BYTES", piece_bytes):
+        own = replicas.scatter_samples([[samples[index] for index in share] for share in shares])
+    return copy.deepcopy(own)  # a tensor that goes to another process leaves its memory, where NumPy still looks for kept tokens

@@ -1,4 +1,4 @@
-"""A trainer with real SGLang engines, in any layout, run as the ranks of a `World`. Only rank 0 has the engines."""
+"""A trainer with real SGLang engines, in any layout, on the ranks of a `World`. Only rank 0 has the engines."""
 
 from __future__ import annotations
 
@@ -28,19 +28,18 @@ from megatron_rl.distributed import Rank0, is_rank0
 from megatron_rl.errors import RunError
 from megatron_rl.hf.tokenizer import load_tokenizer
 from megatron_rl.hf.write import describe_weights, write_all_but_weights
-from megatron_rl.mcore.cache_scales import collect_scales, renew_scales
-from megatron_rl.mcore.checkpoint.write import CheckpointWriter
-from megatron_rl.mcore.engine_emulation import emulate_engine
-from megatron_rl.mcore.layers.quantized_linear import find_quantized_layers
-from megatron_rl.mcore.load_weights import load_checkpoint
+from megatron_rl.mcore.layers.linear.quantized_linear import find_quantized_layers
+from megatron_rl.mcore.passes.engine_emulation import emulate_engine
+from megatron_rl.mcore.weights.cache_scales import collect_scales, renew_scales
+from megatron_rl.mcore.weights.load_weights import load_checkpoint
 from megatron_rl.precision.graph.graph import PrecisionGraph
 from megatron_rl.rollout.engine import Abort
 from megatron_rl.rollout.engine_placement import LAUNCHER_VARIABLE
 from megatron_rl.rollout.engine_pool import EnginePool, start_engines
-from megatron_rl.rollout.environment_pool import EnvironmentPool
 from megatron_rl.rollout.environments.base import Message
+from megatron_rl.rollout.environments.pool import EnvironmentPool
 from megatron_rl.rollout.generation import MultiTurnSampler
-from megatron_rl.sync.engine_check import check_live_engine
+from megatron_rl.sync.checks import check_live_engine
 from megatron_rl.sync.plan import SyncPlan
 from megatron_rl.sync.recovery import RecoveringWeightSync
 from megatron_rl.sync.weight_sync import WeightSync
@@ -71,7 +70,7 @@ ROLLOUT = {
 class TrainerAndEngines:
     """This rank's part of a trainer, its engines, and syncs between them.
 
-    `sections`: of the configuration, over `ROLLOUT`. The engines load `engine_model` where given; else they start empty, as in a run.
+    `sections` of the configuration override `ROLLOUT`. The engines load `engine_model`, or start empty, as in a run, if it is None.
     """
 
     def __init__(
@@ -94,11 +93,11 @@ class TrainerAndEngines:
 
     @property
     def engines(self) -> EnginePool:
-        """Of rank 0."""
+        """The engines, on rank 0."""
         return self.rank0_engines.value
 
     def start_engines(self, model: Path | None) -> None:
-        """Start engines on a checkpoint, or empty."""
+        """Start engines on a checkpoint, or empty engines."""
 
         def start() -> EnginePool:
             if model is not None:
@@ -115,7 +114,8 @@ class TrainerAndEngines:
 
     @contextmanager
     def weight_sync(self, bucket_bytes: int = MIB, settings: dict[str, Any] | None = None) -> Iterator[WeightSync]:
-        """A sync in buckets of at most `bucket_bytes`, with `settings` of the configuration's section; with a canary where they ask."""
+        """Context manager with a sync in buckets of at most `bucket_bytes`. `settings` replace the configuration's section; a canary
+        runs if they ask for one."""
         config = SyncConfig.model_validate(settings) if settings else self.config.sync
         asked = self.config.model_copy(update={"sync": config})
         canary = make_canary(asked, self.trainer.actor, self.trainer.hf_config) if settings and "canary" in settings else None
@@ -127,17 +127,17 @@ class TrainerAndEngines:
 
     @contextmanager
     def recovering_sync(self, bucket_bytes: int = MIB, settings: dict[str, Any] | None = None) -> Iterator[RecoveringWeightSync]:
-        """`weight_sync` that replaces engines that are lost."""
+        """Context manager with a `weight_sync` that replaces lost engines."""
         with self.weight_sync(bucket_bytes, settings) as sync:
             yield RecoveringWeightSync(sync, self.rank0_engines, self.messages.append)
 
     def sample(self, prompts: list[list[int]], tokens: int, **sampling: Any) -> list[Generation]:
-        """Completions of every prompt, on all ranks."""
+        """Return completions of every prompt, on all ranks."""
         params = SamplingParams(1.0, tokens, **sampling)
         return self.rank0_engines.run(lambda engines: engines.generate(prompts, params))
 
     def compute_logprobs(self, samples: list[TrainingSample]) -> torch.Tensor:
-        """The trainer's log-probs of all sampled tokens, one sample after the other."""
+        """Return the trainer's log-probs of all sampled tokens, concatenated."""
         return torch.cat(compute_all_logprobs(self.trainer.actor, samples)[0])
 
 
@@ -145,36 +145,36 @@ _current: list[TrainerAndEngines] = []
 
 
 def current() -> TrainerAndEngines:
-    """What `start` has brought up in this process."""
+    """Return what `start` has created in this process."""
     return _current[0]
 
 
 def set_launchers(*lines: str) -> None:
-    """How engines are started on their nodes, by the next `start`."""
+    """Set how the next `start` launches engines on their nodes."""
     os.environ[LAUNCHER_VARIABLE] = "\n".join(lines)
 
 
 def break_transformer_engine(folder: Path) -> None:
-    """Let the processes that this one starts find a Transformer Engine that cannot be imported, as where its libraries do not fit."""
+    """Let child processes find a Transformer Engine that cannot be imported, as when its libraries do not fit."""
     (folder / "transformer_engine").mkdir()
     (folder / "transformer_engine" / "__init__.py").write_text("raise FileNotFoundError('libtransformer_engine.so')")
     os.environ["PYTHONPATH"] = os.pathsep.join([str(folder), *sys.path])
 
 
 def import_in_child(module: str) -> str:
-    """Return the last line of what a process prints that imports it, as an engine of this one would."""
+    """Return the last line that a child process prints when it imports a module."""
     return subprocess.run([sys.executable, "-c", f"import {module}"], capture_output=True, text=True).stderr.strip().rpartition("\n")[2]
 
 
 def start(*args: Any) -> None:
-    """Bring up a trainer and its engines: arguments of `TrainerAndEngines`. Empty engines are filled as policy version 0."""
+    """Start a trainer and its engines with the arguments of `TrainerAndEngines`. Empty engines are filled as policy version 0."""
     _current[:] = [TrainerAndEngines(*args)]
     if current().is_empty:
         sync(0)
 
 
 def start_architecture(kind: str, folder: Path, precision: dict[str, Any], layout: Layout, rollout: dict[str, Any], empty: bool) -> None:
-    """Bring up a model of an architecture, of random weights of seed 0, and engines of these settings, which load it too or are empty."""
+    """Start a model of an architecture with random weights of seed 0, and engines with these settings that load it, or that are empty."""
     start_trainer(layout)
     model = _write_architecture(kind, folder / "model", precision, layout, seed=0)
     sections = {"rollout": {"max_total_tokens": 4096, **rollout}}
@@ -182,7 +182,7 @@ def start_architecture(kind: str, folder: Path, precision: dict[str, Any], layou
 
 
 def _write_architecture(kind: str, folder: Path, precision: dict[str, Any], layout: Layout, seed: int) -> Path:
-    """A checkpoint written by rank 0; as many layers as stages need."""
+    """Write a checkpoint on rank 0, with as many layers as the stages need. Return its folder."""
     if is_rank0():
         layers = max(2, layout.pp * layout.vpp + layout.first_stage_layers)
         write_model(folder, kind, precision, seed, num_hidden_layers=layers)
@@ -191,7 +191,7 @@ def _write_architecture(kind: str, folder: Path, precision: dict[str, Any], layo
 
 
 def change_weights(kind: str, seed: int) -> None:
-    """Give the trainer of `start_architecture` the weights of another seed; the engine is not told."""
+    """Give the trainer of `start_architecture` the weights of another seed, without telling the engine."""
     trainer = current().trainer
     precision = trainer.precision.model_dump()
     model = _write_architecture(kind, current().folder / f"model{seed}", precision, trainer.layout, seed)
@@ -225,7 +225,7 @@ def sync(version: int, bucket_bytes: int = MIB, settings: dict[str, Any] | None 
 
 
 def generate(prompts: list[list[int]], tokens: int = 24, sampling: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Sample answers: policy versions, (prompt, answer) of each, the engine's and the trainer's log-probs of all sampled tokens."""
+    """Sample responses. Return policy versions, (prompt, response) pairs, and the log-probs of all sampled tokens by engine and trainer."""
     generations = current().sample(prompts, tokens, **(sampling or {}))
     samples = make_samples(prompts, generations)
     return {
@@ -250,12 +250,12 @@ def make_samples(prompts: list[list[int]], generations: list[Generation]) -> lis
 
 
 def compute_logprobs(samples: list[TrainingSample]) -> torch.Tensor:
-    """The trainer's."""
+    """Return the trainer's log-probs."""
     return current().compute_logprobs(samples)
 
 
 def generate_seeded(prompts: list[list[int]], tokens: int, engine: int | None = None) -> list[tuple[list[int], list[float], int]]:
-    """(tokens, log-probs, policy version) of every prompt, each with a seed of its own, of all engines or of one of them."""
+    """Return (tokens, log-probs, policy version) of every prompt, sampled with a seed of its own by all engines, or by one."""
     engines = current().engines
     source = engines if engine is None else engines.replicas[engine].engine
     generations = source.generate(prompts, [SamplingParams(1.0, tokens, seed) for seed in range(len(prompts))])
@@ -263,13 +263,13 @@ def generate_seeded(prompts: list[list[int]], tokens: int, engine: int | None = 
 
 
 def generate_with(prompts: list[list[int]], samplings: list[SamplingParams]) -> list[Generation]:
-    """Answers of prompts that are each sampled in their own way."""
+    """Return responses to prompts that are each sampled with their own parameters."""
     return current().engines.generate(prompts, samplings)
 
 
 def abort_generation(prompts: list[list[int]], tokens: int) -> tuple[str, list[tuple[str, int]]]:
-    """The error of a generation that is aborted, and (why it ended, tokens) of each answer that SGLang gave. Abort later and later, until
-    SGLang has read the requests."""
+    """Abort a generation, later and later until SGLang has read the requests. Return its error, and (finish reason, tokens) of each of
+    SGLang's answers."""
     engine, answers = current().engines.replicas[0].engine, list[Any]()
     ask = engine._ask
 
@@ -291,19 +291,19 @@ def abort_generation(prompts: list[list[int]], tokens: int) -> tuple[str, list[t
 
 
 def generate_with_faults(faults: Faults, version: int, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
-    """`generate_seeded` with faults; see `support.engine_faults.strike_while`."""
+    """Run `generate_seeded` with faults; see `support.engine_faults.strike_while`."""
     with current().recovering_sync(_SMALL_BUCKET) as weight_sync:
         return strike_while(lambda: generate_seeded(prompts, tokens), current().engines, weight_sync, version, faults)
 
 
 def sync_with_faults(faults: Faults, version: int, settings: dict[str, Any] | None = None) -> dict[str, Any]:
-    """A sync with faults; see `support.engine_faults.sync_through`."""
+    """Run a sync with faults; see `support.engine_faults.sync_through`."""
     with current().recovering_sync(_SMALL_BUCKET, settings) as weight_sync:
         return sync_through(current().rank0_engines, weight_sync, version, faults)
 
 
 def generate_until_it_fails(prompts: list[list[int]]) -> tuple[str, str]:
-    """Generate long answers again and again: (the line, the log tail) of the RunError that ends it."""
+    """Generate long responses repeatedly. Return the message and the log tail of the RunError that ends it."""
     while True:
         try:
             generate(prompts, tokens=200)
@@ -312,19 +312,19 @@ def generate_until_it_fails(prompts: list[list[int]]) -> tuple[str, str]:
 
 
 def take_messages() -> list[str]:
-    """What the user was told since the last call."""
+    """Return the messages to the user since the last call."""
     messages, current().messages[:] = list(current().messages), []
     return messages
 
 
 def change_trainer(name: str, row: int, col: int) -> None:
-    """Flip the lowest bit of one element that the trainer holds, without telling the engine."""
+    """Flip the lowest bit of one element of the trainer, without telling the engine."""
     element = current().trainer.collect_named_tensors()[name][row : row + 1, col : col + 1]
     element.view(torch.uint8)[0, 0] ^= 1
 
 
 def change_engine(name: str, row: int, col: int) -> None:
-    """Sync the trainer's weights with one bit of what fills that element of an engine parameter wrong."""
+    """Sync the trainer's weights with one wrong bit at an element of an engine parameter."""
     plan, tensors = current().plan(), dict(current().trainer.collect_named_tensors())
     transfer = next(transfer for transfer in plan.transfers if transfer.target == name and _contains(transfer.target_rect, row, col))
     wrong = tensors[transfer.source] = tensors[transfer.source].clone()
@@ -342,20 +342,17 @@ def _contains(rect: Rect, row: int, col: int) -> bool:
 
 
 def save_run_checkpoint(to: Path) -> Path:
-    """Write a run's checkpoint of the policy as it is."""
-    trainer = current().trainer
-    state = {"step": 1, "policy_version": 1, "precision": trainer.precision.model_dump(mode="json")}
-    CheckpointWriter(to, trainer.model, trainer.hf_config, trainer.folder, state).finish()
-    return to
+    """Write a run's checkpoint of the current policy."""
+    return current().trainer.save(to)
 
 
 def read_masters() -> dict[str, torch.Tensor]:
-    """FP32 masters under Hugging Face names."""
+    """Return the FP32 masters by Hugging Face name."""
     return current().trainer.collect_tensors(fp8=False)
 
 
 def restart_engines(model: Path) -> None:
-    """End the engines and start fresh ones on another checkpoint."""
+    """Stop the engines and start new ones on another checkpoint."""
     current().rank0_engines.run(lambda engines: engines.stop())
     current().start_engines(model)
 
@@ -366,8 +363,8 @@ def stop_twice() -> None:
 
 
 def generate_and_emulate(prompts: list[list[int]], tokens: int = 24) -> dict[str, torch.Tensor]:
-    """Sample answers; log-probs of all sampled tokens by the engine, the trainer, and the trainer's model with the products of the
-    engine."""
+    """Sample responses. Return the log-probs of all sampled tokens by the engine, by the trainer, and by the trainer's model with the
+    engine's products."""
     trainer = current().trainer
     assert not find_quantized_layers(trainer.model)  # the trainer computes in high precision
     generations = current().sample(prompts, tokens)
@@ -382,7 +379,7 @@ def generate_and_emulate(prompts: list[list[int]], tokens: int = 24) -> dict[str
 
 
 class TurnCounter:
-    """An environment that counts the turns aloud. A random model soon writes one of so many letters."""
+    """An environment that replies with the number of the turn. A random model soon writes one of so many stop letters."""
 
     stop = tuple(string.ascii_lowercase)
 
@@ -395,9 +392,11 @@ class TurnCounter:
 
 
 def converse(prompts: list[str], version: int, tokens: int, turns: int) -> dict[str, Any]:
-    """Sample answers of several turns: their texts, and log-probs of what the policy sampled, one answer after the other, by the engine
-    (`engine`), by the trainer given answers with the environment's tokens masked (`trainer`), and out of those of whole answers
-    (`whole`)."""
+    """Sample responses of several turns.
+
+    Returns their texts, and concatenated log-probs of the sampled tokens by the engine (`engine`), by the trainer with the environment's
+    tokens masked (`trainer`), and selected from the trainer's log-probs of whole responses (`whole`).
+    """
     trainer = current().trainer
     config = EnvironmentConfig(name="support.trainer_engine:TurnCounter", max_turns=turns, workers=1)
     with EnvironmentPool(config) as environments:
@@ -418,7 +417,7 @@ def converse(prompts: list[str], version: int, tokens: int, turns: int) -> dict[
 
 
 def compare_graphs(plant: str = "") -> tuple[list[str], PrecisionGraph, PrecisionGraph]:
-    """Lines of differences, the trainer's graph, and the graph of engine rank 0."""
+    """Return the lines of differences, the trainer's graph, and the graph of engine rank 0."""
     trainer = current().trainer
     with plant_difference(trainer.model, plant):
         comparison = GraphComparison(read_training_graph(trainer.model).value, tuple(current().engines.read_graph()))
@@ -426,14 +425,14 @@ def compare_graphs(plant: str = "") -> tuple[list[str], PrecisionGraph, Precisio
 
 
 def check_graphs(folder: Path, plant: str = "") -> None:
-    """Compare the live graphs as a run does at its start."""
+    """Compare the live graphs as at the start of a run."""
     trainer = current().trainer
     with plant_difference(trainer.model, plant):
         check_graph(trainer.model, current().rank0_engines, trainer.contract, folder)
 
 
 def read_trainer_graph(folder: Path, precision: dict[str, Any], plant: str = "", only_on: int | None = None) -> PrecisionGraph:
-    """The training graph of a checkpoint; the difference is planted on every rank, or on one."""
+    """Return the training graph of a checkpoint. A difference is planted on every rank, or only on rank `only_on`."""
     model = Trainer(folder, precision).model
     with plant_difference(model, plant if only_on in (None, dist.get_rank()) else ""):
         return read_training_graph(model).run(lambda graph: graph)

@@ -1,4 +1,4 @@
-"""The training loop with a scripted rollout: learning, resuming, hanging, planted mismatches."""
+"""The training loop with a scripted rollout: runs that learn, resume, hang, or have a planted mismatch."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
+from unittest import mock
 
 import numpy as np
 import torch
@@ -22,27 +23,24 @@ from examples.arithmetic.config import DemoConfig
 from megatron_rl.algorithm.policy_loss import PolicyLoss
 from megatron_rl.batch.replay import read_groups
 from megatron_rl.batch.training_sample import TrainingSample
-from megatron_rl.config import Config, TrainConfig
+from megatron_rl.config import Config
 from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.data import ProblemOrder, ProblemStream
-from megatron_rl.distributed import Rank0, run_on_rank0
+from megatron_rl.distributed import Rank0
 from megatron_rl.errors import RunError
-from megatron_rl.hf.files import read_config
-from megatron_rl.mcore.actor import Actor, Policy
-from megatron_rl.mcore.cache_scales import collect_scales
+from megatron_rl.mcore.actor import Actor, Critic, Policy
+from megatron_rl.mcore.checkpoint.checkpointing import load_run_checkpoint
 from megatron_rl.mcore.checkpoint.optimizer import MasterState, OptimizerState
-from megatron_rl.mcore.checkpoint.write import CheckpointWriter, load_run_checkpoint
-from megatron_rl.mcore.critic import Critic
-from megatron_rl.mcore.engine_emulation import emulate_cache, emulate_engine
-from megatron_rl.mcore.layers.quantized_linear import find_quantized_layers
-from megatron_rl.mcore.load_weights import build_rank_shards, global_parameters, load_checkpoint
-from megatron_rl.mcore.model import build_model, freeze, start_megatron
+from megatron_rl.mcore.layers.linear.quantized_linear import find_quantized_layers
+from megatron_rl.mcore.model import build_model, freeze
+from megatron_rl.mcore.passes.engine_emulation import emulate_cache, emulate_engine
+from megatron_rl.mcore.weights.cache_scales import collect_scales
+from megatron_rl.mcore.weights.load_weights import global_parameters, load_checkpoint
 from megatron_rl.metrics import UndeclaredMetricWarning, warn_undeclared
 from megatron_rl.observability import hang_watchdog
 from megatron_rl.observability.profiling import StepProfiler
 from megatron_rl.observability.rank_log import rank_log
 from megatron_rl.observability.signals import install_signal_handlers, prefer_stop_error
-from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.rollout.worker import RolloutBatch
 from megatron_rl.training.checkpoint_manager import CheckpointManager
 from megatron_rl.training.critic_trainer import CriticTrainer
@@ -62,15 +60,25 @@ T = TypeVar("T")
 
 GROUPS, SIZE = 4, 4
 GOOD, BAD = 11, 12
-"""The token that every rewarded answer is made of, and that of the others."""
+"""The token that every rewarded response consists of, and the token of the other responses."""
 ENVIRONMENT_TOKENS = [13, 14]
 """What an environment writes."""
+ROLLOUT = {"prompts_per_step": GROUPS, "group_size": SIZE, "max_new_tokens": 8}
+
+
+def make_completion(
+    problem: Problem, member: int, ids: tuple[Any, Any], logprobs: list[float], version: int, mask: np.ndarray | None = None
+) -> Completion:
+    """Return a completion of prompt and response `ids`. Every second member of a group is rewarded."""
+    prompt, response = (np.array(each, np.int32) for each in ids)
+    reward = Reward(float(member % 2), bool(member % 2))
+    return Completion(problem, prompt, response, np.array(logprobs, np.float32), "stop", version, "", reward, response_mask_T=mask)
 
 
 class ScriptedWorker:
-    """Always the same groups, half of each rewarded; engine log-probs are the trainer's and a little noise.
+    """A rollout worker that always returns the same groups. Log-probs are the trainer's plus a little noise.
 
-    `environment_logprob`: an environment speaks after the first token of each answer, and this is stored as the log-prob of what it says.
+    If `environment_logprob` is given, an environment speaks after the first token of each response; its tokens get this log-prob.
     """
 
     def __init__(self, actor: Actor, noise: float, environment_logprob: float | None) -> None:
@@ -78,11 +86,8 @@ class ScriptedWorker:
         self.leads: list[float] = []
 
     def sequences(self) -> list[TrainingSample]:
-        samples = [
-            TrainingSample([5, 6 + group, 7], [GOOD if member % 2 else BAD] * (2 + member))
-            for group in range(GROUPS)
-            for member in range(SIZE)
-        ]
+        members = [(group, member) for group in range(GROUPS) for member in range(SIZE)]
+        samples = [TrainingSample([5, 6 + group, 7], [GOOD if member % 2 else BAD] * (2 + member)) for group, member in members]
         for sequence in samples if self._environment_logprob is not None else []:
             mask = [True, *[False] * len(ENVIRONMENT_TOKENS), *[True] * (len(sequence.response_ids) - 1)]
             first, *rest = sequence.response_ids.split([1, len(sequence.response_ids) - 1])
@@ -93,45 +98,61 @@ class ScriptedWorker:
 
     def collect(self, version: int) -> RolloutBatch:
         completions = []
-        for number, (sequence, logprobs) in enumerate(zip(self.sequences(), self.actor.compute_logprobs(self.sequences())[0], strict=True)):
-            engine_logprobs = [value + self._source.gauss(0, self._noise) for value in logprobs.tolist()]
-            reward = Reward(float(number % 2), bool(number % 2))
-            ids = sequence.prompt_ids.numpy(), sequence.response_ids.numpy()
-            mask = sequence.response_mask.numpy() if len(sequence.response_mask) else None
+        for number, (sequence, values) in enumerate(zip(self.sequences(), self.actor.compute_logprobs(self.sequences())[0], strict=True)):
+            logprobs = [value + self._source.gauss(0, self._noise) for value in values.tolist()]
             if self._environment_logprob is not None:
-                engine_logprobs[1:1] = [self._environment_logprob] * len(ENVIRONMENT_TOKENS)
-            completions.append(
-                Completion(
-                    Problem(str(number), "", ""),
-                    *ids,
-                    np.array(engine_logprobs, np.float32),
-                    "stop",
-                    version,
-                    "",
-                    reward,
-                    response_mask_T=mask,
-                )
+                logprobs[1:1] = [self._environment_logprob] * len(ENVIRONMENT_TOKENS)
+            ids, mask = (
+                (sequence.prompt_ids, sequence.response_ids),
+                sequence.response_mask.numpy() if len(sequence.response_mask) else None,
             )
+            completions.append(make_completion(Problem(str(number), "", ""), number, ids, logprobs, version, mask))
         return RolloutBatch(completions, {"ahead/generate": 1.0})
 
     def snapshot(self) -> Callable[[], dict[str, Any]]:
         return dict
 
     def evaluate(self, version: int) -> RolloutBatch:
-        """Note how much likelier a good token is than a bad one, in nats; no held-out problems."""
+        """Append to `leads` how much likelier good tokens are than bad ones, in nats."""
         logprobs = self.actor.compute_logprobs(self.sequences())[0]
         good, bad = (torch.cat([part for number, part in enumerate(logprobs) if number % 2 == which]).mean() for which in (1, 0))
         self.leads.append(float(good - bad))
         return RolloutBatch([])
 
 
+class StreamedWorker:
+    """A rollout worker that answers the problems of a real stream. Log-probs come from the process's random numbers, of all three kinds."""
+
+    def __init__(self) -> None:
+        self.stream = ProblemStream(ProblemOrder(lambda position: Problem(str(position), "", ""), "numbers"))
+
+    def snapshot(self) -> Callable[[], dict[str, Any]]:
+        return self.stream.snapshot()
+
+    def begin(self, version: int) -> None: ...
+
+    def collect(self, version: int) -> RolloutBatch:
+        completions = []
+        for problem in self.stream.next_batch(GROUPS):
+            for member in range(SIZE):
+                ids = [5, 20 + int(problem.id), 7], [11 + member % 2] * (2 + member)
+                logprobs = [-5.0 - random.random() - float(np.random.rand()) - float(torch.rand(())) for _ in ids[1]]
+                completions.append(make_completion(problem, member, ids, logprobs, version))
+        return RolloutBatch(completions, {"ahead/generate": 1.0})
+
+    def evaluate(self, version: int) -> RolloutBatch:
+        return RolloutBatch([])
+
+
 class NullSync:
+    """A weight sync that does nothing."""
+
     def run(self, version: int, meanwhile: Callable[[], None]) -> NullSync:
         meanwhile()
         return self
 
     def run_with_recovery(self, version: int, work: Callable[[], T]) -> T:
-        return run_on_rank0(work)
+        return work()
 
     def metrics(self) -> dict[str, float]:
         return {}
@@ -139,21 +160,12 @@ class NullSync:
 
 class NullCheckpointManager:
     def write(self, mark: TrainState, last: bool) -> None: ...
-
     def poll(self) -> None: ...
-
     def wait(self) -> None: ...
 
 
-class NullEngine:
-    def get_memory_mb(self) -> float:
-        return 0.0
-
-    def release_memory(self) -> None: ...
-
-
 class RecordingLog:
-    """What a RunLog is told."""
+    """A run log that keeps its rows and samples in memory."""
 
     def __init__(self) -> None:
         self.rows: list[dict[str, float]] = []
@@ -183,9 +195,9 @@ def loop_of(
     critic: Critic | None = None,
     teacher: Policy | None = None,
 ) -> Loop:
-    """A loop around a trainer; `worker`, `log` and `engines` are what rank 0 has."""
+    """Return the loop around a trainer. Rank 0 has `worker`, `log` and `engines`."""
     causes = MismatchAttribution(trainer.actor, trainer.collect_named_tensors, trainer.contract.engine_format)
-    on_rank0 = Rank0(lambda: engines or NullEngine())
+    on_rank0 = Rank0(lambda: engines or mock.Mock(get_memory_mb=lambda: 0.0, release_memory=lambda: None))
     of_critic = None if critic is None else CriticTrainer(config, critic)
     policy = PolicyTrainer(config, trainer.actor, reference, causes, on_rank0, critic=of_critic, teacher=teacher)
     recorder = Recorder(Rank0(lambda: log), on_rank0, StepProfiler(Path(), rank=0))
@@ -204,64 +216,20 @@ def run_loop(
     critic: dict[str, Any] | None = None,
     teacher: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The rows of the log, the advantages of the last step's samples, and what `ScriptedWorker.evaluate` noted."""
+    """Run the loop with a scripted worker. Return the log's rows, the advantages of the last step's samples, and the worker's `leads`."""
     trainer = Trainer(folder, precision, {"learning_rate": 1e-3, "steps": steps})
     config = Config.model_validate(
         {
             "model": {"path": folder}, "precision": precision, "train": {"steps": steps}, "algorithm": algorithm, "data": {"eval_every": 1},
-            "rollout": {"prompts_per_step": GROUPS, "group_size": SIZE, "max_new_tokens": 8},
-            "log": {"samples": GROUPS * SIZE, "attribute_every": attribute_every}, "critic": critic or {}, "teacher": teacher,
+            "rollout": ROLLOUT, "log": {"samples": GROUPS * SIZE, "attribute_every": attribute_every}, "critic": critic or {},
+            "teacher": teacher,
         }
     )  # fmt: skip
-    reference = None
-    if config.algorithm.kl_coef:
-        model = freeze(build_model(trainer.hf_config, trainer.layout, trainer.contract))
-        load_checkpoint(model, folder, trainer.shards)
-        reference = Policy(model, 1.0, 4)
-    log = RecordingLog()
-    worker = worker_class(trainer.actor, noise, environment_logprob)
-    critic_model = load_critic(config, trainer.layout, trainer.hf_config)
-    loop_of(
-        config,
-        trainer,
-        reference,
-        NullSync(),
-        worker,
-        log,
-        NullCheckpointManager(),
-        critic=critic_model,
-        teacher=load_teacher(config, trainer.layout),
-    ).run()
+    policy = reference(trainer) if config.algorithm.kl_coef else None
+    log, worker = RecordingLog(), worker_class(trainer.actor, noise, environment_logprob)
+    models = {"critic": load_critic(config, trainer.layout, trainer.hf_config), "teacher": load_teacher(config, trainer.layout)}
+    loop_of(config, trainer, policy, NullSync(), worker, log, NullCheckpointManager(), **models).run()
     return {"rows": log.rows, "advantages": [row["advantage"] for row in log.samples_seen[-GROUPS * SIZE :]], "leads": worker.leads}
-
-
-GROUPS, SIZE = 4, 4
-
-
-class StreamedWorker:
-    """Answers to a real stream's problems; the "engine's" log-probs come from the process's own random numbers, of all three kinds."""
-
-    def __init__(self) -> None:
-        self.stream = ProblemStream(ProblemOrder(lambda position: Problem(str(position), "", ""), "numbers"))
-
-    def snapshot(self) -> Callable[[], dict[str, Any]]:
-        return self.stream.snapshot()
-
-    def begin(self, version: int) -> None: ...
-
-    def collect(self, version: int) -> RolloutBatch:
-        completions = []
-        for problem in self.stream.next_batch(GROUPS):
-            for member in range(SIZE):
-                answer = [11 + member % 2] * (2 + member)
-                logprobs = [-5.0 - random.random() - float(np.random.rand()) - float(torch.rand(())) for _ in answer]
-                reward = Reward(float(member % 2), bool(member % 2))
-                ids = np.array([5, 20 + int(problem.id), 7], np.int32), np.array(answer, np.int32)
-                completions.append(Completion(problem, *ids, np.array(logprobs, np.float32), "stop", version, "", reward))
-        return RolloutBatch(completions, {"ahead/generate": 1.0})
-
-    def evaluate(self, version: int) -> RolloutBatch:
-        return RolloutBatch([])
 
 
 def config_of(
@@ -277,8 +245,7 @@ def config_of(
             "model": {"path": folder}, "precision": precision, "train": {"steps": steps, "learning_rate": 3e-3, "warmup_steps": 6},
             "algorithm": {"updates_per_step": 2, "calibrate_every": 1, "kl_coef": 0.01, "correction": "tis", **(algorithm or {})},
             "critic": {"learning_rate": 3e-3} if (algorithm or {}).get("advantage") == "gae" else {},
-            "rollout": {"prompts_per_step": GROUPS, "group_size": SIZE, "max_new_tokens": 8}, "checkpoint": {"every": every, "keep": 2},
-            "replay": replay,
+            "rollout": ROLLOUT, "checkpoint": {"every": every, "keep": 2}, "replay": replay,
         }
     )  # fmt: skip
 
@@ -294,10 +261,11 @@ def train_to(
     algorithm: dict[str, Any] | None = None,
     replay: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """A run up to `steps`, new or going on from its newest whole checkpoint: the log's rows, the bytes this rank holds, messages.
+    """Run up to `steps`, new or from the newest whole checkpoint. Return the log's rows, the bytes that this rank holds, and messages.
 
-    `broken`: where policy version 2 breaks, in its "sync", in its second "optimizer step" or before its first, in the "policy's update"; a
-    last checkpoint is then tried.
+    Args:
+        broken: where policy version 2 breaks: in its "sync", in its second "optimizer step", or before its first (the "policy's update").
+            A last checkpoint is attempted afterwards.
     """
     layout = start(layout)
     config = config_of(folder, steps, precision, 0 if broken == "sync" else 1, algorithm, replay)
@@ -319,60 +287,38 @@ def train_to(
         if critic is not None:
             critic.steps_done = state.critic_steps
         worker.stream.load_state_dict(state.data())
-    log = RecordingLog()
+    log, sync = RecordingLog(), NullSync()
     checkpoints = CheckpointManager(config, layout, run, actor, trainer.hf_config, messages.append, state.version or -1, critic)
-    sync = BrokenSync() if broken == "sync" else NullSync()
     loop = loop_of(config, trainer, reference(trainer), sync, worker, log, checkpoints, state, critic=critic)
-    if broken == "optimizer step":
-        break_optimizer(actor, 4)
+    if broken == "sync":
+        break_at(sync, "run", lambda version, _: version == 2, "the engine is gone")
+    if broken == "optimizer step":  # half of a step's changes are made
+        zero = lambda: next(actor.chunks[0].parameters()).data.zero_()  # noqa: E731
+        break_at(actor.optimizer, "step", lambda: actor.steps_done == 4 and zero() is not None, "stopped in an optimizer step")
     if broken == "policy's update":
-        break_update(actor, 2)
+        break_at(actor, "update", lambda *_: actor.steps_done == 2, "stopped before an optimizer step")
     try:
         loop.run()
     except RunError as error:
         messages.append(str(error))
-        messages += last_checkpoint(loop)
+        try:
+            loop.save(last=True)
+        except RunError as refused:
+            messages.append(str(refused))
     held = trainer.dump_bytes() | moments(actor) | (dump_model(critic) if critic else {})
     return {"rows": log.rows, "samples": log.samples_seen, "bytes": held, "messages": messages}
 
 
-class BrokenSync(NullSync):
-    def run(self, version: int, meanwhile: Callable[[], None]) -> NullSync:
-        if version == 2:
-            raise RunError("the engine is gone")
-        return self
+def break_at(owner: Any, name: str, condition: Callable[..., bool], line: str) -> None:
+    """Let a method raise a RunError instead of running when `condition` holds for its arguments."""
+    method = getattr(owner, name)
 
+    def call(*args: Any) -> Any:
+        if condition(*args):
+            raise RunError(line)
+        return method(*args)
 
-def break_optimizer(actor: Actor, number: int) -> None:
-    """The optimizer's step of that number changes half of what it should."""
-    step = actor.optimizer.step
-
-    def half() -> Any:
-        if actor.steps_done == number:
-            next(actor.chunks[0].parameters()).data.zero_()
-            raise RunError("stopped in an optimizer step")
-        return step()
-
-    actor.optimizer.step = half
-
-
-def break_update(actor: Actor, steps_done: int) -> None:
-    update = actor.update
-
-    def refuse(*args: Any) -> Any:
-        if actor.steps_done == steps_done:
-            raise RunError("stopped before an optimizer step")
-        return update(*args)
-
-    actor.update = refuse  # type: ignore[method-assign]
-
-
-def last_checkpoint(loop: Loop) -> list[str]:
-    try:
-        loop.save(last=True)
-    except RunError as error:
-        return [str(error)]
-    return []
+    setattr(owner, name, call)
 
 
 def reference(trainer: Trainer) -> Policy:
@@ -382,7 +328,7 @@ def reference(trainer: Trainer) -> Policy:
 
 
 def dump_model(critic: Critic) -> dict[str, bytes]:
-    """A critic's parameters, masters and moments, as this rank holds them, raw."""
+    """Return the raw bytes of a critic's parameters, masters and moments that this rank holds."""
     parameters = {name: tensor.detach().view(torch.uint8) for name, tensor in global_parameters(critic.model).items()}
     masters = {f"master {name}": tensor.detach() for name, tensor in master_state(critic).local_tensors().items()}
     tensors = {f"critic {name}": tensor.numpy().tobytes() for name, tensor in (parameters | masters).items()}
@@ -390,12 +336,12 @@ def dump_model(critic: Critic) -> dict[str, bytes]:
 
 
 def moments(actor: Actor) -> dict[str, bytes]:
-    """Adam's moments and the 16-bit weights' masters, as this rank holds them, raw."""
+    """Return the raw bytes of Adam's moments and the masters of 16-bit weights that this rank holds."""
     return {name: tensor.detach().numpy().tobytes() for name, tensor in optimizer_state(actor).local_tensors().items()}
 
 
 def saved_and_loaded_state(folder: Path, precision: dict[str, Any], batch: list[TrainingSample], dp: int) -> tuple[Any, Any]:
-    """What this replica puts into a checkpoint after one step, and the same once 1 was added to what was loaded."""
+    """Return what this replica puts into a checkpoint after one step, and again after it has loaded those values plus 1."""
     settings = {"clip_grad": 0.0, "adam_eps": 1e-4}  # clipped, the norm would be summed in another order
     actor = Trainer(folder, precision, settings, layout=Layout(dp=dp)).actor
     actor.update(own(batch), negative_log_likelihood)
@@ -406,7 +352,7 @@ def saved_and_loaded_state(folder: Path, precision: dict[str, Any], batch: list[
 
 
 def copy_state(actor: Actor) -> dict[str, torch.Tensor]:
-    """A copy of the FP32 tensors that this rank puts into a checkpoint."""
+    """Return a copy of the FP32 tensors that this rank puts into a checkpoint."""
     sharded = optimizer_state(actor).sharded_for_save() | master_state(actor).sharded_for_save()
     return {name: tensor.data.detach().clone() for name, tensor in sharded.items()}
 
@@ -421,27 +367,19 @@ def master_state(actor: Actor) -> MasterState:
 
 
 def load_in(folder: Path, run: Path, precision: dict[str, Any], layout: Layout) -> dict[str, Any]:
-    """What a layout holds after loading a run's newest checkpoint: masters, scales of keys and values, masters after one more optimizer
-    step."""
+    """Load a run's newest checkpoint. Return masters, key-value scales, remarks, and the masters after one more optimizer step."""
     trainer = Trainer(folder, precision, {"learning_rate": 1e-3}, layout=layout)
-    saved = choose_checkpoint(run, 99)
-    load_run_checkpoint(
-        saved.folder, trainer.model, trainer.actor.optimizer, saved.state, saved.matches_layout(describe_layout(layout, trainer.train))
-    )
-    masters, scales = trainer.collect_tensors(fp8=False), collect_scales(trainer.model)
+    saved, place = choose_checkpoint(run, 99), describe_layout(layout, trainer.train)
+    load_run_checkpoint(saved.folder, trainer.model, trainer.actor.optimizer, saved.state, saved.matches_layout(place))
+    result = {"masters": trainer.collect_tensors(fp8=False), "scales": collect_scales(trainer.model), "remarks": saved.describe(place)}
     trainer.actor.steps_done = saved.state["optimizer_steps"]
     trainer.actor.update(own(random_sequences(4, seed=5)), negative_log_likelihood)
-    return {
-        "masters": masters,
-        "scales": scales,
-        "after": trainer.collect_tensors(fp8=False),
-        "remarks": saved.describe(describe_layout(layout, trainer.train)),
-    }
+    return result | {"after": trainer.collect_tensors(fp8=False)}
 
 
 def adopted_after_loading(folder: Path, run: Path, precision: dict[str, Any], trained: bool) -> dict[str, Any]:
-    """Saves the trainer of an FP8 checkpoint, after a step or before any, and loads it into a fresh one: layers whose blocks are the
-    checkpoint's in both, and names of named_tensors that differ."""
+    """Save the trainer of an FP8 checkpoint, after a step or before any, and load it into a fresh one. Return which layers of both still
+    have the checkpoint's blocks (`adopted`), and the names of tensors that differ."""
     first, second = (Trainer(folder, precision) for _ in range(2))
     if trained:
         first.actor.update(own(random_sequences(4, seed=5)), negative_log_likelihood)
@@ -457,7 +395,7 @@ def adopted_after_loading(folder: Path, run: Path, precision: dict[str, Any], tr
 
 
 def save_without_room(folder: Path, run: Path, precision: dict[str, Any], step: int) -> list[str]:
-    """Try to save where no file may be longer than 64 KiB; return the messages."""
+    """Try to save while no file may exceed 64 KiB; return the messages."""
     trainer, messages = Trainer(folder, precision), list[str]()
     config = config_of(folder, 99, precision)
     checkpoints = CheckpointManager(config, trainer.layout, run, trainer.actor, trainer.hf_config, messages.append, -1)
@@ -472,7 +410,7 @@ def save_without_room(folder: Path, run: Path, precision: dict[str, Any], step: 
 
 
 def train_with_watchdog(folder: Path, run: Path, precision: dict[str, Any], stuck_after: float) -> None:
-    """Train for ever; the watchdog's message is written to `run`/message."""
+    """Train forever. The watchdog's message is written to `run`/message."""
     start(layout := Layout(tp=2))
     run.mkdir(exist_ok=True)
     rank = dist.get_rank()
@@ -484,7 +422,7 @@ def train_with_watchdog(folder: Path, run: Path, precision: dict[str, Any], stuc
 
 
 def break_after_a_signal(rank: int) -> RunError:
-    """What ends a run that breaks on all ranks after that one got SIGUSR1."""
+    """Return the error that ends a run that breaks on all ranks after `rank` got SIGUSR1."""
     start(Layout(tp=2))
     install_signal_handlers(alone=False)
     if dist.get_rank() == rank:
@@ -496,9 +434,12 @@ CHANGED = "linear_fc1.weight"
 
 
 def measure_causes(folder: Path, precision: dict[str, Any], batch: list[TrainingSample], fault: str = "") -> dict[str, float]:
-    """The metrics of the ladder. `fault`: the engine computes a little otherwise ("kernels"), scales its inputs in the other format
-    ("activations"), holds a first scale that is twice as large ("weights"), caches in E4M3 ("kv"), or an optimizer step follows
-    ("version")."""
+    """Return the metrics of the mismatch attribution.
+
+    Args:
+        fault: the engine computes slightly different log-probs ("kernels"), scales its inputs in the other format ("activations"), holds a
+            first scale that is twice as large ("weights") or caches in E4M3 ("kv"), or an optimizer step follows ("version").
+    """
     trainer = Trainer(folder, precision)
     actor, named_tensors, format = trainer.actor, trainer.collect_named_tensors(), trainer.contract.engine_format
     if fault == "activations":
@@ -523,18 +464,10 @@ def measure_causes(folder: Path, precision: dict[str, Any], batch: list[Training
 
 
 def make_run(config: DemoConfig, folder: Path, step: int) -> Path:
-    """Makes `config.model` and saves it as the checkpoint of `step` in the run folder `folder`; returns the checkpoint."""
+    """Make `config.model` and save it as the checkpoint of `step` in the run folder `folder`; return the checkpoint."""
     warm_start.make_model(config)
-    layout = Layout()
-    start_megatron(layout, 0)
-    hf_config = read_config(config.model.path)
-    model = build_model(hf_config, layout, PrecisionContract.from_config(config.precision))
-    load_checkpoint(model, config.model.path, build_rank_shards(hf_config, layout))
-    Actor(model, TrainConfig(), 1.0)  # holds the masters
-    saved = folder / "checkpoints" / f"step_{step:05d}"
-    state = {"step": step, "policy_version": step, "precision": config.precision.model_dump(mode="json")}
+    trainer = Trainer(config.model.path, config.precision.model_dump(), layout=Layout())
     (folder / "checkpoints").mkdir(parents=True)
-    CheckpointWriter(saved, model, hf_config, config.model.path, state).finish()
     run = {"status": "finished", "reason": "", "started": None, "ended": None, "versions": {}, "config": {}}
     (folder / "run.json").write_text(json.dumps(run))
-    return saved
+    return trainer.save(folder / "checkpoints" / f"step_{step:05d}", step)

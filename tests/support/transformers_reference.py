@@ -1,4 +1,4 @@
-"""Hugging Face transformers as the second opinion, to compare Megatron and the engine with."""
+"""Reference computations by Hugging Face transformers, to compare Megatron and the engine with."""
 
 from __future__ import annotations
 
@@ -18,31 +18,32 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from megatron_rl.config import PrecisionConfig
 from megatron_rl.hf.files import read_config
 from megatron_rl.hf.write import write_checkpoint
+from megatron_rl.kernels.linear.reference import fprop
 from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.precision.fp8 import dequantize_weight
-from megatron_rl.precision.fp8_products import fprop
 from megatron_rl.precision.quantized_weight import QuantizedWeight
 from parallel.formats import FP8
 from support.models import masters, served
 
 
 def logits(folder: Path, ids: list[list[int]]) -> torch.Tensor:
-    """float32 [b, s, vocab] of the checkpoint computed in float32."""
+    """Return float32 `[b, s, vocab]` of the checkpoint, computed in float32."""
     with torch.no_grad():
         return _load(folder)(torch.tensor(ids)).logits
 
 
 def text_logprobs(folder: Path, documents: list[list[int]], high: str) -> torch.Tensor:
-    """float32 of every token but a document's first, computed in "fp32" or "bf16"."""
+    """Return the log-probs of every token but the first of each document, computed in "fp32" or "bf16"."""
     model = _load(folder, torch.bfloat16 if high == "bf16" else torch.float32)
     with torch.no_grad():
         return torch.cat([_answer(model, ids[:1], ids[1:]) for ids in documents])
 
 
 def grpo(folder: Path, sequences: list[dict[str, Any]], kl_coef: float) -> dict[str, Any]:
-    """PPO's clipped loss with a k3 term, mean over sampled tokens, one token after the other: the metrics of a step of `train_grpo`.
+    """Compute PPO's clipped loss with a k3 term, the mean over sampled tokens, token by token. Return the metrics of a step of
+    `train_grpo`, and `logprobs`, float32 `[tokens]`, of all sampled tokens.
 
-    `sequences`: fields of `TrainingSample`. `logprobs` float32 [tokens] are those of all sampled tokens.
+    `sequences` are fields of `TrainingSample`.
     """
     model = _load(folder)
     model.get_input_embeddings().padding_idx = None  # transformers gives the padding token, which is the end token too, no gradient
@@ -74,11 +75,11 @@ def grpo(folder: Path, sequences: list[dict[str, Any]], kl_coef: float) -> dict[
 def fp8_logprobs(
     hf_config: dict[str, Any], seed: int, precision: dict[str, Any], sequences: list[tuple[list[int], list[int]]]
 ) -> torch.Tensor:
-    """Log-probs of all answers' tokens, one after the other, of `support.models.masters` with the precision flow of the contract.
+    """Return the log-probs of all responses' tokens, concatenated, for `support.models.masters` with the contract's precision flow.
 
-    The whole model is transformers', in float32, with the dequantized tiles for weights; only `F.linear` quantises its input where its
-    weight is one of those. kv_b_proj is left out: an engine with absorbed MLA multiplies its tiles with inputs that are not quantized.
-    `sequences`: (prompt, answer).
+    The model is transformers', in float32, with dequantized blocks as weights. Only `F.linear` quantizes its input if its weight is one of
+    those. kv_b_proj is left out, because an engine with absorbed MLA multiplies its blocks with inputs that are not quantized. `sequences`
+    are (prompt, response) pairs.
     """
     contract = PrecisionContract.from_config(PrecisionConfig.model_validate(precision))
     tensors = served(hf_config, masters(hf_config, seed), contract)
@@ -110,8 +111,8 @@ def fp8_logprobs(
 
 
 def peft_logprobs(base: Path, adapters: Path, sequences: list[tuple[list[int], list[int]]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probs of all answers' tokens of a checkpoint in float32, without and with adapters that PEFT loads. `sequences`: (prompt,
-    answer). Fails where PEFT finds no place for an adapter, or a place without one."""
+    """Return the float32 log-probs of all responses' tokens of a checkpoint, without and with adapters that PEFT loads. Fail if an
+    adapter has no place, or a place has no adapter. `sequences` are (prompt, response) pairs."""
     sys.path.append(f"{sys.prefix}/peft")  # launch/requirements-peft.txt
     from peft import PeftModel
 
@@ -131,7 +132,7 @@ def _load(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
 
 
 def _weight_addresses(model: PreTrainedModel) -> set[int]:
-    """Addresses of the weights of FP8 linear layers, each expert's too."""
+    """Return the addresses of the weights of FP8 linear layers, including each expert's."""
     addresses: set[int] = set()
     for name, weight in model.named_parameters():
         if "_proj" in name and "kv_b_proj" not in name and weight.dim() > 1:
@@ -145,8 +146,8 @@ def _answer(model: PreTrainedModel, prompt: list[int], answer: list[int]) -> tor
 
 
 def value_step(folder: Path, sequences: list[dict[str, Any]], cliprange: float) -> dict[str, Any]:
-    """The first step of a critic, one token after the other: its values float32 [tokens], its loss and its gradient's norm. `sequences`:
-    fields of `TrainingSample` with `values` and `returns`; the checkpoint has a `score.weight`."""
+    """Compute the first step of a critic token by token. Return its values float32 `[tokens]`, its loss and the norm of its gradient.
+    `sequences` are fields of `TrainingSample` with `values` and `returns`; the checkpoint has a `score.weight`."""
     model, head = _load(folder).model, load_file(folder / "model.safetensors")["score.weight"].requires_grad_()
     model.get_input_embeddings().padding_idx = None
     values, losses = [], []
@@ -165,9 +166,9 @@ def value_step(folder: Path, sequences: list[dict[str, Any]], cliprange: float) 
 
 
 def mtp_loss(folder: Path, sequences: list[dict[str, Any]]) -> float:
-    """Cross-entropy of the first layer for multi-token prediction, per answer token. The layer is that of a model of one layer.
+    """Return the cross-entropy of the first layer for multi-token prediction per response token, computed as a model of one layer.
 
-    `sequences`: fields of `TrainingSample`.
+    `sequences` are fields of `TrainingSample`.
     """
     tensors, hf_config, model = load_file(folder / "model.safetensors"), read_config(folder), _load(folder)
     prefix = f"model.layers.{hf_config['num_hidden_layers']}."

@@ -13,7 +13,7 @@ settings.load_profile("unit")
 def fake_libraries(monkeypatch):
     from support import fake_gpu_libraries as fake_kernels
 
-    from megatron_rl.precision.backends import make_backend
+    from megatron_rl.kernels.linear import make_backend
 
     fake_kernels.install(monkeypatch)
     make_backend.cache_clear()  # no back end keeps a stand-in

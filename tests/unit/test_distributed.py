@@ -1,4 +1,4 @@
-"""What exists on rank 0 only: made there, used there, its results and errors everywhere."""
+"""Objects that exist on rank 0 only: their results and errors reach every rank."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def refuse(*_: Any) -> Any:
 
 
 def outcome(use: Callable[[], Any]) -> Any:
-    """What `use` returns, or the line of what it raises."""
+    """Return the result of `use`, or its error message."""
     try:
         return use()
     except (RunError, LookupError) as error:
@@ -26,16 +26,16 @@ def outcome(use: Callable[[], Any]) -> Any:
 
 def use_in_every_way() -> dict[str, Any]:
     dist.is_initialized() or dist.init_process_group("gloo")
-    rank, told = dist.get_rank(), list[int]()
+    rank, local = dist.get_rank(), list[int]()
     held = Rank0(lambda: [rank])
-    held.tell(lambda numbers: (told.append(rank), numbers.append(7)))
+    held.run_local(lambda numbers: (local.append(rank), numbers.append(7)))
     return {
         "made": outcome(lambda: Rank0(refuse)),
         "run": held.run(lambda numbers: sum(numbers)),
         "error": outcome(lambda: held.run(refuse)),
         "after an error": held.run(len),
-        "told": told,
-        "error when told": outcome(lambda: held.tell(refuse)),
+        "local": local,
+        "local error": outcome(lambda: held.run_local(refuse)),
         "value": outcome(lambda: held.value),
         "before the start": share_before_start("made", lambda: rank, dist.distributed_c10d._get_default_store()),
         "error before the start": outcome(lambda: share_before_start("failed", refuse, dist.distributed_c10d._get_default_store())),
@@ -45,9 +45,9 @@ def use_in_every_way() -> dict[str, Any]:
 
 def test_one_process_is_rank_0():
     held = Rank0(lambda: [1])
-    held.tell(lambda numbers: numbers.append(2))
+    held.run_local(lambda numbers: numbers.append(2))
     assert held.value == [1, 2] and held.run(sum) == 3
-    for use in (lambda: Rank0(refuse), lambda: held.run(refuse), lambda: held.tell(refuse)):
+    for use in (lambda: Rank0(refuse), lambda: held.run(refuse), lambda: held.run_local(refuse)):
         with pytest.raises(RunError, match="rank 0 refuses"):
             use()
 
@@ -56,5 +56,5 @@ def test_results_and_errors_of_rank_0_reach_every_rank(worlds):
     first, second = worlds(2).call(use_in_every_way)
     shared = {"made": "rank 0 refuses", "run": 7, "error": "rank 0 refuses", "after an error": 2, "of another": 3}
     shared |= {"before the start": 0, "error before the start": "rank 0 refuses"}
-    assert first == shared | {"told": [0], "error when told": "rank 0 refuses", "value": [0, 7]}
-    assert second == shared | {"told": [], "error when told": None, "value": "list index out of range"}
+    assert first == shared | {"local": [0], "local error": "rank 0 refuses", "value": [0, 7]}
+    assert second == shared | {"local": [], "local error": None, "value": "list index out of range"}

@@ -26,20 +26,20 @@ MAY_IMPORT = {  # launch, tools -> examples -> rollout_sglang -> megatron_rl -> 
 }
 OWN_PACKAGES = set(MAY_IMPORT)
 ORDER = [  # of what lies in megatron_rl: each imports only what stands before it
-    *("errors", "types", "versions", "metrics", "plugs", "config", "precision", "batch"),
-    *("hf", "rewards", "data", "algorithm", "distributed", "observability", "rollout", "sync", "mcore"),
-    *("preflight", "evaluation", "reporting", "training", "planner", "rehearsal", "cli", "__main__"),
+    *("errors", "types", "versions", "metrics", "plugs", "config", "precision", "kernels", "batch"),
+    *("hf", "workers", "rewards", "data", "algorithm", "distributed", "observability", "rollout", "sync", "mcore"),
+    *("preflight", "evaluation", "reporting", "training", "cost", "planner", "rehearsal", "cli", "__main__"),
 ]
 ROOT_MODULES = 8
-PACKAGES_CHECK = ("tools/checks/gpu_packages.py", "tools/checks/hopper_kernels.py")
+PACKAGES_CHECK = ("tools/gpu_packages.py", "tools/hopper_kernels.py")
 """Hold the libraries themselves against what is expected of them."""
 ONLY_IN = {
     "sglang": ("rollout_sglang/*", *PACKAGES_CHECK),
     "megatron": ("megatron_rl/mcore/*", "megatron_rl/rehearsal/*", *PACKAGES_CHECK),
-    "triton": ("megatron_rl/precision/*/*triton*.py", "parallel/digest_triton.py", *PACKAGES_CHECK),
-    "deep_gemm": ("megatron_rl/precision/backends/deep_gemm*.py", *PACKAGES_CHECK),
-    "transformer_engine": ("megatron_rl/precision/backends/transformer_engine.py",),
-    "transformer_engine_torch": ("megatron_rl/precision/backends/transformer_engine.py",),
+    "triton": ("megatron_rl/kernels/*/triton.py", "parallel/digest_triton.py", *PACKAGES_CHECK),
+    "deep_gemm": ("megatron_rl/kernels/*/deep_gemm.py", *PACKAGES_CHECK),
+    "transformer_engine": ("megatron_rl/kernels/linear/transformer_engine.py",),
+    "transformer_engine_torch": ("megatron_rl/kernels/linear/transformer_engine.py",),
 }
 TORCH_FREE = (
     "megatron_rl.config",
@@ -54,7 +54,6 @@ TORCH_FREE = (
     "parallel.layout",
     "rollout_sglang",
 )
-KERNELS = ("triton_norm", "triton_quantize", "triton_spread", "triton_swiglu", "__init__")  # imported inside functions alone
 
 
 def imported_names(file: Path) -> set[str]:
@@ -119,11 +118,11 @@ def test_no_modules_import_each_other_in_a_circle_and_few_lie_at_the_root():
 def test_heavy_libraries_are_imported_when_needed():
     """In one fresh interpreter: modules that need no torch first, then the GPU back ends, which load without their libraries, and the
     choice of a sampler, which loads no web server."""
-    backends = sorted(file.stem for file in (ROOT / "megatron_rl/precision/backends").glob("*.py"))
-    modules = [f"megatron_rl.precision.backends.{name}" for name in backends if name not in KERNELS]
+    backends = sorted(file.stem for file in (ROOT / "megatron_rl/kernels/linear").glob("*.py"))
+    modules = [f"megatron_rl.kernels.linear.{name}" for name in backends if name != "__init__"]
     groups = [
         f"torch,megatron,sglang,transformers:{','.join(TORCH_FREE)}",
-        f"triton,deep_gemm,transformer_engine,uvicorn:{','.join([*modules, 'megatron_rl.rollout.sampler'])}",
+        f"triton,deep_gemm,transformer_engine,uvicorn:{','.join([*modules, 'megatron_rl.rollout.generation'])}",
     ]
     script = [sys.executable, ROOT / "tests/support/import_lightly.py", *groups]
     done = subprocess.run(script, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
@@ -132,9 +131,6 @@ def test_heavy_libraries_are_imported_when_needed():
 
 OPTIONAL = (
     "megatron_rl.batch.replay",
-    "megatron_rl.data.epochs",
-    "megatron_rl.observability.mlflow_tracker",
-    "megatron_rl.observability.wandb_tracker",
     "megatron_rl.rollout.agents.endpoint",
     "megatron_rl.rollout.agents.runner",
 )

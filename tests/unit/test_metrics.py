@@ -1,4 +1,4 @@
-"""Metrics: whoever emits one has declared it, whatever is declared is emitted, and readers name only what is declared."""
+"""Metrics: every emitted metric is declared, every declaration is emitted, and readers use only declared names."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-import megatron_rl.training.loop  # noqa: F401  it imports every module that makes metrics
+import megatron_rl.batch.replay
+import megatron_rl.training.loop  # noqa: F401  together, these import all modules that declare metrics
 from megatron_rl import metrics
 from megatron_rl.metrics import DECLARED, Metric, UndeclaredMetricWarning, declare, describe, group_by_panel, warn_undeclared
 from megatron_rl.reporting.plots import SECTIONS
@@ -31,20 +32,20 @@ def names_in(nodes: list[ast.expr]) -> set[ast.Name]:
 
 
 def find_declarations(tree: ast.Module) -> tuple[set[str], set[str]]:
-    """The constants of a module that hold names of metrics, and these names."""
+    """Return the constants of a module that contain names of metrics, and the names."""
     assigned = [node for node in tree.body if isinstance(node, ast.Assign) and any(map(is_declare, ast.walk(node)))]
     declared = {call.args[0].value for node in assigned for call in ast.walk(node) if is_declare(call)}
     return {name.id for node in assigned for name in names_in(node.targets)}, declared
 
 
 def own_declarations() -> dict[str, Metric]:
-    """Those of the package; tests and examples may have declared others."""
+    """Return the declarations of the package, without those of tests and examples."""
     return {name: DECLARED[name] for tree in SOURCES.values() for name in find_declarations(tree)[1]}
 
 
 @functools.cache
 def find_emissions(file: Path) -> set[str]:
-    """The names that code of a file uses other than to read: `row[NAME]`, `row.get(NAME)`."""
+    """Return the names that a file uses for anything but reading, as in `row[NAME]` and `row.get(NAME)`."""
     read: list[ast.expr] = []
     for node in ast.walk(SOURCES[file]):
         if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load):
@@ -57,7 +58,7 @@ def find_emissions(file: Path) -> set[str]:
 
 @functools.cache
 def find_imports() -> dict[tuple[str, str], list[Path]]:
-    """(module, name) -> files that import it."""
+    """Return the files that import each (module, name)."""
     imports = defaultdict(list)
     for file, tree in SOURCES.items():
         for node in (node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)):
@@ -67,7 +68,7 @@ def find_imports() -> dict[tuple[str, str], list[Path]]:
 
 
 def keys_written(tree: ast.Module) -> list[str]:
-    """The literal keys of dicts, and of what is assigned to; `{}` stands for the variable parts of an f-string."""
+    """Return the literal keys of dicts and assignments, with `{}` for the variable parts of an f-string."""
     keys: list[ast.expr | None] = []
     for node in ast.walk(tree):
         keys += node.keys if isinstance(node, ast.Dict) else [node.key] if isinstance(node, ast.DictComp) else []
@@ -86,26 +87,26 @@ def test_every_declaration_is_emitted():
         assert not never, f"{file} declares {never}, but nothing emits it"
 
 
-def test_names_are_written_by_their_declaration_alone():
+def test_names_are_only_written_in_declarations():
     for file, tree in SOURCES.items():
         literal = [key for key in keys_written(tree) if METRIC.fullmatch(key)]
-        assert not literal, f"{file} emits {literal}, which a constant by `metrics.declare` should name"
+        assert not literal, f"{file} emits {literal}, use a constant from `metrics.declare`"
 
 
 @pytest.mark.parametrize("file", READERS, ids=lambda file: str(file.relative_to(ROOT)))
-def test_readers_name_only_what_is_declared(file):
+def test_readers_use_only_declared_names(file):
     kinds = {name.partition("/")[0] for name in DECLARED}
     words = {node.value for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
     unknown = [word for word in words if METRIC.fullmatch(word) and word.partition("/")[0] in kinds and not describe(word)]
-    assert not unknown, f"{file} reads {unknown}, which nobody declares"
+    assert not unknown, f"{file} reads {unknown}, which are not declared"
 
 
-def test_every_panel_is_one_of_the_report_s_and_is_filled():
+def test_the_report_has_every_panel():
     panels = [panel.ylabel for plots in SECTIONS.values() for plot in plots for panel in plot.panels]
     assert sorted(panels) == sorted(group_by_panel(own_declarations()))
 
 
-def test_a_metric_is_one_of_a_kind(monkeypatch):
+def test_invalid_declarations_are_refused(monkeypatch):
     monkeypatch.setattr(metrics, "DECLARED", {})
     assert declare("test/mine", "what it means") == "test/mine"
     for name, unit in (("test/mine", "number"), ("step", "number"), ("test/other", "parsec"), ("test/{}/{}", "number")):
@@ -113,7 +114,7 @@ def test_a_metric_is_one_of_a_kind(monkeypatch):
             declare(name, "what it means", unit)
 
 
-def test_a_family_describes_its_members_and_the_longest_family_wins():
+def test_the_longest_family_describes_its_members():
     load = describe("memory/engine_train_mb")
     assert (load.name, load.label, load.unit) == ("memory/engine_train_mb", "train", "MiB") and "“train”" in load.meaning
     assert describe("memory/train_mb").panels == ("trainer (MiB)",)
@@ -121,7 +122,7 @@ def test_a_family_describes_its_members_and_the_longest_family_wins():
     assert describe("accuracy/level_") is describe("memory/train_gb") is describe("test/nothing") is None
 
 
-def test_what_nobody_declared_is_warned_of_once_for_each_name(recwarn):
+def test_each_undeclared_name_is_warned_of_once(recwarn):
     warnings.simplefilter("default")
     for _ in range(2):
         warn_undeclared(["step", "unix_time", "reward/mean", "test/a", "test/b"])

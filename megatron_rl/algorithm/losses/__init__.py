@@ -1,1 +1,1 @@
-"""Policy losses, one a file."""
+"""Policy losses, one per file."""

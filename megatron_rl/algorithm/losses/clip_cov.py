@@ -1,7 +1,7 @@
-"""Clip-Cov (arXiv 2505.22617, section 4.2): PPO, and some tokens whose log-prob and advantage are high together give no gradient, since
-they lower the entropy most. `algorithm.covariance` chooses them.
+"""Clip-Cov (arXiv 2505.22617, section 4.2): PPO without the gradient of some tokens whose log-prob and advantage are both high, since these
+lower the entropy most. `algorithm.covariance` selects them.
 
-loss_t = that of `ppo`, 0 for a chosen token
+loss_t = the loss of `ppo`, or 0 for a selected token
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from megatron_rl.config.algorithm import AlgorithmConfig
 
 
 def token_losses(logprobs: torch.Tensor, batch: MicroBatch, config: AlgorithmConfig) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (losses [1, t], bool [1, t]: tokens whose gradient the clip or the choice removes). `logprobs` [1, t] with gradient."""
+    """Return (losses [1, t], clipped or selected tokens bool [1, t]). `logprobs` [1, t] with gradient."""
     losses, clipped = ppo.token_losses(logprobs, batch, config)
     chosen = batch.high_covariance > 0
     return losses.masked_fill(chosen, 0.0), clipped | chosen

@@ -1,14 +1,14 @@
-"""DPPO (arXiv 2602.04879): how far the policy has moved a token's probability bounds it, not by what factor.
+"""DPPO (arXiv 2602.04879): clips by the divergence between the two policies at a token instead of by the ratio.
 
-p, q: probability of the sampled token under the policy now and the one that sampled it, at most 1.
+p and q are the probabilities of the sampled token under the current policy and under the policy that sampled it, at most 1.
 
-loss_t = -stop_gradient(min(p / q, 20)) A logp_t, and 0 where the move has gone beyond the bound D in the direction that A pushes:
-p > q and D > clip_high for A > 0, p < q and D > clip_low for A < 0.
+loss_t = -stop_gradient(min(p / q, 20)) A logp_t, or 0 if the divergence D exceeds its bound in the direction that A pushes:
+p > q and D > clip_high for A > 0, or p < q and D > clip_low for A < 0.
 
 tv   D = |p - q|                                                        total variation of "this token or another"
-kl   D = q log(q / p) + (1 - q) log((1 - q) / (1 - p))                  Kullback-Leibler divergence of the same
+kl   D = q log(q / p) + (1 - q) log((1 - q) / (1 - p))                  Kullback-Leibler divergence of the same two outcomes
 
-The weight's bound is that of section 5.4. Its gradient is that of -(p / q) A.
+The bound of the weight is from section 5.4. The gradient equals that of -(p / q) A.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _LARGEST_WEIGHT = 20.0
 
 
 def tv_losses(logprobs: torch.Tensor, batch: MicroBatch, config: AlgorithmConfig) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (losses [1, t], bool [1, t]: tokens beyond the bound, without gradient). `logprobs` [1, t] with gradient."""
+    """Return (losses [1, t], tokens beyond the bound bool [1, t]) for D = tv. `logprobs` [1, t] with gradient."""
     now, old = logprobs.detach().clamp(max=0), batch.old_logprobs.clamp(max=0)
     return _mask(logprobs, batch, (now.exp() - old.exp()).abs(), config)
 
 
 def kl_losses(logprobs: torch.Tensor, batch: MicroBatch, config: AlgorithmConfig) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same with the other D."""
+    """Return the same as `tv_losses` for D = kl."""
     now, old = logprobs.detach().clamp(max=0), batch.old_logprobs.clamp(max=0)
     rest = -torch.expm1(old)
     others = rest * (_log_rest(old) - _log_rest(now))
@@ -39,7 +39,7 @@ def kl_losses(logprobs: torch.Tensor, batch: MicroBatch, config: AlgorithmConfig
 
 
 def _log_rest(logprobs: torch.Tensor) -> torch.Tensor:
-    """Return log(1 - exp(logprobs)), -inf for a probability of 1."""
+    """Return log(1 - exp(logprobs)); -inf for a probability of 1."""
     return torch.log(-torch.expm1(logprobs))
 
 

@@ -1,6 +1,6 @@
 """PPO's clipped ratio (arXiv 1707.06347) with separate bounds on each side (DAPO, arXiv 2503.14476) and a dual clip (arXiv 1912.09729).
 
-rho_t  = exp(logp_t - old_t), the exponent within +-20
+rho_t  = exp(logp_t - old_t), with the exponent clamped to +-20
 loss_t = -min(rho_t A, clip(rho_t, 1 - low, 1 + high) A)
 dual clip, A < 0: loss_t = min(loss_t, -c A)
 """
@@ -15,7 +15,7 @@ from megatron_rl.config.algorithm import AlgorithmConfig
 
 
 def token_losses(logprobs: torch.Tensor, batch: MicroBatch, config: AlgorithmConfig) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (losses [1, t], bool [1, t]: tokens whose gradient the clip removes). `logprobs` [1, t] with gradient."""
+    """Return (losses [1, t], clipped tokens bool [1, t]). `logprobs` [1, t] with gradient."""
     advantage = batch.advantages
     ratio = exp_log_ratio(logprobs - batch.old_logprobs)
     low, high = 1 - config.clip_low, 1 + config.clip_high

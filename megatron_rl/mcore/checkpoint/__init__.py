@@ -1,1 +1,1 @@
-"""Checkpoints of a run: folder, write, load, optimizer and random state."""
+"""Checkpoints of a run: the folder, saving and loading, optimizer state, random state, and weights for export."""

@@ -1,11 +1,8 @@
-"""Asynchronous save of one checkpoint: a thread writes it while training goes on.
+"""Asynchronous checkpoint save: a thread writes the files while training continues.
 
-Megatron plans and finishes a save collectively; in between every rank writes its own files. Megatron does that in forked processes and a
-helper process, which outlives a killed trainer. Here a thread does it, with Megatron's own writing function, on a copy of the tensors in
-host memory.
+Megatron plans and finalizes a save collectively; in between, every rank writes its own files. Megatron would write them in forked
+processes with a helper process that outlives a killed trainer. Here a thread calls Megatron's writing function on host copies instead.
 """
-
-from __future__ import annotations
 
 import queue
 import threading
@@ -26,41 +23,36 @@ from megatron_rl.mcore.checkpoint.folder import check_room, checksum_files
 
 
 class OtherFiles(Protocol):
-    """Files of a checkpoint beside its sharded tensors, of one rank."""
+    """This rank's checkpoint files besides its sharded tensors."""
 
     @property
     def nbytes(self) -> int: ...
 
     def write(self, to: Path) -> list[str]:
-        """Write them into the checkpoint's folder; return their paths in it. Raise OSError."""
+        """Write the files into the checkpoint's folder; return their relative paths. Raise OSError."""
 
 
 class AsyncSave:
-    """Writes a sharded state dict into the empty folder `parent/mcore`. All methods but the thread's are collective.
+    """Saves a sharded state dict into the empty folder `parent/mcore`. All public methods are collective.
 
-    `live`: those of its tensors, or tensors that they are views of, which training goes on to change; others are the save's own.
-    `others`: what else this rank's thread writes.
-    Raise RunError on every rank where the disk has no room for it.
+    Args:
+        live: tensors that training will modify (or whose views are saved), so that they must be copied.
+        others: further files that this rank's thread writes.
+
+    Raises RunError on every rank if the disk lacks space.
     """
 
-    def __init__(
-        self,
-        parent: Path,
-        sharded: dict[str, Any],
-        live: Iterable[torch.Tensor],
-        others: Sequence[OtherFiles] = (),
-    ) -> None:
+    def __init__(self, parent: Path, sharded: dict[str, Any], live: Iterable[torch.Tensor], others: Sequence[OtherFiles] = ()) -> None:
         self._parent, self._error, self._others = parent, "", others
         self.other_bytes = sum(other.nbytes for other in others)
-        self.files: dict[str, dict[str, Any]] = {}
-        """Once written: path relative to `parent` -> size and hash of this rank's files."""
+        self.files: dict[str, dict[str, Any]] = {}  # relative path -> size and hash of this rank's files; filled when they are written
         results: queue.Queue[Any] = queue.Queue()
-        filesystem_async._results_queue = results  # else Megatron starts a helper process for one
+        filesystem_async._results_queue = results  # otherwise Megatron starts a helper process to create a queue
         try:
             self._request = dist_checkpointing.save(sharded, str(parent / "mcore"), async_sharded_save=True)
         finally:
             filesystem_async._results_queue = None
-        write: Any = self._request.async_fn  # None where this rank has nothing to write
+        write: Any = self._request.async_fn  # None if this rank has nothing to write
         buckets, transforms = ([], None) if write is None else (self._request.async_fn_args[1], write.args[0])
         self._check_room(buckets)
         storages = {tensor.untyped_storage()._cdata for tensor in live}
@@ -93,22 +85,22 @@ class AsyncSave:
             self._error = f"rank {dist.get_rank()}: {_reason(error)}"
 
     def is_written(self) -> bool:
-        """Return whether every rank has written its files, or failed to."""
+        """Return whether every rank has written its files or failed."""
         return not any(gather_from_ranks(self._thread.is_alive()))
 
     def finish(self) -> None:
-        """Wait for all ranks and complete the folder. Raise RunError on every rank where one could not write."""
+        """Wait for all ranks and finalize the folder. Raise RunError on every rank if any rank failed to write."""
         self._thread.join()
         raise_on_all_ranks(RunError(self._error) if self._error else None)
         try:
             for complete in self._request.finalize_fns:
                 complete()
-        except CheckpointException as error:  # a BaseException
+        except CheckpointException as error:  # a subclass of BaseException
             raise RunError(str(error)) from None
 
 
 def _reason(error: BaseException) -> str:
-    """Return the message of the OSError that caused the error, where one did: torch's writer raises others on top of it."""
+    """Return the message of the underlying OSError if there is one: torch's writer wraps it in other errors."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OSError):
         cause = cause.__cause__ or cause.__context__
@@ -116,6 +108,7 @@ def _reason(error: BaseException) -> str:
 
 
 def _copy_to_host(bucket: Any, live: set[int]) -> Any:
-    """Return the bucket with its tensors in host memory, and those that lie in one of the storages `live` copied."""
+    """Return the bucket with its tensors in host memory. Tensors in one of the storages `live` are copied even if they are there
+    already."""
     path, name, (texts, tensors) = bucket
     return path, name, (texts, [(item, tensor.to("cpu", copy=tensor.untyped_storage()._cdata in live)) for item, tensor in tensors])

@@ -1,10 +1,8 @@
-"""The folder `checkpoints/` of a run: which checkpoints are complete, how many are kept, and which to resume from. No torch here.
+"""The folder `checkpoints/` of a run: publishing, pruning, and damage checks. Does not import torch.
 
-A checkpoint is written into a hidden folder and renamed to `step_00030` when everything is on the disk, so a killed run leaves a complete
-checkpoint or none. Its `state.json`, written last, holds size and XXH3-128 of every other file, which reveal later damage.
+A checkpoint is written into a hidden folder, which is renamed to `step_00030` once everything is on disk. A killed run thus never leaves a
+partial checkpoint. `state.json` is written last; it holds the size and XXH3-128 hash of every other file, to detect later damage.
 """
-
-from __future__ import annotations
 
 import hashlib
 import json
@@ -22,12 +20,11 @@ from megatron_rl.errors import RunError
 
 _NAME = re.compile(r"step_(\d{5,})")
 _STATE = "state.json"
-_READERS = 8
-"""Files read at a time."""
+_READERS = 8  # number of files to read concurrently
 
 
 def checkpoint_folder(run: Path, step: int) -> Path:
-    """Return the path of a run's checkpoint of an RL step."""
+    """Return the path of the checkpoint of an RL step."""
     return run / "checkpoints" / f"step_{step:05d}"
 
 
@@ -37,20 +34,20 @@ def unfinished_folder(folder: Path) -> Path:
 
 
 def clear_unfinished(parent: Path) -> None:
-    """Remove leftovers of interrupted saves and removals in `checkpoints/`."""
+    """Remove the leftovers of interrupted saves and removals in `checkpoints/`."""
     for folder in parent.glob(".step_*"):
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def list_newest_first(run: Path) -> list[Path]:
-    """Return the checkpoints of a run by name, damaged ones included."""
+    """Return the checkpoints of a run, newest first, including damaged ones."""
     parent = run / "checkpoints"
     named = [(int(match[1]), folder) for folder in (parent.iterdir() if parent.is_dir() else ()) if (match := _NAME.fullmatch(folder.name))]
     return [folder for _, folder in sorted(named, reverse=True)]
 
 
 def checksum_files(folder: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """Return path relative to `folder` -> size in bytes and XXH3-128, after flushing each file to the disk. Raise OSError."""
+    """Return {relative path: size in bytes and XXH3-128} after flushing each file to disk. Raise OSError."""
     checksums = {}
     for name in names:
         with open(folder / name, "rb") as file:
@@ -61,18 +58,18 @@ def checksum_files(folder: Path, names: Iterable[str]) -> dict[str, dict[str, An
 
 
 def check_room(folder: Path, needed: int) -> None:
-    """Raise RunError where the disk of a folder has less than `needed` bytes left."""
+    """Raise RunError if the disk of `folder` has fewer than `needed` free bytes."""
     if (free := shutil.disk_usage(folder).free) < needed:
-        raise RunError(f"it takes {needed / 2**20:,.0f} MiB and the disk has {free / 2**20:,.0f} MiB left ({folder.parent})")
+        raise RunError(f"{needed / 2**20:,.0f} MiB are needed, but only {free / 2**20:,.0f} MiB are free on the disk ({folder.parent})")
 
 
 def list_files(folder: Path) -> list[str]:
-    """Return every file below a folder, by its path relative to it."""
+    """Return the relative path of every file below a folder."""
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
 
 
 def write_state(folder: Path, state: dict[str, Any]) -> None:
-    """Write state.json and flush it and all folders to the disk. Raise OSError."""
+    """Write state.json; flush it and all folders to disk. Raise OSError."""
     with open(folder / _STATE, "w") as file:
         file.write(json.dumps(state, indent=2) + "\n")
         file.flush()
@@ -82,9 +79,9 @@ def write_state(folder: Path, state: dict[str, Any]) -> None:
 
 
 def publish(hidden: Path, folder: Path, keep: int) -> None:
-    """Rename a written checkpoint to its final name, then remove all but the newest `keep`; 0 keeps all. Raise OSError."""
+    """Rename a written checkpoint to its final name, then remove all but the newest `keep` checkpoints; 0 keeps all. Raise OSError."""
     if folder.exists():
-        _remove(folder)  # it is damaged: else the run would have resumed from it
+        _remove(folder)  # the run did not resume from it, so it is damaged
     hidden.rename(folder)
     fsync_folder(folder.parent)
     for old in list_newest_first(folder.parent.parent)[keep:] if keep else []:
@@ -92,7 +89,7 @@ def publish(hidden: Path, folder: Path, keep: int) -> None:
 
 
 def _remove(folder: Path) -> None:
-    """Rename first: an interrupted removal then leaves no damaged checkpoint under its name."""
+    """Remove a checkpoint. It is renamed first, so that an interrupted removal leaves no damaged checkpoint."""
     hidden = folder.with_name(f".{folder.name}.removed")
     shutil.rmtree(hidden, ignore_errors=True)
     folder.rename(hidden)
@@ -100,7 +97,7 @@ def _remove(folder: Path) -> None:
 
 
 def fsync_folder(folder: Path) -> None:
-    """Flush a folder's entries to the disk."""
+    """Flush the entries of a folder to disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -109,7 +106,7 @@ def fsync_folder(folder: Path) -> None:
 
 
 def find_damage(folder: Path, rank: int = 0, world: int = 1) -> str:
-    """Return what is wrong with a checkpoint, "" where it is complete. Reads every byte of it, or the `rank`-th of `world` shares of its
+    """Describe the damage of a checkpoint, or return "". Reads every byte of its files, or of the `rank`-th of `world` shares of the
     files."""
     try:
         files = json.loads((folder / _STATE).read_bytes())["files"]
@@ -129,7 +126,7 @@ def _find_damage_in_file(folder: Path, name: str, expected: dict[str, Any]) -> s
             if size != expected["bytes"]:
                 return f"{name} has {size:,} bytes instead of {expected['bytes']:,}"
             if hashlib.file_digest(file, xxhash.xxh3_128).hexdigest() != expected["xxh3_128"]:
-                return f"{name} holds other bytes than were written"
+                return f"{name} was modified after it was written"
     except OSError as error:
         return f"{name} cannot be read ({error.strerror})"
     return ""

@@ -1,14 +1,11 @@
-"""The FP32 part of a checkpoint: masters and both moments, split as the weights they belong to, so they load into any layout.
+"""FP32 state in a checkpoint: masters and Adam's moments, sharded like their weights, so that any layout can load them.
 
-Megatron's own `optimizer.sharded_state_dict` cannot be used: it numbers 16-bit parameters only, while there are FP8 and FP32 ones among
-them, and with experts its names depend on how many optimizers a rank has. Here a tensor is named after its weight; the master of a
-quantized layer has the weight's own name, as its bytes are made from it.
+Megatron's `optimizer.sharded_state_dict` does not fit: it handles only 16-bit parameters, and with experts its names depend on the number
+of optimizers on a rank. Here a tensor is named after its weight. The master of a quantized layer has the weight's own name.
 
-Replicas hold a slice of each weight's state. For a checkpoint each weight's state is assembled on the replica that holds the most of it,
-which writes or reads it: so no rank holds more than its share, and what is sent is little more than weights that two replicas share.
+Each data-parallel replica holds a slice of a weight's state. The replica with the largest slice gathers the whole tensor and writes or
+reads it, so no rank holds more than its share, and little is sent.
 """
-
-from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -20,19 +17,16 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
 
-from megatron_rl.mcore.layers.master import MasterSlice
-from megatron_rl.mcore.layers.quantized_linear import QuantizedLinear
+from megatron_rl.mcore.layers.linear.quantized_linear import QuantizedLinear
+from megatron_rl.mcore.optim.master_slices import MasterSlice, flatten_chained, iter_stepped
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-_PIECE = 1 << 20
-"""Elements that pass through a device at a time: 4 MiB, which a plan need not count. Their copy to the host, about half a millisecond,
-takes far longer than to start it or the exchange."""
-Chunks = list[dict[str, Any]]
-"""The `sharded_state_dict()` of the model's chunks, whose tensors are the live parameters."""
+_PIECE = 1 << 20  # elements sent at a time (4 MiB), so that the device needs almost no memory for the exchange
+Chunks = list[dict[str, Any]]  # the `sharded_state_dict()` of each model chunk; its tensors are the live parameters
 
 
 class _SlicedState:
-    """Tensors of which this rank holds slices, by "KIND.CHUNK.NAME of the weight"."""
+    """Tensors that this rank holds slices of, by "KIND.CHUNK.NAME"."""
 
     def __init__(self) -> None:
         self._entries: dict[str, _SlicedTensor] = {}
@@ -45,23 +39,24 @@ class _SlicedState:
         return {name: entry.slice.values for name, entry in self._entries.items()}
 
     def sharded_for_save(self) -> dict[str, Any]:
-        """Return float32 tensors split as their weights, for `dist_checkpointing.save`. Collective."""
+        """Return float32 tensors, sharded like their weights, for `dist_checkpointing.save`. Collective."""
         gathered = {name: entry.gather() for name, entry in self._entries.items()}
         return {name: self._entries[name].as_sharded(tensor) for name, tensor in gathered.items() if tensor is not None}
 
     def sharded_for_load(self) -> dict[str, Any]:
         """Return the same for `dist_checkpointing.load`, which fills or replaces the tensors."""
-        return {name: entry.as_loaded() for name, entry in self._entries.items() if entry.is_owner}
+        owned = {name: entry for name, entry in self._entries.items() if entry.is_owner}
+        return {name: fill_in_place(entry.as_sharded(entry.allocate())) for name, entry in owned.items()}
 
     @torch.no_grad()
     def load(self, loaded: dict[str, torch.Tensor]) -> None:
-        """Copy in what `dist_checkpointing.load` returned for `sharded_for_load`. Collective."""
+        """Copy in the result of `dist_checkpointing.load` for `sharded_for_load`. Collective."""
         for name, entry in self._entries.items():
             entry.scatter(loaded.get(name))
 
 
 class MasterState(_SlicedState):
-    """The masters of quantized layers, whose weights' bytes they replace in `chunks`: those are made from them."""
+    """Masters of quantized layers. They replace the weights' bytes in `chunks`, since the bytes can be recomputed."""
 
     def __init__(self, layers: Iterable[QuantizedLinear], chunks: Chunks) -> None:
         super().__init__()
@@ -74,7 +69,7 @@ class MasterState(_SlicedState):
 
 
 class OptimizerState(_SlicedState):
-    """This rank's part of a Megatron optimizer's state: moments, and masters of 16-bit weights. Missing moments are created as zeros."""
+    """This rank's part of the optimizer state: moments, and masters of 16-bit weights. Missing moments are created as zeros."""
 
     def __init__(self, optimizer: Any, chunks: Chunks) -> None:
         super().__init__()
@@ -87,49 +82,19 @@ class OptimizerState(_SlicedState):
 
     @property
     def step(self) -> int:
-        """Number of Adam's steps."""
+        """Number of Adam steps taken."""
         return max((group.get("step", 0) for part in self._optimizers for group in part.optimizer.param_groups), default=0)
 
     def set_step(self, step: int) -> None:
-        """Set the number of Adam's steps."""
+        """Set the number of Adam steps taken."""
         for part in self._optimizers:
             for group in part.optimizer.param_groups:
                 group["step"] = step
 
 
-def flatten_chained(optimizer: Any) -> list[Any]:
-    """Return the optimizers of a chained one that have parameters on this rank."""
-    return [part for part in getattr(optimizer, "chained_optimizers", [optimizer]) if not part.is_stub_optimizer]
-
-
-def iter_masters(optimizer: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield (parameter, this rank's slice of its FP32 master) of every parameter that is not FP32 itself and has one here."""
-    yield from _iter_pairs(optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups)
-    yield from optimizer.masters
-
-
-def iter_stepped(optimizer: Any) -> Iterator[tuple[torch.Tensor, MasterSlice]]:
-    """Yield every parameter of one optimizer with the slice, maybe empty, that this rank's Adam steps: of itself or of its master."""
-    # not by Megatron's `model_param_group_index_map`: where FP32 and 16-bit parameters are mixed, it points to others
-    fp32_pairs = _iter_pairs(optimizer.model_fp32_groups, optimizer.shard_fp32_groups)
-    slices = {id(parameter): tensor for parameter, tensor in (*iter_masters(optimizer), *fp32_pairs)}
-    for buffer in optimizer.buffers:
-        for parameter in buffer.params:
-            yield parameter, make_slice(optimizer, buffer, parameter, slices.get(id(parameter)))
-
-
-def make_slice(optimizer: Any, buffer: Any, parameter: torch.Tensor, values: torch.Tensor | None) -> MasterSlice:
-    """Return this rank's slice of a parameter's master, maybe empty: each rank of a group steps an equal part of every bucket."""
-    start, end, number = buffer.param_index_map[parameter]
-    bucket, group = buffer.buckets[number], optimizer.data_parallel_group
-    part = bucket.grad_data.numel() // group.size()
-    edges = tuple(min(max(bucket.offset + rank * part - start, 0), end - start) for rank in range(group.size() + 1))
-    return MasterSlice(torch.empty(0, device=parameter.device) if values is None else values, edges, group)
-
-
 @dataclass
 class _SlicedTensor:
-    """One tensor of the state, described as its weight; `key` goes before the weight's key."""
+    """One state tensor, sharded like its weight. `key` is the prefix of its name."""
 
     key: str
     weight: Any
@@ -137,7 +102,7 @@ class _SlicedTensor:
 
     @property
     def _counts(self) -> list[int]:
-        """Elements on each replica, whose slices follow each other."""
+        """Number of elements on each replica; the slices are consecutive."""
         return [end - start for start, end in pairwise(self.slice.edges)]
 
     @property
@@ -151,17 +116,15 @@ class _SlicedTensor:
         return self.slice.group.rank() == self._owner
 
     def _iter_others(self, whole: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield (replica, its part of the whole tensor, flat) of every other replica that has one."""
+        """Yield (replica, its flat part of `whole`) for every other replica with a nonempty part."""
         for replica, part in enumerate(whole.view(-1).split(self._counts)):
             if replica != self.slice.group.rank() and part.numel():
                 yield replica, part
 
     @torch.no_grad()
     def gather(self) -> torch.Tensor | None:
-        """Return the whole tensor on its owner, in host memory or, where it is not cut, itself; None elsewhere. Collective.
-
-        Slices may wait in host memory (`mcore.offload`) while ranks speak through their devices: pieces pass there one at a time.
-        """
+        """Return the whole tensor on its owner and None elsewhere; in host memory unless it is unsharded. Collective. Slices may be
+        offloaded to host memory (`mcore.optim.offload`), so pieces pass through the device one at a time."""
         values, group = self.slice.values, self.slice.group
         if group.size() == 1:
             return self.allocate()
@@ -188,17 +151,17 @@ class _SlicedTensor:
 
     @property
     def _device(self) -> torch.device:
-        """The device through which ranks speak: the weight's."""
+        """The device used for communication."""
         return self.weight.data.device
 
     def allocate(self) -> torch.Tensor:
-        """Return the tensor to load the whole into: where it is not cut, itself."""
+        """Return the tensor that receives the whole value when loading. If the state is not sliced, this is the state itself."""
         shape = self.weight.data.shape
         return self.slice.values.detach().view(shape) if self.slice.group.size() == 1 else torch.empty(shape)
 
     @torch.no_grad()
     def scatter(self, whole: torch.Tensor | None) -> None:
-        """Copy in the loaded tensor of the owner, which alone has it. Collective."""
+        """Distribute the loaded tensor of the owner. Collective."""
         values = self.slice.values
         if whole is not None:
             self.slice.fill(whole)
@@ -207,24 +170,20 @@ class _SlicedTensor:
         elif values.numel():
             self._receive(values, self._owner)
 
-    def as_loaded(self) -> Any:
-        """Return the tensor to load, described as its weight."""
-        return fill_in_place(self.as_sharded(self.allocate()))
-
     def as_sharded(self, tensor: torch.Tensor) -> Any:
-        """Return `tensor`, described as its weight."""
+        """Return `tensor`, described like its weight."""
         if self.key:
             sharded = make_sharded_optimizer_tensor(self.weight, tensor, self.key)
         elif isinstance(self.weight, ShardedTensor):
             sharded = replace(self.weight, data=tensor, dtype=tensor.dtype)
         else:
             sharded = replace(self.weight, data=tensor)
-        return replace(sharded, replica_id=(*sharded.replica_id[:-1], 0))  # the owner has the only copy and writes it
+        return replace(sharded, replica_id=(*sharded.replica_id[:-1], 0))  # the owner holds the only copy
 
 
 def fill_in_place(sharded: Any) -> Any:
-    """Return a tensor to load that needs no memory beside it. Halves of SwiGLU are views of it, which a load fills; Megatron would put them
-    together once more, those of all layers at a time."""
+    """Return a sharded tensor that loads in place. The halves of SwiGLU weights are views that the load fills; Megatron would concatenate
+    the halves of all layers again."""
     if not isinstance(sharded, ShardedTensorFactory):
         return sharded
 
@@ -241,14 +200,9 @@ def _iter_weights(chunk: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _iter_state(optimizer: Any) -> Iterator[tuple[torch.Tensor, dict[str, MasterSlice]]]:
-    """Yield every parameter with `exp_avg`, `exp_avg_sq`, and `master` of a 16-bit one."""
+    """Yield every parameter with its `exp_avg` and `exp_avg_sq`, and with the `master` of a 16-bit parameter."""
     optimizer.init_state_fn(optimizer.optimizer, optimizer.config)
     for parameter, slice_ in iter_stepped(optimizer):
         moments = optimizer.optimizer.state.get(slice_.values, {})
         state = {kind: replace(slice_, values=moments.get(kind, slice_.values.new_empty(0))) for kind in MOMENTS}
         yield parameter, state | ({"master": slice_} if parameter.itemsize == 2 else {})
-
-
-def _iter_pairs(groups: Any, others: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield the members of two lists of groups side by side."""
-    return (pair for members, partners in zip(groups, others, strict=True) for pair in zip(members, partners, strict=True))

@@ -1,6 +1,4 @@
-"""The state of every random number generator of a rank: Python's, numpy's, torch's, the GPU's and Megatron's tracker."""
-
-from __future__ import annotations
+"""The state of all random number generators of a rank: Python, numpy, torch, the GPU and Megatron's tracker."""
 
 import random
 from typing import Any
@@ -11,13 +9,13 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 
 def seed_python_and_numpy(seed: int) -> None:
-    """Seed Python's and numpy's generators, which Megatron does not; with them a run is a function of its seed."""
+    """Seed Python's and numpy's generators, which Megatron leaves unseeded."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
 
 
 def capture_rng_state() -> dict[str, Any]:
-    """Return a copy that can be pickled."""
+    """Return a picklable copy of all generator states."""
     return {
         "python": random.getstate(),
         "numpy": np.random.get_state(),
@@ -28,7 +26,7 @@ def capture_rng_state() -> dict[str, Any]:
 
 
 def restore_rng_state(state: dict[str, Any]) -> None:
-    """Restore what `capture_rng_state` returned."""
+    """Restore the result of `capture_rng_state`."""
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])

@@ -1,1 +1,1 @@
-"""Layers of the Megatron model that compute by the precision contract."""
+"""Layers of the Megatron model that follow the precision contract."""

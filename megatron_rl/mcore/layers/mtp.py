@@ -1,19 +1,18 @@
-"""Layers for multi-token prediction (MTP) in training: Megatron's own block behind the last pipeline stage, and a loss of its own.
+"""Training of multi-token prediction (MTP) layers: Megatron's block behind the last pipeline stage, with a loss of its own.
 
-    layer k at position i reads the state behind layer k - 1 and token i + k, and predicts token i + k + 1
+    layer k at position i reads the hidden state of layer k - 1 and token i + k, and predicts token i + k + 1
 
-The loss is the cross-entropy of the answer tokens. State, embedding and output layer are constants to it, as with verl's `detach_encoder`
-and in AReaL: the layers learn from the policy, whose own pass, loss and gradient are those of a run without them, bit for bit. The layers'
-gradients are no part of the norm that clips. Only the forward pass of a training step runs them.
+The loss is the cross-entropy of the response tokens. Hidden state, embedding and output layer are detached, as with verl's
+`detach_encoder` and in AReaL: the policy's pass, loss and gradient are the same bits as without MTP. The gradient norm for clipping
+excludes MTP layers, and only the forward pass of a training step runs them.
 
-Megatron rolls tokens and labels itself, sequence by sequence, and computes the labels' loss within the model. Here a `Lookahead` is made of
-the whole micro-batch beforehand: no message between context-parallel ranks, and logits for answer tokens alone.
+Megatron rolls tokens and labels itself and computes the loss inside the model. Here a `Lookahead` is built from the whole micro-batch
+beforehand, which needs no communication between context-parallel ranks, and logits only for response tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -32,58 +31,55 @@ from megatron.core.transformer.multi_token_prediction import (
 )
 
 from megatron_rl.batch.micro_batch import MicroBatch
-from megatron_rl.mcore.context_parallel import ContextShard
+from megatron_rl.kernels.device_copy import copy_to_device
+from megatron_rl.mcore.layers.attention.core_attention import CoreAttention
+from megatron_rl.mcore.layers.linear.high_precision import PlainColumnParallelLinear
+from megatron_rl.mcore.layers.linear.output_layer import score_positions
 from megatron_rl.mcore.layers.norms import RMSNorm
-from megatron_rl.mcore.layers.output_layer import score_positions
-from megatron_rl.mcore.layers.plain import PlainColumnParallelLinear
-from megatron_rl.mcore.layers.spec import CoreAttention, build_last_layer_spec
-from megatron_rl.mcore.logprobs import Targets
-from megatron_rl.mcore.scored_positions import ScoredPositions
-from megatron_rl.mcore.two_batch import OfMicroBatch
-from megatron_rl.precision.ops.device_copy import copy_to_device
+from megatron_rl.mcore.layers.spec import build_last_layer_spec
+from megatron_rl.mcore.names import override
+from megatron_rl.mcore.passes.context_parallel import ContextShard
+from megatron_rl.mcore.passes.logprobs import ScoredPositions, Targets
+from megatron_rl.mcore.passes.two_batch import PerMicroBatch
 
 
 @dataclass
 class Lookahead:
-    """What this rank's layers read and predict in a micro-batch, one entry a layer, and how likely they found it."""
+    """Inputs, targets and resulting log-probs of this rank's MTP layers in a micro-batch, with one entry per layer."""
 
-    tokens: torch.Tensor
-    """int64 [layers, t / cp]: what they read besides the state."""
+    tokens: torch.Tensor  # int64 [layers, t / cp]: input tokens
     scored: list[ScoredPositions]
-    targets: list[torch.Tensor]
-    """int64 [n] at the scored positions."""
-    masks: list[torch.Tensor]
-    """[1, t]: 1 where a sampled answer token is predicted."""
+    targets: list[torch.Tensor]  # int64 [n] at the scored positions
+    masks: list[torch.Tensor]  # [1, t]: 1 where a sampled token is predicted
     shard: ContextShard
-    logprobs: list[torch.Tensor]
-    """float32 [1, n] with gradient, as the last pass left them; empty on all pipeline stages but the last."""
+    logprobs: list[torch.Tensor]  # float32 [1, n] with gradient, from the last pass. Empty except on the last pipeline stage.
 
     @classmethod
-    def of(cls, batch: MicroBatch, shard: ContextShard, layers: int) -> Lookahead:
-        """Make that of a micro-batch, on the CPU."""
+    def from_micro_batch(cls, batch: MicroBatch, shard: ContextShard, layers: int) -> Lookahead:
+        """Return the lookahead of a micro-batch, on the CPU."""
         steps = range(1, layers + 1)
         masks = [batch.shift(batch.mask, step) for step in steps]
-        scored = [ScoredPositions.of(shard.select(mask)) for mask in masks]
+        scored = [ScoredPositions.from_mask(shard.select(mask)) for mask in masks]
         targets = [places.select(shard.select(batch.shift(batch.targets, step))) for places, step in zip(scored, steps, strict=True)]
         tokens = torch.cat([shard.select(batch.shift(batch.targets, step - 1)) for step in steps])
         return cls(tokens, scored, targets, masks, shard, [])
 
     def to(self, device: torch.device) -> Lookahead:
-        """Return a copy with every tensor on `device`."""
+        """Return a copy on `device`."""
         tokens, *rest = (copy_to_device(x, device) for x in (self.tokens, *self.targets, *self.masks))
         targets, masks = rest[: len(self.targets)], rest[len(self.targets) :]
         return Lookahead(tokens, [scored.to(device) for scored in self.scored], targets, masks, self.shard.to(device), [])
 
     def compute_loss(self) -> torch.Tensor:
-        """Return the cross-entropy of the predicted answer tokens: their sum, as a mean over the layers; the same on all context-parallel
-        ranks, with gradient."""
+        """Return the summed cross-entropy of response tokens, averaged over layers, with gradient. The same on all context-parallel
+        ranks."""
         rows = zip(self.scored, self.logprobs, self.masks, strict=True)
         sums = [(self.shard.gather_row(scored.restore(logprobs)) * mask).sum() for scored, logprobs, mask in rows]
         return -torch.stack(sums).mean()
 
 
 class LookaheadLayer(MultiTokenPredictionLayer):
-    """Megatron's layer, given the tokens that it reads: `input_ids` [layers left, t / cp]."""
+    """Megatron's MTP layer with given input tokens: `input_ids` [remaining layers, t / cp]."""
 
     def _get_embeddings(
         self,
@@ -98,29 +94,27 @@ class LookaheadLayer(MultiTokenPredictionLayer):
         return input_ids[1:], position_ids, embedded, hidden_states
 
     def _checkpointed_forward(self, forward_func: Any, hidden_states: Any, decoder_input: Any, **options: Any) -> torch.Tensor:
-        """Megatron's own saves its options like tensors, which those of packed sequences are not."""
+        """Replace Megatron's version, which saves all options as tensors; packed-sequence parameters are not tensors."""
         result: torch.Tensor = tensor_parallel.checkpoint(partial(forward_func, **options), False, hidden_states, decoder_input)
         return result
 
 
 class LookaheadModel(GPTModel):
-    """Megatron's model with such layers behind its last part, `mtp`, which run within `look_ahead`.
+    """A GPTModel with MTP layers (`mtp`) on its last stage, which run within `look_ahead`. If the last stage is not the first, it holds a
+    copy of the embedding that is neither trained nor saved; `copy_embedding` fills it."""
 
-    A last stage that is not the first has a copy of the embedding's weight, neither trained nor saved: `copy_embedding` fills it.
-    """
-
-    _lookahead = OfMicroBatch()
+    _lookahead = PerMicroBatch()
 
     def __init__(self, quantized: bool, **options: Any) -> None:
         super().__init__(**options)
-        self._embedding_copy: list[LanguageModelEmbedding] = []  # in a list: no part of the model that is saved or stepped
+        self._embedding_copy: list[LanguageModelEmbedding] = []  # in a list, so that it is not a submodule that is saved or stepped
         if not self.post_process:
             return
         self.mtp = MultiTokenPredictionBlock(self.config, _build_spec(self.config, quantized), self.vp_stage)
         for parameter in self.mtp.parameters():
-            parameter.shared = True  # Megatron's word for: not counted in the gradient's norm
+            parameter.shared = True  # excludes the parameter from Megatron's gradient norm
         for core in (module for module in self.mtp.modules() if isinstance(module, CoreAttention)):
-            core.quantizes_kv, core.kv_scales = False, None  # of no engine's cache
+            core.quantizes_kv, core.kv_scales = False, None  # no engine caches MTP layers
         if not self.pre_process:
             copy = LanguageModelEmbedding(self.config, self.vocab_size, self.max_sequence_length, "rope", tp_group=self.pg_collection.tp)
             self._embedding_copy.append(copy.requires_grad_(False))
@@ -135,7 +129,7 @@ class LookaheadModel(GPTModel):
         kept = ("position_ids", "attention_mask", "rotary_pos_emb", "packed_seq_params")
         states = self.mtp(
             input_ids=ahead.tokens,
-            hidden_states=hidden_states.detach().requires_grad_(),  # a recomputed layer has a gradient only where an input has one
+            hidden_states=hidden_states.detach().requires_grad_(),  # a recomputed layer has gradients only if its input requires one
             embedding=self._embedding_copy[0] if self._embedding_copy else self.embedding,
             **{name: options[name] for name in kept},
         )
@@ -144,27 +138,22 @@ class LookaheadModel(GPTModel):
             with score_positions(self, scored.index, Targets(tokens, 1.0), with_entropy=False):
                 ahead.logprobs.append(self.output_layer(state, weight=weight)[0].transpose(0, 1))
 
-    @contextmanager
-    def look_ahead(self, ahead: Lookahead) -> Iterator[None]:
-        """Within the context a forward pass also fills `ahead.logprobs`."""
-        self._lookahead = ahead
-        try:
-            yield
-        finally:
-            self._lookahead = None
+    def look_ahead(self, ahead: Lookahead) -> AbstractContextManager[None]:
+        """Return a context manager in which a forward pass also fills `ahead.logprobs`."""
+        return override([self], "_lookahead", ahead)
 
 
 def copy_embedding(chunks: list[Any]) -> None:
-    """Send the embedding's weight of the first pipeline stage to the last one's copy. Collective over the two; the weight must be whole."""
+    """Send the embedding of the first pipeline stage to its copy on the last stage. Collective over both; the weight must be gathered."""
     is_first, is_last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
-    if is_first == is_last:  # a stage between them
+    if is_first == is_last:  # an intermediate stage
         return
     embedding = chunks[0].embedding if is_first else chunks[-1]._embedding_copy[0]
     dist.broadcast(embedding.word_embeddings.weight.data, group=parallel_state.get_embedding_group(), group_src=0)
 
 
 def _build_spec(config: Any, quantized: bool) -> MultiTokenPredictionBlockSubmodules:
-    """Return the spec of the block: decoder layers as the model's last ones, and a projection in high precision."""
+    """Return the spec of the MTP block: decoder layers like the model's last ones, and a high-precision projection."""
     parts = MultiTokenPredictionLayerSubmodules(
         enorm=RMSNorm,
         hnorm=RMSNorm,

@@ -1,35 +1,47 @@
-"""RMSNorm, and the norms of what attention and MLP add to the residual stream (GLM-4)."""
+"""RMSNorm, its fusion with the following quantized layer on a GPU, and norms of the outputs of attention and MLP (GLM-4).
 
-from __future__ import annotations
+Megatron first adds to the residual stream, then calls the norm. Here `AddBeforeNorm` passes both summands to the norm, which returns
+their sum and keeps its own result until Megatron calls it with that sum. If the norm is called with another input, such as in a
+recomputed layer, it computes its result then.
+"""
 
 from collections.abc import Callable
-from typing import Any, cast
+from contextlib import nullcontext
+from typing import Any, NamedTuple, cast
 
 import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.module import MegatronModule
 
-from megatron_rl.mcore.layers.weight_gradient import take_weights
-from megatron_rl.precision.ops import batch_invariant
+from megatron_rl.kernels import batch_invariant
+from megatron_rl.kernels.linear.base import NormBackend
+from megatron_rl.kernels.linear.gather import can_gather
+from megatron_rl.kernels.norm.reference import differentiate_norm
+from megatron_rl.mcore.layers.linear.exchange import make_placeholder
+from megatron_rl.mcore.layers.linear.quantized_linear import QuantizedColumnParallelLinear
+from megatron_rl.mcore.layers.linear.quantized_matmul import Normed
+from megatron_rl.mcore.layers.linear.weight_gradient import take_weights
+from parallel.formats import BLOCK
 
 AddFn = Callable[[tuple[torch.Tensor, torch.Tensor | None], torch.Tensor, float], torch.Tensor]
 """((output, bias), residual stream, dropout) -> residual stream."""
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """RMSNorm that works under sequence parallelism: its weight is tagged so that Megatron sums its gradient over the TP group."""
+    """RMSNorm for sequence parallelism: its weight is tagged so that Megatron sums its gradient over the TP group."""
 
-    fusion: Any = None
-    """With the layer behind it, if it has one (`norm_fusion`)."""
+    fusion: Any = None  # the `NormFusion` with the following layer, if any
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Any) -> Any:
-        """Return the norm of x, `Normed` where it is quantized as it is computed. Of `norm_fusion.Summands` return the sum; of None
-        the weight, for which Megatron's hook has waited."""
+        """Return the norm of x, as `Normed` if fused. Return the sum of `Summands`. Return the weight for None, after Megatron's hooks."""
         with take_weights(self):
             if x is None:
                 return self.weight
@@ -41,7 +53,7 @@ class RMSNorm(torch.nn.RMSNorm):
 
 
 class NormedAdd(MegatronModule):
-    """Takes the place of Megatron's `get_bias_dropout_add` in a layer's spec: norms the output, then adds it."""
+    """Replaces Megatron's `get_bias_dropout_add` in a layer spec: normalizes the output, then adds it."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__(config)
@@ -50,3 +62,119 @@ class NormedAdd(MegatronModule):
     def forward(self, training: bool, fused: bool) -> AddFn:
         add = get_bias_dropout_add(training, fused)
         return lambda output, residual, dropout: add((self.norm(output[0]), output[1]), residual, dropout)
+
+
+def is_fused(x: torch.Tensor) -> bool:
+    """Return whether norms on this device can quantize."""
+    return x.is_cuda
+
+
+class Summands(NamedTuple):
+    """Input of a norm that also adds to the residual stream."""
+
+    output: torch.Tensor
+    residual: torch.Tensor
+
+
+class QuantizingNorm(torch.autograd.Function):
+    """Returns (x + residual, placeholder of the norm, its operand). If `residual` is None, x is the stream and the sum is None."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, backend: NormBackend, columns: bool
+    ) -> tuple[Any, ...]:
+        total, statistic, operand = backend.quantize_norm(x, residual, weight, eps, columns=columns)
+        ctx.save_for_backward(total, statistic, weight)
+        ctx.set_materialize_grads(False)
+        return None if residual is None else total, make_placeholder(x, *x.shape), operand
+
+    @staticmethod
+    def backward(ctx: Any, of_total: torch.Tensor | None, gradient: torch.Tensor | None, _: Any) -> tuple[Any, ...]:
+        total, statistic, weight = ctx.saved_tensors
+        if gradient is None:
+            return of_total, of_total if ctx.needs_input_grad[1] else None, *[None] * 4
+        dx, dw = differentiate_norm(gradient, total, statistic, weight, of_total)
+        return dx, dx if ctx.needs_input_grad[1] else None, dw if ctx.needs_input_grad[2] else None, None, None, None
+
+
+class NormFusion:
+    """Fusion of a norm with the only layer that reads its result. Not a module, since both are modules of the model."""
+
+    def __init__(self, layer: QuantizedColumnParallelLinear) -> None:
+        self.layer = layer
+        self._kept: tuple[torch.Tensor, Normed] | None = None
+
+    def applies(self, norm: RMSNorm, x: torch.Tensor) -> bool:
+        """Return whether this pass fuses the norm of x. This requires a backend that can, no replaced forward pass
+        (`mcore.passes.engine_emulation`), and no hook that observes the result. Under sequence parallelism, ranks must gather bytes."""
+        layer, tokens = self.layer, x.shape[:-1].numel()
+        gathers = layer.sequence_parallel and layer.tp_group.size() > 1
+        return (
+            is_fused(x)
+            and x.dtype == norm.weight.dtype == torch.bfloat16
+            and hasattr(layer.backend, "quantize_norm")
+            and layer.quantization_enabled
+            and "_forward_impl" not in vars(layer)
+            and not layer._forward_hooks
+            and not norm._forward_hooks
+            and (not gathers or (can_gather(layer.backend, tokens) and (tokens % BLOCK == 0 or not self._trains)))
+        )
+
+    @property
+    def _trains(self) -> bool:
+        return torch.is_grad_enabled() and self.layer.weight.requires_grad
+
+    def add(self, norm: RMSNorm, summands: Summands) -> torch.Tensor:
+        """Return the residual stream and keep its norm."""
+        total, normed = self._run(norm, *summands)
+        self._kept = total, normed
+        return total
+
+    def take(self, norm: RMSNorm, x: torch.Tensor) -> Normed:
+        """Return the norm of the stream x, which `add` may have kept."""
+        kept, self._kept = self._kept, None
+        return kept[1] if kept is not None and kept[0] is x else self._run(norm, x, None)[1]
+
+    def _run(self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[Any, Normed]:
+        backend: Any = self.layer.backend
+        total, activation, operand = QuantizingNorm.apply(x, residual, norm.weight, norm.eps, backend, self._trains)
+        return total, Normed(activation, operand)
+
+
+class AddBeforeNorm(MegatronModule):
+    """Replaces Megatron's `get_bias_dropout_add` in a layer spec: lets the following norm add if it can."""
+
+    _norm: tuple[RMSNorm, ...] = ()  # in a tuple, so that it is not a submodule
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__(config)
+
+    def forward(self, training: bool, fused: bool) -> AddFn:
+        plain = get_bias_dropout_add(training, fused)
+
+        def add(output: tuple[torch.Tensor, torch.Tensor | None], residual: torch.Tensor, dropout: float) -> torch.Tensor:
+            x, bias = output
+            for norm in self._norm if bias is None and not dropout and x.dtype == residual.dtype else ():
+                if norm.fusion is not None and norm.fusion.applies(norm, residual):
+                    return norm(Summands(x, residual))
+            return plain(output, residual, dropout)
+
+        return add
+
+
+def connect_norms(model: GPTModel) -> None:
+    """Set the following layer of each norm in a built model, and the following norm of each addition to the residual stream. A recomputed
+    layer ends with its own stream, so its last addition has no norm."""
+    layers: list[Any] = list(model.decoder.layers)
+    for number, layer in enumerate(layers):
+        layer.bias_dropout_add_exec_handler = (
+            nullcontext  # Megatron enables gradients even in no_grad passes, which would keep a graph of all layers
+        )
+        if isinstance(layer.self_attention, SelfAttention) and isinstance(layer.self_attention.linear_qkv, QuantizedColumnParallelLinear):
+            layer.input_layernorm.fusion = NormFusion(layer.self_attention.linear_qkv)
+        if isinstance(layer.mlp, MLP) and isinstance(layer.mlp.linear_fc1, QuantizedColumnParallelLinear) and not layer.recompute_mlp:
+            layer.pre_mlp_layernorm.fusion = NormFusion(layer.mlp.linear_fc1)
+        behind = layers[number + 1 : number + 2] if model.config.recompute_granularity != "full" else []
+        for add, norms in ((layer.self_attn_bda, [layer.pre_mlp_layernorm]), (layer.mlp_bda, [each.input_layernorm for each in behind])):
+            if isinstance(add, AddBeforeNorm):
+                add._norm = tuple(norms)

@@ -1,16 +1,12 @@
-"""The layers that replace Megatron's local ones: core attention, and the layer spec that names them all.
+"""Layer specs (Megatron's ModuleSpec) that name this project's layers instead of Megatron's local ones.
 
-Megatron's own local norm refuses sequence parallelism, its local attention refuses packed input, and its spec function hard-codes
-linear layers. These classes plug in through Megatron's ModuleSpec, so nothing is patched.
+Megatron's local norm refuses sequence parallelism, its local attention refuses packed input, and its specs hard-code linear layers.
 """
-
-from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec_for_backend
 from megatron.core.transformer import ModuleSpec, TransformerConfig
@@ -24,14 +20,12 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSub
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules, get_transformer_layer_offset
 
-from megatron_rl.mcore.layers.attention import PackedSelfAttention
-from megatron_rl.mcore.layers.experts import MixtureOfExperts, OutputWeightedExperts
-from megatron_rl.mcore.layers.fused_inputs import GateUp
-from megatron_rl.mcore.layers.mla import AbsorbedLatentAttention, AbsorbedLinear, LatentAttention, ReplicatedLinear, takes_absorbed_form
-from megatron_rl.mcore.layers.norm_fusion import AddBeforeNorm
-from megatron_rl.mcore.layers.norms import NormedAdd, RMSNorm
-from megatron_rl.mcore.layers.plain import PlainColumnParallelLinear
-from megatron_rl.mcore.layers.quantized_linear import (
+from megatron_rl.kernels.swiglu import reference as swiglu
+from megatron_rl.mcore.layers.attention.core_attention import AbsorbedCoreAttention, CoreAttention
+from megatron_rl.mcore.layers.attention.mla import AbsorbedLatentAttention, LatentAttention, takes_absorbed_form
+from megatron_rl.mcore.layers.attention.self_attention import PackedSelfAttention
+from megatron_rl.mcore.layers.linear.high_precision import AbsorbedLinear, PlainColumnParallelLinear, ReplicatedLinear
+from megatron_rl.mcore.layers.linear.quantized_linear import (
     QuantizedAbsorbedLinear,
     QuantizedColumnParallelLinear,
     QuantizedReplicatedLinear,
@@ -39,78 +33,22 @@ from megatron_rl.mcore.layers.quantized_linear import (
     WeightOnlyQuantizedLinear,
     can_fuse_swiglu,
 )
-from megatron_rl.mcore.layers.router import Router
-from megatron_rl.mcore.layers.row_parallel import TreeRowParallelLinear
-from megatron_rl.mcore.packed_sequences import attend_packed
-from megatron_rl.precision import kv_cache
-from megatron_rl.precision.ops import batch_invariant, swiglu
-
-
-class CoreAttention(MegatronModule):
-    """Causal attention with grouped-query heads; `value` may be narrower. On a GPU torch's fused operator, on a CPU the engine's own.
-
-    Packed sequences (micro-batches): [t, heads, d] with `packed_seq_params` from `packed_sequences.make_packed_params`; returns
-    [t, heads * d]. A context-parallel rank passes its own positions of the row.
-    A batch: [s, b, heads, d], padded at the end, which the causal mask hides; returns [s, b, heads * d].
-    With `quantizes_kv` keys and values are those that an engine reads from an E4M3 cache. Where that has fixed scales, they are in
-    `kv_scales`, float32 [2]: of keys and of values (`mcore.cache_scales`).
-    """
-
-    kv_scales: torch.Tensor | None
-    kv_amax: torch.Tensor | None = None
-    """float32 [2]: the largest magnitudes of keys and of values, while somebody collects them."""
-
-    def __init__(
-        self,
-        config: TransformerConfig,
-        layer_number: int,
-        attn_mask_type: AttnMaskType,
-        attention_type: str,
-        attention_dropout: float | None = None,
-        softmax_scale: float | None = None,
-        **_: Any,
-    ) -> None:
-        super().__init__(config=config)
-        self.softmax_scale = softmax_scale
-        self.quantizes_kv, self.layer_number = config.quantize_kv, layer_number
-        self.register_buffer("kv_scales", torch.ones(2) if config.scale_kv_by_layer else None)
-
-    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **options: Any) -> torch.Tensor:
-        packed = options.get("packed_seq_params")
-        if self.kv_amax is not None:
-            seen = torch.stack([x.detach().abs().amax() for x in (key, value)])
-            torch.maximum(self.kv_amax, seen.float(), out=self.kv_amax)
-        if self.quantizes_kv:
-            key, value = self.pass_through_cache(key, value)
-        if packed is not None:
-            return attend_packed(query, key, value, packed, self.softmax_scale).flatten(1)
-        if self.config.context_parallel_size > 1:
-            raise NotImplementedError("context parallelism takes packed sequences only")
-        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # [s, b, h, d] -> [b, h, s, d]
-        if q.is_cuda:
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.softmax_scale, enable_gqa=True)
-        else:
-            out = batch_invariant.causal_attention(q, k, v, self.softmax_scale)
-        return out.permute(2, 0, 1, 3).flatten(2)
-
-    def pass_through_cache(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return keys and values as an E4M3 cache gives them back."""
-        if self.kv_scales is not None:
-            key_scale, value_scale = self.kv_scales.unbind()
-            return kv_cache.round_trip_with_scale(key, key_scale), kv_cache.round_trip_with_scale(value, value_scale)
-        return kv_cache.round_trip(key), kv_cache.round_trip(value)
+from megatron_rl.mcore.layers.linear.quantized_matmul import GateUp
+from megatron_rl.mcore.layers.linear.row_parallel import TreeRowParallelLinear
+from megatron_rl.mcore.layers.moe.experts import MixtureOfExperts, OutputWeightedExperts
+from megatron_rl.mcore.layers.moe.router import Router
+from megatron_rl.mcore.layers.norms import AddBeforeNorm, NormedAdd, RMSNorm
 
 
 class SwiGLU(MegatronModule):
-    """What a model built with `use_te_activation_func` calls in the place of Transformer Engine's. Megatron asks every part of an MLP for
-    its share of a checkpoint."""
+    """SwiGLU module for `use_te_activation_func`. A module, since Megatron asks every part of an MLP for its sharded state."""
 
     def forward(self, x: torch.Tensor | GateUp) -> torch.Tensor | GateUp:
         return x if isinstance(x, GateUp) else swiglu.swiglu(x)
 
 
 class FusedMLP(MLP):
-    """Megatron's MLP, on a GPU: where its layers are quantized, SwiGLU is computed by what quantizes its result, and its gradient too."""
+    """Megatron's MLP for a GPU: if its layers are quantized, the quantization kernels compute SwiGLU and its gradient."""
 
     def __init__(self, config: TransformerConfig, submodules: MLPSubmodules) -> None:
         super().__init__(config, submodules, tp_group=get_default_pg_collection().tp)
@@ -120,23 +58,8 @@ class FusedMLP(MLP):
         return super().forward(hidden_states, *args, **options)
 
 
-class AbsorbedCoreAttention(CoreAttention):
-    """Attention between latents, then for every head the product with its part V [h, v, rank] of kv_b, which comes in the place of
-    `value`: of packed sequences [t, h, rank + rope] and [t, 1, rank + rope] -> [t, h * v]."""
-
-    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **options: Any) -> torch.Tensor:
-        heads, _, rank = value.shape
-        attended = super().forward(query, key, key[..., :rank], attention_mask, **options)
-        return batch_invariant.multiply_heads(attended.unflatten(-1, (heads, rank)), value).flatten(-2)
-
-    def pass_through_cache(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The cache holds latents and rotated positions, with a scale for each; keys are both, values the latents."""
-        latents = kv_cache.round_trip(value)
-        return torch.cat([latents, kv_cache.round_trip(key[..., value.shape[-1] :])], -1), latents
-
-
 class SpecProvider(LocalSpecProvider):
-    """Megatron's local layers, our experts, and a linear layer replicated on every tensor-parallel rank."""
+    """Megatron's local layers with our linear layers, experts and activation."""
 
     def row_parallel_linear(self) -> type:
         return TreeRowParallelLinear
@@ -158,7 +81,7 @@ class SpecProvider(LocalSpecProvider):
 
 
 class QuantizedSpecProvider(SpecProvider):
-    """The same with quantized linear layers, those of the experts included."""
+    """The same with quantized linear layers, including the experts'."""
 
     def column_parallel_linear(self) -> type:
         return QuantizedColumnParallelLinear
@@ -174,18 +97,18 @@ class QuantizedSpecProvider(SpecProvider):
 
 
 def build_decoder_spec(config: TransformerConfig, quantized: bool, vp_stage: int | None = None) -> TransformerBlockSubmodules:
-    """Return the spec of this pipeline stage's (or virtual stage's) layers, with quantized linear layers where asked for."""
+    """Return the spec of the layers of this pipeline stage or virtual stage."""
     backend = QuantizedSpecProvider() if quantized else SpecProvider()
     dense = _layer_spec(config, backend, None)
     sparse = _layer_spec(config, backend, config.num_moe_experts) if config.num_moe_experts else dense
-    has_experts = config.moe_layer_freq if config.num_moe_experts else [0] * config.num_layers  # one number for each layer
+    has_experts = config.moe_layer_freq if config.num_moe_experts else [0] * config.num_layers  # one entry per layer
     first, count = get_transformer_layer_offset(config, vp_stage), get_num_layers_to_build(config, vp_stage)
     layers = [sparse if has_experts[layer] else dense for layer in range(first, first + count)]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
 
 
 def build_last_layer_spec(config: TransformerConfig, quantized: bool) -> ModuleSpec:
-    """Return the spec of a layer as the model's last ones are: with experts, where it has any."""
+    """Return the spec of a layer like the model's last ones: with experts if the model has any."""
     return _layer_spec(config, QuantizedSpecProvider() if quantized else SpecProvider(), config.num_moe_experts)
 
 
@@ -203,7 +126,7 @@ def _layer_spec(config: TransformerConfig, backend: SpecProvider, experts: int |
 
 
 def _mlp(backend: SpecProvider, experts: int | None) -> Any:
-    """A namespace is what Megatron builds like a ModuleSpec, of which it would warn that it does not know the class."""
+    """Return a namespace instead of a ModuleSpec: Megatron would warn about the unknown class."""
     spec = get_mlp_module_spec_for_backend(backend=backend, num_experts=experts, use_te_activation_func=swiglu.is_fused())
     if experts is None:
         return SimpleNamespace(module=FusedMLP, submodules=spec.submodules) if swiglu.is_fused() else spec

@@ -1,1 +1,1 @@
-"""All that lets an unmodified Megatron-Core run on a CPU; a no-op on CUDA."""
+"""Everything that lets an unmodified Megatron-Core run on a CPU."""

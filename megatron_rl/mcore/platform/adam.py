@@ -1,21 +1,18 @@
-"""Adam with the state layout of Transformer Engine's and apex's FusedAdam, for machines without them.
+"""Adam with the state layout of the FusedAdam of Transformer Engine and apex, for machines without them.
 
-Megatron's optimizer checkpointing expects `step` in the parameter group and only `exp_avg` and `exp_avg_sq` in the state; torch's
-AdamW keeps `step` in the state and cannot be loaded back (distrib_optimizer.py). With this class the CPU follows the GPU's path.
+Megatron expects `step` in the parameter group, and only `exp_avg` and `exp_avg_sq` in the state. torch's AdamW keeps `step` in the state,
+which Megatron cannot load back. With this class, the CPU takes the same path as the GPU.
 """
-
-from __future__ import annotations
 
 from typing import Any
 
 import torch
 
-_VALUES_IN_CACHE = 1 << 17
-"""Weights that are updated at a time: their gradients, moments and temporaries fit into a core's cache."""
+_VALUES_IN_CACHE = 1 << 17  # weights updated at a time, so that gradients, moments and temporaries fit into a core's cache
 
 
 class FusedAdam(torch.optim.Optimizer):
-    """Adam (Kingma & Ba 2015) with decoupled weight decay (Loshchilov & Hutter 2019) where `adam_w_mode` is set."""
+    """Adam (Kingma & Ba 2015), with decoupled weight decay (Loshchilov & Hutter 2019) if `adam_w_mode` is set."""
 
     def __init__(
         self,
@@ -71,7 +68,7 @@ class FusedAdam(torch.optim.Optimizer):
 
 
 def install() -> None:
-    """Make Megatron use this Adam where neither Transformer Engine nor apex is installed."""
+    """Make Megatron use this Adam if neither Transformer Engine nor apex is installed."""
     import megatron.core.optimizer as optimizer
     import megatron.core.optimizer.distrib_optimizer as distrib_optimizer
 

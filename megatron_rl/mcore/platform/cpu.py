@@ -1,10 +1,8 @@
-"""Runs an unmodified Megatron-Core on a machine without CUDA: `install()` once, before a model is built.
+"""Patches that let an unmodified Megatron-Core run without CUDA. Call `install()` once, before a model is built.
 
-Megatron names CUDA in literals (`device="cuda"`), asks `torch.cuda` for devices, streams and RNG states, compares tensor
-type strings, and exchanges parts of unequal size, which gloo cannot. Each patch below replaces one of these for the CPU and names
-the Megatron code that needs it. On a machine with CUDA `install()` does next to nothing, so the same program runs on both. All patches of
-Megatron are in this file, but for the classes that replace its own, `adam.FusedAdam` and `quantizing_optimizer.QuantizingOptimizer`;
-`KNOWN_VERSIONS` lists the releases they were checked with, any other is refused. One is needed by GPUs without Transformer Engine, too.
+Megatron hard-codes `device="cuda"`, queries `torch.cuda`, compares tensor type strings, and runs collectives that gloo lacks. Each patch
+names the Megatron code that needs it. All patches of Megatron are here, except for replaced classes: `adam.FusedAdam` and
+`quantizing_optimizer.QuantizingOptimizer`. They were checked with the releases in `KNOWN_VERSIONS`; any other release is refused.
 """
 
 from __future__ import annotations
@@ -20,7 +18,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.errors import UserError
-from megatron_rl.precision.ops.batch_invariant import InvariantMatmuls, single_threaded
+from megatron_rl.kernels.batch_invariant import InvariantMatmuls
+from megatron_rl.precision.threads import single_threaded
 
 KNOWN_VERSIONS = ("0.16.1",)
 _CPU = torch.device("cpu")
@@ -28,7 +27,7 @@ _installed = False
 
 
 class _CpuStreamOrEvent:
-    """Stands in for torch.cuda.Stream and Event: the CPU runs everything in order, so waiting is free."""
+    """Replacement of torch.cuda.Stream and Event. A CPU executes in order, so waiting does nothing."""
 
     _time = 0.0
 
@@ -59,7 +58,8 @@ class _CpuStreamOrEvent:
 
 
 def run_forward_single_threaded(model: torch.nn.Module) -> None:
-    """Make forward passes of `model` run in one thread, where they give the engine's bits (`batch_invariant`); backward passes use all."""
+    """Run the forward passes of `model` in one thread, which gives the engine's bits (`batch_invariant`). Backward passes use all
+    threads."""
     open_passes: list[contextlib.ExitStack] = []
 
     def enter(*_: Any) -> None:
@@ -80,7 +80,7 @@ def check_version() -> None:
 
 
 def install() -> None:
-    """Apply the patches once per process; where CUDA is available only the one that a GPU without Transformer Engine needs."""
+    """Apply the patches once per process. With CUDA, only the patch for missing Transformer Engine is applied."""
     global _installed
     _define_missing_names()
     if _installed or torch.cuda.is_available():
@@ -102,8 +102,8 @@ def _nothing(*_: Any, **__: Any) -> None: ...
 
 
 def _define_missing_names() -> None:
-    """moe_utils.RouterGatingLinearFunction asks whether `te_general_gemm` is None, and imports it only with Transformer Engine: a NameError
-    in every router's forward pass without, on a GPU as on a CPU."""
+    """Define `te_general_gemm`, which moe_utils.RouterGatingLinearFunction reads but imports only with Transformer Engine. Without it, the
+    forward pass of every router raises NameError, on GPUs too."""
     import megatron.core.transformer.moe.moe_utils as moe_utils
 
     if not hasattr(moe_utils, "te_general_gemm"):
@@ -115,7 +115,7 @@ def _patch_device_queries() -> None:
     cuda: Any = torch.cuda
     cuda.current_device = lambda: _CPU  # rope, mappings, p2p and DDP buffers
     cuda.synchronize = cuda.empty_cache = _nothing  # p2p_communication, dist_checkpointing
-    cuda.Stream = cuda.Event = _CpuStreamOrEvent  # MoE dispatcher's side stream, overlapped DDP
+    cuda.Stream = cuda.Event = _CpuStreamOrEvent  # side stream of the MoE dispatcher, overlapped DDP
     cuda.current_stream = cuda.default_stream = lambda *_: _CpuStreamOrEvent()
     cuda.stream = lambda _: contextlib.nullcontext()
 
@@ -124,7 +124,7 @@ def _patch_device_literals() -> None:
     # `device="cuda"` in schedules.py, optimizer.py, clip_grads.py and utils.py; rope_utils pins memory unconditionally
     from torch.utils import _device
 
-    _device._device_constructors()  # caches the originals: `with torch.device(...)`, which transformers uses, knows them by identity
+    _device._device_constructors()  # caches the originals, which `with torch.device(...)` (used by transformers) knows by identity
     for name in ("tensor", "zeros", "ones"):
         setattr(torch, name, _on_cpu(getattr(torch, name)))
 
@@ -147,7 +147,7 @@ def _patch_tensor_methods() -> None:
     plain_type = torch.Tensor.type
 
     def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        # optimizers compare `param.type()` with "torch.cuda.FloatTensor": tell Megatron, and only Megatron, what it expects
+        # optimizers compare `param.type()` with "torch.cuda.FloatTensor"; return that to Megatron only
         result = plain_type(self, *args, **kwargs)
         if not args and not kwargs and sys._getframe(1).f_globals.get("__name__", "").startswith("megatron.core"):
             return result.replace("torch.", "torch.cuda.", 1)
@@ -157,7 +157,7 @@ def _patch_tensor_methods() -> None:
 
 
 def _patch_rng() -> None:
-    # the RNG tracker (dropout, activation recomputation) keeps the CPU generator's states
+    # the RNG tracker (dropout, activation recomputation) keeps the states of the CPU generator
     cuda: Any = torch.cuda
     cuda.get_rng_state = lambda *_, **__: torch.get_rng_state()
     cuda.set_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
@@ -172,19 +172,19 @@ def _patch_rng() -> None:
 def _patch_moe() -> None:
     from megatron.core.transformer.moe.router import TopKRouter
 
-    # torch.compile of one sum of integers: a C++ compiler at work for 7 s in every process
+    # torch.compile of one sum of integers runs a C++ compiler for 7 s in every process
     TopKRouter._apply_expert_bias = TopKRouter._apply_expert_bias._torchdynamo_orig_callable
 
 
 def _patch_latent_attention() -> None:
     import megatron.core.transformer.multi_latent_attention as latent
 
-    if not isinstance(latent.TELinear, type):  # it asks isinstance(..., TELinear) without Transformer Engine too
+    if not isinstance(latent.TELinear, type):  # Megatron calls isinstance(..., TELinear) without Transformer Engine too
         latent.TELinear = type("TELinear", (torch.nn.Module,), {})
 
 
 def _patch_uneven_collectives() -> None:
-    # experts cut over tensor-parallel ranks exchange as many tokens as were routed to each; gloo knows equal parts only
+    # tensor-parallel ranks of an expert exchange as many tokens as were routed to each; gloo supports equal parts only
     import megatron.core.tensor_parallel.mappings as mappings
 
     gather, scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
@@ -211,7 +211,7 @@ def _patch_uneven_collectives() -> None:
 
 
 def _patch_lone_replicas() -> None:
-    # one replica's buckets of gradients and parameters: gloo would copy them all, where NCCL leaves them in place
+    # gradient and parameter buckets of a single replica: gloo would copy them, NCCL leaves them in place
     import megatron.core.distributed.param_and_grad_buffer as buffers
 
     def skip_if_alone(collective: Any) -> Any:
@@ -227,7 +227,7 @@ def _patch_lone_replicas() -> None:
 
 
 def _patch_linear_products() -> None:
-    # forward products of linear layers that are not quantized, where long BF16 sums depend on the number of rows
+    # forward products of unquantized linear layers: long BF16 sums depend on the number of rows
     import megatron.core.tensor_parallel.layers as layers
 
     for function in (layers.LinearWithFrozenWeight, layers.LinearWithGradAccumulationAndAsyncCommunication):

@@ -1,27 +1,79 @@
-"""How the operators of a decoder-only model are connected, the same for trainer and engine.
+"""The operators of a decoder-only model and how they are connected, the same for trainer and engine.
 
-Each side reads its live modules into a `DecoderPrecision`: which operators a layer has and in which precision each consumes its tensors.
-`decoder_graph` makes the edges of the forward pass, and of the backward pass where gradients are given.
+Each side reads its live modules into a `DecoderPrecision`: the operators of each layer and the formats in which they consume their tensors.
+`decoder_graph` adds the edges of the forward pass, and those of the backward pass if the operators have gradients.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from types import MappingProxyType
+from dataclasses import dataclass, field, replace
 
 from megatron_rl.precision.graph.graph import FORWARD, Edge, Node, PrecisionGraph, TensorPrecision
 from parallel.adapters import NAMES
 
-Inputs = Mapping[str, tuple[str, TensorPrecision]]
-"""Tensor -> (operator that produces it, its precision)."""
-
+_PARAMETERS = ("weight", "bias", *NAMES)
 _LINEARS = ("linear", "tree_linear", "router", "lm_head", "value_head")
+_RESIDUAL = "mlp.residual"
+Table = dict[str, tuple[str, dict[str, list[str]]]]
+"""Operator -> (its kind, {input: operators that may produce it})."""
+
+
+def _parse(text: str) -> Table:
+    """Parse lines "operator kind input=producer,producer"; the first of the producers that a layer has produces the input."""
+    rows = (line.split() for line in text.strip().splitlines())
+    pairs = ((name, kind, (part.split("=") for part in inputs)) for name, kind, *inputs in rows)
+    return {name: (kind, {tensor: producers.split(",") for tensor, producers in inputs}) for name, kind, inputs in pairs}
+
+
+_FIRST: Table = {"embedding": ("embedding", {})}
+_LAYER = _parse("""
+    input_norm                 norm         x=input
+    attention.qkv              linear       x=input_norm
+    attention.q_norm           norm         x=attention.qkv
+    attention.k_norm           norm         x=attention.qkv
+    attention.q_a              linear       x=input_norm
+    attention.q_a_norm         norm         x=attention.q_a
+    attention.q_b              linear       x=attention.q_a_norm,input_norm
+    attention.kv_a             linear       x=input_norm
+    attention.kv_a_norm        norm         x=attention.kv_a
+    attention.rope             rope         q=attention.q_norm,attention.q_b,attention.qkv k=attention.k_norm,attention.kv_a,attention.qkv
+    attention.kv_b.k           linear       x=attention.q_b
+    attention.kv_b             linear       x=attention.kv_a_norm
+    attention.core             attention    q=attention.kv_b.k,attention.rope q_rope=attention.rope k_rope=attention.rope \
+                               k=attention.kv_b,attention.kv_a_norm,attention.rope v=attention.kv_b,attention.kv_a_norm,attention.qkv
+    attention.kv_b.v           linear       x=attention.core
+    attention.output           linear       x=attention.kv_b.v,attention.core
+    attention.post_norm        norm         x=attention.output
+    attention.residual         add          residual=input x=attention.post_norm,attention.output
+    post_attention_norm        norm         x=attention.residual
+    mlp.gate_up                linear       x=post_attention_norm
+    mlp.swiglu                 swiglu       x=mlp.gate_up
+    mlp.down                   linear       x=mlp.swiglu
+    mlp.post_norm              norm         x=mlp.down
+    mlp.router                 router       x=post_attention_norm
+    mlp.experts.gate_up        linear       x=post_attention_norm
+    mlp.experts.swiglu         swiglu       x=mlp.experts.gate_up
+    mlp.experts.down           linear       x=mlp.experts.swiglu
+    mlp.experts.sum            weighted_sum x=mlp.experts.down logits=mlp.router
+    mlp.shared_experts.gate_up linear       x=post_attention_norm
+    mlp.shared_experts.swiglu  swiglu       x=mlp.shared_experts.gate_up
+    mlp.shared_experts.down    linear       x=mlp.shared_experts.swiglu
+    mlp.residual               add          residual=attention.residual x=mlp.post_norm,mlp.down,mlp.experts.sum \
+                               shared=mlp.shared_experts.down
+""")
+_LAST = _parse("""
+    norm                       norm          x=input
+    lm_head                    lm_head       x=norm
+    logprobs                   log_softmax   x=lm_head
+    value_head                 value_head    x=norm
+    values                     value_loss    x=value_head
+""")
 
 
 @dataclass(frozen=True)
-class GradientFormats:
-    """Precision of the operands of a linear layer's two backward products, and of what the optimizer reads."""
+class Gradients:
+    """Formats of the backward pass of an operator with a weight."""
 
     dy: TensorPrecision
     """dy in DGrad."""
@@ -32,111 +84,92 @@ class GradientFormats:
     x: TensorPrecision
     """x in WGrad."""
     grad: TensorPrecision
-    """The accumulated weight gradient."""
+    """Accumulated weight gradient."""
     master: TensorPrecision
-    """The weight that the optimizer steps."""
+    """Weight that the optimizer steps."""
     trained: tuple[str, ...] = ("weight", "bias")
-    """The tensors that it steps: with LoRA the adapter's, or none."""
+    """Tensors that the optimizer steps: those of the adapter with LoRA; empty if the operator is frozen."""
 
 
 @dataclass(frozen=True)
-class WeightedOpPrecision:
-    """An operator with a weight: precision of its input `x`, its weight, and its gradients where it is trained."""
+class Operator:
+    """An operator of the model and the format of each tensor that it consumes, parameters included."""
 
-    x: TensorPrecision
-    weight: TensorPrecision
-    bias: TensorPrecision | None = None
+    inputs: Mapping[str, TensorPrecision]
     detail: str = ""
-    gradients: GradientFormats | None = None
+    gradients: Gradients | None = None
     by_tree: bool = False
-    """A linear layer that sums by the contract's tree (`precision.ops.tree`)."""
-    adapter: TensorPrecision | None = None
-    """Both weights of a linear layer's adapter; its input is an activation as it is."""
-
-    @property
-    def linear(self) -> str:
-        """The operator of a linear layer."""
-        return "tree_linear" if self.by_tree else "linear"
-
-
-@dataclass(frozen=True)
-class AttentionPrecision:
-    qkv: WeightedOpPrecision
-    output: WeightedOpPrecision
-    q: TensorPrecision
-    kv: TensorPrecision
-    """Keys and values as the attention reads them, in a rollout from the cache."""
-    q_norm: WeightedOpPrecision | None = None
-    k_norm: WeightedOpPrecision | None = None
-    post_norm: WeightedOpPrecision | None = None
-    """Of what is added to the residual stream."""
-    detail: str = ""
-    rope: str = ""
-    """Where rotary positions are rounded."""
-
-
-@dataclass(frozen=True)
-class MLAPrecision:
-    """Multi-latent attention: keys, values and, with `q_a`, queries are projected through a low-rank latent."""
-
-    q_b: WeightedOpPrecision
-    kv_a: WeightedOpPrecision
-    kv_a_norm: WeightedOpPrecision
-    kv_b: WeightedOpPrecision
-    """From the latent, which a rollout reads from its cache."""
-    output: WeightedOpPrecision
-    q: TensorPrecision
-    kv: TensorPrecision
-    q_a: WeightedOpPrecision | None = None
-    q_a_norm: WeightedOpPrecision | None = None
-    absorbed: bool = False
-    """Queries are multiplied with kv_b's part K, attended latents with its part V; else latents with both."""
-    detail: str = ""
-    rope: str = ""
-
-
-@dataclass(frozen=True)
-class MLPPrecision:
-    gate_up: WeightedOpPrecision
-    down: WeightedOpPrecision
+    """Whether a linear layer sums by the tree of the contract (`kernels.sums.reference`)."""
     count: int = 1
-    post_norm: WeightedOpPrecision | None = None
-    """Of what is added to the residual stream."""
-    swiglu: str = ""
-    """Where it is rounded."""
+    """Number of equal experts."""
 
-
-@dataclass(frozen=True)
-class MoEPrecision:
-    router: WeightedOpPrecision
-    logits: TensorPrecision
-    experts: MLPPrecision
-    shared: MLPPrecision | None = None
+    def with_inputs(self, **inputs: TensorPrecision | None) -> Operator:
+        """Return the operator with some inputs replaced, added, or removed if None."""
+        formats = {name: format for name, format in {**self.inputs, **inputs}.items() if format is not None}
+        return replace(self, inputs=formats)
 
 
 @dataclass(frozen=True)
 class LayerPrecision:
-    input_norm: WeightedOpPrecision
-    attention: AttentionPrecision | MLAPrecision
-    post_attention_norm: WeightedOpPrecision
-    mlp: MLPPrecision | MoEPrecision
+    """One layer: its operators with weights, by the names of `_LAYER`, and the formats of the tensors between the others."""
+
+    operators: Mapping[str, Operator]
     residual: TensorPrecision
     """The residual stream."""
+    kv: TensorPrecision
+    """Keys and values as the attention reads them; in a rollout, from the cache."""
+    attention: str = ""
+    """Implementation of the attention."""
+    rope: str = ""
+    """Where rotary positions are rounded."""
+    swiglu: str = ""
+    """Where SwiGLU is rounded."""
+    logits: TensorPrecision | None = None
+    """Logits of the router."""
+
+    def complete(self, hidden: TensorPrecision) -> dict[str, Operator]:
+        """Return all operators, including those without weights."""
+        operators, kv, tensors = dict(self.operators), self.kv, {"q": hidden, "k": self.kv, "v": self.kv}
+        if "attention.kv_b" in operators:
+            tensors = {"q": hidden, "k": hidden, "v": hidden, "k_rope": kv}
+        elif "attention.kv_b.k" in operators:  # queries are multiplied with the K part of kv_b, attended latents with its V part
+            tensors = {"q": hidden, "q_rope": hidden, "k": kv, "v": kv, "k_rope": kv}
+        operators["attention.rope"] = Operator({"q": hidden, "k": hidden}, self.rope)
+        operators["attention.core"] = Operator(tensors, self.attention)
+        operators["attention.residual"] = operators[_RESIDUAL] = Operator({"residual": self.residual, "x": hidden})
+        for mlp in ("mlp", "mlp.experts", "mlp.shared_experts"):
+            if (gate_up := operators.get(f"{mlp}.gate_up")) is not None:
+                operators[f"{mlp}.swiglu"] = Operator({"x": hidden}, self.swiglu, count=gate_up.count)
+        if self.logits is not None:
+            operators["mlp.experts.sum"] = Operator({"x": hidden, "logits": self.logits})
+        if "mlp.shared_experts.down" in operators:
+            operators[_RESIDUAL] = operators[_RESIDUAL].with_inputs(shared=hidden)
+        return operators
 
 
 @dataclass(frozen=True)
 class DecoderPrecision:
-    """The part of one rank: layers by their number in the whole model; embedding and head are None on a pipeline stage without them."""
+    """The part of the model on one rank. On a pipeline stage without embedding or output layer, `ends` lacks their operators."""
 
     hidden: TensorPrecision
     """Activations between operators."""
-    layers: dict[int, LayerPrecision]
-    embedding: WeightedOpPrecision | None = None
-    norm: WeightedOpPrecision | None = None
-    lm_head: WeightedOpPrecision | None = None
-    logits: TensorPrecision | None = None
-    is_critic: bool = False
-    """`lm_head` is a value head, `logits` are values."""
+    layers: Mapping[int, LayerPrecision]
+    """By number in the whole model."""
+    ends: Mapping[str, Operator]
+    """Operators outside of the layers, by the names of `_FIRST` and `_LAST`."""
+
+
+def decoder_graph(model: DecoderPrecision) -> PrecisionGraph:
+    """Return the graph of one rank's part; operators of other ranks appear only as names on edges."""
+    builder = _Builder(model.hidden)
+    builder.add(_FIRST, model.ends, "", "")
+    for number, layer in sorted(model.layers.items()):
+        source = f"layers.{number - 1}.{_RESIDUAL}" if number else "embedding"
+        builder.add(_LAYER, layer.complete(model.hidden), f"layers.{number}.", source)
+    builder.add(_LAST, model.ends, "", f"layers.{max(model.layers)}.{_RESIDUAL}" if model.layers else "embedding")
+    if builder.gradients:
+        builder.add_backward()
+    return PrecisionGraph(tuple(builder.nodes.values()), tuple(builder.edges))
 
 
 @dataclass
@@ -144,166 +177,73 @@ class _Builder:
     hidden: TensorPrecision
     nodes: dict[str, Node] = field(default_factory=dict)
     edges: list[Edge] = field(default_factory=list)
-    gradients: dict[str, GradientFormats] = field(default_factory=dict)
+    gradients: dict[str, Gradients] = field(default_factory=dict)
 
-    def op(self, name: str, op: str, inputs: Inputs = MappingProxyType({}), count: int = 1, detail: str = "") -> str:
-        """Add an operator and the edges into it; return its name."""
+    def node(self, name: str, op: str, count: int = 1, detail: str = "") -> str:
         self.nodes[name] = Node(name, op, count, detail)
-        self.edges += [Edge(source, name, tensor, format) for tensor, (source, format) in inputs.items()]
         return name
 
-    def weighted(self, name: str, op: str, source: str | None, precision: WeightedOpPrecision, count: int = 1) -> str:
-        """Add an operator with its weight and bias; return its name."""
-        self.op(name, op, {"x": (source, precision.x)} if source else {}, count, precision.detail)
-        adapter = dict.fromkeys(NAMES, precision.adapter)
-        for tensor, format in {"weight": precision.weight, "bias": precision.bias, **adapter}.items():
-            if format is not None:
-                weight = self.op(f"{name}.{tensor}", "weight", count=count)
-                self.edges.append(Edge(weight, name, tensor, format))
-        if precision.gradients is not None:
-            self.gradients[name] = precision.gradients
-        return name
+    def edge(self, source: str, target: str, tensor: str, format: TensorPrecision, phase: str = FORWARD) -> None:
+        self.edges.append(Edge(source, target, tensor, format, phase))
 
+    def add(self, table: Table, operators: Mapping[str, Operator], prefix: str, source: str) -> None:
+        """Add the operators that the table names. `source` produces their `input`."""
+        for name, (kind, producers) in table.items():
+            if (operator := operators.get(name)) is None:
+                continue
+            target = self.node(prefix + name, "tree_linear" if operator.by_tree else kind, operator.count, operator.detail)
+            for tensor, format in operator.inputs.items():
+                if tensor in _PARAMETERS:
+                    self.edge(self.node(f"{target}.{tensor}", "weight", operator.count), target, tensor, format)
+                else:
+                    producer = next(name for name in producers[tensor] if name == "input" or name in operators)
+                    self.edge(source if producer == "input" else prefix + producer, target, tensor, format)
+            if operator.gradients is not None:
+                self.gradients[target] = operator.gradients
 
-def decoder_graph(model: DecoderPrecision) -> PrecisionGraph:
-    """Return the graph of one rank's part; other ranks' operators appear only as names on edges."""
-    builder = _Builder(model.hidden)
-    if model.embedding is not None:
-        builder.weighted("embedding", "embedding", None, model.embedding)
-    for number, layer in sorted(model.layers.items()):
-        _add_layer(builder, f"layers.{number}.", layer, f"layers.{number - 1}.mlp.residual" if number else "embedding")
-    if model.norm is not None and model.lm_head is not None and model.logits is not None:
-        last = f"layers.{max(model.layers)}.mlp.residual" if model.layers else "embedding"
-        normed = builder.weighted("norm", "norm", last, model.norm)
-        name = "value_head" if model.is_critic else "lm_head"
-        head = builder.weighted(name, name, normed, model.lm_head)
-        builder.op(*(("values", "value_loss") if model.is_critic else ("logprobs", "log_softmax")), {"x": (head, model.logits)})
-    _add_backward(builder)
-    return PrecisionGraph(tuple(builder.nodes.values()), tuple(builder.edges))
+    def add_backward(self) -> None:
+        """Add the backward pass of every edge.
 
+        A linear layer A has two products: A.backward is DGrad, A.wgrad is WGrad. Other operators, and linear layers that are not trained,
+        have only A.backward.
+        """
+        for node in [node for node in self.nodes.values() if node.op != "weight"]:
+            self.node(f"{node.name}.backward", "dgrad" if node.op in _LINEARS else "backward", node.count)
+            gradients = self.gradients.get(node.name)
+            if node.op in _LINEARS and (gradients is None or gradients.trained):
+                self.node(f"{node.name}.wgrad", "wgrad", node.count)
+        for edge in list(self.edges):
+            if edge.source in self.nodes and self.nodes[edge.source].op == "weight":
+                self._add_weight_gradient(edge)
+            else:
+                self._add_activation_gradient(edge)
 
-def _add_layer(builder: _Builder, prefix: str, layer: LayerPrecision, source: str) -> None:
-    normed = builder.weighted(f"{prefix}input_norm", "norm", source, layer.input_norm)
-    if isinstance(layer.attention, AttentionPrecision):
-        attended = _add_attention(builder, f"{prefix}attention.", layer.attention, normed)
-    else:
-        attended = _add_latent_attention(builder, f"{prefix}attention.", layer.attention, normed)
-    residual = builder.op(f"{prefix}attention.residual", "add", {"residual": (source, layer.residual), "x": (attended, builder.hidden)})
-    normed = builder.weighted(f"{prefix}post_attention_norm", "norm", residual, layer.post_attention_norm)
-    if isinstance(layer.mlp, MLPPrecision):
-        outputs: Inputs = {"x": (_add_mlp(builder, f"{prefix}mlp.", layer.mlp, normed), builder.hidden)}
-    else:
-        outputs = _add_experts(builder, f"{prefix}mlp.", layer.mlp, normed)
-    builder.op(f"{prefix}mlp.residual", "add", {"residual": (residual, layer.residual), **outputs})
-
-
-def _add_attention(builder: _Builder, prefix: str, precision: AttentionPrecision, source: str) -> str:
-    qkv = q = k = builder.weighted(f"{prefix}qkv", "linear", source, precision.qkv)
-    if precision.q_norm is not None:
-        q = builder.weighted(f"{prefix}q_norm", "norm", qkv, precision.q_norm)
-    if precision.k_norm is not None:
-        k = builder.weighted(f"{prefix}k_norm", "norm", qkv, precision.k_norm)
-    rope = builder.op(f"{prefix}rope", "rope", {"q": (q, builder.hidden), "k": (k, builder.hidden)}, detail=precision.rope)
-    inputs = {"q": (rope, precision.q), "k": (rope, precision.kv), "v": (qkv, precision.kv)}
-    core = builder.op(f"{prefix}core", "attention", inputs, detail=precision.detail)
-    return _add_post_norm(builder, prefix, precision, builder.weighted(f"{prefix}output", precision.output.linear, core, precision.output))
-
-
-def _add_latent_attention(builder: _Builder, prefix: str, precision: MLAPrecision, source: str) -> str:
-    latent = source
-    if precision.q_a is not None and precision.q_a_norm is not None:
-        q_a = builder.weighted(f"{prefix}q_a", "linear", source, precision.q_a)
-        latent = builder.weighted(f"{prefix}q_a_norm", "norm", q_a, precision.q_a_norm)
-    q = builder.weighted(f"{prefix}q_b", "linear", latent, precision.q_b)
-    kv_a = builder.weighted(f"{prefix}kv_a", "linear", source, precision.kv_a)
-    kv = builder.weighted(f"{prefix}kv_a_norm", "norm", kv_a, precision.kv_a_norm)
-    rope = builder.op(f"{prefix}rope", "rope", {"q": (q, builder.hidden), "k": (kv_a, builder.hidden)}, detail=precision.rope)
-    if precision.absorbed:
-        q = builder.weighted(f"{prefix}kv_b.k", "linear", q, precision.kv_b)
-        inputs = {"q": (q, precision.q), "q_rope": (rope, precision.q), "k": (kv, precision.kv), "v": (kv, precision.kv)}
-    else:
-        kv = builder.weighted(f"{prefix}kv_b", "linear", kv, precision.kv_b)
-        inputs = {"q": (rope, precision.q), "k": (kv, builder.hidden), "v": (kv, builder.hidden)}
-    core = builder.op(f"{prefix}core", "attention", inputs | {"k_rope": (rope, precision.kv)}, detail=precision.detail)
-    if precision.absorbed:
-        core = builder.weighted(f"{prefix}kv_b.v", "linear", core, precision.kv_b)
-    return builder.weighted(f"{prefix}output", precision.output.linear, core, precision.output)
-
-
-def _add_mlp(builder: _Builder, prefix: str, precision: MLPPrecision, source: str) -> str:
-    gate_up = builder.weighted(f"{prefix}gate_up", "linear", source, precision.gate_up, precision.count)
-    act = builder.op(f"{prefix}swiglu", "swiglu", {"x": (gate_up, builder.hidden)}, precision.count, precision.swiglu)
-    return _add_post_norm(
-        builder, prefix, precision, builder.weighted(f"{prefix}down", precision.down.linear, act, precision.down, precision.count)
-    )
-
-
-def _add_post_norm(builder: _Builder, prefix: str, precision: AttentionPrecision | MLPPrecision, source: str) -> str:
-    return source if precision.post_norm is None else builder.weighted(f"{prefix}post_norm", "norm", source, precision.post_norm)
-
-
-def _add_experts(builder: _Builder, prefix: str, precision: MoEPrecision, source: str) -> Inputs:
-    """Add a mixture of experts; return what the residual stream adds: their weighted sum, and the shared experts' output."""
-    router = builder.weighted(f"{prefix}router", "router", source, precision.router)
-    down = _add_mlp(builder, f"{prefix}experts.", precision.experts, source)
-    summed = builder.op(f"{prefix}experts.sum", "weighted_sum", {"x": (down, builder.hidden), "logits": (router, precision.logits)})
-    inputs = {"x": (summed, builder.hidden)}
-    if precision.shared is not None:
-        inputs["shared"] = (_add_mlp(builder, f"{prefix}shared_experts.", precision.shared, source), builder.hidden)
-    return inputs
-
-
-def _add_backward(builder: _Builder) -> None:
-    """Add the backward pass of every edge, where gradients are given.
-
-    A linear layer A has two products: A.backward is DGrad, A.wgrad is WGrad. Every other operator has A.backward alone, and so has a
-    linear layer that does not train.
-    """
-    if not builder.gradients:
-        return
-    operators = [node for node in builder.nodes.values() if node.op != "weight"]
-    for node in operators:
-        builder.op(f"{node.name}.backward", "dgrad" if node.op in _LINEARS else "backward", count=node.count)
-        gradients = builder.gradients.get(node.name)
-        if node.op in _LINEARS and (gradients is None or gradients.trained):
-            builder.op(f"{node.name}.wgrad", "wgrad", count=node.count)
-    for edge in [edge for edge in builder.edges if edge.phase == FORWARD]:
-        if builder.nodes.get(edge.source, Node("", "")).op == "weight":
-            _add_weight_gradient(builder, edge)
+    def _add_activation_gradient(self, edge: Edge) -> None:
+        source, target, of_source, of_target = edge.source, edge.target, self.gradients.get(edge.source), self.gradients.get(edge.target)
+        if of_source is not None and self.nodes[source].op in _LINEARS:
+            self.edge(f"{target}.backward", f"{source}.backward", "dy", of_source.dy, "dgrad")
         else:
-            _add_activation_gradient(builder, edge)
+            self.edge(f"{target}.backward", f"{source}.backward", f"d{edge.tensor}", self.hidden, "dgrad")
+        if of_source is not None and f"{source}.wgrad" in self.nodes:
+            self.edge(f"{target}.backward", f"{source}.wgrad", "dy", of_source.dy_wgrad, "wgrad")
+        if of_target is not None and edge.tensor == "x" and (of_target.trained or self.nodes[target].op not in _LINEARS):
+            product, phase = ("wgrad", "wgrad") if f"{target}.wgrad" in self.nodes else ("backward", "dgrad")
+            self.edge(source, f"{target}.{product}", "x", of_target.x, phase)
 
-
-def _add_activation_gradient(builder: _Builder, edge: Edge) -> None:
-    source, target = edge.source, edge.target
-    target_gradients, source_gradients = builder.gradients.get(target), builder.gradients.get(source)
-    if source_gradients is not None and builder.nodes[source].op in _LINEARS:
-        builder.edges.append(Edge(f"{target}.backward", f"{source}.backward", "dy", source_gradients.dy, "dgrad"))
-    else:
-        builder.edges.append(Edge(f"{target}.backward", f"{source}.backward", f"d{edge.tensor}", builder.hidden, "dgrad"))
-    if source_gradients is not None and f"{source}.wgrad" in builder.nodes:
-        builder.edges.append(Edge(f"{target}.backward", f"{source}.wgrad", "dy", source_gradients.dy_wgrad, "wgrad"))
-    if target_gradients is not None and edge.tensor == "x" and (target_gradients.trained or builder.nodes[target].op not in _LINEARS):
-        product, phase = ("wgrad", "wgrad") if f"{target}.wgrad" in builder.nodes else ("backward", "dgrad")
-        builder.edges.append(Edge(source, f"{target}.{product}", "x", target_gradients.x, phase))
-
-
-def _add_weight_gradient(builder: _Builder, edge: Edge) -> None:
-    """Add edges from the weight to DGrad, and from WGrad to the master, where there is one, and from there to the weight."""
-    name, gradients = edge.target, builder.gradients.get(edge.target)
-    if gradients is None:
-        return
-    if edge.tensor == "weight" and builder.nodes[name].op != "embedding":
-        builder.edges.append(Edge(edge.source, f"{name}.backward", "weight", gradients.weight, "dgrad"))
-    if edge.tensor in NAMES:
-        builder.edges.append(Edge(edge.source, f"{name}.backward", edge.tensor, edge.format, "dgrad"))
-    if edge.tensor not in gradients.trained:
-        return
-    product = f"{name}.wgrad" if edge.tensor != "bias" and f"{name}.wgrad" in builder.nodes else f"{name}.backward"
-    count = builder.nodes[name].count
-    if edge.tensor != "bias" and gradients.master != edge.format:
-        master = builder.op(f"{edge.source}.master", "master", count=count)
-        builder.edges.append(Edge(product, master, "grad", gradients.grad, "wgrad"))
-        builder.edges.append(Edge(master, edge.source, "master", gradients.master, "update"))
-    else:
-        builder.edges.append(Edge(product, edge.source, "grad", gradients.grad, "wgrad"))
+    def _add_weight_gradient(self, edge: Edge) -> None:
+        """Add edges from the weight to DGrad, from WGrad to the master if there is one, and from the master to the weight."""
+        weight, name, gradients = edge.source, edge.target, self.gradients.get(edge.target)
+        if gradients is None:
+            return
+        if edge.tensor in NAMES or (edge.tensor == "weight" and self.nodes[name].op != "embedding"):
+            self.edge(weight, f"{name}.backward", edge.tensor, edge.format if edge.tensor in NAMES else gradients.weight, "dgrad")
+        if edge.tensor not in gradients.trained:
+            return
+        is_bias = edge.tensor == "bias"
+        product = f"{name}.wgrad" if not is_bias and f"{name}.wgrad" in self.nodes else f"{name}.backward"
+        if is_bias or gradients.master == edge.format:
+            self.edge(product, weight, "grad", gradients.grad, "wgrad")
+        else:
+            master = self.node(f"{weight}.master", "master", self.nodes[name].count)
+            self.edge(product, master, "grad", gradients.grad, "wgrad")
+            self.edge(master, weight, "master", gradients.master, "update")

@@ -1,4 +1,4 @@
-"""Reads the precision of a live tensor from the tensor itself: its dtype, and for a quantized one the shape and values of its scales."""
+"""Reads the precision of a live tensor from the tensor itself: its dtype and, if quantized, the shape and values of its scales."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MANTISSA = 0x7FFFFF
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return the short name of a dtype: fp32, bf16, e4m3; torch's own where there is none."""
+    """Return the short name of a dtype (fp32, bf16, e4m3), or torch's own name if there is none."""
     name = str(dtype).removeprefix("torch.")
     for pattern, short in ((r"^float8_(e\dm\d)\w*", r"\1"), (r"^bfloat", "bf"), (r"^float", "fp")):
         name = re.sub(pattern, short, name)
@@ -27,9 +27,11 @@ def unquantized_format(tensor: torch.Tensor) -> TensorPrecision:
 
 
 def block_format(data: torch.Tensor, scale: torch.Tensor) -> TensorPrecision:
-    """Return the format of `data` [..., N, K] with one scale per block: the block that `FORMATS` has for these dtypes and shapes, as edge
-    blocks may be partial, else what the shapes say ("tensor" for a single scale); the scales' format from their values, or from `FORMATS`
-    where they are bytes. Stacked experts count as one matrix each."""
+    """Return the format of `data` `[..., N, K]` with one scale per block. Stacked experts count as one matrix each.
+
+    Edge blocks may be partial, so the block is that of the format in `FORMATS` with these dtypes and shapes, or else what the shapes imply
+    ("tensor" for a single scale). The scale format is read from the values, or from `FORMATS` if scales are bytes.
+    """
     dtype = dtype_name(data.dtype)
     if data.dim() < 2 or scale.dim() < 2:
         return TensorPrecision(dtype, "tensor", scale_format(scale))
@@ -42,39 +44,19 @@ def block_format(data: torch.Tensor, scale: torch.Tensor) -> TensorPrecision:
     return TensorPrecision(dtype, f"{height}x{width or cols}", scales)
 
 
-def group_format(group: int | None, scale: str, dtype: str = "e4m3") -> TensorPrecision:
-    """Return the format of an input with one scale per `group` elements along the contraction, or one in all for None."""
-    return TensorPrecision(dtype, f"1x{group}" if group else "tensor", scale)
-
-
 def channel_format(data: torch.Tensor, scale: torch.Tensor) -> TensorPrecision:
-    """Return the format of an INT8 weight, [N, K] or in a kernel's order [K, N], with one scale per output channel, [N, 1]; experts are
-    stacked, [E, N, K] and [E, N, 1]. Raise ValueError for others."""
+    """Return the format of an INT8 weight, `[N, K]` or in a kernel's order `[K, N]`, with one scale per output channel `[N, 1]`; stacked
+    experts are `[E, N, K]` and `[E, N, 1]`. Raise ValueError for other shapes."""
     stacked = data.shape[:-2] == scale.shape[:-2]
     if min(data.dim(), scale.dim()) < 2 or not stacked or scale.shape[-1] != 1 or scale.shape[-2] not in data.shape[-2:]:
-        raise ValueError(f"INT8 weights {list(data.shape)} with scales {list(scale.shape)}: one per output channel is known")
+        raise ValueError(f"INT8 weights {list(data.shape)} with scales {list(scale.shape)}: must have one scale per output channel")
     return TensorPrecision(dtype_name(data.dtype), "channel", scale_format(scale))
 
 
-def token_format(dtype: str) -> TensorPrecision:
-    """Return the format of an INT8 layer's input, with one float32 scale per token; `dtype` as the live layer reports it."""
-    return TensorPrecision(dtype, "token", "fp32")
-
-
-def head_format(dtype: str) -> TensorPrecision:
-    """Return the format of keys and values with one power-of-two scale per token and head (`precision.kv_cache`)."""
-    return TensorPrecision(dtype, "head", "pow2")
-
-
-def layer_format(dtype: str, scales: torch.Tensor) -> TensorPrecision:
-    """Return the format of keys and values with one scale for a layer's keys and one for its values, in `scales`."""
-    return TensorPrecision(dtype, "layer", scale_format(scales))
-
-
 def scale_format(scale: torch.Tensor) -> str:
-    """Return "pow2" where every scale is a power of two, else "fp32"; the dtype's name for scales that are not float32.
+    """Return "pow2" if every scale is a power of two, else "fp32"; the name of the dtype if scales are not float32.
 
-    Return "invalid" where one is no positive number: SGLang fills scales with the lowest float until a checkpoint's are loaded.
+    Return "invalid" if any scale is not a positive number: SGLang fills scales with the lowest float until a checkpoint is loaded.
     """
     if scale.dtype != torch.float32:
         return dtype_name(scale.dtype)
@@ -84,6 +66,6 @@ def scale_format(scale: torch.Tensor) -> str:
 
 
 def common_format(formats: Sequence[TensorPrecision]) -> TensorPrecision:
-    """Return the format that all share, or one that equals none where they differ."""
+    """Return the common format, or one that equals no other format if they differ."""
     distinct = list(dict.fromkeys(formats))
     return distinct[0] if len(distinct) == 1 else TensorPrecision("mixed(" + ", ".join(map(str, distinct)) + ")")

@@ -1,15 +1,15 @@
 """The precision graph: operators and weights are nodes, the tensors between them are edges that carry a precision.
 
-An edge states how its target consumes a tensor: "e4m3 1x128 pow2" into a linear layer means that the layer quantizes its input in
-groups of 128 with power-of-two scales. Trainer and engine are read from their live modules (`mcore/precision_graph.py`,
-`rollout_sglang/precision_graph.py`) with the same operator names, so that the two can be compared: the rollout's graph must be a subgraph
-of the training graph's forward pass, operator by operator and edge by edge (Jet-RL, arXiv 2601.14243). No torch here.
+An edge states how its target consumes a tensor: "e4m3 1x128 pow2" into a linear layer means that the layer quantizes its input in groups of
+128 with power-of-two scales. The graphs of trainer and engine are read from their live modules (`mcore/precision_graph.py`,
+`rollout_sglang/precision_graph.py`) with the same operator names. The rollout's graph must be a subgraph of the training graph's forward
+pass, operator by operator and edge by edge (Jet-RL, arXiv 2601.14243). This module does not import torch.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
@@ -23,7 +23,8 @@ _LAYER = re.compile(r"layers\.(\d+)\.(.+)")
 
 @dataclass(frozen=True)
 class TensorPrecision:
-    """The precision of a tensor: `dtype` ("bf16", "e4m3"), and for a quantized one the block that shares a scale and the scales' format."""
+    """The precision of a tensor: its dtype ("bf16", "e4m3") and, if quantized, the block that shares a scale and the format of the
+    scales."""
 
     dtype: str
     granularity: str = ""
@@ -39,7 +40,7 @@ class TensorPrecision:
 
 @dataclass(frozen=True)
 class Node:
-    """An operator or a weight. `count`: number of alike experts. `detail`, the module's class, is shown but not compared."""
+    """An operator or a weight. `count` is the number of equal experts. `detail`, the class of the module, is shown but not compared."""
 
     name: str
     op: str
@@ -52,7 +53,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Edge:
-    """A tensor between two nodes. `phase`: forward, dgrad (gradients of activations), wgrad (of weights) or update (master to weight)."""
+    """A tensor between two nodes. Phases: forward, dgrad (activation gradients), wgrad (weight gradients), update (master to weight)."""
 
     source: str
     target: str
@@ -71,13 +72,13 @@ class PrecisionGraph:
     edges: tuple[Edge, ...]
 
     def select_forward(self) -> PrecisionGraph:
-        """Return the part that runs in a forward pass."""
+        """Return the part of the forward pass."""
         edges = tuple(edge for edge in self.edges if edge.phase == FORWARD)
         used = {name for edge in edges for name in (edge.source, edge.target)}
         return PrecisionGraph(tuple(node for node in self.nodes if node.name in used), edges)
 
     def to_json(self) -> dict[str, Any]:
-        return {"nodes": [asdict(node) for node in self.nodes], "edges": [asdict(edge) for edge in self.edges]}
+        return asdict(self)
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> PrecisionGraph:
@@ -86,7 +87,7 @@ class PrecisionGraph:
 
 
 def merge_graphs(parts: Iterable[PrecisionGraph]) -> PrecisionGraph:
-    """Merge the graphs of a model's ranks, each of its part. Raise RunError where two ranks disagree about a part."""
+    """Merge the graphs of the ranks of a model. Raise RunError if two ranks disagree about a node or an edge."""
     nodes: dict[str, Node] = {}
     edges: dict[tuple[str, ...], Edge] = {}
     for part in parts:
@@ -100,65 +101,57 @@ def merge_graphs(parts: Iterable[PrecisionGraph]) -> PrecisionGraph:
     return PrecisionGraph(tuple(nodes.values()), tuple(edges.values()))
 
 
-@dataclass(frozen=True)
-class GraphDifference:
-    """A difference of the two graphs. `layer` is None outside of the layers; names in `text` are within the layer."""
-
-    layer: int | None
-    text: str
-
-
-def compare_graphs(rollout: PrecisionGraph, training: PrecisionGraph) -> list[GraphDifference]:
-    """Return what keeps `rollout` from being a subgraph of `training`'s forward pass, and what of that pass it lacks; [] for nothing."""
-    forward = training.select_forward()
-    served, trained = ({node.name: str(node) for node in graph.nodes} for graph in (rollout, forward))
-    differences = [
-        _difference(name, name, "", served.get(name, "absent"), trained.get(name, "absent"))
-        for name in {**served, **trained}
-        if served.get(name) != trained.get(name)
-    ]
-    served_edges, trained_edges = ({edge.key: str(edge.format) for edge in graph.edges} for graph in (rollout, forward))
-    shared = served.keys() & trained.keys()
-    for source, target, tensor, phase in {**served_edges, **trained_edges}:
-        rollout_format, training_format = (edges.get((source, target, tensor, phase), "absent") for edges in (served_edges, trained_edges))
-        if rollout_format != training_format and {source, target} <= shared:
-            differences.append(_difference(target, source, tensor, rollout_format, training_format))
-    return differences
-
-
 def describe_differences(rollout: PrecisionGraph, training: PrecisionGraph) -> list[str]:
-    """Return `compare_graphs` as readable lines; layers that differ alike share one line."""
-    layers_by_text: dict[str, list[int | None]] = {}
-    for difference in compare_graphs(rollout, training):
-        layers_by_text.setdefault(difference.text, []).append(difference.layer)
-    return [f"{_layers_prefix(layers)}{text}" for text, layers in layers_by_text.items()]
+    """Return one line per difference between `rollout` and the forward pass of `training`; layers with the same difference share a line."""
+    layers_by_text: dict[str, list[int]] = {}
+    for layer, text in _iter_differences(rollout, training.select_forward()):
+        layers_by_text.setdefault(text, []).extend([] if layer is None else [layer])
+    return [f"{format_title(layers)}: {text}" if layers else text for text, layers in layers_by_text.items()]
+
+
+def _iter_differences(rollout: PrecisionGraph, training: PrecisionGraph) -> Iterator[tuple[int | None, str]]:
+    """Yield (layer, difference) for every node, and for every edge between nodes of both graphs, that is not the same in both."""
+    nodes = [{node.name: str(node) for node in graph.nodes} for graph in (rollout, training)]
+    edges = [{edge.key: str(edge.format) for edge in graph.edges} for graph in (rollout, training)]
+    shared = nodes[0].keys() & nodes[1].keys()
+    entries = [((name, name, ""), [side.get(name, "absent") for side in nodes]) for name in nodes[0] | nodes[1]]
+    for key in edges[0] | edges[1]:
+        source, target, tensor, _ = key
+        if {source, target} <= shared:
+            entries.append(((source, target, tensor), [side.get(key, "absent") for side in edges]))
+    for (source, target, tensor), (in_rollout, in_training) in entries:
+        if in_rollout != in_training:
+            layer, inner = _split_name(target)
+            subject = f"{_name_within_layer(source, layer)} -> {inner} ({tensor})" if tensor else inner
+            yield layer, f"{subject} is {in_rollout} in the rollout, {in_training} in training"
 
 
 def split_by_layer(graph: PrecisionGraph) -> dict[int | None, PrecisionGraph]:
-    """Return the graph of each layer, with names within the layer; under None what is outside of the layers."""
+    """Return the graph of each layer, with names within the layer; under None, the graph outside of the layers."""
     nodes: dict[int | None, list[Node]] = {None: []}
     edges: dict[int | None, list[Edge]] = {None: []}
     for node in graph.nodes:
-        layer, name = split_layer_name(node.name)
+        layer, name = _split_name(node.name)
         nodes.setdefault(layer, []).append(replace(node, name=name))
-    for edge in graph.edges:
-        layer = get_edge_layer(edge)
-        source, target = name_within_layer(edge.source, layer), name_within_layer(edge.target, layer)
+    for edge in graph.edges:  # listed under the layer of its target, or of its source if a gradient leaves the layer
+        backward = edge.source.endswith(".backward") and edge.target.endswith(".backward")
+        layer, _ = _split_name(edge.source if backward else edge.target)
+        source, target = _name_within_layer(edge.source, layer), _name_within_layer(edge.target, layer)
         edges.setdefault(layer, []).append(replace(edge, source=source, target=target))
     layers = sorted(layer for layer in nodes if layer is not None)
     return {layer: PrecisionGraph(tuple(nodes[layer]), tuple(edges.get(layer, ()))) for layer in (None, *layers)}
 
 
 def fold_layers(parts: Mapping[int | None, T]) -> list[tuple[tuple[int, ...], T]]:
-    """Return (layers, their part) with one entry for layers that are alike; first, with no layers, what is outside of them."""
-    alike: dict[T, list[int]] = {}
+    """Return (layers, part) with one entry for equal layers. The first entry, without layers, is the part outside of the layers."""
+    equal: dict[T, list[int]] = {}
     for layer in sorted(layer for layer in parts if layer is not None):
-        alike.setdefault(parts[layer], []).append(layer)
-    return [((), parts[None]), *((tuple(layers), part) for part, layers in alike.items())]
+        equal.setdefault(parts[layer], []).append(layer)
+    return [((), parts[None]), *((tuple(layers), part) for part, layers in equal.items())]
 
 
 def fold_to_json(graph: PrecisionGraph) -> list[dict[str, Any]]:
-    """Return the graph as plain data, with one entry for layers that are alike and an edge's precision as text."""
+    """Return the graph as plain data, with one entry for equal layers and precisions as text."""
     return [
         {
             "part": format_title(layers),
@@ -170,43 +163,22 @@ def fold_to_json(graph: PrecisionGraph) -> list[dict[str, Any]]:
 
 
 def format_title(layers: Sequence[int]) -> str:
-    """Return "layers 0..3", or "model" for what is outside of the layers."""
-    return format_layers(layers) if layers else "model"
+    """Return "layers 0..3, 5", or "model" for the part outside of the layers."""
+    return format_numbers("layer", layers, "..") if layers else "model"
 
 
-def split_layer_name(name: str) -> tuple[int | None, str]:
-    """Return (layer, name within it); (None, name) outside of the layers."""
+def _split_name(name: str) -> tuple[int | None, str]:
+    """Return (layer, name within the layer), or (None, name) outside of the layers."""
     match = _LAYER.fullmatch(name)
     return (int(match[1]), match[2]) if match else (None, name)
 
 
-def get_edge_layer(edge: Edge) -> int | None:
-    """Return the layer that an edge is listed under: its target's, or its source's where a gradient leaves the layer."""
-    backward = edge.source.endswith(".backward") and edge.target.endswith(".backward")
-    return split_layer_name(edge.source if backward else edge.target)[0]
-
-
-def name_within_layer(name: str, layer: int | None) -> str:
-    """Return a name as seen from a layer: its input is `input`, whichever layer it comes from, its gradient `input.backward`."""
-    owner, inner = split_layer_name(name)
+def _name_within_layer(name: str, layer: int | None) -> str:
+    """Return a name as seen from a layer. The input of a layer is `input`, whichever layer produces it, and its gradient
+    `input.backward`."""
+    owner, inner = _split_name(name)
     if layer is None:
         return "last layer" if owner is not None else name
     if owner == layer:
         return inner
     return "input.backward" if name.endswith(".backward") else "input"
-
-
-def format_layers(layers: Sequence[int]) -> str:
-    """Return "layers 0..3, 5"."""
-    return format_numbers("layer", layers, "..")
-
-
-def _difference(name: str, source: str, tensor: str, in_rollout: str, in_training: str) -> GraphDifference:
-    layer, inner = split_layer_name(name)
-    subject = f"{name_within_layer(source, layer)} -> {inner} ({tensor})" if tensor else inner
-    return GraphDifference(layer, f"{subject} is {in_rollout} in the rollout, {in_training} in training")
-
-
-def _layers_prefix(layers: Sequence[int | None]) -> str:
-    numbers = [layer for layer in layers if layer is not None]
-    return f"{format_layers(numbers)}: " if numbers else ""

@@ -1,4 +1,4 @@
-"""DeepGEMM's products as functions of shapes: the checks of `csrc/apis/gemm.hpp` and `csrc/utils/layout.hpp` for sm_90."""
+"""DeepGEMM's matrix products as shape functions, with the checks of `csrc/apis/gemm.hpp` and `csrc/utils/layout.hpp` for sm_90."""
 
 from __future__ import annotations
 
@@ -9,16 +9,14 @@ from typing import Any
 
 import torch
 
-from megatron_rl.rehearsal.kernels import require
+from megatron_rl.rehearsal.kernels import count, require
 
 Pair = tuple[torch.Tensor, torch.Tensor]
-_recorder: list[Callable[[], Any]] = []
 _TMA = 16
-"""Bytes that the tensor memory accelerator aligns strides to."""
+"""Alignment in bytes that the tensor memory accelerator requires of addresses and strides."""
 
 
-def install(recorder: Callable[[], Any]) -> None:
-    _recorder[:] = [recorder]
+def install() -> None:
     module = ModuleType("deep_gemm")
     vars(module).update({function.__name__: function for function in STANDS_FOR.values()})
     sys.modules["deep_gemm"] = module
@@ -29,7 +27,7 @@ def get_mk_alignment_for_contiguous_layout() -> int:
 
 
 def fp8_gemm_nt(a: Pair, b: Pair, d: torch.Tensor, c: torch.Tensor | None = None, recipe: Any = None, **_: Any) -> None:
-    """d [m, n] = a [m, k] . b [n, k]^T, or added to c."""
+    """d [m, n] = a [m, k] @ b [n, k]^T (+ c)."""
     kernel = "deep_gemm.fp8_gemm_nt"
     recipe = recipe or (1, 128, 128)
     (m, k), (n, k_of_b) = _shape(kernel, a[0]), _shape(kernel, b[0])
@@ -40,12 +38,12 @@ def fp8_gemm_nt(a: Pair, b: Pair, d: torch.Tensor, c: torch.Tensor | None = None
     one_d = recipe[1] == 1
     require(d.dtype == (torch.float32 if one_d else torch.bfloat16), kernel, f"{d.dtype} of recipe {recipe}")
     require(one_d == (c is not None), kernel, f"recipe {recipe} {'needs' if one_d else 'takes no'} c")
-    require(k % _TMA == 0 and d.stride(0) * d.itemsize % _TMA == 0, kernel, f"strides of k = {k}, n = {n} are no multiples of 16 bytes")
-    _recorder[0]().work("fp8", 2 * m * n * k, *a, *b, *([d] if c is None else [c, d]))
+    require(k % _TMA == 0 and d.stride(0) * d.itemsize % _TMA == 0, kernel, f"strides of k = {k}, n = {n} are not multiples of 16 bytes")
+    count("fp8", 2 * m * n * k, *a, *b, *([d] if c is None else [c, d]))
 
 
 def m_grouped_fp8_gemm_nt_contiguous(a: Pair, b: Pair, d: torch.Tensor, grouped_layout: torch.Tensor, recipe: Any = None, **_: Any) -> None:
-    """d [m, n] = a [m, k] . b[expert of the row] [n, k]^T."""
+    """d [m, n] = a [m, k] @ b[expert of the row] [n, k]^T."""
     kernel = "deep_gemm.m_grouped_fp8_gemm_nt_contiguous"
     (m, k), (groups, n, k_of_b) = _shape(kernel, a[0]), _shape(kernel, b[0], 3)
     require(list(d.shape) == [m, n] and k == k_of_b, kernel, f"{[m, k]} x {[groups, n, k_of_b]} into {list(d.shape)}")
@@ -54,7 +52,7 @@ def m_grouped_fp8_gemm_nt_contiguous(a: Pair, b: Pair, d: torch.Tensor, grouped_
     require(fits, kernel, f"experts of rows are {list(grouped_layout.shape)} {grouped_layout.dtype}")
     _check_scales(kernel, a[1], m, k, 1, 128)
     _check_scales(kernel, b[1], n, k, 128, 128, groups)
-    _recorder[0]().work("fp8", 2 * m * n * k, *a, *b, d)
+    count("fp8", 2 * m * n * k, *a, *b, d)
 
 
 def k_grouped_fp8_gemm_nt_contiguous(
@@ -66,7 +64,7 @@ def k_grouped_fp8_gemm_nt_contiguous(
     c: torch.Tensor | None = None,
     recipe: Any = (1, 1, 128),
 ) -> None:
-    """d [groups, m, n] += a of a group [m, k] . b of it [n, k]^T."""
+    """d[group] [m, n] += a[group] [m, k] @ b[group] [n, k]^T."""
     kernel = "deep_gemm.k_grouped_fp8_gemm_nt_contiguous"
     groups, m, n = _shape(kernel, d, 3, torch.float32)
     total = sum(ks)
@@ -78,7 +76,7 @@ def k_grouped_fp8_gemm_nt_contiguous(
     )
     require(c is not None and c.is_contiguous() and d.is_contiguous(), kernel, "needs a contiguous sum to add to")
     require(grouped_layout.dtype == torch.int32 and grouped_layout.numel() == groups, kernel, f"groups' lengths are {grouped_layout.dtype}")
-    _recorder[0]().work("fp8", 2 * m * n * total, *a, *b, c, d)
+    count("fp8", 2 * m * n * total, *a, *b, c, d)
 
 
 def _shape(kernel: str, x: torch.Tensor, dims: int = 2, dtype: torch.dtype = torch.float8_e4m3fn) -> Any:
@@ -105,7 +103,9 @@ def _check_scales(kernel: str, scale: torch.Tensor, mn: int, k: int, gran_mn: in
     if gran_mn == 1:
         aligned = -(-mn // 4) * 4
         if not ((scale.stride(-2) == 1 or mn == 1) and (scale.stride(-1) == aligned or scale.shape[-1] == 1)):
-            torch.empty_strided(tuple(wanted), (1, aligned), dtype=torch.float32, device=scale.device)  # DeepGEMM makes an aligned copy
+            torch.empty_strided(
+                tuple(wanted), (1, aligned), dtype=torch.float32, device=scale.device
+            )  # the aligned copy that DeepGEMM makes
     else:
         rows, cols = scale.shape[-2:]
         ordered = (scale.stride(-1) == 1 and scale.stride(-2) == cols) or (scale.stride(-1) == rows and scale.stride(-2) == 1)

@@ -1,9 +1,8 @@
-"""FlashAttention 2 as torch's `varlen_attn` calls it: the checks of `mha_varlen_fwd` and `mha_varlen_bwd` (flash_api.cpp), and what the
-backward pass allocates beside its results."""
+"""FlashAttention 2 as torch's `varlen_attn` calls it, with the checks of `mha_varlen_fwd` and `mha_varlen_bwd` (flash_api.cpp) and the
+workspace of the backward pass."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from megatron_rl.rehearsal.kernels import require
 _KERNEL = "FlashAttention 2"
 
 
-def install(recorder: Callable[[], Any]) -> None:
+def install() -> None:
     add_handler(torch.ops.torch_attn._varlen_attn.default, _forward)
     add_handler(torch.ops.torch_attn._varlen_attn_backward.default, _backward)
 
@@ -37,10 +36,10 @@ def _backward(gpu: FakeGpu, func: Any, args: tuple, kwargs: dict) -> Any:
     tokens, heads, width = query.shape
     padded = tokens + 128 * (len(starts) - 1)
     rounded = -(-width // 32) * 32 if width <= 128 else -(-width // 64) * 64
-    beside = [gpu.make((padded, heads, rounded), torch.float32), gpu.make((heads, padded), torch.float32)]
-    if key.shape[1] != heads:  # gradients of every query head, summed up afterwards
-        beside += [gpu.make((tokens, heads, width), query.dtype) for _ in range(2)]
-    for tensor in (*out, *beside):
+    workspace = [gpu.make((padded, heads, rounded), torch.float32), gpu.make((heads, padded), torch.float32)]
+    if key.shape[1] != heads:  # gradients of each query head, which are summed afterwards
+        workspace += [gpu.make((tokens, heads, width), query.dtype) for _ in range(2)]
+    for tensor in (*out, *workspace):
         gpu.recorder.hold(tensor, "FlashAttention's backward pass")
     return out
 
@@ -53,14 +52,14 @@ def _check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, starts_q
     width = query.shape[-1]
     require(width <= 256 and width % 8 == 0, _KERNEL, f"heads of {width} numbers: at most 256, a multiple of 8")
     require(key.shape == value.shape and key.shape[-1] == width, _KERNEL, f"keys {list(key.shape)}, values {list(value.shape)}")
-    require(query.shape[1] % key.shape[1] == 0, _KERNEL, f"{query.shape[1]} query heads, {key.shape[1]} of keys")
+    require(query.shape[1] % key.shape[1] == 0, _KERNEL, f"{query.shape[1]} query heads, {key.shape[1]} key heads")
     for starts in (starts_q, starts_k):
         fits = starts.dtype == torch.int32 and starts.is_contiguous() and starts.device.type == "cuda"
         require(fits, _KERNEL, f"starts are {starts.dtype} on the {starts.device.type}")
 
 
 def _count_products(query: torch.Tensor, starts: torch.Tensor) -> int:
-    """Return the FLOPs of one product of causal attention: half of the scores' square."""
+    """Return the FLOPs of one product of causal attention, which computes half of the scores."""
     known = value_of(starts)
     lengths = [query.shape[0]] if known is None else known.diff().tolist()
     return sum(length * length for length in lengths) * query.shape[1] * query.shape[2]

@@ -1,9 +1,9 @@
-"""Transformer Engine 2.20 as functions of shapes: block-scaled quantizers and products, the fused Adam, and multi-tensor kernels.
+"""Transformer Engine 2.20 as shape functions: block-scaled quantizers and matrix products, fused Adam, and multi-tensor kernels.
 
-Megatron imports much more of it. What is not here is a name that cannot be called.
+Megatron imports many more names. They can be imported, but not called.
 
     scales, data       `pytorch/tensor/float8_blockwise_tensor.py`, Float8BlockQuantizer.get_scale_shape, get_columnwise_shape
-    products           `common/gemm/cublaslt_gemm.cu`, CanonicalizeGemmInput and cublas_gemm; the workspace of 32 MiB counts to the context
+    products           `common/gemm/cublaslt_gemm.cu`, CanonicalizeGemmInput and cublas_gemm; the 32 MiB workspace is part of the context
     Adam               `pytorch/optimizers/fused_adam.py`
 """
 
@@ -14,16 +14,17 @@ import importlib.abc
 import importlib.machinery
 import sys
 from collections.abc import Callable
+from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
 
-from megatron_rl.rehearsal.kernels import RefusedKernelError, require
+from megatron_rl.rehearsal.kernels import RefusedKernelError, count, require
 
 VERSION = "2.20.2"
 _GEMM, _QUANTIZER = "Transformer Engine general_gemm", "Transformer Engine Float8BlockQuantizer"
-_recorder: list[Callable[[], Any]] = []
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class _Storage:
@@ -45,7 +46,7 @@ class _Storage:
         return self._metadata
 
     def view(self, side: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return data [mn, k], the contraction innermost, and scales of a side."""
+        """Return data [mn, k] and scales of the row-wise or column-wise side."""
         data, scale = self._metadata[f"{side}_data"], self._metadata[f"{side}_scale_inv"]
         require(data is not None and scale is not None, _GEMM, f"an operand has no {side} data")
         return data, scale
@@ -72,24 +73,25 @@ class _Quantizer:
 
     def __call__(self, x: torch.Tensor) -> _Storage:
         require(x.device.type == "cuda" and x.is_contiguous(), _QUANTIZER, f"{list(x.shape)} on the {x.device.type}, strides {x.stride()}")
-        require(x.dtype in (torch.bfloat16, torch.float16, torch.float32), _QUANTIZER, f"the input is {x.dtype}")
+        require(x.dtype in _DTYPES, _QUANTIZER, f"the input is {x.dtype}")
         rows, cols = x.numel() // x.shape[-1], x.shape[-1]
-        require(cols % 16 == 0 and (not self.columnwise or rows % 16 == 0), _QUANTIZER, f"[{rows}, {cols}]: no multiples of 16")
+        require(cols % 16 == 0 and (not self.columnwise or rows % 16 == 0), _QUANTIZER, f"[{rows}, {cols}] are not multiples of 16")
+        new, square = partial(torch.empty, device=x.device), self.block_scaling_dim == 2
         sides: dict[str, Any] = dict.fromkeys(("rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv"))
-        new = lambda *shape, dtype=torch.float32: torch.empty(shape, dtype=dtype, device=x.device)  # noqa: E731
-        square = self.block_scaling_dim == 2
         if self.rowwise:
-            grid = (-(-rows // 128), _round(-(-cols // 128))) if square else (-(-cols // 128), _round(rows))
-            sides |= {"rowwise_data": new(*x.shape, dtype=torch.uint8), "rowwise_scale_inv": new(*grid)}
+            sides["rowwise_data"] = new(x.shape, dtype=torch.uint8)
+            sides["rowwise_scale_inv"] = new(_scale_shape(rows, cols, square), dtype=torch.float32)
         if self.columnwise:
-            grid = (-(-cols // 128), _round(-(-rows // 128))) if square else (-(-rows // 128), _round(cols))
-            sides |= {"columnwise_data": new(cols, *x.shape[:-1], dtype=torch.uint8), "columnwise_scale_inv": new(*grid)}
-        _recorder[0]().work("other", 0, x, *(side for side in sides.values() if side is not None))
+            sides["columnwise_data"] = new((cols, *x.shape[:-1]), dtype=torch.uint8)
+            sides["columnwise_scale_inv"] = new(_scale_shape(cols, rows, square), dtype=torch.float32)
+        count("other", 0, x, *(side for side in sides.values() if side is not None))
         return _Storage(**sides, fp8_dtype=self.dtype, quantizer=self, is_2D_scaled=square)
 
 
-def _round(size: int) -> int:
-    return -(-size // 4) * 4
+def _scale_shape(mn: int, k: int, square: bool) -> tuple[int, int]:
+    """Return the shape of the scales of data [mn, k], whose last dimension is padded to a multiple of 4."""
+    last = -(-k // 128) if square else mn
+    return -(-(mn if square else k) // 128), -(-last // 4) * 4
 
 
 def general_gemm(
@@ -104,46 +106,41 @@ def general_gemm(
     grad: bool = False,
     **_: Any,
 ) -> tuple[torch.Tensor, None, None, None]:
-    """B . A^T of `TN`, with B [tokens, in] and A [out, in]; of `NN` and `NT` the columns of one or both."""
+    """B [tokens, in] @ A [out, in]^T for layout `TN`; `NN` and `NT` use the column-wise data of one or both operands."""
     require(layout in ("TN", "NN", "NT"), _GEMM, f"layout {layout}")
     require(use_split_accumulator, _GEMM, "block-scaled products need the split accumulator")
     require(not (A.get_metadata()["is_2D_scaled"] and B.get_metadata()["is_2D_scaled"]), _GEMM, "both operands have square blocks")
-    (a, a_scale), (b, b_scale) = (
-        A.view("rowwise" if layout[0] == "T" else "columnwise"),
-        B.view("columnwise" if layout[1] == "T" else "rowwise"),
-    )
+    a, a_scale = A.view("rowwise" if layout[0] == "T" else "columnwise")
+    b, b_scale = B.view("columnwise" if layout[1] == "T" else "rowwise")
     for data, scale, storage in ((a, a_scale, A), (b, b_scale, B)):
         _check_operand(data, scale, storage.get_metadata()["is_2D_scaled"])
     (n, k), (m, k_of_b) = a.shape, b.shape
     require(k == k_of_b, _GEMM, f"contractions of {k} and {k_of_b}")
     dtype = out_dtype or torch.bfloat16
-    require(dtype in (torch.bfloat16, torch.float16, torch.float32), _GEMM, f"the result is {dtype}")
+    require(dtype in _DTYPES, _GEMM, f"the result is {dtype}")
     if out is None:
         require(not accumulate, _GEMM, "nothing to add to")
         out = torch.empty(m, n, dtype=dtype, device=a.device)
     fits = list(out.shape) == [m, n] and out.dtype == dtype and out.is_contiguous() and out.device.type == "cuda"
     require(fits, _GEMM, f"[{m}, {n}] {dtype} into {list(out.shape)} {out.dtype} on {out.device}")
-    require(n * out.itemsize % 16 == 0 and out.data_ptr() % 16 == 0, _GEMM, f"rows of {n} {dtype} are no multiples of 16 bytes")
-    _recorder[0]().work("fp8", 2 * m * n * k, a, b, a_scale, b_scale, out)
+    require(n * out.itemsize % 16 == 0 and out.data_ptr() % 16 == 0, _GEMM, f"rows of {n} {dtype} are not multiples of 16 bytes")
+    count("fp8", 2 * m * n * k, a, b, a_scale, b_scale, out)
     return out, None, None, None
 
 
 def _check_operand(data: torch.Tensor, scale: torch.Tensor, square: bool) -> None:
     mn, k = data.shape
     for tensor in (data, scale):
-        require(
-            tensor.device.type == "cuda" and tensor.is_contiguous(),
-            _GEMM,
-            f"an operand {list(tensor.shape)} on {tensor.device}, strides {tensor.stride()}",
-        )
+        fits = tensor.device.type == "cuda" and tensor.is_contiguous()
+        require(fits, _GEMM, f"an operand {list(tensor.shape)} on {tensor.device}, strides {tensor.stride()}")
     require(data.dtype == torch.uint8 and scale.dtype == torch.float32, _GEMM, f"an operand is {data.dtype} with scales {scale.dtype}")
-    require(k % 16 == 0 and data.data_ptr() % 16 == 0, _GEMM, f"an operand [{mn}, {k}] has rows that are no multiples of 16 bytes")
-    wanted = [-(-mn // 128), _round(-(-k // 128))] if square else [-(-k // 128), _round(mn)]
+    require(k % 16 == 0 and data.data_ptr() % 16 == 0, _GEMM, f"an operand [{mn}, {k}] has rows that are not multiples of 16 bytes")
+    wanted = list(_scale_shape(mn, k, square))
     require(list(scale.shape) == wanted, _GEMM, f"scales of [{mn}, {k}] are {list(scale.shape)}, must be {wanted}")
 
 
 class FusedAdam(torch.optim.Optimizer):
-    """One kernel for all parameters of a dtype; moments in FP32 are allocated by the first step."""
+    """One kernel for all parameters of a dtype. The first step allocates FP32 moments."""
 
     def __init__(
         self,
@@ -194,12 +191,11 @@ def _multi_tensor_kernel(name: str) -> Any:
     def kernel(chunk: int, overflow: torch.Tensor, lists: list[list[torch.Tensor]], *args: Any) -> Any:
         for position in zip(*lists, strict=True):
             for tensor in position:
-                require(
-                    tensor.device.type == "cuda" and tensor.is_contiguous(), name, f"{list(tensor.shape)} is on the {tensor.device.type}"
-                )
+                fits = tensor.device.type == "cuda" and tensor.is_contiguous()
+                require(fits, name, f"{list(tensor.shape)} is on the {tensor.device.type}")
                 require(tensor.numel() == position[0].numel(), name, f"lists of {tensor.numel()} and {position[0].numel()} numbers")
         changed = lists[1:] if name == "multi_tensor_adam" else []  # weights and moments are read and written
-        _recorder[0]().work("other", 0, *(tensor for tensors in (*lists, *changed) for tensor in tensors))
+        count("other", 0, *(tensor for tensors in (*lists, *changed) for tensor in tensors))
         if name == "multi_tensor_l2norm":
             return torch.ones(1, device="cuda"), torch.ones(len(lists[0]) if args and args[0] else 1, device="cuda")
         return None
@@ -213,54 +209,49 @@ def _no_offload(enabled: bool, *_: Any, **__: Any) -> Any:
     return contextlib.nullcontext(), lambda tensor: tensor
 
 
+_PYTORCH = "transformer_engine.pytorch"
 _MEMBERS: dict[str, dict[str, Any]] = {
     "transformer_engine_torch": {"DType": SimpleNamespace(kFloat8E4M3="e4m3")},
     "transformer_engine": {"__version__": VERSION},
-    "transformer_engine.pytorch.tensor.float8_blockwise_tensor": {"Float8BlockQuantizer": _Quantizer},
-    "transformer_engine.pytorch.tensor.storage.float8_blockwise_tensor_storage": {"Float8BlockwiseQTensorStorage": _Storage},
-    "transformer_engine.pytorch.cpp_extensions": {"general_gemm": general_gemm},
-    "transformer_engine.pytorch.cpu_offload": {"get_cpu_offload_context": _no_offload},
-    "transformer_engine.pytorch.optimizers": {
+    f"{_PYTORCH}.tensor.float8_blockwise_tensor": {"Float8BlockQuantizer": _Quantizer},
+    f"{_PYTORCH}.tensor.storage.float8_blockwise_tensor_storage": {"Float8BlockwiseQTensorStorage": _Storage},
+    f"{_PYTORCH}.cpp_extensions": {"general_gemm": general_gemm},
+    f"{_PYTORCH}.cpu_offload": {"get_cpu_offload_context": _no_offload},
+    f"{_PYTORCH}.optimizers": {
         "FusedAdam": FusedAdam,
         "multi_tensor_applier": multi_tensor_applier,
         "multi_tensor_l2norm": _multi_tensor_kernel("multi_tensor_l2norm"),
         "multi_tensor_scale": _multi_tensor_kernel("multi_tensor_scale"),
     },
 }
-
-
-_PYTORCH = "transformer_engine.pytorch"
 STANDS_FOR: dict[str, Callable[..., Any]] = {
     f"{_PYTORCH}.tensor.float8_blockwise_tensor.Float8BlockQuantizer.__init__": _Quantizer.__init__,
     f"{_PYTORCH}.tensor.storage.float8_blockwise_tensor_storage.Float8BlockwiseQTensorStorage.__new__": _Storage.__init__,
     f"{_PYTORCH}.cpp_extensions.gemm.general_gemm": general_gemm,
     f"{_PYTORCH}.optimizers.fused_adam.FusedAdam.__init__": FusedAdam.__init__,
 }
-_ABSENT = {("transformer_engine.pytorch.attention", "_SplitAlongDim"), ("transformer_engine.pytorch.module.base", "get_workspace")}
-"""What Megatron looks for, and 2.20 has no more."""
+_ABSENT = {(f"{_PYTORCH}.attention", "_SplitAlongDim"), (f"{_PYTORCH}.module.base", "get_workspace")}
+"""Names that Megatron looks up and 2.20 no longer has."""
 
 
 class _Module(ModuleType):
-    """A module of the package; names that it is not told are refused when they are called."""
+    """A module of the package. Unknown names can be looked up, but calling them is refused."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or (self.__name__, name) in _ABSENT:
             raise AttributeError(name)
         if not name[0].isupper():
-            return _Module(f"{self.__name__}.{name}")  # a module or a function: that shows when it is used
-        made = type(name, (torch.nn.Module,), {"__init__": _refuse(f"{self.__name__}.{name}")})
+            return _Module(f"{self.__name__}.{name}")  # a module or a function
+        made = type(name, (torch.nn.Module,), {"__init__": partial(_refuse, f"{self.__name__}.{name}")})
         setattr(self, name, made)
         return made
 
     def __call__(self, *_: Any, **__: Any) -> Any:
-        _refuse(self.__name__)()
+        _refuse(self.__name__)
 
 
-def _refuse(name: str) -> Any:
-    def call(*_: Any, **__: Any) -> Any:
-        raise RefusedKernelError(f"the rehearsal knows no {name}: add it to megatron_rl/rehearsal/kernels/transformer_engine.py")
-
-    return call
+def _refuse(name: str, *_: Any, **__: Any) -> Any:
+    raise RefusedKernelError(f"the rehearsal knows no {name}: add it to megatron_rl/rehearsal/kernels/transformer_engine.py")
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -280,6 +271,5 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             vars(sys.modules[parent])[name] = module
 
 
-def install(recorder: Callable[[], Any]) -> None:
-    _recorder[:] = [recorder]
+def install() -> None:
     sys.meta_path.insert(0, _Finder())

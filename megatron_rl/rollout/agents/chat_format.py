@@ -1,7 +1,7 @@
-"""From messages to tokens, by the tokenizer's chat template: a whole conversation, or what follows an answer of the policy.
+"""Conversion of messages to tokens with the tokenizer's chat template: a whole conversation, or what follows a response of the policy.
 
-What follows an answer is rendered behind a stand-in for it, and the stand-in cut off. So no sampled text is ever tokenized again, and a
-template that would drop reasoning from an earlier answer cannot change what the policy has said.
+What follows a response is rendered after a placeholder for the response, which is then cut off. Sampled text is therefore never tokenized
+again, and a template that drops reasoning from earlier responses cannot change what the policy said.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ import numpy as np
 from megatron_rl.errors import UserError
 from megatron_rl.rollout.agents.messages import ConversationMessage, RefusedError
 
-_STAND_IN = "(what-the-policy-said)"
+_PLACEHOLDER = "(what-the-policy-said)"
 _QUESTION = ConversationMessage("user", "?")
 
 
 class ChatFormat:
-    """The chat format of a tokenizer. Texts become tokens without further special tokens; ids are int32."""
+    """Chat format of a tokenizer. Texts are tokenized without adding special tokens; ids are int32."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
 
     def check(self) -> None:
-        """Raise UserError for a tokenizer without chat template, or with one that leaves out an answer or what follows it."""
+        """Raise UserError if the tokenizer has no chat template, or a template that drops a response or what follows it."""
         name, fix = self._tokenizer.name_or_path, "correct it, or add chat_template.jinja to that folder"
         if not self._tokenizer.chat_template:
             raise UserError("agent", None, f"needs a chat template, and the tokenizer of {name} has none", fix)
@@ -45,28 +45,26 @@ class ChatFormat:
         return self._tokenizer.decode(ids.tolist(), skip_special_tokens=skip_special_tokens)
 
     def encode_start(self, messages: Sequence[ConversationMessage], tools: str) -> np.ndarray:
-        """Return the tokens of a whole conversation, up to where the policy begins to answer. Raise RefusedError if the template does."""
+        """Return the tokens of a whole conversation up to where the policy begins to respond. Raise RefusedError if the template fails."""
         return self.encode(self._render(messages, tools))
 
     def encode_rest(self, messages: Sequence[ConversationMessage], tools: str, answer_ids_T: np.ndarray) -> np.ndarray:
-        """Return the tokens of the messages that follow an answer of the policy, up to where it begins the next.
-
-        They begin with the mark of an answer's end, where the policy has not sampled it. Raise RefusedError if the template does.
-        """
+        """Return the tokens of the messages that follow a response, up to where the policy begins the next one. They begin with the end
+        token of the response if the policy has not sampled it. Raise RefusedError if the template fails."""
         rest = self._render_rest(messages, tools)
         last = self.split_end(answer_ids_T)[1]
         return self.encode(rest.removeprefix(self.decode(last, False)) if len(last) else rest)
 
     def split_end(self, answer_ids_T: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return an answer's tokens without its end token, and the end token, if it has one."""
+        """Return a response's tokens without its end token, and the end token if there is one."""
         count = len(answer_ids_T) - bool(len(answer_ids_T) and int(answer_ids_T[-1]) in self._tokenizer.all_special_ids)
         return answer_ids_T[:count], answer_ids_T[count:]
 
     def _render_rest(self, messages: Sequence[ConversationMessage], tools: str) -> str:
-        whole = self._render([_QUESTION, ConversationMessage("assistant", _STAND_IN), *messages], tools)
-        _, found, rest = whole.partition(_STAND_IN)
+        whole = self._render([_QUESTION, ConversationMessage("assistant", _PLACEHOLDER), *messages], tools)
+        _, found, rest = whole.partition(_PLACEHOLDER)
         if not found:
-            raise RefusedError("the chat template leaves out what the assistant said", code="invalid_value")
+            raise RefusedError("the chat template drops what the assistant said", code="invalid_value")
         return rest
 
     def _render(self, messages: Sequence[ConversationMessage], tools: str) -> str:
@@ -75,7 +73,7 @@ class ChatFormat:
             text: str = self._tokenizer.apply_chat_template(
                 chat, tools=json.loads(tools) or None, tokenize=False, add_generation_prompt=True
             )
-        except Exception as error:  # a template is a program
+        except Exception as error:  # a template can raise anything
             reason = str(error).strip().splitlines() or [type(error).__name__]
             raise RefusedError(f"the chat template fails on these messages ({reason[0][:200]})", code="invalid_value") from None
         return text

@@ -1,6 +1,6 @@
-"""The HTTP endpoint that agents ask: OpenAI's chat completions and responses, in front of the engines, on this machine alone.
+"""HTTP endpoint for agents: OpenAI's chat completions and responses in front of the engines, reachable from this machine only.
 
-An episode's key says which episode a request belongs to. Answers come from `answer`, in threads; the server's own thread only moves bytes.
+The key of a request identifies its episode. `answer` runs in threads; the server's own thread only moves bytes.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from megatron_rl.rollout.agents.episode import AgentEpisode, Turn
 from megatron_rl.rollout.agents.messages import PolicyRequest, RefusedError, read_chat_request, read_response_request
 
 MODEL = "policy"
-"""The name that the endpoint gives the model; a request may say any."""
+"""Model name that the endpoint reports. Requests may use any name."""
 _THREADS_PER_AGENT = 4
 _STOP_SECONDS = 10
 Answer = Callable[[AgentEpisode, PolicyRequest], Turn]
 
 
 class AgentEndpoint:
-    """The server; use it as a context manager. `answer` samples a turn of an episode; it may raise RefusedError or RunError."""
+    """The HTTP server, a context manager. `answer` samples a turn of an episode; it may raise RefusedError or RunError."""
 
     def __init__(self, answer: Answer, agents: int) -> None:
         self._answer, self._episodes = answer, dict[str, AgentEpisode]()
@@ -61,13 +61,13 @@ class AgentEndpoint:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def open(self, episode: AgentEpisode) -> str:
-        """Return the new key of an episode."""
+        """Return a new key for an episode."""
         key = f"mrl-{secrets.token_hex(16)}"
         self._episodes[key] = episode
         return key
 
     def close(self, key: str) -> None:
-        """Forget an episode's key."""
+        """Remove an episode's key."""
         self._episodes.pop(key, None)
 
     async def _list_models(self, request: Request) -> Response:
@@ -91,11 +91,11 @@ class AgentEndpoint:
         return await self._handle(request, answer)
 
     async def _handle(self, request: Request, answer: Callable[[AgentEpisode, Any], Response]) -> Response:
-        """Answer a request in a thread. An error of the run's ends the episode, and is raised where its agent is waited for."""
+        """Answer a request in a thread. An error of the run ends the episode and is raised where the agent is awaited."""
         episode = self._episodes.get(request.headers.get("authorization", "").removeprefix("Bearer "))
         try:
             if episode is None:
-                raise RefusedError("this key is of no running episode", 401, "invalid_api_key")
+                raise RefusedError("this key does not belong to a running episode", 401, "invalid_api_key")
             try:
                 body = await request.json()
             except ValueError:
@@ -139,7 +139,7 @@ def _describe_completion(turn: Turn, number: int, model: str) -> dict[str, Any]:
 
 
 def _stream(completion: dict[str, Any]) -> Response:
-    """Return a completion as a stream, whole in its first chunk."""
+    """Return a completion as a stream whose first chunk holds the whole text."""
     choice = completion["choices"][0]
     delta = dict(choice["message"])
     if "tool_calls" in delta:

@@ -1,11 +1,11 @@
-"""An episode: what one agent asked the policy about one problem, as a tree of turns.
+"""An episode: the tree of turns in which one agent queried the policy about one problem.
 
-    system, user, [a], tool, [b]              a request that extends what was answered goes on behind those very tokens
+    system, user, [a], tool, [b]              a request that extends a response continues after the tokens of that response
                   [a], tool, [b], user, [c]
-             user', [d]                       one whose history differs begins another branch, where they part
+             user', [d]                       a request with a different history begins another branch where they differ
 
-A path from the root to a leaf is a conversation, and becomes a training sample. Conversations may share their first turns; each sampled
-token is trained on once, in the first of the samples that hold it, and read in the others.
+A path from the root to a leaf is a conversation and becomes a training sample. Conversations may share their first turns. Each sampled
+token is trained on once, in the first sample that holds it, and only read in the other samples.
 """
 
 from __future__ import annotations
@@ -25,20 +25,18 @@ from megatron_rl.rollout.agents.messages import ConversationMessage, PolicyReque
 from megatron_rl.rollout.engine import Abort
 from megatron_rl.types import Completion, Generation, KeptTokens, Problem, SamplingParams
 
-_MOST_REFUSALS = 8
-"""Requests beyond its limits after which an agent is ended: it would go on for ever."""
+_MOST_REFUSALS = 8  # number of requests beyond its limits after which an agent is killed, because it might go on forever
 
 
 @dataclass(eq=False)
 class Turn:
-    """One answer of the policy, at its place in the tree."""
+    """One response of the policy, at its place in the tree."""
 
     parent: Turn | None
-    messages: tuple[ConversationMessage, ...]
-    """The conversation, the answer included."""
+    messages: tuple[ConversationMessage, ...]  # the conversation, including the response
     tools: str
     given_ids_T: np.ndarray
-    """What stands between the parent's answer and this one: int32; of a first turn the whole prompt."""
+    """Tokens between the parent's response and this one (int32). For the first turn, the whole prompt."""
     generation: Generation
     seed: int | None
 
@@ -49,13 +47,13 @@ class Turn:
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens that the engine was asked to go on from."""
+        """Number of tokens before the response."""
         return sum(len(turn.given_ids_T) + len(turn.generation.output_ids_T) for turn in self.path) - len(self.generation.output_ids_T)
 
 
 @dataclass(frozen=True)
 class PlannedTurn:
-    """A turn that the policy is to sample."""
+    """A turn to be sampled."""
 
     request: PolicyRequest
     parent: Turn | None
@@ -65,7 +63,7 @@ class PlannedTurn:
 
 
 class AgentEpisode:
-    """The turns of one agent. Requests come from several threads, and are refused once it has ended."""
+    """The turns of one agent. Requests come from several threads and are refused once the episode has ended."""
 
     def __init__(
         self,
@@ -81,18 +79,15 @@ class AgentEpisode:
         self.abort = abort or Abort()
         self._config, self._format, self._lock = config, format, threading.Lock()
         self._turns: list[Turn] = []
-        self._begun: set[Turn | None] = set()  # turns that another goes on from
+        self._begun: set[Turn | None] = set()  # turns that another turn continues
         self._branches = self._calls = self._refusals = self._tool_errors = 0
         self._ended = False
-        self.limit = ""
-        """The finish reason of the first limit that refused a request."""
-        self.failure: Exception | None = None
-        """An error of the run's, which is not the agent's fault."""
-        self.kill: Callable[[], None] = lambda: None
-        """Ends the agent's processes."""
+        self.limit = ""  # finish reason of the first limit that refused a request
+        self.failure: Exception | None = None  # an error of the run, not of the agent
+        self.kill: Callable[[], None] = lambda: None  # kills the agent processes
 
     def plan(self, request: PolicyRequest) -> PlannedTurn:
-        """Return the turn that answers a request. Raise RefusedError where none may, or the template refuses its messages."""
+        """Return the turn that answers a request. Raise RefusedError if a limit is reached or the template fails on its messages."""
         with self._lock:
             if self._ended:
                 raise RefusedError("this episode has ended", 401, "invalid_api_key")
@@ -107,9 +102,9 @@ class AgentEpisode:
             sampled = sum(len(turn.generation.output_ids_T) for turn in parent.path) if parent else 0
             room = min(self.sampling.max_new_tokens - sampled, self._config.max_tokens - len(prompt_ids_T))
             if self._calls == self._config.max_calls:
-                self._refuse("turns", f"agent.max_calls = {self._config.max_calls} answers were given", "max_calls_reached")
+                self._refuse("turns", f"agent.max_calls = {self._config.max_calls} responses were given", "max_calls_reached")
             if room < 1:
-                text = f"the conversation of {len(prompt_ids_T)} tokens, {sampled} sampled, leaves none to sample (agent.max_tokens = "
+                text = f"the conversation of {len(prompt_ids_T)} tokens, {sampled} sampled, leaves no room (agent.max_tokens = "
                 text += f"{self._config.max_tokens}, rollout.max_new_tokens = {self.sampling.max_new_tokens})"
                 self._refuse("length", text, "context_length_exceeded")
             self._calls += 1
@@ -118,8 +113,9 @@ class AgentEpisode:
             sampling = replace(self.sampling, seed=seed, stop=stop, max_new_tokens=most)
             return PlannedTurn(request, parent, given_ids_T, prompt_ids_T, sampling)
 
-    def add(self, planned: PlannedTurn, generation: Generation, content: str, calls: list[tuple[str, str]], misspelt: bool) -> Turn:
-        """Record an answer and return its turn. `calls`: names and arguments of tools; `misspelt`: it called one in a wrong way."""
+    def add(self, planned: PlannedTurn, generation: Generation, content: str, calls: list[tuple[str, str]], malformed: bool) -> Turn:
+        """Record a response and return its turn. `calls`: names and arguments of tools. `malformed`: whether it called a tool
+        incorrectly."""
         with self._lock:
             if self._ended:
                 raise RefusedError("this episode has ended", 401, "invalid_api_key")
@@ -128,14 +124,14 @@ class AgentEpisode:
             messages = (*planned.request.messages, ConversationMessage("assistant", content, named))
             turn = Turn(planned.parent, messages, planned.request.tools, planned.given_ids_T, generation, planned.sampling.seed)
             self._turns.append(turn)
-            self._tool_errors += misspelt
+            self._tool_errors += malformed
             return turn
 
     def find_turn(self, number: int) -> Turn:
-        """Return an earlier answer. Raise RefusedError if there is none."""
+        """Return an earlier turn. Raise RefusedError if it does not exist."""
         with self._lock:
             if not 0 <= number < len(self._turns):
-                raise RefusedError("previous_response_id: names no answer of this episode", 404, "previous_response_not_found")
+                raise RefusedError("previous_response_id: is not a response of this episode", 404, "previous_response_not_found")
             return self._turns[number]
 
     def number_of(self, turn: Turn) -> int:
@@ -143,16 +139,14 @@ class AgentEpisode:
             return self._turns.index(turn)
 
     def fail(self, error: Exception) -> None:
-        """Record an error of the run's, and end the agent."""
+        """Record an error of the run, and kill the agent."""
         with self._lock:
             self.failure = self.failure or error
         self.kill()
 
     def finish(self, error: str, own_reward: float | None) -> Completion:
-        """End the episode and return it: the conversation of the last answer, with the others as its `branches`.
-
-        `error`: why the agent failed. An agent without an answer gives a completion without tokens.
-        """
+        """End the episode and return its last conversation, with the other conversations as `branches`. `error`: why the agent failed,
+        or "". Without any response, the completion has no tokens."""
         with self._lock:
             self._ended = True
             turns = list(self._turns)
@@ -174,13 +168,14 @@ class AgentEpisode:
         return completion
 
     def _find_parent(self, request: PolicyRequest) -> Turn | None:
-        """Return the turn whose conversation is the longest that the request begins with."""
+        """Return the turn with the longest conversation that the request begins with."""
         shorter = (turn for turn in self._turns if turn.tools == request.tools and len(turn.messages) < len(request.messages))
         fitting = [turn for turn in shorter if request.messages[: len(turn.messages)] == turn.messages]
-        return max(fitting, key=lambda turn: len(turn.messages), default=None)  # of equals the first
+        return max(fitting, key=lambda turn: len(turn.messages), default=None)  # the first if several are equally long
 
     def _choose_seed(self, parent: Turn | None) -> int | None:
-        """Return the seed of a turn: its conversation's, or that of a new branch. The first conversation has the episode's."""
+        """Return the seed of a turn: that of its conversation, or a new one for a new branch. The first conversation has the episode's
+        seed."""
         if parent is not None and parent not in self._begun:
             self._begun.add(parent)
             return parent.seed
@@ -197,7 +192,7 @@ class AgentEpisode:
         raise RefusedError(text, 400, code)
 
     def _build(self, path: list[Turn], trained: set[Turn]) -> Completion:
-        """Return a conversation as a completion, in which turns in `trained` are only read; its turns are added to them."""
+        """Return a conversation as a completion. Turns in `trained` are only read; the conversation's turns are added to `trained`."""
         ids, logprobs, mask, lags = list[np.ndarray](), list[np.ndarray](), list[np.ndarray](), list[np.ndarray]()
         dialogue = list[str]()
         routed: np.ndarray | None = None

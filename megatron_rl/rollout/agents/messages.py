@@ -1,6 +1,6 @@
-"""What an agent asks, in one form for both of OpenAI's interfaces, and what is refused of it. No torch, no HTTP.
+"""Requests of agents in one form for both of OpenAI's interfaces, and the checks that refuse a request. No torch, no HTTP.
 
-Two messages are the same when role, text, calls and names are; fields without a meaning to the policy do not count.
+Two messages are equal if their role, text, calls and names are. Fields without a meaning to the policy are ignored.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 _ROLES = ("system", "user", "assistant", "tool")
 _OWN_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed")
-"""Options whose values are the run's: the policy is trained as what it samples from."""
+"""Options whose values the run decides, because the policy is trained on what it samples from."""
 _WITHOUT_EFFECT = {
     *("model", "messages", "input", "instructions", "tools", "stop", "stream", "stream_options", "previous_response_id", "include"),
     *("max_tokens", "max_completion_tokens", "max_output_tokens", "store", "metadata", "user", "parallel_tool_calls", "service_tier"),
@@ -30,11 +30,11 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "background": (False,),
 }
-"""Options that would change what is sampled or returned, and the values at which they do not."""
+"""Options that would change what is sampled or returned, with the values that have no such effect."""
 
 
 class RefusedError(Exception):
-    """A request that is not answered; `code` is OpenAI's where there is one."""
+    """A refused request. `code` is OpenAI's error code if there is one."""
 
     def __init__(self, message: str, status: int = 400, code: str = "unsupported_value") -> None:
         self.status, self.code = status, code
@@ -43,7 +43,7 @@ class RefusedError(Exception):
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call of a tool; `arguments` is JSON, as the policy wrote it."""
+    """A tool call. `arguments` is JSON as the policy wrote it."""
 
     id: str
     name: str
@@ -53,7 +53,7 @@ class ToolCall:
         return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
 
     def to_template(self) -> dict[str, Any]:
-        """Return what chat templates expect: arguments as an object, where they are one."""
+        """Return the form that chat templates expect, with the arguments as an object if they are valid JSON."""
         try:
             arguments = json.loads(self.arguments)
         except ValueError:
@@ -84,17 +84,15 @@ class PolicyRequest:
 
     messages: tuple[ConversationMessage, ...]
     tools: str = "[]"
-    """JSON, as in chat completions; equal texts are equal tools."""
+    """JSON as in chat completions. Tools are equal if their texts are."""
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
-    calls_tools: bool = False
-    """Calls are looked for in the answer."""
-    overridden: tuple[str, ...] = ()
-    """Options that the request gave and the run decides."""
+    calls_tools: bool = False  # whether the response is searched for tool calls
+    overridden: tuple[str, ...] = ()  # options of the request that the run overrides
 
 
 def read_chat_request(body: Any) -> PolicyRequest:
-    """Return a request of /v1/chat/completions. Raise RefusedError."""
+    """Parse a request to /v1/chat/completions. Raise RefusedError if it is not supported."""
     _check_options(body)
     tools = [_read_tool(tool, tool.get("function") if isinstance(tool, Mapping) else None) for tool in body.get("tools") or ()]
     limit = body.get("max_completion_tokens") if body.get("max_tokens") is None else body["max_tokens"]
@@ -102,10 +100,11 @@ def read_chat_request(body: Any) -> PolicyRequest:
 
 
 def read_response_request(body: Any, earlier: Sequence[ConversationMessage] = ()) -> PolicyRequest:
-    """Return a request of /v1/responses. `earlier`: the conversation that `previous_response_id` names. Raise RefusedError."""
+    """Parse a request to /v1/responses. Raise RefusedError if it is not supported. `earlier`: the conversation that
+    `previous_response_id` names."""
     _check_options(body)
     if body.get("stream"):
-        raise RefusedError("stream: responses are not streamed here; chat completions are")
+        raise RefusedError("stream: responses cannot be streamed here; use chat completions")
     tools = [_read_tool(tool, tool) for tool in body.get("tools") or ()]
     given = body.get("input")
     items = [{"role": "user", "content": given}] if isinstance(given, str) else _as_list(body, "input")
@@ -118,13 +117,13 @@ def read_response_request(body: Any, earlier: Sequence[ConversationMessage] = ()
 
 def _make_request(body: Mapping[str, Any], messages: list[ConversationMessage], tools: list[dict[str, Any]], limit: Any) -> PolicyRequest:
     if not messages or messages[-1].role == "assistant":
-        raise RefusedError("messages: must end with a message for the policy, not with its own", code="invalid_value")
+        raise RefusedError("messages: must not end with a message of the policy", code="invalid_value")
     if limit is not None and (not isinstance(limit, int) or limit < 1):
         raise RefusedError(f"max_tokens: must be 1 or more, not {limit!r}", code="invalid_value")
     stop = body.get("stop") or ()
     stop = (stop,) if isinstance(stop, str) else tuple(stop)
     if not all(isinstance(text, str) and text for text in stop):
-        raise RefusedError("stop: must be a text or a list of texts", code="invalid_value")
+        raise RefusedError("stop: must be a string or a list of strings", code="invalid_value")
     overridden = tuple(name for name in _OWN_SAMPLING if body.get(name) is not None)
     calls_tools = bool(tools) and body.get("tool_choice") != "none"
     return PolicyRequest(tuple(messages), json.dumps(tools), limit, stop, calls_tools, overridden)
@@ -148,18 +147,17 @@ def _as_list(body: Mapping[str, Any], name: str) -> list[Any]:
 
 def _read_tool(tool: Any, function: Any) -> dict[str, Any]:
     if not isinstance(tool, Mapping) or tool.get("type") != "function" or not isinstance(function, Mapping) or "name" not in function:
-        raise RefusedError("tools: only functions, each with a name, can be offered")
+        raise RefusedError("tools: only functions with a name are supported")
     known = {name: function[name] for name in ("name", "description", "parameters") if function.get(name) is not None}
     return {"type": "function", "function": known}
 
 
 def _read_message(message: Any) -> ConversationMessage:
-    """Return one message of chat completions."""
     if not isinstance(message, Mapping):
         raise RefusedError("messages: each must be an object", code="invalid_value")
     role = {"developer": "system"}.get(message.get("role", ""), message.get("role"))
     if role not in _ROLES:
-        raise RefusedError(f"messages: {message.get('role')!r} is no role that is known here", code="invalid_value")
+        raise RefusedError(f"messages: {message.get('role')!r} is not a known role", code="invalid_value")
     calls = tuple(_read_call(call.get("id"), call.get("function") or {}) for call in message.get("tool_calls") or ())
     content = _read_content(message.get("content"))
     return ConversationMessage(role, content, calls, message.get("tool_call_id") or "", message.get("name") or "")
@@ -168,7 +166,7 @@ def _read_message(message: Any) -> ConversationMessage:
 def _read_call(call_id: Any, function: Mapping[str, Any]) -> ToolCall:
     values = (call_id, function.get("name"), function.get("arguments"))
     if not all(isinstance(value, str) for value in values):
-        raise RefusedError("tool_calls: each must have an id, a name and arguments, which are texts", code="invalid_value")
+        raise RefusedError("tool_calls: each must have an id, a name and arguments, all strings", code="invalid_value")
     return ToolCall(*map(str, values))
 
 
@@ -178,12 +176,12 @@ def _read_content(content: Any) -> str:
     parts: Iterable[Any] = content if isinstance(content, list) else [content]
     texts = [part.get("text") if isinstance(part, Mapping) else None for part in parts]
     if not all(isinstance(text, str) for text in texts):
-        raise RefusedError("content: only text can be read")
+        raise RefusedError("content: only text is supported")
     return "".join(map(str, texts))
 
 
 def _append_item(messages: list[ConversationMessage], item: Any) -> None:
-    """Add one item of a response's input; what the policy said and called in one answer is one message."""
+    """Add one item of a response's input. Text and calls of one response are merged into one message."""
     kind = item.get("type", "message") if isinstance(item, Mapping) else None
     if kind == "function_call_output":
         messages.append(ConversationMessage("tool", _read_content(item.get("output")), tool_call_id=item.get("call_id") or ""))
@@ -193,7 +191,7 @@ def _append_item(messages: list[ConversationMessage], item: Any) -> None:
     elif kind == "function_call":
         message = ConversationMessage("assistant", tool_calls=(_read_call(item.get("call_id"), item),))
     else:
-        raise RefusedError(f"input: an item of type {kind!r} cannot be read")
+        raise RefusedError(f"input: items of type {kind!r} are not supported")
     last = messages[-1] if messages else None
     if last is not None and last.role == message.role == "assistant" and message.tool_calls:
         message = ConversationMessage("assistant", last.content, last.tool_calls + message.tool_calls)

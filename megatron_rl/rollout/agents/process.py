@@ -1,4 +1,4 @@
-"""The processes of the agents: forked from one that has imported the agent, watched without polling, and ended together."""
+"""Agent processes: forked from a process that has imported the agent, watched without polling, and terminated together."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ from dataclasses import asdict, dataclass
 from megatron_rl.config.agent import AgentConfig
 from megatron_rl.types import Problem
 
-_TAIL = 2000
-"""Bytes of the standard error that are kept."""
+_TAIL = 2000  # number of bytes of standard error that are kept
 _STOP_SECONDS = 10
 
 
@@ -28,27 +27,25 @@ _STOP_SECONDS = 10
 class AgentResult:
     """How an agent ended."""
 
-    error: str = ""
-    """Why it failed; "" where it did not."""
-    reward: float | None = None
-    """What it gave itself, with `agent.own_reward`."""
+    error: str = ""  # why the agent failed, or ""
+    reward: float | None = None  # the reward that the agent gave itself, with `agent.own_reward`
 
 
 class ServerEndedError(Exception):
-    """The process that agents are forked from has ended, and they with it."""
+    """The process that agents are forked from has ended, and with it all agents."""
 
 
 class AgentServer:
-    """The process that agents are forked from (`runner`): importing an agent's packages takes longer than an episode of it."""
+    """The process that agents are forked from (`runner`), because importing an agent's packages takes longer than an episode."""
 
     def __init__(self, config: AgentConfig) -> None:
-        """Start it, without waiting for it."""
+        """Start the process without waiting for it."""
         words = ["function", config.name] if config.name else ["command", *(config.command or ())]
         search_path = [*(path or os.getcwd() for path in sys.path), os.getcwd()]  # as for rewards
         self._channel, remote = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._lock, self.ended = threading.Lock(), False
         with remote:
-            # not by PYTHONPATH, which a program in an interpreter of its own would inherit
+            # not through PYTHONPATH, which a program with its own interpreter would inherit
             start = f"import sys; sys.path[:] = {search_path!r}; from {__package__} import runner; runner.main()"
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-c", start, str(remote.fileno()), str(config.memory_mb), *words],
@@ -60,7 +57,7 @@ class AgentServer:
             )
 
     def ask(self, message: object, files: Sequence[int] = ()) -> int:
-        """Return its reply to a message. Raise ServerEndedError where it has ended."""
+        """Return the reply to a message. Raise ServerEndedError if the process has ended."""
         with self._lock:
             try:
                 socket.send_fds(self._channel, [json.dumps(message).encode()], files)
@@ -73,7 +70,7 @@ class AgentServer:
         return int(reply)
 
     def close(self) -> None:
-        """End it, and all that it has forked."""
+        """Terminate the process and everything that it has forked."""
         self.ended = True
         self._channel.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -83,10 +80,10 @@ class AgentServer:
 
 
 class AgentProcess:
-    """One agent at work on one problem, in a session of its own. It ends with its server, and that with this process."""
+    """One agent working on one problem, in its own session. It ends with its server, which ends with this process."""
 
     def __init__(self, config: AgentConfig, server: AgentServer, environment: Mapping[str, str], problem: Problem) -> None:
-        """Start it. Raise ServerEndedError where that cannot be done."""
+        """Start the agent. Raise ServerEndedError if its server has ended."""
         self._config, self._server, self._deadline = config, server, time.monotonic() + config.timeout
         self._lock, self._reaped = threading.Lock(), False
         self._reward, given = (os.memfd_create(name) for name in ("megatron-rl-reward", "megatron-rl-problem"))
@@ -106,19 +103,19 @@ class AgentProcess:
             os.close(remote)
 
     def kill(self) -> None:
-        """End all its processes."""
+        """Kill all processes of the agent."""
         with self._lock:
-            if self._reaped or self._server.ended:  # its number may be another's
+            if self._reaped or self._server.ended:  # another process may have this id
                 return
-            for end in (os.killpg, os.kill):  # it may not lead its session yet
+            for end in (os.killpg, os.kill):  # it may not lead a session yet
                 with contextlib.suppress(ProcessLookupError):
                     end(self._pid, signal.SIGKILL)
 
     def run(self) -> AgentResult:
-        """Return when it has ended, by itself or by `kill` or at its time limit."""
+        """Wait until the agent ends by itself, through `kill`, or at its time limit."""
         try:
             tail, in_time = self._watch()
-            self.kill()  # it is not yet waited for, so its session is still its own
+            self.kill()  # it is not reaped yet, so no other process has its id
             if not in_time:
                 select.select([self._pid_fd], [], [])
             with self._lock:
@@ -139,7 +136,7 @@ class AgentProcess:
         return _read_reward(reward) if self._config.own_reward else AgentResult()
 
     def _watch(self) -> tuple[str, bool]:
-        """Return the end of what it says on its standard error, and whether it ended in time."""
+        """Return the end of the agent's standard error, and whether the agent ended in time."""
         os.set_blocking(self._stderr, False)
         poll, tail = select.poll(), b""
         poll.register(self._pid_fd, select.POLLIN)
@@ -162,5 +159,5 @@ def _read_reward(text: str) -> AgentResult:
     try:
         reward = float(text)
     except ValueError:
-        return AgentResult(f"gave no reward but {text!r}, and agent.own_reward is on")
+        return AgentResult(f"wrote {text!r} instead of a reward, and agent.own_reward is on")
     return AgentResult(reward=reward) if math.isfinite(reward) else AgentResult(f"gave itself a reward of {reward}")

@@ -1,34 +1,32 @@
-"""The process that agents are forked from, with arguments SOCKET_FD MEMORY_MB KIND WORD...
+"""The process that agents are forked from, started by `process` with the arguments SOCKET_FD MEMORY_MB KIND WORD...
 
-Started by `process` only. KIND `function`: WORD is a `module:attribute`, imported once; each fork calls it with its problem, and what it
-returns, if anything, is its reward. KIND `command`: the words are a program, which takes each fork's place. A fork reads its problem, one
-line of JSON, from its standard input, and writes its reward as a number into the file that `MEGATRON_RL_REWARD` names.
+KIND `function`: WORD is a `module:attribute`, imported once. Each fork calls it with its problem; a return value other than None is the
+reward. KIND `command`: the words are a program that replaces each fork. A fork reads its problem, one line of JSON, from standard input and
+writes its reward as a number into the file named by `MEGATRON_RL_REWARD`.
 
-A message with files (standard input, standard error, reward) asks for a fork, whose number is the reply; a number without files asks for
-the exit code of that fork, which has ended. The process ends when its socket closes, and its forks with it.
+A message with files (standard input, standard error, reward) requests a fork; the reply is its process id. A process id without files
+requests the exit code of that fork, which has ended. The process and its forks end when its socket closes.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import signal
 import socket
 import sys
 from collections.abc import Callable
 
 from megatron_rl.plugs import AGENTS
-from megatron_rl.rewards.worker import die_with, limit_memory
 from megatron_rl.types import Problem
+from megatron_rl.workers.process import die_with_parent, ignore_signals_for_parent, limit_memory
 
 REWARD_VARIABLE = "MEGATRON_RL_REWARD"
-MOST_BYTES = 1 << 16
-"""Of one message."""
+MOST_BYTES = 1 << 16  # maximum size of a message in bytes
 _REWARD_FD = 100
 
 
 def load_function(name: str) -> Callable[[], None]:
-    """Import an agent's function; what is returned calls it with the problem."""
+    """Import an agent's function. Return a function that calls it with the problem from standard input."""
     function = AGENTS.load(name)
 
     def run() -> None:
@@ -41,7 +39,7 @@ def load_function(name: str) -> Callable[[], None]:
 
 
 def become(words: list[str]) -> None:
-    """Let a program take this process's place."""
+    """Replace this process with a program."""
     try:
         os.execvp(words[0], words)
     except OSError as error:
@@ -49,7 +47,7 @@ def become(words: list[str]) -> None:
 
 
 def serve(channel: socket.socket, memory_mb: int) -> bool:
-    """Fork as asked. Return True in a fork, with its files, limits and environment in place, and False where the socket has closed."""
+    """Fork on request. Return True in a fork, with its files, limits and environment in place, or False once the socket has closed."""
     server = os.getpid()
     while True:
         message, files, _, _ = socket.recv_fds(channel, MOST_BYTES, 3)
@@ -67,9 +65,9 @@ def serve(channel: socket.socket, memory_mb: int) -> bool:
             continue
         channel.close()
         os.setsid()
-        die_with(server)
+        die_with_parent(server)
         for source, target in zip(files, (0, 2, _REWARD_FD), strict=True):
-            os.dup2(source, target)  # inherited by a program, too
+            os.dup2(source, target)  # programs inherit these files too
         os.environ.update(request, **{REWARD_VARIABLE: f"/dev/fd/{_REWARD_FD}"})
         limit_memory(memory_mb)
         return True
@@ -77,8 +75,7 @@ def serve(channel: socket.socket, memory_mb: int) -> bool:
 
 def main() -> None:
     socket_fd, memory_mb, kind, *words = sys.argv[1:]
-    for name in (signal.SIGINT, signal.SIGUSR1):  # Ctrl-C and a cluster's warning are for the parent
-        signal.signal(name, signal.SIG_IGN)
+    ignore_signals_for_parent()
     run = load_function(words[0]) if kind == "function" else lambda: become(words)
     if serve(socket.socket(fileno=int(socket_fd)), int(memory_mb)):
         run()

@@ -1,7 +1,7 @@
-"""Sample completions by agents: each works in a process of its own, and asks the policy through the endpoint as often as it likes.
+"""Sampling of completions by agents. Each agent works in its own process and calls the policy through the endpoint as often as it likes.
 
-Token in, token out: what the policy said earlier in a conversation goes back to the engine as the ids that were sampled. An agent that
-fails, hangs or loops costs its own episode; an error of the run's, such as lost engines, is the group's, which is then sampled again.
+Token in, token out: earlier responses of the policy go back to the engine as the ids that were sampled. An agent that fails, hangs or loops
+affects only its own episode. An error of the run, such as a lost engine, fails the group, which is then sampled again.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from megatron_rl.rollout.agents.endpoint import AgentEndpoint
 from megatron_rl.rollout.agents.episode import AgentEpisode, Turn
 from megatron_rl.rollout.agents.messages import PolicyRequest
 from megatron_rl.rollout.agents.process import AgentProcess, AgentServer, ServerEndedError
-from megatron_rl.rollout.engine import Abort, Engine
-from megatron_rl.rollout.generation import check_versions
+from megatron_rl.rollout.engine import Abort, Engine, check_versions
 from megatron_rl.types import Completion, Generation, Problem, SamplingParams
 
 _log = logging.getLogger(__name__)
@@ -31,7 +30,7 @@ _LOCAL = "127.0.0.1,localhost"
 
 
 class AgentSampler:
-    """Samples completions by agents; use it as a context manager, which owns the endpoint."""
+    """Samples completions with agents. A context manager that owns the endpoint."""
 
     def __init__(self, config: AgentConfig, engine: Engine, tokenizer: Any) -> None:
         self._config, self._engine = config, engine
@@ -40,7 +39,7 @@ class AgentSampler:
         self._room = threading.Semaphore(config.workers)
         self._lock, self._running, self._closed = threading.Lock(), set[AgentProcess](), False
         self._server: AgentServer | None = None
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
 
     def __enter__(self) -> AgentSampler:
         self._endpoint.__enter__()
@@ -51,7 +50,7 @@ class AgentSampler:
         self._endpoint.__exit__(*exception)
 
     def close(self) -> None:
-        """End all agents, and start no other."""
+        """Terminate all agents, and start no further one."""
         with self._lock:
             self._closed = True
             running = list(self._running)
@@ -68,11 +67,8 @@ class AgentSampler:
         staleness: int = 0,
         abort: Abort | None = None,
     ) -> list[Completion]:
-        """Return one completion per problem, in order, not yet scored: its agent's last conversation, with the others as `branches`.
-
-        `max_new_tokens` bounds what the policy samples in one conversation. Raise RunError and AbortedError as
-        `Sampler.sample` does.
-        """
+        """Return one unscored completion per problem, in order: the agent's last conversation, with the other conversations as
+        `branches`. `max_new_tokens` limits the sampled tokens of one conversation. See `Sampler.sample` for the errors."""
         episodes = [
             AgentEpisode(problem, sampling, version, staleness, self._config, self._format, abort)
             for problem, sampling in zip(problems_B, samplings_B, strict=True)
@@ -85,7 +81,6 @@ class AgentSampler:
         return completions
 
     def _run(self, episode: AgentEpisode) -> Completion:
-        """Run one agent to its end."""
         with self._room, episode.abort.calling(lambda: episode.kill()):
             key = self._endpoint.open(episode)
             try:
@@ -105,7 +100,7 @@ class AgentSampler:
         return completion
 
     def _start(self, key: str, episode: AgentEpisode) -> AgentProcess:
-        # a proxy of the machine's does not know the endpoint
+        # a proxy of the machine cannot reach the endpoint
         local = {name: ",".join(filter(None, (os.environ.get(name), _LOCAL))) for name in ("NO_PROXY", "no_proxy")}
         environment = {"OPENAI_BASE_URL": self._endpoint.url, "OPENAI_API_KEY": key, **local}
         with self._lock:
@@ -114,34 +109,34 @@ class AgentSampler:
             process = self._fork(environment, episode.problem)
             self._running.add(process)
         episode.kill = process.kill
-        if episode.abort.requested or episode.failure:  # too early to end it then
+        if episode.abort.requested or episode.failure:  # `kill` was not set yet at that time
             process.kill()
         return process
 
     def _fork(self, environment: dict[str, str], problem: Problem) -> AgentProcess:
-        for _ in range(2):  # what agents are forked from may have been ended, such as for want of memory
+        for _ in range(2):  # the server may have been killed, for example when memory ran out
             if self._server is None or self._server.ended:
                 self._server = AgentServer(self._config)
             with suppress(ServerEndedError):
                 return AgentProcess(self._config, self._server, environment, problem)
         what = self._config.name or " ".join(self._config.command or ())
-        raise RunError(f"no agent {what} can be started: the process that they are forked from ends at once; its error is above")
+        raise RunError(f"no agent {what} can be started: the process that agents are forked from ends immediately; its error is above")
 
     def _answer(self, episode: AgentEpisode, request: PolicyRequest) -> Turn:
         """Sample the turn that a request asks for. Called by the endpoint's threads."""
-        self._tell_overridden(request)
+        self._warn_overridden(request)
         planned = episode.plan(request)
         hang_watchdog.enter_phase("generate")
         (generation,) = self._engine.generate([planned.prompt_ids_T], [planned.sampling], episode.abort)
         check_versions(generation, episode.version, episode.staleness)
-        content, calls, misspelt = self._read(generation, request)
-        return episode.add(planned, generation, content, calls, misspelt)
+        content, calls, malformed = self._read(generation, request)
+        return episode.add(planned, generation, content, calls, malformed)
 
     def _read(self, generation: Generation, request: PolicyRequest) -> tuple[str, list[tuple[str, str]], bool]:
-        """Return what an answer says, the tools that it calls, and whether it tried to call one in a wrong way."""
+        """Return the text of a response, its tool calls, and whether it tried to call a tool incorrectly."""
         ids_T, _ = self._format.split_end(generation.output_ids_T)
         text = self._format.decode(ids_T)
-        for stop in request.stop:  # the tokens of its last stop text stay in the sample
+        for stop in request.stop:  # the tokens of the stop text stay in the sample
             text = text.partition(stop)[0]
         if not (request.calls_tools and self._config.tool_parser):
             return text, [], False
@@ -151,14 +146,14 @@ class AgentSampler:
             return text, [], True
         return (parsed.text, parsed.calls, False) if parsed.calls else (text, [], parsed.text != whole)
 
-    def _tell_overridden(self, request: PolicyRequest) -> None:
-        """Say once of each option that the run decides it."""
+    def _warn_overridden(self, request: PolicyRequest) -> None:
+        """Warn once about each option that the run overrides."""
         for name in request.overridden:
-            self._tell_once(f"agents ask for a {name} of their own; the policy is sampled as the run says")
+            self._warn_once(f"agents set {name}; the run's own value is used instead")
         if request.calls_tools and not self._config.tool_parser:
-            self._tell_once("agents offer tools, and agent.tool_parser is empty: calls are not read")
+            self._warn_once("agents offer tools, but agent.tool_parser is empty: tool calls are not parsed")
 
-    def _tell_once(self, text: str) -> None:
-        if text not in self._told:
-            self._told.add(text)
+    def _warn_once(self, text: str) -> None:
+        if text not in self._warned:
+            self._warned.add(text)
             _log.warning("%s", text)

@@ -1,7 +1,7 @@
-"""Environments: what a policy interacts with while it answers, such as a tool, a user or a game.
+"""Environments that the policy interacts with while it responds, such as tools, users or games.
 
-An environment is a class, with one object per completion. After every turn of the policy its `step` receives what the policy wrote, and
-returns the next message, or None at the end:
+An environment is a class with one object per completion. After every turn of the policy, its `step` receives the policy's text and returns
+the next message, or None to end the completion:
 
     class Echo:
         stop = ("</say>",)
@@ -11,8 +11,8 @@ returns the next message, or None at the end:
         def step(self, text: str) -> Message | None:
             return Message(text.upper()) if text.endswith("</say>") else None
 
-Objects live in worker processes (`megatron_rl.rollout.environment_pool`) and travel between them pickled, so that one that hangs or dies
-costs only its own completion. This file imports nothing heavy, because every worker imports it.
+Objects live in worker processes (`megatron_rl.rollout.environments.pool`) and travel between them pickled, so an environment that hangs or
+dies affects only its own completion. Every worker imports this module, so it imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -27,29 +27,27 @@ from parallel.plug import InputError
 
 @dataclass(frozen=True)
 class Message:
-    """The environment's next text, tokenised as it is (a chat template's markers are the environment's to write).
-
-    `error` describes a mistake of the policy, such as a call that cannot be answered: it is counted, and has no other effect.
-    """
+    """The environment's next text, tokenized as is. The environment must write the markers of a chat template itself. `error` describes
+    a mistake of the policy, such as an invalid call. It is counted and has no other effect."""
 
     text: str
     error: str = ""
 
     def __post_init__(self) -> None:
         if not isinstance(self.text, str) or not isinstance(self.error, str):
-            raise TypeError(f"a Message is made of texts, not of {self.text!r} and {self.error!r}")
-        self.text.encode()  # half a surrogate pair raises here, not in the tokenizer
+            raise TypeError(f"text and error of a Message must be strings, not {self.text!r} and {self.error!r}")
+        self.text.encode()  # raises here for a lone surrogate, not in the tokenizer
 
 
 class Environment(Protocol):
-    """The environment of one completion; picklable."""
+    """The environment of one completion. Must be picklable."""
 
     def step(self, text: str) -> Message | None:
-        """Return the reply to `text`, one turn without special tokens; None ends the completion. May raise (`reward.on_error`)."""
+        """Return the reply to `text`, one turn without special tokens, or None to end the completion. May raise (`reward.on_error`)."""
 
 
 class EnvironmentClass(Protocol):
-    """The class that `environment.name` names. Its optional attribute `stop` is a tuple of texts that end a turn, as the end token does."""
+    """The class named by `environment.name`. Its optional attribute `stop` is a tuple of texts that end a turn, like the end token."""
 
     def __call__(self, problem: Problem) -> Environment: ...
 
@@ -59,12 +57,12 @@ class Episode(Problem):
     """A problem and the state of its environment."""
 
     state: bytes = b""
-    """The pickled environment; empty before the first turn."""
+    """The pickled environment. Empty before the first turn."""
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """The result of one turn: a message; None at the end of the completion; or an error of the environment."""
+    """Result of one turn: a message, None at the end of the completion, or an error of the environment."""
 
     message: Message | None = None
     error: str = ""
@@ -72,7 +70,7 @@ class StepResult:
 
 
 def load_environment(name: str) -> EnvironmentClass:
-    """Return the class that `environment.name` names. Raise InputError if there is none, or none with a `step` of a text."""
+    """Return the class named by `environment.name`. Raise InputError if it does not exist or has no valid `step`."""
     environment: EnvironmentClass = ENVIRONMENTS.load(name)
     ENVIRONMENTS.check_call(name, getattr(environment, "step", None), ("self", "text"), "its step")
     stop = getattr(environment, "stop", ())

@@ -1,4 +1,5 @@
-"""Models of random small widths as numpy arrays, and shards cut from them element by element: what a plan's transfers must produce."""
+"""Models of small random widths as numpy arrays, and shards cut from them element by element: the expected results of a plan's
+transfers."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ Arrays = dict[str, np.ndarray]
 
 @dataclass(frozen=True)
 class Case:
-    """A model, how the trainer cuts it, and how the engines do."""
+    """A model, the trainer's layout, and the engines' layout."""
 
     model: ModelGeometry
     train: Layout
@@ -53,7 +54,7 @@ def _divisors(length: int, limit: int = 8) -> list[int]:
 
 @st.composite
 def cases(draw: st.DrawFn, *families: str) -> Case:
-    """Models of the families, by default of all, with small random widths, multiples of 128 wherever FP8 blocks are, and layouts that
+    """Draw models of the families, by default of all, with small random widths (multiples of 128 where FP8 blocks are), and layouts that
     divide them."""
     model = ModelGeometry.from_hf_config(ARCHITECTURES[draw(st.sampled_from(families or FAMILIES))])
     experts, latent = model.experts, model.latent
@@ -104,7 +105,8 @@ def cases(draw: st.DrawFn, *families: str) -> Case:
 
 
 def checkpoint(model: ModelGeometry, seed: int = 0) -> Arrays:
-    """Random arrays of every tensor of the checkpoint: FP8 weights quantised on the checkpoint's own grid, as bytes and scales."""
+    """Return random arrays of every tensor of the checkpoint: FP8 weights as bytes and scales on the checkpoint's own grid, the rest as
+    raw values."""
     random = np.random.default_rng(seed)
     arrays: Arrays = {}
     for tensor in model.tensors().values():
@@ -119,7 +121,7 @@ def checkpoint(model: ModelGeometry, seed: int = 0) -> Arrays:
 
 
 def cut(shards: Sequence[Shard], source: Arrays) -> Arrays:
-    """The arrays of some shards. A scale is spread over the elements of its block first and cut with them, so that a shard whose
+    """Return the arrays of some shards. A scale is first spread over the elements of its block and cut with them, so that a shard whose
     blocks do not coincide with the checkpoint's is noticed."""
     arrays: Arrays = {}
     for shard in shards:
@@ -134,7 +136,7 @@ def cut(shards: Sequence[Shard], source: Arrays) -> Arrays:
 
 
 def _spread(scales: np.ndarray) -> np.ndarray:
-    """A scale per element of its block."""
+    """Repeat each scale for every element of its block."""
     return scales.repeat(BLOCK, 0).repeat(BLOCK, 1)
 
 
@@ -154,7 +156,7 @@ def cut_all(shards: Mapping[int, Sequence[Shard]], source: Arrays) -> dict[int, 
 def carry_out(
     transfers: Sequence[Transfer], sources: Mapping[int, Arrays], targets: Mapping[int, Arrays]
 ) -> tuple[dict[int, Arrays], dict[int, Arrays]]:
-    """Runs transfers into fresh arrays shaped like `targets`; returns them and how often each element was written."""
+    """Run transfers into fresh arrays shaped like `targets`. Return the arrays, and how often each element was written."""
     filled = {rank: {name: np.zeros_like(array) for name, array in arrays.items()} for rank, arrays in targets.items()}
     written = {rank: {name: np.zeros(array.shape, np.int64) for name, array in arrays.items()} for rank, arrays in targets.items()}
     for transfer in transfers:

@@ -1,4 +1,5 @@
-"""E4M3 and its block scales once more, slowly, from their definitions: numpy and exact fractions, nothing of the project's code."""
+"""A slow implementation of E4M3 and its block scales from their definitions, with numpy and exact fractions and none of the project's
+code."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ VALUES = np.array([_value_of(code) for code in range(127)])
 
 
 def to_codes(values: np.ndarray) -> np.ndarray:
-    """The E4M3 bytes nearest to `values`, ties to the even byte, saturating; the sign of a zero is kept."""
+    """Return the E4M3 bytes nearest to `values`, with ties to the even byte, saturating; zeros keep their sign."""
     size = np.abs(values.astype(np.float64))
     above = np.searchsorted(VALUES, size).clip(1, 126)
     below = above - 1
@@ -31,12 +32,12 @@ def to_codes(values: np.ndarray) -> np.ndarray:
 
 
 def from_codes(codes: np.ndarray) -> np.ndarray:
-    """float64 values of E4M3 bytes."""
+    """Return the float64 values of E4M3 bytes."""
     return np.where(codes & 128, -1.0, 1.0) * VALUES[codes & 127]
 
 
 def scale_exponent(amax: float) -> int:
-    """The smallest e with amax <= 448 * 2^e, by exact comparison: ceil(log2(amax / 448))."""
+    """Return the smallest e with amax <= 448 * 2^e, by exact comparison: ceil(log2(amax / 448))."""
     exponent = int(np.floor(np.log2(amax / LARGEST))) - 1  # certainly too small
     while Fraction(amax) > LARGEST * Fraction(2) ** exponent:
         exponent += 1
@@ -44,7 +45,7 @@ def scale_exponent(amax: float) -> int:
 
 
 def scale_of(amax: float, scale_format: str) -> tuple[np.float32, np.float32]:
-    """(scale, multiplier) of a block as float32."""
+    """Return (scale, multiplier) of a block as float32."""
     amax = np.float32(max(np.float32(amax), SMALLEST_AMAX))
     if scale_format == "pow2":
         exponent = scale_exponent(float(amax))
@@ -54,19 +55,19 @@ def scale_of(amax: float, scale_format: str) -> tuple[np.float32, np.float32]:
 
 
 def quantize(block: np.ndarray, scale_format: str) -> tuple[np.ndarray, np.float32]:
-    """(bytes, scale) of one float32 block of any shape."""
+    """Return (bytes, scale) of one float32 block of any shape."""
     scale, multiplier = scale_of(np.abs(block).max(), scale_format)
     return to_codes(block.astype(np.float32) * multiplier), scale
 
 
 def round_trip(block: np.ndarray, scale_format: str) -> np.ndarray:
-    """The float32 values that a block's bytes and scale stand for."""
+    """Return the float32 values that a block's bytes and scale represent."""
     codes, scale = quantize(block, scale_format)
     return from_codes(codes).astype(np.float32) * scale
 
 
 def round_trip_rows(x: np.ndarray, scale_format: str) -> np.ndarray:
-    """Q_1x128 of a matrix [M, K]: runs of 128 along each row."""
+    """Return Q_1x128 of a matrix `[M, K]`: runs of 128 along each row."""
     result = np.empty(x.shape, np.float32)
     for row in range(x.shape[0]):
         for start in range(0, x.shape[1], BLOCK):
@@ -76,7 +77,7 @@ def round_trip_rows(x: np.ndarray, scale_format: str) -> np.ndarray:
 
 
 def quantize_matrix(weight: np.ndarray, scale_format: str) -> tuple[np.ndarray, np.ndarray]:
-    """(bytes [N, K], scales [ceil(N/128), ceil(K/128)]) of a weight, block by block."""
+    """Return (bytes `[N, K]`, scales `[ceil(N/128), ceil(K/128)]`) of a weight, block by block."""
     codes = np.empty(weight.shape, np.uint8)
     scales = np.empty((-(-weight.shape[0] // BLOCK), -(-weight.shape[1] // BLOCK)), np.float32)
     for i in range(scales.shape[0]):

@@ -105,5 +105,5 @@ def test_nothing_is_chosen_where_all_are_alike_or_the_loss_needs_none():
 
 
 def test_bounds_in_the_wrong_order_are_refused():
-    with pytest.raises(ValueError, match=r"clip_cov_low \(5.0\) must be below clip_cov_high"):
+    with pytest.raises(ValueError, match=r"clip_cov_low \(5.0\) must be less than clip_cov_high"):
         AlgorithmConfig(loss="clip_cov", clip_cov_low=5.0)

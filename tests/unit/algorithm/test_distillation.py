@@ -76,7 +76,7 @@ def test_the_term_of_the_loss_is_its_formula(estimator, formula):
 
 
 def test_an_estimator_without_a_loss_is_refused():
-    with pytest.raises(ValueError, match="kl_estimator is of the loss"):
+    with pytest.raises(ValueError, match="kl_estimator only applies to kl_in = .loss."):
         TeacherConfig(path=Path("t"), kl_estimator="k3")
 
 

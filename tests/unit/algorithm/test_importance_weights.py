@@ -144,5 +144,5 @@ def test_small_weights_of_whole_sequences_are_warned_of_once(sequences, caplog, 
     for kind in ("tis", "sequence_tis", "sequence_tis"):
         assign_corrections(sequences, AlgorithmConfig(correction=kind))
     assert [record.message for record in caplog.records] == [
-        "correction sequence_tis: the mean weight of positive advantages is 0.011; it falls with length"
+        "correction sequence_tis: the mean weight of positive advantages is 0.011; it falls with the length of responses"
     ]

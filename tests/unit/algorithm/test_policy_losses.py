@@ -433,13 +433,13 @@ def test_a_name_sets_defaults_and_fields_win(given, result):
 @pytest.mark.parametrize(
     "given, rule",
     [
-        ({"name": "gspo", "dual_clip": 3.0}, "dual_clip belongs to loss ppo"),
-        ({"kl_bias_correction": True}, "kl_bias_correction weighs the KL term of the loss: set kl_coef, and kl_in loss"),
-        ({"name": "rloo", "kl_coef": 0.1, "kl_bias_correction": True}, "kl_bias_correction weighs the KL term of the loss"),
-        ({"dual_clip": 1.1}, "must be larger than 1 [+] clip_high"),
-        ({"correction": "tis", "old_policy": "engine"}, "needs old_policy trainer"),
-        ({"correction": ["tis", "icepop"]}, "tis and icepop weigh tokens"),
-        ({"correction": ["icepop", "geometric_mask"]}, "icepop and geometric_mask share correction_low"),
+        ({"name": "gspo", "dual_clip": 3.0}, "dual_clip only applies to loss ppo"),
+        ({"kl_bias_correction": True}, "kl_bias_correction applies to the KL term of the loss; set kl_coef"),
+        ({"name": "rloo", "kl_coef": 0.1, "kl_bias_correction": True}, "kl_bias_correction applies to the KL term of the loss"),
+        ({"dual_clip": 1.1}, "must be greater than 1 [+] clip_high"),
+        ({"correction": "tis", "old_policy": "engine"}, "needs old_policy = .trainer."),
+        ({"correction": ["tis", "icepop"]}, "tis and icepop all weight tokens"),
+        ({"correction": ["icepop", "geometric_mask"]}, "icepop and geometric_mask all use correction_low"),
     ],
 )
 def test_pieces_that_do_not_fit_are_refused(given, rule):

@@ -98,11 +98,11 @@ def test_a_masked_answer_leaves_the_loss_as_an_excluded_one_does(aggregate):
 @pytest.mark.parametrize(
     "given, rule",
     [
-        ({"accuracy_low": 0.5, "accuracy_high": 0.5, "dynamic_sampling_max_rounds": 2}, "must be below accuracy_high"),
+        ({"accuracy_low": 0.5, "accuracy_high": 0.5, "dynamic_sampling_max_rounds": 2}, "must be less than accuracy_high"),
         ({"accuracy_low": 0.2}, "set dynamic_sampling_max_rounds"),
         ({"advantage": "max_rl", "overlong_share": 0.2}, "needs rewards of 0 or more"),
-        ({"name": "rloo", "advantage": "max_rl", "kl_coef": 0.1}, "use kl_in loss"),
-        ({"name": "rloo", "multi_objective_aggregation": "normalize_then_sum", "kl_coef": 0.1}, "use kl_in loss"),
+        ({"name": "rloo", "advantage": "max_rl", "kl_coef": 0.1}, "use kl_in = .loss."),
+        ({"name": "rloo", "multi_objective_aggregation": "normalize_then_sum", "kl_coef": 0.1}, "use kl_in = .loss."),
     ],
 )
 def test_options_that_do_not_fit_are_refused(given, rule):

@@ -1,4 +1,4 @@
-"""Packed micro-batches: every answer token is a target exactly once, whatever the size of a micro-batch."""
+"""Packed micro-batches: every response token is a target exactly once, at any micro-batch size."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from megatron_rl.batch.kept_tokens import extend_kept_tokens, make_kept_tokens
 from megatron_rl.batch.micro_batch import make_micro_batches
 from megatron_rl.batch.packing import compute_costs, context_parallel_positions, deal, pack
 from megatron_rl.batch.training_sample import TrainingSample
-from megatron_rl.precision.ops.batch_invariant import MIN_ROWS
+from megatron_rl.kernels.batch_invariant import MIN_ROWS
 
 
 @st.composite
 def sequences(draw: st.DrawFn) -> list[TrainingSample]:
-    """Sequences whose token ids tell which sequence and position they belong to; all know their advantage and log-probs."""
+    """Sequences with advantages and log-probs, whose token ids encode sequence and position."""
     lengths = draw(st.lists(st.tuples(st.integers(1, 6), st.integers(1, 6)), min_size=1, max_size=7))
     samples = []
-    for index, (prompt, answer) in enumerate(lengths):
-        ids = [1 + 100 * index + position for position in range(prompt + answer)]
-        numbers = torch.arange(answer) + 10.0 * index
+    for index, (prompt, response) in enumerate(lengths):
+        ids = [1 + 100 * index + position for position in range(prompt + response)]
+        numbers = torch.arange(response) + 10.0 * index
         samples.append(TrainingSample(ids[:prompt], ids[prompt:], index - 2.5, numbers + 0.1, numbers + 0.2, numbers + 0.3))
     return samples
 
@@ -30,7 +30,7 @@ BOUND = st.integers(1, 40)
 
 
 @given(sequences(), BOUND, st.integers(1, 4))
-def test_a_row_is_the_sequences_end_to_end_shifted_by_one(samples, most, multiple):
+def test_a_row_concatenates_sequences_with_targets_shifted_by_one(samples, most, multiple):
     batches = make_micro_batches(samples, most, multiple=multiple)
     assert sorted(row for batch in batches for row in batch.sample_indices) == list(range(len(samples)))
     for batch in batches:
@@ -58,7 +58,7 @@ def test_a_shifted_row_looks_ahead_within_each_sequence(samples, most, by):
 
 
 @given(sequences(), BOUND)
-def test_the_mask_selects_the_answer_tokens_and_what_is_known_of_them(samples, most):
+def test_the_mask_selects_response_tokens_and_their_values(samples, most):
     for batch in make_micro_batches(samples, most):
         known = torch.zeros_like(batch.mask)
         for index, places in iter_target_positions(batch, samples):
@@ -66,22 +66,22 @@ def test_the_mask_selects_the_answer_tokens_and_what_is_known_of_them(samples, m
         assert torch.equal(batch.mask, (known > 0).float())
         for index, sequence in enumerate(samples):
             if index in batch.sample_indices:
-                answer = known == index + 1
-                assert batch.targets[answer].tolist() == sequence.response_ids.tolist()
-                assert (batch.advantages[answer] == sequence.advantage).all()
+                response = known == index + 1
+                assert batch.targets[response].tolist() == sequence.response_ids.tolist()
+                assert (batch.advantages[response] == sequence.advantage).all()
                 for name in ("old_logprobs", "reference_logprobs"):
-                    assert torch.equal(getattr(batch, name)[answer], getattr(sequence, name))
+                    assert torch.equal(getattr(batch, name)[response], getattr(sequence, name))
         for name in ("advantages", "old_logprobs", "reference_logprobs", "loss_weights", "importance_weights"):
             assert (getattr(batch, name)[known == 0] == 0).all()
         values = torch.arange(batch.mask.numel()).double().square().unsqueeze(0)
         means, sums = (dict(batch.split_by_sample(f(values), samples)) for f in (batch.average_by_sample, batch.sum_by_sample))
-        for index, part in batch.split_by_sample(values, samples):  # a sequence's mean and sum are those of its answer alone
+        for index, part in batch.split_by_sample(values, samples):  # means and sums cover only the response
             torch.testing.assert_close(means[index], part.mean().expand(len(part)), rtol=1e-12, atol=0)
             torch.testing.assert_close(sums[index], part.sum().expand(len(part)), rtol=1e-12, atol=0)
 
 
 @given(sequences(), BOUND, st.integers(1, 4))
-def test_replicas_share_all_sequences_and_take_as_many_steps_as_each_other(samples, most, replicas):
+def test_replicas_share_all_sequences_and_take_equally_many_steps(samples, most, replicas):
     shares = [[samples[index] for index in share] for share in deal([sample.length for sample in samples], replicas)]
     assert sorted(sample.ids[0].item() for share in shares for sample in share) == [sample.ids[0].item() for sample in samples]
     needed = max(len(make_micro_batches(share, most)) for share in shares)
@@ -103,15 +103,15 @@ def test_context_ranks_get_equal_parts_of_every_sequence(samples, most, multiple
         assert width == sum(batch.lengths) >= MIN_ROWS * context and width % (context * multiple) == 0
         assert all(length % (2 * context) == 0 for length in batch.lengths)
         assert width - batch.padding == sum(samples[index].length - 1 for index in batch.sample_indices)
-        for index, answer in batch.split_by_sample(batch.targets, samples):
-            assert answer.tolist() == samples[index].response_ids.tolist()
+        for index, response in batch.split_by_sample(batch.targets, samples):
+            assert response.tolist() == samples[index].response_ids.tolist()
         parts = [context_parallel_positions(batch.lengths, rank, context) for rank in range(context)]
         assert sorted(place for part in parts for place in part) == list(range(width))
         assert {len(part) for part in parts} == {width // context}
 
 
 @given(st.lists(st.integers(0, 300), max_size=60), st.integers(1, 400), st.integers(1, 8))
-def test_bins_hold_every_sequence_once_keep_the_bound_and_are_alike(lengths, bound, replicas):
+def test_bins_hold_every_sequence_once_within_the_bound_and_are_balanced(lengths, bound, replicas):
     bins = pack(lengths, bound, replicas)
     assert sorted(index for members in bins for index in members) == list(range(len(lengths)))
     loads = [sum(lengths[index] for index in members) for members in bins]
@@ -126,8 +126,8 @@ def test_bins_hold_every_sequence_once_keep_the_bound_and_are_alike(lengths, bou
 
 
 @given(st.lists(st.integers(1, 300), min_size=1, max_size=60), st.integers(1, 400), st.integers(1, 4), st.integers(0, 9))
-def test_bins_of_like_cost_keep_the_bound_of_tokens_and_the_least_number(lengths, bound, multiple, at_least):
-    """Attention makes a sequence of 100 tokens twice as dear."""
+def test_bins_have_similar_cost_within_bounds_of_tokens_and_count(lengths, bound, multiple, at_least):
+    """Attention doubles the cost of a sequence of 100 tokens."""
     costs = compute_costs(lengths, 100)
     assert costs == [length * (1 + length / 100) for length in lengths]
     bins = pack(lengths, bound, multiple, at_least, costs)
@@ -142,20 +142,20 @@ def test_bins_of_like_cost_keep_the_bound_of_tokens_and_the_least_number(lengths
 
 @given(st.lists(st.integers(1, 100), min_size=1, max_size=60), st.integers(100, 1000))
 def test_bins_are_at_least_half_full(lengths, bound):
-    """No bin could be spared: two of them, the least full, hold more than the bound unless there is but one."""
+    """The two least full bins together exceed the bound, unless there is only one bin."""
     assert len(pack(lengths, bound)) <= max(1, 2 * sum(lengths) // bound + 1)
 
 
-def test_thousands_of_sequences_that_fit_badly_are_packed_at_once():
+def test_thousands_of_sequences_are_packed_quickly():
     assert len(pack([600] * 4096, 1000)) == 4096
 
 
 def test_one_micro_batch_by_hand_and_none():
-    """A context rank has a chunk from the front and one from the back."""
+    """A context-parallel rank gets one chunk from the front and one from the back."""
     assert context_parallel_positions([8, 4], 0, 2) == [0, 1, 6, 7, 8, 11]
     assert context_parallel_positions([8, 4], 1, 2) == [2, 3, 4, 5, 9, 10]
     (batch,) = make_micro_batches([TrainingSample([1, 2], [3, 4])], 64)
-    assert not batch.old_logprobs.any() and not batch.reference_logprobs.any() and not batch.advantages.any(), "unknown ones are zeros"
+    assert not batch.old_logprobs.any() and not batch.reference_logprobs.any() and not batch.advantages.any(), "unknown values are zeros"
     assert len(make_micro_batches([], 64)) == 0
     copy = batch.to(torch.device("meta"))
     assert copy.sample_indices == batch.sample_indices
@@ -164,8 +164,8 @@ def test_one_micro_batch_by_hand_and_none():
             assert (getattr(copy, name).device.type, getattr(copy, name).shape) == ("meta", value.shape), name
 
 
-def test_kept_tokens_lie_where_their_token_is_the_target():
-    """Also beside a sample that has none, and beside tokens of an environment."""
+def test_kept_tokens_are_placed_at_their_target():
+    """This also holds next to a sample without kept tokens, and next to tokens of an environment."""
     kept = extend_kept_tokens(make_kept_tokens([[4, 9], [5]]), make_kept_tokens([[7, 8, 6]]))
     samples = [TrainingSample([1, 2], [4, 5, 0, 6], response_mask=[True, True, False, True], kept_tokens=kept), TrainingSample([1], [3])]
     [batch] = make_micro_batches(samples, 100)

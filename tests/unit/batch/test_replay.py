@@ -1,4 +1,4 @@
-"""Groups that are trained on again: which, how often and how old; and that a run killed anywhere replays what it would have replayed."""
+"""Replay: which groups are trained on again, how often and how old, and that a resumed run replays the same groups."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from megatron_rl.types import KeptTokens
 
 
 def group(seed: str, rewards: list[float], lag: int = 0, **values) -> list[TrainingSample]:
-    """Samples whose first token is the member's number and whose log-probs follow from `seed`, all tokens `lag` versions old."""
+    """Return samples whose first token is the member's number and whose log-probs depend on `seed`. All tokens are `lag` versions old."""
     rng, mean = random.Random(seed), sum(rewards) / len(rewards)
     return [
         TrainingSample(
@@ -39,33 +39,33 @@ def group(seed: str, rewards: list[float], lag: int = 0, **values) -> list[Train
 
 
 def step(buffer: ReplayBuffer, version: int, groups: list[list[TrainingSample]], updates: int = 1):
-    """The mini-batches of a step over `groups`, and its metrics."""
+    """Return the mini-batches of a step over `groups`, and its metrics."""
     each = len(groups) // updates
     mini_batches = [[sample for members in groups[start : start + each] for sample in members] for start in range(0, len(groups), each)]
     return mini_batches, buffer.extend(mini_batches, groups, version)
 
 
 def content(sample: TrainingSample) -> dict:
-    """All that a sample holds, comparable."""
+    """Return all fields of a sample in comparable form."""
     values = {field.name: getattr(sample, field.name) for field in fields(sample)}
     kept = values.pop("kept_tokens")
     values["kept_tokens"] = kept and (kept.counts.tolist(), kept.ids.tolist())
     return {name: value.tolist() if isinstance(value, torch.Tensor) else value for name, value in values.items()}
 
 
-def test_a_group_comes_back_as_it_was_sampled_and_older():
+def test_a_replayed_group_is_unchanged_but_older():
     buffer, (own,) = ReplayBuffer(ReplayConfig(prompts_per_step=1, max_staleness=3)), [group("a", [0.0, 1.0], lag=1)]
     ((first,), metrics) = step(buffer, 7, [own])
     assert first == own and metrics == {"replay/groups": 0, "replay/kept": 1, "replay/share": 0}
     ((_, _, *again),), metrics = step(buffer, 9, [group("b", [1.0, 1.0])])
     assert [sample.version_lags.tolist() for sample in again] == [[3], [3, 3]] and again[0].version_lags.dtype == torch.uint8
-    assert [sample.number for sample in again] == [2, 3], "after the step's own"
+    assert [sample.number for sample in again] == [2, 3], "numbered after the step's own"
     for sample, original in zip(again, own, strict=True):
         assert content(sample) | {"number": 0, "version_lags": 0} == content(original) | {"version_lags": 0}
     assert metrics == {"replay/groups": 1, "replay/kept": 0, "replay/share": 0.5, "replay/age": 2}
 
 
-def test_what_teaches_nothing_is_not_kept_nor_members_without_a_gradient():
+def test_groups_and_members_without_a_gradient_are_not_kept():
     buffer, spread = ReplayBuffer(ReplayConfig(prompts_per_step=4)), group("a", [0.0, 1.0, 1.0])
     spread[2].masked = True
     excluded = group("b", [0.0, 1.0])
@@ -75,7 +75,7 @@ def test_what_teaches_nothing_is_not_kept_nor_members_without_a_gradient():
     assert [kept.samples for kept in buffer.groups] == [tuple(spread[:2])]
 
 
-def test_the_newest_come_first_then_those_whose_rewards_differ_most():
+def test_the_newest_groups_come_first_then_those_with_the_largest_spread():
     buffer = ReplayBuffer(ReplayConfig(prompts_per_step=1, buffer_size=3, max_replays=2))
     step(buffer, 0, [group("old", [0.0, 1.0]), group("older", [0.0, 1.0])])
     step(buffer, 1, [group("mild", [0.0, 0.5]), group("wide", [0.0, 1.0])])
@@ -92,7 +92,7 @@ def test_whole_groups_are_spread_over_the_mini_batches():
 
 
 class Run:
-    """The steps of a run with kept groups: what each trained on, as (its own, kept ones)."""
+    """Runs steps with replay. Each step returns the samples that it trained on."""
 
     def __init__(self, settings: ReplayConfig, ahead: int) -> None:
         self.buffer, self.ahead, self.max_replays = ReplayBuffer(settings), ahead, settings.max_replays
@@ -116,11 +116,11 @@ SETTINGS = st.builds(
 
 
 @given(SETTINGS, st.integers(0, 1), st.sets(st.integers(1, 9)))
-def test_a_run_that_is_killed_anywhere_replays_what_it_would_have_replayed(settings, ahead, kills):
+def test_a_resumed_run_replays_the_same_groups(settings, ahead, kills):
     whole, run = Run(settings, ahead), Run(settings, ahead)
     expected, trained = [whole.step(version) for version in range(10)], []
     for version in range(10):
-        if version in kills:  # after the snapshot it goes on with a step, and loses it
+        if version in kills:  # the step after the snapshot is lost
             snapshot = run.buffer.groups
             run.step(version)
             run = Run(settings, ahead)
@@ -153,6 +153,6 @@ def test_a_file_holds_every_column(tmp_path):
     assert read[0].samples[0].routed_experts.dtype == torch.int16
 
 
-def test_a_buffer_holds_what_a_step_takes():
-    with pytest.raises(ValueError, match=re.escape("buffer_size (2) must not be below prompts_per_step (3)")):
+def test_a_buffer_smaller_than_a_step_is_refused():
+    with pytest.raises(ValueError, match=re.escape("buffer_size (2) must not be less than prompts_per_step (3)")):
         ReplayConfig(prompts_per_step=3, buffer_size=2)

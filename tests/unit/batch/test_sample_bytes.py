@@ -1,4 +1,4 @@
-"""Samples survive the way to their replica bit by bit, in pieces of any size; totals of parts are those of the whole."""
+"""Serialization of samples is lossless for any piece size; totals of parts equal totals of the whole."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SHAPES = st.lists(st.tuples(st.integers(1, 5), st.integers(0, 7)), max_size=6)
 
 
 @given(SHAPES, st.sets(st.sampled_from(["mask", "experts", "wide experts", "kept", "lags"])), st.integers(1, 400))
-def test_samples_come_out_as_they_went_in(shapes, with_columns, piece_bytes):
+def test_serialization_is_lossless(shapes, with_columns, piece_bytes):
     samples = make_samples(shapes, with_columns)
     sent = SampleBytes(samples)
     pieces = [piece.clone() for piece in sent.iterate(piece_bytes)]
@@ -34,12 +34,12 @@ def test_samples_come_out_as_they_went_in(shapes, with_columns, piece_bytes):
 def test_a_token_takes_eight_bytes_and_a_column_has_one_dtype():
     ids, logprobs = torch.zeros(10**5, dtype=torch.int32), torch.zeros(10**5)
     assert SampleBytes([TrainingSample(ids[:1], ids, rollout_logprobs=logprobs)]).total < 8.03 * 10**5
-    with pytest.raises(ValueError, match="samples disagree on what a column holds"):
+    with pytest.raises(ValueError, match="samples disagree on the dtype or shape of a column"):
         SampleBytes([TrainingSample(ids, ids, rollout_logprobs=values) for values in (logprobs, logprobs.double())])
 
 
 @given(st.lists(st.floats(-100, 100, width=32), max_size=9), st.integers(0, 9))
-def test_totals_of_parts_are_those_of_the_whole(values, cut):
+def test_merged_totals_equal_the_totals_of_the_whole(values, cut):
     whole, *parts = (Totals() for _ in range(3))
     for totals, some in zip((whole, *parts), (values, values[:cut], values[cut:]), strict=True):
         totals.add("x", torch.tensor(some))
@@ -50,7 +50,7 @@ def test_totals_of_parts_are_those_of_the_whole(values, cut):
 
 
 @pytest.mark.parametrize("order", [(math.nan, 1.0), (1.0, math.nan)])
-def test_what_is_not_a_number_stays(order):
+def test_nan_is_kept(order):
     totals = Totals()
     for value in order:
         totals.add("x", torch.tensor([value]))

@@ -1,4 +1,4 @@
-"""The command line: exit codes, one line per expected error, a traceback for bugs only."""
+"""The command line: exit codes, one line for each expected error, and a traceback only for bugs."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ import types
 from pathlib import Path
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from megatron_rl import __version__, preflight
-from megatron_rl.cli.main import app
+from megatron_rl.cli.main import app, run_script
 from megatron_rl.errors import RunError, UserError
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -32,7 +33,7 @@ def config(tmp_path):
 
 @pytest.fixture
 def train(monkeypatch, config):
-    """Runs `train` in this process with the given stand-in for all that follows the config."""
+    """Run `train` in this process with a function that replaces the training session."""
 
     def _train(run_training, *overrides: str):
         session = types.ModuleType("megatron_rl.training.session")
@@ -44,24 +45,24 @@ def train(monkeypatch, config):
     return _train
 
 
-def test_the_users_mistakes_end_with_2_and_one_line(config):
+def test_user_errors_exit_with_2_and_one_line(config):
     done = program("train", config, "--train.stepz=1")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "megatron-rl: train.stepz = 1: unknown key; did you mean train.steps?\n"
 
 
-def test_usage_errors_end_with_2(config):
+def test_usage_errors_exit_with_2(config):
     for args in (["train"], ["frobnicate"], ["export", "--checkpoint", "a"], ["report"], ["eval"], ["eval", "CONFIG"]):
         result = CliRunner().invoke(app, args)
         assert result.exit_code == 2 and "Error: " in result.output
     assert "--checkpoint" in result.output
     result = CliRunner().invoke(app, ["train", "--train.steps=1", config])
-    assert result.exit_code == 2 and "the config file comes first" in result.stderr
+    assert result.exit_code == 2 and "must be the config file" in result.stderr
     assert CliRunner().invoke(app, ["--help"]).exit_code == 0
     assert CliRunner().invoke(app, ["--version"]).stdout == f"megatron-rl {__version__}\n"
 
 
-def test_train_passes_the_config_and_names_run_and_report(train, tmp_path):
+def test_train_prints_the_run_folder_and_report(train, tmp_path):
     seen = []
 
     def run_training(cfg):
@@ -75,7 +76,7 @@ def test_train_passes_the_config_and_names_run_and_report(train, tmp_path):
     assert result.stdout.splitlines() == [f"run folder: {tmp_path}", f"report:     {tmp_path}/report.html"]
 
 
-def test_eval_passes_config_and_options_and_names_its_results(monkeypatch, config, tmp_path):
+def test_eval_passes_its_options_and_prints_the_results(monkeypatch, config, tmp_path):
     seen = []
     module = types.ModuleType("megatron_rl.cli.evaluate")
     module.EvalRequest = lambda *options: options
@@ -97,10 +98,10 @@ def test_eval_passes_config_and_options_and_names_its_results(monkeypatch, confi
         (RunError("the engine died", log_tail="line 8\nline 9\n"), 3, "line 8\nline 9\nmegatron-rl: the engine died\n"),
         (RunError("the engine died"), 3, "megatron-rl: the engine died\n"),
         (KeyboardInterrupt(), 130, "megatron-rl: interrupted\n"),
-        (bug := ZeroDivisionError("a bug"), 1, ""),  # it keeps its traceback
+        (bug := ZeroDivisionError("a bug"), 1, ""),  # keeps its traceback
     ],
 )
-def test_what_ends_a_run_is_shown_after_its_log_tail(train, error, code, shown):
+def test_errors_are_printed_after_their_log_tail(train, error, code, shown):
     def run_training(cfg):
         raise error
 
@@ -109,7 +110,7 @@ def test_what_ends_a_run_is_shown_after_its_log_tail(train, error, code, shown):
     assert (result.exception is bug) == (error is bug)
 
 
-def test_other_ranks_wait_and_name_themselves(train, monkeypatch):
+def test_other_ranks_wait_and_print_their_rank(train, monkeypatch):
     waits = []
     monkeypatch.setattr("megatron_rl.cli.main.time.sleep", waits.append)
 
@@ -120,5 +121,28 @@ def test_other_ranks_wait_and_name_themselves(train, monkeypatch):
         monkeypatch.setenv("RANK", rank)
         monkeypatch.setenv("LOCAL_RANK", rank)
         assert train(run_training).stderr == shown + "data.train = 'x': does not exist\n"
-    assert len(waits) == 1  # rank 0 speaks at once
-    assert waits[0] > 0
+    assert len(waits) == 1 and waits[0] > 0  # rank 0 does not wait
+
+
+def with_context(context: typer.Context, steps: int = 1) -> None:
+    print(steps, context.args)
+
+
+def without_context(steps: int = 1) -> None:
+    raise UserError("steps", steps, "is wrong", "fix it")
+
+
+@pytest.mark.parametrize(
+    "function, option, code, out, err",
+    [
+        (with_context, "--train.steps=3", 0, "2 ['--train.steps=3']\n", ""),
+        (without_context, "--train.steps=3", 2, "", "No such option: --train.steps"),
+        (without_context, "--steps=2", 2, "", "megatron-rl: steps = 2: is wrong; fix it\n"),
+    ],
+)
+def test_unknown_options_of_a_tool_are_passed_to_its_context_or_refused(monkeypatch, capsys, function, option, code, out, err):
+    monkeypatch.setattr(sys, "argv", ["tool", "--steps", "2", option])
+    with pytest.raises(SystemExit) as done:
+        run_script(function)
+    shown = capsys.readouterr()
+    assert (done.value.code or 0, shown.out) == (code, out) and err in shown.err

@@ -1,28 +1,29 @@
-"""Each known pitfall of a GPU installation is seen, with what to do; a whole installation has none."""
+"""Each known problem of a GPU installation is found, and a correct installation has none."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
+import pytest
+
 from megatron_rl.cli import doctor_gpu
-from megatron_rl.precision.backends import requirements
+from megatron_rl.kernels.linear import requirements
 
 ROOT = Path(__file__).resolve().parents[3]
 
 
 def pins() -> dict[str, str]:
-    """What launch/install_gpu.sh installs."""
+    """Return the versions that launch/install_gpu.sh installs."""
     text = "".join((ROOT / "launch" / f"requirements-{name}.txt").read_text() for name in ("common", "gpu"))
     versions = dict(re.findall(r"^([A-Za-z0-9_.-]+)==(\S+)", text, re.MULTILINE))
     return versions | {"transformer-engine-torch": versions["transformer-engine"]}
 
 
-def test_the_pinned_installation_and_this_machine_have_none(monkeypatch):
-    for name in ("LD_BIND_NOW", doctor_gpu.SCALES_VARIABLE):
-        monkeypatch.delenv(name, raising=False)
+def test_the_pinned_installation_and_this_machine_have_no_problems(monkeypatch):
+    monkeypatch.delenv(doctor_gpu.SCALES_VARIABLE, raising=False)
     monkeypatch.setattr(doctor_gpu, "read_nvcc_release", lambda home: "13.0")
-    monkeypatch.setattr(doctor_gpu, "check_transformer_engine_import", lambda versions: None)
+    monkeypatch.setattr(doctor_gpu, "check_transformer_engine_import", lambda machine: [])
     monkeypatch.setattr(doctor_gpu.memory_saver, "find_cuda_runtime", lambda cuda: Path("/site/libcudart.so.13"))
     monkeypatch.setattr(doctor_gpu.shutil, "which", lambda name: f"/usr/bin/{name}")
     monkeypatch.setattr(doctor_gpu, "list_distributions", pins)
@@ -31,7 +32,7 @@ def test_the_pinned_installation_and_this_machine_have_none(monkeypatch):
     assert doctor_gpu.find_pitfalls(None, None) == []
 
 
-def test_the_pins_are_those_of_the_engine_and_of_the_back_ends(monkeypatch):
+def test_the_pins_match_the_engine_and_the_back_ends(monkeypatch):
     engine_pins = doctor_gpu.read_engine_pins()
     assert set(engine_pins) == set(doctor_gpu.ENGINE_PINS)
     assert {name: pins()[name] for name in engine_pins} == engine_pins
@@ -40,23 +41,71 @@ def test_the_pins_are_those_of_the_engine_and_of_the_back_ends(monkeypatch):
     assert not any("is not installed" in problem or "known versions" in problem for problem in missing), missing
 
 
-def test_the_scale_variable():
-    assert doctor_gpu.check_scale_variable({doctor_gpu.SCALES_VARIABLE: "0"}) is None is doctor_gpu.check_scale_variable({})
-    for value, words in (("1", "asks Transformer Engine's recipe for FP32 scales"), ("yes", "'yes' is neither 0 nor 1")):
-        pitfall = doctor_gpu.check_scale_variable({doctor_gpu.SCALES_VARIABLE: value})
-        assert words in pitfall.found and pitfall.fix.startswith("unset it")
+VERSION, TORCH_PART, CU13 = "2.20.2", "transformer-engine-torch", "transformer-engine-cu13"
+SUITE = {"transformer-engine": VERSION, TORCH_PART: VERSION, CU13: VERSION}
+SAVER, DEEP_GEMM = {"torch-memory-saver": "0.0.10"}, {"sgl-deep-gemm": "0.2.3"}
+ENGINE = {"torch": "2.14.1+cu130", "flashinfer-python": "0.7.2", "sglang": "0.5.23"}
+ENGINE_PINS = {"torch": "2.14.1", "flashinfer-python": "0.7.2"}
+EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+SCALES = doctor_gpu.SCALES_VARIABLE
+CASES = {
+    "scale_variable": [
+        ({}, {"environment": {}}, ""),
+        ({}, {"environment": {SCALES: "0"}}, ""),
+        ({}, {"environment": {SCALES: "1"}}, f"{SCALES}: '1' selects FP32 scales in Transformer Engine's recipe"),
+        ({}, {"environment": {SCALES: "yes"}}, f"{SCALES}: 'yes' is neither 0 nor 1"),
+    ],
+    "transformer_engine_packages": [
+        (SUITE, {"cuda": "13.0"}, ""),
+        ({"transformer-engine": "2.20.2+abc1234"}, {"cuda": "12.9"}, ""),  # built from source
+        (
+            SUITE | {TORCH_PART: "2.19.0"},
+            {"cuda": "13.0"},
+            "Transformer Engine: its packages have different versions: transformer-engine 2",
+        ),
+        (SUITE, {"cuda": "12.9"}, "Transformer Engine: transformer-engine-cu13 installed, torch is built for CUDA 12.9"),
+        ({CU13: VERSION}, {"cuda": "13.0"}, "Transformer Engine: its PyTorch extension, transformer-engine-torch, is not installed"),
+    ],
+    "cuda": [
+        ({"nvidia-cublas-cu12": "12.9.4.1"}, {"cuda": "12.9", "driver": "550.1"}, ""),
+        ({}, {"cuda": "13.0", "driver": "580.65.06"}, ""),
+        ({}, {"cuda": "13.0"}, ""),
+        ({}, {"cuda": "12.8"}, "CUDA: torch is built for 12.8; block-scaled matrix products need 12.9"),
+        ({}, {"cuda": "11.8"}, "CUDA: torch is built for 11.8; block-scaled matrix products need 12.9"),
+        ({"nvidia-cublas-cu12": "12.8.4.1"}, {"cuda": "12.9"}, "cuBLAS: nvidia-cublas-cu12 12.8.4.1 has no block-scaled"),
+        ({}, {"cuda": "13.0", "driver": "575.57.08"}, "driver: 575.57.08 is too old for CUDA 13.0"),
+    ],
+    "engine_packages": [
+        (ENGINE, {"engine_pins": ENGINE_PINS}, ""),
+        (ENGINE, {"engine_pins": {"flashinfer-python": "0.7.1"}}, "flashinfer-python: 0.7.2, and sglang 0.5.23 requires 0.7.1"),
+        (DEEP_GEMM | {"deep-gemm": "2.6.1"}, {}, "DeepGEMM: sgl-deep-gemm and deep-gemm are both installed and have the same import name"),
+    ],
+    "compilers": [
+        ({"sglang": "0.5.23"}, {}, ""),
+        (DEEP_GEMM | {"sglang-kernel": "0.4.10"}, {"nvcc": "13.0", "ninja": "/usr/bin/ninja"}, ""),
+        (DEEP_GEMM, {}, "nvcc: not found"),
+        (DEEP_GEMM, {"nvcc": "12.8"}, "nvcc: 12.8 is older than 12.9, which DeepGEMM requires"),
+        ({"sglang-kernel": "0.4.10"}, {}, "ninja: not found"),
+    ],
+    "memory_saver": [
+        ({}, {"cuda": "13.0"}, ""),
+        (SAVER, {"cuda": "13.0"}, "placement.kind: colocated releases an engine's memory with a library that needs libcudart.so.13"),
+        (SAVER, {"cuda": "13.0", "environment": EXPANDABLE}, "PYTORCH_CUDA_ALLOC_CONF: expandable_segments:True keeps a colocated engine"),
+    ],
+}
 
 
-def test_parts_of_transformer_engine_that_do_not_fit():
-    fit = {"transformer-engine": "2.20.2", "transformer-engine-torch": "2.20.2", "transformer-engine-cu13": "2.20.2"}
-    assert doctor_gpu.check_transformer_engine_packages(fit, "13.0") == []
-    (pitfall,) = doctor_gpu.check_transformer_engine_packages(fit | {"transformer-engine-torch": "2.19.0"}, "13.0")
-    assert "different versions: transformer-engine 2.20.2, transformer-engine-torch 2.19.0" in pitfall.found
-    (pitfall,) = doctor_gpu.check_transformer_engine_packages(fit, "12.9")
-    assert pitfall.found == "transformer-engine-cu13 installed, torch is built for CUDA 12.9" and "pip uninstall" in pitfall.fix
-    (pitfall,) = doctor_gpu.check_transformer_engine_packages({"transformer-engine": "2.20.2", "transformer-engine-cu13": "2.20.2"}, "13.0")
-    assert "without transformer-engine-torch" in pitfall.found
-    assert doctor_gpu.check_transformer_engine_packages({"transformer-engine": "2.20.2+abc1234"}, "12.9") == []  # built from source
+@pytest.mark.parametrize("check", CASES)
+def test_each_problem_is_found(check):
+    for versions, facts, problem in CASES[check]:
+        pitfalls = list(getattr(doctor_gpu, f"check_{check}")(doctor_gpu.Machine(versions, **facts)))
+        assert [f"{pitfall.what}: {pitfall.found}"[: len(problem)] for pitfall in pitfalls] == ([problem] if problem else [])
+        assert all(pitfall.fix for pitfall in pitfalls)
+
+
+def test_pins_are_read_from_requirements():
+    lines = ["torch==2.14.1", "flashinfer_python[cu13]==0.7.2", "numpy", "torch==1; extra == 'old'", "openai==2.8.0"]
+    assert doctor_gpu.parse_pins(lines) == ENGINE_PINS
 
 
 LOADING = "Traceback (most recent call last):\nImportError: /site/transformer_engine_torch.so: undefined symbol: "
@@ -67,64 +116,20 @@ def test_an_extension_built_for_another_torch():
     assert pitfall.found.startswith("its extension was built for another torch than 2.14.1") and "--no-build-isolation" in pitfall.fix
     pitfall = doctor_gpu.explain_import_error(LOADING + "cublasLtGroupedMatrixLayoutInit_internal, version libcublasLt.so.13", "2.14.1")
     assert "cuBLAS lacks cublasLtGroupedMatrixLayoutInit_internal" in pitfall.found and "LD_BIND_NOW" in pitfall.fix
-    assert doctor_gpu.explain_import_error("", "2.14.1").found == "cannot be imported: it ended without a message"
+    assert doctor_gpu.explain_import_error("", "2.14.1").found == "cannot be imported: it failed without a message"
 
 
-def test_an_extension_is_really_loaded_and_binding_at_once_is_seen(monkeypatch):
-    versions = {"transformer-engine": "2.20.2", "torch": "2.14.1"}
-    assert doctor_gpu.check_transformer_engine_import({}) is None
+def test_the_extension_is_loaded(monkeypatch):
+    machine = doctor_gpu.Machine({"transformer-engine": "2.20.2", "torch": "2.14.1"})
+    assert list(doctor_gpu.check_transformer_engine_import(doctor_gpu.Machine({}))) == []
     monkeypatch.setattr(doctor_gpu, "LOAD_STATEMENT", "pass")
-    assert doctor_gpu.check_transformer_engine_import(versions) is None
+    assert list(doctor_gpu.check_transformer_engine_import(machine)) == []
     monkeypatch.setattr(doctor_gpu, "LOAD_STATEMENT", "raise ImportError('x.so: undefined symbol: _ZN3c10')")
-    assert "another torch" in doctor_gpu.check_transformer_engine_import(versions).found
-    assert doctor_gpu.check_ld_bind_now(versions, {"LD_BIND_NOW": "1"})
-    assert not doctor_gpu.check_ld_bind_now(versions, {}) and not doctor_gpu.check_ld_bind_now({}, {"LD_BIND_NOW": "1"})
+    (pitfall,) = doctor_gpu.check_transformer_engine_import(machine)
+    assert "another torch" in pitfall.found
 
 
-def test_cuda_without_block_scaled_products_and_old_drivers():
-    for cuda, old in (("12.8", True), ("11.8", True), ("12.9", False), ("13.0", False)):
-        assert (doctor_gpu.check_cuda(cuda) is not None) == old
-        assert (doctor_gpu.check_cublas({"nvidia-cublas-cu12": f"{cuda}.4.1"}) is not None) == old
-    assert doctor_gpu.check_driver("13.0", "575.57.08").fix == "install driver 580 or newer"
-    assert doctor_gpu.check_driver("13.0", "580.65.06") is None and doctor_gpu.check_driver("12.9", "550.1") is None
-    assert doctor_gpu.check_driver("13.0", None) is None
-
-
-def test_packages_that_the_engine_was_not_built_with():
-    lines = ["torch==2.14.1", "flashinfer_python[cu13]==0.7.2", "numpy", "torch==1; extra == 'old'", "openai==2.8.0"]
-    engine_pins = doctor_gpu.parse_pins(lines)
-    assert engine_pins == {"torch": "2.14.1", "flashinfer-python": "0.7.2"}
-    versions = {"torch": "2.14.1+cu130", "flashinfer-python": "0.7.1", "sglang": "0.5.23"}
-    (pitfall,) = doctor_gpu.check_engine_pins(versions, engine_pins)
-    assert pitfall == ("flashinfer-python", "0.7.1, and sglang 0.5.23 asks for 0.7.2", doctor_gpu.INSTALL)
-
-
-def test_what_deep_gemm_compiles_with():
-    both = {"sgl-deep-gemm": "0.2.3.post2", "deep-gemm": "2.6.1"}
-    assert "under the same import name" in doctor_gpu.check_deep_gemm_packages(both).found
-    single = {"sgl-deep-gemm": "0.2.3.post2"}
-    assert doctor_gpu.check_deep_gemm_packages(single) is doctor_gpu.check_nvcc(single, "13.0") is doctor_gpu.check_nvcc({}, None) is None
-    assert doctor_gpu.check_nvcc(single, None).found.startswith("not found")
-    assert doctor_gpu.check_nvcc(single, "12.8").found == "12.8 is older than 12.9, which DeepGEMM refuses"
-
-
-def test_ninja_is_needed_where_kernels_are_built():
-    versions = {"sglang-kernel": "0.4.10"}
-    assert (
-        doctor_gpu.check_ninja(versions, None).found.startswith("not found") and doctor_gpu.check_ninja({"sglang": "0.5.23"}, None) is None
-    )
-    assert doctor_gpu.check_ninja(versions, "/usr/bin/ninja") is None
-
-
-def test_memory_that_engines_could_not_release():
-    versions = {"torch-memory-saver": "0.0.10"}
-    assert doctor_gpu.check_memory_saver({}, {}, "13.0") is None
-    assert "needs libcudart.so.13" in doctor_gpu.check_memory_saver(versions, {}, "13.0").found
-    pitfall = doctor_gpu.check_memory_saver(versions, {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}, "13.0")
-    assert pitfall.what == "PYTORCH_CUDA_ALLOC_CONF" and "expandable segments" in pitfall.found and pitfall.fix.startswith("unset it")
-
-
-def test_the_compilers_release_is_read(tmp_path):
+def test_the_release_of_the_compiler_is_read(tmp_path):
     nvcc = tmp_path / "bin" / "nvcc"
     nvcc.parent.mkdir()
     nvcc.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 12.9, V12.9.86'\n")

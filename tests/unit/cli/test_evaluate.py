@@ -1,4 +1,4 @@
-"""The command `eval` before an engine starts: what is refused, in one line, and what each kind of checkpoint is turned into."""
+"""The command `eval` before an engine starts: refusals, and the preparation of each kind of checkpoint."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron_rl.config import Config, load_config
 from megatron_rl.errors import UserError
 from megatron_rl.evaluation.checkpoint import check_checkpoint
 from megatron_rl.hf.files import list_tokenizer_files, read_config
-from megatron_rl.mcore.export import convert
+from megatron_rl.mcore.weights.export import convert
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -38,8 +38,8 @@ def config(**precision: object) -> Config:
     return Config.model_validate(sections, strict=False)
 
 
-def of_a_run(folder: Path, model: Path, **precision: object) -> Path:
-    """A run's checkpoint without its weights, which nothing here reads."""
+def write_run_checkpoint(folder: Path, model: Path, **precision: object) -> Path:
+    """Write a run's checkpoint without its weights, which these tests do not read."""
     (folder / "hf").mkdir(parents=True)
     (folder / "hf" / "config.json").write_text((model / "config.json").read_text())
     for file in list_tokenizer_files(model):
@@ -48,37 +48,27 @@ def of_a_run(folder: Path, model: Path, **precision: object) -> Path:
     return folder
 
 
-@pytest.fixture
-def no_engine(monkeypatch):
-    def launched(*_: object):
-        raise AssertionError("an engine was started")
-
-    monkeypatch.setattr(evaluate, "start_engines", launched)
-
-
 @pytest.mark.parametrize(
     "options, line",
     [
         (["--samples", "0"], "eval.samples = 0: must be greater than or equal to 1"),
         (["--samples", "2000"], "eval.samples = 2000: must be less than or equal to 1024"),
-        (
-            ["--at", "1,8", "--samples", "4", "--eval.temperature=1"],
-            "--at = '1,8': asks for pass@8 of 4 completions; use --samples 8 or more",
-        ),
-        (["--at", "0"], "--at = '0': must be whole numbers above 0, with commas between them; write e.g. --at 1,8,64"),
-        (["--at", "two"], "--at = 'two': must be whole numbers above 0, with commas between them; write e.g. --at 1,8,64"),
-        (["--greedy", "--samples", "4"], "eval: asks for 4 samples that temperature 0 makes all the same: set samples to 1"),
-        (["--data.eval="], "data.eval: is empty, so there is nothing to evaluate; name held-out problems"),
+        (["--at", "1,8", "--samples", "4", "--eval.temperature=1"], "--at = '1,8': requires 8 completions per problem, but there are 4; "),
+        (["--at", "0"], "--at = '0': must be positive integers separated by commas; write for example --at 1,8,64"),
+        (["--at", "two"], "--at = 'two': must be positive integers separated by commas; write for example --at 1,8,64"),
+        (["--greedy", "--samples", "4"], "eval: the 4 samples of a problem would be identical at temperature 0; set samples = 1"),
+        (["--data.eval="], "data.eval: is empty, so there is nothing to evaluate; set it to held-out problems"),
         (["--data.evil=1"], "data.evil = 1: unknown key; did you mean data.eval?"),
         (["--baseline", "gone"], "--baseline = 'gone': does not exist; give a folder like RUN_DIR/checkpoints/step_00030, a Hugging"),
         (["--baseline", "empty"], "--baseline = 'empty': holds no state.json; give a folder like RUN_DIR/checkpoints/step_00030"),
-        (["--output", "full"], "--output = 'full': exists already and is no empty folder; name a new folder"),
+        (["--output", "full"], "--output = 'full': exists and is not an empty folder; use a new folder"),
         (["--data.eval", "none.jsonl"], "data.eval = 'none.jsonl': does not exist"),
-        (["--rollout.max_new_tokens=5000"], "rollout.max_new_tokens = 5000: with data.max_prompt_tokens"),
+        (["--rollout.max_new_tokens=5000"], "rollout.max_new_tokens = 5000: plus data.max_prompt_tokens"),
         (["--rollout.tp=3"], "rollout.tp = 3: must divide"),
     ],
 )
-def test_the_users_mistakes_are_one_line_before_anything_starts(options, line, model, tmp_path, monkeypatch, no_engine):
+def test_user_errors_are_one_line_before_an_engine_starts(options, line, model, tmp_path, monkeypatch):
+    monkeypatch.setattr(evaluate, "start_engines", None)
     (tmp_path / "empty").mkdir()
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "eval.json").touch()
@@ -89,7 +79,7 @@ def test_the_users_mistakes_are_one_line_before_anything_starts(options, line, m
     assert {path.name for path in tmp_path.iterdir()} == {"empty", "full"}
 
 
-def test_what_the_engine_can_load_is_loaded_as_it_is(model, fp8):
+def test_checkpoints_that_the_engine_can_load_are_not_converted(model, fp8):
     assert check_checkpoint(model, "--checkpoint", config(mode="bf16", high="fp32")).loads_directly
     assert check_checkpoint(fp8, "--checkpoint", config(mode="fp8_unified")).loads_directly
     assert check_checkpoint(fp8, "--checkpoint", config(mode="fp8_rollout")).loads_directly
@@ -98,41 +88,41 @@ def test_what_the_engine_can_load_is_loaded_as_it_is(model, fp8):
 
 
 @pytest.mark.parametrize("mode, quantized", [("fp8_unified", "fp8"), ("int8_rollout", "w8a8_int8")])
-def test_a_hugging_face_checkpoint_is_quantised_for_the_engine(mode, quantized, model, tmp_path):
+def test_a_hugging_face_checkpoint_is_quantized_for_the_engine(mode, quantized, model, tmp_path):
     quantizing = config(mode=mode)
     prepared = check_checkpoint(model, "--checkpoint", quantizing).prepare(quantizing, tmp_path / "prepared")
     assert prepared == tmp_path / "prepared"
     assert read_config(prepared)["quantization_config"]["quant_method"] == quantized
-    assert check_checkpoint(prepared, "--checkpoint", quantizing).loads_directly  # and would be taken as it is the next time
+    assert check_checkpoint(prepared, "--checkpoint", quantizing).loads_directly
 
 
-def test_quantised_weights_are_not_quantised_again(model, fp8, tmp_path):
-    line = "--baseline = .* is FP8, the config's engine is w8a8_int8; quantised weights are not quantised twice"
+def test_quantized_weights_are_not_quantized_again(model, fp8, tmp_path):
+    line = "--baseline = .* is FP8, but the config's engine is w8a8_int8, and quantized weights are never quantized twice"
     with pytest.raises(UserError, match=line):
         check_checkpoint(fp8, "--baseline", config(mode="int8_rollout"))
     with pytest.raises(UserError, match="precision.scale_format = 'fp32': .* is FP8 with pow2 scales; set it to \"pow2\""):
         check_checkpoint(fp8, "--baseline", config(scale_format="fp32"))
-    saved = of_a_run(tmp_path / "step_00030", model, mode="fp8_unified", scale_format="pow2")
+    saved = write_run_checkpoint(tmp_path / "step_00030", model, mode="fp8_unified", scale_format="pow2")
     with pytest.raises(UserError, match="the checkpoint's blocks have pow2 scales"):
         check_checkpoint(saved, "--checkpoint", config(scale_format="fp32"))
     result = check_checkpoint(saved, "--checkpoint", config(mode="int8_rollout", scale_format="fp32"))
     assert (result.step, result.loads_directly, result.tokenizer) == (30, False, saved / "hf")
 
 
-def test_damaged_checkpoints_are_named_by_their_option(model, tmp_path):
+def test_errors_in_checkpoints_name_the_option(model, tmp_path):
     broken = make_checkpoint(tmp_path / "broken")
     edit_config(broken, {"intermediate_size": 1024})
     with pytest.raises(UserError, match=r"^--baseline = .*has shape .*config.json says"):
         check_checkpoint(broken, "--baseline", config())
-    saved = of_a_run(tmp_path / "step_00030", model)
+    saved = write_run_checkpoint(tmp_path / "step_00030", model)
     (saved / "state.json").write_text("{")
     with pytest.raises(UserError, match="^--baseline = .*cannot be read"):
         check_checkpoint(saved, "--baseline", config())
 
 
-def test_results_go_to_the_run_that_made_the_checkpoint(model, tmp_path):
+def test_results_are_written_to_the_run_of_the_checkpoint(model, tmp_path):
     run = tmp_path / "runs" / "one"
-    saved = of_a_run(run / "checkpoints" / "step_00030", model)
+    saved = write_run_checkpoint(run / "checkpoints" / "step_00030", model)
     (run / "run.json").touch()
     side = check_checkpoint(saved, "--checkpoint", config())
     folders = [evaluate.choose_output_folder(config(), EvalRequest(saved), side) for _ in range(2)]
@@ -142,12 +132,12 @@ def test_results_go_to_the_run_that_made_the_checkpoint(model, tmp_path):
     assert evaluate.choose_output_folder(logged, EvalRequest(model), published) == tmp_path / "logs" / "eval" / model.name
 
 
-def test_the_k_to_report():
+def test_the_values_of_k_to_report():
     assert [EvalRequest(Path()).list_ks(samples) for samples in (1, 4, 6)] == [[1], [1, 2, 4], [1, 2, 4, 6]]
     assert EvalRequest(Path(), at="8, 1,8").list_ks(8) == [1, 8]
-    assert load_config(ROOT / "configs/quickstart.toml").data.eval  # what the tests above evaluate
+    assert load_config(ROOT / "configs/quickstart.toml").data.eval  # evaluated by the tests above
 
 
-def test_scales_of_keys_and_values_that_only_a_trainer_has_are_refused(model):
-    with pytest.raises(UserError, match=r"^precision\.kv = 'e4m3_per_layer': needs the scales of a trainer, .* use --precision\.kv=high"):
+def test_kv_scales_of_a_trainer_are_refused(model):
+    with pytest.raises(UserError, match=r"^precision\.kv = 'e4m3_per_layer': needs scales that only a trainer has; use .*kv=high"):
         check_checkpoint(model, "--checkpoint", config(mode="bf16", kv="e4m3_per_layer"))

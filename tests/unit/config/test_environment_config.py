@@ -1,4 +1,4 @@
-"""The section `[environment]` in a whole configuration: what is refused before anything starts."""
+"""The section `[environment]` of a configuration, and what is refused before a start."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def example(tmp_path: Path, *overrides: str) -> Config:
     return load_config(EXAMPLE, [f"--model.path={tmp_path / 'model'}", *overrides])
 
 
-def test_the_example_is_sound_and_an_environment_absent_by_default(tmp_path):
+def test_the_example_is_valid_and_the_default_is_no_environment(tmp_path):
     config = example(tmp_path)
     check_run(config)
     assert config.environment is not None and config.environment.name == "examples.arithmetic.calculator:Calculator"
@@ -36,7 +36,7 @@ def test_the_example_is_sound_and_an_environment_absent_by_default(tmp_path):
         ("--environment.max_token=1", "environment.max_token = 1: unknown key; did you mean environment.max_tokens"),
         (
             "--environment.max_tokens=169",
-            r"rollout.max_new_tokens = 24: with data.max_prompt_tokens \(64\) and environment.max_tokens \(169\) exceeds the model's 256",
+            r"rollout.max_new_tokens = 24: plus data.max_prompt_tokens \(64\) and environment.max_tokens \(169\) exceeds the model's 256",
         ),
     ],
 )

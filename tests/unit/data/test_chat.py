@@ -1,9 +1,8 @@
-"""Tools and calls in rows: what the chat template makes of them, from JSON and Parquet alike, and the one line about each fault."""
+"""Tools and tool calls of rows: the prompts from JSON and Parquet, and the error for each mistake."""
 
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
@@ -12,15 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from examples.arithmetic.byte_tokenizer import make_byte_tokenizer
-from megatron_rl.config import Config, ModelConfig
 from megatron_rl.config.data import ColumnsConfig, DataConfig
-from megatron_rl.data import check_data, load_problems
 from megatron_rl.data.chat import check_own_chat, read_tools
-from megatron_rl.data.columns import read_columns
 from megatron_rl.data.formats import RowError
+from megatron_rl.data.sets import read_columns
 from megatron_rl.errors import UserError
-from megatron_rl.hf.tokenizer import load_tokenizer
 
 PLAIN = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
 TEMPLATE = (
@@ -49,101 +44,84 @@ PROMPT = f'[{json.dumps(ADD["function"])}]<user>1+1?<assistant>(add {{"a": 1, "b
 
 
 @pytest.fixture
-def model(tmp_path) -> Path:
-    make_byte_tokenizer(tmp_path / "model")
-    (tmp_path / "model" / "chat_template.jinja").write_text(TEMPLATE)
-    return tmp_path / "model"
+def load(model, load_prompts):
+    (model / "chat_template.jinja").write_text(TEMPLATE)
+    return lambda rows, columns=COLUMNS: load_prompts(rows, columns=columns, max_prompt_tokens=2000)
 
 
-def load(model: Path, rows: Path, columns: dict[str, str] = COLUMNS) -> list[str]:
-    data = DataConfig.model_validate({"train": str(rows), "chat": True, "columns": columns, "max_prompt_tokens": 2000})
-    check_data(data, model)
-    stream, _ = load_problems(Config(model=ModelConfig(path=model), data=data), load_tokenizer(model))
-    drawn = stream.next_batch(9)
-    assert not any(problem.history or problem.tools for problem in drawn)
-    return sorted({problem.prompt for problem in drawn})
-
-
-def test_json_texts_and_parquet_give_the_same_prompt(tmp_path, model):
+def test_json_texts_and_parquet_give_the_same_prompt(tmp_path, load, write):
     texts = [{**CALL, "function": {**CALL["function"], "arguments": '{"a": 1, "b": 1}'}}]
     as_text = {**ROW, "tools": json.dumps([ADD]), "messages": [CHAT[0], {**CHAT[1], "tool_calls": texts}, *CHAT[2:]]}
-    for index, row in enumerate((ROW, as_text)):
-        (rows := tmp_path / f"{index}.jsonl").write_text(json.dumps(row))
-        assert load(model, rows) == [PROMPT]
+    assert load(write(ROW)) == load(write(as_text)) == [PROMPT]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([ROW]), tmp_path / "rows.parquet")
     table = pyarrow.parquet.read_table(tmp_path / "rows.parquet").to_pylist()
-    assert table[0]["messages"][0]["tool_calls"] is None  # filled by Arrow: no field of the row
-    assert load(model, tmp_path / "rows.parquet") == [PROMPT]
+    assert table[0]["messages"][0]["tool_calls"] is None  # added by Arrow
+    assert load(tmp_path / "rows.parquet") == [PROMPT]
 
 
-def test_other_tools_make_another_problem_and_none_are_no_fault(tmp_path, model):
+def test_questions_with_different_tools_are_different_problems(load, write):
     other = {"type": "function", "function": {**ADD["function"], "name": "sum"}}
-    questions = ({"q": "1+1?", "tools": tools, "answer": "2"} for tools in ([ADD], [ADD], [other], [], None))
-    (rows := tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, questions)))
-    prompts = load(model, rows, {"question": "q", "tools": "tools", "answer": "answer"})
+    rows = write(*({"q": "1+1?", "tools": tools, "answer": "2"} for tools in ([ADD], [ADD], [other], [], None)))
+    prompts = load(rows, {"question": "q", "tools": "tools", "answer": "answer"})
     assert prompts == ["<user>1+1?<assistant>", *sorted(f"[{json.dumps(t['function'])}]<user>1+1?<assistant>" for t in (ADD, other))]
 
 
-def test_a_template_that_leaves_tools_out_is_refused(tmp_path, model):
+def test_a_template_that_leaves_tools_out_is_refused(model, load, write):
     (model / "chat_template.jinja").write_text(PLAIN)
-    (rows := tmp_path / "rows.jsonl").write_text(json.dumps(ROW))
-    with pytest.raises(
-        UserError, match=r"data.chat: the chat template of .* leaves out the tool 'add'; use a tokenizer whose template knows"
-    ):
-        load(model, rows)
+    with pytest.raises(UserError, match=r"data.chat: the chat template of .* leaves out the tool 'add'; use a tokenizer whose template"):
+        load(write(ROW))
 
 
 def changed(index: int, **fields: object) -> dict[str, object]:
     return {**ROW, "messages": [{**message, **fields} if place == index else message for place, message in enumerate(CHAT)]}
 
 
+def calling(arguments: str) -> dict[str, object]:
+    return changed(1, tool_calls=[{"function": {"name": "add", "arguments": arguments}}])
+
+
+def function(**fields: object) -> dict[str, object]:
+    return {**ROW, "tools": [{"type": "function", "function": {"name": "add", **fields}}]}
+
+
+BAD_SCHEMA = "tools[0].function.parameters must be the JSON schema of an object ("
+
+
 @pytest.mark.parametrize(
     "row, line",
     [
-        ({**ROW, "tools": {}}, "the field tools must be a list of tools, or its JSON text, not dict; correct or remove"),
-        ({**ROW, "tools": "[{"}, "the field tools is not JSON ("),
-        ({**ROW, "tools": [ADD["function"]]}, 'the field tools[0] must have type function, and function; write {"type": "function", "fu'),
-        ({**ROW, "tools": [ADD, ADD]}, "the field tools[1].function.name must be a name of its own, not 'add'; "),
-        (
-            {**ROW, "tools": [{"type": "function", "function": {"name": "add", "parameters": {"type": "objekt"}}}]},
-            "the field tools[0].function.parameters must be the JSON schema of an object (its type is another); ",
-        ),
-        (
-            {**ROW, "tools": [{"type": "function", "function": {"name": "add", "parameters": {"properties": {"a": {"type": "int"}}}}}]},
-            "the field tools[0].function.parameters must be the JSON schema of an object ($.properties.a.type: 'int' is not valid",
-        ),
-        ({**ROW, "tools": None}, "the field messages[1] calls 'add', which is none of the row's tools (it has none); add its schema, or"),
-        (changed(0, tool_calls=[CALL]), "the field messages[0].tool_calls must be a list, in a message of the assistant; "),
-        (changed(1, tool_calls=["add"]), "the field messages[1].tool_calls[0] must have a function with a name; write "),
-        (
-            changed(1, tool_calls=[{"function": {"name": "add", "arguments": "[1]"}}]),
-            "the field messages[1].tool_calls[0].function.arguments must be a JSON object, not list; ",
-        ),
-        (
-            changed(1, tool_calls=[{"function": {"name": "add", "arguments": "a=1"}}]),
-            "the field messages[1].tool_calls[0].function.arguments is not JSON (",
-        ),
-        (changed(2, tool_call_id="c2"), "the field messages[2].tool_call_id must be that of a call before it, not 'c2'; "),
-        (changed(2, tool_call_id=7), "the field messages[2].tool_call_id must be a string, not int; "),
-        (changed(2, content=None), "the field messages[2] must have role and content, found role, tool_call_id, name; "),
+        ({**ROW, "tools": {}}, "tools must be a list of tools, or its JSON text, not dict; correct or remove"),
+        ({**ROW, "tools": "[{"}, "tools is not JSON ("),
+        ({**ROW, "tools": [ADD["function"]]}, 'tools[0] must have type = "function" and a function; write {"type": "function", "fu'),
+        ({**ROW, "tools": [ADD, ADD]}, "tools[1].function.name must be a unique, nonempty name, not 'add'; "),
+        (function(parameters={"type": "objekt"}), BAD_SCHEMA + "it has another type); "),
+        (function(parameters={"properties": {"a": {"type": "int"}}}), BAD_SCHEMA + "$.properties.a.type: 'int' is not valid"),
+        ({**ROW, "tools": None}, "messages[1] calls 'add', which is not one of the row's tools (none); add its schema, or"),
+        (changed(0, tool_calls=[CALL]), "messages[0].tool_calls must be a list, in an assistant message; "),
+        (changed(1, tool_calls=["add"]), "messages[1].tool_calls[0] must have a function with a name; write "),
+        (calling("[1]"), "messages[1].tool_calls[0].function.arguments must be a JSON object, not list; "),
+        (calling("a=1"), "messages[1].tool_calls[0].function.arguments is not JSON ("),
+        (changed(2, tool_call_id="c2"), "messages[2].tool_call_id must be the id of an earlier call, not 'c2'; "),
+        (changed(2, tool_call_id=7), "messages[2].tool_call_id must be a string, not int; "),
+        (changed(2, content=None), "messages[2] must have role and content, found role, tool_call_id, name; "),
     ],
 )
-def test_each_fault_is_one_line(row, line):
+def test_each_mistake_is_one_line(row, line):
     with pytest.raises(RowError) as caught:
         read_columns(ColumnsConfig(**COLUMNS), row)
     message = f"{caught.value.rule}; {caught.value.fix}"
-    assert message.startswith(line) and "\n" not in message
+    assert message.startswith(f"the field {line}") and "\n" not in message
 
 
-def test_tools_of_a_format_of_ones_own_are_checked():
+def test_tools_of_a_custom_format_are_checked():
     check_own_chat(CHAT[:4], [ADD])
-    for history, tools, line in (((), [{"name": "add"}], "must have type function"), (CHAT[:4], [], "which is none of the row's tools")):
+    for history, tools, line in (((), [{"name": "add"}], "must have type = "), (CHAT[:4], [], "which is not one of the row's tools")):
         with pytest.raises(RowError, match=line):
             check_own_chat(history, tools)
 
 
 def test_tools_need_a_chat_template():
-    with pytest.raises(ValidationError, match="columns.tools = 'tools' needs chat = true: tools have no place outside a chat template"):
+    with pytest.raises(ValidationError, match="columns.tools = 'tools' needs chat = true, because only a chat template uses tools"):
         DataConfig.model_validate({"columns": {"question": "q", "answer": "a", "tools": "tools"}})
 
 
@@ -156,7 +134,7 @@ JSON = st.recursive(
 
 
 @given(JSON)
-def test_whatever_a_row_holds_is_read_or_refused_in_a_line(value):
+def test_any_tools_are_read_or_refused_with_one_line(value):
     for tools in (value, json.dumps(value), [{"type": "function", "function": {"name": "f", "parameters": value}}]):
         refused, read = "", ()
         try:

@@ -1,4 +1,4 @@
-"""JSONL, JSON and Parquet files: the same rows give the same problems, and every fault is one clear line."""
+"""JSONL, JSON and Parquet files: equal rows give equal problems, and each mistake is one line."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_row_becomes_a_problem(tmp_path):
     assert (problem.id, problem.source, problem.level) == ("gsm8k/train:1", "gsm8k/train", 0)
     named = DataSourceConfig(source=str(tmp_path / "gsm8k" / "train.jsonl"), name="sums", format="gsm8k")
     [problem] = read_problem_set(named, DataConfig(format="math"), "data.eval")
-    assert (problem.id, problem.source) == ("sums:1", "sums"), "a set may have a name and a format of its own"
+    assert (problem.id, problem.source) == ("sums:1", "sums"), "a set can have its own name and format"
 
 
 def test_all_kinds_of_files_give_the_same_problems(tmp_path):
@@ -50,7 +50,7 @@ def test_all_kinds_of_files_give_the_same_problems(tmp_path):
     assert read(array, name="set") == read(lines_in_json, name="set") == read(table, name="set") == expected
 
 
-def test_a_parquet_file_of_other_columns_names_them_all(tmp_path):
+def test_errors_in_a_parquet_file_list_all_columns(tmp_path):
     path = tmp_path / "a.parquet"
     pyarrow.parquet.write_table(pyarrow.table({"problem": ["1+1"], "answer": ["2"], "unread": ["x"], "level": ["Level 3"]}), path)
     assert [(p.answer, p.level) for p in read(path, "math")] == [("2", 3)]
@@ -77,7 +77,7 @@ def test_a_parquet_file_of_other_columns_names_them_all(tmp_path):
         (b'{"question": "\\ud800", "answer": "#### 1"}', "lone surrogate"),
     ],
 )
-def test_a_malformed_line_is_named(tmp_path, line, wrong):
+def test_errors_name_the_malformed_line(tmp_path, line, wrong):
     path = write(tmp_path, GOOD + b"\n\n" + line + b"\n" + GOOD)
     with pytest.raises(UserError) as caught:
         read(path)
@@ -85,31 +85,31 @@ def test_a_malformed_line_is_named(tmp_path, line, wrong):
     assert message.startswith(f"data.train = '{path}:3': ") and wrong in message and "\n" not in message
 
 
-def test_a_format_is_asked_for_by_what_fits(tmp_path):
+def test_a_missing_format_is_suggested(tmp_path):
     with pytest.raises(UserError, match=r'needs a format; its fields are question, answer, note; set format = "gsm8k"$'):
         read(write(tmp_path, GOOD), None)
     with pytest.raises(UserError, match=r"its fields are x; set columns to the names of question and answer, e"):
         read(write(tmp_path, b'{"x": 1}'), None)
-    with pytest.raises(UserError, match="train.json:2': must be a JSON object, not int"):  # rows of an array are counted from one
+    with pytest.raises(UserError, match="train.json:2': must be a JSON object, not int"):
         read(write(tmp_path, json.dumps([ROWS[0], 3]).encode(), "train.json"))
 
 
-def test_files_that_are_none_or_hold_nothing_are_named(tmp_path):
+def test_missing_invalid_and_empty_files_are_refused(tmp_path):
     for name, wrong in (("absent.jsonl", "does not exist"), (".", "is a folder")):
         with pytest.raises(UserError, match=f"data.train = .*{wrong}"):
             read(tmp_path / name)
-    with pytest.raises(UserError, match=r"a.parquet': is not a Parquet file that can be read \(Parquet magic bytes not found"):
+    with pytest.raises(UserError, match=r"a.parquet': is not a readable Parquet file \(Parquet magic bytes not found"):
         read(write(tmp_path, GOOD * 9, "a.parquet"))
     for name, content in (("a.jsonl", b"\n \n"), ("a.json", b"[]"), ("a.json", b"")):
-        with pytest.raises(UserError, match="holds no problems"):
+        with pytest.raises(UserError, match="contains no problems"):
             read(write(tmp_path, content, name))
 
 
-def test_rows_without_gold_are_left_out_and_counted(tmp_path, caplog):
+def test_rows_without_a_gold_answer_are_dropped(tmp_path, caplog):
     rows = [ROWS[0], {"question": "q", "answer": None}, {"question": "q", "answer": " "}, {"question": "q", "answer": "12 ####"}, ROWS[1]]
     assert len(read(write(tmp_path, "\n".join(map(json.dumps, rows)).encode()))) == 2
-    assert "left out 3 rows without a gold answer, the first is 2" in caplog.text
-    with pytest.raises(UserError, match="holds no problems with a gold answer"):
+    assert "dropped 3 rows without a gold answer, first row 2" in caplog.text
+    with pytest.raises(UserError, match="contains no problems with a gold answer"):
         read(write(tmp_path, json.dumps(rows[1]).encode()))
 
 
@@ -119,6 +119,6 @@ def test_rows_without_gold_are_left_out_and_counted(tmp_path, caplog):
     st.sampled_from(["train.jsonl", "train.json", "train.parquet"]),
     st.sampled_from(["gsm8k", "math", None]),
 )
-def test_no_content_escapes_as_another_error(tmp_path, content, name, format):
-    with pytest.raises(UserError):  # no such content has all fields, so it is always refused, and always politely
+def test_all_content_is_refused_with_a_user_error(tmp_path, content, name, format):
+    with pytest.raises(UserError):  # no generated content has all fields
         read(write(tmp_path, content, name), format)

@@ -1,7 +1,8 @@
-"""load_problems: what is held out, what is left out, and an order that resumes exactly."""
+"""load_problems: held-out problems, dropped problems, and an order that resumes exactly."""
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import re
@@ -11,57 +12,34 @@ from pathlib import Path
 import pyarrow
 import pyarrow.parquet
 import pytest
+from support import data as support
 from support.processes import call_in_fresh_process
 
-from megatron_rl.config import Config, ModelConfig
-from megatron_rl.config.data import DataConfig
-from megatron_rl.data import load_held_out, load_problems, normalize_question
+from megatron_rl.data import load_held_out
+from megatron_rl.data.loading import normalize_question
 from megatron_rl.errors import UserError
 
 SUMS = "examples.arithmetic.task:Arithmetic"
 REAL = Path(__file__).resolve().parents[3].parent / "shared" / "data"
-HUB_CARD = """---
-configs:
-- config_name: main
-  data_files:
-  - {split: train, path: main/train-*}
-  - {split: test, path: main/test-*}
----
-"""
+HUB_CARD = (
+    "---\nconfigs:\n- config_name: main\n  data_files:\n  - {split: train, path: main/train-*}\n  - {split: test, path: main/test-*}\n---\n"
+)
 
 
-@pytest.fixture(scope="module")
-def load(tmp_path_factory):
-    from examples.arithmetic.byte_tokenizer import make_byte_tokenizer  # a fresh process below does without transformers
-    from megatron_rl.hf.tokenizer import load_tokenizer
-
-    folder = tmp_path_factory.mktemp("model")
-    make_byte_tokenizer(folder)
-    tokenizer = load_tokenizer(folder)
-    defaults = {"train": SUMS, "eval": SUMS}
-    return lambda **data: load_problems(Config(model=ModelConfig(path=folder), data=DataConfig(**{**defaults, **data})), tokenizer)
+load = functools.partial(support.load, train=SUMS, eval=SUMS)
 
 
 @pytest.fixture
-def jsonl(tmp_path):
-    def write(name: str, questions: list[str]) -> str:
-        path = tmp_path / name
-        path.write_text("".join(json.dumps({"question": q, "answer": f"#### {i}"}) + "\n" for i, q in enumerate(questions)))
-        return str(path)
-
-    return write
+def jsonl(write):
+    return lambda name, questions: write(*({"question": q, "answer": f"#### {i}"} for i, q in enumerate(questions)), name=f"{name}.jsonl")
 
 
-def test_an_evaluation_alone_reads_no_data_to_train_on(load, tmp_path):
-    from examples.arithmetic.byte_tokenizer import make_byte_tokenizer
-    from megatron_rl.hf.tokenizer import load_tokenizer
-
-    make_byte_tokenizer(tmp_path)
-    config = Config(model=ModelConfig(path=tmp_path), data=DataConfig(train="gone.jsonl", eval=SUMS, eval_size=7))
-    assert load_held_out(config, load_tokenizer(tmp_path)) == load(eval_size=7)[1]
+def test_held_out_problems_are_read_without_training_data():
+    config = support.make_config(train="gone.jsonl", eval=SUMS, eval_size=7)
+    assert load_held_out(config, support.count_bytes) == load(eval_size=7)[1]
 
 
-def test_generated_problems_carry_the_template_and_stay_apart(load):
+def test_generated_problems_are_templated_and_not_held_out():
     stream, held_out = load(prompt_template="Q: {question} {braces}\n", eval_size=100)
     train = stream.next_batch(500)
     assert len({problem.prompt for problem in held_out}) == 100
@@ -72,8 +50,8 @@ def test_generated_problems_carry_the_template_and_stay_apart(load):
 
 @pytest.mark.parametrize("eval_source", ["", SUMS])
 @pytest.mark.parametrize("generated", [True, False])
-def test_a_stream_resumes_exactly(load, jsonl, generated, eval_source):
-    source = SUMS if generated else jsonl("train.jsonl", [f"q{i}" for i in range(10)])
+def test_a_stream_resumes_exactly(jsonl, generated, eval_source):
+    source = SUMS if generated else jsonl("train", [f"q{i}" for i in range(10)])
     fresh = lambda: load(train=source, eval=eval_source, format="gsm8k")  # noqa: E731
     stream, held_out = fresh()
     assert len(held_out) == (128 if eval_source else 0)
@@ -85,36 +63,36 @@ def test_a_stream_resumes_exactly(load, jsonl, generated, eval_source):
     assert resumed.next_batch(25) == expected
 
 
-def test_train_loses_what_any_row_of_the_eval_file_holds(load, jsonl, caplog):
-    """Also in another spelling, and what is too long for a prompt itself."""
+def test_training_problems_are_dropped_if_any_row_of_the_eval_file_has_them(jsonl, caplog):
+    """This includes other spellings, and rows whose prompts are too long."""
     long = "long" * 9
-    train, held_out = jsonl("train.jsonl", ["a", "How  many\nc?", "c", "d", long]), jsonl("eval.jsonl", ["how many c? ", "x", "d", long])
+    train, held_out = jsonl("train", ["a", "How  many\nc?", "c", "d", long]), jsonl("eval", ["how many c? ", "x", "d", long])
     with caplog.at_level(logging.WARNING):
         stream, problems = load(train=train, eval=held_out, format="gsm8k", eval_size=1, max_prompt_tokens=20)
     assert len(problems) == 1 and problems[0].prompt in {"how many c? ", "x", "d"}
     assert {problem.prompt for problem in stream.next_batch(20)} == {"a", "c"}
-    assert "left out 3 problems" in caplog.text
+    assert "dropped 3 problems" in caplog.text
 
 
-def test_generated_train_avoids_an_eval_file(load, jsonl):
+def test_generated_train_avoids_an_eval_file(jsonl):
     seen = {problem.prompt for problem in load(eval="", settings={"levels": [1]})[0].next_batch(300)}
-    stream, _ = load(eval=jsonl("eval.jsonl", sorted(seen)), format="gsm8k", settings={"levels": [1]})
+    stream, _ = load(eval=jsonl("eval", sorted(seen)), format="gsm8k", settings={"levels": [1]})
     assert not {problem.prompt for problem in stream.next_batch(300)} & seen
 
 
-def test_long_prompts_are_left_out_and_counted(load, jsonl, caplog):
-    train, held_out = jsonl("train.jsonl", ["short", "long" * 10, "tiny"]), jsonl("eval.jsonl", ["s", "l" * 99])
+def test_long_prompts_are_dropped(jsonl, caplog):
+    train, held_out = jsonl("train", ["short", "long" * 10, "tiny"]), jsonl("eval", ["s", "l" * 99])
     with caplog.at_level(logging.WARNING):
         stream, problems = load(train=train, eval=held_out, format="gsm8k", max_prompt_tokens=8)
     assert {problem.prompt for problem in stream.next_batch(10)} == {"short", "tiny"}
     assert [problem.prompt for problem in problems] == ["s"]
     for counts in ("1 of 3", "1 of 2"):
-        assert f": left out {counts} problems with prompts over 8" in caplog.text
+        assert f": dropped {counts} problems with prompts over 8" in caplog.text
     assert "fewer than data.eval_size" in caplog.text
 
 
-def test_nothing_left_is_refused(load, jsonl):
-    train = jsonl("train.jsonl", ["question one", "question two"])
+def test_sets_without_remaining_problems_are_refused(jsonl):
+    train = jsonl("train", ["question one", "question two"])
     with pytest.raises(UserError, match=r"data.max_prompt_tokens = 3: all 2 prompts of data.train \("):
         load(train=train, eval="", format="gsm8k", max_prompt_tokens=3)
     with pytest.raises(UserError, match=r"data.max_prompt_tokens = 3: all 128 prompts of data.eval \(arithmetic\)"):
@@ -123,31 +101,25 @@ def test_nothing_left_is_refused(load, jsonl):
         load(eval="", settings={"levels": [5, 6]}, max_prompt_tokens=12)
     with pytest.raises(UserError, match="data.train = .*also in data.eval"):
         load(train=train, eval=train, format="gsm8k")
-    again = jsonl("again.jsonl", ["question two"])
-    with pytest.raises(UserError, match="data.train = .*again.jsonl': every problem of it is in a set before it; leave it out"):
+    again = jsonl("again", ["question two"])
+    with pytest.raises(UserError, match="data.train = .*again.jsonl': all of its problems are in an earlier set; remove it"):
         load(train=[{"source": train}, {"source": again}], format="gsm8k")
 
 
-def test_missing_files_name_their_field(load, tmp_path):
-    for field in ("train", "eval"):
-        with pytest.raises(UserError, match=f"data.{field} = .*does not exist"):
-            load(**{field: str(tmp_path / "absent.jsonl")})
-
-
-def test_questions_that_repeat_are_left_out_and_counted(load, jsonl, caplog):
-    first, second = jsonl("first.jsonl", ["a", "b", "A "]), jsonl("second.jsonl", ["b", "c", "a", "d"])
-    held_out = jsonl("eval.jsonl", ["x", "y", "X"])
+def test_repeated_questions_are_dropped(jsonl, caplog):
+    first, second = jsonl("first", ["a", "b", "A "]), jsonl("second", ["b", "c", "a", "d"])
+    held_out = jsonl("eval", ["x", "y", "X"])
     stream, problems = load(train=[{"source": first}, {"source": second}], eval=held_out, format="gsm8k")
     assert [problem.prompt for problem in problems] == ["x", "y"]
     assert sorted(problem.prompt for problem in stream.next_batch(4)) == ["a", "b", "c", "d"]
     for count, name in ((1, "first"), (2, "second"), (1, "eval")):
-        assert re.search(rf"/{name}\): left out {count} problems whose question came before", caplog.text)
+        assert re.search(rf"/{name}\): dropped {count} problems with repeated questions", caplog.text)
 
 
-def test_a_mixture_of_generated_and_published_problems(load, jsonl):
-    """Weights are kept, held-out sets stand side by side with their names, nothing is in both, and the stream resumes."""
-    train = [{"source": SUMS, "weight": 3}, {"source": jsonl("train.jsonl", list("abcdef")), "format": "gsm8k", "name": "letters"}]
-    sets = [{"source": jsonl("eval.jsonl", list("fgh")), "format": "gsm8k", "name": "rest"}, {"source": SUMS, "name": "sums"}]
+def test_a_mixture_of_generated_and_published_problems(jsonl):
+    """Shares match the weights, held-out sets keep their order and names, no problem is in both, and the stream resumes."""
+    train = [{"source": SUMS, "weight": 3}, {"source": jsonl("train", list("abcdef")), "format": "gsm8k", "name": "letters"}]
+    sets = [{"source": jsonl("eval", list("fgh")), "format": "gsm8k", "name": "rest"}, {"source": SUMS, "name": "sums"}]
     fresh = lambda: load(train=train, eval=sets, eval_size=20, prompt_template="{question}?")  # noqa: E731
     stream, held_out = fresh()
     assert [problem.source for problem in held_out] == ["rest"] * 3 + ["sums"] * 20
@@ -162,24 +134,18 @@ def test_a_mixture_of_generated_and_published_problems(load, jsonl):
         load(train=[{**train[0], "weight": 2}, train[1]], eval=sets)[0].load_state_dict(stream.state_dict())
 
 
-def count_bytes(prompts: list[str], add_special_tokens: bool) -> dict[str, list[list[int]]]:
-    """A tokenizer that is quick to import."""
-    return {"input_ids": [list(prompt.encode()) for prompt in prompts]}
-
-
 def draw_prompts(train: str) -> tuple[list[str], list[str], dict]:
-    data = DataConfig(train=[{"source": SUMS}, {"source": train}], format="gsm8k", eval_size=10)
-    stream, held_out = load_problems(Config(model=ModelConfig(path=Path("m")), data=data), count_bytes)
+    stream, held_out = load(train=[{"source": SUMS}, {"source": train}], format="gsm8k", eval_size=10)
     return [p.prompt for p in held_out], [p.prompt for p in stream.next_batch(60)], stream.state_dict()
 
 
 def test_the_order_is_the_same_in_every_process(jsonl):
-    train = jsonl("train.jsonl", [f"q{n}" for n in range(20)])
+    train = jsonl("train", [f"q{n}" for n in range(20)])
     assert call_in_fresh_process(draw_prompts, train, PYTHONHASHSEED="7") == draw_prompts(train)
 
 
-def test_a_data_set_of_the_hub(load, tmp_path, monkeypatch):
-    """Through `datasets`, from the folder of a clone; configuration and split are those that the repository names."""
+def test_a_data_set_of_the_hub(tmp_path, monkeypatch):
+    """A local clone is read with `datasets`."""
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     clone = tmp_path / "openai" / "gsm8k"
     (clone / "main").mkdir(parents=True)
@@ -203,7 +169,7 @@ def test_a_data_set_of_the_hub(load, tmp_path, monkeypatch):
         load(train=f"hf:{clone}:main:train", format="math")
 
 
-def test_a_hub_that_cannot_be_reached_is_one_line(load, monkeypatch):
+def test_a_hub_that_cannot_be_reached_is_one_line(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     line = "data.train = 'hf:openai/gsm8k:main:train': cannot be loaded .*openai/gsm8k.*; check the name and the net"
     with pytest.raises(UserError, match=line):
@@ -211,8 +177,8 @@ def test_a_hub_that_cannot_be_reached_is_one_line(load, monkeypatch):
 
 
 @pytest.mark.skipif(not REAL.is_dir(), reason=f"the real data sets are not at {REAL}")
-def test_real_sets_mix_and_stay_apart(load, caplog):
-    """285 questions of the DeepMATH sample are in MATH too, and a few repeat within a set."""
+def test_real_sets_are_mixed_without_overlap(caplog):
+    """MATH contains 285 questions of the DeepMATH sample, and a few questions repeat within a set."""
     files = {"math": "math_train/math.json", "deepmath": "deepmath_sample/math_deepmath_deal.jsonl", "gsm8k": "gsm8k/train.jsonl"}
     train = [{"source": str(REAL / file), "format": format, "weight": 2 if format == "math" else 1} for format, file in files.items()]
     tests = {"math": "math500/test.jsonl", "aime": "aime24/test.jsonl"}
@@ -223,6 +189,6 @@ def test_real_sets_mix_and_stay_apart(load, caplog):
     assert Counter(problem.source for problem in drawn)["math_train/math"] == 2 * 7473
     questions = {normalize_question(problem.prompt): problem.source for problem in drawn}
     kept = {"math_train/math": 7470 - 1, "deepmath_sample/math_deepmath_deal": 4994 - 4 - 285, "gsm8k/train": 7473}
-    assert Counter(questions.values()) == kept and "left out 289 problems whose question came before" in caplog.text
+    assert Counter(questions.values()) == kept and "dropped 289 problems with repeated questions" in caplog.text
     assert not questions.keys() & {normalize_question(problem.prompt) for problem in problems}
     assert len({problem.id for problem in drawn}) == len(questions)

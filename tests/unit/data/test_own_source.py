@@ -1,15 +1,14 @@
-"""Sources of the user's own: a generator and rows, and what is refused before a run."""
+"""Custom sources: generators and functions of rows, and what is refused before a run."""
 
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
+from support.data import load
 
-from megatron_rl.config import Config, ModelConfig
 from megatron_rl.config.data import DataConfig
-from megatron_rl.data import check_data, load_problems
+from megatron_rl.data import check_data
 from megatron_rl.data.own_source import load_generator
 from megatron_rl.errors import UserError
 
@@ -56,15 +55,7 @@ def own_module(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
 
 
-def count_bytes(prompts: list[str], add_special_tokens: bool) -> dict[str, list[list[int]]]:
-    return {"input_ids": [list(prompt.encode()) for prompt in prompts]}
-
-
-def load(**data: object):
-    return load_problems(Config(model=ModelConfig(path=Path("m")), data=DataConfig(**data)), count_bytes)
-
-
-def test_a_generator_gives_problems_that_no_other_set_holds_out_and_that_are_short_enough():
+def test_a_generator_gives_short_problems_that_are_not_held_out():
     held_out = [{"source": "own_sources:Doubles", "settings": {"largest": 3}, "name": "small"}]
     stream, problems = load(train="own_sources:Doubles", eval=held_out, settings={"largest": 50}, eval_size=4, max_prompt_tokens=4)
     assert [(problem.prompt, problem.source) for problem in problems] == [(f"2*{number}?", "small") for number in (3, 4, 5, 6)]
@@ -73,7 +64,7 @@ def test_a_generator_gives_problems_that_no_other_set_holds_out_and_that_are_sho
     assert {problem.source for problem in drawn} == {"doubles"}
 
 
-def test_settings_and_seed_are_part_of_what_a_resumed_run_must_share():
+def test_a_run_cannot_be_resumed_with_other_settings_or_seed():
     state = load(train="own_sources:Doubles", settings={"largest": 9})[0].state_dict()
     load(train="own_sources:Doubles", settings={"largest": 9})[0].load_state_dict(state)
     for other in ({"settings": {"largest": 8}}, {"settings": {"largest": 9}, "seed": 1}):
@@ -81,7 +72,7 @@ def test_settings_and_seed_are_part_of_what_a_resumed_run_must_share():
             load(train="own_sources:Doubles", **other)[0].load_state_dict(state)
 
 
-def test_rows_of_a_function_are_a_set_like_any_other():
+def test_rows_of_a_function_are_read_like_those_of_a_file():
     stream, held_out = load(
         train=[{"source": "own_sources:rows", "settings": {"count": 5}, "name": "five"}],
         eval=[{"source": "own_sources:rows", "settings": {"count": 2}, "name": "two"}],
@@ -92,40 +83,28 @@ def test_rows_of_a_function_are_a_set_like_any_other():
 
 
 @pytest.mark.parametrize(
-    "data, line",
+    "field, train, data, line",
     [
-        ({"train": "own_sources:absent"}, "data.train = 'own_sources:absent': cannot be imported (AttributeError"),
-        ({"train": "own_sources:number", "format": "gsm8k"}, "data.train = 'own_sources:number': cannot be made with the settings {}"),
-        ({"train": "own_sources:Unidentified"}, "data.train = 'own_sources:Unidentified': fails (AttributeError: "),
-        (
-            {"train": "own_sources:Numbers"},
-            "data.train = 'own_sources:Numbers': fails (TypeError: fingerprint must be a tuple; id, prompt and",
-        ),
-        ({"train": "own_sources:Doubles", "eval": "own_sources:Few"}, "data.eval = 'own_sources:Few': fails (IndexError: "),
-        (
-            {"train": "own_sources:Doubles", "settings": {"lagest": 3}},
-            "data.train = 'own_sources:Doubles': cannot be made with the settings {'lagest': 3} (TypeError: ",
-        ),
-        (
-            {"train": "own_sources:ends_early", "format": "gsm8k"},
-            "data.train = 'own_sources:ends_early': fails after 1 rows (OSError: no disk)",
-        ),
-        ({"train": "own_sources:rows", "settings": {"count": 1}}, "data.train = 'own_sources:rows:1': needs a format; its fields are"),
-        (
-            {"train": "own_sources:rows", "format": "own_sources:rows", "settings": {"count": 1}},
-            "data.train = 'own_sources:rows:1': format",
-        ),
-        ({"train": "own_sources:rows", "format": "own_sources:nothing"}, "data.format = 'own_sources:nothing': cannot be imported"),
-        ({"train": "", "eval": ""}, "data.train: names no problems; give a JSONL, JSON or Parquet file, hf:OWNER/NAME:SPLIT for one on"),
+        ("data.train", "own_sources:absent", {}, "cannot be imported (AttributeError"),
+        ("data.train", "own_sources:number", {}, "cannot be called with the settings {}"),
+        ("data.train", "own_sources:Unidentified", {}, "fails (AttributeError: "),
+        ("data.train", "own_sources:Numbers", {}, "fails (TypeError: fingerprint must be a tuple; id, prompt and"),
+        ("data.eval", "own_sources:Doubles", {"eval": "own_sources:Few"}, "fails (IndexError: "),
+        ("data.train", "own_sources:Doubles", {"settings": {"lagest": 3}}, "cannot be called with the settings {'lagest': 3} (TypeError: "),
+        ("data.train", "own_sources:ends_early", {}, "fails after 1 rows (OSError: no disk)"),
+        ("data.train", "own_sources:rows", {"settings": {"count": 1}, "format": None}, "needs a format; its fields are"),
+        ("data.train", "own_sources:rows", {"settings": {"count": 1}, "format": "own_sources:rows"}, "format own_sources:rows fails ("),
+        ("data.format", "own_sources:rows", {"format": "own_sources:nothing"}, "cannot be imported"),
+        ("data.train", "", {}, "is required for training; use a JSONL, JSON or Parquet file, a hub data set as hf:OWNER/NAME:SPLIT"),
     ],
 )
-def test_what_cannot_be_used_is_one_line_before_a_run(tmp_path, data, line):
-    with pytest.raises(UserError, match=re.escape(line)) as caught:
-        check_data(DataConfig(**data), tmp_path)
+def test_each_mistake_is_one_line(tmp_path, field, train, data, line):
+    with pytest.raises(UserError, match=f"^{re.escape(field)}.*: {re.escape(line)}") as caught:
+        check_data(DataConfig(**{"train": train, "format": "gsm8k", **data}), tmp_path)
     assert "\n" not in str(caught.value)
 
 
-def test_a_path_and_a_name_on_the_hub_are_no_modules():
+def test_paths_and_hub_names_are_not_custom_sources():
     data = DataConfig(train=[{"source": "hf:gsm8k", "name": "a"}, {"source": "data/train.jsonl"}])
     assert [load_generator(source, data, "data.train") for source in data.train] == [None, None]
     assert [source.is_own for source in data.train] == [False, False]

@@ -1,4 +1,4 @@
-"""From question to prompt: template text or file, chat template with and without a system's message, and what is refused."""
+"""Prompts from template texts, template files and chat templates, and what is refused."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def tokenizer(tmp_path_factory):
 
 @pytest.fixture
 def chat(tokenizer):
-    """A prompt from `DataConfig` fields and a question, by a tokenizer with this chat template."""
+    """Return the prompt of a question with a chat template and fields of `DataConfig`."""
     tokenizer = tokenizer.__class__(tokenizer_object=tokenizer.backend_tokenizer, eos_token=tokenizer.eos_token)
     tokenizer.name_or_path = "some/model"
 
@@ -46,9 +46,10 @@ def test_the_template_is_plain_text_or_a_file(tokenizer, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "content, wrong", [(b"no place", "holds no {question}"), (b"\xff{question}", "it is not UTF-8"), (None, "No such file or directory")]
+    "content, wrong",
+    [(b"no place", "does not contain {question}"), (b"\xff{question}", "it is not UTF-8"), (None, "No such file or directory")],
 )
-def test_a_template_file_that_is_none(tokenizer, tmp_path, content, wrong):
+def test_an_invalid_template_file_is_refused(tokenizer, tmp_path, content, wrong):
     file = tmp_path / "ask.txt"
     if content is not None:
         file.write_bytes(content)
@@ -56,37 +57,33 @@ def test_a_template_file_that_is_none(tokenizer, tmp_path, content, wrong):
         check_data(DataConfig(prompt_template_file=file), tmp_path)
 
 
-def test_template_and_system_message_are_within_the_chat_that_ends_where_the_assistant_begins(chat):
+def test_the_chat_contains_template_and_system_message(chat):
     assert chat("1+1?") == "<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n"
     result = chat("1+1?", prompt_template="{question} Put it into \\boxed{}.", system_prompt="Be brief.")
     assert result.startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n1+1? Put it into \\boxed{}.<|im_end|>\n")
 
 
 @pytest.mark.parametrize(
-    "template, data, line",
+    "template, system_prompt, line",
     [
+        (None, "", "data.chat: the tokenizer of some/model has no chat template; set it to false, or add chat_template.jinja to that fol"),
+        ("{{ messages[0].content }}", "Be brief.", "data.chat: the chat template of some/model leaves out the question"),
+        ("{{ messages[-1].content }}", "Be brief.", "data.system_prompt: the chat template of some/model leaves it out"),
         (
-            None,
-            {},
-            "data.chat: the tokenizer of some/model has no chat template; set it to false, or add chat_template.jinja to that folder",
+            "{{ raise_exception('No.') }}",
+            "Be brief.",
+            "data.chat: the chat template of some/model fails on messages of system, user (No.); ",
         ),
-        ("{{ messages[0].content }}", {"system_prompt": "Be brief."}, "data.chat: the chat template of some/model leaves out the question"),
-        ("{{ messages[-1].content }}", {"system_prompt": "Be brief."}, "data.system_prompt: the chat template of some/model leaves it out"),
-        (
-            "{{ raise_exception('System role not supported') }}",
-            {"system_prompt": "Be brief."},
-            "data.chat: the chat template of some/model fails on messages of system, user (System role not supported); leave out",
-        ),
-        ("{% if", {}, "data.chat: the chat template of some/model fails on messages of user ("),
+        ("{% if", "", "data.chat: the chat template of some/model fails on messages of user ("),
     ],
 )
-def test_a_chat_template_that_does_not_do(chat, template, data, line):
+def test_an_unusable_chat_template_is_refused(chat, template, system_prompt, line):
     with pytest.raises(UserError) as caught:
-        chat("1+1?", template, **data)
+        chat("1+1?", template, system_prompt=system_prompt)
     assert str(caught.value).startswith(line) and "\n" not in str(caught.value)
 
 
-def test_preflight_asks_the_tokenizer_that_will_be_used(tmp_path):
+def test_preflight_checks_the_chat_template_of_the_model(tmp_path):
     make_byte_tokenizer(tmp_path)
     with pytest.raises(UserError, match=f"data.chat: the tokenizer of {tmp_path} has no chat template"):
         check_data(DataConfig(chat=True, train="examples.arithmetic.task:Arithmetic"), tmp_path)

@@ -1,4 +1,4 @@
-"""Orders and mixtures: every epoch whole, shares kept from the first batch on, and a position that says all."""
+"""Shuffled epochs and mixtures: complete epochs, exact shares in every batch, and resumption from a position."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rl.data.stream import ProblemStream, WeightedInterleaver, mix_orders, shuffle_epochs
+from megatron_rl.data.orders import shuffle_epochs
+from megatron_rl.data.stream import ProblemStream, WeightedInterleaver, mix_orders
 from megatron_rl.types import Problem
 
 WEIGHTS = st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=6)
@@ -23,7 +24,7 @@ def mixed(sizes: list[int], weights: list[float], seed: int = 0) -> ProblemStrea
 
 
 @given(st.integers(1, 12), st.integers(1, 7), st.integers(0, 100))
-def test_every_epoch_holds_every_problem_once(size, batch, seed):
+def test_every_epoch_contains_every_problem_once(size, batch, seed):
     stream = mix_orders([shuffle_epochs(problems(size), seed)], [1.0])
     drawn = [problem for _ in range(-(-3 * size // batch)) for problem in stream.next_batch(batch)]
     for epoch in range(3):
@@ -35,7 +36,7 @@ def test_every_set_is_within_one_problem_of_its_share_at_any_time(weights, posit
     turns, counts = WeightedInterleaver(weights), Counter()
     for position in range(positions):
         index, before = turns.locate(position)
-        assert before == counts[index]  # so each set passes through its own order without a gap
+        assert before == counts[index]  # each set has no gap in its own order
         counts[index] += 1
         for other, weight in enumerate(weights):
             assert abs(counts[other] - (position + 1) * weight / sum(weights)) < 1 + 1e-9
@@ -45,7 +46,7 @@ def test_shares_converge_to_the_weights():
     drawn = mixed([7, 50, 3], [3.0, 1.0, 0.5]).next_batch(9000)
     shares = Counter(problem.id.split(":")[0] for problem in drawn)
     assert shares == {"0": 6000, "1": 2000, "2": 1000}
-    assert Counter(Counter(problem.id for problem in drawn if problem.id[0] == "1").values()) == {40: 50}  # epochs of its own
+    assert Counter(Counter(problem.id for problem in drawn if problem.id[0] == "1").values()) == {40: 50}  # each set has its own epochs
 
 
 @given(WEIGHTS, st.integers(0, 200), st.integers(0, 30), st.integers(1, 30))
@@ -56,7 +57,7 @@ def test_a_mixture_resumes_exactly_at_any_position(weights, position, more, batc
     state = json.loads(json.dumps(stream.state_dict()))
     expected = stream.next_batch(batch)
     fresh = mixed(sizes, weights)
-    fresh.next_batch(more)  # where it stood before means nothing, ahead or behind
+    fresh.next_batch(more)  # its earlier position, ahead or behind, does not matter
     fresh.load_state_dict(state)
     assert fresh.next_batch(batch) == expected
 

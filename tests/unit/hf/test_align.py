@@ -1,4 +1,4 @@
-"""The narrowest wider model whose shards are whole blocks: widths and heads of any model, published ones, and what is refused."""
+"""Widening a model so that shards consist of whole blocks: random widths and heads, published models, and refusals."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from parallel.shards import take_all
 
 
 def is_whole(config: dict, tp: int, etp: int) -> bool:
-    """Whether neither trainer nor engine cuts a block."""
+    """Return whether neither trainer nor engine cuts a block."""
     model = ModelGeometry.from_hf_config(config)
     layout = Layout(tp=tp, etp=etp, ep=tp // etp if model.experts else 1)
     if find_trainer_problem(model, layout, as_fp8):
@@ -43,7 +43,7 @@ def is_whole(config: dict, tp: int, etp: int) -> bool:
     tp=st.sampled_from([1, 2, 4]),
     whole_experts=st.booleans(),
 )
-def test_any_widths_become_whole_and_heads_stay_in_their_groups(name, groups, per_group, head_dim, hidden, widths, tp, whole_experts):
+def test_random_widths_are_aligned_and_heads_stay_in_their_groups(name, groups, per_group, head_dim, hidden, widths, tp, whole_experts):
     heads, latent = groups * per_group, "kv_lora_rank" in ARCHITECTURES[name]
     config = ARCHITECTURES[name] | {"num_attention_heads": heads, "num_key_value_heads": groups, "hidden_size": 32 * hidden}
     config |= {"intermediate_size": widths[0], "moe_intermediate_size": widths[1]} | ({} if latent else {"head_dim": head_dim})
@@ -61,7 +61,7 @@ def test_any_widths_become_whole_and_heads_stay_in_their_groups(name, groups, pe
 
 @pytest.mark.parametrize("name", PUBLISHED)
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])
-def test_published_models_fit_at_any_size_and_stay_as_they_are_where_they_fit(name, tp):
+def test_published_models_are_aligned_and_unchanged_if_aligned_already(name, tp):
     model = ModelGeometry.from_hf_config(PUBLISHED[name])
     etp = 1 if model.experts else tp
     wide_config = align_config(PUBLISHED[name], Alignment(128, tp, etp))
@@ -69,12 +69,12 @@ def test_published_models_fit_at_any_size_and_stay_as_they_are_where_they_fit(na
     assert (ModelGeometry.from_hf_config(wide_config) == model) == is_whole(PUBLISHED[name], tp, etp)
 
 
-def test_the_corner_of_every_piece_is_what_was_there_and_all_else_is_zero():
-    """In GLM-4, whose gate and up are one tensor: each half gets rows of its own. Weights of norms are scaled in float32."""
+def test_widened_tensors_hold_the_original_values_and_zeros():
+    """GLM-4 stores gate and up as one tensor, and each half gets additional rows. Norm weights are scaled in float32."""
     config = ARCHITECTURES["glm4"] | {"hidden_size": 192, "num_attention_heads": 3, "num_key_value_heads": 1, "intermediate_size": 5}
     wide_config = align_config(config, Alignment(128))
     model, wide = ModelGeometry.from_hf_config(config), ModelGeometry.from_hf_config(wide_config)
-    assert (wide.hidden, wide.heads, wide.kv_heads, wide.ffn) == (384, 3, 1, 128)  # 384: 256 is no multiple of 3 heads
+    assert (wide.hidden, wide.heads, wide.kv_heads, wide.ffn) == (384, 3, 1, 128)  # 384, because 256 is not a multiple of 3 heads
     tensors = {
         tensor.name: torch.randn((tensor.rows,) if tensor.vector else (tensor.rows, tensor.cols)).bfloat16()
         for tensor in model.tensors().values()
@@ -122,12 +122,12 @@ def test_the_command_widens_once(tmp_path):
 @pytest.mark.parametrize(
     "options, words",
     [
-        (["--tensor-parallel", 2], "--tensor-parallel = 2: says for how many ranks --align widens; add --align 128"),
-        (["--align", 128, "--tensor-parallel", 5], "--tensor-parallel = 5: must divide vocab_size (384), which stays: "),
+        (["--tensor-parallel", 2], "--tensor-parallel = 2: only applies with --align; add --align 128"),
+        (["--align", 128, "--tensor-parallel", 5], "--tensor-parallel = 5: must divide vocab_size (384), which cannot be padded: "),
         (["--align", 128, "--expert-tensor-parallel", 2], "--expert-tensor-parallel = 2: needs a model with experts, qwen3 has none; "),
     ],
 )
-def test_what_cannot_be_widened_is_refused(tmp_path, options, words):
+def test_impossible_alignment_is_refused(tmp_path, options, words):
     code, line = export("--checkpoint", make_checkpoint(tmp_path / "model"), "--output", tmp_path / "out", *options)
     assert code == 2 and line.startswith(f"megatron-rl: {words}") and "\n" not in line
     assert not (tmp_path / "out").exists()

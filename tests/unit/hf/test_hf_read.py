@@ -1,4 +1,4 @@
-"""Checkpoints as published are read; whatever else is in a folder is refused by tensor or file name, in one line."""
+"""Reading checkpoints: valid ones in every published form, and a one-line refusal that names the tensor or file for all others."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ SCALES = GATE + "_scale_inv"
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
-    """A BF16-like (here FP32) and an FP8 checkpoint that nobody changes."""
+    """A high-precision (FP32) and an FP8 checkpoint. Tests must not change them."""
     return {"high": make_checkpoint(tmp_path_factory.mktemp("high")), "fp8": make_fp8_checkpoint(tmp_path_factory.mktemp("fp8"))}
 
 
 @pytest.fixture
 def folder(request, checkpoints, tmp_path):
-    """A copy to break; the test names which by parametrising `folder` indirectly."""
+    """A copy of a checkpoint that a test may change. The test parametrizes `folder` indirectly with its name."""
     return Path(shutil.copytree(checkpoints[request.param], tmp_path / "model"))
 
 
@@ -71,14 +71,14 @@ def refused(folder: Path) -> str:
 
 
 def change(folder: Path, **tensors: torch.Tensor | None) -> None:
-    """Replaces tensors; None takes one out. Names have : for the dot."""
-    weights = load_file(folder / "model.safetensors") | {name.replace(":", "."): tensor for name, tensor in tensors.items()}
+    """Replace tensors, or remove those that are None."""
+    weights = load_file(folder / "model.safetensors") | tensors
     save_file({name: tensor for name, tensor in weights.items() if tensor is not None}, folder / "model.safetensors")
 
 
 @pytest.mark.parametrize("folder", ["high", "fp8"], indirect=True)
 def test_a_good_checkpoint_passes_in_one_file_or_in_several(folder):
-    """Not raising is the assertion: `check` refuses whatever is wrong. Buffers, and lm_head beside a tied embedding, are not read."""
+    """`check` raises if anything is wrong. It ignores buffers, and lm_head if the embedding is tied."""
     check(folder)
     change(folder, **{"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(64), "model.rotary_emb.inv_freq": torch.zeros(64)})
     check(folder)
@@ -99,12 +99,12 @@ def test_a_good_checkpoint_passes_in_one_file_or_in_several(folder):
         (NORM, torch.zeros(256, dtype=torch.int32), f"tensor {NORM} is I32, must be BF16 or F16 or F32"),
         (NORM, torch.zeros(256, dtype=torch.float64), f"tensor {NORM} is F64, must be"),
         (NORM, torch.zeros(256).to(torch.float8_e4m3fn), f"tensor {NORM} is F8_E4M3, must be BF16 or"),
-        ("model.layers.1.mlp.up_proj.weight", torch.zeros(1), "tensor model.layers.1.mlp.up_proj.weight belongs to no qwen3 model"),
-        ("model.layers.0.self_attn.q_proj.bias", torch.zeros(256), "tensor model.layers.0.self_attn.q_proj.bias belongs to no"),
-        (NORM + "_scale_inv", torch.ones(2, 1), f"tensor {NORM}_scale_inv belongs to no"),
+        ("model.layers.1.mlp.up_proj.weight", torch.zeros(1), "model.layers.1.mlp.up_proj.weight does not belong to the qwen3 model"),
+        ("model.layers.0.self_attn.q_proj.bias", torch.zeros(256), "tensor model.layers.0.self_attn.q_proj.bias does not belong to"),
+        (NORM + "_scale_inv", torch.ones(2, 1), f"tensor {NORM}_scale_inv does not belong to"),
     ],
 )
-def test_tensors_that_are_not_the_models(folder, name, tensor, line):
+def test_wrong_tensors_are_refused(folder, name, tensor, line):
     change(folder, **{name: tensor})
     assert line in refused(folder)
 
@@ -116,16 +116,16 @@ def test_tensors_that_are_not_the_models(folder, name, tensor, line):
         (SCALES, None, f"tensor {SCALES} is missing"),
         (SCALES, torch.ones(4, 1), f"tensor {SCALES} has shape [4, 1], config.json says [4, 2]"),
         (SCALES, torch.ones(4, 2, dtype=torch.float16), f"tensor {SCALES} is F16, must be F32 or BF16; convert it"),
-        (GATE, torch.zeros(512, 256), f"tensor {GATE} is F32, must be F8_E4M3; FP8 are all weights of attention, MLP and experts"),
-        (HEAD, torch.zeros(384, 256).to(torch.float8_e4m3fn), f"tensor {HEAD} is F8_E4M3, must be BF16 or F16 or F32; FP8 are"),
+        (GATE, torch.zeros(512, 256), f"tensor {GATE} is F32, must be F8_E4M3; FP8 must be all weights of attention, MLP and experts"),
+        (HEAD, torch.zeros(384, 256).to(torch.float8_e4m3fn), f"tensor {HEAD} is F8_E4M3, must be BF16 or F16 or F32; FP8 must be"),
         (SCALES, torch.full((4, 2), float("nan")), f"tensor {SCALES} holds a scale that is inf, NaN or not positive"),
         (SCALES, torch.full((4, 2), float("inf")), f"tensor {SCALES} holds a scale that is inf, NaN or not positive"),
         (SCALES, torch.full((4, 2), -1.0), f"tensor {SCALES} holds a scale that is inf, NaN or not positive"),
         (SCALES, torch.full((4, 2), 1e38), f"tensor {SCALES} holds a scale that is inf, NaN or not positive"),
-        (SCALES, torch.full((4, 2), 0.75), f'tensor {SCALES} holds scales that are no powers of two, precision.scale_format is "pow2"'),
+        (SCALES, torch.full((4, 2), 0.75), f'tensor {SCALES} holds scales that are not powers of two, precision.scale_format is "pow2"'),
     ],
 )  # fmt: skip
-def test_fp8_tensors_that_are_not_the_contracts(folder, name, tensor, line):
+def test_wrong_fp8_tensors_are_refused(folder, name, tensor, line):
     change(folder, **{name: tensor})
     assert line in refused(folder)
 
@@ -134,32 +134,32 @@ def test_fp8_tensors_that_are_not_the_contracts(folder, name, tensor, line):
 @pytest.mark.parametrize(
     "settings, line",
     [
-        ({**SETTINGS, "quant_method": "gptq"}, "quant_method = 'gptq': is not read, only fp8 or w8a8_int8 is"),
-        ({**SETTINGS, "weight_block_size": None}, "weight_block_size = 'None': is not read, only [128, 128] is"),
-        ({**SETTINGS, "weight_block_size": [64, 64]}, "weight_block_size = '[64, 64]': is not read"),
-        ({**SETTINGS, "activation_scheme": "static"}, "activation_scheme = 'static': is not read"),
-        ({**SETTINGS, "fmt": "e5m2"}, "fmt = 'e5m2': is not read"),
-        ("fp8", "quant_method = 'None': is not read"),
+        ({**SETTINGS, "quant_method": "gptq"}, "quant_method = 'gptq': is not supported, only fp8 or w8a8_int8 is"),
+        ({**SETTINGS, "weight_block_size": None}, "weight_block_size = 'None': is not supported, only [128, 128] is"),
+        ({**SETTINGS, "weight_block_size": [64, 64]}, "weight_block_size = '[64, 64]': is not supported"),
+        ({**SETTINGS, "activation_scheme": "static"}, "activation_scheme = 'static': is not supported"),
+        ({**SETTINGS, "fmt": "e5m2"}, "fmt = 'e5m2': is not supported"),
+        ("fp8", "quant_method = 'None': is not supported"),
     ],
 )
-def test_other_quantisations(folder, settings, line):
+def test_unsupported_quantization_is_refused(folder, settings, line):
     edit_config(folder, {"quantization_config": settings})
     with pytest.raises(UserError) as caught:
         check(folder)
     assert str(caught.value).startswith(f"config.json quantization_config.{line}") and "\n" not in str(caught.value)
 
 
-def test_of_formats_with_one_method_that_whose_settings_agree_is_taken(monkeypatch):
+def test_settings_choose_between_formats_with_the_same_method(monkeypatch):
     groups = replace(FP8, name="groups", quantization=(("quant_method", "fp8"), ("weight_block_size", (1, 32))), scale_format="e8m0")
     monkeypatch.setitem(FORMATS, "groups", groups)
     found = [find_checkpoint_format({"quantization_config": {**SETTINGS, "weight_block_size": size}}) for size in ([128, 128], [1, 32])]
     assert found == [FP8.with_scales("fp32"), groups]
-    with pytest.raises(UserError, match=r"weight_block_size = '\[64, 64\]': is not read"):
+    with pytest.raises(UserError, match=r"weight_block_size = '\[64, 64\]': is not supported"):
         find_checkpoint_format({"quantization_config": {**SETTINGS, "weight_block_size": [64, 64]}})
 
 
 @high
-def test_files_that_are_truncated_garbage_missing_or_in_another_precision(folder):
+def test_damaged_files_are_refused(folder):
     file = folder / "model.safetensors"
     whole = file.read_bytes()
     for cut in (0, 5, 200, -1):  # empty, no length, half a header, a byte short
@@ -176,7 +176,7 @@ def test_files_that_are_truncated_garbage_missing_or_in_another_precision(folder
 
 
 @high
-def test_indexes_that_lie(folder):
+def test_wrong_indexes_are_refused(folder):
     split(folder)
     index, first = folder / INDEX, folder / "model-00000.safetensors"
     good = json.loads(index.read_text())
@@ -185,10 +185,10 @@ def test_indexes_that_lie(folder):
     assert f"{INDEX}': names model-00007.safetensors, which is missing" in refused(folder)
     swapped = {name: "model-00000.safetensors" for name in good["weight_map"]} | {NORM: "model-00001.safetensors"}
     index.write_text(json.dumps({"weight_map": swapped}))
-    assert f"{INDEX} says that model-0000" in refused(folder) and "which it does not" in refused(folder)
+    assert f"{INDEX} says that model-0000" in refused(folder) and "but it does not" in refused(folder)
     for text in ("{", "[]", '{"weight_map": 3}', '{"weight_map": {"a": 3}}', '{"weight_map": {}}', "{}"):
         index.write_text(text)
-        assert f"{INDEX}': is no index of safetensors files" in refused(folder)
+        assert f"{INDEX}': is not a safetensors index" in refused(folder)
     index.write_text(json.dumps(good))
     check(folder)
     save_file({**load_file(first), **load_file(folder / "model-00001.safetensors")}, first)
@@ -203,8 +203,8 @@ DEEPSEEK = {
 }  # fmt: skip
 
 
-def test_layers_for_multi_token_prediction_are_those_of_the_config(tmp_path):
-    """They may be missing whole, as may their copies of embedding and output layer; what is there has the shapes of the config."""
+def test_mtp_layers_match_the_config(tmp_path):
+    """All MTP layers, or only their copies of embedding and output layer, may be missing. Present tensors must match config.json."""
     config = {**DEEPSEEK, "num_nextn_predict_layers": 1}
     model, plain = ModelGeometry.from_hf_config(config), list_tensors(DEEPSEEK, "BF16")
     layer = {
@@ -225,8 +225,8 @@ def test_layers_for_multi_token_prediction_are_those_of_the_config(tmp_path):
         ({last: wrong}, r"tensor model\.layers\.2\.eh_proj\.weight has shape \[256, 256\], config\.json says \[256, 512\]"),
         ({copies[0]: wrong}, r"embed_tokens\.weight has shape \[256, 256\], config\.json says \[384, 256\]"),
         ({last: ("F8_E4M3", [256, 512])}, r"eh_proj\.weight is F8_E4M3, must be BF16 or F16 or F32"),
-        ({"model.layers.2.shared_head.bias": wrong}, r"tensor model\.layers\.2\.shared_head\.bias belongs to no deepseek_v3 model"),
-        ({"model.layers.3.eh_proj.weight": wrong}, r"tensor model\.layers\.3\.eh_proj\.weight belongs to no deepseek_v3 model"),
+        ({"model.layers.2.shared_head.bias": wrong}, r"model\.layers\.2\.shared_head\.bias does not belong to the deepseek_v3 model"),
+        ({"model.layers.3.eh_proj.weight": wrong}, r"tensor model\.layers\.3\.eh_proj\.weight does not belong to the deepseek_v3 model"),
     ):
         with pytest.raises(UserError, match=message):
             check({name: header for name, header in (plain | layer | change).items() if header})
@@ -237,7 +237,7 @@ def test_rectangles_of_values_and_of_blocks(checkpoints):
     weights = load_file(checkpoints["fp8"] / "model.safetensors")
     values = dequantize_weight(QuantizedWeight(weights[GATE], weights[SCALES]))
     assert torch.equal(checkpoint.read_values(take_all(tensor)), values)
-    uneven = Region(tensor, Rect(100, 37, 200, 150))  # over the edges of blocks
+    uneven = Region(tensor, Rect(100, 37, 200, 150))  # cuts blocks
     assert torch.equal(checkpoint.read_values(uneven), values[100:300, 37:187])
     data, scale = checkpoint.read_blocks(Region(tensor, Rect(128, 128, 256, 128)))
     assert torch.equal(data.view(torch.uint8), weights[GATE][128:384, 128:256].view(torch.uint8))
@@ -245,13 +245,13 @@ def test_rectangles_of_values_and_of_blocks(checkpoints):
 
 
 @pytest.mark.parametrize("folder", ["high", "fp8"], indirect=True)
-def test_values_that_are_no_numbers(folder):
+def test_infinities_and_nans_are_refused(folder):
     weights = load_file(folder / "model.safetensors")
     broken, tensor = weights[GATE].clone(), geometry(folder).tensors()[GATE]
     broken.view(torch.uint8)[400, -4:] = torch.tensor([0x00, 0x00, 0x80, 0x7F])  # FP32 +inf; its last byte is the E4M3 NaN
     change(folder, **{GATE: broken})
     checkpoint = opened(folder)
-    checkpoint.read_values(Region(tensor, Rect(0, 0, 384, 256)))  # what other ranks read
+    checkpoint.read_values(Region(tensor, Rect(0, 0, 384, 256)))  # a part that other ranks read
     with pytest.raises(UserError, match="gate_proj.weight holds inf or NaN; the checkpoint is damaged"):
         checkpoint.read_values(take_all(tensor))
     if checkpoint.format:
@@ -260,7 +260,7 @@ def test_values_that_are_no_numbers(folder):
 
 
 class Counted:
-    """In place of `safe_open`: which files were opened, and how many bytes came out of each tensor."""
+    """Replaces `safe_open` and records the opened files and the bytes read from each tensor."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.files, self.bytes = set[str](), Counter[str]()
@@ -287,8 +287,8 @@ class Counted:
 
 
 @pytest.mark.parametrize("folder", ["high", "fp8"], indirect=True)
-def test_a_rank_reads_its_bytes_out_of_its_files_with_a_bounded_buffer(folder, monkeypatch):
-    """Of 3 files, and in strips of 128 rows: nothing that is made on the way is larger than one."""
+def test_a_rank_reads_only_its_bytes_with_a_bounded_buffer(folder, monkeypatch):
+    """It opens only the needed files of 3, and reads strips of 128 rows: no temporary tensor is larger than a strip."""
     split(folder, 3)
     counted, model = Counted(monkeypatch), geometry(folder)
     monkeypatch.setattr(read, "_STRIP", 1 << 12)
@@ -310,14 +310,14 @@ def test_a_rank_reads_its_bytes_out_of_its_files_with_a_bounded_buffer(folder, m
 
 
 @high
-def test_one_torn_file_of_many_is_named_before_anything_is_read(folder, monkeypatch):
+def test_a_truncated_file_is_named_before_anything_is_read(folder, monkeypatch):
     split(folder, 3)
     torn = folder / "model-00001.safetensors"
     torn.write_bytes(torn.read_bytes()[:-1])
     counted = Counted(monkeypatch)
     line = refused(folder)
     assert str(torn) in line and "truncated" in line and not counted.bytes
-    checkpoint = opened(folder)  # on another node: what lies in other files is read
+    checkpoint = opened(folder)  # without `check`, other files can be read
     name = next(name for name, file in checkpoint._file_of.items() if file == torn)
     with pytest.raises(UserError, match="model-00001.safetensors': cannot be read"):
         checkpoint.read_values(take_all(geometry(folder).tensors()[name]))

@@ -1,4 +1,4 @@
-"""The one line a user gets when a checkpoint's tokenizer is unusable."""
+"""An unusable tokenizer is refused in one line."""
 
 import json
 from pathlib import Path
@@ -23,7 +23,7 @@ def test_an_unusable_tokenizer_is_refused(tmp_path):
             (tmp_path / "tokenizer.json").write_text(content)
         assert "no usable tokenizer" in refusal(tmp_path)
     (tmp_path / "tokenizer.json").unlink()
-    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')  # of which transformers makes a tokenizer without a vocabulary
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')  # transformers makes an empty tokenizer from it
     assert "no usable tokenizer" in refusal(tmp_path)
     make_byte_tokenizer(tmp_path)
     settings = json.loads((tmp_path / "tokenizer_config.json").read_text())

@@ -1,4 +1,4 @@
-"""Checkpoint folders: whole or absent, and readable by their own libraries."""
+"""Writing checkpoint folders: complete or absent, and readable by the standard libraries."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_a_finished_folder_appears_at_once_and_readable(tmp_path):
     assert os.listdir(target.parent) == ["model"]
 
 
-def test_a_failure_leaves_nothing_and_a_folder_that_is_there_stays_as_it_was(tmp_path):
+def test_a_failure_leaves_nothing_and_an_existing_folder_is_unchanged(tmp_path):
     def write_half(error: type[BaseException]) -> None:
         with atomic_folder(tmp_path / "model") as folder:
             (folder / "half").write_text("x")
@@ -42,7 +42,7 @@ def test_a_failure_leaves_nothing_and_a_folder_that_is_there_stays_as_it_was(tmp
     assert os.listdir(tmp_path) == ["model"] and os.listdir(tmp_path / "model") == ["old"]
 
 
-def test_a_checkpoint_comes_back_bit_by_bit_with_the_tokenizers_files(tmp_path):
+def test_a_checkpoint_is_read_back_bit_for_bit_with_tokenizer_files(tmp_path):
     source, target = tmp_path / "source", tmp_path / "target"
     source.mkdir(), target.mkdir()
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "model-00001.safetensors", "notes.txt"):
@@ -63,9 +63,9 @@ def test_a_checkpoint_comes_back_bit_by_bit_with_the_tokenizers_files(tmp_path):
 
 @pytest.mark.parametrize(
     "content, rule",
-    [(None, "holds no config.json; give"), ("{", "is no valid JSON"), ("[1]", "must be a JSON object"), (b"\xff\xfe", "is no valid JSON")],
+    [(None, "no config.json; give"), ("{", "is not valid JSON"), ("[1]", "must be a JSON object"), (b"\xff\xfe", "is not valid JSON")],
 )
-def test_a_bad_config_json_is_the_users_error_in_one_line(tmp_path, content, rule):
+def test_a_bad_config_json_is_refused_in_one_line(tmp_path, content, rule):
     if content is not None:
         (tmp_path / "config.json").write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(UserError, match=rule) as caught:

@@ -1,4 +1,4 @@
-"""Records of routing: their shape, what is refused in one line, how turns are joined, and how they are laid in micro-batches."""
+"""Routing records: shape, one-line refusals, joining of turns, and placement in micro-batches."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from megatron_rl.hf.routing_record import RoutingShape, extend_routing_record
 from megatron_rl.rollout.worker import RolloutBatch
 from megatron_rl.training.samples import to_training_samples
 from megatron_rl.types import Completion, Problem
-from rollout_sglang.routing_record import read_routed_experts
+from rollout_sglang.answers import read_routed_experts
 
 SHAPE = RoutingShape(num_layers=3, moe_layers=(1, 2), num_experts=8, top_k=2)
 
 
 def record(tokens: int, seed: int = 0) -> np.ndarray:
-    """Two different experts for every token and layer; none in the dense layer 0."""
+    """Return two different experts for every token and layer, and zeros for the dense layer 0."""
     result = np.random.default_rng(seed).random((tokens - 1, 3, 8)).argsort(-1)[..., :2].astype(np.uint8)
     result[:, 0] = 0
     return result
@@ -53,12 +53,12 @@ def _with(value: int) -> np.ndarray:
         (_with(int(record(5)[2, 1, 1])), "sends a token to one expert twice"),
     ],
 )
-def test_a_record_that_does_not_fit_is_refused_in_one_line(wrong, line):
+def test_an_invalid_record_is_refused_in_one_line(wrong, line):
     SHAPE.check(record(5), 5, "a record that fits")
     columns = np.array([1, 2, 3]), np.array([4, 5]), np.array([-1.0, -1.0])
     completion = Completion(Problem("1", "", ""), *columns, "stop", 0, "", routed_experts_T=wrong)
 
-    def take() -> None:  # as rank 0, and then as the sample's replica
+    def take() -> None:  # rank 0 checks first, then the sample's replica
         (sample,) = to_training_samples(RolloutBatch([completion]), routing=SHAPE)
         SHAPE.check(sample.routed_experts.numpy(), sample.length, "completion 1 of 1")
 
@@ -67,7 +67,7 @@ def test_a_record_that_does_not_fit_is_refused_in_one_line(wrong, line):
     assert "\n" not in str(raised.value)
 
 
-def test_another_turn_keeps_what_is_known():
+def test_another_turn_keeps_the_known_experts():
     first, second = record(4, seed=1), record(9, seed=2)
     joined = extend_routing_record(extend_routing_record(None, first), second)
     assert (joined[:3] == first).all() and (joined[3:] == second[3:]).all() and len(joined) == 8
@@ -80,8 +80,8 @@ LENGTHS = st.lists(st.tuples(st.integers(1, 6), st.integers(1, 6)), min_size=1, 
 @given(LENGTHS, st.integers(1, 30), st.integers(0, 2), st.integers(1, 4))
 def test_every_token_finds_its_experts_in_its_micro_batch(lengths, most, more, multiple):
     samples = [
-        TrainingSample([10 * index + 1] * prompt, [2] * answer, routed_experts=torch.from_numpy(record(prompt + answer, seed=index)))
-        for index, (prompt, answer) in enumerate(lengths)
+        TrainingSample([10 * index + 1] * prompt, [2] * response, routed_experts=torch.from_numpy(record(prompt + response, seed=index)))
+        for index, (prompt, response) in enumerate(lengths)
     ]
     seen, numbers, padding = 0, [], torch.tensor([[0, 1]] * 3, dtype=torch.uint8)
     for batch in make_micro_batches(samples, most, multiple, agree=lambda count: count + more, padding_experts=padding):
@@ -104,7 +104,7 @@ def answer(values: np.ndarray) -> dict:
 def test_the_engines_answers_are_read_and_checked():
     assert (read_routed_experts(answer(record(5)), SHAPE, 5) == record(5)).all()
     for response, line in (
-        ({"meta_info": {}}, "without the routing that it was asked for"),
+        ({"meta_info": {}}, "without the requested routing"),
         (answer(record(6)), "routing of 5 tokens has 30 numbers, not 4 rows of 3 layers and 2 experts"),
         (answer(record(5).astype(int) + 256), "names experts 256 to 26\\d of 8"),  # a byte would hide it
     ):

@@ -1,5 +1,5 @@
-"""launch/quickstart.sh runs two commands; setup.sh and install_gpu.sh refuse an unfit machine in one line before they write anything, and
-say what is there; the lock of the GPU tier, requirements-gpu.txt, holds what requirements-gpu.in asks for."""
+"""launch/quickstart.sh runs two commands; setup.sh and install_gpu.sh refuse an unfit machine in one line before they write anything;
+requirements-gpu.txt pins what requirements-gpu.in names."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PIN = re.compile(r"^([A-Za-z0-9_.-]+)==(\S+)$", re.MULTILINE)
 
 @pytest.fixture
 def clone(tmp_path):
-    """The files that both scripts look at, in a folder whose name holds a space."""
+    """The files that both scripts read, in a folder with a space in its name."""
     folder = tmp_path / "a clone"
     shutil.copytree(ROOT / "launch", folder / "launch")
     shutil.copy(ROOT / "pyproject.toml", folder)
@@ -39,7 +39,7 @@ def install(clone: Path, *arguments: str, **env: str) -> subprocess.CompletedPro
 
 
 def finish(clone: Path, written_in: Path) -> None:
-    """Make `clone` look installed, with the stamp that an installation in `written_in` would have written."""
+    """Make `clone` look installed, with the stamp of an installation in `written_in`."""
     (clone / ".venv" / "bin").mkdir(parents=True)
     (clone / ".venv" / "bin" / "python").symlink_to(sys.executable)
     pins = [f"launch/requirements{kind}.txt" for kind in ("-torch", "-common", "", "-peft")]
@@ -53,27 +53,23 @@ def assert_refused(done: subprocess.CompletedProcess[str], reason: str) -> None:
     assert reason in done.stderr
 
 
-def test_too_small_a_disk(clone):
-    assert_refused(setup(clone, PYTHON=sys.executable, MEGATRON_RL_MIN_DISK_MB="999999999"), "an installation asks for 999999999 MB")
-    assert not (clone / ".venv").exists()
-
-
-def test_a_link_to_the_environment_of_another_clone(clone, tmp_path):
-    (tmp_path / "other").mkdir()
-    (clone / ".venv").symlink_to(tmp_path / "other")
-    assert_refused(setup(clone, PYTHON=sys.executable, MEGATRON_RL_MIN_DISK_MB="1"), "is a link")
-
-
-def test_no_fit_python(clone, tmp_path):
-    tools = tmp_path / "tools"  # a PATH without any Python
+def test_an_unfit_machine_is_refused(clone, tmp_path):
+    assert_refused(setup(clone, PYTHON=sys.executable, MEGATRON_RL_MIN_DISK_MB="999999999"), "an installation needs 999999999 MB")
+    tools = tmp_path / "tools"  # a PATH without a usable Python
     tools.mkdir()
     for tool in ("dirname", "sha256sum", "cat", "flock"):
         (tools / tool).symlink_to(str(shutil.which(tool)))
-    (tools / "python3").write_text("#!/bin/sh\nexit 1\n")  # one that is there but unfit
+    (tools / "python3").write_text("#!/bin/sh\nexit 1\n")
     (tools / "python3").chmod(0o755)
     assert_refused(setup(clone, PATH=str(tools), PYTHON=""), "no Python 3.11 or 3.12 with the venv module on PATH")
     assert_refused(setup(clone, PYTHON="/bin/false"), "PYTHON = '/bin/false': is not Python 3.11 or 3.12")
-    assert not (clone / ".venv").exists()
+    assert_refused(install(clone, "--dry-run"), "--dry-run: is no option; the only option is --check")
+    assert_refused(install(clone, PYTHON="/bin/false"), "PYTHON = '/bin/false': is not Python 3.11 or 3.12")
+    assert_refused(install(clone, PYTHON=sys.executable, CXX="no-such-compiler"), "no C++ compiler")
+    assert not (clone / ".venv").exists() and not (clone / ".venv-gpu").exists()
+    (tmp_path / "other").mkdir()
+    (clone / ".venv").symlink_to(tmp_path / "other")
+    assert_refused(setup(clone, PYTHON=sys.executable, MEGATRON_RL_MIN_DISK_MB="1"), "is a link")
 
 
 def test_a_finished_installation_is_left_alone(clone):
@@ -102,7 +98,7 @@ def test_an_installation_that_does_not_fit_is_taken_up_again(clone, tmp_path, ch
         (clone / "launch" / "requirements.txt").write_text("rich==1.0\n")
     if change == "half done":
         (clone / ".venv" / ".megatron-rl-installed").unlink()
-    assert_refused(setup(clone, PYTHON=sys.executable, MEGATRON_RL_MIN_DISK_MB="999999999"), "an installation asks for")
+    assert_refused(setup(clone, PYTHON=sys.executable, MEGATRON_RL_MIN_DISK_MB="999999999"), "an installation needs")
 
 
 def read_pins(*names: str) -> dict[str, str]:
@@ -124,15 +120,8 @@ def test_check_says_what_would_be_installed_and_changes_nothing(clone, tmp_path)
     assert not (clone / ".venv-gpu").exists()
 
 
-def test_what_is_refused_before_anything_is_installed(clone):
-    assert_refused(install(clone, "--dry-run"), "--dry-run: is no option; there is --check")
-    assert_refused(install(clone, PYTHON="/bin/false"), "PYTHON = '/bin/false': is not Python 3.11 or 3.12")
-    assert_refused(install(clone, PYTHON=sys.executable, CXX="no-such-compiler"), "no C++ compiler")
-    assert not (clone / ".venv-gpu").exists()
-
-
-def test_the_lock_holds_what_is_asked_for_and_one_cuda():
-    """Toolkit, torch and the container's image: a compiler of another minor version than the libraries' is asking for trouble."""
+def test_the_gpu_pins_match_their_source_and_have_one_cuda_version():
+    """CUDA toolkit, torch, and the container image must have the same minor version of CUDA."""
     asked, locked = read_pins("gpu.in"), read_pins("gpu.txt")
     assert asked and {name: locked[name] for name in asked} == asked
     assert not read_pins("common.txt").keys() & locked.keys(), "a version stands in one place"

@@ -91,17 +91,17 @@ def test_a_rank_that_is_held_is_named_and_the_others_end(worlds):
     world = worlds["held"]
     assert world.exit_codes() == [3, None], "srun or torchrun ends the rank that is held"
     (line,) = world.lines()
-    assert line.startswith("rank 0 says the run stands still: rank 0: in train of step 2 for "), line
+    assert line.startswith("rank 0 says the run hangs: rank 0: in train of step 2 for "), line
     assert re.search(rf"; rank 1: in train of step 1, not heard for \d+ s \(process {world.held.pid} on ", line), line
     assert line.endswith(f"(log.stuck_after); stacks: {world.folder}/ranks/rank_*.log")
     stacks = (world.folder / "ranks" / "rank_00000.log").read_text()
-    assert "the run stands still; the threads of this rank:" in stacks and "in wait_for_another_rank" in stacks
+    assert "the run hangs; the threads of this rank:" in stacks and "in wait_for_another_rank" in stacks
 
 
 def test_the_first_rank_that_still_can_speaks(worlds):
     assert worlds["speaker held"].exit_codes() == [None, 3]
     (line,) = worlds["speaker held"].lines()
-    assert line.startswith("rank 1 says the run stands still: rank 1: in train of step 1 for ")
+    assert line.startswith("rank 1 says the run hangs: rank 1: in train of step 1 for ")
 
 
 def test_all_ranks_write_their_stacks_and_one_speaks(worlds):
@@ -129,7 +129,7 @@ def test_ranks_that_stand_together_are_named_together():
     line = hang_watchdog.describe_ranks(statuses, 1000.0, lambda status, now: now - status.last_seen > 50)
     assert line == (
         "ranks 0-2, 4: in train of step 7 for 60 s; rank 3: in sync of step 7 for 60 s; "
-        "rank 5: in train of step 7, not heard for 100 s (process 105 on host: held, or gone)"
+        "rank 5: in train of step 7, not heard for 100 s (process 105 on host: suspended or dead)"
     )
 
 

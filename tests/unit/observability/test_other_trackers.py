@@ -71,7 +71,7 @@ def test_wandb_writes_every_step_offline(tmp_path, monkeypatch):
 
 def test_a_missing_package_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(UserError, match=r"log.trackers = 'wandb': does not start .*; pip install wandb, or leave it out"):
+    with pytest.raises(UserError, match=r"log.trackers = 'wandb': does not start .*; pip install wandb, or remove it from the list"):
         Trackers(pytest.fail).start(["wandb"], tmp_path, config("wandb"), None)
 
 

@@ -76,7 +76,7 @@ def test_a_value_outside_its_range_is_warned_of_until_it_is_back(log: RunLog, ca
         log.write_step({"step": step, "precision/response": response, "grad_norm": 1e9})
     warnings = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning:")]
     assert [line.partition(" is ")[0] for line in warnings] == [f"warning: step {step}: precision/response" for step in (1, 4)]
-    assert "215, expected 0.5 to 2" in warnings[0] and "bounds of their cells" in warnings[0] and "middle of their cells" in warnings[1]
+    assert "215, expected 0.5 to 2" in warnings[0] and "cell boundaries" in warnings[0] and "cell centers" in warnings[1]
 
 
 def test_torn_last_line_is_left_out_and_said(log: RunLog, capsys: pytest.CaptureFixture[str]):
@@ -85,10 +85,10 @@ def test_torn_last_line_is_left_out_and_said(log: RunLog, capsys: pytest.Capture
     path = log.dir / "metrics.jsonl"
     path.write_bytes(path.read_bytes()[:-9])
     assert [row["step"] for row in read_metrics(log.dir)] == [0]
-    assert "metrics.jsonl: the last line (line 2) is torn and was left out" in capsys.readouterr().err
+    assert "metrics.jsonl: the last line (line 2) is torn and was skipped" in capsys.readouterr().err
     with path.open("ab") as file:
         file.write(b'\n{"step": 2}\n')
-    with pytest.raises(UserError, match="line 2 is no JSON object"):
+    with pytest.raises(UserError, match="line 2 is not a JSON object"):
         read_metrics(log.dir)
 
 

@@ -1,4 +1,4 @@
-"""Chunks: bounded, complete, and with the transfers cut into them the engine still gets the same bytes."""
+"""Chunks are bounded and complete, and deliver the same bytes as the transfers."""
 
 from __future__ import annotations
 
@@ -57,14 +57,14 @@ def test_an_fp8_weight_is_stored_as_two_tensors_and_a_vector_as_one():
 
 
 @given(cases(), st.integers(1, 5))
-def test_the_engine_gets_the_same_through_tiny_chunks(case, times):
+def test_tiny_chunks_deliver_the_same_bytes(case, times):
     source = slow_cut.checkpoint(case.model)
     sources = slow_cut.cut_all(source_shards(case), source)
     expected = slow_cut.cut_all(target_shards(case), source)
     assert all(list_stored_tensors(shards, as_fp8).keys() == expected[rank].keys() for rank, shards in target_shards(case).items())
     engine = {rank: {name: np.zeros_like(array) for name, array in arrays.items()} for rank, arrays in expected.items()}
     limit = 16 * times * max(array[0].nbytes for arrays in expected.values() for array in arrays.values())
-    chunks = make_chunks(plan_case(case), limit)  # most of which end inside a parameter
+    chunks = make_chunks(plan_case(case), limit)  # most chunks end inside a parameter
     assert len(chunks) > 1
     for chunk in chunks:
         assert chunk.nbytes <= limit
@@ -74,8 +74,8 @@ def test_the_engine_gets_the_same_through_tiny_chunks(case, times):
     slow_cut.assert_same(engine, expected)
 
 
-def test_the_part_of_a_transfer_in_some_rows():
+def test_clip_transfer():
     transfer = Transfer(0, "a", Rect(100, 7, 10, 5), 0, "b", Rect(10, 3, 10, 5), FP8)
-    assert clip_transfer(transfer, 0, 10) is clip_transfer(transfer, 20, 25) is None  # ends where the transfer begins; begins behind it
+    assert clip_transfer(transfer, 0, 10) is clip_transfer(transfer, 20, 25) is None  # rows before the transfer; rows after it
     for start, end, row, rows in ((0, 11, 0, 1), (12, 16, 2, 4), (18, 27, 8, 2)):
         assert clip_transfer(transfer, start, end) == (Rect(100 + row, 7, rows, 5), Rect(10 + row, 3, rows, 5))

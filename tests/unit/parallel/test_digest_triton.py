@@ -1,4 +1,4 @@
-"""The digest of bytes on a GPU: its kernel sums as a plain loop over words does, in Triton's interpreter here; every change changes it."""
+"""The digest of bytes on a GPU: its kernel, run in Triton's interpreter, matches a plain loop, and every change changes the digest."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def compare_with_a_plain_loop() -> None:
     generator = torch.Generator().manual_seed(0)
     for size in (0, 1, 3, 4, 4096, 4097, 256 << 10, (256 << 10) + 4, 600_001):
         flat = torch.randint(0, 256, (size + 4,), dtype=torch.uint8, generator=generator)
-        for start in (0, 1, 4):  # also off the alignment of a word
+        for start in (0, 1, 4):  # including unaligned starts
             part = flat[start : start + size]
             assert torch.equal(kernel_sums(part), run_sums(part)), (size, start)
 
 
 def compile_for_hopper() -> str:
-    """The kernel's PTX."""
+    """Return the kernel's PTX."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -43,20 +43,20 @@ def compile_for_hopper() -> str:
 
 
 @needs_triton
-def test_the_kernels_sums_are_those_of_a_plain_loop():
-    """Every case is asserted in the process. The interpreter is chosen when Triton is first imported."""
+def test_the_kernel_matches_a_plain_loop():
+    """A fresh process is needed, because Triton chooses the interpreter when it is first imported."""
     call_in_fresh_process(compare_with_a_plain_loop, TRITON_INTERPRET="1")
 
 
 @needs_triton
 def test_it_compiles_for_hopper_with_wide_loads(tmp_path):
-    """Needs no GPU: Triton brings its own assembler."""
+    """Needs no GPU, because Triton includes an assembler."""
     assert "ld.global.v4.b32" in call_in_fresh_process(compile_for_hopper, TRITON_CACHE_DIR=str(tmp_path)), "loads word by word"
 
 
 @pytest.fixture
 def on_device(monkeypatch):
-    """Byte matrices that are tensors are hashed as on a GPU, by the plain loop."""
+    """Hash byte matrices that are tensors as on a GPU, with the plain loop."""
     stand_in = ModuleType("parallel.digest_triton")
     stand_in.run_sums = run_sums
     monkeypatch.setitem(sys.modules, "parallel.digest_triton", stand_in)
@@ -77,7 +77,7 @@ def test_every_kind_of_change_changes_the_digest(on_device):
             changed = matrix.clone()
             changed[place] ^= 1 << bit
             digests[f"{name} byte, bit {bit}"] = hashed(changed)
-    swaps = {"rows two apart": (3, 5), "rows far apart": (0, 130)}  # within a column of a run; from one run to another
+    swaps = {"rows two apart": (3, 5), "rows far apart": (0, 130)}  # within a run; between runs
     for name, (first, second) in swaps.items():
         changed = matrix.clone()
         changed[[first, second]] = matrix[[second, first]]

@@ -1,4 +1,4 @@
-"""What every family reads from config.json, against transformers' own models; and what it refuses rather than computes wrongly."""
+"""What every family reads from config.json, compared with transformers' models, and which settings it refuses."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from parallel.shards import GeometryError
 LLAMA, QWEN2, QWEN3, MOE, DEEPSEEK, AIR = (
     ARCHITECTURES[name] for name in ("llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3", "glm4_moe_air")
 )
-DISTINCT = {  # no two widths of a model are equal, so that none can be taken for another
+DISTINCT = {  # all widths differ, so that none can be mistaken for another
     **{"num_hidden_layers": 3, "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 96, "vocab_size": 50, "head_dim": 32},
     **{"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10},
     **{"num_experts": 8, "n_routed_experts": 8, "moe_intermediate_size": 40, "n_shared_experts": 2},
@@ -26,13 +26,13 @@ DISTINCT = {  # no two widths of a model are equal, so that none can be taken fo
 VARIANTS: dict[str, dict[str, Any]] = ARCHITECTURES | {"llama tied": LLAMA | {"tie_word_embeddings": True}}
 
 
-def test_every_family_is_in_the_tables_of_the_tests():
+def test_every_family_is_in_the_test_tables():
     assert set(FAMILIES) == CLASSES.keys() == ENGINE_ARCHITECTURES.keys() == {config["model_type"] for config in ARCHITECTURES.values()}
     assert all(callable(load_family(name).read) and callable(load_family(name).list_layer) for name in FAMILIES)
 
 
 def stacked_experts(shapes: dict[str, list[int]]) -> dict[str, list[int]]:
-    """The checkpoint's experts as transformers 5 holds them: gate_up_proj [E, 2I, H] and down_proj [E, H, I]."""
+    """Return shapes with experts stacked as in transformers 5: gate_up_proj [E, 2I, H] and down_proj [E, H, I]."""
     stacked: dict[str, list[int]] = {}
     for name, shape in shapes.items():
         match = re.match(r"(.*\.experts)\.\d+\.(\w+)_proj\.weight", name)
@@ -46,7 +46,7 @@ def stacked_experts(shapes: dict[str, list[int]]) -> dict[str, list[int]]:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_tensors_are_those_of_transformers(variant):
+def test_tensors_match_transformers(variant):
     import transformers
 
     config = VARIANTS[variant]
@@ -61,7 +61,7 @@ def test_tensors_are_those_of_transformers(variant):
     assert stacked_experts(own_shapes) == shapes
 
 
-def test_deepseek_v3_is_read_whole():
+def test_deepseek_v3():
     geometry = published_model("DeepSeek-V3")
     assert geometry.latent == MLAGeometry(q_rank=1536, kv_rank=512, nope_dim=128, rope_dim=64, v_dim=128)
     routing = {"top_k": 8, "sigmoid": True, "scale": 2.5, "groups": 8, "groups_used": 4}
@@ -70,7 +70,7 @@ def test_deepseek_v3_is_read_whole():
     assert geometry.head_dim == 192 and geometry.mtp_layers == 1
 
 
-def test_the_number_of_parameters_is_the_published_one():
+def test_parameter_counts_match_published_counts():
     published = {"Qwen3-235B-A22B": 235.09e9, "Llama-3.1-8B": 8.03e9, "Qwen2.5-7B": 7.616e9, "Llama-3.2-1B": 1.236e9, "DeepSeek-V3": 671e9}
     published |= {"GLM-4-9B-0414": 9.4e9, "GLM-4-32B-0414": 32.57e9}
     for name, parameters in published.items():
@@ -78,11 +78,11 @@ def test_the_number_of_parameters_is_the_published_one():
         assert sum(tensor.rows * tensor.cols for tensor in tensors) == pytest.approx(parameters, rel=1e-3)
 
 
-def test_head_dim_is_hidden_by_heads_where_the_config_leaves_it_open():
+def test_head_dim_defaults_to_hidden_size_divided_by_heads():
     assert ModelGeometry.from_hf_config(LLAMA).head_dim == ModelGeometry.from_hf_config(LLAMA | {"head_dim": None}).head_dim == 64
 
 
-def test_rotary_positions_in_both_places_plain_and_stretched():
+def test_rotary_positions():
     assert ModelGeometry.from_hf_config(QWEN3).rope == Rope(5e5)
     new = {"rope_scaling": None, "rope_parameters": {"rope_type": "default", "rope_theta": 1e5}}
     assert ModelGeometry.from_hf_config(QWEN3 | new).rope == Rope(1e5)
@@ -100,7 +100,7 @@ def test_routing():
     assert routing(DEEPSEEK | {"routed_scaling_factor": 2.0}) == (4, True, True, 2.0, 4, 2)
 
 
-def test_glm4_moe_is_read_whole():
+def test_glm4_moe():
     geometry, defaults = published_model("GLM-4.5"), ModelGeometry.from_hf_config(AIR)
     assert geometry.qkv_bias and geometry.qk_norm and not (defaults.qkv_bias or defaults.qk_norm)
     assert (geometry.rope.share, geometry.mtp_layers, geometry.norm_eps) == (0.5, 1, 1e-5)
@@ -117,10 +117,10 @@ ABSENT = object()
 @pytest.mark.parametrize(
     "config, changes, words",
     [
-        (QWEN3, {"model_type": "mamba"}, "model_type = mamba: is no model family"),
-        (QWEN3, {"model_type": None}, "model_type = None: is no model family"),
-        (LLAMA, {"attention_bias": True}, "attention_bias = True: is not built"),
-        (LLAMA, {"mlp_bias": True}, "mlp_bias = True: is not built"),
+        (QWEN3, {"model_type": "mamba"}, "model_type = mamba: is not a supported model family"),
+        (QWEN3, {"model_type": None}, "model_type = None: is not a supported model family"),
+        (LLAMA, {"attention_bias": True}, "attention_bias = True: is not supported"),
+        (LLAMA, {"mlp_bias": True}, "mlp_bias = True: is not supported"),
         (LLAMA, {"head_dim": None, "hidden_size": 65}, r"head_dim = None: is missing, and hidden_size \(65\)"),
         (QWEN2, {"use_sliding_window": True}, "use_sliding_window"),
         (QWEN3, {"head_dim": None}, "head_dim = None: must be a positive integer"),
@@ -137,7 +137,7 @@ ABSENT = object()
         (DEEPSEEK, {"kv_lora_rank": 0}, "kv_lora_rank = 0: must be a positive integer"),
         (DEEPSEEK, {"rope_scaling": LLAMA3}, "llama3"),
         (DEEPSEEK, {"rope_scaling": YARN | {"mscale_all_dim": 0}}, "mscale_all_dim"),
-        (DEEPSEEK, {"rope_scaling": YARN | {"attention_factor": 1.0}}, "attention_factor = 1.0: .* computes it only where it is absent"),
+        (DEEPSEEK, {"rope_scaling": YARN | {"attention_factor": 1.0}}, "attention_factor = 1.0: .* supports only models without it"),
         (DEEPSEEK, {"rope_interleave": False}, "rope_interleave"),
         (DEEPSEEK, {"scoring_func": "softmax"}, "scoring_func"),
         (DEEPSEEK, {"norm_topk_prob": False}, "norm_topk_prob"),
@@ -147,6 +147,6 @@ ABSENT = object()
         (AIR, {"norm_topk_prob": False}, "norm_topk_prob"),
     ],
 )
-def test_what_would_be_computed_wrongly_is_refused_by_field(config, changes, words):
+def test_unsupported_settings_are_refused_by_field(config, changes, words):
     with pytest.raises(GeometryError, match=f"config.json .*{words}"):
         ModelGeometry.from_hf_config({name: value for name, value in (config | changes).items() if value is not ABSENT})

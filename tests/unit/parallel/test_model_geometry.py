@@ -1,4 +1,4 @@
-"""How trainer and engine cut a model, against the same cuts made with numpy; and what is refused."""
+"""How trainer and engine shard a model, compared with numpy; and which layouts are refused."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def names(shards: list[Shard]) -> set[str]:
     return {shard.name for shard in shards}
 
 
-def test_the_geometry_is_read_from_the_projects_own_config_json():
+def test_the_examples_config_json_is_read():
     architecture = ArchitectureConfig(vocab_size=384, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True)
     geometry = ModelGeometry.from_hf_config(make_hf_config(architecture, 0, "fp32"))
     widths = {"layers": 2, "hidden": 256, "heads": 4, "kv_heads": 2, "head_dim": 128, "ffn": 512, "vocab": 384}
@@ -98,14 +98,14 @@ def test_pipeline_stages_hold_their_layers_with_global_numbers(layers, layout, n
 
 
 @pytest.mark.parametrize("pp, holds", [(1, set()), (2, {"output_layer.weight"})])
-def test_only_another_stage_keeps_a_copy_of_a_tied_embedding(pp, holds):
+def test_the_last_of_several_stages_keeps_a_copy_of_a_tied_embedding(pp, holds):
     last = trainer(small_model(tied=True), Layout(pp=pp))[-1]
     assert names(last) & {"output_layer.weight"} == holds
     assert {shard.regions[0].tensor.name for shard in last if shard.name in holds} == ({"model.embed_tokens.weight"} if holds else set())
     assert "lm_head.weight" not in names(build_sglang_shards(small_model(tied=True), 1, 0))
 
 
-def test_every_rank_has_its_own_coordinates_and_data_parallel_ranks_hold_the_same():
+def test_coordinates_are_unique_and_data_parallel_ranks_hold_equal_shards():
     layout = Layout(tp=2, pp=2, dp=2)
     shards = trainer(small_model(), layout)
     for rank in range(layout.world_size):
@@ -150,7 +150,7 @@ PARTLY_DENSE = replace(SMALL_MOE, layers=2, experts=replace(SMALL_MOE.experts, d
         (lambda: Layout(tp=4, etp=3), ["layout.etp = 3: must divide tp * cp * dp = 4"]),
     ],
 )
-def test_what_cannot_be_cut_is_refused_with_names_numbers_and_a_fix(refused, words):
+def test_impossible_layouts_are_refused_with_names_numbers_and_a_fix(refused, words):
     with pytest.raises(GeometryError) as caught:
         refused()
     for word in words:
@@ -159,7 +159,7 @@ def test_what_cannot_be_cut_is_refused_with_names_numbers_and_a_fix(refused, wor
 
 
 @pytest.mark.parametrize("tp, per_rank, filled", [(1, 301, [301]), (2, 151, [151, 150]), (4, 76, [76, 76, 76, 73])])
-def test_megatron_pads_the_vocabulary_no_more_than_tensor_parallelism_needs(tp, per_rank, filled):
+def test_megatron_pads_the_vocabulary_to_a_multiple_of_tp(tp, per_rank, filled):
     shards = [shards[0] for shards in trainer(small_model(vocab=301), Layout(tp=tp))]
     assert [shard.rows for shard in shards] == [per_rank] * tp
     assert [filled_rows(shard) for shard in shards] == filled
@@ -177,7 +177,7 @@ def test_more_ranks_than_kv_heads_cut_through_the_groups_of_megatrons_qkv(tp):
         assert np.array_equal(rows, qkv[rank])
 
 
-def test_experts_of_megatron_and_of_sglang_hold_the_same_rectangles_of_the_checkpoint():
+def test_experts_of_megatron_and_sglang():
     source = slow_cut.checkpoint(SMALL_MOE)
     gate, up, down = (
         [source[f"model.layers.0.mlp.experts.{expert}.{part}_proj.weight"] for expert in range(4)] for part in ("gate", "up", "down")
@@ -210,7 +210,7 @@ FIELDS = ["num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_va
     + [("hidden_size", value, "must be a positive integer") for value in (0, -1, "256", True, 2.0)]
     + [("num_attention_heads", 3, r"must be a multiple of num_key_value_heads \(2\)")],
 )
-def test_a_width_that_is_missing_or_impossible_is_named(field, value, rule):
+def test_missing_and_invalid_widths_are_named(field, value, rule):
     config = make_hf_config(ArchitectureConfig(), 0, "fp32") | {"num_key_value_heads": 2, field: value}
     if value is None:
         del config[field]

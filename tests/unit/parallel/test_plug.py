@@ -1,4 +1,4 @@
-"""Plugs are found by a built-in name or as module:attribute, and what does not fit is refused in one line."""
+"""Plugs are found by a built-in name or as module:attribute, and unsuitable objects are refused in one line."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def own_module(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def test_a_name_finds_what_is_built_in_or_lies_in_the_working_directory():
+def test_builtin_names_and_modules_in_the_working_directory_are_found():
     assert PLUG.load("join")("a", "b") == "a/b"
     assert PLUG.load("own_plugs:two")(1, 2) == PLUG.load("own_plugs:Holder.two")(1, 2) == 3
     assert PLUG.check_name("own_plugs:two") == "own_plugs:two"
@@ -42,7 +42,7 @@ def test_a_name_finds_what_is_built_in_or_lies_in_the_working_directory():
         ("own_plugs:number", "plain function of (a, b)"),
     ],
 )
-def test_what_does_not_fit_is_refused_in_one_line(name, rule):
+def test_unsuitable_objects_are_refused_in_one_line(name, rule):
     with pytest.raises(InputError) as caught:
         PLUG.load(name)
     assert (caught.value.field, caught.value.value) == ("section.field", name)

@@ -1,4 +1,4 @@
-"""Real models at every tensor-parallel size: which layouts keep FP8 blocks whole, and what a refusal advises instead."""
+"""Published models: which tensor-parallel sizes keep FP8 blocks whole, and which sizes a refusal suggests."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from parallel.reshard import add_scale_transfers, reshard
 from parallel.sglang_shards import build_engine_shards
 from parallel.shards import GeometryError
 
-WORKS = {  # tensor-parallel sizes of attention and MLP that work on either side
+WORKS = {  # tensor-parallel sizes of attention and MLP that work on both sides
     "Llama-3.1-8B": (1, 2, 4, 8),
     "Llama-3.1-70B": (1, 2, 4, 8),
     "Llama-3.2-1B": (1, 2, 4),
@@ -41,7 +41,7 @@ EXPERT_WORKS = {"Qwen3-30B-A3B": (1, 2), "Qwen3-235B-A22B": (1, 2, 4), "DeepSeek
 
 
 @pytest.mark.parametrize("name", WORKS)
-def test_tensor_parallel_sizes_of_what_every_token_meets(name):
+def test_tensor_parallel_sizes_of_dense_layers(name):
     model = published_model(name)
     for tp in (1, 2, 4, 8):
         for problem in (find_trainer_problem(model, Layout(tp=tp), as_fp8), find_engine_problem(model, tp, 1, as_fp8)):
@@ -49,12 +49,9 @@ def test_tensor_parallel_sizes_of_what_every_token_meets(name):
 
 
 @pytest.mark.parametrize("name", EXPERT_WORKS)
-def test_tensor_parallel_sizes_of_experts_and_of_their_attention(name):
-    """Megatron's attention stays at tp 4; an engine without expert parallelism cuts its experts by tp.
-
-    With expert parallelism attention works at every size, above 4 kv heads too: the engine replicates whole heads, Megatron's rows end
-    on block edges.
-    """
+def test_tensor_parallel_sizes_of_experts_and_attention(name):
+    """Megatron's attention stays at tp 4, and an engine without expert parallelism shards experts over tp. With expert parallelism,
+    attention works at every size: the engine replicates whole heads, and Megatron's rows end on block edges."""
     model = published_model(name)
     for parts in (1, 2, 4, 8, 16):
         train = find_trainer_problem(model, Layout(tp=4, etp=parts, dp=4), as_fp8)
@@ -67,7 +64,7 @@ def test_tensor_parallel_sizes_of_experts_and_of_their_attention(name):
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_every_working_pair_has_a_plan_that_moves_every_byte(name):
-    """One layer of each kind at real widths; the sum of all rectangles is the engine's size."""
+    """One layer of each kind at real widths. The rectangles add up to the engine's size."""
     model = keep_one_layer_per_kind(published_model(name))
     pairs = [(a, b) for a in WORKS[name] for b in WORKS[name]] if name in WORKS else [(2, 8), (8, 4)]
     for train_tp, rollout_tp in pairs:
@@ -112,7 +109,7 @@ def test_every_working_pair_has_a_plan_that_moves_every_byte(name):
         ),
     ],
 )
-def test_a_refusal_names_tensor_numbers_and_the_nearest_layouts_that_work(name, train, rollout, pattern):
+def test_a_refusal_names_the_tensor_and_the_nearest_working_layouts(name, train, rollout, pattern):
     model = published_model(name)
     with pytest.raises(GeometryError) as caught:
         reshard(build_trainer_shards(model, train, format_of=as_fp8), build_engine_shards(model, *rollout), as_fp8)
@@ -120,7 +117,7 @@ def test_a_refusal_names_tensor_numbers_and_the_nearest_layouts_that_work(name, 
     assert re.match(pattern, message), message
 
 
-def test_nearest_layouts_keep_the_number_of_ranks_and_do_work():
+def test_nearest_layouts_work_and_keep_the_number_of_ranks():
     model, asked = published_model("Qwen3-30B-A3B"), Layout(tp=4, dp=8)
     assert find_trainer_problem(model, asked, as_fp8) is not None  # etp 4: 768 / 4 = 192
     layouts = find_nearest_layouts(model, asked, as_fp8)
@@ -129,7 +126,7 @@ def test_nearest_layouts_keep_the_number_of_ranks_and_do_work():
     assert all(find_engine_problem(model, tp, ep, as_fp8) is None for tp, ep in find_nearest_engines(model, 8, 1, as_fp8))
 
 
-def test_a_model_that_no_layout_serves_gets_no_advice():
+def test_a_model_without_a_working_layout_gets_no_suggestion():
     model = ModelGeometry.from_hf_config(dense_config("llama", 1, 256, 2, 2, 200, 64))
     assert find_nearest_layouts(model, Layout(), as_fp8) == [] == find_nearest_engines(model, 1, 1, as_fp8)
     error = find_trainer_problem(model, Layout(), as_fp8)
@@ -139,8 +136,8 @@ def test_a_model_that_no_layout_serves_gets_no_advice():
     )
 
 
-def test_attention_takes_as_long_as_the_weights_at_the_models_length():
-    """By hand: 2 FLOPs for each weight that a token meets, s (d_qk + d_v) for each head and layer. A token meets 8 of 128 experts."""
+def test_attention_length():
+    """By hand: 2 FLOPs per weight that a token meets (8 of 128 experts), against s (d_qk + d_v) per head and layer."""
     layers, hidden, output = 64, 5120, 5120 * 151936
     layer = hidden * (8192 + 2 * 1024) + 8192 * hidden + 3 * hidden * 25600
     assert published_model("Qwen3-32B").attention_length == pytest.approx(2 * (layers * layer + output) / (layers * 64 * 256), rel=1e-4)

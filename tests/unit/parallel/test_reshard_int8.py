@@ -1,4 +1,4 @@
-"""The reshard plan of INT8 weights: every byte and every row's scale exactly once, wherever the rows and columns are cut."""
+"""The reshard plan of INT8 weights: every byte and every row's scale moves exactly once, wherever rows and columns are cut."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from parallel.shards import Rect, Shard
 
 
 def checkpoint(geometry: ModelGeometry) -> Arrays:
-    """Random bytes of every tensor; quantised ones with a different scale for every row."""
+    """Return random bytes of every tensor. Every row of a quantized tensor has a different scale."""
     arrays = slow_cut.checkpoint(geometry)
     for tensor in geometry.tensors().values():
         if tensor.role in ROLES:
@@ -34,7 +34,7 @@ def checkpoint(geometry: ModelGeometry) -> Arrays:
 
 
 def cut(shards: list[Shard], source: Arrays) -> Arrays:
-    """What a rank holds, cut directly: data by rectangles, scales by rows."""
+    """Return a rank's tensors, cut directly: data by rectangles, scales by rows."""
     arrays: Arrays = {}
     for shard in shards:
         arrays[shard.name] = np.zeros((shard.rows, shard.cols), source[shard.regions[0].tensor.name].dtype)
@@ -83,8 +83,8 @@ def test_the_engine_and_an_export_get_every_byte_and_scale_exactly_once(family, 
     "geometry, train, rollout",
     [(small_model(ffn=200), Layout(tp=2), 4), (small_model(head_dim=40, hidden=104), Layout(tp=4), 1), (small_model(ffn=24), Layout(), 8)],
 )
-def test_any_boundary_is_good(geometry, train, rollout):
-    """Boundaries that cut 128x128 blocks, which FP8 refuses."""
+def test_any_boundary_is_allowed(geometry, train, rollout):
+    """FP8 would refuse these boundaries, which cut 128x128 blocks."""
     case = Case(geometry, train, rollout)
     assert_carried(build_trainer_shards(case.model, case.train), build_engine_shards(case.model, case.rollout_tp), checkpoint(case.model))
 
@@ -98,9 +98,9 @@ def test_a_sync_plan_counts_a_byte_per_weight_and_four_per_row():
     assert sum(chunk.nbytes for chunk in plan.chunks) == 2 * 2 * (fp8 + 4 * rows) + 2 * high
 
 
-def test_experts_fill_sglangs_stacked_tensors_with_a_scale_for_every_output_channel_of_every_expert():
-    """Two of four experts on each engine rank, from trainer ranks that hold half of an expert each (etp = 2): w13 [2, 256, 256] holds gate
-    and up of one after the other, w2 [2, 256, 128] is told with two sources of columns and one of scales."""
+def test_experts_fill_sglangs_stacked_tensors_with_scales_per_output_channel():
+    """Each engine rank holds two of four experts, each trainer rank half of every expert (etp = 2). w13 [2, 256, 256] stacks gate and up;
+    the columns of w2 [2, 256, 128] come from two sources, its scales from one."""
     geometry = small_model(family="qwen3_moe", experts=MoEGeometry(count=4, ffn=128))
     contract = PrecisionContract.from_config(PrecisionConfig(mode="int8_rollout"))
     plan = SyncPlan.make(geometry, Layout(tp=2, ep=1, etp=2), (2, 2), contract, 1 << 20)
@@ -108,7 +108,9 @@ def test_experts_fill_sglangs_stacked_tensors_with_a_scale_for_every_output_chan
     shapes = {shard.name: (shard.shape, shard.scale_shape(INT8)) for shard in plan.targets[1] if shard.name.startswith(prefix)}
     assert shapes == {prefix + "w13_weight": ((2, 256, 256), (2, 256, 1)), prefix + "w2_weight": ((2, 256, 128), (2, 256, 1))}
     moves = [transfer for transfer in plan.transfers if transfer.target_rank == 1 and prefix in transfer.target]
-    fc1, fc2 = (f"decoder.layers.0.mlp.experts.local_experts.3.linear_fc{n}.weight" for n in (1, 2))  # expert 3 is its second
+    fc1, fc2 = (
+        f"decoder.layers.0.mlp.experts.local_experts.3.linear_fc{n}.weight" for n in (1, 2)
+    )  # the second expert of this engine rank
 
     def rects(source: str, target: str) -> set[Rect]:
         return {move.target_rect for move in moves if (move.source, move.target) == (source, prefix + target)}

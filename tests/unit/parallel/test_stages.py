@@ -1,4 +1,4 @@
-"""Layers of pipeline stages, against Megatron-Core's own functions, and what is refused."""
+"""Layers of pipeline stages, compared with Megatron-Core's functions, and refusals."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from megatron_rl.config import TrainConfig
-from megatron_rl.mcore.model_options import layout_options
+from megatron_rl.mcore.transformer_config import layout_options
 from parallel.layout import Layout
 from parallel.shards import GeometryError
 from parallel.stages import balance_stages, check_stages, count_stage_layers, list_stage_layers
@@ -16,7 +16,7 @@ from parallel.stages import balance_stages, check_stages, count_stage_layers, li
 
 @st.composite
 def layouts(draw: st.DrawFn) -> tuple[int, Layout]:
-    """Layers, and a layout whose stages have them."""
+    """Return a number of layers, and a layout that can share them."""
     pp, vpp = draw(st.integers(2, 9)), draw(st.integers(1, 3))
     first, last = (draw(st.sampled_from([0, 0, vpp, 2 * vpp, 5 * vpp])) for _ in range(2))
     assume(pp > 2 or not (first and last))
@@ -25,13 +25,15 @@ def layouts(draw: st.DrawFn) -> tuple[int, Layout]:
 
 
 @given(layouts())
-def test_stages_have_the_layers_that_megatron_builds(case):
+def test_stages_match_megatron(case):
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.transformer_block import get_num_layers_to_build
     from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
     layers, layout = case
-    options = {name: value for name, value in layout_options(layout, TrainConfig()).items() if name != "overlap_tp_reduce"}  # ours
+    options = {
+        name: value for name, value in layout_options(layout, TrainConfig()).items() if name != "overlap_tp_reduce"
+    }  # not an option of Megatron's
     options |= {"pipeline_dtype": torch.float32, "moe_token_dispatcher_type": "alltoall"}
     config = TransformerConfig(num_layers=layers, hidden_size=8, num_attention_heads=1, **options)
     check_stages(layers, layout)
@@ -45,7 +47,7 @@ def test_stages_have_the_layers_that_megatron_builds(case):
 
 
 @given(st.integers(1, 130), st.integers(1, 16), st.integers(1, 3), st.floats(0, 5))
-def test_layers_are_shared_out_so_that_the_slowest_stage_is_fastest(layers, pp, vpp, output_layer):
+def test_balanced_stages_minimize_the_slowest_stage(layers, pp, vpp, output_layer):
     assume(pp > 1 or vpp == 1)
 
     def sizes_of(split: tuple[int, int]) -> list[int]:
@@ -76,7 +78,7 @@ def test_layers_are_shared_out_so_that_the_slowest_stage_is_fastest(layers, pp, 
         (5, 3, 1, [2, 2, 1]),
     ],
 )
-def test_the_first_and_the_last_stage_have_fewer(layers, pp, output_layer, sizes):
+def test_the_first_and_the_last_stage_are_smaller(layers, pp, output_layer, sizes):
     first, last = balance_stages(layers, pp, 1, output_layer) or (0, 0)
     assert count_stage_layers(layers, Layout(pp=pp, first_stage_layers=first, last_stage_layers=last)) == sizes
 
@@ -114,7 +116,7 @@ BALANCED = "use train.layout.first_stage_layers = 11 and train.layout.last_stage
         ),
         (
             {"pp": 2, "first_stage_layers": 40, "last_stage_layers": 54},
-            "train.layout.last_stage_layers = 54: follows from train.layout.first_stage_layers where there are two stages; leave one out",
+            "train.layout.last_stage_layers = 54: is determined by train.layout.first_stage_layers if there are two stages; leave one out",
         ),
         ({"pp": 2, "last_stage_layers": -1}, "train.layout.last_stage_layers = -1: must be a positive integer, or 0"),
     ],

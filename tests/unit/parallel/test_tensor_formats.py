@@ -1,4 +1,4 @@
-"""The table of number formats: bytes, grids, names in files, and what a checkpoint's config.json says of them."""
+"""The table of number formats: bytes, scale grids, names in files, and quantization_config."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_scales_are_counted_by_the_grid_of_blocks():
     assert FP8.group_bytes == 1 + 4 / 128 and INT8.group_bytes == 1
 
 
-def test_what_a_config_json_says():
+def test_quantization_config():
     pow2 = FP8.with_scales("pow2")
     assert str(pow2) == "fp8 pow2" and pow2.with_scales("fp32") == pow2 and INT8.with_scales("pow2") == INT8
     config = '{"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128], '

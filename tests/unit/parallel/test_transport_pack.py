@@ -1,4 +1,4 @@
-"""Chunks of a plan: they cover all bytes once, pack and unpack them, hash what memory holds, and refuse what does not fit."""
+"""Packing chunks: all bytes are covered once, hashes are computed from live memory, and unsuitable tensors are refused."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CONTRACT = PrecisionContract.from_config(PrecisionConfig())
 
 
 def tensors_of(shards: list[Shard], fill) -> dict[str, torch.Tensor]:
-    """Tensors of the shards in the default precision; `fill(shape)` gives their raw bytes."""
+    """Return tensors of the shards in the default precision. `fill(shape)` returns their raw bytes."""
     tensors = make_stored_tensors(shards, CONTRACT.format_of)
     for tensor in tensors.values():
         tensor.view(torch.uint8).copy_(fill(tensor.view(torch.uint8).shape))
@@ -55,7 +55,7 @@ DENSE = small_model()
         (SMALL_MOE, Layout(tp=2, ep=2, etp=1), 2),
     ],
 )
-def test_chunks_carry_every_byte_to_its_place_whatever_their_size(geometry: ModelGeometry, train: Layout, rollout: int, limit: int):
+def test_chunks_of_any_size_deliver_every_byte(geometry: ModelGeometry, train: Layout, rollout: int, limit: int):
     plan = SyncPlan.make(geometry, train, (rollout, 1), CONTRACT, limit)
     chunks = plan.chunks
     assert max(chunk.nbytes for chunk in chunks) <= limit
@@ -79,10 +79,10 @@ def test_chunks_carry_every_byte_to_its_place_whatever_their_size(geometry: Mode
         assert digest(source, transfer.source_rect) == digest(target, transfer.target_rect)
     vocabulary = live[rollout - 1]["model.embed_tokens.weight"].view(torch.uint8)
     padding = rollout * vocabulary.shape[0] - geometry.vocab
-    assert padding > 0 and vocabulary[-padding:].eq(7).all()  # what pads the vocabulary is not sent
+    assert padding > 0 and vocabulary[-padding:].eq(7).all()  # padding of the vocabulary is not sent
 
 
-def test_engine_ranks_take_turns_and_the_largest_chunk_keeps_to_the_setting():
+def test_engine_ranks_alternate_and_chunks_respect_the_setting():
     plan = SyncPlan.make(small_model(), Layout(), (2, 1), CONTRACT, 50_000)
     assert [chunk.target for chunk in plan.chunks[:6]] == [0, 1] * 3
     assert SyncConfig(bucket_mb=1).chunk_bytes == 512 << 10
@@ -91,8 +91,8 @@ def test_engine_ranks_take_turns_and_the_largest_chunk_keeps_to_the_setting():
             assert 2 * SyncConfig(transport=transport, bucket_mb=bucket_mb).chunk_bytes <= bucket_mb << 20
 
 
-def test_padding_columns_of_a_plane_stay_behind():
-    """Transformer Engine keeps scales in tensors wider than they are: a tensor is a view of them."""
+def test_padding_columns_are_not_packed():
+    """Transformer Engine stores scales as views of wider tensors."""
     padded = torch.arange(4 * 8, dtype=torch.float32).reshape(4, 8)
     memory = ChunkPacker({"scale": padded[:, :5]}, ["scale"])
     flat = torch.empty(2 * 3 * 4, dtype=torch.uint8)
@@ -103,7 +103,7 @@ def test_padding_columns_of_a_plane_stay_behind():
 
 
 def test_one_wrong_byte_changes_the_digest():
-    """In a tensor larger than what is hashed in one go, whole or as a range of columns; staged bytes are hashed after their copy."""
+    """The tensor is larger than a hashing batch, and hashed as a whole or as a range of columns. Staged bytes are hashed after the copy."""
     for rect, byte in itertools.product((Rect(0, 0, 700, 1024), Rect(0, 1024, 700, 1024)), (0, 100_000, 1024 * 700 - 1)):
         values = torch.randint(0, 256, (700, 2048), dtype=torch.uint8)
         named_rects, flat = [("w", rect)], torch.empty(700 * 1024, dtype=torch.uint8).numpy()
@@ -115,13 +115,13 @@ def test_one_wrong_byte_changes_the_digest():
         assert live.hash_seconds > 0
 
 
-def test_what_is_written_into_a_byte_matrix_is_in_the_tensor():
+def test_byte_matrices_are_writable_views():
     for tensor in (torch.zeros(3, dtype=torch.bfloat16), torch.zeros(3, 5), torch.zeros(4, 6, dtype=torch.float8_e4m3fn)):
         matrix = view_bytes(tensor)
         assert matrix.shape == (tensor.shape[0], tensor[0].numel() * tensor.element_size())
         matrix[...] = 1
         assert tensor.view(torch.uint8).eq(1).all()
-    with pytest.raises(ValueError, match="no rows of bytes"):
+    with pytest.raises(ValueError, match="no contiguous rows"):
         view_bytes(torch.zeros(3, 5).T)
 
 
@@ -131,18 +131,18 @@ def test_what_is_written_into_a_byte_matrix_is_in_the_tensor():
         (("x", Rect(0, 0, 1, 1)), 4, "there is no tensor x"),
         (("w", Rect(2, 0, 2, 5)), 40, r"w: rows 2\.\.3 lie outside"),
         (("w", Rect(-1, 0, 1, 5)), 20, r"w: rows -1\.\.-1 lie outside"),
-        (("w", Rect(0, 3, 3, 3)), 36, "w and its neighbours are 24 bytes in the engine, 36 are coming"),
-        (("w", Rect(0, 0, 3, 5)), 15, "w and its neighbours are 60 bytes in the engine, 15 are coming"),
+        (("w", Rect(0, 3, 3, 3)), 36, "w and its neighbors are 24 bytes in the engine, 36 are coming"),
+        (("w", Rect(0, 0, 3, 5)), 15, "w and its neighbors are 60 bytes in the engine, 15 are coming"),
     ],
 )
-def test_a_chunk_that_does_not_fit_the_engine_is_named(place, nbytes, line):
+def test_a_chunk_that_does_not_fit_names_the_tensor(place, nbytes, line):
     chunk = Chunk(0, 0, 0, nbytes, (), (place,))
     with pytest.raises(ValueError, match=line):
         check_targets(make_target_packer({"w": torch.zeros(3, 5)}, [chunk]), [chunk])
 
 
 def test_a_single_value_of_any_stride_has_bytes():
-    """The scales of one block cut out of a transposed matrix: `contiguous()` returns such a tensor as it is."""
+    """`contiguous()` returns the scale of one block of a transposed matrix unchanged, with any stride."""
     scales = torch.arange(8, dtype=torch.float32).view(2, 4).t()[2:3, :1]
     assert scales.stride() == (1, 4) and scales.is_contiguous()
     assert flat_bytes(scales.t()).view(torch.float32).tolist() == [2.0]

@@ -1,4 +1,4 @@
-"""The planner: formulas against numbers made by hand, shipped examples, refusals, and what the command prints and writes."""
+"""The planner: formulas against values computed by hand, the shipped configurations, refusals, and the command's output."""
 
 from __future__ import annotations
 
@@ -19,15 +19,17 @@ from megatron_rl.batch.sample_bytes import SampleBytes
 from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.cli.main import app
 from megatron_rl.config import Config, load_config
+from megatron_rl.cost import activations, operators, weights
+from megatron_rl.cost.activations import count_logits
+from megatron_rl.cost.hardware import Cluster
+from megatron_rl.cost.operators import RankShapes
+from megatron_rl.cost.workload import Candidate, Workload
 from megatron_rl.errors import UserError
-from megatron_rl.planner import activation_memory, block_alignment, memory, memory_by_phase, roofline
-from megatron_rl.planner.activation_memory import FormulaInputs, count_logits
-from megatron_rl.planner.candidate import Candidate, Workload
-from megatron_rl.planner.hardware import Cluster
+from megatron_rl.kernels.linear.deep_gemm import DeepGemmBackend
+from megatron_rl.kernels.linear.transformer_engine import pad_scales
+from megatron_rl.planner import block_alignment, memory_by_phase, roofline
 from megatron_rl.planner.search import Planner, explain_rank
 from megatron_rl.planner.sync_traffic import estimate_sync_traffic
-from megatron_rl.precision.backends.deep_gemm import DeepGemmBackend
-from megatron_rl.precision.backends.transformer_engine import pad_scales
 from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.precision.fp8 import quantize_weight
 from megatron_rl.preflight import LAYOUTS, PLAN, Facts, Needs, check
@@ -62,7 +64,7 @@ def test_a_dense_models_bytes_by_hand():
     layer = 4096 * (2 * 4096 + 2 * 1024) + 3 * 4096 * 12288
     vectors = 36 * (2 * 4096 + 2 * 128) + 4096
     embeddings, fp8 = 2 * 151936 * 4096, 36 * layer
-    held = memory.count_trainer_memory(job(), Layout(), 0)
+    held = weights.count_trainer_memory(job(), Layout(), 0)
     assert held.weights == 2 * (embeddings + vectors)
     assert held.blocks == fp8 + 4 * fp8 // 128**2
     assert held.gradients == 4 * (fp8 + embeddings + vectors)
@@ -71,9 +73,9 @@ def test_a_dense_models_bytes_by_hand():
 
 
 def test_adapters_alone_are_trained_and_sent_after_the_first_sync():
-    """Of rank 16 at q, k and v, which share their A, o, gate and up, down."""
+    """Rank 16 on all linear layers. q, k and v share their A, and so do gate and up."""
     plain, adapted = (job(**each, algorithm={"kl_coef": 0.1}) for each in ({}, {"lora": {}}))
-    before, held = (memory.count_trainer_memory(each, Layout(), 0) for each in (plain, adapted))
+    before, held = (weights.count_trainer_memory(each, Layout(), 0) for each in (plain, adapted))
     values = 36 * 16 * ((4096 + 6144) + (4096 + 4096) + (4096 + 2 * 12288) + (12288 + 4096))
     assert (held.gradients, held.masters, held.moments, held.weights) == (4 * values, 4 * values, 8 * values, before.weights + 2 * values)
     assert held.blocks == before.blocks
@@ -88,17 +90,17 @@ def test_adapters_alone_are_trained_and_sent_after_the_first_sync():
 
 
 def test_stages_hold_the_model_once_and_replicas_share_the_optimizer():
-    whole = memory.count_trainer_memory(job(), Layout(), 0)
+    whole = weights.count_trainer_memory(job(), Layout(), 0)
     for layout in (Layout(pp=4, vpp=3), Layout(pp=4, first_stage_layers=10, last_stage_layers=8), Layout(pp=8, first_stage_layers=1)):
-        stages = [memory.count_trainer_memory(job(), layout, stage) for stage in range(layout.pp)]
+        stages = [weights.count_trainer_memory(job(), layout, stage) for stage in range(layout.pp)]
         assert [sum(parts) for parts in zip(*stages, strict=True)] == list(whole)
-    shared = memory.count_trainer_memory(job(), Layout(dp=8), 0)
+    shared = weights.count_trainer_memory(job(), Layout(dp=8), 0)
     assert (shared.masters, shared.moments, shared.weights) == (whole.masters / 8, whole.moments / 8, whole.weights)
 
 
 def test_experts_are_shared_out_by_their_own_replicas():
     moe = job("Qwen3-30B-A3B")
-    alone, spread = (memory.count_trainer_memory(moe, layout, 0) for layout in (Layout(dp=8), Layout(dp=8, ep=8)))
+    alone, spread = (weights.count_trainer_memory(moe, layout, 0) for layout in (Layout(dp=8), Layout(dp=8, ep=8)))
     experts = 48 * 128 * 3 * 2048 * 768
     assert alone.blocks - spread.blocks == experts * 7 / 8 * (1 + 4 / 128**2)
     assert alone.moments == spread.moments  # an eighth of all experts, or all of an eighth
@@ -108,100 +110,101 @@ def test_experts_are_shared_out_by_their_own_replicas():
 def test_operands_are_what_the_back_ends_make(rows, cols):
     blocks = quantize_weight(torch.randn(rows, cols), "pow2")
     transposed, scales = DeepGemmBackend(FP8.with_scales("pow2")).prepare(blocks, None).dgrad
-    assert memory.count_operand_bytes("deep_gemm", FP8, rows, cols) == transposed.numel() + 4 * scales.numel()
+    assert weights.count_operand_bytes("deep_gemm", FP8, rows, cols) == transposed.numel() + 4 * scales.numel()
     padded = pad_scales(blocks.scale).numel() + pad_scales(blocks.scale.t()).numel()
-    assert memory.count_operand_bytes("transformer_engine", FP8, rows, cols) == rows * cols + 4 * padded
+    assert weights.count_operand_bytes("transformer_engine", FP8, rows, cols) == rows * cols + 4 * padded
 
 
 def test_only_grouped_products_have_the_blocks_of_experts_a_second_time():
-    """With sums by the tree one expert runs after the other."""
+    """With sums by tree, experts run one after the other."""
     fast, tree = (job("Qwen3-30B-A3B", precision={"backend": "transformer_engine", "reduction": each}) for each in ("fast", "tree"))
-    operands = [memory.count_trainer_memory(each, Layout(dp=8, ep=8), 0).operands for each in (fast, tree)]
+    operands = [weights.count_trainer_memory(each, Layout(dp=8, ep=8), 0).operands for each in (fast, tree)]
     assert operands[0] - operands[1] == pytest.approx(48 * 16 * 3 * 2048 * 768, rel=0.01)
 
 
 def test_the_kv_cache_of_a_rank_holds_its_heads_or_mlas_one_latent():
     for tp, kv_heads in ((1, 8), (8, 1), (16, 1)):
-        assert memory.count_kv_bytes_per_token(job(), tp) == 36 * 2 * kv_heads * 128 * 2
-        assert memory.count_kv_bytes_per_token(job(precision={"kv": "e4m3_per_layer"}), tp) == 36 * 2 * kv_heads * 128
+        assert weights.count_kv_bytes_per_token(job(), tp) == 36 * 2 * kv_heads * 128 * 2
+        assert weights.count_kv_bytes_per_token(job(precision={"kv": "e4m3_per_layer"}), tp) == 36 * 2 * kv_heads * 128
     deepseek = PUBLISHED["DeepSeek-V3"] | {"rope_scaling": None, "n_group": 8, "topk_group": 4, "num_experts_per_tok": 8}
     config = Config.model_validate_json('{"model": {"path": "x"}}')
-    assert memory.count_kv_bytes_per_token(Workload.from_config(config, deepseek | {"rope_theta": 1e4}), 8) == 61 * (512 + 64) * 2
+    assert weights.count_kv_bytes_per_token(Workload.from_config(config, deepseek | {"rope_theta": 1e4}), 8) == 61 * (512 + 64) * 2
     config = Config.model_validate_json('{"model": {"path": "x"}, "precision": {"kv": "e4m3"}}')  # a byte for a number, one for a scale
-    assert memory.count_kv_bytes_per_token(Workload.from_config(config, deepseek | {"rope_theta": 1e4}), 8) == 61 * (512 + 1 + 64 + 1)
+    assert weights.count_kv_bytes_per_token(Workload.from_config(config, deepseek | {"rope_theta": 1e4}), 8) == 61 * (512 + 1 + 64 + 1)
 
 
 def test_a_trained_mtp_layer_is_the_last_stages():
-    """With gradients; and a copy of the embedding, without."""
+    """The layer has gradients, and a copy of the embedding has none."""
     fields = ARCHITECTURES["glm4_moe"] | {"num_nextn_predict_layers": 1}
     config = Config.model_validate_json('{"model": {"path": "x"}, "train": {"mtp_loss_scaling_factor": 0.1}}')
     trained, layout = Workload.from_config(config, fields), Layout(pp=2)
     model = trained.model
     extra = [
-        memory.count_trainer_memory(trained, layout, stage).gradients - memory.count_trainer_memory(trained.scored, layout, stage).gradients
+        weights.count_trainer_memory(trained, layout, stage).gradients
+        - weights.count_trainer_memory(trained.scored, layout, stage).gradients
         for stage in (0, 1)
     ]
     mtp = [weight for weight in model.list_weights()[-1] if weight.megatron.startswith("mtp.")]
     numbers = sum(rect.rows * rect.cols for weight in mtp for _, rect, *_ in weight.pieces if "expert_bias" not in weight.megatron)
     assert extra == [0, 4 * numbers] and trained.trained_mtp_layers == 1 and trained.scored.trained_mtp_layers == 0
-    weights = memory.count_trainer_memory(trained, layout, 1).weights - memory.count_trainer_memory(trained.scored, layout, 1).weights
-    assert weights > 2 * model.vocab * model.hidden
+    with_mtp, without = (weights.count_trainer_memory(each, layout, 1).weights for each in (trained, trained.scored))
+    assert with_mtp - without > 2 * model.vocab * model.hidden
 
 
 def test_the_engine_holds_what_the_sync_plan_writes():
-    """One rank: every byte of data and scales, but for vocabulary padding, which 151936 rows need none of."""
+    """On one rank every byte of data and scales. 151936 rows need no vocabulary padding."""
     model, workload = replace(published_model("Qwen3-8B"), layers=2), job()
     plan = SyncPlan.make(model, Layout(), (1, 1), PrecisionContract.from_config(workload.config.precision), 1 << 28)
-    assert memory.count_engine_weights(replace(workload, model=model), 1, 1) == sum(transfer.nbytes for transfer in plan.transfers)
+    assert weights.count_engine_weights(replace(workload, model=model), 1, 1) == sum(transfer.nbytes for transfer in plan.transfers)
     rollout = job(precision={"mode": "fp8_rollout"})  # there a sync makes the blocks
-    assert memory.count_sync_quantization(rollout, Candidate(Layout()), 0) == memory.count_trainer_memory(job(), Layout(), 0).blocks
-    assert memory.count_sync_quantization(job(), Candidate(Layout()), 0) == 0
+    assert weights.count_sync_quantization(rollout, Candidate(Layout()), 0) == weights.count_trainer_memory(job(), Layout(), 0).blocks
+    assert weights.count_sync_quantization(job(), Candidate(Layout()), 0) == 0
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_is_planned_as_trainer_and_engine_hold_it(family):
-    """Of four layers, with experts and without; the engine's vocabulary of 384 rows needs no padding."""
+    """Four layers, with and without experts. A vocabulary of 384 rows needs no padding."""
     changes = {"mlp_only_layers": []} if "mlp_only_layers" in ARCHITECTURES[family] else {}
     model = ModelGeometry.from_hf_config(ARCHITECTURES[family] | changes)
     workload = replace(job(), model=model)
     plan = SyncPlan.make(model, Layout(), (1, 1), workload.contract, 1 << 28)
-    assert memory.count_engine_weights(workload, 1, 1) == sum(transfer.nbytes for transfer in plan.transfers)
+    assert weights.count_engine_weights(workload, 1, 1) == sum(transfer.nbytes for transfer in plan.transfers)
     values = sum(tensor.rows * tensor.cols for tensor in model.tensors().values() if tensor.role != "router_bias")
-    assert memory.count_trainer_memory(workload, Layout(), 0).gradients == 4 * values
-    assert 0 < roofline.count_flops_per_token(workload)[0] <= 2 * values
+    assert weights.count_trainer_memory(workload, Layout(), 0).gradients == 4 * values
+    assert 0 < operators.count_flops_per_token(workload)[0] <= 2 * values
 
 
 def test_activations_shrink_with_tensor_parallelism_and_recomputation():
     workload = job()
 
-    def activations(layout: Layout, recompute: str = "none") -> float:
-        return activation_memory.count_training_activations(workload, Candidate(layout, recompute=recompute), 0).kept
+    def kept(layout: Layout, recompute: str = "none") -> float:
+        return activations.count_training_activations(workload, Candidate(layout, recompute=recompute), 0).kept
 
-    assert activations(Layout(tp=8)) < activations(Layout(tp=2)) < activations(Layout())
+    assert kept(Layout(tp=8)) < kept(Layout(tp=2)) < kept(Layout())
     tokens = workload.tokens_per_rank(1)
-    assert activations(Layout(pp=2), "full") == 18 * tokens * 4096 * 2 * 2  # 18 layers' inputs of two micro-batches
-    assert activations(Layout(), "full") < activations(Layout(), "selective") < activations(Layout())
+    assert kept(Layout(pp=2), "full") == 18 * tokens * 4096 * 2 * 2  # 18 layers' inputs of two micro-batches
+    assert kept(Layout(), "full") < kept(Layout(), "selective") < kept(Layout())
     long = job(rollout={"max_new_tokens": 16384}, data={"max_prompt_tokens": 1024})
     assert (long.tokens_per_rank(1), long.tokens_per_rank(4)) == (17408, 8192), "a longer sequence than the bound has a pass of its own"
-    logits = {count_logits(FormulaInputs(long, Layout(), tokens), training=False) for tokens in (300, 17408, 1e6)}
+    logits = {count_logits(RankShapes(long, Layout(), tokens), training=False) for tokens in (300, 17408, 1e6)}
     assert logits == {2 * 300 * 151936, 2 * LOGITS_PER_GPU_CHUNK}
-    filtered = FormulaInputs(job(rollout={"top_k": 5}), Layout(tp=8), 1e6)
+    filtered = RankShapes(job(rollout={"top_k": 5}), Layout(tp=8), 1e6)
     assert count_logits(filtered, training=False) == (2 + 8) * LOGITS_PER_CHUNK
 
 
 def test_experts_that_run_at_once_have_padded_rows():
-    """Qwen3-235B-A22B's 16 experts of a rank share 8 rows of each of its tokens; one after the other each takes what it gets."""
+    """The 16 experts of a Qwen3-235B-A22B rank share 8 rows per token. Experts that run one after the other need no padding."""
 
     def rows(tokens: int, **precision: str) -> float:
         workload = job("Qwen3-235B-A22B", precision={"backend": "transformer_engine", "reduction": "fast"} | precision)
-        return FormulaInputs(workload, Layout(tp=8, ep=8, etp=1), tokens).expert_rows
+        return RankShapes(workload, Layout(tp=8, ep=8, etp=1), tokens).expert_rows
 
     assert (rows(6144), rows(5120), rows(1024)) == (16 * 384, 16 * 384, 16 * 128)
     assert rows(5120, backend="emulated") == rows(5120, reduction="tree") == rows(5120, mode="bf16") == 16 * 320
 
 
 def test_padding_of_experts_takes_time(monkeypatch):
-    """A fifth of three products' FLOPs in the 94 layers of Qwen3-235B-A22B, whose tokens meet 8 experts of 3 x 1536 x 4096."""
+    """20 % of the FLOPs of three products in 94 layers, whose tokens meet 8 experts of 3 x 1536 x 4096."""
     candidate, sections = Candidate(Layout(tp=8, ep=8, etp=1)), {"precision": {"backend": "transformer_engine", "reduction": "fast"}}
 
     def seconds() -> float:
@@ -210,13 +213,13 @@ def test_padding_of_experts_takes_time(monkeypatch):
         return roofline.estimate_step_time(workload, candidate, NODE).train / micro_batches
 
     padded = seconds()
-    monkeypatch.setattr(FormulaInputs, "expert_rows", property(lambda inputs: inputs.routed_rows))
+    monkeypatch.setattr(RankShapes, "expert_rows", property(lambda shapes: shapes.routed_rows))
     flops = 0.2 * 3 * 94 * 640 * 8 * 2 * 3 * 1536 * 4096
     assert padded - seconds() == pytest.approx(flops / (0.35 * NODE.gpu.fp8))
 
 
 def test_what_sums_by_the_tree_cost():
-    """Qwen3-8B: four bytes more of an FP32 partial sum than of BF16 for a half of what ranks of tp 4 send, and slower products."""
+    """At tp 4 half of the sent bytes are FP32 partial sums instead of BF16, and products are slower."""
     sent = [row_sums.count_bytes_sent(4, 2, scattered, by_tree) for scattered in (False, True) for by_tree in (True, False)]
     assert sent == [4.5, 3.0, 3.0, 1.5]
     slower = 36 * 2 * 4096 * (4096 + 12288) * (1 / (64 * 5.5e12) - 1 / (0.35 * 1979e12))
@@ -228,9 +231,7 @@ def test_what_sums_by_the_tree_cost():
     layout = Layout(tp=4, dp=2)
     seconds = roofline.compare_reductions(job(), Candidate(layout, rollout_tp=2, engines=4), NODE)
     assert 1 < seconds["tree"] / seconds["fast"] < 1.3
-    workings = [
-        activation_memory.count_working(FormulaInputs(job(precision={"reduction": r}), Layout(tp=8), 100)) for r in ("tree", "fast")
-    ]
+    workings = [activations.count_working(RankShapes(job(precision={"reduction": r}), Layout(tp=8), 100)) for r in ("tree", "fast")]
     assert workings[0] == 8 * 4096 * 100 > workings[1]
 
 
@@ -238,16 +239,16 @@ def test_micro_batches_in_flight_and_the_pipelines_bubble():
     one_chunk, two_chunks = Layout(pp=4), Layout(pp=4, vpp=2)
     cases = [(one_chunk, 0, 9, 4), (one_chunk, 3, 9, 1), (one_chunk, 0, 2, 2), (two_chunks, 0, 9, 11 / 2), (two_chunks, 3, 9, 5 / 2)]
     for layout, stage, count, in_flight in cases:
-        assert activation_memory.count_in_flight(layout, stage, count) == in_flight
+        assert activations.count_in_flight(layout, stage, count) == in_flight
     for pp, vpp, count, share in ((1, 1, 7, 0), (4, 1, 8, 3 / 11), (4, 2, 8, 3 / 19), (8, 1, 1, 7 / 8)):
         assert roofline.bubble_fraction(pp, vpp, count) == pytest.approx(share)
 
 
 def test_the_last_stage_with_its_output_layer_sets_a_pipelines_pace():
-    """A quarter of the layers and the whole output layer, of one token in the forward pass."""
+    """The last stage has a quarter of the layers and the whole output layer."""
     workload = job(precision={"reduction": "fast", "backend": "transformer_engine"})
     one, four = Candidate(Layout()), Candidate(Layout(pp=4))
-    linear, attention, outputs = roofline.count_flops_per_token(workload)
+    linear, attention, outputs = operators.count_flops_per_token(workload)
     assert outputs == 2 * 151936 * 4096
     seconds = [roofline.estimate_step_time(workload, each, NODE).train for each in (one, four)]
     fp8, bf16 = 3 * linear / (0.35 * NODE.gpu.fp8), 3 / (0.35 * NODE.gpu.bf16)
@@ -261,7 +262,7 @@ def test_the_last_stage_with_its_output_layer_sets_a_pipelines_pace():
 
 
 def test_stages_are_planned_that_take_about_as_long():
-    """94 layers on eight stages, which do not divide them; the output layer takes as long as some layers."""
+    """94 layers do not divide into eight stages, and the output layer takes as long as several layers."""
     workload, cluster = job("Qwen3-235B-A22B"), Cluster.from_options(16, 8, "h200")
     layout = Layout(tp=8, pp=8, dp=2, ep=8, etp=1)
     assert 2 < roofline.weigh_output_layer(workload, layout, cluster) < 4
@@ -297,7 +298,7 @@ def test_the_same_cut_on_the_same_gpus_moves_nothing_over_a_link():
 
 
 def test_a_gpu_whose_memory_others_open_by_cuda_ipc_holds_a_context_of_each():
-    """Trainer at tp 8, two engines at tp 4: a GPU's slices are halves of what two engine ranks of each engine hold."""
+    """With a trainer at tp 8 and two engines at tp 4, each trainer GPU sends to ranks of both engines."""
     same, others = Candidate(Layout(tp=4, dp=2), 4, 1, 2), Candidate(Layout(tp=8), 4, 1, 2)
     for candidate, transport, readers in ((same, "cuda_ipc", 0), (others, "cuda_ipc", None), (others, "gloo", 0)):
         planner = Planner(job(sync={"transport": transport}), NODE)
@@ -318,15 +319,15 @@ def test_shared_gpus_hold_by_turns():
     assert "KV cache" in parts["generate"] and "KV cache" not in parts["train"]
     assert "optimizer" in parts["train"] and "optimizer" not in parts["generate"]
     assert {phase.gpus for phase in memory_by_phase.estimate_phase_memory(job(), apart)} == {"trainer", "engine"}
-    assert memory_by_phase.count_offloaded_bytes(job(), shared) == memory.count_trainer_memory(job(), shared.train, 0).optimizer
+    assert memory_by_phase.count_offloaded_bytes(job(), shared) == weights.count_trainer_memory(job(), shared.train, 0).optimizer
 
 
 def test_a_critic_has_a_phase_of_its_own_and_shares_the_device_by_turns():
     shared, apart = Candidate(Layout(tp=8), 8, 1, 1), Candidate(Layout(tp=4), 4, 1, 1, "disaggregated")
     plain, ppo = job(), job(algorithm={"name": "ppo"})
-    held = memory.count_trainer_memory(ppo.critic, shared.train, 0)
+    held = weights.count_trainer_memory(ppo.critic, shared.train, 0)
     vocabulary = 2 * 151936 // 8 * 4096
-    assert held.weights == memory.count_trainer_memory(plain, shared.train, 0).weights - vocabulary + 2 * 4096
+    assert held.weights == weights.count_trainer_memory(plain, shared.train, 0).weights - vocabulary + 2 * 4096
     parts = {phase.phase: phase.parts for phase in memory_by_phase.estimate_phase_memory(ppo, shared)}
     assert [*parts] == ["generate", "logprobs", "critic", "train", "sync", "resume"]
     assert "activations" not in parts["resume"] and parts["resume"]["optimizer"] == parts["train"]["optimizer"]
@@ -337,7 +338,7 @@ def test_a_critic_has_a_phase_of_its_own_and_shares_the_device_by_turns():
     assert {name: size for name, size in parts["train"].items() if name != "critic"} == next(
         phase.parts for phase in memory_by_phase.estimate_phase_memory(plain, shared) if phase.phase == "train"
     )
-    both = memory.count_trainer_memory(plain, shared.train, 0).optimizer + held.optimizer
+    both = weights.count_trainer_memory(plain, shared.train, 0).optimizer + held.optimizer
     assert memory_by_phase.count_offloaded_bytes(ppo, shared) == both
     of_trainer = [phase.parts for phase in memory_by_phase.estimate_phase_memory(ppo, apart) if phase.gpus == "trainer"]
     assert all({"optimizer", "gradients"} <= phase.keys() for phase in of_trainer)
@@ -356,7 +357,7 @@ def test_the_search_ranks_what_fits_and_says_why():
 
 
 def test_an_engine_takes_several_nodes_where_one_cannot_hold_it():
-    """A cache of 88 GB beside the weights, in nodes of one GPU each."""
+    """A KV cache of 88 GB in addition to the weights, on nodes with one GPU each."""
     workload, cluster = job(rollout={"max_total_tokens": 600_000}), Cluster.from_options(8, 1, "h100")
     best = Planner(workload, cluster).search(1).ranked[0].candidate
     assert (best.rollout_tp, best.nodes_per_engine) == (2, 2) and best.describe_engines() == f"{best.engines} x tp 2 on 2 nodes each"
@@ -419,10 +420,10 @@ def test_what_is_suggested_passes_the_rules_of_train(overrides, placement):
         (Candidate(Layout(tp=8, dp=2), 8, 1, 1), 2, "rollout.engines = 1: must be a multiple of the nodes with engines (2)"),
         (Candidate(Layout(tp=8, dp=4), 16, 1, 2, nodes_per_engine=2), 4, ""),
         (Candidate(Layout(tp=8), 16, 1, 1, "disaggregated", nodes_per_engine=2), 3, ""),
-        (Candidate(Layout(tp=4, dp=3), 4, 1, 2), 2, "train.layout: needs 12 ranks (tp * cp * pp * dp), this launch has 16; "),
+        (Candidate(Layout(tp=4, dp=3), 4, 1, 2), 2, "train.layout: needs 12 ranks (tp * cp * pp * dp), but this launch has 16; "),
         (Candidate(Layout(tp=8), 8, 1, 3, "disaggregated"), 4, ""),
         (Candidate(Layout(tp=8), 4, 1, 3, "disaggregated"), 3, "rollout.engines = 3: must be a multiple of the nodes with engines (2)"),
-        (Candidate(Layout(tp=4), 4, 1, 1, "disaggregated"), 1, "train.layout: needs 4 ranks (tp * cp * pp * dp), this launch has 0; "),
+        (Candidate(Layout(tp=4), 4, 1, 1, "disaggregated"), 1, "train.layout: needs 4 ranks (tp * cp * pp * dp), but this launch has 0; "),
     ],
 )
 def test_a_plan_says_what_no_batch_script_starts(candidate, nodes, problem):
@@ -467,12 +468,12 @@ def test_the_shipped_examples_fit_and_their_geometries_are_the_published_ones(mo
         (["--nodes", "0"], "--nodes = 0: must be a positive number", False),
         (["--gpu", "v100"], "--gpu = 'v100': is not known; use one of h100, h200, h800, h20", False),
         (["--rollout.max_total_tokens=100000000"], "--nodes = 1: nothing fits on 1 node of 8 H100 SXM 80GB: the closest, ", False),
-        (["--rollout.max_new_tokens=40960"], "rollout.max_new_tokens = 40960: with data.max_prompt_tokens (1024) exceeds", False),
+        (["--rollout.max_new_tokens=40960"], "rollout.max_new_tokens = 40960: plus data.max_prompt_tokens (1024) exceeds", False),
         (["--model.path=nowhere"], "model.path = 'nowhere': does not exist", False),
         (["--train.layout.tp=3", "--rollout.engines=1"], "train.layout.tp = 3: must divide vocab_size (151936)", True),
         (["--train.layout.tp=8", "--train.layout.dp=2"], "train.layout: needs 16 GPUs, 1 node of 8 H100 SXM 80GB have 8", True),
         (["--train.layout.tp=1", "--train.layout.dp=8"], "train.layout: needs 101.4 GiB of a GPU in phase train, of which 75.7 may", True),
-        (["--rollout.tp=16"], "rollout.tp = 16: is more than 8 GPUs of a node * rollout.nodes_per_engine = 8", True),
+        (["--rollout.tp=16"], "rollout.tp = 16: exceeds 8 GPUs per node * rollout.nodes_per_engine = 8 GPUs", True),
     ],
 )
 def test_what_does_not_work_is_refused_in_one_line_with_the_best_layout_if_there_is_one(options, line, best):

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from support import toy_format
 
-from megatron_rl.precision.backends import make_backend
+from megatron_rl.kernels.linear import make_backend
 from megatron_rl.precision.quantized_weight import expand_scales
 from megatron_rl.precision.quantizers import dequantize, quantize
 from parallel.formats import FORMATS

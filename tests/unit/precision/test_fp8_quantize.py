@@ -1,4 +1,4 @@
-"""The reference quantisers against slow loops over blocks, with edge blocks cut short."""
+"""The reference quantizers against slow loops over blocks, with edge blocks cut short."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_rl.precision.quantized_weight import QuantizedWeight
 
 @both_scale_formats
 @pytest.mark.parametrize("shape", [(128, 128), (256, 384), (130, 200), (1, 1), (127, 257), (300, 5)])
-def test_weights_are_quantised_block_by_block(scale_format, shape):
+def test_weights_are_quantized_block_by_block(scale_format, shape):
     weight = uneven_matrix(*shape)
     blocks = quantize_weight(weight, scale_format)
     codes, scales = slow_fp8.quantize_matrix(weight.numpy(), scale_format)
@@ -24,7 +24,7 @@ def test_weights_are_quantised_block_by_block(scale_format, shape):
 
 
 @both_scale_formats
-def test_bf16_weights_are_quantised_as_their_values_and_inf_and_nan_refused(scale_format):
+def test_bf16_weights_are_quantized_as_their_values_and_inf_and_nan_refused(scale_format):
     weight = uneven_matrix(130, 140).bfloat16()
     for tensor, expected in zip(quantize_weight(weight, scale_format), quantize_weight(weight.float(), scale_format), strict=True):
         assert torch.equal(tensor.view(torch.uint8), expected.view(torch.uint8))
@@ -48,7 +48,7 @@ def test_zero_blocks_have_zero_bytes_and_every_block_its_own_scale():
 
 @both_scale_formats
 @pytest.mark.parametrize("shape", [(256, 256), (130, 200)])
-def test_dequantising_gives_each_blocks_round_trip(scale_format, shape):
+def test_dequantizing_gives_each_blocks_round_trip(scale_format, shape):
     weight = uneven_matrix(*shape)
     expected = np.empty(shape, np.float32)
     for i in range(0, shape[0], 128):
@@ -57,7 +57,7 @@ def test_dequantising_gives_each_blocks_round_trip(scale_format, shape):
     values = dequantize_weight(quantize_weight(weight, scale_format))
     assert values.dtype == torch.float32 and np.array_equal(values.numpy(), expected)
     if scale_format == "pow2":
-        assert torch.equal(dequantize_weight(quantize_weight(values, "pow2")), values), "quantising again changes no value"
+        assert torch.equal(dequantize_weight(quantize_weight(values, "pow2")), values), "quantizing again changes no value"
 
 
 @both_scale_formats
@@ -94,8 +94,8 @@ def test_rounding_equals_the_cast_and_the_definition_on_dense_samples():
     assert np.array_equal(rounded.numpy(), slow_fp8.from_codes(slow_fp8.to_codes(values.numpy())))
 
 
-def test_rounding_takes_ties_to_even_and_their_neighbours_to_the_nearest():
-    """Midpoints of all neighbouring E4M3 numbers, subnormals too, with the FP32 numbers on either side of them."""
+def test_rounding_takes_ties_to_even_and_their_neighbors_to_the_nearest():
+    """Midpoints of all neighboring E4M3 numbers, subnormals too, with the FP32 numbers on either side of them."""
     low, high = slow_fp8.VALUES[:-1], slow_fp8.VALUES[1:]
     ties = ((low + high) / 2).astype(np.float32)
     even = np.where(np.arange(126) % 2, high, low)

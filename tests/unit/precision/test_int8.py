@@ -1,4 +1,4 @@
-"""The INT8 quantiser and product against SGLang's formula, computed slowly value by value."""
+"""The INT8 quantizer and product against SGLang's formula, computed slowly value by value."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def uneven(rows: int, cols: int, seed: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_weight_is_quantised_as_sglangs_kernel_quantises_rows(dtype):
+def test_a_weight_is_quantized_as_sglangs_kernel_quantizes_rows(dtype):
     weight = uneven(40, 300, 1).to(dtype)
     codes, scales = slow(weight)
     quantized = quantize_int8_weight(weight)

@@ -7,9 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_rl.kernels import batch_invariant
 from megatron_rl.precision import kv_cache
 from megatron_rl.precision.fp8 import round_trip_1x128
-from megatron_rl.precision.ops import batch_invariant
 
 
 @given(st.integers(0, 5), st.integers(1, 3), st.sampled_from([1, 64, 80, 128, 192]), st.sampled_from([-30, -6, 0, 20]), st.integers(0, 9))

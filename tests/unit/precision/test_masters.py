@@ -56,13 +56,13 @@ def test_seed_and_tensor_make_other_hashes_and_all_are_even():
 
 @pytest.mark.parametrize("place", EXTREMES)
 def test_every_bf16_number_keeps_its_value_under_rounding(place):
-    """Strictly within half the distance to the neighbour, on either side."""
+    """Strictly within half the distance to the neighbor, on either side."""
     masters = spread(FINITE_BF16, torch.full(FINITE_BF16.shape, place, dtype=torch.int32))
     assert torch.equal(masters.bfloat16().view(torch.int16), FINITE_BF16.view(torch.int16))
     assert torch.equal(masters == 0, FINITE_BF16 == 0)
     numbers, moved = FINITE_BF16.double(), masters.double()
-    neighbours = torch.nextafter(FINITE_BF16, torch.where(moved > numbers, torch.inf, -torch.inf).bfloat16()).double()
-    assert ((moved == numbers) | ((moved - numbers).abs() < (neighbours - numbers).abs() / 2)).all()
+    neighbors = torch.nextafter(FINITE_BF16, torch.where(moved > numbers, torch.inf, -torch.inf).bfloat16()).double()
+    assert ((moved == numbers) | ((moved - numbers).abs() < (neighbors - numbers).abs() / 2)).all()
 
 
 @pytest.mark.parametrize("dtype, free", [(torch.float16, 13), (torch.float8_e4m3fn, 20)])

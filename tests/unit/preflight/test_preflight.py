@@ -62,11 +62,11 @@ def test_a_good_configuration_passes(workplace):
     [
         (
             ["--precision.backend=deep_gemm", "--precision.high=fp32"],
-            "precision.high = 'fp32': is not what backend deep_gemm computes; use bf16, or precision.backend emulated",
+            "precision.high = 'fp32': is not supported by precision.backend deep_gemm; use bf16, or precision.backend emulated",
         ),
         (
             ["--train.layout.tp=2"],
-            "train.layout: needs 2 ranks (tp * cp * pp * dp), this launch has 1; "
+            "train.layout: needs 2 ranks (tp * cp * pp * dp), but this launch has 1; "
             "start with torchrun --nproc-per-node 2, or change train.layout",
         ),
         (
@@ -91,16 +91,16 @@ def test_a_good_configuration_passes(workplace):
             ["--sync.transport=json:loads"],
             "sync.transport = 'json:loads': must be a parallel.transport.base.Transport, not a function; see docs/extending.md",
         ),
-        (["--data.train="], f"data.train: names no problems; {SOURCE_FIX}"),
+        (["--data.train="], f"data.train: is required for training; {SOURCE_FIX}"),
         (["--data.train=no.jsonl"], f"data.train = 'no.jsonl': does not exist; {SOURCE_FIX}"),
         (["--data.eval=no.jsonl"], f"data.eval = 'no.jsonl': does not exist; {SOURCE_FIX}"),
         (["--data.train=model"], f"data.train = 'model': is a folder; {SOURCE_FIX}"),
         (
             ["--rollout.max_new_tokens=513"],
-            "rollout.max_new_tokens = 513: with data.max_prompt_tokens (512) exceeds the model's 1024 positions; lower one of them",
+            "rollout.max_new_tokens = 513: plus data.max_prompt_tokens (512) exceeds the model's 1024 positions; lower one of them",
         ),
         *(
-            ([f"--{field}={value}"], f"{field} = {value!r}: needs a model with experts, qwen3 has none; leave it out")
+            ([f"--{field}={value}"], f"{field} = {value!r}: needs a model with experts, but qwen3 has none; leave it out")
             for field, value in (("train.router_aux_loss", 0.1), ("train.router_bias_rate", 0.1), ("algorithm.routing_replay", "engine"))
         ),
     ],
@@ -113,7 +113,7 @@ def test_each_mistake_is_one_line_with_its_fix(workplace, overrides, line):
 def test_experts(workplace, monkeypatch):
     write_config(workplace, **make_hf_config(ArchitectureConfig(num_experts=4), 0, "fp32"))
     check_run(load_config(workplace / "run.toml", ["--algorithm.routing_replay=engine", "--train.router_aux_loss=0.1"]))
-    rule = "needs routers with a correction bias, qwen3_moe has none; use train.router_aux_loss"
+    rule = "needs routers with a correction bias, but qwen3_moe has none; use train.router_aux_loss"
     assert refused("--train.router_bias_rate=0.1") == f"train.router_bias_rate = 0.1: {rule}"
     monkeypatch.setenv("WORLD_SIZE", "2")
     layout = ["--train.layout.dp=2", "--train.layout.ep=2"]
@@ -133,12 +133,12 @@ def test_layouts_that_pass(workplace, monkeypatch):
     [
         ("3", ["pp=3"], "train.layout.pp = 3: must divide num_hidden_layers (2); use a divisor of 2"),
         ("2", ["dp=2", "ep=2"], "train.layout.ep = 2: needs a model with experts, qwen3 has none; "),
-        ("2", ["tp=2", "etp=1"], "train.layout.etp = 1: needs a model with experts, qwen3 has none; leave it out"),
+        ("2", ["tp=2", "etp=1"], "train.layout.etp = 1: needs a model with experts, but qwen3 has none; leave it out"),
         ("2", ["dp=2", "ep=3"], "train.layout.ep = 3: ep * etp = 3 * 1 must divide tp * cp * dp = 1 * 1 * 2; "),
         ("1", ["vpp=2"], "train.layout.vpp = 2: needs more than one pipeline stage; set train.layout.pp above 1, or train.layout.vpp = 1"),
         ("2", ["pp=2", "vpp=2"], "train.layout.vpp = 2: must divide the layers of a pipeline stage (1); use a divisor of 1"),
-        ("4", ["tp=2", "cp=2"], "train.layout.cp = 2: tp * cp = 2 * 2 must divide num_attention_heads (2); use a smaller one"),
-        ("4", ["cp=2"], "train.layout: needs 2 ranks (tp * cp * pp * dp), this launch has 4; "),
+        ("4", ["tp=2", "cp=2"], "train.layout.cp = 2: tp * cp = 2 * 2 must divide num_attention_heads (2); use a smaller size"),
+        ("4", ["cp=2"], "train.layout: needs 2 ranks (tp * cp * pp * dp), but this launch has 4; "),
     ],
 )
 def test_layouts_that_do_not_fit_the_model_or_the_launch(workplace, monkeypatch, ranks, sizes, line):
@@ -161,7 +161,7 @@ def test_a_layout_that_cuts_fp8_blocks(workplace, monkeypatch, ranks, overrides)
 
 def test_a_checkpoint_of_another_kind(workplace):
     write_config(workplace, model_type="mamba")
-    assert refused() == f"config.json model_type = 'mamba': is no model family known here; use one of {', '.join(FAMILIES)}"
+    assert refused() == f"config.json model_type = 'mamba': is not a supported model family; use one of {', '.join(FAMILIES)}"
     write_config(workplace, head_dim="absent")
     assert refused().startswith("config.json head_dim: is missing")
 
@@ -170,17 +170,17 @@ def test_weights_that_are_not_those_of_the_config(workplace):
     file = workplace / "model" / "model.safetensors"
     tensors = list_tensors(make_hf_config(ArchitectureConfig(), 0, "fp32"))
     write_sparse_safetensors(file, {**tensors, "model.layers.2.mlp.gate_proj.weight": ("F32", [512, 256])})
-    assert "tensor model.layers.2.mlp.gate_proj.weight belongs to no qwen3 model of this config.json" in refused()
+    assert "tensor model.layers.2.mlp.gate_proj.weight does not belong to the qwen3 model that config.json describes" in refused()
     write_sparse_safetensors(file, {name: tensor for name, tensor in tensors.items() if name != "model.norm.weight"})
     assert "tensor model.norm.weight is missing" in refused()
     file.unlink()
-    assert refused() == "model.path = 'model': holds neither model.safetensors nor its index; give a folder with safetensors weights"
+    assert refused() == "model.path = 'model': holds neither model.safetensors nor its index; name a folder with safetensors weights"
 
 
 def test_an_fp8_checkpoint_of_another_scale_format_or_with_a_broken_scale(workplace):
     make_fp8_checkpoint(workplace / "fp8", "fp32")
     line = refused("--model.path=fp8")
-    assert 'holds scales that are no powers of two, precision.scale_format is "pow2"; set precision.scale_format = "fp32", or' in line
+    assert 'holds scales that are not powers of two, precision.scale_format is "pow2"; set precision.scale_format = "fp32", or' in line
     for working in (["--precision.scale_format=fp32"], ["--precision.mode=bf16"], ["--precision.mode=fp8_rollout"]):
         check_run(load_config(workplace / "run.toml", ["--model.path=fp8", *working]))
     weights = load_file(workplace / "fp8" / "model.safetensors")
@@ -190,12 +190,14 @@ def test_an_fp8_checkpoint_of_another_scale_format_or_with_a_broken_scale(workpl
     assert "tensor model.layers.0.self_attn.o_proj.weight_scale_inv holds a scale that is inf, NaN" in line
 
 
-def test_calibrated_clipping_where_nothing_is_quantised(workplace):
+def test_calibrated_clipping_where_nothing_is_quantized(workplace):
     calibrate = ("--algorithm.calibrate_every=20", "--algorithm.updates_per_step=2")
     check_run(load_config(workplace / "run.toml", calibrate))
     line = refused(*calibrate, "--precision.mode=bf16")
-    assert line.startswith("algorithm.calibrate_every = 20: calibrates ratios of quantized weights, which precision.mode bf16 has none of")
-    assert "needs loss ppo and updates_per_step of 2 or more" in refused(calibrate[0])
+    assert line.startswith(
+        "algorithm.calibrate_every = 20: calibrates ratios of a quantized trainer, but precision.mode bf16 does not quantize"
+    )
+    assert "needs loss ppo and updates_per_step >= 2" in refused(calibrate[0])
 
 
 def test_a_malformed_line_of_data_and_a_missing_chat_template_are_named(workplace):

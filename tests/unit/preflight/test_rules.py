@@ -1,4 +1,4 @@
-"""Every rule of the preflight by a mistake that breaks it: all commands that know what the rule needs refuse it with the same line."""
+"""Each preflight check fails for some mistake, and all commands that have what the check needs refuse it with the same line."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ from megatron_rl.cli.main import app
 from megatron_rl.config import load_config
 from megatron_rl.errors import UserError
 from megatron_rl.hf.files import read_config
-from megatron_rl.precision.backends import requirements
-from megatron_rl.preflight import (
+from megatron_rl.kernels.linear import requirements
+from megatron_rl.preflight import files, layouts, machine, resumed_run, settings, teacher
+from megatron_rl.preflight.rule import (
     EVAL,
     EVAL_MODEL,
     LAYOUTS,
@@ -39,14 +40,8 @@ from megatron_rl.preflight import (
     Needs,
     check_on_rank_0,
     check_run,
-    files,
     find_mistakes,
-    layouts,
-    machine,
-    resumed_run,
-    settings,
-    teacher,
-)  # fmt: skip
+)
 from megatron_rl.rollout.engine_placement import LAUNCHER_VARIABLE
 from parallel.formats import INT8, MODES, Mode
 
@@ -57,32 +52,37 @@ TASK = "examples.arithmetic.task:Arithmetic"
 TWO_HOSTS = ('--rollout.hosts=["10.0.0.5", "10.0.0.6"]', "--rollout.engines=2")
 PPO = "--algorithm.name=ppo"
 MEASURED = '--data.train=[{source = "x.jsonl", format = "gsm8k", pass_rate = "measured", pass_rate_high = 0.9}]'
-AGENT = "--agent.name=examples.arithmetic.python_agent:solve"
+AGENT = "--agent.name=examples.arithmetic.tool_agent:solve"
 ON_HUB, COMMIT = "hf:someone/unknown", "5" * 40
 MTP = "--train.mtp_loss_scaling_factor=0.1"
 GLM = ARCHITECTURES["glm4_moe_air"] | {"num_hidden_layers": 1, "num_nextn_predict_layers": 1}
-GLOO = "--sync.transport=gloo"  # works on a GPU and without
+MLA = {**PUBLISHED["DeepSeek-V3"], "num_hidden_layers": 4, "n_routed_experts": 8, "n_group": 1, "topk_group": 1}
+GLOO = "--sync.transport=gloo"  # works with and without a GPU
 
 
 class Mistake(NamedTuple):
+    line: str
+    """Start of the error line. MODEL stands for the field or option that names the model."""
     rule: Callable[[Facts], None]
     commands: str
-    """Those that refuse it, of train, eval and plan."""
-    line: str
-    """How the line begins; MODEL stands for the field or option that names the model."""
+    """Commands that refuse the mistake: train, eval, plan."""
     overrides: tuple[str, ...] = ()
     model: Mapping[str, Any] = MappingProxyType({})
-    """Changes to its config.json."""
+    """Changes to the model's config.json."""
     ranks: int = 1
     gpus: int = 0
     launchers: str = ""
     checkpoint: str = "model"
-    """What eval is to evaluate."""
+    """The checkpoint that `eval` evaluates."""
     scene: Callable[[pytest.MonkeyPatch], object] = lambda patch: None
 
 
+def refuse(line: str, rule: Callable[[Facts], None], commands: str, *overrides: str, **fields: Any) -> Mistake:
+    return Mistake(line, rule, commands, overrides, **fields)
+
+
 def keep_no_weights_offline(patch: pytest.MonkeyPatch) -> None:
-    """The hub cannot be reached, and its cache has of `ON_HUB` what a plan looks at."""
+    """Make the hub unreachable, with only the small files of `ON_HUB` in the cache."""
     cached = Path("cache/models--someone--unknown")
     snapshot = cached / "snapshots" / COMMIT
     shutil.copytree("model", snapshot, ignore=lambda *_: ["model.safetensors"])
@@ -99,13 +99,13 @@ def with_value_head(folder: Path, labels: int) -> None:
 
 
 def make_teacher(folder: str, source: str = "experts", **changes: object) -> None:
-    """A copy of a model, with changes to its config.json."""
+    """Copy a model and change its config.json."""
     shutil.copytree(source, folder)
     edit_config(Path(folder), changes)
 
 
 def swap_tokens(folder: str) -> None:
-    """Make a teacher two of whose tokens have each other's ids."""
+    """Make a teacher that swaps the ids of two tokens."""
     make_teacher(folder)
     file = Path(folder) / "tokenizer.json"
     tokenizer = json.loads(file.read_text())
@@ -119,677 +119,241 @@ def layout(*sizes: str) -> tuple[str, ...]:
     return tuple(f"--train.layout.{size}" for size in sizes)
 
 
+# fmt: off
 MISTAKES = [
-    Mistake(
-        settings.updates_share_the_prompts,
-        "train plan",
-        "algorithm.updates_per_step = 3: must divide rollout.prompts_per_step (32); change one of them",
-        ("--algorithm.updates_per_step=3",),
-    ),
-    Mistake(
-        settings.profiled_steps_are_run,
-        "train plan",
-        "log.profile_steps = 9: must not be above train.steps (8); name a step that is run",
-        ("--log.profile_steps=[2, 9]", "--train.steps=8"),
-    ),
-    Mistake(
-        layouts.profiled_ranks_are_there,
-        "train plan",
-        "log.profile_ranks = 1: is no rank of train.layout, which has 1; name ranks below 1",
-        ("--log.profile_steps=[2]", "--log.profile_ranks=[0, 1]"),
-    ),
-    Mistake(
-        settings.learning_rate_can_fall,
-        "train plan",
-        "train.min_learning_rate = 2.0: must not be above train.learning_rate (",
-        ("--train.min_learning_rate=2", "--train.decay_style=linear"),
-    ),
-    Mistake(
-        settings.constant_learning_rate_does_not_fall,
-        "train plan",
-        "train.decay_steps = 9: says how the learning rate falls, which train.decay_style keeps constant; set train.decay_style to linear",
-        ("--train.decay_steps=9",),
-    ),
-    Mistake(
-        settings.learning_rate_can_fall,
-        "train plan",
-        "train.warmup_steps = 9: must be below train.decay_steps (9), in which the learning rate has fallen; lower it",
-        ("--train.warmup_steps=9", "--train.decay_style=cosine", "--train.decay_steps=9"),
-    ),
-    Mistake(
-        settings.learning_rate_can_fall,
-        "train plan",
-        "train.wsd_decay_steps = 0: must be from 1 to 9, the optimizer steps after the warm-up; a tenth of the run is common",
-        ("--train.steps=9", "--train.decay_style=WSD"),
-    ),
-    Mistake(
-        settings.critic_has_advantages_to_make,
-        "train plan",
-        "critic: sets up a critic, which algorithm.advantage = 'group_std' has none of; leave the section out, or set algorithm.advantage",
-        ("--critic.learning_rate=1e-4",),
-    ),
-    Mistake(
-        settings.critic_leaves_steps_to_the_policy,
-        "train plan",
-        "critic.critic_warmup = 9: must be below train.steps (9), or no policy is trained; lower it",
-        (PPO, "--critic.critic_warmup=9", "--train.steps=9"),
-    ),
-    Mistake(
-        settings.critics_learning_rate_can_fall,
-        "train plan",
-        "critic.warmup_steps = 9: leaves fewer than 1 of train.decay_steps (9), in which the learning rate falls; lower it",
-        (PPO, "--critic.warmup_steps=9", "--train.decay_style=cosine", "--train.decay_steps=9"),
-    ),
-    Mistake(
-        settings.one_way_of_sampling_more_is_chosen,
-        "train plan",
-        "rollout.over_sampling_prompts = 4: aborts groups before dynamic sampling (algorithm.dynamic_sampling_max_rounds) knows",
-        ("--rollout.over_sampling_prompts=4", "--algorithm.dynamic_sampling_max_rounds=2"),
-    ),
-    Mistake(
-        settings.groups_can_be_compared,
-        "train plan",
-        "rollout.group_size = 1: leaves an answer none to be compared with, as algorithm.advantage = 'group_std' does; raise it, or set",
-        ("--rollout.group_size=1",),
-    ),
-    Mistake(
-        settings.groups_can_be_compared,
-        "train plan",
-        "rollout.group_size = 1: leaves an answer none to be compared with, as dynamic sampling does; raise it, or leave dynamic_sampling",
-        (PPO, "--rollout.group_size=1", "--algorithm.dynamic_sampling_max_rounds=2"),
-    ),
-    Mistake(
-        settings.measured_pass_rates_come_before_draws,
-        "train plan",
-        "algorithm.dynamic_sampling_max_rounds = 2: draws problems while other steps are measured, so data.train with pass_rate = measured",
-        (*AHEAD, MEASURED, "--algorithm.dynamic_sampling_max_rounds=2"),
-    ),
-    Mistake(
-        settings.critic_is_of_the_policys_architecture,
-        "train plan",
-        "critic.path = 'hf:someone/unknown': is on the hub, and only a folder is built for a critic; download it, give its folder",
-        (PPO, f"--critic.path={ON_HUB}"),
-    ),
-    Mistake(
-        settings.critic_is_of_the_policys_architecture,
-        "train plan",
-        "critic.path = 'experts': is a model of another architecture than model.path (family, layers, experts), which is not built; give a",
-        (PPO, "--critic.path=experts"),
-    ),
-    Mistake(
-        teacher.teacher_reads_the_policys_tokens,
-        "train plan",
-        "teacher.path = 'larger': has 500 tokens, the policy 384: it must score the policy's own; give a teacher with the same",
-        ("--teacher.path=larger",),
-        scene=lambda _: make_teacher("larger", vocab_size=500),
-    ),
-    Mistake(
-        teacher.losses_take_the_teachers_advantages,
-        "train plan",
-        "algorithm.loss = 'gmpo': has one advantage for a completion, and [teacher] gives one to each token; use ppo, gspo or cispo, or",
-        ("--teacher.path=experts", "--algorithm.name=gmpo"),
-    ),
-    Mistake(
-        teacher.teacher_reads_the_policys_tokens,
-        "train plan",
-        "teacher.path = 'shorter': does not fit this run: rollout.max_new_tokens = 64: with data.max_prompt_tokens (",
-        ("--teacher.path=shorter",),
-        scene=lambda _: make_teacher("shorter", max_position_embeddings=80),
-    ),
-    Mistake(
-        teacher.trainer_divides_the_teacher,
-        "train plan",
-        "teacher.path = 'narrow': does not fit this run: model.layers.0.mlp.gate_proj.weight = ",
-        ("--teacher.path=narrow", *layout("tp=2")),
-        ranks=2,
-        scene=lambda _: make_teacher("narrow", "model", intermediate_size=384),
-    ),
-    Mistake(
-        teacher.teacher_has_the_policys_tokenizer,
-        "train",
-        "teacher.path = 'swapped': has other tokens than the policy: it must score the policy's own; give a teacher with the same",
-        ("--teacher.path=swapped",),
-        scene=lambda _: swap_tokens("swapped"),
-    ),
-    Mistake(
-        teacher.tensors_are_those_of_the_teacher,
-        "train",
-        "teacher.path = 'fp8': ",
-        ("--teacher.path=fp8",),
-    ),
-    Mistake(
-        teacher.teacher_reads_the_policys_tokens,
-        "train plan",
-        "teacher.path = 'hf:someone/unknown': is on the hub, and only a folder is loaded; download it, give its folder",
-        (f"--teacher.path={ON_HUB}",),
-    ),
-    Mistake(
-        settings.kept_tokens_are_bounded,
-        "train plan",
-        "rollout.min_p = 0.1: leaves an unbounded number of tokens to draw from, and the trainer is told them all; set rollout.top_k",
-        ("--rollout.min_p=0.1",),
-    ),
-    Mistake(
-        settings.kept_tokens_are_bounded,
-        "train plan",
-        "rollout.top_k = 1: must be from 2, or nothing is left to learn, to 4096, which the trainer is told, or -1; eval.top_k is for",
-        ("--rollout.top_k=1",),
-    ),
-    Mistake(
-        settings.several_rewards_are_normalized,
-        "train plan",
-        "algorithm.multi_objective_aggregation = 'normalize_then_sum': normalizes reward functions apart, of which there is only one",
-        ("--algorithm.multi_objective_aggregation=normalize_then_sum",),
-    ),
-    Mistake(
-        settings.calibration_has_quantized_ratios,
-        "train plan",
-        "algorithm.calibrate_every = 9: calibrates ratios of quantized weights, which precision.mode bf16 has none of in the trainer",
-        ("--algorithm.calibrate_every=9", "--algorithm.updates_per_step=2", "--precision.mode=bf16"),
-    ),
-    Mistake(
-        settings.engine_knows_the_format,
-        "train eval plan",
-        "precision.mode = 'int8_rollout': needs an engine that serves w8a8_int8, this one serves fp8; use another mode",
-        ("--precision.mode=int8_rollout",),
-        scene=lambda patch: patch.setattr(settings, "SERVED_METHODS", ("fp8",)),
-    ),
-    Mistake(
-        settings.scales_are_those_of_the_format,
-        "train eval plan",
-        "precision.scale_format = 'fp32': is not what INT8 has, whose scales are e8m0; leave it out",
-        ("--precision.mode=int8_rollout", "--precision.scale_format=fp32"),
-        scene=lambda patch: patch.setitem(MODES, "int8_rollout", Mode(None, replace(INT8, scale_format="e8m0"))),
-    ),
-    Mistake(
-        settings.backend_computes_in_high,
-        "train plan",
-        "precision.high = 'fp32': is not what backend deep_gemm computes; use bf16, or precision.backend emulated",
-        ("--precision.backend=deep_gemm", "--precision.high=fp32"),
-    ),
-    Mistake(
-        settings.stale_tokens_are_corrected,
-        "train plan",
-        "placement.max_staleness = 1: trains on tokens of older versions, and nothing corrects for that; set algorithm.correction",
-        AHEAD[:2],
-    ),
-    Mistake(
-        settings.replayed_groups_are_corrected,
-        "train plan",
-        "replay: trains on tokens of older versions, and nothing corrects for that; set algorithm.correction",
-        ("--replay.prompts_per_step=8",),
-    ),
-    Mistake(
-        settings.replayed_groups_are_older_than_sampled_ones,
-        "train plan",
-        "replay.max_staleness = 1: must be above placement.max_staleness (1): when a group comes back it is older",
-        (*AHEAD, "--replay.prompts_per_step=8", "--replay.max_staleness=1"),
-    ),
-    Mistake(
-        settings.replayed_groups_keep_their_advantages,
-        "train plan",
-        "algorithm.advantage = 'gae': makes advantages of the present policy's log-probs or values, and [replay] keeps",
-        (PPO, "--algorithm.correction=tis", "--replay.prompts_per_step=8"),
-    ),
-    Mistake(
-        settings.attributed_tokens_are_of_one_version,
-        "train plan",
-        "log.attribute_every = 2: tells causes apart for tokens of the trainer's own version only; set it to 0, or leave out [replay]",
-        ("--algorithm.correction=tis", "--replay.prompts_per_step=8", "--log.attribute_every=2"),
-    ),
-    Mistake(
-        settings.replayed_routing_is_of_one_version,
-        "train plan",
-        "algorithm.routing_replay = 'engine': replays one routing per token, and a completion that goes on over a switch",
-        (*AHEAD, "--algorithm.routing_replay=engine", "--sync.running=continue"),
-    ),
-    Mistake(
-        settings.attributed_tokens_are_of_one_version,
-        "train plan",
-        "log.attribute_every = 2: tells causes apart for tokens of the trainer's own version only; set it to 0",
-        (*AHEAD, "--log.attribute_every=2"),
-    ),
-    Mistake(
-        settings.waits_are_no_hangs,
-        "train plan",
-        "log.stuck_after = 700.0: must be longer than rollout.request_timeout (900); raise it, lower rollout.request_timeout",
-        ("--log.stuck_after=700", "--rollout.request_timeout=900"),
-    ),
-    Mistake(
-        settings.adapters_are_built_for_the_run,
-        "train plan",
-        "lora: is not built for a run with a critic",
-        (
-            "--lora.rank=16",
-            "--algorithm.name=ppo",
-        ),
-    ),
-    Mistake(
-        settings.adapters_are_built_for_the_run,
-        "train plan",
-        "log.attribute_every = 2: computes with masters, which weights that [lora] freezes",
-        (
-            "--lora.rank=16",
-            "--log.attribute_every=2",
-        ),
-    ),
-    Mistake(
-        settings.adapters_are_built_for_the_run,
-        "train plan",
-        "sync.delta = 'on': has nothing to add to [lora]",
-        (
-            "--lora.rank=16",
-            "--sync.delta=on",
-        ),
-    ),
-    Mistake(
-        settings.agents_have_the_conversation_to_themselves,
-        "train eval plan",
-        "agent: and [environment] both answer the policy; leave one of them out",
-        (AGENT, "--environment.name=examples.arithmetic.calculator:Calculator"),
-    ),
-    Mistake(
-        settings.agents_have_the_conversation_to_themselves,
-        "train eval plan",
-        "data.chat = True: puts a chat template around the question, which the endpoint does with an agent's messages; set it to false",
-        (AGENT, "--data.chat=true"),
-    ),
-    Mistake(
-        settings.agents_have_the_conversation_to_themselves,
-        "train eval plan",
-        "agent.own_reward = True: leaves reward functions nothing to judge, and [reward] names some; leave out one of them",
-        (AGENT, "--agent.own_reward=true", "--reward.function=math"),
-    ),
-    Mistake(
-        settings.episodes_have_one_advantage,
-        "train plan",
-        "algorithm.advantage = 'gae': makes advantages of samples, of which an agent's episode may have several; use an advantage of",
-        (AGENT, PPO),
-    ),
-    Mistake(
-        layouts.longest_sequence_fits,
-        "train eval plan",
-        "agent.max_tokens = 4096: exceeds the model's 1024 positions; lower it",
-        (AGENT,),
-    ),
-    Mistake(
-        settings.mtp_layers_are_there_to_train,
-        "train plan",
-        "train.mtp_loss_scaling_factor = 0.1: trains layers for multi-token prediction, of which this qwen3 model has none",
-        (MTP,),
-    ),
-    Mistake(
-        settings.mtp_layers_are_there_to_train,
-        "train plan",
-        "train.mtp_loss_scaling_factor = 0.1: trains layers for multi-token prediction, which is not built for an output layer tied to",
-        (MTP,),
-        model=GLM | {"tie_word_embeddings": True},
-    ),
-    Mistake(
-        settings.adapters_are_built_for_the_model,
-        "train plan",
-        "lora.targets = ['linear_fc2']: names layers of experts, which an engine on a GPU computes in one kernel",
-        (
-            "--lora.rank=16",
-            '--lora.targets=["linear_fc2"]',
-            "--precision.backend=deep_gemm",
-            "--precision.high=bf16",
-            "--model.path=experts",
-        ),
-    ),
-    Mistake(
-        settings.adapters_are_built_for_the_model,
-        "train plan",
-        "lora.targets = ['linear_qkv', 'linear_fc1']: names linear_qkv, of which latent attention has none; set it to ['linear_fc1']",
-        ("--lora.rank=16", '--lora.targets=["linear_qkv", "linear_fc1"]'),
-        {**PUBLISHED["DeepSeek-V3"], "num_hidden_layers": 4, "n_routed_experts": 8, "n_group": 1, "topk_group": 1},
-    ),
-    Mistake(
-        layouts.ranks_are_those_of_the_layout,
-        "train",
-        "train.layout: needs 2 ranks (tp * cp * pp * dp), this launch has 1; start with torchrun --nproc-per-node 2",
-        layout("tp=2"),
-    ),
-    Mistake(
-        layouts.nodes_have_as_many_ranks_of_an_engine,
-        "train eval plan",
-        "rollout.nodes_per_engine = 2: must divide rollout.tp (1); change one of them",
-        ("--rollout.nodes_per_engine=2",),
-    ),
-    Mistake(
-        layouts.nodes_have_as_many_engines,
-        "train eval",
-        "rollout.nodes_per_engine = 2: must divide the number of nodes with engines (1); change it, or give other nodes",
-        ("--rollout.nodes_per_engine=2", "--rollout.tp=2"),
-    ),
-    Mistake(
-        layouts.nodes_have_as_many_engines,
-        "train eval",
-        "rollout.engines = 3: must be a multiple of the nodes with engines (2), for each runs as many; use 4, or other nodes",
-        (TWO_HOSTS[0], "--rollout.engines=3"),
-    ),
-    Mistake(
-        layouts.model_is_of_a_known_family,
-        "train eval plan",
-        "config.json model_type = 'mamba': is no model family known here; use one of ",
-        model={"model_type": "mamba"},
-    ),
-    Mistake(
-        layouts.longest_sequence_fits,
-        "train eval plan",
-        "rollout.max_new_tokens = 1000: with data.max_prompt_tokens (512) exceeds the model's 1024 positions; lower one of them",
-        ("--rollout.max_new_tokens=1000",),
-    ),
-    Mistake(
-        layouts.settings_of_experts_have_experts,
-        "train plan",
-        "train.router_aux_loss = 0.1: needs a model with experts, qwen3 has none; leave it out",
-        ("--train.router_aux_loss=0.1",),
-    ),
-    Mistake(
-        layouts.settings_of_experts_have_experts,
-        "train plan",
-        "train.router_bias_rate = 0.1: needs routers with a correction bias, qwen3_moe has none; use train.router_aux_loss",
-        (EXPERTS, "--train.router_bias_rate=0.1"),
-    ),
-    Mistake(
-        layouts.megatron_builds_the_model,
-        "train plan",
-        "train.layout.tp = 5: must divide vocab_size (384); use a divisor of it",
-        layout("tp=5"),
-        ranks=5,
-    ),
-    Mistake(
-        layouts.megatron_builds_the_model,
-        "train plan",
-        "train.layout.cp = 2: tp * cp = 2 * 2 must divide num_attention_heads (2); use a smaller one",
-        layout("tp=2", "cp=2"),
-        ranks=4,
-    ),
-    Mistake(
-        layouts.megatron_builds_the_model,
-        "train plan",
-        "train.layout.sequence_parallel = False: is what Megatron's experts need where tp is 2; leave it out",
-        (EXPERTS, *layout("tp=2", "sequence_parallel=false")),
-        ranks=2,
-    ),
-    Mistake(
-        layouts.megatron_builds_the_model,
-        "train plan",
-        "train.layout.etp = 1: needs a model with experts, qwen3 has none; leave it out",
-        layout("tp=2", "etp=1"),
-        ranks=2,
-    ),
-    Mistake(
-        layouts.ranks_hold_whole_leaves,
-        "train plan",
-        "rollout.tp = 2: with precision.reduction = 'tree' must be a power of two that cuts self_attn.o_proj (128 numbers) into "
-        "multiples of 128; use another, wider matrices (export --align 128), or precision.reduction = 'fast'",
-        ("--rollout.tp=2", "--precision.mode=bf16"),
-        {"num_attention_heads": 2, "head_dim": 64},
-    ),
-    Mistake(
-        layouts.ranks_hold_whole_leaves,
-        "train plan",
-        "rollout.tp / rollout.ep = 2: with precision.reduction = 'tree' must be a power of two that cuts mlp.experts.*.down_proj "
-        "(192 numbers) into multiples of 128; ",
-        (EXPERTS, "--rollout.tp=2", "--precision.mode=bf16"),
-        scene=lambda _: edit_config(Path("experts"), {"moe_intermediate_size": 192}),
-    ),
-    Mistake(
-        layouts.experts_on_gpus_are_not_summed_by_the_tree,
-        "train plan",
-        "precision.reduction = 'tree': is not built for experts on a GPU: SGLang's kernels for them add up in an order of their own; "
-        "use fast",
-        (EXPERTS, GLOO, "--precision.mode=bf16"),
-        gpus=1,
-    ),
-    Mistake(
-        layouts.trainer_divides_the_model,
-        "train plan",
-        "model.layers.0.mlp.gate_proj.weight = 'rows 0..192, columns 0..256': a shard boundary cuts a 128x128 FP8 block in "
-        "decoder.layers.0.mlp.linear_fc1.weight, at its row 0; train layouts that work: tp=1; use a smaller",
-        layout("tp=2"),
-        {"intermediate_size": 384},
-        ranks=2,
-    ),
-    Mistake(
-        layouts.engine_divides_the_model,
-        "train eval plan",
-        "rollout.tp = 3: must divide num_attention_heads (2); rollout layouts that work: tp=2 or tp=1; use a divisor of 2",
-        ("--rollout.tp=3",),
-    ),
-    Mistake(
-        layouts.engine_serves_the_model_in_this_precision,
-        "train eval plan",
-        "precision.mode = 'int8_rollout': is not built for latent attention (MLA)",
-        ("--precision.mode=int8_rollout",),
-        {**PUBLISHED["DeepSeek-V3"], "num_hidden_layers": 4, "n_routed_experts": 8, "n_group": 1, "topk_group": 1},
-    ),
-    Mistake(
-        layouts.keys_and_values_can_have_a_scale_each,
-        "train eval plan",
-        "precision.kv = 'e4m3_per_layer': is not built for latent attention (MLA): its cache holds neither",
-        ("--precision.kv=e4m3_per_layer",),
-        {**PUBLISHED["DeepSeek-V3"], "num_hidden_layers": 4, "n_routed_experts": 8, "n_group": 1, "topk_group": 1},
-    ),
-    Mistake(
-        layouts.backend_gets_whole_blocks,
-        "train plan",
-        "precision.backend = 'deep_gemm': needs widths in multiples of 128, and decoder.layers.0.self_attention.linear_qkv.weight is "
-        "[768, 192] on rank 0; use emulated, or another train.layout.tp",
-        ("--precision.backend=deep_gemm",),
-        {"hidden_size": 192},
-    ),
-    Mistake(
-        layouts.rows_fit_into_a_chunk,
-        "train",
-        "sync.bucket_mb: one row of model.embed_tokens.weight is 524544 bytes, a chunk holds 524288; raise it",
-        ("--sync.bucket_mb=1",),
-        {"hidden_size": 262272},
-    ),
-    Mistake(
-        machine.backend_runs_here,
-        "train",
-        "precision.backend = 'deep_gemm': cannot run here: ",
-        ("--precision.backend=deep_gemm",),
-    ),
-    Mistake(
-        machine.backend_runs_here,
-        "train",
-        "precision.backend = 'emulated': cannot run here: it has no FP8 products; name another; or use emulated",
-        scene=lambda patch: patch.setattr(requirements, "PRODUCTS", {}),
-    ),
-    Mistake(
-        machine.transport_works_here,
-        "train",
-        "sync.transport = 'cuda_ipc': needs CUDA, and this machine has no CUDA device; use shared_memory",
-        ("--sync.transport=cuda_ipc",),
-    ),
-    Mistake(
-        machine.engine_fits_on_a_node,
-        "train eval plan",
-        "rollout.tp = 2: is more than 1 GPUs of a node * rollout.nodes_per_engine = 1; lower it, or raise rollout.nodes_per_engine",
-        ("--rollout.tp=2", GLOO),
-        gpus=1,
-    ),
-    Mistake(
-        machine.engine_fits_on_a_node,
-        "train eval plan",
-        "rollout.tp = 2: leaves some of 2 GPUs of a node * rollout.nodes_per_engine = 4 unused; raise it, or lower",
-        ("--rollout.tp=2", "--rollout.nodes_per_engine=2", '--rollout.hosts=["10.0.0.5", "10.0.0.6"]', GLOO),
-        gpus=2,
-    ),
-    Mistake(
-        machine.engine_has_a_scale_for_each_token_and_head,
-        "train eval plan",
-        "precision.kv = 'e4m3': is built for CPUs only: SGLang's kernels on a GPU read no scale for each token and head; use e4m3_per",
-        ("--precision.kv=e4m3", GLOO),
-        gpus=1,
-    ),
-    Mistake(
-        machine.engines_fit_on_their_nodes,
-        "train eval",
-        "rollout.engines = 2: needs 2 * 1 GPUs of a machine (rollout.engines * rollout.tp), this one has 1; lower one of them",
-        ("--rollout.engines=2", GLOO),
-        gpus=1,
-    ),
-    Mistake(
-        machine.engine_takes_its_options,
-        "train eval",
-        "rollout.engine = 'vllm': is not registered; known engines: sglang; install the project",
-        ("--rollout.engine=vllm",),
-    ),
-    Mistake(
-        machine.engine_takes_its_options,
-        "train eval",
-        "rollout.sglang.quantization = 'fp8': is what precision.mode says; set precision.mode",
-        ("--rollout.sglang.quantization=fp8",),
-    ),
-    Mistake(
-        machine.nodes_have_launchers_of_their_own,
-        "train eval",
-        f"rollout.hosts = ['10.0.0.5', '10.0.0.6']: names 2 nodes, {LAUNCHER_VARIABLE} has words for 1 of them; start with launch/slurm",
-        TWO_HOSTS,
-    ),
-    Mistake(
-        machine.nodes_have_launchers_of_their_own,
-        "train eval",
-        f"{LAUNCHER_VARIABLE}: starts the engines of two nodes by 'srun a', on the same devices; give it a line of its own for each",
-        TWO_HOSTS,
-        launchers="srun a\nsrun a",
-    ),
-    Mistake(
-        machine.nodes_of_an_engine_reach_its_first,
-        "train eval",
-        "sync.host = '127.0.0.1': is this machine alone, and an engine's ranks on 2 nodes are to meet there; give the address by which",
-        ('--rollout.hosts=["127.0.0.1", "10.0.0.6"]', "--rollout.nodes_per_engine=2", "--rollout.tp=2"),
-        launchers="\nsrun b",
-    ),
-    Mistake(
-        machine.transport_reaches_the_engines,
-        "train",
-        f"sync.transport = 'shared_memory': needs trainer and engines on one host; {LAUNCHER_VARIABLE} starts engines on others; use",
-        TWO_HOSTS,
-        launchers="srun a\nsrun b",
-    ),
-    Mistake(
-        machine.engine_can_release_its_memory,
-        "train eval",
-        "PYTORCH_CUDA_ALLOC_CONF = 'expandable_segments:True': keeps a colocated engine from releasing its memory: torch_memory_saver",
-        (GLOO,),
-        gpus=1,
-        scene=lambda patch: patch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"),
-    ),
-    Mistake(
-        files.environment_can_be_loaded,
-        "train eval",
-        "environment.name = 'json:nothing': cannot be imported (AttributeError",
-        ("--environment.name=json:nothing", "--environment.max_tokens=8"),
-    ),
-    Mistake(
-        files.agent_can_be_loaded,
-        "train eval",
-        "agent.name = 'json:nothing': cannot be imported (AttributeError",
-        ("--agent.name=json:nothing", "--agent.max_tokens=512"),
-    ),
-    Mistake(
-        files.agent_can_be_loaded,
-        "train eval",
-        "agent.command = 'no-such-program': is no program that can be run here; give its path, or add it to PATH",
-        ('--agent.command=["no-such-program"]', "--agent.max_tokens=512"),
-    ),
-    Mistake(
-        files.agents_can_chat,
-        "train",
-        "agent: needs a chat template, and the tokenizer of",
-        (AGENT, "--agent.max_tokens=512"),
-    ),
-    Mistake(
-        files.loss_and_advantage_can_be_computed,
-        "train",
-        "algorithm.loss = 'ppo': failed on a toy batch (TypeError",
-        ("--algorithm.loss_settings.tau=2.0",),
-    ),
-    Mistake(
-        files.tensors_are_those_of_the_model,
-        "train eval",
-        "MODEL = 'model': tensor model.layers.0.mlp.gate_proj.weight has shape [512, 256], config.json says [640, 256]",
-        model={"intermediate_size": 640},
-    ),
-    Mistake(
-        files.mtp_layers_that_are_trained_are_whole,
-        "train",
-        "MODEL = 'glm': tensor model.layers.1.enorm.weight is missing; the checkpoint is incomplete, or config.json is another model's",
-        (MTP, "--model.path=glm"),
-        scene=lambda _: make_byte_tokenizer(make_model(Path("glm"), GLM)),
-    ),
-    Mistake(
-        files.tensors_are_those_of_the_critic,
-        "train",
-        "critic.path = 'values': tensor score.weight has shape [2, 256], config.json says [1, 256]; correct config.json",
-        (PPO, "--critic.path=values"),
-        scene=lambda _: with_value_head(Path("values"), labels=2),
-    ),
-    Mistake(
-        files.scales_are_those_of_the_contract,
-        "train",
-        "MODEL = 'fp8': tensor model.layers.0.self_attn.q_proj.weight_scale_inv holds scales that are no powers of two",
-        ("--model.path=fp8",),
-    ),
-    Mistake(
-        files.tokenizer_can_be_loaded,
-        "train",
-        "model.path = 'bare': holds no usable tokenizer (",
-        ("--model.path=bare",),
-        scene=lambda patch: shutil.copytree("model", "bare", ignore=lambda *_: ["tokenizer.json"]),
-    ),
-    Mistake(files.problems_can_be_read, "train", "data.train = 'no.jsonl': does not exist; ", ("--data.train=no.jsonl",)),
-    Mistake(
-        files.problems_can_be_read,
-        "train",
-        "data.train = 'rows.jsonl:1': has no field prompt, found question, answer; set data.columns.question to one of them",
-        ("--data.train=rows.jsonl", '--data.columns={question = "prompt", answer = "answer"}'),
-        scene=lambda patch: Path("rows.jsonl").write_text('{"question": "1+1?", "answer": "2"}\n'),
-    ),
-    Mistake(
-        files.problems_can_be_read,
-        "train",
-        "data.chat: the tokenizer of model has no chat template; set it to false, or add chat_template.jinja to that folder",
-        ("--data.chat=true",),
-    ),
-    Mistake(
-        files.weights_can_be_had,
-        "train eval",
-        f"MODEL = '{ON_HUB}@{COMMIT}': HF_HUB_OFFLINE is set, and cache has no model.safetensors of it; unset it, or run `hf download",
-        (f"--model.path={ON_HUB}",),
-        checkpoint=ON_HUB,
-        scene=keep_no_weights_offline,
-    ),
-    Mistake(
-        files.rewards_can_be_computed,
-        "train eval",
-        "reward.function = 'json:nothing': a reward worker with 4096 MiB could not load its functions: cannot be imported (AttributeError",
-        ("--reward.function=json:nothing",),
-    ),
-    Mistake(
-        files.trackers_can_be_loaded,
-        "train",
-        "log.trackers = 'json:nothing': cannot be imported (AttributeError",
-        ('--log.trackers=["json:nothing"]',),
-    ),
-    Mistake(
-        resumed_run.resumed_run_had_these_settings,
-        "train",
-        "checkpoint.resume = 'model': holds no checkpoints/step_NNNNN; give the folder of a run that wrote a checkpoint, or set it to auto",
-        ("--checkpoint.resume=model",),
-    ),
+    refuse("algorithm.updates_per_step = 3: must divide rollout.prompts_per_step (32); change one of them",
+           settings.updates_divide_the_prompts, "train plan", "--algorithm.updates_per_step=3"),
+    refuse("log.profile_steps = 9: must not exceed train.steps (8); use steps of the run",
+           settings.profiled_steps_exist, "train plan", "--log.profile_steps=[2, 9]", "--train.steps=8"),
+    refuse("log.profile_ranks = 1: must be less than the number of ranks in train.layout (1); lower it",
+           layouts.profiled_ranks_exist, "train plan", "--log.profile_steps=[2]", "--log.profile_ranks=[0, 1]"),
+    refuse("train.min_learning_rate = 2.0: must not exceed train.learning_rate (1e-06); lower it",
+           settings.learning_rate_schedule_is_valid, "train plan", "--train.min_learning_rate=2", "--train.decay_style=linear"),
+    refuse("train.decay_steps = 9: describes a decay of the learning rate, but train.decay_style is constant; set train.decay_style to",
+           settings.learning_rate_schedule_is_valid, "train plan", "--train.decay_steps=9"),
+    refuse("train.warmup_steps = 9: must be less than train.decay_steps (9), at which the decay ends; lower it",
+           settings.learning_rate_schedule_is_valid, "train plan", "--train.warmup_steps=9", "--train.decay_style=cosine",
+           "--train.decay_steps=9"),
+    refuse("train.wsd_decay_steps = 0: must be from 1 to 9, the number of optimizer steps after the warm-up; a tenth of the run is",
+           settings.learning_rate_schedule_is_valid, "train plan", "--train.steps=9", "--train.decay_style=WSD"),
+    refuse("critic: configures a critic, but algorithm.advantage = 'group_std' does not use one; leave the section out, or set",
+           settings.critic_settings_are_valid, "train plan", "--critic.learning_rate=1e-4"),
+    refuse("critic.critic_warmup = 9: must be less than train.steps (9), or the policy is never trained; lower it",
+           settings.critic_settings_are_valid, "train plan", PPO, "--critic.critic_warmup=9", "--train.steps=9"),
+    refuse("critic.warmup_steps = 9: leaves less than 1 of train.decay_steps (9) for the decay of the learning rate; lower it",
+           settings.critic_settings_are_valid, "train plan", PPO, "--critic.warmup_steps=9", "--train.decay_style=cosine",
+           "--train.decay_steps=9"),
+    refuse("rollout.over_sampling_prompts = 4: aborts groups before dynamic sampling (algorithm.dynamic_sampling_max_rounds) can judge",
+           settings.oversampling_excludes_dynamic_sampling, "train plan", "--rollout.over_sampling_prompts=4",
+           "--algorithm.dynamic_sampling_max_rounds=2"),
+    refuse("rollout.group_size = 1: is too small, because algorithm.advantage = 'group_std' compares the completions of a group; raise",
+           settings.groups_have_several_members, "train plan", "--rollout.group_size=1"),
+    refuse("rollout.group_size = 1: is too small, because dynamic sampling compares the completions of a group; raise it, or set",
+           settings.groups_have_several_members, "train plan", PPO, "--rollout.group_size=1",
+           "--algorithm.dynamic_sampling_max_rounds=2"),
+    refuse("algorithm.dynamic_sampling_max_rounds = 2: draws problems while pass rates change, so a resumed run with pass_rate =",
+           settings.measured_pass_rates_resume_exactly, "train plan", *AHEAD, MEASURED, "--algorithm.dynamic_sampling_max_rounds=2"),
+    refuse("critic.path = 'hf:someone/unknown': is on the hub, but a critic can only be loaded from a local folder; download it and",
+           settings.critic_has_the_policys_architecture, "train plan", PPO, f"--critic.path={ON_HUB}"),
+    refuse("critic.path = 'experts': must have the same architecture as model.path, but these differ: family, layers, experts; give a",
+           settings.critic_has_the_policys_architecture, "train plan", PPO, "--critic.path=experts"),
+    refuse("teacher.path = 'larger': must score the policy's tokens, but its vocabulary has 500 tokens and the policy's 384; give a",
+           teacher.teacher_fits_the_policys_sequences, "train plan", "--teacher.path=larger",
+           scene=lambda _: make_teacher("larger", vocab_size=500)),
+    refuse("algorithm.loss = 'gmpo': needs one advantage per completion, but [teacher] gives each token its own; use ppo, gspo or",
+           teacher.loss_supports_token_advantages, "train plan", "--teacher.path=experts", "--algorithm.name=gmpo"),
+    refuse("teacher.path = 'shorter': does not fit this run: rollout.max_new_tokens = 64: plus data.max_prompt_tokens (512) exceeds",
+           teacher.teacher_fits_the_policys_sequences, "train plan", "--teacher.path=shorter",
+           scene=lambda _: make_teacher("shorter", max_position_embeddings=80)),
+    refuse("teacher.path = 'narrow': does not fit this run: model.layers.0.mlp.gate_proj.weight = rows 0..192, columns 0..256: a shard",
+           teacher.trainer_can_shard_the_teacher, "train plan", "--teacher.path=narrow", *layout("tp=2"), ranks=2,
+           scene=lambda _: make_teacher("narrow", "model", intermediate_size=384)),
+    refuse("teacher.path = 'swapped': must score the policy's tokens, but its vocabulary differs from the policy's; give a teacher",
+           teacher.teacher_has_the_policys_tokenizer, "train", "--teacher.path=swapped", scene=lambda _: swap_tokens("swapped")),
+    refuse("teacher.path = 'fp8': tensor model.layers.0.self_attn.q_proj.weight_scale_inv holds scales that are not powers of two,",
+           teacher.tensors_match_the_teacher, "train", "--teacher.path=fp8"),
+    refuse("teacher.path = 'hf:someone/unknown': is on the hub, but a teacher can only be loaded from a local folder; download it and",
+           teacher.teacher_fits_the_policys_sequences, "train plan", f"--teacher.path={ON_HUB}"),
+    refuse("rollout.min_p = 0.1: leaves an unbounded number of candidate tokens, which the engine must all report to the trainer; set",
+           settings.candidate_tokens_are_bounded, "train plan", "--rollout.min_p=0.1"),
+    refuse("rollout.top_k = 1: must be from 2 to 4096, or -1: one candidate leaves nothing to learn, and more cannot be reported to",
+           settings.candidate_tokens_are_bounded, "train plan", "--rollout.top_k=1"),
+    refuse("algorithm.multi_objective_aggregation = 'normalize_then_sum': normalizes reward functions separately, but there is only",
+           settings.normalization_needs_several_rewards, "train plan", "--algorithm.multi_objective_aggregation=normalize_then_sum"),
+    refuse("algorithm.calibrate_every = 9: calibrates ratios of a quantized trainer, but precision.mode bf16 does not quantize the",
+           settings.calibration_needs_a_quantized_trainer, "train plan", "--algorithm.calibrate_every=9",
+           "--algorithm.updates_per_step=2", "--precision.mode=bf16"),
+    refuse("precision.mode = 'int8_rollout': needs an engine that serves w8a8_int8, but this one serves fp8; use another mode",
+           settings.engine_serves_the_format, "train eval plan", "--precision.mode=int8_rollout",
+           scene=lambda patch: patch.setattr(settings, "SERVED_METHODS", ("fp8",))),
+    refuse("precision.scale_format = 'fp32': does not apply to INT8, whose scales are e8m0; leave it out",
+           settings.format_has_the_scales, "train eval plan", "--precision.mode=int8_rollout", "--precision.scale_format=fp32",
+           scene=lambda patch: patch.setitem(MODES, "int8_rollout", Mode(None, replace(INT8, scale_format="e8m0")))),
+    refuse("precision.high = 'fp32': is not supported by precision.backend deep_gemm; use bf16, or precision.backend emulated",
+           settings.backend_supports_high, "train plan", "--precision.backend=deep_gemm", "--precision.high=fp32"),
+    refuse("placement.max_staleness = 1: trains on tokens of older policy versions without a correction; set algorithm.correction =",
+           settings.off_policy_tokens_are_corrected, "train plan", *AHEAD[:2]),
+    refuse('replay: trains on tokens of older policy versions without a correction; set algorithm.correction = "tis", or',
+           settings.off_policy_tokens_are_corrected, "train plan", "--replay.prompts_per_step=8"),
+    refuse("replay.max_staleness = 1: must be greater than placement.max_staleness (1), because a replayed group is older than when it",
+           settings.replay_settings_are_valid, "train plan", *AHEAD, "--replay.prompts_per_step=8", "--replay.max_staleness=1"),
+    refuse("algorithm.advantage = 'gae': computes advantages from the current policy's log-probs or values, but [replay] reuses the",
+           settings.replay_settings_are_valid, "train plan", PPO, "--algorithm.correction=tis", "--replay.prompts_per_step=8"),
+    refuse("log.attribute_every = 2: can only attribute the mismatch of tokens that the current policy version sampled; set it to 0,",
+           settings.attributed_tokens_have_one_version, "train plan", "--algorithm.correction=tis", "--replay.prompts_per_step=8",
+           "--log.attribute_every=2"),
+    refuse("algorithm.routing_replay = 'engine': replays one routing per token, but with sync.running = \"continue\" several versions",
+           settings.replayed_routing_has_one_version, "train plan", *AHEAD, "--algorithm.routing_replay=engine",
+           "--sync.running=continue"),
+    refuse("log.attribute_every = 2: can only attribute the mismatch of tokens that the current policy version sampled; set it or",
+           settings.attributed_tokens_have_one_version, "train plan", *AHEAD, "--log.attribute_every=2"),
+    refuse("log.stuck_after = 700.0: must be greater than rollout.request_timeout (900); raise it, lower rollout.request_timeout, or",
+           settings.hang_timeout_exceeds_other_timeouts, "train plan", "--log.stuck_after=700", "--rollout.request_timeout=900"),
+    refuse("lora: is not supported in a run with a critic; leave it out, or use another algorithm.advantage",
+           settings.lora_fits_the_run, "train plan", "--lora.rank=16", "--algorithm.name=ppo"),
+    refuse("log.attribute_every = 2: needs FP32 master weights, which the weights frozen by [lora] do not have; set it to 0",
+           settings.lora_fits_the_run, "train plan", "--lora.rank=16", "--log.attribute_every=2"),
+    refuse("sync.delta = 'on': has no effect with [lora], which only sends adapters; leave it out",
+           settings.lora_fits_the_run, "train plan", "--lora.rank=16", "--sync.delta=on"),
+    refuse("agent: excludes [environment], because both reply to the policy; leave one of them out",
+           settings.agent_settings_are_valid, "train eval plan", AGENT, "--environment.name=examples.arithmetic.calculator:Calculator"),
+    refuse("data.chat = True: applies a chat template to the question, but the agent's endpoint already applies it to the agent's",
+           settings.agent_settings_are_valid, "train eval plan", AGENT, "--data.chat=true"),
+    refuse("agent.own_reward = True: makes the agent return the reward, but [reward] sets a reward function; leave one of them out",
+           settings.agent_settings_are_valid, "train eval plan", AGENT, "--agent.own_reward=true", "--reward.function=math"),
+    refuse("algorithm.advantage = 'gae': computes advantages per sample, but an agent's episode may have several samples; use an",
+           settings.agent_advantages_depend_on_rewards, "train plan", AGENT, PPO),
+    refuse("agent.max_tokens = 4096: exceeds the model's 1024 positions; lower it",
+           layouts.longest_sequence_fits, "train eval plan", AGENT),
+    refuse("train.mtp_loss_scaling_factor = 0.1: trains multi-token prediction layers, but this qwen3 model has none",
+           settings.mtp_layers_can_be_trained, "train plan", MTP),
+    refuse("train.mtp_loss_scaling_factor = 0.1: trains multi-token prediction layers, which is not supported if the output layer is",
+           settings.mtp_layers_can_be_trained, "train plan", MTP, model=GLM | {"tie_word_embeddings": True}),
+    refuse("lora.targets = ['linear_fc2']: adapts layers of experts, which an engine on a GPU computes in a single kernel without",
+           settings.lora_fits_the_model, "train plan", "--lora.rank=16", '--lora.targets=["linear_fc2"]',
+           "--precision.backend=deep_gemm", "--precision.high=bf16", "--model.path=experts"),
+    refuse("lora.targets = ['linear_qkv', 'linear_fc1']: adapts linear_qkv, which latent attention does not have; set it to",
+           settings.lora_fits_the_model, "train plan", "--lora.rank=16", '--lora.targets=["linear_qkv", "linear_fc1"]', model=MLA),
+    refuse("train.layout: needs 2 ranks (tp * cp * pp * dp), but this launch has 1; start with torchrun --nproc-per-node 2, or change",
+           layouts.launch_has_the_layouts_ranks, "train", *layout("tp=2")),
+    refuse("rollout.nodes_per_engine = 2: must divide rollout.tp (1); change one of them",
+           layouts.nodes_share_an_engine_evenly, "train eval plan", "--rollout.nodes_per_engine=2"),
+    refuse("rollout.nodes_per_engine = 2: must divide the number of nodes with engines (1); change it, or use another number of nodes",
+           layouts.nodes_share_the_engines_evenly, "train eval", "--rollout.nodes_per_engine=2", "--rollout.tp=2"),
+    refuse("rollout.engines = 3: must be a multiple of the nodes with engines (2), because all run the same number of engines; use 4,",
+           layouts.nodes_share_the_engines_evenly, "train eval", TWO_HOSTS[0], "--rollout.engines=3"),
+    refuse("config.json model_type = 'mamba': ",
+           layouts.model_family_is_known, "train eval plan", model={"model_type": "mamba"}),
+    refuse("rollout.max_new_tokens = 1000: plus data.max_prompt_tokens (512) exceeds the model's 1024 positions; lower one of them",
+           layouts.longest_sequence_fits, "train eval plan", "--rollout.max_new_tokens=1000"),
+    refuse("train.router_aux_loss = 0.1: needs a model with experts, but qwen3 has none; leave it out",
+           layouts.expert_settings_have_experts, "train plan", "--train.router_aux_loss=0.1"),
+    refuse("train.router_bias_rate = 0.1: needs routers with a correction bias, but qwen3_moe has none; use train.router_aux_loss",
+           layouts.expert_settings_have_experts, "train plan", EXPERTS, "--train.router_bias_rate=0.1"),
+    refuse("train.layout.tp = 5: must divide vocab_size (384); use a divisor of it",
+           layouts.megatron_supports_the_layout, "train plan", *layout("tp=5"), ranks=5),
+    refuse("train.layout.cp = 2: tp * cp = 2 * 2 must divide num_attention_heads (2); use a smaller size",
+           layouts.megatron_supports_the_layout, "train plan", *layout("tp=2", "cp=2"), ranks=4),
+    refuse("train.layout.sequence_parallel = False: is not supported for experts with tp = 2, because Megatron requires sequence",
+           layouts.megatron_supports_the_layout, "train plan", EXPERTS, *layout("tp=2", "sequence_parallel=false"), ranks=2),
+    refuse("train.layout.etp = 1: needs a model with experts, but qwen3 has none; leave it out",
+           layouts.megatron_supports_the_layout, "train plan", *layout("tp=2", "etp=1"), ranks=2),
+    refuse("rollout.tp = 2: with precision.reduction = 'tree' must be a power of two that divides self_attn.o_proj (width 128) into",
+           layouts.ranks_hold_whole_subtrees, "train plan", "--rollout.tp=2", "--precision.mode=bf16",
+           model={"num_attention_heads": 2, "head_dim": 64}),
+    refuse("rollout.tp / rollout.ep = 2: with precision.reduction = 'tree' must be a power of two that divides mlp.experts.*.down_proj",
+           layouts.ranks_hold_whole_subtrees, "train plan", EXPERTS, "--rollout.tp=2", "--precision.mode=bf16",
+           scene=lambda _: edit_config(Path("experts"), {"moe_intermediate_size": 192})),
+    refuse("precision.reduction = 'tree': is not supported for experts on a GPU, because SGLang's kernels for experts sum in another",
+           layouts.gpu_experts_do_not_use_the_tree, "train plan", EXPERTS, GLOO, "--precision.mode=bf16", gpus=1),
+    refuse("model.layers.0.mlp.gate_proj.weight = 'rows 0..192, columns 0..256': ",
+           layouts.trainer_can_shard_the_model, "train plan", *layout("tp=2"), model={"intermediate_size": 384}, ranks=2),
+    refuse("rollout.tp = 3: ",
+           layouts.engine_can_shard_the_model, "train eval plan", "--rollout.tp=3"),
+    refuse("precision.mode = 'int8_rollout': is not supported for latent attention (MLA), because SGLang absorbs an INT8 kv_b_proj",
+           layouts.engine_can_quantize_latent_attention, "train eval plan", "--precision.mode=int8_rollout", model=MLA),
+    refuse("precision.kv = 'e4m3_per_layer': is not supported for latent attention (MLA): its cache has no keys and values, and",
+           layouts.attention_supports_kv_scales_by_layer, "train eval plan", "--precision.kv=e4m3_per_layer", model=MLA),
+    refuse("precision.backend = 'deep_gemm': ",
+           layouts.backend_gets_whole_blocks, "train plan", "--precision.backend=deep_gemm", model={"hidden_size": 192}),
+    refuse("sync.bucket_mb: ",
+           layouts.rows_fit_into_a_chunk, "train", "--sync.bucket_mb=1", model={"hidden_size": 262272}),
+    refuse("precision.backend = 'deep_gemm': cannot run here: torch is a CPU build, sgl-deep-gemm is not installed, triton is not",
+           machine.backend_runs_here, "train", "--precision.backend=deep_gemm"),
+    refuse("precision.backend = 'emulated': cannot run here: ",
+           machine.backend_runs_here, "train", scene=lambda patch: patch.setattr(requirements, "PRODUCTS", {})),
+    refuse("sync.transport = 'cuda_ipc': ",
+           machine.transport_works_here, "train", "--sync.transport=cuda_ipc"),
+    refuse("rollout.tp = 2: exceeds 1 GPUs per node * rollout.nodes_per_engine = 1 GPUs; lower it, or raise rollout.nodes_per_engine",
+           machine.engine_fits_on_a_node, "train eval plan", "--rollout.tp=2", GLOO, gpus=1),
+    refuse("rollout.tp = 2: does not use all of 2 GPUs per node * rollout.nodes_per_engine = 4 GPUs; raise it, or lower",
+           machine.engine_fits_on_a_node, "train eval plan", "--rollout.tp=2", "--rollout.nodes_per_engine=2",
+           '--rollout.hosts=["10.0.0.5", "10.0.0.6"]', GLOO, gpus=2),
+    refuse("precision.kv = 'e4m3': only runs on CPUs, because SGLang's GPU kernels do not read a scale per token and head; use",
+           machine.kv_scales_by_token_run_on_a_cpu, "train eval plan", "--precision.kv=e4m3", GLOO, gpus=1),
+    refuse("rollout.engines = 2: needs 2 * 1 GPUs per node (rollout.engines * rollout.tp), but this machine has 1; lower one of them",
+           machine.engines_fit_on_their_nodes, "train eval", "--rollout.engines=2", GLOO, gpus=1),
+    refuse("rollout.engine = 'vllm': ",
+           machine.engine_accepts_its_options, "train eval", "--rollout.engine=vllm"),
+    refuse("rollout.sglang.quantization = 'fp8': ",
+           machine.engine_accepts_its_options, "train eval", "--rollout.sglang.quantization=fp8"),
+    refuse("rollout.hosts = ['10.0.0.5', '10.0.0.6']: names 2 nodes, but MEGATRON_RL_ENGINE_LAUNCHER has launchers for 1; start with",
+           machine.nodes_have_separate_launchers, "train eval", *TWO_HOSTS),
+    refuse("MEGATRON_RL_ENGINE_LAUNCHER: starts the engines of two nodes by 'srun a', on the same devices; set a different line for",
+           machine.nodes_have_separate_launchers, "train eval", *TWO_HOSTS, launchers="srun a\nsrun a"),
+    refuse("sync.host = '127.0.0.1': is only reachable from this machine, but an engine's ranks on 2 nodes must connect to it; give an",
+           machine.nodes_reach_the_engines_first_node, "train eval", '--rollout.hosts=["127.0.0.1", "10.0.0.6"]',
+           "--rollout.nodes_per_engine=2", "--rollout.tp=2", launchers="\nsrun b"),
+    refuse("sync.transport = 'shared_memory': needs trainer and engines on one host; MEGATRON_RL_ENGINE_LAUNCHER starts engines on",
+           machine.transport_reaches_the_engines, "train", *TWO_HOSTS, launchers="srun a\nsrun b"),
+    refuse("PYTORCH_CUDA_ALLOC_CONF = 'expandable_segments:True': ",
+           machine.engine_can_release_its_memory, "train eval", GLOO, gpus=1,
+           scene=lambda patch: patch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")),
+    refuse("environment.name = 'json:nothing': ",
+           files.environment_can_be_loaded, "train eval", "--environment.name=json:nothing", "--environment.max_tokens=8"),
+    refuse("agent.name = 'json:nothing': ",
+           files.agent_can_be_loaded, "train eval", "--agent.name=json:nothing", "--agent.max_tokens=512"),
+    refuse("agent.command = 'no-such-program': is not an executable program on this machine; give its path, or add its folder to PATH",
+           files.agent_can_be_loaded, "train eval", '--agent.command=["no-such-program"]', "--agent.max_tokens=512"),
+    refuse("agent: ",
+           files.agent_has_a_chat_template, "train", AGENT, "--agent.max_tokens=512"),
+    refuse("algorithm.loss = 'ppo': ",
+           files.loss_and_advantage_can_be_computed, "train", "--algorithm.loss_settings.tau=2.0"),
+    refuse("MODEL = 'model': tensor model.layers.0.mlp.gate_proj.weight ",
+           files.tensors_match_the_model, "train eval", model={"intermediate_size": 640}),
+    refuse("MODEL = 'glm': tensor model.layers.1.enorm.weight ",
+           files.mtp_tensors_are_complete, "train", MTP, "--model.path=glm",
+           scene=lambda _: make_byte_tokenizer(make_model(Path("glm"), GLM))),
+    refuse("critic.path = 'values': tensor score.weight ",
+           files.tensors_match_the_critic, "train", PPO, "--critic.path=values",
+           scene=lambda _: with_value_head(Path("values"), labels=2)),
+    refuse("MODEL = 'fp8': tensor model.layers.0.self_attn.q_proj.weight_scale_inv ",
+           files.scales_match_the_precision, "train", "--model.path=fp8"),
+    refuse("model.path = 'bare': ",
+           files.tokenizer_can_be_loaded, "train", "--model.path=bare",
+           scene=lambda patch: shutil.copytree("model", "bare", ignore=lambda *_: ["tokenizer.json"])),
+    refuse("data.train = 'no.jsonl': does not exist; use a JSONL, JSON or Parquet file, a hub data set as hf:OWNER/NAME:SPLIT",
+           files.problems_can_be_read, "train", "--data.train=no.jsonl"),
+    refuse("data.train = 'rows.jsonl:1': has no field prompt, found question, answer; set data.columns.question to one of them",
+           files.problems_can_be_read, "train", "--data.train=rows.jsonl", '--data.columns={question = "prompt", answer = "answer"}',
+           scene=lambda patch: Path("rows.jsonl").write_text('{"question": "1+1?", "answer": "2"}\n')),
+    refuse("data.chat: the tokenizer of model has no chat template; set it to false, or add chat_template.jinja to that folder",
+           files.problems_can_be_read, "train", "--data.chat=true"),
+    refuse("MODEL = 'hf:someone/unknown@5555555555555555555555555555555555555555': ",
+           files.weights_can_be_fetched, "train eval", f"--model.path={ON_HUB}", checkpoint=ON_HUB, scene=keep_no_weights_offline),
+    refuse("reward.function = 'json:nothing': ",
+           files.rewards_can_be_computed, "train eval", "--reward.function=json:nothing"),
+    refuse("log.trackers = 'json:nothing': ",
+           files.trackers_can_be_loaded, "train", '--log.trackers=["json:nothing"]'),
+    refuse("checkpoint.resume = 'model': has no checkpoints/step_NNNNN; give the folder of a run that wrote a checkpoint, or use auto",
+           resumed_run.resumed_run_has_the_same_settings, "train", "--checkpoint.resume=model"),
 ]
+# fmt: on
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory) -> Path:
-    """A folder with three checkpoints: a dense one, one with experts, one in FP8 with scales that are no powers of two."""
+    """A folder with three checkpoints: dense, with experts, and in FP8 with scales that are not powers of two."""
     folder = tmp_path_factory.mktemp("models")
     make_checkpoint(folder / "model", num_hidden_layers=2)
     make_checkpoint(folder / "experts", num_experts=4)
@@ -799,7 +363,7 @@ def models(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def workplace(models, tmp_path, monkeypatch) -> Path:
-    """A folder with good checkpoints and a good run.toml, and no launcher's environment; no engine starts."""
+    """A folder with valid checkpoints and a valid run.toml, without variables of a launcher. No engine is started."""
     for model in models.iterdir():
         (tmp_path / model.name).mkdir()
         for file in model.iterdir():
@@ -826,7 +390,7 @@ def set_scene(mistake: Mistake, workplace: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def refused(command: str, mistake: Mistake) -> str:
-    """The line that the command prints; checks that it is one, and exit code 2."""
+    """Return the error that the command prints, after asserting that it is one line and that the exit code is 2."""
     options = {"eval": ["--checkpoint", mistake.checkpoint], "plan": ["--top", "1", "--gpus-per-node", str(mistake.gpus or 8)]}
     result = CliRunner().invoke(app, [command, "run.toml", *options.get(command, []), *mistake.overrides])
     assert result.exit_code == 2, result.output
@@ -835,21 +399,21 @@ def refused(command: str, mistake: Mistake) -> str:
 
 
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.rule.__name__)
-def test_all_commands_refuse_the_same_mistake_with_the_same_line(mistake, workplace, monkeypatch):
+def test_all_commands_refuse_a_mistake_with_the_same_line(mistake, workplace, monkeypatch):
     set_scene(mistake, workplace, monkeypatch)
     needs = next(rule.needs for rule in RULES if rule.check is mistake.rule)
     assert mistake.commands.split() == [command for command, known in COMMANDS.items() if needs in known]
-    for command in mistake.commands.split():
+    for command in mistake.commands.split():  # `plan` adds layouts that work
         line = mistake.line.replace("MODEL", "--checkpoint" if command == "eval" else "model.path")
         assert refused(command, mistake).startswith(line), command
 
 
 def find_lines(raised: BaseException) -> set[tuple[str, int]]:
-    """File and line of every frame that an error has passed."""
+    """Return file and line of each frame in the traceback."""
     return {(Path(frame.f_code.co_filename).name, line) for frame, line in traceback.walk_tb(raised.__traceback__)}
 
 
-def test_no_rule_and_no_refusal_is_dead(workplace):
+def test_each_check_and_each_raise_statement_is_reached(workplace):
     broken, passed = set(), set()
     for mistake in MISTAKES:
         with pytest.MonkeyPatch.context() as scene:
@@ -867,11 +431,11 @@ def test_no_rule_and_no_refusal_is_dead(workplace):
         assert refusals <= passed, refusals - passed
 
 
-def test_of_several_ranks_only_rank_0_reads_files(workplace, monkeypatch):
+def test_only_rank_0_reads_files(workplace, monkeypatch):
     mistake = load_config(workplace / "run.toml", ["--data.train=no.jsonl", "--train.layout.dp=2"])
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert check_run(mistake).world_size == 2
     with pytest.raises(UserError, match="data.train = 'no.jsonl': does not exist"):
         check_on_rank_0(mistake)
     monkeypatch.setenv("WORLD_SIZE", "1")
-    check_on_rank_0(mistake)  # `check_run` has done it
+    check_on_rank_0(mistake)  # already done by `check_run`

@@ -1,4 +1,4 @@
-"""The stand-in for a Hopper GPU: compiled libraries load without a driver, and torch is told one thing by one table."""
+"""The pretended Hopper GPU: compiled libraries load without a driver, and torch reports one GPU."""
 
 from __future__ import annotations
 

@@ -1,20 +1,15 @@
-"""The rehearsal of a tiny model agrees with the plan, and finds what is planted."""
+"""The rehearsal of a tiny model agrees with the plan and finds planted faults."""
 
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 from support import driver_bound
+from support.shipped import run_module
 
-ROOT = Path(__file__).parents[3]
 CASES = ("plain", "host_tensor_in_loss", "item_per_layer", "doubled_activation", "gather_in_wrong_group", "refused_scales")
-CASES += ("module_without_a_share", "part_at_another_place", "gather_among_context_ranks", "each weight by itself")
+CASES += ("module_without_a_share", "part_at_another_place", "gather_among_context_ranks")
 CASES += ("sum_from_unknown_line", "replay", "replay: routes_counted_in_passes")
 
 PLANNED = ["sync", "checkpoint", "logprobs 2", "update 2", "resume"]
@@ -22,15 +17,10 @@ PLANNED = ["sync", "checkpoint", "logprobs 2", "update 2", "resume"]
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory):
-    """The report of the first rank, by case. A process of its own, as torch must not be imported before; packages that need a driver are
-    installed, and there is none."""
-    if not (shutil.which("g++") or shutil.which("clang++")):
-        pytest.skip("no C++ compiler, which a rehearsal needs")
-    command = [sys.executable, "-m", "support.rehearsals", str(tmp_path_factory.mktemp("rehearsal")), *CASES]
-    path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), driver_bound.install(tmp_path_factory.mktemp("packages"))])
-    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return {case: found[0] for case, found in json.loads(done.stdout.splitlines()[-1]).items()}
+    """The first rank's report by case, with packages installed that need a driver."""
+    path = driver_bound.install(tmp_path_factory.mktemp("packages"))
+    found = run_module("support.rehearsals", str(tmp_path_factory.mktemp("rehearsal")), *CASES, path=path)
+    return {case: ranks[0] for case, ranks in json.loads(found.splitlines()[-1]).items()}
 
 
 def phase_of(report, name):
@@ -46,13 +36,9 @@ def test_the_tiny_model_runs_and_takes_the_memory_that_the_plan_says(reports):
     assert phase_of(plain, "update 2")["peak_bytes"] > phase_of(plain, "update 1")["peak_bytes"]  # Adam's moments
 
 
-def test_work_that_is_counted_again_is_that_of_each_weight_by_itself(reports):
-    assert reports["plain"] == reports["each weight by itself"]
-
-
 def test_collectives_are_counted_by_kind_and_group(reports):
     collectives = phase_of(reports["plain"], "update 2")["collectives"]
-    gathered = [entry for entry in collectives if entry["line"].startswith("megatron_rl/precision/backends/gather.py")]
+    gathered = [entry for entry in collectives if entry["line"].startswith("megatron_rl/kernels/linear/gather.py")]
     assert {(entry["kind"], entry["group"]) for entry in gathered} == {("all-gather", "tp 2")}
     layers, micro_batches, activation = 2, 2, 4096 * 1024 * 33 // 32  # bytes, and four for the scale of 128 of them
     assert sum(entry["bytes"] for entry in gathered) % (layers * micro_batches * activation) == 0
@@ -78,7 +64,7 @@ def test_no_layer_waits_whose_experts_a_record_names(reports):
     for name in ("logprobs 2", "update 2"):
         assert not sum(wait["in_micro_batches"] for wait in phase_of(replayed, name)["host_waits"])
     (line,) = counted["waits_per_layer"]
-    assert line.startswith("megatron_rl/mcore/layers/token_counts.py")
+    assert line.startswith("megatron_rl/mcore/layers/moe/token_counts.py")
 
 
 def test_a_doubled_activation_is_not_as_planned(reports):
@@ -90,13 +76,13 @@ def test_a_doubled_activation_is_not_as_planned(reports):
 
 def test_a_gather_in_the_wrong_group_of_the_same_size_is_refused(reports):
     fault = reports["gather_in_wrong_group"]["fault"]
-    assert "RefusedCollectiveError" in fault and "dp 2" in fault and "backends/gather.py" in fault
+    assert "RefusedCollectiveError" in fault and "dp 2" in fault and "kernels/linear/gather.py" in fault
 
 
 def test_a_gather_among_as_many_context_parallel_ranks_is_refused(reports):
     fault = reports["gather_among_context_ranks"]["fault"]
-    caller = "megatron_rl/mcore/layers/attention.py PackedSelfAttention.get_query_key_value_tensors"
-    assert "RefusedCollectiveError in phase logprobs at megatron_rl/precision/backends/gather.py:" in fault
+    caller = "megatron_rl/mcore/layers/attention/self_attention.py PackedSelfAttention.get_query_key_value_tensors"
+    assert "RefusedCollectiveError in phase logprobs at megatron_rl/kernels/linear/gather.py:" in fault
     assert fault.endswith(f"all-gather in cp 2: {caller} exchanges in tp alone")
 
 
@@ -107,7 +93,7 @@ def test_a_collective_of_a_line_that_is_not_in_the_table_is_refused(reports):
 
 def test_a_shape_that_deep_gemm_refuses_is_a_fault(reports):
     fault = reports["refused_scales"]["fault"]
-    assert "deep_gemm.fp8_gemm_nt: scales are [15, 8]" in fault and "backends/deep_gemm.py" in fault
+    assert "deep_gemm.fp8_gemm_nt: scales are [15, 8]" in fault and "kernels/linear/deep_gemm.py" in fault
 
 
 def test_a_save_tells_what_it_writes_and_holds_on_the_host(reports):

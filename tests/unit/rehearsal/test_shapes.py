@@ -1,4 +1,4 @@
-"""Results that follow from a line of arithmetic are torch's."""
+"""Results that are computed without torch are equal to torch's."""
 
 from __future__ import annotations
 

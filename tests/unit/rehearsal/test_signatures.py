@@ -1,4 +1,4 @@
-"""Functions of shapes are held against the installed libraries: here stand-ins, in which a parameter is another."""
+"""Shape functions are compared with installed libraries: here with fake libraries that have other parameters."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def general_gemm(A: tex.Tensor, B, out_dtype=None, accumulate=False, layout="TN"
 def test_a_renamed_parameter_is_named_with_its_library_and_function(tmp_path):
     def compare() -> tuple[int, list[str]]:
         environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(tmp_path)])}
-        command = [sys.executable, "-m", "rollout_sglang.rehearsed_signatures"]
+        command = [sys.executable, "-m", "rollout_sglang.rehearsal.signatures"]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         return done.returncode, done.stdout.splitlines()
 
@@ -65,7 +65,7 @@ def test_a_function_that_cannot_be_imported_is_read_from_its_file(tmp_path, monk
 
 def test_where_no_library_is_installed_nothing_is_compared(monkeypatch):
     monkeypatch.setattr(signatures, "LIBRARIES", ("no_such_library",))
-    assert signatures.compare_installed() is None
+    assert signatures.compare_installed([]) is None
     monkeypatch.setattr(signatures, "is_installed", lambda _: False)
     assert signatures.compare(deep_gemm.STANDS_FOR) == []
 
@@ -73,5 +73,4 @@ def test_where_no_library_is_installed_nothing_is_compared(monkeypatch):
 def test_what_ends_with_an_error_is_a_difference(monkeypatch):
     monkeypatch.setattr(signatures, "is_installed", lambda _: True)
     monkeypatch.setattr(signatures, "_has_driver", lambda: True)
-    monkeypatch.setattr(sys, "executable", "/bin/false")
-    assert signatures.compare_installed() == ["the installed libraries cannot be compared: "]
+    assert signatures.compare_installed(["/bin/false"]) == ["the installed libraries cannot be compared: "]

@@ -1,4 +1,4 @@
-"""Operators move what their kernels read and write, by a table made by hand."""
+"""Bytes that operators move, compared with a table made by hand, and bounds of a step."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_rl.planner.hardware import LINK_EFFICIENCY, Cluster
-from megatron_rl.planner.roofline import COMPUTE_EFFICIENCY
+from megatron_rl.cost.hardware import COMPUTE_EFFICIENCY, LINK_EFFICIENCY, Cluster
 from megatron_rl.rehearsal.bound import estimate_bound
 from megatron_rl.rehearsal.recorder import Recorder
 from megatron_rl.rehearsal.traffic import count_bytes, count_moved, name_kind
@@ -63,7 +62,7 @@ def test_a_result_that_is_given_is_not_read():
 
 
 def test_attention_counts_once():
-    """Its operator is counted by the kernel's shape function (`rehearsal.kernels.flash_attention`)."""
+    """The kernel's shape function counts it (`rehearsal.kernels.flash_attention`)."""
     from torch.nn.attention import varlen  # noqa: F401 - registers the operators
 
     assert count_moved(torch.ops.torch_attn._varlen_attn_backward.default, (X, X), {}, X) == 0
@@ -74,8 +73,8 @@ def test_an_expanded_tensor_has_the_bytes_of_its_storage():
 
 
 def test_kinds_follow_dtype_and_line():
-    assert name_kind("aten::mm", "bf16", "megatron_rl/mcore/logprobs.py:3") == "bf16 products"
-    assert name_kind("", "other", "megatron_rl/precision/ops/heads_triton.py:3") == "queries and keys"
+    assert name_kind("aten::mm", "bf16", "megatron_rl/mcore/passes/logprobs.py:3") == "bf16 products"
+    assert name_kind("", "other", "megatron_rl/kernels/heads/triton.py:3") == "queries and keys"
     assert name_kind("attention", "bf16", "megatron_rl/mcore/x.py:3") == "attention"
     assert name_kind("aten::add", "other", "megatron/core/distributed/param_and_grad_buffer.py:9") == "gradient buffers"
 
@@ -103,7 +102,7 @@ def test_a_bound_multiplies_passes_alone_and_takes_the_link_that_a_group_has():
 
 @pytest.mark.parametrize("products, exposed", [(0, 3.0), (1, 2.0), (2, 1.0), (4, 0.0)])
 def test_exchange_is_hidden_as_far_as_kernels_run_between_its_start_and_the_wait(products, exposed):
-    """Two exchanges over one link, of one second and two, and a third that is waited for at once."""
+    """Two exchanges of one and two seconds over one link, and a third that is waited for immediately."""
     job = SimpleNamespace(config=SimpleNamespace(algorithm=SimpleNamespace(updates_per_step=1)), has_reference=False)
     recorder, second = Recorder(), 450e9 * LINK_EFFICIENCY
     phase = recorder.begin("update 2")

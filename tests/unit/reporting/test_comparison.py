@@ -35,7 +35,7 @@ def test_results_settings_and_curves_stand_side_by_side(tmp_path: Path):
     assert path == tmp_path / "comparison.html" and "2 runs: first, second" in page.text
     assert page.text.count("✓ finished") == 2 and page.text.count("40.0 % at first, best 80.0 %") == 2
     assert "train.learning_rate" in page.text and "2e-05" in page.text and "train.steps" not in page.text
-    assert "Versions that differ" not in page.text and "Full configuration" not in page.text
+    assert "Versions that differ" not in page.text and "Full config" not in page.text
     for plot in ("eval/accuracy", "eval/accuracy over time", "reward/mean", "mismatch/abs_mean", "time/step"):
         assert f"<code>{plot}</code>" in page.source, plot
     svg = page.source.split("<code>eval/accuracy</code>")[1].split("</svg>")[0]
@@ -62,7 +62,7 @@ def test_mistakes_are_one_line(tmp_path: Path):
     for arguments, line in (
         ([first, tmp_path], "holds no readable run.json"),
         ([first, second, "--output", tmp_path / "absent" / "page.html"], "--output"),
-        ([first, "--output", "page.html"], "is for the comparison of several runs"),
+        ([first, "--output", "page.html"], "only applies to several runs"),
     ):
         result = CliRunner().invoke(app, ["report", *map(str, arguments)])
         assert result.exit_code == 2 and line in result.stderr, result.output

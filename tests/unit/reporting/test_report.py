@@ -13,16 +13,9 @@ import pytest
 from megatron_rl import metrics
 from megatron_rl.batch import replay  # noqa: F401 (it declares what a run with replay adds)
 from megatron_rl.errors import UserError
-from megatron_rl.precision.graph.decoder import (
-    AttentionPrecision,
-    DecoderPrecision,
-    LayerPrecision,
-    MLPPrecision,
-    WeightedOpPrecision,
-    decoder_graph,
-)
+from megatron_rl.precision.graph.decoder import DecoderPrecision, Operator, decoder_graph
 from megatron_rl.precision.graph.graph import TensorPrecision
-from megatron_rl.precision.graph.svg import draw_svg
+from megatron_rl.precision.graph.render import draw_svg
 from megatron_rl.reporting.formatting import format_bytes, format_duration, format_toml, visible
 from megatron_rl.reporting.plots import SECTIONS, Plot, fill_sections, render_svg
 from megatron_rl.reporting.report import CAUSE_LABELS, headline, write_report
@@ -120,17 +113,17 @@ def test_a_whole_page_with_evaluations_and_the_precision_graph(tmp_path: Path):
             assert plot.title in page.text and plot.caption in page.text
     assert page.tags.count("svg") == SECTION_COUNT == page.source.count("<svg viewBox=") <= page.source.count("var(--ink)")
     drawings = page.source[page.source.index("<svg viewBox=") :]
-    assert "#00000" not in drawings and "DejaVu" not in drawings, "plots have no colour of their own"
-    assert "Where the mismatch comes from" in page.text and all(words in page.text for words in CAUSE_LABELS.values())
+    assert "#00000" not in drawings and "DejaVu" not in drawings, "plots have no color of their own"
+    assert "Causes of the mismatch" in page.text and all(words in page.text for words in CAUSE_LABELS.values())
     assert "✗ wrong" in page.text and "✓ correct" in page.text
     assert "[train.layout]\ntp = 1" in page.text and "2.13" in page.text and "Evaluations" not in page.text
     line = {"problems": 30, "mean": {"value": 0.5, "low": 0.4, "high": 0.6}, "pass": {}, "maj": {}}
     results = {"sampling": {"samples": 8}, "ks": [1], "comparison": [], "sides": {"checkpoint": {"step": 2, "table": [line]}}}
     (run / "eval" / "step_2").mkdir(parents=True)
     (run / "eval" / "step_2" / "eval.json").write_text(json.dumps(results))
-    high, weighted = TensorPrecision("bf16"), WeightedOpPrecision(TensorPrecision("bf16"), TensorPrecision("bf16"))
-    layer = LayerPrecision(weighted, AttentionPrecision(weighted, weighted, high, high), weighted, MLPPrecision(weighted, weighted), high)
-    graph = decoder_graph(DecoderPrecision(high, {0: layer}, embedding=weighted, norm=weighted, lm_head=weighted, logits=high))
+    high = TensorPrecision("bf16")
+    ends = {"embedding": {"weight": high}, "norm": {"x": high}, "lm_head": {"x": high, "weight": high}}
+    graph = decoder_graph(DecoderPrecision(high, {}, {name: Operator(inputs) for name, inputs in ends.items()}))
     (run / "graph.svg").write_text(draw_svg(graph, graph))
     page = Page(write_report(run))
     assert "Evaluations" in page.text and "eval/step_2" in page.text and "mean@8 50.0 % (40.0–60.0)" in page.text
@@ -156,7 +149,7 @@ def test_what_an_environment_wrote_is_marked(tmp_path: Path):
     row = sample(1, "<<1+1>>2#2") | {"dialogue": ["<<1+1>>", "2", "#2"], "finish_reason": "turns"}
     source = Page(write_report(make_run(tmp_path, full_rows(), samples=[row]))).source
     assert '<pre><span>&lt;&lt;1+1&gt;&gt;</span><span class="environment">2</span><span>#2</span></pre>' in source
-    assert "no turn was left" in source
+    assert "no turns left" in source
     row["dialogue"][1] = HOSTILE
     assert "script" not in Page(write_report(make_run(tmp_path, full_rows(), samples=[row]))).tags
 
@@ -181,7 +174,7 @@ def test_few_rows(tmp_path: Path):
     synced = {"step": 0, "eval/accuracy": 0.4, "sync/tensors": 4, "sync/proved": 4, "sync/bytes": 0.0, "time/sync": 0.1}
     for rows, drawings in (([], 0), ([synced], 3)):
         page = Page(write_report(make_run(tmp_path, rows, "running")))
-        assert headline(rows) in page.text and "Not measured so far" in page.text
+        assert headline(rows) in page.text and "Not measured: " in page.text
         assert page.tags.count("svg") == drawings
 
 
@@ -214,7 +207,7 @@ def test_metrics_of_a_user_s_own_are_drawn_and_one_without_a_declaration_is_list
     page = Page(write_report(run))
     assert "How <far> KL is off." in page.text and "my loss mine" in page.text and "50.0 %" in page.text
     assert page.tags.count("svg") == 2 and "<my>" not in page.source and "<gap>" not in page.source
-    state["metrics"].append({"name": "other", "meaning": "", "colour": "red"})
+    state["metrics"].append({"name": "other", "meaning": "", "color": "red"})
     (run / "run.json").write_text(json.dumps(state))
     with pytest.raises(UserError, match=r"RUN_DIR.*another version"):
         write_report(run)
@@ -226,7 +219,7 @@ def test_a_run_without_declarations_shows_its_values_and_says_what_is_left_out(t
     del state["metrics"]
     (run / "run.json").write_text(json.dumps(state))
     page = Page(write_report(run))
-    assert "does not say what the metrics mean" in page.text and "Not measured so far" not in page.text
+    assert "has no metric declarations" in page.text and "Not measured: " not in page.text
     assert page.tags.count("svg") == 0 and "length/truncated" in page.text and "Held-out accuracy rose" in page.text
 
 
@@ -235,7 +228,7 @@ def test_bad_folders(tmp_path: Path):
         write_report(tmp_path / "absent")
     with pytest.raises(UserError, match=r"RUN_DIR.*run\.json"):
         write_report(tmp_path)
-    with pytest.raises(UserError, match="row 1 has no whole number"):
+    with pytest.raises(UserError, match="row 1 has a step that is not an integer"):
         write_report(make_run(tmp_path, [{"reward/mean": 1.0}]))
     assert not list(tmp_path.glob("report.html*"))
 

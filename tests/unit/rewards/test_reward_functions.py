@@ -1,4 +1,4 @@
-"""The built-in reward functions on answers right, wrong and hostile, and on the real golds of GSM8K and MATH-500."""
+"""The built-in reward functions on correct, wrong and hostile answers, and on the real gold answers of GSM8K and MATH-500."""
 
 import json
 import random

@@ -1,4 +1,4 @@
-"""Rewards over HTTP against real servers: the documentation's example, and one that misbehaves in every way."""
+"""Rewards over HTTP from real servers: the documentation's example, and a server that misbehaves."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TEXTS = ["so 2", "so 3", "2", "\ud800 2", "5"]
 
 
 class Misbehaving(BaseHTTPRequestHandler):
-    """What it does stands in the path; `server.seen` keeps what it was sent."""
+    """A server whose behavior is given by the path. `server.seen` records what it receives."""
 
     protocol_version = "HTTP/1.1"
 

@@ -1,4 +1,4 @@
-"""Several reward functions in one: the configuration's rules, the weighted sum, and what a completion without a verdict gets."""
+"""Several reward functions in one sum: rules of the configuration, the weighted sum, and completions without a verdict."""
 
 from __future__ import annotations
 
@@ -44,16 +44,16 @@ def load(tmp_path):
         ("[reward]\nfunction = 'http'", "reward.function = 'http': http needs url, in a table [[reward.functions]]"),
         ("[[reward.functions]]\nname = 'a b:c'", "reward.functions.0.name = 'a b:c': must be one of math"),
         ("[[reward.functions]]\nname = 'format'", "reward.functions.0: format needs pattern, in a table"),
-        ("[[reward.functions]]\nname = 'math'\nurl = 'x'", "reward.functions.0: math takes no url"),
-        ("[[reward.functions]]\nname = 'my.module:f'\npattern = 'x'", "reward.functions.0: my.module:f takes no pattern"),
+        ("[[reward.functions]]\nname = 'math'\nurl = 'x'", "reward.functions.0: math has no setting url"),
+        ("[[reward.functions]]\nname = 'my.module:f'\npattern = 'x'", "reward.functions.0: my.module:f has no setting pattern"),
         ("[[reward.functions]]\nname = 'format'\npattern = ''", "reward.functions.0.pattern = '': String should have at least 1 character"),
-        ("[[reward.functions]]\nname = 'format'\npattern = '('", "reward.functions.0: pattern '(' is no regular expression"),
-        ("[[reward.functions]]\nname = 'http'\nurl = 'host:80'", "reward.functions.0: url 'host:80' must be an address such as http://"),
+        ("[[reward.functions]]\nname = 'format'\npattern = '('", "reward.functions.0: pattern '(' is not a valid regular expression"),
+        ("[[reward.functions]]\nname = 'http'\nurl = 'host:80'", "reward.functions.0: url 'host:80' must be a URL such as http://"),
         ("[[reward.functions]]\nname = 'length'\nfull_tokens = 1", "reward.functions.0: length needs zero_tokens, in a table"),
         ("[[reward.functions]]\nname = 'length'\nfull_tokens = 1\nzero_tokens = 1",
          "reward.functions.0: full_tokens and zero_tokens are both 1"),
-        ("[[reward.functions]]\nname = 'length'\nfull_tokens = 1\nzero_tokens = 2", "reward: length judges no answer"),
-        ("[reward]\nfunction = 'math'\n[[reward.functions]]\nname = 'math'", "reward: function and functions cannot both be given"),
+        ("[[reward.functions]]\nname = 'length'\nfull_tokens = 1\nzero_tokens = 2", "reward: length does not judge the answer"),
+        ("[reward]\nfunction = 'math'\n[[reward.functions]]\nname = 'math'", "reward: function and functions exclude each other"),
     ],
 )  # fmt: skip
 def test_a_mistake_is_one_line(load, text, line):
@@ -103,12 +103,12 @@ def test_the_value_of_a_length():
 
 
 SLOW = {"name": "exact", "pattern": "((?:a+)+b)"}
-"""Needs exponential time on a row of a's."""
+"""Takes exponential time on a sequence of a's."""
 
 
 @pytest.mark.parametrize("on_error", ["zero", "exclude", "stop"])
 def test_what_a_completion_without_a_verdict_gets(on_error):
-    """Whether a function fails or the completion broke before it was scored."""
+    """A function fails, or the completion failed before it was scored."""
     messages: list[str] = []
     late, hung = "format, exact: timeout after 0.5 s", "environment: it hung"
     texts, golds = ["####aab", "####" + "a" * 60, "####aab"], problems("aab", "aab", "aab")
@@ -147,5 +147,5 @@ def test_your_own_function_is_found_in_the_working_directory_and_checked_beforeh
         assert scorer.score(["so 5", "so 6"], problems("5", "5"), [1, 1]) == [Reward(1.0, True), Reward(-0.1, False)]
     with pytest.raises(UserError, match=r"reward.function = 'my_module:wrong': .* must be a plain function of \(text, problem\)"):
         check_rewards(RewardConfig(function="my_module:wrong"))
-    with pytest.raises(UserError, match=r"reward.functions = 'my_modul:reward': .*No module named 'my_modul'\); it is looked for"):
+    with pytest.raises(UserError, match=r"reward.functions = 'my_modul:reward': .*No module named 'my_modul'\); the function is searched"):
         check_rewards(config(MATH, {"name": "my_modul:reward"}))

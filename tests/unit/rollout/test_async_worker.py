@@ -1,4 +1,4 @@
-"""Generation ahead of training: who may begin when, what a stopped run keeps, and what is said of stale tokens."""
+"""Asynchronous rollouts: when steps begin, what a stopped run keeps, and how stale tokens are reported."""
 
 from __future__ import annotations
 
@@ -24,19 +24,18 @@ from megatron_rl.preflight import Facts, Needs, check
 from megatron_rl.rollout.async_worker import AsyncRolloutWorker
 from megatron_rl.rollout.engine import Abort
 from megatron_rl.rollout.generation import MultiTurnSampler
-from megatron_rl.rollout.worker import RolloutBatch, RolloutWorker, compute_rollout_metrics
+from megatron_rl.rollout.metrics import compute_rollout_metrics
+from megatron_rl.rollout.worker import RolloutBatch, RolloutWorker
 from megatron_rl.training.mismatch import bin_mismatch, measure_mismatch, measure_staleness
 from megatron_rl.training.samples import to_training_samples
 from megatron_rl.types import Completion, Generation, Problem, Reward, SamplingParams
-from rollout_sglang.engine import parse_generation
 
 
 class Lengths:
-    """An engine whose clock stands at the trainer's version. It answers with tokens of the versions at which a group began and ended.
+    """An engine whose clock is the trainer's version. A completion has tokens of the versions at which its group began and ended.
 
-    One problem in ten takes long: it ends when the trainer waits for it, or after `patience` seconds.
-
-    `fails`: how many of the next requests find no engine.
+    One problem in ten takes long: it ends when the trainer waits for it, or after `patience` seconds. `fails`: how many of the next
+    requests find no engine.
     """
 
     def __init__(self) -> None:
@@ -66,7 +65,7 @@ class Lengths:
 
 
 class Run:
-    """A trainer that takes groups of two problems, four members each, in a run that may lose its engine or be stopped."""
+    """A trainer of groups of two problems with four completions each, in a run that may lose its engine or be stopped."""
 
     def __init__(self, max_staleness: int, steps: int, rounds: int = 0, state: dict | None = None, **rollout: object) -> None:
         sections = {"placement": {"kind": "disaggregated", "max_staleness": max_staleness}, "algorithm": {}}
@@ -85,12 +84,12 @@ class Run:
         self.ages: list[int] = []
 
     def score(self, texts, problems, lengths, broken):
-        """Every third problem teaches nothing."""
+        """Give every third problem equal rewards."""
         self.scored.append(problems[0].id)
         return [Reward(float(member % 2 and int(problems[0].id) % 3 > 0), False) for member in range(len(problems))]
 
     def step(self, version: int, waits: bool = True) -> int:
-        """Train at `version`; return how often the engine was lost meanwhile. `waits`: for what takes long."""
+        """Train at `version`. Return how often the engine was lost meanwhile. `waits`: whether to wait for long completions."""
         losses = 0
         with self.engine.lock:
             self.engine.version = version
@@ -113,7 +112,7 @@ class Run:
 
 @given(st.integers(0, 4), st.integers(1, 8), st.lists(st.integers(0, 3), min_size=8, max_size=8))
 def test_groups_are_trained_once_in_the_order_they_were_drawn_whatever_their_lengths_and_losses(max_staleness, steps, fails):
-    """One problem in ten takes until the trainer waits for it; others end before it and do not overtake it."""
+    """One problem in ten takes until the trainer waits for it. Other problems end earlier and do not overtake it."""
     run = Run(max_staleness, steps)
     for version in range(steps):
         with run.engine.lock:
@@ -128,7 +127,7 @@ def test_groups_are_trained_once_in_the_order_they_were_drawn_whatever_their_len
 
 @given(st.integers(0, 3), st.integers(1, 6), st.integers(1, 6))
 def test_a_resumed_run_trains_on_what_the_first_one_had_not_and_on_nothing_else(max_staleness, first, second):
-    """With dynamic sampling, whose later rounds draw problems behind those of the next steps."""
+    """Dynamic sampling draws the problems of its later rounds after those of the next steps."""
     run = Run(max_staleness, first + second, rounds=4)
     for version in range(first):
         run.step(version)
@@ -146,7 +145,7 @@ def test_a_resumed_run_trains_on_what_the_first_one_had_not_and_on_nothing_else(
 @settings(max_examples=25)
 @given(st.integers(0, 3), st.integers(1, 3), st.integers(1, 8), st.integers(0, 8))
 def test_over_sampling_trains_once_on_every_problem_and_aborts_none_twice(max_staleness, extra, first, second):
-    """A resume in the middle: those that were aborted come first."""
+    """After a resume, aborted problems come first."""
     run = Run(max_staleness, first + second, over_sampling_prompts=extra)
     run.engine.patience = 0.02
     for version in range(first):
@@ -191,7 +190,7 @@ def test_answers_that_end_early_are_scored_while_others_run():
 
 
 def test_the_next_steps_groups_run_while_the_longest_answer_of_this_step_does():
-    """The step barrier would leave the engine to one answer alone."""
+    """A step barrier would leave the engine with a single completion."""
     run = Run(2, 9)
     run.ahead.begin(0)
     until(lambda: sorted(run.engine.ended) == [1, 2, 3, 4, 5], 60, "what was begun")
@@ -244,7 +243,7 @@ def test_the_trainer_says_what_it_waited_and_not_what_generation_took():
 
 
 class Engine:
-    """One answer of two tokens for every prompt, by the versions that are told."""
+    """Returns two tokens for every prompt, sampled by the given versions."""
 
     def __init__(self, *versions: int) -> None:
         self.versions = list(versions)
@@ -292,7 +291,7 @@ def test_stale_tokens_do_not_count_as_mismatch():
 
 
 def test_mismatch_by_position_counts_the_tokens_that_answers_have_there():
-    """The second answer is short; the third's first token is an environment's, its second is stale."""
+    """The second completion is short. The third one begins with a token of an environment, followed by a stale token."""
     long, short = sampled([0] * 70, [0.01] * 32 + [0.02] * 32 + [0.04] * 6), sampled([0] * 3, [-0.03] * 3)
     mixed = sampled([1, 0], [9.0, 0.05])
     mixed.response_ids, mixed.response_mask = torch.tensor([2] * 3), torch.tensor([False, True, True])
@@ -305,27 +304,6 @@ def test_mismatch_by_position_counts_the_tokens_that_answers_have_there():
     assert bin_mismatch(mixed) == [(1, close(0.05))] and bin_mismatch(sampled([], [])) == []
 
 
-def response(spans: list[tuple[str, int, int]], tokens: int) -> dict:
-    meta = {
-        "weight_versions": [{"version": version, "start": start, "end": end} for version, start, end in spans],
-        "weight_version": spans[-1][0],
-        "cached_tokens": 0,
-        "output_token_logprobs": [[-0.5, 10 + number, None] for number in range(tokens)],
-        "finish_reason": {"type": "stop"},
-    }
-    return {"meta_info": meta}
-
-
-def test_the_engine_tells_every_tokens_version():
-    assert parse_generation(response([("3", 0, 4)], 4), True).versions_T is None
-    results = parse_generation(response([("3", 0, 1), ("4", 1, 4)], 4), True)
-    assert (results.versions_T.tolist(), results.policy_version, results.output_ids_T.tolist()) == ([3, 4, 4, 4], 4, [10, 11, 12, 13])
-    with pytest.raises(RunError, match="policy versions of 3 tokens in a completion of 4"):
-        parse_generation(response([("3", 0, 1), ("4", 1, 3)], 4), True)
-    with pytest.raises(RunError, match="one completion was sampled by policy versions 3, 4"):
-        parse_generation(response([("3", 0, 1), ("4", 1, 4)], 4), False)
-
-
 def config(**sections: dict) -> Config:
     return Config.model_validate({"model": {"path": "m"}, **sections}, strict=False)
 
@@ -336,7 +314,7 @@ ASYNC = {"kind": "disaggregated", "max_staleness": 1}
 @pytest.mark.parametrize(
     "sections, line",
     [
-        ({}, r'placement.max_staleness = 1: .*nothing corrects .*algorithm.correction = "tis"'),
+        ({}, r'placement.max_staleness = 1: .*without a correction.*algorithm.correction = "tis"'),
         ({"algorithm": {"correction": "tis"}, "log": {"attribute_every": 2}}, "log.attribute_every = 2: "),
         ({"algorithm": {"correction": "tis", "routing_replay": "engine"}, "sync": {"running": "continue"}}, "algorithm.routing_replay = "),
     ],
@@ -347,5 +325,5 @@ def test_stale_tokens_need_a_correction_and_have_no_single_cause(sections, line)
     for algorithm in ({"correction": "tis"}, {"old_policy": "engine"}):
         check(Facts(config(placement=ASYNC, algorithm=algorithm)), Needs.TRAINER)  # with one they may be trained on
     check(Facts(config(log={"attribute_every": 2})), Needs.TRAINER)
-    with pytest.raises(ValueError, match='set kind "disaggregated"'):  # who takes turns cannot run ahead
+    with pytest.raises(ValueError, match='needs kind = "disaggregated"'):  # who takes turns cannot run ahead
         config(placement={"max_staleness": 1})

@@ -1,4 +1,4 @@
-"""Engines on several nodes: where each one runs, who starts it there, on which devices, and what is refused."""
+"""Engines on several nodes: placement, launchers, devices and refusals."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Started = list[tuple[list[str], dict[str, str], Path]]
 
 
 def start_nodes(monkeypatch, config: Config, number: int) -> tuple[Started, str]:
-    """Arguments, environment and log of the processes that engine `number` would be started as, and its URL."""
+    """Return arguments, environment and log of the processes that engine `number` would be started as, and its URL."""
     started: Started = []
     monkeypatch.setattr(launch_args, "read_config", lambda folder: {})
     monkeypatch.setattr(launch_args, "EngineProcess", lambda *parts: started.append(parts))
@@ -41,7 +41,7 @@ def start_nodes(monkeypatch, config: Config, number: int) -> tuple[Started, str]
 
 
 def start_process(monkeypatch, config: Config, number: int) -> tuple[list[str], dict[str, str], str]:
-    """Arguments and environment of the one process that engine `number` would be started as, and its URL."""
+    """Return arguments and environment of the single process that engine `number` would be started as, and its URL."""
     ((arguments, environment, _),), url = start_nodes(monkeypatch, config, number)
     return arguments, environment, url
 
@@ -66,7 +66,7 @@ def test_engines_are_spread_evenly_in_order(launchers):
 
 
 def test_the_nodes_of_an_engine_meet_at_its_first(launchers, monkeypatch):
-    """Four nodes, of which engines 0 and 1 have the first two, 2 and 3 the others."""
+    """Four nodes: engines 0 and 1 run on the first two, 2 and 3 on the last two."""
     launchers("", "srun b", "srun c", "srun d")
     spread = config(4, tp=4, hosts=("127.0.0.1", "10.0.0.6", "10.0.0.7", "10.0.0.8"), nodes=2)
     check_devices(spread)
@@ -124,17 +124,17 @@ def test_on_one_machine_engines_of_their_own_devices_come_after_the_trainers(lau
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert [get_base_gpu_id(apart, place_engine(apart.rollout, number)[0]) for number in range(2)] == [4, 6]
     check_devices(apart, 8)
-    with pytest.raises(UserError, match=r"needs 2 \* 2 GPUs of a machine .* beside the trainer's 4, this one has 6"):
+    with pytest.raises(UserError, match=r"needs 2 \* 2 GPUs per node .* in addition to the trainer's 4, but this machine has 6"):
         check_devices(apart, 6)
     launchers("srun --nodelist=node2")
     assert [get_base_gpu_id(apart, place_engine(apart.rollout, number)[0]) for number in range(2)] == [0, 2]
 
 
-def test_neighbours_on_another_machine_never_choose_the_same_port(launchers, monkeypatch):
+def test_neighbors_on_another_machine_never_choose_the_same_port(launchers, monkeypatch):
     launchers("srun --nodelist=node2")
-    neighbours = config(8, hosts=("10.0.0.5",))
+    neighbors = config(8, hosts=("10.0.0.5",))
     for _ in range(50):
-        ports = [int(start_process(monkeypatch, neighbours, number)[2].rpartition(":")[2]) for number in range(8)]
+        ports = [int(start_process(monkeypatch, neighbors, number)[2].rpartition(":")[2]) for number in range(8)]
         assert [port % 16 for port in ports] == list(range(0, 16, 2)) and 20000 <= min(ports) <= max(ports) < 30000
 
 
@@ -145,24 +145,24 @@ def test_engines_that_cannot_be_where_they_should_are_refused(launchers):
             check(Facts(config(**changes)), Needs.ENGINE | Needs.MACHINE | Needs.TRAINER)
         return str(error.value)
 
-    hosts = f"rollout.hosts = ['10.0.0.5', '10.0.0.6']: names 2 nodes, {LAUNCHER_VARIABLE} has words for 1 of them"
-    assert refusal("srun --nodelist=node2") == f"{hosts}; start with launch/slurm, or give the variable a line for each node"
+    hosts = f"rollout.hosts = ['10.0.0.5', '10.0.0.6']: names 2 nodes, but {LAUNCHER_VARIABLE} has launchers for 1"
+    assert refusal("srun --nodelist=node2") == f"{hosts}; start with launch/slurm, or set one line in the variable for each node"
     twice = f"{LAUNCHER_VARIABLE}: starts the engines of two nodes by 'srun a', on the same devices"
-    assert refusal("srun a", "srun a") == f"{twice}; give it a line of its own for each of rollout.hosts"
-    apart = f"sync.transport = 'shared_memory': needs trainer and engines on one host; {LAUNCHER_VARIABLE} starts engines on others"
+    assert refusal("srun a", "srun a") == f"{twice}; set a different line for each entry of rollout.hosts"
+    apart = f"sync.transport = 'shared_memory': needs trainer and engines on one host; {LAUNCHER_VARIABLE} starts engines on other hosts"
     assert refusal("", "srun a", transport="shared_memory") == f"{apart}; use process_group, gloo, or disk with a shared folder"
 
 
 def test_a_node_has_devices_for_all_its_engines_and_serves_as_many_as_the_others(launchers):
     launchers("srun --nodelist=node2", "srun --nodelist=node3")
     check_devices(config(4, tp=2), 4)
-    gpus = "6: needs 3 * 2 GPUs of a machine (rollout.engines / 2 nodes * rollout.tp), this one has 4; lower one of them"
+    gpus = "6: needs 3 * 2 GPUs per node (rollout.engines / 2 nodes * rollout.tp), but this machine has 4; lower one of them"
     with pytest.raises(UserError, match=re.escape(f"rollout.engines = {gpus}") + "$"):
         check_devices(config(6, tp=2), 4)
-    with pytest.raises(UserError, match=r"^rollout.tp = 8: is more than 4 GPUs of a node \* rollout.nodes_per_engine = 4; lower it"):
+    with pytest.raises(UserError, match=r"^rollout.tp = 8: exceeds 4 GPUs per node \* rollout.nodes_per_engine = 4 GPUs; lower it"):
         check_devices(config(2, tp=8), 4)
     check_devices(config(1, tp=8, nodes=2), 4)
-    with pytest.raises(UserError, match=r"^rollout.engines = 3: must be a multiple of the nodes with engines / .*= 4 / 2, .*; use 4"):
+    with pytest.raises(UserError, match=r"^rollout.engines = 3: must be a multiple of the nodes with engines .*; use 4"):
         check(Facts(config(3, tp=2, nodes=2), engine_nodes=4), Needs.ENGINE | Needs.LAUNCH)
     with pytest.raises(UserError, match=r"^rollout.engines = 3: must be a multiple of the nodes with engines \(2\), .*; use 4"):
         check(Facts(config(3), engine_nodes=2), Needs.ENGINE | Needs.LAUNCH)

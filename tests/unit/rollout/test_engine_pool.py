@@ -1,4 +1,4 @@
-"""Several engines behind one face: who is asked, what a loss costs, how often engines are started anew, and when a new one may serve."""
+"""A pool of engines: distribution of requests, lost engines, restarts, and when a successor may serve."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Scripted:
 
 
 class Fleet:
-    """Engines, with all that were ever started, in order; `broken` numbers of starts come up dead."""
+    """A pool that records all engines ever started. Starts whose number is in `broken` fail."""
 
     def __init__(self, broken: tuple[int, ...] = (), **rollout: object) -> None:
         self.started: list[Scripted] = []
@@ -89,7 +89,7 @@ class Fleet:
         return self.started[-1]
 
     def lose(self, number: int) -> EngineLostError:
-        """Let an engine die; the pool's error at the next call of all engines."""
+        """Let an engine die. Return the pool's error at the next call of all engines."""
         self.started[number].dead = True
         with pytest.raises(EngineLostError) as error:
             self.engines.admit()
@@ -218,7 +218,7 @@ def test_a_successor_that_does_not_start_is_tried_again_and_one_of_another_preci
     two.started[1].graphs = ["another"]
     two.engines.read_graph()
     two.engines.end_sync(1)  # restarts are counted anew
-    with pytest.raises(RunError, match="engine 1 has another precision graph"):
+    with pytest.raises(RunError, match="engine 1 has a different precision graph"):
         two.engines.wait_for_successors(two.lose(1))
 
 
@@ -245,7 +245,7 @@ def test_what_torch_says_of_a_rank_that_is_gone_is_one_line():
     assert to_run_error(torch.distributed.DistBackendError("NCCL error"))
     with pytest.raises(RuntimeError) as short:
         torch.empty(1 << 60, dtype=torch.uint8)
-    assert "rank 0 is out of memory, which lacks 1152921504606846976 bytes; lower" in str(to_run_error(short.value))
+    assert "rank 0 is out of memory (it needs 1152921504606846976 bytes more); lower" in str(to_run_error(short.value))
     gpu = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.10 GiB"
-    assert "which lacks 2.00 GiB; lower" in str(to_run_error(torch.OutOfMemoryError(gpu)))
+    assert "(it needs 2.00 GiB more); lower" in str(to_run_error(torch.OutOfMemoryError(gpu)))
     assert to_run_error(RuntimeError("shape mismatch")) is None and to_run_error(EngineLostError("an engine")) is None

@@ -1,4 +1,4 @@
-"""Answers of several turns: which tokens the engine is asked to go on from, when an answer ends, and what a broken environment costs."""
+"""Completions with several turns: the prompts of turns, where a completion ends, and failing environments."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ import torch
 from megatron_rl.batch.kept_tokens import make_kept_tokens
 from megatron_rl.config.environment import EnvironmentConfig
 from megatron_rl.errors import RunError
-from megatron_rl.rollout.environment_pool import EnvironmentPool
 from megatron_rl.rollout.environments.base import Episode, Message, StepResult, load_environment
+from megatron_rl.rollout.environments.pool import EnvironmentPool
 from megatron_rl.rollout.generation import MultiTurnSampler
-from megatron_rl.rollout.worker import RolloutBatch, build_sample_rows, compute_rollout_metrics
+from megatron_rl.rollout.metrics import build_sample_rows, compute_rollout_metrics
+from megatron_rl.rollout.worker import RolloutBatch
 from megatron_rl.training.samples import to_training_samples
 from megatron_rl.types import Generation, Problem, SamplingParams
 from parallel.plug import InputError
@@ -20,7 +21,7 @@ from parallel.plug import InputError
 VERSION = 5
 PROBLEM = [Problem("0", "A", "")]
 PAIR = 1000
-"""Token PAIR + n is the letter n twice: whoever tokenises "aa" gets it, so tokens [97, 97] do not survive a detour over text."""
+"""Token PAIR + n is letter n twice. Tokenizing "aa" gives it, so tokens [97, 97] do not survive decoding and encoding."""
 
 
 class PairTokenizer:
@@ -39,7 +40,7 @@ class PairTokenizer:
 
 
 class ScriptedEngine:
-    """Answers each turn of a prompt's conversation by the script's next ids; cut where the budget ends."""
+    """Answers each turn with the next ids of the script, cut at the token limit."""
 
     def __init__(self, scripts: list[list[list[int]]]) -> None:
         self._scripts = [list(script) for script in scripts]
@@ -71,7 +72,7 @@ class ScriptedEngine:
 
 
 class Scripted:
-    """In place of the pool: the replies of each problem, by its number; records its calls."""
+    """Replaces the pool with scripted replies per problem, and records its calls."""
 
     stop = (">",)
 
@@ -97,7 +98,7 @@ def converse(scripts: list[str | list], replies: list[list[StepResult | None]], 
 
 
 def test_a_turn_goes_on_from_the_very_tokens_that_were_sampled():
-    """ "aa" sampled as two tokens stays two; the environment's "bb" is one token; "b>" after it is not merged with it."""
+    """ "aa" sampled as two tokens stays two. The environment's "bb" is one token. "b>" after it is not merged with it."""
     (completion,), engine, scripted = converse([["aa>", "b>", "c"]], [[say("bb", state=b"1"), say("d"), None]])
     a, b, stop = ord("a"), ord("b"), ord(">")
     assert engine.asked == [[([65], 9)], [([65, a, a, stop, b + PAIR], 6)], [([65, a, a, stop, b + PAIR, b, stop, ord("d")], 4)]]
@@ -192,7 +193,7 @@ def test_a_broken_environment_costs_its_own_answer_only(caplog):
         assert [reply.message and reply.message.text for reply in replies if not reply.error] == ["one", "two", None, "three"]
         again = [Episode("0", "", "", state=replies[0].state), Episode("2", "", "", state=replies[2].state)]
         assert [reply.message.text for reply in pool.step(["a", "b"], again)] == ["one+a", "two+b"], "it went on in another process"
-    assert "failed in 9 of 13 answers: timeout after 0.5 s" in caplog.text
+    assert "failed in 9 of 13 completions: timeout after 0.5 s" in caplog.text
 
 
 def test_a_bad_name_is_refused_before_anything_starts():

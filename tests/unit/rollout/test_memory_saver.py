@@ -1,4 +1,4 @@
-"""A colocated engine's memory is really released: what torch_memory_saver's library needs is set, or the run is refused."""
+"""Releasing a colocated engine's memory: torch_memory_saver's requirements are met, or the run is refused."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_an_engine_finds_the_runtime_and_releases_graphs(maps, monkeypatch):
 def test_without_the_runtime_a_colocated_run_is_refused():
     memory_saver.check({"PYTORCH_ALLOC_CONF": "expandable_segments:False"}, None)
     with pytest.raises(
-        UserError, match=r"^placement.kind = 'colocated': .* needs libcudart.so.13, and torch has loaded none; install torch's"
+        UserError, match=r"^placement.kind = 'colocated': .* needs libcudart.so.13, which torch has not loaded; install the"
     ):
         memory_saver.check({}, "13.0")
     with pytest.raises(UserError, match="^PYTORCH_ALLOC_CONF = .*expandable segments"):

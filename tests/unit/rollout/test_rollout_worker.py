@@ -1,4 +1,4 @@
-"""What a rollout reports of its completions: accuracies, lengths, sample rows; and which groups it takes."""
+"""Metrics and sample rows of rollouts, and the choice of groups."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from megatron_rl.config import Config
 from megatron_rl.data import ProblemOrder, ProblemStream
 from megatron_rl.errors import RunError
 from megatron_rl.rollout.generation import MultiTurnSampler
-from megatron_rl.rollout.worker import RolloutBatch, RolloutWorker, build_sample_rows, compute_accuracies, compute_rollout_metrics
+from megatron_rl.rollout.metrics import build_sample_rows, compute_accuracies, compute_rollout_metrics
+from megatron_rl.rollout.worker import RolloutBatch, RolloutWorker
 from megatron_rl.types import Completion, Generation, Problem, Reward, SamplingParams
 
 
@@ -108,7 +109,7 @@ class FakeTokenizer:
 
 
 class FakeEngine:
-    """Answers with the member's number within its group, as one letter."""
+    """Returns the completion's number within its group as one letter."""
 
     version = 5
 
@@ -121,7 +122,7 @@ class FakeEngine:
 
 
 class FakeRewards:
-    """Earns only the first completion of each group of four."""
+    """Rewards only the first completion of each group of four."""
 
     def score(self, texts, problems, lengths, broken):
         assert len(texts) == len(problems) and lengths == [1] * len(texts)
@@ -180,7 +181,7 @@ def test_held_out_problems_are_sampled_by_settings_of_their_own(engine):
 
 
 class Scripted:
-    """Rewards by the problem's number: its group's rewards, one per member."""
+    """Returns scripted rewards of each problem's group, one per completion."""
 
     def __init__(self, groups: dict[str, list[float]]) -> None:
         self.groups, self.asked = groups, []
@@ -191,7 +192,7 @@ class Scripted:
 
 
 def dynamic(rounds: int, groups: dict[str, list[float]], rollout: dict | None = None, **algorithm: object):
-    """A worker of dynamic sampling, and its rewards."""
+    """Return a worker with dynamic sampling, and its rewards."""
     rewards = Scripted(groups)
     sections = {"rollout": rollout or {}, "algorithm": {"dynamic_sampling_max_rounds": rounds, **algorithm}}
     return make_worker(FakeEngine(), rewards, **sections), rewards
@@ -263,7 +264,7 @@ def test_truncated_completions_are_masked_on_request(mask):
 
 
 def test_length_penalties_stay_beside_the_reward_and_give_no_signal():
-    """All members have 1 of 1 tokens; the penalty alone must not make a group worth keeping."""
+    """All completions have 1 of 1 tokens. The penalty alone must not make a group worth keeping."""
     algorithm = {"overlong_share": 0.5, "overlong_penalty": 0.75}
     worker, _ = dynamic(1, {"0": EQUAL, "1": EQUAL}, rollout={"max_new_tokens": 1}, **algorithm)
     rollout = worker.collect(worker.draw(5))

@@ -1,4 +1,4 @@
-"""Every tensor that a live model holds is found, and accounted for or refused by name."""
+"""Every tensor of a live model is found, and accounted for or refused by name."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Model(torch.nn.Module):
         self.post_load(kind)
 
     def write(self, kind: str, seed: int) -> None:
-        """What a sync does, in place."""
+        """Write new weights in place, as a sync does."""
         weight = torch.randn(HEADS * (KEYS + VALUES), LATENT, generator=torch.Generator().manual_seed(seed))
         layer = self.attn.kv_b_proj
         if kind == "bf16":
@@ -57,7 +57,7 @@ class Model(torch.nn.Module):
                 setattr(layer, name, parameter(tensor))
 
     def post_load(self, kind: str) -> None:
-        """SGLang 0.5.23's `DeepseekV2WeightLoaderMixin.post_load_weights`, retold (`test_the_real_hook` has the real one)."""
+        """Do what SGLang 0.5.23's `DeepseekV2WeightLoaderMixin.post_load_weights` does (`test_the_real_hook` runs the real one)."""
         layer, attn = self.attn.kv_b_proj, self.attn
         w = layer.weight
         if kind == "fp8":
@@ -87,7 +87,9 @@ def test_what_was_made_of_proved_bytes_is_made_again_and_compared(kind, derived)
     served = ServedTensors(model)
     assert check(served, model) == {"proved": 1 if kind == "bf16" else 2, "derived": derived, "constant": 3}
     model.write(kind, seed=1)  # a sync whose post-load hook is skipped
-    with pytest.raises(ValueError, match=r"^attn\.w_kc is stale: \d+ of its 32768 values are not those made from the proved bytes$"):
+    with pytest.raises(
+        ValueError, match=r"^attn\.w_kc is stale: \d+ of its 32768 values differ from those computed from the proved bytes$"
+    ):
         check(served, model)
     model.post_load(kind)
     check(served, model)
@@ -149,13 +151,13 @@ def test_constants_stay_and_no_tensor_moves():
     model = Model()
     served = ServedTensors(model)
     model.attn.rotary_emb.cos_sin_cache[3, 3] = 0
-    with pytest.raises(ValueError, match=r"attn\.rotary_emb\.cos_sin_cache is a constant, and has changed since the engine started"):
+    with pytest.raises(ValueError, match=r"attn\.rotary_emb\.cos_sin_cache is a constant, but has changed since the engine started"):
         check(served, model)
     model.attn.rotary_emb.cos_sin_cache[3, 3] = 27
     model.attn.quant_method.workspace.fill_(5)  # scratch
     check(served, model)
     moved = model.attn.w_kc = model.attn.w_kc.clone()  # as a hook that assigns where it should copy
-    with pytest.raises(ValueError, match=r"attn\.w_kc has moved in memory since the engine started: CUDA graphs read its old place"):
+    with pytest.raises(ValueError, match=r"attn\.w_kc has moved in memory since the engine started: CUDA graphs read its old address"):
         check(served, model)
     assert moved.shape == (HEADS, KEYS, LATENT)
 
@@ -178,7 +180,7 @@ def test_float_values_that_were_kept_are_those_of_the_proved_bytes():
         assert check(served, model)["derived"] == 3
         model.write("int8", seed=1)
         model.post_load("int8")
-        with pytest.raises(ValueError, match=r"float values kept of a weight \[768, 128\] are stale"):
+        with pytest.raises(ValueError, match=r"cached float values of a weight \[768, 128\] are stale"):
             check(served, model)
     finally:
         dequant_cache.clear_cache()
@@ -192,7 +194,7 @@ def test_the_rank_answers_with_what_is_wrong(monkeypatch):
     link = {"transport": "disk", "addresses": {}, "sources": [], "targets": [], "chunk_bytes": 1, "timeout": 1.0}
     monkeypatch.setattr(rank_handler, "Link", lambda **_: None)
     handler.answer({"verb": "connect", "link": link, "staged": False, "ranks": {}}, 0, runner)
-    line = "the KV cache was not flushed: it holds 4 tokens of the weights before"
+    line = "the KV cache was not flushed: it holds 4 tokens of the previous weights"
     assert handler.answer({"verb": "served"}, 0, runner) == {"wrong": line}
     cache.available_size = lambda: 64
     assert handler.answer({"verb": "served"}, 0, runner) == {"proved": "2", "derived": "2", "constant": "3"}

@@ -1,4 +1,4 @@
-"""The watch over an engine at work: it asks while somebody waits, and gives up on one that does not answer."""
+"""The health monitor pings a working engine, and gives up on an engine that does not answer."""
 
 from __future__ import annotations
 

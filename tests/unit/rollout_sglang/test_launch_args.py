@@ -1,7 +1,8 @@
-"""What an engine's process is started with on a GPU machine, told without one."""
+"""Arguments and environment of an engine's process on a GPU machine, tested without a GPU."""
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 
@@ -12,6 +13,8 @@ from megatron_rl.config import Config
 from megatron_rl.rollout import memory_saver
 from rollout_sglang import launch_args
 from rollout_sglang.hooks import gpu_activation_quant
+from rollout_sglang.launch_args import DISABLED_MODELS_VARIABLE, leave_out_other_models
+from rollout_sglang.platform.activate import NAME, activate
 
 PRECOMPILE = "SGLANG_JIT_DEEPGEMM_PRECOMPILE"
 
@@ -82,3 +85,37 @@ def test_only_an_engine_that_shares_devices_releases_its_memory(start, monkeypat
     assert "--enable-memory-saver" in arguments and environment["LD_LIBRARY_PATH"].startswith("/site/cu13") and variables < set(environment)
     arguments, environment = start(kind="disaggregated")
     assert "--enable-memory-saver" not in arguments and not variables & set(environment)
+
+
+FOLDER = Path(find_spec("sglang").origin).parent / "srt" / "models"
+FILES = {file.stem for file in FOLDER.glob("*.py")}
+OWN = {
+    "LlamaForCausalLM": "llama",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
+    "Glm4ForCausalLM": "glm4",
+    "Glm4MoeForCausalLM": "glm4_moe",
+    "DeepseekV3ForCausalLM": "deepseek_v2",
+}
+
+
+@pytest.mark.parametrize("architecture", OWN)
+def test_the_file_that_defines_the_model_stays_and_the_others_are_left_out(architecture):
+    left_out = set(leave_out_other_models([architecture])[DISABLED_MODELS_VARIABLE].split(","))
+    assert OWN[architecture] in FILES - left_out and left_out < FILES and len(left_out) > 100
+    for name in FILES - left_out - {OWN[architecture]}:
+        text = (FOLDER / f"{name}.py").read_text()
+        assert f"class {architecture}" in text or "\nclass " not in text, name
+
+
+@pytest.mark.parametrize("architectures", [[], ["UnknownForCausalLM"]])
+def test_for_a_model_that_no_file_defines_nothing_is_left_out(architectures):
+    assert leave_out_other_models(architectures) == {}
+
+
+def test_the_cpu_platform_answers_only_when_it_is_chosen(monkeypatch):
+    monkeypatch.delenv("SGLANG_PLATFORM", raising=False)
+    assert activate() is None
+    monkeypatch.setenv("SGLANG_PLATFORM", NAME)
+    assert activate() == "rollout_sglang.platform.cpu.CpuPlatform"

@@ -1,4 +1,4 @@
-"""The processes of an engine on several nodes: the first that ends is the engine's end, and nothing stays."""
+"""Processes of an engine on several nodes: the engine ends with the first that ends, and no process is left over."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ sys.exit(5)
 
 @pytest.fixture
 def start(tmp_path, monkeypatch):
-    """Starts an engine whose nodes print their numbers and wait for a file; returns it, and the files."""
+    """Start an engine whose nodes print their numbers and wait for a file. Return the engine and the files."""
     (tmp_path / "stand_in_server.py").write_text(SERVER)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     engines = []
@@ -70,7 +70,7 @@ time.sleep(10000)
 
 @pytest.mark.timeout(100)
 def test_a_server_that_lingers_without_its_children_is_not_waited_for(start, tmp_path, monkeypatch):
-    """As SGLang's does, for 5 s, and never asks how the schedulers ended."""
+    """SGLang's server lingers for 5 s and never checks how the schedulers ended."""
     (tmp_path / "stand_in_server.py").write_text(LINGERING)
     engine, _ = start(1)
     server, child = family(engine.pids[0])

@@ -1,4 +1,4 @@
-"""Live parameters as a sync sees them: by rows, in the memory that the engine computes with."""
+"""Live parameters as a sync sees them, recordings, and the released KV cache."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 
 from parallel.digest import digest, view_bytes
 from parallel.shards import Rect
+from rollout_sglang import rank_handler
 from rollout_sglang.rank_handler import RankHandler, live_tensors
 
 
@@ -40,3 +41,25 @@ def test_a_recording_is_written_once_and_a_new_one_replaces_it(tmp_path):
     assert load_file(tmp_path / "rank1.safetensors")["tokens"].tolist() == [8]
     with pytest.raises(ValueError, match="nothing is recorded"):
         handler.answer(untap, 1, runner)
+
+
+def test_a_cache_loses_its_memory_and_gets_it_again():
+    fused = [torch.full((2, 4, 3), float("nan")) for _ in range(2)]  # as SGLang lays keys and values
+    pool = SimpleNamespace(k_buffer=[both[0] for both in fused], v_buffer=[both[1] for both in fused])
+    other = SimpleNamespace(kv_buffer=[torch.ones(4, 2)])
+    rank_handler.release_cache(pool)
+    rank_handler.release_cache(pool)  # a second time is no harm
+    rank_handler.release_cache(other)
+    held = [*fused, *pool.k_buffer, *pool.v_buffer, *other.kv_buffer]
+    assert [tensor.untyped_storage().nbytes() for tensor in held] == [0] * 7
+    rank_handler.restore_cache()
+    rank_handler.restore_cache()
+    assert [tensor.untyped_storage().nbytes() for tensor in held] == [2 * 4 * 3 * 4] * 6 + [4 * 2 * 4]
+    assert not any(tensor.any() for tensor in held), "no NaN is left"
+    pool.v_buffer[1].fill_(2)
+    assert fused[1][1].eq(2).all() and not fused[1][0].any(), "views are views of the same memory"
+
+
+def test_a_cache_that_is_not_known_is_refused():
+    with pytest.raises(ValueError, match="the KV cache SimpleNamespace has none of k_buffer"):
+        rank_handler.release_cache(SimpleNamespace())

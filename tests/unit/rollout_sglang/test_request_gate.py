@@ -11,137 +11,113 @@ from megatron_rl.errors import RunError
 from rollout_sglang.request_gate import AnswersDroppedError, RequestGate
 
 
-def hold(gate: RequestGate, release: threading.Event) -> threading.Thread:
-    """A request that runs until `release`."""
-    inside = threading.Event()
+class Request(threading.Thread):
+    """A request that runs in the gate until `release`, and records what became of its answer in `order`."""
 
-    def request() -> None:
-        with gate.passing():
-            inside.set()
-            release.wait(10)
+    def __init__(self, gate: RequestGate, order: list[str], name: str = "request", released: bool = False) -> None:
+        super().__init__()
+        self.gate, self.order, self.label = gate, order, name
+        self.inside, self.release = threading.Event(), threading.Event()
+        if released:
+            self.release.set()
+        self.start()
 
-    thread = threading.Thread(target=request)
-    thread.start()
-    assert inside.wait(5)
-    return thread
+    def run(self) -> None:
+        try:
+            with self.gate.passing():
+                self.inside.set()
+                self.release.wait(10)
+        except AnswersDroppedError:
+            self.order.append(f"{self.label} dropped")
+        else:
+            self.order.append(f"{self.label} answered")
 
 
-def test_a_change_waits_for_what_runs_and_new_requests_wait_for_the_change():
-    gate, release, order = RequestGate(10), threading.Event(), []
-    running = hold(gate, release)
-    shutting = threading.Thread(target=lambda: (gate.drain(), order.append("shut")))
-    shutting.start()
+def assert_refused(gate: RequestGate, line: str) -> None:
+    with pytest.raises(RunError, match=line), gate.passing():
+        pass
+
+
+def test_a_change_waits_for_running_requests_and_new_requests_wait_for_the_change():
+    gate, order = RequestGate(10), []
+    running = Request(gate, order, "early")
+    assert running.inside.wait(5)
+    closing = threading.Thread(target=lambda: (gate.drain(), order.append("closed")))
+    closing.start()
     time.sleep(0.1)
-
-    def late() -> None:
-        with gate.passing():
-            order.append("late")
-
-    waiting = threading.Thread(target=late)
-    waiting.start()
+    waiting = Request(gate, order, "late", released=True)
     time.sleep(0.2)
     assert order == []
-    release.set()
-    shutting.join(5)
+    running.release.set()
+    closing.join(5)
     time.sleep(0.1)
-    assert order == ["shut"]
+    assert sorted(order) == ["closed", "early answered"]
     gate.open()
     waiting.join(5)
-    running.join(5)
-    assert order == ["shut", "late"]
+    assert order[2:] == ["late answered"]
 
 
-def test_who_runs_is_hurried_until_he_is_gone():
-    gate, release, hurried = RequestGate(10), threading.Event(), []
-
-    def on_wait() -> None:
-        hurried.append(1)
-        if len(hurried) == 3:
-            release.set()
-
-    running = hold(gate, release)
-    gate.drain(on_wait)
-    running.join(5)
-    assert len(hurried) >= 3
+def test_on_wait_is_called_until_no_request_is_inside():
+    gate, calls = RequestGate(10), []
+    running = Request(gate, [])
+    assert running.inside.wait(5)
+    gate.drain(lambda: (calls.append(1), len(calls) == 3 and running.release.set()))
+    assert len(calls) >= 3
 
 
-def test_no_wait_is_endless_and_a_request_that_fails_leaves():
-    gate, release = RequestGate(0.2), threading.Event()
-    running = hold(gate, release)
+def test_no_wait_is_endless_and_a_failing_request_leaves():
+    gate = RequestGate(0.2)
+    running = Request(gate, [])
+    assert running.inside.wait(5)
     with pytest.raises(RunError, match="requests were still running after 0.2 s"):
         gate.drain()
-    with pytest.raises(KeyError), gate.passing():  # it opened again
+    with pytest.raises(KeyError), gate.passing():  # the gate is open again
         raise KeyError
-    gate.hold(closed=True)  # a gate may be shut behind those who are inside
-    with pytest.raises(RunError, match="weights were being changed"), gate.passing():
-        pass
+    gate.hold(closed=True)  # a gate may be closed while requests are inside
+    assert_refused(gate, "weights were being changed")
     gate.open()
-    with gate.passing():
-        release.set()
+    running.release.set()
     running.join(5)
     gate.drain()
-    with pytest.raises(RunError, match="the engine's weights were being changed for 0.2 s"), gate.passing():
-        pass
+    assert_refused(gate, "the engine's weights were being changed for 0.2 s")
 
 
-def test_an_engine_without_weights_refuses_at_once_whoever_opens_its_gate():
+def test_an_engine_without_weights_refuses_immediately_even_if_its_gate_is_opened():
     gate = RequestGate(10, "no weights yet")
     gate.drain()
     gate.open()
-    with pytest.raises(RunError, match="^no weights yet$"), gate.passing():
-        pass
+    assert_refused(gate, "^no weights yet$")
     gate.refusal = ""
     with gate.passing():
         pass
 
 
-def test_an_answer_that_arrives_during_a_change_is_held_until_it_is_proved():
-    gate, release, order = RequestGate(10), threading.Event(), []
-    inside = threading.Event()
-
-    def request() -> None:
-        with gate.passing():
-            inside.set()
-            release.wait(10)
-        order.append("answered")
-
-    running = threading.Thread(target=request)
-    running.start()
-    assert inside.wait(5)
+def test_an_answer_during_a_change_is_held_until_it_is_proved():
+    gate, order = RequestGate(10), []
+    running = Request(gate, order)
+    assert running.inside.wait(5)
     gate.hold(closed=True)
-    release.set()
+    running.release.set()
     running.join(0.2)
     assert order == []
     order.append("proved")
     gate.open()
     running.join(5)
-    assert order == ["proved", "answered"]
+    assert order == ["proved", "request answered"]
 
 
-def test_what_weights_without_a_proof_answered_is_dropped_by_the_next_change():
+def test_answers_of_unproved_weights_are_dropped_by_the_next_change():
     gate, order = RequestGate(10), []
-
-    def request(name: str) -> None:
-        try:
-            with gate.passing():
-                order.append(f"{name} computed")
-        except AnswersDroppedError:
-            order.append(f"{name} dropped")
-        else:
-            order.append(f"{name} answered")
-
     gate.hold(closed=False)
-    early = threading.Thread(target=request, args=["early"])
-    early.start()
+    early = Request(gate, order, "early", released=True)
     early.join(0.2)
-    assert order == ["early computed"] and gate.holding
+    assert early.inside.is_set() and order == [] and gate.holding
     gate.drain()
     early.join(5)
-    assert order == ["early computed", "early dropped"]
+    assert order == ["early dropped"]
     gate.hold(closed=False)
-    late = threading.Thread(target=request, args=["late"])
-    late.start()
+    late = Request(gate, order, "late", released=True)
     late.join(0.2)
     gate.open()
     late.join(5)
-    assert order[2:] == ["late computed", "late answered"]
+    assert late.inside.is_set() and order[1:] == ["late answered"]

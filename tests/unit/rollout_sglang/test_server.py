@@ -1,4 +1,4 @@
-"""What the engine's process does before SGLang is imported."""
+"""The engine's process before it imports SGLang."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_programs_beside_the_interpreter_are_found_without_activation(not_activa
 
 @pytest.mark.usefixtures("unchanged_process")
 def test_an_engine_finds_programs_and_no_megatron_before_it_imports_sglang(not_activated, monkeypatch):
-    """An engine that another node's launcher starts has no environment of ours."""
+    """An engine started by another node's launcher does not have this environment."""
     steps = []
     monkeypatch.setattr(stub_modules, "block_megatron", lambda: steps.append("blocked"))
     monkeypatch.setattr(registry, "verify", lambda: sys.exit(os.environ["PATH"]))
@@ -54,7 +54,7 @@ def test_an_engine_finds_programs_and_no_megatron_before_it_imports_sglang(not_a
 
 
 def test_a_blocked_megatron_is_a_missing_one(tmp_path):
-    """Also in a child that multiprocessing spawns, which imports the main module under another name."""
+    """This also holds in a child that multiprocessing spawns, which imports the main module under another name."""
     (tmp_path / "megatron").mkdir()
     (tmp_path / "megatron" / "__init__.py").write_text("raise FileNotFoundError('libtransformer_engine.so')")
     script = "import runpy; runpy.run_module('rollout_sglang.server', run_name='__mp_main__')\ntry:\n import megatron.core\n"

@@ -1,4 +1,4 @@
-"""`[rollout.sglang]`: what passes, what is refused and why; nothing of SGLang is imported for it."""
+"""`[rollout.sglang]`: which arguments are allowed or refused. SGLang is not imported."""
 
 from __future__ import annotations
 
@@ -34,21 +34,21 @@ def test_what_large_models_need_passes():
 @pytest.mark.parametrize(
     ("options", "line"),
     [
-        ({"quantization": "fp8"}, "rollout.sglang.quantization = 'fp8': is what precision.mode says; set precision.mode"),
-        ({"kv_cache_dtype": "fp8_e5m2"}, "is what precision.kv says"),
-        ({"attention_backend": "triton"}, "computes with another kernel than the precision graph says; leave it out"),
-        ({"moe_runner_backend": "deep_gemm"}, "computes with another kernel"),
-        ({"speculative_algorithm": "EAGLE"}, "samples by another model's proposals, which nothing proves"),
-        ({"custom_weight_loader": ["m.f"]}, "says what is served and in which format"),
+        ({"quantization": "fp8"}, "rollout.sglang.quantization = 'fp8': is set by precision.mode; set precision.mode"),
+        ({"kv_cache_dtype": "fp8_e5m2"}, "is set by precision.kv"),
+        ({"attention_backend": "triton"}, "computes with a different kernel than the precision graph says; leave it out"),
+        ({"moe_runner_backend": "deep_gemm"}, "computes with a different kernel"),
+        ({"speculative_algorithm": "EAGLE"}, "samples proposals of another model, which nothing proves"),
+        ({"custom_weight_loader": ["m.f"]}, "sets the served model or its format"),
         ({"enable_hierarchical_cache": True}, "keeps keys and values of older weights"),
-        ({"enable_dp_attention": True}, "places ranks or weights where the sync does not look for them"),
-        ({"enable_torch_compile": True}, "computes with another kernel"),
+        ({"enable_dp_attention": True}, "places ranks or weights where the sync does not expect them"),
+        ({"enable_torch_compile": True}, "computes with a different kernel"),
         ({"lora_paths": ["a"]}, "serves weights that no sync fills and proves"),
-        ({"mem_fraction": 0.8}, "is no server argument of SGLang; did you mean mem_fraction_static?"),
+        ({"mem_fraction": 0.8}, "is not a server argument of SGLang; did you mean mem_fraction_static?"),
         ({"mem_fraction_static": "most"}, "must be of type float"),
         ({"disable_cuda_graph": 1}, "must be of type bool"),
         ({"max_prefill_tokens": True}, "must be of type int"),
-        ({"_swa_full_tokens_ratio_explicitly_set": True}, "is no server argument of SGLang"),
+        ({"_swa_full_tokens_ratio_explicitly_set": True}, "is not a server argument of SGLang"),
     ],
 )
 def test_what_would_break_a_promise_is_refused_by_name(options, line):
@@ -58,7 +58,7 @@ def test_what_would_break_a_promise_is_refused_by_name(options, line):
 
 
 def test_the_table_is_of_this_sglang():
-    """A new release may bring groups and lose names; those of the table are real ones, and every argument is decided."""
+    """A new release may add groups and remove names. The names in the table exist, and every argument is decided."""
     known = read_arguments()
     assert len(known) > 400 and {argument.group for argument in known.values()} == GROUPS.keys()
     assert EXCEPTIONS.keys() | SET_BY.keys() <= known.keys()
@@ -68,14 +68,14 @@ def test_the_table_is_of_this_sglang():
 
 def test_an_unknown_group_is_refused(monkeypatch):
     monkeypatch.setattr(server_options, "GROUPS", {})
-    with pytest.raises(UserError, match="is of a kind that this project does not know"):
+    with pytest.raises(UserError, match="is of a kind that is unknown to this project"):
         check({"mem_fraction_static": 0.8})
 
 
 def test_without_sglang_the_table_alone_decides(monkeypatch):
     monkeypatch.setattr(server_options, "read_arguments", dict)
     check({"anything": 1})
-    with pytest.raises(UserError, match="is what rollout.tp says"):
+    with pytest.raises(UserError, match="is set by rollout.tp"):
         check({"tp_size": 2})
 
 

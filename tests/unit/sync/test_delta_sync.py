@@ -1,4 +1,4 @@
-"""Syncs that send deltas, with real transports and the engine's own receivers: what is sent, what is proved, and a wrong base."""
+"""Delta syncs over real transports and the engine's receivers: what is sent, what is proved, and wrong bases."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ class Bridge:
         self.version, self.full = 0, sum(chunk.nbytes for chunk in plan.chunks)
 
     def change(self, count: int) -> None:
-        """So many bytes of every tensor."""
+        """Change the first `count` bytes of every tensor."""
         for tensor in self.tensors.values():
             tensor.view(torch.uint8).view(-1)[:count] += 1
 
     def run(self):
-        """A sync, after which both engines hold the same, and the trainer's."""
+        """Run a sync, and check that both engines hold the trainer's weights."""
         self.version += 1
         report = self.sync.run(self.version)
         assert report.proved == report.tensors and self.sync.prove() == report.tensors
@@ -75,18 +75,18 @@ def bridge(tmp_path, request):
 
 @pytest.mark.parametrize("staged", [False, True])
 @pytest.mark.parametrize("transport", ["shared_memory", "process_group", "disk"])
-def test_only_what_changed_is_sent_and_everything_where_the_base_is_wrong(bridge, transport, staged):
+def test_only_changed_bytes_are_sent_and_everything_if_the_base_is_wrong(bridge, transport, staged):
     both = bridge(transport=transport, staged=staged, delta="on", proof="streamed")
     first = both.run()
     assert (first.bytes, first.changed_share) == (both.full, None)
-    assert both.sync._base.nbytes == both.full // 2  # two engines, one copy
+    assert both.sync._transfer._base.nbytes == both.full // 2  # one copy for two engines
     both.change(5)
     small = both.run()
     assert 0 < small.bytes < both.full / 20 and 0 < small.changed_share < 0.05
     same = both.run()
     assert (same.bytes, same.changed_share, same.wrong_bases) == (0, 0.0, 0)
     both.change(100_000)
-    assert both.run().bytes > both.full / 2  # dense chunks go as they are
+    assert both.run().bytes > both.full / 2  # chunks with many changes are sent as a whole
     receiver = both.engine.receivers[1]
     name = "model.layers.0.mlp.down_proj.weight"
     flipped = receiver._staging._matrices[name][0] if staged else view_bytes(both.engine.tensors[1][name])
@@ -96,14 +96,14 @@ def test_only_what_changed_is_sent_and_everything_where_the_base_is_wrong(bridge
     (line,) = [line for line in both.said if "did not hold" in line]
     assert f"{name} of engine rank 1 differs from decoder.layers.0.mlp.linear_fc2.weight of trainer rank 0; first in rows 128..255" in line
     assert both.run().bytes == 0
-    both.sync.close()  # an engine was lost, say
+    both.sync.close()  # as after the loss of an engine
     assert both.run().bytes == both.full
 
 
 @pytest.mark.parametrize("proof", ["streamed", "reread"])
-def test_adapters_alone_are_sent_and_a_base_that_changed_is_found(bridge, proof):
+def test_only_adapters_are_sent_and_a_changed_base_is_found(bridge, proof):
     adapted = bridge(replace(MODEL, adapters=AdapterGeometry(8, ("linear_qkv", "linear_proj", "linear_fc2"))), proof=proof)
-    own = 2 * sum(tensor.nbytes for name, tensor in adapted.tensors.items() if is_adapter(name))  # of two engines
+    own = 2 * sum(tensor.nbytes for name, tensor in adapted.tensors.items() if is_adapter(name))  # to two engines
     assert adapted.run().bytes == adapted.full > 10 * own > 0
     for name, tensor in adapted.tensors.items():
         if is_adapter(name):
@@ -117,30 +117,30 @@ def test_adapters_alone_are_sent_and_a_base_that_changed_is_found(bridge, proof)
     else:
         with pytest.raises(RunError, match=f"not proved: {name} of engine rank 1 differs"):
             adapted.run()
-    adapted.sync.close()  # an engine was lost, say
+    adapted.sync.close()  # as after the loss of an engine
     assert adapted.run().bytes == adapted.full
 
 
-def test_auto_sends_what_pays(bridge):
+def test_auto_sends_deltas_only_if_they_are_small(bridge):
     auto, near, off = bridge(transport="disk", delta="auto", proof="streamed"), bridge(delta="auto"), bridge(transport="disk")
     for each in (auto, near, off):
         each.run()
         each.change(3)
         report = each.run()
         assert (report.bytes < each.full) == (each is auto) == ("sync/changed_share" in report.metrics())
-        assert bool(each.sync._base.nbytes) == (each is auto)
+        assert bool(each.sync._transfer._base.nbytes) == (each is auto)
     for _ in range(2):
         auto.change(1 << 20)
         assert auto.run().bytes == auto.full
     auto.change(3)
     assert auto.run().bytes < auto.full
     assert [line.split(";")[0] for line in auto.said] == [
-        "sync.delta = auto: what changed is sent",
-        "sync.delta = auto: everything is sent",
+        "sync.delta = auto: sending what changed",
+        "sync.delta = auto: sending everything",
     ]
 
 
-def test_what_two_engines_get_is_hashed_once(bridge, monkeypatch):
+def test_chunks_for_two_engines_are_hashed_once(bridge, monkeypatch):
     pack, hashed = ChunkPacker.pack, []
 
     def count_and_pack(packer, named_rects, flat, hashing):
@@ -153,8 +153,8 @@ def test_what_two_engines_get_is_hashed_once(bridge, monkeypatch):
     assert len(hashed) == len(both.sync.plan.chunks) == 2 * sum(hashed)
 
 
-def test_a_base_that_is_wrong_where_everything_was_sent_is_no_excuse(bridge, monkeypatch):
-    """The proof of a full sync fails as ever, and the sync after it sends everything."""
+def test_a_failed_proof_of_a_full_sync_is_an_error(bridge, monkeypatch):
+    """The next sync then sends everything."""
     both = bridge(transport="disk", delta="on", proof="streamed")
     both.run()
     both.change(3)

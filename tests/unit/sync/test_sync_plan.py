@@ -1,4 +1,4 @@
-"""What a sync plans beforehand, the check that the live engine holds what the plan writes, and which errors repeat a sync."""
+"""The sync plan, the checks of a live engine against it, and the errors after which a sync is repeated."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from megatron_rl.distributed import Rank0
 from megatron_rl.errors import EngineLostError, RunError
 from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.rollout.engine import EngineTensorSpec
-from megatron_rl.sync.engine_check import check_live_engine, check_live_tensors
+from megatron_rl.sync.checks import check_live_engine, check_live_tensors
 from megatron_rl.sync.plan import SyncPlan, cut_into_chunks
-from megatron_rl.sync.weight_sync import WeightSync
+from megatron_rl.sync.transfer import WeightTransfer
 from parallel.layout import EngineLayout, Layout
 from parallel.model_geometry import ModelGeometry
 from parallel.shards import GeometryError
@@ -31,7 +31,7 @@ def make(mode: str = "fp8_unified", high: str = "bf16", train: Layout | None = N
 
 
 def live_engine(high: str = "bfloat16") -> list[dict[str, EngineTensorSpec]]:
-    """What SGLang holds of `small_model()` at tp = 2, by hand: 8 heads, 4 kv heads, hidden 256, ffn 1024, vocabulary 300 -> 320."""
+    """Return SGLang's tensors of `small_model()` at tp = 2, written by hand: 8 heads, 4 kv heads, hidden 256, ffn 1024, vocabulary 320."""
     layer = {
         "input_layernorm.weight": (high, (256,)),
         "self_attn.qkv_proj.weight": ("float8_e4m3fn", (1024, 256)),
@@ -74,12 +74,12 @@ def test_a_live_tensor_that_differs_is_named(rank, name, live, expected):
         engine[rank][name] = EngineTensorSpec(*live)
     with pytest.raises(RunError) as caught:
         check_live_tensors(make(), engine)
-    fix = "; SGLang may have no class of its own for `architectures` and serve its generic one"
+    fix = "; SGLang may have no class for this `architectures` entry and serve its generic model"
     line = f"engine rank {rank}: {name} is {live or 'absent'}, the precision contract says {expected}"
     assert str(caught.value) == line + fix * ("absent" in (live or "absent", expected))
 
 
-def test_an_engine_that_holds_what_the_contract_says_passes():
+def test_an_engine_that_matches_the_contract_passes():
     check_live_tensors(make(), live_engine())
     check_live_tensors(make(high="fp32"), live_engine("float32"))
     plain = [
@@ -92,7 +92,7 @@ def test_an_engine_that_holds_what_the_contract_says_passes():
 
 
 class FakeEngine:
-    """An engine with the right weights, that quantises activations as told."""
+    """An engine with correct weights and the given activation formats."""
 
     def __init__(self, formats: dict[str, str], live: list[dict[str, EngineTensorSpec]] | None = None) -> None:
         self._formats, self._live = formats, live or live_engine()
@@ -105,7 +105,7 @@ class FakeEngine:
 
 
 def int8_engine() -> list[dict[str, EngineTensorSpec]]:
-    """`live_engine` in INT8: one scale per row of a weight."""
+    """Return `live_engine` in INT8, with one scale per row of a weight."""
     ranks = []
     for rank in live_engine():
         data = {name: EngineTensorSpec("int8", tensor.shape) for name, tensor in rank.items() if tensor.dtype == "float8_e4m3fn"}
@@ -114,7 +114,7 @@ def int8_engine() -> list[dict[str, EngineTensorSpec]]:
     return ranks
 
 
-def test_an_int8_engine_passes_in_int8_alone():
+def test_an_int8_engine_passes_only_in_int8():
     check_live_engine(make("int8_rollout"), FakeEngine({"a": "int8 fp32"}, int8_engine()))
     with pytest.raises(RunError, match=r"is \('int8', .* the precision contract says \('float8_e4m3fn'"):
         check_live_tensors(make("fp8_rollout"), int8_engine())
@@ -125,21 +125,13 @@ def test_an_int8_engine_passes_in_int8_alone():
 @pytest.mark.parametrize(
     "mode, formats, line",
     [
-        (
-            "fp8_unified",
-            {"a": "fp8 pow2", "b": "fp8 fp32"},
-            "b quantises activations as fp8 fp32; .* says fp8 pow2",
-        ),
+        ("fp8_unified", {"a": "fp8 pow2", "b": "fp8 fp32"}, "b quantizes activations as fp8 fp32; .* says fp8 pow2"),
         ("fp8_unified", {}, "no FP8 linear layer is live"),
-        (
-            "int8_rollout",
-            {"a": "int8 fp32", "b": "fp8 pow2"},
-            "b quantises activations as fp8 pow2; .* says int8 fp32",
-        ),
+        ("int8_rollout", {"a": "int8 fp32", "b": "fp8 pow2"}, "b quantizes activations as fp8 pow2; .* says int8 fp32"),
         ("int8_rollout", {}, "no INT8 linear layer is live"),
     ],
 )
-def test_an_engine_that_quantises_activations_otherwise_is_refused(mode, formats, line):
+def test_an_engine_with_wrong_activation_formats_is_refused(mode, formats, line):
     check_live_engine(make(), FakeEngine({"a": "fp8 pow2", "b": "fp8 pow2"}))
     with pytest.raises(RunError, match=line):
         check_live_engine(make(mode), FakeEngine(formats, int8_engine() if mode == "int8_rollout" else live_engine()))
@@ -149,7 +141,7 @@ def test_an_engine_that_quantises_activations_otherwise_is_refused(mode, formats
 @pytest.mark.parametrize("high, itemsize", [("bf16", 2), ("fp32", 4)])
 def test_the_bytes_of_all_moves_are_the_bytes_of_the_model(mode, high, itemsize):
     plan = make(mode, high, Layout(tp=2))
-    fp8 = 2 * (2 * 1024 * 256 + 2 * 512 * 256) * 2  # ranks, matrices of qkv and gate_up and of o and down, layers
+    fp8 = 2 * (2 * 1024 * 256 + 2 * 512 * 256) * 2  # ranks * (qkv and gate_up, o and down) * layers
     norms, vocabulary = 2 * (256 * 5 + 128 * 4), 2 * 300 * 256
     weights = fp8 * itemsize if mode == "bf16" else fp8 + fp8 // 128**2 * 4
     assert sum(transfer.nbytes for transfer in plan.transfers) == weights + (norms + vocabulary) * itemsize
@@ -170,15 +162,15 @@ def test_a_chunk_smaller_than_a_row_is_refused():
         SyncPlan.make(wide, Layout(), EngineLayout(), PrecisionContract.from_config(PrecisionConfig()), 1 << 20)
 
 
-@pytest.mark.parametrize("error, raised", [(KeyError("gone"), EngineLostError), (OSError("no memory, say"), RunError)])
-def test_a_sync_is_repeated_after_what_its_transport_names_and_nothing_else(error, raised):
-    sync, engine = WeightSync.__new__(WeightSync), SimpleNamespace(finish_receiving=lambda hashing: None)
-    sync._rank, sync._outbox, sync._engine = 0, None, Rank0(lambda: engine)
-    sync._transport = Transport("own_transport", lost_errors=(KeyError,))
+@pytest.mark.parametrize("error, raised", [(KeyError("gone"), EngineLostError), (OSError("no memory"), RunError)])
+def test_only_the_transports_lost_errors_repeat_a_sync(error, raised):
+    transfer, engine = WeightTransfer.__new__(WeightTransfer), SimpleNamespace(finish_receiving=lambda hashing: None)
+    transfer._rank, transfer._outbox, transfer._engine = 0, None, Rank0(lambda: engine)
+    transfer._transport = Transport("own_transport", lost_errors=(KeyError,))
 
     def fail() -> None:
         raise error
 
     with pytest.raises(RunError, match="the sync broke: trainer rank 0: ") as caught:
-        sync._run_on_all_ranks(fail)
+        transfer._run_on_all_ranks(fail)
     assert type(caught.value) is raised

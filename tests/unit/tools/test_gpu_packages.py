@@ -10,14 +10,14 @@ from importlib.metadata import distributions
 import pytest
 from support.processes import ROOT
 
-sys.path.insert(0, str(ROOT / "tools" / "checks"))
+sys.path.insert(0, str(ROOT / "tools"))
 import hopper_kernels
 
-CHECKS = str(ROOT / "tools" / "checks")
+CHECKS = str(ROOT / "tools")
 
 
 def test_every_triton_kernel_has_a_limit_of_registers():
-    """Also launch a new one in `hopper_kernels.launch_all`, and run tools/checks/gpu_packages.sh for its figure."""
+    """Also launch a new one in `hopper_kernels.launch_all`, and run tools/gpu_packages.sh for its figure."""
     assert hopper_kernels.find_kernels() == set(hopper_kernels.REGISTERS)
 
 

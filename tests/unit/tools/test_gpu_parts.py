@@ -1,5 +1,4 @@
-"""The GPU check's parts, with a stand-in for pytest and a clock that it moves: nothing is left out, limits hold, what passed is not run
-again."""
+"""tools/gpu_parts.py with a fake pytest and a fake clock: no test is left out, limits hold, and passed parts are not run again."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ from pathlib import Path
 import pytest
 from support.processes import ROOT, one_thread_environment
 
-sys.path.insert(0, str(ROOT / "tools" / "checks"))
+sys.path.insert(0, str(ROOT / "tools"))
 import gpu_parts
 from gpu_parts import BUDGET, PARTS, QUICK_BUDGET, WARM_UP, Check, Part, Record, choose_parts, find_unused_folder
 
@@ -20,17 +19,16 @@ A, B, C = (Part(name, (f"test_{name}.py",), 100) for name in "abc")
 
 
 class Machine:
-    """Runs no command: each takes as long, and ends with the code, that its part is given."""
+    """Fake machine: a command takes the seconds and returns the exit code that its part is given."""
 
     def __init__(self, **results: tuple[float, int]) -> None:
         self.now, self.results, self.ran, self.commands = 0.0, results, list[str](), list[str]()
 
     def run(self, command, environment) -> int:
-        name = Path(command[-1]).stem
-        seconds, code = self.results.get(name, (10.0, 0))
-        self.now += seconds
-        self.ran.append(name)
+        self.ran.append(Path(command[-1]).stem)
         self.commands.append(shlex.join(command))
+        seconds, code = self.results.get(self.ran[-1], (10.0, 0))
+        self.now += seconds
         return code
 
     def check(self, parts, record: Path, budget: float = 1000, again: bool = False, options=(), state: str = "state") -> int:
@@ -58,7 +56,7 @@ def test_limits_fit_into_the_time_for_all():
     quick = choose_parts([], quick=True)
     assert sum(part.seconds for part in quick) <= QUICK_BUDGET == 300 and WARM_UP not in quick
     assert choose_parts([], quick=False) == [WARM_UP, *PARTS] and choose_parts(["speed-sync"], False)[0] == WARM_UP
-    with pytest.raises(ValueError, match="nothing: no part; there are kernels, layers"):
+    with pytest.raises(ValueError, match="nothing: no such part; the parts are kernels, layers"):
         choose_parts(["nothing"], False)
 
 
@@ -79,7 +77,7 @@ def test_a_part_that_needs_longer_is_ended_and_the_next_call_goes_on(tmp_path, c
     machine, record = Machine(a=(100, 124), b=(90, 0)), tmp_path / "record.json"
     assert machine.check([A, B, C], record, budget=285) == 124 and machine.ran == ["a", "b"]
     out = capsys.readouterr().out
-    assert "gpu_check: a: not finished in 100 s" in out and "c: not begun: no time left" in out
+    assert "gpu_check: a: not finished in 100 s" in out and "c: not started: no time left" in out
     assert machine.commands[0].startswith("timeout --signal=INT --kill-after=18 100 ")
     machine.results = {}
     assert machine.check([A, B, C], record, budget=285) == 0 and machine.ran == ["a", "c"]
@@ -93,28 +91,22 @@ def test_pytests_options_and_a_warm_up_do_not_decide(tmp_path):
     assert Record(record, "state").find(B) == "" and Record(record, "state").find(A) == str(tmp_path / "out")
 
 
-def test_results_are_never_overwritten(tmp_path):
-    names = []
-    for _ in range(3):
+def test_results_go_to_a_new_folder_and_caches_to_one_folder_unless_the_user_says_otherwise(tmp_path):
+    for end in ("", "-2", "-3"):
         folder = find_unused_folder(tmp_path, "NVIDIA H100 80GB HBM3", "2026-11-23")
         folder.mkdir()
-        names.append(folder.name)
-    assert names == ["h100-80gb-hbm3-2026-11-23" + end for end in ("", "-2", "-3")]
-
-
-def test_caches_lie_in_one_folder_unless_the_user_says_otherwise(tmp_path):
+        assert folder.name == "h100-80gb-hbm3-2026-11-23" + end
     environment = gpu_parts.fill_environment(tmp_path, {"TRITON_CACHE_DIR": "/mine", "PATH": "/bin"})
     assert environment["TRITON_CACHE_DIR"] == "/mine" and environment["PATH"] == "/bin"
     assert environment["DG_JIT_CACHE_DIR"] == environment["SGLANG_DG_CACHE_DIR"] == str(tmp_path / "deep_gemm")
 
 
-def test_what_a_result_depends_on(tmp_path, monkeypatch):
+def test_the_state_depends_on_machine_and_sources(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu_parts, "ROOT", tmp_path)
     (tmp_path / "parallel").mkdir()
-    file = tmp_path / "parallel" / "plug.py"
     states = set()
     for text, machine in (("a", "GPU-1"), ("b", "GPU-1"), ("b", "GPU-2"), ("b", "GPU-2")):
-        file.write_text(text)
+        (tmp_path / "parallel" / "plug.py").write_text(text)
         states.add(gpu_parts.describe_state(machine))
     assert len(states) == 3
 

@@ -1,43 +1,68 @@
-"""The soak's own parts: what it kills when, and that it sees every difference that counts."""
+"""tools/soak.py plans the same kills for the same seed, and finds each kind of fault in a run's records."""
 
 from __future__ import annotations
 
-import json
-import subprocess
 import sys
-from pathlib import Path
 
+import pytest
 from support.processes import ROOT
 
+sys.path.insert(0, str(ROOT / "tools"))
 
-def soak(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "tools" / "checks" / "soak.py"), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+from soak import Promise, find_inexact, find_wrong_samples, plan_kills
 
-
-def write_run(folder: Path, rows: list[dict], files: dict[str, str]) -> Path:
-    checkpoint = folder / "checkpoints" / "step_00002"
-    checkpoint.mkdir(parents=True)
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (checkpoint / "state.json").write_text(json.dumps({"files": files}))
-    return folder
+PROMISE = Promise([f"p{position}" for position in range(10)], frozenset({6, 9}), steps=4, prompts=2, group_size=2, max_staleness=1)
+RIGHT = [[0, 1], [2, 4], [3, 5], [7, 8]]
+"""Problem 3 was aborted in step 2; problems 6 and 9 were drawn and not trained on."""
 
 
-def test_the_same_seed_kills_the_same():
-    first, again, other = (json.loads(soak("--plan", "--steps=200", "--kills=12", f"--seed={seed}").stdout) for seed in (3, 3, 4))
-    assert first == again != other
-    assert len({kill["step"] for kill in first}) == 12 and {kill["victim"] for kill in first} == {"engine", "trainer"}
-    assert all(0 <= kill["step"] < 199 for kill in first) and first == sorted(first, key=lambda kill: kill["step"])
+def record(steps: list[list[int]] = RIGHT) -> list[dict]:
+    return [
+        {"step": step, "problem": f"p{position}", "versions": [max(step - 2, 0), step - 1]}
+        for step, positions in enumerate(steps, 1)
+        for position in positions
+        for _ in range(2)
+    ]
 
 
-def test_only_times_and_restarts_may_differ(tmp_path):
-    rows = [{"step": step, "loss": 0.5, "time/step": 1.0, "engine/restarts": 0, "tokens/per_second": 7} for step in range(2)]
-    run = write_run(tmp_path / "run", rows, {"mcore/a": "12", "mcore/b": "34"})
-    other_rows = [{**row, "time/step": 9.0, "engine/restarts": 1, "tokens/per_second": 8} for row in rows]
-    same = soak("--compare", run, write_run(tmp_path / "same", other_rows, {"mcore/a": "12", "mcore/b": "34"}))
-    assert (same.returncode, same.stdout) == (0, "rows and checkpoint are the same, bit for bit\n")
-    other_rows[1] = {**other_rows[1], "loss": 0.25, "more": 1}
-    other = soak("--compare", run, write_run(tmp_path / "other", other_rows, {"mcore/a": "12", "mcore/b": "35"}))
-    assert (other.returncode, other.stdout.split("\n  ")[1:]) == (1, ["step 1: loss", "step 1: more", "checkpoint: mcore/b\n"])
-    short = soak("--compare", run, write_run(tmp_path / "short", rows[:1], {}))
-    assert short.stdout == "different:\n  2 rows and 1\n"
+def changed(row: int, **values: object) -> list[dict]:
+    rows = record()
+    rows[row] = {**rows[row], **values}
+    return rows
+
+
+def test_the_same_seed_plans_the_same_kills():
+    first, again, other = (plan_kills(200, 12, seed, engines=2) for seed in (3, 3, 4))
+    assert first == again and first != other and {kill.victim for kill in first} == {"engine", "all engines", "trainer"}
+    steps = [kill.step for kill in first]
+    assert steps == sorted(set(steps)) and len(steps) == 12 and steps[0] >= 0 and steps[-1] < 199
+    assert {kill.victim for kill in plan_kills(200, 12, 3, engines=1)} == {"engine", "trainer"}
+
+
+@pytest.mark.parametrize(
+    "rows, faults",
+    [
+        (record(), []),
+        (record([*RIGHT[:3], [8, 9]]), ["problem 9 (p9) was trained on and is still owed", "problem 7 (p7) is lost"]),
+        (record([*RIGHT[:3], [5, 8]]), ["step 4: p5 was trained on before, or never drawn", "problem 7 (p7) is lost"]),
+        (record([RIGHT[0], [4, 2], *RIGHT[2:]]), ["step 2: problems in the order [4, 2]"]),
+        (record([[0, 2], [3, 4], [5, 7], [1, 8]]), ["step 4: problem 1 comes 3 steps after a later one"]),
+        (record()[:-1], ["step 4: 3 samples, not 2 whole groups of 2"]),
+        ([record()[index] for index in (0, 2, 1, *range(3, 16))], ["step 1: 4 samples, not 2 whole groups of 2"]),
+        (changed(8, versions=[0, 2]), ["step 3: tokens of versions 0 to 2"]),
+        (changed(0, versions=[0, 1]), ["step 1: tokens of versions 0 to 1"]),
+        ([row for row in record() if row["step"] != 2], ["samples of steps [1, 3, 4], not of 1 to 4"]),
+    ],
+)
+def test_each_fault_is_found(rows, faults):
+    found = find_wrong_samples(rows, PROMISE)
+    assert found[: len(faults)] == faults and (faults or not found)
+
+
+def test_a_mismatch_an_unproved_sync_and_missing_measurements_are_found():
+    proved = {"sync/proved": 3, "sync/tensors": 3}
+    rows = [{"step": 0, **proved}, {"step": 1, "mismatch/abs_max": 0.0, **proved}]
+    assert find_inexact(rows) == []
+    assert find_inexact(rows[:1]) == ["no token of the trainer's own version was compared"]
+    assert find_inexact([*rows, {"step": 2, "mismatch/abs_max": 1e-6, **proved}]) == ["step 2: mismatch of 1e-06"]
+    assert find_inexact([*rows, {"step": 2, "sync/proved": 2, "sync/tensors": 3}]) == ["step 2: not proved"]

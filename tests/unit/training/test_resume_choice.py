@@ -45,7 +45,7 @@ def test_auto_takes_up_the_newest_run_that_is_not_finished(tmp_path):
     make_run(tmp_path, steps=()).finish("broken")
     assert find_run_to_resume(config(tmp_path)) is None, "it broke before its first checkpoint"
     for name in ("nowhere", "runs"):
-        with pytest.raises(UserError, match="checkpoint.resume = .*: holds no checkpoints/step_NNNNN; give the folder of a run"):
+        with pytest.raises(UserError, match="checkpoint.resume = .*: has no checkpoints/step_NNNNN; give the folder of a run"):
             find_run_to_resume(config(tmp_path, str(tmp_path / name)))
 
 
@@ -61,7 +61,9 @@ def test_auto_takes_up_the_newest_run_that_is_not_finished(tmp_path):
 )
 def test_what_decides_the_numbers_must_not_differ(tmp_path, section, field, value, before):
     make_run(tmp_path)
-    with pytest.raises(UserError, match=rf"^{section}.{field} = .*{value}.*: the run that goes on, .*, has {before}; set it back"):
+    with pytest.raises(
+        UserError, match=rf"^{section}.{field} = .*{value}.*: differs from the resumed run .*, which has {before}; restore the old value"
+    ):
         find_run_to_resume(config(tmp_path, **{section: {field: value}}))
 
 
@@ -75,7 +77,7 @@ def test_steps_layout_and_places_may_differ_but_not_the_version_of_the_project(t
     assert find_run_to_resume(config(tmp_path, **changed)) == log.dir.resolve()
     run["config"]["train"]["forgotten"] = 1
     (log.dir / "run.json").write_text(json.dumps(run))
-    with pytest.raises(UserError, match="its configuration is none that this version of the project knows"):
+    with pytest.raises(UserError, match="has a configuration that this version of megatron-rl does not support"):
         find_run_to_resume(config(tmp_path))
 
 
@@ -84,20 +86,20 @@ def test_the_newest_whole_checkpoint_is_chosen_and_what_differs_is_said(tmp_path
     (log.dir / "checkpoints" / "step_00004" / "state.json").write_text("{")
     checkpoint = choose_checkpoint(log.dir, 9)
     assert checkpoint.describe({"tp": 1}) == [
-        "step_00004 is not whole: state.json cannot be read (JSONDecodeError); the checkpoint before it is used",
-        f"going on from {checkpoint.folder}, step 2",
+        "step_00004 is incomplete: state.json cannot be read (JSONDecodeError); the previous checkpoint is used",
+        f"resuming from {checkpoint.folder}, step 2",
     ]
-    assert checkpoint.describe({"tp": 2})[2].startswith("another train.layout wrote it: ")
+    assert checkpoint.describe({"tp": 2})[2].startswith("it was written with another train.layout: ")
     checkpoint.state["versions"]["torch"] = "1.0"
-    assert checkpoint.describe({"tp": 1})[2].startswith("other versions wrote it, so numbers may differ: torch 1.0 -> ")
+    assert checkpoint.describe({"tp": 1})[2].startswith("it was written with other package versions, so results may differ: torch 1.0 -> ")
 
 
 def test_no_whole_checkpoint_or_no_step_left_is_refused(tmp_path):
     log = make_run(tmp_path)
-    with pytest.raises(UserError, match="train.steps = 2: .*step_00002 is at step 2 already"):
+    with pytest.raises(UserError, match="train.steps = 2: .*step_00002 is already at step 2"):
         choose_checkpoint(log.dir, 2)
     (log.dir / "checkpoints" / "step_00002" / "state.json").unlink()
-    with pytest.raises(UserError, match="holds no whole checkpoint .step_00002: holds no state.json."):
+    with pytest.raises(UserError, match="holds no complete checkpoint .step_00002: holds no state.json."):
         choose_checkpoint(log.dir, 9)
 
 

@@ -1,7 +1,5 @@
 """The byte-level tokenizer."""
 
-from pathlib import Path
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,14 +9,9 @@ from megatron_rl.hf.tokenizer import load_tokenizer
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tokenizer(tmp_path_factory: pytest.TempPathFactory):
     folder = tmp_path_factory.mktemp("model") / "new"
     make_byte_tokenizer(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def tokenizer(folder: Path):
     return load_tokenizer(folder)
 
 

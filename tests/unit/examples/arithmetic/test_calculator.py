@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from examples.arithmetic import supervised
+from examples.arithmetic import supervised, tool_agent
 from examples.arithmetic.calculator import Calculator, evaluate_expression, write_demonstration
 from examples.arithmetic.config import WarmStartConfig
 from examples.arithmetic.reward import reward
@@ -81,3 +81,17 @@ def test_the_share_of_worked_examples_that_call():
     called = sum(len(parts) == 3 for parts in worked)
     assert abs(called - 500) < 4 * (2000 * 0.25 * 0.75) ** 0.5
     assert all(re.fullmatch(r"#\d", parts[0]) for parts in worked if len(parts) == 1)
+
+
+def test_the_agents_tool_computes_and_answers_malformed_calls():
+    assert tool_agent.call_tool('{"expression": "5+3-6"}') == "2"
+    for arguments, reply in (
+        ("{", "JSONDecodeError: "),
+        ("{}", "KeyError: "),
+        ("[]", "TypeError: "),
+        ('{"expression": "x"}', "ValueError: "),
+    ):
+        assert tool_agent.call_tool(arguments).startswith(reply)
+    assert tool_agent.call_tool('{"expression": 3}') == "expression must be a string"
+    call, reply, answer = tool_agent.write_demonstration(PROBLEM)
+    assert '{"expression": "5+3-6"}' in call and "\n2<" in reply and answer == "#2"

@@ -17,7 +17,7 @@ from megatron_rl.config import load_config
 app = typer.Typer()
 app.command(context_settings={"ignore_unknown_options": True})(main)
 QUICKSTART = ROOT / "configs" / "quickstart.toml"
-NAMES = ("quickstart", "quickstart_moe", "quickstart_mtp", "calculator", "gsm8k", "python_agent")
+NAMES = ("quickstart", "quickstart_moe", "quickstart_mtp", "calculator", "gsm8k", "tool_agent")
 
 
 def run(*arguments: object) -> str:
@@ -46,7 +46,7 @@ def test_a_model_that_is_there_is_kept_if_it_is_the_same(tmp_path):
     settings.write_text("[architecture]\nnum_hidden_layers = 1\n")
     model = f"--model.path={tmp_path / 'model'}"
     before = (tmp_path / "model" / "model.safetensors").read_bytes()
-    assert run(QUICKSTART, "--model", settings, model) == f"warm start: {tmp_path / 'model'} is there already\n"
+    assert run(QUICKSTART, "--model", settings, model) == f"warm start: {tmp_path / 'model'} exists already\n"
     assert run(ROOT / "configs" / "qwen3_8b.toml", model), "a run that has no such settings takes any model"
     assert (tmp_path / "model" / "model.safetensors").read_bytes() == before
     line = refused("--model", settings, model, "--architecture.hidden_size=384")
@@ -68,17 +68,17 @@ def test_a_model_that_is_there_is_kept_if_it_is_the_same(tmp_path):
             "architecture: num_attention_heads (3) must be a multiple of num_key_value_heads (2)",
         ),
         (["--model=none.toml"], "CONFIG = 'none.toml': does not exist; give a TOML file such as configs/quickstart.toml"),
-        (["--model.path=."], "model.path = '.': exists but holds no config.json; remove it, or name another folder"),
+        (["--model.path=."], "model.path = '.': exists but contains no config.json; remove it, or name another folder"),
         (["--data.settings.levels=[0]"], "data.settings.levels = [0]: must name at least one level, each 1 or more; use e.g. [1, 2, 3, 4]"),
         (
             ["--data.train=examples.plugs.csv_rows:read_csv", "--data.format=gsm8k", "--data.eval=", '--data.settings={path = "q.csv"}'],
-            "warm_start.steps = 600: needs worked examples, which exist for examples.arithmetic.task:Arithmetic in data.train only",
+            "warm_start.steps = 600: needs worked examples, which only examples.arithmetic.task:Arithmetic in data.train has",
         ),
         (
             ["--warm_start.tool_share=0.5"],
-            "warm_start.tool_share = 0.5: shows calls of a tool, which the run does not have; add [environment] with name =",
+            "warm_start.tool_share = 0.5: needs a tool, but the run has none; add [environment] with name =",
         ),
-        (["--train.layout.tp=2"], "train.layout: needs 2 ranks (tp * cp * pp * dp), this launch has 1; start with torchrun"),
+        (["--train.layout.tp=2"], "train.layout: needs 2 ranks (tp * cp * pp * dp), but this launch has 1; start with torchrun"),
     ],
 )
 def test_a_mistake_is_one_line_and_leaves_nothing(tmp_path, monkeypatch, overrides, line):

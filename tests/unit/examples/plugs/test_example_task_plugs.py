@@ -10,9 +10,9 @@ from megatron_rl.config.data import DataConfig
 from megatron_rl.data.sets import read_problem_set
 from megatron_rl.errors import UserError
 from megatron_rl.rewards import load_function
-from megatron_rl.rewards.worker import call_reward_function
+from megatron_rl.rewards.pool import call_reward_function
 from megatron_rl.rollout.environments.base import Episode, Message, StepResult, load_environment
-from megatron_rl.rollout.environments.worker import run_step
+from megatron_rl.rollout.environments.pool import run_step
 from megatron_rl.types import Problem, Reward
 
 ROOT = Path(__file__).parents[4]

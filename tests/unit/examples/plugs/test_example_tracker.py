@@ -1,4 +1,4 @@
-"""The example of a tracker through the run log, also in a resumed run; and trackers that fail."""
+"""The example tracker in a run log and in a resumed run, and trackers that fail."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_tracker_that_fails_is_named_once_and_the_run_goes_on(tmp_path, own, c
         log.write_step({"step": step, "reward/mean": 0.5})
     log.finish("finished")
     told = [line for line in capsys.readouterr().out.splitlines() if "Fails" in line]
-    assert told == ["tracker own_trackers:Fails failed, the run goes on (OSError: no network at 1)"]
+    assert told == ["tracker own_trackers:Fails failed, the run continues (OSError: no network at 1)"]
     assert len(read_metrics(log.dir)) == 2 and len((log.dir / "metrics.csv").read_text().split()) == 3
     assert read_run(log.dir)["status"] == "finished"
     import own_trackers
@@ -63,7 +63,7 @@ def test_a_tracker_that_fails_is_named_once_and_the_run_goes_on(tmp_path, own, c
 
 
 def test_a_tracker_that_does_not_start_ends_the_run_before_anything_else_has(tmp_path: Path, own):
-    line = r"log.trackers = 'own_trackers:Absent': does not start \(PermissionError: no key\); repair it, or leave it out"
+    line = r"log.trackers = 'own_trackers:Absent': does not start \(PermissionError: no key\); repair it, or remove it from the list"
     with pytest.raises(UserError, match=line):
         RunLog.create(tmp_path / "runs", config(CSV, "own_trackers:Absent"), {})
     (folder,) = (tmp_path / "runs").iterdir()

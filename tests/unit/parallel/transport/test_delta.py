@@ -1,4 +1,4 @@
-"""Deltas of chunks: what comes out is what went in, whatever changed where; a wrong base shows in the digest; less is sent."""
+"""Deltas of chunks: encoding is lossless for any change, deltas are small, and a wrong base changes the digest."""
 
 from __future__ import annotations
 
@@ -11,35 +11,37 @@ from hypothesis import strategies as st
 from megatron_rl.sync.delta import DeltaBase
 from parallel.chunking import Chunk
 from parallel.shards import Rect
-from parallel.transport.delta import MOST_CHANGED, decode, encode
-from parallel.transport.pack import ChunkPacker
+from parallel.transport.pack import MAX_CHANGED_SHARE, ChunkPacker, decode_delta, encode_delta
 
 
 @given(st.integers(1, 300_000), st.data())
 @settings(max_examples=40, deadline=None)
-def test_a_delta_says_which_bytes_differ(nbytes, data):
+def test_deltas_are_lossless(nbytes, data):
     places = np.array(sorted(data.draw(st.sets(st.integers(0, nbytes - 1), max_size=50))), np.int64)
     values = np.arange(len(places), dtype=np.uint8)
-    delta = encode(places, values, nbytes)
+    delta = encode_delta(places, values, nbytes)
     assert len(delta) == (3 * len(places) + 4 * -(-nbytes // 65536) if len(places) else 0)
-    assert [part.tolist() for part in decode(delta, nbytes)] == [places.tolist(), values.tolist()]
+    assert [part.tolist() for part in decode_delta(delta, nbytes)] == [places.tolist(), values.tolist()]
     if len(delta):
-        with pytest.raises(ValueError, match="are no delta of a chunk"):
-            decode(delta[:-1], nbytes)
+        with pytest.raises(ValueError, match="are not a delta of a chunk"):
+            decode_delta(delta[:-1], nbytes)
 
 
-def test_positions_outside_of_a_chunk_are_refused():
-    delta = encode(np.array([3, 70_000]), np.zeros(2, np.uint8), 70_001)
-    for wrong in (encode(np.array([3, 3]), np.zeros(2, np.uint8), 70_001), encode(np.array([9, 3]), np.zeros(2, np.uint8), 70_001)):
+def test_invalid_positions_are_refused():
+    delta = encode_delta(np.array([3, 70_000]), np.zeros(2, np.uint8), 70_001)
+    for wrong in (
+        encode_delta(np.array([3, 3]), np.zeros(2, np.uint8), 70_001),
+        encode_delta(np.array([9, 3]), np.zeros(2, np.uint8), 70_001),
+    ):
         with pytest.raises(ValueError, match="do not ascend within it"):
-            decode(wrong, 70_001)
+            decode_delta(wrong, 70_001)
     with pytest.raises(ValueError, match="do not ascend within it"):
-        decode(delta, 70_000)
+        decode_delta(delta, 70_000)
 
 
 @st.composite
 def rects_and_changes(draw):
-    """Rectangles of two tensors, and a few bytes to change; also a share that is too large for a delta."""
+    """Return rectangles of two tensors, the number of bytes to change (also too many for a delta), and a seed."""
     rects = []
     for name, (rows, cols) in (("w", (300, 700)), ("v", (40, 3))):
         row, col = draw(st.integers(0, rows - 1)), draw(st.integers(0, cols - 1))
@@ -49,7 +51,7 @@ def rects_and_changes(draw):
 
 @given(rects_and_changes())
 @settings(max_examples=60, deadline=None)
-def test_a_delta_brings_an_engine_to_the_trainers_bytes_and_both_hash_all_of_them(case):
+def test_applying_a_delta_gives_the_trainers_bytes_and_hash(case):
     named_rects, count, seed = case
     random = torch.Generator().manual_seed(seed)
     live = {"w": torch.randint(0, 256, (300, 700), dtype=torch.uint8, generator=random), "v": torch.randn(40, 3, generator=random)}
@@ -66,7 +68,7 @@ def test_a_delta_brings_an_engine_to_the_trainers_bytes_and_both_hash_all_of_the
         assert found[4] is found[7]
         changed = int((flat != (flat := _packed(source, named_rects, nbytes))).sum())
         assert found[4].changed == changed and found[4].digest == source.hash_all([named_rects])[0]
-        assert (found[4].delta is None) == (changed > nbytes * MOST_CHANGED)
+        assert (found[4].delta is None) == (changed > nbytes * MAX_CHANGED_SHARE)
         if found[4].delta is None:
             target.unpack(named_rects, flat, hashing=False)
         else:

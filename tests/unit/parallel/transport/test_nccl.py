@@ -1,4 +1,4 @@
-"""NCCL's transfers, by a stand-in for torch's group that moves nothing by itself: a lost peer is an error, and both sides let go."""
+"""NCCL transfers over a fake ProcessGroupNCCL: a lost peer raises an error, and closing aborts the group."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class FakeWork:
 
 
 class FakeNccl:
-    """ProcessGroupNCCL; a peer that is gone moves nothing, for ever."""
+    """Replaces ProcessGroupNCCL. With `moves = False`, transfers never complete."""
 
     def __init__(self, store, rank: int, size: int, options) -> None:
         self.handling = os.environ.get(nccl._ERROR_HANDLING)
@@ -54,7 +54,7 @@ class FakeNccl:
 
 @pytest.fixture
 def link(monkeypatch):
-    """An outbox and an inbox, connected by NCCL as far as they know."""
+    """Return an outbox and an inbox that are connected by the fake group."""
     monkeypatch.setattr(dist, "ProcessGroupNCCL", FakeNccl, raising=False)
     monkeypatch.setattr(process_group, "buffer_device", lambda on_device: torch.device("cuda"))
     monkeypatch.setattr(process_group, "_make_buffers", lambda nbytes, device: [torch.zeros(nbytes, dtype=torch.uint8) for _ in range(2)])
@@ -86,7 +86,7 @@ def receive(inbox) -> None:
 
 
 @pytest.mark.parametrize("half, run", [(0, send), (1, receive)])
-def test_a_peer_that_is_gone_is_an_error_and_closing_lets_the_gpu_go(link, half, run):
+def test_a_lost_peer_raises_and_closing_aborts_the_group(link, half, run):
     side = link[half]
     group = side._group._group
     run(side)
@@ -99,7 +99,7 @@ def test_a_peer_that_is_gone_is_an_error_and_closing_lets_the_gpu_go(link, half,
     assert group.aborted == 1
 
 
-def test_an_error_that_nccl_reports_is_raised_and_bytes_are_not_used(link):
+def test_an_error_of_nccl_is_raised(link):
     group = link[1]._group._group
     group.moves, group.error = False, ErrorType.REMOTE_ERROR
     with pytest.raises(RuntimeError, match="NCCL reports REMOTE_ERROR"):
@@ -107,7 +107,7 @@ def test_an_error_that_nccl_reports_is_raised_and_bytes_are_not_used(link):
     assert not any(work.ordered for work in group.works)
 
 
-def test_only_this_groups_watchdog_lets_the_process_live(link, monkeypatch):
+def test_error_handling_is_set_for_this_group_only(link, monkeypatch):
     group = link[0]._group._group
     assert group.handling == "2" and group.seconds == 0.2 and nccl._ERROR_HANDLING not in os.environ
     monkeypatch.setenv(nccl._ERROR_HANDLING, "1")
@@ -116,7 +116,7 @@ def test_only_this_groups_watchdog_lets_the_process_live(link, monkeypatch):
     assert os.environ[nccl._ERROR_HANDLING] == "1"
 
 
-def test_a_member_that_never_joins_is_not_waited_for_without_end(monkeypatch):
+def test_waiting_for_a_missing_member_times_out(monkeypatch):
     monkeypatch.setattr(dist, "ProcessGroupNCCL", FakeNccl, raising=False)
     with pytest.raises(RuntimeError):
         nccl.NcclGroup(dist.HashStore(), 0, 2, 0.05)

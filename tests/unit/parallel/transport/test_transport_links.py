@@ -1,4 +1,4 @@
-"""Every transport that runs on a CPU: real sockets, memory files, gloo and folders, one thread per rank; bytes, order, bounds, death."""
+"""All CPU transports with real sockets, memory files, gloo and folders, one thread per rank: bytes, order, memory and lost peers."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ import torch
 
 from megatron_rl.config.sync import SyncConfig
 from megatron_rl.errors import UserError
-from megatron_rl.sync.transport_check import check_one_host, check_transport
+from megatron_rl.sync.checks import check_one_host, check_transport
 from parallel.chunking import CHUNKS_IN_FLIGHT, Chunk, resize
-from parallel.transport import TRANSPORTS, cuda_ipc, load_transport, process_group, ring
+from parallel.transport import TRANSPORTS, cuda_ipc, load_transport, process_group, shared_memory
 from parallel.transport.base import Link
 
 TCP = "examples.plugs.tcp:TRANSPORT"
 ON_CPU = [name for name in (*TRANSPORTS.builtin, TCP) if "cpu" in load_transport(name).devices]
 CONNECTED = [name for name in ON_CPU if not load_transport(name).needs_dir]
-"""Those through which one side sees what the other does."""
+"""Transports that notice the end of the other side."""
 
 
 def chunks_between(sources: int, targets: int, sizes: list[int]) -> list[Chunk]:
-    """For every pair of ranks a chunk of every size, pairs taking turns."""
+    """Return a chunk of every size for every pair of ranks, with alternating pairs."""
     sent = dict.fromkeys(range(sources), 0)
     results = []
     for size, target, source in itertools.product(sizes, range(targets), range(sources)):
@@ -49,13 +49,13 @@ def link_of(sync: SyncConfig, chunks: list[Chunk], addresses: dict[int, object])
 
 
 def run_all(*calls):
-    """All calls at once; their results, or the first exception."""
+    """Run all calls at once, and return their results or raise the first exception."""
     with ThreadPoolExecutor(len(calls)) as pool:
         return [future.result(60) for future in [pool.submit(call) for call in calls]]
 
 
 def open_all(sync: SyncConfig, chunks: list[Chunk]):
-    """Outboxes and inboxes by rank, connected."""
+    """Return connected outboxes and inboxes, by rank."""
     sources, targets = sorted({chunk.source for chunk in chunks}), sorted({chunk.target for chunk in chunks})
     outboxes = {rank: sync.load_transport().make_outbox(sync, rank, chunks) for rank in sources}
     addresses = {rank: outbox.address for rank, outbox in outboxes.items()}
@@ -77,7 +77,7 @@ def send_all(outbox, rank: int, chunks: list[Chunk], turn: int) -> None:
 
 
 def receive_all(inbox, rank: int, chunks: list[Chunk], turn: int) -> int:
-    """Raises AssertionError at a wrong byte; returns the number of chunks."""
+    """Check the bytes of all chunks, and return the number of chunks."""
     count = 0
     inbox.start([chunk for chunk in chunks if chunk.target == rank])
     for chunk in chunks:
@@ -91,8 +91,8 @@ def receive_all(inbox, rank: int, chunks: list[Chunk], turn: int) -> int:
 
 @pytest.mark.parametrize("transport", ON_CPU)
 @pytest.mark.parametrize("sources, targets", [(1, 1), (2, 1), (1, 2), (3, 2)])
-def test_every_chunk_arrives_in_its_order_sync_after_sync(transport, sources, targets, tmp_path):
-    """Also in a sync of fewer bytes, and in one of none."""
+def test_every_chunk_arrives_in_order_in_every_sync(transport, sources, targets, tmp_path):
+    """This includes syncs with fewer bytes and without bytes."""
     whole = chunks_between(sources, targets, [1, 4096, 70001, 7, 65536])
     outboxes, inboxes = open_all(settings(transport, tmp_path), whole)
     for turn, sizes in enumerate(((1, 4096, 70001, 7, 65536), (1, 0, 1000, 7, 3), (0,) * 5, (0, 0, 0, 0, 65536))):
@@ -109,14 +109,14 @@ def test_every_chunk_arrives_in_its_order_sync_after_sync(transport, sources, ta
 
 
 def memory_of(buffers: list[torch.Tensor]) -> int:
-    """Bytes of the storages that these are views of."""
+    """Return the bytes of all storages behind these views."""
     storages = [buffer.untyped_storage() for buffer in buffers]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 @pytest.mark.parametrize("transport", CONNECTED)
-def test_no_more_than_two_chunks_are_under_way(transport, tmp_path):
-    """A sender waits for the reader before it fills a third buffer, and its memory is two chunks; each is more than a socket holds."""
+def test_at_most_two_chunks_are_in_flight(transport, tmp_path):
+    """A sender waits before it fills a third buffer, and uses memory for two chunks. Each chunk exceeds a socket's buffer."""
     size = 16 << 20
     chunks = chunks_between(1, 1, [size] * 5)
     outboxes, inboxes = open_all(settings(transport, tmp_path), chunks)
@@ -167,7 +167,7 @@ def test_a_side_that_ends_is_noticed_at_once(transport, who, tmp_path):
 
 @pytest.mark.parametrize("transport", CONNECTED)
 def test_waiting_for_a_silent_engine_ends(transport, tmp_path):
-    """One that never comes, and one that comes and reads nothing."""
+    """One engine never connects, one connects but reads nothing."""
     chunks = chunks_between(1, 1, [1 << 20] * 40)
     sync = settings(transport, tmp_path, timeout=0.5)
     outbox = sync.load_transport().make_outbox(sync, 0, chunks)
@@ -190,7 +190,7 @@ def test_waiting_for_a_silent_trainer_ends(transport, tmp_path):
         inboxes[0].receive(chunks[0])
 
 
-def test_a_trainer_on_another_host_is_named_and_a_file_that_is_not_whole_refused(tmp_path):
+def test_an_unreachable_trainer_is_named_and_a_truncated_file_refused(tmp_path):
     chunks = chunks_between(1, 1, [1000])
     with pytest.raises(OSError, match="cannot reach trainer rank 0 at .*; is it on this host"):
         load_transport("shared_memory").make_inbox(
@@ -205,7 +205,7 @@ def test_a_trainer_on_another_host_is_named_and_a_file_that_is_not_whole_refused
         inboxes[0].receive(chunks[0])
 
 
-def test_a_transport_that_cannot_work_here_is_the_users_error(tmp_path, monkeypatch):
+def test_unsuitable_transports_are_refused(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="sync.dir: must be set for sync.transport = disk"):
         check_transport(SyncConfig(transport="disk"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -219,17 +219,17 @@ def test_a_transport_that_cannot_work_here_is_the_users_error(tmp_path, monkeypa
         check_transport(SyncConfig(transport=transport), shared=True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     check_transport(SyncConfig(transport="gloo"), shared=True)
-    with pytest.raises(UserError, match="sync.delta = 'on': compares weights in the host's memory, and here they are on GPUs; set"):
+    with pytest.raises(UserError, match="sync.delta = 'on': compares weights in host memory, but they are on GPUs here; set"):
         check_transport(SyncConfig(transport="gloo", delta="on"))
     check_transport(SyncConfig(transport="process_group"), shared=False)
-    with pytest.raises(UserError, match="'process_group': takes no GPU twice.*; use cuda_ipc on one host, gloo on sev"):
+    with pytest.raises(UserError, match="'process_group': cannot use the same GPU twice.*; use cuda_ipc on one host, gloo on sev"):
         check_transport(SyncConfig(transport="process_group"), shared=True)
     for transport in ("shared_memory", "disk"):
-        with pytest.raises(UserError, match="moves what lies in the host's memory, and here trainer and engines are on GPUs; use cuda_ipc"):
+        with pytest.raises(UserError, match="reads weights from host memory, but trainer and engines are on GPUs here; use cuda_ipc"):
             check_transport(SyncConfig(transport=transport, dir=tmp_path))
 
 
-def test_a_transport_of_the_users_own_is_checked(tmp_path, monkeypatch):
+def test_a_users_transport_is_checked(tmp_path, monkeypatch):
     line = "import parallel.transport.base as base\nT = base.Transport(__name__)\nclass Outbox: ...\n"
     (tmp_path / "own_transport.py").write_text(line)
     monkeypatch.syspath_prepend(tmp_path)
@@ -243,8 +243,8 @@ def test_a_transport_of_the_users_own_is_checked(tmp_path, monkeypatch):
         SyncConfig(transport="nccl")
 
 
-def test_gloo_sends_from_the_host_what_was_packed_on_a_gpu(tmp_path, monkeypatch):
-    packed: list[torch.Tensor] = []  # stands for the GPU's memory, a buffer on each side
+def test_gloo_copies_chunks_packed_on_a_gpu_to_the_host(tmp_path, monkeypatch):
+    packed: list[torch.Tensor] = []  # stands in for GPU memory: one buffer on each side
 
     def make_gpu_buffer(nbytes: int) -> torch.Tensor:
         packed.append(torch.zeros(nbytes, dtype=torch.uint8))
@@ -259,10 +259,10 @@ def test_gloo_sends_from_the_host_what_was_packed_on_a_gpu(tmp_path, monkeypatch
     assert len(packed) == 2 and all(torch.equal(buffer[:7], content(chunks[-1], 1)) for buffer in packed)
 
 
-def test_ipc_handles_survive_their_way_as_text():
+def test_ipc_handles_survive_json():
     shared = dict(zip(cuda_ipc.HANDLE_FIELDS, (0, bytes(range(64)), 1 << 21, 512, b"ref\xff", 7, b"\x00event", True), strict=True))
     assert cuda_ipc.decode(cuda_ipc.encode(shared, "GPU-1")) == (shared, "GPU-1")
     assert cuda_ipc.device_index("b", ["a", "b"]) == 1
     with pytest.raises(OSError, match="does not see the trainer's device c"):
         cuda_ipc.device_index("c", ["a", "b"])
-    assert issubclass(cuda_ipc.Outbox, ring.RingOutbox) and issubclass(cuda_ipc.Inbox, ring.RingInbox)
+    assert issubclass(cuda_ipc.Outbox, shared_memory.Outbox) and issubclass(cuda_ipc.Inbox, shared_memory.Inbox)

@@ -1,4 +1,4 @@
-"""The precision graph without models: the comparison, the folding of layers, merging ranks, and what formats are read from tensors."""
+"""The precision graph without models: comparison, folding of layers, merging of ranks, and the formats read from tensors."""
 
 from __future__ import annotations
 
@@ -14,69 +14,50 @@ from support.toy_format import TOY
 
 from megatron_rl.errors import RunError
 from megatron_rl.precision.fp8 import quantize_weight
-from megatron_rl.precision.graph.decoder import (
-    AttentionPrecision,
-    DecoderPrecision,
-    GradientFormats,
-    LayerPrecision,
-    MLAPrecision,
-    MLPPrecision,
-    MoEPrecision,
-    WeightedOpPrecision,
-    decoder_graph,
-)
-from megatron_rl.precision.graph.formats import (
-    block_format,
-    channel_format,
-    common_format,
-    group_format,
-    scale_format,
-    token_format,
-    unquantized_format,
-)
+from megatron_rl.precision.graph.decoder import DecoderPrecision, Gradients, LayerPrecision, Operator, decoder_graph
+from megatron_rl.precision.graph.formats import block_format, channel_format, common_format, scale_format, unquantized_format
 from megatron_rl.precision.graph.graph import (
     Edge,
     Node,
     PrecisionGraph,
     TensorPrecision,
-    compare_graphs,
     describe_differences,
     fold_layers,
     fold_to_json,
-    format_layers,
+    format_title,
     merge_graphs,
     split_by_layer,
 )
-from megatron_rl.precision.graph.svg import draw_svg
-from megatron_rl.precision.graph.tables import print_graphs
+from megatron_rl.precision.graph.render import draw_svg, print_graphs
 from parallel.formats import FORMATS
 
 HIGH, X, W = TensorPrecision("bf16"), TensorPrecision("e4m3", "1x128", "pow2"), TensorPrecision("e4m3", "128x128", "pow2")
 FP32 = TensorPrecision("fp32")
+LINEARS = ("attention.qkv", "attention.output")
+NORMS = ("input_norm", "attention.q_norm", "attention.k_norm", "post_attention_norm")
 
 
-def linear(trained: bool) -> WeightedOpPrecision:
-    return WeightedOpPrecision(X, W, gradients=GradientFormats(X, W, X, replace(X, granularity="128x1"), FP32, FP32) if trained else None)
+def linear(trained: bool, x: TensorPrecision = X, weight: TensorPrecision = W, count: int = 1) -> Operator:
+    gradients = Gradients(x, weight, x, replace(x, granularity="128x1") if x.quantized else x, FP32, FP32)
+    return Operator({"x": x, "weight": weight}, gradients=gradients if trained else None, count=count)
 
 
-def high(trained: bool) -> WeightedOpPrecision:
-    return WeightedOpPrecision(HIGH, HIGH, gradients=GradientFormats(HIGH, HIGH, HIGH, HIGH, FP32, FP32) if trained else None)
+def high(trained: bool) -> Operator:
+    return linear(trained, HIGH, HIGH)
 
 
-def layer(trained: bool = False, experts: int = 0) -> LayerPrecision:
-    norm, mlp = high(trained), MLPPrecision(linear(trained), linear(trained), experts or 1)
-    return LayerPrecision(
-        input_norm=norm,
-        attention=AttentionPrecision(linear(trained), linear(trained), HIGH, HIGH, q_norm=norm, k_norm=norm),
-        post_attention_norm=norm,
-        mlp=MoEPrecision(norm, HIGH, mlp, shared=MLPPrecision(linear(trained), linear(trained))) if experts else mlp,
-        residual=HIGH,
-    )
+def layer(trained: bool = False, experts: int = 0, **change: Operator) -> LayerPrecision:
+    mlps = {"mlp.experts": experts, "mlp.shared_experts": 1} if experts else {"mlp": 1}
+    operators = {name: linear(trained) for name in LINEARS} | {name: high(trained) for name in NORMS}
+    operators |= {f"{mlp}.{side}": linear(trained, count=count) for mlp, count in mlps.items() for side in ("gate_up", "down")}
+    operators |= {"mlp.router": high(trained)} if experts else {}
+    return LayerPrecision(operators | change, HIGH, HIGH, logits=HIGH if experts else None)
 
 
 def decoder(layers: int = 3, trained: bool = False, experts: int = 0) -> DecoderPrecision:
-    ends = {"embedding": high(trained), "norm": high(trained), "lm_head": high(trained), "logits": HIGH}
-    return DecoderPrecision(HIGH, {number: layer(trained, experts) for number in range(layers)}, **ends)
+    ends = {"embedding": high(trained).with_inputs(x=None), "norm": high(trained), "lm_head": high(trained)}
+    layers_by_number = {number: layer(trained, experts) for number in range(layers)}
+    return DecoderPrecision(HIGH, layers_by_number, ends | {"logprobs": Operator({"x": HIGH})})
 
 
 TRAINING = decoder_graph(decoder(trained=True))
@@ -97,10 +78,9 @@ def test_a_rollout_that_computes_as_the_training_is_its_subgraph(experts):
     assert set(training.select_forward().edges) == set(rollout.edges)
 
 
-def test_norms_of_what_is_added_stand_before_the_residual_stream():
-    post, plain = high(False), layer()
-    normed = replace(plain, attention=replace(plain.attention, post_norm=post), mlp=replace(plain.mlp, post_norm=post))
-    graph = decoder_graph(replace(decoder(1), layers={0: normed}))
+def test_post_norms_stand_before_the_residual_stream():
+    post_norms = {"attention.post_norm": high(False), "mlp.post_norm": high(False)}
+    graph = decoder_graph(replace(decoder(1), layers={0: layer(**post_norms)}))
     edges = {(edge.source, edge.target) for edge in graph.edges}
     for output, norm, stream in (
         ("attention.output", "attention.post_norm", "attention.residual"),
@@ -111,9 +91,9 @@ def test_norms_of_what_is_added_stand_before_the_residual_stream():
     assert "layer 0: mlp.post_norm is norm in the rollout, absent in training" in describe_differences(graph, decoder_graph(decoder(1)))
 
 
-def every_layer(**change: object) -> PrecisionGraph:
-    """A rollout whose layers all differ in one part."""
-    return decoder_graph(replace(decoder(), layers={number: replace(layer(), **change) for number in range(3)}))
+def every_layer(changed: LayerPrecision) -> PrecisionGraph:
+    """A rollout whose layers are all `changed`."""
+    return decoder_graph(replace(decoder(), layers=dict.fromkeys(range(3), changed)))
 
 
 PLANTED = {
@@ -125,11 +105,11 @@ PLANTED = {
         ],
     ),
     "scale format": (
-        every_layer(mlp=MLPPrecision(WeightedOpPrecision(replace(X, scale="fp32"), W), linear(False))),
+        every_layer(layer(**{"mlp.gate_up": linear(False, replace(X, scale="fp32"))})),
         ["layers 0..2: post_attention_norm -> mlp.gate_up (x) is e4m3 1x128 fp32 in the rollout, e4m3 1x128 pow2 in training"],
     ),
-    "an extra quantised layer": (
-        decoder_graph(replace(decoder(), lm_head=linear(False))),
+    "an extra quantized layer": (
+        decoder_graph(replace(decoder(), ends={**decoder().ends, "lm_head": linear(False)})),
         [
             "norm -> lm_head (x) is e4m3 1x128 pow2 in the rollout, bf16 in training",
             "lm_head.weight -> lm_head (weight) is e4m3 128x128 pow2 in the rollout, bf16 in training",
@@ -143,7 +123,7 @@ PLANTED = {
         ],
     ),
     "cache": (
-        every_layer(attention=replace(layer().attention, kv=TensorPrecision("e4m3", "tensor", "fp32"))),
+        every_layer(replace(layer(), kv=TensorPrecision("e4m3", "tensor", "fp32"))),
         [
             "layers 0..2: attention.rope -> attention.core (k) is e4m3 tensor fp32 in the rollout, bf16 in training",
             "layers 0..2: attention.qkv -> attention.core (v) is e4m3 tensor fp32 in the rollout, bf16 in training",
@@ -151,7 +131,7 @@ PLANTED = {
     ),
     "a missing layer": (decoder_graph(decoder(layers=2)), ["layer 2: input_norm is absent in the rollout, norm in training"]),
     "a bias": (
-        every_layer(attention=replace(layer().attention, qkv=replace(linear(False), bias=HIGH))),
+        every_layer(layer(**{"attention.qkv": linear(False).with_inputs(bias=HIGH)})),
         ["layers 0..2: attention.qkv.bias is weight in the rollout, absent in training"],
     ),
     "other experts": (
@@ -171,10 +151,12 @@ def test_a_planted_difference_is_named(plant):
 
 
 def latent_graph(trained: bool, absorbed: bool, read: TensorPrecision = HIGH) -> PrecisionGraph:
-    norm, product = high(trained), linear(trained)
-    kv_b = replace(product, x=read)
-    attention = MLAPrecision(product, product, norm, kv_b, product, HIGH, HIGH, q_a=product, q_a_norm=norm, absorbed=absorbed)
-    return decoder_graph(replace(decoder(1, trained), layers={0: replace(layer(trained), attention=attention)}))
+    halves = ("kv_b.k", "kv_b.v") if absorbed else ("kv_b",)
+    operators = {f"attention.{name}": linear(trained) for name in ("q_a", "q_b", "kv_a", "output")}
+    operators |= {f"attention.{name}": high(trained) for name in ("q_a_norm", "kv_a_norm")}
+    operators |= {f"attention.{half}": linear(trained).with_inputs(x=read) for half in halves}
+    rest = {name: each for name, each in layer(trained).operators.items() if not name.startswith("attention.")}
+    return decoder_graph(replace(decoder(1, trained), layers={0: LayerPrecision(rest | operators, HIGH, HIGH)}))
 
 
 @pytest.mark.parametrize("absorbed, weights", [(False, ["kv_b"]), (True, ["kv_b.k", "kv_b.v"])])
@@ -191,15 +173,15 @@ def test_latent_attention_shows_what_multiplies_with_kv_b(absorbed, weights):
     )
 
 
-def test_layers_that_are_alike_are_folded():
+def test_equal_layers_are_folded():
     assert [numbers for numbers, _ in fold_layers(split_by_layer(TRAINING))] == [(), (0, 1, 2)]
     other = changed(decoder_graph(decoder(layers=5)), "layers.3.mlp.down", scale="fp32")
     assert [part["part"] for part in fold_to_json(other)] == ["model", "layers 0..2, 4", "layer 3"]
-    assert format_layers([7]) == "layer 7" and format_layers([1, 2, 3, 5, 7, 8]) == "layers 1..3, 5, 7..8"
+    assert format_title([7]) == "layer 7" and format_title([1, 2, 3, 5, 7, 8]) == "layers 1..3, 5, 7..8"
 
 
 def test_graphs_are_whole_and_survive_json():
-    """Every edge joins two nodes, every weight is learned, an edge is identified without its precision, an empty rollout is no subgraph."""
+    """Every edge joins two nodes, every weight is trained, the key of an edge excludes its precision, an empty rollout lacks every node."""
     experts = decoder_graph(decoder(trained=True, experts=4))
     for graph in (TRAINING, ROLLOUT, experts):
         names = {node.name for node in graph.nodes}
@@ -211,13 +193,15 @@ def test_graphs_are_whole_and_survive_json():
     assert {edge.target.removesuffix(".master") for edge in experts.edges if edge.tensor == "grad"} == weights
     edge = Edge("a", "b", "x", HIGH)
     assert edge.key == replace(edge, format=X).key != replace(edge, tensor="weight").key
-    assert len(compare_graphs(PrecisionGraph((), ()), TRAINING)) == len(TRAINING.select_forward().nodes)
+    one_layer = decoder_graph(decoder(1))
+    assert len(describe_differences(PrecisionGraph((), ()), one_layer)) == len(one_layer.nodes)
 
 
 def test_pipeline_stages_make_the_whole_graph():
     whole = decoder(layers=4, trained=True)
-    first = replace(whole, layers={0: whole.layers[0], 1: whole.layers[1]}, norm=None, lm_head=None, logits=None)
-    last = replace(whole, layers={2: whole.layers[2], 3: whole.layers[3]}, embedding=None)
+    last_ends = {name: operator for name, operator in whole.ends.items() if name != "embedding"}
+    first = replace(whole, layers={0: whole.layers[0], 1: whole.layers[1]}, ends={"embedding": whole.ends["embedding"]})
+    last = replace(whole, layers={2: whole.layers[2], 3: whole.layers[3]}, ends=last_ends)
     result, expected = merge_graphs([decoder_graph(first), decoder_graph(last)]), decoder_graph(whole)
     assert set(result.nodes) == set(expected.nodes)
     assert set(result.edges) == set(expected.edges)
@@ -263,44 +247,38 @@ def test_the_scale_format_is_read_from_the_scales(wanted):
         assert scale_format(blocks.scale) == "invalid"
 
 
-def test_int8_has_a_scale_per_channel_and_per_token():
-    """A GPU's kernel keeps the weight transposed; its scales stay. Experts are stacked."""
+def test_int8_weights_have_a_scale_per_channel():
+    """The GPU kernel keeps the weight transposed, but not its scales. Experts are stacked."""
     scale = torch.rand(256, 1) + 0.1
     for shape in ((256, 384), (384, 256)):
         assert channel_format(torch.zeros(shape, dtype=torch.int8), scale) == TensorPrecision("int8", "channel", "fp32")
     assert channel_format(torch.zeros(4, 256, 384, dtype=torch.int8), scale.expand(4, 256, 1)) == TensorPrecision("int8", "channel", "fp32")
-    assert str(token_format("int8")) == "int8 token fp32"
     assert channel_format(torch.zeros(256, 384, dtype=torch.int8), -scale).scale == "invalid"
     for other in (torch.ones(256, 3), torch.ones(100, 1), torch.ones(()), torch.ones(4, 256, 1)):
-        with pytest.raises(ValueError, match="one per output channel is known"):
+        with pytest.raises(ValueError, match="must have one scale per output channel"):
             channel_format(torch.zeros(256, 384, dtype=torch.int8), other)
 
 
 def test_formats_in_words():
-    assert str(group_format(128, "pow2")) == "e4m3 1x128 pow2" and str(group_format(None, "fp32")) == "e4m3 tensor fp32"
+    assert str(X) == "e4m3 1x128 pow2" and str(HIGH) == "bf16"
     assert [str(unquantized_format(torch.empty(1, dtype=dtype))) for dtype in (torch.bfloat16, torch.int8)] == ["bf16", "int8"]
     assert common_format([X, X]) == X and common_format([X, HIGH]) not in (X, HIGH)
 
 
-def drawn_texts(training: PrecisionGraph, rollout: PrecisionGraph) -> dict[str, bool]:
-    """The words of the drawing, and whether they are red."""
-    elements = ElementTree.fromstring(draw_svg(training, rollout)).iter()
-    return {str(element.text): "#d11a2a" in element.get("style", "") for element in elements if element.tag.endswith("text")}
-
-
-def test_the_drawing_is_well_formed_and_red_only_where_the_sides_differ():
-    counts = {"1 difference": PLANTED["scale format"][0], "2 differences": PLANTED["an extra quantised layer"][0], "": ROLLOUT}
+def test_the_drawing_is_well_formed_and_red_only_if_the_sides_differ():
+    counts = {"1 difference": PLANTED["scale format"][0], "2 differences": PLANTED["an extra quantized layer"][0], "": ROLLOUT}
     for count, rollout in counts.items():
-        texts = drawn_texts(TRAINING, rollout)
-        assert {"attention.qkv", "mlp.down", "lm_head", "layers 0..2", "e4m3 1x128 pow2", "DGrad", "WGrad"} <= texts.keys()
-        assert texts[count] if count else not any(texts.values())
-    experts = drawn_texts(*(decoder_graph(decoder(trained=trained, experts=8)) for trained in (True, False)))
-    assert {"mlp.experts.gate_up x8", "mlp.router", "mlp.shared_experts.down"} <= experts.keys()
+        svg = draw_svg(TRAINING, rollout)
+        text = " ".join(element.text or "" for element in ElementTree.fromstring(svg).iter()).replace("\xa0", " ")
+        words = ("attention.qkv", "mlp.down", "lm_head", "layers 0..2: forward", "e4m3 1x128 pow2", "mlp.down.wgrad")
+        assert all(word in text for word in words) and "http" not in svg.replace("http://www.w3.org/2000/svg", "")
+        assert (count in text and "is a subgraph" not in text) if count else "is a subgraph" in text
+        assert ("#800000" in svg) == bool(count), "red"
 
 
-def test_the_tables_tell_every_forward_edge_once():
+def test_the_tables_list_every_forward_edge_once():
     console = Console(record=True, width=200, file=io.StringIO())
-    print_graphs(TRAINING, PLANTED["an extra quantised layer"][0], console)
+    print_graphs(TRAINING, PLANTED["an extra quantized layer"][0], console)
     text = console.export_text()
     assert "layers 0..2: forward" in text and "layers 0..2: backward" in text
     (row,) = [line for line in text.splitlines() if line.startswith("norm -> lm_head (x)")]

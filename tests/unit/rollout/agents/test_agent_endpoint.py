@@ -1,4 +1,4 @@
-"""The endpoint as the `openai` package sees it: chat completions and responses, tools, streams, keys and refusals."""
+"""The endpoint as seen by the `openai` package: chat completions, responses, tools, streams, keys and refusals."""
 
 from __future__ import annotations
 
@@ -126,15 +126,15 @@ def test_what_the_run_decides_is_overridden_and_what_would_change_answers_is_ref
         with pytest.raises(openai.BadRequestError, match=rule):
             desk.say(USER, **options)
     for messages, rule in (
-        ([], "must end with"),
-        ([{"role": "critic", "content": ""}], "no role"),
-        ([USER, {"role": "assistant"}], "must end"),
+        ([], "must not end with"),
+        ([{"role": "critic", "content": ""}], "not a known role"),
+        ([USER, {"role": "assistant"}], "must not end"),
     ):
         with pytest.raises(openai.BadRequestError, match=rule):
             desk.say(*messages)
-    with pytest.raises(openai.BadRequestError, match="only text can be read"):
+    with pytest.raises(openai.BadRequestError, match="only text is supported"):
         desk.say({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]})
-    with pytest.raises(openai.NotFoundError, match="names no answer"):
+    with pytest.raises(openai.NotFoundError, match="is not a response of this episode"):
         desk.client.responses.create(model="any", input="a", previous_response_id="resp_9")
 
 
@@ -149,5 +149,5 @@ def test_keys_are_of_one_running_episode(sampler, desk):
     with pytest.raises(openai.AuthenticationError, match="has ended"):
         desk.say(USER)
     sampler[0]._endpoint.close(desk.key)
-    with pytest.raises(openai.AuthenticationError, match="no running episode"):
+    with pytest.raises(openai.AuthenticationError, match="a running episode"):
         desk.say(USER)

@@ -1,4 +1,4 @@
-"""What an agent asked as a tree of turns: on which tokens a request goes on, where it branches, what is trained on, and where it ends."""
+"""The tree of turns of an episode: which tokens a request continues, where it branches, what is trained on, and where it ends."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from megatron_rl.errors import UserError
 from megatron_rl.rollout.agents.chat_format import ChatFormat
 from megatron_rl.rollout.agents.episode import AgentEpisode
 from megatron_rl.rollout.agents.messages import PolicyRequest, RefusedError, read_chat_request
-from megatron_rl.rollout.worker import RolloutBatch, assign_rewards, compute_rollout_metrics
+from megatron_rl.rollout.groups import assign_rewards
+from megatron_rl.rollout.metrics import compute_rollout_metrics
+from megatron_rl.rollout.worker import RolloutBatch
 from megatron_rl.training.samples import list_owners, to_training_samples
 from megatron_rl.types import Reward, SamplingParams
 
@@ -26,7 +28,7 @@ class Conversation:
         self.episode = AgentEpisode(PROBLEM, sampling, 5, staleness, config(**settings), ChatFormat(ChatTokenizer()))
 
     def ask(self, *contents: str, roles: str = "", **options: object) -> str:
-        """Messages of users and policy in turn, or of roles `s`, `u`, `a` and `t`."""
+        """Send messages of user and policy in turn, or of the roles `s`, `u`, `a` and `t`."""
         names = {"s": "system", "u": "user", "a": "assistant", "t": "tool"}
         letters = roles or "ua" * len(contents)
         messages = [{"role": names[role], "content": content} for role, content in zip(letters, contents, strict=False)]
@@ -44,7 +46,7 @@ def text(ids: np.ndarray) -> str:
 
 
 def test_a_request_that_extends_an_answer_goes_on_from_the_very_tokens_that_were_sampled():
-    """ "aa" sampled as two tokens stays two, and the end token that was sampled is not written again."""
+    """ "aa" sampled as two tokens stays two, and a sampled end token is not written again."""
     chat = Conversation()
     assert chat.ask("a") == "aa" and chat.ask("a", "aa", "b") == "bb"
     first, second = (prompt for prompt, _ in chat.policy.asked)
@@ -121,12 +123,12 @@ def test_every_token_has_its_version():
 @pytest.mark.parametrize(
     "settings, requests, refused, finish",
     [
-        ({"max_calls": 2}, [("a",), ("b",), ("c",)], "agent.max_calls = 2 answers were given", "turns"),
-        ({"max_tokens": 16}, [("a",), ("a", "aa", "b")], "the conversation of 19 tokens, 3 sampled, leaves none", "length"),
+        ({"max_calls": 2}, [("a",), ("b",), ("c",)], "agent.max_calls = 2 responses were given", "turns"),
+        ({"max_tokens": 16}, [("a",), ("a", "aa", "b")], "the conversation of 19 tokens, 3 sampled, leaves no room", "length"),
         (
             {"budget": 3},
             [("a",), ("a", "aa", "b")],
-            "leaves none to sample (agent.max_tokens = 4096, rollout.max_new_tokens = 3)",
+            "leaves no room (agent.max_tokens = 4096, rollout.max_new_tokens = 3)",
             "length",
         ),
         ({"budget": 5}, [("a",), ("a", "aa", "b")], "", "length"),  # cut by the engine

@@ -1,4 +1,4 @@
-"""Agents in processes of their own, through the real endpoint: what they ask becomes completions, and what they break is theirs alone."""
+"""Agents in their own processes through the real endpoint: their requests become completions, and their failures affect only themselves."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def sample(sampler: AgentSampler, *prompts: str, abort: Abort | None = None) -> 
 
 
 def find_processes_in(session: set[int]) -> set[int]:
-    """Processes that are alive in one of the sessions."""
+    """Return the processes that are alive in one of the sessions."""
     found = set()
     for folder in Path("/proc").iterdir():
         try:
@@ -45,7 +45,7 @@ def find_processes_in(session: set[int]) -> set[int]:
 
 @pytest.fixture
 def sessions(monkeypatch) -> set[int]:
-    """Those that agents were given."""
+    """Record the sessions of the agents."""
     seen, kill = set[int](), os.killpg
     monkeypatch.setattr(os, "killpg", lambda pid, signal: (seen.add(pid), kill(pid, signal)))
     return seen
@@ -73,7 +73,7 @@ def test_an_agent_may_give_its_own_reward():
     with sampler_of(own_reward=True) as sampler:
         given, missing = sample(sampler, "reward", "a")
     assert (given.own_reward, given.environment_error) == (0.5, "")
-    assert missing.own_reward is None and missing.environment_error == "gave no reward but '', and agent.own_reward is on"
+    assert missing.own_reward is None and missing.environment_error == "wrote '' instead of a reward, and agent.own_reward is on"
 
 
 def test_an_agent_may_be_a_program():

@@ -13,12 +13,12 @@ from safetensors.torch import save_file
 from support.families import ENGINE_ARCHITECTURES
 
 from megatron_rl.config.lora import LoraConfig
-from megatron_rl.precision.ops.low_rank import project_down, project_up
+from megatron_rl.kernels.linear.reference import project_down, project_up
 from parallel.adapters import ENGINE_FILE, NAMES, is_adapter
 from parallel.digest import view_rect
 from parallel.model_geometry import ModelGeometry
 from parallel.sglang_shards import build_sglang_shards
-from rollout_sglang.hooks import adapter_files, adapters, cpu_moe
+from rollout_sglang.hooks import adapters, cpu_moe, startup
 from rollout_sglang.hooks.cpu_kernels import multiply_plain
 
 LORA = LoraConfig(rank=8, alpha=16.0)
@@ -83,8 +83,8 @@ def test_a_rank_reads_its_part_of_a_file(monkeypatch, tmp_path, tp, ep):
         groups = {"tp_group": SimpleNamespace(world_size=tp, rank_in_group=rank), "moe_ep_group": SimpleNamespace(world_size=ep)}
         parallel = SimpleNamespace(get_parallel=lambda groups=groups: SimpleNamespace(**groups))
         monkeypatch.setitem(sys.modules, "sglang.srt.runtime_context", parallel)
-        monkeypatch.setattr(adapter_files, "live_tensors", lambda _, live=live: live)
-        adapter_files.load_adapters(lambda _, model_config: torch.nn.Module(), None, model_config=SimpleNamespace(model_path=tmp_path))
+        monkeypatch.setattr(startup, "live_tensors", lambda _, live=live: live)
+        startup.load_adapters(lambda _, model_config: torch.nn.Module(), None, model_config=SimpleNamespace(model_path=tmp_path))
         for shard in shards:
             for region in shard.regions:
                 view_rect(read[region.tensor.name], region.tensor_rect).copy_(view_rect(live[shard.name], region.shard_rect))

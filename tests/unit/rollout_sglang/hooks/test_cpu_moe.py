@@ -1,4 +1,4 @@
-"""The engine's experts on the CPU against a slow loop over tokens and choices."""
+"""The engine's experts on a CPU compared with a slow loop over tokens and choices."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from megatron_rl.kernels.linear.reference import fprop
 from megatron_rl.precision.fp8 import dequantize_weight, quantize_weight
-from megatron_rl.precision.fp8_products import fprop
 from megatron_rl.precision.int8 import quantize_int8_weight
 from megatron_rl.precision.quantized_weight import QuantizedWeight
 from rollout_sglang.hooks import cpu_moe, dequant_cache, tree_reduction
@@ -37,7 +37,7 @@ def slow_mixture(gate_up, down) -> torch.Tensor:
 
 
 def quantized(weight: torch.Tensor, scale_format: str) -> QuantizedWeight:
-    """Each expert's matrix in blocks: data [E, N, K], scales [E, N / 128, K / 128]."""
+    """Return each expert's matrix in blocks: data `[E, N, K]`, scales `[E, N / 128, K / 128]`."""
     blocks = [quantize_weight(matrix, scale_format) for matrix in weight]
     return QuantizedWeight(torch.stack([b.data for b in blocks]), torch.stack([b.scale for b in blocks]))
 
@@ -51,7 +51,7 @@ def nothing_kept():
 
 @pytest.fixture
 def run(monkeypatch):
-    """Calls one of the stand-ins for SGLang's methods; SGLang's result type is a plain namespace."""
+    """Call a replacement of SGLang's methods. SGLang's result type is a plain namespace."""
     monkeypatch.setattr(cpu_moe, "make_combine_input", lambda y: SimpleNamespace(hidden_states=y))
 
     def apply(function, layer: SimpleNamespace, **method: object) -> torch.Tensor:
@@ -84,7 +84,7 @@ def test_fp8_experts_are_two_block_products_each(run, scale_format, scale_fmt):
 
 
 def slow_int8(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Q(x) . Q(W)^T by SGLang's formula: a scale for every token and for every row of the weight, sums of integers, scaled once."""
+    """Return Q(x) . Q(W)^T by SGLang's formula: a scale per token and per weight row, integer sums, scaled once."""
     codes, scales = [], []
     for matrix in (x, weight):
         amax = matrix.abs().amax(1, keepdim=True)
@@ -93,8 +93,8 @@ def slow_int8(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return (codes[0] @ codes[1].t()).float() * (scales[0] * scales[1].t())
 
 
-def test_int8_experts_quantise_tokens_before_each_of_their_two_products(run):
-    """Bit for bit: sums of integers have no order."""
+def test_int8_experts_quantize_tokens_before_each_of_their_two_products(run):
+    """Bitwise, since integer sums have no order."""
     w13, w2 = random(EXPERTS, 2 * WIDTH, HIDDEN, seed=3), random(EXPERTS, HIDDEN, WIDTH, seed=4)
     data13, scale13 = map(torch.stack, zip(*map(quantize_int8_weight, w13), strict=True))
     data2, scale2 = map(torch.stack, zip(*map(quantize_int8_weight, w2), strict=True))
@@ -107,7 +107,7 @@ def test_int8_experts_quantise_tokens_before_each_of_their_two_products(run):
 
 
 def unordered_choice(_, logits, bias, topk, renormalize, groups, used, *, routed_scaling_factor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What SGLang's own function gives without renormalization: sigmoids of the chosen experts, in any order."""
+    """Return what SGLang's function gives without renormalization: sigmoids of the chosen experts in any order."""
     assert (renormalize, groups, used, routed_scaling_factor) == (False, 1, 1, 2.5)
     scores = logits.sigmoid()
     experts = (scores + bias).topk(topk).indices.flip(-1)
@@ -115,7 +115,7 @@ def unordered_choice(_, logits, bias, topk, renormalize, groups, used, *, routed
 
 
 def test_weights_of_biased_routing_are_summed_best_first_and_scaled():
-    """To the bit, also for a token alone: the order of a sum of eight decides its last bit."""
+    """Bitwise, also for a single token: the order of a sum of eight decides its last bit."""
     logits, bias = random(64, 16, seed=8), random(16, seed=9)
     scores = logits.sigmoid()
     chosen = (scores + bias).topk(8).indices
@@ -158,8 +158,8 @@ def test_values_are_kept_up_to_a_limit_and_forgotten(monkeypatch):
 
 @pytest.mark.parametrize("tp_rank", [0, 1])
 def test_by_the_tree_the_first_rank_returns_the_sum_of_all(monkeypatch, tp_rank):
-    """Outputs are rounded when their ranks' parts are added, when they are weighted, and when the ranks' sums of experts are added. Here
-    every other rank has the same numbers as this one."""
+    """Outputs are rounded when the parts of ranks are added, when they are weighted, and when the ranks' sums of experts are added. All
+    other ranks have the same numbers as this one."""
     added = []
 
     def add(partial: torch.Tensor, group: int, dtype: torch.dtype) -> torch.Tensor:
@@ -190,7 +190,7 @@ def test_by_the_tree_the_first_rank_returns_the_sum_of_all(monkeypatch, tp_rank)
 
 
 def test_weighted_outputs_are_rounded_before_they_are_summed():
-    """In BF16, as the trainer's experts give them: a sum of unrounded ones is another."""
+    """In BF16, as the trainer's experts do. The sum of unrounded outputs is different."""
     x, ones = X.bfloat16(), torch.tensor([[0, 1, 2]]).expand(len(X), -1)
     weights = random(len(X), 3, seed=7).softmax(-1)
     outputs = [x * (expert + 1) for expert in range(3)]

@@ -26,7 +26,7 @@ def test_logits_are_products_of_fp32_values():
 
 
 @pytest.mark.parametrize("method", [UnquantizedLinearMethod, Fp8LinearMethod])
-def test_the_gate_of_a_block_gets_the_method_unless_it_is_quantised(monkeypatch, method):
+def test_the_gate_of_a_block_gets_the_method_unless_it_is_quantized(monkeypatch, method):
     class Fp32: ...
 
     def build(block, hidden):

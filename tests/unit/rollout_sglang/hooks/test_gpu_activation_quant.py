@@ -1,4 +1,4 @@
-"""SGLang's quantiser of activations replaced by the contract's: the installed release comes to it everywhere, or is refused."""
+"""The contract's activation quantizer replaces SGLang's everywhere in the installed release, or the layer is refused."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ RUN_GROUPS, GROUPS = "_run_per_token_group_quant_8bit_kernel", "sglang_per_token
 
 @pytest.fixture(params=["pow2", "fp32"])
 def scale_format(request, monkeypatch):
-    """The reference quantiser in place of Triton's kernel."""
+    """Use the reference quantizer instead of Triton's kernel."""
     fake_kernels.install(monkeypatch)
     monkeypatch.setenv(gpu_activation_quant.SCALE_FORMAT_VARIABLE, request.param)
     gpu_activation_quant.get_scale_format.cache_clear()
@@ -36,7 +36,7 @@ def scale_format(request, monkeypatch):
     gpu_activation_quant.get_scale_format.cache_clear()
 
 
-def assert_quantised(data, scale, x, scale_format):
+def assert_quantized(data, scale, x, scale_format):
     wanted, scales = quantize_1x128(x, scale_format)
     assert torch.equal(data.view(torch.uint8), wanted.view(torch.uint8)) and torch.equal(scale, scales)
 
@@ -47,7 +47,7 @@ def functions_of(file: str) -> dict[str, ast.FunctionDef]:
     return {node.name: node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
 
 
-def quantisers_called_by(file: str, name: str) -> set[str]:
+def quantizers_called_by(file: str, name: str) -> set[str]:
     calls = (node.func for node in ast.walk(functions_of(file)[name]) if isinstance(node, ast.Call))
     called = {getattr(function, "id", getattr(function, "attr", "")) for function in calls}
     return {name for name in called if "quant" in name and not name.startswith(("dequant", "create_"))}
@@ -68,7 +68,7 @@ def test_what_is_replaced_takes_the_same_arguments(target, function, kind):
 
 
 @pytest.mark.parametrize(
-    "file, name, quantisers",
+    "file, name, quantizers",
     [
         (LINEARS, "triton_w8a8_block_fp8_linear", {GROUPS, "per_token_group_quant_fp8"}),
         (LINEARS, "deepgemm_w8a8_block_fp8_linear_with_fallback", {GROUPS}),
@@ -78,10 +78,10 @@ def test_what_is_replaced_takes_the_same_arguments(target, function, kind):
         ("srt/layers/moe/moe_runner/triton_utils/fused_moe.py", "_fused_moe_kernel_sequence", {"per_token_group_quant"}),
     ],
 )
-def test_a_release_that_quantises_elsewhere_is_noticed(file, name, quantisers):
-    """`_per_token_group_quant_8bit_raw` is called for other dtypes than E4M3 alone, and where SGLang sees no CUDA."""
-    assert quantisers_called_by(file, name) == quantisers
-    experts = quantisers_called_by(EXPERTS, "invoke_fused_moe_kernel")
+def test_a_release_that_quantizes_elsewhere_is_noticed(file, name, quantizers):
+    """`_per_token_group_quant_8bit_raw` is called only for dtypes other than E4M3, or if SGLang sees no CUDA."""
+    assert quantizers_called_by(file, name) == quantizers
+    experts = quantizers_called_by(EXPERTS, "invoke_fused_moe_kernel")
     assert {name for name in experts if "group_quant_fp8" in name} == {GROUPS, "per_token_group_quant_fp8"}
     assert "per_token_group_quant_fp8 = sglang_per_token_group_quant_fp8" in (SGLANG / KERNELS / "fp8_kernel.py").read_text()
 
@@ -104,12 +104,12 @@ def test_every_layout_holds_the_references_bytes(scale_format):
         for data, scale in engine_layouts(x):
             options = {"scale_ue8m0": False, "fuse_silu_and_mul": False, "masked_m": None}
             gpu_activation_quant.run_group_quantizer(x, data, scale, 128, 1e-10, -448.0, 448.0, **options)
-            assert_quantised(data, scale, x, scale_format)
-        assert_quantised(*gpu_activation_quant.quantize_groups(x), x, scale_format)
+            assert_quantized(data, scale, x, scale_format)
+        assert_quantized(*gpu_activation_quant.quantize_groups(x), x, scale_format)
         data, scale = gpu_activation_quant.quantize_groups(x, column_major_scales=True)
-        assert_quantised(data, scale, x, scale_format)
+        assert_quantized(data, scale, x, scale_format)
         assert scale.stride() == (1, -(-tokens // 4) * 4)
-    assert_quantised(*gpu_activation_quant.quantize_tokens(x), x, scale_format)
+    assert_quantized(*gpu_activation_quant.quantize_tokens(x), x, scale_format)
 
 
 def test_what_the_contract_does_not_know_is_refused(scale_format):
@@ -117,16 +117,16 @@ def test_what_the_contract_does_not_know_is_refused(scale_format):
     for options in ({"group_size": 64}, {"out_dtype": torch.int8}, {"output_s": torch.zeros(4, 1, dtype=torch.int32), "output_q": x}):
         with pytest.raises(NotImplementedError, match="outside the precision contract"):
             gpu_activation_quant.quantize_groups(x, **options)
-    with pytest.raises(NotImplementedError, match="SwiGLU and quantising in one kernel"):
+    with pytest.raises(NotImplementedError, match="SwiGLU and quantization in one kernel"):
         gpu_activation_quant.quantize_groups(x, fuse_silu_and_mul=True)
     with pytest.raises(NotImplementedError, match="outside the precision contract"):
         gpu_activation_quant.quantize_tokens(x)  # a scale for 256 features
     if scale_format == "fp32":
-        with pytest.raises(NotImplementedError, match="asks for power-of-two scales, precision.scale_format is fp32"):
+        with pytest.raises(NotImplementedError, match="asks for power-of-two scales, but precision.scale_format is fp32"):
             gpu_activation_quant.quantize_groups(x, scale_ue8m0=True)
 
 
-def test_an_engine_that_was_not_told_the_format_quantises_nothing(monkeypatch):
+def test_an_engine_that_was_not_told_the_format_quantizes_nothing(monkeypatch):
     monkeypatch.delenv(gpu_activation_quant.SCALE_FORMAT_VARIABLE, raising=False)
     gpu_activation_quant.get_scale_format.cache_clear()
     with pytest.raises(RuntimeError, match="MEGATRON_RL_SCALE_FORMAT is None"):
@@ -162,13 +162,13 @@ TRITON = "triton_w8a8_block_fp8_linear"
         (linear_method(TRITON), layer_scale(again=True), "packed ue8m0"),
     ],
 )
-def test_a_live_layer_with_another_quantiser_says_so(monkeypatch, scale_format, method, scale, words):
-    """`check_live_engine` refuses what is neither pow2 nor fp32, by these words."""
+def test_a_live_layer_with_another_quantizer_says_so(monkeypatch, scale_format, method, scale, words):
+    """`check_live_engine` refuses everything other than pow2 and fp32, with these words."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert words in gpu_activation_quant.read_linear_scale_format(method, SimpleNamespace(weight_scale_inv=scale))
 
 
-def test_a_live_layer_with_the_contracts_quantiser_says_its_format(monkeypatch, scale_format):
+def test_a_live_layer_with_the_contracts_quantizer_says_its_format(monkeypatch, scale_format):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     layer = SimpleNamespace(weight_scale_inv=layer_scale())
     for name in gpu_activation_quant.DENSE_FUNCTIONS:
@@ -187,12 +187,12 @@ def test_live_experts_are_read_by_their_runner(monkeypatch, scale_format, runner
     layer = SimpleNamespace(w13_weight_scale_inv=layer_scale(), w2_weight_scale_inv=layer_scale())
     assert gpu_activation_quant.read_expert_scale_format(method, layer) == (words or scale_format)
     layer.w2_weight_scale_inv = layer_scale(torch.int32)
-    packed = "packed ue8m0 (its weights were quantised again)"
+    packed = "packed ue8m0 (its weights were requantized)"
     assert gpu_activation_quant.read_expert_scale_format(method, layer) == (words or packed)
 
 
-def test_sglangs_own_gpu_code_comes_to_the_contracts_quantiser():
-    """Its dense layers and experts, up to their products, with the hooks applied as an engine applies them."""
+def test_sglangs_own_gpu_code_comes_to_the_contracts_quantizer():
+    """Runs SGLang's dense layers and experts up to their products, with the hooks applied as in an engine."""
     environment = {**one_thread_environment(), "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
     done = subprocess.run(
         [sys.executable, "-m", "support.sglang_quantizers"], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200

@@ -78,7 +78,7 @@ def test_a_stale_copy_that_kernels_would_read_is_named(attention, name, stale):
     vars(attention)[name] = stale
     attention._parameters.pop(name, None)
     with pytest.raises(
-        ValueError, match=rf"^attn\.{name} is {float(stale)}, not 1: kernels would multiply with it beside attn\.kv_scales$"
+        ValueError, match=rf"^attn\.{name} is {float(stale)}, not 1: kernels would multiply by it in addition to attn\.kv_scales$"
     ):
         kv_cache_scales.check_copies(model)
 
@@ -103,6 +103,6 @@ def test_an_attention_that_rounds_queries_is_refused(attention):
     ],
 )
 def test_sglangs_sources_say_what_the_choice_of_a_backend_rests_on(file, line):
-    """FA3 and Triton quantise queries or probabilities, FlashInfer does not; a Python copy of the scale goes into graphs."""
+    """FA3 and Triton quantize queries or probabilities, FlashInfer does not; a Python copy of the scale goes into graphs."""
     (root,) = importlib.util.find_spec("sglang").submodule_search_locations
     assert line in (Path(root) / file).read_text()

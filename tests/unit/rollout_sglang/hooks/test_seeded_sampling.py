@@ -1,4 +1,4 @@
-"""A completion's draws: by seed and position alone, and with the right frequencies."""
+"""Sampling depends only on seed and position, with the right frequencies."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.rollout.worker import derive_seed
+from megatron_rl.rollout.groups import derive_seed
 from rollout_sglang.hooks.seeded_sampling import find_kept_tokens, hash_to_uniform, sample_tokens, sample_truncated, truncate
 
 
@@ -62,7 +62,7 @@ def test_seeds_differ_by_run_version_purpose_and_completion():
 
 
 def kept_by_definition(probs: list[float], top_p: float, top_k: int, min_p: float) -> list[int]:
-    """Token by token, most probable first: no more than top_k, none once top_p is reached, none below min_p of the first."""
+    """Select token by token, most probable first: at most top_k, none once top_p is reached, none below min_p of the first."""
     ranked = sorted(range(len(probs)), key=lambda token: (-probs[token], token))
     kept, reached, total = [], 0.0, float(np.sum(np.array(probs)))
     for rank, token in enumerate(ranked):
@@ -89,7 +89,7 @@ def test_the_kept_tokens_are_those_of_the_definition(seed, size, spread, top_p, 
 
 
 def test_they_are_sglangs():
-    """Of the installed source; but for what lies just at the border, where SGLang's float32 sums round."""
+    """Compared with the installed source, except for tokens at the border, where SGLang's float32 sums round."""
     [package] = find_spec("sglang").submodule_search_locations
     functions = ast.parse(Path(package, "srt", "layers", "sampler.py").read_text()).body
     named = [node for node in functions if getattr(node, "name", "") == "top_k_top_p_min_p_sampling_from_probs_torch"]

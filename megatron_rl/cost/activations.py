@@ -1,0 +1,186 @@
+"""Totals over a rank's operators: activations of training and scoring passes, and the least bytes that a pass or an update moves."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from megatron_rl.batch.packing import LOGITS_PER_CHUNK, LOGITS_PER_GPU_CHUNK, VALUE_ROWS
+from megatron_rl.cost.operators import RankShapes, list_attention_operators, list_mlp_operators, norm_bytes, quantized_bytes
+from megatron_rl.cost.weights import EXPERT, count_layer_kinds, count_rank_shards
+from megatron_rl.cost.workload import Candidate, Workload
+from parallel.layout import Layout
+
+
+@dataclass(frozen=True)
+class ActivationBytes:
+    """Activation memory of a rank in a training pass."""
+
+    kept: float
+    working: float
+    """The largest temporary tensors of one operator and, with recomputation, of one layer."""
+
+
+def count_training_activations(job: Workload, candidate: Candidate, stage: int) -> ActivationBytes:
+    """Return the activation memory of a training pass on a rank of a pipeline stage."""
+    layout, is_last = candidate.train, stage == candidate.train.pp - 1
+    shapes = RankShapes(job, layout, job.tokens_per_rank(layout.cp))
+    limit = _kept_limit(candidate, shapes)
+    layers = [(count, whole, min(whole, limit)) for count, whole in _stage_layers(shapes, stage)]
+    boundary = 2 * shapes.hidden_input if is_last else 0  # final norm, output layer
+    mtp_layers = job.trained_mtp_layers if is_last else 0
+    recomputed = max(whole - kept for _, whole, kept in layers)  # one layer at a time
+    at_once = candidate.at_once(job, trains=True)
+    logits = count_logits(shapes, True, at_once * (1 + mtp_layers) if candidate.recompute == "none" else 0) if is_last else 0
+    working = max(logits, recomputed + count_working(shapes))  # the logits are freed before a layer is recomputed
+    stage_bytes = sum(count * kept for count, _, kept in layers) + mtp_layers * _mtp_layer_bytes(shapes, candidate, layers[-1][2])
+    in_flight = count_in_flight(layout, stage, -(-candidate.micro_batches(job) // at_once))
+    return ActivationBytes(at_once * (stage_bytes * in_flight + boundary), working)
+
+
+def count_layer_activations(shapes: RankShapes, has_experts: bool) -> float:
+    """Return the bytes that one layer keeps for the backward pass."""
+    return _attention_bytes(shapes) + sum(operator.kept for operator in list_mlp_operators(shapes, has_experts))
+
+
+def _attention_bytes(shapes: RankShapes) -> float:
+    return sum(operator.kept for operator in list_attention_operators(shapes))
+
+
+def _stage_layers(shapes: RankShapes, stage: int) -> list[tuple[int, float]]:
+    """Return (number of layers, bytes of one layer) for dense layers and layers with experts."""
+    counts = count_layer_kinds(shapes.job.model, shapes.layout, stage)
+    return [(count, count_layer_activations(shapes, bool(has_experts))) for has_experts, count in enumerate(counts) if count]
+
+
+def _kept_limit(candidate: Candidate, shapes: RankShapes) -> float:
+    """Return the most bytes of a layer that are kept. The rest is recomputed."""
+    if candidate.recompute == "none":
+        return math.inf
+    return shapes.hidden_input + (0 if candidate.recompute == "full" else _attention_bytes(shapes))
+
+
+def _mtp_layer_bytes(shapes: RankShapes, candidate: Candidate, decoder_layer: float) -> float:
+    """Return the bytes that a multi-token prediction layer keeps beyond its share of the logits.
+
+    It keeps the scored states twice and the states of all tokens, and the hidden state and the embedding; without full recomputation
+    also their norms, the decoder layer, and the gathered result of the projection.
+    """
+    width = shapes.job.model.hidden
+    size = 5 * shapes.hidden_input + shapes.tokens * width * shapes.job.high_bytes
+    if candidate.recompute == "full":
+        return size
+    gathered = (shapes.tokens - shapes.rows) * width * shapes.job.high_bytes
+    return size + decoder_layer + 2 * norm_bytes(shapes, shapes.rows, width) + gathered
+
+
+def count_logits(shapes: RankShapes, training: bool, kept: int = 0) -> float:
+    """Return the peak bytes that `mcore.passes.logprobs` allocates for a chunk of logits on the last stage.
+
+    On a GPU without top_k that is the chunk itself. Otherwise two FP32 copies are added; on a CPU, training also makes a BF16 gradient of
+    the output weight [vocab / tp, hidden].
+
+    Args:
+        kept: how many copies of a micro-batch's logits stay allocated on a GPU without top_k.
+    """
+    job, vocabulary = shapes.job, shapes.job.model.vocab / shapes.layout.tp
+    if job.model.value_head:
+        return 8 * min(shapes.tokens, VALUE_ROWS) * job.model.hidden
+    if not shapes.cpu and job.config.rollout.top_k == -1:
+        values = shapes.tokens * vocabulary
+        return (kept * values or min(values, LOGITS_PER_GPU_CHUNK)) * job.high_bytes
+    values = min(shapes.tokens * vocabulary, LOGITS_PER_CHUNK)
+    weight_gradient = vocabulary * job.model.hidden * job.high_bytes if training and shapes.cpu and job.high_bytes < 4 else 0
+    return values * job.high_bytes + max(values * 8, weight_gradient)
+
+
+def count_in_flight(layout: Layout, stage: int, micro_batches: int) -> float:
+    """Return the largest number of micro-batches whose activations a stage holds, in units of all layers of the stage.
+
+    pp - stage, or with virtual stages (2 (pp - stage - 1) + (vpp - 1) pp + 1) / vpp, as Megatron's schedule warms up (Narayanan et al.,
+    arXiv 2104.04473).
+    """
+    if layout.vpp == 1:
+        return min(micro_batches, layout.pp - stage)
+    return min(micro_batches, (2 * (layout.pp - stage - 1) + (layout.vpp - 1) * layout.pp + 1) / layout.vpp)
+
+
+def count_working(shapes: RankShapes) -> float:
+    """Return the most bytes of gradients and temporary tensors of one operator of a layer.
+
+    SwiGLU: four gradients as wide as the MLP (three on a GPU), and a GPU backend's two quantized copies of one gradient. Attention, which
+    runs after the MLP's tensors are freed: gradients of output, query, key and value, and FlashAttention-2's FP32 accumulator for the
+    query; on the CPU tier about 10 T q b bytes, measured.
+    """
+    model, layout, b = shapes.job.model, shapes.layout, shapes.job.high_bytes
+    q, kv = shapes.head_widths
+    attention = shapes.tokens * (10 * b * q if shapes.cpu else b * 2 * (q + kv) + 4 * q)
+    values = shapes.tokens * model.ffn / layout.tp
+    if model.experts is not None:
+        values = max(shapes.expert_rows * model.experts.ffn / layout.etp, shapes.tokens * model.experts.shared_ffn / layout.tp)
+    swiglu = (4 if shapes.cpu else 3) * b
+    return max((swiglu + (2 if shapes.quantizes_gradients else 0)) * values, attention - swiglu * values, _tree_sum_bytes(shapes))
+
+
+def _tree_sum_bytes(shapes: RankShapes) -> float:
+    """Return the bytes of FP32 partial sums, received partial sums and results of a row-parallel sum by tree; 0 for other reductions."""
+    model, layout, b = shapes.job.model, shapes.layout, shapes.job.high_bytes
+    if not shapes.job.contract.sums_by_tree:
+        return 0
+    sums = shapes.tokens * model.hidden * (4 + (4 if layout.tp > 1 else b))
+    if model.experts is None:
+        return sums
+    outputs = shapes.rows * shapes.job.top_k * model.hidden
+    partial = outputs * layout.etp * (12 + b) if layout.etp > 1 else 0  # twice, because rows are padded to a multiple of the ranks
+    return max(sums, partial, outputs * (2 * b + 8) + shapes.hidden_input)  # or the sum over a token's experts
+
+
+def count_logprob_activations(job: Workload, candidate: Candidate, stage: int) -> float:
+    """Return the activation memory of a pass without gradients: the larger of one layer and the logits."""
+    layout = candidate.train
+    shapes = RankShapes(job, layout, job.tokens_per_rank(layout.cp))
+    layer = max(size for _, size in _stage_layers(shapes, stage)) + (_tree_sum_bytes(shapes) or _adapter_output_bytes(shapes))
+    return max(layer, count_logits(shapes, False) if stage == layout.pp - 1 else 0)
+
+
+def _adapter_output_bytes(shapes: RankShapes) -> float:
+    """Return the bytes of the output of a dense MLP's gate and up adapter, before and after scaling."""
+    model = shapes.job.model
+    if model.adapters is None or "linear_fc1" not in model.adapters.targets or model.experts is not None:
+        return 0
+    return 2 * shapes.tokens * 2 * model.ffn / shapes.layout.tp * shapes.job.high_bytes
+
+
+def count_least_bytes_in_pass(job: Workload, candidate: Candidate, stage: int, trains: bool) -> float | None:
+    """Return the least bytes that element-wise kernels of a micro-batch's forward pass (with `trains`, forward and backward) can move.
+
+    None for latent attention and trained multi-token prediction layers, whose formulas do not exist yet. A fully recomputed layer runs its
+    forward pass twice.
+    """
+    model, layout = job.model, candidate.train
+    if model.latent is not None or (model.trains_mtp and trains):
+        return None
+    shapes = RankShapes(job, layout, job.tokens_per_rank(layout.cp), trains=trains)
+    S, T, h, b, least = shapes.rows, shapes.tokens, model.hidden, job.high_bytes, 0.0
+    for has_experts, count in enumerate(count_layer_kinds(model, layout, stage)):
+        if count:
+            operators = [*list_attention_operators(shapes), *list_mlp_operators(shapes, bool(has_experts))]
+            forwards = 2 if trains and candidate.recompute == "full" else 1
+            least += count * sum(forwards * operator.forward + trains * operator.backward for operator in operators)
+    if stage == 0:  # the embedding's gradient is added to FP32 rows
+        least += S * h * (2 * b + (b + 8 if trains else 0))
+    if stage == layout.pp - 1:  # logits are read and, in training, changed in place
+        least += (3 if trains else 1) * T * b * model.vocab / layout.tp
+    return least
+
+
+def count_least_bytes_per_update(job: Workload, candidate: Candidate, stage: int) -> float:
+    """Return the least bytes that an optimizer step moves: gradients zeroed and measured; gradients, masters and moments of the rank's
+    share; and the new blocks, quantized by rows and by columns."""
+    least = 0.0
+    for shard, count in count_rank_shards(job.model, candidate.train, stage):
+        replicas = candidate.train.edp if EXPERT in shard.name else candidate.train.dp * candidate.train.cp
+        quantized = job.contract.trainer_format_of(shard.role).quantized
+        blocks = 2 * quantized_bytes(job) if quantized else job.high_bytes
+        least += count * shard.rows * shard.cols * (8 + 28 / replicas + blocks)
+    return least

@@ -1,0 +1,95 @@
+"""GPUs and links, with one-directional bandwidths and rates from the data sheets, and the share of them that estimates assume."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from megatron_rl.errors import UserError
+
+GIB = 1 << 30
+MIB = 1 << 20
+
+COMPUTE_EFFICIENCY = 0.35
+"""Share of the peak rate of dense matrix products that training reaches. An assumption."""
+LINK_EFFICIENCY = 0.7
+"""Share of the bandwidth of links and HBM that estimates use. An assumption."""
+CACHE_BANDWIDTH = 5.5e12
+"""Bytes/s from Hopper's L2 cache to all multiprocessors. An assumption; data sheets do not list it."""
+NETWORK_BANDWIDTH = 50e9
+"""Bytes/s per direction of a GPU's own network adapter (400 Gbit/s, one per GPU, as in NVIDIA's reference nodes)."""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU model. Bandwidths in bytes/s, rates in FLOP/s without sparsity."""
+
+    name: str
+    memory: int
+    """Bytes, as nvidia-smi reports them."""
+    hbm: float
+    nvlink: float
+    """Bandwidth to the other GPUs of the node."""
+    bf16: float
+    fp8: float
+
+    def product_seconds(self, flops: Mapping[str, float]) -> float:
+        """Return the seconds that matrix products of these FLOPs, by dtype, take. Unknown dtypes are ignored."""
+        return sum(count / (self.rates[dtype] * COMPUTE_EFFICIENCY) for dtype, count in flops.items() if dtype in self.rates)
+
+    def memory_seconds(self, nbytes: float) -> float:
+        """Return the seconds that reading and writing `nbytes` of HBM takes."""
+        return nbytes / (self.hbm * LINK_EFFICIENCY)
+
+    @property
+    def rates(self) -> dict[str, float]:
+        """Peak FLOP/s by dtype of the operands."""
+        return {"fp8": self.fp8, "int8": self.fp8, "bf16": self.bf16, "fp32": self.bf16 / 2}
+
+
+GPUS = {
+    "h100": Gpu("H100 SXM 80GB", 81559 * MIB, 3.35e12, 450e9, 989e12, 1979e12),
+    "h200": Gpu("H200 SXM 141GB", 143771 * MIB, 4.8e12, 450e9, 989e12, 1979e12),
+    "h800": Gpu("H800 SXM 80GB", 81559 * MIB, 3.35e12, 200e9, 989e12, 1979e12),
+    "h20": Gpu("H20 SXM 96GB", 97871 * MIB, 4.0e12, 450e9, 148e12, 296e12),
+}
+"""The Hopper GPUs that the FP8 backends support, from NVIDIA's data sheets."""
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Nodes of equal size. GPU g belongs to node g // gpus_per_node."""
+
+    nodes: int
+    gpus_per_node: int
+    gpu: Gpu
+
+    @classmethod
+    def from_options(cls, nodes: int | None, gpus_per_node: int, gpu: str, needed_gpus: int = 0) -> Cluster:
+        """Return the cluster of the command line; without `nodes`, as many nodes as `needed_gpus` fill.
+
+        Raise UserError for sizes below 1 and unknown GPUs.
+        """
+        nodes = -(-needed_gpus // max(gpus_per_node, 1)) if nodes is None else nodes
+        for option, value in (("--nodes", nodes), ("--gpus-per-node", gpus_per_node)):
+            if value < 1:
+                raise UserError(option, value, "must be a positive number", "give 1 or more")
+        if gpu.lower() not in GPUS:
+            raise UserError("--gpu", gpu, "is not known", f"use one of {', '.join(GPUS)}")
+        return cls(nodes, gpus_per_node, GPUS[gpu.lower()])
+
+    @property
+    def gpus(self) -> int:
+        return self.nodes * self.gpus_per_node
+
+    def node_of(self, gpu: int) -> int:
+        return gpu // self.gpus_per_node
+
+    def link_bandwidth(self, first: int, last: int) -> float:
+        """Return the bytes/s that each GPU sends within a group that spans the GPUs `first` to `last`."""
+        within_node = self.node_of(first) == self.node_of(last)
+        return (self.gpu.nvlink if within_node else NETWORK_BANDWIDTH) * LINK_EFFICIENCY
+
+    def __str__(self) -> str:
+        nodes = "1 node" if self.nodes == 1 else f"{self.nodes} nodes"
+        return f"{nodes} of {self.gpus_per_node} {self.gpu.name}"

@@ -1,0 +1,241 @@
+"""One table of operators for all estimates: what each operator of a layer keeps for the backward pass, moves, and multiplies on one rank.
+
+Symbols: T tokens of a micro-batch on a rank; S = T / tp rows of the residual stream under sequence parallelism, else T; h the hidden size;
+q and kv the widths of a rank's query and key heads; f the rank's MLP width; R = S top_k etp rows of its experts; b bytes of the high dtype;
+g = 1 + 4/128 bytes of a quantized element, or b; w = g, or 2 g in training, which also quantizes columns for WGrad.
+
+Activations kept (`Operator.kept`) count a tensor once, even if two operators keep it. Attention is fused, so no scores are kept.
+
+Bytes moved (`Operator.forward`, `Operator.backward`) are the least that element-wise kernels can move, as if all of them between two matrix
+products (attention counts as one) were fused: the fused kernel reads the output of one product and writes the input of the next. Routers,
+biases and statistics are not included.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import NamedTuple
+
+from megatron_rl.cost.workload import Workload
+from megatron_rl.precision.contract import QUANTIZED_ROLES
+from parallel.formats import BLOCK
+from parallel.layout import Layout
+
+
+class Operator(NamedTuple):
+    """Cost of one operator for a micro-batch on one rank, in bytes."""
+
+    kept: float = 0.0
+    forward: float = 0.0
+    backward: float = 0.0
+
+
+@dataclass(frozen=True)
+class RankShapes:
+    """The quantities that the formulas use, for one rank of a layout."""
+
+    job: Workload
+    layout: Layout
+    tokens: float
+    """T."""
+    cpu: bool = False
+    """Whether the CPU tier's operators run: norms keep FP32 copies, and attention keeps no statistics."""
+    trains: bool = True
+    """Whether the forward pass prepares a backward pass."""
+
+    @cached_property
+    def sequence_parallel(self) -> bool:
+        """Whether tensor-parallel ranks shard the tokens of norms and residuals. Megatron's experts require it."""
+        return self.layout.tp > 1 and (self.job.model.experts is not None or self.job.config.train.layout.sequence_parallel)
+
+    @cached_property
+    def rows(self) -> float:
+        """S."""
+        return self.tokens / self.layout.tp if self.sequence_parallel else self.tokens
+
+    @cached_property
+    def routed_rows(self) -> float:
+        """R, with a balanced router."""
+        return self.rows * self.job.top_k * self.layout.etp
+
+    @cached_property
+    def expert_rows(self) -> float:
+        """Rows that the experts compute. Grouped products pad the rows of each expert to a multiple of 128."""
+        if self.job.model.experts is None or not self.quantizes_gradients or self.job.contract.sums_by_tree:
+            return self.routed_rows
+        local = self.job.model.experts.count / self.layout.ep
+        return local * math.ceil(self.routed_rows / local / BLOCK) * BLOCK
+
+    @cached_property
+    def quantizes_gradients(self) -> bool:
+        return self.job.contract.trainer_format.quantized and self.job.config.precision.backend != "emulated"
+
+    @cached_property
+    def quantizes_inputs(self) -> bool:
+        """Whether linear layers keep a quantized copy of their input instead of the input itself."""
+        return self.quantizes_gradients and not self.job.trains_adapters
+
+    @cached_property
+    def linear_input_bytes(self) -> float:
+        """Bytes per element that a linear layer keeps of its own input."""
+        return self.job.contract.trainer_format.group_bytes if self.quantizes_inputs else self.job.high_bytes
+
+    def kept_input_bytes(self, layer: str) -> float:
+        """Return `linear_input_bytes` for Megatron's layer of this name; 0 if the layer is frozen and has no adapter."""
+        adapters = self.job.model.adapters
+        return 0.0 if adapters is not None and layer not in adapters.targets else self.linear_input_bytes
+
+    @cached_property
+    def operand_bytes(self) -> float:
+        """w."""
+        return (2 if self.trains and self.quantizes_inputs else 1) * quantized_bytes(self.job)
+
+    @cached_property
+    def hidden_input(self) -> float:
+        """Bytes of the residual stream."""
+        return self.rows * self.job.model.hidden * self.job.high_bytes
+
+    @cached_property
+    def head_widths(self) -> tuple[float, float]:
+        """q and kv."""
+        model, tp = self.job.model, self.layout.tp
+        if model.latent is not None:
+            width = model.heads / tp * (model.latent.nope_dim + model.latent.rope_dim)
+            return width, width
+        return model.heads / tp * model.head_dim, max(1.0, model.kv_heads / tp) * model.head_dim
+
+
+def quantized_bytes(job: Workload) -> float:
+    """Return g."""
+    format = job.contract.trainer_format
+    return format.group_bytes if format.quantized else job.high_bytes
+
+
+def list_attention_operators(shapes: RankShapes) -> Iterator[Operator]:
+    """Yield the operators of a layer's norms and attention."""
+    model, b, w = shapes.job.model, shapes.job.high_bytes, shapes.operand_bytes
+    moved = shapes.rows * model.hidden * (3 * b + w)  # residual stream, sum and operand
+    for _ in range(4 if model.post_norms else 2):
+        yield Operator(norm_bytes(shapes, shapes.rows, model.hidden), moved, moved)
+    if model.latent is not None:
+        yield Operator(_latent_attention_bytes(shapes))
+        return
+    T, (q, kv) = shapes.tokens, shapes.head_widths
+    yield Operator(_column_input(shapes, model.hidden, "linear_qkv"))
+    angles = 4 * model.head_dim * model.rope.share if shapes.cpu else 0  # cosines and sines
+    rotated = T * b * (q + kv + angles)
+    heads, groups = model.heads / shapes.layout.tp, max(1.0, model.kv_heads / shapes.layout.tp)
+    fused = not shapes.cpu and model.rope.share == 1 and model.head_dim & (model.head_dim - 1) == 0  # `kernels.heads.reference`
+    if model.qk_norm and not fused:
+        rotated += norm_bytes(shapes, T * heads, model.head_dim, own_input=1 < groups < heads)
+        rotated += norm_bytes(shapes, T * groups, model.head_dim, own_input=False)
+    yield Operator(rotated, T * 2 * b * (q + kv), T * (2 * b * (q + kv) + b * kv + w * (q + 2 * kv)))
+    # v is a view of linear_qkv's result; the backward pass reads the gradient that linear_proj wrote
+    attention = T * b * (q + 2 * kv + q) + (0 if shapes.cpu else 4 * T * heads)
+    yield Operator(attention + _row_input(shapes, q), T * q * (b + w))
+
+
+def list_mlp_operators(shapes: RankShapes, has_experts: bool) -> Iterator[Operator]:
+    """Yield the operators of a layer's MLP or experts, and of the layer's adapters."""
+    model, layout, h = shapes.job.model, shapes.layout, shapes.job.model.hidden
+    yield Operator(_adapter_bytes(shapes, has_experts))
+    if not has_experts:
+        yield Operator(_column_input(shapes, h, "linear_fc1"))
+        yield _swiglu(shapes, shapes.tokens, shapes.tokens, model.ffn / layout.tp)
+        return
+    experts, b, w, S, R = model.experts, shapes.job.high_bytes, shapes.operand_bytes, shapes.rows, shapes.routed_rows
+    assert experts is not None
+    yield Operator(S * (h * b + 5 * experts.count + 12 * shapes.job.top_k))  # the router's input, weights and choices
+    sent = b if shapes.trains else quantized_bytes(shapes.job)  # training sends the high dtype, of which it quantizes columns
+    forward = S * h * sent + R * h * sent + R * h * (sent + w) + R * h * 2 * b + R * h * b + S * h * b  # send, sort, weigh, return
+    backward = S * h * b + R * h * b + R * h * (2 * b + w) + R * h * b + S * h * b + R * h * 2 * b
+    kept = shapes.expert_rows * (h * (shapes.kept_input_bytes("linear_fc1") + b) + 12)  # and outputs, for their weights' gradient
+    yield Operator(kept, forward, backward)
+    yield _swiglu(shapes, shapes.expert_rows, R, experts.ffn / layout.etp)
+    if experts.shared_ffn:
+        yield _swiglu(shapes, shapes.tokens, shapes.tokens, experts.shared_ffn / layout.tp)
+
+
+def _swiglu(shapes: RankShapes, padded_rows: float, rows: float, ffn: float) -> Operator:
+    """SwiGLU, which keeps gate and up (on a CPU also silu(gate) and a copy of up), and the input of the next layer."""
+    b, w = shapes.job.high_bytes, shapes.operand_bytes
+    kept = padded_rows * ffn * ((4 if shapes.cpu else 2) * b + shapes.kept_input_bytes("linear_fc2"))
+    return Operator(kept, rows * ffn * (2 * b + w), rows * ffn * (3 * b + 2 * w))
+
+
+def norm_bytes(shapes: RankShapes, rows: float, width: float, own_input: bool = True) -> float:
+    """Return the bytes that a norm keeps. `own_input`: whether no other operator keeps its input."""
+    if shapes.cpu:  # FP32 input, the input itself unless it is FP32 and kept elsewhere, and the normalized value
+        return rows * (width * (4 + (4 if own_input or shapes.job.high_bytes < 4 else 0)) + 4)
+    return rows * ((width * shapes.job.high_bytes if own_input else 0) + 4)
+
+
+def _column_input(shapes: RankShapes, width: float, layer: str) -> float:
+    """Return what a column-parallel layer keeps: under sequence parallelism the rank's shard of the unquantized input."""
+    return shapes.rows * width * (shapes.job.high_bytes if shapes.sequence_parallel else shapes.kept_input_bytes(layer))
+
+
+def _row_input(shapes: RankShapes, width: float) -> float:
+    """Return what a row-parallel layer keeps in addition to the tensor that the producer of its input keeps."""
+    return shapes.tokens * width * shapes.linear_input_bytes if shapes.quantizes_inputs else 0
+
+
+def _adapter_bytes(shapes: RankShapes, has_experts: bool) -> float:
+    """Return the bytes of the low-rank activations of a layer's adapters."""
+    adapters, job = shapes.job.model.adapters, shapes.job
+    if adapters is None:
+        return 0
+    experts = shapes.routed_rows if has_experts else 0
+    shared = shapes.tokens if job.model.experts is None or not has_experts or job.model.experts.shared_ffn else 0
+    tokens = sum(shapes.tokens if target in ("linear_qkv", "linear_proj") else experts + shared for target in adapters.targets)
+    return tokens * adapters.rank * job.high_bytes
+
+
+def _latent_attention_bytes(shapes: RankShapes) -> float:
+    """Return the bytes that MLA keeps. Down projections are replicated; the weight of kv_b is dequantized in each pass, and kept."""
+    model, latent, b = shapes.job.model, shapes.job.model.latent, shapes.job.high_bytes
+    assert latent is not None
+    heads = model.heads / shapes.layout.tp
+    copies = 2 if shapes.quantizes_inputs and latent.q_rank else 1
+    size = copies * shapes.rows * model.hidden * shapes.kept_input_bytes("linear_kv_down_proj")
+    size += sum(norm_bytes(shapes, shapes.rows, rank) for rank in (latent.q_rank, latent.kv_rank) if rank)
+    size += _column_input(shapes, latent.q_rank, "linear_q_up_proj") + shapes.rows * latent.kv_rank * b
+    angles = 4 * latent.rope_dim if shapes.cpu else 0
+    size += shapes.tokens * b * (heads * 2 * (latent.nope_dim + latent.rope_dim + latent.v_dim) + angles)
+    size += _row_input(shapes, heads * latent.v_dim)
+    size += heads * (latent.nope_dim + latent.v_dim) * latent.kv_rank * b if shapes.job.contract.trainer_format.quantized else 0
+    return size + (0 if shapes.cpu else 4 * shapes.tokens * heads)
+
+
+class TokenFlops(NamedTuple):
+    """Forward FLOPs of one token in the whole model."""
+
+    linear: float
+    """Linear layers that the precision contract quantizes."""
+    attention: float
+    """Causal attention over sequences of mean length."""
+    output: float
+    """The output layer."""
+
+
+def count_flops_per_token(job: Workload) -> TokenFlops:
+    """Return the forward FLOPs of a token."""
+    model = job.model
+    attention = 2 * job.mean_sequence * model.heads * model.head_dim * model.layers
+    return TokenFlops(count_linear_flops(job, QUANTIZED_ROLES), attention, 2 * (1 if model.value_head else model.vocab) * model.hidden)
+
+
+@lru_cache(maxsize=32)
+def count_linear_flops(job: Workload, roles: frozenset[str], only_experts: bool = False) -> float:
+    """Return the forward FLOPs of a token in the layers of these roles: 2 for each weight that the token meets."""
+    share = job.top_k / job.model.experts.count if job.model.experts else 1.0
+    return sum(
+        2 * rect.rows * rect.cols * (1 if weight.expert is None else share)
+        for weight in itertools.chain(*job.scored.model.list_weights())
+        for tensor, rect, *_ in weight.pieces
+        if tensor.role in roles and (weight.expert is not None or not only_experts)
+    )

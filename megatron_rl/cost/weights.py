@@ -1,0 +1,189 @@
+"""Bytes that a GPU holds for the whole run. Exact, because they are counted from the shards that trainer and engine use.
+
+Bytes that the trainer holds per element of a parameter:
+
+                        FP8 layer in fp8_unified         other layers, BF16           other layers, FP32
+    weight              -                                2                            4  (is its own master)
+    blocks              1 + 4/16384                      -                            -
+    operand             see `count_operand_bytes`        -                            -
+    gradient            4                                4                            4
+    master              4 / replicas                     4 / replicas                 -
+    Adam's moments      8 / replicas                     8 / replicas                 8 / replicas
+
+Masters and moments are sharded over the replicas; a weight that is its own master is not. With LoRA, only adapters have gradients, masters
+and moments. Layers of one kind are equal, so one layer of each kind is counted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import NamedTuple
+
+from megatron_rl.cost.workload import Candidate, Workload
+from parallel.adapters import is_adapter
+from parallel.formats import FP32, TensorFormat
+from parallel.layout import Coordinates, Layout
+from parallel.layout_hints import keep_one_layer_per_kind
+from parallel.megatron_shards import build_megatron_shards, padded_vocabulary
+from parallel.model_geometry import ModelGeometry
+from parallel.mtp_layers import MEGATRON_PREFIX
+from parallel.sglang_shards import build_sglang_shards
+from parallel.shards import Shard
+from parallel.stages import list_stage_layers
+
+EXPERT = ".local_experts."
+_EMBEDDING, _OUTPUT, _FINAL_NORM = "embedding.word_embeddings.weight", "output_layer.weight", "decoder.final_layernorm.weight"
+
+
+class RankMemory(NamedTuple):
+    """Bytes on one trainer rank."""
+
+    weights: int = 0
+    """Unquantized parameters, and FP32 buffers of the router."""
+    blocks: int = 0
+    """Quantized data and scales."""
+    operands: int = 0
+    """Copies that the backend keeps in addition to the blocks."""
+    gradients: int = 0
+    masters: int = 0
+    """FP32 copies of parameters that are not in FP32."""
+    moments: int = 0
+
+    def times(self, count: int) -> RankMemory:
+        return RankMemory(*(count * size for size in self))
+
+    @property
+    def optimizer(self) -> int:
+        return self.masters + self.moments
+
+    @property
+    def model(self) -> int:
+        """Bytes that a forward pass needs."""
+        return self.weights + self.blocks + self.operands
+
+
+@lru_cache(maxsize=4096)
+def count_trainer_memory(job: Workload, layout: Layout, stage: int) -> RankMemory:
+    """Return the actor's bytes on a trainer rank of pipeline stage `stage`. All ranks of a stage hold the same amount."""
+    shards = [_count_shard_memory(job, layout, shard).times(count) for shard, count in count_rank_shards(job.model, layout, stage)]
+    if job.trained_mtp_layers and stage == layout.pp - 1 and layout.pp > 1:  # multi-token prediction layers need the embedding
+        shards.append(RankMemory(weights=padded_vocabulary(job.model.vocab, layout.tp) // layout.tp * job.model.hidden * job.high_bytes))
+    return RankMemory(*map(sum, zip(*shards, strict=True)))
+
+
+def count_rank_shards(model: ModelGeometry, layout: Layout, stage: int) -> Iterator[tuple[Shard, int]]:
+    """Yield (parameter, count on a rank of pipeline stage `stage`). Raise GeometryError as `build_megatron_shards` does."""
+    counts = count_layers_like_each(model, layout, stage)
+    first, last = stage == 0, stage == layout.pp - 1
+    for shard, copies in _representative_shards(model, layout.tp, layout.ep, layout.etp):
+        if shard.name == _EMBEDDING:
+            yield shard, first + (last and not first and model.tied)  # the last stage keeps its own copy of a tied embedding
+        elif shard.name in (_OUTPUT, _FINAL_NORM):
+            yield shard, int(last)
+        elif shard.name.startswith(MEGATRON_PREFIX):
+            yield shard, last * copies
+        else:
+            yield shard, counts[int(shard.name.split(".")[2])] * copies
+
+
+@lru_cache(maxsize=256)
+def _representative_shards(model: ModelGeometry, tp: int, ep: int, etp: int) -> tuple[tuple[Shard, int], ...]:
+    """Return (parameter, copies) for parameters outside layers and of one layer of each kind; one expert represents all of a rank."""
+    layout = Layout(tp=tp, ep=ep, etp=etp, dp=math.lcm(tp, ep * etp) // tp)
+    per_rank = model.experts.count // ep if model.experts else 1
+    shards = build_megatron_shards(keep_one_layer_per_kind(model), layout, Coordinates())
+    representatives = (shard for shard in shards if EXPERT not in shard.name or f"{EXPERT}0." in shard.name)
+    return tuple((shard, per_rank if EXPERT in shard.name else 1) for shard in representatives)
+
+
+def count_layers_like_each(model: ModelGeometry, layout: Layout, stage: int) -> list[int]:
+    """Return how many layers of a stage have the kind of each layer of `keep_one_layer_per_kind`."""
+    plain, sparse = count_layer_kinds(model, layout, stage)
+    if model.experts is None:
+        return [plain]
+    return [plain, sparse] if model.experts.dense_layers else [sparse]
+
+
+@lru_cache(maxsize=4096)
+def count_layer_kinds(model: ModelGeometry, layout: Layout, stage: int) -> tuple[int, int]:
+    """Return (dense layers, layers with experts) of a stage."""
+    layers = list_stage_layers(model.layers, layout, stage)
+    sparse = sum(map(model.has_experts, layers))
+    return len(layers) - sparse, sparse
+
+
+def _count_shard_memory(job: Workload, layout: Layout, shard: Shard) -> RankMemory:
+    size = shard.rows * shard.cols
+    if shard.role == "router_bias":  # a buffer, and Megatron's FP32 count of tokens per expert
+        return RankMemory(weights=8 * size)
+    replicas = layout.edp if EXPERT in shard.name else layout.dp * layout.cp
+    format = job.contract.trainer_format_of(shard.role)
+    held = RankMemory(
+        weights=0 if format.quantized else format.count_bytes(shard.shape),
+        blocks=format.count_bytes(shard.shape) if format.quantized else 0,
+        operands=_count_operands(job, shard, format) if format.quantized else 0,
+    )
+    if job.trains_adapters and not is_adapter(shard.name):
+        return held
+    return held._replace(
+        gradients=4 * size,
+        masters=0 if format == FP32 else -(-4 * size // replicas),
+        moments=-(-8 * size // replicas),
+    )
+
+
+def _count_operands(job: Workload, shard: Shard, format: TensorFormat) -> int:
+    """Return the bytes of a weight's operands. Grouped products of experts use DeepGEMM and need a second, contiguous copy of the
+    blocks."""
+    backend = job.config.precision.backend
+    if backend != "emulated" and EXPERT in shard.name and not job.contract.sums_by_tree:
+        return 2 * count_operand_bytes("deep_gemm", format, shard.rows, shard.cols)
+    return count_operand_bytes(backend, format, shard.rows, shard.cols)
+
+
+def count_operand_bytes(backend: str, format: TensorFormat, rows: int, cols: int) -> int:
+    """Return the bytes that `kernels.linear` keeps in addition to a weight's blocks: FP32 values, or a transposed copy with scales."""
+    if backend == "emulated":
+        return 4 * rows * cols
+    if backend == "deep_gemm":
+        return format.count_bytes((rows, cols))
+    n, k = format.scale_grid(rows, cols)
+    padded_n, padded_k = -(-n // 4) * 4, -(-k // 4) * 4  # Transformer Engine pads both sides' scales
+    return format.element_bytes * rows * cols + format.scale.element_bytes * (n * padded_k + k * padded_n)
+
+
+def count_sync_quantization(job: Workload, candidate: Candidate, stage: int) -> int:
+    """Return the bytes of weights that a sync quantizes. 0 unless the engine is quantized and the trainer is not."""
+    if job.contract.trainer_format.quantized:
+        return 0
+    shards = ((shard, job.contract.format_of(shard.role), count) for shard, count in count_rank_shards(job.model, candidate.train, stage))
+    return sum(count * format.count_bytes(shard.shape) for shard, format, count in shards if format.quantized)
+
+
+@lru_cache(maxsize=256)
+def count_engine_weights(job: Workload, tp: int, ep: int) -> int:
+    """Return the bytes of an engine rank's parameters and scales, including vocabulary padding."""
+    total = 0
+    counts = count_layers_like_each(job.model, Layout(), 0)
+    for shard in build_sglang_shards(keep_one_layer_per_kind(job.model), tp, 0, ep):
+        parts = shard.name.split(".")
+        count = counts[int(parts[2])] if parts[1] == "layers" else 1
+        total += count * job.contract.format_of(shard.role).count_bytes(shard.shape)
+    return total
+
+
+def count_kv_bytes_per_token(job: Workload, tp: int) -> int:
+    """Return the bytes per token of keys and values of all layers on an engine rank. With MLA every rank keeps one latent for all heads."""
+    model = job.model
+    if model.latent is not None:
+        return model.layers * (job.contract.count_kv_bytes(model.latent.kv_rank) + job.contract.count_kv_bytes(model.latent.rope_dim))
+    return model.layers * 2 * max(1, model.kv_heads // tp) * job.contract.count_kv_bytes(model.head_dim)
+
+
+def count_kv_cache(job: Workload, candidate: Candidate) -> int:
+    """Return the bytes on an engine rank of `rollout.max_total_tokens` tokens and of SGLang's int32 table of token slots per request."""
+    rollout = job.config.rollout
+    table = 4 * rollout.max_running_requests * int(job.hf_config.get("max_position_embeddings", 0))
+    return rollout.max_total_tokens * count_kv_bytes_per_token(job, candidate.rollout_tp) + table

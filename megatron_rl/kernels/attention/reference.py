@@ -1,0 +1,104 @@
+"""Causal attention of packed sequences: they are concatenated in one row, and each attends to itself only.
+
+All functions take query `[t, h, d]`, key `[t, g, d]` and value `[t, g, e]`, with grouped-query heads if g < h, and return `[t, h, e]`. A
+scale of None is 1 / sqrt(d). On a CPU, sequences of similar length are computed in one batch, with the bits that each has alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention.varlen import varlen_attn
+
+from megatron_rl.kernels import batch_invariant
+
+
+@dataclass(frozen=True)
+class LengthGroup:
+    """Packed sequences of similar length that are computed in one batch; maps the row `[t]` to the batch `[b, s]` and back."""
+
+    positions: torch.Tensor
+    """int64 `[b, s]`: each token's position in the row; beyond the end of a sequence, the position of its first token."""
+    valid: torch.Tensor
+    """bool `[b, s]`: False beyond the end of a sequence."""
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        """Map `[t, h, d]` to `[b, h, s, d]`."""
+        return x[self.positions].transpose(1, 2)
+
+    def scatter(self, x: torch.Tensor, into: torch.Tensor) -> None:
+        """Write `[b, h, s, d]` to the positions of the sequences in `[t, h, d]`."""
+        into[self.positions[self.valid]] = x.transpose(1, 2)[self.valid]
+
+
+def group_by_length(lengths: list[int]) -> list[LengthGroup]:
+    """Group the sequences of a packed row by the number of key chunks (`KEYS_PER_PRODUCT`) that they need.
+
+    A group is as wide as its chunks, not as its longest sequence, so the gradients of a sequence do not depend on the other sequences.
+    """
+    starts = list(accumulate(lengths, initial=0))
+    numbers_by_chunks: dict[int, list[int]] = {}
+    for number, length in enumerate(lengths):
+        numbers_by_chunks.setdefault(-(-length // batch_invariant.KEYS_PER_PRODUCT), []).append(number)
+    groups = []
+    for chunks, numbers in numbers_by_chunks.items():
+        if chunks:
+            offsets = torch.arange(chunks * batch_invariant.KEYS_PER_PRODUCT)
+            valid = offsets < torch.tensor([lengths[n] for n in numbers])[:, None]
+            groups.append(LengthGroup(torch.tensor([starts[n] for n in numbers])[:, None] + offsets * valid, valid))
+    return groups
+
+
+class _PackedCausalAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, groups: list[LengthGroup], scale: float
+    ) -> torch.Tensor:
+        ctx.save_for_backward(query, key, value)
+        ctx.groups, ctx.scale = groups, scale
+        result = query.new_empty(*query.shape[:2], value.shape[-1])
+        for group in groups:
+            last = torch.arange(group.positions.shape[1]).expand(group.positions.shape)
+            group.scatter(batch_invariant.attention(group.gather(query), group.gather(key), group.gather(value), last, scale), result)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        gradients = tuple(torch.empty_like(x) for x in ctx.saved_tensors)
+        for group in ctx.groups:
+            inputs = tuple(group.gather(x) for x in ctx.saved_tensors)
+            padded = group.gather(gradient) * group.valid[:, None, :, None]
+            for x, into in zip(batch_invariant.attention_gradients(inputs, padded, ctx.scale), gradients, strict=True):
+                group.scatter(x, into)
+        return *gradients, None, None
+
+
+def grouped_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, groups: list[LengthGroup], scale: float | None = None
+) -> torch.Tensor:
+    """Compute attention on a CPU with the bits of `batch_invariant.causal_attention` for each sequence alone. `groups` come from
+    `group_by_length`."""
+    return _PackedCausalAttention.apply(query, key, value, groups, query.shape[-1] ** -0.5 if scale is None else scale)
+
+
+def sdpa_per_sequence(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: list[int], scale: float | None) -> torch.Tensor:
+    """Compute attention with torch's fused kernel, one sequence after the other, on any device."""
+    sequences = zip(*(x.transpose(0, 1).split(lengths, 1) for x in (query, key, value)), strict=True)
+    outputs = [F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True) for q, k, v in sequences]
+    return torch.cat(outputs, 1).transpose(0, 1)
+
+
+def flash_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, starts: torch.Tensor, longest: int, scale: float | None
+) -> torch.Tensor:
+    """Compute attention with FlashAttention on a GPU, in BF16 or FP16. `starts` int32 `[n + 1]` holds the starts of the sequences and the
+    end of the last."""
+    width = value.shape[-1]
+    value = batch_invariant.append_zeros(value, -1, query.shape[-1] - width)  # FlashAttention requires equal widths of query, key and value
+    grouped, causal = query.shape[1] != key.shape[1], (-1, 0)
+    output = varlen_attn(query, key, value, starts, starts, longest, longest, scale=scale, window_size=causal, enable_gqa=grouped)
+    return cast(torch.Tensor, output)[..., :width]

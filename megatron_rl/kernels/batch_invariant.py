@@ -1,0 +1,269 @@
+"""Batch-invariant operators for CPUs: the result for a token does not depend on the number of tokens in the batch, the padding of keys, or
+the number of threads. Trainer and engine both call them on a CPU, so a pass over a whole batch gives the bits of prompts and single decoded
+tokens.
+
+MKL uses different kernels for few rows and splits long sums by their length and between threads. Measured with torch 2.13 on two kinds of
+AVX-512 machines and one with AVX2: with at least `MIN_ROWS` rows, sums of equal length and one thread, every row and column of a product
+has the same bits in any batch and at any position. With two threads, this held on one AVX-512 machine only.
+
+The attention of a decoded token has only a few rows, and how few rows give the bits of many depends on the machine. `_choose_scoring` finds
+the cheapest invariant method by trial, once per process.
+
+BF16 products on a CPU with AMX are an exception: with 33 rows or more, oneDNN splits sums of at least `SPLIT_SUM` numbers at places that
+depend on the number of rows, and about one result in 10,000 changes. They run in tiles of at most `MAX_ROWS` rows. A large batch then takes
+2 to 4 times as long as in one product; a decoded token takes no longer.
+
+FP32 products of BF16 numbers (`bf16_operands`), which AMX also computes, are invariant with at least `MIN_AMX_COLUMNS` columns. This was
+measured for sums of 128 to 4,096 numbers, 16 to 600 rows, and one or two threads.
+
+Norms, SwiGLU, rotary positions and log-softmax are computed row by row and are invariant. Sigmoids, which route tokens in GLM-4.5 and
+DeepSeek-V3, differ in their last bit at the end of a tensor unless their number is a multiple of `SIGMOIDS`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+
+from megatron_rl.precision import threads
+from megatron_rl.precision.fp8 import append_zeros
+from megatron_rl.precision.threads import all_threads, single_threaded
+
+MIN_ROWS = 16
+MAX_ROWS = 32
+"""Most rows of a BF16 product with sums of at least `SPLIT_SUM` numbers."""
+SPLIT_SUM = 481
+MIN_AMX_COLUMNS = 32
+"""Fewest columns of an invariant FP32 product of BF16 numbers on a CPU with AMX; with up to 16, bits depend on the number of rows."""
+SIGMOIDS = 32
+"""Step of torch's vector loop; the rest of a tensor is computed by another formula."""
+KEYS_PER_PRODUCT = 32
+"""Keys that are summed in one product. Padding with zeros to a multiple of it changes no bit."""
+_MIN_SHARED_COLUMNS = 64
+"""Fewest columns per thread of a shared product; a single column has other bits."""
+_QUERIES_PER_STEP = 64
+_SHARED_PRODUCT = 1 << 20
+"""Size of a weight from which threads share an FP32 product; below, starting threads costs more than it saves."""
+MAX_SCORES = 1 << 24
+"""Most attention scores in memory at a time."""
+_backend: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+
+
+@functools.cache
+def has_amx() -> bool:
+    """Return whether this machine's CPU has matrix units for BF16."""
+    return bool(torch.cpu.get_capabilities().get("amx_bf16"))
+
+
+@contextmanager
+def bf16_operands(columns: int) -> Iterator[None]:
+    """Context manager in which the operands of FP32 products must be BF16 numbers. `columns` is the number of columns of the results.
+
+    A CPU with AMX then multiplies them 2 to 5 times faster with its matrix units, in all threads; sums and results stay FP32. It does
+    nothing on other CPUs. The setting applies to the whole process, so no other thread may multiply meanwhile.
+    """
+    if not has_amx() or columns < MIN_AMX_COLUMNS:
+        yield
+        return
+    before = _backend.fp32_precision
+    _backend.fp32_precision = "bf16"
+    try:
+        with all_threads():
+            yield
+    finally:
+        _backend.fp32_precision = before
+
+
+def apply_with_min_rows(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    """Return function(x) for a function from `[T, K]` to `[T, N]` and x `[..., K]`. On a CPU, the function gets at least `MIN_ROWS` rows
+    and runs in one thread, or in all threads within `bf16_operands`."""
+    rows = x.reshape(-1, x.shape[-1])
+    if x.is_cuda:
+        return function(rows).unflatten(0, x.shape[:-1])
+    with nullcontext() if _backend.fp32_precision == "bf16" else single_threaded():
+        return function(append_zeros(rows, -2, MIN_ROWS - len(rows)))[: len(rows)].unflatten(0, x.shape[:-1])
+
+
+def apply_product(product: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    """Call `apply_with_min_rows` for a `product` of rows `[T, K]` with a matrix, in tiles if BF16 requires them."""
+    if x.is_cuda or x.dtype != torch.bfloat16 or x.shape[-1] < SPLIT_SUM:
+        return apply_with_min_rows(product, x)
+    return apply_with_min_rows(lambda rows: torch.cat([apply_with_min_rows(product, tile) for tile in rows.split(MAX_ROWS)]), x)
+
+
+def invariant_matmul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return x . W^T `[..., N]`; x `[..., K]` and weight `[N, K]` have the same dtype."""
+    return apply_product(lambda rows: _multiply(rows, weight), x)
+
+
+def _multiply(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return rows . W^T. Threads share the columns of a large FP32 product, with the bits of one thread."""
+    shared = rows.dtype == torch.float32 and weight.numel() >= _SHARED_PRODUCT and not rows.is_cuda
+    if not shared or _backend.fp32_precision == "bf16" or (torch.is_grad_enabled() and (rows.requires_grad or weight.requires_grad)):
+        return rows @ weight.t()
+    result = rows.new_empty(len(rows), len(weight))
+    rows, weight = rows.detach(), weight.detach()  # threads of the pool would record gradients
+    threads.run_in_parts(lambda part: torch.mm(rows, weight[part].t(), out=result[:, part]), len(weight), _MIN_SHARED_COLUMNS)
+    return result
+
+
+class _HeadProducts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        products = [invariant_matmul(*pair) for pair in zip(x.movedim(-2, 0).contiguous(), weight.contiguous(), strict=True)]
+        return torch.stack(products, -2)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, weight = ctx.saved_tensors
+        return torch.einsum("...hn,hnk->...hk", gradient, weight), torch.einsum("...hn,...hk->hnk", gradient, x)
+
+
+def multiply_heads(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return `invariant_matmul` of each head of x `[..., h, K]` with its own weight of `[h, N, K]`: `[..., h, N]`, with gradient."""
+    return _HeadProducts.apply(x, weight)
+
+
+class InvariantMatmuls(TorchFunctionMode):
+    """Context manager in which `torch.matmul(x, weight.t())` and `F.linear(x, weight)` are `invariant_matmul(x, weight)`."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.matmul:
+            return invariant_matmul(args[0], args[1].t())
+        if function is F.linear and args[2:] in ((), (None,)) and not kwargs:
+            return invariant_matmul(args[0], args[1])
+        return function(*args, **(kwargs or {}))
+
+
+def sigmoid(x: torch.Tensor) -> torch.Tensor:
+    """Return 1 / (1 + exp(-x)) of float32 x of any shape."""
+    if x.is_cuda:
+        return torch.sigmoid(x)
+    with single_threaded():
+        return append_zeros(x.reshape(-1), -1, -x.numel() % SIGMOIDS).sigmoid()[: x.numel()].view(x.shape)
+
+
+class InvariantRouting(InvariantMatmuls):
+    """Context manager in which a router's logits (`torch.mm(x, weight.t())`) are `invariant_matmul` and its sigmoids are `sigmoid`."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.mm:
+            return invariant_matmul(args[0], args[1].t())
+        if function in (torch.sigmoid, torch.Tensor.sigmoid):
+            return sigmoid(args[0])
+        return super().__torch_function__(function, types, args, kwargs)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Return x / sqrt(mean(x^2) + eps) * weight of x `[..., K]` and weight `[K]`, in FP32, rounded once to the dtype of x."""
+    return F.rms_norm(x.float(), weight.shape, weight.float(), eps).to(x.dtype)
+
+
+def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, last: torch.Tensor, scale: float) -> torch.Tensor:
+    """Return softmax(scale q k^T) v `[b, h, s, e]`, computed in FP32, in the dtype of query. No gradient.
+
+    Args:
+        query: `[b, h, s, d]`.
+        key, value: `[b, g, t, d]` and `[b, g, t, e]`, with grouped-query heads if g < h. All keys must be finite.
+        last: int64 `[b, s]`, index of the last key that each query attends to.
+    """
+    batch, heads, queries, _ = query.shape
+    groups = key.shape[1]
+    key, value = (append_zeros(x.float(), -2, -x.shape[2] % KEYS_PER_PRODUCT) for x in (key, value))
+    result = query.new_empty(batch, heads, queries, value.shape[-1])
+    step = min(_QUERIES_PER_STEP, max(1, MAX_SCORES // (batch * heads * key.shape[2])))
+    for start in range(0, queries, step):
+        part = slice(start, start + step)
+        rows = query[:, :, part].float().mul(scale).reshape(batch, groups, -1, query.shape[-1])
+        attended = _attend(rows, key, value, last[:, part])
+        result[:, :, part] = attended.reshape(batch, heads, -1, value.shape[-1])
+    return result
+
+
+def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+    """Return `attention` of few queries, already scaled, with the heads of a group stacked: `[b, g, heads * s, e]` of
+    `[b, g, heads * s, d]`.
+
+    Keys are summed in chunks of `KEYS_PER_PRODUCT`, in order. Chunks beyond the last key of a query add zero.
+    """
+    rows, scoring = query.shape[2], _choose_scoring()
+    length = (int(last.max()) // KEYS_PER_PRODUCT + 1) * KEYS_PER_PRODUCT
+    scores = scoring.score(append_zeros(query, -2, scoring.min_rows - rows), key[:, :, :length])
+    masked = torch.arange(length) > last[:, None, None, :, None]
+    scores[:, :, :rows].unflatten(2, (-1, last.shape[1])).masked_fill_(masked, -torch.inf)
+    weights = scores.softmax(-1)
+    chunks = zip(weights.split(KEYS_PER_PRODUCT, -1), value[:, :, :length].split(KEYS_PER_PRODUCT, 2), strict=True)
+    total, *others = (part @ values for part, values in chunks)
+    for other in others:
+        total += other
+    return total[:, :, :rows]
+
+
+@dataclass(frozen=True)
+class _Scoring:
+    """Method to multiply few queries: padded to `min_rows` rows and, if `keys_left`, with keys as the left matrix."""
+
+    min_rows: int
+    keys_left: bool = False
+
+    def score(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        """Return q k^T `[b, g, rows, t]`."""
+        if not self.keys_left or query.shape[2] >= MIN_ROWS:
+            return query @ key.transpose(-1, -2)
+        return (key @ query.transpose(-1, -2)).transpose(-1, -2).contiguous()
+
+    def is_invariant(self) -> bool:
+        """Return whether few rows have the bits of many on this machine, for numbers that reveal another order of sums."""
+        numbers = torch.Generator().manual_seed(0)
+        query, key, value = (torch.randn(1, 1, size, 128, generator=numbers) for size in (2 * MIN_ROWS, 128, KEYS_PER_PRODUCT))
+        scores = query @ key.transpose(-1, -2)
+        weights = scores[..., :KEYS_PER_PRODUCT].softmax(-1)
+        attended = weights @ value
+        return all(
+            torch.equal(self.score(query[:, :, :rows], key), scores[:, :, :rows])
+            and torch.equal(weights[:, :, :rows] @ value, attended[:, :, :rows])
+            for rows in range(self.min_rows, MIN_ROWS)
+        )
+
+
+@functools.cache
+def _choose_scoring() -> _Scoring:
+    """Return the cheapest method that gives few queries the bits of many on this machine: keys on the left with AVX-512, which reads them
+    once, or four rows with AVX2."""
+    with single_threaded():
+        return next(scoring for scoring in (_Scoring(2, keys_left=True), _Scoring(4), _Scoring(MIN_ROWS)) if scoring.is_invariant())
+
+
+def attention_gradients(inputs: tuple[torch.Tensor, ...], gradient: torch.Tensor, scale: float) -> tuple[torch.Tensor, ...]:
+    """Return the gradients of the inputs of `causal_attention`, from torch's fused attention, which does not store the scores."""
+    query, key, value = inputs = tuple(x.detach().requires_grad_() for x in inputs)
+    with torch.enable_grad():
+        wide = append_zeros(value, -1, query.shape[-1] - value.shape[-1])  # torch fuses only equal widths of query, key and value
+        result = F.scaled_dot_product_attention(query, key, wide, is_causal=True, scale=scale, enable_gqa=True)[..., : value.shape[-1]]
+    return torch.autograd.grad(result, inputs, gradient)
+
+
+class _CausalAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
+        ctx.save_for_backward(query, key, value)
+        ctx.scale = scale
+        batch, _, tokens, _ = query.shape
+        return attention(query, key, value, torch.arange(tokens).expand(batch, tokens), scale)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return *attention_gradients(ctx.saved_tensors, gradient, ctx.scale), None
+
+
+def causal_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None = None) -> torch.Tensor:
+    """Return `attention` of every token to itself and all tokens before, with gradient. s equals t; a scale of None is 1 / sqrt(d)."""
+    return _CausalAttention.apply(query, key, value, query.shape[-1] ** -0.5 if scale is None else scale)

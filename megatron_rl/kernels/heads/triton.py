@@ -1,0 +1,148 @@
+"""The Triton kernels of `kernels.heads.reference`.
+
+Import this file inside functions: Triton comes with GPU builds of torch only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from megatron_rl.kernels.heads import Heads, Norms
+
+_TOKENS = 32
+"""Tokens of a program, which computes one head of each."""
+LAUNCH = {"num_warps": 4, "enable_fp_fusion": False}
+"""Multiply-adds are fused only where the kernel calls `tl.fma`."""
+
+
+@triton.jit
+def _load_pairs(source, first, second, inside):
+    """Return both numbers of each pair, float32."""
+    return tl.load(source + first, mask=inside, other=0.0).to(tl.float32), tl.load(source + second, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def rotate_head_tile(
+    mixed, query, key, of_query, of_key, cos, sin, positions, tokens, eps, GROUPS: tl.constexpr, QUERIES: tl.constexpr,
+    PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr, NORMS: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    """One program per TOKENS tokens and query or key head of mixed [tokens, GROUPS (QUERIES + 2) 2 PAIRS]."""
+    token, head = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS), tl.program_id(1)
+    group, number = head // (QUERIES + 1), head % (QUERIES + 1)
+    pair = tl.arange(0, PAIRS)
+    first = 2 * pair if INTERLEAVED else pair
+    second = first + (1 if INTERLEAVED else PAIRS)
+    is_there = token < tokens
+    inside = is_there[:, None]
+    source = mixed + (token * (GROUPS * (QUERIES + 2)) + group * (QUERIES + 2) + number)[:, None] * (2 * PAIRS)
+    a, b = _load_pairs(source, first[None, :], second[None, :], inside)
+    if NORMS:
+        weight = of_key if number == QUERIES else of_query
+        scale = tl.rsqrt((tl.sum(a * a + b * b, axis=1) / (2 * PAIRS)) + eps)[:, None]
+        a = (a * scale * tl.load(weight + first).to(tl.float32)[None, :]).to(mixed.dtype.element_ty).to(tl.float32)
+        b = (b * scale * tl.load(weight + second).to(tl.float32)[None, :]).to(mixed.dtype.element_ty).to(tl.float32)
+    row = tl.load(positions + token, mask=is_there, other=0).to(tl.int64)[:, None] * PAIRS + pair[None, :]
+    c, s = tl.load(cos + row), tl.load(sin + row)
+    if number == QUERIES:
+        target = key + (token * GROUPS + group)[:, None] * (2 * PAIRS)
+    else:
+        target = query + (token * (GROUPS * QUERIES) + group * QUERIES + number)[:, None] * (2 * PAIRS)
+    tl.store(target + first[None, :], tl.fma(a, c, -(b * s)).to(query.dtype.element_ty), mask=inside)
+    tl.store(target + second[None, :], tl.fma(a, s, b * c).to(query.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def differentiate_head_tile(
+    dq, dk, dv, mixed, result, of_query, of_key, of_weights, cos, sin, positions, tokens, eps, GROUPS: tl.constexpr,
+    QUERIES: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr, NORMS: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    """One program per TOKENS tokens and head, including value heads. `of_weights` float32 [programs, GROUPS (QUERIES + 1), 2 PAIRS]."""
+    token, head = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS), tl.program_id(1)
+    group, number = head // (QUERIES + 2), head % (QUERIES + 2)
+    pair = tl.arange(0, PAIRS)
+    first = 2 * pair if INTERLEAVED else pair
+    second = first + (1 if INTERLEAVED else PAIRS)
+    is_there = token < tokens
+    inside = is_there[:, None]
+    if number < QUERIES:
+        source = dq + (token * (GROUPS * QUERIES) + group * QUERIES + number)[:, None] * (2 * PAIRS)
+    else:
+        source = (dk if number == QUERIES else dv) + (token * GROUPS + group)[:, None] * (2 * PAIRS)
+    da, db = _load_pairs(source, first[None, :], second[None, :], inside)
+    at = (token * (GROUPS * (QUERIES + 2)) + head)[:, None] * (2 * PAIRS)
+    if number <= QUERIES:
+        row = tl.load(positions + token, mask=is_there, other=0).to(tl.int64)[:, None] * PAIRS + pair[None, :]
+        c, s = tl.load(cos + row), tl.load(sin + row)
+        turned = tl.fma(da, c, db * s).to(result.dtype.element_ty).to(tl.float32)
+        db = tl.fma(da, -s, db * c).to(result.dtype.element_ty).to(tl.float32)
+        da = turned
+        if NORMS:
+            a, b = _load_pairs(mixed + at, first[None, :], second[None, :], inside)
+            scale = tl.rsqrt((tl.sum(a * a + b * b, axis=1) / (2 * PAIRS)) + eps)[:, None]
+            a, b = a * scale, b * scale
+            sums = of_weights + (tl.program_id(0).to(tl.int64) * (GROUPS * (QUERIES + 1)) + group * (QUERIES + 1) + number) * (2 * PAIRS)
+            tl.store(sums + first, tl.sum(da * a, axis=0))
+            tl.store(sums + second, tl.sum(db * b, axis=0))
+            weight = of_key if number == QUERIES else of_query
+            da, db = da * tl.load(weight + first).to(tl.float32)[None, :], db * tl.load(weight + second).to(tl.float32)[None, :]
+            mean = (tl.sum(da * a + db * b, axis=1) / (2 * PAIRS))[:, None]
+            da, db = scale * (da - a * mean), scale * (db - b * mean)
+    tl.store(result + at + first[None, :], da.to(result.dtype.element_ty), mask=inside)
+    tl.store(result + at + second[None, :], db.to(result.dtype.element_ty), mask=inside)
+
+
+def rotate(mixed: torch.Tensor, heads: Heads, norms: Norms) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (query, key) of `kernels.heads.reference.split_heads`. Raise ValueError if shapes do not match."""
+    dim = _check(mixed, heads)
+    query, key = (mixed.new_empty(len(mixed), count, dim) for count in (heads.groups * heads.queries, heads.groups))
+    if len(mixed):
+        grid = triton.cdiv(len(mixed), _TOKENS), heads.groups * (heads.queries + 1)
+        read = mixed.view(len(mixed), heads.groups, -1)[:, :, :-dim]
+        rotate_head_tile[grid](
+            read, query, key, *_weights(mixed, norms), *_tables(heads), len(mixed), heads.eps, **_constants(heads, norms)
+        )
+    return query, key
+
+
+def differentiate(gradients: Sequence[torch.Tensor], mixed: torch.Tensor, heads: Heads, norms: Norms) -> tuple[torch.Tensor, Norms]:
+    """Compute `kernels.heads.reference.differentiate_heads_reference`. Raise ValueError if shapes do not match."""
+    dim, (dq, dk, dv) = _check(mixed, heads), (gradient.contiguous() for gradient in gradients)
+    tiles = triton.cdiv(len(mixed), _TOKENS)
+    result = torch.empty_like(mixed)
+    sums = torch.empty(tiles if norms else 0, heads.groups, heads.queries + 1, dim, dtype=torch.float32, device=mixed.device)
+    if len(mixed):
+        read = mixed.view(len(mixed), heads.groups, -1)[:, :, :-dim] if norms else mixed[:0]
+        differentiate_head_tile[tiles, heads.groups * (heads.queries + 2)](
+            dq, dk, dv, read, result, *_weights(mixed, norms), sums, *_tables(heads), len(mixed), heads.eps, **_constants(heads, norms)
+        )  # fmt: skip
+    if norms is None:
+        return result, None
+    return result, (sums[:, :, :-1].sum((0, 1, 2)).to(norms[0].dtype), sums[:, :, -1].sum((0, 1)).to(norms[1].dtype))
+
+
+def _check(mixed: torch.Tensor, heads: Heads) -> int:
+    """Return the width of a head. Raise ValueError if shapes do not match."""
+    dim, rotation = 2 * heads.rotation.cos.shape[1], heads.rotation
+    fits = mixed.shape == (len(rotation.positions), heads.groups * (heads.queries + 2) * dim) and dim & (dim - 1) == 0
+    if not fits or not mixed.is_contiguous():
+        raise ValueError(f"mixed {list(mixed.shape)}, {heads.groups} groups of {heads.queries} + 2 heads of width {dim} do not match")
+    return dim
+
+
+def _weights(mixed: torch.Tensor, norms: Norms) -> tuple[torch.Tensor, torch.Tensor]:
+    return norms or (mixed[:0], mixed[:0])
+
+
+def _tables(heads: Heads) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return heads.rotation.cos, heads.rotation.sin, heads.rotation.positions
+
+
+def _constants(heads: Heads, norms: Norms) -> dict[str, Any]:
+    pairs, interleaved = heads.rotation.cos.shape[1], heads.rotation.interleaved
+    of_heads = {"GROUPS": heads.groups, "QUERIES": heads.queries, "PAIRS": pairs, "INTERLEAVED": interleaved}
+    return {**of_heads, "NORMS": norms is not None, "TOKENS": _TOKENS, **LAUNCH}

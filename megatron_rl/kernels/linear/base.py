@@ -1,0 +1,98 @@
+"""The interface of the backends that compute the quantized products of the trainer's linear layers.
+
+A layer holds the FP32 master and its quantized blocks; a backend only multiplies. All backends use the bytes of the blocks unchanged, so
+the engine gets the weights that the trainer computes with. `emulated` is the reference. In FP8:
+
+    FProp   y  = Q_1x128(x)    . W^T      rows of x
+    DGrad   dx = Q_1x128(dy)   . W        rows of dy, the same blocks
+    WGrad   dW = Q_1x128(dy^T) . Q_128x1(x)   columns of both, FP32, added to the gradient buffer if there is one
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from megatron_rl.errors import RunError
+from parallel.formats import BLOCK
+
+if TYPE_CHECKING:
+    import torch
+
+    from megatron_rl.precision.quantized_weight import QuantizedWeight
+    from parallel.formats import TensorFormat
+
+    Tensors = tuple[torch.Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Operand:
+    """An activation or gradient `[T, K]` in a form that only its backend reads. A layer saves `columns` for the backward pass."""
+
+    tokens: int
+    """Number of tokens, T."""
+    rows: Tensors = ()
+    """Quantized along K, for FProp and DGrad; empty if not requested."""
+    columns: Tensors = ()
+    """Quantized along T, for WGrad; empty if not requested."""
+
+
+class Backend(Protocol):
+    """The products of one format. A format that only the engine computes in needs no `dgrad` and no `wgrad`."""
+
+    def prepare(self, blocks: QuantizedWeight, row_order: torch.Tensor | None) -> Any:
+        """Return the weight in the form that `fprop` and `dgrad` take. Called once per optimizer step. `row_order` is that of the layer
+        (`mcore.layers.linear.quantized_linear`)."""
+
+    def quantize(self, x: torch.Tensor, *, rows: bool, columns: bool) -> Operand:
+        """Quantize x `[T, K]` in BF16, or float32 if the backend supports it."""
+
+    def fprop(self, x: Operand, weight: Any) -> torch.Tensor:
+        """Return `[T, N]` in the dtype of the quantized x. The bits of a row must not depend on other rows, since the engine decodes single
+        tokens; on a CPU, multiply with `kernels.batch_invariant.invariant_matmul`."""
+
+    def fprop_by_tree(self, x: Operand, weight: Any) -> torch.Tensor:
+        """Return the sum of `fprop` by the tree over this rank's leaves (`kernels.sums.reference`), unrounded: float32 `[T, N]`."""
+
+    def dgrad(self, dy: Operand, weight: Any) -> torch.Tensor:
+        """Return `[T, K]` in the dtype of the quantized dy."""
+
+    def wgrad(self, dy: Operand, x: Operand, into: torch.Tensor | None) -> torch.Tensor:
+        """Return float32 `[N, K]`, added to the gradient buffer `into` `[N, K]` if there is one."""
+
+
+class SwiGLUBackend(Backend, Protocol):
+    """A `Backend` that fuses SwiGLU with quantization."""
+
+    def quantize_swiglu(self, gate_up: torch.Tensor, gradient: torch.Tensor | None, *, rows: bool, columns: bool) -> Operand:
+        """Quantize SwiGLU's result `[T, F]` for gate_up `[T, 2 F]`, or, given the gradient `[T, F]` of the result, the gradient of gate_up.
+        The bits equal those of `kernels.swiglu.reference` followed by `quantize`."""
+
+
+class NormBackend(Backend, Protocol):
+    """A `Backend` that fuses the norm of the residual stream with quantization."""
+
+    def quantize_norm(
+        self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, *, columns: bool
+    ) -> tuple[torch.Tensor, torch.Tensor, Operand]:
+        """Return (total `[..., h]`, statistic float32 `[...]`, operand of the norm, always with rows); names as in
+        `kernels.norm.reference`. The bits equal those of the reference followed by `quantize`."""
+
+
+class GpuBackend:
+    """Base of the GPU backends: BF16 in and out, widths in multiples of 128, no reordered rows. Other inputs are refused."""
+
+    name: str
+
+    def __init__(self, format: TensorFormat) -> None:
+        self.scale_format = format.scale_format
+
+    def check_weight(self, blocks: QuantizedWeight, row_order: torch.Tensor | None) -> None:
+        """Raise RunError if blocks are partial or reordered."""
+        if row_order is not None or any(size % BLOCK for size in blocks.data.shape):
+            raise RunError(f"{self.name} cannot multiply with a weight {list(blocks.data.shape)} whose blocks are cut or reordered")
+
+    def check_input(self, x: torch.Tensor) -> None:
+        """Raise RunError if x is not BF16."""
+        if str(x.dtype) != "torch.bfloat16":
+            raise RunError(f"{self.name} supports only bf16, but was asked for {x.dtype}")

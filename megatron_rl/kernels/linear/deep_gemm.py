@@ -1,0 +1,115 @@
+"""The backend `deep_gemm`: the kernels that SGLang serves with on Hopper, used in the trainer.
+
+Written for DeepGEMM 2.1 to 2.6 and SGLang's build of it, sgl-deep-gemm 0.2.3; both are imported as `deep_gemm`. On Hopper it takes only
+operands with the contraction innermost ("NT"), so a transposed copy of the weight's bytes is kept for DGrad.
+
+    FProp, DGrad   1x128 . 128x128   bf16 out      recipe (1, 128, 128)
+    WGrad          1x128 . 1x128     float32 out, added to the buffer      recipe (1, 1, 128)
+
+The tensor core sums 128 terms, then `sum += scale_a * scale_b * partial` in FP32, block after block in order. DeepGEMM has no other order;
+`kernels.sums.triton` sums by the tree.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from megatron_rl.kernels.linear.base import GpuBackend, Operand
+from megatron_rl.kernels.linear.gather import PendingOperand, start_gathering_columns, start_gathering_rows
+from megatron_rl.kernels.sums import reference as tree
+from megatron_rl.precision.quantized_weight import QuantizedWeight
+
+BLOCK_RECIPE = (1, 128, 128)
+GROUP_RECIPE = (1, 1, 128)
+_TMA_ALIGNMENT = 16
+"""Alignment in bytes of addresses that the tensor memory accelerator writes to."""
+
+
+class DeepGemmWeight(NamedTuple):
+    """The blocks for both products: `fprop` data `[N, K]` and scales `[N/128, K/128]`; `dgrad` holds both transposed."""
+
+    fprop: tuple[torch.Tensor, torch.Tensor]
+    dgrad: tuple[torch.Tensor, torch.Tensor]
+
+
+class DeepGemmBackend(GpuBackend):
+    name = "deep_gemm"
+    gathered_tokens = 1
+    gathers_bytes = True
+
+    def prepare(self, blocks: QuantizedWeight, row_order: torch.Tensor | None) -> DeepGemmWeight:
+        self.check_weight(blocks, row_order)
+        return DeepGemmWeight((blocks.data, blocks.scale), (_transposed(blocks.data), blocks.scale.t().contiguous()))
+
+    def quantize(self, x: torch.Tensor, *, rows: bool, columns: bool) -> Operand:
+        from megatron_rl.kernels.quantize.triton import quantize_activation
+
+        self.check_input(x)
+        row_pair, column_pair = quantize_activation(x, self.scale_format, rows=rows, columns=columns)
+        return Operand(x.shape[0], row_pair or (), column_pair or ())
+
+    def quantize_swiglu(self, gate_up: torch.Tensor, gradient: torch.Tensor | None, *, rows: bool, columns: bool) -> Operand:
+        from megatron_rl.kernels.swiglu.triton import quantize_swiglu
+
+        self.check_input(gate_up)
+        row_pair, column_pair = quantize_swiglu(gate_up, gradient, self.scale_format, rows=rows, columns=columns)
+        return Operand(len(gate_up), row_pair or (), column_pair or ())
+
+    def quantize_norm(
+        self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, *, columns: bool
+    ) -> tuple[torch.Tensor, torch.Tensor, Operand]:
+        from megatron_rl.kernels.norm.triton import quantize_norm
+
+        self.check_input(x)
+        total, statistic, rows, column_pair = quantize_norm(x, residual, weight, eps, self.scale_format, columns=columns)
+        return total, statistic, Operand(statistic.numel(), rows, column_pair or ())
+
+    def start_gather(self, operand: Operand, group: Any) -> PendingOperand:
+        tokens, of_rows = operand.tokens * group.size(), bool(operand.rows)
+        data, scale = operand.rows or operand.columns
+        finish = (start_gathering_rows if of_rows else start_gathering_columns)(data, scale.t(), group)
+
+        def wrap() -> Operand:
+            data, scale = finish()
+            return Operand(tokens, rows=(data, scale.t()[:tokens])) if of_rows else Operand(tokens, columns=(data, scale.t()))
+
+        return wrap
+
+    def fprop(self, x: Operand, weight: DeepGemmWeight) -> torch.Tensor:
+        return _multiply(x, weight.fprop)
+
+    def fprop_by_tree(self, x: Operand, weight: DeepGemmWeight) -> torch.Tensor:
+        return tree.multiply_blocks(x.rows, weight.fprop)
+
+    def dgrad(self, dy: Operand, weight: DeepGemmWeight) -> torch.Tensor:
+        return _multiply(dy, weight.dgrad)
+
+    def wgrad(self, dy: Operand, x: Operand, into: torch.Tensor | None) -> torch.Tensor:
+        import deep_gemm
+
+        (a, a_scale), (b, b_scale) = dy.columns, x.columns
+        buffer = into if into is not None and supports_inplace_add(into) else None
+        sums = torch.zeros(len(a), len(b), dtype=torch.float32, device=a.device) if buffer is None else buffer
+        if dy.tokens:
+            deep_gemm.fp8_gemm_nt((a, a_scale), (b, b_scale), sums, c=sums, recipe=GROUP_RECIPE)
+        return sums if into is None or sums is into else into.add_(sums)
+
+
+def _multiply(a: Operand, b: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    import deep_gemm
+
+    product = torch.empty(a.tokens, len(b[0]), dtype=torch.bfloat16, device=b[0].device)
+    if a.tokens:
+        deep_gemm.fp8_gemm_nt(a.rows, b, product, recipe=BLOCK_RECIPE)
+    return product
+
+
+def supports_inplace_add(buffer: torch.Tensor) -> bool:
+    """Return whether the kernel can add to a gradient buffer in place; if not, torch does the same FP32 addition."""
+    return buffer.dtype == torch.float32 and buffer.is_contiguous() and buffer.data_ptr() % _TMA_ALIGNMENT == 0
+
+
+def _transposed(data: torch.Tensor) -> torch.Tensor:
+    return data.view(torch.uint8).t().contiguous().view(data.dtype)

@@ -1,0 +1,123 @@
+"""Requirements of each backend on machine and model, checked before anything heavy starts. Imports torch only for GPU backends."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_rl.errors import UserError
+from megatron_rl.kernels.linear import PRODUCTS
+from megatron_rl.precision.contract import QUANTIZED_ROLES
+from megatron_rl.versions import find_version
+from parallel.formats import FP8, TensorFormat
+from parallel.layout import Layout
+from parallel.megatron_shards import build_megatron_shards, compute_row_order
+from parallel.model_geometry import ModelGeometry
+
+BACKENDS = ("emulated", "transformer_engine", "deep_gemm")
+MIN_CUDA = (12, 9)
+"""First version in which cuBLAS has block-scaled products and nvcc compiles DeepGEMM's kernels."""
+_HOPPER = 9
+"""Major compute capability. Newer GPUs requantize 128-blocks to MXFP8, whose bytes differ from the engine's."""
+
+
+@dataclass(frozen=True)
+class Package:
+    """A package under one of its published names, supported from `min_version` to below `max_version`."""
+
+    name: str
+    min_version: tuple[int, ...]
+    max_version: tuple[int, ...]
+    install_hint: str
+
+
+_TRITON = (Package("triton", (3, 6), (4,), "install torch's CUDA build, which brings Triton"),)
+_PACKAGES: dict[str, tuple[tuple[Package, ...], ...]] = {  # one of each tuple of alternatives must be installed
+    "emulated": (),
+    "deep_gemm": (
+        (
+            Package("sgl-deep-gemm", (0, 2, 3), (0, 3), "pip install sgl-deep-gemm==0.2.3.post2"),
+            Package("deep_gemm", (2, 1), (2, 7), "build it from github.com/deepseek-ai/DeepGEMM"),
+        ),
+        _TRITON,
+    ),
+    "transformer_engine": (
+        (Package("transformer-engine", (2, 12), (2, 21), "pip install --no-build-isolation 'transformer-engine[pytorch]>=2.12,<2.21'"),),
+        _TRITON,
+    ),
+}
+
+
+def find_missing(name: str, format: TensorFormat = FP8, experts: bool = False) -> list[tuple[str, str]]:
+    """Return pairs (reason why the backend cannot run on this machine, fix), the most important first. Empty if it can run. `experts`:
+    whether the model has experts, whose products are DeepGEMM's (`kernels.linear.GROUPED`)."""
+    if (format.name, name) not in PRODUCTS:
+        return [(f"it has no {format.name.upper()} products", "name another")]
+    if name == "emulated":
+        return []
+    deep_gemm = name == "deep_gemm" or experts
+    packages = dict.fromkeys((*_PACKAGES[name], *(_PACKAGES["deep_gemm"] if experts else ())))
+    missing = [_find_gpu_problem(), *map(_find_package_problem, packages)]
+    if deep_gemm and find_nvcc() is None:
+        missing.append(("no nvcc to compile its kernels", "install the CUDA toolkit and set CUDA_HOME"))
+    return [problem for problem in missing if problem]
+
+
+def check_model(backend: str, format: TensorFormat, model: ModelGeometry, layout: Layout) -> None:
+    """Raise UserError if a rank's quantized weight is cut or reordered within a block, which only `emulated` supports."""
+    if format.block is None or backend == "emulated":
+        return
+    width = max(format.block)
+    for rank in range(layout.world_size):
+        coordinates = layout.coordinates(rank)
+        for shard in build_megatron_shards(model, layout, coordinates):
+            if shard.role not in QUANTIZED_ROLES:
+                continue
+            rows = shard.rows // max(shard.experts, 1)
+            if rows % width or shard.cols % width:
+                rule = f"needs widths in multiples of {width}, and {shard.name} is [{rows}, {shard.cols}] on rank {rank}"
+            elif compute_row_order(shard, format) is not None:
+                rule = f"needs blocks of only one of q, k and v, but those of {shard.name} would mix them on rank {rank}"
+            else:
+                continue
+            raise UserError("precision.backend", backend, rule, "use emulated, or another train.layout.tp")
+
+
+def _find_gpu_problem() -> tuple[str, str] | None:
+    import torch
+
+    fix = "run it on a Hopper GPU (H100, H200) with CUDA 12.9 or newer"
+    if torch.version.cuda is None:
+        return "torch is a CPU build", f"install torch's CUDA build and {fix}"
+    if not torch.cuda.is_available():
+        return "torch sees no GPU", fix
+    if torch.cuda.get_device_capability()[0] != _HOPPER:
+        return f"{torch.cuda.get_device_name()} is not a Hopper GPU", fix
+    if parse_version(torch.version.cuda) < MIN_CUDA:
+        return f"torch is built for CUDA {torch.version.cuda}", fix
+    return None
+
+
+def _find_package_problem(alternatives: tuple[Package, ...]) -> tuple[str, str] | None:
+    installed = [(package, version) for package in alternatives if (version := find_version(package.name))]
+    if not installed:
+        return f"{alternatives[0].name} is not installed", alternatives[0].install_hint
+    package, version = installed[0]
+    if package.min_version <= parse_version(version) < package.max_version:
+        return None
+    supported = f"{'.'.join(map(str, package.min_version))} to below {'.'.join(map(str, package.max_version))}"
+    return f"{package.name} {version} is not a supported version, {supported}", package.install_hint
+
+
+def parse_version(version: str) -> tuple[int, ...]:
+    """Return (2, 6, 1) for "2.6.1+54e2261"."""
+    return tuple(int(part) for part in re.match(r"[\d.]*\d|", version).group().split(".") if part)  # type: ignore[union-attr]
+
+
+def find_nvcc() -> str | None:
+    """Return CUDA_HOME or CUDA_PATH if it contains bin/nvcc, else the nvcc on PATH, or None if there is none."""
+    homes = (os.environ.get(name) for name in ("CUDA_HOME", "CUDA_PATH"))
+    return next((home for home in homes if home and (Path(home) / "bin" / "nvcc").exists()), shutil.which("nvcc"))

@@ -1,0 +1,1 @@
+"""RMSNorm, with and without quantization of its result."""

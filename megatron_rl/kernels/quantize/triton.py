@@ -1,0 +1,188 @@
+"""A Triton kernel that quantizes an activation both ways in one pass: Q_1x128(x), and Q_128x1(x) already transposed.
+
+Bytes and scales equal those of `precision.fp8`, in the layouts that block-scaled GEMMs on Hopper read without another copy:
+
+    rows      data [T, K], scales [T, K/128] with T contiguous, padded to 4 in memory (TMA requires 16-byte strides); or into given tensors
+    columns   data [K, T'], scales [K, T'/128] with K contiguous; T' is T padded to 128 with zeros
+
+Import this file inside functions: Triton comes with GPU builds of torch only.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from megatron_rl.kernels.experts.token_groups import TokenGroups
+from megatron_rl.precision.contract import AMAX_EPSILON, E4M3_MAX
+from parallel.formats import BLOCK
+
+QuantizedPair = tuple[torch.Tensor, torch.Tensor]
+
+LAUNCH = {"num_warps": 8, "enable_fp_fusion": False}
+"""No fused multiply-add: the reference rounds x * inverse before it adds the magic number."""
+
+
+def choose_launch(width: int) -> dict[str, int | bool]:
+    """Return the launch options of a program on whole rows. Without fused multiply-add it rounds as separate operators do."""
+    warps = 4 if width <= 2048 else 8 if width <= 4096 else 16
+    return {"WIDTH_TILE": triton.next_power_of_2(width), "num_warps": warps, "enable_fp_fusion": False}
+
+
+@triton.jit
+def _scale_and_inverse(amax, POW2: tl.constexpr, EPSILON: tl.constexpr, LARGEST: tl.constexpr):
+    """Compute `precision.fp8.compute_scales`."""
+    amax = tl.maximum(amax, EPSILON)
+    if POW2:
+        exponent = ((amax.to(tl.int32, bitcast=True) + 0x1FFFFF) & 0x7F800000) - (8 << 23)
+        return exponent.to(tl.float32, bitcast=True), ((254 << 23) - exponent).to(tl.float32, bitcast=True)  # 1 / 2^e, exactly
+    inverse = tl.div_rn(tl.full(amax.shape, LARGEST, tl.float32), amax)  # `/` is an approximate division on a GPU
+    return tl.div_rn(tl.full(amax.shape, 1.0, tl.float32), inverse), inverse
+
+
+@triton.jit
+def _e4m3_bytes(values):
+    """Round in FP32 like `precision.fp8.round_to_e4m3_`, so that the cast is exact and needs no rounding mode. -0 keeps its sign. An
+    infinity becomes NaN as in torch's cast; the hardware's cast would saturate."""
+    bits = values.to(tl.int32, bitcast=True)
+    binade = tl.maximum(bits & 0x7F800000, 121 << 23)
+    magic = (binade + (20 << 23)).to(tl.float32, bitcast=True) * 1.5
+    rounded = ((values + magic) - magic) + (values - values)
+    signed = rounded.to(tl.int32, bitcast=True) | (bits & -0x80000000)
+    return signed.to(tl.float32, bitcast=True).to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+
+
+@triton.jit
+def _store_rows(
+    values, data, scales, token, column_tile, tokens, width, stride, step, POW2: tl.constexpr, EPSILON: tl.constexpr,
+    LARGEST: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Write Q_1x128 of a tile of float32 values, for the first `tokens` tokens."""
+    column, inside = column_tile * TILE + tl.arange(0, TILE), token < tokens
+    scale, inverse = _scale_and_inverse(tl.max(tl.abs(values), axis=1), POW2, EPSILON, LARGEST)
+    tl.store(data + token[:, None] * width + column[None, :], _e4m3_bytes(values * inverse[:, None]), mask=inside[:, None])
+    tl.store(scales + column_tile * stride + token * step, scale, mask=inside)
+
+
+@triton.jit
+def _store_columns(
+    values, data, scales, group_start, group_length, token, token_tile, column_tile, tokens, width, POW2: tl.constexpr,
+    GROUPED: tl.constexpr, EPSILON: tl.constexpr, LARGEST: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Write Q_128x1 of a tile, transposed; `tokens` is the number of tokens of the result."""
+    column = column_tile * TILE + tl.arange(0, TILE)
+    scale, inverse = _scale_and_inverse(tl.max(tl.abs(values), axis=0), POW2, EPSILON, LARGEST)
+    start, length = tl.zeros([], tl.int64), tokens
+    if GROUPED:  # each group of tokens (an expert) has its own matrix [width, length], one after the other
+        start = tl.multiple_of(tl.load(group_start + token_tile), TILE)
+        length = tl.multiple_of(tl.load(group_length + token_tile), TILE)
+    target = data + start * width + column[:, None] * length + (token - start)[None, :]
+    tl.store(target, tl.trans(_e4m3_bytes(values * inverse[None, :])), mask=(token < tokens)[None, :])
+    tl.store(scales + token_tile * width + column, scale)
+
+
+@triton.jit
+def quantize_tile(
+    x, row_data, row_scale, column_data, column_scale, sources, group_start, group_length, tokens, padded_tokens, width, row_scale_stride,
+    row_scale_step, POW2: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUPED: tl.constexpr, EPSILON: tl.constexpr,
+    LARGEST: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """One program per 128x128 tile of x [tokens, width], or of its rows spread to groups."""
+    token_tile, column_tile = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    token = token_tile * TILE + tl.arange(0, TILE)
+    column = column_tile * TILE + tl.arange(0, TILE)
+    source, inside = token, token < tokens
+    if GROUPED:
+        source = tl.load(sources + token).to(tl.int64)
+        inside = source >= 0
+    values = tl.load(x + source[:, None] * width + column[None, :], mask=inside[:, None], other=0.0).to(tl.float32)
+    if ROWS:
+        _store_rows(
+            values, row_data, row_scale, token, column_tile, tokens, width, row_scale_stride, row_scale_step, POW2, EPSILON, LARGEST, TILE
+        )  # fmt: skip
+    if COLUMNS:
+        _store_columns(
+            values, column_data, column_scale, group_start, group_length, token, token_tile, column_tile, padded_tokens, width, POW2,
+            GROUPED, EPSILON, LARGEST, TILE,
+        )  # fmt: skip
+
+
+def quantize_activation(
+    x: torch.Tensor, scale_format: str, *, rows: bool, columns: bool, groups: TokenGroups | None = None
+) -> tuple[QuantizedPair | None, QuantizedPair | None]:
+    """Return (rows, columns) of x `[T, K]` in BF16, FP16 or float32: each a pair (E4M3 data, float32 scales) in the layout of the module
+    docstring, or None if not requested.
+
+    With `groups`, the tokens are spread to the padded rows of the groups, and `columns` data is flat: `[K, length]` of one group after the
+    other. Raise ValueError if K is not a multiple of 128 or the groups have another number of tokens.
+    """
+    tokens, width = x.shape
+    if width % BLOCK or (groups is not None and len(groups.places) != tokens):
+        raise ValueError(f"x {list(x.shape)}: the width must be a multiple of {BLOCK}, and groups must have all tokens")
+    row_pair, column_pair = allocate(tokens if groups is None else groups.rows, width, x.device, rows=rows, columns=columns)
+    _launch(x.contiguous(), scale_format, row_pair, column_pair, groups)
+    return row_pair, flatten_groups(column_pair, groups)
+
+
+def allocate(
+    tokens: int, width: int, device: torch.device, *, rows: bool, columns: bool, row_multiple: int = 1, column_multiple: int = BLOCK
+) -> tuple[QuantizedPair | None, QuantizedPair | None]:
+    """Return uninitialized (rows, columns) in the layout of the module docstring, with tokens padded to the multiples."""
+    empty: Any = lambda *shape, dtype: torch.empty(shape, dtype=dtype, device=device)  # noqa: E731
+    row_pair = column_pair = None
+    if rows:
+        count = _round_up(tokens, row_multiple)
+        row_scale = empty(width // BLOCK, _round_up(count, 4), dtype=torch.float32)
+        row_pair = empty(count, width, dtype=torch.float8_e4m3fn), row_scale.t()[:count]
+    if columns:
+        count = _round_up(tokens, column_multiple)
+        column_pair = empty(width, count, dtype=torch.float8_e4m3fn), empty(-(-tokens // BLOCK), width, dtype=torch.float32).t()
+    return row_pair, column_pair
+
+
+def flatten_groups(columns: QuantizedPair | None, groups: TokenGroups | None) -> QuantizedPair | None:
+    """Return `columns`, with flat data if there are groups."""
+    return columns if columns is None or groups is None else (columns[0].flatten(), columns[1])
+
+
+def _round_up(count: int, multiple: int) -> int:
+    return -(-count // multiple) * multiple
+
+
+def quantize_into(x: torch.Tensor, data: torch.Tensor, scale: torch.Tensor, scale_format: str) -> None:
+    """Write Q_1x128(x) into the caller's tensors. Raise ValueError for other shapes or dtypes.
+
+    Args:
+        x: `[T, K]` in BF16, FP16 or float32, contiguous; K a multiple of 128.
+        data: E4M3 `[T, K]`, contiguous.
+        scale: float32 `[T, K/128]` with any strides.
+    """
+    tokens, width = x.shape
+    fits = width % BLOCK == 0 and data.shape == x.shape and scale.shape == (tokens, width // BLOCK)
+    if not (fits and x.is_contiguous() and data.is_contiguous()) or data.dtype != torch.float8_e4m3fn or scale.dtype != torch.float32:
+        raise ValueError(
+            f"x {list(x.shape)}, data {list(data.shape)} {data.dtype} and scales {list(scale.shape)} {scale.dtype} do not match"
+        )
+    _launch(x, scale_format, (data, scale), None, None)
+
+
+def _launch(
+    x: torch.Tensor, scale_format: str, rows: QuantizedPair | None, columns: QuantizedPair | None, groups: TokenGroups | None
+) -> None:
+    """Fill each pair (E4M3 data, scales) that is not None."""
+    tokens, width = (len(x) if groups is None else groups.rows), x.shape[1]
+    blocks = -(-tokens // BLOCK)
+    unused = torch.empty(0, dtype=torch.uint8, device=x.device), torch.empty(0, dtype=torch.float32, device=x.device)
+    row_data, row_scale = (rows[0].view(torch.uint8), rows[1]) if rows else unused
+    column_data, column_scale = (columns[0].view(torch.uint8), columns[1]) if columns else unused
+    tables = (groups.sources, *groups.tiles) if groups is not None else (unused[1],) * 3
+    if not tokens:
+        return
+    quantize_tile[(blocks, width // BLOCK)](
+        x, row_data, row_scale, column_data, column_scale, *tables, tokens, blocks * BLOCK, width, row_scale.stride(-1),
+        row_scale.stride(0), POW2=scale_format == "pow2", ROWS=rows is not None, COLUMNS=columns is not None, GROUPED=groups is not None,
+        EPSILON=AMAX_EPSILON, LARGEST=E4M3_MAX, TILE=BLOCK, **LAUNCH,
+    )  # fmt: skip

@@ -1,0 +1,60 @@
+"""The Triton kernel of `kernels.rope.reference`. Import this file inside functions: Triton comes with GPU builds of torch only."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+LAUNCH = {"num_warps": 4, "enable_fp_fusion": False}
+"""Multiply-adds are fused only where the kernel calls `tl.fma`."""
+
+
+@triton.jit
+def rotate_token(
+    x, result, cos, sin, positions, heads, token_stride, head_stride, sign, START: tl.constexpr, WIDTH: tl.constexpr, PAIRS: tl.constexpr,
+    INTERLEAVED: tl.constexpr, HEADS_TILE: tl.constexpr, PAIRS_TILE: tl.constexpr, WIDTH_TILE: tl.constexpr,
+):  # fmt: skip
+    """One program per token: x [t, heads, WIDTH] of any strides but the last, `result` contiguous, tables [positions, PAIRS]."""
+    token = tl.program_id(0).to(tl.int64)
+    head, pair = tl.arange(0, HEADS_TILE)[:, None], tl.arange(0, PAIRS_TILE)[None, :]
+    source = x + token * token_stride + head * head_stride
+    target = result + (token * heads + head) * WIDTH
+    row = tl.load(positions + token).to(tl.int64) * PAIRS + pair
+    c = tl.load(cos + row, mask=pair < PAIRS, other=0.0)
+    s = tl.load(sin + row, mask=pair < PAIRS, other=0.0) * sign
+    inside = (head < heads) & (pair < PAIRS)
+    first = START + (2 * pair if INTERLEAVED else pair)
+    second = first + (1 if INTERLEAVED else PAIRS)
+    a = tl.load(source + first, mask=inside, other=0.0).to(tl.float32)
+    b = tl.load(source + second, mask=inside, other=0.0).to(tl.float32)
+    c, s = tl.broadcast_to(c, a.shape), tl.broadcast_to(s, a.shape)
+    tl.store(target + first, tl.fma(a, c, -(b * s)).to(result.dtype.element_ty), mask=inside)
+    tl.store(target + second, tl.fma(a, s, b * c).to(result.dtype.element_ty), mask=inside)
+    if WIDTH > 2 * PAIRS:
+        number = tl.arange(0, WIDTH_TILE)[None, :]
+        others = (head < heads) & (number < WIDTH) & ((number < START) | (number >= START + 2 * PAIRS))
+        tl.store(target + number, tl.load(source + number, mask=others), mask=others)
+
+
+def rotate(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor, start: int, sign: float, interleaved: bool
+) -> torch.Tensor:
+    """Return x `[t, heads, d]` with each head rotated from element `start` on, contiguous. Raise ValueError if shapes do not match.
+
+    Args:
+        cos, sin: float32 `[positions, pairs]`.
+        positions: `[t]`.
+    """
+    (tokens, heads, width), pairs = x.shape, cos.shape[1]
+    if positions.shape != (tokens,) or cos.shape != sin.shape or start + 2 * pairs > width:
+        raise ValueError(f"x {list(x.shape)}, tables {list(cos.shape)} and positions {list(positions.shape)} do not match")
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    result = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if tokens:
+        rotate_token[(tokens,)](
+            x, result, cos, sin, positions, heads, x.stride(0), x.stride(1), sign, START=start, WIDTH=width, PAIRS=pairs,
+            INTERLEAVED=interleaved, HEADS_TILE=triton.next_power_of_2(heads), PAIRS_TILE=triton.next_power_of_2(pairs),
+            WIDTH_TILE=triton.next_power_of_2(width), **LAUNCH,
+        )  # fmt: skip
+    return result

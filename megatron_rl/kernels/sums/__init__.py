@@ -1,0 +1,1 @@
+"""Sums in the fixed order of the contract's tree."""

@@ -1,0 +1,126 @@
+"""Sums in the order of a fixed binary tree, so that their bits do not depend on how tensor-parallel ranks share the addends.
+
+A row-parallel layer's sum over K numbers has ceil(K / 128) leaves, each the product of 128 numbers of a row and of a weight. A node of n
+leaves adds the sum of its first ceil(n / 2) leaves and the sum of the rest. All sums are FP32; the root is rounded once to the dtype of the
+layer. If `tp` ranks, a power of two, have equally many whole leaves, the leaves of a rank are a node: the rank sends one number per result,
+and tp 1, 2, 4 and 8 give the same bits. The method follows the tree-based invariant kernels of arXiv 2511.17826.
+
+A softmax over the vocabulary sums its exponentials in equal parts, whose number is a power of two, and adds the parts by the tree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from megatron_rl.kernels.batch_invariant import apply_with_min_rows, bf16_operands
+from parallel.row_sums import GATHERED_WHOLE, LEAF, halve
+
+MAX_VOCABULARY_PARTS = 64
+_TILE_ROWS, _TILE_COLUMNS = 512, 256
+"""Tile of a node's results that fits in the cache of a core."""
+_FEW_ROWS = 64
+"""With up to this many rows, columns are not tiled: reading the weight dominates the time of a decoded token."""
+
+
+def multiply(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return x . W^T, float32 `[..., N]`, by the tree over this rank's leaves; x `[..., K]` and weight `[N, K]` in BF16 or float32.
+
+    The bits of a row do not depend on other rows, but differ between CPU and GPU.
+    """
+    if x.is_cuda:
+        from megatron_rl.kernels.sums.triton import multiply_nodes
+
+        return add(multiply_nodes(x.reshape(-1, x.shape[-1]), weight).unbind()).unflatten(0, x.shape[:-1])
+    with bf16_operands(len(weight)) if x.dtype == torch.bfloat16 else nullcontext():
+        return _multiply(x.float(), weight)
+
+
+def multiply_blocks(x: tuple[torch.Tensor, ...], weight: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """Return `multiply` of (E4M3 data `[T, K]`, float32 scales `[T, K/128]`) and (data `[N, K]`, scales `[N/128, K/128]`) on a GPU, with
+    scales of any strides. Every leaf is a scaled product of the data."""
+    from megatron_rl.kernels.sums.triton import multiply_nodes
+
+    (x_data, x_scale), (weight_data, weight_scale) = x, weight
+    return add(multiply_nodes(x_data, weight_data, x_scale, weight_scale).unbind())
+
+
+def _multiply(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def multiply_rows(rows: torch.Tensor) -> torch.Tensor:
+        tiles = rows.tensor_split(max(len(rows) // _TILE_ROWS, 1))
+        parts = _cut_columns(weight) if len(rows) > _FEW_ROWS else [weight]
+        return torch.cat([torch.cat([_multiply_node(tile, part) for tile in tiles]) for part in parts], 1)
+
+    return apply_with_min_rows(multiply_rows, x)
+
+
+def _cut_columns(weight: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Return the float32 weights of tiles of at least `_TILE_COLUMNS` results."""
+    starts = range(0, len(weight), _TILE_COLUMNS)[: max(len(weight) // _TILE_COLUMNS, 1)]
+    return (weight[start:end].float() for start, end in zip(starts, [*starts[1:], len(weight)], strict=True))
+
+
+def _multiply_node(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    leaves = -(-x.shape[1] // LEAF)
+    if leaves <= 1:
+        return x @ weight.float().t()  # a leaf is converted to FP32 in the core's cache, where a whole weight would not fit
+    cut = halve(leaves) * LEAF
+    return _multiply_node(x[:, :cut], weight[:, :cut]).add_(_multiply_node(x[:, cut:], weight[:, cut:]))
+
+
+def add(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the sum of equal nodes, in order. The parts are not changed."""
+    if len(parts) == 1:
+        return parts[0]
+    cut = halve(len(parts))
+    return add(parts[:cut]) + add(parts[cut:])
+
+
+def reduce(partial: torch.Tensor, group: Any, dtype: torch.dtype, collectives: Any = dist) -> torch.Tensor:
+    """Return the sum over the ranks of a group of float32 `[T, ...]`, rounded to `dtype`, on every rank. `collectives` has the functions of
+    `torch.distributed` for this group."""
+    size = group.size()
+    if size == 1:
+        return partial.to(dtype)
+    if partial.numel() <= GATHERED_WHOLE:
+        return add(_gather(partial, group, collectives).chunk(size)).to(dtype)
+    rows = len(partial)
+    own = reduce_scatter(F.pad(partial, (0, 0) * (partial.dim() - 1) + (0, -rows % size)), group, dtype, collectives)
+    return _gather(own, group, collectives)[:rows]
+
+
+def _gather(x: torch.Tensor, group: Any, collectives: Any) -> torch.Tensor:
+    gathered = x.new_empty(group.size() * len(x), *x.shape[1:])
+    collectives.all_gather_into_tensor(gathered, x.contiguous(), group=group)
+    return gathered
+
+
+def reduce_scatter(partial: torch.Tensor, group: Any, dtype: torch.dtype, collectives: Any = dist) -> torch.Tensor:
+    """Return this rank's part `[T / tp, ...]` of `reduce`. Ranks exchange parts, and each rank adds those of its own rows."""
+    received = torch.empty_like(partial, memory_format=torch.contiguous_format)
+    collectives.all_to_all_single(received, partial.contiguous(), group=group)
+    return add(received.chunk(group.size())).to(dtype)
+
+
+def count_vocabulary_parts(vocabulary: int) -> int:
+    """Return the number of equal parts of a sum over the vocabulary: the largest power of two that divides it, up to 64."""
+    return min(vocabulary & -vocabulary, MAX_VOCABULARY_PARTS)
+
+
+def sum_vocabulary(values: torch.Tensor, vocabulary: int) -> torch.Tensor:
+    """Return the sums `[...]` of a rank's values `[..., vocabulary / tp]`, in no fixed order if the rank does not hold whole parts."""
+    part = vocabulary // count_vocabulary_parts(vocabulary)
+    if values.shape[-1] % part:
+        return values.sum(-1)
+    return add(values.unflatten(-1, (-1, part)).sum(-1).unbind(-1))
+
+
+def log_softmax(logits: torch.Tensor) -> torch.Tensor:
+    """Return the log-softmax of float32 `[n, vocabulary]`, summed by the tree."""
+    shifted = logits - logits.amax(-1, keepdim=True)
+    return shifted - sum_vocabulary(shifted.exp(), logits.shape[-1]).log().unsqueeze(-1)

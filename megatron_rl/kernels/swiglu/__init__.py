@@ -1,0 +1,1 @@
+"""SwiGLU, with and without quantization of its result."""

@@ -1,0 +1,179 @@
+"""The Triton kernels of `kernels.swiglu.reference`: SwiGLU and its gradient, written in the dtype of x or quantized without a BF16 copy.
+
+Values are rounded to the dtype of gate and up before they are quantized, so bytes and scales equal those of SwiGLU followed by
+`kernels.quantize.triton`, in the same layouts.
+
+Import this file inside functions: Triton comes with GPU builds of torch only.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from megatron_rl.kernels.experts.token_groups import TokenGroups
+from megatron_rl.kernels.quantize.triton import QuantizedPair, _store_columns, _store_rows, allocate, flatten_groups
+from megatron_rl.precision.contract import AMAX_EPSILON, E4M3_MAX
+from parallel.formats import BLOCK
+
+ROW_LAUNCH = {"num_warps": 4, "enable_fp_fusion": False}
+_COLUMNS = 1024
+"""Results per program."""
+
+
+@triton.jit
+def _multiply(gate, up):
+    """Return silu(gate) up of float32 values."""
+    return tl.div_rn(gate, 1.0 + tl.exp(-gate)) * up
+
+
+@triton.jit
+def _differentiate(gate, up, dy):
+    """Return the gradients of gate and up."""
+    share = tl.div_rn(tl.full(gate.shape, 1.0, tl.float32), 1.0 + tl.exp(-gate))
+    return dy * up * (share * (1.0 + gate * (1.0 - share))), dy * (gate * share)
+
+
+@triton.jit
+def multiply_row(x, result, width, COLUMNS: tl.constexpr):
+    """One program for COLUMNS results of a token: x [T, 2 width], result [T, width]."""
+    token, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = column < width
+    gate = tl.load(x + token * 2 * width + column, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(x + (token * 2 + 1) * width + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(result + token * width + column, _multiply(gate, up).to(result.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def differentiate_row(x, gradient, result, width, COLUMNS: tl.constexpr):
+    """One program for COLUMNS gradients of gate and of up of a token; `result` [T, 2 width]."""
+    token, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = column < width
+    gate = tl.load(x + token * 2 * width + column, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(x + (token * 2 + 1) * width + column, mask=inside, other=0.0).to(tl.float32)
+    dy = tl.load(gradient + token * width + column, mask=inside, other=0.0).to(tl.float32)
+    of_gate, of_up = _differentiate(gate, up, dy)
+    tl.store(result + token * 2 * width + column, of_gate.to(result.dtype.element_ty), mask=inside)
+    tl.store(result + (token * 2 + 1) * width + column, of_up.to(result.dtype.element_ty), mask=inside)
+
+
+def multiply(x: torch.Tensor) -> torch.Tensor:
+    """Return silu(gate) up `[..., F]` of x `[..., 2 F]`."""
+    x, width = x.contiguous(), x.shape[-1] // 2
+    result = torch.empty(*x.shape[:-1], width, dtype=x.dtype, device=x.device)
+    if result.numel():
+        multiply_row[(result.numel() // width, triton.cdiv(width, _COLUMNS))](x, result, width, COLUMNS=_COLUMNS, **ROW_LAUNCH)
+    return result
+
+
+def differentiate(x: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """Return the gradient of x `[..., 2 F]` for the gradient `[..., F]` of the result."""
+    x, gradient, width = x.contiguous(), gradient.contiguous(), gradient.shape[-1]
+    result = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if result.numel():
+        grid = gradient.numel() // width, triton.cdiv(width, _COLUMNS)
+        differentiate_row[grid](x, gradient, result, width, COLUMNS=_COLUMNS, **ROW_LAUNCH)
+    return result
+
+
+TILE_LAUNCH = {"num_warps": 16, "enable_fp_fusion": False}
+
+
+@triton.jit
+def _load_halves(gate_up, token, column, tokens, width):
+    """Return gate and up, float32, and the mask of existing tokens."""
+    inside = (token < tokens)[:, None]
+    source = gate_up + token[:, None] * 2 * width + column[None, :]
+    gate, up = tl.load(source, mask=inside, other=0.0), tl.load(source + width, mask=inside, other=0.0)
+    return gate.to(tl.float32), up.to(tl.float32), inside
+
+
+@triton.jit
+def _load_gradients(gate_up, gradient, token, column, tokens, width):
+    """Return the rounded gradients of gate and up."""
+    gate, up, inside = _load_halves(gate_up, token, column, tokens, width)
+    dy = tl.load(gradient + token[:, None] * width + column[None, :], mask=inside, other=0.0).to(tl.float32)
+    of_gate, of_up = _differentiate(gate, up, dy)
+    return of_gate.to(gate_up.dtype.element_ty), of_up.to(gate_up.dtype.element_ty)
+
+
+@triton.jit
+def _stack(a, b):
+    """[t, c] and [t, c] -> [2 t, c]."""
+    return tl.reshape(tl.permute(tl.join(a, b), (2, 0, 1)), (2 * a.shape[0], a.shape[1]))
+
+
+@triton.jit
+def quantize_swiglu_tile(
+    gate_up, gradient, row_data, row_scale, column_data, column_scale, group_start, group_length, tokens, row_tokens, column_tokens,
+    width, row_scale_stride, POW2: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BACKWARD: tl.constexpr, GROUPED: tl.constexpr,
+    EPSILON: tl.constexpr, LARGEST: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """One program per 128x128 tile of SwiGLU's result [tokens, width]. BACKWARD: per tile of its gradient, which gives two tiles of the
+    gradient of gate_up [tokens, 2 width]."""
+    token_tile, column_tile = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    token = token_tile * TILE + tl.arange(0, TILE)
+    column = column_tile * TILE + tl.arange(0, TILE)
+    halves: tl.constexpr = 2 if BACKWARD else 1
+    if BACKWARD:  # in two steps, since both halves would not fit in registers
+        HALF: tl.constexpr = TILE // 2
+        first = token_tile * TILE + tl.arange(0, HALF)
+        a, b = _load_gradients(gate_up, gradient, first, column, tokens, width)
+        c, d = _load_gradients(gate_up, gradient, first + HALF, column, tokens, width)
+        result, second = _stack(a, c), _stack(b, d)
+    else:
+        gate, up, _ = _load_halves(gate_up, token, column, tokens, width)
+        result = _multiply(gate, up).to(gate_up.dtype.element_ty)
+    for half in tl.static_range(halves):
+        values, tile = (second if half else result).to(tl.float32), column_tile + half * (width // TILE)
+        if ROWS:
+            _store_rows(
+                values, row_data, row_scale, token, tile, row_tokens, halves * width, row_scale_stride, 1, POW2, EPSILON, LARGEST, TILE
+            )  # fmt: skip
+        if COLUMNS:
+            _store_columns(
+                values, column_data, column_scale, group_start, group_length, token, token_tile, tile, column_tokens, halves * width, POW2,
+                GROUPED, EPSILON, LARGEST, TILE,
+            )  # fmt: skip
+
+
+def quantize_swiglu(
+    gate_up: torch.Tensor,
+    gradient: torch.Tensor | None,
+    scale_format: str,
+    *,
+    rows: bool,
+    columns: bool,
+    groups: TokenGroups | None = None,
+    **multiples: int,
+) -> tuple[QuantizedPair | None, QuantizedPair | None]:
+    """Return (rows, columns), quantized, of SwiGLU's result `[T, F]` for gate_up `[T, 2 F]`. Given the gradient `[T, F]` of the result,
+    return those of the gradient of gate_up `[T, 2 F]`.
+
+    `groups` are those of `quantize_activation`, `multiples` are arguments of `allocate`. Raise ValueError if F is not a multiple of 128 or
+    the shapes do not match.
+    """
+    tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
+    fits = gate_up.shape[1] % (2 * BLOCK) == 0 and (
+        gradient is None or (gradient.shape, gradient.dtype) == ((tokens, width), gate_up.dtype)
+    )
+    if not fits or (groups is not None and groups.rows != tokens):
+        raise ValueError(f"gate_up {list(gate_up.shape)}: both halves must be multiples of {BLOCK}, and gradient and groups must match")
+    gate_up = gate_up.contiguous()
+    of_result = width if gradient is None else 2 * width
+    row_pair, column_pair = allocate(tokens, of_result, gate_up.device, rows=rows, columns=columns, **multiples)
+    unused: Any = torch.empty(0, dtype=torch.uint8, device=gate_up.device)
+    row_data, row_scale = (row_pair[0].view(torch.uint8), row_pair[1]) if row_pair else (unused, unused)
+    column_data, column_scale = (column_pair[0].view(torch.uint8), column_pair[1]) if column_pair else (unused, unused)
+    group_start, group_length = (unused, unused) if groups is None else groups.tiles
+    if tokens:
+        quantize_swiglu_tile[(-(-tokens // BLOCK), width // BLOCK)](
+            gate_up, unused if gradient is None else gradient.contiguous(), row_data, row_scale, column_data, column_scale,
+            group_start, group_length, tokens, len(row_pair[0]) if row_pair else 0, column_pair[0].shape[1] if column_pair else 0,
+            width, row_scale.stride(-1), POW2=scale_format == "pow2", ROWS=rows, COLUMNS=columns, BACKWARD=gradient is not None,
+            GROUPED=groups is not None, EPSILON=AMAX_EPSILON, LARGEST=E4M3_MAX, TILE=BLOCK, **TILE_LAUNCH,
+        )  # fmt: skip
+    return row_pair, flatten_groups(column_pair, groups)

@@ -1,0 +1,1 @@
+"""Log-probs and entropies over a sharded vocabulary."""

@@ -1,0 +1,82 @@
+"""Core attention: softmax over keys, weighted sum of values, and the emulation of an E4M3 KV cache."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+
+from megatron_rl.kernels import batch_invariant
+from megatron_rl.mcore.passes.packed_sequences import attend_packed
+from megatron_rl.precision import kv_cache
+
+
+class CoreAttention(MegatronModule):
+    """Causal attention with grouped-query heads. Uses torch's fused operator on a GPU, and the engine's operator on a CPU.
+
+    Packed sequences: [t, heads, d] with `packed_seq_params` from `make_packed_params` -> [t, heads * d]. A context-parallel rank passes its
+    own positions of the row. A batch: [s, b, heads, d], padded at the end -> [s, b, heads * d].
+
+    With `quantizes_kv`, keys and values are rounded like in the engine's E4M3 cache, by the fixed scales `kv_scales` (float32 [2], keys and
+    values) if there are any (`mcore.weights.cache_scales`).
+    """
+
+    kv_scales: torch.Tensor | None
+    kv_amax: torch.Tensor | None = None  # float32 [2]: largest magnitudes of keys and values, while they are being collected
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        **_: Any,
+    ) -> None:
+        super().__init__(config=config)
+        self.softmax_scale = softmax_scale
+        self.quantizes_kv, self.layer_number = config.quantize_kv, layer_number
+        self.register_buffer("kv_scales", torch.ones(2) if config.scale_kv_by_layer else None)
+
+    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **options: Any) -> torch.Tensor:
+        packed = options.get("packed_seq_params")
+        if self.kv_amax is not None:
+            seen = torch.stack([x.detach().abs().amax() for x in (key, value)])
+            torch.maximum(self.kv_amax, seen.float(), out=self.kv_amax)
+        if self.quantizes_kv:
+            key, value = self.pass_through_cache(key, value)
+        if packed is not None:
+            return attend_packed(query, key, value, packed, self.softmax_scale).flatten(1)
+        if self.config.context_parallel_size > 1:
+            raise NotImplementedError("context parallelism supports only packed sequences")
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # [s, b, h, d] -> [b, h, s, d]
+        if q.is_cuda:
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.softmax_scale, enable_gqa=True)
+        else:
+            out = batch_invariant.causal_attention(q, k, v, self.softmax_scale)
+        return out.permute(2, 0, 1, 3).flatten(2)
+
+    def pass_through_cache(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return keys and values as read back from an E4M3 cache."""
+        if self.kv_scales is not None:
+            key_scale, value_scale = self.kv_scales.unbind()
+            return kv_cache.round_trip_with_scale(key, key_scale), kv_cache.round_trip_with_scale(value, value_scale)
+        return kv_cache.round_trip(key), kv_cache.round_trip(value)
+
+
+class AbsorbedCoreAttention(CoreAttention):
+    """Attention over latents, followed by each head's product with its part V [h, v, rank] of kv_b, which is passed as `value`. Packed
+    sequences only: [t, h, rank + rope] and [t, 1, rank + rope] -> [t, h * v]."""
+
+    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **options: Any) -> torch.Tensor:
+        heads, _, rank = value.shape
+        attended = super().forward(query, key, key[..., :rank], attention_mask, **options)
+        return batch_invariant.multiply_heads(attended.unflatten(-1, (heads, rank)), value).flatten(-2)
+
+    def pass_through_cache(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys are latents and rotated positions, values are the latents. The cache holds both parts with a scale for each."""
+        latents = kv_cache.round_trip(value)
+        return torch.cat([latents, kv_cache.round_trip(key[..., value.shape[-1] :])], -1), latents

@@ -1,0 +1,70 @@
+"""Megatron's embedding and linear layers in high precision."""
+
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import ColumnParallelLinear, VocabParallelEmbedding
+from megatron.core.tensor_parallel.layers import linear_with_frozen_weight, linear_with_grad_accumulation_and_async_allreduce
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+
+from megatron_rl.mcore.layers.linear.weight_gradient import take_weight, take_weights
+
+
+class PlainColumnParallelLinear(ColumnParallelLinear):
+    """Column-parallel layer in which each of two concurrent micro-batches adds its gradient to the buffer itself."""
+
+    def forward(self, *args: Any, **options: Any) -> Any:
+        with take_weights(self):
+            return super().forward(*args, **options)
+
+
+class Embedding(VocabParallelEmbedding):
+    """The same for the embedding."""
+
+    def forward(self, input_: Any) -> Any:
+        with take_weights(self):
+            return super().forward(input_)
+
+
+def install_embedding(model: GPTModel) -> None:
+    """Turn the embedding of a built model into an `Embedding`; Megatron hard-codes its class."""
+    if model.pre_process:
+        model.embedding.word_embeddings.__class__ = Embedding
+
+
+class ReplicatedLinear(MegatronModule):
+    """y = x W^T with the whole W [N, K] on every tensor-parallel rank. Returns (y, None) like Megatron's linear layers. Under sequence
+    parallelism, each rank sees a part of the tokens; the weight's tag makes Megatron sum its gradient over the ranks."""
+
+    def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **_: Any) -> None:
+        super().__init__(config)
+        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+        self.weight = torch.nn.Parameter(torch.empty(output_size, input_size, dtype=config.params_dtype, device=device))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
+        group = parallel_state.get_tensor_model_parallel_group()
+        return self._forward_impl(x, self.weight, allreduce_dgrad=False, sequence_parallel=False, tp_group=group), None
+
+    def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, **options: Any) -> torch.Tensor:
+        multiply: Any = linear_with_grad_accumulation_and_async_allreduce if weight.requires_grad else linear_with_frozen_weight
+        return multiply(input, take_weight(weight), bias=None, gradient_accumulation_fusion=False, **options)
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: dict | None = None) -> Any:
+        return make_sharded_tensors_for_checkpoint(self.state_dict(keep_vars=True), prefix, {}, sharded_offsets)
+
+
+class AbsorbedLinear(ColumnParallelLinear):
+    """MLA's kv_b, which the attention absorbs: `forward` returns the weight instead of a product."""
+
+    def forward(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return the weight [N / tp, K], with gradient."""
+        return self.read_values(dtype)
+
+    def read_values(self, dtype: torch.dtype) -> torch.Tensor:
+        values: torch.Tensor = take_weight(self.weight).to(dtype)
+        return values

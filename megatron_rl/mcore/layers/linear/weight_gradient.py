@@ -1,0 +1,75 @@
+"""Weight gradients that are added directly to Megatron's FP32 buffer.
+
+With two concurrent micro-batches (`mcore.passes.two_batch`), a weight has two gradients in one backward pass. Autograd would add them in
+the weight's dtype. Instead, each is added to the buffer, and autograd receives none.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from megatron_rl.mcore.passes import two_batch
+
+
+class WeightGradient:
+    """Accumulates a weight's gradient in FP32, in Megatron's buffer if there is one (its fused-accumulation protocol)."""
+
+    def __init__(self, weight: Any) -> None:
+        self._weight, self._has_buffer = weight, hasattr(weight, "main_grad")
+        self._sum = weight.main_grad if self._has_buffer else torch.zeros_like(weight, dtype=torch.float32)
+
+    def add(self, dy: torch.Tensor, x: torch.Tensor) -> None:
+        """Add dy^T . x for dy [T, N] and x [T, K]."""
+        if self._sum.dtype == dy.dtype:
+            self._sum.addmm_(dy.t(), x)
+        elif dy.is_cuda and self._sum.dtype == torch.float32:  # FP32 sums straight into the buffer
+            torch.addmm(self._sum, dy.t(), x, out_dtype=torch.float32, out=self._sum)
+        else:
+            self._sum += dy.t() @ x
+
+    def finish(self) -> torch.Tensor | None:
+        """Return the gradient for autograd."""
+        return hand_over_gradient(self._weight) if self._has_buffer else self._sum.to(self._weight.dtype)
+
+
+def hand_over_gradient(weight: Any) -> torch.Tensor | None:
+    """Tell Megatron that a gradient is in its FP32 buffer; return the gradient for autograd. This is None, or zeros if an embedding shares
+    the weight: DDP's hook then adds autograd's gradient to the buffer."""
+    weight.grad_added_to_main_grad = True
+    if getattr(weight, "zero_out_wgrad", False):
+        return weight.new_zeros(()).expand_as(weight)
+    weight.grad = weight.new_empty(()).expand_as(weight)  # DDP's hook requires a gradient and drops it; this one needs no memory
+    return None
+
+
+class _AddGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor) -> torch.Tensor:
+        ctx.weight = weight
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor | None:
+        ctx.weight.main_grad.add_(gradient)
+        return hand_over_gradient(ctx.weight)
+
+
+def take_weight(weight: Any) -> Any:
+    """Return a weight for autograd's operators that keeps the gradients of concurrent micro-batches apart."""
+    if weight is None or not two_batch.is_under_way() or not torch.is_grad_enabled() or not weight.requires_grad:
+        return weight
+    return _AddGradient.apply(weight)
+
+
+@contextmanager
+def take_weights(module: torch.nn.Module) -> Iterator[None]:
+    """Context manager: the module's own weights are replaced by `take_weight`. No turn may be given inside."""
+    taken = {name: take_weight(weight) for name, weight in module._parameters.items()} if two_batch.is_under_way() else {}
+    vars(module).update(taken)  # attributes are found before parameters
+    try:
+        yield
+    finally:
+        for name in taken:
+            del vars(module)[name]

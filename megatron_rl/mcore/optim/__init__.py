@@ -1,0 +1,1 @@
+"""The optimizer: data parallelism, the quantizing optimizer, learning rate, offloading, and the step response."""

@@ -1,0 +1,62 @@
+"""The optimizer of an actor and its learning rate schedule, both Megatron's own."""
+
+from typing import Any
+
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from megatron_rl.config import TrainConfig
+from megatron_rl.mcore.layers.linear.quantized_linear import QuantizedLinear
+from megatron_rl.mcore.names import global_name, iter_modules
+from megatron_rl.mcore.optim.master_slices import flatten_chained
+
+
+def build_optimizer(wrapped_chunks: list[Any], train: TrainConfig) -> Any:
+    """Return Megatron's distributed optimizer for chunks wrapped in DistributedDataParallel, with the masters of quantized layers."""
+    config, chunks = wrapped_chunks[0].config, [wrapped.module for wrapped in wrapped_chunks]
+    options = OptimizerConfig(
+        optimizer="adam",
+        lr=train.learning_rate,
+        min_lr=train.min_learning_rate,
+        weight_decay=train.weight_decay,
+        adam_beta1=train.adam_beta1,
+        adam_beta2=train.adam_beta2,
+        adam_eps=train.adam_eps,
+        clip_grad=train.clip_grad,
+        bf16=config.bf16,
+        params_dtype=config.params_dtype,
+        use_distributed_optimizer=True,
+    )
+    optimizer = get_megatron_optimizer(options, wrapped_chunks, use_gloo_process_groups=False)
+    layers = {global_name(chunk, f"{name}.weight"): layer for chunk, name, layer in iter_modules(chunks, QuantizedLinear)}
+    for part in flatten_chained(optimizer):
+        part.take_layers(layers)
+    return optimizer
+
+
+class LearningRateSchedule:
+    """Warm-up, then `train.decay_style`. A function of the number of completed steps, so there is no state to checkpoint.
+    `train.decay_steps` must be set (`TrainConfig.decay_over`) unless the rate is constant."""
+
+    def __init__(self, optimizer: Any, train: TrainConfig) -> None:
+        self._warmup_steps = train.warmup_steps
+        self._schedule = OptimizerParamScheduler(
+            optimizer,
+            init_lr=0.0,
+            max_lr=train.learning_rate,
+            min_lr=train.min_learning_rate,
+            lr_warmup_steps=train.warmup_steps,
+            lr_decay_steps=max(train.decay_steps, train.warmup_steps + 1),
+            lr_decay_style=train.decay_style,
+            start_wd=train.weight_decay,
+            end_wd=train.weight_decay,
+            wd_incr_steps=0,
+            wd_incr_style="constant",
+            wsd_decay_steps=train.wsd_decay_steps,
+            lr_wsd_decay_style="linear",
+        )
+
+    def __call__(self, done: int) -> float:
+        """Return the learning rate of the step after `done` completed steps."""
+        self._schedule.num_steps = done + (done < self._warmup_steps)  # Megatron's first warm-up step would have rate 0
+        return float(self._schedule.get_lr({}))

@@ -1,0 +1,41 @@
+"""Records the outputs of the trainer's operators for a batch, with columns in the engine's order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
+from megatron.core.models.gpt import GPTModel
+
+from megatron_rl.precision.graph.activation_hooks import TRAINER, attach_hooks, layer_hook_points
+
+HOOK_POINTS = (
+    ("embedding", None, "embedding"),
+    *layer_hook_points(TRAINER),
+    ("norm", None, "decoder.final_layernorm"),
+    ("lm_head", None, "output_layer"),
+)
+
+
+@contextmanager
+def record_activations(model: GPTModel) -> Iterator[dict[str, torch.Tensor]]:
+    """Context manager that yields a dictionary operator -> `[t, columns]`, in the order of computation, which a forward pass of one row
+    fills. Model parallelism is not supported."""
+    activations: dict[str, torch.Tensor] = {}
+
+    def record(op: str, values: torch.Tensor) -> None:
+        rows = values.flatten(1)  # [t, 1, ...], and [t, ...] around the attention of packed sequences
+        activations[op] = _to_engine_order(rows, model.config) if op.endswith(".qkv") else rows
+
+    with ExitStack() as hooks:
+        for handle in attach_hooks(model, HOOK_POINTS, record):
+            hooks.enter_context(handle)
+        yield activations
+
+
+def _to_engine_order(qkv: torch.Tensor, config: object) -> torch.Tensor:
+    """Reorder Megatron's `[q heads | k | v]` of each key-value head into all q, all k, all v."""
+    heads, groups = config.num_attention_heads, config.num_query_groups  # type: ignore[attr-defined]
+    parts = qkv.unflatten(-1, (groups, heads // groups + 2, -1)).split([heads // groups, 1, 1], dim=-2)
+    return torch.cat([part.flatten(-3) for part in parts], dim=-1)

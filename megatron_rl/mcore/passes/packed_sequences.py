@@ -1,0 +1,68 @@
+"""Megatron's parameters for sequences packed into one row [1, t]: its `thd` format. Nothing here waits for the device."""
+
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+
+from megatron_rl.kernels.attention import reference as packed_attention
+from megatron_rl.kernels.device_copy import copy_to_device
+from megatron_rl.kernels.rope.reference import Rotation
+from megatron_rl.mcore.passes.context_parallel import ContextShard
+
+
+@dataclass
+class PackedRowParams(PackedSeqParams):
+    """Megatron's parameters, plus those that our attention needs."""
+
+    lengths: list[int] = field(default_factory=list)  # number of positions of each sequence
+    groups: list[packed_attention.LengthGroup] = field(default_factory=list)  # sequences that attend in one batch; on a CPU only
+    shard: ContextShard | None = None  # this context-parallel rank's positions of the row
+    positions: torch.Tensor | None = None  # int64 [t / cp]: position of each token in its sequence
+    rotation: Rotation | None = None  # rotation of queries and keys, created by the first layer that needs it
+
+    def make_rotation(self, angles: torch.Tensor, interleaved: bool, scale: float = 1.0) -> Rotation:
+        """Return the row's rotation by `angles`, float32 [positions, pairs]."""
+        if self.rotation is None:
+            assert self.positions is not None
+            self.rotation = Rotation.from_angles(angles, self.positions, interleaved, scale)
+        return self.rotation
+
+
+def make_packed_params(lengths: list[int], shard: ContextShard, positions: torch.Tensor) -> PackedRowParams:
+    """Return the parameters of a row of sequences of the given lengths. `positions` is this rank's part [1, t / cp] of the row's
+    positions."""
+    device = shard.own_positions.device
+    starts = copy_to_device(torch.tensor(list(accumulate(lengths, initial=0)), dtype=torch.int32), device)
+    groups = packed_attention.group_by_length(lengths) if device.type == "cpu" else []
+    longest = max(lengths)  # exact: Megatron does not restart rotary positions if the table has t of them
+    return PackedRowParams(
+        "thd",
+        starts,
+        starts,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+        lengths=lengths,
+        groups=groups,
+        shard=shard,
+        positions=positions[0],
+    )
+
+
+def attend_packed(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, row: PackedRowParams, scale: float | None) -> torch.Tensor:
+    """Return the attention of a whole row. A context-parallel rank passes and receives its own positions."""
+    shard = row.shard
+    if shard is None or shard.size == 1:
+        return _attend(query, key, value, row, scale)
+    query, key, value = (shard.to_heads(x) for x in (query, shard.repeat_heads(key), shard.repeat_heads(value)))
+    return shard.to_positions(_attend(query, key, value, row, scale))
+
+
+def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, row: PackedRowParams, scale: float | None) -> torch.Tensor:
+    """Use the engine's operator on a CPU, FlashAttention on a GPU, and torch's fused attention for FP32, which FlashAttention lacks."""
+    if not query.is_cuda:
+        return packed_attention.grouped_attention(query, key, value, row.groups, scale)
+    if query.dtype is torch.float32:
+        return packed_attention.sdpa_per_sequence(query, key, value, row.lengths, scale)
+    return packed_attention.flash_attention(query, key, value, row.cu_seqlens_q, row.max_seqlen_q, scale)

@@ -1,0 +1,95 @@
+"""Sums over ranks. Replicas hold different sequences, and only the last pipeline stage has logits; tensor-parallel ranks hold equal values.
+
+A rank without values passes zeros or no names. All functions are collective.
+"""
+
+from collections.abc import Sequence
+from typing import TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from megatron_rl.batch.totals import Totals
+from megatron_rl.distributed import gather_from_ranks
+
+T = TypeVar("T")
+
+
+def sum_values(values: torch.Tensor) -> None:
+    """Sum a tensor in place over data-parallel replicas and pipeline stages."""
+    for group in _groups():
+        dist.all_reduce(values, group=group)
+
+
+def sum_by_name(sums: dict[str, float | torch.Tensor]) -> dict[str, float]:
+    """Sum numbers and scalar tensors (of one device) by name over data-parallel replicas and pipeline stages."""
+    tensors = {name: value for name, value in sums.items() if isinstance(value, torch.Tensor)}
+    numbers = torch.stack(list(tensors.values())).tolist() if tensors else []  # waits for the device once
+    values = {**cast(dict[str, float], sums), **dict(zip(tensors, numbers, strict=True))}
+    for group in _groups():
+        per_rank = gather_from_ranks(values, group)
+        names = dict.fromkeys(name for rank_values in per_rank for name in rank_values)
+        values = {name: sum(rank_values.get(name, 0.0) for rank_values in per_rank) for name in names}
+    return values
+
+
+def combine(totals: Totals) -> Totals:
+    """Return the combined totals of all replicas."""
+    return Totals.merge(gather_from_replicas(totals))
+
+
+def gather_from_replicas(value: T) -> list[T]:
+    """Return the small picklable value of every replica. All ranks of a replica pass the same value."""
+    return gather_from_ranks(value, parallel_state.get_data_parallel_group())
+
+
+def merge_replicas(by_sample: dict[int, T]) -> dict[int, T]:
+    """Return the values of all replicas' samples by sample number."""
+    return {number: value for part in gather_from_replicas(by_sample) for number, value in part.items()}
+
+
+def sum_over_replicas(*numbers: float) -> list[float]:
+    """Return the sums over replicas. All ranks of a replica pass the same numbers."""
+    return _reduce_numbers(numbers, dist.ReduceOp.SUM)
+
+
+def sum_samples(rows: torch.Tensor, numbers: Sequence[int], count: int) -> torch.Tensor:
+    """Return the sums [k] of float64 rows [own, k] over all replicas' samples, added in sample order whichever replica holds a sample.
+
+    Args:
+        numbers: sample number of each row.
+        count: number of samples over all replicas.
+    """
+    device = torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
+    of_all = torch.zeros(count, rows.shape[1], dtype=torch.float64, device=device)
+    of_all[torch.tensor(numbers, dtype=torch.long, device=device)] = rows.to(device)
+    dist.all_reduce(of_all, group=parallel_state.get_data_parallel_group())
+    return of_all.cpu().sum(0)
+
+
+def max_over_replicas(number: int) -> int:
+    """Return the maximum over replicas."""
+    return int(_reduce_numbers([number], dist.ReduceOp.MAX)[0])
+
+
+def _reduce_numbers(numbers: Sequence[float], operation: dist.ReduceOp.RedOpType) -> list[float]:
+    device = torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
+    values = torch.tensor(numbers, dtype=torch.float64, device=device)
+    dist.all_reduce(values, operation, group=parallel_state.get_data_parallel_group())
+    return values.tolist()
+
+
+def sum_stages(values: torch.Tensor) -> None:
+    """Sum a tensor in place over the pipeline stages of a replica."""
+    dist.all_reduce(values, group=parallel_state.get_pipeline_model_parallel_group())
+
+
+def sum_replica(values: torch.Tensor) -> None:
+    """Sum a tensor in place over all ranks of a replica."""
+    sum_stages(values)
+    dist.all_reduce(values, group=parallel_state.get_tensor_and_context_parallel_group())
+
+
+def _groups() -> tuple[dist.ProcessGroup, ...]:
+    return parallel_state.get_pipeline_model_parallel_group(), parallel_state.get_data_parallel_group()

@@ -1,0 +1,67 @@
+"""Distribution of samples to data-parallel replicas: the tensor-, pipeline- and context-parallel ranks that train on the same samples.
+
+Rank 0 sends each replica its samples in pieces of bounded size. They go to the replica's first rank, along its pipeline, and from there
+to all ranks of each stage. No rank but rank 0 ever holds more than its replica's share.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from megatron_rl.batch.packing import compute_costs, deal
+from megatron_rl.batch.sample_bytes import SampleBytes, read_samples
+from megatron_rl.batch.training_sample import TrainingSample
+from megatron_rl.distributed import is_rank0, run_on_rank0
+
+PIECE_BYTES = 16 << 20
+
+
+def count_replicas() -> int:
+    return parallel_state.get_data_parallel_world_size()
+
+
+def select_own(samples: Sequence[TrainingSample]) -> list[TrainingSample]:
+    """Return this replica's share of samples that every rank holds."""
+    shares = deal(compute_costs([sample.length for sample in samples]), count_replicas())
+    return [samples[index] for index in shares[parallel_state.get_data_parallel_rank()]]
+
+
+def scatter_samples(shares: Sequence[list[TrainingSample]]) -> list[TrainingSample]:
+    """Send each replica its samples; return this replica's, without fields that the trainer computes, as views of one buffer. Collective.
+    Rank 0 passes the share of each replica; other ranks pass nothing."""
+    outgoing = [SampleBytes(share) for share in shares] if is_rank0() else []
+    sizes = run_on_rank0(lambda: [samples.total for samples in outgoing])
+    replica, firsts = parallel_state.get_data_parallel_rank(), dist.get_process_group_ranks(parallel_state.get_data_parallel_group())
+    own = torch.empty(sizes[replica], dtype=torch.uint8)
+    for target in range(1, len(outgoing)):
+        for piece in outgoing[target].iterate(PIECE_BYTES):
+            _on_device(piece, partial(dist.send, dst=firsts[target]))
+    pieces = outgoing[0].iterate(PIECE_BYTES) if outgoing else None
+    for part in own.split(PIECE_BYTES):
+        if pieces is not None:
+            part.copy_(next(pieces))
+        _on_device(part, partial(_pass_on, received=pieces is not None))
+    return read_samples(own)
+
+
+def _pass_on(data: torch.Tensor, received: bool) -> None:
+    """Send `data` to every rank of the replica. `received` says that its first rank holds the data already."""
+    pipeline, stage = parallel_state.get_pipeline_model_parallel_group(), parallel_state.get_tensor_and_context_parallel_group()
+    if stage.rank() == 0:
+        if pipeline.rank() == 0 and not received:
+            dist.recv(data, 0)
+        if pipeline.size() > 1:
+            dist.broadcast(data, dist.get_global_rank(pipeline, 0), group=pipeline)
+    if stage.size() > 1:
+        dist.broadcast(data, dist.get_global_rank(stage, 0), group=stage)
+
+
+def _on_device(data: torch.Tensor, transfer: Callable[[torch.Tensor], object]) -> None:
+    """Transfer host memory in place, through the GPU if there is one."""
+    staged = data.cuda() if torch.cuda.is_available() else data
+    transfer(staged)
+    if staged is not data:
+        data.copy_(staged)

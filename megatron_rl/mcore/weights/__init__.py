@@ -1,0 +1,1 @@
+"""Loading, collecting and exporting weights, masters and adapters."""

@@ -1,0 +1,75 @@
+"""Renders both precision graphs as tables, one per kind of layer with a row per tensor, for a terminal or as an SVG image."""
+
+from __future__ import annotations
+
+import io
+
+from rich.console import Console
+from rich.table import Table
+from rich.terminal_theme import DEFAULT_TERMINAL_THEME
+from rich.text import Text
+
+from megatron_rl.precision.graph.graph import (
+    FORWARD,
+    Edge,
+    PrecisionGraph,
+    describe_differences,
+    fold_layers,
+    format_title,
+    split_by_layer,
+)
+
+_SVG_COLUMNS = 150
+_SVG = """<svg viewBox="0 0 {width} {height}" width="{width}" xmlns="http://www.w3.org/2000/svg">
+<style>.{unique_id}-matrix {{ font-family: monospace; font-size: {char_height}px; line-height: {line_height}px; }} {styles}</style>
+<defs>{lines}</defs><g class="{unique_id}-matrix">{backgrounds}{matrix}</g></svg>"""
+"""Rich's own template draws a window around the text and loads fonts from the network."""
+
+
+def print_graphs(training: PrecisionGraph, rollout: PrecisionGraph, console: Console | None = None) -> None:
+    """Print the forward pass of both sides for every kind of layer, and the backward pass of the trainer's linear layers."""
+    console, empty = console or Console(), PrecisionGraph((), ())
+    trained, served = split_by_layer(training), split_by_layer(rollout)
+    pairs = {layer: (trained.get(layer, empty), served.get(layer, empty)) for layer in {**trained, **served}}
+    for layers, (train, serve) in fold_layers(pairs):
+        edges = [{edge.key: edge for edge in graph.edges if edge.phase == FORWARD} for graph in (train, serve)]
+        rows = [(edges[0].get(key), edges[1].get(key)) for key in edges[0] | edges[1]]
+        forward = _make_table(f"{format_title(layers)}: forward", "tensor", "training", "rollout")
+        for pair in rows:
+            equal = len({edge and edge.format for edge in pair}) == 1
+            forward.add_row(_name_edge(pair[0] or pair[1]), *(_format_text(edge, equal) for edge in pair))
+        backward = _make_table(f"{format_title(layers)}: backward", "product", "operands")
+        for node in train.nodes:
+            if node.op in ("dgrad", "wgrad"):
+                operands = {f"{edge.tensor} {edge.format}": None for edge in train.edges if edge.target == node.name}
+                backward.add_row(node.name, ", ".join(operands))
+        for table in (forward, backward):
+            if table.row_count:
+                console.print(table, Text())
+
+
+def draw_svg(training: PrecisionGraph, rollout: PrecisionGraph) -> str:
+    """Return the tables of `print_graphs` as an SVG element, with the number of differences above them."""
+    console = Console(record=True, width=_SVG_COLUMNS, file=io.StringIO(), force_terminal=True)
+    count = len(describe_differences(rollout, training))
+    verdict = Text("The rollout is a subgraph of the training's forward pass.")
+    console.print(Text(f"{count} difference{'s' * (count > 1)}", "bold red") if count else verdict, Text())
+    print_graphs(training, rollout, console)
+    return console.export_svg(title="", code_format=_SVG, theme=DEFAULT_TERMINAL_THEME, unique_id="precision-graph")
+
+
+def _make_table(title: str, *columns: str) -> Table:
+    return Table(*columns, title=title, title_justify="left", box=None, pad_edge=False)
+
+
+def _name_edge(edge: Edge | None) -> str:
+    assert edge is not None
+    weight = f"{edge.target}.{edge.tensor}"
+    return weight if edge.source == weight else f"{edge.source} -> {edge.target} ({edge.tensor})"
+
+
+def _format_text(edge: Edge | None, equal: bool) -> Text:
+    """Return the precision, orange if quantized and red if the two sides differ."""
+    if edge is None:
+        return Text("-", "bold red")
+    return Text(str(edge.format), "bold red" if not equal else "dark_orange" if edge.format.quantized else "")

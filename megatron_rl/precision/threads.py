@@ -1,0 +1,79 @@
+"""Number of threads of torch's CPU operators. Operators whose bits depend on it run in one thread, others in all."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import torch
+
+_thread_counts: list[int] = []
+"""Counts that open contexts restore, outermost first."""
+
+
+def count_threads(processes: int) -> int:
+    """Return the threads of each of `processes` that share the cores of this one. A single process gets at most OMP_NUM_THREADS, which
+    torchrun sets to 1 for several processes."""
+    cores = len(os.sched_getaffinity(0))
+    wanted, *_nested = (os.environ.get("OMP_NUM_THREADS") or str(cores)).split(",")
+    return min(cores, int(wanted)) if processes == 1 else max(cores // processes, 1)
+
+
+def lend_threads(count: int) -> None:
+    """Let `all_threads` use `count` threads for the rest of the process, and run everything else in one thread."""
+    torch.set_num_threads(1)
+    _thread_counts.insert(0, count)
+
+
+@contextmanager
+def single_threaded() -> Iterator[None]:
+    """Context manager in which torch's CPU operators run in the calling thread only."""
+    with _threads(1):
+        yield
+
+
+@contextmanager
+def all_threads() -> Iterator[None]:
+    """Context manager that undoes `single_threaded`, for operators whose bits do not depend on the number of threads."""
+    with _threads(_count_all_threads()):
+        yield
+
+
+def run_in_parts(function: Callable[[slice], object], length: int, unit: int) -> None:
+    """Call `function` with slices of range(length), at most one per thread, and run operators single-threaded within. Slices start at
+    multiples of `unit` and are at least `unit` long, unless there is only one slice."""
+    units = length // unit
+    parts = min(_count_all_threads(), units)
+    if parts <= 1:
+        function(slice(length))
+        return
+    starts = [unit * (units * part // parts) for part in range(parts)]
+    with single_threaded():
+        list(_pool(parts).map(function, map(slice, starts, [*starts[1:], length])))
+
+
+@functools.cache
+def _pool(count: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(count, "operator", initializer=lambda: torch.set_num_threads(1))
+
+
+def _count_all_threads() -> int:
+    return _thread_counts[0] if _thread_counts else torch.get_num_threads()
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    if count == before:
+        yield
+        return
+    torch.set_num_threads(count)
+    _thread_counts.append(before)
+    try:
+        yield
+    finally:
+        _thread_counts.pop()
+        torch.set_num_threads(before)

@@ -1,0 +1,135 @@
+"""Sampling and scoring of groups. A group holds the completions of one problem.
+
+Each group is its own request, scored as soon as its completions have ended. Groups wait in one queue for room in the engines, so the group
+drawn first always begins first.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import time
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from queue import SimpleQueue
+
+from megatron_rl.config import Config
+from megatron_rl.errors import EngineLostError
+from megatron_rl.metrics import declare
+from megatron_rl.observability import hang_watchdog
+from megatron_rl.rewards.scorer import Scorer
+from megatron_rl.rollout.engine import Abort
+from megatron_rl.rollout.generation import Sampler
+from megatron_rl.types import Completion, Problem, SamplingParams
+
+GENERATE = declare("ahead/generate", "sampling this step's completions, in the background", "seconds")
+REWARD = declare("ahead/reward", "scoring this step's completions, after the last one had been sampled", "seconds")
+_FILL = 1.25
+"""Completions in the engines per completion decoded at once. The surplus stands by."""
+
+
+@dataclass(frozen=True)
+class GroupJob:
+    """What the groups of one round have in common."""
+
+    version: int
+    purpose: str
+    size: int
+    sampling: SamplingParams
+    wanted: int  # number of groups after which the remaining ones are aborted
+    owed: int = 0  # number of leading groups that are never aborted
+    staleness: int = 0
+
+    def choose(self, ended: Iterable[int]) -> list[int]:
+        """Return the numbers of the groups to take in ascending order, or [] if too few have ended. `ended`: numbers in order of ending."""
+        owed = [number for number in ended if number < self.owed]
+        others = [number for number in ended if number >= self.owed][: self.wanted - self.owed]
+        return sorted([*owed, *others]) if len(owed) + len(others) == self.wanted else []
+
+
+class GroupSampler:
+    """Samples and scores groups of completions in threads. `sampler` makes the completions of a group."""
+
+    def __init__(self, config: Config, sampler: Sampler, rewards: Scorer) -> None:
+        self._config, self._sampler, self._rewards = config, sampler, rewards
+        self._threads = self.make_threads(config.rollout.group_size)
+
+    def close(self) -> None:
+        """Begin no further group."""
+        self._sampler.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def make_threads(self, group_size: int) -> ThreadPoolExecutor:
+        """Return one thread per group that fits in the engines, so that further groups wait here, in order."""
+        most = self._config.rollout.engines * self._config.rollout.max_running_requests
+        return ThreadPoolExecutor(math.ceil(_FILL * most / group_size), thread_name_prefix="megatron-rl-group")
+
+    def sample(
+        self,
+        problems_P: Sequence[Problem],
+        job: GroupJob,
+        ended: dict[int, list[Completion]],
+        threads: ThreadPoolExecutor | None = None,
+    ) -> tuple[list[Completion], dict[str, float]]:
+        """Sample as many groups of the problems as `job` wants. Return their completions and the seconds of each phase.
+
+        Args:
+            ended: Finished groups by number. Groups that finish are added, even if others fail.
+            threads: Threads to run in instead of the shared ones.
+        """
+        start = time.perf_counter()
+        missing = [] if job.choose(ended) else [number for number in range(len(problems_P)) if number not in ended]
+        aborts = {number: Abort() if job.wanted < len(problems_P) else None for number in missing}
+        submit = (threads or self._threads).submit
+        futures = {submit(self._sample_group, problems_P[number], number, job, aborts[number]): number for number in aborts}
+        done = SimpleQueue[Future[tuple[list[Completion], float]]]()  # `as_completed` misses groups that `close` cancels
+        for future in futures:
+            future.add_done_callback(done.put)
+        generated, failures, enough = start, list[Exception](), not futures
+        for _ in futures:  # wait for all futures, so that none is still running on return
+            future = done.get()
+            if enough:
+                continue
+            try:
+                ended[futures[future]], ended_at = future.result()
+                generated = max(generated, ended_at)
+            except Exception as error:  # includes the cancellation of a group
+                failures.append(error)
+            enough = not failures and len(ended) >= job.wanted and bool(job.choose(ended))
+            for other, abort in zip(futures, aborts.values(), strict=True) if enough else ():
+                if not other.cancel() and abort:
+                    abort.request()
+        if failures:  # any other error takes precedence over a lost engine, which is recoverable
+            raise min(failures, key=lambda error: isinstance(error, EngineLostError))
+        completions_B = [member for number in job.choose(ended) for member in ended[number]]
+        return completions_B, {GENERATE: generated - start, REWARD: time.perf_counter() - generated}
+
+    def _sample_group(self, problem: Problem, number: int, job: GroupJob, abort: Abort | None) -> tuple[list[Completion], float]:
+        """Return a problem's scored completions, and the time at which they had been generated."""
+        members = range(number * job.size, (number + 1) * job.size)
+        samplings = [replace(job.sampling, seed=derive_seed(self._config.train.seed, job.version, job.purpose, index)) for index in members]
+        completions = self._sampler.sample([problem] * job.size, samplings, job.version, job.staleness, abort)
+        generated = time.perf_counter()
+        hang_watchdog.enter_phase("reward")
+        assign_rewards(completions, self._rewards)
+        return completions, generated
+
+
+def derive_seed(run: int, version: int, purpose: str, index: int) -> int:
+    """Return the 63-bit sampling seed of one completion. A resumed run samples what the uninterrupted run would have sampled."""
+    return int.from_bytes(hashlib.sha256(f"{run}/{version}/{purpose}/{index}".encode()).digest()[:8], "big") >> 1
+
+
+def assign_rewards(completions_B: Sequence[Completion], rewards: Scorer) -> None:
+    """Set the reward of each completion. A completion whose environment or agent failed has no verdict."""
+    own_B = [completion.own_reward for completion in completions_B]
+    rewards_B = rewards.score(
+        [completion.text for completion in completions_B],
+        [completion.problem for completion in completions_B],
+        [completion.total_sampled for completion in completions_B],
+        [completion.environment_error and f"{completion.finish_reason}: {completion.environment_error}" for completion in completions_B],
+        *([own_B] if any(own is not None for own in own_B) else []),
+    )
+    for completion, reward in zip(completions_B, rewards_B, strict=True):
+        completion.reward = reward

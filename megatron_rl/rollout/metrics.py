@@ -1,0 +1,156 @@
+"""Metrics of sampled completions, and the sample rows of the report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from megatron_rl.metrics import declare
+from megatron_rl.rollout.groups import GENERATE
+from megatron_rl.rollout.worker import RolloutBatch
+from megatron_rl.types import Completion
+
+T = TypeVar("T")
+_REWARD_MEAN = declare("reward/mean", "mean reward of the sampled completions", "number", "reward", progress="reward {:.3f}")
+_REWARD_STD = declare("reward/std", "standard deviation of the rewards")
+_REWARD_PART = declare("reward/part/{}", "mean of the reward function {}, before its weight")
+_REWARD_ERRORS = declare("reward/errors", "completions without a verdict", "count")
+_OVERLONG = declare("reward/overlong", "mean length penalty, in addition to the reward")
+_ACCURACIES = (
+    declare("accuracy/train", "share of correct completions, as sampled", "share", "correct", label="training", progress="train {:.1%}"),
+    declare("accuracy/level_{}", "share of correct completions, level {}", "share"),
+    declare("accuracy/source_{}", "share of correct completions, set {}", "share"),
+)
+_LENGTH_MEAN = declare("length/mean", "mean length of a completion, in sampled tokens", "number", "length (tokens)")
+_LENGTH_MAX = declare("length/max", "longest completion, in sampled tokens", "count", "length (tokens)", label="longest")
+_TRUNCATED = declare("length/truncated", "share of completions cut at the length limit", "share", "cut at the limit")
+_TOKENS = declare("tokens/generated", "tokens generated", "count")
+_SPEED = declare("tokens/per_second", "tokens per second of generation", "count", "tokens per second", progress="{:,.0f} tokens/s")
+_CACHED = declare("tokens/cached_share", "share of the prompts' tokens, of all turns, that came from the engines' prefix cache", "share")
+_ENVIRONMENT = (
+    declare("environment/turns", "mean number of the policy's turns in a completion"),
+    declare("environment/token_share", "share of the completions' tokens that the environment wrote", "share"),
+    declare("environment/tool_errors", "messages with which the environment refused a request of the policy", "count"),
+    declare("environment/errors", "completions whose environment failed", "count"),
+)
+_AGENT = (
+    declare("agent/calls", "mean number of the policy's answers in an episode"),
+    declare("agent/conversations", "mean number of an episode's conversations, each a training sample"),
+    declare("agent/read_share", "share of the conversations' tokens that are read and not trained on", "share"),
+    declare("agent/tool_errors", "answers with a malformed tool call", "count"),
+    declare("agent/errors", "episodes whose agent failed", "count"),
+    declare("agent/stopped", "episodes cut at agent.max_calls", "count"),
+)
+
+
+def compute_accuracies(completions: Sequence[Completion], overall: str, by_level: str, by_source: str) -> dict[str, float]:
+    """Return the share of correct completions, overall and per difficulty level. If there are several data sets, whose levels are not
+    comparable, return it per data set instead."""
+    verdicts_by_part: dict[Any, list[bool]] = {}
+    several = len({completion.problem.source for completion in completions}) > 1
+    for completion in completions:
+        part = completion.problem.source if several else completion.problem.level
+        verdicts_by_part.setdefault(part, []).append(completion.reward.correct)
+    accuracies = {overall: sum(completion.reward.correct for completion in completions) / len(completions)}
+    for part, verdicts in sorted(verdicts_by_part.items()) if len(verdicts_by_part) > 1 else []:
+        accuracies[(by_source if several else by_level).format(part)] = sum(verdicts) / len(verdicts)
+    return accuracies
+
+
+def compute_rollout_metrics(rollout: RolloutBatch) -> dict[str, float]:
+    """Return the metrics of rewards, accuracy, lengths and throughput of all completions sampled in one step."""
+    completions = [*rollout.completions_B, *rollout.discarded_B]
+    count = len(completions)
+    rewards = [completion.reward.value for completion in completions if not completion.reward.excluded] or [0.0]
+    lengths = [completion.total_sampled for completion in completions]
+    mean = sum(rewards) / len(rewards)
+    return {
+        _REWARD_MEAN: mean,
+        _REWARD_STD: (sum((reward - mean) ** 2 for reward in rewards) / len(rewards)) ** 0.5,
+        **_reward_parts(completions),
+        _REWARD_ERRORS: _count(completions, lambda completion: completion.reward.error),
+        _OVERLONG: sum(completion.length_penalty for completion in completions) / count,
+        **compute_accuracies(completions, *_ACCURACIES),
+        _LENGTH_MEAN: sum(lengths) / count,
+        _LENGTH_MAX: float(max(lengths)),
+        _TRUNCATED: _count(completions, lambda completion: completion.finish_reason == "length") / count,
+        _TOKENS: float(sum(lengths)),
+        _SPEED: sum(lengths) / rollout.seconds[GENERATE],
+        _CACHED: sum(completion.cached_tokens for completion in completions) / (sum(item.prompt_tokens for item in completions) or 1),
+        **(_environment_metrics(completions) if completions[0].calls is None else _agent_metrics(completions)),
+        **rollout.seconds,
+        **rollout.sampling,
+    }
+
+
+def _count(completions: Sequence[Completion], condition: Callable[[Completion], object]) -> float:
+    return float(sum(bool(condition(completion)) for completion in completions))
+
+
+def _reward_parts(completions: Sequence[Completion]) -> dict[str, float]:
+    """Return the mean of each reward function over the completions with a verdict. Empty if there is only one function."""
+    parts = [completion.reward.parts for completion in completions if completion.reward.parts]
+    return {_REWARD_PART.format(label): sum(part[label] for part in parts) / len(parts) for label in (parts[0] if parts else {})}
+
+
+def _environment_metrics(completions: Sequence[Completion]) -> dict[str, float]:
+    """Return the metrics of turns and of the environments' tokens and errors. Empty without environments."""
+    multi_turn = [completion for completion in completions if completion.dialogue]
+    if not multi_turn:
+        return {}
+    tokens = sum(len(completion.output_ids_T) for completion in multi_turn)
+    values = (
+        sum(completion.num_turns for completion in multi_turn) / len(multi_turn),
+        (tokens - sum(completion.sampled_count for completion in multi_turn)) / max(tokens, 1),
+        float(sum(completion.tool_errors for completion in multi_turn)),
+        _count(multi_turn, lambda completion: completion.environment_error),
+    )
+    return dict(zip(_ENVIRONMENT, values, strict=True))
+
+
+def _agent_metrics(completions: Sequence[Completion]) -> dict[str, float]:
+    count, conversations = len(completions), [each for completion in completions for each in completion.conversations]
+    tokens = sum(len(each.output_ids_T) for each in conversations)
+    values = (
+        sum(completion.calls or 0 for completion in completions) / count,
+        len(conversations) / count,
+        1 - sum(each.sampled_count for each in conversations) / max(tokens, 1),
+        float(sum(completion.tool_errors for completion in completions)),
+        _count(completions, lambda completion: completion.environment_error),
+        _count(completions, lambda completion: completion.finish_reason == "turns"),
+    )
+    return dict(zip(_AGENT, values, strict=True))
+
+
+def build_sample_rows(step: int, completions: Sequence[Completion], count: int) -> list[dict[str, Any]]:
+    """Return the report's rows of `count` completions, spread evenly over the step. `versions`: of the oldest and the newest token."""
+    return [
+        {
+            "step": step,
+            "problem": completion.problem.id,
+            "versions": _find_versions(step - 1, completion),
+            "level": completion.problem.level,
+            "prompt": completion.problem.prompt,
+            "completion": completion.text,
+            "answer": completion.problem.answer,
+            "reward": completion.reward.value,
+            "correct": completion.reward.correct,
+            "parts": completion.reward.parts,
+            "finish_reason": completion.finish_reason,
+            "error": completion.reward.error,
+            **({"dialogue": completion.dialogue} if completion.dialogue else {}),
+        }
+        for completion in select_evenly(completions, count)
+    ]
+
+
+def _find_versions(trained_at: int, completion: Completion) -> list[int]:
+    """Return the oldest and the newest policy version that sampled a token of a completion trained on at version `trained_at`."""
+    lags_T = completion.version_lags_T
+    return [trained_at] * 2 if lags_T is None or not len(lags_T) else [trained_at - int(lags_T.max()), trained_at - int(lags_T.min())]
+
+
+def select_evenly(values: Sequence[T], count: int) -> list[T]:
+    """Return `count` of the values, or all of them if there are fewer, spread evenly."""
+    count = min(count, len(values))
+    return [values[index * len(values) // count] for index in range(count)]

@@ -1,0 +1,201 @@
+"""The transfer of a sync: trainer ranks send chunks straight to the engine ranks, while the engine answers no request.
+
+Bytes are never dequantized, cast or quantized on the way. Memory overhead is two chunks per process (`parallel.transport.base`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TypeVar, cast
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megatron_rl.config.sync import SyncConfig
+from megatron_rl.distributed import Rank0, gather_from_ranks
+from megatron_rl.errors import EngineLostError, RunError
+from megatron_rl.rollout.engine import Engine
+from megatron_rl.sync.checks import check_one_host, check_transport
+from megatron_rl.sync.delta import MAX_DELTA_SHARE, Changes, DeltaBase, gather_changes
+from megatron_rl.sync.plan import SyncPlan
+from parallel.chunking import Chunk, resize
+from parallel.digest import as_byte_matrix
+from parallel.shards import NamedRect
+from parallel.transport.base import Link, Outbox
+from parallel.transport.pack import ChunkPacker, Difference, make_source_packer
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # the same in all containers of one machine
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Transferred:
+    nbytes: int  # bytes sent by all ranks
+    changed_share: float | None  # share of all bytes that differ from the base, or None if nothing was compared
+    sent: dict[int, str]  # digests of all ranks' chunks by chunk number; empty strings without hashing
+    arrived: dict[int, list[str]]  # digests of the engine's live weights, one per chunk, by engine rank; empty without hashing
+    hash_seconds: float  # longest time that a trainer rank spent on hashing
+
+
+class WeightTransfer:
+    """Sends a plan's chunks to the live engine. Every trainer rank constructs one; all methods are collective."""
+
+    def __init__(self, plan: SyncPlan, engine: Rank0[Engine], settings: SyncConfig, notify: Callable[[str], None]) -> None:
+        """Raises UserError for a transport that cannot work on these machines."""
+        self._plan, self._engine, self._settings, self._notify, self._rank = plan, engine, settings, notify, dist.get_rank()
+        check_transport(settings)
+        self._transport = settings.load_transport()
+        if (hosts := len(set(gather_from_ranks(_BOOT_ID.read_text())))) > 1:
+            check_one_host(settings, f"the trainer's ranks are on {hosts}")
+        self._outbox: Outbox | None = None
+        self._own_chunks = {number: chunk for number, chunk in enumerate(plan.chunks) if chunk.source == self._rank}
+        auto_pays = not self._transport.one_host and not torch.cuda.is_available()
+        self.keeps_base = not plan.frozen and (settings.delta == "on" or (settings.delta == "auto" and auto_pays))
+        """Whether syncs send deltas against a copy of the bytes of the last sync."""
+        self._base, self._base_is_proved = DeltaBase(), False
+        self._frozen_digests: dict[int, str] = {}
+        self._reported: set[str] = set()
+        self.total_bytes = sum(chunk.nbytes for chunk in plan.chunks)  # bytes of a sync that sends everything
+
+    def open(self) -> None:
+        """Open this rank's outbox, while the engine ranks open their inboxes. Does nothing if they are connected already."""
+        if self._outbox is not None:
+            return
+        chunks = self._plan.chunks
+        outbox = self._outbox = self._transport.make_outbox(self._settings, self._rank, chunks)
+        addresses = dict(enumerate(gather_from_ranks(outbox.address)))
+        link = Link(
+            self._settings.transport,
+            {str(rank): address for rank, address in addresses.items()},
+            sorted({chunk.source for chunk in chunks}),
+            sorted({chunk.target for chunk in chunks}),
+            max(chunk.nbytes for chunk in chunks),
+            self._settings.timeout,
+        )
+        self._engine.run(lambda engine: engine.connect(link, chunks, self._settings.staged))
+        self._run_on_all_ranks(lambda: outbox.open(addresses))
+
+    def close(self) -> None:
+        """Close the connection to the engine. The next transfer sends everything."""
+        self._base, self._base_is_proved = DeltaBase(), False
+        if self._outbox is not None:
+            self._outbox.close()
+            self._outbox = None
+            with contextlib.suppress(RunError):  # a lost engine cannot be disconnected
+                self._engine.run_local(lambda engine: engine.disconnect())
+
+    def run(self, named_tensors: dict[str, torch.Tensor], version: int, hashing: bool) -> Transferred:
+        """Bring the engine's live weights to `version`: send deltas if the last transfer was proved, everything otherwise."""
+        assert self._outbox is not None
+        base_is_proved, self._base_is_proved = self._base_is_proved, False  # until `mark_proved`
+        packer = make_source_packer(named_tensors, self._plan.chunks, self._rank)
+        changes = self._find_changes(packer, hashing) if base_is_proved else None
+        parts = resize(self._plan.chunks, changes.sizes) if changes else self._plan.chunks
+        self._engine.run(lambda engine: self._start_receiving(engine, hashing, parts if changes else ()))
+        results = self._run_on_all_ranks(lambda: self._send(packer, parts, changes.own if changes else {}, hashing))
+        arrived = self._engine.run(lambda engine: self._finish_receiving(engine, version, hashing))
+        sent = {number: digest for digests, _ in results for number, digest in digests.items()}
+        hash_seconds = max(seconds for _, seconds in results)
+        return Transferred(sum(part.nbytes for part in parts), changes.changed_share if changes else None, sent, arrived, hash_seconds)
+
+    def mark_proved(self, transferred: Transferred) -> None:
+        """Allow the next transfer to rely on what the engine holds now."""
+        self._base_is_proved = self.keeps_base or bool(self._plan.frozen)
+        self._frozen_digests = self._frozen_digests or transferred.sent
+
+    def _start_receiving(self, engine: Engine, hashing: bool, parts: Sequence[Chunk]) -> None:
+        """Let the engine receive all chunks, or, if given, only `parts` of them."""
+        if not self._settings.staged:
+            self._stop_serving(engine)
+        places: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        for part in parts:
+            places[part.target].append((part.offset, part.nbytes))
+        engine.start_receiving(hashing, places or None)
+
+    def _finish_receiving(self, engine: Engine, version: int, hashing: bool) -> dict[int, list[str]]:
+        if self._settings.staged:
+            self._stop_serving(engine)
+        arrived = engine.finish_receiving(hashing)
+        engine.end_sync(version)
+        return arrived
+
+    def _stop_serving(self, engine: Engine) -> None:
+        engine.pause(self._settings.running)
+        engine.begin_sync()
+
+    def _find_changes(self, packer: ChunkPacker, hashing: bool) -> Changes:
+        """Compare the live tensors of all ranks with the base, and decide how many bytes of each chunk to send."""
+        chunks = self._plan.chunks
+        if frozen := self._plan.frozen:  # the engine holds frozen chunks already; both sides still hash them
+            nothing = np.empty(0, np.uint8)
+            own = {number: Difference(self._frozen_digests.get(number, ""), 0, nothing) for number in frozen & self._own_chunks.keys()}
+            sizes = [0 if number in frozen else chunk.nbytes for number, chunk in enumerate(chunks)]
+            return Changes(own, sizes, sum(sizes) / self.total_bytes)
+        changes = gather_changes(self._base.compare(packer, self._own_chunks, hashing), chunks)
+        nbytes = sum(changes.sizes)
+        send_deltas = self._settings.delta == "on" or nbytes <= MAX_DELTA_SHARE * self.total_bytes
+        decision = "sending what changed" if send_deltas else "sending everything"
+        if decision not in self._reported:
+            self._reported.add(decision)
+            share = f"{changes.changed_share:.2%} of the bytes changed, and their deltas take {nbytes / self.total_bytes:.2%} of all bytes"
+            self._notify(f"sync.delta = {self._settings.delta}: {decision}; {share}")
+        return changes if send_deltas else replace(changes, sizes=[chunk.nbytes for chunk in chunks])
+
+    def _send(
+        self, packer: ChunkPacker, parts: Sequence[Chunk], differences: dict[int, Difference], hashing: bool
+    ) -> tuple[dict[int, str], float]:
+        """Send this rank's chunks, or the `parts` of them. Return their digests by chunk number, and the seconds spent on hashing."""
+        outbox = cast(Outbox, self._outbox)
+        digests = {number: difference.digest for number, difference in differences.items()}
+        hashed = dict[tuple[NamedRect, ...], str]()  # engines that get the same bytes share one digest
+        outbox.start([part for part in parts if part.nbytes])
+        for number, chunk in self._own_chunks.items():
+            if not (part := parts[number]).nbytes:
+                continue
+            flat, difference = as_byte_matrix(outbox.buffer(part)), differences.get(number)
+            if difference is not None and part.nbytes < chunk.nbytes:
+                flat[...] = difference.delta
+            elif difference is not None:
+                packer.pack(chunk.sources, flat, False)  # hashed during the comparison
+            else:
+                digest = packer.pack(chunk.sources, flat, hashing and chunk.sources not in hashed)
+                digests[number] = hashed.setdefault(chunk.sources, digest)
+                if self.keeps_base:
+                    self._base.remember(chunk, flat)
+            outbox.send(part)
+        outbox.finish()
+        return digests, packer.hash_seconds
+
+    def _run_on_all_ranks(self, step: Callable[[], T]) -> list[T]:
+        """Run `step` on every rank and return all results. If a rank fails, raise RunError on all ranks, with the engine's error."""
+        result, failure, lost = None, "", False
+        expected: tuple[type[Exception], ...] = (OSError, RuntimeError, *self._transport.lost_errors)
+        try:
+            result = step()
+        except expected as error:
+            failure = f"trainer rank {self._rank}: {error}"
+            lost = isinstance(error, self._transport.lost_errors)
+            if self._outbox is not None:
+                self._outbox.close()  # engine ranks that wait for this rank fail at once
+        outcomes = gather_from_ranks((result, failure, lost))
+        failures = [failure for _, failure, _ in outcomes if failure]
+        if failures:
+            reason, engine_lost = self._engine.run(_read_failure)
+            error_class = EngineLostError if engine_lost or any(lost for *_, lost in outcomes) else RunError
+            raise error_class(f"the sync broke: {failures[0]}" + (f"; {reason}" if reason else ""))
+        return [cast(T, result) for result, *_ in outcomes]
+
+
+def _read_failure(engine: Engine) -> tuple[str, bool]:
+    """Return the engine's error message after a failed transfer, and whether an engine is lost."""
+    try:
+        engine.finish_receiving(False)
+    except RunError as error:
+        return str(error), isinstance(error, EngineLostError)
+    return "", False

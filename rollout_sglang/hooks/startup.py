@@ -1,0 +1,104 @@
+"""Hooks on SGLang's start: forked child processes on a CPU, and the weights and adapters that are loaded."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_rl.hf.files import read_config
+from parallel.adapters import ENGINE_FILE, AdapterGeometry, is_adapter
+from parallel.digest import view_rect
+from parallel.model_geometry import ModelGeometry
+from parallel.sglang_shards import build_sglang_shards
+from rollout_sglang.hooks.adapters import read_settings
+from rollout_sglang.rank_handler import live_tensors
+
+NamedTensor = tuple[str, torch.Tensor]
+_SCALE = ".weight_scale_inv"
+
+
+def fork_children(original: Callable[..., Any], *args: Any) -> None:
+    """Wrap `_set_envs_and_config`: fork the schedulers and the detokenizer from the server. SGLang spawns new interpreters, as CUDA
+    needs them. Each would import torch and SGLang again, which takes 6 s of a core."""
+    original(*args)
+    gc.freeze()  # no process needs to collect what has been imported
+    multiprocessing.set_start_method("fork", force=True)
+
+
+def skip_freezing(_: Any) -> None:
+    """Replace `_freeze_gc_after_server_warmup`, because `fork_children` froze the garbage collector already. The server may not listen
+    yet at this point, and SGLang would log that with a traceback."""
+
+
+def make_up_weights(original: Callable[..., Any], model: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+    """Wrap `initialize_dummy_weights` of an engine that starts without weights: keep the values of all tensors that no sync replaces.
+    These are buffers and the scales of the KV cache. A positive scale would count as loaded, and kernels would multiply by it.
+    `kv_scales` are kept too, because they must be powers of two."""
+    filled = {tensor.data_ptr() for name, tensor in live_tensors(model).items() if not name.endswith(".kv_scales")}
+    kept = [(tensor, tensor.clone()) for tensor in model.state_dict().values() if tensor.data_ptr() not in filled]
+    original(model, *args, **kwargs)
+    for tensor, value in kept:
+        tensor.copy_(value)
+
+
+def keep_int8_layout(self: Any, layer: Any) -> None:
+    """Replace `W8A8Int8LinearMethod.process_weights_after_loading`, which transposes the weight at every call: after loading and at
+    every sync. Transpose the weight once, and only for the GPU kernel that needs it. On a CPU, where SGLang supports only AMX, keep [N,
+    K]."""
+    weight = layer.weight.detach()
+    transposed = weight.t() if weight.is_cuda and weight.is_contiguous() else weight
+    layer.weight = torch.nn.Parameter(transposed, requires_grad=False)
+    layer.weight_scale = torch.nn.Parameter(layer.weight_scale.detach(), requires_grad=False)
+
+
+def load_block_scales(original: Callable[..., Any], model: Any, weights: Iterable[NamedTensor]) -> Any:
+    """Wrap `LlamaForCausalLM.load_weights`: load the block scales of FP8 checkpoints with SGLang's own table of names. SGLang 0.5.23
+    looks for them under another name, warns, and serves uninitialized scales. Raise KeyError for the scale of a weight that is not FP8
+    in the engine."""
+    from sglang.srt.model_loader.auto_loader import LLAMA_STACKED_MAPPING
+
+    scales: list[NamedTensor] = []
+
+    def without_scales() -> Iterator[NamedTensor]:
+        for name, value in weights:
+            if name.endswith(_SCALE):
+                scales.append((name, value))
+            else:
+                yield name, value
+
+    result = original(model, without_scales())
+    parameters = dict(model.named_parameters())
+    for name, value in scales:
+        target = LLAMA_STACKED_MAPPING.try_load(name, value, parameters)
+        if target is None:
+            parameters[name].weight_loader(parameters[name], value)
+        elif target not in parameters:
+            raise KeyError(target)
+    return result
+
+
+def load_adapters(original: Callable[..., torch.nn.Module], self: Any, *, model_config: Any, **named: Any) -> torch.nn.Module:
+    """Wrap `DefaultModelLoader.load_model`: load each rank's part of the adapters from a file beside the model's. This serves engines
+    without a sync, as in `megatron-rl eval`. An engine that starts empty has a different loader."""
+    from safetensors import safe_open
+    from sglang.srt.runtime_context import get_parallel
+
+    model, folder = original(self, model_config=model_config, **named), Path(model_config.model_path)
+    settings, ranks = read_settings(), get_parallel()
+    adapters = AdapterGeometry(settings["rank"], tuple(settings["targets"]))
+    geometry = replace(ModelGeometry.from_hf_config(read_config(folder)), adapters=adapters)
+    shards = build_sglang_shards(geometry, ranks.tp_group.world_size, ranks.tp_group.rank_in_group, ranks.moe_ep_group.world_size)
+    live = live_tensors(model)
+    with safe_open(folder / ENGINE_FILE, framework="pt") as file:
+        for shard in (shard for shard in shards if is_adapter(shard.name)):
+            for region in shard.regions:
+                row, col, rows, cols = region.tensor_rect
+                part = file.get_slice(region.tensor.name)[row : row + rows, col : col + cols]
+                view_rect(live[shard.name], region.shard_rect).copy_(part)
+    return model

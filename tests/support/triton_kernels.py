@@ -1,0 +1,46 @@
+"""Helpers for tests of Triton kernels: Triton's interpreter, and compilation for Hopper, which needs no GPU."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import os
+import subprocess
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from support.processes import call_in_fresh_process
+
+TRITON = importlib.machinery.PathFinder.find_spec("triton")  # not util.find_spec, which finds SGLang's stub modules
+needs_triton = pytest.mark.skipif(TRITON is None, reason="Triton is not installed: GPU builds of torch bring it")
+
+
+def call_in_interpreter(function: Callable[[], None]) -> None:
+    """Call `function` in a process of its own, since Triton chooses its interpreter when it is first imported."""
+    call_in_fresh_process(function, TRITON_INTERPRET="1")
+
+
+def compile_for_hopper(
+    kernel: Any, launch: dict[str, Any], types: dict[str, str], fixed: dict[str, Any], multiples: tuple[str, ...]
+) -> tuple[str, str]:
+    """Return (PTX, report of the assembler).
+
+    Args:
+        types: Types of arguments that are not int32.
+        fixed: Values of all `constexpr` arguments.
+        multiples: Integer arguments that are multiples of 16, as all pointers are.
+    """
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.backends.nvidia.compiler import get_ptxas
+    from triton.compiler import ASTSource
+
+    names = kernel.arg_names
+    signature = {name: types.get(name, "constexpr" if name in fixed else "i32") for name in names}
+    aligned = [i for i, name in enumerate(names) if types.get(name, "").startswith("*") or name in multiples]
+    constants = {(names.index(name),): value for name, value in fixed.items()}
+    source = ASTSource(kernel, signature, constants, {(i,): [["tt.divisibility", 16]] for i in aligned})
+    ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=launch).asm["ptx"]
+    assembler = [get_ptxas(90).path, "-v", "--gpu-name=sm_90a", "-", "-o", os.devnull]
+    return ptx, subprocess.run(assembler, input=ptx, capture_output=True, text=True, check=True).stderr

@@ -1,0 +1,135 @@
+"""A backend that cannot run is refused before anything starts, with what is missing and how to get it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from examples.arithmetic.config import ArchitectureConfig
+from examples.arithmetic.new_model import make_hf_config
+from megatron_rl.config import Config, ModelConfig, PrecisionConfig, load_config
+from megatron_rl.config.sync import SyncConfig
+from megatron_rl.errors import UserError
+from megatron_rl.kernels.linear import requirements
+from megatron_rl.preflight import Facts, Needs, check, check_run
+from parallel.formats import FP8
+from parallel.layout import Layout
+from parallel.model_geometry import ModelGeometry
+
+GPU_BACKENDS = ("transformer_engine", "deep_gemm")
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """A machine on which every backend can run, as far as it can be asked."""
+    monkeypatch.setattr(torch.version, "cuda", "12.9")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100")
+    versions = {"sgl-deep-gemm": "0.2.3.post2", "triton": "3.9.0", "transformer-engine": "2.20.2"}
+    monkeypatch.setattr(requirements, "find_version", versions.get)
+    monkeypatch.setattr(requirements, "find_nvcc", lambda: "/usr/local/cuda/bin/nvcc")
+    return versions
+
+
+def check_machine(precision: PrecisionConfig) -> None:
+    sync = SyncConfig(transport="gloo")  # works on a GPU and without
+    check(Facts(Config(model=ModelConfig(path=Path("m")), precision=precision, sync=sync)), Needs.TRAINER | Needs.MACHINE)
+
+
+def refused(backend: str, **precision: str) -> str:
+    with pytest.raises(UserError) as caught:
+        check_machine(PrecisionConfig(backend=backend, **precision))
+    return str(caught.value)
+
+
+def test_a_whole_machine_can_run_them_all(hopper):
+    assert all(requirements.find_missing(name) == [] for name in requirements.BACKENDS)
+    for name in requirements.BACKENDS:
+        check_machine(PrecisionConfig(backend=name))
+
+
+def test_everything_that_is_missing_is_named(monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(requirements, "find_version", {}.get)
+    monkeypatch.setattr(requirements, "find_nvcc", lambda: None)
+    check_machine(PrecisionConfig(backend="deep_gemm", mode="bf16"))  # a mode without FP8 layers needs none
+    line = refused("deep_gemm")
+    assert line.startswith(
+        "precision.backend = 'deep_gemm': cannot run here: torch is a CPU build, sgl-deep-gemm is not installed, triton is not installed, "
+        "no nvcc to compile its kernels; install torch's CUDA build"
+    )
+    assert "pip install sgl-deep-gemm==0.2.3.post2" in line and line.endswith("or use emulated")
+
+
+@pytest.mark.parametrize("backend", GPU_BACKENDS)
+def test_another_gpu_or_an_older_cuda_is_refused(hopper, monkeypatch, backend):
+    monkeypatch.setattr(torch.version, "cuda", "12.4")
+    assert "torch is built for CUDA 12.4" in refused(backend)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA B200")
+    assert "NVIDIA B200 is not a Hopper GPU" in refused(backend)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert "torch sees no GPU" in refused(backend)
+
+
+@pytest.mark.parametrize(
+    "package, version, backend",
+    [
+        ("sgl-deep-gemm", "0.3.0", "deep_gemm"),
+        ("sgl-deep-gemm", "0.1.9", "deep_gemm"),
+        ("transformer-engine", "2.11.0", "transformer_engine"),
+        ("transformer-engine", "2.21.0+abc", "transformer_engine"),
+    ],
+)
+def test_an_unknown_version_is_refused(hopper, package, version, backend):
+    hopper[package] = version
+    assert f"{package} {version} is not a supported version" in refused(backend)
+
+
+def test_experts_need_deep_gemm_whatever_multiplies_the_rest(hopper):
+    assert requirements.find_missing("transformer_engine", experts=True) == []
+    del hopper["sgl-deep-gemm"]
+    assert requirements.find_missing("transformer_engine") == []
+    (missing,) = requirements.find_missing("transformer_engine", experts=True)
+    assert missing[0] == "sgl-deep-gemm is not installed"
+    assert requirements.find_missing("emulated", experts=True) == []
+
+
+def test_the_original_deep_gemm_will_do(hopper):
+    del hopper["sgl-deep-gemm"]
+    assert "sgl-deep-gemm is not installed" in refused("deep_gemm")
+    hopper["deep_gemm"] = "2.6.1+54e2261"
+    check_machine(PrecisionConfig(backend="deep_gemm"))
+    hopper["deep_gemm"] = "2.7.0"
+    assert "deep_gemm 2.7.0 is not a supported version, 2.1 to below 2.7" in refused("deep_gemm")
+
+
+def geometry(**widths: int) -> ModelGeometry:
+    return ModelGeometry.from_hf_config(make_hf_config(ArchitectureConfig(**widths), 0, "bf16"))
+
+
+@pytest.mark.parametrize("backend", GPU_BACKENDS)
+def test_weights_that_are_cut_within_a_block_are_refused(backend):
+    wide = dict(hidden_size=512, intermediate_size=512, head_dim=128, num_attention_heads=4, num_key_value_heads=2)
+    requirements.check_model(backend, FP8, geometry(**wide), Layout(tp=2))
+    uneven = geometry(**wide | {"intermediate_size": 384})
+    with pytest.raises(UserError, match=r"widths in multiples of 128, and .*linear_fc2.weight is \[512, 192\] on rank 0; use emulated"):
+        requirements.check_model(backend, FP8, uneven, Layout(tp=2))
+    small_heads = geometry(**wide | {"head_dim": 64, "num_attention_heads": 8, "num_key_value_heads": 4})
+    with pytest.raises(UserError, match=r"blocks of only one of q, k and v, .*linear_qkv.weight would mix them on rank 0"):
+        requirements.check_model(backend, FP8, small_heads, Layout())
+    requirements.check_model("emulated", FP8, uneven, Layout(tp=2))
+
+
+def test_the_preflight_asks(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(make_hf_config(ArchitectureConfig(), 0, "bf16")))
+    (tmp_path / "run.toml").write_text('[model]\npath = "model"\n[precision]\nbackend = "deep_gemm"\n')
+    monkeypatch.setattr(requirements, "find_version", {}.get)
+    with pytest.raises(UserError, match="precision.backend = 'deep_gemm': cannot run here: "):
+        check_run(load_config(tmp_path / "run.toml"))

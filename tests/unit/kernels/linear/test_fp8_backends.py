@@ -1,0 +1,124 @@
+"""What the GPU back ends hand to their libraries, checked by stand-ins for these, and that the products are the reference's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.fp8_reference import both_scale_formats, uneven_matrix
+
+from megatron_rl.errors import RunError
+from megatron_rl.kernels.experts.deep_gemm import DeepGemmExperts
+from megatron_rl.kernels.experts.token_groups import TokenGroups
+from megatron_rl.kernels.linear import make_backend
+from megatron_rl.precision.fp8 import quantize_weight
+from parallel.formats import FP8
+
+pytestmark = pytest.mark.usefixtures("fake_libraries")
+
+N, K = 256, 384
+BACKENDS = pytest.mark.parametrize("name", ["emulated", "deep_gemm", "transformer_engine"])
+BF16_ROUNDING = 2**-7
+"""Relative. Both sides round an FP32 sum to bf16; sums in another order may become neighbors, 2^-7 apart at most."""
+
+
+def products(name: str, scale_format: str, x: torch.Tensor, dy: torch.Tensor, into: torch.Tensor | None = None):
+    backend = make_backend(name, FP8.with_scales(scale_format))
+    weight = backend.prepare(quantize_weight(uneven_matrix(N, K, 3), scale_format), None)
+    forward = backend.quantize(x, rows=True, columns=True)
+    gradient = backend.quantize(dy, rows=True, columns=True)
+    return backend.fprop(forward, weight), backend.dgrad(gradient, weight), backend.wgrad(gradient, forward, into)
+
+
+def activations(tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return uneven_matrix(tokens, K, 1).bfloat16(), uneven_matrix(tokens, N, 2).bfloat16()
+
+
+def assert_close(got: torch.Tensor, expected: torch.Tensor, rtol: float) -> None:
+    """Relative to each element, or where terms cancelled, to the whole: FP32 sums in another order."""
+    assert got.dtype == expected.dtype and got.shape == expected.shape
+    assert torch.allclose(got.float(), expected.float(), rtol=rtol, atol=1e-6 * float(expected.float().norm()))
+
+
+@both_scale_formats
+@BACKENDS
+@pytest.mark.parametrize("tokens", [128, 150, 3])
+def test_products_are_the_references(name, scale_format, tokens):
+    x, dy = activations(tokens)
+    y, dx, dw = products(name, scale_format, x, dy)
+    expected = products("emulated", scale_format, x, dy)
+    assert y.dtype == dx.dtype == torch.bfloat16 and dw.dtype == torch.float32
+    for got, wanted, rtol in zip((y, dx, dw), expected, (BF16_ROUNDING, BF16_ROUNDING, 1e-5), strict=True):
+        assert_close(got, wanted, rtol)
+
+
+@both_scale_formats
+@pytest.mark.parametrize("name", ["deep_gemm", "transformer_engine"])
+@pytest.mark.parametrize("tokens", [150, 3, 0])
+def test_sums_by_the_tree_are_of_the_references_operands(name, scale_format, tokens):
+    sums = []
+    for each in (name, "emulated"):
+        backend = make_backend(each, FP8.with_scales(scale_format))
+        weight = backend.prepare(quantize_weight(uneven_matrix(N, K, 3), scale_format), None)
+        sums.append(backend.fprop_by_tree(backend.quantize(activations(tokens)[0], rows=True, columns=False), weight))
+    assert sums[0].dtype == torch.float32 and sums[0].shape == (tokens, N)
+    assert_close(*sums, rtol=1e-5)
+
+
+@BACKENDS
+@pytest.mark.parametrize(
+    "make", [torch.ones, lambda *shape: torch.ones(N * K + 1)[1:].view(shape), lambda *shape: torch.ones(shape).bfloat16()]
+)
+def test_weight_gradients_are_added_to_a_buffer(name, make):
+    """Also to one that a kernel cannot write to: off its alignment, or in bf16."""
+    x, dy = activations(130)
+    buffer = make(N, K)
+    returned = products(name, "pow2", x, dy, buffer)[2]
+    assert returned is buffer
+    expected = (1 + products("emulated", "pow2", x, dy)[2]).to(buffer.dtype)
+    assert_close(buffer, expected, 1e-5 if buffer.dtype == torch.float32 else BF16_ROUNDING)
+    x, dy = activations(0)  # no tokens give no rows and no gradient
+    y, dx, dw = products(name, "pow2", x, dy)
+    assert y.shape == (0, N) and dx.shape == (0, K) and dw.shape == (N, K) and not dw.any()
+    buffer = make(N, K)
+    assert products(name, "pow2", x, dy, buffer)[2] is buffer and (buffer == 1).all()
+
+
+@pytest.mark.parametrize("name", ["deep_gemm", "transformer_engine"])
+def test_what_a_kernel_cannot_do_is_refused(name):
+    backend = make_backend(name, FP8.with_scales("pow2"))
+    with pytest.raises(RunError, match=r"was asked for torch.float32"):
+        backend.quantize(torch.zeros(128, 128), rows=True, columns=False)
+    blocks = quantize_weight(torch.zeros(128, 128), "pow2")
+    for shape, order in (((128, 192), None), ((192, 128), None), ((128, 128), torch.arange(128))):
+        with pytest.raises(RunError, match="cut or reordered"):
+            backend.prepare(blocks if order is not None else quantize_weight(torch.zeros(shape), "pow2"), order)
+
+
+@both_scale_formats
+def test_experts_in_one_grouped_product_are_those_one_by_one(scale_format):
+    counts = [130, 0, 3, 256]
+    groups = TokenGroups.from_counts(counts, "cpu")
+    places = groups.places
+    assert groups.lengths == [256, 0, 128, 256] and len(places) == sum(counts)
+    assert groups.tiles[0].tolist() == [0, 0, 256, 384, 384] and groups.tiles[1].tolist() == [256, 256, 128, 256, 256]
+    blocks = [quantize_weight(uneven_matrix(N, K, seed), scale_format) for seed in range(4)]
+    experts, single = DeepGemmExperts(FP8.with_scales(scale_format)), make_backend("deep_gemm", FP8.with_scales(scale_format))
+    x, dy = activations(sum(counts))
+    forward, gradient = (experts.quantize(values, groups, rows=True, columns=True) for values in (x, dy))
+    weight = experts.prepare(blocks)
+    y, dx = experts.fprop(forward, weight, groups), experts.dgrad(gradient, weight, groups)
+    dw = torch.ones(len(counts), N, K)
+    experts.wgrad(gradient, forward, groups, dw.unbind())
+    apart = [torch.ones(N, K) for _ in counts]
+    experts.wgrad(gradient, forward, groups, apart)
+    assert torch.equal(torch.stack(apart), dw)
+    dw -= 1
+    for expert, (xs, dys) in enumerate(zip(x.split(counts), dy.split(counts), strict=True)):
+        rows = places[sum(counts[:expert]) :][: counts[expert]]
+        weight = single.prepare(blocks[expert], None)
+        operand, slope = (single.quantize(values, rows=True, columns=True) for values in (xs, dys))
+        assert_close(y[rows], single.fprop(operand, weight), BF16_ROUNDING)
+        assert_close(dx[rows], single.dgrad(slope, weight), BF16_ROUNDING)
+        assert_close(dw[expert], single.wgrad(slope, operand, None), 1e-5)
+    others = torch.ones(groups.rows, dtype=torch.bool).index_fill_(0, places, False)
+    assert not y[others].any() and not dx[others].any()

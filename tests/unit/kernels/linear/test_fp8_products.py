@@ -1,0 +1,64 @@
+"""The three products of a linear layer against the contract's equations, computed slowly in float64."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from support.fp8_reference import both_scale_formats, uneven_matrix
+from support.golden import slow_fp8
+
+from megatron_rl.kernels.linear.reference import dgrad, fprop, value_dtype, wgrad
+from megatron_rl.precision.fp8 import dequantize_weight, quantize_weight
+
+TOKENS, N, K = 150, 256, 300  # K and TOKENS are no multiples of 128 on purpose
+
+
+def assert_product(got: torch.Tensor, left: np.ndarray, right: np.ndarray) -> None:
+    """`got` is left @ right but for the rounding of FP32 sums: an error far below one FP8 step of any single term."""
+    left, right = left.astype(np.float64), right.astype(np.float64)
+    assert got.shape == (len(left), right.shape[1])
+    error = np.abs(got.double().numpy() - left @ right)
+    assert (error <= 1e-6 * (np.abs(left) @ np.abs(right)) + 1e-30).all(), f"largest error {error.max()}"
+
+
+@both_scale_formats
+def test_the_three_products(scale_format):
+    """FProp multiplies rows of activations with weight blocks, DGrad the same blocks transposed; WGrad quantizes along the tokens."""
+    x, dy, weight = uneven_matrix(TOKENS, K, 1), uneven_matrix(TOKENS, N, 2), uneven_matrix(N, K, 3)
+    codes, scales = slow_fp8.quantize_matrix(weight.numpy(), scale_format)
+    values = slow_fp8.from_codes(codes) * np.kron(scales.astype(np.float64), np.ones((128, 128)))[:N, :K]
+    weight = dequantize_weight(quantize_weight(weight, scale_format))
+    y, dx, dw = fprop(x, weight, scale_format), dgrad(dy, weight, scale_format), wgrad(dy, x, scale_format)
+    assert y.dtype == dx.dtype == dw.dtype == torch.float32
+    assert_product(y, slow_fp8.round_trip_rows(x.numpy(), scale_format), values.T)
+    assert_product(dx, slow_fp8.round_trip_rows(dy.numpy(), scale_format), values)
+    columns = [slow_fp8.round_trip_rows(np.ascontiguousarray(operand.numpy().T), scale_format) for operand in (dy, x)]
+    assert_product(dw, columns[0], columns[1].T)
+
+
+@both_scale_formats
+def test_bf16_comes_back_as_bf16_rounded_once(scale_format):
+    x, dy = uneven_matrix(5, 256).bfloat16(), uneven_matrix(5, 128).bfloat16()
+    weight = dequantize_weight(quantize_weight(uneven_matrix(128, 256), scale_format))
+    for product, operand in ((fprop, x), (dgrad, dy)):
+        got = product(operand, weight, scale_format)
+        assert got.dtype == torch.bfloat16
+        assert torch.equal(got, product(operand.float(), weight, scale_format).bfloat16())
+    assert wgrad(dy, x, scale_format).dtype == torch.float32  # accumulated in FP32
+    split = x[:4].float().view(2, 2, 256)  # leading dimensions are kept
+    y = fprop(split, weight, scale_format)
+    assert y.shape == (2, 2, 128) and dgrad(split[..., :128], weight, scale_format).shape == (2, 2, 256)
+    assert torch.allclose(y.view(4, 128), fprop(split.view(4, 256), weight, scale_format), rtol=1e-5, atol=1e-5)
+
+
+def test_bf16_values_of_pow2_blocks_are_exact_and_multiply_as_float32_does():
+    """Only the order of FP32 sums may differ, before the result is rounded to bf16: one step of bf16 at most, and seldom."""
+    x, dy = uneven_matrix(40, 256).bfloat16(), uneven_matrix(40, 128).bfloat16()
+    exact = dequantize_weight(quantize_weight(uneven_matrix(128, 256), "pow2"))
+    narrow = exact.to(value_dtype(x, "pow2"))
+    assert narrow.dtype == torch.bfloat16 and torch.equal(narrow.float(), exact)
+    assert value_dtype(x, "fp32") == value_dtype(x.float(), "pow2") == torch.float32
+    for product, operand in ((fprop, x), (dgrad, dy)):
+        got, wanted = product(operand, narrow, "pow2").float(), product(operand, exact, "pow2").float()
+        assert (got != wanted).float().mean() < 0.01
+        assert ((got - wanted).abs() <= 2.0**-7 * wanted.abs()).all()

@@ -1,0 +1,94 @@
+"""A norm that is quantized as it is computed has the bits of norm and quantizer one after the other, in Triton's interpreter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.fp8_reference import same_bits, uneven
+from support.triton_kernels import call_in_interpreter, needs_triton
+
+from megatron_rl.kernels.norm.reference import differentiate_norm, normalize_reference
+
+EPS = 1e-6
+
+
+def cut(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Round as the interpreter does: towards zero."""
+    return (values.view(torch.int32) & -0x10000).view(torch.float32).to(dtype) if dtype is torch.bfloat16 else values
+
+
+def compare_with_one_kernel_after_the_other() -> None:
+    from megatron_rl.kernels.norm.triton import quantize_norm
+    from megatron_rl.kernels.quantize.triton import quantize_activation
+
+    for scale_format, dtype, tokens, width, adds in (
+        ("pow2", torch.float32, 130, 256, True), ("fp32", torch.bfloat16, 3, 384, True), ("pow2", torch.bfloat16, 200, 128, False),
+        ("fp32", torch.float32, 0, 256, True),
+    ):  # fmt: skip
+        x, residual = (uneven(tokens, width, dtype) for _ in range(2))
+        weight = torch.linspace(-2, 3, width).to(dtype)
+        residual = residual.flip(0) if adds else None
+        total, statistic, rows, columns = quantize_norm(x, residual, weight, EPS, scale_format, columns=True)
+        assert torch.equal(total, cut(x.float() + residual.float(), dtype) if residual is not None else x)
+        wanted = torch.rsqrt(total.float().square().mean(-1) + EPS)
+        assert torch.allclose(statistic, wanted, rtol=1e-6)
+        normed = cut(total.float() * statistic[:, None] * weight.float(), dtype)
+        expected = quantize_activation(normed, scale_format, rows=True, columns=True)
+        for pair, other in zip((rows, columns), expected, strict=True):
+            assert same_bits(pair, other) and [each.stride() for each in pair] == [each.stride() for each in other]
+        alone = quantize_norm(x, residual, weight, EPS, scale_format, columns=False)
+        assert alone[3] is None and same_bits(alone[2], rows)
+
+
+def pad_as_transformer_engine() -> None:
+    """Tokens in multiples of 16, of rows and of columns; padding is zero."""
+    from megatron_rl.kernels.norm.triton import quantize_norm
+
+    x, weight = uneven(131, 256, torch.bfloat16), torch.ones(256, dtype=torch.bfloat16)
+    *_, plain_rows, plain_columns = quantize_norm(x, x, weight, EPS, "pow2", columns=True)
+    *_, rows, columns = quantize_norm(x, x, weight, EPS, "pow2", columns=True, row_multiple=16, column_multiple=16)
+    assert rows[0].shape == (144, 256) and rows[1].t().is_contiguous() and columns[0].shape == (256, 144)
+    assert same_bits((rows[0][:131], rows[1][:131]), plain_rows) and not rows[0][131:].view(torch.uint8).any()
+    assert same_bits((columns[0], columns[1]), (plain_columns[0][:, :144], plain_columns[1]))
+
+
+def compare_gradients() -> None:
+    from megatron_rl.kernels.norm.reference import differentiate_reference
+    from megatron_rl.kernels.norm.triton import differentiate
+
+    for dtype, tokens, adds in ((torch.float32, 35, True), (torch.bfloat16, 16, False), (torch.bfloat16, 3, True)):
+        draw = torch.Generator().manual_seed(tokens)
+        total, dy, of_total = (torch.randn(tokens, 96, generator=draw).to(dtype) for _ in range(3))
+        statistic, weight = torch.rsqrt(total.float().square().mean(-1) + EPS), torch.linspace(-1, 2, 96).to(dtype)
+        given = dy, total, statistic, weight, of_total if adds else None
+        near = {"rtol": 2**-6, "atol": 1e-2} if dtype is torch.bfloat16 else {"atol": 1e-5}
+        for found, wanted in zip(differentiate(*given), differentiate_reference(*given), strict=True):
+            assert found.dtype == wanted.dtype and torch.allclose(found.float(), wanted.float(), **near)
+
+
+@needs_triton
+def test_bytes_and_scales_are_those_of_two_kernels():
+    call_in_interpreter(compare_with_one_kernel_after_the_other)
+    call_in_interpreter(pad_as_transformer_engine)
+    call_in_interpreter(compare_gradients)
+
+
+def test_the_gradient_is_autograds():
+    draw = torch.Generator().manual_seed(0)
+    x, residual, dy, of_total = (torch.randn(5, 24, generator=draw) for _ in range(4))
+    weight = torch.randn(24, generator=draw).requires_grad_()
+    x.requires_grad_()
+    total, statistic, normed = normalize_reference(x, residual, weight, EPS)
+    assert torch.allclose(normed, torch.nn.functional.rms_norm(x + residual, (24,), weight, EPS), atol=1e-6)
+    wanted = torch.autograd.grad((total, normed), (x, weight), (of_total, dy))
+    found = differentiate_norm(dy, total.detach(), statistic.detach(), weight.detach(), of_total)
+    assert all(torch.allclose(*pair, atol=1e-5) for pair in zip(found, wanted, strict=True))
+
+
+@needs_triton
+@pytest.mark.parametrize("width, residual, weight", [(200, None, 200), (256, (3, 256), 256), (256, None, 128)])
+def test_what_does_not_fit_is_refused(width, residual, weight):
+    from megatron_rl.kernels.norm.triton import quantize_norm
+
+    with pytest.raises(ValueError, match="multiple of 128"):
+        quantize_norm(torch.zeros(4, width), residual and torch.zeros(residual), torch.ones(weight), EPS, "pow2", columns=True)

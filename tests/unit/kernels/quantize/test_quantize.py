@@ -1,0 +1,59 @@
+"""The Triton kernel that quantizes activations gives the bytes and scales of the reference, in Triton's interpreter."""
+
+from __future__ import annotations
+
+import itertools
+import re
+
+import pytest
+import torch
+from support.fp8_reference import check_into, check_kernel, uneven
+from support.processes import call_in_fresh_process
+from support.triton_kernels import call_in_interpreter, compile_for_hopper, needs_triton
+
+from megatron_rl.kernels.experts.token_groups import TokenGroups
+
+pytestmark = needs_triton
+
+
+def compare_with_the_reference() -> None:
+    shapes = (128, 128), (130, 256), (3, 128), (256, 384)
+    for scale_format, dtype, (tokens, width) in itertools.product(("pow2", "fp32"), (torch.float32, torch.bfloat16), shapes):
+        check_kernel(uneven(tokens, width, dtype), scale_format)
+        check_into(uneven(tokens, width, dtype), scale_format)
+    for scale_format in ("pow2", "fp32"):
+        check_kernel(torch.zeros(130, 128), scale_format)
+        check_kernel(uneven(640, 128, torch.bfloat16), scale_format, groups=[128, 0, 384, 128])
+        check_kernel(torch.empty(0, 128), scale_format)
+
+
+def compile_variants() -> list[str]:
+    """PTX of three variants of the kernel."""
+    from megatron_rl.kernels.quantize.triton import LAUNCH, quantize_tile
+
+    types = {"x": "*bf16", "row_data": "*u8", "column_data": "*u8", "sources": "*i32", "group_start": "*i64", "group_length": "*i64"}
+    types |= {"row_scale": "*fp32", "column_scale": "*fp32"}
+    compiled = []
+    for pow2, columns, grouped in ((True, True, False), (False, True, True), (True, False, False)):
+        fixed = dict(POW2=pow2, ROWS=True, COLUMNS=columns, GROUPED=grouped, EPSILON=1e-10, LARGEST=448.0, TILE=128)
+        compiled.append(compile_for_hopper(quantize_tile, LAUNCH, types, fixed, ("width", "padded_tokens"))[0])
+    return compiled
+
+
+def test_bytes_and_scales_are_the_references():
+    """`check_kernel` and `check_into` assert."""
+    call_in_interpreter(compare_with_the_reference)
+
+
+def test_it_compiles_for_hopper_with_the_references_rounding(tmp_path):
+    for ptx in call_in_fresh_process(compile_variants, TRITON_CACHE_DIR=str(tmp_path)):
+        assert not re.search("fma|div[.](approx|full)", ptx), "not rounded as the reference"
+        assert "st.global.v4" in ptx and "st.global.b8" not in ptx, "stores byte by byte"
+
+
+def test_other_widths_and_groups_are_refused():
+    from megatron_rl.kernels.quantize.triton import quantize_activation
+
+    for shape, groups in (((128, 100), None), ((256, 128), TokenGroups.from_counts([100], "cpu"))):
+        with pytest.raises(ValueError, match="multiple of 128"):
+            quantize_activation(torch.zeros(shape), "pow2", rows=True, columns=True, groups=groups)

@@ -1,0 +1,81 @@
+"""Rotary positions in one pass: Megatron's rotation with the engine's rounding, and the kernel's bits in Triton's interpreter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
+from support.processes import call_in_fresh_process
+from support.triton_kernels import call_in_interpreter, compile_for_hopper, needs_triton
+
+from megatron_rl.kernels.rope.reference import Rotation, rotate_reference
+
+POSITIONS = torch.tensor([0, 1, 2, 3, 0, 1, 0, 6, 5])
+
+
+def make_rotation(pairs: int, interleaved: bool = False, scale: float = 1.0) -> Rotation:
+    angles = torch.outer(torch.arange(9.0), 1 / 10000 ** (torch.arange(pairs) / pairs))
+    return Rotation.from_angles(angles, POSITIONS, interleaved, scale)
+
+
+def by_megatron(x: torch.Tensor, pairs: int, interleaved: bool, scale: float) -> torch.Tensor:
+    angles = torch.outer(torch.arange(9.0), 1 / 10000 ** (torch.arange(pairs) / pairs))[POSITIONS]
+    twice = torch.stack([angles, angles], -1).flatten(-2) if interleaved else torch.cat([angles, angles], -1)
+    return _apply_rotary_pos_emb_bshd(x.unsqueeze(1), twice[:, None, None], interleaved, mscale=scale).squeeze(1)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("pairs, width, scale", [(16, 32, 1.0), (8, 32, 1.0), (16, 32, 1.3)])
+def test_it_is_megatrons_rotation_rounded_once(interleaved, pairs, width, scale):
+    x = torch.randn(9, 3, width, generator=torch.Generator().manual_seed(0))
+    rotation = make_rotation(pairs, interleaved, scale)
+    assert torch.allclose(rotation.rotate(x), by_megatron(x, pairs, interleaved, scale), atol=1e-6)
+    low = x.bfloat16()
+    exact = by_megatron(low.float(), pairs, interleaved, scale)
+    once, thrice = rotation.rotate(low), by_megatron(low, pairs, interleaved, scale)
+    assert ((once.float() - exact).abs() <= exact.abs() * 2**-8 + 1e-6).all(), "half a unit in the last place"
+    assert ((thrice.float() - exact).abs() > exact.abs() * 2**-7 + 1e-6).any(), "Megatron rounds more often, as engines on a CPU do"
+
+
+def test_other_numbers_of_a_head_stay_and_the_gradient_turns_back():
+    rotation, x = make_rotation(4), torch.randn(9, 2, 24, requires_grad=True)
+    y = rotation.rotate(x, start=16)
+    assert torch.equal(y[..., :16], x[..., :16]) and torch.allclose(y[..., 16:], rotation.rotate(x[..., 16:]))
+    gradient = torch.randn_like(y)
+    y.backward(gradient)
+    assert torch.allclose(y.norm(), x.norm()) and torch.allclose(rotation.rotate(x.grad, start=16), gradient, atol=1e-6)
+
+
+def compare_with_the_reference() -> None:
+    from megatron_rl.kernels.rope.triton import rotate
+
+    for pairs, width, start, interleaved in ((16, 32, 0, False), (16, 32, 0, True), (8, 20, 0, False), (4, 24, 16, True)):
+        for dtype in (torch.bfloat16, torch.float32):
+            mixed = torch.randn(9, 7, width, generator=torch.Generator().manual_seed(pairs)).to(dtype)
+            x, rotation = mixed[:, 1:6], make_rotation(pairs, interleaved)
+            for sign in (1.0, -1.0):
+                kernel = rotate(x, rotation.cos, rotation.sin, rotation.positions, start, sign, interleaved)
+                wanted = rotate_reference(x, rotation, start, sign)
+                bound = {"rtol": 2**-7, "atol": 1e-6} if dtype is torch.bfloat16 else {"atol": 1e-6}
+                assert torch.allclose(kernel.float(), wanted.float(), **bound), (pairs, dtype)
+
+
+def compile_kernel() -> tuple[str, str]:
+    """(PTX, the assembler's report) for the queries of Qwen3."""
+    from megatron_rl.kernels.rope.triton import LAUNCH, rotate_token
+
+    fixed = dict(START=0, WIDTH=128, PAIRS=64, INTERLEAVED=False, HEADS_TILE=32, PAIRS_TILE=64, WIDTH_TILE=128)
+    types = {"x": "*bf16", "result": "*bf16", "cos": "*fp32", "sin": "*fp32", "positions": "*i64", "sign": "fp32"}
+    return compile_for_hopper(rotate_token, LAUNCH, types, fixed, ("token_stride", "head_stride"))
+
+
+@needs_triton
+def test_the_kernels_results_are_the_references():
+    """Up to the last bit: the interpreter has no fused multiply-add and truncates to BF16."""
+    call_in_interpreter(compare_with_the_reference)
+
+
+@needs_triton
+def test_it_compiles_for_hopper(tmp_path):
+    ptx, report = call_in_fresh_process(compile_kernel, TRITON_CACHE_DIR=str(tmp_path))
+    assert "fma.rn.f32" in ptx and "st.global.v4" in ptx and " 0 bytes spill stores" in report, report

@@ -1,0 +1,136 @@
+"""SwiGLU in one pass: rounding, gradients, and the kernels, plain and quantizing, in Triton's interpreter."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.fp8_reference import same_bits, uneven
+from support.processes import call_in_fresh_process
+from support.triton_kernels import call_in_interpreter, compile_for_hopper, needs_triton
+
+from megatron_rl.kernels.experts.token_groups import TokenGroups
+from megatron_rl.kernels.swiglu.reference import differentiate_reference, multiply_reference, swiglu
+
+
+def by_torch(x: torch.Tensor) -> torch.Tensor:
+    gate, up = x.chunk(2, -1)
+    return F.silu(gate) * up
+
+
+def draw(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    return (torch.randn(*shape, generator=torch.Generator().manual_seed(0)) * 3).to(dtype)
+
+
+def test_it_is_rounded_once_and_keeps_its_input_alone():
+    x = draw(torch.bfloat16, 33, 1, 96).requires_grad_()
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
+        y = swiglu(x)
+    exact = by_torch(x.detach().double())
+    assert ((y.double() - exact).abs() <= exact.abs() * 2**-8 * 1.001 + 1e-30).all()
+    assert ((by_torch(x.detach()).double() - exact).abs() > exact.abs() * 2**-8 * 1.001).any(), "torch's two operators round twice"
+    assert len(saved) == 1 and saved[0].data_ptr() == x.data_ptr()
+    assert swiglu(torch.tensor([-200.0, 200.0, 1.0, 1.0])).tolist() == [0.0, 200.0]
+
+
+def test_gradients_are_autograds():
+    x = draw(torch.float32, 7, 64).requires_grad_()
+    dy = draw(torch.float32, 7, 32)
+    (wanted,) = torch.autograd.grad(by_torch(x), x, dy)
+    (found,) = torch.autograd.grad(swiglu(x), x, dy)
+    assert torch.allclose(found, wanted, rtol=1e-5, atol=1e-6)
+
+
+def compare_with_the_reference() -> None:
+    from megatron_rl.kernels.swiglu.triton import differentiate, multiply
+
+    for width in (96, 1024, 1100):
+        for dtype in (torch.float32, torch.bfloat16):
+            x, dy = draw(dtype, 3, 1, 2 * width), draw(dtype, 3, 1, width)
+            bound = {"rtol": 1e-5 if dtype is torch.float32 else 2**-7, "atol": 1e-4}
+            assert torch.allclose(multiply(x).float(), multiply_reference(x).float(), **bound)
+            assert torch.allclose(differentiate(x, dy).float(), differentiate_reference(x, dy).float(), **bound)
+    assert multiply(torch.empty(0, 64)).shape == (0, 32)
+
+
+@needs_triton
+def test_the_kernels_results_are_the_references():
+    """Up to the last bit: the interpreter truncates to BF16."""
+    call_in_interpreter(compare_with_the_reference)
+
+
+def compare_with_one_kernel_after_the_other() -> None:
+    from megatron_rl.kernels.quantize.triton import quantize_activation
+    from megatron_rl.kernels.swiglu.triton import differentiate, multiply, quantize_swiglu
+
+    cases = ("pow2", torch.float32, 130, None), ("fp32", torch.bfloat16, 3, None), ("pow2", torch.bfloat16, 384, [128, 0, 256])
+    for scale_format, dtype, tokens, counts in (*cases, ("fp32", torch.float32, 0, None)):
+        gate_up, dy = uneven(tokens, 512, torch.float32), uneven(tokens, 256, dtype)
+        gate_up[:, :256] = gate_up[:, :256].clamp(-80, 80)  # exp of more overflows
+        gate_up, groups = gate_up.to(dtype), None if counts is None else TokenGroups.from_counts(counts, "cpu")
+        for gradient in (None, dy):
+            plain = multiply(gate_up) if gradient is None else differentiate(gate_up, gradient)
+            for rows, columns in ((True, True), (gradient is None, gradient is not None)):
+                asked = {"rows": rows, "columns": columns, "groups": groups}
+                found = quantize_swiglu(gate_up, gradient, scale_format, **asked)
+                for pair, wanted in zip(found, quantize_activation(plain, scale_format, **asked), strict=True):
+                    assert (pair is None) == (wanted is None)
+                    if pair is not None and wanted is not None:
+                        assert same_bits(pair, wanted) and [each.stride() for each in pair] == [each.stride() for each in wanted]
+
+
+def pad_as_transformer_engine() -> None:
+    """Tokens in multiples of 16, of rows and of columns; padding is zero."""
+    from megatron_rl.kernels.swiglu.triton import quantize_swiglu
+
+    gate_up, dy = uneven(131, 512, torch.bfloat16).clamp(-80, 80), uneven(131, 256, torch.bfloat16)
+    for gradient, width in ((None, 256), (dy, 512)):
+        wanted = quantize_swiglu(gate_up, gradient, "pow2", rows=True, columns=True)
+        rows, columns = quantize_swiglu(gate_up, gradient, "pow2", rows=True, columns=True, row_multiple=16, column_multiple=16)
+        assert rows[0].shape == (144, width) and rows[1].t().is_contiguous() and columns[0].shape == (width, 144)
+        assert same_bits((rows[0][:131], rows[1][:131]), wanted[0]) and not rows[0][131:].view(torch.uint8).any()
+        assert same_bits((columns[0], columns[1]), (wanted[1][0][:, :144], wanted[1][1]))
+
+
+def compile_variants() -> list[tuple[str, str]]:
+    """(PTX, the assembler's report) of the kernel forward and backward."""
+    from megatron_rl.kernels.swiglu.triton import TILE_LAUNCH, quantize_swiglu_tile
+
+    types = {"gate_up": "*bf16", "gradient": "*bf16", "row_data": "*u8", "column_data": "*u8", "row_scale": "*fp32"}
+    types |= {"column_scale": "*fp32", "group_start": "*i64", "group_length": "*i64"}
+    compiled = []
+    for backward, pow2 in ((False, True), (True, True), (True, False)):
+        fixed = dict(POW2=pow2, ROWS=True, COLUMNS=True, BACKWARD=backward, GROUPED=False, EPSILON=1e-10, LARGEST=448.0, TILE=128)
+        compiled.append(compile_for_hopper(quantize_swiglu_tile, TILE_LAUNCH, types, fixed, ("width", "column_tokens")))
+    return compiled
+
+
+@needs_triton
+def test_bytes_and_scales_are_those_of_two_kernels():
+    call_in_interpreter(compare_with_one_kernel_after_the_other)
+    call_in_interpreter(pad_as_transformer_engine)
+
+
+@needs_triton
+def test_it_compiles_for_hopper_and_rounds_as_two_kernels_do(tmp_path):
+    """The values are rounded to BF16 before they are quantized."""
+    for ptx, report in call_in_fresh_process(compile_variants, TRITON_CACHE_DIR=str(tmp_path)):
+        assert not re.search("fma.rn.f32|div[.]full", ptx) and re.search(r"cvt\.rn(\.bf16x2|\.bf16)\.f32", ptx)
+        assert "st.global.v4" in ptx and "st.global.b8" not in ptx, "stores byte by byte"
+        assert " 0 bytes spill stores" in report, report
+
+
+@needs_triton
+def test_widths_and_gradients_that_do_not_fit_are_refused():
+    from megatron_rl.kernels.swiglu.triton import quantize_swiglu
+
+    for gate_up, gradient in (
+        (torch.zeros(4, 384), None),
+        (torch.zeros(4, 256), torch.zeros(4, 256)),
+        (torch.zeros(4, 256), torch.zeros(3, 128)),
+    ):
+        with pytest.raises(ValueError, match="multiples of 128"):
+            quantize_swiglu(gate_up, gradient, "pow2", rows=True, columns=True)

@@ -1,0 +1,225 @@
+"""Train one task in several variants, with several seeds, and compare the runs in one table and on one page of curves.
+
+    python tools/compare_runs.py configs/quickstart.toml --vary algorithm.name=grpo,gspo --seeds 2 --train.steps=50
+    python tools/compare_runs.py configs/quickstart.toml --vary precision.mode=bf16,fp8_rollout --vary algorithm.correction=none,tis
+
+Each combination of the `--vary` values is a variant; further options apply to every run. Each run has its own folder, DIR/VARIANT/seedN.
+A finished run with the same configuration is not repeated, so an interrupted comparison continues where it stopped. DIR/study.html is
+updated after every run; the table is also printed in Markdown at the end. With `--svg FILE` the curves of held-out and training accuracy
+are written to a file for a page such as the README.
+"""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from pathlib import Path
+from statistics import mean
+from typing import Annotated, NamedTuple
+
+import typer
+
+from megatron_rl.cli.main import run_script
+from megatron_rl.config import Config, load_config
+from megatron_rl.errors import UserError
+from megatron_rl.metrics import Unit
+from megatron_rl.observability.run_log import read_metrics, read_run
+from megatron_rl.reporting import plots
+from megatron_rl.reporting.formatting import format_value
+from megatron_rl.reporting.plots import Panel, Plot, Rows, render_svg
+
+ROOT = Path(__file__).parents[1]
+BROKEN = 3
+"""Exit code of a run that failed after it started. Its rows are shown; any other error ends the comparison."""
+SHOWN = {
+    "eval/accuracy": ("Held-out accuracy", "correct", "share"),
+    "accuracy/train": ("Accuracy as sampled", "correct", "share"),
+    "reward/mean": ("Reward", "mean of the completions", "number"),
+    "mismatch/abs_mean": ("Mismatch |Δ log p|, mean over tokens", "nats", "log"),
+    "mismatch/abs_max": ("Mismatch |Δ log p|, largest", "nats", "log"),
+    "update/abs_mean": ("|Δ log p| of the step's own update, mean over tokens", "nats", "log"),
+    "precision/response": ("Engine's weights moved / masters moved", "ratio", "log"),
+    "precision/changed_share": ("Quantized values that the step changed", "values", "log"),
+    "grad_norm": ("Gradient norm", "norm before clipping", "log"),
+    "clip/positive": ("Clipped tokens, advantage above 0", "tokens", "share"),
+    "clip/negative": ("Clipped tokens, advantage below 0", "tokens", "share"),
+    "entropy": ("Entropy", "nats per token", "number"),
+    "length/mean": ("Completion length", "tokens", "number"),
+    "router/differs": ("Tokens that the trainer would send to other experts", "tokens", "share"),
+    "time/step": ("Time of a step", "seconds", "number"),
+}
+"""Metric -> title, label of the axis, and kind of its figure."""
+_HEAD = ("variant", "runs", "held-out accuracy: first", "best", "last", "mismatch: mean", "largest", "largest gradient norm", "broken")
+_PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title><style>
+:root {{ --page: #f5f6f8; --card: #fff; --ink: #1c2430; --grid: #dde2e8;
+  --s1: #0072b2; --s2: #d55e00; --s3: #009e73; --s4: #b3589a; --s5: #e69f00; --s6: #56b4e9; --s7: #b8a800; --s8: #8b95a1; }}
+body {{ margin: 2rem auto; max-width: 1400px; background: var(--page); color: var(--ink); font: 15px/1.5 system-ui, sans-serif; }}
+main {{ display: grid; grid-template-columns: repeat(auto-fill, minmax(600px, 1fr)); gap: 1rem; margin-top: 1rem; }}
+figure, table {{ margin: 0; padding: 1rem; background: var(--card); border: 1px solid var(--grid); border-radius: 8px; }}
+td, th {{ padding: .1rem .8rem; text-align: right; }} td:first-child, th:first-child {{ text-align: left; }}
+</style><h1>{title}</h1>{body}</html>
+"""
+_SVG_NAMESPACES = 'xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink"'
+_SVG_STYLE = Path(plots.__file__).with_name("style.html.j2")
+
+
+class Run(NamedTuple):
+    """One run of the comparison."""
+
+    variant: str
+    seed: int
+    folder: Path
+    overrides: Sequence[str]
+
+    def make(self, config: Path) -> int:
+        """Train the run unless it is finished; return the exit code."""
+        overrides = [f"--log.dir={self.folder}", *self.overrides]
+        if self._is_finished(load_config(config, overrides)):
+            return 0
+
+        def run(*words: str) -> int:
+            command = [sys.executable, "-m", *words, str(config), *overrides]
+            return subprocess.run(command, cwd=ROOT, check=False).returncode
+
+        return run("examples.arithmetic.warm_start") or run("megatron_rl", "train")
+
+    def _is_finished(self, config: Config) -> bool:
+        try:
+            run = read_run(self.folder / "latest")
+        except UserError:
+            return False
+        return run["status"] == "finished" and run["config"] == config.model_dump(mode="json")
+
+
+class Result(NamedTuple):
+    """The metrics rows of a run, and whether the run broke."""
+
+    run: Run
+    rows: Rows
+    broken: bool
+
+
+def parse_variants(options: Sequence[str]) -> dict[str, list[str]]:
+    """Return {label: overrides} of every combination. Raise UserError if an option is not section.key=VALUE,VALUE."""
+    choices = []
+    for option in options:
+        name, _, values = option.partition("=")
+        if "." not in name or not values:
+            raise UserError("--vary", option, "is not section.key=VALUE,VALUE", "use for example algorithm.name=grpo,gspo")
+        choices.append([(value, f"--{name}={value}") for value in values.split(",")])
+    combinations = itertools.product(*choices)
+    return {"+".join(value for value, _ in each) or "run": [override for _, override in each] for each in combinations}
+
+
+def summarize(results: Sequence[Result]) -> list[list[object]]:
+    """Return one table line per variant: means over runs of accuracies and mismatch, and extremes over all runs."""
+    return [_summarize(variant, [result for result in results if result.run.variant == variant]) for variant in _list_variants(results)]
+
+
+def _list_variants(results: Sequence[Result]) -> list[str]:
+    return list(dict.fromkeys(result.run.variant for result in results))
+
+
+def _summarize(variant: str, results: Sequence[Result]) -> list[object]:
+    def read(metric: str) -> list[list[float]]:
+        return [[value for row in result.rows if (value := row.get(metric)) is not None] for result in results]
+
+    def flatten(metric: str) -> list[float]:
+        return [value for values in read(metric) for value in values]
+
+    scores = [values for values in read("eval/accuracy") if values]
+    ends = ([values[0] for values in scores], [max(values) for values in scores], [values[-1] for values in scores])
+    return [
+        variant,
+        len(results),
+        *(_format(mean(values) if values else None, "share") for values in ends),
+        _format(mean(values) if (values := flatten("mismatch/abs_mean")) else None, "small"),
+        *(_format(max(flatten(metric), default=None), "small") for metric in ("mismatch/abs_max", "grad_norm")),
+        ", ".join(f"seed {result.run.seed}" for result in results if result.broken) or "none",
+    ]
+
+
+def _format(number: float | None, unit: Unit) -> str:
+    return "–" if number is None else format_value(number, unit)
+
+
+def average(results: Sequence[Result], metric: str) -> dict[int, float]:
+    """Return {step: mean over the runs that measured the metric at this step}."""
+    by_step: dict[int, list[float]] = {}
+    for row in (row for result in results for row in result.rows):
+        if (value := row.get(metric)) is not None:
+            by_step.setdefault(int(row["step"] or 0), []).append(value)
+    return {step: mean(values) for step, values in sorted(by_step.items())}
+
+
+def draw(title: str, ylabel: str, kind: str, lines: Mapping[str, Mapping[int, float]]) -> str:
+    """Return an inline `<svg>` with one line per label; empty if no line has a point."""
+    present = {label: line for label, line in lines.items() if line}
+    steps = sorted({step for line in present.values() for step in line})
+    rows: Rows = [{"step": step, **{label: line[step] for label, line in present.items() if step in line}} for step in steps]
+    return render_svg(Plot(title, (Panel(ylabel, kind, legend=True, series=tuple((label, label) for label in present)),)), rows)
+
+
+def draw_page(title: str, results: Sequence[Result]) -> str:
+    figures = []
+    for metric, shown in SHOWN.items():
+        by_variant = {
+            each: average([result for result in results if result.run.variant == each], metric) for each in _list_variants(results)
+        }
+        if svg := draw(*shown, by_variant):
+            figures.append(f"<figure><h3>{escape(shown[0])}</h3>{svg}</figure>")
+    lines = "".join(_format_line(cells, "td") for cells in summarize(results))
+    body = f"<table>{_format_line(_HEAD, 'th')}{lines}</table><main>{''.join(figures)}</main>"
+    return _PAGE.format(title=escape(title), body=body)
+
+
+def _format_line(cells: Iterable[object], tag: str) -> str:
+    return "<tr>" + "".join(f"<{tag}>{escape(str(cell))}</{tag}>" for cell in cells) + "</tr>"
+
+
+def draw_accuracy(results: Sequence[Result]) -> str:
+    """Return an SVG file with the held-out and the training accuracy of each run, in the colors of the report."""
+    metrics = {"eval/accuracy": "held out", "accuracy/train": "training"}
+    names = [f"{run.variant}, seed {run.seed}" if len(_list_variants(results)) > 1 else f"seed {run.seed}" for run, *_ in results]
+    lines = {
+        f"{words}, {name}": average([each], metric) for metric, words in metrics.items() for name, each in zip(names, results, strict=True)
+    }
+    style = _SVG_STYLE.read_text(encoding="utf-8").partition("#}")[2].strip()
+    svg = draw("Accuracy", "correct", "share", lines)
+    return svg.replace("<svg ", f"<svg {_SVG_NAMESPACES} ", 1).replace(">", f">{style}", 1)
+
+
+def main(
+    context: typer.Context,
+    config: Annotated[Path, typer.Argument(help="TOML file of the task; --section.key=value may follow.")],
+    vary: Annotated[list[str], typer.Option(help="Setting to vary, as section.key=VALUE,VALUE; repeatable.")] = [],  # noqa: B006
+    seeds: Annotated[int, typer.Option(min=1, help="Runs of each variant.")] = 1,
+    out: Annotated[Path, typer.Option(help="Folder of the comparison.")] = Path("runs/comparison"),
+    svg: Annotated[Path | None, typer.Option(help="Write the accuracy curves to this SVG file.")] = None,
+) -> None:
+    """Train one task in several variants and compare the runs."""
+    config, out, variants = config.resolve(), out.resolve(), parse_variants(vary)
+    runs = [
+        Run(variant, seed, out / variant / f"seed{seed}", [f"--train.seed={seed}", *overrides, *context.args])
+        for seed in range(seeds)
+        for variant, overrides in variants.items()
+    ]
+    for run in runs:
+        load_config(config, run.overrides)  # refuses a mistake in any run before the first starts
+    results: list[Result] = []
+    for run in runs:
+        if (code := run.make(config)) not in (0, BROKEN):
+            raise typer.Exit(code)
+        results.append(Result(run, read_metrics(run.folder / "latest"), code == BROKEN))
+        (out / "study.html").write_text(draw_page(f"{config.name} {' '.join([*vary, *context.args])}", results), encoding="utf-8")
+        print(f"{run.variant}, seed {run.seed}: {run.folder / 'latest'}; the page is {out / 'study.html'}", flush=True)
+    print("\n".join("| " + " | ".join(map(str, cells)) + " |" for cells in (_HEAD, ["---"] * len(_HEAD), *summarize(results))))
+    if svg:
+        svg.write_text(draw_accuracy(results), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    run_script(main)

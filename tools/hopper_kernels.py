@@ -1,0 +1,162 @@
+"""Compile every Triton kernel of this project for Hopper, as its own function launches it, without a GPU.
+
+Triton gets a driver that only names the target. A launch compiles the kernel for the actual arguments and does not run it. The register
+limits are measured values plus a margin: a spill, or a kernel that needs many more registers, deserves a look.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ("megatron_rl", "parallel", "rollout_sglang")
+REGISTERS: dict[str, int] = {
+    "quantize_tile": 144,
+    "quantize_swiglu_tile": 128,
+    "quantize_weighed_tile": 144,
+    "pack_token": 64,
+    "spread_packed_row": 48,
+    "normalize_row": 48,
+    "quantize_normed_tile": 144,
+    "differentiate_norm_rows": 112,
+    "rotate_head_tile": 104,
+    "differentiate_head_tile": 104,
+    "multiply_tile": 240,
+    "rotate_token": 64,
+    "sum_runs": 48,
+    "multiply_row": 56,
+    "differentiate_row": 64,
+    "scatter_row": 40,
+    "sum_row": 64,
+    "collect_row": 40,
+    "summarize_row": 96,
+    "differentiate_logits": 64,
+}
+"""Maximum number of registers per thread, by kernel."""
+
+
+def compile_all() -> str:
+    """Return the registers of every kernel. Raise AssertionError for a spill, too many registers, or a kernel never launched."""
+    compiled = intercept_launches()
+    launch_all()
+    missing = find_kernels() - compiled.keys()
+    assert not missing, f"launch them in {Path(__file__).name}: {missing}"
+    used = {name: max(map(count_registers, kernels)) for name, kernels in compiled.items()}
+    for name, registers in used.items():
+        assert registers <= REGISTERS.get(name, 0), f"{name} takes {registers} registers, its limit is {REGISTERS.get(name)}"
+    return ", ".join(f"{name} {registers} registers in {len(compiled[name])} kinds" for name, registers in sorted(used.items()))
+
+
+def intercept_launches() -> dict[str, list[Any]]:
+    """Make launches in this process compile only. Return a dictionary that collects the compiled kernels by name."""
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+    from triton.runtime.jit import JITFunction
+
+    target = GPUTarget("cuda", 90, 32)
+    first: Any = lambda *_: 0  # noqa: E731 - device and stream
+    driver.set_active(SimpleNamespace(get_current_device=first, get_current_stream=first, get_current_target=lambda: target))
+    compiled: dict[str, list[Any]] = {}
+
+    def launch(kernel: Any, grid: Any) -> Any:
+        def compile_only(*arguments: Any, **options: Any) -> None:
+            compiled.setdefault(kernel.__name__, []).append(kernel.run(*arguments, grid=grid, warmup=True, **options))
+
+        return compile_only
+
+    JITFunction.__getitem__ = launch
+    return compiled
+
+
+def launch_all() -> None:
+    """Call the functions that launch kernels, for every variant of each kernel."""
+    from megatron_rl.kernels.experts import triton as token_rows_triton
+    from megatron_rl.kernels.experts.token_groups import TokenGroups
+    from megatron_rl.kernels.experts.triton import pack, quantize_weighed, spread_packed
+    from megatron_rl.kernels.heads import Heads
+    from megatron_rl.kernels.heads import triton as heads_triton
+    from megatron_rl.kernels.norm import triton as norm_triton
+    from megatron_rl.kernels.norm.triton import quantize_norm
+    from megatron_rl.kernels.quantize.triton import quantize_activation, quantize_into
+    from megatron_rl.kernels.rope.reference import Rotation
+    from megatron_rl.kernels.rope.triton import rotate
+    from megatron_rl.kernels.sums.triton import multiply_nodes
+    from megatron_rl.kernels.swiglu import triton as swiglu_triton
+    from megatron_rl.kernels.swiglu.triton import quantize_swiglu
+    from megatron_rl.kernels.vocabulary import triton as vocabulary_triton
+    from parallel.digest_triton import run_sums
+
+    x, halves = torch.zeros(256, 512, dtype=torch.bfloat16), TokenGroups.from_counts([128, 128], "cpu")
+    for scale_format in ("pow2", "fp32"):
+        for rows, columns, groups in ((True, True, None), (True, False, None), (False, True, None), (True, True, halves)):
+            quantize_activation(x, scale_format, rows=rows, columns=columns, groups=groups)
+        for columns in (True, False):
+            quantize_weighed(x, x, torch.zeros(256), halves, scale_format, columns=columns)
+        quantize_into(x, torch.zeros(256, 512, dtype=torch.float8_e4m3fn), torch.zeros(4, 256).t(), scale_format)
+        for rows, columns, groups in ((True, True, None), (True, False, None), (True, True, halves)):
+            for gradient in (None, x[:, :256].contiguous()):
+                quantize_swiglu(x, gradient, scale_format, rows=rows, columns=columns, groups=groups)
+    for width in (2048, 4096, 7168):
+        for scale_format in ("pow2", "fp32"):
+            pack(torch.zeros(32, width, dtype=torch.bfloat16), torch.zeros(32, 8, dtype=torch.int64), scale_format)
+        spread_packed(torch.zeros(256, width // 4 + width // 128, dtype=torch.int32), halves)
+    for width in (2048, 4096, 5120, 8192):
+        stream, weight = torch.zeros(32, width, dtype=torch.bfloat16), torch.zeros(width, dtype=torch.bfloat16)
+        for scale_format, residual in (("pow2", stream), ("fp32", stream), ("pow2", None)):
+            quantize_norm(stream, residual, weight, 1e-6, scale_format, columns=True)
+            norm_triton.differentiate(stream, stream, torch.zeros(32), weight, residual)
+        order, places = torch.zeros(32, 8, dtype=torch.int64), torch.zeros(256, dtype=torch.int64)
+        token_rows_triton.collect_rows(token_rows_triton.scatter(stream, order), places, None)
+        token_rows_triton.collect_rows(stream, places, torch.zeros(256))
+        token_rows_triton.sum_rows(torch.zeros(256, width, dtype=torch.bfloat16), order)
+    for count, queries, interleaved, normed in ((8, 4, False, True), (1, 8, False, True), (8, 5, False, False), (2, 16, True, False)):
+        rotation = Rotation(torch.zeros(64, 64), torch.zeros(64, 64), torch.zeros(96, dtype=torch.int64), interleaved)
+        layout, mixed = Heads(count, queries, rotation, 1e-6), torch.zeros(96, count * (queries + 2) * 128, dtype=torch.bfloat16)
+        norms = (mixed[0, :128], mixed[1, :128]) if normed else None
+        query, key = heads_triton.rotate(mixed, layout, norms)
+        heads_triton.differentiate((query, key, key), mixed, layout, norms)
+    for width in (256, 4096, 32768):  # 32768 gives the deepest tree: 32B models have 25,600 at tp 1
+        for dtype, block in ((torch.float8_e4m3fn, 128), (torch.bfloat16, 0), (torch.float32, 0)):
+            left, weight = torch.zeros(64, width, dtype=dtype), torch.zeros(128, width, dtype=dtype)
+            scales = (torch.zeros(64, width // block), torch.zeros(1, width // block)) if block else ()
+            multiply_nodes(left, weight, *scales)
+    for heads, width, interleaved in ((32, 128, False), (8, 128, False), (16, 64, True)):
+        tables = torch.zeros(64, width // 2)
+        rotate(torch.zeros(4, heads, width, dtype=torch.bfloat16), tables, tables, torch.zeros(4, dtype=torch.int64), 0, 1.0, interleaved)
+    for dtype in (torch.bfloat16, torch.float32):
+        halves_of_x = torch.zeros(4, 2 * 12288, dtype=dtype)
+        swiglu_triton.differentiate(halves_of_x, swiglu_triton.multiply(halves_of_x))
+        logits, targets, sums = torch.zeros(4, 37984, dtype=dtype), torch.zeros(4, dtype=torch.int64), torch.zeros(4)
+        for temperature in (1.0, 0.7):
+            vocabulary_triton.summarize_rows(logits, targets, temperature)
+            vocabulary_triton.differentiate_rows_(logits, targets, sums, sums, temperature)
+    run_sums(torch.zeros(1 << 20, dtype=torch.uint8))
+
+
+def find_kernels(root: Path = ROOT) -> set[str]:
+    """Return the names of all kernels in the sources: functions with `@triton.jit` that no other such function calls."""
+    texts = [text for package in PACKAGES for file in (root / package).rglob("*.py") if "@triton." in (text := file.read_text())]
+    functions = [node for text in texts for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)]
+    jitted = [node for node in functions if any("triton.jit" in ast.unparse(each) for each in node.decorator_list)]
+    called = {ast.unparse(call.func) for node in jitted for call in ast.walk(node) if isinstance(call, ast.Call)}
+    return {node.name for node in jitted} - called
+
+
+def count_registers(kernel: Any) -> int:
+    """Return the registers per thread that Triton's assembler reports. Raise AssertionError if registers were spilled."""
+    from triton.backends.nvidia.compiler import get_ptxas
+
+    command = [get_ptxas(90).path, "-v", "--gpu-name=sm_90a", "-", "-o", os.devnull]
+    report = subprocess.run(command, input=kernel.asm["ptx"], capture_output=True, text=True, check=True).stderr
+    assert "0 bytes spill stores, 0 bytes spill loads" in report, f"{kernel.name} spills: {report}"
+    used = re.search(r"Used (\d+) registers", report)
+    assert used is not None, report
+    return int(used[1])
