@@ -1,7 +1,5 @@
 """Collective helpers: run work on rank 0 and hand its result or error to every rank, so that no rank waits for a dead one."""
 
-from __future__ import annotations
-
 import datetime
 import functools
 import os

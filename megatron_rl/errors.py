@@ -1,7 +1,5 @@
 """The project's expected errors, which print as one line without a traceback. All other exceptions are bugs and keep their traceback."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

@@ -8,8 +8,6 @@
 them without importing the code that emits metrics.
 """
 
-from __future__ import annotations
-
 import re
 import warnings
 from collections.abc import Iterable, Mapping

@@ -3,8 +3,6 @@
 Every worker imports this module, so it must stay light.
 """
 
-from __future__ import annotations
-
 from parallel.plug import Plug
 
 LOSSES = Plug(

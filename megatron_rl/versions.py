@@ -1,7 +1,5 @@
 """Versions and programs of installed packages."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import os
 import platform

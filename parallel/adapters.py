@@ -1,16 +1,11 @@
-"""LoRA adapters: which layers have them, and the two low-rank weights that each adapter adds to the model.
-
-As in Megatron-Bridge, an adapter belongs to one of Megatron's linear layers: the layer's checkpoint tensors share one lora_A [rank, K], and
-each has its own rows of lora_B [N, rank]. If the layer's weight is cut by rows, lora_B is cut like it; if by columns, lora_A is cut. The
-other matrix is replicated. Each expert has its own adapters, which SGLang stacks like its weights.
-"""
-
-from __future__ import annotations
+"""LoRA adapters: which layers have them, and the two low-rank weights that each adds. As in Megatron-Bridge, an adapter belongs to one of
+Megatron's linear layers: the layer's checkpoint tensors share one lora_A [rank, K], and each has its own rows of lora_B [N, rank]. If the
+layer's weight is cut by rows, so is lora_B; if by columns, so is lora_A. Each expert has its own adapters."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from parallel.shards import HFTensor, Region, Weight, make_weight, take_rows
+from parallel.shards import HFTensor, Weight, make_weight, take_rows
 
 TARGETS = {"linear_qkv": "qkv_proj", "linear_proj": "o_proj", "linear_fc1": "gate_up_proj", "linear_fc2": "down_proj"}
 """Maps Megatron's layer names to SGLang's."""
@@ -31,9 +26,11 @@ def is_adapter(name: str) -> bool:
     return name.endswith(NAMES)
 
 
-def add_adapters(weights: Iterable[Weight], adapters: AdapterGeometry) -> tuple[Weight, ...]:
+def add_adapters(weights: Iterable[Weight], adapters: AdapterGeometry | None) -> tuple[Weight, ...]:
     """Return a layer's weights followed by the weights of its adapters."""
     weights = tuple(weights)
+    if adapters is None:
+        return weights
     targeted = (weight for weight in weights if weight.megatron.split(".")[-2:] in [[target, "weight"] for target in adapters.targets])
     return weights + tuple(part for weight in targeted for part in _make_adapter(weight, adapters.rank))
 
@@ -43,13 +40,11 @@ def _make_adapter(weight: Weight, rank: int) -> tuple[Weight, Weight]:
     megatron, sglang = weight.megatron.removesuffix("weight"), weight.sglang.removesuffix("weight")
     layer = first.name.rsplit(".", 2)[0] + "." + TARGETS[weight.megatron.split(".")[-2]]
     down = HFTensor(f"{layer}.lora_A.weight", rank, first.cols, "lora")
-    up = tuple(_take_lora_b_rows(piece, rank) for piece in weight.pieces)
+    up = [
+        take_rows(HFTensor(f"{tensor.name.removesuffix('weight')}lora_B.weight", tensor.rows, rank, "lora"), rect.row, rect.rows)
+        for tensor, rect, *_ in weight.pieces
+    ]
     return (
         make_weight(down, megatron + "lora_A", "cols" if by_columns else "whole", sglang + "lora_A", weight.expert),
-        Weight(up, megatron + "lora_B", sglang + "lora_B", "whole" if by_columns else weight.cut, weight.expert),
+        Weight(tuple(up), megatron + "lora_B", sglang + "lora_B", "whole" if by_columns else weight.cut, weight.expert),
     )
-
-
-def _take_lora_b_rows(piece: Region, rank: int) -> Region:
-    tensor, rect, *_ = piece
-    return take_rows(HFTensor(f"{tensor.name.removesuffix('weight')}lora_B.weight", tensor.rows, rank, "lora"), rect.row, rect.rows)

@@ -1,9 +1,7 @@
-"""Chunks: the messages of a sync, each from one trainer rank to one engine rank and of bounded size. No torch.
-
-The rows of all engine tensors, in order, fill one buffer of bounded size after the other. A chunk is one trainer rank's share of one buffer
-of one engine rank. Its rectangles are packed one after the other, in row order and without gaps (`transport.pack`). Both sides handle
-their chunks in the order of the same list, so no two ranks wait for each other.
-"""
+"""Chunks: the messages of a sync, each from one trainer rank to one engine rank and of bounded size. No torch. The rows of all engine
+tensors, in order, fill one buffer of bounded size after the other. A chunk is one trainer rank's share of one buffer of one engine rank.
+Its rectangles are packed one after the other, in row order and without gaps (`transport.pack`). Both sides handle their chunks in the order
+of the same list, so no two ranks wait for each other."""
 
 from __future__ import annotations
 
@@ -22,10 +20,8 @@ _Pair = tuple[int, NamedRect, NamedRect]  # bytes, source rectangle and target r
 
 @dataclass(frozen=True)
 class Chunk:
-    """Rectangles `sources` of trainer rank `source`'s tensors, which fill the rectangles `targets` of engine rank `target`'s tensors.
-
-    `offset` counts the bytes of the chunks that the same trainer rank sends before this chunk.
-    """
+    """Rectangles of a trainer rank's tensors, which fill rectangles of an engine rank's. `offset`: bytes that the trainer rank sends
+    before."""
 
     source: int
     target: int
@@ -46,11 +42,9 @@ class Chunk:
 
 @no_garbage_collection()
 def make_chunks(transfers: Sequence[Transfer], limit: int, source: int | None = None) -> list[Chunk]:
-    """Cut transfers into chunks. The chunks that share a buffer consist of whole rows and take at most `limit` bytes together.
-
-    The transfers must fill their target tensors without gaps, and be grouped by target rank. In the result engine ranks alternate, so that
-    they are filled side by side. With `source`, return only that trainer rank's chunks. Raises GeometryError if a row exceeds `limit`.
-    """
+    """Cut transfers into chunks. The chunks that share a buffer consist of whole rows and take at most `limit` bytes together. The
+    transfers must fill their target tensors without gaps, and be grouped by target rank. In the result engine ranks alternate. With
+    `source`, return only that trainer rank's chunks. Raises GeometryError if a row exceeds `limit`."""
     by_tensor: dict[tuple[int, str], list[Transfer]] = defaultdict(list)
     for transfer in transfers:
         by_tensor[transfer.target_rank, transfer.target].append(transfer)
@@ -79,28 +73,21 @@ def make_chunks(transfers: Sequence[Transfer], limit: int, source: int | None = 
                     nbytes = target_rect.rows * target_rect.cols * itemsize
                     pairs[turn, rank, transfer.source_rank].append((nbytes, (transfer.source, source_rect), (name, target_rect)))
             row, free = row + rows, free - rows * row_bytes
-    return _join(pairs)
+    joined = []  # one chunk of all pairs with the same (turn, engine rank, trainer rank), in this order
+    for (_, target, source_rank), chunk_pairs in sorted(pairs.items()):
+        sizes, sources, targets = zip(*chunk_pairs, strict=True)
+        joined.append(Chunk(source_rank, target, 0, sum(sizes), sources, targets))
+    return resize(joined, [chunk.nbytes for chunk in joined])
 
 
 def resize(chunks: Sequence[Chunk], sizes: Sequence[int]) -> list[Chunk]:
-    """Return the chunks of all ranks with other sizes, as for a sync of deltas."""
+    """Return the chunks of all ranks with these sizes and the offsets that follow from them."""
     sent: dict[int, int] = defaultdict(int)
     resized = []
     for chunk, nbytes in zip(chunks, sizes, strict=True):
         resized.append(replace(chunk, offset=sent[chunk.source], nbytes=nbytes))
         sent[chunk.source] += nbytes
     return resized
-
-
-def _join(pairs: dict[tuple[int, int, int], list[_Pair]]) -> list[Chunk]:
-    """Make one chunk of all pairs with the same (buffer of the engine rank, engine rank, trainer rank), in this order."""
-    sent: dict[int, int] = defaultdict(int)
-    chunks = []
-    for (_, target, source), chunk_pairs in sorted(pairs.items()):
-        sizes, sources, targets = zip(*chunk_pairs, strict=True)
-        chunks.append(Chunk(source, target, sent[source], sum(sizes), sources, targets))
-        sent[source] += sum(sizes)
-    return chunks
 
 
 def clip_transfer(transfer: Transfer, start_row: int, end_row: int) -> tuple[Rect, Rect] | None:

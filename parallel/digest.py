@@ -1,7 +1,5 @@
 """Access to rectangles of real tensors, for trainer and engine alike: views, raw bytes and digests."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -35,11 +33,8 @@ def view_rect(tensor: torch.Tensor, rect: Rect) -> torch.Tensor:
 
 
 def view_bytes(tensor: torch.Tensor) -> ByteMatrix:
-    """Return a writable view of the tensor's bytes as uint8 [rows, cols * itemsize].
-
-    The result is a numpy array on the CPU, because slicing it costs a tenth of slicing a tensor. Raises ValueError if the values of a row
-    are not contiguous, and RuntimeError if stacked matrices are not contiguous.
-    """
+    """Return a writable view of the tensor's bytes as uint8 [rows, cols * itemsize]. On the CPU it is a numpy array, whose slices cost a
+    tenth of a tensor's. Raises ValueError if the values of a row are not contiguous, and RuntimeError if stacked matrices are not."""
     matrix = tensor.detach()
     if matrix.dim() == 1:
         matrix = matrix.unsqueeze(1)
@@ -56,11 +51,8 @@ def as_byte_matrix(values: torch.Tensor) -> ByteMatrix:
 
 
 class Hash:
-    """128-bit XXH3 hash of the bytes it is given; not cryptographic.
-
-    For bytes on a GPU it hashes the sums that `digest_triton` computes there. The digest then differs from the CPU's digest of the same
-    bytes, so both sides of a comparison must use the same kind of device.
-    """
+    """128-bit XXH3 hash, not cryptographic; on a GPU of `digest_triton`'s sums, so both sides of a comparison need the same kind of
+    device."""
 
     def __init__(self) -> None:
         self._state = xxhash.xxh3_128()

@@ -10,8 +10,6 @@ never a multiple of 2^32. Integer sums do not depend on the order of additions. 
 This module imports Triton, which only GPU builds of torch include: import it inside functions.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 import triton
@@ -46,8 +44,7 @@ def sum_runs(words, sums, count, COLUMNS: tl.constexpr, RUN: tl.constexpr):
 
 
 def run_sums(flat: torch.Tensor) -> torch.Tensor:
-    """Return two sums for every 256 KiB of `flat`, uint8 [n], as int64 [runs, 2] on the same device. Trailing zeros do not change the sums,
-    so callers must hash n as well."""
+    """Return two sums for every 256 KiB of `flat`, uint8 [n], as int64 [runs, 2]. Trailing zeros do not change them, so hash n too."""
     if flat.numel() % WORD or flat.storage_offset() % WORD or flat.data_ptr() % WORD:
         flat = F.pad(flat, (0, -flat.numel() % WORD)).clone()
     words = flat.view(torch.int32)

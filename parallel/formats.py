@@ -1,9 +1,5 @@
-"""Number formats of stored tensors, and the precision modes built from them. No torch.
-
-Code that stores, moves or counts weights carries a `TensorFormat`, or a function from a weight's role to its format. A new format needs a
-row in `FORMATS` and `MODES`, a quantizer (`megatron_rl.precision.quantizers`) and a matrix product (`megatron_rl.kernels.linear`); see
-docs/extending.md.
-"""
+"""Number formats of stored tensors, and the precision modes built from them. No torch. A new format needs a row in `FORMATS` and `MODES`, a
+quantizer (`megatron_rl.precision.quantizers`) and a matrix product (`megatron_rl.kernels.linear`); see docs/extending.md."""
 
 from __future__ import annotations
 
@@ -26,8 +22,7 @@ class TensorFormat:
     name: str
     dtype: str  # Torch's name of the dtype
     block: tuple[int, int] | None = None
-    """Rows and columns that share a scale, or None for a tensor without scales. 0 columns: a whole row of the checkpoint's tensor shares a
-    scale, even if a shard holds only some of its columns."""
+    """Rows and columns that share a scale, or None without scales. 0 columns: a row of the checkpoint's tensor, however it is sharded."""
     scale_dtype: str = "float32"
     scale_format: str = ""  # values that scales may have: "pow2", "fp32" or "e8m0". If empty, `precision.scale_format` decides.
     scale_suffix: str = ""  # suffix that SGLang and checkpoints append to a weight's name for its scales: x.weight -> x.weight_scale_inv

@@ -1,7 +1,5 @@
 """config.json as the model families read it. A field that is missing, invalid or unsupported is refused by name."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -96,12 +94,8 @@ class HFConfig:
         return hidden // heads
 
     def rope(self, *stretches: str, share: float = 1.0) -> Rope:
-        """Read rotary positions from `rope_parameters`, or in older files from `rope_theta` and `rope_scaling`.
-
-        Args:
-            stretches: context extensions that the family supports: "llama3", "yarn".
-            share: the only supported share of a head that is rotated.
-        """
+        """Read rotary positions from `rope_parameters`, or in older files from `rope_theta` and `rope_scaling`. `stretches`: context
+        extensions that the family supports ("llama3", "yarn"). `share`: the only supported share of a head that is rotated."""
         settings = HFConfig(self.get("rope_parameters") or self.get("rope_scaling") or {})
         theta = (self.get("rope_parameters") or {}).get("rope_theta", self.get("rope_theta"))
         if not isinstance(theta, int | float):
@@ -121,7 +115,6 @@ class HFConfig:
 
 
 def refuse(name: str, value: object, supported: object) -> GeometryError:
-    """Return the error for a setting that the trainer does not support."""
     what = "only models without it" if supported is None else f"only {supported}"
     return GeometryError(f"config.json {name}", value, f"is not supported by the trainer, which supports {what}", "use another model")
 

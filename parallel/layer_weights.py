@@ -1,9 +1,4 @@
-"""Building blocks of the model families: the weights of attention, latent attention, gated MLPs and experts.
-
-Each function takes two name prefixes: the checkpoint's, which SGLang shares, and Megatron's.
-"""
-
-from __future__ import annotations
+"""Building blocks of the model families. Each function takes two name prefixes: the checkpoint's, which SGLang shares, and Megatron's."""
 
 from parallel.model_geometry import ModelGeometry
 from parallel.shards import HFTensor, Weight, make_vector, make_weight

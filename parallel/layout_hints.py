@@ -1,10 +1,6 @@
-"""Finds out whether a layout keeps quantized blocks whole, and if not, the nearest layouts that do.
-
-If the shards of both sides keep the checkpoint's blocks whole, every transfer consists of whole blocks, so trainer and engine are checked
-separately. Layers of the same kind are alike, so at most one dense layer and one layer with experts are checked.
-"""
-
-from __future__ import annotations
+"""Finds out whether a layout keeps quantized blocks whole, and if not, the nearest layouts that do. If the shards of both sides keep the
+checkpoint's blocks whole, every transfer consists of whole blocks, so trainer and engine are checked separately. Layers of the same kind
+are alike, so at most one dense layer and one layer with experts are checked."""
 
 import math
 from collections.abc import Callable
@@ -22,8 +18,7 @@ from parallel.shards import GeometryError, Shard
 
 def find_trainer_problem(model: ModelGeometry, layout: Layout, format_of: FormatOf) -> GeometryError | None:
     """Return why a training layout cannot work, or None if it can."""
-    layers, replica = keep_first_layers(model), keep_one_replica(layout)
-    return _find_problem(lambda: build_trainer_shards(layers, replica, format_of=format_of), format_of)
+    return _find_problem(lambda: build_trainer_shards(keep_first_layers(model), keep_one_replica(layout), format_of=format_of), format_of)
 
 
 def find_engine_problem(model: ModelGeometry, tp: int, ep: int, format_of: FormatOf) -> GeometryError | None:
@@ -65,7 +60,8 @@ def add_layout_hints(
     """Return the error with the nearest working layouts at the start of its fix."""
     hints = []
     if find_trainer_problem(model, train, format_of):
-        layouts = [_format(layout, model) for layout in find_nearest_layouts(model, train, format_of)]
+        nearest_layouts = find_nearest_layouts(model, train, format_of)
+        layouts = [f"tp={near.tp}" + (f" ep={near.ep} etp={near.etp}" if model.experts else "") for near in nearest_layouts]
         hints.append(f"train layouts that work: {' or '.join(layouts) or 'none'}")
     if find_engine_problem(model, rollout.tp, rollout.ep, format_of):
         nearest = find_nearest_engines(model, rollout.tp, rollout.ep, format_of)
@@ -90,10 +86,6 @@ def keep_one_layer_per_kind(model: ModelGeometry) -> ModelGeometry:
         return replace(model, layers=1)
     dense = frozenset({0}) if model.experts.dense_layers else frozenset()
     return replace(model, layers=1 + len(dense), experts=replace(model.experts, dense_layers=dense))
-
-
-def _format(layout: Layout, model: ModelGeometry) -> str:
-    return f"tp={layout.tp}" + (f" ep={layout.ep} etp={layout.etp}" if model.experts else "")
 
 
 def _sort_by_distance(model: ModelGeometry, sizes: tuple[int, int, int]) -> list[tuple[int, int, int]]:

@@ -1,21 +1,13 @@
-"""How Megatron-Core shards a model: each rank's parameters as regions of the checkpoint.
-
-linear_qkv holds [q heads of g | k_g | v_g] for each query group g. Tensor-parallel ranks own equal ranges of these rows: whole groups, or
-parts of one if there are more ranks than groups. linear_fc1 is, per rank, [its rows of gate ; its rows of up]. linear_proj and linear_fc2
-are cut by columns. Norms, routers and MLA's down projections are replicated, as in Megatron's Transformer Engine spec. Experts are cut in
-the same way, by the layout's ep and etp. The model's family lists the weights.
-
-Names are those of Megatron's local modules (norms apart from the linear layers). Layers are numbered over the whole model, and so are
-experts: in `...experts.local_experts.E`, E counts over all experts, while Megatron counts from 0 on every expert-parallel rank.
-`mlp.router.expert_bias` is a buffer in Megatron; everything else is a parameter.
-"""
-
-from __future__ import annotations
+"""How Megatron-Core shards a model: each rank's parameters as regions of the checkpoint. linear_qkv holds [q heads of g | k_g | v_g] for
+each query group g; ranks own equal ranges of these rows. linear_fc1 is, per rank, [its rows of gate ; its rows of up]. linear_proj and
+linear_fc2 are cut by columns. Norms, routers and MLA's down projections are replicated. Experts are cut in the same way, by the layout's ep
+and etp. Layers and experts are numbered over the whole model, while Megatron counts from 0 on every rank. `mlp.router.expert_bias` is a
+buffer in Megatron; everything else is a parameter."""
 
 from functools import lru_cache
 
 from parallel.formats import BF16, FormatOf, TensorFormat
-from parallel.layout import Coordinates, Layout
+from parallel.layout import Coordinates, Layout, check_stages, list_stage_layers
 from parallel.model_geometry import ModelGeometry
 from parallel.shards import (
     GeometryError,
@@ -28,7 +20,6 @@ from parallel.shards import (
     stack_regions,
     take_rows,
 )
-from parallel.stages import check_stages, list_stage_layers
 
 
 def padded_vocabulary(vocab: int, tp: int) -> int:
@@ -39,10 +30,8 @@ def padded_vocabulary(vocab: int, tp: int) -> int:
 def build_megatron_shards(
     model: ModelGeometry, layout: Layout, coordinates: Coordinates, *, format_of: FormatOf = lambda _: BF16
 ) -> list[Shard]:
-    """Return all parameters of the rank at `coordinates`. Raise GeometryError if the layout does not divide the model.
-
-    With `format_of`, rows are in the order in which the trainer quantizes them (see `compute_row_order`).
-    """
+    """Return all parameters of the rank at `coordinates`. Raise GeometryError if the layout does not divide the model. With `format_of`,
+    rows are in the order in which the trainer quantizes them (see `compute_row_order`)."""
     check_layout(model, layout)
     first_replica = Coordinates(tp=coordinates.tp, pp=coordinates.pp, ep=coordinates.ep, etp=coordinates.etp)  # shared by all replicas
     return list(_shards(model, layout, first_replica, format_of("attention_qkv")))
@@ -54,44 +43,34 @@ def build_trainer_shards(model: ModelGeometry, layout: Layout, *, format_of: For
     return {rank: build_megatron_shards(model, layout, layout.coordinates(rank), format_of=format_of) for rank in ranks}
 
 
+@lru_cache(maxsize=1024)
 def compute_row_order(shard: Shard, format: TensorFormat) -> list[int] | None:
     """Return the row order in which a parameter is quantized, or None if it is the parameter's own: row i of the blocks is row `order[i]`.
-
-    The blocks then are those of the rank's [q ; k ; v]. Quantize `weight[order]`, and undo the order with the inverse permutation.
-    """
+    The blocks then are those of the rank's [q ; k ; v]. Quantize `weight[order]`, and undo the order with the inverse permutation."""
     reordered = reorder_for_quantization(shard, format)
-    if reordered is shard or reordered.regions == shard.regions:
+    if reordered.regions == shard.regions:
         return None
-    return _match_rows(shard, reordered)
-
-
-@lru_cache(maxsize=1024)
-def _match_rows(shard: Shard, reordered: Shard) -> list[int]:
-    row_of = {tensor_row: row for row, tensor_row in enumerate(_list_tensor_rows(shard))}
-    return [row_of[tensor_row] for tensor_row in _list_tensor_rows(reordered)]
-
-
-def _list_tensor_rows(shard: Shard) -> list[tuple[str, int]]:
-    """Return (tensor, row of the tensor) for every row of a shard without padding."""
-    return [(tensor.name, row) for tensor, rect, *_ in shard.regions for row in range(rect.row, rect.row + rect.rows)]
+    own, wanted = (
+        [(tensor.name, row) for tensor, rect, *_ in each.regions for row in range(rect.row, rect.row + rect.rows)]
+        for each in (shard, reordered)
+    )
+    row_of = {tensor_row: row for row, tensor_row in enumerate(own)}
+    return [row_of[tensor_row] for tensor_row in wanted]
 
 
 def check_layout(model: ModelGeometry, layout: Layout) -> None:
     """Raise GeometryError if a layout does not divide a model's heads, layers or experts."""
-    _must_divide("tp", layout.tp, model.heads, "num_attention_heads")
+    if model.heads % layout.tp:
+        rule = f"must divide num_attention_heads ({model.heads})"
+        raise GeometryError("train.layout.tp", layout.tp, rule, f"use a divisor of {model.heads}")
     if model.latent is None and max(model.kv_heads, layout.tp) % min(model.kv_heads, layout.tp):
         rule = f"must divide num_key_value_heads ({model.kv_heads}) or be a multiple of it"
         raise GeometryError("train.layout.tp", layout.tp, rule, f"use a divisor of {model.kv_heads}")
     check_stages(model.layers, layout)
-    if model.experts is not None:
-        _must_divide("ep", layout.ep, model.experts.count, "the number of experts")
-    elif layout.ep > 1:
+    if model.experts is None and layout.ep > 1:
         raise GeometryError("train.layout.ep", layout.ep, f"needs a model with experts, {model.family} has none", "set train.layout.ep = 1")
-
-
-def _must_divide(name: str, size: int, length: int, what: str) -> None:
-    if length % size:
-        raise GeometryError(f"train.layout.{name}", size, f"must divide {what} ({length})", f"use a divisor of {length}")
+    if model.experts is not None and (count := model.experts.count) % layout.ep:
+        raise GeometryError("train.layout.ep", layout.ep, f"must divide the number of experts ({count})", f"use a divisor of {count}")
 
 
 @lru_cache(maxsize=1024)

@@ -1,7 +1,4 @@
-"""A model as its family describes it (`parallel.families`): widths, what a forward pass computes, and every weight.
-
-`parallel.megatron_shards` and `parallel.sglang_shards` cut the weights for each rank.
-"""
+"""A model as its family describes it (`parallel.families`): widths, what a forward pass computes, and every weight."""
 
 from __future__ import annotations
 
@@ -62,14 +59,12 @@ class ModelGeometry:
     ffn: int
     vocab: int
     tied: bool = False  # whether the output layer shares the embedding's weight
-    tied_in_engine: bool = True
-    """With `tied`, whether SGLang's output layer shares the embedding too. If not, it is a parameter of its own."""
+    tied_in_engine: bool = True  # with `tied`, whether SGLang's output layer shares the embedding too
     norm_eps: float = 1e-6
     qkv_bias: bool = False
     qk_norm: bool = False  # whether q and k heads are normalized
     post_norms: bool = False  # whether the outputs of attention and MLP are normalized before they are added to the residual stream
-    kv_scales: bool = False
-    """Whether each layer has a scale for cached keys and one for cached values, as the precision contract says. No checkpoint has them."""
+    kv_scales: bool = False  # whether each layer has a scale for cached keys and one for cached values; no checkpoint has them
     rope: Rope = field(default_factory=Rope)
     experts: MoEGeometry | None = None
     latent: MLAGeometry | None = None
@@ -103,10 +98,8 @@ class ModelGeometry:
 
     @property
     def attention_length(self) -> float:
-        """Sequence length at which causal attention takes as many FLOPs as the products with weights.
-
-        A token takes 2 FLOPs per weight it meets, against s (d_qk + d_v) per head and layer at mean position s / 2.
-        """
+        """Sequence length at which causal attention, s (d_qk + d_v) per head and layer, takes as many FLOPs as the products with
+        weights."""
         share = self.experts.top_k / self.experts.count if self.experts else 1.0
         weights = (weight for part in replace(self, trains_mtp=False).list_weights()[1:] for weight in part)
         met = sum(rect.rows * rect.cols * (1 if weight.expert is None else share) for weight in weights for _, rect, *_ in weight.pieces)
@@ -115,9 +108,7 @@ class ModelGeometry:
 
     def list_weights(self, ep: int = 1, ep_rank: int = 0) -> tuple[tuple[Weight, ...], ...]:
         """Return three kinds of tuples, in order: the embedding; each layer's weights; the final norm, trained MTP layers and output layer.
-
-        With `ep` > 1, only the experts of the `ep_rank`-th of `ep` expert-parallel ranks are included.
-        """
+        With `ep` > 1, only the experts of the `ep_rank`-th of `ep` expert-parallel ranks are included."""
         return _list_weights(self) if ep == 1 else _keep_own_experts(self, ep, ep_rank)
 
     def tensors(self) -> dict[str, HFTensor]:
@@ -154,18 +145,13 @@ def _list_weights(model: ModelGeometry) -> tuple[tuple[Weight, ...], ...]:
     family = load_family(model.family)
     return (
         (make_weight(embedding, "embedding.word_embeddings.weight", "vocabulary"),),
-        *(_list_layer(model, layer) for layer in range(model.layers)),
+        *(add_adapters(family.list_layer(model, layer), model.adapters) for layer in range(model.layers)),
         (
             make_vector("model.norm.weight", model.hidden, "decoder.final_layernorm.weight"),
             *(weight for number in range(model.mtp_layers if model.trains_mtp else 0) for weight in family.list_mtp_layer(model, number)),
             output._replace(sglang="") if model.tied and model.tied_in_engine else output,
         ),
     )
-
-
-def _list_layer(model: ModelGeometry, layer: int) -> tuple[Weight, ...]:
-    weights = tuple(load_family(model.family).list_layer(model, layer))
-    return weights if model.adapters is None else add_adapters(weights, model.adapters)
 
 
 @lru_cache(maxsize=256)

@@ -1,11 +1,6 @@
-"""Layers for multi-token prediction (MTP) of DeepSeek-V3 and GLM, which predict the token after the next one.
-
-A checkpoint stores them after the other layers. Each is a decoder layer whose input is a projection of two normalized vectors: the hidden
-state of the layer before, and the embedding of the next token. They use the model's embedding and output layer, of which a checkpoint may
-hold copies.
-"""
-
-from __future__ import annotations
+"""Layers for multi-token prediction (MTP) of DeepSeek-V3 and GLM, which predict the token after the next one. A checkpoint stores them
+after the other layers. Each is a decoder layer whose input is a projection of two normalized vectors: the hidden state of the layer before,
+and the embedding of the next token. They use the model's embedding and output layer, of which a checkpoint may hold copies."""
 
 from parallel.layer_weights import pre_norm_layer
 from parallel.model_geometry import ModelGeometry

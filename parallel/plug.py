@@ -1,10 +1,5 @@
-"""Plugs: objects that a user can supply, named in the configuration by a built-in name or as `module:attribute`. No torch.
-
-A plug is checked twice: its name when the configuration is read, without any import (`Plug.check_name`), and the object itself before
-anything starts (`Plug.load`). docs/extending.md has a recipe for each.
-"""
-
-from __future__ import annotations
+"""Plugs: objects that a user can supply, named in the configuration by a built-in name or as `module:attribute`. The name is checked when
+the configuration is read (`Plug.check_name`), the object before anything starts (`Plug.load`). docs/extending.md has recipes. No torch."""
 
 import importlib
 import inspect
@@ -49,10 +44,7 @@ class Plug:
         return name
 
     def load(self, name: str) -> Any:
-        """Import the object of a name. Raise InputError if there is none, or if it does not take the arguments `takes`.
-
-        Modules are found on PYTHONPATH or in the working directory.
-        """
+        """Import the object of a name, also from the working directory. Raise InputError if there is none, or if it cannot take `takes`."""
         fix = f"use {self._list_choices()}, which Python can find on PYTHONPATH or in the working directory"
         module, _, attributes = self.builtin.get(name, name).partition(":")
         if not {"", os.getcwd()} & set(sys.path):

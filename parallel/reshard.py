@@ -1,11 +1,7 @@
-"""The reshard plan: which rectangle of which source shard fills which rectangle of which target shard.
-
-It is computed once from two lists of shards (`parallel.shards`), and used by every sync, by import and by export. A quantized tensor moves
-as whole blocks: its bytes and its scales, for FP8 at 1/128 of the coordinates. Nothing is requantized, so every edge of every region must
-lie on a block edge of its shard and of the checkpoint, or at a tensor's end. INT8 has one scale per row, so a row may be cut anywhere.
-"""
-
-from __future__ import annotations
+"""The reshard plan: which rectangle of which source shard fills which rectangle of which target shard. It is computed once from two lists
+of shards (`parallel.shards`), and used by every sync, by import and by export. A quantized tensor moves as whole blocks: its bytes and its
+scales, for FP8 at 1/128 of the coordinates. Nothing is requantized, so every edge of every region must lie on a block edge of its shard and
+of the checkpoint, or at a tensor's end. INT8 has one scale per row, so a row may be cut anywhere."""
 
 import gc
 from collections import defaultdict
@@ -44,16 +40,10 @@ def reshard(
     format_of: FormatOf,
     homes: Mapping[int, int] | None = None,
 ) -> list[Transfer]:
-    """Return the transfers that fill every target region exactly once, without scales, ordered by target rank and parameter.
-
-    Args:
-        sources, targets: shards by rank. If several sources hold the same elements, the source on the target's own device is chosen, else a
-            source that sends few bytes to other devices.
-        homes: maps a target rank to the source rank on the same device. Defaults to equal numbers; empty if engines have their own devices.
-
-    Raises:
-        GeometryError: a region has no source, or cuts a block of its format.
-    """
+    """Return the transfers that fill every target region exactly once, without scales, ordered by target rank and parameter. Raise
+    GeometryError if a region has no source, or cuts a block of its format. If several sources hold the same elements, the source on the
+    target's own device is chosen, else one that sends few bytes to other devices. `homes` maps a target rank to the source rank on the same
+    device; it defaults to equal numbers, and is empty if engines have their own devices."""
     for side in (sources, targets):
         check_block_alignment(side, format_of)
     with no_garbage_collection():
@@ -65,8 +55,7 @@ def reshard(
                 for region in shard.regions:
                     parts += [_Part(rank, home, shard, region, *cover) for cover in owners.cover(region, home, shard.name, rank)]
         formats = [format_of(part.shard.role) for part in parts]
-        owners_and_formats = zip(_choose_owners(parts, formats), formats, strict=True)
-        return [_make_transfer(part, *pair) for part, pair in zip(parts, owners_and_formats, strict=True)]
+        return list(map(_make_transfer, parts, _choose_owners(parts, formats), formats))
 
 
 def add_scale_transfers(transfers: Sequence[Transfer]) -> list[Transfer]:
@@ -189,7 +178,7 @@ class _Owners:
         cover = self._covers[name, wanted]
         if cover is None:  # sources overlap, so rectangles on the target's own device come first
             cover = _cover(wanted, sorted(self._by_tensor[name].items(), key=lambda rect_owners: home not in rect_owners[1]))
-        missing = wanted.rows * wanted.cols - _count_elements(cover)
+        missing = wanted.rows * wanted.cols - sum(rect.rows * rect.cols for rect, _ in cover)
         if missing:
             raise GeometryError(name, f"{missing} elements", f"no source holds what {target} of rank {rank} needs")
         return cover
@@ -197,13 +186,9 @@ class _Owners:
     def _cover_if_disjoint(self, name: str, wanted: Rect) -> list[_RectOwners] | None:
         """Return the parts of `wanted` that sources hold, or None if sources overlap: the choice then depends on the target's home."""
         available = list(self._by_tensor.get(name, {}).items())
-        overlaps = [(overlap, owners) for rect, owners in available if (overlap := _overlap(rect, wanted))]
+        overlaps = sum(overlap.rows * overlap.cols for rect, _ in available if (overlap := _overlap(rect, wanted)))
         cover = _cover(wanted, available)
-        return cover if _count_elements(cover) == _count_elements(overlaps) else None
-
-
-def _count_elements(rects: Iterable[_RectOwners]) -> int:
-    return sum(rect.rows * rect.cols for rect, _ in rects)
+        return cover if sum(rect.rows * rect.cols for rect, _ in cover) == overlaps else None
 
 
 def _cover(wanted: Rect, available: Sequence[_RectOwners]) -> list[_RectOwners]:

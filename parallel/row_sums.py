@@ -1,9 +1,4 @@
-"""The order of row-parallel sums: a binary tree over blocks of 128 values, whose nodes tensor-parallel ranks hold. No torch.
-
-`megatron_rl.kernels.sums.reference` computes such sums.
-"""
-
-from __future__ import annotations
+"""The order of row-parallel sums: a binary tree over blocks of 128 values, whose nodes tensor-parallel ranks hold. No torch."""
 
 LEAF = 128  # values that one leaf sums: the width of a block
 GATHERED_WHOLE = 1 << 14  # largest number of results for which ranks send all partial sums to all ranks, which saves one message
@@ -21,20 +16,15 @@ def holds_node(width: int, ranks: int) -> bool:
 
 
 def count_bytes_sent(ranks: int, dtype_bytes: int, scattered: bool, by_tree: bool = True) -> float:
-    """Return the bytes that each rank sends for one result, which all ranks get, or, if `scattered`, one rank.
-
-    The tree sends FP32 partial sums to the rank that adds them (all-to-all), and the rounded sum to all ranks (all-gather). Without it, a
-    ring reduce-scatter or all-reduce sends partial sums that are rounded to the dtype.
-    """
+    """Return the bytes that each rank sends for one result, which all ranks get, or, if `scattered`, one rank. The tree sends FP32 partial
+    sums (all-to-all) and the rounded sum (all-gather). Without it, a ring sends partial sums that are rounded to the dtype."""
     return (ranks - 1) / ranks * ((4 if by_tree else dtype_bytes) + (0 if scattered else dtype_bytes))
 
 
 def list_merges(leaves: int, level: int | None = None) -> list[tuple[int, int]]:
-    """Return (level of the leaf, level of the node that it completes) for each leaf in order: the order of additions.
-
-    The root's `level` is ceil(log2(leaves)), so a leaf's level is 0 or 1. At most one node of each level waits for its second half: a
-    leaf's sum is added to the waiting nodes at its level and above, up to the level that it completes, and waits there.
-    """
+    """Return (level of the leaf, level of the node that it completes) for each leaf in order: the order of additions. The root's `level` is
+    ceil(log2(leaves)), so a leaf's level is 0 or 1. At most one node of each level waits for its second half: a leaf's sum is added to the
+    waiting nodes at its level and above, up to the level that it completes, and waits there."""
     level = (leaves - 1).bit_length() if level is None else level
     if leaves == 1:
         return [(level, level)]

@@ -1,21 +1,13 @@
-"""How SGLang 0.5.23 shards a model: each engine rank's parameters as regions of the checkpoint. Does not import SGLang.
-
-qkv_proj is [q ; k ; v] of the rank's heads, with replicated kv heads if there are more ranks than kv heads. gate_up_proj is [gate ; up].
-Experts are two tensors, w13_weight [E, 2I, H] = [gate ; up] each and w2_weight [E, H, I], stacked vertically here. With expert parallelism,
-tensor-parallel rank r holds the r // (tp / ep)-th group of experts, which is cut over tp / ep ranks. The vocabulary is padded to a multiple
-of 64; the padding belongs to no region and is never written.
-
-MLA: q_a and kv_a are one replicated tensor, fused_qkv_a_proj_with_mqa. SGLang also derives w_kc and w_vc from kv_b_proj in the model's
-post_load_weights, which runs again after every weight update. DeepSeek's shared experts are modules of their own, so the engine needs
---disable-shared-experts-fusion, and must not use an all-to-all backend that replicates them.
-"""
-
-from __future__ import annotations
+"""How SGLang 0.5.23 shards a model: each engine rank's parameters as regions of the checkpoint. qkv_proj is [q ; k ; v] of the rank's
+heads, with replicated kv heads if there are more ranks than kv heads. gate_up_proj is [gate ; up]. Experts are two tensors, w13_weight [E,
+2I, H] = [gate ; up] each and w2_weight [E, H, I], stacked vertically here. With expert parallelism, tensor-parallel rank r holds the r //
+(tp / ep)-th group of experts, which is cut over tp / ep ranks. MLA's q_a and kv_a are one replicated tensor. DeepSeek's shared experts are
+modules of their own, so the engine needs --disable-shared-experts-fusion."""
 
 from functools import lru_cache
 
 from parallel.model_geometry import ModelGeometry
-from parallel.shards import GeometryError, Region, Shard, Weight, cut_vocabulary, cut_weight, split_rows, stack_regions
+from parallel.shards import GeometryError, Region, Shard, Weight, cut_vocabulary, cut_weight, split, stack_regions
 
 _VOCAB_PADDING = 64  # DEFAULT_VOCAB_PADDING_SIZE of vocab_parallel_embedding.py
 _FIELD = "rollout.tp"
@@ -28,10 +20,8 @@ def padded_vocabulary(vocab: int, tp: int) -> int:
 
 
 def build_sglang_shards(model: ModelGeometry, tp: int, rank: int, ep: int = 1) -> list[Shard]:
-    """Return all parameters of rank `rank` of an engine of `tp` ranks, `ep` of them expert parallel, under SGLang's names.
-
-    Raises GeometryError if the sizes do not fit the model.
-    """
+    """Return all parameters of rank `rank` of an engine of `tp` ranks, `ep` of them expert parallel, under SGLang's names. Raise
+    GeometryError if the sizes do not fit the model."""
     _check_sizes(model, tp, ep)
     return list(_shards(model, tp, rank, ep))
 
@@ -79,5 +69,5 @@ def _cut(weight: Weight, kv_heads: int, tp: int, rank: int, ep: int) -> list[Reg
         return cut_weight(weight, rank % (tp // ep), tp // ep, _FIELD)
     if weight.cut == "qkv":
         (q, *kv), parts = weight.pieces, min(tp, kv_heads)
-        return [split_rows(q, rank, tp, _FIELD), *(split_rows(x, rank * parts // tp, parts, _FIELD) for x in kv)]
+        return [split(q, "rows", rank, tp, _FIELD), *(split(x, "rows", rank * parts // tp, parts, _FIELD) for x in kv)]
     return cut_weight(weight, rank, tp, _FIELD)

@@ -1,9 +1,7 @@
-"""Vocabulary of the geometry: checkpoint tensors, rectangles of them, shards made of rectangles, and weights that ranks shard.
-
-All positions are in the coordinates of the Hugging Face tensor. A shard is a list of regions: a region is a rectangle of one HF tensor and
-its position in the shard. Trainer shards, engine shards and the checkpoint itself are all such lists, so import, export and sync are the
-same operation: intersect two lists (see `parallel.reshard`). One-dimensional tensors count as N x 1.
-"""
+"""Vocabulary of the geometry: checkpoint tensors, rectangles of them, shards made of rectangles, and weights that ranks shard. All
+positions are in the coordinates of the Hugging Face tensor. A shard is a list of regions: a region is a rectangle of one HF tensor and its
+position in the shard. Trainer shards, engine shards and the checkpoint itself are all such lists, so import, export and sync are the same
+operation: intersect two lists (see `parallel.reshard`). One-dimensional tensors count as N x 1."""
 
 from __future__ import annotations
 
@@ -36,11 +34,8 @@ NamedRect = tuple[str, Rect]  # a rectangle of a named tensor
 
 @dataclass(frozen=True, slots=True)
 class HFTensor:
-    """A tensor of the checkpoint.
-
-    `role` decides its precision: attention_qkv, attention_output, mlp_in, mlp_out (experts included), norm, bias, router, router_bias,
-    embedding, lm_head, value_head, kv_scales, lora or mtp_projection.
-    """
+    """A tensor of the checkpoint. `role` decides its precision: attention_qkv, attention_output, mlp_in, mlp_out (experts included), norm,
+    bias, router, router_bias, embedding, lm_head, value_head, kv_scales, lora or mtp_projection."""
 
     name: str
     rows: int
@@ -116,31 +111,18 @@ def stack_regions(name: str, regions: list[Region], experts: int = 0) -> Shard:
     return Shard(name, row, regions[0].tensor_rect.cols, tuple(stacked), experts)
 
 
-def split_rows(whole: Region, part: int, parts: int, field: str) -> Region:
-    """Return the `part`-th of `parts` equal row ranges. Raise GeometryError, naming `field`, if `parts` does not divide the rows."""
+def split(whole: Region, cut: Cut, part: int, parts: int, field: str) -> Region:
+    """Return the `part`-th of `parts` equal ranges of "rows" or "cols". Raise GeometryError, naming `field`, if `parts` does not divide."""
     tensor, (row, col, rows, cols), _, _ = whole
-    size = _divide(tensor, "rows", rows, parts, field)
-    return Region(tensor, Rect(row + part * size, col, size, cols))
-
-
-def split_cols(whole: Region, part: int, parts: int, field: str) -> Region:
-    """Return the `part`-th of `parts` equal column ranges. Raise GeometryError as `split_rows` does."""
-    tensor, (row, col, rows, cols), _, _ = whole
-    size = _divide(tensor, "columns", cols, parts, field)
-    return Region(tensor, Rect(row, col + part * size, rows, size))
-
-
-def _divide(tensor: HFTensor, what: str, length: int, parts: int, field: str) -> int:
+    length, what = (rows, "rows") if cut == "rows" else (cols, "columns")
     if length % parts:
         raise GeometryError(field, parts, f"must divide the {length} {what} of {tensor.name}", "choose a smaller tensor-parallel size")
-    return length // parts
+    size = length // parts
+    return Region(tensor, Rect(row + part * size, col, size, cols) if cut == "rows" else Rect(row, col + part * size, rows, size))
 
 
 def find_misaligned_region(shard: Shard, format: TensorFormat) -> Region | None:
-    """Return the first region of a shard that cuts a block of its format, or None.
-
-    A region cuts no block if it begins on block edges of its tensor and of the shard, and ends on block edges or at the tensor's end.
-    """
+    """Return the first region of a shard that cuts a block of its format: one whose edges are not all block edges or the tensor's end."""
     if format.block is None:
         return None
     height, width = format.block[0], format.block[1] or 1  # a format with one scale per row may be cut at any column
@@ -180,11 +162,8 @@ def make_vector(name: str, length: int, megatron: str, role: str = "norm") -> We
 
 
 def cut_weight(weight: Weight, part: int, parts: int, field: str) -> list[Region]:
-    """Return the share of the `part`-th of `parts` ranks in a weight with cut "whole", "rows" or "cols". Raise as `split_rows` does."""
-    if weight.cut == "whole":
-        return list(weight.pieces)
-    split = split_rows if weight.cut == "rows" else split_cols
-    return [split(piece, part, parts, field) for piece in weight.pieces]
+    """Return the share of the `part`-th of `parts` ranks in a weight with cut "whole", "rows" or "cols". Raise as `split` does."""
+    return [piece if weight.cut == "whole" else split(piece, weight.cut, part, parts, field) for piece in weight.pieces]
 
 
 def cut_vocabulary(name: str, weight: Weight, padded_rows: int, part: int, parts: int) -> Shard:

@@ -1,4 +1,4 @@
-"""All code that depends on SGLang: the launcher and client of engines, the code inside their processes, and the hooks on SGLang."""
+"""All code that depends on SGLang: launcher and client of engines, code inside their processes, and hooks on SGLang."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ if TYPE_CHECKING:
 
 
 class SGLangLauncher:
-    """See `megatron_rl.rollout.engine.EngineLauncher`. Imports inside methods, because SGLang imports this package at start-up before
-    its stub modules are in place."""
+    """See `EngineLauncher`. Imports inside methods, because SGLang imports this package before its stub modules are in place."""
 
     def check(self, config: Config) -> None:
         from rollout_sglang.server_options import check, check_tool_parser
@@ -28,8 +27,8 @@ class SGLangLauncher:
 
         return SGLangEngine(EngineLaunchSpec(config, model_path, log_dir, number, empty))
 
-    def rehearsal_command(self, module: str) -> list[str]:
-        return [sys.executable, "-m", f"rollout_sglang.rehearsal.{module}"]
+    def rehearsal_command(self) -> list[str]:
+        return [sys.executable, "-m", "rollout_sglang.rehearsal.rank"]
 
 
 launch = SGLangLauncher()  # the entry point `sglang` of the group `megatron_rl.rollout`

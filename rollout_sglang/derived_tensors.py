@@ -14,10 +14,12 @@ the address at which it lay when it was captured.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Iterable, Mapping
+import functools
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -25,56 +27,11 @@ from megatron_rl.precision.fp8 import dequantize_weight
 from megatron_rl.precision.quantized_weight import QuantizedWeight
 from parallel.digest import Hash, as_byte_matrix, flat_bytes
 from rollout_sglang.hooks import dequant_cache
-from rollout_sglang.tensor_walk import FoundTensor, find_tensors
 
-Derive = Callable[[Any], torch.Tensor]  # recomputes a tensor from the module that holds it
-
-
-def _unfold_kv_b(attention: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the key and value parts of MLA's kv_b_proj, `[heads, head width, latent]`, in the dtype that multiplies with them. INT8 as
-    in SGLang's `post_load_weights`: BF16 values, each multiplied by its row's scale in BF16."""
-    layer = attention.kv_b_proj
-    weight = layer.weight.detach()
-    if weight.dtype == torch.float8_e4m3fn:
-        weight = dequantize_weight(QuantizedWeight(weight, layer.weight_scale_inv.detach())).to(attention.w_kc.dtype)
-    elif weight.dtype == torch.int8:
-        weight = weight.to(torch.bfloat16) * layer.weight_scale.detach().to(torch.bfloat16)
-    return _split_heads(weight, attention.qk_nope_head_dim, attention.v_head_dim)
-
-
-def _split_heads(rows: torch.Tensor, keys: int, values: int) -> tuple[torch.Tensor, torch.Tensor]:
-    key_part, value_part = rows.unflatten(0, (-1, keys + values)).split([keys, values], dim=1)
-    return key_part, value_part
-
-
-def _absorbed(part: int, attention: Any) -> torch.Tensor:
-    """Return `w_kc` (part 0) or `w_vc` (part 1). With DeepGEMM's products they hold FP8 bytes, with scales in `w_scale_k` and
-    `w_scale_v`."""
-    deep_gemm = getattr(attention, "use_deep_gemm_bmm", False)
-    if deep_gemm:
-        parts = _split_heads(attention.kv_b_proj.weight.detach(), attention.qk_nope_head_dim, attention.v_head_dim)
-    else:
-        parts = _unfold_kv_b(attention)
-    return parts[part].transpose(1, 2) if bool(part) != deep_gemm else parts[part]
-
-
-def _absorbed_scale(part: int, attention: Any) -> torch.Tensor:
-    scale = attention.kv_b_proj.weight_scale_inv.detach()
-    tensor = _split_heads(scale, attention.qk_nope_head_dim // 128, attention.v_head_dim // 128)[part]
-    return tensor if part else tensor.transpose(1, 2)
-
-
-DERIVED: dict[str, Derive] = {
-    "*.w_kc": partial(_absorbed, 0),
-    "*.w_vc": partial(_absorbed, 1),
-    "*.w_scale_k": partial(_absorbed_scale, 0),
-    "*.w_scale_v": partial(_absorbed_scale, 1),
-}
-"""Pattern of a path -> function that recomputes the tensor."""
 CONSTANTS: dict[str, str] = {
     "*cos_sin_cache": "rotary embedding",
     "*.inv_freq": "rotary embedding",
-    "*.[kv]_scale": "SGLang's own scale of an FP8 KV cache, which is 1 (`hooks.kv_cache_scales`)",
+    "*.[kv]_scale": "SGLang's own scale of an FP8 KV cache, which is 1 (`hooks.e4m3_cache`)",
     "*._fused_[kv]_scale": "the same for SGLang's fused Qwen3 kernel",
     "*.expert_mask_gpu": "which experts this rank has",
     "*.local_expert_mapping": "which experts this rank has",
@@ -92,6 +49,39 @@ SCRATCH: dict[str, str] = {
     "*.pynccl_comm.*": "buffers of a process group",
 }
 """Pattern of a path -> description of the tensor's user."""
+_SEARCHED_PACKAGES = ("sglang.", "rollout_sglang.", "megatron_rl.", "parallel.", "types.", "__main__.")  # `types` has SimpleNamespace
+
+
+def _absorbed(part: int, attention: Any) -> torch.Tensor:
+    """Return `w_kc` (part 0) or `w_vc` (part 1): MLA's kv_b_proj `[heads, head width, latent]` in the dtype that multiplies with it. With
+    DeepGEMM's products they hold FP8 bytes, with scales in `w_scale_k` and `w_scale_v`."""
+    layer, deep_gemm = attention.kv_b_proj, getattr(attention, "use_deep_gemm_bmm", False)
+    weight = layer.weight.detach()
+    if weight.dtype == torch.float8_e4m3fn and not deep_gemm:
+        weight = dequantize_weight(QuantizedWeight(weight, layer.weight_scale_inv.detach())).to(attention.w_kc.dtype)
+    elif weight.dtype == torch.int8 and not deep_gemm:  # as in SGLang's `post_load_weights`
+        weight = weight.to(torch.bfloat16) * layer.weight_scale.detach().to(torch.bfloat16)
+    tensor = _take_part(part, weight, attention.qk_nope_head_dim, attention.v_head_dim)
+    return tensor.transpose(1, 2) if bool(part) != deep_gemm else tensor
+
+
+def _absorbed_scale(part: int, attention: Any) -> torch.Tensor:
+    scale = attention.kv_b_proj.weight_scale_inv.detach()
+    tensor = _take_part(part, scale, attention.qk_nope_head_dim // 128, attention.v_head_dim // 128)
+    return tensor if part else tensor.transpose(1, 2)
+
+
+def _take_part(part: int, rows: torch.Tensor, keys: int, values: int) -> torch.Tensor:
+    return rows.unflatten(0, (-1, keys + values)).split([keys, values], dim=1)[part]
+
+
+DERIVED: dict[str, Callable[[Any], torch.Tensor]] = {
+    "*.w_kc": partial(_absorbed, 0),
+    "*.w_vc": partial(_absorbed, 1),
+    "*.w_scale_k": partial(_absorbed_scale, 0),
+    "*.w_scale_v": partial(_absorbed_scale, 1),
+}
+"""Pattern of a path -> function that recomputes the tensor from the module that holds it."""
 
 
 class ServedTensors:
@@ -105,12 +95,13 @@ class ServedTensors:
     def check(self, model: torch.nn.Module, proved: Mapping[str, torch.Tensor]) -> dict[str, int]:
         """Return the number of tensors of each kind. Raise ValueError, by name, for the first tensor that fails its check. `proved`: the
         live tensors whose bytes the sync has proved."""
-        memory, counts = ProvedMemory(proved), {"proved": 0, "derived": 0, "constant": 0}
+        spans, counts = sorted(_span(tensor) for tensor in proved.values() if tensor.numel()), {"proved": 0, "derived": 0, "constant": 0}
         for found in find_tensors(model):
             if not found.tensor.numel() or _matches(found.path, SCRATCH):
                 continue
-            self._check_address(found)
-            if memory.holds(found.tensor):
+            if self._addresses.setdefault(found.path, found.tensor.data_ptr()) != found.tensor.data_ptr():
+                raise ValueError(f"{found.path} has moved in memory since the engine started: CUDA graphs read its old address")
+            if _is_within(spans, found.tensor):
                 kind = "proved"
             elif derive := _matches(found.path, DERIVED):
                 kind = "derived"
@@ -122,17 +113,12 @@ class ServedTensors:
             else:
                 raise ValueError(f"{_describe(found)} is neither filled by the sync nor known to rollout_sglang/derived_tensors.py")
             counts[kind] += 1
-        counts["derived"] += dequant_cache.check_cache(memory.holds)
+        counts["derived"] += dequant_cache.check_cache(partial(_is_within, spans))
         return counts
-
-    def _check_address(self, found: FoundTensor) -> None:
-        if self._addresses.setdefault(found.path, found.tensor.data_ptr()) != found.tensor.data_ptr():
-            raise ValueError(f"{found.path} has moved in memory since the engine started: CUDA graphs read its old address")
 
 
 def find_unknown(model: torch.nn.Module, filled: Iterable[torch.Tensor]) -> list[str]:
-    """Describe the tensors that `ServedTensors.check` would refuse as unknown. Works for tensors without memory. `filled`: tensors that
-    a sync fills."""
+    """Describe the tensors that `ServedTensors.check` would refuse as unknown, even without memory. `filled`: tensors that a sync fills."""
     storages = {tensor.untyped_storage()._cdata for tensor in filled}
     return [
         _describe(found)
@@ -143,17 +129,11 @@ def find_unknown(model: torch.nn.Module, filled: Iterable[torch.Tensor]) -> list
     ]
 
 
-class ProvedMemory:
-    """The memory ranges of proved tensors."""
-
-    def __init__(self, proved: Mapping[str, torch.Tensor]) -> None:
-        self._spans = sorted(_span(tensor) for tensor in proved.values() if tensor.numel())
-
-    def holds(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor lies completely within one of the ranges."""
-        first, end = _span(tensor)
-        place = bisect.bisect_right(self._spans, (first, float("inf"))) - 1
-        return place >= 0 and self._spans[place][0] <= first and end <= self._spans[place][1]
+def _is_within(spans: list[tuple[int, float]], tensor: torch.Tensor) -> bool:
+    """Return whether a tensor lies completely within one of the sorted memory ranges."""
+    first, end = _span(tensor)
+    place = bisect.bisect_right(spans, (first, float("inf"))) - 1
+    return place >= 0 and spans[place][0] <= first and end <= spans[place][1]
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, float]:
@@ -177,12 +157,63 @@ def _compare(found: FoundTensor, expected: torch.Tensor) -> None:
         raise ValueError(f"{found.path} is {actual.dtype} {list(actual.shape)}, recomputed {expected.dtype} {list(expected.shape)}")
     wrong = (flat_bytes(actual) != flat_bytes(expected)).view(actual.numel(), -1).any(1)
     if wrong.any():
-        raise ValueError(
-            f"{found.path} is stale: {int(wrong.sum())} of its {actual.numel()} values differ from those computed from the proved bytes"
-        )
+        count = f"{int(wrong.sum())} of its {actual.numel()} values"
+        raise ValueError(f"{found.path} is stale: {count} differ from those computed from the proved bytes")
 
 
 def _fingerprint(tensor: torch.Tensor) -> str:
     values = Hash()
     values.update(as_byte_matrix(flat_bytes(tensor).view(1, -1)))
     return f"{tensor.dtype} {list(tensor.shape)} {values.hexdigest()}"
+
+
+class FoundTensor(NamedTuple):
+    path: str  # first path that leads to the tensor, such as `model.layers.0.self_attn.w_kc`
+    tensor: torch.Tensor
+    owner: torch.nn.Module  # the module that holds the tensor
+
+
+def find_tensors(model: torch.nn.Module) -> Iterator[FoundTensor]:
+    """Yield every tensor that a live model can compute with, once: parameters, buffers, plain attributes, and the contents of quantization
+    methods, other engine objects, tensors, containers, partial functions and closures."""
+    seen: set[int] = set()
+    keep: list[Any] = []  # so that no id is reused
+    pending: list[tuple[str, Any, torch.nn.Module]] = [("", model, model)]
+    while pending:
+        path, value, owner = pending.pop()
+        if id(value) in seen or value is None or isinstance(value, (str, bytes, int, float, type, types.ModuleType)):
+            continue
+        seen.add(id(value))
+        keep.append(value)
+        if isinstance(value, torch.Tensor):
+            yield FoundTensor(path, value, owner)
+        owner = value if isinstance(value, torch.nn.Module) else owner
+        children = [(f"{path}.{name}".removeprefix("."), child, owner) for name, child in _list_children(value)]
+        pending.extend(reversed(children))
+
+
+def _list_children(value: Any) -> list[tuple[str, Any]]:
+    """Return the contents of an object by name."""
+    if isinstance(value, torch.nn.Module):
+        own = {name: child for name, child in vars(value).items() if name not in ("_parameters", "_buffers", "_modules")}
+        return list({**value._parameters, **value._buffers, **value._modules, **own}.items())
+    if isinstance(value, dict):
+        return [(str(key), child) for key, child in value.items()]
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [(str(index), child) for index, child in enumerate(value)]
+    if isinstance(value, functools.partial):
+        return [("func", value.func), *((str(index), child) for index, child in enumerate(value.args)), *value.keywords.items()]
+    if isinstance(value, types.MethodType):
+        return [("self", value.__self__)]
+    if isinstance(value, types.FunctionType):
+        cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
+        return [(name, cell.cell_contents) for name, cell in cells if cell != types.CellType()]  # not empty
+    if isinstance(value, torch.Tensor) or f"{type(value).__module__}.".startswith(_SEARCHED_PACKAGES):
+        return [*getattr(value, "__dict__", {}).items(), *_list_slots(value)]
+    return []
+
+
+def _list_slots(value: Any) -> list[tuple[str, Any]]:
+    slots = [vars(cls).get("__slots__", ()) for cls in type(value).__mro__ if not isinstance(value, torch.Tensor)]
+    names = [name for each in slots for name in ((each,) if isinstance(each, str) else each)]
+    return [(name, getattr(value, name)) for name in names if hasattr(value, name)]

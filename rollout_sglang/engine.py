@@ -1,18 +1,19 @@
 """HTTP client of an SGLang engine; implements `megatron_rl.rollout.engine.Engine`."""
 
-from __future__ import annotations
-
+import base64
 import json
+import threading
 import time
 import uuid
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import httpx
 import numpy as np
 import torch
 
+from megatron_rl.batch.kept_tokens import holds_tokens, make_kept_tokens
 from megatron_rl.config.sync import Running
 from megatron_rl.errors import AbortedError, EngineLostError, RunError
 from megatron_rl.hf.files import read_config
@@ -20,19 +21,16 @@ from megatron_rl.hf.routing_record import RoutingShape
 from megatron_rl.precision.graph.graph import PrecisionGraph
 from megatron_rl.rollout.engine import Abort, EngineTensorSpec, ParsedToolCalls, Places
 from megatron_rl.types import Generation, SamplingParams
-from rollout_sglang.answers import make_sampling_params, parse_generation, read_kept_tokens, read_routed_experts
-from rollout_sglang.health_watch import HealthMonitor
-from rollout_sglang.launch_args import EngineLaunchSpec
-from rollout_sglang.launcher import EngineServer
-from rollout_sglang.rank_handler import FAILED, PREFIX
-from rollout_sglang.rank_requests import RankRequests
-from rollout_sglang.request_gate import AnswersDroppedError, RequestGate
+from rollout_sglang.launch_args import EngineLaunchSpec, EngineServer
+from rollout_sglang.process import HealthMonitor
+from rollout_sglang.rank_handler import FAILED, PREFIX, RankRequests
 
 _CACHE, _WEIGHTS, _GRAPHS = "kv_cache", "weights", "cuda_graph"  # SGLang's names of its memory
 _IDLE_SECONDS = 10
 _IDLE_POLL_SECONDS = 0.01
 _EXIT_SECONDS = 2.0
 _NO_WEIGHTS = "the engine has no weights yet: it serves nothing before the first proved sync"
+_POLL_SECONDS = 0.05
 
 
 class SGLangEngine(RankRequests):
@@ -88,9 +86,7 @@ class SGLangEngine(RankRequests):
         response = self._request(path, body)
         if response.status_code == httpx.codes.INTERNAL_SERVER_ERROR and not self.server.processes.has_ended():
             return None  # some parsers raise on text without a call
-        if response.status_code != httpx.codes.OK:
-            raise self._make_refusal(path, response)
-        parsed = response.json()
+        parsed = self._read_answer(path, response)
         return ParsedToolCalls(parsed["normal_text"], [(call["name"], call["parameters"]) for call in parsed["calls"]])
 
     def answer_canary(self, prompts_B: Sequence[np.ndarray], sampling: SamplingParams) -> list[list[Generation]]:
@@ -100,13 +96,8 @@ class SGLangEngine(RankRequests):
         return [[self._read(answer, len(prompt), False) for answer, prompt in zip(answers, prompts_B, strict=True)]]
 
     def _ask(
-        self,
-        prompts_B: Sequence[np.ndarray],
-        parameters: list[dict[str, Any]],
-        record_kept_tokens: list[bool],
-        abort: Abort | None = None,
+        self, prompts_B: Sequence[np.ndarray], parameters: list[dict[str, Any]], record_kept_tokens: list[bool], abort: Abort | None = None
     ) -> list[dict[str, Any]]:
-        """Return SGLang's answers, including those of aborted requests. Raise AbortedError if `abort` has been requested already."""
         body = {
             "input_ids": [np.asarray(prompt).tolist() for prompt in prompts_B],
             "sampling_params": parameters,
@@ -117,16 +108,10 @@ class SGLangEngine(RankRequests):
         if abort is None:
             return self._post("/generate", body)
         requests = [uuid.uuid4().hex for _ in prompts_B]
-        with abort.calling(lambda: self._abort(requests)):
+        with abort.calling(lambda: [self._post("/abort_request", {"rid": request}) for request in requests]):
             return self._post("/generate", {**body, "rid": requests})
 
-    def _abort(self, requests: Sequence[str]) -> None:
-        """End requests by their ids. A request that has ended or that SGLang has not read yet is not affected."""
-        for request in requests:
-            self._post("/abort_request", {"rid": request})
-
     def _read(self, answer: dict[str, Any], prompt_tokens: int, mixed_versions: bool) -> Generation:
-        """Return a completion, with its routing if that is recorded."""
         generation = parse_generation(answer, mixed_versions)
         if self._routing is not None:
             tokens = prompt_tokens + len(generation.output_ids_T)
@@ -158,8 +143,7 @@ class SGLangEngine(RankRequests):
         return [PrecisionGraph.from_json(json.loads(rank["graph"])) for rank in self._ask_ranks({"verb": "graph"})]
 
     def pause(self, running: Running) -> None:
-        """See `Engine.pause`. For "continue", SGLang frees the KV cache of running requests and queues them. The new weights then
-        recompute the cache of their tokens."""
+        """See `Engine.pause`. For "continue", SGLang queues running requests; the new weights recompute the KV cache of their tokens."""
         if self._gate.holding and not self._generation_paused:
             running = "restart"  # requests sampled by unproved weights must not continue
         if running == "continue":
@@ -170,13 +154,10 @@ class SGLangEngine(RankRequests):
         else:
             self._gate.drain((lambda: self._post("/abort_request", {"abort_all": True})) if running == "restart" else None)
 
-    def _continue_generation(self) -> None:
+    def admit(self) -> None:
         if self._generation_paused:
             self._post("/continue_generation", {"torch_empty_cache": False})
             self._generation_paused = False
-
-    def admit(self) -> None:
-        self._continue_generation()
         self._health_monitor.resume()
         self._gate.refusal = ""
         self._gate.hold(closed=False)
@@ -189,20 +170,19 @@ class SGLangEngine(RankRequests):
         self._empty_caches()
         tags = [_CACHE, _GRAPHS, _WEIGHTS] if torch.cuda.is_available() else [_CACHE]
         allocated = [tag for tag in tags if tag not in self._released_tags]
-        if allocated and torch.cuda.is_available():
-            self._post("/release_memory_occupation", {"tags": allocated})
-        elif allocated:
-            self._ask_ranks({"verb": "release"})
+        self._change_memory("release", allocated)
         self._released_tags = tags
 
     def _resume_memory(self, *tags: str) -> None:
         """Allocate the released memory among `tags` again."""
-        released = [tag for tag in tags if tag in self._released_tags]
-        if released and torch.cuda.is_available():
-            self._post("/resume_memory_occupation", {"tags": released})
-        elif released:
-            self._ask_ranks({"verb": "restore"})
+        self._change_memory("resume", [tag for tag in tags if tag in self._released_tags])
         self._released_tags = [tag for tag in self._released_tags if tag not in tags]
+
+    def _change_memory(self, verb: str, tags: list[str]) -> None:
+        if tags and torch.cuda.is_available():
+            self._post(f"/{verb}_memory_occupation", {"tags": tags})
+        elif tags:
+            self._ask_ranks({"verb": verb})
 
     def get_memory_mb(self) -> float:
         return self.server.processes.get_memory_mb()
@@ -222,13 +202,12 @@ class SGLangEngine(RankRequests):
         self._resume_memory(_CACHE, _GRAPHS)
 
     def _empty_caches(self) -> None:
-        """Empty SGLang's caches, which requires that no request is running. Raise RunError if requests of another client keep running.
-        SGLang removes a request a moment after its answer. Retry here, because SGLang's own wait lasts up to a second longer
-        (--sleep-on-idle)."""
+        """Empty SGLang's caches. Raise RunError if requests of another client keep running. SGLang removes a request a moment after its
+        answer, and its own wait lasts up to a second longer (--sleep-on-idle), so retry here."""
         deadline = time.monotonic() + _IDLE_SECONDS
         while (response := self._request("/flush_cache", None)).status_code != httpx.codes.OK:
             if response.status_code != httpx.codes.BAD_REQUEST or time.monotonic() > deadline:
-                raise self._make_refusal("/flush_cache", response)
+                self._read_answer("/flush_cache", response)
             time.sleep(_IDLE_POLL_SECONDS)
 
     def stop(self, force: bool = False) -> None:
@@ -237,8 +216,7 @@ class SGLangEngine(RankRequests):
         self.server.stop(force)
 
     def _ping(self) -> None:
-        """Return when every rank has answered, which it does between two batches. Raise EngineLostError if a rank does not answer in
-        time or the process of a node has ended, for which other ranks might wait."""
+        """Return when every rank has answered. Raise EngineLostError if a rank is late or a node's process has ended."""
         if self.server.processes.has_ended():
             raise self.server.make_error(f"the engine ended ({self.server.processes.describe_end()})", EngineLostError)
         self._ask_ranks({"verb": "ping"}, self._rollout.health_timeout)
@@ -260,13 +238,17 @@ class SGLangEngine(RankRequests):
 
     def _post(self, path: str, body: dict[str, Any] | None, seconds: float | None = None) -> Any:
         """Return the answer to one bounded request. Raise EngineLostError if the engine is gone or too slow, RunError if it refuses."""
-        response = self._request(path, body, seconds)
+        return self._read_answer(path, self._request(path, body, seconds))
+
+    def _read_answer(self, path: str, response: httpx.Response) -> Any:
+        """Return a response's content. Raise RunError if the request was refused, or EngineLostError if the engine is ending."""
         if response.status_code != httpx.codes.OK:
-            raise self._make_refusal(path, response)
+            error_class = EngineLostError if self.server.processes.wait_for_end(_EXIT_SECONDS) else RunError
+            message = f"the engine refused {path}: {response.status_code} {response.text[:500]}"
+            raise error_class(message, self.server.processes.log_tail())
         return response.json() if response.headers.get("content-type", "").startswith("application/json") else response.text
 
     def _request(self, path: str, body: dict[str, Any] | None, seconds: float | None = None) -> httpx.Response:
-        """Return the engine's response, whatever its status. Raise EngineLostError if the engine is gone or too slow."""
         seconds = seconds or self._rollout.request_timeout
         try:
             return self._http.post(path, json=body, timeout=seconds)
@@ -277,16 +259,129 @@ class SGLangEngine(RankRequests):
         raise self.server.make_error(message, EngineLostError)
 
     def _describe_state(self, error: Exception) -> str:
-        """Describe the state of the processes after `error`."""
         if self._hung:
             return f"it did not respond for {self._rollout.health_timeout:g} s (rollout.health_timeout) and was killed"
         if self.server.processes.wait_for_end(_EXIT_SECONDS):
             return f"its process ended with {self.server.processes.describe_end()}"
         return f"{type(error).__name__}; its process still runs"
 
-    def _make_refusal(self, path: str, response: httpx.Response) -> RunError:
-        """Return the error for a refused request: EngineLostError if the engine is ending, for example because a rank cannot reach
-        another rank."""
-        lost = self.server.processes.wait_for_end(_EXIT_SECONDS)
-        error_class = EngineLostError if lost else RunError
-        return error_class(f"the engine refused {path}: {response.status_code} {response.text[:500]}", self.server.processes.log_tail())
+
+def make_sampling_params(sampling: SamplingParams) -> dict[str, Any]:
+    """Return the sampling parameters of a request to SGLang."""
+    names = ("temperature", "max_new_tokens", "top_p", "top_k", "min_p")
+    return {name: getattr(sampling, name) for name in names} | {"stop": list(sampling.stop), "sampling_seed": sampling.seed}
+
+
+def parse_generation(answer: dict[str, Any], mixed_versions: bool) -> Generation:
+    """Return the completion in an answer. Raise RunError for unexpected policy versions or a log-prob that is not finite."""
+    meta = answer["meta_info"]
+    spans = meta.get("weight_versions") or []
+    versions = {span["version"] for span in spans} | {meta["weight_version"]}
+    if len(versions) > 1 and not mixed_versions:
+        raise RunError(f"one completion was sampled by policy versions {', '.join(sorted(versions))}")
+    entries = meta["output_token_logprobs"]
+    logprobs_T = np.array([entry[0] for entry in entries], np.float32)
+    ids_T = np.array([entry[1] for entry in entries], np.int32)
+    if np.isnan(logprobs_T).any():  # JSON has no NaN and holds None instead
+        raise RunError("the engine computed a log-probability that is not a finite number: its weights or its FP8 scales are broken")
+    versions_T = None
+    if len(versions) > 1:
+        lengths = [span["end"] - span["start"] for span in spans]
+        if sum(lengths) != len(ids_T):
+            raise RunError(f"the engine reports the policy versions of {sum(lengths)} tokens for a completion of {len(ids_T)} tokens")
+        versions_T = np.repeat(np.array([int(span["version"]) for span in spans], np.int32), lengths)
+    finish, version = str(meta["finish_reason"]["type"]), int(meta["weight_version"])
+    return Generation(ids_T, logprobs_T, finish, version, versions_T, cached_tokens=int(meta["cached_tokens"]))
+
+
+def read_kept_tokens(answer: dict[str, Any], generation: Generation) -> None:
+    """Set the tokens that SGLang kept for each sampled token, and the log-probs over them. Raise RunError if one was not kept."""
+    kept, tokens = make_kept_tokens(answer["meta_info"].get("output_token_sampling_mask") or []), generation.output_ids_T
+    if len(kept.counts) != len(tokens) or not holds_tokens(kept, tokens):
+        raise RunError("the engine does not report which tokens top_p, top_k and min_p kept, or it drew a token that they did not keep")
+    generation.kept_tokens = kept
+    generation.logprobs_T = np.array(answer["meta_info"]["output_token_sampling_logprobs"], np.float32)
+
+
+def read_routed_experts(answer: dict[str, Any], shape: RoutingShape, tokens: int) -> np.ndarray:
+    """Return the routing record (`megatron_rl.hf.routing_record`) of an answer with `tokens` tokens, including the prompt. A cached prefix
+    has the routing of the request that computed it. Raise RunError if the size or an expert's number is wrong."""
+    text = answer["meta_info"].get("routed_experts")
+    if text is None:
+        raise RunError("the engine answered without the requested routing (--enable-return-routed-experts)")
+    values = np.frombuffer(base64.b64decode(text), dtype=np.int32)
+    rows = tokens - 1
+    if values.size != rows * shape.num_layers * shape.top_k:
+        expected = f"{rows} rows of {shape.num_layers} layers and {shape.top_k} experts"
+        raise RunError(f"the engine's routing of {tokens} tokens has {values.size} numbers, not {expected}")
+    if values.size and not 0 <= values.min() <= values.max() < shape.num_experts:  # check before the cast to a narrow dtype
+        raise RunError(f"the engine's routing names experts {values.min()} to {values.max()} of {shape.num_experts}")
+    return values.reshape(rows, shape.num_layers, shape.top_k).astype(shape.dtype)
+
+
+class AnswersDroppedError(Exception):
+    """The answers of a request were computed with weights that were never proved. The request must be repeated."""
+
+
+class RequestGate:
+    """Gate that generating threads pass through, initially open. Another thread closes and opens it. No wait is longer than `timeout`
+    seconds. While it is holding, no thread can leave, because its answer is not proved yet. With `refusal`, every request is refused."""
+
+    def __init__(self, timeout: float, refusal: str = "") -> None:
+        self._timeout, self.refusal = timeout, refusal
+        self._changed = threading.Condition()
+        self._closed, self._inside, self._drops = False, 0, 0
+        self.holding = False  # whether no request may leave
+
+    @contextmanager
+    def passing(self) -> Iterator[None]:
+        """Enclose a request. Raise RunError if it is refused or the gate stays closed, AnswersDroppedError if its answers are dropped."""
+        if self.refusal:
+            raise RunError(self.refusal)
+        with self._changed:
+            if not self._changed.wait_for(lambda: not self._closed, self._timeout):
+                raise RunError(f"the engine's weights were being changed for {self._timeout:g} s (rollout.request_timeout)")
+            self._inside += 1
+            drops = self._drops
+        try:
+            yield
+            with self._changed:
+                if not self._changed.wait_for(lambda: not self.holding or self._drops > drops, self._timeout):
+                    wait = f"an answer waited {self._timeout:g} s for the proof of the engine's new weights"
+                    raise RunError(f"{wait} (rollout.request_timeout)")
+                if self._drops > drops:
+                    raise AnswersDroppedError
+        finally:
+            with self._changed:
+                self._inside -= 1
+                self._changed.notify_all()
+
+    def drain(self, on_wait: Callable[[], None] | None = None) -> None:
+        """Close the gate, drop held answers, and wait until no request is inside, calling `on_wait`. If one stays, open it and raise
+        RunError."""
+        deadline = time.monotonic() + self._timeout
+        with self._changed:
+            self._drops += self.holding
+            self._closed, self.holding = True, False
+            self._changed.notify_all()
+        while True:
+            with self._changed:
+                if self._changed.wait_for(lambda: self._inside == 0, _POLL_SECONDS):
+                    return
+            if time.monotonic() > deadline:
+                self.open()
+                raise RunError(f"requests were still running after {self._timeout:g} s (rollout.request_timeout)")
+            if on_wait is not None:
+                on_wait()
+
+    def hold(self, closed: bool) -> None:
+        """Let no request out. If `closed`, let no request in either."""
+        with self._changed:
+            self._closed, self.holding = closed, True
+            self._changed.notify_all()
+
+    def open(self) -> None:
+        """Let requests in and out."""
+        with self._changed:
+            self._closed = self.holding = False
+            self._changed.notify_all()

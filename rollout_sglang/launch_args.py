@@ -1,6 +1,4 @@
-"""Arguments, environment, ports and key of an engine's server processes, one on each of its nodes."""
-
-from __future__ import annotations
+"""Start of an engine's server: arguments, environment, ports and key of its processes, one on each of its nodes."""
 
 import errno
 import functools
@@ -8,15 +6,18 @@ import os
 import re
 import secrets
 import socket
+import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import httpx
 import torch
 
 from megatron_rl.config import Config
-from megatron_rl.errors import UserError
+from megatron_rl.errors import RunError, UserError
 from megatron_rl.hf.files import read_config
 from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.precision.threads import count_threads
@@ -29,23 +30,20 @@ from megatron_rl.rollout.engine_placement import (
     get_base_gpu_id,
     place_engine,
 )
-from rollout_sglang.hooks import adapters, gpu_activation_quant, kv_cache_scales, tree_reduction
+from rollout_sglang.hooks import adapters, e4m3_cache, gpu_activation_quant, tree_reduction
 from rollout_sglang.platform.activate import NAME as CPU_PLATFORM
 from rollout_sglang.process import API_KEY_VARIABLE, THREADS_VARIABLE, EngineProcess, EngineProcesses
 from rollout_sglang.server_options import find_sglang_folder, make_arguments
 
 DISABLED_MODELS_VARIABLE = "SGLANG_DISABLED_MODEL_ARCHS"
 _PRECOMPILE = "SGLANG_JIT_DEEPGEMM_PRECOMPILE"
-"""By default, SGLang compiles DeepGEMM's kernels for 16,384 batch sizes before it is ready, which it says takes 10 to 20 minutes, longer
-than `rollout.start_timeout`. If this is off, each kernel is compiled at its first use, in seconds."""
-
+"""SGLang's default compiles DeepGEMM's kernels for 16,384 batch sizes at the start; if off, each is compiled at its first use."""
 _PREFILL_GRAPHS = {"cuda_graph_backend_prefill", "disable_prefill_cuda_graph", "disable_cuda_graph", "cuda_graph_config"}
-"""SGLang's arguments for CUDA graphs of prefill."""
+_POLL_SECONDS = 0.5
+_KEEP_ALIVE_SECONDS = 2.0  # idle connections are closed before SGLang closes them after 5 s, possibly while a request is on its way
 
 
 class LaunchedServer(NamedTuple):
-    """A started server."""
-
     process: EngineProcesses
     url: str
     api_key: str  # key that every request must carry
@@ -76,12 +74,10 @@ class EngineLaunchSpec:
             arguments += [*(["--load-format", "dummy"] if self.empty else []), *self.arguments]
             secret = {API_KEY_VARIABLE: key, LAUNCHER_VARIABLE: placement.launcher}
             environment = secret | make_environment(self.config, contract, placement) | leave_out_other_models(architectures)
-            processes.append(EngineProcess(arguments, environment, self._name_log(placement)))
+            name = f"engine{self.number}" * (rollout.engines > 1) or "engine"
+            log = self.log_dir / (f"{name}.node{placement.node}.log" if placement.node else f"{name}.log")
+            processes.append(EngineProcess(arguments, environment, log))
         return LaunchedServer(EngineProcesses(processes), f"http://{placements[0].host}:{port}", key)
-
-    def _name_log(self, placement: EnginePlacement) -> Path:
-        engine = f"engine{self.number}" if self.config.rollout.engines > 1 else "engine"
-        return self.log_dir / (f"{engine}.node{placement.node}.log" if placement.node else f"{engine}.log")
 
 
 def make_server_arguments(
@@ -114,7 +110,7 @@ def make_server_arguments(
         options["quantization"] = contract.engine_format.engine_quantization
     if torch.cuda.is_available():
         if contract.scales_kv_by_layer:
-            options |= {"kv-cache-dtype": "fp8_e4m3", "attention-backend": kv_cache_scales.BACKEND}
+            options |= {"kv-cache-dtype": "fp8_e4m3", "attention-backend": e4m3_cache.BACKEND}
         options["base-gpu-id"] = get_base_gpu_id(config, placement)
         if config.placement.kind == "colocated":
             flags.append("enable-memory-saver")
@@ -130,7 +126,7 @@ def make_server_arguments(
 
 def make_environment(config: Config, contract: PrecisionContract, placement: EnginePlacement) -> dict[str, str]:
     rollout, colocated = config.rollout, config.placement.kind == "colocated"
-    contracted = {tree_reduction.REDUCTION_VARIABLE: "tree" if contract.sums_by_tree else "fast", kv_cache_scales.KV_VARIABLE: contract.kv}
+    contracted = {tree_reduction.REDUCTION_VARIABLE: "tree" if contract.sums_by_tree else "fast", e4m3_cache.KV_VARIABLE: contract.kv}
     if (lora := config.lora) is not None:
         contracted[adapters.LORA_VARIABLE] = adapters.describe(lora.rank, lora.scale, lora.targets)
     if torch.cuda.is_available():
@@ -156,18 +152,17 @@ def make_environment(config: Config, contract: PrecisionContract, placement: Eng
 
 
 def leave_out_other_models(architectures: Sequence[str]) -> dict[str, str]:
-    """Return environment variables that keep SGLang from importing the files of other models, which takes 4 s of a core at every start.
-    SGLang still imports the files that define these `architectures` (of config.json) and their drafts (`...NextN`, `...Eagle`). Empty if
-    no file defines them; SGLang then reports the error itself."""
-    definitions = _find_definitions()
+    """Return environment variables that keep SGLang from importing the files of other models, which takes 4 s of a core at every start, but
+    not of drafts of these `architectures` (`...NextN`, `...Eagle`). Empty if no file defines them; SGLang then reports the error."""
+    definitions = _find_model_files()
     needed = {file for name, files in definitions.items() if name.startswith(tuple(architectures)) for file in files}
     every = {file for files in definitions.values() for file in files}
     return {DISABLED_MODELS_VARIABLE: ",".join(sorted(every - needed))} if needed else {}
 
 
 @functools.cache
-def _find_definitions() -> dict[str, list[str]]:
-    """Return the files of SGLang's models that define each class, without importing them."""
+def _find_model_files() -> dict[str, list[str]]:
+    """Return the files of SGLang's models that define each class."""
     folder, definitions = find_sglang_folder(), dict[str, list[str]]()
     for file in sorted((folder / "srt" / "models").glob("*.py")) if folder else ():
         for name in re.findall(r"^class (\w+)", file.read_text(), re.MULTILINE):
@@ -176,8 +171,7 @@ def _find_definitions() -> dict[str, list[str]]:
 
 
 def _free_ports(placement: EnginePlacement, engines_on_node: int) -> tuple[int, int]:
-    """Return two ports below the range that Linux assigns by itself, so that nobody takes them before the engine binds them seconds
-    later."""
+    """Return two ports below the range that Linux assigns by itself, so that nobody takes them before the engine binds them."""
     step = 2 * engines_on_node
     while True:
         port = 20000 + secrets.randbelow(10000 // step) * step + 2 * placement.index
@@ -190,3 +184,60 @@ def _free_ports(placement: EnginePlacement, engines_on_node: int) -> tuple[int, 
             if error.errno != errno.EADDRINUSE:
                 fix = "use 127.0.0.1 or an address of this machine"
                 raise UserError("rollout.hosts", placement.host, f"cannot be bound ({error})", fix) from None
+
+
+class EngineServer:
+    """The running server of one engine, with its processes on all nodes. Creating it starts the processes without waiting for them."""
+
+    def __init__(self, launch_spec: EngineLaunchSpec) -> None:
+        self._launch_spec, self._rollout = launch_spec, launch_spec.config.rollout
+        self._start()
+
+    def _start(self) -> None:
+        self.processes, self.url, self.api_key = self._launch_spec.start_process()
+
+    def connect(self) -> httpx.Client:
+        """Return an HTTP client that sends the server's key."""
+        headers, limits = {"Authorization": f"Bearer {self.api_key}"}, httpx.Limits(keepalive_expiry=_KEEP_ALIVE_SECONDS)
+        return httpx.Client(base_url=self.url, headers=headers, timeout=self._rollout.request_timeout, limits=limits)
+
+    def wait_until_ready(self) -> None:
+        """Wait until the server is healthy. If another program took one of its ports, start it once more with other ports. If it ends or
+        is not healthy within `rollout.start_timeout` seconds, stop it and raise RunError with the tail of its log."""
+        try:
+            try:
+                self._wait_until_healthy()
+            except RunError as error:
+                if "address already in use" not in error.log_tail.lower():
+                    raise
+                print("megatron-rl: another program took a port of the engine; starting the engine again", file=sys.stderr)
+                self.stop()
+                self._start()
+                self._wait_until_healthy()
+        except BaseException:
+            self.stop()
+            raise
+
+    def _wait_until_healthy(self) -> None:
+        seconds = self._rollout.start_timeout
+        deadline = time.monotonic() + seconds
+        with self.connect() as http:
+            while time.monotonic() < deadline:
+                if self.processes.has_ended():
+                    raise self.make_error(f"the engine did not start ({self.processes.describe_end()})")
+                try:
+                    if http.get("/health", timeout=5).status_code == httpx.codes.OK:
+                        self.processes.remember_children()
+                        return
+                except httpx.TransportError:
+                    pass
+                time.sleep(_POLL_SECONDS)
+        raise self.make_error(f"the engine was not healthy after {seconds:g} s (rollout.start_timeout)")
+
+    def stop(self, force: bool = False) -> None:
+        """Terminate the processes, or kill them with `force`. Idempotent."""
+        self.processes.kill() if force else self.processes.stop()
+
+    def make_error(self, message: str, error_class: type[RunError] = RunError) -> RunError:
+        """Return an error that names the log and holds its tail."""
+        return error_class(f"{message}; log: {self.processes.log}", self.processes.log_tail())

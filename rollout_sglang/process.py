@@ -1,18 +1,19 @@
 """Server processes of an engine, one on each of its nodes: starts, watches and ends them with all their descendants."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
 
+from megatron_rl.errors import RunError
 from megatron_rl.rollout.engine_placement import LAUNCHER_VARIABLE
 
 API_KEY_VARIABLE = "MEGATRON_RL_ENGINE_KEY"
@@ -23,11 +24,11 @@ _GRACE_SECONDS = 10.0
 _POLL_SECONDS = 0.05
 _TORCHRUN_NAMES = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 _TORCHRUN_PREFIXES = ("TORCHELASTIC_", "ROLE_")
+_MAX_INTERVAL = 5.0
 
 
 def _clean_environment() -> dict[str, str]:
-    """Return this process's environment without torchrun's variables, with which the engine would try to join the trainer's process
-    group, and without the launchers of all nodes. An engine gets its own launcher."""
+    """Return this process's environment without torchrun's variables, with which an engine would join the trainer, and launchers."""
     removed = _TORCHRUN_NAMES | {LAUNCHER_VARIABLE}
     return {name: value for name, value in os.environ.items() if name not in removed and not name.startswith(_TORCHRUN_PREFIXES)}
 
@@ -49,9 +50,7 @@ class EngineProcess:
             )
         self._children: list[psutil.Process] = []
 
-    @property
-    def pid(self) -> int:
-        return self._process.pid
+        self.pid = self._process.pid
 
     def exit_code(self) -> int | None:
         """Return the exit code, or None while the process runs."""
@@ -79,8 +78,7 @@ class EngineProcess:
         self._end(psutil.Process.terminate)
 
     def kill(self) -> None:
-        """Kill the server and all its descendants immediately, even if they are stopped or stuck. A launcher gets SIGTERM, because
-        killing it would leave its engine running."""
+        """Kill the server and all its descendants immediately. A launcher gets SIGTERM; killing it would leave its engine running."""
         self._end(psutil.Process.terminate if self._has_launcher else _kill)
 
     def _end(self, end: Callable[[psutil.Process], None]) -> None:
@@ -147,11 +145,9 @@ class EngineProcesses:
         return sum(node.get_memory_mb() for node in self._nodes)
 
     def stop(self) -> None:
-        """See `EngineProcess.stop`. Runs on all nodes in parallel."""
         self._end(EngineProcess.stop)
 
     def kill(self) -> None:
-        """See `EngineProcess.kill`. Runs on all nodes in parallel."""
         self._end(EngineProcess.kill)
 
     def _end(self, end: Callable[[EngineProcess], None]) -> None:
@@ -189,3 +185,54 @@ def _is_tracker(process: psutil.Process) -> bool:
     with contextlib.suppress(psutil.Error):
         return "multiprocessing.resource_tracker" in " ".join(process.cmdline())
     return False
+
+
+class HealthMonitor:
+    """Calls `ping` while the engine works, and `on_unresponsive` once if `ping` raises RunError, which it must after `seconds` without
+    an answer. A hang is noticed within twice `seconds`. Any number of threads may work; one additional thread pings."""
+
+    def __init__(self, ping: Callable[[], object], on_unresponsive: Callable[[], None], seconds: float) -> None:
+        self._ping, self._on_unresponsive, self._interval = ping, on_unresponsive, min(seconds, _MAX_INTERVAL)
+        self._lock = threading.Lock()
+        self._workers, self._suspended = 0, False
+        self._stop_event = threading.Event()
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """Enclose work of the engine."""
+        with self._lock:
+            self._workers += 1
+            if self._workers == 1 and not self._suspended:
+                self._start()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._workers -= 1
+                if self._workers == 0:
+                    self._stop_event.set()
+
+    def suspend(self) -> None:
+        """Stop pinging until `resume`, because the engine's next answers may take long."""
+        with self._lock:
+            self._suspended = True
+            self._stop_event.set()
+
+    def resume(self) -> None:
+        with self._lock:
+            if self._suspended and self._workers:
+                self._start()
+            self._suspended = False
+
+    def _start(self) -> None:
+        self._stop_event = threading.Event()
+        threading.Thread(target=self._run, args=(self._stop_event,), name="megatron-rl-watch", daemon=True).start()
+
+    def _run(self, stop_event: threading.Event) -> None:
+        while not stop_event.wait(self._interval):
+            try:
+                self._ping()
+            except RunError:
+                if not stop_event.is_set():
+                    self._on_unresponsive()
+                return

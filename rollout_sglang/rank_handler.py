@@ -1,4 +1,4 @@
-"""Code inside the engine's scheduler process: receives bytes into live parameters, hashes them and describes them.
+"""Code inside the engine's scheduler process, and the requests to it: receives bytes into live parameters, hashes and describes them.
 
 Requests arrive at SGLang's `/weights_checker` endpoint, whose ModelRunner method `rollout_sglang.hooks.registry` wraps. An `action` that
 starts with `PREFIX` is ours and carries JSON. Every engine rank answers with a mapping of strings. Requests carry no pickles and no code.
@@ -16,8 +16,8 @@ starts with `PREFIX` is ours and carries JSON. Every engine rank answers with a 
     {"verb": "disconnect"}
     {"verb": "digest", "ranks": {"0": [[name, row, col, rows, cols], ...]}}   -> index: digest
     {"verb": "release"}                    frees the memory of the KV cache
-    {"verb": "restore"}                    allocates it again
-    {"verb": "tap"}                        starts recording the outputs of operators (`rollout_sglang.activation_hooks`)
+    {"verb": "resume"}                     allocates it again
+    {"verb": "tap"}                        starts recording the outputs of operators (`ActivationRecorder`)
     {"verb": "untap", "folder": PATH}      -> "file": the recording
 """
 
@@ -25,34 +25,42 @@ from __future__ import annotations
 
 import ctypes
 import json
+import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 
+from megatron_rl.precision.activation_hooks import ENGINE, attach_hooks, layer_hook_points
+from megatron_rl.rollout.engine import Places, ServedReport
 from parallel.chunking import Chunk
 from parallel.digest import digest_all
 from parallel.formats import FP8, INT8
-from parallel.shards import Rect
+from parallel.shards import NamedRect, Rect
 from parallel.transport.base import Link
 from rollout_sglang import precision_graph
-from rollout_sglang.activation_hooks import ActivationRecorder
 from rollout_sglang.derived_tensors import ServedTensors
-from rollout_sglang.hooks import dequant_cache, gpu_activation_quant, kv_cache_scales
+from rollout_sglang.hooks import dequant_cache, e4m3_cache, gpu_activation_quant
 from rollout_sglang.weight_receiver import WeightReceiver
 
 PREFIX = "megatron_rl:"
 FAILED = "megatron_rl failed"  # key of an answer that holds why a rank failed
 PENDING = "pending"  # key of an answer of a rank that has not finished hashing
+_KV_BUFFERS = ("k_buffer", "v_buffer", "kv_buffer")  # of MHA, of MLA
+_released: dict[torch.UntypedStorage, int] = {}  # released storages and their sizes in bytes
+_FIRST_POLL_SECONDS, _LONGEST_POLL_SECONDS = 0.01, 0.5
+MAX_RECORDED_BYTES = 1 << 30  # recording stops before it would exceed them
+HOOK_POINTS = (("embedding", None, "model.embed_tokens"), *layer_hook_points(ENGINE), ("norm", 1, "logits_processor"))
 
 
 class RankHandler:
     """Answers the requests to one engine rank. `runner` is SGLang's ModelRunner."""
 
-    _receiver: WeightReceiver | None = None
-    """Connection to the trainer. A new connection replaces it."""
+    _receiver: WeightReceiver | None = None  # connection to the trainer
     _recorder: ActivationRecorder | None = None
     _served: ServedTensors | None = None
 
@@ -82,14 +90,18 @@ class RankHandler:
                 return self._account(runner)
             case "release":
                 release_cache(runner.token_to_kv_pool)
-            case "restore":
+            case "resume":
                 restore_cache()
             case "tap":
                 if self._recorder is not None:
                     self._recorder.stop()
                 self._recorder = ActivationRecorder(model)
             case "untap":
-                return {"file": str(self._write_recording(Path(request["folder"]) / f"rank{rank}.safetensors"))}
+                file, recorder, self._recorder = Path(request["folder"]) / f"rank{rank}.safetensors", self._recorder, None
+                if recorder is None:
+                    raise ValueError("nothing is recorded: send tap first")
+                recorder.write(file)
+                return {"file": str(file)}
             case "connect" | "disconnect":
                 self._connect(request, rank, model)
             case "start":
@@ -102,14 +114,6 @@ class RankHandler:
             case verb:
                 raise ValueError(f"unknown verb {verb!r}")
         return {}
-
-    def _write_recording(self, file: Path) -> Path:
-        """Stop recording. Raise ValueError if nothing was recorded."""
-        recorder, self._recorder = self._recorder, None
-        if recorder is None:
-            raise ValueError("nothing is recorded: send tap first")
-        recorder.write(file)
-        return file
 
     def _connect(self, request: dict[str, Any], rank: int, model: torch.nn.Module) -> None:
         """Close this rank's connection to the trainer. For the verb `connect`, open a new one."""
@@ -129,7 +133,7 @@ class RankHandler:
         assert self._served is not None
         live = live_tensors(runner.model)
         try:
-            kv_cache_scales.check_copies(runner.model)
+            e4m3_cache.check_copies(runner.model)
             counts = self._served.check(runner.model, {name: live[name] for name in receiver.names})
         except ValueError as error:
             return {"wrong": str(error)}
@@ -163,9 +167,8 @@ def _number(digests: Sequence[str]) -> dict[str, str]:
 
 
 def live_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return the weights that a model serves from, by name and by rows. Weights that SGLang keeps transposed for a kernel (INT8 on a
-    GPU) are transposed back. Shared parameters appear once. SGLang's own scales of an FP8 KV cache, which are 1, are left out
-    (`hooks.kv_cache_scales`)."""
+    """Return the weights that a model serves from, by name. Weights that SGLang keeps transposed for a kernel (INT8 on a GPU) are
+    transposed back. Shared parameters appear once. SGLang's own scales of an FP8 KV cache are left out (`hooks.e4m3_cache`)."""
     return {
         name: _by_rows(parameter.detach())
         for name, parameter in model.named_parameters()
@@ -180,9 +183,8 @@ def _by_rows(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def read_activation_formats(model: torch.nn.Module) -> dict[str, str]:
-    """Return how live linear layers and experts quantize activations, as `str(TensorFormat)`, such as "fp8 pow2" or "fp8 fp32". FP8
-    formats are read from the code that the layers run, with a description of the quantizer if it is not known. "int8 fp32" is the only
-    format of SGLang's INT8 layers."""
+    """Return how live linear layers and experts quantize activations, as `str(TensorFormat)`, such as "fp8 pow2" or "int8 fp32". FP8
+    formats are read from the code that the layers run, with a description of the quantizer if it is not known."""
     formats = {}
     for name, module in model.named_modules():
         method = getattr(module, "quant_method", None)
@@ -195,17 +197,9 @@ def read_activation_formats(model: torch.nn.Module) -> dict[str, str]:
     return formats
 
 
-_KV_BUFFERS = ("k_buffer", "v_buffer", "kv_buffer")  # of MHA, of MLA
-_released: dict[torch.UntypedStorage, int] = {}  # released storages and their sizes in bytes
-
-
 def release_cache(pool: Any) -> None:
-    """Free the memory of SGLang's KV cache `pool` on a CPU while the trainer runs. Its content is lost.
-
-    SGLang's own /release_memory_occupation needs torch_memory_saver, and thus CUDA. Here the storages are resized: the tensor objects stay
-    and their memory is returned to the system. Weights are kept, because torch cannot resize their memory. Raise ValueError for an unknown
-    kind of cache.
-    """
+    """Free the memory of SGLang's KV cache `pool` on a CPU, where SGLang's own way does not work. The tensor objects stay, with resized
+    storages. Weights are kept, because torch cannot resize their memory. Raise ValueError for an unknown kind of cache."""
     tensors = [tensor for name in _KV_BUFFERS for tensor in getattr(pool, name, None) or ()]
     if not tensors:
         raise ValueError(f"the KV cache {type(pool).__name__} has none of {', '.join(_KV_BUFFERS)}")
@@ -222,3 +216,111 @@ def restore_cache() -> None:
         storage, size = _released.popitem()
         storage.resize_(size)
         torch.empty(0, dtype=torch.uint8).set_(storage).zero_()
+
+
+class RankRequests:
+    """The sync methods of `megatron_rl.rollout.engine.Engine`. A subclass implements the transfer of requests to the ranks."""
+
+    def _ask_ranks(self, request: dict[str, Any]) -> list[dict[str, str]]:
+        """Send a request to every engine rank and return their answers in rank order. Raise RunError if a rank failed."""
+        raise NotImplementedError
+
+    def connect(self, link: Link, chunks: Sequence[Chunk], staged: bool) -> None:
+        ranks: dict[str, list[Any]] = {}
+        for chunk in chunks:
+            ranks.setdefault(str(chunk.target), []).append(chunk.to_json())
+        self._ask_ranks({"verb": "connect", "link": asdict(link), "staged": staged, "ranks": ranks})
+
+    def disconnect(self) -> None:
+        self._ask_ranks({"verb": "disconnect"})
+
+    def start_receiving(self, hashing: bool, places: Places | None = None) -> None:
+        self._ask_ranks({"verb": "start", "hashing": hashing, "places": places and {str(rank): own for rank, own in places.items()}})
+
+    def finish_receiving(self, hashing: bool) -> dict[int, list[str]]:
+        return _list_digests(self._ask_ranks({"verb": "finish", "hashing": hashing}))
+
+    def start_rereading(self) -> None:
+        self._ask_ranks({"verb": "reread"})
+
+    def finish_rereading(self) -> dict[int, list[str]]:
+        seconds = _FIRST_POLL_SECONDS
+        while True:
+            answers = self._ask_ranks({"verb": "reread digests"})
+            if not any(PENDING in answer for answer in answers):
+                return _list_digests(answers)
+            time.sleep(seconds)  # running requests share the engine's time with these polls
+            seconds = min(2 * seconds, _LONGEST_POLL_SECONDS)
+
+    def digest_rects(self, rects_by_rank: Mapping[int, Sequence[NamedRect]]) -> dict[int, list[str]]:
+        ranks = {str(rank): [[name, *rect] for name, rect in named_rects] for rank, named_rects in rects_by_rank.items()}
+        answers = self._ask_ranks({"verb": "digest", "ranks": ranks})
+        return {rank: [answers[rank][str(index)] for index in range(len(named_rects))] for rank, named_rects in rects_by_rank.items()}
+
+    def account_for_tensors(self) -> list[ServedReport]:
+        answers = self._ask_ranks({"verb": "served"})
+        return [ServedReport(wrong=rank["wrong"]) if "wrong" in rank else ServedReport(int(rank["derived"])) for rank in answers]
+
+    def tap(self) -> None:
+        """Start recording the outputs of operators on every rank."""
+        self._ask_ranks({"verb": "tap"})
+
+    def untap(self, folder: Path) -> list[Path]:
+        """Stop recording and return the files, which the ranks write into this folder on the engine's machine."""
+        return [Path(answer["file"]) for answer in self._ask_ranks({"verb": "untap", "folder": str(folder)})]
+
+
+def _list_digests(answers: list[dict[str, str]]) -> dict[int, list[str]]:
+    return {rank: [digests[str(index)] for index in range(len(digests))] for rank, digests in enumerate(answers)}
+
+
+class ActivationRecorder:
+    """Records the outputs of a model's operators: a file with a row per token in the order of serving. `requests` (SGLang's slot of the
+    request), `positions` and `tokens`, int64 `[T]`; `logit_rows`, the rows of the tokens that have logits; operator -> `[T, columns]`."""
+
+    def __init__(self, model: Any) -> None:
+        self._passes: list[dict[str, torch.Tensor]] = []
+        self._bytes = 0
+        self._handles = [
+            model.model.register_forward_pre_hook(self._begin),
+            *attach_hooks(model, HOOK_POINTS, self._record),
+            model.logits_processor.register_forward_hook(lambda _, __, output: self._record("lm_head", output.next_token_logits)),
+        ]
+
+    def _begin(self, _: Any, inputs: tuple[Any, ...]) -> None:
+        """Record the tokens of a forward pass, with their requests and positions."""
+        tokens, positions, batch = inputs[:3]
+        lengths = torch.ones_like(batch.req_pool_indices) if batch.forward_mode.is_decode() else batch.extend_seq_lens
+        self._passes.append({})
+        self._record("requests", batch.req_pool_indices.long().repeat_interleave(lengths.long()))
+        self._record("positions", positions.long())
+        self._record("tokens", tokens.long())
+        self._record("logit_rows", lengths.long().cumsum(0) - 1)
+
+    def _record(self, name: str, values: torch.Tensor) -> None:
+        if self._handles and self._bytes + values.nbytes > MAX_RECORDED_BYTES:
+            self.stop()
+            self._passes.pop()  # the incomplete pass
+        if not self._handles:
+            return
+        record = self._passes[-1]
+        rows = len(record["tokens"]) if "tokens" in record and name not in ("lm_head", "logit_rows") else len(values)
+        record[name] = values.detach().reshape(rows, -1).squeeze(-1).cpu().clone()  # SGLang computes in place
+        self._bytes += values.nbytes
+
+    def stop(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def write(self, file: Path) -> None:
+        """Stop recording and write `file`. Raise FileExistsError if it exists."""
+        self.stop()
+        if file.exists():
+            raise FileExistsError(file)
+        first = 0
+        for record in self._passes:
+            record["logit_rows"] += first
+            first += len(record["tokens"])
+        names = self._passes[0] if self._passes else {}
+        save_file({name: torch.cat([record[name] for record in self._passes]) for name in names}, file)

@@ -1,11 +1,6 @@
-"""The engine's process: `python -m rollout_sglang.server --parent PID --host ... --port ...` runs SGLang's HTTP server with verified hooks.
-
-SGLang kills its parent process when a scheduler crashes, so the server runs in its own process and never inside the trainer. Importing this
-module installs the stub modules. The scheduler and the detokenizer, which are spawned on a GPU and forked on a CPU, import it first,
-because the two functions passed to SGLang are defined here.
-"""
-
-from __future__ import annotations
+"""The engine's process: `python -m rollout_sglang.server --parent PID ...` runs SGLang's HTTP server with verified hooks, apart from the
+trainer, because SGLang kills its parent process when a scheduler crashes. Importing this module installs the stub modules. Scheduler and
+detokenizer import it first, because their functions are defined here."""
 
 import argparse
 import multiprocessing.connection
@@ -46,7 +41,6 @@ def run_scheduler(*args: Any, **kwargs: Any) -> Any:
 
 
 def run_detokenizer(*args: Any, **kwargs: Any) -> Any:
-    """Run SGLang's detokenizer process."""
     _die_with_server()
     from sglang.srt.managers.detokenizer_manager import run_detokenizer_process
 
@@ -90,8 +84,7 @@ def main(arguments: list[str]) -> None:
 
 
 def _meet_ranks(arguments: list[str]) -> tuple[Any, list[str]]:
-    """Set up the store in which the ranks find each other. Return the store, or None if another node has it, and SGLang's arguments for
-    it. The caller must keep the store alive."""
+    """Set up the store in which the ranks find each other. Return it, or None if another node has it, and SGLang's arguments for it."""
     from parallel.transport.process_group import find_local_address, listening_store
 
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # a store created by the ranks would listen on all addresses

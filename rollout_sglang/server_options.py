@@ -1,15 +1,9 @@
-"""`[rollout.sglang]`: SGLang's own server arguments. Arguments that would break the precision contract, the proof or exactness are refused.
-
-Names, types and groups are parsed from SGLang's source (`sglang/srt/arg_groups/fields`) without importing it, so that a mistake is found
-before anything starts. Arguments that are unknown here are refused.
-"""
-
-from __future__ import annotations
+"""`[rollout.sglang]`: SGLang's own server arguments. Those that are unknown or would break the precision contract, the proof or exactness
+are refused. Names, types and groups are parsed from SGLang's source without importing it."""
 
 import ast
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
 from importlib.util import find_spec
@@ -81,14 +75,6 @@ SET_BY = {
 _TYPES: dict[str, tuple[type, ...]] = {"bool": (bool,), "int": (int,), "float": (int, float), "str": (str,), "List": (list,)}
 
 
-@dataclass(frozen=True)
-class ServerArgument:
-    """An argument as declared in SGLang's source."""
-
-    group: str
-    types: frozenset[str]  # names in its annotation
-
-
 def find_sglang_folder() -> Path | None:
     """Return the folder of SGLang's package, without importing it, or None if it is not installed."""
     found = find_spec("sglang")
@@ -96,20 +82,17 @@ def find_sglang_folder() -> Path | None:
 
 
 @cache
-def read_arguments() -> Mapping[str, ServerArgument]:
-    """Return SGLang's arguments by name. Empty if SGLang is not installed."""
-    folder = find_sglang_folder()
-    if folder is None:
-        return {}
-    arguments = {}
-    for path in sorted((folder / "srt" / "arg_groups" / "fields").glob("*.py")):
+def read_arguments() -> Mapping[str, tuple[str, frozenset[str]]]:
+    """Return SGLang's arguments: name -> (group, names in the type annotation). Empty if SGLang is not installed."""
+    folder, arguments = find_sglang_folder(), {}
+    for path in sorted((folder / "srt" / "arg_groups" / "fields").glob("*.py")) if folder else ():
         for group in (node for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef)):
             for line in group.body:
                 if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name) and isinstance(line.annotation, ast.Subscript):
                     declared = line.annotation.slice
                     kind = declared.elts[0] if isinstance(declared, ast.Tuple) else declared
                     types = frozenset(node.id for node in ast.walk(kind) if isinstance(node, ast.Name))
-                    arguments[line.target.id] = ServerArgument(group.name, types)
+                    arguments[line.target.id] = group.name, types
     return arguments
 
 
@@ -125,10 +108,10 @@ def check(options: Mapping[str, Any]) -> None:
         if name not in known or name.startswith("_"):
             near = get_close_matches(name, known, 1)
             raise UserError(field, value, "is not a server argument of SGLang", f"did you mean {near[0]}?" if near else "leave it out")
-        argument = known[name]
-        if reason := EXCEPTIONS.get(name, GROUPS.get(argument.group, "is of a kind that is unknown to this project")):
+        group, types = known[name]
+        if reason := EXCEPTIONS.get(name, GROUPS.get(group, "is of a kind that is unknown to this project")):
             raise UserError(field, value, reason, "leave it out")
-        wanted = [kind for kind in _TYPES if kind in argument.types]
+        wanted = [kind for kind in _TYPES if kind in types]
         if wanted and not any(isinstance(value, _TYPES[kind]) and (kind == "bool") == isinstance(value, bool) for kind in wanted):
             raise UserError(field, value, f"must be of type {' or '.join(wanted)}", "see SGLang's documentation of server arguments")
 
@@ -139,11 +122,9 @@ def check_tool_parser(name: str) -> None:
     if folder is None:
         return  # the machine that runs the engines checks this
     source = folder / "srt" / "function_call" / "function_call_parser.py"
-    tables = [
-        node for node in ast.walk(ast.parse(source.read_text())) if isinstance(node, ast.AnnAssign) and isinstance(node.value, ast.Dict)
-    ]
-    table = next(node.value for node in tables if isinstance(node.target, ast.Name) and node.target.id == "ToolCallParserEnum")
-    known = [key.value for key in table.keys if isinstance(key, ast.Constant)]  # type: ignore[union-attr]
+    assigned: Any = [node for node in ast.walk(ast.parse(source.read_text())) if isinstance(node, ast.AnnAssign)]
+    table = next(node.value for node in assigned if getattr(node.target, "id", "") == "ToolCallParserEnum" and node.value)
+    known = [key.value for key in table.keys if isinstance(key, ast.Constant)]
     if name not in known:
         raise UserError("agent.tool_parser", name, "is not a tool parser of SGLang", f"use one of {', '.join(sorted(map(str, known)))}")
 

@@ -1,10 +1,5 @@
-"""Engine side of a sync: receives chunks in a background thread, so that serving can continue, and hashes what was written.
-
-Unstaged, bytes are written directly into the live tensors, so nothing may be served meanwhile. Staged, they are written into a second copy
-of the weights, which `finish` copies over the live tensors at memory speed.
-"""
-
-from __future__ import annotations
+"""Engine side of a sync: receives chunks in a background thread and hashes what was written. Unstaged, bytes are written into the live
+tensors, so nothing may be served meanwhile; staged, into a second copy, which `finish` copies over the live tensors."""
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -24,11 +19,8 @@ _NOTHING = np.empty(0, np.uint8)
 
 
 class WeightReceiver:
-    """A connection to the trainer."""
-
     def __init__(self, link: Link, rank: int, chunks: Sequence[Chunk], live: Tensors, staged: bool) -> None:
-        """Start connecting. Raise ValueError, before anything is written, if the chunks do not fit the live tensors or the transport
-        cannot be imported."""
+        """Start connecting to the trainer. Raise ValueError, before anything is written, if the chunks do not fit the live tensors."""
         transport = load_transport(link.transport)
         check_targets(make_target_packer(live, chunks), chunks)
         self._chunks, self._timeout = chunks, link.timeout
@@ -36,7 +28,8 @@ class WeightReceiver:
         self._device = next(iter(live.values())).device
         staging = {name: torch.empty_like(live[name]) for name in (self.names if staged else ())}
         self._staging = make_target_packer(staging, chunks) if staged else None
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="megatron-rl-sync", initializer=self._enter_device)
+        enter = (lambda: torch.cuda.set_device(self._device)) if self._device.type == "cuda" else None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="megatron-rl-sync", initializer=enter)
         self._inbox: Future[Inbox] = self._thread.submit(transport.make_inbox, link, link.first + rank, chunks)
         self._received: Future[list[str]] | None = None
         self._reread: Future[list[str]] | None = None
@@ -70,8 +63,7 @@ class WeightReceiver:
         self._reread = self._thread.submit(lambda: make_target_packer(live, self._chunks).hash_all(targets))
 
     def finish_rereading(self) -> list[str] | None:
-        """Return one digest per chunk, or None while the thread is still hashing. Raise the errors of the thread, or ValueError if
-        nothing was started."""
+        """Return one digest per chunk, or None while the thread is hashing. Raise its errors, or ValueError if nothing was started."""
         if self._reread is None:
             raise ValueError("no rereading was started")
         return self._reread.result() if self._reread.done() else None  # another rank may still hash, and this one is asked again
@@ -82,10 +74,6 @@ class WeightReceiver:
         self._thread.shutdown(wait=False)
         self._staging = None
 
-    def _enter_device(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)
-
     def _receive(self, packer: ChunkPacker, sent: Sequence[Chunk], hashing: bool) -> list[str]:
         inbox = self._inbox.result()
         digests = []
@@ -94,10 +82,12 @@ class WeightReceiver:
             with torch.inference_mode():
                 for chunk, part in zip(self._chunks, sent, strict=True):
                     flat = as_byte_matrix(inbox.receive(part)) if part.nbytes else _NOTHING
-                    if part.nbytes == chunk.nbytes:
-                        digests.append(packer.unpack(chunk.targets, flat, hashing))
-                    else:
-                        digests.append(packer.apply(chunk.targets, flat, chunk.nbytes, hashing))
+                    is_whole = part.nbytes == chunk.nbytes
+                    digests.append(
+                        packer.unpack(chunk.targets, flat, hashing)
+                        if is_whole
+                        else packer.apply(chunk.targets, flat, chunk.nbytes, hashing)
+                    )
                     if part.nbytes:
                         inbox.release(part)
             inbox.finish()

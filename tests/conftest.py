@@ -1,7 +1,5 @@
 """Shared by all tests: a temporary folder that is removed at the end, worlds of ranks, and the skip of GPU tests without a GPU."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import tempfile

@@ -9,8 +9,6 @@ row. Trainer and engine are one process each. Operators have their names in the 
 after the rotary embedding. The exit code is 0 even if operators differ.
 """
 
-from __future__ import annotations
-
 import tempfile
 from contextlib import ExitStack
 from functools import partial

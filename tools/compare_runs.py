@@ -1,21 +1,18 @@
-"""Train one task in several variants, with several seeds, and compare the runs in one table and on one page of curves.
+"""Train one task in several variants, with several seeds, and compare the runs in one table.
 
     python tools/compare_runs.py configs/quickstart.toml --vary algorithm.name=grpo,gspo --seeds 2 --train.steps=50
     python tools/compare_runs.py configs/quickstart.toml --vary precision.mode=bf16,fp8_rollout --vary algorithm.correction=none,tis
 
 Each combination of the `--vary` values is a variant; further options apply to every run. Each run has its own folder, DIR/VARIANT/seedN.
-A finished run with the same configuration is not repeated, so an interrupted comparison continues where it stopped. DIR/study.html is
-updated after every run; the table is also printed in Markdown at the end. With `--svg FILE` the curves of held-out and training accuracy
-are written to a file for a page such as the README.
+A finished run with the same configuration is not repeated, so an interrupted comparison continues where it stopped. `tensorboard --logdir
+DIR` shows the curves of all runs. The table is printed in Markdown at the end. With `--svg FILE` the curves of held-out and training
+accuracy are written to a file for a page such as the README.
 """
-
-from __future__ import annotations
 
 import itertools
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
-from html import escape
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean
 from typing import Annotated, NamedTuple
@@ -25,7 +22,7 @@ import typer
 from megatron_rl.cli.main import run_script
 from megatron_rl.config import Config, load_config
 from megatron_rl.errors import UserError
-from megatron_rl.metrics import Unit
+from megatron_rl.metrics import MetricValue, Unit
 from megatron_rl.observability.run_log import read_metrics, read_run
 from megatron_rl.reporting import plots
 from megatron_rl.reporting.formatting import format_value
@@ -34,41 +31,12 @@ from megatron_rl.reporting.plots import Panel, Plot, Rows, render_svg
 ROOT = Path(__file__).parents[1]
 BROKEN = 3
 """Exit code of a run that failed after it started. Its rows are shown; any other error ends the comparison."""
-SHOWN = {
-    "eval/accuracy": ("Held-out accuracy", "correct", "share"),
-    "accuracy/train": ("Accuracy as sampled", "correct", "share"),
-    "reward/mean": ("Reward", "mean of the completions", "number"),
-    "mismatch/abs_mean": ("Mismatch |Δ log p|, mean over tokens", "nats", "log"),
-    "mismatch/abs_max": ("Mismatch |Δ log p|, largest", "nats", "log"),
-    "update/abs_mean": ("|Δ log p| of the step's own update, mean over tokens", "nats", "log"),
-    "precision/response": ("Engine's weights moved / masters moved", "ratio", "log"),
-    "precision/changed_share": ("Quantized values that the step changed", "values", "log"),
-    "grad_norm": ("Gradient norm", "norm before clipping", "log"),
-    "clip/positive": ("Clipped tokens, advantage above 0", "tokens", "share"),
-    "clip/negative": ("Clipped tokens, advantage below 0", "tokens", "share"),
-    "entropy": ("Entropy", "nats per token", "number"),
-    "length/mean": ("Completion length", "tokens", "number"),
-    "router/differs": ("Tokens that the trainer would send to other experts", "tokens", "share"),
-    "time/step": ("Time of a step", "seconds", "number"),
-}
-"""Metric -> title, label of the axis, and kind of its figure."""
 _HEAD = ("variant", "runs", "held-out accuracy: first", "best", "last", "mismatch: mean", "largest", "largest gradient norm", "broken")
-_PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title><style>
-:root {{ --page: #f5f6f8; --card: #fff; --ink: #1c2430; --grid: #dde2e8;
-  --s1: #0072b2; --s2: #d55e00; --s3: #009e73; --s4: #b3589a; --s5: #e69f00; --s6: #56b4e9; --s7: #b8a800; --s8: #8b95a1; }}
-body {{ margin: 2rem auto; max-width: 1400px; background: var(--page); color: var(--ink); font: 15px/1.5 system-ui, sans-serif; }}
-main {{ display: grid; grid-template-columns: repeat(auto-fill, minmax(600px, 1fr)); gap: 1rem; margin-top: 1rem; }}
-figure, table {{ margin: 0; padding: 1rem; background: var(--card); border: 1px solid var(--grid); border-radius: 8px; }}
-td, th {{ padding: .1rem .8rem; text-align: right; }} td:first-child, th:first-child {{ text-align: left; }}
-</style><h1>{title}</h1>{body}</html>
-"""
 _SVG_NAMESPACES = 'xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink"'
 _SVG_STYLE = Path(plots.__file__).with_name("style.html.j2")
 
 
 class Run(NamedTuple):
-    """One run of the comparison."""
-
     variant: str
     seed: int
     folder: Path
@@ -116,11 +84,8 @@ def parse_variants(options: Sequence[str]) -> dict[str, list[str]]:
 
 def summarize(results: Sequence[Result]) -> list[list[object]]:
     """Return one table line per variant: means over runs of accuracies and mismatch, and extremes over all runs."""
-    return [_summarize(variant, [result for result in results if result.run.variant == variant]) for variant in _list_variants(results)]
-
-
-def _list_variants(results: Sequence[Result]) -> list[str]:
-    return list(dict.fromkeys(result.run.variant for result in results))
+    variants = dict.fromkeys(result.run.variant for result in results)
+    return [_summarize(variant, [result for result in results if result.run.variant == variant]) for variant in variants]
 
 
 def _summarize(variant: str, results: Sequence[Result]) -> list[object]:
@@ -146,49 +111,20 @@ def _format(number: float | None, unit: Unit) -> str:
     return "–" if number is None else format_value(number, unit)
 
 
-def average(results: Sequence[Result], metric: str) -> dict[int, float]:
-    """Return {step: mean over the runs that measured the metric at this step}."""
-    by_step: dict[int, list[float]] = {}
-    for row in (row for result in results for row in result.rows):
-        if (value := row.get(metric)) is not None:
-            by_step.setdefault(int(row["step"] or 0), []).append(value)
-    return {step: mean(values) for step, values in sorted(by_step.items())}
-
-
-def draw(title: str, ylabel: str, kind: str, lines: Mapping[str, Mapping[int, float]]) -> str:
-    """Return an inline `<svg>` with one line per label; empty if no line has a point."""
-    present = {label: line for label, line in lines.items() if line}
-    steps = sorted({step for line in present.values() for step in line})
-    rows: Rows = [{"step": step, **{label: line[step] for label, line in present.items() if step in line}} for step in steps]
-    return render_svg(Plot(title, (Panel(ylabel, kind, legend=True, series=tuple((label, label) for label in present)),)), rows)
-
-
-def draw_page(title: str, results: Sequence[Result]) -> str:
-    figures = []
-    for metric, shown in SHOWN.items():
-        by_variant = {
-            each: average([result for result in results if result.run.variant == each], metric) for each in _list_variants(results)
-        }
-        if svg := draw(*shown, by_variant):
-            figures.append(f"<figure><h3>{escape(shown[0])}</h3>{svg}</figure>")
-    lines = "".join(_format_line(cells, "td") for cells in summarize(results))
-    body = f"<table>{_format_line(_HEAD, 'th')}{lines}</table><main>{''.join(figures)}</main>"
-    return _PAGE.format(title=escape(title), body=body)
-
-
-def _format_line(cells: Iterable[object], tag: str) -> str:
-    return "<tr>" + "".join(f"<{tag}>{escape(str(cell))}</{tag}>" for cell in cells) + "</tr>"
-
-
 def draw_accuracy(results: Sequence[Result]) -> str:
     """Return an SVG file with the held-out and the training accuracy of each run, in the colors of the report."""
-    metrics = {"eval/accuracy": "held out", "accuracy/train": "training"}
-    names = [f"{run.variant}, seed {run.seed}" if len(_list_variants(results)) > 1 else f"seed {run.seed}" for run, *_ in results]
-    lines = {
-        f"{words}, {name}": average([each], metric) for metric, words in metrics.items() for name, each in zip(names, results, strict=True)
-    }
+    several = len({result.run.variant for result in results}) > 1
+    labels, rows = list[tuple[str, str]](), dict[int, dict[str, MetricValue]]()
+    for metric, words in (("eval/accuracy", "held out"), ("accuracy/train", "training")):
+        for result in results:
+            label = f"{words}, " + f"{result.run.variant}, " * several + f"seed {result.run.seed}"
+            points = {int(row["step"] or 0): value for row in result.rows if (value := row.get(metric)) is not None}
+            labels += [(label, label)] * bool(points)
+            for step, value in points.items():
+                rows.setdefault(step, {"step": step})[label] = value
+    plot = Plot("Accuracy", (Panel("correct", "share", legend=True, series=tuple(labels)),))
     style = _SVG_STYLE.read_text(encoding="utf-8").partition("#}")[2].strip()
-    svg = draw("Accuracy", "correct", "share", lines)
+    svg = render_svg(plot, [rows[step] for step in sorted(rows)])
     return svg.replace("<svg ", f"<svg {_SVG_NAMESPACES} ", 1).replace(">", f">{style}", 1)
 
 
@@ -214,8 +150,7 @@ def main(
         if (code := run.make(config)) not in (0, BROKEN):
             raise typer.Exit(code)
         results.append(Result(run, read_metrics(run.folder / "latest"), code == BROKEN))
-        (out / "study.html").write_text(draw_page(f"{config.name} {' '.join([*vary, *context.args])}", results), encoding="utf-8")
-        print(f"{run.variant}, seed {run.seed}: {run.folder / 'latest'}; the page is {out / 'study.html'}", flush=True)
+        print(f"{run.variant}, seed {run.seed}: {run.folder / 'latest'}", flush=True)
     print("\n".join("| " + " | ".join(map(str, cells)) + " |" for cells in (_HEAD, ["---"] * len(_HEAD), *summarize(results))))
     if svg:
         svg.write_text(draw_accuracy(results), encoding="utf-8")

@@ -9,8 +9,6 @@ of each trainer layout then compute the log-probs of the tokens that the engines
 `megatron_rl.precision.exactness` promises to be exact is 0. A pair without that promise shows its difference in brackets.
 """
 
-from __future__ import annotations
-
 import tempfile
 import time
 from functools import partial
@@ -102,8 +100,6 @@ Samples = dict[Turn, list[float]]
 
 
 class Case(NamedTuple):
-    """A model and a precision mode."""
-
     family: str
     mode: str
     folder: Path

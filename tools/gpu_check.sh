@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# Check and measure the GPU tier on this machine: run tests/gpu in parts, in at most 25 minutes. Parts that passed are not run again.
-#   bash tools/gpu_check.sh                                # parts that have not passed yet
+# Check and measure the GPU tier on this machine: run tests/gpu in parts, in at most 25 minutes.
+#   bash tools/gpu_check.sh                                # all parts
 #   bash tools/gpu_check.sh --quick                        # parts that need no engine, in 5 minutes
-#   bash tools/gpu_check.sh --list                         # the parts, and which passed
-#   bash tools/gpu_check.sh kernels speed-sync --again     # these parts, even if they passed
+#   bash tools/gpu_check.sh --list                         # the parts and their limits
+#   bash tools/gpu_check.sh kernels speed-sync             # these parts
 #   bash tools/gpu_check.sh kernels -- -k backends         # pass the options after -- to pytest
 #   PYTHON=python3 OUT=DIR bash tools/gpu_check.sh         # use another interpreter than that of .venv-gpu or .venv, and another folder than benchmarks/
-# Writes OUT/<gpu>-<date>/<part>.xml (JUnit: every check) and .json (pytest-benchmark: every figure). Compiled kernels and the record of passed
-# parts are kept in $SGLANG_CACHE_DIR (default: ~/.cache/megatron-rl-kernels).
-# Exit code 0: all parts passed; 1: a part failed; 2: no GPU or a wrong option; 124: out of time, run it again to continue.
+# Writes OUT/<gpu>-<date>/<part>.xml (JUnit: every check) and .json (pytest-benchmark: every figure). Compiled kernels are kept in
+# $SGLANG_CACHE_DIR (default: ~/.cache/megatron-rl-kernels).
+# Exit code 0: all parts passed; 1: a part failed; 2: no GPU or a wrong option; 124: out of time, name the remaining parts in another call.
 set -euo pipefail
 
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)

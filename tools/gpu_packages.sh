@@ -3,21 +3,18 @@
 # environment and run tools/gpu_packages.py there with a fake Hopper GPU. Not in CI: the packages take 11 GB.
 #   bash tools/gpu_packages.sh                      # into .venv-gpu-packages, removed afterwards; about 20 minutes on two busy cores
 #   bash tools/gpu_packages.sh --venv=DIR engine    # into DIR, which is kept for the next call; only this check
-#   bash tools/gpu_packages.sh --extension=FILE     # with Transformer Engine's torch extension, as launch/install_gpu.sh builds it:
-#                                                          # .venv-gpu/lib/python3.*/site-packages/transformer_engine_torch.*.so
-#   PYTHON=/path/to/python3.12                             # use this interpreter; an extension fits one Python version
+#   PYTHON=/path/to/python3.12                      # use this interpreter
 # Needs gcc, nm and readelf (binutils), 16 GB of disk and Python 3.11 or 3.12. Exit code 1 if a check fails, 2 if the checks cannot start.
 set -euo pipefail
 
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)
 program=gpu_packages
 pins="$root/launch/requirements-gpu.txt"
-venv= extension= checks=()
+venv= checks=()
 for option in "$@"; do
   case $option in
     --venv=?*) venv=$(realpath -m -- "${option#*=}") ;;
-    --extension=?*) extension=$(realpath -m -- "${option#*=}") ;;
-    -*) echo "megatron-rl $program: $option: is no option; the options are --venv=DIR and --extension=FILE" >&2; exit 2 ;;
+    -*) echo "megatron-rl $program: $option: is no option; the only option is --venv=DIR" >&2; exit 2 ;;
     *) checks+=("$option") ;;
   esac
 done
@@ -28,12 +25,6 @@ print_dependencies() { (cd "$root" && sha256sum launch/requirements-common.txt l
 
 for tool in gcc nm readelf; do command -v "$tool" >/dev/null || fail "no $tool (Ubuntu: apt install gcc binutils)"; done
 python=$(find_python "Ubuntu: apt install python3.11-venv python3.11-dev" python3.11 python3.12)
-if [ -n "$extension" ]; then
-  suffix=$("$python" -c 'import sysconfig; print(sysconfig.get_config_var("EXT_SUFFIX"))')
-  [ -f "$extension" ] || fail "--extension=$extension: no such file"
-  [ "$(basename "$extension")" = "transformer_engine_torch$suffix" ] ||
-    fail "--extension=$extension: must be transformer_engine_torch$suffix for $python; set PYTHON to the interpreter that it was built for"
-fi
 check_disk 16000 ""
 lock "${BASH_SOURCE[0]}"
 [ -n "$keep" ] || trap 'rm -rf "$venv"' EXIT
@@ -48,7 +39,4 @@ if ! is_installed; then
   pip -q install --no-deps --no-build-isolation -e "$root"
   print_dependencies >"$stamp"
 fi
-libraries=$(echo "$venv"/lib/python3.*/site-packages/transformer_engine/wheel_lib)
-rm -f "$libraries"/transformer_engine_torch.*
-[ -z "$extension" ] || ln -s "$extension" "$libraries"
 "$venv/bin/python" "$root/tools/gpu_packages.py" "${checks[@]}"

@@ -1,19 +1,12 @@
-"""The parts of tools/gpu_check.sh: the tests and time limit of each part, the record of passed parts, and the total time limit.
+"""The parts of tools/gpu_check.sh: the tests and time limit of each part, and the total time limit.
 
-Each part is a separate pytest run. A part that passed on this machine with the same sources, packages, and driver is not run again. A
-warm-up, whose result does not count, first compiles kernels into a cache folder that all later processes share.
+Each part is a separate pytest run. A warm-up, whose result does not count, first compiles kernels into a cache folder that all later
+processes share.
 """
 
-from __future__ import annotations
-
 import argparse
-import hashlib
-import importlib.metadata
-import json
 import os
-import platform
 import re
-import shutil
 import subprocess
 import sys
 import time
@@ -45,7 +38,6 @@ _CACHES = {
 }
 """Environment variables of libraries that compile at run time -> subfolder of the cache folder, as SGLang 0.5.23 sets them in an engine
 (`sglang.srt.environ`)."""
-_SOURCES = ("megatron_rl", "rollout_sglang", "parallel", "examples", "tests", "tools", "configs")
 
 
 @dataclass(frozen=True)
@@ -82,71 +74,49 @@ Run = Callable[[Sequence[str], Mapping[str, str]], int]
 """Runs a command in an environment and returns its exit code."""
 
 
-class Record:
-    """A file that records the passed parts for each state of machine, packages, and sources."""
-
-    def __init__(self, file: Path, state: str) -> None:
-        self._file, self._state = file, state
-
-    def find(self, part: Part) -> str:
-        """Return the folder of the report of a passed part, or "" if it has not passed."""
-        return str(self._read().get(self._state, {}).get(part.name, ""))
-
-    def add(self, part: Part, folder: Path) -> None:
-        states = self._read()
-        states.setdefault(self._state, {})[part.name] = str(folder)
-        self._file.parent.mkdir(parents=True, exist_ok=True)
-        self._file.write_text(json.dumps(states, indent=1))
-
-    def _read(self) -> dict[str, dict[str, str]]:
-        return json.loads(self._file.read_text()) if self._file.exists() else {}
+def run_command(command: Sequence[str], environment: Mapping[str, str]) -> int:
+    return subprocess.run(command, env=environment, cwd=ROOT, check=False).returncode
 
 
-class Check:
-    """One call of tools/gpu_check.sh. With `again`, parts that passed before are run again."""
+def check(
+    parts: Sequence[Part],
+    folder: Path,
+    budget: float,
+    environment: Mapping[str, str],
+    options: Sequence[str] = (),
+    run: Run = run_command,
+    clock: Callable[[], float] = time.monotonic,
+) -> int:
+    """Run the parts in order. Return 1 if a part fails, else 124 if a part was not started or not finished in time, else 0.
 
-    def __init__(
-        self, folder: Path, record: Record, budget: float, again: bool, run: Run, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._folder, self._record, self._again, self._run, self._clock = folder, record, again, run, clock
-        self._end = clock() + budget
+    A part is started only if its time limit fits into the remaining time of `budget` seconds. `options` go to pytest.
+    """
+    outcomes, end = dict[str, str](), clock() + budget
+    for part in parts:
+        if end - clock() < part.seconds:
+            outcomes[part.name] = "not started: no time left; name the part in another call"
+        else:
+            outcomes[part.name] = _run(part, folder / part.name, environment, options, run, clock)
+        print(f"gpu_check: {part.name}: {outcomes[part.name]}", flush=True)
+    judged = [outcome for name, outcome in outcomes.items() if name != WARM_UP.name]
+    if any(outcome.startswith("failed") for outcome in judged):
+        return 1
+    return 0 if all(outcome.startswith(("passed", "no test")) for outcome in judged) else TIME_IS_UP
 
-    def check(self, parts: Sequence[Part], environment: Mapping[str, str], options: Sequence[str] = ()) -> int:
-        """Run the parts in order. Return 1 if a part fails, else 124 if a part was not started or not finished in time, else 0.
 
-        A part is started only if its time limit fits into the remaining time. With pytest `options`, passed parts are not recorded.
-        """
-        outcomes: dict[str, str] = {}
-        for part in parts:
-            if not self._again and not options and (before := self._record.find(part)):
-                outcomes[part.name] = f"passed before, {before}"
-            elif self._end - self._clock() < part.seconds:
-                outcomes[part.name] = "not started: no time left; run this again to continue"
-            else:
-                outcomes[part.name] = self._run_part(part, environment, options)
-            print(f"gpu_check: {part.name}: {outcomes[part.name]}", flush=True)
-        judged = [outcome for name, outcome in outcomes.items() if name != WARM_UP.name]
-        if any(outcome.startswith("failed") for outcome in judged):
-            return 1
-        return 0 if all(outcome.startswith(("passed", "no test")) for outcome in judged) else TIME_IS_UP
-
-    def _run_part(self, part: Part, environment: Mapping[str, str], options: Sequence[str]) -> str:
-        self._folder.mkdir(parents=True, exist_ok=True)
-        report, start = self._folder / part.name, self._clock()
-        command = ["timeout", "--signal=INT", f"--kill-after={_GRACE}", str(part.seconds), sys.executable, "-m", "pytest"]
-        command += [f"tests/gpu/{test}" for test in part.tests]
-        command += ["-m", "gpu", "-n", "0", "-p", "no:cacheprovider", "--benchmark-enable", "--benchmark-quiet", *options]
-        code = self._run([*command, f"--junitxml={report}.xml", f"--benchmark-json={report}.json"], environment)
-        seconds = f"{self._clock() - start:.0f} s"
-        if code == TIME_IS_UP:
-            return f"not finished in {part.seconds} s; results so far: {report}.xml"
-        if code == NO_TEST:
-            return "no test"
-        if code:
-            return f"failed with exit code {code} in {seconds}: {report}.xml"
-        if not options:
-            self._record.add(part, self._folder)
-        return f"passed in {seconds}: {report}.xml"
+def _run(part: Part, report: Path, environment: Mapping[str, str], options: Sequence[str], run: Run, clock: Callable[[], float]) -> str:
+    report.parent.mkdir(parents=True, exist_ok=True)
+    start = clock()
+    command = ["timeout", "--signal=INT", f"--kill-after={_GRACE}", str(part.seconds), sys.executable, "-m", "pytest"]
+    command += [f"tests/gpu/{test}" for test in part.tests]
+    command += ["-m", "gpu", "-n", "0", "-p", "no:cacheprovider", "--benchmark-enable", "--benchmark-quiet", *options]
+    code = run([*command, f"--junitxml={report}.xml", f"--benchmark-json={report}.json"], environment)
+    seconds = f"{clock() - start:.0f} s"
+    if code == TIME_IS_UP:
+        return f"not finished in {part.seconds} s; results so far: {report}.xml"
+    if code == NO_TEST:
+        return "no test"
+    return f"failed with exit code {code} in {seconds}: {report}.xml" if code else f"passed in {seconds}: {report}.xml"
 
 
 def choose_parts(names: Sequence[str], quick: bool) -> list[Part]:
@@ -156,17 +126,6 @@ def choose_parts(names: Sequence[str], quick: bool) -> list[Part]:
         raise ValueError(f"{', '.join(unknown)}: no such part; the parts are {', '.join(known)}")
     chosen = [part for part in PARTS if (part.name in names if names else part.quick or not quick)]
     return chosen if all(part.quick for part in chosen) else [WARM_UP, *chosen]
-
-
-def describe_state(machine: str) -> str:
-    """Return a digest of everything a result depends on: the machine, its packages, and the files of this project."""
-    packages = sorted(f"{dist.name}=={dist.version}" for dist in importlib.metadata.distributions())
-    digest = hashlib.sha256("\n".join([machine, platform.node(), platform.python_version(), *packages]).encode())
-    for folder in _SOURCES:
-        for file in sorted((ROOT / folder).rglob("*")):
-            if file.is_file() and "__pycache__" not in file.parts:
-                digest.update(str(file.relative_to(ROOT)).encode() + b"\0" + file.read_bytes())
-    return digest.hexdigest()[:16]
 
 
 def fill_environment(caches: Path, environment: Mapping[str, str]) -> dict[str, str]:
@@ -181,22 +140,10 @@ def find_unused_folder(out: Path, gpu: str, day: str) -> Path:
     return next(folder for folder in numbered if not folder.exists())
 
 
-def describe_machine(gpu: str) -> str:
-    """Return the UUIDs of the GPUs and the driver version if nvidia-smi is installed, else `gpu`."""
-    query = ["nvidia-smi", "--query-gpu=uuid,name,driver_version", "--format=csv,noheader"]
-    described = subprocess.run(query, capture_output=True, text=True, check=False).stdout if shutil.which("nvidia-smi") else ""
-    return described.strip() or gpu
-
-
-def run_command(command: Sequence[str], environment: Mapping[str, str]) -> int:
-    return subprocess.run(command, env=environment, cwd=ROOT, check=False).returncode
-
-
 def main(arguments: Sequence[str], gpu: str, run: Run = run_command) -> int:
     parser = argparse.ArgumentParser(prog="gpu_check.sh", description="Check and measure the GPU tier in parts.")
     parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(part.name for part in PARTS))
     parser.add_argument("--quick", action="store_true", help="only parts that need no engine, in 5 minutes")
-    parser.add_argument("--again", action="store_true", help="also parts that passed before")
     parser.add_argument("--list", action="store_true", help="print the parts without running them")
     options = list(arguments)
     own, for_pytest = (options[: options.index("--")], options[options.index("--") + 1 :]) if "--" in options else (options, [])
@@ -206,15 +153,14 @@ def main(arguments: Sequence[str], gpu: str, run: Run = run_command) -> int:
     except ValueError as error:
         parser.error(str(error))
     caches = Path(os.environ.get("SGLANG_CACHE_DIR") or Path.home() / ".cache" / "megatron-rl-kernels")
-    record = Record(caches / "gpu_check.json", describe_state(describe_machine(gpu)))
     if given.list:
         for part in parts:
-            print(f"{part.name:16} {part.seconds:4} s  {'passed: ' + found if (found := record.find(part)) else ' '.join(part.tests)}")
+            print(f"{part.name:16} {part.seconds:4} s  {' '.join(part.tests)}")
         return 0
     put_programs_on_path()
     folder = find_unused_folder(Path(os.environ.get("OUT", "benchmarks")), gpu, date.today().isoformat())
-    check = Check(folder, record, QUICK_BUDGET if given.quick else BUDGET, given.again, run)
-    return check.check(parts, fill_environment(caches, os.environ), for_pytest)
+    budget = QUICK_BUDGET if given.quick else BUDGET
+    return check(parts, folder, budget, fill_environment(caches, os.environ), for_pytest, run)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,5 @@
 """Shared code of the tools: worlds of trainer ranks, engine ranks without SGLang, random checkpoints, options, and JSON reports."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,8 +19,7 @@ from megatron_rl.errors import MegatronRLError, RunError, UserError
 from megatron_rl.hf.write import cut_into_files, name_file, write_all_but_weights, write_file, write_index
 from parallel.model_geometry import ModelGeometry
 from parallel.transport.process_group import listening_store
-from rollout_sglang.rank_handler import RankHandler
-from rollout_sglang.rank_requests import RankRequests
+from rollout_sglang.rank_handler import RankHandler, RankRequests
 
 JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the report to this file.")]
 

@@ -1,14 +1,11 @@
 """Compile every Triton kernel of this project for Hopper, as its own function launches it, without a GPU.
 
-Triton gets a driver that only names the target. A launch compiles the kernel for the actual arguments and does not run it. The register
-limits are measured values plus a margin: a spill, or a kernel that needs many more registers, deserves a look.
+Triton gets a driver that only names the target. A launch compiles the kernel for the actual arguments and does not run it.
 """
 
-from __future__ import annotations
-
 import ast
+import itertools
 import os
-import re
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,41 +15,17 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("megatron_rl", "parallel", "rollout_sglang")
-REGISTERS: dict[str, int] = {
-    "quantize_tile": 144,
-    "quantize_swiglu_tile": 128,
-    "quantize_weighed_tile": 144,
-    "pack_token": 64,
-    "spread_packed_row": 48,
-    "normalize_row": 48,
-    "quantize_normed_tile": 144,
-    "differentiate_norm_rows": 112,
-    "rotate_head_tile": 104,
-    "differentiate_head_tile": 104,
-    "multiply_tile": 240,
-    "rotate_token": 64,
-    "sum_runs": 48,
-    "multiply_row": 56,
-    "differentiate_row": 64,
-    "scatter_row": 40,
-    "sum_row": 64,
-    "collect_row": 40,
-    "summarize_row": 96,
-    "differentiate_logits": 64,
-}
-"""Maximum number of registers per thread, by kernel."""
 
 
 def compile_all() -> str:
-    """Return the registers of every kernel. Raise AssertionError for a spill, too many registers, or a kernel never launched."""
+    """Compile every kernel and return a summary. Raise AssertionError for a spill or a kernel that is never launched."""
     compiled = intercept_launches()
     launch_all()
     missing = find_kernels() - compiled.keys()
     assert not missing, f"launch them in {Path(__file__).name}: {missing}"
-    used = {name: max(map(count_registers, kernels)) for name, kernels in compiled.items()}
-    for name, registers in used.items():
-        assert registers <= REGISTERS.get(name, 0), f"{name} takes {registers} registers, its limit is {REGISTERS.get(name)}"
-    return ", ".join(f"{name} {registers} registers in {len(compiled[name])} kinds" for name, registers in sorted(used.items()))
+    for kernel in itertools.chain(*compiled.values()):
+        check_spills(kernel)
+    return ", ".join(f"{name} in {len(kernels)} kinds" for name, kernels in sorted(compiled.items()))
 
 
 def intercept_launches() -> dict[str, list[Any]]:
@@ -150,13 +123,10 @@ def find_kernels(root: Path = ROOT) -> set[str]:
     return {node.name for node in jitted} - called
 
 
-def count_registers(kernel: Any) -> int:
-    """Return the registers per thread that Triton's assembler reports. Raise AssertionError if registers were spilled."""
+def check_spills(kernel: Any) -> None:
+    """Raise AssertionError if Triton's assembler reports that registers were spilled."""
     from triton.backends.nvidia.compiler import get_ptxas
 
     command = [get_ptxas(90).path, "-v", "--gpu-name=sm_90a", "-", "-o", os.devnull]
     report = subprocess.run(command, input=kernel.asm["ptx"], capture_output=True, text=True, check=True).stderr
     assert "0 bytes spill stores, 0 bytes spill loads" in report, f"{kernel.name} spills: {report}"
-    used = re.search(r"Used (\d+) registers", report)
-    assert used is not None, report
-    return int(used[1])

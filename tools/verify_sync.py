@@ -9,10 +9,7 @@ receiving code. Every received byte is compared with the result of quantizing th
 byte agrees, 1 if any byte differs, and 2 for bad input.
 """
 
-from __future__ import annotations
-
 import json
-import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -93,8 +90,6 @@ def build_trainer_tensors(task: VerifyTask, rank: int) -> dict[str, torch.Tensor
 
 
 class InProcessEngine(EngineStub):
-    """All engine ranks in this process."""
-
     def __init__(self, shards: Mapping[int, Sequence[Shard]], contract: PrecisionContract) -> None:
         self.ranks = {rank: EngineRankStub(make_stored_tensors(own, contract.format_of)) for rank, own in shards.items()}
 
@@ -136,9 +131,7 @@ def sync_and_compare(task: VerifyTask, rank: int) -> Any:
     engine: Rank0[Any] = Rank0(lambda: InProcessEngine(plan.targets, task.contract))
     sync = WeightSync(plan, engine, lambda: named_tensors, settings)
     try:
-        start = time.perf_counter()
         report = sync.run(1)
-        seconds = time.perf_counter() - start
     finally:
         sync.close()
     if rank != 0:
@@ -151,15 +144,11 @@ def sync_and_compare(task: VerifyTask, rank: int) -> Any:
         "blocks": report.blocks,
         "bytes_moved": report.bytes,
         "bytes_across_ranks": sum(each.nbytes for each in plan.transfers if each.source_rank != each.target_rank),
-        "seconds": seconds,
-        "proof_seconds": report.proof_seconds,
-        "served_seconds": report.served_seconds,
         "differences": list(find_differences(task, engine.value, plan.targets)),
     }
 
 
 def write_dump(task: VerifyTask, engine: InProcessEngine, folder: Path) -> None:
-    """Write the checkpoint tensors and the tensors of every engine rank as safetensors."""
     folder.mkdir(parents=True, exist_ok=True)
     source = {name: make_hf_tensor(task, tensor) for name, tensor in task.model.tensors().items()}
     save_file(source, folder / "hf.safetensors", metadata={"format": "pt"})

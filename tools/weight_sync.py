@@ -1,15 +1,12 @@
-"""Measure the weight sync on this machine against plain copies and against gathering BF16 weights and quantizing them again.
+"""Measure the weight sync on this machine against a plain copy within one process.
 
     python tools/weight_sync.py [--model NAME] [--train tp=2] [--rollout tp=1] [--repeat N] [--json FILE]
     python tools/weight_sync.py --device cuda --model 8b --train tp=1 --transports cuda_ipc --bucket-mb 256,64,16
 
 Trainer ranks and engine ranks are processes with random weights in the real layouts and one thread each. An engine rank runs
 `rollout_sglang.rank_handler` and its `WeightReceiver`, the code that runs inside SGLang's scheduler, without SGLang. The cases take turns,
-so that a busy machine slows all of them alike, and the table shows medians. On a GPU, where memory is short, the BF16 cases and the plain
-copy to another process are left out.
+so that a busy machine slows all of them alike, and the table shows medians. On a GPU, where memory is short, BF16 is left out.
 """
-
-from __future__ import annotations
 
 import functools
 import multiprocessing
@@ -17,7 +14,9 @@ import os
 import statistics
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -29,16 +28,18 @@ import typer
 from harness import EngineRankStub, EngineStub, JsonFile, parse_names, parse_numbers, parse_sizes, run_on_ranks, write_json
 from rich.console import Console
 from rich.table import Table
-from weight_sync_baselines import BenchSetup, GatherAndQuantize, PlainCopy, make_contract, make_flat_plan, make_flat_tensors
 
 from megatron_rl.cli.main import run_script
+from megatron_rl.config import PrecisionConfig
 from megatron_rl.config.sync import SyncConfig
 from megatron_rl.distributed import Rank0
 from megatron_rl.errors import as_user_error
+from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.precision.quantizers import quantize
+from megatron_rl.sync.plan import SyncPlan
 from megatron_rl.sync.weight_sync import WeightSync
 from parallel.digest import make_stored_tensors
-from parallel.layout import Layout
+from parallel.layout import EngineLayout, Layout
 from parallel.megatron_shards import build_trainer_shards
 from parallel.model_geometry import ModelGeometry
 from parallel.sglang_shards import build_engine_shards
@@ -55,11 +56,60 @@ MODELS = {
 """Geometries of Qwen3 models. `0.5gb` has 0.44 GB of FP8 weights and scales and a small vocabulary, which stays BF16. `32b_slice` is 1/32
 of Qwen3-32B (2 of 64 layers, 4,736 of 151,936 words), with the same proportions of FP8 and BF16 bytes. `8b` has the sizes of Llama-3.1-8B;
 the GPU check uses it."""
-CHANGED = {"1e-6": (0.0007, 0.0032), "1e-5": (0.005, 0.023), "1e-4": (0.031, 0.136)}
-"""Learning rate -> fractions of the E4M3 bytes and of the BF16 bytes that an Adam step changes (docs/reference/sync.md)."""
-
 ON_CPU = [name for name in TRANSPORTS.builtin if "cpu" in load_transport(name).devices]
 MB = 1e6
+
+
+@dataclass(frozen=True)
+class BenchSetup:
+    """The measured setup; every process receives a copy."""
+
+    model: ModelGeometry
+    train: Layout
+    rollout_tp: int
+    repeat: int
+    folder: Path
+    """Folder of the transport `disk`."""
+    device: str
+    transports: Sequence[str]
+    bucket_mb: Sequence[int]
+
+    def sync_configs(self) -> dict[str, SyncConfig]:
+        """Return the sync settings to measure. A name is the transport, with the bucket size if there are several."""
+        return {
+            f"{transport} {size} MiB" if len(self.bucket_mb) > 1 else transport: SyncConfig.model_validate(
+                {"transport": transport, "dir": self.folder, "timeout": 120.0, "bucket_mb": size, "delta": "off"}
+            )
+            for transport in self.transports
+            for size in self.bucket_mb
+        }
+
+    def precisions(self) -> tuple[bool, ...]:
+        """Return the measured precisions: True for FP8, False for BF16."""
+        return (True, False) if self.device == "cpu" else (True,)
+
+    def make_plan(self, fp8: bool, settings: SyncConfig) -> SyncPlan:
+        """Raise GeometryError if the layouts do not fit the model."""
+        return SyncPlan.make(self.model, self.train, EngineLayout(self.rollout_tp), make_contract(fp8), settings.chunk_bytes)
+
+
+def make_contract(fp8: bool) -> PrecisionContract:
+    return PrecisionContract.from_config(PrecisionConfig(mode="fp8_unified" if fp8 else "bf16"))
+
+
+class PlainCopy:
+    """Copies the same bytes within one process, tensor by tensor, with `copy_`. The trainer ranks share the work."""
+
+    def __init__(self, plan: SyncPlan, rank: int, world: int) -> None:
+        sizes: Counter[tuple[int, str]] = Counter()
+        for transfer in plan.transfers:
+            if transfer.target_rank % world == rank:
+                sizes[transfer.target_rank, transfer.target] += transfer.nbytes
+        self._pairs = [(torch.ones(size, dtype=torch.uint8), torch.ones(size, dtype=torch.uint8)) for size in sizes.values()]
+
+    def run(self) -> None:
+        for source, target in self._pairs:
+            target.copy_(source)
 
 
 class PipeEngine(EngineStub):
@@ -86,8 +136,6 @@ def serve_engine_rank(pipe: Connection, setup: BenchSetup, rank: int) -> None:
         tensors = {fp8: make_stored_tensors(shards, make_contract(fp8).format_of) for fp8 in setup.precisions()}
         for tensor in [tensor for own in tensors.values() for tensor in own.values()]:
             tensor.view(torch.uint8).fill_(1)  # touches every page before anything is measured
-        if setup.device == "cpu":
-            tensors[True] |= make_flat_tensors(setup)
     stubs: dict[str, EngineRankStub] = {}
     while True:
         try:
@@ -114,51 +162,22 @@ def make_random_tensors(setup: BenchSetup, rank: int, fp8: bool) -> dict[str, to
     return tensors
 
 
-class SmallSteps:
-    """Changes as many bytes of the tensors, in place, as an optimizer step at a learning rate."""
-
-    def __init__(self, tensors: Mapping[str, torch.Tensor], rate: str) -> None:
-        random = torch.Generator().manual_seed(0)
-        self._flips = []
-        for tensor in tensors.values():
-            flat = tensor.view(torch.uint8).view(-1)
-            count = int(flat.numel() * CHANGED[rate][tensor.dtype is torch.bfloat16])
-            if tensor.dtype is not torch.float32:  # scales hardly ever change
-                self._flips.append((flat, torch.randint(0, flat.numel(), (count,), generator=random).unique()))
-
-    def step(self) -> None:
-        for flat, places in self._flips:
-            flat[places] ^= 1
-
-
 class BenchCases:
-    """All measured cases, by name."""
-
     def __init__(self, setup: BenchSetup, rank: int, pipes: Sequence[Connection]) -> None:
         self.setup, self._pipes = setup, pipes
-        self.named_tensors = {fp8: make_random_tensors(setup, rank, fp8) for fp8 in (True, False)}
+        self.named_tensors = {fp8: make_random_tensors(setup, rank, fp8) for fp8 in setup.precisions()}
         self.seconds: dict[str, list[float]] = {}
         self.bytes: dict[str, int] = {}
         self.syncs: list[WeightSync] = []
         self.calls: dict[str, Callable[[int], object]] = {}
         """Case -> function of the turn's number. It is timed, unless it returns seconds itself."""
-        self.preparations: dict[str, Callable[[int], object]] = {}
-        """Case -> function that runs before the case, untimed."""
         for name, settings in setup.sync_configs().items():
             self._add_syncs(name, settings)
-            if setup.device == "cpu":
-                self._add_deltas(name, settings)
         proved = self.syncs[0]
-        copy, gathered = PlainCopy(proved.plan, rank, setup.train.world_size), GatherAndQuantize(setup, self.named_tensors[False])
+        copy = PlainCopy(proved.plan, rank, setup.train.world_size)
         self.calls["proof"] = lambda turn: proved.run(turn).proof_seconds
         self.calls["both sides hashed again"] = lambda turn: proved.prove()
         self.calls["plain copy"] = lambda turn: copy.run()
-        if setup.device == "cpu":
-            tensors = self.named_tensors[True] = self.named_tensors[True] | make_flat_tensors(setup)
-            engine = Rank0[Any](partial(PipeEngine, pipes, "flat", True))
-            self.syncs.append(flat := WeightSync(make_flat_plan(setup), engine, lambda: tensors, SyncConfig(timeout=120)))
-            self.calls["plain copy to a process"] = partial(flat.run, hashing=False)
-        self.calls["gather, convert, quantize"] = lambda turn: gathered.run()
 
     def _make_sync(self, case: str, fp8: bool, settings: SyncConfig) -> WeightSync:
         engine = Rank0[Any](partial(PipeEngine, self._pipes, case, fp8))
@@ -177,22 +196,6 @@ class BenchCases:
                 streamed = self._make_sync(f"{case} streamed", fp8, settings.model_copy(update={"proof": "streamed"}))
                 self.calls[f"{case} hashed while it is sent"] = streamed.run
 
-    def _add_deltas(self, name: str, settings: SyncConfig) -> None:
-        """Add delta syncs after small optimizer steps. An untimed sync before each brings the engine up to date."""
-        sync = self._make_sync(f"{name} delta", True, settings.model_copy(update={"delta": "on"}))
-
-        def prepare(steps: SmallSteps, turn: int) -> None:
-            sync.run(turn)
-            steps.step()
-
-        def run(case: str, turn: int) -> None:
-            self.bytes[case] = sync.run(turn).bytes
-
-        for rate in CHANGED:
-            case = f"{name} fp8, delta at {rate}"
-            self.preparations[case] = partial(prepare, SmallSteps(self.named_tensors[True], rate))
-            self.calls[case] = partial(run, case)
-
     def run_all(self) -> None:
         """Time every case `repeat` times, after a warm-up turn that connects and touches all memory."""
         for turn in range(self.setup.repeat + 1):
@@ -202,8 +205,6 @@ class BenchCases:
             sync.close()
 
     def _time(self, case: str, turn: int, call: Callable[[int], object]) -> None:
-        if case in self.preparations:
-            self.preparations[case](turn)
         self._wait()
         start = time.perf_counter()
         seconds = call(turn)
@@ -259,17 +260,10 @@ def summarize(setup: BenchSetup, seconds: Mapping[str, Sequence[float]], sizes: 
         proved, unproved = median[f"{name} fp8"], median[f"{name} fp8 unproved"]
         compared = {
             "of plain copy in one process": ("plain copy", unproved),
-            "of plain copy to a process": ("plain copy to a process", unproved),
             "of plain copy in one process, proof included": ("plain copy", proved),
-            "of plain copy to a process, proof included": ("plain copy to a process", proved),
-            "against gather, convert, quantize": ("gather, convert, quantize", proved),
             "fp8 against bf16": (f"{name} bf16", proved),
         }
         ratios[name] = {ratio: median[case] / of_sync for ratio, (case, of_sync) in compared.items() if case in median}
-        for rate in CHANGED:
-            if (case := f"{name} fp8, delta at {rate}") in median:
-                ratios[name][f"delta at {rate} against everything"] = proved / median[case]
-                ratios[name][f"delta at {rate}, share of the bytes"] = sizes[case] / sizes[f"{name} fp8"]
         ratios[name]["proof's share if nothing is sampled meanwhile"] = 1 - unproved / proved
         ratios[name]["proof's share until it samples"] = 1 - unproved / median[f"{name} fp8 until it samples"]
     size = next(size for case, size in sizes.items() if case.endswith("fp8"))

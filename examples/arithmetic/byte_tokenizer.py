@@ -1,7 +1,5 @@
 """A byte-level tokenizer with one token per byte and three special tokens. It needs no training and no download."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers

@@ -6,8 +6,6 @@
 It supports integers, + - * / //, and parentheses. Expressions are parsed and their syntax trees evaluated; no code is executed.
 """
 
-from __future__ import annotations
-
 import ast
 import operator
 import re

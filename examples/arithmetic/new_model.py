@@ -1,7 +1,5 @@
 """A new Qwen3, Qwen3-MoE, or GLM-4.5 model: config.json, random weights, and a byte-level tokenizer."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

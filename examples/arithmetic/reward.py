@@ -4,8 +4,6 @@
 function = "examples.arithmetic.reward:reward"
 """
 
-from __future__ import annotations
-
 import re
 
 from megatron_rl.types import Problem, Reward

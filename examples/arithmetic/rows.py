@@ -6,8 +6,6 @@ settings = {levels = [2, 3, 4, 5], count = 240}
 columns = {question = "question", answer = "answer", level = "level"}
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Supervised training on worked examples of the arithmetic task, with the trainer, layout and precision of a run."""
 
-from __future__ import annotations
-
 import random
 import shutil
 from collections.abc import Callable

@@ -13,8 +13,6 @@ the answer as in the question, so that a model of two layers can learn the task 
 Training and held-out questions never overlap: a hash of the expression decides, whatever the seed.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import itertools

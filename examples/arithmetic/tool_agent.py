@@ -8,8 +8,6 @@ The package finds the run's endpoint in OPENAI_BASE_URL and OPENAI_API_KEY. This
 worked examples for its warm start.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -7,8 +7,6 @@ Trainer, layout, and precision are those of the run. A second file, by default e
 is complete, and an existing model is kept.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import tempfile

@@ -8,8 +8,6 @@ format = "gsm8k"
 A source that generates problems endlessly is a class; see examples/arithmetic/task.py.
 """
 
-from __future__ import annotations
-
 import csv
 from collections.abc import Iterator
 

@@ -4,8 +4,6 @@
 trackers = ["tensorboard", "examples.plugs.csv_tracker:CsvTracker"]
 """
 
-from __future__ import annotations
-
 import csv
 from collections.abc import Mapping
 from pathlib import Path

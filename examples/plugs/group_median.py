@@ -4,8 +4,6 @@
 advantage = "examples.plugs.group_median:group_median"
 """
 
-from __future__ import annotations
-
 import torch
 
 

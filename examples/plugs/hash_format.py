@@ -4,8 +4,6 @@
 format = "examples.plugs.hash_format:read_row"
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

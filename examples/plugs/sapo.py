@@ -7,8 +7,6 @@ loss = "examples.plugs.sapo:token_losses"
 loss_settings = { tau_negative = 1.1 }
 """
 
-from __future__ import annotations
-
 import torch
 
 from megatron_rl.batch.micro_batch import MicroBatch

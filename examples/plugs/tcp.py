@@ -7,8 +7,6 @@ The engine process also imports this file, from PYTHONPATH or from the run's wor
 authentication: use it only in a private network.
 """
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -11,8 +11,6 @@ ENVIRONMENT is a name that `verifiers.load_environment` knows, followed by its a
 data; tools, turns, and reward come from the environment.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

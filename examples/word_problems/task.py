@@ -11,8 +11,6 @@ One calculation in `HELD_OUT_ONE_IN` is held out: it occurs in no training quest
 numbers, so a held-out question cannot be answered from memory.
 """
 
-from __future__ import annotations
-
 import hashlib
 import random
 from collections.abc import Callable, Iterator

@@ -12,8 +12,6 @@ and groups with a single counted completion, get exactly 0 (c_i = 0 in token_std
 times the KL estimate summed over the completion's tokens. Shape suffixes: `_P` prompts, `_G` members of a group.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, Protocol
 

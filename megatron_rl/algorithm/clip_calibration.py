@@ -13,8 +13,6 @@ L and H are searched on a grid of 0.02 within [0.5, 0.9] and [1.2, 2.0], and at 
 configured bound, so nothing moves without noise.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass

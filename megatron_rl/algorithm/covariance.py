@@ -9,8 +9,6 @@ Tokens are selected once per step over all replicas, from the log-probs before i
 micro-batches, or updates per step. Random numbers are a function of version and sample.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

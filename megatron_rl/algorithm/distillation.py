@@ -9,8 +9,6 @@ log p - log p_teacher over the policy's tokens estimates the reverse KL, KL(poli
 discount of 0), as in https://thinkingmachineslab.com/blog/on-policy-distillation and slime. Nothing is normalized.
 """
 
-from __future__ import annotations
-
 from megatron_rl.batch.totals import Combine, Totals, combine_alone
 from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.config.teacher import TeacherConfig

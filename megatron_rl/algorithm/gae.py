@@ -11,8 +11,6 @@ A is then whitened over the step's trained tokens: (A - m) / sqrt(v + 1e-8), wit
 over samples in the order of the step, so the bits do not depend on which replica has which sample.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 
 import torch

@@ -14,8 +14,6 @@ Several corrections multiply: `["geometric_mask", "tis"]` drops sequences that d
 through the weights. Masked tokens still count in the divisor of the mean, as in the formulas.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 

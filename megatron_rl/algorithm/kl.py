@@ -8,8 +8,6 @@
 As a loss, the gradient of k1 has expectation zero, so k1 belongs in the reward.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -3,8 +3,6 @@
 L = longest response, C = share * L:   0 for |y| <= L - C,   (L - C - |y|) / C * penalty beyond,   -penalty at |y| = L
 """
 
-from __future__ import annotations
-
 
 def compute_overlong_penalty(length: int, longest: int, share: float, penalty: float) -> float:
     """Return the term added to the reward of a response of `length` tokens, between -penalty and 0."""

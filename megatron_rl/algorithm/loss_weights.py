@@ -10,8 +10,6 @@ below. Tokens written by an environment get 0 and are not counted.
 Excluded and masked sequences get weight 0 and do not count in n and T. With `token`, the other sequences get N / (N - excluded tokens).
 """
 
-from __future__ import annotations
-
 from megatron_rl.batch.training_sample import TrainingSample
 
 

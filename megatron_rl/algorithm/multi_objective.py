@@ -5,8 +5,6 @@
 `advantage` is `algorithm.advantage`; with `group_std`, the default, this is GDPO.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import torch

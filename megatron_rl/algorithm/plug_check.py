@@ -1,7 +1,5 @@
 """Calls a user's advantage and loss on a toy batch before anything starts."""
 
-from __future__ import annotations
-
 import torch
 
 from megatron_rl.algorithm.policy_loss import PolicyLoss

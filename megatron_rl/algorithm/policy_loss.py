@@ -8,8 +8,6 @@ The trainer divides this sum by the number of response tokens of the whole optim
 into any other mean. It is set before the step is cut into micro-batches, so the cut does not change the loss.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol

@@ -1,7 +1,5 @@
 """Probability ratios from differences of log-probs, finite for any difference."""
 
-from __future__ import annotations
-
 import torch
 
 LARGEST_LOG_RATIO = 20.0

@@ -6,8 +6,6 @@ V_old are the values before the step's updates, R the returns (`algorithm.gae`),
 the policy loss (`loss_weights`), so both losses are means over the same tokens.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

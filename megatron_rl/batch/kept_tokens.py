@@ -1,10 +1,6 @@
-"""Sampling masks: the tokens that each sampled token was drawn from, if top_p, top_k or min_p excluded some.
-
-The trainer normalizes its log-probs over the same tokens, so both sides describe the distribution that was sampled from, in every precision
-mode and at every age of a token ("keep sampling mask": DeepSeek-V3.2, arXiv 2512.02556, section 3.1).
-"""
-
-from __future__ import annotations
+"""Sampling masks: the tokens that each sampled token was drawn from, if top_p, top_k or min_p excluded some. The trainer normalizes its
+log-probs over the same tokens, so both sides describe the distribution that was sampled from, in every precision mode and at every age of a
+token ("keep sampling mask": DeepSeek-V3.2, arXiv 2512.02556, section 3.1)."""
 
 from collections.abc import Sequence
 from itertools import chain

@@ -1,8 +1,5 @@
-"""Packed micro-batches for the forward pass: samples are concatenated in one row.
-
-Shape legend: `_A` sampled response tokens, [1, t] a row. Position i of a sample holds token i and its target, token i + 1. The last token
-of a sample has no target and takes no position.
-"""
+"""Packed micro-batches for the forward pass: samples are concatenated in one row. Shape legend: `_A` sampled response tokens, [1, t] a row.
+Position i of a sample holds token i and its target, token i + 1. The last token of a sample has no target and takes no position."""
 
 from __future__ import annotations
 
@@ -45,8 +42,7 @@ class MicroBatch:
     token_indices: torch.Tensor  # int64 index of the position among the positions of all of the replica's samples; -1 for padding
     routed_experts: torch.Tensor  # recorded experts [1, t, layers, k], or empty
     kept_tokens: torch.Tensor
-    """Tokens over which log-probs are normalized, int32 [1, t, n], padded with -1; all -1 means all tokens. Empty if no position has a
-    mask."""
+    """Tokens over which log-probs are normalized, int32 [1, t, n], padded with -1; all -1 means all tokens. May be empty."""
     values: torch.Tensor  # the critic's values before the step's updates, 0 if `mask` is 0. Empty without a critic, like `returns`.
     returns: torch.Tensor
     teacher_logprobs: torch.Tensor  # empty without a teacher
@@ -57,8 +53,7 @@ class MicroBatch:
         return replace(self, **moved)
 
     def shift(self, row: torch.Tensor, by: int) -> torch.Tensor:
-        """Return, at every position, the value of `row` that is `by` positions later in the same sample, or 0 past its end: [1, t], on the
-        CPU."""
+        """Return, at every position, the value of `row` `by` positions later in the same sample, or 0 past its end: [1, t], on the CPU."""
         owner = torch.repeat_interleave(torch.arange(len(self.lengths)), torch.tensor(self.lengths))
         kept = row[:, by:] * (owner[by:] == owner[: len(owner) - by])
         return torch.nn.functional.pad(kept, (0, by))

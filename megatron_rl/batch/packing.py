@@ -1,13 +1,6 @@
-"""Sequence packing: assigns sequences to data-parallel replicas and micro-batches, and token positions to context-parallel ranks.
-
-Replicas and micro-batches are balanced by cost. Products with weights grow with a sequence's length s, attention grows with its square:
-
-    cost(s) = s (1 + s / attention_length)
-
-in units of one token's products with weights. `ModelGeometry.attention_length` is the length at which both take equally long.
-"""
-
-from __future__ import annotations
+"""Sequence packing: assigns sequences to data-parallel replicas and micro-batches, and token positions to context-parallel ranks. Both are
+balanced by cost, s (1 + s / `ModelGeometry.attention_length`) for a sequence of s tokens: products with weights grow with s, attention with
+its square."""
 
 import heapq
 import math
@@ -16,8 +9,7 @@ from itertools import accumulate, pairwise
 
 VALUE_ROWS = 1024  # rows of FP32 hidden states that a value head computes at a time
 LOGITS_PER_CHUNK, LOGITS_PER_GPU_CHUNK = 1 << 25, 1 << 27
-"""Logits that a trainer rank holds at a time (`mcore.passes.logprobs`): 128 MiB in FP32 with FP32 copies on CPUs, 256 MiB in BF16 on GPUs.
-Every chunk reads the output layer's weight, and reads and writes its FP32 gradient."""
+"""Logits that a trainer rank holds at a time (`mcore.passes.logprobs`): 128 MiB in FP32 on CPUs, 256 MiB in BF16 on GPUs."""
 
 
 def round_up(number: int, multiple: int) -> int:
@@ -31,9 +23,7 @@ def compute_costs(lengths: Sequence[int], attention_length: float = math.inf) ->
 
 def deal(costs: Sequence[float], replicas: int) -> list[list[int]]:
     """Return the indices of each replica's sequences, ascending. The costs of two replicas differ by at most the costliest sequence.
-
-    Sequences are placed in order of falling cost, each on the replica with the lowest cost so far (Graham's LPT rule).
-    """
+    Sequences are placed in order of falling cost, each on the replica with the lowest cost so far (Graham's LPT rule)."""
     shares: list[list[int]] = [[] for _ in range(replicas)]
     loads = [(0.0, replica) for replica in range(replicas)]
     for index in sorted(range(len(costs)), key=lambda index: -costs[index]):
@@ -46,11 +36,9 @@ def deal(costs: Sequence[float], replicas: int) -> list[list[int]]:
 def pack(
     lengths: Sequence[int], max_tokens: int, multiple: int = 1, at_least: int = 0, costs: Sequence[float] | None = None
 ) -> list[list[int]]:
-    """Return the indices of `lengths` in bins of at most `max_tokens` tokens. A longer sequence gets its own bin.
-
-    The number of bins is a multiple of `multiple` and at least `at_least`; some bins may be empty. Sequences are placed in order of falling
-    cost (default: length), each into the cheapest bin that has room. The costliest bins come first.
-    """
+    """Return the indices of `lengths` in bins of at most `max_tokens` tokens. A longer sequence gets its own bin. The number of bins is a
+    multiple of `multiple` and at least `at_least`; some bins may be empty. Sequences are placed in order of falling cost (default: length),
+    each into the cheapest bin that has room. The costliest bins come first."""
     costs = lengths if costs is None else costs
     fewest, most = (round_up(number, multiple) for number in (at_least, max(len(lengths), at_least)))
     count = min(max(round_up(-(-sum(lengths) // max_tokens), multiple), fewest, multiple if lengths else 0), most)
@@ -60,11 +48,9 @@ def pack(
 
 
 def context_parallel_positions(lengths: list[int], rank: int, size: int) -> list[int]:
-    """Return the positions of a row that context-parallel rank `rank` of `size` computes. `lengths`: lengths of the row's sequences.
-
-    Every sequence is cut into 2 * size equal chunks, so its length must be a multiple of that. Rank r computes chunk r from the start and
-    chunk r from the end, which is the order that Megatron's rotary embedding of packed sequences expects.
-    """
+    """Return the positions of a row that context-parallel rank `rank` of `size` computes. `lengths`: lengths of the row's sequences. Every
+    sequence is cut into 2 * size equal chunks, so its length must be a multiple of that. Rank r computes chunk r from the start and chunk r
+    from the end, which is the order that Megatron's rotary embedding of packed sequences expects."""
     positions: list[int] = []
     for start, end in pairwise(accumulate(lengths, initial=0)):
         chunk = (end - start) // (2 * size)

@@ -1,14 +1,6 @@
-"""Replay buffer on rank 0: groups that later steps train on again.
-
-A group is kept as it was sampled: tokens, the sampling policy's log-probs, sampling masks, routing and advantages. The trainer treats a
-replayed group like a group that was sampled ahead of time (`placement.max_staleness`): importance ratios are computed against the policy
-that sampled it, and precision metrics do not count it.
-
-The buffer depends only on the steps trained so far. `groups` is never modified in place, so a checkpoint takes a snapshot at no cost, and a
-resumed run replays the same groups as an uninterrupted run.
-"""
-
-from __future__ import annotations
+"""Replay buffer on rank 0: groups that later steps train on again. A group is kept as it was sampled. The trainer treats a replayed group
+like a group that was sampled ahead of time (`placement.max_staleness`): importance ratios are computed against the policy that sampled it,
+and precision metrics do not count it. `groups` is never modified in place, so a checkpoint takes a snapshot at no cost."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -48,14 +40,9 @@ class KeptGroup:
 
     def at(self, version: int) -> list[TrainingSample]:
         """Return its samples with the version lags for a trainer at `version`."""
-        return [
-            replace(sample, version_lags=(sample.version_lags if len(sample.version_lags) else _no_lags(sample)) + (version - self.version))
-            for sample in self.samples
-        ]
-
-
-def _no_lags(sample: TrainingSample) -> torch.Tensor:
-    return torch.zeros(sample.sampled_count, dtype=torch.uint8)
+        none = (torch.zeros(sample.sampled_count, dtype=torch.uint8) for sample in self.samples)
+        lags = [sample.version_lags if len(sample.version_lags) else zeros for sample, zeros in zip(self.samples, none, strict=True)]
+        return [replace(sample, version_lags=lag + (version - self.version)) for sample, lag in zip(self.samples, lags, strict=True)]
 
 
 class ReplayBuffer:
@@ -68,8 +55,8 @@ class ReplayBuffer:
     def extend(
         self, mini_batches: Sequence[list[TrainingSample]], own: Iterable[Sequence[TrainingSample]], version: int
     ) -> dict[str, float]:
-        """Add kept groups to the mini-batches of the step at `version`, then keep those of its `own` groups that have nonzero advantages.
-        Return metrics."""
+        """Add kept groups to the mini-batches of the step at `version`, then keep its `own` groups with nonzero advantages; return
+        metrics."""
         taken, numbers = self._take(version), count(sum(map(len, mini_batches)))
         sampled, replayed = sum(sample.sampled_count for each in mini_batches for sample in each), 0
         for index, group in enumerate(taken):
@@ -118,11 +105,11 @@ class ReplayFile:
             return []
         samples = [sample for group in self._groups for sample in group.samples]
         drawn_from = [sample.kept_tokens or KeptTokens(*[np.empty(0, np.int32)] * 2) for sample in samples]
-        arrays = dict(zip(_KEPT_TOKENS, ([each.counts for each in drawn_from], [each.ids for each in drawn_from]), strict=True))
+        arrays: dict[str, Any] = {_KEPT_TOKENS[0]: [each.counts for each in drawn_from], _KEPT_TOKENS[1]: [each.ids for each in drawn_from]}
         arrays |= {name: [getattr(sample, name).numpy() for sample in samples] for name in _COLUMNS}
-        columns: dict[str, Any] = {
-            name: np.concatenate([part for part in parts if len(part)] or parts[:1]) for name, parts in arrays.items()
-        }
+        columns: dict[str, Any] = {}
+        for name, parts in arrays.items():
+            columns[name] = np.concatenate([part for part in parts if len(part)] or parts[:1])
         columns |= {f"{name}.lengths": np.array([len(part) for part in parts]) for name, parts in arrays.items()}
         columns |= {name: np.array([getattr(sample, name) for sample in samples]) for name in _NUMBERS}
         columns["kept_tokens.known"] = np.array([sample.kept_tokens is not None for sample in samples])

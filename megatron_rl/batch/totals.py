@@ -1,7 +1,4 @@
-"""Counts, sums and maxima of per-token values, combined over data-parallel replicas.
-
-Sums are FP64, so the assignment of samples to replicas changes only their last bits.
-"""
+"""Counts, FP64 sums and maxima of per-token values, combined over data-parallel replicas."""
 
 from __future__ import annotations
 

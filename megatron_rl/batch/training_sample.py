@@ -1,7 +1,5 @@
 """Training samples: a prompt, a sampled response, and per-token values. Shape legend: `_A` sampled response tokens."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import torch
@@ -14,18 +12,15 @@ _NO_MASK = torch.empty(0, dtype=torch.bool)
 
 @dataclass(eq=False)
 class TrainingSample:
-    """A prompt with its response, and per-token values of the A tokens that the policy sampled (float32 [A], or empty if unknown).
-
-    Tokens written by an environment are model input without such values and contribute no gradient. Token ids, int32, and the mask may be
-    passed as lists.
-    """
+    """A prompt with its response, and per-token values of the A tokens that the policy sampled (float32 [A], or empty if unknown). Tokens
+    of an environment are model input without such values. Token ids, int32, and the mask may be passed as lists."""
 
     prompt_ids: torch.Tensor
     response_ids: torch.Tensor
     advantage: float = 0.0  # advantage of every token, or the mean of `token_advantages`
     rollout_logprobs: torch.Tensor = field(default_factory=lambda: _EMPTY)  # log-probs under the engine that sampled the response
     old_logprobs: torch.Tensor = field(default_factory=lambda: _EMPTY)
-    """Log-probs under the trainer's version of the policy that sampled the response."""
+    """log-probs under the trainer's version of the policy that sampled the response"""
     reference_logprobs: torch.Tensor = field(default_factory=lambda: _EMPTY)  # log-probs under the frozen reference model
     importance_weights: torch.Tensor = field(default_factory=lambda: _EMPTY)
     """Weights that correct the policy loss for the engine (`algorithm.importance_weights`); empty means 1."""
@@ -38,8 +33,7 @@ class TrainingSample:
     response_mask: torch.Tensor = field(default_factory=lambda: _NO_MASK)
     """bool, one per response token: False if an environment wrote the token. Empty if all were sampled."""
     routed_experts: torch.Tensor = field(default_factory=lambda: _EMPTY)
-    """Experts that forward passes replay (`hf.routing_record`), uint8 or int16 [length - 1, layers, k], or empty. All samples of a batch
-    have it, or none."""
+    """Experts that forward passes replay (`hf.routing_record`), uint8 or int16 [length - 1, layers, k]; or empty for all samples."""
     number: int = 0  # index among the samples of a step, over all replicas
     kept_tokens: KeptTokens | None = None
     """Tokens that each token was drawn from, over which log-probs are normalized; None means all tokens."""

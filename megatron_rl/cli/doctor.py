@@ -3,8 +3,6 @@
 Versions are read from package metadata. Only torch is imported, for its CUDA version.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import importlib.util
@@ -43,8 +41,6 @@ Status = Literal["ok", "warn", "missing", ""]  # "" for plain information; only 
 
 @dataclass(frozen=True)
 class DiagnosisRow:
-    """A row of the tables."""
-
     name: str
     found: str
     status: Status = ""
@@ -116,7 +112,6 @@ def describe_jobs() -> list[DiagnosisRow]:
 
 
 def inspect_backend(name: str) -> DiagnosisRow:
-    """Return the row of a back end for the trainer's FP8 linear layers."""
     missing = requirements.find_missing(name)
     advice = escape("; ".join(f"{requirement}: {fix}" for requirement, fix in missing))
     return DiagnosisRow(f"back end {name}", "cannot run here" if missing else "can run", "" if missing else "ok", advice)
@@ -170,13 +165,11 @@ def find_gpu() -> str | None:
 
 
 def find_driver() -> str | None:
-    """Return the version of the NVIDIA driver, or None without a GPU."""
     return _query_gpus()[0].rpartition(", ")[2] if _query_gpus() else None
 
 
 @functools.cache
 def _query_gpus() -> list[str]:
-    """Return "name, memory, driver" of each GPU from nvidia-smi."""
     return (run_command("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader") or "").splitlines()
 
 

@@ -4,8 +4,6 @@ The checks examine a `Machine`, so they can be tested on any machine; `find_pitf
 metadata. Only Transformer Engine is imported, in a separate process.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import os
 import re
@@ -32,8 +30,6 @@ _MIN_CUDA = ".".join(map(str, MIN_CUDA))
 
 
 class Pitfall(NamedTuple):
-    """A problem, as a row of the table."""
-
     what: str
     found: str
     fix: str
@@ -62,7 +58,6 @@ def find_pitfalls(cuda: str | None, driver: str | None) -> list[Pitfall]:
 
 
 def list_distributions() -> dict[str, str]:
-    """Return the versions of all distributions by normalized name."""
     return {canonicalize_name(dist.name): dist.version for dist in importlib.metadata.distributions() if dist.name}
 
 
@@ -169,7 +164,6 @@ def check_compilers(machine: Machine) -> Iterator[Pitfall]:
 
 
 def check_memory_saver(machine: Machine) -> Iterator[Pitfall]:
-    """Check that colocated engines can release their memory."""
     if "torch-memory-saver" in machine.versions:
         try:
             memory_saver.check(machine.environment, machine.cuda)

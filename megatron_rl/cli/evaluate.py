@@ -6,8 +6,6 @@ DIR/eval.html                 a page with the tables
 DIR/checkpoint/, baseline/    engine logs
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import tempfile
@@ -31,8 +29,7 @@ from megatron_rl.observability.console import ProgressDisplay
 from megatron_rl.observability.files import make_unique_folder, replace_file
 from megatron_rl.observability.signals import install_signal_handlers
 from megatron_rl.preflight import EVAL, Facts, check
-from megatron_rl.reporting.eval_page import write_page
-from megatron_rl.reporting.eval_tables import print_results
+from megatron_rl.reporting.eval_page import print_results, write_page
 from megatron_rl.reporting.eval_text import SCHEMA
 from megatron_rl.rewards.scorer import Scorer
 from megatron_rl.rollout.engine_pool import start_engines
@@ -60,17 +57,14 @@ class EvalRequest:
             raise UserError("--at", self.at, "must be positive integers separated by commas", "write for example --at 1,8,64")
         ks = sorted(set(map(int, words)))
         if ks[-1] > samples:
-            raise UserError(
-                "--at", self.at, f"requires {ks[-1]} completions per problem, but there are {samples}", f"use --samples {ks[-1]} or more"
-            )
+            rule = f"requires {ks[-1]} completions per problem, but there are {samples}"
+            raise UserError("--at", self.at, rule, f"use --samples {ks[-1]} or more")
         return ks
 
 
 def evaluate(config: Config, request: EvalRequest) -> Path:
-    """Evaluate and return the folder with the results.
-
-    Raise UserError before an engine starts, or RunError if an engine fails. Completions scored until then remain in completions.jsonl.
-    """
+    """Evaluate and return the folder with the results. Raise UserError before an engine starts, or RunError if an engine fails. Completions
+    scored until then remain in completions.jsonl."""
     samples, sampling = config.eval.samples, config.to_eval_sampling()
     ks = request.list_ks(samples)
     if not config.data.eval:

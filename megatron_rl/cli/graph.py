@@ -1,7 +1,5 @@
 """The command `graph`: starts trainer and engine as a run would, reads and shows both precision graphs, and stops everything."""
 
-from __future__ import annotations
-
 import json
 import tempfile
 from contextlib import ExitStack
@@ -26,10 +24,8 @@ from parallel.layout import Layout
 
 
 def show_graph(config: Config, svg: Path | None, json_file: Path | None) -> bool:
-    """Print both graphs and their differences. Return True if there are no differences. Under torchrun, every rank calls this.
-
-    Raise UserError before anything heavy starts, RunError if trainer or engine cannot be started or read.
-    """
+    """Print both graphs and their differences. Return True if there are no differences. Under torchrun, every rank calls this. Raise
+    UserError before anything heavy starts, RunError if trainer or engine cannot be started or read."""
     for option, file in (("--svg", svg), ("--json", json_file)):
         if file is not None and not file.absolute().parent.is_dir():
             raise UserError(option, str(file), "is in a folder that does not exist", "create the folder or name another file")

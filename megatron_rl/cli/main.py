@@ -4,8 +4,6 @@ Each command imports its implementation only when it runs, so that `--help` and 
 print as one line to stderr. Exit codes: 2 for a user error, 3 for a failed run, 130 for Ctrl-C.
 """
 
-from __future__ import annotations
-
 import inspect
 import os
 import sys
@@ -115,8 +113,7 @@ def plan(
     json: Annotated[Path | None, typer.Option(help="JSON file for the plan.")] = None,
     sbatch: Annotated[Path | None, typer.Option(help="SLURM batch file that starts the plan.")] = None,
 ) -> None:
-    """Estimate memory, step time, block alignment and weight sync of a run on a cluster, and rank layouts. Needs no GPU, and of the model
-    only config.json."""
+    """Estimate memory, step time and weight sync of a run on a cluster, and rank layouts. Needs no GPU and only the model's config.json."""
     with expected_errors():
         loaded_config: Config = load_config(config, overrides or [])
         from megatron_rl.cli.plan import PlanOptions, run_plan
@@ -215,7 +212,6 @@ def doctor() -> None:
 
 
 def main() -> None:
-    """Run the `megatron-rl` script."""
     put_programs_on_path()
     app(prog_name="megatron-rl")
 
@@ -237,10 +233,8 @@ def expected_errors() -> Iterator[None]:
 
 
 def run_script(*commands: Callable[..., None]) -> None:
-    """Run a tool's function as a command, or several functions as subcommands, and print expected errors as one line.
-
-    If a function has a parameter `context`, unknown options are passed in `context.args`; otherwise they are refused.
-    """
+    """Run a tool's function as a command, or several functions as subcommands, and print expected errors as one line. If a function has a
+    parameter `context`, unknown options are passed in `context.args`; otherwise they are refused."""
     script = typer.Typer(add_completion=False)
     for command in commands:
         takes_more = "context" in inspect.signature(command).parameters

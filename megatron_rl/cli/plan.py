@@ -1,7 +1,5 @@
 """The command `plan`: a dry run of a configuration on a cluster."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from pathlib import Path
@@ -18,10 +16,8 @@ _TEMPLATE = Path(__file__).parents[2] / "launch" / "slurm" / "plan.sbatch.j2"
 
 
 def run_plan(config: Config, options: PlanOptions) -> None:
-    """Print the plan and write the requested files.
-
-    Raise UserError before anything is printed if no layout fits, or after the best layout's plan if only the configured layout fails.
-    """
+    """Print the plan and write the requested files. Raise UserError before anything is printed if no layout fits, or after the best
+    layout's plan if only the configured layout fails."""
     plan = make_plan(pin_model(config), options)
     print_plan(plan)
     if options.json is not None:

@@ -35,10 +35,8 @@ def to_user_error(error: ValidationError, root: type[BaseModel]) -> UserError:
 
 
 def find_section(path: str, root: type[BaseModel]) -> type[BaseModel] | None:
-    """Return the model at a dotted path, or None if there is no section at this path. `""` is the root.
-
-    Indices into lists are skipped: `data.train.0` returns the model of all tables in `data.train`.
-    """
+    """Return the model at a dotted path, or None if there is no section at this path. `""` is the root. Indices into lists are skipped:
+    `data.train.0` returns the model of all tables in `data.train`."""
     model: type[BaseModel] | None = root
     for part in _names(path):
         info = model.model_fields.get(part) if model else None

@@ -1,10 +1,8 @@
 """Names of models on the Hugging Face hub: `hf:OWNER/NAME[@REVISION]`."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from megatron_rl.errors import UserError
 
@@ -21,7 +19,7 @@ class HubModel(NamedTuple):
     revision: str | None
 
     @classmethod
-    def parse(cls, path: Path) -> HubModel | None:
+    def parse(cls, path: Path) -> Self | None:
         """Return the hub model that `path` names, or None if it is a local folder. Raise ValueError if the name is malformed."""
         if not str(path).startswith(HUB_PREFIX):
             return None

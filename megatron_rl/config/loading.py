@@ -38,9 +38,7 @@ def load_config(
 
 def apply_overrides(table: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
     """Return a copy of `table` with `--section.key=value` or `--section.key value` applied. A value that is not TOML is a plain string.
-
-    Example: ``apply_overrides({}, ["--train.steps=3", "--log.dir", "a"])`` gives ``{"train": {"steps": 3}, "log": {"dir": "a"}}``.
-    """
+    Example: ``apply_overrides({}, ["--train.steps=3", "--log.dir", "a"])`` gives ``{"train": {"steps": 3}, "log": {"dir": "a"}}``."""
     result = json.loads(json.dumps(table, default=str))
     for path, text in _pairs(overrides):
         *sections, key = path.split(".")

@@ -1,7 +1,5 @@
 """Totals over a rank's operators: activations of training and scoring passes, and the least bytes that a pass or an update moves."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 
@@ -22,7 +20,6 @@ class ActivationBytes:
 
 
 def count_training_activations(job: Workload, candidate: Candidate, stage: int) -> ActivationBytes:
-    """Return the activation memory of a training pass on a rank of a pipeline stage."""
     layout, is_last = candidate.train, stage == candidate.train.pp - 1
     shapes = RankShapes(job, layout, job.tokens_per_rank(layout.cp))
     limit = _kept_limit(candidate, shapes)

@@ -38,7 +38,6 @@ class Gpu:
         return sum(count / (self.rates[dtype] * COMPUTE_EFFICIENCY) for dtype, count in flops.items() if dtype in self.rates)
 
     def memory_seconds(self, nbytes: float) -> float:
-        """Return the seconds that reading and writing `nbytes` of HBM takes."""
         return nbytes / (self.hbm * LINK_EFFICIENCY)
 
     @property

@@ -11,8 +11,6 @@ products (attention counts as one) were fused: the fused kernel reads the output
 biases and statistics are not included.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterator
@@ -223,7 +221,6 @@ class TokenFlops(NamedTuple):
 
 
 def count_flops_per_token(job: Workload) -> TokenFlops:
-    """Return the forward FLOPs of a token."""
     model = job.model
     attention = 2 * job.mean_sequence * model.heads * model.head_dim * model.layers
     return TokenFlops(count_linear_flops(job, QUANTIZED_ROLES), attention, 2 * (1 if model.value_head else model.vocab) * model.hidden)

@@ -24,14 +24,13 @@ from typing import NamedTuple
 from megatron_rl.cost.workload import Candidate, Workload
 from parallel.adapters import is_adapter
 from parallel.formats import FP32, TensorFormat
-from parallel.layout import Coordinates, Layout
+from parallel.layout import Coordinates, Layout, list_stage_layers
 from parallel.layout_hints import keep_one_layer_per_kind
 from parallel.megatron_shards import build_megatron_shards, padded_vocabulary
 from parallel.model_geometry import ModelGeometry
 from parallel.mtp_layers import MEGATRON_PREFIX
 from parallel.sglang_shards import build_sglang_shards
 from parallel.shards import Shard
-from parallel.stages import list_stage_layers
 
 EXPERT = ".local_experts."
 _EMBEDDING, _OUTPUT, _FINAL_NORM = "embedding.word_embeddings.weight", "output_layer.weight", "decoder.final_layernorm.weight"

@@ -162,7 +162,6 @@ class Candidate:
         return rank if self.colocated else self.train.world_size + rank
 
     def engine_nodes(self, cluster: Cluster) -> int:
-        """Return the number of nodes that host engine GPUs."""
         return len({cluster.node_of(self.engine_gpu(rank)) for rank in range(self.engine_gpus)})
 
     def check_on(self, cluster: Cluster, job: Workload) -> None:
@@ -183,7 +182,6 @@ class Candidate:
         return next((str(error) for _, error in find_mistakes(facts, LAYOUTS | Needs.LAUNCH, about=Needs.LAUNCH)), "")
 
     def facts(self, job: Workload, cluster: Cluster) -> Facts:
-        """Return the facts that the preflight rules check."""
         gpus = cluster.gpus_per_node
         return Facts(job.config, job.hf_config, geometry=job.model, trainer=self.train, rollout=self.rollout, node_gpus=gpus)
 
@@ -202,7 +200,6 @@ class Candidate:
         return train.count_at_once(self.train, job.contract.trainer_format.quantized, trains)
 
     def micro_batches(self, job: Workload) -> int:
-        """Return the number of micro-batches per replica and optimizer step."""
         tokens = job.trained_sequences * job.mean_sequence / job.config.algorithm.updates_per_step
         return max(1, math.ceil(tokens / (self.train.dp * self.train.cp * job.tokens_per_rank(self.train.cp))))
 

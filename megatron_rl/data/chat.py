@@ -7,8 +7,6 @@ Tools and the arguments of a call may be JSON texts, which are used unchanged. O
 fields that other rows have.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from functools import lru_cache

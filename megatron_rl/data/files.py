@@ -5,8 +5,6 @@ Files are JSONL (one object per line), JSON (one array of objects) or Parquet, r
 (HF_HUB_OFFLINE=1). The folder of a local clone can replace OWNER/NAME. Data sets that run code are refused.
 """
 
-from __future__ import annotations
-
 from collections.abc import Container, Iterator
 from pathlib import Path
 from typing import Any

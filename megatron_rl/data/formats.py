@@ -9,8 +9,6 @@ Other columns are ignored. A row has no gold answer if its answer is null or bla
 function from a row to a `ProblemRow` (`RowReader`). Rows that differ only in the names of their columns need no format (`data.columns`).
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re

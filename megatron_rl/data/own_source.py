@@ -3,8 +3,6 @@
 A source is either a function that yields rows, which are read like those of a file, or a `ProblemGenerator` class.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Protocol

@@ -1,7 +1,5 @@
 """Reads one set of problems from any source, by a format or by column names."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Container, Iterator, Mapping
 from functools import partial

@@ -4,8 +4,6 @@ The state of the stream is one counter, plus the positions below it that were dr
 the problems that the interrupted run had not trained on. Filters and curricula add the state of their epochs (`orders`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@ A folder that the engine can load is used as it is. Anything else is first conve
 FP8 blocks are the ones that the run's sync sent. LoRA adapters are served beside their base model, not merged, as in training.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,8 +16,7 @@ from megatron_rl.hf.files import read_config
 from megatron_rl.hf.hub import fetch_model, pin_hub_model
 from megatron_rl.hf.read import find_checkpoint_format
 from megatron_rl.mcore.checkpoint.run_weights import read_state
-from megatron_rl.mcore.weights.adapter_export import read_settings, write_for_engine
-from megatron_rl.mcore.weights.export import convert
+from megatron_rl.mcore.weights.export import convert, read_settings, write_for_engine
 from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.preflight import EVAL_MODEL, Facts, Needs, check
 from megatron_rl.sync.plan import SyncPlan

@@ -1,7 +1,5 @@
 """Metrics of evaluations during training."""
 
-from __future__ import annotations
-
 from megatron_rl.evaluation.statistics import majority_at_k, pass_at_k
 from megatron_rl.evaluation.tallies import Outcome, Tally
 from megatron_rl.metrics import STEP_SECONDS, declare

@@ -1,7 +1,5 @@
 """Samples completions from a live engine in chunks. Each chunk is scored and written to disk before the next one."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections import deque

@@ -5,8 +5,6 @@ from the spread *between* problems (E. Miller, "Adding Error Bars to Evals", arX
 independent.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import comb, pi, sqrt, tan

@@ -10,8 +10,6 @@ so its weight is scaled, and kept in float32 to avoid rounding; config.json's ep
 and of MLA's latent vectors) share that eps, where the change is negligible.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -37,10 +35,8 @@ class Alignment(NamedTuple):
 
 
 def align_config(hf_config: Mapping[str, Any], alignment: Alignment) -> dict[str, Any]:
-    """Return the config.json of the narrowest aligned model. It is equal if all widths are aligned already.
-
-    Raises GeometryError if the family refuses the model, or `tp` does not divide the vocabulary.
-    """
+    """Return the config.json of the narrowest aligned model. It is equal if all widths are aligned already. Raises GeometryError if the
+    family refuses the model, or `tp` does not divide the vocabulary."""
     block, tp, etp = alignment.block, alignment.tp, alignment.etp or alignment.tp
     model = ModelGeometry.from_hf_config(hf_config)
     if model.vocab % tp:
@@ -91,10 +87,8 @@ def is_scaled(tensor: HFTensor, wide: ModelGeometry) -> bool:
 def widen(
     read: Callable[[Region], torch.Tensor], model: ModelGeometry, wide: ModelGeometry, names: Iterable[str] | None = None
 ) -> Iterator[tuple[HFTensor, torch.Tensor]]:
-    """Yield the tensors of `wide`, all or only `names`, filled from `model`: [rows, cols], or [rows] for a vector.
-
-    They keep their dtype, except that scaled norm weights are float32. `read` returns a region of a tensor of `model`.
-    """
+    """Yield the tensors of `wide`, all or only `names`, filled from `model`: [rows, cols], or [rows] for a vector. They keep their dtype,
+    except that scaled norm weights are float32. `read` returns a region of a tensor of `model`."""
     pieces: dict[str, dict[Region, Region]] = {}  # by tensor; a tied tensor belongs to two weights
     for narrow_part, wide_part in zip(model.list_weights(), wide.list_weights(), strict=True):
         for narrow_weight, wide_weight in zip(narrow_part, wide_part, strict=True):

@@ -1,7 +1,5 @@
 """Files of a Hugging Face checkpoint folder other than weights: config.json, the weights' index and the tokenizer. No torch."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -29,7 +27,6 @@ def read_config(folder: Path, field: str = "model.path") -> dict[str, Any]:
 
 
 def list_tokenizer_files(folder: Path) -> list[Path]:
-    """Return the files of a checkpoint folder that match `TOKENIZER_FILES`."""
     return sorted(file for name in TOKENIZER_FILES for file in folder.glob(name))
 
 

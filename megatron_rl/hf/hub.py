@@ -5,8 +5,6 @@
 moves affects neither a run nor its resumption.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import sys
@@ -23,10 +21,8 @@ from megatron_rl.hf.files import INDEX, SINGLE, TOKENIZER_FILES, read_index
 
 
 def pin_hub_model(path: Path, field: str = "model.path") -> Path:
-    """Return `hf:OWNER/NAME@COMMIT`, with config.json, index and tokenizer in the cache. A local folder is returned unchanged.
-
-    Raises UserError, naming `field`, for a malformed name or a model that cannot be downloaded.
-    """
+    """Return `hf:OWNER/NAME@COMMIT`, with config.json, index and tokenizer in the cache. A local folder is returned unchanged. Raises
+    UserError, naming `field`, for a malformed name or a model that cannot be downloaded."""
     if (model := _parse(path, field)) is None:
         return path
     with _node_lock(model):
@@ -37,10 +33,8 @@ def pin_hub_model(path: Path, field: str = "model.path") -> Path:
 
 
 def fetch_weights(path: Path, field: str = "model.path") -> None:
-    """Download the weights of a pinned model into the cache, unless the model is a local folder or cached already.
-
-    Raises UserError, naming `field`, if the weights cannot be downloaded or are not safetensors files.
-    """
+    """Download the weights of a pinned model into the cache, unless the model is a local folder or cached already. Raises UserError, naming
+    `field`, if the weights cannot be downloaded or are not safetensors files."""
     if (model := _parse(path, field)) is None:
         return
     folder = find_model_folder(path)

@@ -4,8 +4,6 @@ A copy in a run's checkpoint is byte-identical. In an export, weights of the MTP
 because config.json has one `quantization_config` for all layers; other tensors are byte-identical.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -41,7 +39,6 @@ class MTPCopy:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the files that this rank writes."""
         return sum(self._sizes[name] for number in self._own for name in self._files[number])
 
     def write(self, to: Path) -> list[str]:

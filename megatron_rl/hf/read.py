@@ -5,8 +5,6 @@ The `quantization_config` of a quantized checkpoint, as published by DeepSeek an
 value = byte's value * scale of its 128x128 block. `precision.contract.QUANTIZED_ROLES` lists the quantized weights.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterable, Mapping
@@ -94,7 +92,8 @@ class HFCheckpoint:
             expected |= {tensor.name} if self._starts_at_0(tensor) else self._check_weight(tensor, self.find_format(tensor))
         expected |= self._check_mtp_layers(model)
         for name in sorted(found.keys() - expected):
-            if not self._is_ignored(name, model):
+            unused_head = (model.tied or model.value_head) and name == "lm_head.weight"
+            if not unused_head and not name.endswith("rotary_emb.inv_freq"):
                 rule = f"tensor {name} does not belong to the {model.family} model that config.json describes"
                 raise self._error(rule, "remove the tensor, or correct config.json")
 
@@ -155,10 +154,6 @@ class HFCheckpoint:
             return f"{self.format.name.upper()} must be {what}: use a checkpoint whose modules_to_not_convert say so, or a BF16 one"
         return "convert it"
 
-    def _is_ignored(self, name: str, model: ModelGeometry) -> bool:
-        unused_head = (model.tied or model.value_head) and name == "lm_head.weight"
-        return unused_head or name.endswith("rotary_emb.inv_freq")
-
     def check_scales(self, tensors: Iterable[HFTensor], wanted: TensorFormat | None) -> None:
         """Read the scales of the quantized tensors among `tensors`; in FP8 these are 1/16384 of the elements.
 
@@ -192,9 +187,7 @@ class HFCheckpoint:
 
     def read_values(self, region: Region) -> torch.Tensor:
         """Return a region's rectangle of its tensor: [rows, cols], or [rows] for a vector, in the file's dtype, or float32 if quantized.
-
-        The rectangle may cut blocks. Raises UserError if a value is inf or NaN.
-        """
+        The rectangle may cut blocks. Raises UserError if a value is inf or NaN."""
         tensor, (row, col, rows, cols), *_ = region
         if self._starts_at_0(tensor):
             return torch.zeros(rows, cols)

@@ -4,12 +4,10 @@ A record is [t, layers, k]: for every token of a sequence but the last, and ever
 without experts are never read. The dtype is uint8, or int16 if there are more than 256 experts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import combinations
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -27,7 +25,7 @@ class RoutingShape:
     top_k: int
 
     @classmethod
-    def from_hf_config(cls, hf_config: Mapping[str, Any]) -> RoutingShape:
+    def from_hf_config(cls, hf_config: Mapping[str, Any]) -> Self:
         """Read the dimensions from the config.json of a model with experts."""
         geometry = ModelGeometry.from_hf_config(hf_config)
         assert geometry.experts is not None

@@ -1,7 +1,5 @@
 """Loads the tokenizer of a checkpoint folder with transformers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
@@ -12,10 +10,8 @@ _FIX = "add tokenizer.json and tokenizer_config.json of the original model"
 
 
 def load_tokenizer(folder: Path, field: str = "model.path") -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a checkpoint folder from local files only.
-
-    Raises UserError, naming `field`, if the folder is missing, holds no usable tokenizer, or its tokenizer has no end token.
-    """
+    """Load the tokenizer of a checkpoint folder from local files only. Raises UserError, naming `field`, if the folder is missing, holds no
+    usable tokenizer, or its tokenizer has no end token."""
     if not folder.is_dir():
         raise UserError(field, str(folder), "must be the folder of a Hugging Face checkpoint", "give an existing folder")
     try:

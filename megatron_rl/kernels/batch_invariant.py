@@ -6,21 +6,13 @@ MKL uses different kernels for few rows and splits long sums by their length and
 AVX-512 machines and one with AVX2: with at least `MIN_ROWS` rows, sums of equal length and one thread, every row and column of a product
 has the same bits in any batch and at any position. With two threads, this held on one AVX-512 machine only.
 
-The attention of a decoded token has only a few rows, and how few rows give the bits of many depends on the machine. `_choose_scoring` finds
-the cheapest invariant method by trial, once per process.
-
 BF16 products on a CPU with AMX are an exception: with 33 rows or more, oneDNN splits sums of at least `SPLIT_SUM` numbers at places that
 depend on the number of rows, and about one result in 10,000 changes. They run in tiles of at most `MAX_ROWS` rows. A large batch then takes
 2 to 4 times as long as in one product; a decoded token takes no longer.
 
-FP32 products of BF16 numbers (`bf16_operands`), which AMX also computes, are invariant with at least `MIN_AMX_COLUMNS` columns. This was
-measured for sums of 128 to 4,096 numbers, 16 to 600 rows, and one or two threads.
-
 Norms, SwiGLU, rotary positions and log-softmax are computed row by row and are invariant. Sigmoids, which route tokens in GLM-4.5 and
 DeepSeek-V3, differ in their last bit at the end of a tensor unless their number is a multiple of `SIGMOIDS`.
 """
-
-from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
@@ -37,22 +29,17 @@ from megatron_rl.precision.fp8 import append_zeros
 from megatron_rl.precision.threads import all_threads, single_threaded
 
 MIN_ROWS = 16
-MAX_ROWS = 32
-"""Most rows of a BF16 product with sums of at least `SPLIT_SUM` numbers."""
+MAX_ROWS = 32  # most rows of a BF16 product with sums of at least `SPLIT_SUM` numbers
 SPLIT_SUM = 481
 MIN_AMX_COLUMNS = 32
-"""Fewest columns of an invariant FP32 product of BF16 numbers on a CPU with AMX; with up to 16, bits depend on the number of rows."""
-SIGMOIDS = 32
-"""Step of torch's vector loop; the rest of a tensor is computed by another formula."""
-KEYS_PER_PRODUCT = 32
-"""Keys that are summed in one product. Padding with zeros to a multiple of it changes no bit."""
-_MIN_SHARED_COLUMNS = 64
-"""Fewest columns per thread of a shared product; a single column has other bits."""
+"""Fewest columns of an invariant FP32 product of BF16 numbers on a CPU with AMX; with up to 16, bits depend on the number of rows. Measured
+for sums of 128 to 4,096 numbers, 16 to 600 rows, and one or two threads."""
+SIGMOIDS = 32  # step of torch's vector loop; the rest of a tensor is computed by another formula
+KEYS_PER_PRODUCT = 32  # keys that are summed in one product. Padding with zeros to a multiple of it changes no bit.
+_MIN_SHARED_COLUMNS = 64  # fewest columns per thread of a shared product; a single column has other bits
 _QUERIES_PER_STEP = 64
-_SHARED_PRODUCT = 1 << 20
-"""Size of a weight from which threads share an FP32 product; below, starting threads costs more than it saves."""
-MAX_SCORES = 1 << 24
-"""Most attention scores in memory at a time."""
+_SHARED_PRODUCT = 1 << 20  # size of a weight from which threads share an FP32 product; below, starting threads costs more than it saves
+MAX_SCORES = 1 << 24  # most attention scores in memory at a time
 _backend: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
 
 
@@ -190,10 +177,7 @@ def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, last:
 
 def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
     """Return `attention` of few queries, already scaled, with the heads of a group stacked: `[b, g, heads * s, e]` of
-    `[b, g, heads * s, d]`.
-
-    Keys are summed in chunks of `KEYS_PER_PRODUCT`, in order. Chunks beyond the last key of a query add zero.
-    """
+    `[b, g, heads * s, d]`. Keys are summed in chunks of `KEYS_PER_PRODUCT`, in order. Chunks beyond the last key of a query add zero."""
     rows, scoring = query.shape[2], _choose_scoring()
     length = (int(last.max()) // KEYS_PER_PRODUCT + 1) * KEYS_PER_PRODUCT
     scores = scoring.score(append_zeros(query, -2, scoring.min_rows - rows), key[:, :, :length])
@@ -237,7 +221,7 @@ class _Scoring:
 @functools.cache
 def _choose_scoring() -> _Scoring:
     """Return the cheapest method that gives few queries the bits of many on this machine: keys on the left with AVX-512, which reads them
-    once, or four rows with AVX2."""
+    once, or four rows with AVX2. How few rows give the bits of many depends on the machine, so it is found by trial."""
     with single_threaded():
         return next(scoring for scoring in (_Scoring(2, keys_left=True), _Scoring(4), _Scoring(MIN_ROWS)) if scoring.is_invariant())
 

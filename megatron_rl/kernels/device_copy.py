@@ -1,7 +1,5 @@
 """Asynchronous copies from the host."""
 
-from __future__ import annotations
-
 import torch
 
 

@@ -27,8 +27,7 @@ from megatron_rl.mcore.layers.mtp import Lookahead, copy_embedding
 from megatron_rl.mcore.names import ModelChunks, get_model_chunks, global_name, iter_modules
 from megatron_rl.mcore.optim.buckets import finish_gathers, start_gathers, wrap_chunks
 from megatron_rl.mcore.optim.master_slices import flatten_chained
-from megatron_rl.mcore.optim.offload import OptimizerOffloader
-from megatron_rl.mcore.optim.optimizer import LearningRateSchedule, build_optimizer
+from megatron_rl.mcore.optim.optimizer import LearningRateSchedule, OptimizerOffloader, build_optimizer
 from megatron_rl.mcore.optim.quantizing_optimizer import check_finite
 from megatron_rl.mcore.optim.step_response import StepResponse
 from megatron_rl.mcore.passes import reduce
@@ -93,8 +92,7 @@ class Policy:
         Collective: every rank passes the samples of its replica. The log-probs are those of the replica; the entropy is over all
         replicas."""
         lengths = [sample.sampled_count for sample in samples]
-        logprobs = torch.zeros(sum(lengths), device=self._device)
-        firsts = list(accumulate(lengths, initial=0))
+        logprobs, firsts = torch.zeros(sum(lengths), device=self._device), list(accumulate(lengths, initial=0))
         entropy_and_tokens = torch.zeros(2, dtype=torch.float64, device=self._device)
 
         def collect(scores: torch.Tensor, batch: MicroBatch, shard: ContextShard, scored: ScoredPositions) -> torch.Tensor:
@@ -149,9 +147,8 @@ class Policy:
         with_entropy: bool = True,
         mtp_layers: int = 0,
     ) -> None:
-        """Run Megatron's schedule once over this replica's micro-batches.
-
-        Gradients are those of the loss summed over all replicas, divided by the number of response tokens.
+        """Run Megatron's schedule once over this replica's micro-batches. Gradients are those of the loss summed over all replicas, divided
+        by the number of response tokens.
 
         Args:
             loss: maps (log-probs [1, n] or, `with_entropy`, log-probs and entropies [1, n, 2]; micro-batch; this rank's shard; scored
@@ -166,9 +163,7 @@ class Policy:
         def prepare(batch: MicroBatch, known: KnownRoutes) -> _Row:
             profiling.begin_micro_batch()
             shard = ContextShard.for_this_rank(batch.lengths)
-            scored = ScoredPositions.from_mask(shard.select(batch.mask)).to(
-                self._device
-            )  # on the CPU, so that counting does not wait for the device
+            scored = ScoredPositions.from_mask(shard.select(batch.mask)).to(self._device)  # counts on the CPU, without waiting for the GPU
             ahead = [Lookahead.from_micro_batch(batch, shard, mtp_layers).to(self._device)] if mtp_layers else []
             return _Row(batch.to(self._device), shard.to(self._device), scored, ahead, known)
 
@@ -213,11 +208,8 @@ class Actor(Policy):
 
     def __init__(self, model: ModelChunks, train: TrainConfig, temperature: float) -> None:
         super().__init__(model, temperature, train.micro_batch_tokens)
-        self.steps_done = 0
-        self._train = train
-        self.routing.replay_enabled = True
-        config = self.chunks[0].config
-        self._mtp_layers: int = config.trained_mtp_layers
+        self._train, self.steps_done, self.routing.replay_enabled = train, 0, True
+        self._mtp_layers: int = self.chunks[0].config.trained_mtp_layers
         self._forward_chunks = wrap_chunks(self.chunks, train)
         self.optimizer = build_optimizer(self._forward_chunks, train)
         self.learning_rate: Callable[[int], float] = LearningRateSchedule(self.optimizer, train)
@@ -225,7 +217,7 @@ class Actor(Policy):
         self.offloader = OptimizerOffloader(self._forward_chunks, self.optimizer, self._device)
 
     def offload_optimizer(self) -> None:
-        """Free the device memory that only `update` needs (`mcore.optim.offload`). No effect on a CPU."""
+        """Free the device memory that only `update` needs (`OptimizerOffloader`). No effect on a CPU."""
         if self._device.type != "cpu":
             free_frozen_operands(self.chunks)
             get_global_memory_buffer().buffer.clear()  # buffers in which Megatron's layers gather their inputs
@@ -268,7 +260,6 @@ class Actor(Policy):
     def _accumulate_gradients(self, samples: list[TrainingSample], loss: Loss) -> dict[str, float]:
         """Run forward and backward passes of all samples; return the loss's metrics summed over all ranks."""
         sums: dict[str, Any] = {}
-
         with_entropy, factor = getattr(loss, "with_entropy", False), self._train.mtp_loss_scaling_factor
         if self._mtp_layers and self.chunks[0].config.pipeline_model_parallel_size > 1:
             finish_gathers(self.model)
@@ -321,12 +312,7 @@ class Actor(Policy):
 
 
 class Critic(Actor):
-    """The critic of PPO: an actor whose output layer is a `ValueHead`. Trains like the policy; no engine ever receives it.
-
-    Args:
-        model: built from `parallel.model_geometry.as_critic`.
-        train: the result of `CriticConfig.to_train`.
-    """
+    """The critic of PPO: an actor whose model is built from `parallel.model_geometry.as_critic`. No engine ever receives it."""
 
     def __init__(self, model: ModelChunks, train: TrainConfig) -> None:
         super().__init__(model, train, temperature=1.0)

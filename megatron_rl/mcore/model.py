@@ -2,10 +2,11 @@
 
 import datetime
 import os
+import random
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -16,9 +17,8 @@ from megatron.core.utils import configure_nvtx_profiling
 
 from megatron_rl.config import TrainConfig
 from megatron_rl.errors import as_user_error
-from megatron_rl.mcore.checkpoint.rng import seed_python_and_numpy
-from megatron_rl.mcore.layers.linear.high_precision import install_embedding
-from megatron_rl.mcore.layers.linear.output_layer import install_output_layer, install_value_head
+from megatron_rl.mcore.layers.linear.high_precision import Embedding
+from megatron_rl.mcore.layers.linear.output_layer import OutputLayer, ValueHead
 from megatron_rl.mcore.layers.mtp import LookaheadModel
 from megatron_rl.mcore.layers.norms import connect_norms
 from megatron_rl.mcore.layers.spec import build_decoder_spec
@@ -67,7 +67,8 @@ def start_megatron(layout: Layout, seed: int, timeout_minutes: int = 30) -> None
     assert dist.group.WORLD is not None
     dist.group.WORLD.set_timeout(datetime.timedelta(minutes=timeout_minutes))
     model_parallel_cuda_manual_seed(seed)
-    seed_python_and_numpy(seed)
+    random.seed(seed)  # Megatron leaves the generators of Python and numpy unseeded
+    np.random.seed(seed % 2**32)
 
 
 def stop_megatron() -> None:
@@ -86,7 +87,7 @@ def build_model(
     with as_user_error():
         geometry = ModelGeometry.from_hf_config(hf_config)
     config, length = build_transformer_config(geometry, layout, contract, train), hf_config["max_position_embeddings"]
-    chunks = [_build_chunk(geometry, length, config, contract, stage if layout.vpp > 1 else None) for stage in range(layout.vpp)]
+    chunks = [_build_chunk(geometry, length, config, stage if layout.vpp > 1 else None) for stage in range(layout.vpp)]
     set_formats(chunks, geometry, layout, contract)
     return chunks if layout.vpp > 1 else chunks[0]
 
@@ -98,13 +99,10 @@ def freeze(model: ModelChunks) -> ModelChunks:
     return model
 
 
-def _build_chunk(
-    geometry: ModelGeometry, length: int, config: QuantizedTransformerConfig, contract: PrecisionContract, vp_stage: int | None
-) -> GPTModel:
-    build = partial(LookaheadModel, contract.trainer_format.quantized) if geometry.trains_mtp else GPTModel
-    model = build(
+def _build_chunk(geometry: ModelGeometry, length: int, config: QuantizedTransformerConfig, vp_stage: int | None) -> GPTModel:
+    model = (LookaheadModel if geometry.trains_mtp else GPTModel)(
         config=config,
-        transformer_layer_spec=build_decoder_spec(config, quantized=contract.trainer_format.quantized, vp_stage=vp_stage),
+        transformer_layer_spec=build_decoder_spec(config, vp_stage=vp_stage),
         vocab_size=padded_vocabulary(geometry.vocab, config.tensor_model_parallel_size),
         max_sequence_length=length,
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
@@ -118,8 +116,12 @@ def _build_chunk(
         parallel_output=True,
         vp_stage=vp_stage,
     )
-    install_embedding(model)
-    (install_value_head if geometry.value_head else install_output_layer)(model)
+    if model.pre_process:
+        model.embedding.word_embeddings.__class__ = Embedding  # Megatron hard-codes the classes of embedding and output layer
+    if model.post_process and geometry.value_head:
+        model.output_layer = ValueHead(config, model.output_layer.tp_group)
+    elif model.post_process:
+        model.output_layer.__class__ = OutputLayer
     _tag_shards(model)
     connect_norms(model)
     if torch.cuda.is_available():

@@ -3,8 +3,6 @@
 Each line is a rich `Text`: terminals show its colors, and log files get the plain text.
 """
 
-from __future__ import annotations
-
 import atexit
 from collections.abc import Mapping
 
@@ -28,9 +26,7 @@ def proof_verdict(metrics: Mapping[str, MetricValue]) -> tuple[str, bool]:
 
 def progress_line(metrics: Mapping[str, MetricValue], total_steps: int) -> Text:
     """Return the console line of a step: metrics that declare a `progress` format, in the order of the row, then seconds and the sync.
-
-    Values that are not finite (None) are marked.
-    """
+    Values that are not finite (None) are marked."""
     parts, phases = [Text(f"step {metrics['step']}/{total_steps or '?'}", "bold")], []
 
     def add(name: str, form: str, scale: float = 1) -> None:
@@ -78,7 +74,6 @@ class ProgressDisplay:
             self._bar.update(self._task, description=phase)
 
     def set_step(self, step: int) -> None:
-        """Move the bar to `step`."""
         if self._bar:
             self._bar.update(self._task, completed=step)
 

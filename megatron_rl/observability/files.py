@@ -1,16 +1,12 @@
 """Files and folders that readers never see half written."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 
 
 def replace_file(path: Path, text: str, durable: bool = False) -> Path:
-    """Replace the text of a file atomically, so that readers see either the old or the new text, and return `path`.
-
-    Characters that UTF-8 cannot encode (half a surrogate pair) become "?". With `durable`, the text is on disk when this returns.
-    """
+    """Replace the text of a file atomically, so that readers see either the old or the new text, and return `path`. Characters that UTF-8
+    cannot encode (half a surrogate pair) become "?". With `durable`, the text is on disk when this returns."""
     hidden = path.with_name(f".{path.name}.tmp")
     with hidden.open("w", encoding="utf-8", errors="replace") as file:
         file.write(text)

@@ -10,8 +10,6 @@ is waiting legitimately: all ranks wait for rank 0 while the engine generates. S
 torchrun or srun terminates the remaining ranks.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import json
 import os
@@ -28,10 +26,8 @@ from megatron_rl.errors import RunError
 from megatron_rl.observability.files import replace_file
 from parallel.layout import format_numbers
 
-_MAX_INTERVAL = 30.0
-"""Maximum seconds between two writes of a rank's file."""
-_REPORT_SECONDS = 60.0
-"""Seconds that reporting a hang may take before the rank exits anyway."""
+_MAX_INTERVAL = 30.0  # maximum seconds between two writes of a rank's file
+_REPORT_SECONDS = 60.0  # seconds that reporting a hang may take before the rank exits anyway
 
 
 @dataclass(frozen=True)
@@ -43,14 +39,10 @@ class RankStatus:
     pid: int
     phase: str
     step: int
-    seconds: float
-    """Seconds in this phase when the file was written."""
-    limit: float
-    """Seconds after which something else ends the phase; they do not count as idle."""
-    noted: bool = False
-    """Whether the rank has dumped its stacks."""
-    last_seen: float = 0.0
-    """Time of the last write, in seconds by the file system's clock."""
+    seconds: float  # seconds in this phase when the file was written
+    limit: float  # seconds after which something else ends the phase; they do not count as idle
+    noted: bool = False  # whether the rank has dumped its stacks
+    last_seen: float = 0.0  # time of the last write, in seconds by the file system's clock
 
     @property
     def location(self) -> str:
@@ -62,10 +54,8 @@ class RankStatus:
 
 
 class HangWatchdog:
-    """Watchdog of one rank. The run's threads call `enter_phase`; everything else happens in the watchdog's thread.
-
-    Stacks are written to `log`. On the reporting rank, `notify` receives the report.
-    """
+    """Watchdog of one rank. The run's threads call `enter_phase`; everything else happens in the watchdog's thread. Stacks are written to
+    `log`. On the reporting rank, `notify` receives the report."""
 
     def __init__(self, folder: Path, rank: int, size: int, stuck_after: float, log: IO[str], notify: Callable[[str], None]) -> None:
         self._folder, self._rank, self._size, self._stuck_after = folder, rank, size, stuck_after
@@ -189,12 +179,8 @@ def clear_rank_files(run: Path) -> None:
 
 
 def enter_phase(phase: str, step: int | None = None, limit: float = 0.0) -> None:
-    """Record that this rank enters a phase, which shows that the run is alive. Does nothing without a watchdog.
-
-    Args:
-        step: the current RL step, if it changes.
-        limit: seconds after which something else ends the phase; they do not count as idle.
-    """
+    """Record that this rank enters a phase, which shows that the run is alive. Does nothing without a watchdog. `step` is the current RL
+    step if it changes, and `limit` the seconds after which something else ends the phase, which do not count as idle."""
     if _watchdog is not None:
         _watchdog.enter_phase(phase, step, limit)
 

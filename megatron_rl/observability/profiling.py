@@ -12,8 +12,6 @@ On a GPU every phase is an NVTX range, and a profiled step lies between cudaProf
 records the same steps. CUPTI serves one profiler at a time, so torch.profiler is off under nsys.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterator, Sequence
@@ -26,10 +24,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from megatron_rl.observability.files import replace_file
 
-_MICRO_BATCHES = 4
-"""Micro-batches recorded per phase."""
-_OPERATORS = 25
-"""Operators kept in the table."""
+_MICRO_BATCHES = 4  # micro-batches recorded per phase
+_OPERATORS = 25  # operators kept in the table
 _PHASE = "phase: "
 
 

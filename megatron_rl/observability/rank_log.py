@@ -1,8 +1,6 @@
 """The log of one rank, RUN_DIR/ranks/rank_00000.log: warnings and errors of all libraries, the final error, and the stacks of the rank's
 threads if it crashed or the run hung. run.log has what concerns all ranks."""
 
-from __future__ import annotations
-
 import faulthandler
 import logging
 import os
@@ -19,10 +17,8 @@ from megatron_rl.errors import MegatronRLError
 
 @contextmanager
 def rank_log(run: Path, rank: int, size: int) -> Iterator[IO[str]]:
-    """Context manager that opens the log for appending and also sends this process's warnings to it.
-
-    An exception that leaves the block is logged, with its traceback if it is a bug. A fatal signal logs the stacks of all threads.
-    """
+    """Context manager that opens the log for appending and also sends this process's warnings to it. An exception that leaves the block is
+    logged, with its traceback if it is a bug. A fatal signal logs the stacks of all threads."""
     folder = run / "ranks"
     folder.mkdir(exist_ok=True)
     with (folder / f"rank_{rank:05d}.log").open("a", encoding="utf-8", errors="backslashreplace", buffering=1) as file:

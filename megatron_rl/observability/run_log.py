@@ -13,8 +13,6 @@ A crash can happen at any moment, so each metrics line is on disk before the nex
 `run.json` says so. A metric that was not measured is absent. A metric that is NaN or infinite is `null`, because JSON has no NaN.
 """
 
-from __future__ import annotations
-
 import fcntl
 import json
 import math
@@ -24,7 +22,7 @@ import sys
 from collections.abc import Mapping, Sequence, Set
 from datetime import datetime
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Any, Literal, Self
 
 from megatron_rl.errors import UserError
 from megatron_rl.metrics import MetricValue, describe, dump_declarations, find_unexpected, warn_undeclared
@@ -37,11 +35,8 @@ class RunLog:
     """Writes one run folder until `finish`."""
 
     def __init__(self, folder: Path, run: dict[str, Any], resume_step: int | None = None) -> None:
-        """Open the folder's files and start the trackers.
-
-        Args:
-            run: contents of run.json.
-            resume_step: last step that trackers keep, or None for a new run.
+        """Open the folder's files and start the trackers. `run` holds the contents of run.json, `resume_step` is the last step that
+        trackers keep, or None for a new run.
 
         Raises:
             UserError: another process still writes the folder, or a tracker does not start.
@@ -63,12 +58,9 @@ class RunLog:
             raise
 
     @classmethod
-    def create(cls, parent: Path, config: dict[str, Any], versions: dict[str, str]) -> RunLog:
-        """Create `parent/YYYY-mm-dd_HH-MM-SS` and point `parent/latest` at it.
-
-        `config` is the whole config as plain data; `versions` maps package names to versions. Raises UserError("log.dir") if the folder
-        cannot be created.
-        """
+    def create(cls, parent: Path, config: dict[str, Any], versions: dict[str, str]) -> Self:
+        """Create `parent/YYYY-mm-dd_HH-MM-SS` and point `parent/latest` at it. `config` is the whole config as plain data; `versions` maps
+        package names to versions. Raises UserError("log.dir") if the folder cannot be created."""
         started = datetime.now().astimezone()
         try:
             folder = make_unique_folder(parent, started.strftime("%Y-%m-%d_%H-%M-%S"))
@@ -85,7 +77,7 @@ class RunLog:
         return log
 
     @classmethod
-    def reopen(cls, folder: Path, config: dict[str, Any], versions: dict[str, str], step: int, last_row: int | None = None) -> RunLog:
+    def reopen(cls, folder: Path, config: dict[str, Any], versions: dict[str, str], step: int, last_row: int | None = None) -> Self:
         """Reopen the folder of a stopped run and discard what was recorded after `step`, and rows after `last_row`.
 
         `last_row` is `step - 1` if the run stopped before it wrote the row of the checkpoint's step. Raises UserError if another process
@@ -189,10 +181,8 @@ def read_metrics(folder: Path) -> list[dict[str, MetricValue]]:
 
 
 def read_jsonl(path: Path) -> tuple[list[dict[str, Any]], str]:
-    """Return the rows of a JSONL file, and a warning if the last line was torn by a crash and skipped, or "".
-
-    Raises UserError("RUN_DIR") with file and line for damage anywhere else.
-    """
+    """Return the rows of a JSONL file, and a warning if the last line was torn by a crash and skipped, or "". Raises UserError("RUN_DIR")
+    with file and line for damage anywhere else."""
     try:
         lines = path.read_bytes().split(b"\n")
     except FileNotFoundError:

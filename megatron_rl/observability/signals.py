@@ -4,8 +4,6 @@ A run of one process unwinds immediately. Ranks that wait for each other must st
 and all stop together at the loop's next `check_stop`. A second signal stops a rank immediately.
 """
 
-from __future__ import annotations
-
 import signal
 import sys
 from typing import Any
@@ -13,10 +11,8 @@ from typing import Any
 from megatron_rl.distributed import gather_from_ranks, raise_on_all_ranks
 from megatron_rl.errors import RunError
 
-_signal_name = ""
-"""Name of the first signal received, or "" if there was none."""
-_EXIT_CODE = 128 + signal.SIGTERM
-"""Exit code for both signals. The run can be resumed from its checkpoint."""
+_signal_name = ""  # name of the first signal received, or "" if there was none
+_EXIT_CODE = 128 + signal.SIGTERM  # exit code for both signals. The run can be resumed from its checkpoint.
 
 
 class StopError(RunError):
@@ -46,10 +42,8 @@ def check_stop() -> None:
 
 
 def prefer_stop_error(error: RunError) -> RunError:
-    """Return StopError if any rank has received a stop signal, else `error`, which all ranks have. Collective.
-
-    A cluster also signals the child processes of a rank, so a stop may first appear as a lost engine.
-    """
+    """Return StopError if any rank has received a stop signal, else `error`, which all ranks have. Collective. A cluster also signals the
+    child processes of a rank, so a stop may first appear as a lost engine."""
     return error if isinstance(error, StopError) else next(filter(None, gather_from_ranks(_stop_error())), error)
 
 

@@ -3,23 +3,20 @@
 The run's own record is metrics.jsonl. Each built-in tracker imports its library when it starts.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from megatron_rl.config.base import flatten
 from megatron_rl.errors import UserError
 from megatron_rl.metrics import group_by_panel
 from megatron_rl.plugs import TRACKERS
 
-_MLFLOW_BATCH = 100
-"""Parameters that MLflow accepts at once."""
-_MLFLOW_LENGTH = 6000
-"""Characters of a parameter that MLflow accepts."""
+_MLFLOW_BATCH = 100  # parameters that MLflow accepts at once
+_MLFLOW_LENGTH = 6000  # characters of a parameter that MLflow accepts
 
 
 class Tracker(Protocol):
@@ -61,10 +58,8 @@ class TensorBoard:
 
 
 class WandB:
-    """Weights & Biases, configured by its own variables (WANDB_API_KEY, WANDB_PROJECT, WANDB_MODE=offline).
-
-    A resumed run is a separate W&B run in the group of the first, because W&B cannot discard logged steps.
-    """
+    """Weights & Biases, configured by its own variables (WANDB_API_KEY, WANDB_PROJECT, WANDB_MODE=offline). A resumed run is a separate W&B
+    run in the group of the first, because W&B cannot discard logged steps."""
 
     def __init__(self, folder: Path, config: dict[str, Any], resume_step: int | None) -> None:
         import wandb
@@ -86,10 +81,8 @@ class WandB:
 
 
 class MLflow:
-    """MLflow (mlflow or mlflow-skinny), configured by its own variables (MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME).
-
-    A resumed run is a separate MLflow run, tagged with the step it was resumed from.
-    """
+    """MLflow (mlflow or mlflow-skinny), configured by its own variables (MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME). A resumed run is a
+    separate MLflow run, tagged with the step it was resumed from."""
 
     def __init__(self, folder: Path, config: dict[str, Any], resume_step: int | None) -> None:
         from mlflow.entities import Metric, Param
@@ -101,7 +94,7 @@ class MLflow:
         number = experiment.experiment_id if experiment else self._client.create_experiment(name)
         tags = {"folder": str(folder)} | ({} if resume_step is None else {"resumed_from_step": str(resume_step)})
         self._run = self._client.create_run(number, run_name=folder.name, tags=tags).info.run_id
-        parameters = [Param(field, str(value)[:_MLFLOW_LENGTH]) for field, value in _flatten(config)]
+        parameters = [Param(field, str(value)[:_MLFLOW_LENGTH]) for field, value in flatten(config).items()]
         for first in range(0, len(parameters), _MLFLOW_BATCH):
             self._client.log_batch(self._run, params=parameters[first : first + _MLFLOW_BATCH])
 
@@ -126,7 +119,8 @@ class Trackers:
             try:
                 self._trackers[name] = TRACKERS.load(name)(folder, config, resume_step)
             except Exception as error:  # user code may raise anything
-                rule = f"does not start ({type(error).__name__}: {_first_line(error)})"
+                line = (str(error).strip().splitlines() or [""])[0]
+                rule = f"does not start ({type(error).__name__}: {line})"
                 missing = isinstance(error, ModuleNotFoundError) and error.name == name
                 fix = f"pip install {name}" if missing else "repair it"
                 raise UserError(TRACKERS.field, name, rule, f"{fix}, or remove it from the list") from None
@@ -145,15 +139,3 @@ class Trackers:
                 if name not in self._failed:
                     self._failed.add(name)
                     self._notify(f"tracker {name} failed, the run continues ({type(error).__name__}: {error})")
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [""])[0]
-
-
-def _flatten(config: Mapping[str, Any], section: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in config.items():
-        if isinstance(value, Mapping):
-            yield from _flatten(value, f"{section}{name}.")
-        else:
-            yield f"{section}{name}", value

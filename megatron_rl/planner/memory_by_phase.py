@@ -5,8 +5,6 @@ memory is released; while the trainer works, the engine's weights and KV cache a
 are on the device in turn. Disaggregated, each side keeps everything. Pipeline stages differ, so the GPU that needs the most decides.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from functools import lru_cache
 

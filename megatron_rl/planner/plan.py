@@ -1,7 +1,5 @@
 """The dry run of a configuration on a cluster that `megatron-rl plan` prints."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -11,16 +9,12 @@ from megatron_rl.cost.hardware import GIB, Cluster
 from megatron_rl.cost.workload import Candidate, Workload
 from megatron_rl.errors import UserError
 from megatron_rl.hf.files import read_config
-from megatron_rl.planner import block_alignment
 from megatron_rl.planner.memory_by_phase import count_offloaded_bytes, count_sample_bytes, usable_bytes
-from megatron_rl.planner.roofline import compare_reductions
-from megatron_rl.planner.search import CandidateEstimate, Planner, SearchResult, explain_rank
+from megatron_rl.planner.search import CandidateEstimate, Planner, SearchResult
 
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """Options of the command line."""
-
     path: Path
     """The configuration file."""
     overrides: tuple[str, ...]
@@ -47,7 +41,6 @@ class Plan:
 
     @property
     def configured(self) -> bool:
-        """Whether `chosen` is the configured layout."""
         return self.refusal is None and _is_configured(self.job.config)
 
 
@@ -79,7 +72,6 @@ def _is_configured(config: Config) -> bool:
 
 
 def _estimate_configured(planner: Planner) -> CandidateEstimate:
-    """Return the estimate of the configured layout. Raise UserError if it does not work."""
     job, cluster = planner.job, planner.cluster
     candidate = Candidate.from_config(job.config)
     candidate.check_on(cluster, job)
@@ -103,7 +95,7 @@ def _nothing_fits(cluster: Cluster, search: SearchResult) -> UserError:
 
 def as_json(plan: Plan) -> dict[str, Any]:
     """Return the whole plan with bytes and seconds as numbers."""
-    config, ranked = plan.job.config, plan.search.ranked
+    config = plan.job.config
     return {
         "cluster": asdict(plan.cluster),
         "configured": plan.configured,
@@ -111,9 +103,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "chosen": _estimate_json(plan.chosen, config),
         "host_bytes_per_rank": count_offloaded_bytes(plan.job, plan.chosen.candidate),
         "sample_bytes": count_sample_bytes(plan.job),
-        "alignment": [asdict(row) for row in block_alignment.check_alignment(plan.job, plan.chosen.candidate)],
-        "seconds_by_reduction": None if plan.job.model.experts else compare_reductions(plan.job, plan.chosen.candidate, plan.cluster),
-        "ranked": [{**_estimate_json(estimate, config), "reason": explain_rank(estimate, ranked[0])} for estimate in ranked],
+        "ranked": [_estimate_json(estimate, config) for estimate in plan.search.ranked],
         "tried": plan.search.tried,
         "dropped": dict(plan.search.dropped),
     }

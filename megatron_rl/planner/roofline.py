@@ -10,8 +10,6 @@ With `precision.reduction = "tree"`, row-parallel products of forward passes are
 send FP32 partial sums.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -21,9 +19,8 @@ from megatron_rl.cost.operators import RankShapes, count_flops_per_token, count_
 from megatron_rl.cost.workload import MEAN_LENGTH_SHARE, Candidate, Workload
 from megatron_rl.precision.contract import QUANTIZED_ROLES
 from parallel.formats import BLOCK
-from parallel.layout import Layout
+from parallel.layout import Layout, count_stage_layers
 from parallel.row_sums import GATHERED_WHOLE, GPU_TILE, count_bytes_sent
-from parallel.stages import count_stage_layers
 
 DECODE_ALL_REDUCE_LATENCY = 20e-6
 """Seconds of an all-reduce of few tokens within an engine; each layer has two. An assumption."""
@@ -57,16 +54,6 @@ class StepTime:
     def step(self) -> float:
         """Colocated, the phases run in turn; disaggregated, the engines generate while the trainer trains on the previous batch."""
         return (self.generate + self.trainer if self.colocated else max(self.generate, self.trainer)) + self.sync
-
-
-def compare_reductions(job: Workload, candidate: Candidate, cluster: Cluster) -> dict[str, float]:
-    """Return the seconds of a step without its sync for each value of `precision.reduction`."""
-    config, seconds = job.config, {}
-    for reduction in ("tree", "fast"):
-        precision = config.precision.model_copy(update={"reduction": reduction})
-        other = replace(job, config=config.model_copy(update={"precision": precision}))
-        seconds[reduction] = estimate_step_time(other, candidate, cluster).step
-    return seconds
 
 
 def estimate_step_time(job: Workload, candidate: Candidate, cluster: Cluster) -> StepTime:

@@ -6,22 +6,19 @@ divide the remaining GPUs. The first and last stage get fewer layers if that bal
 is longer than a micro-batch, full recomputation if nothing else fits, and engines over several nodes if no engine of one node fits.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from megatron_rl.cost.hardware import GIB, Cluster
+from megatron_rl.cost.hardware import Cluster
 from megatron_rl.cost.workload import Candidate, Placement, Workload
 from megatron_rl.planner.memory_by_phase import PhaseMemory, add_ipc_contexts, estimate_phase_memory, usable_bytes
 from megatron_rl.planner.roofline import StepTime, estimate_step_time, weigh_output_layer
 from megatron_rl.planner.sync_traffic import SyncTraffic, estimate_sync_traffic
 from megatron_rl.preflight import LAYOUTS, PLAN, Needs, find_mistakes
-from parallel.layout import Layout
+from parallel.layout import Layout, balance_stages, check_stages
 from parallel.shards import GeometryError
-from parallel.stages import balance_stages, check_stages
 
 _ENGINE_EIGHTHS = (1, 2, 4, 6)
 
@@ -53,8 +50,6 @@ class CandidateEstimate:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """Result of a search."""
-
     ranked: list[CandidateEstimate]
     """The fastest candidates that fit, best first."""
     tried: int
@@ -194,24 +189,3 @@ def _powers(limit: int) -> list[int]:
 
 def _divisors(length: int) -> list[int]:
     return [size for size in range(1, length + 1) if length % size == 0]
-
-
-def explain_rank(estimate: CandidateEstimate, best: CandidateEstimate) -> str:
-    """Return why a candidate has its rank: the phase that dominates the best one, or the differences from the best one."""
-    seconds, by_phase = estimate.seconds, estimate.seconds_by_phase
-    if estimate is best:
-        phase = max(by_phase, key=lambda phase: by_phase[phase])
-        return f"the fastest that fits; {by_phase[phase] / sum(by_phase.values()):.0%} of its work is {phase}"
-    if estimate.candidate.placement != best.candidate.placement:
-        order = "one after the other" if estimate.candidate.colocated else "side by side"
-        differences = [f"{seconds.generate:.3g} s of generation and {seconds.trainer:.3g} s of training, {order}"]
-    else:
-        changes = {phase: value - best.seconds_by_phase[phase] for phase, value in by_phase.items()}
-        largest = sorted(changes, key=lambda phase: -abs(changes[phase]))[:2]
-        differences = [f"{phase} {changes[phase]:+.3g} s" for phase in largest if abs(changes[phase]) > 0.05]
-    if seconds.bubble - best.seconds.bubble > 0.01:
-        differences.append(f"the pipeline waits {seconds.bubble:.0%} of its time")
-    spare_gib = (estimate.spare - best.spare) / GIB
-    if abs(spare_gib) >= 1:
-        differences.append(f"{abs(spare_gib):.0f} GiB {'more' if spare_gib > 0 else 'less'} free")
-    return f"{seconds.step / best.seconds.step - 1:+.1%}: {', '.join(differences) or 'as good as the best'}"

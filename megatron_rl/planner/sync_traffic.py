@@ -4,8 +4,6 @@ The bytes come from the real reshard plan (`parallel.reshard`). Layers of one ki
 and multiplied by its count.
 """
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 from rich import box
@@ -10,25 +11,35 @@ from rich.table import Table
 
 from megatron_rl.cost.hardware import COMPUTE_EFFICIENCY, GIB, LINK_EFFICIENCY, NETWORK_BANDWIDTH, Cluster
 from megatron_rl.cost.workload import MEAN_LENGTH_SHARE, Workload
-from megatron_rl.planner import block_alignment
 from megatron_rl.planner.memory_by_phase import count_kept_bytes, count_offloaded_bytes, count_sample_bytes, usable_bytes
-from megatron_rl.planner.roofline import compare_reductions
-from megatron_rl.planner.search import CandidateEstimate, SearchResult, explain_rank
+from megatron_rl.planner.search import CandidateEstimate, SearchResult
 from megatron_rl.reporting.formatting import format_bytes
 from parallel.adapters import is_adapter
-from parallel.row_sums import count_bytes_sent
 
 if TYPE_CHECKING:
     from megatron_rl.planner.plan import Plan
 
-_WIDTH = 120
+_TEXT = ("", "link", "placement", "train", "engines")
+
+
+def make_console() -> Console:
+    """Return a console that is 120 columns wide if the output is not a terminal."""
+    console = Console(highlight=False, markup=False, emoji=False)
+    if not console.is_terminal:
+        console.width = 120
+    return console
+
+
+def make_table(title: str, heads: Sequence[str], left: Collection[str], narrow: str = "") -> Table:
+    """Return a table whose columns are aligned right, except those in `left`. `narrow` is not wrapped."""
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    for head in heads:
+        table.add_column(head, justify="left" if head in left else "right", overflow="fold", no_wrap=head == narrow)
+    return table
 
 
 def print_plan(plan: Plan) -> None:
-    """Print the plan, 120 columns wide if the output is not a terminal."""
-    console = Console(highlight=False, markup=False, emoji=False)
-    if not console.is_terminal:
-        console.width = _WIDTH
+    console = make_console()
     job, chosen = plan.job, plan.chosen
     console.print(_headline(job, plan.cluster), soft_wrap=True)
     title, layouts = "As configured" if plan.configured else "The best layout", chosen.candidate
@@ -42,17 +53,13 @@ def print_plan(plan: Plan) -> None:
     )
     if kept := count_kept_bytes(job):
         console.print(f"The groups kept for replay take up to {kept / GIB:.2g} GiB more of rank 0's.")
-    if job.model.experts is None:  # else only fast is served
-        console.print(_reductions(plan))
     if problem := chosen.candidate.find_launch_problem(job, plan.cluster):
         console.print(f"No batch script starts this as it is: {problem}.")
     console.print()
-    console.print(_alignment(plan))
     console.print(_sync(chosen, plan.cluster))
     console.print(_ranked(plan.search))
     for number, estimate in enumerate(plan.search.ranked, 1):
-        console.print(f"{number}. {explain_rank(estimate, plan.search.ranked[0])}")
-        console.print(f"   {' '.join(estimate.candidate.overrides(job.config)) or 'as configured'}", soft_wrap=True)
+        console.print(f"{number}. {' '.join(estimate.candidate.overrides(job.config)) or 'as configured'}", soft_wrap=True)
     console.print(_left_out(plan.search))
     console.print(
         "Memory is counted from the shards, activations by formula. Seconds are rooflines, measured nowhere: "
@@ -73,17 +80,6 @@ def _headline(job: Workload, cluster: Cluster) -> str:
     )
 
 
-def _reductions(plan: Plan) -> str:
-    job, layouts = plan.job, plan.chosen.candidate
-    seconds = compare_reductions(job, layouts, plan.cluster)
-    sent = {by_tree: count_bytes_sent(layouts.train.tp, job.high_bytes, False, by_tree) for by_tree in (True, False)}
-    return (
-        f"Row-parallel sums, precision.reduction = {job.config.precision.reduction}: a step without its sync takes an estimated "
-        f"{seconds['tree']:.3g} s by tree, {seconds['fast']:.3g} s by fast; for every sum a trainer's rank sends {sent[True]:.3g} bytes by "
-        f"tree, {sent[False]:.3g} by fast."
-    )
-
-
 def _memory(estimate: CandidateEstimate, cluster: Cluster) -> Table:
     gpus = estimate.memory
     columns = [gpu.phase if estimate.candidate.colocated else f"{gpu.phase}\n{gpu.gpus}" for gpu in gpus]
@@ -94,17 +90,6 @@ def _memory(estimate: CandidateEstimate, cluster: Cluster) -> Table:
     table.add_section()
     table.add_row("total", *(_gib(gpu.total) for gpu in gpus))
     table.add_row("free", *(_gib(usable_bytes(cluster) - gpu.total) for gpu in gpus))
-    return table
-
-
-def _alignment(plan: Plan) -> Table:
-    rows = block_alignment.check_alignment(plan.job, plan.chosen.candidate)
-    heads = ["side", "parameter, of each layer", "on one rank", "precision", "scales", "blocks"]
-    table = _table("Every kind of parameter in both layouts", heads, text=True)
-    for row in rows:
-        name = row.name.removeprefix("decoder.").removeprefix("model.").replace("layers.*.", "")
-        blocks = row.cut or "whole" if row.scales else ""
-        table.add_row(row.side, name, _shape(row.shape), row.format, _shape(row.scales), blocks)
     return table
 
 
@@ -141,17 +126,9 @@ def _left_out(search: SearchResult) -> str:
     return f"{search.tried} placements tried" + (f": {reasons}" if reasons else "") + "."
 
 
-def _table(title: str, heads: list[str], text: bool = False) -> Table:
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
-    for number, head in enumerate(heads):
-        left = text or number == 0 or head in ("placement", "train", "engines")
-        table.add_column(head, justify="left" if left else "right", overflow="fold", no_wrap=number == 0)
-    return table
+def _table(title: str, heads: list[str]) -> Table:
+    return make_table(title, heads, _TEXT, heads[0])
 
 
 def _gib(size: float) -> str:
     return f"{size / GIB:.1f}" if size else ""
-
-
-def _shape(shape: tuple[int, ...]) -> str:
-    return " x ".join(map(str, shape))

@@ -23,11 +23,9 @@ from megatron_rl.config import PrecisionConfig
 from parallel.formats import FORMATS, FP32, MODES, TensorFormat
 from parallel.shards import FP32_ROLES
 
-E4M3_MAX = 448.0
-"""Largest finite E4M3 value."""
+E4M3_MAX = 448.0  # largest finite E4M3 value
 
-AMAX_EPSILON = 1e-10
-"""Smallest block maximum, as in SGLang; a pow2 block of zeros has scale 2^-42 on both sides."""
+AMAX_EPSILON = 1e-10  # smallest block maximum, as in SGLang; a pow2 block of zeros has scale 2^-42 on both sides
 
 QUANTIZED_ROLES = frozenset({"attention_qkv", "attention_output", "mlp_in", "mlp_out"})
 """Roles of weights (`parallel.model_geometry`) that modes quantize (`parallel.formats.MODES`); others stay in high precision."""
@@ -40,12 +38,9 @@ class PrecisionContract:
     mode: str
     scale_format: str
     high: str
-    backend: str = "emulated"
-    """Library that computes the trainer's products; every backend keeps the contract."""
-    reduction: str = "tree"
-    """Order of row-parallel sums: "tree" (`kernels.sums.reference`) or "fast"."""
-    kv: str = "high"
-    """Keys and values in the engine's cache: "high", "e4m3" or "e4m3_per_layer" (`precision.kv_cache`)."""
+    backend: str = "emulated"  # library that computes the trainer's products; every backend keeps the contract
+    reduction: str = "tree"  # order of row-parallel sums: "tree" (`kernels.sums.reference`) or "fast"
+    kv: str = "high"  # keys and values in the engine's cache: "high", "e4m3" or "e4m3_per_layer" (`precision.kv_cache`)
 
     @classmethod
     def from_config(cls, precision: PrecisionConfig) -> PrecisionContract:

@@ -1,7 +1,5 @@
 """Whether the log-probs of engine and trainer are guaranteed to be equal, bit for bit."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,10 +9,8 @@ from parallel.model_geometry import ModelGeometry
 
 
 def list_inexact(config: Config, hf_config: Mapping[str, Any], on_gpu: bool) -> list[str]:
-    """Return the reasons why |Δ log p| between engine and trainer may differ from 0. Empty if it must be 0.
-
-    `on_gpu`: whether trainer and engine run on GPUs.
-    """
+    """Return the reasons why |Δ log p| between engine and trainer may differ from 0. Empty if it must be 0. `on_gpu`: whether trainer and
+    engine run on GPUs."""
     contract, model = PrecisionContract.from_config(config.precision), ModelGeometry.from_hf_config(hf_config)
     layout, engine = config.train.layout, config.rollout
     reasons = []

@@ -8,8 +8,6 @@ A block with largest magnitude `amax` gets a scale s (stored as `scale_inv` by T
 The value is q = e4m3(x / s), rounded to nearest even. `amax` is at least `AMAX_EPSILON`.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 

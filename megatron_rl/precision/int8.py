@@ -8,16 +8,13 @@ in the order of operations of `per_token_quant_int8` of SGLang 0.5.23 (sglang/ke
 quantized by the same formula, once per sync. On a GPU, Triton's division may be off by one ulp; this one rounds correctly.
 """
 
-from __future__ import annotations
-
 import torch
 
 from megatron_rl.precision.quantized_weight import QuantizedWeight
 
 INT8_MAX = 127.0
 _EPSILON = 1e-10
-_EXACT_COLUMNS = 1024
-"""FP32 sums of this many products of INT8 values are exact in any order, since 127 * 127 * 1024 < 2^24."""
+_EXACT_COLUMNS = 1024  # FP32 sums of this many products of INT8 values are exact in any order, since 127 * 127 * 1024 < 2^24
 
 
 def row_maxima(x: torch.Tensor) -> torch.Tensor:
@@ -26,10 +23,8 @@ def row_maxima(x: torch.Tensor) -> torch.Tensor:
 
 
 def quantize_int8_weight(weight: torch.Tensor, amax: torch.Tensor | None = None) -> QuantizedWeight:
-    """Quantize `[N, K]` to INT8 with float32 scales `[N, 1]`. Raise ValueError for inf or NaN.
-
-    `amax` `[N, 1]` holds the maxima of the whole rows, if `weight` has only some of their columns.
-    """
+    """Quantize `[N, K]` to INT8 with float32 scales `[N, 1]`. Raise ValueError for inf or NaN. `amax` `[N, 1]` holds the maxima of the
+    whole rows, if `weight` has only some of their columns."""
     amax = row_maxima(weight) if amax is None else amax
     if not torch.isfinite(amax).all():
         raise ValueError("weight holds inf or NaN")
@@ -39,9 +34,7 @@ def quantize_int8_weight(weight: torch.Tensor, amax: torch.Tensor | None = None)
 
 def int8_matmul(x: torch.Tensor, values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """Return Q(x) . W^T `[..., N]` in the dtype of x `[..., K]`. Sums are exact, as in INT32 accumulation, and scaled once in FP32.
-
-    `values` float32 `[N, K]` holds INT8 numbers, `scale` is float32 `[N, 1]`.
-    """
+    `values` float32 `[N, K]` holds INT8 numbers, `scale` is float32 `[N, 1]`."""
     tokens, token_scale = _quantize_rows(x, row_maxima(x))
     parts = zip(tokens.split(_EXACT_COLUMNS, -1), values.split(_EXACT_COLUMNS, -1), strict=True)
     sums = [part @ columns.t() for part, columns in parts]

@@ -8,8 +8,6 @@ stores q and attends in units of the scales (`to_units`): it multiplies queries 
 values. Products and sums commute with powers of two, so its bits equal the trainer's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -19,10 +17,8 @@ from megatron_rl.precision.contract import E4M3_MAX
 from megatron_rl.precision.fp8 import compute_scales, round_to_e4m3_, round_trip_rows
 from megatron_rl.precision.threads import all_threads
 
-_EXPONENT = 23
-"""Position of the exponent in an FP32 number; the other bits of a power of two are 0."""
-HEADROOM = 2.0
-"""Scales are chosen for keys and values this many times as large as the largest seen so far; larger ones saturate."""
+_EXPONENT = 23  # position of the exponent in an FP32 number; the other bits of a power of two are 0
+HEADROOM = 2.0  # scales are chosen for keys and values this many times as large as the largest seen so far; larger ones saturate
 
 
 class _StraightThrough(torch.autograd.Function):

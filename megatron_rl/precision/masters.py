@@ -1,20 +1,14 @@
 """Initial values of FP32 masters: random values that round to the number in the checkpoint, instead of the number itself.
 
 A quantized copy Q(m) follows its master m from the first step if masters are uniform over the cells of Q, the intervals that Q rounds to
-one value:
-
-    E[Q(m + d) - Q(m)] = d        for m uniform over whole cells and any d
-
-since a small d leaves a cell of width L with probability |d| / L, which moves Q by L. The numbers of a checkpoint are not uniform. One
-BF16 number in 16 is a tie of E4M3, so the smallest step moves its copy by a whole cell. The values of an FP8 checkpoint are in the middle
-of their cells, so no step shorter than half a cell moves a copy. Masters are therefore drawn from the cells by a hash of seed, tensor, row
-and column, which is the same in any layout and at any start.
+one value: E[Q(m + d) - Q(m)] = d for any d, since a small d leaves a cell of width L with probability |d| / L, which moves Q by L. The
+numbers of a checkpoint are not uniform: one BF16 number in 16 is a tie of E4M3, which the smallest step moves by a whole cell, and FP8
+values are in the middle of their cells, so only large steps move a copy. Masters are therefore drawn from the cells by a hash of seed,
+tensor, row and column, which is the same in any layout and at any start.
 
 Offsets are added to the bits of a float32, which is exact and stays in the cell: numbers of p bits leave 24 - p low bits free.
 docs/reference/precision.md has the mathematics and measurements.
 """
-
-from __future__ import annotations
 
 import hashlib
 

@@ -1,7 +1,5 @@
 """A quantized weight: its data and the scales of its blocks."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -1,7 +1,5 @@
 """Quantizers of weights by format: they convert a matrix to data and scales and back."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -21,8 +19,7 @@ class Quantizer(NamedTuple):
     quantize: Callable[[torch.Tensor, TensorFormat, MaxOverRanks], QuantizedWeight]
     """(weight `[N, K]`, format, max_over_ranks) -> blocks; edge blocks may be partial. Raises ValueError for inf or NaN. If whole rows
     share a scale, it always calls `max_over_ranks` on the maxima of its columns."""
-    read_scales: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.float
-    """Converts stored scales to float32 numbers."""
+    read_scales: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.float  # converts stored scales to float32 numbers
     scale: Callable[[torch.Tensor, TensorFormat], tuple[torch.Tensor, torch.Tensor]] | None = None
     """(block maxima float32, format) -> (scales as stored, multipliers of the values before they are cast to the dtype of the format).
     Needed if the trainer computes in the format (`precision.slices`)."""

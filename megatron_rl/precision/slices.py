@@ -4,8 +4,6 @@ A slice begins and ends anywhere, even within a row or a block. Each rank finds 
 over ranks gives the scale on every rank. Data and scales equal those of the whole weight, bit for bit.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -16,8 +14,7 @@ from megatron_rl.precision.quantizers import QUANTIZERS
 from parallel.formats import TensorFormat
 
 _VALUES_IN_CACHE = 1 << 17
-_VALUES_ON_DEVICE = 1 << 24
-"""Values that are quantized at a time: on a CPU, they and their temporaries fit in a core's cache."""
+_VALUES_ON_DEVICE = 1 << 24  # values that are quantized at a time: on a CPU, they and their temporaries fit in a core's cache
 
 
 @dataclass(frozen=True)
@@ -44,13 +41,14 @@ class WeightSlice:
     def quantize(self, values: torch.Tensor, multipliers: torch.Tensor, into: torch.Tensor) -> None:
         """Write the data of the slice to `into` `[n]`, in the dtype of the format. `multipliers` (`Quantizer.scale`) float32, one per
         block."""
-        for blocks, tiles, place in self._split(values):
+        for blocks, tiles, (low, high) in self._split(values):
             data = (tiles * multipliers[blocks].unsqueeze(-1)).flatten(1)[:, : self.cols].reshape(-1)
-            into[place.start : place.stop].copy_(data[place.head : place.head + place.stop - place.start])
+            head = (self.start + low) % self.cols  # values of the first row that precede the slice
+            into[low:high].copy_(data[head : head + high - low])
 
-    def _split(self, values: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor, _Place]]:
+    def _split(self, values: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor, tuple[int, int]]]:
         """Yield a few rows at a time: the row of blocks of each row, int64 `[r]`; their values `[r, blocks, width]`, 0 outside of the
-        slice; and their place in the slice."""
+        slice; and where they begin and end in the slice."""
         assert self.format.block is not None
         height, width = self.format.block[0], self.format.block[1] or self.cols
         place_of_row = _invert(self.row_order, self.rows, values.device)
@@ -58,24 +56,14 @@ class WeightSlice:
         end = self.start + values.numel()
         for first in range(self.start // self.cols, -(-end // self.cols), step):
             last = min(first + step, -(-end // self.cols))
-            low, high = max(first * self.cols, self.start), min(last * self.cols, end)
-            place = _Place(low - self.start, high - self.start, low - first * self.cols)
-            part = values[place.start : place.stop]
+            low, high = max(first * self.cols - self.start, 0), min(last * self.cols, end) - self.start
+            part = values[low:high]
             if part.numel() < (last - first) * self.cols:
                 whole = part.new_zeros((last - first) * self.cols)
-                whole[place.head : place.head + part.numel()] = part
+                whole[self.start + low - first * self.cols :][: part.numel()] = part
                 part = whole
             rows = append_zeros(part.view(last - first, self.cols), -1, -self.cols % width)
-            yield place_of_row[first:last] // height, rows.unflatten(1, (-1, width)), place
-
-
-@dataclass(frozen=True)
-class _Place:
-    start: int
-    stop: int
-    """End of the rows in the slice."""
-    head: int
-    """Values of the first row that precede the slice."""
+            yield place_of_row[first:last] // height, rows.unflatten(1, (-1, width)), (low, high)
 
 
 def make_scales(maxima: torch.Tensor, format: TensorFormat) -> tuple[torch.Tensor, torch.Tensor]:

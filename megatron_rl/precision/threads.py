@@ -1,17 +1,14 @@
 """Number of threads of torch's CPU operators. Operators whose bits depend on it run in one thread, others in all."""
 
-from __future__ import annotations
-
 import functools
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
-_thread_counts: list[int] = []
-"""Counts that open contexts restore, outermost first."""
+_thread_counts: list[int] = []  # counts that open contexts restore, outermost first
 
 
 def count_threads(processes: int) -> int:
@@ -28,18 +25,14 @@ def lend_threads(count: int) -> None:
     _thread_counts.insert(0, count)
 
 
-@contextmanager
-def single_threaded() -> Iterator[None]:
-    """Context manager in which torch's CPU operators run in the calling thread only."""
-    with _threads(1):
-        yield
+def single_threaded() -> AbstractContextManager[None]:
+    """Return a context manager in which torch's CPU operators run in the calling thread only."""
+    return _threads(1)
 
 
-@contextmanager
-def all_threads() -> Iterator[None]:
-    """Context manager that undoes `single_threaded`, for operators whose bits do not depend on the number of threads."""
-    with _threads(_count_all_threads()):
-        yield
+def all_threads() -> AbstractContextManager[None]:
+    """Return a context manager that undoes `single_threaded`, for operators whose bits do not depend on the number of threads."""
+    return _threads(_count_all_threads())
 
 
 def run_in_parts(function: Callable[[slice], object], length: int, unit: int) -> None:

@@ -2,11 +2,11 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 from pydantic import ValidationError
 
 from megatron_rl.config import Config
+from megatron_rl.config.base import flatten
 from megatron_rl.errors import UserError
 from megatron_rl.mcore.checkpoint import folder as checkpoints
 from megatron_rl.observability.run_log import read_run
@@ -59,17 +59,9 @@ def _saved_config(run: Path) -> Config:
 
 
 def _check_same_settings(config: Config, saved: Config, run: Path) -> None:
-    saved_values, values = (_flatten(each.model_dump(mode="json")) for each in (saved, config))
+    saved_values, values = (flatten(each.model_dump(mode="json")) for each in (saved, config))
     for name in {**values, **saved_values}:  # includes sections that only the saved run has
         value = values.get(name)
         if value != saved_values.get(name) and not any(name == field or name.startswith(f"{field}.") for field in _CHANGEABLE_FIELDS):
             fix = "restore the old value, or start a new run with checkpoint.resume=never"
             raise UserError(name, value, f"differs from the resumed run {run}, which has {saved_values.get(name)!r}", fix)
-
-
-def _flatten(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return a flat dictionary with keys such as "section.key"."""
-    values: dict[str, Any] = {}
-    for key, value in table.items():
-        values |= _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-    return values

@@ -98,17 +98,12 @@ class Facts:
 
 
 class Rule(NamedTuple):
-    """One check."""
-
-    check: Callable[[Facts], None]
-    """Raises UserError, or an InputError of `parallel`, if the configuration is refused."""
+    check: Callable[[Facts], None]  # raises UserError, or an InputError of `parallel`, if the configuration is refused
     needs: Needs
-    correction: Mapping[str, object]
-    """Overrides that make the check pass. The planner adds them to its suggestions."""
+    correction: Mapping[str, object]  # overrides that make the check pass. The planner adds them to its suggestions.
 
 
-RULES: list[Rule] = []
-"""All checks in the order in which they run."""
+RULES: list[Rule] = []  # all checks in the order in which they run
 
 
 def rule(needs: Needs, correction: Mapping[str, object] | None = None) -> Callable[[Callable[[Facts], None]], Callable[[Facts], None]]:

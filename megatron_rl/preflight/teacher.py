@@ -10,8 +10,6 @@ from megatron_rl.preflight.layouts import longest_sequence_fits, megatron_suppor
 from megatron_rl.preflight.rule import Facts, Needs, rule
 from parallel.plug import InputError
 
-_SAME_TOKENIZER = "must score the policy's tokens", "give a teacher with the policy's tokenizer"
-
 
 def _of_teacher(facts: Facts) -> Facts | None:
     """Return the facts with the teacher as the model, or None if there is no teacher."""
@@ -25,15 +23,17 @@ def _of_teacher(facts: Facts) -> Facts | None:
     return replace(facts, hf_config=hf_config, path=teacher.path, option="teacher.path", geometry=None)
 
 
-def _refuse(teacher: Facts, rule: str, fix: str) -> UserError:
-    return UserError("teacher.path", str(teacher.path), rule, fix)
+def _refuse_vocabulary(teacher: Facts, difference: str) -> UserError:
+    rule = f"must score the policy's tokens, but its vocabulary {difference}"
+    return UserError("teacher.path", str(teacher.path), rule, "give a teacher with the policy's tokenizer")
 
 
 def _check(check: Callable[[Facts], None], teacher: Facts) -> None:
     try:
         check(teacher)
     except (UserError, InputError) as error:
-        raise _refuse(teacher, f"does not fit this run: {error}", "change this setting, or give another teacher") from None
+        rule, fix = f"does not fit this run: {error}", "change this setting, or give another teacher"
+        raise UserError("teacher.path", str(teacher.path), rule, fix) from None
 
 
 @rule(Needs.TRAINER | Needs.MODEL)
@@ -41,8 +41,7 @@ def teacher_fits_the_policys_sequences(facts: Facts) -> None:
     if (teacher := _of_teacher(facts)) is None:
         return
     if teacher.model.vocab != facts.model.vocab:
-        rule, fix = _SAME_TOKENIZER
-        raise _refuse(teacher, f"{rule}, but its vocabulary has {teacher.model.vocab} tokens and the policy's {facts.model.vocab}", fix)
+        raise _refuse_vocabulary(teacher, f"has {teacher.model.vocab} tokens and the policy's {facts.model.vocab}")
     _check(longest_sequence_fits, teacher)
 
 
@@ -69,8 +68,7 @@ def teacher_has_the_policys_tokenizer(facts: Facts) -> None:
     if teacher := _of_teacher(facts):
         policys, teachers = load_tokenizer(facts.config.model.folder), load_tokenizer(teacher.path, "teacher.path")
         if policys.get_vocab() != teachers.get_vocab():
-            rule, fix = _SAME_TOKENIZER
-            raise _refuse(teacher, f"{rule}, but its vocabulary differs from the policy's", fix)
+            raise _refuse_vocabulary(teacher, "differs from the policy's")
 
 
 @rule(Needs.WEIGHTS | Needs.MODEL | Needs.TRAINER)

@@ -5,8 +5,6 @@ after all work that was queued before it. If kernels wait for an exchange, its r
 takes processors and memory bandwidth from the kernels that run beside it.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -35,9 +33,8 @@ class Bound:
     hidden: float
     """Seconds of communication that overlaps with computation."""
     elementwise: float
-    """Bytes moved by kernels other than products, attention, and copies for communication and syncs."""
+    """Bytes moved by kernels other than `_NOT_ELEMENTWISE`."""
     kernels: float
-    """Kernels that the host launches."""
 
     @property
     def total(self) -> float:
@@ -92,7 +89,6 @@ def count_least_bytes(phase: Phase, bound: Bound, job: Workload, candidate: Cand
 
 
 def _count_kernel_seconds(moved: Mapping[str, float], flops: Mapping[str, float], gpu: Gpu) -> dict[str, float]:
-    """Return the seconds of kernels by kind."""
     seconds = {kind: gpu.memory_seconds(count) for kind, count in moved.items()}
     for dtype, count in flops.items():
         if count and dtype in gpu.rates:

@@ -1,13 +1,8 @@
 """Saves and loads a rank's part of a checkpoint with the run's own functions, except for the bytes of the files.
 
-Megatron plans a save from the parts that all ranks name. A rehearsed rank is alone, so the contributions of other ranks are derived:
-
-- Every part of this rank must lie where `parallel.megatron_shards` places the rank's weights (`check_places`), as syncs and exports expect.
-  Every weight of the rank must have a part, unless a replica saves it.
-- The other ranks contribute each remaining cell of every tensor's grid once. Megatron's and torch's own checks then run on the whole grid.
+Megatron plans a save from the parts that all ranks name. A rehearsed rank is alone: the other ranks contribute each remaining cell of every
+tensor's grid once, so that Megatron's and torch's own checks run on the whole grid. `check_places` checks where this rank's parts lie.
 """
-
-from __future__ import annotations
 
 import io
 from collections import defaultdict
@@ -17,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
@@ -36,7 +32,6 @@ from megatron_rl.mcore.checkpoint.async_save import AsyncSave
 from megatron_rl.mcore.checkpoint.run_weights import find_stored
 from megatron_rl.rehearsal.collectives import answer_for_others
 from megatron_rl.rehearsal.device import FakeGpu
-from megatron_rl.rehearsal.replacing import replaced
 from parallel.layout import Coordinates, Layout
 from parallel.megatron_shards import build_megatron_shards
 from parallel.model_geometry import ModelGeometry
@@ -57,7 +52,6 @@ class RehearsedFiles:
     texts: dict[str, bytes] = field(default_factory=dict)
     """Serialized objects other than tensors, by name."""
     nbytes: int = 0
-    """Bytes that this rank writes."""
     _plan: SavePlan = field(default_factory=lambda: SavePlan([]))
     _results: list[WriteResult] = field(default_factory=list)
     _rest: list[WriteItem] = field(default_factory=list)
@@ -77,16 +71,16 @@ class RehearsedFiles:
 
         with (
             answer_for_others(self._answer),
-            replaced(AsyncSave, "_write", write),
-            replaced(async_save, "check_room", lambda *_: None),  # this machine's disk is not the job's
-            replaced(FileSystemReader, "read_data", read),
+            mock.patch.object(AsyncSave, "_write", write),
+            mock.patch.object(async_save, "check_room"),  # this machine's disk is not the job's
+            mock.patch.object(FileSystemReader, "read_data", read),
         ):
             yield
 
     def complete_as_rank0(self, folder: Path) -> None:
         """Write the files that rank 0 adds to a checkpoint into `folder`, unless this rank is rank 0."""
         if not is_rank0():
-            _, metadata = MCoreSavePlanner(flatten_state_dict=False).create_global_plan([self._plan, self._plan_rest()])
+            _, metadata = MCoreSavePlanner(flatten_state_dict=False).create_global_plan([self._plan, SavePlan(self._rest)])
             FileSystemWriter(folder).finish(metadata, [self._results, self._write_rest()])
             torch.save({}, folder / "common.pt")
             save_config(CheckpointingConfig("torch_dist", 1), str(folder))
@@ -95,7 +89,7 @@ class RehearsedFiles:
         """Return the objects of other ranks for this rank's object; see `answer_for_others`."""
         if isinstance(said, SavePlan):
             self._plan = said
-            return self._plan_rest(), SavePlan([])
+            return SavePlan(self._rest), SavePlan([])
         if not isinstance(said, list) or not said:
             return None
         if isinstance(said[0], ShardedTensor | ShardedObject):
@@ -129,10 +123,6 @@ class RehearsedFiles:
         if buckets:
             results.put(written)
         return files
-
-    def _plan_rest(self) -> SavePlan:
-        """Return torch's plan of what the other ranks write."""
-        return SavePlan(self._rest)
 
     def _write_rest(self) -> list[WriteResult]:
         return [WriteResult(item.index, 0, _StorageInfo("__other.distcp", 0, 0)) for item in self._rest]
@@ -217,7 +207,8 @@ def _check_place(parts: list[ShardedTensor], shard: Shard, whole: Shard) -> None
     """Check the parts of a shard, which are consecutive rows."""
     row = 0
     for part in parts:
-        (rows, cols), (first_row, first_col) = (_as_matrix(each, part.prepend_axis_num, pad) for each, pad in _shape_and_place(part))
+        rows, cols = _as_matrix(part.local_shape, 0, 1)
+        first_row, first_col = _as_matrix(part.global_offset, part.prepend_axis_num, 0)
         total = _as_matrix(part.global_shape, part.prepend_axis_num, 1)
         if total[1] != whole.cols or (total[0] != whole.rows and not part.allow_shape_mismatch) or cols != shard.cols:
             raise MisplacedPartError(
@@ -236,10 +227,6 @@ def _check_place(parts: list[ShardedTensor], shard: Shard, whole: Shard) -> None
         row += rows
     if row != shard.rows:
         raise MisplacedPartError(f"{parts[0].key}: {row} rows would be saved of the {shard.rows} that the rank has")
-
-
-def _shape_and_place(part: ShardedTensor) -> tuple[tuple[Any, int], tuple[Any, int]]:
-    return ((*(1,) * part.prepend_axis_num, *part.local_shape), 1), (part.global_offset, 0)
 
 
 def _as_matrix(sizes: Any, prepended: int, pad: int) -> tuple[int, int]:

@@ -4,8 +4,6 @@ Python objects are exchanged in the same way, with two exceptions. Only the last
 rank names other parts (`answer_for_others`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -183,11 +183,10 @@ def _copy_to(gpu: FakeGpu, func: Any, args: tuple, kwargs: dict) -> Any:
     kwargs = {name: value for name, value in kwargs.items() if name != "pin_memory"}
     if device is None or torch.device(device).type == source.device.type:
         return gpu.run(func, args, kwargs)
-    waits = not kwargs.get("non_blocking", False)
     if _is_cuda(device):
-        gpu.recorder.copy("to device", source)
         return gpu.run(func, args, kwargs)
-    gpu.recorder.copy("to host", source, waits)
+    if not kwargs.get("non_blocking", False):
+        gpu.recorder.wait("copy to host")
     return gpu.to_host(source, kwargs.get("dtype"))
 
 
@@ -195,11 +194,9 @@ def _copy_into(gpu: FakeGpu, func: Any, args: tuple, kwargs: dict) -> Any:
     target, source = args[:2]
     if not isinstance(source, torch.Tensor):  # a number
         return gpu.run(aten.fill_.Scalar, (target, source), {})
-    waits = not (args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
-    if _on_cuda(target) and not _on_cuda(source):
-        gpu.recorder.copy("to device", source)
-    elif _on_cuda(source) and not _on_cuda(target):
-        gpu.recorder.copy("to host", source, waits)
+    if _on_cuda(source) and not _on_cuda(target):
+        if not (args[2] if len(args) > 2 else kwargs.get("non_blocking", False)):
+            gpu.recorder.wait("copy to host")
         if not isinstance(target, FakeTensor):
             return target.copy_(plausible_value(source))
     return gpu.run(func, args, kwargs)

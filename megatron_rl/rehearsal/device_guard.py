@@ -1,7 +1,5 @@
 """Lets any build of torch run autograd on tensors of device `cuda` without a GPU, by a small C++ library. Does not import torch."""
 
-from __future__ import annotations
-
 import ctypes
 import importlib.util
 import shutil

@@ -3,8 +3,6 @@
 The engine runs in a process of its own, with tensors that have a shape and no memory.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 from collections.abc import Mapping
@@ -36,9 +34,8 @@ class EngineRankReport:
     model: str
     """The engine's model class."""
     tensors: int
-    """Number of tensors that a sync fills."""
+    """Number of tensors that a sync fills. `bytes` is their size."""
     bytes: int
-    """Bytes of these tensors."""
     chunks: int
     """Number of chunks of a sync that were unpacked into these tensors."""
     planned: int
@@ -69,7 +66,7 @@ def rehearse_engine(config: Config, planned: int, gpu: Gpu) -> list[EngineRankRe
         planned: planned bytes of a rank's weights.
     """
     contract, ranks = PrecisionContract.from_config(config.precision), sorted({0, config.rollout.tp - 1})
-    command = [*find_engine_launcher(config.rollout.engine).rehearsal_command("rank"), ",".join(map(str, ranks))]
+    command = [*find_engine_launcher(config.rollout.engine).rehearsal_command(), ",".join(map(str, ranks))]
     job = json.dumps({"config": config.model_dump(mode="json"), "gpu": asdict(gpu)})
     done = subprocess.run(command, input=job, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
     if done.returncode:

@@ -6,8 +6,6 @@ outer caller decides. In a backward pass autograd calls operators without their 
 (`record_owners`). A collective of a function that is not in the table is refused. Groups with the same ranks count as one.
 """
 
-from __future__ import annotations
-
 import functools
 import sys
 from collections.abc import Callable, Iterable
@@ -72,7 +70,6 @@ _OWNERS = {
     "megatron_rl/mcore/layers/moe/router.py Router.attach_and_log_load_balancing_loss": "tp*cp",
     "megatron_rl/mcore/layers/moe/router.py": "world",
     "megatron_rl/mcore/layers/linear/row_parallel.py": _CALLER,
-    "megatron_rl/mcore/layers/attention/shared_heads.py": "tp",
     "megatron_rl/mcore/layers/spec.py": _CALLER,
     "megatron_rl/mcore/layers/moe/token_counts.py": "etp*ep",
     "megatron_rl/mcore/passes/logprobs.py": "tp",

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from safetensors import safe_open
@@ -18,7 +19,6 @@ from safetensors import safe_open
 from megatron_rl.hf import read
 from megatron_rl.hf.files import INDEX, SINGLE, read_config
 from megatron_rl.rehearsal.device import FakeGpu
-from megatron_rl.rehearsal.replacing import replaced
 from parallel.formats import BF16
 from parallel.model_geometry import ModelGeometry
 from parallel.mtp_layers import list_mtp_tensors
@@ -38,7 +38,7 @@ def read_headers_only(gpu: FakeGpu, folder: Path, scratch: Path) -> Iterator[Pat
         (scratch / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(derived, SINGLE)}))
         (scratch / SINGLE).touch()
         folder = scratch
-    with replaced(read, "safe_open", lambda path, framework: _Headers(gpu, derived or _read_headers(path))):
+    with mock.patch.object(read, "safe_open", lambda path, framework: _Headers(gpu, derived or _read_headers(path))):
         yield folder
 
 
@@ -62,17 +62,15 @@ def _read_headers(path: Any) -> dict[str, Header]:
         return {name: (view.get_shape(), view.get_dtype()) for name, view in slices.items()}
 
 
-class _Headers:
+class _Headers(dict[str, Header]):
     """Stands in for the result of `safe_open`."""
 
     def __init__(self, gpu: FakeGpu, headers: dict[str, Header]) -> None:
-        self._gpu, self._headers = gpu, headers
-
-    def keys(self) -> list[str]:
-        return list(self._headers)
+        super().__init__(headers)
+        self._gpu = gpu
 
     def get_slice(self, name: str) -> _Slice:
-        return _Slice(self._gpu, *self._headers[name])
+        return _Slice(self._gpu, *self[name])
 
 
 class _Slice:

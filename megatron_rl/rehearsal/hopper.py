@@ -5,8 +5,6 @@ so `build_stubs` compiles a libcuda.so.1 whose functions all fail, which lets th
 device.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,31 +1,18 @@
 """Runs one rank's part of a run with the run's own functions, from the checkpoint to two optimizer steps, a sync, a save and a resume.
 
-    build        process groups, model, weights, optimizer and masters; reference and teacher
-    logprobs     actor, reference and teacher over the samples
-    critic 1     the critic's values and first optimizer step, if there is a critic
-    update 1     the first optimizer step, which allocates Adam's moments
-    off-load     the optimizer's state moves to the host, if trainer and engine share a GPU
-    sync         this rank's chunks are packed and hashed
-    checkpoint   the run's state is saved, except for the bytes of files (`rehearsal.checkpoint`)
-    restore      the optimizer's state returns
-    logprobs 2   log-probs again, with everything that a later step holds
-    critic 2     the critic's next values and optimizer step
-    update 2     the next optimizer step
-    resume       the checkpoint is loaded as in a run: without frozen models, with both optimizers on the device
-
-Samples fill micro-batches to the last token, as `plan` assumes. Their number is the smallest that shows everything a step does: one
-micro-batch more than the rank's stage has in flight, or twice as many if two micro-batches take turns.
+docs/guides/rehearse.md lists the phases. Samples fill micro-batches to the last token, as `plan` assumes. Their number is the smallest that
+shows everything a step does: one micro-batch more than the rank's stage has in flight, or twice as many if two micro-batches take turns.
 """
-
-from __future__ import annotations
 
 import functools
 import gc
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -39,7 +26,7 @@ from megatron_rl.cost.hardware import Gpu
 from megatron_rl.cost.workload import MEAN_LENGTH_SHARE
 from megatron_rl.distributed import is_rank0
 from megatron_rl.hf.files import read_config
-from megatron_rl.mcore.actor import Actor, Critic, Policy
+from megatron_rl.mcore.actor import Actor, Critic
 from megatron_rl.mcore.checkpoint.checkpointing import load_run_checkpoint
 from megatron_rl.mcore.checkpoint.folder import checkpoint_folder, unfinished_folder
 from megatron_rl.mcore.layers.linear.quantized_linear import QuantizedLinear
@@ -55,11 +42,9 @@ from megatron_rl.rehearsal.device import FakeGpu
 from megatron_rl.rehearsal.fake_cuda import one_rank
 from megatron_rl.rehearsal.hf_headers import read_headers_only
 from megatron_rl.rehearsal.recorder import Phase, Recorder, find_line_of
-from megatron_rl.rehearsal.replacing import replaced
 from megatron_rl.sync.plan import cut_into_chunks, plan_transfers
-from megatron_rl.training.checkpoint_manager import CheckpointManager
+from megatron_rl.training.checkpoint_manager import CheckpointManager, TrainState
 from megatron_rl.training.policies import load_actor, load_critic, load_reference, load_teacher
-from megatron_rl.training.train_state import TrainState
 from parallel.layout import EngineLayout, Layout
 from parallel.model_geometry import ModelGeometry
 from parallel.reshard import Transfer
@@ -67,31 +52,29 @@ from parallel.shards import Shard
 from parallel.transport.pack import make_source_packer
 
 
+@dataclass
 class RankRehearsal:
     """The phases of one rank, and the fault that ended it, if any."""
 
-    def __init__(self, rank: int, recorder: Recorder) -> None:
-        self.rank, self._recorder = rank, recorder
-        self.fault = ""
-        """Type, phase, line and message of the error, or ""."""
-
-    @property
-    def phases(self) -> list[Phase]:
-        return self._recorder.phases
+    rank: int
+    phases: list[Phase]
+    fault: str = ""
+    """Type, phase, line and message of the error, or ""."""
+    error: Exception | None = None
 
 
 def rehearse_rank(config: Config, rank: int, gpu: Gpu) -> RankRehearsal:
     """Run rank `rank`. An error of the program ends the rank and is part of the result."""
     layout = config.train.layout.to_layout()
     with one_rank(rank, layout.world_size, gpu) as device, tempfile.TemporaryDirectory() as scratch:
-        rehearsal = RankRehearsal(rank, device.recorder)
+        rehearsal = RankRehearsal(rank, device.recorder.phases)
         try:
             with _observe_passes(device.recorder):
                 _run(config, layout, device, Path(scratch))
         except Exception as error:
             message = (str(error).strip().splitlines() or [""])[0]
             rehearsal.fault = f"{type(error).__name__} in phase {device.recorder.phase.name} at {find_line_of(error)}: {message}"
-            rehearsal.error = error  # type: ignore[attr-defined]
+            rehearsal.error = error
         finally:
             gc.unfreeze()
             stop_megatron()
@@ -123,11 +106,11 @@ def _observe_passes(recorder: Recorder) -> Iterator[None]:
 
     with ExitStack() as patches:
         for name in ("forward_step", "backward_step"):
-            patches.enter_context(replaced(schedules, name, observe(getattr(schedules, name), True)))
-        patches.enter_context(replaced(profiling, "begin_micro_batch", observe(profiling.begin_micro_batch, True, 1)))
-        patches.enter_context(replaced(RoutingReplay, "begin", begin_router))
+            patches.enter_context(mock.patch.object(schedules, name, observe(getattr(schedules, name), True)))
+        patches.enter_context(mock.patch.object(profiling, "begin_micro_batch", observe(profiling.begin_micro_batch, True, 1)))
+        patches.enter_context(mock.patch.object(RoutingReplay, "begin", begin_router))
         for owner in (QuantizedLinear, GroupedLinear):
-            patches.enter_context(replaced(owner, "operand", property(observe(vars(owner)["operand"].fget, False))))
+            patches.enter_context(mock.patch.object(owner, "operand", property(observe(vars(owner)["operand"].fget, False))))
         yield
 
 
@@ -140,7 +123,11 @@ def _run(config: Config, layout: Layout, gpu: FakeGpu, scratch: Path) -> None:
         actor, shards = load_actor(config, layout, hf_config)
         reference = load_reference(config, layout, hf_config, actor)
         critic = load_critic(config, layout, hf_config)
-    teacher = _load_teacher(config, layout, gpu, scratch / "teacher")
+    teacher = None
+    if config.teacher is not None:
+        (scratch / "teacher").mkdir()
+        with read_headers_only(gpu, config.teacher.path, scratch / "teacher") as folder:
+            teacher = load_teacher(config.model_copy(update={"teacher": config.teacher.model_copy(update={"path": folder})}), layout)
     if critic is not None and config.placement.kind == "colocated":
         critic.offload_optimizer()
     samples = make_samples(config, layout, dist.get_rank(), max(actor.chunks[0].config.at_once))
@@ -190,14 +177,6 @@ def _run(config: Config, layout: Layout, gpu: FakeGpu, scratch: Path) -> None:
     gpu.recorder.end()
 
 
-def _load_teacher(config: Config, layout: Layout, gpu: FakeGpu, scratch: Path) -> Policy | None:
-    if config.teacher is None:
-        return None
-    scratch.mkdir()
-    with read_headers_only(gpu, config.teacher.path, scratch) as folder:
-        return load_teacher(config.model_copy(update={"teacher": config.teacher.model_copy(update={"path": folder})}), layout)
-
-
 def _train_critic(config: Config, actor: Actor, critic: Critic | None, samples: list[TrainingSample], gpu: FakeGpu, phase: str) -> None:
     """Compute values and take an optimizer step, as `training.critic_trainer` does. Do nothing without a critic."""
     if critic is None:
@@ -217,7 +196,7 @@ def _train_critic(config: Config, actor: Actor, critic: Critic | None, samples: 
 
 
 def _save(config: Config, layout: Layout, actor: Actor, critic: Critic | None, hf_config: dict[str, Any], run: Path) -> Path:
-    """Save the first step's policy as the training loop does, and return its folder, which only rank 0 renames."""
+    """Save the first step's policy as the training loop does, and return its folder. Only rank 0 renames a finished folder."""
     manager = CheckpointManager(config, layout, run, actor, hf_config, lambda _: None, -1, critic)
     critic_steps = 0 if critic is None else critic.steps_done
     manager.write(TrainState(1, actor.steps_done, (0.0, 0.0), dict, critic_steps=critic_steps), last=True)

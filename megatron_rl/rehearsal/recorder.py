@@ -1,9 +1,8 @@
 """Records what a rehearsal does on one rank's device: memory, host waits, copies, collectives and work, by phase and by line of code."""
 
-from __future__ import annotations
-
 import functools
 import sys
+import traceback
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
@@ -26,8 +25,7 @@ def find_line() -> str:
     """Return file and line of the innermost frame in the project, Megatron or SGLang."""
     frame: Any = sys._getframe(1)
     while frame is not None:
-        name = find_name(frame.f_code)
-        if name:
+        if name := find_name(frame.f_code):
             return f"{name}:{frame.f_lineno}"
         frame = frame.f_back
     return "autograd"
@@ -43,21 +41,13 @@ def find_name(code: CodeType) -> str:
 
 def find_line_of(error: BaseException) -> str:
     """Return the innermost line of the project, Megatron or SGLang in an error's traceback."""
-    line, trace = "?", error.__traceback__
-    while trace is not None:
-        if name := find_name(trace.tb_frame.f_code):
-            line = f"{name}:{trace.tb_lineno}"
-        trace = trace.tb_next
-    return line
+    frames = [(find_name(frame.f_code), line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    return next((f"{name}:{line}" for name, line in reversed(frames) if name), "?")
 
 
 def shorten(name: str) -> str:
     """Return a file name relative to the parent of its package."""
-    for package in _PACKAGES:
-        at = name.rfind("/" + package)
-        if at >= 0:
-            return name[at + 1 :]
-    return name
+    return next((name[at + 1 :] for package in _PACKAGES if (at := name.rfind("/" + package)) >= 0), name)
 
 
 @dataclass
@@ -111,8 +101,6 @@ class Phase:
     waits: Counter = field(default_factory=Counter)
     """(kind, line) -> number of times that the host waits for the device."""
     waits_in_passes: Counter = field(default_factory=Counter)
-    copies: Counter = field(default_factory=Counter)
-    """(direction, line) -> bytes."""
     collectives: dict[tuple[str, str, str], list[int]] = field(default_factory=lambda: defaultdict(lambda: [0, 0]))
     """(kind, group, line) -> [calls, bytes of the whole tensor]."""
     sent: dict[tuple[str, int, int, bool], float] = field(default_factory=lambda: defaultdict(float))
@@ -126,8 +114,20 @@ class Phase:
 
     @property
     def traffic(self) -> int:
-        """Bytes that kernels read and write."""
         return sum(self.moved.values())
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the figures that trainer and engine ranks report."""
+        return {
+            "phase": self.name,
+            "peak_at": {"operator": self.peak.at, "line": self.peak.line},
+            "operators": self.operators,
+            "flops": dict(self.flops),
+            "host_waits": [
+                {"kind": kind, "line": line, "count": count, "in_micro_batches": self.waits_in_passes[kind, line]}
+                for (kind, line), count in self.waits.most_common()
+            ],
+        }
 
 
 class Recorder:
@@ -163,10 +163,11 @@ class Recorder:
         for tensor in out if isinstance(out, list | tuple) else (out,):
             if isinstance(tensor, torch.Tensor):
                 self.hold(tensor, func) if tensor.device.type == "cuda" else self.hold_on_host(tensor)
-        if known is None or (len(inputs) > 1 and _share_memory(inputs)):
+        shares = len(inputs) > 1 and len({tensor.untyped_storage()._cdata for tensor in inputs}) < len(inputs)
+        if known is None or known.moved is None or shares:
             moved = count_moved(func, args, kwargs, out)
-        elif known.moved is None:
-            moved = known.moved = count_moved(func, args, kwargs, out)
+            if known is not None and not shares:
+                known.moved = moved
         else:
             moved = known.moved
         if moved:
@@ -267,12 +268,6 @@ class Recorder:
         if self.in_pass:
             self.phase.waits_in_passes[kind, line] += 1
 
-    def copy(self, direction: str, tensor: torch.Tensor, waits: bool = False) -> None:
-        """Record a copy `to host` or `to device`, and whether the host waits for the device."""
-        self.phase.copies[direction, find_line()] += count_bytes(tensor)
-        if waits:
-            self.wait(f"copy {direction}")
-
     def collective(self, kind: str, group: str, nbytes: int, ranks: Sequence[int] = ()) -> Callable[[], None]:
         """Record a collective, and return a function to call when the device waits for it.
 
@@ -298,10 +293,6 @@ class Recorder:
         self._segment.exchange, self._segment.sent = exchange, sent
         self.phase.timeline.append(self._segment)
         self._segment = Segment()
-
-
-def _share_memory(tensors: list[torch.Tensor]) -> bool:
-    return len({tensor.untyped_storage()._cdata for tensor in tensors}) < len(tensors)
 
 
 _PRODUCTS = ("aten::mm", "aten::addmm", "aten::addmm_", "aten::bmm", "aten::baddbmm")

@@ -1,19 +1,16 @@
 """Report of a rehearsal by rank: faults, memory against the plan, host waits, traffic, and lower bounds of a step."""
 
-from __future__ import annotations
-
-from collections import Counter, defaultdict
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from megatron_rl.cost.hardware import GIB, Cluster
 from megatron_rl.cost.weights import count_layer_kinds
 from megatron_rl.cost.workload import Candidate, Workload
 from megatron_rl.planner.memory_by_phase import CUDA_CONTEXT_BYTES, count_trainer_parts
+from megatron_rl.planner.tables import make_console, make_table
 from megatron_rl.rehearsal.bound import Bound, count_least_bytes, estimate_bound
 from megatron_rl.rehearsal.engine_rank import TOLERANCE, EngineRankReport
 from megatron_rl.rehearsal.job import RankRehearsal
@@ -31,7 +28,6 @@ PLANNED = {
 _MAY_WAIT = "megatron_rl/mcore/layers/moe/token_counts.py"
 """The host must know how many tokens an all-to-all of experts sends where: one wait per layer whose router does not replay a record."""
 _LINES = 12
-_WIDTH = 120
 
 
 @dataclass(frozen=True)
@@ -41,8 +37,6 @@ class PhaseReport:
     phase: Phase
     planned: float | None
     """Planned bytes without the CUDA context, or None if the plan has no such phase."""
-    seconds: dict[str, float]
-    """Roofline seconds of matrix products, and of the bytes that operators read and write."""
     bound: Bound | None
     """Lower bound of a real step, or None for phases without passes."""
     least: float | None
@@ -58,30 +52,20 @@ class PhaseReport:
 
     def as_json(self) -> dict[str, Any]:
         phase, peak = self.phase, self.phase.peak
-        return {
-            "phase": phase.name,
+        return phase.as_json() | {
             "held_bytes": phase.held,
             "peak_bytes": peak.nbytes,
-            "peak_at": {"operator": peak.at, "line": peak.line},
             "peak_by_line": {line: nbytes for line, nbytes in Counter(peak.by_line).most_common(_LINES) if nbytes},
             "left_bytes": phase.left,
             "host_peak_bytes": phase.host_peak,
             "written_bytes": phase.written,
             "planned_bytes": self.planned,
-            "operators": phase.operators,
             "operator_bytes": phase.traffic,
             "bytes_by_kind": _sum_by_kind(phase),
             "bytes_by_line": [{"kind": kind, "line": line, "bytes": count} for (kind, line), count in phase.moved.most_common()],
-            "flops": dict(phase.flops),
-            "seconds": self.seconds,
             "bound": self.bound.as_json() if self.bound else None,
             "least_elementwise_bytes": self.least,
             "micro_batches": phase.passes,
-            "host_waits": [
-                {"kind": kind, "line": line, "count": count, "in_micro_batches": phase.waits_in_passes[kind, line]}
-                for (kind, line), count in phase.waits.most_common()
-            ],
-            "copies": [{"direction": way, "line": line, "bytes": count} for (way, line), count in phase.copies.most_common()],
             "collectives": [
                 {"kind": kind, "group": group, "line": line, "count": count, "bytes": nbytes}
                 for (kind, group, line), (count, nbytes) in sorted(phase.collectives.items(), key=lambda entry: -entry[1][1])
@@ -131,8 +115,7 @@ def make_report(rehearsal: RankRehearsal, job: Workload, cluster: Cluster) -> Ra
             planned = sum(count_trainer_parts(job, candidate, stage, PLANNED[phase.name]).values()) - CUDA_CONTEXT_BYTES
         bound = estimate_bound(phase, job, candidate, cluster)
         least = count_least_bytes(phase, bound, job, candidate, stage) if bound else None
-        seconds = {"products": cluster.gpu.product_seconds(phase.flops), "memory": cluster.gpu.memory_seconds(phase.traffic)}
-        phases.append(PhaseReport(phase, planned, seconds, bound, least))
+        phases.append(PhaseReport(phase, planned, bound, least))
     layers = sum(count_layer_kinds(job.model, candidate.train, stage))
     return RankReport(rehearsal.rank, stage, rehearsal.fault, layers, phases)
 
@@ -145,11 +128,9 @@ def _sum_by_kind(phase: Phase) -> dict[str, int]:
     return dict(sums.most_common())
 
 
-def print_report(reports: list[RankReport], engine: list[EngineRankReport], differing: list[str] | None) -> None:
-    """Print all ranks, with details of the phases that a step repeats. `differing`: see `signatures.compare_installed`."""
-    console = Console(highlight=False, markup=False, emoji=False)
-    if not console.is_terminal:
-        console.width = _WIDTH
+def print_report(reports: list[RankReport], engine: list[EngineRankReport]) -> None:
+    """Print all ranks, with the bounds of the phases that a step repeats."""
+    console = make_console()
     for report in reports:
         console.print(f"\nRank {report.rank}, pipeline stage {report.stage}")
         if report.fault:
@@ -159,8 +140,7 @@ def print_report(reports: list[RankReport], engine: list[EngineRankReport], diff
         console.print(_memory(report))
         for each in report.phases:
             if each.phase.passes and each.phase.name in PLANNED:
-                for table in (_moved(each.phase), _waits(each.phase), _collectives(each.phase)):
-                    console.print(table)
+                console.print(_waits(each.phase))
                 if each.bound:
                     console.print(_bound(each.phase.name, each.bound))
                     if each.least:
@@ -174,28 +154,22 @@ def print_report(reports: list[RankReport], engine: list[EngineRankReport], diff
             console.print(_passes(found, found.forward))
     if not any(found.forward for found in engine):
         console.print("The engine's forward passes were not rehearsed: FlashInfer's attention is not supported.")
-    for line in differing or ():
-        console.print(f"FAULT: {line}", soft_wrap=True)
-    if differing is not None:
-        console.print(f"The kernels' parameters {'differ from' if differing else 'are'} those of the installed libraries.")
     wrong = [f"rank {report.rank}" for report in reports if not report.passes]
     wrong += [f"engine rank {found.rank}" for found in engine if not found.passes]
-    wrong += ["the installed libraries"] if differing else []
     good = f"All {len(reports)} ranks run, take the memory that `plan` says, and wait in no layer for the device."
     verdict = f"NOT as planned: {', '.join(wrong)}." if wrong else good
     console.print(f"\n{verdict} Nothing has run on a GPU.")
 
 
 def _memory(report: RankReport) -> Table:
-    heads = ["phase", "held", "peak GiB", "plan", "differs", "host", "reached at", "operators", "products s", "memory s"]
-    table = _table("Memory, and seconds of roofline", heads)
+    heads = ["phase", "held", "peak GiB", "plan", "differs", "host", "reached at", "operators"]
+    table = _table("Memory", heads)
     for each in report.phases:
         phase, planned = each.phase, each.planned
         differs = "" if each.difference is None else f"{each.difference:+.1%}" + ("" if each.agrees else " !")
         gib = [f"{phase.held / GIB:.2f}", f"{phase.peak.nbytes / GIB:.2f}", "" if planned is None else f"{planned / GIB:.2f}"]
-        times = [f"{each.seconds[name]:.3g}" for name in ("products", "memory")]
         at = f"{phase.peak.at} {phase.peak.line}"
-        table.add_row(phase.name, *gib, differs, f"{phase.host_peak / GIB:.2f}", at, str(phase.operators), *times)
+        table.add_row(phase.name, *gib, differs, f"{phase.host_peak / GIB:.2f}", at, str(phase.operators))
     return table
 
 
@@ -230,25 +204,6 @@ def _waits(phase: Phase) -> Table:
     return table
 
 
-def _moved(phase: Phase) -> Table:
-    table = _table(f"{phase.name}: bytes that kernels read and write", ["kind", "GiB", "most of it at line", "of it GiB"])
-    for kind, nbytes in _sum_by_kind(phase).items():
-        most, line = max((count, line) for (of, line), count in phase.moved.items() if of == kind)
-        table.add_row(kind, f"{nbytes / GIB:.2f}", line, f"{most / GIB:.2f}")
-    return table
-
-
-def _collectives(phase: Phase) -> Table:
-    table = _table(f"{phase.name}: collectives", ["kind", "group", "calls", "GiB"])
-    sums: dict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0])
-    for (kind, group, _), (count, nbytes) in phase.collectives.items():
-        sums[kind, group][0] += count
-        sums[kind, group][1] += nbytes
-    for (kind, group), (count, nbytes) in sorted(sums.items(), key=lambda entry: -entry[1][1]):
-        table.add_row(kind, group, str(count), f"{nbytes / GIB:.3f}")
-    return table
-
-
 def _bound(name: str, bound: Bound) -> Table:
     each = f"{bound.kernels:.3g} kernels, {1e6 * bound.total / bound.kernels:.3g} us each"
     times = f"{bound.total:.3g} s ({each}), {bound.hidden:.2g} s of communication hidden"
@@ -259,8 +214,4 @@ def _bound(name: str, bound: Bound) -> Table:
 
 
 def _table(title: str, heads: list[str]) -> Table:
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
-    for head in heads:
-        words = head in ("phase", "pass", "kind", "group", "line", "for", "reached at", "most of it at line")
-        table.add_column(head, justify="left" if words else "right", overflow="fold")
-    return table
+    return make_table(title, heads, ("phase", "pass", "kind", "for", "line", "reached at"))

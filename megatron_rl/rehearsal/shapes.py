@@ -4,8 +4,6 @@ FakeTensorMode takes 100 to 300 microseconds per operator, mostly for symbolic s
 not use. A rank of a large model runs half a million operators, of which a few thousand differ.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -27,8 +25,6 @@ _ALWAYS_KNOWN = {torch.ops.aten.index.Tensor}
 """Operators whose masks, which make shapes depend on values, are resolved before."""
 _BY_OFFSET = {torch.ops.aten.as_strided.default}
 """Views whose storage offset is an argument."""
-
-
 _PLAIN = {int, float, bool, str, type(None), torch.dtype, torch.device, torch.memory_format, torch.layout}
 
 
@@ -58,7 +54,7 @@ class Known:
 
 
 _known: dict[Any, Known] = {}
-"""Results by operator and description of its arguments, for all ranks of a process."""
+"""Results by operator and description of its arguments."""
 
 
 def describe(value: Any, tensors: list[torch.Tensor]) -> Any:

@@ -1,53 +1,21 @@
-"""Compares the shape functions that stand in for library kernels with the installed libraries.
+"""Compares the shape functions that stand in for library kernels with the installed libraries, for tools/gpu_packages.py.
 
 Each kernel file has a table `STANDS_FOR` that maps the name of a library function to its shape function. Both must have the same parameters
 at the same positions. The library may have additional parameters with defaults, and a shape function may accept those as `**others`.
-Libraries are imported, behind a pretended Hopper GPU if there is no driver. Transformer Engine is read from its source files, because
-importing it requires an extension that is built from source.
+Libraries are imported. Transformer Engine is read from its source files, because importing it requires an extension that is built from
+source.
 """
 
-from __future__ import annotations
-
 import ast
-import ctypes
 import inspect
-import os
 import pkgutil
-import subprocess
-import sysconfig
-import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
 LIBRARIES = ("deep_gemm", "transformer_engine", "sgl_kernel", "flashinfer")
 _READ_FROM_SOURCE = "transformer_engine"
-_DRIVER = "libcuda.so.1"
-
-
-def compare_installed(command: Sequence[str]) -> list[str] | None:
-    """Return the differences, one line each, that a process with this command finds; None if no library is installed."""
-    if not any(map(is_installed, LIBRARIES)):
-        return None
-    with tempfile.TemporaryDirectory() as folder:
-        environment = dict(os.environ)
-        if not _has_driver():
-            from megatron_rl.rehearsal.hopper import build_stubs
-
-            environment |= build_stubs(Path(folder), Path(sysconfig.get_paths()["purelib"]))
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    if done.returncode and not done.stdout:
-        return [f"the installed libraries cannot be compared: {(done.stderr.strip().splitlines() or [''])[-1]}"]
-    return done.stdout.splitlines()
-
-
-def _has_driver() -> bool:
-    try:
-        ctypes.CDLL(_DRIVER)
-    except OSError:
-        return False
-    return True
 
 
 def is_installed(library: str) -> bool:

@@ -1,7 +1,5 @@
 """Bytes that an operator reads and writes on a GPU, counting each tensor once at its real size."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterable, Iterator
 from typing import Any

@@ -1,12 +1,11 @@
 """The comparison of several runs: one HTML page in the style of the report, made from the runs' folders."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.config.base import flatten
 from megatron_rl.errors import UserError
 from megatron_rl.metrics import STEP_SECONDS, Declarations, MetricValue
 from megatron_rl.observability.files import replace_file
@@ -18,39 +17,27 @@ _MINUTES = "minutes since the run's first row"
 
 
 def write_comparison(run_dirs: Sequence[Path], output: Path | None) -> Path:
-    """Write the page that compares these runs and return its path: `output`, or comparison.html in their common parent folder.
-
-    The first run is the baseline. Raises UserError("RUN_DIR") for a folder without a readable run, or a folder named twice.
-    """
+    """Write the page that compares these runs and return its path: `output`, or comparison.html in their common parent folder. The first
+    run is the baseline. Raises UserError("RUN_DIR") for a folder without a readable run, or a folder named twice."""
     folders = [folder.resolve() for folder in run_dirs]
     if twice := [str(folder) for number, folder in enumerate(folders) if folder in folders[:number]]:
         raise UserError("RUN_DIR", twice[0], "is named twice", "name each run once")
-    runs = dict(zip(_shorten(folders), map(read_facts, run_dirs), strict=True))
+    common = Path(os.path.commonpath([folder.parent for folder in folders]))
+    runs = {str(folder.relative_to(common)): read_facts(run_dir) for folder, run_dir in zip(folders, run_dirs, strict=True)}
     page = render_page(
         "comparison.html.j2",
         runs=runs,
-        tiles=_align_tiles(runs),
+        tiles=[(tiles[0].name, tiles) for tiles in zip(*(run.tiles for run in runs.values()), strict=True)],
         warnings=[f"{name}: {warning}" for name, run in runs.items() for warning in run.warnings],
         pictures=[(plot, picture) for plot, picture in _draw_plots(runs) if picture],
-        settings=_find_differences({name: _flatten(run.run.get("config") or {}) for name, run in runs.items()}),
+        settings=_find_differences({name: flatten(run.run.get("config") or {}) for name, run in runs.items()}),
         versions=_find_differences({name: run.run.get("versions") or {} for name, run in runs.items()}),
     )
-    path = output or Path(os.path.commonpath([folder.parent for folder in folders])) / "comparison.html"
+    path = output or common / "comparison.html"
     try:
         return replace_file(path, page)
     except OSError as error:
         raise UserError("--output", str(path), f"cannot be written ({error.strerror})", "name another file") from None
-
-
-def _shorten(folders: Sequence[Path]) -> list[str]:
-    """Return the paths relative to their common parent folder."""
-    common = os.path.commonpath([folder.parent for folder in folders])
-    return [str(folder.relative_to(common)) for folder in folders]
-
-
-def _align_tiles(runs: Mapping[str, RunFacts]) -> list[tuple[str, list[Any]]]:
-    """Return (name, tiles of all runs) for each tile."""
-    return [(tiles[0].name, list(tiles)) for tiles in zip(*(run.tiles for run in runs.values()), strict=True)]
 
 
 def _draw_plots(runs: Mapping[str, RunFacts]) -> list[tuple[Plot, str]]:
@@ -103,11 +90,3 @@ def _find_differences(tables: Mapping[str, Mapping[str, Any]]) -> list[tuple[str
     keys = dict.fromkeys(key for table in tables.values() for key in table)
     values = {key: [str(table.get(key, "–")) for table in tables.values()] for key in keys}
     return [(key, of_all) for key, of_all in values.items() if len(set(of_all)) > 1]
-
-
-def _flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return a config as a flat mapping from dotted names to values."""
-    flat: dict[str, Any] = {}
-    for key, value in config.items():
-        flat |= _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return flat

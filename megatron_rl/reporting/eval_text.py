@@ -1,7 +1,5 @@
 """Formats `eval.json` for the terminal, the evaluation page, and the run's report."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -9,10 +7,8 @@ from typing import Any
 
 from megatron_rl.reporting.formatting import format_value
 
-EstimateDict = dict[str, float | None]
-"""value, low, high; low and high are None without an interval."""
-Column = tuple[str, str, str]
-"""A column of estimates: title, kind, k."""
+EstimateDict = dict[str, float | None]  # value, low, high; low and high are None without an interval
+Column = tuple[str, str, str]  # a column of estimates: title, kind, k
 SCHEMA = 1
 
 
@@ -43,7 +39,6 @@ def format_sampling(sampling: dict[str, Any]) -> str:
 
 
 def format_group(row: dict[str, Any]) -> str:
-    """Return the name of a table row's problems."""
     if row["source"] is None:
         return "all"
     return row["source"] if row["level"] is None else f"{row['source']}, level {row['level']}"
@@ -57,17 +52,14 @@ def list_columns(results: dict[str, Any]) -> list[Column]:
 
 
 def list_widest_columns(results: dict[str, Any]) -> list[Column]:
-    """Return the columns with the largest k of each kind."""
     return list({kind: (title, kind, k) for title, kind, k in list_columns(results)}.values())
 
 
 def format_estimates(row: dict[str, Any], columns: Sequence[Column], form: Callable[[EstimateDict], str] = format_interval) -> list[str]:
-    """Return a table row's estimates as text."""
     return [form(row[kind][k] if k else row[kind]) for _, kind, k in columns]
 
 
 def format_row(row: dict[str, Any], columns: Sequence[Column]) -> dict[str, Any]:
-    """Return a row of a side's table as text."""
     return {
         "name": format_group(row),
         "problems": str(row["problems"]),
@@ -80,14 +72,12 @@ def format_row(row: dict[str, Any], columns: Sequence[Column]) -> dict[str, Any]
 
 
 def format_difference(row: dict[str, Any], columns: Sequence[Column]) -> dict[str, Any]:
-    """Return a row of the comparison as text."""
     counts = {"better": row["better"], "worse": row["worse"], "equal": row["problems"] - row["better"] - row["worse"]}
     texts = {"name": format_group(row), "estimates": format_estimates(row, columns, format_points), "p": format_p_value(row["p"])}
     return texts | {name: str(count) for name, count in counts.items()}
 
 
 def summarize(results: dict[str, Any]) -> str:
-    """Return the result in one sentence."""
     overall = results["sides"]["checkpoint"]["table"][0]
     text = f"mean@{results['sampling']['samples']} is {format_value(overall['mean']['value'], 'share')} on {overall['problems']} problems"
     if results["comparison"]:

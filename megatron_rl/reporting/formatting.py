@@ -1,7 +1,5 @@
 """Formats numbers, sizes, times, configs, and untrusted text for the pages."""
 
-from __future__ import annotations
-
 import json
 import re
 

@@ -61,10 +61,8 @@ class Plot:
 
 
 def fill_sections(rows: Rows, declared: Declarations) -> dict[str, list[Plot]]:
-    """Return the plots of `SECTIONS` with the series that the rows' metrics declare, in the order of the row with the most metrics.
-
-    Panels that are not in `SECTIONS` are added as plots of their own. Without declarations there are no plots.
-    """
+    """Return the plots of `SECTIONS` with the series that the rows' metrics declare, in the order of the row with the most metrics. Panels
+    that are not in `SECTIONS` are added as plots of their own. Without declarations there are no plots."""
     names = dict.fromkeys(name for row in sorted(rows, key=len, reverse=True) for name in row)
     metrics = [metric for name in names if (metric := describe(name, declared))]
 
@@ -109,10 +107,8 @@ def render_svg(plot: Plot, rows: Rows, xlabel: str = "step") -> str:
 
 
 def render_curves(title: str, xlabel: str, xs: Sequence[float], curves: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
-    """Return curves of shares over `xs` on a log2 axis, with confidence bands, as an inline `<svg>` element.
-
-    `curves` maps a label to one estimate {value, low, high} per element of `xs`.
-    """
+    """Return curves of shares over `xs` on a log2 axis, with confidence bands, as an inline `<svg>` element. `curves` maps a label to one
+    estimate {value, low, high} per element of `xs`."""
 
     def draw(figure: Figure) -> None:
         ax = figure.subplots()

@@ -4,8 +4,6 @@ The page loads nothing and runs no script, so it can be mailed or opened from a 
 says so. All text written by the model is escaped.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from datetime import datetime
@@ -136,7 +134,6 @@ def _state(run: dict[str, Any], rows: Rows) -> dict[str, str]:
 
 
 def _last_time(rows: Rows) -> float | None:
-    """Return the Unix time at which the last row was written."""
     return max(finite_values(rows, "unix_time"), default=None)
 
 
@@ -270,7 +267,6 @@ def _check_rows(rows: Rows, path: Path) -> None:
 
 
 def _read_text(path: Path) -> str:
-    """Return a file's text, or "" if the file does not exist."""
     return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
 
 

@@ -3,8 +3,6 @@
 Every worker imports this module, so it imports nothing heavy. The training loop uses `megatron_rl.rewards.scorer.Scorer`.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 from collections.abc import Mapping

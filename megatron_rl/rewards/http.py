@@ -6,8 +6,6 @@
 The deadline applies to a whole request, so a server that sends a byte now and then delays nobody.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import math

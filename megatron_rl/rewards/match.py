@@ -1,7 +1,5 @@
 """Rewards by plain comparison of the answer and of the completion's format."""
 
-from __future__ import annotations
-
 import re
 
 from megatron_rl.types import Problem, Reward

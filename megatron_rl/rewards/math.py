@@ -6,8 +6,6 @@ text takes microseconds. math-verify handles fractions, expressions, sets and un
 Nothing here limits the time that SymPy takes. `RewardPool` does, by killing the worker.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 import re

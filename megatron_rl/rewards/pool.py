@@ -1,7 +1,5 @@
 """Reward functions in worker processes: the pool, and the worker (`python -m megatron_rl.rewards.pool`)."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence

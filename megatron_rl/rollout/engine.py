@@ -1,14 +1,13 @@
 """Protocol of an inference engine. Implementations are registered in the entry-point group `megatron_rl.rollout`."""
 
-from __future__ import annotations
-
+import hashlib
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -24,9 +23,9 @@ from parallel.transport.base import Link
 
 @dataclass(frozen=True)
 class EngineTensorSpec:
-    """Dtype and shape of a parameter in the running engine. `dtype` is a name of torch, such as float8_e4m3fn."""
+    """A parameter in the running engine."""
 
-    dtype: str
+    dtype: str  # torch's name, such as float8_e4m3fn
     shape: tuple[int, ...]
 
 
@@ -34,11 +33,8 @@ class EngineTensorSpec:
 class ServedReport:
     """One engine rank's report on all tensors that it computes with."""
 
-    derived: int = 0
-    """Number of tensors derived from weights of the last sync. They were recomputed and are bitwise equal."""
-    constant: int = 0  # number of tensors that have not changed since the engine started
-    wrong: str = ""
-    """The first tensor that is neither synced, derived nor constant, and why, or another reason why the rank must not serve."""
+    derived: int = 0  # number of tensors derived from weights of the last sync, recomputed and found bitwise equal
+    wrong: str = ""  # why the rank must not serve, such as the first tensor that is neither synced, derived nor constant
 
 
 class Abort:
@@ -46,18 +42,14 @@ class Abort:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._requested = False
-        self._running: set[Callable[[], None]] = set()
-
-    @property
-    def requested(self) -> bool:
-        return self._requested
+        self.requested = False
+        self._running: set[Callable[[], object]] = set()
 
     @contextmanager
-    def calling(self, end: Callable[[], None]) -> Iterator[None]:
+    def calling(self, end: Callable[[], object]) -> Iterator[None]:
         """Enclose a request, which calling `end` ends. Raise AbortedError if the abort has been requested already."""
         with self._lock:
-            if self._requested:
+            if self.requested:
                 raise AbortedError
             self._running.add(end)
         try:
@@ -68,15 +60,12 @@ class Abort:
 
     def request(self) -> None:
         with self._lock:
-            self._requested, running = True, list(self._running)
+            self.requested, running = True, list(self._running)
         for end in running:
             end()
 
 
-@dataclass(frozen=True)
-class ParsedToolCalls:
-    """Tool calls parsed from a response."""
-
+class ParsedToolCalls(NamedTuple):
     text: str  # the response without its calls
     calls: list[tuple[str, str]]  # name and JSON arguments of each call
 
@@ -99,8 +88,7 @@ class Engine(Protocol):
         Raise AbortedError soon after `abort` is requested."""
 
     def parse_tool_calls(self, text: str, tools: str, parser: str) -> ParsedToolCalls | None:
-        """Return the tool calls in a response, parsed by the engine's parser of that name, or None if the parser fails. `tools`: JSON as in
-        chat completions."""
+        """Return the tool calls in a response, or None if the parser of that name fails. `tools`: JSON as in chat completions."""
 
     def describe_tensors(self) -> list[dict[str, EngineTensorSpec]]:
         """Return every weight that each engine rank serves from, by name."""
@@ -112,20 +100,18 @@ class Engine(Protocol):
         """Return the precision graph of each engine rank's live modules."""
 
     def connect(self, link: Link, chunks: Sequence[Chunk], staged: bool) -> None:
-        """Start connecting every engine rank to the trainer, to receive its share of `chunks` at every sync. If `staged`, weights are
-        received into a second copy, which `finish_receiving` copies over the live weights. Connection errors are raised by
-        `finish_receiving`."""
+        """Start connecting every engine rank to the trainer, to receive its share of `chunks` at every sync, into a second copy of the
+        weights if `staged`. Connection errors are raised by `finish_receiving`."""
 
     def disconnect(self) -> None:
         """Close the connection and free the second copy of the weights."""
 
     def pause(self, running: Running) -> None:
-        """Hold new requests and return when no token is being sampled. `running` (`sync.running`) decides about running completions.
-        Only with "continue" may a completion hold tokens of several versions, listed in `Generation.versions_T`."""
+        """Hold new requests and return when no token is being sampled. `running` (`sync.running`) decides about running completions. With
+        "continue", a completion may hold tokens of several versions, listed in `Generation.versions_T`."""
 
     def admit(self) -> None:
-        """Accept requests and sample with the current weights, but hold back the answers until `resume`. If another sync comes first, these
-        answers are dropped and sampled again."""
+        """Sample with the current weights, but hold back the answers until `resume`. If another sync comes first, sample them again."""
 
     def resume(self) -> None:
         """Release the answers held since `admit`, after the weights have been proved."""
@@ -158,14 +144,18 @@ class Engine(Protocol):
         """Return the digests (`parallel.digest.digest`) of rectangles of live tensors by rank, in the given order."""
 
     def account_for_tensors(self) -> list[ServedReport]:
-        """Return, per engine rank, whether everything that it would serve follows from the last sync. Call it between `end_sync` and
-        `admit`."""
+        """Return, per engine rank, whether all that it would serve follows from the last sync. Call it between `end_sync` and `admit`."""
 
     def answer_canary(self, prompts_B: Sequence[np.ndarray], sampling: SamplingParams) -> list[list[Generation]]:
         """Return, per engine, one completion of exactly `max_new_tokens` tokens for each prompt. Call it between `admit` and `resume`."""
 
     def stop(self, force: bool = False) -> None:
         """Terminate the engine processes, sending SIGTERM first; with `force=True`, kill them immediately. Idempotent."""
+
+
+def hash_seed(*parts: object) -> int:
+    """Return a 63-bit sampling seed, a hash of the parts."""
+    return int.from_bytes(hashlib.sha256("/".join(map(str, parts)).encode()).digest()[:8], "big") >> 1
 
 
 def check_versions(generation: Generation, version: int, staleness: int) -> None:
@@ -183,13 +173,11 @@ class EngineLauncher(Protocol):
         """Raise UserError before anything starts if the configuration does not fit engines of this kind."""
 
     def __call__(self, config: Config, model_path: Path, log_dir: Path, number: int = 0, *, empty: bool = False) -> Engine:
-        """Start engine `number` of a run without waiting for it. The engine loads the Hugging Face checkpoint in `model_path`. With
-        `empty`, the folder has only config.json and the tokenizer, and the engine refuses requests until the first sync has filled and
-        proved its weights."""
+        """Start engine `number` of a run without waiting for it. It loads the Hugging Face checkpoint in `model_path`. With `empty`, the
+        folder has only config.json and the tokenizer, and the engine refuses requests until the first proved sync."""
 
-    def rehearsal_command(self, module: str) -> list[str]:
-        """Return the command of a rehearsal without a GPU: `rank` rehearses engine ranks (`megatron_rl.rehearsal.engine_rank`),
-        `signatures` compares the rehearsed kernels with the installed libraries (`megatron_rl.rehearsal.signatures`)."""
+    def rehearsal_command(self) -> list[str]:
+        """Return the command that rehearses engine ranks without a GPU (`megatron_rl.rehearsal.engine_rank`)."""
 
 
 def find_engine_launcher(name: str) -> EngineLauncher:

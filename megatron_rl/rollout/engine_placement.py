@@ -1,10 +1,6 @@
-"""Placement of engines: their nodes, devices and launch commands. Imports without torch.
-
-Engines are spread evenly over the nodes of `rollout.hosts`, in order: of four engines on two nodes, 0 and 1 run on the first. An engine
-that spans `rollout.nodes_per_engine` nodes has equally many ranks on each, and its rank 0 and HTTP server on the first.
-"""
-
-from __future__ import annotations
+"""Placement of engines: their nodes, devices and launch commands. Imports without torch. Engines are spread evenly over the nodes of
+`rollout.hosts`, in order: of four engines on two nodes, 0 and 1 run on the first. An engine that spans `rollout.nodes_per_engine` nodes has
+equally many ranks on each, and its rank 0 and HTTP server on the first."""
 
 import os
 from collections.abc import Sequence
@@ -14,9 +10,9 @@ from megatron_rl.config import Config, RolloutConfig
 from megatron_rl.config.hosts import is_loopback
 
 LAUNCHER_VARIABLE = "MEGATRON_RL_ENGINE_LAUNCHER"
-"""Environment variable with the command prefixes that start an engine on another machine, such as `srun --nodelist=node2`. It has one line
-per entry of `rollout.hosts`, empty for this machine; see launch/slurm/common.sh. The command must end the engine on SIGTERM, pass the
-environment on, and see the same folders as this machine."""
+"""Environment variable with the command prefixes that start an engine on another machine, such as `srun --nodelist=node2`: one line per
+entry of `rollout.hosts`, empty for this machine (launch/slurm/common.sh). The command must end the engine on SIGTERM and pass the
+environment on."""
 
 
 @dataclass(frozen=True)
@@ -24,8 +20,7 @@ class EnginePlacement:
     """Placement of an engine's ranks on one of its nodes."""
 
     host: str = "127.0.0.1"  # address that the node listens on
-    launcher: str = ""
-    """Prefix of the launch command. Empty on this machine."""
+    launcher: str = ""  # prefix of the launch command, or empty on this machine
     index: int = 0  # index among the engines of the node, which take the node's devices in order
     node: int = 0  # index among the nodes of the engine
 
@@ -40,8 +35,7 @@ def place_engine(rollout: RolloutConfig, number: int) -> list[EnginePlacement]:
 
 
 def get_base_gpu_id(config: Config, placement: EnginePlacement) -> int:
-    """Return the engine's first device on this node. It follows the devices of earlier engines, and those of the trainer if the trainer
-    runs on this machine and does not share devices."""
+    """Return the engine's first device on this node, after those of earlier engines and of a disaggregated trainer on this machine."""
     trainer_has_own = config.placement.kind == "disaggregated" and not placement.launcher
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE") or 1)  # without torchrun there is one rank
     return (ranks if trainer_has_own else 0) + placement.index * config.rollout.ranks_per_node

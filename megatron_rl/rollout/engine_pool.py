@@ -1,12 +1,7 @@
-"""A pool of engines that acts as one engine and replaces lost engines.
-
-A request goes to the engine with the fewest outstanding completions. Tokens depend only on the completion's seed, so any engine gives the
-same tokens. Ranks are numbered across the pool: rank r of engine e is e * rollout.tp + r. A sync fills and proves all of them.
-
-When an engine is lost, the pool stops it, starts a successor at once, and sends its requests to the other engines. The successor serves
-nothing until a sync has filled and proved it. `wait_for_successors` waits for it, every sync call before that raises EngineLostError, and
-`admit` lets it serve (`megatron_rl.sync.recovery`).
-"""
+"""A pool of engines that acts as one engine and replaces lost engines. A request goes to the engine with the fewest outstanding
+completions; tokens depend only on the completion's seed. Rank r of engine e is numbered e * rollout.tp + r. When an engine is lost, the
+pool starts a successor and sends its requests to the other engines. The successor serves nothing until a sync has filled and proved it:
+every sync call before `wait_for_successors` raises EngineLostError, and `admit` lets it serve (`megatron_rl.sync.weight_sync`)."""
 
 from __future__ import annotations
 
@@ -15,6 +10,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import TypeVar
 
@@ -38,8 +34,7 @@ _SPLITS_PER_ENGINE = 4  # number of requests per engine into which a batch is sp
 def start_engines(
     config: Config, model_path: Path, log_dir: Path, notify: Callable[[str], None] = print, *, empty: bool = False
 ) -> EnginePool:
-    """Start all engines of a configuration in parallel and return when they are ready. Raise RunError if one fails. With `empty`,
-    engines start without weights, see `EngineLauncher`. The same holds for successors of lost engines."""
+    """Start all engines of a configuration and return when they are ready. Raise RunError if one fails. `empty`: see `EngineLauncher`."""
     launch = find_engine_launcher(config.rollout.engine)
     return EnginePool(config, lambda number: launch(config, model_path, log_dir, number, empty=empty), notify)
 
@@ -88,17 +83,18 @@ class EnginePool:
         # groups are not split, because their completions share the cached prompt
         size = count if engines == 1 else max(-(-count // (_SPLITS_PER_ENGINE * engines)), self._settings.group_size)
         slices = [slice(start, start + size) for start in range(0, count, max(size, 1))]
+
+        def generate(part: slice) -> list[Generation]:
+            prompts = prompts_B[part]
+            return self._ask(len(prompts), lambda engine: engine.generate(prompts, samplings[part], abort))
+
         if len(slices) <= 1:
-            return self._generate(prompts_B, samplings, abort)
+            return generate(slice(None))
         threads = ThreadPoolExecutor(len(slices), thread_name_prefix="megatron-rl-generate")
         try:
-            futures = [threads.submit(self._generate, prompts_B[part], samplings[part], abort) for part in slices]
-            return [generation for future in futures for generation in future.result()]
+            return [generation for part in threads.map(generate, slices) for generation in part]
         finally:
             threads.shutdown(wait=False, cancel_futures=True)  # after an error, do not wait for the rest
-
-    def _generate(self, prompts_B: Sequence[np.ndarray], samplings: Sequence[SamplingParams], abort: Abort | None) -> list[Generation]:
-        return self._ask(len(prompts_B), lambda engine: engine.generate(prompts_B, samplings, abort))
 
     def parse_tool_calls(self, text: str, tools: str, parser: str) -> ParsedToolCalls | None:
         return self._ask(0, lambda engine: engine.parse_tool_calls(text, tools, parser))
@@ -136,19 +132,20 @@ class EnginePool:
 
     def _mark_lost(self, replica: Replica, engine: Engine, error: EngineLostError) -> None:
         """Record a loss once, and start a successor if a restart is left."""
+
+        def start_successor() -> Engine:
+            engine.stop(force=True)
+            return self._start(replica.number)
+
         with self._changed:
             if replica.engine is not engine or replica.lost is not None or self._stopped:
                 return
             replica.serving, replica.lost = False, error
             self._restarts += 1
             may_restart = self._restarts <= self._settings.max_restarts
-            replica.successor = self._starter.submit(self._start_successor, replica.number, engine) if may_restart else None
+            replica.successor = self._starter.submit(start_successor) if may_restart else None
             self._changed.notify_all()
         self._notify(f"engine {replica.number} is lost: {error}" + ("; another one starts" if may_restart else ""))
-
-    def _start_successor(self, number: int, lost: Engine) -> Engine:
-        lost.stop(force=True)
-        return self._start(number)
 
     def wait_for_successors(self, reason: EngineLostError) -> int:
         """Wait until every lost engine has a successor, which serves after the next `admit`. Return the number of lost engines. Raise
@@ -185,7 +182,7 @@ class EnginePool:
         """Return immediately, because `__init__` has waited."""
 
     def describe_tensors(self) -> list[dict[str, EngineTensorSpec]]:
-        return [rank for ranks in self._call_all(lambda _, engine: engine.describe_tensors()) for rank in ranks]
+        return list(chain.from_iterable(self._call_all(lambda _, engine: engine.describe_tensors())))
 
     def read_activation_formats(self) -> dict[str, str]:
         """See `Engine.read_activation_formats`. With several engines, names begin with the engine's number."""
@@ -196,7 +193,7 @@ class EnginePool:
 
     def read_graph(self) -> list[PrecisionGraph]:
         self._graphs = self._call_all(lambda _, engine: engine.read_graph())
-        return [graph for graphs in self._graphs for graph in graphs]
+        return list(chain.from_iterable(self._graphs))
 
     def connect(self, link: Link, chunks: Sequence[Chunk], staged: bool) -> None:
         def connect(number: int, engine: Engine) -> None:
@@ -263,10 +260,10 @@ class EnginePool:
         return self._merge_by_rank(self._call_all(ask))
 
     def account_for_tensors(self) -> list[ServedReport]:
-        return [rank for ranks in self._call_all(lambda _, engine: engine.account_for_tensors()) for rank in ranks]
+        return list(chain.from_iterable(self._call_all(lambda _, engine: engine.account_for_tensors())))
 
     def answer_canary(self, prompts_B: Sequence[np.ndarray], sampling: SamplingParams) -> list[list[Generation]]:
-        return [engine for engines in self._call_all(lambda _, engine: engine.answer_canary(prompts_B, sampling)) for engine in engines]
+        return list(chain.from_iterable(self._call_all(lambda _, engine: engine.answer_canary(prompts_B, sampling))))
 
     def stop(self, force: bool = False) -> None:
         with self._changed:

@@ -1,14 +1,6 @@
-"""Sampling of completions with one or more turns. The engine samples, the environment replies, and the engine continues.
+"""Sampling of completions with one or more turns: the engine samples, the environment replies, and the engine continues. Sampled text is
+never tokenized again, so the trainer scores the tokens that the engine drew."""
 
-Token in, token out: the prompt of a turn consists of the exact token ids before it. Only messages of the environment are tokenized; sampled
-text is never tokenized again, so the trainer scores the tokens that the engine drew.
-
-Single-turn completions are sampled in one engine call. With an environment, each completion takes its turns independently.
-"""
-
-from __future__ import annotations
-
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -42,12 +34,7 @@ class Sampler(Protocol):
     """Makes completions of problems."""
 
     def sample(
-        self,
-        problems_B: Sequence[Problem],
-        samplings_B: Sequence[SamplingParams],
-        version: int,
-        staleness: int = 0,
-        abort: Abort | None = None,
+        self, problems_B: list[Problem], samplings_B: list[SamplingParams], version: int, staleness: int = 0, abort: Abort | None = None
     ) -> list[Completion]:
         """Return one unscored completion per problem, in order. Thread-safe. Raise RunError if a token was sampled by a policy version
         other than `version` or the `staleness` versions before it, and AbortedError once `abort` is requested."""
@@ -57,27 +44,23 @@ class Sampler(Protocol):
 
 
 class MultiTurnSampler:
-    """Samples completions. `environments` is None if every completion has a single turn."""
+    """Samples completions of one turn, or of several with `environments`."""
 
     def __init__(self, engine: Engine, tokenizer: Any, environments: EnvironmentPool | None = None) -> None:
         self._engine, self._tokenizer, self._environments = engine, tokenizer, environments
 
     def sample(
-        self,
-        problems_B: Sequence[Problem],
-        samplings_B: Sequence[SamplingParams],
-        version: int,
-        staleness: int = 0,
-        abort: Abort | None = None,
+        self, problems_B: list[Problem], samplings_B: list[SamplingParams], version: int, staleness: int = 0, abort: Abort | None = None
     ) -> list[Completion]:
         """See `Sampler.sample`. `max_new_tokens` limits all turns of a completion together."""
         if self._environments is not None:
             samplings_B = [replace(params, stop=params.stop + self._environments.stop) for params in samplings_B]
         pairs = zip(problems_B, samplings_B, strict=True)
-        dialogues = [
-            _Dialogue(self._start(problem, version), Episode(**vars(problem)), params, version, staleness, abort)
-            for problem, params in pairs
-        ]
+        dialogues = []
+        for problem, params in pairs:
+            nothing = np.empty(0, np.int32), np.empty(0, np.float32)
+            completion = Completion(problem, self._encode(problem.prompt), *nothing, "", version, "")
+            dialogues.append(_Dialogue(completion, Episode(**vars(problem)), params, version, staleness, abort))
         if self._environments is None:
             self._sample_turn(dialogues)
         else:
@@ -89,9 +72,6 @@ class MultiTurnSampler:
 
     def close(self) -> None:
         """Do nothing. Running requests end with the engines."""
-
-    def _start(self, problem: Problem, version: int) -> Completion:
-        return Completion(problem, self._encode(problem.prompt), np.empty(0, np.int32), np.empty(0, np.float32), "", version, "")
 
     def _converse(self, dialogue: _Dialogue) -> None:
         self._sample_turn([dialogue])
@@ -142,8 +122,7 @@ class MultiTurnSampler:
         return True
 
     def _append_tokens(self, dialogue: _Dialogue, ids: np.ndarray, logprobs: np.ndarray | None, versions: np.ndarray | None = None) -> None:
-        """Append tokens of the policy, or of the environment if `logprobs` is None. `versions` is None if the newest version sampled all of
-        them."""
+        """Append tokens of the policy, or of the environment if `logprobs` is None. `versions`: None if the newest version sampled all."""
         completion, count = dialogue.completion, len(ids)
         completion.output_ids_T = np.concatenate([completion.output_ids_T, ids])
         completion.logprobs_T = np.concatenate([completion.logprobs_T, np.zeros(count, np.float32) if logprobs is None else logprobs])

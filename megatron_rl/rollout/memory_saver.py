@@ -1,10 +1,5 @@
-"""Requirements of SGLang's torch_memory_saver, which frees a colocated engine's memory on a GPU.
-
-It is a library in LD_PRELOAD. If it cannot be loaded, the loader only warns, and releasing memory has no effect. Derived from
-torch_memory_saver 0.0.10 and SGLang 0.5.23; not yet run on a GPU.
-"""
-
-from __future__ import annotations
+"""Requirements of SGLang's torch_memory_saver, which frees a colocated engine's memory on a GPU. It is a library in LD_PRELOAD: if it
+cannot be loaded, releasing memory has no effect. Derived from torch_memory_saver 0.0.10 and SGLang 0.5.23; not yet run on a GPU."""
 
 import os
 from collections.abc import Mapping
@@ -25,15 +20,13 @@ def check(environment: Mapping[str, str], cuda: str | None) -> None:
             rule = "keeps a colocated engine from releasing its memory: torch_memory_saver does not work with expandable segments"
             raise UserError(variable, setting, rule, 'unset it, or set placement.kind to "disaggregated"')
     if cuda is not None and find_cuda_runtime(cuda) is None:
-        rule = f"releases an engine's memory with a library that needs {_name_runtime(cuda)}, which torch has not loaded"
-        raise UserError(
-            "placement.kind", "colocated", rule, 'install the pinned torch build (bash launch/install_gpu.sh), or set "disaggregated"'
-        )
+        rule = f"releases an engine's memory with a library that needs libcudart.so.{cuda.partition('.')[0]}, which torch has not loaded"
+        fix = 'install the pinned torch build (bash launch/install_gpu.sh), or set "disaggregated"'
+        raise UserError("placement.kind", "colocated", rule, fix)
 
 
 def make_environment(environment: Mapping[str, str], cuda: str | None) -> dict[str, str]:
-    """Return the environment variables of a colocated engine. The library path includes the CUDA runtime of torch, which lies in a package
-    folder that the loader does not search, and releasing CUDA graphs is enabled."""
+    """Return the environment variables of a colocated engine, with the folder of torch's CUDA runtime in the library path."""
     variables = {_GRAPHS: environment.get(_GRAPHS, "true")}
     if cuda is not None and (runtime := find_cuda_runtime(cuda)):
         folders = environment.get("LD_LIBRARY_PATH", "").split(os.pathsep)
@@ -44,8 +37,4 @@ def make_environment(environment: Mapping[str, str], cuda: str | None) -> dict[s
 def find_cuda_runtime(cuda: str, maps: Path = Path("/proc/self/maps")) -> Path | None:
     """Return the CUDA runtime file that torch has loaded into this process, or None. `maps`: memory mappings of the process."""
     files = (Path(line.split(maxsplit=5)[5]) for line in maps.read_text().splitlines() if "/" in line)
-    return next((file for file in files if file.name.startswith(_name_runtime(cuda))), None)
-
-
-def _name_runtime(cuda: str) -> str:
-    return f"libcudart.so.{cuda.partition('.')[0]}"
+    return next((file for file in files if file.name.startswith(f"libcudart.so.{cuda.partition('.')[0]}")), None)

@@ -1,7 +1,5 @@
 """Metrics of sampled completions, and the sample rows of the report."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -44,8 +42,7 @@ _AGENT = (
 
 
 def compute_accuracies(completions: Sequence[Completion], overall: str, by_level: str, by_source: str) -> dict[str, float]:
-    """Return the share of correct completions, overall and per difficulty level. If there are several data sets, whose levels are not
-    comparable, return it per data set instead."""
+    """Return the share of correct completions, overall and per difficulty level, or per data set if there are several."""
     verdicts_by_part: dict[Any, list[bool]] = {}
     several = len({completion.problem.source for completion in completions}) > 1
     for completion in completions:
@@ -58,7 +55,6 @@ def compute_accuracies(completions: Sequence[Completion], overall: str, by_level
 
 
 def compute_rollout_metrics(rollout: RolloutBatch) -> dict[str, float]:
-    """Return the metrics of rewards, accuracy, lengths and throughput of all completions sampled in one step."""
     completions = [*rollout.completions_B, *rollout.discarded_B]
     count = len(completions)
     rewards = [completion.reward.value for completion in completions if not completion.reward.excluded] or [0.0]
@@ -88,13 +84,11 @@ def _count(completions: Sequence[Completion], condition: Callable[[Completion], 
 
 
 def _reward_parts(completions: Sequence[Completion]) -> dict[str, float]:
-    """Return the mean of each reward function over the completions with a verdict. Empty if there is only one function."""
     parts = [completion.reward.parts for completion in completions if completion.reward.parts]
     return {_REWARD_PART.format(label): sum(part[label] for part in parts) / len(parts) for label in (parts[0] if parts else {})}
 
 
 def _environment_metrics(completions: Sequence[Completion]) -> dict[str, float]:
-    """Return the metrics of turns and of the environments' tokens and errors. Empty without environments."""
     multi_turn = [completion for completion in completions if completion.dialogue]
     if not multi_turn:
         return {}
@@ -127,17 +121,11 @@ def build_sample_rows(step: int, completions: Sequence[Completion], count: int) 
     return [
         {
             "step": step,
-            "problem": completion.problem.id,
+            "problem": (problem := completion.problem).id,
             "versions": _find_versions(step - 1, completion),
-            "level": completion.problem.level,
-            "prompt": completion.problem.prompt,
-            "completion": completion.text,
-            "answer": completion.problem.answer,
-            "reward": completion.reward.value,
-            "correct": completion.reward.correct,
-            "parts": completion.reward.parts,
-            "finish_reason": completion.finish_reason,
-            "error": completion.reward.error,
+            **{"level": problem.level, "prompt": problem.prompt, "completion": completion.text, "answer": problem.answer},
+            **{"reward": (reward := completion.reward).value, "correct": reward.correct, "parts": reward.parts},
+            **{"finish_reason": completion.finish_reason, "error": reward.error},
             **({"dialogue": completion.dialogue} if completion.dialogue else {}),
         }
         for completion in select_evenly(completions, count)
@@ -145,7 +133,6 @@ def build_sample_rows(step: int, completions: Sequence[Completion], count: int) 
 
 
 def _find_versions(trained_at: int, completion: Completion) -> list[int]:
-    """Return the oldest and the newest policy version that sampled a token of a completion trained on at version `trained_at`."""
     lags_T = completion.version_lags_T
     return [trained_at] * 2 if lags_T is None or not len(lags_T) else [trained_at - int(lags_T.max()), trained_at - int(lags_T.min())]
 

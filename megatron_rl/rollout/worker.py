@@ -1,15 +1,17 @@
 """Rollout worker on rank 0: draws problems, assembles batches of scored groups, and evaluates held-out problems."""
 
-from __future__ import annotations
-
 import threading
+import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron_rl.algorithm.length_penalty import compute_overlong_penalty
 from megatron_rl.config import Config
 from megatron_rl.data import ProblemStream
+from megatron_rl.errors import EngineLostError
 from megatron_rl.metrics import STEP_SECONDS, declare
 from megatron_rl.rewards.scorer import Scorer
 from megatron_rl.rollout.generation import Sampler
@@ -34,8 +36,7 @@ class RolloutBatch:
     seconds: dict[str, float] = field(default_factory=dict)
     discarded_B: list[Completion] = field(default_factory=list)
     """Completions that dynamic sampling left out. They took time and count in the metrics."""
-    sampling: dict[str, float] = field(default_factory=dict)
-    """Metrics of dynamic sampling and over-sampling. Empty if both are off."""
+    sampling: dict[str, float] = field(default_factory=dict)  # metrics of dynamic sampling and over-sampling; empty if both are off
 
 
 @dataclass(eq=False)
@@ -43,16 +44,14 @@ class StepDraw:
     """The problems of one step, and the groups that have ended."""
 
     version: int  # policy version at which the trainer trains on them
-    rounds: list[dict[int, Problem]]
-    """Problems by position in the problem stream, for each round of dynamic sampling, or in a single round."""
-    owed: int
-    """Number of leading problems of the first round that were drawn for an earlier step. They are never aborted."""
+    rounds: list[dict[int, Problem]]  # problems by position in the problem stream, for each round of dynamic sampling
+    owed: int  # number of leading problems of the first round that were drawn for an earlier step; they are never aborted
     ended: dict[int, dict[int, list[Completion]]] = field(default_factory=dict)
     """Round -> group number -> scored completions, in order of ending."""
 
 
 class RolloutWorker:
-    """Samples and scores completions on rank 0. `sampler` makes the completions of a group."""
+    """Samples and scores completions on rank 0."""
 
     def __init__(self, config: Config, sampler: Sampler, stream: ProblemStream, held_out: list[Problem], rewards: Scorer) -> None:
         self._config, self._stream, self._held_out = config, stream, held_out
@@ -60,8 +59,7 @@ class RolloutWorker:
         self._groups = GroupSampler(config, sampler, rewards)
 
     def snapshot(self, untrained: Iterable[StepDraw] = ()) -> Callable[[], dict[str, Any]]:
-        """Return a function that makes the state of the problem stream as if `untrained` had not been drawn. Sampling has no state, see
-        `megatron_rl.rollout.groups.derive_seed`."""
+        """Return a function that makes the state of the problem stream as if `untrained` had not been drawn. Sampling has no state."""
         with self._drawing:
             return self._stream.snapshot(position for draw in untrained for problems in draw.rounds for position in problems)
 
@@ -75,15 +73,10 @@ class RolloutWorker:
 
     def collect(self, draw: StepDraw) -> RolloutBatch:
         """Sample and score the groups of a step. Several threads may call it for different steps; groups are queued in order of the calls.
-
-        With dynamic sampling (DAPO, arXiv 2503.14476), a group whose completions all earn the same reward teaches nothing and is replaced
-        by a group of the next problem. Groups outside `accuracy_low` and `accuracy_high` (PRIME, arXiv 2502.01456) are replaced too. After
-        the last round, such groups fill the batch. Those with an unfitting accuracy are masked.
-
-        Raises:
-            RunError: A token was sampled by a version other than the step's and the `placement.max_staleness` versions before it.
-            EngineLostError: The engines were lost. `draw` keeps the groups that have ended, and another call samples the others.
-        """
+        With dynamic sampling (DAPO, arXiv 2503.14476), a group whose completions all earn the same reward, or whose accuracy is out of
+        range (PRIME, arXiv 2502.01456), is replaced by a group of the next problem. After the last round, such groups fill the batch. Raise
+        RunError if a token was sampled by an unexpected version. After an EngineLostError, `draw` keeps the groups that have ended, and
+        another call samples the others."""
         prompts, max_rounds = self._config.rollout.prompts_per_step, self._config.algorithm.dynamic_sampling_max_rounds
         if not max_rounds:
             return self._sample_round(draw, 0)
@@ -171,3 +164,76 @@ def _compute_group_accuracy(group: Sequence[Completion]) -> float:
     """Return the share of correct completions among those with a verdict, or 0 if there are none."""
     verdicts = [member.reward.correct for member in group if not member.reward.excluded]
     return sum(verdicts) / max(len(verdicts), 1)
+
+
+@dataclass
+class _Step:
+    draw: StepDraw
+    rollout: Future[RolloutBatch]
+
+
+class AsyncRolloutWorker:
+    """A `RolloutWorker` that generates groups of later steps in background threads, a bounded number of versions ahead of the trainer.
+
+        trainer, max_staleness = 1 | train on 0 |   wait   | sync 1 | train on 1 | sync 2 | ...
+        groups in the engines      | ...........step 1..........->  | .....step 2.....    | ...
+                                                  step 2 begins ^ when the engines hold version 1; both run until step 1's last group ends
+
+    The groups of step v begin when the engines hold version v - max_staleness, so no token is older than that. With 0, only the proof of
+    the weights, an evaluation and a checkpoint run at the same time. Groups do not wait for those of earlier steps.
+
+    The trainer takes groups in the order in which they were drawn. The groups of a step therefore do not depend on their lengths, and every
+    problem is trained on once. If the engines are lost, finished groups are kept and the other groups are sampled again. All calls must
+    come from a single thread.
+    """
+
+    def __init__(self, worker: RolloutWorker, max_staleness: int, steps: int, stop_engine: Callable[[], None]) -> None:
+        """`steps`: the last version of the run, for which nothing is generated. `stop_engine` makes running requests fail, see `close`."""
+        self._worker, self._max_staleness, self._steps, self._stop_engine = worker, max_staleness, steps, stop_engine
+        self._threads = ThreadPoolExecutor(max_staleness + 1, thread_name_prefix="megatron-rl-rollout")  # one per step
+        self._pending: deque[_Step] = deque()
+
+    def begin(self, version: int) -> None:
+        """Start generating everything that the trainer may train on when it is at `version`."""
+        for step in self._pending:
+            if step.rollout.done() and isinstance(step.rollout.exception(), EngineLostError):
+                self._start(step)  # it failed while nobody waited, and a sync has replaced the engine since
+        newest = self._pending[-1].draw.version if self._pending else version - 1
+        for later in range(newest + 1, min(version + self._max_staleness, self._steps - 1) + 1):
+            self._pending.append(_Step(self._worker.draw(later), Future()))
+            self._start(self._pending[-1])
+
+    def collect(self, version: int) -> RolloutBatch:
+        """Return the groups for the trainer at `version`, and start generating the groups of later steps. `time/generate` is the time
+        waited here, `ahead/generate` and `ahead/reward` the time that sampling and scoring took. Raise the error of the generating
+        threads. After an EngineLostError, call `collect` again once the engines serve again."""
+        start = time.perf_counter()
+        self.begin(version)
+        step = self._pending[0]
+        assert step.draw.version == version, f"the groups for version {step.draw.version} are next, not those for {version}"
+        try:
+            rollout = step.rollout.result()
+        except EngineLostError:
+            wait([step.rollout for step in self._pending])  # they have ended or are lost too, so that one loss is recovered once
+            raise
+        self._pending.popleft()
+        sampling = rollout.sampling | self._worker.observe(rollout)  # here and in order, because the next draw may depend on it
+        return replace(rollout, sampling=sampling, seconds={WAIT: time.perf_counter() - start, **rollout.seconds})
+
+    def snapshot(self) -> Callable[[], dict[str, Any]]:
+        """Return a function that makes the state of the problem stream after the last collected groups."""
+        return self._worker.snapshot([step.draw for step in self._pending])
+
+    def evaluate(self, version: int) -> RolloutBatch:
+        """See `RolloutWorker.evaluate`. Generation ahead shares the engines meanwhile."""
+        return self._worker.evaluate(version)
+
+    def close(self) -> None:
+        """Abort running requests together with the engines, and wait for the threads to end."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._worker.close()
+        self._stop_engine()
+        self._threads.shutdown(wait=True)
+
+    def _start(self, step: _Step) -> None:
+        step.rollout = self._threads.submit(self._worker.collect, step.draw)

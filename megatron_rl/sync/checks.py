@@ -1,7 +1,5 @@
 """Checks before the first sync: the transport can work on these machines, and the live engine matches the precision contract."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import torch

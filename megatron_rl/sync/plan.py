@@ -27,10 +27,7 @@ class SyncPlan:
 
     @classmethod
     def make(cls, model: ModelGeometry, train: Layout, rollout: EngineLayout, contract: PrecisionContract, chunk_bytes: int) -> SyncPlan:
-        """Plan syncs from trainer ranks to engine ranks, which are numbered consecutively.
-
-        Raises GeometryError if the layouts do not fit the model or cut blocks, or if a row of a tensor is larger than `chunk_bytes`.
-        """
+        """Plan syncs from trainer ranks to engine ranks. Raise GeometryError for layouts that do not fit, or rows over `chunk_bytes`."""
         transfers, targets = plan_transfers(model, train, rollout, contract)
         return cls(tuple(transfers), tuple(cut_into_chunks(transfers, chunk_bytes)), targets, contract)
 

@@ -1,10 +1,9 @@
 """Compares the bytes of trainer and engine: chunk digests first, and if one differs, the digests of single blocks to name the block."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 
 import torch
 import torch.distributed as dist
@@ -93,11 +92,8 @@ def _split_into_blocks(transfer: Transfer) -> list[Rect]:
     rect = transfer.target_rect
     rows, cols = (1, 1) if transfer.of_scales else transfer.format.block or (BLOCK, BLOCK)
     cols = cols or rect.cols
-    return [
-        Rect(row, col, min(rows, rect.rows - row), min(cols, rect.cols - col))
-        for row in range(0, rect.rows, rows)
-        for col in range(0, rect.cols, cols)
-    ]
+    corners = product(range(0, rect.rows, rows), range(0, rect.cols, cols))
+    return [Rect(row, col, min(rows, rect.rows - row), min(cols, rect.cols - col)) for row, col in corners]
 
 
 def _offset_rect(block: Rect, corner: Rect) -> Rect:

@@ -1,29 +1,50 @@
-"""Weight sync: the trainer's weights reach the live engine byte for byte, and every sync proves that they did.
-
-A sync goes through the phases of `Phase`. Every chunk is hashed on both sides: in the trainer's live tensors, and in the engine's tensors
-after they were written. The engine recomputes every tensor that it derived from the weights (`rollout_sglang.derived_tensors`) and answers
-a canary (`megatron_rl.training.canary`). On CPUs the engine already samples while weights are hashed and the canary is checked, but it
-returns no completion before both have passed.
-"""
+"""Weight sync: the trainer's weights reach the live engine byte for byte, and every sync proves that they did. Every chunk is hashed on
+both sides: in the trainer's live tensors, and in the engine's tensors after they were written. The engine recomputes every tensor that it
+derived from the weights (`rollout_sglang.derived_tensors`) and answers a canary (`megatron_rl.training.canary`). On CPUs it already samples
+meanwhile, but returns no completion before both have passed. If an engine is lost, sync and sampling are repeated with the same bits."""
 
 from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
-from enum import Enum, auto
-from typing import Protocol
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Protocol, TypeVar
 
 import torch
 
 from megatron_rl.config.sync import SyncConfig
 from megatron_rl.distributed import Rank0
 from megatron_rl.errors import EngineLostError, RunError
+from megatron_rl.metrics import STEP_SECONDS, declare
+from megatron_rl.observability import hang_watchdog
+from megatron_rl.observability.signals import check_stop
 from megatron_rl.rollout.engine import Engine
+from megatron_rl.rollout.engine_pool import EnginePool
+from megatron_rl.sync.checks import check_live_engine
 from megatron_rl.sync.plan import SyncPlan
 from megatron_rl.sync.proof import ByteProof
-from megatron_rl.sync.report import SyncReport
 from megatron_rl.sync.transfer import Transferred, WeightTransfer
+
+_SECONDS = "sync (seconds)"
+_METRICS = (
+    declare("sync/bytes", "bytes moved from trainer to engine", "bytes", "bytes moved"),
+    declare("sync/blocks", "blocks of quantized weights moved", "count"),
+    declare("sync/tensors", "tensors moved", "count"),
+    declare("sync/proved", "tensors whose hashes were equal on both sides", "count"),
+    declare("time/sync", "moving the weights to the engine", "seconds", STEP_SECONDS, _SECONDS),
+    declare("time/proof", "hashing the weights on both sides, and comparing the hashes", "seconds", STEP_SECONDS, _SECONDS),
+    declare("time/served", "recomputing and comparing the tensors that the engine derived from the weights", "seconds", STEP_SECONDS),
+    declare("time/canary", "a few tokens through every engine and the trainer, before any completion is returned", "seconds", STEP_SECONDS),
+    declare("sync/derived", "tensors derived by the engine that were recomputed and found equal", "count"),
+    declare("sync/canary", "largest |log p trainer - log p engine| of the canary's tokens", "nats"),
+    declare("time/recovery", "from the loss of an engine to the next proved sync", "seconds"),
+    declare("engine/restarts", "engines that replaced lost engines", "count"),
+    declare("sync/wrong_bases", "delta syncs that were repeated in full because the engine held other weights than assumed", "count"),
+)
+_CHANGED_SHARE = declare("sync/changed_share", "share of the bytes that changed since the last sync, if they were compared", "share")
+T = TypeVar("T")
 
 
 class Canary(Protocol):
@@ -36,32 +57,11 @@ class Canary(Protocol):
         """Return the largest difference; raise RunError if it is too large. `named_tensors`: this rank's live tensors. Collective."""
 
 
-class Phase(Enum):
-    """The phases of a sync, in order. A deferred proof is a second PROVE phase between SERVE and CANARY."""
-
-    PREPARE = auto()  # read the trainer's live tensors and connect to the engine
-    TRANSFER = auto()  # write them into the engine's live tensors
-    PROVE = auto()  # compare the digests of both sides
-    SERVE = auto()  # check the engine's derived tensors, then let the engine sample while it holds completions back
-    CANARY = auto()  # compare log-probs of a few prompts
-    COMMIT = auto()  # let the engine return completions
-
-
-class PhaseClock:
-    """Adds up the seconds spent in each phase."""
-
-    def __init__(self) -> None:
-        self._seconds: dict[Phase, float] = defaultdict(float)
-        self._phase, self._start = Phase.PREPARE, time.perf_counter()
-
-    def enter(self, phase: Phase) -> None:
-        now = time.perf_counter()
-        self._seconds[self._phase] += now - self._start
-        self._phase, self._start = phase, now
-
-    def stop(self) -> Mapping[Phase, float]:
-        self.enter(self._phase)
-        return self._seconds
+@contextmanager
+def _timed(seconds: dict[str, float], phase: str) -> Iterator[None]:
+    start = time.perf_counter()
+    yield
+    seconds[phase] += time.perf_counter() - start
 
 
 class WeightSync:
@@ -94,55 +94,39 @@ class WeightSync:
 
     def run(self, version: int, hashing: bool = True, meanwhile: Callable[[], None] = lambda: None) -> SyncReport:
         """Move the trainer's weights into the engine as policy version `version`, and prove them before the engine returns completions.
-
-        Args:
-            hashing: False skips the proof, only to measure what it costs.
-            meanwhile: called once the engine samples, to give it work during a deferred proof.
-
-        Raises:
-            RunError: a byte differs (the message names parameter, rank and first block) or the engine failed. The engine then returns no
-                completions anymore.
-            EngineLostError: an engine or the connection was lost. The same sync may be run again after `close`.
-        """
-        clock = PhaseClock()
+        `meanwhile` is called once the engine samples. `hashing=False` skips the proof, only to measure what it costs. Raise RunError if a
+        byte differs or the engine failed; it then returns no completions anymore. Raise EngineLostError if an engine or the connection was
+        lost; the same sync may be run again after `close`."""
+        start, seconds = time.perf_counter(), defaultdict[str, float](float)
         named_tensors = self._read_named_tensors()
         self._transfer.open()
-
-        clock.enter(Phase.TRANSFER)
         prove_first = hashing and not self._defers_proof
         transferred, wrong_bases = self._transfer.run(named_tensors, version, hashing=prove_first), 0
-
-        clock.enter(Phase.PROVE)
-        if prove_first:
-            transferred, wrong_bases = self._prove_before_serving(named_tensors, version, transferred)
-
-        clock.enter(Phase.SERVE)
-        derived = self._check_derived_tensors() if hashing else 0
-        canary = self._canary if hashing else None
-        self._engine.run(lambda engine: self._serve(engine, canary, rereading=hashing and not prove_first))
-        meanwhile()
-
-        clock.enter(Phase.PROVE)
-        if hashing and not prove_first:
-            self._compare_with_reread(named_tensors, self._proof.hash_chunks(named_tensors))
-
-        clock.enter(Phase.CANARY)
-        difference = canary.check(self._engine, version, named_tensors) if canary else 0.0
-
-        clock.enter(Phase.COMMIT)
+        with _timed(seconds, "proof"):
+            if prove_first:
+                transferred, wrong_bases = self._prove_before_serving(named_tensors, version, transferred)
+        with _timed(seconds, "served"):  # the engine samples, but holds completions back
+            derived = self._check_derived_tensors() if hashing else 0
+            canary = self._canary if hashing else None
+            self._engine.run(lambda engine: self._serve(engine, canary, rereading=hashing and not prove_first))
+            meanwhile()
+        with _timed(seconds, "proof"):
+            if hashing and not prove_first:
+                self._compare_with_reread(named_tensors, self._proof.hash_chunks(named_tensors))
+        with _timed(seconds, "canary"):
+            difference = canary.check(self._engine, version, named_tensors) if canary else 0.0
         self._transfer.mark_proved(transferred)
         self._engine.run(lambda engine: engine.resume())
-        seconds = clock.stop()
         return SyncReport(
             **self._counts,
             bytes=transferred.nbytes,
             wrong_bases=wrong_bases,
             changed_share=transferred.changed_share,
             proved=self._counts["tensors"] if hashing else 0,
-            seconds=sum(seconds.values()),
-            proof_seconds=seconds[Phase.PROVE] + transferred.hash_seconds,
-            served_seconds=seconds[Phase.SERVE],
-            canary_seconds=seconds[Phase.CANARY],
+            seconds=time.perf_counter() - start,
+            proof_seconds=seconds["proof"] + transferred.hash_seconds,
+            served_seconds=seconds["served"],
+            canary_seconds=seconds["canary"],
             derived=derived,
             canary=difference,
         )
@@ -155,10 +139,8 @@ class WeightSync:
     def _prove_before_serving(
         self, named_tensors: dict[str, torch.Tensor], version: int, transferred: Transferred
     ) -> tuple[Transferred, int]:
-        """Compare the digests of a transfer. If deltas were sent to an engine with another base, send everything and compare again.
-
-        Returns the last transfer, and 1 if the base was wrong, else 0.
-        """
+        """Compare the digests of a transfer. If deltas were sent to an engine with another base, send everything and compare again. Return
+        the last transfer, and 1 if the base was wrong."""
         wrong_bases = 0
         try:
             self._proof.compare_digests(named_tensors, transferred.sent, transferred.arrived)
@@ -194,3 +176,78 @@ class WeightSync:
         engine.admit()
         if canary is not None:
             canary.ask(engine)
+
+
+@dataclass(frozen=True)
+class SyncReport:
+    """Result of one sync. A sync that is not proved raises an error instead."""
+
+    bytes: int  # bytes sent; with `sync.delta` fewer than the weights have
+    blocks: int  # scales moved: one per block or row of a quantized weight
+    tensors: int  # engine tensors written, including scales
+    proved: int  # engine tensors whose bytes had equal digests on both sides
+    seconds: float  # total duration, including the proof
+    proof_seconds: float
+    served_seconds: float
+    canary_seconds: float
+    derived: int  # tensors derived by the engine that were recomputed and found equal
+    canary: float  # largest |log p trainer - log p engine| of the canary's tokens
+    wrong_bases: int  # 1 if the engine did not hold the weights of the last sync, so that everything was sent
+    changed_share: float | None  # share of the bytes that changed since the last sync, or None if they were not compared
+    restarts: int = 0  # engines that replaced lost engines since the last report
+    recovery_seconds: float = 0.0  # seconds spent on replacing engines and repeating syncs
+
+    def metrics(self) -> dict[str, float]:
+        """Return the metrics by their names in the run log."""
+        proofs = self.proof_seconds, self.served_seconds, self.canary_seconds
+        counts = map(float, (self.bytes, self.blocks, self.tensors, self.proved))
+        rest = float(self.derived), self.canary, self.recovery_seconds, float(self.restarts), float(self.wrong_bases)
+        metrics = dict(zip(_METRICS, (*counts, self.seconds - sum(proofs), *proofs, *rest), strict=True))
+        return metrics if self.changed_share is None else metrics | {_CHANGED_SHARE: self.changed_share}
+
+
+class RecoveringWeightSync:
+    """A `WeightSync` that is repeated after the loss of an engine. Every trainer rank constructs one; all methods are collective."""
+
+    def __init__(self, sync: WeightSync, engines: Rank0[EnginePool], notify: Callable[[str], None]) -> None:
+        self._sync, self._engines, self._notify = sync, engines, notify
+        self._restarts, self._recovery_seconds = 0, 0.0
+
+    def run(self, version: int, meanwhile: Callable[[], None] = lambda: None) -> SyncReport:
+        """Run `WeightSync.run`. The report counts the engines lost since the last report. Raise RunError if no restart is left."""
+        report = self._sync_with_recovery(version, None, meanwhile)
+        report = replace(report, restarts=self._restarts, recovery_seconds=self._recovery_seconds)
+        self._restarts, self._recovery_seconds = 0, 0.0
+        return report
+
+    def run_with_recovery(self, version: int, work: Callable[[], T]) -> T:
+        """Return the result of `work`, which every rank calls; repeat it if engines, which hold `version`, are lost meanwhile."""
+        while True:
+            try:
+                return work()
+            except EngineLostError as error:
+                self._sync_with_recovery(version, error)
+
+    def _sync_with_recovery(self, version: int, loss: EngineLostError | None, meanwhile: Callable[[], None] = lambda: None) -> SyncReport:
+        lost_at: float | None = None
+        while True:
+            try:
+                if loss is not None:
+                    check_stop()  # a cluster sends its signal to engines as well
+                    hang_watchdog.enter_phase("restarting engines")
+                    lost_at = lost_at or time.perf_counter()
+                    self._replace_lost(loss)
+                report = self._sync.run(version, meanwhile=meanwhile)
+            except EngineLostError as error:
+                loss = error
+                continue
+            if lost_at is not None:
+                seconds = time.perf_counter() - lost_at
+                self._recovery_seconds += seconds
+                self._notify(f"engines serve policy version {version} again, proved, {seconds:.1f} s after the loss")
+            return report
+
+    def _replace_lost(self, loss: EngineLostError) -> None:
+        self._sync.close()
+        self._restarts += self._engines.run(lambda engines: engines.wait_for_successors(loss))
+        self._engines.run(lambda engines: check_live_engine(self._sync.plan, engines))

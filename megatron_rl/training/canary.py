@@ -6,8 +6,6 @@ decoding, and each log-prob is compared with the trainer's for the same token. B
 emptied is detected as well.
 """
 
-from __future__ import annotations
-
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -31,8 +29,7 @@ from megatron_rl.rollout.engine import Engine
 from megatron_rl.types import Generation, SamplingParams
 from parallel.formats import TensorFormat
 
-TOKENS = 2
-"""Tokens per completion: one from prefill, one from decoding."""
+TOKENS = 2  # tokens per completion: one from prefill, one from decoding
 OTHER_KERNELS, OTHER_FORMATS = 1.0, 5.0
 """Bounds in nats for runs that do not promise exactness: the engine computes in the trainer's formats, or in other formats.
 docs/reference/sync.md explains the values."""
@@ -42,13 +39,10 @@ LONGEST, LONGEST_ON_CPU = 160, 48
 
 @dataclass(frozen=True)
 class _Answer:
-    """One engine's completion of one prompt."""
-
     engine: int
     prompt: int
     logprobs_T: np.ndarray
-    sample: int
-    """Index of the sample with the same tokens. Engines that sampled the same tokens share a sample."""
+    sample: int  # index of the sample with the same tokens. Engines that sampled the same tokens share a sample.
 
 
 class Canary:
@@ -57,12 +51,8 @@ class Canary:
     def __init__(
         self, actor: Actor, prompts_B: list[np.ndarray], sampling: SamplingParams, bound: float, emulated: TensorFormat | None = None
     ) -> None:
-        """Create the canary.
-
-        Args:
-            bound: largest allowed |log p trainer - log p engine|, in nats.
-            emulated: the engine's format if only the engine is quantized and the trainer emulates it (`mcore.passes.engine_emulation`).
-        """
+        """Create the canary. `bound` is the largest allowed |log p trainer - log p engine| in nats, and `emulated` the engine's format if
+        only the engine is quantized and the trainer emulates it (`mcore.passes.engine_emulation`)."""
         self._actor, self._prompts_B, self._sampling, self._bound, self._emulated = actor, prompts_B, sampling, bound, emulated
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="megatron-rl-canary")
         self._answers: Future[list[list[Generation]]] | None = None
@@ -72,14 +62,8 @@ class Canary:
         self._answers = self._thread.submit(engines.answer_canary, self._prompts_B, self._sampling)
 
     def check(self, engines: Rank0[Engine], version: int, named_tensors: dict[str, torch.Tensor]) -> float:
-        """Wait for the engines' answers and return the largest difference. Collective.
-
-        Args:
-            named_tensors: this rank's weights as they were synced to the engines.
-
-        Raises:
-            RunError: a difference exceeds the bound, with engine, prompt, and position; or an engine has another policy version.
-        """
+        """Wait for the engines' answers and return the largest difference. `named_tensors` are this rank's weights as they were synced.
+        Collective. Raise RunError if a difference exceeds the bound or an engine has another policy version."""
         read = Rank0(lambda: self._read(version))
         answers, samples = read.value if is_rank0() else ([], [])
         with nullcontext() if self._emulated is None else emulate_engine(self._actor.model, named_tensors, self._emulated):
@@ -118,8 +102,7 @@ class Canary:
         return largest
 
 
-_EXACT_CPUS = ("AVX2", "AVX512")
-"""CPU capabilities, by PyTorch's names, for which `kernels.batch_invariant` was verified."""
+_EXACT_CPUS = ("AVX2", "AVX512")  # CPU capabilities, by PyTorch's names, for which `kernels.batch_invariant` was verified
 
 
 def promises_exactness(config: Config, hf_config: dict[str, Any]) -> bool:
@@ -142,10 +125,8 @@ def make_canary(config: Config, actor: Actor, hf_config: dict[str, Any]) -> Cana
 
 
 def _find_emulated(config: Config, hf_config: dict[str, Any]) -> TensorFormat | None:
-    """Return the engine's format if only the engine is quantized and the trainer can emulate it bit for bit, or None.
-
-    That requires one process on each side, and a run that would be exact without quantization.
-    """
+    """Return the engine's format if only the engine is quantized and the trainer can emulate it bit for bit, or None. That requires one
+    process on each side, and a run that would be exact without quantization."""
     contract = PrecisionContract.from_config(config.precision)
     if contract.trainer_format.quantized or not contract.engine_format.quantized or contract.engine_alone_quantizes_kv:
         return None

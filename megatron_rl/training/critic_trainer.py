@@ -4,8 +4,6 @@ steps on the policy's mini-batches.
 Both come before the policy's update. If trainer and engine share devices, only one of the two optimizers is on the device at a time.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from statistics import mean
 
@@ -55,6 +53,5 @@ class CriticTrainer:
         return {shown: mean(update[name] for update in updates) for name, shown in names.items()}
 
     def leave_device(self) -> None:
-        """Offload the critic's optimizer if trainer and engine share devices."""
         if self._config.placement.kind == "colocated":
             self.critic.offload_optimizer()

@@ -1,7 +1,5 @@
 """Compares the live precision graphs of trainer and engine at every start of a run and writes them to its folder."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +13,7 @@ from megatron_rl.precision.graph.graph import PrecisionGraph, describe_differenc
 from megatron_rl.precision.graph.render import draw_svg
 from megatron_rl.rollout.engine import Engine
 
-_MAX_SHOWN = 4
-"""Differences that the error lists."""
+_MAX_SHOWN = 4  # differences that the error lists
 
 
 @dataclass(frozen=True)
@@ -41,7 +38,6 @@ class GraphComparison:
         return {"differences": self.differences, "training": fold_to_json(self.training), "rollout": rollout}
 
     def group_rollout_graphs(self) -> dict[PrecisionGraph, list[int]]:
-        """Return graph -> engine ranks with this graph."""
         ranks_of: dict[PrecisionGraph, list[int]] = {}
         for rank, graph in enumerate(self.rollout):
             ranks_of.setdefault(graph, []).append(rank)
@@ -63,10 +59,8 @@ def write_critic_graph(model: Any, folder: Path) -> None:
 
 
 def check_graph(model: Any, engine: Rank0[Engine], contract: PrecisionContract, folder: Path) -> None:
-    """Write `folder/graph.json` and `folder/graph.svg`. Collective; `model` must be quantized.
-
-    Raise RunError with the differences if the trainer is quantized and the rollout is not a subgraph of the training's forward pass.
-    """
+    """Write `folder/graph.json` and `folder/graph.svg`. Collective; `model` must be quantized. Raise RunError with the differences if the
+    trainer is quantized and the rollout is not a subgraph of the training's forward pass."""
     training = read_training_graph(model)
 
     def check(engine: Engine) -> None:

@@ -6,8 +6,6 @@
 Every rank runs the loop. The rollout worker, with its engines and reward workers, exists on rank 0 only.
 """
 
-from __future__ import annotations
-
 import time
 from dataclasses import replace
 
@@ -20,12 +18,11 @@ from megatron_rl.evaluation.held_out import compute_eval_metrics
 from megatron_rl.mcore.passes import reduce
 from megatron_rl.observability import hang_watchdog
 from megatron_rl.observability.signals import check_stop
-from megatron_rl.rollout.async_worker import AsyncRolloutWorker
-from megatron_rl.sync.recovery import RecoveringWeightSync
-from megatron_rl.training.checkpoint_manager import CheckpointManager
+from megatron_rl.rollout.worker import AsyncRolloutWorker
+from megatron_rl.sync.weight_sync import RecoveringWeightSync
+from megatron_rl.training.checkpoint_manager import CheckpointManager, TrainState
 from megatron_rl.training.policy_trainer import PolicyTrainer
 from megatron_rl.training.recorder import Recorder
-from megatron_rl.training.train_state import TrainState
 
 
 class Loop:

@@ -4,8 +4,6 @@
 token, d also contains the optimizer steps since it was sampled, so `staleness/` measures stale tokens separately.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 
@@ -32,10 +30,8 @@ WITHOUT_REPLAY = (
     declare("mismatch/without_replay/abs_max", f"largest {_DIFFERENCE}, {_UNREPLAYED}", "nats"),
     declare("mismatch/without_replay/k3_kl", f"k3 estimate of KL(rollout || trainer), {_UNREPLAYED}", "nats"),
 )
-SAMPLE_BIN = 32
-"""Positions per bin of the mismatch in samples.jsonl."""
-_BOUNDS = torch.tensor([32 << power for power in range(26)])
-"""Positions at which responses are cut into bins for the metrics."""
+SAMPLE_BIN = 32  # positions per bin of the mismatch in samples.jsonl
+_BOUNDS = torch.tensor([32 << power for power in range(26)])  # positions at which responses are cut into bins for the metrics
 _POSITION = "at response positions from {} to twice that (before 32 for 0)"
 BY_POSITION = (
     declare("mismatch/position/{}/abs_mean", f"mean {_DIFFERENCE} {_POSITION}", "nats", "|Δ log p| by position (nats)", label="from {}"),
@@ -58,11 +54,7 @@ def measure_mismatch(
     samples: list[TrainingSample], names: tuple[str, ...] = MISMATCH, by_position: bool = False, combine: Combine = combine_alone
 ) -> dict[str, float]:
     """Return |d| and the k3 estimate of KL(engine || trainer) over all replicas' tokens of the trainer's own version, or {} without any.
-
-    Args:
-        samples: this replica's samples.
-        by_position: also return the mean |d| by position in the response.
-    """
+    `samples` are this replica's. With `by_position`, also return the mean |d| by position in the response."""
     difference, lags = _flatten(samples)
     current, totals, starts = difference[lags == 0], Totals(), [0, *_BOUNDS.tolist()]
     totals.add("abs", current.abs())
@@ -92,10 +84,8 @@ class MismatchBound:
         self._stops, self._notify, self._warned = settings.on_mismatch == "stop", notify, False
 
     def check(self, metrics: Mapping[str, float]) -> None:
-        """Check the metrics of a step, which are the same on every rank.
-
-        Raise RunError if the mismatch exceeds the bound; or, with `on_mismatch = "warn"`, warn once until it is below the bound again.
-        """
+        """Check the metrics of a step, which are the same on every rank. Raise RunError if the mismatch exceeds the bound; or, with
+        `on_mismatch = "warn"`, warn once until it is below the bound again."""
         largest = metrics.get(MISMATCH[1])
         if largest is None:  # no token of the trainer's version
             return

@@ -13,8 +13,6 @@ KL(engine || variant). In `fp8_unified`, both sides compute with the same blocks
 weights, and kv are 0.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 
@@ -46,22 +44,16 @@ class MismatchAttribution:
         engine_format: TensorFormat,
         engine_alone_quantizes_kv: bool = False,
     ) -> None:
-        """Create the attribution.
-
-        Args:
-            read_named_tensors: returns the weights as the engine has them (`collect_named_tensors`).
-            engine_format, engine_alone_quantizes_kv: as in `PrecisionContract`.
-        """
+        """Create the attribution. `read_named_tensors` returns the weights as the engine has them (`collect_named_tensors`); the
+        other arguments are as in `PrecisionContract`."""
         self._policy, self._read_named_tensors, self._format = policy, read_named_tensors, engine_format
         self._emulates_cache = engine_alone_quantizes_kv
         self._samples: list[TrainingSample] = []
         self._variants: list[torch.Tensor] = []
 
     def measure(self, samples: list[TrainingSample]) -> None:
-        """Compute the variants of the policy version that sampled: two forward passes, or three if the engine's cache differs.
-
-        `samples` are this replica's and must have `rollout_logprobs` and `old_logprobs`.
-        """
+        """Compute the variants of the policy version that sampled: two forward passes, or three if the engine's cache differs. `samples`
+        are this replica's and must have `rollout_logprobs` and `old_logprobs`."""
         named_tensors = self._read_named_tensors()
         self._samples = samples
         self._variants = [_join([sample.rollout_logprobs for sample in samples])]
@@ -86,13 +78,10 @@ def _join(logprobs_B: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def attribute_mismatch(variants: Sequence[torch.Tensor], combine: Combine = combine_alone) -> dict[str, float]:
-    """Return metrics `mismatch/cause/CAUSE/WHAT`.
+    """Return metrics `mismatch/cause/CAUSE/WHAT`, given log-probs float32 [tokens] of each variant, one more than there are causes.
 
     WHAT is `abs_mean` or `abs_max` of |d|, `mean` of d, or `k3`, the increase of the estimate of KL(engine || variant). The CAUSE `total`
     spans all variants; its `mean` and `k3` are the sums over the causes.
-
-    Args:
-        variants: log-probs float32 [tokens] of each variant, one more than there are causes.
     """
     logprobs = [variant.double() for variant in variants]
     steps = [*((cause, index, index + 1) for index, cause in enumerate(CAUSES)), ("total", 0, len(CAUSES))]

@@ -1,7 +1,5 @@
 """Loads the models of a run on one rank: actor, reference, teacher, and critic."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -76,10 +76,8 @@ average token has left the range of ratios that PPO's clip of 0.2 trusts after a
 
 
 class PolicyTrainer:
-    """Trains `actor`. `reference` is None if `algorithm.kl_coef` is 0, and `teacher` is None without a [teacher] section.
-
-    All methods are collective: every rank passes its replica's samples.
-    """
+    """Trains `actor`. `reference` is None if `algorithm.kl_coef` is 0, and `teacher` is None without a [teacher] section. All methods are
+    collective: every rank passes its replica's samples."""
 
     def __init__(
         self,
@@ -112,19 +110,15 @@ class PolicyTrainer:
                 self.actor.reload_optimizer()
 
     def leave_devices(self) -> None:
-        """Offload the optimizer before the sync."""
         if self._config.placement.kind == "colocated":
             self.actor.offload_optimizer()
 
     def share_samples(self, rollout: Rank0[RolloutBatch], step: int) -> StepSamples:
-        """See `training.samples.share_samples`."""
         return share_samples(rollout, step, self._config, self.engine_routing, self.actor.attention_length, self.replay)
 
     def compute_logprobs(self, step_samples: StepSamples) -> dict[str, float]:
-        """Set the log-probs of actor, reference, and teacher, and the actor's own routing if it is to be replayed.
-
-        Return entropy, mismatch, staleness, and the routers' metrics. Raise RunError for a mismatch that the configuration forbids.
-        """
+        """Set the log-probs of actor, reference, and teacher, and the actor's own routing if it is to be replayed. Return entropy,
+        mismatch, staleness, and the routers' metrics. Raise RunError for a mismatch that the configuration forbids."""
         samples = step_samples.own
         replay_own = self._config.algorithm.routing_replay == "trainer"
         with self.actor.routing.collect_stats(samples, keep=replay_own) as routing:
@@ -148,10 +142,8 @@ class PolicyTrainer:
         return {_ENTROPY: entropy, **mismatch, **staleness, **routing.gather_metrics()}
 
     def assign_late_advantages(self, samples: StepSamples) -> dict[str, float]:
-        """Set the advantages if the KL term is part of the reward, which needs log-probs, and return its metric; else return {}.
-
-        A critic sets its advantages itself.
-        """
+        """Set the advantages if the KL term is part of the reward, which needs log-probs, and return its metric; else return {}. A critic
+        sets its advantages itself."""
         algorithm = self._config.algorithm
         if not algorithm.kl_in_reward or algorithm.has_critic:
             return {}
@@ -169,9 +161,7 @@ class PolicyTrainer:
 
     def measure_without_replay(self, step_samples: StepSamples) -> dict[str, float]:
         """Return the mismatch without routing replay, and the share of tokens that then go to other experts; {} if nothing is replayed.
-
-        Costs one forward pass.
-        """
+        Costs one forward pass."""
         if self.engine_routing is None:
             return {}
         samples = step_samples.own
@@ -182,11 +172,8 @@ class PolicyTrainer:
         return mismatch | {_DIFFERS_WITHOUT_REPLAY: routing.gather_metrics()[DIFFERS]}
 
     def update(self, samples: StepSamples, version: int) -> dict[str, float]:
-        """Run the optimizer steps from `version` to the next, one per mini-batch.
-
-        Return means over these steps, and how far all of them moved the log-probs. While only the critic learns (`critic.critic_warmup`),
-        do nothing and return {}.
-        """
+        """Run the optimizer steps from `version` to the next, one per mini-batch. Return means over these steps, and how far all of them
+        moved the log-probs. While only the critic learns (`critic.critic_warmup`), do nothing and return {}."""
         algorithm, updates = self._config.algorithm, []
         if self.critic is not None and version < self._config.critic.critic_warmup:
             return {}
@@ -206,11 +193,8 @@ class PolicyTrainer:
         return means | bounds | self._measure_change(samples)
 
     def _measure_change(self, samples: StepSamples) -> dict[str, float]:
-        """Return how far the step moved the log-probs of its tokens.
-
-        Measured on every n-th sample: about an eighth of them, and at most one micro-batch per replica. This costs about a thirtieth of the
-        step's forward and backward passes.
-        """
+        """Return how far the step moved the log-probs of its tokens. Measured on every n-th sample: about an eighth of them, and at most
+        one micro-batch per replica. This costs about a thirtieth of the step's forward and backward passes."""
         layout, totals = self._config.train.layout, Totals()
         every = max(8, samples.tokens // (layout.dp * layout.cp * self.actor.micro_batch_tokens))
         chosen = [sample for sample in samples.own if sample.number % every == 0]

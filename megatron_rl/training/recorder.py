@@ -1,7 +1,5 @@
 """What a run records while it runs: the seconds and memory of its phases, the rows of its log, and samples."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -63,11 +61,8 @@ class Recorder:
             self.seconds[_SECONDS[name]] = time.perf_counter() - start
 
     def write_row(self, version: int, metrics: dict[str, float], seconds: float | None) -> None:
-        """Write the row of a policy version, with the seconds and memory of all phases since the last row. Collective.
-
-        Args:
-            seconds: duration of the whole step, or None if no step was run.
-        """
+        """Write the row of a policy version, with the seconds and memory of all phases since the last row. `seconds` is the duration of the
+        whole step, or None if no step was run. Collective."""
         row = {"step": version, _VERSION: version, **metrics, **self.seconds}
         self.seconds = {}
         if seconds is not None:

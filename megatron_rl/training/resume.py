@@ -1,7 +1,5 @@
 """Chooses the checkpoint that a run resumes from. Does not import Megatron."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -31,8 +29,7 @@ class ResumePoint:
 
     folder: Path
     state: dict[str, Any]
-    damaged: dict[Path, str]
-    """Newer checkpoints that cannot be used, with the reason."""
+    damaged: dict[Path, str]  # newer checkpoints that cannot be used, with the reason
 
     def describe(self, layout: dict[str, int]) -> list[str]:
         """Return notices for the user, one line each."""
@@ -57,19 +54,15 @@ def find_resume_point(config: Config) -> ResumePoint | None:
 
 
 def choose_checkpoint(run: Path, steps: int) -> ResumePoint:
-    """Return the newest complete checkpoint of a run. Collective.
-
-    Raises UserError if no checkpoint is complete, or if the newest one has reached `steps`.
-    """
+    """Return the newest complete checkpoint of a run. Collective. Raises UserError if no checkpoint is complete, or if the newest one has
+    reached `steps`."""
     folder, damaged = find_newest_whole(run)
     return run_on_rank0(lambda: _make_resume_point(run, folder, damaged, steps))
 
 
 def find_newest_whole(run: Path) -> tuple[Path | None, dict[Path, str]]:
-    """Return the newest complete checkpoint of a run, and the newer ones with what is wrong with them. Collective.
-
-    The ranks divide the files among them and read every byte. Raises UserError if a rank cannot see the files.
-    """
+    """Return the newest complete checkpoint of a run, and the newer ones with what is wrong with them. Collective. The ranks divide the
+    files among them and read every byte. Raises UserError if a rank cannot see the files."""
     torn: dict[Path, str] = {}
     for folder in run_on_rank0(lambda: checkpoints.list_newest_first(run)):
         with errors_on_all_ranks():

@@ -35,30 +35,20 @@ MiniBatches = list[list[TrainingSample]]
 class StepSamples:
     """One rank's view of the samples of a step."""
 
-    mini_batches: MiniBatches
-    """This replica's samples, one list per optimizer step."""
-    count: int
-    """Number of samples of all replicas."""
-    tokens: int
-    """Tokens of all samples."""
-    sampled_tokens: int
-    """Tokens of all samples that the policy sampled."""
-    shown: list[int]
-    """Numbers of the samples that the report shows."""
-    metrics: dict[str, float]
-    """Metrics of the rollout."""
+    mini_batches: MiniBatches  # this replica's samples, one list per optimizer step
+    count: int  # number of samples of all replicas
+    tokens: int  # tokens of all samples
+    sampled_tokens: int  # tokens of all samples that the policy sampled
+    shown: list[int]  # numbers of the samples that the report shows
+    metrics: dict[str, float]  # metrics of the rollout
     rewards: list[float] = field(default_factory=list)
     """Rewards of all completions. This and the following fields are empty on ranks other than 0."""
-    excluded: list[bool] = field(default_factory=list)
-    """Whether each completion is excluded from the loss."""
-    lengths: list[int] = field(default_factory=list)
-    """Sampled tokens of each completion."""
-    rows: list[dict[str, Any]] = field(default_factory=list)
-    """Rows of the report for the `shown` samples."""
+    excluded: list[bool] = field(default_factory=list)  # whether each completion is excluded from the loss
+    lengths: list[int] = field(default_factory=list)  # sampled tokens of each completion
+    rows: list[dict[str, Any]] = field(default_factory=list)  # rows of the report for the `shown` samples
 
     @property
     def own(self) -> list[TrainingSample]:
-        """This replica's samples of all mini-batches."""
         return [sample for mini_batch in self.mini_batches for sample in mini_batch]
 
 
@@ -128,10 +118,8 @@ def _prepare(rollout: RolloutBatch, step: int, config: Config, routing: RoutingS
 
 
 def _split_rewards(rollout: RolloutBatch, config: Config) -> tuple[dict[str, list[float]], dict[str, float]]:
-    """Return the rewards of all completions and the weight of each reward function, by label.
-
-    A length penalty counts as one of weight 1. A completion without a verdict has a reward of 0 from each function.
-    """
+    """Return the rewards of all completions and the weight of each reward function, by label. A length penalty counts as one of weight 1. A
+    completion without a verdict has a reward of 0 from each function."""
     weights = {label: part.weight for label, part in config.reward.parts.items()}
     rewards = {label: [completion.reward.parts.get(label, 0.0) for completion in rollout.completions_B] for label in weights}
     if config.algorithm.overlong_share:

@@ -1,7 +1,5 @@
 """Starts and stops a run: process groups, models, engines, reward workers, and the log. Stops everything in reverse order."""
 
-from __future__ import annotations
-
 import shutil
 import sys
 from contextlib import ExitStack
@@ -37,16 +35,14 @@ from megatron_rl.precision.threads import count_threads
 from megatron_rl.preflight import check_on_rank_0
 from megatron_rl.reporting.report import headline, write_report
 from megatron_rl.rewards.scorer import Scorer
-from megatron_rl.rollout.async_worker import AsyncRolloutWorker
 from megatron_rl.rollout.engine_pool import EnginePool, start_engines
 from megatron_rl.rollout.generation import make_sampler, start_environments
-from megatron_rl.rollout.worker import RolloutWorker
+from megatron_rl.rollout.worker import AsyncRolloutWorker, RolloutWorker
 from megatron_rl.sync.checks import check_live_engine
 from megatron_rl.sync.plan import SyncPlan
-from megatron_rl.sync.recovery import RecoveringWeightSync
-from megatron_rl.sync.weight_sync import WeightSync
+from megatron_rl.sync.weight_sync import RecoveringWeightSync, WeightSync
 from megatron_rl.training.canary import make_canary, promises_exactness
-from megatron_rl.training.checkpoint_manager import CheckpointManager
+from megatron_rl.training.checkpoint_manager import CheckpointManager, TrainState
 from megatron_rl.training.critic_trainer import CriticTrainer
 from megatron_rl.training.graph_check import check_graph, write_critic_graph
 from megatron_rl.training.loop import Loop
@@ -56,12 +52,10 @@ from megatron_rl.training.policies import load_actor, load_critic, load_referenc
 from megatron_rl.training.policy_trainer import PolicyTrainer
 from megatron_rl.training.recorder import Recorder
 from megatron_rl.training.resume import describe_layout, find_resume_point
-from megatron_rl.training.train_state import TrainState
 from megatron_rl.versions import collect_versions
 from parallel.layout import Layout
 
-_COLLECTIVE_TIMEOUT_MINUTES = 24 * 60
-"""Timeout of collectives in a run with a watchdog, which ends a stuck run much earlier."""
+_COLLECTIVE_TIMEOUT_MINUTES = 24 * 60  # timeout of collectives in a run with a watchdog, which ends a stuck run much earlier
 
 
 class Session:

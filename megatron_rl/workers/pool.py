@@ -1,9 +1,7 @@
-"""Pool of worker processes. A task that hangs, crashes or exhausts memory fails alone.
-
-Each worker is a fresh interpreter with its own pipe. multiprocessing would import the caller's `__main__`, and with it torch and Megatron,
-into every worker, and its shared queues break when a worker is killed. Tasks travel in small chunks and results come back one by one, so a
-worker is always running its oldest unanswered task, and the time since its last answer is the time spent on that task.
-"""
+"""Pool of worker processes. A task that hangs, crashes or exhausts memory fails alone. Each worker is a fresh interpreter with its own
+pipe. multiprocessing would import the caller's `__main__`, and with it torch and Megatron, into every worker, and its shared queues break
+when a worker is killed. Tasks travel in small chunks and results come back one by one, so a worker is always running its oldest unanswered
+task, and the time since its last answer is the time spent on that task."""
 
 from __future__ import annotations
 
@@ -28,7 +26,7 @@ ResultT = TypeVar("ResultT")
 
 
 class _Call(Generic[ResultT]):
-    """The tasks of one call of `WorkerPool.run`."""
+    """A call of `WorkerPool.run`."""
 
     def __init__(self, count: int) -> None:
         self.count, self.failed = count, False
@@ -41,27 +39,15 @@ class _Call(Generic[ResultT]):
 
 @dataclass(frozen=True)
 class _Task(Generic[ResultT]):
-    """Task `number` of a call."""
-
     call: _Call[ResultT]
     number: int
     arguments: tuple[Any, ...]
 
-    def end(self, result: ResultT) -> None:
-        self.call.results[self.number] = result
-
 
 class WorkerPool(Generic[ResultT]):
-    """Distributes tasks to worker processes. A context manager; entering starts the workers without waiting for them.
-
-    A subclass sets `section`, its section of the configuration, and `module`, which the workers run and which calls
-    `megatron_rl.workers.process.serve`. It implements `make_failure`.
-
-    Args:
-        argument: Tells the workers which handler to load.
-        timeout: Seconds allowed for one task.
-        memory_mb: Address space of a worker in MiB.
-    """
+    """Distributes tasks to worker processes. A context manager; entering starts the workers without waiting for them. A subclass sets
+    `section`, its section of the configuration, and `module`, which the workers run and which calls `megatron_rl.workers.process.serve`
+    with `argument`. `timeout`: seconds allowed for one task. `memory_mb`: address space of a worker in MiB."""
 
     section: str
     module: str
@@ -179,7 +165,8 @@ class WorkerPool(Generic[ResultT]):
             self._replace(worker, worker.cause_of_death())
             return
         if worker.ready:
-            worker.tasks.popleft().end(message)
+            task = worker.tasks.popleft()
+            task.call.results[task.number] = message
             worker.deadline = time.monotonic() + self._timeout
             return
         state, reason = message
@@ -190,7 +177,8 @@ class WorkerPool(Generic[ResultT]):
     def _replace(self, worker: _Worker, reason: str) -> None:
         """Drop a worker. If there is a `reason`, its current task fails; its other tasks return to the front of the queue."""
         if worker.tasks and reason:
-            worker.tasks.popleft().end(self.make_failure(reason))
+            task = worker.tasks.popleft()
+            task.call.results[task.number] = self.make_failure(reason)
         with self._changed:
             self._waiting.extendleft(reversed(worker.tasks))
         self._failed_starts += not worker.ready

@@ -1,10 +1,6 @@
-"""Worker side of a pool: `python -m MODULE FD ARGUMENT MEMORY_MB PARENT_PID`, started by `megatron_rl.workers.pool`.
-
-A worker loads a handler, sends ("ready", "") or ("failed", reason), then receives lists of tasks and answers each task as soon as it is
-done. It ends when its pipe closes or its parent ends, even in the middle of a computation.
-"""
-
-from __future__ import annotations
+"""Worker side of a pool: `python -m MODULE FD ARGUMENT MEMORY_MB PARENT_PID`, started by `megatron_rl.workers.pool`. A worker loads a
+handler, sends ("ready", "") or ("failed", reason), then receives lists of tasks and answers each task as soon as it is done. It ends when
+its pipe closes or its parent ends, even in the middle of a computation."""
 
 import contextlib
 import ctypes
@@ -50,8 +46,7 @@ def ignore_signals_for_parent() -> None:
 
 
 def die_with_parent(parent_pid: int, signum: signal.Signals = signal.SIGKILL) -> None:
-    """Ask Linux to send `signum` to this process when the thread that started it ends, so that no process is orphaned. Prefer SIGKILL,
-    the only signal that also ends a stopped process."""
+    """Ask Linux to send `signum` to this process when the thread that started it ends. Only SIGKILL also ends a stopped process."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signum)
         if os.getppid() != parent_pid:  # the parent ended before the call

@@ -7,8 +7,6 @@
 To add a family, add its module here and a row to `tests/support/families.py`.
 """
 
-from __future__ import annotations
-
 import importlib
 import pkgutil
 from typing import Any

@@ -1,7 +1,5 @@
 """DeepSeek-V3 (arXiv 2412.19437): multi-latent attention, rotary positions extended by YaRN, a few dense layers, then experts."""
 
-from __future__ import annotations
-
 from parallel import mtp_layers
 from parallel.hf_config import HFConfig, refuse
 from parallel.layer_weights import pre_norm_layer

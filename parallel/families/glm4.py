@@ -1,7 +1,4 @@
-"""GLM-4 (GLM-4-0414, GLM-Z1): norms after attention and MLP too, gate and up as one checkpoint tensor, rotary positions on half of each
-head, in pairs of neighbors."""
-
-from __future__ import annotations
+"""GLM-4-0414 and GLM-Z1: norms after attention and MLP too, one tensor for gate and up, rotary positions on half of each head, in pairs."""
 
 from dataclasses import replace
 

@@ -1,9 +1,5 @@
 """GLM-4.5 and 4.6: grouped-query attention with rotary positions on half of each head, and DeepSeek's experts after a few dense layers.
-
-config.json says whether q, k and v have biases, and whether q and k heads are normalized (GLM-4.5: yes, GLM-4.5-Air: no).
-"""
-
-from __future__ import annotations
+config.json says whether q, k and v have biases, and whether q and k heads are normalized (GLM-4.5: yes, GLM-4.5-Air: no)."""
 
 from parallel import mtp_layers
 from parallel.families.deepseek_v3 import read_experts

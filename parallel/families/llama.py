@@ -1,7 +1,5 @@
 """Llama 2 and 3, including the extended rotary positions of Llama 3.1."""
 
-from __future__ import annotations
-
 from parallel.hf_config import HFConfig
 from parallel.layer_weights import pre_norm_layer
 from parallel.model_geometry import ModelGeometry

@@ -1,7 +1,5 @@
 """Qwen2 and Qwen2.5: q, k and v have biases, which config.json does not mention."""
 
-from __future__ import annotations
-
 from parallel.hf_config import HFConfig
 from parallel.layer_weights import pre_norm_layer
 from parallel.model_geometry import ModelGeometry

@@ -1,7 +1,5 @@
 """Qwen3: q and k heads are normalized, and `head_dim` is required."""
 
-from __future__ import annotations
-
 from parallel.hf_config import HFConfig
 from parallel.layer_weights import pre_norm_layer
 from parallel.model_geometry import ModelGeometry

@@ -1,7 +1,5 @@
 """Qwen3-MoE: Qwen3 with experts, chosen by a softmax over all experts; some layers may have a plain MLP instead."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from parallel.families import qwen3

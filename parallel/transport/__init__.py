@@ -1,7 +1,5 @@
 """Transports: how chunks of weights get from trainer ranks to engine ranks, one module each (docs/reference/sync.md). No torch."""
 
-from __future__ import annotations
-
 from parallel.plug import InputError, Plug
 from parallel.transport.base import Transport
 

@@ -1,8 +1,5 @@
-"""Interface of a transport: a module with the classes `Outbox` and `Inbox`, and a `Transport` that describes it. No torch.
-
-Each trainer rank holds an `Outbox`, each engine rank an `Inbox`. They know no tensors: they hand out flat byte buffers, at most
-`CHUNKS_IN_FLIGHT` chunks at a time, which `transport.pack.ChunkPacker` fills and reads.
-"""
+"""Interface of a transport: a module with the classes `Outbox`, for trainer ranks, and `Inbox`, for engine ranks, and a `Transport` that
+describes it. They hand out flat byte buffers, at most `CHUNKS_IN_FLIGHT` chunks at a time. No torch."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class TransportSettings(Protocol):
-    """Settings of a transport: fields of the configuration's section `[sync]`."""
+    """Fields of the configuration's section `[sync]`."""
 
     @property
     def host(self) -> str: ...  # address of the first trainer rank's host
@@ -96,8 +93,6 @@ class Link:
 
 @dataclass(frozen=True)
 class Transport:
-    """Description of a transport."""
-
     module: str  # module with the classes `Outbox` and `Inbox`
     largest_chunk: int = 16 << 20
     """Bytes. On CPUs, chunks that stay in the cache between writer and reader are faster; GPUs need few launches."""

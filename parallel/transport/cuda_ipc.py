@@ -1,10 +1,5 @@
-"""CUDA IPC: a ring of buffers in the sender's device memory, which engine ranks on the same host open by handle.
-
-Handles are sent over the ring's Unix socket as JSON, in the form of `torch.multiprocessing.reductions`. A device is identified by its UUID,
-because processes number devices differently. It ran on one H200 (benchmarks/README.md).
-"""
-
-from __future__ import annotations
+"""CUDA IPC: a ring of buffers in the sender's device memory, which engine ranks on the same host open by handle. Handles are sent over the
+ring's Unix socket as JSON. Devices are identified by UUID. It ran on one H200 (benchmarks/README.md)."""
 
 import base64
 import json

@@ -1,10 +1,5 @@
-"""Shared folder: one file per trainer rank and sync, and a manifest that is written last.
-
-An engine rank maps a file once its manifest exists, so it never reads an incomplete file. Works across hosts. The folder holds the bytes of
-one sync at a time.
-"""
-
-from __future__ import annotations
+"""Shared folder: one file per trainer rank and sync, and a manifest that is written last. An engine rank maps a file once its manifest
+exists, so it never reads an incomplete file. Works across hosts. The folder holds the bytes of one sync at a time."""
 
 import json
 import mmap

@@ -1,9 +1,4 @@
-"""The transport `process_group` over gloo, through host memory, for trainer and engines that share GPUs on several nodes.
-
-NCCL refuses a group that contains a GPU twice.
-"""
-
-from __future__ import annotations
+"""The transport `process_group` over gloo, for trainer and engines on the same GPUs, which NCCL refuses."""
 
 from parallel.transport import process_group
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,9 +22,7 @@ from parallel.chunking import Chunk
 from parallel.digest import ByteMatrix, Hash, view_bytes
 from parallel.shards import NamedRect
 
-_HASH_BYTES = 256 << 10
-"""Rows are hashed and copied in batches of this size. Hashing a batch just before copying it cost 5 % of the copy where it was measured,
-because the bytes stay in the cache; hashing everything later cost 100 %."""
+_HASH_BYTES = 256 << 10  # rows are hashed and copied in batches of this size, which stay in the cache
 _PAGE_BITS = 16
 MAX_CHANGED_SHARE = 1 / 8
 """A chunk in which a larger share of the bytes changed is sent as a whole: a delta would save little more than half, and takes longer to
@@ -59,34 +56,6 @@ def _count_pages(nbytes: int) -> int:
     return -(-nbytes >> _PAGE_BITS)
 
 
-class Stopwatch:
-    """Adds up the seconds of repeated work. On a GPU, which runs asynchronously, it measures with events."""
-
-    def __init__(self) -> None:
-        self._seconds = 0.0
-        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-
-    @contextmanager
-    def running(self, on_gpu: bool) -> Iterator[None]:
-        if on_gpu:
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            yield
-            end.record()
-            self._events.append((start, end))
-        else:
-            began = time.perf_counter()
-            yield
-            self._seconds += time.perf_counter() - began
-
-    @property
-    def seconds(self) -> float:
-        """Total so far. On a GPU, waits until all of the work is done."""
-        if self._events:
-            self._events[-1][1].synchronize()
-        return self._seconds + sum(start.elapsed_time(end) for start, end in self._events) / 1e3
-
-
 class Difference(NamedTuple):
     """How a chunk differs from its base."""
 
@@ -96,14 +65,12 @@ class Difference(NamedTuple):
 
 
 class ChunkPacker:
-    """Named tensors as byte matrices, from and to which chunks are copied, and in which they are hashed. Made once per sync.
-
-    With `hashing`, the methods return the `Hash` of the rectangles' bytes, in order, as 32 hex digits; else an empty string.
-    """
+    """Named tensors as byte matrices, from and to which chunks are copied, and in which they are hashed. Made once per sync. With
+    `hashing`, the methods return the `Hash` of the rectangles' bytes, in order, as 32 hex digits; else an empty string."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], names: Iterable[str]) -> None:
         """Raises ValueError, naming the tensor, if one is missing or its rows are not contiguous."""
-        self._clock = Stopwatch()
+        self._seconds, self._events = 0.0, list[tuple[torch.cuda.Event, torch.cuda.Event]]()  # spent on hashing
         self._matrices: dict[str, tuple[ByteMatrix, int]] = {}
         for name in names:
             if name not in tensors:
@@ -116,7 +83,9 @@ class ChunkPacker:
     @property
     def hash_seconds(self) -> float:
         """Seconds spent on hashing so far. On a GPU, waits until hashing is done."""
-        return self._clock.seconds
+        if self._events:
+            self._events[-1][1].synchronize()
+        return self._seconds + sum(start.elapsed_time(end) for start, end in self._events) / 1e3
 
     def view_named_rect(self, named_rect: NamedRect) -> ByteMatrix:
         """Return a view of a rectangle's bytes."""
@@ -134,17 +103,16 @@ class ChunkPacker:
 
     def unpack(self, named_rects: Iterable[NamedRect], flat: ByteMatrix, hashing: bool) -> str:
         """Copy `flat` into rectangles. The hash is computed from the rectangles after they were written."""
-        digest = Hash() if hashing else None
-        for rows, part in self._iter_parts(named_rects, flat):
-            rows[...] = part
-            self._update(digest, rows)
-        return digest.hexdigest() if digest else ""
+        return self._write(self._iter_parts(named_rects, flat), hashing)
 
     def copy(self, named_rects: Sequence[NamedRect], source: ChunkPacker, hashing: bool) -> str:
         """Copy the same rectangles from `source`. Hash as `unpack` does."""
+        return self._write(zip(self._iter_rows(named_rects), source._iter_rows(named_rects), strict=True), hashing)
+
+    def _write(self, pairs: Iterable[tuple[ByteMatrix, ByteMatrix]], hashing: bool) -> str:
         digest = Hash() if hashing else None
-        for rows, source_rows in zip(self._iter_rows(named_rects), source._iter_rows(named_rects), strict=True):
-            rows[...] = source_rows
+        for rows, new in pairs:
+            rows[...] = new
             self._update(digest, rows)
         return digest.hexdigest() if digest else ""
 
@@ -192,9 +160,18 @@ class ChunkPacker:
         return [digest.hexdigest() for digest in digests]
 
     def _update(self, digest: Hash | None, rows: ByteMatrix) -> None:
-        if digest is not None:
-            with self._clock.running(on_gpu=not isinstance(rows, np.ndarray)):
-                digest.update(rows)
+        if digest is None:
+            return
+        if isinstance(rows, np.ndarray):
+            start = time.perf_counter()
+            digest.update(rows)
+            self._seconds += time.perf_counter() - start
+        else:
+            events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            events[0].record()
+            digest.update(rows)
+            events[1].record()
+            self._events.append(events)
 
     def _iter_parts(self, named_rects: Iterable[NamedRect], flat: ByteMatrix) -> Iterator[tuple[ByteMatrix, ByteMatrix]]:
         """Yield `_iter_rows`, each with its place in `flat`. Raise ValueError if the rectangles do not have `len(flat)` bytes."""

@@ -1,14 +1,12 @@
-"""A torch process group of the sending trainer ranks and the engine ranks, made for the sync, with point-to-point transfers only.
-
-It uses NCCL if the tensors are on GPUs and gloo on CPUs. The group is a plain object, because trainer and engine each have a default group
-already. FP8 is sent as bytes.
-"""
+"""A torch process group of the sending trainer ranks and the engine ranks, with point-to-point transfers only: NCCL if the tensors are on
+GPUs, gloo on CPUs. It is a plain object, because trainer and engine each have a default group already."""
 
 from __future__ import annotations
 
 import functools
 import os
 import socket
+import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
@@ -19,9 +17,11 @@ import torch.distributed as dist
 
 from parallel.chunking import CHUNKS_IN_FLIGHT, Chunk
 from parallel.transport import base
-from parallel.transport.nccl import NcclGroup
 
 _SHARED_GLOO = "gloo_one_loop"
+_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+_CLEAN_UP_ONLY = "2"  # torch's watchdog aborts the communicators of a failed group without ending the process
+_POLL_SECONDS = 0.001
 
 
 class Outbox(base.Outbox):
@@ -70,7 +70,8 @@ class Outbox(base.Outbox):
             torch.cuda.synchronize()
 
     def close(self) -> None:
-        _abort(self._group)
+        if isinstance(self._group, NcclGroup):  # transfers of gloo fail with the last reference to the group
+            self._group.abort()
         self._group = self._store = None
         self._sending.clear()
         self._buffers, self._packed = [], None
@@ -117,7 +118,8 @@ class Inbox(base.Inbox):
         self._posted = 0
 
     def close(self) -> None:
-        _abort(self._group)
+        if isinstance(self._group, NcclGroup):  # transfers of gloo fail with the last reference to the group
+            self._group.abort()
         self._group = None
         self._receiving.clear()
 
@@ -141,17 +143,10 @@ def _make_buffers(nbytes: int, device: torch.device) -> list[torch.Tensor]:
 
 
 def _make_group(store: Any, rank: int, size: int, host: str, timeout: float, device: torch.device) -> Any:
-    """Return a process group once every member has joined."""
     if device.type == "cuda":
         return NcclGroup(store, rank, size, timeout)
     gloo: Any = dist.ProcessGroupGloo
     return _make_gloo_group(store, rank, size, timedelta(seconds=timeout), [gloo.create_device(hostname=find_local_address(host))])
-
-
-def _abort(group: Any) -> None:
-    """Fail the transfers of a closed group. Those of gloo fail with the last reference to it."""
-    if isinstance(group, NcclGroup):
-        group.abort()
 
 
 def _make_gloo_group(store: Any, rank: int, size: int, timeout: timedelta, devices: list[Any]) -> Any:
@@ -163,11 +158,8 @@ def _make_gloo_group(store: Any, rank: int, size: int, timeout: timedelta, devic
 
 @functools.cache
 def register_shared_gloo() -> str:
-    """Register a gloo backend whose groups share one event loop per process, and return its name for `init_process_group`.
-
-    torch gives every gloo group its own device, whose thread polls a hundred times a second. Megatron makes some twenty groups, so eight
-    ranks on one machine would wake 16,000 times a second. Groups that are made later inherit the backend.
-    """
+    """Register a gloo backend whose groups share one event loop per process, and return its name for `init_process_group`. With torch's
+    own, the threads of Megatron's twenty groups on eight ranks would wake 16,000 times a second. Groups that are made later inherit it."""
 
     @functools.cache
     def choose_devices() -> list[Any]:  # as torch does
@@ -184,10 +176,7 @@ def register_shared_gloo() -> str:
 
 def listening_store(host: str, seconds: float, port: int = 0) -> dist.TCPStore:
     """Start a TCPStore server that listens on `host` only, by default on a free port (`.port`). Raise OSError if it cannot be bound.
-
-    torch's own server listens on every interface, whatever its host is, and answers every client without authentication. `seconds` limits
-    the store's waits.
-    """
+    torch's own server listens on every interface, without authentication. `seconds` limits the store's waits."""
     family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     with socket.socket(family, socket.SOCK_STREAM) as listener:
         listener.bind(address)
@@ -208,3 +197,50 @@ def find_local_address(host: str) -> str:
     with socket.socket(family, socket.SOCK_DGRAM) as datagram:
         datagram.connect(address)
         return datagram.getsockname()[0]
+
+
+class NcclGroup:
+    """Point-to-point transfers over NCCL. A lost peer raises an error in the call that waits for it, as with gloo, so that another engine
+    can replace it; by default NCCL waits forever, and torch's watchdog ends the process. Not run on a GPU yet."""
+
+    def __init__(self, store: Any, rank: int, size: int, timeout: float) -> None:
+        """Wait until every member has joined, because NCCL would wait for a missing member forever. `timeout`: seconds, of every wait."""
+        self._timeout = timeout
+        store.set(f"joined {rank}", "")
+        store.wait([f"joined {member}" for member in range(size)], timedelta(seconds=timeout))
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timedelta(seconds=timeout)
+        before = os.environ.get(_ERROR_HANDLING)
+        os.environ[_ERROR_HANDLING] = _CLEAN_UP_ONLY  # read by the constructor; other groups keep their setting
+        try:
+            self._group: Any = dist.ProcessGroupNCCL(store, rank, size, options)
+        finally:
+            os.environ.pop(_ERROR_HANDLING)
+            if before is not None:
+                os.environ[_ERROR_HANDLING] = before
+
+    def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> NcclTransfer:
+        return NcclTransfer(self._group, self._group.send(tensors, peer, tag), self._timeout)
+
+    def recv(self, tensors: list[torch.Tensor], peer: int, tag: int) -> NcclTransfer:
+        return NcclTransfer(self._group, self._group.recv(tensors, peer, tag), self._timeout)
+
+    def abort(self) -> None:
+        """End all transfers, for which the GPU would otherwise wait forever."""
+        self._group.abort()
+
+
+class NcclTransfer:
+    def __init__(self, group: Any, work: Any, timeout: float) -> None:
+        self._group, self._work, self._timeout = group, work, timeout
+
+    def wait(self) -> None:
+        """Wait until the transfer is done. Raise RuntimeError if it fails or times out."""
+        deadline = time.monotonic() + self._timeout
+        while not self._work.is_completed():
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"its peer moved no chunk within {self._timeout:g} s (sync.timeout)")
+            time.sleep(_POLL_SECONDS)
+        if (error := self._group.get_error()).name != "SUCCESS":
+            raise RuntimeError(f"NCCL reports {error.name}")
+        self._work.wait()  # only orders the streams

@@ -1,10 +1,6 @@
-"""Shared memory of one host: a ring of buffers in an anonymous memory file, which vanishes with the processes that hold it.
-
-Each pair of ranks has a Unix socket, over which one byte says which buffer was filled or is free. The socket orders memory accesses, blocks
-without polling, and closes when the other process ends, so no process waits for a dead one. `cuda_ipc` allocates the ring elsewhere.
-"""
-
-from __future__ import annotations
+"""Shared memory of one host: a ring of buffers in an anonymous memory file, which vanishes with the processes that hold it. Each pair of
+ranks has a Unix socket, over which one byte says which buffer was filled or is free. The socket orders memory accesses, blocks without
+polling, and closes when the other process ends, so no process waits for a dead one. `cuda_ipc` allocates the ring elsewhere."""
 
 import contextlib
 import mmap

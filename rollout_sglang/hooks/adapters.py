@@ -1,11 +1,5 @@
 """LoRA in the engine: the policy's adapters as parameters of SGLang's linear layers, which every sync fills, with the trainer's products.
-
-SGLang's own LoRA serves many adapters to many requests. It keeps them in a pool beside the model and multiplies request by request, so a
-token's bits depend on the batch. Here the policy has one adapter, which is proved like any weight, and a layer adds what the trainer's
-layer adds, by the same functions (`megatron_rl.kernels.linear.reference`).
-"""
-
-from __future__ import annotations
+With SGLang's own LoRA, a token's bits depend on the batch, and no sync proves the adapters."""
 
 import functools
 import json
@@ -24,7 +18,6 @@ LORA_VARIABLE = "MEGATRON_RL_LORA"  # environment variable of the engine's proce
 
 
 def describe(rank: int, scale: float, targets: Sequence[str]) -> str:
-    """Return the adapter settings of the engine's processes. `targets`: Megatron's names of layers."""
     return json.dumps({"rank": rank, "scale": scale, "targets": targets, "layers": [TARGETS[target] for target in targets]})
 
 
@@ -50,14 +43,12 @@ def _add_parameters(layer: Any, prefix: str, columns: int, rows: int) -> None:
     settings = read_settings()
     layer.has_adapter = prefix.rsplit(".", 1)[-1] in settings["layers"]
     if layer.has_adapter:
-        layer.lora_A, layer.lora_B = (
-            torch.nn.Parameter(torch.zeros(shape, dtype=layer.params_dtype), requires_grad=False)
-            for shape in _get_shapes(settings["rank"], columns, rows)
-        )
+        for name, shape in zip(NAMES, _get_shapes(settings["rank"], columns, rows), strict=True):
+            empty = torch.zeros(shape, dtype=layer.params_dtype)
+            layer.register_parameter(name, torch.nn.Parameter(empty, requires_grad=False))
 
 
 def _get_shapes(rank: int, columns: int, rows: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Return the shapes of A and B."""
     return (rank, columns), (rows, rank)
 
 

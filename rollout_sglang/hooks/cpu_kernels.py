@@ -1,10 +1,6 @@
-"""SGLang's operators on a CPU with the trainer's bits, replacing its Triton kernels or wrapping its own code.
-
-Every operator calls the function that the trainer's forward pass calls: `megatron_rl.kernels.linear.reference.fprop` and the functions of
-`megatron_rl.kernels.batch_invariant`. `rollout_sglang.hooks.cpu_moe` has the experts.
-"""
-
-from __future__ import annotations
+"""SGLang's operators on a CPU with the trainer's bits: every operator calls the function that the trainer's forward pass calls.
+`rollout_sglang.hooks.cpu_moe` has the experts. Multi-head latent attention (MLA) uses the absorbed form for prompts and decoded tokens:
+attention in the latent space, with w_kc and w_vc, which SGLang derives from kv_b_proj after loading and after every weight update."""
 
 import functools
 from collections.abc import Callable
@@ -15,6 +11,7 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from megatron_rl.kernels import batch_invariant
+from megatron_rl.kernels.batch_invariant import multiply_heads
 from megatron_rl.kernels.linear.reference import fprop, fprop_by_tree, value_dtype
 from megatron_rl.kernels.sums import reference as tree
 from megatron_rl.precision.fp8 import dequantize_weight
@@ -22,8 +19,8 @@ from megatron_rl.precision.int8 import int8_matmul
 from megatron_rl.precision.quantized_weight import QuantizedWeight
 from parallel.formats import BLOCK
 from rollout_sglang.hooks import seeded_sampling, tree_reduction
-from rollout_sglang.hooks.cpu_kv_cache import read_rows
 from rollout_sglang.hooks.dequant_cache import get_float_weight
+from rollout_sglang.hooks.e4m3_cache import read_rows
 
 
 def dispatch_block_fp8_linear(weight_block_size: list[int] | None = None, act_scale_ue8m0: bool = False) -> Callable[..., torch.Tensor]:
@@ -67,14 +64,12 @@ def apply_int8_linear(self: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor
 
 
 def keep_heads(model_config: Any, load_config: Any, tp_size: int) -> Any:
-    """Replace `adjust_config_with_unaligned_cpu_tp`, which adds heads if there are fewer key-value heads than ranks. Ranks share a
-    key-value head instead, as on a GPU. Other sizes that do not fit are refused beforehand."""
+    """Replace `adjust_config_with_unaligned_cpu_tp`: if there are fewer key-value heads than ranks, ranks share them, as on a GPU."""
     return model_config
 
 
 def apply_plain_linear(self: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Replace `UnquantizedLinearMethod.apply` of routers and of linear layers in unquantized models. The bias is added to the rounded
-    product, as in Megatron."""
+    """Replace `UnquantizedLinearMethod.apply`. The bias is added to the rounded product, as in Megatron."""
     y = multiply_plain(x, layer.weight)
     return y if bias is None else y + bias
 
@@ -93,8 +88,7 @@ def apply_rms_norm(
     post_residual_addition: torch.Tensor | None = None,
     **named: Any,
 ) -> Any:
-    """Wrap `RMSNorm.forward_native`: round the sum with the residual stream to the stream's dtype before the norm, as Megatron does.
-    Return the normed x, and the new residual stream if a residual was given."""
+    """Wrap `RMSNorm.forward_native`: round the sum with the residual stream before the norm, as Megatron does."""
     wide_residual = self.override_orig_dtype or self.fp32_residual
     if wide_residual or self.cast_x_before_out_mul or self.variance_size_override or post_residual_addition is not None:
         return original(self, x, residual, post_residual_addition, **named)
@@ -104,8 +98,8 @@ def apply_rms_norm(
 
 
 def sample(original: Callable[..., Any], self: Any, output: Any, sampling: Any, return_logprob: bool, *args: Any, **named: Any) -> Any:
-    """Wrap `Sampler.forward`: log-probs are the log-softmax of logits / temperature, summed by the trainer's tree. SGLang takes the
-    logarithm of a softmax. SGLang overwrites the logits in place, but computes log-probs from a copy if it is given one."""
+    """Wrap `Sampler.forward`: log-probs are the log-softmax of logits / temperature, summed by the trainer's tree. SGLang overwrites the
+    logits in place, but computes log-probs from a copy if it is given one."""
     if sampling.need_top_p_sampling or sampling.need_top_k_sampling or sampling.need_min_p_sampling:
         seeded_sampling.truncate(output.next_token_logits, sampling)
     if return_logprob and named.get("logprob_logits") is None:
@@ -192,3 +186,44 @@ def _attention(
     rows = (slots.long() * heads)[:, None, :] + torch.arange(heads)[:, None]  # in the cache seen as [slots * heads, d]
     keys, values = (read_rows(cache, rows.flatten(), v_cache.shape[-1]).view(*rows.shape, -1) for cache in (k_cache, v_cache))
     return batch_invariant.attention(query, keys, values, last, query.shape[-1] ** -0.5 if scale is None else scale)
+
+
+def get_handler(original: Callable[..., Any], registry: Any, backend: str) -> Callable[[Any, Any], Any]:
+    """Wrap `AttentionBackendRegistry.get_handler`: PyTorch's attention uses the absorbed form for prompts too. It reads keys and values
+    from the cache, which holds latents. SGLang would treat it like Triton's attention, which takes them as arguments."""
+    if backend != "torch_native":
+        return original(registry, backend)
+    from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
+
+    return lambda attention, batch: AttnForwardMethod.MLA
+
+
+def get_rotary_embedding(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Wrap `get_rope_wrapper`: use the ordinary embedding without "rope_scaling". SGLang's CPU branch supports only YaRN."""
+    if kwargs.get("rope_scaling") is not None:
+        return original(*args, **kwargs)
+    return original(*args, **{**kwargs, "device": None})
+
+
+def dequantize_kv_b(data: torch.Tensor, scale: torch.Tensor, block_size: list[int]) -> tuple[torch.Tensor, float]:
+    """Replace `block_quant_to_tensor_quant`, which makes w_kc and w_vc: return the dequantized blocks in the model's dtype and a scale
+    of one. SGLang's CPU branch would requantize kv_b_proj with a single scale. Its GPU branch dequantizes too."""
+    if block_size != [BLOCK, BLOCK]:
+        raise NotImplementedError(f"block size {block_size} is outside the precision contract")
+    return dequantize_weight(QuantizedWeight(data, scale)).to(torch.get_default_dtype()), 1.0
+
+
+class _InvariantHeadProducts(TorchFunctionMode):
+    """Context manager in which `torch.bmm` of `[h, T, K]` and `[h, K, N]` is `multiply_heads`."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is not torch.bmm:
+            return function(*args, **(kwargs or {}))
+        product = multiply_heads(args[0].transpose(0, 1), args[1].transpose(1, 2)).transpose(0, 1)
+        return kwargs["out"].copy_(product) if kwargs else product
+
+
+def multiply_invariantly(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Wrap `forward_absorb_prepare` and `forward_absorb_core`: multiply by w_kc and w_vc with the trainer's operator."""
+    with _InvariantHeadProducts():
+        return original(*args, **kwargs)

@@ -3,17 +3,13 @@
     y = sum over the chosen experts e of  p_e * (silu(x G_e^T) * (x U_e^T)) D_e^T
 
 w13 `[E, 2I, H]` holds [G ; U] of every expert of this rank, w2 `[E, H, I]` holds D. An expert's output is rounded to x's dtype, weighted
-and rounded again, as in SGLang's GPU kernels and in Megatron. FP8 experts run `megatron_rl.kernels.linear.reference` twice, like two linear
-layers, and INT8 experts `megatron_rl.precision.int8.int8_matmul`: tokens are quantized before w13 and again before w2.
+and rounded again, as in SGLang's GPU kernels and in Megatron. Tokens are quantized before w13 and again before w2.
 
-With `precision.reduction = "tree"`, ranks that shard an expert (SGLang's moe_tp) first add their float32 parts of its output. Then ranks
-that share the experts (moe_ep) add their float32 sums. Both use the trainer's trees (`kernels.sums.reference`,
-`kernels.experts.expert_sum`). SGLang all-reduces later, together with shared experts, so the first rank returns the sum and all other ranks
-return zeros. Otherwise each rank adds its experts in ascending order in float32 and rounds once, and SGLang's all-reduce adds up over
-ranks.
+With `precision.reduction = "tree"`, ranks that shard an expert (SGLang's moe_tp) first add their float32 parts of its output, then ranks
+that share the experts (moe_ep) add their float32 sums, both by the trainer's trees. SGLang all-reduces later, so the first rank returns the
+sum and all other ranks return zeros. Otherwise each rank adds its experts in ascending order in float32 and rounds once, and SGLang's
+all-reduce adds up over ranks.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
@@ -43,18 +39,17 @@ def run_experts(
     up: ExpertLinear | None = None,
 ) -> torch.Tensor:
     """Return the tensor that SGLang adds up over ranks, `[T, H]` in the dtype of x `[T, H]`: this rank's part, or with `tree` the whole sum
-    on the first rank.
-
-    Args:
-        weights: Routing weights, float32 `[T, k]`.
-        experts: Chosen experts `[T, k]` in this rank's numbering, below `num_experts`, or -1 for another rank's expert.
-        down: Second layer. With `tree`, it returns float32 partial sums.
-        up: Adapters of `down`, whose h lies beside its results (`hooks.adapters.adapt_partial_sums`).
-    """
+    on the first rank. `weights`: float32 `[T, k]`. `experts`: chosen experts `[T, k]` in this rank's numbering, or -1 for another rank's
+    expert. With `tree`, `down` returns float32 partial sums, beside which those of its adapters lie for `up`
+    (`hooks.adapters.adapt_partial_sums`)."""
     chosen, choice = experts.flatten().long().sort(stable=True)
     chosen, choice = chosen[chosen >= 0], choice[chosen >= 0]
     tokens, counts = choice // experts.shape[1], torch.bincount(chosen, minlength=num_experts).tolist()
-    parts = [down(_gate(gate_up(x[rows], expert)), expert) for expert, rows in enumerate(tokens.split(counts)) if len(rows)]
+    parts = []
+    for expert, rows in enumerate(tokens.split(counts)):
+        if len(rows):
+            gate, value = gate_up(x[rows], expert).chunk(2, dim=-1)
+            parts.append(down(F.silu(gate) * value, expert))
     y = torch.cat(parts) if parts else x.new_empty(0, x.shape[1])
     ranks = get_ranks() if tree else None
     if ranks is not None:
@@ -67,11 +62,6 @@ def run_experts(
         return torch.zeros(x.shape, dtype=torch.float32, device=x.device).index_add_(0, tokens, weighted.float()).to(x.dtype)
     summed = sum_experts(weighted, tokens, chosen, len(x), num_experts, torch.float32)
     return tree_reduction.keep_on_first_rank(tree_reduction.add_over_ranks(summed, ranks.moe_ep_group, x.dtype), ranks.tp_group)
-
-
-def _gate(both: torch.Tensor) -> torch.Tensor:
-    gate, up = both.chunk(2, dim=-1)
-    return F.silu(gate) * up
 
 
 def route_tokens(
@@ -108,8 +98,7 @@ def route_tokens_with_bias(
 
 
 def scale_routing_weights(original: Callable[..., Any], moe_layer: Any, *args: Any, **kwargs: Any) -> None:
-    """Wrap the constructors of GLM-4.5's and DeepSeek-V3's layers: multiply a token's weights by `routed_scaling_factor`, as Megatron
-    does. Without CUDA, SGLang multiplies the rounded sum of the experts' outputs instead."""
+    """Wrap constructors of GLM-4.5's and DeepSeek-V3's layers: scale a token's weights, as Megatron does, not the experts' rounded sum."""
     original(moe_layer, *args, **kwargs)
     moe_layer.topk.topk_config.apply_routed_scaling_factor_on_output = True
     moe_layer.routed_scaling_factor = 1.0
@@ -121,33 +110,34 @@ def apply_block_fp8(self: Any, layer: Any, dispatch_output: Any) -> Any:
         raise NotImplementedError(f"experts in FP8 blocks of {self.weight_block_size} are outside the precision contract")
     scale_format = gpu_activation_quant.read_expert_scale_format(self, layer)
 
-    def linear(weight: torch.Tensor, scale: torch.Tensor) -> ExpertLinear:
-        return lambda x, expert: multiply_block_fp8(x, QuantizedWeight(weight[expert], scale[expert]), scale_format)
+    def multiply(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return multiply_block_fp8(x, QuantizedWeight(weight, scale), scale_format)
 
-    gate_up, down = linear(layer.w13_weight, layer.w13_weight_scale_inv), linear(layer.w2_weight, layer.w2_weight_scale_inv)
-    return _apply_experts(self, layer, dispatch_output, gate_up, down)
+    return _apply_experts(self, layer, dispatch_output, multiply, "weight_scale_inv")
 
 
 def apply_int8(self: Any, layer: Any, dispatch_output: Any) -> Any:
     """Replace `W8A8Int8MoEMethod.apply`: w13_weight int8 `[E, 2I, H]` with w13_weight_scale float32 `[E, 2I, 1]`, and w2 likewise."""
 
-    def linear(weight: torch.Tensor, scale: torch.Tensor) -> ExpertLinear:
-        return lambda x, expert: int8.int8_matmul(x, get_float_weight(weight[expert], weight[expert].float), scale[expert])
+    def multiply(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return int8.int8_matmul(x, get_float_weight(weight, weight.float), scale)
 
-    gate_up, down = linear(layer.w13_weight, layer.w13_weight_scale), linear(layer.w2_weight, layer.w2_weight_scale)
-    return _apply_experts(self, layer, dispatch_output, gate_up, down)
+    return _apply_experts(self, layer, dispatch_output, multiply, "weight_scale")
 
 
 def apply_unquantized(self: Any, layer: Any, dispatch_output: Any) -> Any:
     """Replace `UnquantizedFusedMoEMethod.apply`."""
-
-    def linear(weight: torch.Tensor) -> ExpertLinear:
-        return lambda x, expert: multiply_plain(x, weight[expert])
-
-    return _apply_experts(self, layer, dispatch_output, linear(layer.w13_weight), linear(layer.w2_weight))
+    return _apply_experts(self, layer, dispatch_output, multiply_plain)
 
 
-def _apply_experts(method: Any, layer: Any, dispatch_output: Any, gate_up: ExpertLinear, down: ExpertLinear) -> Any:
+def _apply_experts(method: Any, layer: Any, dispatch_output: Any, multiply: Callable[..., torch.Tensor], *parts: str) -> Any:
+    """Apply experts whose products with x are `multiply(x, weight, *parts)`, such as scales."""
+
+    def linear(name: str) -> ExpertLinear:
+        tensors = [getattr(layer, f"{name}_{part}") for part in ("weight", *parts)]
+        return lambda x, expert: multiply(x, *(tensor[expert] for tensor in tensors))
+
+    gate_up, down = linear("w13"), linear("w2")
     config = method.moe_runner_config
     swiglu = config.activation == "silu" and config.is_gated and not config.apply_router_weight_on_input and not config.no_combine
     with_bias = getattr(method, "with_bias", False)  # SGLang's INT8 method lacks this attribute
@@ -162,12 +152,10 @@ def _apply_experts(method: Any, layer: Any, dispatch_output: Any, gate_up: Exper
     first = adapters.adapt_experts(layer, "w13", gate_up)
     last, up = adapters.adapt_partial_sums(layer, down_in_parts) if by_tree else (adapters.adapt_experts(layer, "w2", down), None)
     x, weights = dispatch_output.hidden_states, routing.topk_weights.float()
-    y = run_experts(x, weights, routing.topk_ids, first, last, config.num_local_experts, by_tree, up)
-    return make_combine_input(y)
+    return make_combine_input(run_experts(x, weights, routing.topk_ids, first, last, config.num_local_experts, by_tree, up))
 
 
 def get_ranks() -> Any:
-    """Return SGLang's groups of ranks."""
     from sglang.srt.runtime_context import get_parallel
 
     return get_parallel()

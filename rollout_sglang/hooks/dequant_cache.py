@@ -1,10 +1,4 @@
-"""Cache of the float values of quantized weights on a CPU, where dequantization costs as much as the product of a decoded token.
-
-The cache holds at most `MAX_CACHED_BYTES`, since experts can be many. It keeps the weights used first and dequantizes all other weights at
-every use. Evicting the oldest would never hit, because a model uses its layers cyclically.
-"""
-
-from __future__ import annotations
+"""Cache of the float values of quantized weights on a CPU, those used first: evicting the oldest would never hit in cyclic use."""
 
 from collections.abc import Callable
 
@@ -19,8 +13,7 @@ _cached_bytes = 0
 
 
 def get_float_weight(data: torch.Tensor, make: Make) -> torch.Tensor:
-    """Return the values `[N, K]` that `make` gives for the weight with these quantized bytes. A model must always ask for the same
-    values."""
+    """Return the values `[N, K]` that `make` gives for the weight with these bytes. A model must always ask for the same values."""
     global _cached_bytes
     cached = _values.get(data.data_ptr())
     if cached is not None:
@@ -33,13 +26,11 @@ def get_float_weight(data: torch.Tensor, make: Make) -> torch.Tensor:
 
 
 def check_cache(is_proved: Callable[[torch.Tensor], bool]) -> int:
-    """Recompute all values and compare. Return their number. Raise ValueError if values are stale or `is_proved` does not know their
-    bytes."""
+    """Recompute and compare all values. Return their number. Raise ValueError if any are stale or their bytes not proved."""
     for values, data, make in _values.values():
         if not is_proved(data) or not torch.equal(values, make()):
-            raise ValueError(
-                f"the cached float values of a weight {list(data.shape)} are stale: they differ from those of the proved bytes"
-            )
+            cached = f"the cached float values of a weight {list(data.shape)}"
+            raise ValueError(f"{cached} are stale: they differ from those of the proved bytes")
     return len(_values)
 
 

@@ -1,11 +1,5 @@
-"""FP32 routers of mixture-of-experts layers, as Megatron computes them (`moe_router_dtype = "fp32"`).
-
-Logits are products of FP32 values and stay FP32. SGLang rounds the logits of Qwen3-MoE to the model's dtype, and on a CPU also those of
-DeepSeek-V3; on a GPU its kernels for DeepSeek-V3 give FP32. GLM-4-MoE's logits are always FP32. If BF16 rounds two logits to the same
-number, a different expert may be chosen.
-"""
-
-from __future__ import annotations
+"""FP32 routers of mixture-of-experts layers, as in Megatron. SGLang rounds the logits of Qwen3-MoE to the model's dtype, and on a CPU also
+those of DeepSeek-V3. If BF16 rounds two logits to the same number, a different expert may be chosen."""
 
 import functools
 from collections.abc import Callable

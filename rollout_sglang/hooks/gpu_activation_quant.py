@@ -12,8 +12,6 @@ Other calls (packed scales, SwiGLU in the same kernel, other groups) raise. A la
 samples: `read_linear_scale_format` and `read_expert_scale_format` detect it from the live layer's code.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 from collections.abc import Callable
@@ -25,7 +23,6 @@ from megatron_rl.precision.contract import AMAX_EPSILON, E4M3_MAX
 from parallel.formats import BLOCK
 
 SCALE_FORMAT_VARIABLE = "MEGATRON_RL_SCALE_FORMAT"  # environment variable of the engine's processes with `precision.scale_format`
-
 DENSE_FUNCTIONS = (
     "triton_w8a8_block_fp8_linear",
     "deepgemm_w8a8_block_fp8_linear_with_fallback",
@@ -46,15 +43,8 @@ def get_scale_format() -> str:
 
 @torch.library.custom_op("megatron_rl::quantize_activation", mutates_args=("data", "scale"))
 def quantize(x: torch.Tensor, data: torch.Tensor, scale: torch.Tensor) -> None:
-    """Write Q_1x128(x), with scales in `get_scale_format()`, into `data` and `scale`.
-
-    A custom operator, so that torch.compile does not trace into it.
-
-    Args:
-        x: `[T, K]`, bf16, fp16 or float32.
-        data: `[T, K]`, E4M3.
-        scale: `[T, K / 128]`, float32, with any strides.
-    """
+    """Write Q_1x128(x `[T, K]`) into `data` `[T, K]` and `scale` float32 `[T, K / 128]`; an operator into which torch.compile does not
+    trace."""
     scale_format = get_scale_format()
     from megatron_rl.kernels.quantize.triton import quantize_into
 
@@ -74,19 +64,14 @@ def run_group_quantizer(
     fuse_silu_and_mul: bool,
     masked_m: torch.Tensor | None,
 ) -> None:
-    """Replace `_run_per_token_group_quant_8bit_kernel`. `scale_ue8m0` may be False for pow2 scales, because SGLang does not set it for
-    all layers."""
+    """Replace `_run_per_token_group_quant_8bit_kernel`. SGLang does not set `scale_ue8m0` for all layers, so it may be False for pow2."""
     if (eps, fp8_min, fp8_max) != (AMAX_EPSILON, -E4M3_MAX, E4M3_MAX):
         raise NotImplementedError(f"blocks clamped at {eps} to {fp8_min} .. {fp8_max} are outside the precision contract")
     _check_and_quantize(x, x_q, x_s, group_size, scale_ue8m0, fuse_silu_and_mul or masked_m is not None)
 
 
 def quantize_tokens(
-    x: torch.Tensor,
-    dtype: torch.dtype = torch.float8_e4m3fn,
-    *,
-    output_q: torch.Tensor | None = None,
-    output_s: torch.Tensor | None = None,
+    x: torch.Tensor, dtype: torch.dtype = torch.float8_e4m3fn, *, output_q: torch.Tensor | None = None, output_s: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Replace `sglang_per_token_quant_fp8`, which SGLang calls if one group is a whole token."""
     data = torch.empty_like(x, dtype=dtype) if output_q is None else output_q
@@ -126,9 +111,8 @@ def quantize_groups(
 def dispatch_block_linear(
     original: Callable[..., Callable[..., torch.Tensor]], weight_block_size: list[int] | None = None, act_scale_ue8m0: bool = False
 ) -> Callable[..., torch.Tensor]:
-    """Wrap `dispatch_w8a8_block_fp8_linear`: hide `act_scale_ue8m0` from SGLang. On Hopper, SGLang would lay out such scales by rows,
-    which DeepGEMM transposes before every product. Other scales have the layout that DeepGEMM reads. Their values are the contract's
-    either way."""
+    """Wrap `dispatch_w8a8_block_fp8_linear`: hide `act_scale_ue8m0` from SGLang, which would lay out such scales by rows on Hopper, so that
+    DeepGEMM transposes them before every product. Their values are the contract's either way."""
     _check_scale_format(act_scale_ue8m0)
     return original(weight_block_size, False)
 
@@ -177,8 +161,7 @@ def read_expert_scale_format(method: Any, layer: Any) -> str:
 
 
 def _read_scale_format(*scales: torch.Tensor) -> str:
-    """Return `get_scale_format()`, or a description of the quantizer on GPUs other than Hopper. On Blackwell, SGLang requantizes the
-    weights and packs their scales. On AMD GPUs it calls other quantizers."""
+    """Return `get_scale_format()`, or a description of the quantizer that SGLang calls on GPUs other than Hopper."""
     if torch.version.hip is not None:
         return "an AMD GPU's"
     if any(scale.dtype != torch.float32 or getattr(scale, "format_ue8m0", False) for scale in scales):

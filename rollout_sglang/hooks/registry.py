@@ -1,10 +1,5 @@
-"""SGLang's general plug-in: registers every hook of this project by SGLang's private names. SGLang itself is not edited.
-
-The names were checked with the releases in `KNOWN_VERSIONS`. SGLang only logs a hook that cannot be applied. `verify` raises an error
-instead, so that an engine never serves with missing hooks.
-"""
-
-from __future__ import annotations
+"""SGLang's general plug-in: registers every hook of this project by SGLang's private names, which were checked with `KNOWN_VERSIONS`.
+SGLang only logs a hook that cannot be applied; `verify` raises, so that an engine never serves with missing hooks."""
 
 import importlib.metadata
 from typing import Any
@@ -14,6 +9,7 @@ import torch
 KNOWN_VERSIONS = ("0.5.23",)
 
 _ATTENTION = "sglang.srt.layers.radix_attention.RadixAttention."
+_BACKEND_REGISTRY = "sglang.srt.models.deepseek_common.attention_backend_handler.AttentionBackendRegistry."
 _COLUMN_LINEAR = "sglang.srt.layers.linear.ColumnParallelLinear."
 _INT8_LINEAR = "sglang.srt.layers.quantization.w8a8_int8.W8A8Int8LinearMethod."
 _KV_POOLS = "sglang.srt.mem_cache.memory_pool."
@@ -31,15 +27,14 @@ def check_version() -> None:
 
 
 def _list_hooks() -> list[Hook]:
-    """Return all hooks for this machine."""
     from rollout_sglang import rank_handler
-    from rollout_sglang.hooks import adapters, fp32_router, kv_cache_scales, scheduling, startup, tree_reduction
+    from rollout_sglang.hooks import adapters, e4m3_cache, fp32_router, scheduling, startup, tree_reduction
 
     hooks: list[Hook] = [
         ("sglang.srt.model_executor.model_runner.ModelRunner.check_weights", rank_handler.handle, "AROUND"),
         ("sglang.srt.layers.linear.RowParallelLinear.forward", tree_reduction.run_row_parallel, "AROUND"),
-        (_ATTENTION + "__init__", kv_cache_scales.add_scales, "AROUND"),
-        (_ATTENTION + "forward", kv_cache_scales.attend_in_units, "AROUND"),
+        (_ATTENTION + "__init__", e4m3_cache.add_scales, "AROUND"),
+        (_ATTENTION + "forward", e4m3_cache.attend_in_units, "AROUND"),
         ("sglang.srt.models.qwen3_moe.Qwen3MoeSparseMoeBlock.__init__", fp32_router.use_fp32_gate, "AROUND"),
         ("sglang.srt.models.glm4_moe.Glm4MoeGate.__init__", fp32_router.use_model_dtype, "AROUND"),
         ("sglang.srt.models.glm4_moe.Glm4MoeGate.forward", fp32_router.compute_gate_logits, "REPLACE"),
@@ -74,7 +69,7 @@ def list_gpu_hooks() -> list[Hook]:
 
 def list_cpu_hooks() -> list[Hook]:
     """Return the hooks on code of SGLang that does not run on a CPU, or computes different bits than the trainer."""
-    from rollout_sglang.hooks import cpu_kernels, cpu_kv_cache, cpu_mla, cpu_moe, fp32_router, seeded_sampling, startup
+    from rollout_sglang.hooks import cpu_kernels, cpu_moe, e4m3_cache, fp32_router, seeded_sampling, startup
 
     return [
         ("sglang.srt.entrypoints.engine._set_envs_and_config", startup.fork_children, "AROUND"),
@@ -96,19 +91,19 @@ def list_cpu_hooks() -> list[Hook]:
         ("sglang.srt.models.glm4_moe.Glm4MoeSparseMoeBlock.__init__", cpu_moe.scale_routing_weights, "AROUND"),
         ("sglang.srt.models.deepseek_v2.DeepseekV2MoE.__init__", cpu_moe.scale_routing_weights, "AROUND"),
         ("sglang.srt.models.deepseek_v2.MoEGate.forward", fp32_router.compute_gate_logits, "REPLACE"),
-        (_KV_POOLS + "MHATokenToKVPool._create_buffers", cpu_kv_cache.create_buffers, "AROUND"),
-        (_KV_POOLS + "MHATokenToKVPool._kv_buffer_shapes", cpu_kv_cache.get_buffer_shapes, "AROUND"),
-        (_KV_POOLS + "MHATokenToKVPool.set_kv_buffer", cpu_kv_cache.set_keys_and_values, "AROUND"),
-        (_KV_POOLS + "MLATokenToKVPool._create_buffers", cpu_kv_cache.create_latent_buffers, "AROUND"),
-        (_KV_POOLS + "MLATokenToKVPool.set_kv_buffer", cpu_kv_cache.set_latents, "AROUND"),
-        (_KV_POOLS + "MLATokenToKVPool.get_value_buffer", cpu_kv_cache.get_latents, "AROUND"),
+        (_KV_POOLS + "MHATokenToKVPool._create_buffers", e4m3_cache.create_buffers, "AROUND"),
+        (_KV_POOLS + "MHATokenToKVPool._kv_buffer_shapes", e4m3_cache.get_buffer_shapes, "AROUND"),
+        (_KV_POOLS + "MHATokenToKVPool.set_kv_buffer", e4m3_cache.set_keys_and_values, "AROUND"),
+        (_KV_POOLS + "MLATokenToKVPool._create_buffers", e4m3_cache.create_latent_buffers, "AROUND"),
+        (_KV_POOLS + "MLATokenToKVPool.set_kv_buffer", e4m3_cache.set_latents, "AROUND"),
+        (_KV_POOLS + "MLATokenToKVPool.get_value_buffer", e4m3_cache.get_latents, "AROUND"),
         (_TORCH_ATTENTION + "_run_sdpa_forward_extend", cpu_kernels.run_extend_attention, "REPLACE"),
         (_TORCH_ATTENTION + "_run_sdpa_forward_decode", cpu_kernels.run_decode_attention, "REPLACE"),
-        ("sglang.srt.models.deepseek_common.attention_backend_handler.AttentionBackendRegistry.get_handler", cpu_mla.get_handler, "AROUND"),
-        (_LATENT_ATTENTION + "forward_absorb_prepare", cpu_mla.multiply_invariantly, "AROUND"),
-        (_LATENT_ATTENTION + "forward_absorb_core", cpu_mla.multiply_invariantly, "AROUND"),
-        ("sglang.srt.layers.rotary_embedding.factory.get_rope_wrapper", cpu_mla.get_rotary_embedding, "AROUND"),
-        ("sglang.srt.layers.quantization.fp8_utils.block_quant_to_tensor_quant", cpu_mla.dequantize_kv_b, "REPLACE"),
+        (_BACKEND_REGISTRY + "get_handler", cpu_kernels.get_handler, "AROUND"),
+        (_LATENT_ATTENTION + "forward_absorb_prepare", cpu_kernels.multiply_invariantly, "AROUND"),
+        (_LATENT_ATTENTION + "forward_absorb_core", cpu_kernels.multiply_invariantly, "AROUND"),
+        ("sglang.srt.layers.rotary_embedding.factory.get_rope_wrapper", cpu_kernels.get_rotary_embedding, "AROUND"),
+        ("sglang.srt.layers.quantization.fp8_utils.block_quant_to_tensor_quant", cpu_kernels.dequantize_kv_b, "REPLACE"),
         ("sglang.srt.model_executor.model_runner.adjust_config_with_unaligned_cpu_tp", cpu_kernels.keep_heads, "REPLACE"),
         ("sglang.srt.mem_cache.pool_host.common._cuda_host_register", lambda *_, **__: None, "REPLACE"),
     ]

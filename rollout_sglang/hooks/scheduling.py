@@ -1,23 +1,17 @@
 """Hooks on SGLang's scheduler: shared prefill of equal prompts, and stop strings."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
-MIN_SHARED = 16
-"""Number of uncached tokens from which a request waits. Fewer tokens cost less than a separate pass."""
+MIN_SHARED = 16  # largest number of uncached tokens for which a request does not wait, as they cost less than a separate pass
 _STARTED = "_megatron_rl_started"
 
 
 def add_request(original: Callable[..., Any], self: Any, req: Any, *args: Any, **named: Any) -> Any:
-    """Wrap `PrefillAdder.add_one_req`: keep a request in the queue while another request computes the prompt that it needs. The
-    completions of a group arrive together. SGLang finds a prompt in its prefix cache only once another request has computed it, and
-    would compute the prompt once per completion. The first request is in this batch, or in the preceding one if SGLang overlaps batches."""
-    ids = req.full_untruncated_fill_ids
-    if self.tree_cache.disable or len(ids) - req.prefix_len <= MIN_SHARED:
-        return original(self, req, *args, **named)
-    if _key(req) in _list_started(self):
+    """Wrap `PrefillAdder.add_one_req`: keep a request in the queue while another request computes the same prompt, in this batch or in the
+    preceding one if SGLang overlaps batches. SGLang would compute the prompt once per completion of a group."""
+    is_short = len(req.full_untruncated_fill_ids) - req.prefix_len <= MIN_SHARED
+    if not self.tree_cache.disable and not is_short and _key(req) in _list_started(self):
         from sglang.srt.managers.schedule_policy import AddReqResult
 
         return AddReqResult.CONTINUE
@@ -25,8 +19,7 @@ def add_request(original: Callable[..., Any], self: Any, req: Any, *args: Any, *
 
 
 def _list_started(adder: Any) -> set[bytes]:
-    """Return the prompts of this batch and of the running one. They are stored on the adder, which lives for one batch, so that each
-    request is examined once."""
+    """Return the prompts of this batch and of the running one. The adder lives for one batch and keeps them."""
     prompts, seen = getattr(adder, _STARTED, (None, 0))
     if prompts is None:
         prompts = {_key(req) for req in adder.running_batch.reqs if not req.output_ids}
@@ -40,7 +33,7 @@ def _key(req: Any) -> bytes:
 
 
 def count_tail_tokens(self: Any, new_tokens: int) -> int:
-    """Replace `Req._stop_match_tail_len`: one token per byte of the longest stop string, plus the new tokens. SGLang searches as many of
-    the last tokens as the tokenizer uses for the stop string. A model may spell it with more, shorter tokens."""
+    """Replace `Req._stop_match_tail_len`: a token per byte of the longest stop string, which a model may spell with more tokens than
+    usual."""
     longest = max((len(text.encode()) for text in self.sampling_params.stop_strs), default=0)
     return min(longest + new_tokens, len(self.output_ids))

@@ -1,11 +1,7 @@
-"""Sampling that depends only on a completion's seed and the token's position, not on the rest of the batch.
-
-SGLang uses seeds only in its deterministic mode, which needs its GPU kernels. On the CPU tier every request has a seed, its own or a random
-one. The sampled token is the first whose cumulative probability exceeds a number in [0, 1) hashed from seed and position. Tokens excluded
-by top_p, top_k and min_p are removed from the logits before, so that log-probs belong to the distribution that is sampled.
-"""
-
-from __future__ import annotations
+"""Sampling that depends only on a completion's seed and the token's position, not on the rest of the batch. SGLang uses seeds only in its
+deterministic mode, which needs its GPU kernels. On the CPU tier every request has a seed, its own or a random one. The sampled token is the
+first whose cumulative probability exceeds a number in [0, 1) hashed from seed and position. Tokens excluded by top_p, top_k and min_p are
+removed from the logits before, so that log-probs belong to the distribution that is sampled."""
 
 from collections.abc import Callable
 from typing import Any
@@ -38,12 +34,8 @@ def truncate(logits: torch.Tensor, sampling: Any) -> None:
 
 def find_kept_tokens(probs_V: torch.Tensor, top_p: float, top_k: int, min_p: float) -> torch.Tensor:
     """Return the int64 ids of the tokens to sample from, most probable first: those among the `top_k` most probable that `top_p` and
-    `min_p` keep.
-
-    Each bound applies to the whole distribution, as in SGLang's `top_k_top_p_min_p_sampling_from_probs_torch`. Among equally probable
-    tokens, the first in the vocabulary ranks higher. Tokens below 1 / 2v of the mass that `top_p` cuts off are not sorted, because all of
-    them together are too improbable to be kept.
-    """
+    `min_p` keep. Each bound applies to the whole distribution. Among equally probable tokens, the first in the vocabulary ranks higher.
+    Tokens below 1 / 2v of the mass that `top_p` cuts off are not sorted, because all of them together are too improbable to be kept."""
     size, total = len(probs_V), float(probs_V.sum(dtype=torch.float64))
     threshold = max(min_p * float(probs_V.max()), (1 - top_p) * total / (2 * size))
     if top_k < size:
@@ -66,9 +58,8 @@ def sample_truncated(
     return_filtered_probs: bool = False,
     max_top_k: int | None = None,
 ) -> Any:
-    """Replace SGLang's `top_k_top_p_min_p_sampling_from_probs_torch`. `truncate` has already applied the bounds. If
-    `return_filtered_probs`, also return the probabilities of the kept tokens, largest first, their ids, and the probability of the
-    sampled token."""
+    """Replace `top_k_top_p_min_p_sampling_from_probs_torch`; `truncate` has already applied the bounds. With `return_filtered_probs`, also
+    return the probabilities of the kept tokens, largest first, their ids, and the probability of the sampled token."""
     tokens = sample_tokens(probs, sampling_seed, positions)
     if not return_filtered_probs:
         return tokens

@@ -1,7 +1,5 @@
 """Hooks on SGLang's start: forked child processes on a CPU, and the weights and adapters that are loaded."""
 
-from __future__ import annotations
-
 import gc
 import multiprocessing
 from collections.abc import Callable, Iterable, Iterator
@@ -20,26 +18,22 @@ from rollout_sglang.hooks.adapters import read_settings
 from rollout_sglang.rank_handler import live_tensors
 
 NamedTensor = tuple[str, torch.Tensor]
-_SCALE = ".weight_scale_inv"
 
 
 def fork_children(original: Callable[..., Any], *args: Any) -> None:
-    """Wrap `_set_envs_and_config`: fork the schedulers and the detokenizer from the server. SGLang spawns new interpreters, as CUDA
-    needs them. Each would import torch and SGLang again, which takes 6 s of a core."""
+    """Wrap `_set_envs_and_config`: fork schedulers and detokenizer from the server. A spawned interpreter imports for 6 s of a core."""
     original(*args)
     gc.freeze()  # no process needs to collect what has been imported
     multiprocessing.set_start_method("fork", force=True)
 
 
 def skip_freezing(_: Any) -> None:
-    """Replace `_freeze_gc_after_server_warmup`, because `fork_children` froze the garbage collector already. The server may not listen
-    yet at this point, and SGLang would log that with a traceback."""
+    """Replace `_freeze_gc_after_server_warmup`: `fork_children` froze the garbage collector, and the server may not listen yet."""
 
 
 def make_up_weights(original: Callable[..., Any], model: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
-    """Wrap `initialize_dummy_weights` of an engine that starts without weights: keep the values of all tensors that no sync replaces.
-    These are buffers and the scales of the KV cache. A positive scale would count as loaded, and kernels would multiply by it.
-    `kv_scales` are kept too, because they must be powers of two."""
+    """Wrap `initialize_dummy_weights` of an engine that starts without weights: keep the values of all tensors that no sync replaces, such
+    as SGLang's scales of the KV cache, by which kernels would multiply. `kv_scales` are kept too, because they must be powers of two."""
     filled = {tensor.data_ptr() for name, tensor in live_tensors(model).items() if not name.endswith(".kv_scales")}
     kept = [(tensor, tensor.clone()) for tensor in model.state_dict().values() if tensor.data_ptr() not in filled]
     original(model, *args, **kwargs)
@@ -48,9 +42,7 @@ def make_up_weights(original: Callable[..., Any], model: torch.nn.Module, *args:
 
 
 def keep_int8_layout(self: Any, layer: Any) -> None:
-    """Replace `W8A8Int8LinearMethod.process_weights_after_loading`, which transposes the weight at every call: after loading and at
-    every sync. Transpose the weight once, and only for the GPU kernel that needs it. On a CPU, where SGLang supports only AMX, keep [N,
-    K]."""
+    """Replace `W8A8Int8LinearMethod.process_weights_after_loading`: transpose the weight once, not at every sync, and only on a GPU."""
     weight = layer.weight.detach()
     transposed = weight.t() if weight.is_cuda and weight.is_contiguous() else weight
     layer.weight = torch.nn.Parameter(transposed, requires_grad=False)
@@ -58,16 +50,15 @@ def keep_int8_layout(self: Any, layer: Any) -> None:
 
 
 def load_block_scales(original: Callable[..., Any], model: Any, weights: Iterable[NamedTensor]) -> Any:
-    """Wrap `LlamaForCausalLM.load_weights`: load the block scales of FP8 checkpoints with SGLang's own table of names. SGLang 0.5.23
-    looks for them under another name, warns, and serves uninitialized scales. Raise KeyError for the scale of a weight that is not FP8
-    in the engine."""
+    """Wrap `LlamaForCausalLM.load_weights`: load the block scales of FP8 checkpoints, which SGLang 0.5.23 looks for under another name.
+    Raise KeyError for the scale of a weight that is not FP8 in the engine."""
     from sglang.srt.model_loader.auto_loader import LLAMA_STACKED_MAPPING
 
     scales: list[NamedTensor] = []
 
     def without_scales() -> Iterator[NamedTensor]:
         for name, value in weights:
-            if name.endswith(_SCALE):
+            if name.endswith(".weight_scale_inv"):
                 scales.append((name, value))
             else:
                 yield name, value
@@ -84,8 +75,7 @@ def load_block_scales(original: Callable[..., Any], model: Any, weights: Iterabl
 
 
 def load_adapters(original: Callable[..., torch.nn.Module], self: Any, *, model_config: Any, **named: Any) -> torch.nn.Module:
-    """Wrap `DefaultModelLoader.load_model`: load each rank's part of the adapters from a file beside the model's. This serves engines
-    without a sync, as in `megatron-rl eval`. An engine that starts empty has a different loader."""
+    """Wrap `DefaultModelLoader.load_model`: load the rank's part of the adapters, for engines without a sync, as in `megatron-rl eval`."""
     from safetensors import safe_open
     from sglang.srt.runtime_context import get_parallel
 

@@ -1,9 +1,6 @@
-"""Row-parallel layers of the engine with the sums of the trainer.
-
-FP32 partial sums of the ranks are added by the tree of `megatron_rl.kernels.sums.reference` and rounded once. SGLang's all-reduce adds
-rounded partial sums, in an order that depends on the ranks. On a GPU, Triton kernels of this project replace SGLang's products, and
-SGLang's own collectives replace its all-reduce. Shapes are static and nothing waits for the GPU, so CUDA graphs can capture the layers.
-"""
+"""Row-parallel layers of the engine with the trainer's sums: FP32 partial sums of the ranks, added by the tree of
+`megatron_rl.kernels.sums.reference` and rounded once. SGLang's all-reduce adds rounded sums, in an order that depends on the ranks. Shapes
+are static and nothing waits for the GPU, so CUDA graphs can capture the layers."""
 
 from __future__ import annotations
 

@@ -1,10 +1,5 @@
-"""SGLang's platform plug-in for a plain CPU: no sgl_kernel, Triton or graphs, and FP8 through this project's emulated products.
-
-Chosen by `SGLANG_PLATFORM=megatron_rl_cpu`, which `rollout_sglang.launch_args` sets on a machine without a GPU. Without this variable,
-SGLang asks every plug-in and takes the only one that answers, even on a GPU.
-"""
-
-from __future__ import annotations
+"""SGLang's platform plug-in for a plain CPU: no sgl_kernel, Triton or graphs, and emulated FP8 products. `rollout_sglang.launch_args`
+chooses it by `SGLANG_PLATFORM` on a machine without a GPU. Without this variable, SGLang would take it even on a GPU."""
 
 import os
 

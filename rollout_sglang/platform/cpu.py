@@ -1,7 +1,5 @@
 """The platform class that `rollout_sglang.platform.activate` names, in a separate module because it imports SGLang."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 
@@ -26,8 +24,7 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
         return "eager"
 
     def empty_cache(self) -> None:
-        """Do nothing, since there is no device memory to free. SGLang's method collects garbage, which takes 0.4 s at every cache flush,
-        twice per sync."""
+        """Do nothing. SGLang's method collects garbage, which takes 0.4 s at every cache flush."""
 
     def get_quantization_config(self, quantization: str) -> Any:
         return _configs().get(quantization)
@@ -35,8 +32,7 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
 
 @functools.cache
 def _configs() -> dict[str, type]:
-    """Return SGLang's quantization configurations with float32 activations allowed, which are faster than BF16 on a CPU. Imports inside
-    the function, because importing SGLang's classes needs the platform."""
+    """Return SGLang's quantization configurations with float32 activations allowed, which are faster than BF16 on a CPU."""
     from sglang.srt.layers.quantization import QUANTIZATION_METHODS
 
     class AnyFloat:

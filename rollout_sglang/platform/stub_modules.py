@@ -1,11 +1,6 @@
-"""Stub modules for `triton` and `torchvision`, so that SGLang can be imported on a machine without them.
-
-A CPU engine uses neither package, but SGLang imports both unconditionally. Every attribute of a stub is a stub too. Stubs are false and
-empty, and launching a kernel through one raises. `install()` must run before the first import of sglang in every process. It replaces no
-installed package; `replace` does so for rehearsals.
-"""
-
-from __future__ import annotations
+"""Stub modules for `triton` and `torchvision`, which SGLang imports but a CPU engine does not use. Every attribute of a stub is a stub too.
+Stubs are false and empty, and launching a kernel through one raises. `install()` must run before the first import of sglang in every
+process. It replaces no installed package; `replace` does so for rehearsals."""
 
 import importlib
 import importlib.machinery

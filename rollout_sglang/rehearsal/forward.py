@@ -1,14 +1,7 @@
 """Runs a batch of prompts and a batch of decoded tokens through an engine rank without a GPU, with SGLang's own runner.
 
-    graphs          captures the smallest and the largest batch of those whose CUDA graphs SGLang captures
-    prefill         a chunk full of prompts of the greatest length
-    decode          a token for each of the largest number of requests, whose contexts fill the KV cache; as a graph if one was captured
-    decode, eager   the same without a graph; a capture does not know the lengths of the contexts
-
-Both batches sample with log-probs, as a run's requests do.
+docs/guides/rehearse.md lists the passes. Both batches sample with log-probs, as a run's requests do.
 """
-
-from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
@@ -51,9 +44,8 @@ class ForwardRehearsal:
     fault: str = ""
     """The error that ended the passes (type, phase, line, message), a product in the wrong precision, or a wait in every layer; else ""."""
     captured: list[int] = field(default_factory=list)
-    """Batch sizes whose CUDA graphs were captured."""
+    """Batch sizes whose CUDA graphs were captured. A run captures `capturable` of them."""
     capturable: int = 0
-    """Number of batch sizes that SGLang captures in a run."""
     prefill_tokens: int = 0
     decode_requests: int = 0
     context: int = 0
@@ -64,8 +56,6 @@ class ForwardRehearsal:
     """Figures of each pass; see `_describe`."""
     graph_bytes: int = 0
     """Bytes of the captured graphs, including the buffers of their inputs."""
-    free_bytes: int = 0
-    """Bytes that `mem_fraction_static` leaves for passes, CUDA graphs and the context."""
 
 
 def run_forward(runner: Any, recorder: EngineRecorder, longest_prompt: int) -> ForwardRehearsal:
@@ -80,7 +70,6 @@ def run_forward(runner: Any, recorder: EngineRecorder, longest_prompt: int) -> F
         recorder.begin(phase)
         found.captured, found.capturable = _capture(runner)
         found.graph_bytes = recorder.now - recorder.phase.held
-        found.free_bytes = int(torch.cuda.get_device_properties(0).total_memory * (1 - runner.mem_fraction_static))
         for phase in PASSES:
             recorder.begin(phase)
             if phase == PREFILL:
@@ -210,14 +199,9 @@ def find_wait_in_layers(phases: Sequence[Phase], layers: int) -> str:
 
 
 def _describe(phase: Phase) -> dict[str, Any]:
-    """Return a phase's figures for JSON: additional bytes at its peak, work, and host waits by line."""
-    return {
-        "phase": phase.name,
+    """Return a phase's figures for JSON: work, host waits by line, and additional bytes at its peak."""
+    return phase.as_json() | {
         "activation_bytes": max(phase.peak.nbytes - phase.held, 0),
-        "peak_at": {"operator": phase.peak.at, "line": phase.peak.line},
-        "operators": phase.operators,
         "bytes": phase.traffic,
-        "flops": dict(phase.flops),
-        "host_waits": [{"kind": kind, "line": line, "count": count} for (kind, line), count in phase.waits.most_common()],
         "sent_bytes": sum(phase.sent.values()),
     }

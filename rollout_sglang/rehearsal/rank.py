@@ -6,7 +6,7 @@ Runs in a process of its own that makes torch report a Hopper GPU before SGLang 
 that it takes on Hopper. GPU packages are replaced by stubs, installed or not, and kernels by shape functions (`rehearsal.kernels`). For
 each rank, a forked process builds the model with SGLang's runner and dummy weights, processes the weights as after loading, and unpacks the
 chunks of a sync into them. The first rank also runs a batch of prompts and a batch of decoded tokens (`rehearsal.forward`). Prints a JSON
-object of rank -> `RehearsedRank`.
+object of rank -> result (`run_rank`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +27,6 @@ from rollout_sglang.platform import stub_modules
 
 if TYPE_CHECKING:
     from megatron_rl.config import Config
-    from rollout_sglang.rehearsal.forward import ForwardRehearsal
 
 _GPU_PACKAGES = ("triton", "sgl_kernel", "flashinfer", "deep_gemm", "triton_kernels", "flash_attn", "torch_memory_saver", "cuda", "cutlass")
 _ALONE = {
@@ -38,26 +37,6 @@ _ALONE = {
 """Disable broadcasts over shared memory, the download of FlashAttention 3 (sgl-kernel has it too), and DeepGEMM's precompilation."""
 _NOT_REHEARSED = "e4m3_per_layer"
 """Value of `precision.kv` whose attention (FlashInfer) is not rehearsed: no passes run."""
-
-
-@dataclass(frozen=True)
-class RehearsedRank:
-    """Result of one engine rank."""
-
-    tensors: dict[str, tuple[str, tuple[int, ...]]]
-    """Name -> (torch dtype, shape) of every weight that the rank serves from."""
-    activation_formats: dict[str, str]
-    """Formats of activation scales; see `rank_handler.read_activation_formats`."""
-    unknown: list[str]
-    """Tensors that are neither filled by a sync nor known to `derived_tensors`. The first sync on a GPU would refuse them."""
-    model: str
-    """SGLang's class."""
-    chunks: int
-    """Number of chunks of a sync that were unpacked."""
-    sync_fault: str
-    """Why the chunks do not fill each byte of the weights exactly once, or ""."""
-    forward: ForwardRehearsal | None
-    """Result of the forward passes, or None if none ran."""
 
 
 def main() -> None:
@@ -76,19 +55,17 @@ def main() -> None:
                 for rank in ranks
             ]
             found = pool.starmap(run_rank, tasks, chunksize=1)
-    print(json.dumps({rank: asdict(each) for rank, each in zip(ranks, found, strict=True)}), file=answer, flush=True)
+    print(json.dumps(dict(zip(ranks, found, strict=True))), file=answer, flush=True)
 
 
-def install_gpu(replaces_installed: bool = True) -> None:
-    """Replace everything that SGLang expects on a Hopper GPU, before torch is imported. `replaces_installed`: also replace installed GPU
-    packages, whose import requires a driver."""
+def install_gpu() -> None:
+    """Replace everything that SGLang expects on a Hopper GPU, before torch is imported, also installed packages, which require a driver."""
     from megatron_rl.rehearsal import device_guard
 
     device_guard.load()
     stub_modules.block_megatron()
     stub_modules.install(*_GPU_PACKAGES)
-    if replaces_installed:
-        stub_modules.replace(*_GPU_PACKAGES)
+    stub_modules.replace(*_GPU_PACKAGES)
     from megatron_rl.rehearsal import fake_cuda
     from rollout_sglang.rehearsal import graphs as rehearsed_graphs
 
@@ -131,8 +108,17 @@ def describe_job(config: Config) -> Iterator[tuple[list[str], Callable[[int], li
         yield arguments, lambda rank: [chunk for chunk in plan.chunks if chunk.target == rank]
 
 
-def run_rank(arguments: list[str], config: Config, gpu: dict[str, Any], rank: int, chunks: list[Chunk], runs: bool) -> RehearsedRank:
-    """Load the model as SGLang's scheduler does, run the forward passes if `runs`, and receive a sync."""
+def run_rank(arguments: list[str], config: Config, gpu: dict[str, Any], rank: int, chunks: list[Chunk], runs: bool) -> dict[str, Any]:
+    """Load the model as SGLang's scheduler does, run the forward passes if `runs`, and receive a sync. Return for JSON:
+
+    tensors: name -> (torch dtype, shape) of every weight that the rank serves from.
+    activation_formats: formats of activation scales; see `rank_handler.read_activation_formats`.
+    unknown: tensors that are neither filled by a sync nor known to `derived_tensors`. The first sync on a GPU would refuse them.
+    model: SGLang's class.
+    chunks: number of chunks of a sync that were unpacked.
+    sync_fault: why the chunks do not fill each byte of the weights exactly once, or "".
+    forward: `ForwardRehearsal`, or None if no pass ran.
+    """
     from megatron_rl.cost.hardware import Gpu
     from megatron_rl.rehearsal.device import set_value
     from megatron_rl.rehearsal.fake_cuda import one_rank
@@ -156,15 +142,15 @@ def run_rank(arguments: list[str], config: Config, gpu: dict[str, Any], rank: in
         sync_fault = ""
     except ValueError as error:
         sync_fault = str(error)
-    return RehearsedRank(
-        {name: (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) for name, tensor in weights.items()},
-        formats,
-        unknown,
-        type(runner.model).__name__,
-        len(chunks),
-        sync_fault,
-        forward,
-    )
+    return {
+        "tensors": {name: (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) for name, tensor in weights.items()},
+        "activation_formats": formats,
+        "unknown": unknown,
+        "model": type(runner.model).__name__,
+        "chunks": len(chunks),
+        "sync_fault": sync_fault,
+        "forward": asdict(forward) if forward else None,
+    }
 
 
 if __name__ == "__main__":

@@ -1,7 +1,5 @@
 """SGLang's own model runner, created as its scheduler does, on a GPU without data."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import nullcontext
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """The receiving side of a sync without data: unpacks chunks as `WeightReceiver` does, and counts the writes of every byte."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any

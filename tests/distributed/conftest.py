@@ -1,11 +1,6 @@
 """Checkpoints that many modules use."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 from support.families import ARCHITECTURES
@@ -14,21 +9,21 @@ from support.processes import World
 
 
 @pytest.fixture(scope="session")
-def checkpoint(tmp_path_factory) -> Path:
+def checkpoint(tmp_path_factory):
     return make_checkpoint(tmp_path_factory.mktemp("checkpoint"), num_hidden_layers=2)
 
 
 @pytest.fixture(scope="session")
-def tied_checkpoint(tmp_path_factory) -> Path:
+def tied_checkpoint(tmp_path_factory):
     return make_checkpoint(tmp_path_factory.mktemp("tied"), num_hidden_layers=2, tie_word_embeddings=True)
 
 
 @pytest.fixture(scope="session")
-def model_folder(tmp_path_factory) -> Callable[..., Path]:
+def model_folder(tmp_path_factory):
     """`model_folder(name, **changes)`: a random checkpoint of an architecture, written once. `changes` overwrite fields of config.json."""
-    folders: dict[str, Path] = {}
+    folders = {}
 
-    def get(name: str, **changes: Any) -> Path:
+    def get(name, **changes):
         key = json.dumps([name, changes])
         if key not in folders:
             folders[key] = make_model(tmp_path_factory.mktemp(name), ARCHITECTURES[name] | changes)
@@ -42,3 +37,17 @@ def transformers_process(tmp_path_factory):
     """A process for transformers, which computes wrong numbers if Megatron's CPU patches are loaded."""
     with World(1, tmp_path_factory.mktemp("transformers")) as world:
         yield world
+
+
+@pytest.fixture(scope="module")
+def alone(worlds):
+    """`alone(run, ...)`: what a function returns on one process, computed once. Lists, which are batches, are not looked at."""
+    results = {}
+
+    def get(run, *args):
+        key = run.__name__, *(str(arg) for arg in args if not isinstance(arg, list))
+        if key not in results:
+            results[key] = worlds(1).call(run, *args)[0]
+        return results[key]
+
+    return get

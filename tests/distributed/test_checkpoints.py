@@ -1,19 +1,23 @@
 """A checkpoint that several ranks wrote is the same model in one process, and an incomplete checkpoint is refused."""
 
-from __future__ import annotations
-
-import json
-import shutil
+import errno
+import os
+from unittest import mock
 
 import pytest
 import torch
 from support import trainer
 from support.models import FP8, random_sequences, read_weights
+from support.trainer import start
 
 from megatron_rl.errors import RunError, UserError
-from megatron_rl.mcore.checkpoint.run_weights import read_state
+from megatron_rl.hf.files import read_config
+from megatron_rl.mcore.checkpoint.run_weights import RunWeights, read_state
+from megatron_rl.mcore.weights import export as exports
 from megatron_rl.mcore.weights.export import convert
-from parallel.layout import Layout
+from parallel.layout import Coordinates, Layout
+from parallel.megatron_shards import build_megatron_shards
+from parallel.model_geometry import ModelGeometry
 
 # Sequence parallelism, which experts need, cuts the batch's width: it is even with this seed.
 EVEN = next(seed for seed in range(99) if max(sequence.length for sequence in random_sequences(4, seed)) % 2)
@@ -24,9 +28,37 @@ CASES = {
     "deepseek_v3": Layout(tp=2),
     "glm4": Layout(tp=2),
 }
+_FILE_BYTES = 1 << 17
 
 
-def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+def convert_run(run, to, full_at=""):
+    """Export in the run's precision, in small files. Return the bytes of weights that this rank read, in total and of the largest.
+    Writing a file whose name begins with `full_at` fails."""
+    read, read_parameter, write = [], RunWeights._read, exports.write_file
+
+    def watch(self, *place):
+        tensor = read_parameter(self, *place)
+        read.append(tensor.nbytes)
+        return tensor
+
+    def write_or_fail(path, *rest):
+        if full_at and path.name.startswith(full_at):
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        return write(path, *rest)
+
+    start(Layout(dp=int(os.environ.get("WORLD_SIZE", "1"))))
+    with mock.patch.object(RunWeights, "_read", watch), mock.patch.object(exports, "write_file", write_or_fail):
+        exports.convert(run, to, {}, file_bytes=_FILE_BYTES)
+    return sum(read), max(read)
+
+
+def largest_parameter(run):
+    """Return the bytes of the largest parameter of a run, in FP32."""
+    model = ModelGeometry.from_hf_config(read_config(run / "hf"))
+    return max(4 * shard.rows * shard.cols for shard in build_megatron_shards(model, Layout(), Coordinates()))
+
+
+def as_bytes(tensor):
     return tensor.reshape(-1).view(torch.uint8)
 
 
@@ -35,6 +67,7 @@ def test_one_process_reads_the_same_masters_and_blocks(worlds, checkpoint, tied_
     dense = {"dense": checkpoint, "tied": tied_checkpoint}
     start, folder = dense.get(model) or model_folder(model), tmp_path / "step_00001"
     saved = worlds(layout.world_size).call(trainer.save_checkpoint, start, FP8, random_sequences(4, EVEN), folder, layout)[0]
+    assert [path.name for path in tmp_path.iterdir()] == ["step_00001"] and read_state(folder)[0]["step"] == 1
     assert not torch.equal(saved["masters"]["model.norm.weight"], read_weights(start)["model.norm.weight"]), "it was trained"
     for part, precision in (("masters", {"mode": "bf16", "high": "fp32"}), ("blocks", {})):
         convert(folder, tmp_path / part, precision)
@@ -47,31 +80,22 @@ def test_ranks_share_an_export_of_the_same_files_and_end_together_where_one_cann
     """No rank reads weights of other ranks' files, or holds more than one parameter at a time."""
     run = tmp_path / "step_00001"
     worlds(4).call(trainer.save_checkpoint, model_folder("qwen3_moe"), FP8, random_sequences(4, EVEN), run, Layout(dp=2, ep=2, pp=2))
-    alone, shared = ([*worlds(size).call(trainer.convert_run, run, tmp_path / str(size))] for size in (1, 2))
+    alone, shared = ([*worlds(size).call(convert_run, run, tmp_path / str(size))] for size in (1, 2))
     files = {file.name: file.read_bytes() for file in (tmp_path / "1").iterdir()}
     assert files == {file.name: file.read_bytes() for file in (tmp_path / "2").iterdir()} and len(files) > 8
     assert sum(read for read, _ in shared) < 1.1 * alone[0][0] and max(read for read, _ in shared) < 0.6 * alone[0][0]
-    assert max(largest for _, largest in (*alone, *shared)) <= trainer.largest_parameter(run)
+    assert max(largest for _, largest in (*alone, *shared)) <= largest_parameter(run)
     with pytest.raises(RunError, match=r"^No space left on device \(.*/model-00004-of-\d+\.safetensors\)$"):
-        worlds(2).call(trainer.convert_run, run, tmp_path / "full", "model-00004")
+        worlds(2).call(convert_run, run, tmp_path / "full", "model-00004")
     (run / "mcore" / ".metadata").unlink()
     with pytest.raises(UserError, match=r"step_00001': is damaged: mcore/\.metadata cannot be read"):
-        worlds(2).call(trainer.convert_run, run, tmp_path / "torn")
+        worlds(2).call(convert_run, run, tmp_path / "torn")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "2", "step_00001"]
 
 
-def test_a_folder_that_is_not_whole_is_refused(worlds, checkpoint, tmp_path):
-    folder, half = tmp_path / "run" / "step_00001", tmp_path / "half"
-    worlds(1).call(trainer.save_checkpoint, checkpoint, FP8, random_sequences(4, seed=1), folder)
-    assert read_state(folder)[0]["step"] == 1
-    assert [file.name for file in folder.parent.iterdir()] == [folder.name]  # no unfinished folder is left
-    shutil.copytree(folder, half)
-    for text, rule in ((None, "holds no state.json"), ('{"step": 1', "cannot be read"), ('{"step": 1}', "cannot be read")):
-        (half / "state.json").unlink()
+def test_a_folder_that_is_not_whole_is_refused(tmp_path):
+    for text in (None, '{"step": 1', '{"step": 1}', '{"step": 1, "precision": {"mode": "fp9"}}'):
         if text is not None:
-            (half / "state.json").write_text(text)
-        with pytest.raises(UserError, match=rule):
-            read_state(half)
-        (half / "state.json").write_text(json.dumps({"step": 1, "precision": {"mode": "fp9"}}))
-    with pytest.raises(UserError, match="cannot be read"):
-        read_state(half)
+            (tmp_path / "state.json").write_text(text)
+        with pytest.raises(UserError, match="holds no state.json" if text is None else "cannot be read"):
+            read_state(tmp_path)

@@ -1,7 +1,5 @@
 """Tokens of an environment are read by the policy, but not trained on, in the real trainer and in the real loop."""
 
-from __future__ import annotations
-
 import random
 
 import pytest
@@ -9,10 +7,8 @@ import torch
 from support import trainer, training_runs, transformers_reference
 from support.models import FP8, FP32, random_sequences
 
-from megatron_rl.batch.training_sample import TrainingSample
 
-
-def dialogues(count: int, seed: int) -> list[TrainingSample]:
+def dialogues(count, seed):
     """Return random responses with stretches written by an environment."""
     source, sequences = random.Random(seed), random_sequences(count, seed)
     for sequence in sequences:
@@ -39,11 +35,7 @@ def test_log_probs_of_an_environments_tokens_change_nothing(worlds, checkpoint):
     algorithm = {"updates_per_step": 2, "kl_coef": 0.1, "correction": "tis", "calibrate_every": 1}
     arguments = training_runs.run_loop, checkpoint, FP8, algorithm, 2, 0.02, 1
     runs = [worlds(1).call(*arguments, logprob)[0] for logprob in (0.0, -9.0, None)]
-    first, second, alone = ([without_times(row) for row in run["rows"]] for run in runs)
+    first, second, alone = (training_runs.without_times(run["rows"]) for run in runs)
     assert first == second and runs[0]["advantages"] == runs[1]["advantages"]
     assert first != alone, "the policy reads what the environment says"
     assert (first[1]["length/mean"], first[1]["tokens/generated"]) == (3.5, 56), "lengths count what the policy sampled"
-
-
-def without_times(row: dict[str, float]) -> dict[str, float]:
-    return {name: value for name, value in row.items() if not name.startswith(("time/", "memory/"))}

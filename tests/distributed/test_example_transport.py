@@ -1,7 +1,5 @@
 """A user's own transport carries weights into an engine's process, which finds the transport by its name."""
 
-from __future__ import annotations
-
 from support import fake_engine
 from support.processes import World
 

@@ -1,17 +1,55 @@
-"""The FP8 layers in Megatron: the contract's three products with tensor- and sequence-parallel communication."""
-
-from __future__ import annotations
+"""The FP8 layers in Megatron: the three products of the contract, with and without parallelism."""
 
 import numpy as np
 import pytest
 import torch
-from support import megatron_models
+import torch.distributed as dist
 from support.golden import slow_fp8
+from support.trainer import build_quantized_layer
 
 S, B, N, K = 80, 2, 256, 512  # S * B tokens are no multiple of 128 on purpose
 
 
-def uneven(rows: int, cols: int, seed: int) -> np.ndarray:
+def run_layer(kind, scale_format, sequence_parallel, weight, x, dy):
+    """Return FProp, DGrad and WGrad of the whole layer, assembled from all ranks on every rank: y `[s, b, N]`, dx `[s, b, K]`, dw `[N, K]`.
+
+    `kind` is "column" (N split over ranks) or "row" (K split). `weight` `[N, K]`, `x` `[s, b, K]` and `dy` `[s, b, N]` belong to the whole
+    layer.
+    """
+    layer = build_quantized_layer(kind, scale_format, sequence_parallel, weight)
+    tp, rank = dist.get_world_size(), dist.get_rank()
+    column = kind == "column"
+    split, whole = (0, 1) if column else (1, 0)
+
+    def part(tensor, along_features):
+        """Return this rank's part of an activation: of its features, of its sequence under sequence parallelism, or all of it."""
+        if along_features:
+            return tensor.chunk(tp, dim=2)[rank].contiguous()
+        return tensor.chunk(tp, dim=0)[rank].contiguous() if sequence_parallel else tensor
+
+    def joined(tensor, along_features):
+        if not along_features and not sequence_parallel:
+            return tensor
+        return _gather(tensor, 2 if along_features else 0)
+
+    input_part = part(x, along_features=not column).clone().requires_grad_(True)
+    y, _ = layer(input_part)
+    y.backward(part(dy, along_features=column))
+    assert layer.weight.shape[whole] == weight.shape[whole]
+    return (
+        joined(y.detach(), along_features=column),
+        joined(input_part.grad, along_features=not column),
+        _gather(layer.weight.main_grad, split),
+    )
+
+
+def _gather(tensor, dim):
+    parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, tensor.contiguous())
+    return torch.cat(parts, dim)
+
+
+def uneven(rows, cols, seed):
     """Return float32 values whose blocks differ a lot in magnitude, so that a scale of the wrong block is noticed."""
     random = np.random.default_rng(seed)
     sizes = np.exp2(random.integers(-6, 6, (-(-rows // 32), -(-cols // 32))))
@@ -45,7 +83,7 @@ def test_products_are_those_of_the_contract(worlds, operands, expected, kind, ra
     scale_format, products = expected
     weight, x, dy = (torch.from_numpy(values) for values in operands)
     arguments = (kind, scale_format, sequence_parallel, weight, x.view(S, B, K), dy.view(S, B, N))
-    for rank, results in enumerate(worlds(ranks).call(megatron_models.run_layer, *arguments)):
+    for rank, results in enumerate(worlds(ranks).call(run_layer, *arguments)):
         for (name, (left, right)), got in zip(products.items(), results, strict=True):
             error = np.abs(got.double().numpy().reshape(left.shape[0], right.shape[1]) - left @ right)
             # FP32 sums in any order; one wrongly quantized element would be 2^-4 of a term

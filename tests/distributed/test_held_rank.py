@@ -1,24 +1,50 @@
 """If a rank hangs in a collective, the other ranks report where all ranks are, and end. A signal to one rank stops all."""
 
-from __future__ import annotations
-
 import linecache
 import os
 import re
 import signal
 
 import psutil
-from support import training_runs
+import torch.distributed as dist
 from support.models import FP8
 from support.processes import World, alive_after, until
+from support.trainer import start
+from support.training_runs import train_to
 
+from megatron_rl.errors import RunError
+from megatron_rl.observability import hang_watchdog
 from megatron_rl.observability.hang_watchdog import read_rank_status
+from megatron_rl.observability.rank_log import rank_log
+from megatron_rl.observability.signals import install_signal_handlers, prefer_stop_error
+from parallel.layout import Layout
+
+
+def train_with_watchdog(folder, run, precision, stuck_after):
+    """Train forever. The watchdog's message is written to `run`/message."""
+    start(layout := Layout(tp=2))
+    run.mkdir(exist_ok=True)
+    rank = dist.get_rank()
+    with (
+        rank_log(run, rank, 2) as log,
+        hang_watchdog.watch_for_hangs(run, rank, 2, stuck_after, log, lambda line: (run / "message").write_text(f"rank {rank}: {line}")),
+    ):
+        train_to(folder, run, 1_000_000, precision, layout=layout)
+
+
+def break_after_a_signal(rank):
+    """Return the error that ends a run that breaks on all ranks after `rank` got SIGUSR1."""
+    start(Layout(tp=2))
+    install_signal_handlers(alone=False)
+    if dist.get_rank() == rank:
+        signal.raise_signal(signal.SIGUSR1)
+    return prefer_stop_error(RunError("the engine is gone"))
 
 
 def test_a_held_rank_ends_the_run_that_says_where_each_rank_stands(checkpoint, tmp_path):
     run = tmp_path / "run"
     with World(2, tmp_path / "world") as world:
-        world.send(training_runs.train_with_watchdog, checkpoint, run, FP8, 8.0)
+        world.send(train_with_watchdog, checkpoint, run, FP8, 8.0)
         until(lambda: (stand := read_rank_status(run / "ranks", 1)) is not None and stand.step >= 2, 900, "rank 1 trains")
         os.kill(world.pid(1), signal.SIGSTOP)
         assert alive_after([psutil.Process(world.pid(0))], 600) == []
@@ -34,5 +60,5 @@ def test_a_held_rank_ends_the_run_that_says_where_each_rank_stands(checkpoint, t
 
 
 def test_a_signal_to_one_rank_is_the_stop_of_all(worlds):
-    errors = worlds(2).call(training_runs.break_after_a_signal, 1)
+    errors = worlds(2).call(break_after_a_signal, 1)
     assert [(str(error), error.exit_code) for error in errors] == [("stopped by SIGUSR1", 143)] * 2

@@ -1,15 +1,18 @@
 """If routers replay, ranks know before a pass how many tokens go where. The counts are Megatron's, and no bit changes."""
 
-from __future__ import annotations
-
 import shutil
-from typing import Any
+from contextlib import ExitStack
+from unittest import mock
 
 import pytest
-from support import fp8_checkpoints, routing, trainer
+import torch
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+from support import fp8_checkpoints, trainer
 from support.models import FP8, random_sequences
-from support.samples import assert_same
+from support.samples import assert_same, with_random_routing
 
+from megatron_rl.mcore.layers.moe.experts import Dispatcher
+from megatron_rl.mcore.layers.moe.router import ModelRouters
 from parallel.layout import Layout
 
 FAST = FP8 | {"reduction": "fast"}
@@ -29,15 +32,43 @@ LONG = [
 ]
 
 
-def batches(model: str, layers: int) -> list:
+def train_on_records(run, known, *args):
+    """Return the results of `run`, and the number of layer passes that counted tokens themselves (`free`). With `known`, replaying
+    routers know the counts ahead, and the counts must be Megatron's."""
+    plain, free = MoEAlltoAllTokenDispatcher.preprocess, 0
+    names = ["input_splits", "output_splits", "output_splits_tp", "num_out_tokens"]
+
+    def preprocess(self, routing_map):
+        nonlocal free
+        free += self.router.router_replay.find_counts() is None
+        counts, of_several = plain(self, routing_map), ["num_global_tokens_per_local_expert"] if self.num_local_experts > 1 else []
+        self.wanted = {"tokens_per_expert": counts} | {name: getattr(self, name) for name in names + of_several}
+        of_layer(self, routing_map)
+
+    def token_dispatch(self, *tensors):
+        result = dispatch(self, *tensors)
+        for name, wanted in self.wanted.items() if self.ep_size * self.tp_size > 1 else ():
+            assert torch.equal(torch.as_tensor(getattr(self, name)), torch.as_tensor(wanted)), name
+        return result
+
+    of_layer, dispatch = Dispatcher.preprocess, Dispatcher.token_dispatch
+    with ExitStack() as patches:
+        patches.enter_context(mock.patch.object(Dispatcher, "preprocess", preprocess))
+        patches.enter_context(mock.patch.object(Dispatcher, "token_dispatch", token_dispatch))
+        if not known:
+            patches.enter_context(mock.patch.object(ModelRouters, "count_ahead", lambda _, batches: [{}] * len(batches)))
+        return {"results": run(*args), "free": free}
+
+
+def batches(model, layers):
     """Return three batches. In the last, one replica has the only sample, the other only padding."""
     whole = [random_sequences(7, seed=1), random_sequences(6, seed=2), random_sequences(1, seed=3)]
-    return [routing.with_random_routing(batch, *MODELS[model], layers) for batch in whole]
+    return [with_random_routing(batch, *MODELS[model], layers) for batch in whole]
 
 
-def compare(worlds, run, layout: Layout, *args: Any) -> list[dict[str, Any]]:
+def compare(worlds, run, layout, *args):
     """Return the results of each rank with known routes, after comparing them with those of counted routes."""
-    known, counted = (worlds(layout.world_size).call(routing.train_on_records, run, each, *args, layout) for each in (True, False))
+    known, counted = (worlds(layout.world_size).call(train_on_records, run, each, *args, layout) for each in (True, False))
     for ours, theirs in zip(known, counted, strict=True):
         assert_same(ours["results"], theirs["results"])
     assert sum(rank["free"] for rank in known) < sum(rank["free"] for rank in counted)  # a stage may have no experts

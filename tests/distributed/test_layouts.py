@@ -1,50 +1,16 @@
 """Replicas, pipeline stages and their combinations compute what one process computes, also if they cannot share the work evenly."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support import trainer
+from support.families import parse_layout
 from support.models import FP8, FP32, random_sequences, read_weights
 
 from parallel.layout import Layout
 
-LAYOUTS = {
-    "tp2": Layout(tp=2),
-    "tp4": Layout(tp=4),
-    "tp4_etp2": Layout(tp=4, etp=2),
-    "tp4_ep2_etp2": Layout(tp=4, ep=2, etp=2),
-    "tp4_ep2_etp1": Layout(tp=4, ep=2, etp=1),
-    "tp4_ep4_etp1": Layout(tp=4, ep=4, etp=1),
-    "tp4_etp1": Layout(tp=4, etp=1),
-    "pp2": Layout(pp=2),
-    "dp2": Layout(dp=2),
-    "tp2_pp2": Layout(tp=2, pp=2),
-    "tp2_dp2": Layout(tp=2, dp=2),
-    "pp2_dp2": Layout(pp=2, dp=2),
-    "ep2": Layout(dp=2, ep=2),
-    "ep2_dp4": Layout(dp=4, ep=2),
-    "ep2_pp2": Layout(dp=2, ep=2, pp=2),
-    "tp2_ep2_etp1": Layout(tp=2, dp=2, ep=2, etp=1),
-    "tp2_ep2_etp2": Layout(tp=2, dp=2, ep=2, etp=2),
-    "cp2": Layout(cp=2),
-    "cp2_dp2": Layout(cp=2, dp=2),
-    "tp2_cp2": Layout(tp=2, cp=2),
-    "cp2_ep2": Layout(cp=2, dp=2, ep=2),
-    "pp2_vpp2": Layout(pp=2, vpp=2),
-    "pp2_vpp2_dp2": Layout(pp=2, vpp=2, dp=2),
-    "pp2_vpp2_ep2": Layout(pp=2, vpp=2, dp=2, ep=2),
-    "tp2_pp2_vpp2_dp2": Layout(tp=2, pp=2, vpp=2, dp=2),
-    "pp2_vpp2_cp2_dp2": Layout(pp=2, vpp=2, cp=2, dp=2),
-    "tp2_pp2_vpp2_cp2": Layout(tp=2, pp=2, vpp=2, cp=2),
-    "pp2_vpp2_last4": Layout(pp=2, vpp=2, last_stage_layers=4),
-    "tp2_ep2_etp1_cp2_dp2": Layout(tp=2, cp=2, dp=2, ep=2, etp=1),
-}
-
 PLAIN = ("llama", "qwen2", "glm4", "deepseek_v3", "deepseek_direct_q", "qwen3_moe_raw_weights")
 TRAIN = {"micro_batch_tokens": 60, "adam_eps": 1e-4}
 """Adam's epsilon is far above rounding noise, so that the sign of a gradient that is almost zero is not a whole step."""
-
 SETTINGS = {"fp32": FP32, "fp8": FP8, "fp32_kv": FP32 | {"kv": "e4m3"}, "fp32_layer_kv": FP32 | {"kv": "e4m3_per_layer"}}
 TOLERANCE = {"fp32": 1e-5, "fp8": 5e-2, "fp32_kv": 5e-2, "fp32_layer_kv": 5e-2}
 """Relative. Sums in another order differ by 1e-6. In FP8 such a difference of the first step's gradient moves a few weights to the next
@@ -56,13 +22,13 @@ layer's gradients one in nine is another number then, and the norm of all differ
 four batches two do so with E4M3 keys and none with others, though what tips is no key: chance. Hence FP32 with E4M3 keys here."""
 
 
-def batches() -> list:
+def batches():
     """Return two batches of 7 and 5 samples. With 60 tokens per micro-batch one process packs the 7 as 2 + 2 + 3; two replicas pack 2
     and 1, 2 and 2. They pack the 5 as 1 and 1, 1 and 2."""
     return [random_sequences(7, seed=1), random_sequences(5, seed=2)]
 
 
-def without_padding(result: dict) -> list[dict[str, float]]:
+def without_padding(result):
     """Return a run's steps without the padding, which depends on the layout."""
     return [{name: value for name, value in step.items() if name != "tokens/padding"} for step in result["steps"]]
 
@@ -82,69 +48,57 @@ def folder_of(checkpoint, tied_checkpoint, model_folder):
     }
 
 
-@pytest.fixture(scope="module")
-def train_alone(worlds):
-    """`train_alone(checkpoint, precision)`: the results of one process, computed once."""
-    results: dict = {}
-
-    def get(folder, precision):
-        key = folder, *precision.values()
-        if key not in results:
-            results[key] = worlds(1).call(trainer.train_grpo, folder, precision, TRAIN, batches())[0]
-        return results[key]
-
-    return get
-
-
 CASES = [
     ("tp2", "untied", "fp8"),
+    ("tp2", "qwen3_moe", "fp8"),  # two ranks split every expert
     ("tp4", "llama", "fp32"),
-    ("tp4_ep2_etp2", "qwen3_moe", "fp32"),
-    ("tp4_ep4_etp1", "qwen3_moe_raw_weights", "fp32"),
-    ("tp4_etp2", "deepseek_direct_q", "fp32"),
-    ("tp2_pp2", "untied", "fp32"),
-    ("tp2_dp2", "deep", "fp32_layer_kv"),
-    ("pp2_dp2", "tied", "fp32"),
+    ("tp4 ep2 etp2", "qwen3_moe", "fp32"),
+    ("tp4 ep4 etp1", "qwen3_moe_raw_weights", "fp32"),
+    ("tp4 etp2", "deepseek_direct_q", "fp32"),
+    ("tp2 pp2", "untied", "fp32"),
+    ("tp2 dp2", "deep", "fp32_layer_kv"),
+    ("pp2 dp2", "tied", "fp32"),
     ("dp2", "untied", "fp8"),
     ("pp2", "untied", "fp8"),
-    ("ep2", "qwen3_moe", "fp8"),
-    ("ep2_pp2", "deepseek_v3", "fp32"),
-    ("tp2_ep2_etp1", "deepseek_v3", "fp32"),
+    ("dp2 ep2", "qwen3_moe", "fp8"),
+    ("dp2 ep2 pp2", "deepseek_v3", "fp32"),
+    ("tp2 dp2 ep2 etp1", "deepseek_v3", "fp32"),
     ("cp2", "deepseek_v3", "fp32"),
     ("cp2", "glm4", "fp32_kv"),
-    ("cp2_ep2", "qwen3_moe", "fp32"),
-    ("pp2_vpp2", "deep", "fp32"),
-    ("tp2_cp2", "deep", "fp8"),
-    ("pp2_vpp2_dp2", "deep", "fp8"),
+    ("cp2 dp2 ep2", "qwen3_moe", "fp32"),
+    ("pp2 vpp2", "deep", "fp32"),
+    ("tp2 cp2", "deep", "fp8"),
+    ("pp2 vpp2 dp2", "deep", "fp8"),
 ]
 LONG_CASES = [
-    *((name, "untied", "fp32") for name in ("tp2", "pp2", "dp2", "pp2_dp2", "cp2")),
+    *((name, "untied", "fp32") for name in ("tp2", "pp2", "dp2", "pp2 dp2", "cp2")),
     ("pp2", "tied", "fp32"),
-    ("pp2_dp2", "tied", "fp8"),
+    ("pp2 dp2", "tied", "fp8"),
     *(("tp4", name, "fp32") for name in ("qwen2", "glm4", "qwen3_moe")),
-    *((f"tp4_{name}", "qwen3_moe", "fp32") for name in ("etp1", "ep2_etp1")),  # etp1: replicas of every expert in a tensor-parallel group
-    ("tp4_ep2_etp2", "deepseek_v3", "fp32"),
-    *((name, "qwen3_moe", "fp32") for name in ("tp2", "dp2", "ep2", "ep2_dp4", "ep2_pp2", "tp2_ep2_etp1", "tp2_ep2_etp2", "cp2")),
+    *((name, "qwen3_moe", "fp32") for name in ("tp4 etp1", "tp4 ep2 etp1")),  # etp1: replicas of every expert in a tensor-parallel group
+    ("tp4 ep2 etp2", "deepseek_v3", "fp32"),
+    *((name, "qwen3_moe", "fp32") for name in ("dp2", "dp2 ep2", "dp4 ep2", "dp2 ep2 pp2", "cp2")),
+    *((name, "qwen3_moe", "fp32") for name in ("tp2 dp2 ep2 etp1", "tp2 dp2 ep2 etp2")),
     ("tp2", "deepseek_v3", "fp32"),
-    *((name, model, "fp32_kv") for name, model in (("tp2_cp2", "deep"), ("cp2", "deepseek_v3"))),
-    *((name, "deep", "fp32_layer_kv") for name in ("tp2_cp2", "tp2_pp2_vpp2_dp2")),
-    ("tp2_dp2", "untied", "fp32"),
+    *((name, model, "fp32_kv") for name, model in (("tp2 cp2", "deep"), ("cp2", "deepseek_v3"))),
+    *((name, "deep", "fp32_layer_kv") for name in ("tp2 cp2", "tp2 pp2 vpp2 dp2")),
+    ("tp2 dp2", "untied", "fp32"),
     ("pp2", "glm4", "fp8"),
-    ("cp2_dp2", "deep", "fp8"),
-    ("pp2_vpp2_ep2", "deep_moe", "fp32"),
-    *((name, "deep", "fp32") for name in ("tp2_pp2_vpp2_dp2", "tp2_pp2_vpp2_cp2")),
-    ("pp2_vpp2_cp2_dp2", "deep", "fp8"),
-    ("tp2_ep2_etp1_cp2_dp2", "deep_moe", "fp32"),
-    ("pp2_vpp2_last4", "six_layers", "fp32"),
+    ("cp2 dp2", "deep", "fp8"),
+    ("pp2 vpp2 dp2 ep2", "deep_moe", "fp32"),
+    *((name, "deep", "fp32") for name in ("tp2 pp2 vpp2 dp2", "tp2 pp2 vpp2 cp2")),
+    ("pp2 vpp2 cp2 dp2", "deep", "fp8"),
+    ("tp2 cp2 dp2 ep2 etp1", "deep_moe", "fp32"),
+    ("pp2 vpp2 last_stage_layers4", "six_layers", "fp32"),
 ]
 
 
 @pytest.mark.parametrize("layout, model, precision", [*CASES, *(pytest.param(*case, marks=pytest.mark.long) for case in LONG_CASES)])
-def test_training_equals_that_of_one_process(worlds, folder_of, train_alone, layout, model, precision):
+def test_training_equals_that_of_one_process(worlds, folder_of, alone, layout, model, precision):
     folder, tolerance = folder_of[model](), TOLERANCE[precision]
     settings = SETTINGS[precision]
-    expected = train_alone(folder, settings)
-    sizes = LAYOUTS[layout]
+    expected = alone(trainer.train_grpo, folder, settings, TRAIN, batches())
+    sizes = parse_layout(layout)
     result, *others = worlds(sizes.world_size).call(trainer.train_grpo, folder, settings, TRAIN, batches(), sizes)
     for other in others:
         assert torch.equal(other["before"], result["before"]) and other["steps"] == result["steps"], "every rank gets the same"
@@ -154,15 +108,16 @@ def test_training_equals_that_of_one_process(worlds, folder_of, train_alone, lay
     assert_same_training(folder, expected, result, tolerance)
 
 
-def test_the_opposite_of_the_defaults(worlds, train_alone, checkpoint):
+def test_the_opposite_of_the_defaults(worlds, alone, checkpoint):
     """Sequence parallelism and overlapped communication are off, and all activations are recomputed."""
     overlap = {"overlap_grad_reduce": False, "overlap_param_gather": False}
     options = {"layout": {"sequence_parallel": False}, "recompute": "full", **overlap}
-    result = worlds(4).call(trainer.train_grpo, checkpoint, FP32, {**TRAIN, **options}, batches(), LAYOUTS["tp2_dp2"])[0]
-    assert_same_training(checkpoint, train_alone(checkpoint, FP32), result, TOLERANCE["fp32"])
+    result = worlds(4).call(trainer.train_grpo, checkpoint, FP32, {**TRAIN, **options}, batches(), parse_layout("tp2 dp2"))[0]
+    expected = alone(trainer.train_grpo, checkpoint, FP32, TRAIN, batches())
+    assert_same_training(checkpoint, expected, result, TOLERANCE["fp32"])
 
 
-def assert_same_scales(expected: dict, of_ranks: list[dict], stages: int) -> None:
+def assert_same_scales(expected, of_ranks, stages):
     """Compare key-value scales. Tensor-parallel ranks compute them from different heads, replicas from different tokens."""
     assert {name for scales in of_ranks for name in scales} == expected.keys()
     for scales in of_ranks:
@@ -170,7 +125,7 @@ def assert_same_scales(expected: dict, of_ranks: list[dict], stages: int) -> Non
         assert all(torch.equal(values, expected[name]) and (values != 1).all() for name, values in scales.items())
 
 
-def assert_same_training(folder, expected: dict, result: dict, tolerance: float) -> None:
+def assert_same_training(folder, expected, result, tolerance):
     spread = expected["before"].std()
     assert spread > 0.1  # the batch tells policies apart
     assert (result["before"] - expected["before"]).abs().max() < tolerance * spread
@@ -199,11 +154,11 @@ def test_stages_of_two_two_and_one_layers_compute_the_bits_of_one_process(worlds
     assert not torch.equal(result["after"], result["before"])
 
 
-@pytest.mark.parametrize("layout, model", [("dp2", "untied"), ("ep2", "qwen3_moe")])
+@pytest.mark.parametrize("layout, model", [("dp2", "untied"), ("dp2 ep2", "qwen3_moe")])
 def test_one_sample_for_two_replicas(worlds, folder_of, layout, model):
     folder, batch = folder_of[model](), [random_sequences(1, seed=4)]
     expected = worlds(1).call(trainer.train_grpo, folder, FP32, TRAIN, batch)[0]
-    result = worlds(2).call(trainer.train_grpo, folder, FP32, TRAIN, batch, LAYOUTS[layout])[1]
+    result = worlds(2).call(trainer.train_grpo, folder, FP32, TRAIN, batch, parse_layout(layout))[1]
     assert without_padding(result)[0] == pytest.approx(without_padding(expected)[0], rel=1e-5)
     assert result["steps"][0]["tokens/padding"] > expected["steps"][0]["tokens/padding"] == 0
     assert torch.allclose(result["after"], expected["after"], atol=1e-5)

@@ -1,7 +1,5 @@
 """Every algorithm through the real loop and a real FP8 trainer: it learns what is rewarded, and reports its metrics."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 
@@ -12,15 +10,13 @@ from support.models import FP8
 from megatron_rl.config.algorithm import PRESETS
 
 STEPS = 3
-
-
 LEARNED = ("grpo", "gspo", "rloo", "clip_cov")
 """By default: a loss of each kind, and an advantage of its own."""
 
 
-def run(worlds, checkpoint, critic: dict | None = None, noise: float = 0.02, steps: int = STEPS, **algorithm: object) -> dict:
+def run(worlds, checkpoint, critic=None, noise=0.02, steps=STEPS, **algorithm):
     settings = {"updates_per_step": 2, **algorithm}
-    call = partial(training_runs.run_loop, critic=critic)
+    call = partial(training_runs.run_loop, critic=critic or {})
     result = worlds(1).call(call, checkpoint, FP8, settings, steps, noise)[0]
     assert len(result["rows"]) == steps + 1 and all(math.isfinite(value) for row in result["rows"] for value in row.values())
     return result
@@ -51,8 +47,8 @@ def test_a_critic_learns_returns_and_its_advantages_make_rewarded_answers_likeli
 
 def test_an_environments_tokens_have_no_value(worlds, checkpoint):
     algorithm, critic = {"name": "ppo", "correction": "tis"}, {"learning_rate": 3e-3}
-    args = checkpoint, FP8, algorithm, 2, 0.02, 0, -3.0, training_runs.ScriptedWorker, critic
-    result = worlds(1).call(training_runs.run_loop, *args)[0]
+    call = partial(training_runs.run_loop, environment_logprob=-3.0, critic=critic)
+    result = worlds(1).call(call, checkpoint, FP8, algorithm, 2, 0.02)[0]
     rows = result["rows"][1:]
     assert result["leads"][-1] > result["leads"][0] and all(row["correction/mean_positive"] > 0.9 for row in rows)
 

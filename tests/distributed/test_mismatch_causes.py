@@ -1,20 +1,57 @@
 """The mismatch by cause: each planted cause appears only under its own name, and the causes add up to the total."""
 
-from __future__ import annotations
+from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
+import torch
 from support import training_runs
 from support.models import FP8, FP32, random_sequences
+from support.trainer import Trainer
 
-from megatron_rl.training.mismatch_attribution import CAUSES
+from megatron_rl.algorithm.policy_loss import PolicyLoss
+from megatron_rl.config.algorithm import AlgorithmConfig
+from megatron_rl.mcore.passes.engine_emulation import emulate_cache, emulate_engine
+from megatron_rl.training.mismatch_attribution import CAUSES, MismatchAttribution
 
 SUMMED = ("mean", "k3")
 ROLLOUT = {mode: {"mode": mode, "high": "fp32"} for mode in ("fp8_rollout", "int8_rollout")}
+CHANGED = "linear_fc1.weight"
 
 
-def attributed(world, checkpoint, precision: dict, fault: str = "") -> dict[str, float]:
+def measure_causes(folder, precision, batch, fault=""):
+    """Return the metrics of the mismatch attribution.
+
+    Args:
+        fault: the engine computes slightly different log-probs ("kernels"), scales its inputs in the other format ("activations"), holds a
+            first scale that is twice as large ("weights") or caches in E4M3 ("kv"), or an optimizer step follows ("version").
+    """
+    trainer = Trainer(folder, precision)
+    actor, named_tensors, format = trainer.actor, trainer.collect_named_tensors(), trainer.contract.engine_format
+    if fault == "activations":
+        format = replace(format, scale_format={"pow2": "fp32", "fp32": "pow2"}[format.scale_format])
+    if fault == "weights":
+        name = next(name for name in named_tensors if f"{CHANGED}_scale" in name)
+        named_tensors[name] = named_tensors[name].clone()
+        named_tensors[name].view(-1)[0] *= 2
+    cached = emulate_cache(actor.model) if fault == "kv" else nullcontext()
+    with cached, emulate_engine(actor.model, named_tensors, format):
+        sampled = actor.compute_logprobs(batch)[0]
+    for answer, engine, trainers in zip(batch, sampled, actor.compute_logprobs(batch)[0], strict=True):
+        answer.rollout_logprobs = engine + 0.01 * torch.randn(engine.shape, generator=torch.Generator().manual_seed(0)) * (
+            fault == "kernels"
+        )
+        answer.old_logprobs = trainers
+    causes = MismatchAttribution(actor, lambda: named_tensors, format, fault == "kv")
+    causes.measure(batch)
+    if fault == "version":
+        actor.update(batch, PolicyLoss(AlgorithmConfig()))
+    return causes.finish()
+
+
+def attributed(world, checkpoint, precision, fault=""):
     """Return the mean absolute mismatch by cause. Every rank gets the same, and the causes add up to the total."""
-    metrics, *others = world.call(training_runs.measure_causes, checkpoint, precision, random_sequences(8, 3), fault)
+    metrics, *others = world.call(measure_causes, checkpoint, precision, random_sequences(8, 3), fault)
     assert all(other == metrics for other in others)
     for what in SUMMED:
         total = metrics[f"mismatch/cause/total/{what}"]

@@ -3,8 +3,6 @@
 The model is on a hub, which the ranks ask once before they have a process group.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The engine samples while its new weights are proved, but answers only after the proof. No token of unproved weights is returned."""
 
-from __future__ import annotations
-
 import pytest
 from support import fake_engine
 from support.processes import World

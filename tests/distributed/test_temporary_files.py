@@ -1,7 +1,5 @@
 """A session of tests leaves nothing in the system's temporary folder, whatever its processes leave in their own."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,17 +1,18 @@
 """The training graph of real Megatron models: the format of each tensor, with one and two ranks, and planted differences."""
 
-from __future__ import annotations
-
 from itertools import chain
 
 import pytest
-from support import trainer_engine
+import torch.distributed as dist
 from support.families import ARCHITECTURES
 from support.models import FP8, FP32
+from support.planted_differences import plant_difference
+from support.trainer import Trainer
 
 from megatron_rl.errors import RunError
 from megatron_rl.precision.contract import QUANTIZED_ROLES
 from megatron_rl.precision.graph.graph import TensorPrecision, describe_differences, fold_layers, split_by_layer
+from megatron_rl.training.graph_check import read_training_graph
 from parallel.families import FAMILIES
 from parallel.model_geometry import ModelGeometry
 
@@ -19,7 +20,14 @@ LINEARS = {"attention.qkv", "attention.output", "mlp.gate_up", "mlp.down"}
 BF16 = {"mode": "bf16", "high": "bf16"}
 
 
-def formats(graph, phase: str, tensor: str) -> dict[str, TensorPrecision]:
+def read_trainer_graph(folder, precision, plant="", only_on=None):
+    """Return the training graph of a checkpoint. A difference is planted on every rank, or only on rank `only_on`."""
+    model = Trainer(folder, precision).model
+    with plant_difference(model, plant if only_on in (None, dist.get_rank()) else ""):
+        return read_training_graph(model).run(lambda graph: graph)
+
+
+def formats(graph, phase, tensor):
     """Map each target to the precision of the tensor, in the model's only kind of layer."""
     _, (layers, part) = fold_layers(split_by_layer(graph))
     assert layers == (0, 1)
@@ -28,7 +36,7 @@ def formats(graph, phase: str, tensor: str) -> dict[str, TensorPrecision]:
 
 @pytest.mark.parametrize("scale", ["pow2", "fp32"])
 def test_unified_fp8_as_the_contract_says(worlds, checkpoint, scale):
-    graph = worlds(1).call(trainer_engine.read_trainer_graph, checkpoint, {**FP8, "scale_format": scale, "high": "bf16"})[0]
+    graph = worlds(1).call(read_trainer_graph, checkpoint, {**FP8, "scale_format": scale, "high": "bf16"})[0]
     high, x, weight = TensorPrecision("bf16"), TensorPrecision("e4m3", "1x128", scale), TensorPrecision("e4m3", "128x128", scale)
     norms = {"input_norm", "post_attention_norm", "attention.q_norm", "attention.k_norm"}
     assert formats(graph, "forward", "weight") == dict.fromkeys(LINEARS, weight) | dict.fromkeys(norms, high)
@@ -51,14 +59,14 @@ def test_unified_fp8_as_the_contract_says(worlds, checkpoint, scale):
 
 
 def test_in_bf16_no_tensor_is_quantized(worlds, checkpoint):
-    graph = worlds(1).call(trainer_engine.read_trainer_graph, checkpoint, BF16)[0]
+    graph = worlds(1).call(read_trainer_graph, checkpoint, BF16)[0]
     assert {edge.format for edge in graph.select_forward().edges} == {TensorPrecision("bf16")}
     assert {edge.format for edge in graph.edges if edge.tensor in ("grad", "master")} == {TensorPrecision("fp32")}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_weight_of_a_family_is_in_its_graph(worlds, model_folder, family):
-    graph = worlds(1).call(trainer_engine.read_trainer_graph, model_folder(family), FP8)[0]
+    graph = worlds(1).call(read_trainer_graph, model_folder(family), FP8)[0]
     quantized = {edge.source for edge in graph.edges if edge.tensor == "weight" and edge.phase == "forward" and edge.format.quantized}
     every = {node.name: node.count for node in graph.nodes if node.op == "weight"}
     halves = {name.replace("kv_b.k", "kv_b.v") for name in every if "kv_b.k" in name}  # of one weight, where latents are absorbed
@@ -70,14 +78,12 @@ def test_every_weight_of_a_family_is_in_its_graph(worlds, model_folder, family):
 
 
 def test_two_ranks_tell_the_graph_of_one(worlds, checkpoint):
-    alone = worlds(1).call(trainer_engine.read_trainer_graph, checkpoint, FP8)[0]
-    assert worlds(2).call(trainer_engine.read_trainer_graph, checkpoint, FP8) == [alone, alone]
+    alone = worlds(1).call(read_trainer_graph, checkpoint, FP8)[0]
+    assert worlds(2).call(read_trainer_graph, checkpoint, FP8) == [alone, alone]
 
 
 def test_tied_embeddings_have_the_same_operators(worlds, checkpoint, tied_checkpoint):
-    tied, untied = (
-        worlds(1).call(trainer_engine.read_trainer_graph, folder, FP32)[0].select_forward() for folder in (tied_checkpoint, checkpoint)
-    )
+    tied, untied = (worlds(1).call(read_trainer_graph, folder, FP32)[0].select_forward() for folder in (tied_checkpoint, checkpoint))
     assert {node.name for node in tied.nodes} == {node.name for node in untied.nodes}
 
 
@@ -89,26 +95,23 @@ def test_tied_embeddings_have_the_same_operators(worlds, checkpoint, tied_checkp
             "weight scales",
             "layer 1: mlp.gate_up.weight -> mlp.gate_up (weight) is e4m3 128x128 pow2 in the rollout, e4m3 128x128 fp32 in training",
         ),
-        (
-            "activation scales",
-            "layers 0..1: mlp.swiglu -> mlp.down (x) is e4m3 1x128 pow2 in the rollout, e4m3 1x128 fp32 in training",
-        ),
+        ("activation scales", "layers 0..1: mlp.swiglu -> mlp.down (x) is e4m3 1x128 pow2 in the rollout, e4m3 1x128 fp32 in training"),
         ("high-precision layer", "layer 1: attention.core -> attention.output (x) is e4m3 1x128 pow2 in the rollout, fp32 in training"),
         ("fp8 head", "lm_head.weight -> lm_head (weight) is fp32 in the rollout, e4m3 128x128 pow2 in training"),
         ("dtype", "layer 1: input_norm.weight -> input_norm (weight) is fp32 in the rollout, fp16 in training"),
     ],
 )
 def test_what_is_planted_in_a_live_model_shows_in_its_graph(worlds, checkpoint, plant, line):
-    clean, other = (worlds(1).call(trainer_engine.read_trainer_graph, checkpoint, FP8, difference)[0] for difference in ("", plant))
+    clean, other = (worlds(1).call(read_trainer_graph, checkpoint, FP8, difference)[0] for difference in ("", plant))
     assert describe_differences(clean.select_forward(), clean) == []
     assert line in describe_differences(clean.select_forward(), other)
 
 
 def test_ranks_that_differ_are_an_error_on_all_of_them(worlds, checkpoint):
     with pytest.raises(RunError, match=r"ranks disagree about layers.1.input_norm.weight -> layers.1.input_norm \(weight\): fp32 and fp16"):
-        worlds(2).call(trainer_engine.read_trainer_graph, checkpoint, FP8, "dtype", 1)
+        worlds(2).call(read_trainer_graph, checkpoint, FP8, "dtype", 1)
 
 
 def test_a_parameter_that_no_known_operator_uses_is_refused(worlds, checkpoint):
     with pytest.raises(RunError, match="has no operator that uses the trainer's parameter decoder.layers.1.mlp.extra"):
-        worlds(1).call(trainer_engine.read_trainer_graph, checkpoint, FP8, "unknown parameter")
+        worlds(1).call(read_trainer_graph, checkpoint, FP8, "unknown parameter")

@@ -1,16 +1,13 @@
-"""Two interleaved micro-batches have the bits of two sequential ones: log-probs, steps, weights, gradients of all kinds of layers."""
-
-from __future__ import annotations
+"""Two interleaved micro-batches have the bits of two sequential ones: log-probs, steps, weights, gradients of all kinds of layers. So have
+recomputed activations."""
 
 import shutil
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-from support import critics, fp8_checkpoints, lora, trainer
-from support.models import FP8, random_sequences
-from support.samples import assert_same
+from support import critics, fp8_checkpoints, trainer
+from support.models import FP8, FP32, random_sequences
+from support.samples import assert_same, with_random_routing
 
 from parallel.layout import Layout
 
@@ -36,20 +33,19 @@ LONG = [
 
 @pytest.fixture(scope="module")
 def compare(worlds):
-    """`compare(run, ...)` runs a function with and without interleaving, and compares its results on every rank."""
+    """`compare(run, ...)` runs a function with and without interleaving, or in other `ways`, and compares its results on every rank."""
 
-    def check(run: Callable[..., dict[str, Any]], layout: Layout, *args: Any, **train: Any) -> None:
-        in_turns, after_another = (
-            worlds(layout.world_size).call(run, *(TRAIN | train | {"two_batch_overlap": mode} if arg is TRAIN else arg for arg in args))
-            for mode in ("all", "off")
+    def check(run, layout, *args, ways=({"two_batch_overlap": "all"}, {"two_batch_overlap": "off"}), **train):
+        ours, theirs = (
+            worlds(layout.world_size).call(run, *(TRAIN | train | way if arg is TRAIN else arg for arg in args)) for way in ways
         )
-        for ours, theirs in zip(in_turns, after_another, strict=True):
-            assert_same(ours, theirs, {"tokens/padding"})  # virtual stages take rounds of twice as many micro-batches
+        for one, other in zip(ours, theirs, strict=True):
+            assert_same(one, other, {"tokens/padding"})  # virtual stages take rounds of twice as many micro-batches
 
     return check
 
 
-def batches() -> list:
+def batches():
     return [random_sequences(7, seed=1), random_sequences(6, seed=2)]
 
 
@@ -63,10 +59,36 @@ def test_passes_without_gradient_take_turns_where_layers_are_recomputed(compare,
     compare(trainer.train_grpo, Layout(tp=2), model_folder("qwen3"), FP8, TRAIN, batches(), Layout(tp=2), recompute="full")
 
 
+@pytest.mark.parametrize(
+    "layout, model, precision, recompute",
+    [
+        *((Layout(tp=2), "qwen3", FP8 | {"high": high}, how) for high in ("fp32", "bf16") for how in ("full", "selective")),
+        (Layout(), "qwen3_moe", FP32, "full"),
+        (Layout(dp=2, ep=2, pp=2), "qwen3_moe", FP32, "selective"),  # several micro-batches wait for their backward pass
+    ],
+)
+def test_recomputed_activations_change_no_bit(compare, model_folder, layout, model, precision, recompute):
+    """Those of experts are of the same experts, which are replayed and balanced."""
+    folder, experts = model_folder(model, num_hidden_layers=2, mlp_only_layers=[]), model == "qwen3_moe"
+    data, options = batches(), {"router_aux_loss": 0.5} if experts else {}
+    data = [with_random_routing(batch, 4, 2) for batch in data] if experts else data
+    compare(
+        trainer.train_grpo,
+        layout,
+        folder,
+        precision,
+        TRAIN,
+        data,
+        layout,
+        ways=({"recompute": recompute}, {"recompute": "none"}),
+        **options,
+    )
+
+
 def test_adapters_have_gradients_of_their_own(compare, model_folder):
     layout, folder = Layout(tp=2, dp=2, ep=2, etp=1), model_folder("qwen3_moe", num_hidden_layers=2)
     adapters = {"rank": 8, "alpha": 16.0, "targets": ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")}
-    compare(lora.train_adapters, layout, folder, FP8, adapters, batches(), layout, None, TRAIN)
+    compare(trainer.train_adapters, layout, folder, FP8, adapters, batches(), layout, None, TRAIN)
 
 
 def test_a_critic(compare, checkpoint):

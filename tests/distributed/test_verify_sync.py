@@ -1,36 +1,24 @@
 """tools/verify_sync.py as a user runs it, and its dump as other code reads it."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.processes import ROOT, run_tool
 
-ROOT = Path(__file__).resolve().parents[2]
-QWEN3 = {
-    "model_type": "qwen3",
-    "num_hidden_layers": 4,
-    "hidden_size": 256,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 128,
-    "intermediate_size": 512,
-    "vocab_size": 100,
-}
+QWEN3 = {"model_type": "qwen3", "num_hidden_layers": 4, "hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
+QWEN3 |= {"head_dim": 128, "intermediate_size": 512, "vocab_size": 100}
 
 
-def run(folder: Path, config: dict, *options: str) -> subprocess.CompletedProcess:
+def run(folder, config, *options):
     (folder / "config.json").write_text(json.dumps(config))
-    command = [sys.executable, str(ROOT / "tools" / "verify_sync.py"), "--hf-config", str(folder), *options]
-    return subprocess.run(command, capture_output=True, text=True, timeout=900, cwd=ROOT)
+    return run_tool("verify_sync", "--hf-config", folder, *options)
 
 
 def test_pipeline_and_tensor_parallel_to_tensor_parallel(tmp_path):
@@ -47,16 +35,19 @@ def test_pipeline_and_tensor_parallel_to_tensor_parallel(tmp_path):
     assert torch.equal(held.view(torch.uint8), (down / scale).to(torch.float8_e4m3fn).view(torch.uint8))
 
 
-@pytest.mark.long
-def test_experts_to_one_engine_rank(tmp_path):
-    moe = QWEN3 | {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
-    done = run(tmp_path, moe, "--train", "tp=1,ep=2,dp=2", "--layers", "1", "--scale-format", "fp32")
-    assert done.returncode == 0, done.stderr
+MOE = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
 
 
 @pytest.mark.long
-def test_head_dim_64_on_the_canonical_grid(tmp_path):
-    done = run(tmp_path, QWEN3 | {"head_dim": 64, "num_attention_heads": 8, "num_key_value_heads": 4}, "--train", "tp=2", "--layers", "1")
+@pytest.mark.parametrize(
+    "changes, options",
+    [
+        (MOE, ["tp=1,ep=2,dp=2", "--scale-format", "fp32"]),
+        ({"head_dim": 64, "num_attention_heads": 8, "num_key_value_heads": 4}, ["tp=2"]),
+    ],
+)
+def test_experts_and_narrow_heads_to_one_engine_rank(tmp_path, changes, options):
+    done = run(tmp_path, QWEN3 | changes, "--layers", "1", "--train", *options)
     assert done.returncode == 0, done.stderr
 
 

@@ -1,7 +1,5 @@
 """What `export --align` writes computes what the narrow checkpoint computes, in every family, and its zeros stay zero in training."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support import trainer, transformers_reference

@@ -1,11 +1,6 @@
 """Real engines, each started once by a worker and shared by all tests that ask for the same launch."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from pathlib import Path
-from typing import Any
 
 import pytest
 from support import trainer_engine
@@ -14,24 +9,24 @@ from support.processes import World
 
 
 @pytest.fixture(scope="session")
-def checkpoint(tmp_path_factory) -> Path:
+def checkpoint(tmp_path_factory):
     return make_checkpoint(tmp_path_factory.mktemp("checkpoint"))
 
 
 @pytest.fixture(scope="module")
-def new_world(tmp_path_factory) -> Iterator[Callable[[], World]]:
+def new_world(tmp_path_factory):
     """`new_world()`: a new world of one process. All end, with their engines, after the module."""
     with ExitStack() as worlds:
         yield lambda: worlds.enter_context(World(1, tmp_path_factory.mktemp("world")))
 
 
 @pytest.fixture(scope="session")
-def launched(tmp_path_factory) -> Iterator[Callable[..., World]]:
+def launched(tmp_path_factory):
     """`launched(checkpoint, precision, sections)`: a trainer and its engines, started or shared with earlier tests and then synced again
     as policy version 0. Tests must not end them."""
-    worlds: dict[str, World] = {}
+    worlds = {}
 
-    def launch(checkpoint: Path, precision: dict[str, Any], sections: dict[str, Any] | None = None) -> World:
+    def launch(checkpoint, precision, sections=None):
         key = repr((checkpoint, precision, sections))
         if key in worlds and worlds[key].is_alive():
             worlds[key].call(trainer_engine.sync, 0)
@@ -46,6 +41,6 @@ def launched(tmp_path_factory) -> Iterator[Callable[..., World]]:
 
 
 @pytest.fixture(scope="module")
-def unified(launched, checkpoint) -> World:
+def unified(launched, checkpoint):
     """A trainer and its engine in unified FP8, with one layer. Tests leave them proved."""
     return launched(checkpoint, FP8)

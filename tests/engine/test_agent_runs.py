@@ -1,33 +1,18 @@
 """Runs of agents that fail at random: uninterrupted, with a killed engine, and stopped and resumed. Each counts every episode once."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 
 import pytest
 from support import train_command
-from support.train_command import finish, latest, read_rows, train
+from support.train_command import finish, latest, read_numbers, read_rows, train
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(6000)]
-
 BREAKING = {
-    "agent.name": "support.agent_programs:break_at_random",
-    "agent.tool_parser": "",
-    "reward.function": "support.agent_programs:judge",
-    "rollout.max_new_tokens": 32,
-    "train.steps": 4,
-    "data.eval_every": 2,
-    "log.samples": 8,
-    "checkpoint.every": 1,
+    "agent.name": "support.agent_programs:break_at_random", "agent.tool_parser": "", "reward.function": "support.agent_programs:judge",
+    "rollout.max_new_tokens": 32, "train.steps": 4, "data.eval_every": 2, "log.samples": 8, "checkpoint.every": 1,
     "checkpoint.resume": "auto",
-}
-
-
-def numbers(run: Path) -> list[dict]:
-    """Return the rows without measured values, and without those that depend on the order of requests."""
-    measured = ("time", "second", "memory/", "restarts", "ahead/", "cached")
-    return [{key: value for key, value in row.items() if not any(word in key for word in measured)} for row in read_rows(run)]
+}  # fmt: skip
 
 
 def test_no_episode_is_lost_or_counted_twice(tmp_path, monkeypatch):
@@ -44,8 +29,8 @@ def test_no_episode_is_lost_or_counted_twice(tmp_path, monkeypatch):
     codes.append(finish(train(folders["stopped"], BREAKING, config="tool_agent")).code)
     assert codes == [0, 0, 143, 0]
     straight, killed, stopped = (latest(folder) for folder in folders.values())
-    rows = numbers(straight)
-    assert rows == numbers(killed) == numbers(stopped)
+    rows = read_numbers(straight)
+    assert rows == read_numbers(killed) == read_numbers(stopped)
     assert sum(row["engine/restarts"] for row in read_rows(killed)) == 1
     samples = read_rows(straight, "samples.jsonl")
     assert samples == read_rows(killed, "samples.jsonl") == read_rows(stopped, "samples.jsonl") and len(samples) == 4 * 8

@@ -1,16 +1,12 @@
 """E4M3 keys and values in a live engine whose cache is too small for the batch, is released, and survives a switch of weights: every
 log-prob has the trainer's bits."""
 
-from __future__ import annotations
-
 import re
-from pathlib import Path
 
 import pytest
 import torch
-from support import async_runs, trainer_engine
+from support import engine_checks, trainer_engine
 from support.models import FP8, TENSORS, random_sequences
-from support.processes import World
 
 pytestmark = pytest.mark.long
 PROMPTS = [sample.prompt_ids.tolist() for sample in random_sequences(16, seed=51)]
@@ -18,12 +14,12 @@ CANARY = {"canary": 2}
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
+def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("engine")
 
 
 @pytest.fixture(scope="module", params=["e4m3", "e4m3_per_layer"])
-def world(request, new_world, checkpoint, folder) -> World:
+def world(request, new_world, checkpoint, folder):
     """An engine whose cache holds half of 16 responses of 100 tokens."""
     world = new_world()
     (folder / request.param).mkdir()
@@ -33,7 +29,7 @@ def world(request, new_world, checkpoint, folder) -> World:
     return world
 
 
-def assert_exact(world: World, version: int) -> None:
+def assert_exact(world, version):
     generated = world.call(trainer_engine.generate, PROMPTS, 100)[0]
     assert generated["versions"] == {version} and len(generated["engine"]) > 1000
     assert torch.equal(generated["engine"], generated["trainer"])
@@ -48,7 +44,7 @@ def test_requests_that_are_retracted_and_computed_again(world, folder):
 
 
 def test_a_cache_that_was_given_back(world):
-    results = world.call(async_runs.release_memory_and_take_it_back, 10, PROMPTS)[0]
+    results = world.call(engine_checks.release_memory_and_take_it_back, 10, PROMPTS)[0]
     assert results["waited"] and results["proved"] >= TENSORS  # scales of layers as well
     assert world.call(trainer_engine.sync, 13, 1 << 20, CANARY)[0]["canary"] == 0.0
     assert_exact(world, 13)
@@ -56,7 +52,7 @@ def test_a_cache_that_was_given_back(world):
 
 def test_completions_that_go_on_over_a_switch(world):
     batch, prompts = random_sequences(8, seed=53), PROMPTS[:8]
-    results = world.call(async_runs.switch_under_load, {"running": "continue", **CANARY}, 20, 3, batch, prompts, 48)[0]
+    results = world.call(engine_checks.switch_under_load, {"running": "continue", **CANARY}, 20, 3, batch, prompts, 48)[0]
     assert [report["canary"] for report in results["reports"]] == [0.0] * 3
     assert max(results["running"]) > 0 and results["mixed"] > 0 and set(results["logprobs"]) == {20, 21, 22, 23}
     for version, (engine, trainer) in results["logprobs"].items():

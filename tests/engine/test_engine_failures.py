@@ -1,18 +1,29 @@
 """Engines that break the contract or do not start end in one RunError with the log's tail, and leave no process."""
 
-from __future__ import annotations
-
 import shutil
 
 import pytest
-from support import engine_faults, trainer_engine
+from support import trainer_engine
 from support.models import FP8, edit_config, make_checkpoint, random_sequences
 from support.processes import family, until
 
+from megatron_rl.config import Config
 from megatron_rl.errors import RunError
 from megatron_rl.mcore.weights.export import convert
+from rollout_sglang.engine import SGLangEngine
+from rollout_sglang.launch_args import EngineLaunchSpec
 
 PROMPTS = [sample.prompt_ids.tolist() for sample in random_sequences(4, seed=1)]
+
+
+def fail_to_start(model, folder, start_timeout, *arguments):
+    """Start an engine that cannot start, with extra server `arguments`. Return the error message and its log tail."""
+    config = Config.model_validate({"model": {"path": model}, "rollout": {"max_total_tokens": 4096, "start_timeout": start_timeout}})
+    try:
+        SGLangEngine(EngineLaunchSpec(config, model, folder, arguments=arguments)).wait_until_ready()
+    except RunError as error:
+        return str(error), error.log_tail
+    raise AssertionError("the engine started")
 
 
 @pytest.mark.long
@@ -29,7 +40,7 @@ def test_engines_that_cannot_start(new_world, checkpoint, tmp_path):
     worlds = {name: new_world() for name in cases}
     for name, ((model, *rest), _, _) in cases.items():
         (tmp_path / f"log_{name}").mkdir()
-        worlds[name].send(engine_faults.fail_to_start, model, tmp_path / f"log_{name}", *rest)
+        worlds[name].send(fail_to_start, model, tmp_path / f"log_{name}", *rest)
     for name, (_, line, log) in cases.items():
         message, tail = worlds[name].receive(seconds=900)[0]
         assert line in message and f"log_{name}" in message, f"{name}: {message}"

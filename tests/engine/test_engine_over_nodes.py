@@ -1,11 +1,8 @@
 """A real engine whose ranks are on two nodes has the bits of an engine on one node, and is lost with either node. The nodes are two
 addresses of this machine, or this machine and a network namespace, which share neither an address nor memory."""
 
-from __future__ import annotations
-
 import os
 import subprocess
-from collections.abc import Iterator
 
 import pytest
 from support import trainer_engine
@@ -13,11 +10,17 @@ from support.models import FP8, TENSORS, random_sequences
 from support.processes import alive_after, family
 from support.trainer_engine import TWO_NODES
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(6000)]
+from megatron_rl.rollout.engine_placement import LAUNCHER_VARIABLE
 
+pytestmark = [pytest.mark.long, pytest.mark.timeout(6000)]
 PROMPTS = [sample.prompt_ids for sample in random_sequences(8, seed=51)]
 HEALTH = 30.0
 GROUP = {"transport": "process_group"}
+
+
+def set_launchers(*lines):
+    """Set how the next `start` launches engines on their nodes."""
+    os.environ[LAUNCHER_VARIABLE] = "\n".join(lines)
 
 
 @pytest.fixture(scope="module")
@@ -37,11 +40,11 @@ def on_one_node(new_world, checkpoint, tmp_path_factory):
     return world
 
 
-def generate(world, tokens: int = 24):
+def generate(world, tokens=24):
     return world.call(trainer_engine.generate_seeded, PROMPTS, tokens)[0]
 
 
-def train_and_sync(worlds, version: int, **settings):
+def train_and_sync(worlds, version, **settings):
     """Take one step and sync in every world."""
     for world in worlds:
         world.call(trainer_engine.train, random_sequences(8, seed=50 + version))
@@ -82,12 +85,12 @@ OWN, OTHER = "10.213.77.1", "10.213.77.2"
 
 
 @pytest.fixture(scope="module")
-def namespace() -> Iterator[str]:
+def namespace():
     """The launcher of a network namespace with the address OTHER, which reaches this machine as OWN."""
     name = f"mrl{os.getpid()}"
     own, other = f"{name}a", f"{name}b"
 
-    def ip(*words: str) -> None:
+    def ip(*words):
         subprocess.run(["ip", *words], check=True, capture_output=True)
 
     try:
@@ -108,7 +111,7 @@ def namespace() -> Iterator[str]:
 @pytest.mark.parametrize("hosts", [("127.0.0.1", OTHER), (OTHER, "127.0.0.1")], ids=["server here", "server there"])
 def test_nodes_that_share_nothing_meet_and_are_filled(hosts, namespace, new_world, checkpoint, tmp_path):
     world = new_world()
-    world.call(trainer_engine.set_launchers, *(namespace if host == OTHER else "" for host in hosts))
+    world.call(set_launchers, *(namespace if host == OTHER else "" for host in hosts))
     sync = {**GROUP, "host": OWN}
     sections = {"rollout": {**TWO_NODES, "hosts": hosts}, "sync": sync}
     world.call(trainer_engine.start, checkpoint, tmp_path, FP8, sections)

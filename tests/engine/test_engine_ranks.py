@@ -1,14 +1,13 @@
 """Trainers and engines in different layouts, dense and with experts: a real SGLang, filled by syncs from a real Megatron model, has the
 trainer's log-probs bit for bit, and closely those of transformers' model on the same FP8 blocks."""
 
-from __future__ import annotations
-
+import httpx
 import pytest
 import torch
-from support import engine_checks, trainer_engine, transformers_reference
+from support import trainer_engine, transformers_reference
 from support.models import FP8, random_sequences
 from support.processes import World
-from support.trainer_engine import TWO_NODES
+from support.trainer_engine import TWO_NODES, current
 
 from megatron_rl.errors import RunError
 from megatron_rl.hf.files import read_config
@@ -19,13 +18,26 @@ SGLANG = {"schedule_policy": "lpm", "max_prefill_tokens": 64, "schedule_conserva
 LEAST = 3 + 2 + 4 * 2  # embedding, last norm, lm_head; a layer's norms, and its FP8 weights with their scales
 
 
+def read_server_arguments(names):
+    """Return the first engine's server arguments of these names, as SGLang reports them."""
+
+    def read(engines):
+        engine = engines.replicas[0].engine
+        answer = httpx.get(
+            f"{engine.server.url}/server_info", headers={"Authorization": f"Bearer {engine.server.api_key}"}, timeout=60
+        ).json()
+        return {name: answer[name] for name in names}
+
+    return current().rank0_engines.run(read)
+
+
 @pytest.fixture(scope="module")
 def transformers_side(tmp_path_factory):
     with World(1, tmp_path_factory.mktemp("transformers")) as world:
         yield world
 
 
-def assert_same_logprobs(world, folder, transformers_side, seed: int) -> None:
+def assert_same_logprobs(world, folder, transformers_side, seed):
     """Compare log-probs of the weights of `seed`, which are served as the version of that number."""
     generated = world.call(trainer_engine.generate, PROMPTS)[0]
     assert generated["versions"] == {seed}
@@ -56,7 +68,7 @@ def test_an_engine_that_is_empty_or_has_loaded_is_filled_by_a_sync(kind, layout,
         world.call(trainer_engine.start_architecture, kind, tmp_path, FP8, layout, rollout, empty)
         world.call(trainer_engine.check_live)
         asked = rollout.get("sglang", {})
-        assert world.call(engine_checks.read_server_arguments, list(asked))[0] == asked
+        assert world.call(read_server_arguments, list(asked))[0] == asked
         if empty:
             with pytest.raises(RunError, match="the engine has no weights yet: it serves nothing before the first proved sync"):
                 world.call(trainer_engine.generate, PROMPTS)

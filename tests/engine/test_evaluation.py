@@ -1,49 +1,57 @@
 """The command `eval` with real engines: a run's checkpoint against a Hugging Face one, with every figure recomputed from the
 completions."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
-from pathlib import Path
 
 import pytest
-from support import training_runs
 from support.fp8_checkpoints import add_mtp_layer
 from support.models import write_model
-from support.processes import ROOT, Command, Done
+from support.processes import ROOT, Command
+from support.trainer import Trainer
 
+from examples.arithmetic import warm_start
 from examples.arithmetic.config import DemoConfig
 from examples.arithmetic.task import Arithmetic
 from megatron_rl.config import load_config
 from megatron_rl.reporting.report import write_report
+from parallel.layout import Layout
 
 pytestmark = pytest.mark.timeout(4000)
-
 PROBLEMS, SAMPLES = 32, 8
 QUICKSTART = ROOT / "configs" / "quickstart.toml"
 TASK = (f"--data.eval_size={PROBLEMS}", "--data.settings.levels=[2, 3]")
 SETTINGS = (*TASK, "--eval.temperature=1", "--rollout.max_new_tokens=16", "--rollout.max_running_requests=32")
 
 
-def evaluate(folder: Path, *arguments: object) -> Done:
+def make_run(config, folder, step):
+    """Make `config.model` and save it as the checkpoint of `step` in the run folder `folder`; return the checkpoint."""
+    warm_start.make_model(config)
+    trainer = Trainer(config.model.path, config.precision.model_dump(), layout=Layout())
+    (folder / "checkpoints").mkdir(parents=True)
+    run = {"status": "finished", "reason": "", "started": None, "ended": None, "versions": {}, "config": {}}
+    (folder / "run.json").write_text(json.dumps(run))
+    return trainer.save(folder / "checkpoints" / f"step_{step:05d}", step)
+
+
+def evaluate(folder, *arguments):
     with Command(folder, "megatron_rl", "eval", QUICKSTART, *arguments, *SETTINGS) as command:
         return command.wait(1500)
 
 
 @pytest.fixture(scope="module")
-def run(new_world, tmp_path_factory) -> Path:
+def run(new_world, tmp_path_factory):
     """A run folder with the checkpoint of a model that solves some problems."""
     folder = tmp_path_factory.mktemp("evaluated")
     small = ["--architecture.num_hidden_layers=1", "--warm_start.steps=60", *TASK]
     model = ROOT / "examples" / "arithmetic" / "quickstart.toml"
     config = load_config(QUICKSTART, [f"--model.path={folder / 'model'}", *small], root=DemoConfig, more=model)
-    new_world().call(training_runs.make_run, config, folder / "run", 3)
+    new_world().call(make_run, config, folder / "run", 3)
     return folder / "run"
 
 
 @pytest.fixture(scope="module")
-def evaluated(run, checkpoint, tmp_path_factory) -> tuple[Done, dict, list[dict]]:
+def evaluated(run, checkpoint, tmp_path_factory):
     """The command's result, eval.json and the completions. The baseline has random weights."""
     saved = run / "checkpoints" / "step_00003"
     done = evaluate(tmp_path_factory.mktemp("eval"), "--checkpoint", saved, "--baseline", checkpoint, "--samples", SAMPLES)
@@ -70,7 +78,7 @@ def test_the_figures_are_those_of_the_completions(evaluated):
     for name, side in results["sides"].items():
         for line in side["table"]:
             selected = [row for row in rows if row["side"] == name and line["level"] in (None, row["level"])]
-            by_problem: dict[str, list[bool]] = {}
+            by_problem = {}
             for row in selected:
                 by_problem.setdefault(row["problem"], []).append(row["correct"])
             assert line["problems"] == len(by_problem)

@@ -1,7 +1,5 @@
 """A run with the user's own loss, advantages, transport and tracker, with a real engine."""
 
-from __future__ import annotations
-
 import pytest
 from support import train_command
 from support.train_command import finish, read_rows

@@ -1,7 +1,5 @@
 """Every model family on one rank of each side: the live engine has the trainer's log-probs, to the bit, and its graph."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -33,7 +31,7 @@ MODES = {
 SHORT = [("glm4_moe", "fp8_layer_kv")]  # other tests have engines of the other families
 
 
-def count_tensors(family: str, precision: dict[str, str]) -> int:
+def count_tensors(family, precision):
     """Return the number of weights and scales of an engine of one rank."""
     contract = PrecisionContract.from_config(PrecisionConfig(**precision))
     model = replace(ModelGeometry.from_hf_config(ENGINE_ARCHITECTURES[family]), kv_scales=contract.scales_kv_by_layer)

@@ -1,19 +1,14 @@
 """Runs that are stopped, lose their engine or a rank, compared with an uninterrupted run: the same rows and bytes if they go on, one
 line with the reason if they end, and no process left."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 import torch
 from support import train_command
 from support.models import make_checkpoint, read_weights
-from support.processes import ROOT, Command, Done
-from support.train_command import TORCHRUN, finish, latest, read_json, read_rows, train
+from support.processes import ROOT, Command
+from support.train_command import TORCHRUN, finish, latest, read_json, read_numbers, read_rows, train
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(6000)]
-
 LEARNING = {
     "warm_start.batch_size": 16,
     "warm_start.steps": 80,  # so that some answers earn something, and the weights move
@@ -24,8 +19,6 @@ LEARNING = {
     "checkpoint.keep": 2,
     "checkpoint.resume": "auto",
 }
-
-
 MEASURED = {  # over LEARNING: twelve problems in epochs of what is solved at times, easiest first, and groups trained on again
     "train.steps": 9,
     "data.train": '[{source = "examples.arithmetic.rows:list_problems", settings = {levels = [1], count = 12}, recheck_every = 3, '
@@ -36,12 +29,12 @@ MEASURED = {  # over LEARNING: twelve problems in epochs of what is solved at ti
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory) -> dict[str, Path]:
+def folders(tmp_path_factory):
     return {name: tmp_path_factory.mktemp(name) for name in ("straight", "stopped", "killed")}
 
 
 @pytest.fixture(scope="module")
-def runs(folders) -> dict[str, Done]:
+def runs(folders):
     """Results of three runs: uninterrupted, stopped after two steps and started again, and with an engine that is killed after the first
     step."""
     done = {"straight": finish(train(folders["straight"], LEARNING))}
@@ -56,18 +49,12 @@ def runs(folders) -> dict[str, Done]:
     return done
 
 
-def numbers(run: Path) -> list[dict]:
-    """Return the rows without measured values."""
-    measured = ("time", "second", "memory/", "restarts", "ahead/", "cached_share")
-    return [{key: value for key, value in row.items() if not any(word in key for word in measured)} for row in read_rows(run)]
-
-
 def test_the_rows_are_those_of_the_run_that_nothing_happened_to(runs, folders):
     assert {name: done.code for name, done in runs.items()} == {"straight": 0, "stopped": 143, "started again": 0, "killed": 0}, runs
     straight, stopped, killed = (latest(folders[name]) for name in ("straight", "stopped", "killed"))
     assert len(list(stopped.parent.glob("20*"))) == 1, "it goes on in its own folder"
-    rows = numbers(straight)
-    assert rows == numbers(stopped) == numbers(killed)
+    rows = read_numbers(straight)
+    assert rows == read_numbers(stopped) == read_numbers(killed)
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
     assert rows[4]["grad_norm"] > 0 and rows[4]["sync/proved"] == 15
     assert sum(row["reward/std"] > 0 for row in rows[1:]) >= 2
@@ -99,8 +86,8 @@ def test_a_trainer_that_is_killed_goes_on_with_the_problems_and_kept_groups_of_t
         assert train_command.end_by(train_command.kill_trainer, command).code == -9
     assert (done := finish(train(tmp_path / "killed", settings))).code == 0, done.err
     straight, killed = (latest(tmp_path / name) for name in ("straight", "killed"))
-    rows = numbers(straight)
-    assert rows == numbers(killed) and len(rows) == 10 and read_json(killed / "run.json")["resumed"]
+    rows = read_numbers(straight)
+    assert rows == read_numbers(killed) and len(rows) == 10 and read_json(killed / "run.json")["resumed"]
     assert read_rows(straight, "samples.jsonl") == read_rows(killed, "samples.jsonl")
     assert max(row["data/left_out_list_problems"] for row in rows[1:]) > 0 and max(row["replay/groups"] for row in rows[1:]) == 2
 

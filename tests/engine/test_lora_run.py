@@ -1,7 +1,5 @@
 """`megatron-rl train` with adapters on two ranks and an engine of two, resumed by one process, and exported in PEFT's format."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -10,7 +8,6 @@ from support.processes import ROOT, Command
 from support.train_command import TORCHRUN, finish, read_rows, train
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(6000)]
-
 LORA = {
     "lora.rank": 8, "lora.targets": '["linear_qkv", "linear_proj", "linear_fc2"]', "train.learning_rate": 1e-2, "checkpoint.resume": "auto",
     "algorithm.entropy_coef": 0.01,  # a gradient, whatever the rewards of a random model

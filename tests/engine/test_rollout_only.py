@@ -1,8 +1,6 @@
 """A high-precision trainer with an INT8 engine with experts: the engine serves what was quantized at the sync, and computes as the
 contract says. For FP8 see test_routing_replay.py."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest
@@ -13,7 +11,6 @@ from support.processes import alive_after, command_lines, family
 from megatron_rl.errors import RunError
 
 pytestmark = pytest.mark.long
-
 PRECISION = {"mode": "int8_rollout", "high": "fp32"}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
 TENSORS = 3 + 4 + 1 + 4 * 2  # embedding, last norm, lm_head; four norms; a router; four quantized weights with their scales
@@ -76,5 +73,6 @@ def test_an_engine_killed_while_it_generates_is_an_error_at_once(world):
     line, tail = world.call(trainer_engine.generate_until_it_fails, PROMPTS)[0]
     assert "the engine does not answer /generate" in line and "engine.log" in line and "\n" not in line
     assert isinstance(tail, str)
-    world.call(trainer_engine.stop_twice)
+    for _ in range(2):
+        world.call(trainer_engine.ask, "engines.stop")
     assert command_lines(alive_after(engine, 60)) == {}

@@ -1,7 +1,5 @@
 """The engine serves the trainer's bytes after loading, after every sync and after export; one wrong byte anywhere is found and named."""
 
-from __future__ import annotations
-
 import json
 from string import ascii_lowercase
 
@@ -9,15 +7,37 @@ import pytest
 import torch
 from support import engine_checks, trainer, trainer_engine, transformers_reference
 from support.models import TENSORS, random_sequences, read_weights
+from support.planted_differences import plant_difference
+from support.trainer_engine import current
 
 from megatron_rl.errors import RunError
+from megatron_rl.training.graph_check import check_graph
 from rollout_sglang.hooks.scheduling import MIN_SHARED
 
 PROMPTS = [sample.prompt_ids.tolist() for sample in random_sequences(8, seed=11)]
 WHOLE = 16 << 20
 
 
-def assert_same_logprobs(world, version: int) -> None:
+def change_trainer(name, row, col):
+    """Flip the lowest bit of one element of the trainer, without telling the engine."""
+    element = current().trainer.collect_named_tensors()[name][row : row + 1, col : col + 1]
+    element.view(torch.uint8)[0, 0] ^= 1
+
+
+def restart_engines(model):
+    """Stop the engines and start new ones on another checkpoint."""
+    current().rank0_engines.run(lambda engines: engines.stop())
+    current().start_engines(model)
+
+
+def check_graphs(folder, plant=""):
+    """Compare the live graphs as at the start of a run."""
+    trainer = current().trainer
+    with plant_difference(trainer.model, plant):
+        check_graph(trainer.model, current().rank0_engines, trainer.contract, folder)
+
+
+def assert_same_logprobs(world, version):
     generated = world.call(trainer_engine.generate, PROMPTS)[0]
     assert generated["versions"] == {version}
     assert len(generated["engine"]) >= 50
@@ -33,12 +53,12 @@ def test_what_was_just_started_passes_all_checks_and_the_live_graphs_are_alike(u
     quantized = [edge for edge in rollout.edges if edge.format.quantized]
     assert len(quantized) == 8  # input and weight of qkv, output, gate_up and down
     assert {node.detail for node in rollout.nodes if node.op == "attention"} == {"TorchNativeAttnBackend"}
-    unified.call(trainer_engine.check_graphs, tmp_path)
+    unified.call(check_graphs, tmp_path)
     written = json.loads((tmp_path / "graph.json").read_text())
     assert written["differences"] == [] and [part["part"] for part in written["training"]] == ["model", "layer 0"]
     line = r"mlp.down.weight -> mlp.down \(weight\) is e4m3 128x128 pow2 in the rollout, e4m3 64x64 pow2 in training"
     with pytest.raises(RunError, match=rf"not a subgraph of the training graph: layer 0: .*{line}"):
-        unified.call(trainer_engine.check_graphs, tmp_path, "granularity")
+        unified.call(check_graphs, tmp_path, "granularity")
 
 
 def test_answers_of_several_turns_are_those_tokens_for_the_trainer_too(unified):
@@ -117,10 +137,10 @@ IN_ENGINE = {
 
 def test_one_bit_changed_on_either_side_is_named_and_mended(unified):
     for element, line in IN_TRAINER.items():
-        unified.call(trainer_engine.change_trainer, *element)
+        unified.call(change_trainer, *element)
         with pytest.raises(RunError, match=line):
             unified.call(trainer_engine.prove)
-        unified.call(trainer_engine.change_trainer, *element)  # the same bit again
+        unified.call(change_trainer, *element)  # the same bit again
         assert unified.call(trainer_engine.prove) == [TENSORS]
     for element, line in IN_ENGINE.items():
         unified.call(trainer_engine.change_engine, *element)
@@ -133,10 +153,10 @@ def test_one_bit_changed_on_either_side_is_named_and_mended(unified):
 def test_an_exported_fp8_checkpoint_gives_a_fresh_engine_the_same_bytes(unified, new_world, tmp_path):
     """While it starts, the BF16 export of the same checkpoint is compared with the masters rounded once, and loaded by transformers."""
     other = new_world()
-    saved = unified.call(trainer_engine.save_run_checkpoint, tmp_path / "step_00001")[0]
-    masters = unified.call(trainer_engine.read_masters)[0]
+    saved = unified.call(trainer_engine.ask, "trainer.save", tmp_path / "step_00001")[0]
+    masters = unified.call(trainer_engine.ask, "trainer.collect_tensors", False)[0]
     fp8 = other.call(trainer.export, saved, tmp_path / "fp8", "fp8")[0]
-    unified.send(trainer_engine.restart_engines, fp8)
+    unified.send(restart_engines, fp8)
     bf16 = other.call(trainer.export, saved, tmp_path / "bf16", "bf16")[0]
     exported = read_weights(bf16)
     assert exported.keys() == masters.keys()

@@ -1,30 +1,56 @@
 """Sampling by a real engine: top_k, top_p and min_p depend only on the completion's seed, and stop strings end a response."""
 
-from __future__ import annotations
-
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from unittest import mock
 
 import numpy as np
 import torch
 from support import trainer_engine
 from support.models import random_sequences
+from support.trainer_engine import current
 
 from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.hf.tokenizer import load_tokenizer
-from megatron_rl.types import Generation, SamplingParams
+from megatron_rl.rollout.engine import Abort
+from megatron_rl.types import SamplingParams
 
 PROMPTS = [sample.prompt_ids.tolist() for sample in random_sequences(8, seed=11)]
 TOKENS = 24
 
 
-def sample(world, *samplings: SamplingParams) -> list[list[Generation]]:
+def abort_generation(prompts, tokens):
+    """Abort a generation, later and later until SGLang has read the requests. Return its error, and (finish reason, tokens) of each of
+    SGLang's answers."""
+    engine, answers = current().engines.replicas[0].engine, []
+    ask = engine._ask
+
+    def recording(*arguments):
+        answers[:] = ask(*arguments)
+        return answers
+
+    with mock.patch.object(engine, "_ask", recording), ThreadPoolExecutor(1) as pool:
+        for attempt in range(20):
+            abort = Abort()
+            asking = pool.submit(current().engines.generate, prompts, SamplingParams(1.0, tokens), abort)
+            time.sleep(0.05 * 1.3**attempt)
+            abort.request()
+            error = repr(asking.exception())
+            ended = [(str(answer["meta_info"]["finish_reason"]["type"]), len(answer["output_ids"])) for answer in answers]
+            if any(reason == "abort" and count for reason, count in ended):
+                break
+    return error, ended
+
+
+def sample(world, *samplings):
     """Return the responses to all prompts for each way of sampling, all in one batch. Every prompt has its own seed."""
     asked = [replace(sampling, seed=seed) for sampling in samplings for seed in range(len(PROMPTS))]
-    answers = world.call(trainer_engine.generate_with, PROMPTS * len(samplings), asked)[0]
+    answers = world.call(trainer_engine.ask, "engines.generate", PROMPTS * len(samplings), asked)[0]
     return [answers[start : start + len(PROMPTS)] for start in range(0, len(answers), len(PROMPTS))]
 
 
-def tokens(answers: list[Generation]) -> list[list[int]]:
+def tokens(answers):
     return [answer.output_ids_T.tolist() for answer in answers]
 
 
@@ -45,7 +71,7 @@ def test_bounds_hold_for_their_request_alone_and_one_token_is_the_greedy_one(uni
 def test_an_aborted_request_ends_and_the_others_keep_their_bits(unified):
     plain = SamplingParams(1.0, TOKENS)
     [before] = sample(unified, plain)
-    error, ended = unified.call(trainer_engine.abort_generation, PROMPTS[:4], 400)[0]
+    error, ended = unified.call(abort_generation, PROMPTS[:4], 400)[0]
     assert error == "AbortedError()" and any(reason == "abort" and 0 < count < 400 for reason, count in ended)
     [after] = sample(unified, plain)
     assert tokens(after) == tokens(before)
@@ -59,7 +85,7 @@ def test_log_probs_are_those_of_the_distribution_sampled_from_on_both_sides(unif
     assert len(counts) == len(cut["engine"]) >= 50 and counts.max() <= 200 and len(set(counts.tolist())) > 3
     assert torch.equal(cut["engine"], cut["trainer"])
     samples = [TrainingSample(prompt, answer) for prompt, answer in cut["samples"]]
-    whole = unified.call(trainer_engine.compute_logprobs, samples)[0]
+    whole = unified.call(trainer_engine.ask, "compute_logprobs", samples)[0]
     mass = (whole - cut["engine"]).exp()  # that the kept tokens hold of the whole distribution
     assert mass.min() > 0.4999 and mass.median() < 0.6
 
@@ -75,8 +101,8 @@ def test_an_answer_ends_with_the_token_that_completes_a_stop_string_and_keeps_it
             continue
         found, ended = found + 1, replace(plain, seed=seed, stop=("never written", texts[place]))
         for params in (ended, replace(ended, max_new_tokens=place + 3)):  # ended by both at once, it is not truncated
-            [stopped] = unified.call(trainer_engine.generate_with, [PROMPTS[seed]], [params])[0]
+            [stopped] = unified.call(trainer_engine.ask, "engines.generate", [PROMPTS[seed]], [params])[0]
             assert (stopped.output_ids_T.tolist(), stopped.finish_reason) == (answer[: place + 3], "stop")
-        [cut] = unified.call(trainer_engine.generate_with, [PROMPTS[seed]], [replace(ended, max_new_tokens=place + 2)])[0]
+        [cut] = unified.call(trainer_engine.ask, "engines.generate", [PROMPTS[seed]], [replace(ended, max_new_tokens=place + 2)])[0]
         assert (cut.output_ids_T.tolist(), cut.finish_reason) == (answer[: place + 2], "length")
     assert found, "the weights are random, and those that earlier tests left"

@@ -1,8 +1,6 @@
 """Correct bytes that a real engine does not serve: each fault is found and named before a request is answered, and fixed by the next
 sync."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support import planted_server, trainer_engine

@@ -3,15 +3,12 @@
 More losses, of fake engines, are in tests/distributed/test_engine_faults.py.
 """
 
-from __future__ import annotations
-
 import pytest
 from support import trainer_engine
 from support.models import FP8, TENSORS, random_sequences
 from support.processes import alive_after, but_trackers, family
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(6000)]
-
 PROMPTS = [sample.prompt_ids.tolist() for sample in random_sequences(16, seed=41)]
 HEALTH = 60.0
 SECTIONS = {"rollout": {"engines": 2, "health_timeout": HEALTH}}
@@ -27,11 +24,11 @@ def world(new_world, checkpoint, tmp_path_factory):
     return world
 
 
-def generate(world, tokens: int = 24, engine: int | None = None):
+def generate(world, tokens=24, engine=None):
     return world.call(trainer_engine.generate_seeded, PROMPTS, tokens, engine)[0]
 
 
-def assert_alike(world, version: int):
+def assert_alike(world, version):
     both, first, second = (generate(world, engine=engine) for engine in (None, 0, 1))
     assert both == first == second and {served for *_, served in both} == {version}
     assert sum(len(tokens) for tokens, *_ in both) > 200

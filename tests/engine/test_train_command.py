@@ -1,8 +1,6 @@
 """`megatron-rl train` end to end: two ranks under torchrun whose engine is killed and replaced, a stop, and one rank that goes on to the
 end; the run's files, and its export."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path
@@ -17,9 +15,7 @@ from support.processes import ROOT, Command, Done
 from support.train_command import finish, read_json, read_rows
 
 pytestmark = pytest.mark.timeout(6000)
-
 GSM8K = ROOT.parent / "shared" / "data" / "gsm8k" / "train.jsonl"
-
 TASK = "examples.arithmetic.task:Arithmetic"
 
 
@@ -31,7 +27,7 @@ class Runs(NamedTuple):
     finished: Done
 
 
-def mixture(folder: Path) -> dict[str, object]:
+def mixture(folder):
     """Return data of three kinds, with a warm start: GSM8K's rows (the published ones if available), MATH as Parquet, and generated
     problems."""
     lines = GSM8K
@@ -58,7 +54,7 @@ def mixture(folder: Path) -> dict[str, object]:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory) -> Runs:
+def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("train")
     changes = mixture(folder)
     two_ranks = {**changes, "train.layout.tp": 2, "train.two_batch_overlap": "all", "train.steps": 500}

@@ -4,12 +4,8 @@ Tests take a `device`: "cuda" with real libraries and sizes, marked `gpu`, or "c
 of the check is executed on machines without a GPU too. Tests that measure use `figures`; they run after those that only check.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import subprocess
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -22,10 +18,10 @@ TO_BEAT = {"actor update of 8B": 1.54, "reference forward of 8B": 1.80, "rollout
 GPU_SECONDS = 135
 """Time limit of a test on a GPU that has none of its own; tools/gpu_check.sh limits its parts."""
 _PACKAGES = ("torch", "triton", "megatron-core", "sglang", "sglang-kernel", "sgl-deep-gemm", "transformer-engine", "flashinfer-python")
-_verdicts = pytest.StashKey[list[str]]()
+_verdicts = pytest.StashKey()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: "figures" in getattr(item, "fixturenames", ()))
     for item in items:
         if item.get_closest_marker("gpu") and not item.get_closest_marker("timeout"):
@@ -33,12 +29,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(params=[pytest.param("cuda", marks=pytest.mark.gpu), "cpu"])
-def device(request: pytest.FixtureRequest) -> str:
+def device(request):
     return request.param
 
 
 @pytest.fixture
-def backends(device: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+def backends(device, monkeypatch):
     """The GPU back ends that this machine can run; on a CPU both, with stand-ins for their libraries."""
     names = ["deep_gemm", "transformer_engine"]
     if device == "cpu":
@@ -53,13 +49,13 @@ def backends(device: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]
 class Figures:
     """Writes figures into pytest-benchmark's JSON, below `extra_info` of the test."""
 
-    def __init__(self, benchmark: Any, verdicts: list[str]) -> None:
+    def __init__(self, benchmark, verdicts):
         self.measure = benchmark.pedantic
         """`measure(function, args=..., kwargs=...)` runs it once and returns its result."""
-        self.values: dict[str, dict[str, Any]] = benchmark.extra_info
+        self.values = benchmark.extra_info
         self._verdicts = verdicts
 
-    def add(self, name: str, target: str = "", reached: float = 0.0, **values: Any) -> None:
+    def add(self, name, target="", reached=0.0, **values):
         """Add a figure. With a `target` that TO_BEAT has, also whether `reached` meets it; what does not is no fault."""
         if target in TO_BEAT:
             met = reached >= TO_BEAT[target]
@@ -67,7 +63,7 @@ class Figures:
             self._verdicts.append(f"{target}: {reached:.2f} ({name}); to beat {TO_BEAT[target]:.2f}: {'met' if met else 'not met'}")
         self.values[name] = values
 
-    def add_seconds(self, name: str, seconds: dict[str, float], target: str = "", **values: Any) -> None:
+    def add_seconds(self, name, seconds, target="", **values):
         """Add a figure for every case of `seconds` with its speed against the fastest BF16 that ran; FP8's is held against `target`."""
         bf16 = [value for case, value in seconds.items() if case.startswith("bf16")]
         for case, value in seconds.items():
@@ -77,11 +73,11 @@ class Figures:
 
 
 @pytest.fixture
-def figures(benchmark: Any, request: pytest.FixtureRequest) -> Figures:
+def figures(benchmark, request):
     return Figures(benchmark, request.config.stash.setdefault(_verdicts, []))
 
 
-def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+def pytest_terminal_summary(terminalreporter, config):
     """Print what back ends lack and the figures to beat; those of a CPU say nothing."""
     if torch.cuda.is_available():
         lacks = [(name, *lack) for name in ("deep_gemm", "transformer_engine") for lack in requirements.find_missing(name)]
@@ -90,7 +86,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_benchmark_update_machine_info(machine_info: dict[str, Any]) -> None:
+def pytest_benchmark_update_machine_info(machine_info):
     """Add the GPU, its driver and the versions of what is measured."""
     if torch.cuda.is_available():
         machine_info["gpu"] = torch.cuda.get_device_name()

@@ -1,7 +1,5 @@
 """Keys and values in units of a layer's scales: the reference's bytes, and attention in units with the bits of attention to the values."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

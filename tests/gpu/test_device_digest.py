@@ -1,7 +1,5 @@
 """The digest's kernel on a GPU gives the sums of a plain loop, and a rectangle's digest is its copy's."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support import fp8_reference as device_sums

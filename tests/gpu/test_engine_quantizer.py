@@ -1,7 +1,5 @@
 """The engine's quantizer on a GPU: the contract's bytes in every layout, and SGLang's own kernel, whose formula has a name in the tests."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support import fp8_reference as library_scales

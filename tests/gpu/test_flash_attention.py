@@ -1,14 +1,11 @@
 """FlashAttention of packed sequences computes what one sequence after the other gives."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
 from megatron_rl.kernels.attention import reference as packed_attention
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
-
 LENGTHS = [1, 5, 300, 33, 64, 1000, 1]
 
 

@@ -1,13 +1,9 @@
 """Every library's quantizer against the project's reference, bit by bit: E4M3 bytes and FP32 scales, in both scale formats.
 
-The reference has Transformer Engine's formula. SGLang and DeepGEMM round FP32 scales in another order, and DeepGEMM's helpers clamp a
-block's largest value at 1e-4: there the report counts the values that differ, and only a shape that differs is a fault.
+test_backends.py has this project's kernel and what back ends quantize. The reference has Transformer Engine's formula. SGLang and DeepGEMM
+round FP32 scales in another order, and DeepGEMM's helpers clamp a block's largest value at 1e-4: there the report counts the values that
+differ, and only a shape that differs is a fault.
 """
-
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -19,20 +15,17 @@ from megatron_rl.kernels.linear import make_backend
 from megatron_rl.precision.fp8 import quantize_1x128, quantize_128x1, quantize_weight, round_trip_1x128, round_trip_128x1
 from parallel.formats import FP8
 
-Quantized = tuple[torch.Tensor, torch.Tensor]
-"""E4M3 or uint8 data and float32 scales, in the reference's shapes."""
-REFERENCES: dict[str, Callable[[torch.Tensor, str], Quantized]]
 REFERENCES = {"1x128": quantize_1x128, "128x1": quantize_128x1, "128x128": quantize_weight}
 
 
-def ordinary(tokens: int, width: int) -> torch.Tensor:
+def ordinary(tokens, width):
     """Return bf16 normal values times 2^-6 to 2^6 by token, so that no two blocks share a scale by chance."""
     generator = torch.Generator().manual_seed(tokens + width)
     values = torch.randn(tokens, width, generator=generator)
     return (values * torch.exp2(torch.randint(-6, 7, (tokens, 1), generator=generator).float())).bfloat16()
 
 
-def extreme(tokens: int, width: int) -> torch.Tensor:
+def extreme(tokens, width):
     """Return bf16 values with blocks of zeros, below 1e-4 and of large values, and with exact ties between two E4M3 values."""
     values = uneven(tokens, width, torch.bfloat16)
     values[: tokens // 8] = 0.0
@@ -42,62 +35,35 @@ def extreme(tokens: int, width: int) -> torch.Tensor:
 VALUES = {"ordinary": ordinary, "extreme": extreme}
 
 
-def must_agree(library: str, scale_format: str, values: str) -> bool:
+def must_agree(library, scale_format, values):
     """Return whether a difference is a fault, not a known property of the library."""
     if library == "deep_gemm":
         return scale_format == "pow2" and values == "ordinary"
     return library != "sglang" or scale_format == "pow2"
 
 
-def kernel_rows(x: torch.Tensor, scale_format: str) -> Quantized:
-    from megatron_rl.kernels.quantize.triton import quantize_activation
-
-    return quantize_activation(x, scale_format, rows=True, columns=False)[0]
-
-
-def kernel_columns(x: torch.Tensor, scale_format: str) -> Quantized:
-    from megatron_rl.kernels.quantize.triton import quantize_activation
-
-    data, scale = quantize_activation(x, scale_format, rows=False, columns=True)[1]
-    return data.view(torch.uint8).t()[: len(x)], scale.t()
-
-
-def transformer_engine_rows(x: torch.Tensor, scale_format: str) -> Quantized:
-    data, scale = make_backend("transformer_engine", FP8.with_scales(scale_format)).quantize(x, rows=True, columns=False).rows
-    return data[: len(x)], scale[:, : len(x)].t()
-
-
-def transformer_engine_columns(x: torch.Tensor, scale_format: str) -> Quantized:
-    data, scale = make_backend("transformer_engine", FP8.with_scales(scale_format)).quantize(x, rows=False, columns=True).columns
-    return data[:, : len(x)].t(), scale[:, : x.shape[1]]
-
-
-def transformer_engine_weight(x: torch.Tensor, scale_format: str) -> Quantized:
-    backend: Any = make_backend("transformer_engine", FP8.with_scales(scale_format))
+def transformer_engine_weight(x, scale_format):
+    backend = make_backend("transformer_engine", FP8.with_scales(scale_format))
     metadata = backend.weight_quantizer(x).get_metadata()  # the project itself quantizes weights by the reference only
     return metadata["rowwise_data"], metadata["rowwise_scale_inv"][:, : -(-x.shape[1] // 128)]
 
 
-def sglang_rows(x: torch.Tensor, scale_format: str) -> Quantized:
+def sglang_rows(x, scale_format):
     """SGLang's own kernel: in this process the engine's plug-in is not loaded."""
     kernel = pytest.importorskip("sglang.kernels.ops.quantization.fp8_kernel")
     return kernel.sglang_per_token_group_quant_fp8(x, 128, scale_ue8m0=scale_format == "pow2")
 
 
-def deep_gemm_rows(x: torch.Tensor, scale_format: str) -> Quantized:
+def deep_gemm_rows(x, scale_format):
     return pytest.importorskip("deep_gemm.utils.math").per_token_cast_to_fp8(x, use_ue8m0=scale_format == "pow2")
 
 
-def deep_gemm_weight(x: torch.Tensor, scale_format: str) -> Quantized:
+def deep_gemm_weight(x, scale_format):
     return pytest.importorskip("deep_gemm.utils.math").per_block_cast_to_fp8(x, use_ue8m0=scale_format == "pow2")
 
 
-QUANTIZERS: dict[tuple[str, str], Callable[[torch.Tensor, str], Quantized]] = {
+QUANTIZERS = {
     **{("reference on the device", granularity): function for granularity, function in REFERENCES.items()},
-    ("our kernel", "1x128"): kernel_rows,
-    ("our kernel", "128x1"): kernel_columns,
-    ("transformer_engine", "1x128"): transformer_engine_rows,
-    ("transformer_engine", "128x1"): transformer_engine_columns,
     ("transformer_engine", "128x128"): transformer_engine_weight,
     ("sglang", "1x128"): sglang_rows,
     ("deep_gemm", "1x128"): deep_gemm_rows,
@@ -125,7 +91,7 @@ def test_bytes_and_scales_are_the_references(device, backends, scale_format, val
                 assert different_bytes == different_scales == 0, message
 
 
-def count_differences(values: torch.Tensor, expected: torch.Tensor) -> int:
+def count_differences(values, expected):
     assert values.shape == expected.shape and values.dtype == expected.dtype
     return int((values.contiguous().view(torch.uint8) != expected.contiguous().view(torch.uint8)).sum())
 

@@ -1,10 +1,6 @@
 """Shortened runs of `megatron-rl train` prove every tensor: a sync by CUDA IPC into a live engine; the quickstart in `fp8_unified`."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,11 +11,8 @@ from megatron_rl.config import load_config
 from megatron_rl.kernels.linear import requirements
 from megatron_rl.preflight import check_run
 
-RUNS: dict[str, dict[str, Any]] = {
+RUNS = {
     "sync by CUDA IPC": {  # three policy versions
-        "sync.transport": "cuda_ipc",
-        "precision.high": "bf16",
-        "precision.reduction": "fast",
         "architecture.hidden_size": 1024,
         "architecture.intermediate_size": 3072,
         "architecture.num_hidden_layers": 4,
@@ -28,36 +21,22 @@ RUNS: dict[str, dict[str, Any]] = {
         "train.steps": 2,
         "data.eval_size": 16,
     },
-    "quickstart in fp8_unified": {
-        "precision.mode": "fp8_unified",
-        "precision.high": "bf16",
-        "precision.reduction": "fast",
-        "sync.transport": "cuda_ipc",
-        "warm_start.steps": 150,
-        "train.steps": 5,
-    },
+    "quickstart in fp8_unified": {"precision.mode": "fp8_unified", "warm_start.steps": 150, "train.steps": 5},
     "quickstart with sums by the tree": {
         "precision.mode": "fp8_unified",
-        "precision.high": "bf16",
         "precision.reduction": "tree",
-        "sync.transport": "cuda_ipc",
         "warm_start.steps": 0,
         "train.steps": 2,
     },
 }
 
 
-def make_settings(name: str, folder: Path, backend: str) -> dict[str, Any]:
-    return {
-        **RUNS[name],
-        "rollout.start_timeout": 280.0,
-        "precision.backend": backend,
-        "model.path": folder / "model",
-        "log.dir": folder / "runs",
-    }
+def make_settings(name, folder, backend):
+    settings = {"precision.high": "bf16", "precision.reduction": "fast", "sync.transport": "cuda_ipc", "rollout.start_timeout": 280.0}
+    return settings | RUNS[name] | {"precision.backend": backend, "model.path": folder / "model", "log.dir": folder / "runs"}
 
 
-def train(name: str, folder: Path, seconds: float = 100, **changes: Any) -> tuple[Path, str]:
+def train(name, folder, seconds=100, **changes):
     """Run it for at most `seconds` and return its folder and back end: for the quickstart the first one that a run accepts here."""
     backends = ("deep_gemm", "transformer_engine") if "quickstart" in name else ()
     backend = next((name for name in backends if not requirements.find_missing(name)), "emulated")

@@ -1,13 +1,9 @@
-"""The sync of an 8B model by CUDA IPC to another process on the same GPU: against a flat copy within the device and against gathering
-BF16, converting and quantizing anew; and the share that the proof takes of it. tools/weight_sync.py measures."""
-
-from __future__ import annotations
+"""The sync of an 8B model by CUDA IPC to another process on the same GPU, against a copy within the device, and the share of the proof in
+it. tools/weight_sync.py measures."""
 
 import json
-import subprocess
-import sys
 
-from support.processes import ROOT, one_thread_environment
+from support.processes import run_tool
 
 ON_GPU = ["--model=8b", "--device=cuda", "--transports=cuda_ipc", "--bucket-mb=256,64,16", "--repeat=3"]
 """A chunk is half a bucket: the smallest one's chunks stay in the GPU's cache between writer and reader, and are many."""
@@ -16,10 +12,7 @@ ON_CPU = ["--model=tiny", "--transports=shared_memory", "--bucket-mb=8,4", "--re
 
 def test_speed_of_the_sync(device, figures, tmp_path):
     options = [*(ON_GPU if device == "cuda" else ON_CPU), "--train=tp=1", f"--json={tmp_path / 'report.json'}"]
-    command = [sys.executable, str(ROOT / "tools" / "weight_sync.py"), *options]
-    done = figures.measure(
-        subprocess.run, (command,), {"capture_output": True, "text": True, "check": False, "env": one_thread_environment()}
-    )
+    done = figures.measure(run_tool, ("weight_sync", *options))
     assert done.returncode == 0, done.stderr
     report = json.loads((tmp_path / "report.json").read_text())
     assert len(report["ratios"]) == (3 if device == "cuda" else 2)

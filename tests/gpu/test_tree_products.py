@@ -1,7 +1,5 @@
 """Products by the tree on a GPU: the reference's sums where those are exact, and the same bits for any tokens, ranks and CUDA graph."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest
@@ -27,7 +25,7 @@ def test_exact_leaves_are_added_as_on_a_cpu(dtype):
         check_kernel(70, 130, 576, "cuda", dtype)
 
 
-def make_product(k: int, n: int, dtype: torch.dtype) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+def make_product(k, n, dtype):
     """(x and its scales, weight and its scales), ordinary values, of 1000 tokens."""
     x, weight = uneven(1000, k, torch.bfloat16, "cuda"), torch.randn(n, k, device="cuda") * 0.02
     if dtype != torch.float8_e4m3fn:
@@ -36,7 +34,7 @@ def make_product(k: int, n: int, dtype: torch.dtype) -> tuple[tuple[torch.Tensor
     return backend.quantize(x, rows=True, columns=False).rows, tuple(quantize_weight(weight, "pow2"))
 
 
-def multiply(x: tuple[torch.Tensor, ...], weight: tuple[torch.Tensor, ...]) -> torch.Tensor:
+def multiply(x, weight):
     return tree.multiply_blocks(x, weight) if len(x) == 2 else tree.multiply(x[0], weight[0])
 
 
@@ -55,7 +53,7 @@ def test_bits_depend_on_neither_tokens_nor_ranks(dtype, record_property):
             record_property(f"K={k}: largest error of the tree / of cuBLAS", measure_ratio(whole, x[0] @ weight[0].t(), exact))
 
 
-def measure_ratio(by_tree: torch.Tensor, fast: torch.Tensor, exact: torch.Tensor) -> float:
+def measure_ratio(by_tree, fast, exact):
     return float((by_tree - exact).abs().max() / (fast - exact).abs().max().clamp_min(1e-30))
 
 

@@ -3,11 +3,8 @@
 Nothing is judged here but that it runs; what is not compiled in time is compiled at its first use.
 """
 
-from __future__ import annotations
-
 import pytest
-from support.rl_steps import measure_decoding
-from test_engines import BATCH_SIZES, start_decoders
+from test_engines import BATCH_SIZES, measure_decoding, start_decoders
 from test_runs import train
 from test_speed_linears import SHAPES, make_cases
 

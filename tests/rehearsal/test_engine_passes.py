@@ -1,7 +1,5 @@
 """An engine's forward passes run without a GPU: kernels accept SGLang's arguments, and planted faults are found."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

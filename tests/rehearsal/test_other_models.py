@@ -1,7 +1,5 @@
 """Model families and layouts beyond the shipped configurations agree with the plan, and planted faults are found."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -40,8 +38,7 @@ def reports(tmp_path_factory):
 
 def rehearse(folder: Path, *cases: str) -> dict:
     """Return the ranks' reports by case."""
-    found: dict = json.loads(run_module("support.rehearsals", str(folder), *cases).splitlines()[-1])
-    return found
+    return json.loads(run_module("support.rehearsals", str(folder), *cases).splitlines()[-1])
 
 
 @pytest.mark.parametrize("case", PLAIN)

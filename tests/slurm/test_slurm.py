@@ -1,14 +1,9 @@
 """launch/slurm with a real SLURM of three nodes on this machine: Debian's packages, unpacked but not installed (support/slurm.py)."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
@@ -18,7 +13,6 @@ from support.train_command import TINY, make_model, read_rows
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(4000)]
-
 COLOCATED, DISAGGREGATED = (ROOT / "launch" / "slurm" / f"{kind}.sbatch" for kind in ("colocated", "disaggregated"))
 EACH_NODE = ("--ntasks-per-node=1", "--gpus-per-node=0", "--cpus-per-task=1", "--time=60", "--oversubscribe")
 CHANGES = {"train.layout.tp": 2, "train.steps": 20, "checkpoint.every": 1}  # ten seconds or more: the signal comes in the middle
@@ -53,7 +47,7 @@ def cluster(tmp_path_factory):
 
 
 @pytest.fixture(scope="module", autouse=True)
-def quickstarts(cluster, tmp_path_factory) -> Iterator[dict[str, Future[Job]]]:
+def quickstarts(cluster, tmp_path_factory):
     """The quickstart in both placements, one after the other, while the tests with stand-ins run."""
     with ThreadPoolExecutor(1) as pool:
         runs = {"colocated": stopped_and_started_again, "disaggregated": with_an_engine_elsewhere}
@@ -64,31 +58,29 @@ def quickstarts(cluster, tmp_path_factory) -> Iterator[dict[str, Future[Job]]]:
 class Job:
     """A script submitted for the first nodes of the cluster, with all its files in `folder`."""
 
-    def __init__(
-        self, cluster: Cluster, folder: Path, *arguments: object, script: Path = COLOCATED, nodes: int = 2, **variables: str
-    ) -> None:
+    def __init__(self, cluster, folder, *arguments, script=COLOCATED, nodes=2, **variables):
         self.cluster, self.folder = cluster, folder
         environment = {"MEGATRON_RL_ROOT": str(ROOT), "PYTHONPATH": str(ROOT), "PYTHON": sys.executable, "GLOO_SOCKET_IFNAME": "lo"}
         environment |= {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", **variables}
         placement = (f"--nodes={nodes}", f"--nodelist=node[1-{nodes}]", f"--chdir={folder}")
         self.id = cluster.run("sbatch", "--parsable", *placement, *EACH_NODE, script, *arguments, env=environment)
 
-    def state(self) -> dict[str, str]:
+    def state(self):
         return self.cluster.job(self.id)
 
-    def wait(self, seconds: float) -> str:
+    def wait(self, seconds):
         """Return the state and exit code that the job ends with."""
         ends = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
         until(lambda: self.state()["JobState"] in ends, seconds, f"the end of the job\n{self.texts()}")
         return f"{self.state()['JobState']} {self.state()['ExitCode'].partition(':')[0]}"
 
-    def printed(self) -> str:
+    def printed(self):
         return (self.folder / f"slurm-{self.id}.out").read_text()
 
-    def rank(self, number: int) -> Path:
+    def rank(self, number):
         return self.folder / "runs" / "slurm" / self.id / f"rank_0000{number}.log"
 
-    def texts(self) -> str:
+    def texts(self):
         files = [*self.folder.glob("slurm-*.out"), *self.folder.glob("runs/slurm/*/rank_*.log")]
         return "\n".join(f"--- {file}\n{file.read_text(errors='replace')[-3000:]}" for file in files)
 
@@ -101,14 +93,14 @@ def stand_in(cluster, tmp_path):
     python.chmod(0o755)
     (tmp_path / "run.toml").write_text("")
 
-    def submit(*codes: object, arguments: tuple[str, ...] = ("--train.steps=3",), **named: Any) -> Job:
+    def submit(*codes, arguments=("--train.steps=3",), **named):
         (tmp_path / "codes").write_text("\n".join(map(str, codes)) + "\n")
         return Job(cluster, tmp_path, "run.toml", *arguments, PYTHON=str(python), REAL_PYTHON=sys.executable, **named)
 
     return submit
 
 
-def starts(job: Job, rank: int = 0) -> list[str]:
+def starts(job, rank=0):
     file = job.folder / f"started.{rank}"
     return file.read_text().splitlines() if file.exists() else []
 
@@ -150,11 +142,11 @@ def test_the_last_nodes_of_a_disaggregated_job_are_the_engines(stand_in):
     assert_engines(job, ["node2", "node2", "node3", "node3"])
 
 
-def read_report(log: Path) -> dict[str, Any]:
+def read_report(log):
     return json.loads(next(line for line in log.read_text().splitlines() if line.startswith("{")))
 
 
-def assert_engines(job: Job, nodes: list[str]) -> None:
+def assert_engines(job, nodes):
     """Assert the nodes that engines 0, 1, ... reported, and that they counted their devices node by node. `support.slurm_trainer` has
     seen them end."""
     reports = [read_report(job.folder / f"engine{number}.log") for number in range(len(nodes))]
@@ -220,12 +212,12 @@ def test_a_bad_variable_is_one_line(cluster, tmp_path):
         assert message.startswith(f"megatron-rl slurm: {line}")
 
 
-def quickstart(cluster: Cluster, folder: Path, changes: dict[str, object], script: Path) -> Job:
+def quickstart(cluster, folder, changes, script):
     settings = {**TINY, "model.path": folder / "model", "log.dir": folder / "runs" / "small", **CHANGES, **changes}
     return Job(cluster, folder, *make_model(folder, settings), script=script)
 
 
-def stopped_and_started_again(cluster: Cluster, folder: Path) -> Job:
+def stopped_and_started_again(cluster, folder):
     job = quickstart(cluster, folder, {"rollout.tp": 2, "rollout.nodes_per_engine": 2}, COLOCATED)  # one engine, on both nodes
     run = folder / "runs" / "small" / "latest"
     until(lambda: len(rows(run)) >= 2 or job.state()["JobState"] == "FAILED", 1500, f"the first step\n{job.texts()}")
@@ -235,17 +227,17 @@ def stopped_and_started_again(cluster: Cluster, folder: Path) -> Job:
     return job
 
 
-def with_an_engine_elsewhere(cluster: Cluster, folder: Path) -> Job:
+def with_an_engine_elsewhere(cluster, folder):
     job = quickstart(cluster, folder, {"train.layout.tp": 1, "train.steps": 1}, DISAGGREGATED)
     assert job.wait(1500) == "COMPLETED 0", job.texts()
     return job
 
 
-def rows(run: Path) -> list[dict]:
+def rows(run):
     return read_rows(run) if (run / "metrics.jsonl").exists() else []
 
 
-def assert_nothing_is_left(folder: Path) -> None:
+def assert_nothing_is_left(folder):
     alive = command_lines(psutil.process_iter())
     assert [words for words in alive.values() if any(str(folder) in word for word in words)] == []
 

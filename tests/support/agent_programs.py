@@ -1,7 +1,5 @@
 """Agents for tests that use only the standard library, so they start fast."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -11,12 +9,11 @@ from contextlib import suppress
 from hashlib import sha256
 from os import environ, getpid, getppid, kill
 from signal import SIGKILL
-from typing import Any
 
-from megatron_rl.types import Problem, Reward
+from megatron_rl.types import Reward
 
 
-def post(messages: list[dict[str, Any]], **options: Any) -> str:
+def post(messages, **options):
     """Return the policy's answer."""
     request = urllib.request.Request(
         environ["OPENAI_BASE_URL"] + "/chat/completions",
@@ -27,15 +24,13 @@ def post(messages: list[dict[str, Any]], **options: Any) -> str:
         return json.load(answer)["choices"][0]["message"]["content"]
 
 
-def ask(problem: Problem) -> float | None:
+def ask(problem):
     """Do what the problem's prompt says."""
     said = post([{"role": "user", "content": problem.prompt}], max_tokens=12)
     match problem.prompt:
-        case "hang":
+        case "hang" | "leave":
             subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-            time.sleep(600)
-        case "leave":
-            subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+            time.sleep(600 if problem.prompt == "hang" else 0)
         case "raise":
             raise KeyError("no such thing")
         case "reward":
@@ -51,7 +46,7 @@ def ask(problem: Problem) -> float | None:
     return None
 
 
-def break_at_random(problem: Problem) -> None:
+def break_at_random(problem):
     """Ask twice, and fail in one of two ways, or not at all, depending on the policy's first answer."""
     said = post([{"role": "user", "content": problem.prompt}], max_tokens=6)
     match sha256(said.encode()).digest()[0] % 4:
@@ -62,18 +57,18 @@ def break_at_random(problem: Problem) -> None:
     post([{"role": "user", "content": problem.prompt}, {"role": "user", "content": "again"}], max_tokens=6)
 
 
-def judge(text: str, problem: Problem) -> Reward:
+def judge(text, problem):
     """Return a reward that a random model earns too."""
     value = sha256(text.encode()).digest()[0] / 255
     return Reward(value, value > 0.5)
 
 
-def end_server(problem: Problem) -> None:
+def end_server(problem):
     """Kill the server that this process was forked from."""
     kill(getppid(), SIGKILL)
 
 
-def main() -> None:
+def main():
     """Run an agent as a program."""
     problem = json.loads(sys.stdin.readline())
     post([{"role": "user", "content": problem["prompt"]}])

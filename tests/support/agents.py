@@ -1,19 +1,15 @@
 """A policy over letters for tests of agents: a tokenizer with a chat template, and an engine whose answers a test defines."""
 
-from __future__ import annotations
-
 import json
 import threading
-from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
 from megatron_rl.batch.kept_tokens import make_kept_tokens
 from megatron_rl.config.agent import AgentConfig
-from megatron_rl.rollout.engine import Abort, ParsedToolCalls
-from megatron_rl.types import Generation, Problem, SamplingParams
+from megatron_rl.rollout.engine import ParsedToolCalls
+from megatron_rl.types import Generation, Problem
 
 PAIR = 1000
 """Token PAIR + n is the letter n twice: whoever tokenises "aa" gets it, so tokens [97, 97] do not survive a detour over text."""
@@ -27,9 +23,9 @@ class ChatTokenizer:
 
     name_or_path, chat_template, all_special_ids = "letters", "yes", [ord(END)]
 
-    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+    def encode(self, text, add_special_tokens):
         assert not add_special_tokens
-        ids: list[int] = []
+        ids = []
         for letter in text:
             if ids and ids[-1] == ord(letter) and letter != END:
                 ids[-1] += PAIR
@@ -37,11 +33,11 @@ class ChatTokenizer:
                 ids.append(ord(letter))
         return ids
 
-    def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
+    def decode(self, ids, skip_special_tokens):
         text = "".join(chr(token % PAIR) * (1 + token // PAIR) for token in ids)
         return text.replace(END, "") if skip_special_tokens else text
 
-    def apply_chat_template(self, chat: list[dict[str, Any]], tools: list[Any] | None, tokenize: bool, add_generation_prompt: bool) -> str:
+    def apply_chat_template(self, chat, tools, tokenize, add_generation_prompt):
         assert not tokenize and add_generation_prompt
         names = "".join(tool["function"]["name"] for tool in tools or ())
         parts = [f"[{names}]" if names else ""]
@@ -57,12 +53,10 @@ class Policy:
 
     version = 5
 
-    def __init__(self, reply: Callable[[str], str]) -> None:
-        self.reply, self.asked, self.lock = reply, list[tuple[list[int], SamplingParams]](), threading.Lock()
+    def __init__(self, reply):
+        self.reply, self.asked, self.lock = reply, [], threading.Lock()
 
-    def generate(
-        self, prompts_B: Sequence[np.ndarray], samplings: Sequence[SamplingParams], abort: Abort | None = None
-    ) -> list[Generation]:
+    def generate(self, prompts_B, samplings, abort=None):
         (prompt,), (sampling,) = prompts_B, samplings
         with self.lock:
             self.asked.append((prompt.tolist(), sampling))
@@ -74,7 +68,7 @@ class Policy:
         generation.routed_experts_T = np.full((total - 1, 1, 1), len(self.asked), np.uint8)
         return [replace(generation, kept_tokens=make_kept_tokens([[token, 1] for token in ids.tolist()]))]
 
-    def parse_tool_calls(self, text: str, tools: str, parser: str) -> ParsedToolCalls | None:
+    def parse_tool_calls(self, text, tools, parser):
         """Parse `so!python:1+1` as a call of python with the expression. A `!` alone is an invalid call, and `!!` breaks the parser."""
         assert parser == "letters" and json.loads(tools)[0]["function"]["name"] == "python"
         before, mark, call = text.partition("!")
@@ -87,5 +81,5 @@ class Policy:
 PROBLEM = Problem("7", "q", "5")
 
 
-def config(**settings: Any) -> AgentConfig:
+def config(**settings):
     return AgentConfig.model_validate({"name": f"{AGENTS}:ask", **settings})

@@ -1,13 +1,9 @@
 """Fake GPU packages whose import loads the CUDA driver, and so raises OSError on a machine without one."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 PACKAGES = ("flashinfer", "flash_mla", "sgl_kernel", "deep_gemm", "transformer_engine")
 
 
-def install(folder: Path) -> str:
+def install(folder):
     """Write the packages into a folder, and return its path for PYTHONPATH."""
     for name in PACKAGES:
         (folder / name).mkdir()

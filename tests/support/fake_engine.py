@@ -5,8 +5,6 @@ response are a function of seed, position and every byte of the weights, so wron
 the engine; the functions below `--- the trainer's side` run in the ranks of a `World`.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import secrets
@@ -17,7 +15,6 @@ from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from unittest import mock
 
 import torch
@@ -30,8 +27,7 @@ from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.precision.fp8 import quantize_weight
 from megatron_rl.rollout.engine_pool import EnginePool
 from megatron_rl.sync.plan import SyncPlan
-from megatron_rl.sync.recovery import RecoveringWeightSync
-from megatron_rl.sync.weight_sync import WeightSync
+from megatron_rl.sync.weight_sync import RecoveringWeightSync, WeightSync
 from megatron_rl.types import SamplingParams
 from megatron_rl.workers.process import die_with_parent
 from parallel.formats import FP8
@@ -39,12 +35,11 @@ from parallel.layout import EngineLayout, Layout
 from parallel.megatron_shards import build_trainer_shards
 from parallel.model_geometry import ModelGeometry
 from parallel.sglang_shards import build_engine_shards
-from parallel.shards import Shard
 from rollout_sglang import rank_handler
 from rollout_sglang.engine import SGLangEngine
 from rollout_sglang.launch_args import LaunchedServer
 from rollout_sglang.process import API_KEY_VARIABLE, EngineProcess, EngineProcesses
-from support.engine_faults import Faults, engine_family, strike_while
+from support.engine_faults import strike_while
 from support.engine_faults import sync_through as strike_in_sync
 from support.processes import free_port
 
@@ -53,7 +48,7 @@ CONTRACT = PrecisionContract.from_config(PrecisionConfig(mode="fp8_unified"))
 _TOKEN_SECONDS = 0.02
 
 
-def make_random_tensors(shards: list[Shard], seed: int) -> dict[str, torch.Tensor]:
+def make_random_tensors(shards, seed):
     """Return BF16 tensors, and FP8 weights with scales for the quantized roles."""
     generator, tensors = torch.Generator().manual_seed(seed), {}
     for shard in shards:
@@ -68,18 +63,18 @@ def make_random_tensors(shards: list[Shard], seed: int) -> dict[str, torch.Tenso
 class TensorsAsModel(torch.nn.Module):
     """A module whose parameters have SGLang's names, which contain dots."""
 
-    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+    def __init__(self, tensors):
         super().__init__()
         self.tensors = {name: torch.nn.Parameter(tensor, requires_grad=False) for name, tensor in tensors.items()}
 
-    def named_parameters(self, *_: Any, **__: Any) -> Any:
+    def named_parameters(self, *_, **__):
         return iter(self.tensors.items())
 
 
 class LightEngine:
     """The state and the requests of a scheduler process."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.version = "0"
         self.model = TensorsAsModel(make_random_tensors(build_engine_shards(MODEL, 1)[0], seed=0))
         checker = SimpleNamespace(_placement={"tp_rank": 0, "tp_size": 1})
@@ -87,7 +82,7 @@ class LightEngine:
         self._runner = SimpleNamespace(model=self.model, _weight_checker=checker, token_to_kv_pool_allocator=cache)
         self._one_at_a_time = threading.Lock()
 
-    def answer(self, path: str, body: dict[str, Any]) -> Any:
+    def answer(self, path, body):
         if path == "/generate":
             return self.generate(body["input_ids"], body["sampling_params"])
         if path == "/weights_checker":
@@ -99,47 +94,40 @@ class LightEngine:
             self.version = body["new_version"]
         return {}
 
-    def rank(self, request: dict[str, Any], action: str) -> dict[str, Any]:
+    def rank(self, request, action):
         answer = rank_handler.handle(lambda *_: None, self._runner, action)
         formats = {"checksums": {"layer": "fp8 pow2"}} if request["verb"] == "activation_formats" else {}
         return {**answer, **formats, "parallelism_info": [answer["parallelism_info"]]}
 
-    def generate(self, prompts: list[list[int]], parameters: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def generate(self, prompts, parameters):
         version, tensors = self.version, rank_handler.live_tensors(self.model)
         weights = sum(zlib.crc32(tensor.contiguous().view(torch.uint8).numpy()) for tensor in tensors.values())
         threading.Event().wait(_TOKEN_SECONDS * parameters[0]["max_new_tokens"])
-        return [
-            {
-                "meta_info": {
-                    "finish_reason": {"type": "length"},
-                    "weight_version": version,
-                    "cached_tokens": 0,
-                    "output_token_logprobs": [
-                        (-1.0, (weights ^ (request["sampling_seed"] * 7919 + position * 104729)) % 251)
-                        for position in range(request["max_new_tokens"])
-                    ],
-                }
-            }
-            for request in parameters
-        ]
+
+        def draw(request):
+            ids = (weights ^ (request["sampling_seed"] * 7919 + position * 104729) for position in range(request["max_new_tokens"]))
+            return [(-1.0, number % 251) for number in ids]
+
+        about = {"finish_reason": {"type": "length"}, "weight_version": version, "cached_tokens": 0}
+        return [{"meta_info": {**about, "output_token_logprobs": draw(request)}} for request in parameters]
 
 
-def serve(host: str, port: int) -> None:
+def serve(host, port):
     engine, key = LightEngine(), os.environ.pop(API_KEY_VARIABLE)
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
-        def do_GET(self) -> None:
+        def do_GET(self):
             self.respond(200, {})
 
-        def do_POST(self) -> None:
+        def do_POST(self):
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"] or 0)) or b"null")
             if self.headers["Authorization"] != f"Bearer {key}":
                 return self.respond(401, {})
             return self.respond(200, engine.answer(self.path, body))
 
-        def respond(self, status: int, answer: Any) -> None:
+        def respond(self, status, answer):
             body = json.dumps(answer).encode()
             self.send_response(status)
             self.send_header("Content-Type", "application/json")
@@ -147,7 +135,7 @@ def serve(host: str, port: int) -> None:
             self.end_headers()
             self.wfile.write(body)
 
-        def log_message(self, *_: Any) -> None: ...
+        def log_message(self, *_): ...
 
     ThreadingHTTPServer((host, port), Handler).serve_forever()
 
@@ -164,7 +152,7 @@ class LightStart:
     number: int
     empty: bool = True
 
-    def start_process(self) -> LaunchedServer:
+    def start_process(self):
         port, key = free_port(), secrets.token_hex(24)
         environment = {API_KEY_VARIABLE: key, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
         log = self.folder / f"engine{self.number}.log"
@@ -172,19 +160,11 @@ class LightStart:
         return LaunchedServer(process, f"http://127.0.0.1:{port}", key)
 
 
-@dataclass
-class Run:
-    engines: Rank0[EnginePool]
-    recovering_sync: RecoveringWeightSync
-    messages: list[str]
-    named_tensors: dict[str, torch.Tensor]
-    shards: Any
+_run = SimpleNamespace()
+"""What `start` has created in this process."""
 
 
-_current: list[Run] = []
-
-
-def start(folder: Path, engines: int, sync: dict[str, Any], health_timeout: float) -> None:
+def start(folder, engines, sync, health_timeout):
     """Start tensor-parallel trainer ranks, as many as the world has, and engines below rank 0, synced as version 1."""
     torch.set_num_threads(1)
     if "RANK" in os.environ:
@@ -192,78 +172,65 @@ def start(folder: Path, engines: int, sync: dict[str, Any], health_timeout: floa
         dist.init_process_group("gloo")
     else:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    layout, messages = Layout(tp=dist.get_world_size()), list[str]()
+    layout, messages = Layout(tp=dist.get_world_size()), []
     settings = SyncConfig.model_validate({"bucket_mb": 1, "timeout": 60.0, "delta": "auto", **sync}, strict=False)
     config = Config.model_validate({"model": {"path": folder}, "rollout": {"engines": engines, "health_timeout": health_timeout}})
     pool = Rank0(lambda: EnginePool(config, lambda number: SGLangEngine(LightStart(config, folder, number)), messages.append))
     plan = SyncPlan.make(MODEL, layout, EngineLayout(engines=engines), CONTRACT, settings.chunk_bytes)
     shards = build_trainer_shards(MODEL, layout, format_of=CONTRACT.format_of)[dist.get_rank()]
-    run = Run(pool, None, messages, make_random_tensors(shards, 0), shards)
-    weights = WeightSync(plan, pool, lambda: run.named_tensors, settings, notify=messages.append)
-    run.recovering_sync = RecoveringWeightSync(weights, pool, messages.append)
-    _current[:] = [run]
-    run.recovering_sync.run(1)
+    _run.engines, _run.messages, _run.named_tensors, _run.shards = pool, messages, make_random_tensors(shards, 0), shards
+    weights = WeightSync(plan, pool, lambda: _run.named_tensors, settings, notify=messages.append)
+    _run.recovering_sync = RecoveringWeightSync(weights, pool, messages.append)
+    _run.recovering_sync.run(1)
 
 
-def change(seed: int) -> None:
+def change(seed):
     """Replace the weights, as after an optimizer step."""
-    _current[0].named_tensors = make_random_tensors(_current[0].shards, seed)
+    _run.named_tensors = make_random_tensors(_run.shards, seed)
 
 
-def change_a_little(count: int) -> None:
+def change_a_little(count):
     """Change `count` bytes of every tensor, as after a small optimizer step."""
-    for tensor in _current[0].named_tensors.values():
+    for tensor in _run.named_tensors.values():
         tensor.view(torch.uint8).view(-1)[:count] ^= 1
 
 
-def flip_a_byte(engine: int) -> None:
+def flip_a_byte(engine):
     """Change an engine's live weights without telling the trainer."""
-    _current[0].engines.run(lambda engines: engines.replicas[engine].engine._post("/flip", {}))
+    _run.engines.run(lambda engines: engines.replicas[engine].engine._post("/flip", {}))
 
 
-def sync_through(version: int, faults: Faults) -> dict[str, Any]:
-    return strike_in_sync(_current[0].engines, _current[0].recovering_sync, version, faults)
+def sync_through(version, faults):
+    return strike_in_sync(_run.engines, _run.recovering_sync, version, faults)
 
 
-def always_lose(version: int) -> None:
-    """Run a sync that kills engine 0 every time it starts. Propagates the error."""
-    start_receiving = EnginePool.start_receiving
-
-    def start_and_kill(engines: EnginePool, *args: Any) -> None:
-        start_receiving(engines, *args)
-        engine_family(engines, 0)[0].kill()
-
-    with mock.patch.object(EnginePool, "start_receiving", start_and_kill):
-        _current[0].recovering_sync.run(version)
-
-
-def sample_during_proof(version: int, wrong: bool = False) -> tuple[bool, Any]:
+def sample_during_proof(version, wrong=False):
     """Run a sync while a thread asks for responses during its proof. Return whether it had them before the proof ended, and the
     responses. With `wrong`, the trainer does not hold what it has sent."""
-    run, finish = _current[0], SGLangEngine.finish_rereading
-    asking, had = threading.Thread(target=lambda: _answered.append(_answers(run.engines.value, 4, 5))), []
+    finish = SGLangEngine.finish_rereading
+    asking, had = threading.Thread(target=lambda: _answered.append(_answers(_run.engines.value, 4, 5))), []
 
-    def begin() -> None:
+    def begin():
         asking.start()
         if wrong:
-            next(tensor for name, tensor in run.named_tensors.items() if "linear" in name).view(torch.uint8)[0, 0] ^= 1
+            next(tensor for name, tensor in _run.named_tensors.items() if "linear" in name).view(torch.uint8)[0, 0] ^= 1
 
-    def finish_late(engine: SGLangEngine) -> Any:
+    def finish_late(engine):
         threading.Event().wait(20 * _TOKEN_SECONDS)  # the engine has sampled everything by now
         had.append(bool(_answered))
         return finish(engine)
 
     _answered.clear()
     with mock.patch.object(SGLangEngine, "finish_rereading", finish_late):
-        run.recovering_sync.run(version, begin)
+        _run.recovering_sync.run(version, begin)
     asking.join()
     return any(had), _answered[0]
 
 
-_answered: list[Any] = []
+_answered = []
 
 
-def take_answers() -> Any:
+def take_answers():
     """Return the responses to the request of `sample_during_proof`, or nothing if it still waits."""
     for _ in range(100):
         if _answered:
@@ -272,29 +239,28 @@ def take_answers() -> Any:
     return _answered[0] if _answered else []
 
 
-def answers(count: int, tokens: int, engine: int | None = None) -> Any:
+def answers(count, tokens, engine=None):
     """Return (tokens, policy version) of `count` completions by all engines, or by one; the same on every rank."""
-    return _current[0].engines.run(lambda engines: _answers(engines, count, tokens, engine))
+    return _run.engines.run(lambda engines: _answers(engines, count, tokens, engine))
 
 
-def _answers(engines: EnginePool, count: int, tokens: int, engine: int | None = None) -> list[tuple[list[int], int]]:
+def _answers(engines, count, tokens, engine=None):
     source = engines if engine is None else engines.replicas[engine].engine
     generations = source.generate([[1]] * count, [SamplingParams(1.0, tokens, seed) for seed in range(count)])
     return [(generation.output_ids_T.tolist(), generation.policy_version) for generation in generations]
 
 
-def answers_through(version: int, faults: Faults, count: int, tokens: int) -> Any:
+def answers_through(version, faults, count, tokens):
     """Return `answers` with faults; see `support.engine_faults.strike_while`. Ranks other than 0 return only the result."""
-    run = _current[0]
     if dist.get_rank():
-        return run.recovering_sync.run_with_recovery(version, lambda: run_on_rank0(lambda: None))
-    engines = run.engines.value
-    return strike_while(lambda: _answers(engines, count, tokens), engines, run.recovering_sync, version, faults)
+        return _run.recovering_sync.run_with_recovery(version, lambda: run_on_rank0(lambda: None))
+    engines = _run.engines.value
+    return strike_while(lambda: _answers(engines, count, tokens), engines, _run.recovering_sync, version, faults)
 
 
-def take_messages() -> list[str]:
+def take_messages():
     """Return the messages to the user since the last call."""
-    messages, _current[0].messages[:] = list(_current[0].messages), []
+    messages, _run.messages[:] = list(_run.messages), []
     return messages
 
 

@@ -5,12 +5,9 @@ slowly.
 kernels. The kernels themselves are tested by tests/gpu.
 """
 
-from __future__ import annotations
-
 import sys
 from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace
-from typing import Any
 
 import torch
 
@@ -21,12 +18,11 @@ from megatron_rl.kernels.swiglu import reference as swiglu
 from megatron_rl.precision.fp8 import quantize_1x128, quantize_128x1
 from support.tree_sums import dequantize
 
-Pair = tuple[torch.Tensor, torch.Tensor]
 _TENSOR, _EXTENSION = "transformer_engine.pytorch.tensor", "transformer_engine_torch"
 
 
-def install(monkeypatch: Any) -> None:
-    def module(name: str, **members: Any) -> None:
+def install(monkeypatch):
+    def module(name, **members):
         fake = ModuleType(name)
         vars(fake).update(members)
         monkeypatch.setitem(sys.modules, name, fake)
@@ -44,7 +40,7 @@ def install(monkeypatch: Any) -> None:
         get_mk_alignment_for_contiguous_layout=lambda: 128,
     )
     packages = ("transformer_engine", "transformer_engine.pytorch", _TENSOR, f"{_TENSOR}.storage")
-    members: dict[str, dict[str, Any]] = {
+    members = {
         **{name: {"__path__": []} for name in packages},
         f"{_TENSOR}.float8_blockwise_tensor": {"Float8BlockQuantizer": Quantizer},
         f"{_TENSOR}.storage.float8_blockwise_tensor_storage": {"Float8BlockwiseQTensorStorage": Quantized},
@@ -60,30 +56,30 @@ class TransformerEngineFinder:
     """A finder of the stand-in's modules. As with the real package, `transformer_engine_torch` cannot be found: importing
     `transformer_engine.pytorch` loads the extension from its own folder and puts it into sys.modules."""
 
-    def __init__(self, members: dict[str, dict[str, Any]]) -> None:
+    def __init__(self, members):
         self._members = members
 
-    def find_spec(self, name: str, *_: Any) -> ModuleSpec | None:
+    def find_spec(self, name, *_):
         if name == _EXTENSION:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-        loader: Any = self
+        loader = self
         return ModuleSpec(name, loader, is_package="__path__" in self._members[name]) if name in self._members else None
 
-    def create_module(self, spec: ModuleSpec) -> None: ...
+    def create_module(self, spec): ...
 
-    def exec_module(self, module: ModuleType) -> None:
+    def exec_module(self, module):
         vars(module).update(self._members[module.__name__])
         if module.__name__ == "transformer_engine.pytorch":
             sys.modules[_EXTENSION] = extension = ModuleType(_EXTENSION)
-            extension.DType = SimpleNamespace(kFloat8E4M3="e4m3")  # type: ignore[attr-defined]
+            extension.DType = SimpleNamespace(kFloat8E4M3="e4m3")
 
 
-def quantize_activation(x: torch.Tensor, scale_format: str, *, rows: bool, columns: bool, groups: Any = None) -> Any:
+def quantize_activation(x, scale_format, *, rows, columns, groups=None):
     """Return the kernel's results and layouts, from the reference quantizer."""
     return _quantize_rows(x if groups is None else spread(x, groups), scale_format, rows=rows, columns=columns, groups=groups)
 
 
-def _quantize_rows(x: torch.Tensor, scale_format: str, *, rows: bool, columns: bool, groups: Any) -> Any:
+def _quantize_rows(x, scale_format, *, rows, columns, groups):
     tokens, width = x.shape
     of_rows, of_columns = None, None
     if rows:
@@ -100,67 +96,43 @@ def _quantize_rows(x: torch.Tensor, scale_format: str, *, rows: bool, columns: b
     return of_rows, of_columns
 
 
-def spread(x: torch.Tensor, groups: Any) -> torch.Tensor:
+def spread(x, groups):
     """Spread `[n, h]` to `[T, h]`; padding is zero."""
     return x.new_zeros(groups.rows, x.shape[1]).index_copy_(0, groups.places, x)
 
 
-def quantize_weighed(
-    gradient: torch.Tensor, outputs: torch.Tensor, weights: torch.Tensor, groups: Any, scale_format: str, *, columns: bool
-) -> Any:
+def quantize_weighed(gradient, outputs, weights, groups, scale_format, *, columns):
     """Return the kernel's results and layouts, from separate operators."""
     of_rows, of_columns = quantize_activation(weigh(gradient, weights), scale_format, rows=True, columns=columns, groups=groups)
     return of_rows, of_columns, (gradient.float() * outputs[groups.places]).sum(-1)
 
 
-def pack(x: torch.Tensor, order: torch.Tensor, scale_format: str) -> torch.Tensor:
+def pack(x, order, scale_format):
     data, scale = quantize_1x128(x, scale_format)
     return scatter_tokens(torch.cat([data.view(torch.int32), scale.contiguous().view(torch.int32)], 1), order)
 
 
-def spread_packed(packed: torch.Tensor, groups: Any) -> Pair:
+def spread_packed(packed, groups):
     width = packed.shape[1] * 32 // 33
     scale = packed.new_zeros(packed.shape[1] - width, groups.rows).t()
     scale.index_copy_(0, groups.places, packed[:, width:])
     return spread(packed[:, :width], groups).view(torch.float8_e4m3fn), scale.view(torch.float32)
 
 
-def quantize_swiglu(
-    gate_up: torch.Tensor,
-    gradient: torch.Tensor | None,
-    scale_format: str,
-    *,
-    rows: bool,
-    columns: bool,
-    groups: Any = None,
-    row_multiple: int = 1,
-    column_multiple: int = 128,
-) -> Any:
+def quantize_swiglu(gate_up, gradient, scale_format, *, rows, columns, groups=None, row_multiple=1, column_multiple=128):
     """Return the kernel's results and layouts, from the references."""
     result = swiglu.multiply_reference(gate_up) if gradient is None else swiglu.differentiate_reference(gate_up, gradient)
     return _quantize_padded(result, scale_format, rows, columns, groups, row_multiple, column_multiple)
 
 
-def quantize_norm(
-    x: torch.Tensor,
-    residual: torch.Tensor | None,
-    weight: torch.Tensor,
-    eps: float,
-    scale_format: str,
-    *,
-    columns: bool,
-    row_multiple: int = 1,
-    column_multiple: int = 128,
-) -> Any:
+def quantize_norm(x, residual, weight, eps, scale_format, *, columns, row_multiple=1, column_multiple=128):
     """Return the kernel's results and layouts, from the CPU operators."""
     total = x if residual is None else x + residual
     normed, statistic = batch_invariant.rms_norm(total, weight, eps), torch.rsqrt(total.float().square().mean(-1) + eps)
     return total, statistic, *_quantize_padded(normed.flatten(0, -2), scale_format, True, columns, None, row_multiple, column_multiple)
 
 
-def _quantize_padded(
-    result: torch.Tensor, scale_format: str, rows: bool, columns: bool, groups: Any, row_multiple: int, column_multiple: int
-) -> Any:
+def _quantize_padded(result, scale_format, rows, columns, groups, row_multiple, column_multiple):
     tokens = len(result)
     padded = torch.cat([result, result.new_zeros(-tokens % row_multiple, result.shape[1])])
     of_rows, _ = quantize_activation(padded, scale_format, rows=rows, columns=False)
@@ -171,15 +143,13 @@ def _quantize_padded(
     return of_rows, of_columns
 
 
-def quantize_into(x: torch.Tensor, data: torch.Tensor, scale: torch.Tensor, scale_format: str) -> None:
+def quantize_into(x, data, scale, scale_format):
     """Write the kernel's bytes and scales into the caller's tensors."""
     for target, values in zip((data, scale), quantize_1x128(x, scale_format), strict=True):
         target.copy_(values)
 
 
-def multiply_nodes(
-    x: torch.Tensor, weight: torch.Tensor, x_scale: torch.Tensor | None = None, weight_scale: torch.Tensor | None = None
-) -> torch.Tensor:
+def multiply_nodes(x, weight, x_scale=None, weight_scale=None):
     """Return the kernel's sums as one node."""
     assert x.dtype == weight.dtype and weight.is_contiguous()
     if x_scale is not None and weight_scale is not None:
@@ -189,7 +159,7 @@ def multiply_nodes(
     return tree.multiply(x, weight).unsqueeze(0)
 
 
-def _values(operand: Pair, recipe: tuple[int, int]) -> torch.Tensor:
+def _values(operand, recipe):
     """Return float32 `[mn, k]` of data `[mn, k]` with scales `[mn / recipe[0], k / 128]`, after DeepGEMM's checks of both."""
     data, scale = operand
     mn, k = data.shape
@@ -203,7 +173,7 @@ def _values(operand: Pair, recipe: tuple[int, int]) -> torch.Tensor:
     return data.float() * spread
 
 
-def fp8_gemm_nt(a: Pair, b: Pair, d: torch.Tensor, c: Any = None, recipe: Any = None) -> None:
+def fp8_gemm_nt(a, b, d, c=None, recipe=None):
     product = _values(a, (recipe[0], recipe[2])) @ _values(b, (recipe[1], recipe[2])).t()
     assert d.shape == product.shape and d.stride(-1) == 1
     if recipe == (1, 128, 128):
@@ -214,7 +184,7 @@ def fp8_gemm_nt(a: Pair, b: Pair, d: torch.Tensor, c: Any = None, recipe: Any = 
         d.add_(product)
 
 
-def m_grouped_fp8_gemm_nt_contiguous(a: Pair, b: Pair, d: torch.Tensor, rows_of: torch.Tensor, recipe: Any = None) -> None:
+def m_grouped_fp8_gemm_nt_contiguous(a, b, d, rows_of, recipe=None):
     assert rows_of.dtype == torch.int32 and len(rows_of) == len(a[0]) and b[0].is_contiguous() and b[1].is_contiguous()
     first = rows_of.view(-1, 128)
     assert (first == first[:, :1]).all(), "a tile of 128 rows holds two experts"
@@ -224,7 +194,7 @@ def m_grouped_fp8_gemm_nt_contiguous(a: Pair, b: Pair, d: torch.Tensor, rows_of:
         d[rows] = values.to(d.dtype)
 
 
-def k_grouped_fp8_gemm_nt_contiguous(a: Pair, b: Pair, d: torch.Tensor, ks: list[int], grouped_layout: Any, c: Any, recipe: Any) -> None:
+def k_grouped_fp8_gemm_nt_contiguous(a, b, d, ks, grouped_layout, c, recipe):
     groups, m, n = d.shape
     assert recipe == (1, 1, 128) and c.data_ptr() == d.data_ptr() and d.is_contiguous() and grouped_layout.dtype == torch.int32
     assert len(ks) == groups and a[0].shape == (sum(ks) * m,) and b[0].shape == (sum(ks) * n,) and not any(k % 128 for k in ks)
@@ -242,10 +212,10 @@ def k_grouped_fp8_gemm_nt_contiguous(a: Pair, b: Pair, d: torch.Tensor, ks: list
 class Quantized(SimpleNamespace):
     """A stand-in for Float8BlockwiseQTensorStorage."""
 
-    def get_metadata(self) -> dict[str, Any]:
+    def get_metadata(self):
         return vars(self)
 
-    def values(self, side: str) -> torch.Tensor:
+    def values(self, side):
         """Return one side's matrix as float32, as it is stored: the contraction is innermost."""
         data, scale = vars(self)[f"{side}_data"], vars(self)[f"{side}_scale_inv"]
         mn, k = data.shape
@@ -262,17 +232,15 @@ class Quantized(SimpleNamespace):
 class Quantizer:
     """A stand-in for Float8BlockQuantizer."""
 
-    def __init__(
-        self, dtype: Any, *, rowwise: bool, columnwise: bool, amax_epsilon: float, force_pow_2_scales: bool, block_scaling_dim: int
-    ):
+    def __init__(self, dtype, *, rowwise, columnwise, amax_epsilon, force_pow_2_scales, block_scaling_dim):
         assert amax_epsilon == 1e-10 and dtype == "e4m3"
         self.dtype, self.block_scaling_dim, self.scale_format = dtype, block_scaling_dim, "pow2" if force_pow_2_scales else "fp32"
         self.set_usage(rowwise=rowwise, columnwise=columnwise)
 
-    def set_usage(self, *, rowwise: bool, columnwise: bool) -> None:
+    def set_usage(self, *, rowwise, columnwise):
         self.rowwise, self.columnwise = rowwise, columnwise
 
-    def __call__(self, x: torch.Tensor) -> Quantized:
+    def __call__(self, x):
         assert self.block_scaling_dim == 1 and x.is_contiguous()
         sides = dict.fromkeys(("rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv"))
         pad = lambda scale: torch.nn.functional.pad(scale, (0, -scale.shape[1] % 4)).contiguous()  # noqa: E731
@@ -285,16 +253,7 @@ class Quantizer:
         return Quantized(**sides, fp8_dtype=self.dtype, quantizer=self, is_2D_scaled=False)
 
 
-def general_gemm(
-    A: Quantized,
-    B: Quantized,
-    out_dtype: torch.dtype,
-    layout: str,
-    use_split_accumulator: bool,
-    out: Any = None,
-    accumulate: bool = False,
-    grad: bool = False,
-) -> tuple[torch.Tensor, None, None, None]:
+def general_gemm(A, B, out_dtype, layout, use_split_accumulator, out=None, accumulate=False, grad=False):
     assert use_split_accumulator and not (A.is_2D_scaled and B.is_2D_scaled) and (out is not None or not accumulate)
     a, b = A.values("rowwise" if layout[0] == "T" else "columnwise"), B.values("columnwise" if layout[1] == "T" else "rowwise")
     product = (b @ a.t()).to(out_dtype)

@@ -1,56 +1,49 @@
 """A hub on this machine: an HTTP server that answers the requests of `snapshot_download` as huggingface.co does."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import threading
-from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from urllib.parse import unquote, urlsplit
-
-import pytest
 
 
 class FakeHub:
     """Models by name. Each is a folder whose branch `main` is `commits[name]`. `requests` lists all requests as "METHOD path"."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url):
         self.url = url
-        self.models: dict[str, Path] = {}
-        self.commits: dict[str, str] = {}
-        self.gated: set[str] = set()
-        self.requests: list[str] = []
+        self.models = {}
+        self.commits = {}
+        self.gated = set()
+        self.requests = []
 
-    def add(self, name: str, folder: Path, gated: bool = False) -> str:
+    def add(self, name, folder, gated=False):
         """Add a model, or another commit of a model. Return the commit."""
         self.models[name], self.commits[name] = folder, hashlib.sha1(f"{name}{folder}".encode()).hexdigest()
         self.gated |= {name} if gated else set()
         return self.commits[name]
 
-    def use(self, patch: pytest.MonkeyPatch, cache: Path) -> None:
+    def use(self, patch, cache):
         """Make huggingface_hub use this hub and this cache."""
         patch.setattr("huggingface_hub.constants.ENDPOINT", self.url)
         patch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", self.url + "/{repo_id}/resolve/{revision}/{filename}")
         patch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
 
     @property
-    def downloads(self) -> list[str]:
+    def downloads(self):
         """The names of the files that were downloaded."""
         return [request.rpartition("/")[2] for request in self.requests if request.startswith("GET") and "/resolve/" in request]
 
 
-def _make_handler(hub: FakeHub) -> type[BaseHTTPRequestHandler]:
+def _make_handler(hub):
     class Handler(BaseHTTPRequestHandler):
-        def log_message(self, *_: object) -> None:
-            pass
+        def log_message(self, *_): ...
 
-        def do_HEAD(self) -> None:
+        def do_HEAD(self):
             self.do_GET()
 
-        def do_GET(self) -> None:
+        def do_GET(self):
             path = unquote(urlsplit(self.path).path)
             hub.requests.append(f"{self.command} {path}")
             is_api = path.startswith("/api/models/")
@@ -72,17 +65,17 @@ def _make_handler(hub: FakeHub) -> type[BaseHTTPRequestHandler]:
                 content = (hub.models[name] / file).read_bytes()
                 self.answer(200, content, {"X-Repo-Commit": hub.commits[name], "ETag": f'"{hashlib.sha1(content).hexdigest()}"'})
 
-        def describe(self, name: str, kind: str) -> None:
+        def describe(self, name, kind):
             files = [file for file in sorted(hub.models[name].rglob("*")) if file.is_file()]
             names = {str(file.relative_to(hub.models[name])): file.stat().st_size for file in files}
             tree = [{"type": "file", "path": file, "size": size, "oid": file} for file, size in names.items()]
             about = {"id": name, "sha": hub.commits[name], "siblings": [{"rfilename": file} for file in names]}
             self.answer(200, json.dumps(about if kind == "revision" else tree).encode(), {"Content-Type": "application/json"})
 
-        def refuse(self, status: int, code: str) -> None:
+        def refuse(self, status, code):
             self.answer(status, b"", {"X-Error-Code": code, "X-Error-Message": f"{code} of the fake hub"})
 
-        def answer(self, status: int, content: bytes, headers: dict[str, str]) -> None:
+        def answer(self, status, content, headers):
             self.send_response(status)
             for header, value in {**headers, "Content-Length": str(len(content))}.items():
                 self.send_header(header, value)
@@ -94,7 +87,7 @@ def _make_handler(hub: FakeHub) -> type[BaseHTTPRequestHandler]:
 
 
 @contextmanager
-def serve_hub() -> Iterator[FakeHub]:
+def serve_hub():
     """Context manager with a hub that has no models yet."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler)
     hub = FakeHub(f"http://127.0.0.1:{server.server_port}")

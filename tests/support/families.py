@@ -1,30 +1,20 @@
 """A tiny config.json of every family, for all tests that run over families. A new family needs one `_add` here and nothing else."""
 
-from __future__ import annotations
-
-from typing import Any
-
 from parallel.layout import Layout
 from parallel.model_geometry import ModelGeometry
 
 VOCABULARY = 384
-CLASSES: dict[str, str] = {}
+CLASSES = {}
 """Family -> its class in transformers."""
-ARCHITECTURES: dict[str, dict[str, Any]] = {}
+ARCHITECTURES = {}
 """What the trainer builds, and variants: widths whose FP8 blocks are whole at a tensor parallel size of 2, settings that matter within 40
 tokens."""
-ENGINE_ARCHITECTURES: dict[str, dict[str, Any]] = {}
+ENGINE_ARCHITECTURES = {}
 """What an engine on a CPU serves: as small as its FP8 blocks allow."""
-
-_COMMON: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 256,
-    "intermediate_size": 256,
-    "rms_norm_eps": 1e-6,
-    "hidden_act": "silu",
-    "initializer_range": 0.05,
-    "tie_word_embeddings": False,
-}
+_COMMON = {
+    "vocab_size": VOCABULARY, "hidden_size": 256, "intermediate_size": 256, "rms_norm_eps": 1e-6, "hidden_act": "silu",
+    "initializer_range": 0.05, "tie_word_embeddings": False,
+}  # fmt: skip
 _TRAINED = _COMMON | {
     "num_hidden_layers": 4,
     "num_attention_heads": 4,
@@ -46,7 +36,7 @@ _SERVED = _COMMON | {
 }
 
 
-def _add(family: str, architecture: str, trained: dict[str, Any], served: dict[str, Any]) -> None:
+def _add(family, architecture, trained, served):
     """Add a family, by its class in transformers: `trained` overrides `_TRAINED`, `served` overrides `_SERVED`.
 
     `trained` sets the width of heads: `{"head_dim": 128}`, or `_HEADS_OF_64` if config.json has no `head_dim`. `served` sets
@@ -78,7 +68,6 @@ ARCHITECTURES["qwen3_moe_raw_weights"] = ARCHITECTURES["qwen3_moe"] | {
     "decoder_sparse_step": 2,
     "mlp_only_layers": [],
 }
-
 _DEEPSEEK = {
     "num_attention_heads": 4,
     "num_key_value_heads": 4,
@@ -121,12 +110,7 @@ _add(
     _GLM4_MOE | {"num_experts_per_tok": 4},
     _GLM4_MOE | {"num_hidden_layers": 2, "num_experts_per_tok": 4, "num_nextn_predict_layers": 0},
 )
-ARCHITECTURES["glm4_moe_air"] = ARCHITECTURES["glm4_moe"] | {
-    "attention_bias": False,
-    "use_qk_norm": False,
-    "n_group": 4,
-    "topk_group": 2,
-}
+ARCHITECTURES["glm4_moe_air"] = ARCHITECTURES["glm4_moe"] | {"attention_bias": False, "use_qk_norm": False, "n_group": 4, "topk_group": 2}
 ARCHITECTURES["deepseek_direct_q"] = ARCHITECTURES["deepseek_v3"] | {
     "q_lora_rank": None,
     "rope_scaling": None,
@@ -135,7 +119,12 @@ ARCHITECTURES["deepseek_direct_q"] = ARCHITECTURES["deepseek_v3"] | {
 }
 
 
-def cut_everything(family: str) -> Layout:
+def parse_layout(name):
+    """Return the layout of a name such as "tp2 pp2"."""
+    return Layout(**{size.rstrip("0123456789"): int(size[-1]) for size in name.split()})
+
+
+def cut_everything(family):
     """Return a layout of four ranks that is tensor and pipeline parallel, with experts spread over the tensor-parallel ranks."""
     moe = ModelGeometry.from_hf_config(ARCHITECTURES[family]).experts
     return Layout(tp=2, pp=2, ep=2, etp=1) if moe else Layout(tp=2, pp=2)

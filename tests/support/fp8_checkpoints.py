@@ -1,21 +1,14 @@
 """FP8 checkpoints with random blocks, made without the code under test, and large ones without data."""
 
-from __future__ import annotations
-
 import json
 import struct
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import save_file
 
-from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.hf.files import read_config
 from megatron_rl.precision.contract import QUANTIZED_ROLES
 from parallel.formats import FP8
-from parallel.layout import Layout
 from parallel.model_geometry import ModelGeometry
 from parallel.mtp_layers import list_mtp_tensors
 from parallel.shards import FP32_ROLES
@@ -24,12 +17,12 @@ from support.models import edit_config, make_checkpoint, read_weights
 SETTINGS = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 
 
-def make_fp8_checkpoint(folder: Path, scales: str = "pow2", seed: int = 0, **widths: Any) -> Path:
+def make_fp8_checkpoint(folder, scales="pow2", seed=0, **widths):
     """Write a checkpoint of `make_checkpoint` with random blocks."""
     return with_random_blocks(make_checkpoint(folder, seed, **widths), scales, seed + 1)
 
 
-def with_random_blocks(folder: Path, scales: str, seed: int) -> Path:
+def with_random_blocks(folder, scales, seed):
     """Turn a checkpoint into an FP8 one: random E4M3 bytes without NaN, with random scales, "pow2" or "fp32"; the rest becomes BF16.
 
     Every other block has magnitudes of at most 224, so quantizing its values again would give other bytes. The first block of a weight is
@@ -47,7 +40,7 @@ def with_random_blocks(folder: Path, scales: str, seed: int) -> Path:
     return folder
 
 
-def random_blocks(rows: int, cols: int, scales: str, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+def random_blocks(rows, cols, scales, generator):
     """Return float8_e4m3fn [rows, cols] and float32 scales; values are at most 0.22."""
     codes = torch.randint(0, 127, (rows, cols), generator=generator)  # 126 is 448, 127 NaN
     low = codes.clamp(max=118)  # 224
@@ -62,26 +55,20 @@ def random_blocks(rows: int, cols: int, scales: str, generator: torch.Generator)
     return (codes + sign).to(torch.uint8).view(torch.float8_e4m3fn), scale
 
 
-def different(folder: Path, other: Path) -> list[str]:
-    """Return the names of tensors that differ between two checkpoints in presence, dtype, shape or any byte."""
-    tensors, others = read_weights(folder), read_weights(other)
-    return sorted({*find_changed(tensors, others), *find_changed(others, tensors)})
-
-
-def find_changed(tensors: Mapping[str, torch.Tensor], others: Mapping[str, torch.Tensor]) -> list[str]:
+def find_changed(tensors, others):
     """Return the names of `tensors` that are not in `others` byte for byte."""
 
-    def same(a: torch.Tensor, b: torch.Tensor | None) -> bool:
+    def same(a, b):
         return b is not None and (a.dtype, a.shape) == (b.dtype, b.shape) and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
     return [name for name, tensor in tensors.items() if not same(tensor, others.get(name))]
 
 
-def add_mtp_layer(folder: Path, scales: str = "", seed: int = 7, layers: int = 1) -> dict[str, torch.Tensor]:
+def add_mtp_layer(folder, scales="", seed=7, layers=1):
     """Add layers for multi-token prediction to a checkpoint, as DeepSeek and GLM publish them: random BF16 numbers, or random FP8 blocks
     with `scales` for the decoder's weights. Return their tensors."""
     model = ModelGeometry.from_hf_config(read_config(folder) | {"num_nextn_predict_layers": layers})
-    generator, tensors = torch.Generator().manual_seed(seed), dict[str, torch.Tensor]()
+    generator, tensors = torch.Generator().manual_seed(seed), {}
     for name, tensor in list_mtp_tensors(model).items():
         if scales and tensor.role in QUANTIZED_ROLES:
             tensors[name], tensors[FP8.scale_name(name)] = random_blocks(tensor.rows, tensor.cols, scales, generator)
@@ -93,53 +80,7 @@ def add_mtp_layer(folder: Path, scales: str = "", seed: int = 7, layers: int = 1
     return tensors
 
 
-def import_checkpoint(folder: Path, precision: dict[str, Any], layout: Layout | None = None, to: Path | None = None) -> dict[str, Any]:
-    """Import a checkpoint, and write what an engine gets as a checkpoint `to`. Return which FP8 layers of this rank `adopted` the
-    checkpoint's blocks, and on rank 0 by Hugging Face name the parameters (`masters`), what Adam steps (`stepped`), and what an engine gets
-    (`served`).
-    """
-    from megatron_rl.mcore.layers.linear.quantized_linear import find_quantized_layers
-    from megatron_rl.mcore.optim.quantizing_optimizer import requantize
-    from support.trainer import Trainer, save_live
-
-    trainer = Trainer(folder, precision, layout=layout or Layout())
-    if to is not None:
-        requantize(trainer.actor.optimizer)  # again, though no step was taken
-        save_live(to, trainer)
-    return {
-        "adopted": [layer.adopted for layer in find_quantized_layers(trainer.model).values()],
-        "masters": trainer.collect_tensors(fp8=False),
-        "stepped": trainer.collect_masters() if "masters" in precision else {},
-        "served": trainer.collect_tensors(fp8=True),
-    }
-
-
-def step(folder: Path, precision: dict[str, Any], batch: list[TrainingSample], learning_rate: float) -> dict[str, list[str]]:
-    """Take one optimizer step. Return names of FP8 layers: `all`, those that `kept` the checkpoint's blocks, and those whose blocks are the
-    `quantized` master."""
-    from megatron_rl.mcore.layers.linear.quantized_linear import find_quantized_layers, reorder_rows
-    from megatron_rl.precision.fp8 import quantize_weight
-    from support.trainer import Trainer, negative_log_likelihood
-
-    def same(one: Any, two: Any) -> bool:
-        return all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(one, two, strict=True))
-
-    trainer = Trainer(folder, precision, {"learning_rate": learning_rate})
-    layers = find_quantized_layers(trainer.model)
-    first = {name: [part.clone() for part in layer.blocks] for name, layer in layers.items()}
-    trainer.actor.update(batch, negative_log_likelihood)
-    return {
-        "all": list(layers),
-        "kept": [name for name, layer in layers.items() if same(layer.blocks, first[name])],
-        "quantized": [
-            name
-            for name, layer in layers.items()
-            if same(layer.blocks, quantize_weight(reorder_rows(layer.gather_master(), layer.row_order), layer.format.scale_format))
-        ],
-    }
-
-
-def split(folder: Path, files: int = 2) -> Path:
+def split(folder, files=2):
     """Split model.safetensors into several files with an index."""
     tensors = read_weights(folder)
     names = sorted(tensors)
@@ -154,7 +95,7 @@ def split(folder: Path, files: int = 2) -> Path:
 _BYTES = {"F32": 4, "BF16": 2, "F8_E4M3": 1, "I32": 4}
 
 
-def write_sparse_safetensors(path: Path, tensors: Mapping[str, tuple[str, list[int]]]) -> None:
+def write_sparse_safetensors(path, tensors):
     """Write a safetensors file without data. `tensors` maps names to (dtype as safetensors calls it, shape)."""
     header, end = {}, 0
     for name, (dtype, shape) in tensors.items():
@@ -169,7 +110,7 @@ def write_sparse_safetensors(path: Path, tensors: Mapping[str, tuple[str, list[i
         file.truncate(8 + len(text) + end)
 
 
-def list_tensors(config: dict[str, Any], dtype: str = "F32") -> dict[str, tuple[str, list[int]]]:
+def list_tensors(config, dtype="F32"):
     """Return every tensor of a config.json, all with one dtype."""
     tensors = ModelGeometry.from_hf_config(config).tensors().values()
     return {tensor.name: (dtype, [tensor.rows] if tensor.vector else [tensor.rows, tensor.cols]) for tensor in tensors}

@@ -1,9 +1,5 @@
 """Independent references of FP8 numerics: plain loops and the formulas of other libraries."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
-
 import numpy as np
 import pytest
 import torch
@@ -15,7 +11,7 @@ from parallel.digest import flat_bytes
 both_scale_formats = pytest.mark.parametrize("scale_format", ["pow2", "fp32"])
 
 
-def uneven_matrix(rows: int, cols: int, seed: int = 0) -> torch.Tensor:
+def uneven_matrix(rows, cols, seed=0):
     """Return float32 values whose magnitudes differ a lot between rows and columns, so that a wrong block is noticed; some are zero."""
     generator = torch.Generator().manual_seed(seed)
     values = torch.randn(rows, cols, generator=generator)
@@ -23,7 +19,7 @@ def uneven_matrix(rows: int, cols: int, seed: int = 0) -> torch.Tensor:
     return values * (torch.rand(rows, cols, generator=generator) > 0.05)
 
 
-def uneven(tokens: int, width: int, dtype: torch.dtype, device: str = "cpu") -> torch.Tensor:
+def uneven(tokens, width, dtype, device="cpu"):
     """Return `[tokens, width]` values with magnitudes from 2^-20 to 2^20, so that a scale of the wrong block is noticed, zeros of both
     signs, and exact rounding ties."""
     generator = torch.Generator().manual_seed(tokens + width)
@@ -35,7 +31,7 @@ def uneven(tokens: int, width: int, dtype: torch.dtype, device: str = "cpu") -> 
     return values.to(dtype).to(device)
 
 
-def check_kernel(x: torch.Tensor, scale_format: str, groups: Sequence[int] | None = None) -> None:
+def check_kernel(x, scale_format, groups=None):
     """Check bytes, scales and layouts of `quantize_activation(x)`, and that asking for one half gives the same half."""
     from megatron_rl.kernels.quantize.triton import quantize_activation
 
@@ -50,7 +46,7 @@ def check_kernel(x: torch.Tensor, scale_format: str, groups: Sequence[int] | Non
     assert nothing is None and same_bits(alone, columns)
 
 
-def check_into(x: torch.Tensor, scale_format: str) -> None:
+def check_into(x, scale_format):
     """Check bytes and scales of `quantize_into(x)` in the layouts that an engine's kernels ask for, and that nothing else is written."""
     from megatron_rl.kernels.quantize.triton import quantize_into
 
@@ -59,7 +55,7 @@ def check_into(x: torch.Tensor, scale_format: str) -> None:
         assert same_bits((data, scale), quantize_1x128(x, scale_format))
 
 
-def engine_layouts(x: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def engine_layouts(x):
     """Return empty E4M3 data `[T, K]` with float32 scales `[T, K/128]`: by rows, by columns, and by columns aligned for TMA."""
     tokens, groups = x.shape[0], x.shape[1] // 128
     scales = [
@@ -70,13 +66,13 @@ def engine_layouts(x: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
     return [(torch.empty_like(x, dtype=torch.float8_e4m3fn), scale) for scale in scales]
 
 
-def check_rows(rows: tuple[torch.Tensor, torch.Tensor], x: torch.Tensor, scale_format: str) -> None:
+def check_rows(rows, x, scale_format):
     """Check data `[T, K]` and scales `[T, K/128]` of Q_1x128(x): T is contiguous, with a stride that is a multiple of 4."""
     assert same_bits(rows, quantize_1x128(x, scale_format))
     assert not len(x) or (rows[0].is_contiguous() and rows[1].stride() == (1, -(-len(x) // 4) * 4))
 
 
-def check_columns(columns: tuple[torch.Tensor, torch.Tensor], x: torch.Tensor, scale_format: str) -> None:
+def check_columns(columns, x, scale_format):
     """Check data `[K, T']` and scales `[K, T'/128]` of Q_128x1(x), transposed. The tokens added to T are zeros."""
     data, scale = quantize_128x1(x, scale_format)
     padding = columns[0].shape[1] - len(x)
@@ -93,38 +89,37 @@ def _part(columns, x, groups, index):
     return data, columns[1][:, before // 128 : (before + length) // 128]
 
 
-def same_bits(got: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...]) -> bool:
+def same_bits(got, expected):
     """Return whether shapes and bits are equal."""
     return all(a.shape == b.shape and torch.equal(flat_bytes(a), flat_bytes(b)) for a, b in zip(got, expected, strict=True))
 
 
 FloatArray = np.ndarray[tuple[int, ...], np.dtype[np.float32]]
 Scales = tuple[FloatArray, FloatArray]
-
 _ONE, _LARGEST, _EPSILON = np.float32(1), np.float32(448), np.float32(1e-10)
 _EXPONENT, _MANTISSA = np.uint32(0x7F800000), np.uint32(0x007FFFFF)
 
 
-def transformer_engine_fp32(amax: FloatArray) -> Scales:
+def transformer_engine_fp32(amax):
     """`compute_scale_from_amax` of recipe_common.cuh (2.20.2), amax_epsilon = 1e-10: a quotient, and its reciprocal for the scale."""
     multiplier = _LARGEST / np.maximum(amax, _EPSILON)
     return _ONE / multiplier, multiplier
 
 
-def transformer_engine_pow2(amax: FloatArray) -> Scales:
+def transformer_engine_pow2(amax):
     """The same, with force_pow_2_scales: only the exponent bits of the multiplier are kept."""
     multiplier = (transformer_engine_fp32(amax)[1].view(np.uint32) & _EXPONENT).view(np.float32)
     return _ONE / multiplier, multiplier
 
 
-def sglang_cuda_fp32(amax: FloatArray) -> Scales:
+def sglang_cuda_fp32(amax):
     """`QuantTrait` of kernels/jit/csrc/gemm/per_token_group_quant.cuh (0.5.23), and `calculate_fp8_scales` of its predecessor
     per_token_group_quant_8bit_v2.cuh: the scale is a product with 1 / 448 as the compiler rounds it."""
     amax = np.maximum(amax, _EPSILON)
     return amax * (_ONE / _LARGEST), _LARGEST / amax
 
 
-def sglang_cuda_pow2(amax: FloatArray) -> Scales:
+def sglang_cuda_pow2(amax):
     """The ue8m0 branch of the same files, `cast_to_ue8m0` and `fast_log2_ceil`: the exponent of that scale, plus one if its mantissa is
     not 0."""
     bits = sglang_cuda_fp32(amax)[0].view(np.uint32)
@@ -132,13 +127,13 @@ def sglang_cuda_pow2(amax: FloatArray) -> Scales:
     return _power(exponent), _power(254 - exponent)
 
 
-def sglang_triton_fp32(amax: FloatArray) -> Scales:
+def sglang_triton_fp32(amax):
     """`_per_token_group_quant_8bit` of kernels/ops/quantization/fp8_kernel.py, which runs on AMD GPUs: two quotients."""
     scale = np.maximum(amax, _EPSILON) / _LARGEST
     return scale, _ONE / scale
 
 
-def _power(biased_exponent: FloatArray) -> FloatArray:
+def _power(biased_exponent):
     return (biased_exponent.astype(np.uint32) << np.uint32(23)).view(np.float32)
 
 
@@ -146,7 +141,7 @@ COLUMNS, RUN = 1024, 64
 _STEP = np.uint64(6364136223846793005)
 
 
-def run_sums(flat: torch.Tensor) -> torch.Tensor:
+def run_sums(flat):
     """Return int64 `[runs, 2]` of uint8 `[n]`."""
     raw = flat.numpy().tobytes()
     words = np.frombuffer(raw + bytes(-len(raw) % 4), dtype="<u4").astype(np.uint64)
@@ -159,7 +154,7 @@ def run_sums(flat: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(sums.view(np.int64))
 
 
-def _key(number: int) -> int:
+def _key(number):
     """Return an odd SplitMix64 number."""
     z = (number + 1) * 0x9E3779B97F4A7C15 % 2**64
     z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 % 2**64

@@ -1,22 +1,17 @@
 """Geometries that several tests shard: a small one, the published models, and the plan of a random case of `slow_cut.cases`."""
 
-from __future__ import annotations
-
 from functools import cache
-from typing import Any
 
-from parallel.formats import FormatOf
 from parallel.megatron_shards import build_trainer_shards
 from parallel.model_geometry import ModelGeometry, MoEGeometry
-from parallel.reshard import Transfer, add_scale_transfers, reshard
+from parallel.reshard import add_scale_transfers, reshard
 from parallel.sglang_shards import build_engine_shards
-from parallel.shards import Shard
-from support.golden.slow_cut import Case, as_fp8
+from support.golden.slow_cut import as_fp8
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, FFN, VOCAB = 256, 8, 4, 128, 1024, 300
 
 
-def small_model(**changes: object) -> ModelGeometry:
+def small_model(**changes):
     """Return a Qwen3 of two layers, with `changes` to its fields."""
     widths = {"hidden": HIDDEN, "heads": HEADS, "kv_heads": KV_HEADS, "head_dim": HEAD_DIM, "ffn": FFN, "vocab": VOCAB}
     return ModelGeometry(**{"family": "qwen3", "layers": 2, **widths, "qk_norm": True, **changes})
@@ -25,15 +20,15 @@ def small_model(**changes: object) -> ModelGeometry:
 SMALL_MOE = small_model(layers=1, family="qwen3_moe", experts=MoEGeometry(count=4, ffn=256))
 
 
-def source_shards(case: Case) -> dict[int, list[Shard]]:
+def source_shards(case):
     return build_trainer_shards(case.model, case.train, format_of=as_fp8)
 
 
-def target_shards(case: Case) -> dict[int, list[Shard]]:
+def target_shards(case):
     return build_engine_shards(case.model, case.rollout_tp, case.rollout_ep, case.engines)
 
 
-def plan_case(case: Case, format_of: FormatOf = as_fp8) -> list[Transfer]:
+def plan_case(case, format_of=as_fp8):
     """Return the transfers from the case's trainer to its engines."""
     return add_scale_transfers(reshard(source_shards(case), target_shards(case), format_of))
 
@@ -41,21 +36,19 @@ def plan_case(case: Case, format_of: FormatOf = as_fp8) -> list[Transfer]:
 _WIDTHS = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
 
 
-def dense_config(family: str, *widths: int, **more: object) -> dict[str, Any]:
+def dense_config(family, *widths, **more):
     """Return the shape fields of a dense model's config.json; `widths` are those of _WIDTHS."""
     return {"model_type": family, "rope_theta": 1e6, **dict(zip(_WIDTHS, widths, strict=True)), **more}
 
 
-def _qwen3_moe(layers: int, hidden: int, heads: int, ffn: int, moe_ffn: int) -> dict[str, Any]:
+def _qwen3_moe(layers, hidden, heads, ffn, moe_ffn):
     more = {"head_dim": 128, "num_experts": 128, "moe_intermediate_size": moe_ffn, "num_experts_per_tok": 8, "norm_topk_prob": True}
     return dense_config("qwen3_moe", layers, hidden, heads, 4, ffn, 151936, **more)
 
 
 _DEEPSEEK = {"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
 _DEEPSEEK |= {"n_routed_experts": 256, "moe_intermediate_size": 2048, "n_shared_experts": 1, "first_k_dense_replace": 3}
-
 _GLM = {"head_dim": 128, "attention_bias": True, "use_qk_norm": True, "n_routed_experts": 160, "moe_intermediate_size": 1536}
-
 PUBLISHED = {  # widths of the models' own config.json files
     "Llama-3.1-8B": dense_config("llama", 32, 4096, 32, 8, 14336, 128256),
     "Llama-3.1-70B": dense_config("llama", 80, 8192, 64, 8, 28672, 128256),
@@ -75,11 +68,11 @@ PUBLISHED = {  # widths of the models' own config.json files
 }
 
 
-def filled_rows(shard: Shard) -> int:
+def filled_rows(shard):
     """Return the number of rows that hold regions; the rows below are padding."""
     return max(region.shard_row + region.tensor_rect.rows for region in shard.regions)
 
 
 @cache
-def published_model(name: str) -> ModelGeometry:
+def published_model(name):
     return ModelGeometry.from_hf_config(PUBLISHED[name])

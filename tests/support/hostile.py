@@ -3,44 +3,38 @@
 This module imports only what they need, because a test counts the imports of a worker.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import signal
 import sys
 import time
 
-from megatron_rl.types import Problem, Reward
+from megatron_rl.types import Reward
+
+
+def _fail(error):
+    raise error
+
+
+_MISDEEDS = {
+    "hang": lambda: time.sleep(1000),
+    "hang in C": lambda: pow(3, 10**11),
+    "slow": lambda: time.sleep(0.3),
+    "raise": lambda: _fail(ValueError("no verdict")),
+    "exit": lambda: sys.exit(3),
+    "hard exit": lambda: os._exit(7),
+    "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "memory": lambda: bytearray(2**36),
+    "wrong type": lambda: 1.0,
+    "nan": lambda: Reward(float("nan"), True),
+    "modules": lambda: Reward(0.0, False, ",".join(sorted(sys.modules))),
+    "pid": lambda: Reward(float(os.getpid()), True),
+}
 
 
 def reward(text, problem):
     print("noise on stdout")
-    if text == "hang":
-        time.sleep(1000)
-    if text == "hang in C":
-        pow(3, 10**11)
-    if text == "slow":
-        time.sleep(0.3)
-    if text == "raise":
-        raise ValueError("no verdict")
-    if text == "exit":
-        sys.exit(3)
-    if text == "hard exit":
-        os._exit(7)
-    if text == "killed":
-        os.kill(os.getpid(), signal.SIGKILL)
-    if text == "memory":
-        bytearray(2**36)
-    if text == "wrong type":
-        return 1.0
-    if text == "nan":
-        return Reward(float("nan"), True)
-    if text == "modules":
-        return Reward(0.0, False, ",".join(sorted(sys.modules)))
-    if text == "pid":
-        return Reward(float(os.getpid()), True)
-    return Reward(float(text == problem.answer), text == problem.answer)
+    return _MISDEEDS.get(text, lambda: None)() or Reward(float(text == problem.answer), text == problem.answer)
 
 
 class Environment:
@@ -77,7 +71,7 @@ class Environment:
 class Speechless:
     """An environment without `step`."""
 
-    def __init__(self, problem: Problem) -> None: ...
+    def __init__(self, problem): ...
 
 
 class Deaf(Speechless):

@@ -3,8 +3,6 @@
 Arguments: groups `LIBRARIES:MODULES`, both separated by commas, imported in their order.
 """
 
-from __future__ import annotations
-
 import importlib
 import sys
 

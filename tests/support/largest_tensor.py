@@ -1,9 +1,5 @@
 """The number of elements of the largest tensor that operators allocate. Views and in-place writes do not count."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -14,7 +10,7 @@ class LargestTensor(TorchDispatchMode):
 
     numel = 0
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
         if function.is_view or function._schema.is_mutable:
             return result

@@ -1,13 +1,9 @@
 """Small random checkpoints of every architecture, and random samples for them."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from examples.arithmetic.byte_tokenizer import SPECIAL_TOKENS, make_byte_tokenizer
 from examples.arithmetic.config import ArchitectureConfig
@@ -28,7 +24,7 @@ TENSORS = 3 + 4 + 4 * 2
 FP8 = {"mode": "fp8_unified", "high": "fp32"}
 
 
-def make_model(folder: Path, config: dict[str, Any], seed: int = 0) -> Path:
+def make_model(folder, config, seed=0):
     """Write a checkpoint of any architecture: FP32 weights, no tokenizer. Norms are near one, biases near zero."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
@@ -40,37 +36,39 @@ def make_model(folder: Path, config: dict[str, Any], seed: int = 0) -> Path:
     return folder
 
 
-def make_checkpoint(folder: Path, seed: int = 0, **widths: Any) -> Path:
+def make_checkpoint(folder, seed=0, **widths):
     """Write a checkpoint of FP32 weights with two heads of 128 and two key-value heads, so that it fits tensor parallelism of 2."""
     make_byte_tokenizer(folder)
     architecture = ArchitectureConfig(**{"num_hidden_layers": 1, "initializer_range": 0.05, "rope_theta": 100.0, **widths})
     config = make_hf_config(architecture, load_tokenizer(folder).eos_token_id, "fp32")
-    tensors = make_random_tensors(config, seed)
-    generator = torch.Generator().manual_seed(seed)
-    for name, tensor in tensors.items():
-        if tensor.dim() == 1:  # norms that are not all one, so that a forgotten one is noticed
-            tensors[name] = 1 + 0.2 * torch.randn(tensor.shape, generator=generator)
-    write_checkpoint(folder, config, tensors, None)
+    write_checkpoint(folder, config, masters(config, seed), None)
     return folder
 
 
-def read_weights(folder: Path) -> dict[str, torch.Tensor]:
+def make_bf16_checkpoint(folder, **widths):
+    """Write a checkpoint of `make_checkpoint` in BF16."""
+    tensors = {name: tensor.bfloat16() for name, tensor in read_weights(make_checkpoint(folder, **widths)).items()}
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def read_weights(folder):
     return load_file(folder / "model.safetensors")
 
 
-def edit_config(folder: Path, change: dict[str, Any]) -> None:
+def edit_config(folder, change):
     """Overwrite fields of a checkpoint's config.json."""
     path = folder / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
 
 
-def random_sequences(count: int, seed: int, longest: int = 24) -> list[TrainingSample]:
+def random_sequences(count, seed, longest=24):
     """Return random samples of different lengths. Their old and reference log-probs vary around a uniform guess, so widely that some
     tokens are clipped on either side."""
     generator = torch.Generator().manual_seed(seed)
     ordinary = VOCABULARY - len(SPECIAL_TOKENS)
 
-    def ids(length: int) -> list[int]:
+    def ids(length):
         return torch.randint(0, ordinary, (length,), generator=generator).tolist()
 
     sequences = []
@@ -84,18 +82,15 @@ def random_sequences(count: int, seed: int, longest: int = 24) -> list[TrainingS
     return sequences
 
 
-def config_of(kind: str, contract: PrecisionContract, **changes: Any) -> dict[str, Any]:
+def config_of(kind, contract, **changes):
     """Return config.json of a tiny model; `changes` overwrite fields."""
-    config = {
-        **ENGINE_ARCHITECTURES[kind],
-        "torch_dtype": contract.high_format.dtype,
-    }
+    config = {**ENGINE_ARCHITECTURES[kind], "torch_dtype": contract.high_format.dtype}
     if quantization := contract.engine_format.quantization_config():
         config["quantization_config"] = quantization
     return {**config, **changes}
 
 
-def masters(config: dict[str, Any], seed: int = 0) -> dict[str, torch.Tensor]:
+def masters(config, seed=0):
     """Return random FP32 tensors by Hugging Face name. Vectors are around one, so that a forgotten norm is noticed."""
     tensors = make_random_tensors(config, seed)
     generator = torch.Generator().manual_seed(seed)
@@ -106,7 +101,7 @@ def masters(config: dict[str, Any], seed: int = 0) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def served(config: dict[str, Any], tensors: dict[str, torch.Tensor], contract: PrecisionContract) -> dict[str, torch.Tensor]:
+def served(config, tensors, contract):
     """Return an engine's checkpoint of these masters: FP8 roles as bytes and scales, the rest in the contract's dtypes."""
     checkpoint = {}
     for tensor in ModelGeometry.from_hf_config(config).tensors().values():
@@ -118,7 +113,7 @@ def served(config: dict[str, Any], tensors: dict[str, torch.Tensor], contract: P
     return checkpoint
 
 
-def write_model(folder: Path, kind: str, precision: dict[str, Any], seed: int = 0, **changes: Any) -> dict[str, Any]:
+def write_model(folder, kind, precision, seed=0, **changes):
     """Write an engine's checkpoint with a byte tokenizer. Return its config.json. `precision` is the section of a run's configuration."""
     contract = PrecisionContract.from_config(PrecisionConfig.model_validate(precision))
     folder.mkdir(parents=True, exist_ok=True)

@@ -3,15 +3,11 @@
 The file that `FILE_VARIABLE` names holds the name of the current fault; without the file there is none.
 """
 
-from __future__ import annotations
-
 import os
 import sys
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 from rollout_sglang import launch_args, server
 from rollout_sglang.process import EngineProcess
@@ -19,46 +15,46 @@ from rollout_sglang.process import EngineProcess
 FILE_VARIABLE = "MEGATRON_RL_TEST_FAULT_FILE"
 
 
-def set_fault(file: Path, name: str = "") -> None:
+def set_fault(file, name=""):
     """Let the engine fail in this way from now on; "" ends the fault."""
     file.write_text(name) if name else file.unlink(missing_ok=True)
 
 
-def launch_planted(file: Path) -> None:
+def launch_planted(file):
     """Let this process start engines that read `file`."""
     os.environ |= {FILE_VARIABLE: str(file), "PYTHONPATH": os.pathsep.join(sys.path)}
-    launch_args.EngineProcess = partial(EngineProcess, module="support.planted_server")  # type: ignore[misc, assignment]
+    launch_args.EngineProcess = partial(EngineProcess, module="support.planted_server")
 
 
-def _is_planted(name: str) -> bool:
+def _is_planted(name):
     file = Path(os.environ[FILE_VARIABLE])
     return file.exists() and file.read_text() == name
 
 
-def skip_post_load(original: Callable[..., Any], *args: Any, **named: Any) -> None:
+def skip_post_load(original, *args, **named):
     """Leave w_kc and w_vc unchanged."""
     if not _is_planted("post-load hook"):
         original(*args, **named)
 
 
-def keep_float_values(original: Callable[[], None]) -> None:
+def keep_float_values(original):
     if not _is_planted("float values"):
         original()
 
 
-def keep_cache(original: Callable[..., bool], *args: Any, **named: Any) -> bool:
+def keep_cache(original, *args, **named):
     """Claim that the KV cache was flushed."""
     return _is_planted("cache") or _is_planted("hidden cache") or original(*args, **named)
 
 
-def hide_cache(original: Callable[..., Any], handler: Any, runner: Any) -> Any:
+def hide_cache(original, handler, runner):
     """Claim also that the cache is empty."""
     empty = SimpleNamespace(size=0, available_size=int)
     hidden = SimpleNamespace(model=runner.model, token_to_kv_pool_allocator=empty)
     return original(handler, hidden if _is_planted("hidden cache") else runner)
 
 
-def decode_with_old_weights(original: Callable[..., Any], runner: Any, batch: Any, *args: Any, **named: Any) -> Any:
+def decode_with_old_weights(original, runner, batch, *args, **named):
     """Let prefill compute with the weights that a sync wrote, but decoding with the previous weights of one norm."""
     weight = runner.model.model.norm.weight
     if not _is_planted("decoding"):
@@ -73,7 +69,7 @@ def decode_with_old_weights(original: Callable[..., Any], runner: Any, batch: An
         weight.data.copy_(new)
 
 
-def plant() -> None:
+def plant():
     """Install the faults in this process, which SGLang's processes are forked from."""
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.model_executor.model_runner import ModelRunner
@@ -93,7 +89,7 @@ def plant() -> None:
         setattr(owner, name, _wrap(getattr(owner, name), fault))
 
 
-def _wrap(original: Callable[..., Any], fault: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap(original, fault):
     return lambda *args, **named: fault(original, *args, **named)
 
 

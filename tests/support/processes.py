@@ -1,7 +1,5 @@
 """Processes of tests: worlds of gloo ranks that run functions on request, and commands that end with all their children."""
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import multiprocessing
@@ -13,13 +11,10 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import psutil
@@ -38,7 +33,7 @@ class Done:
     err: str
 
 
-def one_thread_environment() -> dict[str, str]:
+def one_thread_environment():
     """Return the environment of a process that shares two cores with others, without the rank variables of a torchrun around pytest."""
     inherited = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
     return {**inherited, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "COLUMNS": "400"}
@@ -47,7 +42,7 @@ def one_thread_environment() -> dict[str, str]:
 class Command:
     """A running command `python -m ARGUMENTS`. Leaving the `with` block ends it with all processes below it."""
 
-    def __init__(self, folder: Path, *arguments: object) -> None:
+    def __init__(self, folder, *arguments):
         folder.mkdir(parents=True, exist_ok=True)
         self._files = [folder / "stdout", folder / "stderr"]
         with open(self._files[0], "wb") as out, open(self._files[1], "wb") as err:
@@ -61,14 +56,14 @@ class Command:
             )
         self.pid = self._process.pid
 
-    def __enter__(self) -> Command:
+    def __enter__(self):
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_):
         end(family(self.pid))
         self._process.wait(timeout=10)
 
-    def wait(self, seconds: float) -> Done:
+    def wait(self, seconds):
         """Wait for the end. Raise AssertionError with the output if the command does not end in time."""
         try:
             code = self._process.wait(timeout=seconds)
@@ -76,15 +71,21 @@ class Command:
             raise AssertionError(f"not ended after {seconds} s\n{self._texts()}") from None
         return Done(code, *self._texts())
 
-    def ended(self) -> bool:
+    def ended(self):
         return self._process.poll() is not None
 
-    def _texts(self) -> tuple[str, str]:
+    def _texts(self):
         out, err = (file.read_text(errors="replace") for file in self._files)
         return out, err
 
 
-def family(pid: int) -> list[psutil.Process]:
+def run_tool(name, *options, seconds=900):
+    """Run `tools/NAME.py` as a user does. Return its exit code and output."""
+    command = [sys.executable, ROOT / "tools" / f"{name}.py", *map(str, options)]
+    return subprocess.run(command, cwd=ROOT, env=one_thread_environment(), capture_output=True, text=True, timeout=seconds, check=False)
+
+
+def family(pid):
     """Return a process and all processes below it, or nothing if it has ended."""
     try:
         process = psutil.Process(pid)
@@ -93,7 +94,7 @@ def family(pid: int) -> list[psutil.Process]:
         return []
 
 
-def command_lines(processes: Iterable[psutil.Process]) -> dict[psutil.Process, list[str]]:
+def command_lines(processes):
     """Return the command line of each process. Processes that have ended, including zombies, are left out."""
     lines = {}
     for process in processes:
@@ -102,20 +103,20 @@ def command_lines(processes: Iterable[psutil.Process]) -> dict[psutil.Process, l
     return lines
 
 
-def end(processes: Iterable[psutil.Process]) -> None:
+def end(processes):
     """Kill processes, which may have ended already. Resource trackers are left out, see `but_trackers`."""
     for process in but_trackers(processes):
         with suppress(psutil.Error):
             process.kill()
 
 
-def but_trackers(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
+def but_trackers(processes):
     """Return the processes without Python's resource trackers, which clean up /dev/shm and then end with the other processes."""
     lines = command_lines(processes)
     return [process for process, words in lines.items() if not any("multiprocessing.resource_tracker" in word for word in words)]
 
 
-def alive_after(processes: Iterable[psutil.Process], seconds: float) -> list[psutil.Process]:
+def alive_after(processes, seconds):
     """Return the processes that still run after at most `seconds`. A zombie does not count as running."""
     deadline = time.monotonic() + seconds
     while (alive := [process for process in processes if _runs(process)]) and time.monotonic() < deadline:
@@ -123,14 +124,14 @@ def alive_after(processes: Iterable[psutil.Process], seconds: float) -> list[psu
     return alive
 
 
-def _runs(process: psutil.Process) -> bool:
+def _runs(process):
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
 
 
-def until(condition: Callable[[], bool], seconds: float, what: str) -> None:
+def until(condition, seconds, what):
     """Wait for a condition. Raise AssertionError with `what` if it does not become true in time."""
     deadline = time.monotonic() + seconds
     while not condition():
@@ -138,13 +139,13 @@ def until(condition: Callable[[], bool], seconds: float, what: str) -> None:
         time.sleep(0.1)
 
 
-def call_in_fresh_process(function: Callable[..., Any], *arguments: Any, **environment: str) -> Any:
+def call_in_fresh_process(function, *arguments, **environment):
     """Return `function(*arguments)`, called in a new interpreter with these environment variables. Propagates its errors."""
     with mock.patch.dict(os.environ, environment), ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         return pool.submit(function, *arguments).result()
 
 
-def free_port() -> int:
+def free_port():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
@@ -162,13 +163,13 @@ class World:
     shares their memory.
     """
 
-    def __init__(self, size: int, folder: Path) -> None:
+    def __init__(self, size, folder):
         folder.mkdir(parents=True, exist_ok=True)
         _start_fork_server()
         context = multiprocessing.get_context("forkserver")
         self._logs = [folder / f"rank{rank}.log" for rank in range(size)]
         port = free_port()
-        self._pipes: list[Connection] = []
+        self._pipes = []
         self._ranks = []
         for rank, log in enumerate(self._logs):
             pipe, rank_pipe = context.Pipe()
@@ -178,23 +179,23 @@ class World:
             self._pipes.append(pipe)
             self._ranks.append(process)
 
-    def __enter__(self) -> World:
+    def __enter__(self):
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_):
         self.close()
 
-    def pid(self, rank: int = 0) -> int:
+    def pid(self, rank=0):
         return self._ranks[rank].pid or 0
 
-    def family(self) -> list[psutil.Process]:
+    def family(self):
         """Return all ranks and all processes below them."""
         return [process for rank in range(len(self._ranks)) for process in family(self.pid(rank))]
 
-    def is_alive(self) -> bool:
+    def is_alive(self):
         return all(process.is_alive() for process in self._ranks)
 
-    def call(self, function: Callable[..., Any], *args: Any, seconds: float = 900) -> list[Any]:
+    def call(self, function, *args, seconds=900):
         """Run a function of a module on every rank; return the ranks' results.
 
         A MegatronRLError that every rank raised is raised here. Any other failure, including a wait of more than `seconds`, is an
@@ -203,13 +204,13 @@ class World:
         self.send(function, *args)
         return self.receive(seconds)
 
-    def send(self, function: Callable[..., Any], *args: Any) -> None:
+    def send(self, function, *args):
         """Start a `call` without waiting, for worlds that work at the same time."""
         for pipe in self._pipes:
             with suppress(ConnectionError):  # a rank that ended: `receive` reports it
                 pipe.send((function, args))
 
-    def receive(self, seconds: float) -> list[Any]:
+    def receive(self, seconds):
         """Wait for the results of `send`."""
         answers = self._collect_answers(seconds)
         errors = [error for _, error in answers]
@@ -223,7 +224,7 @@ class World:
             raise AssertionError("\n".join([f"within {seconds} s:", *failed, *printed]))
         return [result for result, _ in answers]
 
-    def close(self) -> None:
+    def close(self):
         """End the ranks and all processes below them."""
         processes = self.family()
         end(processes)
@@ -231,9 +232,9 @@ class World:
         for pipe in self._pipes:
             pipe.close()
 
-    def _collect_answers(self, seconds: float) -> list[tuple[Any, Any]]:
+    def _collect_answers(self, seconds):
         """Return every rank's (result, error). Wait at most `seconds`, or `_GRACE` after the first error."""
-        answers: list[tuple[Any, Any]] = [(None, _NO_ANSWER)] * len(self._pipes)
+        answers = [(None, _NO_ANSWER)] * len(self._pipes)
         waiting = {pipe: rank for rank, pipe in enumerate(self._pipes) if not pipe.closed}
         deadline = time.monotonic() + seconds
         while waiting and (ready := multiprocessing.connection.wait(waiting, max(0.0, deadline - time.monotonic()))):
@@ -249,27 +250,27 @@ class World:
 class WorldPool:
     """A pool with one world of each size, created on first use and again after a failure has closed it."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         self._folder = folder
-        self._worlds: dict[int, World] = {}
+        self._worlds = {}
 
-    def __call__(self, size: int) -> World:
+    def __call__(self, size):
         if size not in self._worlds or not self._worlds[size].is_alive():
             self._worlds[size] = World(size, self._folder / f"world{size}")
         return self._worlds[size]
 
-    def __enter__(self) -> WorldPool:
+    def __enter__(self):
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_):
         for world in self._worlds.values():
             world.close()
 
 
-_PRELOADED = ["support.training_runs", "support.megatron_models", "support.transformers_reference"]
+_PRELOADED = ["pytest", "support.training_runs", "support.transformers_reference"]
 
 
-def _start_fork_server() -> None:
+def _start_fork_server():
     """Start the fork server. It reads its environment once, so its path must hold what it imports, and it may start one thread."""
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), str(ROOT / "tools"), os.environ.get("PYTHONPATH", "")])
     multiprocessing.set_forkserver_preload(_PRELOADED)
@@ -277,14 +278,14 @@ def _start_fork_server() -> None:
         multiprocessing.forkserver.ensure_running()
 
 
-def _rank_environment(rank: int, size: int, port: int) -> dict[str, str]:
+def _rank_environment(rank, size, port):
     if size == 1:
         return one_thread_environment()
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     return one_thread_environment() | {name: str(value) for name, value in place.items()}
 
 
-def _serve(pipe: Connection, log: Path, environment: dict[str, str]) -> None:
+def _serve(pipe, log, environment):
     """Run a rank: call the requested functions and answer (result, error) until the pipe closes."""
     gc.freeze()  # what the server has imported lives as long as the rank: no collection looks through half a million objects
     os.environ.clear()
@@ -305,10 +306,5 @@ def _serve(pipe: Connection, log: Path, environment: dict[str, str]) -> None:
             answer = (None, traceback.format_exc())
         pipe.send(answer)
         del args, answer
-        _give_memory_back()
-
-
-def _give_memory_back() -> None:
-    """Return freed memory to the system. What glibc keeps of the models of a dozen waiting ranks adds up to gigabytes."""
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)  # what glibc keeps of the models of a dozen waiting ranks adds up to gigabytes

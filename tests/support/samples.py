@@ -1,9 +1,6 @@
 """Random training samples with any of their columns, and bitwise comparison of samples and of nested results."""
 
-from __future__ import annotations
-
-from collections.abc import Collection, Sequence, Set
-from typing import Any
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -15,12 +12,22 @@ _TENSORS = ("prompt_ids", "response_ids", "rollout_logprobs", "routed_experts", 
 _NUMBERS = ("number", "advantage", "reward", "excluded", "loss_weight")
 
 
-def make_samples(shapes: Sequence[tuple[int, int]], with_columns: Collection[str] = (), seed: int = 0) -> list[TrainingSample]:
+def with_random_routing(batch, experts, top_k, layers=2):
+    """Return the batch with random routing."""
+    generator = torch.Generator().manual_seed(3)
+
+    def record(tokens):
+        return torch.rand(tokens - 1, layers, experts, generator=generator).topk(top_k).indices.byte()
+
+    return [replace(sequence, routed_experts=record(sequence.length)) for sequence in batch]
+
+
+def make_samples(shapes, with_columns=(), seed=0):
     """Return samples with (prompt, response) lengths `shapes`. `with_columns` names columns: "mask", "experts" or "wide experts", "kept"
     (for every second sample), "lags"."""
     source = np.random.default_rng(seed)
 
-    def draw(bound: int, dtype: type, *shape: int) -> torch.Tensor:
+    def draw(bound, dtype, *shape):
         return torch.from_numpy(source.integers(0, bound, shape).astype(dtype))
 
     samples = []
@@ -46,7 +53,7 @@ def make_samples(shapes: Sequence[tuple[int, int]], with_columns: Collection[str
     return samples
 
 
-def assert_equal_samples(actual: Sequence[TrainingSample], expected: Sequence[TrainingSample]) -> None:
+def assert_equal_samples(actual, expected):
     """Compare everything that is sent: values, dtypes and shapes. Empty columns may have any dtype."""
     assert len(actual) == len(expected)
     for one, other in zip(actual, expected, strict=True):
@@ -59,7 +66,7 @@ def assert_equal_samples(actual: Sequence[TrainingSample], expected: Sequence[Tr
             assert (one.kept_tokens.counts == other.kept_tokens.counts).all() and (one.kept_tokens.ids == other.kept_tokens.ids).all()
 
 
-def assert_same(ours: Any, theirs: Any, unlike: Set[str] = frozenset(), name: str = "") -> None:
+def assert_same(ours, theirs, unlike=frozenset(), name=""):
     """Compare nested dictionaries, lists, tensors and numbers. Entries with keys in `unlike` may differ."""
     if isinstance(theirs, dict):
         assert ours.keys() == theirs.keys()

@@ -4,12 +4,9 @@ The reference quantizer replaces Triton's kernel, and functions that keep their 
 SGLang reaches our quantizer, and with which layouts. It needs its own process, because hooks change SGLang permanently.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 
@@ -28,11 +25,11 @@ class Setting:
     setattr = staticmethod(setattr)
 
     @staticmethod
-    def setitem(mapping: Any, key: str, value: Any) -> None:
+    def setitem(mapping, key, value):
         mapping[key] = value
 
 
-def check(x: torch.Tensor, data: torch.Tensor, scale: torch.Tensor) -> None:
+def check(x, data, scale):
     """Check for the contract's bytes and scales; padded rows are zeros."""
     wanted, scales = quantize_1x128(x, gpu_activation_quant.get_scale_format())
     assert torch.equal(data[: len(x)].view(torch.uint8), wanted.view(torch.uint8))
@@ -40,7 +37,7 @@ def check(x: torch.Tensor, data: torch.Tensor, scale: torch.Tensor) -> None:
     assert not data[len(x) :].view(torch.uint8).any() and not scale[len(x) :].any()
 
 
-def check_quantizers(kernels: Any, groups: Any) -> None:
+def check_quantizers(kernels, groups):
     """Check SGLang's entry points to its quantizer in every requested layout."""
     column, aligned = {"column_major_scales": True}, {"column_major_scales": True, "scale_tma_aligned": True}
     for tokens, width in SIZES:
@@ -55,11 +52,11 @@ def check_quantizers(kernels: Any, groups: Any) -> None:
         assert kernels.sglang_per_token_group_quant_fp8(x[:0], 128)[0].shape == (0, width)
 
 
-def check_dense(linears: Any, kernels: Any) -> None:
+def check_dense(linears, kernels):
     """Check the functions that `activations.read_linear_scale_format` accepts. The last two fall back to Triton's for unsuitable shapes."""
-    operands: list[tuple[torch.Tensor, torch.Tensor]] = []
+    operands = []
 
-    def product(x: Any, weight: Any, scale: Any, *_: Any, **__: Any) -> torch.Tensor:
+    def product(x, weight, scale, *_, **__):
         operands.append((x, scale))
         return torch.zeros(len(x), max(weight.shape), dtype=torch.bfloat16)
 
@@ -80,11 +77,11 @@ def check_dense(linears: Any, kernels: Any) -> None:
             check(x, *operand)
 
 
-def check_layout(linears: Any, method: Any) -> None:
+def check_layout(linears, method):
     """Check that scales of a dense layer have DeepGEMM's layout, tokens innermost, even if the checkpoint says ue8m0."""
-    kept: list[torch.Tensor] = []
+    kept = []
 
-    def product(x: Any, weight: Any, scale: Any, *_: Any, **__: Any) -> torch.Tensor:
+    def product(x, weight, scale, *_, **__):
         kept.append(scale)
         return torch.zeros(len(x), len(weight), dtype=torch.bfloat16)
 
@@ -96,12 +93,12 @@ def check_layout(linears: Any, method: Any) -> None:
         assert kept[-1].stride() == (1, 8), kept[-1].stride()
 
 
-def check_experts(experts: Any) -> None:
+def check_experts(experts):
     """Check both layers of experts in Triton."""
-    kept: list[Any] = []
+    kept = []
 
     class Kernel:
-        def __getitem__(self, _: Any) -> Any:
+        def __getitem__(self, _):
             return lambda *arguments, **__: kept.append((arguments[0], arguments[6]))
 
     experts.fused_moe_kernel, experts._is_cuda = Kernel(), True
@@ -119,7 +116,7 @@ def check_experts(experts: Any) -> None:
     assert len(kept) == len(SIZES)
 
 
-def main() -> None:
+def main():
     stub_modules.install()
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 

@@ -3,35 +3,30 @@
 python -m support.shipped CONFIG,GPU,RANKS[,--FIELD=VALUE]...   prints one JSON object of configuration -> ranks' reports
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
 
 
-def rehearse_shipped(name: str, folder: Path, *options: str) -> dict[str, Any]:
+def rehearse_shipped(name, folder, *options):
     """Return the `--json` report of a rehearsal that must pass."""
     run_module("megatron_rl", "rehearse", f"configs/{name}.toml", "--json", str(folder / "found.json"), *options)
-    found: dict[str, Any] = json.loads((folder / "found.json").read_text())
-    return found
+    return json.loads((folder / "found.json").read_text())
 
 
-def rehearse_trainers(*jobs: str) -> dict[str, Any]:
+def rehearse_trainers(*jobs):
     """Return the reports that `main` prints."""
-    found: dict[str, Any] = json.loads(run_module("support.shipped", *jobs).splitlines()[-1])
-    return found
+    return json.loads(run_module("support.shipped", *jobs).splitlines()[-1])
 
 
-def check_aims(rank: dict[str, Any]) -> None:
+def check_aims(rank):
     """Check that phases move less than 1.5 times the least element-wise bytes, and expose less than 10 % of their bound."""
     for phase in rank["phases"]:
         if bound := phase["bound"]:
@@ -39,7 +34,7 @@ def check_aims(rank: dict[str, Any]) -> None:
             assert bound["seconds"]["exposed communication"] < 0.1 * bound["total_seconds"], phase["phase"]
 
 
-def run_module(*command: str, path: str = "") -> str:
+def run_module(*command, path=""):
     """Return the output of `python -m COMMAND` in a process of its own, because a rehearsal must start before torch is imported."""
     if not (shutil.which("g++") or shutil.which("clang++")):
         pytest.skip("no C++ compiler, which a rehearsal needs")
@@ -49,22 +44,29 @@ def run_module(*command: str, path: str = "") -> str:
     return done.stdout
 
 
-def main(jobs: list[str]) -> None:
-    from megatron_rl.cli.rehearse import choose_ranks, install_device
+def rehearse_ranks(config, model, cluster, ranks=None):
+    """Return the reports of trainer ranks, by default of all that differ. Call it after `install_device`."""
+    from megatron_rl.cli.rehearse import choose_ranks
+    from megatron_rl.cost.workload import Workload
+    from megatron_rl.rehearsal.job import rehearse_rank
+    from megatron_rl.rehearsal.report import make_report
+
+    job, numbers = Workload.from_config(config, model), choose_ranks(ranks, config.train.layout.to_layout())
+    return [make_report(rehearse_rank(config, rank, cluster.gpu), job, cluster).as_json() for rank in numbers]
+
+
+def main(jobs):
+    from megatron_rl.cli.rehearse import install_device
 
     install_device()
     from megatron_rl.config import load_config
     from megatron_rl.cost.hardware import Cluster
-    from megatron_rl.cost.workload import Workload
     from megatron_rl.hf.files import read_config
-    from megatron_rl.rehearsal.job import rehearse_rank
-    from megatron_rl.rehearsal.report import make_report
 
     found = {}
     for name, gpu, ranks, *overrides in (job.split(",") for job in jobs):
-        config, cluster = load_config(ROOT / "configs" / f"{name}.toml", overrides), Cluster.from_options(16, 8, gpu)
-        job, numbers = Workload.from_config(config, read_config(config.model.folder)), choose_ranks(ranks, config.train.layout.to_layout())
-        found[name] = [make_report(rehearse_rank(config, rank, cluster.gpu), job, cluster).as_json() for rank in numbers]
+        config = load_config(ROOT / "configs" / f"{name}.toml", overrides)
+        found[name] = rehearse_ranks(config, read_config(config.model.folder), Cluster.from_options(16, 8, gpu), ranks)
     print(json.dumps(found))
 
 

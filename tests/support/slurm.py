@@ -4,15 +4,12 @@ Nothing is installed, no package script runs, and an installed SLURM is not touc
 ended by pid.
 """
 
-from __future__ import annotations
-
 import getpass
 import os
 import secrets
 import shutil
 import socket
 import subprocess
-from pathlib import Path
 
 import psutil
 
@@ -26,7 +23,7 @@ class NoSlurmError(Exception):
     """The reason why SLURM is not available."""
 
 
-def unpack_slurm(folder: Path) -> Path:
+def unpack_slurm(folder):
     """Download Debian's SLURM and its missing dependencies, and unpack them. Return the folder that replaces /. Raise NoSlurmError on
     failure."""
     if not all(map(shutil.which, ("apt-get", "dpkg-deb"))):
@@ -52,14 +49,14 @@ def unpack_slurm(folder: Path) -> Path:
 class Cluster:
     """A cluster of nodes node1, node2, ...; use it in a `with` block. `run` runs sbatch, scontrol and the like."""
 
-    def __init__(self, root: Path, folder: Path, size: int) -> None:
+    def __init__(self, root, folder, size):
         self._root, self.folder, self._size = root, folder, size
         libraries = root / _LIBRARIES
         path = f"{folder}/bin:{root}/usr/bin:{os.environ['PATH']}"
         self.env = {"PATH": path, "LD_LIBRARY_PATH": f"{libraries}:{libraries}/slurm-wlm", "SLURM_CONF": str(folder / "slurm.conf")}
-        self._daemons: list[subprocess.Popen[bytes]] = []
+        self._daemons = []
 
-    def __enter__(self) -> Cluster:
+    def __enter__(self):
         (self.folder / "state").mkdir(parents=True)
         key = self.folder / "munge.key"
         key.write_bytes(secrets.token_bytes(128))
@@ -72,25 +69,25 @@ class Cluster:
             raise
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_):
         self.close()
 
-    def run(self, *words: object, seconds: float = 90, env: dict[str, str] | None = None) -> str:
+    def run(self, *words, seconds=90, env=None):
         """Run a client's command; return its output. Raise AssertionError if it fails."""
         environment = {**os.environ, **self.env, **(env or {})}
         done = subprocess.run(list(map(str, words)), env=environment, cwd=self.folder, capture_output=True, text=True, timeout=seconds)
         assert done.returncode == 0, f"{words}: {done.stdout}{done.stderr}{self.logs()}"
         return done.stdout.strip()
 
-    def job(self, number: str) -> dict[str, str]:
+    def job(self, number):
         """Return the controller's record of a job."""
         return dict(part.split("=", 1) for part in self.run("scontrol", "--oneliner", "show", "job", number).split() if "=" in part)
 
-    def logs(self) -> str:
+    def logs(self):
         """Return the ends of the daemons' logs."""
         return "\n".join(f"--- {log.name}\n{log.read_text(errors='replace')[-1500:]}" for log in sorted(self.folder.glob("*.log")))
 
-    def close(self) -> None:
+    def close(self):
         """End the daemons, and processes of jobs, which have no daemon as parent."""
         end(process for daemon in self._daemons for process in family(daemon.pid))
         for daemon in self._daemons:
@@ -98,14 +95,14 @@ class Cluster:
         end(process for process in psutil.process_iter() if self._is_ours(process))
         assert alive_after([process for process in psutil.process_iter() if self._is_ours(process)], 10) == []
 
-    def _is_ours(self, process: psutil.Process) -> bool:
+    def _is_ours(self, process):
         """Return whether a process is one of our programs (slurmstepd overwrites its environment), or was given our slurm.conf."""
         try:
             return process.exe().startswith(f"{self._root}/") or process.environ().get("SLURM_CONF") == self.env["SLURM_CONF"]
         except psutil.Error:
             return False
 
-    def _start_all(self) -> None:
+    def _start_all(self):
         socket_file, sbin = self.folder / "munge.socket", self._root / "usr/sbin"
         files = [f"--{name}-file={self.folder}/munge.{name}" for name in ("key", "log", "pid", "seed")]
         self._start("munged", sbin / "munged", "--foreground", "--force", f"--socket={socket_file}", *files)
@@ -115,19 +112,19 @@ class Cluster:
             self._start(f"node{number}", sbin / "slurmd-wlm", "-D", "-N", f"node{number}", "-d", sbin / "slurmstepd-wlm")
         until(self._is_up, 400, "nodes that are idle")
 
-    def _start(self, name: str, *words: object) -> None:
+    def _start(self, name, *words):
         environment, nothing = {**os.environ, **self.env}, subprocess.DEVNULL
         with (self.folder / f"{name}.log").open("wb") as log:
             command = list(map(str, words))
             self._daemons.append(subprocess.Popen(command, env=environment, stdin=nothing, stdout=log, stderr=log, start_new_session=True))
 
-    def _is_up(self) -> bool:
+    def _is_up(self):
         assert all(daemon.poll() is None for daemon in self._daemons), self.logs()
         command = ["sinfo", "--noheader", "--states=idle", "--format=%D"]
         done = subprocess.run(command, env={**os.environ, **self.env}, capture_output=True, text=True, timeout=90)
         return done.stdout.strip() == str(self._size)
 
-    def _configure(self) -> None:
+    def _configure(self):
         host, user = socket.gethostname(), getpass.getuser()
         settings = {
             "ClusterName": "test",

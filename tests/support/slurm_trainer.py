@@ -5,8 +5,6 @@ hang.
 their node and settings to their logs, and then ignore every signal that can be ignored.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import sys
@@ -33,7 +31,7 @@ if "rollout_sglang.server" in sys.orig_argv and not os.environ.get("MEGATRON_RL_
 """
 
 
-def main() -> None:
+def main():
     folder = Path.cwd()
     (folder / "sitecustomize.py").write_text(ENGINE)
     (folder / "config.json").write_text("{}")

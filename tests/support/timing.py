@@ -1,14 +1,12 @@
 """Timing of cases in turns, so that a slow phase of the machine affects all of them, and functions run in a child process."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import statistics
 import time
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Hashable
 from concurrent.futures import ProcessPoolExecutor
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -17,7 +15,7 @@ from support.processes import end, family
 Case = TypeVar("Case", bound=Hashable)
 
 
-def time_call(call: Callable[[], object]) -> float:
+def time_call(call):
     """Return the seconds until the device is done."""
     _synchronize()
     start = time.perf_counter()
@@ -26,7 +24,7 @@ def time_call(call: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def time_kernels(call: Callable[[], object]) -> float:
+def time_kernels(call):
     """Return the seconds that the device computes; without a GPU, the same as `time_call`."""
     if not torch.cuda.is_available():
         return time_call(call)
@@ -38,23 +36,21 @@ def time_kernels(call: Callable[[], object]) -> float:
     return start.elapsed_time(stop) / 1e3
 
 
-def time_in_turns(
-    cases: Mapping[Case, Callable[[], object]], repeat: int, warmup: int = 1, timer: Callable[[Callable[[], object]], float] = time_call
-) -> dict[Case, float]:
+def time_in_turns(cases, repeat, warmup=1, timer=time_call):
     """Return the median seconds of every case over `repeat` turns, after `warmup` turns in which kernels are compiled."""
-    seconds: dict[Case, list[float]] = {case: [] for case in cases}
+    seconds = {case: [] for case in cases}
     for _ in range(warmup + repeat):
         for case, call in cases.items():
             seconds[case].append(timer(call))
     return {case: statistics.median(values[warmup:]) for case, values in seconds.items()}
 
 
-def _synchronize() -> None:
+def _synchronize():
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
 
-def run_in_child(function: Callable[..., Any], *arguments: Any, seconds: float = 900) -> Any:
+def run_in_child(function, *arguments, seconds=900):
     """Return `function(*arguments)`, called in a new process, which is ended with all its children. Propagates its errors."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     if torch.cuda.is_initialized():

@@ -3,8 +3,6 @@
 This is all that a new format takes: a row with its mode, a quantizer and a product. `registered` adds them for a test.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any

@@ -1,12 +1,7 @@
 """The command `megatron-rl train` on a tiny model, its results, and signals that hit it while it runs."""
 
-from __future__ import annotations
-
 import json
 import shutil
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -15,7 +10,7 @@ from examples.arithmetic.new_model import make_random_checkpoint
 from examples.arithmetic.tool_agent import CHAT_TEMPLATE
 from megatron_rl.config import load_config
 from megatron_rl.metrics import ROW_KEYS, describe, read_declarations
-from support.processes import ROOT, Command, Done, alive_after, command_lines, end, family, until
+from support.processes import ROOT, Command, alive_after, command_lines, end, family, until
 
 TINY = {  # over configs/quickstart.toml
     "warm_start.steps": 0,
@@ -37,13 +32,13 @@ LONG = 1500.0
 """Seconds that no run takes, however busy the machine is."""
 
 
-def train(folder: Path, changes: dict[str, Any] | None = None, *, launcher: tuple = (), config: str = "quickstart") -> Command:
+def train(folder, changes=None, *, launcher=(), config="quickstart"):
     """Start the command on a random model in `folder`. `changes` of the configuration override `TINY`."""
     settings = {**TINY, "model.path": folder / "model", "log.dir": folder / "runs", **(changes or {})}
     return Command(folder, *launcher, "megatron_rl", "train", *make_model(folder, settings, launcher, config))
 
 
-def make_model(folder: Path, settings: dict[str, Any], launcher: tuple = (), config: str = "quickstart") -> list[object]:
+def make_model(folder, settings, launcher=(), config="quickstart"):
     """Make the model of `settings` unless it exists, with the warm start's command if that takes steps. Return the arguments of `train`."""
     files = [ROOT / "configs" / f"{config}.toml", ROOT / "examples" / "arithmetic" / f"{config}.toml"]
     overrides = [f"--{name}={value}" for name, value in settings.items()]
@@ -58,17 +53,17 @@ def make_model(folder: Path, settings: dict[str, Any], launcher: tuple = (), con
     return [files[0], *(word for word in overrides if not word.startswith(("--architecture.", "--warm_start.")))]
 
 
-def finish(command: Command, seconds: float = LONG) -> Done:
+def finish(command, seconds=LONG):
     with command:
         return command.wait(seconds)
 
 
-def latest(folder: Path) -> Path:
+def latest(folder):
     """Return the newest run of `train` with this folder."""
     return folder / "runs" / "latest"
 
 
-def read_rows(run: Path, name: str = "metrics.jsonl") -> list[dict]:
+def read_rows(run, name="metrics.jsonl"):
     rows = [json.loads(line) for line in (run / name).read_text().splitlines()]
     declared = read_declarations(read_json(run / "run.json"))
     undeclared = {key for row in rows for key in row if name == "metrics.jsonl" and key not in ROW_KEYS and not describe(key, declared)}
@@ -76,18 +71,24 @@ def read_rows(run: Path, name: str = "metrics.jsonl") -> list[dict]:
     return rows
 
 
-def read_json(file: Path) -> dict:
+def read_numbers(run):
+    """Return the rows without measured values, and without values that depend on the order of requests."""
+    measured = ("time", "second", "memory/", "restarts", "ahead/", "cached")
+    return [{key: value for key, value in row.items() if not any(word in key for word in measured)} for row in read_rows(run)]
+
+
+def read_json(file):
     return json.loads(file.read_text())
 
 
-def wait_for_rows(command: Command, folder: Path, count: int) -> None:
+def wait_for_rows(command, folder, count):
     """Wait until a run has written `count` rows. Raise AssertionError if it ends first."""
     metrics = latest(folder) / "metrics.jsonl"
     until(lambda: command.ended() or (metrics.is_file() and len(metrics.read_text().splitlines()) >= count), LONG, f"{count} rows")
     assert not command.ended(), command.wait(1)
 
 
-def end_by(strike: Callable[[Command], None], command: Command) -> Done:
+def end_by(strike, command):
     """Return how a command ends after `strike`. Raise AssertionError if any of its processes is left."""
     processes = family(command.pid)
     strike(command)
@@ -96,18 +97,18 @@ def end_by(strike: Callable[[Command], None], command: Command) -> Done:
     return done
 
 
-def kill_engine(command: Command) -> None:
+def kill_engine(command):
     """Kill the engines' servers."""
     end(process for process, words in command_lines(family(command.pid)).items() if "rollout_sglang.server" in words)
 
 
-def kill_rank_1(command: Command) -> None:
+def kill_rank_1(command):
     next(process for process in family(command.pid) if process.environ().get("RANK") == "1").kill()
 
 
-def kill_trainer(command: Command) -> None:
+def kill_trainer(command):
     psutil.Process(command.pid).kill()
 
 
-def terminate(command: Command) -> None:
+def terminate(command):
     psutil.Process(command.pid).terminate()

@@ -1,19 +1,16 @@
 """Reference computations by Hugging Face transformers, to compare Megatron and the engine with."""
 
-from __future__ import annotations
-
 import math
 import re
 import sys
 import tempfile
 import warnings
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load_file
 from torch.nn import functional
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM
 
 from megatron_rl.config import PrecisionConfig
 from megatron_rl.hf.files import read_config
@@ -26,20 +23,20 @@ from parallel.formats import FP8
 from support.models import masters, served
 
 
-def logits(folder: Path, ids: list[list[int]]) -> torch.Tensor:
+def logits(folder, ids):
     """Return float32 `[b, s, vocab]` of the checkpoint, computed in float32."""
     with torch.no_grad():
         return _load(folder)(torch.tensor(ids)).logits
 
 
-def text_logprobs(folder: Path, documents: list[list[int]], high: str) -> torch.Tensor:
+def text_logprobs(folder, documents, high):
     """Return the log-probs of every token but the first of each document, computed in "fp32" or "bf16"."""
     model = _load(folder, torch.bfloat16 if high == "bf16" else torch.float32)
     with torch.no_grad():
         return torch.cat([_answer(model, ids[:1], ids[1:]) for ids in documents])
 
 
-def grpo(folder: Path, sequences: list[dict[str, Any]], kl_coef: float) -> dict[str, Any]:
+def grpo(folder, sequences, kl_coef):
     """Compute PPO's clipped loss with a k3 term, the mean over sampled tokens, token by token. Return the metrics of a step of
     `train_grpo`, and `logprobs`, float32 `[tokens]`, of all sampled tokens.
 
@@ -72,9 +69,7 @@ def grpo(folder: Path, sequences: list[dict[str, Any]], kl_coef: float) -> dict[
     return {**metrics, "logprobs": torch.stack(logprobs).detach()}
 
 
-def fp8_logprobs(
-    hf_config: dict[str, Any], seed: int, precision: dict[str, Any], sequences: list[tuple[list[int], list[int]]]
-) -> torch.Tensor:
+def fp8_logprobs(hf_config, seed, precision, sequences):
     """Return the log-probs of all responses' tokens, concatenated, for `support.models.masters` with the contract's precision flow.
 
     The model is transformers', in float32, with dequantized blocks as weights. Only `F.linear` quantizes its input if its weight is one of
@@ -96,13 +91,13 @@ def fp8_logprobs(
     linear = functional.linear
     quantized = _weight_addresses(model) if fp8 else set()
 
-    def flow(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def flow(x, weight, bias=None):
         if weight.data_ptr() not in quantized:
             return linear(x, weight, bias)
         y = fprop(x, weight, contract.scale_format)
         return y if bias is None else y + bias
 
-    functional.linear = flow  # type: ignore[assignment]
+    functional.linear = flow
     try:
         with torch.no_grad():
             return torch.cat([_answer(model, prompt, answer) for prompt, answer in sequences])
@@ -110,7 +105,7 @@ def fp8_logprobs(
         functional.linear = linear
 
 
-def peft_logprobs(base: Path, adapters: Path, sequences: list[tuple[list[int], list[int]]]) -> tuple[torch.Tensor, torch.Tensor]:
+def peft_logprobs(base, adapters, sequences):
     """Return the float32 log-probs of all responses' tokens of a checkpoint, without and with adapters that PEFT loads. Fail if an
     adapter has no place, or a place has no adapter. `sequences` are (prompt, response) pairs."""
     sys.path.append(f"{sys.prefix}/peft")  # launch/requirements-peft.txt
@@ -125,27 +120,27 @@ def peft_logprobs(base: Path, adapters: Path, sequences: list[tuple[list[int], l
         return plain, torch.cat([_answer(model, *sequence) for sequence in sequences])
 
 
-def _load(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+def _load(folder, dtype=torch.float32):
     return AutoModelForCausalLM.from_pretrained(
         folder, dtype=dtype, attn_implementation="sdpa", experts_implementation="eager", local_files_only=True
     )
 
 
-def _weight_addresses(model: PreTrainedModel) -> set[int]:
+def _weight_addresses(model):
     """Return the addresses of the weights of FP8 linear layers, including each expert's."""
-    addresses: set[int] = set()
+    addresses = set()
     for name, weight in model.named_parameters():
         if "_proj" in name and "kv_b_proj" not in name and weight.dim() > 1:
             addresses |= {expert.data_ptr() for expert in weight} if weight.dim() == 3 else {weight.data_ptr()}
     return addresses
 
 
-def _answer(model: PreTrainedModel, prompt: list[int], answer: list[int]) -> torch.Tensor:
+def _answer(model, prompt, answer):
     logprobs = model(torch.tensor([prompt + answer])).logits[0].float().log_softmax(-1)
     return logprobs[len(prompt) - 1 : -1].gather(1, torch.tensor(answer)[:, None])[:, 0]
 
 
-def value_step(folder: Path, sequences: list[dict[str, Any]], cliprange: float) -> dict[str, Any]:
+def value_step(folder, sequences, cliprange):
     """Compute the first step of a critic token by token. Return its values float32 `[tokens]`, its loss and the norm of its gradient.
     `sequences` are fields of `TrainingSample` with `values` and `returns`; the checkpoint has a `score.weight`."""
     model, head = _load(folder).model, load_file(folder / "model.safetensors")["score.weight"].requires_grad_()
@@ -165,7 +160,7 @@ def value_step(folder: Path, sequences: list[dict[str, Any]], cliprange: float) 
     return {"values": torch.cat(values).detach(), "loss": float(loss), "grad_norm": float(norm)}
 
 
-def mtp_loss(folder: Path, sequences: list[dict[str, Any]]) -> float:
+def mtp_loss(folder, sequences):
     """Return the cross-entropy of the first layer for multi-token prediction per response token, computed as a model of one layer.
 
     `sequences` are fields of `TrainingSample`.

@@ -1,27 +1,23 @@
 """Products whose leaves are exact in FP32 in any order, so that tree sums can be compared bit by bit."""
 
-from __future__ import annotations
-
 import torch
 
 from megatron_rl.kernels.sums import reference as tree
 
-Pair = tuple[torch.Tensor, torch.Tensor]
 
-
-def dequantize(x: Pair, weight: Pair) -> tuple[torch.Tensor, torch.Tensor]:
+def dequantize(x, weight):
     """Return float32 `[T, K]` and `[N, K]` of data with scales `[T, K / 128]` and `[N / 128, K / 128]`."""
     rows = weight[1].repeat_interleave(128, 0)[: len(weight[0])]
     return x[0].float() * x[1].repeat_interleave(128, 1), weight[0].float() * rows.repeat_interleave(128, 1)
 
 
-def make_operands(tokens: int, features: int, width: int, dtype: torch.dtype) -> tuple[tuple[torch.Tensor, ...], ...]:
+def make_operands(tokens, features, width, dtype):
     """Return `((x, weight), ())`, or in E4M3 `((x, weight), scales)`: small integers times a power of two for each leaf, so that sums of
     leaves are rounded, and another order of them rounds differently."""
     generator = torch.Generator().manual_seed(width)
     leaves = -(-width // 128)
 
-    def draw_scales(rows: int) -> torch.Tensor:
+    def draw_scales(rows):
         return torch.exp2(torch.randint(-14, 14, (rows, leaves), generator=generator).float())
 
     x, weight = (torch.randint(-4, 5, (rows, width), generator=generator).float() for rows in (tokens, features))
@@ -31,7 +27,7 @@ def make_operands(tokens: int, features: int, width: int, dtype: torch.dtype) ->
     return ((x * draw_scales(1).repeat_interleave(128, 1)[:, :width]).to(dtype), weight.to(dtype)), ()
 
 
-def check_kernel(tokens: int, features: int, width: int, device: str, dtype: torch.dtype) -> None:
+def check_kernel(tokens, features, width, device, dtype):
     """Check that `multiply_nodes` gives the bits of the reference on a CPU, for all rows, for a few, and for the added halves of two
     ranks."""
     from megatron_rl.kernels.sums.triton import multiply_nodes

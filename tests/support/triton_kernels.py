@@ -1,29 +1,16 @@
-"""Helpers for tests of Triton kernels: Triton's interpreter, and compilation for Hopper, which needs no GPU."""
-
-from __future__ import annotations
+"""Helpers for tests of Triton kernels: whether there is Triton, and compilation for Hopper, which needs no GPU."""
 
 import importlib.machinery
 import os
 import subprocess
-from collections.abc import Callable
-from typing import Any
 
 import pytest
-
-from support.processes import call_in_fresh_process
 
 TRITON = importlib.machinery.PathFinder.find_spec("triton")  # not util.find_spec, which finds SGLang's stub modules
 needs_triton = pytest.mark.skipif(TRITON is None, reason="Triton is not installed: GPU builds of torch bring it")
 
 
-def call_in_interpreter(function: Callable[[], None]) -> None:
-    """Call `function` in a process of its own, since Triton chooses its interpreter when it is first imported."""
-    call_in_fresh_process(function, TRITON_INTERPRET="1")
-
-
-def compile_for_hopper(
-    kernel: Any, launch: dict[str, Any], types: dict[str, str], fixed: dict[str, Any], multiples: tuple[str, ...]
-) -> tuple[str, str]:
+def compile_for_hopper(kernel, launch, types, fixed, multiples):
     """Return (PTX, report of the assembler).
 
     Args:

@@ -1,7 +1,5 @@
 """Shared by unit tests: hypothesis with few examples, stand-ins for the libraries of the GPU back ends."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import settings
 

@@ -1,7 +1,5 @@
 """Objects that exist on rank 0 only: their results and errors reach every rank."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """README and docs hold against the code: links, paths, commands, the table of models, and words that were retired."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess
@@ -87,7 +85,7 @@ def read_table(title: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[:end] if not line.startswith("|---")]
 
 
-def test_the_table_of_models_is_what_the_code_has():
+def test_the_table_of_models_matches_the_code():
     head, *rows = read_table("Models and precision modes")
     assert set(re.findall(r"`(\w+)`", " ".join(head))) == set(MODES)
     families = {re.search(r"`(\w+)`", row[0])[1]: row for row in rows}

@@ -1,6 +1,4 @@
-"""Imports flow one way, and the heavy libraries stay in the files that may know them."""
-
-from __future__ import annotations
+"""Imports flow one way, and only the files that may import a heavy library do so."""
 
 import ast
 import functools
@@ -32,7 +30,7 @@ ORDER = [  # of what lies in megatron_rl: each imports only what stands before i
 ]
 ROOT_MODULES = 8
 PACKAGES_CHECK = ("tools/gpu_packages.py", "tools/hopper_kernels.py")
-"""Hold the libraries themselves against what is expected of them."""
+"""Tools that check the libraries themselves."""
 ONLY_IN = {
     "sglang": ("rollout_sglang/*", *PACKAGES_CHECK),
     "megatron": ("megatron_rl/mcore/*", "megatron_rl/rehearsal/*", *PACKAGES_CHECK),
@@ -87,7 +85,7 @@ def module_name(file: Path) -> str:
 
 
 @pytest.mark.parametrize("package", MAY_IMPORT)
-def test_packages_and_libraries_are_imported_where_they_may_be(package):
+def test_packages_and_libraries_are_only_imported_where_allowed(package):
     for file in sorted((ROOT / package).rglob("*.py")):
         path, names = str(file.relative_to(ROOT)), {name.partition(".")[0] for name in imported_names(file)}
         assert names & OWN_PACKAGES <= MAY_IMPORT[package], f"{path} imports {names & OWN_PACKAGES - MAY_IMPORT[package]}"
@@ -95,7 +93,7 @@ def test_packages_and_libraries_are_imported_where_they_may_be(package):
             assert library not in names or any(fnmatch(path, place) for place in places), f"{path} imports {library}"
 
 
-def test_no_import_runs_back_up():
+def test_no_import_runs_back_up_or_in_a_circle_and_few_modules_lie_at_the_root():
     level = {f"megatron_rl.{name}": number for number, name in enumerate(ORDER)}
     graph = {module: targets for module, targets in import_graph().items() if module.startswith("megatron_rl.")}
     places = {module: ".".join(module.split(".")[:2]) for targets in (graph, *graph.values()) for module in targets}
@@ -104,9 +102,6 @@ def test_no_import_runs_back_up():
     for module, targets in graph.items():
         above = [target for target in targets if level.get(places[target], -1) > level[places[module]]]
         assert not above, f"{module} imports {above}, which stand above it in ORDER"
-
-
-def test_no_modules_import_each_other_in_a_circle_and_few_lie_at_the_root():
     try:
         TopologicalSorter(import_graph()).prepare()
     except CycleError as error:
@@ -129,11 +124,7 @@ def test_heavy_libraries_are_imported_when_needed():
     assert done.returncode == 0, done.stderr
 
 
-OPTIONAL = (
-    "megatron_rl.batch.replay",
-    "megatron_rl.rollout.agents.endpoint",
-    "megatron_rl.rollout.agents.runner",
-)
+OPTIONAL = ("megatron_rl.batch.replay", "megatron_rl.rollout.agents.endpoint", "megatron_rl.rollout.agents.runner")
 """Imported inside functions alone, so that a run without them does not load them."""
 NOT_FOR_ALL = ("aiohttp", "datasets", "fastapi", "mlflow", "openai", "peft", "starlette", "tensorboard", "uvicorn", "wandb")
 

@@ -1,7 +1,5 @@
 """Metrics: every emitted metric is declared, every declaration is emitted, and readers use only declared names."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import re
@@ -77,7 +75,7 @@ def keys_written(tree: ast.Module) -> list[str]:
     return ["".join(str(part.value) if isinstance(part, ast.Constant) else "{}" for part in part_list) for part_list in parts]
 
 
-def test_every_declaration_is_emitted():
+def test_every_declaration_is_emitted_and_names_are_only_written_in_declarations():
     for file, tree in SOURCES.items():
         constants, names = find_declarations(tree)
         assert len(names) == sum(map(is_declare, ast.walk(tree))), f"{file}: call `declare` at top level, for a constant"
@@ -85,9 +83,6 @@ def test_every_declaration_is_emitted():
         module = ".".join(file.relative_to(ROOT).with_suffix("").parts)
         never = {name for name in constants if not any(name in find_emissions(user) for user in (file, *find_imports()[module, name]))}
         assert not never, f"{file} declares {never}, but nothing emits it"
-
-
-def test_names_are_only_written_in_declarations():
     for file, tree in SOURCES.items():
         literal = [key for key in keys_written(tree) if METRIC.fullmatch(key)]
         assert not literal, f"{file} emits {literal}, use a constant from `metrics.declare`"
@@ -101,9 +96,14 @@ def test_readers_use_only_declared_names(file):
     assert not unknown, f"{file} reads {unknown}, which are not declared"
 
 
-def test_the_report_has_every_panel():
+def test_the_report_has_every_panel_and_the_longest_family_describes_its_members():
     panels = [panel.ylabel for plots in SECTIONS.values() for plot in plots for panel in plot.panels]
     assert sorted(panels) == sorted(group_by_panel(own_declarations()))
+    load = describe("memory/engine_train_mb")
+    assert (load.name, load.label, load.unit) == ("memory/engine_train_mb", "train", "MiB") and "“train”" in load.meaning
+    assert describe("memory/train_mb").panels == ("trainer (MiB)",)
+    assert describe("accuracy/source_a/b.c").meaning == "share of correct completions, set a/b.c"
+    assert describe("accuracy/level_") is describe("memory/train_gb") is describe("test/nothing") is None
 
 
 def test_invalid_declarations_are_refused(monkeypatch):
@@ -112,14 +112,6 @@ def test_invalid_declarations_are_refused(monkeypatch):
     for name, unit in (("test/mine", "number"), ("step", "number"), ("test/other", "parsec"), ("test/{}/{}", "number")):
         with pytest.raises(ValueError, match=f"metric {re.escape(name)} in {unit}"):
             declare(name, "what it means", unit)
-
-
-def test_the_longest_family_describes_its_members():
-    load = describe("memory/engine_train_mb")
-    assert (load.name, load.label, load.unit) == ("memory/engine_train_mb", "train", "MiB") and "“train”" in load.meaning
-    assert describe("memory/train_mb").panels == ("trainer (MiB)",)
-    assert describe("accuracy/source_a/b.c").meaning == "share of correct completions, set a/b.c"
-    assert describe("accuracy/level_") is describe("memory/train_gb") is describe("test/nothing") is None
 
 
 def test_each_undeclared_name_is_warned_of_once(recwarn):

@@ -3,8 +3,6 @@
 loss_t = -stop_gradient(clip(rho_t, 1 - low, 1 + high)) A logp_t,    rho_t = exp(logp_t - old_t)
 """
 
-from __future__ import annotations
-
 import torch
 
 from megatron_rl.batch.micro_batch import MicroBatch

@@ -4,8 +4,6 @@ lower the entropy most. `algorithm.covariance` selects them.
 loss_t = the loss of `ppo`, or 0 for a selected token
 """
 
-from __future__ import annotations
-
 import torch
 
 from megatron_rl.algorithm.losses import ppo

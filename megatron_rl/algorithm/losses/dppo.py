@@ -11,8 +11,6 @@ kl   D = q log(q / p) + (1 - q) log((1 - q) / (1 - p))                  Kullback
 The bound of the weight is from section 5.4. The gradient equals that of -(p / q) A.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

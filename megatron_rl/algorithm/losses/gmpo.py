@@ -7,8 +7,6 @@ The bounds apply to the logarithm: the paper's clip(rho, e^-0.4, e^0.4) is `clip
 this loss, so `aggregate = "sequence"` gives the paper's mean over sequences. A micro-batch holds whole sequences.
 """
 
-from __future__ import annotations
-
 import torch
 
 from megatron_rl.algorithm.ratios import exp_log_ratio

@@ -10,8 +10,6 @@ With a correction, tokens have different weights, and the gradient of the mean w
 GSPO-token's s_t = stop_gradient(s) p_t / stop_gradient(p_t) (section 4.3), which has the same value but keeps each token's own weight.
 """
 
-from __future__ import annotations
-
 import torch
 
 from megatron_rl.algorithm.ratios import exp_log_ratio

@@ -4,8 +4,6 @@ advantage are both high, since these lower the entropy most. `algorithm.covarian
 loss_t = -rho_t A + [selected] kl_cov_coef |logp_t - old_t|,    rho_t = exp(logp_t - old_t), with the exponent clamped to +-20
 """
 
-from __future__ import annotations
-
 import torch
 
 from megatron_rl.algorithm.ratios import exp_log_ratio

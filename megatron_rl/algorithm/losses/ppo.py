@@ -5,8 +5,6 @@ loss_t = -min(rho_t A, clip(rho_t, 1 - low, 1 + high) A)
 dual clip, A < 0: loss_t = min(loss_t, -c A)
 """
 
-from __future__ import annotations
-
 import torch
 
 from megatron_rl.algorithm.ratios import exp_log_ratio

@@ -4,8 +4,6 @@ All functions take query `[t, h, d]`, key `[t, g, d]` and value `[t, g, e]`, wit
 scale of None is 1 / sqrt(d). On a CPU, sequences of similar length are computed in one batch, with the bits that each has alone.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, cast
@@ -23,8 +21,7 @@ class LengthGroup:
 
     positions: torch.Tensor
     """int64 `[b, s]`: each token's position in the row; beyond the end of a sequence, the position of its first token."""
-    valid: torch.Tensor
-    """bool `[b, s]`: False beyond the end of a sequence."""
+    valid: torch.Tensor  # bool `[b, s]`: False beyond the end of a sequence
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         """Map `[t, h, d]` to `[b, h, s, d]`."""
@@ -36,10 +33,8 @@ class LengthGroup:
 
 
 def group_by_length(lengths: list[int]) -> list[LengthGroup]:
-    """Group the sequences of a packed row by the number of key chunks (`KEYS_PER_PRODUCT`) that they need.
-
-    A group is as wide as its chunks, not as its longest sequence, so the gradients of a sequence do not depend on the other sequences.
-    """
+    """Group the sequences of a packed row by the number of key chunks (`KEYS_PER_PRODUCT`) that they need. A group is as wide as its
+    chunks, not as its longest sequence, so the gradients of a sequence do not depend on the other sequences."""
     starts = list(accumulate(lengths, initial=0))
     numbers_by_chunks: dict[int, list[int]] = {}
     for number, length in enumerate(lengths):

@@ -10,8 +10,6 @@ which costs a second copy besides the transposed one. Checked against sgl-deep-g
 both dimensions, groups without tokens are skipped, and WGrad is added to the result.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch
@@ -19,13 +17,7 @@ import torch
 from megatron_rl.errors import RunError
 from megatron_rl.kernels.experts.token_groups import TokenGroups
 from megatron_rl.kernels.linear.base import Operand
-from megatron_rl.kernels.linear.deep_gemm import (
-    BLOCK_RECIPE,
-    GROUP_RECIPE,
-    DeepGemmBackend,
-    DeepGemmWeight,
-    supports_inplace_add,
-)
+from megatron_rl.kernels.linear.deep_gemm import BLOCK_RECIPE, GROUP_RECIPE, DeepGemmBackend, DeepGemmWeight, supports_inplace_add
 from megatron_rl.precision.quantized_weight import QuantizedWeight
 from parallel.formats import BLOCK, TensorFormat
 
@@ -109,10 +101,8 @@ class DeepGemmExperts:
 def _multiply(a: Operand, b: tuple[torch.Tensor, torch.Tensor], groups: TokenGroups) -> torch.Tensor:
     import deep_gemm
 
-    if BLOCK % deep_gemm.get_mk_alignment_for_contiguous_layout():
-        raise RunError(
-            f"DeepGEMM is set to groups of {deep_gemm.get_mk_alignment_for_contiguous_layout()} rows, but groups are padded to {BLOCK}"
-        )
+    if BLOCK % (rows := deep_gemm.get_mk_alignment_for_contiguous_layout()):
+        raise RunError(f"DeepGEMM is set to groups of {rows} rows, but groups are padded to {BLOCK}")
     product = torch.empty(a.tokens, b[0].shape[1], dtype=torch.bfloat16, device=b[0].device)
     if a.tokens:
         deep_gemm.m_grouped_fp8_gemm_nt_contiguous(a.rows, b, product, groups.experts, recipe=BLOCK_RECIPE)

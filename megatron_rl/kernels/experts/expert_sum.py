@@ -8,8 +8,6 @@ Additions are planned once from the chosen experts and then run on whole rows. A
 the order within a level does not matter.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 
@@ -17,8 +15,7 @@ import torch
 
 from parallel.row_sums import halve
 
-_TILE = 1 << 20
-"""Numbers converted to FP32 at a time on a CPU."""
+_TILE = 1 << 20  # numbers converted to FP32 at a time on a CPU
 _GPU_TILE = 1 << 28
 
 

@@ -5,8 +5,6 @@ token's experts, and rounded once, as in SGLang.
 places of n rows among more rows (`kernels.experts.token_groups`).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

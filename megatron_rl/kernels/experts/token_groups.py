@@ -14,23 +14,15 @@ from parallel.formats import BLOCK
 
 @dataclass(frozen=True)
 class TokenGroups:
-    """Tables of n tokens in T padded rows, for kernels of grouped products and kernels that spread tokens.
+    """Tables of n tokens in T padded rows, for kernels of grouped products and kernels that spread tokens. They are built on the host,
+    where the counts are known, and sent in one copy without waiting for the device."""
 
-    They are built on the host, where the counts are known, and sent in one copy without waiting for the device.
-    """
-
-    lengths: list[int]
-    """Rows of each expert; multiples of 128, possibly 0."""
-    places: torch.Tensor
-    """int64 `[n]`: row of each token."""
-    sources: torch.Tensor
-    """int32 `[T]`: token of each row, or -1 for padding."""
-    experts: torch.Tensor
-    """int32 `[T]`: expert of each row."""
-    sizes: torch.Tensor
-    """int32 `[E]`: `lengths` on the device."""
-    tiles: tuple[torch.Tensor, torch.Tensor]
-    """int64 `[T / 128]` each: first row and length of the group of every 128 consecutive rows."""
+    lengths: list[int]  # rows of each expert; multiples of 128, possibly 0
+    places: torch.Tensor  # int64 `[n]`: row of each token
+    sources: torch.Tensor  # int32 `[T]`: token of each row, or -1 for padding
+    experts: torch.Tensor  # int32 `[T]`: expert of each row
+    sizes: torch.Tensor  # int32 `[E]`: `lengths` on the device
+    tiles: tuple[torch.Tensor, torch.Tensor]  # int64 `[T / 128]` each: first row and length of the group of every 128 consecutive rows
 
     @classmethod
     def from_counts(cls, counts: torch.Tensor | Sequence[int], device: torch.device | str) -> TokenGroups:
@@ -57,5 +49,4 @@ class TokenGroups:
 
     @property
     def rows(self) -> int:
-        """Number of padded rows, T."""
         return len(self.experts)

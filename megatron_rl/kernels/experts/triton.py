@@ -3,11 +3,7 @@
 The quantizing kernels replace several operators: they pack tokens into the bytes and scales that are sent, spread packed tokens to padded
 rows (`token_groups`), and weight and quantize gradients into such rows. Layouts, bytes and scales equal those of
 `kernels.quantize.triton`; a gradient is rounded before it is quantized. A packed token is int32 [K/4 + K/128]: K bytes, then its scales.
-
-Import this file inside functions: Triton comes with GPU builds of torch only.
 """
-
-from __future__ import annotations
 
 from typing import Any
 
@@ -174,10 +170,8 @@ def quantize_weighed(
 
 
 def pack(x: torch.Tensor, order: torch.Tensor, scale_format: str) -> torch.Tensor:
-    """Quantize tokens x `[n, K]` and return them packed, int32 `[n k, K/4 + K/128]`, at the places `order` int64 `[n, k]`.
-
-    Raise ValueError if K is not a multiple of 128 or the shapes do not match.
-    """
+    """Quantize tokens x `[n, K]` and return them packed, int32 `[n k, K/4 + K/128]`, at the places `order` int64 `[n, k]`. Raise ValueError
+    if K is not a multiple of 128 or the shapes do not match."""
     (tokens, k), width = order.shape, x.shape[1]
     if width % BLOCK or len(x) != tokens:
         raise ValueError(

@@ -5,8 +5,6 @@
 Values are views of `mixed`. The backward pass needs only `mixed`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,9 +1,4 @@
-"""The Triton kernels of `kernels.heads.reference`.
-
-Import this file inside functions: Triton comes with GPU builds of torch only.
-"""
-
-from __future__ import annotations
+"""The Triton kernels of `kernels.heads.reference`."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,15 +9,12 @@ import triton.language as tl
 
 from megatron_rl.kernels.heads import Heads, Norms
 
-_TOKENS = 32
-"""Tokens of a program, which computes one head of each."""
-LAUNCH = {"num_warps": 4, "enable_fp_fusion": False}
-"""Multiply-adds are fused only where the kernel calls `tl.fma`."""
+_TOKENS = 32  # tokens of a program, which computes one head of each
+LAUNCH = {"num_warps": 4, "enable_fp_fusion": False}  # multiply-adds are fused only where the kernel calls `tl.fma`
 
 
 @triton.jit
 def _load_pairs(source, first, second, inside):
-    """Return both numbers of each pair, float32."""
     return tl.load(source + first, mask=inside, other=0.0).to(tl.float32), tl.load(source + second, mask=inside, other=0.0).to(tl.float32)
 
 

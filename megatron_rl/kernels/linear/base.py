@@ -1,17 +1,14 @@
 """The interface of the backends that compute the quantized products of the trainer's linear layers.
 
 A layer holds the FP32 master and its quantized blocks; a backend only multiplies. All backends use the bytes of the blocks unchanged, so
-the engine gets the weights that the trainer computes with. `emulated` is the reference. In FP8:
-
-    FProp   y  = Q_1x128(x)    . W^T      rows of x
-    DGrad   dx = Q_1x128(dy)   . W        rows of dy, the same blocks
-    WGrad   dW = Q_1x128(dy^T) . Q_128x1(x)   columns of both, FP32, added to the gradient buffer if there is one
+the engine gets the weights that the trainer computes with. `emulated` is the reference. `precision.contract` has the three products in FP8:
+FProp and DGrad read the rows of their `Operand`, WGrad the columns of both.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from megatron_rl.errors import RunError
 from parallel.formats import BLOCK
@@ -29,12 +26,9 @@ if TYPE_CHECKING:
 class Operand:
     """An activation or gradient `[T, K]` in a form that only its backend reads. A layer saves `columns` for the backward pass."""
 
-    tokens: int
-    """Number of tokens, T."""
-    rows: Tensors = ()
-    """Quantized along K, for FProp and DGrad; empty if not requested."""
-    columns: Tensors = ()
-    """Quantized along T, for WGrad; empty if not requested."""
+    tokens: int  # number of tokens, T
+    rows: Tensors = ()  # quantized along K, for FProp and DGrad; empty if not requested
+    columns: Tensors = ()  # quantized along T, for WGrad; empty if not requested
 
 
 class Backend(Protocol):
@@ -80,9 +74,14 @@ class NormBackend(Backend, Protocol):
 
 
 class GpuBackend:
-    """Base of the GPU backends: BF16 in and out, widths in multiples of 128, no reordered rows. Other inputs are refused."""
+    """Base of the GPU backends: BF16 in and out, widths in multiples of 128, no reordered rows. Other inputs are refused.
+
+    SwiGLU and norms are fused with quantization by the project's Triton kernels.
+    """
 
     name: str
+    multiples: ClassVar[dict[str, Any]] = {}  # arguments of `kernels.quantize.triton.allocate`: padding of the tokens
+    gathers_bytes = True
 
     def __init__(self, format: TensorFormat) -> None:
         self.scale_format = format.scale_format
@@ -93,6 +92,25 @@ class GpuBackend:
             raise RunError(f"{self.name} cannot multiply with a weight {list(blocks.data.shape)} whose blocks are cut or reordered")
 
     def check_input(self, x: torch.Tensor) -> None:
-        """Raise RunError if x is not BF16."""
         if str(x.dtype) != "torch.bfloat16":
             raise RunError(f"{self.name} supports only bf16, but was asked for {x.dtype}")
+
+    def arrange(self, pair: tuple[torch.Tensor, torch.Tensor] | None) -> Tensors:
+        """Return quantized data and scales of the Triton kernels in the library's layout, or () if they were not requested."""
+        return pair or ()
+
+    def quantize_swiglu(self, gate_up: torch.Tensor, gradient: torch.Tensor | None, *, rows: bool, columns: bool) -> Operand:
+        from megatron_rl.kernels.swiglu.triton import quantize_swiglu
+
+        self.check_input(gate_up)
+        pairs = quantize_swiglu(gate_up, gradient, self.scale_format, rows=rows, columns=columns, **self.multiples)
+        return Operand(len(gate_up), *map(self.arrange, pairs))
+
+    def quantize_norm(
+        self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, *, columns: bool
+    ) -> tuple[torch.Tensor, torch.Tensor, Operand]:
+        from megatron_rl.kernels.norm.triton import quantize_norm
+
+        self.check_input(x)
+        total, statistic, *pairs = quantize_norm(x, residual, weight, eps, self.scale_format, columns=columns, **self.multiples)
+        return total, statistic, Operand(statistic.numel(), *map(self.arrange, pairs))

@@ -10,8 +10,6 @@ The tensor core sums 128 terms, then `sum += scale_a * scale_b * partial` in FP3
 `kernels.sums.triton` sums by the tree.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch
@@ -23,8 +21,7 @@ from megatron_rl.precision.quantized_weight import QuantizedWeight
 
 BLOCK_RECIPE = (1, 128, 128)
 GROUP_RECIPE = (1, 1, 128)
-_TMA_ALIGNMENT = 16
-"""Alignment in bytes of addresses that the tensor memory accelerator writes to."""
+_TMA_ALIGNMENT = 16  # alignment in bytes of addresses that the tensor memory accelerator writes to
 
 
 class DeepGemmWeight(NamedTuple):
@@ -37,11 +34,11 @@ class DeepGemmWeight(NamedTuple):
 class DeepGemmBackend(GpuBackend):
     name = "deep_gemm"
     gathered_tokens = 1
-    gathers_bytes = True
 
     def prepare(self, blocks: QuantizedWeight, row_order: torch.Tensor | None) -> DeepGemmWeight:
         self.check_weight(blocks, row_order)
-        return DeepGemmWeight((blocks.data, blocks.scale), (_transposed(blocks.data), blocks.scale.t().contiguous()))
+        transposed = blocks.data.view(torch.uint8).t().contiguous().view(blocks.data.dtype)
+        return DeepGemmWeight((blocks.data, blocks.scale), (transposed, blocks.scale.t().contiguous()))
 
     def quantize(self, x: torch.Tensor, *, rows: bool, columns: bool) -> Operand:
         from megatron_rl.kernels.quantize.triton import quantize_activation
@@ -49,22 +46,6 @@ class DeepGemmBackend(GpuBackend):
         self.check_input(x)
         row_pair, column_pair = quantize_activation(x, self.scale_format, rows=rows, columns=columns)
         return Operand(x.shape[0], row_pair or (), column_pair or ())
-
-    def quantize_swiglu(self, gate_up: torch.Tensor, gradient: torch.Tensor | None, *, rows: bool, columns: bool) -> Operand:
-        from megatron_rl.kernels.swiglu.triton import quantize_swiglu
-
-        self.check_input(gate_up)
-        row_pair, column_pair = quantize_swiglu(gate_up, gradient, self.scale_format, rows=rows, columns=columns)
-        return Operand(len(gate_up), row_pair or (), column_pair or ())
-
-    def quantize_norm(
-        self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, *, columns: bool
-    ) -> tuple[torch.Tensor, torch.Tensor, Operand]:
-        from megatron_rl.kernels.norm.triton import quantize_norm
-
-        self.check_input(x)
-        total, statistic, rows, column_pair = quantize_norm(x, residual, weight, eps, self.scale_format, columns=columns)
-        return total, statistic, Operand(statistic.numel(), rows, column_pair or ())
 
     def start_gather(self, operand: Operand, group: Any) -> PendingOperand:
         tokens, of_rows = operand.tokens * group.size(), bool(operand.rows)
@@ -109,7 +90,3 @@ def _multiply(a: Operand, b: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
 def supports_inplace_add(buffer: torch.Tensor) -> bool:
     """Return whether the kernel can add to a gradient buffer in place; if not, torch does the same FP32 addition."""
     return buffer.dtype == torch.float32 and buffer.is_contiguous() and buffer.data_ptr() % _TMA_ALIGNMENT == 0
-
-
-def _transposed(data: torch.Tensor) -> torch.Tensor:
-    return data.view(torch.uint8).t().contiguous().view(data.dtype)

@@ -4,8 +4,6 @@ Rows are quantized in groups along the features, so the gathered bytes equal tho
 groups of 128 tokens, so this also holds for them if every rank has a multiple of 128 tokens. One value costs 1 + 1/32 bytes instead of 2.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, Protocol, TypeGuard
 
@@ -14,17 +12,14 @@ import torch.distributed as dist
 
 from megatron_rl.kernels.linear.base import Backend, Operand
 
-PendingOperand = Callable[[], Operand]
-"""Waits for the gather and returns the operand of all tokens."""
+PendingOperand = Callable[[], Operand]  # waits for the gather and returns the operand of all tokens
 
 
 class GatheringBackend(Backend, Protocol):
     """A `Backend` that can gather quantized operands."""
 
-    gathered_tokens: int
-    """Rows can be gathered if each rank has a multiple of this many tokens."""
-    gathers_bytes: bool
-    """Whether operands are smaller than the activations that they quantize."""
+    gathered_tokens: int  # rows can be gathered if each rank has a multiple of this many tokens
+    gathers_bytes: bool  # whether operands are smaller than the activations that they quantize
 
     def start_gather(self, operand: Operand, group: Any) -> PendingOperand:
         """Start to gather an operand that has rows, or columns of a multiple of 128 tokens."""

@@ -5,8 +5,6 @@ FP32 sums. The operands are then BF16 numbers, which a CPU with AMX multiplies s
 `fprop` and the products of adapters, so their bits are equal.
 """
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -25,9 +23,7 @@ from parallel.formats import TensorFormat
 
 def value_dtype(x: torch.Tensor, scale_format: str) -> torch.dtype:
     """Return the dtype of the weight values to multiply x with: float32, or bfloat16 if that is exact and several times faster on a CPU.
-
-    E4M3 values times powers of two are exact in BF16, products are summed in FP32, and the result is rounded to BF16 anyway.
-    """
+    E4M3 values times powers of two are exact in BF16, products are summed in FP32, and the result is rounded to BF16 anyway."""
     exact = scale_format == "pow2" and x.dtype == torch.bfloat16 and x.device.type == "cpu"
     return torch.bfloat16 if exact else torch.float32
 
@@ -84,7 +80,6 @@ class DequantizedWeight:
         self._values: dict[torch.dtype, torch.Tensor] = {}
 
     def as_dtype(self, dtype: torch.dtype) -> torch.Tensor:
-        """Return the values `[N, K]`."""
         if dtype not in self._values:
             values, order = dequantize(self._blocks, self._format).to(dtype), self._row_order
             self._values[dtype] = values if order is None else torch.empty_like(values).index_copy_(0, order.to(values.device), values)

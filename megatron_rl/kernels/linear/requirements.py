@@ -1,7 +1,5 @@
 """Requirements of each backend on machine and model, checked before anything heavy starts. Imports torch only for GPU backends."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil
@@ -18,10 +16,8 @@ from parallel.megatron_shards import build_megatron_shards, compute_row_order
 from parallel.model_geometry import ModelGeometry
 
 BACKENDS = ("emulated", "transformer_engine", "deep_gemm")
-MIN_CUDA = (12, 9)
-"""First version in which cuBLAS has block-scaled products and nvcc compiles DeepGEMM's kernels."""
-_HOPPER = 9
-"""Major compute capability. Newer GPUs requantize 128-blocks to MXFP8, whose bytes differ from the engine's."""
+MIN_CUDA = (12, 9)  # first version in which cuBLAS has block-scaled products and nvcc compiles DeepGEMM's kernels
+_HOPPER = 9  # major compute capability. Newer GPUs requantize 128-blocks to MXFP8, whose bytes differ from the engine's.
 
 
 @dataclass(frozen=True)

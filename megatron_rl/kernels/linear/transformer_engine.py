@@ -9,10 +9,8 @@ The quantizer is given the contract's epsilon and scale format explicitly. Trans
 defaults are class attributes that are fixed at import.
 """
 
-from __future__ import annotations
-
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -31,7 +29,7 @@ _TOKENS = 16
 class TransformerEngineBackend(GpuBackend):
     name = "transformer_engine"
     gathered_tokens = _TOKENS
-    gathers_bytes = True
+    multiples: ClassVar[dict[str, Any]] = {"row_multiple": _TOKENS, "column_multiple": _TOKENS}
 
     def prepare(self, blocks: QuantizedWeight, row_order: torch.Tensor | None) -> Any:
         self.check_weight(blocks, row_order)
@@ -49,28 +47,8 @@ class TransformerEngineBackend(GpuBackend):
         row_pair, column_pair = ((buffers[f"{side}_data"], buffers[f"{side}_scale_inv"]) for side in ("rowwise", "columnwise"))
         return Operand(tokens, row_pair if rows else (), column_pair if columns else ())
 
-    def quantize_swiglu(self, gate_up: torch.Tensor, gradient: torch.Tensor | None, *, rows: bool, columns: bool) -> Operand:
-        """Quantize with the project's Triton kernel, in Transformer Engine's layout."""
-        from megatron_rl.kernels.swiglu.triton import quantize_swiglu
-
-        self.check_input(gate_up)
-        pairs = quantize_swiglu(
-            gate_up, gradient, self.scale_format, rows=rows, columns=columns, row_multiple=_TOKENS, column_multiple=_TOKENS
-        )
-        row_pair, column_pair = (() if pair is None else (pair[0].view(torch.uint8), pair[1].t()) for pair in pairs)
-        return Operand(len(gate_up), row_pair, column_pair)
-
-    def quantize_norm(
-        self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, *, columns: bool
-    ) -> tuple[torch.Tensor, torch.Tensor, Operand]:
-        """Quantize with the project's Triton kernels, in Transformer Engine's layout."""
-        from megatron_rl.kernels.norm.triton import quantize_norm
-
-        self.check_input(x)
-        padding = {"row_multiple": _TOKENS, "column_multiple": _TOKENS}
-        total, statistic, *pairs = quantize_norm(x, residual, weight, eps, self.scale_format, columns=columns, **padding)
-        row_pair, column_pair = (() if pair is None else (pair[0].view(torch.uint8), pair[1].t()) for pair in pairs)
-        return total, statistic, Operand(statistic.numel(), row_pair, column_pair)
+    def arrange(self, pair: tuple[torch.Tensor, torch.Tensor] | None) -> tuple[torch.Tensor, ...]:
+        return () if pair is None else (pair[0].view(torch.uint8), pair[1].t())
 
     def start_gather(self, operand: Operand, group: Any) -> PendingOperand:
         of_rows = bool(operand.rows)

@@ -6,8 +6,6 @@ All in FP32; `total` and `normed` are rounded to the dtype of x, as two separate
 it (`NormBackend.quantize_norm`). The backward pass needs `total` and `statistic`.
 """
 
-from __future__ import annotations
-
 import torch
 
 

@@ -3,11 +3,7 @@
 Sum and result are rounded to the dtype of x, so bytes, scales and layouts equal those of `kernels.quantize.triton` for the result. The
 kernel that holds a whole token writes the rows. Columns need 128 tokens, too many for one program, so a second kernel computes them from
 the sum.
-
-Import this file inside functions: Triton comes with GPU builds of torch only.
 """
-
-from __future__ import annotations
 
 from typing import Any
 
@@ -27,8 +23,7 @@ from megatron_rl.kernels.quantize.triton import (
 from megatron_rl.precision.contract import AMAX_EPSILON, E4M3_MAX
 from parallel.formats import BLOCK
 
-_TOKENS = 16
-"""Tokens of a program, which accumulates its part of the gradient of the weight in registers."""
+_TOKENS = 16  # tokens of a program, which accumulates its part of the gradient of the weight in registers
 
 
 @triton.jit
@@ -129,9 +124,7 @@ def quantize_norm(
     x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, scale_format: str, *, columns: bool, **multiples: int
 ) -> tuple[torch.Tensor, torch.Tensor, QuantizedPair, QuantizedPair | None]:
     """Return (total `[..., h]`, statistic float32 `[...]`, rows, columns or None) for x `[..., h]`; names as in `kernels.norm.reference`.
-
-    `multiples` are arguments of `allocate`. Raise ValueError if h is not a multiple of 128 or the shapes do not match.
-    """
+    `multiples` are arguments of `allocate`. Raise ValueError if h is not a multiple of 128 or the shapes do not match."""
     tokens, width = x.shape[:-1].numel(), x.shape[-1]
     if width % BLOCK or weight.shape != (width,) or (residual is not None and (residual.shape, residual.dtype) != (x.shape, x.dtype)):
         raise ValueError(f"x {list(x.shape)}: the width must be a multiple of {BLOCK}, and residual and weight must match x")

@@ -4,11 +4,7 @@ Bytes and scales equal those of `precision.fp8`, in the layouts that block-scale
 
     rows      data [T, K], scales [T, K/128] with T contiguous, padded to 4 in memory (TMA requires 16-byte strides); or into given tensors
     columns   data [K, T'], scales [K, T'/128] with K contiguous; T' is T padded to 128 with zeros
-
-Import this file inside functions: Triton comes with GPU builds of torch only.
 """
-
-from __future__ import annotations
 
 from typing import Any
 
@@ -153,13 +149,8 @@ def _round_up(count: int, multiple: int) -> int:
 
 
 def quantize_into(x: torch.Tensor, data: torch.Tensor, scale: torch.Tensor, scale_format: str) -> None:
-    """Write Q_1x128(x) into the caller's tensors. Raise ValueError for other shapes or dtypes.
-
-    Args:
-        x: `[T, K]` in BF16, FP16 or float32, contiguous; K a multiple of 128.
-        data: E4M3 `[T, K]`, contiguous.
-        scale: float32 `[T, K/128]` with any strides.
-    """
+    """Write Q_1x128(x) of contiguous x `[T, K]` in BF16, FP16 or float32, K a multiple of 128, into contiguous E4M3 `data` `[T, K]` and
+    float32 `scale` `[T, K/128]` of any strides. Raise ValueError for other shapes or dtypes."""
     tokens, width = x.shape
     fits = width % BLOCK == 0 and data.shape == x.shape and scale.shape == (tokens, width // BLOCK)
     if not (fits and x.is_contiguous() and data.is_contiguous()) or data.dtype != torch.float8_e4m3fn or scale.dtype != torch.float32:

@@ -7,10 +7,8 @@ and sin in FP32, FP32 arithmetic with a fused multiply-add, one rounding. Megatr
 as CPU engines do, and reads the length of every sequence from the device; `mcore` uses it on a CPU.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -24,15 +22,13 @@ def rotates_rows(x: torch.Tensor) -> bool:
 class Rotation:
     """The rotation of the tokens of a row, the same for all layers."""
 
-    cos: torch.Tensor
-    """float32 `[positions, pairs]`, like `sin`."""
+    cos: torch.Tensor  # float32 `[positions, pairs]`, like `sin`
     sin: torch.Tensor
-    positions: torch.Tensor
-    """int64 `[t]`: row of `cos` and `sin` for each token."""
+    positions: torch.Tensor  # int64 `[t]`: row of `cos` and `sin` for each token
     interleaved: bool
 
     @classmethod
-    def from_angles(cls, angles: torch.Tensor, positions: torch.Tensor, interleaved: bool, scale: float = 1.0) -> Rotation:
+    def from_angles(cls, angles: torch.Tensor, positions: torch.Tensor, interleaved: bool, scale: float = 1.0) -> Self:
         """Return the rotation by `angles` float32 `[positions, pairs]`, with cos and sin multiplied by `scale` as in YaRN."""
         return cls((angles.cos() * scale).contiguous(), (angles.sin() * scale).contiguous(), positions, interleaved)
 

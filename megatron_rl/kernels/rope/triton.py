@@ -1,13 +1,10 @@
-"""The Triton kernel of `kernels.rope.reference`. Import this file inside functions: Triton comes with GPU builds of torch only."""
-
-from __future__ import annotations
+"""The Triton kernel of `kernels.rope.reference`."""
 
 import torch
 import triton
 import triton.language as tl
 
-LAUNCH = {"num_warps": 4, "enable_fp_fusion": False}
-"""Multiply-adds are fused only where the kernel calls `tl.fma`."""
+LAUNCH = {"num_warps": 4, "enable_fp_fusion": False}  # multiply-adds are fused only where the kernel calls `tl.fma`
 
 
 @triton.jit
@@ -40,12 +37,8 @@ def rotate_token(
 def rotate(
     x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor, start: int, sign: float, interleaved: bool
 ) -> torch.Tensor:
-    """Return x `[t, heads, d]` with each head rotated from element `start` on, contiguous. Raise ValueError if shapes do not match.
-
-    Args:
-        cos, sin: float32 `[positions, pairs]`.
-        positions: `[t]`.
-    """
+    """Return x `[t, heads, d]` with each head rotated from element `start` on, contiguous. cos and sin are float32 `[positions, pairs]`,
+    positions are `[t]`. Raise ValueError if shapes do not match."""
     (tokens, heads, width), pairs = x.shape, cos.shape[1]
     if positions.shape != (tokens,) or cos.shape != sin.shape or start + 2 * pairs > width:
         raise ValueError(f"x {list(x.shape)}, tables {list(cos.shape)} and positions {list(positions.shape)} do not match")

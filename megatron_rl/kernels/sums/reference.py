@@ -8,8 +8,6 @@ and tp 1, 2, 4 and 8 give the same bits. The method follows the tree-based invar
 A softmax over the vocabulary sums its exponentials in equal parts, whose number is a power of two, and adds the parts by the tree.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -22,17 +20,13 @@ from megatron_rl.kernels.batch_invariant import apply_with_min_rows, bf16_operan
 from parallel.row_sums import GATHERED_WHOLE, LEAF, halve
 
 MAX_VOCABULARY_PARTS = 64
-_TILE_ROWS, _TILE_COLUMNS = 512, 256
-"""Tile of a node's results that fits in the cache of a core."""
-_FEW_ROWS = 64
-"""With up to this many rows, columns are not tiled: reading the weight dominates the time of a decoded token."""
+_TILE_ROWS, _TILE_COLUMNS = 512, 256  # tile of a node's results that fits in the cache of a core
+_FEW_ROWS = 64  # with up to this many rows, columns are not tiled: reading the weight dominates the time of a decoded token
 
 
 def multiply(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Return x . W^T, float32 `[..., N]`, by the tree over this rank's leaves; x `[..., K]` and weight `[N, K]` in BF16 or float32.
-
-    The bits of a row do not depend on other rows, but differ between CPU and GPU.
-    """
+    """Return x . W^T, float32 `[..., N]`, by the tree over this rank's leaves; x `[..., K]` and weight `[N, K]` in BF16 or float32. The
+    bits of a row do not depend on other rows, but differ between CPU and GPU."""
     if x.is_cuda:
         from megatron_rl.kernels.sums.triton import multiply_nodes
 

@@ -4,13 +4,7 @@ A program computes a tile of results, leaf after leaf. A leaf is a product of 12
 scales of its FP8 blocks. It is added to the nodes that wait for it (`parallel.row_sums.list_merges`). There is at most one such node per
 level, held in registers: with tiles of 64 x 64, eight levels (32,768 numbers on a rank) fit, and further levels are spilled. Tiles do not
 depend on the number of tokens, so neither do the bits of a token. Work is split only at nodes of the tree, which changes no bit.
-
-    reads of a program's operands   64 + 64 rows for 64 x 64 results: 32 FLOPs per BF16 byte, 64 per FP8 byte, from the GPU's cache
-
-Import this file inside functions: Triton comes with GPU builds of torch only.
 """
-
-from __future__ import annotations
 
 import functools
 
@@ -22,10 +16,8 @@ from parallel.formats import BLOCK
 from parallel.row_sums import GPU_TILE as TILE
 from parallel.row_sums import LEAF, list_merges
 
-GROUP = 12
-"""Row tiles that share a column tile in turn, so that its data stay in the GPU's cache."""
-LAUNCH = {"num_warps": 8, "num_stages": 3, "enable_fp_fusion": False}
-"""No fused multiply-add: a scaled leaf is rounded before it is added."""
+GROUP = 12  # row tiles that share a column tile in turn, so that its data stay in the GPU's cache
+LAUNCH = {"num_warps": 8, "num_stages": 3, "enable_fp_fusion": False}  # no fused multiply-add: a scaled leaf is rounded before it is added
 MAX_NODES, _ENOUGH_PROGRAMS = 8, 128
 
 
@@ -93,12 +85,8 @@ def multiply_tile(
 def multiply_nodes(
     x: torch.Tensor, weight: torch.Tensor, x_scale: torch.Tensor | None = None, weight_scale: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return the nodes of x . W^T, float32 `[nodes, T, N]`, for `kernels.sums.reference.add`. Raise ValueError for other operands.
-
-    Args:
-        x, weight: `[T, K]` and `[N, K]` in BF16, float32 or E4M3.
-        x_scale, weight_scale: With E4M3, float32 `[T, K/128]` and `[N/128, K/128]` with any strides.
-    """
+    """Return the nodes of x . W^T, float32 `[nodes, T, N]`, for `kernels.sums.reference.add`; x `[T, K]` and weight `[N, K]` in BF16,
+    float32 or E4M3. E4M3 needs scales float32 `[T, K/128]` and `[N/128, K/128]` of any strides. Raise ValueError for other operands."""
     (tokens, width), features = x.shape, len(weight)
     scales = [scale for scale in (x_scale, weight_scale) if scale is not None]
     scaled, blocks = x.dtype == torch.float8_e4m3fn, -(-width // BLOCK)

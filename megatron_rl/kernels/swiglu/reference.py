@@ -2,8 +2,6 @@
 engines also round silu(gate), models do not use it. The backward pass needs only gate and up.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -2,11 +2,7 @@
 
 Values are rounded to the dtype of gate and up before they are quantized, so bytes and scales equal those of SwiGLU followed by
 `kernels.quantize.triton`, in the same layouts.
-
-Import this file inside functions: Triton comes with GPU builds of torch only.
 """
-
-from __future__ import annotations
 
 from typing import Any
 
@@ -20,13 +16,11 @@ from megatron_rl.precision.contract import AMAX_EPSILON, E4M3_MAX
 from parallel.formats import BLOCK
 
 ROW_LAUNCH = {"num_warps": 4, "enable_fp_fusion": False}
-_COLUMNS = 1024
-"""Results per program."""
+_COLUMNS = 1024  # results per program
 
 
 @triton.jit
 def _multiply(gate, up):
-    """Return silu(gate) up of float32 values."""
     return tl.div_rn(gate, 1.0 + tl.exp(-gate)) * up
 
 

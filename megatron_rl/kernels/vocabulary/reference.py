@@ -8,8 +8,6 @@ Each rank summarizes its part of a row of logits x, divided by the temperature, 
 their gradients are rounded to the dtype of the logits, as separate operators round.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -22,8 +20,7 @@ class RowScores(NamedTuple):
     """Scores of each row, float32 `[n]`."""
 
     logprobs: torch.Tensor
-    log_sums: torch.Tensor
-    """Logarithm of the sum of the exponentials."""
+    log_sums: torch.Tensor  # logarithm of the sum of the exponentials
     entropies: torch.Tensor
 
 

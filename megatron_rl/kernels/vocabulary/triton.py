@@ -1,17 +1,11 @@
-"""The Triton kernels of `kernels.vocabulary.reference`.
-
-Import this file inside functions: Triton comes with GPU builds of torch only.
-"""
-
-from __future__ import annotations
+"""The Triton kernels of `kernels.vocabulary.reference`."""
 
 import torch
 import triton
 import triton.language as tl
 
 LAUNCH = {"num_warps": 8, "enable_fp_fusion": False}
-_COLUMNS = 4096
-"""Logits that a program loads at a time."""
+_COLUMNS = 4096  # logits that a program loads at a time
 
 
 @triton.jit

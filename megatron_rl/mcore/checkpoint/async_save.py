@@ -54,17 +54,13 @@ class AsyncSave:
             filesystem_async._results_queue = None
         write: Any = self._request.async_fn  # None if this rank has nothing to write
         buckets, transforms = ([], None) if write is None else (self._request.async_fn_args[1], write.args[0])
-        self._check_room(buckets)
+        own_bytes = self.other_bytes + sum(tensor.nbytes for *_, (_, tensors) in buckets for _, tensor in tensors)
+        needed = sum(gather_from_ranks(own_bytes))
+        run_on_rank0(lambda: check_room(parent, needed))
         storages = {tensor.untyped_storage()._cdata for tensor in live}
         copies = [_copy_to_host(bucket, storages) for bucket in buckets]
         self._thread = threading.Thread(target=self._write, args=(copies, transforms, results), daemon=True)
         self._thread.start()
-
-    def _check_room(self, buckets: list[Any]) -> None:
-        sharded = sum(tensor.nbytes for *_, (_, tensors) in buckets for _, tensor in tensors)
-        own_bytes = sharded + self.other_bytes
-        needed = sum(gather_from_ranks(own_bytes))
-        run_on_rank0(lambda: check_room(self._parent, needed))
 
     def _write(self, buckets: list[Any], transforms: Any, results: queue.Queue[Any]) -> None:
         try:

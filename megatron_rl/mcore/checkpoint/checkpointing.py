@@ -1,16 +1,19 @@
 """Saves a run's checkpoint and loads it into the ranks of a resumed run. `run_weights.py` describes the files."""
 
 import json
+import random
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from megatron_rl.distributed import errors_on_all_ranks, gather_from_ranks, get_rank_and_size, is_rank0, write_on_rank0
 from megatron_rl.errors import RunError, UserError
@@ -19,7 +22,6 @@ from megatron_rl.hf.mtp_layers import MTPCopy
 from megatron_rl.mcore.checkpoint import folder as checkpoints
 from megatron_rl.mcore.checkpoint.async_save import AsyncSave, OtherFiles
 from megatron_rl.mcore.checkpoint.optimizer import MasterState, OptimizerState, fill_in_place
-from megatron_rl.mcore.checkpoint.rng import restore_rng_state
 from megatron_rl.mcore.layers.linear.quantized_linear import find_quantized_layers, list_quantized_layers
 from megatron_rl.mcore.names import ModelChunks, get_model_chunks
 from megatron_rl.mcore.optim.buckets import finish_gathers
@@ -30,14 +32,13 @@ _CRITIC = "critic."  # prefix of the names of the critic's tensors
 
 
 class CheckpointWriter:
-    """Writes one checkpoint. The constructor returns once the tensors are copied; `finish` publishes the folder. Collective.
-
-    The constructor and `finish` raise RunError on every rank if writing fails; earlier checkpoints stay.
+    """Writes one checkpoint. The constructor returns once the tensors are copied; `finish` publishes the folder. Both are collective and
+    raise RunError on every rank if writing fails; earlier checkpoints stay.
 
     Args:
         source: Hugging Face folder of the model; its tokenizer and MTP layers are copied.
         state: JSON with at least `precision`; only rank 0's is written.
-        optimizer, random: needed to resume from the checkpoint. `random` is the result of `capture_rng_state`.
+        optimizer, rng_state: needed to resume from the checkpoint. `rng_state` is the result of `capture_rng_state`.
         keep: number of newest checkpoints to keep; 0 keeps all.
         critic: the critic's model and optimizer.
         files: further files that this rank writes.
@@ -51,7 +52,7 @@ class CheckpointWriter:
         source: Path,
         state: dict[str, Any],
         optimizer: Any = None,
-        random: dict[str, Any] | None = None,
+        rng_state: dict[str, Any] | None = None,
         keep: int = 0,
         critic: tuple[ModelChunks, Any] | None = None,
         files: Sequence[OtherFiles] = (),
@@ -65,14 +66,17 @@ class CheckpointWriter:
             sharded["critic"], critic_step, of_critic = _shard_for_save(*critic, prefix=_CRITIC)
             live += of_critic
             self._state = {**self._state, "critic_adam_step": critic_step}
-        if random is not None:
-            sharded["random"] = _rng_shard(random)
+        if rng_state is not None:
+            sharded["random"] = _shard_rng_state(rng_state)
         with self._discarded_on_failure():
             write_on_rank0(self._prepare)
             with errors_on_all_ranks():
                 # with LoRA, MTP layers are in the base model; trained ones are in `mcore/`
                 has_mtp_elsewhere = list_adapted_layers(model) or get_model_chunks(model)[0].config.trained_mtp_layers
-                copies = [] if has_mtp_elsewhere else [_open_copy(source, hf_config)]
+                try:
+                    copies = [] if has_mtp_elsewhere else [MTPCopy(source, hf_config, *get_rank_and_size())]
+                except UserError as error:  # the folder was valid when the run started
+                    raise RunError(str(error)) from None
             self._async_save = AsyncSave(self._temporary, sharded, live, [*copies, *files])
 
     def is_written(self) -> bool:
@@ -112,13 +116,6 @@ class CheckpointWriter:
         checkpoints.publish(self._temporary, self.folder, self._keep)
 
 
-def _open_copy(source: Path, hf_config: dict[str, Any]) -> MTPCopy:
-    try:
-        return MTPCopy(source, hf_config, *get_rank_and_size())
-    except UserError as error:  # the folder was valid when the run started
-        raise RunError(str(error)) from None
-
-
 def _shard_for_save(model: ModelChunks, optimizer: Any, prefix: str = "") -> tuple[dict[str, Any], int | None, list[torch.Tensor]]:
     """Return (sharded state, number of Adam steps or None without an optimizer, tensors that training will modify)."""
     sharded, step = _weights(model, prefix), None
@@ -153,8 +150,28 @@ def _load_weights(model: ModelChunks, loaded: dict[str, Any]) -> None:
         chunk.load_state_dict({**quantized, **loaded[f"model{number}"]})
 
 
-def _rng_shard(random: dict[str, Any] | None) -> ShardedObject:
-    return ShardedObject("random", random, (dist.get_world_size(),), (dist.get_rank(),))
+def capture_rng_state() -> dict[str, Any]:
+    """Return a picklable copy of the states of a rank's random number generators."""
+    return {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "torch": torch.get_rng_state(),
+        "device": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+        "megatron": {name: state.clone() for name, state in get_cuda_rng_tracker().get_states().items()},
+    }
+
+
+def _restore_rng_state(state: dict[str, Any]) -> None:
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+    if state["device"] is not None:
+        torch.cuda.set_rng_state(state["device"])
+    get_cuda_rng_tracker().set_states(state["megatron"])
+
+
+def _shard_rng_state(state: dict[str, Any] | None) -> ShardedObject:
+    return ShardedObject("random", state, (dist.get_world_size(),), (dist.get_rank(),))
 
 
 def load_run_checkpoint(
@@ -173,12 +190,12 @@ def load_run_checkpoint(
         parts.append(_LoadedPart("critic_adam_step", _CRITIC, *critic))
     sharded: dict[str, Any] = {part.step: part.sharded for part in parts}
     if same_layout:
-        sharded["random"] = _rng_shard(None)
+        sharded["random"] = _shard_rng_state(None)
     loaded = dist_checkpointing.load(sharded, str(folder / "mcore"))
     for part in parts:
         part.finish(loaded[part.step], int(state[part.step]))
     if same_layout:
-        restore_rng_state(loaded["random"])
+        _restore_rng_state(loaded["random"])
 
 
 class _LoadedPart:

@@ -24,7 +24,6 @@ _READERS = 8  # number of files to read concurrently
 
 
 def checkpoint_folder(run: Path, step: int) -> Path:
-    """Return the path of the checkpoint of an RL step."""
     return run / "checkpoints" / f"step_{step:05d}"
 
 

@@ -31,9 +31,6 @@ class _SlicedState:
     def __init__(self) -> None:
         self._entries: dict[str, _SlicedTensor] = {}
 
-    def _add(self, kind: str, chunk: int, name: str, key: str, weight: Any, slice_: MasterSlice) -> None:
-        self._entries[f"{kind}.{chunk}.{name}"] = _SlicedTensor(key, weight, slice_)
-
     def local_tensors(self) -> dict[str, torch.Tensor]:
         """Return this rank's slices."""
         return {name: entry.slice.values for name, entry in self._entries.items()}
@@ -64,7 +61,7 @@ class MasterState(_SlicedState):
         for number, weights in enumerate(chunks):
             for name, weight in [*_iter_weights(weights)]:
                 if (master := masters.get(id(weight.data))) is not None:
-                    self._add("weight", number, name, "", weight, master)
+                    self._entries[f"weight.{number}.{name}"] = _SlicedTensor("", weight, master)
                     del weights[name]
 
 
@@ -78,7 +75,7 @@ class OptimizerState(_SlicedState):
         for number, weights in enumerate(chunks):
             for name, weight in _iter_weights(weights):
                 for kind, slice_ in states.get(id(weight.data), {}).items():
-                    self._add(kind, number, name, f"optimizer.{kind}", weight, slice_)
+                    self._entries[f"{kind}.{number}.{name}"] = _SlicedTensor(f"optimizer.{kind}", weight, slice_)
 
     @property
     def step(self) -> int:
@@ -100,20 +97,11 @@ class _SlicedTensor:
     weight: Any
     slice: MasterSlice
 
-    @property
-    def _counts(self) -> list[int]:
-        """Number of elements on each replica; the slices are consecutive."""
-        return [end - start for start, end in pairwise(self.slice.edges)]
-
-    @property
-    def _owner(self) -> int:
-        """The replica with the largest slice."""
-        return self._counts.index(max(self._counts))
-
-    @property
-    def is_owner(self) -> bool:
-        """Whether this rank reads and writes the whole tensor."""
-        return self.slice.group.rank() == self._owner
+    def __post_init__(self) -> None:
+        self._counts = [end - start for start, end in pairwise(self.slice.edges)]  # elements on each replica; slices are consecutive
+        self._owner = self._counts.index(max(self._counts))  # the replica with the largest slice
+        self.is_owner = self.slice.group.rank() == self._owner  # whether this rank reads and writes the whole tensor
+        self._device = self.weight.data.device  # used for communication
 
     def _iter_others(self, whole: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield (replica, its flat part of `whole`) for every other replica with a nonempty part."""
@@ -124,7 +112,7 @@ class _SlicedTensor:
     @torch.no_grad()
     def gather(self) -> torch.Tensor | None:
         """Return the whole tensor on its owner and None elsewhere; in host memory unless it is unsharded. Collective. Slices may be
-        offloaded to host memory (`mcore.optim.offload`), so pieces pass through the device one at a time."""
+        offloaded to host memory (`mcore.optim.optimizer`), so pieces pass through the device one at a time."""
         values, group = self.slice.values, self.slice.group
         if group.size() == 1:
             return self.allocate()
@@ -149,11 +137,6 @@ class _SlicedTensor:
             dist.recv(received, group=self.slice.group, group_src=replica)
             piece.copy_(received)
 
-    @property
-    def _device(self) -> torch.device:
-        """The device used for communication."""
-        return self.weight.data.device
-
     def allocate(self) -> torch.Tensor:
         """Return the tensor that receives the whole value when loading. If the state is not sliced, this is the state itself."""
         shape = self.weight.data.shape
@@ -174,10 +157,9 @@ class _SlicedTensor:
         """Return `tensor`, described like its weight."""
         if self.key:
             sharded = make_sharded_optimizer_tensor(self.weight, tensor, self.key)
-        elif isinstance(self.weight, ShardedTensor):
-            sharded = replace(self.weight, data=tensor, dtype=tensor.dtype)
         else:
-            sharded = replace(self.weight, data=tensor)
+            dtype = {"dtype": tensor.dtype} if isinstance(self.weight, ShardedTensor) else {}
+            sharded = replace(self.weight, data=tensor, **dtype)
         return replace(sharded, replica_id=(*sharded.replica_id[:-1], 0))  # the owner holds the only copy
 
 
@@ -189,8 +171,7 @@ def fill_in_place(sharded: Any) -> Any:
 
     def merge(parts: Any) -> torch.Tensor:
         is_filled = isinstance(parts, list) and parts[0].data_ptr() == sharded.data.data_ptr()
-        merged: torch.Tensor = sharded.data if is_filled else sharded.merge_fn(parts)
-        return merged
+        return sharded.data if is_filled else sharded.merge_fn(parts)
 
     return replace(sharded, merge_fn=merge)
 

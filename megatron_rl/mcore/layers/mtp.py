@@ -6,8 +6,8 @@ The loss is the cross-entropy of the response tokens. Hidden state, embedding an
 `detach_encoder` and in AReaL: the policy's pass, loss and gradient are the same bits as without MTP. The gradient norm for clipping
 excludes MTP layers, and only the forward pass of a training step runs them.
 
-Megatron rolls tokens and labels itself and computes the loss inside the model. Here a `Lookahead` is built from the whole micro-batch
-beforehand, which needs no communication between context-parallel ranks, and logits only for response tokens.
+Megatron would roll tokens and labels itself. Here a `Lookahead` is built from the whole micro-batch beforehand, which needs no
+communication between context-parallel ranks, and logits only for response tokens.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from megatron_rl.mcore.layers.attention.core_attention import CoreAttention
 from megatron_rl.mcore.layers.linear.high_precision import PlainColumnParallelLinear
 from megatron_rl.mcore.layers.linear.output_layer import score_positions
 from megatron_rl.mcore.layers.norms import RMSNorm
-from megatron_rl.mcore.layers.spec import build_last_layer_spec
+from megatron_rl.mcore.layers.spec import build_layer_spec
 from megatron_rl.mcore.names import override
 from megatron_rl.mcore.passes.context_parallel import ContextShard
 from megatron_rl.mcore.passes.logprobs import ScoredPositions, Targets
@@ -82,12 +82,7 @@ class LookaheadLayer(MultiTokenPredictionLayer):
     """Megatron's MTP layer with given input tokens: `input_ids` [remaining layers, t / cp]."""
 
     def _get_embeddings(
-        self,
-        input_ids: torch.Tensor,
-        position_ids: torch.Tensor,
-        embedding: Any,
-        hidden_states: torch.Tensor,
-        packed_seq_params: Any = None,
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor, embedding: Any, hidden_states: torch.Tensor, **_: Any
     ) -> tuple[torch.Tensor, ...]:
         with torch.no_grad():
             embedded = embedding(input_ids=input_ids[:1], position_ids=position_ids)
@@ -95,8 +90,7 @@ class LookaheadLayer(MultiTokenPredictionLayer):
 
     def _checkpointed_forward(self, forward_func: Any, hidden_states: Any, decoder_input: Any, **options: Any) -> torch.Tensor:
         """Replace Megatron's version, which saves all options as tensors; packed-sequence parameters are not tensors."""
-        result: torch.Tensor = tensor_parallel.checkpoint(partial(forward_func, **options), False, hidden_states, decoder_input)
-        return result
+        return tensor_parallel.checkpoint(partial(forward_func, **options), False, hidden_states, decoder_input)
 
 
 class LookaheadModel(GPTModel):
@@ -105,12 +99,12 @@ class LookaheadModel(GPTModel):
 
     _lookahead = PerMicroBatch()
 
-    def __init__(self, quantized: bool, **options: Any) -> None:
+    def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self._embedding_copy: list[LanguageModelEmbedding] = []  # in a list, so that it is not a submodule that is saved or stepped
         if not self.post_process:
             return
-        self.mtp = MultiTokenPredictionBlock(self.config, _build_spec(self.config, quantized), self.vp_stage)
+        self.mtp = MultiTokenPredictionBlock(self.config, _build_spec(self.config), self.vp_stage)
         for parameter in self.mtp.parameters():
             parameter.shared = True  # excludes the parameter from Megatron's gradient norm
         for core in (module for module in self.mtp.modules() if isinstance(module, CoreAttention)):
@@ -120,18 +114,17 @@ class LookaheadModel(GPTModel):
             self._embedding_copy.append(copy.requires_grad_(False))
 
     def _postprocess(self, hidden_states: torch.Tensor, **options: Any) -> torch.Tensor:
-        result: torch.Tensor = super()._postprocess(hidden_states, **options)
+        result = super()._postprocess(hidden_states, **options)
         if self.post_process and self._lookahead is not None:
             self._predict(self._lookahead, hidden_states, options)
         return result
 
     def _predict(self, ahead: Lookahead, hidden_states: torch.Tensor, options: dict[str, Any]) -> None:
-        kept = ("position_ids", "attention_mask", "rotary_pos_emb", "packed_seq_params")
         states = self.mtp(
             input_ids=ahead.tokens,
             hidden_states=hidden_states.detach().requires_grad_(),  # a recomputed layer has gradients only if its input requires one
             embedding=self._embedding_copy[0] if self._embedding_copy else self.embedding,
-            **{name: options[name] for name in kept},
+            **{name: options[name] for name in ("position_ids", "attention_mask", "rotary_pos_emb", "packed_seq_params")},
         )
         weight = self.output_layer.weight.detach()
         for state, scored, tokens in zip(states.chunk(1 + len(ahead.scored))[1:], ahead.scored, ahead.targets, strict=True):
@@ -152,13 +145,13 @@ def copy_embedding(chunks: list[Any]) -> None:
     dist.broadcast(embedding.word_embeddings.weight.data, group=parallel_state.get_embedding_group(), group_src=0)
 
 
-def _build_spec(config: Any, quantized: bool) -> MultiTokenPredictionBlockSubmodules:
+def _build_spec(config: Any) -> MultiTokenPredictionBlockSubmodules:
     """Return the spec of the MTP block: decoder layers like the model's last ones, and a high-precision projection."""
     parts = MultiTokenPredictionLayerSubmodules(
         enorm=RMSNorm,
         hnorm=RMSNorm,
         eh_proj=PlainColumnParallelLinear,
-        transformer_layer=build_last_layer_spec(config, quantized),
+        transformer_layer=build_layer_spec(config, config.num_moe_experts),
         layer_norm=RMSNorm,
     )
     return MultiTokenPredictionBlockSubmodules([ModuleSpec(LookaheadLayer, submodules=parts)] * config.trained_mtp_layers)

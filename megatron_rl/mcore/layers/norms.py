@@ -105,17 +105,15 @@ class NormFusion:
         self._kept: tuple[torch.Tensor, Normed] | None = None
 
     def applies(self, norm: RMSNorm, x: torch.Tensor) -> bool:
-        """Return whether this pass fuses the norm of x. This requires a backend that can, no replaced forward pass
-        (`mcore.passes.engine_emulation`), and no hook that observes the result. Under sequence parallelism, ranks must gather bytes."""
+        """Return whether this pass fuses the norm of x. This requires a backend that can, and no hook that observes the result. Under
+        sequence parallelism, ranks must gather bytes."""
         layer, tokens = self.layer, x.shape[:-1].numel()
         gathers = layer.sequence_parallel and layer.tp_group.size() > 1
         return (
             is_fused(x)
             and x.dtype == norm.weight.dtype == torch.bfloat16
             and hasattr(layer.backend, "quantize_norm")
-            and layer.quantization_enabled
-            and "_forward_impl" not in vars(layer)
-            and not layer._forward_hooks
+            and layer.can_fuse
             and not norm._forward_hooks
             and (not gathers or (can_gather(layer.backend, tokens) and (tokens % BLOCK == 0 or not self._trains)))
         )
@@ -146,9 +144,6 @@ class AddBeforeNorm(MegatronModule):
 
     _norm: tuple[RMSNorm, ...] = ()  # in a tuple, so that it is not a submodule
 
-    def __init__(self, config: TransformerConfig) -> None:
-        super().__init__(config)
-
     def forward(self, training: bool, fused: bool) -> AddFn:
         plain = get_bias_dropout_add(training, fused)
 
@@ -167,9 +162,8 @@ def connect_norms(model: GPTModel) -> None:
     layer ends with its own stream, so its last addition has no norm."""
     layers: list[Any] = list(model.decoder.layers)
     for number, layer in enumerate(layers):
-        layer.bias_dropout_add_exec_handler = (
-            nullcontext  # Megatron enables gradients even in no_grad passes, which would keep a graph of all layers
-        )
+        # Megatron enables gradients even in no_grad passes, which would keep a graph of all layers
+        layer.bias_dropout_add_exec_handler = nullcontext
         if isinstance(layer.self_attention, SelfAttention) and isinstance(layer.self_attention.linear_qkv, QuantizedColumnParallelLinear):
             layer.input_layernorm.fusion = NormFusion(layer.self_attention.linear_qkv)
         if isinstance(layer.mlp, MLP) and isinstance(layer.mlp.linear_fc1, QuantizedColumnParallelLinear) and not layer.recompute_mlp:

@@ -58,20 +58,25 @@ class FusedMLP(MLP):
         return super().forward(hidden_states, *args, **options)
 
 
-class SpecProvider(LocalSpecProvider):
+class _SpecProvider(LocalSpecProvider):
     """Megatron's local layers with our linear layers, experts and activation."""
 
+    def __init__(self, config: Any) -> None:
+        self._quantized: bool = config.linear_format.quantized
+
     def row_parallel_linear(self) -> type:
-        return TreeRowParallelLinear
+        return QuantizedRowParallelLinear if self._quantized else TreeRowParallelLinear
 
     def column_parallel_linear(self) -> type:
-        return PlainColumnParallelLinear
+        return QuantizedColumnParallelLinear if self._quantized else PlainColumnParallelLinear
 
     def replicated_linear(self) -> type:
-        return ReplicatedLinear
+        return QuantizedReplicatedLinear if self._quantized else ReplicatedLinear
 
     def kv_b_linear(self) -> type:
-        return AbsorbedLinear if takes_absorbed_form() else self.column_parallel_linear()
+        if takes_absorbed_form():
+            return QuantizedAbsorbedLinear if self._quantized else AbsorbedLinear
+        return WeightOnlyQuantizedLinear if self._quantized else PlainColumnParallelLinear
 
     def activation_func(self) -> Any:
         return SwiGLU if swiglu.is_fused() else None
@@ -80,40 +85,19 @@ class SpecProvider(LocalSpecProvider):
         return OutputWeightedExperts, MLPSubmodules(linear_fc1=self.column_parallel_linear(), linear_fc2=self.row_parallel_linear())
 
 
-class QuantizedSpecProvider(SpecProvider):
-    """The same with quantized linear layers, including the experts'."""
-
-    def column_parallel_linear(self) -> type:
-        return QuantizedColumnParallelLinear
-
-    def row_parallel_linear(self) -> type:
-        return QuantizedRowParallelLinear
-
-    def replicated_linear(self) -> type:
-        return QuantizedReplicatedLinear
-
-    def kv_b_linear(self) -> type:
-        return QuantizedAbsorbedLinear if takes_absorbed_form() else WeightOnlyQuantizedLinear
-
-
-def build_decoder_spec(config: TransformerConfig, quantized: bool, vp_stage: int | None = None) -> TransformerBlockSubmodules:
+def build_decoder_spec(config: TransformerConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
     """Return the spec of the layers of this pipeline stage or virtual stage."""
-    backend = QuantizedSpecProvider() if quantized else SpecProvider()
-    dense = _layer_spec(config, backend, None)
-    sparse = _layer_spec(config, backend, config.num_moe_experts) if config.num_moe_experts else dense
+    dense = build_layer_spec(config, None)
+    sparse = build_layer_spec(config, config.num_moe_experts) if config.num_moe_experts else dense
     has_experts = config.moe_layer_freq if config.num_moe_experts else [0] * config.num_layers  # one entry per layer
     first, count = get_transformer_layer_offset(config, vp_stage), get_num_layers_to_build(config, vp_stage)
     layers = [sparse if has_experts[layer] else dense for layer in range(first, first + count)]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
 
 
-def build_last_layer_spec(config: TransformerConfig, quantized: bool) -> ModuleSpec:
-    """Return the spec of a layer like the model's last ones: with experts if the model has any."""
-    return _layer_spec(config, QuantizedSpecProvider() if quantized else SpecProvider(), config.num_moe_experts)
-
-
-def _layer_spec(config: TransformerConfig, backend: SpecProvider, experts: int | None) -> ModuleSpec:
-    add = ModuleSpec(NormedAdd if config.post_norms else AddBeforeNorm, params={"config": config})
+def build_layer_spec(config: TransformerConfig, experts: int | None) -> ModuleSpec:
+    """Return the spec of a layer with the given number of experts; None for a dense layer."""
+    backend, add = _SpecProvider(config), ModuleSpec(NormedAdd if config.post_norms else AddBeforeNorm, params={"config": config})
     layer = TransformerLayerSubmodules(
         input_layernorm=RMSNorm,
         self_attention=(_latent_attention if config.multi_latent_attention else _attention)(config, backend),
@@ -125,7 +109,7 @@ def _layer_spec(config: TransformerConfig, backend: SpecProvider, experts: int |
     return ModuleSpec(module=TransformerLayer, submodules=layer)
 
 
-def _mlp(backend: SpecProvider, experts: int | None) -> Any:
+def _mlp(backend: _SpecProvider, experts: int | None) -> Any:
     """Return a namespace instead of a ModuleSpec: Megatron would warn about the unknown class."""
     spec = get_mlp_module_spec_for_backend(backend=backend, num_experts=experts, use_te_activation_func=swiglu.is_fused())
     if experts is None:
@@ -134,7 +118,7 @@ def _mlp(backend: SpecProvider, experts: int | None) -> Any:
     return SimpleNamespace(module=MixtureOfExperts, submodules=spec.submodules)
 
 
-def _attention(config: TransformerConfig, backend: SpecProvider) -> ModuleSpec:
+def _attention(config: TransformerConfig, backend: _SpecProvider) -> ModuleSpec:
     head_norm = RMSNorm if config.qk_layernorm else IdentityOp
     parts = SelfAttentionSubmodules(
         linear_qkv=backend.column_parallel_linear(),
@@ -146,7 +130,7 @@ def _attention(config: TransformerConfig, backend: SpecProvider) -> ModuleSpec:
     return ModuleSpec(module=PackedSelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=parts)
 
 
-def _latent_attention(config: TransformerConfig, backend: SpecProvider) -> ModuleSpec:
+def _latent_attention(config: TransformerConfig, backend: _SpecProvider) -> ModuleSpec:
     absorbed = takes_absorbed_form()
     parts = MLASelfAttentionSubmodules(
         linear_q_proj=backend.column_parallel_linear(),

@@ -7,8 +7,6 @@ parameters. For E4M3 parameters, Adam steps the slice of the FP32 master as usua
     one all-reduce takes the maximum over replicas                4 bytes per block
     each replica quantizes its slices into the parameter buffer   the maxima determine the scales on all replicas
     Megatron's all-gather distributes the bytes                   1 byte per parameter
-
-A parameter costs 1 byte plus scales, 4 bytes of gradient buffer, and 12 bytes for master and moments divided over the replicas.
 """
 
 from collections.abc import Iterable
@@ -60,7 +58,7 @@ class QuantizingOptimizer(DistributedOptimizer):
                 parameter.main_param, parameter.main_param_sharded = None, True
         super().__init__(optimizer, *args, **options)
         self._slices: list[_Slice] = []
-        self._maxima = torch.zeros(0)
+        self.maxima = torch.zeros(0)
 
     @classmethod
     def _build_model_and_main_param_groups(
@@ -133,10 +131,10 @@ class QuantizingOptimizer(DistributedOptimizer):
         changed = [float(not each.layer.adopted or _hash(each.master.values) != each.digest) for each in self._slices]
         flat = torch.cat([*(grid.view(-1) for grid in grids), grids[0].new_tensor(changed)])
         dist.all_reduce(flat, op=dist.ReduceOp.MAX, group=self.data_parallel_group)
-        self._maxima, flags = flat[: -len(changed)], flat[-len(changed) :]
+        self.maxima, flags = flat[: -len(changed)], flat[-len(changed) :]
         keep = flags.logical_not().tolist() if any(each.layer.adopted for each in self._slices) else [False] * len(changed)
         sizes = [grid.numel() for grid in grids]
-        scales, multipliers = (values.split(sizes) for values in make_scales(self._maxima, self._slices[0].layer.format))
+        scales, multipliers = (values.split(sizes) for values in make_scales(self.maxima, self._slices[0].layer.format))
         for each, grid, scale, multiplier, kept in zip(self._slices, grids, scales, multipliers, keep, strict=True):
             each.layer.adopted = kept
             if not kept:
@@ -146,13 +144,8 @@ class QuantizingOptimizer(DistributedOptimizer):
     def find_broken(self) -> str:
         """Return the name of the first weight with inf or NaN in its last quantization, or "". Waits for the device."""
         sizes = [each.layer.scale.numel() for each in self._slices]
-        parts = zip(self._slices, self._maxima.split(sizes), strict=True)
+        parts = zip(self._slices, self.maxima.split(sizes), strict=True)
         return next((each.name for each, maxima in parts if not bool(maxima.isfinite().all())), "")
-
-    @property
-    def is_broken(self) -> torch.Tensor:
-        """Whether any weight held inf or NaN in its last quantization, as a one-element tensor on the device."""
-        return self._maxima.isfinite().all().logical_not()
 
 
 def is_quantized(parameter: torch.Tensor) -> bool:
@@ -173,10 +166,9 @@ def requantize(optimizer: Any) -> None:
 def check_finite(optimizers: Iterable[QuantizingOptimizer]) -> None:
     """Raise RunError on every rank if a quantized weight holds inf or NaN; the message names it. Collective; waits once for the device."""
     parts = list(optimizers)
-    device = torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
-    broken = torch.zeros((), device=device)
+    broken = torch.zeros((), device=torch.cuda.current_device() if torch.cuda.is_available() else "cpu")
     for part in parts:
-        broken = torch.maximum(broken, part.is_broken.to(broken))
+        broken = torch.maximum(broken, part.maxima.isfinite().all().logical_not().to(broken))
     dist.all_reduce(broken, op=dist.ReduceOp.MAX)
     if float(broken):
         name = next(filter(None, (part.find_broken() for part in parts)), "")

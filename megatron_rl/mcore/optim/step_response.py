@@ -57,12 +57,8 @@ class StepResponse:
     def __init__(self, chunks: ModelChunks, optimizer: Any) -> None:
         self._chunks = chunks
         layers = find_weight_layers(chunks).values()
-        formats = [(layer, layer.engine_format) for layer in layers if layer.engine_format is not None]
-        measured = [
-            layer
-            for layer, format in formats
-            if (format.quantized or layer.weight.dtype is not torch.float32) and layer.weight.requires_grad
-        ]
+        formats = [(layer, layer.engine_format) for layer in layers if layer.engine_format and layer.weight.requires_grad]
+        measured = [layer for layer, format in formats if format.quantized or layer.weight.dtype is not torch.float32]
         self._strips = [_Strip(layer, first) for layer in measured for first in range(0, len(layer.weight), _ROWS)]
         largest = max((layer.weight[:_ROWS].numel() for layer in measured), default=1)
         self._size = min(max(_ELEMENTS // largest, _MIN_STRIPS), len(self._strips))
@@ -84,7 +80,10 @@ class StepResponse:
             new_engine, new_master = self._read(strip)
             moved, stepped = (new_engine - engine).abs_(), (new_master - master).abs_()
             of_strip = torch.stack([moved.sum(), (moved != 0).sum(), moved.new_full((), moved.numel()), stepped.sum()]).double()
-            sums += of_strip / _count_copies(strip.layer.weight) * (len(self._strips) / len(self._sample))
+            weight: Any = strip.layer.weight
+            is_cut = getattr(weight, "tensor_model_parallel", False) or not getattr(weight, "allreduce", True)
+            copies = 1 if is_cut else parallel_state.get_tensor_model_parallel_world_size()  # tensor-parallel ranks with the whole weight
+            sums += of_strip / copies * (len(self._strips) / len(self._sample))
         self._sample = []
         dist.all_reduce(sums)
         moved_sum, changed, values, stepped_sum = sums.tolist()
@@ -112,32 +111,20 @@ def _find_held(strip: _Strip, master: Any) -> Iterator[tuple[slice, slice]]:
         at += 1 + len(others)
 
 
-def _select_rows(strip: _Strip) -> torch.Tensor:
-    """Return the strip's rows of its weight."""
-    weight, order, rows = strip.layer.weight.detach(), strip.layer.row_order, slice(strip.first, strip.first + _ROWS)
-    return weight[rows] if order is None else reorder_rows(weight, order[rows])
-
-
 def _read_engine(strip: _Strip) -> torch.Tensor:
     """Return the engine's values of a strip, float32 [rows, K]; NaN if a weight that must be quantized holds inf or NaN. Collective if
     whole rows share a scale and ranks hold different columns of them."""
-    layer, first, format = strip.layer, strip.first, strip.layer.engine_format
+    layer, first, format, order = strip.layer, strip.first, strip.layer.engine_format, strip.layer.row_order
     assert format is not None
+    weight, places = layer.weight.detach(), slice(first, first + _ROWS)
+    rows = weight[places] if order is None else reorder_rows(weight, order[places])
     if layer.blocks is not None and layer.format == format:
         assert format.block is not None
         height = format.block[0]
-        data = _select_rows(strip)
-        return dequantize(QuantizedWeight(data, layer.blocks.scale[first // height : -(-(first + len(data)) // height)]), format)
-    rows = _select_rows(strip)
+        return dequantize(QuantizedWeight(rows, layer.blocks.scale[first // height : -(-(first + len(rows)) // height)]), format)
     if not format.quantized:
         return rows.float()
     try:
         return dequantize(quantize_rows(rows, format, layer.tp_group if layer.is_cut_by_columns else None), format)
     except ValueError:
         return torch.full_like(rows, torch.nan, dtype=torch.float32)
-
-
-def _count_copies(weight: Any) -> int:
-    """Return the number of tensor-parallel ranks that hold the whole weight."""
-    is_cut = getattr(weight, "tensor_model_parallel", False) or not getattr(weight, "allreduce", True)
-    return 1 if is_cut else parallel_state.get_tensor_model_parallel_world_size()

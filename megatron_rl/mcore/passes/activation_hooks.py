@@ -1,14 +1,12 @@
 """Records the outputs of the trainer's operators for a batch, with columns in the engine's order."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 import torch
 from megatron.core.models.gpt import GPTModel
 
-from megatron_rl.precision.graph.activation_hooks import TRAINER, attach_hooks, layer_hook_points
+from megatron_rl.precision.activation_hooks import TRAINER, attach_hooks, layer_hook_points
 
 HOOK_POINTS = (
     ("embedding", None, "embedding"),

@@ -17,7 +17,7 @@ from megatron_rl.kernels.linear.reference import DequantizedWeight
 from megatron_rl.kernels.sums import reference as tree
 from megatron_rl.mcore.layers.attention.core_attention import CoreAttention
 from megatron_rl.mcore.layers.linear.quantized_linear import QuantizedLinear, WeightLayer
-from megatron_rl.mcore.layers.linear.row_parallel import RowSum, gather_sequence
+from megatron_rl.mcore.layers.linear.row_parallel import gather_sequence
 from megatron_rl.mcore.names import ModelChunks, iter_modules, override
 from megatron_rl.mcore.weights.load_weights import find_weight_layers
 from megatron_rl.precision.quantized_weight import QuantizedWeight
@@ -31,16 +31,9 @@ MatmulFn = Callable[[torch.Tensor, bool], torch.Tensor]
 def emulate_engine(
     model: ModelChunks, named_tensors: Mapping[str, torch.Tensor], format: TensorFormat, inputs: bool = True
 ) -> Iterator[int]:
-    """Context manager: forward passes multiply with the quantized weights of `named_tensors`. Without gradient.
-
-    Yields the number of replaced layers on this rank, 0 if the engine is not quantized. Under tensor parallelism, inputs are quantized in
-    the parts that a trainer rank holds.
-
-    Args:
-        named_tensors: the engine's tensors from `mcore.weights.load_weights.collect_named_tensors`.
-        format: `PrecisionContract.engine_format`.
-        inputs: quantize the layers' inputs like the engine; otherwise like the trainer.
-    """
+    """Context manager: forward passes multiply with the engine's quantized weights, `collect_named_tensors` in the engine's `format`, and
+    with `inputs` quantize the layers' inputs like the engine. Without gradient. Yields the number of replaced layers on this rank, 0 if the
+    engine is not quantized. Under tensor parallelism, inputs are quantized in the parts that a trainer rank holds."""
     with ExitStack() as restore, torch.no_grad():
         changed = 0
         for name, layer in find_weight_layers(model).items() if format.quantized else ():
@@ -61,19 +54,10 @@ def emulate_cache(model: ModelChunks) -> AbstractContextManager[None]:
     return override([core for *_, core in iter_modules(model, CoreAttention)], "quantizes_kv", True)
 
 
-def _forward(
-    multiply: MatmulFn,
-    input: torch.Tensor,
-    weight: torch.Tensor,
-    *,
-    sequence_parallel: bool,
-    tp_group: Any,
-    bias: Any = None,
-    row_sum: RowSum | None = None,
-    **_: Any,
-) -> torch.Tensor:
+def _forward(multiply: MatmulFn, input: torch.Tensor, weight: torch.Tensor, **options: Any) -> torch.Tensor:
     """Replace the `_forward_impl` of a linear layer, including the communication that Megatron expects from it."""
-    y = multiply(gather_sequence(input, tp_group) if sequence_parallel else input, row_sum is not None)
+    row_sum, bias = options.get("row_sum"), options.get("bias")
+    y = multiply(gather_sequence(input, options["tp_group"]) if options["sequence_parallel"] else input, row_sum is not None)
     if row_sum is not None:
         return row_sum.reduce(y, input.dtype)
     return y if bias is None else y + bias

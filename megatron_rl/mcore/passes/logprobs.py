@@ -49,8 +49,14 @@ class Targets:
         return logits.float() if self.temperature == 1.0 else logits.float() / self.temperature
 
     def keep(self, scaled: torch.Tensor) -> torch.Tensor:
-        """Return the logits with -inf for tokens that are not kept."""
-        return scaled if self.kept is None else scaled.masked_fill(_find_left_out(self.kept, scaled.shape[-1]), -torch.inf)
+        """Return the logits with -inf for tokens that are not kept. Rows without kept tokens keep all."""
+        if self.kept is None:
+            return scaled
+        size = scaled.shape[-1]
+        local = self.kept.long() - parallel_state.get_tensor_model_parallel_rank() * size
+        elsewhere = (self.kept < 0) | (local < 0) | (local >= size)
+        left_out = (self.kept[:, :1] >= 0).expand(-1, size + 1).clone()  # the last column takes tokens of other ranks
+        return scaled.masked_fill(left_out.scatter_(-1, local.masked_fill(elsewhere, size), False)[:, :size], -torch.inf)
 
     def find_columns(self, size: int) -> torch.Tensor:
         """Return the tokens' columns [n] in this rank's `size` columns; out of range if another rank holds the token."""
@@ -60,14 +66,6 @@ class Targets:
         """Return (columns [n, 1] clamped to this rank's `size` columns, bool [n, 1] whether this rank holds the token)."""
         columns = self.find_columns(size).unsqueeze(-1)
         return columns.clamp(0, size - 1), (columns >= 0) & (columns < size)
-
-
-def _find_left_out(kept: torch.Tensor, size: int) -> torch.Tensor:
-    """Return bool [n, size]: True for this rank's tokens that are not kept. All False in rows without kept tokens."""
-    local = kept.long() - parallel_state.get_tensor_model_parallel_rank() * size
-    elsewhere = (kept < 0) | (local < 0) | (local >= size)
-    left_out = (kept[:, :1] >= 0).expand(-1, size + 1).clone()  # the last column takes tokens of other ranks
-    return left_out.scatter_(-1, local.masked_fill(elsewhere, size), False)[:, :size]
 
 
 @dataclass(frozen=True)
@@ -194,12 +192,8 @@ def _cut_into_chunks(count: int, width: int, fused: bool) -> list[slice]:
 
 def _cut_into_parts(logits: torch.Tensor) -> list[slice]:
     """Return slices of a chunk's rows to score at a time: cache-sized on one CPU rank, else all rows."""
-    return _cut(len(logits), max(1, _LOGITS_IN_CACHE // logits.shape[-1]) if _is_local(logits) else len(logits))
-
-
-def _is_local(x: torch.Tensor) -> bool:
-    """Return whether the whole vocabulary is on one CPU rank."""
-    return parallel_state.get_tensor_model_parallel_world_size() == 1 and not x.is_cuda
+    is_local = parallel_state.get_tensor_model_parallel_world_size() == 1 and not logits.is_cuda
+    return _cut(len(logits), max(1, _LOGITS_IN_CACHE // logits.shape[-1]) if is_local else len(logits))
 
 
 _ScoreRows = Callable[[torch.Tensor, Targets], tuple[torch.Tensor, ...]]

@@ -56,11 +56,7 @@ def sum_over_replicas(*numbers: float) -> list[float]:
 
 def sum_samples(rows: torch.Tensor, numbers: Sequence[int], count: int) -> torch.Tensor:
     """Return the sums [k] of float64 rows [own, k] over all replicas' samples, added in sample order whichever replica holds a sample.
-
-    Args:
-        numbers: sample number of each row.
-        count: number of samples over all replicas.
-    """
+    `numbers` holds the sample number of each row; `count` is the number of samples over all replicas."""
     device = torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
     of_all = torch.zeros(count, rows.shape[1], dtype=torch.float64, device=device)
     of_all[torch.tensor(numbers, dtype=torch.long, device=device)] = rows.to(device)

@@ -46,25 +46,18 @@ class FusedAdam(torch.optim.Optimizer):
         assert param.grad is not None
         tensors = (param, param.grad, state["exp_avg"], state["exp_avg_sq"])
         parts = (tensor.view(-1).split(_VALUES_IN_CACHE) for tensor in tensors)
+        (beta1, beta2), decay = group["betas"], group["weight_decay"]
+        correction1, correction2 = (1 - beta ** group["step"] if group["bias_correction"] else 1.0 for beta in (beta1, beta2))
         for part, grad, mean, square in zip(*parts, strict=True):
-            self._update_part(part, grad, mean, square, group)
-
-    def _update_part(
-        self, param: torch.Tensor, grad: torch.Tensor, mean: torch.Tensor, square: torch.Tensor, group: dict[str, Any]
-    ) -> None:
-        beta1, beta2 = group["betas"]
-        decay = group["weight_decay"]
-        grad = grad.float()
-        if decay and not self.adam_w_mode:
-            grad = grad.add(param.float(), alpha=decay)
-        mean.mul_(beta1).add_(grad, alpha=1 - beta1)
-        square.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-        correction1 = 1 - beta1 ** group["step"] if group["bias_correction"] else 1.0
-        correction2 = 1 - beta2 ** group["step"] if group["bias_correction"] else 1.0
-        update = (mean / correction1).div_((square / correction2).sqrt_().add_(group["eps"]))
-        if decay and self.adam_w_mode:
-            update.add_(param.float(), alpha=decay)
-        param.add_(update, alpha=-group["lr"])
+            grad = grad.float()
+            if decay and not self.adam_w_mode:
+                grad = grad.add(part.float(), alpha=decay)
+            mean.mul_(beta1).add_(grad, alpha=1 - beta1)
+            square.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+            update = (mean / correction1).div_((square / correction2).sqrt_().add_(group["eps"]))
+            if decay and self.adam_w_mode:
+                update.add_(part.float(), alpha=decay)
+            part.add_(update, alpha=-group["lr"])
 
 
 def install() -> None:

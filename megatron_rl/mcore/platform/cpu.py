@@ -8,10 +8,12 @@ names the Megatron code that needs it. All patches of Megatron are here, except 
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.metadata
 import logging
 import sys
 import time
+from functools import partial
 from typing import Any
 
 import torch
@@ -87,18 +89,13 @@ def install() -> None:
         return
     check_version()
     _installed = True
-    _patch_device_queries()
+    _patch_cuda()
     _patch_device_literals()
     _patch_tensor_methods()
-    _patch_rng()
-    _patch_moe()
-    _patch_latent_attention()
+    _patch_layers()
     _patch_uneven_collectives()
     _patch_lone_replicas()
     _patch_linear_products()
-
-
-def _nothing(*_: Any, **__: Any) -> None: ...
 
 
 def _define_missing_names() -> None:
@@ -111,13 +108,21 @@ def _define_missing_names() -> None:
         moe_utils.te_general_gemm = None
 
 
-def _patch_device_queries() -> None:
+def _patch_cuda() -> None:
     cuda: Any = torch.cuda
     cuda.current_device = lambda: _CPU  # rope, mappings, p2p and DDP buffers
-    cuda.synchronize = cuda.empty_cache = _nothing  # p2p_communication, dist_checkpointing
+    cuda.synchronize = cuda.empty_cache = lambda *_, **__: None  # p2p_communication, dist_checkpointing
     cuda.Stream = cuda.Event = _CpuStreamOrEvent  # side stream of the MoE dispatcher, overlapped DDP
     cuda.current_stream = cuda.default_stream = lambda *_: _CpuStreamOrEvent()
     cuda.stream = lambda _: contextlib.nullcontext()
+    # the RNG tracker (dropout, activation recomputation) keeps the states of the CPU generator
+    cuda.get_rng_state = lambda *_, **__: torch.get_rng_state()
+    cuda.set_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+    cuda.manual_seed = torch.manual_seed
+    import megatron.core.tensor_parallel.random as random
+
+    random._get_cuda_rng_state, random._set_cuda_rng_state = cuda.get_rng_state, cuda.set_rng_state
+    logging.getLogger(random.__name__).addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())
 
 
 def _patch_device_literals() -> None:
@@ -125,20 +130,12 @@ def _patch_device_literals() -> None:
     from torch.utils import _device
 
     _device._device_constructors()  # caches the originals, which `with torch.device(...)` (used by transformers) knows by identity
+
+    def on_cpu(factory: Any, *args: Any, device: Any = None, pin_memory: bool = False, **kwargs: Any) -> Any:
+        return factory(*args, device=_CPU if str(device).startswith("cuda") else device, **kwargs)
+
     for name in ("tensor", "zeros", "ones"):
-        setattr(torch, name, _on_cpu(getattr(torch, name)))
-
-
-def _on_cpu(factory: Any) -> Any:
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        device = kwargs.get("device")
-        if device is not None and str(device).startswith("cuda"):
-            kwargs["device"] = _CPU
-        kwargs.pop("pin_memory", None)
-        return factory(*args, **kwargs)
-
-    wrapped.__name__ = factory.__name__
-    return wrapped
+        setattr(torch, name, functools.update_wrapper(partial(on_cpu, getattr(torch, name)), getattr(torch, name)))
 
 
 def _patch_tensor_methods() -> None:
@@ -156,29 +153,12 @@ def _patch_tensor_methods() -> None:
     tensor.type = type_
 
 
-def _patch_rng() -> None:
-    # the RNG tracker (dropout, activation recomputation) keeps the states of the CPU generator
-    cuda: Any = torch.cuda
-    cuda.get_rng_state = lambda *_, **__: torch.get_rng_state()
-    cuda.set_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
-    cuda.manual_seed = torch.manual_seed
-    import megatron.core.tensor_parallel.random as random
-
-    random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
-    random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
-    logging.getLogger(random.__name__).addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())
-
-
-def _patch_moe() -> None:
+def _patch_layers() -> None:
+    import megatron.core.transformer.multi_latent_attention as latent
     from megatron.core.transformer.moe.router import TopKRouter
 
     # torch.compile of one sum of integers runs a C++ compiler for 7 s in every process
     TopKRouter._apply_expert_bias = TopKRouter._apply_expert_bias._torchdynamo_orig_callable
-
-
-def _patch_latent_attention() -> None:
-    import megatron.core.transformer.multi_latent_attention as latent
-
     if not isinstance(latent.TELinear, type):  # Megatron calls isinstance(..., TELinear) without Transformer Engine too
         latent.TELinear = type("TELinear", (torch.nn.Module,), {})
 
@@ -214,29 +194,20 @@ def _patch_lone_replicas() -> None:
     # gradient and parameter buckets of a single replica: gloo would copy them, NCCL leaves them in place
     import megatron.core.distributed.param_and_grad_buffer as buffers
 
-    def skip_if_alone(collective: Any) -> Any:
-        def wrapped(*args: Any, group: Any, async_op: bool, **kwargs: Any) -> Any:
-            if group.size() > 1 or async_op:
-                return collective(*args, group=group, async_op=async_op, **kwargs)
-            return None
+    def skip_if_alone(collective: Any, *args: Any, group: Any, async_op: bool, **kwargs: Any) -> Any:
+        return collective(*args, group=group, async_op=async_op, **kwargs) if group.size() > 1 or async_op else None
 
-        return wrapped
-
-    buffers.dist_all_gather_func = skip_if_alone(buffers.dist_all_gather_func)
-    buffers.dist_reduce_scatter_func = skip_if_alone(buffers.dist_reduce_scatter_func)
+    for name in ("dist_all_gather_func", "dist_reduce_scatter_func"):
+        setattr(buffers, name, partial(skip_if_alone, getattr(buffers, name)))
 
 
 def _patch_linear_products() -> None:
     # forward products of unquantized linear layers: long BF16 sums depend on the number of rows
     import megatron.core.tensor_parallel.layers as layers
 
-    for function in (layers.LinearWithFrozenWeight, layers.LinearWithGradAccumulationAndAsyncCommunication):
-        function.forward = staticmethod(_with_invariant_matmuls(function.forward))
-
-
-def _with_invariant_matmuls(forward: Any) -> Any:
-    def wrapped(*args: Any) -> Any:
+    def multiply(forward: Any, *args: Any) -> Any:
         with InvariantMatmuls():
             return forward(*args)
 
-    return wrapped
+    for function in (layers.LinearWithFrozenWeight, layers.LinearWithGradAccumulationAndAsyncCommunication):
+        function.forward = staticmethod(partial(multiply, function.forward))

@@ -6,7 +6,6 @@ A layer's blocks stay as loaded. A forward hook adds the adapter's output after 
 
 import hashlib
 import math
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -94,28 +93,24 @@ def _add(layer: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, Any]) 
 
 def _add_by_row_sum(layer: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, Any]) -> tuple[torch.Tensor, Any]:
     """Add the adapter of a row-parallel layer; partial sums of h are added like those of y. If `mcore.layers.moe.experts` adds the partial
-    sums of y, float32 [T, N], append those of h: [T, N + rank]."""
+    sums of y, float32 [T, N], append those of h: [T, N + rank]. If Megatron sums rounded parts of y, it also sums those of an expert's
+    adapter."""
     if not layer.adapter_enabled:
         return output
-    row_sum = layer.choose_sum(inputs[0].dtype)
-    if row_sum is None or not row_sum.by_tree:
-        return output[0] + _add_up_rounded(layer, project_down(inputs[0], take_weight(layer.lora_A))), output[1]
-    h = TreeProduct.apply(inputs[0], layer.lora_A, row_sum)
+    row_sum, group = layer.choose_sum(inputs[0].dtype), layer.tp_group
     if isinstance(row_sum, PartialSum):
-        return torch.cat([output[0], h], -1), output[1]
-    return output[0] + project_up(h, take_weight(layer.lora_B), layer.adapter_scale), output[1]
-
-
-def _add_up_rounded(layer: Any, h: torch.Tensor) -> torch.Tensor:
-    """Return the adapter's output if Megatron sums rounded parts: for a sharded expert this rank's part, since Megatron sums it with
-    y's."""
-    up, group = take_weight(layer.lora_B), layer.tp_group
-    if group.size() > 1 and layer.is_expert:
-        up = copy_to_tensor_model_parallel_region(up, group=group)
-    elif group.size() > 1:
-        add_up = reduce_scatter_to_sequence_parallel_region if layer.sequence_parallel else reduce_from_tensor_model_parallel_region
-        h = add_up(h, group=group)
-    return project_up(h, up, layer.adapter_scale)
+        return torch.cat([output[0], TreeProduct.apply(inputs[0], layer.lora_A, row_sum)], -1), output[1]
+    up = take_weight(layer.lora_B)
+    if row_sum is not None and row_sum.by_tree:
+        h = TreeProduct.apply(inputs[0], layer.lora_A, row_sum)
+    else:
+        h = project_down(inputs[0], take_weight(layer.lora_A))
+        if group.size() > 1 and layer.is_expert:
+            up = copy_to_tensor_model_parallel_region(up, group=group)
+        elif group.size() > 1:
+            add_up = reduce_scatter_to_sequence_parallel_region if layer.sequence_parallel else reduce_from_tensor_model_parallel_region
+            h = add_up(h, group=group)
+    return output[0] + project_up(h, up, layer.adapter_scale), output[1]
 
 
 def list_adapted_layers(model: ModelChunks) -> list[tuple[Any, str, Any]]:
@@ -123,17 +118,12 @@ def list_adapted_layers(model: ModelChunks) -> list[tuple[Any, str, Any]]:
     return [found for found in iter_modules(model) if hasattr(found[2], "adapter_scale")]
 
 
-def disable_adapters(model: ModelChunks) -> AbstractContextManager[None]:
-    """Return a context manager in which forward passes are those of the frozen model."""
-    return override([layer for *_, layer in list_adapted_layers(model)], "adapter_enabled", False)
-
-
 class FrozenPolicy(Policy):
     """The reference policy of LoRA training: the same model without its adapters, so there is no second copy of the weights."""
 
     def compute_logprobs(self, samples: list[TrainingSample]) -> tuple[list[torch.Tensor], float]:
         finish_gathers(self.model)
-        with disable_adapters(self.model):
+        with override([layer for *_, layer in list_adapted_layers(self.model)], "adapter_enabled", False):
             return super().compute_logprobs(samples)
 
 

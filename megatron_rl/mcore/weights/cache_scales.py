@@ -30,18 +30,15 @@ def renew_scales(model: ModelChunks) -> Iterator[None]:
         core.kv_amax = amax[core]
     try:
         yield
-        if scales:
-            _choose(scales, amax)
+        if not scales:
+            return
+        core, seen = next(iter(amax.items()))
+        of_all = seen.new_zeros(core.config.num_layers, 2)  # layers of all stages, so that one all-reduce is enough
+        for core, seen in amax.items():
+            of_all[core.layer_number - 1] = seen
+        dist.all_reduce(of_all, op=dist.ReduceOp.MAX)
+        for core, values in scales.items():
+            values.copy_(choose_scales(of_all[core.layer_number - 1], values))
     finally:
         for core in scales:
             core.kv_amax = None
-
-
-def _choose(scales: dict[CoreAttention, torch.Tensor], amax: dict[CoreAttention, torch.Tensor]) -> None:
-    core = next(iter(scales))
-    of_all = amax[core].new_zeros(core.config.num_layers, 2)  # layers of all stages, so that one all-reduce is enough
-    for core, seen in amax.items():
-        of_all[core.layer_number - 1] = seen
-    dist.all_reduce(of_all, op=dist.ReduceOp.MAX)
-    for core, values in scales.items():
-        values.copy_(choose_scales(of_all[core.layer_number - 1], values))

@@ -3,8 +3,12 @@
 The result is BF16 or FP32, or the same quantized bytes that the engine would receive; optionally with wider matrices (`hf.align`). Files
 of at most `FILE_BYTES` are read and written one at a time, so a process holds one file and one parameter. Ranks under torchrun share the
 files; their content does not depend on the number of ranks.
+
+Adapters of a run are written in PEFT's format, or for our own engine. PEFT has one adapter per tensor of the checkpoint. In training, all
+tensors of a Megatron layer (such as q, k and v) share their A, so the export writes A once for each tensor.
 """
 
+import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -16,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.config import PrecisionConfig
+from megatron_rl.config.lora import LoraConfig
 from megatron_rl.distributed import errors_on_all_ranks, gather_from_ranks, get_rank_and_size, run_on_rank0, write_on_rank0
 from megatron_rl.errors import UserError, as_run_error, as_user_error
 from megatron_rl.hf.align import Alignment, align_config, is_scaled, widen
@@ -35,13 +40,13 @@ from megatron_rl.hf.write import (
 )
 from megatron_rl.mcore.checkpoint.folder import check_room, find_damage
 from megatron_rl.mcore.checkpoint.run_weights import RunWeights, read_state
-from megatron_rl.mcore.weights.adapter_export import export_adapters, holds_adapters
 from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.precision.quantizers import store
+from parallel.adapters import ENGINE_FILE, is_adapter
 from parallel.formats import MODES
 from parallel.model_geometry import ModelGeometry
 from parallel.mtp_layers import list_copies
-from parallel.shards import HFTensor, Region
+from parallel.shards import HFTensor, Region, take_all
 
 
 class _Source(NamedTuple):
@@ -100,18 +105,12 @@ def convert(
     folder: Path, output: Path, precision_fields: dict[str, Any], alignment: Alignment | None = None, file_bytes: int = FILE_BYTES
 ) -> None:
     """Convert a checkpoint to a Hugging Face checkpoint in another precision and, with `alignment`, to wider matrices. Collective.
+    `precision_fields` are the fields of `PrecisionConfig` that differ from the source's.
 
     A run's weights are quantized like in a sync. A Hugging Face checkpoint's quantized weights become BF16, or its high-precision weights
-    are quantized, FP8 with the default scale format; unquantized tensors of a quantized result keep their dtype. On an error, nothing is
-    left behind.
-
-    Args:
-        precision_fields: fields of `PrecisionConfig` that differ from the source's.
-
-    Raises:
-        UserError: the checkpoint is damaged, does not fit its model, or is quantized already.
-        RunError: the disk is full; raised on every rank.
-    """
+    are quantized, FP8 with the default scale format; unquantized tensors of a quantized result keep their dtype. Raise UserError if the
+    checkpoint is damaged, does not fit its model, or is quantized already, and RunError on every rank if the disk is full. On an error,
+    nothing is left behind."""
     rank, world = get_rank_and_size()
     is_run = not (folder / "config.json").is_file()
     with errors_on_all_ranks():
@@ -216,3 +215,66 @@ def _store(tensor: HFTensor, value: torch.Tensor, source: _Source, scaled: bool)
     if value.dtype == torch.float32 and (scaled or (tensor.role == "norm" and source.keeps_fp32_norms)):  # or scaled by an earlier export
         return {tensor.name: value}
     return store(tensor.name, value, source.contract.format_of(tensor.role))
+
+
+def holds_adapters(folder: Path) -> bool:
+    """Return whether a checkpoint holds adapters only."""
+    return (folder / "state.json").is_file() and "lora" in read_state(folder, of_adapters=True)[0]
+
+
+def read_settings(state: dict[str, Any]) -> LoraConfig:
+    """Return the adapter settings in a checkpoint's state.json."""
+    return LoraConfig.model_validate_json(json.dumps(state["lora"]))
+
+
+def _read_geometry(folder: Path, lora: LoraConfig) -> ModelGeometry:
+    with as_user_error():
+        return lora.adapt(ModelGeometry.from_hf_config(read_config(folder / "hf")))
+
+
+def write_for_engine(folder: Path, lora: LoraConfig, model: Path) -> None:
+    """Write the adapters of a run's checkpoint into the folder `model`, which an engine loads as their base."""
+    geometry = _read_geometry(folder, lora)
+    weights = RunWeights(folder, geometry)
+    tensors = (tensor for name, tensor in geometry.tensors().items() if is_adapter(name.removesuffix(".weight")))
+    (model / ENGINE_FILE).parent.mkdir()
+    write_file(model / ENGINE_FILE, {tensor.name: weights.read_values(take_all(tensor)).clone() for tensor in tensors})
+
+
+def export_adapters(folder: Path, output: Path) -> None:
+    """Write a run's adapters in PEFT's format into the new folder `output`. Raise UserError if the checkpoint is damaged."""
+    if reason := find_damage(folder):
+        raise UserError("--checkpoint", str(folder), f"is damaged: {reason}", "give another checkpoint of the run")
+    state, _ = read_state(folder, of_adapters=True)
+    lora = read_settings(state)
+    geometry = _read_geometry(folder, lora)
+    tensors = _read_adapters(geometry, RunWeights(folder, geometry))
+    description = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": state["base"],
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "target_modules": sorted({name.split(".lora_")[0].rsplit(".", 1)[-1] for name in tensors}),
+        "inference_mode": True,
+    }
+    with atomic_folder(output) as temporary:
+        write_file(temporary / "adapter_model.safetensors", tensors)
+        (temporary / "adapter_config.json").write_text(json.dumps(description, indent=2) + "\n")
+
+
+def _read_adapters(geometry: ModelGeometry, weights: RunWeights) -> dict[str, torch.Tensor]:
+    """Return the tensors by PEFT's names."""
+    tensors: dict[str, torch.Tensor] = {}
+    for layer in geometry.list_weights():
+        by_name = {weight.megatron: weight for weight in layer}
+        for name, up in by_name.items():
+            if name.endswith(".lora_B"):
+                a = weights.read_values(by_name[name.removesuffix("B") + "A"].pieces[0])
+                for tensor in {piece.tensor for piece in up.pieces}:
+                    peft = f"base_model.model.{tensor.name}"
+                    tensors[peft.replace(".lora_B.", ".lora_A.")] = a.clone()
+                    tensors[peft] = weights.read_values(take_all(tensor)).clone()
+    return tensors

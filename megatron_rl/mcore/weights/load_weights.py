@@ -43,19 +43,13 @@ def build_rank_shards(hf_config: dict[str, Any], layout: Layout, rank: int | Non
 def load_checkpoint(
     model: ModelChunks, folder: Path, shards: list[Shard], spread: MasterSpread | None = None, critic: bool = False
 ) -> None:
-    """Fill this rank's parameters from a Hugging Face checkpoint, cast to their dtypes. Collective.
+    """Fill this rank's parameters from a Hugging Face checkpoint, cast to their dtypes. Collective. `spread` draws the masters from the
+    values that round to the checkpoint's; all blocks stay the same. Raise UserError on every rank if `HFCheckpoint` refuses the checkpoint.
 
     Quantized layers adopt the blocks of a checkpoint in their format byte for byte, and the optimizer starts from their values. All other
     layers start from the dequantized values. In mode `fp8_rollout`, the engine then gets the blocks of those values. With pow2 scales these
     have the same values as the checkpoint's blocks (a block whose maximum is at most 224 gets half the scale); with fp32 scales or
-    `high = "bf16"`, values may change by one rounding.
-
-    Raises UserError on every rank if `HFCheckpoint` refuses the checkpoint.
-
-    Args:
-        spread: draws the masters from the values that round to the checkpoint's; all blocks stay the same.
-        critic: the model has a value head.
-    """
+    `high = "bf16"`, values may change by one rounding."""
     with errors_on_all_ranks():
         hf_config = as_critic(read_config(folder)) if critic else read_config(folder)
         checkpoint = HFCheckpoint(folder, hf_config, "critic.path" if critic else "model.path")
@@ -96,12 +90,9 @@ def _read_master(checkpoint: HFCheckpoint, shard: Shard, layer: QuantizedLinear,
 
 def _read_values(checkpoint: HFCheckpoint, shard: Shard, into: torch.Tensor, spread: MasterSpread | None) -> torch.Tensor:
     """Fill `into` [N, K] with a shard's values, or with the masters that `spread` draws for them, and return it."""
+    read = partial(spread.read, checkpoint) if spread else checkpoint.read_into
     for region in shard.regions:
-        part = view_rect(into, region.shard_rect)
-        if spread:
-            spread.read(checkpoint, region, part)
-        else:
-            checkpoint.read_into(region, part)
+        read(region, view_rect(into, region.shard_rect))
     return into
 
 
@@ -155,13 +146,11 @@ def find_weight_layers(model: ModelChunks) -> dict[str, WeightLayer]:
 
 
 def collect_named_tensors(model: ModelChunks, shards: list[Shard], contract: PrecisionContract) -> dict[str, torch.Tensor]:
-    """Return the tensors that this rank contributes to a sync or an export, by global name. Collective.
+    """Return the tensors that this rank contributes to a sync or an export, by global name: raw values, bytes and scales of quantized
+    roles, and KV-cache scales, as views of live memory if possible. Call it again after every optimizer step. Collective.
 
-    These are raw values, bytes and scales of quantized roles, and KV-cache scales, as views of live memory where possible: call again after
-    every optimizer step. Bytes of quantized layers are the blocks that they compute with; if the contract does not quantize a layer, its
-    master is returned. If only the engine is quantized (`fp8_rollout`, `int8_rollout`), `quantize_shards` makes the bytes. Rows are in the
-    quantized order of `parallel.megatron_shards`.
-    """
+    A quantized layer yields the blocks that it computes with, or its master if the contract does not quantize it. If only the engine is
+    quantized, `quantize_shards` makes the bytes. Rows are in the quantized order of `parallel.megatron_shards`."""
     finish_gathers(model)
     weights, layers = {name: tensor.detach() for name, tensor in global_parameters(model).items()}, find_weight_layers(model)
     for shard in shards:

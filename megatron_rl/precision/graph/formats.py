@@ -1,7 +1,5 @@
 """Reads the precision of a live tensor from the tensor itself: its dtype and, if quantized, the shape and values of its scales."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 
@@ -9,8 +7,6 @@ import torch
 
 from megatron_rl.precision.graph.graph import TensorPrecision
 from parallel.formats import FORMATS
-
-_MANTISSA = 0x7FFFFF
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -54,15 +50,13 @@ def channel_format(data: torch.Tensor, scale: torch.Tensor) -> TensorPrecision:
 
 
 def scale_format(scale: torch.Tensor) -> str:
-    """Return "pow2" if every scale is a power of two, else "fp32"; the name of the dtype if scales are not float32.
-
-    Return "invalid" if any scale is not a positive number: SGLang fills scales with the lowest float until a checkpoint is loaded.
-    """
+    """Return "pow2" if every scale is a power of two, else "fp32"; of other scales, their dtype. "invalid" are scales that are not positive
+    numbers, with which SGLang starts."""
     if scale.dtype != torch.float32:
         return dtype_name(scale.dtype)
     if not bool(((scale > 0) & torch.isfinite(scale)).all()):
         return "invalid"
-    return "fp32" if bool((scale.view(torch.int32) & _MANTISSA).any()) else "pow2"
+    return "fp32" if bool((scale.view(torch.int32) & 0x7FFFFF).any()) else "pow2"  # bits of the mantissa
 
 
 def common_format(formats: Sequence[TensorPrecision]) -> TensorPrecision:

@@ -1,15 +1,15 @@
 """The precision graph: operators and weights are nodes, the tensors between them are edges that carry a precision.
 
 An edge states how its target consumes a tensor: "e4m3 1x128 pow2" into a linear layer means that the layer quantizes its input in groups of
-128 with power-of-two scales. The graphs of trainer and engine are read from their live modules (`mcore/precision_graph.py`,
-`rollout_sglang/precision_graph.py`) with the same operator names. The rollout's graph must be a subgraph of the training graph's forward
-pass, operator by operator and edge by edge (Jet-RL, arXiv 2601.14243). This module does not import torch.
+128 with power-of-two scales. The rollout's graph must be a subgraph of the training graph's forward pass, operator by operator and edge by
+edge (Jet-RL, arXiv 2601.14243). This module does not import torch.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
@@ -23,12 +23,11 @@ _LAYER = re.compile(r"layers\.(\d+)\.(.+)")
 
 @dataclass(frozen=True)
 class TensorPrecision:
-    """The precision of a tensor: its dtype ("bf16", "e4m3") and, if quantized, the block that shares a scale and the format of the
-    scales."""
+    """The precision of a tensor."""
 
-    dtype: str
-    granularity: str = ""
-    scale: str = ""
+    dtype: str  # "bf16", "e4m3"
+    granularity: str = ""  # block that shares a scale, if quantized
+    scale: str = ""  # format of the scales
 
     def __str__(self) -> str:
         return " ".join(filter(None, (self.dtype, self.granularity, self.scale)))
@@ -72,7 +71,6 @@ class PrecisionGraph:
     edges: tuple[Edge, ...]
 
     def select_forward(self) -> PrecisionGraph:
-        """Return the part of the forward pass."""
         edges = tuple(edge for edge in self.edges if edge.phase == FORWARD)
         used = {name for edge in edges for name in (edge.source, edge.target)}
         return PrecisionGraph(tuple(node for node in self.nodes if node.name in used), edges)
@@ -103,63 +101,52 @@ def merge_graphs(parts: Iterable[PrecisionGraph]) -> PrecisionGraph:
 
 def describe_differences(rollout: PrecisionGraph, training: PrecisionGraph) -> list[str]:
     """Return one line per difference between `rollout` and the forward pass of `training`; layers with the same difference share a line."""
-    layers_by_text: dict[str, list[int]] = {}
-    for layer, text in _iter_differences(rollout, training.select_forward()):
-        layers_by_text.setdefault(text, []).extend([] if layer is None else [layer])
-    return [f"{format_title(layers)}: {text}" if layers else text for text, layers in layers_by_text.items()]
-
-
-def _iter_differences(rollout: PrecisionGraph, training: PrecisionGraph) -> Iterator[tuple[int | None, str]]:
-    """Yield (layer, difference) for every node, and for every edge between nodes of both graphs, that is not the same in both."""
-    nodes = [{node.name: str(node) for node in graph.nodes} for graph in (rollout, training)]
-    edges = [{edge.key: str(edge.format) for edge in graph.edges} for graph in (rollout, training)]
-    shared = nodes[0].keys() & nodes[1].keys()
+    graphs, layers_by_text = (rollout, training.select_forward()), dict[str, list[int]]()
+    nodes = [{node.name: str(node) for node in graph.nodes} for graph in graphs]
+    edges = [{edge.key: str(edge.format) for edge in graph.edges} for graph in graphs]
     entries = [((name, name, ""), [side.get(name, "absent") for side in nodes]) for name in nodes[0] | nodes[1]]
     for key in edges[0] | edges[1]:
-        source, target, tensor, _ = key
-        if {source, target} <= shared:
-            entries.append(((source, target, tensor), [side.get(key, "absent") for side in edges]))
+        if set(key[:2]) <= nodes[0].keys() & nodes[1].keys():  # else the node is the difference
+            entries.append((key[:3], [side.get(key, "absent") for side in edges]))
     for (source, target, tensor), (in_rollout, in_training) in entries:
         if in_rollout != in_training:
             layer, inner = _split_name(target)
             subject = f"{_name_within_layer(source, layer)} -> {inner} ({tensor})" if tensor else inner
-            yield layer, f"{subject} is {in_rollout} in the rollout, {in_training} in training"
+            layers = layers_by_text.setdefault(f"{subject} is {in_rollout} in the rollout, {in_training} in training", [])
+            layers.extend([] if layer is None else [layer])
+    return [f"{format_title(layers)}: {text}" if layers else text for text, layers in layers_by_text.items()]
 
 
 def split_by_layer(graph: PrecisionGraph) -> dict[int | None, PrecisionGraph]:
     """Return the graph of each layer, with names within the layer; under None, the graph outside of the layers."""
-    nodes: dict[int | None, list[Node]] = {None: []}
-    edges: dict[int | None, list[Edge]] = {None: []}
+    nodes, edges = defaultdict[int | None, list[Node]](list), defaultdict[int | None, list[Edge]](list)
     for node in graph.nodes:
         layer, name = _split_name(node.name)
-        nodes.setdefault(layer, []).append(replace(node, name=name))
+        nodes[layer].append(replace(node, name=name))
     for edge in graph.edges:  # listed under the layer of its target, or of its source if a gradient leaves the layer
         backward = edge.source.endswith(".backward") and edge.target.endswith(".backward")
         layer, _ = _split_name(edge.source if backward else edge.target)
         source, target = _name_within_layer(edge.source, layer), _name_within_layer(edge.target, layer)
-        edges.setdefault(layer, []).append(replace(edge, source=source, target=target))
+        edges[layer].append(replace(edge, source=source, target=target))
     layers = sorted(layer for layer in nodes if layer is not None)
-    return {layer: PrecisionGraph(tuple(nodes[layer]), tuple(edges.get(layer, ()))) for layer in (None, *layers)}
+    return {layer: PrecisionGraph(tuple(nodes[layer]), tuple(edges[layer])) for layer in (None, *layers)}
 
 
 def fold_layers(parts: Mapping[int | None, T]) -> list[tuple[tuple[int, ...], T]]:
     """Return (layers, part) with one entry for equal layers. The first entry, without layers, is the part outside of the layers."""
-    equal: dict[T, list[int]] = {}
+    equal = defaultdict[T, list[int]](list)
     for layer in sorted(layer for layer in parts if layer is not None):
-        equal.setdefault(parts[layer], []).append(layer)
+        equal[parts[layer]].append(layer)
     return [((), parts[None]), *((tuple(layers), part) for part, layers in equal.items())]
 
 
 def fold_to_json(graph: PrecisionGraph) -> list[dict[str, Any]]:
     """Return the graph as plain data, with one entry for equal layers and precisions as text."""
-    return [
-        {
-            "part": format_title(layers),
-            "nodes": [asdict(node) for node in part.nodes],
-            "edges": [{**asdict(edge), "format": str(edge.format)} for edge in part.edges],
-        }
-        for layers, part in fold_layers(split_by_layer(graph))
-    ]
+    parts = []
+    for layers, part in fold_layers(split_by_layer(graph)):
+        edges = [{**asdict(edge), "format": str(edge.format)} for edge in part.edges]
+        parts.append({"part": format_title(layers), "nodes": [asdict(node) for node in part.nodes], "edges": edges})
+    return parts
 
 
 def format_title(layers: Sequence[int]) -> str:
@@ -174,8 +161,7 @@ def _split_name(name: str) -> tuple[int | None, str]:
 
 
 def _name_within_layer(name: str, layer: int | None) -> str:
-    """Return a name as seen from a layer. The input of a layer is `input`, whichever layer produces it, and its gradient
-    `input.backward`."""
+    """Return a name as seen from a layer. The input of a layer is `input`, whichever layer produces it."""
     owner, inner = _split_name(name)
     if layer is None:
         return "last layer" if owner is not None else name

@@ -1,7 +1,5 @@
 """Renders both precision graphs as tables, one per kind of layer with a row per tensor, for a terminal or as an SVG image."""
 
-from __future__ import annotations
-
 import io
 
 from rich.console import Console
@@ -11,8 +9,8 @@ from rich.text import Text
 
 from megatron_rl.precision.graph.graph import (
     FORWARD,
-    Edge,
     PrecisionGraph,
+    TensorPrecision,
     describe_differences,
     fold_layers,
     format_title,
@@ -32,13 +30,16 @@ def print_graphs(training: PrecisionGraph, rollout: PrecisionGraph, console: Con
     trained, served = split_by_layer(training), split_by_layer(rollout)
     pairs = {layer: (trained.get(layer, empty), served.get(layer, empty)) for layer in {**trained, **served}}
     for layers, (train, serve) in fold_layers(pairs):
-        edges = [{edge.key: edge for edge in graph.edges if edge.phase == FORWARD} for graph in (train, serve)]
-        rows = [(edges[0].get(key), edges[1].get(key)) for key in edges[0] | edges[1]]
-        forward = _make_table(f"{format_title(layers)}: forward", "tensor", "training", "rollout")
-        for pair in rows:
-            equal = len({edge and edge.format for edge in pair}) == 1
-            forward.add_row(_name_edge(pair[0] or pair[1]), *(_format_text(edge, equal) for edge in pair))
-        backward = _make_table(f"{format_title(layers)}: backward", "product", "operands")
+        forward, backward = (
+            Table(*columns, title=f"{format_title(layers)}: {phase}", title_justify="left", box=None, pad_edge=False)
+            for phase, *columns in (("forward", "tensor", "training", "rollout"), ("backward", "product", "operands"))
+        )
+        edges = [{edge.key: edge.format for edge in graph.edges if edge.phase == FORWARD} for graph in (train, serve)]
+        for key in edges[0] | edges[1]:
+            source, target, tensor, _ = key
+            formats = edges[0].get(key), edges[1].get(key)
+            name = source if source == f"{target}.{tensor}" else f"{source} -> {target} ({tensor})"
+            forward.add_row(name, *(_format_text(format, formats[0] == formats[1]) for format in formats))
         for node in train.nodes:
             if node.op in ("dgrad", "wgrad"):
                 operands = {f"{edge.tensor} {edge.format}": None for edge in train.edges if edge.target == node.name}
@@ -58,18 +59,8 @@ def draw_svg(training: PrecisionGraph, rollout: PrecisionGraph) -> str:
     return console.export_svg(title="", code_format=_SVG, theme=DEFAULT_TERMINAL_THEME, unique_id="precision-graph")
 
 
-def _make_table(title: str, *columns: str) -> Table:
-    return Table(*columns, title=title, title_justify="left", box=None, pad_edge=False)
-
-
-def _name_edge(edge: Edge | None) -> str:
-    assert edge is not None
-    weight = f"{edge.target}.{edge.tensor}"
-    return weight if edge.source == weight else f"{edge.source} -> {edge.target} ({edge.tensor})"
-
-
-def _format_text(edge: Edge | None, equal: bool) -> Text:
+def _format_text(format: TensorPrecision | None, equal: bool) -> Text:
     """Return the precision, orange if quantized and red if the two sides differ."""
-    if edge is None:
+    if format is None:
         return Text("-", "bold red")
-    return Text(str(edge.format), "bold red" if not equal else "dark_orange" if edge.format.quantized else "")
+    return Text(str(format), "bold red" if not equal else "dark_orange" if format.quantized else "")

@@ -1,8 +1,6 @@
 """Kernels of GPU libraries as shape functions, one library per file. They make the checks of the libraries' sources, allocate what the
 libraries allocate, and count what the kernels read, write and multiply."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,8 +1,6 @@
 """FlashAttention 2 as torch's `varlen_attn` calls it, with the checks of `mha_varlen_fwd` and `mha_varlen_bwd` (flash_api.cpp) and the
 workspace of the backward pass."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -10,6 +8,7 @@ from torch.nn.attention import varlen  # noqa: F401 - registers the operators
 
 from megatron_rl.rehearsal.device import FakeGpu, add_handler, value_of
 from megatron_rl.rehearsal.kernels import require
+from megatron_rl.rehearsal.kernels.match import Call
 
 _KERNEL = "FlashAttention 2"
 
@@ -45,17 +44,12 @@ def _backward(gpu: FakeGpu, func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, starts_q: torch.Tensor, starts_k: torch.Tensor) -> None:
-    for name, x in (("query", query), ("key", key), ("value", value)):
-        require(x.device.type == "cuda", _KERNEL, f"{name} is on the {x.device.type}")
-        require(x.dtype in (torch.bfloat16, torch.float16) and x.dtype == query.dtype, _KERNEL, f"{name} is {x.dtype}")
-        require(x.dim() == 3 and x.stride(-1) == 1, _KERNEL, f"{name} {list(x.shape)} has strides {list(x.stride())}")
-    width = query.shape[-1]
-    require(width <= 256 and width % 8 == 0, _KERNEL, f"heads of {width} numbers: at most 256, a multiple of 8")
-    require(key.shape == value.shape and key.shape[-1] == width, _KERNEL, f"keys {list(key.shape)}, values {list(value.shape)}")
-    require(query.shape[1] % key.shape[1] == 0, _KERNEL, f"{query.shape[1]} query heads, {key.shape[1]} key heads")
-    for starts in (starts_q, starts_k):
-        fits = starts.dtype == torch.int32 and starts.is_contiguous() and starts.device.type == "cuda"
-        require(fits, _KERNEL, f"starts are {starts.dtype} on the {starts.device.type}")
+    call, given = Call(_KERNEL), locals()
+    call.check_all(given, "query [T H D] half (* * 1); key [L K D] =query (* * 1); value [L K D] =query (* * 1)")
+    call.check_all(given, "starts_q [*] int32; starts_k [*] int32")
+    heads, kv_heads, width = (call.sizes[name] for name in "HKD")
+    call.require(width <= 256 and width % 8 == 0, f"heads of {width} numbers: at most 256, a multiple of 8")
+    call.require(heads % kv_heads == 0, f"{heads} query heads, {kv_heads} key heads")
 
 
 def _count_products(query: torch.Tensor, starts: torch.Tensor) -> int:

@@ -1,7 +1,5 @@
 """torch operators that are one kernel on CUDA, but several operators in a CPU build."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

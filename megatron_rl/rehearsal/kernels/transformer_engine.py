@@ -7,8 +7,6 @@ Megatron imports many more names. They can be imported, but not called.
     Adam               `pytorch/optimizers/fused_adam.py`
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib.abc
 import importlib.machinery
@@ -21,6 +19,7 @@ from typing import Any
 import torch
 
 from megatron_rl.rehearsal.kernels import RefusedKernelError, count, require
+from megatron_rl.rehearsal.kernels.match import Call
 
 VERSION = "2.20.2"
 _GEMM, _QUANTIZER = "Transformer Engine general_gemm", "Transformer Engine Float8BlockQuantizer"
@@ -121,22 +120,17 @@ def general_gemm(
     if out is None:
         require(not accumulate, _GEMM, "nothing to add to")
         out = torch.empty(m, n, dtype=dtype, device=a.device)
-    fits = list(out.shape) == [m, n] and out.dtype == dtype and out.is_contiguous() and out.device.type == "cuda"
-    require(fits, _GEMM, f"[{m}, {n}] {dtype} into {list(out.shape)} {out.dtype} on {out.device}")
+    Call(_GEMM).check("out", out, f"{m} {n}", (dtype,))
     require(n * out.itemsize % 16 == 0 and out.data_ptr() % 16 == 0, _GEMM, f"rows of {n} {dtype} are not multiples of 16 bytes")
     count("fp8", 2 * m * n * k, a, b, a_scale, b_scale, out)
     return out, None, None, None
 
 
 def _check_operand(data: torch.Tensor, scale: torch.Tensor, square: bool) -> None:
-    mn, k = data.shape
-    for tensor in (data, scale):
-        fits = tensor.device.type == "cuda" and tensor.is_contiguous()
-        require(fits, _GEMM, f"an operand {list(tensor.shape)} on {tensor.device}, strides {tensor.stride()}")
-    require(data.dtype == torch.uint8 and scale.dtype == torch.float32, _GEMM, f"an operand is {data.dtype} with scales {scale.dtype}")
-    require(k % 16 == 0 and data.data_ptr() % 16 == 0, _GEMM, f"an operand [{mn}, {k}] has rows that are not multiples of 16 bytes")
-    wanted = list(_scale_shape(mn, k, square))
-    require(list(scale.shape) == wanted, _GEMM, f"scales of [{mn}, {k}] are {list(scale.shape)}, must be {wanted}")
+    call, (mn, k) = Call(_GEMM), data.shape
+    rows, columns = _scale_shape(mn, k, square)
+    call.check_all(locals(), f"data [* *] uint8; scale [{rows} {columns}] float32")
+    call.require(k % 16 == 0 and data.data_ptr() % 16 == 0, f"an operand [{mn}, {k}] has rows that are not multiples of 16 bytes")
 
 
 class FusedAdam(torch.optim.Optimizer):

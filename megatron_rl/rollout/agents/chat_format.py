@@ -1,10 +1,5 @@
-"""Conversion of messages to tokens with the tokenizer's chat template: a whole conversation, or what follows a response of the policy.
-
-What follows a response is rendered after a placeholder for the response, which is then cut off. Sampled text is therefore never tokenized
-again, and a template that drops reasoning from earlier responses cannot change what the policy said.
-"""
-
-from __future__ import annotations
+"""Conversion of messages to tokens with the tokenizer's chat template: a whole conversation, or what follows a response of the policy. What
+follows a response is rendered after a placeholder, which is then cut off, so sampled text is never tokenized again."""
 
 import json
 from collections.abc import Sequence

@@ -1,12 +1,8 @@
-"""HTTP endpoint for agents: OpenAI's chat completions and responses in front of the engines, reachable from this machine only.
-
-The key of a request identifies its episode. `answer` runs in threads; the server's own thread only moves bytes.
-"""
+"""HTTP endpoint for agents, reachable from this machine only: OpenAI's chat completions and responses in front of the engines."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import secrets
 import socket
@@ -26,8 +22,7 @@ from megatron_rl.errors import RunError
 from megatron_rl.rollout.agents.episode import AgentEpisode, Turn
 from megatron_rl.rollout.agents.messages import PolicyRequest, RefusedError, read_chat_request, read_response_request
 
-MODEL = "policy"
-"""Model name that the endpoint reports. Requests may use any name."""
+MODEL = "policy"  # model name that the endpoint reports; requests may use any name
 _THREADS_PER_AGENT = 4
 _STOP_SECONDS = 10
 Answer = Callable[[AgentEpisode, PolicyRequest], Turn]
@@ -67,7 +62,6 @@ class AgentEndpoint:
         return key
 
     def close(self, key: str) -> None:
-        """Remove an episode's key."""
         self._episodes.pop(key, None)
 
     async def _list_models(self, request: Request) -> Response:
@@ -84,7 +78,8 @@ class AgentEndpoint:
     async def _respond(self, request: Request) -> Response:
         def answer(episode: AgentEpisode, body: Any) -> Response:
             previous = body.get("previous_response_id") if isinstance(body, dict) else None
-            earlier = episode.find_turn(_read_number(previous)).messages if previous else ()
+            number = str(previous).removeprefix("resp_")
+            earlier = episode.find_turn(int(number) if number.isdecimal() else -1).messages if previous else ()
             turn = self._answer(episode, read_response_request(body, earlier))
             return JSONResponse(_describe_response(turn, episode.number_of(turn), body))
 
@@ -107,9 +102,8 @@ class AgentEndpoint:
             return _describe_error(str(error), error.status, error.code)
         except Exception as error:
             if episode is not None:
-                episode.fail(
-                    error if isinstance(error, RunError) else RunError(f"the agents' endpoint failed ({type(error).__name__}: {error})")
-                )
+                text = f"the agents' endpoint failed ({type(error).__name__}: {error})"
+                episode.fail(error if isinstance(error, RunError) else RunError(text))
             return _describe_error("the run could not answer", 503, "run_failed")
 
 
@@ -181,9 +175,3 @@ def _describe_response(turn: Turn, number: int, body: Any) -> dict[str, Any]:
         "tools": body.get("tools") or [],
         "usage": {"input_tokens": before, "output_tokens": sampled, "total_tokens": before + sampled, **details},
     }
-
-
-def _read_number(response_id: Any) -> int:
-    with contextlib.suppress(ValueError):
-        return int(str(response_id).removeprefix("resp_"))
-    return -1

@@ -10,10 +10,10 @@ token is trained on once, in the first sample that holds it, and only read in th
 
 from __future__ import annotations
 
-import hashlib
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import NamedTuple, cast
 
 import numpy as np
 
@@ -22,7 +22,7 @@ from megatron_rl.config.agent import AgentConfig
 from megatron_rl.hf.routing_record import extend_routing_record
 from megatron_rl.rollout.agents.chat_format import ChatFormat
 from megatron_rl.rollout.agents.messages import ConversationMessage, PolicyRequest, RefusedError, ToolCall
-from megatron_rl.rollout.engine import Abort
+from megatron_rl.rollout.engine import Abort, hash_seed
 from megatron_rl.types import Completion, Generation, KeptTokens, Problem, SamplingParams
 
 _MOST_REFUSALS = 8  # number of requests beyond its limits after which an agent is killed, because it might go on forever
@@ -35,8 +35,7 @@ class Turn:
     parent: Turn | None
     messages: tuple[ConversationMessage, ...]  # the conversation, including the response
     tools: str
-    given_ids_T: np.ndarray
-    """Tokens between the parent's response and this one (int32). For the first turn, the whole prompt."""
+    given_ids_T: np.ndarray  # tokens between the parent's response and this one (int32); for the first turn, the whole prompt
     generation: Generation
     seed: int | None
 
@@ -51,8 +50,7 @@ class Turn:
         return sum(len(turn.given_ids_T) + len(turn.generation.output_ids_T) for turn in self.path) - len(self.generation.output_ids_T)
 
 
-@dataclass(frozen=True)
-class PlannedTurn:
+class PlannedTurn(NamedTuple):
     """A turn to be sampled."""
 
     request: PolicyRequest
@@ -114,8 +112,7 @@ class AgentEpisode:
             return PlannedTurn(request, parent, given_ids_T, prompt_ids_T, sampling)
 
     def add(self, planned: PlannedTurn, generation: Generation, content: str, calls: list[tuple[str, str]], malformed: bool) -> Turn:
-        """Record a response and return its turn. `calls`: names and arguments of tools. `malformed`: whether it called a tool
-        incorrectly."""
+        """Record a response and return its turn. `calls`: names and arguments of tools. `malformed`: whether a call was malformed."""
         with self._lock:
             if self._ended:
                 raise RefusedError("this episode has ended", 401, "invalid_api_key")
@@ -145,8 +142,7 @@ class AgentEpisode:
         self.kill()
 
     def finish(self, error: str, own_reward: float | None) -> Completion:
-        """End the episode and return its last conversation, with the other conversations as `branches`. `error`: why the agent failed,
-        or "". Without any response, the completion has no tokens."""
+        """End the episode and return its last conversation, with the other conversations as `branches`. `error`: why the agent failed."""
         with self._lock:
             self._ended = True
             turns = list(self._turns)
@@ -174,15 +170,14 @@ class AgentEpisode:
         return max(fitting, key=lambda turn: len(turn.messages), default=None)  # the first if several are equally long
 
     def _choose_seed(self, parent: Turn | None) -> int | None:
-        """Return the seed of a turn: that of its conversation, or a new one for a new branch. The first conversation has the episode's
-        seed."""
+        """Return the seed of the turn's conversation, or a new one for a new branch. The first conversation has the episode's seed."""
         if parent is not None and parent not in self._begun:
             self._begun.add(parent)
             return parent.seed
         number, self._branches = self._branches, self._branches + 1
         if number == 0 or self.sampling.seed is None:
             return self.sampling.seed
-        return int.from_bytes(hashlib.sha256(f"{self.sampling.seed}/{number}".encode()).digest()[:8], "big") >> 1
+        return hash_seed(self.sampling.seed, number)
 
     def _refuse(self, finish_reason: str, text: str, code: str) -> None:
         self.limit = self.limit or finish_reason
@@ -193,10 +188,8 @@ class AgentEpisode:
 
     def _build(self, path: list[Turn], trained: set[Turn]) -> Completion:
         """Return a conversation as a completion. Turns in `trained` are only read; the conversation's turns are added to `trained`."""
-        ids, logprobs, mask, lags = list[np.ndarray](), list[np.ndarray](), list[np.ndarray](), list[np.ndarray]()
-        dialogue = list[str]()
-        routed: np.ndarray | None = None
-        kept: KeptTokens | None = None
+        ids, logprobs, mask, lags = ([np.empty(0, dtype)] for dtype in (np.int32, np.float32, bool, np.uint8))
+        dialogue, routed, kept = list[str](), cast(np.ndarray | None, None), cast(KeptTokens | None, None)
 
         def append(values_T: np.ndarray, logprobs_T: np.ndarray | None, versions_T: np.ndarray | None) -> None:
             count = len(values_T)
@@ -216,17 +209,18 @@ class AgentEpisode:
             routed = extend_routing_record(routed, generation.routed_experts_T)
             kept = extend_kept_tokens(kept, generation.kept_tokens) if is_new else kept
         trained.update(path)
+        last = path[-1] if path else None
         return Completion(
             self.problem,
             path[0].given_ids_T if path else np.empty(0, np.int32),
-            np.concatenate(ids, dtype=np.int32) if ids else np.empty(0, np.int32),
-            np.concatenate(logprobs) if ids else np.empty(0, np.float32),
-            path[-1].generation.finish_reason if path else "",
-            path[-1].generation.policy_version if path else self.version,
-            path[-1].messages[-1].content if path else "",
-            response_mask_T=np.concatenate(mask) if ids else np.empty(0, bool),
+            np.concatenate(ids, dtype=np.int32),
+            np.concatenate(logprobs),
+            last.generation.finish_reason if last else "",
+            last.generation.policy_version if last else self.version,
+            last.messages[-1].content if last else "",
+            response_mask_T=np.concatenate(mask),
             dialogue=dialogue,
             routed_experts_T=routed,
             kept_tokens=kept,
-            version_lags_T=np.concatenate(lags) if ids and self.staleness else None,
+            version_lags_T=np.concatenate(lags) if last and self.staleness else None,
         )

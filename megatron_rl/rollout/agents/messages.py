@@ -1,10 +1,6 @@
-"""Requests of agents in one form for both of OpenAI's interfaces, and the checks that refuse a request. No torch, no HTTP.
+"""Requests of agents in one form for both of OpenAI's interfaces, and the checks that refuse a request. No torch, no HTTP."""
 
-Two messages are equal if their role, text, calls and names are. Fields without a meaning to the policy are ignored.
-"""
-
-from __future__ import annotations
-
+import contextlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -43,28 +39,23 @@ class RefusedError(Exception):
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A tool call. `arguments` is JSON as the policy wrote it."""
-
     id: str
     name: str
-    arguments: str
+    arguments: str  # JSON as the policy wrote it
 
     def to_openai(self) -> dict[str, Any]:
         return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
 
     def to_template(self) -> dict[str, Any]:
         """Return the form that chat templates expect, with the arguments as an object if they are valid JSON."""
-        try:
-            arguments = json.loads(self.arguments)
-        except ValueError:
-            arguments = self.arguments
-        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": arguments}}
+        call = self.to_openai()
+        with contextlib.suppress(ValueError):
+            call["function"]["arguments"] = json.loads(self.arguments)
+        return call
 
 
 @dataclass(frozen=True)
 class ConversationMessage:
-    """One message of a conversation."""
-
     role: str
     content: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
@@ -83,8 +74,7 @@ class PolicyRequest:
     """A request for the policy's next message."""
 
     messages: tuple[ConversationMessage, ...]
-    tools: str = "[]"
-    """JSON as in chat completions. Tools are equal if their texts are."""
+    tools: str = "[]"  # JSON as in chat completions; tools are equal if their texts are
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
     calls_tools: bool = False  # whether the response is searched for tool calls
@@ -100,8 +90,7 @@ def read_chat_request(body: Any) -> PolicyRequest:
 
 
 def read_response_request(body: Any, earlier: Sequence[ConversationMessage] = ()) -> PolicyRequest:
-    """Parse a request to /v1/responses. Raise RefusedError if it is not supported. `earlier`: the conversation that
-    `previous_response_id` names."""
+    """Parse a request to /v1/responses, or raise RefusedError. `earlier`: the conversation that `previous_response_id` names."""
     _check_options(body)
     if body.get("stream"):
         raise RefusedError("stream: responses cannot be streamed here; use chat completions")

@@ -1,7 +1,5 @@
 """Agent processes: forked from a process that has imported the agent, watched without polling, and terminated together."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math
@@ -14,7 +12,8 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
+from typing import NamedTuple
 
 from megatron_rl.config.agent import AgentConfig
 from megatron_rl.types import Problem
@@ -23,10 +22,7 @@ _TAIL = 2000  # number of bytes of standard error that are kept
 _STOP_SECONDS = 10
 
 
-@dataclass(frozen=True)
-class AgentResult:
-    """How an agent ended."""
-
+class AgentResult(NamedTuple):
     error: str = ""  # why the agent failed, or ""
     reward: float | None = None  # the reward that the agent gave itself, with `agent.own_reward`
 
@@ -39,7 +35,6 @@ class AgentServer:
     """The process that agents are forked from (`runner`), because importing an agent's packages takes longer than an episode."""
 
     def __init__(self, config: AgentConfig) -> None:
-        """Start the process without waiting for it."""
         words = ["function", config.name] if config.name else ["command", *(config.command or ())]
         search_path = [*(path or os.getcwd() for path in sys.path), os.getcwd()]  # as for rewards
         self._channel, remote = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -133,15 +128,20 @@ class AgentProcess:
             how = f"signal {-code}" if code < 0 else f"exit code {code}"
             last_line = (tail.strip().splitlines() or [""])[-1][:500]
             return AgentResult(f"{how}: {last_line}" if last_line else how)
-        return _read_reward(reward) if self._config.own_reward else AgentResult()
+        if not self._config.own_reward:
+            return AgentResult()
+        try:
+            value = float(reward)
+        except ValueError:
+            return AgentResult(f"wrote {reward!r} instead of a reward, and agent.own_reward is on")
+        return AgentResult(reward=value) if math.isfinite(value) else AgentResult(f"gave itself a reward of {value}")
 
     def _watch(self) -> tuple[str, bool]:
         """Return the end of the agent's standard error, and whether the agent ended in time."""
         os.set_blocking(self._stderr, False)
-        poll, tail = select.poll(), b""
-        poll.register(self._pid_fd, select.POLLIN)
-        poll.register(self._stderr, select.POLLIN)
-        ended = False
+        poll, tail, ended = select.poll(), b"", False
+        for file in (self._pid_fd, self._stderr):
+            poll.register(file, select.POLLIN)
         while not ended:
             events = poll.poll(max(self._deadline - time.monotonic(), 0) * 1000)
             if not events:
@@ -153,11 +153,3 @@ class AgentProcess:
                 if not chunk:  # closed
                     poll.unregister(self._stderr)
         return tail.decode(errors="replace"), True
-
-
-def _read_reward(text: str) -> AgentResult:
-    try:
-        reward = float(text)
-    except ValueError:
-        return AgentResult(f"wrote {text!r} instead of a reward, and agent.own_reward is on")
-    return AgentResult(reward=reward) if math.isfinite(reward) else AgentResult(f"gave itself a reward of {reward}")

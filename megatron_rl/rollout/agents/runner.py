@@ -8,8 +8,6 @@ A message with files (standard input, standard error, reward) requests a fork; t
 requests the exit code of that fork, which has ended. The process and its forks end when its socket closes.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import socket

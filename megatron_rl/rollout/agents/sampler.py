@@ -1,15 +1,12 @@
 """Sampling of completions by agents. Each agent works in its own process and calls the policy through the endpoint as often as it likes.
-
 Token in, token out: earlier responses of the policy go back to the engine as the ids that were sampled. An agent that fails, hangs or loops
-affects only its own episode. An error of the run, such as a lost engine, fails the group, which is then sampled again.
-"""
+affects only its own episode. An error of the run, such as a lost engine, fails the group, which is then sampled again."""
 
 from __future__ import annotations
 
 import logging
 import os
 import threading
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
@@ -60,12 +57,7 @@ class AgentSampler:
             self._server.close()
 
     def sample(
-        self,
-        problems_B: Sequence[Problem],
-        samplings_B: Sequence[SamplingParams],
-        version: int,
-        staleness: int = 0,
-        abort: Abort | None = None,
+        self, problems_B: list[Problem], samplings_B: list[SamplingParams], version: int, staleness: int = 0, abort: Abort | None = None
     ) -> list[Completion]:
         """Return one unscored completion per problem, in order: the agent's last conversation, with the other conversations as
         `branches`. `max_new_tokens` limits the sampled tokens of one conversation. See `Sampler.sample` for the errors."""
@@ -124,7 +116,10 @@ class AgentSampler:
 
     def _answer(self, episode: AgentEpisode, request: PolicyRequest) -> Turn:
         """Sample the turn that a request asks for. Called by the endpoint's threads."""
-        self._warn_overridden(request)
+        for name in request.overridden:
+            self._warn_once(f"agents set {name}; the run's own value is used instead")
+        if request.calls_tools and not self._config.tool_parser:
+            self._warn_once("agents offer tools, but agent.tool_parser is empty: tool calls are not parsed")
         planned = episode.plan(request)
         hang_watchdog.enter_phase("generate")
         (generation,) = self._engine.generate([planned.prompt_ids_T], [planned.sampling], episode.abort)
@@ -145,13 +140,6 @@ class AgentSampler:
         if parsed is None:
             return text, [], True
         return (parsed.text, parsed.calls, False) if parsed.calls else (text, [], parsed.text != whole)
-
-    def _warn_overridden(self, request: PolicyRequest) -> None:
-        """Warn once about each option that the run overrides."""
-        for name in request.overridden:
-            self._warn_once(f"agents set {name}; the run's own value is used instead")
-        if request.calls_tools and not self._config.tool_parser:
-            self._warn_once("agents offer tools, but agent.tool_parser is empty: tool calls are not parsed")
 
     def _warn_once(self, text: str) -> None:
         if text not in self._warned:

@@ -15,8 +15,6 @@ Objects live in worker processes (`megatron_rl.rollout.environments.pool`) and t
 dies affects only its own completion. Every worker imports this module, so it imports nothing heavy.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -27,8 +25,8 @@ from parallel.plug import InputError
 
 @dataclass(frozen=True)
 class Message:
-    """The environment's next text, tokenized as is. The environment must write the markers of a chat template itself. `error` describes
-    a mistake of the policy, such as an invalid call. It is counted and has no other effect."""
+    """The environment's next text, tokenized as is; it must contain the markers of a chat template itself. `error` describes a mistake of
+    the policy, such as an invalid call. It is counted and has no other effect."""
 
     text: str
     error: str = ""
@@ -56,8 +54,7 @@ class EnvironmentClass(Protocol):
 class Episode(Problem):
     """A problem and the state of its environment."""
 
-    state: bytes = b""
-    """The pickled environment. Empty before the first turn."""
+    state: bytes = b""  # the pickled environment; empty before the first turn
 
 
 @dataclass(frozen=True)

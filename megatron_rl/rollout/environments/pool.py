@@ -1,7 +1,4 @@
-"""Environments in worker processes: the pool, and the worker (`python -m megatron_rl.rollout.environments.pool`).
-
-Environments travel pickled, so any worker can run any turn.
-"""
+"""Environments in worker processes. The worker is `python -m megatron_rl.rollout.environments.pool`; any worker can run any turn."""
 
 from __future__ import annotations
 

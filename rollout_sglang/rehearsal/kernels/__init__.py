@@ -8,8 +8,6 @@ DeepGEMM's kernels are shared with the trainer (`megatron_rl.rehearsal.kernels.d
 called.
 """
 
-from __future__ import annotations
-
 import inspect
 import sys
 from collections.abc import Callable

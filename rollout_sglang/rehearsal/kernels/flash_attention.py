@@ -1,14 +1,12 @@
 """FlashAttention 3 of sgl-kernel: the checks of `mha_fwd` and the size of its scheduler's metadata (sgl-flash-attn,
 `hopper/flash_api.cpp`). The workspace for splits of a long context is not counted."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
 
 from megatron_rl.rehearsal.device import value_of
-from rollout_sglang.rehearsal.kernels.match import Call
+from megatron_rl.rehearsal.kernels.match import Call
 
 _TYPES = "half|float8_e4m3fn"
 _LARGEST_HEAD = 256

@@ -1,13 +1,11 @@
 """SGLang's kernels that are compiled at first use, with the checks of `sglang/kernels/jit/csrc`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from megatron_rl.rehearsal.device import set_value, value_of
 from megatron_rl.rehearsal.kernels import RefusedKernelError
-from rollout_sglang.rehearsal.kernels.match import Call, Kernel
+from megatron_rl.rehearsal.kernels.match import Call, Kernel
 
 
 class _Module:

@@ -1,7 +1,5 @@
 """Kernels that SGLang imports from sgl-kernel and FlashInfer, with the checks of their sources (`sgl-kernel/csrc`)."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -9,8 +7,8 @@ from typing import Any
 import torch
 
 from megatron_rl.rehearsal.fake_cuda import current_device
+from megatron_rl.rehearsal.kernels.match import HALF, Call
 from rollout_sglang.rehearsal.kernels import flash_attention
-from rollout_sglang.rehearsal.kernels.match import HALF, Call
 
 
 def install() -> None:

@@ -1,7 +1,5 @@
 """Triton kernels of SGLang and of this project, which are looked up by name. Unknown kernels are refused."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any
@@ -11,8 +9,8 @@ import torch.nn.functional as F
 
 from megatron_rl.rehearsal.device import set_value, value_of
 from megatron_rl.rehearsal.kernels import RefusedKernelError
+from megatron_rl.rehearsal.kernels.match import Call, Kernel
 from megatron_rl.rehearsal.kernels.triton import JitFunction, install_into
-from rollout_sglang.rehearsal.kernels.match import Call, Kernel
 
 Given = Mapping[str, Any]
 

@@ -1,35 +1,31 @@
 """Models of small random widths as numpy arrays, and shards cut from them element by element: the expected results of a plan's
 transfers."""
 
-from __future__ import annotations
-
 import math
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 from hypothesis import strategies as st
 
 from parallel.families import FAMILIES
-from parallel.formats import BF16, BLOCK, FP8, FP32, INT8, TensorFormat
+from parallel.formats import BF16, BLOCK, FP8, FP32, INT8
 from parallel.layout import Layout
 from parallel.model_geometry import ModelGeometry
-from parallel.reshard import Transfer
-from parallel.shards import FP32_ROLES, Shard
+from parallel.shards import FP32_ROLES
 from support.families import ARCHITECTURES
 
 ROLES = frozenset({"attention_qkv", "attention_output", "mlp_in", "mlp_out"})
 
 
-def as_fp8(role: str) -> TensorFormat:
+def as_fp8(role):
     return FP8 if role in ROLES else as_bf16(role)
 
 
-def as_bf16(role: str) -> TensorFormat:
+def as_bf16(role):
     return FP32 if role in FP32_ROLES else BF16
 
 
-def as_int8(role: str) -> TensorFormat:
+def as_int8(role):
     return INT8 if role in ROLES else as_bf16(role)
 
 
@@ -48,12 +44,12 @@ class Case:
     engines: int = 1
 
 
-def _divisors(length: int, limit: int = 8) -> list[int]:
+def _divisors(length, limit=8):
     return [size for size in range(1, min(length, limit) + 1) if length % size == 0]
 
 
 @st.composite
-def cases(draw: st.DrawFn, *families: str) -> Case:
+def cases(draw, *families):
     """Draw models of the families, by default of all, with small random widths (multiples of 128 where FP8 blocks are), and layouts that
     divide them."""
     model = ModelGeometry.from_hf_config(ARCHITECTURES[draw(st.sampled_from(families or FAMILIES))])
@@ -104,11 +100,11 @@ def cases(draw: st.DrawFn, *families: str) -> Case:
     return Case(model, train, rollout_tp, rollout_ep, draw(st.integers(1, 2)))
 
 
-def checkpoint(model: ModelGeometry, seed: int = 0) -> Arrays:
+def checkpoint(model, seed=0):
     """Return random arrays of every tensor of the checkpoint: FP8 weights as bytes and scales on the checkpoint's own grid, the rest as
     raw values."""
     random = np.random.default_rng(seed)
-    arrays: Arrays = {}
+    arrays = {}
     for tensor in model.tensors().values():
         if tensor.role in ROLES:
             arrays[tensor.name] = random.integers(0, 256, (tensor.rows, tensor.cols), dtype=np.uint8)
@@ -120,10 +116,10 @@ def checkpoint(model: ModelGeometry, seed: int = 0) -> Arrays:
     return arrays
 
 
-def cut(shards: Sequence[Shard], source: Arrays) -> Arrays:
+def cut(shards, source):
     """Return the arrays of some shards. A scale is first spread over the elements of its block and cut with them, so that a shard whose
     blocks do not coincide with the checkpoint's is noticed."""
-    arrays: Arrays = {}
+    arrays = {}
     for shard in shards:
         arrays[shard.name] = _laid(shard, source)
         if shard.role in ROLES:
@@ -135,12 +131,12 @@ def cut(shards: Sequence[Shard], source: Arrays) -> Arrays:
     return arrays
 
 
-def _spread(scales: np.ndarray) -> np.ndarray:
+def _spread(scales):
     """Repeat each scale for every element of its block."""
     return scales.repeat(BLOCK, 0).repeat(BLOCK, 1)
 
 
-def _laid(shard: Shard, source: Arrays) -> np.ndarray:
+def _laid(shard, source):
     result = np.zeros((shard.rows, shard.cols), source[shard.regions[0].tensor.name].dtype)
     for region in shard.regions:
         rect = region.tensor_rect
@@ -149,13 +145,11 @@ def _laid(shard: Shard, source: Arrays) -> np.ndarray:
     return result
 
 
-def cut_all(shards: Mapping[int, Sequence[Shard]], source: Arrays) -> dict[int, Arrays]:
+def cut_all(shards, source):
     return {rank: cut(held, source) for rank, held in shards.items()}
 
 
-def carry_out(
-    transfers: Sequence[Transfer], sources: Mapping[int, Arrays], targets: Mapping[int, Arrays]
-) -> tuple[dict[int, Arrays], dict[int, Arrays]]:
+def carry_out(transfers, sources, targets):
     """Run transfers into fresh arrays shaped like `targets`. Return the arrays, and how often each element was written."""
     filled = {rank: {name: np.zeros_like(array) for name, array in arrays.items()} for rank, arrays in targets.items()}
     written = {rank: {name: np.zeros(array.shape, np.int64) for name, array in arrays.items()} for rank, arrays in targets.items()}
@@ -169,7 +163,7 @@ def carry_out(
     return filled, written
 
 
-def assert_same(got: Mapping[int, Arrays], expected: Mapping[int, Arrays]) -> None:
+def assert_same(got, expected):
     for rank, arrays in expected.items():
         assert got[rank].keys() == arrays.keys()
         for name, array in arrays.items():

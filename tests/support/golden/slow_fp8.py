@@ -1,8 +1,6 @@
 """A slow implementation of E4M3 and its block scales from their definitions, with numpy and exact fractions and none of the project's
 code."""
 
-from __future__ import annotations
-
 from fractions import Fraction
 
 import numpy as np
@@ -11,7 +9,7 @@ LARGEST, SMALLEST_AMAX = 448, np.float32(1e-10)
 BLOCK = 128
 
 
-def _value_of(code: int) -> float:
+def _value_of(code):
     """OCP E4M3: 4 exponent bits with bias 7, 3 mantissa bits, exponent 0 for subnormals; code 127 would be NaN."""
     exponent, mantissa = code >> 3, code & 7
     return mantissa * 2.0**-9 if exponent == 0 else (8 + mantissa) * 2.0 ** (exponent - 10)
@@ -21,7 +19,7 @@ VALUES = np.array([_value_of(code) for code in range(127)])
 """float64 [127]: every non-negative finite E4M3 number, in order; the index is the byte."""
 
 
-def to_codes(values: np.ndarray) -> np.ndarray:
+def to_codes(values):
     """Return the E4M3 bytes nearest to `values`, with ties to the even byte, saturating; zeros keep their sign."""
     size = np.abs(values.astype(np.float64))
     above = np.searchsorted(VALUES, size).clip(1, 126)
@@ -31,12 +29,12 @@ def to_codes(values: np.ndarray) -> np.ndarray:
     return (code | np.where(np.signbit(values), 128, 0)).astype(np.uint8)
 
 
-def from_codes(codes: np.ndarray) -> np.ndarray:
+def from_codes(codes):
     """Return the float64 values of E4M3 bytes."""
     return np.where(codes & 128, -1.0, 1.0) * VALUES[codes & 127]
 
 
-def scale_exponent(amax: float) -> int:
+def scale_exponent(amax):
     """Return the smallest e with amax <= 448 * 2^e, by exact comparison: ceil(log2(amax / 448))."""
     exponent = int(np.floor(np.log2(amax / LARGEST))) - 1  # certainly too small
     while Fraction(amax) > LARGEST * Fraction(2) ** exponent:
@@ -44,7 +42,7 @@ def scale_exponent(amax: float) -> int:
     return exponent
 
 
-def scale_of(amax: float, scale_format: str) -> tuple[np.float32, np.float32]:
+def scale_of(amax, scale_format):
     """Return (scale, multiplier) of a block as float32."""
     amax = np.float32(max(np.float32(amax), SMALLEST_AMAX))
     if scale_format == "pow2":
@@ -54,19 +52,19 @@ def scale_of(amax: float, scale_format: str) -> tuple[np.float32, np.float32]:
     return np.float32(1) / multiplier, multiplier
 
 
-def quantize(block: np.ndarray, scale_format: str) -> tuple[np.ndarray, np.float32]:
+def quantize(block, scale_format):
     """Return (bytes, scale) of one float32 block of any shape."""
     scale, multiplier = scale_of(np.abs(block).max(), scale_format)
     return to_codes(block.astype(np.float32) * multiplier), scale
 
 
-def round_trip(block: np.ndarray, scale_format: str) -> np.ndarray:
+def round_trip(block, scale_format):
     """Return the float32 values that a block's bytes and scale represent."""
     codes, scale = quantize(block, scale_format)
     return from_codes(codes).astype(np.float32) * scale
 
 
-def round_trip_rows(x: np.ndarray, scale_format: str) -> np.ndarray:
+def round_trip_rows(x, scale_format):
     """Return Q_1x128 of a matrix `[M, K]`: runs of 128 along each row."""
     result = np.empty(x.shape, np.float32)
     for row in range(x.shape[0]):
@@ -76,7 +74,7 @@ def round_trip_rows(x: np.ndarray, scale_format: str) -> np.ndarray:
     return result
 
 
-def quantize_matrix(weight: np.ndarray, scale_format: str) -> tuple[np.ndarray, np.ndarray]:
+def quantize_matrix(weight, scale_format):
     """Return (bytes `[N, K]`, scales `[ceil(N/128), ceil(K/128)]`) of a weight, block by block."""
     codes = np.empty(weight.shape, np.uint8)
     scales = np.empty((-(-weight.shape[0] // BLOCK), -(-weight.shape[1] // BLOCK)), np.float32)

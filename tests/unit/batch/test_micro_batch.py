@@ -1,15 +1,20 @@
-"""Packed micro-batches: every response token is a target exactly once, at any micro-batch size."""
+"""Packed micro-batches: every response token is a target exactly once. Serialization of samples is lossless; totals of parts add up."""
 
-from __future__ import annotations
+import math
 
+import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.micro_batches import iter_target_positions
+from support.samples import assert_equal_samples, make_samples
 
 from megatron_rl.batch.kept_tokens import extend_kept_tokens, make_kept_tokens
 from megatron_rl.batch.micro_batch import make_micro_batches
 from megatron_rl.batch.packing import compute_costs, context_parallel_positions, deal, pack
+from megatron_rl.batch.sample_bytes import SampleBytes, read_samples
+from megatron_rl.batch.totals import Totals
 from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.kernels.batch_invariant import MIN_ROWS
 
@@ -146,14 +151,11 @@ def test_bins_are_at_least_half_full(lengths, bound):
     assert len(pack(lengths, bound)) <= max(1, 2 * sum(lengths) // bound + 1)
 
 
-def test_thousands_of_sequences_are_packed_quickly():
-    assert len(pack([600] * 4096, 1000)) == 4096
-
-
 def test_one_micro_batch_by_hand_and_none():
     """A context-parallel rank gets one chunk from the front and one from the back."""
     assert context_parallel_positions([8, 4], 0, 2) == [0, 1, 6, 7, 8, 11]
     assert context_parallel_positions([8, 4], 1, 2) == [2, 3, 4, 5, 9, 10]
+    assert len(pack([600] * 4096, 1000)) == 4096, "packed within moments"
     (batch,) = make_micro_batches([TrainingSample([1, 2], [3, 4])], 64)
     assert not batch.old_logprobs.any() and not batch.reference_logprobs.any() and not batch.advantages.any(), "unknown values are zeros"
     assert len(make_micro_batches([], 64)) == 0
@@ -175,3 +177,45 @@ def test_kept_tokens_are_placed_at_their_target():
     for target, mask, row in zip(batch.targets[0].tolist(), batch.mask[0].tolist(), batch.kept_tokens[0].tolist(), strict=True):
         assert row == (expected.get(target, [-1] * 3) if mask else [-1] * 3)
     assert not len(make_micro_batches(samples[1:], 100)[0].kept_tokens)
+
+
+SHAPES = st.lists(st.tuples(st.integers(1, 5), st.integers(0, 7)), max_size=6)
+
+
+@given(SHAPES, st.sets(st.sampled_from(["mask", "experts", "wide experts", "kept", "lags"])), st.integers(1, 400))
+def test_serialization_is_lossless(shapes, with_columns, piece_bytes):
+    samples = make_samples(shapes, with_columns)
+    sent = SampleBytes(samples)
+    pieces = [piece.clone() for piece in sent.iterate(piece_bytes)]
+    assert all(len(piece) == min(piece_bytes, sent.total) for piece in pieces[:-1]) and sum(map(len, pieces)) == sent.total
+    data = torch.cat(pieces)
+    received = read_samples(data)
+    assert_equal_samples(received, samples)
+    owners = {sample.response_ids.untyped_storage().data_ptr() for sample in received if len(sample.response_ids)}
+    assert owners <= {data.untyped_storage().data_ptr()}, "nothing is copied"
+
+
+def test_a_token_takes_eight_bytes_and_a_column_has_one_dtype():
+    ids, logprobs = torch.zeros(10**5, dtype=torch.int32), torch.zeros(10**5)
+    assert SampleBytes([TrainingSample(ids[:1], ids, rollout_logprobs=logprobs)]).total < 8.03 * 10**5
+    with pytest.raises(ValueError, match="samples disagree on the dtype or shape of a column"):
+        SampleBytes([TrainingSample(ids, ids, rollout_logprobs=values) for values in (logprobs, logprobs.double())])
+
+
+@given(st.lists(st.floats(-100, 100, width=32), max_size=9), st.integers(0, 9))
+def test_merged_totals_equal_the_totals_of_the_whole(values, cut):
+    whole, *parts = (Totals() for _ in range(3))
+    for totals, some in zip((whole, *parts), (values, values[:cut], values[cut:]), strict=True):
+        totals.add("x", torch.tensor(some))
+    merged = Totals.merge(parts)
+    assert (merged.count("x"), merged.largest("x")) == (len(values), max(values, default=0.0))
+    assert merged.mean("x") == pytest.approx(whole.mean("x"), rel=1e-12, abs=1e-12)
+    assert merged.mean("x") == pytest.approx(np.mean(values) if values else 0.0, rel=1e-9, abs=1e-9)
+
+
+@pytest.mark.parametrize("order", [(math.nan, 1.0), (1.0, math.nan)])
+def test_nan_is_kept(order):
+    totals = Totals()
+    for value in order:
+        totals.add("x", torch.tensor([value]))
+    assert math.isnan(totals.largest("x")) and math.isnan(totals.mean("x"))

@@ -1,7 +1,5 @@
 """Replay: which groups are trained on again, how often and how old, and that a resumed run replays the same groups."""
 
-from __future__ import annotations
-
 import random
 import re
 from dataclasses import fields
@@ -65,7 +63,7 @@ def test_a_replayed_group_is_unchanged_but_older():
     assert metrics == {"replay/groups": 1, "replay/kept": 0, "replay/share": 0.5, "replay/age": 2}
 
 
-def test_groups_and_members_without_a_gradient_are_not_kept():
+def test_groups_with_a_gradient_are_kept_newest_first_then_by_the_largest_spread():
     buffer, spread = ReplayBuffer(ReplayConfig(prompts_per_step=4)), group("a", [0.0, 1.0, 1.0])
     spread[2].masked = True
     excluded = group("b", [0.0, 1.0])
@@ -73,9 +71,6 @@ def test_groups_and_members_without_a_gradient_are_not_kept():
         sample.excluded = True
     step(buffer, 0, [spread, group("c", [1.0, 1.0]), excluded])
     assert [kept.samples for kept in buffer.groups] == [tuple(spread[:2])]
-
-
-def test_the_newest_groups_come_first_then_those_with_the_largest_spread():
     buffer = ReplayBuffer(ReplayConfig(prompts_per_step=1, buffer_size=3, max_replays=2))
     step(buffer, 0, [group("old", [0.0, 1.0]), group("older", [0.0, 1.0])])
     step(buffer, 1, [group("mild", [0.0, 0.5]), group("wide", [0.0, 1.0])])
@@ -83,12 +78,14 @@ def test_the_newest_groups_come_first_then_those_with_the_largest_spread():
     assert kept == [(1, 0.5, 0), (1, 0.25, 0), (0, 0.5, 1)]
 
 
-def test_whole_groups_are_spread_over_the_mini_batches():
+def test_whole_groups_are_spread_over_the_mini_batches_and_a_buffer_smaller_than_a_step_is_refused():
     buffer = ReplayBuffer(ReplayConfig(prompts_per_step=3))
     step(buffer, 0, [group(str(number), [0.0, 1.0]) for number in range(4)])
     mini_batches, _ = step(buffer, 1, [group(str(number), [1.0, 1.0]) for number in range(4)], updates=2)
     lags = [[sample.version_lags.tolist()[:1] for sample in mini_batch] for mini_batch in mini_batches]
     assert lags == [[[]] * 4 + [[1]] * 4, [[]] * 4 + [[1]] * 2]
+    with pytest.raises(ValueError, match=re.escape("buffer_size (2) must not be less than prompts_per_step (3)")):
+        ReplayConfig(prompts_per_step=3, buffer_size=2)
 
 
 class Run:
@@ -151,8 +148,3 @@ def test_a_file_holds_every_column(tmp_path):
         for loaded, original in zip(one.samples, two.samples, strict=True):
             assert content(loaded) == content(original)
     assert read[0].samples[0].routed_experts.dtype == torch.int16
-
-
-def test_a_buffer_smaller_than_a_step_is_refused():
-    with pytest.raises(ValueError, match=re.escape("buffer_size (2) must not be less than prompts_per_step (3)")):
-        ReplayConfig(prompts_per_step=3, buffer_size=2)

@@ -1,7 +1,5 @@
 """The command line: exit codes, one line for each expected error, and a traceback only for bugs."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -45,13 +43,10 @@ def train(monkeypatch, config):
     return _train
 
 
-def test_user_errors_exit_with_2_and_one_line(config):
+def test_user_and_usage_errors_exit_with_2(config):
     done = program("train", config, "--train.stepz=1")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "megatron-rl: train.stepz = 1: unknown key; did you mean train.steps?\n"
-
-
-def test_usage_errors_exit_with_2(config):
     for args in (["train"], ["frobnicate"], ["export", "--checkpoint", "a"], ["report"], ["eval"], ["eval", "CONFIG"]):
         result = CliRunner().invoke(app, args)
         assert result.exit_code == 2 and "Error: " in result.output
@@ -92,15 +87,12 @@ def test_eval_passes_its_options_and_prints_the_results(monkeypatch, config, tmp
     assert (seen[1][0].eval.temperature, seen[1][0].eval.samples) == (0, 1)
 
 
-@pytest.mark.parametrize(
-    "error, code, shown",
-    [
-        (RunError("the engine died", log_tail="line 8\nline 9\n"), 3, "line 8\nline 9\nmegatron-rl: the engine died\n"),
-        (RunError("the engine died"), 3, "megatron-rl: the engine died\n"),
-        (KeyboardInterrupt(), 130, "megatron-rl: interrupted\n"),
-        (bug := ZeroDivisionError("a bug"), 1, ""),  # keeps its traceback
-    ],
-)
+@pytest.mark.parametrize("error, code, shown", [
+    (RunError("the engine died", log_tail="line 8\nline 9\n"), 3, "line 8\nline 9\nmegatron-rl: the engine died\n"),
+    (RunError("the engine died"), 3, "megatron-rl: the engine died\n"),
+    (KeyboardInterrupt(), 130, "megatron-rl: interrupted\n"),
+    (bug := ZeroDivisionError("a bug"), 1, ""),  # keeps its traceback
+])  # fmt: skip
 def test_errors_are_printed_after_their_log_tail(train, error, code, shown):
     def run_training(cfg):
         raise error
@@ -132,14 +124,11 @@ def without_context(steps: int = 1) -> None:
     raise UserError("steps", steps, "is wrong", "fix it")
 
 
-@pytest.mark.parametrize(
-    "function, option, code, out, err",
-    [
-        (with_context, "--train.steps=3", 0, "2 ['--train.steps=3']\n", ""),
-        (without_context, "--train.steps=3", 2, "", "No such option: --train.steps"),
-        (without_context, "--steps=2", 2, "", "megatron-rl: steps = 2: is wrong; fix it\n"),
-    ],
-)
+@pytest.mark.parametrize("function, option, code, out, err", [
+    (with_context, "--train.steps=3", 0, "2 ['--train.steps=3']\n", ""),
+    (without_context, "--train.steps=3", 2, "", "No such option: --train.steps"),
+    (without_context, "--steps=2", 2, "", "megatron-rl: steps = 2: is wrong; fix it\n"),
+])  # fmt: skip
 def test_unknown_options_of_a_tool_are_passed_to_its_context_or_refused(monkeypatch, capsys, function, option, code, out, err):
     monkeypatch.setattr(sys, "argv", ["tool", "--steps", "2", option])
     with pytest.raises(SystemExit) as done:

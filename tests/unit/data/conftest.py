@@ -1,7 +1,5 @@
 """A tokenizer with a chat template, and one that is fast to import."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -22,8 +20,6 @@ def model(tmp_path) -> Path:
 
 @pytest.fixture
 def write(tmp_path):
-    """Write rows to a JSONL file and return its path."""
-
     def write_rows(*rows: object, name: str = "rows.jsonl") -> str:
         (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
         return str(tmp_path / name)

@@ -1,6 +1,4 @@
-"""load_problems: held-out problems, dropped problems, and an order that resumes exactly."""
-
-from __future__ import annotations
+"""load_problems: held-out problems, dropped problems, an order that resumes exactly, and custom sources."""
 
 import functools
 import json
@@ -15,8 +13,10 @@ import pytest
 from support import data as support
 from support.processes import call_in_fresh_process
 
-from megatron_rl.data import load_held_out
+from megatron_rl.config.data import DataConfig
+from megatron_rl.data import check_data, load_held_out
 from megatron_rl.data.loading import normalize_question
+from megatron_rl.data.own_source import load_generator
 from megatron_rl.errors import UserError
 
 SUMS = "examples.arithmetic.task:Arithmetic"
@@ -24,8 +24,6 @@ REAL = Path(__file__).resolve().parents[3].parent / "shared" / "data"
 HUB_CARD = (
     "---\nconfigs:\n- config_name: main\n  data_files:\n  - {split: train, path: main/train-*}\n  - {split: test, path: main/test-*}\n---\n"
 )
-
-
 load = functools.partial(support.load, train=SUMS, eval=SUMS)
 
 
@@ -37,30 +35,6 @@ def jsonl(write):
 def test_held_out_problems_are_read_without_training_data():
     config = support.make_config(train="gone.jsonl", eval=SUMS, eval_size=7)
     assert load_held_out(config, support.count_bytes) == load(eval_size=7)[1]
-
-
-def test_generated_problems_are_templated_and_not_held_out():
-    stream, held_out = load(prompt_template="Q: {question} {braces}\n", eval_size=100)
-    train = stream.next_batch(500)
-    assert len({problem.prompt for problem in held_out}) == 100
-    assert not {problem.prompt for problem in train} & {problem.prompt for problem in held_out}
-    assert all(p.prompt.startswith("Q: ") and p.prompt.endswith("= {braces}\n") for p in train + held_out)
-    assert {problem.level for problem in train} == {2, 3, 4, 5}
-
-
-@pytest.mark.parametrize("eval_source", ["", SUMS])
-@pytest.mark.parametrize("generated", [True, False])
-def test_a_stream_resumes_exactly(jsonl, generated, eval_source):
-    source = SUMS if generated else jsonl("train", [f"q{i}" for i in range(10)])
-    fresh = lambda: load(train=source, eval=eval_source, format="gsm8k")  # noqa: E731
-    stream, held_out = fresh()
-    assert len(held_out) == (128 if eval_source else 0)
-    stream.next_batch(7)
-    state = json.loads(json.dumps(stream.state_dict()))
-    expected = stream.next_batch(25)
-    resumed, _ = fresh()
-    resumed.load_state_dict(state)
-    assert resumed.next_batch(25) == expected
 
 
 def test_training_problems_are_dropped_if_any_row_of_the_eval_file_has_them(jsonl, caplog):
@@ -117,15 +91,16 @@ def test_repeated_questions_are_dropped(jsonl, caplog):
 
 
 def test_a_mixture_of_generated_and_published_problems(jsonl):
-    """Shares match the weights, held-out sets keep their order and names, no problem is in both, and the stream resumes."""
     train = [{"source": SUMS, "weight": 3}, {"source": jsonl("train", list("abcdef")), "format": "gsm8k", "name": "letters"}]
     sets = [{"source": jsonl("eval", list("fgh")), "format": "gsm8k", "name": "rest"}, {"source": SUMS, "name": "sums"}]
-    fresh = lambda: load(train=train, eval=sets, eval_size=20, prompt_template="{question}?")  # noqa: E731
+    fresh = lambda: load(train=train, eval=sets, eval_size=20, prompt_template="{question} {braces}?")  # noqa: E731
     stream, held_out = fresh()
     assert [problem.source for problem in held_out] == ["rest"] * 3 + ["sums"] * 20
     drawn = stream.next_batch(400)
     assert Counter(problem.source for problem in drawn) == {"arithmetic": 300, "letters": 100}
-    assert {problem.prompt for problem in drawn if problem.source == "letters"} == {"a?", "b?", "c?", "d?", "e?"}
+    assert {problem.prompt for problem in drawn if problem.source == "letters"} == {f"{letter} {{braces}}?" for letter in "abcde"}
+    assert all(problem.prompt.endswith("= {braces}?") for problem in drawn + held_out if problem.source in ("arithmetic", "sums"))
+    assert {problem.level for problem in drawn if problem.source == "arithmetic"} == {2, 3, 4, 5}
     assert not {problem.prompt for problem in drawn} & {problem.prompt for problem in held_out}
     resumed, again = fresh()
     resumed.load_state_dict(json.loads(json.dumps(stream.state_dict())))
@@ -192,3 +167,101 @@ def test_real_sets_are_mixed_without_overlap(caplog):
     assert Counter(questions.values()) == kept and "dropped 289 problems with repeated questions" in caplog.text
     assert not questions.keys() & {normalize_question(problem.prompt) for problem in problems}
     assert len({problem.id for problem in drawn}) == len(questions)
+
+
+MODULE = """
+from megatron_rl.types import Problem
+
+class Doubles:
+    def __init__(self, seed, largest=100):
+        self.seed, self.largest, self.fingerprint = seed, largest, (seed, largest)
+    def problem(self, number):
+        return Problem(f"double:{number}", f"2*{number}?", str(2 * number))
+    def train_problem(self, position, accept):
+        candidates = (self.problem((position * 7 + self.seed + step) % self.largest) for step in range(self.largest))
+        return next(problem for problem in candidates if accept(problem))
+    def held_out(self, count):
+        return [self.problem(self.largest + number) for number in range(count)]
+
+class Unidentified(Doubles):
+    def __init__(self, seed): pass
+
+class Numbers(Doubles):
+    def problem(self, number):
+        return Problem(f"{number}", "1?", number)
+
+class Few(Doubles):
+    def held_out(self, count):
+        return [[self.problem(0)][number] for number in range(count)]
+
+def rows(count):
+    for number in range(count):
+        yield {"question": f"{number}?", "answer": f"#### {number}"}
+
+def ends_early():
+    yield {"question": "1?", "answer": "#### 1"}
+    raise OSError("no disk")
+
+number = 3
+"""
+
+
+@pytest.fixture(autouse=True)
+def own_module(tmp_path, monkeypatch):
+    (tmp_path / "own_sources.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+def test_a_generator_gives_short_problems_that_are_not_held_out():
+    held_out = [{"source": "own_sources:Doubles", "settings": {"largest": 3}, "name": "small"}]
+    stream, problems = support.load(train="own_sources:Doubles", eval=held_out, settings={"largest": 50}, eval_size=4, max_prompt_tokens=4)
+    assert [(problem.prompt, problem.source) for problem in problems] == [(f"2*{number}?", "small") for number in (3, 4, 5, 6)]
+    drawn = stream.next_batch(50)
+    assert {problem.prompt for problem in drawn} == {f"2*{number}?" for number in (0, 1, 2, 7, 8, 9)}
+    assert {problem.source for problem in drawn} == {"doubles"}
+
+
+def test_a_run_cannot_be_resumed_with_other_settings_or_seed():
+    state = support.load(train="own_sources:Doubles", settings={"largest": 9})[0].state_dict()
+    support.load(train="own_sources:Doubles", settings={"largest": 9})[0].load_state_dict(state)
+    for other in ({"settings": {"largest": 8}}, {"settings": {"largest": 9}, "seed": 1}):
+        with pytest.raises(UserError, match="other problems or in another order"):
+            support.load(train="own_sources:Doubles", **other)[0].load_state_dict(state)
+
+
+def test_rows_of_a_function_are_read_like_those_of_a_file():
+    stream, held_out = support.load(
+        train=[{"source": "own_sources:rows", "settings": {"count": 5}, "name": "five"}],
+        eval=[{"source": "own_sources:rows", "settings": {"count": 2}, "name": "two"}],
+        format="gsm8k",
+    )
+    assert [(problem.id, problem.answer) for problem in held_out] == [("two:1", "0"), ("two:2", "1")]
+    assert sorted(problem.id for problem in stream.next_batch(3)) == ["five:3", "five:4", "five:5"]
+
+
+@pytest.mark.parametrize(
+    "field, train, data, line",
+    [
+        ("data.train", "own_sources:absent", {}, "cannot be imported (AttributeError"),
+        ("data.train", "own_sources:number", {}, "cannot be called with the settings {}"),
+        ("data.train", "own_sources:Unidentified", {}, "fails (AttributeError: "),
+        ("data.train", "own_sources:Numbers", {}, "fails (TypeError: fingerprint must be a tuple; id, prompt and"),
+        ("data.eval", "own_sources:Doubles", {"eval": "own_sources:Few"}, "fails (IndexError: "),
+        ("data.train", "own_sources:Doubles", {"settings": {"lagest": 3}}, "cannot be called with the settings {'lagest': 3} (TypeError: "),
+        ("data.train", "own_sources:ends_early", {}, "fails after 1 rows (OSError: no disk)"),
+        ("data.train", "own_sources:rows", {"settings": {"count": 1}, "format": None}, "needs a format; its fields are"),
+        ("data.train", "own_sources:rows", {"settings": {"count": 1}, "format": "own_sources:rows"}, "format own_sources:rows fails ("),
+        ("data.format", "own_sources:rows", {"format": "own_sources:nothing"}, "cannot be imported"),
+        ("data.train", "", {}, "is required for training; use a JSONL, JSON or Parquet file, a hub data set as hf:OWNER/NAME:SPLIT"),
+    ],
+)
+def test_each_mistake_is_one_line(tmp_path, field, train, data, line):
+    with pytest.raises(UserError, match=f"^{re.escape(field)}.*: {re.escape(line)}") as caught:
+        check_data(DataConfig(**{"train": train, "format": "gsm8k", **data}), tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_paths_and_hub_names_are_not_custom_sources():
+    data = DataConfig(train=[{"source": "hf:gsm8k", "name": "a"}, {"source": "data/train.jsonl"}])
+    assert [load_generator(source, data, "data.train") for source in data.train] == [None, None]
+    assert [source.is_own for source in data.train] == [False, False]

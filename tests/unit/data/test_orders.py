@@ -1,9 +1,8 @@
-"""Filters by pass rate and curricula: the problems of an epoch and their order, and exact resumption of a stopped run."""
-
-from __future__ import annotations
+"""Epochs, curricula, filters by pass rate and mixtures: the problems of an epoch and their order, exact shares, and exact resumption."""
 
 import json
 import random
+from collections import Counter
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,11 +16,10 @@ from megatron_rl.config.data import DataConfig, TrainDataSourceConfig
 from megatron_rl.data import check_data
 from megatron_rl.data.orders import DifficultyEpochs, order_by_difficulty, shuffle_epochs
 from megatron_rl.data.sets import read_problem_set
-from megatron_rl.data.stream import ProblemStream, mix_orders
+from megatron_rl.data.stream import ProblemStream, WeightedInterleaver, mix_orders
 from megatron_rl.errors import UserError
-from megatron_rl.rollout.async_worker import AsyncRolloutWorker
 from megatron_rl.rollout.generation import MultiTurnSampler
-from megatron_rl.rollout.worker import RolloutWorker
+from megatron_rl.rollout.worker import AsyncRolloutWorker, RolloutWorker
 from megatron_rl.types import Generation, Problem, Reward
 
 
@@ -77,7 +75,6 @@ def test_an_epoch_without_problems_within_the_bounds_contains_all(caplog):
 
 
 def make_stream() -> ProblemStream:
-    """Return a stream of a set with measured pass rates, a set with a curriculum by level, and a shuffled set."""
     measured = settings(pass_rate="measured", pass_rate_low=0.1, pass_rate_high=0.9, curriculum="pass_rate", recheck_every=4)
     orders = [
         order_by_difficulty(problems([None] * 7), measured, "0/s"),
@@ -184,3 +181,62 @@ def test_a_column_of_pass_rates_is_read(write):
     source = write(*({"q": f"{n}?", "a": "1", "rate": rate} for n, rate in enumerate((0, 0.25, None))))
     data = DataConfig.model_validate({"train": [{"source": source, "columns": {"question": "q", "answer": "a", "pass_rate": "rate"}}]})
     assert [problem.pass_rate for problem in read_problem_set(data.train[0], data, "data.train")] == [0.0, 0.25, None]
+
+
+WEIGHTS = st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=6)
+
+
+def numbered(size: int, name: str = "") -> list[Problem]:
+    return [Problem(f"{name}{i}", f"q{i}", str(i)) for i in range(size)]
+
+
+def mixed(sizes: list[int], weights: list[float], seed: int = 0) -> ProblemStream:
+    return mix_orders([shuffle_epochs(numbered(size, f"{index}:"), f"{seed}/{index}") for index, size in enumerate(sizes)], weights)
+
+
+@given(st.integers(1, 12), st.integers(1, 7), st.integers(0, 100))
+def test_every_epoch_contains_every_problem_once(size, batch, seed):
+    stream = mix_orders([shuffle_epochs(numbered(size), seed)], [1.0])
+    drawn = [problem for _ in range(-(-3 * size // batch)) for problem in stream.next_batch(batch)]
+    for epoch in range(3):
+        assert sorted(drawn[epoch * size : (epoch + 1) * size], key=numbered(size).index) == numbered(size)
+
+
+@given(WEIGHTS, st.integers(1, 400))
+def test_every_set_is_within_one_problem_of_its_share_at_any_time(weights, positions):
+    turns, counts = WeightedInterleaver(weights), Counter()
+    for position in range(positions):
+        index, before = turns.locate(position)
+        assert before == counts[index]  # each set has no gap in its own order
+        counts[index] += 1
+        for other, weight in enumerate(weights):
+            assert abs(counts[other] - (position + 1) * weight / sum(weights)) < 1 + 1e-9
+
+
+@given(WEIGHTS, st.integers(0, 200), st.integers(0, 30), st.integers(1, 30))
+def test_a_mixture_resumes_exactly_at_any_position(weights, position, more, batch):
+    sizes = [3 + 2 * index for index in range(len(weights))]
+    stream = mixed(sizes, weights)
+    stream.next_batch(position)
+    state = json.loads(json.dumps(stream.state_dict()))
+    expected = stream.next_batch(batch)
+    fresh = mixed(sizes, weights)
+    fresh.next_batch(more)  # its earlier position, ahead or behind, does not matter
+    fresh.load_state_dict(state)
+    assert fresh.next_batch(batch) == expected
+
+
+def test_batches_do_not_change_the_order_and_epochs_are_shuffled_differently():
+    whole, parts = mixed([5, 4], [2.0, 1.0]), mixed([5, 4], [2.0, 1.0])
+    assert whole.next_batch(60) == [problem for size in (1, 9, 20, 30) for problem in parts.next_batch(size)]
+    order = shuffle_epochs(numbered(50), 0)
+    assert [order.at(n) for n in range(50)] != [order.at(n) for n in range(50, 100)]
+
+
+def test_another_mixture_has_another_fingerprint():
+    mixtures = [
+        mixed([5, 4], [2.0, 1.0]), mixed([5, 4], [1.0, 2.0]), mixed([4, 5], [2.0, 1.0]), mixed([5, 4], [2.0, 1.0], seed=1),
+        mixed([5], [2.0]),
+    ]  # fmt: skip
+    assert len({stream.state_dict()["fingerprint"] for stream in mixtures}) == len(mixtures)
+    assert mixed([5, 4], [2.0, 1.0]).state_dict() == mixtures[0].state_dict()

@@ -1,7 +1,5 @@
 """Widening a model so that shards consist of whole blocks: random widths and heads, published models, and refusals."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given
@@ -119,14 +117,11 @@ def test_the_command_widens_once(tmp_path):
     assert not (wide / INDEX).exists()
 
 
-@pytest.mark.parametrize(
-    "options, words",
-    [
-        (["--tensor-parallel", 2], "--tensor-parallel = 2: only applies with --align; add --align 128"),
-        (["--align", 128, "--tensor-parallel", 5], "--tensor-parallel = 5: must divide vocab_size (384), which cannot be padded: "),
-        (["--align", 128, "--expert-tensor-parallel", 2], "--expert-tensor-parallel = 2: needs a model with experts, qwen3 has none; "),
-    ],
-)
+@pytest.mark.parametrize("options, words", [
+    (["--tensor-parallel", 2], "--tensor-parallel = 2: only applies with --align; add --align 128"),
+    (["--align", 128, "--tensor-parallel", 5], "--tensor-parallel = 5: must divide vocab_size (384), which cannot be padded: "),
+    (["--align", 128, "--expert-tensor-parallel", 2], "--expert-tensor-parallel = 2: needs a model with experts, qwen3 has none; "),
+])  # fmt: skip
 def test_impossible_alignment_is_refused(tmp_path, options, words):
     code, line = export("--checkpoint", make_checkpoint(tmp_path / "model"), "--output", tmp_path / "out", *options)
     assert code == 2 and line.startswith(f"megatron-rl: {words}") and "\n" not in line

@@ -1,7 +1,5 @@
 """Reading checkpoints: valid ones in every published form, and a one-line refusal that names the tensor or file for all others."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections import Counter
@@ -89,59 +87,50 @@ def test_a_good_checkpoint_passes_in_one_file_or_in_several(folder):
     assert find_checkpoint_format({"quantization_config": {**SETTINGS, "scale_fmt": "ue8m0", "modules_to_not_convert": ["lm_head"]}})
 
 
-@pytest.mark.parametrize("folder", ["high", "fp8"], indirect=True)
+WRONG = [
+    (NORM, None, f"tensor {NORM} is missing"),
+    (GATE, torch.zeros(2, 2), f"tensor {GATE} has shape [2, 2], config.json says [512, 256]"),
+    (NORM, torch.zeros(256, 1), f"tensor {NORM} has shape [256, 1], config.json says [256]"),
+    (NORM, torch.zeros(256, dtype=torch.int32), f"tensor {NORM} is I32, must be BF16 or F16 or F32"),
+    (NORM, torch.zeros(256, dtype=torch.float64), f"tensor {NORM} is F64, must be"),
+    (NORM, torch.zeros(256).to(torch.float8_e4m3fn), f"tensor {NORM} is F8_E4M3, must be BF16 or"),
+    ("model.layers.1.mlp.up_proj.weight", torch.zeros(1), "model.layers.1.mlp.up_proj.weight does not belong to the qwen3 model"),
+    ("model.layers.0.self_attn.q_proj.bias", torch.zeros(256), "tensor model.layers.0.self_attn.q_proj.bias does not belong to"),
+    (NORM + "_scale_inv", torch.ones(2, 1), f"tensor {NORM}_scale_inv does not belong to"),
+]
+WRONG_FP8 = [
+    (SCALES, None, f"tensor {SCALES} is missing"),
+    (SCALES, torch.ones(4, 1), f"tensor {SCALES} has shape [4, 1], config.json says [4, 2]"),
+    (SCALES, torch.ones(4, 2, dtype=torch.float16), f"tensor {SCALES} is F16, must be F32 or BF16; convert it"),
+    (GATE, torch.zeros(512, 256), f"tensor {GATE} is F32, must be F8_E4M3; FP8 must be all weights of attention, MLP and experts"),
+    (HEAD, torch.zeros(384, 256).to(torch.float8_e4m3fn), f"tensor {HEAD} is F8_E4M3, must be BF16 or F16 or F32; FP8 must be"),
+    (SCALES, torch.full((4, 2), float("nan")), f"tensor {SCALES} holds a scale that is inf, NaN or not positive"),
+    (SCALES, torch.full((4, 2), float("inf")), f"tensor {SCALES} holds a scale that is inf, NaN or not positive"),
+    (SCALES, torch.full((4, 2), -1.0), f"tensor {SCALES} holds a scale that is inf, NaN or not positive"),
+    (SCALES, torch.full((4, 2), 1e38), f"tensor {SCALES} holds a scale that is inf, NaN or not positive"),
+    (SCALES, torch.full((4, 2), 0.75), f'tensor {SCALES} holds scales that are not powers of two, precision.scale_format is "pow2"'),
+]
+
+
 @pytest.mark.parametrize(
-    "name, tensor, line",
-    [
-        (NORM, None, f"tensor {NORM} is missing"),
-        (GATE, torch.zeros(2, 2), f"tensor {GATE} has shape [2, 2], config.json says [512, 256]"),
-        (NORM, torch.zeros(256, 1), f"tensor {NORM} has shape [256, 1], config.json says [256]"),
-        (NORM, torch.zeros(256, dtype=torch.int32), f"tensor {NORM} is I32, must be BF16 or F16 or F32"),
-        (NORM, torch.zeros(256, dtype=torch.float64), f"tensor {NORM} is F64, must be"),
-        (NORM, torch.zeros(256).to(torch.float8_e4m3fn), f"tensor {NORM} is F8_E4M3, must be BF16 or"),
-        ("model.layers.1.mlp.up_proj.weight", torch.zeros(1), "model.layers.1.mlp.up_proj.weight does not belong to the qwen3 model"),
-        ("model.layers.0.self_attn.q_proj.bias", torch.zeros(256), "tensor model.layers.0.self_attn.q_proj.bias does not belong to"),
-        (NORM + "_scale_inv", torch.ones(2, 1), f"tensor {NORM}_scale_inv does not belong to"),
-    ],
+    "folder, name, tensor, line",
+    [(kind, *case) for kind in ("high", "fp8") for case in WRONG] + [("fp8", *case) for case in WRONG_FP8],
+    indirect=["folder"],
 )
 def test_wrong_tensors_are_refused(folder, name, tensor, line):
     change(folder, **{name: tensor})
     assert line in refused(folder)
 
 
-@fp8
-@pytest.mark.parametrize(
-    "name, tensor, line",
-    [
-        (SCALES, None, f"tensor {SCALES} is missing"),
-        (SCALES, torch.ones(4, 1), f"tensor {SCALES} has shape [4, 1], config.json says [4, 2]"),
-        (SCALES, torch.ones(4, 2, dtype=torch.float16), f"tensor {SCALES} is F16, must be F32 or BF16; convert it"),
-        (GATE, torch.zeros(512, 256), f"tensor {GATE} is F32, must be F8_E4M3; FP8 must be all weights of attention, MLP and experts"),
-        (HEAD, torch.zeros(384, 256).to(torch.float8_e4m3fn), f"tensor {HEAD} is F8_E4M3, must be BF16 or F16 or F32; FP8 must be"),
-        (SCALES, torch.full((4, 2), float("nan")), f"tensor {SCALES} holds a scale that is inf, NaN or not positive"),
-        (SCALES, torch.full((4, 2), float("inf")), f"tensor {SCALES} holds a scale that is inf, NaN or not positive"),
-        (SCALES, torch.full((4, 2), -1.0), f"tensor {SCALES} holds a scale that is inf, NaN or not positive"),
-        (SCALES, torch.full((4, 2), 1e38), f"tensor {SCALES} holds a scale that is inf, NaN or not positive"),
-        (SCALES, torch.full((4, 2), 0.75), f'tensor {SCALES} holds scales that are not powers of two, precision.scale_format is "pow2"'),
-    ],
-)  # fmt: skip
-def test_wrong_fp8_tensors_are_refused(folder, name, tensor, line):
-    change(folder, **{name: tensor})
-    assert line in refused(folder)
-
-
 @high
-@pytest.mark.parametrize(
-    "settings, line",
-    [
-        ({**SETTINGS, "quant_method": "gptq"}, "quant_method = 'gptq': is not supported, only fp8 or w8a8_int8 is"),
-        ({**SETTINGS, "weight_block_size": None}, "weight_block_size = 'None': is not supported, only [128, 128] is"),
-        ({**SETTINGS, "weight_block_size": [64, 64]}, "weight_block_size = '[64, 64]': is not supported"),
-        ({**SETTINGS, "activation_scheme": "static"}, "activation_scheme = 'static': is not supported"),
-        ({**SETTINGS, "fmt": "e5m2"}, "fmt = 'e5m2': is not supported"),
-        ("fp8", "quant_method = 'None': is not supported"),
-    ],
-)
+@pytest.mark.parametrize("settings, line", [
+    ({**SETTINGS, "quant_method": "gptq"}, "quant_method = 'gptq': is not supported, only fp8 or w8a8_int8 is"),
+    ({**SETTINGS, "weight_block_size": None}, "weight_block_size = 'None': is not supported, only [128, 128] is"),
+    ({**SETTINGS, "weight_block_size": [64, 64]}, "weight_block_size = '[64, 64]': is not supported"),
+    ({**SETTINGS, "activation_scheme": "static"}, "activation_scheme = 'static': is not supported"),
+    ({**SETTINGS, "fmt": "e5m2"}, "fmt = 'e5m2': is not supported"),
+    ("fp8", "quant_method = 'None': is not supported"),
+])  # fmt: skip
 def test_unsupported_quantization_is_refused(folder, settings, line):
     edit_config(folder, {"quantization_config": settings})
     with pytest.raises(UserError) as caught:

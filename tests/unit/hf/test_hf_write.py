@@ -1,17 +1,18 @@
-"""Writing checkpoint folders: complete or absent, and readable by the standard libraries."""
-
-from __future__ import annotations
+"""Writing checkpoint folders: complete or absent, and readable by the standard libraries; an unusable tokenizer is refused."""
 
 import json
 import os
 import stat
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from examples.arithmetic.byte_tokenizer import make_byte_tokenizer
 from megatron_rl.errors import UserError
 from megatron_rl.hf.files import INDEX, read_config
+from megatron_rl.hf.tokenizer import load_tokenizer
 from megatron_rl.hf.write import atomic_folder, write_checkpoint
 
 
@@ -81,3 +82,25 @@ def test_many_tensors_are_written_as_several_files(tmp_path):
     assert index["metadata"] == {"total_size": 100} and len(os.listdir(tmp_path)) == 2 + 3
     for name, tensor in tensors.items():
         assert torch.equal(load_file(tmp_path / index["weight_map"][name])[name], tensor)
+
+
+def test_an_unusable_tokenizer_is_refused(tmp_path):
+    def refusal(folder: Path) -> str:
+        with pytest.raises(UserError) as caught:
+            load_tokenizer(folder)
+        assert str(caught.value).startswith("model.path = ") and "\n" not in str(caught.value)
+        return str(caught.value)
+
+    assert "must be the folder" in refusal(tmp_path / "absent")
+    for content in (None, "{", "[]"):
+        if content is not None:
+            (tmp_path / "tokenizer.json").write_text(content)
+        assert "no usable tokenizer" in refusal(tmp_path)
+    (tmp_path / "tokenizer.json").unlink()
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')  # transformers makes an empty tokenizer from it
+    assert "no usable tokenizer" in refusal(tmp_path)
+    make_byte_tokenizer(tmp_path)
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    del settings["eos_token"]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    assert "no end token" in refusal(tmp_path)

@@ -1,7 +1,5 @@
 """Hub models from a local HTTP server: what is downloaded when, and a one-line message for every failure."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
@@ -57,7 +55,7 @@ def test_small_files_are_downloaded_first_and_nothing_twice(hub, model):
     assert fetch_model(pinned, "--checkpoint") == folder and not hub.requests
 
 
-def test_a_split_checkpoint_is_downloaded_by_its_index(hub, model, tmp_path):
+def test_a_split_checkpoint_is_downloaded_by_its_index_and_a_pinned_name_survives_a_moving_branch(hub, model, tmp_path):
     split = tmp_path / "split"
     split.mkdir()
     (split / "config.json").write_text("{}")
@@ -67,9 +65,6 @@ def test_a_split_checkpoint_is_downloaded_by_its_index(hub, model, tmp_path):
     hub.add("someone/split", split)
     folder = fetch_model(Path("hf:someone/split"), "--checkpoint")
     assert {file.name for file in folder.glob("*.safetensors")} == {"part-1.safetensors", "part-2.safetensors"}
-
-
-def test_a_pinned_name_survives_a_moving_branch(hub, model, tmp_path):
     first = pin_hub_model(NAME)
     other = tmp_path / "other"
     other.mkdir()
@@ -118,12 +113,9 @@ def test_offline_names_the_file_missing_in_the_cache(hub, monkeypatch, tmp_path)
     assert refusal(pinned) == f"HF_HUB_OFFLINE is set, and model.safetensors is not in {tmp_path / 'cache'}; {fix}"
 
 
-def test_an_unreachable_hub_is_refused(model, tmp_path, monkeypatch):
+def test_an_unreachable_hub_is_refused_and_a_local_folder_returned_unchanged(model, tmp_path, monkeypatch):
     with serve_hub() as hub:
         pass
     hub.use(monkeypatch, tmp_path / "cache")
     assert re.match(rf"cannot be downloaded from {hub.url} \(.*refused.*\), and is not in the cache; check the network", refusal(NAME))
-
-
-def test_a_local_folder_is_returned_unchanged(model):
     assert pin_hub_model(model) == model == fetch_model(model, "--checkpoint") == ModelConfig(path=model).folder

@@ -1,7 +1,5 @@
 """Routing records: shape, one-line refusals, joining of turns, and placement in micro-batches."""
 
-from __future__ import annotations
-
 import base64
 
 import numpy as np
@@ -18,7 +16,7 @@ from megatron_rl.hf.routing_record import RoutingShape, extend_routing_record
 from megatron_rl.rollout.worker import RolloutBatch
 from megatron_rl.training.samples import to_training_samples
 from megatron_rl.types import Completion, Problem
-from rollout_sglang.answers import read_routed_experts
+from rollout_sglang.engine import read_routed_experts
 
 SHAPE = RoutingShape(num_layers=3, moe_layers=(1, 2), num_experts=8, top_k=2)
 
@@ -30,10 +28,14 @@ def record(tokens: int, seed: int = 0) -> np.ndarray:
     return result
 
 
-def test_the_shape_is_the_models():
+def test_the_shape_is_the_models_and_another_turn_keeps_the_known_experts():
     assert RoutingShape.from_hf_config(ARCHITECTURES["qwen3_moe"]) == RoutingShape(4, (0, 2, 3), 4, 2)
     assert RoutingShape.from_hf_config(ARCHITECTURES["deepseek_v3"]) == RoutingShape(4, (1, 2, 3), 8, 4)
     assert RoutingShape(1, (0,), 256, 8).dtype is np.uint8 and RoutingShape(1, (0,), 257, 8).dtype is np.int16
+    first, second = record(4, seed=1), record(9, seed=2)
+    joined = extend_routing_record(extend_routing_record(None, first), second)
+    assert (joined[:3] == first).all() and (joined[3:] == second[3:]).all() and len(joined) == 8
+    assert extend_routing_record(None, None) is None
 
 
 def _with(value: int) -> np.ndarray:
@@ -42,17 +44,14 @@ def _with(value: int) -> np.ndarray:
     return wrong
 
 
-@pytest.mark.parametrize(
-    "wrong, line",
-    [
-        (None, "completion 1 of 1 comes without the routing of its tokens"),
-        (record(4), r"shape \[3, 3, 2\] in uint8; its 5 tokens need \[4, 3, 2\] in uint8"),
-        (record(5)[..., :1], r"shape \[4, 3, 1\]"),
-        (record(5).astype(np.int16), "in int16; its 5 tokens need .* in uint8"),
-        (_with(8), "names expert 8 of 8"),
-        (_with(int(record(5)[2, 1, 1])), "sends a token to one expert twice"),
-    ],
-)
+@pytest.mark.parametrize("wrong, line", [
+    (None, "completion 1 of 1 comes without the routing of its tokens"),
+    (record(4), r"shape \[3, 3, 2\] in uint8; its 5 tokens need \[4, 3, 2\] in uint8"),
+    (record(5)[..., :1], r"shape \[4, 3, 1\]"),
+    (record(5).astype(np.int16), "in int16; its 5 tokens need .* in uint8"),
+    (_with(8), "names expert 8 of 8"),
+    (_with(int(record(5)[2, 1, 1])), "sends a token to one expert twice"),
+])  # fmt: skip
 def test_an_invalid_record_is_refused_in_one_line(wrong, line):
     SHAPE.check(record(5), 5, "a record that fits")
     columns = np.array([1, 2, 3]), np.array([4, 5]), np.array([-1.0, -1.0])
@@ -65,13 +64,6 @@ def test_an_invalid_record_is_refused_in_one_line(wrong, line):
     with pytest.raises(RunError, match=line) as raised:
         take()
     assert "\n" not in str(raised.value)
-
-
-def test_another_turn_keeps_the_known_experts():
-    first, second = record(4, seed=1), record(9, seed=2)
-    joined = extend_routing_record(extend_routing_record(None, first), second)
-    assert (joined[:3] == first).all() and (joined[3:] == second[3:]).all() and len(joined) == 8
-    assert extend_routing_record(None, None) is None
 
 
 LENGTHS = st.lists(st.tuples(st.integers(1, 6), st.integers(1, 6)), min_size=1, max_size=7)

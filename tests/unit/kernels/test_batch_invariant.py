@@ -1,10 +1,9 @@
-"""What a token gives does not depend on its company, bit for bit; and it is the right number."""
-
-from __future__ import annotations
+"""A token's result does not depend on the other tokens of its batch, bit for bit, and it is correct."""
 
 import pytest
 import torch
 import torch.nn.functional as F
+from support.kernel_tests import random
 from support.largest_tensor import LargestTensor
 
 from megatron_rl.kernels import batch_invariant
@@ -19,10 +18,6 @@ def threads(request):
     torch.set_num_threads(request.param)
     yield request.param
     torch.set_num_threads(before)
-
-
-def random(*shape: int, seed: int) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def attention_inputs(heads: int, groups: int, width: int, values: int, batch: int = 3, tokens: int = 150):
@@ -130,12 +125,6 @@ def test_a_prompt_and_decoded_tokens_attend_as_in_one_pass(threads, shape):
             assert torch.equal(decoded[sequence, :, 0], whole[sequence, :, row])
 
 
-def test_a_way_to_score_few_queries_that_changes_bits_is_found_out():
-    """On all CPUs known a single row is multiplied by another kernel than many."""
-    assert batch_invariant._choose_scoring().is_invariant()
-    assert not batch_invariant._Scoring(1).is_invariant()
-
-
 @pytest.mark.parametrize("shape", SHAPES)
 def test_no_tensor_has_the_scores_of_all_tokens(shape):
     inputs = [x.requires_grad_() for x in attention_inputs(*shape, batch=1, tokens=1024)]
@@ -145,7 +134,7 @@ def test_no_tensor_has_the_scores_of_all_tokens(shape):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_attention_is_that_of_torch_and_so_is_its_gradient(shape, monkeypatch):
+def test_attention_and_its_gradient_match_torch(shape, monkeypatch):
     inputs = [x.requires_grad_() for x in attention_inputs(*shape)]
     wanted = F.scaled_dot_product_attention(*inputs, is_causal=True, enable_gqa=True)
     output = batch_invariant.causal_attention(*inputs)

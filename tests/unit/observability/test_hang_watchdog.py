@@ -1,6 +1,4 @@
-"""A run that stands still says where each rank stands and ends; one in which any rank goes on does not."""
-
-from __future__ import annotations
+"""A run without progress reports where each rank is and ends. A run in which any rank makes progress does not."""
 
 import multiprocessing
 import os
@@ -25,7 +23,7 @@ SCENARIOS = {"held": (2, 1), "speaker held": (1, 1), "all wait": (1, 2), "one go
 
 
 def live(folder: Path, rank: int, phases: int, started: Barrier) -> None:
-    """A rank of a world of two: it goes through its phases, then waits for long."""
+    """Run one of two ranks: pass through its phases, then wait for a long time."""
 
     def write_line(line: str) -> None:
         with (folder / "lines").open("a") as file:
@@ -53,7 +51,7 @@ class World:
     held: BaseProcess | None = None
 
     def exit_codes(self) -> list[int | None]:
-        """None of a rank that is held."""
+        """Return the exit code of each rank, or None if the rank is suspended."""
         for process in self.ranks:
             process.join(0 if process is self.held else 60)
         return [process.exitcode for process in self.ranks]
@@ -70,7 +68,7 @@ class World:
 
 @pytest.fixture(scope="module")
 def worlds(tmp_path_factory):
-    """All scenarios at once, since they mostly wait: two have a rank that is held in its last phase."""
+    """Run all scenarios at once, since they mostly wait. Two of them have a rank that is suspended in its last phase."""
     spawn, worlds = multiprocessing.get_context("spawn"), {}
     for name, phases in SCENARIOS.items():
         folder = tmp_path_factory.mktemp("world")
@@ -87,7 +85,7 @@ def worlds(tmp_path_factory):
         process.join(10)
 
 
-def test_a_rank_that_is_held_is_named_and_the_others_end(worlds):
+def test_a_held_rank_is_named_one_rank_speaks_and_all_write_their_stacks(worlds):
     world = worlds["held"]
     assert world.exit_codes() == [3, None], "srun or torchrun ends the rank that is held"
     (line,) = world.lines()
@@ -96,15 +94,9 @@ def test_a_rank_that_is_held_is_named_and_the_others_end(worlds):
     assert line.endswith(f"(log.stuck_after); stacks: {world.folder}/ranks/rank_*.log")
     stacks = (world.folder / "ranks" / "rank_00000.log").read_text()
     assert "the run hangs; the threads of this rank:" in stacks and "in wait_for_another_rank" in stacks
-
-
-def test_the_first_rank_that_still_can_speaks(worlds):
     assert worlds["speaker held"].exit_codes() == [None, 3]
     (line,) = worlds["speaker held"].lines()
     assert line.startswith("rank 1 says the run hangs: rank 1: in train of step 1 for ")
-
-
-def test_all_ranks_write_their_stacks_and_one_speaks(worlds):
     world = worlds["all wait"]
     assert world.exit_codes() == [3, 3]
     (line,) = world.lines()
@@ -121,7 +113,7 @@ def test_a_rank_may_wait_long_for_one_that_goes_on(worlds):
     assert (world.folder / "reached0").exists() and not (world.folder / "reached1").exists() and not world.lines()
 
 
-def test_ranks_that_stand_together_are_named_together():
+def test_ranks_in_the_same_phase_are_named_together_and_unreadable_files_have_no_status(tmp_path):
     limited = RankStatus(0, "host", 1, "starting the engine", 0, seconds=100.0, limit=90.0, last_seen=50.0)
     assert limited.idle_seconds(now=55.0) == 15.0, "a limit of its own does not count"
     statuses = [RankStatus(rank, "host", 100 + rank, "sync" if rank == 3 else "train", 7, 60.0, 0.0, last_seen=1000.0) for rank in range(6)]
@@ -131,9 +123,6 @@ def test_ranks_that_stand_together_are_named_together():
         "ranks 0-2, 4: in train of step 7 for 60 s; rank 3: in sync of step 7 for 60 s; "
         "rank 5: in train of step 7, not heard for 100 s (process 105 on host: suspended or dead)"
     )
-
-
-def test_nobody_watches_where_it_is_turned_off_and_what_cannot_be_read_is_no_status(tmp_path):
     with watch_for_hangs(tmp_path, 0, 1, 0.0, sys.stderr, print):
         assert not list(tmp_path.iterdir())
     assert read_rank_status(tmp_path, 0) is None

@@ -1,10 +1,9 @@
-"""The run folder: what is written can be read back, also after a crash, and a run is finished only when it says so."""
-
-from __future__ import annotations
+"""The run folder: what is written can be read back, also after a crash; trackers: Weights & Biases, MLflow, the example, and what fails."""
 
 import json
 import math
 import re
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -17,8 +16,14 @@ from megatron_rl.errors import UserError
 from megatron_rl.metrics import DECLARED, UndeclaredMetricWarning, group_by_panel, read_declarations
 from megatron_rl.observability.console import progress_line, proof_verdict
 from megatron_rl.observability.run_log import RunLog, read_jsonl, read_metrics, read_run
+from megatron_rl.observability.trackers import Trackers
 
-CONFIG = {"train": {"steps": 3}, "model": {"path": Path("models/tiny")}, "log": {"trackers": ["tensorboard"]}}
+
+def config(*trackers: str) -> dict:
+    return {"train": {"steps": 3, "layout": {"tp": 1}}, "model": {"path": Path("models/tiny")}, "log": {"trackers": list(trackers)}}
+
+
+CONFIG = config("tensorboard")
 
 
 @pytest.fixture
@@ -61,7 +66,7 @@ def test_a_run_declares_its_metrics_and_a_row_holds_no_others(log: RunLog):
     assert all(re.fullmatch(charts["correct, by level or set"][0], name) for name in ("eval/level_1", "eval/level_10"))
 
 
-def test_not_finite_stays_json_and_is_said(log: RunLog, capsys: pytest.CaptureFixture[str]):
+def test_a_value_that_is_not_finite_or_outside_its_range_is_reported(log: RunLog, capsys: pytest.CaptureFixture[str]):
     log.write_step({"step": 1, "loss/policy": math.nan, "grad_norm": math.inf, "reward/mean": 0.5})
     log.write_samples(1, [{"advantage": math.nan}])
     for line in [*(log.dir / "metrics.jsonl").open(), *(log.dir / "samples.jsonl").open()]:
@@ -69,9 +74,6 @@ def test_not_finite_stays_json_and_is_said(log: RunLog, capsys: pytest.CaptureFi
     row = read_metrics(log.dir)[0]
     assert (row["loss/policy"], row["grad_norm"], row["reward/mean"]) == (None, None, 0.5)
     assert "step 1: not finite: loss/policy, grad_norm" in capsys.readouterr().out
-
-
-def test_a_value_outside_its_range_is_warned_of_until_it_is_back(log: RunLog, capsys: pytest.CaptureFixture[str]):
     for step, response in enumerate((1.0, 215.0, 180.0, 1.1, 0.0, math.nan)):
         log.write_step({"step": step, "precision/response": response, "grad_norm": 1e9})
     warnings = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning:")]
@@ -108,25 +110,17 @@ def test_two_runs_in_one_second_and_latest(tmp_path: Path, capsys: pytest.Captur
         RunLog.create(tmp_path / "file", CONFIG, {})
 
 
-def break_run(parent: Path, reason: str, finished: bool = False) -> RunLog:
-    """A run that breaks after its first step, or after it had called itself finished."""
-    log = RunLog.create(parent, CONFIG, {})
-    if finished:
-        log.finish("finished")
-    else:
-        log.write_step({"step": 0})
-    log.finish("broken", reason)
-    return log
-
-
-def test_what_ends_a_run_breaks_it_for_good_and_gives_its_reason(tmp_path: Path):
-    log = break_run(tmp_path, "engine died\nsignal 9")
+def test_a_broken_run_stays_broken_and_gives_its_reason(tmp_path: Path):
+    log, late = (RunLog.create(tmp_path, CONFIG, {}) for _ in range(2))
+    log.write_step({"step": 0})
+    log.finish("broken", "engine died\nsignal 9")
     log.finish("finished")
     run = read_run(log.dir)
     assert (run["status"], run["reason"]) == ("broken", "engine died\nsignal 9")
     assert "run broken: engine died | signal 9" in (log.dir / "run.log").read_text()
     assert not (log.dir / "run.json.tmp").exists()
-    late = break_run(tmp_path, "checkpoint not written", finished=True)
+    late.finish("finished")
+    late.finish("broken", "checkpoint not written")
     assert read_run(late.dir)["status"] == "broken", "also after it was finished"
 
 
@@ -157,3 +151,113 @@ def test_progress_line_says_what_was_measured(log: RunLog, capsys: pytest.Captur
     phases = ("generate", "logprobs", "train", "sync", "proof", "served", "eval", "step")
     log.write_step({"step": 1, **{f"time/{phase}": 1.0 for phase in phases}})
     assert len(capsys.readouterr().out.splitlines()[-1]) > 80, "long lines are not broken in a log file"
+
+
+ROWS = [{"step": 0, "reward/mean": 0.25, "grad_norm": math.nan}, {"step": 1, "reward/mean": 0.5, "grad_norm": 2.0}]
+
+
+def write_run(folder: Path, tracker: str, status: str) -> RunLog:
+    log = RunLog.create(folder, config(tracker), {})
+    for row in ROWS:
+        log.write_step(row)
+    log.finish(status)
+    return log
+
+
+@pytest.fixture
+def mlflow_client(tmp_path, monkeypatch):
+    pytest.importorskip("mlflow", reason="mlflow or mlflow-skinny is not installed")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "mlruns").as_uri())
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    from mlflow.tracking import MlflowClient
+
+    return MlflowClient()
+
+
+@pytest.mark.parametrize(("status", "called"), [("finished", "FINISHED"), ("broken", "FAILED")])
+def test_mlflow_has_the_configuration_and_every_value(tmp_path, mlflow_client, status, called):
+    write_run(tmp_path, "mlflow", status)
+    (run,) = mlflow_client.search_runs([mlflow_client.get_experiment_by_name("megatron-rl").experiment_id])
+    assert run.info.status == called
+    assert run.data.params["train.layout.tp"] == "1" and run.data.params["model.path"] == "models/tiny"
+    history = mlflow_client.get_metric_history(run.info.run_id, "reward/mean")
+    assert [(metric.step, metric.value) for metric in history] == [(0, 0.25), (1, 0.5)]
+    assert math.isnan(mlflow_client.get_metric_history(run.info.run_id, "grad_norm")[0].value)
+    trackers = Trackers(pytest.fail)
+    trackers.start(["mlflow"], tmp_path, config("mlflow"), 7)
+    trackers.finish("finished")
+    assert {each.data.tags.get("resumed_from_step") for each in mlflow_client.search_runs([run.info.experiment_id])} == {None, "7"}
+
+
+def test_wandb_writes_every_step_offline(tmp_path, monkeypatch):
+    wandb = pytest.importorskip("wandb", reason="wandb is not installed")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    write_run(tmp_path, "wandb", "finished")
+    wandb.teardown()  # as at the end of a process: its service writes on for a while after a run has finished
+    (record,) = tmp_path.rglob("run-*.wandb")
+    written = record.read_bytes()  # protocol buffers, whose strings are plain
+    for text in (b"reward/mean", b"0.25", b"0.5", b"grad_norm", b"NaN", b'"steps"'):
+        assert text in written, text
+
+
+def test_a_missing_package_is_named(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(UserError, match=r"log.trackers = 'wandb': does not start .*; pip install wandb, or remove it from the list"):
+        Trackers(pytest.fail).start(["wandb"], tmp_path, config("wandb"), None)
+
+
+CSV = "examples.plugs.csv_tracker:CsvTracker"
+OWN = """
+calls = []
+
+class Fails:
+    def __init__(self, folder, config, resume_step): calls.append(("start", folder.name, config["train"], resume_step))
+    def log(self, row, step): raise OSError(f"no network at {step}")
+    def finish(self, status): calls.append(status); raise OSError("still none")
+
+class Absent:
+    def __init__(self, folder, config, resume_step): raise PermissionError("no key")
+"""
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    (tmp_path / "own_trackers.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+def test_every_value_is_a_line_and_a_resumed_run_forgets_later_steps(tmp_path):
+    log = RunLog.create(tmp_path, config(CSV), {})
+    for step in range(3):
+        log.write_step({"step": step, "reward/mean": step / 2, "grad_norm": float("nan")})
+    log.finish("broken", "a reason")
+    again = RunLog.reopen(log.dir, config(CSV), {}, 1)
+    again.write_step({"step": 2, "reward/mean": 7.0})
+    again.finish("finished")
+    lines = (log.dir / "metrics.csv").read_text().split()
+    expected = "step,metric,value 0,reward/mean,0.0 0,grad_norm,nan 1,reward/mean,0.5 1,grad_norm,nan 2,reward/mean,7.0"
+    assert lines == expected.split()
+    assert not (log.dir / "tensorboard").exists()
+
+
+def test_a_tracker_that_fails_is_named_once_and_the_run_goes_on(tmp_path, own, capsys):
+    log = RunLog.create(tmp_path / "runs", config("own_trackers:Fails", CSV), {})
+    for step in (1, 2):
+        log.write_step({"step": step, "reward/mean": 0.5})
+    log.finish("finished")
+    told = [line for line in capsys.readouterr().out.splitlines() if "Fails" in line]
+    assert told == ["tracker own_trackers:Fails failed, the run continues (OSError: no network at 1)"]
+    assert len(read_metrics(log.dir)) == 2 and len((log.dir / "metrics.csv").read_text().split()) == 3
+    assert read_run(log.dir)["status"] == "finished"
+    import own_trackers
+
+    assert own_trackers.calls == [("start", log.dir.name, {"steps": 3, "layout": {"tp": 1}}, None), "finished"]
+
+
+def test_a_tracker_that_does_not_start_ends_the_run_before_anything_else_has(tmp_path: Path, own):
+    line = r"log.trackers = 'own_trackers:Absent': does not start \(PermissionError: no key\); repair it, or remove it from the list"
+    with pytest.raises(UserError, match=line):
+        RunLog.create(tmp_path / "runs", config(CSV, "own_trackers:Absent"), {})
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert read_run(folder)["status"] == "broken" and "own_trackers:Absent" in read_run(folder)["reason"]
+    RunLog.reopen(folder, config(CSV), {}, 0).finish("finished")  # its lock is free again

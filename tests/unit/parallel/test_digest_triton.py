@@ -1,23 +1,20 @@
 """The digest of bytes on a GPU: its kernel, run in Triton's interpreter, matches a plain loop, and every change changes the digest."""
 
-from __future__ import annotations
-
-import importlib.machinery
 import sys
 from types import ModuleType
 
 import pytest
 import torch
 from support.fp8_reference import run_sums
+from support.kernel_tests import in_interpreter
 from support.processes import call_in_fresh_process
+from support.triton_kernels import compile_for_hopper, needs_triton
 
 from parallel.digest import Hash
 
-TRITON = importlib.machinery.PathFinder.find_spec("triton")  # not util.find_spec: SGLang's stub modules answer that
-needs_triton = pytest.mark.skipif(TRITON is None, reason="Triton is not installed: GPU builds of torch bring it")
 
-
-def compare_with_a_plain_loop() -> None:
+@in_interpreter
+def test_the_kernel_matches_a_plain_loop():
     from parallel.digest_triton import run_sums as kernel_sums
 
     generator = torch.Generator().manual_seed(0)
@@ -28,30 +25,16 @@ def compare_with_a_plain_loop() -> None:
             assert torch.equal(kernel_sums(part), run_sums(part)), (size, start)
 
 
-def compile_for_hopper() -> str:
-    """Return the kernel's PTX."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
+def compile_kernel() -> str:
     from parallel.digest_triton import COLUMNS, RUN, sum_runs
 
-    signature = {"words": "*i32", "sums": "*i64", "count": "i32", "COLUMNS": "constexpr", "RUN": "constexpr"}
-    aligned = {(number,): [["tt.divisibility", 16]] for number in range(3)}
-    source = ASTSource(sum_runs, signature, {(3,): COLUMNS, (4,): RUN}, aligned)
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8}).asm["ptx"]
-
-
-@needs_triton
-def test_the_kernel_matches_a_plain_loop():
-    """A fresh process is needed, because Triton chooses the interpreter when it is first imported."""
-    call_in_fresh_process(compare_with_a_plain_loop, TRITON_INTERPRET="1")
+    types = {"words": "*i32", "sums": "*i64"}
+    return compile_for_hopper(sum_runs, {"num_warps": 8}, types, {"COLUMNS": COLUMNS, "RUN": RUN}, ("count",))[0]
 
 
 @needs_triton
 def test_it_compiles_for_hopper_with_wide_loads(tmp_path):
-    """Needs no GPU, because Triton includes an assembler."""
-    assert "ld.global.v4.b32" in call_in_fresh_process(compile_for_hopper, TRITON_CACHE_DIR=str(tmp_path)), "loads word by word"
+    assert "ld.global.v4.b32" in call_in_fresh_process(compile_kernel, TRITON_CACHE_DIR=str(tmp_path)), "loads word by word"
 
 
 @pytest.fixture
@@ -69,7 +52,7 @@ def hashed(*matrices: torch.Tensor) -> str:
     return hasher.hexdigest()
 
 
-def test_every_kind_of_change_changes_the_digest(on_device):
+def test_every_change_changes_the_digest_columns_are_hashed_as_their_copy_and_a_digest_is_read_twice(on_device):
     matrix = torch.randint(0, 256, (150, 2048), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
     digests = {"as it is": hashed(matrix)}
     for name, place in {"first": (0, 0), "in between": (77, 1025), "last": (149, 2047)}.items():
@@ -87,9 +70,6 @@ def test_every_kind_of_change_changes_the_digest(on_device):
     digests["the pieces swapped"] = hashed(matrix[75:], matrix[:75])
     assert len(set(digests.values())) == len(digests), digests
     assert all(len(value) == 32 for value in digests.values())
-
-
-def test_columns_of_a_tensor_are_hashed_as_their_copy_and_a_digest_is_read_twice(on_device):
     matrix = torch.randint(0, 256, (40, 512), dtype=torch.uint8, generator=torch.Generator().manual_seed(2))
     assert hashed(matrix[:, 128:256]) == hashed(matrix[:, 128:256].clone()) != hashed(matrix[:, :128])
     hasher = Hash()

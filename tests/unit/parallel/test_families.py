@@ -1,7 +1,5 @@
 """What every family reads from config.json, compared with transformers' models, and which settings it refuses."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 
@@ -26,9 +24,14 @@ DISTINCT = {  # all widths differ, so that none can be mistaken for another
 VARIANTS: dict[str, dict[str, Any]] = ARCHITECTURES | {"llama tied": LLAMA | {"tie_word_embeddings": True}}
 
 
-def test_every_family_is_in_the_test_tables():
+def test_every_family_is_in_the_test_tables_and_parameter_counts_match_published_counts():
     assert set(FAMILIES) == CLASSES.keys() == ENGINE_ARCHITECTURES.keys() == {config["model_type"] for config in ARCHITECTURES.values()}
     assert all(callable(load_family(name).read) and callable(load_family(name).list_layer) for name in FAMILIES)
+    published = {"Qwen3-235B-A22B": 235.09e9, "Llama-3.1-8B": 8.03e9, "Qwen2.5-7B": 7.616e9, "Llama-3.2-1B": 1.236e9, "DeepSeek-V3": 671e9}
+    published |= {"GLM-4-9B-0414": 9.4e9, "GLM-4-32B-0414": 32.57e9}
+    for name, parameters in published.items():
+        tensors = published_model(name).tensors().values()
+        assert sum(tensor.rows * tensor.cols for tensor in tensors) == pytest.approx(parameters, rel=1e-3)
 
 
 def stacked_experts(shapes: dict[str, list[int]]) -> dict[str, list[int]]:
@@ -61,46 +64,13 @@ def test_tensors_match_transformers(variant):
     assert stacked_experts(own_shapes) == shapes
 
 
-def test_deepseek_v3():
+def test_published_models_with_experts():
     geometry = published_model("DeepSeek-V3")
     assert geometry.latent == MLAGeometry(q_rank=1536, kv_rank=512, nope_dim=128, rope_dim=64, v_dim=128)
     routing = {"top_k": 8, "sigmoid": True, "scale": 2.5, "groups": 8, "groups_used": 4}
     dense = frozenset({0, 1, 2})
     assert geometry.experts == MoEGeometry(256, 2048, shared_ffn=2048, dense_layers=dense, correction_bias=True, **routing)
     assert geometry.head_dim == 192 and geometry.mtp_layers == 1
-
-
-def test_parameter_counts_match_published_counts():
-    published = {"Qwen3-235B-A22B": 235.09e9, "Llama-3.1-8B": 8.03e9, "Qwen2.5-7B": 7.616e9, "Llama-3.2-1B": 1.236e9, "DeepSeek-V3": 671e9}
-    published |= {"GLM-4-9B-0414": 9.4e9, "GLM-4-32B-0414": 32.57e9}
-    for name, parameters in published.items():
-        tensors = published_model(name).tensors().values()
-        assert sum(tensor.rows * tensor.cols for tensor in tensors) == pytest.approx(parameters, rel=1e-3)
-
-
-def test_head_dim_defaults_to_hidden_size_divided_by_heads():
-    assert ModelGeometry.from_hf_config(LLAMA).head_dim == ModelGeometry.from_hf_config(LLAMA | {"head_dim": None}).head_dim == 64
-
-
-def test_rotary_positions():
-    assert ModelGeometry.from_hf_config(QWEN3).rope == Rope(5e5)
-    new = {"rope_scaling": None, "rope_parameters": {"rope_type": "default", "rope_theta": 1e5}}
-    assert ModelGeometry.from_hf_config(QWEN3 | new).rope == Rope(1e5)
-    assert ModelGeometry.from_hf_config(LLAMA).rope == Rope(5e5, llama3_factor=8.0)
-    assert ModelGeometry.from_hf_config(DEEPSEEK).rope.yarn == Yarn(4.0, 64, 32.0, 1.0, 1.0, 0.7)
-
-
-def test_routing():
-    def routing(config: dict[str, Any]) -> tuple[Any, ...]:
-        moe = ModelGeometry.from_hf_config(config).experts
-        return moe.top_k, moe.sigmoid, moe.normalized, moe.scale, moe.groups, moe.groups_used
-
-    defaults = {name: value for name, value in MOE.items() if name not in ("norm_topk_prob", "num_experts_per_tok")}
-    assert routing(MOE) == (2, False, True, 1.0, 1, 1) and routing(defaults) == (8, False, False, 1.0, 1, 1)
-    assert routing(DEEPSEEK | {"routed_scaling_factor": 2.0}) == (4, True, True, 2.0, 4, 2)
-
-
-def test_glm4_moe():
     geometry, defaults = published_model("GLM-4.5"), ModelGeometry.from_hf_config(AIR)
     assert geometry.qkv_bias and geometry.qk_norm and not (defaults.qkv_bias or defaults.qk_norm)
     assert (geometry.rope.share, geometry.mtp_layers, geometry.norm_eps) == (0.5, 1, 1e-5)
@@ -110,43 +80,57 @@ def test_glm4_moe():
     assert (defaults.experts.groups, defaults.experts.groups_used, defaults.experts.scale) == (4, 2, 2.5)
 
 
+def test_rotary_positions_routing_and_the_default_head_dim():
+    assert ModelGeometry.from_hf_config(LLAMA).head_dim == ModelGeometry.from_hf_config(LLAMA | {"head_dim": None}).head_dim == 64
+    assert ModelGeometry.from_hf_config(QWEN3).rope == Rope(5e5)
+    new = {"rope_scaling": None, "rope_parameters": {"rope_type": "default", "rope_theta": 1e5}}
+    assert ModelGeometry.from_hf_config(QWEN3 | new).rope == Rope(1e5)
+    assert ModelGeometry.from_hf_config(LLAMA).rope == Rope(5e5, llama3_factor=8.0)
+    assert ModelGeometry.from_hf_config(DEEPSEEK).rope.yarn == Yarn(4.0, 64, 32.0, 1.0, 1.0, 0.7)
+
+    def routing(config: dict[str, Any]) -> tuple[Any, ...]:
+        moe = ModelGeometry.from_hf_config(config).experts
+        return moe.top_k, moe.sigmoid, moe.normalized, moe.scale, moe.groups, moe.groups_used
+
+    defaults = {name: value for name, value in MOE.items() if name not in ("norm_topk_prob", "num_experts_per_tok")}
+    assert routing(MOE) == (2, False, True, 1.0, 1, 1) and routing(defaults) == (8, False, False, 1.0, 1, 1)
+    assert routing(DEEPSEEK | {"routed_scaling_factor": 2.0}) == (4, True, True, 2.0, 4, 2)
+
+
 LLAMA3, YARN = LLAMA["rope_scaling"], DEEPSEEK["rope_scaling"]
 ABSENT = object()
 
 
-@pytest.mark.parametrize(
-    "config, changes, words",
-    [
-        (QWEN3, {"model_type": "mamba"}, "model_type = mamba: is not a supported model family"),
-        (QWEN3, {"model_type": None}, "model_type = None: is not a supported model family"),
-        (LLAMA, {"attention_bias": True}, "attention_bias = True: is not supported"),
-        (LLAMA, {"mlp_bias": True}, "mlp_bias = True: is not supported"),
-        (LLAMA, {"head_dim": None, "hidden_size": 65}, r"head_dim = None: is missing, and hidden_size \(65\)"),
-        (QWEN2, {"use_sliding_window": True}, "use_sliding_window"),
-        (QWEN3, {"head_dim": None}, "head_dim = None: must be a positive integer"),
-        (QWEN3, {"hidden_act": "gelu"}, "hidden_act"),
-        (QWEN3, {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
-        (QWEN3, {"rope_theta": ABSENT}, "rope_theta"),
-        (QWEN3, {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "yarn"),
-        (QWEN3, {"rope_scaling": LLAMA3 | {"low_freq_factor": 2.0}}, "low_freq_factor"),
-        (QWEN3, {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e6}}, "llama3"),
-        (MOE, {"moe_intermediate_size": ABSENT}, "moe_intermediate_size = None: is missing"),
-        (MOE, {"num_experts": ABSENT}, "num_experts = None: is missing"),
-        (MOE, {"num_experts_per_tok": 1}, "norm_topk_prob"),
-        (DEEPSEEK, {"q_lora_rank": ABSENT}, "q_lora_rank = None: is missing"),
-        (DEEPSEEK, {"kv_lora_rank": 0}, "kv_lora_rank = 0: must be a positive integer"),
-        (DEEPSEEK, {"rope_scaling": LLAMA3}, "llama3"),
-        (DEEPSEEK, {"rope_scaling": YARN | {"mscale_all_dim": 0}}, "mscale_all_dim"),
-        (DEEPSEEK, {"rope_scaling": YARN | {"attention_factor": 1.0}}, "attention_factor = 1.0: .* supports only models without it"),
-        (DEEPSEEK, {"rope_interleave": False}, "rope_interleave"),
-        (DEEPSEEK, {"scoring_func": "softmax"}, "scoring_func"),
-        (DEEPSEEK, {"norm_topk_prob": False}, "norm_topk_prob"),
-        (DEEPSEEK, {"topk_group": 1}, "topk_group"),
-        (AIR, {"partial_rotary_factor": 1.0}, "partial_rotary_factor = 1.0"),
-        (AIR, {"rope_scaling": LLAMA3}, "rope scaling = llama3"),
-        (AIR, {"norm_topk_prob": False}, "norm_topk_prob"),
-    ],
-)
+@pytest.mark.parametrize("config, changes, words", [
+    (QWEN3, {"model_type": "mamba"}, "model_type = mamba: is not a supported model family"),
+    (QWEN3, {"model_type": None}, "model_type = None: is not a supported model family"),
+    (LLAMA, {"attention_bias": True}, "attention_bias = True: is not supported"),
+    (LLAMA, {"mlp_bias": True}, "mlp_bias = True: is not supported"),
+    (LLAMA, {"head_dim": None, "hidden_size": 65}, r"head_dim = None: is missing, and hidden_size \(65\)"),
+    (QWEN2, {"use_sliding_window": True}, "use_sliding_window"),
+    (QWEN3, {"head_dim": None}, "head_dim = None: must be a positive integer"),
+    (QWEN3, {"hidden_act": "gelu"}, "hidden_act"),
+    (QWEN3, {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+    (QWEN3, {"rope_theta": ABSENT}, "rope_theta"),
+    (QWEN3, {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "yarn"),
+    (QWEN3, {"rope_scaling": LLAMA3 | {"low_freq_factor": 2.0}}, "low_freq_factor"),
+    (QWEN3, {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e6}}, "llama3"),
+    (MOE, {"moe_intermediate_size": ABSENT}, "moe_intermediate_size = None: is missing"),
+    (MOE, {"num_experts": ABSENT}, "num_experts = None: is missing"),
+    (MOE, {"num_experts_per_tok": 1}, "norm_topk_prob"),
+    (DEEPSEEK, {"q_lora_rank": ABSENT}, "q_lora_rank = None: is missing"),
+    (DEEPSEEK, {"kv_lora_rank": 0}, "kv_lora_rank = 0: must be a positive integer"),
+    (DEEPSEEK, {"rope_scaling": LLAMA3}, "llama3"),
+    (DEEPSEEK, {"rope_scaling": YARN | {"mscale_all_dim": 0}}, "mscale_all_dim"),
+    (DEEPSEEK, {"rope_scaling": YARN | {"attention_factor": 1.0}}, "attention_factor = 1.0: .* supports only models without it"),
+    (DEEPSEEK, {"rope_interleave": False}, "rope_interleave"),
+    (DEEPSEEK, {"scoring_func": "softmax"}, "scoring_func"),
+    (DEEPSEEK, {"norm_topk_prob": False}, "norm_topk_prob"),
+    (DEEPSEEK, {"topk_group": 1}, "topk_group"),
+    (AIR, {"partial_rotary_factor": 1.0}, "partial_rotary_factor = 1.0"),
+    (AIR, {"rope_scaling": LLAMA3}, "rope scaling = llama3"),
+    (AIR, {"norm_topk_prob": False}, "norm_topk_prob"),
+])  # fmt: skip
 def test_unsupported_settings_are_refused_by_field(config, changes, words):
     with pytest.raises(GeometryError, match=f"config.json .*{words}"):
         ModelGeometry.from_hf_config({name: value for name, value in (config | changes).items() if value is not ABSENT})

@@ -1,19 +1,22 @@
-"""How trainer and engine shard a model, compared with numpy; and which layouts are refused."""
-
-from __future__ import annotations
+"""How trainer and engine shard a model, compared with numpy and Megatron-Core; and which layouts are refused."""
 
 from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
 from support.geometries import HIDDEN, KV_HEADS, SMALL_MOE, VOCAB, filled_rows, small_model
 from support.golden import slow_cut
 
 from examples.arithmetic.config import ArchitectureConfig
 from examples.arithmetic.new_model import make_hf_config
+from megatron_rl.config import TrainConfig
+from megatron_rl.mcore.transformer_config import layout_options
 from parallel.families import FAMILIES
 from parallel.formats import FP8
-from parallel.layout import Layout
+from parallel.layout import Layout, balance_stages, check_stages, count_stage_layers, list_stage_layers
 from parallel.megatron_shards import build_megatron_shards
 from parallel.model_geometry import ModelGeometry
 from parallel.sglang_shards import build_sglang_shards
@@ -81,15 +84,12 @@ def test_sglang_pads_the_vocabulary_to_64_and_the_last_rank_holds_the_padding(tp
     assert (only_padding.rows, only_padding.regions[0].tensor_rect.rows) == (8, 0)
 
 
-@pytest.mark.parametrize(
-    "layers, layout, numbers",
-    [
-        (2, Layout(pp=2), [[0], [1]]),
-        (8, Layout(pp=2, vpp=2), [[0, 1, 4, 5], [2, 3, 6, 7]]),
-        (4, Layout(pp=2, first_stage_layers=3), [[0, 1, 2], [3]]),
-        (6, Layout(pp=2, vpp=2, last_stage_layers=4), [[0, 3], [1, 2, 4, 5]]),
-    ],
-)
+@pytest.mark.parametrize("layers, layout, numbers", [
+    (2, Layout(pp=2), [[0], [1]]),
+    (8, Layout(pp=2, vpp=2), [[0, 1, 4, 5], [2, 3, 6, 7]]),
+    (4, Layout(pp=2, first_stage_layers=3), [[0, 1, 2], [3]]),
+    (6, Layout(pp=2, vpp=2, last_stage_layers=4), [[0, 3], [1, 2, 4, 5]]),
+])  # fmt: skip
 def test_pipeline_stages_hold_their_layers_with_global_numbers(layers, layout, numbers):
     first, second = trainer(small_model(layers=layers), layout)
     assert [sorted({int(name.split(".")[2]) for name in names(stage) if "layers" in name}) for stage in (first, second)] == numbers
@@ -125,31 +125,28 @@ def test_coordinates_are_unique_and_data_parallel_ranks_hold_equal_shards():
 PARTLY_DENSE = replace(SMALL_MOE, layers=2, experts=replace(SMALL_MOE.experts, dense_layers=frozenset({1}), dense_in_engine=False))
 
 
-@pytest.mark.parametrize(
-    "refused, words",
-    [
-        (lambda: ModelGeometry.from_hf_config({"model_type": "gpt2"}), ["gpt2", ", ".join(FAMILIES)]),
-        (lambda: ModelGeometry.from_hf_config({}), ["model_type = None", "qwen3"]),
-        (lambda: trainer(small_model(), Layout(tp=3)), ["layout.tp = 3", "num_attention_heads (8)", "divisor of 8"]),
-        (lambda: trainer(small_model(heads=12), Layout(tp=6)), ["layout.tp = 6", "num_key_value_heads (4)", "divisor of 4"]),
-        (lambda: trainer(small_model(), Layout(pp=3)), ["layout.pp = 3", "num_hidden_layers (2)", "divisor of 2"]),
-        (lambda: trainer(small_model(layers=4), Layout(pp=2, vpp=4)), ["layout.vpp = 4", "of a pipeline stage (2)", "divisor of 2"]),
-        (lambda: trainer(small_model(), Layout(ep=2, dp=2)), ["layout.ep = 2", "qwen3 has none", "train.layout.ep = 1"]),
-        (lambda: trainer(SMALL_MOE, Layout(ep=3, dp=3)), ["layout.ep = 3", "the number of experts (4)", "divisor of 4"]),
-        (lambda: build_sglang_shards(SMALL_MOE, 4, 0, 3), ["rollout.ep = 3", "rollout.tp (4)", "divisor of 4"]),
-        (lambda: build_sglang_shards(SMALL_MOE, 8, 0, 8), ["rollout.ep = 8", "experts (4)", "divisor"]),
-        (lambda: build_sglang_shards(small_model(), 2, 0, 2), ["rollout.ep = 2", "qwen3 has none", "rollout.ep = 1"]),
-        (lambda: build_sglang_shards(PARTLY_DENSE, 1, 0), ["layers without experts = [1]", "every layer", "without dense layers"]),
-        (lambda: trainer(small_model(ffn=1025), Layout(tp=2)), ["layout.tp = 2", "1025 rows of model.layers.0.mlp.gate_proj", "smaller"]),
-        (lambda: build_sglang_shards(small_model(), 3, 0), ["rollout.tp = 3", "num_attention_heads (8)", "divisor of 8"]),
-        (lambda: build_sglang_shards(small_model(heads=12), 6, 0), ["rollout.tp = 6", "num_key_value_heads (4)", "multiple of it"]),
-        (lambda: Layout(tp=0), ["layout.tp = 0: must be a positive integer"]),
-        (lambda: Layout(dp=1.5), ["layout.dp = 1.5: must be a positive integer"]),  # type: ignore[arg-type]
-        (lambda: Layout(vpp=2), ["layout.vpp = 2: needs more than one pipeline stage"]),
-        (lambda: Layout(tp=4, ep=2), ["layout.ep = 2: ep * etp = 2 * 4 must divide tp * cp * dp = 4 * 1 * 1", "set train.layout.etp = 1"]),
-        (lambda: Layout(tp=4, etp=3), ["layout.etp = 3: must divide tp * cp * dp = 4"]),
-    ],
-)
+@pytest.mark.parametrize("refused, words", [
+    (lambda: ModelGeometry.from_hf_config({"model_type": "gpt2"}), ["gpt2", ", ".join(FAMILIES)]),
+    (lambda: ModelGeometry.from_hf_config({}), ["model_type = None", "qwen3"]),
+    (lambda: trainer(small_model(), Layout(tp=3)), ["layout.tp = 3", "num_attention_heads (8)", "divisor of 8"]),
+    (lambda: trainer(small_model(heads=12), Layout(tp=6)), ["layout.tp = 6", "num_key_value_heads (4)", "divisor of 4"]),
+    (lambda: trainer(small_model(), Layout(pp=3)), ["layout.pp = 3", "num_hidden_layers (2)", "divisor of 2"]),
+    (lambda: trainer(small_model(layers=4), Layout(pp=2, vpp=4)), ["layout.vpp = 4", "of a pipeline stage (2)", "divisor of 2"]),
+    (lambda: trainer(small_model(), Layout(ep=2, dp=2)), ["layout.ep = 2", "qwen3 has none", "train.layout.ep = 1"]),
+    (lambda: trainer(SMALL_MOE, Layout(ep=3, dp=3)), ["layout.ep = 3", "the number of experts (4)", "divisor of 4"]),
+    (lambda: build_sglang_shards(SMALL_MOE, 4, 0, 3), ["rollout.ep = 3", "rollout.tp (4)", "divisor of 4"]),
+    (lambda: build_sglang_shards(SMALL_MOE, 8, 0, 8), ["rollout.ep = 8", "experts (4)", "divisor"]),
+    (lambda: build_sglang_shards(small_model(), 2, 0, 2), ["rollout.ep = 2", "qwen3 has none", "rollout.ep = 1"]),
+    (lambda: build_sglang_shards(PARTLY_DENSE, 1, 0), ["layers without experts = [1]", "every layer", "without dense layers"]),
+    (lambda: trainer(small_model(ffn=1025), Layout(tp=2)), ["layout.tp = 2", "1025 rows of model.layers.0.mlp.gate_proj", "smaller"]),
+    (lambda: build_sglang_shards(small_model(), 3, 0), ["rollout.tp = 3", "num_attention_heads (8)", "divisor of 8"]),
+    (lambda: build_sglang_shards(small_model(heads=12), 6, 0), ["rollout.tp = 6", "num_key_value_heads (4)", "multiple of it"]),
+    (lambda: Layout(tp=0), ["layout.tp = 0: must be a positive integer"]),
+    (lambda: Layout(dp=1.5), ["layout.dp = 1.5: must be a positive integer"]),  # type: ignore[arg-type]
+    (lambda: Layout(vpp=2), ["layout.vpp = 2: needs more than one pipeline stage"]),
+    (lambda: Layout(tp=4, ep=2), ["layout.ep = 2: ep * etp = 2 * 4 must divide tp * cp * dp = 4 * 1 * 1", "set train.layout.etp = 1"]),
+    (lambda: Layout(tp=4, etp=3), ["layout.etp = 3: must divide tp * cp * dp = 4"]),
+])  # fmt: skip
 def test_impossible_layouts_are_refused_with_names_numbers_and_a_fix(refused, words):
     with pytest.raises(GeometryError) as caught:
         refused()
@@ -216,3 +213,99 @@ def test_missing_and_invalid_widths_are_named(field, value, rule):
         del config[field]
     with pytest.raises(GeometryError, match=f"{field} = .*: {rule}"):
         ModelGeometry.from_hf_config(config)
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> tuple[int, Layout]:
+    """Return a number of layers, and a layout that can share them."""
+    pp, vpp = draw(st.integers(2, 9)), draw(st.integers(1, 3))
+    first, last = (draw(st.sampled_from([0, 0, vpp, 2 * vpp, 5 * vpp])) for _ in range(2))
+    assume(pp > 2 or not (first and last))
+    share = vpp * draw(st.integers(1, 4))
+    return first + last + share * (pp - (first > 0) - (last > 0)), Layout(pp=pp, vpp=vpp, first_stage_layers=first, last_stage_layers=last)
+
+
+@given(layouts())
+def test_stages_match_megatron(case):
+    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.transformer_block import get_num_layers_to_build
+    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+    layers, layout = case
+    options = {
+        name: value for name, value in layout_options(layout, TrainConfig()).items() if name != "overlap_tp_reduce"
+    }  # not an option of Megatron's
+    options |= {"pipeline_dtype": torch.float32, "moe_token_dispatcher_type": "alltoall"}
+    config = TransformerConfig(num_layers=layers, hidden_size=8, num_attention_heads=1, **options)
+    check_stages(layers, layout)
+    for stage in range(layout.pp):
+        expected = []
+        for part in range(layout.vpp) if layout.vpp > 1 else [None]:
+            start = get_transformer_layer_offset(config, part, stage)
+            expected += range(start, start + get_num_layers_to_build(config, part, stage))
+        assert list_stage_layers(layers, layout, stage) == expected
+    assert sorted(layer for stage in range(layout.pp) for layer in list_stage_layers(layers, layout, stage)) == list(range(layers))
+
+
+@given(st.integers(1, 130), st.integers(1, 16), st.integers(1, 3), st.floats(0, 5))
+def test_balanced_stages_minimize_the_slowest_stage(layers, pp, vpp, output_layer):
+    assume(pp > 1 or vpp == 1)
+
+    def sizes_of(split: tuple[int, int]) -> list[int]:
+        layout = Layout(pp=pp, vpp=vpp, first_stage_layers=split[0], last_stage_layers=split[1])
+        check_stages(layers, layout)
+        return count_stage_layers(layers, layout)
+
+    def pace(sizes: list[int]) -> float:
+        return max(*sizes, sizes[-1] + output_layer)
+
+    balanced = balance_stages(layers, pp, vpp, output_layer)
+    if layers % (pp * vpp) == 0:
+        assert balanced is not None and pace(sizes_of(balanced)) <= pace([layers // pp] * pp)
+        assert output_layer > 1 or balanced == (0, 0)
+    if balanced is not None:
+        assert sum(sizes_of(balanced)) == layers and min(sizes_of(balanced)) > 0
+
+
+@pytest.mark.parametrize("layers, pp, output_layer, sizes", [
+    (94, 8, 1, [11, *[12] * 6, 11]),
+    (94, 8, 2.3, [*[12] * 7, 10]),
+    (94, 4, 1, [23, 24, 24, 23]),
+    (64, 4, 3.4, [17, 17, 17, 13]),
+    (61, 16, 1, [2, *[4] * 14, 3]),
+    (61, 2, 1, [31, 30]),
+    (5, 3, 1, [2, 2, 1]),
+])  # fmt: skip
+def test_the_first_and_the_last_stage_are_smaller(layers, pp, output_layer, sizes):
+    first, last = balance_stages(layers, pp, 1, output_layer) or (0, 0)
+    assert count_stage_layers(layers, Layout(pp=pp, first_stage_layers=first, last_stage_layers=last)) == sizes
+
+
+BALANCED = "use train.layout.first_stage_layers = 11 and train.layout.last_stage_layers = 11"
+
+
+@pytest.mark.parametrize(
+    "sizes, line",
+    [
+        ({"pp": 8}, f"pp = 8: must divide num_hidden_layers (94); use a divisor of 94, or {BALANCED[4:]}"),
+        ({"pp": 100}, "pp = 100: must divide num_hidden_layers (94); use a divisor of 94"),
+        ({"pp": 8, "first_stage_layers": 12},
+         f"first_stage_layers = 12: leaves 82 of 94 layers, which 7 other stages cannot share equally; {BALANCED}"),
+        ({"pp": 8, "first_stage_layers": 4, "last_stage_layers": 90},
+         "first_stage_layers = 4: leaves 0 of 94 layers with train.layout.last_stage_layers = 90, which 6 other stages "
+         f"cannot share equally; {BALANCED}"),
+        ({"pp": 2, "last_stage_layers": 94},
+         "last_stage_layers = 94: leaves 0 of 94 layers, which 1 other stage cannot share equally; use train.layout.last_stage_layers = 0"),
+        ({"pp": 8, "vpp": 2, "first_stage_layers": 11, "last_stage_layers": 11},
+         "vpp = 2: must divide the layers of a pipeline stage (11); use a divisor of 11"),
+        ({"first_stage_layers": 2},
+         "first_stage_layers = 2: needs more than one pipeline stage; set train.layout.pp above 1, or train.layout.first_stage_layers = 0"),
+        ({"pp": 2, "first_stage_layers": 40, "last_stage_layers": 54},
+         "last_stage_layers = 54: is determined by train.layout.first_stage_layers if there are two stages; leave one out"),
+        ({"pp": 2, "last_stage_layers": -1}, "last_stage_layers = -1: must be a positive integer, or 0"),
+    ],
+)  # fmt: skip
+def test_sizes_that_do_not_fit_are_refused_in_one_line(sizes, line):
+    with pytest.raises(GeometryError) as caught:
+        check_stages(94, Layout(**sizes))
+    assert str(caught.value) == f"train.layout.{line}"

@@ -1,6 +1,4 @@
-"""The reshard plan on random models and layouts: executed on real arrays, its transfers produce the same shards as a direct cut."""
-
-from __future__ import annotations
+"""The reshard plan on random models and layouts: its transfers, executed on real arrays, produce the same shards as a direct cut."""
 
 import re
 import time
@@ -12,19 +10,22 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.geometries import plan_case, published_model, small_model, source_shards, target_shards
+from support.geometries import filled_rows, plan_case, published_model, small_model, source_shards, target_shards
 from support.golden import slow_cut
-from support.golden.slow_cut import ROLES, Case, as_bf16, as_fp8, cases
+from support.golden.slow_cut import ROLES, Arrays, Case, as_bf16, as_fp8, as_int8, cases
 
+from megatron_rl.config import PrecisionConfig
+from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.precision.fp8 import quantize_weight
+from megatron_rl.sync.plan import SyncPlan
 from parallel import model_geometry
 from parallel.families import FAMILIES
-from parallel.formats import BLOCK, FP8
+from parallel.formats import BLOCK, FP8, INT8
 from parallel.layer_weights import pre_norm_layer
 from parallel.layout import Layout
 from parallel.megatron_shards import build_megatron_shards, build_trainer_shards, compute_row_order
 from parallel.model_geometry import ModelGeometry, MoEGeometry
-from parallel.reshard import Transfer, add_scale_transfers, reshard
+from parallel.reshard import Transfer, add_scale_transfers, list_stored_tensors, reshard
 from parallel.sglang_shards import build_engine_shards
 from parallel.shards import GeometryError, HFTensor, Rect, Shard, Weight, stack_regions, take_all, take_rows
 
@@ -165,7 +166,7 @@ def quantize_to_arrays(name: str, weight: np.ndarray, scale_format: str) -> slow
     return {name: blocks.data.view(torch.uint8).numpy(), FP8.scale_name(name): blocks.scale.numpy()}
 
 
-def test_equal_parallelism_moves_nothing_across_ranks():
+def test_equal_parallelism_moves_nothing_across_ranks_and_overlapping_sources_prefer_the_own_rank():
     """The vocabulary needs no padding here. SGLang shifts the ranks' rows of a padded vocabulary."""
     moe, padded = small_model(family="qwen3_moe", experts=MoEGeometry(count=8, ffn=512), vocab=512), small_model(vocab=300)
     layouts = [Layout(tp=tp, dp=dp) for tp in (1, 2, 4) for dp in (1, 2)]
@@ -175,9 +176,6 @@ def test_equal_parallelism_moves_nothing_across_ranks():
     assert all(plan and all(transfer.source_rank == transfer.target_rank for transfer in plan) for plan in plans)
     crossing = {move.target for move in plan_case(Case(padded, Layout(tp=2), 2)) if move.source_rank != move.target_rank}
     assert crossing == {"model.embed_tokens.weight", "lm_head.weight"}
-
-
-def test_overlapping_sources_prefer_the_targets_own_rank():
     tensor = HFTensor("t", 10, 4, "norm")
     sources = {0: [Shard("whole", 10, 4, (take_all(tensor),))], 1: [stack_regions("middle", [take_rows(tensor, 3, 4)])]}
     plan = reshard(sources, {1: [Shard("target", 10, 4, (take_all(tensor),))]}, as_fp8)
@@ -197,15 +195,12 @@ def assert_even(copies: list[Transfer], ranks: int) -> None:
     assert set(sent) == set(range(ranks)) and max(sent.values()) - min(sent.values()) <= max(sizes)
 
 
-def test_replicas_share_the_load_of_targets_without_a_home():
+def test_replicas_share_the_load_and_replicated_kv_heads_are_sent_to_every_rank_that_needs_them():
     case = Case(small_model(kv_heads=8, vocab=512), Layout(dp=4), 8)
     plan = reshard(source_shards(case), target_shards(case), as_fp8)
     assert all(copy.source_rank == copy.target_rank for copy in plan if copy.target_rank < 4)
     assert_even([copy for copy in plan if copy.target_rank >= 4], 4)
     assert_even(reshard(source_shards(case), target_shards(case), as_fp8, homes={}), 4)
-
-
-def test_replicated_kv_heads_are_sent_to_every_rank_that_needs_them():
     case = Case(small_model(heads=8, kv_heads=2), Layout(tp=2), 8)
     source = "model.layers.0.self_attn.k_proj.weight"
     copies = [copy for copy in reshard(source_shards(case), target_shards(case), as_fp8) if copy.tensor == source]
@@ -224,31 +219,32 @@ def test_a_tied_embedding_is_sent_once(pp):
 MLP_ROWS = "mlp.gate_proj.weight = rows 0..192, columns 0..256: a shard boundary cuts a 128x128 FP8 block"
 
 
-@pytest.mark.parametrize(
-    "case, start, words",
-    [
-        (Case(small_model(ffn=384), Layout(tp=2), 1), MLP_ROWS, "mlp.linear_fc1.weight"),
-        (Case(small_model(ffn=384), Layout(), 2), MLP_ROWS, "mlp.gate_up_proj.weight"),
-        (Case(small_model(ffn=384), Layout(tp=2), 2), MLP_ROWS, "smaller tensor-parallel size"),
-        # heads of 64, which cut blocks in any order
-        (Case(small_model(head_dim=64, heads=4, kv_heads=4), Layout(tp=4), 1), "self_attn.q_proj.weight = rows 0..64, ", ""),
-        # gate and up are whole on both sides, but up would start inside a block, at row 200 of its shard
-        (Case(small_model(ffn=200), Layout(), 1), "mlp.up_proj.weight = rows 0..200, columns 0..256: ", ""),
-    ],
-)
+@pytest.mark.parametrize("case, start, words", [
+    (Case(small_model(ffn=384), Layout(tp=2), 1), MLP_ROWS, "mlp.linear_fc1.weight"),
+    (Case(small_model(ffn=384), Layout(), 2), MLP_ROWS, "mlp.gate_up_proj.weight"),
+    (Case(small_model(ffn=384), Layout(tp=2), 2), MLP_ROWS, "smaller tensor-parallel size"),
+    # heads of 64, which cut blocks in any order
+    (Case(small_model(head_dim=64, heads=4, kv_heads=4), Layout(tp=4), 1), "self_attn.q_proj.weight = rows 0..64, ", ""),
+    # gate and up are whole on both sides, but up would start inside a block, at row 200 of its shard
+    (Case(small_model(ffn=200), Layout(), 1), "mlp.up_proj.weight = rows 0..200, columns 0..256: ", ""),
+])  # fmt: skip
 def test_a_boundary_that_cuts_blocks_is_refused(case, start, words):
     with pytest.raises(GeometryError) as caught:
         reshard(source_shards(case), target_shards(case), as_fp8)
     assert str(caught.value).startswith(f"model.layers.0.{start}") and words in str(caught.value) and caught.value.fix
 
 
-def test_heads_of_64_in_the_parameters_own_order_are_refused_in_fp8_and_moved_in_bf16():
+def test_heads_of_64_in_their_own_order_are_refused_in_fp8_and_so_is_a_region_without_a_source():
     """The k rows of a group would start inside a block of linear_qkv."""
     geometry = small_model(head_dim=64, heads=4, kv_heads=4)
     sources, targets = build_trainer_shards(geometry, Layout()), build_engine_shards(geometry, 1)
     with pytest.raises(GeometryError, match="model.layers.0.self_attn.q_proj.weight = rows 0..64, .* at its row 0"):
         reshard(sources, targets, as_fp8)
     assert reshard(sources, targets, as_bf16)
+    case = Case(small_model(), Layout(pp=2), 1)
+    line = "model.embed_tokens.weight = 76800 elements: no source holds what model.embed_tokens.weight of rank 0"
+    with pytest.raises(GeometryError, match=line):
+        reshard({1: source_shards(case)[1]}, target_shards(case), as_fp8)
 
 
 def test_a_partial_block_at_the_end_of_a_tensor_is_allowed():
@@ -258,13 +254,6 @@ def test_a_partial_block_at_the_end_of_a_tensor_is_allowed():
     expected = slow_cut.cut_all(target_shards(case), source)
     filled, _ = slow_cut.carry_out(plan_case(case), slow_cut.cut_all(source_shards(case), source), expected)
     slow_cut.assert_same(filled, expected)
-
-
-def test_a_region_without_a_source_is_refused():
-    case = Case(small_model(), Layout(pp=2), 1)
-    line = "model.embed_tokens.weight = 76800 elements: no source holds what model.embed_tokens.weight of rank 0"
-    with pytest.raises(GeometryError, match=line):
-        reshard({1: source_shards(case)[1]}, target_shards(case), as_fp8)
 
 
 def test_planning_qwen3_235b_from_128_to_64_ranks_takes_seconds():
@@ -284,3 +273,100 @@ def test_planning_qwen3_235b_from_128_to_64_ranks_takes_seconds():
     for rank in range(64):
         assert arrived[rank] == sum(p.tensor_rect.rows * p.tensor_rect.cols for shard in wanted[rank % 8] for p in shard.regions)
     assert len(sent) == 128 and max(sent.values()) < 1.02 * min(sent.values())
+
+
+def checkpoint(geometry: ModelGeometry) -> Arrays:
+    """Return random bytes of every tensor. Every row of a quantized tensor has a different scale."""
+    arrays = slow_cut.checkpoint(geometry)
+    for tensor in geometry.tensors().values():
+        if tensor.role in ROLES:
+            del arrays[FP8.scale_name(tensor.name)]
+            arrays[INT8.scale_name(tensor.name)] = 1 + np.arange(tensor.rows, dtype=np.float32)[:, None]
+    return arrays
+
+
+def cut(shards: list[Shard], source: Arrays) -> Arrays:
+    """Return a rank's tensors, cut directly: data by rectangles, scales by rows."""
+    arrays: Arrays = {}
+    for shard in shards:
+        arrays[shard.name] = np.zeros((shard.rows, shard.cols), source[shard.regions[0].tensor.name].dtype)
+        scales = np.zeros((shard.rows, 1), np.float32)
+        for region in shard.regions:
+            row, col, rows, cols = region.tensor_rect
+            shard_rows = slice(region.shard_row, region.shard_row + rows)
+            values = source[region.tensor.name][row : row + rows, col : col + cols]
+            arrays[shard.name][shard_rows, region.shard_col : region.shard_col + cols] = values
+            if shard.role in ROLES:
+                scales[shard_rows] = source[INT8.scale_name(region.tensor.name)][row : row + rows]
+        if shard.role in ROLES:
+            arrays[INT8.scale_name(shard.name)] = scales
+    return arrays
+
+
+def planned(sources: dict[int, list[Shard]], targets: dict[int, list[Shard]]) -> list[Transfer]:
+    return add_scale_transfers(reshard(sources, targets, as_int8))
+
+
+def assert_carried(sources: dict[int, list[Shard]], targets: dict[int, list[Shard]], source: Arrays) -> None:
+    expected = {rank: cut(shards, source) for rank, shards in targets.items()}
+    given = {rank: cut(shards, source) for rank, shards in sources.items()}
+    filled, written = slow_cut.carry_out(planned(sources, targets), given, expected)
+    slow_cut.assert_same(filled, expected)
+    for rank, arrays in written.items():
+        assert all((times <= 1).all() for times in arrays.values())  # padding is never written
+        assert arrays.keys() == list_stored_tensors(targets[rank], as_int8).keys()
+        for shard in targets[rank]:
+            assert (arrays[shard.name][: filled_rows(shard)] == 1).all(), shard.name
+            assert shard.role not in ROLES or (arrays[INT8.scale_name(shard.name)] == 1).all(), shard.name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@settings(max_examples=4)
+@given(data=st.data())
+def test_the_engine_and_an_export_get_every_byte_and_scale_exactly_once(family, data):
+    case = data.draw(cases(family))
+    sources = build_trainer_shards(case.model, case.train)
+    targets = build_engine_shards(case.model, case.rollout_tp, case.rollout_ep, case.engines)
+    assert_carried(sources, targets, checkpoint(case.model))
+    assert_carried(sources, {0: case.model.build_checkpoint_shards()}, checkpoint(case.model))
+
+
+@pytest.mark.parametrize(
+    "geometry, train, rollout",
+    [(small_model(ffn=200), Layout(tp=2), 4), (small_model(head_dim=40, hidden=104), Layout(tp=4), 1), (small_model(ffn=24), Layout(), 8)],
+)
+def test_any_boundary_is_allowed(geometry, train, rollout):
+    """FP8 would refuse these boundaries, which cut 128x128 blocks."""
+    case = Case(geometry, train, rollout)
+    assert_carried(build_trainer_shards(case.model, case.train), build_engine_shards(case.model, case.rollout_tp), checkpoint(case.model))
+
+
+def test_a_sync_plan_counts_a_byte_per_weight_and_four_per_row():
+    contract = PrecisionContract.from_config(PrecisionConfig(mode="int8_rollout"))
+    plan = SyncPlan.make(small_model(), Layout(tp=2), (2, 1), contract, 1 << 20)
+    rows, fp8 = 1024 + 256 + 1024 + 256, 2 * 1024 * 256 + 2 * 256 * 512  # of a layer on an engine rank
+    high = 2 * (256 * 5 + 128 * 4) + 2 * 300 * 256  # norms, vocabulary
+    assert sum(transfer.nbytes for transfer in plan.transfers) == 2 * 2 * (fp8 + 4 * rows) + 2 * high
+    assert sum(chunk.nbytes for chunk in plan.chunks) == 2 * 2 * (fp8 + 4 * rows) + 2 * high
+
+
+def test_experts_fill_sglangs_stacked_tensors_with_scales_per_output_channel():
+    """Each engine rank holds two of four experts, each trainer rank half of every expert (etp = 2). w13 [2, 256, 256] stacks gate and up;
+    the columns of w2 [2, 256, 128] come from two sources, its scales from one."""
+    geometry = small_model(family="qwen3_moe", experts=MoEGeometry(count=4, ffn=128))
+    contract = PrecisionContract.from_config(PrecisionConfig(mode="int8_rollout"))
+    plan = SyncPlan.make(geometry, Layout(tp=2, ep=1, etp=2), (2, 2), contract, 1 << 20)
+    prefix = "model.layers.0.mlp.experts."
+    shapes = {shard.name: (shard.shape, shard.scale_shape(INT8)) for shard in plan.targets[1] if shard.name.startswith(prefix)}
+    assert shapes == {prefix + "w13_weight": ((2, 256, 256), (2, 256, 1)), prefix + "w2_weight": ((2, 256, 128), (2, 256, 1))}
+    moves = [transfer for transfer in plan.transfers if transfer.target_rank == 1 and prefix in transfer.target]
+    fc1, fc2 = (
+        f"decoder.layers.0.mlp.experts.local_experts.3.linear_fc{n}.weight" for n in (1, 2)
+    )  # the second expert of this engine rank
+
+    def rects(source: str, target: str) -> set[Rect]:
+        return {move.target_rect for move in moves if (move.source, move.target) == (source, prefix + target)}
+
+    assert rects(fc1 + "_scale", "w13_weight_scale") == {Rect(first, 0, 64, 1) for first in (256, 320, 384, 448)}
+    assert rects(fc2, "w2_weight") == {Rect(256, 0, 256, 64), Rect(256, 64, 256, 64)}
+    assert rects(fc2 + "_scale", "w2_weight_scale") == {Rect(256, 0, 256, 1)}

@@ -1,7 +1,5 @@
 """The planner: formulas against values computed by hand, the shipped configurations, refusals, and the command's output."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess
@@ -27,10 +25,9 @@ from megatron_rl.cost.workload import Candidate, Workload
 from megatron_rl.errors import UserError
 from megatron_rl.kernels.linear.deep_gemm import DeepGemmBackend
 from megatron_rl.kernels.linear.transformer_engine import pad_scales
-from megatron_rl.planner import block_alignment, memory_by_phase, roofline
-from megatron_rl.planner.search import Planner, explain_rank
+from megatron_rl.planner import memory_by_phase, roofline
+from megatron_rl.planner.search import Planner
 from megatron_rl.planner.sync_traffic import estimate_sync_traffic
-from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.precision.fp8 import quantize_weight
 from megatron_rl.preflight import LAYOUTS, PLAN, Facts, Needs, check
 from megatron_rl.sync.plan import SyncPlan
@@ -38,9 +35,8 @@ from parallel import row_sums
 from parallel.adapters import is_adapter
 from parallel.families import FAMILIES
 from parallel.formats import FP8
-from parallel.layout import Layout
+from parallel.layout import Layout, check_stages
 from parallel.model_geometry import ModelGeometry
-from parallel.stages import check_stages
 
 ROOT = Path(__file__).resolve().parents[3]
 EXAMPLES = {"Qwen3-8B": 1, "Qwen2.5-32B": 4, "Qwen3-30B-A3B": 2, "Qwen3-235B-A22B": 16}  # nodes
@@ -89,23 +85,6 @@ def test_adapters_alone_are_trained_and_sent_after_the_first_sync():
     assert roofline.estimate_step_time(adapted, candidate, NODE).train < roofline.estimate_step_time(plain, candidate, NODE).train
 
 
-def test_stages_hold_the_model_once_and_replicas_share_the_optimizer():
-    whole = weights.count_trainer_memory(job(), Layout(), 0)
-    for layout in (Layout(pp=4, vpp=3), Layout(pp=4, first_stage_layers=10, last_stage_layers=8), Layout(pp=8, first_stage_layers=1)):
-        stages = [weights.count_trainer_memory(job(), layout, stage) for stage in range(layout.pp)]
-        assert [sum(parts) for parts in zip(*stages, strict=True)] == list(whole)
-    shared = weights.count_trainer_memory(job(), Layout(dp=8), 0)
-    assert (shared.masters, shared.moments, shared.weights) == (whole.masters / 8, whole.moments / 8, whole.weights)
-
-
-def test_experts_are_shared_out_by_their_own_replicas():
-    moe = job("Qwen3-30B-A3B")
-    alone, spread = (weights.count_trainer_memory(moe, layout, 0) for layout in (Layout(dp=8), Layout(dp=8, ep=8)))
-    experts = 48 * 128 * 3 * 2048 * 768
-    assert alone.blocks - spread.blocks == experts * 7 / 8 * (1 + 4 / 128**2)
-    assert alone.moments == spread.moments  # an eighth of all experts, or all of an eighth
-
-
 @pytest.mark.parametrize("rows, cols", [(256, 384), (1536, 4096)])
 def test_operands_are_what_the_back_ends_make(rows, cols):
     blocks = quantize_weight(torch.randn(rows, cols), "pow2")
@@ -151,19 +130,15 @@ def test_a_trained_mtp_layer_is_the_last_stages():
     assert with_mtp - without > 2 * model.vocab * model.hidden
 
 
-def test_the_engine_holds_what_the_sync_plan_writes():
-    """On one rank every byte of data and scales. 151936 rows need no vocabulary padding."""
-    model, workload = replace(published_model("Qwen3-8B"), layers=2), job()
-    plan = SyncPlan.make(model, Layout(), (1, 1), PrecisionContract.from_config(workload.config.precision), 1 << 28)
-    assert weights.count_engine_weights(replace(workload, model=model), 1, 1) == sum(transfer.nbytes for transfer in plan.transfers)
-    rollout = job(precision={"mode": "fp8_rollout"})  # there a sync makes the blocks
+def test_a_sync_to_an_fp8_rollout_makes_the_blocks():
+    rollout = job(precision={"mode": "fp8_rollout"})
     assert weights.count_sync_quantization(rollout, Candidate(Layout()), 0) == weights.count_trainer_memory(job(), Layout(), 0).blocks
     assert weights.count_sync_quantization(job(), Candidate(Layout()), 0) == 0
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_is_planned_as_trainer_and_engine_hold_it(family):
-    """Four layers, with and without experts. A vocabulary of 384 rows needs no padding."""
+    """On one rank every byte of data and scales: four layers, with and without experts. A vocabulary of 384 rows needs no padding."""
     changes = {"mlp_only_layers": []} if "mlp_only_layers" in ARCHITECTURES[family] else {}
     model = ModelGeometry.from_hf_config(ARCHITECTURES[family] | changes)
     workload = replace(job(), model=model)
@@ -225,12 +200,16 @@ def test_what_sums_by_the_tree_cost():
     slower = 36 * 2 * 4096 * (4096 + 12288) * (1 / (64 * 5.5e12) - 1 / (0.35 * 1979e12))
     forwards = 8192 * (2 * job().config.algorithm.updates_per_step)  # in training, and for log-probs
     candidate = Candidate(Layout())
-    workload = job(algorithm={"kl_coef": 0})
-    seconds = roofline.compare_reductions(workload, candidate, NODE)
-    assert seconds["tree"] - seconds["fast"] == pytest.approx(forwards * candidate.micro_batches(workload) * slower)
-    layout = Layout(tp=4, dp=2)
-    seconds = roofline.compare_reductions(job(), Candidate(layout, rollout_tp=2, engines=4), NODE)
-    assert 1 < seconds["tree"] / seconds["fast"] < 1.3
+    algorithm = {"kl_coef": 0}
+
+    def seconds(candidate: Candidate, **sections: object) -> list[float]:
+        jobs = [job(precision={"backend": "transformer_engine", "reduction": each}, **sections) for each in ("tree", "fast")]
+        return [roofline.estimate_step_time(each, candidate, NODE).step for each in jobs]
+
+    tree, fast = seconds(candidate, algorithm=algorithm)
+    assert tree - fast == pytest.approx(forwards * candidate.micro_batches(job(algorithm=algorithm)) * slower)
+    tree, fast = seconds(Candidate(Layout(tp=4, dp=2), rollout_tp=2, engines=4))
+    assert 1 < tree / fast < 1.3
     workings = [activations.count_working(RankShapes(job(precision={"reduction": r}), Layout(tp=8), 100)) for r in ("tree", "fast")]
     assert workings[0] == 8 * 4096 * 100 > workings[1]
 
@@ -293,8 +272,7 @@ def test_the_same_cut_on_the_same_gpus_moves_nothing_over_a_link():
     load = estimate_sync_traffic(job(), Candidate(Layout(tp=4, dp=2), 4, 1, 2), NODE)
     assert load.total["node"] == load.total["network"] == 0 < load.total["same"]
     apart = estimate_sync_traffic(job(), Candidate(Layout(tp=8), 8, 1, 1, "disaggregated"), Cluster.from_options(2, 8, "h100"))
-    assert apart.total["same"] == apart.total["node"] == 0 < apart.total["network"]
-    assert apart.seconds > apart.busiest["network"] / 50e9
+    assert apart.total["same"] == apart.total["node"] == 0 and apart.seconds > apart.busiest["network"] / 50e9 > 0
 
 
 def test_a_gpu_whose_memory_others_open_by_cuda_ipc_holds_a_context_of_each():
@@ -313,47 +291,37 @@ def test_a_gpu_whose_memory_others_open_by_cuda_ipc_holds_a_context_of_each():
     assert estimate.sync.readers >= 1 and {gpu.gpus for gpu in estimate.memory if "IPC contexts" in gpu.parts} == {"trainer"}
 
 
-def test_shared_gpus_hold_by_turns():
-    shared, apart = Candidate(Layout(tp=8), 8, 1, 1), Candidate(Layout(tp=4), 4, 1, 1, "disaggregated")
-    parts = {phase.phase: phase.parts for phase in memory_by_phase.estimate_phase_memory(job(), shared)}
-    assert "KV cache" in parts["generate"] and "KV cache" not in parts["train"]
-    assert "optimizer" in parts["train"] and "optimizer" not in parts["generate"]
-    assert {phase.gpus for phase in memory_by_phase.estimate_phase_memory(job(), apart)} == {"trainer", "engine"}
-    assert memory_by_phase.count_offloaded_bytes(job(), shared) == weights.count_trainer_memory(job(), shared.train, 0).optimizer
-
-
-def test_a_critic_has_a_phase_of_its_own_and_shares_the_device_by_turns():
+def test_shared_gpus_hold_by_turns_and_a_critic_has_a_phase_of_its_own():
     shared, apart = Candidate(Layout(tp=8), 8, 1, 1), Candidate(Layout(tp=4), 4, 1, 1, "disaggregated")
     plain, ppo = job(), job(algorithm={"name": "ppo"})
     held = weights.count_trainer_memory(ppo.critic, shared.train, 0)
-    vocabulary = 2 * 151936 // 8 * 4096
-    assert held.weights == weights.count_trainer_memory(plain, shared.train, 0).weights - vocabulary + 2 * 4096
-    parts = {phase.phase: phase.parts for phase in memory_by_phase.estimate_phase_memory(ppo, shared)}
+    policy, vocabulary = weights.count_trainer_memory(plain, shared.train, 0), 2 * 151936 // 8 * 4096
+    assert held.weights == policy.weights - vocabulary + 2 * 4096
+    without, parts = ({phase.phase: phase.parts for phase in memory_by_phase.estimate_phase_memory(each, shared)} for each in (plain, ppo))
+    assert "KV cache" in without["generate"] and "KV cache" not in without["train"]
+    assert "optimizer" in without["train"] and "optimizer" not in without["generate"]
     assert [*parts] == ["generate", "logprobs", "critic", "train", "sync", "resume"]
     assert "activations" not in parts["resume"] and parts["resume"]["optimizer"] == parts["train"]["optimizer"]
     assert parts["resume"]["critic"] == held.weights + held.blocks + held.gradients + held.optimizer
     assert parts["generate"]["critic"] == parts["train"]["critic"] == held.weights + held.blocks
     assert parts["critic"]["critic"] == held.model + held.gradients + held.optimizer
     assert "optimizer" in parts["train"] and not {"optimizer", "gradients"} & {*parts["critic"], *parts["logprobs"]}
-    assert {name: size for name, size in parts["train"].items() if name != "critic"} == next(
-        phase.parts for phase in memory_by_phase.estimate_phase_memory(plain, shared) if phase.phase == "train"
-    )
-    both = weights.count_trainer_memory(plain, shared.train, 0).optimizer + held.optimizer
-    assert memory_by_phase.count_offloaded_bytes(ppo, shared) == both
+    assert {name: size for name, size in parts["train"].items() if name != "critic"} == without["train"]
+    assert memory_by_phase.count_offloaded_bytes(plain, shared) == policy.optimizer
+    assert memory_by_phase.count_offloaded_bytes(ppo, shared) == policy.optimizer + held.optimizer
+    assert {phase.gpus for phase in memory_by_phase.estimate_phase_memory(plain, apart)} == {"trainer", "engine"}
     of_trainer = [phase.parts for phase in memory_by_phase.estimate_phase_memory(ppo, apart) if phase.gpus == "trainer"]
     assert all({"optimizer", "gradients"} <= phase.keys() for phase in of_trainer)
     seconds = [roofline.estimate_step_time(each, shared, NODE) for each in (plain, ppo)]
     assert seconds[0].critic == 0 < seconds[1].critic < seconds[1].train + seconds[1].logprobs and seconds[0].train == seconds[1].train
 
 
-def test_the_search_ranks_what_fits_and_says_why():
+def test_the_search_ranks_what_fits():
     results = Planner(job(), NODE).search(3)
     assert len(results.ranked) == 3 and results.tried > 50
     steps = [verdict.seconds.step for verdict in results.ranked]
     assert steps == sorted(steps) and all(verdict.fits for verdict in results.ranked)
     assert len({(verdict.candidate.train, verdict.candidate.placement) for verdict in results.ranked}) == 3
-    assert explain_rank(results.ranked[0], results.ranked[0]).startswith("the fastest that fits")
-    assert explain_rank(results.ranked[1], results.ranked[0])[0] == "+"
 
 
 def test_an_engine_takes_several_nodes_where_one_cannot_hold_it():
@@ -369,21 +337,12 @@ def test_an_engine_takes_several_nodes_where_one_cannot_hold_it():
     assert (small.rollout_tp, small.nodes_per_engine) == (1, 1)
 
 
-def test_alignment_names_what_is_cut():
+def test_a_layout_that_cuts_blocks_is_refused_with_those_that_work():
     cut = Candidate(Layout(tp=4, etp=4), 8)  # 768 / 4 = 192 rows of an expert
-    rows = {row.name: row for row in block_alignment.check_alignment(job("Qwen3-30B-A3B"), cut) if row.cut}
-    assert any("linear_fc1" in name for name in rows) and any("w13" in name for name in rows)
     with pytest.raises(UserError) as refused:
         check(cut.facts(job("Qwen3-30B-A3B"), NODE), PLAN | LAYOUTS)
     line = str(refused.value)
     assert "cuts a 128x128 FP8 block" in line and "train layouts that work: tp=4 ep=1 etp=2" in line
-
-
-def test_only_fields_that_differ_are_suggested():
-    config = load_config(ROOT / "configs" / "quickstart.toml")
-    words = Candidate(Layout(tp=2, pp=2, dp=2), 2).overrides(config)
-    assert {"--train.layout.tp=2", "--train.layout.pp=2", "--train.layout.dp=2", "--rollout.tp=2"} <= set(words)
-    assert Candidate.from_config(config).overrides(config) == []
 
 
 ALONE = "--placement.kind=disaggregated"
@@ -416,12 +375,10 @@ def test_what_is_suggested_passes_the_rules_of_train(overrides, placement):
     "candidate, nodes, problem",
     [
         (Candidate(Layout(tp=8, dp=4), 8, 1, 4), 4, ""),
-        (Candidate(Layout(tp=4), 4, 1, 1), 1, ""),
         (Candidate(Layout(tp=8, dp=2), 8, 1, 1), 2, "rollout.engines = 1: must be a multiple of the nodes with engines (2)"),
         (Candidate(Layout(tp=8, dp=4), 16, 1, 2, nodes_per_engine=2), 4, ""),
         (Candidate(Layout(tp=8), 16, 1, 1, "disaggregated", nodes_per_engine=2), 3, ""),
         (Candidate(Layout(tp=4, dp=3), 4, 1, 2), 2, "train.layout: needs 12 ranks (tp * cp * pp * dp), but this launch has 16; "),
-        (Candidate(Layout(tp=8), 8, 1, 3, "disaggregated"), 4, ""),
         (Candidate(Layout(tp=8), 4, 1, 3, "disaggregated"), 3, "rollout.engines = 3: must be a multiple of the nodes with engines (2)"),
         (Candidate(Layout(tp=4), 4, 1, 1, "disaggregated"), 1, "train.layout: needs 4 ranks (tp * cp * pp * dp), but this launch has 0; "),
     ],
@@ -432,14 +389,12 @@ def test_a_plan_says_what_no_batch_script_starts(candidate, nodes, problem):
 
 
 def test_a_plans_batch_file_says_how_many_nodes_the_engines_have(tmp_path):
-    file = tmp_path / "job.sbatch"
-    options = ["--nodes", "3", "--top", "1", "--sbatch", str(file), ALONE, "--rollout.tp=8", "--rollout.engines=2"]
+    options = ["--nodes", "3", "--top", "1", "--sbatch", str(tmp_path / "job.sbatch"), ALONE, "--rollout.tp=8", "--rollout.engines=2"]
     layout = ["--train.layout.tp=8", "--train.layout.dp=1"]
     result = CliRunner().invoke(app, ["plan", "configs/qwen3_8b.toml", *options, *layout])
-    assert result.exit_code == 0, result.output
-    batch = file.read_text()
+    batch = (tmp_path / "job.sbatch").read_text()
     assert "export ENGINE_NODES=2\nexec bash" in batch and "launch/slurm/disaggregated.sbatch" in batch and "does not start" not in batch
-    assert "--placement.max_staleness=1 --algorithm.correction=tis" in batch
+    assert result.exit_code == 0 and "--placement.max_staleness=1 --algorithm.correction=tis" in batch
 
 
 @pytest.mark.parametrize("model", EXAMPLES)
@@ -451,10 +406,9 @@ def test_the_shipped_examples_fit_and_their_geometries_are_the_published_ones(mo
     config, out = ROOT / "configs" / f"{name}.toml", tmp_path / "plan.json"
     result = CliRunner().invoke(app, ["plan", str(config), "--top", "1", "--json", str(out), "--sbatch", str(tmp_path / "job.sbatch")])
     assert result.exit_code == 0, result.output
-    assert max(len(line) for line in result.stdout.splitlines()[1:] if not line.startswith("   --")) <= 120  # commands are not wrapped
+    assert max(len(line) for line in result.stdout.splitlines()[1:] if not re.match(r"\d+\. ", line)) <= 120  # commands are not wrapped
     plan = json.loads(out.read_text())
     assert plan["cluster"]["nodes"] == EXAMPLES[model] and plan["configured"] and plan["chosen"]["spare"] > 0
-    assert not any(row["cut"] for row in plan["alignment"])
     batch = (tmp_path / "job.sbatch").read_text()
     assert f"#SBATCH --nodes={EXAMPLES[model]}\n" in batch and "#SBATCH --ntasks-per-node=8\n" in batch
     assert f"configs/{name}.toml" in batch

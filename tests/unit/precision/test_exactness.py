@@ -1,7 +1,5 @@
 """Which runs promise that the engine's log-probs are the trainer's."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -11,19 +9,16 @@ from megatron_rl.config import Config
 from megatron_rl.precision.exactness import list_inexact
 
 
-@pytest.mark.parametrize(
-    "family, sections, on_gpu, reason",
-    [
-        ("qwen3", {}, False, None),
-        ("qwen3", {"rollout": {"tp": 4}, "train": {"layout": {"tp": 2}}}, False, None),
-        ("deepseek_v3", {}, False, None),
-        ("qwen3_moe", {"rollout": {"tp": 4, "ep": 2}, "train": {"layout": {"tp": 2, "ep": 2, "etp": 2}}}, False, None),
-        ("qwen3", {}, True, "GPUs: "),
-        ("qwen3", {"precision": {"mode": "fp8_rollout"}}, False, "precision.mode = fp8_rollout: "),
-        ("qwen3", {"precision": {"reduction": "fast"}}, False, None),
-        ("qwen3", {"precision": {"reduction": "fast"}, "rollout": {"tp": 2}}, False, "tensor parallelism without "),
-    ],
-)
+@pytest.mark.parametrize("family, sections, on_gpu, reason", [
+    ("qwen3", {}, False, None),
+    ("qwen3", {"rollout": {"tp": 4}, "train": {"layout": {"tp": 2}}}, False, None),
+    ("deepseek_v3", {}, False, None),
+    ("qwen3_moe", {"rollout": {"tp": 4, "ep": 2}, "train": {"layout": {"tp": 2, "ep": 2, "etp": 2}}}, False, None),
+    ("qwen3", {}, True, "GPUs: "),
+    ("qwen3", {"precision": {"mode": "fp8_rollout"}}, False, "precision.mode = fp8_rollout: "),
+    ("qwen3", {"precision": {"reduction": "fast"}}, False, None),
+    ("qwen3", {"precision": {"reduction": "fast"}, "rollout": {"tp": 2}}, False, "tensor parallelism without "),
+])  # fmt: skip
 def test_a_run_is_exact_or_says_why_not(family, sections, on_gpu, reason):
     config = Config.model_validate({"model": {"path": Path("model")}, **sections})
     reasons = list_inexact(config, ENGINE_ARCHITECTURES[family], on_gpu)

@@ -1,16 +1,13 @@
-"""Where masters begin: inside the cell of their number, evenly, with the blocks and the export of the number itself."""
-
-from __future__ import annotations
+"""Initial master weights are evenly distributed within the rounding cell of their number, and keep its blocks and its export."""
 
 from itertools import pairwise
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.precision.masters import _mix, hash_places, spread, spread_blocks, spread_within_blocks
+from megatron_rl.precision.masters import hash_places, spread, spread_blocks, spread_within_blocks
 from megatron_rl.precision.quantizers import dequantize, quantize
 from parallel.formats import FP8, INT8
 from parallel.shards import Rect
@@ -22,25 +19,9 @@ EXTREMES = [-(1 << 31), -(1 << 31) + 0x10000, -1, 0, 1, 1 << 30, (1 << 31) - 1]
 LEARNING_RATE = 2e-6
 
 
-def lowbias32(x: np.ndarray) -> np.ndarray:
-    """The published hash, on unsigned integers."""
-    x = x ^ (x >> np.uint32(16))
-    x = x * np.uint32(0x7FEB352D)
-    x = x ^ (x >> np.uint32(15))
-    x = x * np.uint32(0x846CA68B)
-    return x ^ (x >> np.uint32(16))
-
-
-def test_places_are_hashed_as_published():
-    x = torch.randint(-(1 << 31), 1 << 31, (10_000,)).int()
-    with np.errstate(over="ignore"):
-        expected = lowbias32(x.numpy().view(np.uint32))
-    assert np.array_equal(_mix(x).numpy().view(np.uint32), expected)
-
-
 @given(st.data())
 @settings(max_examples=50, deadline=None)
-def test_a_place_has_one_hash_whatever_rectangle_it_is_seen_in(data):
+def test_the_hash_of_a_place_does_not_depend_on_the_rectangle(data):
     whole = hash_places(1, "w", Rect(0, 0, 40, 30))
     row, col = data.draw(st.integers(0, 39)), data.draw(st.integers(0, 29))
     rect = Rect(row, col, data.draw(st.integers(1, 40 - row)), data.draw(st.integers(1, 30 - col)))
@@ -82,7 +63,7 @@ def test_a_float32_is_spread_where_it_is_a_bf16_number():
 
 
 @pytest.mark.parametrize("number, below, above", [(1.0, 2**-9, 2**-8), (1.5, 2**-8, 2**-8), (-1.0, 2**-8, 2**-9)])
-def test_masters_are_even_over_the_cell_also_where_its_lower_half_is_narrower(number, below, above):
+def test_masters_are_even_over_the_cell_even_if_its_lower_half_is_narrower(number, below, above):
     places = hash_places(0, "w", Rect(0, 0, 300, 300))
     masters = spread(torch.full(places.shape, number).bfloat16(), places)
     edges = torch.linspace(number - below, number + above, 7)
@@ -91,7 +72,7 @@ def test_masters_are_even_over_the_cell_also_where_its_lower_half_is_narrower(nu
 
 
 def tied_weights(rows: int, cols: int, seed: int) -> torch.Tensor:
-    """BF16 with padding of zeros, several maxima, and blocks of very different sizes."""
+    """Return BF16 weights with zero padding, several maxima, and blocks of very different sizes."""
     generator = torch.Generator().manual_seed(seed)
     weights = torch.randn(rows, cols, generator=generator) * torch.exp2(torch.randint(-12, 3, (rows, 1), generator=generator).float())
     weights[:, cols - cols // 8 :] = 0
@@ -102,7 +83,7 @@ def tied_weights(rows: int, cols: int, seed: int) -> torch.Tensor:
 @pytest.mark.parametrize("format", FORMATS, ids=str)
 @given(rows=st.integers(1, 300), cols=st.integers(1, 300), seed=st.integers(0, 999))
 @settings(max_examples=15, deadline=None)
-def test_blocks_and_export_are_those_of_the_numbers(format, rows, cols, seed):
+def test_masters_keep_the_blocks_and_the_export_of_the_numbers(format, rows, cols, seed):
     weights = tied_weights(rows, cols, seed)
     masters = spread_within_blocks(weights, hash_places(seed, "w", Rect(0, 0, rows, cols)), format)
     expected, got = quantize(weights, format), quantize(masters, format)
@@ -111,7 +92,7 @@ def test_blocks_and_export_are_those_of_the_numbers(format, rows, cols, seed):
 
 
 def move(masters: torch.Tensor, format, step: float) -> tuple[float, float]:
-    """What Adam's first step changes: the share of the numbers, and their mean movement along it, in steps."""
+    """Return what Adam's first step changes: the share of numbers, and their mean movement in its direction, in steps."""
     steps = step * torch.randn(masters.shape, generator=torch.Generator().manual_seed(7)).sign()
     before, after = quantize(masters, format), quantize(masters + steps, format)
     flipped = (before.data.view(torch.uint8) != after.data.view(torch.uint8)).float().mean()

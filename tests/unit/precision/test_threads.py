@@ -1,6 +1,4 @@
-"""How many threads there are for whom, and that a product which threads share has the bits of one."""
-
-from __future__ import annotations
+"""The number of threads of each process, and products that have the same bits however many threads share them."""
 
 import os
 import threading

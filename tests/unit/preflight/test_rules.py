@@ -1,7 +1,5 @@
 """Each preflight check fails for some mistake, and all commands that have what the check needs refuse it with the same line."""
 
-from __future__ import annotations
-
 import ast
 import json
 import shutil
@@ -207,8 +205,9 @@ MISTAKES = [
            "--sync.running=continue"),
     refuse("log.attribute_every = 2: can only attribute the mismatch of tokens that the current policy version sampled; set it or",
            settings.attributed_tokens_have_one_version, "train plan", *AHEAD, "--log.attribute_every=2"),
-    refuse("log.stuck_after = 700.0: must be greater than rollout.request_timeout (900); raise it, lower rollout.request_timeout, or",
-           settings.hang_timeout_exceeds_other_timeouts, "train plan", "--log.stuck_after=700", "--rollout.request_timeout=900"),
+    refuse("log.stuck_after = 700.0: must be greater than rollout.request_timeout (900); raise it, lower rollout.request_timeout, "
+           "or set it to 0", settings.hang_timeout_exceeds_other_timeouts, "train plan", "--log.stuck_after=700",
+           "--rollout.request_timeout=900"),
     refuse("lora: is not supported in a run with a critic; leave it out, or use another algorithm.advantage",
            settings.lora_fits_the_run, "train plan", "--lora.rank=16", "--algorithm.name=ppo"),
     refuse("log.attribute_every = 2: needs FP32 master weights, which the weights frozen by [lora] do not have; set it to 0",
@@ -246,6 +245,9 @@ MISTAKES = [
            layouts.model_family_is_known, "train eval plan", model={"model_type": "mamba"}),
     refuse("rollout.max_new_tokens = 1000: plus data.max_prompt_tokens (512) exceeds the model's 1024 positions; lower one of them",
            layouts.longest_sequence_fits, "train eval plan", "--rollout.max_new_tokens=1000"),
+    refuse("rollout.max_new_tokens = 64: plus data.max_prompt_tokens (512) and environment.max_tokens (500) exceeds the model's 1024",
+           layouts.longest_sequence_fits, "train eval plan", "--environment.name=examples.arithmetic.calculator:Calculator",
+           "--environment.max_tokens=500"),
     refuse("train.router_aux_loss = 0.1: needs a model with experts, but qwen3 has none; leave it out",
            layouts.expert_settings_have_experts, "train plan", "--train.router_aux_loss=0.1"),
     refuse("train.router_bias_rate = 0.1: needs routers with a correction bias, but qwen3_moe has none; use train.router_aux_loss",
@@ -276,7 +278,7 @@ MISTAKES = [
            layouts.attention_supports_kv_scales_by_layer, "train eval plan", "--precision.kv=e4m3_per_layer", model=MLA),
     refuse("precision.backend = 'deep_gemm': ",
            layouts.backend_gets_whole_blocks, "train plan", "--precision.backend=deep_gemm", model={"hidden_size": 192}),
-    refuse("sync.bucket_mb: ",
+    refuse("sync.bucket_mb: one row of model.embed_tokens.weight is 524544 bytes, a chunk holds 524288; raise it",
            layouts.rows_fit_into_a_chunk, "train", "--sync.bucket_mb=1", model={"hidden_size": 262272}),
     refuse("precision.backend = 'deep_gemm': cannot run here: torch is a CPU build, sgl-deep-gemm is not installed, triton is not",
            machine.backend_runs_here, "train", "--precision.backend=deep_gemm"),
@@ -317,7 +319,7 @@ MISTAKES = [
            files.agent_can_be_loaded, "train eval", '--agent.command=["no-such-program"]', "--agent.max_tokens=512"),
     refuse("agent: ",
            files.agent_has_a_chat_template, "train", AGENT, "--agent.max_tokens=512"),
-    refuse("algorithm.loss = 'ppo': ",
+    refuse("algorithm.loss = 'ppo': failed on a toy batch (TypeError: token_losses() got an unexpected keyword argument 'tau'); see docs",
            files.loss_and_advantage_can_be_computed, "train", "--algorithm.loss_settings.tau=2.0"),
     refuse("MODEL = 'model': tensor model.layers.0.mlp.gate_proj.weight ",
            files.tensors_match_the_model, "train eval", model={"intermediate_size": 640}),
@@ -332,7 +334,7 @@ MISTAKES = [
     refuse("model.path = 'bare': ",
            files.tokenizer_can_be_loaded, "train", "--model.path=bare",
            scene=lambda patch: shutil.copytree("model", "bare", ignore=lambda *_: ["tokenizer.json"])),
-    refuse("data.train = 'no.jsonl': does not exist; use a JSONL, JSON or Parquet file, a hub data set as hf:OWNER/NAME:SPLIT",
+    refuse("data.train = 'no.jsonl': does not exist; use a JSONL, JSON or Parquet file, a hub data set as hf:OWNER/NAME:SPLIT, or",
            files.problems_can_be_read, "train", "--data.train=no.jsonl"),
     refuse("data.train = 'rows.jsonl:1': has no field prompt, found question, answer; set data.columns.question to one of them",
            files.problems_can_be_read, "train", "--data.train=rows.jsonl", '--data.columns={question = "prompt", answer = "answer"}',
@@ -343,8 +345,8 @@ MISTAKES = [
            files.weights_can_be_fetched, "train eval", f"--model.path={ON_HUB}", checkpoint=ON_HUB, scene=keep_no_weights_offline),
     refuse("reward.function = 'json:nothing': ",
            files.rewards_can_be_computed, "train eval", "--reward.function=json:nothing"),
-    refuse("log.trackers = 'json:nothing': ",
-           files.trackers_can_be_loaded, "train", '--log.trackers=["json:nothing"]'),
+    refuse("log.trackers = 'json:loads': must be a plain function of (folder, config, resume_step): too many positional arguments; see",
+           files.trackers_can_be_loaded, "train", '--log.trackers=["tensorboard", "json:loads"]'),
     refuse("checkpoint.resume = 'model': has no checkpoints/step_NNNNN; give the folder of a run that wrote a checkpoint, or use auto",
            resumed_run.resumed_run_has_the_same_settings, "train", "--checkpoint.resume=model"),
 ]

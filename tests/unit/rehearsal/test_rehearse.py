@@ -1,16 +1,34 @@
-"""The rehearsal of a tiny model agrees with the plan and finds planted faults."""
-
-from __future__ import annotations
+"""The rehearsal of a tiny model agrees with the plan and finds planted faults, and so does that of SGLang's model on Hopper."""
 
 import json
+from pathlib import Path
 
 import pytest
 from support import driver_bound
 from support.shipped import run_module
 
-CASES = ("plain", "host_tensor_in_loss", "item_per_layer", "doubled_activation", "gather_in_wrong_group", "refused_scales")
-CASES += ("module_without_a_share", "part_at_another_place", "gather_among_context_ranks")
-CASES += ("sum_from_unknown_line", "replay", "replay: routes_counted_in_passes")
+from megatron_rl.config import Config
+from megatron_rl.config.loading import load_config
+from megatron_rl.cost.hardware import GPUS
+from megatron_rl.cost.weights import count_engine_weights
+from megatron_rl.cost.workload import Workload
+from megatron_rl.hf.files import read_config
+from megatron_rl.rehearsal.engine_rank import EngineRankReport, rehearse_engine
+
+FAULTS = {
+    "host_tensor_in_loss": ("cuda:0 and cpu", "in phase update 1 at megatron_rl/mcore/actor.py"),
+    "gather_in_wrong_group": ("RefusedCollectiveError", "dp 2", "kernels/linear/gather.py"),
+    "gather_among_context_ranks": (
+        "RefusedCollectiveError in phase logprobs at megatron_rl/kernels/linear/gather.py:",
+        "all-gather in cp 2: megatron_rl/mcore/layers/attention/self_attention.py PackedSelfAttention.get_query_key_value_tensors",
+        "exchanges in tp alone",
+    ),
+    "sum_from_unknown_line": ("all-reduce in tp 2: megatron_rl/mcore/actor.py Actor._accumulate_gradients", "is not in the table"),
+    "refused_scales": ("deep_gemm.fp8_gemm_nt: scales are [15, 8]", "kernels/linear/deep_gemm.py"),
+    "module_without_a_share": ("in phase checkpoint", "sharded_state_dict"),
+    "part_at_another_place": ("MisplacedPartError in phase checkpoint", "linear_proj.weight"),
+}
+CASES = ("plain", "item_per_layer", "doubled_activation", "replay", "replay: routes_counted_in_passes", *FAULTS)
 
 PLANNED = ["sync", "checkpoint", "logprobs 2", "update 2", "resume"]
 
@@ -45,9 +63,9 @@ def test_collectives_are_counted_by_kind_and_group(reports):
     assert any(entry["group"] == "dp*cp 2" and entry["kind"] == "reduce-scatter" for entry in collectives)
 
 
-def test_a_host_tensor_in_the_loss_is_a_fault_with_its_line(reports):
-    fault = reports["host_tensor_in_loss"]["fault"]
-    assert "cuda:0 and cpu" in fault and "in phase update 1 at megatron_rl/mcore/actor.py" in fault
+@pytest.mark.parametrize("case", FAULTS)
+def test_a_planted_fault_is_named_with_its_line(reports, case):
+    assert all(words in reports[case]["fault"] for words in FAULTS[case]), reports[case]["fault"]
 
 
 def test_a_wait_in_every_layer_is_named(reports):
@@ -74,39 +92,43 @@ def test_a_doubled_activation_is_not_as_planned(reports):
     assert phase["planned_bytes"] / phase["peak_bytes"] < 0.95
 
 
-def test_a_gather_in_the_wrong_group_of_the_same_size_is_refused(reports):
-    fault = reports["gather_in_wrong_group"]["fault"]
-    assert "RefusedCollectiveError" in fault and "dp 2" in fault and "kernels/linear/gather.py" in fault
-
-
-def test_a_gather_among_as_many_context_parallel_ranks_is_refused(reports):
-    fault = reports["gather_among_context_ranks"]["fault"]
-    caller = "megatron_rl/mcore/layers/attention/self_attention.py PackedSelfAttention.get_query_key_value_tensors"
-    assert "RefusedCollectiveError in phase logprobs at megatron_rl/kernels/linear/gather.py:" in fault
-    assert fault.endswith(f"all-gather in cp 2: {caller} exchanges in tp alone")
-
-
-def test_a_collective_of_a_line_that_is_not_in_the_table_is_refused(reports):
-    fault = reports["sum_from_unknown_line"]["fault"]
-    assert "all-reduce in tp 2: megatron_rl/mcore/actor.py Actor._accumulate_gradients" in fault and "is not in the table" in fault
-
-
-def test_a_shape_that_deep_gemm_refuses_is_a_fault(reports):
-    fault = reports["refused_scales"]["fault"]
-    assert "deep_gemm.fp8_gemm_nt: scales are [15, 8]" in fault and "kernels/linear/deep_gemm.py" in fault
-
-
 def test_a_save_tells_what_it_writes_and_holds_on_the_host(reports):
     save, load = (phase_of(reports["plain"], name) for name in ("checkpoint", "resume"))
     assert 0 < save["written_bytes"] <= save["host_peak_bytes"] and not load["written_bytes"]
     assert save["peak_bytes"] - save["held_bytes"] < 1 << 20, "masters wait on the host, and pass through the device in parts"
 
 
-def test_a_module_that_knows_no_share_of_a_checkpoint_is_a_fault(reports):
-    fault = reports["module_without_a_share"]["fault"]
-    assert "in phase checkpoint" in fault and "sharded_state_dict" in fault
+CONFIGS = Path(__file__).parents[3] / "configs"
 
 
-def test_a_weight_that_would_be_saved_at_another_place_is_a_fault(reports):
-    fault = reports["part_at_another_place"]["fault"]
-    assert "MisplacedPartError in phase checkpoint" in fault and "linear_proj.weight" in fault
+def rehearse(config: Config) -> list[EngineRankReport]:
+    planned = count_engine_weights(Workload.from_config(config, read_config(config.model.folder)), config.rollout.tp, config.rollout.ep)
+    return rehearse_engine(config, planned, GPUS["h100"])
+
+
+def few_layers(model: str, folder: Path, **changes: object) -> Path:
+    fields = json.loads((CONFIGS / "models" / model / "config.json").read_text()) | {"num_hidden_layers": 2} | changes
+    (folder / "config.json").write_text(json.dumps(fields))
+    return folder
+
+
+@pytest.mark.long
+def test_experts_on_hopper_hold_what_a_sync_fills(tmp_path, tmp_path_factory, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", driver_bound.install(tmp_path_factory.mktemp("packages")))
+    overrides = [f"--model.path={few_layers('Qwen3-30B-A3B', tmp_path)}", "--train.layout.last_stage_layers=0"]
+    config = load_config(CONFIGS / "qwen3_30b_a3b.toml", overrides)
+    reports = rehearse(config)
+    assert [report.rank for report in reports] == [0, config.rollout.tp - 1]
+    assert {(report.model, report.fault, report.passes) for report in reports} == {("Qwen3MoeForCausalLM", "", True)}
+    assert all(report.chunks for report in reports)
+    first, last = reports
+    assert last.forward is None and first.forward is not None and 0 < first.needed < first.workspace
+    assert all(seconds > 0 for phase in first.forward["phases"] for seconds in phase["seconds"].values())
+    assert {report.tensors for report in reports} == {2 * 13 + 3} and {report.bytes for report in reports} == {reports[0].planned}
+
+
+@pytest.mark.long
+def test_a_class_without_some_weights_is_named(tmp_path):
+    model = few_layers("Qwen3-8B", tmp_path, architectures=["Qwen2ForCausalLM"])  # which has no norms of queries and keys
+    fault = rehearse(load_config(CONFIGS / "qwen3_8b.toml", [f"--model.path={model}"]))[0].fault
+    assert "engine rank 0: model.layers.0.self_attn" in fault and "absent" in fault

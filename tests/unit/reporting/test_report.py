@@ -1,6 +1,4 @@
-"""The report: one page that loads nothing, escapes everything, and never shows an unfinished run as finished."""
-
-from __future__ import annotations
+"""The report and the comparison of runs: one page that loads nothing, escapes everything, and never shows an unfinished run as finished."""
 
 import functools
 import json
@@ -9,13 +7,16 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from megatron_rl import metrics
 from megatron_rl.batch import replay  # noqa: F401 (it declares what a run with replay adds)
+from megatron_rl.cli.main import app
 from megatron_rl.errors import UserError
 from megatron_rl.precision.graph.decoder import DecoderPrecision, Operator, decoder_graph
 from megatron_rl.precision.graph.graph import TensorPrecision
 from megatron_rl.precision.graph.render import draw_svg
+from megatron_rl.reporting.comparison import write_comparison
 from megatron_rl.reporting.formatting import format_bytes, format_duration, format_toml, visible
 from megatron_rl.reporting.plots import SECTIONS, Plot, fill_sections, render_svg
 from megatron_rl.reporting.report import CAUSE_LABELS, headline, write_report
@@ -44,7 +45,7 @@ SECTION_COUNT = sum(map(len, SECTIONS.values()))
 
 @pytest.fixture(autouse=True)
 def render_once(monkeypatch):
-    """Plots of the same rows are drawn once: most pages here show the rows of `full_rows`."""
+    """Draw plots of the same rows only once, because most pages here show the rows of `full_rows`."""
     monkeypatch.setattr("megatron_rl.reporting.report.render_svg", lambda plot, rows: render(plot, json.dumps(rows)))
 
 
@@ -145,7 +146,7 @@ def test_the_page_loads_nothing_and_hostile_text_is_shown_not_obeyed(tmp_path: P
     assert " \\xd800 &amp;" in page.text
 
 
-def test_what_an_environment_wrote_is_marked(tmp_path: Path):
+def test_text_of_an_environment_is_marked(tmp_path: Path):
     row = sample(1, "<<1+1>>2#2") | {"dialogue": ["<<1+1>>", "2", "#2"], "finish_reason": "turns"}
     source = Page(write_report(make_run(tmp_path, full_rows(), samples=[row]))).source
     assert '<pre><span>&lt;&lt;1+1&gt;&gt;</span><span class="environment">2</span><span>#2</span></pre>' in source
@@ -170,16 +171,8 @@ def test_broken_run_is_shown_as_broken(tmp_path: Path):
     assert "finished" not in page.text[page.text.index("✗ broken", page.text.index("@media print")) :]
 
 
-def test_few_rows(tmp_path: Path):
-    synced = {"step": 0, "eval/accuracy": 0.4, "sync/tensors": 4, "sync/proved": 4, "sync/bytes": 0.0, "time/sync": 0.1}
-    for rows, drawings in (([], 0), ([synced], 3)):
-        page = Page(write_report(make_run(tmp_path, rows, "running")))
-        assert headline(rows) in page.text and "Not measured: " in page.text
-        assert page.tags.count("svg") == drawings
-
-
-def test_what_is_missing_of_a_run_is_said(tmp_path: Path):
-    """A sync without its full proof, a value that is not finite, a torn line."""
+def test_the_report_says_what_is_missing(tmp_path: Path):
+    """The run has a sync without a full proof, a value that is not finite, and a torn line."""
     rows = full_rows()
     rows[1] |= {"loss/policy": None, "sync/proved": 3.0}
     run = make_run(tmp_path, rows)
@@ -213,7 +206,7 @@ def test_metrics_of_a_user_s_own_are_drawn_and_one_without_a_declaration_is_list
         write_report(run)
 
 
-def test_a_run_without_declarations_shows_its_values_and_says_what_is_left_out(tmp_path: Path):
+def test_a_run_without_declarations_shows_its_values_and_says_what_was_omitted(tmp_path: Path):
     run = make_run(tmp_path, full_rows())
     state = json.loads((run / "run.json").read_text())
     del state["metrics"]
@@ -223,7 +216,7 @@ def test_a_run_without_declarations_shows_its_values_and_says_what_is_left_out(t
     assert page.tags.count("svg") == 0 and "length/truncated" in page.text and "Held-out accuracy rose" in page.text
 
 
-def test_bad_folders(tmp_path: Path):
+def test_bad_folders_are_refused_and_few_rows_are_drawn(tmp_path: Path):
     with pytest.raises(UserError, match="RUN_DIR"):
         write_report(tmp_path / "absent")
     with pytest.raises(UserError, match=r"RUN_DIR.*run\.json"):
@@ -231,6 +224,11 @@ def test_bad_folders(tmp_path: Path):
     with pytest.raises(UserError, match="row 1 has a step that is not an integer"):
         write_report(make_run(tmp_path, [{"reward/mean": 1.0}]))
     assert not list(tmp_path.glob("report.html*"))
+    synced = {"step": 0, "eval/accuracy": 0.4, "sync/tensors": 4, "sync/proved": 4, "sync/bytes": 0.0, "time/sync": 0.1}
+    for rows, drawings in (([], 0), ([synced], 3)):
+        page = Page(write_report(make_run(tmp_path, rows, "running")))
+        assert headline(rows) in page.text and "Not measured: " in page.text
+        assert page.tags.count("svg") == drawings
 
 
 def test_many_levels_or_sets_have_labels_of_their_own_and_long_runs_stay_small():
@@ -255,3 +253,71 @@ def test_headlines_and_words():
     assert [format_duration(seconds) for seconds in (59.4, 61, 3725)] == ["59 s", "1 min 01 s", "1 h 02 min"]
     assert format_toml({"a": {"b": None, "c": "x", "d": {"e": [1, 2]}}}) == '[a]\n# b is not set\nc = "x"\n\n[a.d]\ne = [1, 2]'
     assert visible("a\tb\n\x00\x9f\udc80é") == "a\tb\n\\x00\\x9f\\xdc80é"
+
+
+def make_runs(parent: Path, **config: object) -> list[Path]:
+    """Return two runs with different learning rates. `config` holds further fields of the second."""
+    runs = []
+    for number, name in enumerate(("first", "second")):
+        (parent / name).mkdir()
+        run = make_run(parent / name, [row | {"unix_time": 60.0 * row["step"]} for row in full_rows()])
+        state = json.loads((run / "run.json").read_text())
+        state["config"]["train"]["learning_rate"] = 1e-5 * (number + 1)
+        state["config"] |= config if number else {}
+        (run / "run.json").write_text(json.dumps(state))
+        runs.append(run)
+    return runs
+
+
+def test_results_settings_and_curves_stand_side_by_side(tmp_path: Path):
+    runs = make_runs(tmp_path)
+    path = write_comparison(runs, None)
+    page = Page(path)
+    assert path == tmp_path / "comparison.html" and "2 runs: first, second" in page.text
+    assert page.text.count("✓ finished") == 2 and page.text.count("40.0 % at first, best 80.0 %") == 2
+    assert "train.learning_rate" in page.text and "2e-05" in page.text and "train.steps" not in page.text
+    assert "Versions that differ" not in page.text and "Full config" not in page.text
+    for plot in ("eval/accuracy", "eval/accuracy over time", "reward/mean", "mismatch/abs_mean", "time/step"):
+        assert f"<code>{plot}</code>" in page.source, plot
+    svg = page.source.split("<code>eval/accuracy</code>")[1].split("</svg>")[0]
+    assert ">first<" in svg and ">second<" in svg
+    assert all(target.startswith("#") for target in page.loads) and "script" not in page.tags
+
+
+def test_hostile_settings_are_shown_not_obeyed(tmp_path: Path):
+    page = Page(write_comparison(make_runs(tmp_path, name=HOSTILE), tmp_path / "page.html"))
+    assert "script" not in page.tags and "<script>alert(1)</script>" in page.text
+
+
+def test_a_run_that_has_just_begun_is_compared(tmp_path: Path):
+    runs = make_runs(tmp_path)
+    (runs[1] / "metrics.jsonl").write_text("")
+    page = Page(write_comparison(runs, None))
+    assert "eval/accuracy" in page.text and "not measured" in page.text
+
+
+def test_mistakes_are_one_line(tmp_path: Path):
+    first, second = make_runs(tmp_path)
+    with pytest.raises(UserError, match="is named twice"):
+        write_comparison([first, second, tmp_path / "x" / ".." / "first"], None)
+    for arguments, line in (
+        ([first, tmp_path], "holds no readable run.json"),
+        ([first, second, "--output", tmp_path / "absent" / "page.html"], "--output"),
+        ([first, "--output", "page.html"], "only applies to several runs"),
+    ):
+        result = CliRunner().invoke(app, ["report", *map(str, arguments)])
+        assert result.exit_code == 2 and line in result.stderr, result.output
+    result = CliRunner().invoke(app, ["report", str(first), str(second)])
+    assert result.exit_code == 0 and (tmp_path / "comparison.html").exists()
+
+
+def test_a_profile_is_on_the_report(tmp_path: Path):
+    run = make_run(tmp_path, full_rows())
+    (run / "profile").mkdir()
+    operator = {"name": "aten::<mm>", "calls": 7, "device_ms": 0.0, "host_ms": 12.345}
+    profile = {"step": 2, "rank": 1, "micro_batches": 4, "operators": [operator]}
+    (run / "profile" / "step_00002_rank_00001.json").write_text(json.dumps(profile))
+    result = CliRunner().invoke(app, ["report", str(run)])
+    page = Page(run / "report.html")
+    assert result.exit_code == 0 and "Profile of step 2, rank 1" in page.text and "aten::<mm>" in page.text and "12.35" in page.text
+    assert "profile/step_00002_rank_00001.trace.json.gz" in page.text

@@ -1,7 +1,5 @@
 """Asynchronous rollouts: when steps begin, what a stopped run keeps, and how stale tokens are reported."""
 
-from __future__ import annotations
-
 import json
 import math
 import threading
@@ -19,13 +17,12 @@ from support.processes import until
 from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.config import Config
 from megatron_rl.data import ProblemOrder, ProblemStream
-from megatron_rl.errors import AbortedError, EngineLostError, RunError, UserError
+from megatron_rl.errors import AbortedError, EngineLostError, RunError
 from megatron_rl.preflight import Facts, Needs, check
-from megatron_rl.rollout.async_worker import AsyncRolloutWorker
 from megatron_rl.rollout.engine import Abort
 from megatron_rl.rollout.generation import MultiTurnSampler
 from megatron_rl.rollout.metrics import compute_rollout_metrics
-from megatron_rl.rollout.worker import RolloutBatch, RolloutWorker
+from megatron_rl.rollout.worker import AsyncRolloutWorker, RolloutBatch, RolloutWorker
 from megatron_rl.training.mismatch import bin_mismatch, measure_mismatch, measure_staleness
 from megatron_rl.training.samples import to_training_samples
 from megatron_rl.types import Completion, Generation, Problem, Reward, SamplingParams
@@ -111,7 +108,7 @@ class Run:
 
 
 @given(st.integers(0, 4), st.integers(1, 8), st.lists(st.integers(0, 3), min_size=8, max_size=8))
-def test_groups_are_trained_once_in_the_order_they_were_drawn_whatever_their_lengths_and_losses(max_staleness, steps, fails):
+def test_groups_are_trained_once_in_the_order_they_were_drawn_despite_lengths_and_lost_engines(max_staleness, steps, fails):
     """One problem in ten takes until the trainer waits for it. Other problems end earlier and do not overtake it."""
     run = Run(max_staleness, steps)
     for version in range(steps):
@@ -126,7 +123,7 @@ def test_groups_are_trained_once_in_the_order_they_were_drawn_whatever_their_len
 
 
 @given(st.integers(0, 3), st.integers(1, 6), st.integers(1, 6))
-def test_a_resumed_run_trains_on_what_the_first_one_had_not_and_on_nothing_else(max_staleness, first, second):
+def test_a_resumed_run_trains_exactly_on_the_problems_that_the_first_run_left(max_staleness, first, second):
     """Dynamic sampling draws the problems of its later rounds after those of the next steps."""
     run = Run(max_staleness, first + second, rounds=4)
     for version in range(first):
@@ -180,17 +177,13 @@ def test_over_sampling_does_not_wait_for_the_slowest_until_it_was_aborted_once()
     assert run.sampling == [{"sampling/aborted": 1.0}] * 2
 
 
-def test_answers_that_end_early_are_scored_while_others_run():
+def test_answers_are_scored_and_the_next_groups_run_while_the_longest_answer_does():
     run = Run(0, 1)
     run.ahead.begin(0)  # problem 0 takes long, problem 1 does not
     until(lambda: run.scored == ["1"], 60, "what was begun")
     run.step(0)
     run.ahead.close()
     assert run.scored == ["1", "0"] and run.trained == [["0", "1"]]
-
-
-def test_the_next_steps_groups_run_while_the_longest_answer_of_this_step_does():
-    """A step barrier would leave the engine with a single completion."""
     run = Run(2, 9)
     run.ahead.begin(0)
     until(lambda: sorted(run.engine.ended) == [1, 2, 3, 4, 5], 60, "what was begun")
@@ -231,7 +224,7 @@ def test_a_loss_while_nobody_waits_is_made_good_by_the_next_sync():
     run.ahead.close()
 
 
-def test_the_trainer_says_what_it_waited_and_not_what_generation_took():
+def test_the_trainer_reports_how_long_it_waited_and_not_how_long_generation_took():
     run = Run(0, 1, rounds=1)
     run.engine.slow.set()
     rollout = run.ahead.collect(0)
@@ -249,9 +242,8 @@ class Engine:
         self.versions = list(versions)
 
     def generate(self, prompts_B, samplings, abort=None):
-        return [
-            Generation(np.array([97, 98]), np.array([-1.0, -2.0]), "stop", self.versions[-1], np.array(self.versions)) for _ in prompts_B
-        ]
+        sampled = np.array([97, 98]), np.array([-1.0, -2.0]), "stop", self.versions[-1], np.array(self.versions)
+        return [Generation(*sampled) for _ in prompts_B]
 
 
 def answer(engine: Engine, version: int, staleness: int) -> Completion:
@@ -308,22 +300,10 @@ def config(**sections: dict) -> Config:
     return Config.model_validate({"model": {"path": "m"}, **sections}, strict=False)
 
 
-ASYNC = {"kind": "disaggregated", "max_staleness": 1}
-
-
-@pytest.mark.parametrize(
-    "sections, line",
-    [
-        ({}, r'placement.max_staleness = 1: .*without a correction.*algorithm.correction = "tis"'),
-        ({"algorithm": {"correction": "tis"}, "log": {"attribute_every": 2}}, "log.attribute_every = 2: "),
-        ({"algorithm": {"correction": "tis", "routing_replay": "engine"}, "sync": {"running": "continue"}}, "algorithm.routing_replay = "),
-    ],
-)
-def test_stale_tokens_need_a_correction_and_have_no_single_cause(sections, line):
-    with pytest.raises(UserError, match=line):
-        check(Facts(config(placement=ASYNC, **sections)), Needs.TRAINER)
+def test_stale_tokens_may_be_trained_on_with_a_correction():
+    """Refusals: tests/unit/preflight/test_rules.py."""
     for algorithm in ({"correction": "tis"}, {"old_policy": "engine"}):
-        check(Facts(config(placement=ASYNC, algorithm=algorithm)), Needs.TRAINER)  # with one they may be trained on
+        check(Facts(config(placement={"kind": "disaggregated", "max_staleness": 1}, algorithm=algorithm)), Needs.TRAINER)
     check(Facts(config(log={"attribute_every": 2})), Needs.TRAINER)
     with pytest.raises(ValueError, match='needs kind = "disaggregated"'):  # who takes turns cannot run ahead
         config(placement={"max_staleness": 1})

@@ -1,6 +1,4 @@
-"""Engines on several nodes: placement, launchers, devices and refusals."""
-
-from __future__ import annotations
+"""Engines on several nodes: placement, launchers, devices and refusals; and the release of a colocated engine's memory."""
 
 import itertools
 import re
@@ -12,6 +10,7 @@ import torch
 from megatron_rl.config import Config
 from megatron_rl.errors import UserError
 from megatron_rl.preflight import Facts, Needs, check
+from megatron_rl.rollout import memory_saver
 from megatron_rl.rollout.engine_placement import LAUNCHER_VARIABLE, EnginePlacement, count_ranks_on_machine, get_base_gpu_id, place_engine
 from rollout_sglang import launch_args
 
@@ -55,16 +54,6 @@ def launchers(monkeypatch):
     return set_lines
 
 
-def test_engines_are_spread_evenly_in_order(launchers):
-    launchers("", "srun --nodelist=node2")
-    assert [place_engine(config().rollout, number) for number in range(4)] == [
-        [EnginePlacement("10.0.0.5", "", 0)],
-        [EnginePlacement("10.0.0.5", "", 1)],
-        [EnginePlacement("10.0.0.6", "srun --nodelist=node2", 0)],
-        [EnginePlacement("10.0.0.6", "srun --nodelist=node2", 1)],
-    ]
-
-
 def test_the_nodes_of_an_engine_meet_at_its_first(launchers, monkeypatch):
     """Four nodes: engines 0 and 1 run on the first two, 2 and 3 on the last two."""
     launchers("", "srun b", "srun c", "srun d")
@@ -100,11 +89,18 @@ def test_nodes_on_one_machine_share_its_cores(launchers, monkeypatch):
     assert nodes[0][0][nodes[0][0].index("--dist-init-addr") + 1].startswith("127.0.0.1:"), "no other machine is to reach it"
 
 
-def test_without_a_word_all_engines_are_on_this_machine(launchers):
+def test_engines_are_on_this_machine_by_default_and_are_spread_evenly_in_order(launchers):
     local = config(2, hosts=("127.0.0.1",), transport="shared_memory")
     check_devices(local)
     expected = [[EnginePlacement(index=index)] for index in range(2)]
     assert [place_engine(local.rollout, number) for number in range(2)] == expected
+    launchers("", "srun --nodelist=node2")
+    assert [place_engine(config().rollout, number) for number in range(4)] == [
+        [EnginePlacement("10.0.0.5", "", 0)],
+        [EnginePlacement("10.0.0.5", "", 1)],
+        [EnginePlacement("10.0.0.6", "srun --nodelist=node2", 0)],
+        [EnginePlacement("10.0.0.6", "srun --nodelist=node2", 1)],
+    ]
 
 
 def test_devices_are_counted_from_the_first_of_each_node(launchers, monkeypatch):
@@ -138,31 +134,47 @@ def test_neighbors_on_another_machine_never_choose_the_same_port(launchers, monk
         assert [port % 16 for port in ports] == list(range(0, 16, 2)) and 20000 <= min(ports) <= max(ports) < 30000
 
 
-def test_engines_that_cannot_be_where_they_should_are_refused(launchers):
-    def refusal(*lines: str, **changes: str) -> str:
-        launchers(*lines)
-        with pytest.raises(UserError) as error:
-            check(Facts(config(**changes)), Needs.ENGINE | Needs.MACHINE | Needs.TRAINER)
-        return str(error.value)
-
-    hosts = f"rollout.hosts = ['10.0.0.5', '10.0.0.6']: names 2 nodes, but {LAUNCHER_VARIABLE} has launchers for 1"
-    assert refusal("srun --nodelist=node2") == f"{hosts}; start with launch/slurm, or set one line in the variable for each node"
-    twice = f"{LAUNCHER_VARIABLE}: starts the engines of two nodes by 'srun a', on the same devices"
-    assert refusal("srun a", "srun a") == f"{twice}; set a different line for each entry of rollout.hosts"
-    apart = f"sync.transport = 'shared_memory': needs trainer and engines on one host; {LAUNCHER_VARIABLE} starts engines on other hosts"
-    assert refusal("", "srun a", transport="shared_memory") == f"{apart}; use process_group, gloo, or disk with a shared folder"
-
-
 def test_a_node_has_devices_for_all_its_engines_and_serves_as_many_as_the_others(launchers):
     launchers("srun --nodelist=node2", "srun --nodelist=node3")
     check_devices(config(4, tp=2), 4)
     gpus = "6: needs 3 * 2 GPUs per node (rollout.engines / 2 nodes * rollout.tp), but this machine has 4; lower one of them"
     with pytest.raises(UserError, match=re.escape(f"rollout.engines = {gpus}") + "$"):
         check_devices(config(6, tp=2), 4)
-    with pytest.raises(UserError, match=r"^rollout.tp = 8: exceeds 4 GPUs per node \* rollout.nodes_per_engine = 4 GPUs; lower it"):
-        check_devices(config(2, tp=8), 4)
     check_devices(config(1, tp=8, nodes=2), 4)
     with pytest.raises(UserError, match=r"^rollout.engines = 3: must be a multiple of the nodes with engines .*; use 4"):
         check(Facts(config(3, tp=2, nodes=2), engine_nodes=4), Needs.ENGINE | Needs.LAUNCH)
-    with pytest.raises(UserError, match=r"^rollout.engines = 3: must be a multiple of the nodes with engines \(2\), .*; use 4"):
-        check(Facts(config(3), engine_nodes=2), Needs.ENGINE | Needs.LAUNCH)
+
+
+MAPS = """7f2c5a000000-7f2c5a0c1000 r--p 00000000 fe:00 11 /site/nvidia/cu13/lib/libcudart.so.13.0.96
+7f2c5b000000-7f2c5b001000 rw-p 00000000 00:00 0
+7f2c5c000000-7f2c5c001000 r--p 00000000 fe:00 12 /with a space/libcudart.so.12
+7ffd0000-7ffd1000 rw-p 00000000 00:00 0 [stack]
+"""
+
+
+@pytest.fixture
+def maps(tmp_path):
+    (tmp_path / "maps").write_text(MAPS)
+    return tmp_path / "maps"
+
+
+def test_an_engine_finds_the_runtime_that_torch_has_loaded_and_releases_graphs(maps, monkeypatch):
+    assert str(memory_saver.find_cuda_runtime("13.0", maps)) == "/site/nvidia/cu13/lib/libcudart.so.13.0.96"
+    assert str(memory_saver.find_cuda_runtime("12.9", maps).parent) == "/with a space"
+    assert memory_saver.find_cuda_runtime("14.0", maps) is None and memory_saver.find_cuda_runtime("13.0") is None
+    find = memory_saver.find_cuda_runtime
+    monkeypatch.setattr(memory_saver, "find_cuda_runtime", lambda cuda: find(cuda, maps))
+    variables = memory_saver.make_environment({"LD_LIBRARY_PATH": "/other:"}, "13.0")
+    assert variables == {"LD_LIBRARY_PATH": "/site/nvidia/cu13/lib:/other", "SGLANG_MEMORY_SAVER_CUDA_GRAPH": "true"}
+    assert memory_saver.make_environment({"SGLANG_MEMORY_SAVER_CUDA_GRAPH": "0"}, None) == {"SGLANG_MEMORY_SAVER_CUDA_GRAPH": "0"}
+    memory_saver.check({}, "13.0")
+
+
+def test_without_the_runtime_a_colocated_run_is_refused():
+    memory_saver.check({"PYTORCH_ALLOC_CONF": "expandable_segments:False"}, None)
+    with pytest.raises(
+        UserError, match=r"^placement.kind = 'colocated': .* needs libcudart.so.13, which torch has not loaded; install the"
+    ):
+        memory_saver.check({}, "13.0")
+    with pytest.raises(UserError, match="^PYTORCH_ALLOC_CONF = .*expandable segments"):
+        memory_saver.check({"PYTORCH_ALLOC_CONF": "max_split_size_mb:64, expandable_segments: true"}, None)

@@ -1,15 +1,13 @@
 """A pool of engines: distribution of requests, lost engines, restarts, and when a successor may serve."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 import torch
+from support.processes import until
 
 from megatron_rl.config import Config
 from megatron_rl.distributed import to_run_error
@@ -116,19 +114,13 @@ def prompts(count: int) -> list[list[int]]:
     return [[number] for number in range(count)]
 
 
-def wait_until(reached) -> None:
-    deadline = time.monotonic() + 60
-    while not reached() and time.monotonic() < deadline:
-        time.sleep(0.01)
-
-
 def test_answers_come_in_order_and_the_work_is_shared(fleet):
     three = fleet(engines=3)
     for engine in three.started:
         engine.hold.clear()
     with ThreadPoolExecutor(1) as pool:
         answers = pool.submit(three.engines.generate, prompts(50), [GREEDY] * 50)
-        wait_until(lambda: sum(sum(engine.asked) for engine in three.started) >= 50)
+        until(lambda: sum(sum(engine.asked) for engine in three.started) >= 50, 60, "all prompts")
         assert sorted(sum(engine.asked) for engine in three.started) == [16, 16, 18]  # pieces of a group, which is eight
         for engine in three.started:
             engine.hold.set()
@@ -145,13 +137,13 @@ def test_an_engine_is_asked_for_no_more_than_it_decodes_at_once_and_the_other_ta
     slow.hold.clear()
     with ThreadPoolExecutor(1) as pool:
         answers = pool.submit(two.engines.generate, prompts(80), GREEDY)
-        wait_until(lambda: sum(quick.asked) >= 70)
+        until(lambda: sum(quick.asked) >= 70, 60, "the quick engine")
         assert (sum(slow.asked), sum(quick.asked)) == (10, 70)
         slow.hold.set()
         assert len(answers.result(60)) == 80
 
 
-def test_what_a_lost_engine_was_asked_for_is_sampled_by_the_others(fleet):
+def test_requests_of_a_lost_engine_are_sampled_by_the_others(fleet):
     two = fleet(engines=2)
     lost = two.started[0]
     lost.dead = True
@@ -178,7 +170,7 @@ def test_without_an_engine_left_generating_says_why(fleet):
     assert single.engines.wait_for_successors(error.value) == 1
 
 
-def test_who_is_left_gives_its_memory_back_and_a_loss_is_left_to_the_next_sync(fleet):
+def test_remaining_engines_release_their_memory_and_the_next_sync_reports_a_loss(fleet):
     three = fleet(engines=3)
     three.started[0].dead = True
     three.engines.generate(prompts(1), GREEDY)
@@ -238,7 +230,7 @@ def test_ranks_are_numbered_through(fleet):
     assert two.engines.read_activation_formats() == {"engine 0: layer": "pow2", "engine 1: layer": "pow2"}
 
 
-def test_what_torch_says_of_a_rank_that_is_gone_is_one_line():
+def test_torchs_errors_about_a_lost_rank_become_one_line():
     gloo = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:31289\nmore"
     line = "another trainer rank is gone ([/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer"
     assert str(to_run_error(RuntimeError(gloo))).startswith(line) and "\n" not in str(to_run_error(RuntimeError(gloo)))

@@ -1,10 +1,9 @@
 """Completions with several turns: the prompts of turns, where a completion ends, and failing environments."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
+from support.agents import PAIR, ChatTokenizer
 
 from megatron_rl.batch.kept_tokens import make_kept_tokens
 from megatron_rl.config.environment import EnvironmentConfig
@@ -20,23 +19,6 @@ from parallel.plug import InputError
 
 VERSION = 5
 PROBLEM = [Problem("0", "A", "")]
-PAIR = 1000
-"""Token PAIR + n is letter n twice. Tokenizing "aa" gives it, so tokens [97, 97] do not survive decoding and encoding."""
-
-
-class PairTokenizer:
-    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        assert not add_special_tokens
-        ids: list[int] = []
-        for letter in text:
-            if ids and ids[-1] == ord(letter):
-                ids[-1] += PAIR
-            else:
-                ids.append(ord(letter))
-        return ids
-
-    def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
-        return "".join(chr(token % PAIR) * (1 + token // PAIR) for token in ids)
 
 
 class ScriptedEngine:
@@ -56,18 +38,9 @@ class ScriptedEngine:
             ids = script[: sampling.max_new_tokens]
             routing = np.full((len(prompt) + len(ids) - 1, 1, 1), turn, np.uint8)  # every token goes to the turn's number
             finish, logprobs = "stop" if ids == script else "length", -np.array(ids, np.float32)
-            result.append(
-                Generation(
-                    np.array(ids),
-                    logprobs,
-                    finish,
-                    self.versions[turn],
-                    None,
-                    routing,
-                    make_kept_tokens([[token, 0] for token in ids]),
-                    cached_tokens=len(prompt) - 1,
-                )
-            )
+            kept = make_kept_tokens([[token, 0] for token in ids])
+            cached = len(prompt) - 1
+            result.append(Generation(np.array(ids), logprobs, finish, self.versions[turn], None, routing, kept, cached_tokens=cached))
         return result
 
 
@@ -93,7 +66,8 @@ def converse(scripts: list[str | list], replies: list[list[StepResult | None]], 
     engine = ScriptedEngine([[turn if isinstance(turn, list) else [ord(x) for x in turn] for turn in script] for script in scripts])
     scripted = Scripted(replies, **limits)
     problems = [Problem(str(number), "ABC"[number], "", source="here") for number in range(len(scripts))]
-    result = MultiTurnSampler(engine, PairTokenizer(), scripted).sample(problems, [SamplingParams(1.0, budget)] * len(problems), VERSION)  # type: ignore[arg-type]
+    sampler = MultiTurnSampler(engine, ChatTokenizer(), scripted)  # type: ignore[arg-type]
+    result = sampler.sample(problems, [SamplingParams(1.0, budget)] * len(problems), VERSION)
     return result, engine, scripted
 
 
@@ -122,24 +96,21 @@ def test_only_answers_that_go_on_are_sampled_again():
     engine = ScriptedEngine([[[1], [2]]])
     engine.versions[2] = VERSION + 1  # checked for every turn
     with pytest.raises(RunError, match="sampled by policy version 6, the trainer holds version 5"):
-        MultiTurnSampler(engine, PairTokenizer(), Scripted([[say("1"), None]])).sample(PROBLEM, [SamplingParams(1.0, 9)], VERSION)  # type: ignore[arg-type]
+        MultiTurnSampler(engine, ChatTokenizer(), Scripted([[say("1"), None]])).sample(PROBLEM, [SamplingParams(1.0, 9)], VERSION)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    "turns, replies, limits, text, finish",
-    [
-        (["abcdefghijkl"], [], {}, "abcdefghi", "length"),  # cut by the engine: the environment is not asked
-        (["abcd>", "efghij"], [say("+")], {}, "abcd>+efgh", "length"),  # 5 + 4 sampled: the budget is that of all turns
-        (["abcdefgh>"], [say("+")], {}, "abcdefgh>", "length"),  # no token is left, so the message is left out
-        (["abcdefgh>"], [None], {}, "abcdefgh>", "stop"),  # the last token just fits
-        (["a>", "b>"], [say("123"), say("45")], {"max_tokens": 4}, "a>123b>", "length"),
-        (["a>", "b>", "c"], [say("12"), say("34"), None], {"max_tokens": 4}, "a>12b>34c", "stop"),
-        (["a>", "b>"], [say("1"), say("2")], {"max_turns": 2}, "a>1b>", "turns"),
-        (["a>", "b"], [say("1"), None], {"max_turns": 2}, "a>1b", "stop"),
-        (["a>", "b>"], [say("1"), StepResult(error="timeout after 5 s")], {}, "a>1b>", "environment"),
-    ],
-)
-def test_where_an_answer_ends(turns, replies, limits, text, finish):
+@pytest.mark.parametrize("turns, replies, limits, text, finish", [
+    (["abcdefghijkl"], [], {}, "abcdefghi", "length"),  # cut by the engine: the environment is not asked
+    (["abcd>", "efghij"], [say("+")], {}, "abcd>+efgh", "length"),  # 5 + 4 sampled: the budget is that of all turns
+    (["abcdefgh>"], [say("+")], {}, "abcdefgh>", "length"),  # no token is left, so the message is left out
+    (["abcdefgh>"], [None], {}, "abcdefgh>", "stop"),  # the last token just fits
+    (["a>", "b>"], [say("123"), say("45")], {"max_tokens": 4}, "a>123b>", "length"),
+    (["a>", "b>", "c"], [say("12"), say("34"), None], {"max_tokens": 4}, "a>12b>34c", "stop"),
+    (["a>", "b>"], [say("1"), say("2")], {"max_turns": 2}, "a>1b>", "turns"),
+    (["a>", "b"], [say("1"), None], {"max_turns": 2}, "a>1b", "stop"),
+    (["a>", "b>"], [say("1"), StepResult(error="timeout after 5 s")], {}, "a>1b>", "environment"),
+])  # fmt: skip
+def test_an_answer_ends_at_the_limits_or_when_the_environment_ends_it(turns, replies, limits, text, finish):
     (completion,), _, _ = converse([turns], [replies], **limits)
     assert (completion.text, completion.finish_reason) == (text, finish)
     assert len(completion.output_ids_T) == len(completion.logprobs_T) == len(completion.response_mask_T)
@@ -152,7 +123,7 @@ def test_without_an_environment_an_answer_is_one_turn():
             assert {sampling.stop for sampling in samplings} == {()}
             return [Generation(np.array([97, 62], np.int32), np.array([-1.0, -2.0], np.float32), "stop", VERSION) for _ in prompts_B]
 
-    (completion,) = MultiTurnSampler(Engine(), PairTokenizer()).sample(PROBLEM, [SamplingParams(1.0, 9)], VERSION)  # type: ignore[arg-type]
+    (completion,) = MultiTurnSampler(Engine(), ChatTokenizer()).sample(PROBLEM, [SamplingParams(1.0, 9)], VERSION)  # type: ignore[arg-type]
     columns = completion.prompt_ids_T, completion.output_ids_T, completion.logprobs_T
     assert [(column.tolist(), column.dtype) for column in columns] == [([65], "int32"), ([97, 62], "int32"), ([-1.0, -2.0], "float32")]
     others = completion.problem, completion.finish_reason, completion.policy_version, completion.text
@@ -160,7 +131,7 @@ def test_without_an_environment_an_answer_is_one_turn():
     assert completion.sampled_count == 2 and "dialogue" not in build_sample_rows(1, [completion], 1)[0]
 
 
-def test_metrics_count_what_the_policy_sampled_and_rows_show_who_wrote_what():
+def test_metrics_count_sampled_tokens_and_rows_show_the_author_of_each_turn():
     result, _, _ = converse([["ab>", "c"], ["d>"]], [[say("?", "no number"), None], [StepResult(error="ValueError: no")]])
     metrics = compute_rollout_metrics(RolloutBatch(result, {"ahead/generate": 2.0}))
     expected = {
@@ -201,7 +172,9 @@ def test_a_bad_name_is_refused_before_anything_starts():
         "calculater": "must be your own as module:attribute",
         "no_such_module:Tool": "cannot be imported [(]ModuleNotFoundError",
         "support.hostile:Missing": "cannot be imported [(]AttributeError",
+        "json:loads": "its step must be a plain function of [(]self, text[)]",
         "support.hostile:Speechless": "its step must be a plain function of [(]self, text[)]",
+        "support.hostile:Deaf": "its step must be a plain function of [(]self, text[)]: too many positional arguments",
         "support.hostile:Unstoppable": "must be a tuple of texts",
     }
     for name, rule in wrong.items():

@@ -1,12 +1,11 @@
 """Metrics and sample rows of rollouts, and the choice of groups."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 
 import numpy as np
 import pytest
+from support.agents import ChatTokenizer
 
 from megatron_rl.config import Config
 from megatron_rl.data import ProblemOrder, ProblemStream
@@ -25,21 +24,17 @@ def completion(
     return Completion(problem, [1], [2] * length, [-0.5] * length, finish, 0, f"text {level}", reward)
 
 
-@pytest.mark.parametrize(
-    "completions, accuracies",
-    [
-        (
-            [completion(1, True), completion(1, True), completion(3, False), completion(3, True), completion(2, False)],
-            {"all": 0.6, "level_1": 1.0, "level_2": 0.0, "level_3": 0.5},
-        ),
-        (  # levels of several sets do not compare
-            [completion(1, True), completion(1, False, source="math"), completion(3, True, source="math"), completion(2, False)],
-            {"all": 0.5, "source_": 0.5, "source_math": 0.5},
-        ),
-        ([completion(0, True), completion(0, False)], {"all": 0.5}),
-    ],
-    ids=["by level", "by set", "one level"],
-)
+@pytest.mark.parametrize("completions, accuracies", [
+    (
+        [completion(1, True), completion(1, True), completion(3, False), completion(3, True), completion(2, False)],
+        {"all": 0.6, "level_1": 1.0, "level_2": 0.0, "level_3": 0.5},
+    ),
+    (  # levels of several sets do not compare
+        [completion(1, True), completion(1, False, source="math"), completion(3, True, source="math"), completion(2, False)],
+        {"all": 0.5, "source_": 0.5, "source_math": 0.5},
+    ),
+    ([completion(0, True), completion(0, False)], {"all": 0.5}),
+], ids=["by level", "by set", "one level"])  # fmt: skip
 def test_accuracy_overall_and_by_level_or_set(completions, accuracies):
     assert compute_accuracies(completions, "all", "level_{}", "source_{}") == accuracies
 
@@ -74,7 +69,10 @@ def test_metrics_leave_out_what_is_excluded():
     assert compute_rollout_metrics(RolloutBatch(completions, {"ahead/generate": 4.0}))["reward/mean"] == 0.0
 
 
-def test_a_sample_row_tells_all_of_a_completion_and_is_json():
+def test_a_sample_row_tells_all_of_a_completion_and_the_versions_of_its_oldest_and_newest_token_and_is_json():
+    member = completion(3, True)
+    member.version_lags_T = np.array([2, 2, 1], dtype=np.uint8)
+    assert build_sample_rows(7, [member], 8)[0]["versions"] == [4, 5]
     member = completion(3, False, finish="length", error="timed out", value=0.125)
     (row,) = build_sample_rows(7, [member], 8)
     assert json.loads(json.dumps(row)) == {
@@ -84,12 +82,6 @@ def test_a_sample_row_tells_all_of_a_completion_and_is_json():
     }  # fmt: skip
 
 
-def test_a_sample_row_tells_the_versions_of_the_oldest_and_the_newest_token():
-    member = completion(3, True)
-    member.version_lags_T = np.array([2, 2, 1], dtype=np.uint8)
-    assert build_sample_rows(7, [member], 8)[0]["versions"] == [4, 5]
-
-
 @pytest.mark.parametrize("total, count", [(8, 0), (3, 8), (8, 8), (0, 8), (256, 8), (15, 8), (10, 4), (9, 5), (7, 2)])
 def test_sample_rows_are_as_many_as_asked_or_all_and_spread_evenly(total, count):
     levels = [row["level"] for row in build_sample_rows(0, [completion(index, True) for index in range(total)], count)]
@@ -97,15 +89,6 @@ def test_sample_rows_are_as_many_as_asked_or_all_and_spread_evenly(total, count)
     if levels:
         gaps = [after - before for before, after in zip([-1, *levels], [*levels, total], strict=True)]
         assert max(gaps) <= -(-total // count) + 1, f"rows {levels} leave a part of {total} completions out"
-
-
-class FakeTokenizer:
-    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        assert not add_special_tokens
-        return [ord(letter) for letter in text]
-
-    def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
-        return "".join(map(chr, ids))
 
 
 class FakeEngine:
@@ -134,7 +117,7 @@ def make_worker(engine: FakeEngine, rewards: object, **sections: dict[str, objec
     config = Config.model_validate({"model": {"path": "m"}, "rollout": rollout, **sections}, strict=False)
     stream = ProblemStream(ProblemOrder(lambda position: Problem(str(position), f"q{position}", "x"), "fingerprint"))
     held_out = [Problem("held", "h", "x", level=level) for level in (1, 2)]
-    return RolloutWorker(config, MultiTurnSampler(engine, FakeTokenizer()), stream, held_out, rewards)
+    return RolloutWorker(config, MultiTurnSampler(engine, ChatTokenizer()), stream, held_out, rewards)
 
 
 @pytest.fixture
@@ -201,7 +184,7 @@ def dynamic(rounds: int, groups: dict[str, list[float]], rollout: dict | None = 
 MIXED, EQUAL = [1.0, 0.0, 0.0, 1.0], [1.0] * 4
 
 
-def test_dynamic_sampling_draws_as_many_groups_as_are_missing():
+def test_dynamic_sampling_draws_as_many_groups_as_are_missing_and_ends_with_a_full_batch():
     worker, rewards = dynamic(10, {"0": EQUAL, "1": MIXED, "2": EQUAL, "3": EQUAL, "4": MIXED})
     rollout = worker.collect(worker.draw(5))
     assert [member.problem.id for member in rollout.completions_B] == ["1"] * 4 + ["4"] * 4
@@ -211,9 +194,6 @@ def test_dynamic_sampling_draws_as_many_groups_as_are_missing():
     metrics = compute_rollout_metrics(rollout)
     assert metrics["reward/mean"] == (3 * 4 + 2 * 2) / 20, "what was left out was sampled as well"
     assert metrics["tokens/generated"] == 20 and metrics["sampling/rounds"] == 4
-
-
-def test_dynamic_sampling_ends_with_a_full_batch():
     worker, rewards = dynamic(3, {"1": MIXED})
     rollout = worker.collect(worker.draw(5))
     assert [member.problem.id for member in rollout.completions_B] == ["1"] * 4 + ["0"] * 4
@@ -225,7 +205,7 @@ def test_dynamic_sampling_ends_with_a_full_batch():
     assert len(rewards.asked) == 2 and rollout.sampling == {} and not rollout.discarded_B
 
 
-def test_what_is_excluded_gives_a_group_no_signal():
+def test_excluded_completions_give_a_group_no_signal():
     worker, scripted = dynamic(1, {"0": EQUAL, "1": MIXED})
     scores = scripted.score
 

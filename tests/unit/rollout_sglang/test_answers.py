@@ -1,13 +1,11 @@
 """Kept tokens and policy versions in SGLang's answers."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
 from megatron_rl.errors import RunError
 from megatron_rl.types import Generation
-from rollout_sglang.answers import parse_generation, read_kept_tokens
+from rollout_sglang.engine import parse_generation, read_kept_tokens
 
 
 def answer(masks: list[list[int]]) -> dict:

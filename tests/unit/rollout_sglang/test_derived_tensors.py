@@ -1,7 +1,5 @@
 """Every tensor of a live model is found, and accounted for or refused by name."""
 
-from __future__ import annotations
-
 import functools
 from types import SimpleNamespace
 from typing import Any
@@ -12,10 +10,9 @@ import torch
 from megatron_rl.precision.fp8 import dequantize_weight, quantize_weight
 from megatron_rl.precision.quantized_weight import QuantizedWeight
 from rollout_sglang import rank_handler
-from rollout_sglang.derived_tensors import ServedTensors
-from rollout_sglang.hooks import dequant_cache, kv_cache_scales
+from rollout_sglang.derived_tensors import ServedTensors, find_tensors
+from rollout_sglang.hooks import dequant_cache, e4m3_cache
 from rollout_sglang.rank_handler import RankHandler, live_tensors
-from rollout_sglang.tensor_walk import find_tensors
 
 HEADS, KEYS, VALUES, LATENT = 2, 128, 256, 128
 
@@ -82,7 +79,7 @@ def check(served: ServedTensors, model: torch.nn.Module) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("kind, derived", [("fp8", 2), ("deep_gemm", 4), ("int8", 2), ("bf16", 2)])
-def test_what_was_made_of_proved_bytes_is_made_again_and_compared(kind, derived):
+def test_tensors_derived_from_proved_bytes_are_recomputed_and_compared(kind, derived):
     model = Model(kind)
     served = ServedTensors(model)
     assert check(served, model) == {"proved": 1 if kind == "bf16" else 2, "derived": derived, "constant": 3}
@@ -108,42 +105,29 @@ def test_a_stale_copy_of_scales_is_named_though_the_bytes_are_new():
         check(served, model)
 
 
-def plant_attribute(model: Model) -> None:
-    model.attn.w_new = torch.ones(3)
+def close_over(copy: torch.Tensor) -> functools.partial:
+    return functools.partial(lambda x, y: x + y + copy, 1)
 
 
-def plant_in_method(model: Model) -> None:
-    model.attn.quant_method.packed = [{"low": torch.ones(2, dtype=torch.int32)}]
+PLANTS = {
+    r"w_new \(float32 \[3\]\) is neither filled by the sync nor known to rollout_sglang/derived_tensors\.py": lambda attn: setattr(
+        attn, "w_new", torch.ones(3)
+    ),
+    r"quant_method\.packed\.0\.low \(int32 \[2\]\) is neither": lambda attn: setattr(
+        attn.quant_method, "packed", [{"low": torch.ones(2, dtype=torch.int32)}]
+    ),
+    r"kv_b_proj\.weight\._shuffled \(float32 \[2\]\) is neither": lambda attn: setattr(attn.kv_b_proj.weight, "_shuffled", torch.ones(2)),
+    r"apply\.func\.copy \(float32 \[4\]\) is neither": lambda attn: setattr(attn, "apply", close_over(torch.ones(4))),
+    r"extra \(float32 \[2\]\) is neither": lambda attn: setattr(attn, "extra", parameter(torch.ones(2))),
+}
 
 
-def plant_on_parameter(model: Model) -> None:
-    model.attn.kv_b_proj.weight._shuffled = torch.ones(2)
-
-
-def plant_in_closure(model: Model) -> None:
-    copy = torch.ones(4)
-    model.attn.apply = functools.partial(lambda x, y: x + y + copy, 1)
-
-
-def plant_parameter(model: Model) -> None:
-    model.attn.extra = parameter(torch.ones(2))
-
-
-@pytest.mark.parametrize(
-    "plant, line",
-    [
-        (plant_attribute, r"attn\.w_new \(float32 \[3\]\) is neither filled by the sync nor known to rollout_sglang/derived_tensors\.py"),
-        (plant_in_method, r"attn\.quant_method\.packed\.0\.low \(int32 \[2\]\) is neither"),
-        (plant_on_parameter, r"attn\.kv_b_proj\.weight\._shuffled \(float32 \[2\]\) is neither"),
-        (plant_in_closure, r"attn\.apply\.func\.copy \(float32 \[4\]\) is neither"),
-        (plant_parameter, r"attn\.extra \(float32 \[2\]\) is neither"),
-    ],
-)
-def test_a_tensor_that_nobody_knows_is_refused_by_name(plant, line):
+@pytest.mark.parametrize("line", PLANTS)
+def test_a_tensor_that_nobody_knows_is_refused_by_name(line):
     model = Model()
     served, proved = ServedTensors(model), live_tensors(model)
-    plant(model)
-    with pytest.raises(ValueError, match=line):
+    PLANTS[line](model.attn)
+    with pytest.raises(ValueError, match=rf"attn\.{line}"):
         served.check(model, proved)
 
 
@@ -186,7 +170,7 @@ def test_float_values_that_were_kept_are_those_of_the_proved_bytes():
         dequant_cache.clear_cache()
 
 
-def test_the_rank_answers_with_what_is_wrong(monkeypatch):
+def test_the_rank_reports_wrong_tensors(monkeypatch):
     model, handler = Model(), RankHandler()
     cache = SimpleNamespace(size=64, available_size=lambda: 60)
     runner: Any = SimpleNamespace(model=model, token_to_kv_pool_allocator=cache)
@@ -200,6 +184,6 @@ def test_the_rank_answers_with_what_is_wrong(monkeypatch):
     assert handler.answer({"verb": "served"}, 0, runner) == {"proved": "2", "derived": "2", "constant": "3"}
     model.write("fp8", seed=1)
     assert "attn.w_kc is stale" in handler.answer({"verb": "served"}, 0, runner)["wrong"]
-    monkeypatch.setattr(kv_cache_scales, "scales_by_layer", lambda: True)
+    monkeypatch.setattr(e4m3_cache, "scales_by_layer", lambda: True)
     model.attn.kv_scales, model.attn.k_scale_float = parameter(torch.ones(2)), 0.5
     assert handler.answer({"verb": "served"}, 0, runner)["wrong"].startswith("attn.k_scale_float is 0.5, not 1: kernels would multiply")

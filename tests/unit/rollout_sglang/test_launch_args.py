@@ -1,7 +1,7 @@
-"""Arguments and environment of an engine's process on a GPU machine, tested without a GPU."""
+"""Arguments and environment of an engine's process, and which arguments `[rollout.sglang]` may hold. SGLang is not imported."""
 
-from __future__ import annotations
-
+import subprocess
+import sys
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
@@ -10,18 +10,20 @@ import pytest
 import torch
 
 from megatron_rl.config import Config
+from megatron_rl.errors import UserError
 from megatron_rl.rollout import memory_saver
-from rollout_sglang import launch_args
+from rollout_sglang import launch_args, server_options
 from rollout_sglang.hooks import gpu_activation_quant
 from rollout_sglang.launch_args import DISABLED_MODELS_VARIABLE, leave_out_other_models
 from rollout_sglang.platform.activate import NAME, activate
+from rollout_sglang.server_options import EXCEPTIONS, GROUPS, SET_BY, check, make_arguments, read_arguments
 
 PRECOMPILE = "SGLANG_JIT_DEEPGEMM_PRECOMPILE"
 
 
 @pytest.fixture
 def start(monkeypatch):
-    """Arguments and environment of an engine's process on a GPU."""
+    """Return a function that starts an engine's process on a GPU and returns its arguments and environment."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.delenv(PRECOMPILE, raising=False)
     started: list[tuple[list[str], dict[str, str]]] = []
@@ -45,36 +47,27 @@ def test_deep_gemm_is_not_compiled_beforehand_unless_the_user_says_so(start, mon
     assert start("fp8_unified")[1][PRECOMPILE] == "true"
 
 
-def test_a_cache_in_e4m3_has_the_attention_that_rounds_nothing_else(start):
+def test_caches_in_e4m3_have_the_attention_that_rounds_nothing_else_and_the_prefix_cache_is_on_by_default(start):
     arguments, environment = start(kv="e4m3_per_layer")
     assert environment["MEGATRON_RL_KV"] == "e4m3_per_layer"
     options = dict(pairwise(arguments))
     assert options["--kv-cache-dtype"] == "fp8_e4m3" and options["--attention-backend"] == "flashinfer"
     assert not {"--kv-cache-dtype", "--attention-backend"} & set(start()[0])
-
-
-def test_only_an_empty_engine_loads_no_weights(start):
-    assert "--load-format" not in start()[0] and start(empty=True)[0][-2:] == ["--load-format", "dummy"]
-
-
-def test_cuda_graphs_stay_on_and_arguments_of_a_benchmark_come_last(start):
-    arguments, _ = start(kind="disaggregated", arguments=("--load-format", "dummy"))
-    assert arguments[-2:] == ["--load-format", "dummy"]
-    assert not any("cuda-graph" in argument for argument in arguments) and "--disable-overlap-schedule" not in arguments
-
-
-def test_an_engine_that_releases_its_memory_has_no_graphs_of_prefill_that_cannot_be_released(start):
-    option, value = "--cuda-graph-backend-prefill", "disabled"
-    assert (option, value) in pairwise(start()[0])
-    arguments = start(rollout={"sglang": {"cuda_graph_backend_prefill": "full"}})[0]
-    assert arguments.count(option) == 1 and (option, "full") in pairwise(arguments)
-
-
-def test_the_prefix_cache_is_on_and_chunks_are_sglangs_unless_the_user_says_so(start):
     arguments, _ = start()
     assert "--disable-radix-cache" not in arguments and "--chunked-prefill-size" not in arguments
     arguments, _ = start(rollout={"enable_prefix_caching": False, "chunked_prefill_size": 512})
     assert "--disable-radix-cache" in arguments and arguments[arguments.index("--chunked-prefill-size") + 1] == "512"
+
+
+def test_only_an_empty_engine_loads_no_weights_cuda_graphs_stay_on_and_arguments_of_a_benchmark_come_last(start):
+    assert "--load-format" not in start()[0] and start(empty=True)[0][-2:] == ["--load-format", "dummy"]
+    arguments, _ = start(kind="disaggregated", arguments=("--load-format", "dummy"))
+    assert arguments[-2:] == ["--load-format", "dummy"]
+    assert not any("cuda-graph" in argument for argument in arguments) and "--disable-overlap-schedule" not in arguments
+    option, value = "--cuda-graph-backend-prefill", "disabled"  # such graphs cannot be released
+    assert (option, value) in pairwise(start()[0])
+    arguments = start(rollout={"sglang": {"cuda_graph_backend_prefill": "full"}})[0]
+    assert arguments.count(option) == 1 and (option, "full") in pairwise(arguments)
 
 
 def test_only_an_engine_that_shares_devices_releases_its_memory(start, monkeypatch):
@@ -89,15 +82,8 @@ def test_only_an_engine_that_shares_devices_releases_its_memory(start, monkeypat
 
 FOLDER = Path(find_spec("sglang").origin).parent / "srt" / "models"
 FILES = {file.stem for file in FOLDER.glob("*.py")}
-OWN = {
-    "LlamaForCausalLM": "llama",
-    "Qwen2ForCausalLM": "qwen2",
-    "Qwen3ForCausalLM": "qwen3",
-    "Qwen3MoeForCausalLM": "qwen3_moe",
-    "Glm4ForCausalLM": "glm4",
-    "Glm4MoeForCausalLM": "glm4_moe",
-    "DeepseekV3ForCausalLM": "deepseek_v2",
-}
+OWN = {"Llama": "llama", "Qwen2": "qwen2", "Qwen3": "qwen3", "Qwen3Moe": "qwen3_moe", "Glm4": "glm4", "Glm4Moe": "glm4_moe"}
+OWN = {f"{name}ForCausalLM": file for name, file in {**OWN, "DeepseekV3": "deepseek_v2"}.items()}
 
 
 @pytest.mark.parametrize("architecture", OWN)
@@ -107,11 +93,7 @@ def test_the_file_that_defines_the_model_stays_and_the_others_are_left_out(archi
     for name in FILES - left_out - {OWN[architecture]}:
         text = (FOLDER / f"{name}.py").read_text()
         assert f"class {architecture}" in text or "\nclass " not in text, name
-
-
-@pytest.mark.parametrize("architectures", [[], ["UnknownForCausalLM"]])
-def test_for_a_model_that_no_file_defines_nothing_is_left_out(architectures):
-    assert leave_out_other_models(architectures) == {}
+    assert leave_out_other_models([]) == leave_out_other_models(["UnknownForCausalLM"]) == {}
 
 
 def test_the_cpu_platform_answers_only_when_it_is_chosen(monkeypatch):
@@ -119,3 +101,75 @@ def test_the_cpu_platform_answers_only_when_it_is_chosen(monkeypatch):
     assert activate() is None
     monkeypatch.setenv("SGLANG_PLATFORM", NAME)
     assert activate() == "rollout_sglang.platform.cpu.CpuPlatform"
+
+
+USEFUL = {
+    "mem_fraction_static": 0.8,
+    "max_prefill_tokens": 32768,
+    "schedule_policy": "lpm",
+    "schedule_conservativeness": 1,
+    "cuda_graph_bs_decode": [1, 2, 4],
+    "disable_cuda_graph": False,
+    "disable_custom_all_reduce": True,
+    "watchdog_timeout": 600.0,
+}
+
+
+def test_options_for_large_models_pass():
+    check(USEFUL)
+    graphs = ["--cuda-graph-bs-decode", "1", "2", "4"]
+    assert make_arguments(USEFUL)[-7:] == [*graphs, "--disable-custom-all-reduce", "--watchdog-timeout", "600.0"]
+    assert "--disable-cuda-graph" not in make_arguments(USEFUL)
+    assert make_arguments({"extra_metric_labels": {"run": "a"}}) == ["--extra-metric-labels", '{"run": "a"}']
+
+
+@pytest.mark.parametrize(("options", "line"), [
+    ({"quantization": "fp8"}, "rollout.sglang.quantization = 'fp8': is set by precision.mode; set precision.mode"),
+    ({"kv_cache_dtype": "fp8_e5m2"}, "is set by precision.kv"),
+    ({"attention_backend": "triton"}, "computes with a different kernel than the precision graph says; leave it out"),
+    ({"moe_runner_backend": "deep_gemm"}, "computes with a different kernel"),
+    ({"speculative_algorithm": "EAGLE"}, "samples proposals of another model, which nothing proves"),
+    ({"custom_weight_loader": ["m.f"]}, "sets the served model or its format"),
+    ({"enable_hierarchical_cache": True}, "keeps keys and values of older weights"),
+    ({"enable_dp_attention": True}, "places ranks or weights where the sync does not expect them"),
+    ({"enable_torch_compile": True}, "computes with a different kernel"),
+    ({"lora_paths": ["a"]}, "serves weights that no sync fills and proves"),
+    ({"mem_fraction": 0.8}, "is not a server argument of SGLang; did you mean mem_fraction_static?"),
+    ({"mem_fraction_static": "most"}, "must be of type float"),
+    ({"disable_cuda_graph": 1}, "must be of type bool"),
+    ({"max_prefill_tokens": True}, "must be of type int"),
+    ({"_swa_full_tokens_ratio_explicitly_set": True}, "is not a server argument of SGLang"),
+])  # fmt: skip
+def test_options_that_would_break_a_promise_are_refused_by_name(options, line):
+    with pytest.raises(UserError) as refused:
+        check(options)
+    assert line in str(refused.value)
+
+
+def test_the_table_is_of_this_sglang():
+    """A new release may add groups and remove names. The names in the table exist, and every argument is decided."""
+    known = read_arguments()
+    assert len(known) > 400 and {group for group, _ in known.values()} == GROUPS.keys()
+    assert EXCEPTIONS.keys() | SET_BY.keys() <= known.keys()
+    for name, reason in EXCEPTIONS.items():
+        assert reason != GROUPS[known[name][0]], name  # it would be no exception
+
+
+def test_an_unknown_group_is_refused(monkeypatch):
+    monkeypatch.setattr(server_options, "GROUPS", {})
+    with pytest.raises(UserError, match="is of a kind that is unknown to this project"):
+        check({"mem_fraction_static": 0.8})
+
+
+def test_without_sglang_the_table_alone_decides(monkeypatch):
+    monkeypatch.setattr(server_options, "read_arguments", dict)
+    check({"anything": 1})
+    with pytest.raises(UserError, match="is set by rollout.tp"):
+        check({"tp_size": 2})
+
+
+def test_sglang_is_read_not_imported():
+    asked = "import sys; from rollout_sglang.server_options import check; check({'log_level': 'info'})"
+    code = f"{asked}; print('sglang' in sys.modules, 'torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "False"]

@@ -1,7 +1,5 @@
 """Live parameters as a sync sees them, recordings, and the released KV cache."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest
@@ -43,7 +41,7 @@ def test_a_recording_is_written_once_and_a_new_one_replaces_it(tmp_path):
         handler.answer(untap, 1, runner)
 
 
-def test_a_cache_loses_its_memory_and_gets_it_again():
+def test_a_cache_loses_its_memory_and_gets_it_again_and_an_unknown_one_is_refused():
     fused = [torch.full((2, 4, 3), float("nan")) for _ in range(2)]  # as SGLang lays keys and values
     pool = SimpleNamespace(k_buffer=[both[0] for both in fused], v_buffer=[both[1] for both in fused])
     other = SimpleNamespace(kv_buffer=[torch.ones(4, 2)])
@@ -58,8 +56,5 @@ def test_a_cache_loses_its_memory_and_gets_it_again():
     assert not any(tensor.any() for tensor in held), "no NaN is left"
     pool.v_buffer[1].fill_(2)
     assert fused[1][1].eq(2).all() and not fused[1][0].any(), "views are views of the same memory"
-
-
-def test_a_cache_that_is_not_known_is_refused():
     with pytest.raises(ValueError, match="the KV cache SimpleNamespace has none of k_buffer"):
         rank_handler.release_cache(SimpleNamespace())

@@ -1,6 +1,4 @@
-"""tools/compare_runs.py: finished runs are read instead of repeated, and the table, the page, and the plot show each of them."""
-
-from __future__ import annotations
+"""tools/compare_runs.py: finished runs are read instead of repeated, and the table and the plot show each of them."""
 
 import json
 import subprocess
@@ -50,9 +48,6 @@ def test_finished_runs_are_compared_without_training(runs):
     assert done.returncode == 0, done.stderr
     assert "| bf16 | 2 | 25.0 % | 87.5 % | 75.0 % | – | – | – | none |" in done.stdout
     assert "| fp8_rollout | 2 | 25.0 % | 37.5 % | 37.5 % | 0.5 | 0.75 | 2 | none |" in done.stdout
-    page = (runs / "study.html").read_text()
-    assert "<td>fp8_rollout</td><td>2</td><td>25.0 %</td>" in page and "--train.steps=2" in page
-    assert page.count("<svg ") == 5  # two accuracies, two kinds of mismatch, gradient norm
     svg = ElementTree.parse(runs / "plot.svg")
     texts = {element.text for element in svg.iter("{http://www.w3.org/2000/svg}text")}
     assert {"held out, bf16, seed 0", "training, fp8_rollout, seed 1"} <= texts

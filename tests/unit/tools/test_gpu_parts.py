@@ -1,6 +1,4 @@
-"""tools/gpu_parts.py with a fake pytest and a fake clock: no test is left out, limits hold, and passed parts are not run again."""
-
-from __future__ import annotations
+"""tools/gpu_parts.py with a fake pytest and a fake clock: no test is left out, and limits hold."""
 
 import re
 import shlex
@@ -13,7 +11,7 @@ from support.processes import ROOT, one_thread_environment
 
 sys.path.insert(0, str(ROOT / "tools"))
 import gpu_parts
-from gpu_parts import BUDGET, PARTS, QUICK_BUDGET, WARM_UP, Check, Part, Record, choose_parts, find_unused_folder
+from gpu_parts import BUDGET, PARTS, QUICK_BUDGET, WARM_UP, Part, check, choose_parts, find_unused_folder
 
 A, B, C = (Part(name, (f"test_{name}.py",), 100) for name in "abc")
 
@@ -31,10 +29,8 @@ class Machine:
         self.now += seconds
         return code
 
-    def check(self, parts, record: Path, budget: float = 1000, again: bool = False, options=(), state: str = "state") -> int:
-        self.ran = []
-        check = Check(record.parent / "out", Record(record, state), budget, again, self.run, lambda: self.now)
-        return check.check(parts, {}, options)
+    def check(self, parts, folder: Path, budget: float = 1000, options=()) -> int:
+        return check(parts, folder, budget, {}, options, self.run, lambda: self.now)
 
 
 @pytest.mark.long
@@ -60,35 +56,21 @@ def test_limits_fit_into_the_time_for_all():
         choose_parts(["nothing"], False)
 
 
-def test_what_passed_is_not_run_again_unless_asked_or_something_changed(tmp_path, capsys):
-    machine, record = Machine(b=(10, 1)), tmp_path / "record.json"
-    assert machine.check([A, B, C], record) == 1 and machine.ran == ["a", "b", "c"]
-    assert f"gpu_check: b: failed with exit code 1 in 10 s: {tmp_path}/out/b.xml" in capsys.readouterr().out
-    machine.results = {}
-    assert machine.check([A, B, C], record) == 0 and machine.ran == ["b"]
-    assert f"gpu_check: a: passed before, {tmp_path}/out\n" in capsys.readouterr().out
-    assert machine.check([A, B, C], record) == 0 and machine.ran == []
-    assert machine.check([A, C], record, again=True) == 0 and machine.ran == ["a", "c"]
-    assert machine.check([A], record, state="other packages") == 0 and machine.ran == ["a"]
-    assert machine.check([A], record, state="other packages") == 0 and machine.ran == []
-
-
-def test_a_part_that_needs_longer_is_ended_and_the_next_call_goes_on(tmp_path, capsys):
-    machine, record = Machine(a=(100, 124), b=(90, 0)), tmp_path / "record.json"
-    assert machine.check([A, B, C], record, budget=285) == 124 and machine.ran == ["a", "b"]
+def test_a_part_that_fails_or_needs_longer_is_named_and_the_rest_goes_on(tmp_path, capsys):
+    machine = Machine(b=(10, 1))
+    assert machine.check([A, B, C], tmp_path) == 1 and machine.ran == ["a", "b", "c"]
+    assert f"gpu_check: b: failed with exit code 1 in 10 s: {tmp_path}/b.xml" in capsys.readouterr().out
+    machine = Machine(a=(100, 124), b=(90, 0))
+    assert machine.check([A, B, C], tmp_path, budget=285) == 124 and machine.ran == ["a", "b"]
     out = capsys.readouterr().out
     assert "gpu_check: a: not finished in 100 s" in out and "c: not started: no time left" in out
     assert machine.commands[0].startswith("timeout --signal=INT --kill-after=18 100 ")
-    machine.results = {}
-    assert machine.check([A, B, C], record, budget=285) == 0 and machine.ran == ["a", "c"]
+    assert Machine().check([A, B, C], tmp_path, budget=300) == 0
 
 
-def test_pytests_options_and_a_warm_up_do_not_decide(tmp_path):
-    machine, record = Machine(**{"warm-up": (300, 1), "out": (1, 5)}), tmp_path / "record.json"
-    assert machine.check([WARM_UP, A], record) == 0 and machine.ran == ["warm-up", "a"]
-    machine.run = lambda command, environment: 5 if command[-3:-2] == ["none"] else 0
-    assert machine.check([B], record, options=["-k", "none"]) == 0
-    assert Record(record, "state").find(B) == "" and Record(record, "state").find(A) == str(tmp_path / "out")
+def test_a_warm_up_and_a_part_without_a_chosen_test_do_not_decide(tmp_path):
+    machine = Machine(**{"warm-up": (300, 1), "b": (1, 5)})
+    assert machine.check([WARM_UP, A, B], tmp_path, options=["-k", "none"]) == 0 and machine.ran == ["warm-up", "a", "b"]
 
 
 def test_results_go_to_a_new_folder_and_caches_to_one_folder_unless_the_user_says_otherwise(tmp_path):
@@ -99,16 +81,6 @@ def test_results_go_to_a_new_folder_and_caches_to_one_folder_unless_the_user_say
     environment = gpu_parts.fill_environment(tmp_path, {"TRITON_CACHE_DIR": "/mine", "PATH": "/bin"})
     assert environment["TRITON_CACHE_DIR"] == "/mine" and environment["PATH"] == "/bin"
     assert environment["DG_JIT_CACHE_DIR"] == environment["SGLANG_DG_CACHE_DIR"] == str(tmp_path / "deep_gemm")
-
-
-def test_the_state_depends_on_machine_and_sources(tmp_path, monkeypatch):
-    monkeypatch.setattr(gpu_parts, "ROOT", tmp_path)
-    (tmp_path / "parallel").mkdir()
-    states = set()
-    for text, machine in (("a", "GPU-1"), ("b", "GPU-1"), ("b", "GPU-2"), ("b", "GPU-2")):
-        (tmp_path / "parallel" / "plug.py").write_text(text)
-        states.add(gpu_parts.describe_state(machine))
-    assert len(states) == 3
 
 
 def test_the_script_lists_its_parts_and_refuses_without_a_gpu(tmp_path, monkeypatch, capsys):

@@ -1,7 +1,5 @@
 """tools/soak.py plans the same kills for the same seed, and finds each kind of fault in a run's records."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

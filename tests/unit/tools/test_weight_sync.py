@@ -1,7 +1,5 @@
 """tools/weight_sync.py runs, writes its report, and refuses bad input."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -20,15 +18,13 @@ def test_every_case_of_a_resharding_is_measured(tmp_path):
     done = bench("--model", "tiny", "--train", "tp=2", "--rollout", "tp=2", "--repeat", "1", "--json", str(tmp_path / "report.json"))
     assert done.returncode == 0, done.stderr
     report = json.loads((tmp_path / "report.json").read_text())
-    assert {"plain copy", "plain copy to a process", "gather, convert, quantize", "proof"} < report["cases"].keys()
+    assert {"plain copy", "proof"} < report["cases"].keys()
     for transport in ("shared_memory", "process_group", "disk"):
         fp8, bf16 = report["cases"][f"{transport} fp8"], report["cases"][f"{transport} bf16"]
         assert 0 < fp8["min"] <= fp8["seconds"] <= fp8["max"]
         assert 1.5 < bf16["bytes"] / fp8["bytes"] < 2
         assert report["ratios"][transport]["fp8 against bf16"] == pytest.approx(bf16["seconds"] / fp8["seconds"])
         assert transport in done.stdout
-        sent = [report["cases"][f"{transport} fp8, delta at {rate}"]["bytes"] for rate in ("1e-6", "1e-5", "1e-4")]
-        assert 0 < sent[0] < sent[1] < sent[2] < fp8["bytes"] and sent[0] < fp8["bytes"] / 50
 
 
 def test_bad_input_is_one_line():

@@ -1,6 +1,4 @@
-"""The canary's comparison, over engines that answer what the test says; real ones: tests/engine/test_served.py."""
-
-from __future__ import annotations
+"""The canary's comparison with scripted engines. Real engines: tests/engine/test_served.py."""
 
 from types import SimpleNamespace
 
@@ -20,7 +18,7 @@ LOGPROBS = np.array([-1.0, -2.0, -3.0, -4.0], np.float32)
 
 
 class Engines:
-    """Two engines; `answers[engine][prompt]` is what is different in one."""
+    """Two engines. `answers[engine, prompt]` holds the fields of an answer that differ."""
 
     def __init__(self, answers=None) -> None:
         self.answers = answers or {}
@@ -35,7 +33,7 @@ class Engines:
 
 
 def run(monkeypatch, answers=None, bound=0.0) -> tuple[float, int]:
-    """The largest difference, and how many samples the trainer was asked for."""
+    """Return the largest difference, and the number of samples that the trainer scored."""
     asked = []
 
     def score(actor, samples):
@@ -54,25 +52,18 @@ def changed(token: int, by: float) -> np.ndarray:
     return values
 
 
-def test_engines_that_drew_the_same_tokens_cost_the_trainer_one_sample_a_prompt(monkeypatch):
+def test_engines_that_drew_the_same_tokens_cost_one_sample_a_prompt_and_nan_is_a_difference(monkeypatch):
     assert run(monkeypatch) == (0.0, 2)
     drawn = {"output_ids_T": np.array([9, 8, 7, 6], np.int32)}
     assert run(monkeypatch, {(1, 0): drawn}) == (0.0, 3)
+    with pytest.raises(RunError, match="log p is nan in the engine"):
+        run(monkeypatch, {(0, 1): {"logprobs_T": changed(1, float("nan"))}}, bound=1e9)
 
 
-@pytest.mark.parametrize(
-    "token, line",
-    [
-        (
-            0,
-            r"prompt 0 of 12 tokens, position 12 \(prefill\): log p is -1\.5 in the engine, -1 in the trainer; ",
-        ),
-        (
-            2,
-            r"prompt 0 of 12 tokens, position 14 \(decoding\): log p is -3\.5 .*; bound 0 \(sync\.canary_bound\)$",
-        ),
-    ],
-)
+@pytest.mark.parametrize("token, line", [
+    (0, r"prompt 0 of 12 tokens, position 12 \(prefill\): log p is -1\.5 in the engine, -1 in the trainer; "),
+    (2, r"prompt 0 of 12 tokens, position 14 \(decoding\): log p is -3\.5 .*; bound 0 \(sync\.canary_bound\)$"),
+])  # fmt: skip
 def test_a_difference_names_engine_prompt_position_and_phase(monkeypatch, token, line):
     answers = {(1, 0): {"logprobs_T": changed(token, -0.5)}}
     with pytest.raises(RunError, match=f"^the canary fails: engine 1, {line}"):
@@ -80,18 +71,10 @@ def test_a_difference_names_engine_prompt_position_and_phase(monkeypatch, token,
     assert run(monkeypatch, answers, bound=0.5) == (0.5, 2)
 
 
-def test_a_number_that_is_none_is_a_difference_under_any_bound(monkeypatch):
-    with pytest.raises(RunError, match="log p is nan in the engine"):
-        run(monkeypatch, {(0, 1): {"logprobs_T": changed(1, float("nan"))}}, bound=1e9)
-
-
-@pytest.mark.parametrize(
-    "change, line",
-    [
-        ({"policy_version": 6}, "the canary of policy version 7 fails: engine 1 answers with 4 tokens of policy version 6"),
-        ({"logprobs_T": LOGPROBS[:3]}, "the canary of policy version 7 fails: engine 1 answers with 3 tokens of policy version 7"),
-    ],
-)
+@pytest.mark.parametrize("change, line", [
+    ({"policy_version": 6}, "the canary of policy version 7 fails: engine 1 answers with 4 tokens of policy version 6"),
+    ({"logprobs_T": LOGPROBS[:3]}, "the canary of policy version 7 fails: engine 1 answers with 3 tokens of policy version 7"),
+])  # fmt: skip
 def test_an_answer_of_another_version_or_length_is_refused(monkeypatch, change, line):
     with pytest.raises(RunError, match=line):
         run(monkeypatch, {(1, 1): change})
@@ -106,17 +89,14 @@ def test_prompts_are_always_the_same_and_none_is_longer_than_the_run_takes():
     assert make_prompts(0, 50, 99, 0) == []
 
 
-@pytest.mark.parametrize(
-    "sections, bound",
-    [
-        ({}, 0.0),
-        ({"precision": {"mode": "fp8_rollout"}}, 0.0),  # through the trainer's model with the engine's products
-        ({"precision": {"mode": "fp8_rollout"}, "rollout": {"tp": 2}}, 5.0),
-        ({"precision": {"reduction": "fast"}, "rollout": {"tp": 2}}, 1.0),
-        ({"sync": {"canary_bound": 0.25}}, 0.25),
-        ({"sync": {"canary_bound": float("inf")}}, float("inf")),
-    ],
-)
+@pytest.mark.parametrize("sections, bound", [
+    ({}, 0.0),
+    ({"precision": {"mode": "fp8_rollout"}}, 0.0),  # through the trainer's model with the engine's products
+    ({"precision": {"mode": "fp8_rollout"}, "rollout": {"tp": 2}}, 5.0),
+    ({"precision": {"reduction": "fast"}, "rollout": {"tp": 2}}, 1.0),
+    ({"sync": {"canary_bound": 0.25}}, 0.25),
+    ({"sync": {"canary_bound": float("inf")}}, float("inf")),
+])  # fmt: skip
 def test_the_bound_is_what_the_run_promises_unless_it_is_given(tmp_path, monkeypatch, sections, bound):
     hf_config = {
         **{"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "vocab_size": 384, "hidden_size": 256, "intermediate_size": 256},

@@ -1,6 +1,4 @@
-"""Which run goes on under which configuration, and what it says when it does."""
-
-from __future__ import annotations
+"""Which run is resumed under which configuration, and what it reports."""
 
 import json
 from pathlib import Path
@@ -34,7 +32,7 @@ def make_run(tmp_path: Path, steps: tuple[int, ...] = (2,), **sections: dict) ->
     return log
 
 
-def test_auto_takes_up_the_newest_run_that_is_not_finished(tmp_path):
+def test_auto_resumes_the_newest_run_that_is_not_finished(tmp_path):
     assert find_run_to_resume(config(tmp_path)) is None, "nothing ran yet"
     log = make_run(tmp_path)
     assert find_run_to_resume(config(tmp_path)) == log.dir.resolve()
@@ -49,17 +47,14 @@ def test_auto_takes_up_the_newest_run_that_is_not_finished(tmp_path):
             find_run_to_resume(config(tmp_path, str(tmp_path / name)))
 
 
-@pytest.mark.parametrize(
-    "section, field, value, before",
-    [
-        ("train", "learning_rate", 0.5, "1e-06"),
-        ("precision", "backend", "deep_gemm", "'emulated'"),
-        ("data", "seed", 3, "0"),
-        ("rollout", "temperature", 0.5, "1.0"),
-        ("algorithm", "kl_coef", 0.5, "0.0"),
-    ],
-)
-def test_what_decides_the_numbers_must_not_differ(tmp_path, section, field, value, before):
+@pytest.mark.parametrize("section, field, value, before", [
+    ("train", "learning_rate", 0.5, "1e-06"),
+    ("precision", "backend", "deep_gemm", "'emulated'"),
+    ("data", "seed", 3, "0"),
+    ("rollout", "temperature", 0.5, "1.0"),
+    ("algorithm", "kl_coef", 0.5, "0.0"),
+])  # fmt: skip
+def test_settings_that_decide_the_numbers_must_not_differ(tmp_path, section, field, value, before):
     make_run(tmp_path)
     with pytest.raises(
         UserError, match=rf"^{section}.{field} = .*{value}.*: differs from the resumed run .*, which has {before}; restore the old value"
@@ -81,7 +76,7 @@ def test_steps_layout_and_places_may_differ_but_not_the_version_of_the_project(t
         find_run_to_resume(config(tmp_path))
 
 
-def test_the_newest_whole_checkpoint_is_chosen_and_what_differs_is_said(tmp_path):
+def test_the_newest_whole_checkpoint_is_chosen_and_differences_are_reported(tmp_path):
     log = make_run(tmp_path, steps=(2, 4))
     (log.dir / "checkpoints" / "step_00004" / "state.json").write_text("{")
     checkpoint = choose_checkpoint(log.dir, 9)

@@ -1,6 +1,4 @@
-"""In which order a run takes memory."""
-
-from __future__ import annotations
+"""In which order a run takes memory, and what it does about a rollout that disagrees with the trainer."""
 
 import inspect
 from contextlib import ExitStack
@@ -10,13 +8,16 @@ from unittest.mock import MagicMock
 import pytest
 
 from megatron_rl.config import Config
+from megatron_rl.config.sync import SyncConfig
+from megatron_rl.errors import RunError
 from megatron_rl.training import session
+from megatron_rl.training.mismatch import MISMATCH, MismatchBound
 from parallel.layout import Layout
 
 
 @pytest.fixture
 def calls(monkeypatch) -> MagicMock:
-    """Everything that a session calls, of this project, in its order."""
+    """Record all calls of a session to this project, in order."""
     calls = MagicMock()
     calls.find_checkpoint_format.return_value = None
     calls.load_problems.return_value = None, None
@@ -32,8 +33,8 @@ def calls(monkeypatch) -> MagicMock:
 
 
 @pytest.mark.parametrize("kind", ["colocated", "disaggregated"])
-def test_engines_start_when_the_trainer_holds_what_it_holds_in_a_sync(calls, tmp_path, kind):
-    """On a shared GPU an engine fills what is free: the reference is there before, and what only an optimizer step needs is not."""
+def test_engines_start_when_the_trainer_holds_as_much_memory_as_in_a_sync(calls, tmp_path, kind):
+    """On a shared GPU, an engine fills the free memory: by then the reference is loaded, and what only an optimizer step needs is not."""
     sections = {"model": {"path": Path("m")}, "algorithm": {"kl_coef": 0.1}, "placement": {"kind": kind}}
     run = session.Session.__new__(session.Session)
     run.config, run.layout, run.contract, run._resources = Config.model_validate(sections), Layout(), MagicMock(), ExitStack()
@@ -44,3 +45,30 @@ def test_engines_start_when_the_trainer_holds_what_it_holds_in_a_sync(calls, tmp
     before = order[: order.index("start_engines")]
     assert before.index("load_actor") < before.index("load_reference")
     assert ("actor.offload_optimizer" in before) == ("critic.offload_optimizer" in before) == (kind == "colocated")
+
+
+INF = float("inf")
+
+
+@pytest.mark.parametrize(
+    "given, exact, fine, too_much",
+    [(None, True, 0.0, 1e-7), (None, False, 99.0, None), (0.5, True, 0.5, 0.6), (0.5, False, 0.5, float("nan")), (INF, True, 99.0, None)],
+)
+def test_the_bound_is_0_if_exactness_is_promised_unless_it_is_given(given, exact, fine, too_much):
+    bound = MismatchBound(SyncConfig(max_mismatch=given), exact, print)
+    bound.check({MISMATCH[1]: fine})
+    bound.check({})  # no token of the trainer's version
+    if too_much is not None:
+        line = r"^the mismatch of rollout and trainer is \S+ nats \(mismatch/abs_max\), above sync\.max_mismatch = 0(\.5)?: "
+        with pytest.raises(RunError, match=line):
+            bound.check({MISMATCH[1]: too_much})
+
+
+def test_a_warning_is_given_once_until_the_mismatch_is_back():
+    lines: list[str] = []
+    bound = MismatchBound(SyncConfig(max_mismatch=0.1, on_mismatch="warn"), True, lines.append)
+    for value in (0.0, 0.2, 0.3, 0.1, 0.4):
+        bound.check({MISMATCH[1]: value})
+    assert lines == [
+        f"the mismatch of rollout and trainer is {value} nats (mismatch/abs_max), above sync.max_mismatch = 0.1" for value in (0.2, 0.4)
+    ]

@@ -10,7 +10,9 @@ import time
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+import psutil
 import pytest
+from support.processes import alive_after
 
 from megatron_rl.config.data import DataConfig, DataSourceConfig
 from megatron_rl.data.sets import read_problem_set
@@ -42,29 +44,29 @@ def _problems(count: int) -> list[Problem]:
     return [Problem(str(index), "?", str(index)) for index in range(count)]
 
 
-def test_rewards_come_in_the_order_of_the_samples():
+def test_rewards_come_in_order_and_the_timeout_counts_for_each_sample_not_for_its_chunk():
     problems = _problems(300)
     texts = [f"#{problem.answer}" if index % 3 else "#-1" for index, problem in enumerate(problems)]
     with pool_of("examples.arithmetic.reward:reward", 3, 5.0) as pool:
         for _ in range(2):
             assert [reward.correct for reward in judged(pool, texts, problems)] == [bool(index % 3) for index in range(300)]
         assert judged(pool, [], []) == []
+    with pool_of(HOSTILE, 1, 1.5) as pool:
+        rewards = judged(pool, ["slow"] * 8, _problems(8))
+    assert [reward.error for reward in rewards] == [""] * 8
 
 
-@pytest.mark.parametrize(
-    "text, error",
-    [
-        ("hang", "timeout after 0.5 s"),
-        ("hang in C", "timeout after 0.5 s"),
-        ("killed", "worker died (signal 9)"),
-        ("hard exit", "worker died (exit code 7)"),
-        ("raise", "ValueError: no verdict"),
-        ("exit", "SystemExit: 3"),
-        ("memory", "MemoryError: "),
-        ("wrong type", "TypeError: the reward function must return a Reward, not float"),
-        ("nan", "ValueError: the reward function returned nan"),
-    ],
-)
+@pytest.mark.parametrize("text, error", [
+    ("hang", "timeout after 0.5 s"),
+    ("hang in C", "timeout after 0.5 s"),
+    ("killed", "worker died (signal 9)"),
+    ("hard exit", "worker died (exit code 7)"),
+    ("raise", "ValueError: no verdict"),
+    ("exit", "SystemExit: 3"),
+    ("memory", "MemoryError: "),
+    ("wrong type", "TypeError: the reward function must return a Reward, not float"),
+    ("nan", "ValueError: the reward function returned nan"),
+])  # fmt: skip
 def test_a_bad_sample_costs_only_itself(text, error):
     problems = _problems(40)
     texts = [problem.answer for problem in problems]
@@ -74,12 +76,6 @@ def test_a_bad_sample_costs_only_itself(text, error):
         assert rewards[5] == rewards[23] == Reward(0.0, False, error)
         assert [reward for number, reward in enumerate(rewards) if number not in (5, 23)] == [Reward(1.0, True)] * 38
         assert judged(pool, ["0"], problems[:1])[0].correct
-
-
-def test_the_timeout_counts_for_each_sample_not_for_its_chunk():
-    with pool_of(HOSTILE, 1, 1.5) as pool:
-        rewards = judged(pool, ["slow"] * 8, _problems(8))
-    assert [reward.error for reward in rewards] == [""] * 8
 
 
 def test_a_worker_imports_little_ignores_ctrl_c_and_costs_no_sample_if_it_is_killed_while_idle():
@@ -119,24 +115,11 @@ def test_a_busy_worker_dies_with_its_parent():
     receiver, parent_end = context.Pipe(duplex=False)
     parent = context.Process(target=keep_a_worker_busy, args=(parent_end,))
     parent.start()
-    pid = receiver.recv()
+    worker = psutil.Process(receiver.recv())
     time.sleep(0.3)
     parent.kill()
     parent.join(60)
-    assert _gone_within(pid, seconds=60)
-
-
-def _gone_within(pid: int, seconds: float) -> bool:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        try:
-            state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-        except (FileNotFoundError, ProcessLookupError):
-            return True
-        if state == "Z":  # dead; whether anyone reaps it depends on the machine's init
-            return True
-        time.sleep(0.05)
-    return False
+    assert alive_after([worker], 60) == []
 
 
 def test_workers_that_cannot_load_their_function_or_start_break_the_run(tmp_path, monkeypatch):

@@ -5,7 +5,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 
 from megatron_rl.kernels import batch_invariant
@@ -26,19 +25,9 @@ class CoreAttention(MegatronModule):
     kv_scales: torch.Tensor | None
     kv_amax: torch.Tensor | None = None  # float32 [2]: largest magnitudes of keys and values, while they are being collected
 
-    def __init__(
-        self,
-        config: TransformerConfig,
-        layer_number: int,
-        attn_mask_type: AttnMaskType,
-        attention_type: str,
-        attention_dropout: float | None = None,
-        softmax_scale: float | None = None,
-        **_: Any,
-    ) -> None:
+    def __init__(self, config: TransformerConfig, layer_number: int, *_: Any, softmax_scale: float | None = None, **__: Any) -> None:
         super().__init__(config=config)
-        self.softmax_scale = softmax_scale
-        self.quantizes_kv, self.layer_number = config.quantize_kv, layer_number
+        self.softmax_scale, self.quantizes_kv, self.layer_number = softmax_scale, config.quantize_kv, layer_number
         self.register_buffer("kv_scales", torch.ones(2) if config.scale_kv_by_layer else None)
 
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **options: Any) -> torch.Tensor:

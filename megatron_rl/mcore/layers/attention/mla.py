@@ -40,17 +40,12 @@ class LatentAttention(MLASelfAttention):
                 setattr(self, name, getattr(submodules, name)(built.input_size, built.output_size, config=config))
 
     def get_query_key_value_tensors(
-        self,
-        hidden_states: torch.Tensor,
-        key_value_states: Any = None,
-        position_ids: Any = None,
-        packed_seq_params: Any = None,
-        **options: Any,
+        self, hidden_states: torch.Tensor, key_value_states: Any = None, position_ids: Any = None, packed_seq_params: Any = None, **kw: Any
     ) -> tuple[torch.Tensor | None, ...]:
         """Return queries and keys [t, h, nope + rope] and values [t, h, v]. On a GPU, packed rows are rotated without waiting for the
         device."""
         if packed_seq_params is None or not rotates_rows(hidden_states):
-            return super().get_query_key_value_tensors(hidden_states, key_value_states, position_ids, packed_seq_params, **options)
+            return super().get_query_key_value_tensors(hidden_states, key_value_states, position_ids, packed_seq_params, **kw)
         return self.expand(hidden_states, self._make_rotation(hidden_states, packed_seq_params))
 
     def expand(self, hidden_states: torch.Tensor, rotate: Callable[[torch.Tensor], torch.Tensor]) -> tuple[torch.Tensor | None, ...]:

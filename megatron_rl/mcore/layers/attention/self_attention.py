@@ -1,18 +1,27 @@
 """Megatron's self attention. On a GPU, one kernel splits, normalizes and rotates packed queries and keys (`kernels.heads`).
 
-Megatron's rotation would wait for the device four times per layer to read sequence lengths that the host knows. Ranks that share a
-key-value head exchange only what they need (`shared_heads`); Megatron would gather all heads on every rank.
+Megatron's rotation would wait for the device four times per layer to read sequence lengths that the host knows.
+
+With more tensor-parallel ranks than key-value heads, Megatron splits the rows of a head group (its queries, key and value) into equal
+parts for the ranks that share it:
+
+    q1 q2 q3 | q4 k v       two ranks; the first needs q1 q2 k v, the second q3 q4 k v
+
+Megatron's layer would gather all heads on every rank. Here a rank sends only to the ranks of its group, and only what they need. In the
+backward pass, gradients travel back and are added in FP32, in rank order.
 """
 
+from collections import defaultdict
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.transformer.attention import SelfAttention
 
 from megatron_rl.kernels.heads import Heads, Norms
 from megatron_rl.kernels.heads.reference import can_rotate, split_heads
 from megatron_rl.kernels.rope import reference as rope
-from megatron_rl.mcore.layers.attention.shared_heads import exchange_heads
 from megatron_rl.mcore.layers.norms import RMSNorm
 from megatron_rl.mcore.passes.two_batch import PerMicroBatch
 
@@ -22,25 +31,16 @@ class PackedSelfAttention(SelfAttention):
 
     _rotation = PerMicroBatch()  # rotation of the current forward pass, if this class rotates instead of Megatron
 
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        attention_mask: Any,
-        *args: Any,
-        rotary_pos_emb: Any = None,
-        packed_seq_params: Any = None,
-        **options: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def forward(self, hidden_states: torch.Tensor, attention_mask: Any, *args: Any, **options: Any) -> tuple[torch.Tensor, Any]:
         """Return the output of Megatron's layer. On a GPU, packed rows are rotated here."""
-        if packed_seq_params is not None and rotary_pos_emb is not None and rope.rotates_rows(hidden_states):
-            angles, interleaved = rotary_pos_emb[:, 0, 0], self.config.rotary_interleaved  # Megatron's angles are repeated twice
+        row, repeated = options.get("packed_seq_params"), options.get("rotary_pos_emb")
+        if row is not None and repeated is not None and rope.rotates_rows(hidden_states):
+            angles, interleaved = repeated[:, 0, 0], self.config.rotary_interleaved  # Megatron's angles are repeated twice
             once = angles[:, ::2] if interleaved else angles[:, : angles.shape[1] // 2]
-            self._rotation = packed_seq_params.make_rotation(once, interleaved)
-            rotary_pos_emb = None
+            self._rotation = row.make_rotation(once, interleaved)
+            options["rotary_pos_emb"] = None
         try:
-            return super().forward(
-                hidden_states, attention_mask, *args, rotary_pos_emb=rotary_pos_emb, packed_seq_params=packed_seq_params, **options
-            )
+            return super().forward(hidden_states, attention_mask, *args, **options)
         finally:
             self._rotation = None
 
@@ -51,7 +51,10 @@ class PackedSelfAttention(SelfAttention):
             mixed = self._project_shared_heads(hidden_states) if shares_heads else self.linear_qkv(hidden_states)[0]
             return tuple(part.unsqueeze(1) for part in self._split(mixed.squeeze(1), self._rotation))
         if shares_heads:
-            query, key, *others = self._split_shared_heads(hidden_states)
+            dim, heads = self.hidden_size_per_attention_head, self._project_shared_heads(hidden_states)
+            query, key, value = heads.unflatten(-1, (-1, dim)).split([heads.shape[-1] // dim - 2, 1, 1], 2)
+            query = query if self.q_layernorm is None else self.q_layernorm(query)
+            key, others = key if self.k_layernorm is None else self.k_layernorm(key), [value]
         else:
             query, key, *others = super().get_query_key_value_tensors(hidden_states, *args, **options)
         if self._rotation is None:
@@ -79,9 +82,88 @@ class PackedSelfAttention(SelfAttention):
         mixed, _ = self.linear_qkv(hidden_states)
         return exchange_heads(mixed, self.config.num_attention_heads // self.config.num_query_groups, dim, ranks, self.pg_collection.tp)
 
-    def _split_shared_heads(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return query [s, b, heads, d], key and value [s, b, 1, d] of a rank that shares its key-value head."""
-        dim, heads = self.hidden_size_per_attention_head, self._project_shared_heads(hidden_states)
-        query, key, value = heads.unflatten(-1, (-1, dim)).split([heads.shape[-1] // dim - 2, 1, 1], 2)
-        query = query if self.q_layernorm is None else self.q_layernorm(query)
-        return query, key if self.k_layernorm is None else self.k_layernorm(key), value
+
+def exchange_heads(mixed: torch.Tensor, queries: int, dim: int, ranks: int, group: Any) -> torch.Tensor:
+    """Return this rank's part of its head group, [..., (queries / ranks + 2) * dim] in the order q, k, v, with gradient.
+
+    Args:
+        mixed: [..., (queries + 2) * dim / ranks], this rank's part of `queries` heads of `dim`, a key head and a value head.
+        ranks: number of consecutive ranks of `group` that share the head group.
+    """
+    return _HeadExchange.apply(mixed, _HeadCut(queries, dim, ranks, group.rank() % ranks), group)
+
+
+class _HeadCut:
+    """Which columns of a head group each rank sends to each other rank that shares it. `own` is this rank's index among them."""
+
+    def __init__(self, queries: int, dim: int, ranks: int, own: int) -> None:
+        self.ranks, self.own, self.width = ranks, own, (queries + 2) * dim // ranks
+        self._queries, self._all_queries, self._end = queries // ranks * dim, queries * dim, (queries + 2) * dim
+
+    def columns(self, sender: int, receiver: int) -> list[slice]:
+        """Return the columns of the sender's part that the receiver needs, in ascending order."""
+        start, end = sender * self.width, (sender + 1) * self.width
+        needed = ((receiver * self._queries, (receiver + 1) * self._queries), (self._all_queries, self._end))
+        overlaps = ((max(first, start) - start, min(last, end) - start) for first, last in needed)
+        return [slice(first, last) for first, last in overlaps if first < last]
+
+    def count(self, sender: int, receiver: int) -> int:
+        return sum(part.stop - part.start for part in self.columns(sender, receiver))
+
+
+class _HeadExchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, mixed: torch.Tensor, cut: _HeadCut, group: Any) -> torch.Tensor:
+        ctx.cut, ctx.group = cut, group
+        rows, everyone = mixed.flatten(0, -2), range(cut.ranks)
+        parts = [torch.cat([rows[:, part] for part in cut.columns(cut.own, to)] or [rows[:, :0]], -1) for to in everyone]
+        received = _swap(parts, [cut.count(source, cut.own) for source in everyone], cut, group)
+        return torch.cat(received, -1).unflatten(0, mixed.shape[:-1])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        cut, rows, everyone = ctx.cut, gradient.flatten(0, -2), range(ctx.cut.ranks)
+        parts = list(rows.split([cut.count(source, cut.own) for source in everyone], -1))
+        received = _swap(parts, [cut.count(cut.own, to) for to in everyone], cut, ctx.group)
+        addends = defaultdict(list)
+        for to, part in enumerate(received):
+            for column, addend in _split(part, cut.columns(cut.own, to)):
+                addends[column.start, column.stop].append(addend)
+        total = rows.new_empty(len(rows), cut.width)
+        for (start, stop), parts in addends.items():
+            _add(parts, total[:, start:stop])
+        return total.unflatten(0, gradient.shape[:-1]), None, None
+
+
+def _add(parts: list[torch.Tensor], result: torch.Tensor) -> None:
+    """Write the sum of parts of one shape, added to 0 in FP32 in list order and rounded. A query's gradient has a single part."""
+    if len(parts) == 1:
+        torch.add(parts[0], 0.0, out=result)
+        return
+    total = torch.zeros_like(parts[0], dtype=torch.float32)
+    for part in parts:
+        total += part
+    result.copy_(total)
+
+
+def _swap(parts: list[torch.Tensor], widths: list[int], cut: _HeadCut, group: Any) -> list[torch.Tensor]:
+    """Send `parts` [t, any] to the ranks that share heads; return their parts [t, width]. This rank's own part is kept."""
+    first, rows = group.rank() - cut.own, len(parts[cut.own])
+    sizes, splits = [0] * group.size(), [0] * group.size()
+    for number in range(cut.ranks):
+        if number != cut.own:
+            sizes[first + number], splits[first + number] = rows * widths[number], parts[number].numel()
+    sent = torch.cat([part.flatten() for number, part in enumerate(parts) if number != cut.own])
+    flat = sent.new_empty(sum(sizes))
+    dist.all_to_all_single(flat, sent, sizes, splits, group=group)
+    pieces = flat.split(sizes)[first : first + cut.ranks]
+    return [parts[cut.own] if number == cut.own else piece.view(rows, widths[number]) for number, piece in enumerate(pieces)]
+
+
+def _split(addends: torch.Tensor, columns: list[slice]) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Yield each column slice with its part of `addends`, in which the slices are adjacent."""
+    start = 0
+    for column in columns:
+        width = column.stop - column.start
+        yield column, addends[:, start : start + width]
+        start += width

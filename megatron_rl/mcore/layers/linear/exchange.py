@@ -54,8 +54,7 @@ class _End(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, exchange: Exchange, start: Start) -> torch.Tensor:
         ctx.exchange, ctx.start, ctx.shape = exchange, start, x.shape
-        result: torch.Tensor = exchange.end()
-        return result
+        return exchange.end()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
@@ -63,24 +62,18 @@ class _End(torch.autograd.Function):
         return make_placeholder(gradient, *ctx.shape), None, None
 
 
-def begin_exchange(x: torch.Tensor, exchange: Exchange, start: Start, shape: Sequence[int]) -> torch.Tensor:
-    """Start to exchange x. Return a placeholder of `shape` for the result; x's gradient is awaited in the backward pass."""
-    result: torch.Tensor = _Begin.apply(x, exchange, start, shape)
-    return result
-
-
-def end_exchange(x: torch.Tensor, exchange: Exchange, start: Start) -> torch.Tensor:
-    """Wait for the exchange behind the placeholder x and return its result. `start` starts the gradient's exchange."""
-    result: torch.Tensor = _End.apply(x, exchange, start)
-    return result
+begin_exchange = _Begin.apply
+"""Start to exchange x. Return a placeholder of `shape` for the result; x's gradient is awaited in the backward pass."""
+end_exchange = _End.apply
+"""Wait for the exchange behind the placeholder x and return its result. `start` starts the gradient's exchange."""
 
 
 def exchange_rows(tensors: Sequence[torch.Tensor], sent: Sequence[int], received: Sequence[int], group: Any) -> list[torch.Tensor]:
     """Send rows of each tensor [n, ...] to the ranks of `group` and return the received rows, with gradient. `sent` and `received` are row
     counts per rank. The other micro-batch has its turn meanwhile."""
     there, back = (_start_all_to_all(*sizes, group) for sizes in ((sent, received), (received, sent)))
-    under_way = [(x, Exchange()) for x in tensors]
-    begun = [(begin_exchange(x, each, there, (sum(received), *x.shape[1:])), each) for x, each in under_way]
+    exchanges = [Exchange() for _ in tensors]
+    begun = [(begin_exchange(x, each, there, (sum(received), *x.shape[1:])), each) for x, each in zip(tensors, exchanges, strict=True)]
     two_batch.give_turn()
     return [end_exchange(x, each, back) for x, each in begun]
 
@@ -88,7 +81,7 @@ def exchange_rows(tensors: Sequence[torch.Tensor], sent: Sequence[int], received
 def _start_all_to_all(sent: Sequence[int], received: Sequence[int], group: Any) -> Start:
     def start(x: torch.Tensor) -> Pending:
         result = x.new_empty(sum(received), *x.shape[1:])
-        return _pend(dist.all_to_all_single(result, x.contiguous(), list(received), list(sent), group=group, async_op=True), result)
+        return pend(dist.all_to_all_single(result, x.contiguous(), list(received), list(sent), group=group, async_op=True), result)
 
     return start
 
@@ -97,10 +90,10 @@ def start_scatter(whole: torch.Tensor, group: Any) -> Pending:
     """Start to reduce-scatter [T, ...] into [T / tp, ...] in the library's order and the dtype of `whole`."""
     whole = whole.contiguous()
     own = whole.new_empty(len(whole) // group.size(), *whole.shape[1:])
-    return _pend(dist.reduce_scatter_tensor(own, whole, group=group, async_op=True), own)
+    return pend(dist.reduce_scatter_tensor(own, whole, group=group, async_op=True), own)
 
 
-def _pend(work: Any, result: torch.Tensor) -> Pending:
+def pend(work: Any, result: torch.Tensor) -> Pending:
     """Return a function that waits for `work` and returns `result`."""
 
     def finish() -> torch.Tensor:

@@ -4,7 +4,6 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import ColumnParallelLinear, VocabParallelEmbedding
 from megatron.core.tensor_parallel.layers import linear_with_frozen_weight, linear_with_grad_accumulation_and_async_allreduce
 from megatron.core.transformer import TransformerConfig
@@ -28,12 +27,6 @@ class Embedding(VocabParallelEmbedding):
     def forward(self, input_: Any) -> Any:
         with take_weights(self):
             return super().forward(input_)
-
-
-def install_embedding(model: GPTModel) -> None:
-    """Turn the embedding of a built model into an `Embedding`; Megatron hard-codes its class."""
-    if model.pre_process:
-        model.embedding.word_embeddings.__class__ = Embedding
 
 
 class ReplicatedLinear(MegatronModule):
@@ -66,5 +59,4 @@ class AbsorbedLinear(ColumnParallelLinear):
         return self.read_values(dtype)
 
     def read_values(self, dtype: torch.dtype) -> torch.Tensor:
-        values: torch.Tensor = take_weight(self.weight).to(dtype)
-        return values
+        return take_weight(self.weight).to(dtype)

@@ -42,12 +42,6 @@ class OutputLayer(ColumnParallelLinear):
         return token_logprobs(hidden, weight, targets, keep_logits).unsqueeze(1), None
 
 
-def install_output_layer(model: GPTModel) -> None:
-    """Turn the output layer of a built model into an `OutputLayer`; Megatron hard-codes its class."""
-    if model.post_process:
-        model.output_layer.__class__ = OutputLayer
-
-
 def score_positions(model: GPTModel, positions: torch.Tensor, targets: Targets, with_entropy: bool) -> AbstractContextManager[None]:
     """Return a context manager in which the model's last stage returns log-probs [1, n] of `targets` at `positions` int64 [n], with
     gradient; `with_entropy`, log-probs and entropies [1, n, 2]."""
@@ -98,9 +92,3 @@ class _Values(torch.autograd.Function):
         for rows, of_rows in zip(hidden.split(VALUE_ROWS), gradient.split(VALUE_ROWS), strict=True):
             dweight.add(of_rows.unsqueeze(-1), rows.float())
         return dhidden, dweight.finish()
-
-
-def install_value_head(model: GPTModel) -> None:
-    """Replace the output layer of a built model by a `ValueHead`."""
-    if model.post_process:
-        model.output_layer = ValueHead(model.config, model.output_layer.tp_group)

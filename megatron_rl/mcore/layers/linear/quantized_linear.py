@@ -8,8 +8,7 @@ then the replicas gather the bytes (`mcore.optim.quantizing_optimizer`).
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -29,36 +28,28 @@ from megatron_rl.precision.quantizers import dequantize, quantize
 from parallel.formats import TensorFormat
 
 
-class WeightLayer(Protocol):
+class WeightLayer:
     """A layer with a weight, quantized or not. `mcore.weights.load_weights.set_formats` adds these attributes to Megatron's own layers."""
 
     weight: torch.nn.Parameter
     format: TensorFormat  # format that the layer computes with
-    engine_format: TensorFormat | None  # format that the engine computes with, for weights that some mode quantizes; else None
-    is_cut_by_columns: bool  # whether ranks of `tp_group` hold different columns of the weight's rows
+    engine_format: TensorFormat | None = None  # format that the engine computes with, for weights that some mode quantizes; else None
+    is_cut_by_columns: bool = False  # whether ranks of `tp_group` hold different columns of the weight's rows
+    row_order: torch.Tensor | None = None
+    """int64 [N]: row i of the blocks is row `row_order[i]` of `weight`; None if the orders are the same. Needed if a block of the weight's
+    own order would mix tensors of the checkpoint (`parallel.megatron_shards.compute_row_order`)."""
+    tp_group: Any
 
     @property
     def blocks(self) -> QuantizedWeight | None:
         """Blocks with rows in quantized order, or None if the layer computes with `weight` itself."""
 
-    row_order: torch.Tensor | None
-    """int64 [N]: row i of the blocks is row `row_order[i]` of `weight`; None if the orders are the same.
 
-    Needed if a block of the weight's own order would mix tensors of the checkpoint (`parallel.megatron_shards.compute_row_order`).
-    """
-    tp_group: Any
+class QuantizedLinear(WeightLayer):
+    """Base class of the quantized layers. `weight` holds the data of the blocks [N, K], with rows in Megatron's order."""
 
-
-class QuantizedLinear:
-    """Base class of the quantized layers, a `WeightLayer`."""
-
-    weight: torch.nn.Parameter  # data of the blocks [N, K], in the format's dtype, with rows in Megatron's order
     scale: torch.Tensor  # scales of the blocks, whose rows are in quantized order
     config: TransformerConfig
-    format: TensorFormat
-    engine_format: TensorFormat | None = None
-    is_cut_by_columns: bool = False
-    row_order: torch.Tensor | None = None
     cached_operand: Any = None
     quantizes_input: bool = True
     quantization_enabled: bool = True  # false within `disable_quantization`: the forward pass multiplies with the master
@@ -69,7 +60,9 @@ class QuantizedLinear:
     adopted: bool = False  # whether the blocks are a checkpoint's, byte for byte, and the master is unchanged since
 
     def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **kwargs: Any) -> None:
-        super().__init__(input_size, output_size, config=_with_block_dtype(config), **kwargs)  # type: ignore[call-arg]
+        config = copy.copy(config)
+        config.params_dtype = getattr(torch, config.linear_format.dtype)  # gives parameters the dtype of blocks
+        super().__init__(input_size, output_size, config=config, **kwargs)  # type: ignore[call-arg]
         self.format = config.linear_format
 
     @property
@@ -119,6 +112,11 @@ class QuantizedLinear:
         self.scale, self.cached_operand = scale, None
 
     @property
+    def can_fuse(self) -> bool:
+        """Whether kernels may skip this layer's own pass: none replaces it (`mcore.passes.engine_emulation`), no hook observes it."""
+        return self.quantization_enabled and "_forward_impl" not in vars(self) and not self._forward_hooks  # type: ignore[attr-defined]
+
+    @property
     def backend(self) -> Backend:
         """The backend of the matrix products."""
         return make_backend(self.config.linear_backend, self.format)
@@ -133,17 +131,14 @@ class QuantizedLinear:
     def _forward_impl(self, input: Any, weight: torch.Tensor, *_: Any, **options: Any) -> Any:
         """`input` is a tensor, `GateUp` or `Normed`. Return a tensor or `GateUp`."""
         bias = take_weight(options.get("bias"))
-        if not self.quantization_enabled:
-            y = self._multiply_master(input, options["sequence_parallel"], options["tp_group"], options.get("row_sum"))
+        sequence_parallel, group, row_sum = options["sequence_parallel"], options["tp_group"], options.get("row_sum")
+        if self.quantization_enabled:
+            y = multiply(self, input, weight, options["allreduce_dgrad"], sequence_parallel, group, row_sum)
         else:
-            parallelism = options["allreduce_dgrad"], options["sequence_parallel"], options["tp_group"], options.get("row_sum")
-            y = multiply(self, input, weight, *parallelism)
+            inputs = gather_sequence(input, group) if sequence_parallel else input
+            y = F.linear(inputs, self.gather_master().to(inputs.dtype))
+            y = y if row_sum is None else row_sum.reduce(y.float(), y.dtype)
         return y if bias is None else y + bias
-
-    def _multiply_master(self, input: torch.Tensor, sequence_parallel: bool, group: Any, row_sum: RowSum | None) -> torch.Tensor:
-        inputs = gather_sequence(input, group) if sequence_parallel else input
-        y = F.linear(inputs, self.gather_master().to(inputs.dtype))
-        return y if row_sum is None else row_sum.reduce(y.float(), y.dtype)
 
 
 def reorder_rows(weight: torch.Tensor, row_order: torch.Tensor | None) -> torch.Tensor:
@@ -151,13 +146,6 @@ def reorder_rows(weight: torch.Tensor, row_order: torch.Tensor | None) -> torch.
     if row_order is None:
         return weight
     return weight.view(torch.uint8)[row_order].view(weight.dtype) if weight.itemsize == 1 else weight[row_order]
-
-
-def _with_block_dtype(config: Any) -> TransformerConfig:
-    """Return a copy of the config that gives parameters the dtype of blocks."""
-    config = copy.copy(config)
-    config.params_dtype = getattr(torch, config.linear_format.dtype)
-    return config
 
 
 class QuantizedColumnParallelLinear(QuantizedLinear, ColumnParallelLinear):
@@ -220,16 +208,10 @@ class QuantizedReplicatedLinear(QuantizedLinear, ReplicatedLinear):
 
 
 def can_fuse_swiglu(first: Any, second: Any) -> bool:
-    """Return whether the second layer's quantization can compute the SwiGLU between two linear layers. This requires that there is no bias,
-    that the backend supports it, that no forward pass is replaced (`mcore.passes.engine_emulation`), and that no hook observes the
-    intermediate result."""
-    return (
-        isinstance(first, QuantizedColumnParallelLinear)
-        and isinstance(second, QuantizedRowParallelLinear)
-        and first.bias is None
-        and hasattr(second.backend, "quantize_swiglu")
-        and all(layer.quantization_enabled and "_forward_impl" not in vars(layer) and not layer._forward_hooks for layer in (first, second))
-    )
+    """Return whether the second layer's quantization can compute the SwiGLU between two linear layers. This requires that there is no bias
+    and that the backend supports it."""
+    pair = isinstance(first, QuantizedColumnParallelLinear) and isinstance(second, QuantizedRowParallelLinear) and first.bias is None
+    return pair and hasattr(second.backend, "quantize_swiglu") and first.can_fuse and second.can_fuse
 
 
 def find_quantized_layers(model: torch.nn.Module) -> dict[str, QuantizedLinear]:
@@ -240,18 +222,6 @@ def find_quantized_layers(model: torch.nn.Module) -> dict[str, QuantizedLinear]:
 def list_quantized_layers(model: ModelChunks) -> list[QuantizedLinear]:
     """Return the quantized linear layers of all virtual pipeline stages."""
     return [layer for *_, layer in iter_modules(model, QuantizedLinear)]
-
-
-def fill_weights(model: torch.nn.Module, draw: Callable[[torch.Size, int], torch.Tensor]) -> None:
-    """Set every parameter to `draw(shape, number of the parameter)`. `draw` is called again for a master."""
-    layers = {id(layer.weight): layer for layer in find_quantized_layers(model).values()}
-    for number, parameter in enumerate(model.parameters()):
-        layer = layers.get(id(parameter))
-        if layer is None:
-            parameter.data.copy_(draw(parameter.shape, number))
-        else:
-            layer.quantize(draw(parameter.shape, number).to(parameter.device))
-            layer.start_master(partial(draw, parameter.shape, number))
 
 
 @contextmanager

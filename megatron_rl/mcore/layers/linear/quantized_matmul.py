@@ -2,14 +2,14 @@
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from megatron_rl.kernels.linear.base import Backend, Operand
 from megatron_rl.kernels.linear.gather import PendingOperand, can_gather, gather_first
-from megatron_rl.mcore.layers.linear.exchange import Exchange, Pending, begin_exchange, end_exchange, make_placeholder, start_scatter
+from megatron_rl.mcore.layers.linear.exchange import Exchange, Pending, begin_exchange, end_exchange, make_placeholder, pend, start_scatter
 from megatron_rl.mcore.layers.linear.row_parallel import RowSum, ScatteredSum
 from megatron_rl.mcore.layers.linear.weight_gradient import hand_over_gradient
 from megatron_rl.mcore.passes import two_batch
@@ -61,21 +61,12 @@ class QuantizedMatmul(torch.autograd.Function):
 
     The backward pass keeps WGrad's operand of x, which is smaller than x if the backend quantizes it. Under sequence parallelism, each rank
     quantizes its own tokens and gathers bytes (`kernels.linear.gather`), again for WGrad, like Megatron. If that would differ from the
-    operand of the gathered x, x itself is kept and gathered. `own` is what to keep.
-
-    SwiGLU between two layers may be computed while its result is quantized (`GateUp`): the first layer returns (activation, gate_up), and
-    the second layer takes both. A norm may have quantized its result (`Normed`): x is then a placeholder and `given` its operand.
-    """
+    operand of the gathered x, x itself is kept and gathered. `own` holds the tensors to keep. For a layer that defers SwiGLU, the result is
+    the fields of `GateUp`. If a norm has quantized its result (`Normed`), x is a placeholder and `given` its operand."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        product: Product,
-        gate_up: torch.Tensor | None,
-        given: Operand | None,
-        *own: torch.Tensor,
+        ctx: Any, x: torch.Tensor, weight: Any, product: Product, gate_up: torch.Tensor | None, given: Operand | None, *own: torch.Tensor
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         layer, row_sum, columns = product.layer, product.row_sum, ctx.needs_input_grad[1]
         backend = layer.backend
@@ -132,17 +123,17 @@ class QuantizedMatmul(torch.autograd.Function):
 def _quantize(backend: Any, x: torch.Tensor, gate_up: torch.Tensor | None, columns: bool) -> Operand:
     """Return the operand of x or, given gate_up, of SwiGLU's result. `columns` says that WGrad needs it."""
     if gate_up is None:
-        return cast(Operand, backend.quantize(_flatten_tokens(x), rows=True, columns=columns))
-    return cast(Operand, backend.quantize_swiglu(_flatten_tokens(gate_up), None, rows=True, columns=columns))
+        return backend.quantize(_flatten_tokens(x), rows=True, columns=columns)
+    return backend.quantize_swiglu(_flatten_tokens(gate_up), None, rows=True, columns=columns)
 
 
 def _quantize_gradient(product: Product, dy: torch.Tensor, gate_up: torch.Tensor | None, rows: bool, columns: bool) -> Operand:
     """Return the operand of all tokens' gradients. Given gate_up, dy is the gradient of SwiGLU's result."""
     backend: Any = product.layer.backend
     if gate_up is not None:
-        return cast(Operand, backend.quantize_swiglu(_flatten_tokens(gate_up), _flatten_tokens(dy), rows=rows, columns=columns))
+        return backend.quantize_swiglu(_flatten_tokens(gate_up), _flatten_tokens(dy), rows=rows, columns=columns)
     dy = dy if product.row_sum is None else product.row_sum.take_gradient(dy)
-    return cast(Operand, backend.quantize(_flatten_tokens(dy), rows=rows, columns=columns))
+    return backend.quantize(_flatten_tokens(dy), rows=rows, columns=columns)
 
 
 def _gather_tokens(product: Product, x: torch.Tensor, given: Operand | None, trains: bool) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
@@ -169,7 +160,7 @@ def _start_gathering_again(product: Product, own: tuple[torch.Tensor, ...]) -> P
     """Start to gather WGrad's operand of x, or x itself, which is then quantized on arrival."""
     backend: Any = product.layer.backend
     if product.column_tokens:
-        return cast(PendingOperand, backend.start_gather(Operand(product.column_tokens, columns=own), product.group))
+        return backend.start_gather(Operand(product.column_tokens, columns=own), product.group)
     return _quantize_behind(backend, *gather_first(own[0], product.group), rows=False, columns=True)
 
 
@@ -189,12 +180,8 @@ def _start_gathering_gradient(product: Product, dy: torch.Tensor, rows: bool, co
 
 def _quantize_behind(backend: Backend, gathered: torch.Tensor, work: Any, rows: bool, columns: bool) -> PendingOperand:
     """Return a function that waits for gathered tokens [T, ...] and quantizes them."""
-
-    def finish() -> Operand:
-        work.wait()
-        return backend.quantize(_flatten_tokens(gathered), rows=rows, columns=columns)
-
-    return finish
+    finish = pend(work, gathered)
+    return lambda: backend.quantize(_flatten_tokens(finish()), rows=rows, columns=columns)
 
 
 def _flatten_tokens(x: torch.Tensor) -> torch.Tensor:

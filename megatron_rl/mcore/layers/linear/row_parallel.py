@@ -8,7 +8,7 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel import RowParallelLinear
 
 from megatron_rl.kernels.sums import reference as tree
-from megatron_rl.mcore.layers.linear.exchange import Pending, start_scatter
+from megatron_rl.mcore.layers.linear.exchange import Pending, pend, start_scatter
 from megatron_rl.mcore.layers.linear.weight_gradient import WeightGradient, take_weight
 
 
@@ -34,13 +34,8 @@ class RowSum:
     def start(self, partial: torch.Tensor, dtype: torch.dtype) -> Pending:
         """Start `reduce` if tokens are scattered."""
         received = torch.empty_like(partial, memory_format=torch.contiguous_format)
-        work = dist.all_to_all_single(received, partial.contiguous(), group=self.group, async_op=True)
-
-        def finish() -> torch.Tensor:
-            work.wait()
-            return tree.add(received.chunk(self.group.size())).to(dtype)
-
-        return finish
+        finish = pend(dist.all_to_all_single(received, partial.contiguous(), group=self.group, async_op=True), received)
+        return lambda: tree.add(finish().chunk(self.group.size())).to(dtype)
 
     def take_gradient(self, dy: torch.Tensor) -> torch.Tensor:
         """Return the gradient of this rank's partial result [s, b, N]."""

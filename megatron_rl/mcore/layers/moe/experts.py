@@ -51,7 +51,8 @@ class OutputWeightedExperts(SequentialMLP):
             return run_experts(permuted_local_hidden_states, permuted_probs, groups, *self._layers, gives_turn), None
         counts = tokens_per_expert.tolist()  # on the host already: the dispatcher waits for them once per layer
         tokens = permuted_local_hidden_states.split(counts)
-        y = torch.cat([_run_expert(mlp, x) for mlp, x in zip(self.local_experts, tokens, strict=True)])
+        pairs = zip(self.local_experts, tokens, strict=True)
+        y = torch.cat([batch_invariant.apply_with_min_rows(lambda rows: mlp(rows)[0], x) for mlp, x in pairs])  # noqa: B023
         if self.config.sums_by_tree and self.tp_group.size() > 1:
             y, added = self._sum_adapters(y, counts, permuted_local_hidden_states.dtype)
             return _WeightedSum.apply(y, permuted_probs, self.tp_group, permuted_local_hidden_states.dtype, added), None
@@ -111,11 +112,6 @@ def free_frozen_operands(model: ModelChunks) -> None:
         for linear in experts._grouped or ():
             if not any(layer.weight.requires_grad for layer in linear.layers):
                 linear.free_operand()
-
-
-def _run_expert(mlp: Any, x: torch.Tensor) -> torch.Tensor:
-    """Run one expert's MLP on any number of tokens."""
-    return batch_invariant.apply_with_min_rows(lambda rows: mlp(rows)[0], x)
 
 
 class _Weigh(torch.autograd.Function):
@@ -196,7 +192,7 @@ class MixtureOfExperts(MoELayer):
 
     def postprocess(self, output: torch.Tensor, shared_expert_output: torch.Tensor | None) -> torch.Tensor:
         """Return the layer's output and drop the dispatcher's references, which would keep the activations of a recomputed layer alive."""
-        result: torch.Tensor = super().postprocess(output, shared_expert_output)
+        result = super().postprocess(output, shared_expert_output)
         for name in ("probs", "routing_map", "reversed_local_input_permutation_mapping", "order"):
             setattr(self.token_dispatcher, name, None)
         return result
@@ -283,16 +279,14 @@ class EvenDispatcher(Dispatcher):
         experts]; they are sorted when they are spread to the experts."""
         self.as_received = self.num_local_experts > 1 and self.tp_size == 1 and self.experts.runs_grouped
         if not self.as_received:
-            found: tuple[torch.Tensor, ...] = super().dispatch_postprocess(global_input_tokens, global_probs)
-            return found
+            return super().dispatch_postprocess(global_input_tokens, global_probs)
         if self.shared_experts is not None:
             self.shared_experts.linear_fc1_forward_and_act(global_input_tokens)
         return global_input_tokens, self.num_global_tokens_per_local_expert, global_probs
 
     def combine_preprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Return the experts' outputs in the order in which tokens were received."""
-        result: torch.Tensor = hidden_states if self.as_received else super().combine_preprocess(hidden_states)
-        return result
+        return hidden_states if self.as_received else super().combine_preprocess(hidden_states)
 
     def combine_postprocess(self, permutated_local_input_tokens: torch.Tensor) -> torch.Tensor:
         """Return [s, b, h] of the weighted outputs [n k, h] of this rank's tokens, in the order of `dispatch_preprocess`."""

@@ -24,10 +24,7 @@ class GroupedLinear:
 
     def __init__(self, layers: Sequence[QuantizedLinear]) -> None:
         self.layers = layers
-        first = layers[0]
-        backend = make_grouped_backend(first.config.linear_backend, first.format)
-        assert backend is not None
-        self.backend = backend
+        self.backend: Any = make_grouped_backend(layers[0].config.linear_backend, layers[0].format)
         self._operand: Any = None
         self._scales: list[weakref.ref[torch.Tensor]] = []
         """Scales of the blocks behind `_operand`. New blocks have new scales, which invalidates the operand."""
@@ -39,14 +36,6 @@ class GroupedLinear:
             for hook in layer._forward_pre_hooks.values():  # type: ignore[attr-defined]
                 hook(layer, ())
         return [layer.weight if torch.is_grad_enabled() else layer.weight.detach() for layer in self.layers]
-
-    def fprop(self, x: Operand, groups: TokenGroups) -> torch.Tensor:
-        """Compute [T, K] -> [T, N] with rows as in `groups`."""
-        return self.backend.fprop(x, self.operand, groups)
-
-    def dgrad(self, dy: Operand, groups: TokenGroups) -> torch.Tensor:
-        """Compute [T, N] -> [T, K]."""
-        return self.backend.dgrad(dy, self.operand, groups)
 
     def find_gradients(self, dy: Operand, columns: list[torch.Tensor], groups: TokenGroups, wanted: bool) -> list[torch.Tensor | None]:
         """If `wanted`, add the weights' gradients to their buffers; return their gradients for autograd. `columns` is WGrad's saved operand
@@ -81,11 +70,8 @@ def have_grouped_products(layers: Sequence[Any]) -> bool:
 
 
 def can_group(layers: Sequence[Any]) -> bool:
-    """Return whether these layers of one shape can run as one. This requires grouped products, no replaced forward pass
-    (`mcore.passes.engine_emulation`), and no hook that observes a single output."""
-    return have_grouped_products(layers) and all(
-        layer.quantization_enabled and "_forward_impl" not in vars(layer) and not layer._forward_hooks for layer in layers
-    )
+    """Return whether these layers of one shape can run as one."""
+    return have_grouped_products(layers) and all(layer.can_fuse for layer in layers)
 
 
 def run_experts(
@@ -108,7 +94,7 @@ class _FirstLayers(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         backend, columns = first.backend, any(ctx.needs_input_grad[3:])
         operand = backend.quantize(x, groups, rows=True, columns=columns) if x.is_floating_point() else backend.unpack(x, groups)
-        gate_up = first.fprop(operand, groups)
+        gate_up = backend.fprop(operand, first.operand, groups)
         ctx.groups, ctx.first = groups, first
         ctx.save_for_backward(gate_up, *operand.columns)
         ctx.mark_non_differentiable(gate_up)
@@ -121,7 +107,7 @@ class _FirstLayers(torch.autograd.Function):
         gate_up, *columns = ctx.saved_tensors
         operand = first.backend.quantize_swiglu(gate_up, of_activation, groups, rows=needs_dx, columns=any(of_weights))
         del of_activation
-        dx = collect(first.dgrad(operand, groups), groups.places) if needs_dx else None
+        dx = collect(first.backend.dgrad(operand, first.operand, groups), groups.places) if needs_dx else None
         return dx, None, None, *first.find_gradients(operand, columns, groups, any(of_weights))
 
 
@@ -130,16 +116,10 @@ class _SecondLayers(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        activation: torch.Tensor,
-        gate_up: torch.Tensor,
-        weights: torch.Tensor,
-        groups: TokenGroups,
-        second: GroupedLinear,
-        *_: torch.Tensor,
+        ctx: Any, activation: Any, gate_up: torch.Tensor, weights: torch.Tensor, groups: TokenGroups, second: GroupedLinear, *_: Any
     ) -> torch.Tensor:
         operand = second.backend.quantize_swiglu(gate_up, None, groups, rows=True, columns=any(ctx.needs_input_grad[5:]))
-        outputs = second.fprop(operand, groups)
+        outputs = second.backend.fprop(operand, second.operand, groups)
         ctx.groups, ctx.second = groups, second
         ctx.save_for_backward(outputs, weights, *operand.columns)
         return collect(outputs, groups.places, weights)
@@ -149,5 +129,5 @@ class _SecondLayers(torch.autograd.Function):
         groups, second, needs_dw = ctx.groups, ctx.second, any(ctx.needs_input_grad[5:])
         outputs, weights, *columns = ctx.saved_tensors
         operand, of_weights = second.backend.quantize_weighed(gradient, outputs, weights, groups, columns=needs_dw)
-        of_activation = second.dgrad(operand, groups)
+        of_activation = second.backend.dgrad(operand, second.operand, groups)
         return of_activation, None, of_weights, None, None, *second.find_gradients(operand, columns, groups, needs_dw)

@@ -70,14 +70,7 @@ class Router(TopKRouter):
         return self.aux_loss_coeff if aux_loss_type == "aux_loss" else 0.0
 
     def attach_and_log_load_balancing_loss(
-        self,
-        activation: torch.Tensor,
-        aux_loss_coeff: float,
-        aux_loss: torch.Tensor,
-        aux_loss_name: str,
-        reduce_group: Any,
-        reduce_group_has_dp: bool = False,
-        valid_token_count: Any = None,
+        self, activation: torch.Tensor, aux_loss_coeff: float, aux_loss: torch.Tensor, aux_loss_name: str, reduce_group: Any, **_: Any
     ) -> torch.Tensor:
         """Attach each rank's part of the loss, times the number of the micro-batch's tokens. Megatron's `valid_token_count` is
         inconsistent: this rank's tokens without a mask, those of all tensor-parallel ranks with one."""
@@ -212,8 +205,7 @@ class ModelRouters:
 
     def __init__(self, chunks: list[GPTModel]) -> None:
         config = chunks[0].config
-        self.replay_enabled = False
-        self._chunks = chunks
+        self._chunks, self.replay_enabled = chunks, False
         self._stats: RoutingStats | None = None
         self._tp = config.tensor_model_parallel_size if config.sequence_parallel else 1
         self._replays = [[module.router_replay for module in chunk.modules() if isinstance(module, Router)] for chunk in chunks]
@@ -225,13 +217,8 @@ class ModelRouters:
     def bind_micro_batch(
         self, chunk: Any, token_indices: torch.Tensor, experts: torch.Tensor, empty: bool = False, known: KnownRoutes = UNKNOWN
     ) -> Iterator[None]:
-        """Context manager: run one forward pass of this chunk (or its wrapper) on these positions.
-
-        Args:
-            token_indices, experts: this context-parallel rank's part of `MicroBatch.token_indices` [1, t] and `routed_experts`.
-            empty: the micro-batch holds no sample.
-            known: the result of `count_ahead`.
-        """
+        """Context manager: run one forward pass of this chunk (or its wrapper) on this context-parallel rank's part of
+        `MicroBatch.token_indices` [1, t] and `routed_experts`. `empty`: the micro-batch holds no sample."""
         if self.shape is None:
             yield
             return
@@ -239,8 +226,7 @@ class ModelRouters:
         own_indices = self._select_own(token_indices)
         recorded = self._select_own(experts) if len(experts) else None
         batch = RoutedMicroBatch(own_indices, own_indices < 0, empty, recorded, self.replay_enabled, self._stats, known)
-        # MTP layers have no record
-        ahead = replace(batch, routed_experts=None, replay=False, stats=None, known=UNKNOWN)
+        ahead = replace(batch, routed_experts=None, replay=False, stats=None, known=UNKNOWN)  # MTP layers have no record
         batches = [batch if replay.router.layer_number <= self.shape.num_layers else ahead for replay in replays]
         for replay, own in zip(replays, batches, strict=True):
             replay.forward_batch = own

@@ -47,12 +47,9 @@ def start_count(routing_map: torch.Tensor) -> Callable[[], LayerCounts]:
 
 
 def count_ahead(records: Iterable[torch.Tensor], layers: list[int], num_experts: int, device: torch.device) -> list[KnownRoutes]:
-    """Return the counts of each micro-batch. The host waits for `device` once. Collective among ranks that exchange tokens.
-
-    Args:
-        records: experts [t, n, k] of this rank's tokens per micro-batch, on the host, in all layers from the first to the last of `layers`.
-        layers: the layers with experts, the same on all these ranks.
-    """
+    """Return the counts of each micro-batch. The host waits for `device` once. Collective among ranks that exchange tokens. `records` holds
+    the experts [t, n, k] of this rank's tokens per micro-batch, on the host, in all layers from the first to the last of `layers`, the
+    layers with experts."""
     places = copy_to_device(torch.tensor(layers) - layers[0], device)  # records of layers without experts are never read
     counts = torch.stack([_count(copy_to_device(record, device).index_select(1, places), num_experts) for record in records])
     ep = parallel_state.get_expert_model_parallel_world_size()

@@ -1,18 +1,22 @@
-"""The command that makes the demo's model: what it refuses before anything heavy starts, and a model that is there."""
+"""The demo's model: its tokenizer, its configuration and weights, and the command that makes it."""
 
-from __future__ import annotations
-
+import json
 from pathlib import Path
 
 import pytest
+import torch
 import typer
+from hypothesis import given
+from hypothesis import strategies as st
 from support.processes import ROOT
 from typer.testing import CliRunner
 
+from examples.arithmetic.byte_tokenizer import SPECIAL_TOKENS, make_byte_tokenizer
 from examples.arithmetic.config import ArchitectureConfig, DemoConfig
-from examples.arithmetic.new_model import make_random_checkpoint
+from examples.arithmetic.new_model import make_hf_config, make_random_checkpoint, make_random_tensors
 from examples.arithmetic.warm_start import find_levels, main
 from megatron_rl.config import load_config
+from megatron_rl.hf.tokenizer import load_tokenizer
 
 app = typer.Typer()
 app.command(context_settings={"ignore_unknown_options": True})(main)
@@ -21,7 +25,6 @@ NAMES = ("quickstart", "quickstart_moe", "quickstart_mtp", "calculator", "gsm8k"
 
 
 def run(*arguments: object) -> str:
-    """What the command prints when it succeeds."""
     done = CliRunner().invoke(app, list(map(str, arguments)))
     assert done.exit_code == 0, done.output
     return done.stdout
@@ -63,10 +66,7 @@ def test_a_model_that_is_there_is_kept_if_it_is_the_same(tmp_path):
             ["--architecture.num_experts=2", "--architecture.num_experts_per_tok=4"],
             "architecture: num_experts (2) must be at least num_experts_per_tok (4)",
         ),
-        (
-            ["--architecture.num_attention_heads=3"],
-            "architecture: num_attention_heads (3) must be a multiple of num_key_value_heads (2)",
-        ),
+        (["--architecture.num_attention_heads=3"], "architecture: num_attention_heads (3) must be a multiple of num_key_value_heads (2)"),
         (["--model=none.toml"], "CONFIG = 'none.toml': does not exist; give a TOML file such as configs/quickstart.toml"),
         (["--model.path=."], "model.path = '.': exists but contains no config.json; remove it, or name another folder"),
         (["--data.settings.levels=[0]"], "data.settings.levels = [0]: must name at least one level, each 1 or more; use e.g. [1, 2, 3, 4]"),
@@ -74,10 +74,7 @@ def test_a_model_that_is_there_is_kept_if_it_is_the_same(tmp_path):
             ["--data.train=examples.plugs.csv_rows:read_csv", "--data.format=gsm8k", "--data.eval=", '--data.settings={path = "q.csv"}'],
             "warm_start.steps = 600: needs worked examples, which only examples.arithmetic.task:Arithmetic in data.train has",
         ),
-        (
-            ["--warm_start.tool_share=0.5"],
-            "warm_start.tool_share = 0.5: needs a tool, but the run has none; add [environment] with name =",
-        ),
+        (["--warm_start.tool_share=0.5"], "warm_start.tool_share = 0.5: needs a tool, but the run has none; add [environment] with name ="),
         (["--train.layout.tp=2"], "train.layout: needs 2 ranks (tp * cp * pp * dp), but this launch has 1; start with torchrun"),
     ],
 )
@@ -91,3 +88,49 @@ def test_a_mistake_is_one_line_and_leaves_nothing(tmp_path, monkeypatch, overrid
 def test_the_demos_are_those_of_the_launcher():
     configs = {path.stem for path in Path(ROOT / "examples" / "arithmetic").glob("*.toml")}
     assert configs == set(NAMES) and all(name in (ROOT / "launch" / "quickstart.sh").read_text() for name in NAMES)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory):
+    folder = tmp_path_factory.mktemp("model") / "new"
+    make_byte_tokenizer(folder)
+    return load_tokenizer(folder)
+
+
+def test_it_has_a_token_per_byte_and_three_special_ones(tokenizer):
+    assert len(tokenizer) == 259
+    assert tokenizer.eos_token_id == tokenizer.pad_token_id == 256
+    assert tokenizer.convert_tokens_to_ids(list(SPECIAL_TOKENS)) == [256, 257, 258]
+    assert tokenizer.encode("#62<|endoftext|>")[-1] == 256
+
+
+@given(st.text().filter(lambda text: "<|" not in text))
+def test_any_text_survives_and_costs_one_token_per_byte(tokenizer, text):
+    ids_T = tokenizer.encode(text)
+    assert len(ids_T) == len(text.encode())
+    assert tokenizer.decode(ids_T) == text
+
+
+def test_transformers_reads_a_new_config(tmp_path):
+    from transformers import AutoConfig
+
+    def read(architecture: ArchitectureConfig, dtype: str):
+        (tmp_path / "config.json").write_text(json.dumps(make_hf_config(architecture, 7, dtype)))
+        return AutoConfig.from_pretrained(tmp_path)
+
+    dense = read(ArchitectureConfig(hidden_size=384, tie_word_embeddings=True, rope_theta=5000.0), "bf16")
+    assert (type(dense).__name__, dense.hidden_size, dense.tie_word_embeddings, dense.eos_token_id) == ("Qwen3Config", 384, True, 7)
+    assert dense.dtype == torch.bfloat16
+    widths = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 384}
+    moe = read(ArchitectureConfig(**widths), "fp32")
+    assert (type(moe).__name__, moe.norm_topk_prob, moe.decoder_sparse_step, moe.mlp_only_layers) == ("Qwen3MoeConfig", True, 1, [])
+    assert {name: getattr(moe, name) for name in widths} == widths
+
+
+def test_random_weights_repeat_with_the_seed_and_norms_are_one():
+    config = make_hf_config(ArchitectureConfig(num_hidden_layers=1), 0, "fp32")
+    first, again, other = (make_random_tensors(config, seed) for seed in (1, 1, 2))
+    weight, norm = "model.layers.0.mlp.gate_proj.weight", "model.norm.weight"
+    assert torch.equal(first[weight], again[weight]) and not torch.equal(first[weight], other[weight])
+    assert (first[norm] == 1).all() and all(tensor.dtype == torch.float32 for tensor in first.values())
+    assert first[weight].std().item() == pytest.approx(0.02, rel=0.02) and abs(first[weight].mean().item()) < 1e-3

@@ -1,7 +1,5 @@
 """The examples of a data source, a format, a reward and an environment, found and run as a user's own are."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,21 +1,16 @@
-"""Attention of packed sequences is that of each alone, to the last bit on a CPU, and so is its gradient."""
-
-from __future__ import annotations
+"""Attention over packed sequences gives each sequence the result that it has alone: the same bits on a CPU, and the same gradient."""
 
 import itertools
 
 import pytest
 import torch
+from support.kernel_tests import random
 
 from megatron_rl.kernels import batch_invariant
 from megatron_rl.kernels.attention import reference as packed_attention
 
 SHAPES = [(2, 2, 128, 128), (4, 2, 64, 64), (8, 1, 96, 64)]  # heads, key-value heads, width of q and k, width of v
 LENGTHS = [1, 5, 31, 32, 33, 64, 0, 70, 150, 40, 1]
-
-
-def random(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def row(heads: int, groups: int, width: int, values: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
@@ -50,7 +45,7 @@ def test_company_changes_no_bit_of_a_gradient(shape):
     gradient = random(sum(LENGTHS), shape[0], shape[3], seed=9)
 
     def gradients(*cuts: int) -> tuple[torch.Tensor, ...]:
-        """Of rows that hold the sequences between two cuts each."""
+        """Return the gradients if the sequences are split into rows at `cuts`."""
         ends = [0, *cuts, len(LENGTHS)]
         rows = [LENGTHS[first:last] for first, last in itertools.pairwise(ends)]
         parts = zip(*(x.split([sum(lengths) for lengths in rows]) for x in inputs), rows, strict=True)
@@ -64,7 +59,7 @@ def test_company_changes_no_bit_of_a_gradient(shape):
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_one_by_one_gives_the_same_numbers_and_flash_is_asked_for_them(shape, monkeypatch):
-    """FlashAttention runs on a GPU only: a stand-in holds the call to its rules and computes from what it was given."""
+    """FlashAttention needs a GPU. A stand-in checks the arguments of the call and computes the result from them."""
 
     def stand_in(query, key, value, starts_q, starts_k, longest_q, longest_k, *, scale, window_size, enable_gqa):
         assert query.shape[-1] == key.shape[-1] == value.shape[-1]
@@ -81,16 +76,12 @@ def test_one_by_one_gives_the_same_numbers_and_flash_is_asked_for_them(shape, mo
     torch.testing.assert_close(packed_attention.flash_attention(*inputs, starts, max(LENGTHS), None), wanted, rtol=1e-5, atol=1e-5)
 
 
-def test_flash_fits_the_installed_operator():
-    """torch's own operator accepts the call; on the meta device it gives shapes alone."""
+def test_flash_fits_the_installed_operator_and_copies_values_only_if_they_are_narrower(monkeypatch):
+    """torch's operator accepts the call. On the meta device it returns only shapes."""
     shapes = ((20, 4, 192), (20, 2, 192), (20, 2, 128))
     query, key, value = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in shapes)
     output = packed_attention.flash_attention(query, key, value, torch.empty(3, dtype=torch.int32, device="meta"), 15, 0.1)
     assert output.shape == (20, 4, 128) and output.dtype is torch.bfloat16
-
-
-def test_values_are_copied_only_where_they_are_narrower(monkeypatch):
-    """On a GPU, where FlashAttention wants one width of all three."""
     passed = []
     monkeypatch.setattr(packed_attention, "varlen_attn", lambda q, k, v, *_, **__: passed.append(v) or v)
     query, key = torch.randn(6, 4, 32), torch.randn(6, 2, 32)

@@ -1,10 +1,8 @@
 """Queries and keys in one pass: the values and gradients of split, norms and rotation, and the kernels in Triton's interpreter."""
 
-from __future__ import annotations
-
 import pytest
 import torch
-from support.triton_kernels import call_in_interpreter, needs_triton
+from support.kernel_tests import in_interpreter
 
 from megatron_rl.kernels.heads import Heads
 from megatron_rl.kernels.heads.reference import can_rotate, differentiate_heads_reference, rotate_heads_reference, split_heads
@@ -41,7 +39,9 @@ def test_it_is_split_norm_and_rotation_with_their_gradients(interleaved, normed)
         assert torch.allclose(a, b, atol=1e-5)
 
 
-def compare_with_the_references() -> None:
+@in_interpreter
+def test_the_kernels_results_are_the_references():
+    """Up to the last bits: the interpreter has no fused multiply-add and truncates to BF16."""
     from megatron_rl.kernels.heads.triton import differentiate, rotate
 
     for dtype, interleaved, normed in ((torch.float32, False, True), (torch.bfloat16, True, True), (torch.float32, True, False)):
@@ -58,12 +58,6 @@ def compare_with_the_references() -> None:
             assert a.dtype == b.dtype and torch.allclose(a.float(), b.float(), rtol=near.get("rtol", 1e-5), atol=5 * near["atol"])
 
 
-@needs_triton
-def test_the_kernels_results_are_the_references():
-    """Up to the last bits: the interpreter has no fused multiply-add and truncates to BF16."""
-    call_in_interpreter(compare_with_the_references)
-
-
-def test_heads_that_are_rotated_in_part_are_not_for_it():
+def test_heads_that_are_rotated_in_part_are_not_supported():
     rotation = make_heads(False).rotation
     assert can_rotate(rotation, DIM) and not can_rotate(rotation, 2 * DIM) and not can_rotate(rotation, 24)

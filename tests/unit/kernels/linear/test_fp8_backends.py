@@ -1,7 +1,5 @@
 """What the GPU back ends hand to their libraries, checked by stand-ins for these, and that the products are the reference's."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support.fp8_reference import both_scale_formats, uneven_matrix
@@ -18,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("fake_libraries")
 N, K = 256, 384
 BACKENDS = pytest.mark.parametrize("name", ["emulated", "deep_gemm", "transformer_engine"])
 BF16_ROUNDING = 2**-7
-"""Relative. Both sides round an FP32 sum to bf16; sums in another order may become neighbors, 2^-7 apart at most."""
+"""Relative tolerance: both sides round an FP32 sum to bf16, and sums of different order may round to neighbors, 2^-7 apart at most."""
 
 
 def products(name: str, scale_format: str, x: torch.Tensor, dy: torch.Tensor, into: torch.Tensor | None = None):
@@ -34,7 +32,7 @@ def activations(tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def assert_close(got: torch.Tensor, expected: torch.Tensor, rtol: float) -> None:
-    """Relative to each element, or where terms cancelled, to the whole: FP32 sums in another order."""
+    """Compare FP32 sums of different order: relative to each element or, if terms cancel, to the norm."""
     assert got.dtype == expected.dtype and got.shape == expected.shape
     assert torch.allclose(got.float(), expected.float(), rtol=rtol, atol=1e-6 * float(expected.float().norm()))
 
@@ -69,7 +67,7 @@ def test_sums_by_the_tree_are_of_the_references_operands(name, scale_format, tok
     "make", [torch.ones, lambda *shape: torch.ones(N * K + 1)[1:].view(shape), lambda *shape: torch.ones(shape).bfloat16()]
 )
 def test_weight_gradients_are_added_to_a_buffer(name, make):
-    """Also to one that a kernel cannot write to: off its alignment, or in bf16."""
+    """This includes buffers that a kernel cannot write to: unaligned ones, and ones in bf16."""
     x, dy = activations(130)
     buffer = make(N, K)
     returned = products(name, "pow2", x, dy, buffer)[2]
@@ -84,7 +82,7 @@ def test_weight_gradients_are_added_to_a_buffer(name, make):
 
 
 @pytest.mark.parametrize("name", ["deep_gemm", "transformer_engine"])
-def test_what_a_kernel_cannot_do_is_refused(name):
+def test_operands_that_a_kernel_cannot_handle_are_refused(name):
     backend = make_backend(name, FP8.with_scales("pow2"))
     with pytest.raises(RunError, match=r"was asked for torch.float32"):
         backend.quantize(torch.zeros(128, 128), rows=True, columns=False)
@@ -95,7 +93,7 @@ def test_what_a_kernel_cannot_do_is_refused(name):
 
 
 @both_scale_formats
-def test_experts_in_one_grouped_product_are_those_one_by_one(scale_format):
+def test_a_grouped_product_matches_the_products_of_single_experts(scale_format):
     counts = [130, 0, 3, 256]
     groups = TokenGroups.from_counts(counts, "cpu")
     places = groups.places

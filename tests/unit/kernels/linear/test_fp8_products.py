@@ -1,7 +1,5 @@
 """The three products of a linear layer against the contract's equations, computed slowly in float64."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from support.fp8_reference import both_scale_formats, uneven_matrix
@@ -14,7 +12,7 @@ TOKENS, N, K = 150, 256, 300  # K and TOKENS are no multiples of 128 on purpose
 
 
 def assert_product(got: torch.Tensor, left: np.ndarray, right: np.ndarray) -> None:
-    """`got` is left @ right but for the rounding of FP32 sums: an error far below one FP8 step of any single term."""
+    """Check that `got` is `left @ right` up to the rounding of FP32 sums, which is far below one FP8 step of any term."""
     left, right = left.astype(np.float64), right.astype(np.float64)
     assert got.shape == (len(left), right.shape[1])
     error = np.abs(got.double().numpy() - left @ right)

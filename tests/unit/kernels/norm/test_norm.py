@@ -1,11 +1,10 @@
 """A norm that is quantized as it is computed has the bits of norm and quantizer one after the other, in Triton's interpreter."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support.fp8_reference import same_bits, uneven
-from support.triton_kernels import call_in_interpreter, needs_triton
+from support.kernel_tests import in_interpreter
+from support.triton_kernels import needs_triton
 
 from megatron_rl.kernels.norm.reference import differentiate_norm, normalize_reference
 
@@ -17,7 +16,8 @@ def cut(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return (values.view(torch.int32) & -0x10000).view(torch.float32).to(dtype) if dtype is torch.bfloat16 else values
 
 
-def compare_with_one_kernel_after_the_other() -> None:
+@in_interpreter
+def test_bytes_and_scales_match_two_separate_kernels():
     from megatron_rl.kernels.norm.triton import quantize_norm
     from megatron_rl.kernels.quantize.triton import quantize_activation
 
@@ -40,8 +40,8 @@ def compare_with_one_kernel_after_the_other() -> None:
         assert alone[3] is None and same_bits(alone[2], rows)
 
 
-def pad_as_transformer_engine() -> None:
-    """Tokens in multiples of 16, of rows and of columns; padding is zero."""
+@in_interpreter
+def test_rows_and_columns_are_padded_with_zeros_to_multiples_of_16_for_transformer_engine():
     from megatron_rl.kernels.norm.triton import quantize_norm
 
     x, weight = uneven(131, 256, torch.bfloat16), torch.ones(256, dtype=torch.bfloat16)
@@ -52,7 +52,8 @@ def pad_as_transformer_engine() -> None:
     assert same_bits((columns[0], columns[1]), (plain_columns[0][:, :144], plain_columns[1]))
 
 
-def compare_gradients() -> None:
+@in_interpreter
+def test_the_kernels_gradients_are_the_references():
     from megatron_rl.kernels.norm.reference import differentiate_reference
     from megatron_rl.kernels.norm.triton import differentiate
 
@@ -64,13 +65,6 @@ def compare_gradients() -> None:
         near = {"rtol": 2**-6, "atol": 1e-2} if dtype is torch.bfloat16 else {"atol": 1e-5}
         for found, wanted in zip(differentiate(*given), differentiate_reference(*given), strict=True):
             assert found.dtype == wanted.dtype and torch.allclose(found.float(), wanted.float(), **near)
-
-
-@needs_triton
-def test_bytes_and_scales_are_those_of_two_kernels():
-    call_in_interpreter(compare_with_one_kernel_after_the_other)
-    call_in_interpreter(pad_as_transformer_engine)
-    call_in_interpreter(compare_gradients)
 
 
 def test_the_gradient_is_autograds():
@@ -87,7 +81,7 @@ def test_the_gradient_is_autograds():
 
 @needs_triton
 @pytest.mark.parametrize("width, residual, weight", [(200, None, 200), (256, (3, 256), 256), (256, None, 128)])
-def test_what_does_not_fit_is_refused(width, residual, weight):
+def test_shapes_that_do_not_fit_are_refused(width, residual, weight):
     from megatron_rl.kernels.norm.triton import quantize_norm
 
     with pytest.raises(ValueError, match="multiple of 128"):

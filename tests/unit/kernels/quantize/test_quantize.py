@@ -1,22 +1,22 @@
 """The Triton kernel that quantizes activations gives the bytes and scales of the reference, in Triton's interpreter."""
 
-from __future__ import annotations
-
 import itertools
 import re
 
 import pytest
 import torch
 from support.fp8_reference import check_into, check_kernel, uneven
+from support.kernel_tests import in_interpreter
 from support.processes import call_in_fresh_process
-from support.triton_kernels import call_in_interpreter, compile_for_hopper, needs_triton
+from support.triton_kernels import compile_for_hopper, needs_triton
 
 from megatron_rl.kernels.experts.token_groups import TokenGroups
 
 pytestmark = needs_triton
 
 
-def compare_with_the_reference() -> None:
+@in_interpreter
+def test_bytes_and_scales_are_the_references():
     shapes = (128, 128), (130, 256), (3, 128), (256, 384)
     for scale_format, dtype, (tokens, width) in itertools.product(("pow2", "fp32"), (torch.float32, torch.bfloat16), shapes):
         check_kernel(uneven(tokens, width, dtype), scale_format)
@@ -28,7 +28,7 @@ def compare_with_the_reference() -> None:
 
 
 def compile_variants() -> list[str]:
-    """PTX of three variants of the kernel."""
+    """Return the PTX of three variants of the kernel."""
     from megatron_rl.kernels.quantize.triton import LAUNCH, quantize_tile
 
     types = {"x": "*bf16", "row_data": "*u8", "column_data": "*u8", "sources": "*i32", "group_start": "*i64", "group_length": "*i64"}
@@ -38,11 +38,6 @@ def compile_variants() -> list[str]:
         fixed = dict(POW2=pow2, ROWS=True, COLUMNS=columns, GROUPED=grouped, EPSILON=1e-10, LARGEST=448.0, TILE=128)
         compiled.append(compile_for_hopper(quantize_tile, LAUNCH, types, fixed, ("width", "padded_tokens"))[0])
     return compiled
-
-
-def test_bytes_and_scales_are_the_references():
-    """`check_kernel` and `check_into` assert."""
-    call_in_interpreter(compare_with_the_reference)
 
 
 def test_it_compiles_for_hopper_with_the_references_rounding(tmp_path):

@@ -1,12 +1,11 @@
 """Rotary positions in one pass: Megatron's rotation with the engine's rounding, and the kernel's bits in Triton's interpreter."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
+from support.kernel_tests import in_interpreter
 from support.processes import call_in_fresh_process
-from support.triton_kernels import call_in_interpreter, compile_for_hopper, needs_triton
+from support.triton_kernels import compile_for_hopper, needs_triton
 
 from megatron_rl.kernels.rope.reference import Rotation, rotate_reference
 
@@ -46,7 +45,9 @@ def test_other_numbers_of_a_head_stay_and_the_gradient_turns_back():
     assert torch.allclose(y.norm(), x.norm()) and torch.allclose(rotation.rotate(x.grad, start=16), gradient, atol=1e-6)
 
 
-def compare_with_the_reference() -> None:
+@in_interpreter
+def test_the_kernels_results_are_the_references():
+    """Up to the last bit: the interpreter has no fused multiply-add and truncates to BF16."""
     from megatron_rl.kernels.rope.triton import rotate
 
     for pairs, width, start, interleaved in ((16, 32, 0, False), (16, 32, 0, True), (8, 20, 0, False), (4, 24, 16, True)):
@@ -61,18 +62,12 @@ def compare_with_the_reference() -> None:
 
 
 def compile_kernel() -> tuple[str, str]:
-    """(PTX, the assembler's report) for the queries of Qwen3."""
+    """Return (PTX, report of the assembler) for the queries of Qwen3."""
     from megatron_rl.kernels.rope.triton import LAUNCH, rotate_token
 
     fixed = dict(START=0, WIDTH=128, PAIRS=64, INTERLEAVED=False, HEADS_TILE=32, PAIRS_TILE=64, WIDTH_TILE=128)
     types = {"x": "*bf16", "result": "*bf16", "cos": "*fp32", "sin": "*fp32", "positions": "*i64", "sign": "fp32"}
     return compile_for_hopper(rotate_token, LAUNCH, types, fixed, ("token_stride", "head_stride"))
-
-
-@needs_triton
-def test_the_kernels_results_are_the_references():
-    """Up to the last bit: the interpreter has no fused multiply-add and truncates to BF16."""
-    call_in_interpreter(compare_with_the_reference)
 
 
 @needs_triton

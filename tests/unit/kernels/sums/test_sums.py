@@ -1,15 +1,14 @@
 """Sums by the tree: the same bits for any number of ranks, and the Triton kernel in Triton's interpreter and compiled for Hopper."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from support.kernel_tests import in_interpreter, random
 from support.processes import call_in_fresh_process
 from support.tree_sums import check_kernel
-from support.triton_kernels import call_in_interpreter, compile_for_hopper, needs_triton
+from support.triton_kernels import compile_for_hopper, needs_triton
 
 from megatron_rl.kernels.linear.reference import fprop_by_tree
 from megatron_rl.kernels.sums import reference as tree
@@ -17,10 +16,6 @@ from megatron_rl.precision.fp8 import round_trip_1x128
 from parallel.row_sums import LEAF, halve, holds_node, list_merges
 
 DTYPES = [torch.float32, torch.bfloat16]
-
-
-def random(*shape: int, seed: int) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def cut(x: torch.Tensor, ranks: int) -> list[torch.Tensor]:
@@ -40,12 +35,15 @@ def test_every_number_of_ranks_and_rows_gives_the_same_bits(leaves, columns, dty
                 assert torch.equal(tree.add(parts), whole[:rows]), (rows, ranks)
 
 
-def test_quantized_inputs_too():
+def test_quantized_inputs_too_and_a_sum_of_few_numbers_is_one_leaf():
     x, weight = random(20, 4 * LEAF, seed=0), random(64, 4 * LEAF, seed=1).to(torch.bfloat16).float()
     whole = fprop_by_tree(x, weight, "pow2")
     assert torch.equal(fprop_by_tree(x, weight.bfloat16(), "pow2"), whole)  # as an engine keeps values
     torch.testing.assert_close(whole, round_trip_1x128(x, "pow2") @ weight.t(), rtol=1e-4, atol=1e-3)
     assert torch.equal(tree.add([fprop_by_tree(*parts, "pow2") for parts in zip(cut(x, 4), cut(weight, 4), strict=True)]), whole)
+    x, weight = random(16, 96, seed=0), random(40, 96, seed=1)
+    assert torch.equal(tree.multiply(x, weight), x @ weight.t())
+    assert not holds_node(96, 1) and not holds_node(3 * LEAF, 2) and not holds_node(3 * LEAF, 3) and holds_node(4 * LEAF, 4)
 
 
 @given(st.integers(1, 12), st.integers(0, 3))
@@ -59,12 +57,6 @@ def test_a_node_adds_its_halves(leaves, power):
 
     parts = [tree.add(list(part)) for part in values.chunk(2**power)]
     assert tree.add(parts) == add(values.tolist())
-
-
-def test_a_sum_of_few_numbers_is_one_leaf():
-    x, weight = random(16, 96, seed=0), random(40, 96, seed=1)
-    assert torch.equal(tree.multiply(x, weight), x @ weight.t())
-    assert not holds_node(96, 1) and not holds_node(3 * LEAF, 2) and not holds_node(3 * LEAF, 3) and holds_node(4 * LEAF, 4)
 
 
 @pytest.mark.parametrize("vocabulary", [151936 // 16, 4096, 1001])
@@ -101,7 +93,8 @@ def test_leaves_one_after_the_other_build_the_tree(leaves):
     assert list_merges(2 * leaves)[:leaves] == list_merges(leaves), "programs that share a tree read one table"
 
 
-def compare_with_the_reference() -> None:
+@in_interpreter
+def test_the_kernels_sums_are_the_references():
     import numpy
     import triton.language as tl
     from triton.runtime import interpreter
@@ -125,7 +118,7 @@ def compare_with_the_reference() -> None:
 
 
 def compile_variants() -> list[tuple[str, str]]:
-    """(PTX, the assembler's report) of the kernel for FP8 and BF16, with the depth of the widest sums of 32B models at tp 1."""
+    """Return (PTX, report of the assembler) of the kernel for FP8 and BF16, with the depth of the widest sums of 32B models at tp 1."""
     from megatron_rl.kernels.sums.triton import GROUP, LAUNCH, TILE, multiply_tile
 
     compiled = []
@@ -134,12 +127,6 @@ def compile_variants() -> list[tuple[str, str]]:
         fixed = dict(SCALED=dtype != "bf16", WHOLE=True, LEVELS=8, TILE=TILE, GROUP=GROUP, LEAF=128, BLOCK=128)
         compiled.append(compile_for_hopper(multiply_tile, LAUNCH, types | {"merges": "*i32"}, fixed, ("features", "width")))
     return compiled
-
-
-@needs_triton
-def test_the_kernels_sums_are_the_references():
-    """`check_kernel` asserts."""
-    call_in_interpreter(compare_with_the_reference)
 
 
 @needs_triton

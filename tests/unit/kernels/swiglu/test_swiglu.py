@@ -1,15 +1,14 @@
 """SwiGLU in one pass: rounding, gradients, and the kernels, plain and quantizing, in Triton's interpreter."""
 
-from __future__ import annotations
-
 import re
 
 import pytest
 import torch
 import torch.nn.functional as F
 from support.fp8_reference import same_bits, uneven
+from support.kernel_tests import in_interpreter
 from support.processes import call_in_fresh_process
-from support.triton_kernels import call_in_interpreter, compile_for_hopper, needs_triton
+from support.triton_kernels import compile_for_hopper, needs_triton
 
 from megatron_rl.kernels.experts.token_groups import TokenGroups
 from megatron_rl.kernels.swiglu.reference import differentiate_reference, multiply_reference, swiglu
@@ -24,7 +23,7 @@ def draw(dtype: torch.dtype, *shape: int) -> torch.Tensor:
     return (torch.randn(*shape, generator=torch.Generator().manual_seed(0)) * 3).to(dtype)
 
 
-def test_it_is_rounded_once_and_keeps_its_input_alone():
+def test_swiglu_is_rounded_once_saves_only_its_input_and_has_the_gradients_of_autograd():
     x = draw(torch.bfloat16, 33, 1, 96).requires_grad_()
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
@@ -34,9 +33,6 @@ def test_it_is_rounded_once_and_keeps_its_input_alone():
     assert ((by_torch(x.detach()).double() - exact).abs() > exact.abs() * 2**-8 * 1.001).any(), "torch's two operators round twice"
     assert len(saved) == 1 and saved[0].data_ptr() == x.data_ptr()
     assert swiglu(torch.tensor([-200.0, 200.0, 1.0, 1.0])).tolist() == [0.0, 200.0]
-
-
-def test_gradients_are_autograds():
     x = draw(torch.float32, 7, 64).requires_grad_()
     dy = draw(torch.float32, 7, 32)
     (wanted,) = torch.autograd.grad(by_torch(x), x, dy)
@@ -44,7 +40,9 @@ def test_gradients_are_autograds():
     assert torch.allclose(found, wanted, rtol=1e-5, atol=1e-6)
 
 
-def compare_with_the_reference() -> None:
+@in_interpreter
+def test_the_kernels_results_are_the_references():
+    """Up to the last bit: the interpreter truncates to BF16."""
     from megatron_rl.kernels.swiglu.triton import differentiate, multiply
 
     for width in (96, 1024, 1100):
@@ -56,13 +54,8 @@ def compare_with_the_reference() -> None:
     assert multiply(torch.empty(0, 64)).shape == (0, 32)
 
 
-@needs_triton
-def test_the_kernels_results_are_the_references():
-    """Up to the last bit: the interpreter truncates to BF16."""
-    call_in_interpreter(compare_with_the_reference)
-
-
-def compare_with_one_kernel_after_the_other() -> None:
+@in_interpreter
+def test_bytes_and_scales_match_two_separate_kernels():
     from megatron_rl.kernels.quantize.triton import quantize_activation
     from megatron_rl.kernels.swiglu.triton import differentiate, multiply, quantize_swiglu
 
@@ -82,8 +75,8 @@ def compare_with_one_kernel_after_the_other() -> None:
                         assert same_bits(pair, wanted) and [each.stride() for each in pair] == [each.stride() for each in wanted]
 
 
-def pad_as_transformer_engine() -> None:
-    """Tokens in multiples of 16, of rows and of columns; padding is zero."""
+@in_interpreter
+def test_rows_and_columns_are_padded_with_zeros_to_multiples_of_16_for_transformer_engine():
     from megatron_rl.kernels.swiglu.triton import quantize_swiglu
 
     gate_up, dy = uneven(131, 512, torch.bfloat16).clamp(-80, 80), uneven(131, 256, torch.bfloat16)
@@ -96,7 +89,7 @@ def pad_as_transformer_engine() -> None:
 
 
 def compile_variants() -> list[tuple[str, str]]:
-    """(PTX, the assembler's report) of the kernel forward and backward."""
+    """Return (PTX, report of the assembler) of the kernel forward and backward."""
     from megatron_rl.kernels.swiglu.triton import TILE_LAUNCH, quantize_swiglu_tile
 
     types = {"gate_up": "*bf16", "gradient": "*bf16", "row_data": "*u8", "column_data": "*u8", "row_scale": "*fp32"}
@@ -106,12 +99,6 @@ def compile_variants() -> list[tuple[str, str]]:
         fixed = dict(POW2=pow2, ROWS=True, COLUMNS=True, BACKWARD=backward, GROUPED=False, EPSILON=1e-10, LARGEST=448.0, TILE=128)
         compiled.append(compile_for_hopper(quantize_swiglu_tile, TILE_LAUNCH, types, fixed, ("width", "column_tokens")))
     return compiled
-
-
-@needs_triton
-def test_bytes_and_scales_are_those_of_two_kernels():
-    call_in_interpreter(compare_with_one_kernel_after_the_other)
-    call_in_interpreter(pad_as_transformer_engine)
 
 
 @needs_triton

@@ -1,24 +1,16 @@
 """Log-probs over a vocabulary that ranks share: its parts put together, and the kernels' results in Triton's interpreter."""
 
-from __future__ import annotations
-
 import pytest
 import torch
-from support.triton_kernels import call_in_interpreter, needs_triton
+from support.kernel_tests import in_interpreter
 
-from megatron_rl.kernels.vocabulary.reference import (
-    combine,
-    differentiate_,
-    differentiate_reference_,
-    summarize,
-    summarize_reference,
-)
+from megatron_rl.kernels.vocabulary.reference import combine, differentiate_, differentiate_reference_, summarize, summarize_reference
 
 ROWS, VOCABULARY = 5, 96
 
 
 def draw(dtype: torch.dtype, vocabulary: int = VOCABULARY) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits, and a target of each row."""
+    """Return logits, and a target for each row."""
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(ROWS, vocabulary, generator=generator) * 5
     return logits.to(dtype), torch.tensor([0, 1, vocabulary // 2, vocabulary - 2, vocabulary - 1])
@@ -26,7 +18,7 @@ def draw(dtype: torch.dtype, vocabulary: int = VOCABULARY) -> tuple[torch.Tensor
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_parts_of_the_vocabulary_give_what_the_whole_does(ranks, temperature):
+def test_parts_of_the_vocabulary_match_the_whole(ranks, temperature):
     logits, targets = draw(torch.float64)
     logits.requires_grad_()
     wanted = (logits / temperature).log_softmax(-1)
@@ -43,7 +35,8 @@ def test_parts_of_the_vocabulary_give_what_the_whole_does(ranks, temperature):
     assert torch.allclose(torch.cat(parts, -1).double(), expected, atol=1e-5)
 
 
-def compare_with_the_reference() -> None:
+@in_interpreter
+def test_the_kernels_results_are_the_references():
     from megatron_rl.kernels.vocabulary import triton as kernels
 
     for vocabulary in (96, 5000):  # more than a program looks at together
@@ -58,8 +51,3 @@ def compare_with_the_reference() -> None:
                 kernels.differentiate_rows_(in_place[0], targets, log_sums, scaled, temperature)
                 differentiate_reference_(in_place[1], targets, log_sums, scaled, temperature)
                 assert torch.allclose(in_place[0].float(), in_place[1].float(), rtol=bound, atol=1e-6)
-
-
-@needs_triton
-def test_the_kernels_results_are_the_references():
-    call_in_interpreter(compare_with_the_reference)

@@ -53,7 +53,7 @@ def test_any_region_has_the_masters_of_the_whole_tensor(precision, data):
     assert torch.equal(into, whole[rect.row : rect.row + rect.rows, rect.col : rect.col + rect.cols])
 
 
-def test_masters_of_adopted_blocks_equal_those_of_the_whole_tensor_in_any_order():
+def test_masters_of_adopted_blocks_equal_those_of_the_whole_tensor_and_vectors_are_spread_too():
     drawn = make_spread()
     format = drawn.contract.trainer_format
     blocks = quantize(WEIGHTS[:256], format)
@@ -61,6 +61,10 @@ def test_masters_of_adopted_blocks_equal_those_of_the_whole_tensor_in_any_order(
     shard = stack_regions("w", [take_rows(TENSOR, 128, 128), take_rows(TENSOR, 0, 128)])
     whole = spread_blocks(blocks, PLACES[:256], format)
     assert torch.equal(drawn.draw_for_blocks(shard, swapped, format), torch.cat([whole[128:], whole[:128]]))
+    norm = HFTensor("model.norm.weight", 64, 1, "norm", vector=True)
+    parameter, master = torch.ones(64).bfloat16(), torch.ones(64)
+    make_spread()._spread_slice(stack_regions("norm", [take_all(norm)]), parameter, master, 0)
+    assert torch.equal(master.bfloat16(), parameter) and len(master.unique()) > 60
 
 
 @given(data=st.data())
@@ -76,20 +80,10 @@ def test_any_slice_of_an_optimizers_master_equals_the_whole_masters(data):
     assert torch.equal(master, spread(parameter, places).view(-1)[start : start + len(master)])
 
 
-def test_a_vectors_master_is_spread_too():
-    norm = HFTensor("model.norm.weight", 64, 1, "norm", vector=True)
-    parameter, master = torch.ones(64).bfloat16(), torch.ones(64)
-    make_spread()._spread_slice(stack_regions("norm", [take_all(norm)]), parameter, master, 0)
-    assert torch.equal(master.bfloat16(), parameter) and len(master.unique()) > 60
-
-
-@pytest.mark.parametrize(
-    "mode, high, spreads",
-    [
-        *(("fp8_unified", "bf16", True), ("fp8_unified", "fp32", True), ("fp8_rollout", "fp32", True), ("int8_rollout", "fp32", True)),
-        *(("fp8_rollout", "bf16", False), ("bf16", "fp32", False), ("bf16", "bf16", False)),
-    ],
-)
+@pytest.mark.parametrize("mode, high, spreads", [
+    *(("fp8_unified", "bf16", True), ("fp8_unified", "fp32", True), ("fp8_rollout", "fp32", True), ("int8_rollout", "fp32", True)),
+    *(("fp8_rollout", "bf16", False), ("bf16", "fp32", False), ("bf16", "bf16", False)),
+])  # fmt: skip
 def test_parameters_that_only_the_engine_quantizes_are_spread(mode, high, spreads):
     contract = make_spread(mode=mode, high=high).contract
     assert contract.spreads_parameter("mlp_in") is spreads

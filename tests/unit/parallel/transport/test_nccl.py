@@ -1,7 +1,5 @@
 """NCCL transfers over a fake ProcessGroupNCCL: a lost peer raises an error, and closing aborts the group."""
 
-from __future__ import annotations
-
 import os
 from enum import Enum
 from types import SimpleNamespace
@@ -12,14 +10,14 @@ import torch.distributed as dist
 
 from megatron_rl.config.sync import SyncConfig
 from parallel.chunking import Chunk
-from parallel.transport import PROCESS_GROUP, base, nccl, process_group
+from parallel.transport import PROCESS_GROUP, base, process_group
 
 ErrorType = Enum("ErrorType", ["SUCCESS", "REMOTE_ERROR"])
 CHUNKS = [Chunk(0, 0, 0, 64, (), ()), Chunk(0, 0, 64, 32, (), ())]
 
 
 class FakeWork:
-    def __init__(self, group: FakeNccl) -> None:
+    def __init__(self, group: "FakeNccl") -> None:
         self.group, self.ordered = group, False
 
     def is_completed(self) -> bool:
@@ -33,7 +31,7 @@ class FakeNccl:
     """Replaces ProcessGroupNCCL. With `moves = False`, transfers never complete."""
 
     def __init__(self, store, rank: int, size: int, options) -> None:
-        self.handling = os.environ.get(nccl._ERROR_HANDLING)
+        self.handling = os.environ.get(process_group._ERROR_HANDLING)
         self.moves, self.error, self.aborted, self.works = True, ErrorType.SUCCESS, 0, []
         self.seconds = options._timeout.total_seconds()
 
@@ -107,16 +105,13 @@ def test_an_error_of_nccl_is_raised(link):
     assert not any(work.ordered for work in group.works)
 
 
-def test_error_handling_is_set_for_this_group_only(link, monkeypatch):
+def test_error_handling_is_set_for_this_group_only_and_waiting_for_a_missing_member_times_out(link, monkeypatch):
     group = link[0]._group._group
-    assert group.handling == "2" and group.seconds == 0.2 and nccl._ERROR_HANDLING not in os.environ
-    monkeypatch.setenv(nccl._ERROR_HANDLING, "1")
+    assert group.handling == "2" and group.seconds == 0.2 and process_group._ERROR_HANDLING not in os.environ
+    monkeypatch.setenv(process_group._ERROR_HANDLING, "1")
     store = dist.HashStore()
-    nccl.NcclGroup(store, 0, 1, 0.2)
-    assert os.environ[nccl._ERROR_HANDLING] == "1"
-
-
-def test_waiting_for_a_missing_member_times_out(monkeypatch):
+    process_group.NcclGroup(store, 0, 1, 0.2)
+    assert os.environ[process_group._ERROR_HANDLING] == "1"
     monkeypatch.setattr(dist, "ProcessGroupNCCL", FakeNccl, raising=False)
     with pytest.raises(RuntimeError):
-        nccl.NcclGroup(dist.HashStore(), 0, 2, 0.05)
+        process_group.NcclGroup(dist.HashStore(), 0, 2, 0.05)

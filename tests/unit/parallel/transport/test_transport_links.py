@@ -1,7 +1,5 @@
 """All CPU transports with real sockets, memory files, gloo and folders, one thread per rank: bytes, order, memory and lost peers."""
 
-from __future__ import annotations
-
 import itertools
 import threading
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """The endpoint as seen by the `openai` package: chat completions, responses, tools, streams, keys and refusals."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Iterator
@@ -111,7 +109,7 @@ def test_responses_call_tools(desk):
     assert desk.episode.finish("", None).calls == 3
 
 
-def test_what_the_run_decides_is_overridden_and_what_would_change_answers_is_refused(desk):
+def test_sampling_options_are_overridden_and_options_that_would_change_answers_are_refused(desk):
     desk.say(USER, temperature=0.1, top_p=0.5, seed=9)
     assert desk.policy.asked[0][1].temperature == 1.0 and desk.policy.asked[0][1].seed == 3
     for options, rule in (

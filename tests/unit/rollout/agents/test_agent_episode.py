@@ -1,7 +1,5 @@
 """The tree of turns of an episode: which tokens a request continues, where it branches, what is trained on, and where it ends."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from support.agents import END, PAIR, PROBLEM, ChatTokenizer, Policy, config
@@ -63,16 +61,25 @@ def test_a_request_that_extends_an_answer_goes_on_from_the_very_tokens_that_were
     assert {sampling.seed for _, sampling in chat.policy.asked} == {11}, "one conversation has one seed, the episode's"
 
 
-def test_an_answer_without_its_end_gets_the_mark_of_it():
+def test_an_answer_without_its_end_gets_its_mark_and_every_token_has_its_version():
     chat = Conversation()
     assert chat.ask("a", max_tokens=1) == "a"
     chat.ask("a", "a", "b")
     assert text(np.array(chat.policy.asked[1][0])) == "<u>a~<a>a~<u>b~<a>"
     completion = chat.episode.finish("", None)
     assert completion.response_mask_T.tolist() == [True] + [False] * 9 + [True] * 3, "the mark was not sampled"
+    chat = Conversation(staleness=2)
+    chat.policy.version = 3
+    chat.ask("a")
+    chat.policy.version = 4
+    chat.ask("a", "aa", "b")
+    completion = chat.episode.finish("", None)
+    assert completion.version_lags_T[completion.response_mask_T].tolist() == [2, 2, 2, 1, 1, 1] and completion.policy_version == 4
+    with pytest.raises(RefusedError, match="has ended"):  # whoever still asks
+        chat.ask("a")
 
 
-def test_whatever_differs_from_the_history_begins_another_branch():
+def test_a_request_that_differs_from_the_history_begins_another_branch():
     chat = Conversation()
     chat.ask("a")
     chat.ask("a", "aa", "b")
@@ -108,33 +115,13 @@ def test_the_longest_history_that_fits_is_gone_on_from_if_the_tools_are_the_same
     assert len(chat.episode.finish("", None).conversations) == 2
 
 
-def test_every_token_has_its_version():
-    chat = Conversation(staleness=2)
-    chat.policy.version = 3
-    chat.ask("a")
-    chat.policy.version = 4
-    chat.ask("a", "aa", "b")
-    completion = chat.episode.finish("", None)
-    assert completion.version_lags_T[completion.response_mask_T].tolist() == [2, 2, 2, 1, 1, 1] and completion.policy_version == 4
-    with pytest.raises(RefusedError, match="has ended"):  # whoever still asks
-        chat.ask("a")
-
-
-@pytest.mark.parametrize(
-    "settings, requests, refused, finish",
-    [
-        ({"max_calls": 2}, [("a",), ("b",), ("c",)], "agent.max_calls = 2 responses were given", "turns"),
-        ({"max_tokens": 16}, [("a",), ("a", "aa", "b")], "the conversation of 19 tokens, 3 sampled, leaves no room", "length"),
-        (
-            {"budget": 3},
-            [("a",), ("a", "aa", "b")],
-            "leaves no room (agent.max_tokens = 4096, rollout.max_new_tokens = 3)",
-            "length",
-        ),
-        ({"budget": 5}, [("a",), ("a", "aa", "b")], "", "length"),  # cut by the engine
-        ({"max_tokens": 10}, [("a",)], "", "length"),
-    ],
-)
+@pytest.mark.parametrize("settings, requests, refused, finish", [
+    ({"max_calls": 2}, [("a",), ("b",), ("c",)], "agent.max_calls = 2 responses were given", "turns"),
+    ({"max_tokens": 16}, [("a",), ("a", "aa", "b")], "the conversation of 19 tokens, 3 sampled, leaves no room", "length"),
+    ({"budget": 3}, [("a",), ("a", "aa", "b")], "leaves no room (agent.max_tokens = 4096, rollout.max_new_tokens = 3)", "length"),
+    ({"budget": 5}, [("a",), ("a", "aa", "b")], "", "length"),  # cut by the engine
+    ({"max_tokens": 10}, [("a",)], "", "length"),
+])  # fmt: skip
 def test_limits_refuse_an_agent_which_is_then_cut_and_not_broken(settings, requests, refused, finish):
     chat = Conversation(**settings)
     for contents in requests[:-1] if refused else requests:

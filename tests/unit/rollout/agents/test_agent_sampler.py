@@ -1,7 +1,5 @@
 """Agents in their own processes through the real endpoint: their requests become completions, and their failures affect only themselves."""
 
-from __future__ import annotations
-
 import os
 import sys
 import threading
@@ -69,14 +67,11 @@ def test_an_agent_that_hangs_is_ended_with_all_its_processes(sessions):
     assert hung.environment_error == "timeout after 4 s" and len(sessions) == 1 and not find_processes_in(sessions)
 
 
-def test_an_agent_may_give_its_own_reward():
+def test_an_agent_may_give_its_own_reward_or_be_a_program():
     with sampler_of(own_reward=True) as sampler:
         given, missing = sample(sampler, "reward", "a")
     assert (given.own_reward, given.environment_error) == (0.5, "")
     assert missing.own_reward is None and missing.environment_error == "wrote '' instead of a reward, and agent.own_reward is on"
-
-
-def test_an_agent_may_be_a_program():
     command = (sys.executable, str(Path(__file__).parents[3] / "support" / "agent_programs.py"))
     with sampler_of(name=None, command=command, own_reward=True) as sampler:
         (completion,) = sample(sampler, "a")
@@ -86,13 +81,10 @@ def test_an_agent_may_be_a_program():
     assert missing.environment_error == "exit code 1: no-such-program: No such file or directory" and not missing.conversations
 
 
-def test_agents_can_be_started_after_their_server_was_ended():
+def test_agents_survive_the_end_of_their_server_but_a_module_that_ends_its_process_ends_the_run():
     with sampler_of(name=f"{AGENTS}:end_server") as sampler:
         lost, again = sample(sampler, "a")[0], sample(sampler, "a")[0]
     assert lost.environment_error == again.environment_error == "the process that agents are forked from has ended"
-
-
-def test_a_module_that_ends_its_process_ends_the_run():
     with sampler_of(name="support.no_such_module:agent") as sampler, pytest.raises(RunError, match=r"no agent support\.no_such_module"):
         sample(sampler, "a")
 

@@ -1,7 +1,5 @@
 """The engine's adapters: what experts add by either order of sums, and what a rank reads of a file."""
 
-from __future__ import annotations
-
 import json
 import sys
 from types import SimpleNamespace
@@ -11,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 from support.families import ENGINE_ARCHITECTURES
+from support.kernel_tests import random
 
 from megatron_rl.config.lora import LoraConfig
 from megatron_rl.kernels.linear.reference import project_down, project_up
@@ -31,10 +30,6 @@ def settings(monkeypatch):
     adapters.read_settings.cache_clear()
     yield
     adapters.read_settings.cache_clear()
-
-
-def random(*shape: int, seed: int) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.mark.parametrize("tree", [True, False])

@@ -1,12 +1,11 @@
 """The engine's experts on a CPU compared with a slow loop over tokens and choices."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
+from support.kernel_tests import random
 
 from megatron_rl.kernels.linear.reference import fprop
 from megatron_rl.precision.fp8 import dequantize_weight, quantize_weight
@@ -15,10 +14,6 @@ from megatron_rl.precision.quantized_weight import QuantizedWeight
 from rollout_sglang.hooks import cpu_moe, dequant_cache, tree_reduction
 
 EXPERTS, WIDTH, HIDDEN = 3, 128, 256
-
-
-def random(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 CHOSEN = torch.tensor([[0, 2], [2, -1], [-1, -1], [2, 0], [0, -1]])  # nobody chooses expert 1; -1 is another rank's
@@ -114,7 +109,7 @@ def unordered_choice(_, logits, bias, topk, renormalize, groups, used, *, routed
     return scores.gather(1, experts), experts.int()
 
 
-def test_weights_of_biased_routing_are_summed_best_first_and_scaled():
+def test_weights_of_biased_routing_are_summed_best_first_and_scaled_instead_of_the_sum_of_experts():
     """Bitwise, also for a single token: the order of a sum of eight decides its last bit."""
     logits, bias = random(64, 16, seed=8), random(16, seed=9)
     scores = logits.sigmoid()
@@ -132,9 +127,6 @@ def test_weights_of_biased_routing_are_summed_best_first_and_scaled():
     assert torch.equal(route(logits, True, False)[0], expected) and torch.equal(route(logits, False, False)[0], raw)
     backwards = raw / (raw.flip(-1).sum(-1, keepdim=True) + 1e-20)
     assert not torch.equal(backwards, expected)
-
-
-def test_the_scaling_factor_moves_from_the_sum_of_experts_to_their_weights():
     layer = SimpleNamespace(topk=SimpleNamespace(topk_config=SimpleNamespace(apply_routed_scaling_factor_on_output=False)))
     cpu_moe.scale_routing_weights(lambda block, factor: setattr(block, "routed_scaling_factor", factor), layer, 2.5)
     assert layer.routed_scaling_factor == 1.0 and layer.topk.topk_config.apply_routed_scaling_factor_on_output

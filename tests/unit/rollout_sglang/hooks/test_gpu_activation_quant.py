@@ -1,7 +1,5 @@
 """The contract's activation quantizer replaces SGLang's everywhere in the installed release, or the layer is refused."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import inspect
@@ -56,7 +54,7 @@ def quantizers_called_by(file: str, name: str) -> set[str]:
 @pytest.mark.parametrize(
     "target, function, kind", registry.list_gpu_hooks(), ids=lambda value: getattr(value, "__name__", str(value).rpartition(".")[2])
 )
-def test_what_is_replaced_takes_the_same_arguments(target, function, kind):
+def test_replacements_take_the_same_arguments(target, function, kind):
     module, _, name = target.removeprefix("sglang.").rpartition(".")
     theirs = functions_of(module.replace(".", "/") + ".py")[name].args
     ours = list(inspect.signature(function).parameters.values())
@@ -67,17 +65,14 @@ def test_what_is_replaced_takes_the_same_arguments(target, function, kind):
     assert sum(p.default is not p.empty for p in ours if p.kind is p.POSITIONAL_OR_KEYWORD) == len(theirs.defaults)
 
 
-@pytest.mark.parametrize(
-    "file, name, quantizers",
-    [
-        (LINEARS, "triton_w8a8_block_fp8_linear", {GROUPS, "per_token_group_quant_fp8"}),
-        (LINEARS, "deepgemm_w8a8_block_fp8_linear_with_fallback", {GROUPS}),
-        (LINEARS, "cutlass_w8a8_block_fp8_linear_with_fallback", {GROUPS + "_row_padded"}),
-        (KERNELS + "fp8_kernel.py", GROUPS, {RUN_GROUPS, "sglang_per_token_quant_fp8", "_per_token_group_quant_8bit_raw"}),
-        (KERNELS + "fp8_kernel.py", GROUPS + "_row_padded", {RUN_GROUPS, GROUPS}),
-        ("srt/layers/moe/moe_runner/triton_utils/fused_moe.py", "_fused_moe_kernel_sequence", {"per_token_group_quant"}),
-    ],
-)
+@pytest.mark.parametrize("file, name, quantizers", [
+    (LINEARS, "triton_w8a8_block_fp8_linear", {GROUPS, "per_token_group_quant_fp8"}),
+    (LINEARS, "deepgemm_w8a8_block_fp8_linear_with_fallback", {GROUPS}),
+    (LINEARS, "cutlass_w8a8_block_fp8_linear_with_fallback", {GROUPS + "_row_padded"}),
+    (KERNELS + "fp8_kernel.py", GROUPS, {RUN_GROUPS, "sglang_per_token_quant_fp8", "_per_token_group_quant_8bit_raw"}),
+    (KERNELS + "fp8_kernel.py", GROUPS + "_row_padded", {RUN_GROUPS, GROUPS}),
+    ("srt/layers/moe/moe_runner/triton_utils/fused_moe.py", "_fused_moe_kernel_sequence", {"per_token_group_quant"}),
+])  # fmt: skip
 def test_a_release_that_quantizes_elsewhere_is_noticed(file, name, quantizers):
     """`_per_token_group_quant_8bit_raw` is called only for dtypes other than E4M3, or if SGLang sees no CUDA."""
     assert quantizers_called_by(file, name) == quantizers
@@ -112,7 +107,7 @@ def test_every_layout_holds_the_references_bytes(scale_format):
     assert_quantized(*gpu_activation_quant.quantize_tokens(x), x, scale_format)
 
 
-def test_what_the_contract_does_not_know_is_refused(scale_format):
+def test_quantization_outside_the_contract_is_refused(scale_format):
     x = uneven(4, 256, torch.bfloat16)
     for options in ({"group_size": 64}, {"out_dtype": torch.int8}, {"output_s": torch.zeros(4, 1, dtype=torch.int32), "output_q": x}):
         with pytest.raises(NotImplementedError, match="outside the precision contract"):
@@ -151,17 +146,14 @@ def layer_scale(dtype: torch.dtype = torch.float32, again: bool = False) -> torc
 TRITON = "triton_w8a8_block_fp8_linear"
 
 
-@pytest.mark.parametrize(
-    "method, scale, words",
-    [
-        (linear_method("fp8_blockscale_gemm_sm90"), layer_scale(), "fp8_blockscale_gemm_sm90's"),
-        (linear_method(TRITON, module="elsewhere"), layer_scale(), "triton_w8a8_block_fp8_linear's"),
-        (linear_method(TRITON, use_marlin=True), layer_scale(), "Marlin's or MXFP8's"),
-        (linear_method(TRITON, block_fp8_as_mxfp8=True), layer_scale(), "Marlin's or MXFP8's"),
-        (linear_method(TRITON), layer_scale(torch.int32), "packed ue8m0"),
-        (linear_method(TRITON), layer_scale(again=True), "packed ue8m0"),
-    ],
-)
+@pytest.mark.parametrize("method, scale, words", [
+    (linear_method("fp8_blockscale_gemm_sm90"), layer_scale(), "fp8_blockscale_gemm_sm90's"),
+    (linear_method(TRITON, module="elsewhere"), layer_scale(), "triton_w8a8_block_fp8_linear's"),
+    (linear_method(TRITON, use_marlin=True), layer_scale(), "Marlin's or MXFP8's"),
+    (linear_method(TRITON, block_fp8_as_mxfp8=True), layer_scale(), "Marlin's or MXFP8's"),
+    (linear_method(TRITON), layer_scale(torch.int32), "packed ue8m0"),
+    (linear_method(TRITON), layer_scale(again=True), "packed ue8m0"),
+])  # fmt: skip
 def test_a_live_layer_with_another_quantizer_says_so(monkeypatch, scale_format, method, scale, words):
     """`check_live_engine` refuses everything other than pow2 and fp32, with these words."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

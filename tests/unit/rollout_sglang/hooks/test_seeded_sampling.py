@@ -1,7 +1,5 @@
 """Sampling depends only on seed and position, with the right frequencies."""
 
-from __future__ import annotations
-
 import ast
 import typing
 from importlib.util import find_spec
@@ -21,7 +19,7 @@ def probabilities(rows: int, columns: int) -> torch.Tensor:
     return torch.softmax(2 * torch.randn(rows, columns, generator=torch.Generator().manual_seed(0)), -1)
 
 
-def test_a_draw_does_not_depend_on_its_company():
+def test_a_draw_does_not_depend_on_its_company_and_frequencies_are_the_probabilities():
     probs, positions = probabilities(64, 300), torch.arange(64) * 3
     seeds = torch.tensor([derive_seed(0, 1, "train/0", index) for index in range(64)])
     tokens = sample_tokens(probs, seeds, positions)
@@ -30,31 +28,22 @@ def test_a_draw_does_not_depend_on_its_company():
         assert sample_tokens(probs[row : row + 1], seeds[row : row + 1], positions[row : row + 1])[0] == tokens[row]
     for other in (sample_tokens(probs, seeds, positions + 1), sample_tokens(probs, seeds + 1, positions)):
         assert not torch.equal(other, tokens)
-
-
-def test_frequencies_are_the_probabilities():
     probs, count = probabilities(1, 12), 40_000
     seeds = torch.tensor([derive_seed(0, 0, "train/0", index) for index in range(count // 40)]).repeat_interleave(40)
     tokens = sample_tokens(probs.expand(count, 12), seeds, torch.arange(count) % 40)
     result = torch.bincount(tokens.long(), minlength=12) / count
     error = (probs[0] * (1 - probs[0]) / count).sqrt()
     assert ((result - probs[0]).abs() < 5 * error).all()
-
-
-def test_what_has_no_probability_is_never_drawn():
     probs = torch.zeros(5000, 4)
     probs[:, 1], probs[:, 3] = 0.25, 0.75
     tokens = sample_tokens(probs, torch.arange(5000), torch.zeros(5000, dtype=torch.int64))
     assert set(tokens.tolist()) == {1, 3}
 
 
-def test_the_hash_is_splitmix64():
+def test_the_hash_is_splitmix64_and_seeds_differ_by_run_version_purpose_and_completion():
     """The generator's published first outputs from seed 0 (its state after one and two steps), as numbers in [0, 1)."""
     result = hash_to_uniform(np.array([0, 0]), np.array([0, 1]))
     assert result.tolist() == [(0xE220A8397B1DCDAF >> 11) * 2.0**-53, (0x6E789E6AA1B965F4 >> 11) * 2.0**-53]
-
-
-def test_seeds_differ_by_run_version_purpose_and_completion():
     draws = [(0, 1, "eval", 0), (1, 1, "eval", 0), (0, 2, "eval", 0), (0, 1, "train/0", 0), (0, 1, "eval", 1)]
     seeds = {derive_seed(*draw) for draw in draws}
     assert len(seeds) == 5 and all(0 <= seed < 2**63 for seed in seeds)
@@ -88,7 +77,7 @@ def test_the_kept_tokens_are_those_of_the_definition(seed, size, spread, top_p, 
     assert find_kept_tokens(probs, top_p, top_k, min_p).tolist() == kept_by_definition(probs.double().tolist(), top_p, top_k, min_p)
 
 
-def test_they_are_sglangs():
+def test_the_kept_tokens_are_those_of_sglang():
     """Compared with the installed source, except for tokens at the border, where SGLang's float32 sums round."""
     [package] = find_spec("sglang").submodule_search_locations
     functions = ast.parse(Path(package, "srt", "layers", "sampler.py").read_text()).body
@@ -104,7 +93,7 @@ def test_they_are_sglangs():
         assert len(expected ^ set(find_kept_tokens(probs[row], 0.9, 40, 0.0).tolist())) <= 1
 
 
-def test_sglang_gets_what_was_kept_most_probable_first():
+def test_sglang_gets_the_kept_tokens_most_probable_first():
     probs = torch.tensor([[0.0, 0.25, 0.0, 0.75], [0.5, 0.0, 0.3, 0.2]])
     arguments = (None, None, None, False, torch.tensor([1, 2]), torch.tensor([0, 0]))
     tokens, weights, ids, drawn = sample_truncated(probs, *arguments, return_filtered_probs=True, max_top_k=3)

@@ -1,7 +1,5 @@
 """Row-parallel layers on a GPU with the contract's operands and SGLang's own collectives, tested with fake GPU libraries."""
 
-from __future__ import annotations
-
 import ast
 from importlib.util import find_spec
 from pathlib import Path

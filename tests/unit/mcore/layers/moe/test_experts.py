@@ -1,14 +1,95 @@
-"""The GPU dispatcher selects tokens in Megatron's order without waiting for the device, and sums outputs with a single rounding."""
+"""Grouped experts match single experts, and the GPU dispatcher matches Megatron's without waiting for the device."""
 
 from types import SimpleNamespace
+from typing import Any
 
+import pytest
 import torch
 from megatron.core.transformer.moe.moe_utils import permute, unpermute
+from support.fp8_reference import uneven_matrix
 
-from megatron_rl.kernels.experts.reference import scatter_tokens
+from megatron_rl.kernels.experts.reference import scatter_tokens, weigh
+from megatron_rl.kernels.experts.token_groups import TokenGroups
+from megatron_rl.kernels.linear import make_backend
+from megatron_rl.kernels.swiglu import reference as swiglu
 from megatron_rl.mcore.layers.moe.experts import EvenDispatcher
+from megatron_rl.mcore.layers.moe.grouped_experts import GroupedLinear, run_experts
+from megatron_rl.precision.fp8 import quantize_weight
+from parallel.formats import FP8
 
-TOKENS, EXPERTS, K, HIDDEN = 37, 8, 3, 16
+HIDDEN, FFN = 256, 128
+SENT = torch.tensor([[3, 0, 130], [1, 0, 20]])  # tokens of two ranks for three experts
+TOKENS = int(SENT.sum())
+
+
+pytestmark = pytest.mark.usefixtures("fake_libraries")
+
+
+def make_layers(rows: int, columns: int) -> list[Any]:
+    layers = []
+    for seed in range(SENT.shape[1]):
+        blocks = quantize_weight(uneven_matrix(rows, columns, seed) / 64, "pow2")
+        weight: Any = torch.nn.Parameter(torch.zeros(rows, columns, dtype=torch.bfloat16))
+        weight.main_grad = torch.ones(rows, columns)
+        layer = {"weight": weight, "blocks": blocks, "scale": blocks.scale, "format": FP8, "_forward_pre_hooks": {}}
+        layers.append(SimpleNamespace(config=SimpleNamespace(linear_backend="deep_gemm"), **layer))
+    return layers
+
+
+def draw(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).bfloat16()
+
+
+def run_alone(x: torch.Tensor, weights: torch.Tensor, dy: torch.Tensor, first: Any, second: Any) -> tuple[torch.Tensor, ...]:
+    """Return (outputs, gradients of tokens, token weights, first layer, second layer) of one expert."""
+    backend = make_backend("deep_gemm", FP8)
+    into, out = (backend.prepare(layer.blocks, None) for layer in (first, second))
+    operand = backend.quantize(x, rows=True, columns=True)
+    gate_up = backend.fprop(operand, into)
+    hidden = backend.quantize(swiglu.multiply_reference(gate_up), rows=True, columns=True)
+    y = backend.fprop(hidden, out)
+    gradient = backend.quantize(weigh(dy, weights), rows=True, columns=True)
+    of_gate_up = swiglu.differentiate_reference(gate_up, backend.dgrad(gradient, out))
+    slope = backend.quantize(of_gate_up, rows=True, columns=True)
+    of_weights = (dy.float() * y).sum(-1)
+    sums = [
+        backend.wgrad(a, b, torch.ones_like(layer.weight.main_grad))
+        for a, b, layer in ((slope, operand, first), (gradient, hidden, second))
+    ]
+    return weigh(y, weights), backend.dgrad(slope, into), of_weights, *sums
+
+
+def test_grouped_experts_match_single_experts_in_the_order_of_tokens():
+    first, second = make_layers(2 * FFN, HIDDEN), make_layers(HIDDEN, FFN)
+    x, dy, weights = draw(TOKENS, HIDDEN), draw(TOKENS, HIDDEN).flip(0), torch.linspace(0.1, 1, TOKENS)
+    inputs = x.requires_grad_(), weights.requires_grad_()
+    y = run_experts(*inputs, TokenGroups.from_counts(SENT, "cpu"), GroupedLinear(first), GroupedLinear(second))
+    y.backward(dy)
+    experts = torch.arange(SENT.shape[1]).repeat(len(SENT)).repeat_interleave(SENT.flatten())
+    for expert in SENT.sum(0).nonzero().flatten().tolist():
+        mine = experts == expert
+        wanted = run_alone(x.detach()[mine], weights.detach()[mine], dy[mine], first[expert], second[expert])
+        found = y[mine], x.grad[mine], weights.grad[mine], first[expert].weight.main_grad, second[expert].weight.main_grad
+        for a, b in zip(found, wanted, strict=True):
+            assert torch.allclose(a.float(), b.float(), rtol=2**-7, atol=1e-4 * float(b.abs().max())), "another matmul on the CPU"
+    assert torch.equal(first[1].weight.main_grad, torch.ones(2 * FFN, HIDDEN)), "no token, no gradient"
+
+
+def test_sorted_tokens_and_packed_ones_have_the_same_bits():
+    first, second = GroupedLinear(make_layers(2 * FFN, HIDDEN)), GroupedLinear(make_layers(HIDDEN, FFN))
+    x, weights = draw(TOKENS, HIDDEN), torch.linspace(0.1, 1, TOKENS)
+    experts = torch.arange(SENT.shape[1]).repeat(len(SENT)).repeat_interleave(SENT.flatten())
+    order = experts.argsort(stable=True)
+    with torch.no_grad():
+        received = run_experts(x, weights, TokenGroups.from_counts(SENT, "cpu"), first, second)
+        in_order = run_experts(x[order], weights[order], TokenGroups.from_counts(SENT.sum(0), "cpu"), first, second)
+        packed = run_experts(
+            first.backend.pack(x, torch.arange(TOKENS).unsqueeze(1)), weights, TokenGroups.from_counts(SENT, "cpu"), first, second
+        )
+    assert torch.equal(received[order], in_order) and torch.equal(received, packed)
+
+
+COUNT, EXPERTS, K, WIDTH = 37, 8, 3, 16
 
 
 def make_dispatcher() -> EvenDispatcher:
@@ -21,10 +102,10 @@ def make_dispatcher() -> EvenDispatcher:
 
 def test_it_selects_as_megatron_does_and_sums_in_fp32(monkeypatch):
     generator = torch.Generator().manual_seed(0)
-    weights, chosen = torch.rand(TOKENS, EXPERTS, generator=generator).topk(K)
-    probs = torch.zeros(TOKENS, EXPERTS).scatter(1, chosen, weights)
-    x = torch.randn(TOKENS, 1, HIDDEN, generator=generator).bfloat16().requires_grad_()
-    wanted, wanted_probs, order = permute(x.detach().view(TOKENS, HIDDEN), probs > 0, probs=probs, num_out_tokens=TOKENS * K)
+    weights, chosen = torch.rand(COUNT, EXPERTS, generator=generator).topk(K)
+    probs = torch.zeros(COUNT, EXPERTS).scatter(1, chosen, weights)
+    x = torch.randn(COUNT, 1, WIDTH, generator=generator).bfloat16().requires_grad_()
+    wanted, wanted_probs, order = permute(x.detach().view(COUNT, WIDTH), probs > 0, probs=probs, num_out_tokens=COUNT * K)
     for name in ("nonzero", "masked_select", "item", "tolist", "__bool__"):  # each of them would wait for a GPU
         monkeypatch.setattr(torch.Tensor, name, lambda *_: (_ for _ in ()).throw(AssertionError("waits for the device")))
     dispatcher = make_dispatcher()
@@ -37,8 +118,8 @@ def test_it_selects_as_megatron_does_and_sums_in_fp32(monkeypatch):
     monkeypatch.undo()
 
     assert torch.equal(rows, wanted) and torch.equal(permuted_probs, wanted_probs)
-    exact = unpermute(outputs.detach().float(), order, (TOKENS, HIDDEN))
-    assert torch.equal(summed.view(TOKENS, HIDDEN), exact.bfloat16()) or (summed.view(TOKENS, HIDDEN) - exact).abs().max() < 2**-6
-    assert torch.equal(outputs.grad, x.detach().view(TOKENS, HIDDEN)[order])
-    of_input = unpermute(gradient.float(), order, (TOKENS, HIDDEN))
-    assert torch.allclose(x.grad.view(TOKENS, HIDDEN).float(), of_input, rtol=2**-8, atol=1e-6)
+    exact = unpermute(outputs.detach().float(), order, (COUNT, WIDTH))
+    assert torch.equal(summed.view(COUNT, WIDTH), exact.bfloat16()) or (summed.view(COUNT, WIDTH) - exact).abs().max() < 2**-6
+    assert torch.equal(outputs.grad, x.detach().view(COUNT, WIDTH)[order])
+    of_input = unpermute(gradient.float(), order, (COUNT, WIDTH))
+    assert torch.allclose(x.grad.view(COUNT, WIDTH).float(), of_input, rtol=2**-8, atol=1e-6)

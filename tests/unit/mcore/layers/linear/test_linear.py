@@ -1,0 +1,89 @@
+"""What an FP8 linear layer keeps for the backward pass, and the accumulation of weight gradients. Kernels are faked."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from megatron_rl.kernels.linear import make_backend
+from megatron_rl.mcore.layers.linear.quantized_matmul import Product, QuantizedMatmul
+from megatron_rl.mcore.layers.linear.weight_gradient import WeightGradient
+from megatron_rl.precision.fp8 import append_zeros, quantize_weight
+from parallel.formats import FP8
+
+pytestmark = pytest.mark.usefixtures("fake_libraries")
+
+T, N, K = 160, 256, 384
+_PADDED = 256  # T in whole blocks
+
+
+def find_saved(name: str, x: torch.Tensor, learns: bool) -> list[torch.Tensor]:
+    """Return the tensors saved for the backward pass, without the weight."""
+    backend, weight = make_backend(name, FP8.with_scales("pow2")), torch.nn.Parameter(torch.randn(N, K), requires_grad=learns)
+    layer = SimpleNamespace(backend=backend, operand=backend.prepare(quantize_weight(weight.detach(), "pow2"), None))
+    result: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: result.append(tensor) or tensor, lambda tensor: tensor):
+        y = QuantizedMatmul.apply(x, weight, Product(layer, None, False, None), None, None)
+        assert y.shape == (T, N)
+    return [tensor for tensor in result if tensor.data_ptr() != weight.data_ptr()]
+
+
+@pytest.mark.parametrize("name, tokens", [("deep_gemm", _PADDED), ("transformer_engine", T)])
+def test_only_quantized_columns_are_kept_and_nothing_if_the_weight_is_frozen(name, tokens):
+    data, scale = find_saved(name, torch.randn(T, K).bfloat16().requires_grad_(), learns=True)
+    assert data.element_size() == 1 and data.numel() == K * tokens
+    assert scale.dtype == torch.float32 and scale.numel() == K * _PADDED // 128
+    assert find_saved(name, torch.randn(T, K).bfloat16().requires_grad_(), learns=False) == []
+
+
+def test_the_reference_keeps_the_input_itself_and_padding_copies_only_if_zeros_are_missing():
+    x = torch.randn(T, K).bfloat16().requires_grad_()
+    (saved,) = find_saved("emulated", x, learns=True)
+    assert saved.data_ptr() == x.data_ptr()
+    x = torch.randn(T, K)
+    assert append_zeros(x, -2, 0) is x and append_zeros(x[:150], -2, 10).shape == (160, K)
+
+
+def test_a_chunk_allocates_no_matrix_of_the_weights_size(monkeypatch):
+    calls = []
+    monkeypatch.setattr(torch, "addmm", lambda *tensors, **options: calls.append((tensors, options)))
+    with FakeTensorMode():
+        weight: Any = torch.nn.Parameter(torch.empty(512, 64, dtype=torch.bfloat16, device="cuda"))
+        weight.main_grad = torch.empty(512, 64, device="cuda")
+        dy, x = (torch.empty(8, width, dtype=torch.bfloat16, device="cuda") for width in (512, 64))
+        WeightGradient(weight).add(dy, x)
+        assert WeightGradient(weight).finish() is None and weight.grad_added_to_main_grad
+        assert weight.grad.shape == weight.shape and weight.grad.untyped_storage().nbytes() == 2, (
+            "the gradient that DDP's hook drops must need no memory"
+        )
+    (((into, left, right), options),) = calls
+    assert into is weight.main_grad is options["out"] and options["out_dtype"] is torch.float32
+    assert left.shape == (512, 8) and right is x
+
+
+class TwoProducts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[None, torch.Tensor | None]:
+        x, weight = ctx.saved_tensors
+        gradient = WeightGradient(weight)
+        gradient.add(dy, x)
+        return None, gradient.finish()
+
+
+def test_the_hook_runs_once_though_autograd_gets_no_gradient():
+    """Uses a hook like Megatron's DDP on a weight that two operators of a pass share."""
+    weight: Any = torch.nn.Parameter(torch.ones(2, 4, dtype=torch.bfloat16))
+    weight.main_grad, dropped = torch.zeros(2, 4), []
+    accumulation = weight.expand_as(weight).grad_fn.next_functions[0][0]
+    accumulation.register_hook(lambda *_: dropped.append(weight.grad))
+    x = torch.ones(3, 4, dtype=torch.bfloat16)
+    (TwoProducts.apply(x, weight) + TwoProducts.apply(x, weight)).sum().backward()
+    (of_weight,) = dropped
+    assert of_weight.shape == weight.shape and weight.main_grad.eq(6).all()
