@@ -18,7 +18,7 @@ from megatron_rl.config.sync import Running
 from megatron_rl.errors import AbortedError, EngineLostError, RunError
 from megatron_rl.hf.files import read_config
 from megatron_rl.hf.routing_record import RoutingShape
-from megatron_rl.precision.graph.graph import PrecisionGraph
+from megatron_rl.precision.graph.graph import GRAPH_JSON, PrecisionGraph
 from megatron_rl.rollout.engine import Abort, EngineTensorSpec, ParsedToolCalls, Places
 from megatron_rl.types import Generation, SamplingParams
 from rollout_sglang.launch_args import EngineLaunchSpec, EngineServer
@@ -140,7 +140,7 @@ class SGLangEngine(RankRequests):
         return self._ask_ranks({"verb": "activation_formats"})[0]
 
     def read_graph(self) -> list[PrecisionGraph]:
-        return [PrecisionGraph.from_json(json.loads(rank["graph"])) for rank in self._ask_ranks({"verb": "graph"})]
+        return [GRAPH_JSON.validate_json(rank["graph"]) for rank in self._ask_ranks({"verb": "graph"})]
 
     def pause(self, running: Running) -> None:
         """See `Engine.pause`. For "continue", SGLang queues running requests; the new weights recompute the KV cache of their tokens."""

@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 
-from megatron_rl.precision.graph.decoder import DecoderPrecision, LayerPrecision, Operator, decoder_graph
-from megatron_rl.precision.graph.formats import block_format, channel_format, dtype_name, scale_format, unquantized_format
+from megatron_rl.precision.graph.decoder import LayerPrecision, Operator
 from megatron_rl.precision.graph.graph import PrecisionGraph, TensorPrecision
-from megatron_rl.precision.graph.reader import FP32, Reader
+from megatron_rl.precision.graph.reader import FP32, Reader, block_format, channel_format, dtype_name, scale_format, unquantized_format
 from parallel.adapters import NAMES
 from rollout_sglang.hooks import e4m3_cache, tree_reduction
 
@@ -22,7 +21,7 @@ _KNOWN_METHODS = (
 
 def read_rank_graph(runner: Any, activations: Mapping[str, str]) -> PrecisionGraph:
     """Return the graph of the model of SGLang's ModelRunner, or raise ValueError. `activations`: formats of the inputs by module."""
-    return decoder_graph(_Reader(runner, activations).read_decoder())
+    return _Reader(runner, activations).read_graph()
 
 
 class _Reader(Reader):
@@ -34,19 +33,16 @@ class _Reader(Reader):
         self.names = {id(module): name for name, module in self.model.named_modules()}
         self.hidden = unquantized_format(self.model.model.embed_tokens.weight)
 
-    def read_decoder(self) -> DecoderPrecision:
+    def read_graph(self) -> PrecisionGraph:
         model, stack = self.model, self.model.model
         fp32_head = getattr(model.logits_processor, "use_fp32_lm_head", False)
-        layers = {number: self.read_layer(layer) for number, layer in enumerate(stack.layers)}
         ends = {
             "embedding": self.read_linear(stack.embed_tokens).with_inputs(x=None),
             "norm": self.read_weighted(stack.norm, self.read_residual(stack.norm)),
             "lm_head": self.read_linear(model.lm_head, FP32 if fp32_head else unquantized_format(model.lm_head.weight)),
             "logprobs": Operator({"x": FP32 if fp32_head else self.hidden}),
         }
-        if names := self.list_unread(model):
-            raise ValueError(f"the precision graph has no operator that uses the engine's parameter {names[0]}")
-        return DecoderPrecision(self.hidden, layers, ends)
+        return self.connect({number: self.read_layer(layer) for number, layer in enumerate(stack.layers)}, ends)
 
     def read_layer(self, layer: Any) -> LayerPrecision:
         attention, mlp = layer.self_attn, layer.mlp
@@ -60,8 +56,7 @@ class _Reader(Reader):
             method = type(getattr(mlp.gate, "quant_method", None)).__name__
             logits = FP32 if method in ("NoneType", "Fp32RouterMethod") else unquantized_format(mlp.gate.weight)  # hooks.fp32_router
         residual, cache = self.read_residual(layer.input_layernorm), self.read_cache(attention)
-        backend, rope = type(self.runner.attn_backend).__name__, _describe_rope(attention)
-        return LayerPrecision(operators, residual, cache, attention=backend, rope=rope, logits=logits)
+        return LayerPrecision(operators, residual, cache, type(self.runner.attn_backend).__name__, logits)
 
     def read_residual(self, norm: Any) -> TensorPrecision:
         dtype = getattr(norm, "override_orig_dtype", None)
@@ -123,10 +118,3 @@ class _Reader(Reader):
             group = f"1x{blocks[1]}" if blocks else "tensor"  # activations that share a scale, as SGLang tells its kernel
             operator = operator.with_inputs(x=TensorPrecision("e4m3", group, activation_scales), weight=block_format(weight, scale))
         return operator.with_inputs(**dict.fromkeys(NAMES, adapter))
-
-
-def _describe_rope(attention: Any) -> str:
-    """Return where SGLang's rotary embedding rounds: once in its GPU kernel for heads of 64, 128, 256 and 512 numbers."""
-    rotary = getattr(attention, "rotary_emb", None)
-    in_fp32 = rotary is not None and rotary.cos_sin_cache.is_cuda and not getattr(rotary, "use_fallback_kernel", True)
-    return "FP32, rounded once" if in_fp32 else "cos, sin and products rounded"

@@ -36,6 +36,7 @@ import torch
 from safetensors.torch import save_file
 
 from megatron_rl.precision.activation_hooks import ENGINE, attach_hooks, layer_hook_points
+from megatron_rl.precision.graph.graph import GRAPH_JSON
 from megatron_rl.rollout.engine import Places, ServedReport
 from parallel.chunking import Chunk
 from parallel.digest import digest_all
@@ -76,7 +77,8 @@ class RankHandler:
             case "activation_formats":
                 return read_activation_formats(model)
             case "graph":
-                return {"graph": json.dumps(precision_graph.read_rank_graph(runner, read_activation_formats(model)).to_json())}
+                graph = precision_graph.read_rank_graph(runner, read_activation_formats(model))
+                return {"graph": GRAPH_JSON.dump_json(graph).decode()}
             case "digest":
                 dequant_cache.clear_cache()  # the next values must be computed from the bytes hashed here
                 named_rects = [(name, Rect(*rect)) for name, *rect in request["ranks"].get(str(rank), [])]

@@ -5,6 +5,8 @@ import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 
+from rich.console import Console
+
 from megatron_rl.config import Config
 from megatron_rl.distributed import Rank0, errors_on_all_ranks, run_on_rank0
 from megatron_rl.errors import UserError
@@ -67,7 +69,7 @@ def _report(comparison: GraphComparison, svg: Path | None, json_file: Path | Non
     for graph, ranks in rollout_graphs.items():
         if len(rollout_graphs) > 1:
             print(f"engine rank {', '.join(map(str, ranks))}:")
-        print_graphs(comparison.training, graph)
+        print_graphs(comparison.training, graph, Console())
     if svg is not None:
         svg.write_text(draw_svg(comparison.training, comparison.rollout[0]))
         print(f"written: {svg}")

@@ -14,22 +14,19 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 
 from megatron_rl.errors import RunError
 from megatron_rl.kernels.linear import make_grouped_backend
-from megatron_rl.kernels.rope.reference import rotates_rows
 from megatron_rl.mcore.layers.attention.mla import AbsorbedLatentAttention
 from megatron_rl.mcore.layers.linear.output_layer import ValueHead
 from megatron_rl.mcore.layers.linear.row_parallel import TreeRowParallelLinear
-from megatron_rl.precision.graph.decoder import DecoderPrecision, Gradients, LayerPrecision, Operator, decoder_graph
-from megatron_rl.precision.graph.formats import block_format, common_format, dtype_name, scale_format, unquantized_format
+from megatron_rl.precision.graph.decoder import Gradients, LayerPrecision, Operator
 from megatron_rl.precision.graph.graph import PrecisionGraph, TensorPrecision, merge_graphs
-from megatron_rl.precision.graph.reader import FP32, Reader
+from megatron_rl.precision.graph.reader import FP32, Reader, block_format, dtype_name, scale_format, unquantized_format
 from parallel.adapters import NAMES
-from parallel.mtp_layers import MEGATRON_PREFIX
 
 
 def read_rank_graph(model: GPTModel | Sequence[GPTModel]) -> PrecisionGraph:
     """Return the graph of this rank's model, or of the chunks of its pipeline stage. Raise RunError for an unknown module."""
     chunks = model if isinstance(model, Sequence) else [model]
-    return merge_graphs(decoder_graph(_Reader(chunk).read_decoder()) for chunk in chunks)
+    return merge_graphs(_Reader(chunk).read_graph() for chunk in chunks)
 
 
 class _Reader(Reader):
@@ -43,7 +40,7 @@ class _Reader(Reader):
         self.hidden = TensorPrecision(dtype_name(dtype))
         self.residual = FP32 if model.config.fp32_residual_connection else self.hidden
 
-    def read_decoder(self) -> DecoderPrecision:
+    def read_graph(self) -> PrecisionGraph:
         model, ends = self.model, {}
         if (embedding := getattr(model, "embedding", None)) is not None:
             ends["embedding"] = self.read_weighted(embedding.word_embeddings).with_inputs(x=None)
@@ -53,11 +50,7 @@ class _Reader(Reader):
                 ends |= {"value_head": self.read_weighted(head), "values": Operator({"x": FP32})}
             else:
                 ends |= {"lm_head": self.read_lm_head(head), "logprobs": Operator({"x": self.hidden})}
-        layers = {layer.layer_number - 1: self.read_layer(layer) for layer in model.decoder.layers}
-        for name in self.list_unread(model):
-            if not name.startswith(MEGATRON_PREFIX):  # the engine has no such layers
-                raise RunError(f"the precision graph has no operator that uses the trainer's parameter {name}")
-        return DecoderPrecision(self.hidden, layers, ends)
+        return self.connect({layer.layer_number - 1: self.read_layer(layer) for layer in model.decoder.layers}, ends)
 
     def read_layer(self, layer: Any) -> LayerPrecision:
         attention, mlp = _require_class(layer.self_attention, SelfAttention, MLASelfAttention), layer.mlp
@@ -69,11 +62,8 @@ class _Reader(Reader):
         if isinstance(_require_class(mlp, MLP, MoELayer), MoELayer):
             logits = TensorPrecision(mlp.router.config.moe_router_dtype or self.hidden.dtype)
             operators |= self.read_experts(mlp)
-        first_linear = getattr(attention, "linear_qkv", None) or attention.linear_kv_down_proj
         cache, core = self.read_cache(attention.core_attention), type(attention.core_attention).__name__
-        rope = "FP32, rounded once" if rotates_rows(first_linear.weight) else "cos, sin and products rounded"
-        swiglu = "FP32, rounded once" if layer.config.use_te_activation_func else "silu and product rounded"
-        return LayerPrecision(operators, self.residual, cache, core, rope, swiglu, logits)
+        return LayerPrecision(operators, self.residual, cache, core, logits)
 
     def read_residual(self, norm: Any) -> TensorPrecision:
         return self.residual
@@ -93,7 +83,9 @@ class _Reader(Reader):
         operators = {"mlp.router": self.read_weighted(router).with_inputs(bias=self.read_tensor(getattr(router, "expert_bias", None)))}
         for side, module in (("gate_up", "linear_fc1"), ("down", "linear_fc2")):
             layers = [getattr(expert, module) for expert in experts]
-            operator = replace(_merge([self.read_linear(layer) for layer in layers]), count=router.weight.shape[0])
+            operator, *others = (replace(self.read_linear(layer), count=router.weight.shape[0]) for layer in layers)
+            if any(other != operator for other in others):
+                raise RunError(f"the precision graph: the experts of one layer differ in the precision of {module}")
             if getattr(moe.experts, "runs_grouped", False):  # in one product, whose bits are those of each expert's own
                 backend = make_grouped_backend(layers[0].config.linear_backend, layers[0].format)
                 operator = replace(operator, detail=f"{type(layers[0]).__name__}, {type(backend).__name__}")
@@ -117,9 +109,9 @@ class _Reader(Reader):
             detail = f"{type(module).__name__}, {type(module.backend).__name__}"
             operator = replace(operator.with_inputs(x=x, weight=weight), detail=detail)
         if hasattr(module, "lora_A"):
-            a, hidden = module.lora_A, self.hidden
+            hidden, (grad, master) = self.hidden, _gradient_and_master(module.lora_A)
             operator = operator.with_inputs(**{name: self.read_tensor(getattr(module, name)) for name in NAMES})
-            gradients = replace(gradients, dy_wgrad=hidden, x=hidden, grad=_gradient(a), master=_master(a), trained=NAMES)
+            gradients = replace(gradients, dy_wgrad=hidden, x=hidden, grad=grad, master=master, trained=NAMES)
         by_tree = isinstance(module, TreeRowParallelLinear) and module.config.sums_by_tree
         return replace(operator, gradients=gradients, by_tree=by_tree)
 
@@ -127,7 +119,7 @@ class _Reader(Reader):
         operator = super().read_weighted(module, x, weight)
         x, weight = operator.inputs["x"], module.weight if weight is None else weight
         trained = ("weight", "bias") if weight.requires_grad else ()
-        return replace(operator, gradients=Gradients(x, operator.inputs["weight"], x, x, _gradient(weight), _master(weight), trained))
+        return replace(operator, gradients=Gradients(x, operator.inputs["weight"], x, x, *_gradient_and_master(weight), trained))
 
     def read_lm_head(self, head: Any) -> Operator:
         """Read the output layer, which has no weight of its own if embeddings are tied."""
@@ -139,14 +131,11 @@ class _Reader(Reader):
         return replace(operator, detail=f"{operator.detail}, tied", gradients=gradients)
 
 
-def _gradient(weight: Any) -> TensorPrecision:
-    """Return the format in which the gradient is accumulated: that of Megatron's buffer, or of the weight if autograd accumulates it."""
-    return unquantized_format(getattr(weight, "main_grad", weight))
-
-
-def _master(weight: Any) -> TensorPrecision:
-    """Return the format that the optimizer steps: the weight, or the FP32 copy of a 16-bit weight, which may be on another rank."""
-    return FP32 if hasattr(weight, "main_param") else unquantized_format(weight)
+def _gradient_and_master(weight: Any) -> tuple[TensorPrecision, TensorPrecision]:
+    """Return the formats of the accumulated gradient (Megatron's buffer, or autograd's own) and of what the optimizer steps (the FP32 copy
+    of a 16-bit weight, which may be on another rank, or the weight)."""
+    gradient = unquantized_format(getattr(weight, "main_grad", weight))
+    return gradient, FP32 if hasattr(weight, "main_param") else unquantized_format(weight)
 
 
 def _require_class(module: Any, *classes: type) -> Any:
@@ -154,11 +143,3 @@ def _require_class(module: Any, *classes: type) -> Any:
     if not isinstance(module, classes):
         raise RunError(f"the precision graph does not know the trainer's module {type(module).__name__}")
     return module
-
-
-def _merge(parts: Sequence[Operator]) -> Operator:
-    """Return equal experts as one operator; if they differ, in a precision that equals no other."""
-    if all(part == parts[0] for part in parts):
-        return parts[0]
-    inputs = {tensor: common_format([part.inputs[tensor] for part in parts]) for tensor in ("x", "weight")}
-    return Operator(inputs, parts[0].detail, by_tree=all(part.by_tree for part in parts))

@@ -11,7 +11,7 @@ from support.trainer import Trainer
 
 from megatron_rl.errors import RunError
 from megatron_rl.precision.contract import QUANTIZED_ROLES
-from megatron_rl.precision.graph.graph import TensorPrecision, describe_differences, fold_layers, split_by_layer
+from megatron_rl.precision.graph.graph import TensorPrecision, describe_differences, fold_layers
 from megatron_rl.training.graph_check import read_training_graph
 from parallel.families import FAMILIES
 from parallel.model_geometry import ModelGeometry
@@ -29,7 +29,7 @@ def read_trainer_graph(folder, precision, plant="", only_on=None):
 
 def formats(graph, phase, tensor):
     """Map each target to the precision of the tensor, in the model's only kind of layer."""
-    _, (layers, part) = fold_layers(split_by_layer(graph))
+    _, (layers, (part,)) = fold_layers(graph)
     assert layers == (0, 1)
     return {edge.target: edge.format for edge in part.edges if edge.phase == phase and edge.tensor == tensor}
 
@@ -46,7 +46,7 @@ def test_unified_fp8_as_the_contract_says(worlds, checkpoint, scale):
     assert {"q": high, "k": high, "v": high} == {
         edge.tensor: edge.format for edge in graph.edges if edge.target == "layers.1.attention.core" and edge.phase == "forward"
     }
-    outside = [edge for edge in split_by_layer(graph)[None].edges if edge.phase == "forward"]
+    outside = [edge for edge in fold_layers(graph)[0][1][0].edges if edge.phase == "forward"]
     assert {edge.format for edge in outside} == {high} and {edge.target for edge in outside} == {"embedding", "norm", "lm_head", "logprobs"}
 
     dgrad = {f"{name}.backward" for name in LINEARS}
@@ -113,5 +113,5 @@ def test_ranks_that_differ_are_an_error_on_all_of_them(worlds, checkpoint):
 
 
 def test_a_parameter_that_no_known_operator_uses_is_refused(worlds, checkpoint):
-    with pytest.raises(RunError, match="has no operator that uses the trainer's parameter decoder.layers.1.mlp.extra"):
+    with pytest.raises(RunError, match="has no operator that uses the megatron parameter decoder.layers.1.mlp.extra"):
         worlds(1).call(read_trainer_graph, checkpoint, FP8, "unknown parameter")

@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, TypeVar
+from itertools import chain
+from typing import Any
+
+from pydantic import TypeAdapter
 
 from megatron_rl.errors import RunError
 from parallel.layout import format_numbers
 
-T = TypeVar("T")
 FORWARD = "forward"
+_OUTSIDE = -1  # layer of the operators outside of the layers
 _LAYER = re.compile(r"layers\.(\d+)\.(.+)")
 
 
@@ -32,10 +35,6 @@ class TensorPrecision:
     def __str__(self) -> str:
         return " ".join(filter(None, (self.dtype, self.granularity, self.scale)))
 
-    @property
-    def quantized(self) -> bool:
-        return bool(self.granularity)
-
 
 @dataclass(frozen=True)
 class Node:
@@ -49,6 +48,10 @@ class Node:
     def __str__(self) -> str:
         return f"{self.op} x{self.count}" if self.count > 1 else self.op
 
+    @property
+    def key(self) -> tuple[str, ...]:
+        return (self.name,)
+
 
 @dataclass(frozen=True)
 class Edge:
@@ -60,8 +63,11 @@ class Edge:
     format: TensorPrecision
     phase: str = FORWARD
 
+    def __str__(self) -> str:
+        return str(self.format)
+
     @property
-    def key(self) -> tuple[str, str, str, str]:
+    def key(self) -> tuple[str, ...]:
         return self.source, self.target, self.tensor, self.phase
 
 
@@ -75,75 +81,61 @@ class PrecisionGraph:
         used = {name for edge in edges for name in (edge.source, edge.target)}
         return PrecisionGraph(tuple(node for node in self.nodes if node.name in used), edges)
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> PrecisionGraph:
-        edges = (Edge(**{**edge, "format": TensorPrecision(**edge["format"])}) for edge in data["edges"])
-        return cls(tuple(Node(**node) for node in data["nodes"]), tuple(edges))
+GRAPH_JSON = TypeAdapter(PrecisionGraph)  # a graph as JSON text and back
 
 
 def merge_graphs(parts: Iterable[PrecisionGraph]) -> PrecisionGraph:
     """Merge the graphs of the ranks of a model. Raise RunError if two ranks disagree about a node or an edge."""
-    nodes: dict[str, Node] = {}
-    edges: dict[tuple[str, ...], Edge] = {}
-    for part in parts:
-        for node in part.nodes:
-            if nodes.setdefault(node.name, node) != node:
-                raise RunError(f"the trainer's precision graph: ranks disagree about {node.name}: {nodes[node.name]} and {node}")
-        for edge in part.edges:
-            if (other := edges.setdefault(edge.key, edge)) != edge:
-                arrow = f"{edge.source} -> {edge.target} ({edge.tensor})"
-                raise RunError(f"the trainer's precision graph: ranks disagree about {arrow}: {other.format} and {edge.format}")
-    return PrecisionGraph(tuple(nodes.values()), tuple(edges.values()))
+    merged: dict[tuple[str, ...], Node | Edge] = {}
+    for entry in chain[Node | Edge](*(entries for part in parts for entries in (part.nodes, part.edges))):
+        if (other := merged.setdefault(entry.key, entry)) != entry:
+            subject = " -> ".join(entry.key[:2]) + "".join(f" ({tensor})" for tensor in entry.key[2:3])
+            raise RunError(f"the trainer's precision graph: ranks disagree about {subject}: {other} and {entry}")
+    edges = tuple(entry for entry in merged.values() if isinstance(entry, Edge))
+    return PrecisionGraph(tuple(entry for entry in merged.values() if isinstance(entry, Node)), edges)
 
 
 def describe_differences(rollout: PrecisionGraph, training: PrecisionGraph) -> list[str]:
     """Return one line per difference between `rollout` and the forward pass of `training`; layers with the same difference share a line."""
     graphs, layers_by_text = (rollout, training.select_forward()), dict[str, list[int]]()
-    nodes = [{node.name: str(node) for node in graph.nodes} for graph in graphs]
-    edges = [{edge.key: str(edge.format) for edge in graph.edges} for graph in graphs]
-    entries = [((name, name, ""), [side.get(name, "absent") for side in nodes]) for name in nodes[0] | nodes[1]]
-    for key in edges[0] | edges[1]:
-        if set(key[:2]) <= nodes[0].keys() & nodes[1].keys():  # else the node is the difference
-            entries.append((key[:3], [side.get(key, "absent") for side in edges]))
-    for (source, target, tensor), (in_rollout, in_training) in entries:
-        if in_rollout != in_training:
-            layer, inner = _split_name(target)
-            subject = f"{_name_within_layer(source, layer)} -> {inner} ({tensor})" if tensor else inner
-            layers = layers_by_text.setdefault(f"{subject} is {in_rollout} in the rollout, {in_training} in training", [])
-            layers.extend([] if layer is None else [layer])
+    sides = [{entry.key: str(entry) for entry in chain[Node | Edge](graph.nodes, graph.edges)} for graph in graphs]
+    for key in sides[0] | sides[1]:
+        in_rollout, in_training = (side.get(key, "absent") for side in sides)
+        tensors = key[2:3]  # of an edge; if one side lacks one of its nodes, that is the difference
+        if in_rollout == in_training or (tensors and any((name,) not in side for name in key[:2] for side in sides)):
+            continue
+        layer, subject = _split_name(key[:2][-1])
+        if tensors:
+            subject = f"{_name_within_layer(key[0], layer)} -> {subject} ({tensors[0]})"
+        layers = layers_by_text.setdefault(f"{subject} is {in_rollout} in the rollout, {in_training} in training", [])
+        layers.extend([layer] if layer != _OUTSIDE else [])
     return [f"{format_title(layers)}: {text}" if layers else text for text, layers in layers_by_text.items()]
 
 
-def split_by_layer(graph: PrecisionGraph) -> dict[int | None, PrecisionGraph]:
-    """Return the graph of each layer, with names within the layer; under None, the graph outside of the layers."""
-    nodes, edges = defaultdict[int | None, list[Node]](list), defaultdict[int | None, list[Edge]](list)
-    for node in graph.nodes:
-        layer, name = _split_name(node.name)
-        nodes[layer].append(replace(node, name=name))
-    for edge in graph.edges:  # listed under the layer of its target, or of its source if a gradient leaves the layer
-        backward = edge.source.endswith(".backward") and edge.target.endswith(".backward")
-        layer, _ = _split_name(edge.source if backward else edge.target)
-        source, target = _name_within_layer(edge.source, layer), _name_within_layer(edge.target, layer)
-        edges[layer].append(replace(edge, source=source, target=target))
-    layers = sorted(layer for layer in nodes if layer is not None)
-    return {layer: PrecisionGraph(tuple(nodes[layer]), tuple(edges[layer])) for layer in (None, *layers)}
-
-
-def fold_layers(parts: Mapping[int | None, T]) -> list[tuple[tuple[int, ...], T]]:
-    """Return (layers, part) with one entry for equal layers. The first entry, without layers, is the part outside of the layers."""
-    equal = defaultdict[T, list[int]](list)
-    for layer in sorted(layer for layer in parts if layer is not None):
-        equal[parts[layer]].append(layer)
-    return [((), parts[None]), *((tuple(layers), part) for part, layers in equal.items())]
+def fold_layers(*graphs: PrecisionGraph) -> list[tuple[tuple[int, ...], list[PrecisionGraph]]]:
+    """Return (layers, that part of each graph) with one entry for layers that are equal in every graph, and names within the layer. The
+    first entry, without layers, is the part outside of the layers."""
+    parts = defaultdict[int, list[tuple[list[Node], list[Edge]]]](lambda: [([], []) for _ in graphs])
+    for side, graph in enumerate(graphs):
+        for node in graph.nodes:
+            layer, name = _split_name(node.name)
+            parts[layer][side][0].append(replace(node, name=name))
+        for edge in graph.edges:  # listed under the layer of its target, or of its source if a gradient leaves the layer
+            backward = edge.source.endswith(".backward") and edge.target.endswith(".backward")
+            layer, _ = _split_name(edge.source if backward else edge.target)
+            source, target = _name_within_layer(edge.source, layer), _name_within_layer(edge.target, layer)
+            parts[layer][side][1].append(replace(edge, source=source, target=target))
+    equal = defaultdict[tuple[PrecisionGraph, ...], list[int]](list)
+    for layer in sorted(parts):
+        equal[tuple(PrecisionGraph(tuple(nodes), tuple(edges)) for nodes, edges in parts[layer])].append(layer)
+    return [(tuple(layers) if layers != [_OUTSIDE] else (), list(part)) for part, layers in equal.items()]
 
 
 def fold_to_json(graph: PrecisionGraph) -> list[dict[str, Any]]:
     """Return the graph as plain data, with one entry for equal layers and precisions as text."""
     parts = []
-    for layers, part in fold_layers(split_by_layer(graph)):
+    for layers, (part,) in fold_layers(graph):
         edges = [{**asdict(edge), "format": str(edge.format)} for edge in part.edges]
         parts.append({"part": format_title(layers), "nodes": [asdict(node) for node in part.nodes], "edges": edges})
     return parts
@@ -154,17 +146,17 @@ def format_title(layers: Sequence[int]) -> str:
     return format_numbers("layer", layers, "..") if layers else "model"
 
 
-def _split_name(name: str) -> tuple[int | None, str]:
-    """Return (layer, name within the layer), or (None, name) outside of the layers."""
+def _split_name(name: str) -> tuple[int, str]:
+    """Return (layer, name within the layer)."""
     match = _LAYER.fullmatch(name)
-    return (int(match[1]), match[2]) if match else (None, name)
+    return (int(match[1]), match[2]) if match else (_OUTSIDE, name)
 
 
-def _name_within_layer(name: str, layer: int | None) -> str:
+def _name_within_layer(name: str, layer: int) -> str:
     """Return a name as seen from a layer. The input of a layer is `input`, whichever layer produces it."""
     owner, inner = _split_name(name)
-    if layer is None:
-        return "last layer" if owner is not None else name
     if owner == layer:
         return inner
+    if layer == _OUTSIDE:
+        return "last layer"
     return "input.backward" if name.endswith(".backward") else "input"

@@ -1,25 +1,88 @@
-"""What the readers of trainer and engine share. A parameter that no known operator uses is refused: an incomplete graph proves nothing."""
+"""What the readers of trainer and engine share: the precision of a live tensor, read from its dtype and the shape and values of its scales,
+and the operators of a layer. A parameter that no known operator uses is refused: an incomplete graph proves nothing."""
 
-from abc import ABC, abstractmethod
+import re
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
-from megatron_rl.precision.graph.decoder import LAYER, Operator
-from megatron_rl.precision.graph.formats import unquantized_format
-from megatron_rl.precision.graph.graph import TensorPrecision
+from megatron_rl.errors import RunError
+from megatron_rl.precision.graph.decoder import LAYER, LayerPrecision, Operator, decoder_graph
+from megatron_rl.precision.graph.graph import PrecisionGraph, TensorPrecision
+from parallel.formats import FORMATS
+from parallel.mtp_layers import MEGATRON_PREFIX
 
 FP32 = TensorPrecision("fp32")
 
 
-class Reader(ABC):
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the short name of a dtype (fp32, bf16, e4m3), or torch's own name if there is none."""
+    name = str(dtype).removeprefix("torch.")
+    short = re.match(r"float8_(e\dm\d)", name)
+    return short[1] if short else name.replace("bfloat", "bf").replace("float", "fp")
+
+
+def unquantized_format(tensor: torch.Tensor) -> TensorPrecision:
+    """Return the format of a tensor without scales."""
+    return TensorPrecision(dtype_name(tensor.dtype))
+
+
+def block_format(data: torch.Tensor, scale: torch.Tensor) -> TensorPrecision:
+    """Return the format of `data` `[..., N, K]` with one scale per block. Stacked experts count as one matrix each.
+
+    Edge blocks may be partial, so the block is that of the format in `FORMATS` with these dtypes and shapes, or else what the shapes imply
+    ("tensor" for a single scale). The scale format is read from the values, or from `FORMATS` if scales are bytes.
+    """
+    dtype = dtype_name(data.dtype)
+    if data.dim() < 2 or scale.dim() < 2:
+        return TensorPrecision(dtype, "tensor", scale_format(scale))
+    rows, cols, grid = *data.shape[-2:], tuple(scale.shape[-2:])
+    dtypes = tuple(str(tensor.dtype).removeprefix("torch.") for tensor in (data, scale))
+    candidates = (format for format in FORMATS.values() if format.block and (format.dtype, format.scale_dtype) == dtypes)
+    known = next((format for format in candidates if format.scale_grid(rows, cols) == grid), None)
+    height, width = known.block if known and known.block else (-(-rows // grid[0]), -(-cols // grid[1]))
+    scales = known.scale_format if known and scale.dtype == torch.uint8 else scale_format(scale)
+    return TensorPrecision(dtype, f"{height}x{width or cols}", scales)
+
+
+def channel_format(data: torch.Tensor, scale: torch.Tensor) -> TensorPrecision:
+    """Return the format of an INT8 weight, `[N, K]` or in a kernel's order `[K, N]`, with one scale per output channel `[N, 1]`; stacked
+    experts are `[E, N, K]` and `[E, N, 1]`. Raise ValueError for other shapes."""
+    stacked = data.shape[:-2] == scale.shape[:-2]
+    if min(data.dim(), scale.dim()) < 2 or not stacked or scale.shape[-1] != 1 or scale.shape[-2] not in data.shape[-2:]:
+        raise ValueError(f"INT8 weights {list(data.shape)} with scales {list(scale.shape)}: must have one scale per output channel")
+    return TensorPrecision(dtype_name(data.dtype), "channel", scale_format(scale))
+
+
+def scale_format(scale: torch.Tensor) -> str:
+    """Return "pow2" if every scale is a power of two, else "fp32"; of other scales, their dtype. "invalid" are scales that are not positive
+    numbers, with which SGLang starts."""
+    if scale.dtype != torch.float32:
+        return dtype_name(scale.dtype)
+    if not bool(((scale > 0) & torch.isfinite(scale)).all()):
+        return "invalid"
+    return "fp32" if bool((scale.view(torch.int32) & 0x7FFFFF).any()) else "pow2"  # bits of the mantissa
+
+
+class Reader:
     """Reads a model's operators and remembers the tensors that they use."""
 
     side: str  # column of the table of operators that names this side's modules
+    model: Any
+    read_linear: Callable[..., Operator]  # reads a linear layer, quantized or not
+    read_residual: Callable[[Any], TensorPrecision]  # returns the format of the residual stream that a norm reads
     hidden: TensorPrecision  # activations between operators
 
     def __init__(self) -> None:
         self.seen: set[int] = set()
+
+    def connect(self, layers: Mapping[int, LayerPrecision], ends: Mapping[str, Operator]) -> PrecisionGraph:
+        """Return the graph of what was read. Raise RunError if no operator uses a parameter; the engine has no MTP layers."""
+        for name, parameter in self.model.named_parameters():
+            if id(parameter) not in self.seen and not name.startswith(MEGATRON_PREFIX):
+                raise RunError(f"the precision graph has no operator that uses the {self.side} parameter {name}")
+        return decoder_graph(self.hidden, layers, ends)
 
     def read_modules(self, layer: Any) -> dict[str, Operator]:
         """Read those operators of a layer that are modules."""
@@ -43,18 +106,6 @@ class Reader(ABC):
             return None
         self.seen.add(id(tensor))
         return unquantized_format(tensor)
-
-    @abstractmethod
-    def read_linear(self, module: Any) -> Operator:
-        """Read a linear layer, quantized or not."""
-
-    @abstractmethod
-    def read_residual(self, norm: Any) -> TensorPrecision:
-        """Return the format of the residual stream that a norm reads."""
-
-    def list_unread(self, model: torch.nn.Module) -> list[str]:
-        """Return the names of the parameters that no operator uses."""
-        return [name for name, parameter in model.named_parameters() if id(parameter) not in self.seen]
 
 
 def _find_module(module: Any, path: str) -> Any:

@@ -7,29 +7,18 @@ from rich.table import Table
 from rich.terminal_theme import DEFAULT_TERMINAL_THEME
 from rich.text import Text
 
-from megatron_rl.precision.graph.graph import (
-    FORWARD,
-    PrecisionGraph,
-    TensorPrecision,
-    describe_differences,
-    fold_layers,
-    format_title,
-    split_by_layer,
-)
+from megatron_rl.precision.graph.graph import FORWARD, PrecisionGraph, describe_differences, fold_layers, format_title
 
-_SVG_COLUMNS = 150
 _SVG = """<svg viewBox="0 0 {width} {height}" width="{width}" xmlns="http://www.w3.org/2000/svg">
 <style>.{unique_id}-matrix {{ font-family: monospace; font-size: {char_height}px; line-height: {line_height}px; }} {styles}</style>
 <defs>{lines}</defs><g class="{unique_id}-matrix">{backgrounds}{matrix}</g></svg>"""
 """Rich's own template draws a window around the text and loads fonts from the network."""
 
 
-def print_graphs(training: PrecisionGraph, rollout: PrecisionGraph, console: Console | None = None) -> None:
-    """Print the forward pass of both sides for every kind of layer, and the backward pass of the trainer's linear layers."""
-    console, empty = console or Console(), PrecisionGraph((), ())
-    trained, served = split_by_layer(training), split_by_layer(rollout)
-    pairs = {layer: (trained.get(layer, empty), served.get(layer, empty)) for layer in {**trained, **served}}
-    for layers, (train, serve) in fold_layers(pairs):
+def print_graphs(training: PrecisionGraph, rollout: PrecisionGraph, console: Console) -> None:
+    """Print the forward pass of both sides for every kind of layer, orange where quantized and red where the two differ, and the backward
+    pass of the trainer's linear layers."""
+    for layers, (train, serve) in fold_layers(training, rollout):
         forward, backward = (
             Table(*columns, title=f"{format_title(layers)}: {phase}", title_justify="left", box=None, pad_edge=False)
             for phase, *columns in (("forward", "tensor", "training", "rollout"), ("backward", "product", "operands"))
@@ -39,7 +28,9 @@ def print_graphs(training: PrecisionGraph, rollout: PrecisionGraph, console: Con
             source, target, tensor, _ = key
             formats = edges[0].get(key), edges[1].get(key)
             name = source if source == f"{target}.{tensor}" else f"{source} -> {target} ({tensor})"
-            forward.add_row(name, *(_format_text(format, formats[0] == formats[1]) for format in formats))
+            quantized = formats[0] is not None and formats[0].granularity
+            style = "bold red" if formats[0] != formats[1] else "dark_orange" if quantized else ""
+            forward.add_row(name, *(Text(str(format or "-"), style) for format in formats))
         for node in train.nodes:
             if node.op in ("dgrad", "wgrad"):
                 operands = {f"{edge.tensor} {edge.format}": None for edge in train.edges if edge.target == node.name}
@@ -51,16 +42,9 @@ def print_graphs(training: PrecisionGraph, rollout: PrecisionGraph, console: Con
 
 def draw_svg(training: PrecisionGraph, rollout: PrecisionGraph) -> str:
     """Return the tables of `print_graphs` as an SVG element, with the number of differences above them."""
-    console = Console(record=True, width=_SVG_COLUMNS, file=io.StringIO(), force_terminal=True)
+    console = Console(record=True, width=150, file=io.StringIO(), force_terminal=True)
     count = len(describe_differences(rollout, training))
     verdict = Text("The rollout is a subgraph of the training's forward pass.")
     console.print(Text(f"{count} difference{'s' * (count > 1)}", "bold red") if count else verdict, Text())
     print_graphs(training, rollout, console)
     return console.export_svg(title="", code_format=_SVG, theme=DEFAULT_TERMINAL_THEME, unique_id="precision-graph")
-
-
-def _format_text(format: TensorPrecision | None, equal: bool) -> Text:
-    """Return the precision, orange if quantized and red if the two sides differ."""
-    if format is None:
-        return Text("-", "bold red")
-    return Text(str(format), "bold red" if not equal else "dark_orange" if format.quantized else "")

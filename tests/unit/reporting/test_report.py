@@ -13,7 +13,7 @@ from megatron_rl import metrics
 from megatron_rl.batch import replay  # noqa: F401 (it declares what a run with replay adds)
 from megatron_rl.cli.main import app
 from megatron_rl.errors import UserError
-from megatron_rl.precision.graph.decoder import DecoderPrecision, Operator, decoder_graph
+from megatron_rl.precision.graph.decoder import Operator, decoder_graph
 from megatron_rl.precision.graph.graph import TensorPrecision
 from megatron_rl.precision.graph.render import draw_svg
 from megatron_rl.reporting.comparison import write_comparison
@@ -124,7 +124,7 @@ def test_a_whole_page_with_evaluations_and_the_precision_graph(tmp_path: Path):
     (run / "eval" / "step_2" / "eval.json").write_text(json.dumps(results))
     high = TensorPrecision("bf16")
     ends = {"embedding": {"weight": high}, "norm": {"x": high}, "lm_head": {"x": high, "weight": high}}
-    graph = decoder_graph(DecoderPrecision(high, {}, {name: Operator(inputs) for name, inputs in ends.items()}))
+    graph = decoder_graph(high, {}, {name: Operator(inputs) for name, inputs in ends.items()})
     (run / "graph.svg").write_text(draw_svg(graph, graph))
     page = Page(write_report(run))
     assert "Evaluations" in page.text and "eval/step_2" in page.text and "mean@8 50.0 % (40.0–60.0)" in page.text

@@ -1,7 +1,6 @@
 """The precision graph without models: comparison, folding of layers, merging of ranks, and the formats read from tensors."""
 
 import io
-import json
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 
@@ -12,9 +11,9 @@ from support.toy_format import TOY
 
 from megatron_rl.errors import RunError
 from megatron_rl.precision.fp8 import quantize_weight
-from megatron_rl.precision.graph.decoder import DecoderPrecision, Gradients, LayerPrecision, Operator, decoder_graph
-from megatron_rl.precision.graph.formats import block_format, channel_format, common_format, scale_format, unquantized_format
+from megatron_rl.precision.graph.decoder import Gradients, LayerPrecision, Operator, decoder_graph
 from megatron_rl.precision.graph.graph import (
+    GRAPH_JSON,
     Edge,
     Node,
     PrecisionGraph,
@@ -24,8 +23,8 @@ from megatron_rl.precision.graph.graph import (
     fold_to_json,
     format_title,
     merge_graphs,
-    split_by_layer,
 )
+from megatron_rl.precision.graph.reader import block_format, channel_format, scale_format, unquantized_format
 from megatron_rl.precision.graph.render import draw_svg, print_graphs
 from parallel.formats import FORMATS
 
@@ -36,7 +35,7 @@ NORMS = ("input_norm", "attention.q_norm", "attention.k_norm", "post_attention_n
 
 
 def linear(trained: bool, x: TensorPrecision = X, weight: TensorPrecision = W, count: int = 1) -> Operator:
-    gradients = Gradients(x, weight, x, replace(x, granularity="128x1") if x.quantized else x, FP32, FP32)
+    gradients = Gradients(x, weight, x, replace(x, granularity="128x1") if x.granularity else x, FP32, FP32)
     return Operator({"x": x, "weight": weight}, gradients=gradients if trained else None, count=count)
 
 
@@ -52,14 +51,18 @@ def layer(trained: bool = False, experts: int = 0, **change: Operator) -> LayerP
     return LayerPrecision(operators | change, HIGH, HIGH, logits=HIGH if experts else None)
 
 
-def decoder(layers: int = 3, trained: bool = False, experts: int = 0) -> DecoderPrecision:
+def decoder(layers: int = 3, trained: bool = False, experts: int = 0, **change: Operator) -> PrecisionGraph:
+    return connect({number: layer(trained, experts) for number in range(layers)}, trained, **change)
+
+
+def connect(layers: dict[int, LayerPrecision], trained: bool = False, **change: Operator) -> PrecisionGraph:
+    """Return the graph of a whole model with these layers."""
     ends = {"embedding": high(trained).with_inputs(x=None), "norm": high(trained), "lm_head": high(trained)}
-    layers_by_number = {number: layer(trained, experts) for number in range(layers)}
-    return DecoderPrecision(HIGH, layers_by_number, ends | {"logprobs": Operator({"x": HIGH})})
+    return decoder_graph(HIGH, layers, ends | {"logprobs": Operator({"x": HIGH})} | change)
 
 
-TRAINING = decoder_graph(decoder(trained=True))
-ROLLOUT = decoder_graph(decoder())
+TRAINING = decoder(trained=True)
+ROLLOUT = decoder()
 
 
 def changed(graph: PrecisionGraph, name: str, **change: str) -> PrecisionGraph:
@@ -70,7 +73,7 @@ def changed(graph: PrecisionGraph, name: str, **change: str) -> PrecisionGraph:
 
 @pytest.mark.parametrize("experts", [0, 8])
 def test_a_rollout_that_computes_as_the_training_is_its_subgraph(experts):
-    training, rollout = (decoder_graph(decoder(trained=trained, experts=experts)) for trained in (True, False))
+    training, rollout = (decoder(trained=trained, experts=experts) for trained in (True, False))
     assert describe_differences(rollout, training) == []
     assert len(training.edges) > 2 * len(rollout.edges)  # the backward pass is not compared
     assert set(training.select_forward().edges) == set(rollout.edges)
@@ -78,7 +81,7 @@ def test_a_rollout_that_computes_as_the_training_is_its_subgraph(experts):
 
 def test_post_norms_stand_before_the_residual_stream():
     post_norms = {"attention.post_norm": high(False), "mlp.post_norm": high(False)}
-    graph = decoder_graph(replace(decoder(1), layers={0: layer(**post_norms)}))
+    graph = connect({0: layer(**post_norms)})
     edges = {(edge.source, edge.target) for edge in graph.edges}
     for output, norm, stream in (
         ("attention.output", "attention.post_norm", "attention.residual"),
@@ -86,12 +89,12 @@ def test_post_norms_stand_before_the_residual_stream():
     ):
         names = [f"layers.0.{name}" for name in (output, norm, stream)]
         assert {(names[0], names[1]), (names[1], names[2])} <= edges and (names[0], names[2]) not in edges
-    assert "layer 0: mlp.post_norm is norm in the rollout, absent in training" in describe_differences(graph, decoder_graph(decoder(1)))
+    assert "layer 0: mlp.post_norm is norm in the rollout, absent in training" in describe_differences(graph, decoder(1))
 
 
 def every_layer(changed: LayerPrecision) -> PrecisionGraph:
     """Return a rollout whose layers are all `changed`."""
-    return decoder_graph(replace(decoder(), layers=dict.fromkeys(range(3), changed)))
+    return connect(dict.fromkeys(range(3), changed))
 
 
 def differences(one: str, other: str, *edges: str) -> list[str]:
@@ -110,7 +113,7 @@ PLANTED = {
         differences("e4m3 1x128 fp32", "e4m3 1x128 pow2", "layers 0..2: post_attention_norm -> mlp.gate_up (x)"),
     ),
     "an extra quantized layer": (
-        decoder_graph(replace(decoder(), ends={**decoder().ends, "lm_head": linear(False)})),
+        decoder(lm_head=linear(False)),
         differences("e4m3 1x128 pow2", "bf16", "norm -> lm_head (x)")
         + differences("e4m3 128x128 pow2", "bf16", "lm_head.weight -> lm_head (weight)"),
     ),
@@ -122,12 +125,12 @@ PLANTED = {
         every_layer(replace(layer(), kv=TensorPrecision("e4m3", "tensor", "fp32"))),
         differences("e4m3 tensor fp32", "bf16", *(f"layers 0..2: attention.{edge}" for edge in KV)),
     ),
-    "a missing layer": (decoder_graph(decoder(layers=2)), differences("absent", "norm", "layer 2: input_norm")),
+    "a missing layer": (decoder(layers=2), differences("absent", "norm", "layer 2: input_norm")),
     "a bias": (
         every_layer(layer(**{"attention.qkv": linear(False).with_inputs(bias=HIGH)})),
         differences("weight", "absent", "layers 0..2: attention.qkv.bias"),
     ),
-    "other experts": (decoder_graph(decoder(experts=8)), differences("linear x8", "absent", "layers 0..2: mlp.experts.down")),
+    "other experts": (decoder(experts=8), differences("linear x8", "absent", "layers 0..2: mlp.experts.down")),
 }
 
 
@@ -144,7 +147,7 @@ def latent_graph(trained: bool, absorbed: bool, read: TensorPrecision = HIGH) ->
     operators |= {f"attention.{name}": high(trained) for name in ("q_a_norm", "kv_a_norm")}
     operators |= {f"attention.{half}": linear(trained).with_inputs(x=read) for half in halves}
     rest = {name: each for name, each in layer(trained).operators.items() if not name.startswith("attention.")}
-    return decoder_graph(replace(decoder(1, trained), layers={0: LayerPrecision(rest | operators, HIGH, HIGH)}))
+    return connect({0: LayerPrecision(rest | operators, HIGH, HIGH)}, trained)
 
 
 @pytest.mark.parametrize("absorbed, weights", [(False, ["kv_b"]), (True, ["kv_b.k", "kv_b.v"])])
@@ -162,38 +165,39 @@ def test_latent_attention_shows_what_multiplies_with_kv_b(absorbed, weights):
 
 
 def test_equal_layers_are_folded_and_formats_have_words():
-    assert [numbers for numbers, _ in fold_layers(split_by_layer(TRAINING))] == [(), (0, 1, 2)]
-    other = changed(decoder_graph(decoder(layers=5)), "layers.3.mlp.down", scale="fp32")
+    assert [numbers for numbers, _ in fold_layers(TRAINING)] == [(), (0, 1, 2)]
+    other = changed(decoder(layers=5), "layers.3.mlp.down", scale="fp32")
     assert [part["part"] for part in fold_to_json(other)] == ["model", "layers 0..2, 4", "layer 3"]
     assert format_title([7]) == "layer 7" and format_title([1, 2, 3, 5, 7, 8]) == "layers 1..3, 5, 7..8"
     assert str(X) == "e4m3 1x128 pow2" and str(HIGH) == "bf16"
     assert [str(unquantized_format(torch.empty(1, dtype=dtype))) for dtype in (torch.bfloat16, torch.int8)] == ["bf16", "int8"]
-    assert common_format([X, X]) == X and common_format([X, HIGH]) not in (X, HIGH)
 
 
 def test_graphs_are_whole_and_survive_json():
     """Every edge joins two nodes, every weight is trained, the key of an edge excludes its precision, an empty rollout lacks every node."""
-    experts = decoder_graph(decoder(trained=True, experts=4))
+    experts = decoder(trained=True, experts=4)
     for graph in (TRAINING, ROLLOUT, experts):
         names = {node.name for node in graph.nodes}
         assert len(names) == len(graph.nodes)
         assert {name for edge in graph.edges for name in (edge.source, edge.target)} == names
-        assert PrecisionGraph.from_json(json.loads(json.dumps(graph.to_json()))) == graph
+        assert GRAPH_JSON.validate_json(GRAPH_JSON.dump_json(graph)) == graph
     weights = {node.name for node in experts.nodes if node.op == "weight"}
     assert {edge.target for edge in experts.edges if edge.phase == "update"} == weights
     assert {edge.target.removesuffix(".master") for edge in experts.edges if edge.tensor == "grad"} == weights
     edge = Edge("a", "b", "x", HIGH)
     assert edge.key == replace(edge, format=X).key != replace(edge, tensor="weight").key
-    one_layer = decoder_graph(decoder(1))
+    one_layer = decoder(1)
     assert len(describe_differences(PrecisionGraph((), ()), one_layer)) == len(one_layer.nodes)
 
 
 def test_pipeline_stages_make_the_whole_graph_and_ranks_that_disagree_are_refused():
-    whole = decoder(layers=4, trained=True)
-    last_ends = {name: operator for name, operator in whole.ends.items() if name != "embedding"}
-    first = replace(whole, layers={0: whole.layers[0], 1: whole.layers[1]}, ends={"embedding": whole.ends["embedding"]})
-    last = replace(whole, layers={2: whole.layers[2], 3: whole.layers[3]}, ends=last_ends)
-    result, expected = merge_graphs([decoder_graph(first), decoder_graph(last)]), decoder_graph(whole)
+    layers = {number: layer(True) for number in range(4)}
+    ends = {"embedding": high(True).with_inputs(x=None), "norm": high(True), "lm_head": high(True)}
+    stages = [({0, 1}, {"embedding"}), ({2, 3}, {"norm", "lm_head"}), (set(layers), set(ends))]
+    first, last, expected = (
+        decoder_graph(HIGH, {number: layers[number] for number in numbers}, {end: ends[end] for end in names}) for numbers, names in stages
+    )
+    result = merge_graphs([first, last])
     assert set(result.nodes) == set(expected.nodes)
     assert set(result.edges) == set(expected.edges)
     with pytest.raises(RunError, match=r"layers.1.mlp.swiglu -> layers.1.mlp.down \(x\): e4m3 1x128 pow2 and e4m3 1x128 fp32"):
