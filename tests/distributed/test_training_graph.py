@@ -67,7 +67,7 @@ def test_in_bf16_no_tensor_is_quantized(worlds, checkpoint):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_weight_of_a_family_is_in_its_graph(worlds, model_folder, family):
     graph = worlds(1).call(read_trainer_graph, model_folder(family), FP8)[0]
-    quantized = {edge.source for edge in graph.edges if edge.tensor == "weight" and edge.phase == "forward" and edge.format.quantized}
+    quantized = {edge.source for edge in graph.edges if edge.tensor == "weight" and edge.phase == "forward" and edge.format.granularity}
     every = {node.name: node.count for node in graph.nodes if node.op == "weight"}
     halves = {name.replace("kv_b.k", "kv_b.v") for name in every if "kv_b.k" in name}  # of one weight, where latents are absorbed
     counts = {name: count for name, count in every.items() if name not in halves}
