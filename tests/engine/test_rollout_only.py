@@ -38,7 +38,7 @@ def test_the_engine_that_was_just_started_passes_all_checks_and_computes_as_emul
     world.call(trainer_engine.check_live)
     assert world.call(trainer_engine.prove) == [TENSORS]
     _, _, rollout = world.call(trainer_engine.compare_graphs)[0]
-    quantized = [str(edge.format) for edge in rollout.edges if edge.format.quantized]
+    quantized = [str(edge.format) for edge in rollout.edges if edge.format.granularity]
     assert len(quantized) == 8  # weights and inputs of qkv, output, gate_up, down
     assert set(quantized) == {"int8 channel fp32", "int8 token fp32"}
     assert_the_engine_computes_as_emulated(world)

@@ -102,7 +102,7 @@ def test_an_fp8_engine_below_a_high_precision_trainer_passes_all_checks_after_a_
     assert report["canary"] == 0.0  # the trainer multiplies as the engine does, and sends the tokens to the engine's experts
     assert world.call(trainer_engine.prove) == [report["proved"]] == [report["tensors"]]
     _, _, rollout = world.call(trainer_engine.compare_graphs)[0]
-    quantized = {str(edge.format) for edge in rollout.edges if edge.format.quantized}
+    quantized = {str(edge.format) for edge in rollout.edges if edge.format.granularity}
     assert quantized == {"e4m3 128x128 pow2", "e4m3 1x128 pow2"}
 
 

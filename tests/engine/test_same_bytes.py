@@ -50,7 +50,7 @@ def test_what_was_just_started_passes_all_checks_and_the_live_graphs_are_alike(u
     assert_same_logprobs(unified, 0)
     lines, training, rollout = unified.call(trainer_engine.compare_graphs)[0]
     assert lines == [] and set(rollout.edges) == set(training.select_forward().edges)
-    quantized = [edge for edge in rollout.edges if edge.format.quantized]
+    quantized = [edge for edge in rollout.edges if edge.format.granularity]
     assert len(quantized) == 8  # input and weight of qkv, output, gate_up and down
     assert {node.detail for node in rollout.nodes if node.op == "attention"} == {"TorchNativeAttnBackend"}
     unified.call(check_graphs, tmp_path)
