@@ -1,10 +1,13 @@
 """The shipped configurations, and a dense one with four stages, run without GPUs and take the planned memory.
 
-The default tests rehearse the 8B with its engines and the last rank of others, the long tests all kinds of ranks and all engines.
+The default tests rehearse two layers of the 8B with its engines and the last rank of the 235B, the long tests all kinds of ranks and all
+engines.
 """
 
+import json
+
 import pytest
-from support.shipped import check_aims, rehearse_shipped, rehearse_trainers
+from support.shipped import ROOT, check_aims, rehearse_shipped, rehearse_trainers
 
 STAGES = "--train.layout.pp=4,--train.layout.last_stage_layers=13,--train.layout.dp=1"
 COUNTS = "megatron_rl/mcore/layers/moe/token_counts.py"
@@ -14,14 +17,9 @@ EXCHANGES = {"qwen2_5_32b": set(), "qwen3_30b_a3b": {"ep 8"}, "qwen3_235b_a22b":
 """Groups of all-to-alls: tokens of experts, and heads if ranks share a key-value head."""
 
 
-@pytest.fixture(scope="module")
-def last_ranks():
-    return rehearse_trainers(f"qwen2_5_32b,h100,last,{STAGES}", "qwen3_30b_a3b,h100,last", "qwen3_235b_a22b,h100,last")
-
-
-@pytest.mark.parametrize("name", LAYERS)
-def test_the_last_rank_runs_and_waits_once_a_layer_for_what_experts_get(last_ranks, name):
-    (rank,) = last_ranks[name]
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.long] * (name != "qwen3_235b_a22b")) for name in LAYERS])
+def test_the_last_rank_runs_and_waits_once_a_layer_for_what_experts_get(name):
+    (rank,) = rehearse_trainers(f"{name},h100,last" + (f",{STAGES}" if name == "qwen2_5_32b" else ""))[name]
     assert rank["passes"] and not rank["fault"], rank["fault"]
     check_aims(rank)
     for phase in rank["phases"]:
@@ -32,10 +30,19 @@ def test_the_last_rank_runs_and_waits_once_a_layer_for_what_experts_get(last_ran
     assert {entry["group"] for entry in update["collectives"] if entry["kind"] == "all-to-all"} == EXCHANGES[name]
 
 
-LONG = [("qwen2_5_32b", [0]), ("qwen3_30b_a3b", [1, 0]), ("qwen3_235b_a22b", [15, 0, 1])]
+def test_two_layers_run_with_their_engines(tmp_path):
+    fields = json.loads((ROOT / "configs/models/Qwen3-8B/config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(fields | {"num_hidden_layers": 2}))
+    found = rehearse_shipped("qwen3_8b", tmp_path, f"--model.path={tmp_path}")
+    (trainer,), engines = found["trainer"], found["engine"]
+    assert len(engines) == 2 and not any(wait["in_micro_batches"] for phase in trainer["phases"] for wait in phase["host_waits"])
 
 
-@pytest.mark.parametrize(("name", "stages"), [("qwen3_8b", [0]), *(pytest.param(*case, marks=pytest.mark.long) for case in LONG)])
+CASES = [("qwen3_8b", [0]), ("qwen2_5_32b", [0]), ("qwen3_30b_a3b", [1, 0]), ("qwen3_235b_a22b", [15, 0, 1])]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("name", "stages"), CASES)
 def test_all_kinds_of_ranks_and_engines_run(name, stages, tmp_path):
     found = rehearse_shipped(name, tmp_path)
     assert [rank["stage"] for rank in found["trainer"]] == stages and len(found["engine"]) == 2

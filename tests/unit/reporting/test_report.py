@@ -40,13 +40,15 @@ STEP = {
 STEP |= {f"mismatch/cause/{cause}/{what}": -0.125 for cause in CAUSE_LABELS for what in ("abs_mean", "abs_max", "mean", "k3")}
 
 
+DRAWN: dict[tuple, str] = {}
 SECTION_COUNT = sum(map(len, SECTIONS.values()))
 
 
 @pytest.fixture(autouse=True)
 def render_once(monkeypatch):
-    """Draw plots of the same rows only once, because most pages here show the rows of `full_rows`."""
-    monkeypatch.setattr("megatron_rl.reporting.report.render_svg", lambda plot, rows: render(plot, json.dumps(rows)))
+    """Draw each plot of a page only once for all tests, because drawing takes most of their time."""
+    for module in ("report", "comparison"):
+        monkeypatch.setattr(f"megatron_rl.reporting.{module}.render_svg", functools.partial(render, module))
 
 
 def find_plot(title: str, rows: list[dict]) -> Plot:
@@ -54,9 +56,11 @@ def find_plot(title: str, rows: list[dict]) -> Plot:
     return plot
 
 
-@functools.cache
-def render(plot: Plot, rows: str) -> str:
-    return render_svg(plot, json.loads(rows))
+def render(module: str, plot: Plot, rows: list[dict], *xlabel: str) -> str:
+    key = (module, plot.title, *xlabel, any(panel.series for panel in plot.panels))
+    if key not in DRAWN:
+        DRAWN[key] = render_svg(plot, rows, *xlabel)
+    return DRAWN[key]
 
 
 def make_run(folder: Path, rows: list[dict], status: str = "finished", reason: str = "", samples: list[dict] | None = None) -> Path:
