@@ -120,17 +120,8 @@ def make_worker(engine: FakeEngine, rewards: object, **sections: dict[str, objec
     return RolloutWorker(config, MultiTurnSampler(engine, ChatTokenizer()), stream, held_out, rewards)
 
 
-@pytest.fixture
-def engine():
-    return FakeEngine()
-
-
-@pytest.fixture
-def worker(engine):
-    return make_worker(engine, FakeRewards())
-
-
-def test_groups_lie_side_by_side(worker):
+def test_groups_lie_side_by_side():
+    worker = make_worker(FakeEngine(), FakeRewards())
     completions = worker.collect(worker.draw(5)).completions_B
     assert [member.problem.id for member in completions] == ["0"] * 4 + ["1"] * 4
     assert [member.text for member in completions] == list("abcd" * 2)
@@ -140,7 +131,8 @@ def test_groups_lie_side_by_side(worker):
         worker.collect(worker.draw(6))
 
 
-def test_draws_are_a_function_of_version_and_place(worker, engine):
+def test_draws_are_a_function_of_version_and_place():
+    worker = make_worker(engine := FakeEngine(), FakeRewards())
     worker.collect(worker.draw(5))
     first = {sampling.seed for sampling in engine.sampling}
     assert len(first) == 8
@@ -150,8 +142,8 @@ def test_draws_are_a_function_of_version_and_place(worker, engine):
     assert len(engine.sampling) > 16 and not {sampling.seed for sampling in engine.sampling[16:]} & first
 
 
-def test_held_out_problems_are_sampled_by_settings_of_their_own(engine):
-    eval_settings = {"samples": 2, "temperature": 0.25, "top_k": 3}
+def test_held_out_problems_are_sampled_by_settings_of_their_own():
+    engine, eval_settings = FakeEngine(), {"samples": 2, "temperature": 0.25, "top_k": 3}
     worker = make_worker(engine, FakeRewards(), rollout={"stop": ["\n"], "min_p": 0.1, "max_new_tokens": 7}, eval=eval_settings)
     completions = worker.evaluate(5).completions_B
     assert [member.problem.level for member in completions] == [1, 1, 2, 2]
@@ -219,9 +211,8 @@ def test_excluded_completions_give_a_group_no_signal():
 
 
 def test_groups_outside_of_the_range_of_accuracy_are_replaced_and_fill_without_a_gradient():
-    worker, scripted = dynamic(
-        3, {"0": [1.0, 0.0, 0.0, 0.0], "1": MIXED, "2": [1.0] * 3 + [0.0], "3": EQUAL}, accuracy_low=0.3, accuracy_high=0.7
-    )
+    groups = {"0": [1.0, 0.0, 0.0, 0.0], "1": MIXED, "2": [1.0] * 3 + [0.0], "3": EQUAL}
+    worker, scripted = dynamic(3, groups, accuracy_low=0.3, accuracy_high=0.7)
     score = scripted.score
     scripted.score = lambda *args: [replace(reward, correct=reward.value == 1.0) for reward in score(*args)]
     rollout = worker.collect(worker.draw(5))
