@@ -66,9 +66,8 @@ def test_a_row_of_an_fp32_product_of_bf16_numbers_is_the_same_in_any_batch_and_o
         half = rows // 2
         if half >= batch_invariant.MIN_AMX_COLUMNS:  # of two tensor-parallel ranks
             assert torch.equal(batch_invariant.invariant_matmul(x, weight[half:]), whole[:, half:])
-    assert torch.equal(
-        torch.tensor([[1 + 2**-20]]) @ torch.eye(1), torch.tensor([[1 + 2**-20]])
-    )  # the setting does not outlive the context
+    exact = torch.tensor([[1 + 2**-20]])
+    assert torch.equal(exact @ torch.eye(1), exact), "the setting does not outlive the context"
 
 
 @pytest.mark.parametrize("experts", [6, 8, 160])
@@ -92,10 +91,8 @@ def test_a_head_of_its_own_weight_is_the_same_in_any_batch_and_with_any_heads(th
         assert torch.equal(batch_invariant.multiply_heads(x[:count, None], weight)[:, 0], whole[:count])
     assert torch.equal(batch_invariant.multiply_heads(x[:, 2:], weight[2:].contiguous()), whole[:, 2:])
     learned = [tensor.float().requires_grad_() for tensor in (x, weight)]
-    gradients, wanted = (
-        torch.autograd.grad(function(*learned).square().sum(), learned)
-        for function in (batch_invariant.multiply_heads, lambda *args: torch.einsum("thk,hnk->thn", *args))
-    )
+    functions = batch_invariant.multiply_heads, lambda *args: torch.einsum("thk,hnk->thn", *args)
+    gradients, wanted = (torch.autograd.grad(function(*learned).square().sum(), learned) for function in functions)
     torch.testing.assert_close(gradients, wanted, rtol=1e-4, atol=1e-4)
 
 
@@ -105,9 +102,8 @@ def test_norm_and_log_softmax_of_a_row_are_the_same_in_any_batch(threads):
     for rows in (slice(0, 1), slice(7, 9), slice(50, 180)):
         assert torch.equal(batch_invariant.rms_norm(x[rows], weight, 1e-6), normed[rows])
         assert torch.equal(F.log_softmax(x[rows], -1), logprobs[rows])
-    assert torch.equal(
-        batch_invariant.rms_norm(x[:, 128:], weight[128:], 1e-6), batch_invariant.rms_norm(x[:, 128:].clone(), weight[128:], 1e-6)
-    )
+    whole, copied = (batch_invariant.rms_norm(part, weight[128:], 1e-6) for part in (x[:, 128:], x[:, 128:].clone()))
+    assert torch.equal(whole, copied)
 
 
 @pytest.mark.parametrize("shape", [*SHAPES, LATENT])
@@ -139,9 +135,8 @@ def test_attention_and_its_gradient_match_torch(shape, monkeypatch):
     wanted = F.scaled_dot_product_attention(*inputs, is_causal=True, enable_gqa=True)
     output = batch_invariant.causal_attention(*inputs)
     torch.testing.assert_close(output, wanted, rtol=1e-5, atol=1e-5)
-    gradient = random(*wanted.shape, seed=9)
-    for first, second in zip(torch.autograd.grad(output, inputs, gradient), torch.autograd.grad(wanted, inputs, gradient), strict=True):
-        torch.testing.assert_close(first, second, rtol=1e-5, atol=1e-5)
+    found, expected = (torch.autograd.grad(each, inputs, random(*wanted.shape, seed=9)) for each in (output, wanted))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     monkeypatch.setattr(batch_invariant, "MAX_SCORES", 3 * shape[0] * 160 * 7)  # seven queries at a time
     assert torch.equal(batch_invariant.causal_attention(*inputs), output)
     narrow = [x.detach().bfloat16() for x in inputs]  # computed in FP32 and rounded once

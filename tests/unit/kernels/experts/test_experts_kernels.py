@@ -83,12 +83,8 @@ def test_tables_put_every_token_into_a_row_of_its_expert(counts):
         assert first[number] == sum(groups.lengths[:tile]) and length[number] == groups.lengths[tile]
 
 
-def make_groups() -> TokenGroups:
-    return TokenGroups.from_counts(SENT, "cpu")
-
-
 def test_tokens_lie_sorted_by_expert_then_by_the_rank_they_came_from():
-    groups = make_groups()
+    groups = TokenGroups.from_counts(SENT, "cpu")
     assert groups.lengths == [128, 0, 256] and groups.rows == 384
     assert groups.places.tolist() == [0, 1, 2, *range(128, 258), 3, *range(258, 278)]
     assert groups.sources[:5].tolist() == [0, 1, 2, 133, -1] and groups.sources[groups.places].tolist() == list(range(154))
@@ -101,7 +97,7 @@ def test_bytes_and_scales_match_separate_kernels():
     from megatron_rl.kernels.experts.triton import collect_rows, pack, quantize_weighed, spread_packed
     from megatron_rl.kernels.quantize.triton import quantize_activation
 
-    groups = make_groups()
+    groups = TokenGroups.from_counts(SENT, "cpu")
     tokens = len(groups.places)
     weights = torch.rand(tokens, generator=torch.Generator().manual_seed(0))
     for scale_format, dtype in (("pow2", torch.float32), ("fp32", torch.bfloat16)):
@@ -135,11 +131,10 @@ def test_shapes_that_do_not_fit_are_refused():
     for function in (scatter, sum_rows):
         with pytest.raises(ValueError, match="does not match"):
             function(torch.zeros(4, 8), make_order())
-
     for shape in ((5, 192), (4, 256)):
         with pytest.raises(ValueError, match="must have a row per token"):
             pack(torch.zeros(shape), torch.zeros(5, 2, dtype=torch.int64), "pow2")
-    groups, gradient = make_groups(), torch.zeros(154, 256)
+    groups, gradient = TokenGroups.from_counts(SENT, "cpu"), torch.zeros(154, 256)
     for outputs, weights in ((torch.zeros(154, 256), 154), (torch.zeros(384, 256), 153), (torch.zeros(384, 256).bfloat16(), 154)):
         with pytest.raises(ValueError, match="and groups do not match"):
             quantize_weighed(gradient, outputs, torch.zeros(weights), groups, "pow2", columns=True)
@@ -163,9 +158,8 @@ def add_slowly(outputs: dict[int, torch.Tensor], first: int, count: int) -> torc
 def draw_choices(num_experts: int, num_tokens: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return outputs `[n, H]` of many magnitudes, and their tokens `[n]` and experts `[n]` in random order. Some tokens have no expert."""
     generator = torch.Generator().manual_seed(seed)
-    tokens, experts = (
-        (torch.rand(num_tokens, num_experts, generator=generator) < torch.rand(num_tokens, 1, generator=generator)).nonzero().t()
-    )
+    chosen = torch.rand(num_tokens, num_experts, generator=generator) < torch.rand(num_tokens, 1, generator=generator)
+    tokens, experts = chosen.nonzero().t()
     order = torch.randperm(len(tokens), generator=generator)
     outputs = torch.randn(len(tokens), HIDDEN, generator=generator) * 2.0 ** torch.randint(-9, 9, (len(tokens), 1), generator=generator)
     return outputs, tokens[order], experts[order]

@@ -7,8 +7,7 @@ import torch
 
 from examples.arithmetic.config import ArchitectureConfig
 from examples.arithmetic.new_model import make_hf_config
-from megatron_rl.config import Config, ModelConfig, PrecisionConfig
-from megatron_rl.config.sync import SyncConfig
+from megatron_rl.config import Config
 from megatron_rl.errors import UserError
 from megatron_rl.kernels.linear import requirements
 from megatron_rl.preflight import Facts, Needs, check
@@ -32,28 +31,28 @@ def hopper(monkeypatch):
     return versions
 
 
-def check_machine(precision: PrecisionConfig) -> None:
-    sync = SyncConfig(transport="gloo")  # works on a GPU and without
-    check(Facts(Config(model=ModelConfig(path=Path("m")), precision=precision, sync=sync)), Needs.TRAINER | Needs.MACHINE)
+def check_machine(**precision: str) -> None:
+    sections = {"model": {"path": Path("m")}, "precision": precision, "sync": {"transport": "gloo"}}  # works on a GPU and without
+    check(Facts(Config.model_validate(sections)), Needs.TRAINER | Needs.MACHINE)
 
 
-def refused(backend: str, **precision: str) -> str:
+def refused(backend: str) -> str:
     with pytest.raises(UserError) as caught:
-        check_machine(PrecisionConfig(backend=backend, **precision))
+        check_machine(backend=backend)
     return str(caught.value)
 
 
 def test_a_whole_machine_can_run_them_all(hopper):
     assert all(requirements.find_missing(name) == [] for name in requirements.BACKENDS)
     for name in requirements.BACKENDS:
-        check_machine(PrecisionConfig(backend=name))
+        check_machine(backend=name)
 
 
 def test_everything_that_is_missing_is_named(monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", None)
     monkeypatch.setattr(requirements, "find_version", {}.get)
     monkeypatch.setattr(requirements, "find_nvcc", lambda: None)
-    check_machine(PrecisionConfig(backend="deep_gemm", mode="bf16"))  # a mode without FP8 layers needs none
+    check_machine(backend="deep_gemm", mode="bf16")  # a mode without FP8 layers needs none
     line = refused("deep_gemm")
     assert line.startswith(
         "precision.backend = 'deep_gemm': cannot run here: torch is a CPU build, sgl-deep-gemm is not installed, triton is not installed, "
@@ -93,7 +92,7 @@ def test_experts_need_deep_gemm_whatever_multiplies_the_rest_and_the_original_pa
     assert requirements.find_missing("emulated", experts=True) == []
     assert "sgl-deep-gemm is not installed" in refused("deep_gemm")
     hopper["deep_gemm"] = "2.6.1+54e2261"
-    check_machine(PrecisionConfig(backend="deep_gemm"))
+    check_machine(backend="deep_gemm")
     hopper["deep_gemm"] = "2.7.0"
     assert "deep_gemm 2.7.0 is not a supported version, 2.1 to below 2.7" in refused("deep_gemm")
 

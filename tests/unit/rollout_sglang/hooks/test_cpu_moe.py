@@ -14,8 +14,6 @@ from megatron_rl.precision.quantized_weight import QuantizedWeight
 from rollout_sglang.hooks import cpu_moe, dequant_cache, tree_reduction
 
 EXPERTS, WIDTH, HIDDEN = 3, 128, 256
-
-
 CHOSEN = torch.tensor([[0, 2], [2, -1], [-1, -1], [2, 0], [0, -1]])  # nobody chooses expert 1; -1 is another rank's
 WEIGHTS = random(*CHOSEN.shape, seed=1).softmax(-1)
 X = random(len(CHOSEN), HIDDEN, seed=2)
@@ -158,9 +156,8 @@ def test_by_the_tree_the_first_rank_returns_the_sum_of_all(monkeypatch, tp_rank)
         added.append((group, partial.dtype, len(partial)))
         return (partial * group).to(dtype)
 
-    monkeypatch.setattr(
-        cpu_moe, "get_ranks", lambda: SimpleNamespace(moe_tp_group=2, moe_ep_group=4, tp_group=SimpleNamespace(rank_in_group=tp_rank))
-    )
+    ranks = SimpleNamespace(moe_tp_group=2, moe_ep_group=4, tp_group=SimpleNamespace(rank_in_group=tp_rank))
+    monkeypatch.setattr(cpu_moe, "get_ranks", lambda: ranks)
     monkeypatch.setattr(tree_reduction, "add_over_ranks", add)
     x, experts = X.bfloat16(), torch.tensor([[3, 0, 2], [1, -1, 3], [-1, -1, -1], [2, 1, 0], [0, 3, -1]])
     weights = random(*experts.shape, seed=7).softmax(-1)
