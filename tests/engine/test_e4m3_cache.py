@@ -21,11 +21,9 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module", params=["e4m3", "e4m3_per_layer"])
 def world(request, new_world, checkpoint, folder):
     """An engine whose cache holds half of 16 responses of 100 tokens."""
-    world = new_world()
+    world, precision = new_world(), FP8 | {"kv": request.param}
     (folder / request.param).mkdir()
-    world.call(
-        trainer_engine.start, checkpoint, folder / request.param, FP8 | {"kv": request.param}, {"rollout": {"max_total_tokens": 1000}}
-    )
+    world.call(trainer_engine.start, checkpoint, folder / request.param, precision, {"rollout": {"max_total_tokens": 1000}})
     return world
 
 

@@ -22,10 +22,8 @@ def read_server_arguments(names):
     """Return the first engine's server arguments of these names, as SGLang reports them."""
 
     def read(engines):
-        engine = engines.replicas[0].engine
-        answer = httpx.get(
-            f"{engine.server.url}/server_info", headers={"Authorization": f"Bearer {engine.server.api_key}"}, timeout=60
-        ).json()
+        server = engines.replicas[0].engine.server
+        answer = httpx.get(f"{server.url}/server_info", headers={"Authorization": f"Bearer {server.api_key}"}, timeout=60).json()
         return {name: answer[name] for name in names}
 
     return current().rank0_engines.run(read)

@@ -37,11 +37,7 @@ SETTINGS = {
     "staged group": {"transport": "process_group", "staged": True, "running": "restart"},
 }
 DEFAULT = ("process_group",)
-
-
 TASK = "examples.arithmetic.task:Arithmetic"
-
-
 ENDPOINTS = (
     "/generate", "/weights_checker", "/abort_request", "/flush_cache", "/begin_weight_update", "/end_weight_update",
     "/update_weight_version", "/update_weights_from_tensor", "/update_weights_from_disk", "/load_lora_adapter", "/server_info",
@@ -94,18 +90,17 @@ class RecordingWorker(RolloutWorker):
 def run_ahead(running, max_staleness, steps):
     """Run the whole loop. Return its rows, and for every completion the version it was collected for and the version of each token."""
     served = current()
-    config = Config.model_validate(
-        {
-            "model": {"path": served.trainer.folder},
-            "train": {"steps": steps},
-            "rollout": {"prompts_per_step": 4, "group_size": 4, "max_new_tokens": TOKENS},
-            "algorithm": {"correction": "tis"},
-            "placement": {"kind": "disaggregated", "max_staleness": max_staleness},
-            "sync": {"running": running, "transport": "shared_memory"},
-            "data": {"train": TASK, "eval": TASK, "settings": {"levels": (2,)}, "eval_size": 4, "eval_every": 100},
-            "reward": {"function": "examples.arithmetic.reward:reward", "workers": 1},
-        }
-    )
+    sections = {
+        "model": {"path": served.trainer.folder},
+        "train": {"steps": steps},
+        "rollout": {"prompts_per_step": 4, "group_size": 4, "max_new_tokens": TOKENS},
+        "algorithm": {"correction": "tis"},
+        "placement": {"kind": "disaggregated", "max_staleness": max_staleness},
+        "sync": {"running": running, "transport": "shared_memory"},
+        "data": {"train": TASK, "eval": TASK, "settings": {"levels": (2,)}, "eval_size": 4, "eval_every": 100},
+        "reward": {"function": "examples.arithmetic.reward:reward", "workers": 1},
+    }
+    config = Config.model_validate(sections)
     tokenizer = load_tokenizer(served.trainer.folder)
     stream, held_out = load_problems(config, tokenizer)
     log = RecordingLog()
@@ -117,11 +112,8 @@ def run_ahead(running, max_staleness, steps):
             loop_of(config, served.trainer, None, sync, ahead, log, NullCheckpointManager(), engines=served.engines).run()
         finally:
             ahead.close()
-    token_versions = [
-        (version, (version - completion.version_lags_T.astype(int)).tolist())
-        for version, completions in worker.batches
-        for completion in completions
-    ]
+    lags = [(version, completion.version_lags_T.astype(int)) for version, completions in worker.batches for completion in completions]
+    token_versions = [(version, (version - lags_T).tolist()) for version, lags_T in lags]
     return {"rows": log.rows, "token_versions": token_versions, "position": ahead.snapshot()(), "drawn": stream.state_dict()}
 
 

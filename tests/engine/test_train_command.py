@@ -137,13 +137,3 @@ def test_its_checkpoint_is_exported(runs, tmp_path):
     assert read_json(tmp_path / "hf" / "config.json")["quantization_config"]["scale_fmt"] == "ue8m0"
     again = finish(Command(tmp_path / "again", *export, tmp_path / "hf"))
     assert again.code == 2 and "--output" in again.err and "exists already" in again.err
-
-
-def test_a_wrong_world_size_is_one_line_before_anything_starts(tmp_path):
-    done = finish(train_command.train(tmp_path, {"train.layout.tp": 2}))
-    assert done.code == 2
-    assert done.err.splitlines() == [
-        "megatron-rl: train.layout: needs 2 ranks (tp * cp * pp * dp), but this launch has 1; "
-        "start with torchrun --nproc-per-node 2, or change train.layout"
-    ]
-    assert not (tmp_path / "runs").exists()

@@ -13,9 +13,8 @@ from parallel.hf_config import Rope, Yarn
 from parallel.model_geometry import MLAGeometry, ModelGeometry, MoEGeometry
 from parallel.shards import GeometryError
 
-LLAMA, QWEN2, QWEN3, MOE, DEEPSEEK, AIR = (
-    ARCHITECTURES[name] for name in ("llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3", "glm4_moe_air")
-)
+TESTED = ("llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3", "glm4_moe_air")
+LLAMA, QWEN2, QWEN3, MOE, DEEPSEEK, AIR = (ARCHITECTURES[name] for name in TESTED)
 DISTINCT = {  # all widths differ, so that none can be mistaken for another
     **{"num_hidden_layers": 3, "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 96, "vocab_size": 50, "head_dim": 32},
     **{"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10},

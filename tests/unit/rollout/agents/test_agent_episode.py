@@ -90,13 +90,8 @@ def test_a_request_that_differs_from_the_history_begins_another_branch():
     chat.ask("a")  # again: other draws
     completion = chat.episode.finish("", None)
     conversations = [text(np.concatenate([each.prompt_ids_T, each.output_ids_T])) for each in completion.conversations]
-    assert conversations == [
-        "<u>a~<a>aa~",
-        "<u>a~<a>aa~<u>c~<a>cc~",
-        "<u>a~<a>a a~<u>c~<a>cc~",
-        "<s>sub~<u>a~<a>aa~",
-        "<u>a~<a>aa~<u>b~<a>bb~<u>d~<a>dd~",
-    ]
+    expected = ["<u>a~<a>aa~", "<u>a~<a>aa~<u>c~<a>cc~", "<u>a~<a>a a~<u>c~<a>cc~", "<s>sub~<u>a~<a>aa~"]
+    assert conversations == [*expected, "<u>a~<a>aa~<u>b~<a>bb~<u>d~<a>dd~"]
     assert len({sampling.seed for _, sampling in chat.policy.asked}) == 5, "every conversation has a seed"
     assert completion.calls == 7 and completion.total_sampled == 7 * 3, "no sampled token is trained twice, and none is left out"
     shared = completion.branches[3]

@@ -186,7 +186,6 @@ def test_live_experts_are_read_by_their_runner(monkeypatch, scale_format, runner
 def test_sglangs_own_gpu_code_comes_to_the_contracts_quantizer():
     """Runs SGLang's dense layers and experts up to their products, with the hooks applied as in an engine."""
     environment = {**one_thread_environment(), "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
-    done = subprocess.run(
-        [sys.executable, "-m", "support.sglang_quantizers"], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200
-    )
+    command = [sys.executable, "-m", "support.sglang_quantizers"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr[-3000:]
