@@ -196,9 +196,8 @@ def test_mtp_layers_match_the_config(tmp_path):
     """All MTP layers, or only their copies of embedding and output layer, may be missing. Present tensors must match config.json."""
     config = {**DEEPSEEK, "num_nextn_predict_layers": 1}
     model, plain = ModelGeometry.from_hf_config(config), list_tensors(DEEPSEEK, "BF16")
-    layer = {
-        tensor.name: ("BF16", [tensor.rows] if tensor.vector else [tensor.rows, tensor.cols]) for tensor in list_mtp_tensors(model).values()
-    }
+    tensors = list_mtp_tensors(model).values()
+    layer = {tensor.name: ("BF16", [tensor.rows, *([] if tensor.vector else [tensor.cols])]) for tensor in tensors}
     copies, last = ("model.layers.2.embed_tokens.weight", "model.layers.2.shared_head.head.weight"), "model.layers.2.eh_proj.weight"
     wrong = ("BF16", [256, 256])
 

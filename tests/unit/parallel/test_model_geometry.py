@@ -188,11 +188,9 @@ def test_megatron_pads_the_vocabulary_to_a_multiple_of_tp(tp, per_rank, filled):
 
 def test_experts_of_megatron_and_sglang():
     source = slow_cut.checkpoint(SMALL_MOE)
-    gate, up, down = (
-        [source[f"model.layers.0.mlp.experts.{expert}.{part}_proj.weight"] for expert in range(4)] for part in ("gate", "up", "down")
-    )
-    layout = Layout(tp=2, ep=2, etp=1)
-    for rank, shards in enumerate(trainer(SMALL_MOE, layout)):
+    experts = "model.layers.0.mlp.experts."
+    gate, up, down = ([source[f"{experts}{expert}.{part}_proj.weight"] for expert in range(4)] for part in ("gate", "up", "down"))
+    for rank, shards in enumerate(trainer(SMALL_MOE, Layout(tp=2, ep=2, etp=1))):
         tensors = slow_cut.cut(shards, source)
         for expert in (2 * rank, 2 * rank + 1):
             prefix = f"decoder.layers.0.mlp.experts.local_experts.{expert}."
@@ -201,7 +199,7 @@ def test_experts_of_megatron_and_sglang():
         assert sum("local_experts" in name for name in names(shards)) == 4
     for rank in range(4):  # tp 4, ep 2: ranks 0 and 1 share experts 0 and 1
         shards = {shard.name: shard for shard in build_sglang_shards(SMALL_MOE, 4, rank, ep=2)}
-        w13, w2 = (shards[f"model.layers.0.mlp.experts.{name}_weight"] for name in ("w13", "w2"))
+        w13, w2 = (shards[f"{experts}{name}_weight"] for name in ("w13", "w2"))
         assert (w13.shape, w13.scale_shape(FP8), w2.shape, w2.scale_shape(FP8)) == ((2, 256, 256), (2, 2, 2), (2, 256, 128), (2, 2, 1))
         tensors = slow_cut.cut([w13, w2], source)
         mine, half = range(rank // 2 * 2, rank // 2 * 2 + 2), slice(rank % 2 * 128, rank % 2 * 128 + 128)
@@ -227,9 +225,8 @@ def test_stages_match_megatron(case):
     from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
     layers, layout = case
-    options = {
-        name: value for name, value in layout_options(layout, TrainConfig()).items() if name != "overlap_tp_reduce"
-    }  # not an option of Megatron's
+    options = layout_options(layout, TrainConfig())
+    del options["overlap_tp_reduce"]  # not an option of Megatron's
     options |= {"pipeline_dtype": torch.float32, "moe_token_dispatcher_type": "alltoall"}
     config = TransformerConfig(num_layers=layers, hidden_size=8, num_attention_heads=1, **options)
     check_stages(layers, layout)

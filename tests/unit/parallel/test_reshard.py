@@ -106,9 +106,8 @@ def list_rows(ranks: dict[int, list[Shard]], first: dict[str, int]) -> dict[tupl
     for rank, shard in ((rank, shard) for rank, shards in ranks.items() for shard in shards):
         for tensor, rect, *_ in shard.regions:
             name, part = re.sub(r"\b[qkv](?=_proj)", "qkv", tensor.name), tensor.name.split(".")[-2].removesuffix("_proj")
-            rows.setdefault((rank, shard.name), []).extend(
-                (name, first.get(part, 0) + row) for row in range(rect.row, rect.row + rect.rows)
-            )
+            start = first.get(part, 0) + rect.row
+            rows.setdefault((rank, shard.name), []).extend((name, row) for row in range(start, start + rect.rows))
     return rows
 
 

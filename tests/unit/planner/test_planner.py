@@ -119,16 +119,12 @@ def test_a_trained_mtp_layer_is_the_last_stages():
     config = Config.model_validate_json('{"model": {"path": "x"}, "train": {"mtp_loss_scaling_factor": 0.1}}')
     trained, layout = Workload.from_config(config, fields), Layout(pp=2)
     model = trained.model
-    extra = [
-        weights.count_trainer_memory(trained, layout, stage).gradients
-        - weights.count_trainer_memory(trained.scored, layout, stage).gradients
-        for stage in (0, 1)
-    ]
+    held = [[weights.count_trainer_memory(each, layout, stage) for each in (trained, trained.scored)] for stage in (0, 1)]
     mtp = [weight for weight in model.list_weights()[-1] if weight.megatron.startswith("mtp.")]
     numbers = sum(rect.rows * rect.cols for weight in mtp for _, rect, *_ in weight.pieces if "expert_bias" not in weight.megatron)
-    assert extra == [0, 4 * numbers] and trained.trained_mtp_layers == 1 and trained.scored.trained_mtp_layers == 0
-    with_mtp, without = (weights.count_trainer_memory(each, layout, 1).weights for each in (trained, trained.scored))
-    assert with_mtp - without > 2 * model.vocab * model.hidden
+    assert [one.gradients - other.gradients for one, other in held] == [0, 4 * numbers]
+    assert trained.trained_mtp_layers == 1 and trained.scored.trained_mtp_layers == 0
+    assert held[1][0].weights - held[1][1].weights > 2 * model.vocab * model.hidden
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -431,8 +427,7 @@ def test_what_does_not_work_is_refused_in_one_line_with_the_best_layout_if_there
 
 def test_a_steps_samples_take_what_they_are_sent_as():
     lengths = {"data": {"max_prompt_tokens": 8}, "rollout": {"max_new_tokens": 400, "prompts_per_step": 2, "group_size": 2}}
-    plain = job("Qwen3-30B-A3B", algorithm={"routing_replay": "none"}, **lengths)
-    replayed = job("Qwen3-30B-A3B", algorithm={"routing_replay": "engine"}, **lengths)
+    plain, replayed = (job("Qwen3-30B-A3B", algorithm={"routing_replay": each}, **lengths) for each in ("none", "engine"))
     experts = torch.zeros(407, replayed.model.layers, replayed.top_k, dtype=torch.uint8)
     for planned, options in ((plain, {}), (replayed, {"routed_experts": experts})):
         sample = TrainingSample(torch.zeros(8), torch.zeros(400), rollout_logprobs=torch.zeros(400), **options)
@@ -442,9 +437,7 @@ def test_a_steps_samples_take_what_they_are_sent_as():
 
 def test_kept_groups_are_held_and_trained_on():
     rollout, candidate = {"prompts_per_step": 256, "group_size": 8}, Candidate(Layout(dp=2))
-    plain, replay = (
-        job("Qwen3-8B", rollout=rollout, algorithm={"correction": "tis"}, replay=each)
-        for each in (None, {"prompts_per_step": 128, "buffer_size": 512})
-    )
+    settings = {"rollout": rollout, "algorithm": {"correction": "tis"}}
+    plain, replay = (job(**settings, replay=each) for each in (None, {"prompts_per_step": 128, "buffer_size": 512}))
     assert candidate.micro_batches(replay) == pytest.approx(1.5 * candidate.micro_batches(plain), abs=1)
     assert memory_by_phase.count_kept_bytes(replay) == 512 * 8 * replay.config.longest_sequence * 9

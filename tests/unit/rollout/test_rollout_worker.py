@@ -1,5 +1,6 @@
 """Metrics and sample rows of rollouts, and the choice of groups."""
 
+import itertools
 import json
 from dataclasses import replace
 
@@ -199,14 +200,8 @@ def test_dynamic_sampling_draws_as_many_groups_as_are_missing_and_ends_with_a_fu
 
 def test_excluded_completions_give_a_group_no_signal():
     worker, scripted = dynamic(1, {"0": EQUAL, "1": MIXED})
-    scores = scripted.score
-
-    def excluding(texts, problems, lengths, broken):
-        rewards = scores(texts, problems, lengths, broken)
-        rewards[0] = Reward(0.0, False, "timed out", excluded=True)
-        return rewards
-
-    scripted.score = excluding
+    score = scripted.score
+    scripted.score = lambda *args: [Reward(0.0, False, "timed out", excluded=True), *score(*args)[1:]]
     assert worker.collect(worker.draw(5)).sampling["sampling/without_signal"] == 1
 
 
@@ -223,14 +218,12 @@ def test_groups_outside_of_the_range_of_accuracy_are_replaced_and_fill_without_a
 
 @pytest.mark.parametrize("mask", [False, True])
 def test_truncated_completions_are_masked_on_request(mask):
-    engine = FakeEngine()
-    generate = engine.generate
-    worker = make_worker(engine, FakeRewards(), algorithm={"mask_truncated_completions": mask})
+    class CutEveryOther(FakeEngine):
+        def generate(self, *args, **named):
+            ends = itertools.cycle(["stop", "length"])
+            return [replace(result, finish_reason=end) for result, end in zip(super().generate(*args, **named), ends, strict=False)]
 
-    def cut_every_other(*args, **named):
-        return [replace(result, finish_reason="length" if number % 2 else "stop") for number, result in enumerate(generate(*args, **named))]
-
-    engine.generate = cut_every_other
+    worker = make_worker(CutEveryOther(), FakeRewards(), algorithm={"mask_truncated_completions": mask})
     assert [member.masked for member in worker.collect(worker.draw(5)).completions_B] == [False, mask] * 4
 
 

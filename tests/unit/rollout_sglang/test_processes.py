@@ -21,11 +21,6 @@ FOLDER = str(Path(sys.executable).parent)
 
 
 @pytest.fixture
-def not_activated(monkeypatch):
-    monkeypatch.setenv("PATH", "/usr/bin:/bin")
-
-
-@pytest.fixture
 def unchanged_process():
     handler, mask = signal.getsignal(signal.SIGUSR1), os.umask(0)
     yield
@@ -33,7 +28,8 @@ def unchanged_process():
     os.umask(mask)
 
 
-def test_programs_beside_the_interpreter_are_found_without_activation(not_activated, monkeypatch):
+def test_programs_beside_the_interpreter_are_found_without_activation(monkeypatch):
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
     assert shutil.which("pytest") is None
     monkeypatch.setattr(command_line, "app", lambda prog_name: None)
     command_line.main()
@@ -43,8 +39,9 @@ def test_programs_beside_the_interpreter_are_found_without_activation(not_activa
 
 
 @pytest.mark.usefixtures("unchanged_process")
-def test_an_engine_finds_programs_and_no_megatron_before_it_imports_sglang(not_activated, monkeypatch):
+def test_an_engine_finds_programs_and_no_megatron_before_it_imports_sglang(monkeypatch):
     """An engine started by another node's launcher does not have this environment."""
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
     steps = []
     monkeypatch.setattr(stub_modules, "block_megatron", lambda: steps.append("blocked"))
     monkeypatch.setattr(registry, "verify", lambda: sys.exit(os.environ["PATH"]))

@@ -54,10 +54,8 @@ def test_everything_that_is_missing_is_named(monkeypatch):
     monkeypatch.setattr(requirements, "find_nvcc", lambda: None)
     check_machine(backend="deep_gemm", mode="bf16")  # a mode without FP8 layers needs none
     line = refused("deep_gemm")
-    assert line.startswith(
-        "precision.backend = 'deep_gemm': cannot run here: torch is a CPU build, sgl-deep-gemm is not installed, triton is not installed, "
-        "no nvcc to compile its kernels; install torch's CUDA build"
-    )
+    missing = "torch is a CPU build, sgl-deep-gemm is not installed, triton is not installed, no nvcc to compile its kernels"
+    assert line.startswith(f"precision.backend = 'deep_gemm': cannot run here: {missing}; install torch's CUDA build")
     assert "pip install sgl-deep-gemm==0.2.3.post2" in line and line.endswith("or use emulated")
 
 
@@ -97,18 +95,17 @@ def test_experts_need_deep_gemm_whatever_multiplies_the_rest_and_the_original_pa
     assert "deep_gemm 2.7.0 is not a supported version, 2.1 to below 2.7" in refused("deep_gemm")
 
 
-def geometry(**widths: int) -> ModelGeometry:
-    return ModelGeometry.from_hf_config(make_hf_config(ArchitectureConfig(**widths), 0, "bf16"))
-
-
 @pytest.mark.parametrize("backend", GPU_BACKENDS)
 def test_weights_that_are_cut_within_a_block_are_refused(backend):
-    wide = dict(hidden_size=512, intermediate_size=512, head_dim=128, num_attention_heads=4, num_key_value_heads=2)
-    requirements.check_model(backend, FP8, geometry(**wide), Layout(tp=2))
-    uneven = geometry(**wide | {"intermediate_size": 384})
+    def geometry(**changes: int) -> ModelGeometry:
+        widths = dict(hidden_size=512, intermediate_size=512, head_dim=128, num_attention_heads=4, num_key_value_heads=2) | changes
+        return ModelGeometry.from_hf_config(make_hf_config(ArchitectureConfig(**widths), 0, "bf16"))
+
+    requirements.check_model(backend, FP8, geometry(), Layout(tp=2))
+    uneven = geometry(intermediate_size=384)
     with pytest.raises(UserError, match=r"widths in multiples of 128, and .*linear_fc2.weight is \[512, 192\] on rank 0; use emulated"):
         requirements.check_model(backend, FP8, uneven, Layout(tp=2))
-    small_heads = geometry(**wide | {"head_dim": 64, "num_attention_heads": 8, "num_key_value_heads": 4})
+    small_heads = geometry(head_dim=64, num_attention_heads=8, num_key_value_heads=4)
     with pytest.raises(UserError, match=r"blocks of only one of q, k and v, .*linear_qkv.weight would mix them on rank 0"):
         requirements.check_model(backend, FP8, small_heads, Layout())
     requirements.check_model("emulated", FP8, uneven, Layout(tp=2))

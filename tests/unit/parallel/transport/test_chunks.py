@@ -9,8 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.geometries import SMALL_MOE, small_model, target_shards
-from support.golden.slow_cut import Case, as_fp8
+from support.geometries import SMALL_MOE, small_model
 
 from megatron_rl.config import PrecisionConfig
 from megatron_rl.config.sync import SyncConfig
@@ -23,7 +22,7 @@ from parallel.formats import BF16, FP8, TensorFormat
 from parallel.layout import Layout
 from parallel.megatron_shards import build_trainer_shards
 from parallel.model_geometry import ModelGeometry
-from parallel.reshard import Transfer, list_stored_tensors
+from parallel.reshard import Transfer
 from parallel.shards import Rect, Shard
 from parallel.transport import TRANSPORTS
 from parallel.transport.pack import (
@@ -71,13 +70,6 @@ def test_a_row_larger_than_a_chunk_is_refused_and_transfers_are_clipped():
     assert clip_transfer(transfer, 0, 10) is clip_transfer(transfer, 20, 25) is None  # rows before the transfer; rows after it
     for start, end, row, rows in ((0, 11, 0, 1), (12, 16, 2, 4), (18, 27, 8, 2)):
         assert clip_transfer(transfer, start, end) == (Rect(100 + row, 7, rows, 5), Rect(10 + row, 3, rows, 5))
-
-
-def test_an_fp8_weight_is_stored_as_two_tensors_and_a_vector_as_one():
-    stored = list_stored_tensors(target_shards(Case(small_model(), Layout(), 1))[0], as_fp8)
-    assert stored["model.norm.weight"] == (BF16, (256,))
-    assert stored["model.layers.0.mlp.down_proj.weight"] == (FP8, (256, 1024))
-    assert stored["model.layers.0.mlp.down_proj.weight_scale_inv"] == (FP8.scale, (2, 8))
 
 
 @given(st.integers(1, 300_000), st.data())

@@ -1,5 +1,7 @@
 """The tree of turns of an episode: which tokens a request continues, where it branches, what is trained on, and where it ends."""
 
+from unittest.mock import Mock
+
 import numpy as np
 import pytest
 from support.agents import END, PAIR, PROBLEM, ChatTokenizer, Policy, config
@@ -161,18 +163,12 @@ def test_an_agent_that_was_cut_before_it_gave_a_reward_has_none_and_no_function_
 
 
 def test_a_chat_template_that_loses_messages_is_refused():
-    class Forgetful(ChatTokenizer):
-        def apply_chat_template(self, chat, **options):
-            return super().apply_chat_template([message for message in chat if message["role"] != "tool"], **options)
-
-    class Strict(ChatTokenizer):
-        def apply_chat_template(self, chat, **options):
-            raise ValueError("only users may speak")
-
-    class Plain(ChatTokenizer):
-        chat_template = None
-
+    forgetful, strict, plain = tokenizers = [ChatTokenizer() for _ in range(3)]
+    apply = forgetful.apply_chat_template
+    forgetful.apply_chat_template = lambda chat, **options: apply([each for each in chat if each["role"] != "tool"], **options)
+    strict.apply_chat_template = Mock(side_effect=ValueError("only users may speak"))
+    plain.chat_template = None
     ChatFormat(ChatTokenizer()).check()
-    for tokenizer, rule in ((Forgetful(), "leaves out messages"), (Strict(), "only users may speak"), (Plain(), "letters has none")):
+    for tokenizer, rule in zip(tokenizers, ("leaves out messages", "only users may speak", "letters has none"), strict=True):
         with pytest.raises(UserError, match=rule):
             ChatFormat(tokenizer).check()

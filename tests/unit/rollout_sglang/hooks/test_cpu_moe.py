@@ -9,7 +9,7 @@ from support.kernel_tests import random
 
 from megatron_rl.kernels.linear.reference import fprop
 from megatron_rl.precision.fp8 import dequantize_weight, quantize_weight
-from megatron_rl.precision.int8 import quantize_int8_weight
+from megatron_rl.precision.int8 import int8_matmul, quantize_int8_weight
 from megatron_rl.precision.quantized_weight import QuantizedWeight
 from rollout_sglang.hooks import cpu_moe, dequant_cache, tree_reduction
 
@@ -76,24 +76,18 @@ def test_fp8_experts_are_two_block_products_each(run, scale_format, scale_fmt):
         run(cpu_moe.apply_block_fp8, layer, **method | {"weight_block_size": [32, 32]})
 
 
-def slow_int8(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Return Q(x) . Q(W)^T by SGLang's formula: a scale per token and per weight row, integer sums, scaled once."""
-    codes, scales = [], []
-    for matrix in (x, weight):
-        amax = matrix.abs().amax(1, keepdim=True)
-        codes.append((matrix * (torch.full_like(amax, 127) / amax)).round().long())  # random values are no ties
-        scales.append(amax / torch.full_like(amax, 127))
-    return (codes[0] @ codes[1].t()).float() * (scales[0] * scales[1].t())
-
-
 def test_int8_experts_quantize_tokens_before_each_of_their_two_products(run):
     """Bitwise, since integer sums have no order."""
     w13, w2 = random(EXPERTS, 2 * WIDTH, HIDDEN, seed=3), random(EXPERTS, HIDDEN, WIDTH, seed=4)
-    data13, scale13 = map(torch.stack, zip(*map(quantize_int8_weight, w13), strict=True))
-    data2, scale2 = map(torch.stack, zip(*map(quantize_int8_weight, w2), strict=True))
+    stacked = [map(torch.stack, zip(*map(quantize_int8_weight, weight), strict=True)) for weight in (w13, w2)]
+    (data13, scale13), (data2, scale2) = stacked
     assert (data13.dtype, scale13.shape, scale2.shape) == (torch.int8, (EXPERTS, 2 * WIDTH, 1), (EXPERTS, HIDDEN, 1))
     y = run(cpu_moe.apply_int8, SimpleNamespace(w13_weight=data13, w13_weight_scale=scale13, w2_weight=data2, w2_weight_scale=scale2))
-    assert torch.equal(y, slow_mixture(lambda x, e: slow_int8(x, w13[e]), lambda x, e: slow_int8(x, w2[e])))
+
+    def product(data: torch.Tensor, scale: torch.Tensor):
+        return lambda x, expert: int8_matmul(x, data[expert].float(), scale[expert])
+
+    assert torch.equal(y, slow_mixture(product(data13, scale13), product(data2, scale2)))
     assert y.abs().mean() > 1 and not y[2].any()
     y = run(cpu_moe.apply_unquantized, SimpleNamespace(w13_weight=w13, w2_weight=w2))  # without quantization
     torch.testing.assert_close(y, slow_mixture(lambda x, e: x @ w13[e].t(), lambda x, e: x @ w2[e].t()), rtol=1e-4, atol=1e-2)
