@@ -37,13 +37,12 @@ def stacked_experts(shapes: dict[str, list[int]]) -> dict[str, list[int]]:
     """Return shapes with experts stacked as in transformers 5: gate_up_proj [E, 2I, H] and down_proj [E, H, I]."""
     stacked: dict[str, list[int]] = {}
     for name, shape in shapes.items():
-        match = re.match(r"(.*\.experts)\.\d+\.(\w+)_proj\.weight", name)
+        match = re.match(r"(.*\.experts)\.(\d+)\.(\w+)_proj\.weight", name)
         if match is None:
             stacked[name] = shape
-        elif match[2] == "gate":
-            count = sum(other.startswith(match[1]) and other.endswith("gate_proj.weight") for other in shapes)
-            stacked[f"{match[1]}.gate_up_proj"] = [count, 2 * shape[0], shape[1]]
-            stacked[f"{match[1]}.down_proj"] = [count, shape[1], shape[0]]
+        elif match[3] == "gate":  # the last one's number tells how many there are
+            stacked[f"{match[1]}.gate_up_proj"] = [int(match[2]) + 1, 2 * shape[0], shape[1]]
+            stacked[f"{match[1]}.down_proj"] = [int(match[2]) + 1, shape[1], shape[0]]
     return stacked
 
 
