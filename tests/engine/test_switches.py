@@ -117,22 +117,18 @@ def run_ahead(running, max_staleness, steps):
     return {"rows": log.rows, "token_versions": token_versions, "position": ahead.snapshot()(), "drawn": stream.state_dict()}
 
 
-def sync_with_wrong_byte(settings, version):
-    """Run a sync whose chunks are changed after they were hashed. Propagates the error."""
+def sync_with_fault(settings, version, breaks=False):
+    """Run a sync whose chunks are changed after they were hashed, or whose trainer fails in the middle. Propagates the error."""
     pack = ChunkPacker.pack
 
     def pack_wrong(packer, named_rects, flat, hashing):
+        if breaks:
+            raise OSError("out of memory, say")
         digest = pack(packer, named_rects, flat, hashing)
         flat[len(flat) // 2] ^= 1
         return digest
 
     with mock.patch.object(ChunkPacker, "pack", pack_wrong), current().weight_sync(MIB, settings) as sync:
-        sync.run(version)
-
-
-def sync_that_breaks(settings, version):
-    """Run a sync whose trainer fails in the middle. Propagates the error."""
-    with mock.patch.object(ChunkPacker, "pack", side_effect=OSError("out of memory, say")), current().weight_sync(MIB, settings) as sync:
         sync.run(version)
 
 
@@ -174,14 +170,14 @@ def test_an_engine_serves_beside_a_transformer_engine_that_cannot_be_imported(un
 
 def test_a_byte_changed_on_its_way_is_found_before_it_is_served(unified):
     with pytest.raises(RunError, match=r"the sync is not proved: .* of engine rank 0 differs from .* of trainer rank 0; first in rows"):
-        unified.call(sync_with_wrong_byte, {"transport": "shared_memory"}, 90)
+        unified.call(sync_with_fault, {"transport": "shared_memory"}, 90)
     assert unified.call(trainer_engine.sync, 91)[0]["proved"] == TENSORS
 
 
 @pytest.mark.parametrize("transport", ["shared_memory", "process_group"])
 def test_a_trainer_that_fails_in_the_middle_is_one_error(unified, transport):
     with pytest.raises(RunError, match=r"^the sync broke: trainer rank 0: out of memory, say; engine rank 0 could not finish: \w+Error: "):
-        unified.call(sync_that_breaks, {"transport": transport, "timeout": 20.0}, 92)
+        unified.call(sync_with_fault, {"transport": transport, "timeout": 20.0}, 92, True)
     assert unified.call(trainer_engine.sync, 93)[0]["proved"] == TENSORS
 
 

@@ -4,27 +4,19 @@ end; the run's files, and its export."""
 import json
 import math
 from pathlib import Path
-from typing import NamedTuple
+from types import SimpleNamespace
 
 import pyarrow
 import pytest
 from pyarrow import parquet
 from support import train_command
 from support.models import TENSORS, read_weights
-from support.processes import ROOT, Command, Done
+from support.processes import ROOT, Command
 from support.train_command import finish, read_json, read_rows
 
 pytestmark = pytest.mark.timeout(6000)
 GSM8K = ROOT.parent / "shared" / "data" / "gsm8k" / "train.jsonl"
 TASK = "examples.arithmetic.task:Arithmetic"
-
-
-class Runs(NamedTuple):
-    run: Path
-    stopped: Done
-    stopped_at: int
-    """Steps that the stopped run has rows of."""
-    finished: Done
 
 
 def mixture(folder):
@@ -55,6 +47,7 @@ def mixture(folder):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
+    """A run that is stopped after `stopped_at` steps, and goes on to its end."""
     folder = tmp_path_factory.mktemp("train")
     changes = mixture(folder)
     two_ranks = {**changes, "train.layout.tp": 2, "train.two_batch_overlap": "all", "train.steps": 500}
@@ -67,7 +60,7 @@ def runs(tmp_path_factory):
     run = train_command.latest(folder)
     stopped_at = read_rows(run)[-1]["step"]
     finished = finish(train_command.train(folder, {**changes, "train.steps": stopped_at + 2}, config="gsm8k"))
-    return Runs(run.resolve(), stopped, stopped_at, finished)
+    return SimpleNamespace(run=run.resolve(), stopped=stopped, stopped_at=stopped_at, finished=finished)
 
 
 def test_a_stop_leaves_a_checkpoint_from_which_another_layout_goes_on_in_the_same_folder(runs):

@@ -79,15 +79,6 @@ def test_tables_put_every_token_into_a_row_of_its_expert(counts):
         assert first[number] == sum(groups.lengths[:tile]) and length[number] == groups.lengths[tile]
 
 
-def test_tokens_lie_sorted_by_expert_then_by_the_rank_they_came_from():
-    groups = TokenGroups.from_counts(SENT, "cpu")
-    assert groups.lengths == [128, 0, 256] and groups.rows == 384
-    assert groups.places.tolist() == [0, 1, 2, *range(128, 258), 3, *range(258, 278)]
-    assert groups.sources[:5].tolist() == [0, 1, 2, 133, -1] and groups.sources[groups.places].tolist() == list(range(154))
-    alone = TokenGroups.from_counts(SENT.sum(0).tolist(), "cpu")
-    assert alone.lengths == groups.lengths and alone.places.tolist() == [0, 1, 2, 3, *range(128, 278)]
-
-
 @in_interpreter
 def test_bytes_and_scales_match_separate_kernels():
     from megatron_rl.kernels.experts.triton import collect_rows, pack, quantize_weighed, spread_packed

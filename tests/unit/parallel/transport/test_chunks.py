@@ -203,9 +203,8 @@ def test_padding_columns_are_not_packed():
     """Transformer Engine stores scales as views of wider tensors."""
     padded = torch.arange(4 * 8, dtype=torch.float32).reshape(4, 8)
     memory = ChunkPacker({"scale": padded[:, :5]}, ["scale"])
-    flat = torch.empty(2 * 3 * 4, dtype=torch.uint8)
-    memory.pack([("scale", Rect(1, 2, 2, 3))], flat.numpy(), hashing=False)
-    assert flat.view(torch.float32).tolist() == [10, 11, 12, 18, 19, 20]
+    flat = _packed(memory, [("scale", Rect(1, 2, 2, 3))], 2 * 3 * 4)
+    assert flat.view(np.float32).tolist() == [10, 11, 12, 18, 19, 20]
     with pytest.raises(ValueError, match="are 24 bytes here, 25 on the other side"):
         memory.pack([("scale", Rect(1, 2, 2, 3))], torch.empty(25, dtype=torch.uint8).numpy(), hashing=False)
 
