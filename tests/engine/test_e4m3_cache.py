@@ -1,5 +1,4 @@
-"""E4M3 keys and values in a live engine whose cache is too small for the batch, is released, and survives a switch of weights: every
-log-prob has the trainer's bits."""
+"""E4M3 keys and values in a live engine: too small a cache, its release and a switch of weights change no bit of a log-prob."""
 
 import re
 

@@ -1,5 +1,4 @@
-"""Trainers and engines in different layouts, dense and with experts: a real SGLang, filled by syncs from a real Megatron model, has the
-trainer's log-probs bit for bit, and closely those of transformers' model on the same FP8 blocks."""
+"""A real SGLang, filled by a trainer in another layout, has its log-probs bit for bit, and closely those of transformers' model."""
 
 import httpx
 import pytest

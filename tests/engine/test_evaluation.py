@@ -1,5 +1,4 @@
-"""The command `eval` with real engines: a run's checkpoint against a Hugging Face one, with every figure recomputed from the
-completions."""
+"""The command `eval` with real engines: a run's checkpoint against a Hugging Face one, and every figure by the completions."""
 
 import json
 from collections import Counter

@@ -1,5 +1,4 @@
-"""A high-precision trainer with an INT8 engine with experts: the engine serves what was quantized at the sync, and computes as the
-contract says. For FP8 see test_routing_replay.py."""
+"""A high-precision trainer with an INT8 engine with experts, as the contract says. For FP8 see test_routing_replay.py."""
 
 import threading
 

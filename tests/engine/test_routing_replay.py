@@ -1,5 +1,4 @@
-"""A high-precision trainer with an FP8 engine with experts: the engine is proved, computes as the contract says, and records the experts
-of each token, which the trainer replays."""
+"""A high-precision trainer with an FP8 engine with experts, which records the experts of each token that the trainer replays."""
 
 from dataclasses import replace
 
@@ -64,8 +63,7 @@ def score(samples):
 
 
 def measure_dense_mismatch(checkpoint, precision, samples):
-    """Return the mean |difference| of log-probs between a dense model and the same model with its engine's products, which have the
-    engine's bits."""
+    """Return the mean |difference| of log-probs between a dense model and the same model with its engine's products."""
     trainer = Trainer(checkpoint, precision)
     plain = [replace(sample, routed_experts=torch.empty(0)) for sample in samples]
     own = torch.cat(trainer.actor.compute_logprobs(plain)[0])

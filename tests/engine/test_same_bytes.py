@@ -77,8 +77,7 @@ def test_answers_of_several_turns_are_those_tokens_for_the_trainer_too(unified):
 
 
 def test_what_agents_ask_through_the_endpoint_is_what_the_direct_path_gives(unified):
-    """Agents in their own processes ask over HTTP and edit their history. A random model writes much that no tokenizer would encode that
-    way."""
+    """Agents in their own processes edit their history. A random model writes what no tokenizer would encode that way."""
     agents = unified.call(engine_checks.sample_by_agents, 6, 40, 0)[0]
     assert agents["errors"] == [""] * 6 and agents["conversations"] == 12 and agents["versions"] == {0}
     assert all(agents["same"]) and len(agents["same"]) == 18 and all(agents["held"]) and agents["sampled"] == 0

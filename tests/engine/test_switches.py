@@ -72,8 +72,7 @@ def find_exposed():
 
 
 class RecordingWorker(RolloutWorker):
-    """A rollout worker that keeps all completions in `batches`. Half of the responses are rewarded, so that the weights of a random
-    model move."""
+    """Keeps all completions in `batches`, and rewards half of the responses, so that the weights of a random model move."""
 
     def __init__(self, *args):
         super().__init__(*args)
@@ -162,8 +161,7 @@ def test_completions_that_go_on_over_a_switch_have_the_log_probs_of_each_tokens_
 
 
 def test_an_engine_serves_beside_a_transformer_engine_that_cannot_be_imported(unified):
-    """SGLang imports Megatron for its dumper, and Megatron imports Transformer Engine if it is installed. Every engine of `launched` has
-    a broken one."""
+    """SGLang imports Megatron, and Megatron Transformer Engine. Every engine of `launched` has a broken one."""
     assert unified.call(import_in_child, "transformer_engine")[0] == "FileNotFoundError: libtransformer_engine.so"
     assert unified.call(trainer_engine.sync, 80)[0]["proved"] == TENSORS
 

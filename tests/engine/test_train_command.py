@@ -1,5 +1,4 @@
-"""`megatron-rl train` end to end: two ranks under torchrun whose engine is killed and replaced, a stop, and one rank that goes on to the
-end; the run's files, and its export."""
+"""`megatron-rl train` end to end: two ranks lose their engine and are stopped, and one rank goes on; the run's files and its export."""
 
 import json
 import math
@@ -20,8 +19,7 @@ TASK = "examples.arithmetic.task:Arithmetic"
 
 
 def mixture(folder):
-    """Return data of three kinds, with a warm start: GSM8K's rows (the published ones if available), MATH as Parquet, and generated
-    problems."""
+    """Return data of three kinds, with a warm start: GSM8K (the published rows if available), MATH as Parquet, and arithmetic."""
     lines = GSM8K
     if not GSM8K.is_file():
         lines = folder / "train.jsonl"

@@ -12,8 +12,7 @@ from rollout_sglang.process import HealthMonitor
 
 
 class Request(threading.Thread):
-    """A request that runs in the gate until `release`, and records what became of its answer in `order`. If it is `released` at the start,
-    it may wait for the gate."""
+    """A request that runs in the gate until `release` and records in `order` what became of its answer. A `released` one may wait."""
 
     def __init__(self, gate: RequestGate, order: list[str], name: str = "request", released: bool = False) -> None:
         super().__init__()
