@@ -11,7 +11,7 @@ from support import toy_format
 
 from megatron_rl.kernels.linear import make_backend
 from megatron_rl.precision import slices
-from megatron_rl.precision.quantized_weight import expand_scales
+from megatron_rl.precision.quantized_weight import QuantizedWeight, expand_scales
 from megatron_rl.precision.quantizers import dequantize, quantize
 from megatron_rl.precision.slices import WeightSlice, make_scales
 from parallel.formats import FORMATS, FP8, TensorFormat
@@ -62,16 +62,14 @@ def small_strips(monkeypatch):
         yield
 
 
-def quantize_slices(
-    weight: torch.Tensor, cuts: list[int], format: TensorFormat, order: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_slices(weight: torch.Tensor, cuts: list[int], format: TensorFormat, order: torch.Tensor | None) -> QuantizedWeight:
     """Return (data in the weight's order, scales) computed from the slices between `cuts`."""
     held = [(WeightSlice(*weight.shape, start, format, order), weight.view(-1)[start:end]) for start, end in pairwise(cuts)]
     scale, multipliers = make_scales(torch.stack([place.find_maxima(values) for place, values in held]).amax(0), format)
     data = torch.zeros(weight.numel(), dtype=getattr(torch, format.dtype))
     for place, values in held:
         place.quantize(values, multipliers, data[place.start : place.start + len(values)])
-    return data.view(weight.shape), scale
+    return QuantizedWeight(data.view(weight.shape), scale)
 
 
 @pytest.mark.parametrize("format", [FP8.with_scales("pow2"), FP8.with_scales("fp32"), toy_format.TOY], ids=str)

@@ -32,8 +32,7 @@ TOKENIZER = SimpleNamespace(encode=lambda text, add_special_tokens: [int(text)],
 class Lengths:
     """An engine whose clock is the trainer's version. A completion has tokens of the versions at which its group began and ended.
 
-    One problem in ten takes long: it ends when the trainer waits for it, or after `patience` seconds. `fails`: how many of the next
-    requests find no engine.
+    One problem in ten takes until the trainer waits for it, or `patience` seconds. `fails`: how many of the next requests find no engine.
     """
 
     def __init__(self) -> None:

@@ -83,15 +83,10 @@ def test_nodes_on_one_machine_share_its_cores(launchers, monkeypatch):
 def test_engines_are_on_this_machine_by_default_and_are_spread_evenly_in_order(launchers):
     local = config(2, hosts=("127.0.0.1",), transport="shared_memory")
     check_devices(local)
-    expected = [[EnginePlacement(index=index)] for index in range(2)]
-    assert [place_engine(local.rollout, number) for number in range(2)] == expected
+    assert [place_engine(local.rollout, number) for number in range(2)] == [[EnginePlacement(index=index)] for index in range(2)]
     launchers("", "srun --nodelist=node2")
-    assert [place_engine(config().rollout, number) for number in range(4)] == [
-        [EnginePlacement("10.0.0.5", "", 0)],
-        [EnginePlacement("10.0.0.5", "", 1)],
-        [EnginePlacement("10.0.0.6", "srun --nodelist=node2", 0)],
-        [EnginePlacement("10.0.0.6", "srun --nodelist=node2", 1)],
-    ]
+    places = ("10.0.0.5", "", 0), ("10.0.0.5", "", 1), ("10.0.0.6", "srun --nodelist=node2", 0), ("10.0.0.6", "srun --nodelist=node2", 1)
+    assert [place_engine(config().rollout, number) for number in range(4)] == [[EnginePlacement(*place)] for place in places]
 
 
 def test_devices_are_counted_from_the_first_of_each_node(launchers, monkeypatch):

@@ -17,12 +17,10 @@ from megatron_rl.rollout.worker import RolloutBatch, RolloutWorker
 from megatron_rl.types import Completion, Generation, Problem, Reward, SamplingParams
 
 
-def completion(
-    level: int, correct: bool, length: int = 3, finish: str = "stop", error: str = "", value: float | None = None, source: str = ""
-) -> Completion:
-    reward = Reward(float(correct) if value is None else value, correct, error)
+def completion(level: int, correct: bool, length: int = 3, finish: str = "stop", source: str = "", **reward: object) -> Completion:
+    rewarded = Reward(**{"value": float(correct), "correct": correct, **reward})
     problem = Problem(f"id-{level}", f"prompt {level}", "42", level=level, source=source)
-    return Completion(problem, [1], [2] * length, [-0.5] * length, finish, 0, f"text {level}", reward)
+    return Completion(problem, [1], [2] * length, [-0.5] * length, finish, 0, f"text {level}", rewarded)
 
 
 @pytest.mark.parametrize("completions, accuracies", [
