@@ -123,16 +123,16 @@ def test_groups_are_trained_once_in_the_order_they_were_drawn_despite_lengths_an
 
 def run_and_resume(max_staleness: int, first: int, second: int, patience: float = math.inf, **options: int) -> list[Run]:
     """Train `first` steps, and `second` more in a run that is resumed. Check that every problem is trained on or left out once."""
-    runs, state, left = list[Run](), None, dict[str, object]()
+    runs, state = list[Run](), None
     for versions in (range(first), range(first, first + second)):
         runs.append(run := Run(max_staleness, first + second, state=state, **options))
         run.engine.patience = patience
         for version in versions:
             run.step(version, waits=patience == math.inf)
-        state = left = run.ahead.snapshot()()
+        state = run.ahead.snapshot()()
         run.ahead.close()
     trained = [int(number) for run in runs for step in run.trained for number in step]
-    assert sorted([*trained, *left.get("left_out", ())]) == list(range(left["position"]))
+    assert sorted([*trained, *state.get("left_out", ())]) == list(range(state["position"]))
     return runs
 
 

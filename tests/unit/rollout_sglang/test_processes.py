@@ -20,14 +20,6 @@ from rollout_sglang.process import EngineProcess, EngineProcesses
 FOLDER = str(Path(sys.executable).parent)
 
 
-@pytest.fixture
-def unchanged_process():
-    handler, mask = signal.getsignal(signal.SIGUSR1), os.umask(0)
-    yield
-    signal.signal(signal.SIGUSR1, handler)
-    os.umask(mask)
-
-
 def test_programs_beside_the_interpreter_are_found_without_activation(monkeypatch):
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
     assert shutil.which("pytest") is None
@@ -38,10 +30,11 @@ def test_programs_beside_the_interpreter_are_found_without_activation(monkeypatc
     assert os.environ["PATH"] == f"{FOLDER}:/usr/bin:/bin"
 
 
-@pytest.mark.usefixtures("unchanged_process")
 def test_an_engine_finds_programs_and_no_megatron_before_it_imports_sglang(monkeypatch):
     """An engine started by another node's launcher does not have this environment."""
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(os, "umask", lambda _: 0)
     steps = []
     monkeypatch.setattr(stub_modules, "block_megatron", lambda: steps.append("blocked"))
     monkeypatch.setattr(registry, "verify", lambda: sys.exit(os.environ["PATH"]))

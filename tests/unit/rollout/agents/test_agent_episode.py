@@ -138,12 +138,10 @@ def test_conversations_of_an_episode_share_its_reward_and_an_agent_that_asked_no
     chat.ask("b")
     completions = [chat.episode.finish("", None), mute.episode.finish("timeout after 3 s", None)]
 
-    class Rewards:
-        def score(self, texts, problems, lengths, broken):
-            assert (texts, lengths, broken) == (["bb", ""], [6, 0], ["", "agent: timeout after 3 s"])
-            return [Reward(0.25, False), Reward(0.0, False, error=broken[1])]
-
-    assign_rewards(completions, Rewards())
+    broken = "agent: timeout after 3 s"
+    rewards = Mock(**{"score.return_value": [Reward(0.25, False), Reward(0.0, False, error=broken)]})
+    assign_rewards(completions, rewards)
+    rewards.score.assert_called_once_with(["bb", ""], [PROBLEM, PROBLEM], [6, 0], ["", broken])
     rollout = RolloutBatch(completions, {"ahead/generate": 2.0})
     samples = to_training_samples(rollout)
     assert [(sample.reward, sample.number) for sample in samples] == [(0.25, 0), (0.25, 1)] and list_owners(rollout) == [0, 0]
