@@ -1,7 +1,4 @@
-"""Two real engines behind one interface have the completions of one, are proved at every sync, and losses change no bit.
-
-More losses, of fake engines, are in tests/distributed/test_engine_faults.py.
-"""
+"""Two real engines have the completions of one, and losses change no bit. For fake engines see tests/distributed/test_engine_faults.py."""
 
 import pytest
 from support import trainer_engine

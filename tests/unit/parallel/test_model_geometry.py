@@ -33,13 +33,6 @@ def names(shards: list[Shard]) -> set[str]:
     return {shard.name for shard in shards}
 
 
-def test_the_examples_config_json_is_read():
-    architecture = ArchitectureConfig(vocab_size=384, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True)
-    geometry = ModelGeometry.from_hf_config(make_hf_config(architecture, 0, "fp32"))
-    widths = {"layers": 2, "hidden": 256, "heads": 4, "kv_heads": 2, "head_dim": 128, "ffn": 512, "vocab": 384}
-    assert geometry == ModelGeometry("qwen3", **widths, tied=True, qk_norm=True)
-
-
 NARROW = {"heads": 16, "head_dim": 64, "vocab": 320}
 
 

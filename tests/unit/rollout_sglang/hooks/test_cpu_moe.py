@@ -1,5 +1,7 @@
 """The engine's experts on a CPU compared with a slow loop over tokens and choices."""
 
+from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -29,10 +31,9 @@ def slow_mixture(gate_up, down) -> torch.Tensor:
     return y
 
 
-def quantized(weight: torch.Tensor, scale_format: str) -> QuantizedWeight:
-    """Return each expert's matrix in blocks: data `[E, N, K]`, scales `[E, N / 128, K / 128]`."""
-    blocks = [quantize_weight(matrix, scale_format) for matrix in weight]
-    return QuantizedWeight(torch.stack([b.data for b in blocks]), torch.stack([b.scale for b in blocks]))
+def quantized(weight: torch.Tensor, quantize: Callable[[torch.Tensor], QuantizedWeight]) -> QuantizedWeight:
+    """Return each expert's matrix quantized: data `[E, N, K]`, scales `[E, ...]`."""
+    return QuantizedWeight(*map(torch.stack, zip(*map(quantize, weight), strict=True)))
 
 
 @pytest.fixture(autouse=True)
@@ -59,8 +60,8 @@ def run(monkeypatch):
 
 @pytest.mark.parametrize("scale_format, scale_fmt", [("pow2", "ue8m0"), ("fp32", None)])
 def test_fp8_experts_are_two_block_products_each(run, scale_format, scale_fmt):
-    w13 = quantized(random(EXPERTS, 2 * WIDTH, HIDDEN, seed=3), scale_format)
-    w2 = quantized(random(EXPERTS, HIDDEN, WIDTH, seed=4), scale_format)
+    weights = random(EXPERTS, 2 * WIDTH, HIDDEN, seed=3), random(EXPERTS, HIDDEN, WIDTH, seed=4)
+    w13, w2 = (quantized(weight, partial(quantize_weight, scale_format=scale_format)) for weight in weights)
     layer = SimpleNamespace(w13_weight=w13.data, w13_weight_scale_inv=w13.scale, w2_weight=w2.data, w2_weight_scale_inv=w2.scale)
     method = {"block_quant": True, "weight_block_size": [128, 128], "quant_config": SimpleNamespace(scale_fmt=scale_fmt)}
     y = run(cpu_moe.apply_block_fp8, layer, **method)
@@ -79,8 +80,7 @@ def test_fp8_experts_are_two_block_products_each(run, scale_format, scale_fmt):
 def test_int8_experts_quantize_tokens_before_each_of_their_two_products(run):
     """Bitwise, since integer sums have no order."""
     w13, w2 = random(EXPERTS, 2 * WIDTH, HIDDEN, seed=3), random(EXPERTS, HIDDEN, WIDTH, seed=4)
-    stacked = [map(torch.stack, zip(*map(quantize_int8_weight, weight), strict=True)) for weight in (w13, w2)]
-    (data13, scale13), (data2, scale2) = stacked
+    (data13, scale13), (data2, scale2) = (quantized(weight, quantize_int8_weight) for weight in (w13, w2))
     assert (data13.dtype, scale13.shape, scale2.shape) == (torch.int8, (EXPERTS, 2 * WIDTH, 1), (EXPERTS, HIDDEN, 1))
     y = run(cpu_moe.apply_int8, SimpleNamespace(w13_weight=data13, w13_weight_scale=scale13, w2_weight=data2, w2_weight_scale=scale2))
 

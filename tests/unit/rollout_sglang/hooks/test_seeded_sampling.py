@@ -58,20 +58,15 @@ def kept_by_definition(probs: list[float], top_p: float, top_k: int, min_p: floa
     return kept
 
 
+BOUNDS = [0.01, 0.3, 0.5, 0.9, 0.999, 1.0], [1, 2, 7, 50, 1 << 30], [0.0, 0.01, 0.2, 0.9]  # top_p, top_k, min_p
+
+
 @settings(max_examples=200)
-@given(
-    st.integers(0, 2**32 - 1),
-    st.integers(1, 600),
-    st.floats(0.1, 20),
-    st.sampled_from([0.01, 0.3, 0.5, 0.9, 0.999, 1.0]),
-    st.sampled_from([1, 2, 7, 50, 1 << 30]),
-    st.sampled_from([0.0, 0.01, 0.2, 0.9]),
-    st.booleans(),
-)
-def test_the_kept_tokens_are_those_of_the_definition(seed, size, spread, top_p, top_k, min_p, coarse):
+@given(st.integers(0, 2**32 - 1), st.integers(1, 600), st.floats(0.1, 20), st.tuples(*map(st.sampled_from, BOUNDS)), st.booleans())
+def test_the_kept_tokens_are_those_of_the_definition(seed, size, spread, bounds, coarse):
     logits = random(size, seed=seed) * spread
     probs = torch.softmax(logits.round() if coarse else logits, -1)  # coarse: many are equally probable
-    assert find_kept_tokens(probs, top_p, top_k, min_p).tolist() == kept_by_definition(probs.double().tolist(), top_p, top_k, min_p)
+    assert find_kept_tokens(probs, *bounds).tolist() == kept_by_definition(probs.double().tolist(), *bounds)
 
 
 def test_the_kept_tokens_are_those_of_sglang():
