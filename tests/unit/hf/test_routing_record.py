@@ -66,7 +66,10 @@ def test_an_invalid_record_is_refused_in_one_line(wrong, line):
     assert "\n" not in str(raised.value)
 
 
-@given(st.lists(st.tuples(*[st.integers(1, 6)] * 2), min_size=1, max_size=7), st.integers(1, 30), st.integers(0, 2), st.integers(1, 4))
+LENGTHS = st.lists(st.tuples(st.integers(1, 6), st.integers(1, 6)), min_size=1, max_size=7)
+
+
+@given(LENGTHS, st.integers(1, 30), st.integers(0, 2), st.integers(1, 4))
 def test_every_token_finds_its_experts_in_its_micro_batch(lengths, most, more, multiple):
     samples = [
         TrainingSample([10 * index + 1] * prompt, [2] * response, routed_experts=torch.from_numpy(record(prompt + response, seed=index)))

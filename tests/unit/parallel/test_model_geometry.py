@@ -206,9 +206,7 @@ def test_stages_match_megatron(pp, vpp, share, first, last):
     assume(pp > 2 or not (first and last))
     layers = vpp * (first + last + share * (pp - (first > 0) - (last > 0)))
     layout = Layout(pp=pp, vpp=vpp, first_stage_layers=vpp * first, last_stage_layers=vpp * last)
-    options = layout_options(layout, TrainConfig())
-    options.pop("overlap_tp_reduce", None)  # not an option of Megatron's
-    options |= {"pipeline_dtype": torch.float32, "moe_token_dispatcher_type": "alltoall"}
+    options = layout_options(layout, TrainConfig()) | {"pipeline_dtype": torch.float32, "moe_token_dispatcher_type": "alltoall"}
     config = TransformerConfig(num_layers=layers, hidden_size=8, num_attention_heads=1, **options)
     check_stages(layers, layout)
     for stage in range(layout.pp):

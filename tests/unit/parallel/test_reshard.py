@@ -330,4 +330,4 @@ def test_a_sync_plan_counts_a_byte_per_weight_and_four_per_row_and_experts_are_s
     shapes = {name: (shard.shape, shard.scale_shape(INT8)) for name, shard in experts.items()}
     assert shapes == {"w13_weight": ((2, 256, 256), (2, 256, 1)), "w2_weight": ((2, 256, 128), (2, 256, 1))}
     columns = {(move.target_rect.col, move.target_rect.cols) for move in plan.transfers if move.target == experts["w2_weight"].name}
-    assert columns == {(0, 64), (64, 64)}, "two trainer ranks send halves; the scales come from one"
+    assert columns == {(0, 64), (64, 64)}, "two trainer ranks send half of the columns each"

@@ -159,8 +159,8 @@ def test_activations_shrink_with_tensor_parallelism_and_recomputation():
 
 
 def test_experts_that_run_at_once_have_padded_rows_which_take_time(monkeypatch):
-    """The 16 experts of a Qwen3-235B-A22B rank share 8 rows per token. Experts that run one after the other need no padding. It is 20 % of
-    the FLOPs of three products in 94 layers, whose tokens meet 8 experts of 3 x 1536 x 4096."""
+    """The 16 experts of a Qwen3-235B-A22B rank share 8 rows per token. Experts that run one after the other need no padding. Padding is
+    20 % of the FLOPs of three products in 94 layers, whose tokens meet 8 experts of 3 x 1536 x 4096."""
     layout = Layout(tp=8, ep=8, etp=1)
 
     def plan(tokens: int, **precision: str) -> Workload:

@@ -78,7 +78,8 @@ def quantize_slices(weight: torch.Tensor, cuts: list[int], format: TensorFormat,
 def test_slices_give_the_bytes_and_scales_of_the_whole_weight_wherever_it_is_cut(format, data):
     rows, cols = data.draw(st.integers(1, 300)), data.draw(st.integers(1, 300))
     cuts = [0, *sorted(data.draw(st.lists(st.integers(0, rows * cols), max_size=7))), rows * cols]
-    weight = random(rows, cols, seed=(seed := data.draw(st.integers(0, 99))))
+    seed = data.draw(st.integers(0, 99))
+    weight = random(rows, cols, seed=seed)
     order = torch.randperm(rows, generator=torch.Generator().manual_seed(seed)) if data.draw(st.booleans()) else None
     values, scale = quantize_slices(weight, cuts, format, order)
     ordered = slice(None) if order is None else order
